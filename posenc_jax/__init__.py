@@ -1,0 +1,41 @@
+"""Position encodings for transformers in JAX: every scheme, one interface, exact numbers.
+
+Letters, in all shapes: B batch, T queries, S keys, N query heads, K key/value heads,
+H head dim, D model dim, A coordinate axes.
+"""
+
+from posenc_jax.additive.learned import Learned as Learned
+from posenc_jax.additive.none import NoPE as NoPE
+from posenc_jax.additive.sinusoidal import Sinusoidal as Sinusoidal
+from posenc_jax.additive.sinusoidal import sinusoidal_encoding as sinusoidal_encoding
+from posenc_jax.attend import new_cache as new_cache
+from posenc_jax.attend import scheme_attention as scheme_attention
+from posenc_jax.bias.alibi import ALiBi as ALiBi
+from posenc_jax.bias.alibi import alibi_slopes as alibi_slopes
+from posenc_jax.bias.t5 import T5 as T5
+from posenc_jax.bias.t5 import t5_bucket as t5_bucket
+from posenc_jax.cache import KVCache as KVCache
+from posenc_jax.combine import chain as chain
+from posenc_jax.combine import with_positions as with_positions
+from posenc_jax.engine.api import attention as attention
+from posenc_jax.relative.shaw import Shaw as Shaw
+from posenc_jax.rotary.frequencies import NTK as NTK
+from posenc_jax.rotary.frequencies import PI as PI
+from posenc_jax.rotary.frequencies import FrequencyMap as FrequencyMap
+from posenc_jax.rotary.rope import RoPE as RoPE
+from posenc_jax.rotary.rope import apply_rope as apply_rope
+from posenc_jax.rotary.rope import rope_frequencies as rope_frequencies
+from posenc_jax.rotary.rope import rope_matrix as rope_matrix
+from posenc_jax.scheme import ContentBias as ContentBias
+from posenc_jax.scheme import LogitBias as LogitBias
+from posenc_jax.scheme import Scheme as Scheme
+from posenc_jax.scheme import ValueBias as ValueBias
+
+SCHEMES: dict[str, type[Scheme]] = {
+    thing.name: thing
+    for thing in list(globals().values())
+    if isinstance(thing, type) and issubclass(thing, Scheme) and thing.name
+}
+"""Every exported scheme class by its `name`."""
+
+__version__ = "0.1.0"

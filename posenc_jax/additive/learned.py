@@ -1,0 +1,106 @@
+r"""Learned absolute positions: one trained vector per position, added to the embedding.
+
+    x[t] <- x[t] + table[position[t] + offset]
+
+The table has `max_length + offset` rows. There is nothing beyond it: a position past its
+end raises where positions are known, and under `jit` makes that token NaN, never a copy
+of the last row. (Indexing in JAX clamps without a word.)
+
+`offset` reproduces models that reserve rows: 2 for OPT, padding_idx + 1 for RoBERTa.
+The initial standard deviation is 0.02, as in BERT.
+
+Papers: Gehring et al. Convolutional Sequence to Sequence Learning. 2017.
+https://arxiv.org/abs/1705.03122
+Devlin et al. BERT. 2018. https://arxiv.org/abs/1810.04805
+Reference code: huggingface/transformers, models/gpt2 and models/opt.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.checks import integer_positions, require
+from posenc_jax.scheme import Scheme
+
+
+def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array:
+    """Returns the rows [..., D] of `table` at `positions + offset`.
+
+    Args:
+      table: [rows, D].
+      positions: integers [...].
+      offset: number of reserved rows at the start of the table.
+
+    Raises:
+      TypeError: for positions that are not integers.
+      ValueError: for positions outside the table, where they are known; under `jit` their
+        rows are NaN.
+
+    >>> lookup(jnp.array([[1.0], [2.0]]), jnp.array([1]))
+    Array([[2.]], dtype=float32)
+    """
+    positions = integer_positions("learned", positions)
+    rows = table.shape[0] - offset
+    if not isinstance(positions, jax.core.Tracer) and positions.size:
+        low, high = int(np.min(positions)), int(np.max(positions))
+        require(
+            0 <= low and high < rows,
+            f"learned: positions must be in [0, {rows}), the rows of the table, "
+            f"got {low} to {high}.",
+        )
+    index = (
+        jnp.where(positions < 0, rows, positions) + offset
+    )  # -1 is not the last row.
+    return table.at[index].get(mode="fill", fill_value=jnp.nan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned(Scheme):
+    """Learned absolute positions (Gehring et al. 2017, BERT, GPT-2).
+
+    Attributes:
+      max_length: number of positions.
+      model_dim: D.
+      offset: reserved rows before position 0.
+      stddev: of the initial table.
+
+    Raises:
+      ValueError: for sizes below one or a negative offset.
+
+    >>> scheme = Learned(max_length=8, model_dim=4)
+    >>> scheme.init(jax.random.key(0))["table"].shape
+    (8, 4)
+    """
+
+    max_length: int
+    model_dim: int
+    offset: int = 0
+    stddev: float = 0.02
+    name: ClassVar[str] = "learned"
+
+    def __post_init__(self):
+        require(
+            self.max_length >= 1,
+            f"learned: max_length must be >= 1, got {self.max_length}.",
+        )
+        require(
+            self.model_dim >= 1,
+            f"learned: model_dim must be >= 1, got {self.model_dim}.",
+        )
+        require(self.offset >= 0, f"learned: offset must be >= 0, got {self.offset}.")
+        require(
+            self.stddev > 0, f"learned: stddev must be positive, got {self.stddev}."
+        )
+
+    def init(self, key):
+        """Returns {"table": float32 [max_length + offset, D]}."""
+        shape = (self.max_length + self.offset, self.model_dim)
+        return {"table": self.stddev * jax.random.normal(key, shape)}
+
+    def embed(self, params, x, coordinates):
+        """Returns x [B, T, D] plus the rows of its positions."""
+        rows = lookup(params["table"], coordinates, self.offset)
+        return (x.astype(jnp.float32) + rows).astype(x.dtype)

@@ -1,0 +1,28 @@
+"""NoPE: no position encoding at all.
+
+Without a mask, self-attention treats its tokens as a set. A causal mask alone tells them
+apart: each token sees one more than the one before, and models trained so learn positions.
+Encoders with this scheme cannot tell any order.
+
+Papers: Haviv et al. Transformer Language Models without Positional Encodings Still Learn
+Positional Information. 2022. https://arxiv.org/abs/2203.16634
+Kazemnejad et al. The Impact of Positional Encoding on Length Generalization in
+Transformers. NeurIPS 2023. https://arxiv.org/abs/2305.19466
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from posenc_jax.scheme import Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class NoPE(Scheme):
+    """No position encoding (Haviv et al. 2022, Kazemnejad et al. 2023).
+
+    >>> NoPE().bias({}) is None
+    True
+    """
+
+    name: ClassVar[str] = "none"
+    relative: ClassVar[bool] = True

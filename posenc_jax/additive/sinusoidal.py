@@ -1,0 +1,119 @@
+r"""Sinusoidal positions: fixed waves of geometric wavelengths, added to the embedding.
+
+    PE[p, 2i]     = sin(p / theta^(2i / D))
+    PE[p, 2i + 1] = cos(p / theta^(2i / D)),      i = 0 .. D/2 - 1,  theta = 10000
+
+i numbers the *pair*, not the dimension: both members of a pair share one frequency. Then
+PE(p + k) is the rotation of PE(p) by the angles k / theta^(2i/D), and |PE|^2 = D / 2. At
+p = 2, D = 4 this is [0.9093, -0.4161, 0.0200, 0.9998]. A worked example that goes around
+prints [0.909, 0.9998, 0.0002, 1.0]: it puts the dimension where the pair index belongs,
+which gives D frequencies and loses both properties.
+
+Three layouts are in use and no two agree beyond D = 2:
+
+    "interleaved"  as above: sin and cos side by side (the paper, OpenNMT)
+    "concat"       the same frequencies, all sines, then all cosines (Transformer-XL)
+    "t2t"          all sines, then all cosines, at theta^(-i / (D/2 - 1)): the last
+                   wavelength is exactly 2 pi theta; odd D ends with a zero
+                   (tensor2tensor, fairseq, Whisper)
+
+Token embeddings are multiplied by sqrt(D) before the sum. Values are defined for every
+position; that a model does well at positions it was not trained on does not follow.
+
+Paper: Vaswani et al. Attention Is All You Need. 2017. https://arxiv.org/abs/1706.03762
+Reference code: tensorflow/tensor2tensor, layers/common_attention.py, get_timing_signal_1d;
+kimiyoung/transformer-xl, pytorch/mem_transformer.py, PositionalEmbedding.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.angles import cos_sin
+from posenc_jax.checks import coordinate_values, require
+from posenc_jax.scheme import Scheme
+
+_LAYOUTS = ("interleaved", "concat", "t2t")
+
+
+def sinusoidal_encoding(
+    positions: jax.Array,
+    dim: int,
+    *,
+    theta: float = 10000.0,
+    layout: str = "interleaved",
+) -> jax.Array:
+    """Returns sinusoidal encodings, float32 [..., dim], exact at any int32 position.
+
+    Args:
+      positions: integers [...], or float32 where positions are not counted.
+      dim: D; even, but for the layout "t2t".
+      theta: the base of the wavelengths.
+      layout: "interleaved", "concat" or "t2t"; see the top of the file.
+
+    Raises:
+      TypeError: for positions of another type.
+      ValueError: for an odd or non-positive `dim`, a `theta` that is not positive, or an
+        unknown layout.
+
+    >>> np.round(sinusoidal_encoding(jnp.array([2]), 4)[0], 4)
+    array([ 0.9093, -0.4161,  0.02  ,  0.9998], dtype=float32)
+    """
+    _check(dim, theta, layout)
+    positions = coordinate_values("sinusoidal", positions, "positions")
+    pairs = dim // 2
+    last = max(pairs - 1, 1) if layout == "t2t" else dim / 2
+    cos, sin = cos_sin(positions, float(theta) ** (-np.arange(pairs) / last))
+    if layout == "interleaved":
+        return jnp.stack([sin, cos], -1).reshape(*positions.shape, dim)
+    out = jnp.concatenate([sin, cos], -1)
+    return jnp.pad(out, [(0, 0)] * positions.ndim + [(0, dim % 2)])
+
+
+def _check(dim: int, theta: float, layout: str) -> None:
+    require(
+        layout in _LAYOUTS,
+        f"sinusoidal: layout must be one of {_LAYOUTS}, got {layout!r}.",
+    )
+    require(dim >= 2, f"sinusoidal: model_dim must be at least 2, got {dim}.")
+    require(
+        dim % 2 == 0 or layout == "t2t",
+        f"sinusoidal: model_dim must be even for layout {layout!r}, got {dim}.",
+    )
+    require(theta > 0, f"sinusoidal: theta must be positive, got {theta}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinusoidal(Scheme):
+    """Sinusoidal absolute positions (Vaswani et al. 2017).
+
+    Attributes:
+      model_dim: D.
+      theta: the base of the wavelengths.
+      layout: "interleaved", "concat" or "t2t"; see the top of the file.
+
+    Raises:
+      ValueError: as `sinusoidal_encoding`.
+
+    >>> Sinusoidal(model_dim=2).embed({}, jnp.zeros((1, 1, 2)), jnp.array([[0]]))
+    Array([[[0., 1.]]], dtype=float32)
+    """
+
+    model_dim: int
+    theta: float = 10000.0
+    layout: str = "interleaved"
+    name: ClassVar[str] = "sinusoidal"
+    scale_embedding: ClassVar[bool] = True
+
+    def __post_init__(self):
+        _check(self.model_dim, self.theta, self.layout)
+
+    def embed(self, params, x, coordinates):
+        """Returns x [B, T, D] plus the encodings of its positions."""
+        waves = sinusoidal_encoding(
+            coordinates, self.model_dim, theta=self.theta, layout=self.layout
+        )
+        return (x.astype(jnp.float32) + waves).astype(x.dtype)

@@ -1,0 +1,234 @@
+"""One attention of a scheme: its hooks, the cache and the engine, in their order.
+
+This is what the Flax layers do between their projections, as one pure function.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.cache import KVCache
+from posenc_jax.checks import (
+    array_of_rank,
+    coordinate_values,
+    integer_positions,
+    require,
+)
+from posenc_jax.engine.api import attention
+from posenc_jax.mask import Window, window_sides
+from posenc_jax.positions import count_up
+from posenc_jax.scheme import Params, Scheme, as_tuple
+
+
+def scheme_attention(
+    scheme: Scheme,
+    params: Params,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    x: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    coordinates: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    cache: KVCache | None = None,
+    scale: float | None = None,
+    **options: Any,
+) -> tuple[jax.Array, KVCache | None]:
+    """Self-attention of T tokens with a scheme, after those in the cache if there is one.
+
+    Args:
+      scheme: what to encode positions with.
+      params: its parameters.
+      q, k, v: [B, T, N, H], [B, T, K, H] and [B, T, K, V], as projected.
+      x: what they were projected from, [B, T, D]; some schemes read it.
+      positions: integers [T] or [B, T]. Default: 0, 1, ... after what is in the cache.
+      coordinates: what the scheme reads, [B, T] or [A, B, T]. Default: the positions.
+      segment_ids: integers [T] or [B, T], below zero for padding. Default: one segment.
+      cache: keys and values of earlier tokens; see `new_cache`.
+      scale: the factor on q . k. Default: the scheme's own.
+      **options: further arguments of `attention`: `is_causal`, `window`, `softcap` ...
+
+    Returns:
+      The output [B, T, N, V], and the cache with these tokens in it, or None.
+
+    Raises:
+      ValueError: for what does not fit together.
+      TypeError: for positions that are not integers.
+
+    >>> import posenc_jax as pe
+    >>> scheme = pe.RoPE(head_dim=4)
+    >>> q = k = v = jnp.ones((1, 3, 2, 4))
+    >>> out, _ = pe.scheme_attention(scheme, {}, q, k, v, is_causal=True)
+    >>> out.shape
+    (1, 3, 2, 4)
+    """
+    array_of_rank("scheme_attention", "q", q, 4, "[B, T, N, H]")
+    batch, length = q.shape[:2]
+    if scale is None:
+        scale = scheme.logit_scale(q.shape[-1])
+    default = positions is None and coordinates is None and cache is None
+    start = 0 if cache is None else cache.next_positions
+    positions = count_up(batch, length, start) if positions is None else positions
+    positions = _rows(
+        integer_positions("scheme_attention", positions), batch, length, "positions"
+    )
+    at = positions
+    if coordinates is not None:
+        coordinates = coordinate_values("scheme_attention", coordinates)
+        at = (
+            coordinates
+            if coordinates.ndim == 3
+            else _rows(coordinates, batch, length, "coordinates")
+        )
+        coordinates = at
+    if segment_ids is not None:
+        segment_ids = integer_positions("scheme_attention", segment_ids, "segment_ids")
+        segment_ids = _rows(segment_ids, batch, length, "segment_ids")
+
+    state = None if cache is None else cache.state
+    rows, cols, state = scheme.side(params, x, q, k, at, state)
+    q = scheme.query(params, q, at, rows)
+    mapped = scheme.caches_mapped_keys
+    if mapped or cache is None:
+        k = scheme.key(params, k, at, cols)
+
+    rules = {"bias": scheme.bias(params), "value_bias": scheme.value(params)}
+    if cache is None:
+        places = {
+            "q_segment_ids": segment_ids,
+            "k_segment_ids": segment_ids,
+            "contiguous": default or None,
+        }
+        if not default:
+            places |= {"q_positions": positions, "k_positions": positions}
+        if coordinates is not None:
+            places |= {"q_coordinates": at, "k_coordinates": at}
+        content = scheme.content(params, rows, cols)
+        return attention(
+            q, k, v, content=content, scale=scale, **rules, **places, **options
+        ), None
+
+    content = scheme.content(params, rows, cols)
+    reads = not mapped or any(map(as_tuple, (content, *rules.values())))
+    if reads and coordinates is not None and cache.coordinates is None:
+        raise ValueError(
+            "scheme_attention: the scheme reads the coordinates of cached keys and the cache has "
+            "none; make it with new_cache(..., coordinates=...)."
+        )
+    _check_ring(cache, length, options.get("window"))
+    segments = jnp.zeros_like(positions) if segment_ids is None else segment_ids
+    stored = None if cache.coordinates is None else at
+    cache = cache.append(
+        k, v, positions, segments, coordinates=stored, cols=cols, state=state
+    )
+    places = {"q_positions": positions, "k_positions": cache.positions}
+    places |= {"q_segment_ids": segments, "k_segment_ids": cache.segment_ids}
+    if stored is not None:
+        places |= {"q_coordinates": at, "k_coordinates": cache.coordinates}
+    if not mapped:
+        k_at = cache.positions if stored is None else cache.coordinates
+        k = scheme.key(params, cache.k, k_at, cache.cols)
+    content = scheme.content(params, rows, cache.cols)
+    out = attention(
+        q,
+        cache.k if mapped else k,
+        cache.v,
+        content=content,
+        scale=scale,
+        **rules,
+        **places,
+        **options,
+    )
+    # Tokens that a full cache lost cannot raise under jit: the output says so.
+    return jnp.where(cache.overflowed, jnp.nan, out).astype(out.dtype), cache
+
+
+def new_cache(
+    scheme: Scheme,
+    params: Params,
+    batch: int,
+    capacity: int,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int | None = None,
+    model_dim: int | None = None,
+    dtype: Any = jnp.float32,
+    coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
+    ring: bool = False,
+) -> KVCache:
+    """Returns an empty cache for `scheme_attention` with this scheme.
+
+    Args:
+      scheme: the scheme; what it stores per key and per sequence is asked of its hooks.
+      params: its parameters, or their shapes.
+      batch: B.
+      capacity: number of slots; for a ring at least the window and one chunk less one.
+      num_heads: N.
+      head_dim: H.
+      num_kv_heads: K. Default: N.
+      model_dim: D, for schemes that read `x`.
+      dtype: of k and v.
+      coordinates: an array or shape [B, T] or [A, B, T] like those that will be given,
+        where they are not the positions.
+      ring: whether to write over the oldest tokens once full; needs a window.
+
+    >>> import posenc_jax as pe
+    >>> cache = pe.new_cache(pe.RoPE(head_dim=8), {}, 2, 16, num_heads=4, head_dim=8)
+    >>> cache.k.shape
+    (2, 16, 4, 8)
+    """
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    q = jax.ShapeDtypeStruct((batch, 1, num_heads, head_dim), dtype)
+    k = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_dim), dtype)
+    x = (
+        None
+        if model_dim is None
+        else jax.ShapeDtypeStruct((batch, 1, model_dim), dtype)
+    )
+    at = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+    if coordinates is not None:
+        shape = (*coordinates.shape[:-1], 1)
+        coordinates = at = jax.ShapeDtypeStruct(shape, coordinates.dtype)
+
+    def stored(params, x, q, k, at):
+        _, cols, state = scheme.side(params, x, q, k, at, None)
+        return (
+            (scheme.key(params, k, at, cols) if scheme.caches_mapped_keys else k),
+            cols,
+            state,
+        )
+
+    mapped, cols, state = jax.eval_shape(stored, params, x, q, k, at)
+    return KVCache.empty(
+        mapped, k, capacity, coordinates=coordinates, cols=cols, state=state, ring=ring
+    )
+
+
+def _rows(x: jax.Array, batch: int, length: int, name: str) -> jax.Array:
+    """[T], [1, T] or [B, T] to [B, T]."""
+    x = x[None] if x.ndim == 1 else x
+    require(
+        x.ndim == 2 and x.shape[0] in (1, batch) and x.shape[1] == length,
+        f"scheme_attention: {name} must be [T] or [B, T] = ({batch}, {length}), got {x.shape}.",
+    )
+    return jnp.broadcast_to(x, (batch, length))
+
+
+def _check_ring(cache: KVCache, length: int, window: Window) -> None:
+    """Raises unless a ring still holds all that the first of `length` queries may see."""
+    if not cache.ring:
+        return
+    sides = window_sides(window)
+    if sides is None or sides[0] < 0:
+        raise ValueError(
+            "scheme_attention: a ring cache forgets tokens, so it needs a window."
+        )
+    needed = sides[0] + length
+    require(
+        cache.capacity >= needed,
+        f"scheme_attention: {length} tokens at a time with window {window} need a ring of "
+        f"{needed} slots, and the cache has {cache.capacity}.",
+    )

@@ -1,0 +1,1 @@
+"""Schemes that add a function of two positions to the logits."""

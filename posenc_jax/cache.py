@@ -1,0 +1,161 @@
+"""The key/value cache: it stores where tokens are beside what they hold."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import require
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values with their positions, for one layer. A pytree; `append` returns a new one.
+
+    A slot is used when its segment id is not negative, so left padding, right padding and
+    empty slots are one thing. Nothing depends on the order of the slots: a ring buffer
+    writes over the oldest ones.
+
+    Attributes:
+      k, v: [B, S, K, H] and [B, S, K, V].
+      positions: int32 [B, S].
+      segment_ids: int32 [B, S], -1 in empty slots.
+      coordinates: [B, S] or [A, B, S] where a scheme reads coordinates of its own, or None.
+      cols: the scheme's arrays per key, [B, S, ...].
+      state: the scheme's arrays per sequence, [B, ...].
+      length: int32 scalar, the number of slots written so far.
+      next_positions: int32 [B], the position of the next token where none is given.
+      ring: whether slots are used again once the cache is full.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    coordinates: jax.Array | None
+    cols: Any
+    state: Any
+    length: jax.Array
+    next_positions: jax.Array
+    ring: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def capacity(self) -> int:
+        """The number of slots S."""
+        return self.k.shape[1]
+
+    @classmethod
+    def empty(
+        cls,
+        k: jax.ShapeDtypeStruct,
+        v: jax.ShapeDtypeStruct,
+        capacity: int,
+        *,
+        coordinates: jax.ShapeDtypeStruct | None = None,
+        cols: Any = None,
+        state: Any = None,
+        ring: bool = False,
+    ) -> Self:
+        """Returns an empty cache of `capacity` slots for arrays shaped like these.
+
+        Args:
+          k, v: shapes [B, any, K, H] and [B, any, K, V], with dtypes.
+          capacity: number of slots, at least the number of tokens to come, or for a ring
+            at least the window.
+          coordinates: shape [B, any] or [A, B, any], where they are to be stored.
+          cols: pytree of shapes [B, any, ...].
+          state: pytree of shapes [B, ...].
+          ring: whether to write over the oldest slots once full.
+
+        Raises:
+          ValueError: if `capacity` is less than one.
+        """
+        require(
+            capacity >= 1, f"KVCache: capacity must be at least 1 slot, got {capacity}."
+        )
+        batch = k.shape[0]
+
+        def slots(x, axis=1):
+            shape = (*x.shape[:axis], capacity, *x.shape[axis + 1 :])
+            return jnp.zeros(shape, x.dtype)
+
+        return cls(
+            k=slots(k),
+            v=slots(v),
+            positions=jnp.zeros((batch, capacity), jnp.int32),
+            segment_ids=jnp.full((batch, capacity), -1, jnp.int32),
+            coordinates=None if coordinates is None else slots(coordinates, -1),
+            cols=jax.tree.map(slots, cols),
+            state=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state),
+            length=jnp.zeros((), jnp.int32),
+            next_positions=jnp.zeros((batch,), jnp.int32),
+            ring=ring,
+        )
+
+    def append(
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        *,
+        coordinates: jax.Array | None = None,
+        cols: Any = None,
+        state: Any = None,
+    ) -> Self:
+        """Returns the cache with T more tokens; arguments as the attributes, with T for S.
+
+        A cache that is no ring and is asked for more than its slots raises, or under `jit`
+        reports it by `overflowed`.
+
+        Raises:
+          ValueError: if the tokens do not fit, where that can be known.
+        """
+        count = k.shape[1]
+        require(
+            count <= self.capacity,
+            f"KVCache: {count} tokens do not fit a cache of {self.capacity} slots.",
+        )
+        if not self.ring and not isinstance(self.length, jax.core.Tracer):
+            require(
+                int(self.length) + count <= self.capacity,
+                f"KVCache: {int(self.length)} of {self.capacity} slots are used and "
+                f"{count} more tokens do not fit; make it larger, or a ring with a window.",
+            )
+        start = self.length % self.capacity if self.ring else self.length
+        slots = (start + jnp.arange(count, dtype=jnp.int32)) % self.capacity
+
+        def write(old, new, axis=1):
+            new = new.astype(old.dtype)
+            if not self.ring or count == 1:
+                return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis)
+            old, new = jnp.moveaxis(old, axis, 0), jnp.moveaxis(new, axis, 0)
+            return jnp.moveaxis(old.at[slots].set(new, unique_indices=True), 0, axis)
+
+        if (self.coordinates is None) != (coordinates is None):
+            has = "no coordinates" if self.coordinates is None else "coordinates"
+            raise ValueError(
+                f"KVCache: the cache was made for {has}; give the same at each step."
+            )
+        after = jnp.where(segment_ids >= 0, positions + 1, 0).max(axis=1)
+        return dataclasses.replace(
+            self,
+            k=write(self.k, k),
+            v=write(self.v, v),
+            positions=write(self.positions, positions),
+            segment_ids=write(self.segment_ids, segment_ids),
+            coordinates=None
+            if coordinates is None
+            else write(self.coordinates, coordinates, -1),
+            cols=jax.tree.map(write, self.cols, cols),
+            state=state,
+            length=self.length + count,
+            next_positions=jnp.maximum(self.next_positions, after).astype(jnp.int32),
+        )
+
+    @property
+    def overflowed(self) -> jax.Array:
+        """Bool scalar: whether tokens were lost, which `append` cannot raise under `jit`."""
+        return jnp.asarray(False) if self.ring else self.length > self.capacity

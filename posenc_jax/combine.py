@@ -1,0 +1,206 @@
+"""Schemes made of schemes: several at once, or one on other coordinates."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import require
+from posenc_jax.scheme import ContentBias, LogitBias, Scheme, ValueBias, as_tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(Scheme):
+    """Several schemes at once; see `chain`. Its parameters are a tuple, one entry each."""
+
+    schemes: tuple[Scheme, ...]
+
+    def __post_init__(self):
+        values = [s for s in self.schemes if type(s).value is not Scheme.value]
+        require(
+            len(values) < 2,
+            f"chain: only one scheme may add to the values, got {values}.",
+        )
+
+    @property
+    def relative(self) -> bool:
+        return all(s.relative for s in self.schemes)
+
+    @property
+    def shared_over_layers(self) -> bool:
+        return all(s.shared_over_layers for s in self.schemes)
+
+    @property
+    def scale_embedding(self) -> bool:
+        return any(s.scale_embedding for s in self.schemes)
+
+    @property
+    def caches_mapped_keys(self) -> bool:
+        return all(s.caches_mapped_keys for s in self.schemes)
+
+    def init(self, key):
+        keys = jax.random.split(key, len(self.schemes))
+        return tuple(s.init(k) for s, k in zip(self.schemes, keys, strict=True))
+
+    def embed(self, params, x, coordinates):
+        for s, p in zip(self.schemes, params, strict=True):
+            x = s.embed(p, x, coordinates)
+        return x
+
+    def side(self, params, x, q, k, coordinates, state):
+        states = (None,) * len(self.schemes) if state is None else state
+        made = [
+            s.side(p, x, q, k, coordinates, old)
+            for s, p, old in zip(self.schemes, params, states, strict=True)
+        ]
+        return tuple(zip(*made, strict=True))
+
+    def query(self, params, q, coordinates, rows=None):
+        rows = (None,) * len(self.schemes) if rows is None else rows
+        for s, p, r in zip(self.schemes, params, rows, strict=True):
+            q = s.query(p, q, coordinates, r)
+        return q
+
+    def key(self, params, k, coordinates, cols=None):
+        cols = (None,) * len(self.schemes) if cols is None else cols
+        for s, p, c in zip(self.schemes, params, cols, strict=True):
+            k = s.key(p, k, coordinates, c)
+        return k
+
+    def bias(self, params):
+        return sum(
+            (as_tuple(s.bias(p)) for s, p in zip(self.schemes, params, strict=True)), ()
+        )
+
+    def content(self, params, rows, cols):
+        parts = zip(self.schemes, params, rows, cols, strict=True)
+        return sum((as_tuple(s.content(p, r, c)) for s, p, r, c in parts), ())
+
+    def value(self, params):
+        made = [s.value(p) for s, p in zip(self.schemes, params, strict=True)]
+        return next((v for v in made if v is not None), None)
+
+    def logit_scale(self, head_dim):
+        scales = {s.logit_scale(head_dim) for s in self.schemes}
+        require(
+            len(scales) == 1,
+            f"chain: the schemes were published with different logit scales {scales}; "
+            "chain schemes that agree, or give attention a scale of your own.",
+        )
+        return scales.pop()
+
+
+def chain(*schemes: Scheme) -> Scheme:
+    """Returns a scheme that does what all of `schemes` do, in their order.
+
+    Raises:
+      ValueError: if more than one of them adds to the values.
+
+    >>> import posenc_jax as pe
+    >>> both = pe.chain(pe.RoPE(head_dim=64), pe.ALiBi(num_heads=8))
+    >>> len(both.bias(both.init(jax.random.key(0))))
+    1
+    """
+    return Chain(schemes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnCoordinates:
+    """A rule whose last two arguments, the coordinates, are transformed first."""
+
+    rule: Callable
+    transform: Callable
+
+    def __call__(self, *arguments):
+        *rest, q, k = arguments
+        return self.rule(*rest, self.transform(q), self.transform(k))
+
+
+@dataclasses.dataclass(frozen=True)
+class WithPositions(Scheme):
+    """A scheme that reads transformed coordinates; see `with_positions`."""
+
+    scheme: Scheme
+    transform: Callable
+
+    @property
+    def shared_over_layers(self) -> bool:
+        return self.scheme.shared_over_layers
+
+    @property
+    def scale_embedding(self) -> bool:
+        return self.scheme.scale_embedding
+
+    @property
+    def caches_mapped_keys(self) -> bool:
+        return self.scheme.caches_mapped_keys
+
+    def init(self, key):
+        return self.scheme.init(key)
+
+    def embed(self, params, x, coordinates):
+        return self.scheme.embed(params, x, self.transform(coordinates))
+
+    def side(self, params, x, q, k, coordinates, state):
+        return self.scheme.side(params, x, q, k, self.transform(coordinates), state)
+
+    def query(self, params, q, coordinates, rows=None):
+        return self.scheme.query(params, q, self.transform(coordinates), rows)
+
+    def key(self, params, k, coordinates, cols=None):
+        return self.scheme.key(params, k, self.transform(coordinates), cols)
+
+    def _moved(self, bias: Any):
+        field = "bucket" if isinstance(bias, ValueBias) else "rule"
+        rule = _OnCoordinates(getattr(bias, field), self.transform)
+        changes = {field: rule, "relative": False, "bounds": (None, None)}
+        return dataclasses.replace(bias, **changes)
+
+    def bias(self, params) -> tuple[LogitBias, ...]:
+        return tuple(map(self._moved, as_tuple(self.scheme.bias(params))))
+
+    def content(self, params, rows, cols) -> tuple[ContentBias, ...]:
+        return tuple(
+            map(self._moved, as_tuple(self.scheme.content(params, rows, cols)))
+        )
+
+    def value(self, params):
+        value = self.scheme.value(params)
+        return None if value is None else self._moved(value)
+
+    def logit_scale(self, head_dim):
+        return self.scheme.logit_scale(head_dim)
+
+
+def with_positions(
+    scheme: Scheme, transform: Callable[[jax.Array], jax.Array]
+) -> Scheme:
+    """Returns `scheme` reading `transform(coordinates)` in place of the coordinates.
+
+    Order, masks and windows go on following the positions. For coordinates that differ
+    from call to call (random offsets, image grids) give them to the model as data.
+
+    Args:
+      scheme: any scheme that reads positions.
+      transform: an elementwise function; a module-level function or a frozen dataclass
+        with `__call__`, so that equal schemes share one compilation.
+
+    Raises:
+      ValueError: if `scheme` reads no positions.
+
+    >>> import posenc_jax as pe
+    >>> def grouped(positions):
+    ...     return positions // 2
+    >>> pe.with_positions(pe.ALiBi(num_heads=1), grouped).bias({})[0].dense(
+    ...     jnp.array([5]), jnp.array([0, 4, 5])) * 256
+    Array([[[-2.,  0.,  0.]]], dtype=float32)
+    """
+    hooks = ("embed", "side", "query", "key", "bias", "content", "value")
+    reads = any(getattr(type(scheme), h) is not getattr(Scheme, h) for h in hooks)
+    require(
+        reads,
+        f"with_positions: {scheme!r} reads no positions, so nothing would change.",
+    )
+    return WithPositions(scheme, transform)

@@ -1,0 +1,1 @@
+"""Attention: one meaning (`api`), several implementations."""

@@ -1,0 +1,108 @@
+"""One attention problem, checked and in one form, as every implementation gets it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.mask import Window, visible
+from posenc_jax.scheme import ContentBias, LogitBias, ValueBias
+
+
+def _static(default: Any = dataclasses.MISSING) -> Any:
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What to attend to. Arrays are pytree leaves; the rest is static.
+
+    Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head dim,
+    A coordinate axes.
+
+    Attributes:
+      q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, V].
+      biases, contents, value: rules of the scheme; `cols` of contents have N heads.
+      mask: bool, [B or 1, N or 1, T, S], or None.
+      q_positions, k_positions: int32 [B, T], [B, S].
+      q_coordinates, k_coordinates: int32 or float32 [B, T], [B, S] or [B, T, A], [B, S, A].
+      q_segment_ids, k_segment_ids: int32 [B, T], [B, S], or both None.
+      prefix_length: int32 [B], or None.
+      sinks: float32 [N], logits that take part in the softmax and have no value, or None.
+      dropout_key: key, or None where nothing is dropped.
+      contiguous: T = S, q and k have the same positions and coordinates, which grow by
+        one per slot inside a segment.
+      is_causal, window, scale, softcap, dropout_rate: as in `attention`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    biases: tuple[LogitBias, ...]
+    contents: tuple[ContentBias, ...]
+    value: ValueBias | None
+    mask: jax.Array | None
+    q_positions: jax.Array
+    k_positions: jax.Array
+    q_coordinates: jax.Array
+    k_coordinates: jax.Array
+    q_segment_ids: jax.Array | None
+    k_segment_ids: jax.Array | None
+    prefix_length: jax.Array | None
+    sinks: jax.Array | None
+    dropout_key: jax.Array | None
+    contiguous: bool = _static()
+    is_causal: bool = _static()
+    window: Window = _static()
+    scale: float = _static()
+    softcap: float | None = _static()
+    dropout_rate: float = _static()
+
+    def visible(self) -> jax.Array:
+        """Returns bool [B, 1 or N, T, S], true where the query sees the key."""
+        seen = visible(
+            self.q_positions,
+            self.k_positions,
+            self.q_segment_ids,
+            self.k_segment_ids,
+            is_causal=self.is_causal,
+            window=self.window,
+            prefix_length=self.prefix_length,
+        )[:, None]
+        return seen if self.mask is None else seen & self.mask
+
+
+def repeat_heads(x: jax.Array, num_heads: int, axis: int = 2) -> jax.Array:
+    """Gives every query head its key/value head: [B, S, K, ...] to [B, S, N, ...]."""
+    groups = num_heads // x.shape[axis]
+    return x if groups == 1 else jnp.repeat(x, groups, axis)
+
+
+def keep_mask(problem: Problem, rows: jax.Array, cols: jax.Array) -> jax.Array:
+    """Returns bool [B, N, T, S], false for the weights that dropout removes.
+
+    A hash of the key and of batch row, head, query slot and key slot: the same choice
+    in every implementation, whatever its tiles, with nothing stored.
+
+    Args:
+      problem: what is attended to.
+      rows: int32 [T], the slots of the queries.
+      cols: int32 [S], the slots of the keys.
+    """
+    batch, _, heads, _ = problem.q.shape
+    seed = jax.random.bits(problem.dropout_key, (2,), jnp.uint32)
+    b = jnp.arange(batch, dtype=jnp.uint32)[:, None, None, None]
+    n = jnp.arange(heads, dtype=jnp.uint32)[None, :, None, None]
+    h = _mix(_mix(seed[0] ^ b) + n)
+    h = _mix(h + rows.astype(jnp.uint32)[None, None, :, None])
+    h = _mix((h ^ seed[1]) + cols.astype(jnp.uint32)[None, None, None, :])
+    return h >= jnp.uint32(min(int(problem.dropout_rate * 2**32), 2**32 - 1))
+
+
+def _mix(h: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3: every input bit changes half of the output bits."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

@@ -1,0 +1,75 @@
+"""Which query may see which key, from positions and segments alone.
+
+Slots never matter: a cache, a left-padded row, a packed row and a shard of a sequence
+are masked by the same function.
+"""
+
+import jax
+import jax.numpy as jnp
+
+Window = int | tuple[int, int] | None
+
+
+def window_sides(window: Window) -> tuple[int, int] | None:
+    """Returns `(left, right)`: how far a query sees to either side, both inclusive.
+
+    An integer W is the usual sliding window, W tokens with the query's own among them:
+    `(W - 1, W - 1)`. A pair is taken as it is; a negative side is no limit.
+
+    Raises:
+      ValueError: for a window that holds no token at all.
+    """
+    if window is None:
+        return None
+    if isinstance(window, int):
+        if window < 1:
+            raise ValueError(
+                f"attention: window must be at least 1 token, got {window}."
+            )
+        return window - 1, window - 1
+    left, right = window
+    return int(left), int(right)
+
+
+def visible(
+    q_positions: jax.Array,
+    k_positions: jax.Array,
+    q_segment_ids: jax.Array | None = None,
+    k_segment_ids: jax.Array | None = None,
+    *,
+    is_causal: bool = False,
+    window: Window = None,
+    prefix_length: jax.Array | None = None,
+) -> jax.Array:
+    """Returns bool [B, T, S], true where the query may see the key.
+
+    Args:
+      q_positions: int32 [B, T].
+      k_positions: int32 [B, S].
+      q_segment_ids: int32 [B, T]; below zero sees nothing. None: one segment.
+      k_segment_ids: int32 [B, S]; below zero is seen by nobody. None: one segment.
+      is_causal: whether keys at later positions are hidden.
+      window: see `window_sides`.
+      prefix_length: int32 [B]; keys at positions below it are visible to every query of
+        their segment whatever `is_causal` says (prefix language models).
+    """
+    i, j = q_positions[:, :, None], k_positions[:, None, :]
+    seen = jnp.ones(jnp.broadcast_shapes(i.shape, j.shape), bool)
+    if is_causal:
+        seen &= j <= i
+    sides = window_sides(window)
+    if sides is not None:
+        left, right = sides
+        if left >= 0:
+            seen &= i - j <= left
+        if right >= 0:
+            seen &= j - i <= right
+    if prefix_length is not None:
+        seen |= j < prefix_length[:, None, None]
+    if q_segment_ids is not None:
+        seen &= (q_segment_ids >= 0)[:, :, None]
+    if k_segment_ids is not None:
+        seen &= (k_segment_ids >= 0)[:, None, :]
+    if q_segment_ids is not None and k_segment_ids is not None:
+        seen &= q_segment_ids[:, :, None] == k_segment_ids[:, None, :]
+    return seen

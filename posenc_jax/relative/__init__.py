@@ -1,0 +1,1 @@
+"""Schemes that add a function of content and positions to the logits."""

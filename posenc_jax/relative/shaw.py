@@ -1,0 +1,138 @@
+r"""Shaw et al.: a learned vector per clipped distance, on keys and on values.
+
+    logits[i, j] = q_i . (k_j + a_K[c]) / sqrt(H)
+    out[i]       = sum_j p[i, j] (v_j + a_V[c]),      c = clip(j - i, -clip, clip)
+
+The first relative position encoding. The tables have 2 clip + 1 rows, from the furthest
+past to the furthest future; each layer has its own. The authors share them between heads
+(`per_head=False`). A causal model never uses the rows of the future.
+
+The term is inside the 1/sqrt(H) scale, as q . k is. No [T, S, H] array is needed: q meets
+the table once, q . a_K[c] is then an entry of that, and the values' part needs only the
+probability that falls on each row.
+
+Paper: Shaw, Uszkoreit, Vaswani. Self-Attention with Relative Position Representations.
+2018. https://arxiv.org/abs/1803.02155
+Reference code: tensorflow/tensor2tensor, layers/common_attention.py,
+dot_product_attention_relative.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import require
+from posenc_jax.scheme import ContentBias, Scheme, ValueBias
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """The table row of two positions."""
+
+    clip: int
+
+    def __call__(self, q, k):
+        return jnp.clip(k - q, -self.clip, self.clip).astype(jnp.int32) + self.clip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """What the query made of the table row of two positions."""
+
+    row: _Row
+
+    def __call__(self, shared, head, entries, col, q, k):
+        return entries[self.row(q, k)]
+
+
+def _all_entries(shared, table, q):
+    return jnp.dot(table, q.astype(jnp.float32), precision="highest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shaw(Scheme):
+    """Relative position representations (Shaw et al. 2018).
+
+    Attributes:
+      num_heads: N.
+      head_dim: H.
+      clip: the distance from which on all distances are one; the paper's k.
+      keys: whether keys have a table.
+      values: whether values have a table.
+      per_head: whether each head has tables of its own.
+
+    Raises:
+      ValueError: for a negative clip, sizes below one, or neither keys nor values.
+
+    >>> scheme = Shaw(num_heads=8, head_dim=64, clip=16)
+    >>> scheme.init(jax.random.key(0))["keys"].shape
+    (1, 33, 64)
+    """
+
+    num_heads: int
+    head_dim: int
+    clip: int = 16
+    keys: bool = True
+    values: bool = True
+    per_head: bool = False
+    name: ClassVar[str] = "shaw"
+    relative: ClassVar[bool] = True
+
+    def __post_init__(self):
+        require(
+            self.num_heads >= 1, f"shaw: num_heads must be >= 1, got {self.num_heads}."
+        )
+        require(
+            self.head_dim >= 1, f"shaw: head_dim must be >= 1, got {self.head_dim}."
+        )
+        require(self.clip >= 0, f"shaw: clip must not be negative, got {self.clip}.")
+        require(self.keys or self.values, "shaw: neither keys nor values have a table.")
+
+    def init(self, key):
+        """Returns {"keys": ..., "values": ...}, float32 [1 or N, 2 clip + 1, H]; Glorot uniform."""
+        shape = (
+            self.num_heads if self.per_head else 1,
+            2 * self.clip + 1,
+            self.head_dim,
+        )
+        limit = (6.0 / (shape[1] + shape[2])) ** 0.5
+        used = [name for name in ("keys", "values") if getattr(self, name)]
+        made = jax.random.split(key, 2)
+        return {
+            name: jax.random.uniform(k, shape, minval=-limit, maxval=limit)
+            for name, k in zip(used, made, strict=False)
+        }
+
+    def side(self, params, x, q, k, coordinates, state):
+        """Returns q, which will meet the keys' table."""
+        return (q if self.keys else None), None, state
+
+    def content(self, params, rows, cols):
+        """Returns q . a_K[c], or None without a table for keys."""
+        if not self.keys:
+            return None
+        return ContentBias(
+            _Entry(_Row(self.clip)),
+            heads=self._per_head(params["keys"]),
+            rows=rows,
+            expand=_all_entries,
+            relative=True,
+            bounds=(-self.clip, self.clip),
+            scaled=True,
+        )
+
+    def value(self, params):
+        """Returns a_V[c], or None without a table for values."""
+        if not self.values:
+            return None
+        return ValueBias(
+            _Row(self.clip),
+            table=self._per_head(params["values"]),
+            relative=True,
+            bounds=(-self.clip, self.clip),
+        )
+
+    def _per_head(self, table):
+        return jnp.broadcast_to(table, (self.num_heads, *table.shape[1:]))

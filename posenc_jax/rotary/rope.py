@@ -1,0 +1,180 @@
+r"""RoPE: queries and keys turn by an angle in proportion to their position.
+
+    (x_a, x_b) -> (x_a cos(m w_p) - x_b sin(m w_p),  x_b cos(m w_p) + x_a sin(m w_p))
+    w_p = theta^(-2p / d),      p = 0 .. d/2 - 1
+
+for the pair p of dimensions (a, b) at position m. q at m and k at n then meet at the angle
+(m - n) w_p: q . k depends on the distance alone, while q and k turn by different amounts.
+
+Which dimensions make a pair differs, and nothing in a checkpoint tells which:
+
+    half (default)       (p, p + d/2)      GPT-NeoX, Hugging Face Llama, Gemma
+    interleaved=True     (2p, 2p + 1)      RoFormer, GPT-J, Meta's Llama
+
+`rotary_dim` rotates the first d < H dimensions and leaves the rest (GPT-J, NeoX, Phi).
+Rotated keys can be cached. Cosine and sine are exact at any int32 position (see
+`posenc_jax.angles`), and products are in float32 whatever the input's dtype.
+
+Paper: Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
+https://arxiv.org/abs/2104.09864
+Reference code: ZhuiyiTechnology/roformer; kingoflolz/mesh-transformer-jax,
+mesh_transformer/layers.py; EleutherAI/gpt-neox, megatron/model/positional_embeddings.py.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.angles import cos_sin
+from posenc_jax.checks import array_of_rank, coordinate_values, require
+from posenc_jax.rotary.frequencies import FrequencyMap
+from posenc_jax.rotary.rotate import rotate
+from posenc_jax.scheme import Scheme, as_tuple
+
+
+def rope_frequencies(
+    dim: int,
+    theta: float = 10000.0,
+    scaling: FrequencyMap | tuple[FrequencyMap, ...] = (),
+) -> tuple[np.ndarray, float]:
+    """Returns radians per position, float64 [dim / 2], and the factor on q and k.
+
+    Args:
+      dim: the number of rotated dimensions, even.
+      theta: the base.
+      scaling: maps of the frequencies, applied left to right.
+
+    Raises:
+      ValueError: for an odd or non-positive `dim`, or a `theta` that is not positive.
+
+    >>> rope_frequencies(4)[0]
+    array([1.  , 0.01])
+    """
+    require(
+        dim >= 2 and dim % 2 == 0,
+        f"rope: rotary dim must be even and positive, got {dim}.",
+    )
+    require(theta > 0, f"rope: theta must be positive, got {theta}.")
+    frequencies, factor = float(theta) ** (-2.0 * np.arange(dim // 2) / dim), 1.0
+    for change in as_tuple(scaling):
+        frequencies, more = change(frequencies, dim, theta)
+        factor *= more
+    return frequencies, factor
+
+
+def apply_rope(
+    x: jax.Array,
+    positions: jax.Array,
+    *,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    scaling: FrequencyMap | tuple[FrequencyMap, ...] = (),
+) -> jax.Array:
+    """Returns x rotated by its positions, in its own dtype.
+
+    Args:
+      x: queries or keys [B, T, N, H].
+      positions: integers [T] or [B, T], or float32 where positions are not counted.
+      theta: the base of the frequencies.
+      interleaved: whether a pair is (2p, 2p + 1) instead of (p, p + d/2).
+      rotary_dim: d, the number of leading dimensions to rotate. Default: all.
+      scaling: maps of the frequencies.
+
+    Raises:
+      TypeError: for positions of another type.
+      ValueError: for shapes and sizes that do not fit.
+
+    >>> x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    >>> np.round(apply_rope(x, jnp.array([1])).ravel(), 4)
+    array([-1.9841,  1.9599,  2.4624,  4.0198], dtype=float32)
+    """
+    array_of_rank("rope", "x", x, 4, "[B, T, N, H]")
+    dim = x.shape[-1] if rotary_dim is None else rotary_dim
+    require(
+        dim <= x.shape[-1],
+        f"rope: rotary_dim {dim} exceeds the head dim {x.shape[-1]}.",
+    )
+    frequencies, factor = rope_frequencies(dim, theta, scaling)
+    positions = coordinate_values("rope", positions, "positions")
+    positions = positions[None] if positions.ndim == 1 else positions
+    require(
+        positions.ndim == 2
+        and positions.shape[0] in (1, x.shape[0])
+        and positions.shape[1] == x.shape[1],
+        f"rope: positions must be [T] or [B, T] for x {x.shape}, got {positions.shape}.",
+    )
+    cos, sin = cos_sin(positions, frequencies)
+    if factor != 1.0:
+        cos, sin = factor * cos, factor * sin
+    return rotate(x, cos, sin, interleaved=interleaved)
+
+
+def rope_matrix(position: int, dim: int, theta: float = 10000.0) -> np.ndarray:
+    """Returns the rotation as the matrix of the paper's equation 15, float64 [dim, dim].
+
+    Pairs are interleaved, as in the paper. For reading and testing: `apply_rope` does the
+    same without the zeros.
+
+    >>> rope_matrix(0, 2)
+    array([[ 1., -0.],
+           [ 0.,  1.]])
+    """
+    frequencies, _ = rope_frequencies(dim, theta)
+    out = np.zeros((dim, dim))
+    for p, w in enumerate(frequencies):
+        c, s = np.cos(position * w), np.sin(position * w)
+        out[2 * p : 2 * p + 2, 2 * p : 2 * p + 2] = [[c, -s], [s, c]]
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class RoPE(Scheme):
+    """Rotary position embedding (Su et al. 2021).
+
+    Attributes:
+      head_dim: H.
+      theta: the base of the frequencies.
+      interleaved: whether a pair is (2p, 2p + 1) instead of (p, p + d/2).
+      rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
+      scaling: a map of the frequencies, or a tuple of maps.
+
+    Raises:
+      ValueError: for a rotary dim that is odd or exceeds H, or `theta` not positive.
+
+    >>> RoPE(head_dim=4).query({}, jnp.ones((1, 1, 1, 4)), jnp.array([[0]]))
+    Array([[[[1., 1., 1., 1.]]]], dtype=float32)
+    """
+
+    head_dim: int
+    theta: float = 10000.0
+    interleaved: bool = False
+    rotary_dim: int = 0
+    scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()
+    name: ClassVar[str] = "rope"
+    relative: ClassVar[bool] = True
+
+    def __post_init__(self):
+        require(
+            0 <= self.rotary_dim <= self.head_dim,
+            f"rope: rotary_dim must be in [0, head_dim={self.head_dim}], got {self.rotary_dim}.",
+        )
+        rope_frequencies(self.rotary_dim or self.head_dim, self.theta, self.scaling)
+
+    def query(self, params, q, coordinates, rows=None):
+        """Returns q [B, T, N, H], rotated."""
+        return apply_rope(
+            q,
+            coordinates,
+            theta=self.theta,
+            interleaved=self.interleaved,
+            rotary_dim=self.rotary_dim or None,
+            scaling=self.scaling,
+        )
+
+    def key(self, params, k, coordinates, cols=None):
+        """Returns k [B, S, K, H], rotated."""
+        return self.query(params, k, coordinates)

@@ -1,0 +1,91 @@
+"""Turning pairs of dimensions, in the form that each backend runs fastest.
+
+All forms give the same numbers. On CPU the difference between them is up to forty-fold:
+XLA vectorises a sum of padded halves, and neither concatenation nor `rotate_half`. The
+backward pass is the rotation by the negative angle; autodiff of the padded sum in
+bfloat16 would be four to thirteen times slower.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def rotate(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool
+) -> jax.Array:
+    """Returns x with its first 2P dimensions turned, in its own dtype.
+
+    Args:
+      x: [B, T, N, H] with H >= 2P.
+      cos: float32 [B or 1, T, P].
+      sin: float32 [B or 1, T, P].
+      interleaved: whether pair p is (2p, 2p + 1) instead of (p, p + P).
+    """
+    return _rotate(x, cos[:, :, None], sin[:, :, None], interleaved)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rotate(x, cos, sin, interleaved):
+    dim = 2 * cos.shape[-1]
+    turn = _interleaved if interleaved else _half
+    if dim == x.shape[-1]:
+        return turn(x, cos, sin).astype(x.dtype)
+    turned = turn(x[..., :dim], cos, sin).astype(x.dtype)
+    return jnp.concatenate([turned, x[..., dim:]], -1)
+
+
+def _forward(x, cos, sin, interleaved):
+    learned = cos.perturbed or sin.perturbed
+    kept = (x.value if learned else None, cos.value, sin.value)
+    return _rotate(x.value, cos.value, sin.value, interleaved), kept
+
+
+def _backward(interleaved, kept, g):
+    x, cos, sin = kept
+    dx = _rotate(g, cos, -sin, interleaved)
+    if x is None:
+        return dx, jnp.zeros_like(cos), jnp.zeros_like(sin)
+    dim = 2 * cos.shape[-1]
+    a, b = _split(x[..., :dim], interleaved)
+    ga, gb = _split(g[..., :dim], interleaved)
+    return dx, _sum_like(cos, ga * a + gb * b), _sum_like(sin, gb * a - ga * b)
+
+
+_rotate.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _sum_like(table, x):
+    """Sums x over the axes along which the table was broadcast."""
+    axes = tuple(i for i, n in enumerate(table.shape) if n != x.shape[i])
+    return x.sum(axes, keepdims=True)
+
+
+def _split(x, interleaved):
+    x = x.astype(jnp.float32)
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def _half(x, cos, sin):
+    a, b = _split(x, False)
+    before = [(0, 0, 0)] * 3
+    half = a.shape[-1]
+    zero = np.float32(0)
+    left = jax.lax.pad(a * cos - b * sin, zero, [*before, (0, half, 0)])
+    return left + jax.lax.pad(b * cos + a * sin, zero, [*before, (half, 0, 0)])
+
+
+def _interleaved(x, cos, sin):
+    a, b = _split(x, True)
+    first, second = a * cos - b * sin, b * cos + a * sin
+    if x.dtype == jnp.float32:
+        before = [(0, 0, 0)] * 3
+        zero = np.float32(0)
+        left = jax.lax.pad(first, zero, [*before, (0, 1, 1)])
+        return left + jax.lax.pad(second, zero, [*before, (1, 0, 1)])
+    return jnp.stack([first, second], -1).reshape(x.shape)

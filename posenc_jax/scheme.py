@@ -1,0 +1,268 @@
+"""What a position encoding is: a frozen dataclass of settings with pure functions as methods.
+
+A scheme may act in five places. Every hook defaults to doing nothing, so a scheme is as
+long as what it does:
+
+    embed     on the token embedding                      learned, sinusoidal
+    query/key on q and k after their projection           RoPE
+    bias      on the logits, from two positions           ALiBi, T5
+    content   on the logits, from content and positions   Shaw, FoX
+    value     on the output, from two positions           Shaw
+
+`side` lets a scheme make arrays of its own per token (a forget gate, a second projection
+of q). Those of keys are cached beside k and v.
+
+Two arrays say where a token is. Positions, int32 [B, T], are its place in the order and
+decide what is visible; no scheme reads them. Coordinates are what a scheme encodes: the
+positions unless something else was given, int32 or float32, [B, T], or [A, B, T] where a
+scheme reads A axes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import require
+
+Params = Any  # A pytree of arrays; {} where nothing is learned.
+
+
+def _static(default: Any = dataclasses.MISSING) -> Any:
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+def _axes_last(positions: jax.Array) -> jax.Array:
+    """[A, B, T] to [B, T, A]; [B, T] and [T] stay."""
+    return (
+        jnp.moveaxis(positions, 0, -1)
+        if jnp.ndim(positions) == 3
+        else jnp.asarray(positions)
+    )
+
+
+def _count_heads(heads: Any, what: str) -> int:
+    counts = {leaf.shape[0] for leaf in jax.tree.leaves(heads)}
+    require(
+        len(counts) == 1,
+        f"{what}: leaves of `heads` need one leading axis N, got {counts}.",
+    )
+    return counts.pop()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogitBias:
+    """A number added to each logit, as a rule on two coordinates.
+
+    Attributes:
+      rule: `rule(shared, head, q, k) -> scalar`, written for one head, one query and one
+        key: a module-level function or a frozen dataclass with `__call__`. `q` and `k`
+        are scalars, or [A] where coordinates have A axes. It may not close over arrays.
+      heads: pytree of arrays [N, ...]; the rule gets one head's slice.
+      shared: pytree of arrays that all heads share.
+      relative: whether the rule depends on q - k alone.
+      bounds: `(low, high)`; the rule of a relative bias is constant for q - k <= low and
+        for q - k >= high. None for a side means no bound.
+      scaled: whether the term is multiplied by the logit scale, as q . k is.
+    """
+
+    rule: Callable = _static()
+    heads: Any = dataclasses.field()
+    shared: Any = ()
+    relative: bool = _static(False)
+    bounds: tuple[int | None, int | None] = _static((None, None))
+    scaled: bool = _static(False)
+
+    @property
+    def num_heads(self) -> int:
+        """The number N of query heads that the bias is for."""
+        return _count_heads(self.heads, "LogitBias")
+
+    def tile(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Returns float32 [N, T, S] for coordinates [T] and [S], or [T, A] and [S, A]."""
+        over_k = jax.vmap(self.rule, (None, None, None, 0))
+        over_q = jax.vmap(over_k, (None, None, 0, None))
+        over_heads = jax.vmap(over_q, (None, 0, None, None))
+        return over_heads(self.shared, self.heads, q, k)
+
+    def dense(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+        """Returns the bias as an array, for any other attention.
+
+        Args:
+          q_positions: [T], [B, T], or [A, B, T] for A axes.
+          k_positions: [S], [B, S] or [A, B, S].
+
+        Returns:
+          float32 [N, T, S], or [B, N, T, S] where positions have a batch axis.
+        """
+        q, k = _axes_last(q_positions), _axes_last(k_positions)
+        if jnp.ndim(q_positions) == 1:
+            return self.tile(q, k)
+        return jax.vmap(self.tile)(q, k)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ContentBias:
+    """A number added to each logit, from what query and key carry and where they are.
+
+    Attributes:
+      rule: `rule(shared, head, row, col, q, k) -> scalar`, as for `LogitBias`; `row` is
+        the query's part of `rows` for that head, `col` the key's part of `cols`.
+      heads: pytree of arrays [N, ...], or None.
+      shared: pytree of arrays that all heads share, or None.
+      rows: pytree of arrays [B, T, N, ...] that belong to the queries.
+      cols: pytree of arrays [B, S, K, ...] or [B, S, N, ...] that belong to the keys.
+      expand: `expand(shared, head, row) -> row`; what the rule gets as `row`. It runs
+        once per query and tile, and again in the backward pass: a table over distances
+        is never stored for all queries.
+      relative, bounds, scaled: as for `LogitBias`, at fixed row and col.
+    """
+
+    rule: Callable = _static()
+    heads: Any = None
+    shared: Any = None
+    rows: Any = None
+    cols: Any = None
+    expand: Callable | None = _static(None)
+    relative: bool = _static(False)
+    bounds: tuple[int | None, int | None] = _static((None, None))
+    scaled: bool = _static(False)
+
+    def tile(self, rows: Any, cols: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Returns float32 [N, T, S] for rows [T, N, ...], cols [S, N, ...] and coordinates."""
+        if self.expand is not None:
+            by_row = jax.vmap(self.expand, (None, None, 0))
+            rows = jax.vmap(by_row, (None, 0, 1), 1)(self.shared, self.heads, rows)
+        over_k = jax.vmap(self.rule, (None, None, None, 0, None, 0))
+        over_q = jax.vmap(over_k, (None, None, 0, None, 0, None))
+        over_heads = jax.vmap(over_q, (None, 0, 1, 1, None, None))
+        return over_heads(self.shared, self.heads, rows, cols, q, k)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ValueBias:
+    """A vector added to each value, from a table over buckets of two coordinates.
+
+    The output gains `sum_j p[i, j] * table[bucket(i, j)]`, which needs only the
+    probability mass that falls into each bucket.
+
+    Attributes:
+      bucket: `bucket(q, k) -> int32 scalar` in [0, R), for one query and one key.
+      table: [N, R, H].
+      relative, bounds: as for `LogitBias`.
+    """
+
+    bucket: Callable = _static()
+    table: jax.Array = dataclasses.field()
+    relative: bool = _static(False)
+    bounds: tuple[int | None, int | None] = _static((None, None))
+
+    def tile(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Returns int32 buckets [T, S]."""
+        return jax.vmap(jax.vmap(self.bucket, (None, 0)), (0, None))(q, k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A position encoding. Subclass it, override what the scheme does, and it is complete.
+
+    Fields are settings: numbers, strings, tuples and frozen dataclasses, so that a scheme
+    is hashable, compares by value and is static under `jit`. Fields without a default are
+    sizes that the model supplies, from one vocabulary: `num_heads`, `head_dim`,
+    `model_dim`, `max_length`.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Shouting(Scheme):
+    ...     volume: float = 2.0
+    ...     def embed(self, params, x, coordinates):
+    ...         return x * self.volume
+    >>> Shouting(volume=3.0).embed({}, jnp.ones((1, 1, 1)), jnp.zeros((1, 1), int)).item()
+    3.0
+    """
+
+    name: ClassVar[str] = ""
+    """The word for the scheme in configs and tables; empty for one that is not exported."""
+    relative: ClassVar[bool] = False
+    """Whether attention stays the same when all coordinates of a row move by one number."""
+    shared_over_layers: ClassVar[bool] = False
+    """Whether the authors use one set of parameters for all layers."""
+    scale_embedding: ClassVar[bool] = False
+    """Whether token embeddings are multiplied by sqrt(D) before `embed`, as published."""
+    caches_mapped_keys: ClassVar[bool] = True
+    """Whether `key` can run once, before k is cached. False where it depends on later tokens."""
+
+    def init(self, key: jax.Array) -> Params:
+        """Returns new parameters."""
+        return {}
+
+    def embed(self, params: Params, x: jax.Array, coordinates: jax.Array) -> jax.Array:
+        """Returns token embeddings [B, T, D] with positions in them."""
+        return x
+
+    def side(
+        self,
+        params: Params,
+        x: jax.Array | None,
+        q: jax.Array,
+        k: jax.Array,
+        coordinates: jax.Array,
+        state: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Returns `(rows, cols, state)`: arrays per query, per key, and per sequence.
+
+        Args:
+          params: the scheme's parameters.
+          x: what q and k were projected from, [B, T, D]. None in bare function calls.
+          q: [B, T, N, H], before `query`.
+          k: [B, T, K, H], before `key`.
+          coordinates: [B, T] or [A, B, T].
+          state: what the call for the tokens before these returned (running sums), leaves
+            [B, ...]; None at the beginning of a sequence, where zeros must mean the same.
+        """
+        return None, None, state
+
+    def query(
+        self, params: Params, q: jax.Array, coordinates: jax.Array, rows: Any = None
+    ) -> jax.Array:
+        """Returns q [B, T, N, H] as attention shall see it; the last axis may change."""
+        return q
+
+    def key(
+        self, params: Params, k: jax.Array, coordinates: jax.Array, cols: Any = None
+    ) -> jax.Array:
+        """Returns k [B, S, K, H] as attention shall see it; its last axis is that of q."""
+        return k
+
+    def bias(self, params: Params) -> LogitBias | tuple[LogitBias, ...] | None:
+        """Returns what is added to the logits from positions alone."""
+        return None
+
+    def content(
+        self, params: Params, rows: Any, cols: Any
+    ) -> ContentBias | tuple[ContentBias, ...] | None:
+        """Returns what is added to the logits from content and positions."""
+        return None
+
+    def value(self, params: Params) -> ValueBias | None:
+        """Returns what is added to the values from positions."""
+        return None
+
+    def logit_scale(self, head_dim: int) -> float | None:
+        """Returns the factor on q . k that the scheme was published with; None: 1/sqrt(H)."""
+        return None
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some settings changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def as_tuple(x: Any) -> tuple:
+    """None, one thing or a tuple of things, as a tuple."""
+    if x is None:
+        return ()
+    return x if isinstance(x, tuple) else (x,)
