@@ -10,6 +10,7 @@ from posenc_jax.additive.sinusoidal import Sinusoidal as Sinusoidal
 from posenc_jax.additive.sinusoidal import sinusoidal_encoding as sinusoidal_encoding
 from posenc_jax.attend import new_cache as new_cache
 from posenc_jax.attend import scheme_attention as scheme_attention
+from posenc_jax.attend import scheme_embedding as scheme_embedding
 from posenc_jax.bias.alibi import ALiBi as ALiBi
 from posenc_jax.bias.alibi import alibi_slopes as alibi_slopes
 from posenc_jax.bias.t5 import T5 as T5

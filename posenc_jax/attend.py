@@ -21,6 +21,43 @@ from posenc_jax.positions import count_up
 from posenc_jax.scheme import Params, Scheme, as_tuple
 
 
+def scheme_embedding(
+    scheme: Scheme,
+    params: Params,
+    x: jax.Array,
+    *,
+    positions: jax.Array | None = None,
+    coordinates: jax.Array | None = None,
+) -> jax.Array:
+    """Returns token embeddings [B, T, D] with positions in them, if the scheme acts there.
+
+    Args:
+      scheme: what to encode positions with.
+      params: its parameters.
+      x: token embeddings [B, T, D].
+      positions: integers [T] or [B, T]. Default 0 .. T - 1.
+      coordinates: what the scheme reads, [B, T] or [A, B, T]. Default: the positions.
+
+    Raises:
+      ValueError: for what does not fit together.
+      TypeError: for positions that are not integers.
+
+    >>> import posenc_jax as pe
+    >>> pe.scheme_embedding(pe.Sinusoidal(model_dim=2), {}, jnp.zeros((1, 1, 2)))
+    Array([[[0., 1.]]], dtype=float32)
+    """
+    array_of_rank("scheme_embedding", "x", x, 3, "[B, T, D]")
+    batch, length = x.shape[:2]
+    if coordinates is None:
+        at = count_up(batch, length) if positions is None else positions
+        at = integer_positions("scheme_embedding", at)
+    else:
+        at = coordinate_values("scheme_embedding", coordinates)
+    if at.ndim != 3:
+        at = _rows("scheme_embedding", at, batch, length, "positions")
+    return scheme.embed(params, x, at)
+
+
 def scheme_attention(
     scheme: Scheme,
     params: Params,
@@ -72,7 +109,11 @@ def scheme_attention(
     start = 0 if cache is None else cache.next_positions
     positions = count_up(batch, length, start) if positions is None else positions
     positions = _rows(
-        integer_positions("scheme_attention", positions), batch, length, "positions"
+        "scheme_attention",
+        integer_positions("scheme_attention", positions),
+        batch,
+        length,
+        "positions",
     )
     at = positions
     if coordinates is not None:
@@ -80,12 +121,12 @@ def scheme_attention(
         at = (
             coordinates
             if coordinates.ndim == 3
-            else _rows(coordinates, batch, length, "coordinates")
+            else _rows("scheme_attention", coordinates, batch, length, "coordinates")
         )
         coordinates = at
     if segment_ids is not None:
         segment_ids = integer_positions("scheme_attention", segment_ids, "segment_ids")
-        segment_ids = _rows(segment_ids, batch, length, "segment_ids")
+        segment_ids = _rows("scheme_attention", segment_ids, batch, length, "segment_ids")
 
     state = None if cache is None else cache.state
     rows, cols, state = scheme.side(params, x, q, k, at, state)
@@ -106,9 +147,7 @@ def scheme_attention(
         if coordinates is not None:
             places |= {"q_coordinates": at, "k_coordinates": at}
         content = scheme.content(params, rows, cols)
-        return attention(
-            q, k, v, content=content, scale=scale, **rules, **places, **options
-        ), None
+        return attention(q, k, v, content=content, scale=scale, **rules, **places, **options), None
 
     content = scheme.content(params, rows, cols)
     reads = not mapped or any(map(as_tuple, (content, *rules.values())))
@@ -120,9 +159,7 @@ def scheme_attention(
     _check_ring(cache, length, options.get("window"))
     segments = jnp.zeros_like(positions) if segment_ids is None else segment_ids
     stored = None if cache.coordinates is None else at
-    cache = cache.append(
-        k, v, positions, segments, coordinates=stored, cols=cols, state=state
-    )
+    cache = cache.append(k, v, positions, segments, coordinates=stored, cols=cols, state=state)
     places = {"q_positions": positions, "k_positions": cache.positions}
     places |= {"q_segment_ids": segments, "k_segment_ids": cache.segment_ids}
     if stored is not None:
@@ -147,7 +184,6 @@ def scheme_attention(
 
 def new_cache(
     scheme: Scheme,
-    params: Params,
     batch: int,
     capacity: int,
     *,
@@ -163,7 +199,6 @@ def new_cache(
 
     Args:
       scheme: the scheme; what it stores per key and per sequence is asked of its hooks.
-      params: its parameters, or their shapes.
       batch: B.
       capacity: number of slots; for a ring at least the window and one chunk less one.
       num_heads: N.
@@ -176,18 +211,14 @@ def new_cache(
       ring: whether to write over the oldest tokens once full; needs a window.
 
     >>> import posenc_jax as pe
-    >>> cache = pe.new_cache(pe.RoPE(head_dim=8), {}, 2, 16, num_heads=4, head_dim=8)
+    >>> cache = pe.new_cache(pe.RoPE(head_dim=8), 2, 16, num_heads=4, head_dim=8)
     >>> cache.k.shape
     (2, 16, 4, 8)
     """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     q = jax.ShapeDtypeStruct((batch, 1, num_heads, head_dim), dtype)
     k = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_dim), dtype)
-    x = (
-        None
-        if model_dim is None
-        else jax.ShapeDtypeStruct((batch, 1, model_dim), dtype)
-    )
+    x = None if model_dim is None else jax.ShapeDtypeStruct((batch, 1, model_dim), dtype)
     at = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     if coordinates is not None:
         shape = (*coordinates.shape[:-1], 1)
@@ -201,18 +232,19 @@ def new_cache(
             state,
         )
 
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
     mapped, cols, state = jax.eval_shape(stored, params, x, q, k, at)
     return KVCache.empty(
         mapped, k, capacity, coordinates=coordinates, cols=cols, state=state, ring=ring
     )
 
 
-def _rows(x: jax.Array, batch: int, length: int, name: str) -> jax.Array:
+def _rows(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.Array:
     """[T], [1, T] or [B, T] to [B, T]."""
     x = x[None] if x.ndim == 1 else x
     require(
         x.ndim == 2 and x.shape[0] in (1, batch) and x.shape[1] == length,
-        f"scheme_attention: {name} must be [T] or [B, T] = ({batch}, {length}), got {x.shape}.",
+        f"{where}: {name} must be [T] or [B, T] = ({batch}, {length}), got {x.shape}.",
     )
     return jnp.broadcast_to(x, (batch, length))
 
@@ -223,12 +255,84 @@ def _check_ring(cache: KVCache, length: int, window: Window) -> None:
         return
     sides = window_sides(window)
     if sides is None or sides[0] < 0:
-        raise ValueError(
-            "scheme_attention: a ring cache forgets tokens, so it needs a window."
-        )
+        raise ValueError("scheme_attention: a ring cache forgets tokens, so it needs a window.")
     needed = sides[0] + length
     require(
         cache.capacity >= needed,
         f"scheme_attention: {length} tokens at a time with window {window} need a ring of "
         f"{needed} slots, and the cache has {cache.capacity}.",
     )
+
+
+def stock_attention(
+    scheme: Scheme,
+    params: Params,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = True,
+    **unused: Any,
+) -> jax.Array:
+    """Attention with a scheme from what Flax's stock layers give to their `attention_fn`.
+
+    With as many queries as keys these are the same tokens, in order. With fewer, the
+    keys are a cache, and each query is the last token that its mask lets it see.
+
+    Args:
+      scheme: any scheme whose `side` does not read `x`.
+      params: its parameters.
+      query, key, value: [..., T, N, H], [..., S, K, H] and [..., S, K, V].
+      mask: bool [..., 1 or N, T, S].
+      is_causal: whether to hide later keys.
+      dropout_rng, dropout_rate, deterministic: dropout of the weights.
+      **unused: precision and such, which do not apply.
+
+    Raises:
+      ValueError: for a cache without a mask, which says where a query is, and for schemes
+        that act on the token embedding alone.
+    """
+    require(
+        scheme.acts_in_attention or not scheme.acts_on,
+        f"stock_attention: {scheme!r} acts on the token embedding alone; put a "
+        "PositionEncoding before the first layer instead.",
+    )
+    lead, (length, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
+    q, k, v = (x.reshape(-1, *x.shape[len(lead) :]) for x in (query, key, value))
+    k_at = count_up(q.shape[0], keys)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).astype(bool)
+        mask = mask.reshape(-1, *mask.shape[-3:])
+    if length == keys:
+        q_at = k_at
+    else:
+        require(
+            mask is not None,
+            f"stock_attention: {length} queries and {keys} keys without a mask: no query's "
+            "position is known.",
+        )
+        slots = jnp.arange(keys, dtype=jnp.int32)
+        q_at = jnp.max(jnp.where(mask.any(1), slots[None, None], 0), axis=-1)
+    rows, cols, _ = scheme.side(params, None, q, k, q_at, None)
+    drop = dropout_rate > 0 and not deterministic
+    out = attention(
+        scheme.query(params, q, q_at, rows),
+        scheme.key(params, k, k_at, cols),
+        v,
+        bias=scheme.bias(params),
+        content=scheme.content(params, rows, cols),
+        value_bias=scheme.value(params),
+        mask=mask,
+        q_positions=q_at,
+        k_positions=k_at,
+        contiguous=length == keys,
+        is_causal=is_causal,
+        scale=scheme.logit_scale(q.shape[-1]),
+        dropout_rate=dropout_rate if drop else 0.0,
+        dropout_key=dropout_rng if drop else None,
+    )
+    return out.reshape(*lead, *out.shape[1:])

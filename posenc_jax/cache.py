@@ -72,9 +72,7 @@ class KVCache:
         Raises:
           ValueError: if `capacity` is less than one.
         """
-        require(
-            capacity >= 1, f"KVCache: capacity must be at least 1 slot, got {capacity}."
-        )
+        require(capacity >= 1, f"KVCache: capacity must be at least 1 slot, got {capacity}.")
         batch = k.shape[0]
 
         def slots(x, axis=1):
@@ -136,9 +134,7 @@ class KVCache:
 
         if (self.coordinates is None) != (coordinates is None):
             has = "no coordinates" if self.coordinates is None else "coordinates"
-            raise ValueError(
-                f"KVCache: the cache was made for {has}; give the same at each step."
-            )
+            raise ValueError(f"KVCache: the cache was made for {has}; give the same at each step.")
         after = jnp.where(segment_ids >= 0, positions + 1, 0).max(axis=1)
         return dataclasses.replace(
             self,
@@ -146,9 +142,7 @@ class KVCache:
             v=write(self.v, v),
             positions=write(self.positions, positions),
             segment_ids=write(self.segment_ids, segment_ids),
-            coordinates=None
-            if coordinates is None
-            else write(self.coordinates, coordinates, -1),
+            coordinates=None if coordinates is None else write(self.coordinates, coordinates, -1),
             cols=jax.tree.map(write, self.cols, cols),
             state=state,
             length=self.length + count,

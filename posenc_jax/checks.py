@@ -36,9 +36,7 @@ def integer_positions(where: str, positions, name: str = "positions") -> jax.Arr
         if positions.dtype.kind in "iu" and positions.size:
             low, high = positions.min(), positions.max()
             if low < -(2**31) or high >= 2**31:
-                raise ValueError(
-                    f"{where}: {name} must fit int32, got values up to {high}."
-                )
+                raise ValueError(f"{where}: {name} must fit int32, got values up to {high}.")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"{where}: {name} must be integers, got {positions.dtype}.")
     return jnp.asarray(positions, jnp.int32)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.scheme import ContentBias, LogitBias, Scheme, ValueBias, as_tuple
@@ -23,6 +22,10 @@ class Chain(Scheme):
             len(values) < 2,
             f"chain: only one scheme may add to the values, got {values}.",
         )
+
+    @property
+    def acts_on(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(place for s in self.schemes for place in s.acts_on))
 
     @property
     def relative(self) -> bool:
@@ -70,9 +73,7 @@ class Chain(Scheme):
         return k
 
     def bias(self, params):
-        return sum(
-            (as_tuple(s.bias(p)) for s, p in zip(self.schemes, params, strict=True)), ()
-        )
+        return sum((as_tuple(s.bias(p)) for s, p in zip(self.schemes, params, strict=True)), ())
 
     def content(self, params, rows, cols):
         parts = zip(self.schemes, params, rows, cols, strict=True)
@@ -126,6 +127,10 @@ class WithPositions(Scheme):
     transform: Callable
 
     @property
+    def acts_on(self) -> tuple[str, ...]:
+        return self.scheme.acts_on
+
+    @property
     def shared_over_layers(self) -> bool:
         return self.scheme.shared_over_layers
 
@@ -162,9 +167,7 @@ class WithPositions(Scheme):
         return tuple(map(self._moved, as_tuple(self.scheme.bias(params))))
 
     def content(self, params, rows, cols) -> tuple[ContentBias, ...]:
-        return tuple(
-            map(self._moved, as_tuple(self.scheme.content(params, rows, cols)))
-        )
+        return tuple(map(self._moved, as_tuple(self.scheme.content(params, rows, cols))))
 
     def value(self, params):
         value = self.scheme.value(params)
@@ -174,9 +177,7 @@ class WithPositions(Scheme):
         return self.scheme.logit_scale(head_dim)
 
 
-def with_positions(
-    scheme: Scheme, transform: Callable[[jax.Array], jax.Array]
-) -> Scheme:
+def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) -> Scheme:
     """Returns `scheme` reading `transform(coordinates)` in place of the coordinates.
 
     Order, masks and windows go on following the positions. For coordinates that differ
@@ -195,7 +196,7 @@ def with_positions(
     ...     return positions // 2
     >>> pe.with_positions(pe.ALiBi(num_heads=1), grouped).bias({})[0].dense(
     ...     jnp.array([5]), jnp.array([0, 4, 5])) * 256
-    Array([[[-2.,  0.,  0.]]], dtype=float32)
+    Array([[[-2., -0., -0.]]], dtype=float32)
     """
     hooks = ("embed", "side", "query", "key", "bias", "content", "value")
     reads = any(getattr(type(scheme), h) is not getattr(Scheme, h) for h in hooks)

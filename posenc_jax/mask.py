@@ -23,9 +23,7 @@ def window_sides(window: Window) -> tuple[int, int] | None:
         return None
     if isinstance(window, int):
         if window < 1:
-            raise ValueError(
-                f"attention: window must be at least 1 token, got {window}."
-            )
+            raise ValueError(f"attention: window must be at least 1 token, got {window}.")
         return window - 1, window - 1
     left, right = window
     return int(left), int(right)

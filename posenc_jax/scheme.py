@@ -27,20 +27,14 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 
+STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
+
 Params = Any  # A pytree of arrays; {} where nothing is learned.
-
-
-def _static(default: Any = dataclasses.MISSING) -> Any:
-    return dataclasses.field(default=default, metadata={"static": True})
 
 
 def _axes_last(positions: jax.Array) -> jax.Array:
     """[A, B, T] to [B, T, A]; [B, T] and [T] stay."""
-    return (
-        jnp.moveaxis(positions, 0, -1)
-        if jnp.ndim(positions) == 3
-        else jnp.asarray(positions)
-    )
+    return jnp.moveaxis(positions, 0, -1) if jnp.ndim(positions) == 3 else jnp.asarray(positions)
 
 
 def _count_heads(heads: Any, what: str) -> int:
@@ -69,12 +63,12 @@ class LogitBias:
       scaled: whether the term is multiplied by the logit scale, as q . k is.
     """
 
-    rule: Callable = _static()
+    rule: Callable = dataclasses.field(metadata=STATIC)
     heads: Any = dataclasses.field()
     shared: Any = ()
-    relative: bool = _static(False)
-    bounds: tuple[int | None, int | None] = _static((None, None))
-    scaled: bool = _static(False)
+    relative: bool = dataclasses.field(default=False, metadata=STATIC)
+    bounds: tuple[int | None, int | None] = dataclasses.field(default=(None, None), metadata=STATIC)
+    scaled: bool = dataclasses.field(default=False, metadata=STATIC)
 
     @property
     def num_heads(self) -> int:
@@ -122,15 +116,15 @@ class ContentBias:
       relative, bounds, scaled: as for `LogitBias`, at fixed row and col.
     """
 
-    rule: Callable = _static()
+    rule: Callable = dataclasses.field(metadata=STATIC)
     heads: Any = None
     shared: Any = None
     rows: Any = None
     cols: Any = None
-    expand: Callable | None = _static(None)
-    relative: bool = _static(False)
-    bounds: tuple[int | None, int | None] = _static((None, None))
-    scaled: bool = _static(False)
+    expand: Callable | None = dataclasses.field(default=None, metadata=STATIC)
+    relative: bool = dataclasses.field(default=False, metadata=STATIC)
+    bounds: tuple[int | None, int | None] = dataclasses.field(default=(None, None), metadata=STATIC)
+    scaled: bool = dataclasses.field(default=False, metadata=STATIC)
 
     def tile(self, rows: Any, cols: Any, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns float32 [N, T, S] for rows [T, N, ...], cols [S, N, ...] and coordinates."""
@@ -157,10 +151,10 @@ class ValueBias:
       relative, bounds: as for `LogitBias`.
     """
 
-    bucket: Callable = _static()
+    bucket: Callable = dataclasses.field(metadata=STATIC)
     table: jax.Array = dataclasses.field()
-    relative: bool = _static(False)
-    bounds: tuple[int | None, int | None] = _static((None, None))
+    relative: bool = dataclasses.field(default=False, metadata=STATIC)
+    bounds: tuple[int | None, int | None] = dataclasses.field(default=(None, None), metadata=STATIC)
 
     def tile(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns int32 buckets [T, S]."""
@@ -255,6 +249,27 @@ class Scheme:
     def logit_scale(self, head_dim: int) -> float | None:
         """Returns the factor on q . k that the scheme was published with; None: 1/sqrt(H)."""
         return None
+
+    @property
+    def acts_on(self) -> tuple[str, ...]:
+        """Where the scheme acts: "embedding", "q, k", "logits", "output"."""
+        places = {
+            "embedding": ("embed",),
+            "q, k": ("query", "key"),
+            "logits": ("bias", "content"),
+            "output": ("value",),
+        }
+        own = type(self)
+        return tuple(
+            place
+            for place, hooks in places.items()
+            if any(getattr(own, h) is not getattr(Scheme, h) for h in hooks)
+        )
+
+    @property
+    def acts_in_attention(self) -> bool:
+        """Whether attention layers have anything to do for the scheme."""
+        return any(place != "embedding" for place in self.acts_on)
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some settings changed."""

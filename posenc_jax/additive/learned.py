@@ -51,9 +51,7 @@ def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array
             f"learned: positions must be in [0, {rows}), the rows of the table, "
             f"got {low} to {high}.",
         )
-    index = (
-        jnp.where(positions < 0, rows, positions) + offset
-    )  # -1 is not the last row.
+    index = jnp.where(positions < 0, rows, positions) + offset  # -1 is not the last row.
     return table.at[index].get(mode="fill", fill_value=jnp.nan)
 
 
@@ -91,9 +89,7 @@ class Learned(Scheme):
             f"learned: model_dim must be >= 1, got {self.model_dim}.",
         )
         require(self.offset >= 0, f"learned: offset must be >= 0, got {self.offset}.")
-        require(
-            self.stddev > 0, f"learned: stddev must be positive, got {self.stddev}."
-        )
+        require(self.stddev > 0, f"learned: stddev must be positive, got {self.stddev}.")
 
     def init(self, key):
         """Returns {"table": float32 [max_length + offset, D]}."""

@@ -59,7 +59,7 @@ def sinusoidal_encoding(
       ValueError: for an odd or non-positive `dim`, a `theta` that is not positive, or an
         unknown layout.
 
-    >>> np.round(sinusoidal_encoding(jnp.array([2]), 4)[0], 4)
+    >>> np.asarray(sinusoidal_encoding(jnp.array([2]), 4)[0]).round(4)
     array([ 0.9093, -0.4161,  0.02  ,  0.9998], dtype=float32)
     """
     _check(dim, theta, layout)

@@ -69,9 +69,7 @@ class ALiBi(Scheme):
     relative: ClassVar[bool] = True
 
     def __post_init__(self):
-        require(
-            self.num_heads >= 1, f"alibi: num_heads must be >= 1, got {self.num_heads}."
-        )
+        require(self.num_heads >= 1, f"alibi: num_heads must be >= 1, got {self.num_heads}.")
 
     def bias(self, params):
         """Returns the penalty of every head."""

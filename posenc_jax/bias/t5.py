@@ -147,12 +147,8 @@ class T5(Scheme):
     shared_over_layers: ClassVar[bool] = True
 
     def __post_init__(self):
-        require(
-            self.num_heads >= 1, f"t5: num_heads must be >= 1, got {self.num_heads}."
-        )
-        require(
-            self.stddev >= 0, f"t5: stddev must not be negative, got {self.stddev}."
-        )
+        require(self.num_heads >= 1, f"t5: num_heads must be >= 1, got {self.num_heads}.")
+        require(self.stddev >= 0, f"t5: stddev must not be negative, got {self.stddev}.")
         _check(self.num_buckets, self.max_distance, self.bidirectional)
 
     def init(self, key):
@@ -166,9 +162,7 @@ class T5(Scheme):
         one_sided = self.num_buckets // (2 if self.bidirectional else 1)
         far = t5_boundaries(one_sided, self.max_distance)[-1]
         low = -far if self.bidirectional else 0
-        return LogitBias(
-            _Rule(bucket), heads=params["table"], relative=True, bounds=(low, far)
-        )
+        return LogitBias(_Rule(bucket), heads=params["table"], relative=True, bounds=(low, far))
 
     def logit_scale(self, head_dim):
         """Returns 1: T5 does not divide by sqrt(H)."""

@@ -1,5 +1,6 @@
 """The one attention function: it checks, brings everything to one form, and hands over."""
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -149,9 +150,7 @@ def _problem(*, q, k, v, biases, contents, value, mask, **rest: Any) -> Problem:
             raise TypeError(f"attention: {name} must be floating point, got {x.dtype}.")
     batch, length, num_heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
-    require(
-        k.shape[:3] == v.shape[:3], f"attention: k and v differ in B, S or K: {shapes}."
-    )
+    require(k.shape[:3] == v.shape[:3], f"attention: k and v differ in B, S or K: {shapes}.")
     require(k.shape[0] == batch, f"attention: q and k differ in batch size: {shapes}.")
     require(k.shape[3] == dim, f"attention: q and k differ in head dim: {shapes}.")
     require(
@@ -173,9 +172,7 @@ def _problem(*, q, k, v, biases, contents, value, mask, **rest: Any) -> Problem:
         )
     window, rate, key = rest["window"], rest["dropout_rate"], rest["dropout_key"]
     window_sides(window)
-    require(
-        0.0 <= rate < 1.0, f"attention: dropout_rate must be in [0, 1), got {rate}."
-    )
+    require(0.0 <= rate < 1.0, f"attention: dropout_rate must be in [0, 1), got {rate}.")
     require(
         (rate > 0) == (key is not None),
         "attention: dropout_rate and dropout_key go together.",
@@ -185,14 +182,13 @@ def _problem(*, q, k, v, biases, contents, value, mask, **rest: Any) -> Problem:
         softcap is None or softcap > 0,
         f"attention: softcap must be positive, got {softcap}.",
     )
-    require(
-        sinks is None or jnp.shape(sinks) == (num_heads,),
-        f"attention: sinks must be [N] = ({num_heads},), got {jnp.shape(sinks)}.",
-    )
-    if isinstance(scale, jax.Array):
-        raise TypeError(
-            "attention: scale must be a Python number; multiply q by an array."
+    if sinks is not None:
+        require(
+            jnp.shape(sinks) == (num_heads,),
+            f"attention: sinks must be [N] = ({num_heads},), got {jnp.shape(sinks)}.",
         )
+    if isinstance(scale, jax.Array):
+        raise TypeError("attention: scale must be a Python number; multiply q by an array.")
     prefix = rest["prefix_length"]
     if prefix is not None:
         array_of_rank("attention", "prefix_length", prefix, 1, "[B]")
@@ -202,7 +198,7 @@ def _problem(*, q, k, v, biases, contents, value, mask, **rest: Any) -> Problem:
         k=k,
         v=v,
         biases=biases,
-        contents=contents,
+        contents=tuple(_to_query_heads(c, num_heads) for c in contents),
         value=value,
         mask=mask,
         prefix_length=prefix,
@@ -222,18 +218,14 @@ def _check_rules(q, v, biases, contents, value) -> None:
     num_heads = q.shape[2]
     for b in biases:
         if not isinstance(b, LogitBias):
-            raise TypeError(
-                f"attention: bias must be a LogitBias, got {type(b).__name__}."
-            )
+            raise TypeError(f"attention: bias must be a LogitBias, got {type(b).__name__}.")
         require(
             b.num_heads == num_heads,
             f"attention: bias is for {b.num_heads} heads but q has {num_heads}.",
         )
     for c in contents:
         if not isinstance(c, ContentBias):
-            raise TypeError(
-                f"attention: content must be a ContentBias, got {type(c).__name__}."
-            )
+            raise TypeError(f"attention: content must be a ContentBias, got {type(c).__name__}.")
         rows, cols = jax.tree.leaves(c.rows), jax.tree.leaves(c.cols)
         require(
             bool(rows or cols),
@@ -246,8 +238,7 @@ def _check_rules(q, v, biases, contents, value) -> None:
             )
         for leaf in cols:
             require(
-                leaf.shape[:2] == v.shape[:2]
-                and leaf.shape[2] in (v.shape[2], num_heads),
+                leaf.shape[:2] == v.shape[:2] and leaf.shape[2] in (v.shape[2], num_heads),
                 f"attention: cols must be [B, S, K or N, ...] for v {v.shape}, got {leaf.shape}.",
             )
     if value is not None:
@@ -258,9 +249,13 @@ def _check_rules(q, v, biases, contents, value) -> None:
         )
 
 
-def _places(
-    batch: int, length: int, keys: int, ruled: bool, rest: dict
-) -> dict[str, Any]:
+def _to_query_heads(content: ContentBias, num_heads: int) -> ContentBias:
+    """Gives `cols` of key/value heads to the query heads that they serve."""
+    cols = jax.tree.map(lambda x: repeat_heads(x, num_heads), content.cols)
+    return dataclasses.replace(content, cols=cols)
+
+
+def _places(batch: int, length: int, keys: int, ruled: bool, rest: dict) -> dict[str, Any]:
     """Positions, coordinates and segments with their defaults, [B, ...]."""
 
     def given(side: str, what: str) -> bool:
@@ -286,9 +281,7 @@ def _places(
         if positions is None:
             positions = count_up(batch, count)
         positions = integer_positions("attention", positions, f"{side}_positions")
-        out[f"{side}_positions"] = _per_row(
-            f"{side}_positions", positions, batch, count
-        )
+        out[f"{side}_positions"] = _per_row(f"{side}_positions", positions, batch, count)
     for side, other, count in (("q", "k", length), ("k", "q", keys)):
         name = f"{side}_coordinates"
         at = rest[name]

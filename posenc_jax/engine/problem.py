@@ -1,17 +1,12 @@
 """One attention problem, checked and in one form, as every implementation gets it."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.mask import Window, visible
-from posenc_jax.scheme import ContentBias, LogitBias, ValueBias
-
-
-def _static(default: Any = dataclasses.MISSING) -> Any:
-    return dataclasses.field(default=default, metadata={"static": True})
+from posenc_jax.scheme import STATIC, ContentBias, LogitBias, ValueBias
 
 
 @jax.tree_util.register_dataclass
@@ -53,12 +48,12 @@ class Problem:
     prefix_length: jax.Array | None
     sinks: jax.Array | None
     dropout_key: jax.Array | None
-    contiguous: bool = _static()
-    is_causal: bool = _static()
-    window: Window = _static()
-    scale: float = _static()
-    softcap: float | None = _static()
-    dropout_rate: float = _static()
+    contiguous: bool = dataclasses.field(metadata=STATIC)
+    is_causal: bool = dataclasses.field(metadata=STATIC)
+    window: Window = dataclasses.field(metadata=STATIC)
+    scale: float = dataclasses.field(metadata=STATIC)
+    softcap: float | None = dataclasses.field(metadata=STATIC)
+    dropout_rate: float = dataclasses.field(metadata=STATIC)
 
     def visible(self) -> jax.Array:
         """Returns bool [B, 1 or N, T, S], true where the query sees the key."""

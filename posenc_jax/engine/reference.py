@@ -33,8 +33,7 @@ def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
     # A key and value that nobody sees may be anything, and 0 * NaN is NaN.
     used = jnp.any(seen, axis=(1, 2))[:, :, None, None]
     k, v = (
-        jnp.where(used, repeat_heads(x, num_heads).astype(jnp.float32), 0.0)
-        for x in (p.k, p.v)
+        jnp.where(used, repeat_heads(x, num_heads).astype(jnp.float32), 0.0) for x in (p.k, p.v)
     )
     x = jnp.where(seen, logits(p, k), -jnp.inf)
     if p.sinks is not None:

@@ -81,12 +81,8 @@ class Shaw(Scheme):
     relative: ClassVar[bool] = True
 
     def __post_init__(self):
-        require(
-            self.num_heads >= 1, f"shaw: num_heads must be >= 1, got {self.num_heads}."
-        )
-        require(
-            self.head_dim >= 1, f"shaw: head_dim must be >= 1, got {self.head_dim}."
-        )
+        require(self.num_heads >= 1, f"shaw: num_heads must be >= 1, got {self.num_heads}.")
+        require(self.head_dim >= 1, f"shaw: head_dim must be >= 1, got {self.head_dim}.")
         require(self.clip >= 0, f"shaw: clip must not be negative, got {self.clip}.")
         require(self.keys or self.values, "shaw: neither keys nor values have a table.")
 

@@ -93,8 +93,6 @@ class NTK(FrequencyMap):
 
     def __call__(self, frequencies, head_dim, theta):
         """Returns the frequencies of the larger base, and 1."""
-        require(
-            head_dim > 2, f"NTK: needs more than 2 rotary dimensions, got {head_dim}."
-        )
+        require(head_dim > 2, f"NTK: needs more than 2 rotary dimensions, got {head_dim}.")
         pair = np.arange(len(frequencies))
         return frequencies * self.factor ** (-2.0 * pair / (head_dim - 2)), 1.0

@@ -25,7 +25,6 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
@@ -89,7 +88,7 @@ def apply_rope(
       ValueError: for shapes and sizes that do not fit.
 
     >>> x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
-    >>> np.round(apply_rope(x, jnp.array([1])).ravel(), 4)
+    >>> np.asarray(apply_rope(x, jnp.array([1])).ravel()).round(4)
     array([-1.9841,  1.9599,  2.4624,  4.0198], dtype=float32)
     """
     array_of_rank("rope", "x", x, 4, "[B, T, N, H]")
@@ -153,7 +152,7 @@ class RoPE(Scheme):
     theta: float = 10000.0
     interleaved: bool = False
     rotary_dim: int = 0
-    scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()
+    scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "rope"
     relative: ClassVar[bool] = True
 

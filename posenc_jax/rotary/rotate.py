@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def rotate(
-    x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool
-) -> jax.Array:
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
     """Returns x with its first 2P dimensions turned, in its own dtype.
 
     Args:

@@ -1,0 +1,260 @@
+"""Position encodings and attention as Flax Linen modules. They know no scheme by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from posenc_jax.additive.none import NoPE
+from posenc_jax.attend import (
+    new_cache,
+    scheme_attention,
+    scheme_embedding,
+    stock_attention,
+)
+from posenc_jax.cache import KVCache
+from posenc_jax.checks import array_of_rank, divides
+from posenc_jax.mask import Window
+from posenc_jax.scheme import Params, Scheme
+
+_kernel_init = nn.initializers.lecun_normal()
+
+
+class PositionEncoding(nn.Module):
+    """Owns a scheme's parameters, and puts positions into token embeddings.
+
+    Attributes:
+      scheme: any scheme. Its parameters are the Linen parameter "scheme".
+
+    >>> import posenc_jax as pe
+    >>> encoding = PositionEncoding(pe.Learned(max_length=8, model_dim=4))
+    >>> y, variables = encoding.init_with_output(jax.random.key(0), jnp.zeros((1, 3, 4)))
+    >>> variables["params"]["scheme"]["table"].shape
+    (8, 4)
+    """
+
+    scheme: Scheme
+
+    def setup(self):
+        """Declares the parameters, if the scheme has any."""
+        self.learned = bool(jax.tree.leaves(jax.eval_shape(self.scheme.init, jax.random.key(0))))
+        if self.learned:
+            self.params = self.param("scheme", self.scheme.init)
+
+    def values(self) -> Params:
+        """Returns the parameters as arrays."""
+        return self.params if self.learned else self.scheme.init(jax.random.key(0))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        coordinates: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns embeddings [B, T, D] with positions in them, if the scheme acts there.
+
+        Args:
+          x: token embeddings [B, T, D].
+          positions: integers [T] or [B, T]. Default 0 .. T - 1.
+          coordinates: what the scheme reads. Default: the positions.
+        """
+        return scheme_embedding(
+            self.scheme, self.values(), x, positions=positions, coordinates=coordinates
+        )
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with any scheme, grouped heads, segments and a cache.
+
+    Attributes:
+      num_heads: N.
+      head_dim: H.
+      position: a scheme, of which this layer gets parameters of its own, or a
+        `PositionEncoding` that several layers share.
+      num_kv_heads: K, a divisor of N. Default: N.
+      is_causal, window, softcap: as in `posenc_jax.attention`.
+      scale: the factor on q . k. Default: the scheme's own.
+      dropout_rate: of the attention weights, where `deterministic` is false.
+      use_bias: whether projections have biases.
+      dtype: of the computation. Default: that of the inputs and parameters.
+      param_dtype: of the parameters.
+      kernel_init: of the projections of q, k and v.
+      out_init: of the output projection. Default: `kernel_init`.
+      implementation: as in `posenc_jax.attention`.
+
+    >>> import posenc_jax as pe
+    >>> layer = Attention(num_heads=4, head_dim=4, position=pe.RoPE(head_dim=4), is_causal=True)
+    >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 16)))
+    >>> y.shape
+    (2, 5, 16)
+    """
+
+    num_heads: int
+    head_dim: int
+    position: Scheme | PositionEncoding = NoPE()
+    num_kv_heads: int | None = None
+    is_causal: bool = False
+    window: Window = None
+    softcap: float | None = None
+    scale: float | None = None
+    dropout_rate: float = 0.0
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: nn.initializers.Initializer = _kernel_init
+    out_init: nn.initializers.Initializer | None = None
+    implementation: str | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        coordinates: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+        mask: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> Any:
+        """Returns [B, T, D], and with a cache also the new cache.
+
+        Args:
+          x: [B, T, D].
+          positions: integers [T] or [B, T]. Default: after those in the cache.
+          coordinates: what the scheme reads. Default: the positions.
+          segment_ids: integers [T] or [B, T], below zero for padding.
+          cache: keys and values of earlier tokens; see `new_cache`.
+          mask: bool [B or 1, N or 1, T, S], true where a query may see a key.
+          deterministic: whether to drop nothing; otherwise the "dropout" key is used.
+        """
+        array_of_rank("Attention", "x", x, 3, "[B, T, D]")
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        divides("Attention", num_heads=self.num_heads, num_kv_heads=kv_heads)
+
+        def dense(name, features, axis, init):
+            return nn.DenseGeneral(
+                features,
+                axis=axis,
+                use_bias=self.use_bias,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                kernel_init=init,
+                name=name,
+            )
+
+        encoding = self.position
+        if isinstance(encoding, Scheme):
+            # What acts on the embedding alone needs no parameters here.
+            scheme = encoding if encoding.acts_in_attention else NoPE()
+            encoding = PositionEncoding(scheme, name="encoding")
+        drop = self.dropout_rate > 0 and not deterministic
+        heads = {"query": self.num_heads, "key": kv_heads, "value": kv_heads}
+        q, k, v = (
+            dense(name, (n, self.head_dim), -1, self.kernel_init)(x) for name, n in heads.items()
+        )
+        out, new = scheme_attention(
+            encoding.scheme,
+            encoding.values(),
+            q,
+            k,
+            v,
+            x=x,
+            positions=positions,
+            coordinates=coordinates,
+            segment_ids=segment_ids,
+            cache=cache,
+            mask=mask,
+            is_causal=self.is_causal,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            dropout_rate=self.dropout_rate if drop else 0.0,
+            dropout_key=self.make_rng("dropout") if drop else None,
+            implementation=self.implementation,
+        )
+        out_init = self.kernel_init if self.out_init is None else self.out_init
+        y = dense("out", x.shape[-1], (-2, -1), out_init)(out)
+        return y if new is None else (y, new)
+
+    def new_cache(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        model_dim: int | None = None,
+        dtype: Any = None,
+        coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
+        ring: bool = False,
+    ) -> KVCache:
+        """Returns an empty cache for this layer; see `posenc_jax.new_cache`.
+
+        Args:
+          batch: B.
+          capacity: number of slots.
+          model_dim: D, for schemes that read the layer's input.
+          dtype: of k and v. Default: the layer's.
+          coordinates: shaped like those that calls will be given, if they are.
+          ring: whether to write over the oldest tokens once full.
+        """
+        position = self.position
+        own = self.param_dtype if self.dtype is None else self.dtype
+        return new_cache(
+            position if isinstance(position, Scheme) else position.scheme,
+            batch,
+            capacity,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            model_dim=model_dim,
+            dtype=own if dtype is None else dtype,
+            coordinates=coordinates,
+            ring=ring,
+        )
+
+
+class AttentionFn(nn.Module):
+    """A scheme inside the stock `linen.MultiHeadDotProductAttention`, as its `attention_fn`.
+
+    It reads the position of a decoded query from the mask, the only place where the stock
+    layer has it, and maps the keys of the whole cache at each step, because the stock
+    layer caches them as projected. `Attention` does neither.
+
+    Attributes:
+      scheme: any scheme whose `side` does not read the layer's input.
+
+    >>> import posenc_jax as pe
+    >>> layer = nn.MultiHeadDotProductAttention(
+    ...     num_heads=4, attention_fn=AttentionFn(pe.RoPE(head_dim=4)))
+    >>> x = jnp.ones((2, 5, 16))
+    >>> layer.init_with_output(jax.random.key(0), x)[0].shape
+    (2, 5, 16)
+    """
+
+    scheme: Scheme
+
+    @nn.compact
+    def __call__(
+        self,
+        query,
+        key,
+        value,
+        mask=None,
+        dropout_rng=None,
+        dropout_rate=0.0,
+        deterministic=True,
+        module=None,
+    ):
+        """Attends as `linen.dot_product_attention` does, with the scheme's rules."""
+        return stock_attention(
+            self.scheme,
+            PositionEncoding(self.scheme, name="encoding").values(),
+            query,
+            key,
+            value,
+            mask=mask,
+            dropout_rng=dropout_rng,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+        )

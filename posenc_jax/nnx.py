@@ -1,0 +1,282 @@
+"""Position encodings and attention as Flax NNX modules. They know no scheme by name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from posenc_jax.additive.none import NoPE
+from posenc_jax.attend import (
+    new_cache,
+    scheme_attention,
+    scheme_embedding,
+    stock_attention,
+)
+from posenc_jax.cache import KVCache
+from posenc_jax.checks import array_of_rank, divides, require
+from posenc_jax.mask import Window
+from posenc_jax.scheme import Scheme
+
+_kernel_init = nnx.initializers.lecun_normal()
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+class PositionEncoding(nnx.Module):
+    """Owns a scheme's parameters, and puts positions into token embeddings.
+
+    Attributes:
+      scheme: the scheme; static.
+      params: its parameters, a pytree of `nnx.Param`.
+
+    >>> import posenc_jax as pe
+    >>> encoding = PositionEncoding(pe.Learned(max_length=8, model_dim=4), rngs=nnx.Rngs(0))
+    >>> encoding(jnp.zeros((1, 3, 4))).shape
+    (1, 3, 4)
+    """
+
+    def __init__(self, scheme: Scheme, *, rngs: nnx.Rngs):
+        """Makes new parameters.
+
+        Args:
+          scheme: any scheme.
+          rngs: where the key of the parameters comes from.
+
+        Raises:
+          TypeError: if `scheme` is no scheme.
+        """
+        if not isinstance(scheme, Scheme):
+            raise TypeError(f"PositionEncoding: scheme must be a Scheme, got {scheme!r}.")
+        self.scheme = scheme
+        self.params = nnx.data(jax.tree.map(nnx.Param, scheme.init(rngs.params())))
+
+    def values(self) -> Any:
+        """Returns the parameters as arrays."""
+        return jax.tree.map(lambda p: p[...], self.params, is_leaf=_is_variable)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        coordinates: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns embeddings [B, T, D] with positions in them, if the scheme acts there.
+
+        Args:
+          x: token embeddings [B, T, D].
+          positions: integers [T] or [B, T]. Default 0 .. T - 1.
+          coordinates: what the scheme reads. Default: the positions.
+        """
+        return scheme_embedding(
+            self.scheme, self.values(), x, positions=positions, coordinates=coordinates
+        )
+
+
+class Attention(nnx.Module):
+    """Multi-head self-attention with any scheme, grouped heads, segments and a cache.
+
+    >>> import posenc_jax as pe
+    >>> layer = Attention(16, 4, position=pe.RoPE(head_dim=4), is_causal=True, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 5, 16))).shape
+    (2, 5, 16)
+    >>> y, cache = layer(jnp.ones((2, 5, 16)), cache=layer.new_cache(2, capacity=8))
+    >>> y, cache = layer(jnp.ones((2, 1, 16)), cache=cache)  # The sixth token.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        *,
+        position: Scheme | PositionEncoding = NoPE(),  # noqa: B008, frozen
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        is_causal: bool = False,
+        window: Window = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        dropout_rate: float = 0.0,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: nnx.Initializer = _kernel_init,
+        out_init: nnx.Initializer | None = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the projections, and the scheme's parameters unless `position` owns them.
+
+        Args:
+          model_dim: D.
+          num_heads: N.
+          position: a scheme, of which this layer gets parameters of its own, or a
+            `PositionEncoding` that several layers share.
+          num_kv_heads: K, a divisor of N. Default: N.
+          head_dim: H. Default: D / N.
+          is_causal, window, softcap: as in `posenc_jax.attention`.
+          scale: the factor on q . k. Default: the scheme's own.
+          dropout_rate: of the attention weights, where `dropout_key` is given to the call.
+          use_bias: whether projections have biases.
+          dtype: of the computation. Default: that of the inputs and parameters.
+          param_dtype: of the parameters.
+          kernel_init: of the projections of q, k and v.
+          out_init: of the output projection. Default: `kernel_init`.
+          implementation: as in `posenc_jax.attention`.
+          rngs: where keys come from.
+
+        Raises:
+          ValueError: for sizes that do not divide.
+        """
+        if head_dim is None:
+            divides("Attention", model_dim=model_dim, num_heads=num_heads)
+            head_dim = model_dim // num_heads
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        divides("Attention", num_heads=num_heads, num_kv_heads=kv_heads)
+
+        def project(heads):
+            return nnx.LinearGeneral(
+                model_dim,
+                (heads, head_dim),
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                rngs=rngs,
+            )
+
+        self.query, self.key, self.value = project(num_heads), project(kv_heads), project(kv_heads)
+        self.out = nnx.LinearGeneral(
+            (num_heads, head_dim),
+            model_dim,
+            axis=(-2, -1),
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init if out_init is None else out_init,
+            rngs=rngs,
+        )
+        if isinstance(position, Scheme) and not position.acts_in_attention:
+            position = NoPE()  # It acts on the embedding; no parameters are needed here.
+        owned = isinstance(position, PositionEncoding)
+        self.position = position if owned else PositionEncoding(position, rngs=rngs)
+        self.model_dim, self.num_heads = model_dim, num_heads
+        self.num_kv_heads, self.head_dim = kv_heads, head_dim
+        self.is_causal, self.window, self.softcap = is_causal, window, softcap
+        self.scale, self.dropout_rate = scale, dropout_rate
+        self.dtype = jnp.result_type(param_dtype if dtype is None else dtype)
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        coordinates: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+        position: PositionEncoding | None = None,
+        mask: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> Any:
+        """Returns [B, T, D], and with a cache also the new cache.
+
+        Args:
+          x: [B, T, D].
+          positions: integers [T] or [B, T]. Default: after those in the cache.
+          coordinates: what the scheme reads. Default: the positions.
+          segment_ids: integers [T] or [B, T], below zero for padding.
+          cache: keys and values of earlier tokens; see `new_cache`.
+          position: an encoding to use instead of the layer's own (for layers that share
+            one under `nnx.scan`).
+          mask: bool [B or 1, N or 1, T, S], true where a query may see a key.
+          dropout_key: a JAX random key; None drops nothing.
+        """
+        array_of_rank("Attention", "x", x, 3, "[B, T, D]")
+        require(
+            x.shape[-1] == self.model_dim,
+            f"Attention: x must be [B, T, {self.model_dim}], got {x.shape}.",
+        )
+        encoding = self.position if position is None else position
+        out, new = scheme_attention(
+            encoding.scheme,
+            encoding.values(),
+            self.query(x),
+            self.key(x),
+            self.value(x),
+            x=x,
+            positions=positions,
+            coordinates=coordinates,
+            segment_ids=segment_ids,
+            cache=cache,
+            mask=mask,
+            is_causal=self.is_causal,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=dropout_key if self.dropout_rate else None,
+            implementation=self.implementation,
+        )
+        return self.out(out) if new is None else (self.out(out), new)
+
+    def new_cache(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        position: PositionEncoding | None = None,
+        dtype: Any = None,
+        coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
+        ring: bool = False,
+    ) -> KVCache:
+        """Returns an empty cache for this layer; see `posenc_jax.new_cache`.
+
+        Args:
+          batch: B.
+          capacity: number of slots.
+          position: the encoding that calls will be given, if one.
+          dtype: of k and v. Default: the layer's.
+          coordinates: shaped like those that calls will be given, if they are.
+          ring: whether to write over the oldest tokens once full.
+        """
+        return new_cache(
+            (self.position if position is None else position).scheme,
+            batch,
+            capacity,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            model_dim=self.model_dim,
+            dtype=self.dtype if dtype is None else dtype,
+            coordinates=coordinates,
+            ring=ring,
+        )
+
+
+class AttentionFn(nnx.Module):
+    """A scheme inside the stock `nnx.MultiHeadAttention`, as its `attention_fn`.
+
+    It reads the position of a decoded query from the mask, the only place where the stock
+    layer has it, and maps the keys of the whole cache at each step, because the stock
+    layer caches them as projected. `Attention` does neither.
+
+    >>> import posenc_jax as pe
+    >>> rngs = nnx.Rngs(0)
+    >>> rope = AttentionFn(pe.RoPE(head_dim=4), rngs=rngs)
+    >>> layer = nnx.MultiHeadAttention(4, 16, decode=False, attention_fn=rope, rngs=rngs)
+    >>> layer(jnp.ones((2, 5, 16)), is_causal=True).shape
+    (2, 5, 16)
+    """
+
+    def __init__(self, position: Scheme | PositionEncoding, *, rngs: nnx.Rngs | None = None):
+        """Takes an encoding to share, or a scheme of which it gets parameters of its own."""
+        owned = isinstance(position, PositionEncoding)
+        self.position = position if owned else PositionEncoding(position, rngs=rngs or nnx.Rngs(0))
+
+    def __call__(self, query, key, value, **options):
+        """Attends as `nnx.dot_product_attention` does, with the scheme's rules."""
+        encoding = self.position
+        return stock_attention(encoding.scheme, encoding.values(), query, key, value, **options)
