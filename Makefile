@@ -1,0 +1,115 @@
+# Needs Python >= 3.11, make and git; each target makes the environment that it needs.
+#
+# PYTHON=python3.13   the interpreter for a new environment (default: the first that will do)
+# VENV=.venv-3.13     where that environment lies
+# ACCEL=cuda | tpu    run on an accelerator, in an environment of its own
+# ARGS="..."          more arguments for the command that is run
+
+PYTHON ?=
+ACCEL ?=
+ARGS ?=
+.DEFAULT_GOAL := help
+.PHONY: help test test-full compare bench lint format clean
+.DELETE_ON_ERROR:
+
+ifeq ($(ACCEL),)
+  VENV ?= .venv
+  PLATFORM := JAX_PLATFORMS=cpu
+  EXTRA :=
+else ifeq ($(ACCEL),cuda)
+  VENV ?= .venv-cuda
+  PLATFORM :=
+  # CUDA 13 needs driver 580 or later.
+  DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null \
+              | head -n 1 | cut -d . -f 1 | grep -x '[0-9][0-9]*')
+  EXTRA := ,$(shell test "$(or $(DRIVER),0)" -ge 580 && echo cuda13 || echo cuda12)
+else ifeq ($(ACCEL),tpu)
+  VENV ?= .venv-tpu
+  PLATFORM :=
+  EXTRA := ,tpu
+else
+  $(error ACCEL=$(ACCEL) is not known: use ACCEL=cuda, ACCEL=tpu, or leave it out for the CPU)
+endif
+
+# An environment keeps the Python it was made with.
+ifneq ($(PYTHON),)
+  version = $(shell "$(1)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+  ifneq ($(wildcard $(VENV)/bin/python),)
+    ifneq ($(call version,$(PYTHON)),$(call version,$(VENV)/bin/python))
+      $(error $(VENV) is of Python $(call version,$(VENV)/bin/python), PYTHON=$(PYTHON) is not:        add VENV=.venv-other for an environment beside it)
+    endif
+  endif
+endif
+
+RUN := $(PLATFORM) $(VENV)/bin/python
+
+help: ## Say what there is
+	@echo "Targets:"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "Settings:"
+	@sed -n 's/^# \([A-Z][A-Z]*=\)/  \1/p' $(firstword $(MAKEFILE_LIST))
+
+test: $(VENV)/.installed-test ## Run the tests (ARGS="-k rope" for some of them)
+	$(RUN) -m pytest $(ARGS)
+
+test-full: $(VENV)/.installed-test ## Run the full product of schemes and implementations (long)
+	POSENC_FULL=1 $(RUN) -m pytest $(ARGS)
+
+# A value may hold spaces: each is quoted for the shell.
+quote = '$(subst ','\'',$(1))'
+option = $(if $(value $(1)),--$(2) $(call quote,$($(1))))
+
+compare: $(VENV)/.installed-experiments ## Train and compare (QUICK=1 SCHEMES=rope,alibi SEEDS=3 NAME=mine)
+	$(RUN) -m experiments compare configs/compare.toml $(if $(filter-out 0,$(QUICK)),--quick) \
+	  $(call option,SCHEMES,schemes) $(call option,SEEDS,seeds) $(call option,NAME,name) $(ARGS)
+
+bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" for a training step)
+	$(RUN) -m experiments bench $(or $(ARGS),rope)
+
+lint: $(VENV)/.installed-dev ## Check style, formatting and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ty check --python $(VENV)
+
+format: $(VENV)/.installed-dev ## Format the code, mend what can be mended
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+clean: ## Remove environments and caches, never results
+	rm -rf .venv .venv-cuda .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An extra is installed once, and again when pyproject.toml changes. The stamp is written
+# last, so that what failed is tried again; dev holds test, and test holds experiments.
+$(VENV)/.installed-experiments: pyproject.toml
+	$(call install,experiments)
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml
+	$(call install,test)
+	@touch $@ $(VENV)/.installed-experiments
+
+$(VENV)/.installed-dev: pyproject.toml
+	$(call install,dev)
+	@touch $@ $(VENV)/.installed-test $(VENV)/.installed-experiments
+
+# A Python that will do is new enough and can make environments (Debian splits that off).
+define install
+@set -eu; \
+if ! "$(VENV)/bin/python" -c "" 2>/dev/null; then \
+  found=; \
+  for p in $(if $(PYTHON),$(call quote,$(PYTHON)),python3 python3.13 python3.12 python3.11 python3.14); do \
+    if "$$p" -c "import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))" \
+      >/dev/null 2>&1; then found=$$p; break; fi; \
+  done; \
+  if test -z "$$found"; then \
+    echo "No Python >= 3.11 with venv was found (looked for: $(or $(PYTHON),python3 and\
+ python3.11 to python3.14)); name one with PYTHON=/path/to/python3." >&2; exit 2; fi; \
+  echo "Making $(VENV) with $$found ..."; \
+  "$$found" -m venv --clear "$(VENV)"; \
+fi; \
+"$(VENV)/bin/python" -m pip --version >/dev/null 2>&1 || "$(VENV)/bin/python" -m ensurepip -q; \
+echo "Installing posenc_jax[$(1)$(EXTRA)] into $(VENV) (minutes the first time) ..."; \
+"$(VENV)/bin/python" -m pip install -q --disable-pip-version-check -e ".[$(1)$(EXTRA)]"
+endef
