@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 @pytest.fixture(autouse=True)
 def strict(request):
     """No silent promotion of ranks or dtypes; optimisers need standard promotion."""
+    chex.clear_trace_counter()
     if "experiments" in request.node.path.parts:
         yield
         return

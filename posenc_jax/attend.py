@@ -70,6 +70,7 @@ def scheme_attention(
     coordinates: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     cache: KVCache | None = None,
+    contiguous: bool | None = None,
     scale: float | None = None,
     **options: Any,
 ) -> tuple[jax.Array, KVCache | None]:
@@ -84,6 +85,7 @@ def scheme_attention(
       coordinates: what the scheme reads, [B, T] or [A, B, T]. Default: the positions.
       segment_ids: integers [T] or [B, T], below zero for padding. Default: one segment.
       cache: keys and values of earlier tokens; see `new_cache`.
+      contiguous: as in `attention`, where there is no cache.
       scale: the factor on q . k. Default: the scheme's own.
       **options: further arguments of `attention`: `is_causal`, `window`, `softcap` ...
 
@@ -140,7 +142,7 @@ def scheme_attention(
         places = {
             "q_segment_ids": segment_ids,
             "k_segment_ids": segment_ids,
-            "contiguous": default or None,
+            "contiguous": contiguous,
         }
         if not default:
             places |= {"q_positions": positions, "k_positions": positions}

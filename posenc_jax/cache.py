@@ -76,7 +76,8 @@ class KVCache:
         batch = k.shape[0]
 
         def slots(x, axis=1):
-            shape = (*x.shape[:axis], capacity, *x.shape[axis + 1 :])
+            shape = list(x.shape)
+            shape[axis] = capacity
             return jnp.zeros(shape, x.dtype)
 
         return cls(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -128,8 +129,22 @@ def attention(
         f"got {implementation!r}.",
     )
     chosen = implementation or _choose(problem)
-    out, lse = importlib.import_module(f"posenc_jax.engine.{chosen}").attend(problem)
+    attend = importlib.import_module(f"posenc_jax.engine.{chosen}").attend
+    out, lse = _on_any_mesh(attend, problem)
     return (out, lse) if return_lse else out
+
+
+def _on_any_mesh(attend: Callable, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """Calls an implementation; on an explicit mesh its inside is left to the compiler.
+
+    Rules are written for scalars and know of no mesh. The output is sharded as q is.
+    """
+    spec = jax.typeof(problem.q).sharding.spec
+    if not any(spec):
+        return attend(problem)
+    rows = jax.sharding.PartitionSpec(*spec[:3])
+    out = jax.sharding.PartitionSpec(*spec[:3], None)
+    return jax.sharding.auto_axes(attend, out_sharding=(out, rows))(problem)
 
 
 def _choose(p: Problem) -> str:
