@@ -1,0 +1,231 @@
+"""Tables of results: what the terminal and the report both show, without a look of its own.
+
+A grid is one task under one way of evaluating: rows are schemes (and zero-shot variants of
+them), columns are lengths. A number beyond the training length stands only where the scheme
+fitted the task at the training length; elsewhere the cell says so.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+BETTER = {"accuracy": max, "bits_per_byte": min}
+UNITS = {"accuracy": "accuracy", "bits_per_byte": "bits per byte"}
+DIGITS = {"accuracy": 2, "bits_per_byte": 3}
+TASKS = {
+    "kback": "fetch the symbol k places back: relative addressing",
+    "kth": "fetch the k-th symbol: absolute addressing",
+    "text": "predict the next byte of real text",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One number, or why there is none.
+
+    Kind is value, unfitted, failed, waiting (for a run that has not ended) or missing.
+    """
+
+    kind: str = "missing"
+    text: str = ""
+    spread: str = ""
+    note: int = 0
+    best: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A length at which the task was evaluated."""
+
+    length: int
+    trained: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One scheme, or a zero-shot variant of it; `error` where its run failed."""
+
+    label: str
+    scheme: str
+    cells: tuple[Cell, ...]
+    error: str = ""
+    variant: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """One task under one way of evaluating."""
+
+    task: str
+    metric: str
+    mode: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+
+
+def numbers(values: Iterable) -> list[float]:
+    """Returns values as floats, NaN for what is no number."""
+    ok = (int, float)
+    return [float(v) if isinstance(v, ok) and math.isfinite(v) else math.nan for v in values]
+
+
+def mean(values: Iterable) -> float:
+    """Returns the mean, NaN for none and where one is no number.
+
+    >>> mean([1, 2]), mean([])
+    (1.5, nan)
+    """
+    values = numbers(values)
+    return sum(values) / len(values) if values else math.nan
+
+
+def ordered(items: Iterable) -> list:
+    """Returns the distinct items in order of first appearance."""
+    return list(dict.fromkeys(items))
+
+
+def one_line(text: object, width: int = 160) -> str:
+    """Returns the first line of a text, shortened."""
+    line = next(iter(str(text or "").strip().splitlines()), "")
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def tasks(results: dict) -> list[str]:
+    """Returns the tasks of the results in order of first appearance."""
+    return ordered(run["task"] for run in results.get("runs", []))
+
+
+def schemes(results: dict) -> list[str]:
+    """Returns the schemes of the results in order of first appearance."""
+    return ordered(run["scheme"] for run in results.get("runs", []))
+
+
+def runs_of(results: dict, task: str) -> dict[str, dict]:
+    """Returns the runs of a task by scheme; the last one where there are several."""
+    return {run["scheme"]: run for run in results.get("runs", []) if run["task"] == task}
+
+
+def done(run: dict | None) -> bool:
+    """Whether a run ended well."""
+    return run is not None and run.get("status") == "done"
+
+
+def modes(results: dict, task: str) -> list[str]:
+    """Returns the ways in which a task was evaluated, that with the most lengths first."""
+    seen: dict[str, set[int]] = {}
+    for run in runs_of(results, task).values():
+        for evaluation in run.get("evaluations") or []:
+            seen.setdefault(evaluation.get("mode") or "plain", set()).add(evaluation["length"])
+    return sorted(seen, key=lambda mode: (-len(seen[mode]), mode))
+
+
+def evaluations(run: dict, mode: str, variant: str | None = None) -> dict[int, dict]:
+    """Returns a run's evaluations of one mode and variant by length, ascending."""
+    found = {
+        item["length"]: item
+        for item in run.get("evaluations") or []
+        if (item.get("mode") or "plain") == mode and item.get("variant") == variant
+    }
+    return dict(sorted(found.items()))
+
+
+def variants(run: dict) -> list[str]:
+    """Returns the zero-shot variants under which a run was evaluated."""
+    return ordered(item["variant"] for item in run.get("evaluations") or [] if item.get("variant"))
+
+
+def variant_label(scheme: str, variant: str | None) -> str:
+    """Returns how a scheme, or a zero-shot variant of it, is called.
+
+    >>> variant_label("rope", None), variant_label("rope", "ntk")
+    ('rope', 'rope + NTK')
+    """
+    return f"{scheme} + {variant.upper()}" if variant else scheme
+
+
+def footnotes(results: dict) -> list[str]:
+    """Returns the distinct notes of all evaluations; a cell's `note` counts them from one."""
+    return ordered(
+        item["note"]
+        for run in results.get("runs", [])
+        for item in run.get("evaluations") or []
+        if item.get("note")
+    )
+
+
+def note_mark(number: int) -> str:
+    """Returns the mark of a footnote, counted from one; nothing for zero.
+
+    >>> note_mark(0), note_mark(2), note_mark(7)
+    ('', '‡', '[7]')
+    """
+    return "†‡§¶"[number - 1 : number] or f"[{number}]" if number else ""
+
+
+def grid(results: dict, task: str, mode: str | None = None) -> Grid | None:
+    """Returns the grid of a task, in the mode with the most lengths unless one is named.
+
+    None where nothing of that task was evaluated.
+    """
+    runs = runs_of(results, task)
+    mode = mode or next(iter(modes(results, task)), "plain")
+    items = [
+        (run, item)
+        for run in runs.values()
+        for item in run.get("evaluations") or []
+        if (item.get("mode") or "plain") == mode
+    ]
+    if not items:
+        return None
+    metric = items[0][1]["metric"]
+    trained = {item["length"] for run, item in items if item.get("in_distribution")}
+    lengths = sorted({item["length"] for _, item in items})
+    columns = tuple(Column(length, length in trained) for length in lengths)
+    notes = footnotes(results)
+    rows = [
+        _row(run, metric, mode, variant, columns, notes)
+        for run in runs.values()
+        for variant in (None, *variants(run))
+        if not variant or evaluations(run, mode, variant)
+    ]
+    return Grid(task, metric, mode, columns, _mark_best(rows, metric, len(columns)))
+
+
+def _row(run, metric, mode, variant, columns: Sequence[Column], notes: list[str]) -> Row:
+    label = variant_label(run["scheme"], variant)
+    if run.get("status") == "waiting":
+        return Row(label, run["scheme"], (Cell("waiting"),) * len(columns))
+    if not done(run):
+        failed = (Cell("failed", "failed"),) * len(columns)
+        return Row(label, run["scheme"], failed, one_line(run.get("error") or "failed"))
+    found = evaluations(run, mode, variant)
+    cells = []
+    for column in columns:
+        item = found.get(column.length)
+        if item is None:
+            cells.append(Cell())
+            continue
+        values, digits = numbers(item["values"]), DIGITS.get(metric, 3)
+        note = notes.index(item["note"]) + 1 if item.get("note") else 0
+        text, spread = f"{mean(values):.{digits}f}", ""
+        if len(values) > 1:
+            spread = f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+        kind = "value" if run.get("fitted") or item.get("in_distribution") else "unfitted"
+        cells.append(Cell(kind, text, spread, note))
+    return Row(label, run["scheme"], tuple(cells), variant=variant or "")
+
+
+def _mark_best(rows: list[Row], metric: str, count: int) -> tuple[Row, ...]:
+    """Marks the best number of each column, as printed: ties are all marked."""
+    for at in range(count):
+        texts = [row.cells[at].text for row in rows if row.cells[at].kind == "value"]
+        texts = [text for text in texts if text != "nan"]
+        if len(set(texts)) < 2:
+            continue
+        best = BETTER.get(metric, max)(texts, key=float)
+        for i, row in enumerate(rows):
+            if row.cells[at].kind == "value" and row.cells[at].text == best:
+                cells = list(row.cells)
+                cells[at] = dataclasses.replace(cells[at], best=True)
+                rows[i] = dataclasses.replace(row, cells=tuple(cells))
+    return tuple(rows)
