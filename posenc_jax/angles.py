@@ -81,7 +81,7 @@ def cos_sin(
     if not exact:
         angle = coordinates.astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
         return jnp.cos(angle), jnp.sin(angle)
-    high, low = fixed_point_turns(frequencies)
+    high, low = map(jnp.asarray, fixed_point_turns(frequencies))
     p = coordinates.astype(jnp.int32).astype(jnp.uint32)
     borrow = jnp.where(coordinates < 0, low, np.uint32(0))  # p stands for p - 2^32 there.
     return _cos_sin_of_turns(p * high + _high_word(p, low) - borrow)

@@ -137,21 +137,20 @@ def scheme_attention(
     if mapped or cache is None:
         k = scheme.key(params, k, at, cols)
 
-    rules = {"bias": scheme.bias(params), "value_bias": scheme.value(params)}
+    rules: dict[str, Any] = {"bias": scheme.bias(params), "value_bias": scheme.value(params)}
+    content = scheme.content(params, rows, cols)
+    places: dict[str, Any] = {}
+    out: Any
     if cache is None:
-        places = {
-            "q_segment_ids": segment_ids,
-            "k_segment_ids": segment_ids,
-            "contiguous": contiguous,
-        }
+        places |= {"q_segment_ids": segment_ids, "k_segment_ids": segment_ids}
         if not default:
             places |= {"q_positions": positions, "k_positions": positions}
         if coordinates is not None:
             places |= {"q_coordinates": at, "k_coordinates": at}
-        content = scheme.content(params, rows, cols)
-        return attention(q, k, v, content=content, scale=scale, **rules, **places, **options), None
+        options |= {"contiguous": contiguous, "scale": scale}
+        out = attention(q, k, v, content=content, **rules, **places, **options)
+        return out, None
 
-    content = scheme.content(params, rows, cols)
     reads = not mapped or any(map(as_tuple, (content, *rules.values())))
     if reads and coordinates is not None and cache.coordinates is None:
         raise ValueError(
@@ -162,12 +161,12 @@ def scheme_attention(
     segments = jnp.zeros_like(positions) if segment_ids is None else segment_ids
     stored = None if cache.coordinates is None else at
     cache = cache.append(k, v, positions, segments, coordinates=stored, cols=cols, state=state)
-    places = {"q_positions": positions, "k_positions": cache.positions}
+    places |= {"q_positions": positions, "k_positions": cache.positions}
     places |= {"q_segment_ids": segments, "k_segment_ids": cache.segment_ids}
     if stored is not None:
         places |= {"q_coordinates": at, "k_coordinates": cache.coordinates}
     if not mapped:
-        k_at = cache.positions if stored is None else cache.coordinates
+        k_at = places.get("k_coordinates", cache.positions)
         k = scheme.key(params, cache.k, k_at, cache.cols)
     content = scheme.content(params, rows, cache.cols)
     out = attention(
@@ -312,16 +311,16 @@ def stock_attention(
     if length == keys:
         q_at = k_at
     else:
-        require(
-            mask is not None,
-            f"stock_attention: {length} queries and {keys} keys without a mask: no query's "
-            "position is known.",
-        )
+        if mask is None:
+            raise ValueError(
+                f"stock_attention: {length} queries and {keys} keys without a mask: no query's "
+                "position is known."
+            )
         slots = jnp.arange(keys, dtype=jnp.int32)
         q_at = jnp.max(jnp.where(mask.any(1), slots[None, None], 0), axis=-1)
     rows, cols, _ = scheme.side(params, None, q, k, q_at, None)
     drop = dropout_rate > 0 and not deterministic
-    out = attention(
+    out: Any = attention(
         scheme.query(params, q, q_at, rows),
         scheme.key(params, k, k_at, cols),
         v,

@@ -11,13 +11,14 @@ from posenc_jax.scheme import ContentBias, LogitBias, Scheme, ValueBias, as_tupl
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain(Scheme):
+class _Chain(Scheme):
     """Several schemes at once; see `chain`. Its parameters are a tuple, one entry each."""
 
     schemes: tuple[Scheme, ...]
 
     def __post_init__(self):
-        values = [s for s in self.schemes if type(s).value is not Scheme.value]
+        require(len(self.schemes) > 0, "chain: needs at least one scheme, got none.")
+        values = [s for s in self.schemes if "output" in s.acts_on]
         require(
             len(values) < 2,
             f"chain: only one scheme may add to the values, got {values}.",
@@ -97,14 +98,14 @@ def chain(*schemes: Scheme) -> Scheme:
     """Returns a scheme that does what all of `schemes` do, in their order.
 
     Raises:
-      ValueError: if more than one of them adds to the values.
+      ValueError: if there are none, or more than one of them adds to the values.
 
     >>> import posenc_jax as pe
     >>> both = pe.chain(pe.RoPE(head_dim=64), pe.ALiBi(num_heads=8))
     >>> len(both.bias(both.init(jax.random.key(0))))
     1
     """
-    return Chain(schemes)
+    return _Chain(schemes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ class _OnCoordinates:
 
 
 @dataclasses.dataclass(frozen=True)
-class WithPositions(Scheme):
+class _WithPositions(Scheme):
     """A scheme that reads transformed coordinates; see `with_positions`."""
 
     scheme: Scheme
@@ -195,13 +196,12 @@ def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) 
     >>> def grouped(positions):
     ...     return positions // 2
     >>> pe.with_positions(pe.ALiBi(num_heads=1), grouped).bias({})[0].dense(
-    ...     jnp.array([5]), jnp.array([0, 4, 5])) * 256
+    ...     jnp.array([5]), jnp.array([0, 4, 5])
+    ... ) * 256
     Array([[[-2., -0., -0.]]], dtype=float32)
     """
-    hooks = ("embed", "side", "query", "key", "bias", "content", "value")
-    reads = any(getattr(type(scheme), h) is not getattr(Scheme, h) for h in hooks)
     require(
-        reads,
+        bool(scheme.acts_on),
         f"with_positions: {scheme!r} reads no positions, so nothing would change.",
     )
-    return WithPositions(scheme, transform)
+    return _WithPositions(scheme, transform)
