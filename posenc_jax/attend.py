@@ -140,7 +140,6 @@ def scheme_attention(
     rules: dict[str, Any] = {"bias": scheme.bias(params), "value_bias": scheme.value(params)}
     content = scheme.content(params, rows, cols)
     places: dict[str, Any] = {}
-    out: Any
     if cache is None:
         places |= {"q_segment_ids": segment_ids, "k_segment_ids": segment_ids}
         if not default:
@@ -148,8 +147,7 @@ def scheme_attention(
         if coordinates is not None:
             places |= {"q_coordinates": at, "k_coordinates": at}
         options |= {"contiguous": contiguous, "scale": scale}
-        out = attention(q, k, v, content=content, **rules, **places, **options)
-        return out, None
+        return _output(attention(q, k, v, content=content, **rules, **places, **options)), None
 
     reads = not mapped or any(map(as_tuple, (content, *rules.values())))
     if reads and coordinates is not None and cache.coordinates is None:
@@ -169,16 +167,9 @@ def scheme_attention(
         k_at = places.get("k_coordinates", cache.positions)
         k = scheme.key(params, cache.k, k_at, cache.cols)
     content = scheme.content(params, rows, cache.cols)
-    out = attention(
-        q,
-        cache.k if mapped else k,
-        cache.v,
-        content=content,
-        scale=scale,
-        **rules,
-        **places,
-        **options,
-    )
+    k = cache.k if mapped else k
+    options |= {"scale": scale}
+    out = _output(attention(q, k, cache.v, content=content, **rules, **places, **options))
     # Tokens that a full cache lost cannot raise under jit: the output says so.
     return jnp.where(cache.overflowed, jnp.nan, out).astype(out.dtype), cache
 
@@ -238,6 +229,13 @@ def new_cache(
     return KVCache.empty(
         mapped, k, capacity, coordinates=coordinates, cols=cols, state=state, ring=ring
     )
+
+
+def _output(result: jax.Array | tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The output alone, where no log-sum-exp was asked for."""
+    if isinstance(result, tuple):
+        raise ValueError("scheme_attention: return_lse goes with `attention` only.")
+    return result
 
 
 def _rows(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.Array:
@@ -320,7 +318,7 @@ def stock_attention(
         q_at = jnp.max(jnp.where(mask.any(1), slots[None, None], 0), axis=-1)
     rows, cols, _ = scheme.side(params, None, q, k, q_at, None)
     drop = dropout_rate > 0 and not deterministic
-    out: Any = attention(
+    out = attention(
         scheme.query(params, q, q_at, rows),
         scheme.key(params, k, k_at, cols),
         v,
@@ -336,4 +334,5 @@ def stock_attention(
         dropout_rate=dropout_rate if drop else 0.0,
         dropout_key=dropout_rng if drop else None,
     )
+    out = _output(out)
     return out.reshape(*lead, *out.shape[1:])
