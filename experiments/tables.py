@@ -134,13 +134,14 @@ def variants(run: dict) -> list[str]:
     return ordered(item["variant"] for item in run.get("evaluations") or [] if item.get("variant"))
 
 
-def variant_label(scheme: str, variant: str | None) -> str:
+def label(scheme: str, variant: str | None = None) -> str:
     """Returns how a scheme, or a zero-shot variant of it, is called.
 
-    >>> variant_label("rope", None), variant_label("rope", "ntk")
-    ('rope', 'rope + NTK')
+    >>> label("rope"), label("rope", "ntk"), label("mypkg.mine:MyScheme")
+    ('rope', 'rope + NTK', 'MyScheme')
     """
-    return f"{scheme} + {variant.upper()}" if variant else scheme
+    name = scheme.rpartition(":")[2] or scheme
+    return f"{name} + {variant.upper()}" if variant else name
 
 
 def footnotes(results: dict) -> list[str]:
@@ -151,6 +152,15 @@ def footnotes(results: dict) -> list[str]:
         for item in run.get("evaluations") or []
         if item.get("note")
     )
+
+
+def step_times(results: dict, task: str) -> dict[str, float]:
+    """Returns milliseconds per training step by scheme, where they are known."""
+    return {
+        scheme: 1e3 * run["train_seconds"] / run["steps"]
+        for scheme, run in runs_of(results, task).items()
+        if done(run) and run.get("train_seconds") and run.get("steps")
+    }
 
 
 def note_mark(number: int) -> str:
@@ -192,12 +202,12 @@ def grid(results: dict, task: str, mode: str | None = None) -> Grid | None:
 
 
 def _row(run, metric, mode, variant, columns: Sequence[Column], notes: list[str]) -> Row:
-    label = variant_label(run["scheme"], variant)
+    name = label(run["scheme"], variant)
     if run.get("status") == "waiting":
-        return Row(label, run["scheme"], (Cell("waiting"),) * len(columns))
+        return Row(name, run["scheme"], (Cell("waiting"),) * len(columns))
     if not done(run):
         failed = (Cell("failed", "failed"),) * len(columns)
-        return Row(label, run["scheme"], failed, one_line(run.get("error") or "failed"))
+        return Row(name, run["scheme"], failed, one_line(run.get("error") or "failed"))
     found = evaluations(run, mode, variant)
     cells = []
     for column in columns:
@@ -209,10 +219,10 @@ def _row(run, metric, mode, variant, columns: Sequence[Column], notes: list[str]
         note = notes.index(item["note"]) + 1 if item.get("note") else 0
         text, spread = f"{mean(values):.{digits}f}", ""
         if len(values) > 1:
-            spread = f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+            spread = f"{min(values):.{digits}f}\u2013{max(values):.{digits}f}"
         kind = "value" if run.get("fitted") or item.get("in_distribution") else "unfitted"
         cells.append(Cell(kind, text, spread, note))
-    return Row(label, run["scheme"], tuple(cells), variant=variant or "")
+    return Row(name, run["scheme"], tuple(cells), variant=variant or "")
 
 
 def _mark_best(rows: list[Row], metric: str, count: int) -> tuple[Row, ...]:

@@ -39,17 +39,17 @@ def _table(results: dict, grids: list[tables.Grid], every: bool) -> Table:
             name = escape(grid.task) if at == places[0] else ""
             length = f"[bold]{column.length}*[/]" if column.trained else f"{column.length}"
             table.add_column(f"{name}\n{length}", justify="right", no_wrap=True)
-    labels = [
-        row.label
+    rows = {
+        (row.scheme, row.variant): row.label
         for scheme in tables.schemes(results)
         for grid in grids
         for row in grid.rows
         if row.scheme == scheme
-    ]
-    for label in tables.ordered(labels):
+    }
+    for key, label in rows.items():
         cells = []
         for grid, places in zip(grids, keep, strict=True):
-            row = next((row for row in grid.rows if row.label == label), None)
+            row = next((row for row in grid.rows if (row.scheme, row.variant) == key), None)
             cells += [_text(row.cells[at]) if row else Text("") for at in places]
         table.add_row(Text(label), *cells)
     return table

@@ -1,0 +1,53 @@
+"""Names beside the ends of lines, so that a plot needs no legend."""
+
+import math
+from collections.abc import Sequence
+
+
+def name_ends(axes, ends):
+    """Writes each line's name beside its end, pushed apart where they would overlap."""
+    ends = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[1])
+    bottom, top = axes.get_ylim()
+    room = axes.get_position().height * axes.figure.get_figheight() * 72
+    scale, edge = room / (top - bottom), axes.get_xlim()[1]
+    places = spread([(end[1] - bottom) * scale for end in ends], gap=12.5, room=room)
+    for (_, y, colour, alpha, name), place in zip(ends, places, strict=True):
+        axes.annotate(
+            name,
+            xy=(edge, y),
+            xytext=(18, place - (y - bottom) * scale),
+            textcoords="offset points",
+            color=colour,
+            alpha=max(alpha, 0.75),
+            va="center",
+            fontsize=9.5,
+            annotation_clip=False,
+            arrowprops=dict(
+                arrowstyle="-", color=colour, alpha=0.5 * alpha, linewidth=0.8, relpos=(0.0, 0.5)
+            ),
+        )
+
+
+def spread(wanted: Sequence[float], gap: float, room: float) -> list[float]:
+    """Returns ascending places at least a gap apart, near those wanted and within the room.
+
+    Places that are too close form a block around their mean; the room gives way where there
+    are more than fit.
+
+    >>> spread([1.0, 5.0, 5.0, 9.9], gap=1.0, room=10.0)
+    [1.0, 4.5, 5.5, 9.9]
+    """
+    blocks: list[list[float]] = []  # the wanted place of each member, less its rank in the block
+
+    def start(block):
+        highest = max(0.0, room - gap * (len(block) - 1))
+        return min(max(sum(block) / len(block), 0.0), highest)
+
+    for place in wanted:
+        blocks.append([place])
+        while len(blocks) > 1:
+            low, high = blocks[-2], blocks[-1]
+            if start(low) + gap * len(low) <= start(high) + 1e-9:
+                break
+            blocks[-2:] = [low + [place - gap * len(low) for place in high]]
+    return [start(block) + gap * i for block in blocks for i in range(len(block))]

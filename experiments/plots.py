@@ -1,0 +1,212 @@
+"""The report's plots, as inline SVG: text stays text, equal numbers give equal bytes.
+
+A scheme keeps its colour and its marker in every plot. Colours are told apart without seeing
+red and green (after Okabe and Ito), and read on light and dark pages; lines are labelled at their
+ends, so that no legend has to be consulted.
+"""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from experiments import tables
+from experiments.line_names import name_ends
+
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d08f00", "#3d9fdb", "#8a63d2", "#a6761d")
+BASELINE = "#8c8c8c"
+MARKERS = "osD^vP*X"
+INK = "#010203"  # replaced by the page's own text colour
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10.0,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": INK,
+    "grid.alpha": 0.12,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5.0,
+}
+
+
+def looks(results: dict) -> dict[str, tuple[str, str]]:
+    """Returns the colour and the marker of each scheme; grey is kept for `none`."""
+    out, others = {}, 0
+    for scheme in tables.schemes(results):
+        if scheme == "none":
+            out[scheme] = (BASELINE, MARKERS[-1])
+        else:
+            marker = MARKERS[(others + others // len(PALETTE)) % (len(MARKERS) - 1)]
+            out[scheme] = (PALETTE[others % len(PALETTE)], marker)
+            others += 1
+    return out
+
+
+def lengths(results: dict, task: str, mode: str) -> str:
+    """Returns the plot of a task's metric against length."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"lengths-{task}-{mode}"}):
+        figure, axes = _figure()
+        runs, ends = tables.runs_of(results, task), []
+        metric, ticks, trained = "", set(), set()
+        for scheme, run in runs.items():
+            for variant in (None, *tables.variants(run)):
+                found = tables.evaluations(run, mode, variant) if tables.done(run) else {}
+                if not found:
+                    continue
+                metric = next(iter(found.values()))["metric"]
+                ticks |= set(found)
+                trained |= {n for n, item in found.items() if item.get("in_distribution")}
+                values = [item["values"] for item in found.values()]
+                fitted = bool(run.get("fitted"))
+                end = _line(axes, list(found), values, looks(results)[scheme], variant, fitted)
+                name = tables.label(scheme, variant) + ("" if fitted else " (not fitted)")
+                ends.append((*end, name))
+        if not ends:
+            return ""
+        axes.set_xscale("log", base=2)
+        _length_ticks(axes, sorted(ticks), trained)
+        axes.set_xlabel(f"length in {'bytes' if metric == 'bits_per_byte' else 'symbols'}")
+        axes.set_ylabel(tables.UNITS.get(metric, metric))
+        if metric == "accuracy":
+            axes.set_ylim(-0.03, 1.05)
+        else:
+            axes.set_ylim(*_common_limits(results, task))
+        name_ends(axes, ends)
+        return _svg(figure, f"lengths-{task}-{mode}", f"{task}: {metric} against length, {mode}")
+
+
+def curves(results: dict, task: str) -> str:
+    """Returns the plot of a task's training loss against steps."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"curves-{task}"}):
+        figure, axes = _figure()
+        ends = []
+        for scheme, run in tables.runs_of(results, task).items():
+            curve = run.get("curve") or {}
+            if not curve.get("step") or not curve.get("loss"):
+                continue
+            values = list(zip(*curve["loss"], strict=True))
+            look = (looks(results)[scheme][0], "")
+            steps = curve["step"][: len(values)]
+            ends.append((*_line(axes, steps, values, look, None, True), tables.label(scheme)))
+        if not ends:
+            return ""
+        axes.set_xlabel("optimiser steps")
+        axes.set_ylabel("training loss in nats")
+        axes.set_xlim(left=0)
+        name_ends(axes, ends)
+        return _svg(figure, f"curves-{task}", f"{task}: training loss against steps")
+
+
+def cost(results: dict) -> str:
+    """Returns the plot of the time of a training step, relative to `none` where it ran."""
+    points = {task: tables.step_times(results, task) for task in tables.tasks(results)}
+    relative = any("none" in times for times in points.values())
+    if relative:
+        points = {
+            task: {scheme: value / times["none"] for scheme, value in times.items()}
+            for task, times in points.items()
+            if times.get("none")
+        }
+    names = tables.ordered(scheme for times in points.values() for scheme in times)
+    if not names:
+        return ""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": "cost", "axes.grid.axis": "both"}):
+        height = 0.75 + 0.3 * len(names)
+        figure, axes = _figure(height, left=1.15, bottom=0.5, right=1.0)
+        for i, (task, times) in enumerate(points.items()):
+            y = [names.index(scheme) + 0.16 * (i - (len(points) - 1) / 2) for scheme in times]
+            values = list(times.values())
+            colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
+            axes.plot(values, y, marker, color=colour, label=task)
+        axes.set_yticks(range(len(names)), [tables.label(name) for name in names])
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        if relative:
+            axes.axvline(1.0, color=INK, linewidth=0.8, alpha=0.6)
+        unit = "relative to none" if relative else "in ms"
+        axes.set_xlabel(f"time of a training step, {unit}")
+        figure.legend(loc="center right", frameon=False)
+        return _svg(figure, "cost", "time of a training step by scheme")
+
+
+def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.6):
+    """A figure with room at its right for the names of lines; sizes in inches."""
+    width = 6.2
+    figure = Figure(figsize=(width, height))
+    figure.patch.set_alpha(0.0)
+    size = (width - left - right) / width, (height - bottom - 0.15) / height
+    axes = figure.add_axes((left / width, bottom / height, *size))
+    axes.patch.set_alpha(0.0)
+    return figure, axes
+
+
+def _line(axes, x: Sequence[int], values, look, variant, fitted: bool):
+    """Draws a line with a band from least to greatest seed; returns its end and its look."""
+    colour, marker = look
+    means = [tables.mean(row) for row in values]
+    style = "-" if fitted and not variant else (":" if variant else "--")
+    alpha = 1.0 if fitted else 0.45
+    face = "none" if variant else colour
+    axes.plot(
+        x, means, style, color=colour, marker=marker, markerfacecolor=face, alpha=alpha, zorder=3
+    )
+    rows = [tables.numbers(row) for row in values]
+    if any(len(row) > 1 for row in rows):
+        low, high = [min(row) for row in rows], [max(row) for row in rows]
+        axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
+    real = [(a, b) for a, b in zip(x, means, strict=True) if math.isfinite(b)]
+    return (*(real[-1] if real else (x[-1], math.nan)), colour, alpha)
+
+
+def _length_ticks(axes, ticks: list[int], trained: set[int]):
+    """Ticks at the lengths, that of training marked; neighbours too close lose theirs."""
+    kept: list[int] = []
+    for n in sorted(ticks, key=lambda n: (n not in trained, -n)):
+        if all(abs(math.log2(n / other)) >= 0.3 for other in kept):
+            kept.append(n)
+    names = [f"{n}\n(trained)" if n in trained else f"{n}" for n in kept]
+    axes.set_xticks(kept, names)
+    axes.set_xticks([], minor=True)
+    for n in trained:
+        axes.axvline(n, color=INK, linestyle=":", linewidth=1.0, alpha=0.6)
+
+
+def _common_limits(results: dict, task: str) -> tuple[float, float]:
+    """One range for all modes of a task, so that plots side by side can be compared."""
+    values = [
+        value
+        for run in tables.runs_of(results, task).values()
+        for item in run.get("evaluations") or []
+        for value in tables.numbers(item["values"])
+        if math.isfinite(value)
+    ]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    room = 0.05 * (high - low) or 0.1
+    return low - room, high + room
+
+
+def _svg(figure, name: str, title: str) -> str:
+    """Returns a figure as an <svg> element whose ids are its own on a page of many."""
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    svg = svg.replace(INK, "currentColor")
+    words = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
