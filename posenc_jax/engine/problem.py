@@ -75,25 +75,33 @@ def repeat_heads(x: jax.Array, num_heads: int, axis: int = 2) -> jax.Array:
     return x if groups == 1 else jnp.repeat(x, groups, axis)
 
 
-def keep_mask(problem: Problem, rows: jax.Array, cols: jax.Array) -> jax.Array:
+def dropout_seed(problem: Problem) -> jax.Array | None:
+    """Returns uint32 [2] for `keep_mask`, or None where nothing is dropped."""
+    key = problem.dropout_key
+    return None if key is None else jax.random.bits(key, (2,), jnp.uint32)
+
+
+def keep_mask(
+    seed: jax.Array, rate: float, shape: tuple[int, int], rows: jax.Array, cols: jax.Array
+) -> jax.Array:
     """Returns bool [B, N, T, S], false for the weights that dropout removes.
 
-    A hash of the key and of batch row, head, query slot and key slot: the same choice
+    A hash of the seed and of batch row, head, query slot and key slot: the same choice
     in every implementation, whatever its tiles, with nothing stored.
 
     Args:
-      problem: what is attended to.
+      seed: of `dropout_seed`.
+      rate: the share that is dropped.
+      shape: B and N.
       rows: int32 [T], the slots of the queries.
       cols: int32 [S], the slots of the keys.
     """
-    batch, _, heads, _ = problem.q.shape
-    seed = jax.random.bits(problem.dropout_key, (2,), jnp.uint32)
-    b = jnp.arange(batch, dtype=jnp.uint32)[:, None, None, None]
-    n = jnp.arange(heads, dtype=jnp.uint32)[None, :, None, None]
+    b = jnp.arange(shape[0], dtype=jnp.uint32)[:, None, None, None]
+    n = jnp.arange(shape[1], dtype=jnp.uint32)[None, :, None, None]
     h = _mix(_mix(seed[0] ^ b) + n)
     h = _mix(h + rows.astype(jnp.uint32)[None, None, :, None])
     h = _mix((h ^ seed[1]) + cols.astype(jnp.uint32)[None, None, None, :])
-    return h >= jnp.uint32(min(int(problem.dropout_rate * 2**32), 2**32 - 1))
+    return h >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
 
 
 def _mix(h: jax.Array) -> jax.Array:

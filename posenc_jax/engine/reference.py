@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.problem import Problem, keep_mask, repeat_heads
+from posenc_jax.engine.problem import Problem, dropout_seed, keep_mask, repeat_heads
 
 
 def logits(p: Problem, k: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
         weights = weights[..., :-1]
     if p.dropout_key is not None:
         rows, cols = (jnp.arange(n, dtype=jnp.int32) for n in weights.shape[2:])
-        keep = keep_mask(p, rows, cols)
+        keep = keep_mask(dropout_seed(p), p.dropout_rate, weights.shape[:2], rows, cols)
         weights = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)
     out = jnp.einsum("bnts,bsnv->btnv", weights, v, precision="highest")
     if p.value is not None:

@@ -1,0 +1,428 @@
+"""Attention by tiles in plain JAX: exact, differentiable, and linear in memory.
+
+The forward pass runs over blocks of queries and, for each, over the blocks of keys that it
+sees, with a running maximum and sum. The backward pass runs over blocks of keys, computes
+their tiles anew from the stored log-sum-exp, and pulls the cotangent of each tile's logits
+through the rules to the arrays they read. Nothing of size T x S is ever held.
+
+Sums run in one fixed order, so that results are the same bits in every run.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.engine.problem import Problem, keep_mask
+from posenc_jax.engine.tiling import Blocks, add_at, cut, for_each, zeros
+from posenc_jax.engine.xla_prepare import HIDDEN, Operands, Spec, prepare
+from posenc_jax.engine.xla_spread import by_diagonal
+from posenc_jax.mask import visible
+
+
+def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, [B, T, N, V] in q's dtype, and the log-sum-exp, float32 [B, T, N]."""
+    spec, operands, left_out = prepare(_varying_alike(p))
+    moving = jax.tree.map(lambda x: x if _moves(x) else None, operands)
+    fixed = jax.tree.map(lambda x: None if _moves(x) else x, operands)
+    out, lse = _attend(spec, moving, fixed)
+    length = p.q.shape[1]
+    out, lse = out[:, :length], jnp.moveaxis(lse, 1, 2)[:, :length]
+    if left_out is not None:
+        lse += left_out
+    if p.sinks is not None:
+        sinks = p.sinks.astype(jnp.float32)[None, None]
+        total = jnp.logaddexp(lse, sinks)
+        share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
+        out, lse = (out * share[..., None]).astype(p.q.dtype), total
+    return out, lse
+
+
+def _moves(x: jax.Array) -> bool:
+    """Whether an array can have a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _varying_alike(p: Problem) -> Problem:
+    """Inside `shard_map`, lets every array vary over all axes that one of them varies over."""
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(p)))
+
+    def vary(x):
+        missing = tuple(axes - jax.typeof(x).mat.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, p) if axes else p
+
+
+def _merge(moving: Operands, fixed: Operands) -> Operands:
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, moving, fixed, is_leaf=lambda x: x is None
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(spec: Spec, moving: Operands, fixed: Operands):
+    return _forward(spec, _merge(moving, fixed))
+
+
+def _attend_forward(spec, moving, fixed):
+    out, lse = _forward(spec, _merge(moving, fixed))
+    return (out, lse), (moving, fixed, out, lse)
+
+
+def _attend_backward(spec, saved, cotangents):
+    moving, fixed, out, lse = saved
+    return _backward(spec, moving, fixed, out, lse, *cotangents), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Block i of queries against block j of keys, laid out [q, k], or [k, q] if flipped."""
+
+    spec: Spec
+    all: Operands
+    blocks: Blocks
+    flip: bool
+
+    @property
+    def q_axis(self) -> int:
+        return 3 if self.flip else 2
+
+    @property
+    def k_axis(self) -> int:
+        return 2 if self.flip else 3
+
+    def products(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Returns float32 q . k of [B, N, Q, H] and [B, N, K, H]."""
+        form = "bnkh,bnqh->bnkq" if self.flip else "bnqh,bnkh->bnqk"
+        return einsum(form, k, q) if self.flip else einsum(form, q, k)
+
+    def window(self, i: jax.Array, j: jax.Array) -> jax.Array | None:
+        """Returns the part of the vector of distances that the tile meets."""
+        if self.all.vector is None:
+            return None
+        start = self.window_start(i, j)
+        count = self.blocks.q + self.blocks.k - 1
+        return jax.lax.dynamic_slice_in_dim(self.all.vector, start, count, 1)
+
+    def window_start(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        first = i * self.blocks.q - j * self.blocks.k - (self.blocks.k - 1)
+        return self.spec.origin + first
+
+    def added(self, window, terms, q: dict, k: dict, *, plain: bool) -> Any:
+        """Returns what rules add to the logits, or None for nothing."""
+        out = None
+        if window is not None:
+            sizes = self.blocks.q, self.blocks.k
+            out = by_diagonal(window, sizes, self.flip)[None]
+        if plain:
+            return out
+        for term, rows, cols in zip(terms, q["rows"], k["cols"], strict=True):
+            value = term.tile(rows, cols, q, k, self.flip)
+            out = value if out is None else out + value
+        return out
+
+    def seen(self, i, j, q: dict, k: dict) -> jax.Array | None:
+        """Returns bool, broadcastable to the tile, or None where all is visible."""
+        see, out = self.spec.visibility, None
+        ordered = not see.folded and (see.is_causal or see.window is not None)
+        if ordered or see.segments:
+            out = visible(
+                q["positions"],
+                k["positions"],
+                q["segments"],
+                k["segments"],
+                is_causal=see.is_causal and not see.folded,
+                window=None if see.folded else see.window,
+                prefix_length=self.all.prefix,
+            )[:, None]
+        if self.all.mask is not None:
+            mask = cut(cut(self.all.mask, 2, i, self.blocks.q), 3, j, self.blocks.k)
+            out = mask if out is None else out & mask
+        if out is None or not self.flip:
+            return out
+        return jnp.swapaxes(out, 2, 3)
+
+    def kept(self, q: dict, k: dict) -> jax.Array | None:
+        """Returns the factor on every weight that dropout leaves, or None without dropout."""
+        if self.all.seed is None:
+            return None
+        rate = self.spec.dropout_rate
+        shape = self.all.q.shape[:2]
+        keep = keep_mask(self.all.seed, rate, shape, q["slots"][0], k["slots"][0])
+        kept = jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
+        return jnp.swapaxes(kept, 2, 3) if self.flip else kept
+
+    def logits(self, products, added, seen) -> tuple[jax.Array, jax.Array | None]:
+        """Returns masked logits, and their derivative where there is a softcap."""
+        x, slope = products, None
+        if self.spec.factor != 1.0:
+            x *= self.spec.factor
+        if added is not None:
+            x += added
+        if self.spec.softcap is not None:
+            bent = jnp.tanh(x / self.spec.softcap)
+            x, slope = self.spec.softcap * bent, 1.0 - bent * bent
+        return x if seen is None else jnp.where(seen, x, HIDDEN), slope
+
+    def clean(self, seen: jax.Array | None, *arrays: jax.Array) -> tuple:
+        """Zeroes keys that no query of the tile sees: whatever they hold, 0 * NaN is NaN."""
+        if seen is None:
+            return arrays
+        used = jnp.any(seen, axis=self.q_axis)[..., None]
+        return tuple(jnp.where(used, x, jnp.zeros((), x.dtype)) for x in arrays)
+
+    def columns(self, cols: Any, seen: jax.Array | None) -> Any:
+        """`clean` for side arrays [B, K, N, ...]."""
+        if seen is None:
+            return cols
+        used = jnp.swapaxes(jnp.any(seen, axis=self.q_axis), 1, 2)
+
+        def clean(x):
+            at = used.reshape(*used.shape, *(1,) * (x.ndim - 3))
+            return jnp.where(at, x, jnp.zeros((), x.dtype))
+
+        return jax.tree.map(clean, cols)
+
+
+def einsum(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product that accumulates in float32, and is exact to float32 for such inputs."""
+    exact = "highest" if x.dtype == jnp.float32 else None
+    return jnp.einsum(form, x, y, precision=exact, preferred_element_type=jnp.float32)
+
+
+def _heads(x: jax.Array, heads: int) -> jax.Array:
+    """[B, K, ...] to [B, N, ...]: every query head's own keys."""
+    return x if x.shape[1] == heads else jnp.repeat(x, heads // x.shape[1], axis=1)
+
+
+def _classes(spec: Spec, operands: Operands, blocks: Blocks) -> Any:
+    see = spec.visibility
+    return see.side(operands.by_q, blocks.q), see.side(operands.by_k, blocks.k)
+
+
+def _visit(spec, q_side, k_side, prefix, count, body, carry):
+    """Runs `body(plain)(index, carry)` over the tiles of a row or column that are not empty."""
+    see = spec.visibility
+    if count == 1:
+        return body(plain=see.always_plain)(jnp.int32(0), carry)
+    near, plain = see.classify(q_side, k_side, prefix)
+    if not see.always_plain:
+        carry = for_each(near, body(plain=False), carry)
+    if not see.never_plain:
+        carry = for_each(plain, body(plain=True), carry)
+    return carry
+
+
+def _scan(step, carry, count: int):
+    """`lax.scan` over block numbers; a single block needs no loop."""
+    if count == 1:
+        carry, out = step(carry, jnp.int32(0))
+        return carry, jax.tree.map(lambda x: x[None], out)
+    return jax.lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
+
+
+def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
+    blocks = spec.plan.forward
+    tile = _Tile(spec, x, blocks, flip=False)
+    q_sides, k_sides = _classes(spec, x, blocks)
+    count = spec.plan.keys // blocks.k
+
+    def row(_, i):
+        q, by_q = cut(x.q, 2, i, blocks.q), cut(x.by_q, 1, i, blocks.q)
+
+        def body(plain):
+            def step(j, carry):
+                top, total, out = carry
+                by_k = cut(x.by_k, 1, j, blocks.k)
+                k, v = (_heads(cut(y, 2, j, blocks.k), spec.heads) for y in (x.k, x.v))
+                seen = None if plain else tile.seen(i, j, by_q, by_k)
+                (v,) = tile.clean(seen, v)
+                by_k["cols"] = tile.columns(by_k["cols"], seen)
+                added = tile.added(tile.window(i, j), x.terms, by_q, by_k, plain=plain)
+                s, _ = tile.logits(tile.products(q, k), added, seen)
+                new = jnp.maximum(top, s.max(3))
+                p, old = jnp.exp(s - new[..., None]), jnp.exp(top - new)
+                total = total * old + p.sum(3)
+                kept = tile.kept(by_q, by_k)
+                if kept is not None:
+                    p *= kept
+                out = out * old[..., None]
+                out += einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v)
+                if x.value is not None and not plain:
+                    mass = x.value.collect(p, by_q, by_k, flip=False)
+                    out += einsum("bnqr,nrv->bnqv", mass, x.value.table)
+                return new, total, out
+
+            return step
+
+        shape = q.shape[:3]
+        carry = (
+            zeros(x.q, shape, HIDDEN),
+            zeros(x.q, shape),
+            zeros(x.q, (*shape, x.v.shape[3])),
+        )
+        q_side = cut(q_sides, 1, i, 1)
+        top, total, out = _visit(spec, q_side, k_sides, x.prefix, count, body, carry)
+        blind = (top <= HIDDEN / 2) | (total == 0)
+        total = jnp.where(blind, 1.0, total)
+        out = jnp.where(blind[..., None], 0.0, out / total[..., None])
+        lse = jnp.where(blind, -jnp.inf, top + jnp.log(total))
+        return None, (jnp.swapaxes(out, 1, 2).astype(spec.dtype), lse)
+
+    _, (out, lse) = _scan(row, None, spec.plan.length // blocks.q)
+    return _joined(out, 1), _joined(lse, 2)
+
+
+def _joined(x: jax.Array, axis: int) -> jax.Array:
+    """Blocks [n, ..., size, ...] to one axis: [..., n * size, ...]."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_lse):
+    """Returns the cotangents of `moving`."""
+    x = _merge(moving, fixed)
+    blocks = spec.plan.backward
+    tile = _Tile(spec, x, blocks, flip=True)
+    q_sides, k_sides = _classes(spec, x, blocks)
+    count = spec.plan.length // blocks.q
+
+    delta = jnp.einsum("btnv,btnv->bnt", d_out.astype(jnp.float32), out.astype(jnp.float32))
+    delta -= d_lse
+    # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
+    lse = jnp.where(jnp.isneginf(lse), -HIDDEN, lse)
+    d_out = jnp.swapaxes(d_out, 1, 2).astype(x.v.dtype)
+    moving_q, fixed_q = moving.by_q, fixed.by_q
+    moving_k, fixed_k = moving.by_k, fixed.by_k
+    blank = functools.partial(jax.tree.map, lambda y: zeros(y, y.shape))
+    batch, _, _, dim = x.q.shape
+
+    def column(carry, j):
+        k, v = (_heads(cut(y, 2, j, blocks.k), spec.heads) for y in (x.k, x.v))
+        in_k, by_k = cut(moving_k, 1, j, blocks.k), cut(fixed_k, 1, j, blocks.k)
+
+        def body(plain):
+            def step(i, carry):
+                dq, d_by_q, d_terms, d_vector, d_table, dk, dv, d_by_k = carry
+                q, do = (cut(y, 2, i, blocks.q) for y in (x.q, d_out))
+                top, rest = (cut(y, 2, i, blocks.q)[:, :, None] for y in (lse, delta))
+                in_q, by_q = (cut(y, 1, i, blocks.q) for y in (moving_q, fixed_q))
+                all_q, all_k = _merge(in_q, by_q), _merge(in_k, by_k)
+                seen = None if plain else tile.seen(i, j, all_q, all_k)
+                k_, v_ = tile.clean(seen, k, v)
+
+                def added(window, terms, in_q, in_k):
+                    q, k = _merge(in_q, by_q), _merge(in_k, by_k)
+                    k["cols"] = tile.columns(k["cols"], seen)
+                    terms = _merge(terms, fixed.terms)
+                    return tile.added(window, terms, q, k, plain=plain)
+
+                window = tile.window(i, j)
+                ruled = window is not None or (x.terms and not plain)
+                extra, pull = (
+                    jax.vjp(added, window, moving.terms, in_q, in_k) if ruled else (None, None)
+                )
+                s, slope = tile.logits(tile.products(q, k_), extra, seen)
+                p = jnp.exp(s - top)
+                dp = einsum("bnkv,bnqv->bnkq", v_, do)
+                kept = tile.kept(all_q, all_k)
+                left = p if kept is None else p * kept
+                if x.value is not None and not plain:
+                    entries = einsum("nrv,bnqv->bnrq", x.value.table, _like(do))
+                    dp += x.value.spread(entries, all_q, all_k, flip=True)
+                    mass = x.value.collect(left, all_q, all_k, flip=True)
+                    d_table += einsum("bnrq,bnqv->nrv", mass, _like(do))
+                if kept is not None:
+                    dp *= kept
+                ds = p * (dp - rest)
+                if slope is not None:
+                    ds *= slope
+                if ruled:
+                    d_window, d_terms_, d_in_q, d_in_k = pull(_fit(ds, extra))
+                    if window is not None:
+                        start = tile.window_start(i, j)
+                        d_vector = _add_slice(d_vector, d_window, start)
+                    if not plain:
+                        d_terms, d_by_k = _sum((d_terms, d_by_k), (d_terms_, d_in_k))
+                        d_by_q = add_at(d_by_q, d_in_q, 1, i, blocks.q)
+                if spec.factor != 1.0:
+                    ds *= spec.factor
+                ds = ds.astype(q.dtype)
+                dv += einsum("bnkq,bnqv->bnkv", left.astype(v.dtype), do)
+                dk += einsum("bnkq,bnqh->bnkh", ds, q)
+                dq_ = einsum("bnhk,bnkq->bnhq", jnp.swapaxes(k_, 2, 3), ds)
+                dq = add_at(dq, dq_, 3, i, blocks.q)
+                return dq, d_by_q, d_terms, d_vector, d_table, dk, dv, d_by_k
+
+            return step
+
+        here = zeros(x.q, k.shape), zeros(x.q, v.shape), blank(in_k)
+        k_side = cut(k_sides, 1, j, 1)
+        carry = (*carry, *here)
+        *carry, dk, dv, d_by_k = _visit(spec, q_sides, k_side, x.prefix, count, body, carry)
+        dk, dv = (_groups(y, z.shape[1]).astype(z.dtype) for y, z in ((dk, x.k), (dv, x.v)))
+        d_by_k = jax.tree.map(lambda y, z: y.astype(z.dtype), d_by_k, in_k)
+        return tuple(carry), (dk, dv, d_by_k)
+
+    d_table = None if x.value is None else blank(x.value.table)
+    d_vector = None if x.vector is None else blank(x.vector)
+    carry = (
+        zeros(x.q, (batch, spec.heads, dim, spec.plan.length)),
+        blank(moving_q),
+        blank(moving.terms),
+        d_vector,
+        d_table,
+    )
+    carry, (dk, dv, d_by_k) = _scan(column, carry, spec.plan.keys // blocks.k)
+    dq, d_by_q, d_terms, d_vector, d_table = carry
+    d_value = None
+    if x.value is not None:
+        d_value = dataclasses.replace(moving.value, table=d_table)
+    return dataclasses.replace(
+        moving,
+        q=jnp.swapaxes(dq, 2, 3).astype(x.q.dtype),
+        k=_joined(dk, 2),
+        v=_joined(dv, 2),
+        vector=d_vector,
+        terms=_cast(d_terms, moving.terms),
+        value=d_value,
+        by_q=_cast(d_by_q, moving_q),
+        by_k=jax.tree.map(lambda y: _joined(y, 1), d_by_k),
+    )
+
+
+def _like(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _cast(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+
+
+def _sum(tree: Any, more: Any) -> Any:
+    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, more)
+
+
+def _fit(tile: jax.Array, like: jax.Array) -> jax.Array:
+    """Sums over the axes along which `like` was broadcast."""
+    axes = tuple(a for a in range(4) if tile.shape[a] != like.shape[a])
+    return tile.sum(axes, keepdims=True) if axes else tile
+
+
+def _add_slice(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    old = jax.lax.dynamic_slice_in_dim(x, start, part.shape[1], 1)
+    return jax.lax.dynamic_update_slice_in_dim(x, old + part, start, 1)
+
+
+def _groups(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, N, ...] to [B, K, ...]: sums the query heads of each key head."""
+    if x.shape[1] == kv_heads:
+        return x
+    return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(2)

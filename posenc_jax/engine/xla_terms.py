@@ -1,0 +1,205 @@
+"""What positions and content add to the logits and values of one tile."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.xla_spread import Band, by_band, by_index
+from posenc_jax.scheme import ContentBias, LogitBias, ValueBias
+
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One rule, as the tiles evaluate it.
+
+    Attributes:
+      rule, expand, heads, shared: of the LogitBias or ContentBias.
+      factor: what the term is multiplied by.
+      of_content: whether the rule takes a row and a column too.
+      band: evaluate the rule once per query and distance of the band, and spread that.
+      far: subtract the value at this distance and beyond: the softmax does not change,
+        and tiles that are that far have nothing to add. None: do not.
+    """
+
+    rule: Callable = dataclasses.field(metadata=_STATIC)
+    expand: Callable | None = dataclasses.field(metadata=_STATIC)
+    heads: Any
+    shared: Any
+    factor: float = dataclasses.field(metadata=_STATIC)
+    of_content: bool = dataclasses.field(metadata=_STATIC)
+    band: Band | None = dataclasses.field(metadata=_STATIC)
+    far: int | None = dataclasses.field(metadata=_STATIC)
+
+    def tile(self, rows: Any, cols: Any, q: dict, k: dict, flip: bool) -> jax.Array:
+        """Returns float32 [B or 1, N, Q, K], or [B or 1, N, K, Q] flipped."""
+        if self.expand is not None:
+            rows = self._expanded(rows)
+        if self.band is not None:
+            out = by_band(self._table(rows, flip), q, k, self.band, flip)
+        else:
+            out = self._pairs(rows, cols, q["coordinates"], k["coordinates"], flip)
+            if self.far is not None:
+                out -= self.far_value(q["coordinates"].dtype)[None, :, None, None]
+        return self.factor * out.astype(jnp.float32)
+
+    def far_value(self, dtype: Any) -> jax.Array:
+        """Returns the value of a rule without content at `far`, [N]."""
+        at, zero = jnp.asarray(self.far, dtype), jnp.zeros((), dtype)
+        return jax.vmap(self.rule, (None, 0, None, None))(self.shared, self.heads, at, zero)
+
+    def far_rows(self, rows: Any) -> jax.Array:
+        """Returns the value of a rule on rows [B, T, N, ...] at `far`, [B, T, N]."""
+        if self.expand is not None:
+            rows = self._expanded(rows)
+        at, zero = jnp.int32(self.far), jnp.int32(0)
+
+        def value(head, row):
+            return self.rule(self.shared, head, row, None, at, zero)
+
+        by_head = jax.vmap(value)
+        return jax.vmap(jax.vmap(by_head, (None, 0)), (None, 0))(self.heads, rows)
+
+    def _expanded(self, rows):
+        by_head = jax.vmap(self.expand, (None, 0, 0))
+        return jax.vmap(jax.vmap(by_head, (None, None, 0)), (None, None, 0))(
+            self.shared, self.heads, rows
+        )
+
+    def _table(self, rows, flip):
+        distances = jnp.arange(self.band.low, self.band.high + 1, dtype=jnp.int32)
+        zero = jnp.int32(0)
+
+        def entry(head, row, distance):
+            return self.rule(self.shared, head, row, None, distance, zero)
+
+        def entries(head, row):
+            out = jax.vmap(entry, (None, None, 0))(head, row, distances)
+            return out if self.far is None else out - entry(head, row, distances[-1])
+
+        by_query = jax.vmap(entries, (None, 0), 1 if flip else 0)
+        by_head = jax.vmap(by_query, (0, 1))
+        return jax.vmap(by_head, (None, 0))(self.heads, rows).astype(jnp.float32)
+
+    def _pairs(self, rows, cols, q, k, flip):
+        def rule(head, row, col, q, k):
+            given = (row, col, q, k) if self.of_content else (q, k)
+            return self.rule(self.shared, head, *given)
+
+        over_k, over_q = (None, None, 0, None, 0), (None, 0, None, 0, None)
+        first, second = (over_q, over_k) if flip else (over_k, over_q)
+        pairs = jax.vmap(jax.vmap(rule, first), second)
+        by_head = jax.vmap(pairs, (0, 1, 1, None, None))
+        if self.of_content:
+            batch = max(x.shape[0] for x in jax.tree.leaves((rows, cols, q, k)))
+            q, k = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (q, k))
+        return jax.vmap(by_head, (None, 0, 0, 0, 0))(self.heads, rows, cols, q, k)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ValueTerm:
+    """A table on the values, as the tiles evaluate it.
+
+    Attributes:
+      table: float32 [N, R, V], per distance of `band`, or per bucket.
+      band: the distances of the table; None: `bucket` says which entry a pair has.
+    """
+
+    table: jax.Array
+    band: Band | None = dataclasses.field(metadata=_STATIC)
+    bucket: Callable = dataclasses.field(metadata=_STATIC)
+
+    def spread(self, entries: jax.Array, q: dict, k: dict, flip: bool) -> jax.Array:
+        """Spreads [B, N, Q, R] over [B, N, Q, K]; flipped [B, N, R, Q] over [B, N, K, Q]."""
+        if self.band is not None:
+            return by_band(entries, q, k, self.band, flip)
+        at = q["coordinates"], k["coordinates"]
+        over_k, over_q = (None, 0), (0, None)
+        first, second = (over_q, over_k) if flip else (over_k, over_q)
+        pairs = jax.vmap(jax.vmap(jax.vmap(self.bucket, first), second))
+        return by_index(entries, pairs(*at), flip)
+
+    def collect(self, tile: jax.Array, q: dict, k: dict, flip: bool) -> jax.Array:
+        """The transpose of `spread`: what of a tile falls on every entry."""
+        axis = 2 if flip else 3
+        shape = list(tile.shape)
+        shape[axis] = self.table.shape[1]
+        like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+        return transposed(lambda x: self.spread(x, q, k, flip), like)(tile)[0]
+
+
+def transposed(linear: Callable, like: Any) -> Callable:
+    """The transpose of a linear function of arguments like `like`."""
+    primal = jnp.zeros(like.shape, like.dtype)
+    return jax.vjp(linear, primal)[1]
+
+
+def _high(bounds: tuple, problem: Problem) -> int | None:
+    """The distance from which on a relative rule is constant, if there is one."""
+    high = bounds[1]
+    if high is None or not problem.contiguous:
+        return high
+    return min(high, problem.q.shape[1] - 1)
+
+
+def band_of(rule: ContentBias | ValueBias, problem: Problem, shift: bool) -> Band | None:
+    """Returns the distances to tabulate a rule for, or None where it has to run per pair."""
+    at = problem.q_coordinates
+    if not rule.relative or at.ndim > 2 or at.dtype != jnp.int32:
+        return None
+    low, high = rule.bounds[0], _high(rule.bounds, problem)
+    past_only = problem.contiguous and problem.is_causal and problem.prefix_length is None
+    if problem.contiguous and low is not None:
+        low = max(low, 1 - problem.k.shape[1])
+    if past_only:
+        low = 0 if low is None else max(low, 0)
+    if low is None or high is None:
+        return None
+    high = max(high, low)
+    return Band(
+        low,
+        high,
+        ordered=problem.contiguous,
+        open_low=not past_only or low > 0,
+        open_high=not shift,
+    )
+
+
+def bias_term(bias: LogitBias, problem: Problem, shift: bool) -> Term:
+    """Returns a rule on coordinates that cannot be evaluated once per distance."""
+    high = _high(bias.bounds, problem) if bias.relative else None
+    if problem.q_coordinates.ndim > 2:
+        high = None
+    return Term(
+        bias.rule,
+        None,
+        heads=bias.heads,
+        shared=bias.shared,
+        factor=problem.scale if bias.scaled else 1.0,
+        of_content=False,
+        band=None,
+        far=high if shift else None,
+    )
+
+
+def content_term(content: ContentBias, problem: Problem, shift: bool) -> Term:
+    """Returns a rule on content and coordinates."""
+    no_cols = not jax.tree.leaves(content.cols)
+    band = band_of(content, problem, shift) if no_cols else None
+    return Term(
+        content.rule,
+        content.expand,
+        heads=content.heads,
+        shared=content.shared,
+        factor=problem.scale if content.scaled else 1.0,
+        of_content=True,
+        band=band,
+        far=band.high if band is not None and shift else None,
+    )
