@@ -21,6 +21,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from posenc_jax.checks import integer_positions, require
 from posenc_jax.scheme import Scheme
@@ -44,7 +45,7 @@ def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array
     """
     positions = integer_positions("learned", positions)
     rows = table.shape[0] - offset
-    if not isinstance(positions, jax.core.Tracer) and positions.size:
+    if not isinstance(positions, Tracer) and positions.size:
         low, high = int(np.min(positions)), int(np.max(positions))
         require(
             0 <= low and high < rows,
@@ -52,7 +53,7 @@ def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array
             f"got {low} to {high}.",
         )
     index = jnp.where(positions < 0, rows, positions) + offset  # -1 is not the last row.
-    return table.at[index].get(mode="fill", fill_value=jnp.nan)
+    return jnp.asarray(table).at[index].get(mode="fill", fill_value=jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,4 +100,9 @@ class Learned(Scheme):
     def embed(self, params, x, coordinates):
         """Returns x [B, T, D] plus the rows of its positions."""
         rows = lookup(params["table"], coordinates, self.offset)
+        require(
+            x.shape[-1] == self.model_dim and x.ndim == rows.ndim,
+            f"learned: x must be [B, T, {self.model_dim}] and coordinates [B, T], "
+            f"got {x.shape} and {jnp.shape(coordinates)}.",
+        )
         return (x.astype(jnp.float32) + rows).astype(x.dtype)

@@ -116,4 +116,9 @@ class Sinusoidal(Scheme):
         waves = sinusoidal_encoding(
             coordinates, self.model_dim, theta=self.theta, layout=self.layout
         )
+        require(
+            x.shape[-1] == self.model_dim and x.ndim == waves.ndim,
+            f"sinusoidal: x must be [B, T, {self.model_dim}] and coordinates [B, T], "
+            f"got {x.shape} and {jnp.shape(coordinates)}.",
+        )
         return (x.astype(jnp.float32) + waves).astype(x.dtype)

@@ -103,6 +103,10 @@ class Shaw(Scheme):
 
     def side(self, params, x, q, k, coordinates, state):
         """Returns q, which will meet the keys' table."""
+        require(
+            q.shape[2:] == (self.num_heads, self.head_dim),
+            f"shaw: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
+        )
         return (q if self.keys else None), None, state
 
     def content(self, params, rows, cols):

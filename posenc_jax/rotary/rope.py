@@ -165,6 +165,10 @@ class RoPE(Scheme):
 
     def query(self, params, q, coordinates, rows=None):
         """Returns q [B, T, N, H], rotated."""
+        require(
+            q.shape[-1] == self.head_dim,
+            f"rope: the scheme is for head_dim {self.head_dim}, got q or k of shape {q.shape}.",
+        )
         return apply_rope(
             q,
             coordinates,
