@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def require(condition: bool, message: str) -> None:
@@ -33,10 +34,11 @@ def integer_positions(where: str, positions, name: str = "positions") -> jax.Arr
     """
     if not isinstance(positions, jax.Array):
         positions = np.asarray(positions)
-        if positions.dtype.kind in "iu" and positions.size:
-            low, high = positions.min(), positions.max()
-            if low < -(2**31) or high >= 2**31:
-                raise ValueError(f"{where}: {name} must fit int32, got values up to {high}.")
+    wide = positions.dtype.kind in "iu" and not np.can_cast(positions.dtype, np.int32)
+    if wide and positions.size and not isinstance(positions, Tracer):
+        low, high = int(positions.min()), int(positions.max())
+        if low < -(2**31) or high >= 2**31:
+            raise ValueError(f"{where}: {name} must fit int32, got {low} to {high}.")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"{where}: {name} must be integers, got {positions.dtype}.")
     return jnp.asarray(positions, jnp.int32)
@@ -48,7 +50,11 @@ def coordinate_values(where: str, coordinates, name: str = "coordinates") -> jax
     Raises:
       TypeError: for bfloat16, float16 and float64, booleans and complex numbers.
     """
-    dtype = jnp.asarray(coordinates).dtype
+    if not hasattr(coordinates, "dtype"):
+        coordinates = np.asarray(coordinates)
+        if coordinates.dtype == np.float64:  # Python's floats have no other type.
+            coordinates = coordinates.astype(np.float32)
+    dtype = coordinates.dtype
     if dtype == jnp.float32:
         return jnp.asarray(coordinates)
     if jnp.issubdtype(dtype, jnp.floating):

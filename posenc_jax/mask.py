@@ -6,6 +6,7 @@ are masked by the same function.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Window = int | tuple[int, int] | None
 
@@ -18,15 +19,19 @@ def window_sides(window: Window) -> tuple[int, int] | None:
 
     Raises:
       ValueError: for a window that holds no token at all.
+      TypeError: for what is neither an integer nor a pair of them.
     """
     if window is None:
         return None
-    if isinstance(window, int):
-        if window < 1:
-            raise ValueError(f"attention: window must be at least 1 token, got {window}.")
-        return window - 1, window - 1
-    left, right = window
-    return int(left), int(right)
+    pair = isinstance(window, tuple | list)
+    numbers = window if pair else (window,)
+    if len(numbers) != 1 + pair or not all(isinstance(n, int | np.integer) for n in numbers):
+        raise TypeError(f"attention: window must be an integer or a pair, got {window!r}.")
+    if pair:
+        return int(window[0]), int(window[1])
+    if window < 1:
+        raise ValueError(f"attention: window must be at least 1 token, got {window}.")
+    return int(window) - 1, int(window) - 1
 
 
 def visible(

@@ -8,7 +8,7 @@ attend to each other, a number below zero marks padding.
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import array_of_rank
+from posenc_jax.checks import array_of_rank, integer_positions
 
 
 def count_up(batch: int, length: int, start: jax.Array | int = 0) -> jax.Array:
@@ -18,7 +18,7 @@ def count_up(batch: int, length: int, start: jax.Array | int = 0) -> jax.Array:
     Array([[ 0,  1,  2],
            [10, 11, 12]], dtype=int32)
     """
-    start = jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,))
+    start = jnp.broadcast_to(integer_positions("count_up", start, "start"), (batch,))
     return start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
 
 

@@ -38,12 +38,13 @@ def _axes_last(positions: jax.Array) -> jax.Array:
 
 
 def _count_heads(heads: Any, what: str) -> int:
-    counts = {leaf.shape[0] for leaf in jax.tree.leaves(heads)}
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(heads)]
+    counts = {shape[:1] for shape in shapes}
     require(
-        len(counts) == 1,
-        f"{what}: leaves of `heads` need one leading axis N, got {counts}.",
+        len(counts) == 1 and counts != {()},
+        f"{what}: leaves of `heads` need one leading axis N, got shapes {shapes}.",
     )
-    return counts.pop()
+    return shapes[0][0]
 
 
 @jax.tree_util.register_dataclass
@@ -173,6 +174,7 @@ class Scheme:
     >>> @dataclasses.dataclass(frozen=True)
     ... class Shouting(Scheme):
     ...     volume: float = 2.0
+    ...
     ...     def embed(self, params, x, coordinates):
     ...         return x * self.volume
     >>> Shouting(volume=3.0).embed({}, jnp.ones((1, 1, 1)), jnp.zeros((1, 1), int)).item()
