@@ -1,0 +1,32 @@
+"""Attention as the papers write it: one query, one head, one key at a time, in float64.
+
+It shares nothing with the library. What a scheme adds is written in its own test file.
+"""
+
+import numpy as np
+
+
+def softmax_attention(q, k, v, logit, *, positions=None, sees=lambda i, j: j <= i, value=None):
+    """Returns float64 [B, T, N, V].
+
+    Args:
+      q, k, v: [B, T, N, H], [B, T, K, H], [B, T, K, V]; consecutive heads share a key head.
+      logit: `logit(q_i, k_j, n, i, j)`, the logit of head n for positions i and j.
+      positions: of the T tokens. Default: 0, 1, ...
+      sees: `sees(i, j)`, whether the query at i sees the key at j.
+      value: `value(n, i, j)`, a vector to add to the value.
+    """
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    batch, length, heads, _ = q.shape
+    at = list(range(length)) if positions is None else [int(p) for p in positions]
+    out = np.zeros((batch, length, heads, v.shape[-1]))
+    for b, t, n in np.ndindex(batch, length, heads):
+        m = n * k.shape[2] // heads
+        keys = [s for s in range(length) if sees(at[t], at[s])]
+        x = np.array([logit(q[b, t, n], k[b, s, m], n, at[t], at[s]) for s in keys])
+        weights = np.exp(x - x.max())
+        weights /= weights.sum()
+        for s, w in zip(keys, weights, strict=True):
+            more = 0.0 if value is None else value(n, at[t], at[s])
+            out[b, t, n] += w * (v[b, s, m] + more)
+    return out
