@@ -1,0 +1,264 @@
+"""The report: one page that needs nothing else, says what the numbers say, and no more."""
+
+import copy
+import itertools
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from experiments import plots, tables
+from experiments.line_names import spread
+from experiments.report import render, write_report
+
+LENGTHS = {"kback": (32, 64, 128), "kth": (32, 64, 128), "text": (128, 256, 512)}
+ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\nTraceback </pre>'
+
+
+def make_run(task, scheme, seeds=1, fitted=True):
+    """A run that worked, with numbers made up from the names."""
+    level = 0.9 - 0.01 * len(scheme)
+    evaluations = []
+    for mode in ("nonoverlapping", "sliding") if task == "text" else ("plain",):
+        for variant in (None, "ntk") if (task, scheme) == ("text", "rope") else (None,):
+            for i, length in enumerate(LENGTHS[task]):
+                evaluations.append(
+                    dict(
+                        metric="bits_per_byte" if task == "text" else "accuracy",
+                        mode=mode,
+                        length=length,
+                        values=[level - 0.1 * i + 0.01 * seed for seed in range(seeds)],
+                        in_distribution=i == 0,
+                        variant=variant,
+                        note="rows never trained" if scheme == "learned" and i else None,
+                    )
+                )
+    return dict(
+        task=task,
+        scheme=scheme,
+        scheme_repr=f"{scheme}(num_heads=4)",
+        status="done",
+        error=None,
+        seeds=list(range(seeds)),
+        steps=300,
+        learning_rate=0.003,
+        train_length=LENGTHS[task][0],
+        parameters=12345,
+        compile_seconds=3.2,
+        train_seconds=9.0 if scheme == "none" else 9.9,
+        cpu_seconds=18.0,
+        steps_per_second=33.3,
+        final_loss=[0.1] * seeds,
+        curve=dict(step=[100, 200, 300], loss=[[2.0, 1.0, 0.1]] * seeds),
+        fitted=fitted,
+        fit_rule="accuracy at the training length >= 0.9",
+        evaluations=evaluations,
+    )
+
+
+def make_results(seeds=1):
+    runs = [
+        make_run(task, scheme, seeds, fitted=(task, scheme) != ("kback", "none"))
+        for task in LENGTHS
+        for scheme in ("none", "learned", "rope", "mypkg.mine:MyScheme")
+    ]
+    failed = dict(task="kth", scheme="shaw", status="failed", error=ERROR, evaluations=[])
+    return dict(
+        name="compare",
+        created="2026-01-02T03:04:05+00:00",
+        config=dict(seeds=seeds, kback=dict(k=4)),
+        environment=dict(command="python -m experiments compare", jax="0.10.2"),
+        runs=[*runs, failed],
+    )
+
+
+class Page(HTMLParser):
+    """What a page loads, its elements' ids, its words and the JSON in it."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.loads, self.ids, self.words, self.json, self.tags = [], [], [], "", []
+        self._inside = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.append(tag)
+        self._inside = tag if tag in ("script", "style") else ""
+        if self._inside == "script":
+            assert attributes.get("type") == "application/json", "the page runs a script"
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        names = ("src", "href", "xlink:href", "data", "srcset", "action")
+        self.loads += [attributes[name] for name in names if attributes.get(name)]
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "script":
+            self.json += data
+        elif not self._inside:
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def html():
+    return render(make_results())
+
+
+@pytest.fixture(scope="module")
+def page(html):
+    return Page(html)
+
+
+def test_the_page_needs_nothing_else(html, page):
+    assert all(link.startswith("#") for link in page.loads)
+    assert not re.search(r"https?://|@import|url\((?!#)", html)
+    assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
+    assert not re.search(r"\son[a-z]+=", html)
+
+
+def test_ids_are_unique_and_references_resolve(page):
+    assert len(set(page.ids)) == len(page.ids)
+    assert {link[1:] for link in page.loads} <= set(page.ids)
+
+
+def test_all_numbers_are_in_the_data(page):
+    assert json.loads(page.json) == make_results()
+
+
+def test_the_page_says_what_was_run(page):
+    for words in ("compare: position", "12 runs done", "1 failed", "kback.k", "0.10.2"):
+        assert words in page.text
+    assert "python -m experiments compare" in page.text
+    assert "One seed: nothing here tells" in page.text
+
+
+def test_beyond_the_training_length_only_where_fitted(page):
+    grid = tables.grid(make_results(), "kback")
+    none = next(row for row in grid.rows if row.scheme == "none")
+    assert [cell.kind for cell in none.cells] == ["value", "unfitted", "unfitted"]
+    assert not any(cell.best for cell in none.cells[1:])
+    assert "Not fitted: none;" in page.text
+    assert "none (not fitted)" in page.text
+
+
+def test_captions_are_computed(page):
+    # learned: 0.83 at 32, 0.63 at 128. `none` is left out, since it did not fit.
+    caption = next(iter(re.findall(r"Change in accuracy.*?\.(?=\D)", page.text)))
+    assert "from 32 to 128" in caption and "learned -0.20" in caption
+    assert "none" not in caption
+
+
+def test_variants_notes_and_own_schemes_are_rows(page):
+    grid = tables.grid(make_results(), "text", "sliding")
+    assert [row.label for row in grid.rows] == ["none", "learned", "rope", "rope + NTK", "MyScheme"]
+    assert grid.rows[1].cells[1].note == 1
+    assert "† rows never trained" in page.text
+
+
+def test_both_ways_of_evaluating_share_one_range():
+    svgs = [plots.lengths(make_results(), "text", m) for m in ("nonoverlapping", "sliding")]
+    ticks = [re.findall(r"<text[^>]*>([\d.]+)</text>", svg) for svg in svgs]
+    assert ticks[0] and ticks[0] == ticks[1]
+
+
+def test_seeds_are_shown_with_their_spread():
+    page = Page(render(make_results(seeds=3)))
+    assert "means of 3 seeds" in page.text
+    assert "0.83\u20130.85" in page.text  # learned at the training length
+
+
+def test_errors_are_text_not_markup(html, page):
+    assert "<script>alert" not in html
+    assert 'loss is NaN <script>alert("x")</script> & more' in page.text
+    assert page.tags.count("script") == 1
+
+
+def test_equal_results_give_equal_bytes(html):
+    assert render(make_results()) == html
+
+
+def test_colours_stay_with_schemes():
+    looks = plots.looks(make_results())
+    assert looks["none"][0] == plots.BASELINE
+    assert len(set(looks.values())) == len(looks)
+    many = dict(runs=[make_run("kback", f"s{i}") for i in range(20)])
+    assert len(set(plots.looks(many).values())) == 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r.update(runs=[]),
+        lambda r: r.update(runs=r["runs"][:1]),
+        lambda r: r.update(runs=r["runs"][-1:]),
+        lambda r: r.update(runs=[run for run in r["runs"] if run["scheme"] != "none"]),
+        lambda r: [run.update(evaluations=[], curve=None, final_loss=None) for run in r["runs"]],
+        lambda r: [run.pop(key, None) for run in r["runs"] for key in ("cpu_seconds", "fit_rule")],
+        lambda r: [r.pop(key) for key in ("created", "config", "environment", "name")],
+    ],
+    ids=["nothing", "one run", "one failure", "no baseline", "no numbers", "old", "no header"],
+)
+def test_what_is_missing_is_left_out(change):
+    results = make_results()
+    change(results)
+    page = Page(render(results))
+    assert json.loads(page.json) == results
+    assert "None" not in page.text and "nan" not in page.text
+
+
+def test_numbers_that_are_none():
+    results = make_results()
+    run = copy.deepcopy(results["runs"][1])
+    run["evaluations"][1]["values"] = [math.nan]
+    run["curve"]["loss"] = [[2.0, math.inf, math.nan]]
+    results["runs"][1] = run
+    page = Page(render(results))
+    data = json.loads(page.json, parse_constant=pytest.fail)
+    assert data["runs"][1]["evaluations"][1]["values"] == [None]
+    assert "nan" in page.text
+
+
+def test_write_report(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps(make_results()), encoding="utf-8")
+    path = write_report(tmp_path)
+    assert path == tmp_path / "report.html"
+    assert path.read_text(encoding="utf-8") == render(make_results())
+    assert sorted(os.listdir(tmp_path)) == ["report.html", "results.json"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"runs": 3}', ""])
+def test_bad_results_are_named_and_leave_the_old_report(tmp_path, text):
+    (tmp_path / "report.html").write_text("old")
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ValueError, match=r"results\.json"):
+        write_report(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "old"
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_failed_write_leaves_the_old_report(tmp_path, monkeypatch):
+    (tmp_path / "report.html").write_text("old")
+    (tmp_path / "results.json").write_text(json.dumps(dict(runs=[])))
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_report(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "old"
+    assert len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    "wanted", [[], [5.0], [0.0] * 5, [9.9] * 9, [1.0, 2.0, 2.1, 9.0], [-3, 40]]
+)
+def test_spread_keeps_names_apart(wanted):
+    places = spread(wanted, gap=1.0, room=10.0)
+    assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(places))
+    assert all(-1e-9 <= place <= 10.0 + 1e-9 for place in places)
