@@ -8,6 +8,7 @@ from posenc_jax.additive.learned import Learned as Learned
 from posenc_jax.additive.none import NoPE as NoPE
 from posenc_jax.additive.sinusoidal import Sinusoidal as Sinusoidal
 from posenc_jax.additive.sinusoidal import sinusoidal_encoding as sinusoidal_encoding
+from posenc_jax.angles import cos_sin as cos_sin
 from posenc_jax.attend import new_cache as new_cache
 from posenc_jax.attend import scheme_attention as scheme_attention
 from posenc_jax.attend import scheme_embedding as scheme_embedding
@@ -27,6 +28,7 @@ from posenc_jax.rotary.rope import RoPE as RoPE
 from posenc_jax.rotary.rope import apply_rope as apply_rope
 from posenc_jax.rotary.rope import rope_frequencies as rope_frequencies
 from posenc_jax.rotary.rope import rope_matrix as rope_matrix
+from posenc_jax.rotary.rotate import rotate as rotate
 from posenc_jax.scheme import ContentBias as ContentBias
 from posenc_jax.scheme import LogitBias as LogitBias
 from posenc_jax.scheme import Scheme as Scheme

@@ -12,17 +12,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posenc_jax.checks import array_of_rank, require
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
     """Returns x with its first 2P dimensions turned, in its own dtype.
+
+    For tables that several layers share, or that come from elsewhere; `apply_rope` makes
+    its own. Differentiable in x and in the tables (Su et al. 2021).
 
     Args:
       x: [B, T, N, H] with H >= 2P.
-      cos: float32 [B or 1, T, P].
+      cos: float32 [B or 1, T, P], as from `cos_sin`.
       sin: float32 [B or 1, T, P].
       interleaved: whether pair p is (2p, 2p + 1) instead of (p, p + P).
+
+    Raises:
+      ValueError: for shapes that do not fit.
+
+    >>> cos, sin = pe.cos_sin(jnp.array([[1]]), np.array([1.0]))
+    >>> rotate(jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2), cos, sin).ravel()
+    Array([0.5403023, 0.841471 ], dtype=float32)
     """
+    array_of_rank("rotate", "x", x, 4, "[B, T, N, H]")
+    require(
+        cos.shape == sin.shape
+        and cos.ndim == 3
+        and cos.shape[0] in (1, x.shape[0])
+        and cos.shape[1] == x.shape[1]
+        and 2 * cos.shape[2] <= x.shape[3],
+        f"rotate: cos and sin must be [B or 1, T, P] with 2P <= H for x {x.shape}, "
+        f"got {cos.shape} and {sin.shape}.",
+    )
+    cos, sin = _once(cos, sin)
     return _rotate(x, cos[:, :, None], sin[:, :, None], interleaved)
+
+
+def _once(cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Has the tables written to memory.
+
+    XLA on CPU would otherwise fuse what computes them into the loop over heads, and
+    compute every entry N times: 17 to 60 times slower, optimization barrier or not.
+    """
+    both = jnp.zeros((2, *cos.shape), cos.dtype)
+    return both.at[0].set(cos).at[1].set(sin)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
