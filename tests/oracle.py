@@ -3,7 +3,15 @@
 It shares nothing with the library. What a scheme adds is written in its own test file.
 """
 
+import jax.numpy as jnp
 import numpy as np
+
+
+def qkv(batch=1, length=63, heads=6, kv_heads=3, dim=8, seed=0):
+    """Normal float32 numbers. 6 heads are no power of two, 63 tokens no multiple of a tile."""
+    random = np.random.default_rng(seed)
+    sizes = (heads, kv_heads, kv_heads)
+    return tuple(jnp.asarray(random.normal(size=(batch, length, n, dim)), "f4") for n in sizes)
 
 
 def softmax_attention(q, k, v, logit, *, positions=None, sees=lambda i, j: j <= i, value=None):

@@ -1,0 +1,111 @@
+"""Learned positions: the row of the position and no other, and nothing beyond the table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+from posenc_jax.additive.learned import lookup
+
+TABLE = np.arange(1.0, 41.0, dtype=np.float32).reshape(10, 4)
+
+
+@pytest.mark.parametrize("length", [1, 63])
+def test_adds_the_row_of_each_position(length):
+    scheme = pe.Learned(max_length=70, model_dim=6)
+    table = scheme.init(jax.random.key(0))["table"]
+    x = np.random.default_rng(1).normal(size=(2, length, 6)).astype(np.float32)
+    table = np.asarray(table)
+    at = np.random.default_rng(0).integers(0, 70, (2, length))
+    out = pe.scheme_embedding(scheme, {"table": table}, x, positions=jnp.asarray(at))
+    for b, t in np.ndindex(2, length):
+        np.testing.assert_array_equal(out[b, t], x[b, t] + table[at[b, t]])
+    default = pe.scheme_embedding(scheme, {"table": table}, x)
+    np.testing.assert_array_equal(default, x + table[None, :length])
+
+
+def test_default_options_are_those_of_bert():
+    table = pe.Learned(max_length=512, model_dim=768).init(jax.random.key(0))["table"]
+    assert table.shape == (512, 768)
+    np.testing.assert_allclose(table.std(), 0.02, rtol=0.01)  # initializer_range of BERT.
+    np.testing.assert_allclose(table.mean(), 0.0, atol=1e-4)
+
+
+def test_stddev_and_offset_shape_the_table():
+    # OPT: 2048 positions, embed_tokens at position + 2, so 2050 rows (modeling_opt.py).
+    table = pe.Learned(max_length=2048, model_dim=8, offset=2, stddev=0.5).init(jax.random.key(0))
+    assert table["table"].shape == (2050, 8)
+    np.testing.assert_allclose(table["table"].std(), 0.5, rtol=0.02)
+
+
+def test_offset_skips_the_reserved_rows():
+    scheme = pe.Learned(max_length=8, model_dim=4, offset=2)
+    out = scheme.embed({"table": TABLE}, jnp.zeros((1, 2, 4)), jnp.array([[0, 7]]))
+    np.testing.assert_array_equal(out[0], TABLE[[2, 9]])
+
+
+@pytest.mark.parametrize("offset, beyond", [(0, 10), (0, -1), (3, 7), (3, -1), (3, -3)])
+def test_beyond_the_table_raises(offset, beyond):
+    message = rf"learned: positions must be in \[0, {10 - offset}\).*got .*{beyond}"
+    with pytest.raises(ValueError, match=message):
+        lookup(TABLE, jnp.array([0, beyond]), offset)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_beyond_the_table_is_nan_in_that_row_alone_under_jit(offset):
+    last = 10 - offset - 1
+    at = jnp.array([0, last + 1, last, -1, 1, 2**31 - 1, -(2**31), -2])
+    out = np.asarray(jax.jit(lookup, static_argnums=2)(jnp.asarray(TABLE), at, offset))
+    good = np.array([0, 2, 4])
+    np.testing.assert_array_equal(out[good], TABLE[np.array([0, last, 1]) + offset])
+    assert np.isnan(np.delete(out, good, 0)).all()
+
+
+def test_the_gradient_reaches_the_rows_that_were_read():
+    scheme = pe.Learned(max_length=10, model_dim=4)
+    at = jnp.array([[0, 3, 3, 9]])
+    x = jnp.zeros((1, 4, 4))
+    grad = jax.grad(lambda table: scheme.embed({"table": table}, x, at).sum())(jnp.asarray(TABLE))
+    np.testing.assert_array_equal(grad[:, 0], [1, 0, 0, 2, 0, 0, 0, 0, 0, 1])
+
+
+def test_sums_in_float32():
+    x = jnp.full((1, 1, 4), 256.0, jnp.bfloat16)
+    out = pe.Learned(max_length=10, model_dim=4).embed({"table": TABLE}, x, jnp.array([[0]]))
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out[0, 0].astype(jnp.float32), [256, 258, 260, 260])
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64])
+def test_takes_any_integers(dtype):
+    np.testing.assert_array_equal(lookup(TABLE, np.array([9, 0], dtype)), TABLE[[9, 0]])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])
+def test_refuses_what_does_not_count(dtype):
+    with pytest.raises(TypeError, match="learned: positions must be integers, got"):
+        lookup(TABLE, jnp.zeros(3, dtype))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"max_length": 0}, "max_length must be >= 1, got 0"),
+        ({"model_dim": 0}, "model_dim must be >= 1, got 0"),
+        ({"offset": -1}, "offset must be >= 0, got -1"),
+        ({"stddev": 0.0}, "stddev must be positive, got 0.0"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"learned: {message}"):
+        pe.Learned(**{"max_length": 4, "model_dim": 4} | change)
+
+
+def test_errors_name_the_shapes():
+    scheme = pe.Learned(max_length=10, model_dim=1)  # One dimension would broadcast.
+    with pytest.raises(ValueError, match=r"x must be \[B, T, 1\].*got \(1, 2, 4\) and \(1, 2\)"):
+        scheme.embed({"table": TABLE[:, :1]}, jnp.zeros((1, 2, 4)), jnp.array([[0, 1]]))
+    scheme = pe.Learned(max_length=10, model_dim=4)
+    with pytest.raises(ValueError, match=r"coordinates \[B, T\], got .* and \(2, 1, 2\)"):
+        scheme.embed({"table": TABLE}, jnp.zeros((1, 2, 4)), jnp.zeros((2, 1, 2), jnp.int32))

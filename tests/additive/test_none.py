@@ -1,0 +1,53 @@
+"""NoPE: what attention does without positions, which is not nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import qkv, softmax_attention
+
+import posenc_jax as pe
+
+ARRAYS = qkv()
+
+
+def attend(*arrays, is_causal=True):
+    return pe.scheme_attention(pe.NoPE(), {}, *arrays, is_causal=is_causal)[0]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_is_attention_and_nothing_else(is_causal):
+    expected = softmax_attention(
+        *ARRAYS,
+        lambda q, k, n, i, j: q @ k / np.sqrt(8),
+        sees=lambda i, j: j <= i or not is_causal,
+    )
+    np.testing.assert_allclose(attend(*ARRAYS, is_causal=is_causal), expected, atol=1e-5)
+
+
+def test_has_no_parameters_and_acts_nowhere():
+    scheme, x = pe.NoPE(), jnp.ones((1, 3, 4))
+    assert scheme.init(jax.random.key(0)) == {}
+    assert scheme.acts_on == () and not scheme.acts_in_attention
+    assert scheme.logit_scale(64) is None
+    np.testing.assert_array_equal(pe.scheme_embedding(scheme, {}, x), x)
+
+
+@pytest.mark.parametrize("length", [1, 17])
+def test_a_prefix_does_not_know_what_follows(length):
+    prefix = attend(*(a[:, :length] for a in ARRAYS))
+    np.testing.assert_allclose(attend(*ARRAYS)[:, :length], prefix, atol=1e-6)
+
+
+def test_the_order_of_past_tokens_is_invisible_and_what_they_are_is_not():
+    last = attend(*ARRAYS)[:, -1]
+    order = np.r_[np.random.default_rng(0).permutation(62), 62]
+    np.testing.assert_allclose(attend(*(a[:, order] for a in ARRAYS))[:, -1], last, atol=1e-6)
+    other = attend(*(a.at[:, 0].set(a[:, 1]) for a in ARRAYS))[:, -1]
+    assert np.abs(other - last).max() > 1e-3
+
+
+def test_an_encoder_treats_its_tokens_as_a_set():
+    order = np.random.default_rng(1).permutation(63)
+    shuffled = attend(*(a[:, order] for a in ARRAYS), is_causal=False)
+    np.testing.assert_allclose(shuffled, attend(*ARRAYS, is_causal=False)[:, order], atol=1e-6)
