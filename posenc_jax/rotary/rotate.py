@@ -104,19 +104,20 @@ def _split(x, interleaved):
 
 def _half(x, cos, sin):
     a, b = _split(x, False)
-    before = [(0, 0, 0)] * 3
+    first, second = a * cos - b * sin, b * cos + a * sin
     half = a.shape[-1]
-    zero = np.float32(0)
-    left = jax.lax.pad(a * cos - b * sin, zero, [*before, (0, half, 0)])
-    return left + jax.lax.pad(b * cos + a * sin, zero, [*before, (half, 0, 0)])
+    if x.dtype != jnp.float32 and half >= 64:  # Here the padded sum is twice as slow.
+        return jnp.stack([first, second], -2).reshape(x.shape)
+    return _pad(first, 0, half, 0) + _pad(second, half, 0, 0)
 
 
 def _interleaved(x, cos, sin):
     a, b = _split(x, True)
     first, second = a * cos - b * sin, b * cos + a * sin
-    if x.dtype == jnp.float32:
-        before = [(0, 0, 0)] * 3
-        zero = np.float32(0)
-        left = jax.lax.pad(first, zero, [*before, (0, 1, 1)])
-        return left + jax.lax.pad(second, zero, [*before, (1, 0, 1)])
-    return jnp.stack([first, second], -1).reshape(x.shape)
+    if x.dtype != jnp.float32:  # Here the padded sum is five times as slow.
+        return jnp.stack([first, second], -1).reshape(x.shape)
+    return _pad(first, 0, 1, 1) + _pad(second, 1, 0, 1)
+
+
+def _pad(x, low, high, between):
+    return jax.lax.pad(x, np.float32(0), [(0, 0, 0)] * 3 + [(low, high, between)])
