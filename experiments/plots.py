@@ -97,7 +97,7 @@ def curves(results: dict, task: str) -> str:
             curve = run.get("curve") or {}
             if not curve.get("step") or not curve.get("loss"):
                 continue
-            values = list(zip(*curve["loss"], strict=True))
+            values = curve["loss"]  # one list of seeds per point
             look = (looks(results)[scheme][0], "")
             steps = curve["step"][: len(values)]
             ends.append((*_line(axes, steps, values, look, None, True), tables.label(scheme)))

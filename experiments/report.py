@@ -22,7 +22,7 @@ MODES = {
     "early in a piece see little context. A longer piece helps these even where a scheme has "
     "learned nothing about longer distances.",
     "sliding": "Sliding: each scored byte sees a nearly full context of the given length, so what "
-    "changes with length is how well the scheme bears it.",
+    "changes with length is what the scheme makes of bytes farther away.",
 }
 
 

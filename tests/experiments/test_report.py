@@ -52,7 +52,7 @@ def make_run(task, scheme, seeds=1, fitted=True):
         cpu_seconds=18.0,
         steps_per_second=33.3,
         final_loss=[0.1] * seeds,
-        curve=dict(step=[100, 200, 300], loss=[[2.0, 1.0, 0.1]] * seeds),
+        curve=dict(step=[100, 200, 300], loss=[[2.0] * seeds, [1.0] * seeds, [0.1] * seeds]),
         fitted=fitted,
         fit_rule="accuracy at the training length >= 0.9",
         evaluations=evaluations,
@@ -219,7 +219,7 @@ def test_numbers_that_are_none():
     results = make_results()
     run = copy.deepcopy(results["runs"][1])
     run["evaluations"][1]["values"] = [math.nan]
-    run["curve"]["loss"] = [[2.0, math.inf, math.nan]]
+    run["curve"]["loss"] = [[2.0], [math.inf], [math.nan]]
     results["runs"][1] = run
     page = Page(render(results))
     data = json.loads(page.json, parse_constant=pytest.fail)
