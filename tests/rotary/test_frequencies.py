@@ -1,0 +1,125 @@
+"""Rotary frequencies: their values, and the maps that stretch them."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+
+# Made by transformers 5.23.0, modeling_rope_utils.py, for 16 dimensions and theta 10000, in
+# float32. Its dynamic NTK with factor 2, trained at 2048 and reading 4096, scales the base by
+# 2 * 4096 / 2048 - 1 = 3; reading 8192 by 7.
+LINEAR_4 = [0.25, 0.079056941, 0.025, 0.0079056947, 0.0025, 0.00079056947, 0.00025, 7.9056947e-05]
+NTK_3 = [
+    1.0,
+    0.270296127,
+    0.0730599985,
+    0.0197478328,
+    0.00533776265,
+    0.00144277664,
+    0.000389976922,
+    0.000105409257,
+]
+NTK_7 = [
+    1.0,
+    0.239481375,
+    0.057351321,
+    0.0137345716,
+    0.00328917382,
+    0.00078769587,
+    0.000188638471,
+    4.51753949e-05,
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shift(pe.FrequencyMap):
+    """A map that does not commute with the others, and has a factor."""
+
+    by: float = 0.5
+
+    def __call__(self, frequencies, head_dim, theta):
+        return frequencies + self.by, 1.5
+
+
+@pytest.mark.parametrize("dim, theta", [(2, 1e4), (8, 1e4), (12, 5e5)])
+def test_frequencies_are_the_powers_of_the_paper(dim, theta):
+    got, factor = pe.rope_frequencies(dim, theta)
+    np.testing.assert_allclose(got, [theta ** (-2 * p / dim) for p in range(dim // 2)], rtol=1e-14)
+    assert got.dtype == np.float64 and factor == 1.0
+
+
+@pytest.mark.parametrize(
+    "scaling, wanted",
+    [(pe.PI(factor=4.0), LINEAR_4), (pe.NTK(factor=3.0), NTK_3), (pe.NTK(factor=7.0), NTK_7)],
+    ids=str,
+)
+def test_maps_match_transformers(scaling, wanted):
+    got, factor = pe.rope_frequencies(16, scaling=scaling)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert factor == 1.0
+
+
+def test_ntk_is_a_larger_base_that_stretches_only_the_slowest_pair_by_the_whole_factor():
+    plain, _ = pe.rope_frequencies(12, 500.0)
+    got, _ = pe.rope_frequencies(12, 500.0, pe.NTK(factor=8.0))
+    np.testing.assert_allclose(got, pe.rope_frequencies(12, 500.0 * 8 ** (12 / 10))[0], rtol=1e-12)
+    np.testing.assert_allclose((plain / got)[[0, -1]], [1.0, 8.0], rtol=1e-12)
+
+
+def test_ntk_counts_the_rotary_dimensions():
+    x, at = jnp.ones((1, 1, 1, 16)), jnp.array([1000])
+    partial = pe.apply_rope(x, at, rotary_dim=8, scaling=pe.NTK(factor=8.0))[..., :8]
+    alone = pe.apply_rope(x[..., :8], at, scaling=pe.NTK(factor=8.0))
+    np.testing.assert_array_equal(partial, alone)
+
+
+def test_interpolated_positions_are_the_trained_ones():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 8)), "f4")
+    stretched = pe.apply_rope(x, 4 * jnp.arange(5), scaling=pe.PI(factor=4.0))
+    np.testing.assert_allclose(stretched, pe.apply_rope(x, jnp.arange(5)), atol=1e-6)
+
+
+def test_maps_compose_from_left_to_right():
+    plain, _ = pe.rope_frequencies(8)
+    a, factor = pe.rope_frequencies(8, scaling=(pe.PI(factor=2.0), Shift()))
+    np.testing.assert_allclose(a, plain / 2 + 0.5)
+    b, _ = pe.rope_frequencies(8, scaling=(Shift(), pe.PI(factor=2.0)))
+    np.testing.assert_allclose(b, (plain + 0.5) / 2)
+    assert factor == 1.5 and pe.rope_frequencies(8, scaling=(Shift(), Shift()))[1] == 1.5**2
+
+
+def test_the_factor_multiplies_what_was_rotated_and_nothing_else():
+    x, at = jnp.ones((1, 3, 1, 8)), jnp.arange(3)
+    out = pe.apply_rope(x, at, rotary_dim=4, scaling=Shift(by=0.0))
+    plain = pe.apply_rope(x, at, rotary_dim=4)
+    np.testing.assert_allclose(out[..., :4], 1.5 * plain[..., :4], rtol=1e-6)
+    np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
+
+
+@pytest.mark.parametrize("scaling", [(), pe.FrequencyMap(), pe.PI(), pe.NTK()], ids=str)
+def test_what_does_nothing_does_nothing(scaling):
+    np.testing.assert_array_equal(pe.rope_frequencies(8, scaling=scaling)[0], 10.0 ** -np.arange(4))
+
+
+@pytest.mark.parametrize("cls", [pe.PI, pe.NTK])
+@pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, float("nan")])
+def test_a_factor_below_one_is_refused(cls, factor):
+    with pytest.raises(ValueError, match=f"{cls.__name__}: factor must be at least 1, got"):
+        cls(factor=factor)
+
+
+def test_ntk_needs_two_pairs():
+    with pytest.raises(ValueError, match="NTK: needs more than 2 rotary dimensions, got 2"):
+        pe.RoPE(head_dim=2, scaling=pe.NTK(factor=2.0))
+
+
+@pytest.mark.parametrize(
+    "dim, theta, message",
+    [(3, 1e4, "even and positive, got 3"), (0, 1e4, "got 0"), (4, -1.0, "positive, got -1.0")],
+)
+def test_errors_name_the_value(dim, theta, message):
+    with pytest.raises(ValueError, match=f"rope: .*{message}"):
+        pe.rope_frequencies(dim, theta)

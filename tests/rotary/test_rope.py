@@ -1,0 +1,229 @@
+"""RoPE against the code of GPT-NeoX and GPT-J, the paper's matrix, and its own properties."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import qkv, softmax_attention
+
+import posenc_jax as pe
+from posenc_jax.rotary.rotate import rotate
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "rope.json").read_text())
+LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+
+
+def pairs(dim, interleaved):
+    """Which two dimensions turn together."""
+    if interleaved:
+        return [(2 * p, 2 * p + 1) for p in range(dim // 2)]
+    return [(p, p + dim // 2) for p in range(dim // 2)]
+
+
+def turned(x, position, theta=10000.0, interleaved=False, dim=None):
+    """Equation 34 of the paper: each pair of one vector as a complex number, in float64."""
+    out = np.array(x, np.float64)
+    dim = len(out) if dim is None else dim
+    for p, (a, b) in enumerate(pairs(dim, interleaved)):
+        z = (out[a] + 1j * out[b]) * np.exp(1j * position * theta ** (-2 * p / dim))
+        out[a], out[b] = z.real, z.imag
+    return out
+
+
+@LAYOUTS
+def test_matches_the_code_of_gpt_neox_and_gpt_j(interleaved):
+    x = jnp.array(GOLDEN["x"])[None]
+    out = pe.apply_rope(x, jnp.arange(7), interleaved=interleaved, rotary_dim=8)
+    wanted = GOLDEN["interleaved" if interleaved else "half"]
+    np.testing.assert_allclose(out[0], wanted, rtol=0, atol=1e-6)
+
+
+def test_layouts_at_position_one():
+    # x = [1, 2, 3, 4]; gpt-neox, apply_rotary_pos_emb and mesh-transformer-jax, the same name.
+    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    half = pe.apply_rope(x, jnp.array([1]))
+    np.testing.assert_allclose(half.ravel(), [-1.984111, 1.959901, 2.462378, 4.0198], atol=2e-6)
+    paper = pe.apply_rope(x, jnp.array([1]), interleaved=True)
+    np.testing.assert_allclose(paper.ravel(), [-1.14264, 1.922076, 2.959851, 4.0298], atol=2e-6)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("theta, dim", [(1e4, 12), (5e5, 8)])
+def test_matches_the_paper_at_any_position(interleaved, theta, dim):
+    at = np.array([[0, 1, 62, 257, 10**6, 2**31 - 1, -(2**31)]])
+    x = np.random.default_rng(0).normal(size=(1, 7, 6, 12)).astype(np.float32)
+    out = pe.apply_rope(x, at, theta=theta, interleaved=interleaved, rotary_dim=dim)
+    for t, n in np.ndindex(7, 6):
+        wanted = turned(x[0, t, n], at[0, t], theta, interleaved, dim)
+        np.testing.assert_allclose(out[0, t, n], wanted, rtol=0, atol=3e-6)
+    np.testing.assert_array_equal(out[0, 0], x[0, 0])  # Position 0 leaves everything.
+    np.testing.assert_array_equal(out[..., dim:], x[..., dim:])
+
+
+@pytest.mark.parametrize("position", [1, 257, 10**6])
+def test_equals_the_matrix_of_the_paper(position):
+    matrix = pe.rope_matrix(position, 12, theta=500.0)
+    x = np.random.default_rng(0).normal(size=(12,)).astype(np.float32)
+    out = pe.apply_rope(
+        x.reshape(1, 1, 1, 12), jnp.array([position]), theta=500.0, interleaved=True
+    )
+    np.testing.assert_allclose(out.ravel(), matrix @ x, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(12), atol=1e-12)
+    np.testing.assert_allclose(matrix @ x, turned(x, position, 500.0, True), atol=1e-9)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("shift", [0, 10**6])
+def test_attention_matches_the_paper(interleaved, shift):
+    q, k, v = qkv()
+    rotated = [
+        np.stack([[turned(y, t, 1e4, interleaved) for y in x] for t, x in enumerate(a[0])])[None]
+        for a in (q, k)
+    ]
+    expected = softmax_attention(*rotated, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
+    scheme = pe.RoPE(head_dim=8, interleaved=interleaved)
+    where = {"positions": shift + jnp.arange(63)} if shift else {}
+    out, _ = pe.scheme_attention(scheme, {}, q, k, v, is_causal=True, **where)
+    np.testing.assert_allclose(out, expected, atol=1e-5)  # At any common shift.
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 2**20), st.integers(0, 2**20), st.sampled_from([1, 257, 10**6, 2**30]))
+def test_scores_depend_on_the_distance_alone(i, j, shift):
+    x = np.random.default_rng(0).normal(size=(1, 1, 2, 8)).astype(np.float32)
+
+    def score(at):
+        q, k = np.asarray(pe.apply_rope(x, np.array([[at[0]]])))[0, 0, 0], x[0, 0, 1]
+        k = np.asarray(pe.apply_rope(x, np.array([[at[1]]])))[0, 0, 1]
+        return q @ k
+
+    np.testing.assert_allclose(score((i + shift, j + shift)), score((i, j)), atol=5e-6)
+
+
+def test_scores_depend_on_the_distance_at_all():
+    x = jnp.ones((1, 3, 1, 8))
+    q = np.asarray(pe.apply_rope(x, jnp.arange(3)))[0, :, 0]
+    assert abs(q[0] @ q[1] - q[0] @ q[2]) > 0.1
+
+
+@LAYOUTS
+def test_bfloat16_is_the_float32_result_rounded_once(interleaved):
+    at = np.array([[255, 256, 257, 4095, 131071]])  # bfloat16 cannot count past 256.
+    x = jax.random.normal(jax.random.key(0), (1, 5, 6, 12), jnp.bfloat16)
+    out = pe.apply_rope(x, at, interleaved=interleaved, rotary_dim=8)
+    exact = pe.apply_rope(x.astype(jnp.float32), at, interleaved=interleaved, rotary_dim=8)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
+
+
+def test_options_change_queries_and_keys_alike():
+    x, at = qkv(length=5, kv_heads=6)[0], jnp.arange(5)[None]
+    plain = pe.RoPE(head_dim=8)
+    changes = [
+        {"theta": 100.0},
+        {"interleaved": True},
+        {"rotary_dim": 4},
+        {"scaling": pe.PI(factor=4.0)},
+        {"scaling": (pe.PI(factor=2.0), pe.NTK(factor=2.0))},
+    ]
+    for change in changes:
+        scheme = plain.replace(**change)
+        out = scheme.query({}, x, at)
+        assert np.abs(out - plain.query({}, x, at)).max() > 0.1, change
+        np.testing.assert_array_equal(out, scheme.key({}, x, at))
+        np.testing.assert_array_equal(out, pe.apply_rope(x, at, **change))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dim", [8, 4])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_gradients_are_those_of_the_formula(interleaved, dim, rows):
+    """Of x, and of cosine and sine where these are learned; tables of one row serve both."""
+    random = np.random.default_rng(0)
+    x, g = (jnp.asarray(random.normal(size=(2, 5, 3, 8)), "f4") for _ in range(2))
+    cos, sin = (jnp.asarray(random.normal(size=(rows, 5, dim // 2)), "f4") for _ in range(2))
+    first, second = np.array(pairs(dim, interleaved)).T
+
+    def formula(x, cos, sin):
+        a, b, c, s = x[..., first], x[..., second], cos[:, :, None], sin[:, :, None]
+        return x.at[..., first].set(a * c - b * s).at[..., second].set(b * c + a * s)
+
+    def ours(x, cos, sin):
+        return rotate(x, cos, sin, interleaved=interleaved)
+
+    np.testing.assert_allclose(ours(x, cos, sin), formula(x, cos, sin), atol=1e-6)
+    got, wanted = (jax.vjp(f, x, cos, sin)[1](g) for f in (ours, formula))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_allclose(
+        jax.grad(lambda x: (ours(x, cos, sin) * g).sum())(x), wanted[0], atol=1e-5
+    )
+
+
+def test_gradients_where_some_or_none_are_asked_for():
+    x, at = qkv(length=5)[0], jnp.arange(5)
+    kept = jax.grad(lambda x: (jax.lax.stop_gradient(pe.apply_rope(x, at)) * x).sum())(x)
+    np.testing.assert_allclose(kept, pe.apply_rope(x, at), atol=1e-6)
+    half = jax.grad(lambda x: pe.apply_rope(x, at).astype(jnp.float32).sum())(x.astype("bfloat16"))
+    assert half.dtype == jnp.bfloat16
+
+    def energy(x):
+        return (pe.apply_rope(x, at) ** 3).sum()
+
+    def slope(x):
+        return (jax.grad(energy)(x) ** 2).sum()
+
+    second = jax.grad(slope)(x)
+    step = 1e-3 * jnp.sign(second)
+    np.testing.assert_allclose(
+        (slope(x + step) - slope(x - step)) / 2e-3, np.abs(second).sum(), rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head_dim": 7}, "rotary dim must be even and positive, got 7"),
+        ({"rotary_dim": 3}, "rotary dim must be even and positive, got 3"),
+        ({"rotary_dim": 10}, r"rotary_dim must be in \[0, head_dim=8\], got 10"),
+        ({"rotary_dim": -2}, r"rotary_dim must be in \[0, head_dim=8\], got -2"),
+        ({"theta": 0.0}, "theta must be positive, got 0.0"),
+        ({"theta": float("nan")}, "theta must be positive, got nan"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"rope: {message}"):
+        pe.RoPE(**{"head_dim": 8} | change)
+
+
+@pytest.mark.parametrize(
+    "shape, at, options, message",
+    [
+        ((2, 5, 8), (5,), {}, r"x must be \[B, T, N, H\], got shape \(2, 5, 8\)"),
+        ((2, 5, 1, 8), (4,), {}, r"positions must be \[T\] or \[B, T\].*got \(1, 4\)"),
+        ((2, 5, 1, 8), (3, 5), {}, r"positions must be \[T\] or \[B, T\].*got \(3, 5\)"),
+        ((2, 5, 1, 8), (2, 2, 5), {}, r"positions must be \[T\] or \[B, T\].*got \(2, 2, 5\)"),
+        ((2, 5, 1, 8), (5,), {"rotary_dim": 10}, "rotary_dim 10 exceeds the head dim 8"),
+        ((2, 5, 1, 8), (5,), {"rotary_dim": 0}, "rotary dim must be even and positive, got 0"),
+        ((2, 5, 1, 7), (5,), {}, "rotary dim must be even and positive, got 7"),
+    ],
+)
+def test_errors_name_the_shapes(shape, at, options, message):
+    with pytest.raises(ValueError, match=f"rope: {message}"):
+        pe.apply_rope(jnp.zeros(shape), jnp.zeros(at, jnp.int32), **options)
+
+
+def test_another_head_dim_is_refused():
+    with pytest.raises(ValueError, match=r"rope: the scheme is for head_dim 4, got .*\(1, 5, 6, 8"):
+        pe.RoPE(head_dim=4).query({}, qkv(length=5)[0], jnp.arange(5))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, bool])
+def test_refuses_positions_that_cannot_count(dtype):
+    with pytest.raises(TypeError, match=r"rope: positions must be integers.*got"):
+        pe.apply_rope(jnp.zeros((1, 3, 1, 4)), jnp.zeros(3, dtype))

@@ -1,0 +1,96 @@
+"""Angles are exact at every int32 position: checked against integer arithmetic of rationals."""
+
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posenc_jax.angles import cos_sin
+
+# 2 pi to 70 digits (OEIS A019692); a turn at 2^31 radians uses 30 of them.
+TURN = Fraction("6.283185307179586476925286766559005768394338798750211641949889184615632")
+FREQUENCIES = np.array([1.0, 0.1, 10000 ** (-1 / 3), 1e-4, 3e-7, 0.0, 2.5, 100.0, -0.7])
+BOUND = 2e-7
+
+
+def exact(positions, frequencies):
+    """Cosine and sine of the product, reduced to one turn without any rounding."""
+    angle = [
+        [float(int(p) * Fraction(float(w)) % TURN) for w in frequencies] for p in positions.ravel()
+    ]
+    angle = np.array(angle).reshape(*positions.shape, len(frequencies))
+    return np.cos(angle), np.sin(angle)
+
+
+def error(positions, frequencies=FREQUENCIES):
+    got = cos_sin(jnp.asarray(positions, jnp.int32), frequencies)
+    return max(np.abs(a - b).max() for a, b in zip(got, exact(positions, frequencies), strict=True))
+
+
+def test_the_angles_that_are_checked_against_are_right():
+    cos, sin = exact(np.array([[0, 1, 22]]), np.array([1.0]))
+    np.testing.assert_allclose(cos.ravel(), [1, math.cos(1), math.cos(22)], rtol=1e-14)
+    np.testing.assert_allclose(sin.ravel(), [0, math.sin(1), math.sin(22)], rtol=1e-13)
+
+
+def test_every_magnitude_of_position():
+    near = [2**k + d for k in range(31) for d in (-1, 0, 1)]
+    positions = np.array([[*near, *(-p for p in near), 10**6, 2**31 - 1, -(2**31)]])
+    assert error(positions) < BOUND
+
+
+def test_random_positions_and_frequencies():
+    random = np.random.default_rng(0)
+    positions = random.integers(-(2**31), 2**31, 500)
+    assert error(positions, np.exp(random.uniform(-16, 1, 8))) < BOUND
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(-(2**31), 2**31 - 1), st.floats(1e-9, 6.0))
+def test_any_position_and_frequency(position, frequency):
+    assert error(np.array([position]), np.array([frequency])) < BOUND
+
+
+def test_float32_angles_would_not_do():
+    """What this module is for: the plain product is wrong by then."""
+    angle = np.float32(10**6 + 1) * np.float32(10000 ** (-1 / 3))
+    assert abs(np.cos(angle) - exact(np.array([10**6 + 1]), FREQUENCIES)[0][0, 2]) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.int32])
+def test_any_integer_type(dtype):
+    positions = np.array([0, 1, 100, 127])
+    got = cos_sin(jnp.asarray(positions, dtype), FREQUENCIES)
+    for a, b in zip(got, exact(positions, FREQUENCIES), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=BOUND)
+    below = cos_sin(jnp.array([-5], jnp.int8), FREQUENCIES)
+    for a, b in zip(below, exact(np.array([-5]), FREQUENCIES), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=BOUND)
+
+
+def test_under_jit_and_with_any_number_of_axes():
+    positions = jnp.arange(24, dtype=jnp.int32).reshape(2, 3, 4) * 1_000_003
+    eager = cos_sin(positions, FREQUENCIES)
+    jitted = jax.jit(lambda p: cos_sin(p, FREQUENCIES))(positions)
+    for a, b in zip(eager, jitted, strict=True):
+        assert a.shape == (2, 3, 4, 9) and a.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, atol=1e-7)
+
+
+def test_fractions_and_learned_frequencies_are_float32_products():
+    at = jnp.array([0.5, -3.25], jnp.float32)
+    cos, sin = cos_sin(at, np.array([1.0, 0.5]))
+    angle = np.outer([0.5, -3.25], [1.0, 0.5])
+    np.testing.assert_allclose(cos, np.cos(angle), atol=1e-6)
+    np.testing.assert_allclose(sin, np.sin(angle), atol=1e-6)
+
+    def first(frequencies):
+        return cos_sin(jnp.array([7]), frequencies)[1][0, 0]
+
+    slope = jax.grad(first)(jnp.array([0.25, 1.0]))
+    np.testing.assert_allclose(slope, [7 * np.cos(7 * 0.25), 0.0], rtol=1e-5)
