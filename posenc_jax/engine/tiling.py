@@ -155,6 +155,7 @@ class Visibility:
     Attributes:
       is_causal, window: as in `attention`.
       folded: the two are in the vector of distances: they empty tiles, but need no mask.
+      vector_in_all: whether plain tiles have the vector of distances too.
       segments, prefix, mask: whether there are any.
       far: distance of coordinates from which on tiles are plain; None: none ever is,
         -1: all are.
@@ -164,6 +165,7 @@ class Visibility:
     is_causal: bool
     window: Window
     folded: bool
+    vector_in_all: bool
     segments: bool
     prefix: bool
     mask: bool
@@ -221,7 +223,7 @@ class Visibility:
                 near, far = near.positions, far.positions
                 live &= near.low - far.high <= limit
                 full &= near.high - far.low <= limit
-        if self.folded:
+        if self.folded and self.vector_in_all:
             full = jnp.ones(shape, bool)
         if prefix is not None:
             live |= k.positions.low < prefix[:, None]

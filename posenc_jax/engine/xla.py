@@ -102,9 +102,10 @@ class _Tile:
         form = "bnkh,bnqh->bnkq" if self.flip else "bnqh,bnkh->bnqk"
         return einsum(form, k, q) if self.flip else einsum(form, q, k)
 
-    def window(self, i: jax.Array, j: jax.Array) -> jax.Array | None:
-        """Returns the part of the vector of distances that the tile meets."""
-        if self.all.vector is None:
+    def window(self, i: jax.Array, j: jax.Array, plain: bool) -> jax.Array | None:
+        """Returns the part of the vector of distances that the tile meets, if any."""
+        everywhere = self.spec.visibility.vector_in_all
+        if self.all.vector is None or (plain and not everywhere):
             return None
         start = self.window_start(i, j)
         count = self.blocks.q + self.blocks.k - 1
@@ -245,7 +246,8 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 seen = None if plain else tile.seen(i, j, by_q, by_k)
                 (v,) = tile.clean(seen, v)
                 by_k["cols"] = tile.columns(by_k["cols"], seen)
-                added = tile.added(tile.window(i, j), x.terms, by_q, by_k, plain=plain)
+                window = tile.window(i, j, plain)
+                added = tile.added(window, x.terms, by_q, by_k, plain=plain)
                 s, _ = tile.logits(tile.products(q, k), added, seen)
                 new = jnp.maximum(top, s.max(3))
                 p, old = jnp.exp(s - new[..., None]), jnp.exp(top - new)
@@ -324,7 +326,7 @@ def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_
                     terms = _merge(terms, fixed.terms)
                     return tile.added(window, terms, q, k, plain=plain)
 
-                window = tile.window(i, j)
+                window = tile.window(i, j, plain)
                 ruled = window is not None or (x.terms and not plain)
                 extra, pull = (
                     jax.vjp(added, window, moving.terms, in_q, in_k) if ruled else (None, None)

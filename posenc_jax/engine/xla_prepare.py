@@ -15,6 +15,7 @@ from posenc_jax.engine.xla_terms import (
     band_of,
     bias_term,
     content_term,
+    high_bound,
 )
 from posenc_jax.mask import window_sides
 
@@ -90,13 +91,18 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
     by_pair = tuple(b for b in p.biases if not (flat and b.relative))
     folded = bool(on_vector) and p.softcap is None and p.prefix_length is None
     folded = folded and (p.is_causal or p.window is not None)
+    # Where every rule is constant from some distance on, tiles beyond it need none.
     terms = _terms(p, by_pair, shift=p.softcap is None)
     if any(t.far is None for t in terms):
         terms = _terms(p, by_pair, shift=False)
-    value, v = _value(p)
     fars = [t.far for t in terms]
+    bounds = [high_bound(b, p) for b in on_vector]
+    shift = p.softcap is None and None not in fars + bounds
+    value, v = _value(p)
     if value is not None:
         fars.append(value.band.high if value.band is not None else None)
+    if shift:
+        fars += bounds
     far = None if None in fars else max(fars, default=-1)
 
     # What stands side by side is in the order of its slots.
@@ -129,13 +135,14 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
     q, factor = p.q, p.scale
     if q.dtype == jnp.float32 or math.frexp(factor)[0] == 0.5:  # Exact in any dtype.
         q, factor = q * jnp.asarray(factor, q.dtype), 1.0
-    vector, origin = _vector(p, on_vector, sizes, folded)
+    vector, left_out, origin = _vector(p, on_vector, sizes, folded, shift)
     spec = Spec(
         plan=sizes,
         visibility=Visibility(
             is_causal=p.is_causal,
             window=window_sides(p.window),
             folded=folded,
+            vector_in_all=vector is not None and not shift,
             segments=by_q["segments"] is not None,
             prefix=p.prefix_length is not None,
             mask=mask is not None,
@@ -162,7 +169,7 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
         prefix=p.prefix_length,
         seed=dropout_seed(p),
     )
-    return spec, operands, _left_out(p, terms)
+    return spec, operands, _left_out(p, terms, left_out)
 
 
 def _terms(p: Problem, biases: tuple, shift: bool) -> tuple[Term, ...]:
@@ -170,9 +177,9 @@ def _terms(p: Problem, biases: tuple, shift: bool) -> tuple[Term, ...]:
     return (*terms, *(content_term(c, p, shift) for c in p.contents))
 
 
-def _left_out(p: Problem, terms: tuple[Term, ...]) -> jax.Array | None:
+def _left_out(p: Problem, terms: tuple[Term, ...], out: jax.Array | None) -> jax.Array | None:
+    """Adds to what the vector leaves out of every logit what terms leave out."""
     contents = (None,) * (len(terms) - len(p.contents)) + p.contents
-    out = None
     for term, content in zip(terms, contents, strict=True):
         if term.far is None:
             continue
@@ -203,14 +210,17 @@ def _value(p: Problem) -> tuple[ValueTerm | None, jax.Array]:
     return ValueTerm(table - far[:, None], band=band, bucket=p.value.bucket), v
 
 
-def _vector(p: Problem, biases: tuple, sizes: Plan, folded: bool) -> tuple[jax.Array | None, int]:
-    """Returns what is added at every distance, and where distance 0 is in it.
+def _vector(
+    p: Problem, biases: tuple, sizes: Plan, folded: bool, shift: bool
+) -> tuple[jax.Array | None, jax.Array | None, int]:
+    """Returns what is added at every distance, less what it leaves out, and its distance 0.
 
-    It reaches from the first key's distance from the last query, or for causal attention
-    from one tile into the future, to the last query's distance from the first key.
+    What is left out, [1, 1, N] or None, is the value at the greatest distance. The vector
+    reaches from the first key's distance from the last query, or for causal attention from
+    one tile into the future, to the last query's distance from the first key.
     """
     if not biases:
-        return None, 0
+        return None, None, 0
     length, keys = p.q.shape[1], p.k.shape[1]
     dtype = p.q_coordinates.dtype
     first = 0 if folded and p.is_causal else 1 - keys
@@ -226,6 +236,9 @@ def _vector(p: Problem, biases: tuple, sizes: Plan, folded: bool) -> tuple[jax.A
     vector = values(biases[0])
     for bias in biases[1:]:
         vector += values(bias)
+    far = vector[:, -1] if shift else None
+    if shift:
+        vector -= far[:, None]
     if folded and p.window is not None:
         left, right = window_sides(p.window)
         seen = (distances <= left) | (left < 0)
@@ -234,4 +247,5 @@ def _vector(p: Problem, biases: tuple, sizes: Plan, folded: bool) -> tuple[jax.A
     reach = max(sizes.forward.q + sizes.forward.k, sizes.backward.q + sizes.backward.k)
     before = reach if folded and p.is_causal else sizes.keys - keys
     widths = ((0, 0), (before, sizes.length - length))
-    return jnp.pad(vector, widths, constant_values=HIDDEN if folded else 0.0), before - first
+    vector = jnp.pad(vector, widths, constant_values=HIDDEN if folded else 0.0)
+    return vector, None if far is None else far[None, None], before - first

@@ -141,12 +141,12 @@ def transposed(linear: Callable, like: Any) -> Callable:
     return jax.vjp(linear, primal)[1]
 
 
-def _high(bounds: tuple, problem: Problem) -> int | None:
-    """The distance from which on a relative rule is constant, if there is one."""
-    high = bounds[1]
-    if high is None or not problem.contiguous:
-        return high
-    return min(high, problem.q.shape[1] - 1)
+def high_bound(rule: Any, problem: Problem) -> int | None:
+    """Returns the distance from which on a rule is constant, if there is one."""
+    high = rule.bounds[1]
+    if high is None or not rule.relative or problem.q_coordinates.ndim > 2:
+        return None
+    return min(high, problem.q.shape[1] - 1) if problem.contiguous else high
 
 
 def band_of(rule: ContentBias | ValueBias, problem: Problem, shift: bool) -> Band | None:
@@ -154,7 +154,7 @@ def band_of(rule: ContentBias | ValueBias, problem: Problem, shift: bool) -> Ban
     at = problem.q_coordinates
     if not rule.relative or at.ndim > 2 or at.dtype != jnp.int32:
         return None
-    low, high = rule.bounds[0], _high(rule.bounds, problem)
+    low, high = rule.bounds[0], high_bound(rule, problem)
     past_only = problem.contiguous and problem.is_causal and problem.prefix_length is None
     if problem.contiguous and low is not None:
         low = max(low, 1 - problem.k.shape[1])
@@ -174,9 +174,6 @@ def band_of(rule: ContentBias | ValueBias, problem: Problem, shift: bool) -> Ban
 
 def bias_term(bias: LogitBias, problem: Problem, shift: bool) -> Term:
     """Returns a rule on coordinates that cannot be evaluated once per distance."""
-    high = _high(bias.bounds, problem) if bias.relative else None
-    if problem.q_coordinates.ndim > 2:
-        high = None
     return Term(
         bias.rule,
         None,
@@ -185,7 +182,7 @@ def bias_term(bias: LogitBias, problem: Problem, shift: bool) -> Term:
         factor=problem.scale if bias.scaled else 1.0,
         of_content=False,
         band=None,
-        far=high if shift else None,
+        far=high_bound(bias, problem) if shift else None,
     )
 
 
