@@ -1,0 +1,89 @@
+"""kth: fetch the k-th symbol. It needs absolute addresses.
+
+    <begin> x_0 x_1 ... x_{n-1} <index j> x_j
+
+n is random, and so is j, among the first symbols. The distance from the index token to its
+answer changes with n, so a relative address is of no use; the place of the answer does not.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from experiments.recipe import Train
+from experiments.strict import ConfigError, need
+from experiments.tasks.base import Lookup
+
+_PAD, _BEGIN = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Kth(Lookup):
+    """Fetch the k-th symbol: absolute addressing."""
+
+    train: Train = dataclasses.field(default_factory=lambda: Train(steps=400))
+    """The recipe of the training."""
+    shortest: int = 4
+    """The least number n of symbols."""
+    indices: int = 16
+    """Number of different index tokens; j is below this and below n."""
+
+    name: ClassVar[str] = "kth"
+    about: ClassVar[str] = "fetch the k-th symbol (absolute addressing)"
+
+    @property
+    def vocab_size(self) -> int:
+        """Padding, begin, the symbols, the indices."""
+        return 2 + self.symbols + self.indices
+
+    def _fill(self, key: jax.Array, count: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+        """Returns tokens and mask [B, length + 1] for `count` [B, 1] symbols per row."""
+        batch = count.shape[0]
+        key_symbols, key_index = jax.random.split(key)
+        symbols = jax.random.randint(
+            key_symbols, (batch, length + 1), 2, 2 + self.symbols, jnp.int32
+        )
+        wanted = jax.random.randint(key_index, (batch, 1), 0, jnp.minimum(self.indices, count))
+        answer = jnp.take_along_axis(symbols, wanted + 1, 1)
+        place = jnp.arange(length + 1)[None]
+        tokens = jnp.where(place == 0, _BEGIN, symbols)
+        tokens = jnp.where(place == count + 1, 2 + self.symbols + wanted, tokens)
+        tokens = jnp.where(place == count + 2, answer, tokens)
+        tokens = jnp.where(place > count + 2, _PAD, tokens)
+        return tokens.astype(jnp.int32), (place == count + 2).astype(jnp.float32)
+
+    def sample(self, key, batch, length, data=None):
+        """Returns tokens and mask, [B, length + 1]; the mask is 1 on the answer."""
+        key_count, key_rest = jax.random.split(key)
+        count = jax.random.randint(key_count, (batch, 1), self.shortest, length - 1)
+        return self._fill(key_rest, count, length)
+
+    def sample_test(self, key, batch):
+        """Returns a batch in which rows take turns to be of each test length.
+
+        At the training length n is random, as in training; at a longer one it fills it.
+        """
+        key_count, key_rest = jax.random.split(key)
+        index = jnp.arange(batch)[:, None] % len(self.test_lengths)
+        count = jnp.asarray(self.test_lengths)[index] - 2
+        trained = jax.random.randint(key_count, (batch, 1), self.shortest, self.train_length - 1)
+        tokens, mask = self._fill(key_rest, jnp.where(index == 0, trained, count), self.longest)
+        return tokens, mask, jnp.broadcast_to(index.astype(jnp.int32), tokens.shape)
+
+    def check(self) -> None:
+        """Raises ConfigError for settings that contradict one another."""
+        super().check()
+        need(self.indices >= 1, "kth.indices", "must be at least 1", self)
+        need(self.shortest >= 1, "kth.shortest", "must be at least 1", self)
+        if self.shortest > self.train_length - 2:
+            raise ConfigError(
+                f"kth.shortest: {self.shortest} symbols do not fit into "
+                f"kth.train_length = {self.train_length}"
+            )
+        if self.eval_batch % len(self.test_lengths):
+            raise ConfigError(
+                f"kth.eval_batch: {self.eval_batch} is not a multiple of the "
+                f"{len(self.test_lengths)} test lengths"
+            )

@@ -1,0 +1,158 @@
+"""Training: many optimiser steps per compiled call, all seeds side by side.
+
+Seed s starts from the same parameters and sees the same batches whatever the scheme, so
+that schemes can be compared pair by pair.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import posenc_jax as pe
+from experiments.model import count_parameters, initialize, structure
+from experiments.recipe import Train
+from experiments.tasks import Task
+
+
+def make_optimizer(train: Train) -> optax.GradientTransformation:
+    """Returns clipped AdamW with linear warm-up and cosine decay."""
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0,
+        train.learning_rate,
+        train.warmup,
+        train.steps,
+        train.learning_rate * train.final_rate,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(train.clip),
+        optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay),
+    )
+
+
+def token_losses(graphdef: Any, params: nnx.State, tokens: jax.Array) -> jax.Array:
+    """Returns -log p of each token after the first, nats [B, T], for tokens [B, T + 1]."""
+    logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
+
+def mean_loss(params: nnx.State, graphdef: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the mean loss of the tokens under the mask [B, T + 1]."""
+    mask = mask[:, 1:]
+    losses = token_losses(graphdef, params, tokens)
+    return (losses * mask).sum() / jnp.maximum(mask.sum(), 1.0)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "task"), donate_argnames="state")
+def advance(
+    state: Any, keys: jax.Array, first: jax.Array, data: Any, *, graphdef: Any, task: Task
+) -> tuple[Any, jax.Array]:
+    """Makes `task.train.steps_per_call` optimiser steps; gives up the memory of `state`.
+
+    Args:
+      state: parameters and optimiser state, leaves [seeds, ...].
+      keys: [seeds], of the data.
+      first: the number of the first step, int32.
+      data: what the task samples from.
+      graphdef: structure of the model.
+      task: the task.
+
+    Returns:
+      The new state, and losses [seeds, steps].
+    """
+    optimizer = make_optimizer(task.train)
+
+    def step(carry, at):
+        (params, moments), key = carry
+        drawn = jax.random.fold_in(key, at)
+        tokens, mask = task.sample(drawn, task.train.batch, task.train_length, data)
+        loss, slope = jax.value_and_grad(mean_loss)(params, graphdef, tokens, mask)
+        change, moments = optimizer.update(slope, moments, params)
+        return ((optax.apply_updates(params, change), moments), key), loss
+
+    def one_seed(state, key):
+        steps = first + jnp.arange(task.train.steps_per_call)
+        (state, _), losses = jax.lax.scan(step, (state, key), steps)
+        return state, losses
+
+    return jax.vmap(one_seed)(state, keys)
+
+
+@dataclasses.dataclass
+class Trained:
+    """What training leaves behind.
+
+    Attributes:
+      params: leaves [seeds, ...].
+      parameters: how many, per seed.
+      curve: "step" [points] and "loss" [points][seeds], means over the steps between points.
+      compile_seconds, train_seconds, cpu_seconds: wall time of both, CPU time of training.
+    """
+
+    params: nnx.State
+    parameters: int
+    curve: dict[str, list]
+    compile_seconds: float
+    train_seconds: float
+    cpu_seconds: float
+
+
+def seed_keys(seeds: list[int], purpose: str) -> jax.Array:
+    """Returns a key per seed [seeds], of its own for each purpose."""
+    number = {"parameters": 0, "data": 1, "test": 2}[purpose]
+    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s), number))(jnp.asarray(seeds))
+
+
+def train(
+    task: Task,
+    scheme: pe.Scheme,
+    seeds: list[int],
+    data: Any,
+    report: Callable[[int, list[float]], None] = lambda step, loss: None,
+) -> Trained:
+    """Trains one model per seed.
+
+    Args:
+      task: says what to learn, how long and with which model.
+      scheme: the position encoding.
+      seeds: of parameters and data.
+      data: what `task.load` returned.
+      report: called with the step and the losses [seeds] after each compiled call.
+
+    Raises:
+      FloatingPointError: if a loss is not finite.
+    """
+    started = time.perf_counter()
+    graphdef = structure(task.model, scheme, task.vocab_size)
+    params = initialize(task.model, scheme, task.vocab_size, seed_keys(seeds, "parameters"))
+    state = params, jax.vmap(make_optimizer(task.train).init)(params)
+    keys = seed_keys(seeds, "data")
+    compiled = advance.lower(
+        state, keys, jnp.int32(0), data, graphdef=graphdef, task=task
+    ).compile()
+    begun, cpu = time.perf_counter(), time.process_time()
+    curve: dict[str, list] = {"step": [], "loss": []}
+    for first in range(0, task.train.steps, task.train.steps_per_call):
+        state, losses = compiled(state, keys, jnp.int32(first), data)
+        mean = np.asarray(losses).mean(1)
+        curve["step"].append(first + task.train.steps_per_call)
+        curve["loss"].append([round(float(x), 5) for x in mean])
+        if not np.isfinite(mean).all():
+            raise FloatingPointError(f"the loss is not finite at step {curve['step'][-1]}")
+        report(curve["step"][-1], curve["loss"][-1])
+    ended = time.perf_counter()
+    return Trained(
+        params=state[0],
+        parameters=count_parameters(state[0]),
+        curve=curve,
+        compile_seconds=begun - started,
+        train_seconds=ended - begun,
+        cpu_seconds=time.process_time() - cpu,
+    )
