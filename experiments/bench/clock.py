@@ -1,0 +1,84 @@
+"""Timing side by side: every case once per round, the order turned by one each time.
+
+What else the machine does then hits all cases alike. The least time of the rounds is the
+nearest to an undisturbed one; the median beside it shows how disturbed they were.
+"""
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one case over all rounds, and how they compare to the first case."""
+
+    name: str
+    least: float
+    median: float
+    ratio: float
+    median_ratio: float
+    rounds: int
+
+
+def side_by_side(
+    cases: dict[str, Callable[[], Any]], *, rounds: int = 15, seconds: float = 30.0, inner: int = 1
+) -> list[Timing]:
+    """Returns the timings of cases; the first is the reference.
+
+    Args:
+      cases: functions without arguments, their results arrays (or trees of them).
+      rounds: at least this many, and more while `seconds` are not over, up to four times.
+      seconds: how long to go on beyond `rounds`.
+      inner: calls per measurement, for cases that are too short for the clock.
+    """
+    names = list(cases)
+    for name in names:
+        for _ in range(2):
+            jax.block_until_ready(cases[name]())
+    took: dict[str, list[float]] = {name: [] for name in names}
+    end = time.perf_counter() + seconds
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(4 * rounds):
+            if i >= rounds and time.perf_counter() > end:
+                break
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                began = time.perf_counter()
+                for _ in range(inner):
+                    result = jax.block_until_ready(cases[name]())
+                took[name].append((time.perf_counter() - began) / inner)
+                del result
+    finally:
+        gc.enable()
+    least = {name: min(times) for name, times in took.items()}
+    median = {name: statistics.median(times) for name, times in took.items()}
+    first = names[0]
+    return [
+        Timing(
+            name,
+            least[name],
+            median[name],
+            least[name] / least[first],
+            median[name] / median[first],
+            len(took[name]),
+        )
+        for name in names
+    ]
+
+
+def show(title: str, timings: list[Timing]) -> None:
+    """Prints timings as a table."""
+    print(f"\n{title}  ({timings[0].rounds} rounds)")
+    print(f"  {'':34s} {'least ms':>9s} {'median ms':>10s} {'ratio':>7s} {'of medians':>11s}")
+    for t in timings:
+        numbers = (
+            f"{t.least * 1e3:9.3f} {t.median * 1e3:10.3f} {t.ratio:7.2f} {t.median_ratio:11.2f}"
+        )
+        print(f"  {t.name:34s} {numbers}", flush=True)

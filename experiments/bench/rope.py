@@ -1,0 +1,119 @@
+"""RoPE against `x + 1` on the same arrays, and its tables against `jnp.cos` and `jnp.sin`.
+
+Adding one reads and writes each element once: no rotation can be faster, so the ratio says how
+much is lost. Forward+backward is measured against `x + 1, y + 1`. Tables are made inside the
+rotation, in every case. The table on its own is measured near position 1 000 000, with its error
+against float64.
+"""
+
+import argparse
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import posenc_jax as pe
+from experiments.bench.clock import show, side_by_side
+
+SHAPES = ((4, 2048, 16, 64), (1, 8192, 8, 128))
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+TABLE = (8192, 64)
+FAR = 1_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's settings."""
+    parser.add_argument("--rounds", type=int, default=15, help="rounds per table (default: 15)")
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help="go on that long per table (default: 6)"
+    )
+    parser.add_argument("--theta", type=float, default=10000.0, help="base (default: 10000)")
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Measures everything; returns the numbers."""
+    timed = functools.partial(side_by_side, rounds=options.rounds, seconds=options.seconds)
+    out = []
+    for shape in SHAPES:
+        for name, dtype in DTYPES.items():
+            title = f"{shape} {name}"
+            for what, cases in (
+                ("forward", forward_cases(shape, dtype, options.theta)),
+                ("forward+backward", both_cases(shape, dtype, options.theta)),
+            ):
+                timings = timed(cases)
+                show(f"rope {title} {what}", timings)
+                out.append(_record(timings, shape=shape, dtype=name, what=what))
+    timings, errors = table(options.theta, timed)
+    show(f"cos and sin {TABLE} at positions from {FAR}", timings)
+    for name, error in errors.items():
+        print(f"  greatest error of {name}: {error:.1e}")
+    out.append(_record(timings, shape=TABLE, dtype="float32", what="table", errors=errors))
+    return {"results": out}
+
+
+def rotations(length: int, theta: float) -> dict:
+    """Returns the rotations to measure, by name."""
+    positions = jnp.arange(length, dtype=jnp.int32)
+    return {
+        layout: functools.partial(
+            pe.apply_rope, positions=positions, theta=theta, interleaved=layout == "interleaved"
+        )
+        for layout in ("half", "interleaved")
+    }
+
+
+def forward_cases(shape, dtype, theta: float) -> dict:
+    """Returns the forward cases, the reference first."""
+    x = jax.random.normal(jax.random.key(0), shape).astype(dtype)
+    functions = {"x + 1": lambda x: x + jnp.asarray(1, dtype), **rotations(shape[1], theta)}
+    return {name: functools.partial(jax.jit(f), x) for name, f in functions.items()}
+
+
+def both_cases(shape, dtype, theta: float) -> dict:
+    """Returns the forward+backward cases, the reference first."""
+    x, dy = (jax.random.normal(jax.random.key(i), shape).astype(dtype) for i in range(2))
+    one = jnp.asarray(1, dtype)
+
+    def both(rotate, x, dy):
+        y, pull = jax.vjp(rotate, x)
+        return y, *pull(dy)
+
+    functions = {"x + 1, y + 1": lambda x, dy: (x + one, dy + one)}
+    for name, rotate in rotations(shape[1], theta).items():
+        functions[name] = functools.partial(both, rotate)
+    return {name: functools.partial(jax.jit(f), x, dy) for name, f in functions.items()}
+
+
+def table(theta: float, timed):
+    """Returns timings of a table near a far position, and the greatest errors."""
+    length, pairs = TABLE
+    positions = jnp.arange(FAR, FAR + length, dtype=jnp.int32)
+    frequencies, _ = pe.rope_frequencies(2 * pairs, theta)
+    narrow = jnp.asarray(frequencies, jnp.float32)
+
+    def plain(positions):
+        angles = positions[:, None].astype(jnp.float32) * narrow
+        return jnp.cos(angles), jnp.sin(angles)
+
+    makers = {
+        "jnp.cos and jnp.sin": jax.jit(plain),
+        "posenc_jax.cos_sin": jax.jit(lambda positions: pe.cos_sin(positions, frequencies)),
+    }
+    timings = timed({name: functools.partial(f, positions) for name, f in makers.items()}, inner=10)
+    angles = np.asarray(positions, np.float64)[:, None] * frequencies
+    true = np.cos(angles), np.sin(angles)
+    errors = {
+        name: max(
+            float(np.abs(np.asarray(a, np.float64) - b).max())
+            for a, b in zip(f(positions), true, strict=True)
+        )
+        for name, f in makers.items()
+    }
+    return timings, errors
+
+
+def _record(timings, **facts) -> dict:
+    return {**facts, "timings": [dataclasses.asdict(timing) for timing in timings]}
