@@ -61,8 +61,8 @@ quote = '$(subst ','\'',$(1))'
 option = $(if $(value $(1)),--$(2) $(call quote,$($(1))))
 
 compare: $(VENV)/.installed-experiments ## Train and compare (QUICK=1 SCHEMES=rope,alibi SEEDS=3 NAME=mine)
-	$(RUN) -m experiments compare configs/compare.toml $(if $(filter-out 0,$(QUICK)),--quick) \
-	  $(call option,SCHEMES,schemes) $(call option,SEEDS,seeds) $(call option,NAME,name) $(ARGS)
+	$(strip $(RUN) -m experiments compare configs/compare.toml $(if $(filter-out 0,$(QUICK)),--quick) \
+	  $(call option,SCHEMES,schemes) $(call option,SEEDS,seeds) $(call option,NAME,name) $(ARGS))
 
 bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" for a training step)
 	$(RUN) -m experiments bench $(or $(ARGS),rope)

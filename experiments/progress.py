@@ -118,12 +118,12 @@ class Progress:
         """Takes a run's result; one that was never updated was there from before."""
         key, now = (run["task"], run["scheme"]), time.monotonic()
         ran = self._current is not None and key == (self._current["task"], self._current["scheme"])
-        if ran:
-            self._left.learn(run["task"], now - self._since)
-        self._runs[key], self._current = run, None
+        seconds = now - self._since if ran else None
+        if seconds is not None:
+            self._left.learn(run["task"], seconds)
+        self._runs[key], self._current, self._since = run, None, now
         if self._live is None:
-            self.console.print(Text(self._line(run, now - self._since if ran else None)))
-        self._since = now
+            self.console.print(Text(self._line(run, seconds)))
 
     def message(self, text: str):
         """Prints a line above the display."""

@@ -159,3 +159,15 @@ def test_runs_from_before_do_not_teach_the_time():
         progress.start(PLAN, seconds_guess=400)
         progress.finish(make_run("kback", "none"))
         assert "done before (about 5 min 0 s left)" in console.file.getvalue()
+
+
+def test_time_left_starts_anew_with_each_run(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("experiments.progress.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=80)
+    with Progress(console) as progress:
+        progress.start(PLAN[:2], seconds_guess=60)
+        progress.update("kback", "none", step=1, steps=2, loss=1.0)
+        now[0] = 10.0
+        progress.finish(make_run("kback", "none"))
+    assert "loss 0.250; 10 s (about 10 s left)" in console.file.getvalue()
