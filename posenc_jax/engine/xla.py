@@ -119,8 +119,8 @@ class _Tile:
         """Returns what rules add to the logits, or None for nothing."""
         out = None
         if window is not None:
-            sizes = self.blocks.q, self.blocks.k
-            out = by_diagonal(window, sizes, self.flip)[None]
+            sizes = self.all.q.shape[0], self.blocks.q, self.blocks.k
+            out = by_diagonal(window, sizes, self.flip)
         if plain:
             return out
         for term, rows, cols in zip(terms, q["rows"], k["cols"], strict=True):

@@ -12,24 +12,26 @@ import jax.numpy as jnp
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def by_diagonal(window: jax.Array, sizes: tuple[int, int], flip: bool) -> jax.Array:
+def by_diagonal(window: jax.Array, sizes: tuple[int, int, int], flip: bool) -> jax.Array:
     """Spreads a number per distance over a tile, constant along its diagonals.
 
     Args:
       window: [N, Q + K - 1], in order of growing distance of query from key.
-      sizes: Q and K.
-      flip: whether to return [N, K, Q].
+      sizes: B, Q and K.
+      flip: whether to return [B, N, K, Q].
 
     Returns:
-      [N, Q, K].
+      [B, N, Q, K], the same for every batch row.
     """
-    rows, columns = sizes[::-1] if flip else sizes
+    batch, *tile = sizes
+    rows, columns = tile[::-1] if flip else tile
     line = window if flip else window[:, ::-1]
 
     def row(r):
         return jax.lax.dynamic_slice_in_dim(line, rows - 1 - r, columns, 1)
 
-    return jax.vmap(row, out_axes=1)(jnp.arange(rows, dtype=jnp.int32))
+    out = jax.vmap(row, out_axes=1)(jnp.arange(rows, dtype=jnp.int32))
+    return jnp.broadcast_to(out[None], (batch, *out.shape))
 
 
 def _by_diagonal_forward(window, sizes, flip):
@@ -37,17 +39,17 @@ def _by_diagonal_forward(window, sizes, flip):
 
 
 def _by_diagonal_backward(sizes, flip, _, tile):
-    rows, columns = tile.shape[1:]
+    rows, columns = tile.shape[2:]
 
     def add_row(r, line):
         start = rows - 1 - r
-        old = jax.lax.dynamic_slice_in_dim(line, start, columns, 1)
-        new = old + jax.lax.dynamic_index_in_dim(tile, r, 1, keepdims=False)
-        return jax.lax.dynamic_update_slice_in_dim(line, new, start, 1)
+        old = jax.lax.dynamic_slice_in_dim(line, start, columns, 2)
+        new = old + jax.lax.dynamic_index_in_dim(tile, r, 2, keepdims=False)
+        return jax.lax.dynamic_update_slice_in_dim(line, new, start, 2)
 
-    # The first row lies at the line's end: this is zeros, made from the tile.
-    line = jnp.pad(jnp.zeros_like(tile[:, 0]), ((0, 0), (rows - 1, 0)))
-    line = jax.lax.fori_loop(0, rows, add_row, line)
+    # Every batch row has a line of its own: XLA would put a sum over them into the loop.
+    line = jnp.pad(jnp.zeros_like(tile[:, :, 0]), ((0, 0), (0, 0), (rows - 1, 0)))
+    line = jax.lax.fori_loop(0, rows, add_row, line).sum(0)
     return (line if flip else line[:, ::-1],)
 
 
