@@ -54,7 +54,8 @@ def scheme_embedding(
     else:
         at = coordinate_values("scheme_embedding", coordinates)
     if at.ndim != 3:
-        at = _rows("scheme_embedding", at, batch, length, "positions")
+        name = "positions" if coordinates is None else "coordinates"
+        at = _rows("scheme_embedding", at, batch, length, name)
     return scheme.embed(params, x, at)
 
 
@@ -214,7 +215,8 @@ def new_cache(
     at = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     if coordinates is not None:
         shape = (*coordinates.shape[:-1], 1)
-        coordinates = at = jax.ShapeDtypeStruct(shape, coordinates.dtype)
+        number = jnp.float32 if coordinates.dtype == jnp.float32 else jnp.int32
+        coordinates = at = jax.ShapeDtypeStruct(shape, number)
 
     def stored(params, x, q, k, at):
         _, cols, state = scheme.side(params, x, q, k, at, None)

@@ -1,10 +1,12 @@
 """The key/value cache: it stores where tokens are beside what they hold."""
 
 import dataclasses
+import functools
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from posenc_jax.checks import require
 
@@ -110,14 +112,15 @@ class KVCache:
         reports it by `overflowed`.
 
         Raises:
-          ValueError: if the tokens do not fit, where that can be known.
+          ValueError: if the tokens do not fit, where that can be known, or their arrays are
+            not those that the cache was made for.
         """
         count = k.shape[1]
         require(
             count <= self.capacity,
             f"KVCache: {count} tokens do not fit a cache of {self.capacity} slots.",
         )
-        if not self.ring and not isinstance(self.length, jax.core.Tracer):
+        if not self.ring and not isinstance(self.length, Tracer):
             require(
                 int(self.length) + count <= self.capacity,
                 f"KVCache: {int(self.length)} of {self.capacity} slots are used and "
@@ -126,7 +129,13 @@ class KVCache:
         start = self.length % self.capacity if self.ring else self.length
         slots = (start + jnp.arange(count, dtype=jnp.int32)) % self.capacity
 
-        def write(old, new, axis=1):
+        def write(name, old, new, axis=1):
+            wanted = list(old.shape)
+            wanted[axis] = count
+            require(
+                new.shape == tuple(wanted),
+                f"KVCache: {name} must be {tuple(wanted)} for this cache, got {new.shape}.",
+            )
             new = new.astype(old.dtype)
             if not self.ring or count == 1:
                 return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis)
@@ -139,12 +148,14 @@ class KVCache:
         after = jnp.where(segment_ids >= 0, positions + 1, 0).max(axis=1)
         return dataclasses.replace(
             self,
-            k=write(self.k, k),
-            v=write(self.v, v),
-            positions=write(self.positions, positions),
-            segment_ids=write(self.segment_ids, segment_ids),
-            coordinates=None if coordinates is None else write(self.coordinates, coordinates, -1),
-            cols=jax.tree.map(write, self.cols, cols),
+            k=write("k", self.k, k),
+            v=write("v", self.v, v),
+            positions=write("positions", self.positions, positions),
+            segment_ids=write("segment_ids", self.segment_ids, segment_ids),
+            coordinates=None
+            if coordinates is None
+            else write("coordinates", self.coordinates, coordinates, -1),
+            cols=jax.tree.map(functools.partial(write, "cols"), self.cols, cols),
             state=state,
             length=self.length + count,
             next_positions=jnp.maximum(self.next_positions, after).astype(jnp.int32),
