@@ -1,0 +1,180 @@
+"""A sequence over eight devices: outputs and all gradients are those of one device."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from support import SIZES, build, make_batch
+from test_user_schemes import FoX
+
+import posenc_jax as pe
+from posenc_jax import positions as at
+from posenc_jax.sharding import carried_in, sequence_parallel_attention, zigzag
+
+LENGTH = 32
+RULES = ["none", "alibi", "t5", "shaw", "rope"]
+
+
+def run(scheme, params, tokens, positions, segments, order, method, kind, **options):
+    """Loss and output on eight devices; tokens dealt out in `order`."""
+    rows, cols, _ = scheme.side(params, tokens.x, tokens.q, tokens.k, positions, None)
+    q = scheme.query(params, tokens.q, positions, rows)
+    k = scheme.key(params, tokens.k, positions, cols)
+    rules = {"bias": scheme.bias(params), "value_bias": scheme.value(params)}
+    options = {"is_causal": True} | options
+    if method is None:
+        return pe.attention(
+            q,
+            k,
+            tokens.v,
+            content=scheme.content(params, rows, cols),
+            q_positions=positions,
+            k_positions=positions,
+            q_segment_ids=segments,
+            implementation="reference",
+            **rules,
+            **options,
+        )
+    spread = PartitionSpec(None, "sequence")
+
+    @functools.partial(jax.shard_map, in_specs=(spread, PartitionSpec()), out_specs=spread)
+    def local(mine, rules):
+        q, k, v, rows, cols, positions, segments = mine
+        content = scheme.content(rules["params"], rows, cols)
+        return sequence_parallel_attention(
+            q,
+            k,
+            v,
+            axis_name="sequence",
+            method=method,
+            content=content,
+            bias=rules["bias"],
+            value_bias=rules["value_bias"],
+            q_positions=positions,
+            k_positions=positions,
+            q_segment_ids=segments,
+            k_segment_ids=segments,
+            **options,
+        )
+
+    def deal(x):
+        x = x[:, order]
+        return jax.sharding.reshard(x, spread) if kind == AxisType.Explicit else x
+
+    mine = jax.tree.map(deal, (q, k, tokens.v, rows, cols, positions, segments))
+    out = local(mine, rules | {"params": params})
+    if kind == AxisType.Explicit:
+        out = jax.sharding.reshard(out, PartitionSpec())
+    return out[:, np.argsort(order)]
+
+
+def eight(kind):
+    return jax.set_mesh(jax.make_mesh((8,), ("sequence",), axis_types=(kind,)))
+
+
+CASES = [(name, "ring", AxisType.Auto) for name in RULES]
+CASES += [("shaw", "ring", AxisType.Explicit), ("shaw", "all_gather", AxisType.Auto)]
+
+
+@pytest.mark.parametrize(("name", "method", "kind"), CASES, ids=str)
+def test_a_sharded_sequence_gives_the_same_numbers(name, method, kind):
+    scheme = build(pe.SCHEMES[name])
+    params, tokens = scheme.init(jax.random.key(0)), make_batch(length=LENGTH)
+    segments = jnp.asarray([[0] * 13 + [1] * 17 + [-1] * 2] * 2)
+    positions = at.from_segment_ids(segments)
+    weights = jax.random.normal(jax.random.key(9), tokens.q.shape)
+
+    def loss(params, tokens, method):
+        order = zigzag(LENGTH, 8)
+        out = run(scheme, params, tokens, positions, segments, order, method, kind)
+        return (out * weights).sum(), out
+
+    f = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
+    (_, wanted), wanted_grads = f(params, tokens, None)
+    with eight(kind):
+        (_, out), grads = f(params, tokens, method)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(grads), jax.device_get(wanted_grads), atol=5e-5)
+
+
+def test_window_sinks_and_softcap_over_a_ring():
+    scheme, tokens = pe.ALiBi(SIZES["num_heads"]), make_batch(length=LENGTH)
+    positions = at.count_up(2, LENGTH)
+    segments = jnp.zeros_like(positions)
+    options = {"window": 7, "softcap": 5.0, "sinks": jnp.linspace(-1, 1, SIZES["num_heads"])}
+    args = scheme, {}, tokens, positions, segments
+    wanted = run(*args, None, None, None, **options)
+    with eight(AxisType.Auto):
+        out = run(*args, np.arange(LENGTH), "ring", AxisType.Auto, **options)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_running_sums_start_where_the_shard_before_ended():
+    scheme, tokens = FoX(SIZES["num_heads"], SIZES["model_dim"]), make_batch(length=LENGTH)
+    params = scheme.init(jax.random.key(0))
+    wanted, _ = pe.scheme_attention(
+        scheme, params, tokens.q, tokens.k, tokens.v, x=tokens.x, is_causal=True
+    )
+    spread = PartitionSpec(None, "sequence")
+
+    @functools.partial(jax.shard_map, in_specs=(spread, spread), out_specs=spread)
+    def local(tokens, positions):
+        side = functools.partial(scheme.side, params, tokens.x, tokens.q, tokens.k, positions)
+        _, _, total = side(None)
+        rows, cols, _ = side(carried_in(total, "sequence"))
+        return sequence_parallel_attention(
+            tokens.q,
+            tokens.k,
+            tokens.v,
+            axis_name="sequence",
+            content=scheme.content(params, rows, cols),
+            q_positions=positions,
+            k_positions=positions,
+            is_causal=True,
+        )
+
+    with eight(AxisType.Auto):
+        np.testing.assert_allclose(local(tokens, at.count_up(2, LENGTH)), wanted, atol=1e-5)
+
+
+def test_heads_over_more_devices_than_key_heads():
+    """Tensor parallelism by sharding alone: 8 devices, 8 query heads, 2 key heads."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, LENGTH, n, 8)) for key, n in zip(keys, (8, 2, 2), strict=True)
+    )
+    scheme = pe.T5(8)
+    params = scheme.init(keys[0])
+
+    def loss(params, q, k, v):
+        out = pe.attention(q, k, v, bias=scheme.bias(params), is_causal=True, scale=1.0)
+        return (out**2).sum()
+
+    f = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+    wanted = f(params, q, k, v)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("heads",), axis_types=(kind,))
+        by_head = jax.NamedSharding(mesh, PartitionSpec(None, None, "heads"))
+        with jax.set_mesh(mesh):
+            chex.assert_trees_all_close(
+                f(params, jax.device_put(q, by_head), k, v), wanted, rtol=1e-4, atol=1e-4
+            )
+
+
+def test_what_goes_by_slots_is_refused():
+    x = jnp.ones((1, 4, 2, 8))
+    p = at.count_up(1, 4)
+    with pytest.raises(NotImplementedError, match="mask is not supported"):
+        sequence_parallel_attention(
+            x, x, x, axis_name="a", q_positions=p, k_positions=p, mask=jnp.ones((1, 1, 4, 4), bool)
+        )
+    with pytest.raises(ValueError, match="method must be 'ring' or 'all_gather', got 'tree'"):
+        sequence_parallel_attention(
+            x, x, x, axis_name="a", q_positions=p, k_positions=p, method="tree"
+        )
+    with pytest.raises(ValueError, match="length=9 must be a multiple of twice_the_shards=4"):
+        zigzag(9, 2)
