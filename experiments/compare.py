@@ -115,12 +115,11 @@ def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) 
     """
     tasks = {name: load_task(experiment.task(name)) for name in experiment.tasks}
     folder = Folder(experiment, fresh=fresh)
-    folder.open()
+    folder.open(**{f"corpus {c.name}": f"{c.size} bytes, sha256 {c.sha256}" for c in _texts(tasks)})
     status = 0
     with Progress() as progress:
-        for loaded in tasks.values():
-            if loaded.corpus is not None:
-                progress.message(loaded.corpus.describe())
+        for corpus in _texts(tasks):
+            progress.message(corpus.describe())
         guesses = {name: SECONDS[name] * experiment.seeds for name in tasks}
         progress.start(experiment.plan(), guesses)
         try:
@@ -183,6 +182,10 @@ def _kept(experiment: Experiment, folder: Folder, task: str, name: str) -> Any:
         lambda k: initialize(settings.model, scheme, settings.vocab_size, k), keys
     )
     return folder.load_parameters(task, name, like)
+
+
+def _texts(tasks: dict[str, Loaded]) -> list[Corpus]:
+    return [loaded.corpus for loaded in tasks.values() if loaded.corpus is not None]
 
 
 def _attempt(

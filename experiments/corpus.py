@@ -55,7 +55,7 @@ class Corpus:
     def describe(self) -> str:
         """Returns the line that identifies the corpus."""
         return (
-            f"corpus {self.name}: {self.size:,} bytes, {len(self.held_out):,} of them held out, "
+            f"corpus {self.name}: {self.size:,} bytes ({len(self.held_out):,} held out), "
             f"sha256 {self.sha256[:16]}"
         )
 

@@ -97,7 +97,8 @@ class Folder:
                 "runs": [],
             }
         self._results["config"] = self._tables()
-        self._results["environment"] = environment()
+        before = self._results.get("environment", {})
+        self._results["environment"] = before | environment()
 
     @property
     def runs(self) -> dict[tuple[str, str], dict[str, Any]]:
@@ -109,8 +110,9 @@ class Folder:
         run = self.runs.get((task, scheme))
         return run if run and run["status"] == "done" else None
 
-    def open(self) -> None:
-        """Writes what is known before the first run."""
+    def open(self, **facts: Any) -> None:
+        """Writes what is known before the first run; `facts` join the environment."""
+        self._results["environment"] |= facts
         write_whole(self.path / "config.toml", write_toml(self._results["config"]))
         self._write_json("environment.json", self._results["environment"])
         self._write_json("results.json", self._results)

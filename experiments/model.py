@@ -97,7 +97,7 @@ def initialize(sizes: Model, scheme: pe.Scheme, vocab_size: int, keys: jax.Array
     def one(key):
         return nnx.state(LanguageModel(sizes, scheme, vocab_size, key))
 
-    return jax.jit(jax.vmap(one))(keys)
+    return jax.vmap(one)(keys)
 
 
 def count_parameters(params: nnx.State) -> int:

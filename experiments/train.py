@@ -50,6 +50,10 @@ def mean_loss(params: nnx.State, graphdef: Any, tokens: jax.Array, mask: jax.Arr
     return (losses * mask).sum() / jnp.maximum(mask.sum(), 1.0)
 
 
+# On a CPU the lower level compiles a quarter faster to code of the same speed.
+_COMPILER_OPTIONS = {"cpu": {"xla_backend_optimization_level": 1}}
+
+
 @functools.partial(jax.jit, static_argnames=("graphdef", "task"), donate_argnames="state")
 def advance(
     state: Any, keys: jax.Array, first: jax.Array, data: Any, *, graphdef: Any, task: Task
@@ -134,9 +138,8 @@ def train(
     params = initialize(task.model, scheme, task.vocab_size, seed_keys(seeds, "parameters"))
     state = params, jax.vmap(make_optimizer(task.train).init)(params)
     keys = seed_keys(seeds, "data")
-    compiled = advance.lower(
-        state, keys, jnp.int32(0), data, graphdef=graphdef, task=task
-    ).compile()
+    lowered = advance.lower(state, keys, jnp.int32(0), data, graphdef=graphdef, task=task)
+    compiled = lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
     begun, cpu = time.perf_counter(), time.process_time()
     curve: dict[str, list] = {"step": [], "loss": []}
     for first in range(0, task.train.steps, task.train.steps_per_call):

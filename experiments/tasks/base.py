@@ -98,9 +98,9 @@ class Lookup(Task):
 
     symbols: int = 16
     """Number of different symbols."""
-    eval_batch: int = 64
+    eval_batch: int = 128
     """Sequences per batch of the evaluation, each as long as the longest test length."""
-    eval_batches: int = 8
+    eval_batches: int = 2
     """Batches of the evaluation."""
     threshold: float = 0.9
     """Accuracy at the training length from which on a model counts as fitted."""

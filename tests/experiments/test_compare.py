@@ -1,0 +1,259 @@
+"""The main job, very small: what it writes, how it resumes, what it refuses."""
+
+import json
+import os
+import tomllib
+
+import numpy as np
+import pytest
+
+from experiments import compare as compare_module
+from experiments.__main__ import main
+
+SMALL = """
+tasks = ["kback"]
+[schemes]
+names = ["none", "rope"]
+[kback]
+test_lengths = [32, 48]
+eval_batch = 8
+[kback.model]
+model_dim = 16
+num_layers = 1
+num_heads = 2
+[kback.train]
+steps = 4
+steps_per_call = 2
+warmup = 1
+batch = 4
+[text]
+train_length = 16
+test_lengths = [16, 32]
+sliding_lengths = [16, 32]
+eval_bytes = 64
+stride = 4
+[text.model]
+model_dim = 16
+num_layers = 1
+num_heads = 2
+[text.train]
+steps = 4
+steps_per_call = 2
+warmup = 1
+batch = 4
+"""
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """Runs a command on the small experiment in a folder of its own."""
+    file = tmp_path / "small.toml"
+    file.write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+
+    def call(command, *arguments):
+        status = main([command, str(file), "--name", "small", *arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    call.folder = tmp_path / "results" / "small"
+    call.read = lambda: json.loads((call.folder / "results.json").read_text())
+    return call
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """A module of the user's own beside the experiment."""
+    import pathlib
+
+    source = pathlib.Path(__file__).with_name("mine.py").read_text()
+    (tmp_path / "my_schemes.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_from_command_to_report_with_a_scheme_of_ones_own(run, own_module):
+    mine = "my_schemes:Parity"
+    status, out, err = run("compare", "--schemes", f"rope,{mine}", "--seeds", "2")
+    assert (status, err) == (0, "")
+    results = run.read()
+    assert {"name", "created", "config", "environment", "runs"} <= results.keys()
+    assert [r["scheme"] for r in results["runs"]] == ["rope", mine]
+    for r in results["runs"]:
+        assert r["status"] == "done" and r["error"] is None and r["seeds"] == [0, 1]
+        assert r["curve"]["step"] == [2, 4]
+        assert np.shape(r["curve"]["loss"]) == (2, 2) and r["final_loss"] == r["curve"]["loss"][-1]
+        assert [e["length"] for e in r["evaluations"]] == [32, 48]
+        assert [e["in_distribution"] for e in r["evaluations"]] == [True, False]
+        assert all(len(e["values"]) == 2 for e in r["evaluations"])
+        assert r["parameters"] > 0 and r["train_seconds"] > 0 and r["cpu_seconds"] > 0
+        assert r["fitted"] is False and "0.9" in r["fit_rule"]
+    files = {f.name for f in run.folder.iterdir()}
+    assert files == {
+        "config.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "results.json",
+        "report.html",
+    }
+    resolved = tomllib.loads((run.folder / "config.toml").read_text())
+    assert resolved["schemes"]["names"] == ["rope", mine] and resolved["seeds"] == 2
+    assert json.loads((run.folder / "environment.json").read_text())["jax"]
+    lines = [json.loads(x) for x in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(x["scheme"], x["step"]) for x in lines] == [
+        ("rope", 2),
+        ("rope", 4),
+        (mine, 2),
+        (mine, 4),
+    ]
+    assert "report.html" in out
+
+
+def test_a_second_call_does_only_what_is_missing(run, monkeypatch):
+    assert run("compare", "--schemes", "none")[0] == 0
+    first = run.read()["runs"][0]
+    trained = []
+    original = compare_module.train
+    monkeypatch.setattr(
+        compare_module,
+        "train",
+        lambda task, scheme, *a: trained.append(scheme) or original(task, scheme, *a),
+    )
+    assert run("compare", "--schemes", "none,rope")[0] == 0
+    assert [type(s).__name__ for s in trained] == ["RoPE"]
+    runs = run.read()["runs"]
+    assert runs[0] == first and [r["scheme"] for r in runs] == ["none", "rope"]
+    assert run("compare", "--schemes", "rope")[0] == 0
+    assert len(trained) == 1 and len(run.read()["runs"]) == 2
+    resolved = tomllib.loads((run.folder / "config.toml").read_text())
+    assert resolved["schemes"]["names"] == ["none", "rope"]
+
+
+def test_stopping_keeps_what_is_done(run, monkeypatch):
+    original = compare_module.train
+
+    def stop_at_rope(task, scheme, *rest):
+        if type(scheme).__name__ == "RoPE":
+            raise KeyboardInterrupt
+        return original(task, scheme, *rest)
+
+    monkeypatch.setattr(compare_module, "train", stop_at_rope)
+    status, out, _ = run("compare")
+    assert status == 130 and "goes on from there" in out
+    assert [r["scheme"] for r in run.read()["runs"]] == ["none"]
+    assert (run.folder / "report.html").exists()
+    monkeypatch.setattr(compare_module, "train", original)
+    assert run("compare")[0] == 0
+    assert [r["scheme"] for r in run.read()["runs"]] == ["none", "rope"]
+
+
+def test_another_configuration_is_refused_and_nothing_lost(run):
+    assert run("compare", "--schemes", "none")[0] == 0
+    before = {f.name: f.read_bytes() for f in run.folder.iterdir()}
+    status, _, err = run("compare", "--schemes", "none", "--kback.train.batch", "5")
+    assert status == 2 and err.count("\n") == 1
+    assert "kback.train.batch (4 there, 5 here)" in err
+    assert "--name" in err and "--fresh" in err
+    assert {f.name: f.read_bytes() for f in run.folder.iterdir()} == before
+    assert run("compare", "--schemes", "none", "--kback.train.batch", "5", "--fresh")[0] == 0
+    assert run.read()["config"]["kback"]["train"]["batch"] == 5
+
+
+def test_one_failing_scheme_leaves_the_others(run, own_module):
+    status, out, _ = run("compare", "--schemes", "my_schemes:Broken,none")
+    assert status == 1
+    broken, none = run.read()["runs"]
+    assert broken["status"] == "failed" and none["status"] == "done"
+    assert broken["error"] == "RuntimeError: this scheme is broken"
+    assert "this scheme is broken" in out
+    assert run("compare", "--schemes", "none")[0] == 0  # What was not asked for is no failure.
+
+
+def test_text_with_variants_and_the_same_parameters_measured_again(run, tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "own.txt").write_bytes(rng.integers(97, 105, 4000).astype(np.uint8).tobytes())
+    given = [
+        "--tasks",
+        "text",
+        "--text.corpus",
+        str(tmp_path / "own.txt"),
+        "--schemes",
+        "rope,learned",
+    ]
+    assert run("train", *given)[0] == 0
+    rope, learned = run.read()["runs"]
+    found = {(e["mode"], e["variant"], e["length"]): e for e in rope["evaluations"]}
+    assert set(found) == {
+        ("nonoverlapping", None, 16),
+        ("nonoverlapping", None, 32),
+        ("nonoverlapping", "ntk", 32),
+        ("nonoverlapping", "pi", 32),
+        ("sliding", None, 16),
+        ("sliding", None, 32),
+    }
+    beyond = [e for e in learned["evaluations"] if not e["in_distribution"]]
+    assert {e["note"] for e in beyond} == {"rows beyond position 15 were never trained"}
+    assert "table of byte pairs" in rope["fit_rule"]
+    assert "corpus" in str(run.read()["environment"])
+
+    status, _, err = run("evaluate", *given)
+    assert (status, err) == (0, "")
+    assert run.read()["runs"][0]["evaluations"] == rope["evaluations"]
+    assert run("evaluate", *given, "--text.eval-bytes", "128", "--text.variants", ",")[0] == 0
+    again = run.read()["runs"][0]["evaluations"]
+    assert {e["variant"] for e in again} == {None}
+    assert again[0]["values"] != rope["evaluations"][0]["values"]
+    status, _, err = run("evaluate", *given, "--text.train.steps", "6")
+    assert status == 2 and "text.train.steps (4 there, 6 here)" in err
+
+
+def test_evaluate_needs_kept_parameters(run):
+    status, _, err = run("evaluate", "--schemes", "none")
+    assert status == 2 and "holds no finished run" in err
+    assert not run.folder.exists()
+    assert run("compare", "--schemes", "none")[0] == 0
+    status, _, err = run("evaluate", "--schemes", "none")
+    assert status == 2 and "python -m experiments train" in err
+
+
+def test_a_bad_corpus_writes_nothing(run):
+    status, _, err = run("compare", "--tasks", "text", "--text.corpus", "nowhere.txt")
+    assert status == 2 and err.count("\n") == 1 and "nowhere.txt: no such file" in err
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"runs": 3}'])
+def test_damaged_results_are_not_overwritten(run, content):
+    run.folder.mkdir(parents=True)
+    (run.folder / "results.json").write_text(content)
+    status, _, err = run("compare", "--schemes", "none")
+    assert status == 2 and err.count("\n") == 1 and "cannot be read" in err
+    assert (run.folder / "results.json").read_text() == content
+
+
+def test_a_folder_that_cannot_be_written(run):
+    run.folder.parent.write_text("a file where the folder should be")
+    status, _, err = run("compare", "--schemes", "none")
+    assert status == 2 and err.count("\n") == 1 and "cannot be written" in err
+
+
+def test_a_full_disk_keeps_the_results_before(run, monkeypatch):
+    assert run("compare", "--schemes", "none")[0] == 0
+    before = run.read()
+
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    status, _, err = run("compare", "--schemes", "none,rope")
+    assert status == 2 and err.count("\n") == 1 and "No space left on device" in err
+    assert run.read() == before
+    assert not [f for f in run.folder.iterdir() if f.name.endswith(".part")]
+
+
+def test_report_again(run, capsys):
+    assert run("compare", "--schemes", "none")[0] == 0
+    (run.folder / "report.html").unlink()
+    assert main(["report", str(run.folder)]) == 0
+    assert (run.folder / "report.html").exists()
+    assert main(["report", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err

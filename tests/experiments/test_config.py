@@ -1,0 +1,227 @@
+"""Settings: what is wrong is said in one line, with status 2, before anything is written."""
+
+import tomllib
+
+import pytest
+
+from experiments.__main__ import main
+from experiments.config import Experiment, from_tables, load
+from experiments.strict import ConfigError, near, write_toml
+
+MINE = "experiments_mine:Parity"
+
+
+@pytest.fixture(autouse=True)
+def own_module(monkeypatch):
+    """Makes tests/experiments/mine.py importable under a name that clashes with nothing."""
+    import importlib.util
+    import pathlib
+    import sys
+
+    spec = importlib.util.spec_from_file_location(
+        "experiments_mine", pathlib.Path(__file__).with_name("mine.py")
+    )
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "experiments_mine", module)
+    spec.loader.exec_module(module)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text=""):
+        path = tmp_path / "a.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# Defaults that hold for t5 too, whose furthest distance must occur in training.
+T5 = "[schemes.t5]\nmax_distance = 32\n"
+
+IN_FILE = {
+    "kback.model.d_modle: unknown setting of Model; did you mean 'model_dim'?": (
+        "[kback.model]\nd_modle = 3"
+    ),
+    "kbak: unknown setting of Experiment; did you mean 'kback'?": "[kbak]\noffset = 3",
+    "kback: must be a table, got 3": "kback = 3",
+    "seeds: must be an integer, got 'two'": "seeds = 'two'",
+    "seeds: must be an integer, got True": "seeds = true",
+    "seeds: must be an integer, got 1.5": "seeds = 1.5",
+    "kback.train.learning_rate: must be a number, got '1e-3'": (
+        "[kback.train]\nlearning_rate = '1e-3'"
+    ),
+    "kback.test_lengths[1]: must be an integer, got 'x'": "[kback]\ntest_lengths = [32, 'x']",
+    "schemes.t5.max_distence: unknown option of T5; did you mean 'max_distance'?": (
+        "[schemes.t5]\nmax_distence = 3"
+    ),
+    "schemes.t5.max_distance: must be an integer, got 'far'": (
+        "[schemes.t5]\nmax_distance = 'far'"
+    ),
+    "schemes.none.theta: unknown option of NoPE; known: none": (
+        "[schemes]\nnames = ['none']\n[schemes.none]\ntheta = 3"
+    ),
+    "schemes: must be a table": "schemes = ['rope']",
+    "schemes.t5: must be a table of options, got 3": "[schemes]\nt5 = 3",
+    "schemes: unknown scheme 'ropee'; did you mean 'rope'?": "[schemes]\nnames = ['ropee']",
+    "schemes.rope.head_dim: 8, but the model of task kback has 16": (
+        "[schemes]\nnames = ['rope']\n[schemes.rope]\nhead_dim = 8"
+    ),
+    "cannot be read": "seeds = = 1",
+}
+
+
+@pytest.mark.parametrize(("message", "text"), IN_FILE.items())
+def test_mistakes_in_a_file(file, message, text):
+    with pytest.raises(ConfigError) as error:
+        load(file(text))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+ON_THE_COMMAND_LINE = {
+    "kback.model.d_modle: unknown setting of Model; did you mean 'model_dim'?": [
+        "--kback.model.d-modle=3"
+    ],
+    "sedes: unknown setting of Experiment; did you mean 'seeds'?": ["--sedes", "3"],
+    "invalid literal for int() with base 10: 'two'": ["--seeds", "two"],
+    "Missing value for argument '--seeds'": ["--seeds"],
+    "seeds: must be at least 1, got 0": ["--seeds", "0"],
+    "tasks: unknown task 'kbak'; did you mean 'kback'?": ["--tasks", "kbak"],
+    "tasks: must name some, each once": ["--tasks", "kback,kback"],
+    "schemes: must name some, each once": ["--schemes", ","],
+    "name: must be the name of a folder": ["--name", "a/b"],
+    "kback.train.steps: must be at least 1, got 0": ["--kback.train.steps", "0"],
+    "kback.train.warmup: 50 leaves nothing of kback.train.steps = 50": [
+        "--kback.train.steps",
+        "50",
+    ],
+    "kback.train.steps: 310 is not a multiple of": ["--kback.train.steps", "310"],
+    "kback.train.b2: must be between 0 and 1, got 1.0": ["--kback.train.b2", "1"],
+    "kback.model.model_dim: 63 is not divisible by kback.model.num_heads = 4": [
+        "--kback.model.model-dim",
+        "63",
+    ],
+    "schemes.rope: task kback: rope: rotary dim must be even and positive, got 5": [
+        "--kback.model.model-dim",
+        "20",
+    ],
+    "schemes.t5.max_distance: 64 exceeds kback.train_length = 32": [
+        "--schemes.t5.max-distance",
+        "64",
+    ],
+    "kback.test_lengths: begins with 16, shorter than the training length 32": [
+        "--kback.test-lengths",
+        "16,32",
+    ],
+    "kback.test_lengths: must grow": ["--kback.test-lengths", "32,32"],
+    "kback.offset: 31 leaves no query in": ["--kback.offset", "31"],
+    "text.test_lengths: 200 does not divide the longest": [
+        "--tasks",
+        "text",
+        "--text.test-lengths",
+        "128,200,1024",
+    ],
+    "text.eval_bytes: 1000 is not a multiple": ["--tasks", "text", "--text.eval-bytes", "1000"],
+    "text.stride: 33 does not divide": ["--tasks", "text", "--text.stride", "33"],
+    "text.sliding_lengths: 64 is not among": ["--tasks", "text", "--text.sliding-lengths", "64"],
+    "text.variants: unknown variant 'nkt'; did you mean 'ntk'?": [
+        "--tasks",
+        "text",
+        "--text.variants",
+        "nkt",
+    ],
+    "kth.shortest: 31 symbols do not fit": ["--tasks", "kth", "--kth.shortest", "31"],
+    "schemes: cannot import 'no_such_module'": ["--schemes", "no_such_module:A"],
+    "has no 'Parite'; did you mean 'Parity'?": ["--schemes", "experiments_mine:Parite"],
+    "is no subclass of posenc_jax.Scheme": ["--schemes", "experiments_mine:NoScheme"],
+    f"schemes.{MINE}.strenght: unknown option of Parity; did you mean 'strength'?": [
+        "--schemes",
+        MINE,
+        f"--schemes.{MINE}.strenght",
+        "3",
+    ],
+    "has no table [quick], which --quick needs": ["--quick"],
+}
+
+
+@pytest.mark.parametrize(("message", "arguments"), ON_THE_COMMAND_LINE.items())
+def test_mistakes_on_the_command_line(file, tmp_path, capsys, message, arguments):
+    results = tmp_path / "results"
+    path = file(T5 + "[text.schemes.t5]\nmax_distance = 128\n")
+    given = [] if "--tasks" in arguments else ["--tasks", "kback"]
+    rest = ["compare", str(path), "--results", str(results), *given, *arguments]
+    assert main(rest) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.startswith("config error: ") and err.count("\n") == 1 and out == ""
+    assert not results.exists()
+
+
+def test_a_missing_file_and_an_unknown_command(capsys):
+    assert main(["compare", "none.toml"]) == 2
+    assert capsys.readouterr().err == "config error: none.toml: no such file\n"
+    assert main(["compair"]) == 2
+    assert "did you mean 'compare'?" in capsys.readouterr().err
+
+
+def test_the_command_line_wins_over_the_file(file):
+    path = file(T5 + "num_buckets = 24\n[kback]\noffset = 3\n[kback.train]\nbatch = 7\n")
+    changes = ["--tasks=kback", "--kback.train.batch", "9", "--schemes.t5.num-buckets", "16"]
+    found = load(path, changes)
+    assert found.kback.offset == 3 and found.kback.train.batch == 9
+    assert found.scheme("kback", "t5").num_buckets == 16
+    assert found.scheme("kback", "t5").max_distance == 32
+
+
+def test_options_for_one_task_win_over_options_for_all(file):
+    found = load(file(T5 + "[text.schemes.t5]\nmax_distance = 100\n"))
+    assert found.scheme("text", "t5").max_distance == 100
+    assert found.scheme("kback", "t5").max_distance == 32
+
+
+def test_sizes_come_from_the_model(file):
+    found = load(file(T5), ["--schemes", f"learned,rope,{MINE}"])
+    learned = found.scheme("text", "learned")
+    assert (learned.max_length, learned.model_dim) == (1024, 96)
+    assert found.scheme("kback", "rope").head_dim == 16
+    assert found.scheme("kback", MINE).model_dim == 64
+
+
+def test_what_is_written_reads_back(file):
+    before = load(file(T5), ["--schemes", f"t5,{MINE}", f"--schemes.{MINE}.strength", "2"])
+    again = from_tables(tomllib.loads(write_toml(before.to_tables())))
+    assert again == before
+    assert again.scheme("kback", MINE).strength == 2.0
+
+
+def test_quick_changes_what_its_table_says(file):
+    path = file(
+        "seeds = 2\n[kback]\noffset = 3\n[quick]\ntasks = ['kback']\n[quick.kback.model]\n"
+        "model_dim = 32\n[quick.schemes]\nnames = ['rope']\n"
+    )
+    found = load(path, [], quick=True)
+    assert found.tasks == ("kback",) and found.schemes == ("rope",)
+    assert found.kback.offset == 3 and found.kback.model.model_dim == 32 and found.seeds == 2
+
+
+def test_near():
+    assert near("d_modle", ["model_dim", "num_heads"]) == "; did you mean 'model_dim'?"
+    assert near("zzz", ["a", "b"]) == "; known: a, b"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["compare", "--help"], ["report", "-h"]])
+def test_help_teaches(arguments, capsys):
+    try:
+        assert main(arguments) == 0
+    except SystemExit as stop:
+        assert stop.code == 0
+    assert "python -m experiments" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["compare", "kback", "kth", "text_length"])
+def test_every_file_in_configs_is_valid_and_says_its_command(name, request):
+    path = request.config.rootpath / "configs" / f"{name}.toml"
+    assert isinstance(load(path), Experiment)
+    assert f"configs/{name}.toml" in path.read_text().partition("\n\n")[0]
+    assert "minute" in path.read_text() or "second" in path.read_text()

@@ -1,0 +1,113 @@
+"""Tasks against definitions written with loops."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.tasks import KBack, Kth, Text
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 7])
+def test_kback_answers_are_k_places_back(offset):
+    task = KBack(offset=offset)
+    tokens, mask = map(np.asarray, task.sample(jax.random.key(offset), 8, 60))
+    assert tokens.shape == mask.shape == (8, 61)
+    assert tokens.dtype == np.int32 and mask.dtype == np.float32
+    assert mask.sum() > 8
+    for row, counts in zip(tokens, mask, strict=True):
+        for t, token in enumerate(row):
+            after_query = t > 0 and row[t - 1] == 0
+            assert counts[t] == after_query
+            if after_query:
+                assert token == row[t - 1 - offset] > 0
+                assert t - 1 >= offset
+            assert 0 <= token < task.vocab_size
+
+
+def test_kback_queries_are_many_and_symbols_even():
+    task = KBack()
+    tokens, mask = map(np.asarray, task.sample(jax.random.key(0), 512, 64))
+    assert 0.13 < mask.sum() / (512 * 60) < 0.16  # 0.25 x 0.75 x 0.75, a little more at the start
+    counts = np.bincount(tokens[tokens > 0], minlength=17)[1:]
+    assert counts.min() > 0.9 * counts.mean()
+
+
+def test_kback_test_lengths_split_the_positions_of_queries():
+    task = KBack(test_lengths=(32, 48, 64))
+    tokens, mask, index = map(np.asarray, task.sample_test(jax.random.key(0), 4))
+    assert tokens.shape == mask.shape == index.shape == (4, 65)
+    for t in range(1, 65):
+        query = t - 1
+        assert (index[:, t] == sum(query >= n for n in (32, 48, 64))).all()
+
+
+def test_kth_asks_for_a_symbol_by_its_place():
+    task = Kth()
+    tokens, mask = map(np.asarray, task.sample(jax.random.key(0), 256, 32))
+    lengths = set()
+    for row, counts in zip(tokens, mask, strict=True):
+        (answer_at,) = np.flatnonzero(counts)
+        n = answer_at - 2
+        lengths.add(int(n))
+        index = row[n + 1] - 2 - task.symbols
+        assert row[0] == 1
+        assert 0 <= index < min(n, task.indices)
+        assert row[answer_at] == row[1 + index]
+        assert ((row[1 : n + 1] >= 2) & (row[1 : n + 1] < 2 + task.symbols)).all()
+        assert (row[answer_at + 1 :] == 0).all()
+    assert lengths == set(range(4, 31))
+
+
+def test_kth_test_rows_fill_their_lengths():
+    task = Kth(test_lengths=(32, 48, 64))
+    _, mask, index = map(np.asarray, task.sample_test(jax.random.key(0), 9))
+    for row, (counts, which) in enumerate(zip(mask, index[:, 0], strict=True)):
+        (answer_at,) = np.flatnonzero(counts)
+        assert which == row % 3
+        assert answer_at <= 32 if which == 0 else answer_at == task.test_lengths[which]
+
+
+@pytest.mark.parametrize("task", [KBack(), Kth()], ids=lambda t: t.name)
+def test_samples_are_functions_of_the_key_under_jit(task):
+    plain = task.sample(jax.random.key(3), 4, 32)
+    jitted = jax.jit(lambda key: task.sample(key, 4, 32))(jax.random.key(3))
+    other = task.sample(jax.random.key(4), 4, 32)
+    for a, b in zip(plain, jitted, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(plain[0], other[0])
+
+
+def small_text(**changes):
+    return dataclasses.replace(
+        Text(train_length=8, test_lengths=(8, 16, 32), eval_bytes=64, stride=4, **changes),
+        sliding_lengths=(8, 16, 32),
+    )
+
+
+def test_text_samples_windows_of_the_data():
+    data = np.arange(200, dtype=np.uint8)
+    tokens, mask = map(
+        np.asarray, small_text().sample(jax.random.key(0), 64, 8, jax.numpy.array(data))
+    )
+    np.testing.assert_array_equal(tokens, tokens[:, :1] + np.arange(9))
+    assert (mask == 1).all() and tokens.min() < 20 and 180 < tokens.max() <= 199
+
+
+@pytest.mark.parametrize("size", [130, 131, 1000])
+def test_every_length_and_mode_scores_the_same_bytes(size):
+    task = small_text()
+    held_out = np.arange(size) % 65536
+    wanted = None
+    for length in task.test_lengths:
+        for mode in ("nonoverlapping", "sliding"):
+            windows, count = task.windows(held_out, length, mode)
+            assert windows.shape[1] == length + 1
+            np.testing.assert_array_equal(windows, windows[:, :1] + np.arange(length + 1))
+            scored = np.sort(windows[:, -count:].ravel())
+            assert len(set(scored)) == len(scored) == task.eval_bytes
+            wanted = scored if wanted is None else wanted
+            np.testing.assert_array_equal(scored, wanted)
+            least = length - task.stride if mode == "sliding" else 0
+            assert windows.shape[1] - count - 1 >= least
