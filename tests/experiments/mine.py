@@ -1,4 +1,4 @@
-"""Schemes of a user's own, named as `experiments.mine:...` by the tests here."""
+"""Schemes of a user's own; the tests here import this file under other names."""
 
 import dataclasses
 

