@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from posenc_jax.engine.problem import Problem, keep_mask
 from posenc_jax.engine.tiling import Blocks, add_at, cut, for_each, zeros
 from posenc_jax.engine.xla_prepare import HIDDEN, Operands, Spec, prepare
-from posenc_jax.engine.xla_spread import by_diagonal
+from posenc_jax.engine.xla_spread import by_diagonal, by_diagonal_pulled
 from posenc_jax.mask import visible
 
 
@@ -27,7 +27,15 @@ def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
     spec, operands, left_out = prepare(_varying_alike(p))
     moving = jax.tree.map(lambda x: x if _moves(x) else None, operands)
     fixed = jax.tree.map(lambda x: None if _moves(x) else x, operands)
-    out, lse = _attend(spec, moving, fixed)
+    try:
+        out, lse = _attend(spec, moving, fixed)
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise NotImplementedError(
+            "attention: tiles have reverse mode, and forward mode over it; for forward mode "
+            'alone use implementation="reference".'
+        ) from error
     length = p.q.shape[1]
     out, lse = out[:, :length], jnp.moveaxis(lse, 1, 2)[:, :length]
     if left_out is not None:
@@ -120,7 +128,8 @@ class _Tile:
         out = None
         if window is not None:
             sizes = self.all.q.shape[0], self.blocks.q, self.blocks.k
-            out = by_diagonal(window, sizes, self.flip)
+            spread = by_diagonal_pulled if self.flip else by_diagonal
+            out = spread(window, sizes, self.flip)
         if plain:
             return out
         for term, rows, cols in zip(terms, q["rows"], k["cols"], strict=True):
@@ -272,7 +281,8 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         )
         q_side = cut(q_sides, 1, i, 1)
         top, total, out = _visit(spec, q_side, k_sides, x.prefix, count, body, carry)
-        blind = (top <= HIDDEN / 2) | (total == 0)
+        # A maximum may pass over NaN; a sum does not.
+        blind = ((top <= HIDDEN / 2) | (total == 0)) & ~jnp.isnan(total)
         total = jnp.where(blind, 1.0, total)
         out = jnp.where(blind[..., None], 0.0, out / total[..., None])
         lse = jnp.where(blind, -jnp.inf, top + jnp.log(total))

@@ -2,16 +2,17 @@
 
 Both ways of laying out a tile are needed: [q, k] in the forward pass, [k, q] ("flipped") in
 the backward pass, where all five matrix products then have the form that is fast.
+
+What is called `_pulled` has a cotangent of its own making, and can be used only where
+`jax.vjp` is applied to it at once: forward mode cannot pass it.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def by_diagonal(window: jax.Array, sizes: tuple[int, int, int], flip: bool) -> jax.Array:
     """Spreads a number per distance over a tile, constant along its diagonals.
 
@@ -53,7 +54,8 @@ def _by_diagonal_backward(sizes, flip, _, tile):
     return (line if flip else line[:, ::-1],)
 
 
-by_diagonal.defvjp(_by_diagonal_forward, _by_diagonal_backward)
+by_diagonal_pulled = jax.custom_vjp(by_diagonal, nondiff_argnums=(1, 2))
+by_diagonal_pulled.defvjp(_by_diagonal_forward, _by_diagonal_backward)
 
 
 def by_index(table: jax.Array, index: jax.Array, flip: bool) -> jax.Array:
@@ -97,7 +99,6 @@ class Band:
         return jnp.clip(_distances(q, k, flip), self.low, self.high) - self.low
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def by_distance(
     table: jax.Array, q_slots: jax.Array, k_slots: jax.Array, band: Band, flip: bool
 ) -> jax.Array:
@@ -141,13 +142,17 @@ def _by_distance_backward(band, flip, slots, tile):
     return out, None, None
 
 
-by_distance.defvjp(_by_distance_forward, _by_distance_backward)
+by_distance_pulled = jax.custom_vjp(by_distance, nondiff_argnums=(3, 4))
+by_distance_pulled.defvjp(_by_distance_forward, _by_distance_backward)
 
 
-def by_band(table: jax.Array, q: dict, k: dict, band: Band, flip: bool) -> jax.Array:
+def by_band(
+    table: jax.Array, q: dict, k: dict, band: Band, *, flip: bool, pulled: bool
+) -> jax.Array:
     """Spreads a table for the distances of a band over the tile of two sides."""
     if band.ordered:
-        return by_distance(table, q["slots"], k["slots"], band, flip)
+        spread = by_distance_pulled if pulled else by_distance
+        return spread(table, q["slots"], k["slots"], band, flip)
     index = band.index(q["coordinates"], k["coordinates"], flip)
     return by_index(table, index, flip)
 

@@ -38,11 +38,12 @@ class Term:
     far: int | None = dataclasses.field(metadata=_STATIC)
 
     def tile(self, rows: Any, cols: Any, q: dict, k: dict, flip: bool) -> jax.Array:
-        """Returns float32 [B or 1, N, Q, K], or [B or 1, N, K, Q] flipped."""
+        """Returns float32 [B or 1, N, Q, K], or [B or 1, N, K, Q] flipped, to be pulled."""
         if self.expand is not None:
             rows = self._expanded(rows)
         if self.band is not None:
-            out = by_band(self._table(rows, flip), q, k, self.band, flip)
+            table = self._table(rows, flip)
+            out = by_band(table, q, k, self.band, flip=flip, pulled=flip)
         else:
             out = self._pairs(rows, cols, q["coordinates"], k["coordinates"], flip)
             if self.far is not None:
@@ -116,29 +117,28 @@ class ValueTerm:
     band: Band | None = dataclasses.field(metadata=_STATIC)
     bucket: Callable = dataclasses.field(metadata=_STATIC)
 
-    def spread(self, entries: jax.Array, q: dict, k: dict, flip: bool) -> jax.Array:
+    def spread(
+        self, entries: jax.Array, q: dict, k: dict, *, flip: bool, pulled: bool = False
+    ) -> jax.Array:
         """Spreads [B, N, Q, R] over [B, N, Q, K]; flipped [B, N, R, Q] over [B, N, K, Q]."""
         if self.band is not None:
-            return by_band(entries, q, k, self.band, flip)
+            return by_band(entries, q, k, self.band, flip=flip, pulled=pulled)
         at = q["coordinates"], k["coordinates"]
         over_k, over_q = (None, 0), (0, None)
         first, second = (over_q, over_k) if flip else (over_k, over_q)
         pairs = jax.vmap(jax.vmap(jax.vmap(self.bucket, first), second))
         return by_index(entries, pairs(*at), flip)
 
-    def collect(self, tile: jax.Array, q: dict, k: dict, flip: bool) -> jax.Array:
+    def collect(self, tile: jax.Array, q: dict, k: dict, *, flip: bool) -> jax.Array:
         """The transpose of `spread`: what of a tile falls on every entry."""
+
+        def spread(entries):
+            return self.spread(entries, q, k, flip=flip, pulled=True)
+
         axis = 2 if flip else 3
         shape = list(tile.shape)
         shape[axis] = self.table.shape[1]
-        like = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
-        return transposed(lambda x: self.spread(x, q, k, flip), like)(tile)[0]
-
-
-def transposed(linear: Callable, like: Any) -> Callable:
-    """The transpose of a linear function of arguments like `like`."""
-    primal = jnp.zeros(like.shape, like.dtype)
-    return jax.vjp(linear, primal)[1]
+        return jax.vjp(spread, jax.lax.full_like(tile, 0.0, shape=shape))[1](tile)[0]
 
 
 def high_bound(rule: Any, problem: Problem) -> int | None:

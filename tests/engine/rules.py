@@ -1,0 +1,120 @@
+"""Rules of every kind for the tests of the engine, with the arrays they read."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import posenc_jax as pe
+from posenc_jax.scheme import ContentBias, LogitBias
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How to make a rule's parameters, and what to give `attention` for them.
+
+    Attributes:
+      make: `make(key, heads, dim) -> params`.
+      rules: `rules(params, q, k) -> {"bias": ..., "content": ..., "value_bias": ...}`.
+      axes: number of coordinate axes that the rule reads; 0 for plain coordinates.
+    """
+
+    make: object
+    rules: object
+    axes: int = 0
+
+
+def _mlp(shared, head, q, k):
+    """FIRE: an MLP of a distance, normalised by the query's position."""
+    distance = jnp.abs(q - k).astype(jnp.float32)
+    c, w1, b1, w2 = (shared[n] for n in ("c", "w1", "b1", "w2"))
+    x = jnp.log1p(c * c * distance) / jnp.log1p(c * c * (1.0 + jnp.abs(q).astype(jnp.float32)))
+    return jax.nn.relu(x * w1 + b1) @ (w2 * head)
+
+
+def _fire(key, heads, dim):
+    a, b, c, d = jax.random.split(key, 4)
+    shared = {
+        "c": jnp.float32(0.7),
+        "w1": jax.random.normal(a, (6,)),
+        "b1": jax.random.normal(b, (6,)),
+        "w2": jax.random.normal(c, (6,)),
+    }
+    return {"shared": shared, "heads": jax.random.normal(d, (heads, 6))}
+
+
+def _two_axes(shared, head, q, k):
+    """A distance on a grid, weighted by axis: not relative in the engine's eyes."""
+    return -jnp.sum(head * jnp.abs(q - k).astype(jnp.float32))
+
+
+def _gate(shared, head, row, col, q, k):
+    """FoX: the forget gates between key and query, as a difference of running sums."""
+    return head * (row - col)
+
+
+def _gated(params, q, k):
+    steps = -jax.nn.softplus(q[..., 0].astype(jnp.float32))
+    keys = -jax.nn.softplus(jnp.repeat(k[..., 0], q.shape[2] // k.shape[2], 2))
+    rows, cols = jnp.cumsum(steps, 1), jnp.cumsum(keys.astype(jnp.float32), 1)
+    return {"content": ContentBias(_gate, heads=params, rows=rows, cols=cols)}
+
+
+def _bounded(shared, head, q, k):
+    return head[jnp.clip(q - k, -3, 5) + 3]
+
+
+def _alibi(params, q, k):
+    return {"bias": pe.ALiBi(num_heads=q.shape[2]).bias({})}
+
+
+def _t5(key, heads, dim):
+    return {"table": jax.random.normal(key, (heads, 8))}
+
+
+def _t5_rules(params, q, k):
+    scheme = pe.T5(num_heads=q.shape[2], num_buckets=8, max_distance=12)
+    return {"bias": scheme.bias(params)}
+
+
+def _scaled(params, q, k):
+    bounded = LogitBias(
+        _bounded, heads=params["bounded"], relative=True, bounds=(-3, 5), scaled=True
+    )
+    return {"bias": (bounded, _t5_rules(params["t5"], q, k)["bias"])}
+
+
+def _shaw(key, heads, dim):
+    params = pe.Shaw(num_heads=heads, head_dim=dim, clip=6).init(key)
+    return jax.tree.map(lambda x: 4 * x, params)
+
+
+def _shaw_rules(params, q, k):
+    scheme = pe.Shaw(num_heads=q.shape[2], head_dim=q.shape[3], clip=6)
+    rows, cols, _ = scheme.side(params, None, q, k, None, None)
+    return {"content": scheme.content(params, rows, cols), "value_bias": scheme.value(params)}
+
+
+KINDS = {
+    "none": Kind(lambda key, heads, dim: {}, lambda params, q, k: {}),
+    "alibi": Kind(lambda key, heads, dim: {}, _alibi),
+    "t5": Kind(_t5, _t5_rules),
+    "scaled": Kind(
+        lambda key, heads, dim: {
+            "bounded": jax.random.normal(key, (heads, 9)),
+            "t5": _t5(key, heads, dim),
+        },
+        _scaled,
+    ),
+    "fire": Kind(
+        _fire,
+        lambda params, q, k: {"bias": LogitBias(_mlp, params["heads"], params["shared"])},
+    ),
+    "two_axes": Kind(
+        lambda key, heads, dim: jax.random.uniform(key, (heads, 2)),
+        lambda params, q, k: {"bias": LogitBias(_two_axes, params)},
+        axes=2,
+    ),
+    "fox": Kind(lambda key, heads, dim: jnp.linspace(0.5, 1.0, heads), _gated),
+    "shaw": Kind(_shaw, _shaw_rules),
+}

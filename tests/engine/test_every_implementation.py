@@ -1,0 +1,177 @@
+"""Every kind of rule with every feature: each implementation against the reference."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine.rules import KINDS
+
+import posenc_jax as pe
+from posenc_jax.engine import xla_prepare
+from posenc_jax.engine.tiling import Blocks, Plan
+
+B, T, N, K, H, V = 2, 37, 4, 2, 8, 8
+IMPLEMENTATIONS = ("xla",)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Many tiles, of other shapes forward than backward, and a ragged end."""
+
+    def plan(length, keys, heads):
+        size = -(-length // 16) * 16, -(-keys // 16) * 16
+        return Plan(Blocks(16, 8), Blocks(8, 16), *size)
+
+    monkeypatch.setattr(xla_prepare, "plan", plan)
+
+
+def _order():
+    return jax.random.permutation(jax.random.key(5), jnp.arange(T, dtype=jnp.int32))
+
+
+def _segments():
+    ids = jnp.zeros((B, T), jnp.int32).at[0, 11:].set(1).at[0, 23:].set(2)
+    return ids.at[1, :9].set(-1).at[0, 33:].set(-1)
+
+
+def _positions():
+    return {"q_positions": _order(), "k_positions": _order()}
+
+
+FEATURES = {
+    "plain": dict,
+    "causal": lambda: {"is_causal": True},
+    "window": lambda: {"is_causal": True, "window": 9},
+    "two_sided_window": lambda: {"window": (7, 3)},
+    "segments": lambda: {"is_causal": True, "q_segment_ids": _segments()},
+    "prefix": lambda: {"is_causal": True, "prefix_length": jnp.array([4, 20])},
+    "softcap_sinks": lambda: {
+        "is_causal": True,
+        "softcap": 3.0,
+        "sinks": jnp.linspace(-1.0, 2.0, N),
+    },
+    "sinks": lambda: {"is_causal": True, "sinks": jnp.linspace(-1.0, 2.0, N)},
+    "mask": lambda: {"mask": jax.random.bernoulli(jax.random.key(6), 0.4, (1, N, T, T))},
+    "dropout": lambda: {
+        "is_causal": True,
+        "dropout_rate": 0.3,
+        "dropout_key": jax.random.key(8),
+    },
+    "permuted": lambda: {"is_causal": True, **_positions()},
+    "permuted_segments": lambda: {
+        "is_causal": True,
+        "window": 20,
+        "q_segment_ids": _segments(),
+        **_positions(),
+    },
+    "chunk": lambda: {
+        "is_causal": True,
+        "q_positions": jnp.arange(T - 6, T, dtype=jnp.int32),
+        "k_positions": jnp.arange(T, dtype=jnp.int32),
+    },
+}
+CASES = [(kind, "causal") for kind in ("none", "t5", "fire", "fox", "shaw")]
+CASES += [("t5", f) for f in FEATURES if f not in ("causal", "two_sided_window", "sinks")]
+CASES += [("shaw", f) for f in ("plain", "softcap_sinks", "sinks", "permuted_segments")]
+CASES += [("fire", "permuted_segments"), ("fox", "dropout"), ("two_axes", "prefix")]
+CASES += [("alibi", "two_sided_window"), ("scaled", "permuted"), ("none", "mask")]
+
+
+def _outcome(kind, options, implementation):
+    """The output, the log-sum-exp, and the gradients of both to all that can have one."""
+    kind = KINDS[kind]
+    queries = 6 if "q_positions" in options and options["q_positions"].shape[0] == 6 else T
+    keys = jax.random.split(jax.random.key(0), 6)
+    arrays = {
+        "q": jax.random.normal(keys[0], (B, queries, N, H)),
+        "k": jax.random.normal(keys[1], (B, T, K, H)),
+        "v": jax.random.normal(keys[2], (B, T, K, V)),
+        "params": kind.make(keys[3], N, H),
+        "sinks": options.get("sinks"),
+    }
+    weights = jax.random.normal(keys[4], (B, queries, N, V))
+    lse_weights = jax.random.normal(keys[5], (B, queries, N))
+    places = {}
+    if kind.axes:
+        # Float coordinates, so that these have gradients too.
+        at = jax.random.normal(keys[5], (kind.axes, B, T)) * 3
+        arrays["at"] = at
+    options = {n: x for n, x in options.items() if n != "sinks"}
+
+    def loss(arrays):
+        q, k, v = (arrays[n] for n in "qkv")
+        if kind.axes:
+            places.update(q_coordinates=arrays["at"], k_coordinates=arrays["at"] + 0.25)
+        out, lse = pe.attention(
+            q,
+            k,
+            v,
+            **kind.rules(arrays["params"], q, k),
+            **places,
+            **options,
+            sinks=arrays["sinks"],
+            return_lse=True,
+            implementation=implementation,
+        )
+        seen = jnp.isfinite(lse)
+        total = jnp.sum(out * weights) + jnp.sum(jnp.where(seen, lse, 0.0) * lse_weights)
+        return total, (out, jnp.where(seen, lse, -1.0), seen)
+
+    # Compiling is most of the time, and the numbers are the same without the optimiser.
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(jax.grad(loss, has_aux=True), compiler_options=quick)(arrays)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("kind", "feature"), CASES)
+def test_equals_the_reference(kind, feature, implementation):
+    options = FEATURES[feature]()
+    wanted = _outcome(kind, options, "reference")
+    got = _outcome(kind, options, implementation)
+    chex.assert_tree_all_finite(got[0])
+    chex.assert_trees_all_close(got, wanted, atol=3e-5, rtol=1e-4)
+    # Neither is the test blind: every gradient is there.
+    for leaf in jax.tree.leaves(got[0]):
+        assert np.any(np.asarray(leaf) != 0)
+
+
+@pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
+@pytest.mark.parametrize("window", [None, 3])
+def test_equals_what_is_written_in_the_paper(implementation, window):
+    """Float64 loops over heads, queries and keys: GQA, a bias, softcap, sinks, segments."""
+    rng = np.random.default_rng(0)
+    length = 9
+    q, k, v = (rng.normal(size=(1, length, n, 4)) for n in (4, 2, 2))
+    slopes, sinks, cap, scale = 2.0 ** -np.arange(2, 10, 2.0), rng.normal(size=4), 4.0, 0.3
+    segments = np.array([[0, 0, 0, 1, 1, 1, 1, -1, 1]])
+    out, lse = np.zeros((1, length, 4, 4)), np.full((1, length, 4), -np.inf)
+    for n in range(4):
+        for i in range(length):
+            sees = [
+                j
+                for j in range(i + 1)
+                if segments[0, i] == segments[0, j] >= 0 and (window is None or i - j < window)
+            ]
+            logits = [
+                cap * np.tanh((scale * q[0, i, n] @ k[0, j, n // 2] - slopes[n] * (i - j)) / cap)
+                for j in sees
+            ]
+            total = np.exp(sinks[n]) + sum(np.exp(x) for x in logits)
+            lse[0, i, n] = np.log(total)
+            for j, x in zip(sees, logits, strict=True):
+                out[0, i, n] += np.exp(x) / total * v[0, j, n // 2]
+    got, got_lse = pe.attention(
+        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
+        bias=pe.ALiBi(num_heads=4).bias({}),
+        is_causal=True,
+        window=window,
+        scale=scale,
+        softcap=cap,
+        sinks=jnp.asarray(sinks, jnp.float32),
+        q_segment_ids=jnp.asarray(segments),
+        return_lse=True,
+        implementation=implementation,
+    )
+    np.testing.assert_allclose(got, out, atol=2e-6)
+    np.testing.assert_allclose(got_lse, lse, atol=2e-6)

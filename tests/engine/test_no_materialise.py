@@ -1,0 +1,60 @@
+"""No array of the tiled engine grows with T x S, forward or backward."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine.rules import KINDS
+
+import posenc_jax as pe
+
+HEADS, DIM = 2, 16
+
+
+def _step(kind, length):
+    kind = KINDS[kind]
+    tokens = [jax.ShapeDtypeStruct((1, length, HEADS, DIM), jnp.float32)] * 3
+    params = kind.make(jax.random.key(0), HEADS, DIM)
+
+    def loss(q, k, v, params):
+        rules = kind.rules(params, q, k)
+        out = pe.attention(q, k, v, is_causal=True, implementation="xla", **rules)
+        return jnp.sum(out**2)
+
+    return jax.value_and_grad(loss, (0, 1, 2, 3)), (*tokens, params)
+
+
+def _largest(jaxpr):
+    """The number of elements of the largest array in a jaxpr and in those inside it."""
+    sizes = [math.prod(v.aval.shape) for e in jaxpr.eqns for v in e.outvars]
+    inner = (x for e in jaxpr.eqns for x in jax.tree.leaves(list(e.params.values())))
+    for x in inner:
+        x = getattr(x, "jaxpr", x)
+        if hasattr(x, "eqns"):
+            sizes.append(_largest(x))
+    return max(sizes, default=0)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if not KINDS[k].axes])
+def test_no_array_of_all_pairs_in_the_jaxpr(kind):
+    def largest(length):
+        step, arguments = _step(kind, length)
+        return _largest(jax.make_jaxpr(step)(*arguments).jaxpr)
+
+    assert largest(8192) <= 8 * largest(1024)  # All pairs would be 64 times as many.
+    assert largest(8192) < 8192 * 8192 // 4
+
+
+@pytest.mark.parametrize("kind", ["t5", "shaw", "fire"])
+def test_no_array_of_all_pairs_in_the_program(kind):
+    compiled = {}
+    for length in (2048, 4096):
+        step, arguments = _step(kind, length)
+        compiled[length] = jax.jit(step).lower(*arguments).compile()
+    shapes = re.findall(r"(?:f32|pred|s32)\[([\d,]+)\]", compiled[4096].as_text())
+    largest = max(math.prod(map(int, s.split(","))) for s in shapes)
+    assert largest < 4096 * 4096 // 2
+    small, large = (c.memory_analysis().temp_size_in_bytes for c in compiled.values())
+    assert large <= 2.2 * small

@@ -1,0 +1,219 @@
+"""What the tiled engine promises beyond its numbers."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine.rules import KINDS
+
+import posenc_jax as pe
+from posenc_jax.engine.tiling import plan
+
+
+def _tokens(length, *, batch=1, heads=2, dim=8, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return [jax.random.normal(k, (batch, length, heads, dim)) for k in keys]
+
+
+def _t5(heads=2):
+    table = jax.random.normal(jax.random.key(4), (heads, 8))
+    return table, lambda t: pe.T5(num_heads=heads, num_buckets=8, max_distance=12).bias(
+        {"table": t}
+    )
+
+
+def _attend(q, k, v, **options):
+    options = {"is_causal": True, "implementation": "xla"} | options
+    return pe.attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "heads"),
+    [(1, 1, 2), (7, 300, 8), (63, 63, 12), (1000, 1000, 8), (2048, 4096, 1), (513, 513, 256)],
+)
+def test_blocks_cover_the_tokens_and_waste_little(length, keys, heads):
+    p = plan(length, keys, heads)
+    for blocks in (p.forward, p.backward):
+        assert p.length % blocks.q == 0
+        assert p.keys % blocks.k == 0
+    assert length <= p.length <= 1.25 * length + 16
+    assert keys <= p.keys <= 1.25 * keys + 16
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "heads"), [(1, 63, 2), (63, 63, 12), (5, 600, 2)]
+)
+def test_awkward_sizes(length, keys, heads):
+    q, _, _ = _tokens(length, heads=heads, dim=6)
+    _, k, v = _tokens(keys, heads=heads, dim=6)
+    places = {
+        "q_positions": jnp.arange(length, dtype=jnp.int32) + max(keys - length, 0),
+        "k_positions": jnp.arange(keys, dtype=jnp.int32),
+    }
+    table, bias = _t5(heads)
+    out = _attend(q, k, v, bias=bias(table), **places)
+    wanted = _attend(q, k, v, bias=bias(table), implementation="reference", **places)
+    np.testing.assert_allclose(out, wanted, atol=2e-6)
+
+
+def test_gradients_are_those_of_finite_differences():
+    q, k, v = _tokens(70)
+    table, bias = _t5()
+
+    @jax.jit
+    def loss(q, table):
+        return jnp.sum(jnp.sin(_attend(q, k, v, bias=bias(table), window=30)))
+
+    d_q, d_table = jax.grad(loss, (0, 1))(q, table)
+    step = 1e-2
+    for row in (0, 3):
+        e = jnp.zeros_like(table).at[1, row].set(step)
+        slope = (loss(q, table + e) - loss(q, table - e)) / (2 * step)
+        np.testing.assert_allclose(d_table[1, row], slope, atol=2e-3)
+    e = jnp.zeros_like(q).at[0, 41, 1, 2].set(step)
+    slope = (loss(q + e, table) - loss(q - e, table)) / (2 * step)
+    np.testing.assert_allclose(d_q[0, 41, 1, 2], slope, atol=2e-3)
+
+
+def test_the_same_bits_in_every_run_and_packed_equals_separate():
+    """Packed rows, as segments of one row, give what each gives alone."""
+    q, k, v = _tokens(600)
+    table, bias = _t5()
+    ids = jnp.where(jnp.arange(600) < 250, 0, 1)[None]
+
+    def loss(q, k, v, table, ids):
+        out = _attend(q, k, v, bias=bias(table), q_segment_ids=ids)
+        return jnp.sum(out**2), out
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
+    first, second = run(q, k, v, table, ids), run(q, k, v, table, ids)
+    chex.assert_trees_all_equal(first, second)
+    parts = [
+        jax.grad(loss, (0, 1, 2, 3), has_aux=True)(
+            *(x[:, part] for x in (q, k, v)), table, jnp.zeros_like(ids[:, part])
+        )
+        for part in (slice(0, 250), slice(250, None))
+    ]
+    joined = [jnp.concatenate([a, b], 1) for a, b in zip(parts[0][0], parts[1][0], strict=True)][:3]
+    chex.assert_trees_all_close(first[0][:3], tuple(joined), atol=3e-5)
+    np.testing.assert_allclose(first[0][3], parts[0][0][3] + parts[1][0][3], atol=2e-3)
+    # Where the positions restart in each segment, nothing else changes.
+    at = jnp.where(ids == 0, jnp.arange(600), jnp.arange(600) - 250)
+    out = _attend(q, k, v, bias=bias(table), q_segment_ids=ids, q_positions=at, k_positions=at)
+    np.testing.assert_allclose(out, first[1], atol=3e-6)
+
+
+@pytest.mark.parametrize("kind", ["t5", "shaw"])
+def test_what_nobody_sees_does_no_harm(kind):
+    """Padding may hold anything; a query that sees nothing gets zeros and gives none back."""
+    q, k, v = _tokens(80, batch=2)
+    kind = KINDS[kind]
+    params = kind.make(jax.random.key(1), 2, 8)
+    ids = jnp.zeros((2, 80), jnp.int32).at[0, 60:].set(-1).at[1, :30].set(-1)
+
+    def loss(k, v, params):
+        out, lse = _attend(q, k, v, **kind.rules(params, q, k), q_segment_ids=ids, return_lse=True)
+        return jnp.sum(out**2), (out, lse)
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+    wanted = run(k, v, params)
+    padding = (ids < 0)[:, :, None, None]
+    got = run(*(jnp.where(padding, jnp.nan, x) for x in (k, v)), params)
+    chex.assert_trees_all_equal(got, wanted)
+    out, lse = wanted[1]
+    assert np.all(np.asarray(out)[np.asarray(ids) < 0] == 0)
+    assert np.all(np.isneginf(np.asarray(lse)[np.asarray(ids) < 0]))
+
+
+def test_a_bad_row_stays_alone():
+    q, k, v = _tokens(40, batch=3)
+    table, bias = _t5()
+
+    def loss(q):
+        out = _attend(q, k, v, bias=bias(table))
+        return jnp.sum(out), out
+
+    grad, out = jax.grad(loss, has_aux=True)(q.at[1, 7].set(jnp.nan))
+    _, clean = loss(q)
+    assert np.all(np.isnan(out[1, 7]))
+    for x in (out, grad):
+        assert np.all(np.isfinite(x[0])) and np.all(np.isfinite(x[2]))
+    np.testing.assert_array_equal(out[1, :7], clean[1, :7])
+    np.testing.assert_array_equal(out[1, 8:], clean[1, 8:])
+
+
+def test_permuted_storage_gives_permuted_output():
+    q, k, v = _tokens(300)
+    table, bias = _t5()
+    order = jax.random.permutation(jax.random.key(3), 300)
+    at = jnp.arange(300, dtype=jnp.int32)
+    out = _attend(q, k, v, bias=bias(table))
+    moved = _attend(
+        *(x[:, order] for x in (q, k, v)),
+        bias=bias(table),
+        q_positions=at[order],
+        k_positions=at[order],
+    )
+    np.testing.assert_allclose(moved, out[:, order], atol=3e-6)
+
+
+def test_under_vmap_scan_and_remat():
+    q, k, v = _tokens(40, batch=4)
+    table, bias = _t5()
+
+    def loss(table, q, k, v):
+        return jnp.sum(_attend(q[None], k[None], v[None], bias=bias(table)) ** 2)
+
+    grad = jax.grad(loss)
+    one_by_one = jnp.stack([grad(table, *x) for x in zip(q, k, v, strict=True)])
+    tables = jnp.broadcast_to(table, (4, *table.shape))
+    chex.assert_trees_all_close(jax.vmap(grad)(tables, q, k, v), one_by_one, atol=1e-4)
+
+    def layers(table):
+        layer = jax.checkpoint(lambda x, t: (x + _attend(x, x, x, bias=bias(t)), None))
+        return jnp.sum(jax.lax.scan(layer, q, jnp.stack([table, 2 * table]))[0] ** 2)
+
+    def unrolled(table):
+        x = q
+        for t in (table, 2 * table):
+            x = x + _attend(x, x, x, bias=bias(t), implementation="reference")
+        return jnp.sum(x**2)
+
+    chex.assert_trees_all_close(
+        jax.jit(jax.grad(layers))(table), jax.grad(unrolled)(table), rtol=1e-3, atol=1e-2
+    )
+
+
+@pytest.mark.parametrize("kind", ["t5", "shaw"])
+def test_hessian_vector_products(kind):
+    """Forward mode over reverse mode, through loops over tiles."""
+    q, k, v = _tokens(300)
+    kind = KINDS[kind]
+    params = kind.make(jax.random.key(1), 2, 8)
+
+    def hvp(implementation):
+        def loss(q, params):
+            rules = kind.rules(params, q, k)
+            return jnp.sum(_attend(q, k, v, **rules, implementation=implementation) ** 2)
+
+        at = (q, params)
+        return jax.jit(lambda: jax.jvp(jax.grad(loss, (0, 1)), at, at)[1])()
+
+    chex.assert_trees_all_close(hvp("xla"), hvp("reference"), rtol=1e-3, atol=1e-3)
+
+
+def test_forward_mode_alone_says_what_to_do():
+    q, k, v = _tokens(40)
+    with pytest.raises(NotImplementedError, match='implementation="reference"'):
+        jax.jvp(lambda q: _attend(q, k, v), (q,), (q,))
+
+
+def test_bfloat16_accumulates_in_float32():
+    tokens = _tokens(520, dim=16)
+    table, bias = _t5()
+    q, k, v = (x.astype(jnp.bfloat16) for x in tokens)
+    out = _attend(q, k, v, bias=bias(table))
+    assert out.dtype == jnp.bfloat16
+    exact = _attend(*(x.astype(jnp.float32) for x in (q, k, v)), bias=bias(table))
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.02, rtol=0.01)
