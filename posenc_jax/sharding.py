@@ -77,7 +77,7 @@ def sequence_parallel_attention(
                 "its slots in the whole sequence."
             )
     contents = as_tuple(options.pop("content", None))
-    held = {"k": k, "v": v, "k_positions": k_positions}
+    held: dict[str, Any] = {"k": k, "v": v, "k_positions": k_positions}
     held |= {n: options.pop(n) for n in _BY_KEY if options.get(n) is not None}
     held["cols"] = tuple(c.cols for c in contents)
     static = {n: options.pop(n) for n in _STATIC if n in options}
