@@ -19,7 +19,8 @@ from posenc_jax.mask import Window, window_sides
 from posenc_jax.positions import count_up
 from posenc_jax.scheme import ContentBias, LogitBias, ValueBias, as_tuple
 
-_IMPLEMENTATIONS = ("reference", "xla")
+_IMPLEMENTATIONS = {"reference": "reference", "xla": "xla", "jax": "jax_nn"}
+"""The module of each."""
 
 
 def attention(
@@ -84,7 +85,8 @@ def attention(
       dropout_rate: share of the weights that are dropped; needs `dropout_key`.
       dropout_key: a JAX random key.
       return_lse: whether to return the log-sum-exp of the logits too.
-      implementation: "reference" (materialises T x S), "xla" (tiled), or None to choose.
+      implementation: "reference" (materialises T x S), "xla" (tiled), "jax" (hands over to
+        `jax.nn.dot_product_attention` what that can do: no rules), or None to choose.
 
     Returns:
       [B, T, N, V] in q's dtype, and with `return_lse` also float32 [B, T, N].
@@ -125,11 +127,12 @@ def attention(
     )
     require(
         implementation is None or implementation in _IMPLEMENTATIONS,
-        f"attention: implementation must be None or one of {_IMPLEMENTATIONS}, "
+        f"attention: implementation must be None or one of {tuple(_IMPLEMENTATIONS)}, "
         f"got {implementation!r}.",
     )
     chosen = implementation or _choose(problem)
-    attend = importlib.import_module(f"posenc_jax.engine.{chosen}").attend
+    module = importlib.import_module(f"posenc_jax.engine.{_IMPLEMENTATIONS[chosen]}")
+    attend = module.attend
     out, lse = _on_any_mesh(attend, problem)
     return (out, lse) if return_lse else out
 

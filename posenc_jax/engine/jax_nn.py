@@ -1,0 +1,63 @@
+"""Attention by `jax.nn.dot_product_attention`: what it can do exactly, and nothing else.
+
+It takes no rules. Rotary schemes need none, and on GPUs it can be cuDNN's kernel.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.engine.problem import Problem
+from posenc_jax.mask import window_sides
+
+
+def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, [B, T, N, V] in q's dtype, and the log-sum-exp, float32 [B, T, N].
+
+    A query that sees nothing gets zeros and a log-sum-exp of -inf.
+
+    Raises:
+      NotImplementedError: for whatever it would compute otherwise or not at all.
+    """
+    refused = {
+        "biases on logits": p.biases,
+        "rules on content": p.contents,
+        "a bias on values": p.value is not None,
+        "softcap": p.softcap is not None,
+        "sinks": p.sinks is not None,
+        "dropout": p.dropout_key is not None,
+        "segments": p.q_segment_ids is not None,
+        "prefix_length": p.prefix_length is not None,
+        "positions of its own": (p.is_causal or p.window is not None) and not p.contiguous,
+        "values of another head dim than keys": p.q.shape[3] != p.v.shape[3],
+    }
+    found = [what for what, is_there in refused.items() if is_there]
+    if found:
+        raise NotImplementedError(
+            f'attention: implementation="jax" has no {" and no ".join(found)}; '
+            'use "xla", or None to choose.'
+        )
+    window = window_sides(p.window)
+    if window is not None:
+        window = tuple(p.k.shape[1] if side < 0 else side for side in window)
+    k, v, sees = p.k.astype(p.q.dtype), p.v.astype(p.q.dtype), None
+    if p.mask is not None:
+        # It lets a query that sees nothing look at everything, and multiplies 0 and NaN.
+        visible = p.visible()
+        sees = jnp.moveaxis(visible.any(-1), 1, 2)
+        used = visible.any((1, 2))[:, :, None, None]
+        k, v = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (k, v))
+    out, lse = jax.nn.dot_product_attention(
+        p.q,
+        k,
+        v,
+        mask=p.mask,
+        is_causal=p.is_causal,
+        local_window_size=window,
+        scale=p.scale,
+        return_residual=True,
+    )
+    lse = lse.astype(jnp.float32)
+    if sees is None:
+        return out, lse
+    out = jnp.where(sees[..., None], out, jnp.zeros((), out.dtype))
+    return out, jnp.where(sees, lse, -jnp.inf)
