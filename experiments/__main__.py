@@ -103,11 +103,9 @@ def _report(arguments: list[str]) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    import runpy
+    from experiments.bench import main as bench
 
-    sys.argv = ["experiments.bench", *arguments]
-    runpy.run_module("experiments.bench", run_name="__main__")
-    return 0
+    return bench(arguments)
 
 
 if __name__ == "__main__":

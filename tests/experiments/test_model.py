@@ -1,0 +1,185 @@
+"""The model, its training and its evaluation: only the position encoding differs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import posenc_jax as pe
+from experiments.corpus import Corpus
+from experiments.evaluate import Evaluation, evaluate, is_fitted, text_baseline
+from experiments.model import LanguageModel, count_parameters, initialize, structure
+from experiments.recipe import Model, Train
+from experiments.schemes import make_scheme
+from experiments.tasks import KBack, Text
+from experiments.train import make_optimizer, seed_keys, token_losses, train
+
+SIZES = Model(model_dim=16, num_layers=2, num_heads=2)
+TASK = KBack(
+    test_lengths=(32, 48),
+    model=SIZES,
+    train=Train(steps=4, steps_per_call=2, warmup=1, batch=4),
+    eval_batch=8,
+    schemes={"t5": {"max_distance": 32}},
+)
+NAMES = list(pe.SCHEMES)
+
+
+def make(name):
+    return make_scheme(name, TASK, {})
+
+
+def model(scheme, seed=0):
+    return LanguageModel(SIZES, scheme, TASK.vocab_size, jax.random.key(seed))
+
+
+def without_scheme(state):
+    return {
+        path: leaf
+        for path, leaf in jax.tree.flatten_with_path(state)[0]
+        if "position" not in jax.tree_util.keystr(path)
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_other_parameters_are_the_same_for_every_scheme(name):
+    plain = without_scheme(nnx.state(model(make("none"))))
+    other = without_scheme(nnx.state(model(make(name))))
+    assert plain.keys() == other.keys()
+    for path, leaf in plain.items():
+        np.testing.assert_array_equal(leaf, other[path])
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("none", 0),
+        ("alibi", 0),
+        ("rope", 0),
+        ("sinusoidal", 0),
+        ("learned", 48 * 16),
+        ("t5", 2 * 32),  # One table for all layers, as the authors have it.
+        ("shaw", 2 * 2 * 33 * 8),  # Keys and values, in each layer.
+    ],
+)
+def test_parameters_of_a_scheme(name, extra):
+    def count(scheme):
+        return count_parameters(initialize(SIZES, scheme, TASK.vocab_size, seed_keys([0], "data")))
+
+    assert count(make(name)) - count(make("none")) == extra
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_logit_reads_a_later_token(name):
+    tokens = jax.random.randint(jax.random.key(0), (1, 20), 0, TASK.vocab_size)
+    lm = model(make(name))
+    other = tokens.at[0, 12:].set(3)
+    np.testing.assert_allclose(lm(tokens)[:, :12], lm(other)[:, :12], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_logit_scale_is_the_same_for_every_scheme(name):
+    assert {block.attention.scale for block in model(make(name)).blocks} == {8**-0.5}
+
+
+def test_embeddings_grow_only_for_fixed_waves():
+    scales = {name: model(make(name)).embed_scale for name in NAMES}
+    assert scales.pop("sinusoidal") == 4.0
+    assert set(scales.values()) == {1.0}
+
+
+def test_training_makes_the_steps_that_a_plain_loop_makes():
+    scheme = make("rope")
+    trained = train(TASK, scheme, [5], None)
+    graphdef = structure(SIZES, scheme, TASK.vocab_size)
+    params = jax.tree.map(
+        lambda x: x[0], initialize(SIZES, scheme, TASK.vocab_size, seed_keys([5], "parameters"))
+    )
+    optimizer = make_optimizer(TASK.train)
+    update = jax.jit(optimizer.update)
+    moments = optimizer.init(params)
+    (key,) = seed_keys([5], "data")
+    losses = []
+    for step in range(TASK.train.steps):
+        tokens, mask = TASK.sample(jax.random.fold_in(key, step), 4, 32)
+
+        @jax.jit
+        def loss(params, tokens=tokens, mask=mask):
+            each = token_losses(graphdef, params, tokens)
+            return (each * mask[:, 1:]).sum() / mask[:, 1:].sum()
+
+        value, slope = jax.value_and_grad(loss)(params)
+        change, moments = update(slope, moments, params)
+        params = optax.apply_updates(params, change)
+        losses.append(float(value))
+    assert trained.curve["step"] == [2, 4]
+    np.testing.assert_allclose(
+        np.ravel(trained.curve["loss"]), np.reshape(losses, (2, 2)).mean(1), atol=1e-4
+    )
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_allclose(a, b[0], atol=1e-4)
+
+
+def test_seeds_do_not_depend_on_their_neighbours():
+    alone = train(TASK, make("rope"), [1], None)
+    both = train(TASK, make("rope"), [0, 1], None)
+    np.testing.assert_allclose(
+        [x[0] for x in alone.curve["loss"]], [x[1] for x in both.curve["loss"]], atol=1e-4
+    )
+    assert both.curve["loss"][0][0] != both.curve["loss"][0][1]
+    assert both.parameters == alone.parameters
+
+
+def test_a_loss_that_is_not_finite_is_an_error():
+    wild = dataclasses.replace(TASK, train=dataclasses.replace(TASK.train, learning_rate=1e38))
+    with pytest.raises(FloatingPointError, match="not finite at step"):
+        train(wild, make("none"), [0], None)
+
+
+def test_text_is_scored_byte_by_byte():
+    task = Text(
+        train_length=8,
+        test_lengths=(8, 16),
+        sliding_lengths=(8, 16),
+        eval_bytes=32,
+        stride=4,
+        model=SIZES,
+    )
+    held_out = np.random.default_rng(0).integers(0, 256, 300).astype(np.uint8)
+    corpus = Corpus("made up", held_out, held_out, "")
+    scheme = make_scheme("rope", task, {})
+    params = initialize(SIZES, scheme, 256, seed_keys([0, 1], "parameters"))
+    params = jax.tree.map(lambda x: 5 * x, params)  # Large enough for positions to matter.
+    found = evaluate(task, scheme, params, [0, 1], corpus)
+    starts = task.block_starts(held_out)
+    graphdef = structure(SIZES, scheme, 256)
+    for e in [e for e in found if e.variant is None]:
+        for seed, value in enumerate(e.values):
+            one = jax.jit(nnx.merge(graphdef, jax.tree.map(lambda x, s=seed: x[s], params)))
+            bits = []
+            for start in starts:
+                step = e.length if e.mode == "nonoverlapping" else task.stride
+                for end in range(start + step, start + 16 + 1, step):
+                    window = jnp.asarray(held_out[end - e.length : end + 1], jnp.int32)
+                    logp = jax.nn.log_softmax(one(window[None, :-1])[0])
+                    logp = np.asarray(logp)[np.arange(e.length), window[1:]]
+                    bits += list(-logp[e.length - step :])
+            assert len(bits) == 32
+            assert value == pytest.approx(float(np.mean(bits)) / np.log(2), abs=2e-4)
+    changed = {(e.variant, e.length): e.values for e in found if e.mode == "nonoverlapping"}
+    assert changed["ntk", 16] != changed[None, 16] != changed["pi", 16]
+    assert ("ntk", 8) not in changed
+    assert text_baseline(task, corpus) < 8.1
+
+
+@pytest.mark.parametrize(("value", "fitted"), [(0.95, True), (0.9, True), (0.89, False)])
+def test_fitted_is_a_matter_of_the_training_length(value, fitted):
+    found = [
+        Evaluation("accuracy", "plain", 32, [value, value], True),
+        Evaluation("accuracy", "plain", 48, [1 - value], False),
+    ]
+    assert is_fitted(TASK, found, None) is fitted
