@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.bench.machine import describe, load, use_warm_heap
 
-BENCHMARKS = ("rope", "step")
+BENCHMARKS = ("attention", "rope", "step")
 
 
 def main(argv: list[str] | None = None) -> int:
