@@ -21,10 +21,26 @@ Reference code: huggingface/transformers, modeling_rope_utils.py.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
 from posenc_jax.checks import require
+
+
+def check_stretch(where: str, factor: float, original_max_position: float) -> None:
+    """Raises `ValueError` for a factor below one or a missing trained length.
+
+    >>> check_stretch("YaRN", 4.0, 0)
+    Traceback (most recent call last):
+    ValueError: YaRN: original_max_position must be the length of training, got 0.
+    """
+    require(1 <= factor < math.inf, f"{where}: factor must be at least 1 and finite, got {factor}.")
+    require(
+        1 <= original_max_position < math.inf,
+        f"{where}: original_max_position must be the length of training, "
+        f"got {original_max_position}.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
