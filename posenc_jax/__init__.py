@@ -30,6 +30,8 @@ from posenc_jax.rotary.rope import apply_rope as apply_rope
 from posenc_jax.rotary.rope import rope_frequencies as rope_frequencies
 from posenc_jax.rotary.rope import rope_matrix as rope_matrix
 from posenc_jax.rotary.rotate import rotate as rotate
+from posenc_jax.rotary.yarn import YaRN as YaRN
+from posenc_jax.rotary.yarn import yarn_logit_scale as yarn_logit_scale
 from posenc_jax.scheme import ContentBias as ContentBias
 from posenc_jax.scheme import LogitBias as LogitBias
 from posenc_jax.scheme import Scheme as Scheme
