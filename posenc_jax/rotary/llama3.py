@@ -1,0 +1,61 @@
+r"""Llama 3.1's scaling: long wavelengths are stretched, short ones are not.
+
+With s the factor, L the trained length and r_p = L w_p / 2 pi, the turns of pair p in L,
+
+    w'_p = c_p w_p + (1 - c_p) w_p / s,     c_p = (r_p - low) / (high - low), clipped to [0, 1]
+
+which is how the three cases of Meta's code (wavelength above L / low: divided by s; below
+L / high: kept; between: blended) read in one line; both ends agree with their neighbours.
+It is the ramp of the YaRN paper between 1 and 4 turns, without its factor on attention.
+Llama 3.1 has the defaults, Llama 3.2 a factor of 32. Meta published code but no equation.
+
+Paper: Grattafiori et al. The Llama 3 Herd of Models. 2024. https://arxiv.org/abs/2407.21783
+Reference code: meta-llama/llama-models, models/llama3/model.py, apply_scaling;
+huggingface/transformers, modeling_rope_utils.py.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from posenc_jax.checks import require
+from posenc_jax.rotary.frequencies import FrequencyMap, check_stretch
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3(FrequencyMap):
+    """The scaling of Llama 3.1 (Grattafiori et al. 2024).
+
+    Attributes:
+      factor: s, what long wavelengths are multiplied by; at least 1.
+      original_max_position: L, the trained length.
+      low_freq_factor: pairs with fewer turns in L are stretched by all of s.
+      high_freq_factor: pairs with more turns in L are not.
+
+    Raises:
+      ValueError: for a factor below one, no trained length, or ends out of order.
+
+    >>> Llama3(factor=8.0)(np.array([1.0, 1e-4]), head_dim=4, theta=1e8)[0]
+    array([1.00e+00, 1.25e-05])
+    """
+
+    factor: float = 8.0
+    original_max_position: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self):
+        check_stretch("Llama3", self.factor, self.original_max_position)
+        require(
+            0 < self.low_freq_factor < self.high_freq_factor < math.inf,
+            "Llama3: low_freq_factor must be positive and below high_freq_factor, got "
+            f"{self.low_freq_factor} and {self.high_freq_factor}.",
+        )
+
+    def __call__(self, frequencies, head_dim, theta):
+        """Returns the blend of kept and stretched frequencies, and 1."""
+        turns = self.original_max_position * frequencies / (2 * np.pi)
+        width = self.high_freq_factor - self.low_freq_factor
+        keep = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
+        return keep * frequencies + (1 - keep) * frequencies / self.factor, 1.0
