@@ -30,6 +30,7 @@ from posenc_jax.rotary.frequencies import FrequencyMap as FrequencyMap
 from posenc_jax.rotary.llama3 import Llama3 as Llama3
 from posenc_jax.rotary.longrope import LongRoPE as LongRoPE
 from posenc_jax.rotary.partial import Proportional as Proportional
+from posenc_jax.rotary.resonance import Resonance as Resonance
 from posenc_jax.rotary.rope import RoPE as RoPE
 from posenc_jax.rotary.rope import apply_rope as apply_rope
 from posenc_jax.rotary.rope import rope_frequencies as rope_frequencies

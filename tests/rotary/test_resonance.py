@@ -1,0 +1,44 @@
+"""Resonance: whole wavelengths, and angles that come back."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+
+
+def test_wavelengths_worked_out_by_hand():
+    """2 pi times 1, 10, 100, 1000; and those of 12 dimensions, rounded one by one."""
+    got, factor = pe.rope_frequencies(8, scaling=pe.Resonance())
+    np.testing.assert_allclose(2 * np.pi / got, [6, 63, 628, 6283], rtol=1e-15)
+    assert factor == 1.0
+    got, _ = pe.rope_frequencies(12, scaling=pe.Resonance())
+    wanted = [round(2 * np.pi * 1e4 ** (2 * p / 12)) for p in range(6)]
+    np.testing.assert_allclose(2 * np.pi / got, wanted, rtol=1e-14)
+
+
+def test_angles_come_back_at_every_multiple():
+    """The authors tile cos and sin over whole wavelengths; so does exact arithmetic."""
+    w, _ = pe.rope_frequencies(8, scaling=pe.Resonance())
+    for p, wavelength in enumerate([6, 63, 628, 6283]):
+        near = jnp.array([1, 2, 5])
+        for turns in (1, 257, 10**6 // wavelength):
+            far = pe.cos_sin(near + turns * wavelength, w[p : p + 1])
+            for a, b in zip(far, pe.cos_sin(near, w[p : p + 1]), strict=True):
+                np.testing.assert_allclose(a, b, atol=3e-7)
+
+
+def test_follows_the_map_before_it_and_leaves_what_does_not_turn():
+    yarn = pe.YaRN(factor=4.0, original_max_position=2048)
+    stretched, g = pe.rope_frequencies(16, scaling=yarn)
+    got, factor = pe.rope_frequencies(16, scaling=(yarn, pe.Resonance()))
+    np.testing.assert_allclose(2 * np.pi / got, np.round(2 * np.pi / stretched), rtol=1e-14)
+    assert factor == g
+    still, _ = pe.rope_frequencies(16, scaling=(pe.Proportional(fraction=0.5), pe.Resonance()))
+    np.testing.assert_array_equal(still[4:], 0.0)
+    assert np.all(still[:4] > 0)
+
+
+def test_wavelengths_below_one_token_are_refused():
+    with pytest.raises(ValueError, match=r"Resonance: wavelengths must round to 1 .*\[20"):
+        pe.Resonance()(np.array([20.0]), head_dim=2, theta=1e4)
