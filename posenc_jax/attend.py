@@ -156,8 +156,8 @@ def scheme_attention(
             "scheme_attention: the scheme reads the coordinates of cached keys and the cache has "
             "none; make it with new_cache(..., coordinates=...)."
         )
-    _check_ring(cache, length, options.get("window"))
     segments = jnp.zeros_like(positions) if segment_ids is None else segment_ids
+    lost = _check_ring(cache, positions, segments, options.get("window"))
     stored = None if cache.coordinates is None else at
     cache = cache.append(k, v, positions, segments, coordinates=stored, cols=cols, state=state)
     places |= {"q_positions": positions, "k_positions": cache.positions}
@@ -172,7 +172,8 @@ def scheme_attention(
     options |= {"scale": scale}
     out = _output(attention(q, k, cache.v, content=content, **rules, **places, **options))
     # Tokens that a full cache lost cannot raise under jit: the output says so.
-    return jnp.where(cache.overflowed, jnp.nan, out).astype(out.dtype), cache
+    lost = (lost | cache.overflowed)[:, None, None, None]
+    return jnp.where(lost, jnp.nan, out).astype(out.dtype), cache
 
 
 def new_cache(
@@ -193,7 +194,8 @@ def new_cache(
     Args:
       scheme: the scheme; what it stores per key and per sequence is asked of its hooks.
       batch: B.
-      capacity: number of slots; for a ring at least the window and one chunk less one.
+      capacity: number of slots; for a ring at least the window and one chunk less one, and
+        as many more as there is padding between tokens (too few: NaN, never other numbers).
       num_heads: N.
       head_dim: H.
       num_kv_heads: K. Default: N.
@@ -250,19 +252,23 @@ def _rows(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.A
     return jnp.broadcast_to(x, (batch, length))
 
 
-def _check_ring(cache: KVCache, length: int, window: Window) -> None:
-    """Raises unless a ring still holds all that the first of `length` queries may see."""
+def _check_ring(
+    cache: KVCache, positions: jax.Array, segments: jax.Array, window: Window
+) -> jax.Array:
+    """Returns bool [B], whether a ring forgets what its next tokens see; raises if it must."""
     if not cache.ring:
-        return
+        return jnp.zeros(positions.shape[0], bool)
     sides = window_sides(window)
     if sides is None or sides[0] < 0:
         raise ValueError("scheme_attention: a ring cache forgets tokens, so it needs a window.")
+    length = positions.shape[1]
     needed = sides[0] + length
     require(
         cache.capacity >= needed,
         f"scheme_attention: {length} tokens at a time with window {window} need a ring of "
         f"{needed} slots, and the cache has {cache.capacity}.",
     )
+    return cache.forgets(positions, segments, sides[0])
 
 
 def stock_attention(

@@ -161,6 +161,21 @@ class KVCache:
             next_positions=jnp.maximum(self.next_positions, after).astype(jnp.int32),
         )
 
+    def forgets(self, positions: jax.Array, segment_ids: jax.Array, left: int) -> jax.Array:
+        """Returns bool [B]: whether appending these tokens to a ring drops one they may see.
+
+        Slots count, padding included: a ring that holds much padding holds fewer tokens.
+
+        Args:
+          positions: int32 [B, T], of the tokens to append.
+          segment_ids: int32 [B, T].
+          left: how far a token sees back, inclusive.
+        """
+        slots = (self.length + jnp.arange(positions.shape[1], dtype=jnp.int32)) % self.capacity
+        old, old_segments = self.positions[:, None, slots], self.segment_ids[:, None, slots]
+        seen = (old_segments >= 0) & (old_segments == segment_ids[:, :, None])
+        return jnp.any(seen & (positions[:, :, None] - old <= left), axis=(1, 2))
+
     @property
     def overflowed(self) -> jax.Array:
         """Bool scalar: whether tokens were lost, which `append` cannot raise under `jit`."""

@@ -25,13 +25,17 @@ def window_sides(window: Window) -> tuple[int, int] | None:
         return None
     pair = isinstance(window, tuple | list)
     numbers = window if pair else (window,)
-    if len(numbers) != 1 + pair or not all(isinstance(n, int | np.integer) for n in numbers):
+    if len(numbers) != 1 + pair or not all(map(_is_integer, numbers)):
         raise TypeError(f"attention: window must be an integer or a pair, got {window!r}.")
     if pair:
         return int(window[0]), int(window[1])
     if window < 1:
         raise ValueError(f"attention: window must be at least 1 token, got {window}.")
     return int(window) - 1, int(window) - 1
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 def visible(

@@ -10,6 +10,7 @@ from oracle import qkv
 
 import posenc_jax as pe
 from posenc_jax.attend import stock_attention
+from posenc_jax.positions import from_padding_mask
 
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
@@ -315,3 +316,16 @@ def test_stock_attention_refuses_what_it_cannot_know():
     waves = pe.Sinusoidal(model_dim=4)
     with pytest.raises(ValueError, match=r"stock_attention: Sinusoidal.* acts on the token embedd"):
         stock_attention(waves, {}, Q, K, V)
+
+
+def test_a_ring_full_of_padding_says_that_it_forgot():
+    """A right-padded prompt leaves padding in the ring; a second chunk drops what it sees."""
+    q, k, v = qkv(batch=2, length=14)
+    cache = new_cache(pe.NoPE(), 11, ring=True)
+    positions, segments = from_padding_mask(jnp.arange(8)[None] < jnp.array([[3], [8]]))
+    where = {"positions": positions, "segment_ids": segments}
+    options = {"is_causal": True, "window": 4}
+    prompt, more = ([a[:, part] for a in (q, k, v)] for part in (slice(0, 8), slice(8, 14)))
+    _, cache = pe.scheme_attention(pe.NoPE(), {}, *prompt, cache=cache, **where, **options)
+    out, _ = pe.scheme_attention(pe.NoPE(), {}, *more, cache=cache, **options)
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from posenc_jax.checks import (
     array_of_rank,
@@ -210,7 +211,7 @@ def _problem(*, q, k, v, biases, contents, value, mask, **rest: Any) -> Problem:
             jnp.shape(sinks) == (num_heads,),
             f"attention: sinks must be [N] = ({num_heads},), got {jnp.shape(sinks)}.",
         )
-    if isinstance(scale, jax.Array):
+    if not isinstance(scale, int | float | np.number | None):
         raise TypeError("attention: scale must be a Python number; multiply q by an array.")
     prefix = rest["prefix_length"]
     if prefix is not None:
@@ -219,6 +220,10 @@ def _problem(*, q, k, v, biases, contents, value, mask, **rest: Any) -> Problem:
         require(
             prefix.shape == (batch,),
             f"attention: prefix_length must be [B] = ({batch},), got {prefix.shape}.",
+        )
+        require(
+            rest["is_causal"] or window is not None,
+            "attention: prefix_length does nothing without is_causal or a window.",
         )
     return Problem(
         q=q,

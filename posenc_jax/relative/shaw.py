@@ -86,6 +86,11 @@ class Shaw(Scheme):
         require(self.clip >= 0, f"shaw: clip must not be negative, got {self.clip}.")
         require(self.keys or self.values, "shaw: neither keys nor values have a table.")
 
+    @property
+    def acts_on(self):
+        """The logits with a table for keys, the output with one for values."""
+        return ("logits",) * self.keys + ("output",) * self.values
+
     def init(self, key):
         """Returns {"keys": ..., "values": ...}, float32 [1 or N, 2 clip + 1, H]; Glorot uniform."""
         shape = (
