@@ -133,8 +133,7 @@ def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) 
                 progress.finish(run)
         except KeyboardInterrupt:
             status = 130
-    page = write_report(folder.path)
-    print(f"Report: {page}")
+    _report(folder)
     if status == 130:
         print("Stopped; what was finished is kept, and the same command goes on from there.")
     return status
@@ -170,7 +169,7 @@ def evaluate_again(experiment: Experiment) -> int:
             }
             folder.add(run)
             progress.finish(run)
-    print(f"Report: {write_report(folder.path)}")
+    _report(folder)
     return 0
 
 
@@ -182,6 +181,15 @@ def _kept(experiment: Experiment, folder: Folder, task: str, name: str) -> Any:
         lambda k: initialize(settings.model, scheme, settings.vocab_size, k), keys
     )
     return folder.load_parameters(task, name, like)
+
+
+def _report(folder: Folder) -> None:
+    try:
+        print(f"Report: {write_report(folder.path)}")
+    except OSError as error:
+        raise ResultsError(
+            f"{folder.path}: the report cannot be written: {error.strerror or error}"
+        ) from None
 
 
 def _texts(tasks: dict[str, Loaded]) -> list[Corpus]:
