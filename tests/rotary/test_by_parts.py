@@ -41,6 +41,15 @@ def test_matches_the_authors_code(dim, theta, scale, length):
     assert factor == 1.0
 
 
+def test_a_ramp_may_end_beyond_the_last_pair():
+    """At 8 and at 17 of 6 pairs; the latter is cut to d - 1 = 11."""
+    for theta, length, gamma in [(100.0, 4096, (16.0, 2.0)), (10.0, 2048, (200.0, 0.5))]:
+        scaling = pe.NTKByParts(4.0, length, gamma=gamma)
+        got, _ = pe.rope_frequencies(12, theta, scaling)
+        wanted = authors(12, theta, 4.0, length, gamma=gamma)
+        np.testing.assert_allclose(got, wanted, rtol=1e-12)
+
+
 @pytest.mark.parametrize("beta, gamma", [((3.0, 0.1), (16.0, 2.0)), ((1.25, 0.75), (8.0, 4.0))])
 def test_matches_for_other_turns(beta, gamma):
     scaling = pe.NTKByParts(**BASE, beta=beta, gamma=gamma)
