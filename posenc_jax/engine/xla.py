@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from posenc_jax.engine.problem import Problem, keep_mask
 from posenc_jax.engine.tiling import Blocks, add_at, cut, for_each, zeros
+from posenc_jax.engine.xla_once import reversed_once
 from posenc_jax.engine.xla_prepare import HIDDEN, Operands, Spec, prepare
 from posenc_jax.engine.xla_spread import by_diagonal, by_diagonal_pulled
 from posenc_jax.mask import visible
@@ -82,7 +83,8 @@ def _attend_forward(spec, moving, fixed):
 
 def _attend_backward(spec, saved, cotangents):
     moving, fixed, out, lse = saved
-    return _backward(spec, moving, fixed, out, lse, *cotangents), None
+    grads = _backward(spec, moving, fixed, out, lse, *cotangents)
+    return jax.tree.map(reversed_once, grads), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -41,9 +41,7 @@ def test_blocks_cover_the_tokens_and_waste_little(length, keys, heads):
     assert keys <= p.keys <= 1.25 * keys + 16
 
 
-@pytest.mark.parametrize(
-    ("length", "keys", "heads"), [(1, 63, 2), (63, 63, 12), (5, 600, 2)]
-)
+@pytest.mark.parametrize(("length", "keys", "heads"), [(1, 63, 2), (63, 63, 12), (5, 600, 2)])
 def test_awkward_sizes(length, keys, heads):
     q, _, _ = _tokens(length, heads=heads, dim=6)
     _, k, v = _tokens(keys, heads=heads, dim=6)
@@ -203,10 +201,16 @@ def test_hessian_vector_products(kind):
     chex.assert_trees_all_close(hvp("xla"), hvp("reference"), rtol=1e-3, atol=1e-3)
 
 
-def test_forward_mode_alone_says_what_to_do():
+def test_other_orders_of_derivatives_say_what_to_do():
     q, k, v = _tokens(40)
+
+    def loss(q):
+        return jnp.sum(_attend(q, k, v) ** 2)
+
     with pytest.raises(NotImplementedError, match='implementation="reference"'):
-        jax.jvp(lambda q: _attend(q, k, v), (q,), (q,))
+        jax.jvp(loss, (q,), (q,))
+    with pytest.raises(NotImplementedError, match='implementation="reference"'):
+        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2))(q)
 
 
 def test_bfloat16_accumulates_in_float32():
