@@ -43,10 +43,11 @@ def test_matches_the_authors_code(dim, theta, scale, length):
 
 def test_a_ramp_may_end_beyond_the_last_pair():
     """At 8 and at 17 of 6 pairs; the latter is cut to d - 1 = 11."""
-    for theta, length, gamma in [(100.0, 4096, (16.0, 2.0)), (10.0, 2048, (200.0, 0.5))]:
-        scaling = pe.NTKByParts(4.0, length, gamma=gamma)
+    wide = {"beta": (100.0, 0.4), "gamma": (200.0, 0.5)}
+    for theta, length, turns in [(100.0, 4096, {}), (10.0, 2048, wide)]:
+        scaling = pe.NTKByParts(4.0, length, **turns)
         got, _ = pe.rope_frequencies(12, theta, scaling)
-        wanted = authors(12, theta, 4.0, length, gamma=gamma)
+        wanted = authors(12, theta, 4.0, length, **turns)
         np.testing.assert_allclose(got, wanted, rtol=1e-12)
 
 
