@@ -226,7 +226,8 @@ class AttentionFn(nn.Module):
 
     >>> import posenc_jax as pe
     >>> layer = nn.MultiHeadDotProductAttention(
-    ...     num_heads=4, attention_fn=AttentionFn(pe.RoPE(head_dim=4)))
+    ...     num_heads=4, attention_fn=AttentionFn(pe.RoPE(head_dim=4))
+    ... )
     >>> x = jnp.ones((2, 5, 16))
     >>> layer.init_with_output(jax.random.key(0), x)[0].shape
     (2, 5, 16)
