@@ -90,13 +90,20 @@ def _run(command: str, arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("python -m experiments report results/<name>\n\nWrites report.html again.")
-        return 0 if arguments else 2
-    from experiments.report import write_report
+    folder, *rest = arguments or ["--help"]
+    if folder in ("-h", "--help") or rest[:-1] not in ([], ["--plot"]) or len(rest) == 1:
+        print(
+            "python -m experiments report results/<name> [--plot length.svg]\n\n"
+            "Writes report.html again, or only its plot of loss against length."
+        )
+        return 0 if "-h" in arguments or "--help" in arguments else 2
+    from experiments.report import write_plot, write_report
 
     try:
-        print(f"Report: {write_report(Path(arguments[0]))}")
+        if rest:
+            print(f"Plot: {write_plot(Path(folder), Path(rest[1]))}")
+        else:
+            print(f"Report: {write_report(Path(folder))}")
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from None
     return 0

@@ -210,3 +210,9 @@ def _svg(figure, name: str, title: str) -> str:
     svg = svg.replace(INK, "currentColor")
     words = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return svg.replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
+
+
+def standalone(svg: str) -> str:
+    """Returns an <svg> element as a file of its own, in an ink for light and dark pages."""
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return svg.replace("<svg", f"<svg {spaces}", 1).replace("currentColor", "#7d8590") + "\n"

@@ -44,6 +44,22 @@ def write_report(folder: Path) -> Path:
     return target
 
 
+def write_plot(folder: Path, target: Path) -> Path:
+    """Writes the plot of loss against length as a picture of its own, whole or not at all.
+
+    Raises:
+      FileNotFoundError: where there is no results.json.
+      ValueError: where it has no evaluation of text.
+    """
+    results = json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))
+    svg = plots.lengths(results, "text", "nonoverlapping")
+    if not svg:
+        raise ValueError(f"{folder} has no evaluation of text to draw.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _write_whole(target, plots.standalone(svg))
+    return target
+
+
 def render(results: dict) -> str:
     """Returns the page for what results.json holds."""
     environment = jinja2.Environment(

@@ -6,13 +6,14 @@ import json
 import math
 import os
 import re
+import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 import pytest
 
 from experiments import plots, tables
 from experiments.line_names import spread
-from experiments.report import render, write_report
+from experiments.report import render, write_plot, write_report
 
 LENGTHS = {"kback": (32, 64, 128), "kth": (32, 64, 128), "text": (128, 256, 512)}
 ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\nTraceback </pre>'
@@ -262,3 +263,15 @@ def test_spread_keeps_names_apart(wanted):
     places = spread(wanted, gap=1.0, room=10.0)
     assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(places))
     assert all(-1e-9 <= place <= 10.0 + 1e-9 for place in places)
+
+
+def test_a_plot_is_a_picture_of_its_own(tmp_path):
+    results = make_results()
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    target = write_plot(tmp_path, tmp_path / "docs" / "length.svg")
+    root = ElementTree.fromstring(target.read_text())
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "currentColor" not in target.read_text()
+    (tmp_path / "results.json").write_text(json.dumps(results | {"runs": []}))
+    with pytest.raises(ValueError, match="no evaluation of text"):
+        write_plot(tmp_path, target)
