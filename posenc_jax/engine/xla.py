@@ -15,12 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.problem import Problem, keep_mask
-from posenc_jax.engine.tiling import Blocks, add_at, cut, for_each, zeros
+from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.tiling import add_at, cut, zeros
 from posenc_jax.engine.xla_once import reversed_once
 from posenc_jax.engine.xla_prepare import HIDDEN, Operands, Spec, prepare
-from posenc_jax.engine.xla_spread import by_diagonal, by_diagonal_pulled
-from posenc_jax.mask import visible
+from posenc_jax.engine.xla_tile import (
+    Tile,
+    clean_keys,
+    einsum,
+    joined,
+    own_keys,
+    scan_blocks,
+    sides,
+    visit,
+)
 
 
 def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
@@ -90,165 +98,11 @@ def _attend_backward(spec, saved, cotangents):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tile:
-    """Block i of queries against block j of keys, laid out [q, k], or [k, q] if flipped."""
-
-    spec: Spec
-    all: Operands
-    blocks: Blocks
-    flip: bool
-
-    @property
-    def q_axis(self) -> int:
-        return 3 if self.flip else 2
-
-    @property
-    def k_axis(self) -> int:
-        return 2 if self.flip else 3
-
-    def products(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Returns float32 q . k of [B, N, Q, H] and [B, N, K, H]."""
-        form = "bnkh,bnqh->bnkq" if self.flip else "bnqh,bnkh->bnqk"
-        return einsum(form, k, q) if self.flip else einsum(form, q, k)
-
-    def window(self, i: jax.Array, j: jax.Array, plain: bool) -> jax.Array | None:
-        """Returns the part of the vector of distances that the tile meets, if any."""
-        everywhere = self.spec.visibility.vector_in_all
-        if self.all.vector is None or (plain and not everywhere):
-            return None
-        start = self.window_start(i, j)
-        count = self.blocks.q + self.blocks.k - 1
-        return jax.lax.dynamic_slice_in_dim(self.all.vector, start, count, 1)
-
-    def window_start(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        first = i * self.blocks.q - j * self.blocks.k - (self.blocks.k - 1)
-        return self.spec.origin + first
-
-    def added(self, window, terms, q: dict, k: dict, *, plain: bool) -> Any:
-        """Returns what rules add to the logits, or None for nothing."""
-        out = None
-        if window is not None:
-            sizes = self.all.q.shape[0], self.blocks.q, self.blocks.k
-            spread = by_diagonal_pulled if self.flip else by_diagonal
-            out = spread(window, sizes, self.flip)
-        if plain:
-            return out
-        for term, rows, cols in zip(terms, q["rows"], k["cols"], strict=True):
-            value = term.tile(rows, cols, q, k, self.flip)
-            out = value if out is None else out + value
-        return out
-
-    def seen(self, i, j, q: dict, k: dict) -> jax.Array | None:
-        """Returns bool, broadcastable to the tile, or None where all is visible."""
-        see, out = self.spec.visibility, None
-        ordered = not see.folded and (see.is_causal or see.window is not None)
-        if ordered or see.segments:
-            out = visible(
-                q["positions"],
-                k["positions"],
-                q["segments"],
-                k["segments"],
-                is_causal=see.is_causal and not see.folded,
-                window=None if see.folded else see.window,
-                prefix_length=self.all.prefix,
-            )[:, None]
-        if self.all.mask is not None:
-            mask = cut(cut(self.all.mask, 2, i, self.blocks.q), 3, j, self.blocks.k)
-            out = mask if out is None else out & mask
-        if out is None or not self.flip:
-            return out
-        return jnp.swapaxes(out, 2, 3)
-
-    def kept(self, q: dict, k: dict) -> jax.Array | None:
-        """Returns the factor on every weight that dropout leaves, or None without dropout."""
-        if self.all.seed is None:
-            return None
-        rate = self.spec.dropout_rate
-        shape = self.all.q.shape[:2]
-        keep = keep_mask(self.all.seed, rate, shape, q["slots"][0], k["slots"][0])
-        kept = jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
-        return jnp.swapaxes(kept, 2, 3) if self.flip else kept
-
-    def logits(self, products, added, seen) -> tuple[jax.Array, jax.Array | None]:
-        """Returns masked logits, and their derivative where there is a softcap."""
-        x, slope = products, None
-        if self.spec.factor != 1.0:
-            x *= self.spec.factor
-        if added is not None:
-            x += added
-        if self.spec.softcap is not None:
-            bent = jnp.tanh(x / self.spec.softcap)
-            x, slope = self.spec.softcap * bent, 1.0 - bent * bent
-        return x if seen is None else jnp.where(seen, x, HIDDEN), slope
-
-    def used(self, seen: jax.Array | None) -> jax.Array | None:
-        """Returns bool [B or 1, N or 1, K], the keys that some query of the tile sees.
-
-        None where every key is surely seen: in order, each by the query at its own place.
-        """
-        see = self.spec.visibility
-        if seen is None or (see.ordered and not see.segments and not see.mask):
-            return None
-        return jnp.any(seen, axis=self.q_axis)
-
-
-def _clean(used: jax.Array | None, x: Any, axis: int, heads: int = 1) -> Any:
-    """Zeroes the keys, on `axis`, that nobody sees: whatever they hold, 0 * NaN is NaN."""
-    if used is None:
-        return x
-
-    def clean(y):
-        shape = [1] * y.ndim
-        shape[0], shape[heads], shape[axis] = used.shape
-        at = used if heads < axis else jnp.swapaxes(used, 1, 2)
-        return jnp.where(at.reshape(shape), y, jnp.zeros((), y.dtype))
-
-    return jax.tree.map(clean, x)
-
-
-def einsum(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product that accumulates in float32, and is exact to float32 for such inputs."""
-    exact = "highest" if x.dtype == jnp.float32 else None
-    return jnp.einsum(form, x, y, precision=exact, preferred_element_type=jnp.float32)
-
-
-def _heads(x: jax.Array, heads: int) -> jax.Array:
-    """[B, K, ...] to [B, N, ...]: every query head's own keys."""
-    return x if x.shape[1] == heads else jnp.repeat(x, heads // x.shape[1], axis=1)
-
-
-def _classes(spec: Spec, operands: Operands, blocks: Blocks) -> Any:
-    see = spec.visibility
-    return see.side(operands.by_q, blocks.q), see.side(operands.by_k, blocks.k)
-
-
-def _visit(spec, q_side, k_side, prefix, count, body, carry):
-    """Runs `body(plain)(index, carry)` over the tiles of a row or column that are not empty."""
-    see = spec.visibility
-    if count == 1:
-        return body(plain=see.always_plain)(jnp.int32(0), carry)
-    near, plain = see.classify(q_side, k_side, prefix)
-    if not see.always_plain:
-        carry = for_each(near, body(plain=False), carry)
-    if not see.never_plain:
-        carry = for_each(plain, body(plain=True), carry)
-    return carry
-
-
-def _scan(step, carry, count: int):
-    """`lax.scan` over block numbers; a single block needs no loop."""
-    if count == 1:
-        carry, out = step(carry, jnp.int32(0))
-        return carry, jax.tree.map(lambda x: x[None], out)
-    return jax.lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
-
-
 def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     blocks = spec.plan.forward
-    tile = _Tile(spec, x, blocks, flip=False)
-    q_sides, k_sides = _classes(spec, x, blocks)
+    tile = Tile(spec, x, blocks, flip=False)
+    q_sides, k_sides = sides(spec, x, blocks)
     count = spec.plan.keys // blocks.k
 
     def row(_, i):
@@ -258,11 +112,11 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
             def step(j, carry):
                 top, total, out = carry
                 by_k = cut(x.by_k, 1, j, blocks.k)
-                k, v = (_heads(cut(y, 2, j, blocks.k), spec.heads) for y in (x.k, x.v))
+                k, v = (own_keys(cut(y, 2, j, blocks.k), spec.heads) for y in (x.k, x.v))
                 seen = None if plain else tile.seen(i, j, by_q, by_k)
                 used = tile.used(seen)
-                v = _clean(used, v, 2)
-                by_k["cols"] = _clean(used, by_k["cols"], 1, heads=2)
+                v = clean_keys(used, v, 2)
+                by_k["cols"] = clean_keys(used, by_k["cols"], 1, heads=2)
                 window = tile.window(i, j, plain)
                 added = tile.added(window, x.terms, by_q, by_k, plain=plain)
                 s, _ = tile.logits(tile.products(q, k), added, seen)
@@ -288,7 +142,7 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
             zeros(x.q, (*shape, x.v.shape[3])),
         )
         q_side = cut(q_sides, 1, i, 1)
-        top, total, out = _visit(spec, q_side, k_sides, x.prefix, count, body, carry)
+        top, total, out = visit(spec, q_side, k_sides, x.prefix, count, body, carry)
         # A maximum may pass over NaN; a sum does not.
         blind = ((top <= HIDDEN / 2) | (total == 0)) & ~jnp.isnan(total)
         total = jnp.where(blind, 1.0, total)
@@ -296,22 +150,16 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         lse = jnp.where(blind, -jnp.inf, top + jnp.log(total))
         return None, (jnp.swapaxes(out, 1, 2).astype(spec.dtype), lse)
 
-    _, (out, lse) = _scan(row, None, spec.plan.length // blocks.q)
-    return _joined(out, 1), _joined(lse, 2)
-
-
-def _joined(x: jax.Array, axis: int) -> jax.Array:
-    """Blocks [n, ..., size, ...] to one axis: [..., n * size, ...]."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    _, (out, lse) = scan_blocks(row, None, spec.plan.length // blocks.q)
+    return joined(out, 1), joined(lse, 2)
 
 
 def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_lse):
     """Returns the cotangents of `moving`."""
     x = _merge(moving, fixed)
     blocks = spec.plan.backward
-    tile = _Tile(spec, x, blocks, flip=True)
-    q_sides, k_sides = _classes(spec, x, blocks)
+    tile = Tile(spec, x, blocks, flip=True)
+    q_sides, k_sides = sides(spec, x, blocks)
     count = spec.plan.length // blocks.q
 
     delta = jnp.einsum("btnv,btnv->bnt", d_out.astype(jnp.float32), out.astype(jnp.float32))
@@ -328,8 +176,8 @@ def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_
     upright = jnp.swapaxes(x.k, 2, 3)
 
     def column(carry, j):
-        k, v = (_heads(cut(y, 2, j, blocks.k), spec.heads) for y in (x.k, x.v))
-        k_upright = _heads(cut(upright, 3, j, blocks.k), spec.heads)
+        k, v = (own_keys(cut(y, 2, j, blocks.k), spec.heads) for y in (x.k, x.v))
+        k_upright = own_keys(cut(upright, 3, j, blocks.k), spec.heads)
         in_k, by_k = cut(moving_k, 1, j, blocks.k), cut(fixed_k, 1, j, blocks.k)
 
         def body(plain):
@@ -341,11 +189,11 @@ def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_
                 all_q, all_k = _merge(in_q, by_q), _merge(in_k, by_k)
                 seen = None if plain else tile.seen(i, j, all_q, all_k)
                 used = tile.used(seen)
-                k_, v_ = _clean(used, k, 2), _clean(used, v, 2)
+                k_, v_ = clean_keys(used, k, 2), clean_keys(used, v, 2)
 
                 def added(window, terms, in_q, in_k):
                     q, k = _merge(in_q, by_q), _merge(in_k, by_k)
-                    k["cols"] = _clean(used, k["cols"], 1, heads=2)
+                    k["cols"] = clean_keys(used, k["cols"], 1, heads=2)
                     terms = _merge(terms, fixed.terms)
                     return tile.added(window, terms, q, k, plain=plain)
 
@@ -382,7 +230,7 @@ def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_
                 ds = ds.astype(q.dtype)
                 dv += einsum("bnkq,bnqv->bnkv", left.astype(v.dtype), do)
                 dk += einsum("bnkq,bnqh->bnkh", ds, q)
-                dq_ = einsum("bnhk,bnkq->bnhq", _clean(used, k_upright, 3), ds)
+                dq_ = einsum("bnhk,bnkq->bnhq", clean_keys(used, k_upright, 3), ds)
                 dq = add_at(dq, dq_, 3, i, blocks.q)
                 return dq, d_by_q, d_terms, d_vector, d_table, dk, dv, d_by_k
 
@@ -391,7 +239,7 @@ def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_
         here = zeros(x.q, k.shape), zeros(x.q, v.shape), blank(in_k)
         k_side = cut(k_sides, 1, j, 1)
         carry = (*carry, *here)
-        *carry, dk, dv, d_by_k = _visit(spec, q_sides, k_side, x.prefix, count, body, carry)
+        *carry, dk, dv, d_by_k = visit(spec, q_sides, k_side, x.prefix, count, body, carry)
         dk, dv = (_groups(y, z.shape[1]).astype(z.dtype) for y, z in ((dk, x.k), (dv, x.v)))
         d_by_k = jax.tree.map(lambda y, z: y.astype(z.dtype), d_by_k, in_k)
         return tuple(carry), (dk, dv, d_by_k)
@@ -405,7 +253,7 @@ def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_
         d_vector,
         d_table,
     )
-    carry, (dk, dv, d_by_k) = _scan(column, carry, spec.plan.keys // blocks.k)
+    carry, (dk, dv, d_by_k) = scan_blocks(column, carry, spec.plan.keys // blocks.k)
     dq, d_by_q, d_terms, d_vector, d_table = carry
     d_value = None
     if x.value is not None:
@@ -413,13 +261,13 @@ def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_
     return dataclasses.replace(
         moving,
         q=jnp.swapaxes(dq, 2, 3).astype(x.q.dtype),
-        k=_joined(dk, 2),
-        v=_joined(dv, 2),
+        k=joined(dk, 2),
+        v=joined(dv, 2),
         vector=d_vector,
         terms=_cast(d_terms, moving.terms),
         value=d_value,
         by_q=_cast(d_by_q, moving_q),
-        by_k=jax.tree.map(lambda y: _joined(y, 1), d_by_k),
+        by_k=jax.tree.map(lambda y: joined(y, 1), d_by_k),
     )
 
 
