@@ -120,7 +120,9 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 window = tile.window(i, j, plain)
                 added = tile.added(window, x.terms, by_q, by_k, plain=plain)
                 s, _ = tile.logits(tile.products(q, k), added, seen)
-                new = jnp.maximum(top, s.max(3))
+                # Nothing depends on it, and its tangent divides by the number of maxima found,
+                # which rounding may make none.
+                new = jnp.maximum(top, jax.lax.stop_gradient(s).max(3))
                 p, old = jnp.exp(s - new[..., None]), jnp.exp(top - new)
                 total = total * old + p.sum(3)
                 kept = tile.kept(by_q, by_k)

@@ -78,7 +78,7 @@ def test_the_same_bits_in_every_run_and_packed_equals_separate():
     """Packed rows, as segments of one row, give what each gives alone."""
     q, k, v = _tokens(600)
     table, bias = _t5()
-    ids = jnp.where(jnp.arange(600) < 250, 0, 1)[None]
+    ids = jnp.where(jnp.arange(600) < 300, 0, 1)[None]
 
     def loss(q, k, v, table, ids):
         out = _attend(q, k, v, bias=bias(table), q_segment_ids=ids)
@@ -91,13 +91,13 @@ def test_the_same_bits_in_every_run_and_packed_equals_separate():
         jax.grad(loss, (0, 1, 2, 3), has_aux=True)(
             *(x[:, part] for x in (q, k, v)), table, jnp.zeros_like(ids[:, part])
         )
-        for part in (slice(0, 250), slice(250, None))
+        for part in (slice(0, 300), slice(300, None))
     ]
     joined = [jnp.concatenate([a, b], 1) for a, b in zip(parts[0][0], parts[1][0], strict=True)][:3]
     chex.assert_trees_all_close(first[0][:3], tuple(joined), atol=3e-5)
     np.testing.assert_allclose(first[0][3], parts[0][0][3] + parts[1][0][3], atol=2e-3)
     # Where the positions restart in each segment, nothing else changes.
-    at = jnp.where(ids == 0, jnp.arange(600), jnp.arange(600) - 250)
+    at = jnp.where(ids == 0, jnp.arange(600), jnp.arange(600) - 300)
     out = _attend(q, k, v, bias=bias(table), q_segment_ids=ids, q_positions=at, k_positions=at)
     np.testing.assert_allclose(out, first[1], atol=3e-6)
 
