@@ -14,6 +14,8 @@ from posenc_jax.attend import scheme_attention as scheme_attention
 from posenc_jax.attend import scheme_embedding as scheme_embedding
 from posenc_jax.bias.alibi import ALiBi as ALiBi
 from posenc_jax.bias.alibi import alibi_slopes as alibi_slopes
+from posenc_jax.bias.kerple import KERPLELog as KERPLELog
+from posenc_jax.bias.kerple import KERPLEPower as KERPLEPower
 from posenc_jax.bias.t5 import T5 as T5
 from posenc_jax.bias.t5 import t5_bucket as t5_bucket
 from posenc_jax.cache import KVCache as KVCache

@@ -1,0 +1,122 @@
+r"""KERPLE: a learned, concave or convex penalty on distance, one shape per head.
+
+    log      logits[n, i, j] = q_i . k_j / sqrt(H) - r1[n] * ln(1 + r2[n] |i - j|)
+    power    logits[n, i, j] = q_i . k_j / sqrt(H) - r1[n] * |i - j|^r2[n]       r2 <= 2
+
+Both are conditionally positive definite kernels for positive r1 and r2; power with r2 = 1
+is ALiBi with learned slopes. The log form extrapolates best in the paper.
+
+How parameters stay positive: as in the authors' code, by projection onto [0.01, inf) before
+each use, r2 of the power form onto [0.01, 2]. The gradient is that at the projected value,
+without a factor, so a parameter at the bound can leave it. The authors write the projected
+value back after each step; here the parameter keeps what the optimiser gave it.
+
+The authors have one set of parameters for all layers. Not here: the third form in their
+code, which multiplies logits by exp(-r3 |i - j|^r4), of which nothing was released. NeMo's
+scheme of this name fixes r2 at 0 and learns nothing that has an effect.
+
+Paper: Chi et al. KERPLE: Kernelized Relative Positional Embedding for Length
+Extrapolation. 2022. https://arxiv.org/abs/2205.09921
+Reference code: chijames/KERPLE, megatron/mpu/layers.py, ParallelKerpleLog and
+ParallelKerplePower (there, p and a are r1 and r2 of the log form, a and p of the power form).
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import require
+from posenc_jax.scheme import LogitBias, Scheme
+
+
+def _project(x, high=None):
+    """x in [0.01, high], with the gradient of x."""
+    return jax.lax.stop_gradient(jnp.clip(x, 0.01, high)) + (x - jax.lax.stop_gradient(x))
+
+
+def _log(shared, head, q, k):
+    r1, r2 = head
+    return -r1 * jnp.log1p(r2 * jnp.abs(q - k).astype(jnp.float32))
+
+
+def _power(shared, head, q, k):
+    r1, r2 = head
+    distance = jnp.abs(q - k).astype(jnp.float32)
+    far = distance > 0  # 0^r2 has no finite derivative.
+    return jnp.where(far, -r1 * jnp.where(far, distance, 1.0) ** r2, 0.0)
+
+
+def _uniform(key, num_heads, high):
+    keys = jax.random.split(key)
+    return {
+        name: jax.random.uniform(k, (num_heads,), maxval=top)
+        for name, k, top in zip(("r1", "r2"), keys, high, strict=True)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class KERPLELog(Scheme):
+    """KERPLE's logarithmic kernel (Chi et al. 2022).
+
+    Attributes:
+      num_heads: N.
+
+    Raises:
+      ValueError: if `num_heads` is less than one.
+
+    >>> params = {"r1": jnp.array([1.0]), "r2": jnp.array([1.0])}
+    >>> KERPLELog(num_heads=1).bias(params).dense(jnp.array([2]), jnp.arange(3))[0]
+    Array([[-1.0986123, -0.6931472, -0.       ]], dtype=float32)
+    """
+
+    num_heads: int
+    name: ClassVar[str] = "kerple"
+    relative: ClassVar[bool] = True
+    shared_over_layers: ClassVar[bool] = True
+
+    def __post_init__(self):
+        require(self.num_heads >= 1, f"kerple: num_heads must be >= 1, got {self.num_heads}.")
+
+    def init(self, key):
+        """Returns {"r1": U(0, 2), "r2": U(0, 1)}, float32 [N] each."""
+        return _uniform(key, self.num_heads, (2.0, 1.0))
+
+    def bias(self, params):
+        """Returns the penalty of every head."""
+        heads = _project(params["r1"]), _project(params["r2"])
+        return LogitBias(_log, heads=heads, relative=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class KERPLEPower(Scheme):
+    """KERPLE's power kernel (Chi et al. 2022).
+
+    Attributes:
+      num_heads: N.
+
+    Raises:
+      ValueError: if `num_heads` is less than one.
+
+    >>> params = {"r1": jnp.array([0.5]), "r2": jnp.array([2.0])}
+    >>> KERPLEPower(num_heads=1).bias(params).dense(jnp.array([2]), jnp.arange(3))[0]
+    Array([[-2. , -0.5,  0. ]], dtype=float32)
+    """
+
+    num_heads: int
+    name: ClassVar[str] = "kerple_power"
+    relative: ClassVar[bool] = True
+    shared_over_layers: ClassVar[bool] = True
+
+    def __post_init__(self):
+        require(self.num_heads >= 1, f"kerple: num_heads must be >= 1, got {self.num_heads}.")
+
+    def init(self, key):
+        """Returns {"r1": U(0, 1), "r2": U(0, 2)}, float32 [N] each."""
+        return _uniform(key, self.num_heads, (1.0, 2.0))
+
+    def bias(self, params):
+        """Returns the penalty of every head."""
+        heads = _project(params["r1"]), _project(params["r2"], 2.0)
+        return LogitBias(_power, heads=heads, relative=True)

@@ -1,0 +1,120 @@
+"""KERPLE against its authors' code in NumPy, the printed kernels and the paper's formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+ARRAYS = qkv()
+BOTH = pytest.mark.parametrize("cls", [pe.KERPLELog, pe.KERPLEPower])
+
+
+def authors(cls, params, distance):
+    """chijames/KERPLE at 25be3d7, megatron/mpu/layers.py, forward, in float64: [N, ...]."""
+    shape = (-1,) + (1,) * np.ndim(distance)
+    r1, r2 = (np.asarray(params[name], np.float64).reshape(shape) for name in ("r1", "r2"))
+    if cls is pe.KERPLELog:  # There r1 is bias_p and r2 is bias_a.
+        r1, r2 = r1.clip(min=0.01), r2.clip(min=0.01)
+        return -r1 * np.log(1 + r2 * distance)
+    r2, r1 = r2.clip(min=0.01, max=2), r1.clip(min=0.01)  # There bias_p and bias_a.
+    return -(np.float64(distance) ** r2) * r1
+
+
+def dense(cls, r1, r2, at):
+    r1, r2 = (jnp.asarray(r, jnp.float32) for r in (r1, r2))
+    return cls(num_heads=len(r1)).bias({"r1": r1, "r2": r2}).dense(at, at)
+
+
+@pytest.mark.parametrize(
+    "cls, r1, r2, wanted",
+    [
+        (pe.KERPLELog, 1.0, 1.0, [0.0, -0.693147181, -1.09861229, -1.38629436, -1.60943791]),
+        (pe.KERPLELog, 1.0, 2.0, [0.0, -np.log(3), -np.log(5), -np.log(7), -np.log(9)]),
+        (pe.KERPLELog, 2.0, 0.5, [0.0, -0.810930216, -1.38629436, -1.83258146, -2.19722458]),
+        (pe.KERPLEPower, 0.5, 1.5, [0.0, -0.5, -1.41421356, -2.59807621, -4.0]),
+    ],
+)
+def test_kernels_worked_out_by_hand(cls, r1, r2, wanted):
+    got = dense(cls, [r1], [r2], jnp.arange(5))
+    np.testing.assert_allclose(got[0, :, 0], wanted, rtol=2e-6)
+    np.testing.assert_array_equal(got[0], got[0].T)
+
+
+@BOTH
+def test_matches_the_authors_code_at_far_positions(cls):
+    params = cls(num_heads=12).init(jax.random.key(0))
+    at = np.array([1, 2, 257, 10**6])
+    got = cls(num_heads=12).bias(params).dense(jnp.asarray(at), jnp.asarray(at))
+    wanted = authors(cls, params, abs(at[:, None] - at[None]))
+    np.testing.assert_allclose(got, wanted, rtol=2e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_matches_the_paper(cls, is_causal):
+    params = cls(num_heads=6).init(jax.random.key(1))
+    penalty = authors(cls, params, np.arange(63))
+    expected = softmax_attention(
+        *ARRAYS,
+        lambda q, k, n, i, j: q @ k / np.sqrt(8) + penalty[n, abs(i - j)],
+        sees=lambda i, j: j <= i or not is_causal,
+    )
+    out = attend(cls(num_heads=6), params, *ARRAYS, is_causal=is_causal)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@BOTH
+def test_parameters_are_projected_as_in_the_authors_code(cls):
+    at, wild = jnp.arange(5), {"r1": jnp.array([-1.0, 3.0, 0.0]), "r2": jnp.array([0.0, 3.0, -9.0])}
+    wanted = authors(cls, wild, abs(np.arange(5)[:, None] - np.arange(5)))
+    np.testing.assert_allclose(dense(cls, wild["r1"], wild["r2"], at), wanted, rtol=2e-6)
+    assert np.all(np.asarray(dense(cls, wild["r1"], wild["r2"], at)) <= 0)
+
+
+@BOTH
+def test_the_gradient_is_that_of_the_projected_value(cls):
+    """Their update is outside of the graph: a parameter below the bound still feels a pull."""
+    at = jnp.arange(5)
+
+    def grads(r1, r2):
+        return jax.grad(lambda r: dense(cls, [r[0]], [r[1]], at).sum())(jnp.array([r1, r2]))
+
+    np.testing.assert_allclose(grads(-4.0, -4.0), grads(0.01, 0.01), rtol=1e-4)
+    assert np.all(np.abs(grads(-4.0, -4.0)) > 0)
+
+
+def test_power_one_is_alibi_with_learned_slopes():
+    at, slopes = jnp.arange(63), pe.alibi_slopes(6)
+    got = dense(pe.KERPLEPower, slopes.clip(0.01), np.ones(6), at)
+    alibi = pe.ALiBi(num_heads=6).bias({}).dense(at, at)
+    steep = np.asarray(slopes) >= 0.01
+    np.testing.assert_allclose(got[steep], alibi[steep], rtol=2e-6)
+
+
+def test_gradients_are_finite_at_distance_zero():
+    def total(params, at):
+        return pe.KERPLEPower(num_heads=2).bias(params).dense(at, at).sum()
+
+    params = {"r1": jnp.ones(2), "r2": jnp.full(2, 0.5)}
+    for grad in jax.tree.leaves(jax.grad(total, (0, 1))(params, jnp.arange(3.0))):
+        assert np.all(np.isfinite(grad))
+
+
+@BOTH
+def test_starts_as_the_authors_do(cls):
+    params = cls(num_heads=4000).init(jax.random.key(0))
+    tops = (2.0, 1.0) if cls is pe.KERPLELog else (1.0, 2.0)
+    for leaf, top in zip((params["r1"], params["r2"]), tops, strict=True):
+        assert 0 <= leaf.min() and 0.99 * top < leaf.max() <= top
+        np.testing.assert_allclose(leaf.mean(), top / 2, rtol=0.05)
+    assert abs(np.corrcoef(params["r1"], params["r2"])[0, 1]) < 0.1
+    assert cls.shared_over_layers
+
+
+@BOTH
+def test_errors_name_the_argument_and_the_value(cls):
+    with pytest.raises(ValueError, match="kerple: num_heads must be >= 1, got 0"):
+        cls(num_heads=0)
