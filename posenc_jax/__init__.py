@@ -16,6 +16,7 @@ from posenc_jax.bias.alibi import ALiBi as ALiBi
 from posenc_jax.bias.alibi import alibi_slopes as alibi_slopes
 from posenc_jax.bias.kerple import KERPLELog as KERPLELog
 from posenc_jax.bias.kerple import KERPLEPower as KERPLEPower
+from posenc_jax.bias.sandwich import Sandwich as Sandwich
 from posenc_jax.bias.t5 import T5 as T5
 from posenc_jax.bias.t5 import t5_bucket as t5_bucket
 from posenc_jax.cache import KVCache as KVCache

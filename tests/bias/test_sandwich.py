@@ -1,0 +1,83 @@
+"""Sandwich against the reference code's numbers and formula."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+ARRAYS = qkv()
+
+
+def reference(heads, distance, dim=128):
+    """meta-pytorch/attention-gym at 7fdb85d, attn_gym/mods/sandwich.py, in float64: [N, ...]."""
+    frequencies = 1.0 / 10000 ** (2 * np.arange(dim // 2) / dim)
+    total = np.cos(np.abs(distance)[..., None] * frequencies).sum(-1)
+    return np.multiply.outer(heads / (8.0 * np.arange(1, heads + 1)), total)
+
+
+def dense(at, **options):
+    return pe.Sandwich(**options).bias({}).dense(jnp.asarray(at), jnp.asarray(at))
+
+
+def test_numbers_worked_out_beforehand():
+    """Two heads, D' = 8, less D'/2, at distances 0 to 4, in float64."""
+    got = dense(np.arange(5), num_heads=2, dim=8)
+    golden = [
+        [0.0, -0.116186007, -0.359070563, -0.508777618, -0.43334763],
+        [0.0, -0.0580930036, -0.179535282, -0.254388809, -0.216673815],
+    ]
+    np.testing.assert_allclose(got[:, :, 0], golden, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads, dim", [(6, 128), (12, 128), (6, 10)])
+def test_matches_the_reference_at_far_positions(heads, dim):
+    at = np.array([0, 1, 257, 10**6])
+    wanted = reference(heads, at[:, None] - at[None], dim)
+    scale = wanted[:, :1, :1]
+    for centred, less in ((True, scale), (False, 0.0)):
+        got = dense(at, num_heads=heads, dim=dim, centred=centred)
+        np.testing.assert_allclose(got / scale, (wanted - less) / scale, atol=2e-6)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_matches_the_paper(is_causal):
+    bias = reference(6, np.arange(63))
+    expected = softmax_attention(
+        *ARRAYS,
+        lambda q, k, n, i, j: q @ k / np.sqrt(8) + bias[n, abs(i - j)],
+        sees=lambda i, j: j <= i or not is_causal,
+    )
+    for centred in (True, False):  # Softmax sees but the rounding.
+        scheme = pe.Sandwich(num_heads=6, centred=centred)
+        out = attend(scheme, {}, *ARRAYS, is_causal=is_causal)
+        np.testing.assert_allclose(out, expected, atol=1e-5 if centred else 3e-5)
+
+
+def test_is_the_inner_product_of_sinusoidal_codes():
+    at = np.arange(63)
+    code = np.asarray(pe.sinusoidal_encoding(jnp.asarray(at), 32), np.float64)
+    got = dense(at, num_heads=8, dim=32, centred=False)
+    np.testing.assert_allclose(got[0], code @ code.T, atol=1e-5)
+
+
+def test_every_option_changes_the_bias():
+    at = np.arange(20)
+    plain = dense(at, num_heads=6)
+    for option in ({"dim": 64}, {"centred": False}):
+        assert np.abs(plain - dense(at, num_heads=6, **option)).max() > 1, option
+    assert np.all(np.asarray(dense(at, num_heads=6))[:, at, at] == 0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
+        ({"dim": 7}, "dim must be even and positive, got 7"),
+        ({"dim": 0}, "dim must be even and positive, got 0"),
+    ],
+)
+def test_errors_name_the_argument_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"sandwich: {message}"):
+        pe.Sandwich(**({"num_heads": 2} | change))
