@@ -1,0 +1,134 @@
+"""FIRE against the lines of the reference code, printed numbers and the paper's formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+ARRAYS = qkv()
+
+
+def reference(params, i, j, init_length=512.0, eps=1e-6):
+    """chuanyang-Zheng/DAPE at bde344a, DAPE.py, FIRE.forward, for one pair in float64: [N].
+
+    Positions count from 0, so that `rel_distance_max` of a row is the query's position.
+    """
+    p = {name: np.asarray(leaf, np.float64) for name, leaf in params.items()}
+    threshold = abs(p["multiplier"] * init_length)
+    normalizer = max(i, threshold)
+    distance = np.log(abs(p["c"] * abs(i - j)) + 1)
+    normalizer = np.log(abs(p["c"] * normalizer) + 1) + eps
+    hidden = np.maximum(p["inner"] * (distance / normalizer) + p["inner_bias"], 0)
+    return p["outer"] @ hidden
+
+
+def dense(scheme, params, q, k):
+    return scheme.bias(params).dense(jnp.asarray(q), jnp.asarray(k))
+
+
+@pytest.mark.parametrize("heads", [6, 12])
+def test_matches_the_reference_at_far_positions(heads):
+    scheme = pe.FIRE(num_heads=heads)
+    params = scheme.init(jax.random.key(0))
+    at = [0, 1, 257, 511, 512, 513, 5000, 10**6]
+    got = dense(scheme, params, at, at)
+    for a, i in enumerate(at):
+        for b, j in enumerate(at):
+            np.testing.assert_allclose(got[:, a, b], reference(params, i, j), atol=2e-6)
+
+
+def test_normalised_distances_worked_out_by_hand():
+    """c = 0.1, L = 4; the identity for the MLP."""
+    params = {
+        "c": jnp.float32(0.1),
+        "multiplier": jnp.float32(1.0),
+        "inner": jnp.ones(1),
+        "inner_bias": jnp.zeros(1),
+        "outer": jnp.ones((1, 1)),
+    }
+    got = dense(
+        pe.FIRE(num_heads=1, width=1, init_length=4.0), params, jnp.arange(11), [0, 1, 3, 4]
+    )
+    wanted = {  # ln(1 + 0.1 n) / (ln(1 + 0.1 max(i, 4)) + 1e-6), printed in float64.
+        (0, 0): 0.0,
+        (2, 0): 0.5418605016695708,
+        (3, 1): 0.5418605016695708,
+        (6, 0): 0.9999978723613817,
+        (6, 4): 0.38791438519774707,
+        (10, 3): 0.7655336419313883,
+    }
+    for (i, j), x in wanted.items():
+        np.testing.assert_allclose(got[0, i, [0, 1, 3, 4].index(j)], x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("init_length", [512.0, 20.0])
+def test_attention_matches_the_paper(is_causal, init_length):
+    scheme = pe.FIRE(num_heads=6, init_length=init_length)
+    params = scheme.init(jax.random.key(1))
+    params |= {"outer": 8 * params["outer"]}
+    bias = np.array([[reference(params, i, j, init_length) for j in range(63)] for i in range(63)])
+    expected = softmax_attention(
+        *ARRAYS,
+        lambda q, k, n, i, j: q @ k / np.sqrt(8) + bias[i, j, n],
+        sees=lambda i, j: j <= i or not is_causal,
+    )
+    out = attend(scheme, params, *ARRAYS, is_causal=is_causal)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_reads_the_position_of_the_query():
+    scheme = pe.FIRE(num_heads=2, init_length=8.0)
+    params = scheme.init(jax.random.key(0))
+    here, there = (dense(scheme, params, [20 + s], [10 + s]) for s in (0, 100))
+    assert np.abs(here - there).max() > 1e-3 and not scheme.relative
+    early, later = (dense(scheme, params, [5 + s], [3 + s]) for s in (0, 2))
+    np.testing.assert_array_equal(early, later)  # Both are before L.
+
+
+@pytest.mark.parametrize("name, value", [("c", -0.1), ("multiplier", -1.0)])
+def test_signs_of_c_and_multiplier_do_not_count(name, value):
+    scheme = pe.FIRE(num_heads=2)
+    params = scheme.init(jax.random.key(0))
+    at = np.arange(0, 1000, 100)
+    other = params | {name: jnp.float32(value)}
+    np.testing.assert_array_equal(dense(scheme, params, at, at), dense(scheme, other, at, at))
+
+
+def test_starts_as_torch_linear_does():
+    params = pe.FIRE(num_heads=200, width=400, init_c=0.2).init(jax.random.key(0))
+    bounds = {"inner": 1.0, "inner_bias": 1.0, "outer": 400**-0.5}
+    for name, bound in bounds.items():
+        leaf = np.asarray(params[name])
+        assert 0.98 * bound < np.abs(leaf).max() <= bound and abs(leaf.mean()) < 0.1 * bound
+    assert params["c"] == np.float32(0.2) and params["multiplier"] == 1.0
+
+
+def test_every_option_changes_the_bias():
+    def of(**options):
+        scheme = pe.FIRE(num_heads=2, **options)
+        return dense(scheme, scheme.init(jax.random.key(0)), [40, 700], [0, 30])
+
+    for option in ({"width": 16}, {"init_c": 1.0}, {"init_length": 64.0}, {"eps": 0.1}):
+        assert np.abs(of(**option) - of()).max() > 1e-3, option
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_heads": 0},
+        {"width": 0},
+        {"init_c": 0.0},
+        {"init_length": -1.0},
+        {"eps": 0.0},
+        {"init_length": float("nan")},
+    ],
+    ids=str,
+)
+def test_errors_name_the_argument_and_the_value(change):
+    ((name, value),) = change.items()
+    with pytest.raises(ValueError, match=f"fire: {name} must be .*, got {value}"):
+        pe.FIRE(**({"num_heads": 2} | change))
