@@ -60,7 +60,8 @@ class LogitBias:
       shared: pytree of arrays that all heads share.
       relative: whether the rule depends on q - k alone.
       bounds: `(low, high)`; the rule of a relative bias is constant for q - k <= low and
-        for q - k >= high. None for a side means no bound.
+        for q - k >= high. None for a side means no bound. The value there is finite:
+        it may be subtracted.
       scaled: whether the term is multiplied by the logit scale, as q . k is.
     """
 

@@ -118,7 +118,8 @@ def compiled(f: Callable, arguments: tuple, *, backward: bool) -> tuple[Callable
     began = time.perf_counter()
     call = jax.jit(both if backward else f).lower(*arguments).compile()
     seconds = time.perf_counter() - began
-    held = call.memory_analysis().temp_size_in_bytes
+    memory: Any = call.memory_analysis()
+    held = memory.temp_size_in_bytes
     return lambda: call(*arguments), {"megabytes": held / 1e6, "compile_seconds": seconds}
 
 

@@ -3,6 +3,8 @@
 It takes no rules. Rotary schemes need none, and on GPUs it can be cuDNN's kernel.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -46,16 +48,9 @@ def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
         sees = jnp.moveaxis(visible.any(-1), 1, 2)
         used = visible.any((1, 2))[:, :, None, None]
         k, v = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (k, v))
-    out, lse = jax.nn.dot_product_attention(
-        p.q,
-        k,
-        v,
-        mask=p.mask,
-        is_causal=p.is_causal,
-        local_window_size=window,
-        scale=p.scale,
-        return_residual=True,
-    )
+    options: dict[str, Any] = {"mask": p.mask, "is_causal": p.is_causal, "scale": p.scale}
+    options |= {"local_window_size": window, "return_residual": True}
+    out, lse = jax.nn.dot_product_attention(p.q, k, v, **options)
     lse = lse.astype(jnp.float32)
     if sees is None:
         return out, lse

@@ -82,7 +82,7 @@ def dropout_seed(problem: Problem) -> jax.Array | None:
 
 
 def keep_mask(
-    seed: jax.Array, rate: float, shape: tuple[int, int], rows: jax.Array, cols: jax.Array
+    seed: jax.Array, rate: float, shape: tuple[int, ...], rows: jax.Array, cols: jax.Array
 ) -> jax.Array:
     """Returns bool [B, N, T, S], false for the weights that dropout removes.
 

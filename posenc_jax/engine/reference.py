@@ -43,9 +43,10 @@ def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
     weights = jnp.exp(x - jnp.where(jnp.isinf(lse), 0.0, lse)[..., None])
     if p.sinks is not None:
         weights = weights[..., :-1]
-    if p.dropout_key is not None:
+    seed = dropout_seed(p)
+    if seed is not None:
         rows, cols = (jnp.arange(n, dtype=jnp.int32) for n in weights.shape[2:])
-        keep = keep_mask(dropout_seed(p), p.dropout_rate, weights.shape[:2], rows, cols)
+        keep = keep_mask(seed, p.dropout_rate, weights.shape[:2], rows, cols)
         weights = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)
     out = jnp.einsum("bnts,bsnv->btnv", weights, v, precision="highest")
     if p.value is not None:

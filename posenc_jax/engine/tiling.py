@@ -179,7 +179,8 @@ class Visibility:
           by: "positions", "segments" or None, and "slots" or "coordinates" for distances.
           size: tokens per block.
         """
-        segments, valid, at = by["segments"], None, None
+        segments, at = by["segments"], None
+        valid: Any = None
         if segments is not None:
             valid = segments >= 0
         if self.far is not None and self.far >= 0:
@@ -187,7 +188,7 @@ class Visibility:
         return Side(
             Extent.of(by["positions"], size),
             None if segments is None else Extent.of(segments, size, valid),
-            None if segments is None else valid.reshape(valid.shape[0], -1, size).all(-1),
+            None if valid is None else valid.reshape(valid.shape[0], -1, size).all(-1),
             at,
         )
 
@@ -207,7 +208,7 @@ class Visibility:
         """Whether no tile is plain."""
         return self.mask or self.far is None
 
-    def classify(self, q: Side, k: Side, prefix: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def classify(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns bool [blocks] twice: the tiles to run with rules and masks, and the plain ones.
 
         One of `q` and `k` has a single block, the other all of them.

@@ -73,7 +73,7 @@ def _varying_alike(p: Problem) -> Problem:
     return jax.tree.map(vary, p) if axes else p
 
 
-def _merge(moving: Operands, fixed: Operands) -> Operands:
+def _merge(moving: Any, fixed: Any) -> Any:
     return jax.tree.map(
         lambda a, b: b if a is None else a, moving, fixed, is_leaf=lambda x: x is None
     )
@@ -156,7 +156,7 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     return joined(out, 1), joined(lse, 2)
 
 
-def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_lse):
+def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
     """Returns the cotangents of `moving`."""
     x = _merge(moving, fixed)
     blocks = spec.plan.backward
@@ -201,9 +201,10 @@ def _backward(spec: Spec, moving: Operands, fixed: Operands, out, lse, d_out, d_
 
                 window = tile.window(i, j, plain)
                 ruled = window is not None or (x.terms and not plain)
-                extra, pull = (
-                    jax.vjp(added, window, moving.terms, in_q, in_k) if ruled else (None, None)
-                )
+                extra: Any = None
+                pull: Any = None
+                if ruled:
+                    extra, pull = jax.vjp(added, window, moving.terms, in_q, in_k)
                 s, slope = tile.logits(tile.products(q, k_), extra, seen)
                 p = jnp.exp(s - top)
                 dp = einsum("bnkv,bnqv->bnkq", v_, do)

@@ -95,7 +95,7 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
     terms = _terms(p, by_pair, shift=p.softcap is None)
     if any(t.far is None for t in terms):
         terms = _terms(p, by_pair, shift=False)
-    fars = [t.far for t in terms]
+    fars: list[Any] = [t.far for t in terms]
     bounds = [high_bound(b, p) for b in on_vector]
     shift = p.softcap is None and None not in fars + bounds
     value, v = _value(p)
@@ -114,8 +114,8 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
         segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (length, keys))
     at_k = [c.cols for c in p.contents]
     empty = (None,) * (len(terms) - len(p.contents))
-    by_q = {"rows": (*empty, *(c.rows for c in p.contents))}
-    by_k = {"cols": (*empty, *at_k)}
+    by_q: dict[str, Any] = {"rows": (*empty, *(c.rows for c in p.contents))}
+    by_k: dict[str, Any] = {"cols": (*empty, *at_k)}
     sides = (
         (by_q, sizes.length, p.q_positions, p.q_coordinates, segments[0]),
         (by_k, sizes.keys, p.k_positions, p.k_coordinates, segments[1]),
@@ -236,11 +236,12 @@ def _vector(
     vector = values(biases[0])
     for bias in biases[1:]:
         vector += values(bias)
-    far = vector[:, -1] if shift else None
+    far = None
     if shift:
+        far = vector[:, -1]
         vector -= far[:, None]
     if folded and p.window is not None:
-        left, right = window_sides(p.window)
+        left, right = window_sides(p.window) or (-1, -1)
         seen = (distances <= left) | (left < 0)
         seen &= (-distances <= right) | (right < 0)
         vector = jnp.where(seen[None], vector, HIDDEN)

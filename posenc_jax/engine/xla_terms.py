@@ -29,12 +29,12 @@ class Term:
     """
 
     rule: Callable = dataclasses.field(metadata=_STATIC)
-    expand: Callable | None = dataclasses.field(metadata=_STATIC)
+    expand: Any = dataclasses.field(metadata=_STATIC)
     heads: Any
     shared: Any
     factor: float = dataclasses.field(metadata=_STATIC)
     of_content: bool = dataclasses.field(metadata=_STATIC)
-    band: Band | None = dataclasses.field(metadata=_STATIC)
+    band: Any = dataclasses.field(metadata=_STATIC)
     far: int | None = dataclasses.field(metadata=_STATIC)
 
     def tile(self, rows: Any, cols: Any, q: dict, k: dict, flip: bool) -> jax.Array:
@@ -114,7 +114,7 @@ class ValueTerm:
     """
 
     table: jax.Array
-    band: Band | None = dataclasses.field(metadata=_STATIC)
+    band: Any = dataclasses.field(metadata=_STATIC)
     bucket: Callable = dataclasses.field(metadata=_STATIC)
 
     def spread(
