@@ -13,7 +13,8 @@ value back after each step; here the parameter keeps what the optimiser gave it.
 
 The authors have one set of parameters for all layers. Not here: the third form in their
 code, which multiplies logits by exp(-r3 |i - j|^r4), of which nothing was released. NeMo's
-scheme of this name fixes r2 at 0 and learns nothing that has an effect.
+scheme of this name is -b ln(1 + a |i - j|^p), all three learned from ALiBi's slopes, 1 and 1,
+and not projected: a family that has the log form in it.
 
 Paper: Chi et al. KERPLE: Kernelized Relative Positional Embedding for Length
 Extrapolation. 2022. https://arxiv.org/abs/2205.09921
