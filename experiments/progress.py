@@ -174,7 +174,8 @@ class Progress:
             head[0].append(f", about {duration(left)} left", "bold")
         if now := self._current:
             where = f"{now['task']} {now['scheme']}: step {now['step']} of {now['steps']}"
-            head.append(Text(f"{where}, loss {now['loss']:.3f}", "cyan"))
+            then = ", evaluating ..." if now["step"] >= now["steps"] else ""
+            head.append(Text(f"{where}, loss {now['loss']:.3f}{then}", "cyan"))
             done = (finished + now["step"] / max(1, now["steps"])) / max(1, total)
         else:
             head.append(Text("compiling ..." if finished < total else "", "dim"))
