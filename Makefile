@@ -50,11 +50,14 @@ help: ## Say what there is
 	@echo "Settings:"
 	@sed -n 's/^# \([A-Z][A-Z]*=\)/  \1/p' $(firstword $(MAKEFILE_LIST))
 
+# Compilation is what takes the time, one core a process. ARGS="-n 0" for a debugger.
+WORKERS := -n auto --maxprocesses 4 --dist worksteal
+
 test: $(VENV)/.installed-test ## Run the tests (ARGS="-k rope" for some of them)
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest $(WORKERS) $(ARGS)
 
 test-full: $(VENV)/.installed-test ## Run the full product of schemes and implementations (long)
-	POSENC_FULL=1 $(RUN) -m pytest $(ARGS)
+	POSENC_FULL=1 $(RUN) -m pytest $(WORKERS) $(ARGS)
 
 # A value may hold spaces: each is quoted for the shell.
 quote = '$(subst ','\'',$(1))'
