@@ -9,7 +9,7 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test test-full compare bench lint format clean
+.PHONY: help test compare bench lint format clean
 .DELETE_ON_ERROR:
 
 ifeq ($(ACCEL),)
@@ -55,9 +55,6 @@ WORKERS := -n auto --maxprocesses 4 --dist worksteal
 
 test: $(VENV)/.installed-test ## Run the tests (ARGS="-k rope" for some of them)
 	$(RUN) -m pytest $(WORKERS) $(ARGS)
-
-test-full: $(VENV)/.installed-test ## Run the full product of schemes and implementations (long)
-	POSENC_FULL=1 $(RUN) -m pytest $(WORKERS) $(ARGS)
 
 # A value may hold spaces: each is quoted for the shell.
 quote = '$(subst ','\'',$(1))'
