@@ -63,7 +63,7 @@ def test_a_folder_holds_whole_files_out(tmp_path):
     for i in range(10):
         (tmp_path / f"{i}.txt").write_bytes(bytes([i]) * 50)
     (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "10.txt.gz").write_bytes(gzip.compress(b"\x0a" * 50))
+    (tmp_path / "more" / "10.txt.gz").write_bytes(gzip.compress(b"\x0a" * 50, mtime=0))
     found = load_corpus(str(tmp_path))
     assert set(found.held_out) == {7}
     assert set(found.train) == set(range(11)) - {7}
@@ -94,10 +94,10 @@ def test_missing_file(tmp_path):
     ("name", "content"),
     [
         ("a.gz", b"not gzip"),
-        ("b.gz", gzip.compress(TEXT)[:-30]),
+        ("b.gz", gzip.compress(TEXT, mtime=0)[:-30]),
         ("c.xz", b"not xz"),
         ("d.xz", lzma.compress(TEXT)[:-30]),
-        ("e.gz", gzip.compress(TEXT)[:20] + b"zzzz" * 8),
+        ("e.gz", gzip.compress(TEXT, mtime=0)[:20] + b"zzzz" * 8),
     ],
 )
 def test_damaged_file(tmp_path, name, content):
