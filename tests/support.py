@@ -1,8 +1,13 @@
-"""Schemes built from their signatures, and batches of awkward sizes."""
+"""Schemes built from their signatures, batches of awkward sizes, and a small model of both."""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+
+import posenc_jax as pe
+from posenc_jax import positions as at
 
 # 6 heads are no power of two, 3 key heads divide them, 19 tokens are no multiple of a tile.
 SIZES = {"num_heads": 6, "head_dim": 8, "model_dim": 20, "max_length": 64}
@@ -38,3 +43,61 @@ def make_batch(batch=BATCH, length=LENGTH, seed=0):
     x = jax.random.normal(keys[0], (batch, length, SIZES["model_dim"]))
     shapes = [(batch, length, n, SIZES["head_dim"]) for n in heads]
     return Batch(x, *(jax.random.normal(k, s) for k, s in zip(keys[1:], shapes, strict=True)))
+
+
+def forward(scheme, params, tokens, *, cache=None, mixer=None, **options):
+    """Embedding, attention of what it became, and the cache.
+
+    Queries, keys and values move with the embedding, so that schemes which act there are
+    seen by the tests below.
+    """
+    where = {name: options.get(name) for name in ("positions", "coordinates")}
+    if cache is not None and where["positions"] is None:
+        where["positions"] = at.count_up(*tokens.x.shape[:2], cache.next_positions)
+        options = options | {"positions": where["positions"]}
+    x = pe.scheme_embedding(scheme, params, tokens.x, **where)
+
+    def moved(y):
+        heads, dim = y.shape[2:]
+        wide = jnp.tile(x, 1 + heads * dim // x.shape[-1])[..., : heads * dim]
+        return y + wide.reshape(y.shape).astype(y.dtype)
+
+    q, k, v = map(moved, (tokens.q, tokens.k, tokens.v))
+    options = {"is_causal": True} | options
+    return pe.scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
+
+
+def output(scheme, params, tokens, **options):
+    return forward(scheme, params, tokens, **options)[0]
+
+
+def empty_cache(scheme, batch=BATCH, capacity=LENGTH + 5, **options):
+    return pe.new_cache(
+        scheme,
+        batch,
+        capacity,
+        num_heads=SIZES["num_heads"],
+        num_kv_heads=KV_HEADS,
+        head_dim=SIZES["head_dim"],
+        model_dim=SIZES["model_dim"],
+        **options,
+    )
+
+
+def decode(scheme, params, tokens, chunks, cache, **options):
+    """Runs chunks of tokens through a cache; `options` are split along the token axis."""
+    outs, start = [], 0
+    for size in chunks:
+        part = slice(start, start + size)
+        here = {
+            name: value[:, part] if name in ("positions", "segment_ids") else value
+            for name, value in options.items()
+        }
+        out, cache = forward(scheme, params, tokens[:, part], cache=cache, **here)
+        outs.append(out)
+        start += size
+    return jnp.concatenate(outs, 1), cache
+
+
+def close(a, b, tolerance=2e-5):
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)

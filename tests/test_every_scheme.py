@@ -1,7 +1,7 @@
 """What every scheme keeps, whatever it does. Schemes come from the export list.
 
-`forward` is a small model: embedding, then one attention. A scheme that acts on neither
-passes most of these as NoPE does, which is what it should do.
+`output` is that of a small model: embedding, then one attention. A scheme that acts on
+neither passes most of these as NoPE does, which is what it should do.
 """
 
 import dataclasses
@@ -13,70 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import BATCH, KV_HEADS, LENGTH, SIZES, build, make_batch
+from support import BATCH, LENGTH, build, close, make_batch, output
 
 import posenc_jax as pe
 from posenc_jax import positions as at
 
 IMPLEMENTATIONS = ["reference", "xla"]
-
-
-def forward(scheme, params, tokens, *, cache=None, mixer=None, **options):
-    """Embedding, attention of what it became, and the cache.
-
-    Queries, keys and values move with the embedding, so that schemes which act there are
-    seen by the tests below.
-    """
-    where = {name: options.get(name) for name in ("positions", "coordinates")}
-    if cache is not None and where["positions"] is None:
-        where["positions"] = at.count_up(*tokens.x.shape[:2], cache.next_positions)
-        options = options | {"positions": where["positions"]}
-    x = pe.scheme_embedding(scheme, params, tokens.x, **where)
-
-    def moved(y):
-        heads, dim = y.shape[2:]
-        wide = jnp.tile(x, 1 + heads * dim // x.shape[-1])[..., : heads * dim]
-        return y + wide.reshape(y.shape).astype(y.dtype)
-
-    q, k, v = map(moved, (tokens.q, tokens.k, tokens.v))
-    options = {"is_causal": True} | options
-    return pe.scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
-
-
-def output(scheme, params, tokens, **options):
-    return forward(scheme, params, tokens, **options)[0]
-
-
-def empty_cache(scheme, batch=BATCH, capacity=LENGTH + 5, **options):
-    return pe.new_cache(
-        scheme,
-        batch,
-        capacity,
-        num_heads=SIZES["num_heads"],
-        num_kv_heads=KV_HEADS,
-        head_dim=SIZES["head_dim"],
-        model_dim=SIZES["model_dim"],
-        **options,
-    )
-
-
-def decode(scheme, params, tokens, chunks, cache, **options):
-    """Runs chunks of tokens through a cache; `options` are split along the token axis."""
-    outs, start = [], 0
-    for size in chunks:
-        part = slice(start, start + size)
-        here = {
-            name: value[:, part] if name in ("positions", "segment_ids") else value
-            for name, value in options.items()
-        }
-        out, cache = forward(scheme, params, tokens[:, part], cache=cache, **here)
-        outs.append(out)
-        start += size
-    return jnp.concatenate(outs, 1), cache
-
-
-def close(a, b, tolerance=2e-5):
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
 
 
 def test_initialisation_is_deterministic_and_float32(scheme):
@@ -145,58 +87,6 @@ def test_implementations_agree(scheme, params, tokens, options):
     close(outs[1], outs[0], 1e-5)
 
 
-@pytest.mark.parametrize(
-    "chunks", [[LENGTH - 4, 1, 1, 1, 1], [7, 5, 6, 1], [1] * LENGTH], ids=["steps", "chunks", "all"]
-)
-def test_prompt_then_steps_equal_the_whole(scheme, params, tokens, chunks):
-    out, _ = decode(scheme, params, tokens, chunks, empty_cache(scheme))
-    close(out, output(scheme, params, tokens))
-
-
-def test_decode_traces_once(scheme, params, tokens):
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(params, tokens, cache):
-        return forward(scheme, params, tokens, cache=cache)
-
-    cache = empty_cache(scheme)
-    outs = []
-    for t in range(6):
-        out, cache = step(params, tokens[:, t : t + 1], cache)
-        outs.append(out)
-    close(jnp.concatenate(outs, 1), output(scheme, params, tokens[:, :6]))
-
-
-def test_rows_padded_on_the_left_equal_rows_alone(scheme, params, tokens):
-    pads = jnp.array([0, 6])
-    mask = jnp.arange(LENGTH)[None] >= pads[:, None]
-    positions, segments = at.from_padding_mask(mask)
-    where = {"positions": positions, "segment_ids": segments}
-    whole = output(scheme, params, tokens, **where)
-    chunked, _ = decode(scheme, params, tokens, [10, 5, 4], empty_cache(scheme), **where)
-    for row, pad in enumerate([0, 6]):
-        alone = output(scheme, params, tokens[row : row + 1, pad:])
-        close(whole[row, pad:], alone[0])
-        close(chunked[row, pad:], alone[0])
-    assert np.all(np.asarray(whole)[1, :6] == 0)
-
-
-def test_decoding_goes_on_after_left_padding(scheme, params, tokens):
-    positions, segments = at.from_padding_mask(jnp.arange(12)[None] >= jnp.array([[0], [4]]))
-    _, cache = forward(
-        scheme,
-        params,
-        tokens[:, :12],
-        cache=empty_cache(scheme),
-        positions=positions,
-        segment_ids=segments,
-    )
-    out, _ = forward(scheme, params, tokens[:, 12:13], cache=cache)  # Positions 12 and 8.
-    for row, pad in enumerate([0, 4]):
-        alone = output(scheme, params, tokens[row : row + 1, pad:13])
-        close(out[row, 0], alone[0, -1])
-
-
 def test_packed_segments_equal_sequences_alone(scheme, params, tokens):
     segments = jnp.asarray([[0] * 8 + [1] * 11] * BATCH)
     positions = at.from_segment_ids(segments)
@@ -211,37 +101,6 @@ def test_packed_segments_equal_sequences_alone(scheme, params, tokens):
         )
         for part in (slice(0, 8), slice(8, LENGTH)):
             close(out[:, part], output(scheme, params, tokens[:, part]))
-
-
-def test_right_padded_prompts_decode_as_rows_alone(scheme, params, tokens):
-    lengths = np.array([9, 6])
-    mask = jnp.arange(9)[None] < lengths[:, None]
-    positions, segments = at.from_padding_mask(mask)
-    _, cache = forward(
-        scheme,
-        params,
-        tokens[:, :9],
-        cache=empty_cache(scheme),
-        positions=positions,
-        segment_ids=segments,
-    )
-    out, _ = forward(scheme, params, tokens[:, 9:10], cache=cache)
-    for row, n in enumerate(lengths):
-        alone = make_row(tokens, row, [*range(n), 9])
-        close(out[row, 0], output(scheme, params, alone)[0, -1])
-
-
-def make_row(tokens, row, slots):
-    return tokens.map(lambda a: a[row : row + 1, np.array(slots)])
-
-
-@pytest.mark.parametrize("chunk", [1, 3])
-def test_ring_buffer_of_a_window(scheme, params, tokens, chunk):
-    window = 4
-    cache = empty_cache(scheme, capacity=window - 1 + chunk, ring=True)
-    chunks = [chunk] * (18 // chunk)
-    out, _ = decode(scheme, params, tokens[:, :18], chunks, cache, window=window)
-    close(out, output(scheme, params, tokens[:, :18], window=window))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -271,9 +130,10 @@ def test_tokens_in_any_order_give_the_same_output(scheme, params, tokens, implem
     close(attend(order), attend(jnp.arange(LENGTH))[:, order], 1e-5)
 
 
-def test_moving_all_positions_changes_nothing_where_claimed(scheme, params, tokens):
-    if not scheme.relative:
-        pytest.skip("the scheme is not relative")
+@pytest.mark.parametrize("name", [n for n, cls in pe.SCHEMES.items() if cls.relative])
+def test_moving_all_positions_changes_nothing_where_claimed(name, tokens):
+    scheme = build(pe.SCHEMES[name])
+    params = scheme.init(jax.random.key(7))
     here = output(scheme, params, tokens)
     for shift in (1, 257, 1_000_000):
         close(output(scheme, params, tokens, positions=at.count_up(BATCH, LENGTH, shift)), here)
@@ -287,19 +147,6 @@ def test_coordinates_are_what_the_scheme_reads(scheme, params, tokens):
         assert np.abs(moved - here).max() > 1e-4
     else:
         close(moved, here, 0)
-
-
-def test_coordinates_travel_with_the_cache(scheme, params, tokens):
-    coordinates = 3 * at.count_up(BATCH, LENGTH)
-    cache = empty_cache(scheme, coordinates=coordinates)
-    outs = []
-    for part in (slice(0, 12), slice(12, 18), slice(18, 19)):
-        out, cache = forward(
-            scheme, params, tokens[:, part], cache=cache, coordinates=coordinates[:, part]
-        )
-        outs.append(out)
-    whole = output(scheme, params, tokens, coordinates=coordinates)
-    close(jnp.concatenate(outs, 1), whole)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
