@@ -3,6 +3,7 @@
 This is what the Flax layers do between their projections, as one pure function.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from posenc_jax.checks import (
 from posenc_jax.engine.api import attention
 from posenc_jax.mask import Window, window_sides
 from posenc_jax.positions import count_up
-from posenc_jax.scheme import Params, Scheme, as_tuple
+from posenc_jax.scheme import Params, Scheme
 
 
 def scheme_embedding(
@@ -138,19 +139,17 @@ def scheme_attention(
     if mapped or cache is None:
         k = scheme.key(params, k, at, cols)
 
-    rules: dict[str, Any] = {"bias": scheme.bias(params), "value_bias": scheme.value(params)}
-    content = scheme.content(params, rows, cols)
-    places: dict[str, Any] = {}
+    options["scale"] = scale
     if cache is None:
-        places |= {"q_segment_ids": segment_ids, "k_segment_ids": segment_ids}
+        places = {"q_segment_ids": segment_ids, "k_segment_ids": segment_ids}
         if not default:
             places |= {"q_positions": positions, "k_positions": positions}
         if coordinates is not None:
             places |= {"q_coordinates": at, "k_coordinates": at}
-        options |= {"contiguous": contiguous, "scale": scale}
-        return _output(attention(q, k, v, content=content, **rules, **places, **options)), None
+        attend = functools.partial(attention, contiguous=contiguous, **places, **options)
+        return _output(scheme.attend(params, q, k, v, (at, at), rows, cols, attend)), None
 
-    reads = not mapped or any(map(as_tuple, (content, *rules.values())))
+    reads = not mapped or any(p in scheme.acts_on for p in ("logits", "output", "attention"))
     if reads and coordinates is not None and cache.coordinates is None:
         raise ValueError(
             "scheme_attention: the scheme reads the coordinates of cached keys and the cache has "
@@ -160,17 +159,14 @@ def scheme_attention(
     lost = _check_ring(cache, positions, segments, options.get("window"))
     stored = None if cache.coordinates is None else at
     cache = cache.append(k, v, positions, segments, coordinates=stored, cols=cols, state=state)
-    places |= {"q_positions": positions, "k_positions": cache.positions}
+    places = {"q_positions": positions, "k_positions": cache.positions}
     places |= {"q_segment_ids": segments, "k_segment_ids": cache.segment_ids}
+    k_at = cache.positions if cache.coordinates is None else cache.coordinates
     if stored is not None:
-        places |= {"q_coordinates": at, "k_coordinates": cache.coordinates}
-    if not mapped:
-        k_at = places.get("k_coordinates", cache.positions)
-        k = scheme.key(params, cache.k, k_at, cache.cols)
-    content = scheme.content(params, rows, cache.cols)
-    k = cache.k if mapped else k
-    options |= {"scale": scale}
-    out = _output(attention(q, k, cache.v, content=content, **rules, **places, **options))
+        places |= {"q_coordinates": at, "k_coordinates": k_at}
+    k = cache.k if mapped else scheme.key(params, cache.k, k_at, cache.cols)
+    attend = functools.partial(attention, **places, **options)
+    out = _output(scheme.attend(params, q, k, cache.v, (at, k_at), rows, cache.cols, attend))
     # Tokens that a full cache lost cannot raise under jit: the output says so.
     lost = (lost | cache.overflowed)[:, None, None, None]
     return jnp.where(lost, jnp.nan, out).astype(out.dtype), cache
@@ -326,13 +322,8 @@ def stock_attention(
         q_at = jnp.max(jnp.where(mask.any(1), slots[None, None], 0), axis=-1)
     rows, cols, _ = scheme.side(params, None, q, k, q_at, None)
     drop = dropout_rate > 0 and not deterministic
-    out = attention(
-        scheme.query(params, q, q_at, rows),
-        scheme.key(params, k, k_at, cols),
-        v,
-        bias=scheme.bias(params),
-        content=scheme.content(params, rows, cols),
-        value_bias=scheme.value(params),
+    attend = functools.partial(
+        attention,
         mask=mask,
         q_positions=q_at,
         k_positions=k_at,
@@ -342,5 +333,7 @@ def stock_attention(
         dropout_rate=dropout_rate if drop else 0.0,
         dropout_key=dropout_rng if drop else None,
     )
+    q, k = scheme.query(params, q, q_at, rows), scheme.key(params, k, k_at, cols)
+    out = scheme.attend(params, q, k, v, (q_at, k_at), rows, cols, attend)
     out = _output(out)
     return out.reshape(*lead, *out.shape[1:])

@@ -1,6 +1,7 @@
 """Schemes made of schemes: several at once, or one on other coordinates."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ class _Chain(Scheme):
             len(values) < 2,
             f"chain: only one scheme may add to the values, got {values}.",
         )
+        own = [s for s in self.schemes if "attention" in s.acts_on]
+        require(not own, f"chain: {own} replace attention, which others cannot add to.")
 
     @property
     def acts_on(self) -> tuple[str, ...]:
@@ -98,7 +101,8 @@ def chain(*schemes: Scheme) -> Scheme:
     """Returns a scheme that does what all of `schemes` do, in their order.
 
     Raises:
-      ValueError: if there are none, or more than one of them adds to the values.
+      ValueError: if there are none, more than one of them adds to the values, or one of
+        them replaces attention.
 
     >>> import posenc_jax as pe
     >>> both = pe.chain(pe.RoPE(head_dim=64), pe.ALiBi(num_heads=8))
@@ -173,6 +177,13 @@ class _WithPositions(Scheme):
     def value(self, params):
         value = self.scheme.value(params)
         return None if value is None else self._moved(value)
+
+    def attend(self, params, q, k, v, at, rows, cols, attention):
+        if "attention" not in self.acts_on:
+            return super().attend(params, q, k, v, at, rows, cols, attention)
+        q_at, k_at = map(self.transform, at)
+        attention = functools.partial(attention, q_coordinates=q_at, k_coordinates=k_at)
+        return self.scheme.attend(params, q, k, v, (q_at, k_at), rows, cols, attention)
 
     def logit_scale(self, head_dim):
         return self.scheme.logit_scale(head_dim)

@@ -1,6 +1,6 @@
 """What a position encoding is: a frozen dataclass of settings with pure functions as methods.
 
-A scheme may act in five places. Every hook defaults to doing nothing, so a scheme is as
+A scheme may act in these places. Every hook defaults to doing nothing, so a scheme is as
 long as what it does:
 
     embed     on the token embedding                      learned, sinusoidal
@@ -8,6 +8,7 @@ long as what it does:
     bias      on the logits, from two positions           ALiBi, T5
     content   on the logits, from content and positions   Shaw, FoX
     value     on the output, from two positions           Shaw
+    attend    on all of it, in place of one attention     ReRoPE
 
 `side` lets a scheme make arrays of its own per token (a forget gate, a second projection
 of q). Those of keys are cached beside k and v.
@@ -249,18 +250,51 @@ class Scheme:
         """Returns what is added to the values from positions."""
         return None
 
+    def attend(
+        self,
+        params: Params,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        at: tuple[jax.Array, jax.Array],
+        rows: Any,
+        cols: Any,
+        attention: Callable[..., Any],
+    ) -> jax.Array:
+        """Returns the output [B, T, N, V]: one attention with the scheme's rules.
+
+        A scheme that needs another one, or several, says so here.
+
+        Args:
+          params: the scheme's parameters.
+          q, k, v: queries and keys after `query` and `key`, and values. Keys may be those
+            of a cache, in any order.
+          at: coordinates of queries and of keys.
+          rows, cols: what `side` made for them.
+          attention: `posenc_jax.attention` that knows all else: positions, masks, options.
+        """
+        return attention(
+            q,
+            k,
+            v,
+            bias=self.bias(params),
+            content=self.content(params, rows, cols),
+            value_bias=self.value(params),
+        )
+
     def logit_scale(self, head_dim: int) -> float | None:
         """Returns the factor on q . k that the scheme was published with; None: 1/sqrt(H)."""
         return None
 
     @property
     def acts_on(self) -> tuple[str, ...]:
-        """Where the scheme acts: "embedding", "q, k", "logits", "output"."""
+        """Where the scheme acts: "embedding", "q, k", "logits", "output", "attention"."""
         places = {
             "embedding": ("embed",),
             "q, k": ("query", "key"),
             "logits": ("bias", "content"),
             "output": ("value",),
+            "attention": ("attend",),
         }
         own = type(self)
         return tuple(

@@ -114,18 +114,16 @@ def test_tokens_in_any_order_give_the_same_output(scheme, params, tokens, implem
 
     def attend(pick):
         rows_, cols_ = jax.tree.map(lambda a: a[:, pick], (rows, cols))
-        return pe.attention(
-            q[:, pick],
-            k[:, pick],
-            tokens.v[:, pick],
-            bias=scheme.bias(params),
-            content=scheme.content(params, rows_, cols_),
-            value_bias=scheme.value(params),
+        attention = functools.partial(
+            pe.attention,
             q_positions=positions[:, pick],
             k_positions=positions[:, pick],
             is_causal=True,
             implementation=implementation,
         )
+        moved = (x[:, pick] for x in (q, k, tokens.v))
+        places = (positions[:, pick],) * 2
+        return scheme.attend(params, *moved, places, rows_, cols_, attention)
 
     close(attend(order), attend(jnp.arange(LENGTH))[:, order], 1e-5)
 

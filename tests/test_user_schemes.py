@@ -11,7 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import BATCH, KV_HEADS, LENGTH, SIZES, make_batch
+from support import (
+    BATCH,
+    KV_HEADS,
+    LENGTH,
+    SIZES,
+    close,
+    decode,
+    empty_cache,
+    make_batch,
+    output,
+)
 
 import posenc_jax as pe
 from posenc_jax import positions as at
@@ -213,3 +223,49 @@ def test_a_rule_on_two_axes(implementation):
     wanted = oracle(tokens, lambda b, n, i, j: -slopes[n] * distance[i, j])
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     assert bias.dense(grid, grid).shape == (BATCH, SIZES["num_heads"], LENGTH, LENGTH)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(pe.Scheme):
+    """Two attentions, of the near and of the far keys, merged by their log-sum-exp."""
+
+    near: int = 4
+
+    def attend(self, params, q, k, v, at, rows, cols, attention):
+        outs, weights = [], []
+        for sign in (1, -1):
+            hidden = pe.LogitBias(Beyond(self.near, sign), heads=jnp.zeros((q.shape[2],)))
+            out, lse = attention(q, k, v, bias=hidden, return_lse=True)
+            outs.append(out)
+            weights.append(lse)
+        weights = jax.nn.softmax(jnp.stack(weights), axis=0)
+        return (jnp.stack(outs) * weights[..., None]).sum(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Beyond:
+    """Hides keys nearer than a distance, or (sign -1) those beyond it."""
+
+    near: int
+    sign: int
+
+    def __call__(self, shared, head, q, k):
+        hidden = (q - k >= self.near) if self.sign > 0 else (q - k < self.near)
+        return jnp.where(hidden, -1e30, 0.0)
+
+
+def test_a_scheme_of_several_attentions(tokens):
+    params = {}
+    wanted = output(pe.NoPE(), params, tokens)
+    close(output(Halves(), params, tokens), wanted)
+    out, _ = decode(Halves(), params, tokens, [10, 1, 8], empty_cache(Halves()))
+    close(out, wanted)
+    assert Halves().acts_on == ("attention",)
+    moved = pe.with_positions(Halves(), positions_in_pairs)
+    close(output(moved, params, tokens), wanted)
+    with pytest.raises(ValueError, match="replace attention"):
+        pe.chain(Halves(), pe.RoPE(head_dim=8))
+
+
+def positions_in_pairs(positions):
+    return positions // 2
