@@ -31,6 +31,7 @@ from posenc_jax.rotary.dynamic import DynamicNTK as DynamicNTK
 from posenc_jax.rotary.frequencies import NTK as NTK
 from posenc_jax.rotary.frequencies import PI as PI
 from posenc_jax.rotary.frequencies import FrequencyMap as FrequencyMap
+from posenc_jax.rotary.layouts import permute_qk as permute_qk
 from posenc_jax.rotary.llama3 import Llama3 as Llama3
 from posenc_jax.rotary.longrope import LongRoPE as LongRoPE
 from posenc_jax.rotary.partial import Proportional as Proportional

@@ -58,9 +58,7 @@ def rotations(length: int, theta: float) -> dict:
     """Returns the rotations to measure, by name."""
     positions = jnp.arange(length, dtype=jnp.int32)
     return {
-        layout: functools.partial(
-            pe.apply_rope, positions=positions, theta=theta, interleaved=layout == "interleaved"
-        )
+        layout: functools.partial(pe.apply_rope, positions=positions, theta=theta, layout=layout)
         for layout in ("half", "interleaved")
     }
 

@@ -6,12 +6,11 @@ r"""RoPE: queries and keys turn by an angle in proportion to their position.
 for the pair p of dimensions (a, b) at position m. q at m and k at n then meet at the angle
 (m - n) w_p: q . k depends on the distance alone, while q and k turn by different amounts.
 
-Which dimensions make a pair differs, and nothing in a checkpoint tells which:
+Which dimensions make a pair, and which way it turns, differs between models: see `layout` in
+`posenc_jax.rotary.layouts`, which also moves weights from one to another.
 
-    half (default)       (p, p + d/2)      GPT-NeoX, Hugging Face Llama, Gemma
-    interleaved=True     (2p, 2p + 1)      RoFormer, GPT-J, Meta's Llama
-
-`rotary_dim` rotates the first d < H dimensions and leaves the rest (GPT-J, NeoX, Phi).
+`rotary_dim` rotates the first d < H dimensions and leaves the rest (GPT-J, NeoX, Phi), with
+the frequencies of a head of d; with `rotary_start` = H - d it is the last ones (DeepSeek-V4).
 Rotated keys can be cached. Cosine and sine are exact at any int32 position (see
 `posenc_jax.angles`), and products are in float32 whatever the input's dtype.
 
@@ -30,6 +29,7 @@ import numpy as np
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import array_of_rank, coordinate_values, require
 from posenc_jax.rotary.frequencies import FrequencyMap
+from posenc_jax.rotary.layouts import check_layout, rotary_dims
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import Scheme, as_tuple
 
@@ -69,8 +69,9 @@ def apply_rope(
     positions: jax.Array,
     *,
     theta: float = 10000.0,
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
+    layout: str = "half",
+    rotary_dim: int = 0,
+    rotary_start: int = 0,
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = (),
 ) -> jax.Array:
     """Returns x rotated by its positions, in its own dtype.
@@ -79,8 +80,9 @@ def apply_rope(
       x: queries or keys [B, T, N, H].
       positions: integers [T] or [B, T], or float32 where positions are not counted.
       theta: the base of the frequencies.
-      interleaved: whether a pair is (2p, 2p + 1) instead of (p, p + d/2).
-      rotary_dim: d, the number of leading dimensions to rotate. Default: all.
+      layout: what makes a pair; see `posenc_jax.rotary.layouts`.
+      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
+      rotary_start: the first of them.
       scaling: maps of the frequencies.
 
     Raises:
@@ -92,11 +94,8 @@ def apply_rope(
     array([-1.9841,  1.9599,  2.4624,  4.0198], dtype=float32)
     """
     array_of_rank("rope", "x", x, 4, "[B, T, N, H]")
-    dim = x.shape[-1] if rotary_dim is None else rotary_dim
-    require(
-        dim <= x.shape[-1],
-        f"rope: rotary_dim {dim} exceeds the head dim {x.shape[-1]}.",
-    )
+    check_layout("rope", layout)
+    dim = rotary_dims("rope", x.shape[-1], rotary_dim, rotary_start)
     frequencies, factor = rope_frequencies(dim, theta, scaling)
     positions = coordinate_values("rope", positions, "positions")
     positions = positions[None] if positions.ndim == 1 else positions
@@ -109,7 +108,7 @@ def apply_rope(
     cos, sin = cos_sin(positions, frequencies)
     if factor != 1.0:
         cos, sin = factor * cos, factor * sin
-    return rotate(x, cos, sin, interleaved=interleaved)
+    return rotate(x, cos, sin, layout=layout, start=rotary_start)
 
 
 def rope_matrix(position: int, dim: int, theta: float = 10000.0) -> np.ndarray:
@@ -137,12 +136,14 @@ class RoPE(Scheme):
     Attributes:
       head_dim: H.
       theta: the base of the frequencies.
-      interleaved: whether a pair is (2p, 2p + 1) instead of (p, p + d/2).
-      rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
+      layout: what makes a pair; see `posenc_jax.rotary.layouts`.
+      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
+      rotary_start: the first of them.
       scaling: a map of the frequencies, or a tuple of maps.
 
     Raises:
-      ValueError: for a rotary dim that is odd or exceeds H, or `theta` not positive.
+      ValueError: for an unknown layout, a rotary dim that is odd or exceeds H, or `theta` not
+        positive.
 
     >>> RoPE(head_dim=4).query({}, jnp.ones((1, 1, 1, 4)), jnp.array([[0]]))
     Array([[[[1., 1., 1., 1.]]]], dtype=float32)
@@ -150,18 +151,17 @@ class RoPE(Scheme):
 
     head_dim: int
     theta: float = 10000.0
-    interleaved: bool = False
+    layout: str = "half"
     rotary_dim: int = 0
+    rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "rope"
     relative: ClassVar[bool] = True
 
     def __post_init__(self):
-        require(
-            0 <= self.rotary_dim <= self.head_dim,
-            f"rope: rotary_dim must be in [0, head_dim={self.head_dim}], got {self.rotary_dim}.",
-        )
-        rope_frequencies(self.rotary_dim or self.head_dim, self.theta, self.scaling)
+        check_layout("rope", self.layout)
+        dim = rotary_dims("rope", self.head_dim, self.rotary_dim, self.rotary_start)
+        rope_frequencies(dim, self.theta, self.scaling)
 
     def query(self, params, q, coordinates, rows=None):
         """Returns q [B, T, N, H], rotated."""
@@ -173,8 +173,9 @@ class RoPE(Scheme):
             q,
             coordinates,
             theta=self.theta,
-            interleaved=self.interleaved,
-            rotary_dim=self.rotary_dim or None,
+            layout=self.layout,
+            rotary_dim=self.rotary_dim,
+            rotary_start=self.rotary_start,
             scaling=self.scaling,
         )
 

@@ -13,19 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.checks import array_of_rank, require
+from posenc_jax.rotary.layouts import check_layout, read_and_write
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
-    """Returns x with its first 2P dimensions turned, in its own dtype.
+def rotate(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str = "half", start: int = 0
+) -> jax.Array:
+    """Returns x with 2P of its dimensions turned, in its own dtype.
 
     For tables that several layers share, or that come from elsewhere; `apply_rope` makes
     its own. Differentiable in x and in the tables (Su et al. 2021).
 
     Args:
-      x: [B, T, N, H] with H >= 2P.
-      cos: float32 [B or 1, T, P], as from `cos_sin`.
-      sin: float32 [B or 1, T, P].
-      interleaved: whether pair p is (2p, 2p + 1) instead of (p, p + P).
+      x: [B, T, N, H] with H >= start + 2P.
+      cos: float32 [B or 1, T, P], as from `cos_sin`; [B or 1, T, N, P] for tables per head.
+      sin: float32, as `cos`.
+      layout: what makes a pair; see `posenc_jax.rotary.layouts`.
+      start: the first of the dimensions that turn.
 
     Raises:
       ValueError: for shapes that do not fit.
@@ -35,17 +39,20 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = 
     Array([0.5403023, 0.841471 ], dtype=float32)
     """
     array_of_rank("rotate", "x", x, 4, "[B, T, N, H]")
+    check_layout("rotate", layout)
     require(
         cos.shape == sin.shape
-        and cos.ndim == 3
-        and cos.shape[0] in (1, x.shape[0])
-        and cos.shape[1] == x.shape[1]
-        and 2 * cos.shape[2] <= x.shape[3],
-        f"rotate: cos and sin must be [B or 1, T, P] with 2P <= H for x {x.shape}, "
-        f"got {cos.shape} and {sin.shape}.",
+        and cos.shape[:1] in ((1,), x.shape[:1])
+        and cos.shape[1:-1] in (x.shape[1:2], x.shape[1:3])
+        and 0 <= start <= x.shape[3] - 2 * cos.shape[-1],
+        f"rotate: cos and sin must be [B or 1, T, P] or [B or 1, T, N, P] with start + 2P <= H "
+        f"for x {x.shape} and start {start}, got {cos.shape} and {sin.shape}.",
     )
-    cos, sin = _once(cos, sin)
-    return _rotate(x, cos[:, :, None], sin[:, :, None], interleaved)
+    read, write, negative = read_and_write(layout)
+    cos, sin = _once(cos, -sin if negative else sin)
+    if cos.ndim == 3:
+        cos, sin = cos[:, :, None], sin[:, :, None]
+    return _rotate(x, cos, sin, (read, write, start))
 
 
 def _once(cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -59,29 +66,31 @@ def _once(cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _rotate(x, cos, sin, interleaved):
-    dim = 2 * cos.shape[-1]
-    turn = _interleaved if interleaved else _half
-    if dim == x.shape[-1]:
-        return turn(x, cos, sin).astype(x.dtype)
-    turned = turn(x[..., :dim], cos, sin).astype(x.dtype)
-    return jnp.concatenate([turned, x[..., dim:]], -1)
+def _rotate(x, cos, sin, how):
+    read, write, start = how
+    end = start + 2 * cos.shape[-1]
+    a, b = _split(x[..., start:end], read)
+    turned = _join(a * cos - b * sin, b * cos + a * sin, write, x.dtype)
+    if turned.shape == x.shape:
+        return turned
+    return jnp.concatenate([x[..., :start], turned, x[..., end:]], -1)
 
 
-def _forward(x, cos, sin, interleaved):
+def _forward(x, cos, sin, how):
     learned = cos.perturbed or sin.perturbed
     kept = (x.value if learned else None, cos.value, sin.value)
-    return _rotate(x.value, cos.value, sin.value, interleaved), kept
+    return _rotate(x.value, cos.value, sin.value, how), kept
 
 
-def _backward(interleaved, kept, g):
+def _backward(how, kept, g):
     x, cos, sin = kept
-    dx = _rotate(g, cos, -sin, interleaved)
+    read, write, start = how
+    dx = _rotate(g, cos, -sin, (write, read, start))
     if x is None:
         return dx, jnp.zeros_like(cos), jnp.zeros_like(sin)
-    dim = 2 * cos.shape[-1]
-    a, b = _split(x[..., :dim], interleaved)
-    ga, gb = _split(g[..., :dim], interleaved)
+    end = start + 2 * cos.shape[-1]
+    a, b = _split(x[..., start:end], read)
+    ga, gb = _split(g[..., start:end], write)
     return dx, _sum_like(cos, ga * a + gb * b), _sum_like(sin, gb * a - ga * b)
 
 
@@ -94,29 +103,23 @@ def _sum_like(table, x):
     return x.sum(axes, keepdims=True)
 
 
-def _split(x, interleaved):
+def _split(x, layout):
     x = x.astype(jnp.float32)
-    if interleaved:
+    if layout == "interleaved":
         return x[..., 0::2], x[..., 1::2]
     half = x.shape[-1] // 2
     return x[..., :half], x[..., half:]
 
 
-def _half(x, cos, sin):
-    a, b = _split(x, False)
-    first, second = a * cos - b * sin, b * cos + a * sin
-    half = a.shape[-1]
-    if x.dtype != jnp.float32 and half >= 64:  # Here the padded sum is twice as slow.
-        return jnp.stack([first, second], -2).reshape(x.shape)
-    return _pad(first, 0, half, 0) + _pad(second, half, 0, 0)
-
-
-def _interleaved(x, cos, sin):
-    a, b = _split(x, True)
-    first, second = a * cos - b * sin, b * cos + a * sin
-    if x.dtype != jnp.float32:  # Here the padded sum is five times as slow.
-        return jnp.stack([first, second], -1).reshape(x.shape)
-    return _pad(first, 0, 1, 1) + _pad(second, 1, 0, 1)
+def _join(a, b, layout, dtype):
+    interleaved, half = layout == "interleaved", a.shape[-1]
+    # In 16 bits the padded sum is five times as slow interleaved, twice in wide halves.
+    if dtype != jnp.float32 and (interleaved or half >= 64):
+        x = jnp.stack([a, b], -1 if interleaved else -2)
+        return x.reshape(*a.shape[:-1], 2 * half).astype(dtype)
+    if interleaved:
+        return (_pad(a, 0, 1, 1) + _pad(b, 1, 0, 1)).astype(dtype)
+    return (_pad(a, 0, half, 0) + _pad(b, half, 0, 0)).astype(dtype)
 
 
 def _pad(x, low, high, between):

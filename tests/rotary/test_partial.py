@@ -28,16 +28,16 @@ def test_keeps_as_many_pairs_as_transformers(dim, fraction):
     np.testing.assert_array_equal(got, [*plain[:kept], *np.zeros(dim // 2 - kept)])
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_stopped_pairs_do_not_turn_and_the_others_turn_as_in_the_whole_head(interleaved):
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_stopped_pairs_do_not_turn_and_the_others_turn_as_in_the_whole_head(layout):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 6, 16)), "f4")
     at = jnp.array([1, 257, 10**6])
-    out = pe.apply_rope(x, at, scaling=pe.Proportional(fraction=0.5), interleaved=interleaved)
-    plain = pe.apply_rope(x, at, interleaved=interleaved)
-    pair = np.arange(16) // 2 if interleaved else np.arange(16) % 8
+    out = pe.apply_rope(x, at, scaling=pe.Proportional(fraction=0.5), layout=layout)
+    plain = pe.apply_rope(x, at, layout=layout)
+    pair = np.arange(16) // 2 if layout == "interleaved" else np.arange(16) % 8
     np.testing.assert_array_equal(out[..., pair < 4], plain[..., pair < 4])
     np.testing.assert_array_equal(out[..., pair >= 4], x[..., pair >= 4])
-    other = pe.apply_rope(x, at, rotary_dim=8, interleaved=interleaved)
+    other = pe.apply_rope(x, at, rotary_dim=8, layout=layout)
     assert np.abs(out - other).max() > 0.1  # The other thing of that name.
 
 

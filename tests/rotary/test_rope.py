@@ -15,51 +15,42 @@ import posenc_jax as pe
 from posenc_jax.rotary.rotate import rotate
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "rope.json").read_text())
-LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+LAYOUTS = pytest.mark.parametrize("layout", ["half", "interleaved"])
 
 
-def pairs(dim, interleaved):
+def pairs(dim, layout):
     """Which two dimensions turn together."""
-    if interleaved:
+    if layout == "interleaved":
         return [(2 * p, 2 * p + 1) for p in range(dim // 2)]
     return [(p, p + dim // 2) for p in range(dim // 2)]
 
 
-def turned(x, position, theta=10000.0, interleaved=False, dim=None):
+def turned(x, position, theta=10000.0, layout="half", dim=None):
     """Equation 34 of the paper: each pair of one vector as a complex number, in float64."""
     out = np.array(x, np.float64)
     dim = len(out) if dim is None else dim
-    for p, (a, b) in enumerate(pairs(dim, interleaved)):
+    for p, (a, b) in enumerate(pairs(dim, layout)):
         z = (out[a] + 1j * out[b]) * np.exp(1j * position * theta ** (-2 * p / dim))
         out[a], out[b] = z.real, z.imag
     return out
 
 
 @LAYOUTS
-def test_matches_the_code_of_gpt_neox_and_gpt_j(interleaved):
+def test_matches_the_code_of_gpt_neox_and_gpt_j(layout):
     x = jnp.array(GOLDEN["x"])[None]
-    out = pe.apply_rope(x, jnp.arange(7), interleaved=interleaved, rotary_dim=8)
-    wanted = GOLDEN["interleaved" if interleaved else "half"]
+    out = pe.apply_rope(x, jnp.arange(7), layout=layout, rotary_dim=8)
+    wanted = GOLDEN[layout]
     np.testing.assert_allclose(out[0], wanted, rtol=0, atol=1e-6)
-
-
-def test_layouts_at_position_one():
-    # x = [1, 2, 3, 4]; gpt-neox, apply_rotary_pos_emb and mesh-transformer-jax, the same name.
-    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
-    half = pe.apply_rope(x, jnp.array([1]))
-    np.testing.assert_allclose(half.ravel(), [-1.984111, 1.959901, 2.462378, 4.0198], atol=2e-6)
-    paper = pe.apply_rope(x, jnp.array([1]), interleaved=True)
-    np.testing.assert_allclose(paper.ravel(), [-1.14264, 1.922076, 2.959851, 4.0298], atol=2e-6)
 
 
 @LAYOUTS
 @pytest.mark.parametrize("theta, dim", [(1e4, 12), (5e5, 8)])
-def test_matches_the_paper_at_any_position(interleaved, theta, dim):
+def test_matches_the_paper_at_any_position(layout, theta, dim):
     at = np.array([[0, 1, 62, 257, 10**6, 2**31 - 1, -(2**31)]])
     x = np.random.default_rng(0).normal(size=(1, 7, 6, 12)).astype(np.float32)
-    out = pe.apply_rope(x, at, theta=theta, interleaved=interleaved, rotary_dim=dim)
+    out = pe.apply_rope(x, at, theta=theta, layout=layout, rotary_dim=dim)
     for t, n in np.ndindex(7, 6):
-        wanted = turned(x[0, t, n], at[0, t], theta, interleaved, dim)
+        wanted = turned(x[0, t, n], at[0, t], theta, layout, dim)
         np.testing.assert_allclose(out[0, t, n], wanted, rtol=0, atol=3e-6)
     np.testing.assert_array_equal(out[0, 0], x[0, 0])  # Position 0 leaves everything.
     np.testing.assert_array_equal(out[..., dim:], x[..., dim:])
@@ -70,23 +61,23 @@ def test_equals_the_matrix_of_the_paper(position):
     matrix = pe.rope_matrix(position, 12, theta=500.0)
     x = np.random.default_rng(0).normal(size=(12,)).astype(np.float32)
     out = pe.apply_rope(
-        x.reshape(1, 1, 1, 12), jnp.array([position]), theta=500.0, interleaved=True
+        x.reshape(1, 1, 1, 12), jnp.array([position]), theta=500.0, layout="interleaved"
     )
     np.testing.assert_allclose(out.ravel(), matrix @ x, rtol=0, atol=2e-6)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(12), atol=1e-12)
-    np.testing.assert_allclose(matrix @ x, turned(x, position, 500.0, True), atol=1e-9)
+    np.testing.assert_allclose(matrix @ x, turned(x, position, 500.0, "interleaved"), atol=1e-9)
 
 
 @LAYOUTS
 @pytest.mark.parametrize("shift", [0, 10**6])
-def test_attention_matches_the_paper(interleaved, shift):
+def test_attention_matches_the_paper(layout, shift):
     q, k, v = qkv()
     rotated = [
-        np.stack([[turned(y, t, 1e4, interleaved) for y in x] for t, x in enumerate(a[0])])[None]
+        np.stack([[turned(y, t, 1e4, layout) for y in x] for t, x in enumerate(a[0])])[None]
         for a in (q, k)
     ]
     expected = softmax_attention(*rotated, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
-    scheme = pe.RoPE(head_dim=8, interleaved=interleaved)
+    scheme = pe.RoPE(head_dim=8, layout=layout)
     where = {"positions": shift + jnp.arange(63)} if shift else {}
     out = attend(scheme, {}, q, k, v, is_causal=True, **where)
     np.testing.assert_allclose(out, expected, atol=1e-5)  # At any common shift.
@@ -112,11 +103,11 @@ def test_scores_depend_on_the_distance_at_all():
 
 
 @LAYOUTS
-def test_bfloat16_is_the_float32_result_rounded_once(interleaved):
+def test_bfloat16_is_the_float32_result_rounded_once(layout):
     at = np.array([[255, 256, 257, 4095, 131071]])  # bfloat16 cannot count past 256.
     x = jax.random.normal(jax.random.key(0), (1, 5, 6, 12), jnp.bfloat16)
-    out = pe.apply_rope(x, at, interleaved=interleaved, rotary_dim=8)
-    exact = pe.apply_rope(x.astype(jnp.float32), at, interleaved=interleaved, rotary_dim=8)
+    out = pe.apply_rope(x, at, layout=layout, rotary_dim=8)
+    exact = pe.apply_rope(x.astype(jnp.float32), at, layout=layout, rotary_dim=8)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
 
@@ -126,8 +117,9 @@ def test_options_change_queries_and_keys_alike():
     plain = pe.RoPE(head_dim=8)
     changes = [
         {"theta": 100.0},
-        {"interleaved": True},
+        {"layout": "interleaved"},
         {"rotary_dim": 4},
+        {"rotary_start": 4},
         {"scaling": pe.PI(factor=4.0)},
         {"scaling": (pe.PI(factor=2.0), pe.NTK(factor=2.0))},
     ]
@@ -139,22 +131,27 @@ def test_options_change_queries_and_keys_alike():
         np.testing.assert_array_equal(out, pe.apply_rope(x, at, **change))
 
 
-@LAYOUTS
-@pytest.mark.parametrize("dim", [8, 4])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_gradients_are_those_of_the_formula(interleaved, dim, rows):
-    """Of x, and of cosine and sine where these are learned; tables of one row serve both."""
+@pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved_to_half", "half_negative"])
+@pytest.mark.parametrize("dim, start", [(8, 0), (4, 0), (4, 3)])
+@pytest.mark.parametrize("table", [(1, 5), (2, 5), (2, 5, 3)], ids=str)
+def test_gradients_are_those_of_the_formula(layout, dim, start, table):
+    """Of x, and of cosine and sine where these are learned, for rows and heads that share one."""
     random = np.random.default_rng(0)
     x, g = (jnp.asarray(random.normal(size=(2, 5, 3, 8)), "f4") for _ in range(2))
-    cos, sin = (jnp.asarray(random.normal(size=(rows, 5, dim // 2)), "f4") for _ in range(2))
-    first, second = np.array(pairs(dim, interleaved)).T
+    cos, sin = (jnp.asarray(random.normal(size=(*table, dim // 2)), "f4") for _ in range(2))
+    first, second = start + np.array(pairs(dim, layout.split("_")[0])).T
+    to, onto = (
+        start + np.array(pairs(dim, "half")).T if layout.endswith("half") else (first, second)
+    )
 
     def formula(x, cos, sin):
-        a, b, c, s = x[..., first], x[..., second], cos[:, :, None], sin[:, :, None]
-        return x.at[..., first].set(a * c - b * s).at[..., second].set(b * c + a * s)
+        shape = (*table, dim // 2) if len(table) == 3 else (*table, 1, dim // 2)
+        a, b, c, s = x[..., first], x[..., second], cos.reshape(shape), sin.reshape(shape)
+        s = -s if layout.endswith("negative") else s
+        return x.at[..., to].set(a * c - b * s).at[..., onto].set(b * c + a * s)
 
     def ours(x, cos, sin):
-        return rotate(x, cos, sin, interleaved=interleaved)
+        return rotate(x, cos, sin, layout=layout, start=start)
 
     np.testing.assert_allclose(ours(x, cos, sin), formula(x, cos, sin), atol=1e-6)
     got, wanted = (jax.vjp(f, x, cos, sin)[1](g) for f in (ours, formula))
@@ -208,8 +205,12 @@ def test_errors_name_the_setting_and_the_value(change, message):
         ((2, 5, 1, 8), (4,), {}, r"positions must be \[T\] or \[B, T\].*got \(1, 4\)"),
         ((2, 5, 1, 8), (3, 5), {}, r"positions must be \[T\] or \[B, T\].*got \(3, 5\)"),
         ((2, 5, 1, 8), (2, 2, 5), {}, r"positions must be \[T\] or \[B, T\].*got \(2, 2, 5\)"),
-        ((2, 5, 1, 8), (5,), {"rotary_dim": 10}, "rotary_dim 10 exceeds the head dim 8"),
-        ((2, 5, 1, 8), (5,), {"rotary_dim": 0}, "rotary dim must be even and positive, got 0"),
+        (
+            (2, 5, 1, 8),
+            (5,),
+            {"rotary_dim": 10},
+            r"rotary_dim must be in \[0, head_dim=8\], got 10",
+        ),
         ((2, 5, 1, 7), (5,), {}, "rotary dim must be even and positive, got 7"),
     ],
 )

@@ -1,0 +1,123 @@
+r"""Which dimensions of a head make a pair, which way it turns, and moving between these.
+
+    layout                  pair p       turns by   comes out at   used by
+    "half"                  (p, p + P)    m w_p     (p, p + P)     GPT-NeoX, HF Llama, Gemma
+    "interleaved"           (2p, 2p + 1)  m w_p     (2p, 2p + 1)   RoFormer, GPT-J, Meta's Llama
+    "half_negative"         (p, p + P)   -m w_p     (p, p + P)     nanochat, GRAPE
+    "interleaved_negative"  (2p, 2p + 1) -m w_p     (2p, 2p + 1)   modded-nanogpt
+    "interleaved_to_half"   (2p, 2p + 1)  m w_p     (p, p + P)     DeepSeek-V3 in Hugging Face
+
+for P pairs. Nothing in a checkpoint tells which one it was trained with, and position 0 is the
+same in all of them: a wrong layout shows only after a few tokens. They differ by the order of
+the dimensions alone, so permuting the columns of W_q and W_k gives the same scores in another
+layout. Cached keys cannot be exchanged, and q and k need the same layout.
+
+Paper: Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
+https://arxiv.org/abs/2104.09864
+Reference code: huggingface/transformers, models/llama/convert_llama_weights_to_hf.py (permute)
+and models/deepseek_v3/modeling_deepseek_v3.py; karpathy/nanochat, nanochat/gpt.py.
+"""
+
+import jax
+import numpy as np
+
+from posenc_jax.checks import require
+
+_LAYOUTS = (
+    "half",
+    "interleaved",
+    "half_negative",
+    "interleaved_negative",
+    "interleaved_to_half",
+)
+
+
+def check_layout(where: str, layout: str) -> None:
+    """Raises `ValueError` for an unknown layout."""
+    require(layout in _LAYOUTS, f"{where}: layout must be one of {_LAYOUTS}, got {layout!r}.")
+
+
+def read_and_write(layout: str) -> tuple[str, str, bool]:
+    """Returns where pairs are read and written, "half" or "interleaved", and if by -m w.
+
+    >>> read_and_write("interleaved_to_half")
+    ('interleaved', 'half', False)
+    """
+    words = layout.split("_")
+    return words[0], "half" if words[-1] == "half" else words[0], words[-1] == "negative"
+
+
+def _pairs(layout: str, dim: int) -> np.ndarray:
+    """The two dimensions [2, P] of each pair, in the order in which they turn by +m w."""
+    read, _, negative = read_and_write(layout)
+    pairs = np.arange(dim).reshape(2, -1) if read == "half" else np.arange(dim).reshape(-1, 2).T
+    return pairs[::-1] if negative else pairs
+
+
+def permute_qk(
+    weights: jax.Array,
+    source: str,
+    target: str,
+    *,
+    head_dim: int,
+    rotary_dim: int = 0,
+    rotary_start: int = 0,
+    axis: int = -1,
+) -> jax.Array:
+    """Returns W_q or W_k for another layout: scores, and so attention, stay the same.
+
+    Biases and norm scales of q and k go through it as well.
+
+    Args:
+      weights: the axis that makes q or k is [..., N * H] or [..., N, H].
+      source: the layout that the weights were trained with.
+      target: the layout that they are to be used with.
+      head_dim: H.
+      rotary_dim, rotary_start: as in `RoPE`.
+      axis: the axis to permute; 0 for PyTorch's weights.
+
+    Raises:
+      ValueError: for an unknown layout, or sizes that do not fit.
+
+    >>> permute_qk(np.arange(4), "interleaved", "half", head_dim=4)
+    array([0, 2, 1, 3])
+    """
+    check_layout("permute_qk", source)
+    check_layout("permute_qk", target)
+    dim = rotary_dims("permute_qk", head_dim, rotary_dim, rotary_start)
+    axis %= weights.ndim
+    size = weights.shape[axis]
+    require(
+        size % head_dim == 0,
+        f"permute_qk: axis {axis} of {weights.shape} must be a multiple of head_dim {head_dim}.",
+    )
+    order = np.arange(head_dim)
+    order[rotary_start + _pairs(target, dim)] = rotary_start + _pairs(source, dim)
+    order = (np.arange(0, size, head_dim)[:, None] + order).ravel()
+    return weights[(slice(None),) * axis + (order,)]
+
+
+def rotary_dims(where: str, head_dim: int, rotary_dim: int, rotary_start: int) -> int:
+    """Returns the number of dimensions to rotate: `rotary_dim`, or for 0 all after the start.
+
+    Raises:
+      ValueError: for an odd number, or dimensions that the head does not have.
+
+    >>> rotary_dims("rope", 8, 0, 2)
+    6
+    """
+    require(
+        0 <= rotary_dim <= head_dim,
+        f"{where}: rotary_dim must be in [0, head_dim={head_dim}], got {rotary_dim}.",
+    )
+    require(
+        0 <= rotary_start <= head_dim - rotary_dim,
+        f"{where}: rotary_start must be in [0, {head_dim - rotary_dim}] for head_dim {head_dim} "
+        f"and rotary_dim {rotary_dim}, got {rotary_start}.",
+    )
+    dim = rotary_dim or head_dim - rotary_start
+    require(
+        dim >= 2 and dim % 2 == 0,
+        f"{where}: rotary dim must be even and positive, got {dim}.",
+    )
+    return dim

@@ -1,0 +1,135 @@
+"""The layouts of RoPE against the models that use them, and weights moved between layouts."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import qkv
+
+import posenc_jax as pe
+
+# x = [1, 2, 3, 4] at position 1. Made by gpt-neox, apply_rotary_pos_emb; mesh-transformer-jax, the
+# same name; nanochat, apply_rotary_emb; transformers, deepseek_v3, apply_rotary_pos_emb_interleave.
+AT_ONE = {
+    "half": [-1.98411065, 1.95990067, 2.4623779, 4.01979967],
+    "interleaved": [-1.14263966, 1.9220756, 2.95985067, 4.0297995],
+    "half_negative": [3.06471526, 2.03989933, 0.779435933, 3.97980033],
+    "interleaved_to_half": [-1.14263966, 2.95985067, 1.9220756, 4.0297995],
+}
+LAYOUTS = [*AT_ONE, "interleaved_negative"]
+PARTS = [(0, 0), (8, 0), (8, 4), (0, 2)]
+
+
+def turned(x, position, layout, start, dim):
+    """One vector in float64, each pair as a complex number, where the layout has it."""
+    out, half = np.array(x, np.float64), dim // 2
+    for p in range(half):
+        side_by_side, apart = (2 * p, 2 * p + 1), (p, p + half)
+        a, b = side_by_side if layout.startswith("interleaved") else apart
+        c, d = side_by_side if layout in ("interleaved", "interleaved_negative") else apart
+        sign = -1 if layout.endswith("negative") else 1
+        z = (x[start + a] + 1j * x[start + b]) * np.exp(
+            1j * sign * position * 1e4 ** (-2 * p / dim)
+        )
+        out[start + c], out[start + d] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("layout", AT_ONE)
+def test_matches_the_models_at_position_one(layout):
+    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    out = pe.apply_rope(x, jnp.array([1]), layout=layout)
+    np.testing.assert_allclose(out.ravel(), AT_ONE[layout], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dim, start", PARTS)
+def test_matches_complex_numbers_at_any_position(layout, dim, start):
+    at = np.array([[1, 62, 257, 10**6]])
+    x = np.random.default_rng(0).normal(size=(1, 4, 6, 12)).astype(np.float32)
+    out = pe.apply_rope(x, at, layout=layout, rotary_dim=dim, rotary_start=start)
+    dim = dim or 12 - start
+    for t, n in np.ndindex(4, 6):
+        wanted = turned(x[0, t, n], at[0, t], layout, start, dim)
+        np.testing.assert_allclose(out[0, t, n], wanted, rtol=0, atol=3e-6)
+    rest = np.r_[:start, start + dim : 12]
+    np.testing.assert_array_equal(out[..., rest], x[..., rest])
+
+
+@pytest.mark.parametrize("source, target", [*itertools.permutations(LAYOUTS, 2)])
+@pytest.mark.parametrize("dim, start", PARTS)
+def test_permuted_weights_give_the_same_scores(source, target, dim, start):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(1, 9, 5)).astype(np.float32)
+    weights = [random.normal(size=(5, n * 12)).astype(np.float32) for n in (6, 3)]
+    part = {"rotary_dim": dim, "rotary_start": start}
+
+    def scores(layout, weights):
+        q, k = (
+            pe.apply_rope((x @ w).reshape(1, 9, -1, 12), 257 + jnp.arange(9), layout=layout, **part)
+            for w in weights
+        )
+        return np.einsum("btnh,bsnh->bnts", np.asarray(q[:, :, ::2], "f8"), np.asarray(k, "f8"))
+
+    moved = [pe.permute_qk(w, source, target, head_dim=12, **part) for w in weights]
+    wanted = scores(source, weights)
+    np.testing.assert_allclose(scores(target, moved), wanted, atol=1e-4)
+    same = {source, target} == {"interleaved", "interleaved_to_half"}  # Pairs are read alike.
+    assert (np.abs(scores(target, weights) - wanted).max() > 0.1) != same
+
+
+def test_a_permutation_and_its_reverse_leave_the_weights():
+    w = np.arange(2 * 24.0).reshape(2, 24)
+    for source, target in itertools.product(LAYOUTS, LAYOUTS):
+        there = pe.permute_qk(w, source, target, head_dim=8, rotary_dim=6)
+        np.testing.assert_array_equal(
+            pe.permute_qk(there, target, source, head_dim=8, rotary_dim=6), w
+        )
+
+
+def test_weights_of_any_shape_and_kind():
+    w = np.random.default_rng(0).normal(size=(5, 24)).astype(np.float32)
+    moved = pe.permute_qk(w, "interleaved", "half", head_dim=8)
+    # transformers, convert_llama_weights_to_hf.py: view(n, H / 2, 2, D).transpose(1, 2).
+    hf = w.T.reshape(3, 4, 2, 5).swapaxes(1, 2).reshape(24, 5)
+    np.testing.assert_array_equal(moved.T, hf)
+    torch = pe.permute_qk(jnp.asarray(w.T), "interleaved", "half", head_dim=8, axis=0)
+    np.testing.assert_array_equal(torch, hf)
+    heads = pe.permute_qk(w.reshape(5, 3, 8), "interleaved", "half", head_dim=8)
+    np.testing.assert_array_equal(heads.reshape(5, 24), moved)
+
+
+def test_layouts_differ_in_bfloat16_too_and_keep_the_gradient():
+    x = qkv(length=5)[0].astype(jnp.bfloat16)
+    outs = [pe.apply_rope(x, jnp.arange(5), layout=layout) for layout in LAYOUTS]
+    for a, b in itertools.combinations(outs, 2):
+        assert np.abs(a.astype("f4") - b.astype("f4")).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"layout": "neox"}, r"rope: layout must be one of .*, got 'neox'"),
+        ({"rotary_start": 8}, "rope: rotary dim must be even and positive, got 0"),
+        ({"rotary_dim": 6, "rotary_start": 4}, r"rope: rotary_start must be in \[0, 2\].*got 4"),
+        ({"rotary_start": -2}, r"rope: rotary_start must be in \[0, 8\].*got -2"),
+    ],
+)
+def test_errors_name_the_setting(change, message):
+    with pytest.raises(ValueError, match=message):
+        pe.RoPE(head_dim=8, **change)
+    with pytest.raises(ValueError, match=message):
+        pe.apply_rope(jnp.zeros((1, 1, 1, 8)), jnp.zeros(1, int), **change)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("half", "neox"), r"permute_qk: layout must be one of .*, got 'neox'"),
+        (("half", "interleaved"), r"permute_qk: axis 1 of \(2, 12\) must be a multiple .* 8"),
+    ],
+)
+def test_permuting_names_what_is_wrong(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        pe.permute_qk(np.zeros((2, 12)), *arguments, head_dim=8)
