@@ -1,6 +1,7 @@
 """Schemes built from their signatures, batches of awkward sizes, and a small model of both."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +68,20 @@ def forward(scheme, params, tokens, *, cache=None, mixer=None, **options):
     return pe.scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
 
 
+def compiled(scheme, params, tokens, *, cache=None, **options):
+    """`forward`, compiled: tests of one scheme share what they have compiled."""
+    arrays = {n: x for n, x in options.items() if isinstance(x, jax.Array)}
+    static = tuple(sorted((n, x) for n, x in options.items() if n not in arrays))
+    return _compiled(scheme, static, params, tokens, cache, arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compiled(scheme, static, params, tokens, cache, arrays):
+    return forward(scheme, params, tokens, cache=cache, **dict(static), **arrays)
+
+
 def output(scheme, params, tokens, **options):
-    return forward(scheme, params, tokens, **options)[0]
+    return compiled(scheme, params, tokens, **options)[0]
 
 
 def empty_cache(scheme, batch=BATCH, capacity=LENGTH + 5, **options):
@@ -93,7 +106,7 @@ def decode(scheme, params, tokens, chunks, cache, **options):
             name: value[:, part] if name in ("positions", "segment_ids") else value
             for name, value in options.items()
         }
-        out, cache = forward(scheme, params, tokens[:, part], cache=cache, **here)
+        out, cache = compiled(scheme, params, tokens[:, part], cache=cache, **here)
         outs.append(out)
         start += size
     return jnp.concatenate(outs, 1), cache

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import BATCH, LENGTH, close, decode, empty_cache, forward, output
+from support import BATCH, LENGTH, close, compiled, decode, empty_cache, forward, output
 
 from posenc_jax import positions as at
 
@@ -48,7 +48,7 @@ def test_rows_padded_on_the_left_equal_rows_alone(scheme, params, tokens):
 
 def test_decoding_goes_on_after_left_padding(scheme, params, tokens):
     positions, segments = at.from_padding_mask(jnp.arange(12)[None] >= jnp.array([[0], [4]]))
-    _, cache = forward(
+    _, cache = compiled(
         scheme,
         params,
         tokens[:, :12],
@@ -56,7 +56,7 @@ def test_decoding_goes_on_after_left_padding(scheme, params, tokens):
         positions=positions,
         segment_ids=segments,
     )
-    out, _ = forward(scheme, params, tokens[:, 12:13], cache=cache)  # Positions 12 and 8.
+    out, _ = compiled(scheme, params, tokens[:, 12:13], cache=cache)  # Positions 12 and 8.
     for row, pad in enumerate([0, 4]):
         alone = output(scheme, params, tokens[row : row + 1, pad:13])
         close(out[row, 0], alone[0, -1])
@@ -66,7 +66,7 @@ def test_right_padded_prompts_decode_as_rows_alone(scheme, params, tokens):
     lengths = np.array([9, 6])
     mask = jnp.arange(9)[None] < lengths[:, None]
     positions, segments = at.from_padding_mask(mask)
-    _, cache = forward(
+    _, cache = compiled(
         scheme,
         params,
         tokens[:, :9],
@@ -74,7 +74,7 @@ def test_right_padded_prompts_decode_as_rows_alone(scheme, params, tokens):
         positions=positions,
         segment_ids=segments,
     )
-    out, _ = forward(scheme, params, tokens[:, 9:10], cache=cache)
+    out, _ = compiled(scheme, params, tokens[:, 9:10], cache=cache)
     for row, n in enumerate(lengths):
         alone = make_row(tokens, row, [*range(n), 9])
         close(out[row, 0], output(scheme, params, alone)[0, -1])
@@ -98,7 +98,7 @@ def test_coordinates_travel_with_the_cache(scheme, params, tokens):
     cache = empty_cache(scheme, coordinates=coordinates)
     outs = []
     for part in (slice(0, 12), slice(12, 18), slice(18, 19)):
-        out, cache = forward(
+        out, cache = compiled(
             scheme, params, tokens[:, part], cache=cache, coordinates=coordinates[:, part]
         )
         outs.append(out)
