@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from posenc_jax.checks import require
-from posenc_jax.scheme import ContentBias, LogitBias, Scheme, ValueBias, as_tuple
+from posenc_jax.scheme import ContentBias, LogitBias, RowRule, Scheme, ValueBias, as_tuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,17 @@ class _Chain(Scheme):
         parts = zip(self.schemes, params, rows, cols, strict=True)
         return sum((as_tuple(s.content(p, r, c)) for s, p, r, c in parts), ())
 
+    def row_rule(self, params, rows):
+        parts = zip(self.schemes, params, rows, strict=True)
+        made = [(s, s.row_rule(p, r)) for s, p, r in parts]
+        found = [(s, r) for s, r in made if r is not None]
+        require(
+            len(found) < 2,
+            "chain: only one scheme may have a rule on whole rows of logits, got "
+            f"{[s for s, _ in found]}.",
+        )
+        return found[0][1] if found else None
+
     def value(self, params):
         made = [s.value(p) for s, p in zip(self.schemes, params, strict=True)]
         return next((v for v in made if v is not None), None)
@@ -102,7 +113,8 @@ def chain(*schemes: Scheme) -> Scheme:
 
     Raises:
       ValueError: if there are none, more than one of them adds to the values, or one of
-        them replaces attention.
+        them replaces attention. Using it raises one if more than one has a rule on whole
+        rows of logits.
 
     >>> import posenc_jax as pe
     >>> both = pe.chain(pe.RoPE(head_dim=64), pe.ALiBi(num_heads=8))
@@ -165,7 +177,9 @@ class _WithPositions(Scheme):
     def _moved(self, bias: Any):
         field = "bucket" if isinstance(bias, ValueBias) else "rule"
         rule = _OnCoordinates(getattr(bias, field), self.transform)
-        changes = {field: rule, "relative": False, "bounds": (None, None)}
+        changes: dict[str, Any] = {field: rule}
+        if not isinstance(bias, RowRule):
+            changes |= {"relative": False, "bounds": (None, None)}
         return dataclasses.replace(bias, **changes)
 
     def bias(self, params) -> tuple[LogitBias, ...]:
@@ -173,6 +187,10 @@ class _WithPositions(Scheme):
 
     def content(self, params, rows, cols) -> tuple[ContentBias, ...]:
         return tuple(map(self._moved, as_tuple(self.scheme.content(params, rows, cols))))
+
+    def row_rule(self, params, rows):
+        rule = self.scheme.row_rule(params, rows)
+        return None if rule is None else self._moved(rule)
 
     def value(self, params):
         value = self.scheme.value(params)

@@ -7,6 +7,7 @@ long as what it does:
     query/key on q and k after their projection           RoPE
     bias      on the logits, from two positions           ALiBi, T5
     content   on the logits, from content and positions   Shaw, FoX
+    row_rule  on all logits of a query at once            CoPE, stick-breaking
     value     on the output, from two positions           Shaw
     attend    on all of it, in place of one attention     ReRoPE
 
@@ -142,6 +143,40 @@ class ContentBias:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class RowRule:
+    """What becomes of all logits of a query, where a rule needs all keys or all heads.
+
+    It runs once the logits are complete: scale, biases, contents and softcap are in them.
+
+    Attributes:
+      rule: `rule(shared, heads, row, logits, seen, q, k) -> [N, S]`, written for one query:
+        `row` is its part of `rows`, [N, ...]; `logits` float32 [N, S], 0 where it does not
+        see the key; `seen` bool [N or 1, S]; `q` and `k` coordinates, a scalar and [S], or
+        [A] and [S, A]. Of the keys, those of a segment stand in the order of their
+        positions. What is returned for keys that are not seen has no effect.
+      heads: pytree of arrays [N, ...], or None.
+      shared: pytree of arrays that all heads share, or None.
+      rows: pytree of arrays [B, T, N, ...] that belong to the queries, or None.
+      normalized: whether weights are the softmax of what is returned. False: they are its
+        exponential.
+    """
+
+    rule: Callable = dataclasses.field(metadata=STATIC)
+    heads: Any = None
+    shared: Any = None
+    rows: Any = None
+    normalized: bool = dataclasses.field(default=True, metadata=STATIC)
+
+    def tile(
+        self, rows: Any, logits: jax.Array, seen: jax.Array, q: jax.Array, k: jax.Array
+    ) -> jax.Array:
+        """Returns [N, T, S] for rows [T, N, ...], logits [N, T, S] and coordinates."""
+        over_q = jax.vmap(self.rule, (None, None, 0, 1, 1, 0, None), 1)
+        return over_q(self.shared, self.heads, rows, logits, seen, q, k)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ValueBias:
     """A vector added to each value, from a table over buckets of two coordinates.
 
@@ -246,6 +281,10 @@ class Scheme:
         """Returns what is added to the logits from content and positions."""
         return None
 
+    def row_rule(self, params: Params, rows: Any) -> RowRule | None:
+        """Returns what becomes of all logits of a query together."""
+        return None
+
     def value(self, params: Params) -> ValueBias | None:
         """Returns what is added to the values from positions."""
         return None
@@ -279,6 +318,7 @@ class Scheme:
             v,
             bias=self.bias(params),
             content=self.content(params, rows, cols),
+            row_rule=self.row_rule(params, rows),
             value_bias=self.value(params),
         )
 
@@ -292,7 +332,7 @@ class Scheme:
         places = {
             "embedding": ("embed",),
             "q, k": ("query", "key"),
-            "logits": ("bias", "content"),
+            "logits": ("bias", "content", "row_rule"),
             "output": ("value",),
             "attention": ("attend",),
         }

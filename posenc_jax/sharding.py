@@ -76,6 +76,11 @@ def sequence_parallel_attention(
                 f"sequence_parallel_attention: {name} is not supported; a shard does not know "
                 "its slots in the whole sequence."
             )
+    if method == "ring" and options.get("row_rule") is not None:
+        raise NotImplementedError(
+            "sequence_parallel_attention: the row_rule needs all keys of a query at once; use "
+            'method="all_gather".'
+        )
     contents = as_tuple(options.pop("content", None))
     held: dict[str, Any] = {"k": k, "v": v, "k_positions": k_positions}
     held |= {n: options.pop(n) for n in _BY_KEY if options.get(n) is not None}
@@ -87,7 +92,7 @@ def sequence_parallel_attention(
 
     if method == "all_gather":
         whole = {name: _gathered(name, part, axis_name) for name, part in held.items()}
-        return _partial(settings, mine, whole, sinks=sinks)[0]
+        return _partial(settings, mine, whole, return_lse=False, sinks=sinks)
     operands = _varying((mine, held), axis_name)
     moving = jax.tree.map(lambda x: x if _moves(x) else None, operands)
     fixed = jax.tree.map(lambda x: None if _moves(x) else x, operands)
@@ -103,15 +108,14 @@ class _Settings:
     options: tuple[tuple[str, Any], ...]
 
 
-def _partial(settings: _Settings, mine: dict, held: dict, **more: Any) -> tuple:
-    """Attention of these queries to the keys held, and its log-sum-exp."""
+def _partial(settings: _Settings, mine: dict, held: dict, **more: Any) -> Any:
+    """Attention of these queries to the keys held, and its log-sum-exp if not refused."""
     mine, held = dict(mine), dict(held)
     carried = zip(mine.pop("content"), held.pop("cols"), strict=True)
     content = tuple(dataclasses.replace(c, cols=cols) for c, cols in carried)
     arrays = mine.pop("q"), held.pop("k"), held.pop("v")
-    options = dict(settings.options) | more
-    result: Any = attention(*arrays, content=content, return_lse=True, **mine, **held, **options)
-    return result
+    options = {"return_lse": True} | dict(settings.options) | more
+    return attention(*arrays, content=content, **mine, **held, **options)
 
 
 def _gathered(name: str, part: Any, axis_name: str) -> Any:

@@ -9,7 +9,7 @@ from posenc_jax.checks import require
 from posenc_jax.engine.api_arguments import make_problem
 from posenc_jax.engine.problem import Problem
 from posenc_jax.mask import Window
-from posenc_jax.scheme import ContentBias, LogitBias, ValueBias, as_tuple
+from posenc_jax.scheme import ContentBias, LogitBias, RowRule, ValueBias, as_tuple
 
 _IMPLEMENTATIONS = {"reference": "reference", "xla": "xla", "jax": "jax_nn"}
 """The module of each."""
@@ -22,6 +22,7 @@ def attention(
     *,
     bias: LogitBias | tuple[LogitBias, ...] | None = None,
     content: ContentBias | tuple[ContentBias, ...] | None = None,
+    row_rule: RowRule | None = None,
     value_bias: ValueBias | None = None,
     mask: jax.Array | None = None,
     q_positions: jax.Array | None = None,
@@ -54,6 +55,7 @@ def attention(
       v: values [B, S, K, V].
       bias: rules on coordinates, added to the logits.
       content: rules on content and coordinates, added to the logits.
+      row_rule: a rule on all logits of a query at once, applied last.
       value_bias: a rule on coordinates, added to the values.
       mask: bool [B or 1, N or 1, T, S], true where the query may see the key; it narrows
         what the other arguments allow.
@@ -99,6 +101,7 @@ def attention(
         v=v,
         biases=as_tuple(bias),
         contents=as_tuple(content),
+        row_rule=row_rule,
         value=value_bias,
         mask=mask,
         q_positions=q_positions,
@@ -125,6 +128,11 @@ def attention(
     chosen = implementation or _choose(problem)
     module = importlib.import_module(f"posenc_jax.engine.{_IMPLEMENTATIONS[chosen]}")
     attend = module.attend
+    if row_rule is not None and not row_rule.normalized and (return_lse or sinks is not None):
+        raise NotImplementedError(
+            "attention: the row_rule replaces the softmax, so there is no log-sum-exp to return "
+            "and none for sinks to take a share of."
+        )
     out, lse = _on_any_mesh(attend, problem)
     return (out, lse) if return_lse else out
 

@@ -11,10 +11,10 @@ from posenc_jax.checks import array_of_rank, coordinate_values, integer_position
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.mask import window_sides
 from posenc_jax.positions import count_up
-from posenc_jax.scheme import ContentBias, LogitBias
+from posenc_jax.scheme import ContentBias, LogitBias, RowRule
 
 
-def make_problem(*, q, k, v, biases, contents, value, mask, **rest: Any) -> Problem:
+def make_problem(*, q, k, v, biases, contents, row_rule, value, mask, **rest: Any) -> Problem:
     """Checks the arguments of `attention` and brings them to one form."""
     shapes = f"q {jnp.shape(q)}, k {jnp.shape(k)}, v {jnp.shape(v)}"
     for name, x, axes in (
@@ -35,6 +35,7 @@ def make_problem(*, q, k, v, biases, contents, value, mask, **rest: Any) -> Prob
         f"attention: {num_heads} query heads are no multiple of {kv_heads} key heads.",
     )
     _check_rules(q, v, biases, contents, value)
+    _check_row_rule(q, row_rule)
     if mask is not None:
         if jnp.asarray(mask).dtype != bool:
             raise TypeError(
@@ -85,6 +86,7 @@ def make_problem(*, q, k, v, biases, contents, value, mask, **rest: Any) -> Prob
         v=v,
         biases=biases,
         contents=tuple(_to_query_heads(c, num_heads) for c in contents),
+        row_rule=row_rule,
         value=value,
         mask=mask,
         prefix_length=prefix,
@@ -95,7 +97,7 @@ def make_problem(*, q, k, v, biases, contents, value, mask, **rest: Any) -> Prob
         scale=dim**-0.5 if scale is None else float(scale),
         softcap=softcap,
         dropout_rate=rate,
-        **_places(batch, length, keys, bool(biases or contents or value), rest),
+        **_places(batch, length, keys, bool(biases or contents or row_rule or value), rest),
     )
 
 
@@ -138,6 +140,26 @@ def _check_rules(q, v, biases, contents, value) -> None:
         require(
             value.table.shape == wanted,
             f"attention: value_bias.table must be [N, R, V] = {wanted}, got {value.table.shape}.",
+        )
+
+
+def _check_row_rule(q, row_rule) -> None:
+    """Raises unless there is none, or it is for the heads and queries at hand."""
+    if row_rule is None:
+        return
+    if not isinstance(row_rule, RowRule):
+        raise TypeError(f"attention: row_rule must be a RowRule, got {type(row_rule).__name__}.")
+    for leaf in jax.tree.leaves(row_rule.heads):
+        require(
+            leaf.shape[:1] == q.shape[2:3],
+            f"attention: heads of row_rule must be [N, ...] = ({q.shape[2]}, ...), "
+            f"got {leaf.shape}.",
+        )
+    for leaf in jax.tree.leaves(row_rule.rows):
+        require(
+            leaf.shape[:3] == q.shape[:3],
+            f"attention: rows of row_rule must be [B, T, N, ...] = {q.shape[:3]}, "
+            f"got {leaf.shape}.",
         )
 
 

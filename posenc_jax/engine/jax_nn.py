@@ -23,6 +23,7 @@ def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
     refused = {
         "biases on logits": p.biases,
         "rules on content": p.contents,
+        "rules on whole rows": p.row_rule is not None,
         "a bias on values": p.value is not None,
         "softcap": p.softcap is not None,
         "sinks": p.sinks is not None,

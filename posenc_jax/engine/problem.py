@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.mask import Window, visible
-from posenc_jax.scheme import STATIC, ContentBias, LogitBias, ValueBias
+from posenc_jax.scheme import STATIC, ContentBias, LogitBias, RowRule, ValueBias
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +19,7 @@ class Problem:
 
     Attributes:
       q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, V].
-      biases, contents, value: rules of the scheme; `cols` of contents have N heads.
+      biases, contents, row_rule, value: rules of the scheme; `cols` of contents have N heads.
       mask: bool, [B or 1, N or 1, T, S], or None.
       q_positions, k_positions: int32 [B, T], [B, S].
       q_coordinates, k_coordinates: int32 or float32 [B, T], [B, S] or [B, T, A], [B, S, A].
@@ -37,6 +37,7 @@ class Problem:
     v: jax.Array
     biases: tuple[LogitBias, ...]
     contents: tuple[ContentBias, ...]
+    row_rule: RowRule | None
     value: ValueBias | None
     mask: jax.Array | None
     q_positions: jax.Array
@@ -94,13 +95,13 @@ def keep_mask(
       rate: the share that is dropped.
       shape: B and N.
       rows: int32 [T], the slots of the queries.
-      cols: int32 [S], the slots of the keys.
+      cols: int32 [S] or [B, S], the slots of the keys.
     """
     b = jnp.arange(shape[0], dtype=jnp.uint32)[:, None, None, None]
     n = jnp.arange(shape[1], dtype=jnp.uint32)[None, :, None, None]
     h = _mix(_mix(seed[0] ^ b) + n)
     h = _mix(h + rows.astype(jnp.uint32)[None, None, :, None])
-    h = _mix((h ^ seed[1]) + cols.astype(jnp.uint32)[None, None, None, :])
+    h = _mix((h ^ seed[1]) + cols.astype(jnp.uint32).reshape(-1, 1, 1, cols.shape[-1]))
     return h >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
 
 

@@ -1,5 +1,9 @@
 """Attention as it is written down: all logits, one softmax. It defines what is correct."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -26,8 +30,50 @@ def logits(p: Problem, k: jax.Array) -> jax.Array:
 def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V] in q's dtype, and the log-sum-exp, float32 [B, T, N].
 
-    A query that sees nothing gets zeros and a log-sum-exp of -inf.
+    A query that sees nothing gets zeros and a log-sum-exp of -inf. Where a rule replaces the
+    softmax, the log-sum-exp means nothing.
     """
+    p, slots = in_order(p)
+    return attend_slots(p, jnp.arange(p.q.shape[1], dtype=jnp.int32), slots)
+
+
+def in_order(p: Problem) -> tuple[Problem, jax.Array]:
+    """Puts keys into the order that a rule on whole rows is promised, if there is one.
+
+    Returns:
+      The problem, and the slots that its keys were in, int32 [S] or [B, S].
+    """
+    if p.row_rule is None or p.contiguous:
+        return p, jnp.arange(p.k.shape[1], dtype=jnp.int32)
+    sort_by = (p.k_positions,) if p.k_segment_ids is None else (p.k_positions, p.k_segment_ids)
+    order = jnp.lexsort(sort_by, axis=-1).astype(jnp.int32)
+
+    def pick(x, axis=1):
+        x = jnp.broadcast_to(x, (order.shape[0], *x.shape[1:]))
+        shape = [1] * x.ndim
+        shape[0], shape[axis] = order.shape
+        return jnp.take_along_axis(x, order.reshape(shape), axis)
+
+    return of_keys(p, pick), order
+
+
+def of_keys(p: Problem, pick: Callable[[jax.Array, int], jax.Array]) -> Problem:
+    """Returns the problem with `pick(array, axis of the keys)` for all arrays by key."""
+    by_key: dict[str, Any] = {"k": p.k, "v": p.v, "k_positions": p.k_positions}
+    by_key |= {"k_coordinates": p.k_coordinates, "k_segment_ids": p.k_segment_ids}
+    by_key["contents"] = [c.cols for c in p.contents]
+    picked: dict[str, Any] = jax.tree.map(lambda x: pick(x, 1), by_key)
+    contents = zip(p.contents, picked.pop("contents"), strict=True)
+    return dataclasses.replace(
+        p,
+        contents=tuple(dataclasses.replace(c, cols=cols) for c, cols in contents),
+        mask=None if p.mask is None else pick(p.mask, 3),
+        **picked,
+    )
+
+
+def attend_slots(p: Problem, q_slots: jax.Array, k_slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Does what `attend` does, for queries and keys that have been in these slots."""
     num_heads = p.q.shape[2]
     seen = p.visible()
     # A key and value that nobody sees may be anything, and 0 * NaN is NaN.
@@ -35,18 +81,23 @@ def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
     k, v = (
         jnp.where(used, repeat_heads(x, num_heads).astype(jnp.float32), 0.0) for x in (p.k, p.v)
     )
-    x = jnp.where(seen, logits(p, k), -jnp.inf)
+    x = logits(p, k)
+    if p.row_rule is not None:
+        at = p.q_coordinates, p.k_coordinates
+        x = jnp.where(seen, x, 0.0)
+        x = jax.vmap(p.row_rule.tile)(p.row_rule.rows, x, seen, *at)
+    x = jnp.where(seen, x, -jnp.inf)
     if p.sinks is not None:
         sinks = p.sinks.astype(jnp.float32)[None, :, None, None]
         x = jnp.concatenate([x, jnp.broadcast_to(sinks, (*x.shape[:3], 1))], -1)
     lse = jax.nn.logsumexp(x, -1)
-    weights = jnp.exp(x - jnp.where(jnp.isinf(lse), 0.0, lse)[..., None])
+    less = jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]
+    weights = jnp.exp(x - less if p.row_rule is None or p.row_rule.normalized else x)
     if p.sinks is not None:
         weights = weights[..., :-1]
     seed = dropout_seed(p)
     if seed is not None:
-        rows, cols = (jnp.arange(n, dtype=jnp.int32) for n in weights.shape[2:])
-        keep = keep_mask(seed, p.dropout_rate, weights.shape[:2], rows, cols)
+        keep = keep_mask(seed, p.dropout_rate, weights.shape[:2], q_slots, k_slots)
         weights = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)
     out = jnp.einsum("bnts,bsnv->btnv", weights, v, precision="highest")
     if p.value is not None:

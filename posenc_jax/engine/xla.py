@@ -19,6 +19,7 @@ from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.tiling import add_at, cut, zeros
 from posenc_jax.engine.xla_once import reversed_once
 from posenc_jax.engine.xla_prepare import HIDDEN, Operands, Spec, prepare
+from posenc_jax.engine.xla_rows import attend as attend_rows
 from posenc_jax.engine.xla_tile import (
     Tile,
     clean_keys,
@@ -33,6 +34,8 @@ from posenc_jax.engine.xla_tile import (
 
 def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V] in q's dtype, and the log-sum-exp, float32 [B, T, N]."""
+    if p.row_rule is not None:
+        return attend_rows(_varying_alike(p))
     spec, operands, left_out = prepare(_varying_alike(p))
     moving = jax.tree.map(lambda x: x if _moves(x) else None, operands)
     fixed = jax.tree.map(lambda x: None if _moves(x) else x, operands)

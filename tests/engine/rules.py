@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from posenc_jax.scheme import ContentBias, LogitBias
+from posenc_jax.scheme import ContentBias, LogitBias, RowRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,22 @@ def _shaw_rules(params, q, k):
     return {"content": scheme.content(params, rows, cols), "value_bias": scheme.value(params)}
 
 
+def _whole(shared, heads, row, logits, seen, q, k):
+    """All heads and all keys at once: mixed heads, and gates of the keys from each to the last."""
+    gates = jnp.where(seen, jax.nn.sigmoid(logits), 0.0)
+    upwards = jnp.flip(jnp.cumsum(jnp.flip(gates, 1), 1), 1)
+    waves = jnp.cos(0.3 * (q - k).astype(jnp.float32))
+    return (
+        logits + shared @ jnp.tanh(logits) - heads[:, None] * upwards + row[:, None] * waves[None]
+    )
+
+
+def _whole_rules(params, q, k):
+    rows = q[..., 0].astype(jnp.float32)
+    rule = RowRule(_whole, heads=params["heads"], shared=params["mix"], rows=rows)
+    return {"row_rule": rule, **_t5_rules(params["t5"], q, k), **_gated(params["gate"], q, k)}
+
+
 KINDS = {
     "none": Kind(lambda key, heads, dim: {}, lambda params, q, k: {}),
     "alibi": Kind(lambda key, heads, dim: {}, _alibi),
@@ -117,4 +133,13 @@ KINDS = {
     ),
     "fox": Kind(lambda key, heads, dim: jnp.linspace(0.5, 1.0, heads), _gated),
     "shaw": Kind(_shaw, _shaw_rules),
+    "whole": Kind(
+        lambda key, heads, dim: {
+            "heads": jnp.linspace(0.2, 1.0, heads),
+            "mix": jax.random.normal(key, (heads, heads)),
+            "gate": jnp.linspace(0.5, 1.0, heads),
+            "t5": _t5(key, heads, dim),
+        },
+        _whole_rules,
+    ),
 }

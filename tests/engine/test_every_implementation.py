@@ -8,7 +8,7 @@ import pytest
 from engine.rules import KINDS
 
 import posenc_jax as pe
-from posenc_jax.engine import xla_prepare
+from posenc_jax.engine import xla_prepare, xla_rows
 from posenc_jax.engine.tiling import Blocks, Plan
 
 B, T, N, K, H, V = 2, 37, 4, 2, 8, 8
@@ -24,6 +24,7 @@ def small_tiles(monkeypatch):
         return Plan(Blocks(16, 8), Blocks(8, 16), *size)
 
     monkeypatch.setattr(xla_prepare, "plan", plan)
+    monkeypatch.setattr(xla_rows, "BLOCK", 8 * B * N * T)
 
 
 def _order():
@@ -75,6 +76,7 @@ CASES = [(kind, "causal") for kind in ("none", "t5", "fire", "fox", "shaw")]
 CASES += [("t5", f) for f in FEATURES if f not in ("causal", "two_sided_window", "sinks")]
 CASES += [("shaw", f) for f in ("plain", "softcap_sinks", "sinks", "permuted_segments")]
 CASES += [("fire", "permuted_segments"), ("fox", "dropout"), ("two_axes", "prefix")]
+CASES += [("whole", f) for f in FEATURES if f not in ("plain", "sinks", "permuted")]
 CASES += [("alibi", "two_sided_window"), ("scaled", "permuted"), ("none", "mask")]
 
 

@@ -1,0 +1,237 @@
+"""Rules on whole rows of logits: what they are given, and what the blocks of queries keep."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine.rules import KINDS
+from jax.sharding import AxisType, PartitionSpec
+
+import posenc_jax as pe
+from posenc_jax.engine import xla_rows
+from posenc_jax.sharding import sequence_parallel_attention
+
+KIND = KINDS["whole"]
+
+
+def _tokens(length, *, batch=2, heads=2, dim=4, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return [jax.random.normal(k, (batch, length, heads, dim)) for k in keys]
+
+
+def _exponential(shared, heads, row, logits, seen, q, k):
+    """Weights that do not sum to one, and that need the order of keys."""
+    steps = jnp.where(seen, jax.nn.softplus(logits), 0.0)
+    return logits - heads[:, None] * jnp.cumsum(steps, 1)
+
+
+def _rule(heads=2):
+    return pe.RowRule(_exponential, heads=jnp.linspace(0.5, 1.0, heads), normalized=False)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (300, 20)}], ids=str)
+def test_queries_meet_only_ranges_of_keys_that_they_may_see(options):
+    q, k, v = _tokens(1030, batch=1, heads=1)
+    params = KIND.make(jax.random.key(1), 1, 4)
+
+    def loss(q, k, v, params, implementation):
+        rules = KIND.rules(params, q, k)
+        out = pe.attention(q, k, v, **rules, **options, implementation=implementation)
+        return jnp.sum(jnp.sin(out)), out
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True), static_argnums=4)
+    wanted, got = (run(q, k, v, params, i) for i in ("reference", "xla"))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=3e-5)
+
+
+def test_causal_work_is_less(monkeypatch):
+    q, k, v = _tokens(1024, batch=1, heads=1)
+    by_blocks = xla_rows._by_blocks
+    pairs = []
+
+    def counted(p, start, end, slots):
+        pairs.append((end - start) * p.k.shape[1])
+        return by_blocks(p, start, end, slots)
+
+    monkeypatch.setattr(xla_rows, "_by_blocks", counted)
+
+    def work(**options):
+        pairs.clear()
+        jax.eval_shape(lambda q: pe.attention(q, k, v, row_rule=_rule(1), **options), q)
+        return sum(pairs)
+
+    assert work(is_causal=True) == 0.625 * work()
+    assert work(is_causal=True, window=128) < 0.4 * work()
+
+
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"dropout_rate": 0.3}], ids=str)
+def test_a_rule_may_take_the_place_of_the_softmax(extra, monkeypatch):
+    monkeypatch.setattr(xla_rows, "BLOCK", 300)
+    q, k, v = _tokens(19)
+    order = jax.random.permutation(jax.random.key(2), jnp.arange(19, dtype=jnp.int32))
+    if "dropout_rate" in extra:
+        extra = extra | {"dropout_key": jax.random.key(3)}
+
+    def loss(q, k, v, heads, implementation):
+        rule = dataclasses.replace(_rule(), heads=heads)
+        places = {"q_positions": order, "k_positions": order, "is_causal": True} | extra
+        out = pe.attention(q, k, v, row_rule=rule, **places, implementation=implementation)
+        return jnp.sum(jnp.sin(out)), out
+
+    run = jax.grad(loss, (0, 1, 2, 3), has_aux=True)
+    wanted, got = (run(q, k, v, _rule().heads, i) for i in ("reference", "xla"))
+    chex.assert_trees_all_close(got, wanted, atol=1e-5)
+    if not extra:  # By hand, for one query.
+        i = int(np.argmax(order))
+        by_position = np.argsort(order)
+        logits = np.asarray(q[0, i, 1] @ k[0, :, 1].T / 2)[by_position]
+        weights = np.exp(logits - 1.0 * np.cumsum(np.logaddexp(0, logits)))
+        np.testing.assert_allclose(got[1][0, i, 1], weights @ v[0, by_position, 1], atol=1e-5)
+
+
+def _listing(shared, heads, row, logits, seen, q, k):
+    """Tells the order of keys by what it returns for the first and the last of those seen."""
+    count = jnp.cumsum(seen, 1)
+    first, last = seen & (count == 1), seen & (count == count[:, -1:])
+    return jnp.where(first, 1.0, jnp.where(last, 2.0, -jnp.inf)) + 0.0 * logits
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_keys_of_a_segment_come_in_the_order_of_their_positions(implementation):
+    q, k, _ = _tokens(6, batch=1, heads=1)
+    positions = jnp.array([2, 0, 1, 1, 2, 0])
+    segments = jnp.array([1, 0, 1, 0, 0, 1])
+    out = pe.attention(
+        q,
+        k,
+        jnp.eye(6)[None, :, None],
+        row_rule=pe.RowRule(_listing, normalized=False),
+        q_positions=positions,
+        k_positions=positions,
+        q_segment_ids=segments,
+        k_segment_ids=segments,
+        implementation=implementation,
+    )[0, :, 0]
+    first, last = np.exp(1.0), np.exp(2.0)
+    zero = [0, first, 0, 0, last, 0]  # Segment 0 is in slots 1, 3, 4.
+    one = [last, 0, 0, 0, 0, first]  # Segment 1 is in slots 5, 2, 0.
+    np.testing.assert_allclose(out, [one, zero, one, zero, zero, one], rtol=1e-6)
+
+
+def test_derivatives_of_any_order_and_mode():
+    q, k, v = _tokens(9)
+
+    def loss(q, implementation="xla"):
+        out = pe.attention(q, k, v, row_rule=_rule(), is_causal=True, implementation=implementation)
+        return jnp.sum(jnp.sin(out))
+
+    direction = jnp.ones_like(q)
+    for twice in (
+        lambda f: jax.jvp(jax.grad(f), (q,), (direction,))[1],
+        lambda f: jax.grad(lambda q: jnp.vdot(jax.grad(f)(q), direction))(q),
+        lambda f: jax.jvp(f, (q,), (direction,))[1],
+    ):
+        got, wanted = twice(loss), twice(lambda q: loss(q, "reference"))
+        np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
+def test_gradients_are_the_same_bits_in_every_run():
+    q, k, v = _tokens(70)
+
+    @jax.jit
+    def run(q, heads):
+        rule = dataclasses.replace(_rule(), heads=heads)
+        return jnp.sum(pe.attention(q, k, v, row_rule=rule, is_causal=True, implementation="xla"))
+
+    grads = [jax.grad(run, (0, 1))(q, _rule().heads) for _ in range(2)]
+    chex.assert_trees_all_equal(*grads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(pe.Scheme):
+    """A scheme of a user's own, with a rule on coordinates."""
+
+    def row_rule(self, params, rows):
+        return pe.RowRule(_reads_coordinates)
+
+
+def _reads_coordinates(shared, heads, row, logits, seen, q, k):
+    return logits - 0.1 * jnp.abs(q - k).astype(jnp.float32)[None]
+
+
+def double(coordinates):
+    return 2 * coordinates
+
+
+def test_schemes_are_combined():
+    q, k, v = _tokens(9)
+    rope = pe.RoPE(head_dim=4)
+    assert Whole().acts_on == ("logits",)
+
+    def attend(scheme, **options):
+        return pe.scheme_attention(scheme, scheme.init(jax.random.key(0)), q, k, v, **options)[0]
+
+    doubled = pe.with_positions(Whole(), double)
+    wanted = attend(Whole(), coordinates=2 * jnp.arange(9))
+    np.testing.assert_allclose(attend(doubled), wanted, atol=1e-6)
+    out = attend(pe.chain(rope, doubled, pe.NoPE()))
+    at = jnp.arange(9)
+    q, k = pe.apply_rope(q, at), pe.apply_rope(k, at)
+    np.testing.assert_allclose(out, attend(doubled), atol=1e-6)
+    with pytest.raises(ValueError, match="chain: only one scheme may have a rule on whole rows"):
+        attend(pe.chain(Whole(), Whole()))
+
+
+def test_a_sharded_sequence_gathers_its_keys():
+    q, k, v = _tokens(16)
+    positions = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32)[::-1], (2, 16))
+    places = {"q_positions": positions, "k_positions": positions, "is_causal": True}
+    wanted = pe.attention(q, k, v, row_rule=_rule(), **places)
+    spread = PartitionSpec(None, "sequence")
+
+    def run(method):
+        @jax.shard_map(in_specs=(spread, PartitionSpec()), out_specs=spread)
+        def local(mine, rule):
+            q, k, v, at = mine
+            return sequence_parallel_attention(
+                q,
+                k,
+                v,
+                axis_name="sequence",
+                method=method,
+                row_rule=rule,
+                q_positions=at,
+                k_positions=at,
+                is_causal=True,
+                implementation="xla",
+            )
+
+        return jax.jit(local)((q, k, v, positions), _rule())
+
+    with jax.set_mesh(jax.make_mesh((8,), ("sequence",), axis_types=(AxisType.Auto,))):
+        np.testing.assert_allclose(run("all_gather"), wanted, atol=1e-5)
+        with pytest.raises(NotImplementedError, match=r'all keys .* use method="all_gather"'):
+            run("ring")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"row_rule": _rule(3)}, ValueError, r"heads of row_rule must be \[N, .*\(2, .*\(3,\)"),
+        (
+            {"row_rule": pe.RowRule(_exponential, rows=jnp.zeros((2, 5)))},
+            ValueError,
+            r"rows of row_rule must be .*\(2, 7, 2\), got \(2, 5\)",
+        ),
+        ({"row_rule": Whole()}, TypeError, "row_rule must be a RowRule, got Whole"),
+        ({"row_rule": _rule(), "return_lse": True}, NotImplementedError, "no log-sum-exp"),
+        ({"row_rule": _rule(), "sinks": jnp.ones(2)}, NotImplementedError, "none for sinks"),
+        ({"row_rule": _rule(), "implementation": "jax"}, NotImplementedError, "whole rows"),
+    ],
+)
+def test_errors_say_what_does_not_fit(options, error, message):
+    with pytest.raises(error, match=f"attention: .*{message}"):
+        pe.attention(*_tokens(7), **options)
