@@ -1,0 +1,154 @@
+"""Coordinates of images in text against the loop of Qwen2-VL, and decoding after an image."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import qkv
+
+import posenc_jax as pe
+from posenc_jax.positions import from_padding_mask
+
+
+def qwen(kinds, grids, step=1):
+    """get_rope_index of Qwen2.5-VL's rope2d.py, token by token, for one row without padding.
+
+    `kinds` is text, True where a patch is; every run of patches is one grid.
+    """
+    out, grids, at = [], list(grids), 0
+    while at < len(kinds):
+        start = max((max(c) for c in out), default=-1) + 1
+        if not kinds[at]:
+            out.append((start, start, start))
+            at += 1
+            continue
+        frames, rows, columns = grids.pop(0)
+        for t, h, w in np.ndindex(frames, rows, columns):
+            out.append((start + int(t * step), start + h, start + w))
+        at += frames * rows * columns
+    return np.array(out).T, max(max(c) for c in out) + 1 - len(kinds)
+
+
+def row(*parts):
+    """Numbers are lengths of text, tuples are grids; returns kinds and grids."""
+    kinds, grids = [], []
+    for part in parts:
+        if isinstance(part, tuple):
+            grids.append(part)
+        kinds += [isinstance(part, tuple)] * int(np.prod(part))
+    return np.array(kinds), np.array(grids, np.int32).reshape(-1, 3)
+
+
+ROWS = [
+    row(3, (1, 2, 2), 2),
+    row(1, (1, 5, 3), 4, (4, 2, 2), 1),
+    row((2, 3, 2), 7),
+    row(2, (1, 1, 9)),
+    row(1, (6, 1, 1), (1, 2, 3), 5),
+    row(63),
+]
+
+
+def test_matches_the_example_of_transformers():
+    # transformers 5.23, qwen2_vl, get_rope_index: three words, an image of 2 x 2, two words.
+    kinds, grids = ROWS[0]
+    coordinates, delta = pe.mrope_coordinates(kinds[None], grids[None])
+    wanted = [[0, 1, 2, 3, 3, 3, 3, 5, 6], [0, 1, 2, 3, 3, 4, 4, 5, 6], [0, 1, 2, 3, 4, 3, 4, 5, 6]]
+    np.testing.assert_array_equal(coordinates[:, 0], wanted)
+    assert delta.tolist() == [-2]
+    assert coordinates.dtype == delta.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("step", [1, 0, 3, 0.5, 2.7])
+def test_matches_the_loop_of_qwen(step):
+    for kinds, grids in ROWS:
+        got, delta = pe.mrope_coordinates(kinds[None], grids[None], time_step=step)
+        wanted, wanted_delta = qwen(kinds, grids, step)
+        np.testing.assert_array_equal(got[:, 0], wanted)
+        assert delta.tolist() == [wanted_delta]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_padded_batch_are_rows_alone(side):
+    length = max(len(kinds) for kinds, _ in ROWS)
+    kinds = np.zeros((len(ROWS), length), bool)
+    segments, grids = np.full((len(ROWS), length), -1), np.zeros((len(ROWS), 3, 3), int)
+    places = []
+    for b, (k, g) in enumerate(ROWS):
+        places.append(slice(length - len(k), length) if side == "left" else slice(0, len(k)))
+        kinds[b, places[b]], segments[b, places[b]], grids[b, : len(g)] = k, 0, g
+    run = jax.jit(functools.partial(pe.mrope_coordinates, segment_ids=segments))
+    coordinates, delta = run(kinds, grids)
+    for b, (k, g) in enumerate(ROWS):
+        wanted, wanted_delta = qwen(k, g)
+        np.testing.assert_array_equal(coordinates[:, b, places[b]], wanted)
+        assert delta[b] == wanted_delta
+    assert np.all(np.asarray(coordinates)[:, segments < 0] == 0)
+
+
+def test_packed_segments_restart():
+    kinds = np.concatenate([k for k, _ in ROWS])[None]
+    grids = np.concatenate([g for _, g in ROWS])[None]
+    segments = np.concatenate([np.full(len(k), i) for i, (k, _) in enumerate(ROWS)])[None]
+    coordinates, delta = pe.mrope_coordinates(kinds, grids, segment_ids=segments)
+    wanted = [qwen(k, g) for k, g in ROWS]
+    np.testing.assert_array_equal(coordinates[:, 0], np.concatenate([w for w, _ in wanted], 1))
+    assert delta.tolist() == [wanted[-1][1]]
+
+
+def test_time_steps_per_grid():
+    kinds, grids = row(1, (3, 1, 1), 1, (3, 1, 1), 1)
+    steps = jnp.array([[2.5, 1.0]])
+    coordinates, _ = pe.mrope_coordinates(kinds[None], grids[None], time_step=steps)
+    assert coordinates[0, 0].tolist() == [0, 1, 3, 6, 7, 8, 9, 10, 11]
+
+
+def test_decoding_with_delta_equals_the_whole():
+    """Two rows, one of them padded on the left; after the image each goes on in steps."""
+    scheme = pe.MRoPE(head_dim=8)
+    q, k, v = qkv(batch=2, length=19)
+    prompts, more = [row(3, (1, 3, 2), 2), row(1, (2, 2, 2), 6)], 4
+    segments = np.zeros((2, 15), int)
+    segments[0, :4] = -1
+    kinds, grids = np.zeros((2, 15), bool), np.zeros((2, 1, 3), int)
+    for b, (row_kinds, row_grids) in enumerate(prompts):
+        kinds[b, 15 - len(row_kinds) :], grids[b] = row_kinds, row_grids
+    longer = functools.partial(np.pad, pad_width=((0, 0), (0, more)))
+    everywhere = longer(segments, mode="edge")
+    everything, _ = pe.mrope_coordinates(longer(kinds), grids, segment_ids=everywhere)
+    positions = from_padding_mask(everywhere >= 0)[0]
+    part = {"positions": positions, "segment_ids": everywhere, "is_causal": True}
+    whole, _ = pe.scheme_attention(scheme, {}, q, k, v, coordinates=everything, **part)
+
+    coordinates, delta = pe.mrope_coordinates(kinds, grids, segment_ids=segments)
+    cache = pe.new_cache(scheme, 2, 19, num_heads=6, num_kv_heads=3, head_dim=8)
+    step = functools.partial(pe.scheme_attention, scheme, {}, is_causal=True)
+    first = {"positions": positions[:, :15], "segment_ids": segments, "coordinates": coordinates}
+    out, cache = step(q[:, :15], k[:, :15], v[:, :15], cache=cache, **first)
+    np.testing.assert_allclose(out, whole[:, :15], atol=1e-5)
+    for t in range(15, 19):
+        at = cache.next_positions[:, None] + delta[:, None]
+        assert (np.asarray(at[:, 0]) == np.asarray(everything[:, :, t])).all()
+        now = (a[:, t : t + 1] for a in (q, k, v))
+        out, cache = step(*now, cache=cache, coordinates=at)
+        np.testing.assert_allclose(out[:, 0], whole[:, t], atol=1e-5)
+    # Without it the image's size is counted twice.
+    wrong, _ = pe.scheme_attention(scheme, {}, q, k, v, coordinates=positions, **part)
+    assert np.abs(wrong - whole).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "kinds, grids, options, message",
+    [
+        ((4,), (1, 1, 3), {}, r"is_vision must be \[B, T\], got shape \(4,\)"),
+        ((2, 4), (1, 3), {}, r"grids must be \[B, G, 3\] with B=2, got \(1, 3\)"),
+        ((2, 4), (1, 1, 3), {}, r"grids must be \[B, G, 3\] with B=2, got \(1, 1, 3\)"),
+        ((1, 4), (1, 2, 3), {}, r"ask for \[2\] vision tokens, and there are \[4\]"),
+        ((1, 4), (1, 4, 3), {"segment_ids": np.zeros(4)}, r"segment_ids must be \[B, T\] = \(1, 4"),
+    ],
+)
+def test_errors_name_what_does_not_fit(kinds, grids, options, message):
+    with pytest.raises(ValueError, match=f"mrope_coordinates: .*{message}"):
+        pe.mrope_coordinates(np.ones(kinds, bool), np.ones(grids, int), **options)
