@@ -25,6 +25,7 @@ from posenc_jax.combine import chain as chain
 from posenc_jax.combine import with_positions as with_positions
 from posenc_jax.engine.api import attention as attention
 from posenc_jax.relative.shaw import Shaw as Shaw
+from posenc_jax.relative.stick_breaking import StickBreaking as StickBreaking
 from posenc_jax.rotary.by_parts import NTKByParts as NTKByParts
 from posenc_jax.rotary.clipped import Clipped as Clipped
 from posenc_jax.rotary.dynamic import DynamicNTK as DynamicNTK

@@ -36,6 +36,10 @@ class _Chain(Scheme):
         return all(s.relative for s in self.schemes)
 
     @property
+    def by_order(self) -> bool:
+        return all(s.by_order for s in self.schemes)
+
+    @property
     def shared_over_layers(self) -> bool:
         return all(s.shared_over_layers for s in self.schemes)
 
@@ -146,6 +150,10 @@ class _WithPositions(Scheme):
     @property
     def acts_on(self) -> tuple[str, ...]:
         return self.scheme.acts_on
+
+    @property
+    def by_order(self) -> bool:
+        return self.scheme.by_order
 
     @property
     def shared_over_layers(self) -> bool:

@@ -226,6 +226,8 @@ class Scheme:
     """Whether the authors use one set of parameters for all layers."""
     scale_embedding: ClassVar[bool] = False
     """Whether token embeddings are multiplied by sqrt(D) before `embed`, as published."""
+    by_order: ClassVar[bool] = False
+    """Whether the order of tokens is all that the scheme reads of their coordinates."""
     caches_mapped_keys: ClassVar[bool] = True
     """Whether `key` can run once, before k is cached. False where it depends on later tokens."""
 

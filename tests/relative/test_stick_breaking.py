@@ -1,0 +1,111 @@
+"""Stick-breaking against the authors' reference and numbers from a run of it.
+
+`authors` is shawntan/stickbreaking-attention, sb_ref.py, and what tests/test_attn.py there
+does with it (strict or not, and the remainder), from torch to NumPy in float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import qkv
+
+import posenc_jax as pe
+
+
+def authors(q, k, v, *, attend_current=False, remainder=True):
+    """[T, H], [S, H] and [S, V] of one head; T = S."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    length = len(q)
+    mask = np.triu(np.ones((length, length)), 1 if attend_current else 0).astype(bool)
+    later = np.tril(np.ones((length, length)), -1)
+    logits = q @ k.T / np.sqrt(q.shape[-1])
+    log_z = np.where(mask, -1e5, -np.logaddexp(0, -logits))
+    log_beta = np.where(mask, 0.0, -np.logaddexp(0, logits))
+    weights = np.exp(log_z + log_beta @ later)
+    rest = 1 - weights.sum(-1)
+    return weights @ v + (rest[:, None] * v if remainder else 0.0), weights, rest
+
+
+def by_head(q, k, v, **options):
+    heads = q.shape[2]
+    k, v = (np.repeat(x, heads // x.shape[2], 2) for x in (k, v))
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
+    for b, n in np.ndindex(q.shape[0], heads):
+        out[b, :, n] = authors(q[b, :, n], k[b, :, n], v[b, :, n], **options)[0]
+    return out
+
+
+OPTIONS = [{}, {"remainder": False}, {"attend_current": True}]
+OPTIONS += [{"remainder": False, "attend_current": True}]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_matches_the_code_of_the_authors(options, implementation):
+    arrays = qkv(batch=2, heads=12, kv_heads=3)
+    out = oracle.attend(
+        pe.StickBreaking(**options), {}, *arrays, is_causal=True, implementation=implementation
+    )
+    np.testing.assert_allclose(out, by_head(*arrays, **options), atol=2e-6)
+
+
+def test_matches_a_run_of_the_authors_code():
+    q = np.array([[1, 0], [0, 1], [1, 1], [0.5, -0.5]])
+    k = np.array([[1, 1], [0, 1], [-1, 0], [2, 0]])
+    weights = [
+        [0, 0, 0, 0],
+        [0.669762, 0, 0, 0],
+        [0.265654, 0.669762, 0, 0],
+        [0.172566, 0.242347, 0.412521, 0],
+    ]
+    rest = [1, 0.330238, 0.064585, 0.172566]
+    arrays = [jnp.asarray(x, jnp.float32)[None, :, None] for x in (q, k, np.eye(4))]
+    out = oracle.attend(pe.StickBreaking(remainder=False), {}, *arrays, is_causal=True)
+    np.testing.assert_allclose(out[0, :, 0], weights, atol=1e-6)
+    out = oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=True)
+    np.testing.assert_allclose(out[0, :, 0], weights + np.diag(rest), atol=1e-6)
+    for mine, theirs in zip(authors(q, k, np.eye(4))[1:], (weights, rest), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_are_the_slopes_of_the_authors_code(options):
+    arrays = qkv(length=5, heads=2, kv_heads=1, dim=3)
+    weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
+
+    def loss(*arrays):
+        out = oracle.attend(pe.StickBreaking(**options), {}, *arrays, is_causal=True)
+        return (out * jnp.asarray(weights, jnp.float32)).sum()
+
+    exact = [np.asarray(a, np.float64) for a in arrays]
+    for which, grad in enumerate(jax.grad(loss, (0, 1, 2))(*arrays)):
+        for index in np.ndindex(grad.shape):
+            ends = []
+            for step in (1e-5, -1e-5):
+                moved = [a.copy() for a in exact]
+                moved[which][index] += step
+                ends.append((by_head(*moved, **options) * weights).sum())
+            np.testing.assert_allclose(grad[index], (ends[0] - ends[1]) / 2e-5, atol=2e-6)
+
+
+def test_large_logits_neither_overflow_nor_give_nan():
+    q, k, v = (x.at[:, ::3].multiply(100.0) for x in qkv())
+    out = oracle.attend(pe.StickBreaking(), {}, q, k, v, is_causal=True)
+    np.testing.assert_allclose(out, by_head(q, k, v), rtol=1e-5, atol=2e-4)
+    grads = jax.grad(lambda q: pe.scheme_attention(pe.StickBreaking(), {}, q, k, v)[0].sum())(q)
+    assert np.isfinite(grads).all()
+
+
+def test_what_comes_later_is_not_seen_without_a_causal_mask_either():
+    arrays = qkv(length=21)
+    causal, free = (oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=c) for c in (1, 0))
+    np.testing.assert_allclose(causal, free, atol=1e-6)
+
+
+def test_a_window_gives_the_rest_to_the_own_value():
+    arrays = qkv(length=9, heads=1, kv_heads=1)
+    out = oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=True, window=3)
+    q, k, v = (np.asarray(x)[0, 4:7, 0] for x in arrays)  # The last sees these three.
+    np.testing.assert_allclose(out[0, 6, 0], authors(q, k, v)[0][-1], atol=1e-6)
