@@ -52,11 +52,9 @@ def scheme_embedding(
     if coordinates is None:
         at = count_up(batch, length) if positions is None else positions
         at = integer_positions("scheme_embedding", at)
+        at = _rows("scheme_embedding", at, batch, length, "positions")
     else:
-        at = coordinate_values("scheme_embedding", coordinates)
-    if at.ndim != 3:
-        name = "positions" if coordinates is None else "coordinates"
-        at = _rows("scheme_embedding", at, batch, length, name)
+        at = _coordinates("scheme_embedding", scheme, coordinates, batch, length)
     return scheme.embed(params, x, at)
 
 
@@ -121,12 +119,7 @@ def scheme_attention(
     )
     at = positions
     if coordinates is not None:
-        coordinates = coordinate_values("scheme_attention", coordinates)
-        at = (
-            coordinates
-            if coordinates.ndim == 3
-            else _rows("scheme_attention", coordinates, batch, length, "coordinates")
-        )
+        at = _coordinates("scheme_attention", scheme, coordinates, batch, length)
         coordinates = at
     if segment_ids is not None:
         segment_ids = integer_positions("scheme_attention", segment_ids, "segment_ids")
@@ -236,6 +229,22 @@ def _output(result: jax.Array | tuple[jax.Array, jax.Array]) -> jax.Array:
     if isinstance(result, tuple):
         raise ValueError("scheme_attention: return_lse goes with `attention` only.")
     return result
+
+
+def _coordinates(
+    where: str, scheme: Scheme, coordinates: jax.Array, batch: int, length: int
+) -> jax.Array:
+    """[T] or [B, T] to [B, T]; [A, B, T] stay."""
+    coordinates = coordinate_values(where, coordinates)
+    if coordinates.ndim != 3:
+        return _rows(where, coordinates, batch, length, "coordinates")
+    wanted = (scheme.num_axes, batch, length)
+    require(
+        not scheme.acts_on or (scheme.num_axes > 1 and coordinates.shape == wanted),
+        f"{where}: {scheme!r} reads coordinates of {scheme.num_axes} axes, [A, B, T] = {wanted} or "
+        f"[B, T], got {coordinates.shape}.",
+    )
+    return coordinates
 
 
 def _rows(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.Array:

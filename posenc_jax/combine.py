@@ -24,12 +24,21 @@ class _Chain(Scheme):
             len(values) < 2,
             f"chain: only one scheme may add to the values, got {values}.",
         )
+        axes = {s.num_axes for s in self.schemes if s.acts_on}
+        require(
+            len(axes) < 2,
+            f"chain: all must read coordinates of as many axes, got {self.schemes}.",
+        )
         own = [s for s in self.schemes if "attention" in s.acts_on]
         require(not own, f"chain: {own} replace attention, which others cannot add to.")
 
     @property
     def acts_on(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(place for s in self.schemes for place in s.acts_on))
+
+    @property
+    def num_axes(self) -> int:
+        return max(s.num_axes for s in self.schemes)
 
     @property
     def relative(self) -> bool:
@@ -154,6 +163,10 @@ class _WithPositions(Scheme):
     @property
     def by_order(self) -> bool:
         return self.scheme.by_order
+
+    @property
+    def num_axes(self) -> int:
+        return self.scheme.num_axes
 
     @property
     def shared_over_layers(self) -> bool:

@@ -222,6 +222,8 @@ class Scheme:
     """The word for the scheme in configs and tables; empty for one that is not exported."""
     relative: ClassVar[bool] = False
     """Whether attention stays the same when all coordinates of a row move by one number."""
+    num_axes: ClassVar[int] = 1
+    """How many axes A of coordinates the scheme reads; [B, T] it has to understand anyway."""
     shared_over_layers: ClassVar[bool] = False
     """Whether the authors use one set of parameters for all layers."""
     scale_embedding: ClassVar[bool] = False

@@ -135,6 +135,15 @@ def test_a_ring_needs_a_window_and_room_for_it():
         attend(part=slice(0, 2), cache=cache, window=4)
 
 
+@pytest.mark.parametrize("axes", [2, 3])
+def test_axes_that_a_scheme_does_not_read_are_refused(axes):
+    at = jnp.zeros((axes, 2, 7))
+    with pytest.raises(ValueError, match=r"ALiBi.* reads coordinates of 1 axes, .*got \("):
+        attend(ALIBI, coordinates=at)
+    with pytest.raises(ValueError, match=r"scheme_embedding: .* reads coordinates of 1 axes"):
+        pe.scheme_embedding(pe.Sinusoidal(8), {}, jnp.zeros((2, 7, 8)), coordinates=at)
+
+
 def test_coordinates_of_cached_keys_need_a_place():
     at = 2 * jnp.arange(7)
     with pytest.raises(

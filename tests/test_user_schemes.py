@@ -6,6 +6,7 @@ axes of coordinates. Oracles are float64 loops written from the papers.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,7 @@ class MRoPE(pe.Scheme):
 
     head_dim: int
     sections: tuple[int, ...] = (1, 1, 2)
+    num_axes: ClassVar[int] = 3
 
     def query(self, params, q, coordinates, rows=None):
         axis = np.repeat(np.arange(3), self.sections)

@@ -103,6 +103,7 @@ class MRoPE(Scheme):
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "mrope"
     relative: ClassVar[bool] = True
+    num_axes: ClassVar[int] = 3
 
     def __post_init__(self):
         check_layout("mrope", self.layout)
