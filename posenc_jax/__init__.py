@@ -47,6 +47,7 @@ from posenc_jax.rotary.rotate import rotate as rotate
 from posenc_jax.rotary.yarn import YaRN as YaRN
 from posenc_jax.rotary.yarn import yarn_logit_scale as yarn_logit_scale
 from posenc_jax.scheme import ContentBias as ContentBias
+from posenc_jax.scheme import DotBias as DotBias
 from posenc_jax.scheme import LogitBias as LogitBias
 from posenc_jax.scheme import RowRule as RowRule
 from posenc_jax.scheme import Scheme as Scheme

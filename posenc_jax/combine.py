@@ -8,7 +8,16 @@ from typing import Any
 import jax
 
 from posenc_jax.checks import require
-from posenc_jax.scheme import ContentBias, LogitBias, RowRule, Scheme, ValueBias, as_tuple
+from posenc_jax.scheme import (
+    Content,
+    ContentBias,
+    DotBias,
+    LogitBias,
+    RowRule,
+    Scheme,
+    ValueBias,
+    as_tuple,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +159,17 @@ class _OnCoordinates:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Then:
+    """One function of coordinates after another."""
+
+    first: Callable
+    second: Callable
+
+    def __call__(self, x):
+        return self.second(self.first(x))
+
+
+@dataclasses.dataclass(frozen=True)
 class _WithPositions(Scheme):
     """A scheme that reads transformed coordinates; see `with_positions`."""
 
@@ -196,17 +216,23 @@ class _WithPositions(Scheme):
         return self.scheme.key(params, k, self.transform(coordinates), cols)
 
     def _moved(self, bias: Any):
+        if isinstance(bias, DotBias):
+            transform, pair = self.transform, bias.pair
+            if bias.transform is not None:
+                transform = _Then(transform, bias.transform)
+            pair = None if pair is None else _OnCoordinates(pair, self.transform)
+            return dataclasses.replace(bias, transform=transform, pair=pair)
         field = "bucket" if isinstance(bias, ValueBias) else "rule"
         rule = _OnCoordinates(getattr(bias, field), self.transform)
         changes: dict[str, Any] = {field: rule}
-        if not isinstance(bias, RowRule):
+        if not isinstance(bias, ContentBias | RowRule):
             changes |= {"relative": False, "bounds": (None, None)}
         return dataclasses.replace(bias, **changes)
 
     def bias(self, params) -> tuple[LogitBias, ...]:
         return tuple(map(self._moved, as_tuple(self.scheme.bias(params))))
 
-    def content(self, params, rows, cols) -> tuple[ContentBias, ...]:
+    def content(self, params, rows, cols) -> tuple[Content, ...]:
         return tuple(map(self._moved, as_tuple(self.scheme.content(params, rows, cols))))
 
     def row_rule(self, params, rows):

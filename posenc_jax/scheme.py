@@ -114,10 +114,7 @@ class ContentBias:
       shared: pytree of arrays that all heads share, or None.
       rows: pytree of arrays [B, T, N, ...] that belong to the queries.
       cols: pytree of arrays [B, S, K, ...] or [B, S, N, ...] that belong to the keys.
-      expand: `expand(shared, head, row) -> row`; what the rule gets as `row`. It runs
-        once per query and tile, and again in the backward pass: a table over distances
-        is never stored for all queries.
-      relative, bounds, scaled: as for `LogitBias`, at fixed row and col.
+      scaled: as for `LogitBias`.
     """
 
     rule: Callable = dataclasses.field(metadata=STATIC)
@@ -125,20 +122,98 @@ class ContentBias:
     shared: Any = None
     rows: Any = None
     cols: Any = None
-    expand: Callable | None = dataclasses.field(default=None, metadata=STATIC)
-    relative: bool = dataclasses.field(default=False, metadata=STATIC)
-    bounds: tuple[int | None, int | None] = dataclasses.field(default=(None, None), metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
 
     def tile(self, rows: Any, cols: Any, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns float32 [N, T, S] for rows [T, N, ...], cols [S, N, ...] and coordinates."""
-        if self.expand is not None:
-            by_row = jax.vmap(self.expand, (None, None, 0))
-            rows = jax.vmap(by_row, (None, 0, 1), 1)(self.shared, self.heads, rows)
         over_k = jax.vmap(self.rule, (None, None, None, 0, None, 0))
         over_q = jax.vmap(over_k, (None, None, 0, None, 0, None))
         over_heads = jax.vmap(over_q, (None, 0, 1, 1, None, None))
         return over_heads(self.shared, self.heads, rows, cols, q, k)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dot:
+    """The rule of a DotBias for one pair, as it is defined."""
+
+    vector: Callable
+    transform: Callable | None
+
+    def __call__(self, shared, head, row, col, q, k):
+        q, k = (x if self.transform is None else self.transform(x) for x in (q, k))
+        own = (col if row is None else row).astype(jnp.float32)
+        return jnp.dot(own, self.vector(shared, head, q - k), precision="highest")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DotBias:
+    """A number added to each logit: a vector of the query or the key, dot one of the distance.
+
+    There are few distances, so that their vectors are computed once, and the products are
+    those of matrices.
+
+    Attributes:
+      vector: `vector(shared, head, distance) -> [F]`, for one head and one distance q - k:
+        a module-level function or a frozen dataclass with `__call__`.
+      heads: pytree of arrays [N, ...], or None where all heads have the same vectors.
+      shared: pytree of arrays that all heads share, or None.
+      rows: [B, T, N, F], the vectors of the queries, or None.
+      cols: [B, S, K or N, F], the vectors of the keys, or None; one of the two is given.
+      bounds: as for `LogitBias`.
+      scaled: as for `LogitBias`.
+      pair: the same as the rule of a `ContentBias`; it is used where distances have no
+        bounds and tokens do not stand in order. Without it `vector` runs for every pair
+        there.
+      transform: what coordinates pass through before their difference is taken.
+    """
+
+    vector: Callable = dataclasses.field(metadata=STATIC)
+    heads: Any = None
+    shared: Any = None
+    rows: jax.Array | None = None
+    cols: jax.Array | None = None
+    bounds: tuple[int | None, int | None] = dataclasses.field(default=(None, None), metadata=STATIC)
+    scaled: bool = dataclasses.field(default=False, metadata=STATIC)
+    pair: Callable | None = dataclasses.field(default=None, metadata=STATIC)
+    transform: Callable | None = dataclasses.field(default=None, metadata=STATIC)
+
+    relative: ClassVar[bool] = True
+    """As for `LogitBias`."""
+
+    def vectors(self, distances: jax.Array) -> jax.Array:
+        """Returns float32 [N, R, F] for distances [R]; [1, R, F] where heads share them."""
+        heads = self.heads
+        if not jax.tree.leaves(heads):
+            return self._of_head(heads, distances)[None]
+        return jax.vmap(self._of_head, (0, None))(heads, distances)
+
+    def _of_head(self, head: Any, distances: jax.Array) -> jax.Array:
+        over = jax.vmap(self.vector, (None, None, 0))
+        return over(self.shared, head, distances).astype(jnp.float32)
+
+    def by_pair(self) -> ContentBias:
+        """Returns the same as a rule on every pair."""
+        rule = self.pair or _Dot(self.vector, self.transform)
+        return ContentBias(rule, self.heads, self.shared, self.rows, self.cols, self.scaled)
+
+    def moved(self, coordinates: jax.Array) -> jax.Array:
+        """Returns the coordinates whose differences are the distances."""
+        return coordinates if self.transform is None else self.transform(coordinates)
+
+    def tile(self, rows: Any, cols: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Returns float32 [N, T, S] for rows [T, N, F] or cols [S, N, F] and coordinates."""
+        low, high = self.bounds
+        at, to = self.moved(q), self.moved(k)
+        if low is None or high is None or at.ndim > 1 or at.dtype != jnp.int32:
+            return self.by_pair().tile(rows, cols, q, k)
+        vectors = self.vectors(jnp.arange(low, high + 1, dtype=jnp.int32))
+        own = jnp.moveaxis(cols if rows is None else rows, 1, 0).astype(jnp.float32)
+        table = jnp.matmul(own, jnp.swapaxes(vectors, 1, 2), precision="highest")
+        entry = jnp.clip(at[:, None] - to[None], low, high) - low
+        if rows is None:
+            return jnp.swapaxes(jnp.take_along_axis(table, entry.T[None], 2), 1, 2)
+        return jnp.take_along_axis(table, entry[None], 2)
 
 
 @jax.tree_util.register_dataclass
@@ -197,6 +272,10 @@ class ValueBias:
     def tile(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns int32 buckets [T, S]."""
         return jax.vmap(jax.vmap(self.bucket, (None, 0)), (0, None))(q, k)
+
+
+Content = ContentBias | DotBias
+"""What depends on content."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,9 +358,7 @@ class Scheme:
         """Returns what is added to the logits from positions alone."""
         return None
 
-    def content(
-        self, params: Params, rows: Any, cols: Any
-    ) -> ContentBias | tuple[ContentBias, ...] | None:
+    def content(self, params: Params, rows: Any, cols: Any) -> Content | tuple[Content, ...] | None:
         """Returns what is added to the logits from content and positions."""
         return None
 

@@ -201,7 +201,8 @@ def test_the_embedding_reads_coordinates_before_positions():
 
 
 def content(heads=6, rows=Q, cols=None):
-    bias = SHAW.content(SHAW.init(jax.random.key(0)), rows, None)
+    shaw = SHAW.replace(per_head=True)
+    bias = shaw.content(shaw.init(jax.random.key(0)), rows, None)
     return dataclasses.replace(bias, heads=bias.heads[:heads], cols=cols)
 
 
@@ -217,7 +218,7 @@ def content(heads=6, rows=Q, cols=None):
         ({"q": Q[:, :, :4]}, ValueError, "4 query heads are no multiple of 3 key heads"),
         ({"bias": pe.ALiBi(num_heads=4).bias({})}, ValueError, "bias is for 4 heads but q has 6"),
         ({"bias": ALIBI}, TypeError, "bias must be a LogitBias, got ALiBi"),
-        ({"content": SHAW}, TypeError, "content must be a ContentBias, got Shaw"),
+        ({"content": SHAW}, TypeError, "content must be a ContentBias or a DotBias, got"),
         ({"content": content(rows=None)}, ValueError, "content has neither rows nor cols"),
         (
             {"content": content(rows=Q[:, :5])},
@@ -225,6 +226,12 @@ def content(heads=6, rows=Q, cols=None):
             r"rows must be .*\(2, 7, 6\), got \(2, 5",
         ),
         ({"content": content(cols=jnp.zeros((2, 7)))}, ValueError, r"cols must be .*got \(2, 7\)"),
+        ({"content": content(cols=K)}, ValueError, "a DotBias has either rows or cols, got both"),
+        (
+            {"content": content(rows=Q[..., :4])},
+            ValueError,
+            r"the vectors of a DotBias have shape \(8,\) per distance and \(2, 7, 6, 4\)",
+        ),
         ({"content": content(heads=4)}, ValueError, r"heads of content must be .*6, .*got \(4, "),
         (
             {"value_bias": pe.Shaw(num_heads=4, head_dim=8).value(SHAW.init(jax.random.key(0)))},
@@ -253,7 +260,13 @@ def content(heads=6, rows=Q, cols=None):
         ({"prefix_length": jnp.ones(3, int)}, ValueError, r"prefix_length .*\(2,\), got \(3,\)"),
         ({"q_positions": jnp.zeros(7)}, TypeError, "q_positions must be integers, got float32"),
         ({"q_positions": jnp.arange(5)}, ValueError, r"q_positions must be \[7\].*got \(1, 5\)"),
-        ({"k_coordinates": jnp.zeros((2, 2, 5))}, ValueError, r"._coordinates must be \[A, B, 7\]"),
+        ({"k_coordinates": jnp.zeros((2, 2, 5))}, ValueError, r"k_coordinates must be \[A, B, 7\]"),
+        ({"k_positions": jnp.zeros(7)}, TypeError, "k_positions must be integers, got float32"),
+        (
+            {"q_coordinates": jnp.zeros((3, 2, 7)), "bias": ALIBI.bias({})},
+            ValueError,
+            r"coordinates have \(3,\) and \(3,\) axes .* the rule .*returned \(3,\) for a pair",
+        ),
         ({"q_segment_ids": jnp.zeros(7)}, TypeError, "q_segment_ids must be integers, got float32"),
         ({"implementation": "fast"}, ValueError, "implementation must be None or one of .*'fast'"),
     ],

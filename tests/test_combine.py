@@ -153,6 +153,14 @@ def test_transformed_positions_are_those_given_as_coordinates(scheme):
     np.testing.assert_allclose(moved, attend(scheme, coordinates=3 * (at + 7)), atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_positions_transformed_twice_pass_the_outer_function_first(implementation):
+    scheme = pe.Shaw(num_heads=6, head_dim=8, clip=3, values=False)
+    wrapped = pe.with_positions(pe.with_positions(scheme, grouped), Times(3))
+    wanted = attend(scheme, coordinates=3 * jnp.arange(21) // 4, implementation=implementation)
+    np.testing.assert_allclose(attend(wrapped, implementation=implementation), wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "make", [lambda: pe.Learned(max_length=9, model_dim=4), lambda: pe.Sinusoidal(model_dim=4)]
 )

@@ -7,6 +7,7 @@ SDPA, with and without such a matrix, where torch is installed.
 """
 
 import argparse
+import ast
 import dataclasses
 import importlib.util
 import time
@@ -22,7 +23,7 @@ from experiments.bench.clock import show, side_by_side
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 TINY = ((32, 128, 4, 32), (16, 256, 4, 32), (8, 512, 4, 32))
 OPTIONS = {"shaw": {"values": False}}
-"""Keys alone, as most uses of Shaw's have it."""
+"""Unless given: keys alone, as most uses of Shaw's have it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=8, help="default: 8")
     parser.add_argument("--head-dim", type=int, default=64, help="default: 64")
     parser.add_argument("--tiny", action="store_true", help="the shapes of tiny models instead")
-    parser.add_argument("--schemes", default="t5,alibi,shaw", help="default: t5,alibi,shaw")
+    parser.add_argument(
+        "--schemes",
+        default="t5,alibi,shaw",
+        help="names, with options as in shaw:clip=128:per_head=True (default: t5,alibi,shaw)",
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--forward", action="store_true", help="without the backward pass")
     parser.add_argument("--no-naive", action="store_true", help="leave out what holds T x S")
@@ -80,15 +85,22 @@ def candidates(
     sizes = {"num_heads": heads, "head_dim": dim, "model_dim": heads * dim, "max_length": length}
     out = {}
     for name in ("none", *(n for n in options.schemes.split(",") if n != "none")):
-        cls = pe.SCHEMES[name]
-        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        scheme = cls(**{n: sizes[n] for n in needed}, **OPTIONS.get(name, {}))
+        scheme = _scheme(name, sizes)
         out[name] = (_with(scheme), (*qkv, scheme.init(keys[3])))
     if not options.no_naive:
         table = pe.T5(num_heads=heads).init(keys[3])["table"]
         out["jax.nn without bias"] = (_jax_nn, (*qkv, None))
         out["jax.nn with T5 matrix"] = (_jax_nn, (*qkv, table))
     return out
+
+
+def _scheme(text: str, sizes: dict[str, int]) -> pe.Scheme:
+    """Returns the scheme that `name:option=value:...` stands for."""
+    name, *options = text.split(":")
+    cls = pe.SCHEMES[name]
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    given = {key: ast.literal_eval(value) for key, value in (o.split("=") for o in options)}
+    return cls(**{n: sizes[n] for n in needed} | OPTIONS.get(name, {}) | given)
 
 
 def _with(scheme: pe.Scheme) -> Callable:

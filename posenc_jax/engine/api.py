@@ -9,7 +9,7 @@ from posenc_jax.checks import require
 from posenc_jax.engine.api_arguments import make_problem
 from posenc_jax.engine.problem import Problem
 from posenc_jax.mask import Window
-from posenc_jax.scheme import ContentBias, LogitBias, RowRule, ValueBias, as_tuple
+from posenc_jax.scheme import Content, LogitBias, RowRule, ValueBias, as_tuple
 
 _IMPLEMENTATIONS = {"reference": "reference", "xla": "xla", "jax": "jax_nn"}
 """The module of each."""
@@ -21,7 +21,7 @@ def attention(
     v: jax.Array,
     *,
     bias: LogitBias | tuple[LogitBias, ...] | None = None,
-    content: ContentBias | tuple[ContentBias, ...] | None = None,
+    content: Content | tuple[Content, ...] | None = None,
     row_rule: RowRule | None = None,
     value_bias: ValueBias | None = None,
     mask: jax.Array | None = None,

@@ -11,7 +11,7 @@ from posenc_jax.checks import array_of_rank, coordinate_values, integer_position
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.mask import window_sides
 from posenc_jax.positions import count_up
-from posenc_jax.scheme import ContentBias, LogitBias, RowRule
+from posenc_jax.scheme import Content, DotBias, LogitBias, RowRule
 
 
 def make_problem(*, q, k, v, biases, contents, row_rule, value, mask, **rest: Any) -> Problem:
@@ -80,6 +80,8 @@ def make_problem(*, q, k, v, biases, contents, row_rule, value, mask, **rest: An
             rest["is_causal"] or window is not None,
             "attention: prefix_length does nothing without is_causal or a window.",
         )
+    places = _places(batch, length, keys, bool(biases or contents or row_rule or value), rest)
+    _check_axes(biases, places["q_coordinates"], places["k_coordinates"])
     return Problem(
         q=q,
         k=k,
@@ -97,7 +99,7 @@ def make_problem(*, q, k, v, biases, contents, row_rule, value, mask, **rest: An
         scale=dim**-0.5 if scale is None else float(scale),
         softcap=softcap,
         dropout_rate=rate,
-        **_places(batch, length, keys, bool(biases or contents or row_rule or value), rest),
+        **places,
     )
 
 
@@ -112,8 +114,10 @@ def _check_rules(q, v, biases, contents, value) -> None:
             f"attention: bias is for {b.num_heads} heads but q has {num_heads}.",
         )
     for c in contents:
-        if not isinstance(c, ContentBias):
-            raise TypeError(f"attention: content must be a ContentBias, got {type(c).__name__}.")
+        if not isinstance(c, Content):
+            raise TypeError(
+                f"attention: content must be a ContentBias or a DotBias, got {type(c).__name__}."
+            )
         rows, cols = jax.tree.leaves(c.rows), jax.tree.leaves(c.cols)
         require(
             bool(rows or cols),
@@ -135,6 +139,8 @@ def _check_rules(q, v, biases, contents, value) -> None:
                 leaf.shape[:2] == v.shape[:2] and leaf.shape[2:3] in (v.shape[2:3], (num_heads,)),
                 f"attention: cols must be [B, S, K or N, ...] for v {v.shape}, got {leaf.shape}.",
             )
+        if isinstance(c, DotBias):
+            _check_dot(c)
     if value is not None:
         wanted = (num_heads, value.table.shape[1], v.shape[3])
         require(
@@ -163,7 +169,40 @@ def _check_row_rule(q, row_rule) -> None:
         )
 
 
-def _to_query_heads(content: ContentBias, num_heads: int) -> ContentBias:
+def _check_dot(c: DotBias) -> None:
+    """Raises unless the vectors of tokens and of distances are of one size."""
+    require(
+        (c.rows is None) != (c.cols is None),
+        "attention: a DotBias has either rows or cols, got "
+        f"{'neither' if c.rows is None else 'both'}.",
+    )
+    own: Any = c.cols if c.rows is None else c.rows
+    one = jax.eval_shape(c.vectors, jax.ShapeDtypeStruct((1,), jnp.int32))
+    require(
+        own.ndim == 4 and one.shape[2:] == own.shape[3:],
+        f"attention: the vectors of a DotBias have shape {one.shape[2:]} per distance and "
+        f"{own.shape} of tokens; the last axes must be one and the same.",
+    )
+
+
+def _check_axes(biases: tuple[LogitBias, ...], q: jax.Array, k: jax.Array) -> None:
+    """Raises where rules do not read as many axes as coordinates have."""
+    if q.ndim < 3 and k.ndim < 3:
+        return
+    for b in biases:
+        at = [jax.ShapeDtypeStruct((1, *x.shape[2:]), x.dtype) for x in (q, k)]
+        said = (
+            f"attention: coordinates have {q.shape[2:]} and {k.shape[2:]} axes for each token, "
+            f"which is not what the rule {b.rule} reads"
+        )
+        try:
+            shape = jax.eval_shape(b.tile, *at).shape
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{said}: {error}") from error
+        require(len(shape) == 3, f"{said}: it returned {shape[3:]} for a pair, not a number.")
+
+
+def _to_query_heads(content: Content, num_heads: int) -> Content:
     """Gives `cols` of key/value heads to the query heads that they serve."""
     cols = jax.tree.map(lambda x: repeat_heads(x, num_heads), content.cols)
     return dataclasses.replace(content, cols=cols)
@@ -189,30 +228,29 @@ def _places(batch: int, length: int, keys: int, ruled: bool, rest: dict) -> dict
         "which key is the first query's own cannot be guessed.",
     )
     for side, other, count in (("q", "k", length), ("k", "q", keys)):
-        positions = rest[f"{side}_positions"]
-        if positions is None:
-            positions = rest[f"{other}_positions"] if length == keys else None
-        if positions is None:
-            positions = count_up(batch, count)
-        positions = integer_positions("attention", positions, f"{side}_positions")
-        out[f"{side}_positions"] = _per_row(f"{side}_positions", positions, batch, count)
+        # Errors name what was given, also where it stands for both sides.
+        own = side if given(side, "positions") or length != keys else other
+        name = f"{own}_positions"
+        positions = count_up(batch, count) if rest[name] is None else rest[name]
+        positions = integer_positions("attention", positions, name)
+        out[f"{side}_positions"] = _per_row(name, positions, batch, count)
     for side, other, count in (("q", "k", length), ("k", "q", keys)):
-        name = f"{side}_coordinates"
+        own = side if given(side, "coordinates") or length != keys else other
+        name = f"{own}_coordinates"
         at = rest[name]
-        if at is None and length == keys:
-            at = rest[f"{other}_coordinates"]
         if at is None:
-            out[name] = out[f"{side}_positions"]
-            continue
-        at = coordinate_values("attention", at, name)
+            at = out[f"{side}_positions"]
+        else:
+            at = coordinate_values("attention", at, name)
         if at.ndim == 3:
             require(
                 at.shape[1:] == (batch, count),
                 f"attention: {name} must be [A, B, {count}], got {at.shape}.",
             )
-            out[name] = jnp.moveaxis(at, 0, -1)
+            at = jnp.moveaxis(at, 0, -1)
         else:
-            out[name] = _per_row(name, at, batch, count)
+            at = _per_row(name, at, batch, count)
+        out[f"{side}_coordinates"] = at
     q_segments, k_segments = rest["q_segment_ids"], rest["k_segment_ids"]
     if q_segments is not None or k_segments is not None:
         if length == keys:

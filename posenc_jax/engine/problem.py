@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.mask import Window, visible
-from posenc_jax.scheme import STATIC, ContentBias, LogitBias, RowRule, ValueBias
+from posenc_jax.scheme import STATIC, Content, LogitBias, RowRule, ValueBias
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +36,7 @@ class Problem:
     k: jax.Array
     v: jax.Array
     biases: tuple[LogitBias, ...]
-    contents: tuple[ContentBias, ...]
+    contents: tuple[Content, ...]
     row_rule: RowRule | None
     value: ValueBias | None
     mask: jax.Array | None

@@ -120,8 +120,8 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 used = tile.used(seen)
                 v = clean_keys(used, v, 2)
                 by_k["cols"] = clean_keys(used, by_k["cols"], 1, heads=2)
-                window = tile.window(i, j, plain)
-                added = tile.added(window, x.terms, by_q, by_k, plain=plain)
+                windows = tile.windows(i, j, plain)
+                added = tile.added(windows, x.terms, by_q, by_k, plain=plain)
                 s, _ = tile.logits(tile.products(q, k), added, seen)
                 # Nothing depends on it, and its tangent divides by the number of maxima found,
                 # which rounding may make none.
@@ -187,7 +187,7 @@ def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
 
         def body(plain):
             def step(i, carry):
-                dq, d_by_q, d_terms, d_vector, d_table, dk, dv, d_by_k = carry
+                dq, d_by_q, d_terms, d_lines, d_table, dk, dv, d_by_k = carry
                 q, do = (cut(y, 2, i, blocks.q) for y in (x.q, d_out))
                 top, rest = (cut(y, 2, i, blocks.q)[:, :, None] for y in (lse, delta))
                 in_q, by_q = (cut(y, 1, i, blocks.q) for y in (moving_q, fixed_q))
@@ -196,18 +196,18 @@ def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
                 used = tile.used(seen)
                 k_, v_ = clean_keys(used, k, 2), clean_keys(used, v, 2)
 
-                def added(window, terms, in_q, in_k):
+                def added(windows, terms, in_q, in_k):
                     q, k = _merge(in_q, by_q), _merge(in_k, by_k)
                     k["cols"] = clean_keys(used, k["cols"], 1, heads=2)
                     terms = _merge(terms, fixed.terms)
-                    return tile.added(window, terms, q, k, plain=plain)
+                    return tile.added(windows, terms, q, k, plain=plain)
 
-                window = tile.window(i, j, plain)
-                ruled = window is not None or (x.terms and not plain)
+                windows = tile.windows(i, j, plain)
+                ruled = windows[0] is not None or tile.ruled(plain)
                 extra: Any = None
                 pull: Any = None
                 if ruled:
-                    extra, pull = jax.vjp(added, window, moving.terms, in_q, in_k)
+                    extra, pull = jax.vjp(added, windows, moving.terms, in_q, in_k)
                 s, slope = tile.logits(tile.products(q, k_), extra, seen)
                 p = jnp.exp(s - top)
                 dp = einsum("bnkv,bnqv->bnkq", v_, do)
@@ -224,11 +224,9 @@ def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
                 if slope is not None:
                     ds *= slope
                 if ruled:
-                    d_window, d_terms_, d_in_q, d_in_k = pull(_fit(ds, extra))
-                    if window is not None:
-                        start = tile.window_start(i, j)
-                        d_vector = _add_slice(d_vector, d_window, start)
-                    if not plain:
+                    d_windows, d_terms_, d_in_q, d_in_k = pull(_fit(ds, extra))
+                    d_lines = _add_slices(d_lines, d_windows, tile.window_start(i, j))
+                    if tile.ruled(plain):
                         d_terms, d_by_k = _sum((d_terms, d_by_k), (d_terms_, d_in_k))
                         d_by_q = add_at(d_by_q, d_in_q, 1, i, blocks.q)
                 if spec.factor != 1.0:
@@ -238,7 +236,7 @@ def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
                 dk += einsum("bnkq,bnqh->bnkh", ds, q)
                 dq_ = einsum("bnhk,bnkq->bnhq", clean_keys(used, k_upright, 3), ds)
                 dq = add_at(dq, dq_, 3, i, blocks.q)
-                return dq, d_by_q, d_terms, d_vector, d_table, dk, dv, d_by_k
+                return dq, d_by_q, d_terms, d_lines, d_table, dk, dv, d_by_k
 
             return step
 
@@ -251,16 +249,15 @@ def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
         return tuple(carry), (dk, dv, d_by_k)
 
     d_table = None if x.value is None else blank(x.value.table)
-    d_vector = None if x.vector is None else blank(x.vector)
     carry = (
         zeros(x.q, (batch, spec.heads, dim, spec.plan.length)),
         blank(moving_q),
         blank(moving.terms),
-        d_vector,
+        blank((x.vector, x.lines)),
         d_table,
     )
     carry, (dk, dv, d_by_k) = scan_blocks(column, carry, spec.plan.keys // blocks.k)
-    dq, d_by_q, d_terms, d_vector, d_table = carry
+    dq, d_by_q, d_terms, d_lines, d_table = carry
     d_value = None
     if x.value is not None:
         d_value = dataclasses.replace(moving.value, table=d_table)
@@ -269,7 +266,8 @@ def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
         q=jnp.swapaxes(dq, 2, 3).astype(x.q.dtype),
         k=joined(dk, 2),
         v=joined(dv, 2),
-        vector=d_vector,
+        vector=d_lines[0],
+        lines=d_lines[1],
         terms=_cast(d_terms, moving.terms),
         value=d_value,
         by_q=_cast(d_by_q, moving_q),
@@ -295,9 +293,16 @@ def _fit(tile: jax.Array, like: jax.Array) -> jax.Array:
     return tile.sum(axes, keepdims=True) if axes else tile
 
 
-def _add_slice(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-    old = jax.lax.dynamic_slice_in_dim(x, start, part.shape[1], 1)
-    return jax.lax.dynamic_update_slice_in_dim(x, old + part, start, 1)
+def _add_slices(lines: Any, parts: Any, start: jax.Array) -> Any:
+    """Adds parts of lines in their place; None for a part adds nothing."""
+
+    def add(part, line):
+        if part is None:
+            return line
+        old = jax.lax.dynamic_slice_in_dim(line, start, part.shape[1], 1)
+        return jax.lax.dynamic_update_slice_in_dim(line, old + part, start, 1)
+
+    return jax.tree.map(add, parts, lines, is_leaf=lambda x: x is None)
 
 
 def _groups(x: jax.Array, kv_heads: int) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from posenc_jax.engine.problem import Problem, dropout_seed
 from posenc_jax.engine.tiling import Plan, Visibility, pad_axis, plan
+from posenc_jax.engine.xla_dots import DotTerm, dot_left_out, dot_term
 from posenc_jax.engine.xla_terms import (
     Term,
     ValueTerm,
@@ -18,6 +19,7 @@ from posenc_jax.engine.xla_terms import (
     high_bound,
 )
 from posenc_jax.mask import window_sides
+from posenc_jax.scheme import DotBias
 
 HIDDEN = -1e30
 """A finite logit that no weight is left of; infinities would make NaN of what they meet."""
@@ -33,7 +35,7 @@ class Spec:
       heads: N.
       factor: what q . k is still to be multiplied by.
       softcap, dropout_rate: as in `attention`.
-      origin: where distance 0 is in the vector of distances.
+      origin: where distance 0 is in the vector of distances and in the lines.
       dtype: of the output.
     """
 
@@ -55,6 +57,7 @@ class Operands:
     Attributes:
       q, k, v: [B, N, T, H], [B, K, S, H], [B, K, S, V].
       vector: float32 [N, L], what is added at every distance, or None.
+      lines: for each term, float32 [1 or N, L, F], the vectors of every distance, or None.
       terms: further rules; `by_q["rows"]` and `by_k["cols"]` have an entry for each.
       value: a table on the values, or None.
       by_q: "slots", "positions" [1 or B, T], "coordinates" [B, T] or [B, T, A],
@@ -69,7 +72,8 @@ class Operands:
     k: jax.Array
     v: jax.Array
     vector: jax.Array | None
-    terms: tuple[Term, ...]
+    lines: tuple[jax.Array | None, ...]
+    terms: tuple[Term | DotTerm, ...]
     value: ValueTerm | None
     by_q: dict[str, Any]
     by_k: dict[str, Any]
@@ -92,11 +96,11 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
     folded = bool(on_vector) and p.softcap is None and p.prefix_length is None
     folded = folded and (p.is_causal or p.window is not None)
     # Where every rule is constant from some distance on, tiles beyond it need none.
-    terms = _terms(p, by_pair, shift=p.softcap is None)
+    terms, makers = _terms(p, by_pair, sizes, shift=p.softcap is None)
     if any(t.far is None for t in terms):
-        terms = _terms(p, by_pair, shift=False)
+        terms, makers = _terms(p, by_pair, sizes, shift=False)
     fars: list[Any] = [t.far for t in terms]
-    bounds = [high_bound(b, p) for b in on_vector]
+    bounds = [high_bound(b, p, ordered=True) for b in on_vector]
     shift = p.softcap is None and None not in fars + bounds
     value, v = _value(p)
     if value is not None:
@@ -135,7 +139,9 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
     q, factor = p.q, p.scale
     if q.dtype == jnp.float32 or math.frexp(factor)[0] == 0.5:  # Exact in any dtype.
         q, factor = q * jnp.asarray(factor, q.dtype), 1.0
-    vector, left_out, origin = _vector(p, on_vector, sizes, folded, shift)
+    reach = _Reach.of(p, sizes)
+    vector, left_out = _vector(p, on_vector, reach, folded, shift)
+    lines = tuple(None if make is None else reach.padded(make(reach.distances)) for make in makers)
     spec = Spec(
         plan=sizes,
         visibility=Visibility(
@@ -153,7 +159,7 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
         factor=factor,
         softcap=p.softcap,
         dropout_rate=p.dropout_rate,
-        origin=origin,
+        origin=reach.origin,
         dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
     )
     operands = Operands(
@@ -161,6 +167,7 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
         k=pad_axis(jnp.swapaxes(p.k, 1, 2), 2, sizes.keys),
         v=pad_axis(jnp.swapaxes(v, 1, 2), 2, sizes.keys),
         vector=vector,
+        lines=lines,
         terms=terms,
         value=value,
         by_q=by_q,
@@ -172,23 +179,31 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
     return spec, operands, _left_out(p, terms, left_out)
 
 
-def _terms(p: Problem, biases: tuple, shift: bool) -> tuple[Term, ...]:
-    terms = [bias_term(b, p, shift) for b in biases]
-    return (*terms, *(content_term(c, p, shift) for c in p.contents))
+def _terms(p: Problem, biases: tuple, sizes: Plan, shift: bool) -> tuple[tuple, tuple]:
+    """Returns the terms, and for each what makes its line, or None."""
+    most = max(b.q + b.k - 1 for b in (sizes.forward, sizes.backward))
+    made: list[tuple[Any, Any]] = [(bias_term(b, p, shift), None) for b in biases]
+    for content in p.contents:
+        term = make = None
+        if isinstance(content, DotBias):
+            term, make = dot_term(content, p, shift, most)
+            content = content.by_pair()
+        made.append((content_term(content, p) if term is None else term, make))
+    return tuple(term for term, _ in made), tuple(make for _, make in made)
 
 
-def _left_out(p: Problem, terms: tuple[Term, ...], out: jax.Array | None) -> jax.Array | None:
+def _left_out(p: Problem, terms: tuple, out: jax.Array | None) -> jax.Array | None:
     """Adds to what the vector leaves out of every logit what terms leave out."""
-    contents = (None,) * (len(terms) - len(p.contents)) + p.contents
+    contents: Any = (None,) * (len(terms) - len(p.contents)) + p.contents
     for term, content in zip(terms, contents, strict=True):
-        if term.far is None:
-            continue
-        if content is None:
+        value = None
+        if isinstance(term, DotTerm):
+            value = dot_left_out(content, term)
+        elif term.far is not None:
             value = term.far_value(p.q_coordinates.dtype)[None, None]
-        else:
-            value = term.far_rows(content.rows)
-        value = term.factor * value.astype(jnp.float32)
-        out = value if out is None else out + value
+            value = term.factor * value.astype(jnp.float32)
+        if value is not None:
+            out = value if out is None else out + value
     return out
 
 
@@ -196,7 +211,7 @@ def _value(p: Problem) -> tuple[ValueTerm | None, jax.Array]:
     """Returns the table on the values, and values that have its far entry already."""
     if p.value is None:
         return None, p.v
-    band = band_of(p.value, p, shift=True)
+    band = band_of(p.value, p, ordered=p.contiguous, shift=True)
     table = p.value.table.astype(jnp.float32)
     if band is None:
         return ValueTerm(table, band=None, bucket=p.value.bucket), p.v
@@ -210,21 +225,59 @@ def _value(p: Problem) -> tuple[ValueTerm | None, jax.Array]:
     return ValueTerm(table - far[:, None], band=band, bucket=p.value.bucket), v
 
 
-def _vector(
-    p: Problem, biases: tuple, sizes: Plan, folded: bool, shift: bool
-) -> tuple[jax.Array | None, jax.Array | None, int]:
-    """Returns what is added at every distance, less what it leaves out, and its distance 0.
+@dataclasses.dataclass(frozen=True)
+class _Reach:
+    """The distances that have an entry where rules are evaluated once per distance.
 
-    What is left out, [1, 1, N] or None, is the value at the greatest distance. The vector
-    reaches from the first key's distance from the last query, or for causal attention from
-    one tile into the future, to the last query's distance from the first key.
+    They reach from the first key's distance from the last query, or for causal attention
+    from one tile into the future, to the last query's distance from the first key.
+
+    Attributes:
+      first, length: the first distance that is evaluated, and the one after the last.
+      before, after: the number of entries beside those, which nobody sees.
+    """
+
+    first: int
+    length: int
+    before: int
+    after: int
+
+    @classmethod
+    def of(cls, p: Problem, sizes: Plan) -> "_Reach":
+        length, keys = p.q.shape[1], p.k.shape[1]
+        first, before = 1 - keys, sizes.keys - keys
+        if p.is_causal and p.prefix_length is None:
+            first = 0
+            before = max(blocks.q + blocks.k for blocks in (sizes.forward, sizes.backward))
+        return cls(first, length, before, sizes.length - length)
+
+    @property
+    def origin(self) -> int:
+        """Where distance 0 is."""
+        return self.before - self.first
+
+    @property
+    def distances(self) -> jax.Array:
+        return jnp.arange(self.first, self.length, dtype=jnp.int32)
+
+    def padded(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
+        """Adds the entries beside those evaluated, on axis 1."""
+        widths = [(0, 0)] * x.ndim
+        widths[1] = self.before, self.after
+        return jnp.pad(x, widths, constant_values=fill)
+
+
+def _vector(
+    p: Problem, biases: tuple, reach: _Reach, folded: bool, shift: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns what is added at every distance, less what it leaves out.
+
+    What is left out, [1, 1, N] or None, is the value at the greatest distance.
     """
     if not biases:
-        return None, None, 0
-    length, keys = p.q.shape[1], p.k.shape[1]
+        return None, None
     dtype = p.q_coordinates.dtype
-    first = 0 if folded and p.is_causal else 1 - keys
-    distances = jnp.arange(first, length, dtype=jnp.int32)
+    distances = reach.distances
     zero = jnp.zeros((), dtype)
 
     def values(bias):
@@ -245,8 +298,5 @@ def _vector(
         seen = (distances <= left) | (left < 0)
         seen &= (-distances <= right) | (right < 0)
         vector = jnp.where(seen[None], vector, HIDDEN)
-    reach = max(sizes.forward.q + sizes.forward.k, sizes.backward.q + sizes.backward.k)
-    before = reach if folded and p.is_causal else sizes.keys - keys
-    widths = ((0, 0), (before, sizes.length - length))
-    vector = jnp.pad(vector, widths, constant_values=HIDDEN if folded else 0.0)
-    return vector, None if far is None else far[None, None], before - first
+    vector = reach.padded(vector, HIDDEN if folded else 0.0)
+    return vector, None if far is None else far[None, None]

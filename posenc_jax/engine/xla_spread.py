@@ -94,6 +94,10 @@ class Band:
         """The number of distances."""
         return self.high - self.low + 1
 
+    def mirrored(self) -> "Band":
+        """Returns the same distances, seen from the other side."""
+        return Band(-self.high, -self.low, self.ordered, self.open_high, self.open_low)
+
     def index(self, q: jax.Array, k: jax.Array, flip: bool) -> jax.Array:
         """Returns the entries of int32 [B, Q] and [B, K]: [B, Q, K], or [B, K, Q]."""
         return jnp.clip(_distances(q, k, flip), self.low, self.high) - self.low

@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.xla_spread import Band, by_band, by_index
-from posenc_jax.scheme import ContentBias, LogitBias, ValueBias
+from posenc_jax.scheme import ContentBias, LogitBias
 
 _STATIC = {"static": True}
 
@@ -17,76 +17,42 @@ _STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One rule, as the tiles evaluate it.
+    """One rule, as the tiles evaluate it, for every pair.
 
     Attributes:
-      rule, expand, heads, shared: of the LogitBias or ContentBias.
+      rule, heads, shared: of the LogitBias or ContentBias.
       factor: what the term is multiplied by.
       of_content: whether the rule takes a row and a column too.
-      band: evaluate the rule once per query and distance of the band, and spread that.
       far: subtract the value at this distance and beyond: the softmax does not change,
         and tiles that are that far have nothing to add. None: do not.
     """
 
     rule: Callable = dataclasses.field(metadata=_STATIC)
-    expand: Any = dataclasses.field(metadata=_STATIC)
     heads: Any
     shared: Any
     factor: float = dataclasses.field(metadata=_STATIC)
     of_content: bool = dataclasses.field(metadata=_STATIC)
-    band: Any = dataclasses.field(metadata=_STATIC)
     far: int | None = dataclasses.field(metadata=_STATIC)
 
-    def tile(self, rows: Any, cols: Any, q: dict, k: dict, flip: bool) -> jax.Array:
-        """Returns float32 [B or 1, N, Q, K], or [B or 1, N, K, Q] flipped, to be pulled."""
-        if self.expand is not None:
-            rows = self._expanded(rows)
-        if self.band is not None:
-            table = self._table(rows, flip)
-            out = by_band(table, q, k, self.band, flip=flip, pulled=flip)
-        else:
-            out = self._pairs(rows, cols, q["coordinates"], k["coordinates"], flip)
-            if self.far is not None:
-                out -= self.far_value(q["coordinates"].dtype)[None, :, None, None]
+    in_all: ClassVar[bool] = False
+    """Whether plain tiles have the term too."""
+
+    def tile(self, window, rows, cols, q: dict, k: dict, *, plain: bool, flip: bool) -> Any:
+        """Returns float32 [B or 1, N, Q, K], or [B or 1, N, K, Q] flipped, to be pulled.
+
+        None where there is nothing to add.
+        """
+        if plain:
+            return None
+        out = self._pairs(rows, cols, q["coordinates"], k["coordinates"], flip)
+        if self.far is not None:
+            out -= self.far_value(q["coordinates"].dtype)[None, :, None, None]
         return self.factor * out.astype(jnp.float32)
 
     def far_value(self, dtype: Any) -> jax.Array:
         """Returns the value of a rule without content at `far`, [N]."""
         at, zero = jnp.asarray(self.far, dtype), jnp.zeros((), dtype)
         return jax.vmap(self.rule, (None, 0, None, None))(self.shared, self.heads, at, zero)
-
-    def far_rows(self, rows: Any) -> jax.Array:
-        """Returns the value of a rule on rows [B, T, N, ...] at `far`, [B, T, N]."""
-        if self.expand is not None:
-            rows = self._expanded(rows)
-        at, zero = jnp.int32(self.far), jnp.int32(0)
-
-        def value(head, row):
-            return self.rule(self.shared, head, row, None, at, zero)
-
-        by_head = jax.vmap(value)
-        return jax.vmap(jax.vmap(by_head, (None, 0)), (None, 0))(self.heads, rows)
-
-    def _expanded(self, rows):
-        by_head = jax.vmap(self.expand, (None, 0, 0))
-        return jax.vmap(jax.vmap(by_head, (None, None, 0)), (None, None, 0))(
-            self.shared, self.heads, rows
-        )
-
-    def _table(self, rows, flip):
-        distances = jnp.arange(self.band.low, self.band.high + 1, dtype=jnp.int32)
-        zero = jnp.int32(0)
-
-        def entry(head, row, distance):
-            return self.rule(self.shared, head, row, None, distance, zero)
-
-        def entries(head, row):
-            out = jax.vmap(entry, (None, None, 0))(head, row, distances)
-            return out if self.far is None else out - entry(head, row, distances[-1])
-
-        by_query = jax.vmap(entries, (None, 0), 1 if flip else 0)
-        by_head = jax.vmap(by_query, (0, 1))
-        return jax.vmap(by_head, (None, 0))(self.heads, rows).astype(jnp.float32)
 
     def _pairs(self, rows, cols, q, k, flip):
         def rule(head, row, col, q, k):
@@ -141,22 +107,29 @@ class ValueTerm:
         return jax.vjp(spread, jax.lax.full_like(tile, 0.0, shape=shape))[1](tile)[0]
 
 
-def high_bound(rule: Any, problem: Problem) -> int | None:
+def high_bound(rule: Any, problem: Problem, ordered: bool) -> int | None:
     """Returns the distance from which on a rule is constant, if there is one."""
     high = rule.bounds[1]
     if high is None or not rule.relative or problem.q_coordinates.ndim > 2:
         return None
-    return min(high, problem.q.shape[1] - 1) if problem.contiguous else high
+    return min(high, problem.q.shape[1] - 1) if ordered else high
 
 
-def band_of(rule: ContentBias | ValueBias, problem: Problem, shift: bool) -> Band | None:
-    """Returns the distances to tabulate a rule for, or None where it has to run per pair."""
+def band_of(rule: Any, problem: Problem, *, ordered: bool, shift: bool) -> Band | None:
+    """Returns the distances to tabulate a rule for, or None where there is no end of them.
+
+    Args:
+      rule: a DotBias or ValueBias.
+      problem: what it is for.
+      ordered: whether distances are those of slots.
+      shift: whether the value at the last one is left out.
+    """
     at = problem.q_coordinates
     if not rule.relative or at.ndim > 2 or at.dtype != jnp.int32:
         return None
-    low, high = rule.bounds[0], high_bound(rule, problem)
-    past_only = problem.contiguous and problem.is_causal and problem.prefix_length is None
-    if problem.contiguous and low is not None:
+    low, high = rule.bounds[0], high_bound(rule, problem, ordered)
+    past_only = ordered and problem.is_causal and problem.prefix_length is None
+    if ordered and low is not None:
         low = max(low, 1 - problem.k.shape[1])
     if past_only:
         low = 0 if low is None else max(low, 0)
@@ -166,7 +139,7 @@ def band_of(rule: ContentBias | ValueBias, problem: Problem, shift: bool) -> Ban
     return Band(
         low,
         high,
-        ordered=problem.contiguous,
+        ordered=ordered,
         open_low=not past_only or low > 0,
         open_high=not shift,
     )
@@ -176,27 +149,21 @@ def bias_term(bias: LogitBias, problem: Problem, shift: bool) -> Term:
     """Returns a rule on coordinates that cannot be evaluated once per distance."""
     return Term(
         bias.rule,
-        None,
         heads=bias.heads,
         shared=bias.shared,
         factor=problem.scale if bias.scaled else 1.0,
         of_content=False,
-        band=None,
-        far=high_bound(bias, problem) if shift else None,
+        far=high_bound(bias, problem, problem.contiguous) if shift else None,
     )
 
 
-def content_term(content: ContentBias, problem: Problem, shift: bool) -> Term:
+def content_term(content: ContentBias, problem: Problem) -> Term:
     """Returns a rule on content and coordinates."""
-    no_cols = not jax.tree.leaves(content.cols)
-    band = band_of(content, problem, shift) if no_cols else None
     return Term(
         content.rule,
-        content.expand,
         heads=content.heads,
         shared=content.shared,
         factor=problem.scale if content.scaled else 1.0,
         of_content=True,
-        band=band,
-        far=band.high if band is not None and shift else None,
+        far=None,
     )

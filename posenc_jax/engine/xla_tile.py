@@ -32,32 +32,43 @@ class Tile:
         form = "bnkh,bnqh->bnkq" if self.flip else "bnqh,bnkh->bnqk"
         return einsum(form, k, q) if self.flip else einsum(form, q, k)
 
-    def window(self, i: jax.Array, j: jax.Array, plain: bool) -> jax.Array | None:
-        """Returns the part of the vector of distances that the tile meets, if any."""
-        everywhere = self.spec.visibility.vector_in_all
-        if self.all.vector is None or (plain and not everywhere):
-            return None
+    def windows(self, i: jax.Array, j: jax.Array, plain: bool) -> tuple:
+        """Returns the parts of the vector of distances and of the lines that the tile meets."""
         start = self.window_start(i, j)
         count = self.blocks.q + self.blocks.k - 1
-        return jax.lax.dynamic_slice_in_dim(self.all.vector, start, count, 1)
+
+        def part(x):
+            return jax.lax.dynamic_slice_in_dim(x, start, count, 1)
+
+        vector = self.all.vector
+        if vector is not None and (not plain or self.spec.visibility.vector_in_all):
+            vector = part(vector)
+        else:
+            vector = None
+        lines = self.all.lines
+        return vector, (None,) * len(lines) if plain else jax.tree.map(part, lines)
 
     def window_start(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """Returns where that part begins: at the distance of the last key from the first query."""
         first = i * self.blocks.q - j * self.blocks.k - (self.blocks.k - 1)
         return self.spec.origin + first
 
-    def added(self, window, terms, q: dict, k: dict, *, plain: bool) -> Any:
+    def ruled(self, plain: bool) -> bool:
+        """Whether terms add something."""
+        return any(term.in_all or not plain for term in self.all.terms)
+
+    def added(self, windows, terms, q: dict, k: dict, *, plain: bool) -> Any:
         """Returns what rules add to the logits, or None for nothing."""
+        vector, lines = windows
         out = None
-        if window is not None:
+        if vector is not None:
             sizes = self.all.q.shape[0], self.blocks.q, self.blocks.k
             spread = by_diagonal_pulled if self.flip else by_diagonal
-            out = spread(window, sizes, self.flip)
-        if plain:
-            return out
-        for term, rows, cols in zip(terms, q["rows"], k["cols"], strict=True):
-            value = term.tile(rows, cols, q, k, self.flip)
-            out = value if out is None else out + value
+            out = spread(vector, sizes, self.flip)
+        for term, line, rows, cols in zip(terms, lines, q["rows"], k["cols"], strict=True):
+            value = term.tile(line, rows, cols, q, k, plain=plain, flip=self.flip)
+            if value is not None:
+                out = value if out is None else out + value
         return out
 
     def seen(self, i, j, q: dict, k: dict) -> jax.Array | None:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.scheme import ContentBias, Scheme, ValueBias
+from posenc_jax.scheme import DotBias, Scheme, ValueBias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +38,13 @@ class _Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Entry:
-    """What the query made of the table row of two positions."""
+class _Vector:
+    """The table row of a distance."""
 
     row: _Row
 
-    def __call__(self, shared, head, entries, col, q, k):
-        return entries[self.row(q, k)]
-
-
-def _all_entries(shared, table, q):
-    return jnp.dot(table, q.astype(jnp.float32), precision="highest")
+    def __call__(self, table, head, distance):
+        return (table if head is None else head)[self.row(distance, 0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +114,12 @@ class Shaw(Scheme):
         """Returns q . a_K[c], or None without a table for keys."""
         if not self.keys:
             return None
-        return ContentBias(
-            _Entry(_Row(self.clip)),
-            heads=self._per_head(params["keys"]),
+        table, own = params["keys"], self.per_head
+        return DotBias(
+            _Vector(_Row(self.clip)),
+            heads=table if own else None,
+            shared=None if own else table[0],
             rows=rows,
-            expand=_all_entries,
-            relative=True,
             bounds=(-self.clip, self.clip),
             scaled=True,
         )
@@ -132,12 +128,10 @@ class Shaw(Scheme):
         """Returns a_V[c], or None without a table for values."""
         if not self.values:
             return None
+        table = params["values"]
         return ValueBias(
             _Row(self.clip),
-            table=self._per_head(params["values"]),
+            table=jnp.broadcast_to(table, (self.num_heads, *table.shape[1:])),
             relative=True,
             bounds=(-self.clip, self.clip),
         )
-
-    def _per_head(self, table):
-        return jnp.broadcast_to(table, (self.num_heads, *table.shape[1:]))

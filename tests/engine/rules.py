@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from posenc_jax.scheme import ContentBias, LogitBias, RowRule
+from posenc_jax.scheme import ContentBias, DotBias, LogitBias, RowRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +111,53 @@ def _whole_rules(params, q, k):
     return {"row_rule": rule, **_t5_rules(params["t5"], q, k), **_gated(params["gate"], q, k)}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Waves:
+    """Sines of the distance, the same from each end of the bounds on."""
+
+    low: int = -(10**6)
+    high: int = 10**6
+
+    def __call__(self, shared, head, distance):
+        at = jnp.clip(distance, self.low, self.high).astype(jnp.float32)
+        waves = jnp.sin(at * shared + 0.3)
+        return waves if head is None else head * waves
+
+
+def _waves_of_pair(shared, head, row, col, q, k):
+    """What `_Waves` makes of a query, by angle addition."""
+    at, to = (x.astype(jnp.float32) * shared for x in (q, k))
+    weight = row.astype(jnp.float32) * head
+    both = weight * jnp.sin(at + 0.3), -weight * jnp.cos(at + 0.3)
+    return jnp.dot(both[0], jnp.cos(to)) + jnp.dot(both[1], jnp.sin(to))
+
+
+def _dots(key, heads, dim):
+    shared = jax.random.uniform(key, (dim,), minval=0.1, maxval=1.0)
+    return {"shared": shared, "heads": 1 + jax.random.normal(key, (heads, dim))}
+
+
+def _narrow(params, q, k):
+    """Of queries and of keys, with tables smaller than a tile; heads share one of them."""
+    of_queries = DotBias(_Waves(-3, 5), **params, rows=q, bounds=(-3, 5), scaled=True)
+    shared = params["shared"][:3]
+    of_keys = DotBias(_Waves(-2, 4), shared=shared, cols=k[..., :3], bounds=(-2, 4))
+    return {"content": (of_queries, of_keys)}
+
+
+def _wide(params, q, k):
+    """Of queries and of keys, with tables larger than a tile of the tests."""
+    shared = params["shared"][:3]
+    of_queries = DotBias(_Waves(-30, 26), shared=shared, rows=q[..., :3], bounds=(-30, 26))
+    of_keys = DotBias(_Waves(-34, 24), **params, cols=k, bounds=(-34, 24), scaled=True)
+    return {"content": (of_queries, of_keys)}
+
+
+def _unbounded(params, q, k):
+    pair = DotBias(_Waves(), **params, rows=q, pair=_waves_of_pair)
+    return {"content": (pair, DotBias(_Waves(), **params, cols=k, scaled=True))}
+
+
 KINDS = {
     "none": Kind(lambda key, heads, dim: {}, lambda params, q, k: {}),
     "alibi": Kind(lambda key, heads, dim: {}, _alibi),
@@ -142,4 +189,7 @@ KINDS = {
         },
         _whole_rules,
     ),
+    "narrow": Kind(_dots, _narrow),
+    "wide": Kind(_dots, _wide),
+    "unbounded": Kind(_dots, _unbounded),
 }

@@ -75,6 +75,13 @@ FEATURES = {
 CASES = [(kind, "causal") for kind in ("none", "t5", "fire", "fox", "shaw")]
 CASES += [("t5", f) for f in FEATURES if f not in ("causal", "two_sided_window", "sinks")]
 CASES += [("shaw", f) for f in ("plain", "softcap_sinks", "sinks", "permuted_segments")]
+CASES += [
+    (kind, feature)
+    for kind in ("narrow", "wide", "unbounded")
+    for feature in ("causal", "plain", "permuted_segments")
+]
+CASES += [("narrow", f) for f in ("softcap_sinks", "sinks", "chunk", "prefix")]
+CASES += [("wide", f) for f in ("softcap_sinks", "segments", "window", "two_sided_window")]
 CASES += [("fire", "permuted_segments"), ("fox", "dropout"), ("two_axes", "prefix")]
 CASES += [("whole", f) for f in FEATURES if f not in ("plain", "sinks", "permuted")]
 CASES += [("alibi", "two_sided_window"), ("scaled", "permuted"), ("none", "mask")]
