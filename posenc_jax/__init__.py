@@ -26,6 +26,9 @@ from posenc_jax.combine import with_positions as with_positions
 from posenc_jax.engine.api import attention as attention
 from posenc_jax.relative.shaw import Shaw as Shaw
 from posenc_jax.relative.stick_breaking import StickBreaking as StickBreaking
+from posenc_jax.rotary.axial import AxialRoPE as AxialRoPE
+from posenc_jax.rotary.axial import axial_frequencies as axial_frequencies
+from posenc_jax.rotary.axial import grid_coordinates as grid_coordinates
 from posenc_jax.rotary.by_parts import NTKByParts as NTKByParts
 from posenc_jax.rotary.clipped import Clipped as Clipped
 from posenc_jax.rotary.dynamic import DynamicNTK as DynamicNTK

@@ -1,0 +1,172 @@
+r"""Axial RoPE: part of a head turns by the row of an image patch, another part by its column.
+
+    angle of pair p of axis a = c[a] w_p,       w_p = theta^(-2p / (d / A)),   p < d / 2A
+
+for A axes: each has frequencies of its own, as if it were RoPE on a head of d / A dimensions. q . k
+then depends on the offset in rows and the offset in columns. Models differ in the rest:
+
+                          theta  axes    frequencies  layout           coordinates
+    RoPE-ViT                100  (1, 0)  "own"        "interleaved"    row and column
+    Llama 4                 1e4  (1, 0)  "own"        "interleaved"    both counted from 1
+    EVA-02 (timm)           1e4  (0, 1)  "own"        "interleaved"    scaled to the trained size
+    Qwen2-VL                1e4  (0, 1)  "own"        "half"           row and column
+    DINOv3 (default)        100  (0, 1)  "own"        "half"           centred, in turns
+    Gemma 4                 100  (0, 1)  "own"        "half_per_axis"  row and column
+    Pixtral                 1e4  (0, 1)  "dealt"      "half"           row and column
+
+"dealt" deals out the frequencies of one RoPE in turn, the first to the first axis. "half_per_axis"
+rotates the part of each axis as a head of its own, pairs (p, p + d / 2A) in it. Tokens that are no
+patches (CLS, registers) have coordinate 0 and do not turn. `grid_coordinates` makes coordinates
+of a grid, whole or centred. Coordinates [B, T] stand on all axes: the diagonal.
+
+Papers: Heo et al. Rotary Position Embedding for Vision Transformer. 2024.
+https://arxiv.org/abs/2403.13298
+Fang et al. EVA-02. 2023. https://arxiv.org/abs/2303.11331
+Simeoni et al. DINOv3. 2025. https://arxiv.org/abs/2508.10104
+Reference code: naver-ai/rope-vit, models/vit_rope.py; huggingface/pytorch-image-models,
+timm/layers/pos_embed_sincos.py; huggingface/transformers, models/*/modeling_*.py.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.checks import require
+from posenc_jax.rotary.axes import axes_cos_sin
+from posenc_jax.rotary.layouts import check_layout, rotary_dims
+from posenc_jax.rotary.rope import rope_frequencies
+from posenc_jax.rotary.rotate import rotate
+from posenc_jax.scheme import Scheme
+
+
+def axial_frequencies(
+    dim: int, theta: float = 100.0, num_axes: int = 2, frequencies: str = "own"
+) -> np.ndarray:
+    """Returns radians per unit, float64 [A, dim / 2A], of the pairs of each axis.
+
+    Args:
+      dim: the number of rotated dimensions, a multiple of 2A.
+      theta: the base.
+      num_axes: A.
+      frequencies: "own", or "dealt" for those of one RoPE in turn.
+
+    Raises:
+      ValueError: for another word, or sizes that do not fit.
+
+    >>> axial_frequencies(8, 1e4, frequencies="dealt")
+    array([[1.   , 0.01 ],
+           [0.1  , 0.001]])
+    """
+    require(
+        frequencies in ("own", "dealt"),
+        f'axial_rope: frequencies must be "own" or "dealt", got {frequencies!r}.',
+    )
+    require(
+        num_axes >= 1 and dim % (2 * num_axes) == 0,
+        f"axial_rope: {num_axes} axes need a multiple of {2 * num_axes} dimensions, got {dim}.",
+    )
+    if frequencies == "dealt":
+        return rope_frequencies(dim, theta)[0].reshape(-1, num_axes).T
+    return np.tile(rope_frequencies(dim // num_axes, theta)[0], (num_axes, 1))
+
+
+def grid_coordinates(
+    batch: int, rows: int, columns: int, *, prefix: int = 0, centred: bool = False
+) -> jax.Array:
+    """Returns coordinates [2, B, prefix + rows * columns] of patches, row after row.
+
+    Args:
+      batch: B.
+      rows, columns: the size of the grid.
+      prefix: the number of tokens before the patches (CLS, registers); their coordinate is 0.
+      centred: float32 coordinates from -2 pi to 2 pi, of centres of patches, whatever the size of
+        the grid (DINOv3); else int32, from 0.
+
+    Raises:
+      ValueError: for a size below one.
+
+    >>> grid_coordinates(1, 2, 2, prefix=1)[:, 0]
+    Array([[0, 0, 0, 1, 1],
+           [0, 0, 1, 0, 1]], dtype=int32)
+    """
+    require(
+        min(batch, rows, columns) >= 1 and prefix >= 0,
+        f"grid_coordinates: sizes must be positive, got batch {batch}, {rows} rows, {columns} "
+        f"columns and prefix {prefix}.",
+    )
+    grid = np.indices((rows, columns)).reshape(2, 1, -1)
+    if centred:
+        size = np.array([rows, columns])[:, None, None]
+        grid = 2 * np.pi * ((2 * grid + 1) / size - 1)
+    grid = np.pad(grid, ((0, 0), (0, 0), (prefix, 0)))
+    kind = jnp.float32 if centred else jnp.int32
+    return jnp.broadcast_to(jnp.asarray(grid, kind), (2, batch, grid.shape[-1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class AxialRoPE(Scheme):
+    """Rotary position embedding of images, axis by axis (Heo et al. 2024).
+
+    Attributes:
+      head_dim: H.
+      theta: the base of the frequencies.
+      axes: which axis of the coordinates each part of the head reads, in the order of the parts.
+      frequencies: "own" for each axis, or "dealt" out from one RoPE.
+      layout: what makes a pair: "half_per_axis", or see `posenc_jax.rotary.layouts`.
+      rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
+
+    Raises:
+      ValueError: for sizes that do not fit, or an unknown word.
+
+    >>> q = jnp.ones((1, 6, 2, 8))
+    >>> AxialRoPE(head_dim=8).query({}, q, grid_coordinates(1, 2, 3)).shape
+    (1, 6, 2, 8)
+    """
+
+    head_dim: int
+    theta: float = 100.0
+    axes: tuple[int, ...] = (0, 1)
+    frequencies: str = "own"
+    layout: str = "half"
+    rotary_dim: int = 0
+    name: ClassVar[str] = "axial_rope"
+    relative: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.layout != "half_per_axis":
+            check_layout("axial_rope", self.layout)
+        require(
+            len(self.axes) > 0 and min(self.axes) >= 0,
+            f"axial_rope: axes must be numbers of coordinate axes, got {self.axes}.",
+        )
+        _ = self._frequencies
+
+    @property
+    def _frequencies(self) -> np.ndarray:
+        dim = rotary_dims("axial_rope", self.head_dim, self.rotary_dim, 0)
+        return axial_frequencies(dim, self.theta, len(self.axes), self.frequencies)
+
+    def query(self, params, q, coordinates, rows=None):
+        """Returns q [B, T, N, H], rotated."""
+        require(
+            q.shape[-1] == self.head_dim,
+            f"axial_rope: the scheme is for head_dim {self.head_dim}, got q or k of shape "
+            f"{q.shape}.",
+        )
+        frequencies = self._frequencies
+        count, pairs = frequencies.shape
+        axes = tuple(np.repeat(self.axes, pairs).tolist())
+        cos, sin = axes_cos_sin("axial_rope", coordinates, axes, frequencies.ravel())
+        if self.layout != "half_per_axis":
+            return rotate(q, cos, sin, layout=self.layout)
+        for i in range(count):
+            part = slice(i * pairs, (i + 1) * pairs)
+            q = rotate(q, cos[..., part], sin[..., part], start=2 * i * pairs)
+        return q
+
+    def key(self, params, k, coordinates, cols=None):
+        """Returns k [B, S, K, H], rotated."""
+        return self.query(params, k, coordinates)

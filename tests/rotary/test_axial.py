@@ -1,0 +1,220 @@
+"""Axial RoPE against the vision models that use it, each written out from its own code."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+LIKE = {
+    "rope_vit": {"axes": (1, 0), "layout": "interleaved"},
+    "llama4": {"theta": 1e4, "axes": (1, 0), "layout": "interleaved"},
+    "eva": {"theta": 1e4, "layout": "interleaved"},
+    "qwen2_vl": {"theta": 1e4},
+    "dinov3": {},
+    "gemma4": {"layout": "half_per_axis"},
+    "pixtral": {"theta": 1e4, "frequencies": "dealt"},
+}
+
+
+def complex_pairs(x, angles):
+    """view_as_complex, times polar(1, angles), view_as_real."""
+    return np.stack([x[0::2], x[1::2]]).T.copy().view(complex)[:, 0] * np.exp(1j * angles)
+
+
+def flat(z):
+    return np.stack([z.real, z.imag], -1).ravel()
+
+
+def rotate_half(x, angles):
+    """x * cos(cat(f, f)) + rotate_half(x) * sin(cat(f, f))."""
+    both, half = np.concatenate([angles, angles]), len(x) // 2
+    return x * np.cos(both) + np.concatenate([-x[half:], x[:half]]) * np.sin(both)
+
+
+def rope_vit(x, row, column):
+    """rope-vit: compute_axial_cis, columns first; apply_rotary_emb."""
+    f = 1.0 / 100.0 ** (np.arange(0, len(x), 4)[: len(x) // 4] / len(x))
+    return flat(complex_pairs(x, np.concatenate([column * f, row * f])))
+
+
+def llama4(x, row, column):
+    """transformers 5.23, Llama4VisionRotaryEmbedding and vision_apply_rotary_emb."""
+    size = len(x) // 2
+    f = 1.0 / 1e4 ** (np.arange(0, size, 2)[: size // 2] / size)
+    return flat(complex_pairs(x, np.concatenate([(column + 1) * f, (row + 1) * f])))
+
+
+def eva(x, row, column):
+    """timm 1.0.31: build_rotary_pos_embed(in_pixels=False), apply_rot_embed."""
+    bands = 1.0 / 1e4 ** (np.arange(len(x) // 4) / (len(x) // 4))
+    angles = np.repeat(np.concatenate([row * bands, column * bands]), 2)
+    turned = np.stack([-x[1::2], x[0::2]], -1).ravel()
+    return x * np.cos(angles) + turned * np.sin(angles)
+
+
+def qwen2_vl(x, row, column):
+    """transformers 5.23, Qwen2VLVisionRotaryEmbedding."""
+    size = len(x) // 2
+    f = 1.0 / 1e4 ** (np.arange(0, size, 2) / size)
+    return rotate_half(x, np.concatenate([row * f, column * f]))
+
+
+def dinov3(x, row, column):
+    """transformers 5.23, DINOv3ViTRopePositionEmbedding, coordinates in [-1, 1] times 2 pi."""
+    f = 1 / 100.0 ** np.arange(0, 1, 4 / len(x))
+    return rotate_half(x, np.concatenate([row * f, column * f]))
+
+
+def gemma4(x, row, column):
+    """transformers 5.23, Gemma4VisionRotaryEmbedding and apply_multidimensional_rope."""
+    size = len(x) // 2
+    f = 1.0 / 100.0 ** (np.arange(0, size, 2) / size)
+    return np.concatenate([rotate_half(x[:size], row * f), rotate_half(x[size:], column * f)])
+
+
+def pixtral(x, row, column):
+    """transformers 5.23, PixtralVisionRotaryEmbedding."""
+    f = 1.0 / 1e4 ** (np.arange(0, len(x), 2) / len(x))
+    return rotate_half(x, np.concatenate([row * f[0::2], column * f[1::2]]))
+
+
+MODELS = {f.__name__: f for f in (rope_vit, llama4, eva, qwen2_vl, dinov3, gemma4, pixtral)}
+
+
+def moved(name, coordinates):
+    """The coordinates to give for the model's own of the same patch."""
+    return coordinates + 1 if name == "llama4" else coordinates
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("number", [np.int32, np.float32])
+def test_matches_the_models(name, number):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(2, 7, 6, 12)).astype(np.float32)
+    far = 10**6 if number == np.int32 else 50
+    at = random.integers(0, far, size=(2, 2, 7)).astype(number)
+    at += np.asarray(0.37, number)
+    scheme = pe.AxialRoPE(head_dim=12, **LIKE[name])
+    out = scheme.query({}, jnp.asarray(x), jnp.asarray(moved(name, at)))
+    np.testing.assert_array_equal(out, scheme.key({}, jnp.asarray(x), jnp.asarray(moved(name, at))))
+    for b, t, n in np.ndindex(2, 7, 6):
+        wanted = MODELS[name](x[b, t, n].astype(float), *at[:, b, t].astype(float))
+        tolerance = 3e-6 if number == np.int32 else 3e-5
+        np.testing.assert_allclose(out[b, t, n], wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "name, angles, pairs",
+    [
+        # Made by the models' own code at row 1 and column 2 of a head of 8.
+        ("qwen2_vl", [1.0, 0.01, 2.0, 0.02], [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("pixtral", [1.0, 0.01, 0.2, 0.002], [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("rope_vit", [2.0, 0.2, 1.0, 0.1], [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("llama4", [3.0, 0.03, 2.0, 0.02], [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("gemma4", [1.0, 0.1, 2.0, 0.2], [(0, 2), (1, 3), (4, 6), (5, 7)]),
+    ],
+)
+def test_angles_are_those_that_the_models_compute(name, angles, pairs):
+    at = moved(name, jnp.array([1, 2]).reshape(2, 1, 1))
+    x = jnp.zeros(8).at[np.array([a for a, _ in pairs])].set(1.0).reshape(1, 1, 1, 8)
+    out = np.asarray(pe.AxialRoPE(head_dim=8, **LIKE[name]).query({}, x, at)).ravel()
+    got = [np.arctan2(out[b], out[a]) for a, b in pairs]
+    np.testing.assert_allclose(got, angles, atol=2e-6)
+
+
+def test_centred_coordinates_are_those_of_dinov3():
+    # DINOv3's RopePositionEmbedding, run for 2 x 2 patches and a head of 8.
+    wanted = np.pi * np.array([[-1, -1], [-1, 1], [1, -1], [1, 1]])
+    at = pe.grid_coordinates(1, 2, 2, centred=True)
+    np.testing.assert_allclose(at[:, 0].T, wanted, rtol=1e-6)
+    # get_patches_center_coordinates for 3 x 5, times 2 pi.
+    at = pe.grid_coordinates(3, 3, 5, prefix=2, centred=True)
+    assert at.shape == (2, 3, 17) and at.dtype == jnp.float32
+    assert np.all(np.asarray(at)[:, :, :2] == 0)
+    for i, (row, column) in enumerate(np.ndindex(3, 5)):
+        wanted = [2 * np.pi * (2 * (row + 0.5) / 3 - 1), 2 * np.pi * (2 * (column + 0.5) / 5 - 1)]
+        np.testing.assert_allclose(at[:, 1, 2 + i], wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_attention_over_a_grid_with_a_class_token():
+    q, k, v = qkv(length=64)
+    at = pe.grid_coordinates(1, 7, 9, prefix=1)
+    rotated = [
+        np.stack(
+            [
+                [gemma4(y.astype(float), *np.asarray(at[:, 0, t])) for y in np.asarray(x)]
+                for t, x in enumerate(a[0])
+            ]
+        )[None]
+        for a in (q, k)
+    ]
+    wanted = softmax_attention(
+        *rotated, v, lambda q, k, n, i, j: q @ k / np.sqrt(8), sees=lambda i, j: True
+    )
+    scheme = pe.AxialRoPE(head_dim=8, layout="half_per_axis")
+    out = attend(scheme, {}, q, k, v, coordinates=at)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    far = attend(scheme, {}, q, k, v, coordinates=at + jnp.array([10**6, 257]).reshape(2, 1, 1))
+    np.testing.assert_allclose(far, wanted, atol=1e-5)
+
+
+def test_a_plain_position_stands_on_every_axis():
+    x, at = qkv(length=5)[0], jnp.array([[0, 1, 257, 4095, 10**6]])
+    scheme = pe.AxialRoPE(head_dim=8)
+    np.testing.assert_array_equal(scheme.query({}, x, at), scheme.query({}, x, jnp.stack([at, at])))
+
+
+def test_three_axes_and_leading_dimensions_alone():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 16)), "f4")
+    at = jnp.arange(15).reshape(3, 1, 5) ** 2
+    out = pe.AxialRoPE(head_dim=16, axes=(0, 1, 2), rotary_dim=12).query({}, x, at)
+    for i in range(3):  # Each part is RoPE on its axis, layout aside.
+        dims = np.array([2 * i, 2 * i + 1, 6 + 2 * i, 7 + 2 * i])
+        part = pe.apply_rope(x[..., dims], at[i], theta=100.0)
+        np.testing.assert_allclose(out[..., dims], part, atol=1e-6)
+    np.testing.assert_array_equal(out[..., 12:], x[..., 12:])
+
+
+def test_options_change_the_output():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 2, 8)), "f4")
+    at = pe.grid_coordinates(1, 2, 3)
+    plain = pe.AxialRoPE(head_dim=8)
+    changes = [
+        {"theta": 1e4},
+        {"axes": (1, 0)},
+        {"frequencies": "dealt"},
+        {"layout": "interleaved"},
+        {"layout": "half_per_axis"},
+        {"rotary_dim": 4},
+    ]
+    outs = [s.query({}, x, at) for s in (plain, *(plain.replace(**c) for c in changes))]
+    for i, a in enumerate(outs):
+        assert all(np.abs(a - b).max() > 0.05 for b in outs[:i]), changes[i - 1]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head_dim": 6}, "2 axes need a multiple of 4 dimensions, got 6"),
+        ({"axes": ()}, r"axes must be numbers of coordinate axes, got \(\)"),
+        ({"axes": (0, -1)}, r"axes must be numbers of coordinate axes, got \(0, -1\)"),
+        ({"frequencies": "shared"}, 'frequencies must be "own" or "dealt", got \'shared\''),
+        ({"layout": "neox"}, "layout must be one of .*, got 'neox'"),
+        ({"rotary_dim": 12}, r"rotary_dim must be in \[0, head_dim=8\], got 12"),
+        ({"theta": 0.0}, "theta must be positive"),
+    ],
+)
+def test_errors_name_the_setting(change, message):
+    with pytest.raises(ValueError, match=f"{message}"):
+        pe.AxialRoPE(**{"head_dim": 8} | change)
+
+
+def test_errors_name_the_sizes():
+    with pytest.raises(ValueError, match=r"axial_rope: coordinates must be .* A > 1.*\(1, 1, 5\)"):
+        pe.AxialRoPE(head_dim=8).query({}, qkv(length=5)[0], jnp.zeros((1, 1, 5), int))
+    with pytest.raises(ValueError, match="axial_rope: the scheme is for head_dim 4"):
+        pe.AxialRoPE(head_dim=4).query({}, qkv(length=5)[0], jnp.zeros((2, 1, 5), int))
+    with pytest.raises(ValueError, match=r"grid_coordinates: sizes must be positive.* 0 rows"):
+        pe.grid_coordinates(1, 0, 3)
