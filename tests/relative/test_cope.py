@@ -1,0 +1,138 @@
+"""CoPE against the authors' code and numbers from a run of it.
+
+`authors` is facebookresearch/RAM, projects/cope/src/cope/context_position.py, forward of
+ContextPosSelfAttn with its default gates, from torch to NumPy in float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import qkv
+
+import posenc_jax as pe
+
+
+def authors(query, key, val, pos_emb, *, nodiv=False, attn_mask=None):
+    """[T, H], [S, H] and [S, V] of one head, pos_emb [H, P]: the output, positions, weights."""
+    query, key, val, pos_emb = (np.asarray(a, np.float64) for a in (query, key, val, pos_emb))
+    if attn_mask is None:
+        attn_mask = np.tril(np.ones((len(query), len(key))))
+    root = np.sqrt(query.shape[-1])
+    logits = query @ key.T
+    gates = 1 / (1 + np.exp(-logits / root)) * attn_mask
+    positions = np.flip(np.cumsum(np.flip(gates, -1), -1), -1)
+    positions = np.minimum(positions, pos_emb.shape[-1] - 1)
+    fixed = query @ pos_emb
+    ceil, floor = np.ceil(positions).astype(int), np.floor(positions).astype(int)
+    at_ceil, at_floor = (np.take_along_axis(fixed, i, -1) for i in (ceil, floor))
+    weight = positions - floor
+    pos_logits = at_ceil * weight + at_floor * (1 - weight)
+    logits = logits / root + pos_logits if nodiv else (logits + pos_logits) / root
+    logits = np.where(attn_mask > 0, logits, -np.inf)
+    attn = np.exp(logits - logits.max(-1, keepdims=True))
+    attn /= attn.sum(-1, keepdims=True)
+    return attn @ val, positions, attn
+
+
+def by_head(q, k, v, table, **options):
+    heads = q.shape[2]
+    k, v = (np.repeat(x, heads // x.shape[2], 2) for x in (k, v))
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
+    for b, n in np.ndindex(q.shape[0], heads):
+        out[b, :, n] = authors(q[b, :, n], k[b, :, n], v[b, :, n], table.T, **options)[0]
+    return out
+
+
+def attend(scheme, table, *arrays, **options):
+    options = {"is_causal": True} | options
+    return oracle.attend(scheme, {"table": jnp.asarray(table, jnp.float32)}, *arrays, **options)
+
+
+def random_table(positions, dim=8):
+    return np.random.default_rng(3).normal(size=(positions, dim))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_positions": 7}, {"num_positions": 1}, {"scaled": False}], ids=str
+)
+def test_matches_the_code_of_the_authors(options, implementation):
+    arrays = qkv(batch=2, heads=12, kv_heads=3)
+    scheme = pe.CoPE(head_dim=8, **options)
+    table = random_table(scheme.num_positions)
+    out = attend(scheme, table, *arrays, implementation=implementation)
+    np.testing.assert_allclose(
+        out, by_head(*arrays, table, nodiv=not scheme.scaled), rtol=0, atol=1e-5
+    )
+
+
+def test_without_a_mask_all_keys_are_counted():
+    arrays, table = qkv(), random_table(64)
+    expected = by_head(*arrays, table, attn_mask=np.ones((63, 63)))
+    out = attend(pe.CoPE(head_dim=8), table, *arrays, is_causal=False)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_matches_a_run_of_the_authors_code():
+    q = np.array([[1, 0], [0, 1], [1, 1], [0.5, -0.5]])
+    k = np.array([[1, 1], [0, 1], [-1, 0], [2, 0]])
+    pos_emb = np.array([[0, 1, 2], [0, 0.5, -1]])
+    weights = [
+        [1, 0, 0, 0],
+        [0.439458, 0.560542, 0, 0],
+        [0.576845, 0.377993, 0.045163, 0],
+        [0.390794, 0.176388, 0.122494, 0.310324],
+    ]
+    counted = [0.669762, 1.339523, 1.80443, 1.994804]
+    arrays = [jnp.asarray(x, jnp.float32)[None, :, None] for x in (q, k, np.eye(4))]
+    out = attend(pe.CoPE(head_dim=2, num_positions=3), pos_emb.T, *arrays)
+    np.testing.assert_allclose(out[0, :, 0], weights, atol=1e-6)
+    _, mine, attn = authors(q, k, np.eye(4), pos_emb)
+    np.testing.assert_allclose(mine[:, 0], counted, atol=1e-6)
+    np.testing.assert_allclose(attn, weights, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_gradients_are_the_slopes_of_the_authors_code(scaled):
+    arrays, table = qkv(length=5, heads=2, kv_heads=1, dim=3), random_table(4, 3)
+    weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
+    scheme = pe.CoPE(head_dim=3, num_positions=4, scaled=scaled)
+
+    def loss(*arrays):
+        out = attend(scheme, arrays[-1], *arrays[:-1])
+        return (out * jnp.asarray(weights, jnp.float32)).sum()
+
+    exact = [np.asarray(a, np.float64) for a in (*arrays, table)]
+    inputs = [jnp.asarray(a, jnp.float32) for a in exact]
+    for which, grad in enumerate(jax.grad(loss, (0, 1, 2, 3))(*inputs)):
+        for index in np.ndindex(grad.shape):
+            ends = []
+            for step in (1e-6, -1e-6):
+                moved = [a.copy() for a in exact]
+                moved[which][index] += step
+                ends.append((by_head(*moved, nodiv=not scaled) * weights).sum())
+            np.testing.assert_allclose(grad[index], (ends[0] - ends[1]) / 2e-6, atol=1e-5)
+
+
+def test_initialisation_is_zero_as_that_of_the_authors():
+    scheme = pe.CoPE(head_dim=8, num_positions=5)
+    params = scheme.init(jax.random.key(0))
+    np.testing.assert_array_equal(params["table"], np.zeros((5, 8)))
+    arrays = qkv(length=9)
+    plain = oracle.attend(pe.NoPE(), {}, *arrays, is_causal=True)
+    np.testing.assert_allclose(attend(scheme, params["table"], *arrays), plain, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
+        ({"num_positions": 0}, "num_positions must be >= 1, got 0"),
+        ({"head_dim": 4}, "q must have head dim 4, got 8"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"cope: {message}"):
+        attend(pe.CoPE(**{"head_dim": 8} | change), random_table(64), *qkv(length=3))
