@@ -8,10 +8,9 @@ e has P learned rows, shared by all heads; between two rows it is interpolated. 
 so count words, sentences or tokens of one kind. Gradients reach the gates through the
 weights of that interpolation.
 
-The gates here are of the logits that the other schemes of a `chain` have made, which for
-rotary ones is what is meant; the authors' code adds a relative bias after the gates. Not
-here: gates from a key projection of their own or from the values. The paper's listing makes
-gates of masked logits, the code does not.
+In a `chain`, gates are of the logits with what the other schemes add; the authors' code adds
+its relative bias after the gates. Not here: gates from a key projection of their own or from
+the values. The listing in the paper makes gates of masked logits; the code does not.
 
 Paper: Golovneva et al. Contextual Position Encoding: Learning to Count What's Important.
 2024. https://arxiv.org/abs/2405.18719

@@ -51,7 +51,7 @@ def attend(scheme, table, *arrays, **options):
 
 
 def random_table(positions, dim=8):
-    return np.random.default_rng(3).normal(size=(positions, dim))
+    return np.random.default_rng(3).normal(size=(positions, dim)) / 2
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
