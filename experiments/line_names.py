@@ -7,15 +7,17 @@ from collections.abc import Sequence
 def name_ends(axes, ends):
     """Writes each line's name beside its end, pushed apart where they would overlap."""
     ends = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[1])
-    bottom, top = axes.get_ylim()
     room = axes.get_position().height * axes.figure.get_figheight() * 72
-    scale, edge = room / (top - bottom), axes.get_xlim()[1]
-    places = spread([(end[1] - bottom) * scale for end in ends], gap=12.5, room=room)
-    for (_, y, colour, alpha, name), place in zip(ends, places, strict=True):
+    edge = axes.get_xlim()[1]
+    # From values to parts of the axes' height: logarithmic axes too.
+    to_part = axes.transScale + axes.transLimits
+    heights = [to_part.transform((edge, end[1]))[1] * room for end in ends]
+    places = spread(heights, gap=12.5, room=room)
+    for (_, y, colour, alpha, name), height, place in zip(ends, heights, places, strict=True):
         axes.annotate(
             name,
             xy=(edge, y),
-            xytext=(18, place - (y - bottom) * scale),
+            xytext=(18, place - height),
             textcoords="offset points",
             color=colour,
             alpha=max(alpha, 0.75),

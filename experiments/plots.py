@@ -85,7 +85,7 @@ def lengths(results: dict, task: str, mode: str) -> str:
         else:
             axes.set_ylim(*_common_limits(results, task))
         name_ends(axes, ends)
-        return _svg(figure, f"lengths-{task}-{mode}", f"{task}: {metric} against length, {mode}")
+        return drawing(figure, f"lengths-{task}-{mode}", f"{task}: {metric} against length, {mode}")
 
 
 def curves(results: dict, task: str) -> str:
@@ -107,7 +107,7 @@ def curves(results: dict, task: str) -> str:
         axes.set_ylabel("training loss in nats")
         axes.set_xlim(left=0)
         name_ends(axes, ends)
-        return _svg(figure, f"curves-{task}", f"{task}: training loss against steps")
+        return drawing(figure, f"curves-{task}", f"{task}: training loss against steps")
 
 
 def cost(results: dict) -> str:
@@ -138,7 +138,7 @@ def cost(results: dict) -> str:
         unit = "relative to none" if relative else "in ms"
         axes.set_xlabel(f"time of a training step, {unit}")
         figure.legend(loc="center right", frameon=False)
-        return _svg(figure, "cost", "time of a training step by scheme")
+        return drawing(figure, "cost", "time of a training step by scheme")
 
 
 def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.6):
@@ -197,7 +197,7 @@ def _common_limits(results: dict, task: str) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _svg(figure, name: str, title: str) -> str:
+def drawing(figure, name: str, title: str) -> str:
     """Returns a figure as an <svg> element whose ids are its own on a page of many."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

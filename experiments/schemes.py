@@ -46,6 +46,40 @@ def find_scheme(name: str) -> type[pe.Scheme]:
     return found
 
 
+def sized_scheme(
+    name: str, sizes: Mapping[str, int], tables: Mapping[str, Mapping[str, Any]], whose: str
+) -> pe.Scheme:
+    """Returns a scheme for a model.
+
+    Args:
+      name: as for `find_scheme`.
+      sizes: of the model, by the names in `VOCABULARY`.
+      tables: options by where they were found, for messages; later ones win.
+      whose: whose model it is, for messages.
+
+    Raises:
+      ConfigError: for options that the scheme does not have, or values that it refuses.
+    """
+    cls = find_scheme(name)
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values: dict[str, Any] = {n: sizes[n] for n in fields if n in sizes}
+    for path, table in tables.items():
+        for option, value in table.items():
+            at = f"{path}.{option}"
+            if option not in fields:
+                known = [n for n in fields if n not in sizes]
+                raise ConfigError(f"{at}: unknown option of {cls.__name__}{near(option, known)}")
+            value = convert(hints[option], value, at)
+            if option in sizes and value != sizes[option]:
+                raise ConfigError(f"{at}: {value}, but the model of {whose} has {sizes[option]}")
+            values[option] = value
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"schemes.{name}: {whose}: {error}") from None
+
+
 def make_scheme(name: str, task: Task, options: Mapping[str, Mapping[str, Any]]) -> pe.Scheme:
     """Returns the scheme for a task's model.
 
@@ -57,33 +91,18 @@ def make_scheme(name: str, task: Task, options: Mapping[str, Mapping[str, Any]])
     Raises:
       ConfigError: for options that the scheme does not have, or values that it refuses.
     """
-    cls = find_scheme(name)
-    hints = typing.get_type_hints(cls)
     sizes = {
         "num_heads": task.model.num_heads,
         "head_dim": task.model.head_dim,
         "model_dim": task.model.model_dim,
         "max_length": task.longest,
     }
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    values: dict[str, Any] = {n: sizes[n] for n in fields if n in sizes}
-    for path, table in (("schemes", options), (f"{task.name}.schemes", task.schemes)):
-        for option, value in table.get(name, {}).items():
-            at = f"{path}.{name}.{option}"
-            if option not in fields:
-                known = [n for n in fields if n not in sizes]
-                raise ConfigError(f"{at}: unknown option of {cls.__name__}{near(option, known)}")
-            value = convert(hints[option], value, at)
-            if option in sizes and value != sizes[option]:
-                raise ConfigError(
-                    f"{at}: {value}, but the model of task {task.name} has {sizes[option]}"
-                )
-            values[option] = value
-    try:
-        scheme = cls(**values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"schemes.{name}: task {task.name}: {error}") from None
-    furthest = values.get("max_distance", getattr(scheme, "max_distance", 0))
+    tables = {
+        f"schemes.{name}": options.get(name, {}),
+        f"{task.name}.schemes.{name}": task.schemes.get(name, {}),
+    }
+    scheme = sized_scheme(name, sizes, tables, f"task {task.name}")
+    furthest = getattr(scheme, "max_distance", 0)
     if isinstance(furthest, int) and furthest > task.train_length:
         raise ConfigError(
             f"schemes.{name}.max_distance: {furthest} exceeds {task.name}.train_length = "

@@ -6,9 +6,11 @@ one to such an array costs. A process that keeps its heap does not, and shows wh
 It must be told so before it starts, hence the second start.
 """
 
+import importlib.metadata
 import os
 import platform
 import sys
+from typing import Any
 
 WARM_HEAP = {
     "glibc.malloc.hugetlb": 1,
@@ -17,6 +19,14 @@ WARM_HEAP = {
     "glibc.malloc.top_pad": 1 << 28,
     "glibc.malloc.arena_max": 1,
 }
+SETTINGS = {
+    # torch's threads sleep while another library is measured, rather than spin.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    # Seconds of compiling shall not depend on what was compiled before.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
+PEERS = ("torch", "transformers", "equinox", "rotary-embedding-torch", "tokamax")
 _STARTED = "POSENC_BENCH_WARM_HEAP"
 
 
@@ -32,6 +42,7 @@ def use_warm_heap(arguments: list[str]) -> None:
     before = os.environ.get("GLIBC_TUNABLES", "")
     environment = {
         **os.environ,
+        **SETTINGS,
         _STARTED: "1",
         "GLIBC_TUNABLES": f"{before}:{tunables}" if before else tunables,
     }
@@ -40,16 +51,33 @@ def use_warm_heap(arguments: list[str]) -> None:
     os.execve(sys.executable, command, environment)
 
 
-def describe() -> dict[str, str]:
+def use_devices(devices: int) -> None:
+    """Makes JAX see at least so many host devices, all on the cores there are."""
+    import jax
+
+    config: Any = jax.config
+    if config.jax_num_cpu_devices < devices > 1:
+        config.update("jax_num_cpu_devices", devices)
+
+
+def describe(peers: bool = False) -> dict[str, str]:
     """Returns versions, processor, cores, load and allocator."""
     import flax
     import jax
     import jaxlib
 
     device = jax.devices()[0]
+    versions = (
+        f"python {platform.python_version()}, jax {jax.__version__}, "
+        f"jaxlib {jaxlib.__version__}, flax {flax.__version__}"
+    )
+    for name in PEERS if peers else ():
+        try:
+            versions += f", {name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            versions += f", no {name}"
     return {
-        "versions": f"python {platform.python_version()}, jax {jax.__version__}, "
-        f"jaxlib {jaxlib.__version__}, flax {flax.__version__}",
+        "versions": versions,
         "device": f"{device.platform} ({device.device_kind}), {processor()}",
         "cores": f"{usable_cores()} usable",
         "load before": load(),

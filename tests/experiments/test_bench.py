@@ -3,14 +3,22 @@
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
+import jax
 import jax.numpy as jnp
 import pytest
+from test_user_schemes import FoX
 
+import posenc_jax as pe
 from experiments import bench
 from experiments.bench import rope
+from experiments.bench.attention import our_case
 from experiments.bench.clock import side_by_side
 from experiments.bench.machine import WARM_HEAP
+from experiments.bench.named import named_schemes, reads_x
+from experiments.bench.peers import Case, must_agree
+from experiments.strict import ConfigError
 
 
 def test_the_first_case_is_the_reference():
@@ -32,6 +40,58 @@ def test_rope_in_small(tmp_path, monkeypatch, capsys):
     ]
     errors = written["results"][-1]["errors"]
     assert errors["posenc_jax.cos_sin"] < 2e-7 < 1e-3 < errors["jnp.cos and jnp.sin"]
+
+
+def test_attention_in_small(tmp_path, capsys):
+    json_path, svg_path = tmp_path / "attention.json", tmp_path / "attention.svg"
+    arguments = ["attention", "--cold-heap", "--rounds=1", "--seconds=0", "--lengths=16,8"]
+    arguments += ["--heads=2", "--head-dim=4", "--schemes=t5:num_buckets=8", "--devices=2"]
+    arguments += [f"--json={json_path}", f"--plot={svg_path}"]
+    assert bench.main(arguments) == 0
+    assert "compile s" in capsys.readouterr().out
+    results = json.loads(json_path.read_text())["results"]
+    assert [r["shape"][1] for r in results] == [8, 16]
+    names = ["none", "none, 2 devices", "t5:num_buckets=8", "t5:num_buckets=8, 2 devices"]
+    names += ["jax.nn without bias", "jax.nn with T5 matrix"]
+    assert [row["name"] for row in results[1]["rows"]] == names
+    assert all(row["megabytes"] > 0 and row["median"] > 0 for row in results[1]["rows"])
+    drawn = ElementTree.parse(svg_path).getroot()
+    assert "temporary memory in MB" in "".join(drawn.itertext())
+
+
+def test_what_is_measured_must_be_the_same():
+    ours = Case(lambda: (jnp.ones(3), jnp.ones(3)))
+    must_agree("theirs", Case(lambda: (jnp.ones(3), jnp.full(3, 1.0 + 1e-5))), ours)
+    with pytest.raises(RuntimeError, match="theirs is not what is measured here: the gradient of"):
+        must_agree("theirs", Case(lambda: (jnp.ones(3), jnp.full(3, 1.1))), ours)
+    with pytest.raises(RuntimeError, match="gives 1 arrays, wanted 2"):
+        must_agree("theirs", Case(lambda: jnp.ones(3)), ours)
+
+
+def test_schemes_by_name_and_option():
+    sizes = {"num_heads": 4, "head_dim": 8, "model_dim": 32, "max_length": 16}
+    found = named_schemes("shaw:values=false:clip=5,learned,posenc_jax:ALiBi,none", sizes)
+    assert list(found)[:3] == ["none", "shaw:values=false:clip=5", "learned"]
+    assert found["shaw:values=false:clip=5"] == pe.Shaw(4, 8, clip=5, values=False)
+    assert found["posenc_jax:ALiBi"] == pe.ALiBi(4)
+    assert found["learned"] == pe.Learned(max_length=16, model_dim=32)
+    for wrong, says in (
+        ("rpoe", "unknown scheme 'rpoe'; did you mean 'rope'"),
+        ("shaw:clp=5", "unknown option of Shaw; did you mean 'clip'"),
+        ("shaw:clip=far", "must be an integer, got 'far'"),
+        ("shaw:num_heads=5", "5, but the model of the benchmark has 4"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            named_schemes(wrong, sizes)
+
+
+def test_a_scheme_that_reads_the_embedding_gets_it():
+    q = jnp.ones((1, 3, 2, 4))
+    assert not reads_x(pe.Shaw(2, 4), q)
+    assert reads_x(FoX(num_heads=2, model_dim=8), q)
+    assert our_case(
+        FoX(num_heads=2, model_dim=8), (q, q, q, FoX(2, 8).init(jax.random.key(0))), True
+    )
 
 
 def test_the_heap_is_kept_by_default():

@@ -1,0 +1,91 @@
+"""Plots of what grows: logarithmic axes side by side, one line per case, names at its end.
+
+A scheme keeps its colour in all panels. Cases of other libraries and forms are dashed.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from experiments.line_names import name_ends
+from experiments.plots import BASELINE, MARKERS, PALETTE, STYLE, drawing, standalone
+
+
+class Panel(NamedTuple):
+    """One pair of axes: values by the number that grows, for each case."""
+
+    says: str
+    lines: dict[str, dict[int, float]]
+
+
+def growth_plot(
+    panels: Sequence[Panel], *, against: str, title: str, dashed: Sequence[str] = ()
+) -> str:
+    """Returns the plot as an SVG file's text.
+
+    Args:
+      panels: what to plot; panels without lines are left out.
+      against: what the horizontal axes count.
+      title: what is seen, for those who cannot see it.
+      dashed: cases that are not this library's.
+    """
+    panels = [panel for panel in panels if any(panel.lines.values())]
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    style: Any = {**STYLE, "axes.grid.axis": "both", "axes.titlesize": 10.5, "svg.hashsalt": title}
+    with mpl.rc_context(style):
+        wide, names_wide, left = 3.0, 0.25 + 0.077 * max(map(len, names)), 0.62
+        one, height, bottom, top = left + wide + names_wide, 4.0, 0.55, 0.35
+        width = one * len(panels)
+        figure = Figure(figsize=(width, height))
+        figure.patch.set_alpha(0.0)
+        for i, panel in enumerate(panels):
+            axes = figure.add_axes(
+                (
+                    (i * one + left) / width,
+                    bottom / height,
+                    wide / width,
+                    (height - bottom - top) / height,
+                )
+            )
+            axes.patch.set_alpha(0.0)
+            _draw(axes, panel, names, dashed)
+            axes.set_xlabel(against)
+        return standalone(drawing(figure, "growth", title))
+
+
+def _draw(axes, panel: Panel, names: list[str], dashed: Sequence[str]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ends, ticks = [], set()
+    for name, line in panel.lines.items():
+        if not line:
+            continue
+        colour, marker = look(names, name)
+        style = "--" if name in dashed else "-"
+        axes.plot(list(line), list(line.values()), style, color=colour, marker=marker, zorder=3)
+        ends.append((*list(line.items())[-1], colour, 1.0, name))
+        ticks |= set(line)
+    axes.set_xticks(sorted(ticks), [_count(n) for n in sorted(ticks)])
+    axes.set_xticks([], minor=True)
+    low, high = axes.get_ylim()
+    if high < 100 * low:  # Too few powers of ten to read values by.
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_title(panel.says, loc="left")
+    name_ends(axes, ends)
+
+
+def look(names: Sequence[str], name: str) -> tuple[str, str]:
+    """Returns the colour and the marker of a case; grey is kept for the first."""
+    at = names.index(name) - 1
+    if at < 0:
+        return BASELINE, MARKERS[-1]
+    return PALETTE[at % len(PALETTE)], MARKERS[(at + at // len(PALETTE)) % (len(MARKERS) - 1)]
+
+
+def _count(n: int) -> str:
+    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{n}"

@@ -1,0 +1,190 @@
+"""Other libraries' attention, made to give the same numbers as ours before it is timed."""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import posenc_jax as pe
+from experiments.bench.machine import usable_cores
+from experiments.bench.program import compile_program, with_gradients
+
+FOREIGN = ("jax.nn", "torch", "tokamax")
+"""How the names of cases begin that are not this library's."""
+
+
+class Case(NamedTuple):
+    """Something to time.
+
+    Attributes:
+      call: gives the output [B, T, N, H], or it and the gradients of q, k, v and the table.
+      facts: what is known of the compiled program.
+      like: the scheme that it must equal.
+      arrays: what makes numpy arrays in our layout of the result.
+    """
+
+    call: Callable[[], Any]
+    facts: Mapping[str, float] = MappingProxyType({})
+    like: str = ""
+    arrays: Callable[[Any], list] = jax.tree.leaves
+
+
+def jax_case(f: Callable, arguments: tuple, backward: bool, like: str = "") -> Case:
+    """Returns a compiled call of f, or of f and its gradients."""
+    program, facts = compile_program(with_gradients(f) if backward else f, arguments)
+    return Case(lambda: program(*arguments), facts, like)
+
+
+def must_agree(name: str, case: Case, ours: Case) -> None:
+    """Raises RuntimeError unless a case gives what ours gives."""
+    got, wanted = case.arrays(case.call()), ours.arrays(ours.call())
+    names = ["the output", *(f"the gradient of {x}" for x in ("q", "k", "v", "the table"))]
+    for what, a, b in zip(names, got, wanted, strict=False):
+        coarse = b.dtype == jnp.bfloat16
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        error = np.abs(a - b).max() / np.abs(b).max()
+        if not error <= (4e-2 if coarse else 2e-4):
+            raise RuntimeError(f"{name} is not what is measured here: {what} is {error:.1e} off")
+    if len(got) != len(wanted):
+        raise RuntimeError(f"{name} gives {len(got)} arrays, wanted {len(wanted)}")
+
+
+def naive(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict[str, Case]:
+    """Returns `jax.nn`, without a bias and with T5's as a matrix."""
+
+    def without(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    def with_matrix(q, k, v, table):
+        at = jnp.arange(q.shape[1], dtype=jnp.int32)
+        bucket = pe.t5_bucket(at[:, None] - at[None])
+        bias = jnp.moveaxis(table.T[bucket], -1, 0)[None].astype(q.dtype)
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+
+    return {
+        "jax.nn without bias": jax_case(without, tuple(inputs), backward, "none"),
+        "jax.nn with T5 matrix": jax_case(with_matrix, (*inputs, table), backward, "t5"),
+    }
+
+
+def attention_peers(
+    inputs: Sequence[jax.Array], table: jax.Array, backward: bool
+) -> dict[str, Case]:
+    """Returns the attention of what is installed, and says what is not."""
+    out = {}
+    for library, make in (("torch", _sdpa), ("torch", _flex), ("tokamax", _tokamax)):
+        what = f"{library} ({make.__name__[1:]})"
+        if importlib.util.find_spec(library) is None:
+            print(f"  {what} is left out: not installed")
+            continue
+        try:
+            out |= make(inputs, table, backward)
+        except Exception as error:  # Anything may be wrong with what others installed.
+            says = f"{error}".strip().partition("\n")[0][:200]
+            print(f"  {what} is left out: {type(error).__name__}: {says}")
+    return out
+
+
+class _Torch(NamedTuple):
+    """What torch's cases are made of: inputs [B, N, T, H], and T5's table by distance."""
+
+    inputs: list
+    table: Any
+    buckets: Any
+
+    def by_distance(self):
+        """Returns [N, T], the bias of each distance."""
+        return self.table[:, self.buckets].contiguous()
+
+
+def _torch(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> _Torch:
+    import torch
+
+    torch.set_num_threads(usable_cores())
+
+    def tensor(x):
+        return torch.from_numpy(np.array(x, np.float32))
+
+    kind = torch.bfloat16 if inputs[0].dtype == jnp.bfloat16 else torch.float32
+    ours = [tensor(x).transpose(1, 2).contiguous().to(kind) for x in inputs]
+    for x in (*ours, learned := tensor(table)):
+        x.requires_grad_(backward)
+    distances = jnp.arange(inputs[0].shape[1], dtype=jnp.int32)
+    buckets = torch.from_numpy(np.array(pe.t5_bucket(distances))).long()
+    return _Torch(ours, learned, buckets)
+
+
+def _numpy(result: Any) -> list:
+    """Torch's results in our layout; a table's gradient has two axes."""
+    result = result if isinstance(result, tuple) else (result,)
+    arrays = [x.detach().float().numpy() for x in result]
+    return [x.swapaxes(1, 2) if x.ndim == 4 else x for x in arrays]
+
+
+def _sdpa(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict[str, Case]:
+    import torch
+
+    given = _torch(inputs, table, backward)
+    length = inputs[0].shape[1]
+    at = torch.arange(length)
+    bucket = given.buckets[(at[:, None] - at[None]).clamp(min=0)]
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def attend(biased):
+        mask = None
+        with torch.set_grad_enabled(backward):
+            if biased:
+                mask = given.table[:, bucket].masked_fill(later, -torch.inf)[None]
+                mask = mask.to(given.inputs[0].dtype)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *given.inputs, attn_mask=mask, is_causal=not biased
+            )
+        if not backward:
+            return out
+        learned = [*given.inputs, given.table] if biased else given.inputs
+        return (out, *torch.autograd.grad(out, learned, out.detach()))
+
+    return {
+        "torch SDPA without bias": Case(lambda: attend(False), like="none", arrays=_numpy),
+        "torch SDPA with T5 matrix": Case(lambda: attend(True), like="t5", arrays=_numpy),
+    }
+
+
+def _flex(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict[str, Case]:
+    if backward:
+        raise NotImplementedError("it has no backward pass on CPU (see --forward)")
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    given = _torch(inputs, table, backward)
+    by_distance, length = given.by_distance(), inputs[0].shape[1]
+    causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cpu")
+    call = torch.compile(flex_attention, dynamic=False)
+
+    def t5(score, b, h, q, k):
+        return score + by_distance[h, (q - k).clamp(min=0)]
+
+    def attend(rule):
+        with torch.no_grad():
+            return call(*given.inputs, score_mod=rule, block_mask=causal)
+
+    cases = {
+        "torch Flex without bias": Case(lambda: attend(None), like="none", arrays=_numpy),
+        "torch Flex with T5 lookup": Case(lambda: attend(t5), like="t5", arrays=_numpy),
+    }
+    for case in cases.values():
+        case.call()  # Compiles, or raises what cannot be.
+    return cases
+
+
+def _tokamax(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict[str, Case]:
+    import tokamax
+
+    def without(q, k, v):
+        return tokamax.dot_product_attention(q, k, v, is_causal=True, implementation="xla_chunked")
+
+    return {"tokamax without bias": jax_case(without, tuple(inputs), backward, "none")}
