@@ -32,6 +32,7 @@ from posenc_jax.rotary.axial import axial_frequencies as axial_frequencies
 from posenc_jax.rotary.axial import grid_coordinates as grid_coordinates
 from posenc_jax.rotary.by_parts import NTKByParts as NTKByParts
 from posenc_jax.rotary.clipped import Clipped as Clipped
+from posenc_jax.rotary.dual_chunk import DualChunk as DualChunk
 from posenc_jax.rotary.dynamic import DynamicNTK as DynamicNTK
 from posenc_jax.rotary.frequencies import NTK as NTK
 from posenc_jax.rotary.frequencies import PI as PI
@@ -42,12 +43,14 @@ from posenc_jax.rotary.longrope import LongRoPE as LongRoPE
 from posenc_jax.rotary.mrope import MRoPE as MRoPE
 from posenc_jax.rotary.mrope_coordinates import mrope_coordinates as mrope_coordinates
 from posenc_jax.rotary.partial import Proportional as Proportional
+from posenc_jax.rotary.rerope import ReRoPE as ReRoPE
 from posenc_jax.rotary.resonance import Resonance as Resonance
 from posenc_jax.rotary.rope import RoPE as RoPE
 from posenc_jax.rotary.rope import apply_rope as apply_rope
 from posenc_jax.rotary.rope import rope_frequencies as rope_frequencies
 from posenc_jax.rotary.rope import rope_matrix as rope_matrix
 from posenc_jax.rotary.rotate import rotate as rotate
+from posenc_jax.rotary.self_extend import SelfExtend as SelfExtend
 from posenc_jax.rotary.yarn import YaRN as YaRN
 from posenc_jax.rotary.yarn import yarn_logit_scale as yarn_logit_scale
 from posenc_jax.scheme import ContentBias as ContentBias

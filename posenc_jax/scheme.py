@@ -151,6 +151,7 @@ class Scheme:
           at: coordinates of queries and of keys.
           rows, cols: what `side` made for them.
           attention: `posenc_jax.attention` that knows all else: positions, masks, options.
+            `argument_of` says what it knows.
         """
         return attention(
             q,
@@ -198,3 +199,8 @@ def as_tuple(x: Any) -> tuple:
     if x is None:
         return ()
     return x if isinstance(x, tuple) else (x,)
+
+
+def argument_of(attention: Callable, name: str) -> Any:
+    """Returns what the `attention` of `Scheme.attend` was given for an argument, or None."""
+    return getattr(attention, "keywords", {}).get(name)

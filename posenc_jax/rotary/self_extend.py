@@ -1,0 +1,91 @@
+r"""Self-Extend: near keys at their distance, far ones at the distance of their groups.
+
+    g(i, j) = i - j                                  i - j < W
+    g(i, j) = i // G - j // G + W - W / G            i - j >= W
+
+Groups of G tokens share a position, so that a model trained with RoPE reads about G times
+further without training. The far distance is no function of i - j alone. W / G is a true
+division: with G no divisor of W far positions are no integers. The decode step with flash
+attention of the reference code rounds it down, and then differs from its own prompt.
+
+Far keys meet a second query; keys are cached as they come from their projection. All of
+this is about decoders: keys after a query count as near. The authors may also multiply q
+by ln(i + 1) / ln(L), at least 1.
+
+Paper: Jin et al. LLM Maybe LongLM: Self-Extend LLM Context Window Without Tuning. 2024.
+https://arxiv.org/abs/2401.01325
+Reference code: datamllab/LongLM, self_extend_patch/Llama.py (self_extend_forward).
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+from posenc_jax.checks import require
+from posenc_jax.rotary.frequencies import FrequencyMap
+from posenc_jax.rotary.multi_view import attend_views, turn
+from posenc_jax.rotary.rerope import Far
+from posenc_jax.rotary.rope import RoPE, rope_frequencies
+from posenc_jax.scheme import Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfExtend(Scheme):
+    """Self-Extend (Jin et al. 2024).
+
+    Attributes:
+      head_dim: H.
+      window: W, the distance from which keys are far.
+      group: G, the number of tokens that share a far position.
+      theta: the base of the frequencies.
+      interleaved: whether a pair is (2p, 2p + 1) instead of (p, p + d/2).
+      rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
+      scaling: a map of the frequencies, or a tuple of maps.
+
+    Raises:
+      ValueError: for a window or group below one, and as `RoPE`.
+
+    >>> q = k = v = jnp.ones((1, 9, 1, 4))
+    >>> scheme = SelfExtend(head_dim=4, window=4, group=2)
+    >>> pe.scheme_attention(scheme, {}, q, k, v, is_causal=True)[0].shape
+    (1, 9, 1, 4)
+    """
+
+    head_dim: int
+    window: int = 1024
+    group: int = 8
+    theta: float = 10000.0
+    interleaved: bool = False
+    rotary_dim: int = 0
+    scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
+    name: ClassVar[str] = "self_extend"
+    caches_mapped_keys: ClassVar[bool] = False
+
+    def __post_init__(self):
+        RoPE(
+            head_dim=self.head_dim,
+            theta=self.theta,
+            rotary_dim=self.rotary_dim,
+            scaling=self.scaling,
+        )
+        for name in ("window", "group"):
+            value = getattr(self, name)
+            require(value >= 1, f"self_extend: {name} must be at least 1, got {value}.")
+
+    def attend(self, params, q, k, v, at, rows, cols, attention):
+        """Returns the output [B, T, N, V] of the near and the far view."""
+        require(
+            q.shape[-1] == self.head_dim,
+            f"self_extend: the scheme is for head_dim {self.head_dim}, got q {q.shape}.",
+        )
+        dim = self.rotary_dim or self.head_dim
+        frequencies, factor = rope_frequencies(dim, self.theta, self.scaling)
+        turned = functools.partial(
+            turn, frequencies=frequencies, factor=factor, interleaved=self.interleaved
+        )
+        ahead = self.window - self.window / self.group
+        near = turned(q, at[0]), turned(k, at[1])
+        far = turned(q, at[0] // self.group, ahead=ahead), turned(k, at[1] // self.group)
+        return attend_views(
+            "self_extend", (near, far), v, Far(self.window), attention, relative=True
+        )

@@ -1,0 +1,80 @@
+"""Dual chunk attention against a float64 port of its authors' code."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def turned(x, angle):
+    a, b = np.split(np.asarray(x, np.float64), 2)
+    c, s = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * c - b * s, b * c + a * s])
+
+
+def dual_chunk(q, k, i, j, w, chunk_size, local_window):
+    """HKUNLP/ChunkLlama, chunkllama_attn_replace.py, with the tables that it looks up."""
+    chunk_len = chunk_size - local_window
+    q_t = np.arange(chunk_len)
+    qc_t = np.minimum(q_t + chunk_len, chunk_size)
+    begin = i - i % chunk_len  # Of the query's chunk.
+    if j >= begin:
+        position = q_t[i % chunk_len]
+    elif j >= begin - chunk_len:
+        position = qc_t[i % chunk_len]
+    else:
+        position = qc_t[chunk_len - 1]
+    return turned(q, position * w) @ turned(k, j % chunk_len * w)
+
+
+@pytest.mark.parametrize("chunk, local", [(12, 4), (9, 7)])
+@pytest.mark.parametrize("heads, kv_heads, start", [(6, 3, 0), (12, 12, 257), (6, 2, 10**6)])
+def test_matches_the_authors_code(chunk, local, heads, kv_heads, start):
+    q, k, v = qkv(heads=heads, kv_heads=kv_heads, dim=12)
+    w = 1e4 ** (-2.0 * np.arange(6) / 12)
+    at = start + np.arange(63)
+
+    def logit(q, k, n, i, j):
+        return dual_chunk(q, k, i, j, w, chunk, local) / np.sqrt(12)
+
+    wanted = softmax_attention(q, k, v, logit, positions=at)
+    scheme = pe.DualChunk(head_dim=12, chunk=chunk, local=local)
+    out = attend(scheme, {}, q, k, v, positions=jnp.asarray(at), is_causal=True)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_near_keys_are_at_their_distance_across_chunks(shift):
+    """With a window of `local` tokens it is RoPE, wherever chunks end."""
+    q, k, v = qkv(length=19)
+    options = {"is_causal": True, "window": 3, "positions": shift + jnp.arange(19)}
+    a = attend(pe.DualChunk(head_dim=8, chunk=8, local=3), {}, q, k, v, **options)
+    b = attend(pe.RoPE(head_dim=8), {}, q, k, v, **options)
+    np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"chunk": 8},
+        {"local": 3},
+        {"theta": 100.0},
+        {"interleaved": True},
+        {"rotary_dim": 4},
+        {"scaling": pe.PI(factor=4.0)},
+    ],
+    ids=str,
+)
+def test_every_option_changes_the_output(option):
+    scheme = pe.DualChunk(head_dim=8, chunk=6, local=2)
+    q, k, v = qkv(length=19)
+    a, b = (attend(s, {}, q, k, v, is_causal=True) for s in (scheme, scheme.replace(**option)))
+    assert np.abs(a - b).max() > 0.01
+
+
+@pytest.mark.parametrize("chunk, local", [(6, 0), (6, 6), (6, 9)])
+def test_errors_name_the_setting_and_the_value(chunk, local):
+    with pytest.raises(ValueError, match=f"local must be .* got local={local} and chunk={chunk}"):
+        pe.DualChunk(head_dim=8, chunk=chunk, local=local)

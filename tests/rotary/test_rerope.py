@@ -1,0 +1,148 @@
+"""ReRoPE, Leaky ReRoPE and STRING against float64 ports of their authors' code."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def turned(x, angle):
+    """rotate_half of one vector by float64 angles."""
+    a, b = np.split(np.asarray(x, np.float64), 2)
+    c, s = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * c - b * s, b * c + a * s])
+
+
+def rerope(q, k, i, j, window, w):
+    """bojone/rerope, rerope_patch.py: `attn_weights1`, `attn_weights2`, `rectified_mask`."""
+    if abs(i - j) < window:
+        return turned(q, i * w) @ turned(k, j * w)
+    return turned(q, window * w) @ k
+
+
+def leaky(q, k, i, j, window, w, s):
+    """bojone/rerope, leaky_rerope_patch.py; `rotary_emb2` divides positions by s."""
+    if abs(i - j) < window:
+        return turned(q, i * w) @ turned(k, j * w)
+    offset = window * (s - 1)
+    return turned(q, (i + offset) / s * w) @ turned(k, j / s * w)
+
+
+def string(q, k, i, j, diag_size, w, local_window):
+    """HKUNLP/STRING, string_for_llama.py, as its decode step has it."""
+    if j > i - diag_size:
+        return turned(q, i * w) @ turned(k, j * w)
+    return turned(q, (i - diag_size + local_window) * w) @ turned(k, j * w)
+
+
+CASES = {
+    "rerope": (pe.ReRoPE(head_dim=12, window=7), rerope, (7,)),
+    "leaky": (pe.ReRoPE(head_dim=12, window=7, leak=1 / 16), leaky, (7, 16)),
+    "leaky3": (pe.ReRoPE(head_dim=12, window=10, leak=1 / 3), leaky, (10, 3)),
+    "string": (pe.ReRoPE(head_dim=12, window=21, leak=1.0, restart=5), string, (21, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("heads, kv_heads, start", [(6, 3, 0), (12, 12, 257), (6, 2, 10**6)])
+def test_matches_the_authors_code(name, heads, kv_heads, start):
+    scheme, port, (window, *rest) = CASES[name]
+    q, k, v = qkv(heads=heads, kv_heads=kv_heads, dim=12)
+    w = 1e4 ** (-2.0 * np.arange(6) / 12)
+    at = start + np.arange(63)
+
+    def logit(q, k, n, i, j):
+        return port(q, k, i, j, window, w, *rest) / np.sqrt(12)
+
+    wanted = softmax_attention(q, k, v, logit, positions=at)
+    out = attend(scheme, {}, q, k, v, positions=jnp.asarray(at), is_causal=True)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, wanted",
+    [
+        ({"window": 4}, [0, 1, 2, 3, 4, 4, 4, 4]),
+        ({"window": 4, "leak": 0.5}, [0, 1, 2, 3, 4, 4.5, 5, 5.5]),
+        ({"window": 4, "leak": 1.0, "restart": 2}, [0, 1, 2, 3, 2, 3, 4, 5]),
+    ],
+)
+def test_effective_distances(options, wanted):
+    """Read off the angle between q and k of one pair, theta = 1: one radian per position."""
+    scheme = pe.ReRoPE(head_dim=2, theta=1.0, **options)
+    distances = []
+    for n in range(8):
+        q = jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2)
+        spread = jnp.array([[[[1.0, 0.0]], [[0.0, 1.0]]]])  # Reads cosine and sine off.
+        logits = [measured(scheme, q, spread[:, t : t + 1], n) for t in range(2)]
+        angle = np.arctan2(logits[1], logits[0])
+        distances.append(angle % (2 * np.pi))
+    np.testing.assert_allclose(distances, wanted, atol=1e-4)
+
+
+def measured(scheme, q, k, distance):
+    """q . k of one query and one key, from the log-odds against a key that scores zero."""
+
+    def attention(q, k, v, bias, return_lse, sinks=None):
+        return pe.attention(
+            q,
+            jnp.concatenate([k, jnp.zeros_like(k)], 1),
+            jnp.concatenate([v, jnp.zeros_like(v)], 1),
+            q_coordinates=jnp.array([[distance]]),
+            k_coordinates=jnp.array([[0, 0]]),
+            q_positions=jnp.array([[distance]]),
+            k_positions=jnp.array([[0, 0]]),
+            bias=bias,
+            return_lse=True,
+            scale=1.0,
+        )
+
+    at = jnp.array([[distance]]), jnp.array([[0]])
+    p = scheme.attend({}, q, k, jnp.ones_like(k), at, None, None, attention)[0, 0, 0, 0]
+    return float(np.log(p / (1 - p)))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"window": 6},
+        {"leak": 0.5},
+        {"restart": 2},
+        {"theta": 100.0},
+        {"interleaved": True},
+        {"rotary_dim": 4},
+        {"scaling": pe.PI(factor=4.0)},
+        {"scaling": pe.YaRN(factor=1.0, original_max_position=64, attention_factor=1.5)},
+    ],
+    ids=str,
+)
+def test_every_option_changes_the_output(option):
+    scheme = pe.ReRoPE(head_dim=8, window=4)
+    q, k, v = qkv(length=19)
+    a, b = (attend(s, {}, q, k, v, is_causal=True) for s in (scheme, scheme.replace(**option)))
+    assert np.abs(a - b).max() > 0.01
+
+
+def test_does_nothing_within_the_window():
+    q, k, v = qkv(length=19)
+    a = attend(pe.ReRoPE(head_dim=8, window=19), {}, q, k, v, is_causal=True)
+    b = attend(pe.RoPE(head_dim=8), {}, q, k, v, is_causal=True)
+    np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"window": 0}, "rerope: window must be at least 1, got 0"),
+        ({"leak": -0.1}, "rerope: leak must be from 0 to 1, got -0.1"),
+        ({"leak": 2.0}, "rerope: leak must be from 0 to 1, got 2.0"),
+        ({"restart": -1}, "rerope: restart must not be negative, got -1"),
+        ({"rotary_dim": 10}, r"rotary_dim must be in \[0, head_dim=8\], got 10"),
+        ({"theta": 0.0}, "theta must be positive, got 0.0"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        pe.ReRoPE(head_dim=8, **change)

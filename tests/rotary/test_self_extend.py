@@ -1,0 +1,74 @@
+"""Self-Extend against a float64 port of its authors' code."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def turned(x, angle):
+    a, b = np.split(np.asarray(x, np.float64), 2)
+    c, s = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * c - b * s, b * c + a * s])
+
+
+def self_extend(q, k, i, j, w, group_size_1, group_size_2):
+    """datamllab/LongLM, self_extend_patch/Llama.py, self_extend_forward.
+
+    `neighbor_attention_mask` is true for the last `group_size_2` keys of a query.
+    """
+    if j > i - group_size_2:
+        return turned(q, i * w) @ turned(k, j * w)
+    group_query = i // group_size_1 + group_size_2 - group_size_2 / group_size_1
+    return turned(q, group_query * w) @ turned(k, j // group_size_1 * w)
+
+
+@pytest.mark.parametrize("window, group", [(8, 4), (10, 3)])
+@pytest.mark.parametrize("heads, kv_heads, start", [(6, 3, 0), (12, 12, 257), (6, 2, 10**6)])
+def test_matches_the_authors_code(window, group, heads, kv_heads, start):
+    q, k, v = qkv(heads=heads, kv_heads=kv_heads, dim=12)
+    w = 1e4 ** (-2.0 * np.arange(6) / 12)
+    at = start + np.arange(63)
+
+    def logit(q, k, n, i, j):
+        return self_extend(q, k, i, j, w, group, window) / np.sqrt(12)
+
+    wanted = softmax_attention(q, k, v, logit, positions=at)
+    scheme = pe.SelfExtend(head_dim=12, window=window, group=group)
+    out = attend(scheme, {}, q, k, v, positions=jnp.asarray(at), is_causal=True)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"window": 6},
+        {"group": 2},
+        {"theta": 100.0},
+        {"interleaved": True},
+        {"rotary_dim": 4},
+        {"scaling": pe.PI(factor=4.0)},
+    ],
+    ids=str,
+)
+def test_every_option_changes_the_output(option):
+    scheme = pe.SelfExtend(head_dim=8, window=4, group=4)
+    q, k, v = qkv(length=19)
+    a, b = (attend(s, {}, q, k, v, is_causal=True) for s in (scheme, scheme.replace(**option)))
+    assert np.abs(a - b).max() > 0.01
+
+
+@pytest.mark.parametrize("option", [{"window": 19}, {"group": 1, "window": 4}], ids=str)
+def test_is_rope_within_the_window_and_with_groups_of_one(option):
+    q, k, v = qkv(length=19)
+    a = attend(pe.SelfExtend(head_dim=8, **option), {}, q, k, v, is_causal=True)
+    b = attend(pe.RoPE(head_dim=8), {}, q, k, v, is_causal=True)
+    np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["window", "group"])
+def test_errors_name_the_setting_and_the_value(name):
+    with pytest.raises(ValueError, match=f"self_extend: {name} must be at least 1, got 0"):
+        pe.SelfExtend(head_dim=8, **{name: 0})
