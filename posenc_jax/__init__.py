@@ -14,6 +14,7 @@ from posenc_jax.attend import scheme_attention as scheme_attention
 from posenc_jax.attend import scheme_embedding as scheme_embedding
 from posenc_jax.bias.alibi import ALiBi as ALiBi
 from posenc_jax.bias.alibi import alibi_slopes as alibi_slopes
+from posenc_jax.bias.dape import DAPE as DAPE
 from posenc_jax.bias.fire import FIRE as FIRE
 from posenc_jax.bias.kerple import KERPLELog as KERPLELog
 from posenc_jax.bias.kerple import KERPLEPower as KERPLEPower

@@ -1,0 +1,105 @@
+r"""DAPE: a bias that depends on content, from a network over the logits of all heads.
+
+    s = q_i . k_j / sqrt(H) for all heads,  b = their bias from positions
+    logits[i, j] = s + b + W2 LeakyReLU(W1 [s, b] + c)
+
+For each pair of tokens, a small network sees the logits and the biases of all N heads and
+adds one number to each. So the penalty on distance can give way where the content asks for
+it. LeakyReLU has the slope 0.01 below zero. The authors' last layer adds a constant per head,
+which softmax does not see; it is left out.
+
+The bias is that of KERPLE, which the authors found best, or of ALiBi. Their third, FIRE, has
+LeakyReLU inside here and ReLU elsewhere; it is not offered. Heads that are spread over devices
+must send their logits to each other. Version 2, which convolves along the keys, is another
+scheme.
+
+Paper: Zheng et al. DAPE: Data-Adaptive Positional Encoding for Length Extrapolation. 2024.
+https://arxiv.org/abs/2405.14722
+Reference code: chuanyang-Zheng/DAPE, DAPE.py, AliBi_DAPE and ParallelKerpleLog_DAPE.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.bias.alibi import ALiBi
+from posenc_jax.bias.kerple import KERPLELog
+from posenc_jax.checks import require
+from posenc_jax.scheme import LogitBias, RowRule, Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class _Adapt:
+    """All heads of one query: the rule of the bias, and the network over both."""
+
+    bias: Callable
+
+    def __call__(self, shared, heads, row, logits, seen, q, k):
+        of_bias, network = shared
+        bias = LogitBias(self.bias, heads, of_bias).tile(q[None], k)[:, 0]
+        both = jnp.concatenate([logits, bias])
+        hidden = jnp.dot(network["in"], both, precision="highest")
+        hidden = jax.nn.leaky_relu(hidden + network["in_bias"][:, None])
+        return logits + bias + jnp.dot(network["out"], hidden, precision="highest")
+
+
+@dataclasses.dataclass(frozen=True)
+class DAPE(Scheme):
+    """Data-adaptive position encoding (Zheng et al. 2024).
+
+    Attributes:
+      num_heads: N.
+      base: the bias that it adapts: "kerple" or "alibi".
+      width: number of hidden units.
+
+    Raises:
+      ValueError: for another base, or sizes below one.
+
+    >>> params = DAPE(num_heads=8).init(jax.random.key(0))
+    >>> params["in"].shape, params["out"].shape
+    ((32, 16), (8, 32))
+    """
+
+    num_heads: int
+    base: str = "kerple"
+    width: int = 32
+    name: ClassVar[str] = "dape"
+    relative: ClassVar[bool] = True
+
+    def __post_init__(self):
+        require(self.num_heads >= 1, f"dape: num_heads must be >= 1, got {self.num_heads}.")
+        require(self.width >= 1, f"dape: width must be >= 1, got {self.width}.")
+        require(
+            self.base in ("kerple", "alibi"),
+            f'dape: base must be "kerple" or "alibi", got {self.base!r}.',
+        )
+
+    @property
+    def _base(self):
+        return {"kerple": KERPLELog, "alibi": ALiBi}[self.base](self.num_heads)
+
+    def init(self, key):
+        """Returns {"base": those of the bias, "in", "in_bias" and "out": the network}.
+
+        Kernels are [out, in]; all start as torch.nn.Linear does, uniform within 1 / sqrt(in).
+        """
+        base, *keys = jax.random.split(key, 4)
+        inputs, width = 2 * self.num_heads, self.width
+        shapes = {"in": (width, inputs), "in_bias": (width,), "out": (self.num_heads, width)}
+        limits = {"in": inputs, "in_bias": inputs, "out": width}
+        network = {
+            name: jax.random.uniform(
+                k, shapes[name], minval=-(limits[name] ** -0.5), maxval=limits[name] ** -0.5
+            )
+            for name, k in zip(shapes, keys, strict=True)
+        }
+        return {"base": self._base.init(base), **network}
+
+    def row_rule(self, params, rows):
+        """Returns the rule that adds the bias and what the network makes of it."""
+        bias = self._base.bias(params["base"])
+        shared = bias.shared, {name: params[name] for name in ("in", "in_bias", "out")}
+        return RowRule(_Adapt(bias.rule), heads=bias.heads, shared=shared)

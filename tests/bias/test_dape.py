@@ -1,0 +1,138 @@
+"""DAPE against the authors' code.
+
+`authors` is chuanyang-Zheng/DAPE, DAPE.py, AliBi_DAPE and ParallelKerpleLog_DAPE, from torch
+to NumPy in float64: what `forward` makes of the scores of all heads.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import qkv
+
+import posenc_jax as pe
+
+
+def slopes(n):
+    power = 2 ** int(np.floor(np.log2(n)))
+    start = 2 ** (-(2 ** -(np.log2(power) - 3)))
+    found = [start * start**i for i in range(power)]
+    return found if n == power else found + slopes(2 * power)[0::2][: n - power]
+
+
+def authors(x, params, base, at):
+    """x float64 [B, N, T, S]; what stands in the future is masked later."""
+    diff = np.tril(at[:, None] - at[None, :]).astype(np.float64)
+    if base == "alibi":
+        bias = -diff * np.array(slopes(x.shape[1]))[:, None, None]
+    else:
+        p, a = (np.maximum(params["base"][n], 0.01)[:, None, None] for n in ("r1", "r2"))
+        bias = -p * np.log(1 + a * diff)
+    both = np.concatenate([x, np.tile(bias, (x.shape[0], 1, 1, 1))], 1).transpose(0, 2, 3, 1)
+    hidden = both @ params["in"].T + params["in_bias"]
+    hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
+    mixed = hidden @ params["out"].T + 0.7  # A constant, which softmax does not see.
+    return x + bias + mixed.transpose(0, 3, 1, 2)
+
+
+def attention(q, k, v, params, base, at=None):
+    at = np.arange(q.shape[1]) if at is None else at
+    q, k, v, params = jax.tree.map(lambda a: np.asarray(a, np.float64), (q, k, v, params))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    x = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    x = np.where(np.tril(np.ones(x.shape[2:])) > 0, authors(x, params, base, at), -np.inf)
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return np.einsum("bnts,bsnv->btnv", weights / weights.sum(-1, keepdims=True), v)
+
+
+def attend(scheme, params, *arrays, **options):
+    return oracle.attend(scheme, params, *arrays, is_causal=True, **options)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("heads", [6, 12])
+@pytest.mark.parametrize("options", [{}, {"base": "alibi"}, {"width": 5}], ids=str)
+def test_matches_the_code_of_the_authors(options, heads, implementation):
+    arrays = qkv(batch=2, heads=heads, kv_heads=3)
+    scheme = pe.DAPE(num_heads=heads, **options)
+    params = scheme.init(jax.random.key(0))
+    out = attend(scheme, params, *arrays, implementation=implementation)
+    np.testing.assert_allclose(out, attention(*arrays, params, scheme.base), atol=1e-5)
+
+
+def test_matches_the_code_of_the_authors_at_far_positions():
+    arrays, scheme = qkv(length=21), pe.DAPE(num_heads=6)
+    params, at = scheme.init(jax.random.key(0)), np.r_[1, 257, 10**6 + np.arange(19)]
+    out = attend(scheme, params, *arrays, positions=jnp.asarray(at))
+    np.testing.assert_allclose(out, attention(*arrays, params, "kerple", at), atol=1e-5)
+
+
+def test_a_number_worked_out_by_hand():
+    # [1.5, -0.5] -> hidden [1.5 + 0.5, 1.5 - 0.5] = [2, 1] -> 1 + 0.25; 1.5 - 0.5 + 1.25 = 2.25;
+    # [-3, -1] -> hidden [-2, -4] -> leaky [-0.02, -0.04] -> -0.02; -3 - 1 - 0.02 = -4.02.
+    scheme = pe.DAPE(num_heads=1, base="alibi", width=2)
+    params = {
+        "in": jnp.array([[1.0, -1.0], [1.0, 1.0]]),
+        "in_bias": jnp.zeros(2),
+        "out": jnp.array([[0.5, 0.25]]),
+        "base": {},
+    }
+    rule = scheme.row_rule(params, None)
+    slope = float(pe.alibi_slopes(1)[0])
+    keys = jnp.array([0.5, 1.0]) / -slope  # ALiBi gives -0.5 and -1.
+    out = rule.rule(
+        rule.shared,
+        rule.heads,
+        None,
+        jnp.array([[1.5, -3.0]]),
+        jnp.ones((1, 2), bool),
+        jnp.float32(0.0),
+        keys,
+    )
+    np.testing.assert_allclose(out, [[2.25, -4.02]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("base", ["kerple", "alibi"])
+def test_gradients_are_the_slopes_of_the_authors_code(base):
+    arrays = qkv(length=5, heads=2, kv_heads=1, dim=3)
+    weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
+    scheme = pe.DAPE(num_heads=2, base=base, width=3)
+    inputs = (*arrays, scheme.init(jax.random.key(1)))
+
+    def loss(*inputs):
+        *arrays, params = inputs
+        out = attend(scheme, params, *arrays)
+        return (out * jnp.asarray(weights, jnp.float32)).sum()
+
+    exact, tree = jax.tree.flatten(jax.tree.map(lambda a: np.asarray(a, np.float64), inputs))
+    grads = jax.tree.leaves(jax.grad(loss, (0, 1, 2, 3))(*inputs))
+    for which, grad in enumerate(grads):
+        for index in np.ndindex(grad.shape):
+            ends = []
+            for step in (1e-6, -1e-6):
+                moved = [a.copy() for a in exact]
+                moved[which][index] += step
+                *arrays, params = jax.tree.unflatten(tree, moved)
+                ends.append((attention(*arrays, params, base) * weights).sum())
+            np.testing.assert_allclose(grad[index], (ends[0] - ends[1]) / 2e-6, atol=1e-5)
+
+
+def test_initialisation_is_that_of_linear_layers_in_torch():
+    params = pe.DAPE(num_heads=64, width=256).init(jax.random.key(0))
+    for name, inputs in (("in", 128), ("in_bias", 128), ("out", 256)):
+        assert 0.9 * inputs**-0.5 < np.abs(params[name]).max() <= inputs**-0.5
+    assert set(params["base"]) == {"r1", "r2"}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
+        ({"width": 0}, "width must be >= 1, got 0"),
+        ({"base": "t5"}, 'base must be "kerple" or "alibi", got \'t5\''),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"dape: {message}"):
+        pe.DAPE(**{"num_heads": 6} | change)
