@@ -145,6 +145,11 @@ class AxialRoPE(Scheme):
         _ = self._frequencies
 
     @property
+    def num_axes(self) -> int:
+        """How many axes the coordinates have: one more than the last of `axes`."""
+        return max(self.axes) + 1
+
+    @property
     def _frequencies(self) -> np.ndarray:
         dim = rotary_dims("axial_rope", self.head_dim, self.rotary_dim, 0)
         return axial_frequencies(dim, self.theta, len(self.axes), self.frequencies)
