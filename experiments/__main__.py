@@ -16,6 +16,7 @@ python -m experiments <command> [file.toml] [changes]
   evaluate   measure kept parameters again, at will          configs/text_length.toml
   report     write report.html again from results.json       a folder of results
   bench      measure speed as ratios
+  gallery    draw what every scheme does, on one page
 
 A file describes one experiment; any setting of it can be changed on the command line:
 
@@ -50,6 +51,7 @@ def main(arguments: list[str]) -> int:
         "evaluate": lambda rest: _run("evaluate", rest),
         "report": _report,
         "bench": _bench,
+        "gallery": _gallery,
     }
     try:
         if name not in commands:
@@ -107,6 +109,13 @@ def _report(arguments: list[str]) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from None
     return 0
+
+
+def _gallery(arguments: list[str]) -> int:
+    """Imported here: drawing needs JAX and matplotlib."""
+    from experiments.gallery.page import main as draw
+
+    return draw(arguments)
 
 
 def _bench(arguments: list[str]) -> int:

@@ -1,0 +1,1 @@
+"""A page with pictures of every scheme: `python -m experiments gallery`."""

@@ -1,0 +1,69 @@
+"""Builds gallery.html, self-contained, and the contact sheet."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+import posenc_jax as pe
+from experiments.folder import write_whole
+from experiments.gallery.pictures import pictures, thumbnail
+from experiments.gallery.probe import Probe, frequency_maps, probe, probe_map
+from experiments.strict import ConfigError, near
+
+
+def main(arguments: list[str]) -> int:
+    """Draws the gallery; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments gallery",
+        description="Draws what every scheme does: its encoding or what it adds to logits, by "
+        "distance, over ten times the length, and the wavelengths of frequency maps.",
+    )
+    parser.add_argument("--schemes", default="", help="names with commas between (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("results/gallery"), help="folder")
+    parser.add_argument("--sheet", type=Path, help="write the contact sheet here too, as PNG")
+    options = parser.parse_args(arguments)
+    maps = {cls.__name__: cls for cls in frequency_maps()}
+    names = options.schemes.split(",") if options.schemes else [*pe.SCHEMES, *maps]
+    for name in names:
+        if name not in pe.SCHEMES and name not in maps:
+            raise ConfigError(f"--schemes: unknown {name!r}{near(name, (*pe.SCHEMES, *maps))}")
+    probes = []
+    for number, name in enumerate(names, 1):
+        print(f"\r{number:3d}/{len(names)} {name:24s}", end="", file=sys.stderr, flush=True)
+        probes.append(probe_map(maps[name]) if name in maps else probe(name))
+    print(file=sys.stderr)
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / "gallery.html"
+    write_whole(target, render(probes))
+    print(target)
+    if options.sheet is not None:
+        options.sheet.parent.mkdir(parents=True, exist_ok=True)
+        contact_sheet(probes, options.sheet)
+        print(options.sheet)
+    return 0
+
+
+def render(probes: list[Probe]) -> str:
+    """Returns the page."""
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    source = Path(__file__).with_name("gallery.html.jinja").read_text(encoding="utf-8")
+    cards = [(p, [(Markup(svg), caption) for svg, caption in pictures(p)]) for p in probes]
+    return environment.from_string(source).render(cards=cards, version=pe.__version__)
+
+
+def contact_sheet(probes: list[Probe], target: Path, columns: int = 9) -> None:
+    """Writes a PNG with one small picture per scheme."""
+    rows = -(-len(probes) // columns)
+    figure = Figure(figsize=(1.5 * columns, 1.75 * rows), layout="constrained")
+    for number, p in enumerate(probes, 1):
+        axes = figure.add_subplot(rows, columns, number)
+        thumbnail(axes, p)
+        axes.set_title(p.name, fontsize=9)
+    FigureCanvasAgg(figure).print_png(target, metadata={"Software": None})

@@ -1,0 +1,165 @@
+"""The pictures of one scheme, as inline SVG in the style of the report's plots."""
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.gallery.probe import LENGTH, Probe
+from experiments.plots import INK, PALETTE, STYLE, drawing
+
+COLOURS = "RdBu"
+
+
+def pictures(p: Probe) -> list[tuple[str, str]]:
+    """Returns pairs of an <svg> element and its caption."""
+    made = []
+    with mpl.rc_context({**STYLE, "font.size": 9.0, "lines.linewidth": 1.4}):
+        for draw in (_encoding, _image, _picture, _heads, _decay, _wavelengths):
+            mpl.rcParams["svg.hashsalt"] = f"{draw.__name__}-{p.name}"
+            found = draw(p)
+            if found is not None:
+                figure, kind, caption = found
+                title = f"{p.name}: {kind}"
+                made.append((drawing(figure, f"{kind}-{p.name}".replace(" ", "-"), title), caption))
+    return made
+
+
+def thumbnail(axes, p: Probe) -> None:
+    """Draws the one picture that says most about a scheme, without words."""
+    axes.set_axis_off()
+    if p.wavelengths is not None:
+        for turns, colour in zip(p.wavelengths, ("#9aa4b0", PALETTE[1]), strict=True):
+            axes.plot(np.log(_drawable(turns)), color=colour)
+    elif p.encoding is not None:
+        _raster(axes, p.encoding[:, :LENGTH])
+    elif p.image is not None:
+        _raster(axes, p.image)
+    elif p.picture is not None:
+        _raster(axes, p.picture)
+
+
+def _encoding(p: Probe):
+    if p.encoding is None:
+        return None
+    figure, axes = _figure()
+    shown = _raster(axes, p.encoding[:, :128])
+    _bar(figure, shown, "added")
+    axes.set(xlabel="dimension (of 512, the first 128)", ylabel="position")
+    return figure, "encoding", "What is added to the embedding of a token at each position."
+
+
+def _picture(p: Probe):
+    if p.picture is None:
+        return None
+    figure, axes = _figure()
+    shown = _raster(axes, p.picture)
+    _bar(figure, shown, "added to the logit")
+    axes.set(xlabel="position of the key", ylabel="position of the query")
+    caption = (
+        "What positions add to a logit, relative to the query's own key: mean over heads. "
+        "Blue is favoured, red disfavoured."
+    )
+    return figure, "picture", caption
+
+
+def _image(p: Probe):
+    if p.image is None:
+        return None
+    figure, axes = _figure()
+    side = len(p.image) // 2
+    shown = _raster(axes, p.image, extent=(-side - 0.5, side + 0.5, side + 0.5, -side - 0.5))
+    _bar(figure, shown, "added to the logit")
+    axes.set(xlabel="columns to the right of the query", ylabel="rows below the query")
+    return (
+        figure,
+        "image",
+        "A query in the middle of an image: what is added to each patch's logit.",
+    )
+
+
+def _heads(p: Probe):
+    if p.heads is None:
+        return None
+    figure, axes = _figure()
+    distance = np.arange(p.heads.shape[1])
+    if len(p.heads) > 1:
+        axes.plot(distance, p.heads.T, color=PALETTE[5], linewidth=0.8, alpha=0.55)
+    axes.plot(distance, p.heads.mean(0), color=PALETTE[0], linewidth=2.2)
+    what = "cosine similarity" if p.encoding is not None else "added to the logit"
+    axes.set(xlabel="distance of the key, tokens", ylabel=what, xlim=(0, distance[-1]))
+    if p.encoding is not None:
+        return figure, "similarity", "How alike the codes of two positions are, by their distance."
+    spread = float(np.ptp(p.heads, axis=1).max())
+    if spread < 1e-4:
+        return figure, "distance", "Nothing is added, in no head: order shows in the mask alone."
+    caption = f"The last query's row. Thin: each head; bold: their mean. Range {_short(spread)}."
+    return figure, "distance", caption
+
+
+def _decay(p: Probe):
+    if p.decay is None:
+        return None
+    figure, axes = _figure()
+    distance = 1 + np.arange(p.decay.shape[1])
+    mean = p.decay.mean(0)
+    axes.plot(distance, np.maximum(p.decay.T, 1e-9), color=PALETTE[3], linewidth=0.8, alpha=0.5)
+    axes.plot(distance, np.maximum(mean, 1e-9), color=PALETTE[1], linewidth=2.0)
+    axes.axhline(1 / len(distance), color=INK, linewidth=0.8, linestyle="--", alpha=0.6)
+    axes.axvline(LENGTH, color=INK, linewidth=1.0, linestyle=":", alpha=0.6)
+    low = max(1e-8, float(mean[mean > 0].min()) / 3)
+    axes.set(xscale="log", yscale="log", ylim=(low, 1.5), xlim=(1, len(distance)))
+    axes.set(xlabel="distance of the key + 1, tokens", ylabel="weight")
+    near = int(np.searchsorted(np.cumsum(mean), 0.5)) + 1
+    caption = (
+        f"Weight by distance among {len(distance)} equal tokens, ten times as many as the dotted "
+        f"line. Half of it lies on the nearest {near}; dashed: all alike."
+    )
+    return figure, "decay", caption
+
+
+def _wavelengths(p: Probe):
+    if p.wavelengths is None:
+        return None
+    figure, axes = _figure()
+    plain, scaled = map(_drawable, p.wavelengths)
+    pair = np.arange(len(plain))
+    axes.plot(pair, plain, color="#8c8c8c", linestyle="--", label="as trained")
+    axes.plot(pair, scaled, color=PALETTE[1], marker=".", label=p.name)
+    axes.axhline(4096, color=INK, linewidth=0.8, linestyle=":", alpha=0.7)
+    axes.set(yscale="log", xlabel="pair of dimensions", ylabel="wavelength, tokens")
+    axes.legend(frameon=False, loc="upper left")
+    stopped = int(np.isinf(p.wavelengths[1]).sum())
+    note = f" {stopped} pairs stand still and are not drawn." if stopped else ""
+    caption = f"Tokens per turn; dotted: the trained length, 4096, to be stretched 8 times.{note}"
+    return figure, "wavelengths", caption
+
+
+def _drawable(turns: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(turns), turns, np.nan)
+
+
+def _figure():
+    figure = Figure(figsize=(4.3, 3.2), layout="constrained")
+    figure.patch.set_alpha(0.0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0.0)
+    return figure, axes
+
+
+def _raster(axes, values: np.ndarray, extent=None):
+    """Draws an array, white at zero; a few extreme values do not fade the rest."""
+    top = float(np.nanpercentile(np.abs(values), 98)) or 1.0
+    axes.grid(False)
+    return axes.imshow(
+        values, cmap=COLOURS, vmin=-top, vmax=top, aspect="auto", extent=extent, rasterized=True
+    )
+
+
+def _bar(figure, shown, label: str):
+    bar = figure.colorbar(shown, shrink=0.9, aspect=30)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+
+
+def _short(x: float) -> str:
+    return f"{x:.3g}"

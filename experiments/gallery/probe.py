@@ -1,0 +1,180 @@
+"""What a scheme does to attention, measured from outside: no scheme is known by name here.
+
+All tokens are alike (the same q, k and x everywhere), so that without positions all logits of a
+query are equal. Values are unit vectors, one per key: the output then is the weights themselves.
+Their logarithm, less that of the query's own key, is what positions add to a logit.
+"""
+
+import dataclasses
+import functools
+import inspect
+import re
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import posenc_jax as pe
+from posenc_jax import positions
+
+LENGTH = 64
+"""T of the pictures; the decay is drawn at ten times as many."""
+GRID = 11
+"""Side of the image of schemes that read rows and columns."""
+SIZES = {"num_heads": 8, "head_dim": 64, "model_dim": 512, "max_length": 10 * LENGTH}
+DRAWS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """The numbers behind the pictures of one scheme; None for a picture that it has not.
+
+    Attributes:
+      name, title: its word and its class.
+      about, formula, paper: from the top of its file.
+      encoding: [T, D], what is added to embeddings.
+      picture: [T, T], mean of what is added to logits, NaN for keys that are hidden.
+      image: [rows, columns], the same for the query in the middle of an image.
+      heads: [N, T], what is added at distances 0 .. T - 1, by head.
+      decay: [N, 10 T], weight by distance of the last of 10 T tokens.
+      wavelengths: tokens per turn of every pair, without and with a frequency map.
+    """
+
+    name: str
+    title: str
+    about: str
+    formula: str
+    paper: str
+    encoding: np.ndarray | None = None
+    picture: np.ndarray | None = None
+    image: np.ndarray | None = None
+    heads: np.ndarray | None = None
+    decay: np.ndarray | None = None
+    wavelengths: tuple[np.ndarray, np.ndarray] | None = None
+
+
+def probe(name: str) -> Probe:
+    """Returns the numbers of a scheme of `posenc_jax.SCHEMES`."""
+    cls = pe.SCHEMES[name]
+    required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    scheme = cls(**{n: SIZES[n] for n in required})
+    params = scheme.init(jax.random.key(0))
+    about = _words(cls, name, repr(scheme))
+    if scheme.acts_on == ("embedding",):
+        encoding, alike = _embedding(scheme, params)
+        return dataclasses.replace(about, encoding=encoding, heads=alike)
+    short = _log_weights(scheme, LENGTH, params)
+    long = _log_weights(scheme, 10 * LENGTH, params)[:, -1, ::-1]
+    weights = np.exp(long - long.max(-1, keepdims=True))
+    return dataclasses.replace(
+        about,
+        image=_image(scheme, params) if scheme.num_axes > 1 else None,
+        picture=short.mean(0),
+        heads=short[:, -1, ::-1],
+        decay=weights / weights.sum(-1, keepdims=True),
+    )
+
+
+def probe_map(cls: type[pe.FrequencyMap]) -> Probe:
+    """Returns the numbers of a frequency map of RoPE: a stretch by 8 of a length of 4096."""
+    pairs = SIZES["head_dim"] // 2
+    ramp = tuple(float(x) for x in np.linspace(1.0, 8.0, pairs))
+    wanted = {
+        "factor": 8.0,
+        "original_max_position": 4096,
+        "length": 8 * 4096,
+        "short_factor": (1.0,) * pairs,
+        "long_factor": ramp,
+        "long": True,
+    }
+    own = {f.name for f in dataclasses.fields(cls)}
+    mapped = cls(**{n: x for n, x in wanted.items() if n in own})
+    plain, _ = pe.rope_frequencies(SIZES["head_dim"])
+    scaled, _ = pe.rope_frequencies(SIZES["head_dim"], scaling=mapped)
+    about = _words(cls, cls.__name__, cls.__name__)
+    return dataclasses.replace(about, wavelengths=(_turns(plain), _turns(scaled)))
+
+
+def _turns(frequencies) -> np.ndarray:
+    """Returns tokens per turn, infinite for a pair that stands still."""
+    with np.errstate(divide="ignore"):
+        return 2 * np.pi / np.asarray(frequencies, np.float64)
+
+
+def frequency_maps() -> list[type[pe.FrequencyMap]]:
+    """Returns the exported maps but the one that does nothing."""
+    things = [x for x in vars(pe).values() if inspect.isclass(x)]
+    return [x for x in things if issubclass(x, pe.FrequencyMap) and x is not pe.FrequencyMap]
+
+
+def _words(cls: type, name: str, title: str) -> Probe:
+    """What the file of a scheme says on top: one line, the equations and the paper."""
+    text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
+    about, _, rest = text.partition("\n\n")
+    formula = next((p for p in rest.split("\n\n") if p.startswith("    ")), "")
+    link = re.search(r"https://arxiv\.org/abs/[\d.]+\d", text)
+    about = " ".join(about.split())
+    return Probe(name, title, about, inspect.cleandoc(formula), link[0] if link else "")
+
+
+def _embedding(scheme: pe.Scheme, params) -> tuple[np.ndarray, np.ndarray]:
+    """The table itself, and how alike its rows are."""
+    x = jnp.zeros((1, LENGTH, SIZES["model_dim"]))
+    table = np.asarray(pe.scheme_embedding(scheme, params, x)[0])
+    unit = table / np.maximum(np.linalg.norm(table, axis=-1, keepdims=True), 1e-9)
+    alike = unit @ unit.T
+    at = np.arange(LENGTH)
+    means = [alike[at[:, None] - at[None] == d].mean() for d in at]
+    return table, np.asarray(means)[None]
+
+
+def _image(scheme: pe.Scheme, params) -> np.ndarray:
+    row, column = np.divmod(np.arange(GRID * GRID), GRID)
+    at = np.zeros((scheme.num_axes, DRAWS, GRID * GRID), np.int32)
+    at[-2], at[-1] = row, column
+    effect = _log_weights(scheme, GRID * GRID, params, jnp.asarray(at), is_causal=False)
+    return effect.mean(0)[GRID * GRID // 2].reshape(GRID, GRID)
+
+
+def _log_weights(
+    scheme: pe.Scheme, length: int, params, coordinates=None, *, is_causal: bool = True
+) -> np.ndarray:
+    """Returns [N, T, T], relative to each query's own key, mean over draws of content."""
+    keys = jax.random.split(jax.random.key(1), 2)
+    heads, dim = SIZES["num_heads"], SIZES["head_dim"]
+    draws = DRAWS if length <= 4 * LENGTH else 1
+    content = jax.random.normal(keys[0], (draws, 1, heads, dim))
+    q = k = jnp.broadcast_to(content, (draws, length, heads, dim))
+    x = jnp.broadcast_to(
+        jax.random.normal(keys[1], (draws, 1, SIZES["model_dim"])),
+        (draws, length, SIZES["model_dim"]),
+    )
+    v = jnp.broadcast_to(jnp.eye(length)[None, :, None], (draws, length, heads, length))
+    weights = _attend(scheme, is_causal, params, q, k, v, x, coordinates)
+    weights = np.asarray(jnp.moveaxis(weights, 2, 1), np.float64)
+    seen = np.tri(length, dtype=bool) if is_causal else np.ones((length, length), bool)
+    with np.errstate(divide="ignore"):
+        logs = np.where(seen, np.log(np.maximum(weights, 1e-30)), np.nan)
+    own = np.diagonal(logs, axis1=-2, axis2=-1)[..., None]
+    return (logs - own).mean(0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(scheme, is_causal, params, q, k, v, x, coordinates):
+    batch, length = q.shape[:2]
+    at = positions.count_up(batch, length) if coordinates is None else coordinates
+    rows, cols, _ = scheme.side(params, x, q, k, at, None)
+
+    places: dict[str, Any] = (
+        {} if coordinates is None else {"q_coordinates": at, "k_coordinates": at}
+    )
+    scale = scheme.logit_scale(q.shape[-1])
+
+    def attention(q, k, v, *, value_bias=None, **rules):
+        """Leaves out what a scheme adds to values: here they are no vectors to add to."""
+        return pe.attention(q, k, v, is_causal=is_causal, scale=scale, **places, **rules)
+
+    q, k = scheme.query(params, q, at, rows), scheme.key(params, k, at, cols)
+    return scheme.attend(params, q, k, v, (at, at), rows, cols, attention)
