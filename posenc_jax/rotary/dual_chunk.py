@@ -25,8 +25,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import FrequencyMap
-from posenc_jax.rotary.multi_view import attend_views, turn
-from posenc_jax.rotary.rope import RoPE, rope_frequencies
+from posenc_jax.rotary.multi_view import attend_views, rope_of, turn
 from posenc_jax.scheme import Scheme
 
 
@@ -50,8 +49,9 @@ class DualChunk(Scheme):
       chunk: C, the longest distance.
       local: how many tokens before a query are at their own distance in any case.
       theta: the base of the frequencies.
-      interleaved: whether a pair is (2p, 2p + 1) instead of (p, p + d/2).
-      rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
+      layout: what makes a pair; see `posenc_jax.rotary.layouts`.
+      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
+      rotary_start: the first of them.
       scaling: a map of the frequencies, or a tuple of maps.
 
     Raises:
@@ -67,36 +67,23 @@ class DualChunk(Scheme):
     chunk: int = 3072
     local: int = 512
     theta: float = 10000.0
-    interleaved: bool = False
+    layout: str = "half"
     rotary_dim: int = 0
+    rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "dual_chunk"
 
     def __post_init__(self):
-        RoPE(
-            head_dim=self.head_dim,
-            theta=self.theta,
-            rotary_dim=self.rotary_dim,
-            scaling=self.scaling,
-        )
+        rope_of(self)
         require(
             0 < self.local < self.chunk,
             f"dual_chunk: local must be from 1 to chunk - 1, got local={self.local} and "
             f"chunk={self.chunk}.",
         )
 
-    def _turn(self, x, at):
-        require(
-            x.shape[-1] == self.head_dim,
-            f"dual_chunk: the scheme is for head_dim {self.head_dim}, got q or k {x.shape}.",
-        )
-        dim = self.rotary_dim or self.head_dim
-        frequencies, factor = rope_frequencies(dim, self.theta, self.scaling)
-        return turn(x, at, frequencies, factor, interleaved=self.interleaved)
-
     def key(self, params, k, coordinates, cols=None):
         """Returns k [B, S, K, H], turned by its place in its chunk."""
-        return self._turn(k, coordinates % (self.chunk - self.local))
+        return turn(self, k, coordinates % (self.chunk - self.local))
 
     def attend(self, params, q, k, v, at, rows, cols, attention):
         """Returns the output [B, T, N, V] of the three views."""
@@ -104,5 +91,5 @@ class DualChunk(Scheme):
         inside = at[0] % length
         last = jnp.full_like(inside, min(2 * length - 1, self.chunk))
         places = inside, jnp.minimum(inside + length, self.chunk), last
-        views = tuple((self._turn(q, place), k) for place in places)
-        return attend_views("dual_chunk", views, v, ChunksBetween(length), attention)
+        views = tuple((turn(self, q, place), k) for place in places)
+        return attend_views(self.name, views, v, ChunksBetween(length), attention)

@@ -18,8 +18,9 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
+from posenc_jax.rotary.rope import RoPE, rope_frequencies, rotary_dims
 from posenc_jax.rotary.rotate import rotate
-from posenc_jax.scheme import LogitBias, argument_of
+from posenc_jax.scheme import LogitBias, Scheme, argument_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,33 +85,44 @@ def attend_views(
     return (jnp.stack(outs) * weights[..., None]).sum(0).astype(views[0][0].dtype)
 
 
+def rope_of(scheme: Scheme) -> RoPE:
+    """Returns RoPE with those of its settings that `scheme` has.
+
+    Raises:
+      ValueError: as `RoPE`.
+    """
+    names = [f.name for f in dataclasses.fields(RoPE) if hasattr(scheme, f.name)]
+    return RoPE(**{name: getattr(scheme, name) for name in names})
+
+
 def turn(
-    x: jax.Array,
-    coordinates: jax.Array,
-    frequencies: np.ndarray,
-    factor: float,
-    *,
-    interleaved: bool = False,
-    ahead: float = 0.0,
-    ahead_frequencies: np.ndarray | None = None,
+    scheme: Scheme, x: jax.Array, coordinates: jax.Array, *, slow: float = 1.0, ahead: float = 0.0
 ) -> jax.Array:
-    """Returns x turned by `coordinates * frequencies + ahead * ahead_frequencies`.
+    """Returns x turned to the positions `slow * coordinates + ahead`, exact at any of them.
 
     Args:
+      scheme: one with the settings of RoPE.
       x: queries or keys [B, T, N, H].
       coordinates: int32 or float32 [B, T].
-      frequencies: radians per position, float64 [P].
-      factor: what x is multiplied by where it turns.
-      interleaved: whether a pair is (2p, 2p + 1).
-      ahead: how far all of them are ahead; any number, exact at any size.
-      ahead_frequencies: of that distance. Default: `frequencies`.
+      slow: how much one coordinate counts.
+      ahead: how far all of x are ahead.
+
+    Raises:
+      ValueError: for another head dim than the scheme's.
     """
-    cos, sin = cos_sin(coordinates, frequencies)
+    rope = rope_of(scheme)
+    require(
+        x.shape[-1] == rope.head_dim,
+        f"{scheme.name}: the scheme is for head_dim {rope.head_dim}, got q or k of shape "
+        f"{x.shape}.",
+    )
+    dim = rotary_dims(scheme.name, rope.head_dim, rope.rotary_dim, rope.rotary_start)
+    frequencies, factor = rope_frequencies(dim, rope.theta, rope.scaling)
+    cos, sin = cos_sin(coordinates, slow * frequencies)
     if ahead != 0.0:
-        angle = ahead * (frequencies if ahead_frequencies is None else ahead_frequencies)
-        c, s = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
-        c, s = c[None, None], s[None, None]
+        angle = ahead * frequencies
+        c, s = (f(angle).astype(np.float32)[None, None] for f in (np.cos, np.sin))
         cos, sin = cos * c - sin * s, sin * c + cos * s
     if factor != 1.0:
         cos, sin = factor * cos, factor * sin
-    return rotate(x, cos, sin, interleaved=interleaved)
+    return rotate(x, cos, sin, layout=rope.layout, start=rope.rotary_start)

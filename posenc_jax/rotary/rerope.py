@@ -24,15 +24,13 @@ string_for_llama.py.
 """
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import FrequencyMap
-from posenc_jax.rotary.multi_view import attend_views, turn
-from posenc_jax.rotary.rope import RoPE, rope_frequencies
+from posenc_jax.rotary.multi_view import attend_views, rope_of, turn
 from posenc_jax.scheme import Scheme
 
 
@@ -57,8 +55,9 @@ class ReRoPE(Scheme):
       leak: how much far distances grow per token, from 0 to 1.
       restart: the distance at which far keys begin. Default: `window`.
       theta: the base of the frequencies.
-      interleaved: whether a pair is (2p, 2p + 1) instead of (p, p + d/2).
-      rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
+      layout: what makes a pair; see `posenc_jax.rotary.layouts`.
+      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
+      rotary_start: the first of them.
       scaling: a map of the frequencies, or a tuple of maps.
 
     Raises:
@@ -74,20 +73,16 @@ class ReRoPE(Scheme):
     leak: float = 0.0
     restart: int | None = None
     theta: float = 10000.0
-    interleaved: bool = False
+    layout: str = "half"
     rotary_dim: int = 0
+    rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "rerope"
     relative: ClassVar[bool] = True
     caches_mapped_keys: ClassVar[bool] = False
 
     def __post_init__(self):
-        RoPE(
-            head_dim=self.head_dim,
-            theta=self.theta,
-            rotary_dim=self.rotary_dim,
-            scaling=self.scaling,
-        )
+        rope_of(self)
         require(self.window >= 1, f"rerope: window must be at least 1, got {self.window}.")
         require(0 <= self.leak <= 1, f"rerope: leak must be from 0 to 1, got {self.leak}.")
         require(
@@ -97,17 +92,9 @@ class ReRoPE(Scheme):
 
     def attend(self, params, q, k, v, at, rows, cols, attention):
         """Returns the output [B, T, N, V] of the near and the far view."""
-        dim = self.rotary_dim or self.head_dim
-        require(
-            q.shape[-1] == self.head_dim,
-            f"rerope: the scheme is for head_dim {self.head_dim}, got q of shape {q.shape}.",
-        )
-        plain, factor = rope_frequencies(dim, self.theta, self.scaling)
-        slow = self.leak * plain
         restart = self.window if self.restart is None else self.restart
         ahead = restart - self.leak * self.window
-        turned = functools.partial(turn, factor=factor, interleaved=self.interleaved)
-        near = turned(q, at[0], plain), turned(k, at[1], plain)
-        far_q = turned(q, at[0], slow, ahead=ahead, ahead_frequencies=plain)
-        views = near, (far_q, turned(k, at[1], slow))
-        return attend_views("rerope", views, v, Far(self.window), attention, relative=True)
+        near = turn(self, q, at[0]), turn(self, k, at[1])
+        far_q = turn(self, q, at[0], slow=self.leak, ahead=ahead)
+        views = near, (far_q, turn(self, k, at[1], slow=self.leak))
+        return attend_views(self.name, views, v, Far(self.window), attention, relative=True)

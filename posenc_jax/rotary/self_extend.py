@@ -18,14 +18,12 @@ Reference code: datamllab/LongLM, self_extend_patch/Llama.py (self_extend_forwar
 """
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import FrequencyMap
-from posenc_jax.rotary.multi_view import attend_views, turn
+from posenc_jax.rotary.multi_view import attend_views, rope_of, turn
 from posenc_jax.rotary.rerope import Far
-from posenc_jax.rotary.rope import RoPE, rope_frequencies
 from posenc_jax.scheme import Scheme
 
 
@@ -38,8 +36,9 @@ class SelfExtend(Scheme):
       window: W, the distance from which keys are far.
       group: G, the number of tokens that share a far position.
       theta: the base of the frequencies.
-      interleaved: whether a pair is (2p, 2p + 1) instead of (p, p + d/2).
-      rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
+      layout: what makes a pair; see `posenc_jax.rotary.layouts`.
+      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
+      rotary_start: the first of them.
       scaling: a map of the frequencies, or a tuple of maps.
 
     Raises:
@@ -55,37 +54,23 @@ class SelfExtend(Scheme):
     window: int = 1024
     group: int = 8
     theta: float = 10000.0
-    interleaved: bool = False
+    layout: str = "half"
     rotary_dim: int = 0
+    rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "self_extend"
     caches_mapped_keys: ClassVar[bool] = False
 
     def __post_init__(self):
-        RoPE(
-            head_dim=self.head_dim,
-            theta=self.theta,
-            rotary_dim=self.rotary_dim,
-            scaling=self.scaling,
-        )
+        rope_of(self)
         for name in ("window", "group"):
             value = getattr(self, name)
             require(value >= 1, f"self_extend: {name} must be at least 1, got {value}.")
 
     def attend(self, params, q, k, v, at, rows, cols, attention):
         """Returns the output [B, T, N, V] of the near and the far view."""
-        require(
-            q.shape[-1] == self.head_dim,
-            f"self_extend: the scheme is for head_dim {self.head_dim}, got q {q.shape}.",
-        )
-        dim = self.rotary_dim or self.head_dim
-        frequencies, factor = rope_frequencies(dim, self.theta, self.scaling)
-        turned = functools.partial(
-            turn, frequencies=frequencies, factor=factor, interleaved=self.interleaved
-        )
         ahead = self.window - self.window / self.group
-        near = turned(q, at[0]), turned(k, at[1])
-        far = turned(q, at[0] // self.group, ahead=ahead), turned(k, at[1] // self.group)
-        return attend_views(
-            "self_extend", (near, far), v, Far(self.window), attention, relative=True
-        )
+        near = turn(self, q, at[0]), turn(self, k, at[1])
+        far_q = turn(self, q, at[0] // self.group, ahead=ahead)
+        views = near, (far_q, turn(self, k, at[1] // self.group))
+        return attend_views(self.name, views, v, Far(self.window), attention, relative=True)

@@ -152,12 +152,13 @@ def test_the_rule_hides_all_but_its_view():
 
 def test_turning_ahead_is_exact_at_any_distance():
     x = np.random.default_rng(0).normal(size=(1, 1, 6, 12)).astype("f4")
+    scaling = pe.YaRN(factor=1.0, original_max_position=64, attention_factor=1.25)
+    scheme = pe.ReRoPE(head_dim=12, scaling=scaling)
     frequencies, _ = pe.rope_frequencies(12)
-    for position, ahead in [(1, 0.5), (257, 31.25), (10**6, 32768.75)]:
-        out = turn(jnp.asarray(x), jnp.array([[position]]), frequencies, 1.25, ahead=ahead)
-        angle = (position + ahead) * frequencies
+    for position, slow, ahead in [(1, 1.0, 0.5), (257, 0.25, 31.25), (10**6, 1 / 3, 32768.75)]:
+        out = turn(scheme, jnp.asarray(x), jnp.array([[position]]), slow=slow, ahead=ahead)
+        angle = (slow * position + ahead) * frequencies
         a, b = np.split(x.astype(np.float64), 2, -1)
         c, s = 1.25 * np.cos(angle), 1.25 * np.sin(angle)
-        np.testing.assert_allclose(
-            out, np.concatenate([a * c - b * s, b * c + a * s], -1), atol=2e-6
-        )
+        wanted = np.concatenate([a * c - b * s, b * c + a * s], -1)
+        np.testing.assert_allclose(out, wanted, atol=2e-6)
