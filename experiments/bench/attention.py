@@ -135,7 +135,7 @@ def our_case(scheme: pe.Scheme, arguments: tuple, backward: bool) -> peers.Case:
 
     def attend(q, k, v, params, x=None):
         scale = q.shape[-1] ** -0.5
-        options = {"scale": scale, "is_causal": True, "implementation": "xla"}
+        options: dict[str, Any] = {"scale": scale, "is_causal": True, "implementation": "xla"}
         return pe.scheme_attention(scheme, params, q, k, v, x=x, **options)[0]
 
     q = arguments[0]
