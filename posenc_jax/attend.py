@@ -19,7 +19,7 @@ from posenc_jax.checks import (
 from posenc_jax.engine.api import attention
 from posenc_jax.mask import Window, window_sides
 from posenc_jax.positions import count_up
-from posenc_jax.scheme import Params, Scheme
+from posenc_jax.scheme import Params, Scheme, side_arrays
 
 
 def scheme_embedding(
@@ -126,7 +126,7 @@ def scheme_attention(
         segment_ids = _rows("scheme_attention", segment_ids, batch, length, "segment_ids")
 
     state = None if cache is None else cache.state
-    rows, cols, state = scheme.side(params, x, q, k, at, state)
+    rows, cols, state = side_arrays(scheme, params, x, q, k, at, state, segment_ids)
     q = scheme.query(params, q, at, rows)
     mapped = scheme.caches_mapped_keys
     if mapped or cache is None:
@@ -306,8 +306,13 @@ def stock_attention(
 
     Raises:
       ValueError: for a cache without a mask, which says where a query is, and for schemes
-        that act on the token embedding alone.
+        that act on the token embedding alone or read x.
     """
+    require(
+        not scheme.reads_x,
+        f"stock_attention: {scheme!r} reads x, which Flax's layers keep to themselves; use "
+        "posenc_jax's Attention instead.",
+    )
     require(
         scheme.acts_in_attention or not scheme.acts_on,
         f"stock_attention: {scheme!r} acts on the token embedding alone; put a "

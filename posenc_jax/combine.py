@@ -17,6 +17,7 @@ from posenc_jax.scheme import (
     Scheme,
     ValueBias,
     as_tuple,
+    side_arrays,
 )
 
 
@@ -66,6 +67,14 @@ class _Chain(Scheme):
         return any(s.scale_embedding for s in self.schemes)
 
     @property
+    def reads_segments(self) -> bool:
+        return any(s.reads_segments for s in self.schemes)
+
+    @property
+    def reads_x(self) -> bool:
+        return any(s.reads_x for s in self.schemes)
+
+    @property
     def caches_mapped_keys(self) -> bool:
         return all(s.caches_mapped_keys for s in self.schemes)
 
@@ -78,10 +87,10 @@ class _Chain(Scheme):
             x = s.embed(p, x, coordinates)
         return x
 
-    def side(self, params, x, q, k, coordinates, state):
+    def side(self, params, x, q, k, coordinates, state, segment_ids=None):
         states = (None,) * len(self.schemes) if state is None else state
         made = [
-            s.side(p, x, q, k, coordinates, old)
+            side_arrays(s, p, x, q, k, coordinates, old, segment_ids)
             for s, p, old in zip(self.schemes, params, states, strict=True)
         ]
         return tuple(zip(*made, strict=True))
@@ -197,6 +206,14 @@ class _WithPositions(Scheme):
         return self.scheme.scale_embedding
 
     @property
+    def reads_segments(self) -> bool:
+        return self.scheme.reads_segments
+
+    @property
+    def reads_x(self) -> bool:
+        return self.scheme.reads_x
+
+    @property
     def caches_mapped_keys(self) -> bool:
         return self.scheme.caches_mapped_keys
 
@@ -206,8 +223,9 @@ class _WithPositions(Scheme):
     def embed(self, params, x, coordinates):
         return self.scheme.embed(params, x, self.transform(coordinates))
 
-    def side(self, params, x, q, k, coordinates, state):
-        return self.scheme.side(params, x, q, k, self.transform(coordinates), state)
+    def side(self, params, x, q, k, coordinates, state, segment_ids=None):
+        at = self.transform(coordinates)
+        return side_arrays(self.scheme, params, x, q, k, at, state, segment_ids)
 
     def query(self, params, q, coordinates, rows=None):
         return self.scheme.query(params, q, self.transform(coordinates), rows)

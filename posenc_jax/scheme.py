@@ -68,6 +68,10 @@ class Scheme:
     """Whether token embeddings are multiplied by sqrt(D) before `embed`, as published."""
     by_order: ClassVar[bool] = False
     """Whether the order of tokens is all that the scheme reads of their coordinates."""
+    reads_x: ClassVar[bool] = False
+    """Whether `side` reads x, which stock attention does not hand on."""
+    reads_segments: ClassVar[bool] = False
+    """Whether `side` takes a further `segment_ids`, so that padding stays out of running sums."""
     caches_mapped_keys: ClassVar[bool] = True
     """Whether `key` can run once, before k is cached. False where it depends on later tokens."""
 
@@ -192,6 +196,21 @@ class Scheme:
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some settings changed."""
         return dataclasses.replace(self, **changes)
+
+
+def side_arrays(
+    scheme: Scheme,
+    params: Params,
+    x: jax.Array | None,
+    q: jax.Array,
+    k: jax.Array,
+    coordinates: jax.Array,
+    state: Any,
+    segment_ids: jax.Array | None = None,
+) -> tuple[Any, Any, Any]:
+    """Returns what `scheme.side` does, which is given segments only if it reads them."""
+    more = {"segment_ids": segment_ids} if scheme.reads_segments else {}
+    return scheme.side(params, x, q, k, coordinates, state, **more)
 
 
 def as_tuple(x: Any) -> tuple:

@@ -15,6 +15,7 @@ import posenc_jax.nnx as pn
 
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
 IN_ATTENTION = [name for name, cls in pe.SCHEMES.items() if build(cls).acts_in_attention]
+IN_STOCK = [name for name in IN_ATTENTION if not pe.SCHEMES[name].reads_x]
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_layers_under_linen_scan_with_remat(scheme, x):
     np.testing.assert_allclose(y, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", IN_ATTENTION)
+@pytest.mark.parametrize("name", IN_STOCK)
 def test_inside_stock_nnx_attention(name, x):
     scheme, rngs = build(pe.SCHEMES[name]), nnx.Rngs(0)
     layer = nnx.MultiHeadAttention(
@@ -176,7 +177,7 @@ def test_inside_stock_nnx_attention(name, x):
         np.testing.assert_allclose(step[:, 0], whole[:, t], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", IN_ATTENTION)
+@pytest.mark.parametrize("name", IN_STOCK)
 def test_inside_stock_linen_attention(name, x):
     scheme = build(pe.SCHEMES[name])
     layer = nn.MultiHeadDotProductAttention(
@@ -198,6 +199,8 @@ def test_stock_attention_refuses_what_it_cannot_do(x):
     q = jnp.ones((1, 1, N, H))
     with pytest.raises(ValueError, match="acts on the token embedding alone"):
         pn.AttentionFn(build(pe.Sinusoidal))(q, q, q)
+    with pytest.raises(ValueError, match=r"stock_attention: FoX.* reads x"):
+        pn.AttentionFn(build(pe.FoX))(q, q, q)
     with pytest.raises(ValueError, match="1 queries and 5 keys without a mask"):
         pn.AttentionFn(pe.RoPE(H))(q, jnp.ones((1, 5, N, H)), jnp.ones((1, 5, N, H)))
 
