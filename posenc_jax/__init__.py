@@ -53,6 +53,8 @@ from posenc_jax.rotary.rope import rope_frequencies as rope_frequencies
 from posenc_jax.rotary.rope import rope_matrix as rope_matrix
 from posenc_jax.rotary.rotate import rotate as rotate
 from posenc_jax.rotary.self_extend import SelfExtend as SelfExtend
+from posenc_jax.rotary.xpos import XPos as XPos
+from posenc_jax.rotary.xpos import xpos_decay as xpos_decay
 from posenc_jax.rotary.yarn import YaRN as YaRN
 from posenc_jax.rotary.yarn import yarn_logit_scale as yarn_logit_scale
 from posenc_jax.scheme import ContentBias as ContentBias

@@ -1,0 +1,173 @@
+"""xPos against torchscale's code and the paper's formula, near and far, whole and in steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def torchscale(x, offset=0, downscale=False, base=512):
+    """XPOS.forward of microsoft/torchscale in NumPy, for one head: x is [T, H]."""
+    length, dim = x.shape
+    low = -(length + offset) // 2
+    scale = (np.arange(0, dim, 2) + 0.4 * dim) / (1.4 * dim)
+    scale = scale ** (np.arange(low, length + offset + low)[:, None] / base)
+    place = np.arange(len(scale))[:, None] / 10000 ** (np.arange(dim // 2) / (dim // 2))
+    scale, sin, cos = scale[-length:], np.sin(place)[-length:], np.cos(place)[-length:]
+    scale = 1 / scale if downscale else scale
+    sin, cos = np.repeat(sin * scale, 2, -1), np.repeat(cos * scale, 2, -1)
+    turned = np.stack([-x[:, 1::2], x[:, ::2]], -1).reshape(x.shape)
+    return x * cos + turned * sin
+
+
+def logit(q, k, n, i, j, base=512, gamma=0.4, theta=1e4):
+    """Equation 18 of the paper: the real part of sum_p q_p conj(k_p) z^(i - j) e^(i theta)."""
+    dim, pair = len(q), np.arange(0, len(q), 2)
+    z = (pair + gamma * dim) / ((1 + gamma) * dim)
+    q, k = q[0::2] + 1j * q[1::2], k[0::2] + 1j * k[1::2]
+    turn = np.exp(1j * (i - j) * theta ** (-pair / dim)) * z ** ((i - j) / base)
+    return (q * k.conj() * turn).sum().real / np.sqrt(dim)
+
+
+def scores(scheme, q, k, at):
+    rows, cols, _ = scheme.side({}, None, q, k, at, None)
+    q, k = scheme.query({}, q, at, rows), scheme.key({}, k, at, cols)
+    return np.einsum("bthd,bshd->bts", np.asarray(q, float), np.asarray(k, float))[0]
+
+
+def test_matches_torchscale():
+    x = np.random.default_rng(0).normal(size=(2, 63, 12)).astype(np.float32)
+    wanted = torchscale(x[0].astype(float)) @ torchscale(x[1].astype(float), downscale=True).T
+    scheme = pe.XPos(head_dim=12)
+    q, k = (jnp.asarray(a)[None, :, None] for a in x)
+    for start in (0, 1, 257, 10**6):
+        at = start + jnp.arange(63)[None]
+        past = np.tril(np.ones((63, 63)), 0) > 0
+        np.testing.assert_allclose(scores(scheme, q, k, at)[past], wanted[past], atol=5e-5)
+
+
+def test_matches_the_numbers_of_torchscale():
+    # XPOS(4) run on x = [1, 2, 3, 4]: q . k at distances 2 and 5.
+    x = jnp.tile(jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4), (1, 6, 1, 1))
+    got = scores(pe.XPos(head_dim=4), x, x, jnp.arange(6)[None])
+    np.testing.assert_allclose([got[2, 0], got[5, 0]], [22.88132095, 26.26231766], rtol=2e-6)
+    np.testing.assert_allclose(np.exp(-512 * pe.xpos_decay(4)), [0.2857142857, 0.6428571429])
+
+
+def test_keys_cached_with_the_factor_of_torchscale_drift_and_ours_do_not():
+    x = np.tile([1.0, 2.0, 3.0, 4.0], (12, 1))
+    early = torchscale(x[:9], downscale=True)  # Mapped when there were 9 tokens ...
+    late = torchscale(x[:12])  # ... and used with a query mapped when there were 12.
+    assert abs(late[8] @ early[6] - 22.88132095) > 0.01
+    q = jnp.asarray(x, "f4")[None, :, None]
+    scheme, v = pe.XPos(head_dim=4), jax.random.normal(jax.random.key(0), (1, 12, 1, 4))
+    whole = attend(scheme, {}, q, q, v, is_causal=True)
+    cache = pe.new_cache(scheme, 1, 12, num_heads=1, head_dim=4)
+    for t in (slice(0, 9), slice(9, 10), slice(10, 12)):
+        out, cache = pe.scheme_attention(
+            scheme, {}, q[:, t], q[:, t], v[:, t], cache=cache, is_causal=True
+        )
+        np.testing.assert_allclose(out, whole[:, t], atol=2e-6)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 257, 10**6, 2**30])
+def test_attention_matches_the_paper(shift):
+    q, k, v = qkv(dim=12)
+    wanted = softmax_attention(q, k, v, logit)
+    positions = {"positions": shift + jnp.arange(63)} if shift else {}
+    out = attend(pe.XPos(head_dim=12), {}, q, k, v, is_causal=True, **positions)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_decoding_a_million_tokens_after_the_prompt():
+    scheme = pe.XPos(head_dim=8)
+    q, k, v = qkv(length=15)
+    at = np.r_[0:4, 3000:3003, 40_000:40_004, 10**6 : 10**6 + 4]
+    wanted = softmax_attention(q, k, v, logit, positions=at)
+    cache = pe.new_cache(scheme, 1, 15, num_heads=6, num_kv_heads=3, head_dim=8)
+    for t in (slice(0, 4), slice(4, 7), slice(7, 11), slice(11, 14), slice(14, 15)):
+        out, cache = pe.scheme_attention(
+            scheme,
+            {},
+            q[:, t],
+            k[:, t],
+            v[:, t],
+            positions=at[None, t],
+            cache=cache,
+            is_causal=True,
+        )
+        np.testing.assert_allclose(out, wanted[:, t], atol=1e-5)
+    assert cache.state.tolist() == [10**6 + 3]
+
+
+@pytest.mark.parametrize("span", [4000, 30_000])
+def test_queries_far_apart_in_one_call(span):
+    q, k, v = qkv(length=9)
+    at = np.linspace(0, span, 9).astype(int) + 10**6
+    wanted = softmax_attention(q, k, v, logit, positions=at)
+    scheme, options = pe.XPos(head_dim=8), {"positions": at, "is_causal": True}
+    out = attend(scheme, {}, q, k, v, **options)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    grads = jax.grad(lambda *a: (attend(scheme, {}, *a, **options) ** 2).sum(), (0, 1, 2))(q, k, v)
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+def test_queries_too_far_apart_are_nan_and_no_wrong_numbers():
+    q, k, v = qkv(length=9)
+    at = np.r_[0:4, 100_000:100_005]
+    wanted = softmax_attention(q, k, v, logit, positions=at)
+    out = np.asarray(attend(pe.XPos(head_dim=8), {}, q, k, v, positions=at, is_causal=True))
+    np.testing.assert_allclose(out[:, 4:], wanted[:, 4:], atol=1e-5)
+    assert np.isnan(out[:, :4]).all()
+
+
+def test_float16_within_four_thousand():
+    q, k, v = (a.astype(jnp.float16) for a in qkv(length=9))
+    at = np.linspace(0, 4000, 9).astype(int) + 10**6
+    wanted = softmax_attention(q, k, v, logit, positions=at)
+    out = attend(pe.XPos(head_dim=8), {}, q, k, v, positions=at, is_causal=True)
+    assert out.dtype == jnp.float16
+    np.testing.assert_allclose(out.astype("f4"), wanted, atol=5e-3)
+
+
+def test_options_change_the_scores():
+    q, k, _ = qkv(length=9, kv_heads=6)
+    at = 40 * jnp.arange(9)[None]
+    plain = pe.XPos(head_dim=8)
+    changes = [{"theta": 100.0}, {"scale_base": 64.0}, {"gamma": 2.0}, {"layout": "half"}]
+    made = [scores(s, q, k, at) for s in (plain, *(plain.replace(**c) for c in changes))]
+    for i, a in enumerate(made):
+        assert all(np.abs(np.tril(a - b)).max() > 0.05 for b in made[:i]), changes[i - 1]
+
+
+def test_without_decay_it_is_rope():
+    q, k, v = qkv()
+    out = attend(pe.XPos(head_dim=8, scale_base=1e30), {}, q, k, v, is_causal=True)
+    plain = pe.RoPE(head_dim=8, layout="interleaved")
+    np.testing.assert_allclose(out, attend(plain, {}, q, k, v, is_causal=True), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head_dim": 7}, "rotary dim must be even and positive, got 7"),
+        ({"theta": 0.0}, "theta must be positive, got 0.0"),
+        ({"scale_base": 0.0}, "scale_base must be positive, got 0.0"),
+        ({"gamma": -0.4}, "gamma must be positive, got -0.4"),
+        ({"layout": "neox"}, "layout must be one of .*, got 'neox'"),
+    ],
+)
+def test_errors_name_the_setting(change, message):
+    with pytest.raises(ValueError, match=message):
+        pe.XPos(**{"head_dim": 8} | change)
+
+
+def test_errors_name_the_shapes():
+    q = qkv(length=5)[0]
+    with pytest.raises(ValueError, match="xpos: the scheme is for head_dim 4"):
+        pe.XPos(head_dim=4).query({}, q, jnp.zeros((1, 5), int))
+    with pytest.raises(ValueError, match=r"xpos: coordinates must be \[B, T\], got \(2, 1, 5\)"):
+        pe.XPos(head_dim=8).query({}, q, jnp.zeros((2, 1, 5), int))
