@@ -26,9 +26,12 @@ from posenc_jax.combine import chain as chain
 from posenc_jax.combine import with_positions as with_positions
 from posenc_jax.engine.api import attention as attention
 from posenc_jax.relative.cope import CoPE as CoPE
+from posenc_jax.relative.deberta import DeBERTa as DeBERTa
 from posenc_jax.relative.fox import FoX as FoX
+from posenc_jax.relative.inkling import Inkling as Inkling
 from posenc_jax.relative.shaw import Shaw as Shaw
 from posenc_jax.relative.stick_breaking import StickBreaking as StickBreaking
+from posenc_jax.relative.transformer_xl import TransformerXL as TransformerXL
 from posenc_jax.rotary.axial import AxialRoPE as AxialRoPE
 from posenc_jax.rotary.axial import axial_frequencies as axial_frequencies
 from posenc_jax.rotary.axial import grid_coordinates as grid_coordinates

@@ -7,12 +7,16 @@ The first relative position encoding. The tables have 2 clip + 1 rows, from the 
 past to the furthest future; each layer has its own. The authors share them between heads
 (`per_head=False`). A causal model never uses the rows of the future.
 
+Music Transformer has the table of keys alone, and distances beyond it have zeros and not
+its last row (`zero_beyond`): its table of M rows is the past half of `clip=M - 1`.
+
 The term is inside the 1/sqrt(H) scale, as q . k is. No [T, S, H] array is needed: q meets
 the table once, q . a_K[c] is then an entry of that, and the values' part needs only the
 probability that falls on each row.
 
 Paper: Shaw, Uszkoreit, Vaswani. Self-Attention with Relative Position Representations.
 2018. https://arxiv.org/abs/1803.02155
+Music Transformer: Huang et al. 2018. https://arxiv.org/abs/1809.04281
 Reference code: tensorflow/tensor2tensor, layers/common_attention.py,
 dot_product_attention_relative.
 """
@@ -58,6 +62,7 @@ class Shaw(Scheme):
       keys: whether keys have a table.
       values: whether values have a table.
       per_head: whether each head has tables of its own.
+      zero_beyond: whether distances beyond `clip` have zeros.
 
     Raises:
       ValueError: for a negative clip, sizes below one, or neither keys nor values.
@@ -73,6 +78,7 @@ class Shaw(Scheme):
     keys: bool = True
     values: bool = True
     per_head: bool = False
+    zero_beyond: bool = False
     name: ClassVar[str] = "shaw"
     relative: ClassVar[bool] = True
 
@@ -114,13 +120,14 @@ class Shaw(Scheme):
         """Returns q . a_K[c], or None without a table for keys."""
         if not self.keys:
             return None
-        table, own = params["keys"], self.per_head
+        reach, table = self._reach(params["keys"])
+        own = self.per_head
         return DotBias(
-            _Vector(_Row(self.clip)),
+            _Vector(_Row(reach)),
             heads=table if own else None,
             shared=None if own else table[0],
             rows=rows,
-            bounds=(-self.clip, self.clip),
+            bounds=(-reach, reach),
             scaled=True,
         )
 
@@ -128,10 +135,16 @@ class Shaw(Scheme):
         """Returns a_V[c], or None without a table for values."""
         if not self.values:
             return None
-        table = params["values"]
+        reach, table = self._reach(params["values"])
         return ValueBias(
-            _Row(self.clip),
+            _Row(reach),
             table=jnp.broadcast_to(table, (self.num_heads, *table.shape[1:])),
             relative=True,
-            bounds=(-self.clip, self.clip),
+            bounds=(-reach, reach),
         )
+
+    def _reach(self, table):
+        """The distance from which on all rows are one, and the table up to there."""
+        if not self.zero_beyond:
+            return self.clip, table
+        return self.clip + 1, jnp.pad(table, ((0, 0), (1, 1), (0, 0)))

@@ -100,6 +100,52 @@ def test_attention_matches_the_paper_at_far_positions():
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+def music_transformer(q, k, v, embeddings):
+    """Of one head, [T, H] each and the table [M, H], whose last row is distance 0.
+
+    tensorflow/tensor2tensor, layers/common_attention.py, dot_product_self_attention_relative_v2
+    with get_relative_embeddings_left and _relative_position_to_absolute_position_masked, from
+    TensorFlow to NumPy in float64.
+    """
+    q, k, v, embeddings = (np.asarray(a, np.float64) for a in (q, k, v, embeddings))
+    length, reach = len(q), len(embeddings)
+    padded = np.pad(embeddings, ((max(length - reach, 0), 0), (0, 0)))
+    start = max(reach - length, 0)
+    relative = q @ padded[start : start + length].T
+    relative = np.pad(relative, ((0, 0), (1, 0))).reshape(1 + length, length)[1:]
+    logits = np.where(np.tri(length) > 0, (q @ k.T + relative) / np.sqrt(q.shape[1]), -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("clip", [5, 80])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_zeros_beyond_the_table_are_those_of_music_transformer(clip, per_head, implementation):
+    q, k, v = qkv(kv_heads=6)
+    scheme = pe.Shaw(
+        num_heads=6, head_dim=8, clip=clip, values=False, per_head=per_head, zero_beyond=True
+    )
+    params = jax.tree.map(lambda x: 3 * x, scheme.init(jax.random.key(0)))
+    options = {"is_causal": True, "implementation": implementation}
+    out = attend(scheme, params, (q, k, v), **options)
+    for n in range(6):
+        table = params["keys"][n if per_head else 0][: clip + 1]
+        expected = music_transformer(q[0, :, n], k[0, :, n], v[0, :, n], table)
+        np.testing.assert_allclose(out[0, :, n], expected, atol=1e-5)
+    clipped = attend(scheme.replace(zero_beyond=False), params, (q, k, v), **options)
+    assert (np.abs(out - clipped).max() > 1e-3) == (clip < 62)
+
+
+def test_zeros_beyond_the_table_of_values():
+    arrays = qkv(length=21)
+    scheme = pe.Shaw(num_heads=6, head_dim=8, clip=4, zero_beyond=True)
+    params = scheme.init(jax.random.key(0))
+    padded = {name: jnp.pad(x, ((0, 0), (1, 1), (0, 0))) for name, x in params.items()}
+    expected = paper(*arrays, padded, 5, sees=lambda i, j: True)
+    np.testing.assert_allclose(attend(scheme, params, arrays), expected, atol=1e-5)
+
+
 def test_initialisation_is_glorot_and_follows_the_options():
     def shapes(**options):
         scheme = pe.Shaw(num_heads=6, head_dim=8, **options)
