@@ -14,7 +14,7 @@ from pathlib import Path
 from experiments.bench.machine import describe, load, use_devices, use_warm_heap
 from experiments.strict import ConfigError
 
-BENCHMARKS = ("attention", "rope", "step")
+BENCHMARKS = ("attention", "rope", "decode", "memory", "step")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,15 +12,22 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
-from experiments.bench import named, peers
+from experiments.bench import peers
 from experiments.bench.clock import show, side_by_side
 from experiments.bench.growth import Panel, growth_plot
+from experiments.bench.named import (
+    DTYPES,
+    SCHEMES_HELP,
+    attend_with,
+    make_arguments,
+    named_schemes,
+    sizes_of,
+    whole_numbers,
+)
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 TINY = ((32, 128, 4, 32), (16, 256, 4, 32), (8, 512, 4, 32))
 SCHEMES = "t5,alibi,shaw:values=false"
 """Shaw with keys alone, as most uses have it."""
@@ -30,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
     parser.add_argument(
         "--lengths",
-        type=named.whole_numbers,
+        type=whole_numbers,
         default=(512, 1024, 2048, 4096, 8192),
         help="commas between (default: 512 to 8192)",
     )
@@ -38,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=8, help="default: 8")
     parser.add_argument("--head-dim", type=int, default=64, help="default: 64")
     parser.add_argument("--tiny", action="store_true", help="the shapes of tiny models instead")
-    parser.add_argument("--schemes", default=SCHEMES, help=f"{named.HELP} (default: {SCHEMES})")
+    parser.add_argument("--schemes", default=SCHEMES, help=f"{SCHEMES_HELP} (default: {SCHEMES})")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--forward", action="store_true", help="without the backward pass")
     parser.add_argument(
@@ -105,52 +112,38 @@ def all_cases(shape: tuple[int, int, int, int], options: argparse.Namespace) -> 
     """Returns what to time, by name: ours, the naive form, other libraries."""
     _, length, heads, dim = shape
     backward = not options.forward
-    sizes = {"num_heads": heads, "head_dim": dim, "model_dim": heads * dim, "max_length": length}
-    keys = jax.random.split(jax.random.key(0), 4)
-    inputs = [jax.random.normal(key, shape, DTYPES[options.dtype]) for key in keys[:3]]
-    table = pe.T5(num_heads=heads).init(keys[3])["table"]
-    schemes = named.named_schemes(options.schemes, sizes)
+    dtype = DTYPES[options.dtype]
+
+    def case(scheme, arguments):
+        return peers.jax_case(attend_with(scheme), arguments, backward)
+
     cases = {}
-    for name, scheme in schemes.items():
-        arguments = (*inputs, scheme.init(keys[3]))
-        cases[name] = our_case(scheme, arguments, backward)
+    for name, scheme in named_schemes(options.schemes, sizes_of(heads, dim, length)).items():
+        arguments = make_arguments(scheme, shape, dtype)
+        cases[name] = case(scheme, arguments)
         if options.devices > 1:
-            cases[f"{name}, {options.devices} devices"] = our_case(
-                scheme, _over_devices(arguments, options.devices), backward
-            )
+            spread = _over_devices(arguments, options.devices)
+            cases[f"{name}, {options.devices} devices"] = case(scheme, spread)
+    t5 = pe.T5(num_heads=heads)
+    *inputs, params = make_arguments(t5, shape, dtype)
+    table = params["table"]
     found = peers.naive(inputs, table, backward) if length <= options.naive_to else {}
     if options.peers:
         found |= peers.attention_peers(inputs, table, backward)
     known: dict[Any, peers.Case] = {}
-    for name, case in found.items():
-        scheme = pe.NoPE() if case.like == "none" else pe.T5(num_heads=heads)
-        if case.like not in known:
-            known[case.like] = our_case(scheme, (*inputs, scheme.init(keys[3])), backward)
-        peers.must_agree(name, case, known[case.like])
+    for name, theirs in found.items():
+        if theirs.like not in known:
+            scheme = t5 if theirs.like == "t5" else pe.NoPE()
+            known[theirs.like] = case(scheme, make_arguments(scheme, shape, dtype))
+        peers.must_agree(name, theirs, known[theirs.like])
     return cases | found
 
 
-def our_case(scheme: pe.Scheme, arguments: tuple, backward: bool) -> peers.Case:
-    """Returns attention with a scheme, of q, k, v and its parameters."""
-
-    def attend(q, k, v, params, x=None):
-        scale = q.shape[-1] ** -0.5
-        options: dict[str, Any] = {"scale": scale, "is_causal": True, "implementation": "xla"}
-        return pe.scheme_attention(scheme, params, q, k, v, x=x, **options)[0]
-
-    q = arguments[0]
-    if named.reads_x(scheme, q):
-        arguments += (
-            jax.random.normal(jax.random.key(1), (*q.shape[:2], q.shape[2] * q.shape[3]), q.dtype),
-        )
-    return peers.jax_case(attend, arguments, backward)
-
-
 def _over_devices(arguments: tuple, count: int) -> tuple:
-    """Puts q, k and v on several devices by their heads, and the parameters on all."""
+    """Puts q, k and v on several devices by their heads, and everything else on all."""
     devices = jax.devices()[:count]
     mesh = jax.make_mesh((count,), ("heads",), axis_types=(AxisType.Auto,), devices=devices)
     by_head = NamedSharding(mesh, PartitionSpec(None, None, "heads"))
     whole = NamedSharding(mesh, PartitionSpec())
-    *inputs, params = arguments
-    return (*jax.device_put(inputs, by_head), jax.device_put(params, whole))
+    q, k, v, *others = arguments
+    return (*jax.device_put((q, k, v), by_head), *jax.device_put(others, whole))

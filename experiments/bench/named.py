@@ -1,8 +1,11 @@
-"""Schemes as the command line names them: `t5,shaw:clip=16:values=false,mypkg.mine:Own`."""
+"""Schemes as the command line names them, and attention with one.
+
+For instance `t5,shaw:clip=16:values=false,mypkg.mine:Own`.
+"""
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +14,8 @@ import jax.numpy as jnp
 import posenc_jax as pe
 from experiments.schemes import sized_scheme
 
-HELP = "names with commas between; options after colons, as in shaw:clip=16:values=false"
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+SCHEMES_HELP = "names with commas between; options after colons, as in shaw:clip=16:values=false"
 
 
 def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
@@ -40,12 +44,41 @@ def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
     return out
 
 
-def reads_x(scheme: pe.Scheme, q: jax.Array) -> bool:
-    """Returns whether a scheme needs what q and k were projected from, for q [B, T, N, H]."""
-    params = jax.eval_shape(scheme.init, jax.random.key(0))
+def sizes_of(heads: int, dim: int, length: int) -> dict[str, int]:
+    """Returns the sizes that schemes may ask for."""
+    return {"num_heads": heads, "head_dim": dim, "model_dim": heads * dim, "max_length": length}
+
+
+def attend_with(scheme: pe.Scheme) -> Callable:
+    """Returns causal attention with a scheme, of what `make_arguments` returns.
+
+    The logit scale is the same for all, so that they differ in positions alone.
+    """
+
+    def attend(q, k, v, params, x=None):
+        options: dict[str, Any] = {"is_causal": True, "implementation": "xla"}
+        scale = q.shape[-1] ** -0.5
+        return pe.scheme_attention(scheme, params, q, k, v, x=x, scale=scale, **options)[0]
+
+    return attend
+
+
+def make_arguments(scheme: pe.Scheme, shape: tuple[int, int, int, int], dtype: Any) -> tuple:
+    """Returns q, k, v of a shape [B, T, N, H], parameters, and x where the scheme reads it."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v = (jax.random.normal(key, shape, dtype) for key in keys[:3])
+    params = scheme.init(keys[3])
+    if not _reads_x(scheme, params, q):
+        return q, k, v, params
+    x = jax.random.normal(keys[4], (*shape[:2], shape[2] * shape[3]), dtype)
+    return q, k, v, params, x
+
+
+def _reads_x(scheme: pe.Scheme, params: Any, q: jax.Array) -> bool:
+    """Whether a scheme needs what q and k were projected from."""
     at = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
     try:
-        jax.eval_shape(lambda p, q, at: scheme.side(p, None, q, q, at, None), params, q, at)
+        jax.eval_shape(lambda at: scheme.side(params, None, q, q, at, None), at)
     except (AttributeError, TypeError, ValueError):
         return True
     return False

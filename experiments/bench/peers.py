@@ -53,22 +53,37 @@ def must_agree(name: str, case: Case, ours: Case) -> None:
         raise RuntimeError(f"{name} gives {len(got)} arrays, wanted {len(wanted)}")
 
 
+def without_bias(q, k, v):
+    """Attention by `jax.nn`."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def with_matrix(q, k, v, table):
+    """The same with T5's bias as a matrix of all queries and keys."""
+    at = jnp.arange(q.shape[1], dtype=jnp.int32)
+    bucket = pe.t5_bucket(at[:, None] - at[None])
+    bias = jnp.moveaxis(table.T[bucket], -1, 0)[None].astype(q.dtype)
+    return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+
+
+NAIVE = {"jax.nn without bias": without_bias, "jax.nn with T5 matrix": with_matrix}
+
+
 def naive(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict[str, Case]:
     """Returns `jax.nn`, without a bias and with T5's as a matrix."""
-
-    def without(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-    def with_matrix(q, k, v, table):
-        at = jnp.arange(q.shape[1], dtype=jnp.int32)
-        bucket = pe.t5_bucket(at[:, None] - at[None])
-        bias = jnp.moveaxis(table.T[bucket], -1, 0)[None].astype(q.dtype)
-        return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
-
+    without, matrix = NAIVE
     return {
-        "jax.nn without bias": jax_case(without, tuple(inputs), backward, "none"),
-        "jax.nn with T5 matrix": jax_case(with_matrix, (*inputs, table), backward, "t5"),
+        without: jax_case(without_bias, tuple(inputs), backward, "none"),
+        matrix: jax_case(with_matrix, (*inputs, table), backward, "t5"),
     }
+
+
+def installed(library: str) -> bool:
+    """Returns whether a library is there, and says where it is not."""
+    found = importlib.util.find_spec(library) is not None
+    if not found:
+        print(f"  {library} is left out: not installed")
+    return found
 
 
 def attention_peers(
@@ -78,8 +93,7 @@ def attention_peers(
     out = {}
     for library, make in (("torch", _sdpa), ("torch", _flex), ("tokamax", _tokamax)):
         what = f"{library} ({make.__name__[1:]})"
-        if importlib.util.find_spec(library) is None:
-            print(f"  {what} is left out: not installed")
+        if not installed(library):
             continue
         try:
             out |= make(inputs, table, backward)
@@ -101,7 +115,7 @@ class _Torch(NamedTuple):
         return self.table[:, self.buckets].contiguous()
 
 
-def _torch(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> _Torch:
+def torch_inputs(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> _Torch:
     import torch
 
     torch.set_num_threads(usable_cores())
@@ -118,7 +132,7 @@ def _torch(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> _To
     return _Torch(ours, learned, buckets)
 
 
-def _numpy(result: Any) -> list:
+def from_torch(result: Any) -> list:
     """Torch's results in our layout; a table's gradient has two axes."""
     result = result if isinstance(result, tuple) else (result,)
     arrays = [x.detach().float().numpy() for x in result]
@@ -128,7 +142,7 @@ def _numpy(result: Any) -> list:
 def _sdpa(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict[str, Case]:
     import torch
 
-    given = _torch(inputs, table, backward)
+    given = torch_inputs(inputs, table, backward)
     length = inputs[0].shape[1]
     at = torch.arange(length)
     bucket = given.buckets[(at[:, None] - at[None]).clamp(min=0)]
@@ -149,8 +163,8 @@ def _sdpa(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict
         return (out, *torch.autograd.grad(out, learned, out.detach()))
 
     return {
-        "torch SDPA without bias": Case(lambda: attend(False), like="none", arrays=_numpy),
-        "torch SDPA with T5 matrix": Case(lambda: attend(True), like="t5", arrays=_numpy),
+        "torch SDPA without bias": Case(lambda: attend(False), like="none", arrays=from_torch),
+        "torch SDPA with T5 matrix": Case(lambda: attend(True), like="t5", arrays=from_torch),
     }
 
 
@@ -160,7 +174,7 @@ def _flex(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    given = _torch(inputs, table, backward)
+    given = torch_inputs(inputs, table, backward)
     by_distance, length = given.by_distance(), inputs[0].shape[1]
     causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cpu")
     call = torch.compile(flex_attention, dynamic=False)
@@ -173,8 +187,8 @@ def _flex(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict
             return call(*given.inputs, score_mod=rule, block_mask=causal)
 
     cases = {
-        "torch Flex without bias": Case(lambda: attend(None), like="none", arrays=_numpy),
-        "torch Flex with T5 lookup": Case(lambda: attend(t5), like="t5", arrays=_numpy),
+        "torch Flex without bias": Case(lambda: attend(None), like="none", arrays=from_torch),
+        "torch Flex with T5 lookup": Case(lambda: attend(t5), like="t5", arrays=from_torch),
     }
     for case in cases.values():
         case.call()  # Compiles, or raises what cannot be.

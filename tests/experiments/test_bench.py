@@ -5,18 +5,17 @@ import subprocess
 import sys
 from xml.etree import ElementTree
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from test_user_schemes import FoX
 
 import posenc_jax as pe
 from experiments import bench
-from experiments.bench import rope
-from experiments.bench.attention import our_case
+from experiments.bench import decode, rope
 from experiments.bench.clock import side_by_side
 from experiments.bench.machine import WARM_HEAP
-from experiments.bench.named import named_schemes, reads_x
+from experiments.bench.named import attend_with, make_arguments, named_schemes
 from experiments.bench.peers import Case, must_agree
 from experiments.strict import ConfigError
 
@@ -86,12 +85,48 @@ def test_schemes_by_name_and_option():
 
 
 def test_a_scheme_that_reads_the_embedding_gets_it():
-    q = jnp.ones((1, 3, 2, 4))
-    assert not reads_x(pe.Shaw(2, 4), q)
-    assert reads_x(FoX(num_heads=2, model_dim=8), q)
-    assert our_case(
-        FoX(num_heads=2, model_dim=8), (q, q, q, FoX(2, 8).init(jax.random.key(0))), True
-    )
+    shape = 1, 3, 2, 4
+    assert len(make_arguments(pe.Shaw(2, 4), shape, jnp.float32)) == 4
+    scheme = FoX(num_heads=2, model_dim=8)
+    *_, x = arguments = make_arguments(scheme, shape, jnp.float32)
+    assert x.shape == (1, 3, 8)
+    assert attend_with(scheme)(*arguments).shape == shape
+
+
+def test_decode_in_small(tmp_path, capsys):
+    json_path, svg_path = tmp_path / "decode.json", tmp_path / "decode.svg"
+    arguments = ["decode", "--cold-heap", "--slots=16,32", "--heads=2", "--head-dim=4"]
+    arguments += ["--tokens=1,3", "--schemes=t5,rope", "--rounds=1", "--seconds=0"]
+    assert bench.main([*arguments, f"--json={json_path}", f"--plot={svg_path}"]) == 0
+    assert "3 tokens at once after 29 in the cache" in capsys.readouterr().out
+    results = json.loads(json_path.read_text())["results"]
+    assert [(r["tokens"], r["slots"]) for r in results] == [(1, 16), (1, 32), (3, 16), (3, 32)]
+    names = ["none", "t5", "rope", "jax.nn without bias", "jax.nn with T5 rows"]
+    assert [row["name"] for row in results[0]["rows"]] == names
+    assert "one token" in "".join(ElementTree.parse(svg_path).getroot().itertext())
+
+
+def test_a_cache_is_decoded_from_as_a_whole_sequence_is_attended_to():
+    scheme, shape = pe.RoPE(head_dim=4), (1, 16, 2, 4)
+    arguments = make_arguments(scheme, shape, jnp.float32)
+    whole = attend_with(scheme)(*arguments)
+    case = decode.our_case(scheme, arguments, tokens=3)
+    for _ in range(2):
+        np.testing.assert_allclose(case.call(), whole[:, -3:], atol=1e-5)
+
+
+def test_memory_in_small(tmp_path, capsys):
+    json_path, svg_path = tmp_path / "memory.json", tmp_path / "memory.svg"
+    arguments = ["memory", "--cold-heap", "--lengths=512,1024", "--heads=2", "--head-dim=4"]
+    arguments += ["--schemes=t5", f"--json={json_path}", f"--plot={svg_path}"]
+    assert bench.main(arguments) == 0
+    assert "a doubling" in capsys.readouterr().out
+    rows = {(r["name"], r["what"]): r for r in json.loads(json_path.read_text())["results"]}
+    assert len(rows) == 8
+    ours, theirs = (rows[name, "forward+backward"] for name in ("t5", "jax.nn with T5 matrix"))
+    assert ours["growth"] < 3 < theirs["growth"]
+    assert theirs["lengths"]["1024"]["largest_megabytes"] >= 4 * 2 * 1024**2 / 1e6
+    assert "T5 matrix" in "".join(ElementTree.parse(svg_path).getroot().itertext())
 
 
 def test_the_heap_is_kept_by_default():

@@ -1,0 +1,152 @@
+"""One new token, and a chunk of them, after a cache of keys and values, with each scheme.
+
+The cache is full but for the new tokens, and donated: every call writes them into the same
+slots. The reference is the same without positions. `jax.nn` attends to its own cache of the same
+layout with the slots masked by position, with T5's bias as a row; `--peers` adds torch's SDPA.
+What another library gives must equal ours before it is timed.
+"""
+
+import argparse
+import dataclasses
+
+import jax
+
+import posenc_jax as pe
+from experiments.bench import decode_peers, peers
+from experiments.bench.clock import show, side_by_side
+from experiments.bench.growth import Panel, growth_plot
+from experiments.bench.named import (
+    DTYPES,
+    SCHEMES_HELP,
+    make_arguments,
+    named_schemes,
+    sizes_of,
+    whole_numbers,
+)
+from experiments.bench.program import compile_program
+
+SCHEMES = "rope,t5,alibi,fire,shaw"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's settings."""
+    parser.add_argument(
+        "--slots",
+        type=whole_numbers,
+        default=(1024, 2048, 4096, 8192, 16384, 32768),
+        help="sizes of the cache, commas between (default: 1024 to 32768)",
+    )
+    parser.add_argument(
+        "--tokens", type=whole_numbers, default=(1, 64), help="new ones (default: 1,64)"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="default: 1")
+    parser.add_argument("--heads", type=int, default=8, help="default: 8")
+    parser.add_argument("--head-dim", type=int, default=64, help="default: 64")
+    parser.add_argument("--schemes", default=SCHEMES, help=f"{SCHEMES_HELP} (default: {SCHEMES})")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+    parser.add_argument("--peers", action="store_true", help="add other libraries")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds (default: 15)")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="go on that long per size (default: 4)"
+    )
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Measures every size of the cache and number of new tokens; returns the numbers."""
+    results = []
+    for tokens in options.tokens:
+        for slots in options.slots:
+            print(f"\ncompiling {tokens} after {slots - tokens} ...", flush=True)
+            cases = all_cases(tokens, slots, options)
+            timings = side_by_side(
+                {name: case.call for name, case in cases.items()},
+                rounds=options.rounds,
+                seconds=options.seconds,
+                inner=max(1, 16384 // (slots * tokens)),
+            )
+            show(f"decode: {_say(tokens)} after {slots - tokens} in the cache", timings)
+            rows = [dataclasses.asdict(t) | dict(cases[t.name].facts) for t in timings]
+            results.append({"tokens": tokens, "slots": slots, "rows": rows})
+    shape = {"batch": options.batch, "heads": options.heads, "head_dim": options.head_dim}
+    return {**shape, "dtype": options.dtype, "results": results}
+
+
+def plot(numbers: dict) -> str:
+    """Returns time against the size of the cache as an SVG file's text."""
+    panels: dict[int, dict[str, dict[int, float]]] = {}
+    for result in numbers["results"]:
+        lines = panels.setdefault(result["tokens"], {})
+        for row in result["rows"]:
+            lines.setdefault(row["name"], {})[result["slots"]] = row["median"] * 1e3
+    names = [name for lines in panels.values() for name in lines]
+    return growth_plot(
+        [Panel(f"time in ms, {_say(tokens)}", lines) for tokens, lines in panels.items()],
+        against="slots in the cache",
+        title="Time of decoding against the size of the cache",
+        dashed=[name for name in names if name.startswith(peers.FOREIGN)],
+    )
+
+
+def _say(tokens: int) -> str:
+    return "one token" if tokens == 1 else f"{tokens} tokens at once"
+
+
+def all_cases(tokens: int, slots: int, options: argparse.Namespace) -> dict[str, peers.Case]:
+    """Returns what to time, by name: ours, and other libraries."""
+    shape = options.batch, slots, options.heads, options.head_dim
+    dtype = DTYPES[options.dtype]
+    sizes = sizes_of(options.heads, options.head_dim, slots)
+    schemes = named_schemes(options.schemes, sizes)
+    cases = {
+        name: our_case(scheme, make_arguments(scheme, shape, dtype), tokens)
+        for name, scheme in schemes.items()
+    }
+    t5 = pe.T5(num_heads=options.heads)
+    given = make_arguments(t5, shape, dtype)
+    found = decode_peers.jax_nn(given, tokens)
+    if options.peers and peers.installed("torch"):
+        found |= decode_peers.torch_sdpa(given, tokens)
+    known = {"none": cases["none"]}
+    for name, theirs in found.items():
+        if theirs.like not in known:
+            known[theirs.like] = our_case(t5, given, tokens)
+        peers.must_agree(name, theirs, known[theirs.like])
+    return cases | found
+
+
+def our_case(scheme: pe.Scheme, arguments: tuple, tokens: int) -> peers.Case:
+    """Returns attention of the last tokens to a cache that holds those before them."""
+    q, k, v, params, *rest = arguments
+    batch, slots, heads, dim = q.shape
+    x = rest[0] if rest else None
+    cache = pe.new_cache(
+        scheme, batch, slots, num_heads=heads, head_dim=dim, model_dim=heads * dim, dtype=q.dtype
+    )
+    scale = dim**-0.5
+    first, last = slice(None, slots - tokens), slice(slots - tokens, None)
+
+    def part(at: slice) -> tuple:
+        return tuple(None if y is None else y[:, at] for y in (q, k, v, x))
+
+    def attend(cache, params, q, k, v, x):
+        return pe.scheme_attention(
+            scheme, params, q, k, v, x=x, cache=cache, scale=scale, is_causal=True
+        )
+
+    def step(cache, *arguments):
+        out, after = attend(cache, *arguments)
+        # The tokens before stay what they are: the next call writes the same slots again.
+        kept = {"length": cache.length, "next_positions": cache.next_positions}
+        return out, dataclasses.replace(after, state=cache.state, **kept)
+
+    fill = jax.jit(lambda *arguments: attend(*arguments)[1], donate_argnums=0)
+    cache = fill(cache, params, *part(first))
+    fresh = params, *part(last)
+    program, facts = compile_program(step, (cache, *fresh), donate_argnums=0)
+
+    def call():
+        nonlocal cache
+        out, cache = program(cache, *fresh)
+        return out
+
+    return peers.Case(call, facts)

@@ -1,0 +1,78 @@
+"""Other libraries' attention to a cache, for `decode`."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import posenc_jax as pe
+from experiments.bench import peers
+from experiments.bench.program import compile_program
+
+
+def jax_nn(arguments: tuple, tokens: int) -> dict[str, peers.Case]:
+    """Returns `jax.nn` on a cache [B, S, N, H], without a bias and with T5's as rows."""
+    q, k, v, params = arguments
+    slots = q.shape[1]
+    at = jnp.int32(slots - tokens)
+    new = tuple(y[:, slots - tokens :] for y in (q, k, v))
+
+    def write(cache, new, at):
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, at, 1)
+
+    def case(like: str, bias_of: Callable) -> peers.Case:
+        def step(cache, at, table, q, k, v):
+            keys, values = write(cache[0], k, at), write(cache[1], v, at)
+            distance = (at + jnp.arange(tokens, dtype=jnp.int32))[:, None] - jnp.arange(
+                slots, dtype=jnp.int32
+            )[None]
+            out = jax.nn.dot_product_attention(
+                q, keys, values, bias=bias_of(table, distance), mask=(distance >= 0)[None, None]
+            )
+            return out, (keys, values)
+
+        cache = tuple(y.at[:, slots - tokens :].set(0) for y in (k, v))
+        given = at, params["table"], *new
+        program, facts = compile_program(step, (cache, *given), donate_argnums=0)
+
+        def call():
+            nonlocal cache
+            out, cache = program(cache, *given)
+            return out
+
+        return peers.Case(call, facts, like)
+
+    def t5(table, distance):
+        return jnp.moveaxis(table.T[pe.t5_bucket(distance)], -1, 0)[None].astype(q.dtype)
+
+    return {
+        "jax.nn without bias": case("none", lambda table, distance: None),
+        "jax.nn with T5 rows": case("t5", t5),
+    }
+
+
+def torch_sdpa(arguments: tuple, tokens: int) -> dict[str, peers.Case]:
+    """Returns torch's SDPA on a cache [B, N, S, H], without a bias and with T5's as rows."""
+    import torch
+
+    given = peers.torch_inputs(arguments[:3], arguments[3]["table"], False)
+    slots = arguments[0].shape[1]
+    start = slots - tokens
+    q, k, v = (x[:, :, start:].clone() for x in given.inputs)
+    keys, values = given.inputs[1:]
+    distance = torch.arange(start, slots)[:, None] - torch.arange(slots)[None]
+    later, bucket = distance < 0, given.buckets[distance.clamp(min=0)]
+    causal = None if tokens == 1 else ~later
+
+    def attend(biased):
+        keys[:, :, start:], values[:, :, start:] = k, v
+        mask = causal
+        if biased:
+            mask = given.table[:, bucket].masked_fill(later, -torch.inf)[None].to(q.dtype)
+        with torch.no_grad():
+            return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+    return {
+        "torch SDPA without bias": peers.Case(lambda: attend(False), {}, "none", peers.from_torch),
+        "torch SDPA with T5 rows": peers.Case(lambda: attend(True), {}, "t5", peers.from_torch),
+    }

@@ -1,0 +1,110 @@
+"""Memory of attention with each scheme as the length grows, from the compiled programs.
+
+Nothing runs. Temporary memory is what a program holds beside its arguments and results; the
+largest array is of all that its text names. Where nothing grows with T x S, doubling the length
+at most doubles both; `jax.nn`, which holds all logits, makes four times as much of it.
+"""
+
+import argparse
+import math
+
+import jax
+
+import posenc_jax as pe
+from experiments.bench import peers
+from experiments.bench.growth import Panel, growth_plot
+from experiments.bench.named import (
+    DTYPES,
+    SCHEMES_HELP,
+    attend_with,
+    make_arguments,
+    named_schemes,
+    sizes_of,
+    whole_numbers,
+)
+from experiments.bench.program import compile_program, with_gradients
+
+SCHEMES = "t5,alibi,fire,shaw"
+PASSES = {"forward": lambda f: f, "forward+backward": with_gradients}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's settings."""
+    parser.add_argument(
+        "--lengths",
+        type=whole_numbers,
+        default=(512, 1024, 2048, 4096, 8192),
+        help="commas between (default: 512 to 8192)",
+    )
+    parser.add_argument("--batch", type=int, default=1, help="default: 1")
+    parser.add_argument("--heads", type=int, default=8, help="default: 8")
+    parser.add_argument("--head-dim", type=int, default=64, help="default: 64")
+    parser.add_argument("--schemes", default=SCHEMES, help=f"{SCHEMES_HELP} (default: {SCHEMES})")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Compiles everything; returns the numbers."""
+    results = []
+    for what, made in PASSES.items():
+        print(f"\n{what}: temporary memory in MB, causal, {options.dtype}")
+        heads = "".join(f"{f'T = {n}':>9s}" for n in options.lengths)
+        print(f"  {'':24s}{heads} {'a doubling':>11s} {'largest array':>14s} {'compile s':>10s}")
+        words = named_schemes(options.schemes, sizes_of(options.heads, options.head_dim, 1))
+        for name in (*words, *peers.NAIVE):
+            print(f"  {name:24s}", end="", flush=True)
+            facts = {}
+            for length in options.lengths:
+                f, arguments = _function(name, length, options)
+                _, facts[length] = compile_program(made(f), arguments)
+                print(f"{facts[length]['megabytes']:9.1f}", end="", flush=True)
+            last, growth = facts[options.lengths[-1]], _growth(facts)
+            print(
+                f" {growth:10.2f}x {last['largest_megabytes']:14.1f}"
+                f" {last['compile_seconds']:10.2f}",
+                flush=True,
+            )
+            results.append({"name": name, "what": what, "growth": growth, "lengths": facts})
+    shape = {"batch": options.batch, "heads": options.heads, "head_dim": options.head_dim}
+    return {**shape, "dtype": options.dtype, "results": results}
+
+
+def plot(numbers: dict) -> str:
+    """Returns memory against length as an SVG file's text."""
+    panels = []
+    for what in PASSES:
+        lines = {
+            row["name"]: {int(n): fact["megabytes"] for n, fact in row["lengths"].items()}
+            for row in numbers["results"]
+            if row["what"] == what
+        }
+        panels.append(Panel(f"temporary memory in MB, {what}", lines))
+    return growth_plot(
+        panels,
+        against="length T",
+        title="Temporary memory of causal attention against length",
+        dashed=tuple(peers.NAIVE),
+    )
+
+
+def _function(name: str, length: int, options: argparse.Namespace) -> tuple:
+    """Returns attention and the shapes of its arguments."""
+    dtype = DTYPES[options.dtype]
+    shape = options.batch, length, options.heads, options.head_dim
+    sizes = sizes_of(options.heads, options.head_dim, length)
+    if name in peers.NAIVE:
+        f = peers.NAIVE[name]
+        scheme = pe.T5(num_heads=options.heads)
+        *inputs, params = jax.eval_shape(lambda: make_arguments(scheme, shape, dtype))
+        return f, (*inputs, params["table"]) if f is peers.with_matrix else tuple(inputs)
+    scheme = named_schemes(options.schemes, sizes)[name]
+    return attend_with(scheme), jax.eval_shape(lambda: make_arguments(scheme, shape, dtype))
+
+
+def _growth(facts: dict[int, dict]) -> float:
+    """Returns by how much memory grew with the last doubling, or what comes nearest to one."""
+    *before, last = facts
+    if not before:
+        return math.nan
+    ratio = facts[last]["megabytes"] / facts[before[-1]]["megabytes"]
+    return ratio ** (1 / math.log2(last / before[-1]))
