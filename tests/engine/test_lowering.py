@@ -1,0 +1,24 @@
+"""Every scheme's attention, forward and backward, becomes a program for TPU and for CUDA.
+
+Without such hardware: JAX's part of compiling is all that runs.
+"""
+
+import jax
+import pytest
+from support import build, make_batch, output
+
+import posenc_jax as pe
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("name", pe.SCHEMES)
+def test_lowers_with_its_gradients(name, platform):
+    scheme = build(pe.SCHEMES[name])
+
+    def loss(params, tokens):
+        return (output(scheme, params, tokens) ** 2).sum()
+
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
+    tokens = jax.eval_shape(lambda: make_batch(length=40))
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    step.trace(params, tokens).lower(lowering_platforms=(platform,))
