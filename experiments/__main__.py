@@ -17,6 +17,7 @@ python -m experiments <command> [file.toml] [changes]
   report     write report.html again from results.json       a folder of results
   bench      measure speed as ratios
   gallery    draw what every scheme does, on one page
+  schemes    print a table of all schemes
 
 A file describes one experiment; any setting of it can be changed on the command line:
 
@@ -52,6 +53,7 @@ def main(arguments: list[str]) -> int:
         "report": _report,
         "bench": _bench,
         "gallery": _gallery,
+        "schemes": _schemes,
     }
     try:
         if name not in commands:
@@ -109,6 +111,12 @@ def _report(arguments: list[str]) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from None
     return 0
+
+
+def _schemes(arguments: list[str]) -> int:
+    from experiments.catalogue import main as show
+
+    return show(arguments)
 
 
 def _gallery(arguments: list[str]) -> int:

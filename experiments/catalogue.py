@@ -1,0 +1,99 @@
+"""The table of all schemes, made by asking each of them: `python -m experiments schemes`."""
+
+import argparse
+import dataclasses
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import posenc_jax as pe
+
+SIZES = {"num_heads": 4, "head_dim": 16, "model_dim": 64, "max_length": 32}
+COLUMNS = (
+    "name",
+    "class",
+    "family",
+    "acts on",
+    "learned",
+    "cached",
+    "relative",
+    "runs on",
+    "paper",
+)
+IMPLEMENTATIONS = ("reference", "xla", "jax")
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the table as Markdown; returns the exit status."""
+    argparse.ArgumentParser(
+        prog="python -m experiments schemes",
+        description="Prints what every scheme does, as a Markdown table: where it acts, what it "
+        "learns, what a cache keeps per token, and which implementations of attention run it.",
+    ).parse_args(arguments)
+    print(table())
+    return 0
+
+
+def table() -> str:
+    """Returns the table of `posenc_jax.SCHEMES`."""
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *(row(name) for name in sorted(pe.SCHEMES))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def row(name: str) -> tuple[str, ...]:
+    """Returns what the table says of one scheme."""
+    cls = pe.SCHEMES[name]
+    required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+    scheme = cls(**{n: SIZES[n] for n in required})
+    learned = sum(x.size for x in jax.tree.leaves(scheme.init(jax.random.key(0))))
+    paper = re.search(r"https://arxiv\.org/abs/[\d.]+\d", sys.modules[cls.__module__].__doc__ or "")
+    link = paper[0] if paper else ""
+    return (
+        f"`{name}`",
+        f"`{cls.__name__}`",
+        cls.__module__.split(".")[1],
+        ", ".join(scheme.acts_on) or "nothing",
+        f"{learned:,}" if learned else "no",
+        _cached(scheme),
+        "yes" if scheme.relative else "no",
+        _runs_on(scheme),
+        f"[{link.rsplit('/', 1)[-1]}]({link})",
+    )
+
+
+def _cached(scheme: pe.Scheme) -> str:
+    """What is kept per token beside keys and values, and whether keys are as they are used."""
+    if not scheme.acts_in_attention:
+        return "k, v"
+    heads, dim, model = (SIZES[n] for n in ("num_heads", "head_dim", "model_dim"))
+    cache = jax.eval_shape(
+        lambda: pe.new_cache(scheme, 1, 2, num_heads=heads, head_dim=dim, model_dim=model)
+    )
+    keys = "k" if scheme.caches_mapped_keys else "raw k"
+    more = [n for n in ("cols", "state") if jax.tree.leaves(getattr(cache, n))]
+    words = {"cols": "more per key", "state": "running sums"}
+    return ", ".join([keys, "v", *(words[n] for n in more)])
+
+
+def _runs_on(scheme: pe.Scheme) -> str:
+    if not scheme.acts_in_attention:
+        return "any"
+    q = jnp.zeros((1, 32, SIZES["num_heads"], SIZES["head_dim"]))
+    x = jnp.zeros((1, 32, SIZES["model_dim"]))
+    params = scheme.init(jax.random.key(0))
+
+    def runs(implementation: str) -> bool:
+        try:
+            jax.eval_shape(
+                lambda q: pe.scheme_attention(
+                    scheme, params, q, q, q, x=x, is_causal=True, implementation=implementation
+                )[0],
+                q,
+            )
+        except NotImplementedError:
+            return False
+        return True
+
+    return ", ".join(filter(runs, IMPLEMENTATIONS))

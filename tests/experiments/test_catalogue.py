@@ -1,0 +1,20 @@
+"""The table of schemes says what the schemes say."""
+
+import posenc_jax as pe
+from experiments.__main__ import main
+from experiments.catalogue import COLUMNS, row
+
+
+def test_every_scheme_has_a_line(capsys):
+    assert main(["schemes"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 2 + len(pe.SCHEMES)
+    assert {line.count(" | ") for line in lines} == {len(COLUMNS) - 1}
+
+
+def test_a_line_says_where_a_scheme_acts_and_what_runs_it():
+    said = dict(zip(COLUMNS, row("t5"), strict=True))
+    assert said["acts on"] == "logits" and said["learned"] == "128"
+    assert said["runs on"] == "reference, xla" and said["cached"] == "k, v"
+    assert dict(zip(COLUMNS, row("rope"), strict=True))["runs on"] == "reference, xla, jax"
+    assert dict(zip(COLUMNS, row("sinusoidal"), strict=True))["runs on"] == "any"
