@@ -8,13 +8,24 @@ followed by the first N - P of every second slope of 2P heads. The paper does no
 its code does, and released models depend on it. A plain 2^(-8h/N) for every N, which some
 libraries use, is a different model.
 
-The paper is causal, where |i - j| = i - j. The symmetric form used here leaves that case
-unchanged and is defined for bidirectional attention as well. The penalty is added after
-the 1/sqrt(H) scale, and nothing is learned.
+The paper is causal, where |i - j| = i - j. For attention that sees both sides the authors describe
+three forms (`sides`), which are the same on the past of a causal model:
+
+    "alike"    past and future cost the same
+    "split"    half of the heads see the past only and half the future only, each half with the
+               slopes of N / 2 heads; both see the query's own token
+    "learned"  every head has a slope for the past and one for the future: sigmoid of a parameter
+
+`past_bonus` lets the past count as nearer by a constant, which tells left from right: 0.5 in the
+encoders of Ruoss et al. With `alibi_heads` fewer heads have slopes, as many heads would, and the
+others none. The penalty is added after the 1/sqrt(H) scale; Falcon divides it by sqrt(H) as well
+(`scaled`), and rounds it to bfloat16, which is not reproduced.
 
 Paper: Press, Smith, Lewis. Train Short, Test Long: Attention with Linear Biases Enables
 Input Length Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
-Reference code: ofirpress/attention_with_linear_biases, fairseq/models/transformer.py.
+Reference code: ofirpress/attention_with_linear_biases, fairseq/models/transformer.py and issue 5;
+google-deepmind/randomized_positional_encodings, models/positional_encodings.py;
+lucidrains/x-transformers, AlibiPositionalBias; huggingface/transformers, models/falcon.
 """
 
 import dataclasses
@@ -46,8 +57,23 @@ def alibi_slopes(num_heads: int) -> jax.Array:
     return jnp.asarray(slopes, jnp.float32)
 
 
+_HIDDEN = 1e20  # A slope that nothing survives; times any distance it is still finite.
+
+
 def _penalty(shared, slope, q, k):
     return -slope * jnp.abs(q - k).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BySide:
+    """A slope for the past and one for the future."""
+
+    past_bonus: float
+
+    def __call__(self, shared, slopes, q, k):
+        past, future = slopes
+        distance = (q - k).astype(jnp.float32)
+        return jnp.where(q > k, past * (self.past_bonus - distance), future * distance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +82,63 @@ class ALiBi(Scheme):
 
     Attributes:
       num_heads: N.
+      sides: "alike", "split" or "learned"; see the top of the file.
+      alibi_heads: how many heads, the first, have a slope; 0 for all.
+      past_bonus: how much nearer the past counts than it is.
+      scaled: whether the penalty is multiplied by the logit scale, as q . k is.
 
     Raises:
-      ValueError: if `num_heads` is less than one.
+      ValueError: for sizes that do not fit, or an unknown word.
 
     >>> ALiBi(num_heads=2).bias({}).dense(jnp.array([2]), jnp.arange(3))[0]
     Array([[-0.125 , -0.0625, -0.    ]], dtype=float32)
     """
 
     num_heads: int
+    sides: str = "alike"
+    alibi_heads: int = 0
+    past_bonus: float = 0.0
+    scaled: bool = False
     name: ClassVar[str] = "alibi"
     relative: ClassVar[bool] = True
 
     def __post_init__(self):
         require(self.num_heads >= 1, f"alibi: num_heads must be >= 1, got {self.num_heads}.")
+        require(
+            self.sides in ("alike", "split", "learned"),
+            f'alibi: sides must be "alike", "split" or "learned", got {self.sides!r}.',
+        )
+        require(
+            self.sides != "split" or self.num_heads % 2 == 0,
+            f'alibi: sides="split" needs an even num_heads, got {self.num_heads}.',
+        )
+        most = self.num_heads if self.sides == "alike" else 0
+        require(
+            0 <= self.alibi_heads <= most,
+            f"alibi: alibi_heads must be 0 to {most} with sides={self.sides!r}, "
+            f"got {self.alibi_heads}.",
+        )
+
+    def init(self, key):
+        """Returns {}, or {"past": ..., "future": ...}, float32 [N], where slopes are learned."""
+        if self.sides != "learned":
+            return {}
+        made = jax.random.normal(key, (2, self.num_heads)) - 2.0
+        return {"past": made[0], "future": made[1]}
 
     def bias(self, params):
         """Returns the penalty of every head."""
-        return LogitBias(_penalty, heads=alibi_slopes(self.num_heads), relative=True)
+        if self.sides == "learned":
+            slopes = jax.nn.sigmoid(params["past"]), jax.nn.sigmoid(params["future"])
+        elif self.sides == "split":
+            seen = alibi_slopes(self.num_heads // 2)
+            hidden = jnp.full_like(seen, _HIDDEN)
+            slopes = jnp.concatenate([seen, hidden]), jnp.concatenate([hidden, seen])
+        else:
+            count = self.alibi_heads or self.num_heads
+            slope = jnp.pad(alibi_slopes(count), (0, self.num_heads - count))
+            if not self.past_bonus:
+                return LogitBias(_penalty, heads=slope, relative=True, scaled=self.scaled)
+            slopes = slope, slope
+        rule = _BySide(self.past_bonus)
+        return LogitBias(rule, heads=slopes, relative=True, scaled=self.scaled)

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,3 +66,105 @@ def test_errors_name_the_argument_and_the_value():
             make(0)
     with pytest.raises(ValueError, match="attention: bias is for 4 heads but q has 6"):
         pe.attention(*ARRAYS, bias=pe.ALiBi(num_heads=4).bias({}))
+
+
+def issue_five(heads, length, sides, past=None, future=None):
+    """The forms for encoders of issue 5 of the authors' repository, in float64: [N, T, T]."""
+    at = np.arange(length)
+    away = np.abs(at[None, :] - at[:, None])
+    if sides == "split":
+        hidden = np.full((length, length), -np.inf)
+        right, left = np.triu(hidden, 1), np.tril(hidden, -1)
+        half = -np.array(SLOPES[heads // 2])[:, None, None] * away
+        return np.concatenate([half + right, half + left])
+    past, future = (-1 / (1 + np.exp(-np.float64(x))) for x in (past, future))
+    return np.triu(future[:, None, None] * away) + np.tril(past[:, None, None] * away)
+
+
+@pytest.mark.parametrize("heads", [6, 12])
+def test_split_sides_are_those_of_the_authors(heads):
+    scheme = pe.ALiBi(num_heads=heads, sides="split")
+    got = np.array(scheme.bias({}).dense(jnp.arange(63), jnp.arange(63)))
+    wanted = issue_five(heads, 63, "split")
+    np.testing.assert_array_equal(got < -1e19, np.isinf(wanted))
+    np.testing.assert_allclose(np.where(got < -1e19, -np.inf, got), wanted, rtol=2e-6)
+    far = scheme.bias({}).dense(jnp.array([0, 2**31 - 1]), jnp.array([0, 2**31 - 1]))
+    assert np.isfinite(far).all()
+
+
+def test_learned_sides_are_those_of_the_authors():
+    scheme = pe.ALiBi(num_heads=6, sides="learned")
+    params = scheme.init(jax.random.key(0))
+    at = np.array([0, 1, 62, 257, 10**6])
+    got = scheme.bias(params).dense(jnp.asarray(at), jnp.asarray(at))
+    short = issue_five(6, 63, "learned", **params)
+    np.testing.assert_allclose(got[:, :3, :3], short[:, at[:3]][:, :, at[:3]], rtol=2e-6)
+    past, future = (1 / (1 + np.exp(-np.float64(params[n]))) for n in ("past", "future"))
+    np.testing.assert_allclose(got[:, 4, 3], -past * (10**6 - 257), rtol=2e-6)
+    np.testing.assert_allclose(got[:, 3, 4], -future * (10**6 - 257), rtol=2e-6)
+    drawn = pe.ALiBi(num_heads=4000, sides="learned").init(jax.random.key(0))
+    assert abs(drawn["past"].mean() + 2) < 0.1 and abs(drawn["future"].std() - 1) < 0.1
+
+
+def test_a_causal_model_sees_the_past_of_every_form():
+    out = {
+        sides: attend(pe.ALiBi(num_heads=6, sides=sides), {}, *ARRAYS, is_causal=True)
+        for sides in ("alike", "split")
+    }
+    three = np.array(SLOPES[3])
+    expected = softmax_attention(
+        *ARRAYS,
+        lambda q, k, n, i, j: (
+            q @ k / np.sqrt(8) - three[n % 3] * abs(i - j) if n < 3 or i <= j else -1e20
+        ),
+    )
+    np.testing.assert_allclose(out["split"], expected, atol=1e-5)
+    np.testing.assert_array_equal(
+        out["split"][:, :, 3:].reshape(1, 63, 3, 8), own_values()[:, :, 3:]
+    )
+    assert np.abs(out["alike"] - out["split"]).max() > 0.1
+
+
+def own_values():
+    return np.repeat(ARRAYS[2], 2, axis=2)
+
+
+def test_the_bonus_of_the_past_is_that_of_ruoss_et_al():
+    """google-deepmind/randomized_positional_encodings, compute_alibi_encodings_biases."""
+    alibi = np.zeros((63, 63))
+    alibi -= sum(np.tri(63, k=-i) for i in range(1, 63))
+    alibi -= sum(np.tri(63, k=-i).T for i in range(1, 63))
+    alibi += 0.5 * np.tri(63, k=-1)
+    scheme = pe.ALiBi(num_heads=12, past_bonus=0.5)
+    got = scheme.bias({}).dense(jnp.arange(63), jnp.arange(63))
+    np.testing.assert_allclose(got, alibi * np.array(SLOPES[12])[:, None, None], rtol=2e-6)
+
+
+def test_some_heads_may_go_without():
+    """lucidrains/x-transformers: slopes of that many heads, then zeros."""
+    got = pe.ALiBi(num_heads=12, alibi_heads=6).bias({}).heads
+    np.testing.assert_allclose(got, [*SLOPES[6], *[0.0] * 6], rtol=1e-6)
+
+
+def test_falcons_penalty_is_divided_like_q_k():
+    """huggingface/transformers, models/falcon: attention_logits = (q k + alibi) / sqrt(H)."""
+    expected = softmax_attention(
+        *ARRAYS, lambda q, k, n, i, j: (q @ k + SLOPES[6][n] * j) / np.sqrt(8)
+    )
+    out = attend(pe.ALiBi(num_heads=6, scaled=True), {}, *ARRAYS, is_causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"sides": "none"}, 'alibi: sides must be "alike", "split" or "learned", got \'none\''),
+        ({"sides": "split", "num_heads": 5}, 'sides="split" needs an even num_heads, got 5'),
+        ({"alibi_heads": 7}, "alibi_heads must be 0 to 6 with sides='alike', got 7"),
+        ({"alibi_heads": 2, "sides": "learned"}, "alibi_heads must be 0 to 0 .*'learned', got 2"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_are_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        pe.ALiBi(**({"num_heads": 6} | change))
