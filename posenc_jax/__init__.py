@@ -28,6 +28,7 @@ from posenc_jax.engine.api import attention as attention
 from posenc_jax.relative.cope import CoPE as CoPE
 from posenc_jax.relative.deberta import DeBERTa as DeBERTa
 from posenc_jax.relative.fox import FoX as FoX
+from posenc_jax.relative.grape import GRAPEA as GRAPEA
 from posenc_jax.relative.inkling import Inkling as Inkling
 from posenc_jax.relative.shaw import Shaw as Shaw
 from posenc_jax.relative.stick_breaking import StickBreaking as StickBreaking
