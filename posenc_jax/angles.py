@@ -7,6 +7,9 @@ the host from float64. The product with an integer position, modulo one turn, is
 exact integer arithmetic that wraps by itself; what remains for float32 is a polynomial
 on at most an eighth of a turn. The error stays below 2e-7 and no table is kept.
 
+A learned frequency is a float32 in the program: there the same binary fraction is its mantissa
+times the digits of 1 / (2 pi), shifted by its exponent.
+
 Polynomials: the single precision sine and cosine kernels of the Cephes library.
 """
 
@@ -56,6 +59,54 @@ def _cos_sin_of_turns(phase: jax.Array) -> tuple[jax.Array, jax.Array]:
     return cos, sin
 
 
+def _phase(coordinates: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
+    """Integers times 2^64ths of a turn, in 2^32nds of a turn, without the whole turns."""
+    p = coordinates.astype(jnp.int32).astype(jnp.uint32)
+    borrow = jnp.where(coordinates < 0, low, np.uint32(0))  # p stands for p - 2^32 there.
+    return p * high + _high_word(p, low) - borrow
+
+
+def _fixed_point_turns_of_float32(frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns float32 radians per position, without sign, as `fixed_point_turns` does."""
+    digits = int(2**160 / (2 * _PI))
+    bits = jax.lax.bitcast_convert_type(frequencies, jnp.uint32)
+    exponent = (bits >> 23) & 0xFF
+    mantissa = (bits & 0x7FFFFF) | jnp.where(exponent > 0, np.uint32(1 << 23), np.uint32(0))
+    words, carry = [], jnp.zeros_like(mantissa)
+    for i in range(5):  # mantissa * digits, 32 bits at a time.
+        digit = jnp.full_like(mantissa, (digits >> 32 * i) & 0xFFFFFFFF)
+        word = mantissa * digit + carry
+        carry = _high_word(mantissa, digit) + (word < carry).astype(jnp.uint32)
+        words.append(word)
+    words += [carry] + [jnp.zeros_like(carry)] * 4
+    # The value is mantissa * 2^(exponent - 150), and 64 of the 160 digits are wanted.
+    shift = np.uint32(246) - jnp.minimum(exponent, 246)
+    a, b, c = (
+        sum(jnp.where(shift >> 5 == k, words[k + j], np.uint32(0)) for k in range(8))
+        for j in range(3)
+    )
+    right, left = shift & 31, 31 - (shift & 31)
+    return (b >> right) | (c << 1 << left), (a >> right) | (b << 1 << left)
+
+
+@jax.custom_jvp
+def _learned(coordinates: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of integers times float32 radians, below 2^96."""
+    phase = _phase(coordinates, *_fixed_point_turns_of_float32(frequencies))
+    cos, sin = _cos_sin_of_turns(phase)
+    finite = jnp.abs(frequencies) < 2.0**96
+    cos, sin = (jnp.where(finite, a, jnp.nan) for a in (cos, sin))
+    return cos, jnp.where(frequencies < 0, -sin, sin)
+
+
+@_learned.defjvp
+def _learned_slope(primals, tangents):
+    coordinates, frequencies = primals
+    cos, sin = _learned(coordinates, frequencies)
+    turned = coordinates.astype(jnp.float32) * tangents[1]
+    return (cos, sin), (-sin * turned, cos * turned)
+
+
 def cos_sin(
     coordinates: jax.Array, frequencies: np.ndarray | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -63,9 +114,10 @@ def cos_sin(
 
     Args:
       coordinates: integers or float32 [...].
-      frequencies: radians per position, [..., P]. A NumPy array (float64) is exact for
-        integer coordinates at any distance. JAX arrays (learned frequencies) and float32
-        coordinates are multiplied in float32, whose error grows with the angle.
+      frequencies: radians per position, [..., P]. Integer coordinates are exact at any
+        distance: times a NumPy array in float64, times a JAX array (learned frequencies) in
+        float32, as its values are. With float32 coordinates the product is float32, whose
+        error grows with the angle.
 
     Returns:
       Two float32 arrays [..., P].
@@ -77,11 +129,10 @@ def cos_sin(
     coordinates = jnp.asarray(coordinates)[..., None]
     shape = (1,) * (coordinates.ndim - frequencies.ndim) + frequencies.shape
     frequencies = frequencies.reshape(shape)
-    exact = isinstance(frequencies, np.ndarray) and jnp.issubdtype(coordinates.dtype, jnp.integer)
-    if not exact:
+    if not jnp.issubdtype(coordinates.dtype, jnp.integer):
         angle = coordinates.astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
         return jnp.cos(angle), jnp.sin(angle)
+    if not isinstance(frequencies, np.ndarray):
+        return _learned(coordinates, frequencies.astype(jnp.float32))
     high, low = map(jnp.asarray, fixed_point_turns(frequencies))
-    p = coordinates.astype(jnp.int32).astype(jnp.uint32)
-    borrow = jnp.where(coordinates < 0, low, np.uint32(0))  # p stands for p - 2^32 there.
-    return _cos_sin_of_turns(p * high + _high_word(p, low) - borrow)
+    return _cos_sin_of_turns(_phase(coordinates, high, low))

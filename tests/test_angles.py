@@ -82,15 +82,50 @@ def test_under_jit_and_with_any_number_of_axes():
         np.testing.assert_allclose(a, b, atol=1e-7)
 
 
-def test_fractions_and_learned_frequencies_are_float32_products():
+def test_fractions_are_float32_products():
     at = jnp.array([0.5, -3.25], jnp.float32)
     cos, sin = cos_sin(at, np.array([1.0, 0.5]))
     angle = np.outer([0.5, -3.25], [1.0, 0.5])
     np.testing.assert_allclose(cos, np.cos(angle), atol=1e-6)
     np.testing.assert_allclose(sin, np.sin(angle), atol=1e-6)
 
-    def first(frequencies):
-        return cos_sin(jnp.array([7]), frequencies)[1][0, 0]
 
-    slope = jax.grad(first)(jnp.array([0.25, 1.0]))
-    np.testing.assert_allclose(slope, [7 * np.cos(7 * 0.25), 0.0], rtol=1e-5)
+def test_learned_frequencies_are_exact_at_their_float32_values():
+    random = np.random.default_rng(0)
+    drawn = np.exp(random.uniform(-90, 8, 40)) * random.choice([-1, 1], 40)
+    special = [0.0, -0.0, 1.0, -1.0, 2.0**-149, 3e38**0.5, 2.0**40, np.pi, 2 * np.pi, 2.0**-20]
+    frequencies = np.array([*drawn, *special], np.float32)
+    positions = np.array([[0, 1, 62, 257, 10**6, 2**31 - 1, -1, -(10**6), -(2**31)]])
+    for run in (cos_sin, jax.jit(cos_sin)):
+        got = run(jnp.asarray(positions), jnp.asarray(frequencies))
+        for a, b in zip(got, exact(positions, frequencies), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=BOUND)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(-(2**31), 2**31 - 1), st.floats(-6.0, 6.0, width=32))
+def test_any_position_and_learned_frequency(position, frequency):
+    got = cos_sin(jnp.array([position], jnp.int32), jnp.array([frequency], jnp.float32))
+    for a, b in zip(got, exact(np.array([position]), [frequency]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=BOUND)
+
+
+def test_learned_frequencies_have_the_slope_of_the_formula():
+    def loss(frequencies, positions=(7, 10**6)):
+        cos, sin = cos_sin(jnp.array(positions), frequencies)
+        return (2 * cos + 3 * sin).sum()
+
+    at, w = np.array([7, 10**6]), np.array([0.25, -1.0, 0.0], np.float32)
+    cos, sin = exact(at, w)
+    slope = (at[:, None] * (3 * cos - 2 * sin)).sum(0)
+    np.testing.assert_allclose(jax.grad(loss)(jnp.asarray(w)), slope, rtol=1e-5)
+    np.testing.assert_allclose(jax.jacfwd(loss)(jnp.asarray(w)), slope, rtol=1e-5)
+    curved = jnp.diag(jax.hessian(lambda w: loss(w, (7,)))(jnp.asarray(w)))
+    cos, sin = exact(np.array([7]), w)
+    np.testing.assert_allclose(curved, (49 * (-2 * cos - 3 * sin)).sum(0), rtol=1e-5)
+
+
+def test_learned_frequencies_that_are_no_numbers_stay_where_they_are():
+    w = jnp.array([jnp.nan, jnp.inf, 1.0, 2.0**100], jnp.float32)
+    for a in cos_sin(jnp.array([3]), w):
+        np.testing.assert_array_equal(np.isnan(a), [[True, True, False, True]])
