@@ -1,0 +1,149 @@
+"""RoPE-Mixed against rope-vit's code, with frequencies from its own start."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+# rope-vit, init_random_2d_freqs(8, 1, theta=10, rotate=False), run: columns (x), then rows (y).
+FREQS_X = [1.0, 0.316227764, 0.0, 0.0]
+FREQS_Y = [0.0, 0.0, 1.0, 0.316227764]
+
+
+def rope_vit(x, place, frequencies):
+    """compute_mixed_cis and apply_rotary_emb for one patch and head; place is row, column."""
+    angles = place[0] * frequencies[0] + place[1] * frequencies[1]
+    z = (x[0::2] + 1j * x[1::2]) * np.exp(1j * angles)
+    return np.stack([z.real, z.imag], -1).ravel()
+
+
+def frequencies_of(scheme, seed=3):
+    return jax.tree.map(lambda f: np.asarray(f, np.float64), scheme.init(jax.random.key(seed)))[
+        "frequencies"
+    ]
+
+
+@pytest.mark.parametrize("heads, count", [(1, 6), (6, 6), (12, 12), (3, 6)])
+def test_matches_rope_vit(heads, count):
+    scheme = pe.RoPEMixed(head_dim=12, heads=heads)
+    params, f = scheme.init(jax.random.key(3)), frequencies_of(scheme)
+    x = np.random.default_rng(0).normal(size=(2, 63, count, 12)).astype(np.float32)
+    at = pe.grid_coordinates(2, 7, 9)
+    out = scheme.query(params, jnp.asarray(x), at)
+    np.testing.assert_array_equal(out, scheme.key(params, jnp.asarray(x), at))
+    for b, t, n in np.ndindex(2, 63, count):
+        place = np.asarray(at[:, b, t], float)
+        wanted = rope_vit(x[b, t, n].astype(float), place, f[:, n * heads // count])
+        np.testing.assert_allclose(out[b, t, n], wanted, rtol=0, atol=3e-6)
+
+
+def test_starts_as_rope_vit_does_turned_by_one_angle_per_head():
+    rows, columns = pe.mixed_frequencies(jax.random.key(0), 8, heads=4)
+    angles = np.arctan2(rows[:, 0], columns[:, 0])[:, None]
+    assert np.ptp(angles) > 0.5
+    back = np.cos(angles) * columns + np.sin(angles) * rows
+    across = np.cos(angles) * rows - np.sin(angles) * columns
+    np.testing.assert_allclose(back, np.tile(FREQS_X, (4, 1)), atol=1e-6)
+    np.testing.assert_allclose(across, np.tile(FREQS_Y, (4, 1)), atol=1e-6)
+
+
+def test_attention_over_a_grid():
+    scheme = pe.RoPEMixed(head_dim=8, heads=3)
+    params, f = scheme.init(jax.random.key(3)), frequencies_of(scheme)
+    q, k, v = qkv()
+    at = pe.grid_coordinates(1, 7, 9)
+    places = np.asarray(at[:, 0].T, float)
+    rotated = [
+        np.stack(
+            [
+                [rope_vit(y, places[t], f[:, n * 3 // len(x)]) for n, y in enumerate(x)]
+                for t, x in enumerate(np.asarray(a[0], float))
+            ]
+        )[None]
+        for a in (q, k)
+    ]
+    wanted = softmax_attention(
+        *rotated, v, lambda q, k, n, i, j: q @ k / np.sqrt(8), sees=lambda i, j: True
+    )
+    out = attend(scheme, params, q, k, v, coordinates=at)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    moved = at + jnp.array([10**6, 257])[:, None, None]
+    out = attend(scheme, params, q, k, v, coordinates=moved)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)  # Offsets alone count.
+
+
+def test_axial_frequencies_are_a_special_case():
+    # Without the random angle, columns turn the first half of the pairs and rows the second.
+    params = {"frequencies": jnp.array([FREQS_Y, FREQS_X])[:, None]}
+    x, at = qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
+    axial = pe.AxialRoPE(head_dim=8, theta=10.0, axes=(1, 0), layout="interleaved")
+    out = pe.RoPEMixed(head_dim=8).query(params, x, at)
+    np.testing.assert_allclose(out, axial.query({}, x, at), atol=2e-6)
+
+
+def test_a_plain_position_stands_on_both_axes():
+    scheme = pe.RoPEMixed(head_dim=8)
+    params, x, at = scheme.init(jax.random.key(0)), qkv(length=5)[0], jnp.arange(5)[None]
+    out = scheme.query(params, x, at)
+    np.testing.assert_array_equal(out, scheme.query(params, x, jnp.stack([at, at])))
+
+
+def test_gradients_of_the_frequencies_are_those_of_the_formula():
+    scheme = pe.RoPEMixed(head_dim=8, heads=3)
+    params, x, at = scheme.init(jax.random.key(0)), qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), "f4")
+
+    def loss(params):
+        return (scheme.query(params, x, at) * weights).sum()
+
+    got = np.asarray(jax.grad(loss)(params)["frequencies"])
+    f, step, places = frequencies_of(scheme, 0), 1e-5, np.asarray(at[:, 0].T, float)
+
+    def exact(f):
+        return sum(
+            np.asarray(weights[0, t, n], float)
+            @ rope_vit(np.asarray(x[0, t, n], float), places[t], f[:, n // 2])
+            for t, n in np.ndindex(6, 6)
+        )
+
+    for i in [(0, 0, 0), (1, 2, 3), (1, 0, 1)]:
+        change = np.zeros_like(f)
+        change[i] = step
+        wanted = (exact(f + change) - exact(f - change)) / (2 * step)
+        np.testing.assert_allclose(got[i], wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_options_change_the_output():
+    x, at = qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
+    plain = pe.RoPEMixed(head_dim=8)
+    changes = [{"heads": 3}, {"theta": 100.0}, {"layout": "half"}]
+    schemes = [plain, *(plain.replace(**c) for c in changes)]
+    outs = [s.query(s.init(jax.random.key(0)), x, at) for s in schemes]
+    for i, a in enumerate(outs):
+        assert all(np.abs(a - b).max() > 0.05 for b in outs[:i]), changes[i - 1]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head_dim": 6}, "head_dim must be a multiple of 4, got 6"),
+        ({"heads": 0}, "heads must be at least 1, got 0"),
+        ({"theta": -1.0}, "theta must be positive, got -1.0"),
+        ({"layout": "neox"}, "layout must be one of .*, got 'neox'"),
+    ],
+)
+def test_errors_name_the_setting(change, message):
+    with pytest.raises(ValueError, match=f"rope_mixed: {message}"):
+        pe.RoPEMixed(**{"head_dim": 8} | change)
+
+
+def test_errors_name_the_shapes():
+    scheme = pe.RoPEMixed(head_dim=8, heads=4)
+    params, q = scheme.init(jax.random.key(0)), qkv(length=5)[0]
+    with pytest.raises(ValueError, match=r"rope_mixed: .* a multiple of 4 heads.*\(1, 5, 6, 8\)"):
+        scheme.query(params, q, jnp.zeros((2, 1, 5), int))
+    with pytest.raises(ValueError, match=r"rope_mixed: coordinates must be .* got \(3, 1, 5\)"):
+        scheme.query(params, q[:, :, :4], jnp.zeros((3, 1, 5), int))
