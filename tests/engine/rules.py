@@ -55,7 +55,8 @@ def _gate(shared, head, row, col, q, k):
 
 def _gated(params, q, k):
     steps = -jax.nn.softplus(q[..., 0].astype(jnp.float32))
-    keys = -jax.nn.softplus(jnp.repeat(k[..., 0], q.shape[2] // k.shape[2], 2))
+    keys = -jax.nn.softplus(jnp.broadcast_to(k[..., :1], (*k.shape[:3], q.shape[2] // k.shape[2])))
+    keys = keys.reshape(q.shape[0], k.shape[1], q.shape[2])
     rows, cols = jnp.cumsum(steps, 1), jnp.cumsum(keys.astype(jnp.float32), 1)
     return {"content": ContentBias(_gate, heads=params, rows=rows, cols=cols)}
 
