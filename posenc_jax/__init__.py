@@ -59,6 +59,9 @@ from posenc_jax.rotary.rope import rope_frequencies as rope_frequencies
 from posenc_jax.rotary.rope import rope_matrix as rope_matrix
 from posenc_jax.rotary.rotate import rotate as rotate
 from posenc_jax.rotary.self_extend import SelfExtend as SelfExtend
+from posenc_jax.rotary.ssmax import SSMax as SSMax
+from posenc_jax.rotary.temperature import Temperature as Temperature
+from posenc_jax.rotary.temperature import query_temperature as query_temperature
 from posenc_jax.rotary.xpos import XPos as XPos
 from posenc_jax.rotary.xpos import xpos_decay as xpos_decay
 from posenc_jax.rotary.yarn import YaRN as YaRN

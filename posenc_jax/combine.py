@@ -40,7 +40,12 @@ class _Chain(Scheme):
             f"chain: all must read coordinates of as many axes, got {self.schemes}.",
         )
         own = [s for s in self.schemes if "attention" in s.acts_on]
-        require(not own, f"chain: {own} replace attention, which others cannot add to.")
+        others = [s for s in self.schemes if not {*s.acts_on} <= {"embedding", "q, k"}]
+        require(
+            not own or len(others) == 1,
+            f"chain: {own} replace attention; beside one of them others may act on the embedding, "
+            f"q and k alone, got {others}.",
+        )
 
     @property
     def acts_on(self) -> tuple[str, ...]:
@@ -129,6 +134,13 @@ class _Chain(Scheme):
         made = [s.value(p) for s, p in zip(self.schemes, params, strict=True)]
         return next((v for v in made if v is not None), None)
 
+    def attend(self, params, q, k, v, at, rows, cols, attention):
+        """Returns the output of the scheme that replaces attention, or of one with all rules."""
+        for s, p, r, c in zip(self.schemes, params, rows, cols, strict=True):
+            if "attention" in s.acts_on:
+                return s.attend(p, q, k, v, at, r, c, attention)
+        return super().attend(params, q, k, v, at, rows, cols, attention)
+
     def logit_scale(self, head_dim):
         scales = {s.logit_scale(head_dim) for s in self.schemes}
         require(
@@ -144,7 +156,8 @@ def chain(*schemes: Scheme) -> Scheme:
 
     Raises:
       ValueError: if there are none, more than one of them adds to the values, or one of
-        them replaces attention. Using it raises one if more than one has a rule on whole
+        them replaces attention while another acts elsewhere than on the embedding, q and
+        k. Using it raises one if more than one has a rule on whole
         rows of logits.
 
     >>> import posenc_jax as pe

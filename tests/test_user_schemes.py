@@ -266,7 +266,10 @@ def test_a_scheme_of_several_attentions(tokens):
     moved = pe.with_positions(Halves(), positions_in_pairs)
     close(output(moved, params, tokens), wanted)
     with pytest.raises(ValueError, match="replace attention"):
-        pe.chain(Halves(), pe.RoPE(head_dim=8))
+        pe.chain(Halves(), pe.ALiBi(num_heads=6))
+    rope = pe.RoPE(head_dim=8)
+    both = pe.chain(rope, Halves())
+    close(output(both, ({}, {}), tokens), output(rope, {}, tokens))
 
 
 def positions_in_pairs(positions):

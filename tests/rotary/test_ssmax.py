@@ -1,0 +1,55 @@
+"""SSMax against the formula of transformers' Mistral Large 4 in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import build, close, decode, empty_cache, output
+
+import posenc_jax as pe
+
+
+def softmax_scaling(q, position_ids, scale, bias):
+    """MistralLarge4TextSoftmaxScaling.forward, transformers 5.23.0, without its rounding."""
+    log_pos = np.log(position_ids + 1.0)
+    return q * (scale[None, None, :] * log_pos[:, :, None] + bias[None, None, :])[..., None]
+
+
+@pytest.mark.parametrize("heads", [6, 12])
+def test_matches_transformers(heads):
+    random = np.random.default_rng(0)
+    q = random.normal(size=(1, 4, heads, 8)).astype("f4")
+    scale, bias = random.normal(size=(2, heads)).astype("f4")
+    at = np.array([[0, 1, 257, 10**6]])
+    scheme = pe.SSMax(num_heads=heads, offset=1.0)
+    params = {"scale": jnp.asarray(scale), "offset": jnp.asarray(bias)}
+    out = scheme.query(params, jnp.asarray(q), jnp.asarray(at))
+    np.testing.assert_allclose(out, softmax_scaling(q, at, scale, bias), rtol=2e-6, atol=1e-5)
+
+
+def test_begins_by_doing_nothing_as_in_mistral_large_4(tokens):
+    scheme = build(pe.SSMax, scale=0.0, offset=1.0)
+    close(output(scheme, scheme.init(jax.random.key(0)), tokens), output(pe.NoPE(), {}, tokens), 0)
+
+
+@pytest.mark.parametrize("option", [{"scale": 1.0}, {"offset": 2.0}], ids=str)
+def test_every_option_changes_the_output(option, tokens):
+    schemes = build(pe.SSMax), build(pe.SSMax, **option)
+    a, b = (output(s, s.init(jax.random.key(0)), tokens) for s in schemes)
+    assert np.abs(a - b).max() > 0.01
+
+
+def test_without_an_offset_and_beside_rope_it_decodes(tokens):
+    scheme = pe.chain(build(pe.SSMax), pe.RoPE(head_dim=8))
+    params = scheme.init(jax.random.key(0))
+    assert list(params[0]) == ["scale"]
+    out, _ = decode(scheme, params, tokens, [10, 1, 8], empty_cache(scheme))
+    close(out, output(scheme, params, tokens))
+
+
+def test_errors_say_what_is_wrong():
+    with pytest.raises(ValueError, match="ssmax: without an offset scale must not be 0"):
+        pe.SSMax(num_heads=6, scale=0.0)
+    with pytest.raises(ValueError, match="ssmax: the scheme is for 6 heads, got q"):
+        scheme = pe.SSMax(num_heads=6)
+        scheme.query(scheme.init(jax.random.key(0)), jnp.ones((1, 1, 5, 4)), jnp.array([[0]]))
