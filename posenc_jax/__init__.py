@@ -19,12 +19,15 @@ from posenc_jax.bias.fire import FIRE as FIRE
 from posenc_jax.bias.kerple import KERPLELog as KERPLELog
 from posenc_jax.bias.kerple import KERPLEPower as KERPLEPower
 from posenc_jax.bias.sandwich import Sandwich as Sandwich
+from posenc_jax.bias.swin import Swin as Swin
+from posenc_jax.bias.swin_v2 import SwinV2 as SwinV2
 from posenc_jax.bias.t5 import T5 as T5
 from posenc_jax.bias.t5 import t5_bucket as t5_bucket
 from posenc_jax.cache import KVCache as KVCache
 from posenc_jax.combine import chain as chain
 from posenc_jax.combine import with_positions as with_positions
 from posenc_jax.engine.api import attention as attention
+from posenc_jax.grids import resize_grid as resize_grid
 from posenc_jax.relative.cope import CoPE as CoPE
 from posenc_jax.relative.deberta import DeBERTa as DeBERTa
 from posenc_jax.relative.fox import FoX as FoX

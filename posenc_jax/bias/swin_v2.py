@@ -1,0 +1,129 @@
+r"""Swin V2: a network from the offset in an image to a bias, and cosine attention.
+
+    logits[n, i, j] = g[n] cos(q_i, k_j) + 16 sigmoid(f_n(l(dr), l(dc)))
+    l(d) = sign(d) log2(1 + |8 d / (R - 1)|) / log2(8)
+
+f is a network 2 -> 512 -> N with ReLU and no bias in its last layer, which all heads share but
+for their output. Offsets are put between -1.06 and 1.06 by the logarithm, so that a model can go to
+a larger window with little to extrapolate; then R and C stay those of the window that it was
+trained with (`pretrained_window`).
+
+cos(q, k) is q . k of vectors of length one, and g[n] = exp(min(tau[n], ln 100)) is learned, 10 at
+first. The logit scale is therefore 1.
+
+Coordinates are as for Swin. f runs once for each offset of the window, not for each pair.
+
+Paper: Liu et al. Swin Transformer V2: Scaling Up Capacity and Resolution. 2021.
+https://arxiv.org/abs/2111.09883
+Reference code: microsoft/Swin-Transformer, models/swin_transformer_v2.py, WindowAttention.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.bias.swin import WindowEntry, check_window
+from posenc_jax.checks import require
+from posenc_jax.scheme import LogitBias, Scheme
+
+
+def log_offsets(window: tuple[int, int], pretrained: tuple[int, int]) -> np.ndarray:
+    """Returns l of every offset of a window, float32 [(2R - 1)(2C - 1), 2].
+
+    Args:
+      window: (R, C).
+      pretrained: the window whose largest offset is 8.
+
+    >>> log_offsets((2, 2), (2, 2))[0]
+    array([-1.0566417, -1.0566417], dtype=float32)
+    """
+    axes = [8.0 * np.arange(1 - n, n) / (m - 1) for n, m in zip(window, pretrained, strict=True)]
+    offsets = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 2)
+    return (np.sign(offsets) * np.log2(1 + np.abs(offsets)) / np.log2(8)).astype(np.float32)
+
+
+def _unit(x, scale=1.0):
+    squares = (x.astype(jnp.float32) ** 2).sum(-1, keepdims=True)
+    length = jnp.sqrt(jnp.maximum(squares, 1e-24))
+    return (x.astype(jnp.float32) / length * scale).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwinV2(Scheme):
+    """The log-spaced continuous position bias of Swin V2, with its attention (Liu et al. 2021).
+
+    Attributes:
+      num_heads: N.
+      window: rows and columns of a window.
+      pretrained_window: those of the window in training; (0, 0) for the same.
+      width: the number of hidden units.
+
+    Raises:
+      ValueError: for sizes below one, or a window in training with one row or column.
+
+    >>> params = SwinV2(num_heads=3).init(jax.random.key(0))
+    >>> params["in"].shape, params["out"].shape
+    ((512, 2), (3, 512))
+    """
+
+    num_heads: int
+    window: tuple[int, int] = (8, 8)
+    pretrained_window: tuple[int, int] = (0, 0)
+    width: int = 512
+    name: ClassVar[str] = "swin_v2"
+    num_axes: ClassVar[int] = 2
+
+    def __post_init__(self):
+        for name in ("num_heads", "width"):
+            value = getattr(self, name)
+            require(value >= 1, f"swin_v2: {name} must be >= 1, got {value}.")
+        check_window("swin_v2", self.window)
+        require(
+            min(self._trained) >= 2,
+            "swin_v2: offsets are divided by the size of the window in training less one; both "
+            f"sizes must be at least 2, got {self._trained}.",
+        )
+
+    @property
+    def _trained(self):
+        return self.window if self.pretrained_window == (0, 0) else self.pretrained_window
+
+    def init(self, key):
+        """Returns {"in", "in_bias", "out"}, as torch.nn.Linear starts, and {"tau": [N]}."""
+        keys = jax.random.split(key, 3)
+        shapes = {
+            "in": (self.width, 2),
+            "in_bias": (self.width,),
+            "out": (self.num_heads, self.width),
+        }
+        limits = {"in": 2**-0.5, "in_bias": 2**-0.5, "out": self.width**-0.5}
+        made = {
+            name: jax.random.uniform(k, shapes[name], minval=-limits[name], maxval=limits[name])
+            for name, k in zip(shapes, keys, strict=True)
+        }
+        return made | {"tau": jnp.full(self.num_heads, math.log(10.0), jnp.float32)}
+
+    def query(self, params, q, coordinates, rows=None):
+        """Returns q [B, T, N, H], of the length that its head has learned."""
+        gain = jnp.exp(jnp.minimum(params["tau"], math.log(100.0)))
+        return _unit(q, gain[None, None, :, None])
+
+    def key(self, params, k, coordinates, cols=None):
+        """Returns k [B, S, K, H], of length one."""
+        return _unit(k)
+
+    def bias(self, params):
+        """Returns what the network says of each offset."""
+        offsets = jnp.asarray(log_offsets(self.window, self._trained))
+        hidden = jnp.einsum("ra,wa->rw", offsets, params["in"], precision="highest")
+        hidden = jax.nn.relu(hidden + params["in_bias"][None])
+        table = jnp.einsum("nw,rw->nr", params["out"], hidden, precision="highest")
+        return LogitBias(WindowEntry(self.window), heads=16.0 * jax.nn.sigmoid(table))
+
+    def logit_scale(self, head_dim):
+        """Returns 1: the length of q is the scale."""
+        return 1.0

@@ -1,0 +1,77 @@
+"""Grids of learned numbers, for pictures of another size than the model was trained with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.checks import require
+
+_METHODS = ("bicubic", "bilinear")
+
+
+def _weights(size: int, new: int, method: str, align_corners: bool) -> np.ndarray:
+    """What each old point gives to each new one, float64 [new, size]."""
+    steps = np.arange(new)
+    if align_corners:
+        at = steps * ((size - 1) / max(new - 1, 1))
+    else:
+        at = (steps + 0.5) * (size / new) - 0.5
+        at = at if method == "bicubic" else np.maximum(at, 0.0)
+    first = np.floor(at).astype(int)
+    part = at - first
+    if method == "bilinear":
+        around = {0: 1 - part, 1: part}
+    else:
+
+        def cubic(x):
+            a, x = -0.75, np.abs(x)
+            near = ((a + 2) * x - (a + 3)) * x * x + 1
+            return np.where(x <= 1, near, a * (((x - 5) * x + 8) * x - 4))
+
+        around = {n: cubic(part - n) for n in (-1, 0, 1, 2)}
+    out = np.zeros((new, size))
+    for n, weight in around.items():
+        np.add.at(out, (steps, np.clip(first + n, 0, size - 1)), weight)
+    return out
+
+
+def resize_grid(
+    grid: jax.Array,
+    rows: int,
+    columns: int,
+    *,
+    method: str = "bicubic",
+    align_corners: bool = False,
+) -> jax.Array:
+    """Returns a grid [..., R, C] interpolated to [..., rows, columns], as PyTorch does.
+
+    The cubic kernel has a = -0.75, as in `torch.nn.functional.interpolate`, which released
+    models used; `jax.image.resize` has -0.5 and smooths what it makes smaller. Beyond the border
+    stands the border.
+
+    Args:
+      grid: [..., R, C].
+      rows, columns: the new size.
+      method: "bicubic" (ViT, Swin) or "bilinear".
+      align_corners: whether the corners of both grids are the same points (Qwen3-VL); else their
+        outer edges are.
+
+    Raises:
+      ValueError: for another method, or sizes below one.
+
+    >>> resize_grid(jnp.array([[0.0, 1.0]]), 1, 4, method="bilinear")
+    Array([[0.  , 0.25, 0.75, 1.  ]], dtype=float32)
+    """
+    require(method in _METHODS, f"resize_grid: method must be one of {_METHODS}, got {method!r}.")
+    require(jnp.ndim(grid) >= 2, f"resize_grid: grid must be [..., R, C], got {jnp.shape(grid)}.")
+    require(
+        min(rows, columns, *grid.shape[-2:]) >= 1,
+        f"resize_grid: sizes must be positive, got {grid.shape[-2:]} to ({rows}, {columns}).",
+    )
+    down, across = (
+        jnp.asarray(_weights(size, new, method, align_corners), jnp.float32)
+        for size, new in zip(grid.shape[-2:], (rows, columns), strict=True)
+    )
+    exact = grid.astype(jnp.float32)
+    out = jnp.einsum("...rc,xr,yc->...xy", exact, down, across, precision="highest")
+    return out.astype(grid.dtype)

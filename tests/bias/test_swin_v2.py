@@ -1,0 +1,92 @@
+"""Swin V2 against the class of its authors."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+from posenc_jax.bias.swin_v2 import log_offsets
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "swin_v2.json").read_text())
+CASES = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: str(c["pretrained"]))
+TAU = jnp.arange(6, dtype=jnp.float32).at[0].set(0.5)
+
+
+def on_grid(rows, columns):
+    return jnp.asarray(np.indices((rows, columns)).reshape(2, 1, -1), jnp.int32)
+
+
+def waves(*shape):
+    return jnp.asarray(np.sin(1 + np.arange(np.prod(shape))).reshape(shape), jnp.float32)
+
+
+def scheme_of(case):
+    window, pretrained = tuple(case["window"]), tuple(case["pretrained"])
+    return pe.SwinV2(num_heads=6, window=window, pretrained_window=pretrained)
+
+
+@CASES
+def test_offsets_are_those_of_the_authors(case):
+    trained = case["window"] if case["pretrained"] == [0, 0] else case["pretrained"]
+    got = log_offsets(tuple(case["window"]), tuple(trained))
+    np.testing.assert_allclose(got, case["log_offsets"], rtol=2e-6)
+
+
+def test_offsets_printed_in_float64():
+    wanted = [-1.05664167, -0.773976032, 0.0, 0.773976032, 1.05664167]
+    np.testing.assert_allclose(log_offsets((3, 1), (3, 3))[:, 0], wanted, rtol=1e-6)
+    wanted = [-0.715613796, -0.572069011, -0.366511891, 0.0, 0.366511891, 0.572069011, 0.715613796]
+    np.testing.assert_allclose(log_offsets((4, 1), (8, 8))[:, 0], wanted, rtol=1e-6)
+
+
+@CASES
+@pytest.mark.parametrize("flat", [True, False])
+def test_attention_matches_the_authors(case, flat):
+    params = {"in": waves(512, 2), "in_bias": waves(512), "out": waves(6, 512) / 16, "tau": TAU}
+    q, k, v, wanted = (jnp.asarray(case[n], jnp.float32)[None] for n in ("q", "k", "v", "out"))
+    at = None if flat else on_grid(*case["window"])
+    out, _ = pe.scheme_attention(scheme_of(case), params, q, k, v, coordinates=at)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_length_of_queries_and_keys_does_not_count_and_zero_is_no_harm():
+    scheme = pe.SwinV2(num_heads=2, window=(2, 2))
+    params = scheme.init(jax.random.key(0))
+    q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 4, 2, 8))
+
+    def out(q, k):
+        return pe.scheme_attention(scheme, params, q, k, v)[0]
+
+    np.testing.assert_allclose(out(3 * q, 0.1 * k), out(q, k), atol=1e-5)
+    np.testing.assert_allclose(params["tau"], np.log(10), rtol=1e-6)
+    grad = jax.grad(lambda q: out(q, k).sum())(jnp.zeros_like(q))
+    assert np.isfinite(grad).all()
+
+
+def test_every_option_changes_the_bias():
+    def of(**options):
+        scheme = pe.SwinV2(num_heads=2, **options)
+        return scheme.bias(scheme.init(jax.random.key(0))).dense(jnp.arange(4), jnp.arange(4))
+
+    for option in ({"window": (2, 2)}, {"pretrained_window": (16, 16)}, {"width": 64}):
+        assert np.abs(of(**option) - of()).max() > 1e-3, option
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"window": (1, 8)}, r"both sizes must be at least 2, got \(1, 8\)"),
+        ({"window": (0, 8)}, r"swin_v2: window must be .*, got \(0, 8\)"),
+        ({"pretrained_window": (8, 1)}, r"both sizes must be at least 2, got \(8, 1\)"),
+        ({"width": 0}, "swin_v2: width must be >= 1, got 0"),
+        ({"num_heads": 0}, "swin_v2: num_heads must be >= 1, got 0"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_argument_and_the_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        pe.SwinV2(**({"num_heads": 2} | change))

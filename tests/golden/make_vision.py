@@ -1,0 +1,115 @@
+"""Makes the golden files of schemes for images, from the authors' classes run by PyTorch.
+
+    python tests/golden/make_vision.py FOLDER
+
+FOLDER holds a clone of each repository in SOURCES; PyTorch 2.13 made the numbers that are here.
+"""
+
+import ast
+import json
+import math
+import pathlib
+import sys
+
+import numpy as np
+import torch
+from make_golden import rounded
+
+SOURCES = {
+    "swin": (
+        "microsoft/Swin-Transformer",
+        "f82860bfb5225915aca09c3227159ee9e1df874d",
+        "models/swin_transformer.py",
+    ),
+    "swin_v2": (
+        "microsoft/Swin-Transformer",
+        "f82860bfb5225915aca09c3227159ee9e1df874d",
+        "models/swin_transformer_v2.py",
+    ),
+}
+
+
+def authors(folder, source, name):
+    """A class of a file, as it stands."""
+    repository, _, path = SOURCES[source]
+    text = (folder / repository.split("/")[1] / path).read_text()
+    tree = ast.parse(text)
+    tree.body = [n for n in tree.body if getattr(n, "name", None) == name]
+    space = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "np": np, "math": math}
+    space["trunc_normal_"] = torch.nn.init.trunc_normal_
+    exec(compile(tree, path, "exec"), space)
+    return space[name]
+
+
+def origin(source):
+    return "{} at {}, {}".format(*SOURCES[source])
+
+
+def waves(*shape):
+    """Numbers that the tests can make again: sin(1), sin(2), ..."""
+    return torch.tensor(np.sin(1 + np.arange(math.prod(shape))).reshape(shape), dtype=torch.float32)
+
+
+def attention(module, x):
+    """q, k, v and the output of a window attention, its last projection left out: [T, N, H]."""
+    module.proj = torch.nn.Identity()
+    caught = []
+    module.qkv.register_forward_hook(lambda _, __, y: caught.append(y))
+    with torch.no_grad():
+        out = module(x)
+        y = caught[0] if caught else torch.nn.functional.linear(x, module.qkv.weight)
+    heads = module.num_heads
+    q, k, v = y.reshape(x.shape[1], 3, heads, -1).unbind(1)
+    arrays = {"q": q, "k": k, "v": v, "out": out.reshape(x.shape[1], heads, -1)}
+    return {name: rounded(a) for name, a in arrays.items()}
+
+
+def swin(folder):
+    made = authors(folder, "swin", "WindowAttention")
+    torch.manual_seed(0)
+    module = made(24, (2, 3), 6, qkv_bias=False)
+    module.relative_position_bias_table.data = waves(15, 6)
+    case = attention(module, torch.randn(1, 6, 24))
+    index = made(24, (3, 4), 6).relative_position_index
+    return {"origin": origin("swin"), "window": [2, 3], "index_3_4": index.tolist(), **case}
+
+
+def swin_v2(folder):
+    made = authors(folder, "swin_v2", "WindowAttention")
+    cases = []
+    for window, pretrained in [((2, 3), (0, 0)), ((3, 2), (4, 5))]:
+        torch.manual_seed(0)
+        module = made(24, window, 6, qkv_bias=False, pretrained_window_size=pretrained)
+        module.logit_scale.data = torch.tensor([0.5, 1.0, 2.0, 3.0, 4.0, 5.0]).reshape(6, 1, 1)
+        first, _, last = module.cpb_mlp
+        first.weight.data, first.bias.data = waves(512, 2), waves(512)
+        last.weight.data = waves(6, 512) / 16
+        case = {"window": window, "pretrained": pretrained}
+        case["log_offsets"] = rounded(module.relative_coords_table.reshape(-1, 2))
+        cases.append(case | attention(module, torch.randn(1, 6, 24)))
+    return {"origin": origin("swin_v2"), "cases": cases}
+
+
+def grids(_):
+    """torch.nn.functional.interpolate, as ViT, MAE and Swin call it."""
+    grid = waves(2, 5, 7)
+    cases = []
+    for method in ("bicubic", "bilinear"):
+        for size in [(8, 3), (5, 14), (1, 1), (2, 12)]:
+            for align in (False, True):
+                got = torch.nn.functional.interpolate(
+                    grid[None], size=size, mode=method, align_corners=align
+                )
+                case = {"method": method, "size": size, "align_corners": align}
+                cases.append(case | {"values": rounded(got[0])})
+    return {"origin": f"torch {torch.__version__}, interpolate", "cases": cases}
+
+
+def main(folder):
+    for make in (swin, swin_v2, grids):
+        path = pathlib.Path(__file__).with_name(f"{make.__name__}.json")
+        path.write_text(json.dumps(make(folder)) + "\n")
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

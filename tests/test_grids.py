@@ -1,0 +1,42 @@
+"""Interpolated grids against PyTorch."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "grids.json").read_text())
+GRID = np.sin(1 + np.arange(70)).reshape(2, 5, 7).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "case", GOLDEN["cases"], ids=lambda c: f"{c['method']}-{c['size']}-{c['align_corners']}"
+)
+def test_matches_torch(case):
+    options = {name: case[name] for name in ("method", "align_corners")}
+    got = pe.resize_grid(jnp.asarray(GRID), *case["size"], **options)
+    np.testing.assert_allclose(got, case["values"], atol=2e-6)
+
+
+@pytest.mark.parametrize("method", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("align_corners", [True, False])
+def test_the_same_size_changes_nothing(method, align_corners):
+    got = pe.resize_grid(jnp.asarray(GRID), 5, 7, method=method, align_corners=align_corners)
+    np.testing.assert_allclose(got, GRID, atol=1e-6)
+
+
+def test_keeps_the_dtype():
+    assert pe.resize_grid(jnp.zeros((2, 2), jnp.bfloat16), 3, 3).dtype == jnp.bfloat16
+
+
+def test_errors_name_the_argument_and_the_value():
+    with pytest.raises(ValueError, match=r"resize_grid: method must be one of .*, got 'area'"):
+        pe.resize_grid(jnp.asarray(GRID), 2, 2, method="area")
+    with pytest.raises(ValueError, match=r"resize_grid: grid must be \[..., R, C\], got \(7,\)"):
+        pe.resize_grid(jnp.zeros(7), 2, 2)
+    with pytest.raises(ValueError, match=r"sizes must be positive, got \(5, 7\) to \(0, 2\)"):
+        pe.resize_grid(jnp.asarray(GRID), 0, 2)
