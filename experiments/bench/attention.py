@@ -3,8 +3,9 @@
 Causal, forward or forward and backward with the gradients of everything learned; every case with
 the same logit scale. Beside the times are the memory that the compiled program holds while it
 runs, and the seconds that compiling it took. `jax.nn` is given a T5 bias as a matrix, which is how
-T5 is done there. `--peers` adds torch's SDPA and FlexAttention and tokamax, where installed. What
-another library gives must equal ours before it is timed. All lengths take some five minutes.
+T5 is done there. `--peers` adds torch's SDPA and FlexAttention and tokamax, where installed
+(tokamax asks for an older typeguard than the `experiments` extra does: an environment of its own).
+What another library gives must equal ours before it is timed. All lengths take some minutes.
 """
 
 import argparse
@@ -54,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=4096,
         help="longest T for what holds T x S; 0 leaves it out (default: 4096)",
     )
-    parser.add_argument("--peers", action="store_true", help="add other libraries")
+    parser.add_argument(
+        "--peers", action="store_true", help="add other libraries (the extra `parity`)"
+    )
     parser.add_argument(
         "--devices", type=int, default=1, help="add heads over that many host devices"
     )

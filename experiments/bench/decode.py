@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=64, help="default: 64")
     parser.add_argument("--schemes", default=SCHEMES, help=f"{SCHEMES_HELP} (default: {SCHEMES})")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    parser.add_argument("--peers", action="store_true", help="add other libraries")
+    parser.add_argument(
+        "--peers", action="store_true", help="add other libraries (the extra `parity`)"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="rounds (default: 15)")
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="go on that long per size (default: 4)"

@@ -3,7 +3,8 @@
 Adding one reads and writes each element once: no rotation can be faster, so the ratio says how
 much is lost. Forward+backward is measured against `x + 1, y + 1`. Tables are made inside the
 rotation, in every case. The table on its own is measured near position 1 000 000, with its error
-against float64.
+against float64. `--peers` adds the usual way in JAX, equinox, Hugging Face's transformers and
+rotary-embedding-torch; what they give must equal ours, as far as their angles are exact.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import numpy as np
 
 import posenc_jax as pe
 from experiments.bench.clock import show, side_by_side
+from experiments.bench.peers import Case, must_agree
+from experiments.bench.rope_peers import rope_peers
 
 SHAPES = ((4, 2048, 16, 64), (1, 8192, 8, 128))
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -29,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=6.0, help="go on that long per table (default: 6)"
     )
+    parser.add_argument(
+        "--peers", action="store_true", help="add other libraries (the extra `parity`)"
+    )
     parser.add_argument("--theta", type=float, default=10000.0, help="base (default: 10000)")
 
 
@@ -39,10 +45,12 @@ def run(options: argparse.Namespace) -> dict:
     for shape in SHAPES:
         for name, dtype in DTYPES.items():
             title = f"{shape} {name}"
-            for what, cases in (
-                ("forward", forward_cases(shape, dtype, options.theta)),
-                ("forward+backward", both_cases(shape, dtype, options.theta)),
+            for what, cases, count in (
+                ("forward", forward_cases(shape, dtype, options.theta), 1),
+                ("forward+backward", both_cases(shape, dtype, options.theta), 2),
             ):
+                if options.peers:
+                    cases |= _peers(cases, arrays_of(shape, dtype)[:count], options.theta)
                 timings = timed(cases)
                 show(f"rope {title} {what}", timings)
                 out.append(_record(timings, shape=shape, dtype=name, what=what))
@@ -63,16 +71,30 @@ def rotations(length: int, theta: float) -> dict:
     }
 
 
+def arrays_of(shape, dtype) -> list[jax.Array]:
+    """Returns what to rotate, and the cotangent of the result."""
+    return [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i in range(2)]
+
+
+def _peers(cases: dict, arrays: list[jax.Array], theta: float) -> dict:
+    """Returns other libraries' rotations that equal ours."""
+    found = rope_peers(arrays, theta)
+    for name, case in found.items():
+        # Theirs are angles in float32, off by some 1e-3 at position 8192.
+        must_agree(name, case, Case(cases[case.like]), tolerance=3e-3)
+    return {name: case.call for name, case in found.items()}
+
+
 def forward_cases(shape, dtype, theta: float) -> dict:
     """Returns the forward cases, the reference first."""
-    x = jax.random.normal(jax.random.key(0), shape).astype(dtype)
+    x, _ = arrays_of(shape, dtype)
     functions = {"x + 1": lambda x: x + jnp.asarray(1, dtype), **rotations(shape[1], theta)}
     return {name: functools.partial(jax.jit(f), x) for name, f in functions.items()}
 
 
 def both_cases(shape, dtype, theta: float) -> dict:
     """Returns the forward+backward cases, the reference first."""
-    x, dy = (jax.random.normal(jax.random.key(i), shape).astype(dtype) for i in range(2))
+    x, dy = arrays_of(shape, dtype)
     one = jnp.asarray(1, dtype)
 
     def both(rotate, x, dy):

@@ -30,10 +30,11 @@ def test_rope_in_small(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rope, "SHAPES", ((1, 8, 2, 4),))
     monkeypatch.setattr(rope, "TABLE", (64, 8))
     path = tmp_path / "rope.json"
-    arguments = ["rope", "--cold-heap", "--rounds=2", "--seconds=0", f"--json={path}"]
+    arguments = ["rope", "--cold-heap", "--rounds=2", "--seconds=0", "--peers", f"--json={path}"]
     assert bench.main(arguments) == 0
     out, written = capsys.readouterr().out, json.loads(path.read_text())
     assert "heap: as the system has it" in out and "x + 1, y + 1" in out
+    assert "jax concatenating" in out
     assert [r["what"] for r in written["results"]] == ["forward", "forward+backward"] * 2 + [
         "table"
     ]
