@@ -47,6 +47,7 @@ from posenc_jax.rotary.frequencies import NTK as NTK
 from posenc_jax.rotary.frequencies import PI as PI
 from posenc_jax.rotary.frequencies import FrequencyMap as FrequencyMap
 from posenc_jax.rotary.layouts import permute_qk as permute_qk
+from posenc_jax.rotary.learned import LearnedRoPE as LearnedRoPE
 from posenc_jax.rotary.llama3 import Llama3 as Llama3
 from posenc_jax.rotary.longrope import LongRoPE as LongRoPE
 from posenc_jax.rotary.mixed import RoPEMixed as RoPEMixed
@@ -54,6 +55,7 @@ from posenc_jax.rotary.mixed import mixed_frequencies as mixed_frequencies
 from posenc_jax.rotary.mrope import MRoPE as MRoPE
 from posenc_jax.rotary.mrope_coordinates import mrope_coordinates as mrope_coordinates
 from posenc_jax.rotary.partial import Proportional as Proportional
+from posenc_jax.rotary.pope import PoPE as PoPE
 from posenc_jax.rotary.rerope import ReRoPE as ReRoPE
 from posenc_jax.rotary.resonance import Resonance as Resonance
 from posenc_jax.rotary.rope import RoPE as RoPE

@@ -1,0 +1,154 @@
+"""Learned frequencies against the lines of Mistral-Large-4 and of GRAPE, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+YARN = pe.YaRN(factor=4.0, original_max_position=64)
+
+
+def alpha(groups, pairs, seed=0):
+    return 0.5 * np.random.default_rng(seed).normal(size=(groups, pairs))
+
+
+def mistral(x, positions, inv_freq, alpha, attention_scaling=1.0):
+    """transformers 5.23.0, mistral_large4: the rotary embedding and its interleaved use."""
+    angles = np.asarray(positions, np.float64)[:, None] * (inv_freq * np.exp(alpha))[None]
+    cos, sin = (attention_scaling * f(angles)[:, None] for f in (np.cos, np.sin))
+    out = np.zeros(x.shape)
+    even, odd = np.asarray(x, np.float64)[..., 0::2], np.asarray(x, np.float64)[..., 1::2]
+    out[..., 0::2], out[..., 1::2] = even * cos - odd * sin, odd * cos + even * sin
+    return out
+
+
+def grape(x, positions, log_freq, log_freq_scale):
+    """model-architectures/GRAPE at f5b539f, MSGRAPECommuting, one spectrum per head."""
+    freq = np.exp(log_freq / log_freq_scale)
+    angles = np.asarray(positions, np.float64)[:, None, None] * freq[None]
+    a, b = np.split(np.asarray(x, np.float64), 2, -1)
+    cos, sin = np.cos(angles)[None], np.sin(angles)[None]
+    return np.concatenate([a * cos + b * sin, -a * sin + b * cos], -1)
+
+
+@pytest.mark.parametrize("scaling", [pe.FrequencyMap(), YARN])
+def test_turns_as_mistral_large_4(scaling):
+    scheme = pe.LearnedRoPE(head_dim=8, layout="interleaved", scaling=scaling)
+    params = {"alpha": jnp.asarray(alpha(1, 4), jnp.float32)}
+    positions = np.array([0, 1, 257, 2047])
+    base, factor = pe.rope_frequencies(8, scaling=scaling)
+    np.testing.assert_allclose(
+        scheme.frequencies(params)[0], base * np.exp(alpha(1, 4))[0], rtol=1e-6
+    )
+    used = np.asarray(scheme.frequencies(params), np.float64)[0]
+    for x in qkv(length=4)[:2]:
+        got = scheme.query(params, x, jnp.asarray(positions)[None])
+        np.testing.assert_allclose(got, mistral(x, positions, used, 0.0, factor), atol=2e-6)
+        near = mistral(x, positions, base, alpha(1, 4)[0], factor)
+        np.testing.assert_allclose(got[:, :2], near[:, :2], atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [6, 12])
+def test_turns_as_grape_with_frequencies_per_head(heads):
+    scheme = pe.LearnedRoPE(head_dim=8, groups=heads, layout="half_negative", alpha_scale=16.0)
+    shift = 16 * alpha(heads, 4)
+    params = {"alpha": jnp.asarray(shift, jnp.float32)}
+    log_freq = 16 * np.log(pe.rope_frequencies(8)[0])[None] + shift
+    positions = np.array([0, 1, 63])
+    (x, _, _) = qkv(length=3, heads=heads)
+    got = scheme.query(params, x, jnp.asarray(positions)[None])
+    np.testing.assert_allclose(got, grape(x, positions, log_freq, 16.0), atol=2e-5)
+
+
+def test_attention_depends_on_the_distance_at_any_position():
+    scheme = pe.LearnedRoPE(head_dim=8, groups=3)
+    params = {"alpha": jnp.asarray(alpha(3, 4), jnp.float32)}
+    used = np.asarray(scheme.frequencies(params), np.float64)
+
+    def logit(q, k, n, i, j):
+        a, b = (x[:4] + 1j * x[4:] for x in (q, k))
+        turned = a * np.conj(b) * np.exp(1j * (i - j) * used[n // 2])
+        return turned.real.sum() / np.sqrt(8)
+
+    arrays = qkv()
+    wanted = softmax_attention(*arrays, logit)
+    for start in (0, 10**6, 2**30):
+        at = jnp.arange(63) + start
+        out = attend(scheme, params, *arrays, is_causal=True, positions=at)
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_is_rope_before_training():
+    q, _, _ = qkv(length=63)
+    at = jnp.arange(63)[None]
+    for options in ({}, {"rotary_dim": 4, "rotary_start": 2, "theta": 100.0}, {"scaling": YARN}):
+        scheme = pe.LearnedRoPE(head_dim=8, **options)
+        got = scheme.query(scheme.init(jax.random.key(0)), q, at)
+        plain = pe.RoPE(head_dim=8, **options).query({}, q, at)
+        np.testing.assert_allclose(got, plain, atol=2e-5)
+
+
+def test_every_frequency_has_the_slope_of_a_difference():
+    scheme = pe.LearnedRoPE(head_dim=4, groups=2, alpha_scale=2.0)
+    (q, _, _) = qkv(length=5, heads=2, dim=4)
+    weights = np.random.default_rng(1).normal(size=q.shape)
+    start = alpha(2, 2)
+
+    def loss(alpha):
+        out = scheme.query({"alpha": alpha}, q, jnp.arange(5)[None])
+        return (out * jnp.asarray(weights, jnp.float32)).sum()
+
+    def exact(shift):
+        log_freq = 2 * np.log(pe.rope_frequencies(4)[0])[None] + shift
+        mirrored = np.concatenate([q[..., :2], -q[..., 2:]], -1)
+        out = grape(mirrored, np.arange(5), log_freq, 2.0) * np.array([1, 1, -1, -1])
+        return (out * weights).sum()
+
+    grad = jax.grad(loss)(jnp.asarray(start, jnp.float32))
+    for index in np.ndindex(start.shape):
+        step = np.zeros(start.shape)
+        step[index] = 1e-5
+        slope = (exact(start + step) - exact(start - step)) / 2e-5
+        np.testing.assert_allclose(grad[index], slope, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"theta": 9.0}, {"layout": "interleaved"}, {"rotary_dim": 4}, {"scaling": YARN},
+     {"alpha_scale": 2.0}, {"groups": 3}],
+    ids=str,
+)  # fmt: skip
+def test_every_option_changes_the_output(change):
+    def of(**options):
+        scheme = pe.LearnedRoPE(head_dim=8, **options)
+        shape = scheme.init(jax.random.key(0))["alpha"].shape
+        params = {"alpha": jnp.linspace(0.1, 1.0, int(np.prod(shape))).reshape(shape)}
+        return attend(scheme, params, *qkv(length=9), is_causal=True)
+
+    assert np.abs(of(**change) - of()).max() > 1e-3
+    if "rotary_dim" in change:
+        assert np.abs(of(**change, rotary_start=2) - of(**change)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"groups": 0}, "groups must be >= 1, got 0"),
+        ({"alpha_scale": 0.0}, "alpha_scale must be positive, got 0.0"),
+        ({"layout": "pairs"}, "layout must be one of .*, got 'pairs'"),
+        ({"rotary_dim": 3}, "rotary dim.* 3"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"learned_rope: .*{message}"):
+        pe.LearnedRoPE(**({"head_dim": 8} | change))
+
+
+@pytest.mark.parametrize("change", [{"groups": 4}, {"head_dim": 4}])
+def test_errors_name_the_shapes(change):
+    scheme = pe.LearnedRoPE(**({"head_dim": 8} | change))
+    with pytest.raises(ValueError, match=r"learned_rope: q and k must be .* got \(1, 5, 6, 8\)"):
+        attend(scheme, scheme.init(jax.random.key(0)), *qkv(length=5))

@@ -1,0 +1,125 @@
+"""PoPE against the lines of the reference code, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def reference(x, positions, bias, theta=1e4, dim=None):
+    """lucidrains/PoPE-pytorch, apply_pope_to_qk, for q (no bias) or k: [B, T, N, H + d]."""
+    x = np.asarray(x, np.float64)
+    dim = x.shape[-1] if dim is None else dim
+    inv_freqs = theta ** -(np.arange(dim) / dim)
+    phase = np.asarray(positions, np.float64)[None, :, None, None] * inv_freqs + bias
+    magnitude = np.log1p(np.exp(x[..., :dim]))
+    return np.concatenate([magnitude * np.cos(phase), magnitude * np.sin(phase), x[..., dim:]], -1)
+
+
+def wanted(q, k, v, positions, delta, **options):
+    """Attention with the bias on keys, which are repeated for the heads that share them."""
+    heads = q.shape[2]
+    k, v = (np.repeat(x, heads // k.shape[2], 2) for x in (k, v))
+    bias = np.clip(np.asarray(delta, np.float64), -2 * np.pi, 0)
+    return softmax_attention(
+        reference(q, positions, 0.0, **options),
+        reference(k, positions, bias, **options),
+        v,
+        lambda a, b, n, i, j: a @ b / np.sqrt(q.shape[-1]),
+    )
+
+
+@pytest.mark.parametrize("heads", [6, 12])
+@pytest.mark.parametrize("options", [{}, {"theta": 50.0}], ids=str)
+def test_attention_matches_the_reference(heads, options):
+    scheme = pe.PoPE(num_heads=heads, head_dim=8, uniform=True, **options)
+    params = {"delta": scheme.init(jax.random.key(0))["delta"].at[0, :2].set(jnp.array([1.0, -9]))}
+    arrays = qkv(heads=heads)
+    out = attend(scheme, params, *arrays, is_causal=True)
+    expected = wanted(*arrays, np.arange(63), params["delta"], **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_only_the_leading_dimensions_are_mapped():
+    scheme = pe.PoPE(num_heads=6, head_dim=8, rotary_dim=3)
+    params = {"delta": -jnp.arange(18.0).reshape(6, 3) / 6}
+    arrays = qkv(length=21)
+    out = attend(scheme, params, *arrays, is_causal=True)
+    expected = wanted(*arrays, np.arange(21), params["delta"], dim=3)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_angles_at_far_positions():
+    scheme = pe.PoPE(num_heads=6, head_dim=8)
+    q, k, _ = qkv(length=4)
+    at = np.array([1, 257, 10**6, 2**31 - 1])
+    delta = -jnp.arange(48.0).reshape(6, 8) / 10
+    got = scheme.query({"delta": delta}, q, jnp.asarray(at)[None])
+    np.testing.assert_allclose(got, reference(q, at, -np.asarray(delta, np.float64)), atol=2e-6)
+    got = scheme.key({"delta": delta}, k, jnp.asarray(at)[None])
+    np.testing.assert_allclose(got, reference(k, at, 0.0), atol=2e-6)
+
+
+def test_a_token_worked_out_by_hand():
+    """x = (1, -1) at position 2: lengths 1.31326, 0.31326; angles 2 and 0.02."""
+    scheme = pe.PoPE(num_heads=1, head_dim=2)
+    x = jnp.array([1.0, -1.0]).reshape(1, 1, 1, 2)
+    params = scheme.init(jax.random.key(0))
+    got = scheme.query(params, x, jnp.array([[2]])).ravel()
+    np.testing.assert_allclose(got, [-0.54651, 0.313199, 1.194145, 0.006265], atol=1e-6)
+    np.testing.assert_array_equal(got, scheme.key(params, x, jnp.array([[2]])).ravel())
+
+
+def test_delta_starts_at_zero_or_uniform_and_is_kept_in_its_range():
+    assert np.all(pe.PoPE(num_heads=2, head_dim=4).init(jax.random.key(0))["delta"] == 0)
+    scheme = pe.PoPE(num_heads=60, head_dim=64, uniform=True)
+    delta = scheme.init(jax.random.key(0))["delta"]
+    assert -6.3 < delta.min() < -6.2 and -0.1 < delta.max() <= 0
+    (q, _, _) = qkv(length=3, heads=6)
+    scheme = pe.PoPE(num_heads=6, head_dim=8)
+
+    def at(delta):
+        return scheme.query({"delta": delta}, q, jnp.arange(3)[None])
+
+    here, beyond = jnp.zeros((6, 8)), jnp.full((6, 8), 0.5)
+    np.testing.assert_array_equal(at(here), at(beyond))
+    weights = jnp.arange(16.0)[None, None, None]
+    slope = jax.grad(lambda d: (at(d) * weights).sum())
+    assert np.all(slope(beyond) == 0)
+    rate = ((at(here) - at(here - 1e-2)) / 1e-2 * weights).reshape(1, 3, 6, 2, 8).sum((0, 1, 3))
+    np.testing.assert_allclose(slope(here), rate, rtol=0.05, atol=0.3)  # The whole, not half.
+
+
+@pytest.mark.parametrize("change", [{"theta": 9.0}, {"rotary_dim": 4}, {"uniform": True}], ids=str)
+def test_every_option_changes_the_output(change):
+    def of(**options):
+        scheme = pe.PoPE(num_heads=6, head_dim=8, **options)
+        return attend(scheme, scheme.init(jax.random.key(0)), *qkv(length=9), is_causal=True)
+
+    assert np.abs(of(**change) - of()).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
+        ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
+        ({"rotary_dim": 9}, r"rotary_dim must be in \[0, head_dim=8\], got 9"),
+        ({"theta": 0.0}, "theta must be positive, got 0.0"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"pope: {message}"):
+        pe.PoPE(**({"num_heads": 6, "head_dim": 8} | change))
+
+
+def test_errors_name_the_shapes():
+    scheme = pe.PoPE(num_heads=3, head_dim=8)
+    q, k, _ = qkv(length=5)
+    with pytest.raises(ValueError, match=r"pope: q must be \[B, T, 3, 8\], got \(1, 5, 6, 8\)"):
+        scheme.query(scheme.init(jax.random.key(0)), q, jnp.arange(5)[None])
+    with pytest.raises(ValueError, match=r"pope: k must be \[B, S, K, 8\], got \(1, 5, 3, 4\)"):
+        scheme.key({}, k[..., :4], jnp.arange(5)[None])
