@@ -69,8 +69,7 @@ def _once(cos: jax.Array, sin: jax.Array) -> jax.Array:
 def _rotate(x, cos, sin, how):
     read, write, start = how
     end = start + 2 * cos.shape[-1]
-    a, b = _split(x[..., start:end], read)
-    turned = _join(a * cos - b * sin, b * cos + a * sin, write, x.dtype)
+    turned = _turn(x[..., start:end], cos, sin, read, write)
     if turned.shape == x.shape:
         return turned
     return jnp.concatenate([x[..., :start], turned, x[..., end:]], -1)
@@ -101,6 +100,17 @@ def _sum_like(table, x):
     """Sums x over the axes along which the table was broadcast."""
     axes = tuple(i for i, n in enumerate(table.shape) if n != x.shape[i])
     return x.sum(axes, keepdims=True)
+
+
+def _turn(x, cos, sin, read, write):
+    pairs = cos.shape[-1]
+    runs, rest = divmod(pairs, 32)
+    if x.dtype != jnp.float32 and read == write == "interleaved" and runs > 1 and not rest:
+        # In 16 bits XLA on CPU turns runs of 32 pairs, and longer ones at two thirds of the speed.
+        cos, sin = (t.reshape(*t.shape[:-1], runs, 32) for t in (cos, sin))
+        return _turn(x.reshape(*x.shape[:-1], runs, 64), cos, sin, read, write).reshape(x.shape)
+    a, b = _split(x, read)
+    return _join(a * cos - b * sin, b * cos + a * sin, write, x.dtype)
 
 
 def _split(x, layout):

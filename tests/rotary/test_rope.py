@@ -112,6 +112,17 @@ def test_bfloat16_is_the_float32_result_rounded_once(layout):
     np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("dim", [64, 66, 128, 192])
+def test_wide_heads_in_16_bits_are_those_of_32(dim):
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, dim), jnp.bfloat16)
+    at, options = 257 + jnp.arange(5), {"layout": "interleaved"}
+    exact, pull = jax.vjp(lambda x: pe.apply_rope(x, at, **options), x.astype(jnp.float32))
+    out, pull_half = jax.vjp(lambda x: pe.apply_rope(x, at, **options), x)
+    np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
+    back = pull(x.astype(jnp.float32))[0].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(pull_half(x)[0], back)
+
+
 def test_options_change_queries_and_keys_alike():
     x, at = qkv(length=5, kv_heads=6)[0], jnp.arange(5)[None]
     plain = pe.RoPE(head_dim=8)
