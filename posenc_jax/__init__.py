@@ -39,6 +39,7 @@ from posenc_jax.relative.transformer_xl import TransformerXL as TransformerXL
 from posenc_jax.rotary.axial import AxialRoPE as AxialRoPE
 from posenc_jax.rotary.axial import axial_frequencies as axial_frequencies
 from posenc_jax.rotary.axial import grid_coordinates as grid_coordinates
+from posenc_jax.rotary.by_length import RoPEByLength as RoPEByLength
 from posenc_jax.rotary.by_parts import NTKByParts as NTKByParts
 from posenc_jax.rotary.clipped import Clipped as Clipped
 from posenc_jax.rotary.dual_chunk import DualChunk as DualChunk

@@ -23,6 +23,7 @@ Reference code: huggingface/transformers, modeling_rope_utils.py.
 import dataclasses
 import math
 
+import jax
 import numpy as np
 
 from posenc_jax.checks import require
@@ -62,6 +63,32 @@ class FrequencyMap:
           theta: the base that they were made from.
         """
         return frequencies, 1.0
+
+    @property
+    def goes_by_length(self) -> bool:
+        """Whether frequencies follow the length of each sequence; see `RoPEByLength`."""
+        return False
+
+    def frozen(self, length: int) -> "FrequencyMap":
+        """Returns the map for sequences of one length."""
+        return self
+
+    def cos_sin(
+        self,
+        coordinates: jax.Array,
+        lengths: jax.Array,
+        frequencies: np.ndarray,
+        head_dim: int,
+        theta: float,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns cosine and sine times the factor, float32 [B, T, P], for `RoPEByLength`.
+
+        Args:
+          coordinates: int32 or float32 [B, T].
+          lengths: of the sequences of these tokens, [B, T] or [B, 1].
+          frequencies, head_dim, theta: as for the map itself.
+        """
+        raise NotImplementedError(f"{self!r} does not go by length.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,11 @@ s is the new length divided by the trained length L. Models ship two lists of la
 sequences of up to L tokens and for longer ones; g belongs to both. `magnitude="yarn"` is
 g = 0.1 ln s + 1, and `attention_factor` gives g itself (Phi-3.5-MoE).
 
-This map is one of the two tables: `long` says which, for all rows and for good. It is what
-a run needs that knows its length beforehand. Hugging Face chooses by the longest row of
-the batch, so that a row's numbers depend on its neighbours, and keys cached before a
-sequence passes L no longer fit those after. A choice per row needs both tables, raw keys
-in the cache and the row's length at hand; a map of frequencies has none of them.
+`long` says which of the two tables, for all rows and for good: what a run needs that knows
+its length beforehand. With `long=None` each sequence has the table of its own length, which
+is `RoPEByLength`'s business. Hugging Face chooses by the longest row of the batch, so that
+a row's numbers depend on its neighbours, and keys cached before a sequence passes L no
+longer fit those after.
 
 Paper: Ding et al. LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens. 2024.
 https://arxiv.org/abs/2402.13753
@@ -21,8 +21,10 @@ huggingface/transformers, modeling_rope_utils.py.
 import dataclasses
 import math
 
+import jax.numpy as jnp
 import numpy as np
 
+from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import FrequencyMap, check_stretch
 
@@ -38,7 +40,8 @@ class LongRoPE(FrequencyMap):
       long_factor: lambda of every pair for longer ones.
       factor: s, new length divided by trained length; at least 1.
       original_max_position: L, the trained length.
-      long: whether to use `long_factor`.
+      long: whether to use `long_factor`; None goes by each sequence's length, which is long
+        from L + 1 tokens on.
       magnitude: "su" or "yarn", which g.
       attention_factor: g itself, instead of what follows from the others.
 
@@ -54,7 +57,7 @@ class LongRoPE(FrequencyMap):
     long_factor: tuple[float, ...] = ()
     factor: float = 1.0
     original_max_position: int = 0
-    long: bool = False
+    long: bool | None = False
     magnitude: str = "su"
     attention_factor: float | None = None
 
@@ -86,6 +89,11 @@ class LongRoPE(FrequencyMap):
 
     def __call__(self, frequencies, head_dim, theta):
         """Returns frequencies divided by one of the lists, and g."""
+        require(
+            self.long is not None,
+            "LongRoPE: long=None goes by the length of each sequence, and one table is for all: "
+            "use RoPEByLength.",
+        )
         stretch = np.array(self.long_factor if self.long else self.short_factor, np.float64)
         require(
             len(stretch) == len(frequencies),
@@ -97,3 +105,22 @@ class LongRoPE(FrequencyMap):
         elif g is None:
             g = 0.1 * s + 1
         return frequencies / stretch, g
+
+    @property
+    def goes_by_length(self):
+        """Whether each sequence has the table of its own length."""
+        return self.long is None
+
+    def frozen(self, length):
+        """Returns the map with the table for sequences of `length` tokens."""
+        return dataclasses.replace(self, long=length > self.original_max_position)
+
+    def cos_sin(self, coordinates, lengths, frequencies, head_dim, theta):
+        """Returns cosine and sine times g, from the table of each length."""
+        tables = []
+        for long in (False, True):
+            stretched, g = dataclasses.replace(self, long=long)(frequencies, head_dim, theta)
+            tables.append([g * x for x in cos_sin(coordinates, stretched)])
+        is_long = (lengths > self.original_max_position)[..., None]
+        short, long = tables
+        return tuple(jnp.where(is_long, b, a) for a, b in zip(short, long, strict=True))
