@@ -214,7 +214,10 @@ def _places(batch: int, length: int, keys: int, ruled: bool, rest: dict) -> dict
     def given(side: str, what: str) -> bool:
         return rest[f"{side}_{what}"] is not None
 
-    out: dict[str, Any] = {}
+    def one_row(x: Any) -> bool:
+        return x is None or jnp.ndim(x) == 1 or (jnp.ndim(x) == 2 and jnp.shape(x)[0] == 1)
+
+    out: dict[str, Any] = {"alike": True}
     default = not any(given(s, w) for s in "qk" for w in ("positions", "coordinates"))
     ordered = ruled or rest["is_causal"] or rest["window"] is not None
     for what in ("positions", "coordinates"):
@@ -233,6 +236,7 @@ def _places(batch: int, length: int, keys: int, ruled: bool, rest: dict) -> dict
         name = f"{own}_positions"
         positions = count_up(batch, count) if rest[name] is None else rest[name]
         positions = integer_positions("attention", positions, name)
+        out["alike"] &= one_row(rest[name])
         out[f"{side}_positions"] = _per_row(name, positions, batch, count)
     for side, other, count in (("q", "k", length), ("k", "q", keys)):
         own = side if given(side, "coordinates") or length != keys else other
@@ -242,6 +246,7 @@ def _places(batch: int, length: int, keys: int, ruled: bool, rest: dict) -> dict
             at = out[f"{side}_positions"]
         else:
             at = coordinate_values("attention", at, name)
+        out["alike"] &= one_row(rest[name])
         if at.ndim == 3:
             require(
                 at.shape[1:] == (batch, count),

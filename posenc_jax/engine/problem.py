@@ -29,6 +29,7 @@ class Problem:
       dropout_key: key, or None where nothing is dropped.
       contiguous: T = S, q and k have the same positions and coordinates, which grow by
         one per slot inside a segment.
+      alike: all rows of the batch have the same coordinates.
       is_causal, window, scale, softcap, dropout_rate: as in `attention`.
     """
 
@@ -50,6 +51,7 @@ class Problem:
     sinks: jax.Array | None
     dropout_key: jax.Array | None
     contiguous: bool = dataclasses.field(metadata=STATIC)
+    alike: bool = dataclasses.field(metadata=STATIC)
     is_causal: bool = dataclasses.field(metadata=STATIC)
     window: Window = dataclasses.field(metadata=STATIC)
     scale: float = dataclasses.field(metadata=STATIC)

@@ -97,6 +97,12 @@ def add_at(tree: Any, block: Any, axis: int, index: jax.Array | int, size: int) 
     return jax.tree.map(add, tree, block)
 
 
+def joined(x: jax.Array, axis: int) -> jax.Array:
+    """Blocks [n, ..., size, ...] to one axis: [..., n * size, ...]."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
 def zeros(like: jax.Array, shape: tuple[int, ...], fill: float = 0.0) -> jax.Array:
     """Returns float32 of a shape, varying over the mesh axes that `like` varies over."""
     return jax.lax.full_like(like, fill, jnp.float32, shape)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.problem import Problem
-from posenc_jax.engine.tiling import add_at, cut, zeros
+from posenc_jax.engine.tiling import add_at, cut, joined, zeros
 from posenc_jax.engine.xla_once import reversed_once
 from posenc_jax.engine.xla_prepare import HIDDEN, Operands, Spec, prepare
 from posenc_jax.engine.xla_rows import attend as attend_rows
@@ -24,7 +24,6 @@ from posenc_jax.engine.xla_tile import (
     Tile,
     clean_keys,
     einsum,
-    joined,
     own_keys,
     scan_blocks,
     sides,

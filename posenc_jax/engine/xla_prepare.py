@@ -60,7 +60,7 @@ class Operands:
       lines: for each term, float32 [1 or N, L, F], the vectors of every distance, or None.
       terms: further rules; `by_q["rows"]` and `by_k["cols"]` have an entry for each.
       value: a table on the values, or None.
-      by_q: "slots", "positions" [1 or B, T], "coordinates" [B, T] or [B, T, A],
+      by_q: "slots", "positions" [1 or B, T], "coordinates" [1 or B, T (, A)],
         "segments" [B, T] or None, "rows", a tuple of pytrees [B, T, N, ...].
       by_k: the same of keys, with "cols" for "rows".
       mask: bool [B or 1, N or 1, T, S], or None.
@@ -128,6 +128,7 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
         by |= jax.tree.map(lambda x, to=to: pad_axis(x, 1, to, mode="edge"), by)
         by["slots"] = jnp.arange(to, dtype=jnp.int32)[None]
         by["positions"] = by["slots"] if by_slot else pad_axis(positions, 1, to, mode="edge")
+        coordinates = coordinates[:1] if p.alike else coordinates
         by["coordinates"] = pad_axis(coordinates, 1, to, mode="edge")
         by["segments"] = ids
         if ids is not None:

@@ -1,6 +1,7 @@
 """What positions and content add to the logits and values of one tile."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -8,10 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.tiling import joined
 from posenc_jax.engine.xla_spread import Band, by_band, by_index
 from posenc_jax.scheme import ContentBias, LogitBias
 
 _STATIC = {"static": True}
+
+PAIRS_AT_ONCE = 2**15
+"""Pairs of a rule on coordinates that are pulled together: what the rule makes of them, some
+tens of numbers each, should stay in the cache. For FIRE that is 3.5 times faster on CPU."""
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +72,18 @@ class Term:
         if self.of_content:
             batch = max(x.shape[0] for x in jax.tree.leaves((rows, cols, q, k)))
             q, k = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (q, k))
-        return jax.vmap(by_head, (None, 0, 0, 0, 0))(self.heads, rows, cols, q, k)
+            return jax.vmap(by_head, (None, 0, 0, 0, 0))(self.heads, rows, cols, q, k)
+
+        def tile(k):
+            if q.shape[0] == k.shape[0] == 1:  # A batch axis of one costs FIRE's gradient twofold.
+                return by_head(self.heads, None, None, q[0], k[0])[None]
+            return jax.vmap(by_head, (None, None, None, 0, 0))(self.heads, None, None, q, k)
+
+        size = math.gcd(k.shape[1], max(PAIRS_AT_ONCE // q.shape[1], 1))
+        if not flip or size == k.shape[1]:
+            return tile(k)
+        parts = jnp.moveaxis(k.reshape(k.shape[0], -1, size, *k.shape[2:]), 1, 0)
+        return joined(jax.lax.map(jax.checkpoint(tile), parts), 2)
 
 
 @jax.tree_util.register_dataclass

@@ -175,9 +175,3 @@ def scan_blocks(step, carry, count: int):
         carry, out = step(carry, jnp.int32(0))
         return carry, jax.tree.map(lambda x: x[None], out)
     return jax.lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
-
-
-def joined(x: jax.Array, axis: int) -> jax.Array:
-    """Blocks [n, ..., size, ...] to one axis: [..., n * size, ...]."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

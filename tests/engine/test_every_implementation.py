@@ -8,7 +8,7 @@ import pytest
 from engine.rules import KINDS
 
 import posenc_jax as pe
-from posenc_jax.engine import xla_prepare, xla_rows
+from posenc_jax.engine import xla_prepare, xla_rows, xla_terms
 from posenc_jax.engine.tiling import Blocks, Plan
 
 B, T, N, K, H, V = 2, 37, 4, 2, 8, 8
@@ -24,6 +24,7 @@ def small_tiles(monkeypatch):
         return Plan(Blocks(16, 8), Blocks(8, 16), *size)
 
     monkeypatch.setattr(xla_prepare, "plan", plan)
+    monkeypatch.setattr(xla_terms, "PAIRS_AT_ONCE", 64)
     monkeypatch.setattr(xla_rows, "BLOCK", 8 * B * N * T)
 
 
