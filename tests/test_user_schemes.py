@@ -193,6 +193,10 @@ def test_three_axes_of_coordinates():
     image = jnp.stack([text // 4, text % 4, text % 3])
     whole, _ = attend(scheme, {}, tokens, coordinates=image)
     assert np.abs(whole - plain).max() > 0.01
+    shipped, _ = attend(
+        pe.MRoPE(SIZES["head_dim"], sections=(1, 1, 2)), {}, tokens, coordinates=image
+    )
+    np.testing.assert_allclose(whole, shipped, atol=1e-5)
     cache, outs = new_cache(scheme, coordinates=image), []
     for part in (slice(0, 12), slice(12, 19)):
         out, cache = attend(scheme, {}, tokens[:, part], cache, coordinates=image[:, :, part])
