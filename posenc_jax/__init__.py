@@ -23,6 +23,7 @@ from posenc_jax.bias.swin import Swin as Swin
 from posenc_jax.bias.swin_v2 import SwinV2 as SwinV2
 from posenc_jax.bias.t5 import T5 as T5
 from posenc_jax.bias.t5 import t5_bucket as t5_bucket
+from posenc_jax.bias.tupe import TUPE as TUPE
 from posenc_jax.cache import KVCache as KVCache
 from posenc_jax.combine import chain as chain
 from posenc_jax.combine import with_positions as with_positions

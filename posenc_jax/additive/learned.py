@@ -46,7 +46,8 @@ def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array
     positions = integer_positions("learned", positions)
     rows = table.shape[0] - offset
     if not isinstance(positions, Tracer) and positions.size:
-        low, high = int(np.min(positions)), int(np.max(positions))
+        known = np.asarray(positions)  # np.min of a jax.Array would trace under jit.
+        low, high = int(known.min()), int(known.max())
         require(
             0 <= low and high < rows,
             f"learned: positions must be in [0, {rows}), the rows of the table, "

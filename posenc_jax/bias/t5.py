@@ -75,16 +75,19 @@ def t5_bucket(
     """
     distance = integer_positions("t5", distance, "distance")
     _check(num_buckets, max_distance, bidirectional)
-    return _Bucket(num_buckets, max_distance, bidirectional)(distance)
+    return Bucket(num_buckets, max_distance, bidirectional)(distance)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Bucket:
+class Bucket:
+    """The bucket of a distance; `t5_bucket` says what its settings mean."""
+
     num_buckets: int
     max_distance: int
     bidirectional: bool
 
     def __call__(self, distance):
+        """Returns int32, shaped as `distance`."""
         one_sided = self.num_buckets // (2 if self.bidirectional else 1)
         n = jnp.abs(distance) if self.bidirectional else jnp.maximum(distance, 0)
         exact = one_sided // 2
@@ -98,7 +101,7 @@ class _Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    bucket: _Bucket
+    bucket: Bucket
 
     def __call__(self, shared, table, q, k):
         return table[self.bucket(q - k)]
@@ -158,7 +161,7 @@ class T5(Scheme):
 
     def bias(self, params):
         """Returns the entry of each distance's bucket."""
-        bucket = _Bucket(self.num_buckets, self.max_distance, self.bidirectional)
+        bucket = Bucket(self.num_buckets, self.max_distance, self.bidirectional)
         one_sided = self.num_buckets // (2 if self.bidirectional else 1)
         far = t5_boundaries(one_sided, self.max_distance)[-1]
         low = -far if self.bidirectional else 0

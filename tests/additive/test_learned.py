@@ -109,3 +109,10 @@ def test_errors_name_the_shapes():
     scheme = pe.Learned(max_length=10, model_dim=4)
     with pytest.raises(ValueError, match=r"coordinates \[B, T\], got .* and \(2, 1, 2\)"):
         scheme.embed({"table": TABLE}, jnp.zeros((1, 2, 4)), jnp.zeros((2, 1, 2), jnp.int32))
+
+
+def test_known_positions_outside_the_table_raise_in_a_compiled_function_too():
+    scheme = pe.Learned(max_length=4, model_dim=2)
+    params, at = scheme.init(jax.random.key(0)), jnp.array([[0, 4]])
+    with pytest.raises(ValueError, match=r"must be in \[0, 4\)"):
+        jax.jit(lambda x: scheme.embed(params, x, at))(jnp.zeros((1, 2, 2)))

@@ -1,6 +1,6 @@
-"""Makes the golden files of schemes for images, from the authors' classes run by PyTorch.
+"""Makes more golden files from the authors' own classes, run by PyTorch.
 
-    python tests/golden/make_vision.py FOLDER
+    python tests/golden/make_golden_torch.py FOLDER
 
 FOLDER holds a clone of each repository in SOURCES; PyTorch 2.13 made the numbers that are here.
 """
@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 import sys
+from typing import Optional
 
 import numpy as np
 import torch
@@ -26,17 +27,24 @@ SOURCES = {
         "f82860bfb5225915aca09c3227159ee9e1df874d",
         "models/swin_transformer_v2.py",
     ),
+    "tupe": (
+        "guolinke/TUPE",
+        "4c64ff748a7039be4918429f05bbb43d81357107",
+        "fairseq/modules/transformer_sentence_encoder.py",
+    ),
 }
 
 
-def authors(folder, source, name):
-    """A class of a file, as it stands."""
+def authors(folder, source, name, **stand_ins):
+    """A class of a file, as it stands, with the functions beside it."""
     repository, _, path = SOURCES[source]
     text = (folder / repository.split("/")[1] / path).read_text()
     tree = ast.parse(text)
-    tree.body = [n for n in tree.body if getattr(n, "name", None) == name]
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+    tree.body = functions + [n for n in tree.body if getattr(n, "name", None) == name]
     space = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "np": np, "math": math}
-    space["trunc_normal_"] = torch.nn.init.trunc_normal_
+    space |= {"trunc_normal_": torch.nn.init.trunc_normal_, "Optional": Optional, "Tuple": tuple}
+    space |= stand_ins
     exec(compile(tree, path, "exec"), space)
     return space[name]
 
@@ -90,6 +98,45 @@ def swin_v2(folder):
     return {"origin": origin("swin_v2"), "cases": cases}
 
 
+class Layer(torch.nn.Module):
+    """A layer that keeps the bias that it is given."""
+
+    def __init__(self, **_):
+        super().__init__()
+
+    def forward(self, x, self_attn_bias=None, **_):
+        self.bias = self_attn_bias
+        return x
+
+
+def tupe(folder):
+    made = authors(
+        folder,
+        "tupe",
+        "TransformerSentenceEncoder",
+        LayerNorm=lambda size, export: torch.nn.LayerNorm(size),
+        TransformerSentenceEncoderLayer=Layer,
+        MultiheadAttention=type("MultiheadAttention", (), {}),
+    )
+    cases = []
+    for relative in (False, True):
+        sizes = {"embedding_dim": 24, "num_attention_heads": 6, "max_seq_len": 12}
+        buckets = {"rel_pos": relative, "rel_pos_bins": 8, "max_rel_pos": 10}
+        module = made(0, 5, 1, **sizes, **buckets)
+        module.pos.weight.data = waves(13, 24)
+        weights, biases = waves(2, 24, 24) / 4, waves(2, 24) / 4
+        for n, linear in enumerate((module.pos_q_linear, module.pos_k_linear)):
+            linear.weight.data, linear.bias.data = weights[n], biases[n]
+        module.pos_ln.weight.data, module.pos_ln.bias.data = 1 + waves(24) / 2, waves(24) / 2
+        if relative:
+            module.relative_attention_bias.weight.data = waves(9, 6)
+        with torch.no_grad():
+            module(torch.ones(1, 12, dtype=torch.long))
+        bias = module.layers[0].bias
+        cases.append({"relative": relative, "bias": np.asarray(bias).round(7).tolist()})
+    return {"origin": origin("tupe"), "cases": cases}
+
+
 def grids(_):
     """torch.nn.functional.interpolate, as ViT, MAE and Swin call it."""
     grid = waves(2, 5, 7)
@@ -106,7 +153,7 @@ def grids(_):
 
 
 def main(folder):
-    for make in (swin, swin_v2, grids):
+    for make in (swin, swin_v2, tupe, grids):
         path = pathlib.Path(__file__).with_name(f"{make.__name__}.json")
         path.write_text(json.dumps(make(folder)) + "\n")
 
