@@ -34,6 +34,7 @@ from posenc_jax.relative.deberta import DeBERTa as DeBERTa
 from posenc_jax.relative.fox import FoX as FoX
 from posenc_jax.relative.grape import GRAPEA as GRAPEA
 from posenc_jax.relative.inkling import Inkling as Inkling
+from posenc_jax.relative.path import PaTH as PaTH
 from posenc_jax.relative.shaw import Shaw as Shaw
 from posenc_jax.relative.stick_breaking import StickBreaking as StickBreaking
 from posenc_jax.relative.transformer_xl import TransformerXL as TransformerXL

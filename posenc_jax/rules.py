@@ -206,14 +206,18 @@ class RowRule:
     It runs once the logits are complete: scale, biases, contents and softcap are in them.
 
     Attributes:
-      rule: `rule(shared, heads, row, logits, seen, q, k) -> [N, S]`, written for one query:
-        `row` is its part of `rows`, [N, ...]; `logits` float32 [N, S], 0 where it does not
-        see the key; `seen` bool [N or 1, S]; `q` and `k` coordinates, a scalar and [S], or
-        [A] and [S, A]. Of the keys, those of a segment stand in the order of their
-        positions. What is returned for keys that are not seen has no effect.
+      rule: `rule(shared, heads, row, cols, logits, seen, q, k) -> [N, S]`, written for one
+        query: `row` is its part of `rows`, [N, ...]; `cols` those of all keys, [S, N, ...];
+        `logits` float32 [N, S], 0 where it does not see the key; `seen` bool [N or 1, S];
+        `q` and `k` coordinates, a scalar and [S], or [A] and [S, A]. Of the keys, those of
+        a segment stand in the order of their positions. What is returned for keys that are
+        not seen has no effect.
       heads: pytree of arrays [N, ...], or None.
       shared: pytree of arrays that all heads share, or None.
       rows: pytree of arrays [B, T, N, ...] that belong to the queries, or None.
+      cols: pytree of arrays [B, S, K, ...] or [B, S, N, ...] that belong to the keys, or None.
+      expand: `expand(shared, heads, cols) -> cols`; what the rule gets as `cols`, of any
+        shapes. It runs once for all queries. Keys that are padding are zeros there.
       normalized: whether weights are the softmax of what is returned. False: they are its
         exponential.
     """
@@ -222,14 +226,22 @@ class RowRule:
     heads: Any = None
     shared: Any = None
     rows: Any = None
+    cols: Any = None
+    expand: Callable | None = dataclasses.field(default=None, metadata=STATIC)
     normalized: bool = dataclasses.field(default=True, metadata=STATIC)
 
     def tile(
-        self, rows: Any, logits: jax.Array, seen: jax.Array, q: jax.Array, k: jax.Array
+        self,
+        rows: Any,
+        cols: Any,
+        logits: jax.Array,
+        seen: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
     ) -> jax.Array:
         """Returns [N, T, S] for rows [T, N, ...], logits [N, T, S] and coordinates."""
-        over_q = jax.vmap(self.rule, (None, None, 0, 1, 1, 0, None), 1)
-        return over_q(self.shared, self.heads, rows, logits, seen, q, k)
+        over_q = jax.vmap(self.rule, (None, None, 0, None, 1, 1, 0, None), 1)
+        return over_q(self.shared, self.heads, rows, cols, logits, seen, q, k)
 
 
 @jax.tree_util.register_dataclass

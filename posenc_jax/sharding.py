@@ -85,9 +85,12 @@ def sequence_parallel_attention(
     held: dict[str, Any] = {"k": k, "v": v, "k_positions": k_positions}
     held |= {n: options.pop(n) for n in _BY_KEY if options.get(n) is not None}
     held["cols"] = tuple(c.cols for c in contents)
+    rule = options.pop("row_rule", None)
+    held["row_cols"] = None if rule is None else rule.cols
     static = {n: options.pop(n) for n in _STATIC if n in options}
     mine = {"q": q, "q_positions": q_positions, **options}
     mine["content"] = tuple(dataclasses.replace(c, cols=None) for c in contents)
+    mine["row_rule"] = None if rule is None else dataclasses.replace(rule, cols=None)
     settings = _Settings(axis_name, tuple(static.items()))
 
     if method == "all_gather":
@@ -113,6 +116,9 @@ def _partial(settings: _Settings, mine: dict, held: dict, **more: Any) -> Any:
     mine, held = dict(mine), dict(held)
     carried = zip(mine.pop("content"), held.pop("cols"), strict=True)
     content = tuple(dataclasses.replace(c, cols=cols) for c, cols in carried)
+    rule, row_cols = mine.pop("row_rule"), held.pop("row_cols")
+    if rule is not None:
+        mine["row_rule"] = dataclasses.replace(rule, cols=row_cols)
     arrays = mine.pop("q"), held.pop("k"), held.pop("v")
     options = {"return_lse": True} | dict(settings.options) | more
     return attention(*arrays, content=content, **mine, **held, **options)

@@ -37,7 +37,7 @@ class _Adapt:
 
     bias: Callable
 
-    def __call__(self, shared, heads, row, logits, seen, q, k):
+    def __call__(self, shared, heads, row, cols, logits, seen, q, k):
         of_bias, network = shared
         bias = LogitBias(self.bias, heads, of_bias).tile(q[None], k)[:, 0]
         both = jnp.concatenate([logits, bias])

@@ -35,7 +35,7 @@ def make_problem(*, q, k, v, biases, contents, row_rule, value, mask, **rest: An
         f"attention: {num_heads} query heads are no multiple of {kv_heads} key heads.",
     )
     _check_rules(q, v, biases, contents, value)
-    _check_row_rule(q, row_rule)
+    _check_row_rule(q, v, row_rule)
     if mask is not None:
         if jnp.asarray(mask).dtype != bool:
             raise TypeError(
@@ -149,7 +149,7 @@ def _check_rules(q, v, biases, contents, value) -> None:
         )
 
 
-def _check_row_rule(q, row_rule) -> None:
+def _check_row_rule(q, v, row_rule) -> None:
     """Raises unless there is none, or it is for the heads and queries at hand."""
     if row_rule is None:
         return
@@ -165,6 +165,12 @@ def _check_row_rule(q, row_rule) -> None:
         require(
             leaf.shape[:3] == q.shape[:3],
             f"attention: rows of row_rule must be [B, T, N, ...] = {q.shape[:3]}, "
+            f"got {leaf.shape}.",
+        )
+    for leaf in jax.tree.leaves(row_rule.cols):
+        require(
+            leaf.shape[:2] == v.shape[:2] and leaf.shape[2:3] in (v.shape[2:3], q.shape[2:3]),
+            f"attention: cols of row_rule must be [B, S, K or N, ...] for v {v.shape}, "
             f"got {leaf.shape}.",
         )
 

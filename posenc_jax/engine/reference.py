@@ -34,7 +34,7 @@ def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
     softmax, the log-sum-exp means nothing.
     """
     p, slots = in_order(p)
-    return attend_slots(p, jnp.arange(p.q.shape[1], dtype=jnp.int32), slots)
+    return attend_slots(expanded(p), jnp.arange(p.q.shape[1], dtype=jnp.int32), slots)
 
 
 def in_order(p: Problem) -> tuple[Problem, jax.Array]:
@@ -62,14 +62,34 @@ def of_keys(p: Problem, pick: Callable[[jax.Array, int], jax.Array]) -> Problem:
     by_key: dict[str, Any] = {"k": p.k, "v": p.v, "k_positions": p.k_positions}
     by_key |= {"k_coordinates": p.k_coordinates, "k_segment_ids": p.k_segment_ids}
     by_key["contents"] = [c.cols for c in p.contents]
+    rule = p.row_rule
+    by_key["rule"] = None if rule is None else rule.cols
     picked: dict[str, Any] = jax.tree.map(lambda x: pick(x, 1), by_key)
     contents = zip(p.contents, picked.pop("contents"), strict=True)
+    cols = picked.pop("rule")
     return dataclasses.replace(
         p,
+        row_rule=None if rule is None else dataclasses.replace(rule, cols=cols),
         contents=tuple(dataclasses.replace(c, cols=cols) for c, cols in contents),
         mask=None if p.mask is None else pick(p.mask, 3),
         **picked,
     )
+
+
+def expanded(p: Problem) -> Problem:
+    """Returns the problem with `cols` of a rule on whole rows as the rule gets them."""
+    rule = p.row_rule
+    if rule is None or not jax.tree.leaves(rule.cols):
+        return p
+    cols = jax.tree.map(lambda x: repeat_heads(x, p.q.shape[2]), rule.cols)
+    if p.k_segment_ids is not None:
+        real = p.k_segment_ids >= 0
+        cols = jax.tree.map(
+            lambda x: jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0), cols
+        )
+    if rule.expand is not None:
+        cols = jax.vmap(rule.expand, (None, None, 0))(rule.shared, rule.heads, cols)
+    return dataclasses.replace(p, row_rule=dataclasses.replace(rule, cols=cols))
 
 
 def attend_slots(p: Problem, q_slots: jax.Array, k_slots: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -85,7 +105,7 @@ def attend_slots(p: Problem, q_slots: jax.Array, k_slots: jax.Array) -> tuple[ja
     if p.row_rule is not None:
         at = p.q_coordinates, p.k_coordinates
         x = jnp.where(seen, x, 0.0)
-        x = jax.vmap(p.row_rule.tile)(p.row_rule.rows, x, seen, *at)
+        x = jax.vmap(p.row_rule.tile)(p.row_rule.rows, p.row_rule.cols, x, seen, *at)
     x = jnp.where(seen, x, -jnp.inf)
     if p.sinks is not None:
         sinks = p.sinks.astype(jnp.float32)[None, :, None, None]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.problem import Problem
-from posenc_jax.engine.reference import attend_slots, in_order, of_keys
+from posenc_jax.engine.reference import attend_slots, expanded, in_order, of_keys
 from posenc_jax.engine.tiling import pad_axis
 from posenc_jax.mask import window_sides
 
@@ -32,7 +32,7 @@ def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
 
         keys = of_keys(p, of_group) if (low, high) != (0, p.k.shape[1]) else p
         slots = of_group(k_slots, k_slots.ndim - 1)
-        parts.append(_by_blocks(keys, start, end, slots))
+        parts.append(_by_blocks(expanded(keys), start, end, slots))
     out, lse = zip(*parts, strict=True)
     return jnp.concatenate(out, 1), jnp.concatenate(lse, 1)
 

@@ -27,7 +27,7 @@ from posenc_jax.checks import require
 from posenc_jax.scheme import RowRule, Scheme
 
 
-def _count_and_look_up(shared, heads, row, logits, seen, q, k):
+def _count_and_look_up(shared, heads, row, cols, logits, seen, q, k):
     """`shared` is e, scaled, [P, H]; `row` is q, [N, H]."""
     entries = jnp.dot(row.astype(jnp.float32), shared.T, precision="highest")
     gates = jnp.where(seen, jax.nn.sigmoid(logits), 0.0)

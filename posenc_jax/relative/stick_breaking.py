@@ -35,7 +35,7 @@ class _LogWeights:
     attend_current: bool
     remainder: bool
 
-    def __call__(self, shared, heads, row, logits, seen, q, k):
+    def __call__(self, shared, heads, row, cols, logits, seen, q, k):
         own = seen & (k == q)[None]
         takes = seen & (k <= q if self.attend_current else k < q)[None]
         left = jnp.where(takes, -jax.nn.softplus(logits), 0.0)

@@ -85,6 +85,7 @@ def test_a_number_worked_out_by_hand():
         rule.shared,
         rule.heads,
         None,
+        None,
         jnp.array([[1.5, -3.0]]),
         jnp.ones((1, 2), bool),
         jnp.float32(0.0),

@@ -96,7 +96,7 @@ def _shaw_rules(params, q, k):
     return {"content": scheme.content(params, rows, cols), "value_bias": scheme.value(params)}
 
 
-def _whole(shared, heads, row, logits, seen, q, k):
+def _whole(shared, heads, row, cols, logits, seen, q, k):
     """All heads and all keys at once: mixed heads, and gates of the keys from each to the last."""
     gates = jnp.where(seen, jax.nn.sigmoid(logits), 0.0)
     upwards = jnp.flip(jnp.cumsum(jnp.flip(gates, 1), 1), 1)

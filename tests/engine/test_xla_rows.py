@@ -22,7 +22,7 @@ def _tokens(length, *, batch=2, heads=2, dim=4, seed=0):
     return [jax.random.normal(k, (batch, length, heads, dim)) for k in keys]
 
 
-def _exponential(shared, heads, row, logits, seen, q, k):
+def _exponential(shared, heads, row, cols, logits, seen, q, k):
     """Weights that do not sum to one, and that need the order of keys."""
     steps = jnp.where(seen, jax.nn.softplus(logits), 0.0)
     return logits - heads[:, None] * jnp.cumsum(steps, 1)
@@ -92,7 +92,7 @@ def test_a_rule_may_take_the_place_of_the_softmax(extra, monkeypatch):
         np.testing.assert_allclose(got[1][0, i, 1], weights @ v[0, by_position, 1], atol=1e-5)
 
 
-def _listing(shared, heads, row, logits, seen, q, k):
+def _listing(shared, heads, row, cols, logits, seen, q, k):
     """Tells the order of keys by what it returns for the first and the last of those seen."""
     count = jnp.cumsum(seen, 1)
     first, last = seen & (count == 1), seen & (count == count[:, -1:])
@@ -158,7 +158,7 @@ class Whole(pe.Scheme):
         return pe.RowRule(_reads_coordinates)
 
 
-def _reads_coordinates(shared, heads, row, logits, seen, q, k):
+def _reads_coordinates(shared, heads, row, cols, logits, seen, q, k):
     return logits - 0.1 * jnp.abs(q - k).astype(jnp.float32)[None]
 
 
