@@ -29,6 +29,8 @@ from posenc_jax.combine import chain as chain
 from posenc_jax.combine import with_positions as with_positions
 from posenc_jax.engine.api import attention as attention
 from posenc_jax.grids import resize_grid as resize_grid
+from posenc_jax.layers import Layer as Layer
+from posenc_jax.layers import layer_pattern as layer_pattern
 from posenc_jax.relative.cope import CoPE as CoPE
 from posenc_jax.relative.deberta import DeBERTa as DeBERTa
 from posenc_jax.relative.fox import FoX as FoX

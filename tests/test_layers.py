@@ -1,0 +1,137 @@
+"""Patterns of released models, and models whose layers differ."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import posenc_jax as pe
+from posenc_jax.nnx import Attention
+
+LOCAL = pe.RoPE(head_dim=8)
+
+
+@pytest.mark.parametrize("count, every", [(12, 4), (36, 4), (13, 6), (26, 6), (40, 5)])
+def test_which_layers_are_local_is_as_in_transformers(count, every):
+    """`(i + 1) % every != 0`: smollm3, llama4, cohere2 (every 4th) and gemma3 (every 6th)."""
+    layers = pe.layer_pattern(count, *[pe.Layer(LOCAL, window=4)] * (every - 1), pe.NoPE())
+    is_local = [layer.scheme == LOCAL for layer in layers]
+    assert is_local == [(i + 1) % every != 0 for i in range(count)]
+    assert [layer.window for layer in layers] == [4 if local else None for local in is_local]
+
+
+def test_the_last_layer_of_gemma_4_is_global():
+    slow = pe.RoPE(head_dim=8, theta=1e6, scaling=pe.Proportional(0.25))
+    layers = pe.layer_pattern(8, *[pe.Layer(LOCAL, window=4)] * 5, slow, last=slow)
+    assert [i for i, layer in enumerate(layers) if layer.scheme == slow] == [5, 7]
+    assert layers[-1].window is None
+    windowed = pe.layer_pattern(2, LOCAL, last=pe.Layer(slow, window=9))
+    assert windowed[-1].window == 9
+    assert hash(layers) == hash(pe.layer_pattern(8, *layers[:6], last=slow))
+
+
+class Stack(nnx.Module):
+    def __init__(self, layers):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List(
+            Attention(16, 2, position=y.scheme, window=y.window, is_causal=True, rngs=rngs)
+            for y in layers
+        )
+
+    def __call__(self, x, caches=None, **where):
+        new = []
+        for i, layer in enumerate(self.layers):
+            if caches is None:
+                x = x + layer(x, **where)
+            else:
+                out, cache = layer(x, cache=caches[i], **where)
+                x = x + out
+                new.append(cache)
+        return x if caches is None else (x, new)
+
+
+RECIPES = {
+    "smollm3": (LOCAL, LOCAL, LOCAL, pe.NoPE()),
+    "cohere2": (pe.Layer(LOCAL, window=3), pe.Layer(LOCAL, window=3), pe.NoPE()),
+    "llama4": (LOCAL, pe.Temperature(form="llama4", length=4)),
+    "gemma3": (
+        pe.Layer(LOCAL, window=3),
+        pe.RoPE(head_dim=8, theta=1e6, scaling=pe.PI(factor=8.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_model_of_unequal_layers_decodes_as_the_whole(name):
+    model = Stack(pe.layer_pattern(4, *RECIPES[name]))
+    x = jax.random.normal(jax.random.key(1), (2, 13, 16))
+    whole = nnx.jit(lambda m, x: m(x))(model, x)
+    caches = [layer.new_cache(batch=2, capacity=13) for layer in model.layers]
+    step = nnx.jit(lambda m, x, caches: m(x, caches))
+    outs = []
+    for part in (x[:, :9], x[:, 9:10], x[:, 10:11], x[:, 11:12], x[:, 12:]):
+        out, caches = step(model, part, caches)
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), whole, atol=2e-5)
+    plain = Stack(pe.layer_pattern(4, LOCAL))
+    assert np.abs(whole - plain(x)).max() > 0.01
+
+
+def test_chunks_are_segments():
+    """Llama 4: no token sees another chunk, while positions go on."""
+    layer = Attention(16, 2, position=LOCAL, is_causal=True, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 10, 16))
+    at = jnp.arange(10)[None]
+    out = layer(x, positions=at, segment_ids=at // 4)
+    for start in (0, 4, 8):
+        alone = layer(x[:, start : start + 4])
+        np.testing.assert_allclose(out[:, start : start + 4], alone, atol=2e-6)
+
+
+def test_drope_puts_nope_in_the_place_of_a_trained_rope():
+    """Train with RoPE, drop it, train on, then read on with a temperature."""
+    x = jax.random.normal(jax.random.key(1), (4, 12, 16))
+    wanted = jnp.roll(x, 1, axis=1)
+
+    @nnx.jit
+    def train(model):
+        def loss(model):
+            return ((model(x) - wanted)[:, 1:] ** 2).mean()
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.5 * g, params, nnx.state(grads)))
+        return value
+
+    def swapped(model, scheme):
+        new = Stack(pe.layer_pattern(2, scheme))
+        nnx.update(new, nnx.state(model, nnx.Param))
+        assert jax.tree.structure(nnx.state(new)) == jax.tree.structure(nnx.state(model))
+        return new
+
+    model = Stack(pe.layer_pattern(2, LOCAL))
+    first = [float(train(model)) for _ in range(30)]
+    assert first[-1] < first[0]
+    dropped = swapped(model, pe.NoPE())
+    again = [float(train(dropped)) for _ in range(30)]
+    assert again[0] > first[-1]  # The scheme mattered,
+    assert again[-1] < again[0]  # and training mends it.
+    heat = pe.Temperature(form="log_n_clipped", length=12)
+    longer = jax.random.normal(jax.random.key(2), (1, 20, 16))
+    cool, hot = dropped(longer), swapped(dropped, heat)(longer)
+    np.testing.assert_allclose(hot[:, :12], cool[:, :12], atol=1e-6)
+    assert np.abs(hot[:, 12:] - cool[:, 12:]).max() > 1e-4
+
+
+def test_errors_say_what_is_wrong():
+    with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):
+        pe.layer_pattern(0, LOCAL)
+    with pytest.raises(ValueError, match="the pattern must have from 1 to 3 layers, got 0"):
+        pe.layer_pattern(3)
+    with pytest.raises(ValueError, match="the pattern must have from 1 to 3 layers, got 4"):
+        pe.layer_pattern(3, *[LOCAL] * 4)
+    with pytest.raises(TypeError, match="layer: scheme must be a Scheme, got 'rope'"):
+        pe.layer_pattern(3, "rope")
+    with pytest.raises(ValueError, match="window must be at least 1 token, got 0"):
+        pe.Layer(LOCAL, window=0)
