@@ -59,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", action="store_true", help="add other libraries (the extra `parity`)"
     )
     parser.add_argument(
-        "--devices", type=int, default=1, help="add heads over that many host devices"
+        "--devices",
+        type=int,
+        default=1,
+        help="add heads over that many host devices, memory that of each",
     )
     parser.add_argument("--rounds", type=int, default=15, help="rounds (default: 15)")
     parser.add_argument(

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> dict:
                 print(f"{facts[length]['megabytes']:9.1f}", end="", flush=True)
             last, growth = facts[options.lengths[-1]], _growth(facts)
             print(
-                f" {growth:10.2f}x {last['largest_megabytes']:14.1f}"
+                f" {f'{growth:.2f}x' if growth else '-':>11s} {last['largest_megabytes']:14.1f}"
                 f" {last['compile_seconds']:10.2f}",
                 flush=True,
             )
@@ -101,10 +101,10 @@ def _function(name: str, length: int, options: argparse.Namespace) -> tuple:
     return attend_with(scheme), jax.eval_shape(lambda: make_arguments(scheme, shape, dtype))
 
 
-def _growth(facts: dict[int, dict]) -> float:
-    """Returns by how much memory grew with the last doubling, or what comes nearest to one."""
+def _growth(facts: dict[int, dict]) -> float | None:
+    """Returns by how much memory grew with the last doubling; None where one length is all."""
     *before, last = facts
     if not before:
-        return math.nan
+        return None
     ratio = facts[last]["megabytes"] / facts[before[-1]]["megabytes"]
     return ratio ** (1 / math.log2(last / before[-1]))
