@@ -12,6 +12,8 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+collect_ignore_glob = ["*make_*.py"]  # They make golden files, with packages of their own.
+
 
 @pytest.fixture(autouse=True)
 def strict(request):
