@@ -48,6 +48,7 @@ from posenc_jax.rotary.by_parts import NTKByParts as NTKByParts
 from posenc_jax.rotary.clipped import Clipped as Clipped
 from posenc_jax.rotary.dual_chunk import DualChunk as DualChunk
 from posenc_jax.rotary.dynamic import DynamicNTK as DynamicNTK
+from posenc_jax.rotary.fope import FoPE as FoPE
 from posenc_jax.rotary.frequencies import NTK as NTK
 from posenc_jax.rotary.frequencies import PI as PI
 from posenc_jax.rotary.frequencies import FrequencyMap as FrequencyMap
@@ -67,6 +68,7 @@ from posenc_jax.rotary.rope import RoPE as RoPE
 from posenc_jax.rotary.rope import apply_rope as apply_rope
 from posenc_jax.rotary.rope import rope_frequencies as rope_frequencies
 from posenc_jax.rotary.rope import rope_matrix as rope_matrix
+from posenc_jax.rotary.rope_pp import RoPEPlusPlus as RoPEPlusPlus
 from posenc_jax.rotary.rotate import rotate as rotate
 from posenc_jax.rotary.self_extend import SelfExtend as SelfExtend
 from posenc_jax.rotary.ssmax import SSMax as SSMax

@@ -1,0 +1,119 @@
+"""FoPE against the lines of the authors' code, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def authors(x, positions, series, max_length, theta=1e4):
+    """TsinghuaC3I/Fourier-Position-Embedding at bd94b20, FourierEmbedding, for every head."""
+    x = np.asarray(x, np.float64)
+    heads, dim = x.shape[2:]
+    inv_freq = 1.0 / theta ** (np.arange(0, dim, 2) / dim)
+    inv_freq[inv_freq < 2 * np.pi / max_length] = 0.0
+    freqs = np.asarray(positions, np.float64)[:, None] * inv_freq[inv_freq != 0.0]
+    out = np.zeros(x.shape)
+    for h in range(heads):
+        tables = []
+        for name, wave in (("cos", np.cos(freqs)), ("sin", np.sin(freqs))):
+            coef = np.asarray(series[name], np.float64)
+            table = np.einsum("tD,Dd->td", wave, coef[h * len(coef) // heads])
+            pad = np.ones((len(table), dim // 2 - table.shape[1]))
+            tables.append(np.concatenate([table, pad] * 2, 1))
+        a, b = np.split(x[:, :, h], 2, -1)
+        out[:, :, h] = x[:, :, h] * tables[0] + np.concatenate([-b, a], -1) * tables[1]
+    return out
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dim, max_length", [(8, 64), (32, 512)])
+def test_attention_matches_the_authors(groups, dim, max_length):
+    scheme = pe.FoPE(head_dim=dim, max_length=max_length, groups=groups, gain=2.0)
+    q, k, v = qkv(dim=dim)
+    series = scheme.coefficients({})
+    q_, k_ = (authors(x, np.arange(63), series, max_length) for x in (q, k))
+    wanted = softmax_attention(q_, k_, v, lambda q, k, n, i, j: q @ k / np.sqrt(dim))
+    out = attend(scheme, {}, q, k, v, is_causal=True)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_queries_at_far_positions_with_learned_coefficients():
+    scheme = pe.FoPE(head_dim=32, max_length=4096, groups=12, learned=True, theta=5e5)
+    params = scheme.init(jax.random.key(1))
+    (q, _, _) = qkv(length=4, heads=12, dim=32)
+    at = np.array([1, 257, 10**6, 2**31 - 1])
+    got = scheme.query(params, q, jnp.asarray(at)[None])
+    np.testing.assert_allclose(got, authors(q, at, params, 4096, theta=5e5), atol=1e-5)
+
+
+def test_pairs_without_position_as_shipped_and_as_written():
+    """H = 4 has one pair with position; the other gets cosine and sine 1, or stays."""
+    x = jnp.array([0.0, 1.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
+    for still, wanted in ((False, [-1.0, 3.0]), (True, [1.0, 2.0])):
+        scheme = pe.FoPE(head_dim=4, max_length=64, still=still)
+        np.testing.assert_allclose(scheme.query({}, x, jnp.array([[5]]))[0, 0, 0, 1::2], wanted)
+
+
+def test_coefficients_are_ones_and_noise():
+    scheme = pe.FoPE(head_dim=16, max_length=512, gain=0.0)
+    # 2 pi / 512 = 0.0123: frequencies 1, 0.316, 0.1, 0.0316 stay for 4 pairs.
+    for name in ("cos", "sin"):
+        np.testing.assert_array_equal(scheme.coefficients({})[name][0], np.eye(4))
+    many = pe.FoPE(head_dim=16, max_length=10**6, gain=0.0)  # 8 frequencies, every second.
+    wanted = np.zeros((8, 4))
+    wanted[[0, 2, 4, 6], np.arange(4)] = 1
+    np.testing.assert_array_equal(many.coefficients({})["sin"][0], wanted)
+    for groups, spread in ((1, 64 + 32), (8, (64 + 8) * 32)):
+        noisy = pe.FoPE(head_dim=128, max_length=10**6, gain=0.5, groups=groups)
+        series = noisy.coefficients({})
+        noise = series["cos"] - noisy.replace(gain=0.0).coefficients({})["cos"]
+        np.testing.assert_allclose(np.std(noise), 0.5 * np.sqrt(2 / spread), rtol=0.05)
+        assert np.abs(series["cos"] - series["sin"]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_length": 8}, {"groups": 3}, {"gain": 1.0}, {"theta": 50.0}, {"still": True},
+     {"seed": 1}],
+    ids=str,
+)  # fmt: skip
+def test_every_option_changes_the_output(change):
+    def of(**options):
+        scheme = pe.FoPE(**({"head_dim": 8, "max_length": 64} | options))
+        return attend(scheme, {}, *qkv(length=9), is_causal=True)
+
+    assert np.abs(of(**change) - of()).max() > 1e-3
+
+
+def test_learned_coefficients_start_as_the_fixed_ones():
+    fixed, learned = (pe.FoPE(head_dim=8, max_length=64, learned=x) for x in (False, True))
+    assert fixed.init(jax.random.key(0)) == {}
+    params = learned.init(jax.random.key(0))
+    for name, leaf in fixed.coefficients({}).items():
+        np.testing.assert_array_equal(params[name], leaf)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head_dim": 2}, "head_dim must be >= 4, got 2"),
+        ({"groups": 0}, "groups must be >= 1, got 0"),
+        ({"gain": -1.0}, "gain must not be negative, got -1.0"),
+        ({"max_length": 5}, "no frequency completes a turn within max_length=5"),
+        ({"learned": True, "seed": 2}, "learned coefficients come from .* not from seed=2"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"fope: {message}"):
+        pe.FoPE(**({"head_dim": 8, "max_length": 64} | change))
+
+
+@pytest.mark.parametrize("change", [{"groups": 4}, {"head_dim": 4}])
+def test_errors_name_the_shapes(change):
+    scheme = pe.FoPE(**({"head_dim": 8, "max_length": 64} | change))
+    with pytest.raises(ValueError, match=r"fope: q and k must be .* got \(1, 5, 6, 8\)"):
+        attend(scheme, {}, *qkv(length=5))

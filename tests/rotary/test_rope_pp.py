@@ -1,0 +1,114 @@
+"""RoPE++ against the lines of the authors' code, in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+MODES = {"second_half": "imagh", "odd": "imagx", "all": "imago", "added": "imag2"}
+
+
+def rotate_half(x):
+    a, b = np.split(x, 2, -1)
+    return np.concatenate([-b, a], -1)
+
+
+def authors(q, k, positions, mode, theta=1e4):
+    """OpenMOSS/rope_pp at 91ba335, LlamaAttention.apply_rotary_pos_emb, with heads third."""
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    inv_freq = theta ** (-np.arange(0, q.shape[-1], 2) / q.shape[-1])
+    angles = np.asarray(positions, np.float64)[:, None] * inv_freq
+    cos, sin = (f(np.concatenate([angles, angles], -1))[None, :, None] for f in (np.cos, np.sin))
+    real, imag = q * cos + rotate_half(q) * sin, q * sin - rotate_half(q) * cos
+    k = k * cos + rotate_half(k) * sin
+    batch, length, heads, dim = q.shape
+    if mode == "imagh":
+        real[:, :, heads // 2 :] = imag[:, :, heads // 2 :]
+    elif mode == "imagx":
+        real[:, :, 1::2] = imag[:, :, 1::2]
+    elif mode == "imago":
+        real = imag
+    else:
+        real = np.stack([real, imag], 3).reshape(batch, length, 2 * heads, dim)
+    return real, k
+
+
+@pytest.mark.parametrize("heads", MODES)
+@pytest.mark.parametrize("count", [6, 12])
+def test_attention_matches_the_authors(heads, count):
+    q, k, v = qkv(heads=count)
+    mapped = authors(q, k, np.arange(63), MODES[heads])
+    expected = softmax_attention(*mapped, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
+    out = attend(pe.RoPEPlusPlus(head_dim=8, heads=heads), {}, q, k, v, is_causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", MODES)
+def test_queries_at_far_positions(heads):
+    q, k, _ = qkv(length=4)
+    at = np.array([1, 257, 10**6, 2**31 - 1])
+    scheme = pe.RoPEPlusPlus(head_dim=8, heads=heads, theta=50.0)
+    wanted = authors(q, k, at, MODES[heads], theta=50.0)
+    got = (f({}, x, jnp.asarray(at)[None]) for f, x in ((scheme.query, q), (scheme.key, k)))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_an_imaginary_query_worked_out_by_hand():
+    """x = (1, 2, 3, 4) at position 1, printed by the authors' lines."""
+    scheme = pe.RoPEPlusPlus(head_dim=4, heads="all")
+    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    got = scheme.query({}, x, jnp.array([[1]])).ravel()
+    np.testing.assert_allclose(got, [2.4623779, 4.01979967, 1.98411065, -1.95990067], rtol=1e-6)
+
+
+def test_decodes_with_heads_added():
+    scheme = pe.RoPEPlusPlus(head_dim=8, heads="added")
+    q, k, v = qkv(length=9)
+    whole, _ = pe.scheme_attention(scheme, {}, q, k, v, is_causal=True)
+    assert whole.shape == (1, 9, 12, 8)
+    cache = pe.new_cache(scheme, 1, 9, num_heads=6, num_kv_heads=3, head_dim=8)
+    for part in (slice(0, 6), slice(6, 9)):
+        out, cache = pe.scheme_attention(
+            scheme, {}, q[:, part], k[:, part], v[:, part], cache=cache, is_causal=True
+        )
+        np.testing.assert_allclose(out, whole[:, part], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"heads": "odd"}, {"heads": "all"}, {"theta": 9.0}, {"layout": "interleaved"},
+     {"scaling": pe.PI(factor=2.0)}, {"scaling": pe.YaRN(factor=4.0, original_max_position=64)}],
+    ids=str,
+)  # fmt: skip
+def test_every_option_changes_the_output(change):
+    def of(**options):
+        scheme = pe.RoPEPlusPlus(head_dim=8, **options)
+        return attend(scheme, {}, *qkv(length=9), is_causal=True)
+
+    assert np.abs(of(**change) - of()).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"heads": "some"}, "rope_pp: heads must be one of .*, got 'some'"),
+        ({"layout": "pairs"}, "rope_pp: layout must be one of .*, got 'pairs'"),
+        ({"head_dim": 7}, "rotary dim must be even and positive, got 7"),
+        ({"theta": 0.0}, "theta must be positive, got 0.0"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        pe.RoPEPlusPlus(**({"head_dim": 8} | change))
+
+
+def test_errors_name_the_shapes():
+    q, _, _ = qkv(length=5)
+    at = jnp.arange(5)[None]
+    with pytest.raises(ValueError, match=r"rope_pp: .* head_dim 4, got q or k of .*\(1, 5, 6, 8\)"):
+        pe.RoPEPlusPlus(head_dim=4).query({}, q, at)
+    with pytest.raises(ValueError, match="rope_pp: needs an even number of heads, got 5"):
+        pe.RoPEPlusPlus(head_dim=8).query({}, q[:, :, :5], at)
