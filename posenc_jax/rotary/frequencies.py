@@ -99,7 +99,7 @@ class PI(FrequencyMap):
       factor: new length divided by trained length; at least 1.
 
     Raises:
-      ValueError: for a factor below one.
+      ValueError: for a factor below one, or infinite.
 
     >>> PI(factor=4.0)(np.array([1.0]), head_dim=2, theta=1e4)[0]
     array([0.25])
@@ -108,7 +108,7 @@ class PI(FrequencyMap):
     factor: float = 1.0
 
     def __post_init__(self):
-        require(self.factor >= 1, f"PI: factor must be at least 1, got {self.factor}.")
+        check_stretch("PI", self.factor, 1)
 
     def __call__(self, frequencies, head_dim, theta):
         """Returns all frequencies divided by the factor, and 1."""
@@ -123,7 +123,7 @@ class NTK(FrequencyMap):
       factor: new length divided by trained length; at least 1.
 
     Raises:
-      ValueError: for a factor below one, or fewer than four rotary dimensions.
+      ValueError: for a factor below one or infinite, or fewer than four rotary dimensions.
 
     >>> NTK(factor=4.0)(np.array([1.0, 0.01]), head_dim=4, theta=1e4)[0]
     array([1.    , 0.0025])
@@ -132,7 +132,7 @@ class NTK(FrequencyMap):
     factor: float = 1.0
 
     def __post_init__(self):
-        require(self.factor >= 1, f"NTK: factor must be at least 1, got {self.factor}.")
+        check_stretch("NTK", self.factor, 1)
 
     def __call__(self, frequencies, head_dim, theta):
         """Returns the frequencies of the larger base, and 1."""

@@ -21,6 +21,7 @@ mesh_transformer/layers.py; EleutherAI/gpt-neox, megatron/model/positional_embed
 """
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
@@ -47,7 +48,9 @@ def rope_frequencies(
       scaling: maps of the frequencies, applied left to right.
 
     Raises:
-      ValueError: for an odd or non-positive `dim`, or a `theta` that is not positive.
+      ValueError: for an odd or non-positive `dim`, a `theta` that is not positive and finite,
+        or several maps that stretch a trained length.
+      TypeError: for what is no map of frequencies.
 
     >>> rope_frequencies(4)[0]
     array([1.  , 0.01])
@@ -57,8 +60,20 @@ def rope_frequencies(
         f"rope: rotary dim must be even and positive, got {dim}.",
     )
     require(theta > 0, f"rope: theta must be positive, got {theta}.")
+    require(theta < math.inf, f"rope: theta must be finite, got {theta}.")
+    maps = as_tuple(scaling)
+    for change in maps:
+        if not isinstance(change, FrequencyMap):
+            raise TypeError(
+                f"rope: scaling must be a FrequencyMap, pe.YaRN(...) for one, got {change!r}."
+            )
+    stretching = [m for m in maps if hasattr(m, "original_max_position")]
+    require(
+        len(stretching) < 2,
+        f"rope: scaling holds several maps that stretch a trained length: {stretching}; give one.",
+    )
     frequencies, factor = float(theta) ** (-2.0 * np.arange(dim // 2) / dim), 1.0
-    for change in as_tuple(scaling):
+    for change in maps:
         frequencies, more = change(frequencies, dim, theta)
         factor *= more
     return frequencies, factor

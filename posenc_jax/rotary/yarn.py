@@ -49,13 +49,17 @@ def yarn_logit_scale(head_dim: int, factor: float, mscale_all_dim: float = 1.0) 
       mscale_all_dim: as in `YaRN`.
 
     Raises:
-      ValueError: for a factor below one or no dimensions.
+      ValueError: for a factor below one, a negative `mscale_all_dim` or no dimensions.
 
     >>> round(yarn_logit_scale(192, 40.0) * 192**0.5, 4)
     1.8739
     """
     require(head_dim >= 1, f"YaRN: head_dim must be at least 1, got {head_dim}.")
     check_stretch("YaRN", factor, 1)
+    require(
+        0 <= mscale_all_dim < math.inf,
+        f"YaRN: mscale_all_dim must not be negative, got {mscale_all_dim}.",
+    )
     return _magnitude(factor, mscale_all_dim) ** 2 / math.sqrt(head_dim)
 
 

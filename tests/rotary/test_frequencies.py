@@ -107,7 +107,9 @@ def test_what_does_nothing_does_nothing(scaling):
 @pytest.mark.parametrize("cls", [pe.PI, pe.NTK])
 @pytest.mark.parametrize("factor", [0.5, 0.0, -1.0, float("nan")])
 def test_a_factor_below_one_is_refused(cls, factor):
-    with pytest.raises(ValueError, match=f"{cls.__name__}: factor must be at least 1, got"):
+    with pytest.raises(
+        ValueError, match=f"{cls.__name__}: factor must be at least 1 and finite, got"
+    ):
         cls(factor=factor)
 
 
@@ -118,8 +120,40 @@ def test_ntk_needs_two_pairs():
 
 @pytest.mark.parametrize(
     "dim, theta, message",
-    [(3, 1e4, "even and positive, got 3"), (0, 1e4, "got 0"), (4, -1.0, "positive, got -1.0")],
+    [
+        (3, 1e4, "even and positive, got 3"),
+        (0, 1e4, "got 0"),
+        (4, -1.0, "positive, got -1.0"),
+    ],
 )
 def test_errors_name_the_value(dim, theta, message):
     with pytest.raises(ValueError, match=f"rope: .*{message}"):
         pe.rope_frequencies(dim, theta)
+
+
+@pytest.mark.parametrize("cls", [pe.PI, pe.NTK])
+def test_an_infinite_factor_is_refused(cls):
+    with pytest.raises(ValueError, match=f"{cls.__name__}: factor must be .* finite, got inf"):
+        cls(factor=float("inf"))
+
+
+def test_maps_that_contradict_each_other_are_refused():
+    yarn = pe.YaRN(factor=4.0, original_max_position=64)
+    other = pe.DynamicNTK(2.0, 64, 128)
+    for maps in [(yarn, yarn), (yarn, other), (other, pe.Resonance(), yarn)]:
+        with pytest.raises(ValueError, match="several maps that stretch a trained length"):
+            pe.RoPE(head_dim=8, scaling=maps)
+    pe.RoPE(head_dim=128, scaling=(pe.YaRN(factor=4.0, original_max_position=4096), pe.Resonance()))
+
+
+@pytest.mark.parametrize("scaling", ["yarn", 4.0, {"factor": 4.0}, (pe.PI(factor=2.0), "ntk")])
+def test_what_is_no_map_is_refused(scaling):
+    with pytest.raises(TypeError, match="rope: scaling must be a FrequencyMap"):
+        pe.RoPE(head_dim=8, scaling=scaling)
+
+
+@pytest.mark.parametrize("cls", [pe.YaRN, pe.NTKByParts, pe.LongRoPE, pe.DynamicNTK])
+def test_every_map_says_that_the_trained_length_is_missing(cls):
+    message = f"{cls.__name__}: original_max_position must be the length of training, got 0"
+    with pytest.raises(ValueError, match=message):
+        cls(factor=2.0)

@@ -202,6 +202,7 @@ def test_gradients_where_some_or_none_are_asked_for():
         ({"rotary_dim": -2}, r"rotary_dim must be in \[0, head_dim=8\], got -2"),
         ({"theta": 0.0}, "theta must be positive, got 0.0"),
         ({"theta": float("nan")}, "theta must be positive, got nan"),
+        ({"theta": float("inf")}, "theta must be finite, got inf"),
     ],
 )
 def test_errors_name_the_setting_and_the_value(change, message):

@@ -7,6 +7,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import attend, qkv, softmax_attention
 
 import posenc_jax as pe
 
@@ -90,6 +91,30 @@ def test_the_logit_scale_of_deepseek_v3():
     assert pe.yarn_logit_scale(64, 40.0, 0.707) < pe.yarn_logit_scale(64, 40.0)
 
 
+@pytest.mark.parametrize("mscale, all_dim", [(1.0, 1.0), (0.707, 0.707), (1.0, 0.5)])
+def test_attention_of_deepseek(mscale, all_dim):
+    """transformers 5.23, models/deepseek_v3: `attention_factor` on q_pe and k_pe alone, and
+    `yarn_apply_mscale` on the scale of all dimensions."""
+    factor, dim, nope = 40.0, 12, 8
+    scaling = pe.YaRN(
+        factor=factor, original_max_position=64, mscale=mscale, mscale_all_dim=all_dim
+    )
+    scheme = pe.RoPE(head_dim=dim, layout="interleaved", rotary_start=nope, scaling=scaling)
+    w, _ = pe.rope_frequencies(dim - nope, scaling=scaling)
+    q, k, v = qkv(heads=6, kv_heads=6, dim=dim)
+    top, bottom = (0.1 * m * math.log(factor) + 1.0 for m in (mscale, all_dim))
+
+    def logit(q, k, n, i, j):
+        pairs = [(top / bottom) * (x[nope::2] + 1j * x[nope + 1 :: 2]) for x in (q, k)]
+        turned = (pairs[0] * np.conj(pairs[1]) * np.exp(1j * (i - j) * w)).real.sum()
+        return (q[:nope] @ k[:nope] + turned) * dim**-0.5 * bottom * bottom
+
+    wanted = softmax_attention(q, k, v, logit)
+    scale = pe.yarn_logit_scale(dim, factor, all_dim)
+    out = attend(scheme, {}, q, k, v, is_causal=True, scale=scale)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "option",
     [
@@ -161,3 +186,5 @@ def test_a_ramp_without_pairs_is_refused():
         pe.yarn_logit_scale(0, 2.0)
     with pytest.raises(ValueError, match="YaRN: factor must be at least 1"):
         pe.yarn_logit_scale(8, 0.5)
+    with pytest.raises(ValueError, match="YaRN: mscale_all_dim must not be negative"):
+        pe.yarn_logit_scale(8, 2.0, -1.0)
