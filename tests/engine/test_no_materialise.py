@@ -47,7 +47,7 @@ def test_no_array_of_all_pairs_in_the_jaxpr(kind):
     assert largest(8192) < 8192 * 8192 // 4
 
 
-@pytest.mark.parametrize("kind", ["t5", "shaw", "fire", "whole"])
+@pytest.mark.parametrize("kind", ["t5", "shaw", "fire", "whole", "unbounded"])
 def test_no_array_of_all_pairs_in_the_program(kind):
     compiled = {}
     for length in (2048, 4096):
