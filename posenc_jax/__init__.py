@@ -26,11 +26,13 @@ from posenc_jax.bias.t5 import t5_bucket as t5_bucket
 from posenc_jax.bias.tupe import TUPE as TUPE
 from posenc_jax.cache import KVCache as KVCache
 from posenc_jax.combine import chain as chain
-from posenc_jax.combine import with_positions as with_positions
 from posenc_jax.engine.api import attention as attention
 from posenc_jax.grids import resize_grid as resize_grid
 from posenc_jax.layers import Layer as Layer
 from posenc_jax.layers import layer_pattern as layer_pattern
+from posenc_jax.other_positions import on_axis as on_axis
+from posenc_jax.other_positions import on_distances as on_distances
+from posenc_jax.other_positions import with_positions as with_positions
 from posenc_jax.relative.cope import CoPE as CoPE
 from posenc_jax.relative.deberta import DeBERTa as DeBERTa
 from posenc_jax.relative.fox import FoX as FoX

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "posenc_jax"
 FAMILIES = ("additive", "rotary", "bias", "relative")
 VOCABULARY = {"num_heads", "head_dim", "model_dim", "max_length"}
-BASIS = {"checks", "positions", "mask", "angles", "rules", "grids"}
+BASIS = {"checks", "positions", "mask", "angles", "rules", "grids", "random_positions"}
 SHARED = BASIS | {"scheme"}
 FLAX = {"attend", "cache", "checks", "mask", "positions", "scheme", "additive.none"}
 

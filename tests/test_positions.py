@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posenc_jax.positions import count_up, from_padding_mask, from_segment_ids
+from posenc_jax.positions import (
+    bilevel,
+    count_up,
+    digit_places,
+    from_padding_mask,
+    from_segment_ids,
+)
 
 
 def test_count_up_from_one_start_or_one_for_each_row():
@@ -70,3 +76,68 @@ def test_a_start_that_does_not_count_is_refused(start):
         count_up(2, 3, start)
     with pytest.raises(ValueError, match="count_up: start must fit int32"):
         count_up(2, 3, 2**31)
+
+
+def abacus(mask):
+    """mcleish7/arithmetic, Abacus.helper, for one row."""
+    starts = [bool(m) and not (i and mask[i - 1]) for i, m in enumerate(mask)]
+    run = np.cumsum(starts)
+    reset = np.zeros(len(mask) + 1, int)
+    np.add.at(reset, run, np.arange(len(mask)) * starts)
+    return (np.arange(len(mask)) - reset[run] + 1) * np.asarray(mask)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.booleans(), min_size=12, max_size=12), st.integers(1, 11), st.integers(0, 99))
+def test_places_of_digits_are_those_of_the_authors(mask, cut, shift):
+    digits = jnp.array([mask])
+    whole = digit_places(digits)
+    np.testing.assert_array_equal(whole[0], abacus(mask))
+    later = digit_places(digits[:, cut:], before=whole[:, cut - 1])
+    np.testing.assert_array_equal(later, whole[:, cut:])
+    moved = digit_places(digits, shift=shift)
+    np.testing.assert_array_equal(moved, np.where(whole > 0, whole + shift, 0))
+    segments = jnp.array([[0] * cut + [1] * (12 - cut)])
+    packed = digit_places(digits, segment_ids=segments)
+    np.testing.assert_array_equal(packed[0], [*abacus(mask[:cut]), *abacus(mask[cut:])])
+
+
+def test_places_of_digits_worked_out_by_hand():
+    digits = jnp.array([[0, 1, 1, 0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 1]])
+    wanted = [[0, 1, 2, 0, 1, 2, 3, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 2]]
+    np.testing.assert_array_equal(digit_places(digits), wanted)
+    per_row = digit_places(digits, shift=jnp.array([0, 7]), before=jnp.array([3, 4]))
+    np.testing.assert_array_equal(per_row, [wanted[0], [12, 0, 0, 0, 0, 0, 0, 8, 9]])
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.booleans(), min_size=12, max_size=12), st.integers(1, 11))
+def test_places_in_sentences(mask, cut):
+    """zhenyuhe00/BiPE: a separator belongs to the sentence that it ends."""
+    places, sentences = [], []
+    for i in range(12):
+        new = i > 0 and mask[i - 1]
+        places.append(0 if i == 0 or new else places[-1] + 1)
+        sentences.append(sentences[-1] + new if i else 0)
+    ends = jnp.array([mask])
+    whole = bilevel(ends)
+    np.testing.assert_array_equal(whole[:, 0], [places, sentences])
+    start = (whole[0, :, cut], whole[1, :, cut])
+    np.testing.assert_array_equal(bilevel(ends[:, cut:], start=start), whole[:, :, cut:])
+    segments = jnp.array([[0] * cut + [1] * (12 - cut)])
+    packed = bilevel(ends, segment_ids=segments)
+    np.testing.assert_array_equal(packed[:, :, :cut], whole[:, :, :cut])
+    np.testing.assert_array_equal(packed[:, :, cut:], bilevel(ends[:, cut:]))
+
+
+def test_places_in_sentences_worked_out_by_hand():
+    ids = np.array([[5, 13, 7, 8, 869, 9, 9]])
+    got = bilevel(np.isin(ids, [13, 869]))
+    np.testing.assert_array_equal(got[:, 0], [[0, 1, 0, 1, 2, 0, 1], [0, 0, 1, 1, 1, 2, 2]])
+
+
+def test_arrays_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"digit_places: digits must be \[B, T\], got .*\(3,\)"):
+        digit_places(jnp.zeros(3, bool))
+    with pytest.raises(ValueError, match=r"bilevel: segment_ids must be .*\(1, 3\), got \(1, 2\)"):
+        bilevel(jnp.zeros((1, 3), bool), segment_ids=jnp.zeros((1, 2), jnp.int32))

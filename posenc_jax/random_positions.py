@@ -1,0 +1,243 @@
+"""Coordinates drawn at random, so that a short sequence trains positions of longer ones.
+
+Every function takes a random key and positions [B, T] and returns coordinates [B, T] for
+`coordinates=`; masks and windows go on following the positions. Segments (packed sequences) are
+drawn apart, all rows too; one draw for a whole batch is that of `positions[:1]`. Draws of a
+segment depend on the key, the row and the segment id: the same key goes on where it was in a
+decode step, but for `randomized` and `skip_wise`, which need all positions at once: draw them
+for the prompt and all that will follow, and give each step its part.
+
+Papers: Ruoss et al. Randomized Positional Encodings Boost Length Generalization of Transformers.
+2023. https://arxiv.org/abs/2305.16843
+Kiyono et al. SHAPE: Shifted Absolute Position Embedding for Transformers. 2021.
+https://arxiv.org/abs/2109.05644
+Likhomanenko et al. CAPE: Encoding Relative Positions with Continuous Augmented Positional
+Embeddings. 2021. https://arxiv.org/abs/2106.03143
+Zhu et al. PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training.
+2023. https://arxiv.org/abs/2309.10400
+Reference code: google-deepmind/randomized_positional_encodings, models/positional_encodings.py;
+butsugiri/shape, onmt/modules/embeddings.py; gcambara/cape, cape/cape.py; dwzhu-pku/PoSE,
+src/train_pose.py.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import array_of_rank, integer_positions, require
+
+
+def _checked(
+    where: str, positions: jax.Array, segment_ids: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    array_of_rank(where, "positions", positions, 2, "[B, T]")
+    positions = integer_positions(where, positions)
+    if segment_ids is None:
+        return positions, jnp.zeros_like(positions)
+    segments = integer_positions(where, segment_ids, "segment_ids")
+    require(
+        segments.shape == positions.shape,
+        f"{where}: segment_ids must be [B, T] = {positions.shape}, got {segments.shape}.",
+    )
+    return positions, segments
+
+
+def _by_segment(key: jax.Array, segments: jax.Array, draw: Callable, *arrays: jax.Array):
+    """Returns `draw(key, *values)` for every token, with one key for each segment of each row."""
+    rows = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(segments.shape[0]))
+    fold = jax.vmap(jax.vmap(jax.random.fold_in), (0, 0))
+    keys = fold(jnp.broadcast_to(rows[:, None], segments.shape), segments)
+    return jax.vmap(jax.vmap(draw))(keys, *arrays)
+
+
+def _sizes(segments: jax.Array) -> jax.Array:
+    """Returns how many tokens the segment of each token has."""
+
+    def of_row(ids):
+        order = jnp.sort(ids)
+        ends = (jnp.searchsorted(order, ids, side=side) for side in ("right", "left"))
+        right, left = ends
+        return (right - left).astype(jnp.int32)
+
+    return jax.vmap(of_row)(segments)
+
+
+def randomized(
+    key: jax.Array,
+    positions: jax.Array,
+    max_length: int,
+    *,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """Returns distinct numbers below `max_length`, in the order of the positions: int32 [B, T].
+
+    Every set of numbers is as likely as every other. Use it in evaluation as in training.
+
+    Args:
+      key: a random key.
+      positions: int32 [B, T].
+      max_length: N, more than the longest sequence that is to come.
+      segment_ids: int32 [B, T]. Default: one segment.
+
+    Raises:
+      ValueError: for fewer than T numbers, or arrays of another shape.
+
+    >>> at = jnp.arange(4)[None]
+    >>> bool((jnp.diff(randomized(jax.random.key(0), at, 2048)[0]) > 0).all())
+    True
+    """
+    positions, segments = _checked("randomized", positions, segment_ids)
+    batch, length = positions.shape
+    require(
+        max_length >= length,
+        f"randomized: max_length must be at least the {length} positions, got {max_length}.",
+    )
+    # In random order, any part of the numbers is a fair draw: each segment sorts its own.
+    drawn = jax.vmap(lambda k: jax.random.permutation(k, max_length)[:length])(
+        jax.random.split(key, batch)
+    ).astype(jnp.int32)
+    by_place = jnp.lexsort((positions, segments))
+    by_number = jnp.lexsort((drawn, segments))
+    row = jnp.arange(batch)[:, None]
+    return jnp.zeros_like(positions).at[row, by_place].set(drawn[row, by_number])
+
+
+def randomized_distances(key: jax.Array, count: int, max_length: int) -> jax.Array:
+    """Returns distinct distances from 1 to `max_length - 1`, growing: int32 [count].
+
+    They are for `posenc_jax.on_distances`: entry n - 1 stands for the distance n.
+
+    Args:
+      key: a random key.
+      count: how many, the longest distance that there will be.
+      max_length: N.
+
+    Raises:
+      ValueError: for fewer than `count` distances.
+
+    >>> randomized_distances(jax.random.key(0), 3, 4)
+    Array([1, 2, 3], dtype=int32)
+    """
+    require(
+        1 <= count < max_length,
+        f"randomized_distances: count must be 1 to {max_length - 1} for max_length {max_length}, "
+        f"got {count}.",
+    )
+    drawn = jax.random.permutation(key, max_length - 1)[:count]
+    return jnp.sort(drawn).astype(jnp.int32) + 1
+
+
+def shifted(
+    key: jax.Array, positions: jax.Array, most: int, *, segment_ids: jax.Array | None = None
+) -> jax.Array:
+    """Returns positions moved by one number from 0 to `most - 1` (SHAPE), int32 [B, T].
+
+    In evaluation the authors move all positions by `most` and not by 0.
+
+    Args:
+      key: a random key.
+      positions: int32 [B, T].
+      most: K; with a table of L rows at most L - T.
+      segment_ids: int32 [B, T]. Default: one segment.
+
+    Raises:
+      ValueError: for `most` below one, or arrays of another shape.
+
+    >>> moved = shifted(jax.random.key(0), jnp.arange(3)[None], 100)
+    >>> jnp.diff(moved[0])
+    Array([1, 1], dtype=int32)
+    """
+    positions, segments = _checked("shifted", positions, segment_ids)
+    require(most >= 1, f"shifted: most must be at least 1, got {most}.")
+    return positions + _by_segment(
+        key, segments, lambda k: jax.random.randint(k, (), 0, most, jnp.int32)
+    )
+
+
+def continuous(
+    key: jax.Array,
+    positions: jax.Array,
+    *,
+    global_shift: float = 5.0,
+    local_shift: float = 0.5,
+    max_scaling: float = 1.03,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """Returns positions moved, jittered and stretched (CAPE), float32 [B, T].
+
+    (p + d + e) s: d from -global_shift to global_shift and ln s from -ln max_scaling to
+    ln max_scaling, one each for a segment; e from -local_shift to local_shift, one for each token.
+    Defaults are those for text; evaluation uses the positions. For sound the authors take the
+    mean of each sequence from positions first: to do so, add it to what this returns.
+
+    Args:
+      key: a random key.
+      positions: int32 [B, T].
+      global_shift, local_shift, max_scaling: see above. Up to 0.5 the order of tokens stays.
+      segment_ids: int32 [B, T]. Default: one segment.
+
+    Raises:
+      ValueError: for negative shifts, or `max_scaling` below one.
+
+    >>> continuous(jax.random.key(0), jnp.arange(3)[None]).dtype
+    dtype('float32')
+    """
+    positions, segments = _checked("continuous", positions, segment_ids)
+    require(
+        min(global_shift, local_shift) >= 0,
+        f"continuous: shifts must not be negative, got {global_shift} and {local_shift}.",
+    )
+    require(max_scaling >= 1, f"continuous: max_scaling must be at least 1, got {max_scaling}.")
+
+    def draw(key, position):
+        of_segment, of_token = jax.random.split(key)
+        move, stretch = jax.random.uniform(of_segment, (2,), minval=-1.0)
+        jitter = jax.random.uniform(jax.random.fold_in(of_token, position), minval=-1.0)
+        moved = position.astype(jnp.float32) + global_shift * move + local_shift * jitter
+        return moved * jnp.exp(math.log(max_scaling) * stretch)
+
+    return _by_segment(key, segments, draw, positions)
+
+
+def skip_wise(
+    key: jax.Array,
+    positions: jax.Array,
+    max_length: int,
+    *,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """Returns positions with one gap (PoSE), int32 [B, T], all below `max_length`.
+
+    Of n tokens the first 1 to (n + 1) // 2 stay where they are; the others move on by 0 to
+    `max_length - n`. The authors' tokens may come from two places of a text, which is up to the
+    caller.
+
+    Args:
+      key: a random key.
+      positions: int32 [B, T], from 0 in every segment.
+      max_length: the length that a model shall be tuned for.
+      segment_ids: int32 [B, T]. Default: one segment.
+
+    Raises:
+      ValueError: for fewer positions than tokens, or arrays of another shape.
+
+    >>> moved = skip_wise(jax.random.key(0), jnp.arange(8)[None], 1000)
+    >>> int((jnp.diff(moved[0]) > 1).sum())
+    1
+    """
+    positions, segments = _checked("skip_wise", positions, segment_ids)
+    require(
+        max_length >= positions.shape[1],
+        f"skip_wise: max_length must be at least the {positions.shape[1]} positions, "
+        f"got {max_length}.",
+    )
+
+    def draw(key, position, size):
+        of_cut, of_gap = jax.random.split(key)
+        cut = jax.random.randint(of_cut, (), 1, (size + 1) // 2 + 1, jnp.int32)
+        gap = jax.random.randint(of_gap, (), 0, max_length - size + 1, jnp.int32)
+        return position + jnp.where(position >= cut, gap, 0)
+
+    return _by_segment(key, segments, draw, positions, _sizes(segments))
