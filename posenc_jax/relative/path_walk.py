@@ -43,7 +43,7 @@ def attend_along_path(
 def _solve(shared, heads, cols):
     """Returns K, W, T tril(diag(beta) W K^T, -1) and T diag(beta) W, [chunks, N, C, ...]."""
     k, w, beta = (x.astype(jnp.float32) for x in cols)
-    size = min(CHUNK, k.shape[0])
+    size = min(CHUNK, 1 << (k.shape[0] - 1).bit_length())
 
     def chunked(x):
         x = jnp.pad(x, ((0, -x.shape[0] % size), *((0, 0),) * (x.ndim - 1)))
@@ -54,10 +54,33 @@ def _solve(shared, heads, cols):
     by_w, by_k = (
         jnp.tril(jnp.einsum("znth,znsh->znts", scaled, x, precision="highest"), -1) for x in (w, k)
     )
-    solved = jax.scipy.linalg.solve_triangular(
-        by_w, jnp.concatenate([by_k, scaled], -1), lower=True, unit_diagonal=True
-    )
-    return k, w, solved[..., :size], solved[..., size:]
+    inverse = _inverse(by_w)
+    solved = (jnp.matmul(inverse, x, precision="highest") for x in (by_k, scaled))
+    return k, w, *solved
+
+
+def _inverse(low):
+    """Returns (I + low)^-1 for strictly lower [..., C, C], C a power of two.
+
+    Inverses of the diagonal blocks, twice as wide at every step: products alone, which run
+    and shard everywhere, where calls of LAPACK do not.
+    """
+    lead, size = low.shape[:-2], low.shape[-1]
+    inverse = jnp.ones((*lead, size, 1, 1), low.dtype)
+    width = 1
+    while width < size:
+        count = size // (2 * width)
+        blocks = low.reshape(*lead, count, 2 * width, count, 2 * width)
+        corner = jnp.einsum("...aiaj->...aij", blocks)[..., width:, :width]
+        pairs = inverse.reshape(*lead, count, 2, width, width)
+        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        corner = jnp.matmul(corner, first, precision="highest")
+        corner = -jnp.matmul(second, corner, precision="highest")
+        right = ((0, 0),) * (first.ndim - 1)
+        first = jnp.pad(first, (*right, (0, width)))
+        inverse = jnp.concatenate([first, jnp.concatenate([corner, second], -1)], -2)
+        width *= 2
+    return inverse[..., 0, :, :]
 
 
 @dataclasses.dataclass(frozen=True)
