@@ -61,7 +61,7 @@ def _once(cos: jax.Array, sin: jax.Array) -> jax.Array:
     XLA on CPU would otherwise fuse what computes them into the loop over heads, and
     compute every entry N times: 17 to 60 times slower, optimization barrier or not.
     """
-    both = jnp.zeros((2, *cos.shape), cos.dtype)
+    both = jnp.zeros_like(jnp.stack([cos, sin]))  # Sharded as they are.
     return both.at[0].set(cos).at[1].set(sin)
 
 
