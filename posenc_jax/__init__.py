@@ -64,6 +64,7 @@ from posenc_jax.rotary.mrope import MRoPE as MRoPE
 from posenc_jax.rotary.mrope_coordinates import mrope_coordinates as mrope_coordinates
 from posenc_jax.rotary.partial import Proportional as Proportional
 from posenc_jax.rotary.pope import PoPE as PoPE
+from posenc_jax.rotary.repo import RePo as RePo
 from posenc_jax.rotary.rerope import ReRoPE as ReRoPE
 from posenc_jax.rotary.resonance import Resonance as Resonance
 from posenc_jax.rotary.rope import RoPE as RoPE
@@ -72,6 +73,7 @@ from posenc_jax.rotary.rope import rope_frequencies as rope_frequencies
 from posenc_jax.rotary.rope import rope_matrix as rope_matrix
 from posenc_jax.rotary.rope_pp import RoPEPlusPlus as RoPEPlusPlus
 from posenc_jax.rotary.rotate import rotate as rotate
+from posenc_jax.rotary.selective import SelectiveRoPE as SelectiveRoPE
 from posenc_jax.rotary.self_extend import SelfExtend as SelfExtend
 from posenc_jax.rotary.ssmax import SSMax as SSMax
 from posenc_jax.rotary.temperature import Temperature as Temperature

@@ -1,0 +1,110 @@
+"""RePo against the lines of the authors' code, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def arrays(heads=6, length=63, dim=24):
+    q, k, v = qkv(length=length, heads=heads)
+    x = np.random.default_rng(3).normal(size=(1, length, dim))
+    return q, k, v, jnp.asarray(x, jnp.float32)
+
+
+def attend(scheme, params, q, k, v, x, **options):
+    def run(params, q, k, v, x):
+        return pe.scheme_attention(scheme, params, q, k, v, x=x, is_causal=True, **options)[0]
+
+    return jax.jit(run)(params, q, k, v, x)
+
+
+def authors(params, q, k, v, x, theta=1e4):
+    """SakanaAI/repo at 1508a73: predicted positions, `from_positions`, `apply_rotary_pos_emb`."""
+    p = {name: np.asarray(leaf, np.float64) for name, leaf in params.items()}
+    x = np.asarray(x, np.float64)
+    gate = x @ p["gate"]
+    positions = (gate / (1 + np.exp(-gate)) * (x @ p["content"])) @ p["out"]
+    dim = q.shape[-1]
+    freqs = positions[..., None] / theta ** (np.arange(0, dim, 2) / dim)
+
+    def mapped(y):
+        y = np.asarray(y, np.float64)
+        emb = np.repeat(np.concatenate([freqs, freqs], -1), y.shape[2] // freqs.shape[2], 2)
+        a, b = np.split(y, 2, -1)
+        return y * np.cos(emb) + np.concatenate([-b, a], -1) * np.sin(emb)
+
+    scale = np.sqrt(dim)
+    return softmax_attention(mapped(q), mapped(k), v, lambda q, k, n, i, j: q @ k / scale)
+
+
+@pytest.mark.parametrize("heads, groups", [(6, 1), (6, 3), (12, 3)])
+@pytest.mark.parametrize("options", [{}, {"theta": 50.0}], ids=str)
+def test_attention_matches_the_authors(heads, groups, options):
+    scheme = pe.RePo(model_dim=24, head_dim=8, groups=groups, init_std=0.5, **options)
+    params = scheme.init(jax.random.key(0))
+    tokens = arrays(heads)
+    out = attend(scheme, params, *tokens)
+    np.testing.assert_allclose(out, authors(params, *tokens, **options), atol=1e-5)
+
+
+def test_a_position_worked_out_by_hand():
+    """x = 2: silu(1) * 4 * 0.5 = 0.73106 * 2 = 1.46212."""
+    scheme = pe.RePo(model_dim=1, head_dim=2, width=1)
+    params = {"gate": jnp.full((1, 1), 0.5), "content": jnp.full((1, 1), 2.0)}
+    params |= {"out": jnp.full((1, 1), 0.5)}
+    rows, _, _ = scheme.side(params, jnp.full((1, 1, 1), 2.0), None, None, None, None)
+    np.testing.assert_allclose(rows, [[[1.4621172]]], rtol=1e-6)
+    q = scheme.query(params, jnp.asarray([1.0, 0.0]).reshape(1, 1, 1, 2), None, rows)
+    np.testing.assert_allclose(q.ravel(), [np.cos(1.4621172), np.sin(1.4621172)], rtol=1e-5)
+
+
+def test_starts_normal():
+    scheme = pe.RePo(model_dim=400, head_dim=8, groups=20, init_std=0.1)
+    for name, leaf in scheme.init(jax.random.key(0)).items():
+        assert abs(np.std(leaf) - 0.1) < 0.01, name
+    assert scheme.init(jax.random.key(0))["gate"].shape == (400, 50)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"groups": 3}, {"width": 5}, {"theta": 9.0}, {"layout": "interleaved"}, {"init_std": 0.4}],
+    ids=str,
+)
+def test_every_option_changes_the_output(change):
+    def of(**options):
+        scheme = pe.RePo(**({"model_dim": 24, "head_dim": 8, "init_std": 0.8} | options))
+        return attend(scheme, scheme.init(jax.random.key(0)), *arrays(length=9))
+
+    assert np.abs(of(**change) - of()).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"groups": 0}, "repo: groups must be >= 1, got 0"),
+        ({"width": -1}, "repo: width must be >= 0, got -1"),
+        ({"model_dim": 7}, "repo: model_dim=7 has no eighth; give a width"),
+        ({"init_std": 0.0}, "repo: init_std must be positive, got 0.0"),
+        ({"layout": "pairs"}, "repo: layout must be one of .*, got 'pairs'"),
+        ({"head_dim": 7}, "rotary dim must be even and positive, got 7"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        pe.RePo(**({"model_dim": 24, "head_dim": 8} | change))
+
+
+def test_errors_name_the_shapes():
+    q, k, v, x = arrays(length=5)
+    scheme = pe.RePo(model_dim=24, head_dim=8, groups=4)
+    params = scheme.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"repo: q and k must be .* got \(1, 5, 6, 8\)"):
+        attend(scheme, params, q, k, v, x)
+    with pytest.raises(ValueError, match=r"repo: x must be \[B, T, 24\], got \(1, 5, 7\)"):
+        attend(scheme, params, q, k, v, x[..., :7])
+    with pytest.raises(ValueError, match="repo: positions are made from x"):
+        attend(scheme, params, q, k, v, None)

@@ -1,0 +1,176 @@
+"""Selective RoPE against the lines of the authors' code, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def arrays(heads=6, length=63, dim=12, **options):
+    q, k, v = qkv(length=length, heads=heads, **options)
+    x = np.random.default_rng(3).normal(size=(q.shape[0], length, dim))
+    return q, k, v, jnp.asarray(x, jnp.float32)
+
+
+def attend(scheme, params, q, k, v, x, **options):
+    def run(params, q, k, v, x):
+        return pe.scheme_attention(scheme, params, q, k, v, x=x, is_causal=True, **options)[0]
+
+    return jax.jit(run)(params, q, k, v, x)
+
+
+def angles(params, x, heads, theta=5e5, temp_max=1.0):
+    """timurcarstensen/selective-rope at d12e825, SelectiveRoPE.forward: float64 [T, heads, P].
+
+    Without gate and bias, for one row; `l2_norm` is over the part of each head.
+    """
+    p = {name: np.asarray(leaf, np.float64) for name, leaf in params.items()}
+    x = np.asarray(x, np.float64).reshape(len(x), heads, -1)
+    x = x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
+    phi = x.reshape(len(x), -1) @ p["down"] @ p["up"]
+    width = len(p["conv"])
+    padded = np.concatenate([np.zeros((width - 1, phi.shape[1])), phi])
+    phi = np.stack([(padded[t : t + width] * p["conv"]).sum(0) for t in range(len(x))])
+    pairs = phi.shape[1] // heads
+    temperature = p.get("temperature", temp_max / theta ** (np.arange(pairs) / pairs))
+    return np.cumsum(phi, 0).reshape(len(x), heads, pairs) * temperature
+
+
+def authors(params, q, k, v, x, groups, **options):
+    turn = angles(params, x[0], groups, **options)
+
+    def mapped(y):
+        y = np.asarray(y, np.float64)
+        a = np.repeat(turn, y.shape[2] // groups, 1)[None]
+        y0, y1 = np.split(y, 2, -1)
+        return np.concatenate(
+            [y0 * np.cos(a) - y1 * np.sin(a), y0 * np.sin(a) + y1 * np.cos(a)], -1
+        )
+
+    scale = np.sqrt(q.shape[-1])
+    return softmax_attention(mapped(q), mapped(k), v, lambda q, k, n, i, j: q @ k / scale)
+
+
+@pytest.mark.parametrize("heads, groups", [(6, 1), (6, 3), (12, 3)])
+def test_attention_matches_the_authors(heads, groups):
+    scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, groups=groups)
+    params = scheme.init(jax.random.key(0))
+    params |= {"up": 5 * params["up"]}
+    tokens = arrays(heads)
+    out = attend(scheme, params, *tokens)
+    np.testing.assert_allclose(out, authors(params, *tokens, groups), atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_any_width_temperature_and_base(width):
+    options = {"theta": 50.0, "temp_max": 2.0}
+    scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, width=width, rank=3, **options)
+    params = scheme.init(jax.random.key(0))
+    tokens = arrays(length=21)
+    out = attend(scheme, params, *tokens)
+    np.testing.assert_allclose(out, authors(params, *tokens, 1, **options), atol=1e-5)
+
+
+def test_learned_temperatures():
+    scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, learn_temperature=True)
+    params = scheme.init(jax.random.key(0))
+    np.testing.assert_allclose(params["temperature"], 5e5 ** (-np.arange(4) / 4), rtol=1e-6)
+    params |= {"temperature": jnp.asarray([0.5, 0.2, 3.0, 1.0])}
+    tokens = arrays(length=9)
+    out = attend(scheme, params, *tokens)
+    np.testing.assert_allclose(out, authors(params, *tokens, 1), atol=1e-5)
+
+
+def test_angles_worked_out_by_hand():
+    """phi is (0.5, 1), (0.25, -1), (1, 0): a filter of one token, and W_2 that gives it."""
+    scheme = pe.SelectiveRoPE(model_dim=3, head_dim=4, rank=3, width=1)
+    phi = jnp.asarray([[0.5, 1.0], [0.25, -1.0], [1.0, 0.0]])
+    params = {"down": jnp.eye(3), "up": phi, "conv": jnp.ones((1, 2))}
+    q = jnp.zeros((1, 3, 1, 4)).at[..., :2].set(1.0)
+    rows, _, _ = scheme.side(params, 1e4 * jnp.eye(3)[None], q, q, None, None)
+    turned = scheme.query(params, q, None, rows)[0, :, 0]
+    got = np.arctan2(turned[:, 2:], turned[:, :2])
+    np.testing.assert_allclose(got, [[0.5, 0.00141421356], [0.75, 0], [1.75, 0]], atol=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [[12], [5, 4, 3], [1] * 12], ids=str)
+def test_sequences_with_padding_between_do_not_touch(chunks):
+    scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8)
+    params = scheme.init(jax.random.key(0))
+    tokens = arrays(length=12)
+    segments = np.array([-1, 0, 0, -1, 0, 0, 1, -1, -1, 1, 1, 1])
+    positions = np.array([0, 0, 1, 0, 2, 3, 0, 0, 0, 1, 2, 3])
+    x = tokens[3].at[0, segments < 0].set(jnp.nan)
+    cache = pe.new_cache(scheme, 1, 12, num_heads=6, num_kv_heads=3, head_dim=8, model_dim=12)
+    outs, start = [], 0
+    for size in chunks:
+        part = slice(start, start + size)
+        out, cache = pe.scheme_attention(
+            scheme,
+            params,
+            *(a[:, part] for a in tokens[:3]),
+            x=x[:, part],
+            cache=cache,
+            positions=jnp.asarray(positions[part]),
+            segment_ids=jnp.asarray(segments[part]),
+            is_causal=True,
+        )
+        outs.append(out)
+        start += size
+    out = jnp.concatenate(outs, 1)
+    for segment in (0, 1):
+        alone = attend(scheme, params, *(a[:, segments == segment] for a in tokens))
+        np.testing.assert_allclose(out[:, segments == segment], alone, atol=2e-6)
+
+
+def test_starts_as_torch_does():
+    scheme = pe.SelectiveRoPE(model_dim=100, head_dim=64, groups=4, rank=25)
+    for name, bound in (("down", 0.1), ("up", 0.2), ("conv", 0.5)):
+        leaf = scheme.init(jax.random.key(0))[name]
+        assert 0.95 * bound < np.abs(leaf).max() <= bound, name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"groups": 3}, {"rank": 2}, {"width": 2}, {"theta": 9.0}, {"temp_max": 3.0}],
+    ids=str,
+)
+def test_every_option_changes_the_output(change):
+    def of(**options):
+        scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, **options)
+        params = jax.tree.map(lambda leaf: 3 * leaf, scheme.init(jax.random.key(0)))
+        return attend(scheme, params, *arrays(length=9))
+
+    assert np.abs(of(**change) - of()).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_dim": 0}, "model_dim must be >= 1, got 0"),
+        ({"groups": 0}, "groups must be >= 1, got 0"),
+        ({"rank": 0}, "rank must be >= 1, got 0"),
+        ({"width": 0}, "width must be >= 1, got 0"),
+        ({"groups": 5}, "groups=5 must divide model_dim=12"),
+        ({"temp_max": 0.0}, "temp_max must be positive, got 0.0"),
+        ({"head_dim": 7}, "rotary dim must be even and positive, got 7"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        pe.SelectiveRoPE(**({"model_dim": 12, "head_dim": 8} | change))
+
+
+def test_errors_name_the_shapes():
+    q, k, v, x = arrays(length=5)
+    scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, groups=4)
+    params = scheme.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"selective_rope: q and k must be .* got \(1, 5, 6, 8\)"):
+        attend(scheme, params, q, k, v, x)
+    with pytest.raises(ValueError, match=r"x must be \[B, T, 12\], got \(1, 5, 7\)"):
+        attend(scheme, params, q, k, v, x[..., :7])
+    with pytest.raises(ValueError, match="selective_rope: angles are made from x"):
+        attend(scheme, params, q, k, v, None)
