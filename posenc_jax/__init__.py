@@ -48,14 +48,17 @@ from posenc_jax.rotary.axial import grid_coordinates as grid_coordinates
 from posenc_jax.rotary.by_length import RoPEByLength as RoPEByLength
 from posenc_jax.rotary.by_parts import NTKByParts as NTKByParts
 from posenc_jax.rotary.clipped import Clipped as Clipped
+from posenc_jax.rotary.comrope import ComRoPE as ComRoPE
 from posenc_jax.rotary.dual_chunk import DualChunk as DualChunk
 from posenc_jax.rotary.dynamic import DynamicNTK as DynamicNTK
 from posenc_jax.rotary.fope import FoPE as FoPE
 from posenc_jax.rotary.frequencies import NTK as NTK
 from posenc_jax.rotary.frequencies import PI as PI
 from posenc_jax.rotary.frequencies import FrequencyMap as FrequencyMap
+from posenc_jax.rotary.high_frequency import HighFrequency as HighFrequency
 from posenc_jax.rotary.layouts import permute_qk as permute_qk
 from posenc_jax.rotary.learned import LearnedRoPE as LearnedRoPE
+from posenc_jax.rotary.liere import LieRE as LieRE
 from posenc_jax.rotary.llama3 import Llama3 as Llama3
 from posenc_jax.rotary.longrope import LongRoPE as LongRoPE
 from posenc_jax.rotary.mixed import RoPEMixed as RoPEMixed

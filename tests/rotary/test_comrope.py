@@ -1,0 +1,160 @@
+"""ComRoPE against the lines of the authors' code, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+GRID = pe.grid_coordinates(1, 7, 9)
+
+
+def matrix_exp(a):
+    """A Taylor series of the 2^-12th part, squared twelve times."""
+    a, out = a / 2**12, np.eye(len(a))
+    term = out
+    for n in range(1, 12):
+        term = term @ a / n
+        out = out + term
+    for _ in range(12):
+        out = out @ out
+    return out
+
+
+def authors(x, at, params, axes):
+    """Longin-Yu/ComRoPE at 7aeef08, get_exponent_matrix and get_rotation_matrix, with R @ x.
+
+    `at` is [2, T].
+    """
+    freqs = np.asarray(params["matrix"], np.float64)
+    skew = freqs - np.swapaxes(freqs, -1, -2)
+    groups, blocks, size, _ = skew.shape
+    if axes == "scaled":
+        factors = np.asarray(params["multiplier"], np.float64)
+    else:
+        factors = np.zeros((2, blocks))
+        for i in range(2):
+            factors[i, i::2] = 1.0
+    x = np.asarray(x, np.float64)
+    out = np.zeros(x.shape)
+    for t, n, b in np.ndindex(x.shape[1], x.shape[2], blocks):
+        scaled = sum(factors[a, b] * float(at[a][t]) for a in range(2))
+        turn = matrix_exp(scaled * skew[n * groups // x.shape[2], b])
+        part = slice(b * size, (b + 1) * size)
+        out[:, t, n, part] = x[:, t, n, part] @ turn.T
+    return out
+
+
+@pytest.mark.parametrize("axes", ["scaled", "by_block"])
+@pytest.mark.parametrize("size, groups", [(2, 1), (4, 3), (3, 2)])
+def test_attention_on_a_grid_matches_the_authors(axes, size, groups):
+    dim = 4 * size
+    scheme = pe.ComRoPE(head_dim=dim, size=size, axes=axes, groups=groups, init_std=0.3)
+    params = scheme.init(jax.random.key(0))
+    q, k, v = qkv(dim=dim, kv_heads=6)
+    at = np.asarray(GRID)[:, 0]
+    mapped = (authors(x, at, params, axes) for x in (q, k))
+    wanted = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(dim))
+    out = attend(scheme, params, q, k, v, coordinates=GRID, is_causal=True)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_fractions_as_the_authors_have_them():
+    scheme = pe.ComRoPE(head_dim=8)
+    params = scheme.init(jax.random.key(0))
+    (q, _, _) = qkv()
+    at = (jnp.asarray(GRID, jnp.float32) + 0.5) / 9
+    got = scheme.query(params, q, at)
+    np.testing.assert_allclose(got, authors(q, np.asarray(at)[:, 0], params, "scaled"), atol=5e-6)
+
+
+def test_logits_depend_on_offsets_at_any_position():
+    scheme = pe.ComRoPE(head_dim=8, groups=3)
+    params = scheme.init(jax.random.key(0))
+    arrays = qkv()
+    here = attend(scheme, params, *arrays, coordinates=GRID)
+    for shift in ([3, -2], [10**6, 5], [2**30, -(2**30)]):
+        moved = GRID + jnp.asarray(shift)[:, None, None]
+        there = attend(scheme, params, *arrays, coordinates=moved)
+        np.testing.assert_allclose(there, here, atol=2e-5)
+
+
+def test_a_block_of_two_is_rope():
+    """F = ((0, -w / 2), (w / 2, 0)) turns by +w; the second axis has no part in it."""
+    scheme = pe.ComRoPE(head_dim=4, size=2)
+    w = jnp.asarray([1.0, 0.01])
+    matrix = jnp.zeros((1, 2, 2, 2)).at[0, :, 0, 1].set(-w / 2).at[0, :, 1, 0].set(w / 2)
+    params = {"matrix": matrix, "multiplier": jnp.asarray([[1.0, 1.0], [0.0, 0.0]])}
+    (q, _, _) = qkv(length=5, dim=4)
+    got = scheme.query(params, q, jnp.arange(5)[None])
+    wanted = pe.apply_rope(q, jnp.arange(5), layout="interleaved")
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+
+
+def test_gradients_are_slopes_of_the_authors_code():
+    scheme = pe.ComRoPE(head_dim=4)
+    params = scheme.init(jax.random.key(0))
+    (q, _, _) = qkv(length=4, heads=2, kv_heads=2, dim=4)
+    at = np.array([[0, 1, 2, 0], [1, 0, 1, 2]])
+    weights = np.random.default_rng(0).normal(size=q.shape)
+
+    def loss(params):
+        out = scheme.query(params, q, jnp.asarray(at)[:, None])
+        return (out * jnp.asarray(weights, jnp.float32)).sum()
+
+    grads = jax.grad(loss)(params)
+    for name, leaf in params.items():
+        for index in np.ndindex(leaf.shape):
+            step = np.zeros(leaf.shape)
+            step[index] = 1e-5
+            up, down = (
+                (authors(q, at, params | {name: np.asarray(leaf, float) + s}, "scaled")).ravel()
+                for s in (step, -step)
+            )
+            slope = (up - down) @ weights.ravel() / 2e-5
+            np.testing.assert_allclose(grads[name][index], slope, atol=2e-4, rtol=1e-4)
+
+
+def test_starts_normal():
+    params = pe.ComRoPE(head_dim=64, groups=9, init_std=0.5).init(jax.random.key(0))
+    assert abs(np.std(params["matrix"]) - 0.5) < 0.02
+    assert 0.5 < np.std(params["multiplier"]) < 1.5
+
+
+@pytest.mark.parametrize(
+    "change", [{"size": 2}, {"axes": "by_block"}, {"groups": 3}, {"init_std": 0.2}], ids=str
+)
+def test_every_option_changes_the_output(change):
+    def of(**options):
+        scheme = pe.ComRoPE(head_dim=8, **options)
+        return attend(scheme, scheme.init(jax.random.key(0)), *qkv(length=9), is_causal=True)
+
+    assert np.abs(of(**change) - of()).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"size": 3}, "size=3 must be at least 2 and divide head_dim=8"),
+        ({"size": 1}, "size=1 must be at least 2"),
+        ({"axes": "both"}, "axes must be .*, got 'both'"),
+        ({"axes": "by_block", "size": 8}, "both axes need blocks of size=8 in head_dim=8"),
+        ({"groups": 0}, "groups must be >= 1, got 0"),
+        ({"init_std": 0.0}, "init_std must be positive, got 0.0"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"comrope: {message}"):
+        pe.ComRoPE(**({"head_dim": 8} | change))
+
+
+def test_errors_name_the_shapes():
+    q, _, _ = qkv(length=5)
+    scheme = pe.ComRoPE(head_dim=8, groups=4)
+    params = scheme.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"comrope: q and k must be .* got \(1, 5, 6, 8\)"):
+        scheme.query(params, q, jnp.arange(5)[None])
+    with pytest.raises(ValueError, match=r"comrope: coordinates must be .* got \(3, 1, 5\)"):
+        pe.ComRoPE(head_dim=8).query(params, q, jnp.zeros((3, 1, 5), int))

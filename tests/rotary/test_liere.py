@@ -1,0 +1,129 @@
+"""LieRE against the lines of the authors' code, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+GRID = (
+    jnp.asarray(pe.grid_coordinates(1, 7, 9), jnp.float32) / jnp.asarray([6.0, 8.0])[:, None, None]
+)
+
+
+def matrix_exp(a):
+    """A Taylor series of the 2^-8th part, squared eight times."""
+    a, out = a / 2**8, np.eye(len(a))
+    term = out
+    for n in range(1, 20):
+        term = term @ a / n
+        out = out + term
+    for _ in range(8):
+        out = out @ out
+    return out
+
+
+def authors(x, at, upper, size):
+    """StanfordMIMI/LieRE at b27b41b, LierePositionEncoder and apply_transforms; `at` [2, T]."""
+    upper, x = np.asarray(upper, np.float64), np.asarray(x, np.float64)
+    groups, blocks = upper.shape[1:3]
+    raw = np.zeros((2, groups, blocks, size, size))
+    raw[..., *np.triu_indices(size, 1)] = upper
+    triangle = raw - 0.5
+    bases = triangle - np.swapaxes(triangle, -1, -2)
+    out = x.copy()
+    for t, n, b in np.ndindex(x.shape[1], x.shape[2], blocks):
+        generator = sum(float(at[a][t]) * bases[a, n * groups // x.shape[2], b] for a in range(2))
+        part = slice(b * size, (b + 1) * size)
+        out[:, t, n, part] = x[:, t, n, part] @ matrix_exp(generator).T
+    return out
+
+
+@pytest.mark.parametrize(
+    "size, groups, dim", [(2, 1, 8), (2, 3, 8), (4, 3, 8), (8, 1, 8), (3, 2, 8)]
+)
+def test_attention_on_an_image_matches_the_authors(size, groups, dim):
+    scheme = pe.LieRE(head_dim=dim, size=size, groups=groups)
+    params = scheme.init(jax.random.key(0))
+    q, k, v = qkv(kv_heads=6)
+    at = np.asarray(GRID)[:, 0]
+    mapped = (authors(x, at, params["upper"], size) for x in (q, k))
+    wanted = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(8))
+    out = attend(scheme, params, q, k, v, coordinates=GRID, is_causal=True)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_blocks_of_two_turn_exactly_at_far_positions():
+    scheme = pe.LieRE(head_dim=4)
+    params = scheme.init(jax.random.key(0))
+    (q, _, _) = qkv(length=4, dim=4)
+    at = np.array([[1, 257, 10**6, 2**31 - 1], [0, 3, -5, 10**9]])
+    got = scheme.query(params, q, jnp.asarray(at)[:, None])
+    rates = np.asarray(params["upper"], np.float64)[:, 0, :, 0]
+    turn = np.exp(-1j * (at.astype(np.float64).T @ rates))[None, :, None]
+    pairs = np.asarray(q, np.float64).reshape(1, 4, 6, 2, 2)
+    wanted = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
+    np.testing.assert_allclose(got[..., 0::2], wanted.real, atol=5e-6)
+    np.testing.assert_allclose(got[..., 1::2], wanted.imag, atol=5e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gradients_are_slopes_of_the_authors_code(size):
+    scheme = pe.LieRE(head_dim=size, size=size)
+    upper = scheme.init(jax.random.key(0))["upper"]
+    (q, _, _) = qkv(length=4, heads=2, kv_heads=2, dim=size)
+    at = np.array([[0.0, 0.5, 1.0, 0.0], [0.0, 1.0, 0.25, 0.5]])  # Nothing turns at the first.
+    weights = np.random.default_rng(0).normal(size=q.shape)
+
+    def loss(upper):
+        out = scheme.query({"upper": upper}, q, jnp.asarray(at, jnp.float32)[:, None])
+        return (out * jnp.asarray(weights, jnp.float32)).sum()
+
+    grad = jax.grad(loss)(upper)
+    for index in np.ndindex(upper.shape):
+        step = np.zeros(upper.shape)
+        step[index] = 1e-5
+        up, down = (
+            authors(q, at, np.asarray(upper, float) + s, size).ravel() for s in (step, -step)
+        )
+        slope = (up - down) @ weights.ravel() / 2e-5
+        np.testing.assert_allclose(grad[index], slope, atol=5e-5, rtol=1e-4)
+
+
+def test_starts_uniform():
+    upper = pe.LieRE(head_dim=64, size=8, groups=3).init(jax.random.key(0))["upper"]
+    assert 0 <= upper.min() < 0.1 and 6.1 < upper.max() < 2 * np.pi
+
+
+@pytest.mark.parametrize("change", [{"size": 4}, {"groups": 3}], ids=str)
+def test_every_option_changes_the_output(change):
+    def of(**options):
+        scheme = pe.LieRE(head_dim=8, **options)
+        return attend(scheme, scheme.init(jax.random.key(0)), *qkv(length=9), is_causal=True)
+
+    assert np.abs(of(**change) - of()).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"size": 1}, r"size must be in \[2, head_dim=8\], got 1"),
+        ({"size": 9}, r"size must be in \[2, head_dim=8\], got 9"),
+        ({"groups": 0}, "groups must be >= 1, got 0"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"liere: {message}"):
+        pe.LieRE(**({"head_dim": 8} | change))
+
+
+def test_errors_name_the_shapes():
+    q, _, _ = qkv(length=5)
+    scheme = pe.LieRE(head_dim=8, groups=4)
+    params = scheme.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"liere: q and k must be .* got \(1, 5, 6, 8\)"):
+        scheme.query(params, q, jnp.arange(5)[None])
+    with pytest.raises(ValueError, match=r"liere: coordinates must be .* got \(3, 1, 5\)"):
+        pe.LieRE(head_dim=8).query(params, q, jnp.zeros((3, 1, 5), int))
