@@ -4,10 +4,13 @@ Letters, in all shapes: B batch, T queries, S keys, N query heads, K key/value h
 H head dim, D model dim, A coordinate axes.
 """
 
+from posenc_jax.additive.fourier import LearnableFourier as LearnableFourier
 from posenc_jax.additive.learned import Learned as Learned
+from posenc_jax.additive.learned import resize_learned as resize_learned
 from posenc_jax.additive.none import NoPE as NoPE
 from posenc_jax.additive.sinusoidal import Sinusoidal as Sinusoidal
 from posenc_jax.additive.sinusoidal import sinusoidal_encoding as sinusoidal_encoding
+from posenc_jax.additive.sinusoidal_2d import Sinusoidal2D as Sinusoidal2D
 from posenc_jax.angles import cos_sin as cos_sin
 from posenc_jax.attend import new_cache as new_cache
 from posenc_jax.attend import scheme_attention as scheme_attention

@@ -9,6 +9,8 @@ of the last row. (Indexing in JAX clamps without a word.)
 `offset` reproduces models that reserve rows: 2 for OPT, padding_idx + 1 for RoBERTa.
 The initial standard deviation is 0.02, as in BERT.
 
+For images of another size than in training, `resize_learned` interpolates a table over a grid.
+
 Papers: Gehring et al. Convolutional Sequence to Sequence Learning. 2017.
 https://arxiv.org/abs/1705.03122
 Devlin et al. BERT. 2018. https://arxiv.org/abs/1810.04805
@@ -24,6 +26,7 @@ import numpy as np
 from jax.core import Tracer
 
 from posenc_jax.checks import integer_positions, require
+from posenc_jax.grids import resize_grid
 from posenc_jax.scheme import Scheme
 
 
@@ -55,6 +58,41 @@ def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array
         )
     index = jnp.where(positions < 0, rows, positions) + offset  # -1 is not the last row.
     return jnp.asarray(table).at[index].get(mode="fill", fill_value=jnp.nan)
+
+
+def resize_learned(
+    table: jax.Array,
+    grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    *,
+    prefix: int = 0,
+    method: str = "bicubic",
+    align_corners: bool = False,
+) -> jax.Array:
+    """Returns a table of image patches, row after row, for a grid of another size.
+
+    Args:
+      table: [prefix + R * C, D].
+      grid, new_grid: (R, C) of the old and of the new one.
+      prefix: number of first rows that are no patches ([CLS], registers) and stay.
+      method, align_corners: as in `posenc_jax.resize_grid`; ViT, DeiT and MAE have the defaults,
+        Qwen3-VL "bilinear" with aligned corners.
+
+    Raises:
+      ValueError: for a table of another size, and as `resize_grid`.
+
+    >>> resize_learned(jnp.ones((1 + 4, 8)), (2, 2), (3, 3), prefix=1).shape
+    (10, 8)
+    """
+    rows = prefix + grid[0] * grid[1]
+    require(
+        jnp.ndim(table) == 2 and table.shape[0] == rows,
+        f"resize_learned: table must be [{rows}, D] for {prefix} rows and a grid of {grid}, "
+        f"got {jnp.shape(table)}.",
+    )
+    patches = table[prefix:].T.reshape(-1, *grid)
+    new = resize_grid(patches, *new_grid, method=method, align_corners=align_corners)
+    return jnp.concatenate([table[:prefix], new.reshape(new.shape[0], -1).T])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,3 +116,24 @@ def test_known_positions_outside_the_table_raise_in_a_compiled_function_too():
     params, at = scheme.init(jax.random.key(0)), jnp.array([[0, 4]])
     with pytest.raises(ValueError, match=r"must be in \[0, 4\)"):
         jax.jit(lambda x: scheme.embed(params, x, at))(jnp.zeros((1, 2, 2)))
+
+
+def test_a_table_of_patches_is_interpolated_and_its_first_rows_stay():
+    """As DeiT and MAE: [1, R, C, D] to [1, D, R, C], interpolate, and back."""
+    random = np.random.default_rng(0)
+    table = jnp.asarray(random.normal(size=(2 + 6, 5)), jnp.float32)
+    new = pe.resize_learned(table, (2, 3), (4, 5), prefix=2)
+    np.testing.assert_array_equal(new[:2], table[:2])
+    for d in range(5):
+        channel = pe.resize_grid(table[2:, d].reshape(2, 3), 4, 5)
+        np.testing.assert_allclose(new[2:, d].reshape(4, 5), channel, atol=1e-6)
+    same = pe.resize_learned(table, (2, 3), (2, 3), prefix=2)
+    np.testing.assert_allclose(same, table, atol=1e-6)
+    other = pe.resize_learned(
+        table, (2, 3), (4, 5), prefix=2, method="bilinear", align_corners=True
+    )
+    np.testing.assert_allclose(
+        other[jnp.array([2, 6])], table[jnp.array([2, 4])], atol=1e-6
+    )  # Corners.
+    with pytest.raises(ValueError, match=r"table must be \[7, D\] .*, got \(8, 5\)"):
+        pe.resize_learned(table, (2, 3), (4, 5), prefix=1)

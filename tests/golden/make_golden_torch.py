@@ -27,6 +27,16 @@ SOURCES = {
         "f82860bfb5225915aca09c3227159ee9e1df874d",
         "models/swin_transformer_v2.py",
     ),
+    "mae": (
+        "facebookresearch/mae",
+        "efb2a8062c206524e35e47d04501ed4f544c0ae8",
+        "util/pos_embed.py",
+    ),
+    "fourier": (
+        "willGuimont/learnable_fourier_positional_encoding",
+        "1fe87e28b41616bad875d2eeb3a488dfe3fbf698",
+        "src/learnable_fourier_positional_encoding/learnable_fourier_pos_encoding.py",
+    ),
     "tupe": (
         "guolinke/TUPE",
         "4c64ff748a7039be4918429f05bbb43d81357107",
@@ -137,6 +147,33 @@ def tupe(folder):
     return {"origin": origin("tupe"), "cases": cases}
 
 
+def sinusoidal_2d(folder):
+    """MAE's patches of a 3 x 3 grid; DETR's, [4 x 5, 16], as shipped by transformers 5.23."""
+    from transformers.models.detr.modeling_detr import DetrSinePositionEmbedding
+
+    np.float = float  # Gone from NumPy, and used by the authors.
+    made = authors(folder, "mae", "get_2d_sincos_pos_embed")
+    detr = {}
+    for normalize in (False, True):
+        module = DetrSinePositionEmbedding(8, normalize=normalize)
+        codes = module(torch.Size((1, 1, 4, 5)), "cpu", torch.float64)[0]
+        detr[f"detr_{normalize}"] = rounded(codes.reshape(16, -1).T)
+    return {"origin": origin("mae"), "mae": rounded(made(12, 3)), **detr}
+
+
+def fourier(folder):
+    made = authors(folder, "fourier", "LearnableFourierPositionalEncoding")
+    module = made(1, 2, 12, 5, 8, 10.0)
+    module.Wr.weight.data = waves(6, 2)
+    first, _, last = module.mlp
+    first.weight.data, first.bias.data = waves(5, 12), waves(5)
+    last.weight.data, last.bias.data = waves(8, 5), waves(8)
+    at = torch.tensor([[0.0, 0.0], [1.0, 0.0], [3.0, -7.0], [0.25, 0.75], [62.0, 257.0]])
+    with torch.no_grad():
+        values = module.double()(at[:, None].double())
+    return {"origin": origin("fourier"), "at": at.tolist(), "values": rounded(values)}
+
+
 def grids(_):
     """torch.nn.functional.interpolate, as ViT, MAE and Swin call it."""
     grid = waves(2, 5, 7)
@@ -153,7 +190,7 @@ def grids(_):
 
 
 def main(folder):
-    for make in (swin, swin_v2, tupe, grids):
+    for make in (swin, swin_v2, tupe, sinusoidal_2d, fourier, grids):
         path = pathlib.Path(__file__).with_name(f"{make.__name__}.json")
         path.write_text(json.dumps(make(folder)) + "\n")
 

@@ -1,0 +1,102 @@
+r"""Learnable Fourier features: waves of learned frequencies, and a network over them.
+
+    f = [cos(W c), sin(W c)] / sqrt(F),      x <- x + GELU(f W1 + b1) W2 + b2
+
+for coordinates c of A axes and W of F / 2 rows. At first the scalar product of two f falls with
+the distance of the two points, whatever its direction. The entries of W start as normal numbers
+of standard deviation gamma^-2, as in the code; the paper calls that the variance. GELU is the exact
+one. The paper can encode groups of axes apart; here all axes are one group.
+
+Coordinates [B, T] stand on all axes. The paper scales coordinates to the picture, [0, 1].
+
+Paper: Li et al. Learnable Fourier Features for Multi-Dimensional Spatial Positional Encoding.
+2021. https://arxiv.org/abs/2106.02795
+Reference code: willGuimont/learnable_fourier_positional_encoding.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.angles import cos_sin
+from posenc_jax.checks import coordinate_values, require
+from posenc_jax.scheme import Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnableFourier(Scheme):
+    """Learnable Fourier features (Li et al. 2021).
+
+    Attributes:
+      model_dim: D.
+      axes: A, the number of coordinate axes.
+      features: F, even.
+      width: the number of hidden units.
+      gamma: the larger, the slower the waves at first.
+
+    Raises:
+      ValueError: for sizes below one, odd `features`, or a gamma that is not positive.
+
+    >>> params = LearnableFourier(model_dim=8).init(jax.random.key(0))
+    >>> params["waves"].shape
+    (384, 2)
+    """
+
+    model_dim: int
+    axes: int = 2
+    features: int = 768
+    width: int = 32
+    gamma: float = 10.0
+    name: ClassVar[str] = "fourier"
+
+    def __post_init__(self):
+        for name in ("model_dim", "axes", "features", "width"):
+            value = getattr(self, name)
+            require(value >= 1, f"fourier: {name} must be >= 1, got {value}.")
+        require(self.features % 2 == 0, f"fourier: features must be even, got {self.features}.")
+        require(self.gamma > 0, f"fourier: gamma must be positive, got {self.gamma}.")
+
+    @property
+    def num_axes(self) -> int:
+        """A."""
+        return self.axes
+
+    def init(self, key):
+        """Returns {"waves": W, ...}; the network starts as torch.nn.Linear does."""
+        waves, *keys = jax.random.split(key, 5)
+        shapes = {
+            "in": (self.features, self.width),
+            "in_bias": (self.width,),
+            "out": (self.width, self.model_dim),
+            "out_bias": (self.model_dim,),
+        }
+        limits = [n**-0.5 for n in (self.features, self.features, self.width, self.width)]
+        made = {
+            name: jax.random.uniform(k, shape, minval=-limit, maxval=limit)
+            for k, limit, (name, shape) in zip(keys, limits, shapes.items(), strict=True)
+        }
+        normal = jax.random.normal(waves, (self.features // 2, self.axes))
+        return {"waves": self.gamma**-2 * normal, **made}
+
+    def embed(self, params, x, coordinates):
+        """Returns x [B, T, D] plus what the network makes of its coordinates."""
+        at = coordinate_values("fourier", coordinates)
+        at = jnp.broadcast_to(at[None], (self.axes, *at.shape)) if at.ndim == 2 else at
+        require(
+            at.shape == (self.axes, *x.shape[:2]) and x.shape[2:] == (self.model_dim,),
+            f"fourier: x must be [B, T, {self.model_dim}] and coordinates [{self.axes}, B, T], "
+            f"got {x.shape} and {jnp.shape(coordinates)}.",
+        )
+        cos, sin = cos_sin(at[0], params["waves"][:, 0])
+        for a in range(1, self.axes):  # Of the sum of angles, each exact.
+            c, s = cos_sin(at[a], params["waves"][:, a])
+            cos, sin = cos * c - sin * s, sin * c + cos * s
+        features = jnp.concatenate([cos, sin], -1) * self.features**-0.5
+        hidden = (
+            jnp.dot(features, params["in"], precision="highest") + params["in_bias"][None, None]
+        )
+        hidden = jax.nn.gelu(hidden, approximate=False)
+        made = jnp.dot(hidden, params["out"], precision="highest") + params["out_bias"][None, None]
+        return (x.astype(jnp.float32) + made).astype(x.dtype)

@@ -1,0 +1,85 @@
+r"""Sinusoidal positions of image patches: half of the embedding for each axis.
+
+    x <- x + [PE(c[a]), PE(c[b])],      PE the sinusoidal code of D / 2 numbers
+
+of an axis a, and then of an axis b. Models differ:
+
+             layout          axes      coordinates
+    MAE      "concat"        (1, 0)    column and row from 0
+    DETR     "interleaved"   (0, 1)    from 1, divided by the size of the picture, times 2 pi
+
+In the code of MAE the half that is named after rows encodes columns, because of the order in which
+numpy.meshgrid returns them; its checkpoints depend on that. [CLS] has no position there: put it
+before the patches after this. DETR adds the code to queries and keys of every layer, and not to
+values; here it is added to the embedding once. Coordinates [B, T] stand on both axes: the diagonal.
+
+Papers: He et al. Masked Autoencoders Are Scalable Vision Learners. 2021.
+https://arxiv.org/abs/2111.06377
+Carion et al. End-to-End Object Detection with Transformers. 2020.
+https://arxiv.org/abs/2005.12872
+Reference code: facebookresearch/mae, util/pos_embed.py; huggingface/transformers, models/detr.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from posenc_jax.additive.sinusoidal import sinusoidal_encoding
+from posenc_jax.checks import coordinate_values, require
+from posenc_jax.scheme import Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinusoidal2D(Scheme):
+    """Sinusoidal positions of two axes (MAE, DETR).
+
+    Attributes:
+      model_dim: D, a multiple of 4.
+      theta: the base of the wavelengths.
+      layout: of each half, "concat" or "interleaved"; see `posenc_jax.additive.sinusoidal`.
+      axes: the axis of the first half and that of the second, (0, 1) or (1, 0).
+
+    Raises:
+      ValueError: for sizes that do not fit, or an unknown layout.
+
+    >>> scheme = Sinusoidal2D(model_dim=4)
+    >>> at = jnp.array([[[0]], [[1]]])
+    >>> scheme.embed({}, jnp.zeros((1, 1, 4)), at)
+    Array([[[0.841471 , 0.5403023, 0.       , 1.       ]]], dtype=float32)
+    """
+
+    model_dim: int
+    theta: float = 10000.0
+    layout: str = "concat"
+    axes: tuple[int, int] = (1, 0)
+    name: ClassVar[str] = "sinusoidal_2d"
+    num_axes: ClassVar[int] = 2
+
+    def __post_init__(self):
+        require(
+            self.model_dim >= 4 and self.model_dim % 4 == 0,
+            f"sinusoidal_2d: model_dim must be a multiple of 4, got {self.model_dim}.",
+        )
+        require(
+            self.layout in ("concat", "interleaved"),
+            f'sinusoidal_2d: layout must be "concat" or "interleaved", got {self.layout!r}.',
+        )
+        require(
+            tuple(sorted(self.axes)) == (0, 1),
+            f"sinusoidal_2d: axes must be (0, 1) or (1, 0), got {self.axes}.",
+        )
+        require(self.theta > 0, f"sinusoidal_2d: theta must be positive, got {self.theta}.")
+
+    def embed(self, params, x, coordinates):
+        """Returns x [B, T, D] plus the codes of its rows and columns."""
+        at = coordinate_values("sinusoidal_2d", coordinates)
+        at = jnp.broadcast_to(at[None], (2, *at.shape)) if at.ndim == 2 else at
+        require(
+            at.shape == (2, *x.shape[:2]) and x.shape[2:] == (self.model_dim,),
+            f"sinusoidal_2d: x must be [B, T, {self.model_dim}] and coordinates [2, B, T], "
+            f"got {x.shape} and {jnp.shape(coordinates)}.",
+        )
+        half, options = self.model_dim // 2, {"theta": self.theta, "layout": self.layout}
+        waves = [sinusoidal_encoding(at[a], half, **options) for a in self.axes]
+        return (x.astype(jnp.float32) + jnp.concatenate(waves, -1)).astype(x.dtype)
