@@ -80,6 +80,9 @@ class Sinusoidal2D(Scheme):
             f"sinusoidal_2d: x must be [B, T, {self.model_dim}] and coordinates [2, B, T], "
             f"got {x.shape} and {jnp.shape(coordinates)}.",
         )
-        half, options = self.model_dim // 2, {"theta": self.theta, "layout": self.layout}
-        waves = [sinusoidal_encoding(at[a], half, **options) for a in self.axes]
+        half = self.model_dim // 2
+        waves = [
+            sinusoidal_encoding(at[a], half, theta=self.theta, layout=self.layout)
+            for a in self.axes
+        ]
         return (x.astype(jnp.float32) + jnp.concatenate(waves, -1)).astype(x.dtype)
