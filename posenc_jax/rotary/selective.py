@@ -8,11 +8,9 @@ the key. RoPE is phi = 1. The convolution is over the last `width` tokens, one f
 channel; x is normalised in `groups` parts of D / groups. With `groups` sets of angles, head n
 of N has the set n * groups // N, and so have key heads; the authors have N.
 
-What is carried from token to token is c and the last width - 1 tokens of each sequence, so
-that padding and neighbours in a packed batch stay out. c is float32 and so are its angles:
-they lose precision as it grows, as the authors' do. Cached beside a key is its c, of H / 2
-numbers, though only `key` reads it. Without `skip_conv`, gates and biases, which the authors'
-configurations leave off.
+Padding and neighbours in a packed batch stay out of c and of the convolution. c is float32:
+angles lose precision as it grows, as the authors' do. It is cached beside each key, H / 2
+numbers. Gates and biases, which the authors' configurations leave off, are not here.
 
 Paper: Movahedi, Carstensen et al. Selective Rotary Position Embedding. 2025.
 https://arxiv.org/abs/2511.17388
@@ -98,11 +96,9 @@ class SelectiveRoPE(Scheme):
 
     def side(self, params, x, q, k, coordinates, state, segment_ids=None):
         """Returns c of every token, float32 [B, T, groups, H / 2], for queries and for keys."""
-        if x is None:
-            raise ValueError("selective_rope: angles are made from x; give it to scheme_attention.")
         require(
-            x.shape[-1] == self.model_dim,
-            f"selective_rope: x must be [B, T, {self.model_dim}], got {x.shape}.",
+            x is not None and x.shape[-1] == self.model_dim,
+            f"selective_rope: x must be [B, T, {self.model_dim}], got {getattr(x, 'shape', None)}.",
         )
         batch, length = x.shape[:2]
         places = jnp.zeros_like(x[..., 0], jnp.int32) if segment_ids is None else segment_ids
@@ -143,10 +139,7 @@ class SelectiveRoPE(Scheme):
         return jnp.asarray(self.temp_max * frequencies, jnp.float32)
 
     def _convolved(self, filters, phi, owners, old, old_owners):
-        """The causal convolution over tokens that are not padding, within their sequence.
-
-        `owners` [B, T] are segment ids + 1, 0 for padding; `old` are the tokens before.
-        """
+        """The causal convolution within a sequence; owners are segment ids + 1, 0 for padding."""
         owners = jnp.concatenate([old_owners, owners], 1)
         order = jnp.argsort(owners > 0, axis=1, stable=True)  # Padding first, then tokens.
         tokens = jnp.take_along_axis(jnp.concatenate([old, phi], 1), order[:, :, None], 1)
