@@ -10,10 +10,17 @@ import jax.numpy as jnp
 from posenc_jax.engine.problem import Problem, dropout_seed, keep_mask, repeat_heads
 
 
-def logits(p: Problem, k: jax.Array) -> jax.Array:
-    """Returns float32 [B, N, T, S], before masking, for keys [B, S, N, H]."""
-    q = p.q.astype(jnp.float32)
-    scaled = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
+def products(p: Problem) -> jax.Array:
+    """Returns q . k, float32 [B, N, T, S]."""
+    batch, length, heads, dim = p.q.shape
+    q = p.q.reshape(batch, length, p.k.shape[2], -1, dim).astype(jnp.float32)
+    out = jnp.einsum("btkgh,bskh->bkgts", q, p.k.astype(jnp.float32), precision="highest")
+    return out.reshape(batch, heads, length, -1)
+
+
+def logits(p: Problem) -> jax.Array:
+    """Returns float32 [B, N, T, S], before masking."""
+    scaled = products(p)
     unscaled = jnp.zeros_like(scaled)
     at = p.q_coordinates, p.k_coordinates
     terms = [(b.scaled, jax.vmap(b.tile)(*at)) for b in p.biases]
@@ -33,8 +40,25 @@ def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
     A query that sees nothing gets zeros and a log-sum-exp of -inf. Where a rule replaces the
     softmax, the log-sum-exp means nothing.
     """
-    p, slots = in_order(p)
-    return attend_slots(expanded(p), jnp.arange(p.q.shape[1], dtype=jnp.int32), slots)
+    p, k_slots = in_order(p)
+    p, slots = expanded(p), (jnp.arange(p.q.shape[1], dtype=jnp.int32), k_slots)
+    if p.q.shape[1] > 1:
+        return attend_slots(cleaned(p), *slots)
+    # A decode step reads the cache once: zeroing what may be garbage in it takes ten times as
+    # long, and is left for when there is some.
+    out, lse = attend_slots(p, *slots)
+    fine = jnp.isfinite(out).all() & jnp.isfinite(products(p)).all()
+    return jax.lax.cond(fine, lambda p: (out, lse), lambda p: attend_slots(cleaned(p), *slots), p)
+
+
+def cleaned(p: Problem) -> Problem:
+    """Returns the problem with zeros for the keys and values that no query sees.
+
+    They may be anything, and 0 * NaN is NaN.
+    """
+    used = jnp.any(p.visible(), axis=(1, 2))[:, :, None, None]
+    zero = {n: jnp.where(used, x, jnp.zeros((), x.dtype)) for n, x in (("k", p.k), ("v", p.v))}
+    return dataclasses.replace(p, **zero)
 
 
 def in_order(p: Problem) -> tuple[Problem, jax.Array]:
@@ -94,14 +118,8 @@ def expanded(p: Problem) -> Problem:
 
 def attend_slots(p: Problem, q_slots: jax.Array, k_slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Does what `attend` does, for queries and keys that have been in these slots."""
-    num_heads = p.q.shape[2]
     seen = p.visible()
-    # A key and value that nobody sees may be anything, and 0 * NaN is NaN.
-    used = jnp.any(seen, axis=(1, 2))[:, :, None, None]
-    k, v = (
-        jnp.where(used, repeat_heads(x, num_heads).astype(jnp.float32), 0.0) for x in (p.k, p.v)
-    )
-    x = logits(p, k)
+    x = logits(p)
     if p.row_rule is not None:
         at = p.q_coordinates, p.k_coordinates
         x = jnp.where(seen, x, 0.0)
@@ -119,7 +137,10 @@ def attend_slots(p: Problem, q_slots: jax.Array, k_slots: jax.Array) -> tuple[ja
     if seed is not None:
         keep = keep_mask(seed, p.dropout_rate, weights.shape[:2], q_slots, k_slots)
         weights = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)
-    out = jnp.einsum("bnts,bsnv->btnv", weights, v, precision="highest")
+    by_group = weights.reshape(weights.shape[0], p.v.shape[2], -1, *weights.shape[2:])
+    v = p.v.astype(jnp.float32)
+    out = jnp.einsum("bkgts,bskv->btkgv", by_group, v, precision="highest")
+    out = out.reshape(*out.shape[:2], -1, out.shape[-1])
     if p.value is not None:
         buckets = jax.vmap(p.value.tile)(p.q_coordinates, p.k_coordinates)
         one_hot = jax.nn.one_hot(buckets, p.value.table.shape[1], dtype=jnp.float32)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.problem import Problem
-from posenc_jax.engine.reference import attend_slots, expanded, in_order, of_keys
+from posenc_jax.engine.reference import attend_slots, cleaned, expanded, in_order, of_keys
 from posenc_jax.engine.tiling import pad_axis
 from posenc_jax.mask import window_sides
 
@@ -87,7 +87,7 @@ def _by_blocks(p: Problem, start: int, end: int, k_slots: jax.Array) -> tuple[An
             contiguous=False,
             **mine,
         )
-        return attend_slots(part, slots[0], k_slots)
+        return attend_slots(cleaned(part), slots[0], k_slots)
 
     bare = dataclasses.replace(
         p,
