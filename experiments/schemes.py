@@ -83,6 +83,9 @@ def sized_scheme(
 def make_scheme(name: str, task: Task, options: Mapping[str, Mapping[str, Any]]) -> pe.Scheme:
     """Returns the scheme for a task's model.
 
+    Tables that reach further than the task trains are made shorter, unless they were asked
+    for: their far rows would stay as they were drawn.
+
     Args:
       name: as for `find_scheme`.
       task: supplies the sizes, and options that are for this task alone.
@@ -101,7 +104,15 @@ def make_scheme(name: str, task: Task, options: Mapping[str, Mapping[str, Any]])
         f"schemes.{name}": options.get(name, {}),
         f"{task.name}.schemes.{name}": task.schemes.get(name, {}),
     }
-    scheme = sized_scheme(name, sizes, tables, f"task {task.name}")
+    given = {option for table in tables.values() for option in table}
+    reach = {"max_distance": task.train_length, "span": task.train_length // 2}
+    defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(find_scheme(name))}
+    short = {
+        option: most
+        for option, most in reach.items()
+        if option not in given and isinstance(defaults.get(option), int) and defaults[option] > most
+    }
+    scheme = sized_scheme(name, sizes, {"trained lengths": short, **tables}, f"task {task.name}")
     furthest = getattr(scheme, "max_distance", 0)
     if isinstance(furthest, int) and furthest > task.train_length:
         raise ConfigError(

@@ -179,7 +179,7 @@ def test_an_mlp_that_heads_share(implementation):
     grads, dense = (jax.grad(loss)(params, i) for i in (implementation, "reference"))
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(dense), strict=True):
         assert np.abs(b).max() > 0 or b.ndim == 1  # The last bias moves no softmax.
-        np.testing.assert_allclose(a, b, atol=2e-5)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_three_axes_of_coordinates():

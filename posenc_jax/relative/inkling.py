@@ -67,6 +67,7 @@ class Inkling(Scheme):
     slope: float = 0.1
     stddev: float = 0.02
     name: ClassVar[str] = "inkling"
+    reads_x: ClassVar[bool] = True
 
     def __post_init__(self):
         for name in ("num_heads", "model_dim", "rank", "extent"):
