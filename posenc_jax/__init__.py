@@ -94,6 +94,7 @@ from posenc_jax.scheme import LogitBias as LogitBias
 from posenc_jax.scheme import RowRule as RowRule
 from posenc_jax.scheme import Scheme as Scheme
 from posenc_jax.scheme import ValueBias as ValueBias
+from posenc_jax.streaming import streaming as streaming
 
 SCHEMES: dict[str, type[Scheme]] = {
     thing.name: thing

@@ -77,12 +77,22 @@ def attend_views(
         out, lse = attention(q, k, v, bias=bias, return_lse=True, **once)
         outs.append(out.astype(jnp.float32))
         sums.append(lse)
+    return merge_views(outs, sums).astype(views[0][0].dtype)
+
+
+def merge_views(outs: Sequence[jax.Array], sums: Sequence[jax.Array]) -> jax.Array:
+    """Returns one softmax attention from those over parts of its keys.
+
+    Args:
+      outs: float32 [B, T, N, V] of every part.
+      sums: the log-sum-exp of its logits, [B, T, N].
+    """
     lse = jnp.stack(sums)
     top = jax.lax.stop_gradient(lse.max(0))
     weights = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top)[None])
     total = weights.sum(0)  # Zero where a query sees nothing.
     weights = weights / jnp.where(total == 0, 1.0, total)[None]
-    return (jnp.stack(outs) * weights[..., None]).sum(0).astype(views[0][0].dtype)
+    return (jnp.stack(outs) * weights[..., None]).sum(0)
 
 
 def rope_of(scheme: Scheme) -> RoPE:
