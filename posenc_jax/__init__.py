@@ -31,6 +31,9 @@ from posenc_jax.cache import KVCache as KVCache
 from posenc_jax.combine import chain as chain
 from posenc_jax.engine.api import attention as attention
 from posenc_jax.grids import resize_grid as resize_grid
+from posenc_jax.hf.api import from_hf as from_hf
+from posenc_jax.hf.api import hf_logit_scale as hf_logit_scale
+from posenc_jax.hf.api import to_hf as to_hf
 from posenc_jax.layers import Layer as Layer
 from posenc_jax.layers import layer_pattern as layer_pattern
 from posenc_jax.other_positions import on_axis as on_axis

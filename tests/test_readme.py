@@ -9,7 +9,7 @@ import jax
 def test_the_readme_runs(capsys):
     readme = pathlib.Path(__file__).parent.parent / "README.md"
     blocks = re.findall(r"```python\n(.*?)```", re.sub("(?m)^   ", "", readme.read_text()), re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names = {"__name__": "readme"}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in blocks:

@@ -1,0 +1,1 @@
+"""Position encodings of models on the Hugging Face hub, from their configs."""

@@ -1,0 +1,271 @@
+"""The rotary part of a config: its base, its share of a head, and its map of frequencies.
+
+Configs of transformers 4 have `rope_theta` and `rope_scaling` side by side, those of version 5
+have all in `rope_parameters`. Every key is read or refused; what contradicts itself is refused.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from posenc_jax.checks import require
+from posenc_jax.hf.reading import Part
+from posenc_jax.rotary.dynamic import DynamicNTK
+from posenc_jax.rotary.frequencies import PI, FrequencyMap
+from posenc_jax.rotary.llama3 import Llama3
+from posenc_jax.rotary.longrope import LongRoPE
+from posenc_jax.rotary.partial import Proportional
+from posenc_jax.rotary.yarn import YaRN
+from posenc_jax.scheme import as_tuple
+
+# The same thing under another name, and multimodal configs whose map is none.
+_TYPES = {"su": "longrope", "mrope": "default", "axial": "default"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """What a config says of rotation.
+
+    Attributes:
+      theta: the base.
+      fraction: the share of a head that rotates as if it were a head of its own.
+      scaling: the map of frequencies.
+    """
+
+    theta: float
+    fraction: float
+    scaling: FrequencyMap | tuple[FrequencyMap, ...]
+
+
+def rope_dict(config: Part) -> dict[str, Any] | None:
+    """Returns the dict under `rope_parameters` or its older name, or None.
+
+    Raises:
+      ValueError: if there are both and they differ.
+    """
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    require(
+        not (new and old and new != old),
+        f"from_hf: {config.where} has rope_parameters={new} and rope_scaling={old}.",
+    )
+    return new or old
+
+
+def read_rotary(
+    config: Part, given: dict | None, *, theta: float = 1e4, fraction: float = 1.0
+) -> Rotary:
+    """Returns what a config and its rotary dict say.
+
+    Args:
+      config: for what stands beside the dict: base, share and lengths.
+      given: the dict; None for an old config without one.
+      theta: the model type's base where none is given.
+      fraction: its share of a head where none is given.
+
+    Raises:
+      ValueError: for keys unknown, missing or in contradiction.
+    """
+    part = Part(given or {}, f"{config.where} in its rope parameters")
+    base = _agree(part, config, "rope_theta", ("rotary_emb_base",), theta)
+    share = _agree(part, config, "partial_rotary_factor", ("rotary_pct",), fraction)
+    kinds = [part.get("rope_type"), part.get("type")]
+    require(
+        None in kinds or kinds[0] == kinds[1] or _TYPES.get(kinds[1]) == kinds[0],
+        f"from_hf: {part.where} has rope_type={kinds[0]!r} and type={kinds[1]!r}.",
+    )
+    kind = kinds[0] or kinds[1] or "default"
+    kind = _TYPES.get(kind, kind)
+    require(
+        kind in _READERS,
+        f"from_hf: {part.where} has rope_type={kind!r}; known are {sorted(_READERS)}.",
+    )
+    if kind == "proportional":
+        rotary = Rotary(base, 1.0, _proportional(part, share))
+    else:
+        rotary = Rotary(base, share, _READERS[kind](part, config))
+    part.finish(all_keys=True)
+    return rotary
+
+
+def _agree(part: Part, config: Part, name: str, others: tuple[str, ...], default: float) -> float:
+    """A number that may stand in the dict or beside it, but not twice and different."""
+    found = [
+        x for x in (part.get(name), *(config.get(n) for n in (name, *others))) if x is not None
+    ]
+    require(
+        len(set(found)) < 2,
+        f"from_hf: {config.where} has {name} as {' and as '.join(map(str, found))}.",
+    )
+    return float(found[0] if found else default)
+
+
+def _length(part: Part, config: Part) -> int:
+    """The trained length, which must not differ from one beside the dict."""
+    name = "original_max_position_embeddings"
+    inside, beside = part.get(name), config.get(name)
+    require(
+        None in (inside, beside) or inside == beside,
+        f"from_hf: {config.where} has {name} {inside} and {beside}.",
+    )
+    length = inside or beside
+    require(length is not None, f"from_hf: {part.where} must have {name!r}.")
+    return int(length)
+
+
+def _factor(part: Part, config: Part, length: int) -> float:
+    """The stretch; without one, the greatest length by the trained one."""
+    factor = part.get("factor")
+    return float(config.need("max_position_embeddings") / length if factor is None else factor)
+
+
+def _linear(part, config):
+    return PI(factor=float(part.need("factor")))
+
+
+def _dynamic(part, config):
+    """transformers takes the greatest length for the trained one, whatever the dict says."""
+    name, length = "original_max_position_embeddings", config.need("max_position_embeddings")
+    require(
+        part.get(name, length) == length,
+        f"from_hf: {part.where} has {name}={part.get(name)}, and max_position_embeddings={length} "
+        "is what counts with rope_type='dynamic'.",
+    )
+    return DynamicNTK(float(part.need("factor")), int(length), length=None)
+
+
+def _yarn(part, config):
+    length = _length(part, config)
+    factor = _factor(part, config, length)
+    of, by = part.get("mscale", 0.0), part.get("mscale_all_dim", 0.0)
+    of, by = (of, by) if of and by else (1.0, 0.0)  # transformers reads both or none.
+    given = part.get("attention_factor")
+    made = YaRN(
+        factor=factor,
+        original_max_position=length,
+        beta_fast=float(part.get("beta_fast") or 32.0),
+        beta_slow=float(part.get("beta_slow") or 1.0),
+        truncate=part.get("truncate", True),
+    )
+    if given is not None:
+        return dataclasses.replace(made, attention_factor=float(given))
+    return dataclasses.replace(made, mscale=float(of), mscale_all_dim=float(by))
+
+
+def _longrope(part, config):
+    length = _length(part, config)
+    given = part.get("attention_factor")
+    short, long = (part.get(f"{kind}_mscale", given) for kind in ("short", "long"))  # Phi-3.5-MoE
+    require(
+        short == long and given in (None, short),
+        f"from_hf: {part.where} has a factor on attention of {short} for short texts, {long} for "
+        f"long ones and {given} for all; LongRoPE has one.",
+    )
+    given = short
+    return LongRoPE(
+        short_factor=tuple(map(float, part.need("short_factor"))),
+        long_factor=tuple(map(float, part.need("long_factor"))),
+        factor=_factor(part, config, length),
+        original_max_position=length,
+        long=None,
+        attention_factor=None if given is None else float(given),
+    )
+
+
+def _llama3(part, config):
+    return Llama3(
+        factor=float(part.need("factor")),
+        original_max_position=_length(part, config),
+        low_freq_factor=float(part.need("low_freq_factor")),
+        high_freq_factor=float(part.need("high_freq_factor")),
+    )
+
+
+def _proportional(part, share):
+    factor = float(part.get("factor", 1.0))
+    proportional = Proportional(fraction=share)
+    return proportional if factor == 1.0 else (proportional, PI(factor=factor))
+
+
+_READERS = {
+    "default": lambda part, config: FrequencyMap(),
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+    "proportional": _proportional,
+}
+
+
+def write_rotary(rotary: Rotary) -> dict[str, Any]:
+    """Returns the dict that `read_rotary` reads, as transformers 5 has it.
+
+    Raises:
+      ValueError: for maps that transformers does not have.
+    """
+    maps = tuple(m for m in as_tuple(rotary.scaling) if m != FrequencyMap())
+    out = {"rope_type": "default", "rope_theta": rotary.theta}
+    if rotary.fraction != 1.0:
+        out["partial_rotary_factor"] = rotary.fraction
+    if not maps:
+        return out
+    writer = _WRITERS.get(type(maps[0]))
+    more = None if writer is None else writer(*maps)
+    require(
+        more is not None and not ({*more} & {*out} - {"rope_type"}),
+        f"to_hf: transformers has no word for {maps}.",
+    )
+    return out | (more or {})
+
+
+def _write_one(kind, names):
+    def write(m, *others):
+        if others:
+            return None
+        values = {theirs: getattr(m, ours) for ours, theirs in names.items()}
+        values = {n: list(x) if isinstance(x, tuple) else x for n, x in values.items()}
+        return {"rope_type": kind} | {n: x for n, x in values.items() if x is not None}
+
+    return write
+
+
+def _write_proportional(m, *others):
+    if len(others) > 1 or (others and not isinstance(others[0], PI)):
+        return None
+    out = {"rope_type": "proportional", "partial_rotary_factor": m.fraction}
+    return out | ({"factor": others[0].factor} if others else {})
+
+
+_LENGTH = {"factor": "factor", "original_max_position": "original_max_position_embeddings"}
+
+
+def _write_dynamic(m, *others):
+    return None if m.length is not None else _write_one("dynamic", _LENGTH)(m, *others)
+
+
+def _write_yarn(m, *others):
+    names = {n: n for n in ("beta_fast", "beta_slow", "truncate", "attention_factor")}
+    if m.mscale_all_dim:
+        names |= {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
+    if m.ramp != "index" or (m.mscale != 1.0 and not m.mscale_all_dim):
+        return None
+    return _write_one("yarn", _LENGTH | names)(m, *others)
+
+
+def _write_longrope(m, *others):
+    if m.long is not None:
+        return None
+    if m.magnitude == "yarn":
+        m = dataclasses.replace(m, magnitude="su", attention_factor=0.1 * math.log(m.factor) + 1.0)
+    names = {n: n for n in ("short_factor", "long_factor", "attention_factor")}
+    return _write_one("longrope", _LENGTH | names)(m, *others)
+
+
+_WRITERS = {
+    PI: _write_one("linear", {"factor": "factor"}),
+    DynamicNTK: _write_dynamic,
+    Llama3: _write_one("llama3", _LENGTH | {n: n for n in ("low_freq_factor", "high_freq_factor")}),
+    YaRN: _write_yarn,
+    LongRoPE: _write_longrope,
+    Proportional: _write_proportional,
+}

@@ -1,0 +1,40 @@
+"""Makes the golden files: python tests/hf/make_golden.py [NAME ...], with the parity extra."""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import make_mixed
+import make_others
+import make_rotary
+import torch
+import transformers
+from make_record import in_double
+
+FOLDER = pathlib.Path(__file__).with_name("golden")
+CASES = {case.__name__: case for case in make_rotary.CASES + make_mixed.CASES + make_others.CASES}
+
+
+def make(name):
+    """Returns {"about": json, array name: array} of a family."""
+    with in_double(), torch.no_grad():
+        config, layer, is_causal, arrays = CASES[name]()
+    about = {
+        "origin": f"transformers {transformers.__version__}, {type(config).__module__}",
+        "torch": torch.__version__,
+        "config": json.loads(config.to_json_string(use_diff=False)),
+        "layer": layer,
+        "is_causal": is_causal,
+    }
+    return {"about": np.array(json.dumps(about))} | arrays
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        made = make(name)
+        np.savez_compressed(FOLDER / f"{name}.npz", **made)
+        print(name, {n: x.shape for n, x in made.items()}, flush=True)

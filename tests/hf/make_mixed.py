@@ -1,0 +1,100 @@
+"""Layers that rotate by several coordinates, or do more to queries than rotate them."""
+
+import torch
+from make_record import (
+    POSITIONS,
+    RECORDS,
+    SMALL,
+    arrays,
+    causal,
+    heads,
+    hooked,
+    make_config,
+    modeling,
+    randomize,
+    tokens,
+    watch,
+)
+from make_rotary import MLA, YARN, turned, untouched
+
+
+def qwen2_vl():
+    return turned("qwen2_vl_text", settings=multimodal(mrope_section=[2, 3, 3]), positions=GRID)
+
+
+def qwen3_vl():
+    settings = multimodal(mrope_section=[4, 2, 2], mrope_interleaved=True) | {"head_dim": 16}
+    return turned("qwen3_vl_text", settings=settings, positions=GRID)
+
+
+def ernie4_5_vl():
+    settings = multimodal(mrope_section=[3, 3, 2])
+    return turned("ernie4_5_vl_moe_text", settings=settings, positions=GRID)
+
+
+def multimodal(**more):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | more}
+
+
+GRID = [[[0, 1, 1, 1, 1, 257, 4095]], [[0, 1, 1, 2, 2, 257, 4095]], [[0, 1, 2, 1, 2, 257, 4095]]]
+
+
+def beam_nope():
+    """Its positions go up to 4095: the scale counts in 2048."""
+    config = make_config("beam", **SMALL | {"head_dim": 16, "num_hidden_layers": 6})
+    at = torch.tensor([POSITIONS])
+    scale = modeling(config).compute_attention_scaling(at)
+    attend = randomize(modeling(config).BeamAttention(config, 5))
+    RECORDS.clear()
+    with hooked(attend, q="q_norm", k="k_norm") as store:
+        attend(tokens(1, 6, 64), None, causal(6), attention_scaling=scale)
+    return config, 5, True, arrays(positions=at, **store, **RECORDS[0])
+
+
+class Everything(torch.nn.Module):
+    """An indexer that chooses all keys."""
+
+    def forward(self, x, *args, **options):
+        return torch.arange(x.shape[1]).expand(1, x.shape[1], -1)
+
+
+def mistral_large4(layer=0):
+    """Learned frequencies and a learned softmax scale, with dense attention: all keys chosen."""
+    config = make_config("mistral_large4_text", **SMALL | LARGE4)
+    file = modeling(config)
+    at = torch.tensor([[0, 1, 2, 5, 17, 63]])  # Learned frequencies are float32 numbers.
+    attend = randomize(file.MistralLarge4TextAttention(config, layer))
+    attend.indexer = Everything()
+    emb = file.MistralLarge4TextRotaryEmbedding(config)
+    emb.alpha = torch.tensor([0.5, -0.5, 0.25, 0.125, -0.25, 0.5, -0.125, 1.0])
+    x = tokens(1, 6, 64)
+    RECORDS.clear()
+    with (
+        watch(file, "apply_rotary_pos_emb_interleave") as calls,
+        hooked(attend, q="q_proj") as store,
+    ):
+        attend(x, emb(x, at), causal(6), shared_kv_states={}, position_ids=at)
+    (record,) = RECORDS
+    k = dict(untouched(calls, record))["k"] if calls else record["k_rot"]
+    scaling = attend.softmax_scaling
+    learned = {"alpha": emb.alpha, "scale": scaling.scale, "bias": scaling.bias}
+    return (
+        config,
+        layer,
+        True,
+        arrays(positions=at, q=heads(store["q"], 4), k=k, **learned, **record),
+    )
+
+
+def mistral_large4_nope():
+    return mistral_large4(layer=3)
+
+
+LARGE4 = {n: MLA[n] for n in MLA if n != "rope_parameters"} | {
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "rope_parameters": YARN | {"attention_factor": 1.0},
+}
+
+
+CASES = [qwen2_vl, qwen3_vl, ernie4_5_vl, beam_nope, mistral_large4, mistral_large4_nope]

@@ -1,0 +1,313 @@
+"""Layers that rotate queries and keys."""
+
+import torch
+from make_record import (
+    POSITIONS,
+    RECORDS,
+    SMALL,
+    arrays,
+    causal,
+    find,
+    heads,
+    hooked,
+    make_config,
+    modeling,
+    randomize,
+    tokens,
+    watch,
+)
+
+
+def turned(
+    model_type,
+    *,
+    layer=0,
+    settings=None,
+    positions=None,
+    rotary=r"^(?!.*(Vision|Audio)).*RotaryEmbedding$",
+    attention=r"^(?!.*(Vision|Audio|Cross|Flash|Linear)).*Attention$",
+    turn="apply_rotary_pos_emb",
+    projections=None,
+    mask="causal",
+    weights=None,
+    grid=None,
+    tokens_count=None,
+    **call,
+):
+    """A layer whose file has a rotary module, a function that turns, and an attention module.
+
+    q and k are what the function is given, or with `projections` what these linear maps give.
+    """
+    config = make_config(model_type, **SMALL | (settings or {}))
+    file = modeling(config)
+    attend = randomize(_made(find(file, attention), config, layer))
+    at = torch.tensor([POSITIONS]) if positions is None else torch.tensor(positions)
+    length = tokens_count or at.shape[-1]
+    x = tokens(1, length, config.hidden_size)
+    kinds = getattr(config, "layer_types", None)
+    emb = find(file, rotary)(config)
+    if weights:
+        weights(emb, attend)
+    where = _embedding(emb, x, at, kinds, layer)
+    RECORDS.clear()
+    hidden = causal(length) if mask == "causal" else None
+    with watch(file, turn) as calls, hooked(attend, **projections or {}) as store:
+        attend(
+            hidden_states=x,
+            position_embeddings=where,
+            attention_mask=hidden,
+            position_ids=at,
+            **call,
+        )
+    (record,) = RECORDS
+    raw = {"q": record["q_rot"], "k": record["k_rot"]}
+    if calls:
+        raw = dict(untouched(calls, record))
+    raw |= {n: heads(y, record[f"{n}_rot"].shape[2]) for n, y in store.items()}
+    if hasattr(attend, "sinks"):
+        raw["sinks"] = attend.sinks
+    return (
+        config,
+        layer,
+        mask == "causal",
+        arrays(positions=at if grid is None else grid, **raw, **record),
+    )
+
+
+def _made(cls, config, layer):
+    try:
+        return cls(config, layer_idx=layer)
+    except TypeError:
+        return cls(config)
+
+
+def _embedding(module, x, at, kinds, layer):
+    if kinds is None:
+        return module(x, at)
+    try:
+        return module(x, at, kinds[layer])
+    except TypeError:
+        return module(x, at)
+
+
+def untouched(calls, record):
+    """What the function was given, with the dimensions that it was not given before them."""
+    given = [a for args, _ in calls for a in args[: 3 - len(calls)]]  # (q, k), or q and then k.
+    for name, x in zip("qk", given, strict=True):
+        final = record[f"{name}_rot"]
+        if x.shape[-3:] == final.transpose(-3, -2).shape[-3:] or x.shape[-2] == final.shape[1]:
+            x = x.transpose(-3, -2)
+        x = x.reshape(1, *x.shape[-3:]).expand(*final.shape[:3], -1)
+        yield name, torch.cat([final[..., : final.shape[-1] - x.shape[-1]], x], -1)
+
+
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=8.0,
+    original_max_position_embeddings=512,
+    beta_fast=8.0,
+    beta_slow=1.0,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=256,
+)
+
+
+def scaled(**parameters):
+    return {"settings": {"rope_parameters": parameters}}
+
+
+def llama():
+    return turned("llama", settings={"head_dim": 16})
+
+
+def llama_3_1():
+    return turned("llama", **scaled(**LLAMA3))
+
+
+def llama_linear():
+    return turned("llama", **scaled(rope_type="linear", rope_theta=10000.0, factor=4.0))
+
+
+def llama_yarn():
+    return turned("llama", **scaled(**YARN))
+
+
+def llama_dynamic():
+    """At its trained length and below, where nothing changes, and at 6000, where it does."""
+    at = [[0, 1, 2, 257, 4095, 5999]]
+    parameters = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
+    return turned("llama", positions=at, **scaled(**parameters))
+
+
+def llama4():
+    return turned("llama4_text", settings=LLAMA4, turn="apply_rotary_emb")
+
+
+def llama4_nope():
+    return turned("llama4_text", layer=3, settings=LLAMA4, turn="apply_rotary_emb", **PROJECTED)
+
+
+LLAMA4 = {"head_dim": 16, "use_qk_norm": False, "floor_scale": 3, "attn_scale": 0.7}
+QK = {"q": "q_proj", "k": "k_proj"}
+PROJECTED = {"projections": QK, "positions": [list(range(12))]}
+
+
+def smollm3_nope():
+    return turned("smollm3", layer=3)
+
+
+def cohere2():
+    return turned("cohere2")
+
+
+def cohere2_nope():
+    return turned("cohere2", layer=3)
+
+
+def gemma3_sliding():
+    return turned("gemma3_text", settings=GEMMA3)
+
+
+def gemma3_full():
+    return turned("gemma3_text", layer=5, settings=GEMMA3)
+
+
+GEMMA3 = {
+    "head_dim": 16,
+    "num_hidden_layers": 6,
+    "query_pre_attn_scalar": 20,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+def gemma4_sliding():
+    return turned("gemma4_text", settings=GEMMA4, shared_kv_states={})
+
+
+def gemma4_full():
+    return turned("gemma4_text", layer=5, settings=GEMMA4, shared_kv_states={})
+
+
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "num_global_key_value_heads": 2,
+}
+
+
+def modernbert_full():
+    return turned("modernbert", mask=None, settings={"num_hidden_layers": 6})
+
+
+def modernbert_sliding():
+    return turned("modernbert", layer=1, mask=None, settings={"num_hidden_layers": 6})
+
+
+def exaone4_nope():
+    return turned("exaone4", layer=3)
+
+
+def partial(share):
+    return scaled(rope_type="default", rope_theta=1e4, partial_rotary_factor=share)
+
+
+def gpt_neox():
+    return turned("gpt_neox", **partial(0.5))
+
+
+def stablelm():
+    return turned("stablelm", projections=QK, **partial(0.25))
+
+
+def glm():
+    return turned("glm", settings={"head_dim": 16})
+
+
+def helium():
+    return turned("helium", settings={"head_dim": 16})
+
+
+def granite():
+    return turned("granite", settings={"attention_multiplier": 0.31})
+
+
+def phi3_short():
+    return turned("phi3", settings=PHI3 | {"original_max_position_embeddings": 4096})
+
+
+def phi3_long():
+    return turned("phi3", settings=PHI3 | {"original_max_position_embeddings": 1024})
+
+
+PHI3 = {
+    "pad_token_id": 0,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.0, 1.1, 1.2, 1.5, 2.0],
+        "long_factor": [1.0, 1.5, 2.0, 4.0, 16.0, 32.0],
+    },
+}
+
+
+def deepseek_v3():
+    return turned("deepseek_v3", settings=MLA, turn="apply_rotary_pos_emb_interleave")
+
+
+def deepseek_v3_half():
+    return turned("deepseek_v3", settings=MLA | {"rope_interleave": False})
+
+
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 8,
+    "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.0},
+}
+
+
+def mistral4():
+    settings = MLA | {"rope_parameters": YARN | HEATED}
+    turn = "apply_rotary_pos_emb_interleave"
+    return turned("mistral4", settings=settings, turn=turn, projections={"q": "q_proj"})
+
+
+def ministral3():
+    return turned("ministral3", settings={"head_dim": 16, "rope_parameters": YARN | HEATED})
+
+
+HEATED = {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+def gpt_oss():
+    return turned("gpt_oss", settings=GPT_OSS)
+
+
+GPT_OSS = {"head_dim": 16, "rope_parameters": YARN | {"truncate": False, "factor": 32.0}}
+
+
+CASES = [
+    *(llama, llama_3_1, llama_linear, llama_yarn, llama_dynamic, llama4),
+    *(llama4_nope, smollm3_nope, cohere2, cohere2_nope, gemma3_sliding, gemma3_full),
+    *(gemma4_sliding, gemma4_full, modernbert_full, modernbert_sliding, exaone4_nope, gpt_neox),
+    *(stablelm, glm, helium, granite, phi3_short, phi3_long),
+    *(deepseek_v3, deepseek_v3_half, mistral4, ministral3, gpt_oss),
+]
