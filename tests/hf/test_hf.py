@@ -188,7 +188,7 @@ REFUSED = {
     "must have 'low_freq_factor'": dict(
         rope_scaling={"type": "llama3", "factor": 2.0, "original_max_position_embeddings": 9}
     ),
-    "factor must be at least 1 and finite, got 0.5": dict(rope_scaling={"type": "linear", "factor": 0.5}),
+    "PI: factor must be at least 1": dict(rope_scaling={"type": "linear", "factor": 0.5}),
     "rope_theta as 10.0 and as 20.0": dict(rope_theta=20.0, rope_parameters={"rope_theta": 10.0}),
     "has rope_parameters=.* and rope_scaling=": dict(
         rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_theta": 10.0}
