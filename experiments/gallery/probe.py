@@ -68,12 +68,13 @@ def probe(name: str) -> Probe:
     short = _log_weights(scheme, LENGTH, params)
     long = _log_weights(scheme, 10 * LENGTH, params)[:, -1, ::-1]
     weights = np.exp(long - long.max(-1, keepdims=True))
+    known = np.isfinite(long).all()  # A table that ends says NaN beyond its end.
     return dataclasses.replace(
         about,
         image=_image(scheme, params) if scheme.num_axes > 1 else None,
         picture=short.mean(0),
         heads=short[:, -1, ::-1],
-        decay=weights / weights.sum(-1, keepdims=True),
+        decay=weights / weights.sum(-1, keepdims=True) if known else None,
     )
 
 

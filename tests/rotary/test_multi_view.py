@@ -23,7 +23,7 @@ SCHEMES = [
     pe.SelfExtend(head_dim=8, window=5, group=3),
     pe.DualChunk(head_dim=8, chunk=6, local=2),
 ]
-each = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.name}-{s.__hash__() % 997}")
+each = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.name}-{SCHEMES.index(s)}")
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["reference", "xla"])
 
 
