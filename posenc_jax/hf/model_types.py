@@ -7,10 +7,10 @@ from posenc_jax.hf.rotary_families import Family, Latent, Multimodal, Plain
 from posenc_jax.rotary.temperature import Temperature
 
 _HALF = """
-apertus arcee bitnet cwm diffllama doge dots1 eurobert gemma gemma2 granite granitemoe hyperclovax
+apertus arcee bitnet cwm dots1 eurobert gemma gemma2 granite granitemoe hyperclovax
 jais2 llama ministral mistral mixtral nomic_bert olmo olmo2 olmo3 olmoe flex_olmo persimmon phi phi3
 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss starcoder2 stablelm gpt_neox glm4_moe minimax_m2
-qwen3_next nemotron gpt_oss hunyuan_v1_dense solar_open
+qwen3_next nemotron gpt_oss solar_open
 """
 _INTERLEAVED = "cohere ernie4_5 ernie4_5_moe helium glm glm4"
 # What configs leave out, where it is not base 1e4 and all of a head.

@@ -79,6 +79,7 @@ def read_rotary(
         kind in _READERS,
         f"from_hf: {part.where} has rope_type={kind!r}; known are {sorted(_READERS)}.",
     )
+    config.get("original_max_position_embeddings")  # Phi-3 has it with any map, or none.
     if kind == "proportional":
         rotary = Rotary(base, 1.0, _proportional(part, share))
     else:

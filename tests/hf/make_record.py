@@ -41,10 +41,10 @@ def in_double():
 RECORDS: list[dict] = []
 
 
-def _record(module, query, key, value, mask, **options):
+def _record(module, query, key, value, *mask, **options):
     """The eager attention of the module's own file, written down."""
     own = sys.modules[type(module).__module__].eager_attention_forward
-    out, weights = own(module, query, key, value, mask, **options)
+    out, weights = own(module, query, key, value, *mask, **options)
     made = {"q_rot": query, "k_rot": key, "v": value}
     RECORDS.append({n: x.transpose(1, 2) for n, x in made.items()} | {"out": out})
     return out, weights

@@ -32,11 +32,13 @@ def turned(
     weights=None,
     grid=None,
     tokens_count=None,
+    leading=False,
     **call,
 ):
     """A layer whose file has a rotary module, a function that turns, and an attention module.
 
-    q and k are what the function is given, or with `projections` what these linear maps give.
+    q and k are what the function is given, or with `projections` what these linear maps give. Where
+    that is a part of a head it is the end of it, or with `leading` its beginning.
     """
     config = make_config(model_type, **SMALL | (settings or {}))
     file = modeling(config)
@@ -62,7 +64,7 @@ def turned(
     (record,) = RECORDS
     raw = {"q": record["q_rot"], "k": record["k_rot"]}
     if calls:
-        raw = dict(untouched(calls, record))
+        raw = dict(untouched(calls, record, leading))
     raw |= {n: heads(y, record[f"{n}_rot"].shape[2]) for n, y in store.items()}
     if hasattr(attend, "sinks"):
         raw["sinks"] = attend.sinks
@@ -90,15 +92,17 @@ def _embedding(module, x, at, kinds, layer):
         return module(x, at)
 
 
-def untouched(calls, record):
-    """What the function was given, with the dimensions that it was not given before them."""
+def untouched(calls, record, leading=False):
+    """What the function was given, with the dimensions that it was not given."""
     given = [a for args, _ in calls for a in args[: 3 - len(calls)]]  # (q, k), or q and then k.
     for name, x in zip("qk", given, strict=True):
         final = record[f"{name}_rot"]
         if x.shape[-3:] == final.transpose(-3, -2).shape[-3:] or x.shape[-2] == final.shape[1]:
             x = x.transpose(-3, -2)
         x = x.reshape(1, *x.shape[-3:]).expand(*final.shape[:3], -1)
-        yield name, torch.cat([final[..., : final.shape[-1] - x.shape[-1]], x], -1)
+        rest = final.shape[-1] - x.shape[-1]
+        whole = [x, final[..., x.shape[-1] :]] if leading else [final[..., :rest], x]
+        yield name, torch.cat(whole, -1)
 
 
 YARN = dict(
@@ -229,7 +233,7 @@ def gpt_neox():
 
 
 def stablelm():
-    return turned("stablelm", projections=QK, **partial(0.25))
+    return turned("stablelm", leading=True, **partial(0.25))
 
 
 def glm():
