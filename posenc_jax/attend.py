@@ -152,6 +152,8 @@ def scheme_attention(
     lost = _check_ring(cache, positions, segments, options.get("window"))
     stored = None if cache.coordinates is None else at
     cache = cache.append(k, v, positions, segments, coordinates=stored, cols=cols, state=state)
+    if cache.kept:
+        lost |= cache.lacks_first(positions, segments)
     places = {"q_positions": positions, "k_positions": cache.positions}
     places |= {"q_segment_ids": segments, "k_segment_ids": cache.segment_ids}
     k_at = cache.positions if cache.coordinates is None else cache.coordinates
@@ -184,7 +186,8 @@ def new_cache(
       scheme: the scheme; what it stores per key and per sequence is asked of its hooks.
       batch: B.
       capacity: number of slots; for a ring at least the window and one chunk less one, and
-        as many more as there is padding between tokens (too few: NaN, never other numbers).
+        as many more as there is padding between tokens and first tokens that the scheme
+        keeps (too few: NaN, never other numbers).
       num_heads: N.
       head_dim: H.
       num_kv_heads: K. Default: N.
@@ -220,7 +223,14 @@ def new_cache(
     params = jax.eval_shape(scheme.init, jax.random.key(0))
     mapped, cols, state = jax.eval_shape(stored, params, x, q, k, at)
     return KVCache.empty(
-        mapped, k, capacity, coordinates=coordinates, cols=cols, state=state, ring=ring
+        mapped,
+        k,
+        capacity,
+        coordinates=coordinates,
+        cols=cols,
+        state=state,
+        ring=ring,
+        kept=scheme.kept_tokens if ring else 0,
     )
 
 
@@ -267,7 +277,7 @@ def _check_ring(
     if sides is None or sides[0] < 0:
         raise ValueError("scheme_attention: a ring cache forgets tokens, so it needs a window.")
     length = positions.shape[1]
-    needed = sides[0] + length
+    needed = cache.kept + sides[0] + length
     require(
         cache.capacity >= needed,
         f"scheme_attention: {length} tokens at a time with window {window} need a ring of "

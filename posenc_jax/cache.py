@@ -30,6 +30,7 @@ class KVCache:
       length: int32 scalar, the number of slots written so far.
       next_positions: int32 [B], the position of the next token where none is given.
       ring: whether slots are used again once the cache is full.
+      kept: the number of first slots that a ring does not use again.
     """
 
     k: jax.Array
@@ -42,6 +43,7 @@ class KVCache:
     length: jax.Array
     next_positions: jax.Array
     ring: bool = dataclasses.field(default=False, metadata={"static": True})
+    kept: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def capacity(self) -> int:
@@ -59,6 +61,7 @@ class KVCache:
         cols: Any = None,
         state: Any = None,
         ring: bool = False,
+        kept: int = 0,
     ) -> Self:
         """Returns an empty cache of `capacity` slots for arrays shaped like these.
 
@@ -70,11 +73,16 @@ class KVCache:
           cols: pytree of shapes [B, any, ...].
           state: pytree of shapes [B, ...].
           ring: whether to write over the oldest slots once full.
+          kept: the number of first slots that a ring does not write over.
 
         Raises:
-          ValueError: if `capacity` is less than one.
+          ValueError: if `capacity` is less than one, or a ring has no slot to write over.
         """
         require(capacity >= 1, f"KVCache: capacity must be at least 1 slot, got {capacity}.")
+        require(
+            0 <= kept < (capacity if ring else 1),
+            f"KVCache: kept must be below the {capacity} slots of a ring, else 0, got {kept}.",
+        )
         batch = k.shape[0]
 
         def slots(x, axis=1):
@@ -93,6 +101,7 @@ class KVCache:
             length=jnp.zeros((), jnp.int32),
             next_positions=jnp.zeros((batch,), jnp.int32),
             ring=ring,
+            kept=kept,
         )
 
     def append(
@@ -117,8 +126,9 @@ class KVCache:
         """
         count = k.shape[1]
         require(
-            count <= self.capacity,
-            f"KVCache: {count} tokens do not fit a cache of {self.capacity} slots.",
+            count <= self.capacity - self.kept,
+            f"KVCache: {count} tokens do not fit a cache of {self.capacity} slots"
+            + (f", of which {self.kept} are kept." if self.kept else "."),
         )
         if not self.ring and not isinstance(self.length, Tracer):
             require(
@@ -126,8 +136,8 @@ class KVCache:
                 f"KVCache: {int(self.length)} of {self.capacity} slots are used and "
                 f"{count} more tokens do not fit; make it larger, or a ring with a window.",
             )
-        start = self.length % self.capacity if self.ring else self.length
-        slots = (start + jnp.arange(count, dtype=jnp.int32)) % self.capacity
+        slots = self._next_slots(count)
+        start = slots[0] if self.ring else self.length
 
         def write(name, old, new, axis=1):
             wanted = list(old.shape)
@@ -161,6 +171,12 @@ class KVCache:
             next_positions=jnp.maximum(self.next_positions, after).astype(jnp.int32),
         )
 
+    def _next_slots(self, count: int) -> jax.Array:
+        """Returns int32 [count], where the next tokens of a ring go."""
+        index = self.length + jnp.arange(count, dtype=jnp.int32)
+        again = self.kept + (index - self.kept) % (self.capacity - self.kept)
+        return jnp.where(index < self.kept, index, again)
+
     def forgets(self, positions: jax.Array, segment_ids: jax.Array, left: int) -> jax.Array:
         """Returns bool [B]: whether appending these tokens to a ring drops one they may see.
 
@@ -171,10 +187,24 @@ class KVCache:
           segment_ids: int32 [B, T].
           left: how far a token sees back, inclusive.
         """
-        slots = (self.length + jnp.arange(positions.shape[1], dtype=jnp.int32)) % self.capacity
+        slots = self._next_slots(positions.shape[1])
         old, old_segments = self.positions[:, None, slots], self.segment_ids[:, None, slots]
         seen = (old_segments >= 0) & (old_segments == segment_ids[:, :, None])
         return jnp.any(seen & (positions[:, :, None] - old <= left), axis=(1, 2))
+
+    def lacks_first(self, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """Returns bool [B]: whether first tokens that are to be kept are gone.
+
+        Padding before them, or other sequences, take the slots that are kept.
+
+        Args:
+          positions: int32 [B, T], of tokens in the cache.
+          segment_ids: int32 [B, T].
+        """
+        first = (self.positions < self.kept)[:, None] & (segment_ids >= 0)[:, :, None]
+        own = first & (self.segment_ids[:, None] == segment_ids[:, :, None])
+        missing = own.sum(-1) < jnp.minimum(positions + 1, self.kept)
+        return jnp.any(missing & (segment_ids >= 0), axis=1)
 
     @property
     def overflowed(self) -> jax.Array:

@@ -74,6 +74,10 @@ class _Chain(Scheme):
     def caches_mapped_keys(self) -> bool:
         return all(s.caches_mapped_keys for s in self.schemes)
 
+    @property
+    def kept_tokens(self) -> int:
+        return max(s.kept_tokens for s in self.schemes)
+
     def init(self, key):
         keys = jax.random.split(key, len(self.schemes))
         return tuple(s.init(k) for s, k in zip(self.schemes, keys, strict=True))

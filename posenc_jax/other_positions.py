@@ -98,6 +98,10 @@ class _Wrapped(Scheme):
     def caches_mapped_keys(self) -> bool:
         return self.scheme.caches_mapped_keys
 
+    @property
+    def kept_tokens(self) -> int:
+        return self.scheme.kept_tokens
+
     def init(self, key):
         return self.scheme.init(key)
 

@@ -74,6 +74,8 @@ class Scheme:
     """Whether `side` takes a further `segment_ids`, so that padding stays out of running sums."""
     caches_mapped_keys: ClassVar[bool] = True
     """Whether `key` can run once, before k is cached. False where it depends on later tokens."""
+    kept_tokens: ClassVar[int] = 0
+    """How many first tokens of a sequence stay visible beside a window: a ring keeps them."""
 
     def init(self, key: jax.Array) -> Params:
         """Returns new parameters."""

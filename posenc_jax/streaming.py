@@ -10,7 +10,8 @@ query at i, w tokens back in its window and s first ones:
 
 For schemes that depend on the distance alone this is the authors' rule, who number what is in the
 cache anew at each step: so keys can be cached as they are seen. The first tokens meet a query of
-their own, and the two parts are merged by their log-sum-exp.
+their own, and the two parts are merged by their log-sum-exp. A cache that is a ring keeps the first
+s slots: s + w + 1 are enough to decode without end, one token at a time.
 
 Paper: Xiao et al. Efficient Streaming Language Models with Attention Sinks. 2023.
 https://arxiv.org/abs/2309.17453
@@ -67,6 +68,10 @@ class _Streaming(Scheme):
     @property
     def caches_mapped_keys(self) -> bool:
         return self.scheme.caches_mapped_keys
+
+    @property
+    def kept_tokens(self) -> int:
+        return self.first
 
     def init(self, key):
         return self.scheme.init(key)

@@ -160,3 +160,22 @@ def test_relative_schemes_cost_nothing_per_cached_key(scheme):
     assert cache == stored(pe.NoPE())
     assert cache.cols is cache.state is cache.coordinates is None
     assert stored(pe.Shaw(num_heads=6, head_dim=8)).cols in (None, ())
+
+
+def test_a_ring_does_not_write_over_the_slots_it_keeps():
+    shape = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
+    cache = pe.KVCache.empty(shape, shape, 5, ring=True, kept=2)
+    for t in range(9):
+        x = jnp.full((1, 1, 1, 1), float(t))
+        at = jnp.full((1, 1), t, jnp.int32)
+        cache = cache.append(x, x, at, jnp.zeros_like(at))
+    np.testing.assert_array_equal(cache.k.ravel(), [0, 1, 8, 6, 7])
+    whole = jnp.arange(9, 12, dtype=jnp.float32).reshape(1, 3, 1, 1)
+    cache = cache.append(whole, whole, jnp.arange(9, 12)[None], jnp.zeros((1, 3), jnp.int32))
+    np.testing.assert_array_equal(cache.k.ravel(), [0, 1, 11, 9, 10])
+    with pytest.raises(ValueError, match="4 tokens do not fit a cache of 5 slots, of which 2"):
+        four = jnp.zeros((1, 4, 1, 1))
+        cache.append(four, four, jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4), jnp.int32))
+    for options in ({"kept": 5, "ring": True}, {"kept": 1}):
+        with pytest.raises(ValueError, match="KVCache: kept must be below the 5 slots of a ring"):
+            pe.KVCache.empty(shape, shape, 5, **options)

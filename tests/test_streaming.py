@@ -88,6 +88,48 @@ def test_decoding_is_the_whole(name, chunks):
 
 
 @KINDS
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_ring_keeps_the_first_tokens(name, chunk):
+    scheme = pe.streaming(SCHEMES[name][0], 4)
+    options = {"is_causal": True, "window": (8, 0)}
+    whole = attend(scheme, {}, *ARRAYS, **options)
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "ring": True}
+    cache = pe.new_cache(scheme, 1, 4 + 8 + chunk, **sizes)
+
+    @jax.jit
+    def step(cache, *arrays):
+        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, **options)
+
+    for begin in range(0, 40, chunk):
+        part = slice(begin, begin + chunk)
+        out, cache = step(cache, *(a[:, part] for a in ARRAYS))
+        np.testing.assert_allclose(out, whole[:, part], atol=2e-5)
+    small = pe.new_cache(scheme, 1, 4 + 8 + chunk - 1, **sizes)
+    with pytest.raises(ValueError, match=f"need a ring of {4 + 8 + chunk} slots"):
+        step(small, *(a[:, :chunk] for a in ARRAYS))
+
+
+def test_a_ring_that_padding_robs_of_first_tokens_says_so():
+    scheme = pe.streaming(pe.RoPE(head_dim=8), 4)
+    options = {"is_causal": True, "window": (8, 0)}
+    q, k, v = (jnp.concatenate([x, x]) for x in ARRAYS)
+    real = jnp.arange(40)[None] >= jnp.array([[0], [3]])
+    positions, segments = pe.positions.from_padding_mask(real)
+    cache = pe.new_cache(scheme, 2, 16, num_heads=6, num_kv_heads=3, head_dim=8, ring=True)
+    lost = []
+    for t in range(30):
+        part = slice(t, t + 1)
+        where = {"positions": positions[:, part], "segment_ids": segments[:, part]}
+        arrays = (x[:, part] for x in (q, k, v))
+        out, cache = pe.scheme_attention(scheme, {}, *arrays, cache=cache, **where, **options)
+        lost.append(np.isnan(out).any((1, 2, 3)))
+    lost = np.array(lost)
+    assert not lost[:, 0].any()
+    # Slots 4 to 6 hold the positions 1 to 3 of the second row, and are the first to be reused.
+    np.testing.assert_array_equal(np.flatnonzero(lost[:, 1]), np.arange(16, 30))
+
+
+@KINDS
 def test_every_packed_sequence_keeps_its_first_tokens(name):
     scheme = pe.streaming(SCHEMES[name][0], 2)
     options = {"is_causal": True, "window": (5, 0)}
