@@ -13,7 +13,8 @@ three forms (`sides`), which are the same on the past of a causal model:
 
     "alike"    past and future cost the same
     "split"    half of the heads see the past only and half the future only, each half with the
-               slopes of N / 2 heads; both see the query's own token
+               slopes of N / 2 heads; both see the query's own token (without softcap, which
+               would bound what hides the others)
     "learned"  every head has a slope for the past and one for the future: sigmoid of a parameter
 
 `past_bonus` lets the past count as nearer by a constant, which tells left from right: 0.5 in the

@@ -168,3 +168,24 @@ def test_falcons_penalty_is_divided_like_q_k():
 def test_options_that_do_not_fit_are_errors(change, message):
     with pytest.raises(ValueError, match=message):
         pe.ALiBi(**({"num_heads": 6} | change))
+
+
+@pytest.mark.parametrize("sides", ["split", "learned"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_implementations_agree_on_sides_and_their_gradients(sides, is_causal):
+    scheme = pe.ALiBi(num_heads=6, sides=sides)
+    params = scheme.init(jax.random.key(0))
+
+    def loss(params, arrays, implementation):
+        options = {"is_causal": is_causal, "implementation": implementation}
+        out, _ = pe.scheme_attention(scheme, params, *arrays, **options)
+        return (out**2).sum(), out
+
+    run = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
+    (a, out_a), (b, out_b) = (run(params, ARRAYS, i) for i in ("reference", "xla"))
+    np.testing.assert_allclose(out_a, out_b, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+    for name, slope in a[0].items():
+        unused = is_causal and name == "future"
+        assert np.all(np.asarray(slope) == 0) == unused
