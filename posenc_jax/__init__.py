@@ -17,6 +17,7 @@ from posenc_jax.attend import scheme_attention as scheme_attention
 from posenc_jax.attend import scheme_embedding as scheme_embedding
 from posenc_jax.bias.alibi import ALiBi as ALiBi
 from posenc_jax.bias.alibi import alibi_slopes as alibi_slopes
+from posenc_jax.bias.buckets import t5_bucket as t5_bucket
 from posenc_jax.bias.dape import DAPE as DAPE
 from posenc_jax.bias.fire import FIRE as FIRE
 from posenc_jax.bias.kerple import KERPLELog as KERPLELog
@@ -25,11 +26,11 @@ from posenc_jax.bias.sandwich import Sandwich as Sandwich
 from posenc_jax.bias.swin import Swin as Swin
 from posenc_jax.bias.swin_v2 import SwinV2 as SwinV2
 from posenc_jax.bias.t5 import T5 as T5
-from posenc_jax.bias.t5 import t5_bucket as t5_bucket
 from posenc_jax.bias.tupe import TUPE as TUPE
 from posenc_jax.cache import KVCache as KVCache
 from posenc_jax.combine import chain as chain
 from posenc_jax.engine.api import attention as attention
+from posenc_jax.grids import grid_coordinates as grid_coordinates
 from posenc_jax.grids import resize_grid as resize_grid
 from posenc_jax.hf.api import from_hf as from_hf
 from posenc_jax.hf.api import hf_logit_scale as hf_logit_scale
@@ -50,7 +51,6 @@ from posenc_jax.relative.stick_breaking import StickBreaking as StickBreaking
 from posenc_jax.relative.transformer_xl import TransformerXL as TransformerXL
 from posenc_jax.rotary.axial import AxialRoPE as AxialRoPE
 from posenc_jax.rotary.axial import axial_frequencies as axial_frequencies
-from posenc_jax.rotary.axial import grid_coordinates as grid_coordinates
 from posenc_jax.rotary.by_length import RoPEByLength as RoPEByLength
 from posenc_jax.rotary.by_parts import NTKByParts as NTKByParts
 from posenc_jax.rotary.clipped import Clipped as Clipped
@@ -58,10 +58,11 @@ from posenc_jax.rotary.comrope import ComRoPE as ComRoPE
 from posenc_jax.rotary.dual_chunk import DualChunk as DualChunk
 from posenc_jax.rotary.dynamic import DynamicNTK as DynamicNTK
 from posenc_jax.rotary.fope import FoPE as FoPE
-from posenc_jax.rotary.frequencies import NTK as NTK
-from posenc_jax.rotary.frequencies import PI as PI
 from posenc_jax.rotary.frequencies import FrequencyMap as FrequencyMap
+from posenc_jax.rotary.frequencies import rope_frequencies as rope_frequencies
 from posenc_jax.rotary.high_frequency import HighFrequency as HighFrequency
+from posenc_jax.rotary.interpolation import NTK as NTK
+from posenc_jax.rotary.interpolation import PI as PI
 from posenc_jax.rotary.layouts import permute_qk as permute_qk
 from posenc_jax.rotary.learned import LearnedRoPE as LearnedRoPE
 from posenc_jax.rotary.liere import LieRE as LieRE
@@ -78,7 +79,6 @@ from posenc_jax.rotary.rerope import ReRoPE as ReRoPE
 from posenc_jax.rotary.resonance import Resonance as Resonance
 from posenc_jax.rotary.rope import RoPE as RoPE
 from posenc_jax.rotary.rope import apply_rope as apply_rope
-from posenc_jax.rotary.rope import rope_frequencies as rope_frequencies
 from posenc_jax.rotary.rope import rope_matrix as rope_matrix
 from posenc_jax.rotary.rope_pp import RoPEPlusPlus as RoPEPlusPlus
 from posenc_jax.rotary.rotate import rotate as rotate

@@ -25,6 +25,18 @@ def divides(where: str, **sizes: int) -> None:
         raise ValueError(f"{where}: {a}={x} must be a multiple of {b}={y}.")
 
 
+def in_table(where: str, positions, rows: int) -> None:
+    """Raises `ValueError` for positions without a row, where they are known."""
+    if isinstance(positions, Tracer) or not positions.size:
+        return
+    known = np.asarray(positions)  # np.min of a jax.Array would trace under jit.
+    low, high = known.min(), known.max()
+    require(
+        0 <= low and high < rows,
+        f"{where}: positions must be in [0, {rows}), the rows of the table, got {low} to {high}.",
+    )
+
+
 def integer_positions(where: str, positions, name: str = "positions") -> jax.Array:
     """Returns positions as int32, whatever integer dtype they had.
 

@@ -1,4 +1,4 @@
-"""Grids of learned numbers, for pictures of another size than the model was trained with."""
+"""Pictures as grids of patches: their coordinates, and learned numbers for another size."""
 
 import jax
 import jax.numpy as jnp
@@ -75,3 +75,36 @@ def resize_grid(
     exact = grid.astype(jnp.float32)
     out = jnp.einsum("...rc,xr,yc->...xy", exact, down, across, precision="highest")
     return out.astype(grid.dtype)
+
+
+def grid_coordinates(
+    batch: int, rows: int, columns: int, *, prefix: int = 0, centred: bool = False
+) -> jax.Array:
+    """Returns coordinates [2, B, prefix + rows * columns] of patches, row after row.
+
+    Args:
+      batch: B.
+      rows, columns: the size of the grid.
+      prefix: the number of tokens before the patches (CLS, registers); their coordinate is 0.
+      centred: float32 coordinates from -2 pi to 2 pi, of centres of patches, whatever the size of
+        the grid (DINOv3); else int32, from 0.
+
+    Raises:
+      ValueError: for a size below one.
+
+    >>> grid_coordinates(1, 2, 2, prefix=1)[:, 0]
+    Array([[0, 0, 0, 1, 1],
+           [0, 0, 1, 0, 1]], dtype=int32)
+    """
+    require(
+        min(batch, rows, columns) >= 1 and prefix >= 0,
+        f"grid_coordinates: sizes must be positive, got batch {batch}, {rows} rows, {columns} "
+        f"columns and prefix {prefix}.",
+    )
+    grid = np.indices((rows, columns)).reshape(2, 1, -1)
+    if centred:
+        size = np.array([rows, columns])[:, None, None]
+        grid = 2 * np.pi * ((2 * grid + 1) / size - 1)
+    grid = np.pad(grid, ((0, 0), (0, 0), (prefix, 0)))
+    kind = jnp.float32 if centred else jnp.int32
+    return jnp.broadcast_to(jnp.asarray(grid, kind), (2, batch, grid.shape[-1]))

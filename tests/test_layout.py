@@ -120,9 +120,8 @@ def test_files_stay_short():
     for folder in ("posenc_jax", "experiments", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             lines = len(path.read_text().splitlines())
-            assert lines <= 400, f"{path.name} has {lines} lines"
-    for path in (p for f in FAMILIES for p in modules(f)):
-        assert len(path.read_text().splitlines()) <= 200, path
+            most = 150 if path.parent.name in FAMILIES and folder == "posenc_jax" else 400
+            assert lines <= most, f"{path} has {lines} lines"
 
 
 def test_every_scheme_class_is_final():

@@ -22,10 +22,8 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
-from posenc_jax.checks import integer_positions, require
+from posenc_jax.checks import in_table, integer_positions, require
 from posenc_jax.grids import resize_grid
 from posenc_jax.scheme import Scheme
 
@@ -48,14 +46,7 @@ def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array
     """
     positions = integer_positions("learned", positions)
     rows = table.shape[0] - offset
-    if not isinstance(positions, Tracer) and positions.size:
-        known = np.asarray(positions)  # np.min of a jax.Array would trace under jit.
-        low, high = int(known.min()), int(known.max())
-        require(
-            0 <= low and high < rows,
-            f"learned: positions must be in [0, {rows}), the rows of the table, "
-            f"got {low} to {high}.",
-        )
+    in_table("learned", positions, rows)
     index = jnp.where(positions < 0, rows, positions) + offset  # -1 is not the last row.
     return jnp.asarray(table).at[index].get(mode="fill", fill_value=jnp.nan)
 

@@ -10,9 +10,8 @@ layers. TUPE-R adds T5's bidirectional bias (`num_buckets=32`).
 The first token, at coordinate 0, is [CLS], which stands nowhere. `untie_cls` gives one number to
 all logits from it and one to all logits to it: p . p of two rows of the table that have no other
 use, the first (from [CLS]) and that of position 0 (to it). So it is for T5's bias: from [CLS] the
-bucket that no distance has, to it one more bucket. Packed sequences each have a [CLS].
-
-Positions past the table raise where they are known; under jit their rows are NaN.
+bucket that no distance has, to it one more bucket. Packed sequences each have a [CLS]. Positions
+past the table raise where they are known; under jit their rows are NaN.
 
 Paper: Ke, He, Liu. Rethinking Positional Encoding in Language Pre-training. 2020.
 https://arxiv.org/abs/2006.15595
@@ -24,17 +23,16 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
-from posenc_jax.bias.t5 import T5, Bucket
-from posenc_jax.checks import require
+from posenc_jax.bias.buckets import Bucket, check_buckets
+from posenc_jax.bias.t5 import T5
+from posenc_jax.checks import in_table, require
 from posenc_jax.scheme import LogitBias, Scheme
 
 
-def _row(rows, at, before):
-    """The row of a position, `before` rows from the first; NaN where it has none."""
-    at = jnp.where(at < 0, rows.shape[0], at + before)
+def _row(rows, at):
+    """The row of a position; NaN where it has none."""
+    at = jnp.where(at < 0, rows.shape[0], at)
     return rows.at[at].get(mode="fill", fill_value=jnp.nan)
 
 
@@ -43,20 +41,11 @@ def _first(q, k, from_first, to_first, other):
     return jnp.where(q == 0, from_first, jnp.where(k == 0, to_first, other))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Products:
-    """p_i . p_j of one head; where untied, rows begin with the one that is [CLS]'s."""
-
-    untied: bool
-
-    def __call__(self, shared, head, q, k):
-        own_q, own_k = head
-        before = int(self.untied)
-        product = jnp.dot(_row(own_q, q, before), _row(own_k, k, before), precision="highest")
-        if not self.untied:
-            return product
-        from_first, to_first = (jnp.dot(own_q[i], own_k[i], precision="highest") for i in (0, 1))
-        return _first(q, k, from_first, to_first, product)
+def _products(shared, head, q, k):
+    """p_i . p_j of one head; where untied, with the logits from [CLS] and to it."""
+    own_q, own_k, *untied = head
+    product = jnp.dot(_row(own_q, q), _row(own_k, k), precision="highest")
+    return _first(q, k, *untied, product) if untied else product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +98,7 @@ class TUPE(Scheme):
             require(value >= 1, f"tupe: {name} must be >= 1, got {value}.")
         require(self.stddev > 0, f"tupe: stddev must be positive, got {self.stddev}.")
         if self.num_buckets:
-            _ = self._t5
-
-    @property
-    def _t5(self):
-        return T5(self.num_heads, self.num_buckets, self.max_distance, bidirectional=True)
+            check_buckets(self.num_buckets, self.max_distance, bidirectional=True)
 
     def init(self, key):
         """Returns the table, LayerNorm and projections, and T5's table where there is one."""
@@ -123,37 +108,24 @@ class TUPE(Scheme):
         def normal(key, *shape):
             return self.stddev * jax.random.normal(key, shape)
 
-        made = {
-            "table": normal(table, self.max_length + self.untie_cls, self.model_dim),
-            "norm": {
-                "scale": jnp.ones(self.model_dim, jnp.float32),
-                "bias": jnp.zeros(self.model_dim, jnp.float32),
-            },
-            "query": normal(query, *project),
-            "query_bias": jnp.zeros(project[1:], jnp.float32),
-            "key": normal(key, *project),
-            "key_bias": jnp.zeros(project[1:], jnp.float32),
-        }
+        ones, zeros = (jnp.full(self.model_dim, x, jnp.float32) for x in (1, 0))
+        made = {"norm": {"scale": ones, "bias": zeros}}
+        made["table"] = normal(table, self.max_length + self.untie_cls, self.model_dim)
+        for name, seed in (("query", query), ("key", key)):
+            made[name] = normal(seed, *project)
+            made[f"{name}_bias"] = jnp.zeros(project[1:], jnp.float32)
         if self.num_buckets:
             made["buckets"] = normal(buckets, self.num_heads, self.num_buckets + self.untie_cls)
         return made
 
     def side(self, params, x, q, k, coordinates, state):
         """Returns nothing, but raises for positions that are known to have no row."""
-        if not isinstance(coordinates, Tracer) and coordinates.size:
-            known = np.asarray(coordinates)
-            low, high = int(known.min()), int(known.max())
-            require(
-                0 <= low and high < self.max_length,
-                f"tupe: positions must be in [0, {self.max_length}), the rows of the table, "
-                f"got {low} to {high}.",
-            )
+        in_table("tupe", coordinates, self.max_length)
         return None, None, state
 
     def bias(self, params):
         """Returns the products of positions, and T5's bias where there is one."""
-        table = params["table"]
-        table = table - table.mean(-1, keepdims=True)
+        table = params["table"] - params["table"].mean(-1, keepdims=True)
         table = table * jax.lax.rsqrt((table**2).mean(-1, keepdims=True) + 1e-5)
         table = table * params["norm"]["scale"][None] + params["norm"]["bias"][None]
         q, k = (
@@ -161,15 +133,17 @@ class TUPE(Scheme):
             + params[f"{name}_bias"][:, None]
             for name in ("query", "key")
         )
-        scale = self.logit_scale(self.head_dim)
-        products = LogitBias(_Products(self.untie_cls), heads=(q * scale, k))
+        heads = (q * self.logit_scale(self.head_dim), k)
+        if self.untie_cls:
+            logits = (heads[0][:, :2] * k[:, :2]).sum(-1)
+            heads = (heads[0][:, 1:], k[:, 1:], logits[:, 0], logits[:, 1])
+        products = LogitBias(_products, heads=heads)
         if not self.num_buckets:
             return products
-        t5 = self._t5.bias({"table": params["buckets"]})
+        sizes = self.num_buckets, self.max_distance, True
         if not self.untie_cls:
-            return products, t5
-        rule = _Buckets(Bucket(self.num_buckets, self.max_distance, bidirectional=True))
-        return products, LogitBias(rule, heads=params["buckets"])
+            return products, T5(self.num_heads, *sizes).bias({"table": params["buckets"]})
+        return products, LogitBias(_Buckets(Bucket(*sizes)), heads=params["buckets"])
 
     def logit_scale(self, head_dim):
         """Returns 1 / sqrt(2H)."""

@@ -11,7 +11,8 @@ from typing import Any
 from posenc_jax.checks import require
 from posenc_jax.hf.reading import Part
 from posenc_jax.rotary.dynamic import DynamicNTK
-from posenc_jax.rotary.frequencies import PI, FrequencyMap
+from posenc_jax.rotary.frequencies import FrequencyMap
+from posenc_jax.rotary.interpolation import PI
 from posenc_jax.rotary.llama3 import Llama3
 from posenc_jax.rotary.longrope import LongRoPE
 from posenc_jax.rotary.partial import Proportional

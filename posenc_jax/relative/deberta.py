@@ -8,10 +8,9 @@ table of 2 span rows that all layers share, projected in every layer; Q has a bi
 the number of terms: sqrt(2 H) with one of the two. The table ends with the furthest past.
 
 The third term has the row of i - j, as both implementations have it; the paper writes
-j - i. Buckets (DeBERTa-v2): a distance up to span / 2 has its own, further ones share by
-their logarithm, the last begins at `max_distance` - 1. Its model also projects the table
-with the weights of its own q and k, after a layer norm: `projected` takes what comes out
-of that as parameters.
+j - i. Buckets (`relative.deberta_buckets`) are those of DeBERTa-v2. Its model also projects the
+table with the weights of its own q and k, after a layer norm: `projected` takes what comes out of
+that as parameters.
 
 Paper: He et al. DeBERTa: Decoding-enhanced BERT with Disentangled Attention. 2020.
 https://arxiv.org/abs/2006.03654
@@ -19,50 +18,14 @@ Reference code: microsoft/DeBERTa, DeBERTa/deberta/disentangled_attention.py and
 """
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
+from posenc_jax.relative.deberta_buckets import TableRow
 from posenc_jax.scheme import DotBias, Scheme
-
-
-@functools.cache
-def deberta_boundaries(span: int, max_distance: int) -> tuple[int, ...]:
-    """Returns the first distances of the buckets after span // 2, exact in integers.
-
-    >>> deberta_boundaries(256, 512)[:3], deberta_boundaries(256, 512)[-1]
-    ((129, 130, 131), 512)
-    """
-    middle, last = span // 2, max_distance - 1
-    steps, n, bounds = middle - 1, middle + 1, []
-    for j in range(span - middle):  # ceil(steps ln(n / middle) / ln(last / middle)) > j
-        while n**steps * middle**j <= last**j * middle**steps:
-            n += 1
-        bounds.append(n)
-    return tuple(bounds)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """The table row of a distance."""
-
-    span: int
-    max_distance: int | None
-
-    def __call__(self, shared, table, distance):
-        bucket = distance
-        if self.max_distance is not None:
-            size = jnp.abs(distance)
-            bounds = jnp.asarray(deberta_boundaries(self.span, self.max_distance), jnp.int32)
-            further = jnp.searchsorted(bounds, size, side="right").astype(jnp.int32)
-            middle = jnp.asarray(self.span // 2, size.dtype)
-            bucket = jnp.minimum(size, middle).astype(jnp.int32) + further
-            bucket *= jnp.sign(distance).astype(jnp.int32)
-        row = jnp.clip(bucket + self.span, 0, 2 * self.span - 1).astype(jnp.int32)
-        return table[row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +106,7 @@ class DeBERTa(Scheme):
 
     def content(self, params, rows, cols):
         """Returns q_i . K[c] and k_j . Q[c]."""
-        row = _Row(self.span, self.max_distance)
+        row = TableRow(self.span, self.max_distance)
         last = self.span if self.max_distance is None else self.max_distance
         bounds, terms = (-last, last - 1), []
         if self.content_to_position:

@@ -30,14 +30,12 @@ timm/layers/pos_embed_sincos.py; huggingface/transformers, models/*/modeling_*.p
 import dataclasses
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.axes import axes_cos_sin
+from posenc_jax.rotary.frequencies import rope_frequencies
 from posenc_jax.rotary.layouts import check_layout, rotary_dims
-from posenc_jax.rotary.rope import rope_frequencies
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import Scheme
 
@@ -73,39 +71,6 @@ def axial_frequencies(
     return np.tile(rope_frequencies(dim // num_axes, theta)[0], (num_axes, 1))
 
 
-def grid_coordinates(
-    batch: int, rows: int, columns: int, *, prefix: int = 0, centred: bool = False
-) -> jax.Array:
-    """Returns coordinates [2, B, prefix + rows * columns] of patches, row after row.
-
-    Args:
-      batch: B.
-      rows, columns: the size of the grid.
-      prefix: the number of tokens before the patches (CLS, registers); their coordinate is 0.
-      centred: float32 coordinates from -2 pi to 2 pi, of centres of patches, whatever the size of
-        the grid (DINOv3); else int32, from 0.
-
-    Raises:
-      ValueError: for a size below one.
-
-    >>> grid_coordinates(1, 2, 2, prefix=1)[:, 0]
-    Array([[0, 0, 0, 1, 1],
-           [0, 0, 1, 0, 1]], dtype=int32)
-    """
-    require(
-        min(batch, rows, columns) >= 1 and prefix >= 0,
-        f"grid_coordinates: sizes must be positive, got batch {batch}, {rows} rows, {columns} "
-        f"columns and prefix {prefix}.",
-    )
-    grid = np.indices((rows, columns)).reshape(2, 1, -1)
-    if centred:
-        size = np.array([rows, columns])[:, None, None]
-        grid = 2 * np.pi * ((2 * grid + 1) / size - 1)
-    grid = np.pad(grid, ((0, 0), (0, 0), (prefix, 0)))
-    kind = jnp.float32 if centred else jnp.int32
-    return jnp.broadcast_to(jnp.asarray(grid, kind), (2, batch, grid.shape[-1]))
-
-
 @dataclasses.dataclass(frozen=True)
 class AxialRoPE(Scheme):
     """Rotary position embedding of images, axis by axis (Heo et al. 2024).
@@ -122,7 +87,7 @@ class AxialRoPE(Scheme):
       ValueError: for sizes that do not fit, or an unknown word.
 
     >>> q = jnp.ones((1, 6, 2, 8))
-    >>> AxialRoPE(head_dim=8).query({}, q, grid_coordinates(1, 2, 3)).shape
+    >>> AxialRoPE(head_dim=8).query({}, q, pe.grid_coordinates(1, 2, 3)).shape
     (1, 6, 2, 8)
     """
 

@@ -32,8 +32,9 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.dynamic import DynamicNTK
-from posenc_jax.rotary.frequencies import FrequencyMap
-from posenc_jax.rotary.rope import RoPE, rope_frequencies, rotary_dims
+from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
+from posenc_jax.rotary.layouts import rotary_dims
+from posenc_jax.rotary.rope import RoPE
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import Scheme, argument_of
 

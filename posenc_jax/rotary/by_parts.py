@@ -26,7 +26,8 @@ import math
 import numpy as np
 
 from posenc_jax.checks import require
-from posenc_jax.rotary.frequencies import NTK, FrequencyMap, check_stretch
+from posenc_jax.rotary.frequencies import FrequencyMap, check_stretch
+from posenc_jax.rotary.interpolation import NTK
 
 
 def index_ramp(

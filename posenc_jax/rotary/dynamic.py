@@ -26,7 +26,8 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
-from posenc_jax.rotary.frequencies import NTK, FrequencyMap, check_stretch
+from posenc_jax.rotary.frequencies import FrequencyMap, check_stretch
+from posenc_jax.rotary.interpolation import NTK
 
 
 @dataclasses.dataclass(frozen=True)

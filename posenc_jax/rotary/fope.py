@@ -30,7 +30,7 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
-from posenc_jax.rotary.rope import rope_frequencies
+from posenc_jax.rotary.frequencies import rope_frequencies
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import Scheme
 
@@ -104,9 +104,7 @@ class FoPE(Scheme):
         rest = ((0, 0), (0, 0), (0, 0), (0, self.head_dim // 2 - cos.shape[-1]))
         cos = jnp.pad(cos, rest, constant_values=1.0)
         sin = jnp.pad(sin, rest, constant_values=0.0 if self.still else 1.0)
-        if self.groups == 1:
-            return rotate(q, cos[:, :, 0], sin[:, :, 0])
-        return rotate(q, *(jnp.repeat(x, heads // self.groups, 2) for x in (cos, sin)))
+        return rotate(q, cos, sin)
 
     def key(self, params, k, coordinates, cols=None):
         """Returns k [B, S, K, H], mapped."""

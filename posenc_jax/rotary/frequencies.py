@@ -1,22 +1,14 @@
-r"""Maps of rotary frequencies: how a trained model reads further than it was trained.
+r"""Rotary frequencies, and maps of them: how a trained model reads further than it was trained.
 
 A map takes the frequencies of all pairs and returns new ones and a factor on attention:
 
     (frequencies, head_dim, theta) -> (frequencies, attention_factor)
 
-in float64, on the host, once. Maps compose as a tuple, left to right. Here are the two
-that are one line; every other is a subclass in a file of its own.
+in float64, on the host, once. Maps compose as a tuple, left to right. Each is a subclass in a
+file of its own.
 
-    PI   (position interpolation)   w_p -> w_p / factor
-    NTK  (NTK-aware scaling)        theta -> theta * factor^(d / (d - 2)), d the rotary dim
-
-PI squeezes all positions into the trained range; NTK leaves the fastest pair as it is and
-squeezes only the slowest by the whole factor.
-
-Papers: Chen et al. Extending Context Window of Large Language Models via Positional
-Interpolation. 2023. https://arxiv.org/abs/2306.15595
-NTK-aware scaling: bloc97, 2023, as written down in Peng et al. YaRN.
-https://arxiv.org/abs/2309.00071
+Paper: Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
+https://arxiv.org/abs/2104.09864
 Reference code: huggingface/transformers, modeling_rope_utils.py.
 """
 
@@ -27,6 +19,7 @@ import jax
 import numpy as np
 
 from posenc_jax.checks import require
+from posenc_jax.scheme import as_tuple
 
 
 def check_stretch(where: str, factor: float, original_max_position: float) -> None:
@@ -91,51 +84,45 @@ class FrequencyMap:
         raise NotImplementedError(f"{self!r} does not go by length.")
 
 
-@dataclasses.dataclass(frozen=True)
-class PI(FrequencyMap):
-    """Position interpolation (Chen et al. 2023).
+def rope_frequencies(
+    dim: int,
+    theta: float = 10000.0,
+    scaling: FrequencyMap | tuple[FrequencyMap, ...] = (),
+) -> tuple[np.ndarray, float]:
+    """Returns radians per position, float64 [dim / 2], and the factor on q and k.
 
-    Attributes:
-      factor: new length divided by trained length; at least 1.
-
-    Raises:
-      ValueError: for a factor below one, or infinite.
-
-    >>> PI(factor=4.0)(np.array([1.0]), head_dim=2, theta=1e4)[0]
-    array([0.25])
-    """
-
-    factor: float = 1.0
-
-    def __post_init__(self):
-        check_stretch("PI", self.factor, 1)
-
-    def __call__(self, frequencies, head_dim, theta):
-        """Returns all frequencies divided by the factor, and 1."""
-        return frequencies / self.factor, 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class NTK(FrequencyMap):
-    """NTK-aware scaling of the base (bloc97 2023).
-
-    Attributes:
-      factor: new length divided by trained length; at least 1.
+    Args:
+      dim: the number of rotated dimensions, even.
+      theta: the base.
+      scaling: maps of the frequencies, applied left to right.
 
     Raises:
-      ValueError: for a factor below one or infinite, or fewer than four rotary dimensions.
+      ValueError: for an odd or non-positive `dim`, a `theta` that is not positive and finite,
+        or several maps that stretch a trained length.
+      TypeError: for what is no map of frequencies.
 
-    >>> NTK(factor=4.0)(np.array([1.0, 0.01]), head_dim=4, theta=1e4)[0]
-    array([1.    , 0.0025])
+    >>> rope_frequencies(4)[0]
+    array([1.  , 0.01])
     """
-
-    factor: float = 1.0
-
-    def __post_init__(self):
-        check_stretch("NTK", self.factor, 1)
-
-    def __call__(self, frequencies, head_dim, theta):
-        """Returns the frequencies of the larger base, and 1."""
-        require(head_dim > 2, f"NTK: needs more than 2 rotary dimensions, got {head_dim}.")
-        pair = np.arange(len(frequencies))
-        return frequencies * self.factor ** (-2.0 * pair / (head_dim - 2)), 1.0
+    require(
+        dim >= 2 and dim % 2 == 0,
+        f"rope: rotary dim must be even and positive, got {dim}.",
+    )
+    require(theta > 0, f"rope: theta must be positive, got {theta}.")
+    require(theta < math.inf, f"rope: theta must be finite, got {theta}.")
+    maps = as_tuple(scaling)
+    for change in maps:
+        if not isinstance(change, FrequencyMap):
+            raise TypeError(
+                f"rope: scaling must be a FrequencyMap, pe.YaRN(...) for one, got {change!r}."
+            )
+    stretching = [m for m in maps if hasattr(m, "original_max_position")]
+    require(
+        len(stretching) < 2,
+        f"rope: scaling holds several maps that stretch a trained length: {stretching}; give one.",
+    )
+    frequencies, factor = float(theta) ** (-2.0 * np.arange(dim // 2) / dim), 1.0
+    for change in maps:
+        frequencies, more = change(frequencies, dim, theta)
+        factor *= more
+    return frequencies, factor

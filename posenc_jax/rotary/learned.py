@@ -29,9 +29,8 @@ import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
-from posenc_jax.rotary.frequencies import FrequencyMap
+from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.rotary.layouts import check_layout, rotary_dims
-from posenc_jax.rotary.rope import rope_frequencies
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import Scheme
 
@@ -98,10 +97,6 @@ class LearnedRoPE(Scheme):
         factor = self._initial()[1]
         if factor != 1.0:
             cos, sin = factor * cos, factor * sin
-        if self.groups == 1:
-            cos, sin = cos[:, :, 0], sin[:, :, 0]
-        else:
-            cos, sin = (jnp.repeat(x, heads // self.groups, 2) for x in (cos, sin))
         return rotate(q, cos, sin, layout=self.layout, start=self.rotary_start)
 
     def key(self, params, k, coordinates, cols=None):

@@ -131,5 +131,4 @@ class LieRE(Scheme):
             cos_sin(a[..., None], f) for a, f in zip(at, upper, strict=True)
         )
         cos, sin = cos * cos2 - sin * sin2, sin * cos2 + cos * sin2
-        cos, sin = (jnp.repeat(x, q.shape[2] // self.groups, 2) for x in (cos, sin))
         return rotate(q, cos, sin, layout="interleaved_negative")

@@ -1,11 +1,12 @@
 r"""RoPE-Mixed: each pair turns by a learned combination of row and column.
 
-    angle of pair p = row f_p + column g_p,        (f_p, g_p) learned, for every layer and head
+    angle of pair p = row f_p + column g_p,        (f_p, g_p) learned, for every layer and set
 
 Axial RoPE sees offsets along the axes only; a pair here has a direction of its own. At the start
 it is r_p (sin a, cos a) for the first half of the pairs and the same turned by a quarter for the
-second, r_p = theta^(-4p / d) in each half, with one random a per head. Frequencies have no weight
-decay in the authors' training, and are not shared by layers.
+second, r_p = theta^(-4p / d) in each half, with one random a per set. Head n of N has the set
+n * groups // N, and so have key heads; the authors have N. Frequencies have no weight decay in
+their training, and are not shared by layers.
 
 Coordinates are [2, B, T], row and column; [B, T] stands on both.
 
@@ -30,14 +31,14 @@ from posenc_jax.scheme import Scheme
 
 
 def mixed_frequencies(
-    key: jax.Array, head_dim: int, heads: int = 1, theta: float = 10.0
+    key: jax.Array, head_dim: int, groups: int = 1, theta: float = 10.0
 ) -> jax.Array:
-    """Returns new frequencies, float32 [2, heads, head_dim / 2]: of the row and of the column.
+    """Returns new frequencies, float32 [2, groups, head_dim / 2]: of the row and of the column.
 
     Raises:
       ValueError: for a head dim that is no multiple of 4, or `theta` not positive.
 
-    >>> mixed_frequencies(jax.random.key(0), 8, heads=3).shape
+    >>> mixed_frequencies(jax.random.key(0), 8, groups=3).shape
     (2, 3, 4)
     """
     require(
@@ -48,7 +49,7 @@ def mixed_frequencies(
     size = theta ** (-4.0 * np.arange(head_dim // 4) / head_dim)
     size = jnp.asarray(np.tile(size, 2), jnp.float32)
     quarter = jnp.asarray(np.repeat([0.0, np.pi / 2], head_dim // 4), jnp.float32)
-    angle = jax.random.uniform(key, (heads, 1), maxval=2 * np.pi) + quarter[None]
+    angle = jax.random.uniform(key, (groups, 1), maxval=2 * np.pi) + quarter[None]
     return size[None, None] * jnp.stack([jnp.sin(angle), jnp.cos(angle)])
 
 
@@ -58,9 +59,7 @@ class RoPEMixed(Scheme):
 
     Attributes:
       head_dim: H.
-      heads: how many sets of frequencies a layer learns. Heads of q, and of k, share them in
-        equal runs, so it divides both numbers: 1 for all heads alike; as published, the number
-        of heads.
+      groups: the number of sets of frequencies; it divides the number of key heads.
       theta: the base of the first frequencies.
       layout: what makes a pair; see `posenc_jax.rotary.layouts`.
 
@@ -74,7 +73,7 @@ class RoPEMixed(Scheme):
     """
 
     head_dim: int
-    heads: int = 1
+    groups: int = 1
     theta: float = 10.0
     layout: str = "interleaved"
     name: ClassVar[str] = "rope_mixed"
@@ -83,20 +82,20 @@ class RoPEMixed(Scheme):
 
     def __post_init__(self):
         check_layout("rope_mixed", self.layout)
-        require(self.heads >= 1, f"rope_mixed: heads must be at least 1, got {self.heads}.")
+        require(self.groups >= 1, f"rope_mixed: groups must be at least 1, got {self.groups}.")
         jax.eval_shape(self.init, jax.random.key(0))
 
     def init(self, key):
-        """Returns `{"frequencies": [2, heads, H / 2]}`."""
-        return {"frequencies": mixed_frequencies(key, self.head_dim, self.heads, self.theta)}
+        """Returns `{"frequencies": [2, groups, H / 2]}`."""
+        return {"frequencies": mixed_frequencies(key, self.head_dim, self.groups, self.theta)}
 
     def query(self, params, q, coordinates, rows=None):
         """Returns q [B, T, N, H], rotated."""
         count, size = q.shape[2:]
         require(
-            size == self.head_dim and count % self.heads == 0,
+            size == self.head_dim and count % self.groups == 0,
             f"rope_mixed: the scheme is for head_dim {self.head_dim} and a multiple of "
-            f"{self.heads} heads, got q or k of shape {q.shape}.",
+            f"groups={self.groups} heads, got q or k of shape {q.shape}.",
         )
         at = coordinate_values("rope_mixed", coordinates)
         at = jnp.stack([at, at]) if at.ndim == 2 else at
@@ -108,10 +107,6 @@ class RoPEMixed(Scheme):
             cos_sin(a[..., None], f) for a, f in zip(at, params["frequencies"], strict=True)
         )
         cos, sin = cos * cos2 - sin * sin2, sin * cos2 + cos * sin2
-        if self.heads > 1:
-            cos, sin = (jnp.repeat(a, count // self.heads, axis=2) for a in (cos, sin))
-        else:
-            cos, sin = cos[:, :, 0], sin[:, :, 0]
         return rotate(q, cos, sin, layout=self.layout)
 
     def key(self, params, k, coordinates, cols=None):

@@ -24,9 +24,8 @@ from typing import ClassVar
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.axes import axes_cos_sin
-from posenc_jax.rotary.frequencies import FrequencyMap
+from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.rotary.layouts import check_layout, rotary_dims
-from posenc_jax.rotary.rope import rope_frequencies
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import Scheme
 

@@ -18,7 +18,9 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
-from posenc_jax.rotary.rope import RoPE, rope_frequencies, rotary_dims
+from posenc_jax.rotary.frequencies import rope_frequencies
+from posenc_jax.rotary.layouts import rotary_dims
+from posenc_jax.rotary.rope import RoPE
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import LogitBias, Scheme, argument_of
 

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
+from posenc_jax.rotary.frequencies import rope_frequencies
 from posenc_jax.rotary.layouts import check_layout
-from posenc_jax.rotary.rope import rope_frequencies
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import Scheme
 
@@ -107,10 +107,6 @@ class RePo(Scheme):
             f"got {q.shape}.",
         )
         cos, sin = cos_sin(rows, rope_frequencies(self.head_dim, self.theta)[0])
-        if self.groups == 1:
-            cos, sin = cos[:, :, 0], sin[:, :, 0]
-        else:
-            cos, sin = (jnp.repeat(a, heads // self.groups, 2) for a in (cos, sin))
         return rotate(q, cos, sin, layout=self.layout)
 
     def key(self, params, k, coordinates, cols=None):

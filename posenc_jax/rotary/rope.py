@@ -9,10 +9,9 @@ for the pair p of dimensions (a, b) at position m. q at m and k at n then meet a
 Which dimensions make a pair, and which way it turns, differs between models: see `layout` in
 `posenc_jax.rotary.layouts`, which also moves weights from one to another.
 
-`rotary_dim` rotates the first d < H dimensions and leaves the rest (GPT-J, NeoX, Phi), with
-the frequencies of a head of d; with `rotary_start` = H - d it is the last ones (DeepSeek-V4).
-Rotated keys can be cached. Cosine and sine are exact at any int32 position (see
-`posenc_jax.angles`), and products are in float32 whatever the input's dtype.
+`rotary_dim` rotates the first d < H dimensions and leaves the rest (GPT-J, NeoX, Phi), with the
+frequencies of a head of d; with `rotary_start` = H - d it is the last ones (DeepSeek-V4). Rotated
+keys can be cached. Cosine and sine are exact at any int32 position, products are in float32.
 
 Paper: Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
 https://arxiv.org/abs/2104.09864
@@ -21,7 +20,6 @@ mesh_transformer/layers.py; EleutherAI/gpt-neox, megatron/model/positional_embed
 """
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
@@ -29,54 +27,10 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import array_of_rank, coordinate_values, require
-from posenc_jax.rotary.frequencies import FrequencyMap
+from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.rotary.layouts import check_layout, rotary_dims
 from posenc_jax.rotary.rotate import rotate
-from posenc_jax.scheme import Scheme, as_tuple
-
-
-def rope_frequencies(
-    dim: int,
-    theta: float = 10000.0,
-    scaling: FrequencyMap | tuple[FrequencyMap, ...] = (),
-) -> tuple[np.ndarray, float]:
-    """Returns radians per position, float64 [dim / 2], and the factor on q and k.
-
-    Args:
-      dim: the number of rotated dimensions, even.
-      theta: the base.
-      scaling: maps of the frequencies, applied left to right.
-
-    Raises:
-      ValueError: for an odd or non-positive `dim`, a `theta` that is not positive and finite,
-        or several maps that stretch a trained length.
-      TypeError: for what is no map of frequencies.
-
-    >>> rope_frequencies(4)[0]
-    array([1.  , 0.01])
-    """
-    require(
-        dim >= 2 and dim % 2 == 0,
-        f"rope: rotary dim must be even and positive, got {dim}.",
-    )
-    require(theta > 0, f"rope: theta must be positive, got {theta}.")
-    require(theta < math.inf, f"rope: theta must be finite, got {theta}.")
-    maps = as_tuple(scaling)
-    for change in maps:
-        if not isinstance(change, FrequencyMap):
-            raise TypeError(
-                f"rope: scaling must be a FrequencyMap, pe.YaRN(...) for one, got {change!r}."
-            )
-    stretching = [m for m in maps if hasattr(m, "original_max_position")]
-    require(
-        len(stretching) < 2,
-        f"rope: scaling holds several maps that stretch a trained length: {stretching}; give one.",
-    )
-    frequencies, factor = float(theta) ** (-2.0 * np.arange(dim // 2) / dim), 1.0
-    for change in maps:
-        frequencies, more = change(frequencies, dim, theta)
-        factor *= more
-    return frequencies, factor
+from posenc_jax.scheme import Scheme
 
 
 def apply_rope(
@@ -184,15 +138,8 @@ class RoPE(Scheme):
             q.shape[-1] == self.head_dim,
             f"rope: the scheme is for head_dim {self.head_dim}, got q or k of shape {q.shape}.",
         )
-        return apply_rope(
-            q,
-            coordinates,
-            theta=self.theta,
-            layout=self.layout,
-            rotary_dim=self.rotary_dim,
-            rotary_start=self.rotary_start,
-            scaling=self.scaling,
-        )
+        names = ("theta", "layout", "rotary_dim", "rotary_start", "scaling")
+        return apply_rope(q, coordinates, **{name: getattr(self, name) for name in names})
 
     def key(self, params, k, coordinates, cols=None):
         """Returns k [B, S, K, H], rotated."""

@@ -27,9 +27,8 @@ import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
-from posenc_jax.rotary.frequencies import FrequencyMap
+from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.rotary.layouts import check_layout
-from posenc_jax.rotary.rope import rope_frequencies
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import Scheme
 

@@ -26,7 +26,8 @@ def rotate(
 
     Args:
       x: [B, T, N, H] with H >= start + 2P.
-      cos: float32 [B or 1, T, P], as from `cos_sin`; [B or 1, T, N, P] for tables per head.
+      cos: float32 [B or 1, T, P], as from `cos_sin`; [B or 1, T, G, P] for G sets of tables, of
+        which head n of N has the set n * G // N.
       sin: float32, as `cos`.
       layout: what makes a pair; see `posenc_jax.rotary.layouts`.
       start: the first of the dimensions that turn.
@@ -43,15 +44,19 @@ def rotate(
     require(
         cos.shape == sin.shape
         and cos.shape[:1] in ((1,), x.shape[:1])
-        and cos.shape[1:-1] in (x.shape[1:2], x.shape[1:3])
+        and cos.shape[1] == x.shape[1]
+        and (cos.ndim == 3 or (cos.ndim == 4 and x.shape[2] % cos.shape[2] == 0))
         and 0 <= start <= x.shape[3] - 2 * cos.shape[-1],
-        f"rotate: cos and sin must be [B or 1, T, P] or [B or 1, T, N, P] with start + 2P <= H "
-        f"for x {x.shape} and start {start}, got {cos.shape} and {sin.shape}.",
+        f"rotate: cos and sin must be [B or 1, T, P] or [B or 1, T, G, P] with start + 2P <= H "
+        f"and G that divides N for x {x.shape} and start {start}, got {cos.shape} and {sin.shape}.",
     )
     read, write, negative = read_and_write(layout)
-    cos, sin = _once(cos, -sin if negative else sin)
+    sin = -sin if negative else sin
     if cos.ndim == 3:
         cos, sin = cos[:, :, None], sin[:, :, None]
+    elif cos.shape[2] > 1:
+        cos, sin = (jnp.repeat(t, x.shape[2] // t.shape[2], 2) for t in (cos, sin))
+    cos, sin = _once(cos, sin)
     return _rotate(x, cos, sin, (read, write, start))
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.rotary.rope import rope_frequencies
+from posenc_jax.rotary.frequencies import rope_frequencies
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import Scheme
 
@@ -45,8 +45,7 @@ class SelectiveRoPE(Scheme):
       learn_temperature: whether tau is learned.
 
     Raises:
-      ValueError: for sizes below one, an odd H, groups that do not divide D, or numbers not
-        positive.
+      ValueError: for sizes below one, an odd H, groups not dividing D, or numbers not positive.
 
     >>> SelectiveRoPE(model_dim=8, head_dim=4).init(jax.random.key(0))["conv"].shape
     (4, 2)
@@ -117,18 +116,14 @@ class SelectiveRoPE(Scheme):
 
     def query(self, params, q, coordinates, rows=None):
         """Returns q [B, T, N, H], turned by the angles in `rows`."""
-        heads = q.shape[2]
         require(
-            q.shape[3] == self.head_dim and heads % self.groups == 0,
+            q.shape[3] == self.head_dim and q.shape[2] % self.groups == 0,
             f"selective_rope: q and k must be [B, T, a multiple of groups={self.groups}, "
             f"{self.head_dim}], got {q.shape}.",
         )
         tau = params["temperature"] if self.learn_temperature else self._start()
         angles = rows * tau[None, None, None]
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
-        if self.groups == 1:
-            return rotate(q, cos[:, :, 0], sin[:, :, 0])
-        return rotate(q, *(jnp.repeat(a, heads // self.groups, 2) for a in (cos, sin)))
+        return rotate(q, jnp.cos(angles), jnp.sin(angles))
 
     def key(self, params, k, coordinates, cols=None):
         """Returns k [B, S, K, H], turned by the angles in `cols`."""

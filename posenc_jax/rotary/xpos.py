@@ -28,8 +28,8 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import coordinate_values, require
+from posenc_jax.rotary.frequencies import rope_frequencies
 from posenc_jax.rotary.layouts import check_layout
-from posenc_jax.rotary.rope import rope_frequencies
 from posenc_jax.rotary.rotate import rotate
 from posenc_jax.scheme import Scheme
 

@@ -28,7 +28,7 @@ def frequencies_of(scheme, seed=3):
 
 @pytest.mark.parametrize("heads, count", [(1, 6), (6, 6), (12, 12), (3, 6)])
 def test_matches_rope_vit(heads, count):
-    scheme = pe.RoPEMixed(head_dim=12, heads=heads)
+    scheme = pe.RoPEMixed(head_dim=12, groups=heads)
     params, f = scheme.init(jax.random.key(3)), frequencies_of(scheme)
     x = np.random.default_rng(0).normal(size=(2, 63, count, 12)).astype(np.float32)
     at = pe.grid_coordinates(2, 7, 9)
@@ -41,7 +41,7 @@ def test_matches_rope_vit(heads, count):
 
 
 def test_starts_as_rope_vit_does_turned_by_one_angle_per_head():
-    rows, columns = pe.mixed_frequencies(jax.random.key(0), 8, heads=4)
+    rows, columns = pe.mixed_frequencies(jax.random.key(0), 8, groups=4)
     angles = np.arctan2(rows[:, 0], columns[:, 0])[:, None]
     assert np.ptp(angles) > 0.5
     back = np.cos(angles) * columns + np.sin(angles) * rows
@@ -51,7 +51,7 @@ def test_starts_as_rope_vit_does_turned_by_one_angle_per_head():
 
 
 def test_attention_over_a_grid():
-    scheme = pe.RoPEMixed(head_dim=8, heads=3)
+    scheme = pe.RoPEMixed(head_dim=8, groups=3)
     params, f = scheme.init(jax.random.key(3)), frequencies_of(scheme)
     q, k, v = qkv()
     at = pe.grid_coordinates(1, 7, 9)
@@ -92,7 +92,7 @@ def test_a_plain_position_stands_on_both_axes():
 
 
 def test_gradients_of_the_frequencies_are_those_of_the_formula():
-    scheme = pe.RoPEMixed(head_dim=8, heads=3)
+    scheme = pe.RoPEMixed(head_dim=8, groups=3)
     params, x, at = scheme.init(jax.random.key(0)), qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), "f4")
 
@@ -119,7 +119,7 @@ def test_gradients_of_the_frequencies_are_those_of_the_formula():
 def test_options_change_the_output():
     x, at = qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
     plain = pe.RoPEMixed(head_dim=8)
-    changes = [{"heads": 3}, {"theta": 100.0}, {"layout": "half"}]
+    changes = [{"groups": 3}, {"theta": 100.0}, {"layout": "half"}]
     schemes = [plain, *(plain.replace(**c) for c in changes)]
     outs = [s.query(s.init(jax.random.key(0)), x, at) for s in schemes]
     for i, a in enumerate(outs):
@@ -130,7 +130,7 @@ def test_options_change_the_output():
     "change, message",
     [
         ({"head_dim": 6}, "head_dim must be a multiple of 4, got 6"),
-        ({"heads": 0}, "heads must be at least 1, got 0"),
+        ({"groups": 0}, "groups must be at least 1, got 0"),
         ({"theta": -1.0}, "theta must be positive, got -1.0"),
         ({"layout": "neox"}, "layout must be one of .*, got 'neox'"),
     ],
@@ -141,9 +141,9 @@ def test_errors_name_the_setting(change, message):
 
 
 def test_errors_name_the_shapes():
-    scheme = pe.RoPEMixed(head_dim=8, heads=4)
+    scheme = pe.RoPEMixed(head_dim=8, groups=4)
     params, q = scheme.init(jax.random.key(0)), qkv(length=5)[0]
-    with pytest.raises(ValueError, match=r"rope_mixed: .* a multiple of 4 heads.*\(1, 5, 6, 8\)"):
+    with pytest.raises(ValueError, match=r"rope_mixed: .* a multiple of groups=4 .*5, 6, 8"):
         scheme.query(params, q, jnp.zeros((2, 1, 5), int))
     with pytest.raises(ValueError, match=r"rope_mixed: coordinates must be .* got \(3, 1, 5\)"):
         scheme.query(params, q[:, :, :4], jnp.zeros((3, 1, 5), int))
