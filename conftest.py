@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Tests compile more than they compute.
+jax.config.update("jax_disable_most_optimizations", True)
 
 collect_ignore_glob = ["*make_*.py"]  # They make golden files, with packages of their own.
 

@@ -12,9 +12,14 @@ def tokens():
     return make_batch()
 
 
-@pytest.fixture(params=pe.SCHEMES.values(), ids=pe.SCHEMES.keys())
+@pytest.fixture(scope="session", params=pe.SCHEMES.values(), ids=pe.SCHEMES.keys())
 def scheme(request):
-    return build(request.param)
+    """For the session, so that all tests of one scheme follow each other.
+
+    They share what they compile, which then goes: a process may map only so many programs.
+    """
+    yield build(request.param)
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -69,7 +69,11 @@ def forward(scheme, params, tokens, *, cache=None, mixer=None, **options):
 
 
 def compiled(scheme, params, tokens, *, cache=None, **options):
-    """`forward`, compiled: tests of one scheme share what they have compiled."""
+    """`forward`, compiled: tests of one scheme share what they have compiled.
+
+    "reference" is what `None` means at these sizes.
+    """
+    options = {"implementation": "reference"} | options
     arrays = {n: x for n, x in options.items() if isinstance(x, jax.Array)}
     static = tuple(sorted((n, x) for n, x in options.items() if n not in arrays))
     return _compiled(scheme, static, params, tokens, cache, arrays)
@@ -80,8 +84,29 @@ def _compiled(scheme, static, params, tokens, cache, arrays):
     return forward(scheme, params, tokens, cache=cache, **dict(static), **arrays)
 
 
+def programs():
+    """How many programs `compiled` has made so far."""
+    return _compiled._cache_size()
+
+
 def output(scheme, params, tokens, **options):
     return compiled(scheme, params, tokens, **options)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("scheme", "implementation"))
+def outcome(scheme, implementation, params, tokens, weights, segment_ids):
+    """The output, and gradients of its weighted sum to the parameters and to the tokens.
+
+    All that differs between tests is data, so that each scheme compiles it once.
+    """
+
+    def loss(params, tokens):
+        options = {"segment_ids": segment_ids, "implementation": implementation}
+        out, _ = forward(scheme, params, tokens, **options)
+        return (out * weights).sum(), out
+
+    (params, tokens), out = jax.grad(loss, (0, 1), has_aux=True)(params, tokens)
+    return out, params, tokens
 
 
 def empty_cache(scheme, batch=BATCH, capacity=LENGTH + 5, **options):
@@ -103,7 +128,7 @@ def decode(scheme, params, tokens, chunks, cache, **options):
     for size in chunks:
         part = slice(start, start + size)
         here = {
-            name: value[:, part] if name in ("positions", "segment_ids") else value
+            name: value[:, part] if name in ("positions", "segment_ids", "coordinates") else value
             for name, value in options.items()
         }
         out, cache = compiled(scheme, params, tokens[:, part], cache=cache, **here)

@@ -1,5 +1,7 @@
 """NNX and Linen modules: parameters, cache, layers under scan, and inside stock attention."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,27 @@ import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
-IN_ATTENTION = [name for name, cls in pe.SCHEMES.items() if build(cls).acts_in_attention]
-IN_STOCK = [name for name in IN_ATTENTION if not pe.SCHEMES[name].reads_x]
+
+
+def _seen_by_modules(cls):
+    """What a module has to do for a scheme; of schemes that ask the same, one is tried."""
+    hooks = ("init", "embed", "side", "attend")
+    own = tuple(getattr(cls, hook) is not getattr(pe.Scheme, hook) for hook in hooks)
+    return *own, cls.reads_x, cls.caches_mapped_keys, cls.shared_over_layers
+
+
+KINDS = list({_seen_by_modules(cls): name for name, cls in reversed(pe.SCHEMES.items())}.values())
+IN_STOCK = [
+    name
+    for name in dict.fromkeys([*KINDS, "none", "rope", "t5", "shaw"])
+    if build(pe.SCHEMES[name]).acts_in_attention and not pe.SCHEMES[name].reads_x
+]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    """A scheme of every kind."""
+    return build(pe.SCHEMES[request.param])
 
 
 @pytest.fixture
@@ -46,12 +67,17 @@ def from_nnx(layer):
 
 def test_nnx_and_linen_are_the_functions(scheme, x):
     layer = nnx_layer(scheme)
-    y = layer(x)
-    chex.assert_trees_all_close(linen_layer(scheme).apply(from_nnx(layer), x), y, atol=1e-6)
-    q, k, v = (project(x) for project in (layer.query, layer.key, layer.value))
-    inside = scheme if scheme.acts_in_attention else pe.NoPE()
-    out, _ = pe.scheme_attention(inside, layer.position.values(), q, k, v, x=x, is_causal=True)
-    chex.assert_trees_all_close(layer.out(out), y, atol=1e-6)
+
+    @jax.jit
+    def run(x):
+        q, k, v = (project(x) for project in (layer.query, layer.key, layer.value))
+        inside = scheme if scheme.acts_in_attention else pe.NoPE()
+        out, _ = pe.scheme_attention(inside, layer.position.values(), q, k, v, x=x, is_causal=True)
+        return layer.out(out), layer(x), linen_layer(scheme).apply(from_nnx(layer), x)
+
+    written_out, *modules = run(x)
+    for y in modules:
+        np.testing.assert_allclose(y, written_out, atol=1e-6)
 
 
 def test_embedding_modules_are_the_function(scheme, params, x):
@@ -76,14 +102,16 @@ def test_what_acts_on_the_embedding_alone_adds_no_parameters_to_a_layer(x):
     assert "encoding" not in variables["params"]
 
 
-@pytest.mark.parametrize("sizes", [[5, 1, 3], [1] * T], ids=["chunks", "steps"])
-def test_cache_in_nnx_and_linen(scheme, x, sizes):
-    layer = nnx_layer(scheme)
-    module, variables = linen_layer(scheme), from_nnx(layer)
+def test_cache_in_nnx_and_linen(kind, x):
+    layer = nnx_layer(kind)
+    module, variables = linen_layer(kind), from_nnx(layer)
     caches = [layer.new_cache(BATCH, T), module.new_cache(BATCH, T, model_dim=D)]
-    calls = [lambda x, c: layer(x, cache=c), lambda x, c: module.apply(variables, x, cache=c)]
+    calls = [
+        jax.jit(lambda x, c: layer(x, cache=c)),
+        jax.jit(lambda x, c: module.apply(variables, x, cache=c)),
+    ]
     wanted, start = layer(x), 0
-    for size in sizes:
+    for size in [5, 1, 1, 1, 1]:
         part = slice(start, start + size)
         for i in range(2):
             y, caches[i] = calls[i](x[:, part], caches[i])
@@ -91,8 +119,8 @@ def test_cache_in_nnx_and_linen(scheme, x, sizes):
         start += size
 
 
-def test_nnx_parameters_train(scheme, x):
-    layer = nnx_layer(scheme)
+def test_nnx_parameters_train(kind, x):
+    layer = nnx_layer(kind)
 
     @nnx.jit
     def loss_and_grads(layer):
@@ -115,13 +143,13 @@ def test_one_encoding_shared_by_layers_is_one_set_of_parameters(x):
     assert len(tables) == 1
 
 
-def test_layers_under_nnx_scan_with_remat(scheme, x):
-    shared = pn.PositionEncoding(scheme, rngs=nnx.Rngs(3))
+def test_layers_under_nnx_scan_with_remat(kind, x):
+    shared = pn.PositionEncoding(kind, rngs=nnx.Rngs(3))
 
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def make(rngs):
-        return pn.Attention(D, N, position=scheme, head_dim=H, is_causal=True, rngs=rngs)
+        return pn.Attention(D, N, position=kind, head_dim=H, is_causal=True, rngs=rngs)
 
     layers = make(nnx.Rngs(0))
 
@@ -132,30 +160,34 @@ def test_layers_under_nnx_scan_with_remat(scheme, x):
 
         return nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
 
+    @nnx.jit
+    def one_layer(layers, x, i, position):
+        layer = jax.tree.map(lambda a: a[i], layers)
+        return x + layer(x, position=position)
+
     for position in (None, shared):
         y = nnx.jit(run)(layers, x, position)
         wanted = x
         for i in range(3):
-            layer = jax.tree.map(lambda a, i=i: a[i], layers)
-            wanted = wanted + layer(wanted, position=position)
+            wanted = one_layer(layers, wanted, i, position)
         np.testing.assert_allclose(y, wanted, atol=1e-5)
 
 
-def test_layers_under_linen_scan_with_remat(scheme, x):
+def test_layers_under_linen_scan_with_remat(kind, x):
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            return x + linen_layer(scheme)(x), None
+            return x + linen_layer(kind)(x), None
 
     deep = nn.scan(
         nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
     )()
-    variables = deep.init(jax.random.key(0), x, None)
-    y, _ = deep.apply(variables, x, None)
-    wanted = x
+    variables = jax.jit(deep.init)(jax.random.key(0), x, None)
+    y, _ = jax.jit(deep.apply)(variables, x, None)
+    wanted, block = x, jax.jit(Block().apply)
     for i in range(3):
         one = jax.tree.map(lambda a, i=i: a[i], variables)
-        wanted, _ = Block().apply(one, wanted, None)
+        wanted, _ = block(one, wanted, None)
     np.testing.assert_allclose(y, wanted, atol=1e-5)
 
 
@@ -165,15 +197,16 @@ def test_inside_stock_nnx_attention(name, x):
     layer = nnx.MultiHeadAttention(
         N, D, N * H, decode=False, attention_fn=pn.AttentionFn(scheme, rngs=rngs), rngs=rngs
     )
-    whole = layer(x, is_causal=True)
+    whole = jax.jit(lambda x: layer(x, is_causal=True))(x)
     plain = nnx.MultiHeadAttention(N, D, N * H, decode=False, rngs=nnx.Rngs(0))
     if name == "none":
         nnx.update(plain, nnx.state(layer, nnx.Param).filter(lambda p, _: p[0] != "attention_fn"))
         mask = jnp.tril(jnp.ones((1, 1, T, T), bool))
         np.testing.assert_allclose(whole, plain(x, mask=mask), atol=1e-5)
     layer.init_cache((BATCH, T + 3, D))
+    decode = nnx.jit(lambda layer, x: layer(x, decode=True))
     for t in range(T):
-        step = layer(x[:, t : t + 1], decode=True)
+        step = decode(layer, x[:, t : t + 1])
         np.testing.assert_allclose(step[:, 0], whole[:, t], atol=1e-5)
 
 
@@ -184,13 +217,14 @@ def test_inside_stock_linen_attention(name, x):
         num_heads=N, qkv_features=N * H, attention_fn=pl.AttentionFn(scheme)
     )
     mask = jnp.tril(jnp.ones((1, 1, T, T), bool))
-    whole, variables = layer.init_with_output(jax.random.key(0), x, mask=mask)
+    whole, variables = jax.jit(layer.init_with_output)(jax.random.key(0), x, mask=mask)
     decoder = layer.clone(decode=True)
-    cache = decoder.init(jax.random.key(0), jnp.ones((BATCH, T + 3, D)))["cache"]
+    shapes = jax.eval_shape(decoder.init, jax.random.key(0), jnp.ones((BATCH, T + 3, D)))
+    cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes["cache"])
+    decode = jax.jit(functools.partial(decoder.apply, mutable=["cache"]))
     for t in range(T):
-        step, new = decoder.apply(
-            {"params": variables["params"], "cache": cache}, x[:, t : t + 1], mutable=["cache"]
-        )
+        variables = {"params": variables["params"], "cache": cache}
+        step, new = decode(variables, x[:, t : t + 1])
         cache = new["cache"]
         np.testing.assert_allclose(step[:, 0], whole[:, t], atol=1e-5)
 
