@@ -1,8 +1,18 @@
 """Strict settings for all tests, and the names that docstring examples may use."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# All processes of one run share what they compile. A cache that is given also serves the next run.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.mkdtemp(prefix="posenc_jax-tests-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import chex
 import jax
@@ -11,8 +21,6 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Tests compile more than they compute.
-jax.config.update("jax_disable_most_optimizations", True)
 
 collect_ignore_glob = ["*make_*.py"]  # They make golden files, with packages of their own.
 
@@ -26,6 +34,16 @@ def strict(request):
         return
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def quick_to_compile(request):
+    """Tests compile more than they compute, and numbers need no optimiser.
+
+    Some read what the optimiser makes: those are marked.
+    """
+    optimised = request.node.get_closest_marker("optimised") is not None
+    jax.config.update("jax_disable_most_optimizations", not optimised)
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ PADDED = jnp.where(jnp.arange(LENGTH)[None] < jnp.array([[4], [0]]), -1, 0)
 
 
 def test_initialisation_is_deterministic_and_float32(scheme):
-    a, b = (scheme.init(jax.random.key(3)) for _ in range(2))
+    a, b = (jax.jit(scheme.init)(jax.random.key(3)) for _ in range(2))
     chex.assert_trees_all_equal(a, b)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(a))
 
