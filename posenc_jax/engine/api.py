@@ -142,12 +142,14 @@ def _on_any_mesh(attend: Callable, problem: Problem) -> tuple[jax.Array, jax.Arr
 
     Rules are written for scalars and know of no mesh. The output is sharded as q is.
     """
-    spec = jax.typeof(problem.q).sharding.spec
+    sharding = jax.typeof(problem.q).sharding
+    spec = sharding.spec
     if not any(spec):
         return attend(problem)
     rows = jax.sharding.PartitionSpec(*spec[:3])
     out = jax.sharding.PartitionSpec(*spec[:3], None)
-    return jax.sharding.auto_axes(attend, out_sharding=(out, rows))(problem)
+    with jax.sharding.use_abstract_mesh(sharding.mesh):
+        return jax.sharding.auto_axes(attend, out_sharding=(out, rows))(problem)
 
 
 def _choose(p: Problem) -> str:

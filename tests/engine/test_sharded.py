@@ -93,6 +93,16 @@ def test_outputs_and_all_gradients_are_those_of_one_device(mesh, implementation,
     mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
     with jax.set_mesh(mesh):
         got = outcome(spread(make_arrays(), mesh), implementation)
+    assert_those_of_one_device(got, names, implementation)
+
+
+def test_explicit_arrays_are_enough_without_their_mesh_around():
+    shape, names = MESHES["data and heads"]
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * 2)
+    assert_those_of_one_device(outcome(spread(make_arrays(), mesh), "xla"), names, "xla")
+
+
+def assert_those_of_one_device(got, names, implementation):
     for out in got[1].values():
         assert [n for n in out.sharding.spec if n] == list(names)
     wanted = unsharded(implementation)
