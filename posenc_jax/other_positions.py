@@ -174,7 +174,7 @@ def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) 
         with `__call__`, so that equal schemes share one compilation.
 
     Raises:
-      ValueError: if `scheme` reads no positions.
+      ValueError: if `scheme` reads no positions, or no more than the order of tokens.
 
     >>> import posenc_jax as pe
     >>> def grouped(positions):
@@ -185,8 +185,9 @@ def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) 
     Array([[[-2., -0., -0.]]], dtype=float32)
     """
     require(
-        bool(scheme.acts_on),
-        f"with_positions: {scheme!r} reads no positions, so nothing would change.",
+        bool(scheme.acts_on) and not scheme.by_order,
+        f"with_positions: {scheme!r} reads no positions"
+        f"{' but their order' if scheme.acts_on else ''}, so nothing would change.",
     )
     return _WithPositions(scheme, transform)
 

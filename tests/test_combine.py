@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
+from support import build
 
 import posenc_jax as pe
 
@@ -190,3 +191,9 @@ def test_transformed_positions_keep_the_traits_but_not_the_shortcuts():
 def test_a_scheme_that_reads_no_positions_cannot_have_others(scheme):
     with pytest.raises(ValueError, match=r"with_positions: .*NoPE.* reads no positions"):
         pe.with_positions(scheme, grouped)
+
+
+@pytest.mark.parametrize("name", [n for n, cls in pe.SCHEMES.items() if cls.by_order])
+def test_nor_can_one_that_reads_their_order_alone(name):
+    with pytest.raises(ValueError, match=r"with_positions: .* no positions but their order, so"):
+        pe.with_positions(build(pe.SCHEMES[name]), grouped)

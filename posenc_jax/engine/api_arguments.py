@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
+from posenc_jax.engine.api_axes import check_axes
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.mask import window_sides
 from posenc_jax.positions import count_up
@@ -81,8 +82,7 @@ def make_problem(*, q, k, v, biases, contents, row_rule, value, mask, **rest: An
             "attention: prefix_length does nothing without is_causal or a window.",
         )
     places = _places(batch, length, keys, bool(biases or contents or row_rule or value), rest)
-    _check_axes(biases, places["q_coordinates"], places["k_coordinates"])
-    return Problem(
+    problem = Problem(
         q=q,
         k=k,
         v=v,
@@ -101,6 +101,8 @@ def make_problem(*, q, k, v, biases, contents, row_rule, value, mask, **rest: An
         dropout_rate=rate,
         **places,
     )
+    check_axes(problem)
+    return problem
 
 
 def _check_rules(q, v, biases, contents, value) -> None:
@@ -189,23 +191,6 @@ def _check_dot(c: DotBias) -> None:
         f"attention: the vectors of a DotBias have shape {one.shape[2:]} per distance and "
         f"{own.shape} of tokens; the last axes must be one and the same.",
     )
-
-
-def _check_axes(biases: tuple[LogitBias, ...], q: jax.Array, k: jax.Array) -> None:
-    """Raises where rules do not read as many axes as coordinates have."""
-    if q.ndim < 3 and k.ndim < 3:
-        return
-    for b in biases:
-        at = [jax.ShapeDtypeStruct((1, *x.shape[2:]), x.dtype) for x in (q, k)]
-        said = (
-            f"attention: coordinates have {q.shape[2:]} and {k.shape[2:]} axes for each token, "
-            f"which is not what the rule {b.rule} reads"
-        )
-        try:
-            shape = jax.eval_shape(b.tile, *at).shape
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{said}: {error}") from error
-        require(len(shape) == 3, f"{said}: it returned {shape[3:]} for a pair, not a number.")
 
 
 def _to_query_heads(content: Content, num_heads: int) -> Content:

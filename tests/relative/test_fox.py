@@ -103,7 +103,7 @@ def test_padding_between_tokens_forgets_nothing():
 
 def test_reads_segments_through_combinators_too():
     fox = pe.FoX(num_heads=6, model_dim=10)
-    both = pe.chain(pe.RoPE(head_dim=8), pe.with_positions(fox, jnp.negative))
+    both = pe.chain(pe.on_axis(pe.RoPE(head_dim=8), 1), pe.on_axis(fox, 0))
     assert both.reads_segments
     params = both.init(jax.random.key(0))
     q, k, v, x = arrays(6, length=8)

@@ -1,0 +1,64 @@
+"""Coordinates of several axes go only to rules that read them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import posenc_jax as pe
+
+SHAW = pe.Shaw(num_heads=6, head_dim=8)
+DAPE = pe.DAPE(num_heads=6)
+COPE = pe.CoPE(head_dim=8)
+KEY = jax.random.key(0)
+Q = K = V = jax.random.normal(KEY, (2, 7, 6, 8))
+
+
+def distance(shared, head, row, col, q, k):
+    return (q - k).astype(jnp.float32)
+
+
+def first_axis(shared, head, row, col, q, k):
+    return (q - k)[0].astype(jnp.float32)
+
+
+def longest(q, k):
+    return jnp.clip(jnp.abs(q - k).max(), 0, 32).astype(jnp.int32)
+
+
+RULES = {
+    "bias": {"bias": pe.ALiBi(num_heads=6).bias({})},
+    "content": {"content": pe.ContentBias(distance, rows=Q)},
+    "dot": {"content": SHAW.content(SHAW.init(KEY), Q, None)},
+    "row": {"row_rule": DAPE.row_rule(DAPE.init(KEY), None)},
+    "value": {"value_bias": SHAW.value(SHAW.init(KEY))},
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", None])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_one_axis_are_refused_three(name, implementation):
+    at = jnp.zeros((3, 2, 7), jnp.int32)
+    with pytest.raises(ValueError, match=r"attention: .* \(3,\) and \(3,\) axes .* the rule .*"):
+        pe.attention(Q, K, V, q_coordinates=at, implementation=implementation, **RULES[name])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"content": pe.ContentBias(first_axis, rows=Q)},
+        {"value_bias": pe.ValueBias(longest, SHAW.value(SHAW.init(KEY)).table)},
+        {"row_rule": COPE.row_rule(COPE.init(KEY), Q)},
+        {"bias": pe.on_axis(pe.ALiBi(num_heads=6), 1, 3).bias({})},
+        {"row_rule": pe.on_axis(DAPE, 1, 3).row_rule(DAPE.init(KEY), None)},
+    ],
+    ids=["content", "value", "row that reads none", "bias", "row"],
+)
+def test_rules_that_read_them_are_not(rule):
+    at = jnp.zeros((3, 2, 7), jnp.int32)
+    assert pe.attention(Q, K, V, q_coordinates=at, **rule).shape == Q.shape
+
+
+def test_axes_of_queries_and_keys_are_as_many():
+    q, k = jnp.zeros((2, 2, 7), jnp.int32), jnp.zeros((3, 2, 7), jnp.int32)
+    with pytest.raises(ValueError, match=r"attention: .* \(2,\) and \(3,\) axes"):
+        pe.attention(Q, K, V, q_coordinates=q, k_coordinates=k, **RULES["content"])
