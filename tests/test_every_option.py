@@ -79,7 +79,7 @@ SCHEMES = {
         "slope": on(0.5, {"floor": 8}),
         "stddev": initial(0.1),
     },
-    "path": {"num_kv_heads": 2, "rank": 4, "short_conv": False},
+    "path": {"num_kv_heads": 2, "rank": 4, "short_conv": False, "forget_gate": True},
     "shaw": {"clip": 3, "keys": False, "values": False, "per_head": True, "zero_beyond": True},
     "stick_breaking": {"remainder": False, "attend_current": True},
     "transformer_xl": {"clamp": 4, "stddev": initial(0.1)},

@@ -10,7 +10,10 @@ causal convolution over 3 tokens of a segment and SiLU. Later tokens are not see
 or not attention is causal. A query walks back over chunks of 64 keys; within a chunk, all
 reflections are one triangular system, solved once for all queries. Cached keys are raw,
 w and beta are cached beside them (the authors rewrite all cached keys at every step), so a
-decode step solves the systems anew. The forget gate of PaTH-FoX is not here.
+decode step solves the systems anew.
+
+`forget_gate` is PaTH-FoX: the gates of FoX, whose sums are multiplied by the scale of the logits
+as the authors' kernels have it; FoX itself adds them after the scale.
 
 Paper: Yang et al. PaTH Attention: Position Encoding via Accumulating Householder
 Transformations. 2025. https://arxiv.org/abs/2505.16381
@@ -19,12 +22,14 @@ naive_path_attn in tests/ops/test_path_attn.py.
 """
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
+from posenc_jax.relative.fox import FoX
 from posenc_jax.relative.path_walk import attend_along_path, short_convolution
 from posenc_jax.scheme import Scheme, argument_of
 
@@ -40,6 +45,7 @@ class PaTH(Scheme):
       num_kv_heads: how many heads have reflections of their own, K or N; 0 for N.
       rank: of the projection to w; 0 for a full matrix.
       short_conv: whether w is convolved over 3 tokens.
+      forget_gate: whether a gate per token and query head forgets what came before.
 
     Raises:
       ValueError: for sizes below one, or heads that do not divide.
@@ -56,6 +62,7 @@ class PaTH(Scheme):
     num_kv_heads: int = 0
     rank: int = 32
     short_conv: bool = True
+    forget_gate: bool = False
     name: ClassVar[str] = "path"
     relative: ClassVar[bool] = True
     by_order: ClassVar[bool] = True
@@ -92,10 +99,12 @@ class PaTH(Scheme):
         params["beta_bias"] = uniform(keys[3], (heads,), dim)
         if self.short_conv:
             params["conv"] = uniform(keys[4], (3, width), 3)
+        if self.forget_gate:
+            params["gate"] = self._fox.init(jax.random.fold_in(key, 5))
         return params
 
     def side(self, params, x, q, k, coordinates, state, segment_ids=None):
-        """Returns w and beta of every token, and the last inputs of the convolution."""
+        """Returns sums of gates for queries; w, beta and those sums for keys; and the state."""
         if x is None:
             raise ValueError("path: w and beta are made from x; give it to scheme_attention.")
         require(
@@ -103,6 +112,11 @@ class PaTH(Scheme):
             f"path: x must be [B, T, {self.model_dim}] and q [B, T, {self.num_heads}, "
             f"{self.head_dim}], got {x.shape} and {q.shape}.",
         )
+        state, forgotten = (None, None) if state is None else state
+        sums = None
+        if self.forget_gate:
+            gate = params["gate"], x, q, k, coordinates, forgotten, segment_ids
+            sums, _, forgotten = self._fox.side(*gate)
         x = x.astype(jnp.float32)
         if segment_ids is None:
             segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
@@ -115,7 +129,7 @@ class PaTH(Scheme):
         w = w.reshape(*w.shape[:2], -1, self.head_dim)
         w *= jax.lax.rsqrt(jnp.sum(w * w, -1, keepdims=True) + 1e-6)
         beta = jnp.dot(x, params["beta"], precision="highest") + params["beta_bias"][None, None]
-        return None, (w, 2.0 * jax.nn.sigmoid(beta)), state
+        return sums, (w, 2.0 * jax.nn.sigmoid(beta), sums), (state, forgotten)
 
     def attend(self, params, q, k, v, at, rows, cols, attention):
         """Returns attention whose logits follow the path of each key to the query."""
@@ -123,4 +137,12 @@ class PaTH(Scheme):
             raise NotImplementedError("path: softcap comes before what the path adds.")
         scale = argument_of(attention, "scale")
         scale = self.head_dim**-0.5 if scale is None else scale
-        return attend_along_path(q, k, v, *cols, scale, attention)
+        w, beta, sums = cols
+        if self.forget_gate:
+            gates = dataclasses.replace(self._fox.content({}, rows, sums), scaled=True)
+            attention = functools.partial(attention, content=gates)
+        return attend_along_path(q, k, v, w, beta, scale, attention)
+
+    @property
+    def _fox(self) -> FoX:
+        return FoX(self.num_heads, self.model_dim)

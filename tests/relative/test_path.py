@@ -4,6 +4,8 @@
 and `layer` what fla/layers/path_attn.py makes of x, from torch to NumPy in float64.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,8 @@ import posenc_jax as pe
 from posenc_jax.relative import path_walk
 
 
-def authors(q, k, v, w, beta, *, chunk=16):
-    """[B, T, N, H] of all; beta [B, T, N]."""
+def authors(q, k, v, w, beta, gates=None, *, chunk=16):
+    """[B, T, N, H] of all; beta and the logarithms of gates [B, T, N]."""
     q, k, v, w = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, w))
     beta = np.asarray(beta, np.float64).transpose(0, 2, 1)
     b, h, length, d = q.shape
@@ -45,6 +47,9 @@ def authors(q, k, v, w, beta, *, chunk=16):
             a[:, :, rows, j * chunk : (j + 1) * chunk] = q_i @ k[:, :, j].swapaxes(-1, -2)
             q_i = q_i - q_i @ reflections[:, :, j]
     a = np.where(np.tril(np.ones(a.shape[2:])) > 0, a, -np.inf)[:, :, :length, :length]
+    if gates is not None:
+        sums = np.cumsum(np.asarray(gates, np.float64), 1).transpose(0, 2, 1)
+        a = a + sums[..., None] - sums[..., None, :]
     a = a * d**-0.5
     a = np.exp(a - a.max(-1, keepdims=True))
     return (a / a.sum(-1, keepdims=True) @ v).transpose(0, 2, 1, 3)
@@ -214,3 +219,38 @@ def test_softcap_is_refused():
     params = scheme.init(jax.random.key(0))
     with pytest.raises(NotImplementedError, match="path: softcap comes before"):
         pe.scheme_attention(scheme, params, *qkv(), x=embeddings(), softcap=2.0)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_the_forget_gate_matches_the_code_of_the_authors(implementation, monkeypatch):
+    monkeypatch.setattr(path_walk, "CHUNK", 8)
+    arrays, x = qkv(batch=2, heads=6, kv_heads=3), embeddings(batch=2)
+    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
+    params = scheme.init(jax.random.key(0))
+    params["gate"] = {"w": 30 * params["gate"]["w"], "b": jnp.arange(6, dtype=jnp.float32) - 3}
+    z = np.asarray(x, np.float64) @ np.asarray(params["gate"]["w"], np.float64) + np.arange(6) - 3
+    function = functools.partial(authors, gates=-np.logaddexp(0, -z))
+    out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation=implementation)
+    np.testing.assert_allclose(out, whole(scheme, params, x, arrays, function), atol=1e-5)
+
+
+def test_the_forget_gate_decodes_after_padding_and_chunks():
+    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
+    params = scheme.init(jax.random.key(0))
+    params["gate"]["w"] *= 30
+    arrays, x = qkv(batch=1, heads=6, kv_heads=3, length=14), embeddings(length=14)
+    whole, _ = pe.scheme_attention(scheme, params, *arrays, x=x, is_causal=True)
+    pad = [(0, 0), (3, 0)]
+    padded = [jnp.pad(a, pad + [(0, 0)] * (a.ndim - 2)) for a in (*arrays, x)]
+    segments = (jnp.arange(17) >= 3).astype(jnp.int32)[None] - 1
+    positions = jnp.maximum(jnp.arange(17, dtype=jnp.int32) - 3, 0)[None]
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "model_dim": 10}
+    cache, outs = pe.new_cache(scheme, 1, 17, **sizes), []
+    for start, end in [(0, 9), (9, 15), (15, 16), (16, 17)]:
+        part = slice(start, end)
+        q, k, v, tokens = (a[:, part] for a in padded)
+        step = jax.jit(functools.partial(pe.scheme_attention, scheme, is_causal=True))
+        where = {"positions": positions[:, part], "segment_ids": segments[:, part]}
+        out, cache = step(params, q, k, v, x=tokens, cache=cache, **where)
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1)[:, 3:], whole, atol=2e-5)
