@@ -7,16 +7,20 @@ RoPE. `sections` says how many pairs each axis gets, `order` which:
 
     "contiguous" (default)  t t t h h h w w w    Qwen2-VL, Qwen2.5-VL, GLM-4V
     "interleaved"           t h w t h w t t t    Qwen3-VL: every axis has fast and slow pairs
-    "alternating"           h w h w h w t t t    ERNIE 4.5-VL (with layout="interleaved")
+    "alternating"           h w h w h w t t t    ERNIE 4.5-VL (layout="interleaved"), VideoRoPE
 
-Coordinates are [3, B, T], as `mrope_coordinates` makes them, or [B, T] for text, where a number
-stands for all three. Decoding goes on from other coordinates than positions: see there.
+In HoPE, VideoRoPE's pairs of time stand still: `scaling=Clipped(pairs=16, hard=True)`. XD-RoPE
+(HunYuan) has four `sections`: place in the sequence, column, row, time. Coordinates are [3, B, T],
+as `mrope_coordinates` makes them, or [B, T] for text, where a number stands for all axes. Decoding
+goes on from other coordinates than positions: see there.
 
 Papers: Wang et al. Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at Any
 Resolution. 2024. https://arxiv.org/abs/2409.12191
 Qwen3-VL Technical Report. 2025. https://arxiv.org/abs/2511.21631
+VideoRoPE, HoPE. 2025. https://arxiv.org/abs/2502.05173, https://arxiv.org/abs/2505.20444
 Reference code: huggingface/transformers, models/qwen2_vl/modeling_qwen2_vl.py, qwen3_vl and
-ernie4_5_vl_moe.
+ernie4_5_vl_moe; Wiselnn570/VideoRoPE, videorope-vllm/rotary_embedding.py; hrlics/HoPE,
+modeling_hope.py; vllm-project/vllm, rotary_embedding/xdrope.py.
 """
 
 import dataclasses
@@ -36,23 +40,25 @@ def mrope_axes(sections: tuple[int, ...], order: str = "contiguous") -> tuple[in
     """Returns the axis that each pair reads: 0 time, 1 row, 2 column.
 
     Args:
-      sections: numbers of pairs for time, row and column.
+      sections: numbers of pairs for time, row and column; "contiguous" takes any number of axes.
       order: "contiguous", "interleaved" or "alternating"; see the top of the file.
 
     Raises:
-      ValueError: for sections that are not three positive numbers, or do not fit the order.
+      ValueError: for sections that are not positive numbers, or do not fit the order.
 
     >>> mrope_axes((4, 2, 2), "interleaved")
     (0, 1, 2, 0, 1, 2, 0, 0)
     """
     require(order in _ORDERS, f"mrope: order must be one of {_ORDERS}, got {order!r}.")
+    count = max(len(sections), 3) if order == "contiguous" else 3
     require(
-        len(sections) == 3 and min(sections) >= 1,
-        f"mrope: sections must be three positive numbers of pairs, got {sections}.",
+        len(sections) == count and min(sections) >= 1,
+        f"mrope: sections must be three positive numbers of pairs{', or more' * (count > 3)}, "
+        f"got {sections}.",
     )
-    time, row, column = sections
     if order == "contiguous":
-        return (0,) * time + (1,) * row + (2,) * column
+        return tuple(axis for axis, pairs in enumerate(sections) for _ in range(pairs))
+    time, row, column = sections
     if order == "alternating":
         require(
             row == column,
@@ -78,7 +84,7 @@ class MRoPE(Scheme):
       head_dim: H.
       theta: the base of the frequencies.
       sections: numbers of pairs for time, row and column. Default: the shares of Qwen2-VL in
-        order "contiguous", those of Qwen3-VL else.
+        order "contiguous", those of Qwen3-VL else. More than three for more axes.
       order: "contiguous", "interleaved" or "alternating"; see the top of the file.
       layout: what makes a pair; see `posenc_jax.rotary.layouts`.
       rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
@@ -102,7 +108,6 @@ class MRoPE(Scheme):
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "mrope"
     relative: ClassVar[bool] = True
-    num_axes: ClassVar[int] = 3
 
     def __post_init__(self):
         check_layout("mrope", self.layout)
@@ -111,6 +116,11 @@ class MRoPE(Scheme):
             f"mrope: sections must add up to {self._dim // 2} pairs, got {self.sections}.",
         )
         rope_frequencies(self._dim, self.theta, self.scaling)
+
+    @property
+    def num_axes(self) -> int:
+        """How many axes the coordinates have."""
+        return max(self.axes) + 1
 
     @property
     def _dim(self) -> int:

@@ -17,6 +17,9 @@ PUBLISHED = [
     ((24, 20, 20), "interleaved", [T, H, W] * 20 + [T] * 4),
     ((11, 11, 10), "interleaved", [T, H, W] * 10 + [T, H]),
     ((2, 2, 2), "alternating", [H, W, H, W, T, T]),
+    # m_modify_forward of Wiselnn570/VideoRoPE, with its sections; vLLM's XDRotaryEmbedding.
+    ((16, 24, 24), "alternating", [H, W] * 24 + [T] * 16),
+    ((2, 2, 1, 3), "contiguous", [0, 0, 1, 1, 2, 3, 3, 3]),
 ]
 ORDERS = ["contiguous", "interleaved", "alternating"]
 
@@ -32,8 +35,44 @@ def turned(x, place, axes, theta, layout):
 
 
 @pytest.mark.parametrize("sections, order, axes", PUBLISHED)
-def test_axes_are_those_of_transformers(sections, order, axes):
+def test_axes_are_the_published_ones(sections, order, axes):
     assert list(mrope_axes(sections, order)) == axes
+
+
+def test_four_axes_match_the_loop_over_pairs():
+    scheme = pe.MRoPE(head_dim=16, sections=(2, 2, 1, 3))
+    assert scheme.num_axes == 4
+    random = np.random.default_rng(0)
+    at, x = random.integers(0, 10**6, size=(4, 2, 7)), random.normal(size=(2, 7, 6, 16))
+    x = x.astype(np.float32)
+    out = scheme.query({}, jnp.asarray(x), jnp.asarray(at))
+    for b, t, n in np.ndindex(2, 7, 6):
+        wanted = turned(x[b, t, n], at[:, b, t], [0, 0, 1, 1, 2, 3, 3, 3], 1e4, "half")
+        np.testing.assert_allclose(out[b, t, n], wanted, rtol=0, atol=3e-6)
+    q = k = v = jnp.asarray(x)
+    out = attend(scheme, {}, q, k, v, is_causal=True, coordinates=jnp.asarray(at))
+    assert out.shape == q.shape
+    with pytest.raises(ValueError, match=r"coordinates of 4 axes.*got \(3, 2, 7\)"):
+        attend(scheme, {}, q, k, v, coordinates=jnp.asarray(at[:3]))
+
+
+def test_hope_of_vision_models_matches_the_code_of_its_authors():
+    """hrlics/HoPE, apply_hybrid_multimodal_rotary_pos_emb, from torch to NumPy in float64."""
+    scaling = pe.Clipped(pairs=2, hard=True)
+    scheme = pe.MRoPE(head_dim=16, order="alternating", sections=(2, 3, 3), scaling=scaling)
+    random = np.random.default_rng(0)
+    at, x = random.integers(0, 2000, size=(3, 1, 7)), random.normal(size=(1, 7, 6, 16))
+    angles = np.tile(at[..., None] * 10000.0 ** (-np.arange(8) / 8), 2)
+    cos, sin = [], []
+    for start, section in ((0, 6), (6, 2), (8, 6), (14, 2)):
+        for i in range(start, start + section):
+            axis = 1 + (i - start) % 2
+            cos.append(np.cos(angles[axis, ..., i]) if section == 6 else np.ones((1, 7)))
+            sin.append(np.sin(angles[axis, ..., i]) if section == 6 else np.zeros((1, 7)))
+    cos, sin = (np.stack(c, -1)[:, :, None] for c in (cos, sin))
+    wanted = x * cos + np.concatenate([-x[..., 8:], x[..., :8]], -1) * sin
+    out = scheme.query({}, jnp.asarray(x, jnp.float32), jnp.asarray(at))
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=3e-6)
 
 
 def test_default_sections_are_the_published_ones():
