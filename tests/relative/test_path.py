@@ -254,3 +254,18 @@ def test_the_forget_gate_decodes_after_padding_and_chunks():
         out, cache = step(params, q, k, v, x=tokens, cache=cache, **where)
         outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, 1)[:, 3:], whole, atol=2e-5)
+
+
+def test_gradients_reach_the_forget_gate_alike_in_all_implementations():
+    arrays, x = qkv(batch=1, heads=6, kv_heads=3, length=40), embeddings(length=40)
+    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
+    params = scheme.init(jax.random.key(0))
+
+    def loss(params, implementation):
+        options = {"is_causal": True, "implementation": implementation}
+        return (pe.scheme_attention(scheme, params, *arrays, x=x, **options)[0] ** 2).sum()
+
+    a, b = (jax.jit(jax.grad(loss), static_argnums=1)(params, i) for i in ("reference", "xla"))
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(one).max())
+    assert np.abs(a["gate"]["w"]).max() > 1e-3
