@@ -13,11 +13,15 @@ times the digits of 1 / (2 pi), shifted by its exponent.
 Polynomials: the single precision sine and cosine kernels of the Cephes library.
 """
 
+import functools
 from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# Outside of a jit these would compile two dozen operations one by one, for every shape.
+_as_one = functools.partial(jax.jit, inline=True)
 
 # Pi to 60 digits: 64-bit fractions of a turn need about 25 of them.
 _PI = Fraction(3141592653589793238462643383279502884197169399375105820974944, 10**60)
@@ -66,6 +70,12 @@ def _phase(coordinates: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array
     return p * high + _high_word(p, low) - borrow
 
 
+@_as_one
+def _counted(coordinates: jax.Array, high: np.ndarray, low: np.ndarray):
+    """Cosine and sine of integers times 2^64ths of a turn."""
+    return _cos_sin_of_turns(_phase(coordinates, high, low))
+
+
 def _fixed_point_turns_of_float32(frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns float32 radians per position, without sign, as `fixed_point_turns` does."""
     digits = int(2**160 / (2 * _PI))
@@ -107,6 +117,9 @@ def _learned_slope(primals, tangents):
     return (cos, sin), (-sin * turned, cos * turned)
 
 
+_learned_as_one = _as_one(_learned)
+
+
 def cos_sin(
     coordinates: jax.Array, frequencies: np.ndarray | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -133,6 +146,5 @@ def cos_sin(
         angle = coordinates.astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
         return jnp.cos(angle), jnp.sin(angle)
     if not isinstance(frequencies, np.ndarray):
-        return _learned(coordinates, frequencies.astype(jnp.float32))
-    high, low = map(jnp.asarray, fixed_point_turns(frequencies))
-    return _cos_sin_of_turns(_phase(coordinates, high, low))
+        return _learned_as_one(coordinates, frequencies.astype(jnp.float32))
+    return _counted(coordinates, *fixed_point_turns(frequencies))

@@ -5,6 +5,7 @@ attention. They are pytrees: arrays are leaves, and the functions that read them
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -68,6 +69,7 @@ class LogitBias:
         over_heads = jax.vmap(over_q, (None, 0, None, None))
         return over_heads(self.shared, self.heads, q, k)
 
+    @functools.partial(jax.jit, inline=True)  # One program to compile, not one an operation.
     def dense(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
         """Returns the bias as an array, for any other attention.
 

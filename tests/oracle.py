@@ -4,23 +4,43 @@ It shares nothing with the library. What a scheme adds is written in its own tes
 `attend` is what it is compared with.
 """
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
 
 
 def attend(scheme, params, *arrays, **options):
-    """The output of `scheme_attention`, compiled at once: far quicker than op by op."""
-    return jax.jit(lambda *a: pe.scheme_attention(scheme, params, *a, **options)[0])(*arrays)
+    """The output of `scheme_attention`, compiled at once: far quicker than op by op.
+
+    Tests that differ in numbers alone share what was compiled.
+    """
+    traced = {n: x for n, x in options.items() if isinstance(x, jax.Array)}
+    static = tuple(sorted((n, x) for n, x in options.items() if n not in traced))
+    return _attend(scheme, static, params, arrays, traced)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(scheme, static, params, arrays, traced):
+    return pe.scheme_attention(scheme, params, *arrays, **dict(static), **traced)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def embed(scheme, params, x, coordinates):
+    """`scheme.embed`, compiled."""
+    return scheme.embed(params, x, coordinates)
 
 
 def qkv(batch=1, length=63, heads=6, kv_heads=3, dim=8, seed=0):
-    """Normal float32 numbers. 6 heads are no power of two, 63 tokens no multiple of a tile."""
+    """Normal float32 numbers. 6 heads are no power of two, 63 tokens no multiple of a tile.
+
+    They are NumPy's, as slicing these compiles nothing.
+    """
     random = np.random.default_rng(seed)
     sizes = (heads, kv_heads, kv_heads)
-    return tuple(jnp.asarray(random.normal(size=(batch, length, n, dim)), "f4") for n in sizes)
+    return tuple(random.normal(size=(batch, length, n, dim)).astype("f4") for n in sizes)
 
 
 def softmax_attention(q, k, v, logit, *, positions=None, sees=lambda i, j: j <= i, value=None):

@@ -44,7 +44,7 @@ def test_the_order_of_past_tokens_is_invisible_and_what_they_are_is_not():
     last = attend(*ARRAYS)[:, -1]
     order = np.r_[np.random.default_rng(0).permutation(62), 62]
     np.testing.assert_allclose(attend(*(a[:, order] for a in ARRAYS))[:, -1], last, atol=1e-6)
-    other = attend(*(a.at[:, 0].set(a[:, 1]) for a in ARRAYS))[:, -1]
+    other = attend(*(a[:, np.r_[1, 1:63]] for a in ARRAYS))[:, -1]
     assert np.abs(other - last).max() > 1e-3
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import attend
 
 import posenc_jax as pe
 
@@ -14,11 +15,11 @@ GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "swin.json")
 
 
 def on_grid(rows, columns):
-    return jnp.asarray(np.indices((rows, columns)).reshape(2, 1, -1), jnp.int32)
+    return np.indices((rows, columns), np.int32).reshape(2, 1, -1)
 
 
 def waves(*shape):
-    return jnp.asarray(np.sin(1 + np.arange(np.prod(shape))).reshape(shape), jnp.float32)
+    return np.sin(1 + np.arange(np.prod(shape))).reshape(shape).astype(np.float32)
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -42,23 +43,23 @@ def test_attention_matches_the_authors(moved):
     scheme = pe.Swin(num_heads=6, window=tuple(GOLDEN["window"]))
     params = {"table": waves(15, 6).T}
     q, k, v, wanted = (jnp.asarray(GOLDEN[n], jnp.float32)[None] for n in ("q", "k", "v", "out"))
-    at = on_grid(2, 3) + jnp.array([moved, 2 * moved])[:, None, None]
-    out, _ = pe.scheme_attention(scheme, params, q, k, v, coordinates=at)
+    at = jnp.asarray(on_grid(2, 3) + np.array([moved, 2 * moved], np.int32)[:, None, None])
+    out = attend(scheme, params, q, k, v, coordinates=at)
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
 def test_an_offset_that_the_window_does_not_hold_is_nan_in_its_row_alone():
     scheme = pe.Swin(num_heads=2, window=(2, 3))
     params = scheme.init(jax.random.key(0))
-    row, column = jnp.array([0, 1, 2]), jnp.array([0, 2, 0])
-    bias = scheme.bias(params).dense(*[jnp.stack([row, column])[:, None]] * 2)[0, 0]
+    row, column = np.array([[0, 1, 2], [0, 2, 0]], np.int32)
+    at = jnp.asarray(np.stack([row, column])[:, None])
+    bias = scheme.bias(params).dense(at, at)[0, 0]
     np.testing.assert_array_equal(np.isnan(bias), np.abs(row[:, None] - row[None]) > 1)
     q = k = v = jnp.ones((1, 3, 2, 4))
-    at = jnp.stack([row, column])[:, None]
-    out, _ = pe.scheme_attention(scheme, params, q, k, v, coordinates=at, is_causal=True)
+    out = attend(scheme, params, q, k, v, coordinates=at, is_causal=True)
     np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), [False, False, True])
     segments = jnp.array([[0, 0, 1]])  # Hidden keys do no harm.
-    out, _ = pe.scheme_attention(scheme, params, q, k, v, coordinates=at, segment_ids=segments)
+    out = attend(scheme, params, q, k, v, coordinates=at, segment_ids=segments)
     assert np.isfinite(out).all()
 
 
