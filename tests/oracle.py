@@ -17,7 +17,7 @@ def attend(scheme, params, *arrays, **options):
 
     Tests that differ in numbers alone share what was compiled.
     """
-    traced = {n: x for n, x in options.items() if isinstance(x, jax.Array)}
+    traced = {n: x for n, x in options.items() if isinstance(x, jax.Array | np.ndarray)}
     static = tuple(sorted((n, x) for n, x in options.items() if n not in traced))
     return _attend(scheme, static, params, arrays, traced)
 

@@ -1,6 +1,7 @@
 """One attention of a scheme: the path of positions, the cache, and what is refused."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,8 @@ def test_coordinates_are_encoded_and_positions_order():
     back = jnp.arange(7)[::-1]
     out, _ = attend(ROPE, coordinates=back)
     turned = (pe.apply_rope(x, back) for x in (Q, K))
-    np.testing.assert_allclose(out, pe.attention(*turned, V, is_causal=True), atol=1e-5)
+    plain = jax.jit(lambda *a: pe.attention(*a, is_causal=True))(*turned, V)
+    np.testing.assert_allclose(out, plain, atol=1e-5)
     reordered, _ = attend(ROPE, positions=back)
     assert np.abs(out - reordered).max() > 0.1
 
@@ -211,7 +213,7 @@ def content(heads=6, rows=Q, cols=None):
     [
         ({"q": Q[0]}, ValueError, r"q must be \[B, T, N, H\], got shape \(7, 6, 8\)"),
         ({"v": V[0]}, ValueError, r"v must be \[B, S, K, V\], got shape \(7, 3, 8\)"),
-        ({"q": Q.astype(int)}, TypeError, "q must be floating point, got int32"),
+        ({"q": Q.astype("i4")}, TypeError, "q must be floating point, got int32"),
         ({"k": K[..., :4]}, ValueError, "q and k differ in head dim"),
         ({"k": K[:1], "v": V[:1]}, ValueError, "q and k differ in batch size"),
         ({"v": V[:, :5]}, ValueError, "k and v differ in B, S or K"),
@@ -320,7 +322,8 @@ def test_stock_attention_is_ours_with_a_mask():
 def test_stock_attention_finds_the_query_in_the_mask_of_a_cache(scheme):
     params = scheme.init(jax.random.key(0))
     mask = jnp.broadcast_to(jnp.arange(7) <= 4, (2, 1, 1, 7))  # Slots 5 and 6 are empty.
-    out = stock_attention(scheme, params, Q[:, 4:5], K, V, mask=mask)
+    stock = jax.jit(functools.partial(stock_attention, scheme))
+    out = stock(params, Q[:, 4:5], K, V, mask=mask)
     np.testing.assert_allclose(out, attend(scheme)[0][:, 4:5], atol=1e-5)
 
 
@@ -348,6 +351,11 @@ def test_a_ring_full_of_padding_says_that_it_forgot():
     where = {"positions": positions, "segment_ids": segments}
     options = {"is_causal": True, "window": 4}
     prompt, more = ([a[:, part] for a in (q, k, v)] for part in (slice(0, 8), slice(8, 14)))
-    _, cache = pe.scheme_attention(pe.NoPE(), {}, *prompt, cache=cache, **where, **options)
-    out, _ = pe.scheme_attention(pe.NoPE(), {}, *more, cache=cache, **options)
+
+    @jax.jit
+    def step(cache, where, *arrays):
+        return pe.scheme_attention(pe.NoPE(), {}, *arrays, cache=cache, **where, **options)
+
+    _, cache = step(cache, where, *prompt)
+    out, _ = step(cache, {}, *more)
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()

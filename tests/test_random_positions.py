@@ -23,7 +23,8 @@ DRAWS = {
     "continuous": at.continuous,
     "skip_wise": lambda key, p, **o: at.skip_wise(key, p, 60, **o),
 }
-ALL = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+COMPILED = [jax.jit(draw) for draw in DRAWS.values()]
+ALL = pytest.mark.parametrize("draw", COMPILED, ids=DRAWS.keys())
 
 
 def parts(x):
@@ -34,35 +35,40 @@ def parts(x):
 
 @ALL
 def test_order_is_kept_in_every_segment(draw):
-    outs = jax.vmap(lambda k: draw(k, PLACES, segment_ids=PACKED))(jax.random.split(KEY, 50))
+    outs = jax.jit(jax.vmap(lambda k: draw(k, PLACES, segment_ids=PACKED)))(
+        jax.random.split(KEY, 50)
+    )
     assert outs.shape == (50, *PLACES.shape)
     assert all((np.diff(part) > 0).all() for out in np.asarray(outs) for part in parts(out))
 
 
-@ALL
-def test_rows_segments_and_keys_are_drawn_apart_and_jit_changes_nothing(draw):
+@pytest.mark.parametrize("name", DRAWS)
+def test_rows_segments_and_keys_are_drawn_apart_and_jit_changes_nothing(name):
+    draw = DRAWS[name]
     out = draw(KEY, PLACES, segment_ids=PACKED)
     heads = [part[:5].tolist() for part in parts(out) if len(part) >= 5]
     assert len({tuple(np.diff(h, prepend=0).round(4)) for h in heads}) > 1
     assert np.abs(draw(jax.random.key(4), PLACES, segment_ids=PACKED) - out).max() > 0.01
-    again = jax.jit(lambda k, p, s: draw(k, p, segment_ids=s))(KEY, PLACES, PACKED)
+    again = jax.jit(draw)(KEY, PLACES, segment_ids=PACKED)
     np.testing.assert_allclose(again, out, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["shifted", "continuous"])
 def test_a_later_step_goes_on_with_the_same_draw(name):
-    whole = DRAWS[name](KEY, at.count_up(2, 12))
-    step = DRAWS[name](KEY, at.count_up(2, 3, 9))
+    draw = jax.jit(DRAWS[name])
+    whole = draw(KEY, at.count_up(2, 12))
+    step = draw(KEY, at.count_up(2, 3, 9))
     np.testing.assert_allclose(step, whole[:, 9:], atol=1e-6)
 
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 1000))
 def test_randomized_numbers_are_distinct_and_below_the_maximum(seed):
-    out = at.randomized(jax.random.key(seed), PLACES, 19, segment_ids=PACKED)
+    draw = jax.jit(at.randomized, static_argnums=2)
+    out = np.asarray(draw(jax.random.key(seed), PLACES, 19, segment_ids=PACKED))
     assert out.dtype == jnp.int32 and out.min() >= 0 and out.max() < 19
     assert all(len(set(row.tolist())) == 19 for row in out)
-    whole = at.randomized(jax.random.key(seed), at.count_up(1, 19), 19)
+    whole = draw(jax.random.key(seed), at.count_up(1, 19), 19)
     np.testing.assert_array_equal(whole[0], np.arange(19))
 
 
@@ -71,9 +77,10 @@ def test_randomized_sets_are_equally_likely():
     segments = jnp.array([[0, 1, 0, 1]])  # Segments need not stand side by side.
     positions = jnp.array([[0, 0, 1, 1]])
     keys = jax.random.split(KEY, 4000)
-    out = jax.vmap(lambda k: at.randomized(k, positions, 5, segment_ids=segments)[0])(keys)
+    draw = jax.vmap(lambda k: at.randomized(k, positions, 5, segment_ids=segments)[0])
+    out = np.asarray(jax.jit(draw)(keys))
     for first in (0, 1):
-        seen = collections.Counter(map(tuple, np.asarray(out[:, first::2]).tolist()))
+        seen = collections.Counter(map(tuple, out[:, first::2].tolist()))
         assert len(seen) == 10 and min(seen.values()) > 330 and max(seen.values()) < 470
 
 
@@ -106,13 +113,11 @@ def test_randomized_distances_are_those_of_the_authors(both):
     wanted = noisy_alibi(pe.alibi_slopes(6), 63, drawn, left if both else None)
     np.testing.assert_allclose(bias.dense(jnp.arange(63), jnp.arange(63)), wanted, rtol=2e-6)
     np.testing.assert_allclose(bias.dense(jnp.arange(100, 163), jnp.arange(100, 163)), wanted, 2e-6)
-    out = pe.attention(*qkv(), bias=bias)
-    plain = pe.attention(*qkv(), bias=alibi.bias({}))
+    run = jax.jit(pe.attention, static_argnames="implementation")
+    out, again = (run(*qkv(), bias=bias, implementation=i) for i in ("reference", "xla"))
+    plain = run(*qkv(), bias=alibi.bias({}), implementation="xla")
     assert np.isfinite(out).all() and np.abs(out - plain).max() > 0.05
-    out = pe.attention(*qkv(), bias=bias, implementation="reference")
-    np.testing.assert_allclose(
-        pe.attention(*qkv(), bias=bias, implementation="xla"), out, atol=1e-5
-    )
+    np.testing.assert_allclose(again, out, atol=1e-5)
 
 
 def test_distances_that_were_not_drawn_are_nan_and_the_rest_is_exact():
@@ -128,8 +133,9 @@ def test_distances_that_were_not_drawn_are_nan_and_the_rest_is_exact():
 
 def test_shifts_cover_their_range_and_spare_differences():
     keys = jax.random.split(KEY, 300)
-    out = jax.vmap(lambda k: at.shifted(k, PLACES, 7, segment_ids=PACKED))(keys) - PLACES[None]
-    assert set(np.asarray(out[:, 0, 0]).tolist()) == set(range(7))
+    draw = jax.vmap(lambda k: at.shifted(k, PLACES, 7, segment_ids=PACKED))
+    out = np.asarray(jax.jit(draw)(keys)) - np.asarray(PLACES)[None]
+    assert set(out[:, 0, 0].tolist()) == set(range(7))
     for moved in out[:20]:
         assert all(len(set(part.tolist())) == 1 for part in parts(moved))
 
@@ -139,9 +145,8 @@ def test_continuous_draws_stay_in_their_bounds_and_fill_them():
 
     def of(**options):
         none = {"global_shift": 0.0, "local_shift": 0.0, "max_scaling": 1.0}
-        return np.asarray(
-            jax.vmap(lambda k: at.continuous(k, positions, **(none | options))[0])(keys)
-        )
+        draw = jax.vmap(lambda k: at.continuous(k, positions, **(none | options))[0])
+        return np.asarray(jax.jit(draw)(keys))
 
     np.testing.assert_array_equal(of(), np.tile(positions, (2000, 1)))
     moved = of(global_shift=5.0) - np.asarray(positions)
@@ -167,7 +172,8 @@ def test_gaps_are_those_of_the_authors():
     np.testing.assert_array_equal(pose(8, 3, 20), [0, 1, 2, 23, 24, 25, 26, 27])
     cuts, gaps = set(), set()
     keys = jax.random.split(KEY, 400)
-    outs = jax.vmap(lambda k: at.skip_wise(k, PLACES, 30, segment_ids=PACKED))(keys)
+    draw = jax.vmap(lambda k: at.skip_wise(k, PLACES, 30, segment_ids=PACKED))
+    outs = jax.jit(draw)(keys)
     for out in np.asarray(outs):
         for part in parts(out):
             gap = int((part - np.arange(len(part)))[-1])
@@ -188,50 +194,41 @@ def test_schemes_read_them_in_packed_batches_as_alone(draw, name):
     coordinates = draw(KEY, PLACES, segment_ids=PACKED)
     where = {"positions": PLACES, "segment_ids": PACKED, "coordinates": coordinates}
 
-    def run(part, **where):
+    @jax.jit
+    def run(part, where):
         x = pe.scheme_embedding(scheme, params, part.x, coordinates=where["coordinates"])
         q = part.q + x[..., None, :8]
-        return attend(scheme, params, q, part.k, part.v, is_causal=True, **where)
+        options = {"is_causal": True, **where}
+        return pe.scheme_attention(scheme, params, q, part.k, part.v, **options)[0]
 
     if name == "t5" and coordinates.dtype == jnp.float32:
         coordinates = coordinates.astype(jnp.int32)  # Buckets count whole distances.
         where["coordinates"] = coordinates
-    whole = run(tokens, **where)
+    whole = run(tokens, where)
     second = slice(5, 16)
-    alone = run(tokens[:1, second], coordinates=coordinates[:1, second])
+    alone = run(tokens[:1, second], {"coordinates": coordinates[:1, second]})
     close(whole[:1, second], alone)
 
 
 def test_a_prompt_padded_on_the_left_and_the_steps_after_it():
     tokens, scheme = make_batch(), pe.RoPE(head_dim=SIZES["head_dim"])
+    q, k, v = map(np.asarray, (tokens.q, tokens.k, tokens.v))
     real = jnp.arange(19)[None] >= jnp.array([[0], [4]])
     positions, segments = at.from_padding_mask(real)
     coordinates = at.randomized(KEY, positions, 500, segment_ids=segments)
-    whole = attend(
-        scheme,
-        {},
-        tokens.q,
-        tokens.k,
-        tokens.v,
-        positions=positions,
-        segment_ids=segments,
-        coordinates=coordinates,
-        is_causal=True,
-    )
+    where = {"positions": positions, "segment_ids": segments, "coordinates": coordinates}
+    whole = attend(scheme, {}, q, k, v, is_causal=True, **where)
     cache = pe.new_cache(
         scheme, 2, 19, num_heads=6, num_kv_heads=3, head_dim=8, coordinates=coordinates
     )
+
+    @jax.jit
+    def step(cache, where, *arrays):
+        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, is_causal=True, **where)
+
     for part in (slice(0, 12), slice(12, 18), slice(18, 19)):
-        out, cache = pe.scheme_attention(
-            scheme,
-            {},
-            *(x[:, part] for x in (tokens.q, tokens.k, tokens.v)),
-            positions=positions[:, part],
-            segment_ids=segments[:, part],
-            coordinates=coordinates[:, part],
-            cache=cache,
-            is_causal=True,
-        )
+        here = {name: np.asarray(x)[:, part] for name, x in where.items()}
+        out, cache = step(cache, here, *(x[:, part] for x in (q, k, v)))
         close(out, whole[:, part])
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from oracle import attend
 from support import SIZES, build, make_batch
 from test_user_schemes import FoX
 
@@ -106,21 +107,24 @@ def test_window_sinks_and_softcap_over_a_ring():
     positions = at.count_up(2, LENGTH)
     segments = jnp.zeros_like(positions)
     options = {"window": 7, "softcap": 5.0, "sinks": jnp.linspace(-1, 1, SIZES["num_heads"])}
-    args = scheme, {}, tokens, positions, segments
-    wanted = run(*args, None, None, None, **options)
+
+    def compiled(*how):
+        args = positions, segments, *how
+        return jax.jit(lambda tokens: run(scheme, {}, tokens, *args, **options))(tokens)
+
+    wanted = compiled(None, None, None)
     with eight(AxisType.Auto):
-        out = run(*args, np.arange(LENGTH), "ring", AxisType.Auto, **options)
+        out = compiled(np.arange(LENGTH), "ring", AxisType.Auto)
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
 def test_running_sums_start_where_the_shard_before_ended():
     scheme, tokens = FoX(SIZES["num_heads"], SIZES["model_dim"]), make_batch(length=LENGTH)
     params = scheme.init(jax.random.key(0))
-    wanted, _ = pe.scheme_attention(
-        scheme, params, tokens.q, tokens.k, tokens.v, x=tokens.x, is_causal=True
-    )
+    wanted = attend(scheme, params, tokens.q, tokens.k, tokens.v, x=tokens.x, is_causal=True)
     spread = PartitionSpec(None, "sequence")
 
+    @jax.jit
     @functools.partial(jax.shard_map, in_specs=(spread, spread), out_specs=spread)
     def local(tokens, positions):
         side = functools.partial(scheme.side, params, tokens.x, tokens.q, tokens.k, positions)

@@ -50,11 +50,6 @@ def rotate(
         f"rotate: cos and sin must be [B or 1, T, P] or [B or 1, T, G, P] with start + 2P <= H "
         f"and G that divides N for x {x.shape} and start {start}, got {cos.shape} and {sin.shape}.",
     )
-    return _rotate_checked(x, cos, sin, layout, start)
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)  # One program, not one each.
-def _rotate_checked(x, cos, sin, layout, start):
     read, write, negative = read_and_write(layout)
     sin = -sin if negative else sin
     if cos.ndim == 3:

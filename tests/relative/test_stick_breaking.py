@@ -91,10 +91,12 @@ def test_gradients_are_the_slopes_of_the_authors_code(options):
 
 
 def test_large_logits_neither_overflow_nor_give_nan():
-    q, k, v = (x.at[:, ::3].multiply(100.0) for x in qkv())
+    large = np.where(np.arange(63) % 3 == 0, 100, 1).astype(np.float32)[:, None, None]
+    q, k, v = (x * large for x in qkv())
     out = oracle.attend(pe.StickBreaking(), {}, q, k, v, is_causal=True)
     np.testing.assert_allclose(out, by_head(q, k, v), rtol=1e-5, atol=2e-4)
-    grads = jax.grad(lambda q: pe.scheme_attention(pe.StickBreaking(), {}, q, k, v)[0].sum())(q)
+    slopes = jax.grad(lambda q: oracle.attend(pe.StickBreaking(), {}, q, k, v).sum())
+    grads = jax.jit(slopes)(q)
     assert np.isfinite(grads).all()
 
 
