@@ -51,6 +51,13 @@ def quick_to_compile(request):
     jax.config.update("jax_disable_most_optimizations", not optimised)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget():
+    """A process may map only so many programs: with those of all tests it would crash."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def names(doctest_namespace):
     """Examples in docstrings are written after these imports."""

@@ -14,12 +14,8 @@ def tokens():
 
 @pytest.fixture(scope="session", params=pe.SCHEMES.values(), ids=pe.SCHEMES.keys())
 def scheme(request):
-    """For the session, so that all tests of one scheme follow each other.
-
-    They share what they compile, which then goes: a process may map only so many programs.
-    """
-    yield build(request.param)
-    jax.clear_caches()
+    """For the session, so that all tests of one scheme follow each other and share programs."""
+    return build(request.param)
 
 
 @pytest.fixture
