@@ -71,7 +71,7 @@ def _phase(coordinates: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array
 
 
 @_as_one
-def _counted(coordinates: jax.Array, high: np.ndarray, low: np.ndarray):
+def _counted(coordinates: jax.Array, high: jax.Array, low: jax.Array):
     """Cosine and sine of integers times 2^64ths of a turn."""
     return _cos_sin_of_turns(_phase(coordinates, high, low))
 
@@ -147,4 +147,4 @@ def cos_sin(
         return jnp.cos(angle), jnp.sin(angle)
     if not isinstance(frequencies, np.ndarray):
         return _learned_as_one(coordinates, frequencies.astype(jnp.float32))
-    return _counted(coordinates, *fixed_point_turns(frequencies))
+    return _counted(coordinates, *map(jnp.asarray, fixed_point_turns(frequencies)))

@@ -45,8 +45,8 @@ class Sinusoidal2D(Scheme):
 
     >>> scheme = Sinusoidal2D(model_dim=4)
     >>> at = jnp.array([[[0]], [[1]]])
-    >>> scheme.embed({}, jnp.zeros((1, 1, 4)), at)
-    Array([[[0.841471 , 0.5403023, 0.       , 1.       ]]], dtype=float32)
+    >>> scheme.embed({}, jnp.zeros((1, 1, 4)), at).round(4)
+    Array([[[0.8415, 0.5403, 0.    , 1.    ]]], dtype=float32)
     """
 
     model_dim: int
