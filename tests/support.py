@@ -21,6 +21,16 @@ def build(cls, **changes):
     return cls(**{name: SIZES[name] for name in required}, **changes)
 
 
+def _seen_by_modules(cls):
+    """What a module has to do for a scheme; of schemes that ask the same, one is tried."""
+    hooks = ("init", "embed", "side", "attend")
+    own = tuple(getattr(cls, hook) is not getattr(pe.Scheme, hook) for hook in hooks)
+    return *own, cls.reads_x, cls.caches_mapped_keys, cls.shared_over_layers
+
+
+KINDS = list({_seen_by_modules(cls): name for name, cls in reversed(pe.SCHEMES.items())}.values())
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:

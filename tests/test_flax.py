@@ -9,23 +9,13 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from support import BATCH, KV_HEADS, SIZES, build
+from support import BATCH, KINDS, KV_HEADS, SIZES, build
 
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
-
-
-def _seen_by_modules(cls):
-    """What a module has to do for a scheme; of schemes that ask the same, one is tried."""
-    hooks = ("init", "embed", "side", "attend")
-    own = tuple(getattr(cls, hook) is not getattr(pe.Scheme, hook) for hook in hooks)
-    return *own, cls.reads_x, cls.caches_mapped_keys, cls.shared_over_layers
-
-
-KINDS = list({_seen_by_modules(cls): name for name, cls in reversed(pe.SCHEMES.items())}.values())
 IN_STOCK = [
     name
     for name in dict.fromkeys([*KINDS, "none", "rope", "t5", "shaw"])
