@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import qkv
+from oracle import attend, qkv
 
 import posenc_jax as pe
 from posenc_jax.positions import from_padding_mask
@@ -29,6 +29,9 @@ def qwen(kinds, grids, step=1):
             out.append((start + int(t * step), start + h, start + w))
         at += frames * rows * columns
     return np.array(out).T, max(max(c) for c in out) + 1 - len(kinds)
+
+
+coordinates_of = jax.jit(pe.mrope_coordinates)
 
 
 def row(*parts):
@@ -63,11 +66,18 @@ def test_matches_the_example_of_transformers():
 
 @pytest.mark.parametrize("step", [1, 0, 3, 0.5, 2.7])
 def test_matches_the_loop_of_qwen(step):
+    """Every row once before text and once after it, so that all are of one length."""
+    rows = []
     for kinds, grids in ROWS:
-        got, delta = pe.mrope_coordinates(kinds[None], grids[None], time_step=step)
+        text = np.zeros(63 - len(kinds), bool)
+        grids = np.pad(grids, ((0, 3 - len(grids)), (0, 0)))
+        rows += [(np.concatenate(both), grids) for both in ((kinds, text), (text, kinds))]
+    stacked = map(np.stack, zip(*rows, strict=True))
+    got, delta = map(np.asarray, coordinates_of(*stacked, time_step=step))
+    for b, (kinds, grids) in enumerate(rows):
         wanted, wanted_delta = qwen(kinds, grids, step)
-        np.testing.assert_array_equal(got[:, 0], wanted)
-        assert delta.tolist() == [wanted_delta]
+        np.testing.assert_array_equal(got[:, b], wanted)
+        assert delta[b] == wanted_delta
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -79,20 +89,19 @@ def test_rows_of_a_padded_batch_are_rows_alone(side):
     for b, (k, g) in enumerate(ROWS):
         places.append(slice(length - len(k), length) if side == "left" else slice(0, len(k)))
         kinds[b, places[b]], segments[b, places[b]], grids[b, : len(g)] = k, 0, g
-    run = jax.jit(functools.partial(pe.mrope_coordinates, segment_ids=segments))
-    coordinates, delta = run(kinds, grids)
+    coordinates, delta = map(np.asarray, coordinates_of(kinds, grids, segment_ids=segments))
     for b, (k, g) in enumerate(ROWS):
         wanted, wanted_delta = qwen(k, g)
         np.testing.assert_array_equal(coordinates[:, b, places[b]], wanted)
         assert delta[b] == wanted_delta
-    assert np.all(np.asarray(coordinates)[:, segments < 0] == 0)
+    assert np.all(coordinates[:, segments < 0] == 0)
 
 
 def test_packed_segments_restart():
     kinds = np.concatenate([k for k, _ in ROWS])[None]
     grids = np.concatenate([g for _, g in ROWS])[None]
     segments = np.concatenate([np.full(len(k), i) for i, (k, _) in enumerate(ROWS)])[None]
-    coordinates, delta = pe.mrope_coordinates(kinds, grids, segment_ids=segments)
+    coordinates, delta = coordinates_of(kinds, grids, segment_ids=segments)
     wanted = [qwen(k, g) for k, g in ROWS]
     np.testing.assert_array_equal(coordinates[:, 0], np.concatenate([w for w, _ in wanted], 1))
     assert delta.tolist() == [wanted[-1][1]]
@@ -117,25 +126,31 @@ def test_decoding_with_delta_equals_the_whole():
         kinds[b, 15 - len(row_kinds) :], grids[b] = row_kinds, row_grids
     longer = functools.partial(np.pad, pad_width=((0, 0), (0, more)))
     everywhere = longer(segments, mode="edge")
-    everything, _ = pe.mrope_coordinates(longer(kinds), grids, segment_ids=everywhere)
-    positions = from_padding_mask(everywhere >= 0)[0]
+    everything, _ = coordinates_of(longer(kinds), grids, segment_ids=everywhere)
+    positions = np.asarray(from_padding_mask(everywhere >= 0)[0])
     part = {"positions": positions, "segment_ids": everywhere, "is_causal": True}
-    whole, _ = pe.scheme_attention(scheme, {}, q, k, v, coordinates=everything, **part)
+    whole = attend(scheme, {}, q, k, v, coordinates=everything, **part)
 
-    coordinates, delta = pe.mrope_coordinates(kinds, grids, segment_ids=segments)
+    @jax.jit
+    def step(q, k, v, cache, delta, **where):
+        if delta is not None:
+            where["coordinates"] = cache.next_positions[:, None] + delta[:, None]
+        out, cache = pe.scheme_attention(scheme, {}, q, k, v, cache=cache, is_causal=True, **where)
+        return out, cache, where["coordinates"]
+
+    coordinates, delta = coordinates_of(kinds, grids, segment_ids=segments)
     cache = pe.new_cache(scheme, 2, 19, num_heads=6, num_kv_heads=3, head_dim=8)
-    step = functools.partial(pe.scheme_attention, scheme, {}, is_causal=True)
     first = {"positions": positions[:, :15], "segment_ids": segments, "coordinates": coordinates}
-    out, cache = step(q[:, :15], k[:, :15], v[:, :15], cache=cache, **first)
+    out, cache, _ = step(q[:, :15], k[:, :15], v[:, :15], cache, None, **first)
+    everything, whole = np.asarray(everything), np.asarray(whole)
     np.testing.assert_allclose(out, whole[:, :15], atol=1e-5)
     for t in range(15, 19):
-        at = cache.next_positions[:, None] + delta[:, None]
-        assert (np.asarray(at[:, 0]) == np.asarray(everything[:, :, t])).all()
         now = (a[:, t : t + 1] for a in (q, k, v))
-        out, cache = step(*now, cache=cache, coordinates=at)
+        out, cache, at = step(*now, cache, delta)
+        assert (np.asarray(at)[:, 0] == everything[:, :, t]).all()
         np.testing.assert_allclose(out[:, 0], whole[:, t], atol=1e-5)
     # Without it the image's size is counted twice.
-    wrong, _ = pe.scheme_attention(scheme, {}, q, k, v, coordinates=positions, **part)
+    wrong = attend(scheme, {}, q, k, v, coordinates=np.stack([positions] * 3), **part)
     assert np.abs(wrong - whole).max() > 0.01
 
 
