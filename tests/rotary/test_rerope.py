@@ -1,5 +1,8 @@
 """ReRoPE, Leaky ReRoPE and STRING against float64 ports of their authors' code."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,18 +75,21 @@ def test_matches_the_authors_code(name, heads, kv_heads, start):
 def test_effective_distances(options, wanted):
     """Read off the angle between q and k of one pair, theta = 1: one radian per position."""
     scheme = pe.ReRoPE(head_dim=2, theta=1.0, **options)
-    distances = []
-    for n in range(8):
-        q = jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2)
-        spread = jnp.array([[[[1.0, 0.0]], [[0.0, 1.0]]]])  # Reads cosine and sine off.
-        logits = [measured(scheme, q, spread[:, t : t + 1], n) for t in range(2)]
-        angle = np.arctan2(logits[1], logits[0])
-        distances.append(angle % (2 * np.pi))
+    spread = np.eye(2, dtype="f4")  # Reads cosine and sine off.
+    logits = [[measured(scheme, k, n) for k in spread] for n in range(8)]
+    distances = [np.arctan2(sine, cosine) % (2 * np.pi) for cosine, sine in logits]
     np.testing.assert_allclose(distances, wanted, atol=1e-4)
 
 
-def measured(scheme, q, k, distance):
-    """q . k of one query and one key, from the log-odds against a key that scores zero."""
+def measured(scheme, k, distance):
+    """q . k of q = (1, 0) and one key, from the log-odds against a key that scores zero."""
+    p = float(weight(scheme, k.reshape(1, 1, 1, 2), distance))
+    return np.log(p / (1 - p))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def weight(scheme, k, distance):
+    q = jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2)
 
     def attention(q, k, v, bias, return_lse, sinks=None):
         return pe.attention(
@@ -100,8 +106,7 @@ def measured(scheme, q, k, distance):
         )
 
     at = jnp.array([[distance]]), jnp.array([[0]])
-    p = scheme.attend({}, q, k, jnp.ones_like(k), at, None, None, attention)[0, 0, 0, 0]
-    return float(np.log(p / (1 - p)))
+    return scheme.attend({}, q, k, jnp.ones_like(k), at, None, None, attention)[0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
