@@ -92,9 +92,12 @@ def test_rows_and_segments_of_different_length_equal_rows_alone(scaling, tokens)
 def test_a_step_past_the_trained_length_equals_the_whole_so_far(scaling, tokens):
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
     out, _ = decode(scheme, {}, tokens, [10] + [1] * 9, empty_cache(scheme))
+    out, where = np.asarray(out), np.arange(LENGTH)[None].repeat(2, 0)
     for length in (10, 11, 12, 13, 14, LENGTH):
-        whole = output(scheme, {}, tokens[:, :length])
-        close(out[:, length - 1], whole[:, -1])
+        so_far = {"positions": where, "segment_ids": np.where(where < length, 0, -1)}
+        whole = output(scheme, {}, tokens, **{n: jnp.asarray(x) for n, x in so_far.items()})
+        whole = np.asarray(whole)
+        close(out[:, length - 1], whole[:, length - 1])
     close(out[:, :10], output(scheme, {}, tokens[:, :10]))
 
 
@@ -106,10 +109,15 @@ def test_rows_cross_the_trained_length_at_their_own_step(scaling, tokens):
     where = {"positions": positions, "segment_ids": segments}
     _, cache = decode(scheme, {}, tokens[:, :11], [11], empty_cache(scheme), **where)
     out, _ = decode(scheme, {}, tokens[:, 11:], [1] * 8, cache)
+    out, index = np.asarray(out), np.arange(LENGTH)[None]
+    starts = np.array([[0], [4]])
     for step in range(8):
-        for row, start in enumerate((0, 4)):
-            alone = output(scheme, {}, tokens[row : row + 1, start : 12 + step])
-            close(out[row, step], alone[0, -1])
+        here = (index >= starts) & (index < 12 + step)
+        so_far = {"positions": index - starts, "segment_ids": here.astype(int) - 1}
+        whole = output(scheme, {}, tokens, **{n: jnp.asarray(x) for n, x in so_far.items()})
+        close(out[:, step], np.asarray(whole)[:, 11 + step])
+    for row, start in enumerate((0, 4)):
+        close(out[row, -1], output(scheme, {}, tokens[row : row + 1, start:])[0, -1])
 
 
 @each
@@ -123,7 +131,8 @@ def test_implementations_agree_and_gradients_are_finite(scaling):
         return (output(scheme, {}, tokens, implementation=implementation, **where) ** 2).sum()
 
     a, b = (
-        jax.grad(functools.partial(loss, implementation=i))(tokens) for i in ("reference", "xla")
+        jax.jit(jax.grad(functools.partial(loss, implementation=i)))(tokens)
+        for i in ("reference", "xla")
     )
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         close(x, y, 2e-4)
