@@ -11,12 +11,12 @@ from posenc_jax.attend import (
     new_cache,
     scheme_attention,
     scheme_embedding,
-    stock_attention,
 )
 from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
 from posenc_jax.mask import Window
 from posenc_jax.scheme import Scheme
+from posenc_jax.stock import stock_attention
 
 _kernel_init = nnx.initializers.lecun_normal()
 

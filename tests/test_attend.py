@@ -1,7 +1,6 @@
 """One attention of a scheme: the path of positions, the cache, and what is refused."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import pytest
 from oracle import qkv
 
 import posenc_jax as pe
-from posenc_jax.attend import stock_attention
 from posenc_jax.positions import from_padding_mask
 
 Q, K, V = qkv(batch=2, length=7)
@@ -304,43 +302,6 @@ def test_fewer_queries_than_keys_need_to_say_where_they_are(options, message):
 
 def test_cross_attention_needs_no_positions():
     assert pe.attention(Q[:, :3], K, V).shape == (2, 3, 6, 8)
-
-
-def causal_mask(length=7):
-    return jnp.tril(jnp.ones((1, 1, length, length), bool))
-
-
-def test_stock_attention_is_ours_with_a_mask():
-    for options in ({"mask": causal_mask()}, {"is_causal": True}):
-        out = stock_attention(ALIBI, {}, Q, K, V, **options)
-        np.testing.assert_allclose(out, attend()[0], atol=1e-5)
-    split = stock_attention(ALIBI, {}, *(a[:, None] for a in (Q, K, V)), mask=causal_mask()[None])
-    np.testing.assert_allclose(split[:, 0], attend()[0], atol=1e-5)
-
-
-@pytest.mark.parametrize("scheme", [ROPE, ALIBI, SHAW], ids=lambda s: s.name)
-def test_stock_attention_finds_the_query_in_the_mask_of_a_cache(scheme):
-    params = scheme.init(jax.random.key(0))
-    mask = jnp.broadcast_to(jnp.arange(7) <= 4, (2, 1, 1, 7))  # Slots 5 and 6 are empty.
-    stock = jax.jit(functools.partial(stock_attention, scheme))
-    out = stock(params, Q[:, 4:5], K, V, mask=mask)
-    np.testing.assert_allclose(out, attend(scheme)[0][:, 4:5], atol=1e-5)
-
-
-def test_stock_attention_drops_only_in_training():
-    options = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.5, "is_causal": True}
-    still = stock_attention(ALIBI, {}, Q, K, V, **options)
-    np.testing.assert_allclose(still, attend()[0], atol=1e-5)
-    dropped = stock_attention(ALIBI, {}, Q, K, V, deterministic=False, **options)
-    assert np.abs(dropped - still).max() > 0.1
-
-
-def test_stock_attention_refuses_what_it_cannot_know():
-    with pytest.raises(ValueError, match="stock_attention: 1 queries and 7 keys without a mask"):
-        stock_attention(ALIBI, {}, Q[:, :1], K, V)
-    waves = pe.Sinusoidal(model_dim=4)
-    with pytest.raises(ValueError, match=r"stock_attention: Sinusoidal.* acts on the token embedd"):
-        stock_attention(waves, {}, Q, K, V)
 
 
 def test_a_ring_full_of_padding_says_that_it_forgot():

@@ -16,7 +16,7 @@ FAMILIES = ("additive", "rotary", "bias", "relative")
 VOCABULARY = {"num_heads", "head_dim", "model_dim", "max_length"}
 BASIS = {"checks", "positions", "mask", "angles", "rules", "grids", "random_positions"}
 SHARED = BASIS | {"scheme"}
-FLAX = {"attend", "cache", "checks", "mask", "positions", "scheme", "additive.none"}
+FLAX = {"attend", "cache", "checks", "mask", "positions", "scheme", "stock", "additive.none"}
 
 
 def imports(path):
