@@ -2,9 +2,10 @@
 
 Adding one reads and writes each element once: no rotation can be faster, so the ratio says how
 much is lost. Forward+backward is measured against `x + 1, y + 1`. Tables are made inside the
-rotation, in every case. The table on its own is measured near position 1 000 000, with its error
-against float64. `--peers` adds the usual way in JAX, equinox, Hugging Face's transformers and
-rotary-embedding-torch; what they give must equal ours, as far as their angles are exact.
+rotation, or given to it, as where layers share them. The table on its own is measured near position
+1 000 000, with its error against float64. `--peers` adds the usual way in JAX, equinox, Hugging
+Face's transformers and rotary-embedding-torch; what they give must equal ours, as far as their
+angles are exact.
 """
 
 import argparse
@@ -62,13 +63,20 @@ def run(options: argparse.Namespace) -> dict:
     return {"results": out}
 
 
-def rotations(length: int, theta: float) -> dict:
+def rotations(length: int, dim: int, theta: float) -> dict:
     """Returns the rotations to measure, by name."""
     positions = jnp.arange(length, dtype=jnp.int32)
-    return {
+    layouts = ("half", "interleaved")
+    made = {
         layout: functools.partial(pe.apply_rope, positions=positions, theta=theta, layout=layout)
-        for layout in ("half", "interleaved")
+        for layout in layouts
     }
+    cos, sin = pe.cos_sin(positions[None], pe.rope_frequencies(dim, theta)[0])
+    given = {
+        f"{layout}, tables given": functools.partial(pe.rotate, cos=cos, sin=sin, layout=layout)
+        for layout in layouts
+    }
+    return made | given
 
 
 def arrays_of(shape, dtype) -> list[jax.Array]:
@@ -88,7 +96,10 @@ def _peers(cases: dict, arrays: list[jax.Array], theta: float) -> dict:
 def forward_cases(shape, dtype, theta: float) -> dict:
     """Returns the forward cases, the reference first."""
     x, _ = arrays_of(shape, dtype)
-    functions = {"x + 1": lambda x: x + jnp.asarray(1, dtype), **rotations(shape[1], theta)}
+    functions = {
+        "x + 1": lambda x: x + jnp.asarray(1, dtype),
+        **rotations(shape[1], shape[3], theta),
+    }
     return {name: functools.partial(jax.jit(f), x) for name, f in functions.items()}
 
 
@@ -102,7 +113,7 @@ def both_cases(shape, dtype, theta: float) -> dict:
         return y, *pull(dy)
 
     functions = {"x + 1, y + 1": lambda x, dy: (x + one, dy + one)}
-    for name, rotate in rotations(shape[1], theta).items():
+    for name, rotate in rotations(shape[1], shape[3], theta).items():
         functions[name] = functools.partial(both, rotate)
     return {name: functools.partial(jax.jit(f), x, dy) for name, f in functions.items()}
 
