@@ -56,15 +56,17 @@ def rotate(
         cos, sin = cos[:, :, None], sin[:, :, None]
     elif cos.shape[2] > 1:
         cos, sin = (jnp.repeat(t, x.shape[2] // t.shape[2], 2) for t in (cos, sin))
-    cos, sin = _once(cos, sin)
+    if isinstance(cos, jax.core.Tracer) or isinstance(sin, jax.core.Tracer):
+        cos, sin = _once(cos, sin)
     return _rotate(x, cos, sin, (read, write, start))
 
 
 def _once(cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Has the tables written to memory.
+    """Has the tables written to memory, once for all that a program turns by them.
 
     XLA on CPU would otherwise fuse what computes them into the loop over heads, and
     compute every entry N times: 17 to 60 times slower, optimization barrier or not.
+    Tables that are arrays already, not traced, need none of it.
     """
     both = jnp.zeros_like(jnp.stack([cos, sin]))  # Sharded as they are.
     return both.at[0].set(cos).at[1].set(sin)

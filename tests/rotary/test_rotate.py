@@ -21,3 +21,13 @@ def test_sets_of_tables_serve_runs_of_heads():
 def test_tables_that_do_not_fit_are_refused(shape):
     with pytest.raises(ValueError, match=r"rotate: cos and sin must be .* x \(2, 5, 6, 8\)"):
         pe.rotate(jnp.ones((2, 5, 6, 8)), jnp.ones(shape), jnp.ones(shape))
+
+
+def test_tables_that_are_there_are_not_copied_and_those_of_the_program_are_written():
+    x = jnp.ones((1, 5, 2, 8))
+    cos, sin = pe.cos_sin(jnp.arange(5)[None], pe.rope_frequencies(8)[0])
+    given = jax.make_jaxpr(lambda x: pe.rotate(x, cos, sin))(x)
+    made = jax.make_jaxpr(pe.rotate)(x, cos, sin)
+    assert "scatter" not in str(given)
+    assert "scatter" in str(made)
+    np.testing.assert_allclose(jax.jit(pe.rotate)(x, cos, sin), pe.rotate(x, cos, sin), rtol=1e-6)
