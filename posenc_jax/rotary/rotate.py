@@ -1,9 +1,10 @@
 """Turning pairs of dimensions, in the form that each backend runs fastest.
 
 All forms give the same numbers. On CPU the difference between them is up to forty-fold:
-XLA vectorises a sum of padded halves, and neither concatenation nor `rotate_half`. The
-backward pass is the rotation by the negative angle; autodiff of the padded sum in
-bfloat16 would be four to thirteen times slower.
+XLA vectorises a sum of padded halves, and neither concatenation nor `rotate_half`; pairs of
+neighbours by changing places, under tables that have every number twice. The backward pass is
+the rotation by the negative angle; autodiff of the padded sum in bfloat16 would be four to
+thirteen times slower.
 """
 
 import functools
@@ -11,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from posenc_jax.checks import array_of_rank, require
 from posenc_jax.rotary.layouts import check_layout, read_and_write
@@ -50,15 +52,16 @@ def rotate(
         f"rotate: cos and sin must be [B or 1, T, P] or [B or 1, T, G, P] with start + 2P <= H "
         f"and G that divides N for x {x.shape} and start {start}, got {cos.shape} and {sin.shape}.",
     )
+    computed = any(isinstance(table, Tracer) for table in (cos, sin))
     read, write, negative = read_and_write(layout)
     sin = -sin if negative else sin
     if cos.ndim == 3:
         cos, sin = cos[:, :, None], sin[:, :, None]
     elif cos.shape[2] > 1:
         cos, sin = (jnp.repeat(t, x.shape[2] // t.shape[2], 2) for t in (cos, sin))
-    if isinstance(cos, jax.core.Tracer) or isinstance(sin, jax.core.Tracer):
+    if computed:
         cos, sin = _once(cos, sin)
-    return _rotate(x, cos, sin, (read, write, start))
+    return _rotate(x, cos, sin, (read, write, start, 1))
 
 
 def _once(cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -74,9 +77,9 @@ def _once(cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _rotate(x, cos, sin, how):
-    read, write, start = how
+    read, write, start, sign = how
     end = start + 2 * cos.shape[-1]
-    turned = _turn(x[..., start:end], cos, sin, read, write)
+    turned = _turn(x[..., start:end], cos, sin, sign, read, write)
     if turned.shape == x.shape:
         return turned
     return jnp.concatenate([x[..., :start], turned, x[..., end:]], -1)
@@ -90,14 +93,14 @@ def _forward(x, cos, sin, how):
 
 def _backward(how, kept, g):
     x, cos, sin = kept
-    read, write, start = how
-    dx = _rotate(g, cos, -sin, (write, read, start))
+    read, write, start, sign = how
+    dx = _rotate(g, cos, sin, (write, read, start, -sign))
     if x is None:
         return dx, jnp.zeros_like(cos), jnp.zeros_like(sin)
     end = start + 2 * cos.shape[-1]
     a, b = _split(x[..., start:end], read)
     ga, gb = _split(g[..., start:end], write)
-    return dx, _sum_like(cos, ga * a + gb * b), _sum_like(sin, gb * a - ga * b)
+    return dx, _sum_like(cos, ga * a + gb * b), _sum_like(sin, sign * (gb * a - ga * b))
 
 
 _rotate.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -109,15 +112,15 @@ def _sum_like(table, x):
     return x.sum(axes, keepdims=True)
 
 
-def _turn(x, cos, sin, read, write):
-    pairs = cos.shape[-1]
-    runs, rest = divmod(pairs, 32)
-    if x.dtype != jnp.float32 and read == write == "interleaved" and runs > 1 and not rest:
-        # In 16 bits XLA on CPU turns runs of 32 pairs, and longer ones at two thirds of the speed.
-        cos, sin = (t.reshape(*t.shape[:-1], runs, 32) for t in (cos, sin))
-        return _turn(x.reshape(*x.shape[:-1], runs, 64), cos, sin, read, write).reshape(x.shape)
+def _turn(x, cos, sin, sign, read, write):
     a, b = _split(x, read)
-    return _join(a * cos - b * sin, b * cos + a * sin, write, x.dtype)
+    enough = 32 if x.dtype == jnp.float32 else 4  # Rows of x for each row of the tables.
+    if read == write == "interleaved" and x.size >= enough * 2 * cos.size:
+        # Tables as wide as x, and neighbours changing places: on CPU as fast as halves.
+        cos, sin = _once(_join(cos, cos, write), _join(-sin, sin, write))
+        return (x.astype(jnp.float32) * cos + _join(b, a, write) * (sign * sin)).astype(x.dtype)
+    sin = sign * sin
+    return _join(a * cos - b * sin, b * cos + a * sin, write, x.dtype).astype(x.dtype)
 
 
 def _split(x, layout):
@@ -128,15 +131,14 @@ def _split(x, layout):
     return x[..., :half], x[..., half:]
 
 
-def _join(a, b, layout, dtype):
+def _join(a, b, layout, dtype=jnp.float32):
     interleaved, half = layout == "interleaved", a.shape[-1]
-    # In 16 bits the padded sum is five times as slow interleaved, twice in wide halves.
+    # For 16 bits the padded sum is five times as slow interleaved, twice in wide halves.
     if dtype != jnp.float32 and (interleaved or half >= 64):
-        x = jnp.stack([a, b], -1 if interleaved else -2)
-        return x.reshape(*a.shape[:-1], 2 * half).astype(dtype)
+        return jnp.stack([a, b], -1 if interleaved else -2).reshape(*a.shape[:-1], 2 * half)
     if interleaved:
-        return (_pad(a, 0, 1, 1) + _pad(b, 1, 0, 1)).astype(dtype)
-    return (_pad(a, 0, half, 0) + _pad(b, half, 0, 0)).astype(dtype)
+        return _pad(a, 0, 1, 1) + _pad(b, 1, 0, 1)
+    return _pad(a, 0, half, 0) + _pad(b, half, 0, 0)
 
 
 def _pad(x, low, high, between):

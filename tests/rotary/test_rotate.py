@@ -31,3 +31,33 @@ def test_tables_that_are_there_are_not_copied_and_those_of_the_program_are_writt
     assert "scatter" not in str(given)
     assert "scatter" in str(made)
     np.testing.assert_allclose(jax.jit(pe.rotate)(x, cos, sin), pe.rotate(x, cos, sin), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])  # Turned in other ways where many share a table.
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved_negative"])
+def test_every_form_turns_alike(layout, dtype, rows):
+    x, g = jax.random.normal(jax.random.key(0), (2, 1, 5, rows, 12)).astype(dtype)
+    angles = np.random.default_rng(1).normal(size=(1, 5, 1, 4))
+    c, s = np.cos(angles), -np.sin(angles) if "negative" in layout else np.sin(angles)
+
+    def wanted(x, s):
+        x = np.array(x, np.float64)
+        pair = np.s_[..., 2:6], np.s_[..., 6:10]
+        if layout != "half":
+            pair = np.s_[..., 2:10:2], np.s_[..., 3:10:2]
+        a, b = x[pair[0]].copy(), x[pair[1]].copy()
+        x[pair[0]], x[pair[1]] = a * c - b * s, b * c + a * s
+        return x, (a, b)
+
+    tables = np.float32(np.cos(angles[:, :, 0])), np.float32(np.sin(angles[:, :, 0]))
+    out, pull = jax.vjp(lambda *a: pe.rotate(*a, layout=layout, start=2), x, *tables)
+    near = {"rtol": 2**-8, "atol": 1e-6} if dtype == jnp.bfloat16 else {"atol": 2e-6}
+    turned, (a, b) = wanted(x, s)
+    back, (ga, gb) = wanted(g, -s)
+    np.testing.assert_allclose(np.float64(out), turned, **near)
+    dx, dcos, dsin = pull(g)
+    np.testing.assert_allclose(np.float64(dx), back, **near)
+    turn = (gb * a - ga * b).sum(2)
+    np.testing.assert_allclose(dcos, (ga * a + gb * b).sum(2), atol=1e-5)
+    np.testing.assert_allclose(dsin, -turn if "negative" in layout else turn, atol=1e-5)
