@@ -28,11 +28,18 @@ def by_diagonal(window: jax.Array, sizes: tuple[int, int, int], flip: bool) -> j
     rows, columns = tile[::-1] if flip else tile
     line = window if flip else window[:, ::-1]
 
-    def row(r):
-        return jax.lax.dynamic_slice_in_dim(line, rows - 1 - r, columns, 1)
+    # Sixteen rows in one piece are read faster than one by one; of eight it would be slower.
+    piece = 1 if rows % 16 else 16
+    count = rows + columns - piece
+    starts = range(piece - 1, -1, -1)
+    line = jnp.stack([jax.lax.slice_in_dim(line, i, i + count, axis=1) for i in starts], 1)
+    line = jax.lax.optimization_barrier(line)
 
-    out = jax.vmap(row, out_axes=1)(jnp.arange(rows, dtype=jnp.int32))
-    return jnp.broadcast_to(out[None], (batch, *out.shape))
+    def some(i):
+        return jax.lax.dynamic_slice_in_dim(line, rows - piece * (i + 1), columns, 2)
+
+    out = jax.vmap(some, out_axes=1)(jnp.arange(rows // piece, dtype=jnp.int32))
+    return jnp.broadcast_to(out.reshape(-1, rows, columns), (batch, line.shape[0], rows, columns))
 
 
 def _by_diagonal_forward(window, sizes, flip):
