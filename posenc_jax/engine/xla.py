@@ -108,7 +108,8 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     count = spec.plan.keys // blocks.k
 
     def row(_, i):
-        q, by_q = cut(x.q, 2, i, blocks.q), cut(x.by_q, 1, i, blocks.q)
+        q, by_q = (cut(y, 1, i, blocks.q) for y in (x.q, x.by_q))
+        q = tile.queries(q)
 
         def body(plain):
             def step(j, carry):
@@ -174,7 +175,8 @@ def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
     moving_q, fixed_q = moving.by_q, fixed.by_q
     moving_k, fixed_k = moving.by_k, fixed.by_k
     blank = functools.partial(jax.tree.map, lambda y: zeros(y, y.shape))
-    batch, _, _, dim = x.q.shape
+    batch, dim = x.q.shape[0], x.q.shape[3]
+    queries = tile.queries(x.q)
 
     # Made once, before the loops: a product with it as it lies is twice as fast.
     upright = jnp.swapaxes(x.k, 2, 3)
@@ -187,7 +189,7 @@ def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
         def body(plain):
             def step(i, carry):
                 dq, d_by_q, d_terms, d_lines, d_table, dk, dv, d_by_k = carry
-                q, do = (cut(y, 2, i, blocks.q) for y in (x.q, d_out))
+                q, do = (cut(y, 2, i, blocks.q) for y in (queries, d_out))
                 top, rest = (cut(y, 2, i, blocks.q)[:, :, None] for y in (lse, delta))
                 in_q, by_q = (cut(y, 1, i, blocks.q) for y in (moving_q, fixed_q))
                 all_q, all_k = _merge(in_q, by_q), _merge(in_k, by_k)
@@ -262,7 +264,7 @@ def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
         d_value = dataclasses.replace(moving.value, table=d_table)
     return dataclasses.replace(
         moving,
-        q=jnp.swapaxes(dq, 2, 3).astype(x.q.dtype),
+        q=(jnp.transpose(dq, (0, 3, 1, 2)) * spec.q_factor).astype(x.q.dtype),
         k=joined(dk, 2),
         v=joined(dv, 2),
         vector=d_lines[0],

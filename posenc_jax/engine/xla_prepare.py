@@ -33,7 +33,8 @@ class Spec:
       plan: block sizes.
       visibility: which tiles need what.
       heads: N.
-      factor: what q . k is still to be multiplied by.
+      q_factor: what q is to be multiplied by.
+      factor: what q . k is to be multiplied by then.
       softcap, dropout_rate: as in `attention`.
       origin: where distance 0 is in the vector of distances and in the lines.
       dtype: of the output.
@@ -42,6 +43,7 @@ class Spec:
     plan: Plan
     visibility: Visibility
     heads: int
+    q_factor: float
     factor: float
     softcap: float | None
     dropout_rate: float
@@ -55,7 +57,7 @@ class Operands:
     """The arrays, padded to whole blocks.
 
     Attributes:
-      q, k, v: [B, N, T, H], [B, K, S, H], [B, K, S, V].
+      q, k, v: [B, T, N, H], [B, K, S, H], [B, K, S, V].
       vector: float32 [N, L], what is added at every distance, or None.
       lines: for each term, float32 [1 or N, L, F], the vectors of every distance, or None.
       terms: further rules; `by_q["rows"]` and `by_k["cols"]` have an entry for each.
@@ -137,9 +139,9 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
     if mask is not None:
         mask = pad_axis(pad_axis(mask, 2, sizes.length), 3, sizes.keys)
 
-    q, factor = p.q, p.scale
-    if q.dtype == jnp.float32 or math.frexp(factor)[0] == 0.5:  # Exact in any dtype.
-        q, factor = q * jnp.asarray(factor, q.dtype), 1.0
+    factors = 1.0, p.scale
+    if p.q.dtype == jnp.float32 or math.frexp(p.scale)[0] == 0.5:  # Exact in any dtype.
+        factors = p.scale, 1.0
     reach = _Reach.of(p, sizes)
     vector, left_out = _vector(p, on_vector, reach, folded, shift)
     lines = tuple(None if make is None else reach.padded(make(reach.distances)) for make in makers)
@@ -157,14 +159,15 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
             ordered=p.contiguous,
         ),
         heads=heads,
-        factor=factor,
+        q_factor=factors[0],
+        factor=factors[1],
         softcap=p.softcap,
         dropout_rate=p.dropout_rate,
         origin=reach.origin,
         dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
     )
     operands = Operands(
-        q=pad_axis(jnp.swapaxes(q, 1, 2), 2, sizes.length),
+        q=pad_axis(p.q, 1, sizes.length),
         k=pad_axis(jnp.swapaxes(p.k, 1, 2), 2, sizes.keys),
         v=pad_axis(jnp.swapaxes(v, 1, 2), 2, sizes.keys),
         vector=vector,

@@ -27,6 +27,10 @@ class Tile:
         """The axis of queries in a tile with batch and head axes."""
         return 3 if self.flip else 2
 
+    def queries(self, q: jax.Array) -> jax.Array:
+        """Returns [B, N, Q, H] of [B, Q, N, H], as they meet the keys."""
+        return jnp.swapaxes(q, 1, 2) * jnp.asarray(self.spec.q_factor, q.dtype)
+
     def products(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns float32 q . k of [B, N, Q, H] and [B, N, K, H]."""
         form = "bnkh,bnqh->bnkq" if self.flip else "bnqh,bnkh->bnqk"
@@ -97,7 +101,7 @@ class Tile:
         if self.all.seed is None:
             return None
         rate = self.spec.dropout_rate
-        shape = self.all.q.shape[:2]
+        shape = self.all.q.shape[0], self.spec.heads
         keep = keep_mask(self.all.seed, rate, shape, q["slots"][0], k["slots"][0])
         kept = jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
         return jnp.swapaxes(kept, 2, 3) if self.flip else kept
