@@ -25,6 +25,7 @@ from experiments.bench.named import (
     attend_with,
     make_arguments,
     named_schemes,
+    places,
     sizes_of,
     whole_numbers,
 )
@@ -57,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--peers", action="store_true", help="add other libraries (the extra `parity`)"
+    )
+    parser.add_argument(
+        "--positions",
+        action="store_true",
+        help="add the same with positions given: in order, shuffled by 64, four packed texts",
     )
     parser.add_argument(
         "--devices",
@@ -120,13 +126,15 @@ def all_cases(shape: tuple[int, int, int, int], options: argparse.Namespace) -> 
     backward = not options.forward
     dtype = DTYPES[options.dtype]
 
-    def case(scheme, arguments):
-        return peers.jax_case(attend_with(scheme), arguments, backward)
+    def case(scheme, arguments, **where):
+        return peers.jax_case(attend_with(scheme, **where), arguments, backward)
 
     cases = {}
     for name, scheme in named_schemes(options.schemes, sizes_of(heads, dim, length)).items():
         arguments = make_arguments(scheme, shape, dtype)
         cases[name] = case(scheme, arguments)
+        for place, where in places(length).items() if options.positions else ():
+            cases[f"{name}, {place}"] = case(scheme, arguments, **where)
         if options.devices > 1:
             spread = _over_devices(arguments, options.devices)
             cases[f"{name}, {options.devices} devices"] = case(scheme, spread)

@@ -49,18 +49,36 @@ def sizes_of(heads: int, dim: int, length: int) -> dict[str, int]:
     return {"num_heads": heads, "head_dim": dim, "model_dim": heads * dim, "max_length": length}
 
 
-def attend_with(scheme: pe.Scheme) -> Callable:
+def attend_with(scheme: pe.Scheme, **where: jax.Array) -> Callable:
     """Returns causal attention with a scheme, of what `make_arguments` returns.
 
-    The logit scale is the same for all, so that they differ in positions alone.
+    The logit scale is the same for all, so that they differ in positions alone: where tokens
+    are, as `scheme_attention` is told. The compiler is not told.
     """
 
     def attend(q, k, v, params, x=None):
         options: dict[str, Any] = {"is_causal": True, "implementation": "xla"}
+        options |= jax.lax.optimization_barrier(where)
         scale = q.shape[-1] ** -0.5
         return pe.scheme_attention(scheme, params, q, k, v, x=x, scale=scale, **options)[0]
 
     return attend
+
+
+def places(length: int) -> dict[str, dict[str, jax.Array]]:
+    """Returns where tokens may be, by name, as arguments of `attend_with`.
+
+    >>> {name: sorted(where) for name, where in places(8).items()}
+    {'in order': ['positions'], 'shuffled': ['positions'], '4 texts': ['positions', 'segment_ids']}
+    """
+    slots = jnp.arange(length, dtype=jnp.int32)[None]
+    run, text = min(length, 64), -(-length // 4)
+    shuffled = slots // run * run + jax.random.permutation(jax.random.key(0), run)[slots % run]
+    return {
+        "in order": {"positions": slots},
+        "shuffled": {"positions": shuffled.astype(jnp.int32)},
+        "4 texts": {"positions": slots % text, "segment_ids": slots // text},
+    }
 
 
 def make_arguments(scheme: pe.Scheme, shape: tuple[int, int, int, int], dtype: Any) -> tuple:

@@ -15,7 +15,7 @@ from experiments import bench
 from experiments.bench import decode, rope
 from experiments.bench.clock import side_by_side
 from experiments.bench.machine import WARM_HEAP
-from experiments.bench.named import attend_with, make_arguments, named_schemes
+from experiments.bench.named import attend_with, make_arguments, named_schemes, places
 from experiments.bench.peers import Case, must_agree
 from experiments.strict import ConfigError
 
@@ -40,6 +40,23 @@ def test_rope_in_small(tmp_path, monkeypatch, capsys):
     ]
     errors = written["results"][-1]["errors"]
     assert errors["posenc_jax.cos_sin"] < 2e-7 < 1e-3 < errors["jnp.cos and jnp.sin"]
+
+
+def test_positions_that_are_given_are_cases_of_their_own(capsys):
+    arguments = ["attention", "--cold-heap", "--rounds=1", "--seconds=0", "--lengths=16"]
+    arguments += ["--heads=2", "--head-dim=4", "--schemes=alibi", "--forward", "--naive-to=0"]
+    assert bench.main([*arguments, "--positions"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"alibi, {place} " in out for place in ("in order", "shuffled", "4 texts"))
+    scheme = pe.ALiBi(num_heads=2)
+    given = make_arguments(scheme, (1, 16, 2, 4), jnp.float32)
+    plain = attend_with(scheme)(*given)
+    at = places(16)
+    np.testing.assert_allclose(attend_with(scheme, **at["in order"])(*given), plain, atol=1e-6)
+    texts = attend_with(scheme, **at["4 texts"])(*given)
+    np.testing.assert_allclose(texts[:, :4], plain[:, :4], atol=1e-6)
+    assert np.abs(texts[:, 4:] - plain[:, 4:]).max() > 0.1
+    assert sorted(at["shuffled"]["positions"][0].tolist()) == list(range(16))
 
 
 def test_attention_in_small(tmp_path, capsys):
