@@ -31,15 +31,18 @@ def by_diagonal(window: jax.Array, sizes: tuple[int, int, int], flip: bool) -> j
     # Sixteen rows in one piece are read faster than one by one; of eight it would be slower.
     piece = 1 if rows % 16 else 16
     count = rows + columns - piece
-    starts = range(piece - 1, -1, -1)
-    line = jnp.stack([jax.lax.slice_in_dim(line, i, i + count, axis=1) for i in starts], 1)
-    line = jax.lax.optimization_barrier(line)
+
+    def shifted(i):
+        return jax.lax.dynamic_slice_in_dim(line, piece - 1 - i, count, 1)
+
+    pieces = jax.vmap(shifted, out_axes=1)(jnp.arange(piece, dtype=jnp.int32))
+    pieces = jax.lax.optimization_barrier(pieces)
 
     def some(i):
-        return jax.lax.dynamic_slice_in_dim(line, rows - piece * (i + 1), columns, 2)
+        return jax.lax.dynamic_slice_in_dim(pieces, rows - piece * (i + 1), columns, 2)
 
     out = jax.vmap(some, out_axes=1)(jnp.arange(rows // piece, dtype=jnp.int32))
-    return jnp.broadcast_to(out.reshape(-1, rows, columns), (batch, line.shape[0], rows, columns))
+    return jnp.broadcast_to(out.reshape(-1, rows, columns), (batch, len(line), rows, columns))
 
 
 def _by_diagonal_forward(window, sizes, flip):
