@@ -72,11 +72,11 @@ def places(length: int) -> dict[str, dict[str, jax.Array]]:
     {'in order': ['positions'], 'shuffled': ['positions'], '4 texts': ['positions', 'segment_ids']}
     """
     slots = jnp.arange(length, dtype=jnp.int32)[None]
-    run, text = min(length, 64), -(-length // 4)
-    shuffled = slots // run * run + jax.random.permutation(jax.random.key(0), run)[slots % run]
+    text = -(-length // 4)
+    shuffled = jnp.lexsort((jax.random.uniform(jax.random.key(0), (length,)), slots[0] // 64))
     return {
         "in order": {"positions": slots},
-        "shuffled": {"positions": shuffled.astype(jnp.int32)},
+        "shuffled": {"positions": shuffled.astype(jnp.int32)[None]},
         "4 texts": {"positions": slots % text, "segment_ids": slots // text},
     }
 
