@@ -54,10 +54,10 @@ def row(name: str) -> tuple[str, ...]:
         f"`{name}`",
         f"`{cls.__name__}`",
         cls.__module__.split(".")[1],
-        ", ".join(scheme.acts_on) or "nothing",
+        str(scheme.acts),
         f"{learned:,}" if learned else "no",
         _cached(scheme),
-        "yes" if scheme.relative else "no",
+        "yes" if scheme.traits.relative else "no",
         _runs_on(scheme),
         f"[{link.rsplit('/', 1)[-1]}]({link})",
     )
@@ -71,9 +71,9 @@ def _cached(scheme: pe.Scheme) -> str:
     cache = jax.eval_shape(
         lambda: pe.new_cache(scheme, 1, 2, num_heads=heads, head_dim=dim, model_dim=model)
     )
-    keys = "k" if scheme.caches_mapped_keys else "raw k"
-    more = [n for n in ("cols", "state") if jax.tree.leaves(getattr(cache, n))]
-    words = {"cols": "more per key", "state": "running sums"}
+    keys = "k" if scheme.traits.cache_transformed_keys else "raw k"
+    more = [n for n in ("k_features", "state") if jax.tree.leaves(getattr(cache, n))]
+    words = {"k_features": "more per key", "state": "running sums"}
     return ", ".join([keys, "v", *(words[n] for n in more)])
 
 

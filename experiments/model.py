@@ -68,12 +68,12 @@ class LanguageModel(nnx.Module):
             rngs=nnx.Rngs(keys[1]),
         )
         self.norm = nnx.RMSNorm(sizes.model_dim, rngs=nnx.Rngs(keys[1]))
-        used = scheme.shared_over_layers or "embedding" in scheme.acts_on
+        used = scheme.traits.shared_over_layers or pe.Acts.EMBEDDING in scheme.acts
         self.position = pnnx.PositionEncoding(scheme, rngs=nnx.Rngs(keys[2])) if used else None
-        shared = self.position if scheme.shared_over_layers else None
+        shared = self.position if scheme.traits.shared_over_layers else None
         in_layers = scheme if shared is None else shared
         self.blocks = nnx.List([Block(sizes, in_layers, k) for k in keys[3:]])
-        self.embed_scale = sizes.model_dim**0.5 if scheme.scale_embedding else 1.0
+        self.embed_scale = sizes.model_dim**0.5 if scheme.traits.scale_embedding else 1.0
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns logits [B, T, V] for tokens int32 [B, T]."""

@@ -25,12 +25,12 @@ class KVCache:
       positions: int32 [B, S].
       segment_ids: int32 [B, S], -1 in empty slots.
       coordinates: [B, S] or [A, B, S] where a scheme reads coordinates of its own, or None.
-      cols: the scheme's arrays per key, [B, S, ...].
+      k_features: the scheme's arrays per key, [B, S, ...].
       state: the scheme's arrays per sequence, [B, ...].
       length: int32 scalar, the number of slots written so far.
       next_positions: int32 [B], the position of the next token where none is given.
       ring: whether slots are used again once the cache is full.
-      kept: the number of first slots that a ring does not use again.
+      num_sink_tokens: the number of first slots that a ring does not use again.
     """
 
     k: jax.Array
@@ -38,12 +38,12 @@ class KVCache:
     positions: jax.Array
     segment_ids: jax.Array
     coordinates: jax.Array | None
-    cols: Any
+    k_features: Any
     state: Any
     length: jax.Array
     next_positions: jax.Array
     ring: bool = dataclasses.field(default=False, metadata={"static": True})
-    kept: int = dataclasses.field(default=0, metadata={"static": True})
+    num_sink_tokens: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def capacity(self) -> int:
@@ -58,10 +58,10 @@ class KVCache:
         capacity: int,
         *,
         coordinates: jax.ShapeDtypeStruct | None = None,
-        cols: Any = None,
+        k_features: Any = None,
         state: Any = None,
         ring: bool = False,
-        kept: int = 0,
+        num_sink_tokens: int = 0,
     ) -> Self:
         """Returns an empty cache of `capacity` slots for arrays shaped like these.
 
@@ -70,18 +70,19 @@ class KVCache:
           capacity: number of slots, at least the number of tokens to come, or for a ring
             at least the window.
           coordinates: shape [B, any] or [A, B, any], where they are to be stored.
-          cols: pytree of shapes [B, any, ...].
+          k_features: pytree of shapes [B, any, ...].
           state: pytree of shapes [B, ...].
           ring: whether to write over the oldest slots once full.
-          kept: the number of first slots that a ring does not write over.
+          num_sink_tokens: the number of first slots that a ring does not write over.
 
         Raises:
           ValueError: if `capacity` is less than one, or a ring has no slot to write over.
         """
         require(capacity >= 1, f"KVCache: capacity must be at least 1 slot, got {capacity}.")
         require(
-            0 <= kept < (capacity if ring else 1),
-            f"KVCache: kept must be below the {capacity} slots of a ring, else 0, got {kept}.",
+            0 <= num_sink_tokens < (capacity if ring else 1),
+            f"KVCache: num_sink_tokens must be below the {capacity} slots of a ring, else 0, "
+            f"got {num_sink_tokens}.",
         )
         batch = k.shape[0]
 
@@ -96,12 +97,12 @@ class KVCache:
             positions=jnp.zeros((batch, capacity), jnp.int32),
             segment_ids=jnp.full((batch, capacity), -1, jnp.int32),
             coordinates=None if coordinates is None else slots(coordinates, -1),
-            cols=jax.tree.map(slots, cols),
+            k_features=jax.tree.map(slots, k_features),
             state=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state),
             length=jnp.zeros((), jnp.int32),
             next_positions=jnp.zeros((batch,), jnp.int32),
             ring=ring,
-            kept=kept,
+            num_sink_tokens=num_sink_tokens,
         )
 
     def append(
@@ -112,7 +113,7 @@ class KVCache:
         segment_ids: jax.Array,
         *,
         coordinates: jax.Array | None = None,
-        cols: Any = None,
+        k_features: Any = None,
         state: Any = None,
     ) -> Self:
         """Returns the cache with T more tokens; arguments as the attributes, with T for S.
@@ -126,9 +127,13 @@ class KVCache:
         """
         count = k.shape[1]
         require(
-            count <= self.capacity - self.kept,
+            count <= self.capacity - self.num_sink_tokens,
             f"KVCache: {count} tokens do not fit a cache of {self.capacity} slots"
-            + (f", of which {self.kept} are kept." if self.kept else "."),
+            + (
+                f", of which {self.num_sink_tokens} hold sink tokens."
+                if self.num_sink_tokens
+                else "."
+            ),
         )
         if not self.ring and not isinstance(self.length, Tracer):
             require(
@@ -165,7 +170,9 @@ class KVCache:
             coordinates=None
             if coordinates is None
             else write("coordinates", self.coordinates, coordinates, -1),
-            cols=jax.tree.map(functools.partial(write, "cols"), self.cols, cols),
+            k_features=jax.tree.map(
+                functools.partial(write, "k_features"), self.k_features, k_features
+            ),
             state=state,
             length=self.length + count,
             next_positions=jnp.maximum(self.next_positions, after).astype(jnp.int32),
@@ -174,8 +181,10 @@ class KVCache:
     def _next_slots(self, count: int) -> jax.Array:
         """Returns int32 [count], where the next tokens of a ring go."""
         index = self.length + jnp.arange(count, dtype=jnp.int32)
-        again = self.kept + (index - self.kept) % (self.capacity - self.kept)
-        return jnp.where(index < self.kept, index, again)
+        again = self.num_sink_tokens + (index - self.num_sink_tokens) % (
+            self.capacity - self.num_sink_tokens
+        )
+        return jnp.where(index < self.num_sink_tokens, index, again)
 
     def forgets(self, positions: jax.Array, segment_ids: jax.Array, left: int) -> jax.Array:
         """Returns bool [B]: whether appending these tokens to a ring drops one they may see.
@@ -193,17 +202,17 @@ class KVCache:
         return jnp.any(seen & (positions[:, :, None] - old <= left), axis=(1, 2))
 
     def lacks_first(self, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Returns bool [B]: whether first tokens that are to be kept are gone.
+        """Returns bool [B]: whether a sink token of these sequences was evicted.
 
-        Padding before them, or other sequences, take the slots that are kept.
+        Padding before them, or other sequences, take the slots reserved for them.
 
         Args:
           positions: int32 [B, T], of tokens in the cache.
           segment_ids: int32 [B, T].
         """
-        first = (self.positions < self.kept)[:, None] & (segment_ids >= 0)[:, :, None]
+        first = (self.positions < self.num_sink_tokens)[:, None] & (segment_ids >= 0)[:, :, None]
         own = first & (self.segment_ids[:, None] == segment_ids[:, :, None])
-        missing = own.sum(-1) < jnp.minimum(positions + 1, self.kept)
+        missing = own.sum(-1) < jnp.minimum(positions + 1, self.num_sink_tokens)
         return jnp.any(missing & (segment_ids >= 0), axis=1)
 
     @property

@@ -7,7 +7,7 @@ for `num_layers` layers and D = head dim:
     SmolLM3     3 x RoPE(D, 2e6), NoPE
     Cohere 2    3 x RoPE(D, layout="interleaved") in a window of 4096, NoPE
     Llama 4     3 x RoPE(D, 5e5, layout="interleaved") in chunks of 8192,
-                Temperature("llama4", 8192)
+                QueryTemperature("llama4", 8192)
     Gemma 3     5 x RoPE(D, 1e4) in a window, RoPE(D, 1e6), in larger ones with PI(8.0)
     Gemma 4     5 x RoPE(D, 1e4) in a window, RoPE(D, 1e6, scaling=Proportional(0.25)),
                 and the last layer is as the sixth whatever its number
@@ -16,7 +16,7 @@ Chunks are segments: `segment_ids = positions // 8192`, in the layers that have 
 
 DroPE (Gelberg et al. 2025) needs no code: train with RoPE; put NoPE in its place, in all
 layers, and train on for a small part of the time at the same length; beyond that length put
-`Temperature` in the place of NoPE. Schemes without parameters leave those of the model as
+`QueryTemperature` in the place of NoPE. Schemes without parameters leave those of the model as
 they are, so that a trained state fits the model made with another.
 
 Papers: Yang et al. Rope to Nope and Back Again. 2025. https://arxiv.org/abs/2501.18795
@@ -32,7 +32,7 @@ from posenc_jax.scheme import Scheme
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class LayerSpec:
     """What one layer of attention is given.
 
     Attributes:
@@ -42,7 +42,7 @@ class Layer:
     Raises:
       ValueError, TypeError: for what is no scheme or no window.
 
-    >>> Layer(pe.NoPE()).window is None
+    >>> LayerSpec(pe.NoPE()).window is None
     True
     """
 
@@ -56,8 +56,8 @@ class Layer:
 
 
 def layer_pattern(
-    num_layers: int, *pattern: Layer | Scheme, last: Layer | Scheme | None = None
-) -> tuple[Layer, ...]:
+    num_layers: int, *pattern: LayerSpec | Scheme, last: LayerSpec | Scheme | None = None
+) -> tuple[LayerSpec, ...]:
     """Returns a layer for each of `num_layers`, by repeating a pattern from the first on.
 
     Args:
@@ -70,7 +70,7 @@ def layer_pattern(
         layers, whose end would have no layer.
       TypeError: for what is neither a layer nor a scheme.
 
-    >>> local = Layer(pe.RoPE(head_dim=8), window=512)
+    >>> local = LayerSpec(pe.RoPE(head_dim=8), window=512)
     >>> [layer.window for layer in layer_pattern(6, local, local, pe.NoPE())]
     [512, 512, None, 512, 512, None]
     """
@@ -79,8 +79,8 @@ def layer_pattern(
         1 <= len(pattern) <= num_layers,
         f"layer_pattern: the pattern must have from 1 to {num_layers} layers, got {len(pattern)}.",
     )
-    layers = tuple(x if isinstance(x, Layer) else Layer(x) for x in pattern)
+    layers = tuple(x if isinstance(x, LayerSpec) else LayerSpec(x) for x in pattern)
     repeated = tuple(layers[i % len(layers)] for i in range(num_layers))
     if last is None:
         return repeated
-    return (*repeated[:-1], last if isinstance(last, Layer) else Layer(last))
+    return (*repeated[:-1], last if isinstance(last, LayerSpec) else LayerSpec(last))

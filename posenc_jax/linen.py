@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from posenc_jax.additive.none import NoPE
-from posenc_jax.attend import (
+from posenc_jax.cache import KVCache
+from posenc_jax.checks import array_of_rank, divides
+from posenc_jax.flax_attention_fn import stock_attention
+from posenc_jax.functional import (
     new_cache,
     scheme_attention,
     scheme_embedding,
 )
-from posenc_jax.cache import KVCache
-from posenc_jax.checks import array_of_rank, divides
 from posenc_jax.mask import Window
 from posenc_jax.scheme import Params, Scheme
-from posenc_jax.stock import stock_attention
 
 _kernel_init = nn.initializers.lecun_normal()
 
@@ -28,7 +28,7 @@ class PositionEncoding(nn.Module):
       scheme: any scheme. Its parameters are the Linen parameter "scheme".
 
     >>> import posenc_jax as pe
-    >>> encoding = PositionEncoding(pe.Learned(max_length=8, model_dim=4))
+    >>> encoding = PositionEncoding(pe.LearnedAbsolute(max_length=8, model_dim=4))
     >>> y, variables = encoding.init_with_output(jax.random.key(0), jnp.zeros((1, 3, 4)))
     >>> variables["params"]["scheme"]["table"].shape
     (8, 4)

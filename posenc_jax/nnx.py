@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from posenc_jax.additive.none import NoPE
-from posenc_jax.attend import (
+from posenc_jax.cache import KVCache
+from posenc_jax.checks import array_of_rank, divides, require
+from posenc_jax.flax_attention_fn import stock_attention
+from posenc_jax.functional import (
     new_cache,
     scheme_attention,
     scheme_embedding,
 )
-from posenc_jax.cache import KVCache
-from posenc_jax.checks import array_of_rank, divides, require
 from posenc_jax.mask import Window
 from posenc_jax.scheme import Scheme
-from posenc_jax.stock import stock_attention
 
 _kernel_init = nnx.initializers.lecun_normal()
 
@@ -33,7 +33,7 @@ class PositionEncoding(nnx.Module):
       params: its parameters, a pytree of `nnx.Param`.
 
     >>> import posenc_jax as pe
-    >>> encoding = PositionEncoding(pe.Learned(max_length=8, model_dim=4), rngs=nnx.Rngs(0))
+    >>> encoding = PositionEncoding(pe.LearnedAbsolute(max_length=8, model_dim=4), rngs=nnx.Rngs(0))
     >>> encoding(jnp.zeros((1, 3, 4))).shape
     (1, 3, 4)
     """

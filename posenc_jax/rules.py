@@ -1,13 +1,14 @@
-"""Rules: what positions, and content, add to one logit or one value.
+"""Rules: terms that positions and content add to logits and values.
 
 Each is written for one head, one query and one key, and serves every implementation of
-attention. They are pytrees: arrays are leaves, and the functions that read them are static.
+attention. Rules are pytrees: arrays are leaves, and the functions that read them are static.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,57 @@ def _count_heads(heads: Any, what: str) -> int:
     return shapes[0][0]
 
 
+class Rule(abc.ABC):
+    """A term of attention, as data: arrays, and static functions that read them."""
+
+    @abc.abstractmethod
+    def on(self, transform: Callable[[jax.Array], jax.Array]) -> Self:
+        """Returns the rule reading `transform(coordinate)` for the coordinates of each token.
+
+        Args:
+          transform: a function of one token's coordinates, a scalar or [A]: a module-level
+            function or a frozen dataclass with `__call__`.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnCoordinates:
+    """A function whose last two arguments, coordinates of a query and a key, are transformed."""
+
+    rule: Callable
+    transform: Callable
+
+    def __call__(self, *arguments):
+        *rest, q, k = arguments
+        return self.rule(*rest, self.transform(q), self.transform(k))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnRow:
+    """`_OnCoordinates` for rules on a whole row, whose last argument has all keys."""
+
+    rule: Callable
+    transform: Callable
+
+    def __call__(self, *arguments):
+        *rest, q, k = arguments
+        return self.rule(*rest, self.transform(q), jax.vmap(self.transform)(k))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Then:
+    """One function of coordinates after another."""
+
+    first: Callable
+    second: Callable
+
+    def __call__(self, x):
+        return self.second(self.first(x))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LogitBias:
+class LogitBias(Rule):
     """A number added to each logit, as a rule on two coordinates.
 
     Attributes:
@@ -62,6 +111,11 @@ class LogitBias:
         """The number N of query heads that the bias is for."""
         return _count_heads(self.heads, "LogitBias")
 
+    def on(self, transform):
+        """Returns the bias on transformed coordinates, of which nothing is known."""
+        rule = _OnCoordinates(self.rule, transform)
+        return dataclasses.replace(self, rule=rule, relative=False, bounds=(None, None))
+
     def tile(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns float32 [N, T, S] for coordinates [T] and [S], or [T, A] and [S, A]."""
         over_k = jax.vmap(self.rule, (None, None, None, 0))
@@ -88,7 +142,7 @@ class LogitBias:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ContentBias:
+class ContentBias(Rule):
     """A number added to each logit, from what query and key carry and where they are.
 
     Attributes:
@@ -96,17 +150,21 @@ class ContentBias:
         the query's part of `rows` for that head, `col` the key's part of `cols`.
       heads: pytree of arrays [N, ...], or None.
       shared: pytree of arrays that all heads share, or None.
-      rows: pytree of arrays [B, T, N, ...] that belong to the queries.
-      cols: pytree of arrays [B, S, K, ...] or [B, S, N, ...] that belong to the keys.
+      q_features: pytree of arrays [B, T, N, ...] that belong to the queries.
+      k_features: pytree of arrays [B, S, K, ...] or [B, S, N, ...] that belong to the keys.
       scaled: as for `LogitBias`.
     """
 
     rule: Callable = dataclasses.field(metadata=STATIC)
     heads: Any = None
     shared: Any = None
-    rows: Any = None
-    cols: Any = None
+    q_features: Any = None
+    k_features: Any = None
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
+
+    def on(self, transform):
+        """Returns the bias on transformed coordinates."""
+        return dataclasses.replace(self, rule=_OnCoordinates(self.rule, transform))
 
     def tile(self, rows: Any, cols: Any, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns float32 [N, T, S] for rows [T, N, ...], cols [S, N, ...] and coordinates."""
@@ -131,7 +189,7 @@ class _Dot:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DotBias:
+class DotBias(Rule):
     """A number added to each logit: a vector of the query or the key, dot one of the distance.
 
     There are few distances, so that their vectors are computed once, and the products are
@@ -142,8 +200,8 @@ class DotBias:
         a module-level function or a frozen dataclass with `__call__`.
       heads: pytree of arrays [N, ...], or None where all heads have the same vectors.
       shared: pytree of arrays that all heads share, or None.
-      rows: [B, T, N, F], the vectors of the queries, or None.
-      cols: [B, S, K or N, F], the vectors of the keys, or None; one of the two is given.
+      q_features: [B, T, N, F], the vectors of the queries, or None.
+      k_features: [B, S, K or N, F], the vectors of the keys, or None; one of the two is given.
       bounds: as for `LogitBias`.
       scaled: as for `LogitBias`.
       pair: the same as the rule of a `ContentBias`; it is used where distances have no
@@ -155,8 +213,8 @@ class DotBias:
     vector: Callable = dataclasses.field(metadata=STATIC)
     heads: Any = None
     shared: Any = None
-    rows: jax.Array | None = None
-    cols: jax.Array | None = None
+    q_features: jax.Array | None = None
+    k_features: jax.Array | None = None
     bounds: tuple[int | None, int | None] = dataclasses.field(default=(None, None), metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
     pair: Callable | None = dataclasses.field(default=None, metadata=STATIC)
@@ -176,14 +234,33 @@ class DotBias:
         over = jax.vmap(self.vector, (None, None, 0))
         return over(self.shared, head, distances).astype(jnp.float32)
 
+    def on(self, transform):
+        """Returns the bias on transformed coordinates."""
+        pair = None if self.pair is None else _OnCoordinates(self.pair, transform)
+        if self.transform is not None:
+            transform = _Then(transform, self.transform)
+        return dataclasses.replace(self, transform=transform, pair=pair)
+
     def by_pair(self) -> ContentBias:
         """Returns the same as a rule on every pair."""
         rule = self.pair or _Dot(self.vector, self.transform)
-        return ContentBias(rule, self.heads, self.shared, self.rows, self.cols, self.scaled)
+        return ContentBias(
+            rule, self.heads, self.shared, self.q_features, self.k_features, self.scaled
+        )
 
-    def moved(self, coordinates: jax.Array) -> jax.Array:
-        """Returns the coordinates whose differences are the distances."""
-        return coordinates if self.transform is None else self.transform(coordinates)
+    def moved(self, coordinates: jax.Array, token_axes: int = 1) -> jax.Array:
+        """Returns the coordinates whose differences are the distances.
+
+        Args:
+          coordinates: of tokens along the first `token_axes` axes.
+          token_axes: 1 for [T] and [T, A], 2 for [B, T] and [B, T, A].
+        """
+        transform = self.transform
+        if transform is None:
+            return coordinates
+        for _ in range(token_axes):
+            transform = jax.vmap(transform)
+        return transform(coordinates)
 
     def tile(self, rows: Any, cols: Any, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns float32 [N, T, S] for rows [T, N, F] or cols [S, N, F] and coordinates."""
@@ -202,7 +279,7 @@ class DotBias:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RowRule:
+class LogitsTransform(Rule):
     """What becomes of all logits of a query, where a rule needs all keys or all heads.
 
     It runs once the logits are complete: scale, biases, contents and softcap are in them.
@@ -216,8 +293,8 @@ class RowRule:
         not seen has no effect.
       heads: pytree of arrays [N, ...], or None.
       shared: pytree of arrays that all heads share, or None.
-      rows: pytree of arrays [B, T, N, ...] that belong to the queries, or None.
-      cols: pytree of arrays [B, S, K, ...] or [B, S, N, ...] that belong to the keys, or None.
+      q_features: pytree of arrays [B, T, N, ...] that belong to the queries, or None.
+      k_features: pytree of arrays [B, S, K or N, ...] that belong to the keys, or None.
       expand: `expand(shared, heads, cols) -> cols`; what the rule gets as `cols`, of any
         shapes. It runs once for all queries. Keys that are padding are zeros there.
       normalized: whether weights are the softmax of what is returned. False: they are its
@@ -227,10 +304,14 @@ class RowRule:
     rule: Callable = dataclasses.field(metadata=STATIC)
     heads: Any = None
     shared: Any = None
-    rows: Any = None
-    cols: Any = None
+    q_features: Any = None
+    k_features: Any = None
     expand: Callable | None = dataclasses.field(default=None, metadata=STATIC)
     normalized: bool = dataclasses.field(default=True, metadata=STATIC)
+
+    def on(self, transform):
+        """Returns the rule on transformed coordinates."""
+        return dataclasses.replace(self, rule=_OnRow(self.rule, transform))
 
     def tile(
         self,
@@ -248,7 +329,7 @@ class RowRule:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ValueBias:
+class ValueBias(Rule):
     """A vector added to each value, from a table over buckets of two coordinates.
 
     The output gains `sum_j p[i, j] * table[bucket(i, j)]`, which needs only the
@@ -265,10 +346,18 @@ class ValueBias:
     relative: bool = dataclasses.field(default=False, metadata=STATIC)
     bounds: tuple[int | None, int | None] = dataclasses.field(default=(None, None), metadata=STATIC)
 
+    def on(self, transform):
+        """Returns the bias on transformed coordinates, of which nothing is known."""
+        bucket = _OnCoordinates(self.bucket, transform)
+        return dataclasses.replace(self, bucket=bucket, relative=False, bounds=(None, None))
+
     def tile(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns int32 buckets [T, S]."""
         return jax.vmap(jax.vmap(self.bucket, (None, 0)), (0, None))(q, k)
 
 
-Content = ContentBias | DotBias
-"""What depends on content."""
+def as_tuple(x: Any) -> tuple:
+    """Returns None, one thing or a tuple or list of things as a tuple."""
+    if x is None:
+        return ()
+    return tuple(x) if isinstance(x, tuple | list) else (x,)

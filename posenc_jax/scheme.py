@@ -1,50 +1,96 @@
-"""What a position encoding is: a frozen dataclass of settings with pure functions as methods.
+"""The base type of position encodings: a frozen dataclass of settings with pure hooks.
 
-A scheme may act in these places. Every hook defaults to doing nothing, so a scheme is as
-long as what it does:
+Every hook has a default that does nothing, so a scheme overrides only what it needs:
 
-    embed     on the token embedding                      learned, sinusoidal
-    query/key on q and k after their projection           RoPE
-    bias      on the logits, from two positions           ALiBi, T5
-    content   on the logits, from content and positions   Shaw, FoX
-    row_rule  on all logits of a query at once            CoPE, stick-breaking
-    value     on the output, from two positions           Shaw
-    attend    on all of it, in place of one attention     ReRoPE
+    embed     changes the token embedding                      learned, sinusoidal
+    query/key change q and k after their projection            RoPE
+    rules     change logits or values                          ALiBi, T5, Shaw, CoPE
+    attend    replaces the attention call                      ReRoPE, PaTH
 
-`side` lets a scheme make arrays of its own per token (a forget gate, a second projection
-of q). Those of keys are cached beside k and v.
+`features` computes arrays per token from content (forget gates, second projections of q)
+that the other hooks read. Those of keys are cached beside k and v. `tables` computes arrays
+from coordinates alone, which q, k and all layers can share.
 
-Two arrays say where a token is. Positions, int32 [B, T], are its place in the order and
-decide what is visible; no scheme reads them. Coordinates are what a scheme encodes: the
-positions unless something else was given, int32 or float32, [B, T], or [A, B, T] where a
-scheme reads A axes.
+Two arrays locate a token. Positions, int32 [B, T], order the tokens: masks, windows and
+caches use them, schemes never read them. Coordinates are what a scheme encodes: int32 or
+float32, [B, T], or [A, B, T] for a scheme of A axes. They default to the positions.
 """
 
 import dataclasses
-from collections.abc import Callable
+import enum
 from typing import Any, ClassVar, Self
 
 import jax
 
-from posenc_jax.rules import STATIC as STATIC
-from posenc_jax.rules import Content as Content
-from posenc_jax.rules import ContentBias as ContentBias
-from posenc_jax.rules import DotBias as DotBias
-from posenc_jax.rules import LogitBias as LogitBias
-from posenc_jax.rules import RowRule as RowRule
-from posenc_jax.rules import ValueBias as ValueBias
+from posenc_jax.engine.api import AttentionCall
+from posenc_jax.rules import Rule
 
 Params = Any  # A pytree of arrays; {} where nothing is learned.
 
 
+class Acts(enum.Flag):
+    """Where a scheme acts."""
+
+    EMBEDDING = enum.auto()
+    QK = enum.auto()
+    LOGITS = enum.auto()
+    VALUES = enum.auto()
+    ATTENTION = enum.auto()
+
+    def __str__(self) -> str:
+        names = ("q, k" if place is Acts.QK else str(place.name).lower() for place in self)
+        return ", ".join(names) or "nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """Static facts about a scheme that layers, caches and models need.
+
+    Attributes:
+      relative: attention is invariant to adding a constant to all coordinates of a sequence.
+      num_axes: number A of coordinate axes. Coordinates [B, T] must be accepted too.
+      shared_over_layers: the authors share one set of parameters between all layers.
+      scale_embedding: the authors multiply token embeddings by sqrt(D) before `embed`.
+      order_only: only the order of coordinates matters, not their values.
+      reads_x: `features` reads x, which Flax's stock attention does not provide.
+      cache_transformed_keys: k is cached after `key`. False: `key` depends on later tokens,
+        so k is cached as projected and transformed at every step.
+      num_sink_tokens: number of initial tokens of a sequence that stay visible outside the
+        window; a ring cache keeps them.
+    """
+
+    relative: bool = False
+    num_axes: int = 1
+    shared_over_layers: bool = False
+    scale_embedding: bool = False
+    order_only: bool = False
+    reads_x: bool = False
+    cache_transformed_keys: bool = True
+    num_sink_tokens: int = 0
+
+    @classmethod
+    def join(cls, *traits: "Traits") -> "Traits":
+        """Returns the traits of several schemes at once."""
+        return cls(
+            relative=all(t.relative for t in traits),
+            num_axes=max(t.num_axes for t in traits),
+            shared_over_layers=all(t.shared_over_layers for t in traits),
+            scale_embedding=any(t.scale_embedding for t in traits),
+            order_only=all(t.order_only for t in traits),
+            reads_x=any(t.reads_x for t in traits),
+            cache_transformed_keys=all(t.cache_transformed_keys for t in traits),
+            num_sink_tokens=max(t.num_sink_tokens for t in traits),
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A position encoding. Subclass it, override what the scheme does, and it is complete.
+    """A position encoding. Subclass it and override the hooks that the scheme needs.
 
     Fields are settings: numbers, strings, tuples and frozen dataclasses, so that a scheme
     is hashable, compares by value and is static under `jit`. Fields without a default are
     sizes that the model supplies, from one vocabulary: `num_heads`, `head_dim`,
-    `model_dim`, `max_length`.
+    `model_dim`, `max_length`, `trained_length`.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Shouting(Scheme):
@@ -57,83 +103,113 @@ class Scheme:
     """
 
     name: ClassVar[str] = ""
-    """The word for the scheme in configs and tables; empty for one that is not exported."""
-    relative: ClassVar[bool] = False
-    """Whether attention stays the same when all coordinates of a row move by one number."""
-    num_axes: ClassVar[int] = 1
-    """How many axes A of coordinates the scheme reads; [B, T] it has to understand anyway."""
-    shared_over_layers: ClassVar[bool] = False
-    """Whether the authors use one set of parameters for all layers."""
-    scale_embedding: ClassVar[bool] = False
-    """Whether token embeddings are multiplied by sqrt(D) before `embed`, as published."""
-    by_order: ClassVar[bool] = False
-    """Whether the order of tokens is all that the scheme reads of their coordinates."""
-    reads_x: ClassVar[bool] = False
-    """Whether `side` reads x, which stock attention does not hand on."""
-    reads_segments: ClassVar[bool] = False
-    """Whether `side` takes a further `segment_ids`, so that padding stays out of running sums."""
-    caches_mapped_keys: ClassVar[bool] = True
-    """Whether `key` can run once, before k is cached. False where it depends on later tokens."""
-    kept_tokens: ClassVar[int] = 0
-    """How many first tokens of a sequence stay visible beside a window: a ring keeps them."""
+    """Name in configs and tables; empty for a scheme that is not exported."""
+
+    @property
+    def traits(self) -> Traits:
+        """Static facts; see `Traits`."""
+        return Traits()
+
+    @property
+    def acts(self) -> Acts:
+        """Where the scheme acts, by default inferred from the hooks that it overrides.
+
+        Raises:
+          TypeError: if the scheme overrides none of them (a misspelt hook, for one).
+        """
+        places = {
+            Acts.EMBEDDING: ("embed",),
+            Acts.QK: ("query", "key"),
+            Acts.LOGITS: ("rules",),
+            Acts.ATTENTION: ("attend",),
+        }
+        cls = type(self)
+        found = Acts(0)
+        for place, hooks in places.items():
+            if any(getattr(cls, hook) is not getattr(Scheme, hook) for hook in hooks):
+                found |= place
+        if not found:
+            raise TypeError(
+                f"{cls.__name__} overrides none of embed, query, key, rules and attend, so it "
+                "encodes nothing; is a hook misspelt?"
+            )
+        return found
+
+    @property
+    def acts_in_attention(self) -> bool:
+        """Whether the scheme acts anywhere but on the embedding."""
+        return bool(self.acts & ~Acts.EMBEDDING)
 
     def init(self, key: jax.Array) -> Params:
-        """Returns new parameters."""
+        """Returns new parameters, float32."""
         return {}
 
     def embed(self, params: Params, x: jax.Array, coordinates: jax.Array) -> jax.Array:
-        """Returns token embeddings [B, T, D] with positions in them."""
+        """Returns token embeddings [B, T, D] with positions encoded."""
         return x
 
-    def side(
+    def tables(self, params: Params, coordinates: jax.Array) -> Any:
+        """Returns arrays that depend on coordinates alone, or None.
+
+        Compute them once per step to share them between q, k and all layers; `query` and
+        `key` compute their own where none are given.
+        """
+        return None
+
+    def features(
         self,
         params: Params,
         x: jax.Array | None,
         q: jax.Array,
         k: jax.Array,
         coordinates: jax.Array,
+        segment_ids: jax.Array | None,
         state: Any,
     ) -> tuple[Any, Any, Any]:
-        """Returns `(rows, cols, state)`: arrays per query, per key, and per sequence.
+        """Returns `(q_features, k_features, state)`: arrays per query, key and sequence.
 
         Args:
           params: the scheme's parameters.
-          x: what q and k were projected from, [B, T, D]. None in bare function calls.
+          x: the activations that q and k were projected from, [B, T, D]. None in calls
+            without a layer.
           q: [B, T, N, H], before `query`.
           k: [B, T, K, H], before `key`.
           coordinates: [B, T] or [A, B, T].
-          state: what the call for the tokens before these returned (running sums), leaves
-            [B, ...]; None at the beginning of a sequence, where zeros must mean the same.
+          segment_ids: int32 [B, T], or None for one segment. Tokens below zero are padding
+            and must not change `state`: they may be anywhere and hold anything, NaN too.
+          state: the state returned for the preceding tokens (running sums), leaves
+            [B, ...]; None at sequence start, which must equal an all-zero state (caches are
+            zero-filled).
         """
         return None, None, state
 
     def query(
-        self, params: Params, q: jax.Array, coordinates: jax.Array, rows: Any = None
+        self,
+        params: Params,
+        q: jax.Array,
+        coordinates: jax.Array,
+        features: Any = None,
+        tables: Any = None,
     ) -> jax.Array:
-        """Returns q [B, T, N, H] as attention shall see it; the last axis may change."""
+        """Returns q [B, T, N, H] with positions encoded; the last axis may change."""
         return q
 
     def key(
-        self, params: Params, k: jax.Array, coordinates: jax.Array, cols: Any = None
+        self,
+        params: Params,
+        k: jax.Array,
+        coordinates: jax.Array,
+        features: Any = None,
+        tables: Any = None,
     ) -> jax.Array:
-        """Returns k [B, S, K, H] as attention shall see it; its last axis is that of q."""
+        """Returns k [B, S, K, H] with positions encoded; its last axis is that of q."""
         return k
 
-    def bias(self, params: Params) -> LogitBias | tuple[LogitBias, ...] | None:
-        """Returns what is added to the logits from positions alone."""
-        return None
-
-    def content(self, params: Params, rows: Any, cols: Any) -> Content | tuple[Content, ...] | None:
-        """Returns what is added to the logits from content and positions."""
-        return None
-
-    def row_rule(self, params: Params, rows: Any) -> RowRule | None:
-        """Returns what becomes of all logits of a query together."""
-        return None
-
-    def value(self, params: Params) -> ValueBias | None:
-        """Returns what is added to the values from positions."""
-        return None
+    def rules(
+        self, params: Params, q_features: Any = None, k_features: Any = None
+    ) -> Rule | tuple[Rule, ...]:
+        """Returns the rules that attention applies to logits and values."""
+        return ()
 
     def attend(
         self,
@@ -141,87 +217,32 @@ class Scheme:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        at: tuple[jax.Array, jax.Array],
-        rows: Any,
-        cols: Any,
-        attention: Callable[..., Any],
+        q_coordinates: jax.Array,
+        k_coordinates: jax.Array,
+        q_features: Any,
+        k_features: Any,
+        attention: AttentionCall,
     ) -> jax.Array:
-        """Returns the output [B, T, N, V]: one attention with the scheme's rules.
-
-        A scheme that needs another one, or several, says so here.
+        """Returns the output [B, T, N, V]; by default one attention call with `rules`.
 
         Args:
           params: the scheme's parameters.
           q, k, v: queries and keys after `query` and `key`, and values. Keys may be those
             of a cache, in any order.
-          at: coordinates of queries and of keys.
-          rows, cols: what `side` made for them.
-          attention: `posenc_jax.attention` that knows all else: positions, masks, options.
-            `argument_of` says what it knows.
+          q_coordinates, k_coordinates: [B, T] and [B, S], or [A, B, ...].
+          q_features, k_features: from `features`.
+          attention: the attention to call, with positions, masks and options set.
         """
-        return attention(
-            q,
-            k,
-            v,
-            bias=self.bias(params),
-            content=self.content(params, rows, cols),
-            row_rule=self.row_rule(params, rows),
-            value_bias=self.value(params),
-        )
+        return attention(q, k, v, self.rules(params, q_features, k_features))
 
     def logit_scale(self, head_dim: int) -> float | None:
-        """Returns the factor on q . k that the scheme was published with; None: 1/sqrt(H)."""
-        return None
+        """Returns the factor on q . k that the scheme was published with.
 
-    @property
-    def acts_on(self) -> tuple[str, ...]:
-        """Where the scheme acts: "embedding", "q, k", "logits", "output", "attention"."""
-        places = {
-            "embedding": ("embed",),
-            "q, k": ("query", "key"),
-            "logits": ("bias", "content", "row_rule"),
-            "output": ("value",),
-            "attention": ("attend",),
-        }
-        own = type(self)
-        return tuple(
-            place
-            for place, hooks in places.items()
-            if any(getattr(own, h) is not getattr(Scheme, h) for h in hooks)
-        )
-
-    @property
-    def acts_in_attention(self) -> bool:
-        """Whether attention layers have anything to do for the scheme."""
-        return any(place != "embedding" for place in self.acts_on)
+        None: the scheme works with any. The default is 1/sqrt(H) for schemes that add to
+        the logits, and None for the others.
+        """
+        return head_dim**-0.5 if Acts.LOGITS in self.acts else None
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some settings changed."""
         return dataclasses.replace(self, **changes)
-
-
-def side_arrays(
-    scheme: Scheme,
-    params: Params,
-    x: jax.Array | None,
-    q: jax.Array,
-    k: jax.Array,
-    coordinates: jax.Array,
-    state: Any,
-    segment_ids: jax.Array | None = None,
-) -> tuple[Any, Any, Any]:
-    """Returns what `scheme.side` does, which is given segments only if it reads them."""
-    more = {"segment_ids": segment_ids} if scheme.reads_segments else {}
-    return scheme.side(params, x, q, k, coordinates, state, **more)
-
-
-def as_tuple(x: Any) -> tuple:
-    """None, one thing or a tuple of things, as a tuple."""
-    if x is None:
-        return ()
-    return x if isinstance(x, tuple) else (x,)
-
-
-def argument_of(attention: Callable, name: str) -> Any:
-    """Returns what the `attention` of `Scheme.attend` was given for an argument, or None."""
-    return getattr(attention, "keywords", {}).get(name)

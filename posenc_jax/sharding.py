@@ -27,7 +27,7 @@ import numpy as np
 
 from posenc_jax.checks import divides, require
 from posenc_jax.engine.api import attention
-from posenc_jax.scheme import as_tuple
+from posenc_jax.rules import LogitsTransform, Rule, as_tuple
 
 _BY_KEY = ("k_coordinates", "k_segment_ids")
 _STATIC = ("is_causal", "window", "scale", "softcap", "implementation")
@@ -76,21 +76,18 @@ def sequence_parallel_attention(
                 f"sequence_parallel_attention: {name} is not supported; a shard does not know "
                 "its slots in the whole sequence."
             )
-    if method == "ring" and options.get("row_rule") is not None:
+    rules = as_tuple(options.pop("rules", ()))
+    if method == "ring" and any(isinstance(r, LogitsTransform) for r in rules):
         raise NotImplementedError(
-            "sequence_parallel_attention: the row_rule needs all keys of a query at once; use "
-            'method="all_gather".'
+            "sequence_parallel_attention: rules on whole rows of logits need all keys of a query "
+            'at once; use method="all_gather".'
         )
-    contents = as_tuple(options.pop("content", None))
     held: dict[str, Any] = {"k": k, "v": v, "k_positions": k_positions}
     held |= {n: options.pop(n) for n in _BY_KEY if options.get(n) is not None}
-    held["cols"] = tuple(c.cols for c in contents)
-    rule = options.pop("row_rule", None)
-    held["row_cols"] = None if rule is None else rule.cols
+    held["k_features"] = tuple(getattr(r, "k_features", None) for r in rules)
     static = {n: options.pop(n) for n in _STATIC if n in options}
     mine = {"q": q, "q_positions": q_positions, **options}
-    mine["content"] = tuple(dataclasses.replace(c, cols=None) for c in contents)
-    mine["row_rule"] = None if rule is None else dataclasses.replace(rule, cols=None)
+    mine["rules"] = tuple(_with_keys(r, None) for r in rules)
     settings = _Settings(axis_name, tuple(static.items()))
 
     if method == "all_gather":
@@ -114,14 +111,17 @@ class _Settings:
 def _partial(settings: _Settings, mine: dict, held: dict, **more: Any) -> Any:
     """Attention of these queries to the keys held, and its log-sum-exp if not refused."""
     mine, held = dict(mine), dict(held)
-    carried = zip(mine.pop("content"), held.pop("cols"), strict=True)
-    content = tuple(dataclasses.replace(c, cols=cols) for c, cols in carried)
-    rule, row_cols = mine.pop("row_rule"), held.pop("row_cols")
-    if rule is not None:
-        mine["row_rule"] = dataclasses.replace(rule, cols=row_cols)
+    carried = zip(mine.pop("rules"), held.pop("k_features"), strict=True)
+    rules = tuple(_with_keys(rule, features) for rule, features in carried)
     arrays = mine.pop("q"), held.pop("k"), held.pop("v")
     options = {"return_lse": True} | dict(settings.options) | more
-    return attention(*arrays, content=content, **mine, **held, **options)
+    return attention(*arrays, rules=rules, **mine, **held, **options)
+
+
+def _with_keys(rule: Any, k_features: Any) -> Rule:
+    if not hasattr(rule, "k_features"):
+        return rule
+    return dataclasses.replace(rule, k_features=k_features)
 
 
 def _gathered(name: str, part: Any, axis_name: str) -> Any:

@@ -23,9 +23,10 @@ def build(cls, **changes):
 
 def _seen_by_modules(cls):
     """What a module has to do for a scheme; of schemes that ask the same, one is tried."""
-    hooks = ("init", "embed", "side", "attend")
+    hooks = ("init", "embed", "features", "attend")
     own = tuple(getattr(cls, hook) is not getattr(pe.Scheme, hook) for hook in hooks)
-    return *own, cls.reads_x, cls.caches_mapped_keys, cls.shared_over_layers
+    traits = build(cls).traits
+    return *own, traits.reads_x, traits.cache_transformed_keys, traits.shared_over_layers
 
 
 KINDS = list({_seen_by_modules(cls): name for name, cls in reversed(pe.SCHEMES.items())}.values())

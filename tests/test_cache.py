@@ -40,7 +40,7 @@ def test_an_empty_cache_is_seen_by_nobody():
     assert np.all(np.asarray(cache.segment_ids) == -1)
     assert cache.k.shape == (2, 5, 3, 4) and cache.v.shape == (2, 5, 3, 6)
     assert cache.coordinates.shape == (2, 2, 5) and cache.coordinates.dtype == jnp.float32
-    assert cache.cols is None and cache.state is None
+    assert cache.k_features is None and cache.state is None
 
 
 def test_tokens_go_to_the_next_slots():
@@ -79,16 +79,21 @@ def test_coordinates_cols_and_state_are_kept_beside():
     shapes = {"gate": jax.ShapeDtypeStruct((2, 1, 3), jnp.float32)}
     state = {"sum": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
     at = jax.ShapeDtypeStruct((2, 1), jnp.float32)
-    cache = empty(coordinates=at, cols=shapes, state=state)
+    cache = empty(coordinates=at, k_features=shapes, state=state)
     assert np.all(np.asarray(cache.state["sum"]) == 0)
     gate = jnp.arange(12.0).reshape(2, 2, 3)
     where = jnp.array([[0.5, 1.0], [2.0, 2.5]])
     for ring in (False, True):
         cache = dataclasses.replace(cache, ring=ring)
         new = cache.append(
-            *tokens(2), coordinates=where, cols={"gate": gate}, state={"sum": jnp.ones((2, 3))}
+            *tokens(2),
+            coordinates=where,
+            k_features={"gate": gate},
+            state={"sum": jnp.ones((2, 3))},
         )
-        np.testing.assert_array_equal(new.cols["gate"], np.pad(gate, ((0, 0), (0, 3), (0, 0))))
+        np.testing.assert_array_equal(
+            new.k_features["gate"], np.pad(gate, ((0, 0), (0, 3), (0, 0)))
+        )
         np.testing.assert_array_equal(new.coordinates, np.pad(where, ((0, 0), (0, 3))))
         assert np.all(np.asarray(new.state["sum"]) == 1)
 
@@ -158,13 +163,13 @@ def test_relative_schemes_cost_nothing_per_cached_key(scheme):
 
     cache = stored(scheme)
     assert cache == stored(pe.NoPE())
-    assert cache.cols is cache.state is cache.coordinates is None
-    assert stored(pe.Shaw(num_heads=6, head_dim=8)).cols in (None, ())
+    assert cache.k_features is cache.state is cache.coordinates is None
+    assert stored(pe.Shaw(num_heads=6, head_dim=8)).k_features in (None, ())
 
 
 def test_a_ring_does_not_write_over_the_slots_it_keeps():
     shape = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
-    cache = pe.KVCache.empty(shape, shape, 5, ring=True, kept=2)
+    cache = pe.KVCache.empty(shape, shape, 5, ring=True, num_sink_tokens=2)
     for t in range(9):
         x = jnp.full((1, 1, 1, 1), float(t))
         at = jnp.full((1, 1), t, jnp.int32)
@@ -176,6 +181,6 @@ def test_a_ring_does_not_write_over_the_slots_it_keeps():
     with pytest.raises(ValueError, match="4 tokens do not fit a cache of 5 slots, of which 2"):
         four = jnp.zeros((1, 4, 1, 1))
         cache.append(four, four, jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4), jnp.int32))
-    for options in ({"kept": 5, "ring": True}, {"kept": 1}):
-        with pytest.raises(ValueError, match="KVCache: kept must be below the 5 slots of a ring"):
+    for options in ({"num_sink_tokens": 5, "ring": True}, {"num_sink_tokens": 1}):
+        with pytest.raises(ValueError, match="KVCache: num_sink_tokens must be below the 5 slots"):
             pe.KVCache.empty(shape, shape, 5, **options)

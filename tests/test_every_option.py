@@ -136,8 +136,8 @@ MAPS = {
     "NTK": {"factor": 2.0},
     "Resonance": {},
     "Proportional": {"fraction": 0.5},
-    "HighFrequency": {"original_max_position": 64},
-    "Clipped": {"pairs": 10, "hard": True},
+    "HighFrequenciesOnly": {"original_max_position": 64},
+    "ClippedFrequencies": {"pairs": 10, "hard": True},
     "DynamicNTK": {
         "factor": on(2.0, _BASE | {"length": 256}),
         "original_max_position": on(32, _BASE | {"length": 256}),
@@ -218,7 +218,7 @@ def output(scheme, sinks):
     x = normal(1, length, SIZES["model_dim"])
     q, k, v = (normal(1, length, heads, dim) for heads in (6, 2, 2))
     params = jax.tree.map(lambda a: normal(*a.shape), jax.eval_shape(scheme.init, KEY))
-    at = AXES[: scheme.num_axes] if scheme.num_axes > 1 else None
+    at = AXES[: scheme.traits.num_axes] if scheme.traits.num_axes > 1 else None
     where = {"positions": POSITIONS, "coordinates": at}
     x = pe.scheme_embedding(scheme, params, x, **where)
     options = {"sinks": jnp.zeros(6, jnp.float32)} if sinks else {}

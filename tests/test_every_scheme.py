@@ -121,7 +121,7 @@ def test_tokens_in_any_order_give_the_same_output(scheme, params, tokens, implem
     order = jax.random.permutation(jax.random.key(5), LENGTH)
     positions = at.count_up(BATCH, LENGTH)
     # Running sums follow the order of tokens, so `side` sees them before the shuffle.
-    rows, cols, _ = scheme.side(params, tokens.x, tokens.q, tokens.k, positions, None)
+    rows, cols, _ = scheme.features(params, tokens.x, tokens.q, tokens.k, positions, None, None)
     q = scheme.query(params, tokens.q, positions, rows)
     k = scheme.key(params, tokens.k, positions, cols)
 
@@ -142,7 +142,7 @@ def test_tokens_in_any_order_give_the_same_output(scheme, params, tokens, implem
     close(attend(order), attend(jnp.arange(LENGTH))[:, order], 1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n, cls in pe.SCHEMES.items() if cls.relative])
+@pytest.mark.parametrize("name", [n for n, cls in pe.SCHEMES.items() if build(cls).traits.relative])
 def test_moving_all_positions_changes_nothing_where_claimed(name, tokens):
     scheme = build(pe.SCHEMES[name])
     params = scheme.init(jax.random.key(7))
@@ -155,7 +155,7 @@ def test_coordinates_are_what_the_scheme_reads(scheme, params, tokens):
     coordinates = 2 * at.count_up(BATCH, LENGTH)
     moved = output(scheme, params, tokens, coordinates=coordinates)
     here = output(scheme, params, tokens)
-    if scheme.acts_on and not scheme.by_order:
+    if scheme.acts and not scheme.traits.order_only:
         assert np.abs(moved - here).max() > 1e-4
     else:
         close(moved, here, 2e-6)

@@ -19,7 +19,7 @@ N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
 IN_STOCK = [
     name
     for name in dict.fromkeys([*KINDS, "none", "rope", "t5", "shaw"])
-    if build(pe.SCHEMES[name]).acts_in_attention and not pe.SCHEMES[name].reads_x
+    if build(pe.SCHEMES[name]).acts_in_attention and not build(pe.SCHEMES[name]).traits.reads_x
 ]
 
 
@@ -86,9 +86,9 @@ def test_embedding_modules_are_the_function(scheme, params, x):
 
 
 def test_what_acts_on_the_embedding_alone_adds_no_parameters_to_a_layer(x):
-    layer = nnx_layer(build(pe.Learned))
+    layer = nnx_layer(build(pe.LearnedAbsolute))
     assert not jax.tree.leaves(layer.position.values())
-    _, variables = linen_layer(build(pe.Learned)).init_with_output(jax.random.key(0), x)
+    _, variables = linen_layer(build(pe.LearnedAbsolute)).init_with_output(jax.random.key(0), x)
     assert "encoding" not in variables["params"]
 
 

@@ -15,7 +15,7 @@ LOCAL = pe.RoPE(head_dim=8)
 @pytest.mark.parametrize("count, every", [(12, 4), (36, 4), (13, 6), (26, 6), (40, 5)])
 def test_which_layers_are_local_is_as_in_transformers(count, every):
     """`(i + 1) % every != 0`: smollm3, llama4, cohere2 (every 4th) and gemma3 (every 6th)."""
-    layers = pe.layer_pattern(count, *[pe.Layer(LOCAL, window=4)] * (every - 1), pe.NoPE())
+    layers = pe.layer_pattern(count, *[pe.LayerSpec(LOCAL, window=4)] * (every - 1), pe.NoPE())
     is_local = [layer.scheme == LOCAL for layer in layers]
     assert is_local == [(i + 1) % every != 0 for i in range(count)]
     assert [layer.window for layer in layers] == [4 if local else None for local in is_local]
@@ -23,10 +23,10 @@ def test_which_layers_are_local_is_as_in_transformers(count, every):
 
 def test_the_last_layer_of_gemma_4_is_global():
     slow = pe.RoPE(head_dim=8, theta=1e6, scaling=pe.Proportional(0.25))
-    layers = pe.layer_pattern(8, *[pe.Layer(LOCAL, window=4)] * 5, slow, last=slow)
+    layers = pe.layer_pattern(8, *[pe.LayerSpec(LOCAL, window=4)] * 5, slow, last=slow)
     assert [i for i, layer in enumerate(layers) if layer.scheme == slow] == [5, 7]
     assert layers[-1].window is None
-    windowed = pe.layer_pattern(2, LOCAL, last=pe.Layer(slow, window=9))
+    windowed = pe.layer_pattern(2, LOCAL, last=pe.LayerSpec(slow, window=9))
     assert windowed[-1].window == 9
     assert hash(layers) == hash(pe.layer_pattern(8, *layers[:6], last=slow))
 
@@ -53,10 +53,10 @@ class Stack(nnx.Module):
 
 RECIPES = {
     "smollm3": (LOCAL, LOCAL, LOCAL, pe.NoPE()),
-    "cohere2": (pe.Layer(LOCAL, window=3), pe.Layer(LOCAL, window=3), pe.NoPE()),
-    "llama4": (LOCAL, pe.Temperature(form="llama4", length=4)),
+    "cohere2": (pe.LayerSpec(LOCAL, window=3), pe.LayerSpec(LOCAL, window=3), pe.NoPE()),
+    "llama4": (LOCAL, pe.QueryTemperature(form="llama4", length=4)),
     "gemma3": (
-        pe.Layer(LOCAL, window=3),
+        pe.LayerSpec(LOCAL, window=3),
         pe.RoPE(head_dim=8, theta=1e6, scaling=pe.PI(factor=8.0)),
     ),
 }
@@ -119,7 +119,7 @@ def test_drope_puts_nope_in_the_place_of_a_trained_rope():
     again = [float(train(dropped)) for _ in range(30)]
     assert again[0] > first[-1]  # The scheme mattered,
     assert again[-1] < again[0]  # and training mends it.
-    heat = pe.Temperature(form="log_n_clipped", length=12)
+    heat = pe.QueryTemperature(form="log_n_clipped", length=12)
     longer = jax.random.normal(jax.random.key(2), (1, 20, 16))
     cool, hot = (nnx.jit(lambda m, x: m(x))(m, longer) for m in (dropped, swapped(dropped, heat)))
     np.testing.assert_allclose(hot[:, :12], cool[:, :12], atol=1e-6)
@@ -136,4 +136,4 @@ def test_errors_say_what_is_wrong():
     with pytest.raises(TypeError, match="layer: scheme must be a Scheme, got 'rope'"):
         pe.layer_pattern(3, "rope")
     with pytest.raises(ValueError, match="window must be at least 1 token, got 0"):
-        pe.Layer(LOCAL, window=0)
+        pe.LayerSpec(LOCAL, window=0)

@@ -16,4 +16,4 @@ def test_the_readme_runs(capsys):
             exec(block, names)
     assert capsys.readouterr().out == "True\n"
     scheme = names["LogDistance"](num_heads=8)
-    assert scheme.bias(scheme.init(jax.random.key(0))).num_heads == 8
+    assert scheme.rules(scheme.init(jax.random.key(0))).num_heads == 8

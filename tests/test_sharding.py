@@ -22,39 +22,34 @@ RULES = ["none", "alibi", "t5", "shaw", "rope"]
 
 def run(scheme, params, tokens, positions, segments, order, method, kind, **options):
     """Loss and output on eight devices; tokens dealt out in `order`."""
-    rows, cols, _ = scheme.side(params, tokens.x, tokens.q, tokens.k, positions, None)
+    rows, cols, _ = scheme.features(params, tokens.x, tokens.q, tokens.k, positions, None, None)
     q = scheme.query(params, tokens.q, positions, rows)
     k = scheme.key(params, tokens.k, positions, cols)
-    rules = {"bias": scheme.bias(params), "value_bias": scheme.value(params)}
     options = {"is_causal": True} | options
     if method is None:
         return pe.attention(
             q,
             k,
             tokens.v,
-            content=scheme.content(params, rows, cols),
+            rules=scheme.rules(params, rows, cols),
             q_positions=positions,
             k_positions=positions,
             q_segment_ids=segments,
             implementation="reference",
-            **rules,
             **options,
         )
     spread = PartitionSpec(None, "sequence")
 
     @functools.partial(jax.shard_map, in_specs=(spread, PartitionSpec()), out_specs=spread)
-    def local(mine, rules):
+    def local(mine, params):
         q, k, v, rows, cols, positions, segments = mine
-        content = scheme.content(rules["params"], rows, cols)
         return sequence_parallel_attention(
             q,
             k,
             v,
             axis_name="sequence",
             method=method,
-            content=content,
-            bias=rules["bias"],
-            value_bias=rules["value_bias"],
+            rules=scheme.rules(params, rows, cols),
             q_positions=positions,
             k_positions=positions,
             q_segment_ids=segments,
@@ -67,7 +62,7 @@ def run(scheme, params, tokens, positions, segments, order, method, kind, **opti
         return jax.sharding.reshard(x, spread) if kind == AxisType.Explicit else x
 
     mine = jax.tree.map(deal, (q, k, tokens.v, rows, cols, positions, segments))
-    out = local(mine, rules | {"params": params})
+    out = local(mine, params)
     if kind == AxisType.Explicit:
         out = jax.sharding.reshard(out, PartitionSpec())
     return out[:, np.argsort(order)]
@@ -127,15 +122,15 @@ def test_running_sums_start_where_the_shard_before_ended():
     @jax.jit
     @functools.partial(jax.shard_map, in_specs=(spread, spread), out_specs=spread)
     def local(tokens, positions):
-        side = functools.partial(scheme.side, params, tokens.x, tokens.q, tokens.k, positions)
-        _, _, total = side(None)
-        rows, cols, _ = side(carried_in(total, "sequence"))
+        given = params, tokens.x, tokens.q, tokens.k, positions, None
+        _, _, total = scheme.features(*given, None)
+        rows, cols, _ = scheme.features(*given, carried_in(total, "sequence"))
         return sequence_parallel_attention(
             tokens.q,
             tokens.k,
             tokens.v,
             axis_name="sequence",
-            content=scheme.content(params, rows, cols),
+            rules=scheme.rules(params, rows, cols),
             q_positions=positions,
             k_positions=positions,
             is_causal=True,
@@ -155,7 +150,7 @@ def test_heads_over_more_devices_than_key_heads():
     params = scheme.init(keys[0])
 
     def loss(params, q, k, v):
-        out = pe.attention(q, k, v, bias=scheme.bias(params), is_causal=True, scale=1.0)
+        out = pe.attention(q, k, v, rules=scheme.rules(params), is_causal=True, scale=1.0)
         return (out**2).sum()
 
     f = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))

@@ -9,7 +9,7 @@ import pytest
 from oracle import qkv
 
 import posenc_jax as pe
-from posenc_jax.stock import stock_attention
+from posenc_jax.flax_attention_fn import stock_attention
 
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)

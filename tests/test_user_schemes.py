@@ -7,7 +7,6 @@ axes of coordinates. Oracles are float64 loops written from the papers.
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ class FoX(pe.Scheme):
         w = jax.random.normal(key, (self.model_dim, self.num_heads))
         return {"w": w, "b": jnp.zeros(self.num_heads)}
 
-    def side(self, params, x, q, k, coordinates, state):
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
         gates = jax.nn.log_sigmoid(
             jnp.einsum("btd,dn->btn", x, params["w"]) + params["b"][None, None]
         )
@@ -54,8 +53,8 @@ class FoX(pe.Scheme):
         sums = before[:, None] + jnp.cumsum(gates, 1)
         return sums, sums, sums[:, -1]
 
-    def content(self, params, rows, cols):
-        return pe.ContentBias(gate_difference, rows=rows, cols=cols)
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.ContentBias(gate_difference, q_features=q_features, k_features=k_features)
 
 
 def fire_rule(shared, head, q, k):
@@ -79,7 +78,7 @@ class FIRE(pe.Scheme):
         heads = {"w2": 0.3 * jax.random.normal(c, (self.num_heads, 32))}
         return {"shared": shared, "heads": heads | {"b2": jnp.zeros(self.num_heads)}}
 
-    def bias(self, params):
+    def rules(self, params, q_features=None, k_features=None):
         return pe.LogitBias(fire_rule, heads=params["heads"], shared=params["shared"])
 
 
@@ -89,9 +88,12 @@ class MRoPE(pe.Scheme):
 
     head_dim: int
     sections: tuple[int, ...] = (1, 1, 2)
-    num_axes: ClassVar[int] = 3
 
-    def query(self, params, q, coordinates, rows=None):
+    @property
+    def traits(self):
+        return pe.Traits(num_axes=3)
+
+    def query(self, params, q, coordinates, features=None, tables=None):
         axis = np.repeat(np.arange(3), self.sections)
         w = 1e4 ** (-2 * np.arange(self.head_dim // 2) / self.head_dim)
         angle = (
@@ -102,7 +104,7 @@ class MRoPE(pe.Scheme):
         a, b = jnp.split(q, 2, -1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         return self.query(params, k, coordinates)
 
 
@@ -221,7 +223,7 @@ def test_a_rule_on_two_axes(implementation):
         tokens.q,
         tokens.k,
         tokens.v,
-        bias=bias,
+        rules=bias,
         q_coordinates=grid,
         k_coordinates=grid,
         is_causal=True,
@@ -240,11 +242,13 @@ class Halves(pe.Scheme):
 
     near: int = 4
 
-    def attend(self, params, q, k, v, at, rows, cols, attention):
+    def attend(
+        self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
+    ):
         outs, weights = [], []
         for sign in (1, -1):
             hidden = pe.LogitBias(Beyond(self.near, sign), heads=jnp.zeros((q.shape[2],)))
-            out, lse = attention(q, k, v, bias=hidden, return_lse=True)
+            out, lse = attention.replace(return_lse=True)(q, k, v, hidden)
             outs.append(out)
             weights.append(lse)
         weights = jax.nn.softmax(jnp.stack(weights), axis=0)
@@ -269,7 +273,7 @@ def test_a_scheme_of_several_attentions(tokens):
     close(output(Halves(), params, tokens), wanted)
     out, _ = decode(Halves(), params, tokens, [10, 1, 8], empty_cache(Halves()))
     close(out, wanted)
-    assert Halves().acts_on == ("attention",)
+    assert Halves().acts == pe.Acts.ATTENTION
     moved = pe.with_positions(Halves(), positions_in_pairs)
     close(output(moved, params, tokens), wanted)
     with pytest.raises(ValueError, match="replace attention"):

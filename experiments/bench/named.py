@@ -86,20 +86,10 @@ def make_arguments(scheme: pe.Scheme, shape: tuple[int, int, int, int], dtype: A
     keys = jax.random.split(jax.random.key(0), 5)
     q, k, v = (jax.random.normal(key, shape, dtype) for key in keys[:3])
     params = scheme.init(keys[3])
-    if not _reads_x(scheme, params, q):
+    if not scheme.traits.reads_x:
         return q, k, v, params
     x = jax.random.normal(keys[4], (*shape[:2], shape[2] * shape[3]), dtype)
     return q, k, v, params, x
-
-
-def _reads_x(scheme: pe.Scheme, params: Any, q: jax.Array) -> bool:
-    """Whether a scheme needs what q and k were projected from."""
-    at = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
-    try:
-        jax.eval_shape(lambda at: scheme.side(params, None, q, q, at, None), at)
-    except (AttributeError, TypeError, ValueError):
-        return True
-    return False
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:

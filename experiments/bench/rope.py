@@ -73,7 +73,9 @@ def rotations(length: int, dim: int, theta: float) -> dict:
     }
     cos, sin = pe.cos_sin(positions[None], pe.rope_frequencies(dim, theta)[0])
     given = {
-        f"{layout}, tables given": functools.partial(pe.rotate, cos=cos, sin=sin, layout=layout)
+        f"{layout}, tables given": functools.partial(
+            pe.apply_rotation, cos=cos, sin=sin, layout=layout
+        )
         for layout in layouts
     }
     return made | given

@@ -10,7 +10,6 @@ import functools
 import inspect
 import re
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +61,7 @@ def probe(name: str) -> Probe:
     scheme = cls(**{n: SIZES[n] for n in required})
     params = scheme.init(jax.random.key(0))
     about = _words(cls, name, repr(scheme))
-    if scheme.acts_on == ("embedding",):
+    if scheme.acts == pe.Acts.EMBEDDING:
         encoding, alike = _embedding(scheme, params)
         return dataclasses.replace(about, encoding=encoding, heads=alike)
     short = _log_weights(scheme, LENGTH, params)
@@ -71,7 +70,7 @@ def probe(name: str) -> Probe:
     known = np.isfinite(long).all()  # A table that ends says NaN beyond its end.
     return dataclasses.replace(
         about,
-        image=_image(scheme, params) if scheme.num_axes > 1 else None,
+        image=_image(scheme, params) if scheme.traits.num_axes > 1 else None,
         picture=short.mean(0),
         heads=short[:, -1, ::-1],
         decay=weights / weights.sum(-1, keepdims=True) if known else None,
@@ -133,7 +132,7 @@ def _embedding(scheme: pe.Scheme, params) -> tuple[np.ndarray, np.ndarray]:
 
 def _image(scheme: pe.Scheme, params) -> np.ndarray:
     row, column = np.divmod(np.arange(GRID * GRID), GRID)
-    at = np.zeros((scheme.num_axes, DRAWS, GRID * GRID), np.int32)
+    at = np.zeros((scheme.traits.num_axes, DRAWS, GRID * GRID), np.int32)
     at[-2], at[-1] = row, column
     effect = _log_weights(scheme, GRID * GRID, params, jnp.asarray(at), is_causal=False)
     return effect.mean(0)[GRID * GRID // 2].reshape(GRID, GRID)
@@ -166,16 +165,19 @@ def _log_weights(
 def _attend(scheme, is_causal, params, q, k, v, x, coordinates):
     batch, length = q.shape[:2]
     at = positions.count_up(batch, length) if coordinates is None else coordinates
-    rows, cols, _ = scheme.side(params, x, q, k, at, None)
+    rows, cols, _ = scheme.features(params, x, q, k, at, None, None)
 
-    places: dict[str, Any] = (
+    given: dict[str, Any] = (
         {} if coordinates is None else {"q_coordinates": at, "k_coordinates": at}
     )
-    scale = scheme.logit_scale(q.shape[-1])
-
-    def attention(q, k, v, *, value_bias=None, **rules):
-        """Leaves out what a scheme adds to values: here they are no vectors to add to."""
-        return pe.attention(q, k, v, is_causal=is_causal, scale=scale, **places, **rules)
-
+    call = _LogitsOnly(is_causal=is_causal, scale=scheme.logit_scale(q.shape[-1]), **given)
     q, k = scheme.query(params, q, at, rows), scheme.key(params, k, at, cols)
-    return scheme.attend(params, q, k, v, (at, at), rows, cols, attention)
+    return scheme.attend(params, q, k, v, at, at, rows, cols, call)
+
+
+class _LogitsOnly(pe.AttentionCall):
+    """Leaves out rules on values: here values are not vectors of a model."""
+
+    def __call__(self, q, k, v, rules=()):
+        rules = rules if isinstance(rules, tuple) else (rules,)
+        return super().__call__(q, k, v, tuple(r for r in rules if not isinstance(r, pe.ValueBias)))

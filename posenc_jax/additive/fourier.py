@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import coordinate_values, require
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,12 @@ class LearnableFourier(Scheme):
     Attributes:
       model_dim: D.
       axes: A, the number of coordinate axes.
-      features: F, even.
+      num_features: F, even.
       width: the number of hidden units.
       gamma: the larger, the slower the waves at first.
 
     Raises:
-      ValueError: for sizes below one, odd `features`, or a gamma that is not positive.
+      ValueError: for sizes below one, an odd `num_features`, or a gamma that is not positive.
 
     >>> params = LearnableFourier(model_dim=8).init(jax.random.key(0))
     >>> params["waves"].shape
@@ -46,38 +46,40 @@ class LearnableFourier(Scheme):
 
     model_dim: int
     axes: int = 2
-    features: int = 768
+    num_features: int = 768
     width: int = 32
     gamma: float = 10.0
     name: ClassVar[str] = "fourier"
 
     def __post_init__(self):
-        for name in ("model_dim", "axes", "features", "width"):
+        for name in ("model_dim", "axes", "num_features", "width"):
             value = getattr(self, name)
             require(value >= 1, f"fourier: {name} must be >= 1, got {value}.")
-        require(self.features % 2 == 0, f"fourier: features must be even, got {self.features}.")
+        require(
+            self.num_features % 2 == 0,
+            f"fourier: num_features must be even, got {self.num_features}.",
+        )
         require(self.gamma > 0, f"fourier: gamma must be positive, got {self.gamma}.")
 
     @property
-    def num_axes(self) -> int:
-        """A."""
-        return self.axes
+    def traits(self):
+        return Traits(num_axes=self.axes)
 
     def init(self, key):
         """Returns {"waves": W, ...}; the network starts as torch.nn.Linear does."""
         waves, *keys = jax.random.split(key, 5)
         shapes = {
-            "in": (self.features, self.width),
+            "in": (self.num_features, self.width),
             "in_bias": (self.width,),
             "out": (self.width, self.model_dim),
             "out_bias": (self.model_dim,),
         }
-        limits = [n**-0.5 for n in (self.features, self.features, self.width, self.width)]
+        limits = [n**-0.5 for n in (self.num_features, self.num_features, self.width, self.width)]
         made = {
             name: jax.random.uniform(k, shape, minval=-limit, maxval=limit)
             for k, limit, (name, shape) in zip(keys, limits, shapes.items(), strict=True)
         }
-        normal = jax.random.normal(waves, (self.features // 2, self.axes))
+        normal = jax.random.normal(waves, (self.num_features // 2, self.axes))
         return {"waves": self.gamma**-2 * normal, **made}
 
     def embed(self, params, x, coordinates):
@@ -93,7 +95,7 @@ class LearnableFourier(Scheme):
         for a in range(1, self.axes):  # Of the sum of angles, each exact.
             c, s = cos_sin(at[a], params["waves"][:, a])
             cos, sin = cos * c - sin * s, sin * c + cos * s
-        features = jnp.concatenate([cos, sin], -1) * self.features**-0.5
+        features = jnp.concatenate([cos, sin], -1) * self.num_features**-0.5
         hidden = (
             jnp.dot(features, params["in"], precision="highest") + params["in_bias"][None, None]
         )

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import in_table, integer_positions, require
-from posenc_jax.grids import resize_grid
+from posenc_jax.positions.image_grids import resize_grid
 from posenc_jax.scheme import Scheme
 
 
@@ -87,7 +87,7 @@ def resize_learned(
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(Scheme):
+class LearnedAbsolute(Scheme):
     """Learned absolute positions (Gehring et al. 2017, BERT, GPT-2).
 
     Attributes:
@@ -99,7 +99,7 @@ class Learned(Scheme):
     Raises:
       ValueError: for sizes below one or a negative offset.
 
-    >>> scheme = Learned(max_length=8, model_dim=4)
+    >>> scheme = LearnedAbsolute(max_length=8, model_dim=4)
     >>> scheme.init(jax.random.key(0))["table"].shape
     (8, 4)
     """

@@ -13,16 +13,23 @@ Transformers. NeurIPS 2023. https://arxiv.org/abs/2305.19466
 import dataclasses
 from typing import ClassVar
 
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Acts, Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
 class NoPE(Scheme):
     """No position encoding (Haviv et al. 2022, Kazemnejad et al. 2023).
 
-    >>> NoPE().bias({}) is None
+    >>> NoPE().rules({}) is None
     True
     """
 
     name: ClassVar[str] = "none"
-    relative: ClassVar[bool] = True
+
+    @property
+    def traits(self):
+        return Traits(relative=True)
+
+    @property
+    def acts(self):
+        return Acts(0)

@@ -34,7 +34,7 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import coordinate_values, require
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Scheme, Traits
 
 _LAYOUTS = ("interleaved", "concat", "t2t")
 
@@ -106,10 +106,13 @@ class Sinusoidal(Scheme):
     theta: float = 10000.0
     layout: str = "interleaved"
     name: ClassVar[str] = "sinusoidal"
-    scale_embedding: ClassVar[bool] = True
 
     def __post_init__(self):
         _check(self.model_dim, self.theta, self.layout)
+
+    @property
+    def traits(self):
+        return Traits(scale_embedding=True)
 
     def embed(self, params, x, coordinates):
         """Returns x [B, T, D] plus the encodings of its positions."""

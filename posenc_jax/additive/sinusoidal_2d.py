@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from posenc_jax.additive.sinusoidal import sinusoidal_encoding
 from posenc_jax.checks import coordinate_values, require
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,6 @@ class Sinusoidal2D(Scheme):
     layout: str = "concat"
     axes: tuple[int, int] = (1, 0)
     name: ClassVar[str] = "sinusoidal_2d"
-    num_axes: ClassVar[int] = 2
 
     def __post_init__(self):
         require(
@@ -70,6 +69,10 @@ class Sinusoidal2D(Scheme):
             f"sinusoidal_2d: axes must be (0, 1) or (1, 0), got {self.axes}.",
         )
         require(self.theta > 0, f"sinusoidal_2d: theta must be positive, got {self.theta}.")
+
+    @property
+    def traits(self):
+        return Traits(num_axes=2)
 
     def embed(self, params, x, coordinates):
         """Returns x [B, T, D] plus the codes of its rows and columns."""

@@ -36,7 +36,8 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.scheme import LogitBias, Scheme
+from posenc_jax.rules import LogitBias
+from posenc_jax.scheme import Scheme, Traits
 
 
 def alibi_slopes(num_heads: int) -> jax.Array:
@@ -91,7 +92,7 @@ class ALiBi(Scheme):
     Raises:
       ValueError: for sizes that do not fit, or an unknown word.
 
-    >>> ALiBi(num_heads=2).bias({}).dense(jnp.array([2]), jnp.arange(3))[0]
+    >>> ALiBi(num_heads=2).rules({}).dense(jnp.array([2]), jnp.arange(3))[0]
     Array([[-0.125 , -0.0625, -0.    ]], dtype=float32)
     """
 
@@ -101,7 +102,6 @@ class ALiBi(Scheme):
     past_bonus: float = 0.0
     scaled: bool = False
     name: ClassVar[str] = "alibi"
-    relative: ClassVar[bool] = True
 
     def __post_init__(self):
         require(self.num_heads >= 1, f"alibi: num_heads must be >= 1, got {self.num_heads}.")
@@ -120,6 +120,10 @@ class ALiBi(Scheme):
             f"got {self.alibi_heads}.",
         )
 
+    @property
+    def traits(self):
+        return Traits(relative=True)
+
     def init(self, key):
         """Returns {}, or {"past": ..., "future": ...}, float32 [N], where slopes are learned."""
         if self.sides != "learned":
@@ -127,7 +131,7 @@ class ALiBi(Scheme):
         made = jax.random.normal(key, (2, self.num_heads)) - 2.0
         return {"past": made[0], "future": made[1]}
 
-    def bias(self, params):
+    def rules(self, params, q_features=None, k_features=None):
         """Returns the penalty of every head."""
         if self.sides == "learned":
             slopes = jax.nn.sigmoid(params["past"]), jax.nn.sigmoid(params["future"])

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from posenc_jax.bias.alibi import ALiBi
 from posenc_jax.bias.kerple import KERPLELog
 from posenc_jax.checks import require
-from posenc_jax.scheme import LogitBias, RowRule, Scheme
+from posenc_jax.rules import LogitBias, LogitsTransform
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,6 @@ class DAPE(Scheme):
     base: str = "kerple"
     width: int = 32
     name: ClassVar[str] = "dape"
-    relative: ClassVar[bool] = True
 
     def __post_init__(self):
         require(self.num_heads >= 1, f"dape: num_heads must be >= 1, got {self.num_heads}.")
@@ -76,6 +76,10 @@ class DAPE(Scheme):
             self.base in ("kerple", "alibi"),
             f'dape: base must be "kerple" or "alibi", got {self.base!r}.',
         )
+
+    @property
+    def traits(self):
+        return Traits(relative=True)
 
     @property
     def _base(self):
@@ -98,8 +102,8 @@ class DAPE(Scheme):
         }
         return {"base": self._base.init(base), **network}
 
-    def row_rule(self, params, rows):
+    def rules(self, params, q_features=None, k_features=None):
         """Returns the rule that adds the bias and what the network makes of it."""
-        bias = self._base.bias(params["base"])
+        bias = self._base.rules(params["base"])
         shared = bias.shared, {name: params[name] for name in ("in", "in_bias", "out")}
-        return RowRule(_Adapt(bias.rule), heads=bias.heads, shared=shared)
+        return LogitsTransform(_Adapt(bias.rule), heads=bias.heads, shared=shared)

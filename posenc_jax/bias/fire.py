@@ -30,7 +30,8 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.scheme import LogitBias, Scheme
+from posenc_jax.rules import LogitBias
+from posenc_jax.scheme import Scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ class FIRE(Scheme):
             "outer": uniform(outer, (self.num_heads, self.width), self.width),
         }
 
-    def bias(self, params):
+    def rules(self, params, q_features=None, k_features=None):
         """Returns the function of normalised distance of every head."""
         threshold = jnp.abs(params["multiplier"] * self.init_length)
         shared = params["c"], threshold, params["inner"], params["inner_bias"]

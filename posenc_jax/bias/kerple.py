@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.scheme import LogitBias, Scheme
+from posenc_jax.rules import LogitBias
+from posenc_jax.scheme import Scheme, Traits
 
 
 def _project(x, high=None):
@@ -68,23 +69,25 @@ class KERPLELog(Scheme):
       ValueError: if `num_heads` is less than one.
 
     >>> params = {"r1": jnp.array([1.0]), "r2": jnp.array([1.0])}
-    >>> KERPLELog(num_heads=1).bias(params).dense(jnp.array([2]), jnp.arange(3))[0]
+    >>> KERPLELog(num_heads=1).rules(params).dense(jnp.array([2]), jnp.arange(3))[0]
     Array([[-1.0986123, -0.6931472, -0.       ]], dtype=float32)
     """
 
     num_heads: int
     name: ClassVar[str] = "kerple"
-    relative: ClassVar[bool] = True
-    shared_over_layers: ClassVar[bool] = True
 
     def __post_init__(self):
         require(self.num_heads >= 1, f"kerple: num_heads must be >= 1, got {self.num_heads}.")
+
+    @property
+    def traits(self):
+        return Traits(relative=True, shared_over_layers=True)
 
     def init(self, key):
         """Returns {"r1": U(0, 2), "r2": U(0, 1)}, float32 [N] each."""
         return _uniform(key, self.num_heads, (2.0, 1.0))
 
-    def bias(self, params):
+    def rules(self, params, q_features=None, k_features=None):
         """Returns the penalty of every head."""
         heads = _project(params["r1"]), _project(params["r2"])
         return LogitBias(_log, heads=heads, relative=True)
@@ -101,23 +104,25 @@ class KERPLEPower(Scheme):
       ValueError: if `num_heads` is less than one.
 
     >>> params = {"r1": jnp.array([0.5]), "r2": jnp.array([2.0])}
-    >>> KERPLEPower(num_heads=1).bias(params).dense(jnp.array([2]), jnp.arange(3))[0]
+    >>> KERPLEPower(num_heads=1).rules(params).dense(jnp.array([2]), jnp.arange(3))[0]
     Array([[-2. , -0.5,  0. ]], dtype=float32)
     """
 
     num_heads: int
     name: ClassVar[str] = "kerple_power"
-    relative: ClassVar[bool] = True
-    shared_over_layers: ClassVar[bool] = True
 
     def __post_init__(self):
         require(self.num_heads >= 1, f"kerple: num_heads must be >= 1, got {self.num_heads}.")
+
+    @property
+    def traits(self):
+        return Traits(relative=True, shared_over_layers=True)
 
     def init(self, key):
         """Returns {"r1": U(0, 1), "r2": U(0, 2)}, float32 [N] each."""
         return _uniform(key, self.num_heads, (1.0, 2.0))
 
-    def bias(self, params):
+    def rules(self, params, q_features=None, k_features=None):
         """Returns the penalty of every head."""
         heads = _project(params["r1"]), _project(params["r2"], 2.0)
         return LogitBias(_power, heads=heads, relative=True)

@@ -27,7 +27,8 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
-from posenc_jax.scheme import LogitBias, Scheme
+from posenc_jax.rules import LogitBias
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Sandwich(Scheme):
     Raises:
       ValueError: if `num_heads` is less than one, or `dim` is odd or not positive.
 
-    >>> bias = Sandwich(num_heads=8, dim=2).bias({})
+    >>> bias = Sandwich(num_heads=8, dim=2).rules({})
     >>> np.asarray(bias.dense(jnp.array([2]), jnp.arange(3))[0]).round(3)
     array([[-1.416, -0.46 ,  0.   ]], dtype=float32)
     """
@@ -64,7 +65,6 @@ class Sandwich(Scheme):
     dim: int = 128
     centred: bool = True
     name: ClassVar[str] = "sandwich"
-    relative: ClassVar[bool] = True
 
     def __post_init__(self):
         require(self.num_heads >= 1, f"sandwich: num_heads must be >= 1, got {self.num_heads}.")
@@ -73,7 +73,11 @@ class Sandwich(Scheme):
             f"sandwich: dim must be even and positive, got {self.dim}.",
         )
 
-    def bias(self, params):
+    @property
+    def traits(self):
+        return Traits(relative=True)
+
+    def rules(self, params, q_features=None, k_features=None):
         """Returns the sum of cosines, weighted per head."""
         weights = self.num_heads / (8.0 * np.arange(1, self.num_heads + 1))
         rule = _Rule(self.dim, self.centred)

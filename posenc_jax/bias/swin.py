@@ -10,8 +10,8 @@ Coordinates are rows and columns, [2, B, T], anywhere in an image: only offsets 
 row p // C and column p % C. An offset that the window does not hold is NaN and makes its query NaN.
 What a shifted window must not see is hidden by segment ids.
 
-To move a table to another window the authors interpolate it: see `posenc_jax.grids.resize_grid`,
-for the table as [N, 2R - 1, 2C - 1].
+To move a table to another window the authors interpolate it: see
+`posenc_jax.resize_grid`, for the table as [N, 2R - 1, 2C - 1].
 
 Paper: Liu et al. Swin Transformer: Hierarchical Vision Transformer using Shifted Windows. 2021.
 https://arxiv.org/abs/2103.14030
@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.scheme import LogitBias, Scheme
+from posenc_jax.rules import LogitBias
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +91,15 @@ class Swin(Scheme):
     window: tuple[int, int] = (7, 7)
     stddev: float = 0.02
     name: ClassVar[str] = "swin"
-    num_axes: ClassVar[int] = 2
 
     def __post_init__(self):
         require(self.num_heads >= 1, f"swin: num_heads must be >= 1, got {self.num_heads}.")
         require(self.stddev >= 0, f"swin: stddev must not be negative, got {self.stddev}.")
         check_window("swin", self.window)
+
+    @property
+    def traits(self):
+        return Traits(num_axes=2)
 
     def init(self, key):
         """Returns {"table": float32 [N, (2R - 1)(2C - 1)]}."""
@@ -103,6 +107,6 @@ class Swin(Scheme):
         shape = self.num_heads, (2 * rows - 1) * (2 * columns - 1)
         return {"table": self.stddev * jax.random.truncated_normal(key, -2.0, 2.0, shape)}
 
-    def bias(self, params):
+    def rules(self, params, q_features=None, k_features=None):
         """Returns the entry of each offset."""
         return LogitBias(WindowEntry(self.window), heads=params["table"])

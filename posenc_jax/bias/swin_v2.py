@@ -28,7 +28,8 @@ import numpy as np
 
 from posenc_jax.bias.swin import WindowEntry, check_window
 from posenc_jax.checks import require
-from posenc_jax.scheme import LogitBias, Scheme
+from posenc_jax.rules import LogitBias
+from posenc_jax.scheme import Scheme, Traits
 
 
 def log_offsets(window: tuple[int, int], pretrained: tuple[int, int]) -> np.ndarray:
@@ -75,7 +76,6 @@ class SwinV2(Scheme):
     pretrained_window: tuple[int, int] = (0, 0)
     width: int = 512
     name: ClassVar[str] = "swin_v2"
-    num_axes: ClassVar[int] = 2
 
     def __post_init__(self):
         for name in ("num_heads", "width"):
@@ -87,6 +87,10 @@ class SwinV2(Scheme):
             "swin_v2: offsets are divided by the size of the window in training less one; both "
             f"sizes must be at least 2, got {self._trained}.",
         )
+
+    @property
+    def traits(self):
+        return Traits(num_axes=2)
 
     @property
     def _trained(self):
@@ -107,16 +111,16 @@ class SwinV2(Scheme):
         }
         return made | {"tau": jnp.full(self.num_heads, math.log(10.0), jnp.float32)}
 
-    def query(self, params, q, coordinates, rows=None):
+    def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], of the length that its head has learned."""
         gain = jnp.exp(jnp.minimum(params["tau"], math.log(100.0)))
         return _unit(q, gain[None, None, :, None])
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], of length one."""
         return _unit(k)
 
-    def bias(self, params):
+    def rules(self, params, q_features=None, k_features=None):
         """Returns what the network says of each offset."""
         offsets = jnp.asarray(log_offsets(self.window, self._trained))
         hidden = jnp.einsum("ra,wa->rw", offsets, params["in"], precision="highest")

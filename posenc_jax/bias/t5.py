@@ -26,7 +26,8 @@ import jax
 
 from posenc_jax.bias.buckets import Bucket, check_buckets, t5_boundaries
 from posenc_jax.checks import require
-from posenc_jax.scheme import LogitBias, Scheme
+from posenc_jax.rules import LogitBias
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,20 +63,22 @@ class T5(Scheme):
     bidirectional: bool = False
     stddev: float = 0.02
     name: ClassVar[str] = "t5"
-    relative: ClassVar[bool] = True
-    shared_over_layers: ClassVar[bool] = True
 
     def __post_init__(self):
         require(self.num_heads >= 1, f"t5: num_heads must be >= 1, got {self.num_heads}.")
         require(self.stddev >= 0, f"t5: stddev must not be negative, got {self.stddev}.")
         check_buckets(self.num_buckets, self.max_distance, self.bidirectional)
 
+    @property
+    def traits(self):
+        return Traits(relative=True, shared_over_layers=True)
+
     def init(self, key):
         """Returns {"table": float32 [N, num_buckets]}."""
         shape = (self.num_heads, self.num_buckets)
         return {"table": self.stddev * jax.random.normal(key, shape)}
 
-    def bias(self, params):
+    def rules(self, params, q_features=None, k_features=None):
         """Returns the entry of each distance's bucket."""
         bucket = Bucket(self.num_buckets, self.max_distance, self.bidirectional)
         one_sided = self.num_buckets // (2 if self.bidirectional else 1)

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from posenc_jax.bias.buckets import Bucket, check_buckets
 from posenc_jax.bias.t5 import T5
 from posenc_jax.checks import in_table, require
-from posenc_jax.scheme import LogitBias, Scheme
+from posenc_jax.rules import LogitBias
+from posenc_jax.scheme import Scheme, Traits
 
 
 def _row(rows, at):
@@ -90,7 +91,6 @@ class TUPE(Scheme):
     max_distance: int = 128
     stddev: float = 0.02
     name: ClassVar[str] = "tupe"
-    shared_over_layers: ClassVar[bool] = True
 
     def __post_init__(self):
         for name in ("num_heads", "head_dim", "model_dim", "max_length"):
@@ -99,6 +99,10 @@ class TUPE(Scheme):
         require(self.stddev > 0, f"tupe: stddev must be positive, got {self.stddev}.")
         if self.num_buckets:
             check_buckets(self.num_buckets, self.max_distance, bidirectional=True)
+
+    @property
+    def traits(self):
+        return Traits(shared_over_layers=True)
 
     def init(self, key):
         """Returns the table, LayerNorm and projections, and T5's table where there is one."""
@@ -118,12 +122,12 @@ class TUPE(Scheme):
             made["buckets"] = normal(buckets, self.num_heads, self.num_buckets + self.untie_cls)
         return made
 
-    def side(self, params, x, q, k, coordinates, state):
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns nothing, but raises for positions that are known to have no row."""
         in_table("tupe", coordinates, self.max_length)
         return None, None, state
 
-    def bias(self, params):
+    def rules(self, params, q_features=None, k_features=None):
         """Returns the products of positions, and T5's bias where there is one."""
         table = params["table"] - params["table"].mean(-1, keepdims=True)
         table = table * jax.lax.rsqrt((table**2).mean(-1, keepdims=True) + 1e-5)
@@ -142,7 +146,7 @@ class TUPE(Scheme):
             return products
         sizes = self.num_buckets, self.max_distance, True
         if not self.untie_cls:
-            return products, T5(self.num_heads, *sizes).bias({"table": params["buckets"]})
+            return products, T5(self.num_heads, *sizes).rules({"table": params["buckets"]})
         return products, LogitBias(_Buckets(Bucket(*sizes)), heads=params["buckets"])
 
     def logit_scale(self, head_dim):

@@ -1,7 +1,9 @@
 """The one attention function: it checks, brings everything to one form, and hands over."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 
@@ -9,7 +11,7 @@ from posenc_jax.checks import require
 from posenc_jax.engine.api_arguments import make_problem
 from posenc_jax.engine.problem import Problem
 from posenc_jax.mask import Window
-from posenc_jax.scheme import Content, LogitBias, RowRule, ValueBias, as_tuple
+from posenc_jax.rules import Rule, as_tuple
 
 _IMPLEMENTATIONS = {"reference": "reference", "xla": "xla", "jax": "jax_nn"}
 """The module of each."""
@@ -20,10 +22,7 @@ def attention(
     k: jax.Array,
     v: jax.Array,
     *,
-    bias: LogitBias | tuple[LogitBias, ...] | None = None,
-    content: Content | tuple[Content, ...] | None = None,
-    row_rule: RowRule | None = None,
-    value_bias: ValueBias | None = None,
+    rules: Rule | tuple[Rule, ...] = (),
     mask: jax.Array | None = None,
     q_positions: jax.Array | None = None,
     k_positions: jax.Array | None = None,
@@ -53,10 +52,8 @@ def attention(
       q: queries [B, T, N, H].
       k: keys [B, S, K, H]; K divides N (grouped-query attention).
       v: values [B, S, K, V].
-      bias: rules on coordinates, added to the logits.
-      content: rules on content and coordinates, added to the logits.
-      row_rule: a rule on all logits of a query at once, applied last.
-      value_bias: a rule on coordinates, added to the values.
+      rules: what is added to logits and values: a scheme's `rules(...)`, or rules of your
+        own. At most one may transform whole rows of logits, and at most one add to values.
       mask: bool [B or 1, N or 1, T, S], true where the query may see the key; it narrows
         what the other arguments allow.
       q_positions: integers [T] or [B, T], the order of tokens. Default 0 .. T - 1.
@@ -92,17 +89,14 @@ def attention(
 
     >>> import posenc_jax as pe
     >>> q = k = v = jnp.ones((1, 5, 2, 4))
-    >>> pe.attention(q, k, v, bias=pe.ALiBi(num_heads=2).bias({}), is_causal=True).shape
+    >>> pe.attention(q, k, v, rules=pe.ALiBi(num_heads=2).rules({}), is_causal=True).shape
     (1, 5, 2, 4)
     """
     problem = make_problem(
         q=q,
         k=k,
         v=v,
-        biases=as_tuple(bias),
-        contents=as_tuple(content),
-        row_rule=row_rule,
-        value=value_bias,
+        rules=as_tuple(rules),
         mask=mask,
         q_positions=q_positions,
         k_positions=k_positions,
@@ -128,10 +122,11 @@ def attention(
     chosen = implementation or _choose(problem)
     module = importlib.import_module(f"posenc_jax.engine.{_IMPLEMENTATIONS[chosen]}")
     attend = module.attend
-    if row_rule is not None and not row_rule.normalized and (return_lse or sinks is not None):
+    transform = problem.row_rule
+    if transform is not None and not transform.normalized and (return_lse or sinks is not None):
         raise NotImplementedError(
-            "attention: the row_rule replaces the softmax, so there is no log-sum-exp to return "
-            "and none for sinks to take a share of."
+            f"attention: {transform.rule} replaces the softmax, so there is no log-sum-exp to "
+            "return and none for sinks to take a share of."
         )
     out, lse = _on_any_mesh(attend, problem)
     return (out, lse) if return_lse else out
@@ -159,3 +154,46 @@ def _choose(p: Problem) -> str:
     """
     length, keys = p.q.shape[1], p.k.shape[1]
     return "reference" if length == 1 or length * keys < 32 * 32 else "xla"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """`attention` with everything but q, k, v and rules set; what `Scheme.attend` is given.
+
+    Fields are the arguments of `attention`. A scheme that cannot honour one raises for it.
+
+    Attributes:
+      extra_rules: rules added to those of every call.
+    """
+
+    extra_rules: tuple[Rule, ...] = ()
+    mask: jax.Array | None = None
+    q_positions: jax.Array | None = None
+    k_positions: jax.Array | None = None
+    q_coordinates: jax.Array | None = None
+    k_coordinates: jax.Array | None = None
+    q_segment_ids: jax.Array | None = None
+    k_segment_ids: jax.Array | None = None
+    contiguous: bool | None = None
+    is_causal: bool = False
+    window: Window = None
+    prefix_length: jax.Array | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: jax.Array | None = None
+    dropout_rate: float = 0.0
+    dropout_key: jax.Array | None = None
+    return_lse: bool = False
+    implementation: str | None = None
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, rules: Rule | tuple[Rule, ...] = ()
+    ) -> Any:
+        """Returns `attention` of q, k and v with these rules and all fields as arguments."""
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        rules = (*as_tuple(rules), *options.pop("extra_rules"))
+        return attention(q, k, v, rules=rules, **options)
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns the call with some arguments changed."""
+        return dataclasses.replace(self, **changes)

@@ -12,11 +12,25 @@ from posenc_jax.engine.api_axes import check_axes
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.mask import window_sides
 from posenc_jax.positions import count_up
-from posenc_jax.scheme import Content, DotBias, LogitBias, RowRule
+from posenc_jax.rules import ContentBias, DotBias, LogitBias, LogitsTransform, Rule, ValueBias
 
 
-def make_problem(*, q, k, v, biases, contents, row_rule, value, mask, **rest: Any) -> Problem:
+def make_problem(*, q, k, v, rules, mask, **rest: Any) -> Problem:
     """Checks the arguments of `attention` and brings them to one form."""
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"attention: rules must be rules, got {type(rule).__name__}.")
+    biases = tuple(r for r in rules if isinstance(r, LogitBias))
+    contents = tuple(r for r in rules if isinstance(r, ContentBias | DotBias))
+    transforms = [r for r in rules if isinstance(r, LogitsTransform)]
+    values = [r for r in rules if isinstance(r, ValueBias)]
+    for found, what in (
+        (transforms, "transforms whole rows of logits"),
+        (values, "adds to values"),
+    ):
+        require(len(found) < 2, f"attention: more than one rule {what}: {found}.")
+    row_rule = transforms[0] if transforms else None
+    value = values[0] if values else None
     shapes = f"q {jnp.shape(q)}, k {jnp.shape(k)}, v {jnp.shape(v)}"
     for name, x, axes in (
         ("q", q, "[B, T, N, H]"),
@@ -109,21 +123,16 @@ def _check_rules(q, v, biases, contents, value) -> None:
     """Raises unless every rule is of its type and for the heads and tokens at hand."""
     num_heads = q.shape[2]
     for b in biases:
-        if not isinstance(b, LogitBias):
-            raise TypeError(f"attention: bias must be a LogitBias, got {type(b).__name__}.")
         require(
             b.num_heads == num_heads,
             f"attention: bias is for {b.num_heads} heads but q has {num_heads}.",
         )
     for c in contents:
-        if not isinstance(c, Content):
-            raise TypeError(
-                f"attention: content must be a ContentBias or a DotBias, got {type(c).__name__}."
-            )
-        rows, cols = jax.tree.leaves(c.rows), jax.tree.leaves(c.cols)
+        rows, cols = jax.tree.leaves(c.q_features), jax.tree.leaves(c.k_features)
         require(
             bool(rows or cols),
-            "attention: content has neither rows nor cols; make them with the scheme's `side`.",
+            "attention: content has neither q_features nor k_features; make them with the scheme's "
+            "`features`.",
         )
         for leaf in jax.tree.leaves(c.heads):
             require(
@@ -134,12 +143,13 @@ def _check_rules(q, v, biases, contents, value) -> None:
         for leaf in rows:
             require(
                 leaf.shape[:3] == q.shape[:3],
-                f"attention: rows must be [B, T, N, ...] = {q.shape[:3]}, got {leaf.shape}.",
+                f"attention: q_features must be [B, T, N, ...] = {q.shape[:3]}, got {leaf.shape}.",
             )
         for leaf in cols:
             require(
                 leaf.shape[:2] == v.shape[:2] and leaf.shape[2:3] in (v.shape[2:3], (num_heads,)),
-                f"attention: cols must be [B, S, K or N, ...] for v {v.shape}, got {leaf.shape}.",
+                f"attention: k_features must be [B, S, K or N, ...] for v {v.shape}, "
+                f"got {leaf.shape}.",
             )
         if isinstance(c, DotBias):
             _check_dot(c)
@@ -155,24 +165,22 @@ def _check_row_rule(q, v, row_rule) -> None:
     """Raises unless there is none, or it is for the heads and queries at hand."""
     if row_rule is None:
         return
-    if not isinstance(row_rule, RowRule):
-        raise TypeError(f"attention: row_rule must be a RowRule, got {type(row_rule).__name__}.")
     for leaf in jax.tree.leaves(row_rule.heads):
         require(
             leaf.shape[:1] == q.shape[2:3],
             f"attention: heads of row_rule must be [N, ...] = ({q.shape[2]}, ...), "
             f"got {leaf.shape}.",
         )
-    for leaf in jax.tree.leaves(row_rule.rows):
+    for leaf in jax.tree.leaves(row_rule.q_features):
         require(
             leaf.shape[:3] == q.shape[:3],
-            f"attention: rows of row_rule must be [B, T, N, ...] = {q.shape[:3]}, "
+            f"attention: q_features of row_rule must be [B, T, N, ...] = {q.shape[:3]}, "
             f"got {leaf.shape}.",
         )
-    for leaf in jax.tree.leaves(row_rule.cols):
+    for leaf in jax.tree.leaves(row_rule.k_features):
         require(
             leaf.shape[:2] == v.shape[:2] and leaf.shape[2:3] in (v.shape[2:3], q.shape[2:3]),
-            f"attention: cols of row_rule must be [B, S, K or N, ...] for v {v.shape}, "
+            f"attention: k_features of row_rule must be [B, S, K or N, ...] for v {v.shape}, "
             f"got {leaf.shape}.",
         )
 
@@ -180,11 +188,11 @@ def _check_row_rule(q, v, row_rule) -> None:
 def _check_dot(c: DotBias) -> None:
     """Raises unless the vectors of tokens and of distances are of one size."""
     require(
-        (c.rows is None) != (c.cols is None),
-        "attention: a DotBias has either rows or cols, got "
-        f"{'neither' if c.rows is None else 'both'}.",
+        (c.q_features is None) != (c.k_features is None),
+        "attention: a DotBias has either q_features or k_features, got "
+        f"{'neither' if c.q_features is None else 'both'}.",
     )
-    own: Any = c.cols if c.rows is None else c.rows
+    own: Any = c.k_features if c.q_features is None else c.q_features
     one = jax.eval_shape(c.vectors, jax.ShapeDtypeStruct((1,), jnp.int32))
     require(
         own.ndim == 4 and one.shape[2:] == own.shape[3:],
@@ -193,10 +201,10 @@ def _check_dot(c: DotBias) -> None:
     )
 
 
-def _to_query_heads(content: Content, num_heads: int) -> Content:
+def _to_query_heads(content: Any, num_heads: int) -> Any:
     """Gives `cols` of key/value heads to the query heads that they serve."""
-    cols = jax.tree.map(lambda x: repeat_heads(x, num_heads), content.cols)
-    return dataclasses.replace(content, cols=cols)
+    cols = jax.tree.map(lambda x: repeat_heads(x, num_heads), content.k_features)
+    return dataclasses.replace(content, k_features=cols)
 
 
 def _places(batch: int, length: int, keys: int, ruled: bool, rest: dict) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.engine.problem import Problem, repeat_heads
-from posenc_jax.scheme import DotBias, RowRule, ValueBias
+from posenc_jax.rules import DotBias, LogitsTransform, ValueBias
 
 
 def check_axes(p: Problem) -> None:
@@ -43,15 +43,15 @@ def _of_a_query(p: Problem) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
 
     def run(rule, q, k):
         at = q[0, :1], k[0]
-        if not hasattr(rule, "cols"):
+        if not hasattr(rule, "k_features"):
             return rule.tile(*at)
-        cols = jax.tree.map(lambda a: repeat_heads(a[0], heads, 1), rule.cols)
-        if not isinstance(rule, RowRule):
-            return rule.tile(first(rule.rows), cols, *at)
+        cols = jax.tree.map(lambda a: repeat_heads(a[0], heads, 1), rule.k_features)
+        if not isinstance(rule, LogitsTransform):
+            return rule.tile(first(rule.q_features), cols, *at)
         if rule.expand is not None:
             cols = rule.expand(rule.shared, rule.heads, cols)
         logits, seen = jnp.zeros((heads, 1, keys), jnp.float32), jnp.ones((1, 1, keys), bool)
-        return rule.tile(first(rule.rows), cols, logits, seen, *at)
+        return rule.tile(first(rule.q_features), cols, logits, seen, *at)
 
     return run
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.mask import Window, visible
-from posenc_jax.scheme import STATIC, Content, LogitBias, RowRule, ValueBias
+from posenc_jax.rules import STATIC, ContentBias, DotBias, LogitBias, LogitsTransform, ValueBias
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +37,8 @@ class Problem:
     k: jax.Array
     v: jax.Array
     biases: tuple[LogitBias, ...]
-    contents: tuple[Content, ...]
-    row_rule: RowRule | None
+    contents: tuple[ContentBias | DotBias, ...]
+    row_rule: LogitsTransform | None
     value: ValueBias | None
     mask: jax.Array | None
     q_positions: jax.Array

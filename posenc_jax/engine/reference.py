@@ -24,7 +24,7 @@ def logits(p: Problem) -> jax.Array:
     unscaled = jnp.zeros_like(scaled)
     at = p.q_coordinates, p.k_coordinates
     terms = [(b.scaled, jax.vmap(b.tile)(*at)) for b in p.biases]
-    terms += [(c.scaled, jax.vmap(c.tile)(c.rows, c.cols, *at)) for c in p.contents]
+    terms += [(c.scaled, jax.vmap(c.tile)(c.q_features, c.k_features, *at)) for c in p.contents]
     for is_scaled, term in terms:
         if is_scaled:
             scaled += term.astype(jnp.float32)
@@ -85,16 +85,16 @@ def of_keys(p: Problem, pick: Callable[[jax.Array, int], jax.Array]) -> Problem:
     """Returns the problem with `pick(array, axis of the keys)` for all arrays by key."""
     by_key: dict[str, Any] = {"k": p.k, "v": p.v, "k_positions": p.k_positions}
     by_key |= {"k_coordinates": p.k_coordinates, "k_segment_ids": p.k_segment_ids}
-    by_key["contents"] = [c.cols for c in p.contents]
+    by_key["contents"] = [c.k_features for c in p.contents]
     rule = p.row_rule
-    by_key["rule"] = None if rule is None else rule.cols
+    by_key["rule"] = None if rule is None else rule.k_features
     picked: dict[str, Any] = jax.tree.map(lambda x: pick(x, 1), by_key)
     contents = zip(p.contents, picked.pop("contents"), strict=True)
     cols = picked.pop("rule")
     return dataclasses.replace(
         p,
-        row_rule=None if rule is None else dataclasses.replace(rule, cols=cols),
-        contents=tuple(dataclasses.replace(c, cols=cols) for c, cols in contents),
+        row_rule=None if rule is None else dataclasses.replace(rule, k_features=cols),
+        contents=tuple(dataclasses.replace(c, k_features=cols) for c, cols in contents),
         mask=None if p.mask is None else pick(p.mask, 3),
         **picked,
     )
@@ -103,9 +103,9 @@ def of_keys(p: Problem, pick: Callable[[jax.Array, int], jax.Array]) -> Problem:
 def expanded(p: Problem) -> Problem:
     """Returns the problem with `cols` of a rule on whole rows as the rule gets them."""
     rule = p.row_rule
-    if rule is None or not jax.tree.leaves(rule.cols):
+    if rule is None or not jax.tree.leaves(rule.k_features):
         return p
-    cols = jax.tree.map(lambda x: repeat_heads(x, p.q.shape[2]), rule.cols)
+    cols = jax.tree.map(lambda x: repeat_heads(x, p.q.shape[2]), rule.k_features)
     if p.k_segment_ids is not None:
         real = p.k_segment_ids >= 0
         cols = jax.tree.map(
@@ -113,7 +113,7 @@ def expanded(p: Problem) -> Problem:
         )
     if rule.expand is not None:
         cols = jax.vmap(rule.expand, (None, None, 0))(rule.shared, rule.heads, cols)
-    return dataclasses.replace(p, row_rule=dataclasses.replace(rule, cols=cols))
+    return dataclasses.replace(p, row_rule=dataclasses.replace(rule, k_features=cols))
 
 
 def attend_slots(p: Problem, q_slots: jax.Array, k_slots: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -123,7 +123,7 @@ def attend_slots(p: Problem, q_slots: jax.Array, k_slots: jax.Array) -> tuple[ja
     if p.row_rule is not None:
         at = p.q_coordinates, p.k_coordinates
         x = jnp.where(seen, x, 0.0)
-        x = jax.vmap(p.row_rule.tile)(p.row_rule.rows, p.row_rule.cols, x, seen, *at)
+        x = jax.vmap(p.row_rule.tile)(p.row_rule.q_features, p.row_rule.k_features, x, seen, *at)
     x = jnp.where(seen, x, -jnp.inf)
     if p.sinks is not None:
         sinks = p.sinks.astype(jnp.float32)[None, :, None, None]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.xla_spread import Band, by_band
 from posenc_jax.engine.xla_terms import band_of, high_bound
-from posenc_jax.scheme import DotBias
+from posenc_jax.rules import DotBias
 
 _STATIC = {"static": True}
 
@@ -73,7 +73,8 @@ class DotTerm:
     def _moved(self, side: dict) -> dict:
         if self.transform is None:
             return side
-        return {"coordinates": self.transform(side["coordinates"])}
+        transform = jax.vmap(jax.vmap(self.transform))
+        return {"coordinates": transform(side["coordinates"])}
 
 
 def _products(tokens: jax.Array, vectors: jax.Array, flip: bool) -> jax.Array:
@@ -102,11 +103,11 @@ def dot_term(
       The term, and `line(distances) -> [1 or N, L, F]` where tiles are given a part of that.
     """
     at = problem.q_coordinates
-    moved = jax.eval_shape(dot.moved, at)
+    moved = jax.eval_shape(lambda at: dot.moved(at, 2), at)
     if moved.ndim != 2 or moved.dtype != jnp.int32:
         return None, None
     ordered = problem.contiguous and dot.transform is None
-    of_keys = dot.rows is None
+    of_keys = dot.q_features is None
     shift = shift and not of_keys and dot.transform is None
     band = band_of(dot, problem, ordered=ordered, shift=shift)
     far = None
@@ -141,5 +142,5 @@ def dot_left_out(dot: DotBias, term: DotTerm) -> jax.Array | None:
     if term.far is None or term.of_keys:
         return None
     vector = dot.vectors(jnp.full((1,), term.far, jnp.int32))
-    rows: Any = dot.rows
+    rows: Any = dot.q_features
     return term.factor * jnp.swapaxes(_products(rows, vector, False)[..., 0], 1, 2)

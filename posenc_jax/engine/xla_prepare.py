@@ -19,7 +19,7 @@ from posenc_jax.engine.xla_terms import (
     high_bound,
 )
 from posenc_jax.mask import window_sides
-from posenc_jax.scheme import DotBias
+from posenc_jax.rules import DotBias
 
 HIDDEN = -1e30
 """A finite logit that no weight is left of; infinities would make NaN of what they meet."""
@@ -118,9 +118,9 @@ def prepare(p: Problem) -> tuple[Spec, Operands, jax.Array | None]:
     hidden_by_order = by_slot and p.is_causal and length == keys
     if padded and segments[0] is None and not hidden_by_order:
         segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (length, keys))
-    at_k = [c.cols for c in p.contents]
+    at_k = [c.k_features for c in p.contents]
     empty = (None,) * (len(terms) - len(p.contents))
-    by_q: dict[str, Any] = {"rows": (*empty, *(c.rows for c in p.contents))}
+    by_q: dict[str, Any] = {"rows": (*empty, *(c.q_features for c in p.contents))}
     by_k: dict[str, Any] = {"cols": (*empty, *at_k)}
     sides = (
         (by_q, sizes.length, p.q_positions, p.q_coordinates, segments[0]),

@@ -65,8 +65,8 @@ def _by_blocks(p: Problem, start: int, end: int, k_slots: jax.Array) -> tuple[An
     count = math.ceil(length / size)
     by_query: dict[str, Any] = {"q": p.q, "q_positions": p.q_positions}
     by_query |= {"q_coordinates": p.q_coordinates, "q_segment_ids": p.q_segment_ids}
-    by_query["contents"] = [c.rows for c in p.contents]
-    by_query["row_rule"] = rule.rows
+    by_query["contents"] = [c.q_features for c in p.contents]
+    by_query["row_rule"] = rule.q_features
     by_query["mask"] = None if p.mask is None else jnp.swapaxes(p.mask, 1, 2)
     by_query["slots"] = jnp.arange(p.q.shape[1], dtype=jnp.int32)[None]
 
@@ -81,8 +81,8 @@ def _by_blocks(p: Problem, start: int, end: int, k_slots: jax.Array) -> tuple[An
         contents = zip(p.contents, mine.pop("contents"), strict=True)
         part = dataclasses.replace(
             p,
-            contents=tuple(dataclasses.replace(c, rows=r) for c, r in contents),
-            row_rule=dataclasses.replace(rule, rows=rows),
+            contents=tuple(dataclasses.replace(c, q_features=r) for c, r in contents),
+            row_rule=dataclasses.replace(rule, q_features=rows),
             mask=None if mask is None else jnp.swapaxes(mask, 1, 2),
             contiguous=False,
             **mine,
@@ -96,8 +96,8 @@ def _by_blocks(p: Problem, start: int, end: int, k_slots: jax.Array) -> tuple[An
         q_coordinates=None,
         q_segment_ids=None,
         mask=None,
-        contents=tuple(dataclasses.replace(c, rows=None) for c in p.contents),
-        row_rule=dataclasses.replace(rule, rows=None),
+        contents=tuple(dataclasses.replace(c, q_features=None) for c in p.contents),
+        row_rule=dataclasses.replace(rule, q_features=None),
     )
     parts = jax.lax.map(lambda mine: block(bare, dict(mine)), jax.tree.map(blocked, by_query))
     return jax.tree.map(lambda x: _joined(x, length), parts)

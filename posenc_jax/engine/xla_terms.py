@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.tiling import joined
 from posenc_jax.engine.xla_spread import Band, by_band, by_index
-from posenc_jax.scheme import ContentBias, LogitBias
+from posenc_jax.rules import ContentBias, LogitBias
 
 _STATIC = {"static": True}
 

@@ -7,15 +7,15 @@ from posenc_jax.checks import require
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.reading import Part
 from posenc_jax.hf.rope import Rotary, rope_dict, write_rotary
-from posenc_jax.layers import Layer
-from posenc_jax.rotary.by_length import RoPEByLength
+from posenc_jax.layers import LayerSpec
 from posenc_jax.rotary.layouts import rotary_dims
 from posenc_jax.rotary.mrope import MRoPE
+from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.rotary.rope import RoPE
 from posenc_jax.scheme import Scheme
 
 
-def from_hf(config: Mapping[str, Any]) -> Scheme | tuple[Layer, ...]:
+def from_hf(config: Mapping[str, Any]) -> Scheme | tuple[LayerSpec, ...]:
     """Returns what a Hugging Face config says of positions.
 
     The model type decides what the config leaves out: the layout of pairs, which layers do not
@@ -26,7 +26,7 @@ def from_hf(config: Mapping[str, Any]) -> Scheme | tuple[Layer, ...]:
       config: `config.json` as a dict.
 
     Returns:
-      The scheme of all layers, or one `Layer` for each where they differ or have tables of
+      The scheme of all layers, or one `LayerSpec` for each where they differ or have tables of
       their own.
 
     Raises:
@@ -48,7 +48,8 @@ def from_hf(config: Mapping[str, Any]) -> Scheme | tuple[Layer, ...]:
 
 
 def to_hf(
-    scheme: Scheme | Layer | Sequence[Scheme | Layer], layer_types: Sequence[str] | None = None
+    scheme: Scheme | LayerSpec | Sequence[Scheme | LayerSpec],
+    layer_types: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Returns `rope_parameters`, as configs of transformers 5 have them, for RoPE and M-RoPE.
 
@@ -68,7 +69,7 @@ def to_hf(
     """
     if layer_types is None:
         require(
-            isinstance(scheme, Scheme | Layer),
+            isinstance(scheme, Scheme | LayerSpec),
             f"to_hf: several schemes need layer_types, got {scheme!r}.",
         )
         return _parameters(_scheme(scheme))
@@ -79,13 +80,13 @@ def to_hf(
     )
     out: dict[str, Any] = {}
     for one, kind in zip(map(_scheme, schemes), layer_types, strict=True):
-        made = _parameters(one) if one.acts_on else None
+        made = _parameters(one) if one.acts else None
         require(out.setdefault(kind, made) == made, f"to_hf: layers of type {kind!r} differ.")
     return out
 
 
 def _scheme(x: Any) -> Scheme:
-    return x.scheme if isinstance(x, Layer) else x
+    return x.scheme if isinstance(x, LayerSpec) else x
 
 
 def _parameters(scheme: Scheme) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def hf_logit_scale(config: Mapping[str, Any]) -> float | None:
     >>> pe.hf_logit_scale({"model_type": "gemma3_text", "query_pre_attn_scalar": 256})
     0.0625
     """
-    from posenc_jax.rotary.yarn import yarn_logit_scale
+    from posenc_jax.rotary.scaling.yarn import yarn_logit_scale
 
     kind = config.get("model_type")
     require(kind in MODEL_TYPES, f"hf_logit_scale: unknown model_type {kind!r}.")

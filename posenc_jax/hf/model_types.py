@@ -4,7 +4,7 @@ from posenc_jax.hf import other_families as other
 from posenc_jax.hf import rotary_families as rotary
 from posenc_jax.hf.other_families import Buckets, Grid, Table
 from posenc_jax.hf.rotary_families import Family, Latent, Multimodal, Plain
-from posenc_jax.rotary.temperature import Temperature
+from posenc_jax.logit_scale.temperature import QueryTemperature
 
 _HALF = """
 apertus arcee bitnet cwm dots1 eurobert gemma gemma2 granite granitemoe hyperclovax
@@ -32,7 +32,7 @@ def _plain(names: str, layout: str) -> dict[str, Family]:
 MODEL_TYPES: dict[str, Family] = {
     **_plain(_HALF, "half"),
     **_plain(_INTERLEAVED, "interleaved"),
-    "beam": Plain(instead=Temperature(form="beam", length=2048)),
+    "beam": Plain(instead=QueryTemperature(form="beam", length=2048)),
     "cohere2": Plain("interleaved", bare=("full_attention",)),
     "exaone4": rotary.exaone4,
     "exaone_moe": rotary.exaone4,

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from posenc_jax.additive.learned import Learned
+from posenc_jax.additive.learned import LearnedAbsolute
 from posenc_jax.additive.none import NoPE
 from posenc_jax.additive.sinusoidal import Sinusoidal
 from posenc_jax.bias.alibi import ALiBi
@@ -11,14 +11,14 @@ from posenc_jax.bias.swin import Swin
 from posenc_jax.bias.swin_v2 import SwinV2
 from posenc_jax.bias.t5 import T5
 from posenc_jax.checks import require
+from posenc_jax.content.deberta import DeBERTa
+from posenc_jax.content.inkling import Inkling
+from posenc_jax.content.shaw import Shaw
+from posenc_jax.content.transformer_xl import TransformerXL
 from posenc_jax.hf.reading import Part, head_size
 from posenc_jax.hf.rope import read_rotary, rope_dict
 from posenc_jax.hf.rotary_families import Plain
-from posenc_jax.layers import Layer
-from posenc_jax.relative.deberta import DeBERTa
-from posenc_jax.relative.inkling import Inkling
-from posenc_jax.relative.shaw import Shaw
-from posenc_jax.relative.transformer_xl import TransformerXL
+from posenc_jax.layers import LayerSpec
 from posenc_jax.rotary.axial import AxialRoPE
 from posenc_jax.rotary.rope import RoPE
 from posenc_jax.scheme import Scheme
@@ -30,7 +30,7 @@ class Buckets:
 
     own: bool = False  # Whether each layer has a table of its own.
 
-    def __call__(self, config: Part) -> Scheme | tuple[Layer, ...]:
+    def __call__(self, config: Part) -> Scheme | tuple[LayerSpec, ...]:
         """The encoder's, or with `is_decoder` the decoder's."""
         scheme = T5(
             num_heads=config.need("num_attention_heads"),
@@ -38,7 +38,7 @@ class Buckets:
             max_distance=config.get("relative_attention_max_distance", 128),
             bidirectional=not config.get("is_decoder", False),
         )
-        return (Layer(scheme),) * config.need("num_hidden_layers") if self.own else scheme
+        return (LayerSpec(scheme),) * config.need("num_hidden_layers") if self.own else scheme
 
 
 def bloom(config: Part) -> Scheme:
@@ -55,14 +55,14 @@ def mpt(config: Part) -> Scheme:
     require(not rope, f"from_hf: {part.where} has rope, which transformers does not read.")
     if not part.get("alibi", True):
         require(learned, f"from_hf: {config.where} has neither ALiBi nor learned positions.")
-        return Learned(
+        return LearnedAbsolute(
             max_length=config.need("max_position_embeddings"), model_dim=config.need("hidden_size")
         )
     part.only("alibi_bias_max", 8)
     return ALiBi(num_heads=config.need("num_attention_heads"))
 
 
-def falcon(config: Part) -> Scheme | tuple[Layer, ...]:
+def falcon(config: Part) -> Scheme | tuple[LayerSpec, ...]:
     """ALiBi inside the logit scale, or RoPE."""
     if config.get("alibi", False):
         rope_dict(config), config.get("rope_theta")  # Written, and not used.
@@ -124,15 +124,15 @@ def wav2vec2_bert(config: Part) -> Scheme:
     return TransformerXL(num_heads=heads, head_dim=head_dim, model_dim=config.need("hidden_size"))
 
 
-def inkling(config: Part) -> tuple[Layer, ...]:
+def inkling(config: Part) -> tuple[LayerSpec, ...]:
     """Profiles of distance: in a window, and over all with a temperature."""
     floor, slope = config.get("log_scaling_n_floor"), config.get("log_scaling_alpha", 0.1)
     common = {"model_dim": config.need("hidden_size"), "rank": config.get("d_rel", 16)}
     window, heads = config.get("sliding_window_size", 512), config.need("num_attention_heads")
     local_heads = config.get("swa_num_attention_heads", heads)
-    local = Layer(Inkling(num_heads=local_heads, extent=window, **common), window)
+    local = LayerSpec(Inkling(num_heads=local_heads, extent=window, **common), window)
     extent = config.get("rel_extent", 1024)
-    far = Layer(Inkling(num_heads=heads, extent=extent, floor=floor, slope=slope, **common))
+    far = LayerSpec(Inkling(num_heads=heads, extent=extent, floor=floor, slope=slope, **common))
     return tuple(local if kind == "hybrid_sliding" else far for kind in config.need("layer_types"))
 
 
@@ -156,7 +156,7 @@ class Table:
         if self.reserved:  # RoBERTa: positions begin after that of padding.
             offset = config.get("pad_token_id", 1) + 1
             length -= offset
-        return Learned(max_length=length, model_dim=dim, offset=offset)
+        return LearnedAbsolute(max_length=length, model_dim=dim, offset=offset)
 
 
 def whisper(config: Part) -> Scheme:
@@ -164,7 +164,7 @@ def whisper(config: Part) -> Scheme:
     dim, length = config.need("hidden_size"), config.get("max_target_positions", 448)
     config.get("max_source_positions")
     if config.get("is_decoder", False):
-        return Learned(max_length=length, model_dim=dim)
+        return LearnedAbsolute(max_length=length, model_dim=dim)
     return Sinusoidal(model_dim=dim, layout="t2t")
 
 
@@ -184,7 +184,7 @@ class Grid:
         return AxialRoPE(head_dim=head_size(config), theta=rotary.theta, **dict(self.settings))
 
 
-def swin(config: Part) -> tuple[Layer, ...]:
+def swin(config: Part) -> tuple[LayerSpec, ...]:
     """A table of offsets in every layer; stages have different numbers of heads."""
     window = (config.need("window_size"),) * 2
     require(
@@ -194,7 +194,7 @@ def swin(config: Part) -> tuple[Layer, ...]:
     return _stages(config, lambda heads, stage: Swin(num_heads=heads, window=window))
 
 
-def swin_v2(config: Part) -> tuple[Layer, ...]:
+def swin_v2(config: Part) -> tuple[LayerSpec, ...]:
     """A network of offsets in every layer."""
     window = (config.need("window_size"),) * 2
     before = config.get("pretrained_window_sizes") or [0] * len(config.need("depths"))
@@ -208,7 +208,7 @@ def swin_v2(config: Part) -> tuple[Layer, ...]:
 def _stages(config, make):
     per_stage, depths = config.need("num_heads"), config.need("depths")
     stages = zip(per_stage, depths, range(len(depths)), strict=True)
-    return tuple(Layer(make(n, i)) for n, depth, i in stages for _ in range(depth))
+    return tuple(LayerSpec(make(n, i)) for n, depth, i in stages for _ in range(depth))
 
 
 def roformer(config: Part) -> Scheme:

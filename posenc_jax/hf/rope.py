@@ -10,14 +10,14 @@ from typing import Any
 
 from posenc_jax.checks import require
 from posenc_jax.hf.reading import Part
-from posenc_jax.rotary.dynamic import DynamicNTK
 from posenc_jax.rotary.frequencies import FrequencyMap
-from posenc_jax.rotary.interpolation import PI
-from posenc_jax.rotary.llama3 import Llama3
-from posenc_jax.rotary.longrope import LongRoPE
-from posenc_jax.rotary.partial import Proportional
-from posenc_jax.rotary.yarn import YaRN
-from posenc_jax.scheme import as_tuple
+from posenc_jax.rotary.scaling.dynamic_ntk import DynamicNTK
+from posenc_jax.rotary.scaling.interpolation import PI
+from posenc_jax.rotary.scaling.llama3 import Llama3
+from posenc_jax.rotary.scaling.longrope import LongRoPE
+from posenc_jax.rotary.scaling.p_rope import Proportional
+from posenc_jax.rotary.scaling.yarn import YaRN
+from posenc_jax.rules import as_tuple
 
 # The same thing under another name, and multimodal configs whose map is none.
 _TYPES = {"su": "longrope", "mrope": "default", "axial": "default"}

@@ -6,20 +6,20 @@ from typing import Any
 
 from posenc_jax.additive.none import NoPE
 from posenc_jax.checks import require
-from posenc_jax.combine import chain
+from posenc_jax.combinators.chain import chain
 from posenc_jax.hf.reading import Part, head_size
 from posenc_jax.hf.rope import Rotary, read_rotary, rope_dict
-from posenc_jax.layers import Layer
-from posenc_jax.rotary.by_length import RoPEByLength
+from posenc_jax.layers import LayerSpec
+from posenc_jax.logit_scale.ssmax import SSMax
+from posenc_jax.logit_scale.temperature import QueryTemperature
 from posenc_jax.rotary.frequencies import FrequencyMap
-from posenc_jax.rotary.learned import LearnedRoPE
+from posenc_jax.rotary.learned_rope import LearnedRoPE
 from posenc_jax.rotary.mrope import MRoPE
+from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.rotary.rope import RoPE
-from posenc_jax.rotary.ssmax import SSMax
-from posenc_jax.rotary.temperature import Temperature
 from posenc_jax.scheme import Scheme
 
-Family = Callable[[Part], Scheme | tuple[Layer, ...]]
+Family = Callable[[Part], Scheme | tuple[LayerSpec, ...]]
 
 
 def rotation(rotary: Rotary, head_dim: int, layout: str = "half") -> Scheme:
@@ -44,7 +44,7 @@ class Plain:
     bare: tuple[str, ...] = ()  # Kinds of layers that do not rotate,
     instead: Scheme = NoPE()  # noqa: RUF009, frozen: and what they have.
 
-    def __call__(self, config: Part) -> Scheme | tuple[Layer, ...]:
+    def __call__(self, config: Part) -> Scheme | tuple[LayerSpec, ...]:
         """Returns RoPE, for each kind of layer where the config tells kinds apart."""
         given = rope_dict(config)
         kinds = config.get("layer_types")
@@ -60,7 +60,7 @@ class Plain:
             not missing, f"from_hf: {config.where} has layers {missing} without rope parameters."
         )
         made = {kind: self._kind(config, kind, given[kind]) for kind in sorted(set(kinds))}
-        return same_or_all(Layer(made[k], window_of(config, k)) for k in kinds)
+        return same_or_all(LayerSpec(made[k], window_of(config, k)) for k in kinds)
 
     def _by_kind(self, config: Part, given: dict | None, local: float | None) -> dict:
         """An old config's one dict, for each kind: scaling is for global layers alone."""
@@ -125,13 +125,13 @@ def window_of(config: Part, kind: str) -> Any:
     return config.get("sliding_window") if both is None else (both // 2, both // 2)
 
 
-def same_or_all(layers: Any) -> Scheme | tuple[Layer, ...]:
+def same_or_all(layers: Any) -> Scheme | tuple[LayerSpec, ...]:
     """Returns the scheme of all layers if they are alike, or the layers."""
     layers = tuple(layers)
     return layers[0].scheme if len({layer.scheme for layer in layers}) == 1 else layers
 
 
-def chosen(config: Part, flags: Any, yes: Scheme, no: Scheme) -> Scheme | tuple[Layer, ...]:
+def chosen(config: Part, flags: Any, yes: Scheme, no: Scheme) -> Scheme | tuple[LayerSpec, ...]:
     """Returns a layer of one of two schemes for each flag."""
     flags = list(flags)
     require(
@@ -140,7 +140,7 @@ def chosen(config: Part, flags: Any, yes: Scheme, no: Scheme) -> Scheme | tuple[
     )
     kinds = config.get("layer_types") or [""] * len(flags)
     pairs = zip(flags, kinds, strict=True)
-    return same_or_all(Layer(yes if on else no, window_of(config, k)) for on, k in pairs)
+    return same_or_all(LayerSpec(yes if on else no, window_of(config, k)) for on, k in pairs)
 
 
 def rope_flags(config: Part) -> list[int]:
@@ -150,25 +150,25 @@ def rope_flags(config: Part) -> list[int]:
     return given or [int((i + 1) % every != 0) for i in range(config.need("num_hidden_layers"))]
 
 
-def llama4(config: Part) -> Scheme | tuple[Layer, ...]:
+def llama4(config: Part) -> Scheme | tuple[LayerSpec, ...]:
     """RoPE, and every fourth layer a temperature without it."""
     rotary = read_rotary(config, rope_dict(config), theta=5e5)
     bare = NoPE()
     if config.get("attn_temperature_tuning", True):
         floor, strength = config.get("floor_scale", 8192), config.get("attn_scale", 0.1)
-        bare = Temperature(form="llama4", length=int(floor), strength=float(strength))
+        bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
     return chosen(
         config, rope_flags(config), rotation(rotary, head_size(config), "interleaved"), bare
     )
 
 
-def smollm3(config: Part) -> Scheme | tuple[Layer, ...]:
+def smollm3(config: Part) -> Scheme | tuple[LayerSpec, ...]:
     """RoPE, and every fourth layer nothing."""
     rotary = read_rotary(config, rope_dict(config), theta=2e6)
     return chosen(config, rope_flags(config), rotation(rotary, head_size(config)), NoPE())
 
 
-def exaone4(config: Part) -> Scheme | tuple[Layer, ...]:
+def exaone4(config: Part) -> Scheme | tuple[LayerSpec, ...]:
     """RoPE in local layers only, if there are any; else in all."""
     if config.get("sliding_window") is None:
         config.get("sliding_window_pattern")
@@ -198,7 +198,7 @@ def _with_temperature(config, make):
         return make(rotary)
     length = int(given.get("original_max_position_embeddings") or 0)
     require(length > 0, f"from_hf: {config.where} has llama_4_scaling_beta and no length.")
-    heat = Temperature(form="ministral3", length=length, strength=float(strength))
+    heat = QueryTemperature(form="ministral3", length=length, strength=float(strength))
     return chain(make(rotary), heat)
 
 
@@ -230,7 +230,7 @@ class Latent:
         }
 
 
-def mistral_large4(config: Part) -> Scheme | tuple[Layer, ...]:
+def mistral_large4(config: Part) -> Scheme | tuple[LayerSpec, ...]:
     """Learned frequencies in three layers of four, and a learned softmax scale in all."""
     rotary = read_rotary(config, rope_dict(config))
     heat = SSMax(num_heads=config.need("num_attention_heads"), scale=0.0, offset=1.0)

@@ -36,8 +36,8 @@ from posenc_jax.checks import require
 from posenc_jax.rotary.axes import axes_cos_sin
 from posenc_jax.rotary.frequencies import rope_frequencies
 from posenc_jax.rotary.layouts import check_layout, rotary_dims
-from posenc_jax.rotary.rotate import rotate
-from posenc_jax.scheme import Scheme
+from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.scheme import Scheme, Traits
 
 
 def axial_frequencies(
@@ -98,7 +98,6 @@ class AxialRoPE(Scheme):
     layout: str = "half"
     rotary_dim: int = 0
     name: ClassVar[str] = "axial_rope"
-    relative: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.layout != "half_per_axis":
@@ -110,16 +109,15 @@ class AxialRoPE(Scheme):
         _ = self._frequencies
 
     @property
-    def num_axes(self) -> int:
-        """How many axes the coordinates have: one more than the last of `axes`."""
-        return max(self.axes) + 1
+    def traits(self):
+        return Traits(relative=True, num_axes=max(self.axes) + 1)
 
     @property
     def _frequencies(self) -> np.ndarray:
         dim = rotary_dims("axial_rope", self.head_dim, self.rotary_dim, 0)
         return axial_frequencies(dim, self.theta, len(self.axes), self.frequencies)
 
-    def query(self, params, q, coordinates, rows=None):
+    def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], rotated."""
         require(
             q.shape[-1] == self.head_dim,
@@ -131,12 +129,12 @@ class AxialRoPE(Scheme):
         axes = tuple(np.repeat(self.axes, pairs).tolist())
         cos, sin = axes_cos_sin("axial_rope", coordinates, axes, frequencies.ravel())
         if self.layout != "half_per_axis":
-            return rotate(q, cos, sin, layout=self.layout)
+            return apply_rotation(q, cos, sin, layout=self.layout)
         for i in range(count):
             part = slice(i * pairs, (i + 1) * pairs)
-            q = rotate(q, cos[..., part], sin[..., part], start=2 * i * pairs)
+            q = apply_rotation(q, cos[..., part], sin[..., part], start=2 * i * pairs)
         return q
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], rotated."""
         return self.query(params, k, coordinates)

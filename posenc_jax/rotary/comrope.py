@@ -30,7 +30,7 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import coordinate_values, require
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,6 @@ class ComRoPE(Scheme):
     groups: int = 1
     init_std: float = 1.0
     name: ClassVar[str] = "comrope"
-    num_axes: ClassVar[int] = 2
-    relative: ClassVar[bool] = True
 
     def __post_init__(self):
         require(
@@ -78,6 +76,10 @@ class ComRoPE(Scheme):
         require(self.groups >= 1, f"comrope: groups must be >= 1, got {self.groups}.")
         require(self.init_std > 0, f"comrope: init_std must be positive, got {self.init_std}.")
 
+    @property
+    def traits(self):
+        return Traits(num_axes=2, relative=True)
+
     def init(self, key):
         """Returns {"matrix": [groups, blocks, size, size]}, and "multiplier" [2, blocks]; normal.
 
@@ -91,7 +93,7 @@ class ComRoPE(Scheme):
             params["multiplier"] = jax.random.normal(other, (2, blocks))
         return params
 
-    def query(self, params, q, coordinates, rows=None):
+    def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], turned."""
         batch, length, heads, dim = q.shape
         require(
@@ -121,7 +123,7 @@ class ComRoPE(Scheme):
         x = jnp.einsum("btgnir,gisr->btgnis", x, planes, precision="highest")
         return x.real.reshape(split).reshape(q.shape).astype(q.dtype)
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], turned."""
         return self.query(params, k, coordinates)
 

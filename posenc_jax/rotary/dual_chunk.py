@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import FrequencyMap
-from posenc_jax.rotary.multi_view import attend_views, rope_of, turn
+from posenc_jax.rotary.two_range import attend_views, rope_of, turn
 from posenc_jax.scheme import Scheme
 
 
@@ -81,14 +81,16 @@ class DualChunk(Scheme):
             f"chunk={self.chunk}.",
         )
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], turned by its place in its chunk."""
         return turn(self, k, coordinates % (self.chunk - self.local))
 
-    def attend(self, params, q, k, v, at, rows, cols, attention):
+    def attend(
+        self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
+    ):
         """Returns the output [B, T, N, V] of the three views."""
         length = self.chunk - self.local
-        inside = at[0] % length
+        inside = q_coordinates % length
         last = jnp.full_like(inside, min(2 * length - 1, self.chunk))
         places = inside, jnp.minimum(inside + length, self.chunk), last
         views = tuple((turn(self, q, place), k) for place in places)

@@ -31,7 +31,7 @@ import numpy as np
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import rope_frequencies
-from posenc_jax.rotary.rotate import rotate
+from posenc_jax.rotary.rotate import apply_rotation
 from posenc_jax.scheme import Scheme
 
 
@@ -87,7 +87,7 @@ class FoPE(Scheme):
         """Returns A as "cos" and B as "sin", learned or fixed."""
         return params if self.learned else self._random(jax.random.key(self.seed))
 
-    def query(self, params, q, coordinates, rows=None):
+    def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], mapped."""
         heads = q.shape[2]
         require(
@@ -104,9 +104,9 @@ class FoPE(Scheme):
         rest = ((0, 0), (0, 0), (0, 0), (0, self.head_dim // 2 - cos.shape[-1]))
         cos = jnp.pad(cos, rest, constant_values=1.0)
         sin = jnp.pad(sin, rest, constant_values=0.0 if self.still else 1.0)
-        return rotate(q, cos, sin)
+        return apply_rotation(q, cos, sin)
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], mapped."""
         return self.query(params, k, coordinates)
 

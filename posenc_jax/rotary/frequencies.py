@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from posenc_jax.checks import require
-from posenc_jax.scheme import as_tuple
+from posenc_jax.rules import as_tuple
 
 
 def check_stretch(where: str, factor: float, original_max_position: float) -> None:

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import coordinate_values, require
-from posenc_jax.rotary.rotate import rotate
-from posenc_jax.scheme import Scheme
+from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.scheme import Scheme, Traits
 
 
 def _planes(skew):
@@ -77,7 +77,6 @@ class LieRE(Scheme):
     size: int = 2
     groups: int = 1
     name: ClassVar[str] = "liere"
-    num_axes: ClassVar[int] = 2
 
     def __post_init__(self):
         require(
@@ -86,13 +85,17 @@ class LieRE(Scheme):
         )
         require(self.groups >= 1, f"liere: groups must be >= 1, got {self.groups}.")
 
+    @property
+    def traits(self):
+        return Traits(num_axes=2)
+
     def init(self, key):
         """Returns {"upper": [2, groups, blocks, size (size - 1) / 2]}, rows of U one by one."""
         entries = self.size * (self.size - 1) // 2
         shape = (2, self.groups, self.head_dim // self.size, entries)
         return {"upper": jax.random.uniform(key, shape, maxval=2 * math.pi)}
 
-    def query(self, params, q, coordinates, rows=None):
+    def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], turned."""
         batch, length, heads, dim = q.shape
         require(
@@ -122,7 +125,7 @@ class LieRE(Scheme):
         x = x.reshape(split).reshape(batch, length, heads, part).astype(q.dtype)
         return jnp.concatenate([x, q[..., part:]], -1)
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], turned."""
         return self.query(params, k, coordinates)
 
@@ -131,4 +134,4 @@ class LieRE(Scheme):
             cos_sin(a[..., None], f) for a, f in zip(at, upper, strict=True)
         )
         cos, sin = cos * cos2 - sin * sin2, sin * cos2 + cos * sin2
-        return rotate(q, cos, sin, layout="interleaved_negative")
+        return apply_rotation(q, cos, sin, layout="interleaved_negative")

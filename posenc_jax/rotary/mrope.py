@@ -30,8 +30,8 @@ from posenc_jax.checks import require
 from posenc_jax.rotary.axes import axes_cos_sin
 from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.rotary.layouts import check_layout, rotary_dims
-from posenc_jax.rotary.rotate import rotate
-from posenc_jax.scheme import Scheme
+from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.scheme import Scheme, Traits
 
 _ORDERS = ("contiguous", "interleaved", "alternating")
 
@@ -107,7 +107,6 @@ class MRoPE(Scheme):
     rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "mrope"
-    relative: ClassVar[bool] = True
 
     def __post_init__(self):
         check_layout("mrope", self.layout)
@@ -118,9 +117,8 @@ class MRoPE(Scheme):
         rope_frequencies(self._dim, self.theta, self.scaling)
 
     @property
-    def num_axes(self) -> int:
-        """How many axes the coordinates have."""
-        return max(self.axes) + 1
+    def traits(self):
+        return Traits(relative=True, num_axes=max(self.axes) + 1)
 
     @property
     def _dim(self) -> int:
@@ -133,7 +131,7 @@ class MRoPE(Scheme):
         space = 3 * pairs // 8 if self.order == "contiguous" else 5 * pairs // 16
         return mrope_axes(self.sections or (pairs - 2 * space, space, space), self.order)
 
-    def query(self, params, q, coordinates, rows=None):
+    def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], rotated."""
         require(
             q.shape[-1] == self.head_dim,
@@ -143,8 +141,8 @@ class MRoPE(Scheme):
         cos, sin = axes_cos_sin("mrope", coordinates, self.axes, frequencies)
         if factor != 1.0:
             cos, sin = factor * cos, factor * sin
-        return rotate(q, cos, sin, layout=self.layout, start=self.rotary_start)
+        return apply_rotation(q, cos, sin, layout=self.layout, start=self.rotary_start)
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], rotated."""
         return self.query(params, k, coordinates)

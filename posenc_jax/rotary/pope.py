@@ -26,7 +26,7 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,6 @@ class PoPE(Scheme):
     rotary_dim: int = 0
     uniform: bool = False
     name: ClassVar[str] = "pope"
-    relative: ClassVar[bool] = True
 
     def __post_init__(self):
         for name in ("num_heads", "head_dim"):
@@ -67,13 +66,17 @@ class PoPE(Scheme):
         )
         require(0 < self.theta < math.inf, f"pope: theta must be positive, got {self.theta}.")
 
+    @property
+    def traits(self):
+        return Traits(relative=True)
+
     def init(self, key):
         """Returns {"delta": [N, d]}."""
         shape = (self.num_heads, self._dim)
         start = jax.random.uniform(key, shape, minval=-2 * math.pi, maxval=0.0)
         return {"delta": start if self.uniform else jnp.zeros(shape)}
 
-    def query(self, params, q, coordinates, rows=None):
+    def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H + d] in polar form, turned back by delta."""
         require(
             q.shape[2:] == (self.num_heads, self.head_dim),
@@ -87,7 +90,7 @@ class PoPE(Scheme):
         c, s = jnp.cos(delta), jnp.sin(delta)
         return self._polar(q, cos * c + sin * s, sin * c - cos * s)
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H + d] in polar form."""
         require(
             k.shape[3] == self.head_dim,

@@ -25,8 +25,8 @@ from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import rope_frequencies
 from posenc_jax.rotary.layouts import check_layout
-from posenc_jax.rotary.rotate import rotate
-from posenc_jax.scheme import Scheme
+from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +57,6 @@ class RePo(Scheme):
     layout: str = "half"
     init_std: float = 0.02
     name: ClassVar[str] = "repo"
-    relative: ClassVar[bool] = True
-    by_order: ClassVar[bool] = True
-    reads_x: ClassVar[bool] = True
 
     def __post_init__(self):
         check_layout(self.name, self.layout)
@@ -72,6 +69,10 @@ class RePo(Scheme):
         require(self.init_std > 0, f"repo: init_std must be positive, got {self.init_std}.")
         rope_frequencies(self.head_dim, self.theta)
 
+    @property
+    def traits(self):
+        return Traits(relative=True, order_only=True, reads_x=True)
+
     def init(self, key):
         """Returns {"gate": [D, width], "content": [D, width], "out": [width, groups]}; normal."""
         width = self.width or self.model_dim // 8
@@ -83,7 +84,7 @@ class RePo(Scheme):
             for k, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
 
-    def side(self, params, x, q, k, coordinates, state):
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the positions z, float32 [B, T, groups], for queries and for keys."""
         if x is None:
             raise ValueError("repo: positions are made from x; give it to scheme_attention.")
@@ -98,17 +99,17 @@ class RePo(Scheme):
         z = jnp.dot(jax.nn.silu(gate) * content, params["out"], precision="highest")
         return z, z, state
 
-    def query(self, params, q, coordinates, rows: Any = None):
-        """Returns q [B, T, N, H], turned as at the positions in `rows`."""
+    def query(self, params, q, coordinates, features: Any = None, tables=None):
+        """Returns q [B, T, N, H], turned as at the positions in `features`."""
         heads = q.shape[2]
         require(
             q.shape[3] == self.head_dim and heads % self.groups == 0,
             f"repo: q and k must be [B, T, a multiple of groups={self.groups}, {self.head_dim}], "
             f"got {q.shape}.",
         )
-        cos, sin = cos_sin(rows, rope_frequencies(self.head_dim, self.theta)[0])
-        return rotate(q, cos, sin, layout=self.layout)
+        cos, sin = cos_sin(features, rope_frequencies(self.head_dim, self.theta)[0])
+        return apply_rotation(q, cos, sin, layout=self.layout)
 
-    def key(self, params, k, coordinates, cols=None):
-        """Returns k [B, S, K, H], turned as at the positions in `cols`."""
-        return self.query(params, k, coordinates, cols)
+    def key(self, params, k, coordinates, features=None, tables=None):
+        """Returns k [B, S, K, H], turned as at the positions in `features`."""
+        return self.query(params, k, coordinates, features)

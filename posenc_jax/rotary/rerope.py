@@ -30,8 +30,8 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import FrequencyMap
-from posenc_jax.rotary.multi_view import attend_views, rope_of, turn
-from posenc_jax.scheme import Scheme
+from posenc_jax.rotary.two_range import attend_views, rope_of, turn
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +78,6 @@ class ReRoPE(Scheme):
     rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "rerope"
-    relative: ClassVar[bool] = True
-    caches_mapped_keys: ClassVar[bool] = False
 
     def __post_init__(self):
         rope_of(self)
@@ -90,11 +88,17 @@ class ReRoPE(Scheme):
             f"rerope: restart must not be negative, got {self.restart}.",
         )
 
-    def attend(self, params, q, k, v, at, rows, cols, attention):
+    @property
+    def traits(self):
+        return Traits(relative=True, cache_transformed_keys=False)
+
+    def attend(
+        self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
+    ):
         """Returns the output [B, T, N, V] of the near and the far view."""
         restart = self.window if self.restart is None else self.restart
         ahead = restart - self.leak * self.window
-        near = turn(self, q, at[0]), turn(self, k, at[1])
-        far_q = turn(self, q, at[0], slow=self.leak, ahead=ahead)
-        views = near, (far_q, turn(self, k, at[1], slow=self.leak))
+        near = turn(self, q, q_coordinates), turn(self, k, k_coordinates)
+        far_q = turn(self, q, q_coordinates, slow=self.leak, ahead=ahead)
+        views = near, (far_q, turn(self, k, k_coordinates, slow=self.leak))
         return attend_views(self.name, views, v, Far(self.window), attention, relative=True)

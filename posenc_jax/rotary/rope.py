@@ -29,8 +29,8 @@ from posenc_jax.angles import cos_sin
 from posenc_jax.checks import array_of_rank, coordinate_values, require
 from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.rotary.layouts import check_layout, rotary_dims
-from posenc_jax.rotary.rotate import rotate
-from posenc_jax.scheme import Scheme
+from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.scheme import Scheme, Traits
 
 
 def apply_rope(
@@ -77,7 +77,7 @@ def apply_rope(
     cos, sin = cos_sin(positions, frequencies)
     if factor != 1.0:
         cos, sin = factor * cos, factor * sin
-    return rotate(x, cos, sin, layout=layout, start=rotary_start)
+    return apply_rotation(x, cos, sin, layout=layout, start=rotary_start)
 
 
 def rope_matrix(position: int, dim: int, theta: float = 10000.0) -> np.ndarray:
@@ -125,14 +125,17 @@ class RoPE(Scheme):
     rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "rope"
-    relative: ClassVar[bool] = True
 
     def __post_init__(self):
         check_layout("rope", self.layout)
         dim = rotary_dims("rope", self.head_dim, self.rotary_dim, self.rotary_start)
         rope_frequencies(dim, self.theta, self.scaling)
 
-    def query(self, params, q, coordinates, rows=None):
+    @property
+    def traits(self):
+        return Traits(relative=True)
+
+    def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], rotated."""
         require(
             q.shape[-1] == self.head_dim,
@@ -141,6 +144,6 @@ class RoPE(Scheme):
         names = ("theta", "layout", "rotary_dim", "rotary_start", "scaling")
         return apply_rope(q, coordinates, **{name: getattr(self, name) for name in names})
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], rotated."""
         return self.query(params, k, coordinates)

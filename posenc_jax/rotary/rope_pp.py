@@ -29,8 +29,8 @@ from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.rotary.layouts import check_layout
-from posenc_jax.rotary.rotate import rotate
-from posenc_jax.scheme import Scheme
+from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,6 @@ class RoPEPlusPlus(Scheme):
     layout: str = "half"
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "rope_pp"
-    relative: ClassVar[bool] = True
 
     def __post_init__(self):
         check_layout(self.name, self.layout)
@@ -68,7 +67,11 @@ class RoPEPlusPlus(Scheme):
         )
         rope_frequencies(self.head_dim, self.theta, self.scaling)
 
-    def query(self, params, q, coordinates, rows=None):
+    @property
+    def traits(self):
+        return Traits(relative=True)
+
+    def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], rotated; [B, T, 2 N, H] with heads added."""
         cos, sin = self._tables(q, coordinates)
         if self.heads == "all":
@@ -84,7 +87,7 @@ class RoPEPlusPlus(Scheme):
         both = jnp.stack([self._turned(q, cos, sin), self._turned(q, sin, -cos)], 3)
         return both.reshape(*q.shape[:2], -1, self.head_dim)
 
-    def key(self, params, k, coordinates, cols=None):
+    def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], rotated as in RoPE."""
         return self._turned(k, *self._tables(k, coordinates))
 
@@ -98,4 +101,4 @@ class RoPEPlusPlus(Scheme):
         return (cos, sin) if factor == 1.0 else (factor * cos, factor * sin)
 
     def _turned(self, x, cos, sin):
-        return rotate(x, cos, sin, layout=self.layout)
+        return apply_rotation(x, cos, sin, layout=self.layout)

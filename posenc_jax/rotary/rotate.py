@@ -18,7 +18,7 @@ from posenc_jax.checks import array_of_rank, require
 from posenc_jax.rotary.layouts import check_layout, read_and_write
 
 
-def rotate(
+def apply_rotation(
     x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str = "half", start: int = 0
 ) -> jax.Array:
     """Returns x with 2P of its dimensions turned, in its own dtype.
@@ -38,7 +38,7 @@ def rotate(
       ValueError: for shapes that do not fit.
 
     >>> cos, sin = pe.cos_sin(jnp.array([[1]]), np.array([1.0]))
-    >>> rotate(jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2), cos, sin).ravel().round(4)
+    >>> apply_rotation(jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2), cos, sin).ravel().round(4)
     Array([0.5403, 0.8415], dtype=float32)
     """
     array_of_rank("rotate", "x", x, 4, "[B, T, N, H]")

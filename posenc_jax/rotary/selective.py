@@ -26,8 +26,8 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import rope_frequencies
-from posenc_jax.rotary.rotate import rotate
-from posenc_jax.scheme import Scheme
+from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +60,6 @@ class SelectiveRoPE(Scheme):
     temp_max: float = 1.0
     learn_temperature: bool = False
     name: ClassVar[str] = "selective_rope"
-    relative: ClassVar[bool] = True
-    by_order: ClassVar[bool] = True
-    reads_x: ClassVar[bool] = True
-    reads_segments: ClassVar[bool] = True
 
     def __post_init__(self):
         for name in ("model_dim", "groups", "rank", "width"):
@@ -79,6 +75,10 @@ class SelectiveRoPE(Scheme):
         )
         rope_frequencies(self.head_dim, self.theta)
 
+    @property
+    def traits(self):
+        return Traits(relative=True, order_only=True, reads_x=True)
+
     def init(self, key):
         """Returns {"down": [D, rank], "up": [rank, C], "conv": [width, C]} as torch starts them.
 
@@ -93,7 +93,7 @@ class SelectiveRoPE(Scheme):
         }
         return params | ({"temperature": self._start()} if self.learn_temperature else {})
 
-    def side(self, params, x, q, k, coordinates, state, segment_ids=None):
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns c of every token, float32 [B, T, groups, H / 2], for queries and for keys."""
         require(
             x is not None and x.shape[-1] == self.model_dim,
@@ -114,20 +114,20 @@ class SelectiveRoPE(Scheme):
         angles = sums.reshape(batch, length, self.groups, -1)
         return angles, angles, (sums[:, -1], *recent)
 
-    def query(self, params, q, coordinates, rows=None):
-        """Returns q [B, T, N, H], turned by the angles in `rows`."""
+    def query(self, params, q, coordinates, features=None, tables=None):
+        """Returns q [B, T, N, H], turned by the angles in `features`."""
         require(
             q.shape[3] == self.head_dim and q.shape[2] % self.groups == 0,
             f"selective_rope: q and k must be [B, T, a multiple of groups={self.groups}, "
             f"{self.head_dim}], got {q.shape}.",
         )
         tau = params["temperature"] if self.learn_temperature else self._start()
-        angles = rows * tau[None, None, None]
-        return rotate(q, jnp.cos(angles), jnp.sin(angles))
+        angles = features * tau[None, None, None]
+        return apply_rotation(q, jnp.cos(angles), jnp.sin(angles))
 
-    def key(self, params, k, coordinates, cols=None):
-        """Returns k [B, S, K, H], turned by the angles in `cols`."""
-        return self.query(params, k, coordinates, cols)
+    def key(self, params, k, coordinates, features=None, tables=None):
+        """Returns k [B, S, K, H], turned by the angles in `features`."""
+        return self.query(params, k, coordinates, features)
 
     def _start(self):
         frequencies, _ = rope_frequencies(self.head_dim, self.theta)

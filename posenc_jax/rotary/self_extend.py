@@ -22,9 +22,9 @@ from typing import ClassVar
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import FrequencyMap
-from posenc_jax.rotary.multi_view import attend_views, rope_of, turn
 from posenc_jax.rotary.rerope import Far
-from posenc_jax.scheme import Scheme
+from posenc_jax.rotary.two_range import attend_views, rope_of, turn
+from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,6 @@ class SelfExtend(Scheme):
     rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "self_extend"
-    caches_mapped_keys: ClassVar[bool] = False
 
     def __post_init__(self):
         rope_of(self)
@@ -67,10 +66,16 @@ class SelfExtend(Scheme):
             value = getattr(self, name)
             require(value >= 1, f"self_extend: {name} must be at least 1, got {value}.")
 
-    def attend(self, params, q, k, v, at, rows, cols, attention):
+    @property
+    def traits(self):
+        return Traits(cache_transformed_keys=False)
+
+    def attend(
+        self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
+    ):
         """Returns the output [B, T, N, V] of the near and the far view."""
         ahead = self.window - self.window / self.group
-        near = turn(self, q, at[0]), turn(self, k, at[1])
-        far_q = turn(self, q, at[0] // self.group, ahead=ahead)
-        views = near, (far_q, turn(self, k, at[1] // self.group))
+        near = turn(self, q, q_coordinates), turn(self, k, k_coordinates)
+        far_q = turn(self, q, q_coordinates // self.group, ahead=ahead)
+        views = near, (far_q, turn(self, k, k_coordinates // self.group))
         return attend_views(self.name, views, v, Far(self.window), attention, relative=True)

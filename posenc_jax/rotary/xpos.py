@@ -30,8 +30,8 @@ from posenc_jax.angles import cos_sin
 from posenc_jax.checks import coordinate_values, require
 from posenc_jax.rotary.frequencies import rope_frequencies
 from posenc_jax.rotary.layouts import check_layout
-from posenc_jax.rotary.rotate import rotate
-from posenc_jax.scheme import Scheme
+from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.scheme import Scheme, Traits
 
 
 def xpos_decay(dim: int, scale_base: float = 512.0, gamma: float = 0.4) -> np.ndarray:
@@ -74,15 +74,17 @@ class XPos(Scheme):
     gamma: float = 0.4
     layout: str = "interleaved"
     name: ClassVar[str] = "xpos"
-    relative: ClassVar[bool] = True
-    caches_mapped_keys: ClassVar[bool] = False  # The origin moves with every token.
 
     def __post_init__(self):
         check_layout("xpos", self.layout)
         rope_frequencies(self.head_dim, self.theta)
         xpos_decay(self.head_dim, self.scale_base, self.gamma)
 
-    def side(self, params, x, q, k, coordinates, state):
+    @property
+    def traits(self):
+        return Traits(relative=True, cache_transformed_keys=False)
+
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the origin for queries and for keys, [B, T], and the state [B]."""
         at = self._coordinates(coordinates)
         origin = at.max(1) if state is None else jnp.maximum(state, at.max(1))
@@ -90,13 +92,13 @@ class XPos(Scheme):
         every = jnp.broadcast_to(origin[:, None], at.shape)
         return every, every, origin
 
-    def query(self, params, q, coordinates, rows=None):
-        """Returns q [B, T, N, H], rotated and scaled from the origin `rows`."""
-        return self._turn(q, coordinates, rows, -1)
+    def query(self, params, q, coordinates, features=None, tables=None):
+        """Returns q [B, T, N, H], rotated and scaled from the origin `features`."""
+        return self._turn(q, coordinates, features, -1)
 
-    def key(self, params, k, coordinates, cols=None):
-        """Returns k [B, S, K, H], rotated and scaled from the greatest origin in `cols`."""
-        return self._turn(k, coordinates, cols, 1)
+    def key(self, params, k, coordinates, features=None, tables=None):
+        """Returns k [B, S, K, H], rotated and scaled from the greatest origin in `features`."""
+        return self._turn(k, coordinates, features, 1)
 
     def _coordinates(self, coordinates: jax.Array) -> jax.Array:
         at = coordinate_values("xpos", coordinates)
@@ -114,4 +116,4 @@ class XPos(Scheme):
         decay = jnp.asarray(sign * decay, jnp.float32)
         scale = jnp.exp(since.astype(jnp.float32)[..., None] * decay[None, None])
         cos, sin = cos_sin(at, rope_frequencies(self.head_dim, self.theta)[0])
-        return rotate(x, scale * cos, scale * sin, layout=self.layout)
+        return apply_rotation(x, scale * cos, scale * sin, layout=self.layout)

@@ -25,7 +25,7 @@ def code(scheme, params, at):
 
 
 def test_matches_the_reference_code():
-    scheme = pe.LearnableFourier(model_dim=8, features=12, width=5)
+    scheme = pe.LearnableFourier(model_dim=8, num_features=12, width=5)
     params = {
         "waves": waves(6, 2),
         "in": waves(5, 12).T,
@@ -45,7 +45,7 @@ def test_matches_the_reference_code():
 
 @pytest.mark.parametrize("axes", [1, 3])
 def test_far_positions_are_exact(axes):
-    scheme = pe.LearnableFourier(model_dim=6, axes=axes, features=8, width=4)
+    scheme = pe.LearnableFourier(model_dim=6, axes=axes, num_features=8, width=4)
     params = scheme.init(jax.random.key(0))
     at = np.array([[1, 257, 10**6]]) * np.arange(1, axes + 1)[:, None]
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
@@ -59,24 +59,27 @@ def test_far_positions_are_exact(axes):
 
 
 def test_plain_positions_stand_on_all_axes():
-    scheme = pe.LearnableFourier(model_dim=6, features=32)
+    scheme = pe.LearnableFourier(model_dim=6, num_features=32)
     params, at = scheme.init(jax.random.key(0)), np.array([[0, 3, 7]])
     same = code(scheme, params, np.stack([at, at]))
     np.testing.assert_array_equal(code(scheme, params, at), same)
-    assert scheme.num_axes == 2 and pe.LearnableFourier(model_dim=6, axes=3).num_axes == 3
+    assert (
+        scheme.traits.num_axes == 2
+        and pe.LearnableFourier(model_dim=6, axes=3).traits.num_axes == 3
+    )
 
 
 def test_waves_start_with_the_deviation_of_the_code():
-    params = pe.LearnableFourier(model_dim=6, features=20000, gamma=3.0).init(jax.random.key(0))
+    params = pe.LearnableFourier(model_dim=6, num_features=20000, gamma=3.0).init(jax.random.key(0))
     assert abs(params["waves"].std() - 1 / 9) < 0.002
 
 
 def test_every_option_changes_the_code():
     def of(**options):
-        scheme = pe.LearnableFourier(**({"model_dim": 6, "features": 32} | options))
+        scheme = pe.LearnableFourier(**({"model_dim": 6, "num_features": 32} | options))
         return code(scheme, scheme.init(jax.random.key(0)), np.array([[500, 900]]))
 
-    for option in ({"axes": 1}, {"features": 64}, {"width": 8}, {"gamma": 1.0}):
+    for option in ({"axes": 1}, {"num_features": 64}, {"width": 8}, {"gamma": 1.0}):
         assert np.abs(of(**option) - of()).max() > 1e-3, option
 
 
@@ -84,7 +87,7 @@ def test_every_option_changes_the_code():
     "change, message",
     [
         ({"axes": 0}, "axes must be >= 1, got 0"),
-        ({"features": 7}, "features must be even, got 7"),
+        ({"num_features": 7}, "num_features must be even, got 7"),
         ({"width": 0}, "width must be >= 1, got 0"),
         ({"gamma": 0.0}, "gamma must be positive, got 0.0"),
     ],

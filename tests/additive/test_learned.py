@@ -14,7 +14,7 @@ TABLE = np.arange(1.0, 41.0, dtype=np.float32).reshape(10, 4)
 
 @pytest.mark.parametrize("length", [1, 63])
 def test_adds_the_row_of_each_position(length):
-    scheme = pe.Learned(max_length=70, model_dim=6)
+    scheme = pe.LearnedAbsolute(max_length=70, model_dim=6)
     table = scheme.init(jax.random.key(0))["table"]
     x = np.random.default_rng(1).normal(size=(2, length, 6)).astype(np.float32)
     table = np.asarray(table)
@@ -27,7 +27,7 @@ def test_adds_the_row_of_each_position(length):
 
 
 def test_default_options_are_those_of_bert():
-    table = pe.Learned(max_length=512, model_dim=768).init(jax.random.key(0))["table"]
+    table = pe.LearnedAbsolute(max_length=512, model_dim=768).init(jax.random.key(0))["table"]
     assert table.shape == (512, 768)
     np.testing.assert_allclose(table.std(), 0.02, rtol=0.01)  # initializer_range of BERT.
     np.testing.assert_allclose(table.mean(), 0.0, atol=1e-4)
@@ -35,13 +35,15 @@ def test_default_options_are_those_of_bert():
 
 def test_stddev_and_offset_shape_the_table():
     # OPT: 2048 positions, embed_tokens at position + 2, so 2050 rows (modeling_opt.py).
-    table = pe.Learned(max_length=2048, model_dim=8, offset=2, stddev=0.5).init(jax.random.key(0))
+    table = pe.LearnedAbsolute(max_length=2048, model_dim=8, offset=2, stddev=0.5).init(
+        jax.random.key(0)
+    )
     assert table["table"].shape == (2050, 8)
     np.testing.assert_allclose(table["table"].std(), 0.5, rtol=0.02)
 
 
 def test_offset_skips_the_reserved_rows():
-    scheme = pe.Learned(max_length=8, model_dim=4, offset=2)
+    scheme = pe.LearnedAbsolute(max_length=8, model_dim=4, offset=2)
     out = embed(scheme, {"table": TABLE}, np.zeros((1, 2, 4), "f4"), np.array([[0, 7]]))
     np.testing.assert_array_equal(out[0], TABLE[[2, 9]])
 
@@ -64,7 +66,7 @@ def test_beyond_the_table_is_nan_in_that_row_alone_under_jit(offset):
 
 
 def test_the_gradient_reaches_the_rows_that_were_read():
-    scheme = pe.Learned(max_length=10, model_dim=4)
+    scheme = pe.LearnedAbsolute(max_length=10, model_dim=4)
     at = jnp.array([[0, 3, 3, 9]])
     x = jnp.zeros((1, 4, 4))
     grad = jax.grad(lambda table: embed(scheme, {"table": table}, x, at).sum())(TABLE)
@@ -73,7 +75,9 @@ def test_the_gradient_reaches_the_rows_that_were_read():
 
 def test_sums_in_float32():
     x = jnp.full((1, 1, 4), 256.0, jnp.bfloat16)
-    out = pe.Learned(max_length=10, model_dim=4).embed({"table": TABLE}, x, jnp.array([[0]]))
+    out = pe.LearnedAbsolute(max_length=10, model_dim=4).embed(
+        {"table": TABLE}, x, jnp.array([[0]])
+    )
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out[0, 0].astype(jnp.float32), [256, 258, 260, 260])
 
@@ -100,20 +104,20 @@ def test_refuses_what_does_not_count(dtype):
 )
 def test_errors_name_the_setting_and_the_value(change, message):
     with pytest.raises(ValueError, match=f"learned: {message}"):
-        pe.Learned(**{"max_length": 4, "model_dim": 4} | change)
+        pe.LearnedAbsolute(**{"max_length": 4, "model_dim": 4} | change)
 
 
 def test_errors_name_the_shapes():
-    scheme = pe.Learned(max_length=10, model_dim=1)  # One dimension would broadcast.
+    scheme = pe.LearnedAbsolute(max_length=10, model_dim=1)  # One dimension would broadcast.
     with pytest.raises(ValueError, match=r"x must be \[B, T, 1\].*got \(1, 2, 4\) and \(1, 2\)"):
         scheme.embed({"table": TABLE[:, :1]}, jnp.zeros((1, 2, 4)), jnp.array([[0, 1]]))
-    scheme = pe.Learned(max_length=10, model_dim=4)
+    scheme = pe.LearnedAbsolute(max_length=10, model_dim=4)
     with pytest.raises(ValueError, match=r"coordinates \[B, T\], got .* and \(2, 1, 2\)"):
         scheme.embed({"table": TABLE}, jnp.zeros((1, 2, 4)), jnp.zeros((2, 1, 2), jnp.int32))
 
 
 def test_known_positions_outside_the_table_raise_in_a_compiled_function_too():
-    scheme = pe.Learned(max_length=4, model_dim=2)
+    scheme = pe.LearnedAbsolute(max_length=4, model_dim=2)
     params, at = scheme.init(jax.random.key(0)), jnp.array([[0, 4]])
     with pytest.raises(ValueError, match=r"must be in \[0, 4\)"):
         jax.jit(lambda x: scheme.embed(params, x, at))(jnp.zeros((1, 2, 2)))

@@ -29,7 +29,7 @@ def test_is_attention_and_nothing_else(is_causal):
 def test_has_no_parameters_and_acts_nowhere():
     scheme, x = pe.NoPE(), jnp.ones((1, 3, 4))
     assert scheme.init(jax.random.key(0)) == {}
-    assert scheme.acts_on == () and not scheme.acts_in_attention
+    assert scheme.acts == pe.Acts(0) and not scheme.acts_in_attention
     assert scheme.logit_scale(64) is None
     np.testing.assert_array_equal(pe.scheme_embedding(scheme, {}, x), x)
 

@@ -112,7 +112,9 @@ def test_embedding_adds_in_float32_and_keeps_the_dtype():
     exact = np.asarray(x, np.float64) + waves
     near = np.abs(np.asarray(out, np.float64) - exact) <= np.abs(exact) * 2.0**-8 + 1e-6
     assert near.all()  # Half a unit in the last place of bfloat16.
-    assert scheme.scale_embedding  # "we multiply those weights by sqrt(d_model)", section 3.4.
+    assert (
+        scheme.traits.scale_embedding
+    )  # "we multiply those weights by sqrt(d_model)", section 3.4.
 
 
 def test_positions_may_be_fractions():

@@ -21,7 +21,7 @@ ARRAYS = qkv()
 @pytest.mark.parametrize("heads", SLOPES)
 def test_slopes_are_those_of_the_authors_code(heads):
     np.testing.assert_allclose(pe.alibi_slopes(heads), SLOPES[heads], rtol=1e-6)
-    np.testing.assert_array_equal(pe.ALiBi(num_heads=heads).bias({}).heads, pe.alibi_slopes(heads))
+    np.testing.assert_array_equal(pe.ALiBi(num_heads=heads).rules({}).heads, pe.alibi_slopes(heads))
 
 
 def test_slopes_worked_out_by_hand():
@@ -45,7 +45,7 @@ def test_attention_matches_the_paper(is_causal):
 
 def test_the_penalty_at_far_positions():
     at = np.array([1, 257, 10**6])
-    dense = pe.ALiBi(num_heads=12).bias({}).dense(jnp.asarray(at), jnp.asarray(at))
+    dense = pe.ALiBi(num_heads=12).rules({}).dense(jnp.asarray(at), jnp.asarray(at))
     wanted = -np.array(SLOPES[12])[:, None, None] * abs(at[:, None] - at[None])
     np.testing.assert_allclose(dense, wanted, rtol=1e-6)
 
@@ -54,7 +54,7 @@ def test_the_penalty_at_far_positions():
 @given(*[st.integers(0, 2**29)] * 3)
 def test_depends_on_the_distance_alone(i, j, shift):
     def at(a, b):
-        return pe.ALiBi(num_heads=4).bias({}).dense(jnp.array([a]), jnp.array([b]))
+        return pe.ALiBi(num_heads=4).rules({}).dense(jnp.array([a]), jnp.array([b]))
 
     np.testing.assert_array_equal(at(i, j), at(j, i))
     np.testing.assert_array_equal(at(i, j), at(i + shift, j + shift))
@@ -65,7 +65,7 @@ def test_errors_name_the_argument_and_the_value():
         with pytest.raises(ValueError, match=r"alibi: num_heads must be .*1, got 0"):
             make(0)
     with pytest.raises(ValueError, match="attention: bias is for 4 heads but q has 6"):
-        pe.attention(*ARRAYS, bias=pe.ALiBi(num_heads=4).bias({}))
+        pe.attention(*ARRAYS, rules=pe.ALiBi(num_heads=4).rules({}))
 
 
 def issue_five(heads, length, sides, past=None, future=None):
@@ -84,11 +84,11 @@ def issue_five(heads, length, sides, past=None, future=None):
 @pytest.mark.parametrize("heads", [6, 12])
 def test_split_sides_are_those_of_the_authors(heads):
     scheme = pe.ALiBi(num_heads=heads, sides="split")
-    got = np.array(scheme.bias({}).dense(jnp.arange(63), jnp.arange(63)))
+    got = np.array(scheme.rules({}).dense(jnp.arange(63), jnp.arange(63)))
     wanted = issue_five(heads, 63, "split")
     np.testing.assert_array_equal(got < -1e19, np.isinf(wanted))
     np.testing.assert_allclose(np.where(got < -1e19, -np.inf, got), wanted, rtol=2e-6)
-    far = scheme.bias({}).dense(jnp.array([0, 2**31 - 1]), jnp.array([0, 2**31 - 1]))
+    far = scheme.rules({}).dense(jnp.array([0, 2**31 - 1]), jnp.array([0, 2**31 - 1]))
     assert np.isfinite(far).all()
 
 
@@ -96,7 +96,7 @@ def test_learned_sides_are_those_of_the_authors():
     scheme = pe.ALiBi(num_heads=6, sides="learned")
     params = scheme.init(jax.random.key(0))
     at = np.array([0, 1, 62, 257, 10**6])
-    got = scheme.bias(params).dense(jnp.asarray(at), jnp.asarray(at))
+    got = scheme.rules(params).dense(jnp.asarray(at), jnp.asarray(at))
     short = issue_five(6, 63, "learned", **params)
     np.testing.assert_allclose(got[:, :3, :3], short[:, at[:3]][:, :, at[:3]], rtol=2e-6)
     past, future = (1 / (1 + np.exp(-np.float64(params[n]))) for n in ("past", "future"))
@@ -136,13 +136,13 @@ def test_the_bonus_of_the_past_is_that_of_ruoss_et_al():
     alibi -= sum(np.tri(63, k=-i).T for i in range(1, 63))
     alibi += 0.5 * np.tri(63, k=-1)
     scheme = pe.ALiBi(num_heads=12, past_bonus=0.5)
-    got = scheme.bias({}).dense(jnp.arange(63), jnp.arange(63))
+    got = scheme.rules({}).dense(jnp.arange(63), jnp.arange(63))
     np.testing.assert_allclose(got, alibi * np.array(SLOPES[12])[:, None, None], rtol=2e-6)
 
 
 def test_some_heads_may_go_without():
     """lucidrains/x-transformers: slopes of that many heads, then zeros."""
-    got = pe.ALiBi(num_heads=12, alibi_heads=6).bias({}).heads
+    got = pe.ALiBi(num_heads=12, alibi_heads=6).rules({}).heads
     np.testing.assert_allclose(got, [*SLOPES[6], *[0.0] * 6], rtol=1e-6)
 
 

@@ -78,7 +78,7 @@ def test_a_number_worked_out_by_hand():
         "out": jnp.array([[0.5, 0.25]]),
         "base": {},
     }
-    rule = scheme.row_rule(params, None)
+    rule = scheme.rules(params, None)
     slope = float(pe.alibi_slopes(1)[0])
     keys = jnp.array([0.5, 1.0]) / -slope  # ALiBi gives -0.5 and -1.
     out = rule.rule(

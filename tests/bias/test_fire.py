@@ -26,7 +26,7 @@ def reference(params, i, j, init_length=512.0, eps=1e-6):
 
 
 def dense(scheme, params, q, k):
-    return scheme.bias(params).dense(jnp.asarray(q), jnp.asarray(k))
+    return scheme.rules(params).dense(jnp.asarray(q), jnp.asarray(k))
 
 
 @pytest.mark.parametrize("heads", [6, 12])
@@ -84,7 +84,7 @@ def test_reads_the_position_of_the_query():
     scheme = pe.FIRE(num_heads=2, init_length=8.0)
     params = scheme.init(jax.random.key(0))
     here, there = (dense(scheme, params, [20 + s], [10 + s]) for s in (0, 100))
-    assert np.abs(here - there).max() > 1e-3 and not scheme.relative
+    assert np.abs(here - there).max() > 1e-3 and not scheme.traits.relative
     early, later = (dense(scheme, params, [5 + s], [3 + s]) for s in (0, 2))
     np.testing.assert_array_equal(early, later)  # Both are before L.
 

@@ -25,7 +25,7 @@ def authors(cls, params, distance):
 
 def dense(cls, r1, r2, at):
     r1, r2 = (jnp.asarray(r, jnp.float32) for r in (r1, r2))
-    return cls(num_heads=len(r1)).bias({"r1": r1, "r2": r2}).dense(at, at)
+    return cls(num_heads=len(r1)).rules({"r1": r1, "r2": r2}).dense(at, at)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_kernels_worked_out_by_hand(cls, r1, r2, wanted):
 def test_matches_the_authors_code_at_far_positions(cls):
     params = cls(num_heads=12).init(jax.random.key(0))
     at = np.array([1, 2, 257, 10**6])
-    got = cls(num_heads=12).bias(params).dense(jnp.asarray(at), jnp.asarray(at))
+    got = cls(num_heads=12).rules(params).dense(jnp.asarray(at), jnp.asarray(at))
     wanted = authors(cls, params, abs(at[:, None] - at[None]))
     np.testing.assert_allclose(got, wanted, rtol=2e-6)
 
@@ -87,14 +87,14 @@ def test_the_gradient_is_that_of_the_projected_value(cls):
 def test_power_one_is_alibi_with_learned_slopes():
     at, slopes = jnp.arange(63), np.asarray(pe.alibi_slopes(6))
     got = dense(pe.KERPLEPower, slopes.clip(0.01), np.ones(6), at)
-    alibi = pe.ALiBi(num_heads=6).bias({}).dense(at, at)
+    alibi = pe.ALiBi(num_heads=6).rules({}).dense(at, at)
     steep = slopes >= 0.01
     np.testing.assert_allclose(np.asarray(got)[steep], np.asarray(alibi)[steep], rtol=2e-6)
 
 
 def test_gradients_are_finite_at_distance_zero():
     def total(params, at):
-        return pe.KERPLEPower(num_heads=2).bias(params).dense(at, at).sum()
+        return pe.KERPLEPower(num_heads=2).rules(params).dense(at, at).sum()
 
     params = {"r1": jnp.ones(2), "r2": jnp.full(2, 0.5)}
     for grad in jax.tree.leaves(jax.jit(jax.grad(total, (0, 1)))(params, jnp.arange(3.0))):
@@ -109,7 +109,7 @@ def test_starts_as_the_authors_do(cls):
         assert 0 <= leaf.min() and 0.99 * top < leaf.max() <= top
         np.testing.assert_allclose(leaf.mean(), top / 2, rtol=0.05)
     assert abs(np.corrcoef(params["r1"], params["r2"])[0, 1]) < 0.1
-    assert cls.shared_over_layers
+    assert cls(num_heads=1).traits.shared_over_layers
 
 
 @BOTH

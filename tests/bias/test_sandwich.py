@@ -18,7 +18,7 @@ def reference(heads, distance, dim=128):
 
 
 def dense(at, **options):
-    return pe.Sandwich(**options).bias({}).dense(jnp.asarray(at), jnp.asarray(at))
+    return pe.Sandwich(**options).rules({}).dense(jnp.asarray(at), jnp.asarray(at))
 
 
 def test_numbers_worked_out_beforehand():

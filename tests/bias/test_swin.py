@@ -27,14 +27,14 @@ def test_entries_are_those_of_the_authors(flat):
     scheme = pe.Swin(num_heads=1, window=(3, 4))
     numbers = {"table": jnp.arange(35, dtype=jnp.float32)[None]}
     at = jnp.arange(12)[None] if flat else on_grid(3, 4)
-    index = scheme.bias(numbers).dense(at, at)[0, 0]
+    index = scheme.rules(numbers).dense(at, at)[0, 0]
     np.testing.assert_array_equal(index, GOLDEN["index_3_4"])
 
 
 def test_entries_of_two_by_two_worked_out_by_hand():
     scheme = pe.Swin(num_heads=1, window=(2, 2))
     numbers = {"table": jnp.arange(9, dtype=jnp.float32)[None]}
-    index = scheme.bias(numbers).dense(jnp.arange(4), jnp.arange(4))[0]
+    index = scheme.rules(numbers).dense(jnp.arange(4), jnp.arange(4))[0]
     np.testing.assert_array_equal(index, [[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]])
 
 
@@ -53,7 +53,7 @@ def test_an_offset_that_the_window_does_not_hold_is_nan_in_its_row_alone():
     params = scheme.init(jax.random.key(0))
     row, column = np.array([[0, 1, 2], [0, 2, 0]], np.int32)
     at = jnp.asarray(np.stack([row, column])[:, None])
-    bias = scheme.bias(params).dense(at, at)[0, 0]
+    bias = scheme.rules(params).dense(at, at)[0, 0]
     np.testing.assert_array_equal(np.isnan(bias), np.abs(row[:, None] - row[None]) > 1)
     q = k = v = jnp.ones((1, 3, 2, 4))
     out = attend(scheme, params, q, k, v, coordinates=at, is_causal=True)
@@ -73,7 +73,7 @@ def test_errors_name_the_argument_and_the_value():
         pe.Swin(num_heads=2, window=(0, 2))
     with pytest.raises(ValueError, match=r"swin: num_heads must be >= 1, got 0"):
         pe.Swin(num_heads=0)
-    bias = pe.Swin(num_heads=1).bias({"table": jnp.zeros((1, 169))})
+    bias = pe.Swin(num_heads=1).rules({"table": jnp.zeros((1, 169))})
     with pytest.raises(TypeError, match="swin: coordinates must be integers, got float32"):
         bias.dense(jnp.zeros(2), jnp.zeros(2))
     with pytest.raises(ValueError, match="swin: coordinates must have 2 axes, got 3"):

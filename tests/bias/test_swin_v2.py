@@ -72,7 +72,7 @@ def test_length_of_queries_and_keys_does_not_count_and_zero_is_no_harm():
 def test_every_option_changes_the_bias():
     def of(**options):
         scheme = pe.SwinV2(num_heads=2, **options)
-        return scheme.bias(scheme.init(jax.random.key(0))).dense(np.arange(4), np.arange(4))
+        return scheme.rules(scheme.init(jax.random.key(0))).dense(np.arange(4), np.arange(4))
 
     for option in ({"window": (2, 2)}, {"pretrained_window": (16, 16)}, {"width": 64}):
         assert np.abs(of(**option) - of()).max() > 1e-3, option

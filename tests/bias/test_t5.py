@@ -65,7 +65,7 @@ def test_the_bias_at_far_positions():
     scheme = pe.T5(num_heads=6)
     params = scheme.init(jax.random.key(0))
     at = jnp.array([1, 257, 10**6])
-    dense = scheme.bias(params).dense(at, at)
+    dense = scheme.rules(params).dense(at, at)
     bucket = np.array([[0, 0, 0], [31, 0, 0], [31, 31, 0]])
     np.testing.assert_array_equal(dense, np.asarray(params["table"])[:, bucket])
 
@@ -74,7 +74,7 @@ def test_the_bias_at_far_positions():
 def test_the_bias_is_constant_beyond_its_bounds(case):
     """The bounds are the tightest, as far tiles are skipped by them."""
     scheme = pe.T5(num_heads=1, **sizes(case))
-    low, high = scheme.bias({"table": jnp.zeros((1, scheme.num_buckets))}).bounds
+    low, high = scheme.rules({"table": jnp.zeros((1, scheme.num_buckets))}).bounds
     buckets = authors_buckets(case)
     assert len(set(buckets[: low + 601])) == 1 and len(set(buckets[high + 600 :])) == 1
     assert buckets[low + 601] != buckets[low + 600] and buckets[high + 599] != buckets[high + 600]
@@ -85,7 +85,7 @@ def test_the_gradient_counts_the_pairs_of_each_bucket():
     at = jnp.arange(30)
 
     def total(table):
-        return scheme.bias({"table": table}).dense(at, at).sum()
+        return scheme.rules({"table": table}).dense(at, at).sum()
 
     grad = jax.jit(jax.grad(total))(jnp.zeros((2, 8)))
     distance = np.arange(30)[:, None] - np.arange(30)[None]
@@ -97,7 +97,7 @@ def test_options_change_the_bias():
     def dense(**options):
         scheme = pe.T5(num_heads=1, **options)
         table = np.arange(scheme.num_buckets, dtype=np.float32)[None]
-        return np.asarray(scheme.bias({"table": table}).dense(np.arange(200), np.arange(200)))
+        return np.asarray(scheme.rules({"table": table}).dense(np.arange(200), np.arange(200)))
 
     for options in ({"num_buckets": 16}, {"max_distance": 64}, {"bidirectional": True}):
         assert np.abs(dense(**options) - dense()).max() >= 1, options

@@ -27,7 +27,7 @@ def small(**options):
 @functools.partial(jax.jit, static_argnums=0)
 def dense(scheme, params, q, k):
     """The sum of all terms, [N, T, S]."""
-    made = scheme.bias(params)
+    made = scheme.rules(params)
     terms = made if isinstance(made, tuple) else (made,)
     return sum(b.dense(q, k) for b in terms)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from posenc_jax.scheme import ContentBias, DotBias, LogitBias, RowRule
+from posenc_jax.rules import ContentBias, DotBias, LogitBias, LogitsTransform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Kind:
 
     Attributes:
       make: `make(key, heads, dim) -> params`.
-      rules: `rules(params, q, k) -> {"bias": ..., "content": ..., "value_bias": ...}`.
+      rules: `rules(params, q, k)`, a tuple of rules.
       axes: number of coordinate axes that the rule reads; 0 for plain coordinates.
     """
 
@@ -58,7 +58,7 @@ def _gated(params, q, k):
     keys = -jax.nn.softplus(jnp.broadcast_to(k[..., :1], (*k.shape[:3], q.shape[2] // k.shape[2])))
     keys = keys.reshape(q.shape[0], k.shape[1], q.shape[2])
     rows, cols = jnp.cumsum(steps, 1), jnp.cumsum(keys.astype(jnp.float32), 1)
-    return {"content": ContentBias(_gate, heads=params, rows=rows, cols=cols)}
+    return (ContentBias(_gate, heads=params, q_features=rows, k_features=cols),)
 
 
 def _bounded(shared, head, q, k):
@@ -66,7 +66,7 @@ def _bounded(shared, head, q, k):
 
 
 def _alibi(params, q, k):
-    return {"bias": pe.ALiBi(num_heads=q.shape[2]).bias({})}
+    return (pe.ALiBi(num_heads=q.shape[2]).rules({}),)
 
 
 def _t5(key, heads, dim):
@@ -75,14 +75,14 @@ def _t5(key, heads, dim):
 
 def _t5_rules(params, q, k):
     scheme = pe.T5(num_heads=q.shape[2], num_buckets=8, max_distance=12)
-    return {"bias": scheme.bias(params)}
+    return (scheme.rules(params),)
 
 
 def _scaled(params, q, k):
     bounded = LogitBias(
         _bounded, heads=params["bounded"], relative=True, bounds=(-3, 5), scaled=True
     )
-    return {"bias": (bounded, _t5_rules(params["t5"], q, k)["bias"])}
+    return (bounded, *_t5_rules(params["t5"], q, k))
 
 
 def _shaw(key, heads, dim):
@@ -92,8 +92,8 @@ def _shaw(key, heads, dim):
 
 def _shaw_rules(params, q, k):
     scheme = pe.Shaw(num_heads=q.shape[2], head_dim=q.shape[3], clip=6)
-    rows, cols, _ = scheme.side(params, None, q, k, None, None)
-    return {"content": scheme.content(params, rows, cols), "value_bias": scheme.value(params)}
+    rows, cols, _ = scheme.features(params, None, q, k, None, None, None)
+    return scheme.rules(params, rows, cols)
 
 
 def _whole(shared, heads, row, cols, logits, seen, q, k):
@@ -108,8 +108,8 @@ def _whole(shared, heads, row, cols, logits, seen, q, k):
 
 def _whole_rules(params, q, k):
     rows = q[..., 0].astype(jnp.float32)
-    rule = RowRule(_whole, heads=params["heads"], shared=params["mix"], rows=rows)
-    return {"row_rule": rule, **_t5_rules(params["t5"], q, k), **_gated(params["gate"], q, k)}
+    rule = LogitsTransform(_whole, heads=params["heads"], shared=params["mix"], q_features=rows)
+    return (rule, *_t5_rules(params["t5"], q, k), *_gated(params["gate"], q, k))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,27 +140,27 @@ def _dots(key, heads, dim):
 
 def _narrow(params, q, k):
     """Of queries and of keys, with tables smaller than a tile; heads share one of them."""
-    of_queries = DotBias(_Waves(-3, 5), **params, rows=q, bounds=(-3, 5), scaled=True)
+    of_queries = DotBias(_Waves(-3, 5), **params, q_features=q, bounds=(-3, 5), scaled=True)
     shared = params["shared"][:3]
-    of_keys = DotBias(_Waves(-2, 4), shared=shared, cols=k[..., :3], bounds=(-2, 4))
-    return {"content": (of_queries, of_keys)}
+    of_keys = DotBias(_Waves(-2, 4), shared=shared, k_features=k[..., :3], bounds=(-2, 4))
+    return (of_queries, of_keys)
 
 
 def _wide(params, q, k):
     """Of queries and of keys, with tables larger than a tile of the tests."""
     shared = params["shared"][:3]
-    of_queries = DotBias(_Waves(-30, 26), shared=shared, rows=q[..., :3], bounds=(-30, 26))
-    of_keys = DotBias(_Waves(-34, 24), **params, cols=k, bounds=(-34, 24), scaled=True)
-    return {"content": (of_queries, of_keys)}
+    of_queries = DotBias(_Waves(-30, 26), shared=shared, q_features=q[..., :3], bounds=(-30, 26))
+    of_keys = DotBias(_Waves(-34, 24), **params, k_features=k, bounds=(-34, 24), scaled=True)
+    return (of_queries, of_keys)
 
 
 def _unbounded(params, q, k):
-    pair = DotBias(_Waves(), **params, rows=q, pair=_waves_of_pair)
-    return {"content": (pair, DotBias(_Waves(), **params, cols=k, scaled=True))}
+    pair = DotBias(_Waves(), **params, q_features=q, pair=_waves_of_pair)
+    return (pair, DotBias(_Waves(), **params, k_features=k, scaled=True))
 
 
 KINDS = {
-    "none": Kind(lambda key, heads, dim: {}, lambda params, q, k: {}),
+    "none": Kind(lambda key, heads, dim: {}, lambda params, q, k: ()),
     "alibi": Kind(lambda key, heads, dim: {}, _alibi),
     "t5": Kind(_t5, _t5_rules),
     "scaled": Kind(
@@ -172,11 +172,11 @@ KINDS = {
     ),
     "fire": Kind(
         _fire,
-        lambda params, q, k: {"bias": LogitBias(_mlp, params["heads"], params["shared"])},
+        lambda params, q, k: (LogitBias(_mlp, params["heads"], params["shared"]),),
     ),
     "two_axes": Kind(
         lambda key, heads, dim: jax.random.uniform(key, (heads, 2)),
-        lambda params, q, k: {"bias": LogitBias(_two_axes, params)},
+        lambda params, q, k: (LogitBias(_two_axes, params),),
         axes=2,
     ),
     "fox": Kind(lambda key, heads, dim: jnp.linspace(0.5, 1.0, heads), _gated),

@@ -26,11 +26,11 @@ def longest(q, k):
 
 
 RULES = {
-    "bias": {"bias": pe.ALiBi(num_heads=6).bias({})},
-    "content": {"content": pe.ContentBias(distance, rows=Q)},
-    "dot": {"content": SHAW.content(SHAW.init(KEY), Q, None)},
-    "row": {"row_rule": DAPE.row_rule(DAPE.init(KEY), None)},
-    "value": {"value_bias": SHAW.value(SHAW.init(KEY))},
+    "bias": pe.ALiBi(num_heads=6).rules({}),
+    "content": pe.ContentBias(distance, q_features=Q),
+    "dot": SHAW.rules(SHAW.init(KEY), Q)[0],
+    "row": DAPE.rules(DAPE.init(KEY)),
+    "value": SHAW.rules(SHAW.init(KEY), Q)[1],
 }
 
 
@@ -39,26 +39,26 @@ RULES = {
 def test_rules_of_one_axis_are_refused_three(name, implementation):
     at = jnp.zeros((3, 2, 7), jnp.int32)
     with pytest.raises(ValueError, match=r"attention: .* \(3,\) and \(3,\) axes .* the rule .*"):
-        pe.attention(Q, K, V, q_coordinates=at, implementation=implementation, **RULES[name])
+        pe.attention(Q, K, V, q_coordinates=at, implementation=implementation, rules=RULES[name])
 
 
 @pytest.mark.parametrize(
     "rule",
     [
-        {"content": pe.ContentBias(first_axis, rows=Q)},
-        {"value_bias": pe.ValueBias(longest, SHAW.value(SHAW.init(KEY)).table)},
-        {"row_rule": COPE.row_rule(COPE.init(KEY), Q)},
-        {"bias": pe.on_axis(pe.ALiBi(num_heads=6), 1, 3).bias({})},
-        {"row_rule": pe.on_axis(DAPE, 1, 3).row_rule(DAPE.init(KEY), None)},
+        pe.ContentBias(first_axis, q_features=Q),
+        pe.ValueBias(longest, SHAW.rules(SHAW.init(KEY), Q)[1].table),
+        COPE.rules(COPE.init(KEY), Q),
+        pe.on_axis(pe.ALiBi(num_heads=6), 1, 3).rules({}),
+        pe.on_axis(DAPE, 1, 3).rules(DAPE.init(KEY)),
     ],
     ids=["content", "value", "row that reads none", "bias", "row"],
 )
 def test_rules_that_read_them_are_not(rule):
     at = jnp.zeros((3, 2, 7), jnp.int32)
-    assert pe.attention(Q, K, V, q_coordinates=at, **rule).shape == Q.shape
+    assert pe.attention(Q, K, V, q_coordinates=at, rules=rule).shape == Q.shape
 
 
 def test_axes_of_queries_and_keys_are_as_many():
     q, k = jnp.zeros((2, 2, 7), jnp.int32), jnp.zeros((3, 2, 7), jnp.int32)
     with pytest.raises(ValueError, match=r"attention: .* \(2,\) and \(3,\) axes"):
-        pe.attention(Q, K, V, q_coordinates=q, k_coordinates=k, **RULES["content"])
+        pe.attention(Q, K, V, q_coordinates=q, k_coordinates=k, rules=RULES["content"])

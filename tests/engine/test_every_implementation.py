@@ -117,7 +117,7 @@ def _outcome(kind, options, implementation):
             q,
             k,
             v,
-            **kind.rules(arrays["params"], q, k),
+            rules=kind.rules(arrays["params"], q, k),
             **places,
             **options,
             sinks=arrays["sinks"],
@@ -171,7 +171,7 @@ def test_equals_what_is_written_in_the_paper(implementation, window):
                 out[0, i, n] += np.exp(x) / total * v[0, j, n // 2]
     got, got_lse = pe.attention(
         *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
-        bias=pe.ALiBi(num_heads=4).bias({}),
+        rules=pe.ALiBi(num_heads=4).rules({}),
         is_causal=True,
         window=window,
         scale=scale,

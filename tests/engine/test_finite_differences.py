@@ -42,7 +42,7 @@ def test_the_gradient_is_the_slope(kind, implementation):
     def loss(point):
         q, k, v = point["q"], point["k"], point["v"]
         options = {"is_causal": True, "softcap": 8.0, "implementation": implementation}
-        out = pe.attention(q, k, v, **places, **kind.rules(point["params"], q, k), **options)
+        out = pe.attention(q, k, v, **places, rules=kind.rules(point["params"], q, k), **options)
         return out * weights
 
     def total(point):

@@ -20,7 +20,7 @@ def _step(kind, length):
 
     def loss(q, k, v, params):
         rules = kind.rules(params, q, k)
-        out = pe.attention(q, k, v, is_causal=True, implementation="xla", **rules)
+        out = pe.attention(q, k, v, is_causal=True, implementation="xla", rules=rules)
         return jnp.sum(out**2)
 
     return jax.value_and_grad(loss, (0, 1, 2, 3)), (*tokens, params)

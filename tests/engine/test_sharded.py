@@ -49,7 +49,7 @@ def outcome(arrays, implementation):
                 q,
                 k,
                 v,
-                **KINDS[rule].rules(params, q, k),
+                rules=KINDS[rule].rules(params, q, k),
                 is_causal=True,
                 implementation=implementation,
             )

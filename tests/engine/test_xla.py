@@ -18,7 +18,7 @@ def _tokens(length, *, batch=1, heads=2, dim=8, seed=0):
 
 def _t5(heads=2):
     table = jax.random.normal(jax.random.key(4), (heads, 8))
-    return table, lambda t: pe.T5(num_heads=heads, num_buckets=8, max_distance=12).bias(
+    return table, lambda t: pe.T5(num_heads=heads, num_buckets=8, max_distance=12).rules(
         {"table": t}
     )
 
@@ -50,8 +50,8 @@ def test_awkward_sizes(length, keys, heads):
         "k_positions": jnp.arange(keys, dtype=jnp.int32),
     }
     table, bias = _t5(heads)
-    out = _attend(q, k, v, bias=bias(table), **places)
-    wanted = _attend(q, k, v, bias=bias(table), implementation="reference", **places)
+    out = _attend(q, k, v, rules=bias(table), **places)
+    wanted = _attend(q, k, v, rules=bias(table), implementation="reference", **places)
     np.testing.assert_allclose(out, wanted, atol=2e-6)
 
 
@@ -61,7 +61,7 @@ def test_gradients_are_those_of_finite_differences():
 
     @jax.jit
     def loss(q, table):
-        return jnp.sum(jnp.sin(_attend(q, k, v, bias=bias(table), window=30)))
+        return jnp.sum(jnp.sin(_attend(q, k, v, rules=bias(table), window=30)))
 
     d_q, d_table = jax.grad(loss, (0, 1))(q, table)
     step = 1e-2
@@ -81,7 +81,7 @@ def test_the_same_bits_in_every_run_and_packed_equals_separate():
     ids = jnp.where(jnp.arange(600) < 300, 0, 1)[None]
 
     def loss(q, k, v, table, ids):
-        out = _attend(q, k, v, bias=bias(table), q_segment_ids=ids)
+        out = _attend(q, k, v, rules=bias(table), q_segment_ids=ids)
         return jnp.sum(out**2), out
 
     run = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
@@ -98,7 +98,7 @@ def test_the_same_bits_in_every_run_and_packed_equals_separate():
     np.testing.assert_allclose(first[0][3], parts[0][0][3] + parts[1][0][3], atol=2e-3)
     # Where the positions restart in each segment, nothing else changes.
     at = jnp.where(ids == 0, jnp.arange(600), jnp.arange(600) - 300)
-    out = _attend(q, k, v, bias=bias(table), q_segment_ids=ids, q_positions=at, k_positions=at)
+    out = _attend(q, k, v, rules=bias(table), q_segment_ids=ids, q_positions=at, k_positions=at)
     np.testing.assert_allclose(out, first[1], atol=3e-6)
 
 
@@ -111,7 +111,9 @@ def test_what_nobody_sees_does_no_harm(kind):
     ids = jnp.zeros((2, 80), jnp.int32).at[0, 60:].set(-1).at[1, :30].set(-1)
 
     def loss(k, v, params):
-        out, lse = _attend(q, k, v, **kind.rules(params, q, k), q_segment_ids=ids, return_lse=True)
+        out, lse = _attend(
+            q, k, v, rules=kind.rules(params, q, k), q_segment_ids=ids, return_lse=True
+        )
         return jnp.sum(out**2), (out, lse)
 
     run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
@@ -129,7 +131,7 @@ def test_a_bad_row_stays_alone():
     table, bias = _t5()
 
     def loss(q):
-        out = _attend(q, k, v, bias=bias(table))
+        out = _attend(q, k, v, rules=bias(table))
         return jnp.sum(out), out
 
     grad, out = jax.grad(loss, has_aux=True)(q.at[1, 7].set(jnp.nan))
@@ -146,10 +148,10 @@ def test_permuted_storage_gives_permuted_output():
     table, bias = _t5()
     order = jax.random.permutation(jax.random.key(3), 300)
     at = jnp.arange(300, dtype=jnp.int32)
-    out = _attend(q, k, v, bias=bias(table))
+    out = _attend(q, k, v, rules=bias(table))
     moved = _attend(
         *(x[:, order] for x in (q, k, v)),
-        bias=bias(table),
+        rules=bias(table),
         q_positions=at[order],
         k_positions=at[order],
     )
@@ -161,7 +163,7 @@ def test_under_vmap_scan_and_remat():
     table, bias = _t5()
 
     def loss(table, q, k, v):
-        return jnp.sum(_attend(q[None], k[None], v[None], bias=bias(table)) ** 2)
+        return jnp.sum(_attend(q[None], k[None], v[None], rules=bias(table)) ** 2)
 
     grad = jax.grad(loss)
     one_by_one = jnp.stack([grad(table, *x) for x in zip(q, k, v, strict=True)])
@@ -169,13 +171,13 @@ def test_under_vmap_scan_and_remat():
     chex.assert_trees_all_close(jax.vmap(grad)(tables, q, k, v), one_by_one, atol=1e-4)
 
     def layers(table):
-        layer = jax.checkpoint(lambda x, t: (x + _attend(x, x, x, bias=bias(t)), None))
+        layer = jax.checkpoint(lambda x, t: (x + _attend(x, x, x, rules=bias(t)), None))
         return jnp.sum(jax.lax.scan(layer, q, jnp.stack([table, 2 * table]))[0] ** 2)
 
     def unrolled(table):
         x = q
         for t in (table, 2 * table):
-            x = x + _attend(x, x, x, bias=bias(t), implementation="reference")
+            x = x + _attend(x, x, x, rules=bias(t), implementation="reference")
         return jnp.sum(x**2)
 
     chex.assert_trees_all_close(
@@ -193,7 +195,7 @@ def test_hessian_vector_products(kind):
     def hvp(implementation):
         def loss(q, params):
             rules = kind.rules(params, q, k)
-            return jnp.sum(_attend(q, k, v, **rules, implementation=implementation) ** 2)
+            return jnp.sum(_attend(q, k, v, rules=rules, implementation=implementation) ** 2)
 
         at = (q, params)
         return jax.jit(lambda: jax.jvp(jax.grad(loss, (0, 1)), at, at)[1])()
@@ -217,7 +219,7 @@ def test_bfloat16_accumulates_in_float32():
     tokens = _tokens(520, dim=16)
     table, bias = _t5()
     q, k, v = (x.astype(jnp.bfloat16) for x in tokens)
-    out = _attend(q, k, v, bias=bias(table))
+    out = _attend(q, k, v, rules=bias(table))
     assert out.dtype == jnp.bfloat16
-    exact = _attend(*(x.astype(jnp.float32) for x in (q, k, v)), bias=bias(table))
+    exact = _attend(*(x.astype(jnp.float32) for x in (q, k, v)), rules=bias(table))
     np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.02, rtol=0.01)

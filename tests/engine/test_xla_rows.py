@@ -29,7 +29,7 @@ def _exponential(shared, heads, row, cols, logits, seen, q, k):
 
 
 def _rule(heads=2):
-    return pe.RowRule(_exponential, heads=jnp.linspace(0.5, 1.0, heads), normalized=False)
+    return pe.LogitsTransform(_exponential, heads=jnp.linspace(0.5, 1.0, heads), normalized=False)
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (300, 20)}], ids=str)
@@ -39,7 +39,7 @@ def test_queries_meet_only_ranges_of_keys_that_they_may_see(options):
 
     def loss(q, k, v, params, implementation):
         rules = KIND.rules(params, q, k)
-        out = pe.attention(q, k, v, **rules, **options, implementation=implementation)
+        out = pe.attention(q, k, v, rules=rules, **options, implementation=implementation)
         return jnp.sum(jnp.sin(out)), out
 
     run = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True), static_argnums=4)
@@ -60,7 +60,7 @@ def test_causal_work_is_less(monkeypatch):
 
     def work(**options):
         pairs.clear()
-        jax.eval_shape(lambda q: pe.attention(q, k, v, row_rule=_rule(1), **options), q)
+        jax.eval_shape(lambda q: pe.attention(q, k, v, rules=_rule(1), **options), q)
         return sum(pairs)
 
     assert work(is_causal=True) == 0.625 * work()
@@ -78,7 +78,7 @@ def test_a_rule_may_take_the_place_of_the_softmax(extra, monkeypatch):
     def loss(q, k, v, heads, implementation):
         rule = dataclasses.replace(_rule(), heads=heads)
         places = {"q_positions": order, "k_positions": order, "is_causal": True} | extra
-        out = pe.attention(q, k, v, row_rule=rule, **places, implementation=implementation)
+        out = pe.attention(q, k, v, rules=rule, **places, implementation=implementation)
         return jnp.sum(jnp.sin(out)), out
 
     run = jax.grad(loss, (0, 1, 2, 3), has_aux=True)
@@ -108,7 +108,7 @@ def test_keys_of_a_segment_come_in_the_order_of_their_positions(implementation):
         q,
         k,
         jnp.eye(6)[None, :, None],
-        row_rule=pe.RowRule(_listing, normalized=False),
+        rules=pe.LogitsTransform(_listing, normalized=False),
         q_positions=positions,
         k_positions=positions,
         q_segment_ids=segments,
@@ -125,7 +125,7 @@ def test_derivatives_of_any_order_and_mode():
     q, k, v = _tokens(9)
 
     def loss(q, implementation="xla"):
-        out = pe.attention(q, k, v, row_rule=_rule(), is_causal=True, implementation=implementation)
+        out = pe.attention(q, k, v, rules=_rule(), is_causal=True, implementation=implementation)
         return jnp.sum(jnp.sin(out))
 
     direction = jnp.ones_like(q)
@@ -144,7 +144,7 @@ def test_gradients_are_the_same_bits_in_every_run():
     @jax.jit
     def run(q, heads):
         rule = dataclasses.replace(_rule(), heads=heads)
-        return jnp.sum(pe.attention(q, k, v, row_rule=rule, is_causal=True, implementation="xla"))
+        return jnp.sum(pe.attention(q, k, v, rules=rule, is_causal=True, implementation="xla"))
 
     grads = [jax.grad(run, (0, 1))(q, _rule().heads) for _ in range(2)]
     chex.assert_trees_all_equal(*grads)
@@ -154,8 +154,8 @@ def test_gradients_are_the_same_bits_in_every_run():
 class Whole(pe.Scheme):
     """A scheme of a user's own, with a rule on coordinates."""
 
-    def row_rule(self, params, rows):
-        return pe.RowRule(_reads_coordinates)
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitsTransform(_reads_coordinates)
 
 
 def _reads_coordinates(shared, heads, row, cols, logits, seen, q, k):
@@ -169,7 +169,7 @@ def double(coordinates):
 def test_schemes_are_combined():
     q, k, v = _tokens(9)
     rope = pe.RoPE(head_dim=4)
-    assert Whole().acts_on == ("logits",)
+    assert Whole().acts == pe.Acts.LOGITS
 
     def attend(scheme, **options):
         return pe.scheme_attention(scheme, scheme.init(jax.random.key(0)), q, k, v, **options)[0]
@@ -181,7 +181,7 @@ def test_schemes_are_combined():
     at = jnp.arange(9)
     q, k = pe.apply_rope(q, at), pe.apply_rope(k, at)
     np.testing.assert_allclose(out, attend(doubled), atol=1e-6)
-    with pytest.raises(ValueError, match="chain: only one scheme may have a rule on whole rows"):
+    with pytest.raises(ValueError, match="attention: more than one rule transforms whole rows"):
         attend(pe.chain(Whole(), Whole()))
 
 
@@ -189,7 +189,7 @@ def test_a_sharded_sequence_gathers_its_keys():
     q, k, v = _tokens(16)
     positions = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32)[::-1], (2, 16))
     places = {"q_positions": positions, "k_positions": positions, "is_causal": True}
-    wanted = pe.attention(q, k, v, row_rule=_rule(), **places)
+    wanted = pe.attention(q, k, v, rules=_rule(), **places)
     spread = PartitionSpec(None, "sequence")
 
     def run(method):
@@ -202,7 +202,7 @@ def test_a_sharded_sequence_gathers_its_keys():
                 v,
                 axis_name="sequence",
                 method=method,
-                row_rule=rule,
+                rules=rule,
                 q_positions=at,
                 k_positions=at,
                 is_causal=True,
@@ -220,16 +220,16 @@ def test_a_sharded_sequence_gathers_its_keys():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"row_rule": _rule(3)}, ValueError, r"heads of row_rule must be \[N, .*\(2, .*\(3,\)"),
+        ({"rules": _rule(3)}, ValueError, r"heads of row_rule must be \[N, .*\(2, .*\(3,\)"),
         (
-            {"row_rule": pe.RowRule(_exponential, rows=jnp.zeros((2, 5)))},
+            {"rules": pe.LogitsTransform(_exponential, q_features=jnp.zeros((2, 5)))},
             ValueError,
-            r"rows of row_rule must be .*\(2, 7, 2\), got \(2, 5\)",
+            r"q_features of row_rule must be .*\(2, 7, 2\), got \(2, 5\)",
         ),
-        ({"row_rule": Whole()}, TypeError, "row_rule must be a RowRule, got Whole"),
-        ({"row_rule": _rule(), "return_lse": True}, NotImplementedError, "no log-sum-exp"),
-        ({"row_rule": _rule(), "sinks": jnp.ones(2)}, NotImplementedError, "none for sinks"),
-        ({"row_rule": _rule(), "implementation": "jax"}, NotImplementedError, "whole rows"),
+        ({"rules": Whole()}, TypeError, "rules must be rules, got Whole"),
+        ({"rules": _rule(), "return_lse": True}, NotImplementedError, "no log-sum-exp"),
+        ({"rules": _rule(), "sinks": jnp.ones(2)}, NotImplementedError, "none for sinks"),
+        ({"rules": _rule(), "implementation": "jax"}, NotImplementedError, "whole rows"),
     ],
 )
 def test_errors_say_what_does_not_fit(options, error, message):

@@ -93,7 +93,7 @@ def test_schemes_by_name_and_option():
     assert list(found)[:3] == ["none", "shaw:values=false:clip=5", "learned"]
     assert found["shaw:values=false:clip=5"] == pe.Shaw(4, 8, clip=5, values=False)
     assert found["posenc_jax:ALiBi"] == pe.ALiBi(4)
-    assert found["learned"] == pe.Learned(max_length=16, model_dim=32)
+    assert found["learned"] == pe.LearnedAbsolute(max_length=16, model_dim=32)
     for wrong, says in (
         ("rpoe", "unknown scheme 'rpoe'; did you mean 'rope'"),
         ("shaw:clp=5", "unknown option of Shaw; did you mean 'clip'"),

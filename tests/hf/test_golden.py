@@ -79,7 +79,7 @@ def test_attention_is_that_of_transformers(name):
         sinks=arrays.get("sinks"),
     )
     np.testing.assert_allclose(out, arrays["out"], atol=TOLERANCE.get(name, DENSE))
-    if "q_rot" in arrays and "attention" not in scheme.acts_on:
+    if "q_rot" in arrays and pe.Acts.ATTENTION not in scheme.acts:
         for turn, x in ((scheme.query, "q"), (scheme.key, "k")):
             atol = max(TURNED, TOLERANCE.get(name, 0.0))
             got = jax.jit(turn)(params, arrays[x], coordinates)
@@ -89,14 +89,14 @@ def test_attention_is_that_of_transformers(name):
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("t5", "mt5", "umt5"))])
 def test_far_buckets_are_those_of_transformers(name):
     _, arrays, scheme = read(name)
-    bias = scheme.bias(parameters(scheme, arrays)).dense(jnp.array([4095]), arrays["far_keys"])
+    bias = scheme.rules(parameters(scheme, arrays)).dense(jnp.array([4095]), arrays["far_keys"])
     np.testing.assert_array_equal(bias[:, 0], arrays["far"])
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt"])
 def test_far_penalties_are_those_of_transformers(name):
     _, arrays, scheme = read(name)
-    bias = scheme.bias({}).dense(jnp.array([4095]), arrays["far_keys"])
+    bias = scheme.rules({}).dense(jnp.array([4095]), arrays["far_keys"])
     np.testing.assert_allclose(bias[:, 0], arrays["far"], rtol=2e-6)
 
 

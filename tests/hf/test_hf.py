@@ -44,7 +44,7 @@ def test_the_model_type_decides_what_the_config_leaves_out():
     assert of("falcon", alibi=True) == pe.ALiBi(num_heads=4, scaled=True)
     assert of("t5") == pe.T5(num_heads=4, bidirectional=True)
     assert of("t5", is_decoder=True) == pe.T5(num_heads=4)
-    assert of("umt5") == (pe.Layer(pe.T5(num_heads=4, bidirectional=True)),) * 4
+    assert of("umt5") == (pe.LayerSpec(pe.T5(num_heads=4, bidirectional=True)),) * 4
     assert of("mixtral").theta == 1e6
     assert pe.from_hf({"model_type": "llama", "head_dim": 32}).head_dim == 32
 
@@ -56,7 +56,7 @@ def test_layers_that_differ():
     def of(kind, **settings):
         return pe.from_hf({"model_type": kind} | sizes | settings)
 
-    local = pe.Layer(rope.replace(layout="interleaved"), 5)
+    local = pe.LayerSpec(rope.replace(layout="interleaved"), 5)
     assert of("cohere2", sliding_window_pattern=3) == pe.layer_pattern(6, local, local, pe.NoPE())
     assert of("smollm3") == pe.layer_pattern(6, *[rope.replace(theta=2e6)] * 3, pe.NoPE())
     gemma = of(
@@ -67,8 +67,8 @@ def test_layers_that_differ():
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     )
     far = rope.replace(theta=1e6, scaling=pe.PI(8.0))
-    assert gemma == pe.layer_pattern(6, *[pe.Layer(rope, 5)] * 5, far)
-    heat = pe.Temperature("llama4", 8192, 0.1)
+    assert gemma == pe.layer_pattern(6, *[pe.LayerSpec(rope, 5)] * 5, far)
+    heat = pe.QueryTemperature("llama4", 8192, 0.1)
     turned = rope.replace(theta=5e5, layout="interleaved")
     flags = {"no_rope_layers": [1, 1, 0, 1, 1, 0]}
     assert of("llama4_text", **flags) == pe.layer_pattern(6, turned, turned, heat)
@@ -97,7 +97,7 @@ def test_gemma_4_has_wider_global_heads():
         }
     )
     far = pe.RoPE(head_dim=32, theta=1e6, scaling=pe.Proportional(0.25))
-    assert layers == (pe.Layer(pe.RoPE(head_dim=16), 5), pe.Layer(far))
+    assert layers == (pe.LayerSpec(pe.RoPE(head_dim=16), 5), pe.LayerSpec(far))
 
 
 def test_logit_scales_of_models():
@@ -164,7 +164,7 @@ def test_there_and_back_for_layers_that_differ():
         config | {"rope_parameters": {"sliding_attention": {"rope_theta": 10.0}, kinds[1]: None}}
     )
     assert [layer.window for layer in layers] == [4, None]
-    assert isinstance(layers[1].scheme, pe.Temperature)
+    assert isinstance(layers[1].scheme, pe.QueryTemperature)
     bare = pe.layer_pattern(2, pe.RoPE(head_dim=16, theta=10.0), pe.NoPE())
     made = pe.to_hf(bare, kinds)
     assert made == {kinds[0]: {"rope_type": "default", "rope_theta": 10.0}, kinds[1]: None}

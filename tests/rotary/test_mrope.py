@@ -41,7 +41,7 @@ def test_axes_are_the_published_ones(sections, order, axes):
 
 def test_four_axes_match_the_loop_over_pairs():
     scheme = pe.MRoPE(head_dim=16, sections=(2, 2, 1, 3))
-    assert scheme.num_axes == 4
+    assert scheme.traits.num_axes == 4
     random = np.random.default_rng(0)
     at, x = random.integers(0, 10**6, size=(4, 2, 7)), random.normal(size=(2, 7, 6, 16))
     x = x.astype(np.float32)
@@ -58,7 +58,7 @@ def test_four_axes_match_the_loop_over_pairs():
 
 def test_hope_of_vision_models_matches_the_code_of_its_authors():
     """hrlics/HoPE, apply_hybrid_multimodal_rotary_pos_emb, from torch to NumPy in float64."""
-    scaling = pe.Clipped(pairs=2, hard=True)
+    scaling = pe.ClippedFrequencies(pairs=2, hard=True)
     scheme = pe.MRoPE(head_dim=16, order="alternating", sections=(2, 3, 3), scaling=scaling)
     random = np.random.default_rng(0)
     at, x = random.integers(0, 2000, size=(3, 1, 7)), random.normal(size=(1, 7, 6, 16))

@@ -56,7 +56,7 @@ def test_a_position_worked_out_by_hand():
     scheme = pe.RePo(model_dim=1, head_dim=2, width=1)
     params = {"gate": jnp.full((1, 1), 0.5), "content": jnp.full((1, 1), 2.0)}
     params |= {"out": jnp.full((1, 1), 0.5)}
-    rows, _, _ = scheme.side(params, jnp.full((1, 1, 1), 2.0), None, None, None, None)
+    rows, _, _ = scheme.features(params, jnp.full((1, 1, 1), 2.0), None, None, None, None, None)
     np.testing.assert_allclose(rows, [[[1.4621172]]], rtol=1e-6)
     q = scheme.query(params, jnp.asarray([1.0, 0.0]).reshape(1, 1, 1, 2), None, rows)
     np.testing.assert_allclose(q.ravel(), [np.cos(1.4621172), np.sin(1.4621172)], rtol=1e-5)

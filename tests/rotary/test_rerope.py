@@ -100,7 +100,7 @@ def weight(scheme, k, distance):
             k_coordinates=jnp.array([[0, 0]]),
             q_positions=jnp.array([[distance]]),
             k_positions=jnp.array([[0, 0]]),
-            bias=bias,
+            rules=bias,
             return_lse=True,
             scale=1.0,
         )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import attend, qkv, softmax_attention
 
 import posenc_jax as pe
-from posenc_jax.rotary.rotate import rotate
+from posenc_jax.rotary.rotate import apply_rotation
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "rope.json").read_text())
 LAYOUTS = pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -162,7 +162,7 @@ def test_gradients_are_those_of_the_formula(layout, dim, start, table):
         return x.at[..., to].set(a * c - b * s).at[..., onto].set(b * c + a * s)
 
     def ours(x, cos, sin):
-        return rotate(x, cos, sin, layout=layout, start=start)
+        return apply_rotation(x, cos, sin, layout=layout, start=start)
 
     np.testing.assert_allclose(ours(x, cos, sin), formula(x, cos, sin), atol=1e-6)
     got, wanted = (jax.vjp(f, x, cos, sin)[1](g) for f in (ours, formula))

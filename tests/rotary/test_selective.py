@@ -88,7 +88,7 @@ def test_angles_worked_out_by_hand():
     phi = jnp.asarray([[0.5, 1.0], [0.25, -1.0], [1.0, 0.0]])
     params = {"down": jnp.eye(3), "up": phi, "conv": jnp.ones((1, 2))}
     q = jnp.zeros((1, 3, 1, 4)).at[..., :2].set(1.0)
-    rows, _, _ = scheme.side(params, 1e4 * jnp.eye(3)[None], q, q, None, None)
+    rows, _, _ = scheme.features(params, 1e4 * jnp.eye(3)[None], q, q, None, None, None)
     turned = scheme.query(params, q, None, rows)[0, :, 0]
     got = np.arctan2(turned[:, 2:], turned[:, :2])
     np.testing.assert_allclose(got, [[0.5, 0.00141421356], [0.75, 0], [1.75, 0]], atol=1e-6)

@@ -33,7 +33,7 @@ def logit(q, k, n, i, j, base=512, gamma=0.4, theta=1e4):
 
 
 def scores(scheme, q, k, at):
-    rows, cols, _ = scheme.side({}, None, q, k, at, None)
+    rows, cols, _ = scheme.features({}, None, q, k, at, None, None)
     q, k = scheme.query({}, q, at, rows), scheme.key({}, k, at, cols)
     return np.einsum("bthd,bshd->bts", np.asarray(q, float), np.asarray(k, float))[0]
 

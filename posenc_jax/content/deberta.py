@@ -1,0 +1,138 @@
+r"""DeBERTa: distances have keys for the queries, and queries for the keys.
+
+    logits[i, j] = (q_i . k_j + q_i . K[c] + k_j . Q[c]) / sqrt(3 H)
+    c = clip(bucket(i - j) + span, 0, 2 span - 1)
+
+Content looks for positions (K), and positions look for content (Q). Both come from one
+table of 2 span rows that all layers share, projected in every layer; Q has a bias. 3 is
+the number of terms: sqrt(2 H) with one of the two. The table ends with the furthest past.
+
+The third term has the row of i - j, as both implementations have it; the paper writes
+j - i. Buckets (`relative.deberta_buckets`) are those of DeBERTa-v2. Its model also projects the
+table with the weights of its own q and k, after a layer norm: `projected` takes what comes out of
+that as parameters.
+
+Paper: He et al. DeBERTa: Decoding-enhanced BERT with Disentangled Attention. 2020.
+https://arxiv.org/abs/2006.03654
+Reference code: microsoft/DeBERTa, DeBERTa/deberta/disentangled_attention.py and da_utils.py.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import require
+from posenc_jax.content.deberta_buckets import TableRow
+from posenc_jax.rules import DotBias
+from posenc_jax.scheme import Scheme, Traits
+
+
+@dataclasses.dataclass(frozen=True)
+class DeBERTa(Scheme):
+    """Disentangled attention (He et al. 2020).
+
+    Attributes:
+      num_heads: N.
+      head_dim: H.
+      model_dim: D, the size of the rows of the table.
+      span: half the number of rows.
+      max_distance: how far the buckets reach; None: each distance has its own.
+      content_to_position: whether queries meet the keys of distances, K.
+      position_to_content: whether keys meet the queries of distances, Q.
+      projected: whether the parameters are K and Q themselves.
+      stddev: of the initial numbers.
+
+    Raises:
+      ValueError: for sizes below one, buckets that are more than distances, or no term.
+
+    >>> scheme = DeBERTa(num_heads=12, head_dim=64, model_dim=768)
+    >>> scheme.init(jax.random.key(0))["table"].shape
+    (512, 768)
+    """
+
+    num_heads: int
+    head_dim: int
+    model_dim: int
+    span: int = 256
+    max_distance: int | None = 512
+    content_to_position: bool = True
+    position_to_content: bool = True
+    projected: bool = False
+    stddev: float = 0.02
+    name: ClassVar[str] = "deberta"
+
+    def __post_init__(self):
+        for name in ("num_heads", "head_dim", "model_dim", "span"):
+            value = getattr(self, name)
+            require(value >= 1, f"deberta: {name} must be >= 1, got {value}.")
+        require(self.stddev >= 0, f"deberta: stddev must not be negative, got {self.stddev}.")
+        require(
+            self.content_to_position or self.position_to_content,
+            "deberta: neither content_to_position nor position_to_content leaves no term.",
+        )
+        if self.max_distance is not None:
+            require(
+                self.max_distance > self.span >= 4 and self.span % 2 == 0,
+                "deberta: buckets need an even span >= 4 and a max_distance above it, got "
+                f"span={self.span} and max_distance={self.max_distance}; or max_distance=None.",
+            )
+
+    @property
+    def traits(self):
+        return Traits(relative=True)
+
+    def init(self, key):
+        """Returns the table and its projections, or with `projected` {"keys", "queries"}."""
+        used = {"keys": self.content_to_position, "queries": self.position_to_content}
+        rows = 2 * self.span if self.projected else self.model_dim
+        shape = (rows, self.num_heads, self.head_dim)
+        made = dict(zip(("keys", "queries", "table"), jax.random.split(key, 3), strict=True))
+        params = {
+            name: self.stddev * jax.random.normal(made[name], shape) for name in used if used[name]
+        }
+        if not self.projected:
+            table = (2 * self.span, self.model_dim)
+            params["table"] = self.stddev * jax.random.normal(made["table"], table)
+            if self.position_to_content:
+                params["bias"] = jnp.zeros(shape[1:], jnp.float32)
+        return params
+
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
+        """Returns q and k, which meet the distances."""
+        require(
+            q.shape[2:] == (self.num_heads, self.head_dim),
+            f"deberta: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
+        )
+        q_features = q if self.content_to_position else None
+        return q_features, k if self.position_to_content else None, state
+
+    def rules(self, params, q_features=None, k_features=None):
+        """Returns q_i . K[c] and k_j . Q[c]."""
+        row = TableRow(self.span, self.max_distance)
+        last = self.span if self.max_distance is None else self.max_distance
+        bounds, terms = (-last, last - 1), []
+        if self.content_to_position:
+            keys = self._vectors(params, "keys")
+            terms.append(
+                DotBias(row, heads=keys, q_features=q_features, bounds=bounds, scaled=True)
+            )
+        if self.position_to_content:
+            queries = self._vectors(params, "queries")
+            terms.append(
+                DotBias(row, heads=queries, k_features=k_features, bounds=bounds, scaled=True)
+            )
+        return tuple(terms)
+
+    def logit_scale(self, head_dim):
+        """Returns 1 / sqrt(terms * H)."""
+        terms = 1 + self.content_to_position + self.position_to_content
+        return (terms * head_dim) ** -0.5
+
+    def _vectors(self, params, name):
+        """K or Q, float32 [N, 2 span, H]."""
+        if self.projected:
+            return jnp.swapaxes(params[name], 0, 1)
+        out = jnp.einsum("rd,dnh->nrh", params["table"], params[name], precision="highest")
+        return out + params["bias"][:, None] if name == "queries" else out

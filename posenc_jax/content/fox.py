@@ -1,0 +1,149 @@
+r"""FoX, the forgetting transformer: a gate per token and head says how much of the past stays.
+
+    logits[n, i, j] = q_i . k_j / sqrt(H) - |c[n, i] - c[n, j]|
+    c[n, t] = sum_{s <= t} log f[n, s],     f[n, t] = sigmoid(w_n . x_t + b_n)
+
+so that a key weighs the product of the gates that have come after it. This is ALiBi whose
+slope, -log f, the tokens choose; x-transformers calls it data-dependent ALiBi and starts
+with b = 5, nearly open, where the authors have 0. It needs no other position encoding.
+
+The authors are causal, where |c_i - c_j| = c_j - c_i. The symmetric form used here leaves
+that case unchanged, and forgets in both directions where attention is bidirectional.
+
+    gate="full" (default)   f depends on the token
+    gate="bias"             one learned f per head: ALiBi with learned slopes
+    gate="fixed"            the same, not learned
+
+Without w, heads start with f = exp(-1 / t), for decay times t from `min_time` to `max_time`
+in equal ratios. The authors can also start "bias" at f = 1/2 in every head.
+
+What is carried from token to token is one float32 per head. Padding does not enter it, and
+between packed sequences it need not restart. It grows with the sequence, to -3e5 after 64
+thousand tokens of log f = -5; differences are then exact to 0.03, as in the authors' kernels.
+
+Paper: Lin et al. Forgetting Transformer: Softmax Attention with a Forget Gate. 2025.
+https://arxiv.org/abs/2503.02130
+Reference code: zhixuan-lin/forgetting-transformer, ops/forgetting_attention.py and
+model/forgetting_transformer/modeling_forgetting_transformer.py; lucidrains/x-transformers,
+x_transformers.py, DataDependentAlibi.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.checks import require
+from posenc_jax.rules import ContentBias
+from posenc_jax.scheme import Scheme, Traits
+
+
+def _forgotten(shared, head, row, col, q, k):
+    return -jnp.abs(row - col)
+
+
+@dataclasses.dataclass(frozen=True)
+class FoX(Scheme):
+    """The forget gate of the forgetting transformer (Lin et al. 2025).
+
+    Attributes:
+      num_heads: N.
+      model_dim: D.
+      gate: "full", "bias" or "fixed": what a gate depends on.
+      init_bias: the initial b, where the gate is "full".
+      min_time: the shortest decay time, in tokens, where it is not.
+      max_time: the longest.
+
+    Raises:
+      ValueError: for sizes below one, an unknown gate, or options of another gate.
+
+    >>> FoX(num_heads=2, model_dim=8).init(jax.random.key(0))["w"].shape
+    (8, 2)
+    """
+
+    num_heads: int
+    model_dim: int
+    gate: str = "full"
+    init_bias: float = 0.0
+    min_time: float = 0.0
+    max_time: float = 0.0
+    name: ClassVar[str] = "fox"
+
+    def __post_init__(self):
+        for name in ("num_heads", "model_dim"):
+            value = getattr(self, name)
+            require(value >= 1, f"fox: {name} must be >= 1, got {value}.")
+        require(
+            self.gate in ("full", "bias", "fixed"),
+            f'fox: gate must be "full", "bias" or "fixed", got {self.gate!r}.',
+        )
+        times = (self.min_time, self.max_time)
+        if self.gate == "full":
+            require(
+                math.isfinite(self.init_bias),
+                f"fox: init_bias must be finite, got {self.init_bias}.",
+            )
+            require(times == (0.0, 0.0), f'fox: gate="full" has no decay times, got {times}.')
+            return
+        require(
+            0 < self.min_time <= self.max_time < math.inf,
+            f"fox: gate={self.gate!r} needs 0 < min_time <= max_time, got {times}.",
+        )
+        require(
+            self.init_bias == 0.0,
+            f"fox: gate={self.gate!r} starts from its times, not from init_bias={self.init_bias}.",
+        )
+
+    @property
+    def traits(self):
+        return Traits(relative=True, order_only=True, reads_x=True)
+
+    def init(self, key):
+        """Returns {"w": [D, N], "b": [N]}, as far as they are learned; w is normal, 0.02."""
+        if self.gate == "fixed":
+            return {}
+        if self.gate == "bias":
+            return {"b": self._bias()}
+        w = 0.02 * jax.random.normal(key, (self.model_dim, self.num_heads))
+        return {"w": w, "b": jnp.full(self.num_heads, self.init_bias, jnp.float32)}
+
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
+        """Returns the sums of log f up to every token, [B, T, N], for queries and for keys."""
+        require(
+            q.shape[2] == self.num_heads,
+            f"fox: q must be [B, T, {self.num_heads}, H], got {q.shape}.",
+        )
+        logits = self._logits(params, x, q, segment_ids)
+        gates = jax.nn.log_sigmoid(logits)
+        if segment_ids is not None:
+            gates = jnp.where((segment_ids >= 0)[:, :, None], gates, 0.0)
+        sums = jnp.cumsum(gates, axis=1)
+        if state is not None:
+            sums += state[:, None]
+        return sums, sums, sums[:, -1]
+
+    def rules(self, params, q_features=None, k_features=None):
+        """Returns what the gates between two tokens have left, as a logarithm."""
+        return ContentBias(_forgotten, q_features=q_features, k_features=k_features)
+
+    def _bias(self):
+        times = np.geomspace(self.min_time, self.max_time, self.num_heads)
+        return jnp.asarray(-np.log(np.expm1(1 / times)), jnp.float32)
+
+    def _logits(self, params, x, q, segment_ids):
+        if self.gate != "full":
+            b = params["b"] if self.gate == "bias" else self._bias()
+            return jnp.broadcast_to(b, (*q.shape[:2], self.num_heads))
+        if x is None:
+            raise ValueError("fox: gates are made from x; give it to scheme_attention.")
+        require(
+            x.shape[-1] == self.model_dim,
+            f"fox: x must be [B, T, {self.model_dim}], got {x.shape}.",
+        )
+        x = x.astype(jnp.float32)
+        if segment_ids is not None:  # What is in padding may be anything, NaN for one.
+            x = jnp.where((segment_ids >= 0)[:, :, None], x, 0.0)
+        return jnp.dot(x, params["w"], precision="highest") + params["b"][None, None]

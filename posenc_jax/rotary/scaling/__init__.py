@@ -1,0 +1,1 @@
+"""RoPE frequency maps: context extension and frequency selection, one per file."""

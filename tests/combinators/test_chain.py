@@ -1,0 +1,217 @@
+"""Several schemes at once, and one scheme on other coordinates."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import qkv, softmax_attention
+from support import build
+
+import posenc_jax as pe
+
+ARRAYS = qkv(length=21)
+ORDER_ONLY = {n for n, cls in pe.SCHEMES.items() if build(cls).traits.order_only}
+
+
+def attend(scheme, params=None, **options):
+    params = scheme.init(jax.random.key(0)) if params is None else params
+    return oracle.attend(scheme, params, *ARRAYS, is_causal=True, **options)
+
+
+def grouped(coordinates):
+    return coordinates // 4
+
+
+def same(coordinates):
+    return coordinates
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    factor: int
+
+    def __call__(self, coordinates):
+        return coordinates * self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector(pe.Scheme):
+    """Adds one learned vector to values of positions that are even."""
+
+    @property
+    def acts(self):
+        return pe.Acts.VALUES
+
+    def init(self, key):
+        return {"table": jnp.stack([jnp.ones((6, 8)), jnp.zeros((6, 8))], 1)}
+
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.ValueBias(_parity, table=params["table"])
+
+
+def _parity(q, k):
+    return k % 2
+
+
+def test_a_chain_does_what_all_of_its_schemes_do():
+    rope, alibi = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6)
+    slopes = np.asarray(pe.alibi_slopes(6), np.float64)
+    q, k, v = ARRAYS
+    at = jnp.arange(21)
+    expected = softmax_attention(
+        *(pe.apply_rope(x, at) for x in (q, k)),
+        v,
+        lambda q, k, n, i, j: q @ k / np.sqrt(8) - slopes[n] * (i - j),
+    )
+    np.testing.assert_allclose(attend(pe.chain(rope, alibi)), expected, atol=1e-5)
+    np.testing.assert_allclose(attend(pe.chain(alibi, rope)), expected, atol=1e-5)
+
+
+def test_a_chain_embeds_in_order_and_keeps_parameters_apart():
+    learned, waves = pe.LearnedAbsolute(max_length=30, model_dim=4), pe.Sinusoidal(model_dim=4)
+    scheme = pe.chain(learned, waves, learned)
+    params = scheme.init(jax.random.key(0))
+    assert len(params) == 3 and params[1] == {}
+    first, last = params[0]["table"], params[2]["table"]
+    assert np.abs(first - last).max() > 1e-3
+    out = pe.scheme_embedding(scheme, params, jnp.zeros((1, 5, 4)))
+    wanted = first[:5] + pe.sinusoidal_encoding(jnp.arange(5), 4) + last[:5]
+    np.testing.assert_allclose(out[0], wanted, atol=1e-6)
+    with pytest.raises(ValueError, match="shorter"):
+        pe.scheme_embedding(scheme, params[:2], jnp.zeros((1, 5, 4)))
+
+
+def test_a_chain_with_content_and_values():
+    shaw, alibi = pe.Shaw(num_heads=6, head_dim=8, clip=3), pe.ALiBi(num_heads=6)
+    both = pe.chain(alibi, shaw)
+    params = both.init(jax.random.key(0))
+    keys, values = (np.asarray(params[1][name][0], np.float64) for name in ("keys", "values"))
+    slopes = np.asarray(pe.alibi_slopes(6), np.float64)
+
+    def row(i, j):
+        return 3 + max(-3, min(3, j - i))
+
+    expected = softmax_attention(
+        *ARRAYS,
+        lambda q, k, n, i, j: q @ (k + keys[row(i, j)]) / np.sqrt(8) - slopes[n] * (i - j),
+        value=lambda n, i, j: values[row(i, j)],
+    )
+    np.testing.assert_allclose(attend(both, params), expected, atol=1e-5)
+
+
+def test_a_chain_says_of_itself_what_its_schemes_say():
+    rope, alibi, t5 = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6), pe.T5(num_heads=6)
+    waves = pe.Sinusoidal(model_dim=8)
+    assert pe.chain(rope, alibi).acts == pe.Acts.QK | pe.Acts.LOGITS
+    assert pe.chain(waves, rope).acts == pe.Acts.EMBEDDING | pe.Acts.QK
+    assert pe.chain(rope, alibi).traits.relative and not pe.chain(rope, waves).traits.relative
+    assert (
+        pe.chain(waves, rope).traits.scale_embedding
+        and not pe.chain(rope, alibi).traits.scale_embedding
+    )
+    assert (
+        pe.chain(t5).traits.shared_over_layers and not pe.chain(t5, rope).traits.shared_over_layers
+    )
+    assert pe.chain(rope).traits.cache_transformed_keys
+    assert pe.chain(rope, alibi) == pe.chain(rope, alibi) != pe.chain(alibi, rope)
+    assert hash(pe.chain(rope, alibi)) == hash(pe.chain(rope, alibi))
+
+
+def test_a_chain_of_different_scales_asks_for_one():
+    both = pe.chain(pe.T5(num_heads=6), pe.ALiBi(num_heads=6))
+    with pytest.raises(ValueError, match=r"chain: .* different logit scales .*1\.0"):
+        attend(both)
+    assert np.isfinite(attend(both, scale=0.5)).all()
+    assert pe.chain(pe.T5(num_heads=6), pe.T5(num_heads=6)).logit_scale(8) == 1.0
+
+
+def test_a_scheme_without_a_logit_scale_takes_that_of_the_chain():
+    t5, rope = pe.T5(num_heads=6), pe.RoPE(head_dim=8)
+    assert pe.chain(rope, pe.QueryTemperature(), t5).logit_scale(8) == 1.0
+    assert pe.chain(rope, pe.ALiBi(num_heads=6)).logit_scale(16) == 0.25
+    assert pe.chain(rope, rope).logit_scale(8) is None
+
+
+def test_a_chain_adds_to_the_values_once():
+    shaw = pe.Shaw(num_heads=6, head_dim=8)
+    with pytest.raises(ValueError, match="chain: only one scheme may add to the values, got"):
+        pe.chain(shaw, shaw)
+    with pytest.raises(ValueError, match="chain: only one scheme may add to the values, got"):
+        pe.chain(pe.with_positions(shaw, grouped), pe.chain(pe.NoPE(), Vector()))
+    with pytest.raises(ValueError, match="chain: needs at least one scheme"):
+        pe.chain()
+
+
+def test_wrapped_schemes_that_leave_the_values_alone_may_be_chained():
+    rope, alibi = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6)
+    nested = pe.chain(pe.with_positions(rope, same), pe.chain(pe.with_positions(alibi, same)))
+    np.testing.assert_allclose(attend(nested), attend(pe.chain(rope, alibi)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pe.RoPE(head_dim=8),
+        pe.ALiBi(num_heads=6),
+        pe.T5(num_heads=6, stddev=1.0),
+        pe.Shaw(num_heads=6, head_dim=8, clip=3),
+        pe.chain(pe.RoPE(head_dim=8), Vector()),
+    ],
+    ids=lambda s: s.name or "chain",
+)
+def test_transformed_positions_are_those_given_as_coordinates(scheme):
+    at = jnp.arange(21)
+    wrapped = pe.with_positions(scheme, Times(3))
+    np.testing.assert_allclose(attend(wrapped), attend(scheme, coordinates=3 * at), atol=1e-5)
+    assert np.abs(attend(wrapped) - attend(scheme)).max() > 1e-4
+    moved = attend(wrapped, positions=at + 7)  # Order follows positions: nothing is hidden.
+    np.testing.assert_allclose(moved, attend(scheme, coordinates=3 * (at + 7)), atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_positions_transformed_twice_pass_the_outer_function_first(implementation):
+    scheme = pe.Shaw(num_heads=6, head_dim=8, clip=3, values=False)
+    wrapped = pe.with_positions(pe.with_positions(scheme, grouped), Times(3))
+    wanted = attend(scheme, coordinates=3 * jnp.arange(21) // 4, implementation=implementation)
+    np.testing.assert_allclose(attend(wrapped, implementation=implementation), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: pe.LearnedAbsolute(max_length=9, model_dim=4), lambda: pe.Sinusoidal(model_dim=4)],
+)
+def test_transformed_positions_reach_the_embedding(make):
+    scheme, x = make(), jnp.zeros((1, 5, 4))
+    wrapped = pe.with_positions(scheme, Times(2))
+    params = wrapped.init(jax.random.key(0))
+    out = pe.scheme_embedding(wrapped, params, x)
+    wanted = pe.scheme_embedding(scheme, params, x, positions=2 * jnp.arange(5))
+    np.testing.assert_array_equal(out, wanted)
+    assert wrapped.traits.scale_embedding == scheme.traits.scale_embedding
+    assert wrapped.acts == scheme.acts == pe.Acts.EMBEDDING
+
+
+def test_transformed_positions_keep_the_traits_but_not_the_shortcuts():
+    t5 = pe.T5(num_heads=6)
+    wrapped = pe.with_positions(t5, grouped)
+    assert wrapped.logit_scale(8) == 1.0 and wrapped.traits.shared_over_layers
+    assert wrapped.traits.cache_transformed_keys and not wrapped.traits.relative
+    bias = wrapped.rules(wrapped.init(jax.random.key(0)))[0]
+    assert not bias.relative and bias.bounds == (None, None)  # 3 // 4 - 4 // 4 is not -1 // 4.
+    assert pe.with_positions(t5, Times(2)) == pe.with_positions(t5, Times(2))
+    assert pe.with_positions(t5, Times(2)) != pe.with_positions(t5, Times(3))
+
+
+@pytest.mark.parametrize("scheme", [pe.NoPE(), pe.chain(pe.NoPE())], ids=["none", "chain"])
+def test_a_scheme_that_reads_no_positions_cannot_have_others(scheme):
+    with pytest.raises(ValueError, match=r"with_positions: .*NoPE.* reads no positions"):
+        pe.with_positions(scheme, grouped)
+
+
+@pytest.mark.parametrize("name", sorted(ORDER_ONLY))
+def test_nor_can_one_that_reads_their_order_alone(name):
+    with pytest.raises(ValueError, match=r"with_positions: .* only the order of positions, so"):
+        pe.with_positions(build(pe.SCHEMES[name]), grouped)

@@ -1,0 +1,195 @@
+"""StreamingLLM against the authors' cache, one token at a time in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv
+
+import posenc_jax as pe
+
+ARRAYS = qkv(length=40)
+Q, K, V = (np.asarray(x[0], np.float64) for x in ARRAYS)
+
+
+def start_recent(cache, start, recent):
+    """mit-han-lab/streaming-llm, StartRecentKVCache.__call__, on a list of tokens."""
+    if len(cache) <= start + recent:
+        return cache
+    return cache[:start] + cache[len(cache) - recent :]
+
+
+def authors(logit, start, recent):
+    """examples/eval_long_ppl.py: a step, then eviction; positions are places in the cache."""
+    cache, out = [], np.zeros((40, 6, 8))
+    for i in range(40):
+        cache = [*cache, i]
+        for n in range(6):
+            here = len(cache) - 1
+            x = [logit(Q[i, n], K[j, n // 2], n, here, p) for p, j in enumerate(cache)]
+            weights = np.exp(np.array(x) - max(x))
+            out[i, n] = weights @ V[cache, n // 2] / weights.sum()
+        cache = start_recent(cache, start, recent)
+    return out
+
+
+def turned(x, at):
+    z = (x[:4] + 1j * x[4:]) * np.exp(1j * at * 1e4 ** (-np.arange(4) / 4))
+    return np.concatenate([z.real, z.imag])
+
+
+def rope(q, k, n, i, j):
+    return turned(q, i) @ turned(k, j) / np.sqrt(8)
+
+
+def alibi(q, k, n, i, j):
+    return q @ k / np.sqrt(8) - float(pe.alibi_slopes(6)[n]) * (i - j)
+
+
+SCHEMES = {"rope": (pe.RoPE(head_dim=8), rope), "alibi": (pe.ALiBi(num_heads=6), alibi)}
+KINDS = pytest.mark.parametrize("name", SCHEMES)
+
+
+@KINDS
+@pytest.mark.parametrize("sizes", [(4, 8), (1, 3), (3, 1)])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_matches_the_authors(name, sizes, implementation):
+    scheme, logit = SCHEMES[name]
+    start, recent = sizes
+    out = attend(
+        pe.streaming(scheme, start),
+        {},
+        *ARRAYS,
+        is_causal=True,
+        window=(recent, 0),
+        implementation=implementation,
+    )
+    np.testing.assert_allclose(out[0], authors(logit, start, recent), atol=1e-5)
+
+
+@KINDS
+@pytest.mark.parametrize("chunks", [[1] * 40, [17, 9, 1, 13]], ids=["steps", "chunks"])
+def test_decoding_is_the_whole(name, chunks):
+    scheme = pe.streaming(SCHEMES[name][0], 4)
+    options = {"is_causal": True, "window": (8, 0)}
+    whole = attend(scheme, {}, *ARRAYS, **options)
+    cache = pe.new_cache(scheme, 1, 40, num_heads=6, num_kv_heads=3, head_dim=8)
+
+    @jax.jit
+    def step(cache, *arrays):
+        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, **options)
+
+    begin = 0
+    for size in chunks:
+        part = slice(begin, begin + size)
+        out, cache = step(cache, *(a[:, part] for a in ARRAYS))
+        np.testing.assert_allclose(out, whole[:, part], atol=2e-5)
+        begin += size
+
+
+@KINDS
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_ring_keeps_the_first_tokens(name, chunk):
+    scheme = pe.streaming(SCHEMES[name][0], 4)
+    options = {"is_causal": True, "window": (8, 0)}
+    whole = attend(scheme, {}, *ARRAYS, **options)
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "ring": True}
+    cache = pe.new_cache(scheme, 1, 4 + 8 + chunk, **sizes)
+
+    @jax.jit
+    def step(cache, *arrays):
+        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, **options)
+
+    for begin in range(0, 40, chunk):
+        part = slice(begin, begin + chunk)
+        out, cache = step(cache, *(a[:, part] for a in ARRAYS))
+        np.testing.assert_allclose(out, whole[:, part], atol=2e-5)
+    small = pe.new_cache(scheme, 1, 4 + 8 + chunk - 1, **sizes)
+    with pytest.raises(ValueError, match=f"need a ring of {4 + 8 + chunk} slots"):
+        step(small, *(a[:, :chunk] for a in ARRAYS))
+
+
+def test_a_ring_that_padding_robs_of_first_tokens_says_so():
+    scheme = pe.streaming(pe.RoPE(head_dim=8), 4)
+    options = {"is_causal": True, "window": (8, 0)}
+    q, k, v = (np.concatenate([x, x]) for x in ARRAYS)
+    real = np.arange(40)[None] >= np.array([[0], [3]])
+    positions, segments = map(np.asarray, pe.positions.from_padding_mask(real))
+
+    @jax.jit
+    def step(cache, where, *arrays):
+        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, **where, **options)
+
+    cache = pe.new_cache(scheme, 2, 16, num_heads=6, num_kv_heads=3, head_dim=8, ring=True)
+    lost = []
+    for t in range(30):
+        part = slice(t, t + 1)
+        where = {"positions": positions[:, part], "segment_ids": segments[:, part]}
+        out, cache = step(cache, where, *(x[:, part] for x in (q, k, v)))
+        lost.append(np.isnan(np.asarray(out)).any((1, 2, 3)))
+    lost = np.array(lost)
+    assert not lost[:, 0].any()
+    # Slots 4 to 6 hold the positions 1 to 3 of the second row, and are the first to be reused.
+    np.testing.assert_array_equal(np.flatnonzero(lost[:, 1]), np.arange(16, 30))
+
+
+@KINDS
+def test_every_packed_sequence_keeps_its_first_tokens(name):
+    scheme = pe.streaming(SCHEMES[name][0], 2)
+    options = {"is_causal": True, "window": (5, 0)}
+    segments = jnp.array([[0] * 17 + [1] * 20 + [-1] * 3])
+    at = pe.positions.from_segment_ids(segments)
+    out = attend(scheme, {}, *ARRAYS, positions=at, segment_ids=segments, **options)
+    alone = attend(scheme, {}, *(a[:, 17:37] for a in ARRAYS), **options)
+    np.testing.assert_allclose(out[:, 17:37], alone, atol=1e-5)
+    assert np.all(np.asarray(out)[:, 37:] == 0)
+
+
+def test_schemes_with_content_and_values_stream_too():
+    """Shaw clips distances: beyond the clip the first tokens are as far as any."""
+    shaw = pe.Shaw(num_heads=6, head_dim=8, clip=3)
+    params = shaw.init(jax.random.key(0))
+    options = {"is_causal": True, "window": (8, 0)}
+    out = attend(pe.streaming(shaw, 4), params, *ARRAYS, **options)
+    i, j = np.arange(40)[:, None], np.arange(40)[None]
+    seen = (i - j <= 8) | (j < 4)
+    wanted = attend(shaw, params, *ARRAYS, is_causal=True, mask=jnp.asarray(seen)[None, None])
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_gradients_agree_between_implementations():
+    def loss(arrays, implementation):
+        options = {"is_causal": True, "window": (8, 0), "implementation": implementation}
+        scheme = pe.streaming(pe.RoPE(head_dim=8))
+        return (pe.scheme_attention(scheme, {}, *arrays, **options)[0] ** 2).sum()
+
+    slopes = jax.jit(jax.grad(loss), static_argnums=1)
+    a, b = (slopes(ARRAYS, i) for i in ("reference", "xla"))
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "scheme, message",
+    [
+        (pe.NoPE(), "must read positions and not replace attention"),
+        (pe.ReRoPE(head_dim=8), "must read positions and not replace attention"),
+        (pe.FIRE(num_heads=6), "must depend on the distance of tokens alone"),
+        (pe.Sinusoidal(model_dim=8), "must depend on the distance of tokens alone"),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_schemes_that_do_not_fit_are_refused(scheme, message):
+    with pytest.raises(ValueError, match=f"streaming: .* {message}"):
+        pe.streaming(scheme)
+
+
+def test_wrong_use_is_refused():
+    with pytest.raises(ValueError, match="streaming: first must be at least 1 token, got 0"):
+        pe.streaming(pe.RoPE(head_dim=8), 0)
+    scheme = pe.streaming(pe.RoPE(head_dim=8))
+    for options in ({}, {"is_causal": True}, {"window": (3, 0)}):
+        with pytest.raises(ValueError, match="needs is_causal=True and a window, got window"):
+            attend(scheme, {}, *ARRAYS, **options)
+    with pytest.raises(NotImplementedError, match="streaming: softcap"):
+        attend(scheme, {}, *ARRAYS, is_causal=True, window=3, softcap=30.0)

@@ -1,0 +1,133 @@
+"""Schemes on one axis of several, and relative biases on other distances."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+from support import build
+
+import posenc_jax as pe
+
+ARRAYS = qkv(length=21)
+COORDINATES = jnp.stack([jnp.arange(21) % 5, jnp.arange(21) // 5])[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Capped:
+    """The authors of BiPE let places in a sentence stop at the last row of their table."""
+
+    most: int
+
+    def __call__(self, positions):
+        return jnp.minimum(positions, self.most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    factor: int
+
+    def __call__(self, positions):
+        return positions * self.factor
+
+
+# One that acts in each place, and with each kind of rule.
+KINDS = ["learned", "rope", "t5", "shaw", "transformer_xl", "fox", "cope", "rerope"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_scheme_on_an_axis_reads_that_axis(name):
+    scheme = build(pe.SCHEMES[name])
+    params = scheme.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (1, 21, 20))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(scheme, coordinates):
+        embedded = pe.scheme_embedding(scheme, params, x, coordinates=coordinates)
+        options = {"coordinates": coordinates, "is_causal": True}
+        return embedded, pe.scheme_attention(scheme, params, *ARRAYS, x=x, **options)[0]
+
+    wanted = run(scheme, COORDINATES[1])
+    for got, other in zip(run(pe.on_axis(scheme, 1), COORDINATES), wanted, strict=True):
+        np.testing.assert_allclose(got, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rope", "alibi"])
+def test_bipe(kind):
+    """The authors' Llama: learned places in a sentence, RoPE or steep ALiBi on sentences."""
+    if kind == "rope":
+        inner = pe.RoPE(head_dim=8)
+    else:
+        inner = pe.with_positions(pe.ALiBi(num_heads=6), Times(96))
+    learned = pe.with_positions(pe.LearnedAbsolute(max_length=4, model_dim=20), Capped(3))
+    bipe = pe.chain(pe.on_axis(learned, 0), pe.on_axis(inner, 1))
+    params = bipe.init(jax.random.key(0))
+    at = pe.positions.bilevel(np.isin(np.arange(21), [2, 3, 11])[None])
+    places = [0, 1, 2, 0, *range(8), *range(9)]
+    sentences = [0] * 3 + [1] + [2] * 8 + [3] * 9
+    np.testing.assert_array_equal(at[:, 0], [places, sentences])
+    x = jnp.zeros((1, 21, 20))
+    embed = jax.jit(lambda at: pe.scheme_embedding(bipe, params, x, coordinates=at))
+    embedded = embed(at)
+    rows = np.minimum(places, 3)
+    np.testing.assert_allclose(embedded[0], np.asarray(params[0]["table"])[rows], atol=1e-6)
+    slopes = 96 * np.asarray(pe.alibi_slopes(6), np.float64)
+
+    def logit(q, k, n, i, j):
+        away = sentences[i] - sentences[j]
+        if kind == "alibi":
+            return q @ k / np.sqrt(8) - slopes[n] * away
+        angle = away * 1e4 ** (-np.arange(4) / 4)
+        turned = (q[:4] + 1j * q[4:]) * np.conj((k[:4] + 1j * k[4:]) * np.exp(-1j * angle))
+        return turned.real.sum() / np.sqrt(8)
+
+    out = attend(bipe, params, *ARRAYS, coordinates=at, is_causal=True)
+    np.testing.assert_allclose(out, softmax_attention(*ARRAYS, logit), atol=1e-5)
+    cache = pe.new_cache(bipe, 1, 21, num_heads=6, num_kv_heads=3, head_dim=8, coordinates=at)
+
+    @jax.jit
+    def step(cache, at, *arrays):
+        options = {"coordinates": at, "cache": cache, "is_causal": True}
+        return pe.scheme_attention(bipe, params, *arrays, **options)
+
+    for part in (slice(0, 13), slice(13, 20), slice(20, 21)):
+        here, cache = step(cache, np.asarray(at)[:, :, part], *(a[:, part] for a in ARRAYS))
+        np.testing.assert_allclose(here, out[:, part], atol=2e-5)
+
+
+def test_positions_without_axes_are_read_as_they_are():
+    rope = pe.RoPE(head_dim=8)
+    wrapped = pe.on_axis(rope, 1, 3)
+    assert wrapped.traits.num_axes == 3 and wrapped == pe.on_axis(rope, 1, 3) != pe.on_axis(
+        rope, 0, 3
+    )
+    np.testing.assert_allclose(attend(wrapped, {}, *ARRAYS), attend(rope, {}, *ARRAYS), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: pe.on_axis(pe.NoPE(), 0), "on_axis: .*NoPE.* reads no positions"),
+        (lambda: pe.on_axis(pe.AxialRoPE(head_dim=8), 0), "must read one axis, got AxialRoPE"),
+        (lambda: pe.on_axis(pe.RoPE(head_dim=8), 2), "got axis 2 of 2"),
+        (lambda: pe.on_axis(pe.RoPE(head_dim=8), 0, 1), "got axis 0 of 1"),
+        (
+            lambda: pe.on_distances(pe.FIRE(num_heads=1).rules(one()), jnp.arange(3)),
+            "on_distances: .* does not depend on the distance alone",
+        ),
+        (
+            lambda: pe.on_distances(pe.ALiBi(num_heads=1).rules({}), jnp.zeros((2, 2))),
+            r"on_distances: past must be \[L\], got shape \(2, 2\)",
+        ),
+    ],
+)
+def test_errors_name_the_argument_and_the_value(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def one():
+    return pe.FIRE(num_heads=1).init(jax.random.key(0))

@@ -1,0 +1,168 @@
+"""FoX against the authors' reference for their kernel, and what a running sum must keep."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def arrays(heads, length=63, dim=10, seed=3):
+    q, k, v = qkv(length=length, heads=heads)
+    x = np.random.default_rng(seed).normal(size=(1, length, dim)) * 3
+    return q, k, v, jnp.asarray(x, jnp.float32)
+
+
+def attend(scheme, params, q, k, v, x, **options):
+    def run(params, q, k, v, x):
+        return pe.scheme_attention(scheme, params, q, k, v, x=x, **options)[0]
+
+    return jax.jit(run)(params, q, k, v, x)
+
+
+def authors(params, q, k, v, x, **options):
+    """zhixuan-lin/forgetting-transformer at 883f260, test_op: the sums of all gates, subtracted."""
+    p = {name: np.asarray(leaf, np.float64) for name, leaf in params.items()}
+    z = p["b"] + (np.asarray(x[0], np.float64) @ p["w"] if "w" in p else np.zeros((x.shape[1], 1)))
+    sums = np.cumsum(-np.log1p(np.exp(-z)), 0)
+    return softmax_attention(
+        q,
+        k,
+        v,
+        lambda q, k, n, i, j: q @ k / np.sqrt(q.size) - abs(sums[i, n] - sums[j, n]),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("heads", [6, 12])
+@pytest.mark.parametrize("init_bias", [0.0, 5.0])
+def test_attention_matches_the_authors(heads, init_bias):
+    scheme = pe.FoX(num_heads=heads, model_dim=10, init_bias=init_bias)
+    params = scheme.init(jax.random.key(0))
+    params |= {"w": 20 * params["w"], "b": params["b"] + jnp.linspace(-1.0, 1.0, heads)}
+    tokens = arrays(heads)
+    out = attend(scheme, params, *tokens, is_causal=True)
+    np.testing.assert_allclose(out, authors(params, *tokens), atol=1e-5)
+
+
+def test_forgets_in_both_directions_without_a_causal_mask():
+    scheme = pe.FoX(num_heads=6, model_dim=10)
+    params = scheme.init(jax.random.key(0))
+    tokens = arrays(6, length=21)
+    wanted = authors(params, *tokens, sees=lambda i, j: True)
+    np.testing.assert_allclose(attend(scheme, params, *tokens), wanted, atol=1e-5)
+
+
+def test_sums_worked_out_by_hand():
+    """Gates with the logits 0, 1, -1, 2; log sigmoid is -0.6931, -0.3133, -1.3133, -0.1269."""
+    scheme = pe.FoX(num_heads=1, model_dim=1)
+    params = {"w": jnp.ones((1, 1)), "b": jnp.zeros(1)}
+    x = jnp.asarray([0.0, 1.0, -1.0, 2.0]).reshape(1, 4, 1)
+    q = jnp.zeros((1, 4, 1, 1))
+    rows, cols, state = scheme.features(params, x, q, q, None, None, None)
+    bias = scheme.rules(params, rows, cols).tile(rows[0], cols[0], jnp.arange(4), jnp.arange(4))
+    wanted = [
+        [0, 0, 0, 0],
+        [-0.313262, 0, 0, 0],
+        [-1.626523, -1.313262, 0, 0],
+        [-1.753451, -1.440190, -0.126928, 0],
+    ]
+    np.testing.assert_allclose(np.tril(bias[0]), wanted, atol=1e-6)
+    np.testing.assert_allclose(state, [[-0.6931472 - 1.753451]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("gate", ["bias", "fixed"])
+def test_gates_without_tokens_are_alibi_with_other_slopes(gate):
+    scheme = pe.FoX(num_heads=6, model_dim=10, gate=gate, min_time=2.0, max_time=64.0)
+    params = scheme.init(jax.random.key(0))
+    assert list(params) == (["b"] if gate == "bias" else [])
+    times = 2.0 ** np.arange(1, 7)  # sigmoid(b) = exp(-1 / t): a penalty of 1 / t per token.
+    q, k, v, _ = arrays(6)
+    wanted = softmax_attention(
+        q, k, v, lambda q, k, n, i, j: q @ k / np.sqrt(8) - (i - j) / times[n]
+    )
+    out = attend(scheme, params, q, k, v, None, is_causal=True)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_padding_between_tokens_forgets_nothing():
+    scheme = pe.FoX(num_heads=6, model_dim=10)
+    params = scheme.init(jax.random.key(0))
+    tokens = arrays(6, length=12)
+    kept = np.array([0, 1, 2, 6, 7, 11])
+    segments = jnp.full(12, -1).at[kept].set(0)
+    positions = jnp.zeros(12, int).at[kept].set(jnp.arange(6))
+    x = tokens[3].at[0, 4].set(jnp.nan)
+    where = {"positions": positions, "segment_ids": segments, "is_causal": True}
+    out = attend(scheme, params, *tokens[:3], x, **where)[:, kept]
+    alone = attend(scheme, params, *(a[:, kept] for a in tokens), is_causal=True)
+    np.testing.assert_allclose(out, alone, atol=1e-6)
+
+
+def test_reads_segments_through_combinators_too():
+    fox = pe.FoX(num_heads=6, model_dim=10)
+    both = pe.chain(pe.on_axis(pe.RoPE(head_dim=8), 1), pe.on_axis(fox, 0))
+    assert both.reads_segments
+    params = both.init(jax.random.key(0))
+    q, k, v, x = arrays(6, length=8)
+    segments = jnp.asarray([-1, -1, 0, 0, 0, 0, 0, 0])
+    positions = jnp.maximum(jnp.arange(8) - 2, 0)
+    where = {"positions": positions, "segment_ids": segments, "is_causal": True}
+    out = attend(both, params, q, k, v, x.at[:, :2].set(jnp.nan), **where)[:, 2:]
+    alone = attend(both, params, *(a[:, 2:] for a in (q, k, v, x)), is_causal=True)
+    np.testing.assert_allclose(out, alone, atol=1e-6)
+
+
+def test_starts_as_the_authors_do():
+    params = pe.FoX(num_heads=50, model_dim=400, init_bias=5.0).init(jax.random.key(0))
+    assert abs(np.std(params["w"]) - 0.02) < 1e-3 and np.all(params["b"] == 5.0)
+
+
+@pytest.mark.parametrize("change", [{"gate": "bias"}, {"gate": "fixed"}, {"min_time": 3.0},
+                                    {"max_time": 9.0}, {"init_bias": 1.0}], ids=str)  # fmt: skip
+def test_every_option_changes_the_output(change):
+    def of(**options):
+        scheme = pe.FoX(num_heads=6, model_dim=10, **options)
+        params = jax.tree.map(lambda leaf: leaf + 0.1, scheme.init(jax.random.key(0)))
+        return attend(scheme, params, *arrays(6, length=9), is_causal=True)
+
+    times = {"min_time": 2.0, "max_time": 8.0}
+    base = {} if "init_bias" in change else {"gate": "fixed"} | times
+    other = base | change
+    if change == {"gate": "fixed"}:
+        base = {}
+    assert np.abs(of(**other) - of(**base)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
+        ({"model_dim": 0}, "model_dim must be >= 1, got 0"),
+        ({"gate": "open"}, "gate must be .*, got 'open'"),
+        ({"init_bias": float("nan")}, "init_bias must be finite, got nan"),
+        ({"min_time": 1.0}, r'gate="full" has no decay times, got \(1.0, 0.0\)'),
+        ({"gate": "bias"}, r"gate='bias' needs 0 < min_time <= max_time, got \(0.0, 0.0\)"),
+        (
+            {"gate": "fixed", "min_time": 2.0, "max_time": 4.0, "init_bias": 1.0},
+            "gate='fixed' starts from its times, not from init_bias=1.0",
+        ),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"fox: {message}"):
+        pe.FoX(**({"num_heads": 6, "model_dim": 10} | change))
+
+
+def test_errors_name_the_shapes():
+    q, k, v, x = arrays(6, length=5)
+    scheme = pe.FoX(num_heads=3, model_dim=10)
+    params = scheme.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"fox: q must be \[B, T, 3, H\], got \(1, 5, 6, 8\)"):
+        attend(scheme, params, q, k, v, x)
+    with pytest.raises(ValueError, match=r"fox: x must be \[B, T, 10\], got \(1, 5, 7\)"):
+        attend(scheme, params, q[:, :, :3], k, v, x[..., :7])
+    with pytest.raises(ValueError, match="fox: gates are made from x"):
+        attend(scheme, params, q[:, :, :3], k, v, None)

@@ -1,0 +1,126 @@
+"""GRAPE-A against the authors' bias modules, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def authors(params, q, k, gate):
+    """model-architectures/GRAPE at f5b539f, QueryKeyGatedAdditiveBias.forward: [N, T, T].
+
+    Keys are repeated for the heads that share them; there is no clamp of the future.
+    """
+    p = {name: np.asarray(leaf, np.float64) for name, leaf in params.items()}
+    q, k = (np.asarray(x[0], np.float64) for x in (q, k))
+    k = np.repeat(k, q.shape[1] // k.shape[1], 1)
+    length, heads, dim = q.shape
+    power = 2 ** int(np.floor(np.log2(heads)))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    slopes += [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
+    out = np.zeros((heads, length, length))
+    for n in range(heads):
+        rate = np.zeros((length, length))
+        for used, name, x in (("query", "v", q), ("key", "u", k)):
+            if gate in (used, "both"):
+                unit = p[name][n] / np.linalg.norm(p[name][n])
+                gates = softplus((x[:, n] * unit).sum(-1) / np.sqrt(dim))
+                rate = rate + (gates[:, None] if used == "query" else gates[None])
+        distance = abs(np.arange(length)[:, None] - np.arange(length)[None])
+        out[n] = -distance * softplus(p["omega"][n]) * slopes[n] * rate
+    return out
+
+
+def spread(params):
+    """Parameters as they might be after training: another omega per head."""
+    return params | {"omega": params["omega"] + jnp.linspace(-1.0, 1.0, len(params["omega"]))}
+
+
+@pytest.mark.parametrize("gate", ["key", "query", "both"])
+@pytest.mark.parametrize("heads", [6, 12])
+def test_attention_matches_the_authors(gate, heads):
+    scheme = pe.GRAPEA(num_heads=heads, head_dim=8, gate=gate)
+    params = spread(scheme.init(jax.random.key(0)))
+    arrays = qkv(heads=heads)
+    bias = authors(params, *arrays[:2], gate)
+    wanted = softmax_attention(*arrays, lambda q, k, n, i, j: q @ k / np.sqrt(8) + bias[n, i, j])
+    out = attend(scheme, params, *arrays, is_causal=True)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate", ["key", "both"])
+def test_the_bias_at_far_positions(gate):
+    scheme = pe.GRAPEA(num_heads=12, head_dim=8, gate=gate)
+    params = spread(scheme.init(jax.random.key(0)))
+    q, k, _ = qkv(length=3, heads=12)
+    at = np.array([1, 257, 10**6])
+    rows, cols, _ = scheme.features(params, None, q, k, None, None, None)
+    rows, cols = jax.tree.map(lambda a: a[0], (rows, cols))
+    got = scheme.rules(params, rows, cols).tile(rows, cols, jnp.asarray(at), jnp.asarray(at))
+    near = authors(params, q, k, gate)
+    steps = abs(np.arange(3)[:, None] - np.arange(3)[None])
+    far = abs(at[:, None] - at[None]) / np.maximum(steps, 1)
+    np.testing.assert_allclose(got, near * far, rtol=2e-6)
+
+
+def test_a_gate_worked_out_by_hand():
+    """One head: slope 2^-8, u = (2, 0) of length two, keys (1, 1), (0, 1), (-1, 0)."""
+    scheme = pe.GRAPEA(num_heads=1, head_dim=2)
+    params = scheme.init(jax.random.key(0)) | {"u": jnp.asarray([[2.0, 0.0]])}
+    k = jnp.asarray([[1.0, 1.0], [0.0, 1.0], [-1.0, 0.0]]).reshape(1, 3, 1, 2)
+    _, cols, _ = scheme.features(params, None, k, k, None, None, None)
+    # softplus(0.70711) = 1.10794, softplus(0) = 0.69315.
+    np.testing.assert_allclose(cols[0, :2, 0] * 256, [1.1079403, 0.6931472], rtol=1e-6)
+    bias = scheme.rules(params, None, cols).tile(None, cols[0], jnp.arange(3), jnp.arange(3))
+    wanted = [[0, 0, 0], [-0.00432789183, 0, 0], [-0.00865578365, -0.00270760617, 0]]
+    np.testing.assert_allclose(np.tril(bias[0]), wanted, rtol=1e-6)
+
+
+def test_starts_as_the_authors_do():
+    params = pe.GRAPEA(num_heads=60, head_dim=256, gate="both", init_omega=3.0).init(
+        jax.random.key(0)
+    )
+    np.testing.assert_allclose(softplus(np.asarray(params["omega"])), 3.0, rtol=1e-6)
+    for name in "uv":
+        assert abs(np.std(params[name]) - 1 / 16) < 1e-3
+    assert np.abs(params["u"] - params["v"]).max() > 0.01
+    for gate, names in {"key": ["omega", "u"], "query": ["omega", "v"]}.items():
+        scheme = pe.GRAPEA(num_heads=2, head_dim=4, gate=gate)
+        assert sorted(scheme.init(jax.random.key(0))) == names
+
+
+def test_every_option_changes_the_output():
+    def of(**options):
+        scheme = pe.GRAPEA(num_heads=6, head_dim=8, **options)
+        return attend(scheme, scheme.init(jax.random.key(0)), *qkv(length=9), is_causal=True)
+
+    for option in ({"gate": "query"}, {"gate": "both"}, {"init_omega": 2.0}):
+        assert np.abs(of(**option) - of()).max() > 1e-3, option
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
+        ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
+        ({"gate": "value"}, "gate must be .*, got 'value'"),
+        ({"init_omega": 0.0}, "init_omega must be positive, got 0.0"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"grape_a: {message}"):
+        pe.GRAPEA(**({"num_heads": 6, "head_dim": 8} | change))
+
+
+@pytest.mark.parametrize("change", [{"num_heads": 3}, {"head_dim": 4}])
+def test_errors_name_the_shapes(change):
+    scheme = pe.GRAPEA(**({"num_heads": 6, "head_dim": 8} | change))
+    with pytest.raises(ValueError, match=r"grape_a: q must be \[B, T, .*\(1, 5, 6, 8\)"):
+        attend(scheme, scheme.init(jax.random.key(0)), *qkv(length=5))

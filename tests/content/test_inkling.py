@@ -1,0 +1,116 @@
+"""Inkling against the code of its model in Hugging Face transformers.
+
+`authors` is huggingface/transformers, models/inkling/modeling_inkling.py, InklingAttention
+with InklingRelativeLogits after its projections and norms, from torch to NumPy in float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import qkv
+
+import posenc_jax as pe
+
+
+def authors(q, k, v, relative_states, proj, q_positions, kv_positions, floor=None, slope=0.1):
+    """[T, N, H], [S, K, H], [S, K, V], [T, N, rank] and [rank, extent]: the output."""
+    q, k, v, relative_states, proj = (
+        np.asarray(a, np.float64) for a in (q, k, v, relative_states, proj)
+    )
+    groups = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, groups, 1), np.repeat(v, groups, 1)
+    rel_logits = np.moveaxis(relative_states @ proj, 1, 0)
+    extent = proj.shape[1]
+    distance = q_positions[:, None] - kv_positions[None, :]
+    index = np.clip(distance, 0, extent - 1)[None].repeat(q.shape[1], 0)
+    position_bias = np.take_along_axis(rel_logits, index, -1)
+    position_bias = np.where((distance < 0) | (distance >= extent), 0.0, position_bias)
+    if floor is not None:
+        tau = 1.0 + slope * np.log(np.maximum((q_positions + 1) / floor, 1.0))
+        q, position_bias = q * tau[:, None, None], position_bias * tau[None, :, None]
+    weights = np.einsum("inh,jnh->nij", q, k) / q.shape[-1] + position_bias
+    weights = np.where(distance < 0, -np.inf, weights)
+    weights = np.exp(weights - weights.max(-1, keepdims=True))
+    return np.einsum("nij,jnv->inv", weights / weights.sum(-1, keepdims=True), v)
+
+
+def make(**options):
+    scheme = pe.Inkling(num_heads=6, model_dim=20, stddev=0.5, **options)
+    return scheme, scheme.init(jax.random.key(0))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(
+    "options", [{}, {"extent": 7, "rank": 3}, {"floor": 5}, {"floor": 300, "slope": 0.5}], ids=str
+)
+@pytest.mark.parametrize("far", [False, True])
+def test_matches_the_code_of_the_model(options, far, implementation):
+    positions = np.r_[1, 257, 10**6 + np.arange(61)] if far else np.arange(63)
+    q, k, v = qkv(length=63)
+    x = jax.random.normal(jax.random.key(3), (1, 63, 20))
+    scheme, params = make(**options)
+    states = np.einsum("td,dnr->tnr", np.asarray(x[0], np.float64), params["project"])
+    expected = authors(
+        q[0],
+        k[0],
+        v[0],
+        states,
+        params["bank"],
+        positions,
+        positions,
+        scheme.floor,
+        scheme.slope,
+    )
+    places = {"positions": jnp.asarray(positions)} if far else {}
+    out = oracle.attend(
+        scheme, params, q, k, v, x=x, is_causal=True, implementation=implementation, **places
+    )
+    np.testing.assert_allclose(out[0], expected, atol=1e-5)
+
+
+def test_logits_worked_out_by_hand():
+    # Row i: r_i . bank[:, i - j] for a bank of three distances.
+    scheme = pe.Inkling(num_heads=1, model_dim=2, rank=2, extent=3)
+    rows = jnp.array([[1.0, 0], [0, 1], [1, 1], [2, -1]])[:, None]
+    params = {"bank": jnp.array([[1, 0.5, 0.25], [0, -1, 2]])}
+    at = jnp.arange(4)
+    bias = scheme.rules(params, rows[None], None).tile(rows, None, at, at)[0]
+    expected = [[1, 0, 0, 0], [-1, 0, 0, 0], [2.25, -0.5, 1, 0], [0, -1.5, 2, 2]]
+    np.testing.assert_allclose(bias, expected, atol=1e-6)
+
+
+def test_floor_decides_what_it_acts_on_and_whether_it_is_relative():
+    plain, sharpened = make()[0], make(floor=100)[0]
+    assert plain.traits.relative and plain.acts == pe.Acts.LOGITS
+    assert not sharpened.traits.relative and sharpened.acts == pe.Acts.QK | pe.Acts.LOGITS
+    assert plain.logit_scale(64) == 1 / 64
+
+
+def test_initialisation():
+    params = pe.Inkling(num_heads=8, model_dim=256).init(jax.random.key(0))
+    assert params["project"].shape == (256, 8, 16) and params["bank"].shape == (16, 1024)
+    for x in params.values():
+        assert 0.019 < x.std() < 0.021
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"extent": 0}, "extent must be >= 1, got 0"),
+        ({"rank": 0}, "rank must be >= 1, got 0"),
+        ({"floor": 0}, "floor must be None or >= 1, got 0"),
+        ({"slope": -0.1}, "slope must not be negative, got -0.1"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"inkling: {message}"):
+        pe.Inkling(**{"num_heads": 6, "model_dim": 20} | change)
+
+
+@pytest.mark.parametrize("x, message", [(None, "it reads x"), (jnp.ones((1, 63, 4)), "x must be")])
+def test_errors_say_what_is_needed_of_x(x, message):
+    scheme, params = make()
+    with pytest.raises(ValueError, match=f"inkling: {message}"):
+        pe.scheme_attention(scheme, params, *qkv(), x=x)

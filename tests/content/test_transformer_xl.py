@@ -1,0 +1,157 @@
+"""Transformer-XL against the authors' code.
+
+`authors` is kimiyoung/transformer-xl, pytorch/mem_transformer.py, the scores of
+RelPartialLearnableMultiHeadAttn, from torch to NumPy in float64, for one sequence.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import qkv, softmax_attention
+
+import posenc_jax as pe
+
+
+def rel_shift(x):
+    """[i, j, n]: pads a column, and reads the same numbers in rows of another length."""
+    padded = np.concatenate([np.zeros((x.shape[0], 1, x.shape[2])), x], 1)
+    return padded.reshape(x.shape[1] + 1, x.shape[0], x.shape[2])[1:].reshape(x.shape)
+
+
+def authors(q, k, params, clamp=-1):
+    """Scores [T, S, N] of [T, N, H] and [S, N, H]; those of later keys mean nothing."""
+    q, k, u, v = (np.asarray(a, np.float64) for a in (q, k, params["u"], params["v"]))
+    project = np.asarray(params["project"], np.float64)
+    klen, d_model = k.shape[0], project.shape[1]
+    pos_seq = np.arange(klen - 1, -1, -1.0)
+    if clamp > 0:
+        pos_seq = np.minimum(pos_seq, clamp)
+    angles = np.outer(pos_seq, 1 / (10000 ** (np.arange(0.0, d_model, 2.0) / d_model)))
+    r = np.concatenate([np.sin(angles), np.cos(angles)], -1)
+    r_head_k = np.einsum("jd,ndh->jnh", r, project)
+    ac = np.einsum("inh,jnh->ijn", q + u, k)
+    bd = rel_shift(np.einsum("inh,jnh->ijn", q + v, r_head_k))
+    return (ac + bd) / q.shape[-1] ** 0.5
+
+
+def paper(q, k, v, params, **options):
+    """The equation, at any positions."""
+    u, w, project = (np.asarray(params[name], np.float64) for name in ("u", "v", "project"))
+    frequencies = 10000.0 ** (-np.arange(0, project.shape[1], 2) / project.shape[1])
+
+    def logit(q, k, n, i, j):
+        angles = (i - j) * frequencies
+        r = np.concatenate([np.sin(angles), np.cos(angles)])
+        return ((q + u[n]) @ k + (q + w[n]) @ (r @ project[n])) / len(q) ** 0.5
+
+    return softmax_attention(q, k, v, logit, **options)
+
+
+def make(key=0, **options):
+    scheme = pe.TransformerXL(num_heads=6, head_dim=8, model_dim=20, stddev=0.4, **options)
+    return scheme, scheme.init(jax.random.key(key))
+
+
+@pytest.mark.parametrize("clamp", [None, 9])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_matches_the_code_of_the_authors(clamp, implementation):
+    q, k, v = qkv(length=63, kv_heads=6)
+    scheme, params = make(clamp=clamp)
+    scores = authors(q[0], k[0], params, -1 if clamp is None else clamp)
+    scores = np.where(np.tril(np.ones((63, 63)))[:, :, None] > 0, scores, -np.inf)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    weights /= weights.sum(1, keepdims=True)
+    expected = np.einsum("ijn,jnv->inv", weights, np.asarray(v[0], np.float64))
+    out = oracle.attend(scheme, params, q, k, v, is_causal=True, implementation=implementation)
+    np.testing.assert_allclose(out[0], expected, atol=1e-5)
+
+
+def test_logits_worked_out_by_hand():
+    # Two sizes: r(d) = [sin d, cos d], W the identity. Query 1 and key 0 below:
+    # ((0.5, 0.5) . (1, 1) + (0.25, 1.25) . (sin 1, cos 1)) / sqrt(2) = 1.333423.
+    q = jnp.array([[1, 0], [0, 1], [1, 1]], jnp.float32)[None, :, None]
+    k = jnp.array([[1, 1], [0, 1], [-1, 0]], jnp.float32)[None, :, None]
+    scheme = pe.TransformerXL(num_heads=1, head_dim=2, model_dim=2)
+    params = {
+        "u": jnp.array([[0.5, -0.5]]),
+        "v": jnp.array([[0.25, 0.25]]),
+        "project": jnp.eye(2)[None],
+    }
+    at = jnp.arange(3)
+    rows, _, _ = scheme.features(params, None, q, k, at[None], None, None)
+    term = scheme.rules(params, rows, None).tile(rows[0], None, at, at)[0]
+    dots = scheme.query(params, q, at[None])[0, :, 0] @ k[0, :, 0].T
+    scores = (np.asarray(dots) + np.asarray(term)) / np.sqrt(2)
+    expected = [[0.883883], [1.333423, 1.237437], [1.850101, 1.57488, -0.176777]]
+    for row, wanted in zip(scores, expected, strict=True):
+        np.testing.assert_allclose(row[: len(wanted)], wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_attention_matches_the_paper_at_far_positions(is_causal, implementation):
+    arrays = qkv(length=21)
+    positions = np.r_[1, 257, 10**6 + np.arange(19)]
+    scheme, params = make()
+    expected = paper(
+        *arrays, params, positions=positions, sees=lambda i, j: j <= i or not is_causal
+    )
+    out = oracle.attend(
+        scheme,
+        params,
+        *arrays,
+        is_causal=is_causal,
+        positions=jnp.asarray(positions),
+        implementation=implementation,
+    )
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_clamped_distances_are_one_for_both_signs():
+    q, k, _ = qkv(length=21)
+    plain, params = make()
+    clamped, _ = make(clamp=4)
+    at = jnp.arange(21)
+    rows = clamped.features(params, None, q, k, at[None], None, None)[0]
+
+    def entries(scheme):
+        return scheme.rules(params, rows, None).tile(rows[0], None, at, at)
+
+    for i, j, same in ((10, 2, 6), (2, 10, 6), (9, 8, 8)):
+        np.testing.assert_allclose(
+            entries(clamped)[:, i, j], entries(plain)[:, i, same], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_initialisation():
+    scheme = pe.TransformerXL(num_heads=2, head_dim=64, model_dim=256)
+    params = scheme.init(jax.random.key(0))
+    assert {n: x.shape for n, x in params.items()} == {
+        "u": (2, 64),
+        "v": (2, 64),
+        "project": (2, 256, 64),
+    }
+    assert 0.019 < params["project"].std() < 0.021
+    assert np.abs(params["u"] - params["v"]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
+        ({"model_dim": 7}, "model_dim must be even, got 7"),
+        ({"clamp": -1}, "clamp must not be negative, got -1"),
+        ({"stddev": -0.1}, "stddev must not be negative, got -0.1"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"transformer_xl: {message}"):
+        pe.TransformerXL(**{"num_heads": 6, "head_dim": 8, "model_dim": 20} | change)
+
+
+def test_errors_name_the_shapes():
+    scheme, params = make()
+    with pytest.raises(ValueError, match=r"transformer_xl: q must be \[B, T, 6, 8\], got"):
+        oracle.attend(scheme, params, *qkv(heads=12, kv_heads=6))

@@ -1,0 +1,250 @@
+"""Coordinates drawn at random: what they keep, and the authors' own lines where these can run."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import attend, qkv
+from support import SIZES, build, close, make_batch
+
+import posenc_jax as pe
+from posenc_jax import positions as at
+
+KEY = jax.random.key(3)
+PACKED = jnp.array([[0] * 5 + [1] * 11 + [-1] * 3, [7] * 12 + [8] * 7])
+PLACES = at.from_segment_ids(PACKED)
+DRAWS = {
+    "randomized": lambda key, p, **o: at.randomized(key, p, 50, **o),
+    "shifted": lambda key, p, **o: at.shifted(key, p, 40, **o),
+    "continuous": at.continuous,
+    "skip_wise": lambda key, p, **o: at.skip_wise(key, p, 60, **o),
+}
+COMPILED = [jax.jit(draw) for draw in DRAWS.values()]
+ALL = pytest.mark.parametrize("draw", COMPILED, ids=DRAWS.keys())
+
+
+def parts(x):
+    """The segments of the packed rows."""
+    for row, ids in zip(np.asarray(x), np.asarray(PACKED), strict=True):
+        yield from (row[ids == i] for i in dict.fromkeys(ids.tolist()))
+
+
+@ALL
+def test_order_is_kept_in_every_segment(draw):
+    outs = jax.jit(jax.vmap(lambda k: draw(k, PLACES, segment_ids=PACKED)))(
+        jax.random.split(KEY, 50)
+    )
+    assert outs.shape == (50, *PLACES.shape)
+    assert all((np.diff(part) > 0).all() for out in np.asarray(outs) for part in parts(out))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_rows_segments_and_keys_are_drawn_apart_and_jit_changes_nothing(name):
+    draw = DRAWS[name]
+    out = draw(KEY, PLACES, segment_ids=PACKED)
+    heads = [part[:5].tolist() for part in parts(out) if len(part) >= 5]
+    assert len({tuple(np.diff(h, prepend=0).round(4)) for h in heads}) > 1
+    assert np.abs(draw(jax.random.key(4), PLACES, segment_ids=PACKED) - out).max() > 0.01
+    again = jax.jit(draw)(KEY, PLACES, segment_ids=PACKED)
+    np.testing.assert_allclose(again, out, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["shifted", "continuous"])
+def test_a_later_step_goes_on_with_the_same_draw(name):
+    draw = jax.jit(DRAWS[name])
+    whole = draw(KEY, at.count_up(2, 12))
+    step = draw(KEY, at.count_up(2, 3, 9))
+    np.testing.assert_allclose(step, whole[:, 9:], atol=1e-6)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 1000))
+def test_randomized_numbers_are_distinct_and_below_the_maximum(seed):
+    draw = jax.jit(at.randomized, static_argnums=2)
+    out = np.asarray(draw(jax.random.key(seed), PLACES, 19, segment_ids=PACKED))
+    assert out.dtype == jnp.int32 and out.min() >= 0 and out.max() < 19
+    assert all(len(set(row.tolist())) == 19 for row in out)
+    whole = draw(jax.random.key(seed), at.count_up(1, 19), 19)
+    np.testing.assert_array_equal(whole[0], np.arange(19))
+
+
+def test_randomized_sets_are_equally_likely():
+    """As a sorted choice without replacement is: each of the 10 pairs of 5 numbers."""
+    segments = jnp.array([[0, 1, 0, 1]])  # Segments need not stand side by side.
+    positions = jnp.array([[0, 0, 1, 1]])
+    keys = jax.random.split(KEY, 4000)
+    draw = jax.vmap(lambda k: at.randomized(k, positions, 5, segment_ids=segments)[0])
+    out = np.asarray(jax.jit(draw)(keys))
+    for first in (0, 1):
+        seen = collections.Counter(map(tuple, out[:, first::2].tolist()))
+        assert len(seen) == 10 and min(seen.values()) > 330 and max(seen.values()) < 470
+
+
+def test_randomized_follows_the_order_of_positions_wherever_tokens_are():
+    order = jax.random.permutation(KEY, 19)
+    out = at.randomized(KEY, at.count_up(1, 19)[:, order], 100)
+    assert (np.diff(out[0, jnp.argsort(order)]) > 0).all()
+
+
+def noisy_alibi(slopes, length, drawn, left=None):
+    """google-deepmind/randomized_positional_encodings, compute_noisy_alibi_encodings_biases.
+
+    `drawn` are its sorted positions, `left` those of the left side with randomize_both_sides.
+    """
+    right = -np.float64(drawn)
+    before = np.flip(right) if left is None else np.sort(-np.float64(left))
+    row = np.concatenate([[np.nan], before + 0.5, [0.0], right])
+    bias = np.zeros((length, length))
+    for i in range(length):  # relative_shift: keys from i back to i on.
+        bias[i] = row[length - i : 2 * length - i]
+    return bias * np.array(slopes)[:, None, None]
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_randomized_distances_are_those_of_the_authors(both):
+    drawn, left = (at.randomized_distances(k, 62, 2048) for k in jax.random.split(KEY))
+    assert (np.diff(drawn) > 0).all() and drawn[0] >= 1 and drawn[-1] < 2048
+    alibi = pe.ALiBi(num_heads=6, past_bonus=0.5)
+    bias = pe.on_distances(alibi.rules({}), left if both else drawn, drawn)
+    wanted = noisy_alibi(pe.alibi_slopes(6), 63, drawn, left if both else None)
+    np.testing.assert_allclose(bias.dense(jnp.arange(63), jnp.arange(63)), wanted, rtol=2e-6)
+    np.testing.assert_allclose(bias.dense(jnp.arange(100, 163), jnp.arange(100, 163)), wanted, 2e-6)
+    run = jax.jit(pe.attention, static_argnames="implementation")
+    out, again = (run(*qkv(), rules=bias, implementation=i) for i in ("reference", "xla"))
+    plain = run(*qkv(), rules=alibi.rules({}), implementation="xla")
+    assert np.isfinite(out).all() and np.abs(out - plain).max() > 0.05
+    np.testing.assert_allclose(again, out, atol=1e-5)
+
+
+def test_distances_that_were_not_drawn_are_nan_and_the_rest_is_exact():
+    t5 = pe.T5(num_heads=2)
+    bias = t5.rules(t5.init(KEY))
+    same = pe.on_distances(bias, jnp.arange(1, 6))
+    got = same.dense(jnp.arange(9), jnp.arange(9))
+    far = np.abs(np.subtract.outer(np.arange(9), np.arange(9))) > 5
+    np.testing.assert_array_equal(np.isnan(got), np.broadcast_to(far, got.shape))
+    plain = bias.dense(jnp.arange(9), jnp.arange(9))
+    np.testing.assert_array_equal(np.where(far, 0, got), np.where(far, 0, plain))
+
+
+def test_shifts_cover_their_range_and_spare_differences():
+    keys = jax.random.split(KEY, 300)
+    draw = jax.vmap(lambda k: at.shifted(k, PLACES, 7, segment_ids=PACKED))
+    out = np.asarray(jax.jit(draw)(keys)) - np.asarray(PLACES)[None]
+    assert set(out[:, 0, 0].tolist()) == set(range(7))
+    for moved in out[:20]:
+        assert all(len(set(part.tolist())) == 1 for part in parts(moved))
+
+
+def test_continuous_draws_stay_in_their_bounds_and_fill_them():
+    keys, positions = jax.random.split(KEY, 2000), at.count_up(1, 3, 100)
+
+    def of(**options):
+        none = {"global_shift": 0.0, "local_shift": 0.0, "max_scaling": 1.0}
+        draw = jax.vmap(lambda k: at.continuous(k, positions, **(none | options))[0])
+        return np.asarray(jax.jit(draw)(keys))
+
+    np.testing.assert_array_equal(of(), np.tile(positions, (2000, 1)))
+    moved = of(global_shift=5.0) - np.asarray(positions)
+    assert (
+        np.ptp(moved, axis=1).max() < 1e-4 and 4.9 < moved.max() <= 5 and -5 <= moved.min() < -4.9
+    )
+    assert abs(moved.mean()) < 0.3
+    jitter = of(local_shift=0.5) - np.asarray(positions)
+    assert 0.49 < jitter.max() <= 0.5 + 1e-5 and abs(np.corrcoef(jitter.T)[0, 1]) < 0.1
+    stretch = of(max_scaling=1.03) / np.asarray(positions)
+    assert np.ptp(stretch, axis=1).max() < 1e-5
+    assert 1.029 < stretch.max() <= 1.03 + 1e-5 and 1 / 1.03 - 1e-5 <= stretch.min() < 0.972
+
+
+def pose(length, rt1, rt):
+    """dwzhu-pku/PoSE, train_preprocess_function_pose at 43b43b3: lt is 0."""
+    ids = np.arange(length)
+    ids[rt1:] += rt
+    return ids
+
+
+def test_gaps_are_those_of_the_authors():
+    np.testing.assert_array_equal(pose(8, 3, 20), [0, 1, 2, 23, 24, 25, 26, 27])
+    cuts, gaps = set(), set()
+    keys = jax.random.split(KEY, 400)
+    draw = jax.vmap(lambda k: at.skip_wise(k, PLACES, 30, segment_ids=PACKED))
+    outs = jax.jit(draw)(keys)
+    for out in np.asarray(outs):
+        for part in parts(out):
+            gap = int((part - np.arange(len(part)))[-1])
+            jumps = np.flatnonzero(np.diff(part) > 1)
+            cut = int(jumps[0]) + 1 if len(jumps) else 1
+            np.testing.assert_array_equal(part, pose(len(part), cut, gap))
+            if len(part) == 11:
+                cuts.add(cut)
+                gaps.add(gap)
+    assert cuts == set(range(1, 7)) and gaps == set(range(20))
+
+
+@ALL
+@pytest.mark.parametrize("name", ["rope", "t5", "sinusoidal"])
+def test_schemes_read_them_in_packed_batches_as_alone(draw, name):
+    scheme, tokens = build(pe.SCHEMES[name]), make_batch()
+    params = scheme.init(KEY)
+    coordinates = draw(KEY, PLACES, segment_ids=PACKED)
+    where = {"positions": PLACES, "segment_ids": PACKED, "coordinates": coordinates}
+
+    @jax.jit
+    def run(part, where):
+        x = pe.scheme_embedding(scheme, params, part.x, coordinates=where["coordinates"])
+        q = part.q + x[..., None, :8]
+        options = {"is_causal": True, **where}
+        return pe.scheme_attention(scheme, params, q, part.k, part.v, **options)[0]
+
+    if name == "t5" and coordinates.dtype == jnp.float32:
+        coordinates = coordinates.astype(jnp.int32)  # Buckets count whole distances.
+        where["coordinates"] = coordinates
+    whole = run(tokens, where)
+    second = slice(5, 16)
+    alone = run(tokens[:1, second], {"coordinates": coordinates[:1, second]})
+    close(whole[:1, second], alone)
+
+
+def test_a_prompt_padded_on_the_left_and_the_steps_after_it():
+    tokens, scheme = make_batch(), pe.RoPE(head_dim=SIZES["head_dim"])
+    q, k, v = map(np.asarray, (tokens.q, tokens.k, tokens.v))
+    real = jnp.arange(19)[None] >= jnp.array([[0], [4]])
+    positions, segments = at.from_padding_mask(real)
+    coordinates = at.randomized(KEY, positions, 500, segment_ids=segments)
+    where = {"positions": positions, "segment_ids": segments, "coordinates": coordinates}
+    whole = attend(scheme, {}, q, k, v, is_causal=True, **where)
+    cache = pe.new_cache(
+        scheme, 2, 19, num_heads=6, num_kv_heads=3, head_dim=8, coordinates=coordinates
+    )
+
+    @jax.jit
+    def step(cache, where, *arrays):
+        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, is_causal=True, **where)
+
+    for part in (slice(0, 12), slice(12, 18), slice(18, 19)):
+        here = {name: np.asarray(x)[:, part] for name, x in where.items()}
+        out, cache = step(cache, here, *(x[:, part] for x in (q, k, v)))
+        close(out, whole[:, part])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda p: at.randomized(KEY, p, 18), "randomized: max_length must be .* 19 .*, got 18"),
+        (lambda p: at.randomized(KEY, p[0], 30), r"positions must be \[B, T\], got .*\(19,\)"),
+        (lambda p: at.randomized_distances(KEY, 5, 5), "count must be 1 to 4 .*, got 5"),
+        (lambda p: at.shifted(KEY, p, 0), "shifted: most must be at least 1, got 0"),
+        (lambda p: at.skip_wise(KEY, p, 18), "skip_wise: max_length .* 19 .*, got 18"),
+        (lambda p: at.continuous(KEY, p, local_shift=-1.0), "must not be negative, got 5.0 and -1"),
+        (lambda p: at.continuous(KEY, p, max_scaling=0.5), "max_scaling must be .*, got 0.5"),
+        (lambda p: at.shifted(KEY, p, 3, segment_ids=p[:1]), r"segment_ids must be .*\(1, 19\)"),
+    ],
+)
+def test_errors_name_the_argument_and_the_value(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(PLACES)

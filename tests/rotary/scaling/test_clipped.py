@@ -1,0 +1,50 @@
+"""ClippedFrequencies frequencies against the lines of the authors' code."""
+
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+
+
+def authors(frequencies, clip, hard):
+    """hrlics/CoPE at ed52ba5, modeling_cope.py, lines 107 to 125."""
+    out = np.array(frequencies)
+    start = len(out) - clip
+    mask = 0.5 * (1.0 + np.cos(np.linspace(0.0, np.pi, clip)))
+    out[start:] = 0.0 if hard else out[start:] * mask
+    return out
+
+
+@pytest.mark.parametrize("dim, theta, pairs", [(128, 5e5, 20), (12, 1e4, 6), (20, 1e4, 3)])
+@pytest.mark.parametrize("hard", [False, True])
+def test_matches_the_authors_code(dim, theta, pairs, hard):
+    plain, _ = pe.rope_frequencies(dim, theta)
+    got, factor = pe.rope_frequencies(dim, theta, pe.ClippedFrequencies(pairs=pairs, hard=hard))
+    np.testing.assert_allclose(got, authors(plain, pairs, hard), rtol=1e-12)
+    assert factor == 1.0
+
+
+def test_the_fade_worked_out_by_hand():
+    got, _ = pe.rope_frequencies(16, scaling=pe.ClippedFrequencies(pairs=4))
+    plain, _ = pe.rope_frequencies(16)
+    np.testing.assert_allclose(got / plain, [1, 1, 1, 1, 1, 0.75, 0.25, 0], atol=1e-15)
+
+
+def test_every_option_changes_the_output():
+    def of(**options):
+        return pe.rope_frequencies(128, scaling=pe.ClippedFrequencies(**options))[0]
+
+    assert np.abs(of() - of(pairs=30)).max() > 1e-4
+    assert np.abs(of() - of(hard=True)).max() > 1e-4
+
+
+@pytest.mark.parametrize("pairs, hard, least", [(1, False, 2), (0, True, 1), (-3, True, 1)])
+def test_too_few_pairs_are_refused(pairs, hard, least):
+    message = f"ClippedFrequencies: pairs must be at least {least} with hard={hard}, got {pairs}"
+    with pytest.raises(ValueError, match=message):
+        pe.ClippedFrequencies(pairs=pairs, hard=hard)
+
+
+def test_more_pairs_than_there_are_are_refused():
+    with pytest.raises(ValueError, match="ClippedFrequencies: pairs=20, but only 16 rotate"):
+        pe.RoPE(head_dim=32, scaling=pe.ClippedFrequencies())

@@ -1,0 +1,335 @@
+"""One attention of a scheme: the path of positions, the cache, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import qkv
+
+import posenc_jax as pe
+from posenc_jax.positions import from_padding_mask
+
+Q, K, V = qkv(batch=2, length=7)
+ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
+SHAW = pe.Shaw(num_heads=6, head_dim=8)
+
+
+def attend(scheme=ALIBI, part=slice(None), **options):
+    params = scheme.init(jax.random.key(0))
+    arrays = (a[:, part] for a in (Q, K, V))
+    options = {"is_causal": True} | options
+    return jax.jit(lambda *a: pe.scheme_attention(scheme, params, *a, **options))(*arrays)
+
+
+def new_cache(scheme=ALIBI, capacity=9, **options):
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8} | options
+    return pe.new_cache(scheme, 2, capacity, **sizes)
+
+
+def test_positions_are_counted_from_zero_and_on_from_the_cache():
+    whole, no_cache = attend()
+    assert no_cache is None
+    for at in (jnp.arange(7), jnp.arange(7)[None], np.tile(np.arange(7), (2, 1))):
+        np.testing.assert_allclose(attend(positions=at)[0], whole, atol=1e-6)
+    _, cache = attend(part=slice(0, 4), cache=new_cache())
+    out, cache = attend(part=slice(4, 7), cache=cache)
+    np.testing.assert_allclose(out, whole[:, 4:], atol=1e-5)
+    np.testing.assert_array_equal(cache.positions[:, :7], np.tile(np.arange(7), (2, 1)))
+    np.testing.assert_array_equal(cache.next_positions, [7, 7])
+
+
+def test_coordinates_are_encoded_and_positions_order():
+    back = jnp.arange(7)[::-1]
+    out, _ = attend(ROPE, coordinates=back)
+    turned = (pe.apply_rope(x, back) for x in (Q, K))
+    plain = jax.jit(lambda *a: pe.attention(*a, is_causal=True))(*turned, V)
+    np.testing.assert_allclose(out, plain, atol=1e-5)
+    reordered, _ = attend(ROPE, positions=back)
+    assert np.abs(out - reordered).max() > 0.1
+
+
+def test_segments_do_not_see_each_other():
+    out, _ = attend(segment_ids=jnp.array([0, 0, 0, 1, 1, 1, 1]))
+    np.testing.assert_allclose(out[:, :3], attend(part=slice(0, 3))[0], atol=1e-5)
+    np.testing.assert_allclose(out[:, 3:], attend(part=slice(3, 7))[0], atol=1e-5)
+
+
+def test_the_scale_is_the_schemes_own_unless_given():
+    t5 = pe.T5(num_heads=6, stddev=0.0)  # No bias, and no 1 / sqrt(H).
+    np.testing.assert_allclose(attend(t5)[0], attend(pe.NoPE(), scale=1.0)[0], atol=1e-6)
+    np.testing.assert_allclose(attend(t5, scale=8**-0.5)[0], attend(pe.NoPE())[0], atol=1e-6)
+    assert np.abs(attend(t5)[0] - attend(pe.NoPE())[0]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": False}, {"window": 2}, {"softcap": 0.5}, {"sinks": jnp.ones(6)}, {"scale": 2.0}],
+    ids=str,
+)
+def test_options_of_attention_are_passed_on(options):
+    assert np.abs(attend(**options)[0] - attend()[0]).max() > 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class RawKeys(pe.Scheme):
+    """RoPE on raw cached keys, as schemes need whose keys depend on later tokens."""
+
+    @property
+    def traits(self):
+        return pe.Traits(cache_transformed_keys=False)
+
+    def query(self, params, q, coordinates, features=None, tables=None):
+        return pe.apply_rope(q, coordinates)
+
+    def key(self, params, k, coordinates, features=None, tables=None):
+        return pe.apply_rope(k, coordinates)
+
+
+@pytest.mark.parametrize("coordinates", [None, 3 * np.arange(7)[None] * np.array([[1], [2]])])
+def test_keys_that_are_cached_raw_are_mapped_on_reading(coordinates):
+    where = [{}, {}] if coordinates is None else [{"coordinates": coordinates}] * 2
+    cache = new_cache(RawKeys(), coordinates=coordinates)
+    parts = (slice(0, 5), slice(5, 7))
+    outs = []
+    for part, options in zip(parts, where, strict=True):
+        options = {name: at[:, part] for name, at in options.items()}
+        out, cache = attend(RawKeys(), part, cache=cache, **options)
+        outs.append(out)
+    np.testing.assert_array_equal(cache.k[:, :7], K)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), attend(ROPE, **where[0])[0], atol=1e-5)
+
+
+def test_a_new_cache_has_the_shapes_of_what_is_cached():
+    cache = pe.new_cache(ALIBI, 2, 9, num_heads=6, head_dim=8, dtype=jnp.bfloat16)
+    assert cache.k.shape == cache.v.shape == (2, 9, 6, 8) and cache.k.dtype == jnp.bfloat16
+    assert new_cache().k.shape == (2, 9, 3, 8)
+    axes = new_cache(coordinates=jnp.zeros((3, 2, 7)))
+    assert axes.coordinates.shape == (3, 2, 9) and axes.coordinates.dtype == jnp.float32
+
+
+def test_an_overflowing_cache_raises_and_is_nan_under_jit():
+    _, cache = attend(part=slice(0, 6), cache=new_cache())
+    with pytest.raises(ValueError, match="KVCache: 6 of 9 slots are used and 7 more tokens do not"):
+        attend(cache=cache)
+    out, cache = jax.jit(lambda c: attend(cache=c))(cache)
+    assert np.isnan(out).all() and cache.overflowed
+    fits, _ = jax.jit(lambda c: attend(cache=c))(new_cache())
+    assert np.isfinite(fits).all()
+
+
+def test_a_cache_for_other_heads_is_refused():
+    cache = pe.new_cache(ALIBI, 2, 9, num_heads=6, head_dim=8)  # num_kv_heads was forgotten.
+    with pytest.raises(ValueError, match=r"KVCache: k must be \(2, 7, 6, 8\).*got \(2, 7, 3, 8\)"):
+        attend(cache=cache)
+
+
+def test_a_ring_needs_a_window_and_room_for_it():
+    cache = new_cache(ring=True, capacity=4)
+    for window in (None, (-1, 0)):
+        with pytest.raises(ValueError, match="ring cache forgets tokens, so it needs a window"):
+            attend(part=slice(0, 1), cache=cache, window=window)
+    attend(part=slice(0, 2), cache=cache, window=3)  # The window's 2 past tokens, and 2 new.
+    attend(part=slice(0, 2), cache=cache, window=(2, 0))
+    message = "2 tokens at a time with window 4 need a ring of 5 slots, and the cache has 4"
+    with pytest.raises(ValueError, match=f"scheme_attention: {message}"):
+        attend(part=slice(0, 2), cache=cache, window=4)
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_axes_that_a_scheme_does_not_read_are_refused(axes):
+    at = jnp.zeros((axes, 2, 7))
+    with pytest.raises(ValueError, match=r"ALiBi.* reads coordinates of 1 axes, .*got \("):
+        attend(ALIBI, coordinates=at)
+    with pytest.raises(ValueError, match=r"scheme_embedding: .* reads coordinates of 1 axes"):
+        pe.scheme_embedding(pe.Sinusoidal(8), {}, jnp.zeros((2, 7, 8)), coordinates=at)
+
+
+def test_coordinates_of_cached_keys_need_a_place():
+    at = 2 * jnp.arange(7)
+    with pytest.raises(
+        ValueError, match=r"scheme_attention: .*make it with new_cache\(\.\.\., coo"
+    ):
+        attend(ALIBI, cache=new_cache(), coordinates=at)
+    out, _ = attend(ROPE, cache=new_cache(ROPE), coordinates=at)  # Rotated keys need none.
+    np.testing.assert_allclose(out, attend(ROPE, coordinates=at)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"positions": jnp.zeros(7)}, TypeError, "positions must be integers, got float32"),
+        ({"positions": jnp.zeros(7, jnp.bfloat16)}, TypeError, "must be integers, got bfloat16"),
+        ({"positions": jnp.zeros(7, bool)}, TypeError, "must be integers, got bool"),
+        ({"positions": np.full(7, 2**31)}, ValueError, "positions must fit int32, got 2147483648"),
+        ({"positions": jnp.arange(6)}, ValueError, r"positions must be .*\(2, 7\), got \(1, 6\)"),
+        ({"positions": jnp.zeros((3, 7), int)}, ValueError, r"positions must be .*got \(3, 7\)"),
+        ({"positions": jnp.int32(3)}, ValueError, r"positions must be .*got \(\)"),
+        ({"coordinates": jnp.zeros(7, jnp.bfloat16)}, TypeError, "coordinates must be integers or"),
+        ({"coordinates": jnp.arange(6)}, ValueError, r"coordinates must be .*got \(1, 6\)"),
+        ({"segment_ids": jnp.zeros(7)}, TypeError, "segment_ids must be integers, got float32"),
+        ({"segment_ids": jnp.arange(3)}, ValueError, r"segment_ids must be .*got \(1, 3\)"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_argument_and_what_was_given(options, error, message):
+    with pytest.raises(error, match=f"scheme_attention: .*{message}"):
+        attend(**options)
+
+
+def test_errors_of_the_embedding():
+    x, waves = jnp.zeros((2, 7, 4)), pe.Sinusoidal(model_dim=4)
+
+    def embed(x=x, **where):
+        return pe.scheme_embedding(waves, {}, x, **where)
+
+    with pytest.raises(ValueError, match=r"scheme_embedding: x must be \[B, T, D\].*\(7, 4\)"):
+        embed(x[0])
+    with pytest.raises(ValueError, match=r"scheme_embedding: positions must be .*got \(1, 6\)"):
+        embed(positions=jnp.arange(6))
+    with pytest.raises(ValueError, match=r"scheme_embedding: coordinates must be .*got \(1, 6\)"):
+        embed(coordinates=jnp.arange(6))
+    with pytest.raises(TypeError, match="scheme_embedding: positions must be integers, got float"):
+        embed(positions=jnp.zeros(7))
+
+
+def test_the_embedding_reads_coordinates_before_positions():
+    x, waves = jnp.zeros((2, 7, 4)), pe.Sinusoidal(model_dim=4)
+    at = 5 + jnp.arange(7)
+    for where in ({"positions": at}, {"positions": jnp.arange(7), "coordinates": at}):
+        out = pe.scheme_embedding(waves, {}, x, **where)
+        np.testing.assert_array_equal(out[1], pe.sinusoidal_encoding(at, 4))
+
+
+def content(heads=6, q_features=Q, k_features=None):
+    shaw = SHAW.replace(per_head=True)
+    bias, _ = shaw.rules(shaw.init(jax.random.key(0)), q_features, None)
+    return dataclasses.replace(bias, heads=bias.heads[:heads], k_features=k_features)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"q": Q[0]}, ValueError, r"q must be \[B, T, N, H\], got shape \(7, 6, 8\)"),
+        ({"v": V[0]}, ValueError, r"v must be \[B, S, K, V\], got shape \(7, 3, 8\)"),
+        ({"q": Q.astype("i4")}, TypeError, "q must be floating point, got int32"),
+        ({"k": K[..., :4]}, ValueError, "q and k differ in head dim"),
+        ({"k": K[:1], "v": V[:1]}, ValueError, "q and k differ in batch size"),
+        ({"v": V[:, :5]}, ValueError, "k and v differ in B, S or K"),
+        ({"q": Q[:, :, :4]}, ValueError, "4 query heads are no multiple of 3 key heads"),
+        ({"rules": pe.ALiBi(num_heads=4).rules({})}, ValueError, "bias is for 4 heads but q has 6"),
+        ({"rules": ALIBI}, TypeError, "rules must be rules, got ALiBi"),
+        (
+            {"rules": content(q_features=None)},
+            ValueError,
+            "content has neither q_features nor k_features",
+        ),
+        (
+            {"rules": content(q_features=Q[:, :5])},
+            ValueError,
+            r"q_features must be .*\(2, 7, 6\), got \(2, 5",
+        ),
+        (
+            {"rules": content(k_features=jnp.zeros((2, 7)))},
+            ValueError,
+            r"cols must be .*got \(2, 7\)",
+        ),
+        (
+            {"rules": content(k_features=K)},
+            ValueError,
+            "a DotBias has either rows or cols, got both",
+        ),
+        (
+            {"rules": content(q_features=Q[..., :4])},
+            ValueError,
+            r"the vectors of a DotBias have shape \(8,\) per distance and \(2, 7, 6, 4\)",
+        ),
+        ({"rules": content(heads=4)}, ValueError, r"heads of content must be .*6, .*got \(4, "),
+        (
+            {"rules": pe.Shaw(num_heads=4, head_dim=8).rules(SHAW.init(jax.random.key(0)), Q)[1]},
+            ValueError,
+            r"value_bias.table must be \[N, R, V\] = \(6, 33, 8\), got \(4, 33, 8\)",
+        ),
+        ({"mask": jnp.ones((2, 1, 7, 7))}, TypeError, "mask must be bool, got float32"),
+        (
+            {"mask": jnp.ones((7, 7), bool)},
+            ValueError,
+            r"mask must be .*\(2, 6, 7, 7\), got \(7, 7",
+        ),
+        ({"window": 0}, ValueError, "window must be at least 1 token, got 0"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive, got 0.0"),
+        ({"sinks": jnp.zeros(4)}, ValueError, r"sinks must be \[N\] = \(6,\), got \(4,\)"),
+        ({"scale": jnp.float32(1)}, TypeError, "scale must be a Python number; multiply q by"),
+        ({"dropout_rate": 1.0}, ValueError, r"dropout_rate must be in \[0, 1\), got 1.0"),
+        ({"dropout_rate": 0.1}, ValueError, ".*together, got dropout_rate=0.1 and no dropout_key"),
+        (
+            {"dropout_key": jax.random.key(0)},
+            ValueError,
+            ".*together, got dropout_rate=0.0 and a dropout_key",
+        ),
+        ({"prefix_length": 3}, ValueError, r"prefix_length must be \[B\], got shape \(\)"),
+        ({"prefix_length": jnp.ones(2)}, TypeError, "prefix_length must be integers, got float32"),
+        ({"prefix_length": jnp.ones(3, int)}, ValueError, r"prefix_length .*\(2,\), got \(3,\)"),
+        ({"q_positions": jnp.zeros(7)}, TypeError, "q_positions must be integers, got float32"),
+        ({"q_positions": jnp.arange(5)}, ValueError, r"q_positions must be \[7\].*got \(1, 5\)"),
+        ({"k_coordinates": jnp.zeros((2, 2, 5))}, ValueError, r"k_coordinates must be \[A, B, 7\]"),
+        ({"k_positions": jnp.zeros(7)}, TypeError, "k_positions must be integers, got float32"),
+        (
+            {"q_coordinates": jnp.zeros((3, 2, 7)), "rules": ALIBI.rules({})},
+            ValueError,
+            r"coordinates have \(3,\) and \(3,\) axes .* the rule .*returned \(3,\) for a pair",
+        ),
+        ({"q_segment_ids": jnp.zeros(7)}, TypeError, "q_segment_ids must be integers, got float32"),
+        ({"implementation": "fast"}, ValueError, "implementation must be None or one of .*'fast'"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_attention_refuses(options, error, message):
+    with pytest.raises(error, match=f"attention: {message}"):
+        pe.attention(**{"q": Q, "k": K, "v": V} | options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"q_positions": jnp.arange(3)}, "positions were given for q only"),
+        ({"k_positions": jnp.arange(7)}, "positions were given for k only"),
+        ({"k_coordinates": jnp.arange(7)}, "coordinates were given for k only"),
+        ({"is_causal": True}, "3 queries and 7 keys need q_positions and k_positions"),
+        ({"window": 3}, "3 queries and 7 keys need q_positions and k_positions"),
+        ({"rules": ALIBI.rules({})}, "3 queries and 7 keys need q_positions and k_positions"),
+        ({"q_segment_ids": jnp.zeros(3, int)}, "q_segment_ids and k_segment_ids go together"),
+        (
+            {"q_positions": jnp.arange(3), "k_positions": jnp.arange(7)}
+            | {"is_causal": True, "contiguous": True},
+            "contiguous=True needs as many queries as keys, got 3 and 7",
+        ),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_fewer_queries_than_keys_need_to_say_where_they_are(options, message):
+    with pytest.raises(ValueError, match=f"attention: {message}"):
+        pe.attention(Q[:, :3], K, V, **options)
+
+
+def test_cross_attention_needs_no_positions():
+    assert pe.attention(Q[:, :3], K, V).shape == (2, 3, 6, 8)
+
+
+def test_a_ring_full_of_padding_says_that_it_forgot():
+    """A right-padded prompt leaves padding in the ring; a second chunk drops what it sees."""
+    q, k, v = qkv(batch=2, length=14)
+    cache = new_cache(pe.NoPE(), 11, ring=True)
+    positions, segments = from_padding_mask(jnp.arange(8)[None] < jnp.array([[3], [8]]))
+    where = {"positions": positions, "segment_ids": segments}
+    options = {"is_causal": True, "window": 4}
+    prompt, more = ([a[:, part] for a in (q, k, v)] for part in (slice(0, 8), slice(8, 14)))
+
+    @jax.jit
+    def step(cache, where, *arrays):
+        return pe.scheme_attention(pe.NoPE(), {}, *arrays, cache=cache, **where, **options)
+
+    _, cache = step(cache, where, *prompt)
+    out, _ = step(cache, {}, *more)
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
