@@ -167,10 +167,9 @@ def _attend(scheme, is_causal, params, q, k, v, x, coordinates):
     at = positions.count_up(batch, length) if coordinates is None else coordinates
     rows, cols, _ = scheme.features(params, x, q, k, at, None, None)
 
-    given: dict[str, Any] = (
-        {} if coordinates is None else {"q_coordinates": at, "k_coordinates": at}
-    )
-    call = _LogitsOnly(is_causal=is_causal, scale=scheme.logit_scale(q.shape[-1]), **given)
+    call = _LogitsOnly(is_causal=is_causal, scale=scheme.logit_scale(q.shape[-1]))
+    if coordinates is not None:
+        call = call.replace(q_coordinates=at, k_coordinates=at)
     q, k = scheme.query(params, q, at, rows), scheme.key(params, k, at, cols)
     return scheme.attend(params, q, k, v, at, at, rows, cols, call)
 
