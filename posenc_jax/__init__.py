@@ -14,7 +14,6 @@ from posenc_jax.additive.sinusoidal_2d import Sinusoidal2D as Sinusoidal2D
 from posenc_jax.angles import cos_sin as cos_sin
 from posenc_jax.bias.alibi import ALiBi as ALiBi
 from posenc_jax.bias.alibi import alibi_slopes as alibi_slopes
-from posenc_jax.bias.buckets import t5_bucket as t5_bucket
 from posenc_jax.bias.dape import DAPE as DAPE
 from posenc_jax.bias.fire import FIRE as FIRE
 from posenc_jax.bias.kerple import KERPLELog as KERPLELog
@@ -23,6 +22,7 @@ from posenc_jax.bias.sandwich import Sandwich as Sandwich
 from posenc_jax.bias.swin import Swin as Swin
 from posenc_jax.bias.swin_v2 import SwinV2 as SwinV2
 from posenc_jax.bias.t5 import T5 as T5
+from posenc_jax.bias.t5 import t5_bucket as t5_bucket
 from posenc_jax.bias.tupe import TUPE as TUPE
 from posenc_jax.cache import KVCache as KVCache
 from posenc_jax.combinators.chain import chain as chain

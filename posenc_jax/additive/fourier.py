@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import coordinate_values, require
+from posenc_jax.ops.init import torch_uniform
 from posenc_jax.scheme import Scheme, Traits
 
 
@@ -74,12 +75,12 @@ class LearnableFourier(Scheme):
             "out": (self.width, self.model_dim),
             "out_bias": (self.model_dim,),
         }
-        limits = [n**-0.5 for n in (self.num_features, self.num_features, self.width, self.width)]
+        fan_in = (self.num_features, self.num_features, self.width, self.width)
         made = {
-            name: jax.random.uniform(k, shape, minval=-limit, maxval=limit)
-            for k, limit, (name, shape) in zip(keys, limits, shapes.items(), strict=True)
+            name: torch_uniform(k, shape, n)
+            for k, n, (name, shape) in zip(keys, fan_in, shapes.items(), strict=True)
         }
-        normal = jax.random.normal(waves, (self.num_features // 2, self.axes))
+        normal = jax.random.normal(waves, (self.num_features // 2, self.axes), jnp.float32)
         return {"waves": self.gamma**-2 * normal, **made}
 
     def embed(self, params, x, coordinates):

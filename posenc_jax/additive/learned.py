@@ -125,7 +125,7 @@ class LearnedAbsolute(Scheme):
     def init(self, key):
         """Returns {"table": float32 [max_length + offset, D]}."""
         shape = (self.max_length + self.offset, self.model_dim)
-        return {"table": self.stddev * jax.random.normal(key, shape)}
+        return {"table": self.stddev * jax.random.normal(key, shape, jnp.float32)}
 
     def embed(self, params, x, coordinates):
         """Returns x [B, T, D] plus the rows of its positions."""

@@ -20,8 +20,8 @@ from posenc_jax.scheme import Acts, Scheme, Traits
 class NoPE(Scheme):
     """No position encoding (Haviv et al. 2022, Kazemnejad et al. 2023).
 
-    >>> NoPE().rules({}) is None
-    True
+    >>> NoPE().rules({})
+    ()
     """
 
     name: ClassVar[str] = "none"

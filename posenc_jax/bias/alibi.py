@@ -128,7 +128,7 @@ class ALiBi(Scheme):
         """Returns {}, or {"past": ..., "future": ...}, float32 [N], where slopes are learned."""
         if self.sides != "learned":
             return {}
-        made = jax.random.normal(key, (2, self.num_heads)) - 2.0
+        made = jax.random.normal(key, (2, self.num_heads), jnp.float32) - 2.0
         return {"past": made[0], "future": made[1]}
 
     def rules(self, params, q_features=None, k_features=None):

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from posenc_jax.bias.alibi import ALiBi
 from posenc_jax.bias.kerple import KERPLELog
 from posenc_jax.checks import require
+from posenc_jax.ops.init import torch_uniform
 from posenc_jax.rules import LogitBias, LogitsTransform
 from posenc_jax.scheme import Scheme, Traits
 
@@ -93,11 +94,9 @@ class DAPE(Scheme):
         base, *keys = jax.random.split(key, 4)
         inputs, width = 2 * self.num_heads, self.width
         shapes = {"in": (width, inputs), "in_bias": (width,), "out": (self.num_heads, width)}
-        limits = {"in": inputs, "in_bias": inputs, "out": width}
+        fan_in = {"in": inputs, "in_bias": inputs, "out": width}
         network = {
-            name: jax.random.uniform(
-                k, shapes[name], minval=-(limits[name] ** -0.5), maxval=limits[name] ** -0.5
-            )
+            name: torch_uniform(k, shapes[name], fan_in[name])
             for name, k in zip(shapes, keys, strict=True)
         }
         return {"base": self._base.init(base), **network}

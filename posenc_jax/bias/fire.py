@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
+from posenc_jax.ops.init import torch_uniform
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme
 
@@ -83,17 +84,12 @@ class FIRE(Scheme):
     def init(self, key):
         """Returns c, the multiplier of L, and the layers as torch.nn.Linear starts them."""
         inner, bias, outer = jax.random.split(key, 3)
-
-        def uniform(key, shape, fan_in):
-            bound = fan_in**-0.5
-            return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-
         return {
             "c": jnp.float32(self.init_c),
             "multiplier": jnp.float32(1.0),
-            "inner": uniform(inner, (self.width,), 1),
-            "inner_bias": uniform(bias, (self.width,), 1),
-            "outer": uniform(outer, (self.num_heads, self.width), self.width),
+            "inner": torch_uniform(inner, (self.width,), 1),
+            "inner_bias": torch_uniform(bias, (self.width,), 1),
+            "outer": torch_uniform(outer, (self.num_heads, self.width), self.width),
         }
 
     def rules(self, params, q_features=None, k_features=None):

@@ -53,7 +53,7 @@ def _power(shared, head, q, k):
 def _uniform(key, num_heads, high):
     keys = jax.random.split(key)
     return {
-        name: jax.random.uniform(k, (num_heads,), maxval=top)
+        name: jax.random.uniform(k, (num_heads,), jnp.float32, maxval=top)
         for name, k, top in zip(("r1", "r2"), keys, high, strict=True)
     }
 

@@ -105,7 +105,9 @@ class Swin(Scheme):
         """Returns {"table": float32 [N, (2R - 1)(2C - 1)]}."""
         rows, columns = self.window
         shape = self.num_heads, (2 * rows - 1) * (2 * columns - 1)
-        return {"table": self.stddev * jax.random.truncated_normal(key, -2.0, 2.0, shape)}
+        return {
+            "table": self.stddev * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+        }
 
     def rules(self, params, q_features=None, k_features=None):
         """Returns the entry of each offset."""

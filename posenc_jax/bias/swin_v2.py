@@ -28,6 +28,7 @@ import numpy as np
 
 from posenc_jax.bias.swin import WindowEntry, check_window
 from posenc_jax.checks import require
+from posenc_jax.ops.init import torch_uniform
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -104,9 +105,9 @@ class SwinV2(Scheme):
             "in_bias": (self.width,),
             "out": (self.num_heads, self.width),
         }
-        limits = {"in": 2**-0.5, "in_bias": 2**-0.5, "out": self.width**-0.5}
+        fan_in = {"in": 2, "in_bias": 2, "out": self.width}
         made = {
-            name: jax.random.uniform(k, shapes[name], minval=-limits[name], maxval=limits[name])
+            name: torch_uniform(k, shapes[name], fan_in[name])
             for name, k in zip(shapes, keys, strict=True)
         }
         return made | {"tau": jnp.full(self.num_heads, math.log(10.0), jnp.float32)}

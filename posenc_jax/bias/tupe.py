@@ -24,8 +24,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.bias.buckets import Bucket, check_buckets
-from posenc_jax.bias.t5 import T5
+from posenc_jax.bias.t5 import T5, Bucket, check_buckets
 from posenc_jax.checks import in_table, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
@@ -110,7 +109,7 @@ class TUPE(Scheme):
         project = (self.model_dim, self.num_heads, self.head_dim)
 
         def normal(key, *shape):
-            return self.stddev * jax.random.normal(key, shape)
+            return self.stddev * jax.random.normal(key, shape, jnp.float32)
 
         ones, zeros = (jnp.full(self.model_dim, x, jnp.float32) for x in (1, 0))
         made = {"norm": {"scale": ones, "bias": zeros}}

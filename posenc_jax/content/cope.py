@@ -75,7 +75,7 @@ class CoPE(Scheme):
 
     def init(self, key):
         """Returns {"table": zeros, float32 [P, H]}, as the authors do."""
-        return {"table": jnp.zeros((self.num_positions, self.head_dim))}
+        return {"table": jnp.zeros((self.num_positions, self.head_dim), jnp.float32)}
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns q, which will meet the table."""

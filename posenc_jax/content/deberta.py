@@ -8,7 +8,7 @@ table of 2 span rows that all layers share, projected in every layer; Q has a bi
 the number of terms: sqrt(2 H) with one of the two. The table ends with the furthest past.
 
 The third term has the row of i - j, as both implementations have it; the paper writes
-j - i. Buckets (`relative.deberta_buckets`) are those of DeBERTa-v2. Its model also projects the
+j - i. Buckets are those of DeBERTa-v2. Its model also projects the
 table with the weights of its own q and k, after a layer norm: `projected` takes what comes out of
 that as parameters.
 
@@ -18,15 +18,52 @@ Reference code: microsoft/DeBERTa, DeBERTa/deberta/disentangled_attention.py and
 """
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.content.deberta_buckets import TableRow
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Scheme, Traits
+
+
+@functools.cache
+def deberta_boundaries(span: int, max_distance: int) -> tuple[int, ...]:
+    """Returns the first distances of the buckets after span // 2, exact in integers.
+
+    >>> deberta_boundaries(256, 512)[:3], deberta_boundaries(256, 512)[-1]
+    ((129, 130, 131), 512)
+    """
+    middle, last = span // 2, max_distance - 1
+    steps, n, bounds = middle - 1, middle + 1, []
+    for j in range(span - middle):  # ceil(steps ln(n / middle) / ln(last / middle)) > j
+        while n**steps * middle**j <= last**j * middle**steps:
+            n += 1
+        bounds.append(n)
+    return tuple(bounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRow:
+    """The row of K or Q of a distance; `DeBERTa` says what its settings mean."""
+
+    span: int
+    max_distance: int | None
+
+    def __call__(self, shared, table, distance):
+        """Returns one row of the table [2 span, H], for one distance."""
+        bucket = distance
+        if self.max_distance is not None:
+            size = jnp.abs(distance)
+            bounds = jnp.asarray(deberta_boundaries(self.span, self.max_distance), jnp.int32)
+            further = jnp.searchsorted(bounds, size, side="right").astype(jnp.int32)
+            middle = jnp.asarray(self.span // 2, size.dtype)
+            bucket = jnp.minimum(size, middle).astype(jnp.int32) + further
+            bucket *= jnp.sign(distance).astype(jnp.int32)
+        row = jnp.clip(bucket + self.span, 0, 2 * self.span - 1).astype(jnp.int32)
+        return table[row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +126,13 @@ class DeBERTa(Scheme):
         rows = 2 * self.span if self.projected else self.model_dim
         shape = (rows, self.num_heads, self.head_dim)
         made = dict(zip(("keys", "queries", "table"), jax.random.split(key, 3), strict=True))
-        params = {
-            name: self.stddev * jax.random.normal(made[name], shape) for name in used if used[name]
-        }
+
+        def normal(name, shape):
+            return self.stddev * jax.random.normal(made[name], shape, jnp.float32)
+
+        params = {name: normal(name, shape) for name in used if used[name]}
         if not self.projected:
-            table = (2 * self.span, self.model_dim)
-            params["table"] = self.stddev * jax.random.normal(made["table"], table)
+            params["table"] = normal("table", (2 * self.span, self.model_dim))
             if self.position_to_content:
                 params["bias"] = jnp.zeros(shape[1:], jnp.float32)
         return params

@@ -107,7 +107,7 @@ class FoX(Scheme):
             return {}
         if self.gate == "bias":
             return {"b": self._bias()}
-        w = 0.02 * jax.random.normal(key, (self.model_dim, self.num_heads))
+        w = 0.02 * jax.random.normal(key, (self.model_dim, self.num_heads), jnp.float32)
         return {"w": w, "b": jnp.full(self.num_heads, self.init_bias, jnp.float32)}
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):

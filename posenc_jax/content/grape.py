@@ -26,6 +26,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.bias.alibi import alibi_slopes
 from posenc_jax.checks import require
 from posenc_jax.rules import ContentBias
 from posenc_jax.scheme import Scheme, Traits
@@ -34,13 +35,6 @@ from posenc_jax.scheme import Scheme, Traits
 def _penalty(shared, head, row, col, q, k):
     rate = sum(x for x in (row, col) if x is not None)
     return -jnp.abs(q - k).astype(jnp.float32) * rate
-
-
-def _alibi_slopes(n):
-    """Those of the paper, as in `posenc_jax.alibi_slopes`."""
-    power = 2 ** math.floor(math.log2(n))
-    low, high = ([2.0 ** (-8 * h / m) for h in range(1, m + 1)] for m in (power, 2 * power))
-    return jnp.asarray((low + high[::2])[:n], jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +84,8 @@ class GRAPEA(Scheme):
         keys = dict(zip("uv", jax.random.split(key, 2), strict=True))
         shape = (self.num_heads, self.head_dim)
         std = self.head_dim**-0.5
-        return {"omega": omega} | {n: std * jax.random.normal(keys[n], shape) for n in used}
+        vectors = {n: std * jax.random.normal(keys[n], shape, jnp.float32) for n in used}
+        return {"omega": omega} | vectors
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the slopes that queries and keys choose, float32 [B, T, N]."""
@@ -100,7 +95,7 @@ class GRAPEA(Scheme):
             f"grape_a: q must be [B, T, {wanted[0]}, {wanted[1]}] and k of the same head dim, "
             f"got {q.shape} and {k.shape}.",
         )
-        unit = _alibi_slopes(self.num_heads) * jax.nn.softplus(params["omega"])
+        unit = alibi_slopes(self.num_heads) * jax.nn.softplus(params["omega"])
         q_features = None if self.gate == "key" else self._rates(unit, params["v"], q)
         k_features = None if self.gate == "query" else self._rates(unit, params["u"], k)
         return q_features, k_features, state

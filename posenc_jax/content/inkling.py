@@ -95,8 +95,8 @@ class Inkling(Scheme):
         project, bank = jax.random.split(key)
         shape = (self.model_dim, self.num_heads, self.rank)
         return {
-            "project": self.stddev * jax.random.normal(project, shape),
-            "bank": self.stddev * jax.random.normal(bank, (self.rank, self.extent)),
+            "project": self.stddev * jax.random.normal(project, shape, jnp.float32),
+            "bank": self.stddev * jax.random.normal(bank, (self.rank, self.extent), jnp.float32),
         }
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):

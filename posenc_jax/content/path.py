@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from posenc_jax.checks import require
 from posenc_jax.content.fox import FoX
 from posenc_jax.content.path_walk import attend_along_path, short_convolution
+from posenc_jax.ops.init import torch_uniform
 from posenc_jax.scheme import Scheme, Traits
 
 
@@ -85,19 +86,15 @@ class PaTH(Scheme):
         dim, width = self.model_dim, heads * self.head_dim
         keys = jax.random.split(key, 5)
 
-        def uniform(key, shape, inputs):
-            limit = inputs**-0.5
-            return jax.random.uniform(key, shape, minval=-limit, maxval=limit)
-
         if self.rank:
-            down = uniform(keys[0], (dim, self.rank), dim)
-            w = down, uniform(keys[1], (self.rank, width), self.rank)
+            down = torch_uniform(keys[0], (dim, self.rank), dim)
+            w = down, torch_uniform(keys[1], (self.rank, width), self.rank)
         else:
-            w = (uniform(keys[0], (dim, width), dim),)
-        params = {"w": w, "beta": uniform(keys[2], (dim, heads), dim)}
-        params["beta_bias"] = uniform(keys[3], (heads,), dim)
+            w = (torch_uniform(keys[0], (dim, width), dim),)
+        params = {"w": w, "beta": torch_uniform(keys[2], (dim, heads), dim)}
+        params["beta_bias"] = torch_uniform(keys[3], (heads,), dim)
         if self.short_conv:
-            params["conv"] = uniform(keys[4], (3, width), 3)
+            params["conv"] = torch_uniform(keys[4], (3, width), 3)
         if self.forget_gate:
             params["gate"] = self._fox.init(jax.random.fold_in(key, 5))
         return params

@@ -108,7 +108,7 @@ class Shaw(Scheme):
         used = [name for name in ("keys", "values") if getattr(self, name)]
         made = jax.random.split(key, 2)
         return {
-            name: jax.random.uniform(k, shape, minval=-limit, maxval=limit)
+            name: jax.random.uniform(k, shape, jnp.float32, -limit, limit)
             for name, k in zip(used, made, strict=False)
         }
 

@@ -117,7 +117,7 @@ class TransformerXL(Scheme):
         shapes = {"u": (heads, dim), "v": (heads, dim), "project": (heads, self.model_dim, dim)}
         keys = jax.random.split(key, len(shapes))
         return {
-            name: self.stddev * jax.random.normal(k, shape)
+            name: self.stddev * jax.random.normal(k, shape, jnp.float32)
             for k, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
 

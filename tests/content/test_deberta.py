@@ -13,7 +13,7 @@ import pytest
 from oracle import qkv
 
 import posenc_jax as pe
-from posenc_jax.content.deberta_buckets import deberta_boundaries
+from posenc_jax.content.deberta import deberta_boundaries
 
 
 def log_bucket(relative_pos, bucket_size, max_position):

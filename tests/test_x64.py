@@ -1,0 +1,50 @@
+"""Schemes under JAX_ENABLE_X64=1, in one process of its own: the flag is global."""
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+
+import jax
+import jax.numpy as jnp
+
+sys.path[:0] = [".", "tests"]
+import posenc_jax as pe
+from support import SIZES, build
+
+FAMILIES = ("additive", "bias", "content")
+
+for name, cls in pe.SCHEMES.items():
+    if cls.__module__.split(".")[1] not in FAMILIES:
+        continue
+    scheme = build(cls)
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
+    for leaf in jax.tree.leaves(params):
+        assert leaf.dtype == jnp.float32, (name, "init", leaf)
+
+    def run(params, x, q, k, v):
+        at = jnp.zeros((scheme.traits.num_axes, 1, 5), jnp.int32)
+        at = at[0] if scheme.traits.num_axes == 1 else at
+        x = pe.scheme_embedding(scheme, params, x, coordinates=at)
+        return x, pe.scheme_attention(scheme, params, q, k, v, x=x, coordinates=at)[0]
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct((1, 5, *shape), jnp.float32)
+
+    dim = SIZES["head_dim"]
+    out = jax.eval_shape(run, params, array(SIZES["model_dim"]), *(array(6, dim),) * 3)
+    for leaf in out:
+        assert leaf.dtype == jnp.float32, (name, "output", leaf)
+    print(name)
+"""
+
+
+def test_parameters_and_outputs_are_float32_under_x64():
+    environment = os.environ | {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.split()) == 24, done.stdout
