@@ -21,6 +21,26 @@ def build(cls, **changes):
     return cls(**{name: SIZES[name] for name in required}, **changes)
 
 
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """Another value of a setting, for `OPTIONS` in the test file of a scheme.
+
+    Attributes:
+      value: it must give other numbers than the default.
+      given: other settings, which both sides of the comparison have.
+      sinks: compares attention with a sink, where adding a constant to all logits shows.
+      initial: compares new parameters, for settings of the initialisation.
+    """
+
+    value: object
+    given: dict = dataclasses.field(default_factory=dict)
+    sinks: bool = False
+    initial: bool = False
+
+
+initial = functools.partial(Option, initial=True)
+
+
 def _seen_by_modules(cls):
     """What a module has to do for a scheme; of schemes that ask the same, one is tried."""
     hooks = ("init", "embed", "features", "attend")

@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import embed
+from support import initial
 
 import posenc_jax as pe
 from posenc_jax.additive.learned import lookup
+
+OPTIONS = {pe.LearnedAbsolute: {"offset": 2, "stddev": initial(0.1)}}
 
 TABLE = np.arange(1.0, 41.0, dtype=np.float32).reshape(10, 4)
 

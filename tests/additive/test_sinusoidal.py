@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import posenc_jax as pe
 from posenc_jax import sinusoidal_encoding as encode
 
+OPTIONS = {pe.Sinusoidal: {"theta": 100.0, "layout": "concat"}}
+
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "sinusoidal.json").read_text())
 AT = np.array([0, 1, 2, 62, 257, 10**6, -3])
 

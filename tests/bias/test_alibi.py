@@ -13,6 +13,8 @@ from oracle import attend, qkv, softmax_attention
 
 import posenc_jax as pe
 
+OPTIONS = {pe.ALiBi: {"sides": "learned", "alibi_heads": 3, "past_bonus": 0.5, "scaled": True}}
+
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "alibi.json").read_text())
 SLOPES = {int(n): s for n, s in GOLDEN["slopes"].items()}  # Printed by the authors' get_slopes.
 ARRAYS = qkv()

@@ -13,6 +13,8 @@ from oracle import qkv
 
 import posenc_jax as pe
 
+OPTIONS = {pe.DAPE: {"base": "alibi", "width": 5}}
+
 
 def slopes(n):
     power = 2 ** int(np.floor(np.log2(n)))

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend
+from support import initial
 
 import posenc_jax as pe
+
+OPTIONS = {pe.Swin: {"window": (5, 6), "stddev": initial(0.1)}}
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "swin.json").read_text())
 

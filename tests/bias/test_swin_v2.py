@@ -12,6 +12,10 @@ from oracle import attend
 import posenc_jax as pe
 from posenc_jax.bias.swin_v2 import log_offsets
 
+OPTIONS = {
+    pe.SwinV2: {"window": (5, 6), "pretrained_window": (5, 5), "width": 5},
+}
+
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "swin_v2.json").read_text())
 CASES = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: str(c["pretrained"]))
 TAU = np.array([0.5, 1, 2, 3, 4, 5], np.float32)
@@ -67,15 +71,6 @@ def test_length_of_queries_and_keys_does_not_count_and_zero_is_no_harm():
     np.testing.assert_allclose(params["tau"], np.log(10), rtol=1e-6)
     grad = jax.grad(lambda q: out(q, k).sum())(np.zeros_like(q))
     assert np.isfinite(grad).all()
-
-
-def test_every_option_changes_the_bias():
-    def of(**options):
-        scheme = pe.SwinV2(num_heads=2, **options)
-        return scheme.rules(scheme.init(jax.random.key(0))).dense(np.arange(4), np.arange(4))
-
-    for option in ({"window": (2, 2)}, {"pretrained_window": (16, 16)}, {"width": 64}):
-        assert np.abs(of(**option) - of()).max() > 1e-3, option
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
+from support import initial
 
 import posenc_jax as pe
+
+OPTIONS = {
+    pe.T5: {"num_buckets": 8, "max_distance": 32, "bidirectional": True, "stddev": initial(0.1)}
+}
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "t5.json").read_text())
 ARRAYS = qkv()

@@ -13,6 +13,8 @@ from oracle import qkv
 
 import posenc_jax as pe
 
+OPTIONS = {pe.CoPE: {"num_positions": 4, "scaled": False}}
+
 
 def authors(query, key, val, pos_emb, *, nodiv=False, attn_mask=None):
     """[T, H], [S, H] and [S, V] of one head, pos_emb [H, P]: the output, positions, weights."""

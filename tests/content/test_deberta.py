@@ -11,9 +11,21 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv
+from support import Option, initial
 
 import posenc_jax as pe
 from posenc_jax.content.deberta import deberta_boundaries
+
+OPTIONS = {
+    pe.DeBERTa: {
+        "span": Option(8, {"max_distance": 512}),
+        "max_distance": Option(20, {"span": 8}),
+        "content_to_position": False,
+        "position_to_content": False,
+        "projected": True,
+        "stddev": initial(0.1),
+    }
+}
 
 
 def log_bucket(relative_pos, bucket_size, max_position):

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
+from support import initial
 
 import posenc_jax as pe
+
+OPTIONS = {pe.GRAPEA: {"gate": "query", "init_omega": initial(2.0)}}
 
 
 def softplus(x):
@@ -94,15 +97,6 @@ def test_starts_as_the_authors_do():
     for gate, names in {"key": ["omega", "u"], "query": ["omega", "v"]}.items():
         scheme = pe.GRAPEA(num_heads=2, head_dim=4, gate=gate)
         assert sorted(scheme.init(jax.random.key(0))) == names
-
-
-def test_every_option_changes_the_output():
-    def of(**options):
-        scheme = pe.GRAPEA(num_heads=6, head_dim=8, **options)
-        return attend(scheme, scheme.init(jax.random.key(0)), *qkv(length=9), is_causal=True)
-
-    for option in ({"gate": "query"}, {"gate": "both"}, {"init_omega": 2.0}):
-        assert np.abs(of(**option) - of()).max() > 1e-3, option
 
 
 @pytest.mark.parametrize(

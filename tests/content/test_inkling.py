@@ -10,8 +10,19 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv
+from support import Option, initial
 
 import posenc_jax as pe
+
+OPTIONS = {
+    pe.Inkling: {
+        "rank": 4,
+        "extent": 8,
+        "floor": Option(8, {"slope": 0.1}),
+        "slope": Option(0.5, {"floor": 8}),
+        "stddev": initial(0.1),
+    }
+}
 
 
 def authors(q, k, v, relative_states, proj, q_positions, kv_positions, floor=None, slope=0.1):

@@ -16,6 +16,10 @@ from oracle import qkv
 import posenc_jax as pe
 from posenc_jax.content import path_walk
 
+OPTIONS = {
+    pe.PaTH: {"num_kv_heads": 2, "rank": 4, "short_conv": False, "forget_gate": True},
+}
+
 
 def authors(q, k, v, w, beta, gates=None, *, chunk=16):
     """[B, T, N, H] of all; beta and the logarithms of gates [B, T, N]."""
@@ -99,11 +103,11 @@ def whole(scheme, params, x, arrays, function=products):
     return function(q, k, v, w, beta)
 
 
-OPTIONS = [{}, {"rank": 0, "num_kv_heads": 3}, {"rank": 4}, {"short_conv": False}]
+VARIANTS = [{}, {"rank": 0, "num_kv_heads": 3}, {"rank": 4}, {"short_conv": False}]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_matches_the_code_of_the_authors(options, implementation, monkeypatch):
     monkeypatch.setattr(path_walk, "CHUNK", 8)
     arrays, x = qkv(batch=2, heads=6, kv_heads=3), embeddings(batch=2)

@@ -12,6 +12,10 @@ from oracle import qkv, softmax_attention
 
 import posenc_jax as pe
 
+OPTIONS = {
+    pe.Shaw: {"clip": 3, "keys": False, "values": False, "per_head": True, "zero_beyond": True}
+}
+
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "shaw.json").read_text())
 
 

@@ -13,6 +13,8 @@ from oracle import qkv
 
 import posenc_jax as pe
 
+OPTIONS = {pe.StickBreaking: {"remainder": False, "attend_current": True}}
+
 
 def authors(q, k, v, *, attend_current=False, remainder=True):
     """[T, H], [S, H] and [S, V] of one head; T = S."""
@@ -37,12 +39,12 @@ def by_head(q, k, v, **options):
     return out
 
 
-OPTIONS = [{}, {"remainder": False}, {"attend_current": True}]
-OPTIONS += [{"remainder": False, "attend_current": True}]
+VARIANTS = [{}, {"remainder": False}, {"attend_current": True}]
+VARIANTS += [{"remainder": False, "attend_current": True}]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_matches_the_code_of_the_authors(options, implementation):
     arrays = qkv(batch=2, heads=12, kv_heads=3)
     out = oracle.attend(
@@ -70,7 +72,7 @@ def test_matches_a_run_of_the_authors_code():
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_gradients_are_the_slopes_of_the_authors_code(options):
     arrays = qkv(length=5, heads=2, kv_heads=1, dim=3)
     weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))

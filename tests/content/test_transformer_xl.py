@@ -10,8 +10,11 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
+from support import initial
 
 import posenc_jax as pe
+
+OPTIONS = {pe.TransformerXL: {"clamp": 4, "stddev": initial(0.1)}}
 
 
 def rel_shift(x):

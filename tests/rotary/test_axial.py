@@ -7,6 +7,16 @@ from oracle import attend, qkv, softmax_attention
 
 import posenc_jax as pe
 
+OPTIONS = {
+    pe.AxialRoPE: {
+        "theta": 10.0,
+        "axes": (1, 0),
+        "frequencies": "dealt",
+        "layout": "half_per_axis",
+        "rotary_dim": 4,
+    }
+}
+
 LIKE = {
     "rope_vit": {"axes": (1, 0), "layout": "interleaved"},
     "llama4": {"theta": 1e4, "axes": (1, 0), "layout": "interleaved"},

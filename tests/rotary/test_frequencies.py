@@ -8,6 +8,8 @@ import pytest
 
 import posenc_jax as pe
 
+OPTIONS = {pe.PI: {"factor": 2.0}, pe.NTK: {"factor": 2.0}}
+
 # Made by transformers 5.23.0, modeling_rope_utils.py, for 16 dimensions and theta 10000, in
 # float32. Its dynamic NTK with factor 2, trained at 2048 and reading 4096, scales the base by
 # 2 * 4096 / 2048 - 1 = 3; reading 8192 by 7.

@@ -8,6 +8,8 @@ from oracle import attend, qkv, softmax_attention
 
 import posenc_jax as pe
 
+OPTIONS = {pe.LieRE: {"size": 4, "groups": 2}}
+
 GRID = (
     jnp.asarray(pe.grid_coordinates(1, 7, 9), jnp.float32) / jnp.asarray([6.0, 8.0])[:, None, None]
 )
@@ -95,15 +97,6 @@ def test_gradients_are_slopes_of_the_authors_code(size):
 def test_starts_uniform():
     upper = pe.LieRE(head_dim=64, size=8, groups=3).init(jax.random.key(0))["upper"]
     assert 0 <= upper.min() < 0.1 and 6.1 < upper.max() < 2 * np.pi
-
-
-@pytest.mark.parametrize("change", [{"size": 4}, {"groups": 3}], ids=str)
-def test_every_option_changes_the_output(change):
-    def of(**options):
-        scheme = pe.LieRE(head_dim=8, **options)
-        return attend(scheme, scheme.init(jax.random.key(0)), *qkv(length=9), is_causal=True)
-
-    assert np.abs(of(**change) - of()).max() > 1e-3
 
 
 @pytest.mark.parametrize(

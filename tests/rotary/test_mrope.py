@@ -8,6 +8,18 @@ from oracle import attend, qkv, softmax_attention
 import posenc_jax as pe
 from posenc_jax.rotary.mrope import mrope_axes
 
+OPTIONS = {
+    pe.MRoPE: {
+        "theta": 100.0,
+        "layout": "interleaved",
+        "scaling": pe.PI(factor=2.0),
+        "rotary_dim": 6,
+        "rotary_start": 2,
+        "sections": (1, 2, 1),
+        "order": "alternating",
+    }
+}
+
 T, H, W = range(3)
 # transformers 5.23: Qwen2VLTextRotaryEmbedding.forward; recomposition_frequencies of qwen3_vl and
 # ernie4_5_vl_moe.

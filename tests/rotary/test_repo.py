@@ -5,8 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import qkv, softmax_attention
+from support import initial
 
 import posenc_jax as pe
+
+OPTIONS = {
+    pe.RePo: {
+        "groups": 2,
+        "width": 3,
+        "theta": 100.0,
+        "layout": "interleaved",
+        "init_std": initial(0.5),
+    }
+}
 
 
 def arrays(heads=6, length=63, dim=24):
@@ -67,19 +78,6 @@ def test_starts_normal():
     for name, leaf in scheme.init(jax.random.key(0)).items():
         assert abs(np.std(leaf) - 0.1) < 0.01, name
     assert scheme.init(jax.random.key(0))["gate"].shape == (400, 50)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"groups": 3}, {"width": 5}, {"theta": 9.0}, {"layout": "interleaved"}, {"init_std": 0.4}],
-    ids=str,
-)
-def test_every_option_changes_the_output(change):
-    def of(**options):
-        scheme = pe.RePo(**({"model_dim": 24, "head_dim": 8, "init_std": 0.8} | options))
-        return attend(scheme, scheme.init(jax.random.key(0)), *arrays(length=9))
-
-    assert np.abs(of(**change) - of()).max() > 1e-3
 
 
 @pytest.mark.parametrize(

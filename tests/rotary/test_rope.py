@@ -14,6 +14,16 @@ from oracle import attend, qkv, softmax_attention
 import posenc_jax as pe
 from posenc_jax.rotary.rotate import apply_rotation
 
+OPTIONS = {
+    pe.RoPE: {
+        "theta": 100.0,
+        "layout": "interleaved",
+        "scaling": pe.PI(factor=2.0),
+        "rotary_dim": 4,
+        "rotary_start": 2,
+    }
+}
+
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "rope.json").read_text())
 LAYOUTS = pytest.mark.parametrize("layout", ["half", "interleaved"])
 

@@ -5,8 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
+from support import initial
 
 import posenc_jax as pe
+
+OPTIONS = {
+    pe.RoPEMixed: {"groups": 2, "theta": initial(100.0), "layout": "half"},
+}
 
 # rope-vit, init_random_2d_freqs(8, 1, theta=10, rotate=False), run: columns (x), then rows (y).
 FREQS_X = [1.0, 0.316227764, 0.0, 0.0]

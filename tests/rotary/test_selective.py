@@ -9,6 +9,17 @@ from oracle import qkv, softmax_attention
 
 import posenc_jax as pe
 
+OPTIONS = {
+    pe.SelectiveRoPE: {
+        "groups": 2,
+        "rank": 4,
+        "width": 2,
+        "theta": 100.0,
+        "temp_max": 0.5,
+        "learn_temperature": True,
+    }
+}
+
 
 def arrays(heads=6, length=63, dim=12, **options):
     q, k, v = qkv(length=length, heads=heads, **options)
@@ -127,20 +138,6 @@ def test_starts_as_torch_does():
     for name, bound in (("down", 0.1), ("up", 0.2), ("conv", 0.5)):
         leaf = scheme.init(jax.random.key(0))[name]
         assert 0.95 * bound < np.abs(leaf).max() <= bound, name
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"groups": 3}, {"rank": 2}, {"width": 2}, {"theta": 9.0}, {"temp_max": 3.0}],
-    ids=str,
-)
-def test_every_option_changes_the_output(change):
-    def of(**options):
-        scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, **options)
-        params = jax.tree.map(lambda leaf: 3 * leaf, scheme.init(jax.random.key(0)))
-        return attend(scheme, params, *arrays(length=9))
-
-    assert np.abs(of(**change) - of()).max() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from oracle import attend, qkv, softmax_attention
 
 import posenc_jax as pe
 
+OPTIONS = {pe.XPos: {"theta": 100.0, "scale_base": 64.0, "gamma": 0.8, "layout": "half"}}
+
 
 def torchscale(x, offset=0, downscale=False, base=512):
     """XPOS.forward of microsoft/torchscale in NumPy, for one head: x is [T, H]."""

@@ -5,6 +5,8 @@ import pytest
 
 import posenc_jax as pe
 
+OPTIONS = {pe.ClippedFrequencies: {"pairs": 10, "hard": True}}
+
 
 def authors(frequencies, clip, hard):
     """hrlics/CoPE at ed52ba5, modeling_cope.py, lines 107 to 125."""
@@ -28,14 +30,6 @@ def test_the_fade_worked_out_by_hand():
     got, _ = pe.rope_frequencies(16, scaling=pe.ClippedFrequencies(pairs=4))
     plain, _ = pe.rope_frequencies(16)
     np.testing.assert_allclose(got / plain, [1, 1, 1, 1, 1, 0.75, 0.25, 0], atol=1e-15)
-
-
-def test_every_option_changes_the_output():
-    def of(**options):
-        return pe.rope_frequencies(128, scaling=pe.ClippedFrequencies(**options))[0]
-
-    assert np.abs(of() - of(pairs=30)).max() > 1e-4
-    assert np.abs(of() - of(hard=True)).max() > 1e-4
 
 
 @pytest.mark.parametrize("pairs, hard, least", [(1, False, 2), (0, True, 1), (-3, True, 1)])

@@ -6,8 +6,18 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import Option
 
 import posenc_jax as pe
+
+_LONG = {"factor": 4.0, "original_max_position": 64, "length": 256}
+OPTIONS = {
+    pe.DynamicNTK: {
+        "factor": Option(2.0, _LONG),
+        "original_max_position": Option(32, _LONG),
+        "length": Option(128, _LONG),
+    }
+}
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden/frequency_maps.json").read_text())
 BASE = {"factor": 2.0, "original_max_position": 2048, "length": 4096}
@@ -32,14 +42,6 @@ def test_nothing_changes_up_to_the_trained_length():
 def test_with_factor_one_the_base_grows_with_the_length():
     got, _ = pe.rope_frequencies(12, 500.0, pe.DynamicNTK(1.0, 100, 300))
     np.testing.assert_allclose(got, pe.rope_frequencies(12, 500.0 * 3 ** (12 / 10))[0], rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "option", [{"factor": 3.0}, {"original_max_position": 1024}, {"length": 5000}], ids=str
-)
-def test_every_option_changes_the_output(option):
-    a, b = (pe.rope_frequencies(12, scaling=pe.DynamicNTK(**s))[0] for s in (BASE, BASE | option))
-    assert abs(a[-1] / b[-1] - 1) > 0.1
 
 
 def test_cached_keys_stay_right():

@@ -5,6 +5,8 @@ import pytest
 
 import posenc_jax as pe
 
+OPTIONS = {pe.HighFrequenciesOnly: {"original_max_position": 64}}
+
 
 def fope(dim, theta, max_sequence_length):
     """TsinghuaC3I/Fourier-Position-Embedding at bd94b20, get_inv_freq with the floor at zero."""

@@ -6,8 +6,18 @@ import pathlib
 
 import numpy as np
 import pytest
+from support import Option
 
 import posenc_jax as pe
+
+OPTIONS = {
+    pe.Llama3: {
+        "factor": 4.0,
+        "original_max_position": 256,
+        "low_freq_factor": Option(2.0, {"original_max_position": 256}),
+        "high_freq_factor": Option(30.0, {"original_max_position": 256}),
+    }
+}
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden/frequency_maps.json").read_text())
 

@@ -6,8 +6,27 @@ import pathlib
 
 import numpy as np
 import pytest
+from support import Option
 
 import posenc_jax as pe
+
+_LISTS = {
+    "short_factor": (1.0,) * 32,
+    "long_factor": (2.0,) * 32,
+    "factor": 4.0,
+    "original_max_position": 64,
+}
+OPTIONS = {
+    pe.LongRoPE: {
+        "short_factor": Option((1.5,) * 32, _LISTS),
+        "long_factor": Option((3.0,) * 32, _LISTS | {"long": True}),
+        "factor": Option(2.0, _LISTS),
+        "original_max_position": Option(128, _LISTS),
+        "long": Option(True, _LISTS),
+        "magnitude": Option("yarn", _LISTS),
+        "attention_factor": Option(1.5, _LISTS),
+    }
+}
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden/frequency_maps.json").read_text())
 BASE = {

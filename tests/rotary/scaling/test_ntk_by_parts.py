@@ -4,8 +4,19 @@ import math
 
 import numpy as np
 import pytest
+from support import Option
 
 import posenc_jax as pe
+
+_LONGER = {"factor": 4.0, "original_max_position": 64}
+OPTIONS = {
+    pe.NTKByParts: {
+        "factor": Option(2.0, _LONGER),
+        "original_max_position": Option(128, _LONGER),
+        "beta": Option((1.5, 0.25), _LONGER),
+        "gamma": Option((8.0, 0.5), _LONGER),
+    }
+}
 
 BASE = {"factor": 4.0, "original_max_position": 2048}
 

@@ -9,6 +9,8 @@ import pytest
 
 import posenc_jax as pe
 
+OPTIONS = {pe.Proportional: {"fraction": 0.5}}
+
 GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden/frequency_maps.json").read_text())
 
 
