@@ -46,6 +46,7 @@ from posenc_jax.functional import scheme_attention as scheme_attention
 from posenc_jax.functional import scheme_embedding as scheme_embedding
 from posenc_jax.hf.api import from_hf as from_hf
 from posenc_jax.hf.api import hf_logit_scale as hf_logit_scale
+from posenc_jax.hf.api import scheme_from_hf as scheme_from_hf
 from posenc_jax.hf.api import to_hf as to_hf
 from posenc_jax.layers import LayerSpec as LayerSpec
 from posenc_jax.layers import layer_pattern as layer_pattern

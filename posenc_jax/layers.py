@@ -37,10 +37,12 @@ class LayerSpec:
 
     Attributes:
       scheme: its position encoding.
-      window: its window, as in `attention`; None sees everything.
+      window: its window, as in `attention`; None attends to all tokens.
+      chunk_size: tokens attend only within chunks of this many positions: give the layer
+        `segment_ids = positions // chunk_size`. None: no chunks.
 
     Raises:
-      ValueError, TypeError: for what is no scheme or no window.
+      ValueError, TypeError: for what is no scheme, no window or no size.
 
     >>> LayerSpec(pe.NoPE()).window is None
     True
@@ -48,11 +50,16 @@ class LayerSpec:
 
     scheme: Scheme
     window: Window = None
+    chunk_size: int | None = None
 
     def __post_init__(self):
         if not isinstance(self.scheme, Scheme):
             raise TypeError(f"layer: scheme must be a Scheme, got {self.scheme!r}.")
         window_sides(self.window)
+        require(
+            self.chunk_size is None or self.chunk_size >= 1,
+            f"layer: chunk_size must be at least 1, got {self.chunk_size}.",
+        )
 
 
 def layer_pattern(

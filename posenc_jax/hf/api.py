@@ -1,92 +1,170 @@
 """`from_hf` and `to_hf`: configs of transformers to schemes, and back to rotary parameters."""
 
+import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from posenc_jax.checks import require
+from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
-from posenc_jax.hf.reading import Part
 from posenc_jax.hf.rope import Rotary, rope_dict, write_rotary
 from posenc_jax.layers import LayerSpec
 from posenc_jax.rotary.layouts import rotary_dims
 from posenc_jax.rotary.mrope import MRoPE
 from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.rotary.rope import RoPE
+from posenc_jax.rotary.scaling.yarn import yarn_logit_scale
 from posenc_jax.scheme import Scheme
 
 
-def from_hf(config: Mapping[str, Any]) -> Scheme | tuple[LayerSpec, ...]:
-    """Returns what a Hugging Face config says of positions.
+class HasToDict(Protocol):
+    """A config object of transformers."""
 
-    The model type decides what the config leaves out: the layout of pairs, which layers do not
-    rotate, slopes, buckets. Names as in transformers 4 and 5 are read. The config of a model of
-    several parts has one for each, as `text_config`: give that.
+    def to_dict(self) -> dict[str, Any]:
+        """The config as a dict."""
+        ...
+
+
+def from_hf(
+    config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None
+) -> tuple[LayerSpec, ...]:
+    """The scheme and the window of each layer that a Hugging Face config describes.
+
+    The model type decides what the config does not say: the layout of pairs, which layers rotate
+    or have a window, slopes, buckets. A key that is left out has the value that transformers
+    gives it for this model type, in `posenc_jax/hf/defaults.json`. Names of transformers 4 and 5
+    are read. A key about positions or windows that is not read raises.
+
+    Every layer has parameters of its own, except where `scheme.traits.shared_over_layers`; UMT5
+    has a `T5` table in each layer all the same. Schemes that act on the embedding, such as
+    `LearnedAbsolute`, are applied once, at the input of the model, though every layer names them.
+    Layers of linear attention have `NoPE`.
 
     Args:
-      config: `config.json` as a dict.
+      config: `config.json` as a dict, or a config object of transformers. Of a config of several
+        parts the `text_config` is read.
+      decoder: which half is meant of a model with an encoder and a decoder (T5, mT5, UMT5,
+        Whisper); the two have different positions. Only for these.
 
     Returns:
-      The scheme of all layers, or one `LayerSpec` for each where they differ or have tables of
-      their own.
+      One layer for each of the model's. `scheme_from_hf` gives the scheme if they are alike.
 
     Raises:
       ValueError: for an unknown model type, and for keys about positions that are unknown,
         missing or contradict each other; the message names them.
 
-    >>> pe.from_hf({"model_type": "llama", "head_dim": 64, "rope_theta": 5e5}).theta
+    >>> layers = pe.from_hf({"model_type": "gemma2", "num_hidden_layers": 4})
+    >>> [layer.window for layer in layers]
+    [4096, None, 4096, None]
+    >>> pe.from_hf({"model_type": "llama", "head_dim": 64, "rope_theta": 5e5})[0].scheme.theta
     500000.0
     """
-    kind = config.get("model_type")
-    require(
-        kind in MODEL_TYPES,
-        f"from_hf: model_type must be one of {sorted(MODEL_TYPES)}, got {kind!r}.",
-    )
-    part = Part(config, f"the {kind} config")
-    scheme = MODEL_TYPES[str(kind)](part)
-    part.finish()
-    return scheme
+    tracked = _tracked("from_hf", config, decoder)
+    layers = MODEL_TYPES[tracked.values["model_type"]](tracked)
+    tracked.finish()
+    return layers
+
+
+def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None) -> Scheme:
+    """The scheme of a model whose layers are alike and attend to all tokens.
+
+    Args:
+      config: see `from_hf`.
+      decoder: see `from_hf`.
+
+    Raises:
+      ValueError: if layers differ or have a window, which a scheme does not hold; the message
+        names the layers. As `from_hf`, too.
+
+    >>> pe.scheme_from_hf({"model_type": "bloom", "n_head": 4}) == pe.ALiBi(num_heads=4)
+    True
+    """
+    layers = from_hf(config, decoder=decoder)
+    groups: dict[LayerSpec, list[int]] = {}
+    for i, layer in enumerate(layers):
+        groups.setdefault(layer, []).append(i)
+    if len(groups) == 1 and layers[0] == LayerSpec(layers[0].scheme):
+        return layers[0].scheme
+    found = "; ".join(f"layers {_ranges(i)}: {_text(layer)}" for layer, i in groups.items())
+    why = "layers differ" if len(groups) > 1 else "a scheme holds no window"
+    raise ValueError(f"scheme_from_hf: {why}, use from_hf: {found}.")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 4] as 0-2, 4."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    pairs = zip(starts, ends, strict=True)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
+
+
+def _text(layer: LayerSpec) -> str:
+    window = "" if layer.window is None else f" in a window of {layer.window}"
+    chunk = "" if layer.chunk_size is None else f" in chunks of {layer.chunk_size}"
+    return f"{layer.scheme}{window}{chunk}"
+
+
+def _tracked(name: str, config: Any, decoder: bool | None = None) -> TrackedConfig:
+    """The config of the text model, under a model type that is known."""
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{name}: config must be a dict or have to_dict, got {config!r:.80}.")
+    kind, inner = config.get("model_type"), config.get("text_config")
+    if kind not in MODEL_TYPES and inner is not None:
+        inner = inner.to_dict() if hasattr(inner, "to_dict") else inner
+        outer = TrackedConfig(config, f"the {kind} config beside its text_config")
+        outer.read.update(inner)
+        outer.finish()
+        return _tracked(name, {"model_type": f"{kind}_text", **inner}, decoder)
+    if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
+        kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
+    near = " or ".join(map(repr, difflib.get_close_matches(str(kind), MODEL_TYPES, n=3)))
+    hint = f"did you mean {near}?" if near else "all are in posenc_jax.hf.model_types."
+    require(kind in MODEL_TYPES, f"{name}: unknown model_type {kind!r}; {hint}")
+    kind = str(kind)
+    defaults = model_type_defaults().get(kind)
+    config = {**config, "model_type": kind}
+    return TrackedConfig(config, f"the {kind} config", defaults, decoder)
 
 
 def to_hf(
     scheme: Scheme | LayerSpec | Sequence[Scheme | LayerSpec],
     layer_types: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Returns `rope_parameters`, as configs of transformers 5 have them, for RoPE and M-RoPE.
+    """The `rope_parameters` of RoPE or M-RoPE, as configs of transformers 5 have them.
 
-    Layout and head size are not in them: they belong to the model type and to other keys.
-    `from_hf(config | {"rope_parameters": to_hf(scheme)})` is the scheme again.
+    They hold neither layout nor head size nor windows: those belong to the model type and to
+    other keys. `from_hf(config | {"rope_parameters": to_hf(layers)})` has the same schemes.
 
     Args:
       scheme: a scheme, or those of all layers.
       layer_types: the kind of each layer, as in the config. The dict then has one entry for
-        each kind, None where layers have no positions.
+        each kind, None where layers have no positions. None: all layers are alike.
 
     Raises:
-      ValueError: for what has no such parameters, and layers of a kind that differ.
+      ValueError: for schemes without such parameters, and for layers of one kind that differ.
 
     >>> pe.to_hf(pe.RoPE(head_dim=64, theta=5e5, scaling=pe.PI(4.0)))
     {'rope_type': 'linear', 'rope_theta': 500000.0, 'factor': 4.0}
     """
+    given = scheme if isinstance(scheme, Sequence) else [scheme]
+    layers = [x.scheme if isinstance(x, LayerSpec) else x for x in given]
     if layer_types is None:
         require(
-            isinstance(scheme, Scheme | LayerSpec),
-            f"to_hf: several schemes need layer_types, got {scheme!r}.",
+            len(set(layers)) == 1,
+            f"to_hf: schemes that differ need layer_types, got {scheme!r}.",
         )
-        return _parameters(_scheme(scheme))
-    schemes = scheme if isinstance(scheme, Sequence) else ()
+        return _parameters(layers[0])
     require(
-        len(schemes) == len(layer_types),
+        isinstance(scheme, Sequence) and len(layers) == len(layer_types),
         f"to_hf: {len(layer_types)} layer_types need as many schemes, got {scheme!r}.",
     )
     out: dict[str, Any] = {}
-    for one, kind in zip(map(_scheme, schemes), layer_types, strict=True):
+    for one, kind in zip(layers, layer_types, strict=True):
         made = _parameters(one) if one.acts else None
         require(out.setdefault(kind, made) == made, f"to_hf: layers of type {kind!r} differ.")
     return out
-
-
-def _scheme(x: Any) -> Scheme:
-    return x.scheme if isinstance(x, LayerSpec) else x
 
 
 def _parameters(scheme: Scheme) -> dict[str, Any]:
@@ -104,35 +182,39 @@ def _parameters(scheme: Scheme) -> dict[str, Any]:
     return out
 
 
-def hf_logit_scale(config: Mapping[str, Any]) -> float | None:
-    """Returns the factor on q . k that the model of a config uses; None: the scheme's own.
+def hf_logit_scale(config: Mapping[str, Any] | HasToDict) -> float | None:
+    """The factor on q . k that the model of a config uses; None: the scheme's own.
 
-    Where a config changes it: Gemma's `query_pre_attn_scalar`, Granite's
-    `attention_multiplier`, MPT's `softmax_scale`, and the `mscale_all_dim` of DeepSeek's YaRN.
-    Give it to attention as `scale`.
+    Where a model type changes it: Gemma's `query_pre_attn_scalar`, Granite's
+    `attention_multiplier`, MPT's `softmax_scale`, GPT-2's `scale_attn_weights`, and the
+    `mscale_all_dim` of DeepSeek's YaRN. Give it to attention as `scale`.
+
+    Args:
+      config: see `from_hf`.
 
     Raises:
-      ValueError: for an unknown model type.
+      ValueError: for an unknown model type, and for a GPT-2 whose factor differs by layer.
 
-    >>> pe.hf_logit_scale({"model_type": "gemma3_text", "query_pre_attn_scalar": 256})
-    0.0625
+    >>> pe.hf_logit_scale({"model_type": "gemma3_text", "query_pre_attn_scalar": 64})
+    0.125
     """
-    from posenc_jax.rotary.scaling.yarn import yarn_logit_scale
-
-    kind = config.get("model_type")
-    require(kind in MODEL_TYPES, f"hf_logit_scale: unknown model_type {kind!r}.")
-    part = Part(config, f"the {kind} config")
+    tracked = _tracked("hf_logit_scale", config)
     for name, power in (("query_pre_attn_scalar", -0.5), ("attention_multiplier", 1.0)):
-        value = part.get(name)
+        value = tracked.get(name)
         if value is not None:
             return float(value) ** power
-    softmax_scale = (part.get("attn_config") or {}).get("softmax_scale")
+    softmax_scale = (tracked.get("attn_config") or {}).get("softmax_scale")
     if softmax_scale is not None:
         return float(softmax_scale)
-    if kind is not None and kind.startswith("gemma4"):
+    kind = tracked.values["model_type"]
+    if kind == "gemma4_text" or not tracked.get("scale_attn_weights", True):
         return 1.0
-    given = rope_dict(part) or {}
-    if part.get("qk_rope_head_dim") is None or not given.get("mscale_all_dim"):
+    require(
+        not tracked.get("scale_attn_by_inverse_layer_idx", False),
+        "hf_logit_scale: the factor differs by layer: scale_attn_by_inverse_layer_idx is true.",
+    )
+    given = rope_dict(tracked) or {}
+    if tracked.get("qk_rope_head_dim") is None or not given.get("mscale_all_dim"):
         return None
-    size = part.need("qk_nope_head_dim") + part.need("qk_rope_head_dim")
+    size = tracked.need("qk_nope_head_dim") + tracked.need("qk_rope_head_dim")
     return yarn_logit_scale(size, given["factor"], given["mscale_all_dim"])

@@ -1,65 +1,100 @@
-"""Every model type that `from_hf` knows, and how its config is read."""
+"""Every model type that `from_hf` reads, and the reader of its config.
 
-from posenc_jax.hf import other_families as other
-from posenc_jax.hf import rotary_families as rotary
-from posenc_jax.hf.other_families import Buckets, Grid, Table
-from posenc_jax.hf.rotary_families import Family, Latent, Multimodal, Plain
+What these readers do not say, bases, sizes and windows that a config leaves out, is in
+`defaults.json`.
+"""
+
+from typing import Any
+
+from posenc_jax.hf import bias_and_table_families as other
+from posenc_jax.hf import layer_kinds, rotary_families
+from posenc_jax.hf.bias_and_table_families import Table
+from posenc_jax.hf.layer_kinds import (
+    FULL,
+    LINEAR,
+    LOCAL,
+    LayerKinds,
+    all_windowed,
+    every,
+    from_max_window_layers,
+    two_sided_window_of,
+    window_of,
+)
+from posenc_jax.hf.rotary_families import (
+    Family,
+    Latent,
+    Multimodal,
+    Rotating,
+    only_windows_rotate,
+)
 from posenc_jax.logit_scale.temperature import QueryTemperature
 
-_HALF = """
-apertus arcee bitnet cwm dots1 eurobert gemma gemma2 granite granitemoe hyperclovax
-jais2 llama ministral mistral mixtral nomic_bert olmo olmo2 olmo3 olmoe flex_olmo persimmon phi phi3
-phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss starcoder2 stablelm gpt_neox glm4_moe minimax_m2
-qwen3_next nemotron gpt_oss solar_open
+_PLAIN = """
+apertus arcee bitnet eurobert gemma granite granitemoe hyperclovax jais2 llama nomic_bert olmo
+olmo2 olmoe flex_olmo persimmon phi seed_oss stablelm glm4_moe nemotron solar_open
 """
 _INTERLEAVED = "cohere ernie4_5 ernie4_5_moe helium glm glm4"
-# What configs leave out, where it is not base 1e4 and all of a head.
-_THETA = {
-    **{"apertus": 1.2e7, "bitnet": 5e5, "cwm": 1e6, "mixtral": 1e6, "nomic_bert": 1e3},
-    **{"flex_olmo": 5e5, "olmo3": 5e5, "phimoe": 1e6, "minimax_m2": 5e6, "gpt_oss": 1.5e5},
-    **{"solar_open": 1e6, "cohere": 5e5, "ernie4_5": 5e5, "ernie4_5_moe": 5e5, "helium": 1e5},
-}
-_FRACTION = {
-    **{"persimmon": 0.5, "phi": 0.5, "stablelm": 0.25, "gpt_neox": 0.25, "glm4_moe": 0.5},
-    **{"qwen3_next": 0.25, "nemotron": 0.5, "glm": 0.5, "glm4": 0.5},
-}
+_WINDOW_IN_ALL_LAYERS = "mistral mixtral starcoder2 phi3 phimoe qwen3_moe"
+_WINDOW_IN_LAST_LAYERS = "qwen2 qwen3 dots1"
 
 
-def _plain(names: str, layout: str) -> dict[str, Family]:
-    return {n: Plain(layout, _THETA.get(n, 1e4), _FRACTION.get(n, 1.0)) for n in names.split()}
+def _windowed(kinds: LayerKinds, **settings: Any) -> Family:
+    return Rotating(kinds=kinds, window=window_of, **settings)
 
 
 MODEL_TYPES: dict[str, Family] = {
-    **_plain(_HALF, "half"),
-    **_plain(_INTERLEAVED, "interleaved"),
-    "beam": Plain(instead=QueryTemperature(form="beam", length=2048)),
-    "cohere2": Plain("interleaved", bare=("full_attention",)),
-    "exaone4": rotary.exaone4,
-    "exaone_moe": rotary.exaone4,
-    "gemma3_text": Plain(theta=1e6, local_theta=1e4),
-    "gemma4_text": Plain(theta=1e6, local_theta=1e4),
-    "modernbert": Plain(theta=1.6e5, local_theta=1e4),
-    "llama4_text": rotary.llama4,
-    "smollm3": rotary.smollm3,
-    "gptj": rotary.gptj,
-    "codegen": rotary.gptj,
-    "roformer": other.roformer,
-    "ministral3": rotary.ministral3,
+    **dict.fromkeys(_PLAIN.split(), Rotating()),
+    **dict.fromkeys(_INTERLEAVED.split(), Rotating("interleaved")),
+    **dict.fromkeys(_WINDOW_IN_ALL_LAYERS.split(), _windowed(all_windowed)),
+    **dict.fromkeys(_WINDOW_IN_LAST_LAYERS.split(), _windowed(from_max_window_layers)),
+    "qwen2_moe": _windowed(layer_kinds.qwen2_moe),
+    "ministral": _windowed(layer_kinds.ministral),
+    "ministral3": rotary_families.ministral_3,
+    "gemma2": _windowed(every(2)),
+    "gpt_oss": _windowed(every(2)),
+    "cwm": _windowed(every(4, first=True)),
+    "olmo3": _windowed(every(4), scaled=(FULL,), null_rotates=True),
+    "gemma3_text": Rotating(
+        kinds=every(6, "sliding_window_pattern"),
+        window=two_sided_window_of,
+        bases=((FULL, "rope_theta"), (LOCAL, "rope_local_base_freq")),
+        scaled=(FULL,),
+        null_rotates=True,
+    ),
+    "gemma4_text": Rotating(kinds=layer_kinds.gemma4, window=two_sided_window_of),
+    "modernbert": _windowed(
+        every(3, "global_attn_every_n_layers", first=True),
+        bases=((FULL, "global_rope_theta"), (LOCAL, "local_rope_theta")),
+        scaled=(FULL, LOCAL),
+        null_rotates=True,
+    ),
+    "beam": _windowed(every(6, last=True), instead=QueryTemperature(form="beam", length=2048)),
+    "qwen3_next": Rotating(kinds=every(4, "full_attention_interval", other=LINEAR)),
+    "cohere2": only_windows_rotate("interleaved", every(4, "sliding_window_pattern")),
+    "exaone4": rotary_families.exaone,
+    "exaone_moe": rotary_families.exaone,
+    "llama4_text": rotary_families.llama_4,
+    "smollm3": rotary_families.smollm_3,
+    "gptj": rotary_families.gptj,
+    "codegen": rotary_families.gptj,
+    "gpt_neox": rotary_families.gpt_neox,
+    "minimax_m2": rotary_families.minimax_m2,
     "deepseek_v2": Latent(interleave=True, in_place=True),
     "deepseek_v3": Latent(),
     "deepseek_v32": Latent(),
     "mistral4": Latent(),
-    "mistral_large4_text": rotary.mistral_large4,
-    "qwen2_vl_text": Multimodal(theta=1e6, sections=(16, 24, 24)),
-    "qwen2_5_vl_text": Multimodal(theta=1e6, sections=(16, 24, 24)),
-    "qwen3_vl_text": Multimodal("interleaved", theta=5e5, sections=(24, 20, 20)),
-    "qwen3_vl_moe_text": Multimodal("interleaved", theta=5e5, sections=(24, 20, 20)),
+    "mistral_large4_text": rotary_families.mistral_large4,
+    "qwen2_vl_text": Multimodal(kinds=from_max_window_layers, sections=(16, 24, 24)),
+    "qwen2_5_vl_text": Multimodal(kinds=from_max_window_layers, sections=(16, 24, 24)),
+    "qwen3_vl_text": Multimodal("interleaved", sections=(24, 20, 20)),
+    "qwen3_vl_moe_text": Multimodal("interleaved", sections=(24, 20, 20)),
     "ernie4_5_vl_moe_text": Multimodal(
-        "alternating", "interleaved", 5e5, sections=(22, 22, 20), time_last=True
+        "alternating", "interleaved", sections=(22, 22, 20), time_last=True
     ),
-    "t5": Buckets(),
-    "mt5": Buckets(),
-    "umt5": Buckets(own=True),
+    "roformer": other.roformer,
+    "t5": other.t5,
+    "mt5": other.t5,
+    "umt5": other.t5,
     "bloom": other.bloom,
     "mpt": other.mpt,
     "falcon": other.falcon,
@@ -72,8 +107,8 @@ MODEL_TYPES: dict[str, Family] = {
     "opt": Table(offset=2),
     "roberta": Table(reserved=True),
     "whisper": other.whisper,
-    "pixtral": Grid(1e4, (("frequencies", "dealt"),)),
-    "dinov3_vit": Grid(100.0, ()),
+    "pixtral": other.pixtral,
+    "dinov3_vit": other.dinov3,
     "swin": other.swin,
     "swinv2": other.swin_v2,
 }

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from posenc_jax.checks import require
-from posenc_jax.hf.reading import Part
+from posenc_jax.hf.config_reader import TrackedConfig
 from posenc_jax.rotary.frequencies import FrequencyMap
 from posenc_jax.rotary.scaling.dynamic_ntk import DynamicNTK
 from posenc_jax.rotary.scaling.interpolation import PI
@@ -38,37 +38,36 @@ class Rotary:
     scaling: FrequencyMap | tuple[FrequencyMap, ...]
 
 
-def rope_dict(config: Part) -> dict[str, Any] | None:
-    """Returns the dict under `rope_parameters` or its older name, or None.
+def rope_dict(config: TrackedConfig) -> dict[str, Any] | None:
+    """The dict under `rope_parameters` or its older name, or None.
 
     Raises:
       ValueError: if there are both and they differ.
     """
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    new, old = config.given("rope_parameters"), config.given("rope_scaling")
     require(
         not (new and old and new != old),
         f"from_hf: {config.where} has rope_parameters={new} and rope_scaling={old}.",
     )
-    return new or old
+    given = old or new
+    return config.defaults.get("rope_parameters") if given is None else given
 
 
-def read_rotary(
-    config: Part, given: dict | None, *, theta: float = 1e4, fraction: float = 1.0
-) -> Rotary:
-    """Returns what a config and its rotary dict say.
+def read_rotary(config: TrackedConfig, given: dict | None, *, base: str = "rope_theta") -> Rotary:
+    """Reads a config and its rotary dict.
 
     Args:
       config: for what stands beside the dict: base, share and lengths.
       given: the dict; None for an old config without one.
-      theta: the model type's base where none is given.
-      fraction: its share of a head where none is given.
+      base: the key of the base beside the dict, where kinds of layers have keys of their own.
 
     Raises:
       ValueError: for keys unknown, missing or in contradiction.
     """
-    part = Part(given or {}, f"{config.where} in its rope parameters")
-    base = _agree(part, config, "rope_theta", ("rotary_emb_base",), theta)
-    share = _agree(part, config, "partial_rotary_factor", ("rotary_pct",), fraction)
+    part = TrackedConfig(given or {}, f"{config.where} in its rope parameters")
+    theta = _agree(part, "rope_theta", config, base)
+    share = _agree(part, "partial_rotary_factor", config, "partial_rotary_factor", "rotary_pct")
+    require(theta is not None, f"from_hf: {config.where} must have {base!r}.")
     kinds = [part.get("rope_type"), part.get("type")]
     require(
         None in kinds or kinds[0] == kinds[1] or _TYPES.get(kinds[1]) == kinds[0],
@@ -78,43 +77,42 @@ def read_rotary(
     kind = _TYPES.get(kind, kind)
     require(
         kind in _READERS,
-        f"from_hf: {part.where} has rope_type={kind!r}; known are {sorted(_READERS)}.",
+        f"from_hf: {part.where} has rope_type={kind!r}; supported: {sorted(_READERS)}.",
     )
-    config.get("original_max_position_embeddings")  # Phi-3 has it with any map, or none.
+    config.given("original_max_position_embeddings")  # Phi-3 has it with any map, or none.
+    share = 1.0 if share is None else share
     if kind == "proportional":
-        rotary = Rotary(base, 1.0, _proportional(part, share))
+        rotary = Rotary(theta, 1.0, _proportional(part, share))
     else:
-        rotary = Rotary(base, share, _READERS[kind](part, config))
+        rotary = Rotary(theta, share, _READERS[kind](part, config))
     part.finish(all_keys=True)
     return rotary
 
 
-def _agree(part: Part, config: Part, name: str, others: tuple[str, ...], default: float) -> float:
-    """A number that may stand in the dict or beside it, but not twice and different."""
-    found = [
-        x for x in (part.get(name), *(config.get(n) for n in (name, *others))) if x is not None
-    ]
+def _agree(part, name, config, *names):
+    """A number that may stand in the dict or beside it; else the model type's default."""
+    found = [part.get(name), *(config.given(n) for n in names)]
+    found = [x for x in found if x is not None]
     require(
         len(set(found)) < 2,
         f"from_hf: {config.where} has {name} as {' and as '.join(map(str, found))}.",
     )
-    return float(found[0] if found else default)
+    value = found[0] if found else config.get(names[0])
+    return None if value is None else float(value)
 
 
-def _length(part: Part, config: Part) -> int:
-    """The trained length, which must not differ from one beside the dict."""
+def _length(part: TrackedConfig, config: TrackedConfig) -> int:
+    """The trained length: in the dict or beside it, else `max_position_embeddings`."""
     name = "original_max_position_embeddings"
     inside, beside = part.get(name), config.get(name)
     require(
         None in (inside, beside) or inside == beside,
         f"from_hf: {config.where} has {name} {inside} and {beside}.",
     )
-    length = inside or beside
-    require(length is not None, f"from_hf: {part.where} must have {name!r}.")
-    return int(length)
+    return int(inside or beside or config.need("max_position_embeddings"))
 
 
-def _factor(part: Part, config: Part, length: int) -> float:
+def _factor(part: TrackedConfig, config: TrackedConfig, length: int) -> float:
     """The stretch; without one, the greatest length by the trained one."""
     factor = part.get("factor")
     return float(config.need("max_position_embeddings") / length if factor is None else factor)
@@ -215,7 +213,7 @@ def write_rotary(rotary: Rotary) -> dict[str, Any]:
     more = None if writer is None else writer(*maps)
     require(
         more is not None and not ({*more} & {*out} - {"rope_type"}),
-        f"to_hf: transformers has no word for {maps}.",
+        f"to_hf: transformers has no rope_type for {maps}.",
     )
     return out | (more or {})
 

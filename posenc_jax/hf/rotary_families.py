@@ -1,4 +1,4 @@
-"""Model types of transformers that rotate queries and keys: from their configs to schemes."""
+"""Model types of transformers that rotate queries and keys: readers of their configs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,11 +7,25 @@ from typing import Any
 from posenc_jax.additive.none import NoPE
 from posenc_jax.checks import require
 from posenc_jax.combinators.chain import chain
-from posenc_jax.hf.reading import Part, head_size
+from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
+from posenc_jax.hf.layer_kinds import (
+    FULL,
+    LINEAR,
+    LOCAL,
+    LayerKinds,
+    all_global,
+    exaone4,
+    layer_of,
+    llama4,
+    rotating_flags,
+    smollm3,
+    window_of,
+)
 from posenc_jax.hf.rope import Rotary, read_rotary, rope_dict
 from posenc_jax.layers import LayerSpec
 from posenc_jax.logit_scale.ssmax import SSMax
 from posenc_jax.logit_scale.temperature import QueryTemperature
+from posenc_jax.mask import Window
 from posenc_jax.rotary.frequencies import FrequencyMap
 from posenc_jax.rotary.learned_rope import LearnedRoPE
 from posenc_jax.rotary.mrope import MRoPE
@@ -19,11 +33,11 @@ from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.rotary.rope import RoPE
 from posenc_jax.scheme import Scheme
 
-Family = Callable[[Part], Scheme | tuple[LayerSpec, ...]]
+Family = Callable[[TrackedConfig], tuple[LayerSpec, ...]]
 
 
 def rotation(rotary: Rotary, head_dim: int, layout: str = "half") -> Scheme:
-    """Returns RoPE as a config says, by the length of each sequence where the map asks for it."""
+    """RoPE as a config says, with frequencies for each sequence where the map needs them."""
     scaling = rotary.scaling
     dim = int(head_dim * rotary.fraction)
     settings: dict[str, Any] = {"head_dim": head_dim, "theta": rotary.theta, "layout": layout}
@@ -34,162 +48,162 @@ def rotation(rotary: Rotary, head_dim: int, layout: str = "half") -> Scheme:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain:
-    """Models that rotate in all layers alike, or with a dict for each kind of layer."""
+class Rotating:
+    """Models with RoPE: alike in all layers, or by the kind of the layer.
+
+    Attributes:
+      layout: which dimensions form a pair.
+      kinds: the kind of each layer.
+      window: reads the window of the layers that have one; None: no layer has.
+      bases: (kind, key) where kinds of layers have keys of their own for the base.
+      scaled: kinds that `rope_scaling` of an old config applies to; empty: all.
+      unrotated: kinds that never rotate.
+      instead: the scheme of layers that do not rotate.
+      null_rotates: whether a kind whose rope parameters are null has RoPE without scaling.
+    """
 
     layout: str = "half"
-    theta: float = 1e4
-    fraction: float = 1.0
-    local_theta: float | None = None
-    bare: tuple[str, ...] = ()  # Kinds of layers that do not rotate,
-    instead: Scheme = NoPE()  # noqa: RUF009, frozen: and what they have.
+    kinds: LayerKinds = all_global
+    window: Callable[[TrackedConfig], Window] | None = None
+    bases: tuple[tuple[str, str], ...] = ()
+    scaled: tuple[str, ...] = ()
+    unrotated: tuple[str, ...] = (LINEAR,)
+    instead: Scheme = NoPE()  # noqa: RUF009, frozen.
+    null_rotates: bool = False
 
-    def __call__(self, config: Part) -> Scheme | tuple[LayerSpec, ...]:
-        """Returns RoPE, for each kind of layer where the config tells kinds apart."""
-        given = rope_dict(config)
-        kinds = config.get("layer_types")
-        nested = given is not None and kinds is not None and set(given) & set(kinds)
-        old_pair = config.get("rope_local_base_freq", config.get("local_rope_theta"))
-        if not nested and old_pair is None and self.local_theta is None and not self.bare:
-            return self._layer(config, given)
-        if not nested:
-            given = self._by_kind(config, given, old_pair)
-        kinds = layer_kinds(config)
-        missing = sorted(set(kinds) - set(given))
-        require(
-            not missing, f"from_hf: {config.where} has layers {missing} without rope parameters."
+    def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
+        """A layer for each of the config's."""
+        kinds = self.kinds(config)
+        window = None if self.window is None else self.window(config)
+        given = self._by_kind(config, set(kinds))
+        for key in ("rope_theta", "partial_rotary_factor", *(key for _, key in self.bases)):
+            config.given(key)  # Read, even if no layer rotates.
+        schemes = (
+            self._scheme(config, kind, given[kind], head_dim)
+            for kind, head_dim in zip(kinds, _head_sizes(config, kinds), strict=True)
         )
-        made = {kind: self._kind(config, kind, given[kind]) for kind in sorted(set(kinds))}
-        return same_or_all(LayerSpec(made[k], window_of(config, k)) for k in kinds)
+        return tuple(
+            layer_of(config, kind, scheme, window)
+            for kind, scheme in zip(kinds, schemes, strict=True)
+        )
 
-    def _by_kind(self, config: Part, given: dict | None, local: float | None) -> dict:
-        """An old config's one dict, for each kind: scaling is for global layers alone."""
-        full = given or {}
-        if self.bare:
-            kinds = layer_kinds(config)
-            return {k: None if k in self.bare else full for k in kinds}
-        theta = local if local is not None else self.local_theta
-        far = config.get("rope_theta", config.get("global_rope_theta", self.theta))
-        plain = {"rope_type": "default", "rope_theta": theta}
-        return {"full_attention": {"rope_theta": far} | full, "sliding_attention": plain}
+    def _by_kind(self, config: TrackedConfig, kinds: set[str]) -> dict[str, dict | None]:
+        """The rotary dict of each kind; None: these layers do not rotate."""
+        given = rope_dict(config)
+        if given is not None and ({FULL, LOCAL} | kinds) & given.keys():
+            missing = sorted(kinds - given.keys() - {*self.unrotated})
+            require(
+                not missing,
+                f"from_hf: {config.where} has layers {missing} without rope parameters.",
+            )
+            null = {} if self.null_rotates else None
+            out = {kind: null if given.get(kind) is None else given[kind] for kind in kinds}
+        else:
+            require(
+                not self.scaled or config.given("rope_parameters") is None,
+                f"from_hf: {config.where} has rope_parameters without an entry for each of "
+                f"{sorted(kinds)}.",
+            )
+            out = {kind: given or {} if kind in (self.scaled or kinds) else {} for kind in kinds}
+        return {kind: None if kind in self.unrotated else x for kind, x in out.items()}
 
-    def _kind(self, config: Part, kind: str, given: dict | None) -> Scheme:
+    def _scheme(self, config, kind, given, head_dim):
         if given is None:
             return self.instead
-        own = Part({k: v for k, v in config.values.items() if k != "rope_theta"}, config.where)
-        theta = self.local_theta if "sliding" in kind and self.local_theta else self.theta
-        out = self._layer(own, given, theta, head_dim=head_of_kind(config, kind))
-        config.read |= own.read | {"rope_theta"}
-        return out
-
-    def _layer(self, config, given, theta=None, head_dim=None):
-        rotary = read_rotary(config, given, theta=theta or self.theta, fraction=self.fraction)
-        return rotation(rotary, head_dim or head_size(config), self.layout)
+        rotary = read_rotary(config, given, base=dict(self.bases).get(kind, "rope_theta"))
+        return rotation(rotary, head_dim, self.layout)
 
 
-def head_of_kind(config: Part, kind: str) -> int:
-    """Returns H of the layers of a kind, which Gemma 4 gives for single layers or by a name."""
-    other = config.get("global_head_dim") if kind == "full_attention" else None
-    changes = config.get("per_layer_config") or {}
-    for index, change in changes.items():
-        if layer_kinds(config)[int(index)] == kind and change.get("head_dim"):
-            other = change["head_dim"]
-    return other or head_size(config)
+def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:
+    """H of each layer: Gemma 4 has another for global layers, or gives single layers theirs."""
+    size, other = head_size(config), config.get("global_head_dim")
+    single = config.get("per_layer_config")
+    if single is None:
+        return [other if other and kind == FULL else size for kind in kinds]
+    heads = {int(index): changes.get("head_dim") for index, changes in single.items()}
+    return [heads.get(i) or size for i in range(len(kinds))]
 
 
-def layer_kinds(config: Part) -> list[str]:
-    """Returns the kind of each layer, from `layer_types` or the older settings for it.
-
-    Raises:
-      ValueError: if there are none.
-    """
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        return list(kinds)
-    every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
-    if isinstance(every, str):
-        names = {"L": "sliding_attention", "G": "full_attention"}
-        return [names[every[i % len(every)]] for i in range(config.need("num_hidden_layers"))]
-    offset = 1
-    if every is None:  # ModernBERT counts from the first layer.
-        every, offset = config.need("global_attn_every_n_layers"), 0
-    count = config.need("num_hidden_layers")
-    return ["sliding_attention" if (i + offset) % every else "full_attention" for i in range(count)]
+def only_windows_rotate(layout: str, kinds: LayerKinds) -> Family:
+    """RoPE in layers with a window; the others have no positions."""
+    return Rotating(layout, kinds, window_of, unrotated=(FULL,))
 
 
-def window_of(config: Part, kind: str) -> Any:
-    """Returns the window of a kind of layer, as `attention` takes it."""
-    if kind != "sliding_attention":
-        return None
-    both = config.get("local_attention")
-    return config.get("sliding_window") if both is None else (both // 2, both // 2)
+def exaone(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+    """RoPE in layers with a window; in all layers where none has one."""
+    if config.get("sliding_window") is None:
+        return Rotating(kinds=exaone4, window=window_of)(config)
+    return only_windows_rotate("half", exaone4)(config)
 
 
-def same_or_all(layers: Any) -> Scheme | tuple[LayerSpec, ...]:
-    """Returns the scheme of all layers if they are alike, or the layers."""
-    layers = tuple(layers)
-    return layers[0].scheme if len({layer.scheme for layer in layers}) == 1 else layers
+def uniform(config: TrackedConfig, scheme: Scheme) -> tuple[LayerSpec, ...]:
+    """The same scheme without a window in every layer."""
+    return tuple(layer_of(config, kind, scheme) for kind in all_global(config))
 
 
-def chosen(config: Part, flags: Any, yes: Scheme, no: Scheme) -> Scheme | tuple[LayerSpec, ...]:
-    """Returns a layer of one of two schemes for each flag."""
-    flags = list(flags)
-    require(
-        len(flags) == config.need("num_hidden_layers"),
-        f"from_hf: {config.where} has {len(flags)} flags for its layers.",
+def by_flags(
+    config: TrackedConfig, kinds: list[str], rotating: Scheme, other: Scheme, window: Window = None
+) -> tuple[LayerSpec, ...]:
+    """One of two schemes for each layer, by `no_rope_layers`."""
+    return tuple(
+        layer_of(config, kind, rotating if flag else other, window)
+        for kind, flag in zip(kinds, rotating_flags(config), strict=True)
     )
-    kinds = config.get("layer_types") or [""] * len(flags)
-    pairs = zip(flags, kinds, strict=True)
-    return same_or_all(LayerSpec(yes if on else no, window_of(config, k)) for on, k in pairs)
 
 
-def rope_flags(config: Part) -> list[int]:
-    """Returns which layers rotate: `no_rope_layers`, in which 1 means that it does."""
-    given = config.get("no_rope_layers")
-    every = config.get("no_rope_layer_interval", 4)
-    return given or [int((i + 1) % every != 0) for i in range(config.need("num_hidden_layers"))]
-
-
-def llama4(config: Part) -> Scheme | tuple[LayerSpec, ...]:
-    """RoPE, and every fourth layer a temperature without it."""
-    rotary = read_rotary(config, rope_dict(config), theta=5e5)
+def llama_4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+    """RoPE within chunks, and every fourth layer a temperature without RoPE."""
+    rotary = read_rotary(config, rope_dict(config))
     bare = NoPE()
     if config.get("attn_temperature_tuning", True):
-        floor, strength = config.get("floor_scale", 8192), config.get("attn_scale", 0.1)
+        floor, strength = config.need("floor_scale"), config.need("attn_scale")
         bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
-    return chosen(
-        config, rope_flags(config), rotation(rotary, head_size(config), "interleaved"), bare
-    )
+    rotating = rotation(rotary, head_size(config), "interleaved")
+    return by_flags(config, llama4(config), rotating, bare)
 
 
-def smollm3(config: Part) -> Scheme | tuple[LayerSpec, ...]:
+def smollm_3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """RoPE, and every fourth layer nothing."""
-    rotary = read_rotary(config, rope_dict(config), theta=2e6)
-    return chosen(config, rope_flags(config), rotation(rotary, head_size(config)), NoPE())
+    rotary = read_rotary(config, rope_dict(config))
+    rotating, window = rotation(rotary, head_size(config)), window_of(config)
+    return by_flags(config, smollm3(config), rotating, NoPE(), window)
 
 
-def exaone4(config: Part) -> Scheme | tuple[LayerSpec, ...]:
-    """RoPE in local layers only, if there are any; else in all."""
-    if config.get("sliding_window") is None:
-        config.get("sliding_window_pattern")
-        return Plain()(config)
-    return Plain(bare=("full_attention",))(config)
-
-
-def gptj(config: Part) -> Scheme:
+def gptj(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """The first dimensions, interleaved."""
-    config.get("max_position_embeddings")
-    return RoPE(
-        head_dim=head_size(config), layout="interleaved", rotary_dim=config.need("rotary_dim")
+    dim, rotary_dim = head_size(config), config.get("rotary_dim", 0)
+    return uniform(config, RoPE(head_dim=dim, layout="interleaved", rotary_dim=rotary_dim))
+
+
+def gpt_neox(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+    """RoPE, whose base transformers reads under a name of its own."""
+    base, beside = config.get("rotary_emb_base"), config.given("rope_theta")
+    base = (rope_dict(config) or {}).get("rope_theta", base)
+    require(
+        beside in (None, base),
+        f"from_hf: {config.where} has rope_theta={beside}, which transformers ignores for its "
+        f"type; the base is rotary_emb_base={base}.",
     )
+    return Rotating(bases=((FULL, "rotary_emb_base"),))(config)
 
 
-def ministral3(config: Part) -> Scheme:
+def minimax_m2(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+    """The first `rotary_dim` dimensions."""
+    given, dim = dict(rope_dict(config) or {}), config.given("rotary_dim")
+    if dim is not None and config.given("partial_rotary_factor") is None:
+        given.setdefault("partial_rotary_factor", dim / head_size(config))
+    return uniform(config, rotation(read_rotary(config, given), head_size(config)))
+
+
+def ministral_3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """RoPE with YaRN, and a temperature on queries."""
-    return _with_temperature(config, lambda rotary: rotation(rotary, head_size(config)))
+    scheme = _with_temperature(config, lambda rotary: rotation(rotary, head_size(config)))
+    window = window_of(config)
+    kind = FULL if window is None else LOCAL
+    return (layer_of(config, kind, scheme, window),) * layer_count(config)
 
 
-def _with_temperature(config, make):
+def _with_temperature(config: TrackedConfig, make: Callable[[Rotary], Scheme]) -> Scheme:
     given = dict(rope_dict(config) or {})
     strength = given.pop("llama_4_scaling_beta", None)
     given.pop("max_position_embeddings", None)
@@ -204,22 +218,35 @@ def _with_temperature(config, make):
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention: the last dimensions of a query rotate."""
+    """Multi-head latent attention: the last dimensions of a query and a key rotate.
 
-    interleave: bool | None = None  # None: the config says.
-    in_place: bool = False  # Whether pairs stay where they are; scores are the same.
+    Attributes:
+      interleave: whether pairs are neighbours; None: the config says.
+      in_place: whether rotated pairs stay neighbours; the logits are the same.
+    """
 
-    def __call__(self, config: Part) -> Scheme:
-        """Returns RoPE on the end of a head, and a temperature if the config has one."""
-        return _with_temperature(config, lambda rotary: RoPE(**self.settings(config, rotary)))
+    interleave: bool | None = None
+    in_place: bool = False
 
-    def settings(self, config: Part, rotary: Rotary) -> dict[str, Any]:
-        """Returns the fields of RoPE."""
+    def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
+        """RoPE on the end of a head, and a temperature if the config has one."""
+        scheme = _with_temperature(config, lambda rotary: RoPE(**self.settings(config, rotary)))
+        return uniform(config, scheme)
+
+    def settings(self, config: TrackedConfig, rotary: Rotary) -> dict[str, Any]:
+        """The fields of RoPE."""
         rest, dim = config.need("qk_nope_head_dim"), config.need("qk_rope_head_dim")
-        config.get("head_dim")
-        turns = config.get("rope_interleave", True) if self.interleave is None else self.interleave
+        config.given("head_dim")
+        require(
+            rotary.fraction in (1.0, dim / (rest + dim)),
+            f"from_hf: {config.where} has partial_rotary_factor={rotary.fraction}, and a rotary "
+            f"part of {dim} out of {rest + dim} dimensions.",
+        )
+        interleave = self.interleave
+        if interleave is None:
+            interleave = config.get("rope_interleave", True)
         layout = "half"
-        if turns:
+        if interleave:
             layout = "interleaved" if self.in_place else "interleaved_to_half"
         return {
             "head_dim": rest + dim,
@@ -230,40 +257,48 @@ class Latent:
         }
 
 
-def mistral_large4(config: Part) -> Scheme | tuple[LayerSpec, ...]:
-    """Learned frequencies in three layers of four, and a learned softmax scale in all."""
+def mistral_large4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+    """Learned frequencies in three layers of four, and a learned logit scale in all."""
     rotary = read_rotary(config, rope_dict(config))
     heat = SSMax(num_heads=config.need("num_attention_heads"), scale=0.0, offset=1.0)
-    turned = LearnedRoPE(**Latent(interleave=True).settings(config, rotary))
-    return chosen(config, rope_flags(config), chain(turned, heat), heat)
+    rotating = LearnedRoPE(**Latent(interleave=True).settings(config, rotary))
+    return by_flags(config, all_global(config), chain(rotating, heat), heat)
 
 
 @dataclasses.dataclass(frozen=True)
 class Multimodal:
-    """M-RoPE: pairs dealt out to time, row and column."""
+    """M-RoPE: pairs divided among time, row and column.
+
+    Attributes:
+      order: how pairs of the three axes alternate.
+      layout: which dimensions form a pair.
+      kinds: the kind of each layer.
+      sections: number of pairs of each axis where the config does not say.
+      time_last: whether the config has the sections of time last.
+    """
 
     order: str = "contiguous"
     layout: str = "half"
-    theta: float = 1e4
-    fraction: float = 1.0
+    kinds: LayerKinds = all_global
     sections: tuple[int, ...] = ()
-    time_last: bool = False  # Whether the config has the sections of time last.
+    time_last: bool = False
 
-    def __call__(self, config: Part) -> Scheme:
-        """Returns M-RoPE."""
+    def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
+        """M-RoPE in every layer."""
         given = dict(rope_dict(config) or {})
         sections = tuple(given.pop("mrope_section", self.sections))
-        dealt = given.pop("mrope_interleaved", None)
+        interleaved = given.pop("mrope_interleaved", None)
         require(
-            dealt in (None, self.order == "interleaved"),
-            f"from_hf: {config.where} has mrope_interleaved={dealt}; its type is {self.order}.",
+            interleaved in (None, self.order == "interleaved"),
+            f"from_hf: {config.where} has mrope_interleaved={interleaved}; its type is "
+            f"{self.order}.",
         )
-        rotary = read_rotary(config, given, theta=self.theta, fraction=self.fraction)
+        rotary = read_rotary(config, given)
         if self.time_last:
             sections = sections[-1:] + sections[:-1]
         head_dim = head_size(config)
         dim = int(head_dim * rotary.fraction)
-        return MRoPE(
+        scheme = MRoPE(
             head_dim=head_dim,
             theta=rotary.theta,
             sections=sections,
@@ -272,3 +307,5 @@ class Multimodal:
             rotary_dim=0 if dim == head_dim else dim,
             scaling=rotary.scaling,
         )
+        window = None if self.kinds is all_global else window_of(config)
+        return tuple(layer_of(config, kind, scheme, window) for kind in self.kinds(config))

@@ -24,13 +24,14 @@ DENSE, TURNED = 2e-6, 1e-6
 
 
 def read(name):
-    """The description, the arrays, and the scheme of the layer."""
+    """What the file describes, its arrays, and the scheme of the layer."""
     with np.load(FOLDER / f"{name}.npz") as file:
         arrays = dict(file)
     about = json.loads(str(arrays.pop("about")))
-    made = pe.from_hf(about["config"])
-    scheme = made[about["layer"]].scheme if isinstance(made, tuple) else made
-    return about, {n: jnp.asarray(x) for n, x in arrays.items()}, scheme
+    config = about["config"]
+    decoder = config.get("is_decoder", False) if config.get("is_encoder_decoder") else None
+    layer = pe.from_hf(config, decoder=decoder)[about["layer"]]
+    return about, {n: jnp.asarray(x) for n, x in arrays.items()}, layer.scheme
 
 
 def parameters(scheme, arrays):

@@ -1,23 +1,23 @@
-"""What configs say, what they must not leave out, and back."""
+"""What `from_hf` reads, what it refuses, and `to_hf` back again."""
 
 import pytest
 
 import posenc_jax as pe
 
-LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 LENGTH = {"original_max_position_embeddings": 2048}
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 
 def llama(**settings):
-    return pe.from_hf(LLAMA | settings)
+    return pe.scheme_from_hf(LLAMA | settings)
 
 
 def scaling(**parameters):
     return llama(rope_parameters=parameters, max_position_embeddings=8192).scaling
 
 
-def test_names_of_version_4_and_5_are_read_alike():
+def test_keys_of_transformers_4_and_5_are_equivalent():
     new = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}
     new |= {"original_max_position_embeddings": 2048}
     old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -28,25 +28,52 @@ def test_names_of_version_4_and_5_are_read_alike():
     assert llama(rope_theta=5e5, rope_scaling=None) == pe.RoPE(head_dim=16, theta=5e5)
 
 
-def test_the_model_type_decides_what_the_config_leaves_out():
+def test_model_type_decides_what_the_config_leaves_out():
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
 
     def of(kind, **settings):
-        return pe.from_hf({"model_type": kind} | sizes | settings)
+        return pe.scheme_from_hf({"model_type": kind} | sizes | settings)
 
     assert of("cohere") == pe.RoPE(head_dim=16, theta=5e5, layout="interleaved")
-    assert of("glm") == pe.RoPE(head_dim=16, layout="interleaved", rotary_dim=8)
+    assert of("glm") == pe.RoPE(head_dim=128, layout="interleaved", rotary_dim=64)
     assert of("gpt_neox", rotary_pct=0.5, rotary_emb_base=1e3) == pe.RoPE(
         head_dim=16, theta=1e3, rotary_dim=8
     )
     assert of("gptj", rotary_dim=4).layout == "interleaved"
     assert of("bloom") == pe.ALiBi(num_heads=4)
     assert of("falcon", alibi=True) == pe.ALiBi(num_heads=4, scaled=True)
-    assert of("t5") == pe.T5(num_heads=4, bidirectional=True)
-    assert of("t5", is_decoder=True) == pe.T5(num_heads=4)
-    assert of("umt5") == (pe.LayerSpec(pe.T5(num_heads=4, bidirectional=True)),) * 4
     assert of("mixtral").theta == 1e6
-    assert pe.from_hf({"model_type": "llama", "head_dim": 32}).head_dim == 32
+    assert of("llama", head_dim=32).head_dim == 32
+
+
+def test_released_configs_with_keys_left_out():
+    """Parts of config.json of four releases, and what transformers runs."""
+    command_r7b = {"model_type": "cohere2", "head_dim": 128, "rope_theta": 50000}
+    command_r7b |= {"num_hidden_layers": 32, "sliding_window": 4096, "sliding_window_pattern": 4}
+    rope = pe.RoPE(head_dim=128, theta=5e4, layout="interleaved")
+    wanted = pe.layer_pattern(32, *[pe.LayerSpec(rope, 4096)] * 3, pe.NoPE())
+    assert pe.from_hf(command_r7b) == wanted
+
+    gemma_3_4b = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    gemma_3_4b |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    local = pe.LayerSpec(pe.RoPE(head_dim=256), 1024)
+    far = pe.RoPE(head_dim=256, theta=1e6, scaling=pe.PI(8.0))
+    assert pe.from_hf(gemma_3_4b) == pe.layer_pattern(34, *[local] * 5, far)
+    assert pe.hf_logit_scale(gemma_3_4b) == 256**-0.5
+
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    yarn |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
+    olmo_3_7b = {"model_type": "olmo3", "rope_theta": 500000, "rope_scaling": yarn}
+    olmo_3_7b |= {"num_hidden_layers": 32, "sliding_window": 4096, "hidden_size": 4096}
+    local = pe.RoPE(head_dim=128, theta=5e5)
+    far = local.replace(scaling=pe.YaRN(8.0, 8192, attention_factor=1.2079441541679836))
+    wanted = pe.layer_pattern(32, *[pe.LayerSpec(local, 4096)] * 3, far)
+    assert pe.from_hf(olmo_3_7b) == wanted
+
+    exaone_4_1b = {"model_type": "exaone4", "rope_theta": 1000000, "sliding_window": None}
+    exaone_4_1b |= {"num_hidden_layers": 30, "head_dim": 64, "sliding_window_pattern": None}
+    scheme = pe.scheme_from_hf(exaone_4_1b)
+    assert scheme == pe.RoPE(head_dim=64, theta=1e6)
 
 
 def test_layers_that_differ():
@@ -58,7 +85,8 @@ def test_layers_that_differ():
 
     local = pe.LayerSpec(rope.replace(layout="interleaved"), 5)
     assert of("cohere2", sliding_window_pattern=3) == pe.layer_pattern(6, local, local, pe.NoPE())
-    assert of("smollm3") == pe.layer_pattern(6, *[rope.replace(theta=2e6)] * 3, pe.NoPE())
+    smollm = pe.layer_pattern(6, *[rope.replace(theta=2e6)] * 3, pe.NoPE())
+    assert of("smollm3") == smollm
     gemma = of(
         "gemma3_text",
         rope_theta=1e6,
@@ -69,15 +97,16 @@ def test_layers_that_differ():
     far = rope.replace(theta=1e6, scaling=pe.PI(8.0))
     assert gemma == pe.layer_pattern(6, *[pe.LayerSpec(rope, 5)] * 5, far)
     heat = pe.QueryTemperature("llama4", 8192, 0.1)
-    turned = rope.replace(theta=5e5, layout="interleaved")
-    flags = {"no_rope_layers": [1, 1, 0, 1, 1, 0]}
-    assert of("llama4_text", **flags) == pe.layer_pattern(6, turned, turned, heat)
+    rotated = pe.LayerSpec(rope.replace(theta=5e5, layout="interleaved"), chunk_size=8192)
+    flags = {"no_rope_layers": [1, 1, 0, 1, 1, 0], "sliding_window": None}
+    assert of("llama4_text", **flags) == pe.layer_pattern(6, rotated, rotated, heat)
     bare = of("llama4_text", attn_temperature_tuning=False, **flags)
-    assert bare == pe.layer_pattern(6, turned, turned, pe.NoPE())
-    assert of("llama4_text", no_rope_layers=[1] * 6) == turned
+    assert bare == pe.layer_pattern(6, rotated, rotated, pe.NoPE())
+    flags["no_rope_layers"] = [1] * 6
+    assert of("llama4_text", **flags) == (rotated,) * 6
 
 
-def test_gemma_4_has_wider_global_heads():
+def test_global_heads_of_gemma_4_are_wider():
     layers = pe.from_hf(
         {
             "model_type": "gemma4_text",
@@ -100,7 +129,115 @@ def test_gemma_4_has_wider_global_heads():
     assert layers == (pe.LayerSpec(pe.RoPE(head_dim=16), 5), pe.LayerSpec(far))
 
 
-def test_logit_scales_of_models():
+def test_layers_of_linear_attention_have_no_positions():
+    layers = pe.from_hf({"model_type": "qwen3_next", "num_hidden_layers": 4, "head_dim": 16})
+    rope = pe.RoPE(head_dim=16, rotary_dim=4)
+    assert layers == pe.layer_pattern(4, *[pe.NoPE()] * 3, rope)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5"])
+def test_encoder_and_decoder_of_t5_have_different_schemes(kind):
+    config = {"model_type": kind, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 2}
+    encoder, decoder = pe.T5(num_heads=4, bidirectional=True), pe.T5(num_heads=4)
+    assert pe.from_hf(config, decoder=False) == (pe.LayerSpec(encoder),) * 3
+    assert pe.from_hf(config, decoder=True) == (pe.LayerSpec(decoder),) * 2
+    with pytest.raises(ValueError, match="give decoder=False or decoder=True"):
+        pe.from_hf(config)
+    alone = config | {"is_encoder_decoder": False}
+    assert pe.scheme_from_hf(alone) == encoder
+    assert pe.scheme_from_hf(alone | {"is_decoder": True}) == decoder
+    with pytest.raises(ValueError, match=r"decoder=False, but .* has is_decoder=True"):
+        pe.from_hf(config | {"is_decoder": True}, decoder=False)
+
+
+def test_encoder_and_decoder_of_whisper_have_different_schemes():
+    config = {"model_type": "whisper", "d_model": 8, "max_target_positions": 9}
+    assert pe.scheme_from_hf(config, decoder=False) == pe.Sinusoidal(model_dim=8, layout="t2t")
+    wanted = pe.LearnedAbsolute(max_length=9, model_dim=8)
+    assert pe.scheme_from_hf(config, decoder=True) == wanted
+    with pytest.raises(ValueError, match="give decoder=False or decoder=True"):
+        pe.from_hf(config)
+
+
+def test_a_choice_of_decoder_needs_two_halves():
+    with pytest.raises(ValueError, match="the llama config has no choice of encoder and decoder"):
+        pe.from_hf(LLAMA, decoder=True)
+
+
+class Config:
+    def __init__(self, **values):
+        self.values = values
+
+    def to_dict(self):
+        return {n: x.to_dict() if isinstance(x, Config) else x for n, x in self.values.items()}
+
+
+def test_config_objects_are_read():
+    assert pe.from_hf(Config(**LLAMA)) == pe.from_hf(LLAMA)
+    assert pe.hf_logit_scale(Config(model_type="gemma2", query_pre_attn_scalar=64)) == 0.125
+    with pytest.raises(TypeError, match="from_hf: config must be a dict or have to_dict, got 'a"):
+        pe.from_hf("a/path/config.json")  # ty: ignore[invalid-argument-type]
+
+
+def test_the_text_part_of_a_multimodal_config_is_read():
+    wanted = pe.from_hf(LLAMA)
+    assert pe.from_hf({"model_type": "llava", "text_config": LLAMA}) == wanted
+    assert pe.from_hf({"model_type": "llava", "text_config": Config(**LLAMA)}) == wanted
+    text = {"num_hidden_layers": 2, "sliding_window": 7}
+    gemma = pe.from_hf({"model_type": "gemma3_text"} | text)
+    assert pe.from_hf({"model_type": "gemma3", "text_config": text}) == gemma
+    assert pe.hf_logit_scale({"model_type": "gemma3", "text_config": text}) == 256**-0.5
+
+
+def test_text_keys_at_the_top_of_a_multimodal_config_are_read():
+    text = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    wanted = pe.MRoPE(head_dim=128, theta=1e6, sections=(16, 24, 24))
+    for kind in ("qwen2_5_vl", "qwen2_5_vl_text"):
+        assert pe.scheme_from_hf({"model_type": kind, "vision_config": {}} | text) == wanted
+
+
+def test_a_key_beside_the_text_part_is_named():
+    config = {"model_type": "llava", "text_config": LLAMA, "rope_theta": 1e6}
+    with pytest.raises(ValueError, match=r"beside its text_config has \['rope_theta'\]"):
+        pe.from_hf(config)
+
+
+@pytest.mark.parametrize("read", [pe.from_hf, pe.scheme_from_hf, pe.hf_logit_scale])
+def test_an_unknown_model_type_gives_a_short_error_with_similar_ones(read):
+    with pytest.raises(ValueError, match="model_type 'lama'; did you mean 'llama'") as error:
+        read({"model_type": "lama"})
+    assert len(str(error.value)) < 150
+    with pytest.raises(ValueError, match=r"model_type 'zzz'; all are in"):
+        read({"model_type": "zzz"})
+
+
+def test_one_scheme_stands_only_for_layers_that_are_alike():
+    assert pe.scheme_from_hf(LLAMA) == pe.RoPE(head_dim=16)
+    config = {"model_type": "gemma2", "num_hidden_layers": 6, "head_dim": 16}
+    found = r"layers differ, .* 0, 2, 4: RoPE.* in a window of 4096; layers 1, 3, 5: RoPE"
+    with pytest.raises(ValueError, match=found):
+        pe.scheme_from_hf(config)
+    config = LLAMA | {"model_type": "mistral", "sliding_window": 9}
+    with pytest.raises(ValueError, match=r"a scheme holds no window, .* 0-1: .* window of 9"):
+        pe.scheme_from_hf(config)
+    assert pe.scheme_from_hf(config | {"sliding_window": None}) == pe.RoPE(head_dim=16)
+
+
+def test_a_window_of_no_use_is_refused():
+    mistral = LLAMA | {"model_type": "mistral"}
+    with pytest.raises(ValueError, match="use_sliding_window=False, which transformers ignores"):
+        pe.from_hf(mistral | {"sliding_window": 9, "use_sliding_window": False})
+    with pytest.raises(ValueError, match=r"layer_types=.*, which transformers ignores"):
+        pe.from_hf(mistral | {"layer_types": ["full_attention"] * 2})
+    gemma = {"model_type": "gemma2", "layer_types": ["block_attention"] * 2}
+    with pytest.raises(ValueError, match="has layers of type 'block_attention'"):
+        pe.from_hf(gemma)
+    with pytest.raises(ValueError, match="has 2 layer_types and num_hidden_layers=3"):
+        pe.from_hf(gemma | {"num_hidden_layers": 3})
+
+
+def test_logit_scales_of_model_types():
     def of(**settings):
         return pe.hf_logit_scale(settings)
 
@@ -114,8 +251,11 @@ def test_logit_scales_of_models():
     scale = of(model_type="deepseek_v3", rope_scaling=yarn, **sizes)
     assert scale == pytest.approx(1.8739 * 192**-0.5, rel=1e-4)
     assert of(model_type="deepseek_v3", **sizes) is None
-    with pytest.raises(ValueError, match="unknown model_type 'nobody'"):
-        of(model_type="nobody")
+    assert of(model_type="granite") == 1.0
+    assert of(model_type="gpt2") is None
+    assert of(model_type="gpt2", scale_attn_weights=False) == 1.0
+    with pytest.raises(ValueError, match="differs by layer: scale_attn_by_inverse_layer_idx"):
+        of(model_type="gpt2", scale_attn_by_inverse_layer_idx=True)
 
 
 SCHEMES = {
@@ -138,7 +278,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_there_and_back(name):
+def test_from_hf_inverts_to_hf(name):
     scheme = SCHEMES[name]
     assert llama(rope_parameters=pe.to_hf(scheme), max_position_embeddings=8192) == scheme
 
@@ -151,13 +291,14 @@ def test_there_and_back(name):
         ("ernie4_5_vl_moe_text", "alternating", "interleaved"),
     ],
 )
-def test_there_and_back_with_several_axes(kind, order, layout):
+def test_from_hf_inverts_to_hf_with_several_axes(kind, order, layout):
     scheme = pe.MRoPE(head_dim=16, sections=(4, 2, 2), order=order, layout=layout)
     config = {"model_type": kind, "head_dim": 16, "rope_parameters": pe.to_hf(scheme)}
-    assert pe.from_hf(config) == scheme
+    assert pe.scheme_from_hf(config) == scheme
+    assert pe.to_hf(pe.from_hf(config)) == pe.to_hf(scheme)
 
 
-def test_there_and_back_for_layers_that_differ():
+def test_from_hf_inverts_to_hf_for_layers_that_differ():
     kinds = ["sliding_attention", "full_attention"]
     config = {"model_type": "beam", "head_dim": 16, "layer_types": kinds, "sliding_window": 4}
     layers = pe.from_hf(
@@ -172,19 +313,15 @@ def test_there_and_back_for_layers_that_differ():
 
 
 REFUSED = {
-    "model_type must be one of .*, got 'nobody'": dict(model_type="nobody"),
     r"in its rope parameters has \['betafast'\]": dict(
         rope_parameters={"rope_type": "yarn", "factor": 2.0, "betafast": 3.0, **LENGTH}
     ),
     r"has \['rope_style'\], which nothing here reads": dict(rope_style="new"),
-    "rope_type='swirl'; known are": dict(rope_scaling={"type": "swirl"}),
+    "rope_type='swirl'; supported: ": dict(rope_scaling={"type": "swirl"}),
     "rope_type='linear' and type='yarn'": dict(
         rope_scaling={"rope_type": "linear", "type": "yarn", "factor": 2.0}
     ),
     "must have 'factor'": dict(rope_scaling={"type": "linear"}),
-    "must have 'original_max_position_embeddings'": dict(
-        rope_scaling={"type": "yarn", "factor": 2.0}
-    ),
     "must have 'low_freq_factor'": dict(
         rope_scaling={"type": "llama3", "factor": 2.0, "original_max_position_embeddings": 9}
     ),
@@ -211,13 +348,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(message):
+def test_contradictions_are_refused_by_name(message):
     with pytest.raises(ValueError, match=message):
         llama(**REFUSED[message])
 
 
-def test_what_a_family_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="alibi_bias_max=16; what is known is"):
+def test_settings_without_a_scheme_are_refused():
+    with pytest.raises(ValueError, match="alibi_bias_max=16; supported: "):
         pe.from_hf({"model_type": "mpt", "n_heads": 4, "attn_config": {"alibi_bias_max": 16}})
     with pytest.raises(ValueError, match="position_embedding_type='relative_key'"):
         sizes = {"hidden_size": 8, "max_position_embeddings": 8}
@@ -228,15 +365,18 @@ def test_what_a_family_cannot_be_is_refused():
         pe.from_hf({"model_type": "qwen2_vl_text", "head_dim": 16, "rope_scaling": given})
 
 
-def test_what_has_no_words_in_transformers_is_refused():
+def test_schemes_without_rope_parameters_are_refused():
     for scheme, message in [
         (pe.ALiBi(num_heads=4), "only RoPE and MRoPE have rope parameters"),
-        (pe.RoPE(head_dim=8, scaling=pe.NTK(2.0)), "no word for .*NTK"),
-        (pe.RoPE(head_dim=8, scaling=(pe.PI(2.0), pe.PI(2.0))), "no word for .*PI"),
-        (pe.RoPE(head_dim=8, scaling=pe.YaRN(2.0, 64, ramp="rotations")), "no word for .*YaRN"),
-        (pe.RoPE(head_dim=8, scaling=pe.YaRN(2.0, 64, mscale=0.5)), "no word for .*YaRN"),
-        (pe.RoPE(head_dim=8, scaling=pe.DynamicNTK(2.0, 64, 128)), "no word for .*Dynamic"),
-        ((pe.NoPE(),), "several schemes need layer_types"),
+        (pe.RoPE(head_dim=8, scaling=pe.NTK(2.0)), "no rope_type for .*NTK"),
+        (pe.RoPE(head_dim=8, scaling=(pe.PI(2.0), pe.PI(2.0))), "no rope_type for .*PI"),
+        (
+            pe.RoPE(head_dim=8, scaling=pe.YaRN(2.0, 64, ramp="rotations")),
+            "no rope_type for .*YaRN",
+        ),
+        (pe.RoPE(head_dim=8, scaling=pe.YaRN(2.0, 64, mscale=0.5)), "no rope_type for .*YaRN"),
+        (pe.RoPE(head_dim=8, scaling=pe.DynamicNTK(2.0, 64, 128)), "no rope_type for .*Dynamic"),
+        ((pe.NoPE(), pe.ALiBi(num_heads=4)), "schemes that differ need layer_types"),
     ]:
         with pytest.raises(ValueError, match=message):
             pe.to_hf(scheme)

@@ -1,0 +1,240 @@
+"""Model types of transformers with other positions: biases, tables, images."""
+
+import dataclasses
+from collections.abc import Callable
+
+from posenc_jax.additive.learned import LearnedAbsolute
+from posenc_jax.additive.none import NoPE
+from posenc_jax.additive.sinusoidal import Sinusoidal
+from posenc_jax.bias.alibi import ALiBi
+from posenc_jax.bias.swin import Swin
+from posenc_jax.bias.swin_v2 import SwinV2
+from posenc_jax.bias.t5 import T5
+from posenc_jax.checks import require
+from posenc_jax.content.deberta import DeBERTa
+from posenc_jax.content.inkling import Inkling
+from posenc_jax.content.shaw import Shaw
+from posenc_jax.content.transformer_xl import TransformerXL
+from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_decoder, layer_count
+from posenc_jax.hf.layer_kinds import declared, layer_of
+from posenc_jax.hf.rope import read_rotary, rope_dict
+from posenc_jax.hf.rotary_families import Rotating, uniform
+from posenc_jax.layers import LayerSpec
+from posenc_jax.rotary.axial import AxialRoPE
+from posenc_jax.rotary.rope import RoPE
+from posenc_jax.scheme import Scheme
+
+Layers = tuple[LayerSpec, ...]
+
+
+def t5(config: TrackedConfig) -> Layers:
+    """T5, mT5 and UMT5: buckets of both sides for the encoder, of the past for the decoder."""
+    decoder = is_decoder(config)
+    count = config.need("num_hidden_layers")
+    scheme = T5(
+        num_heads=config.need("num_attention_heads"),
+        num_buckets=config.need("relative_attention_num_buckets"),
+        max_distance=config.need("relative_attention_max_distance"),
+        bidirectional=not decoder,
+    )
+    return (LayerSpec(scheme),) * (config.get("num_decoder_layers", count) if decoder else count)
+
+
+def bloom(config: TrackedConfig) -> Layers:
+    """ALiBi."""
+    return uniform(config, ALiBi(num_heads=config.need("num_attention_heads")))
+
+
+def mpt(config: TrackedConfig) -> Layers:
+    """ALiBi, or a learned table."""
+    part = TrackedConfig(config.get("attn_config") or {}, f"{config.where} in attn_config")
+    for name in ("attn_type", "attn_pdrop", "attn_impl", "clip_qkv", "softmax_scale", "qk_ln"):
+        part.get(name)
+    learned, rope = config.get("learned_pos_emb", True), part.get("rope", False)
+    require(not rope, f"from_hf: {part.where} has rope, which transformers does not read.")
+    if not part.get("alibi", True):
+        require(learned, f"from_hf: {config.where} has neither ALiBi nor learned positions.")
+        length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
+        return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim))
+    part.only("alibi_bias_max", 8)
+    return uniform(config, ALiBi(num_heads=config.need("num_attention_heads")))
+
+
+def falcon(config: TrackedConfig) -> Layers:
+    """ALiBi inside the logit scale, or RoPE."""
+    if config.get("alibi", False):
+        rope_dict(config), config.given("rope_theta")  # Written, and not used.
+        return uniform(config, ALiBi(num_heads=config.need("num_attention_heads"), scaled=True))
+    return Rotating()(config)
+
+
+def deberta_v2(config: TrackedConfig) -> Layers:
+    """Disentangled attention; with `share_att_key` the layer's own weights project distances."""
+    relative = config.get("relative_attention", False)
+    require(relative, f"from_hf: {config.where} has relative_attention={relative}.")
+    config.get("position_biased_input")  # A LearnedAbsolute at the input.
+    terms = config.get("pos_att_type") or ()
+    terms = terms.lower().split("|") if isinstance(terms, str) else terms
+    require(set(terms) <= {"c2p", "p2c"}, f"from_hf: {config.where} has pos_att_type={terms}.")
+    longest = config.get("max_relative_positions", -1)
+    longest = longest if longest >= 1 else config.need("max_position_embeddings")
+    buckets = config.get("position_buckets", -1)
+    scheme = DeBERTa(
+        num_heads=config.need("num_attention_heads"),
+        head_dim=head_size(config),
+        model_dim=config.need("hidden_size"),
+        span=buckets if buckets > 0 else longest,
+        max_distance=longest if buckets > 0 else None,
+        content_to_position="c2p" in terms,
+        position_to_content="p2c" in terms,
+        projected=bool(config.get("share_att_key", False)),
+    )
+    return uniform(config, scheme)
+
+
+def xlnet(config: TrackedConfig) -> Layers:
+    """Transformer-XL's, in both directions; the term for pairs of segments is not supported."""
+    require(not config.get("bi_data", False), f"from_hf: {config.where} has bi_data.")
+    clamp = config.get("clamp_len", -1)
+    scheme = TransformerXL(
+        num_heads=config.need("num_attention_heads"),
+        head_dim=head_size(config),
+        model_dim=config.need("hidden_size"),
+        clamp=clamp if clamp > 0 else None,
+    )
+    return uniform(config, scheme)
+
+
+def wav2vec2_bert(config: TrackedConfig) -> Layers:
+    """By `position_embeddings_type`: vectors on keys by distance, or Transformer-XL's.
+
+    Shaw's table ends equally far in both directions, these end earlier in the future: repeat
+    its last row.
+    """
+    heads, head_dim = config.need("num_attention_heads"), head_size(config)
+    kind = config.get("position_embeddings_type", "none")
+    left = config.need("left_max_position_embeddings")
+    right = config.need("right_max_position_embeddings")
+    config.given("rotary_embedding_base"), config.given("max_source_positions")
+    require(
+        kind in ("relative_key", "relative", "none"),
+        f"from_hf: {config.where} has position_embeddings_type={kind!r}, which rotates x before "
+        "the projections.",
+    )
+    scheme: Scheme = NoPE()
+    if kind == "relative_key":
+        scheme = Shaw(num_heads=heads, head_dim=head_dim, clip=max(left, right), values=False)
+    elif kind == "relative":
+        dim = config.need("hidden_size")
+        scheme = TransformerXL(num_heads=heads, head_dim=head_dim, model_dim=dim)
+    return uniform(config, scheme)
+
+
+def inkling(config: TrackedConfig) -> Layers:
+    """Profiles of distance: in a window, and over all tokens with a temperature."""
+    count, chosen = layer_count(config), config.get("local_layer_ids")
+    chosen = {i for i in range(count) if (i + 1) % 6} if chosen is None else {*chosen}
+    made = ["hybrid_sliding" if i in chosen else "hybrid" for i in range(count)]
+    kinds = declared(config) or made
+    common = {"model_dim": config.need("hidden_size"), "rank": config.need("d_rel")}
+    window, heads = config.need("sliding_window"), config.need("num_attention_heads")
+    local = Inkling(num_heads=config.need("swa_num_attention_heads"), extent=window, **common)
+    far = Inkling(
+        num_heads=heads,
+        extent=config.need("rel_extent"),
+        floor=config.get("log_scaling_n_floor"),
+        slope=config.need("log_scaling_alpha"),
+        **common,
+    )
+    schemes = {"hybrid_sliding": local, "hybrid": far}
+    unknown = sorted(set(kinds) - set(schemes))
+    require(not unknown, f"from_hf: {config.where} has layer_types {unknown}.")
+    return tuple(layer_of(config, kind, schemes[kind], window) for kind in kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A learned table of positions, added to the embedding.
+
+    Attributes:
+      offset: rows before position 0.
+      reserved: whether the config counts those rows in its length, up to the row of padding.
+    """
+
+    offset: int = 0
+    reserved: bool = False
+
+    def __call__(self, config: TrackedConfig) -> Layers:
+        """The table, named by every layer though the input has it."""
+        kind = config.get("position_embedding_type", "absolute")
+        length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
+        require(
+            kind == "absolute",
+            f"from_hf: {config.where} has position_embedding_type={kind!r}, which transformers "
+            "5 does not read any more.",
+        )
+        offset = self.offset
+        if self.reserved:  # RoBERTa: positions begin after that of padding.
+            offset = config.need("pad_token_id") + 1
+            length -= offset
+        return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim, offset=offset))
+
+
+def whisper(config: TrackedConfig) -> Layers:
+    """Sines and cosines for the encoder, a learned table for the decoder."""
+    dim, length = config.need("hidden_size"), config.need("max_target_positions")
+    config.given("max_source_positions")
+    if is_decoder(config):
+        scheme = LearnedAbsolute(max_length=length, model_dim=dim)
+        return (LayerSpec(scheme),) * config.need("num_decoder_layers")
+    return uniform(config, Sinusoidal(model_dim=dim, layout="t2t"))
+
+
+def pixtral(config: TrackedConfig) -> Layers:
+    """RoPE over rows and columns of an image, which take turns among the frequencies."""
+    return _grid(config, frequencies="dealt")
+
+
+def dinov3(config: TrackedConfig) -> Layers:
+    """RoPE over rows and columns of an image."""
+    for name in ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"):
+        config.given(name)  # Of training.
+    return _grid(config)
+
+
+def _grid(config, **settings):
+    rotary = read_rotary(config, rope_dict(config))
+    return uniform(config, AxialRoPE(head_dim=head_size(config), theta=rotary.theta, **settings))
+
+
+def swin(config: TrackedConfig) -> Layers:
+    """A table of offsets in every layer; stages have different numbers of heads."""
+    window = (config.need("window_size"),) * 2
+    require(
+        not config.get("use_absolute_embeddings", False),
+        f"from_hf: {config.where} has use_absolute_embeddings, a table at the input as well.",
+    )
+    return _stages(config, lambda heads, stage: Swin(num_heads=heads, window=window))
+
+
+def swin_v2(config: TrackedConfig) -> Layers:
+    """A network of offsets in every layer."""
+    window = (config.need("window_size"),) * 2
+    before = config.get("pretrained_window_sizes") or [0] * len(config.need("depths"))
+
+    def make(heads, stage):
+        return SwinV2(num_heads=heads, window=window, pretrained_window=(before[stage],) * 2)
+
+    return _stages(config, make)
+
+
+def _stages(config: TrackedConfig, make: Callable[[int, int], Scheme]) -> Layers:
+    per_stage, depths = config.need("num_heads"), config.need("depths")
+    stages = zip(per_stage, depths, range(len(depths)), strict=True)
+    return tuple(LayerSpec(make(n, i)) for n, depth, i in stages for _ in range(depth))
+
+
+def roformer(config: TrackedConfig) -> Layers:
+    """RoPE, interleaved."""
+    config.only("rotary_value", False)
+    return uniform(config, RoPE(head_dim=head_size(config), layout="interleaved"))

@@ -1,0 +1,200 @@
+"""Which layers of a model attend to a window or a chunk, in the words of `layer_types`.
+
+A `LayerKinds` gives the kind of each layer: what `layer_types` of the config says, or what the
+model type's config class makes of older keys.
+"""
+
+from collections.abc import Callable
+
+from posenc_jax.checks import require
+from posenc_jax.hf.config_reader import TrackedConfig, layer_count
+from posenc_jax.layers import LayerSpec
+from posenc_jax.mask import Window
+from posenc_jax.scheme import Scheme
+
+LayerKinds = Callable[[TrackedConfig], list[str]]
+
+FULL, LOCAL, CHUNKED, LINEAR = (
+    f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear")
+)
+_OLD_NAMES = {"attention": FULL, "mamba": LINEAR}
+_GLOBAL = {FULL, LINEAR, "indexed_attention", "deepseek_sparse_attention", "hybrid"}
+
+
+def declared(config: TrackedConfig) -> list[str] | None:
+    """The kinds that the config itself gives, under their names of today, or None."""
+    layer_count(config)
+    kinds = config.given("layer_types")
+    return None if kinds is None else [_OLD_NAMES.get(kind, kind) for kind in kinds]
+
+
+def all_global(config: TrackedConfig) -> list[str]:
+    """No layer has a window."""
+    if config.given("use_sliding_window") is False:
+        config.given("sliding_window"), config.given("max_window_layers")
+    return _undeclared(config, FULL)
+
+
+def all_windowed(config: TrackedConfig) -> list[str]:
+    """Every layer has the window, if there is one."""
+    config.given("max_window_layers")  # Qwen3-MoE's configs have it, and transformers ignores it.
+    return _undeclared(config, LOCAL if window_of(config) is not None else FULL)
+
+
+def _undeclared(config, kind):
+    """`kind` for each layer of a model type that does not read `layer_types`."""
+    kinds = declared(config) or [kind] * layer_count(config)
+    require(
+        {kind} >= {FULL if k in _GLOBAL - {LINEAR} else k for k in kinds},
+        f"from_hf: {config.where} has layer_types={sorted(set(kinds))}, which transformers ignores "
+        f"for its type: all its layers are {kind!r}.",
+    )
+    return [kind] * len(kinds)
+
+
+def every(
+    period: int,
+    key: str | None = None,
+    *,
+    first: bool = False,
+    last: bool = False,
+    other: str = LOCAL,
+) -> LayerKinds:
+    """One global layer in each period.
+
+    Args:
+      period: number of layers from one global layer to the next.
+      key: the key that changes it; under this key, "LLLG" is 4.
+      first: whether the first layer of a period is the global one, not the last.
+      last: whether the last layer of the model is global too.
+      other: the kind of the other layers.
+    """
+
+    def kinds(config):
+        length = config.get(key, period) if key else period
+        if isinstance(length, str):
+            names = {"L": other, "G": FULL}
+            return [names[length[i % len(length)]] for i in range(layer_count(config))]
+        turn = 0 if first else 1
+        made = [FULL if (i + turn) % length == 0 else other for i in range(layer_count(config))]
+        return [*made[:-1], FULL] if last else made
+
+    def read(config):
+        if key:
+            config.given(key)  # A layer_types stands above it.
+        return declared(config) or kinds(config)
+
+    return read
+
+
+def from_max_window_layers(config: TrackedConfig) -> list[str]:
+    """Layers from number `max_window_layers` on have the window."""
+    window, start = window_of(config), config.get("max_window_layers")
+    local = [window is not None and i >= start for i in range(layer_count(config))]
+    return declared(config) or [LOCAL if x else FULL for x in local]
+
+
+def qwen2_moe(config: TrackedConfig) -> list[str]:
+    """Every second layer below `max_window_layers` has the window."""
+    window, end = window_of(config), config.get("max_window_layers")
+    local = [window is not None and i % 2 == 0 and i < end for i in range(layer_count(config))]
+    return declared(config) or [LOCAL if x else FULL for x in local]
+
+
+def ministral(config: TrackedConfig) -> list[str]:
+    """All layers have the window unless `layer_types` says otherwise."""
+    kind = FULL if window_of(config) is None else LOCAL
+    return declared(config) or [kind] * layer_count(config)
+
+
+def exaone4(config: TrackedConfig) -> list[str]:
+    """One global layer in four; without a window all are."""
+    pattern = every(4, "sliding_window_pattern")
+    if config.get("sliding_window") is None:
+        config.given("sliding_window_pattern")
+        return declared(config) or [FULL] * layer_count(config)
+    return pattern(config)
+
+
+def rotating_flags(config: TrackedConfig, period: int = 4) -> list[bool]:
+    """Which layers rotate: `no_rope_layers`, in which 1 means that the layer does.
+
+    Raises:
+      ValueError: if there is not one flag for each layer.
+    """
+    count = layer_count(config)
+    period = config.get("no_rope_layer_interval", period)
+    flags = config.given("no_rope_layers") or [(i + 1) % period != 0 for i in range(count)]
+    require(
+        len(flags) == count,
+        f"from_hf: {config.where} has {len(flags)} no_rope_layers for {count} layers.",
+    )
+    return [bool(flag) for flag in flags]
+
+
+def smollm3(config: TrackedConfig) -> list[str]:
+    """Layers that do not rotate have the window, if there is one."""
+    window = window_of(config)
+    local = [window is not None and not flag for flag in rotating_flags(config)]
+    kinds = declared(config) or [LOCAL if x else FULL for x in local]
+    used = config.get("use_sliding_window", False)
+    return kinds if used else [FULL if kind == LOCAL else kind for kind in kinds]
+
+
+def llama4(config: TrackedConfig) -> list[str]:
+    """Layers that rotate attend within chunks."""
+    return declared(config) or [CHUNKED if x else FULL for x in rotating_flags(config)]
+
+
+def gemma4(config: TrackedConfig) -> list[str]:
+    """One global layer in six, and the last, whatever `layer_types` says of it."""
+    return [*every(6)(config)[:-1], FULL]
+
+
+def layer_of(config: TrackedConfig, kind: str, scheme: Scheme, window: Window = None) -> LayerSpec:
+    """A layer of a kind, with its window or chunk.
+
+    Raises:
+      ValueError: for an unknown kind, and a kind whose window or chunk is missing.
+    """
+    chunk = config.get("attention_chunk_size")
+    if kind in _GLOBAL:
+        return LayerSpec(scheme)
+    if kind in (LOCAL, "hybrid_sliding"):
+        require(window is not None, f"from_hf: {config.where} has {kind!r} and no sliding_window.")
+        return LayerSpec(scheme, window)
+    require(
+        kind == CHUNKED and chunk is not None,
+        f"from_hf: {config.where} has layers of type {kind!r} and attention_chunk_size={chunk}.",
+    )
+    return LayerSpec(scheme, chunk_size=chunk)
+
+
+def window_of(config: TrackedConfig) -> Window:
+    """The window of the layers that have one, as `attention` takes it.
+
+    Raises:
+      ValueError: for a window that `use_sliding_window` turns off in a model type that does not
+        read it.
+    """
+    around = config.get("local_attention")
+    if around is not None:  # ModernBERT, an encoder: as far to both sides.
+        return (around // 2, around // 2)
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window", True):
+        return window
+    require(
+        "use_sliding_window" in config.defaults or window is None,
+        f"from_hf: {config.where} has sliding_window={window} and use_sliding_window=False, which "
+        "transformers ignores for its type.",
+    )
+    return None
+
+
+def two_sided_window_of(config: TrackedConfig) -> Window:
+    """The same for Gemma 3 and 4, as embedding models a window of that many tokens in all."""
+    window = window_of(config)
+    both_ways = config.get("use_bidirectional_attention")
+    if isinstance(window, int) and both_ways in (True, "all"):
+        return window // 2 + 1
+    return window

@@ -1,0 +1,257 @@
+"""Makes what config classes fill in: python tests/hf/make_configs.py, with transformers 5.23.
+
+Writes `posenc_jax/hf/defaults.json`, the values that the config class of a model type gives to
+keys which a config leaves out, and `golden/raw_configs.json`, raw configs with what transformers
+makes of them: keys that it fills in or changes beyond those defaults, keys that it drops, and the
+window and the chunk of every layer. PyTorch is not needed.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import re
+import sys
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
+
+from posenc_jax.hf.model_types import MODEL_TYPES
+
+FOLDER = pathlib.Path(__file__).parent
+DEFAULTS = FOLDER.parents[1] / "posenc_jax" / "hf" / "defaults.json"
+GOLDEN = FOLDER / "golden" / "raw_configs.json"
+ORIGIN = f"transformers {transformers.__version__}, configuration classes"
+
+# Keys that some model type's reader looks for.
+KEYS = """
+hidden_size d_model n_embd embed_dim num_attention_heads n_head n_heads num_heads
+encoder_attention_heads num_hidden_layers n_layer n_layers num_layers encoder_layers
+decoder_layers num_decoder_layers head_dim d_kv d_head attention_head_size qk_nope_head_dim
+qk_rope_head_dim global_head_dim per_layer_config depths
+max_position_embeddings n_positions max_seq_len original_max_position_embeddings
+max_source_positions max_target_positions pad_token_id
+rope_parameters rope_scaling rope_theta rotary_emb_base rope_local_base_freq global_rope_theta
+local_rope_theta partial_rotary_factor rotary_pct rotary_dim rope_interleave rotary_value
+rotary_embedding_base no_rope_layers no_rope_layer_interval
+layer_types sliding_window use_sliding_window max_window_layers sliding_window_pattern
+local_attention sliding_window_size local_layer_ids attention_chunk_size
+use_bidirectional_attention window_size pretrained_window_sizes use_absolute_embeddings
+query_pre_attn_scalar attention_multiplier scale_attn_weights scale_attn_by_inverse_layer_idx
+attn_temperature_tuning floor_scale attn_scale log_scaling_n_floor log_scaling_alpha
+is_decoder is_encoder_decoder relative_attention_num_buckets relative_attention_max_distance
+alibi learned_pos_emb attn_config relative_attention position_biased_input pos_att_type
+max_relative_positions position_buckets share_att_key bi_data clamp_len
+position_embeddings_type left_max_position_embeddings right_max_position_embeddings
+d_rel rel_extent swa_num_attention_heads position_embedding_type
+""".split()
+
+
+def plain(value):
+    """JSON of a value: tuples are lists, sub-configs dicts."""
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    return json.loads(json.dumps(value))
+
+
+def defaults(model_type):
+    """{key: value} of the fields of a config class, and of what it takes for absent ones."""
+    cls = CONFIG_MAPPING[model_type]
+    out = {
+        field.name: field.default
+        for field in dataclasses.fields(cls)
+        if field.name in KEYS and field.default not in (None, dataclasses.MISSING)
+    }
+    if not out.get("is_encoder_decoder"):  # Every class has these.
+        out = {n: x for n, x in out.items() if n not in ("is_encoder_decoder", "is_decoder")}
+    if model_type != "roberta":
+        out.pop("pad_token_id", None)
+    if "rope_parameters" not in {field.name for field in dataclasses.fields(cls)}:
+        return plain(out)
+    filled, theta = cls().rope_parameters, cls.default_theta
+    if isinstance(theta, dict):  # A base for each kind of layer, under names of its own.
+        names = {"modernbert": ("global_rope_theta", "local_rope_theta")}
+        names = names.get(model_type, ("rope_theta", "rope_local_base_freq"))
+        out |= dict(zip(names, (theta["global"], theta["local"]), strict=True))
+        return plain(out)
+    out["rope_theta"] = theta
+    kinds = filled.values() if FULL in filled else [filled]
+    if any(kind is None or kind["rope_type"] != "default" for kind in kinds):
+        if cls(rope_theta=1.0).rope_parameters.get("rope_theta") == 1.0:
+            filled.pop("rope_theta")  # The base comes from a key of the config all the same.
+        if "qk_rope_head_dim" in out:  # The share that these sizes say.
+            filled.pop("partial_rotary_factor", None)
+        out["rope_parameters"] = filled
+    elif filled.get("partial_rotary_factor", 1.0) != 1.0:
+        out["partial_rotary_factor"] = filled["partial_rotary_factor"]
+    if model_type == "gpt_neox":
+        out["rotary_emb_base"] = out.pop("rope_theta")
+    if model_type == "gemma4_text":
+        layers = plain(cls())["per_layer_config"].values()
+        out["global_head_dim"] = max(layer["head_dim"] for layer in layers)
+    return plain(out)
+
+
+SIZES = {
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 7,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LOCAL, FULL = "sliding_attention", "full_attention"
+
+
+def raw_configs(model_type):
+    """Configs as they lie on the hub: most keys left out, names of transformers 4."""
+    cls = CONFIG_MAPPING[model_type]
+    fields = {field.name for field in dataclasses.fields(cls)}
+    sizes = {n: x for n, x in SIZES.items() if n in fields or n in cls.attribute_map}
+    if not {"d_rel", "depths"} & fields:
+        yield {}
+    if "depths" in fields or model_type == "mpt":
+        yield {}
+        return
+    yield sizes
+    own_head = {} if "vl" in model_type.split("_") else {"head_dim": 64}  # Sections fill a head.
+    yield sizes | own_head
+    if "rope_parameters" in fields:
+        yield sizes | {"rope_theta": 54321.0}
+        yield sizes | {"rope_scaling": None, "rope_theta": 54321.0}
+        yield sizes | {"rope_scaling": dict(LINEAR)}
+        yield sizes | {"rope_scaling": dict(YARN), "max_position_embeddings": 2048}
+        if not isinstance(cls.default_theta, dict) and model_type != "olmo3":
+            # 5.23 leaves their rope_type at "default" beside a "type".
+            yield sizes | {"rope_scaling": {"type": "yarn", "factor": 2.0}}
+        if own_head:
+            yield sizes | own_head | {"partial_rotary_factor": 0.25}
+    for names in (
+        {"rotary_dim": 8, "head_dim": 16},
+        {"rotary_pct": 0.5, "rotary_emb_base": 2e4},
+        {"rope_theta": 2e6, "rope_local_base_freq": 2e4},
+        {"global_rope_theta": 2e6, "local_rope_theta": 2e4},
+        {"no_rope_layer_interval": 3},
+        {"no_rope_layers": [1, 0, 1, 0, 1, 0, 1]},
+        {"attention_chunk_size": 9},
+        {"query_pre_attn_scalar": 100},
+        {"attention_multiplier": 0.5},
+        {"attn_temperature_tuning": False},
+        {"full_attention_interval": 2},
+        {"rope_interleave": False},
+        {"global_head_dim": 8, "head_dim": 16},
+    ):
+        if set(names) <= fields | EXTRA.get(model_type, set()):
+            yield sizes | names
+    window = {"sliding_window": 17}
+    if "sliding_window" not in fields:
+        return
+    yield sizes | window
+    if model_type not in ("exaone4", "exaone_moe"):  # 5.23 divides by zero there.
+        yield sizes | {"sliding_window": None}
+    if "use_sliding_window" in fields:
+        yield sizes | window | {"use_sliding_window": True}
+        yield sizes | window | {"use_sliding_window": False}
+    if "max_window_layers" in fields:
+        used = {"use_sliding_window": True} if "use_sliding_window" in fields else {}
+        yield sizes | window | used | {"max_window_layers": 3}
+    if "layer_types" in fields:
+        used = {"use_sliding_window": True} if "use_sliding_window" in fields else {}
+        mixed = [FULL, LOCAL, LOCAL, FULL, LOCAL, LOCAL, FULL]
+        yield sizes | window | used | {"layer_types": mixed}
+        yield sizes | window | used | {"layer_types": [*mixed[:-1], LOCAL]}
+        yield sizes | window | used | {"layer_types": [LOCAL] * 7}
+        yield sizes | window | used | {"layer_types": [FULL] * 7}
+    if model_type in PATTERNED:
+        yield sizes | window | {"sliding_window_pattern": 3}
+    if "use_bidirectional_attention" in fields:
+        word = "all" if model_type == "gemma4_text" else True
+        if model_type in ("gemma3_text", "gemma4_text"):
+            yield sizes | window | {"use_bidirectional_attention": word}
+
+
+# Keys that a class takes without a field of that name.
+EXTRA = {
+    "minimax_m2": {"rotary_dim"},
+    "gpt_neox": {"rotary_pct", "rotary_emb_base"},
+    "gemma3_text": {"rope_theta", "rope_local_base_freq"},
+    "modernbert": {"global_rope_theta", "local_rope_theta"},
+    "mistral_large4_text": {"no_rope_layer_interval"},
+    "qwen3_next": {"full_attention_interval"},
+    "gemma4_text": {"global_head_dim"},
+}
+PATTERNED = ("cohere2", "gemma3_text", "exaone4", "exaone_moe")
+
+
+def windows(config):
+    """The window and the chunk of each layer, by the masks that the model's own file makes."""
+    path = type(config).__module__.replace("configuration_", "modeling_")
+    spec = importlib.util.find_spec(path)
+    code = pathlib.Path(spec.origin).read_text()
+    count = config.num_hidden_layers
+    size = getattr(config, "sliding_window", None)
+    by_kind = re.search(r"layer_types?\[|in enumerate\(.*layer_types", code) is not None
+    kinds = getattr(config, "layer_types", None) or []
+    if "create_bidirectional_sliding_window_mask" in code and size is not None:
+        size = [size, size]  # The mask of an encoder has |q - k| <= size.
+    if not re.search(r"create_\w*sliding_window\w*mask", code):
+        window = [None] * count
+    elif by_kind and kinds:
+        window = [size if "sliding" in kind else None for kind in kinds]
+    else:
+        window = [size] * count
+    chunked = "create_chunked_causal_mask" in code
+    chunks = [config.attention_chunk_size if k == "chunked_attention" else None for k in kinds]
+    return window, chunks if chunked else [None] * count
+
+
+def completed(model_type, raw):
+    """What transformers makes of a raw config; None where it refuses it."""
+    cls = CONFIG_MAPPING[model_type]
+    try:
+        config = cls.from_dict(json.loads(json.dumps(raw)))
+    except (StrictDataclassError, AttributeError, KeyError, TypeError) as error:
+        print(f"{model_type} refuses {raw}: {str(error)[:150]}", file=sys.stderr)
+        return None
+    full = {n: x for n, x in plain(config).items() if n in KEYS and x is not None}
+    known = defaults(model_type) | raw
+    filled = {n: x for n, x in full.items() if known.get(n) != x}
+    dropped = sorted(n for n, x in known.items() if n in KEYS and x is not None and n not in full)
+    made = {"raw": raw, "filled": filled, "dropped": dropped}
+    if not hasattr(config, "depths"):
+        made["windows"], made["chunks"] = windows(config)
+    return made
+
+
+def golden():
+    return {
+        "origin": ORIGIN,
+        "model_types": {
+            name: [made for raw in raw_configs(name) if (made := completed(name, raw))]
+            for name in sorted(MODEL_TYPES)
+        },
+    }
+
+
+def write(path, made):
+    """One line for each entry."""
+    lines = []
+    for name, value in made["model_types"].items():
+        text = json.dumps(value, sort_keys=not isinstance(value, list))
+        if isinstance(value, list):
+            text = "[\n" + ",\n".join(f"    {json.dumps(x)}" for x in value) + "\n  ]"
+        lines.append(f"  {json.dumps(name)}: {text}")
+    head = json.dumps(made["origin"])
+    path.write_text(f'{{"origin": {head}, "model_types": {{\n' + ",\n".join(lines) + "\n}}\n")
+
+
+def all_defaults():
+    return {"origin": ORIGIN, "model_types": {n: defaults(n) for n in sorted(MODEL_TYPES)}}
+
+
+if __name__ == "__main__":
+    write(DEFAULTS, all_defaults())
+    write(GOLDEN, golden())
+    for path in (DEFAULTS, GOLDEN):
+        print(path.name, path.stat().st_size)
