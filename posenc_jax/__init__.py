@@ -44,6 +44,7 @@ from posenc_jax.engine.api import attention as attention
 from posenc_jax.functional import new_cache as new_cache
 from posenc_jax.functional import scheme_attention as scheme_attention
 from posenc_jax.functional import scheme_embedding as scheme_embedding
+from posenc_jax.functional import scheme_tables as scheme_tables
 from posenc_jax.hf.api import from_hf as from_hf
 from posenc_jax.hf.api import hf_logit_scale as hf_logit_scale
 from posenc_jax.hf.api import scheme_from_hf as scheme_from_hf

@@ -1,4 +1,4 @@
-"""The key/value cache: it stores where tokens are beside what they hold."""
+"""The key/value cache of one layer: keys and values with their positions."""
 
 import dataclasses
 import functools
@@ -16,21 +16,22 @@ from posenc_jax.checks import require
 class KVCache:
     """Keys and values with their positions, for one layer. A pytree; `append` returns a new one.
 
-    A slot is used when its segment id is not negative, so left padding, right padding and
-    empty slots are one thing. Nothing depends on the order of the slots: a ring buffer
-    writes over the oldest ones.
+    Empty slots, left padding and right padding have a negative segment id. The result of
+    attention does not depend on the order of the slots: a ring buffer overwrites the oldest.
+
+    Caches of several layers can be stacked along leading axes, for `scan` and `vmap`.
 
     Attributes:
       k, v: [B, S, K, H] and [B, S, K, V].
       positions: int32 [B, S].
       segment_ids: int32 [B, S], -1 in empty slots.
-      coordinates: [B, S] or [A, B, S] where a scheme reads coordinates of its own, or None.
+      coordinates: [B, S] or [A, B, S] where calls give coordinates, or None.
       k_features: the scheme's arrays per key, [B, S, ...].
       state: the scheme's arrays per sequence, [B, ...].
-      length: int32 scalar, the number of slots written so far.
-      next_positions: int32 [B], the position of the next token where none is given.
-      ring: whether slots are used again once the cache is full.
-      num_sink_tokens: the number of first slots that a ring does not use again.
+      length: int32 scalar, the number of tokens appended so far.
+      next_positions: int32 [B], the default position of the next token.
+      ring: whether a full cache overwrites its oldest slots.
+      num_sink_tokens: the number of leading slots that a ring does not overwrite.
     """
 
     k: jax.Array
@@ -47,8 +48,8 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """The number of slots S."""
-        return self.k.shape[1]
+        """The number of slots S, also of stacked caches."""
+        return self.k.shape[-3]
 
     @classmethod
     def empty(
@@ -67,16 +68,15 @@ class KVCache:
 
         Args:
           k, v: shapes [B, any, K, H] and [B, any, K, V], with dtypes.
-          capacity: number of slots, at least the number of tokens to come, or for a ring
-            at least the window.
-          coordinates: shape [B, any] or [A, B, any], where they are to be stored.
+          capacity: number of slots S. It must hold all tokens, or for a ring the window.
+          coordinates: shape [B, any] or [A, B, any] to store coordinates, or None.
           k_features: pytree of shapes [B, any, ...].
           state: pytree of shapes [B, ...].
-          ring: whether to write over the oldest slots once full.
-          num_sink_tokens: the number of first slots that a ring does not write over.
+          ring: whether a full cache overwrites its oldest slots.
+          num_sink_tokens: the number of leading slots that a ring does not overwrite.
 
         Raises:
-          ValueError: if `capacity` is less than one, or a ring has no slot to write over.
+          ValueError: if `capacity` is below one, or a ring has no slot to overwrite.
         """
         require(capacity >= 1, f"KVCache: capacity must be at least 1 slot, got {capacity}.")
         require(
@@ -118,12 +118,12 @@ class KVCache:
     ) -> Self:
         """Returns the cache with T more tokens; arguments as the attributes, with T for S.
 
-        A cache that is no ring and is asked for more than its slots raises, or under `jit`
-        reports it by `overflowed`.
+        Under `jit` the number of used slots is unknown: tokens that do not fit are lost, and
+        `overflowed` of the returned cache is true.
 
         Raises:
-          ValueError: if the tokens do not fit, where that can be known, or their arrays are
-            not those that the cache was made for.
+          ValueError: if the tokens are known not to fit, or an array differs in shape from
+            those that the cache was made for.
         """
         count = k.shape[1]
         require(
@@ -179,32 +179,32 @@ class KVCache:
         )
 
     def _next_slots(self, count: int) -> jax.Array:
-        """Returns int32 [count], where the next tokens of a ring go."""
+        """Returns int32 [count], the slots of a ring that the next tokens are written to."""
         index = self.length + jnp.arange(count, dtype=jnp.int32)
         again = self.num_sink_tokens + (index - self.num_sink_tokens) % (
             self.capacity - self.num_sink_tokens
         )
         return jnp.where(index < self.num_sink_tokens, index, again)
 
-    def forgets(self, positions: jax.Array, segment_ids: jax.Array, left: int) -> jax.Array:
-        """Returns bool [B]: whether appending these tokens to a ring drops one they may see.
+    def evicts_visible(self, positions: jax.Array, segment_ids: jax.Array, left: int) -> jax.Array:
+        """Returns bool [B]: whether appending to a ring evicts a token inside the new window.
 
-        Slots count, padding included: a ring that holds much padding holds fewer tokens.
+        Padding occupies slots too: a ring with much padding holds fewer tokens.
 
         Args:
           positions: int32 [B, T], of the tokens to append.
           segment_ids: int32 [B, T].
-          left: how far a token sees back, inclusive.
+          left: the number of tokens before its own that a query sees.
         """
         slots = self._next_slots(positions.shape[1])
         old, old_segments = self.positions[:, None, slots], self.segment_ids[:, None, slots]
         seen = (old_segments >= 0) & (old_segments == segment_ids[:, :, None])
         return jnp.any(seen & (positions[:, :, None] - old <= left), axis=(1, 2))
 
-    def lacks_first(self, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    def evicted_sinks(self, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """Returns bool [B]: whether a sink token of these sequences was evicted.
 
-        Padding before them, or other sequences, take the slots reserved for them.
+        That happens where padding or another sequence occupied the reserved slots.
 
         Args:
           positions: int32 [B, T], of tokens in the cache.
@@ -217,5 +217,5 @@ class KVCache:
 
     @property
     def overflowed(self) -> jax.Array:
-        """Bool scalar: whether tokens were lost, which `append` cannot raise under `jit`."""
-        return jnp.asarray(False) if self.ring else self.length > self.capacity
+        """Bool, shaped like `length`: whether more tokens were appended than there are slots."""
+        return jnp.zeros_like(self.length, bool) if self.ring else self.length > self.capacity

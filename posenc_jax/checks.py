@@ -1,4 +1,4 @@
-"""Checks at the public boundary: plain errors that say what was wanted and what came."""
+"""Checks of arguments at the public boundary."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def divides(where: str, **sizes: int) -> None:
 
 
 def in_table(where: str, positions, rows: int) -> None:
-    """Raises `ValueError` for positions without a row, where they are known."""
+    """Raises `ValueError` if concrete positions lie outside a table of `rows` rows."""
     if isinstance(positions, Tracer) or not positions.size:
         return
     known = np.asarray(positions)  # np.min of a jax.Array would trace under jit.
@@ -38,11 +38,11 @@ def in_table(where: str, positions, rows: int) -> None:
 
 
 def integer_positions(where: str, positions, name: str = "positions") -> jax.Array:
-    """Returns positions as int32, whatever integer dtype they had.
+    """Returns integers of any dtype as int32.
 
     Raises:
-      TypeError: for floats, which cannot count tokens (bfloat16 skips 257), and booleans.
-      ValueError: for concrete values that int32 cannot hold.
+      TypeError: for floats (bfloat16 cannot represent 257) and booleans.
+      ValueError: for concrete values outside int32.
     """
     if not isinstance(positions, jax.Array):
         positions = np.asarray(positions)
@@ -52,21 +52,37 @@ def integer_positions(where: str, positions, name: str = "positions") -> jax.Arr
         if low < -(2**31) or high >= 2**31:
             raise ValueError(f"{where}: {name} must fit int32, got {low} to {high}.")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"{where}: {name} must be integers, got {positions.dtype}.")
+        real = jnp.issubdtype(positions.dtype, jnp.floating) and name.endswith("positions")
+        raise TypeError(
+            f"{where}: {name} must be integers, got {positions.dtype}"
+            + ("; give real numbers as coordinates." if real else ".")
+        )
     return jnp.asarray(positions, jnp.int32)
 
 
 def coordinate_values(where: str, coordinates, name: str = "coordinates") -> jax.Array:
-    """Returns coordinates as int32, or float32 where they were given as float32.
+    """Returns coordinates as int32 or float32.
+
+    Concrete float64 values that float32 represents exactly are converted, as are Python's
+    floats.
 
     Raises:
-      TypeError: for bfloat16, float16 and float64, booleans and complex numbers.
+      TypeError: for bfloat16, float16, other float64, booleans and complex numbers.
     """
-    if not hasattr(coordinates, "dtype"):
+    rounds = not hasattr(coordinates, "dtype")  # Python's floats have no other type.
+    if rounds:
         coordinates = np.asarray(coordinates)
-        if coordinates.dtype == np.float64:  # Python's floats have no other type.
-            coordinates = coordinates.astype(np.float32)
     dtype = coordinates.dtype
+    if dtype == np.float64 and not isinstance(coordinates, Tracer):
+        exact = np.asarray(coordinates)
+        with np.errstate(over="ignore"):
+            single = exact.astype(np.float32)
+        if not rounds and not np.array_equal(single, exact, equal_nan=True):
+            raise TypeError(
+                f"{where}: {name} are float64 and not exact in float32; round them with "
+                ".astype(np.float32)."
+            )
+        return jnp.asarray(single)
     if dtype == jnp.float32:
         return jnp.asarray(coordinates)
     if jnp.issubdtype(dtype, jnp.floating):

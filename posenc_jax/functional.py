@@ -1,8 +1,7 @@
-"""One attention of a scheme: its hooks, the cache and the engine, in their order.
+"""Embedding and attention with a scheme as pure functions, which the Flax layers call."""
 
-This is what the Flax layers do between their projections, as one pure function.
-"""
-
+import functools
+import inspect
 from typing import Any
 
 import jax
@@ -28,33 +27,57 @@ def scheme_embedding(
     *,
     positions: jax.Array | None = None,
     coordinates: jax.Array | None = None,
+    cache: KVCache | None = None,
 ) -> jax.Array:
-    """Returns token embeddings [B, T, D] with positions in them, if the scheme acts there.
+    """Returns token embeddings [B, T, D] with positions encoded, if the scheme acts there.
 
     Args:
-      scheme: what to encode positions with.
+      scheme: the position encoding.
       params: its parameters.
       x: token embeddings [B, T, D].
-      positions: integers [T] or [B, T]. Default 0 .. T - 1.
-      coordinates: what the scheme reads, [B, T] or [A, B, T]. Default: the positions.
+      positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
+      coordinates: what the scheme encodes, [T], [B, T] or [A, B, T]. Default: the positions.
+      cache: the cache of an attention layer, before it is given these tokens.
 
     Raises:
-      ValueError: for what does not fit together.
+      ValueError: for shapes or parameters that do not fit.
       TypeError: for positions that are not integers.
 
     >>> import posenc_jax as pe
     >>> pe.scheme_embedding(pe.Sinusoidal(model_dim=2), {}, jnp.zeros((1, 1, 2)))
     Array([[[0., 1.]]], dtype=float32)
     """
-    array_of_rank("scheme_embedding", "x", x, 3, "[B, T, D]")
+    where = "scheme_embedding"
+    array_of_rank(where, "x", x, 3, "[B, T, D]")
+    _check_scheme(where, scheme, params)
     batch, length = x.shape[:2]
     if coordinates is None:
-        at = count_up(batch, length) if positions is None else positions
-        at = integer_positions("scheme_embedding", at)
-        at = _rows("scheme_embedding", at, batch, length, "positions")
+        at = _positions(where, positions, cache, batch, length)
     else:
-        at = _coordinates("scheme_embedding", scheme, coordinates, batch, length)
+        at = _coordinates(where, scheme, coordinates, batch, length)
     return scheme.embed(params, x, at)
+
+
+def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any:
+    """Returns arrays that q, k and all layers can share, for `scheme_attention(tables=...)`.
+
+    Args:
+      scheme: the position encoding.
+      params: its parameters.
+      coordinates: those of the calls, which default to the positions: [T], [B, T] or
+        [A, B, T]. B = 1 serves any batch whose rows are alike.
+
+    Returns:
+      A pytree of arrays, or None for a scheme without tables.
+
+    >>> import posenc_jax as pe
+    >>> rope, q = pe.RoPE(head_dim=4), jnp.ones((2, 3, 2, 4))
+    >>> tables = pe.scheme_tables(rope, {}, jnp.arange(3))  # Once for all layers.
+    >>> out, _ = pe.scheme_attention(rope, {}, q, q, q, tables=tables)
+    """
+    _check_scheme("scheme_tables", scheme, params)
+    at = coordinate_values("scheme_tables", coordinates)
+    return scheme.tables(params, at[None] if at.ndim == 1 else at)
 
 
 def scheme_attention(
@@ -69,22 +92,24 @@ def scheme_attention(
     coordinates: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     cache: KVCache | None = None,
+    tables: Any = None,
     contiguous: bool | None = None,
     scale: float | None = None,
     **options: Any,
 ) -> tuple[jax.Array, KVCache | None]:
-    """Self-attention of T tokens with a scheme, after those in the cache if there is one.
+    """Self-attention of T tokens with a scheme, after the tokens in the cache if one is given.
 
     Args:
-      scheme: what to encode positions with.
+      scheme: the position encoding.
       params: its parameters.
       q, k, v: [B, T, N, H], [B, T, K, H] and [B, T, K, V], as projected.
-      x: what they were projected from, [B, T, D]; some schemes read it.
-      positions: integers [T] or [B, T]. Default: 0, 1, ... after what is in the cache.
-      coordinates: what the scheme reads, [B, T] or [A, B, T]. Default: the positions.
+      x: the activations that they were projected from, [B, T, D], which some schemes read.
+      positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
+      coordinates: what the scheme encodes, [T], [B, T] or [A, B, T]. Default: the positions.
       segment_ids: integers [T] or [B, T], below zero for padding. Default: one segment.
       cache: keys and values of earlier tokens; see `new_cache`.
-      contiguous: as in `attention`, where there is no cache.
+      tables: `scheme_tables` of these coordinates, to compute them once for all layers.
+      contiguous: as in `attention`, without a cache.
       scale: the factor on q . k. Default: the scheme's own.
       **options: further arguments of `attention`: `is_causal`, `window`, `softcap` ...
 
@@ -92,7 +117,7 @@ def scheme_attention(
       The output [B, T, N, V], and the cache with these tokens in it, or None.
 
     Raises:
-      ValueError: for what does not fit together.
+      ValueError: for shapes, parameters or options that do not fit.
       TypeError: for positions that are not integers.
 
     >>> import posenc_jax as pe
@@ -102,34 +127,36 @@ def scheme_attention(
     >>> out.shape
     (1, 3, 2, 4)
     """
-    array_of_rank("scheme_attention", "q", q, 4, "[B, T, N, H]")
+    where = "scheme_attention"
+    array_of_rank(where, "q", q, 4, "[B, T, N, H]")
+    _check_scheme(where, scheme, params)
+    mask = options.get("mask")
+    if mask is not None and jnp.ndim(mask) != 4:
+        raise ValueError(
+            f"{where}: mask must be [B or 1, N or 1, T, S], got shape {jnp.shape(mask)}; padding "
+            "goes into segment_ids, see posenc_jax.positions.from_padding_mask."
+        )
     batch, length = q.shape[:2]
     if scale is None:
         scale = scheme.logit_scale(q.shape[-1])
     default = positions is None and coordinates is None and cache is None
-    start = 0 if cache is None else cache.next_positions
-    positions = count_up(batch, length, start) if positions is None else positions
-    positions = _rows(
-        "scheme_attention",
-        integer_positions("scheme_attention", positions),
-        batch,
-        length,
-        "positions",
-    )
-    at = positions
+    at = positions = _positions(where, positions, cache, batch, length)
     if coordinates is not None:
-        at = _coordinates("scheme_attention", scheme, coordinates, batch, length)
-        coordinates = at
+        at = coordinates = _coordinates(where, scheme, coordinates, batch, length)
     if segment_ids is not None:
-        segment_ids = integer_positions("scheme_attention", segment_ids, "segment_ids")
-        segment_ids = _rows("scheme_attention", segment_ids, batch, length, "segment_ids")
+        segment_ids = integer_positions(where, segment_ids, "segment_ids")
+        segment_ids = _rows(where, segment_ids, batch, length, "segment_ids")
+    if tables is None:
+        tables = scheme.tables(params, at)
+    else:
+        _check_tables(scheme, params, tables, at)
 
     state = None if cache is None else cache.state
     q_features, k_features, state = scheme.features(params, x, q, k, at, segment_ids, state)
-    q = scheme.query(params, q, at, q_features)
+    q = scheme.query(params, q, at, q_features, tables)
     transformed = scheme.traits.cache_transformed_keys
     if transformed or cache is None:
-        k = scheme.key(params, k, at, k_features)
+        k = scheme.key(params, k, at, k_features, tables)
 
     options["scale"] = scale
     if cache is None:
@@ -149,7 +176,7 @@ def scheme_attention(
     reads = not transformed or bool(scheme.acts & (Acts.LOGITS | Acts.VALUES | Acts.ATTENTION))
     if reads and coordinates is not None and cache.coordinates is None:
         raise ValueError(
-            "scheme_attention: the scheme reads the coordinates of cached keys and the cache has "
+            f"{where}: the scheme reads the coordinates of cached keys and the cache has "
             "none; make it with new_cache(..., coordinates=...)."
         )
     segments = jnp.zeros_like(positions) if segment_ids is None else segment_ids
@@ -159,7 +186,7 @@ def scheme_attention(
         k, v, positions, segments, coordinates=stored, k_features=k_features, state=state
     )
     if cache.num_sink_tokens:
-        lost |= cache.lacks_first(positions, segments)
+        lost |= cache.evicted_sinks(positions, segments)
     call = AttentionCall(
         q_positions=positions,
         k_positions=cache.positions,
@@ -174,7 +201,7 @@ def scheme_attention(
     out = _output(
         scheme.attend(params, q, k, cache.v, at, k_at, q_features, cache.k_features, call)
     )
-    # Tokens that a full cache lost cannot raise under jit: the output says so.
+    # Overflow cannot raise under jit: the rows concerned become NaN.
     lost = (lost | cache.overflowed)[:, None, None, None]
     return jnp.where(lost, jnp.nan, out).astype(out.dtype), cache
 
@@ -195,25 +222,26 @@ def new_cache(
     """Returns an empty cache for `scheme_attention` with this scheme.
 
     Args:
-      scheme: the scheme; what it stores per key and per sequence is asked of its hooks.
+      scheme: the position encoding; its hooks determine what is stored.
       batch: B.
-      capacity: number of slots; for a ring at least the window and one chunk less one, and
-        as many more as there is padding between tokens and first tokens that the scheme
-        keeps (too few: NaN, never other numbers).
+      capacity: number of slots. A ring needs the window, plus the tokens per call less one,
+        plus the sink tokens, plus any padding between tokens. With fewer slots the output
+        is NaN.
       num_heads: N.
       head_dim: H.
       num_kv_heads: K. Default: N.
       model_dim: D, for schemes that read `x`.
       dtype: of k and v.
-      coordinates: an array or shape [B, T] or [A, B, T] like those that will be given,
-        where they are not the positions.
-      ring: whether to write over the oldest tokens once full; needs a window.
+      coordinates: an array or shape [B, T] or [A, B, T] like those that calls will give, if
+        they give coordinates.
+      ring: whether a full cache overwrites its oldest slots; needs a window.
 
     >>> import posenc_jax as pe
     >>> cache = pe.new_cache(pe.RoPE(head_dim=8), 2, 16, num_heads=4, head_dim=8)
     >>> cache.k.shape
     (2, 16, 4, 8)
     """
+    _check_scheme("new_cache", scheme)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     q = jax.ShapeDtypeStruct((batch, 1, num_heads, head_dim), dtype)
     k = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_dim), dtype)
@@ -244,17 +272,96 @@ def new_cache(
     )
 
 
+def new_params(scheme: Scheme, key: jax.Array) -> Params:
+    """Returns `scheme.init(key)`, float32 with 64-bit types enabled too."""
+    return jax.tree.map(
+        lambda a: a.astype(jnp.float32) if a.dtype == jnp.float64 else a, scheme.init(key)
+    )
+
+
+def _check_scheme(where: str, scheme: Scheme, params: Params | None = None) -> None:
+    """Raises unless a scheme is hashable, has the hooks' signatures, and `params` fit it."""
+    try:
+        hash(scheme)
+    except TypeError:
+        raise TypeError(
+            f"{where}: settings of {scheme!r} must be hashable; use tuples for lists."
+        ) from None
+    wanted = _paths_of_params(scheme)
+    if params is None:
+        return
+    missing = wanted - {jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(params)}
+    require(
+        not missing,
+        f"{where}: params lack {', '.join(sorted(missing))} of {scheme!r}; make them with "
+        "scheme.init(key).",
+    )
+
+
+@functools.lru_cache(256)
+def _paths_of_params(scheme: Scheme) -> frozenset[str]:
+    """Returns the paths of a scheme's parameters, once its hooks are known to be well-formed."""
+    cls = type(scheme)
+    for name in ("embed", "tables", "features", "query", "key", "rules", "attend"):
+        wanted = inspect.signature(getattr(Scheme, name))
+        given = inspect.signature(getattr(cls, name))
+        try:
+            given.bind(*wanted.parameters)
+        except TypeError:
+            raise TypeError(
+                f"{cls.__name__}.{name} must take the arguments of Scheme.{name}, "
+                f"({', '.join(wanted.parameters)}), got ({', '.join(given.parameters)})."
+            ) from None
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
+    return frozenset(jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params))
+
+
+def _check_tables(scheme: Scheme, params: Params, tables: Any, at: jax.Array) -> None:
+    """Raises unless `tables` are shaped like those of coordinates `at`, for B or one row."""
+
+    def shapes(tree):
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [jnp.shape(leaf) for leaf in leaves]
+
+    whole, row = (shapes(jax.eval_shape(scheme.tables, params, a)) for a in (at, at[..., :1, :]))
+    require(
+        shapes(tables) in (whole, row),
+        f"scheme_attention: tables must be scheme_tables of coordinates {at.shape}, with leaves "
+        f"{whole[1]}, got {shapes(tables)[1]}.",
+    )
+
+
 def _output(result: jax.Array | tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The output alone, where no log-sum-exp was asked for."""
+    """Returns the output; raises where a log-sum-exp was requested too."""
     if isinstance(result, tuple):
         raise ValueError("scheme_attention: return_lse goes with `attention` only.")
     return result
 
 
+def _positions(
+    where: str, positions: jax.Array | None, cache: KVCache | None, batch: int, length: int
+) -> jax.Array:
+    """Returns positions as int32 [B, T]; by default they follow those in the cache."""
+    if cache is not None:
+        require(
+            cache.k.ndim == 4,
+            f"{where}: cache must be that of one layer, got caches stacked along "
+            f"{cache.k.ndim - 4} more axes; give each layer its own by scan, vmap or indexing.",
+        )
+        require(
+            cache.k.shape[0] == batch,
+            f"{where}: the cache is for batch size {cache.k.shape[0]}, got arrays of batch size "
+            f"{batch}.",
+        )
+    if positions is None:
+        return count_up(batch, length, 0 if cache is None else cache.next_positions)
+    return _rows(where, integer_positions(where, positions), batch, length, "positions")
+
+
 def _coordinates(
     where: str, scheme: Scheme, coordinates: jax.Array, batch: int, length: int
 ) -> jax.Array:
-    """[T] or [B, T] to [B, T]; [A, B, T] stay."""
+    """Returns coordinates [B, T] for [T] or [B, T], and [A, B, T] unchanged."""
     coordinates = coordinate_values(where, coordinates)
     if coordinates.ndim != 3:
         return _rows(where, coordinates, batch, length, "coordinates")
@@ -269,7 +376,7 @@ def _coordinates(
 
 
 def _rows(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.Array:
-    """[T], [1, T] or [B, T] to [B, T]."""
+    """Returns [B, T] for [T], [1, T] or [B, T]."""
     x = x[None] if x.ndim == 1 else x
     require(
         x.ndim == 2 and x.shape[0] in (1, batch) and x.shape[1] == length,
@@ -281,12 +388,18 @@ def _rows(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.A
 def _check_ring(
     cache: KVCache, positions: jax.Array, segments: jax.Array, window: Window
 ) -> jax.Array:
-    """Returns bool [B], whether a ring forgets what its next tokens see; raises if it must."""
+    """Returns bool [B], whether appending to a ring evicts keys inside the new window.
+
+    Raises:
+      ValueError: if that is certain from the sizes.
+    """
     if not cache.ring:
         return jnp.zeros(positions.shape[0], bool)
     sides = window_sides(window)
     if sides is None or sides[0] < 0:
-        raise ValueError("scheme_attention: a ring cache forgets tokens, so it needs a window.")
+        raise ValueError(
+            "scheme_attention: a ring cache overwrites its oldest tokens, so it needs a window."
+        )
     length = positions.shape[1]
     needed = cache.num_sink_tokens + sides[0] + length
     require(
@@ -294,4 +407,4 @@ def _check_ring(
         f"scheme_attention: {length} tokens at a time with window {window} need a ring of "
         f"{needed} slots, and the cache has {cache.capacity}.",
     )
-    return cache.forgets(positions, segments, sides[0])
+    return cache.evicts_visible(positions, segments, sides[0])

@@ -1,7 +1,7 @@
-"""Which query may see which key, from positions and segments alone.
+"""Attention masks from positions and segments.
 
-Slots never matter: a cache, a left-padded row, a packed row and a shard of a sequence
-are masked by the same function.
+The order of slots does not enter: one function masks a cache, a left-padded row, a packed
+row and a shard of a sequence.
 """
 
 import jax
@@ -12,14 +12,14 @@ Window = int | tuple[int, int] | None
 
 
 def window_sides(window: Window) -> tuple[int, int] | None:
-    """Returns `(left, right)`: how far a query sees to either side, both inclusive.
+    """Returns `(left, right)`: the numbers of tokens that a query sees on either side.
 
-    An integer W is the usual sliding window, W tokens with the query's own among them:
-    `(W - 1, W - 1)`. A pair is taken as it is; a negative side is no limit.
+    An integer W is a sliding window of W tokens, the query's own included:
+    `(W - 1, W - 1)`. A pair is returned unchanged; a negative side is unlimited.
 
     Raises:
-      ValueError: for a window that holds no token at all.
-      TypeError: for what is neither an integer nor a pair of them.
+      ValueError: for a window without tokens.
+      TypeError: if `window` is neither an integer nor a pair of integers.
     """
     if window is None:
         return None
@@ -53,12 +53,12 @@ def visible(
     Args:
       q_positions: int32 [B, T].
       k_positions: int32 [B, S].
-      q_segment_ids: int32 [B, T]; below zero sees nothing. None: one segment.
-      k_segment_ids: int32 [B, S]; below zero is seen by nobody. None: one segment.
+      q_segment_ids: int32 [B, T]; below zero is padding. None: one segment.
+      k_segment_ids: int32 [B, S]; below zero is padding. None: one segment.
       is_causal: whether keys at later positions are hidden.
       window: see `window_sides`.
       prefix_length: int32 [B]; keys at positions below it are visible to every query of
-        their segment whatever `is_causal` says (prefix language models).
+        their segment, causal or not (prefix language models).
     """
     i, j = q_positions[:, :, None], k_positions[:, None, :]
     seen = jnp.ones(jnp.broadcast_shapes(i.shape, j.shape), bool)

@@ -1,4 +1,4 @@
-"""The cache: what it stores, where it writes, and how it says that it is full."""
+"""The cache: what it stores, the slots it writes, and overflow."""
 
 import dataclasses
 
@@ -184,3 +184,41 @@ def test_a_ring_does_not_write_over_the_slots_it_keeps():
     for options in ({"num_sink_tokens": 5, "ring": True}, {"num_sink_tokens": 1}):
         with pytest.raises(ValueError, match="KVCache: num_sink_tokens must be below the 5 slots"):
             pe.KVCache.empty(shape, shape, 5, **options)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("lead", [(3,), (2, 3)])
+def test_stacked_caches_are_the_caches_of_their_layers(lead, ring):
+    """Capacity, overflow and appending do not depend on the leading axes."""
+    many = int(np.prod(lead))
+
+    def stack(caches):
+        return jax.tree.map(lambda *a: jnp.stack(a).reshape(*lead, *a[0].shape), *caches)
+
+    # The last layers have up to five tokens; there two more do not fit.
+    full = [max(0, i + 6 - many) for i in range(many)]
+    caches = [empty(ring=ring).append(*tokens(n)) if n else empty(ring=ring) for n in full]
+    stacked = stack(caches)
+    assert stacked.capacity == 5
+    np.testing.assert_array_equal(stacked.overflowed, np.zeros(lead, bool))
+
+    def append(cache):
+        return cache.append(*tokens(2, start=9))
+
+    step = append
+    for _ in lead:
+        step = jax.vmap(step)
+    for new in (jax.jit(step)(stacked), step(stacked)):
+        each = [jax.jit(append)(c) for c in caches]
+        jax.tree.map(np.testing.assert_array_equal, new, stack(each))
+        assert new.capacity == 5 and new.overflowed.shape == lead
+        lost = np.array([not ring and n + 2 > 5 for n in full]).reshape(lead)
+        np.testing.assert_array_equal(new.overflowed, lost)
+
+
+def test_caches_under_scan_report_their_overflow():
+    stacked = jax.tree.map(lambda a: jnp.stack([a] * 3), empty())
+    _, new = jax.lax.scan(lambda _, c: (None, c.append(*tokens(4))), None, stacked)
+    np.testing.assert_array_equal(new.overflowed, [False] * 3)
+    _, new = jax.lax.scan(lambda _, c: (None, c.append(*tokens(2))), None, new)
+    np.testing.assert_array_equal(new.overflowed, [True] * 3)

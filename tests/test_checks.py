@@ -1,4 +1,4 @@
-"""Errors at the public boundary say who asks, for what, and what came."""
+"""Errors at the public boundary name the function, the argument, what was wanted and given."""
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def test_positions_that_cannot_count_are_refused(dtype):
         integer_positions("f", jnp.zeros(3, dtype))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float64, bool, jnp.complex64])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, bool, jnp.complex64])
 def test_coordinates_that_round_are_refused(dtype):
     name = jnp.dtype(dtype).name
     with pytest.raises(TypeError, match=f"^f: coordinates must be integers.*, got {name}"):
@@ -91,3 +91,24 @@ def test_coordinates_may_be_float32(given):
     got = coordinate_values("f", given)
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, [0.5, 2.0])
+
+
+def test_float64_coordinates_that_float32_represents_are_converted():
+    got = coordinate_values("f", 0.5 * np.arange(2**24 - 4, 2**24))
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, 0.5 * np.arange(2**24 - 4, 2**24))
+    for inexact in (np.array([0.1]), np.array([2.0**24 + 1]), np.array([1e300])):
+        with pytest.raises(TypeError, match=r"^f: coordinates are float64 and not exact in .*32"):
+            coordinate_values("f", inexact)
+    assert coordinate_values("f", [0.1]).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert coordinate_values("f", jnp.array([0.0, 0.5], jnp.float64)).dtype == jnp.float32
+        with pytest.raises(TypeError, match=r"^f: coordinates must be integers or .*got float64"):
+            jax.jit(lambda x: coordinate_values("f", x))(jnp.array([0.0, 0.5], jnp.float64))
+
+
+def test_real_positions_belong_to_the_coordinates():
+    with pytest.raises(TypeError, match=r"q_positions .* float32; give real numbers as coordinat"):
+        integer_positions("f", jnp.zeros(3), "q_positions")
+    with pytest.raises(TypeError, match=r"segment_ids must be integers, got float32\.$"):
+        integer_positions("f", jnp.zeros(3), "segment_ids")

@@ -128,13 +128,132 @@ def test_a_cache_for_other_heads_is_refused():
 def test_a_ring_needs_a_window_and_room_for_it():
     cache = new_cache(ring=True, capacity=4)
     for window in (None, (-1, 0)):
-        with pytest.raises(ValueError, match="ring cache forgets tokens, so it needs a window"):
+        with pytest.raises(ValueError, match="a ring cache overwrites its oldest tokens"):
             attend(part=slice(0, 1), cache=cache, window=window)
     attend(part=slice(0, 2), cache=cache, window=3)  # The window's 2 past tokens, and 2 new.
     attend(part=slice(0, 2), cache=cache, window=(2, 0))
     message = "2 tokens at a time with window 4 need a ring of 5 slots, and the cache has 4"
     with pytest.raises(ValueError, match=f"scheme_attention: {message}"):
         attend(part=slice(0, 2), cache=cache, window=4)
+
+
+@pytest.mark.parametrize("function", ["scheme_attention", "scheme_embedding"])
+def test_a_cache_of_another_batch_or_of_several_layers_is_refused(function):
+    def call(cache):
+        if function == "scheme_attention":
+            return pe.scheme_attention(ALIBI, {}, Q, K, V, cache=cache)
+        return pe.scheme_embedding(pe.Sinusoidal(8), {}, jnp.zeros((2, 7, 8)), cache=cache)
+
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8}
+    with pytest.raises(ValueError, match=f"{function}: the cache is for batch size 5, got .* 2"):
+        call(pe.new_cache(ALIBI, 5, 9, **sizes))
+    stacked = jax.tree.map(lambda a: jnp.stack([a] * 3), new_cache())
+    with pytest.raises(ValueError, match=f"{function}: cache must be that of one layer, got .* 1 "):
+        call(stacked)
+
+
+def test_the_embedding_continues_after_the_cache():
+    x, waves = jnp.zeros((2, 3, 4)), pe.Sinusoidal(model_dim=4)
+    where = {"positions": np.array([[5, 6], [0, 1]])}
+    sizes = {"num_heads": 1, "head_dim": 4}
+    q = jnp.ones((2, 2, 1, 4))
+    empty = pe.new_cache(pe.NoPE(), 2, 9, **sizes)
+    _, cache = pe.scheme_attention(pe.NoPE(), {}, q, q, q, cache=empty, **where)
+    wanted = pe.sinusoidal_encoding(jnp.array([[7, 8, 9], [2, 3, 4]]), 4)
+    np.testing.assert_array_equal(pe.scheme_embedding(waves, {}, x, cache=cache), wanted)
+    first = pe.scheme_embedding(waves, {}, x, cache=empty)
+    np.testing.assert_array_equal(first, pe.scheme_embedding(waves, {}, x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared(pe.Scheme):
+    """RoPE that only rotates by given tables, on keys cached rotated or not."""
+
+    raw: bool = False
+
+    @property
+    def traits(self):
+        return pe.Traits(relative=True, cache_transformed_keys=not self.raw)
+
+    def tables(self, params, coordinates):
+        return pe.cos_sin(coordinates, pe.rope_frequencies(8)[0])
+
+    def query(self, params, q, coordinates, features=None, tables=None):
+        tables = self.tables(params, coordinates) if tables is None else tables
+        return pe.apply_rotation(q, *tables)
+
+    def key(self, params, k, coordinates, features=None, tables=None):
+        return self.query(params, k, coordinates, features, tables)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("wrap", [lambda s: s, pe.chain, lambda s: pe.chain(s, ALIBI)])
+def test_tables_may_be_computed_once_for_all_calls(wrap, raw):
+    scheme, same = wrap(Shared(raw)), wrap(ROPE)
+    params = scheme.init(jax.random.key(0))
+    at = 3 * jnp.arange(7)
+    wanted, _ = attend(same, positions=at)
+    cache = new_cache(scheme)
+    for rows in (at, jnp.stack([at, at])):
+        tables = pe.scheme_tables(scheme, params, rows)
+        out, _ = attend(scheme, positions=at, tables=tables)
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
+    for part in (slice(0, 4), slice(4, 7)):
+        tables = pe.scheme_tables(scheme, params, at[part])
+        out, cache = attend(scheme, part, cache=cache, positions=at[part], tables=tables)
+        np.testing.assert_allclose(out, wanted[:, part], atol=1e-5)
+
+
+def test_given_tables_are_used():
+    still = pe.scheme_tables(Shared(), {}, jnp.zeros(7, int))
+    out, _ = attend(Shared(), tables=still)
+    np.testing.assert_allclose(out, attend(pe.NoPE())[0], atol=1e-6)
+
+
+def test_tables_of_other_coordinates_are_refused():
+    for tables in (pe.scheme_tables(Shared(), {}, jnp.arange(6)), jnp.zeros((1, 7))):
+        with pytest.raises(ValueError, match=r"tables must be scheme_tables of coord.*\(2, 7\)"):
+            attend(Shared(), tables=tables)
+    with pytest.raises(ValueError, match="tables must be scheme_tables"):
+        attend(pe.NoPE(), tables=jnp.zeros(7))
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(pe.Scheme):
+    factors: tuple = ()
+
+    def query(self, params, q, coordinates, features=None, tables=None):
+        return q
+
+
+@dataclasses.dataclass(frozen=True)
+class Outdated(pe.Scheme):
+    def query(self, params, q, coordinates):
+        return q
+
+
+@pytest.mark.parametrize(
+    "scheme, params, error, message",
+    [
+        (pe.T5(num_heads=6), {}, ValueError, r"params lack \['table'\] of T5\(num.*make them with"),
+        (pe.chain(ROPE, SHAW), ({}, {}), ValueError, r"params lack \[1\]\['keys'\], \[1\]\['val"),
+        (Listed([1.0]), {}, TypeError, r"settings of Listed\(.*\) must be hashable; use tuples"),
+        (
+            Outdated(),
+            {},
+            TypeError,
+            r"Outdated.query must take the arguments of Scheme.query, "
+            r"\(self, params, q, coordinates, features, tables\), "
+            r"got \(self, params, q, coordinates\)",
+        ),
+    ],
+    ids=["missing", "missing in a chain", "list", "hook"],
+)
+def test_malformed_schemes_and_parameters_are_named(scheme, params, error, message):
+    with pytest.raises(error, match=message):
+        pe.scheme_attention(scheme, params, Q, K, V)
+    with pytest.raises(error, match=message):
+        pe.scheme_embedding(scheme, params, jnp.zeros((2, 7, 4)))
 
 
 @pytest.mark.parametrize("axes", [2, 3])
@@ -159,7 +278,11 @@ def test_coordinates_of_cached_keys_need_a_place():
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"positions": jnp.zeros(7)}, TypeError, "positions must be integers, got float32"),
+        (
+            {"positions": jnp.zeros(7)},
+            TypeError,
+            "float32; give real numbers as coord",
+        ),
         ({"positions": jnp.zeros(7, jnp.bfloat16)}, TypeError, "must be integers, got bfloat16"),
         ({"positions": jnp.zeros(7, bool)}, TypeError, "must be integers, got bool"),
         ({"positions": np.full(7, 2**31)}, ValueError, "positions must fit int32, got 2147483648"),
@@ -170,6 +293,11 @@ def test_coordinates_of_cached_keys_need_a_place():
         ({"coordinates": jnp.arange(6)}, ValueError, r"coordinates must be .*got \(1, 6\)"),
         ({"segment_ids": jnp.zeros(7)}, TypeError, "segment_ids must be integers, got float32"),
         ({"segment_ids": jnp.arange(3)}, ValueError, r"segment_ids must be .*got \(1, 3\)"),
+        (
+            {"mask": jnp.ones((2, 7), bool)},
+            ValueError,
+            r"shape \(2, 7\); padding goes into seg",
+        ),
     ],
     ids=str,
 )
@@ -233,12 +361,12 @@ def content(heads=6, q_features=Q, k_features=None):
         (
             {"rules": content(k_features=jnp.zeros((2, 7)))},
             ValueError,
-            r"cols must be .*got \(2, 7\)",
+            r"k_features must be .*got \(2, 7\)",
         ),
         (
             {"rules": content(k_features=K)},
             ValueError,
-            "a DotBias has either rows or cols, got both",
+            "a DotBias has either q_features or k_features, got both",
         ),
         (
             {"rules": content(q_features=Q[..., :4])},

@@ -80,7 +80,7 @@ def test_a_chain_embeds_in_order_and_keeps_parameters_apart():
     out = pe.scheme_embedding(scheme, params, jnp.zeros((1, 5, 4)))
     wanted = first[:5] + pe.sinusoidal_encoding(jnp.arange(5), 4) + last[:5]
     np.testing.assert_allclose(out[0], wanted, atol=1e-6)
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match=r"params lack \[2\]\['table'\]"):
         pe.scheme_embedding(scheme, params[:2], jnp.zeros((1, 5, 4)))
 
 
