@@ -1,23 +1,22 @@
-r"""Which scheme and window each layer of a model has.
+r"""Patterns of layers: which scheme and window each layer of a model has.
 
-Many models do not treat all layers alike: most layers are local, with RoPE and a window;
-every few layers one sees everything, without positions or with a slower RoPE. As recipes,
-for `num_layers` layers and D = head dim:
+Most layers of many models are local, with RoPE and a window; every few layers one is global,
+without positions or with a slower RoPE. For `num_layers` layers and head dim H:
 
-    SmolLM3     3 x RoPE(D, 2e6), NoPE
-    Cohere 2    3 x RoPE(D, layout="interleaved") in a window of 4096, NoPE
-    Llama 4     3 x RoPE(D, 5e5, layout="interleaved") in chunks of 8192,
+    SmolLM3     3 x RoPE(H, 2e6), NoPE
+    Cohere 2    3 x RoPE(H, layout="interleaved") in a window of 4096, NoPE
+    Llama 4     3 x RoPE(H, 5e5, layout="interleaved") in chunks of 8192,
                 QueryTemperature("llama4", 8192)
-    Gemma 3     5 x RoPE(D, 1e4) in a window, RoPE(D, 1e6), in larger ones with PI(8.0)
-    Gemma 4     5 x RoPE(D, 1e4) in a window, RoPE(D, 1e6, scaling=Proportional(0.25)),
-                and the last layer is as the sixth whatever its number
+    Gemma 3     5 x RoPE(H, 1e4) in a window, RoPE(H, 1e6), in larger ones with PI(8.0)
+    Gemma 4     5 x RoPE(H, 1e4) in a window, RoPE(H, 1e6, scaling=Proportional(0.25));
+                the last layer is global, too
 
-Chunks are segments: `segment_ids = positions // 8192`, in the layers that have them.
+Attention within chunks is attention within segments: `segment_ids = positions // 8192`, in the
+layers that have chunks.
 
-DroPE (Gelberg et al. 2025) needs no code: train with RoPE; put NoPE in its place, in all
-layers, and train on for a small part of the time at the same length; beyond that length put
-`QueryTemperature` in the place of NoPE. Schemes without parameters leave those of the model as
-they are, so that a trained state fits the model made with another.
+DroPE (Gelberg et al. 2025) is training with RoPE, then a short training with NoPE instead, in all
+layers and at the same length. Beyond that length `QueryTemperature` takes the place of NoPE. These
+schemes have no parameters, so the state of a model with one fits a model with another.
 
 Papers: Yang et al. Rope to Nope and Back Again. 2025. https://arxiv.org/abs/2501.18795
 DroPE: https://arxiv.org/abs/2512.12167
@@ -33,19 +32,20 @@ from posenc_jax.scheme import Scheme
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What one layer of attention is given.
+    """The position encoding of one attention layer, and the tokens that it attends to.
 
     Attributes:
-      scheme: its position encoding.
-      window: its window, as in `attention`; None attends to all tokens.
-      chunk_size: tokens attend only within chunks of this many positions: give the layer
-        `segment_ids = positions // chunk_size`. None: no chunks.
+      scheme: the position encoding.
+      window: sliding window, as in `attention`; None: all tokens.
+      chunk_size: number of positions in a chunk, if tokens attend only within theirs; the caller
+        gives `segment_ids = positions // chunk_size` to the layer. None: no chunks.
 
     Raises:
-      ValueError, TypeError: for what is no scheme, no window or no size.
+      TypeError: if scheme is not a `Scheme`.
+      ValueError, TypeError: for an invalid window or chunk size.
 
-    >>> LayerSpec(pe.NoPE()).window is None
-    True
+    >>> LayerSpec(pe.RoPE(head_dim=8), window=512).window
+    512
     """
 
     scheme: Scheme
@@ -54,28 +54,31 @@ class LayerSpec:
 
     def __post_init__(self):
         if not isinstance(self.scheme, Scheme):
-            raise TypeError(f"layer: scheme must be a Scheme, got {self.scheme!r}.")
+            raise TypeError(f"LayerSpec: scheme must be a Scheme, got {self.scheme!r}.")
         window_sides(self.window)
+        size = self.chunk_size
         require(
-            self.chunk_size is None or self.chunk_size >= 1,
-            f"layer: chunk_size must be at least 1, got {self.chunk_size}.",
+            size is None or (isinstance(size, int) and size >= 1),
+            f"LayerSpec: chunk_size must be an integer from 1, got {size!r}.",
         )
 
 
 def layer_pattern(
     num_layers: int, *pattern: LayerSpec | Scheme, last: LayerSpec | Scheme | None = None
 ) -> tuple[LayerSpec, ...]:
-    """Returns a layer for each of `num_layers`, by repeating a pattern from the first on.
+    """A pattern of layers, repeated from the first layer on.
 
     Args:
-      num_layers: how many there are.
-      *pattern: layers in their order; a scheme is a layer that sees everything.
-      last: the last layer, if the pattern does not say.
+      num_layers: number of layers.
+      *pattern: layers in their order; a scheme is a layer that attends to all tokens.
+      last: the last layer; None: as in the pattern.
+
+    Returns:
+      One layer for each of `num_layers`.
 
     Raises:
-      ValueError: without layers or a pattern, or for a pattern that is longer than the
-        layers, whose end would have no layer.
-      TypeError: for what is neither a layer nor a scheme.
+      ValueError: if num_layers is below 1, or the pattern is empty or longer than num_layers.
+      TypeError: if an item is neither a layer nor a scheme.
 
     >>> local = LayerSpec(pe.RoPE(head_dim=8), window=512)
     >>> [layer.window for layer in layer_pattern(6, local, local, pe.NoPE())]

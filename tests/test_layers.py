@@ -1,4 +1,4 @@
-"""Patterns of released models, and models whose layers differ."""
+"""Layer patterns of released models, and models whose layers differ."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ LOCAL = pe.RoPE(head_dim=8)
 
 
 @pytest.mark.parametrize("count, every", [(12, 4), (36, 4), (13, 6), (26, 6), (40, 5)])
-def test_which_layers_are_local_is_as_in_transformers(count, every):
+def test_local_layers_are_those_of_transformers(count, every):
     """`(i + 1) % every != 0`: smollm3, llama4, cohere2 (every 4th) and gemma3 (every 6th)."""
     layers = pe.layer_pattern(count, *[pe.LayerSpec(LOCAL, window=4)] * (every - 1), pe.NoPE())
     is_local = [layer.scheme == LOCAL for layer in layers]
@@ -32,6 +32,8 @@ def test_the_last_layer_of_gemma_4_is_global():
 
 
 class Stack(nnx.Module):
+    """Residual attention layers without anything between."""
+
     def __init__(self, layers):
         rngs = nnx.Rngs(0)
         self.layers = nnx.List(
@@ -63,7 +65,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_model_of_unequal_layers_decodes_as_the_whole(name):
+def test_decoding_through_layers_that_differ_equals_one_pass(name):
     model = Stack(pe.layer_pattern(4, *RECIPES[name]))
     x = jax.random.normal(jax.random.key(1), (2, 13, 16))
     run = nnx.jit(lambda m, x: m(x))
@@ -80,19 +82,20 @@ def test_a_model_of_unequal_layers_decodes_as_the_whole(name):
 
 
 def test_chunks_are_segments():
-    """Llama 4: no token sees another chunk, while positions go on."""
-    layer = Attention(16, 2, position=LOCAL, is_causal=True, rngs=nnx.Rngs(0))
+    """Llama 4: tokens attend within their chunk, and positions count through."""
+    spec = pe.LayerSpec(LOCAL, chunk_size=4)
+    layer = Attention(16, 2, position=spec.scheme, is_causal=True, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (1, 10, 16))
     at = jnp.arange(10)[None]
     run = nnx.jit(lambda layer, x, **where: layer(x, **where))
-    out = run(layer, x, positions=at, segment_ids=at // 4)
+    out = run(layer, x, positions=at, segment_ids=at // spec.chunk_size)
     for start in (0, 4, 8):
         alone = run(layer, x[:, start : start + 4])
         np.testing.assert_allclose(out[:, start : start + 4], alone, atol=2e-6)
 
 
-def test_drope_puts_nope_in_the_place_of_a_trained_rope():
-    """Train with RoPE, drop it, train on, then read on with a temperature."""
+def test_drope_replaces_a_trained_rope_by_nope():
+    """Train with RoPE, then without, then evaluate longer sequences with a temperature."""
     x = jax.random.normal(jax.random.key(1), (4, 12, 16))
     wanted = jnp.roll(x, 1, axis=1)
 
@@ -117,8 +120,8 @@ def test_drope_puts_nope_in_the_place_of_a_trained_rope():
     assert first[-1] < first[0]
     dropped = swapped(model, pe.NoPE())
     again = [float(train(dropped)) for _ in range(30)]
-    assert again[0] > first[-1]  # The scheme mattered,
-    assert again[-1] < again[0]  # and training mends it.
+    assert again[0] > first[-1]  # RoPE mattered,
+    assert again[-1] < again[0]  # and training recovers.
     heat = pe.QueryTemperature(form="log_n_clipped", length=12)
     longer = jax.random.normal(jax.random.key(2), (1, 20, 16))
     cool, hot = (nnx.jit(lambda m, x: m(x))(m, longer) for m in (dropped, swapped(dropped, heat)))
@@ -126,14 +129,17 @@ def test_drope_puts_nope_in_the_place_of_a_trained_rope():
     assert np.abs(hot[:, 12:] - cool[:, 12:]).max() > 1e-4
 
 
-def test_errors_say_what_is_wrong():
+def test_invalid_layers_are_refused():
     with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):
         pe.layer_pattern(0, LOCAL)
     with pytest.raises(ValueError, match="the pattern must have from 1 to 3 layers, got 0"):
         pe.layer_pattern(3)
     with pytest.raises(ValueError, match="the pattern must have from 1 to 3 layers, got 4"):
         pe.layer_pattern(3, *[LOCAL] * 4)
-    with pytest.raises(TypeError, match="layer: scheme must be a Scheme, got 'rope'"):
+    with pytest.raises(TypeError, match="LayerSpec: scheme must be a Scheme, got 'rope'"):
         pe.layer_pattern(3, "rope")
     with pytest.raises(ValueError, match="window must be at least 1 token, got 0"):
         pe.LayerSpec(LOCAL, window=0)
+    for size in (0, 2.5):
+        with pytest.raises(ValueError, match=f"chunk_size must be an integer from 1, got {size}"):
+            pe.LayerSpec(LOCAL, chunk_size=size)

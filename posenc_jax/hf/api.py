@@ -116,6 +116,10 @@ def _tracked(name: str, config: Any, decoder: bool | None = None) -> TrackedConf
         outer = TrackedConfig(config, f"the {kind} config beside its text_config")
         outer.read.update(inner)
         outer.finish()
+        require(
+            "model_type" in inner or f"{kind}_text" in MODEL_TYPES,
+            f"{name}: the text_config of the {kind} config must have 'model_type'.",
+        )
         return _tracked(name, {"model_type": f"{kind}_text", **inner}, decoder)
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
@@ -182,6 +186,12 @@ def _parameters(scheme: Scheme) -> dict[str, Any]:
     return out
 
 
+_SCALE_KEYS = {
+    "query_pre_attn_scalar": (-0.5, {"gemma2", "gemma3_text"}),
+    "attention_multiplier": (1.0, {"granite", "granitemoe", "hyperclovax"}),
+}
+
+
 def hf_logit_scale(config: Mapping[str, Any] | HasToDict) -> float | None:
     """The factor on q . k that the model of a config uses; None: the scheme's own.
 
@@ -199,14 +209,19 @@ def hf_logit_scale(config: Mapping[str, Any] | HasToDict) -> float | None:
     0.125
     """
     tracked = _tracked("hf_logit_scale", config)
-    for name, power in (("query_pre_attn_scalar", -0.5), ("attention_multiplier", 1.0)):
+    kind = tracked.values["model_type"]
+    for name, (power, model_types) in _SCALE_KEYS.items():
         value = tracked.get(name)
+        require(
+            value is None or kind in model_types,
+            f"hf_logit_scale: {tracked.where} has {name}={value}, which transformers ignores for "
+            "its type.",
+        )
         if value is not None:
             return float(value) ** power
     softmax_scale = (tracked.get("attn_config") or {}).get("softmax_scale")
     if softmax_scale is not None:
         return float(softmax_scale)
-    kind = tracked.values["model_type"]
     if kind == "gemma4_text" or not tracked.get("scale_attn_weights", True):
         return 1.0
     require(

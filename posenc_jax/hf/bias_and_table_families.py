@@ -1,4 +1,4 @@
-"""Model types of transformers with other positions: biases, tables, images."""
+"""Readers of the configs of model types with biases, tables of positions and image grids."""
 
 import dataclasses
 from collections.abc import Callable
@@ -159,15 +159,18 @@ class Table:
     Attributes:
       offset: rows before position 0.
       reserved: whether the config counts those rows in its length, up to the row of padding.
+      width: the key of the table's width D.
     """
 
     offset: int = 0
     reserved: bool = False
+    width: str = "hidden_size"
 
     def __call__(self, config: TrackedConfig) -> Layers:
         """The table, named by every layer though the input has it."""
         kind = config.get("position_embedding_type", "absolute")
-        length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
+        length, dim = config.need("max_position_embeddings"), config.need(self.width)
+        config.only("sinusoidal_pos_embds", False)  # DistilBERT's choice of a fixed table.
         require(
             kind == "absolute",
             f"from_hf: {config.where} has position_embedding_type={kind!r}, which transformers "

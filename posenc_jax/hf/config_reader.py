@@ -12,7 +12,7 @@ from posenc_jax.checks import require
 # Keys that change positions or which tokens are attended to.
 _POSITION = re.compile(
     "rope|rotary|alibi|relative|position|nope|pos_att|clamp_len|temperature|window|layer_types|"
-    "attention_chunk"
+    "attention_chunk|per_layer_config|pos_embds"
 )
 _HARMLESS = {
     "max_position_embeddings",  # Of rotary models: the longest text that was planned for.

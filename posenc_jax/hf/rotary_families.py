@@ -1,4 +1,4 @@
-"""Model types of transformers that rotate queries and keys: readers of their configs."""
+"""Readers of the configs of model types that rotate queries and keys."""
 
 import dataclasses
 from collections.abc import Callable
@@ -90,7 +90,14 @@ class Rotating:
     def _by_kind(self, config: TrackedConfig, kinds: set[str]) -> dict[str, dict | None]:
         """The rotary dict of each kind; None: these layers do not rotate."""
         given = rope_dict(config)
-        if given is not None and ({FULL, LOCAL} | kinds) & given.keys():
+        known = {FULL, LOCAL} | kinds
+        if given is not None and known & given.keys():
+            other = sorted(given.keys() - known)
+            require(
+                not other,
+                f"from_hf: {config.where} has rope parameters for {other} beside those for kinds "
+                f"of layers.",
+            )
             missing = sorted(kinds - given.keys() - {*self.unrotated})
             require(
                 not missing,
@@ -120,8 +127,12 @@ def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:
     single = config.get("per_layer_config")
     if single is None:
         return [other if other and kind == FULL else size for kind in kinds]
-    heads = {int(index): changes.get("head_dim") for index, changes in single.items()}
-    return [heads.get(i) or size for i in range(len(kinds))]
+    out = [size] * len(kinds)
+    for index, changes in single.items():
+        part = TrackedConfig(changes, f"{config.where} in per_layer_config of layer {index}")
+        out[int(index)] = part.get("head_dim", size)
+        part.finish()
+    return out
 
 
 def only_windows_rotate(layout: str, kinds: LayerKinds) -> Family:

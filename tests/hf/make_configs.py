@@ -26,7 +26,7 @@ ORIGIN = f"transformers {transformers.__version__}, configuration classes"
 
 # Keys that some model type's reader looks for.
 KEYS = """
-hidden_size d_model n_embd embed_dim num_attention_heads n_head n_heads num_heads
+hidden_size embedding_size dim d_model n_embd embed_dim num_attention_heads n_head n_heads num_heads
 encoder_attention_heads num_hidden_layers n_layer n_layers num_layers encoder_layers
 decoder_layers num_decoder_layers head_dim d_kv d_head attention_head_size qk_nope_head_dim
 qk_rope_head_dim global_head_dim per_layer_config depths
@@ -45,6 +45,7 @@ alibi learned_pos_emb attn_config relative_attention position_biased_input pos_a
 max_relative_positions position_buckets share_att_key bi_data clamp_len
 position_embeddings_type left_max_position_embeddings right_max_position_embeddings
 d_rel rel_extent swa_num_attention_heads position_embedding_type
+sinusoidal_pos_embds
 """.split()
 
 
@@ -65,7 +66,7 @@ def defaults(model_type):
     }
     if not out.get("is_encoder_decoder"):  # Every class has these.
         out = {n: x for n, x in out.items() if n not in ("is_encoder_decoder", "is_decoder")}
-    if model_type != "roberta":
+    if "roberta" not in model_type and model_type != "camembert":
         out.pop("pad_token_id", None)
     if "rope_parameters" not in {field.name for field in dataclasses.fields(cls)}:
         return plain(out)

@@ -201,6 +201,8 @@ def test_a_key_beside_the_text_part_is_named():
     config = {"model_type": "llava", "text_config": LLAMA, "rope_theta": 1e6}
     with pytest.raises(ValueError, match=r"beside its text_config has \['rope_theta'\]"):
         pe.from_hf(config)
+    with pytest.raises(ValueError, match="text_config of the llava config must have 'model_type'"):
+        pe.from_hf({"model_type": "llava", "text_config": {"hidden_size": 64}})
 
 
 @pytest.mark.parametrize("read", [pe.from_hf, pe.scheme_from_hf, pe.hf_logit_scale])
@@ -222,6 +224,42 @@ def test_one_scheme_stands_only_for_layers_that_are_alike():
     with pytest.raises(ValueError, match=r"a scheme holds no window, .* 0-1: .* window of 9"):
         pe.scheme_from_hf(config)
     assert pe.scheme_from_hf(config | {"sliding_window": None}) == pe.RoPE(head_dim=16)
+
+
+def test_a_single_layer_may_have_another_head_dim():
+    config = LLAMA | {"per_layer_config": {"1": {"head_dim": 32, "num_key_value_heads": 1}}}
+    assert pe.from_hf(config) == (
+        pe.LayerSpec(pe.RoPE(head_dim=16)),
+        pe.LayerSpec(pe.RoPE(head_dim=32)),
+    )
+    config["per_layer_config"]["1"]["sliding_window"] = 9
+    with pytest.raises(ValueError, match=r"per_layer_config of layer 1 has \['sliding_window'\]"):
+        pe.from_hf(config)
+    table = {"model_type": "gpt2", "per_layer_config": {"1": {"n_positions": 8}}}
+    with pytest.raises(ValueError, match=r"has \['per_layer_config'\], which nothing here reads"):
+        pe.from_hf(table)
+
+
+def test_rope_parameters_of_another_kind_of_layer_are_refused():
+    local, other = {"rope_theta": 1e4}, {"rope_theta": 1e5}
+    given = {"sliding_attention": local, "full_attention": local, "block_attention": other}
+    with pytest.raises(ValueError, match=r"rope parameters for \['block_attention'\]"):
+        pe.from_hf({"model_type": "gemma3_text", "rope_parameters": given})
+
+
+def test_widths_of_learned_tables():
+    config = {"hidden_size": 64, "embedding_size": 16, "num_hidden_layers": 2}
+    for kind in ("albert", "electra"):
+        wanted = pe.LearnedAbsolute(max_length=512, model_dim=16)
+        assert pe.scheme_from_hf({"model_type": kind} | config) == wanted
+    wanted = pe.LearnedAbsolute(max_length=512, model_dim=64)
+    assert pe.scheme_from_hf({"model_type": "distilbert", "dim": 64}) == wanted
+    with pytest.raises(ValueError, match="sinusoidal_pos_embds=True; supported"):
+        pe.from_hf({"model_type": "distilbert", "sinusoidal_pos_embds": True})
+    for kind in ("roberta", "camembert", "xlm-roberta"):
+        wanted = pe.LearnedAbsolute(max_length=512, model_dim=64, offset=2)
+        config = {"model_type": kind, "hidden_size": 64, "max_position_embeddings": 514}
+        assert pe.scheme_from_hf(config) == wanted
 
 
 def test_a_window_of_no_use_is_refused():
@@ -252,6 +290,8 @@ def test_logit_scales_of_model_types():
     assert scale == pytest.approx(1.8739 * 192**-0.5, rel=1e-4)
     assert of(model_type="deepseek_v3", **sizes) is None
     assert of(model_type="granite") == 1.0
+    with pytest.raises(ValueError, match=r"llama config has attention_multiplier=0\.5, which"):
+        of(model_type="llama", attention_multiplier=0.5)
     assert of(model_type="gpt2") is None
     assert of(model_type="gpt2", scale_attn_weights=False) == 1.0
     with pytest.raises(ValueError, match="differs by layer: scale_attn_by_inverse_layer_idx"):
