@@ -18,6 +18,19 @@ def array_of_rank(where: str, name: str, x, rank: int, axes: str) -> None:
         raise ValueError(f"{where}: {name} must be {axes}, got shape {jnp.shape(x)}.")
 
 
+def positive_integers(where: str, **sizes) -> None:
+    """Raises unless all named sizes are integers of at least one.
+
+    Raises:
+      TypeError: for a size that is no integer.
+      ValueError: for a size below one.
+    """
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(f"{where}: {name} must be an integer, got {size!r}.")
+        require(size >= 1, f"{where}: {name} must be >= 1, got {size}.")
+
+
 def divides(where: str, **sizes: int) -> None:
     """Raises `ValueError` unless the second of two named sizes divides the first."""
     (a, x), (b, y) = sizes.items()

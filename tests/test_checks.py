@@ -10,6 +10,7 @@ from posenc_jax.checks import (
     coordinate_values,
     divides,
     integer_positions,
+    positive_integers,
     require,
 )
 
@@ -24,6 +25,15 @@ def test_rank_is_named_by_its_axes():
     array_of_rank("f", "x", jnp.zeros((1, 2)), 2, "[B, T]")
     with pytest.raises(ValueError, match=r"^f: x must be \[B, T\], got shape \(3,\)\.$"):
         array_of_rank("f", "x", np.zeros(3), 2, "[B, T]")
+
+
+def test_positive_integers_names_the_size():
+    positive_integers("f", heads=1, dim=np.int64(8))
+    with pytest.raises(ValueError, match=r"^f: dim must be >= 1, got 0\.$"):
+        positive_integers("f", heads=1, dim=0)
+    for size in ("8", 8.0, True, None):
+        with pytest.raises(TypeError, match=f"^f: dim must be an integer, got {size!r}"):
+            positive_integers("f", heads=1, dim=size)
 
 
 def test_divides_names_both_sizes():

@@ -1,17 +1,17 @@
-r"""DAPE: a bias that depends on content, from a network over the logits of all heads.
+r"""DAPE: a bias adapted to content by a network over the logits of all heads.
 
     s = q_i . k_j / sqrt(H) for all heads,  b = their bias from positions
     logits[i, j] = s + b + W2 LeakyReLU(W1 [s, b] + c)
 
-For each pair of tokens, a small network sees the logits and the biases of all N heads and
-adds one number to each. So the penalty on distance can give way where the content asks for
-it. LeakyReLU has the slope 0.01 below zero. The authors' last layer adds a constant per head,
-which softmax does not see; it is left out.
+For each pair of tokens, a small network reads the logits and the biases of all N heads and
+adds one number per head, so that content can override the penalty on distance. LeakyReLU has
+the slope 0.01 below zero. The authors' last layer adds a constant per head, which cancels in
+the softmax; it is left out.
 
 The bias is that of KERPLE, which the authors found best, or of ALiBi. Their third, FIRE, has
-LeakyReLU inside here and ReLU elsewhere; it is not offered. Heads that are spread over devices
-must send their logits to each other. Version 2, which convolves along the keys, is another
-scheme.
+LeakyReLU in this code and ReLU elsewhere; it is not offered. The network mixes heads, so heads
+sharded over devices must communicate their logits. Version 2, which convolves along the keys,
+is another scheme.
 
 Paper: Zheng et al. DAPE: Data-Adaptive Positional Encoding for Length Extrapolation. 2024.
 https://arxiv.org/abs/2405.14722
@@ -27,23 +27,23 @@ import jax.numpy as jnp
 
 from posenc_jax.bias.alibi import ALiBi
 from posenc_jax.bias.kerple import KERPLELog
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.ops.init import torch_uniform
 from posenc_jax.rules import LogitBias, LogitsTransform
 from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
-class _Adapt:
-    """All heads of one query: the rule of the bias, and the network over both."""
+class _AddBiasAndNetwork:
+    """The transform of one query's logits, [N, S]: adds the bias and the network's output."""
 
     bias: Callable
 
-    def __call__(self, shared, heads, row, cols, logits, seen, q, k):
-        of_bias, network = shared
-        bias = LogitBias(self.bias, heads, of_bias).tile(q[None], k)[:, 0]
-        both = jnp.concatenate([logits, bias])
-        hidden = jnp.dot(network["in"], both, precision="highest")
+    def __call__(self, shared, heads, q_feature, k_feature, logits, seen, q, k):
+        shared_by_bias, network = shared
+        bias = LogitBias(self.bias, heads, shared_by_bias).tile(q[None], k)[:, 0]
+        inputs = jnp.concatenate([logits, bias])
+        hidden = jnp.dot(network["in"], inputs, precision="highest")
         hidden = jax.nn.leaky_relu(hidden + network["in_bias"][:, None])
         return logits + bias + jnp.dot(network["out"], hidden, precision="highest")
 
@@ -54,11 +54,11 @@ class DAPE(Scheme):
 
     Attributes:
       num_heads: N.
-      base: the bias that it adapts: "kerple" or "alibi".
+      base: the bias that is adapted, "kerple" or "alibi".
       width: number of hidden units.
 
     Raises:
-      ValueError: for another base, or sizes below one.
+      ValueError: for an unknown base, or sizes below one.
 
     >>> params = DAPE(num_heads=8).init(jax.random.key(0))
     >>> params["in"].shape, params["out"].shape
@@ -71,8 +71,7 @@ class DAPE(Scheme):
     name: ClassVar[str] = "dape"
 
     def __post_init__(self):
-        require(self.num_heads >= 1, f"dape: num_heads must be >= 1, got {self.num_heads}.")
-        require(self.width >= 1, f"dape: width must be >= 1, got {self.width}.")
+        positive_integers("dape", num_heads=self.num_heads, width=self.width)
         require(
             self.base in ("kerple", "alibi"),
             f'dape: base must be "kerple" or "alibi", got {self.base!r}.',
@@ -87,9 +86,9 @@ class DAPE(Scheme):
         return {"kerple": KERPLELog, "alibi": ALiBi}[self.base](self.num_heads)
 
     def init(self, key):
-        """Returns {"base": those of the bias, "in", "in_bias" and "out": the network}.
+        """Returns {"base": the bias's parameters, "in", "in_bias" and "out": the network's}.
 
-        Kernels are [out, in]; all start as torch.nn.Linear does, uniform within 1 / sqrt(in).
+        Kernels are [out, in], initialised as torch.nn.Linear is.
         """
         base, *keys = jax.random.split(key, 4)
         inputs, width = 2 * self.num_heads, self.width
@@ -102,7 +101,6 @@ class DAPE(Scheme):
         return {"base": self._base.init(base), **network}
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns the rule that adds the bias and what the network makes of it."""
         bias = self._base.rules(params["base"])
         shared = bias.shared, {name: params[name] for name in ("in", "in_bias", "out")}
-        return LogitsTransform(_Adapt(bias.rule), heads=bias.heads, shared=shared)
+        return LogitsTransform(_AddBiasAndNetwork(bias.rule), heads=bias.heads, shared=shared)

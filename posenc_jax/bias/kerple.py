@@ -6,15 +6,15 @@ r"""KERPLE: a learned, concave or convex penalty on distance, one shape per head
 Both are conditionally positive definite kernels for positive r1 and r2; power with r2 = 1
 is ALiBi with learned slopes. The log form extrapolates best in the paper.
 
-How parameters stay positive: as in the authors' code, by projection onto [0.01, inf) before
-each use, r2 of the power form onto [0.01, 2]. The gradient is that at the projected value,
-without a factor, so a parameter at the bound can leave it. The authors write the projected
-value back after each step; here the parameter keeps what the optimiser gave it.
+Parameters are kept positive as in the authors' code: before each use they are projected onto
+[0.01, inf), r2 of the power form onto [0.01, 2]. The gradient is that at the projected value
+(straight through), so a parameter at the bound can leave it. The authors write the projected
+value back after each step; here the parameter stays as the optimiser left it.
 
-The authors have one set of parameters for all layers. Not here: the third form in their
+The authors share one set of parameters between all layers. Left out: the third form in their
 code, which multiplies logits by exp(-r3 |i - j|^r4), of which nothing was released. NeMo's
-scheme of this name is -b ln(1 + a |i - j|^p), all three learned from ALiBi's slopes, 1 and 1,
-and not projected: a family that has the log form in it.
+scheme of this name is -b ln(1 + a |i - j|^p), all three learned, initialised with ALiBi's slopes,
+1 and 1, and not projected; it contains the log form.
 
 Paper: Chi et al. KERPLE: Kernelized Relative Positional Embedding for Length
 Extrapolation. 2022. https://arxiv.org/abs/2205.09921
@@ -28,33 +28,33 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
 
 def _project(x, high=None):
-    """x in [0.01, high], with the gradient of x."""
+    """x clipped to [0.01, high], with the gradient of x (straight through)."""
     return jax.lax.stop_gradient(jnp.clip(x, 0.01, high)) + (x - jax.lax.stop_gradient(x))
 
 
-def _log(shared, head, q, k):
+def _log_penalty(shared, head, q, k):
     r1, r2 = head
     return -r1 * jnp.log1p(r2 * jnp.abs(q - k).astype(jnp.float32))
 
 
-def _power(shared, head, q, k):
+def _power_penalty(shared, head, q, k):
     r1, r2 = head
     distance = jnp.abs(q - k).astype(jnp.float32)
-    far = distance > 0  # 0^r2 has no finite derivative.
-    return jnp.where(far, -r1 * jnp.where(far, distance, 1.0) ** r2, 0.0)
+    nonzero = distance > 0  # 0^r2 has no finite derivative.
+    return jnp.where(nonzero, -r1 * jnp.where(nonzero, distance, 1.0) ** r2, 0.0)
 
 
-def _uniform(key, num_heads, high):
-    keys = jax.random.split(key)
+def _uniform(key, num_heads, **limits):
+    keys = jax.random.split(key, len(limits))
     return {
-        name: jax.random.uniform(k, (num_heads,), jnp.float32, maxval=top)
-        for name, k, top in zip(("r1", "r2"), keys, high, strict=True)
+        name: jax.random.uniform(k, (num_heads,), jnp.float32, maxval=limit)
+        for k, (name, limit) in zip(keys, limits.items(), strict=True)
     }
 
 
@@ -77,7 +77,7 @@ class KERPLELog(Scheme):
     name: ClassVar[str] = "kerple"
 
     def __post_init__(self):
-        require(self.num_heads >= 1, f"kerple: num_heads must be >= 1, got {self.num_heads}.")
+        positive_integers("kerple", num_heads=self.num_heads)
 
     @property
     def traits(self):
@@ -85,12 +85,11 @@ class KERPLELog(Scheme):
 
     def init(self, key):
         """Returns {"r1": U(0, 2), "r2": U(0, 1)}, float32 [N] each."""
-        return _uniform(key, self.num_heads, (2.0, 1.0))
+        return _uniform(key, self.num_heads, r1=2.0, r2=1.0)
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns the penalty of every head."""
         heads = _project(params["r1"]), _project(params["r2"])
-        return LogitBias(_log, heads=heads, relative=True)
+        return LogitBias(_log_penalty, heads=heads, relative=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +111,7 @@ class KERPLEPower(Scheme):
     name: ClassVar[str] = "kerple_power"
 
     def __post_init__(self):
-        require(self.num_heads >= 1, f"kerple: num_heads must be >= 1, got {self.num_heads}.")
+        positive_integers("kerple_power", num_heads=self.num_heads)
 
     @property
     def traits(self):
@@ -120,9 +119,8 @@ class KERPLEPower(Scheme):
 
     def init(self, key):
         """Returns {"r1": U(0, 1), "r2": U(0, 2)}, float32 [N] each."""
-        return _uniform(key, self.num_heads, (1.0, 2.0))
+        return _uniform(key, self.num_heads, r1=1.0, r2=2.0)
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns the penalty of every head."""
         heads = _project(params["r1"]), _project(params["r2"], 2.0)
-        return LogitBias(_power, heads=heads, relative=True)
+        return LogitBias(_power_penalty, heads=heads, relative=True)

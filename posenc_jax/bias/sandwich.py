@@ -1,18 +1,18 @@
-r"""Sandwich: the inner product of two sinusoidal codes, added to the logits.
+r"""Sandwich: the inner product of two sinusoidal encodings, added to the logits.
 
     logits[n, i, j] = q_i . k_j / sqrt(H) + N / (8 (n + 1)) * sum_p cos((i - j) w_p)
     w_p = 10000^(-2p / D'),     p = 0 .. D'/2 - 1,     n = 0 .. N - 1
 
-It falls roughly with the logarithm of the distance; heads weigh it as ALiBi's slopes are
-spaced. D' shapes the fall and has nothing to do with the size of a head: the paper takes
-128. Nothing is learned.
+The sum falls roughly with the logarithm of the distance; the weights of the heads are spaced as
+ALiBi's slopes are. D' sets the shape of the decay and is independent of the head dim; the paper
+uses 128. Nothing is learned.
 
-At distance 0 the sum is D'/2, which makes 8 N in the first head: logits of 48 for 6 heads,
-whose rounding is all that this changes in a softmax. So it is subtracted (`centred`), as NeMo
-does, and a token adds nothing to its own logit. Sinks and soft caps see the difference;
-`centred=False` is the equation as it stands, and the reference code. NeMo also numbers p
-from 1 to D'/2 and takes D' from the head size, which is another curve. Cosines are exact at
-any int32 distance (see `posenc_jax.angles`).
+At distance 0 the sum is D'/2, so the bias of the first head is N / 8 * D'/2 = 8 N for D' = 128:
+48 for 6 heads. This constant cancels in the softmax except for rounding, so it is subtracted
+(`centred`), as in NeMo, and the bias of the query's own token is 0. Attention sinks and softcaps
+do depend on it; `centred=False` is the paper's equation and the reference code. NeMo also numbers
+p from 1 to D'/2 and takes D' from the head dim, which gives a different curve. Cosines are exact
+at any int32 distance (see `posenc_jax.angles`).
 
 Paper: Chi et al. Dissecting Transformer Length Extrapolation via the Lens of Receptive Field
 Analysis. 2022. https://arxiv.org/abs/2212.10356
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -50,7 +50,7 @@ class Sandwich(Scheme):
 
     Attributes:
       num_heads: N.
-      dim: D', the size of the sinusoidal codes; even.
+      dim: D', the size of the sinusoidal encodings; even.
       centred: whether the bias of distance 0 is subtracted.
 
     Raises:
@@ -67,7 +67,7 @@ class Sandwich(Scheme):
     name: ClassVar[str] = "sandwich"
 
     def __post_init__(self):
-        require(self.num_heads >= 1, f"sandwich: num_heads must be >= 1, got {self.num_heads}.")
+        positive_integers("sandwich", num_heads=self.num_heads)
         require(
             self.dim >= 2 and self.dim % 2 == 0,
             f"sandwich: dim must be even and positive, got {self.dim}.",
@@ -78,7 +78,6 @@ class Sandwich(Scheme):
         return Traits(relative=True)
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns the sum of cosines, weighted per head."""
         weights = self.num_heads / (8.0 * np.arange(1, self.num_heads + 1))
         rule = _Rule(self.dim, self.centred)
         return LogitBias(rule, heads=jnp.asarray(weights, jnp.float32), relative=True)

@@ -5,13 +5,13 @@ r"""Swin: a learned number for every offset between two patches of a window.
 for a window of R x C patches and dr, dc the row and column of the query minus those of the key.
 The table has (2R - 1)(2C - 1) entries per head; each layer has its own.
 
-Coordinates are rows and columns, [2, B, T], anywhere in an image: only offsets count. Coordinates
-[B, T] number the patches of a window row after row, as the authors flatten it: p is the patch in
-row p // C and column p % C. An offset that the window does not hold is NaN and makes its query NaN.
-What a shifted window must not see is hidden by segment ids.
+Coordinates are rows and columns, [2, B, T], of patches anywhere in an image; only their offsets
+matter. Coordinates [B, T] number the patches of a window in row-major order, as the authors
+flatten it: patch p is in row p // C and column p % C. The bias of an offset larger than the window
+is NaN, and so is the output of its query. Shifted windows mask their regions by segment ids.
 
-To move a table to another window the authors interpolate it: see
-`posenc_jax.resize_grid`, for the table as [N, 2R - 1, 2C - 1].
+The authors transfer a table to another window size by interpolation: `posenc_jax.resize_grid`, with
+the table as [N, 2R - 1, 2C - 1].
 
 Paper: Liu et al. Swin Transformer: Hierarchical Vision Transformer using Shifted Windows. 2021.
 https://arxiv.org/abs/2103.14030
@@ -24,14 +24,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowEntry:
-    """A rule: the entry of a table [(2R - 1)(2C - 1)] for two patches of a window.
+    """A rule that looks up the offset of two patches in a table [(2R - 1)(2C - 1)].
 
     Attributes:
       window: (R, C).
@@ -40,16 +40,16 @@ class WindowEntry:
     window: tuple[int, int]
 
     def __call__(self, shared, table, q, k):
-        """Returns a float32 scalar; NaN where the window does not hold the offset."""
+        """Returns a float32 scalar; NaN for an offset larger than the window."""
         rows, columns = self.window
-        down, right = (a - b for a, b in zip(self._place(q), self._place(k), strict=True))
-        inside = (jnp.abs(down) < rows) & (jnp.abs(right) < columns)
-        entry = (down + rows - 1) * (2 * columns - 1) + right + columns - 1
+        (q_row, q_column), (k_row, k_column) = self._row_and_column(q), self._row_and_column(k)
+        row_offset, column_offset = q_row - k_row, q_column - k_column
+        inside = (jnp.abs(row_offset) < rows) & (jnp.abs(column_offset) < columns)
+        entry = (row_offset + rows - 1) * (2 * columns - 1) + column_offset + columns - 1
         entry = jnp.where(inside, entry, table.shape[0])
         return table.at[entry].get(mode="fill", fill_value=jnp.nan)
 
-    def _place(self, x):
-        """Row and column of a coordinate."""
+    def _row_and_column(self, x):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"swin: coordinates must be integers, got {x.dtype}.")
         if jnp.ndim(x) == 0:
@@ -59,13 +59,11 @@ class WindowEntry:
 
 
 def check_window(name: str, window: tuple[int, int]) -> None:
-    """Raises unless a window is two positive whole numbers.
-
-    Raises:
-      ValueError: for anything else.
-    """
+    """Raises `ValueError` unless a window is a pair of positive integers."""
     require(
-        len(window) == 2 and all(isinstance(n, int) and n >= 1 for n in window),
+        isinstance(window, tuple | list)
+        and len(window) == 2
+        and all(isinstance(n, int) and n >= 1 for n in window),
         f"{name}: window must be (rows, columns), both at least 1, got {window}.",
     )
 
@@ -77,10 +75,10 @@ class Swin(Scheme):
     Attributes:
       num_heads: N.
       window: rows and columns of a window.
-      stddev: of the initial table, cut off at two.
+      stddev: standard deviation of the initial table, a normal truncated at two of them.
 
     Raises:
-      ValueError: for sizes below one.
+      ValueError: for sizes below one, or a negative stddev.
 
     >>> scheme = Swin(num_heads=3, window=(7, 7))
     >>> scheme.init(jax.random.key(0))["table"].shape
@@ -93,7 +91,7 @@ class Swin(Scheme):
     name: ClassVar[str] = "swin"
 
     def __post_init__(self):
-        require(self.num_heads >= 1, f"swin: num_heads must be >= 1, got {self.num_heads}.")
+        positive_integers("swin", num_heads=self.num_heads)
         require(self.stddev >= 0, f"swin: stddev must not be negative, got {self.stddev}.")
         check_window("swin", self.window)
 
@@ -110,5 +108,4 @@ class Swin(Scheme):
         }
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns the entry of each offset."""
         return LogitBias(WindowEntry(self.window), heads=params["table"])

@@ -1,17 +1,16 @@
-r"""Swin V2: a network from the offset in an image to a bias, and cosine attention.
+r"""Swin V2: a bias computed from 2-D offsets by a network, and cosine attention.
 
     logits[n, i, j] = g[n] cos(q_i, k_j) + 16 sigmoid(f_n(l(dr), l(dc)))
     l(d) = sign(d) log2(1 + |8 d / (R - 1)|) / log2(8)
 
-f is a network 2 -> 512 -> N with ReLU and no bias in its last layer, which all heads share but
-for their output. Offsets are put between -1.06 and 1.06 by the logarithm, so that a model can go to
-a larger window with little to extrapolate; then R and C stay those of the window that it was
-trained with (`pretrained_window`).
+f is a network 2 -> 512 -> N with ReLU and no bias in its last layer. The logarithm maps offsets
+into [-1.06, 1.06], so that a model fine-tuned with a larger window extrapolates little; R and C in
+l then stay those of the window in training (`pretrained_window`).
 
-cos(q, k) is q . k of vectors of length one, and g[n] = exp(min(tau[n], ln 100)) is learned, 10 at
-first. The logit scale is therefore 1.
+cos(q, k) is the dot product of unit vectors, and g[n] = exp(min(tau[n], ln 100)) is learned,
+initially 10. The logit scale is therefore 1.
 
-Coordinates are as for Swin. f runs once for each offset of the window, not for each pair.
+Coordinates are as for Swin. f runs once per offset of the window, not once per pair.
 
 Paper: Liu et al. Swin Transformer V2: Scaling Up Capacity and Resolution. 2021.
 https://arxiv.org/abs/2111.09883
@@ -27,18 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.bias.swin import WindowEntry, check_window
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.ops.init import torch_uniform
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
 
 def log_offsets(window: tuple[int, int], pretrained: tuple[int, int]) -> np.ndarray:
-    """Returns l of every offset of a window, float32 [(2R - 1)(2C - 1), 2].
+    """Returns (l(dr), l(dc)) for every offset of a window, float32 [(2R - 1)(2C - 1), 2].
 
     Args:
       window: (R, C).
-      pretrained: the window whose largest offset is 8.
+      pretrained: the window in training, whose largest offset is scaled to 8.
 
     >>> log_offsets((2, 2), (2, 2))[0]
     array([-1.0566417, -1.0566417], dtype=float32)
@@ -48,7 +47,7 @@ def log_offsets(window: tuple[int, int], pretrained: tuple[int, int]) -> np.ndar
     return (np.sign(offsets) * np.log2(1 + np.abs(offsets)) / np.log2(8)).astype(np.float32)
 
 
-def _unit(x, scale=1.0):
+def _normalise(x, scale=1.0):
     squares = (x.astype(jnp.float32) ** 2).sum(-1, keepdims=True)
     length = jnp.sqrt(jnp.maximum(squares, 1e-24))
     return (x.astype(jnp.float32) / length * scale).astype(x.dtype)
@@ -61,11 +60,11 @@ class SwinV2(Scheme):
     Attributes:
       num_heads: N.
       window: rows and columns of a window.
-      pretrained_window: those of the window in training; (0, 0) for the same.
-      width: the number of hidden units.
+      pretrained_window: rows and columns of the window in training; (0, 0) for `window`.
+      width: number of hidden units.
 
     Raises:
-      ValueError: for sizes below one, or a window in training with one row or column.
+      ValueError: for sizes below one, or a window in training with a single row or column.
 
     >>> params = SwinV2(num_heads=3).init(jax.random.key(0))
     >>> params["in"].shape, params["out"].shape
@@ -79,13 +78,11 @@ class SwinV2(Scheme):
     name: ClassVar[str] = "swin_v2"
 
     def __post_init__(self):
-        for name in ("num_heads", "width"):
-            value = getattr(self, name)
-            require(value >= 1, f"swin_v2: {name} must be >= 1, got {value}.")
+        positive_integers("swin_v2", num_heads=self.num_heads, width=self.width)
         check_window("swin_v2", self.window)
         require(
             min(self._trained) >= 2,
-            "swin_v2: offsets are divided by the size of the window in training less one; both "
+            "swin_v2: offsets are divided by the size of the window in training minus one; both "
             f"sizes must be at least 2, got {self._trained}.",
         )
 
@@ -98,7 +95,7 @@ class SwinV2(Scheme):
         return self.window if self.pretrained_window == (0, 0) else self.pretrained_window
 
     def init(self, key):
-        """Returns {"in", "in_bias", "out"}, as torch.nn.Linear starts, and {"tau": [N]}."""
+        """Returns {"in", "in_bias", "out"}, initialised as torch.nn.Linear, and {"tau": [N]}."""
         keys = jax.random.split(key, 3)
         shapes = {
             "in": (self.width, 2),
@@ -113,16 +110,15 @@ class SwinV2(Scheme):
         return made | {"tau": jnp.full(self.num_heads, math.log(10.0), jnp.float32)}
 
     def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q [B, T, N, H], of the length that its head has learned."""
+        """Returns q [B, T, N, H] normalised to length g[n]."""
         gain = jnp.exp(jnp.minimum(params["tau"], math.log(100.0)))
-        return _unit(q, gain[None, None, :, None])
+        return _normalise(q, gain[None, None, :, None])
 
     def key(self, params, k, coordinates, features=None, tables=None):
-        """Returns k [B, S, K, H], of length one."""
-        return _unit(k)
+        """Returns k [B, S, K, H] normalised to length one."""
+        return _normalise(k)
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns what the network says of each offset."""
         offsets = jnp.asarray(log_offsets(self.window, self._trained))
         hidden = jnp.einsum("ra,wa->rw", offsets, params["in"], precision="highest")
         hidden = jax.nn.relu(hidden + params["in_bias"][None])
@@ -130,5 +126,5 @@ class SwinV2(Scheme):
         return LogitBias(WindowEntry(self.window), heads=16.0 * jax.nn.sigmoid(table))
 
     def logit_scale(self, head_dim):
-        """Returns 1: the length of q is the scale."""
+        """Returns 1: g, the length of q, is the scale."""
         return 1.0

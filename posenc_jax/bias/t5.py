@@ -2,19 +2,19 @@ r"""T5 bias: a learned number per head and bucket of distances.
 
     logits[n, i, j] = q_i . k_j * scale + table[n, bucket(i - j)]
 
-Near distances have a bucket each; from half of the buckets on, buckets grow
-logarithmically up to `max_distance`, beyond which all distances share the last one.
-Bidirectional: the first half of the buckets is for keys at or before the query, the
-second for keys after it. (Bucket num_buckets/2 is then never used: distance 0 belongs to
-the first half. The authors' table has the row all the same.)
+The first half of the buckets holds one distance each; the others grow logarithmically up to
+`max_distance`, beyond which all distances share the last one. Bidirectional: the first half of
+the buckets is for keys at or before the query, the second for keys after it. (Bucket
+num_buckets/2 is then unused, as distance 0 belongs to the first half; the authors' table
+has the row as well.)
 
 The authors compute the bucket with a float32 logarithm. Here the bucket boundaries are integers,
 computed on the host with exact arithmetic: distance n is past boundary j when
 
     (n / exact)^L >= (max_distance / exact)^j,      L = buckets - exact
 
-T5 does not divide q . k by sqrt(H); its initialisation makes up for that. This scheme says
-so in `logit_scale`. One table serves all layers of a stack; umT5 has one per layer.
+T5 does not divide q . k by sqrt(H), which its initialisation compensates; `logit_scale` is 1.
+The layers of a stack share one table; umT5 has one per layer.
 
 Paper: Raffel et al. Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer. 2019. https://arxiv.org/abs/1910.10683
@@ -29,7 +29,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import integer_positions, require
+from posenc_jax.checks import integer_positions, positive_integers, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -59,14 +59,14 @@ def t5_bucket(
     max_distance: int = 128,
     bidirectional: bool = False,
 ) -> jax.Array:
-    """Returns the bucket, int32 [...], of a distance.
+    """Returns the bucket of each distance, int32 [...].
 
     Args:
       distance: query position minus key position, integers [...].
-      num_buckets: number of buckets, for both directions together.
-      max_distance: where the last bucket begins, at the latest.
-      bidirectional: whether keys after the query have buckets of their own; otherwise
-        they share that of distance 0.
+      num_buckets: number of buckets, of both directions together.
+      max_distance: distance from which on all are in the last bucket.
+      bidirectional: whether keys after the query have their own buckets; otherwise
+        they share the bucket of distance 0.
 
     Raises:
       TypeError: for distances that are not integers.
@@ -82,7 +82,7 @@ def t5_bucket(
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """The bucket of a distance; `t5_bucket` says what its settings mean."""
+    """`t5_bucket` as a function of the distance alone."""
 
     num_buckets: int
     max_distance: int
@@ -130,13 +130,14 @@ class T5(Scheme):
 
     Attributes:
       num_heads: N.
-      num_buckets: number of buckets, for both directions together.
-      max_distance: where the last bucket begins, at the latest.
-      bidirectional: whether keys after the query have buckets of their own (encoders).
-      stddev: of the initial table; 0 starts without a bias.
+      num_buckets: number of buckets, of both directions together.
+      max_distance: distance from which on all are in the last bucket.
+      bidirectional: whether keys after the query have their own buckets (encoders).
+      stddev: standard deviation of the initial table; 0 for an initial bias of zero.
 
     Raises:
-      ValueError: for sizes that leave no logarithmic buckets.
+      ValueError: for sizes below one or that leave no logarithmic buckets, or a negative
+        stddev.
 
     >>> scheme = T5(num_heads=8)
     >>> scheme.init(jax.random.key(0))["table"].shape
@@ -151,7 +152,7 @@ class T5(Scheme):
     name: ClassVar[str] = "t5"
 
     def __post_init__(self):
-        require(self.num_heads >= 1, f"t5: num_heads must be >= 1, got {self.num_heads}.")
+        positive_integers("t5", num_heads=self.num_heads)
         require(self.stddev >= 0, f"t5: stddev must not be negative, got {self.stddev}.")
         check_buckets(self.num_buckets, self.max_distance, self.bidirectional)
 
@@ -165,12 +166,11 @@ class T5(Scheme):
         return {"table": self.stddev * jax.random.normal(key, shape, jnp.float32)}
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns the entry of each distance's bucket."""
         bucket = Bucket(self.num_buckets, self.max_distance, self.bidirectional)
         one_sided = self.num_buckets // (2 if self.bidirectional else 1)
-        far = t5_boundaries(one_sided, self.max_distance)[-1]
-        low = -far if self.bidirectional else 0
-        return LogitBias(_Rule(bucket), heads=params["table"], relative=True, bounds=(low, far))
+        last = t5_boundaries(one_sided, self.max_distance)[-1]
+        low = -last if self.bidirectional else 0
+        return LogitBias(_Rule(bucket), heads=params["table"], relative=True, bounds=(low, last))
 
     def logit_scale(self, head_dim):
         """Returns 1: T5 does not divide by sqrt(H)."""

@@ -13,7 +13,9 @@ from oracle import attend, qkv, softmax_attention
 
 import posenc_jax as pe
 
-OPTIONS = {pe.ALiBi: {"sides": "learned", "alibi_heads": 3, "past_bonus": 0.5, "scaled": True}}
+OPTIONS = {
+    pe.ALiBi: {"symmetry": "learned", "num_biased_heads": 3, "past_offset": 0.5, "scaled": True}
+}
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "alibi.json").read_text())
 SLOPES = {int(n): s for n, s in GOLDEN["slopes"].items()}  # Printed by the authors' get_slopes.
@@ -70,11 +72,11 @@ def test_errors_name_the_argument_and_the_value():
         pe.attention(*ARRAYS, rules=pe.ALiBi(num_heads=4).rules({}))
 
 
-def issue_five(heads, length, sides, past=None, future=None):
+def issue_five(heads, length, symmetry, past=None, future=None):
     """The forms for encoders of issue 5 of the authors' repository, in float64: [N, T, T]."""
     at = np.arange(length)
     away = np.abs(at[None, :] - at[:, None])
-    if sides == "split":
+    if symmetry == "split":
         hidden = np.full((length, length), -np.inf)
         right, left = np.triu(hidden, 1), np.tril(hidden, -1)
         half = -np.array(SLOPES[heads // 2])[:, None, None] * away
@@ -84,8 +86,8 @@ def issue_five(heads, length, sides, past=None, future=None):
 
 
 @pytest.mark.parametrize("heads", [6, 12])
-def test_split_sides_are_those_of_the_authors(heads):
-    scheme = pe.ALiBi(num_heads=heads, sides="split")
+def test_split_matches_the_authors(heads):
+    scheme = pe.ALiBi(num_heads=heads, symmetry="split")
     got = np.array(scheme.rules({}).dense(jnp.arange(63), jnp.arange(63)))
     wanted = issue_five(heads, 63, "split")
     np.testing.assert_array_equal(got < -1e19, np.isinf(wanted))
@@ -94,8 +96,8 @@ def test_split_sides_are_those_of_the_authors(heads):
     assert np.isfinite(far).all()
 
 
-def test_learned_sides_are_those_of_the_authors():
-    scheme = pe.ALiBi(num_heads=6, sides="learned")
+def test_learned_slopes_match_the_authors():
+    scheme = pe.ALiBi(num_heads=6, symmetry="learned")
     params = scheme.init(jax.random.key(0))
     at = np.array([0, 1, 62, 257, 10**6])
     got = scheme.rules(params).dense(jnp.asarray(at), jnp.asarray(at))
@@ -104,14 +106,14 @@ def test_learned_sides_are_those_of_the_authors():
     past, future = (1 / (1 + np.exp(-np.float64(params[n]))) for n in ("past", "future"))
     np.testing.assert_allclose(got[:, 4, 3], -past * (10**6 - 257), rtol=2e-6)
     np.testing.assert_allclose(got[:, 3, 4], -future * (10**6 - 257), rtol=2e-6)
-    drawn = pe.ALiBi(num_heads=4000, sides="learned").init(jax.random.key(0))
+    drawn = pe.ALiBi(num_heads=4000, symmetry="learned").init(jax.random.key(0))
     assert abs(drawn["past"].mean() + 2) < 0.1 and abs(drawn["future"].std() - 1) < 0.1
 
 
-def test_a_causal_model_sees_the_past_of_every_form():
+def test_split_in_causal_attention_leaves_half_of_the_heads_their_own_token():
     out = {
-        sides: attend(pe.ALiBi(num_heads=6, sides=sides), {}, *ARRAYS, is_causal=True)
-        for sides in ("alike", "split")
+        symmetry: attend(pe.ALiBi(num_heads=6, symmetry=symmetry), {}, *ARRAYS, is_causal=True)
+        for symmetry in ("symmetric", "split")
     }
     three = np.array(SLOPES[3])
     expected = softmax_attention(
@@ -124,31 +126,31 @@ def test_a_causal_model_sees_the_past_of_every_form():
     np.testing.assert_array_equal(
         out["split"][:, :, 3:].reshape(1, 63, 3, 8), own_values()[:, :, 3:]
     )
-    assert np.abs(out["alike"] - out["split"]).max() > 0.1
+    assert np.abs(out["symmetric"] - out["split"]).max() > 0.1
 
 
 def own_values():
     return np.repeat(ARRAYS[2], 2, axis=2)
 
 
-def test_the_bonus_of_the_past_is_that_of_ruoss_et_al():
+def test_past_offset_matches_ruoss_et_al():
     """google-deepmind/randomized_positional_encodings, compute_alibi_encodings_biases."""
     alibi = np.zeros((63, 63))
     alibi -= sum(np.tri(63, k=-i) for i in range(1, 63))
     alibi -= sum(np.tri(63, k=-i).T for i in range(1, 63))
     alibi += 0.5 * np.tri(63, k=-1)
-    scheme = pe.ALiBi(num_heads=12, past_bonus=0.5)
+    scheme = pe.ALiBi(num_heads=12, past_offset=0.5)
     got = scheme.rules({}).dense(jnp.arange(63), jnp.arange(63))
     np.testing.assert_allclose(got, alibi * np.array(SLOPES[12])[:, None, None], rtol=2e-6)
 
 
-def test_some_heads_may_go_without():
+def test_num_biased_heads_leaves_the_other_heads_without_a_bias():
     """lucidrains/x-transformers: slopes of that many heads, then zeros."""
-    got = pe.ALiBi(num_heads=12, alibi_heads=6).rules({}).heads
+    got = pe.ALiBi(num_heads=12, num_biased_heads=6).rules({}).heads
     np.testing.assert_allclose(got, [*SLOPES[6], *[0.0] * 6], rtol=1e-6)
 
 
-def test_falcons_penalty_is_divided_like_q_k():
+def test_scaled_matches_falcon():
     """huggingface/transformers, models/falcon: attention_logits = (q k + alibi) / sqrt(H)."""
     expected = softmax_attention(
         *ARRAYS, lambda q, k, n, i, j: (q @ k + SLOPES[6][n] * j) / np.sqrt(8)
@@ -160,22 +162,32 @@ def test_falcons_penalty_is_divided_like_q_k():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"sides": "none"}, 'alibi: sides must be "alike", "split" or "learned", got \'none\''),
-        ({"sides": "split", "num_heads": 5}, 'sides="split" needs an even num_heads, got 5'),
-        ({"alibi_heads": 7}, "alibi_heads must be 0 to 6 with sides='alike', got 7"),
-        ({"alibi_heads": 2, "sides": "learned"}, "alibi_heads must be 0 to 0 .*'learned', got 2"),
+        (
+            {"symmetry": "none"},
+            'alibi: symmetry must be "symmetric", "split" or "learned", got \'none\'',
+        ),
+        ({"symmetry": "split", "num_heads": 5}, 'symmetry="split" needs an even num_heads, got 5'),
+        ({"symmetry": "split", "past_offset": 1.0}, "needs a past_offset below 1, got 1.0"),
+        (
+            {"num_biased_heads": 7},
+            "num_biased_heads must be 0 to 6 with symmetry='symmetric', got 7",
+        ),
+        (
+            {"num_biased_heads": 2, "symmetry": "learned"},
+            "num_biased_heads must be 0 to 0 .*'learned', got 2",
+        ),
     ],
     ids=str,
 )
-def test_options_that_do_not_fit_are_errors(change, message):
+def test_errors_name_the_setting_and_the_value(change, message):
     with pytest.raises(ValueError, match=message):
         pe.ALiBi(**({"num_heads": 6} | change))
 
 
-@pytest.mark.parametrize("sides", ["split", "learned"])
+@pytest.mark.parametrize("symmetry", ["split", "learned"])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_implementations_agree_on_sides_and_their_gradients(sides, is_causal):
-    scheme = pe.ALiBi(num_heads=6, sides=sides)
+def test_implementations_agree_on_asymmetric_slopes_and_their_gradients(symmetry, is_causal):
+    scheme = pe.ALiBi(num_heads=6, symmetry=symmetry)
     params = scheme.init(jax.random.key(0))
 
     def loss(params, arrays, implementation):

@@ -34,7 +34,7 @@ def authors(x, params, base, at):
     both = np.concatenate([x, np.tile(bias, (x.shape[0], 1, 1, 1))], 1).transpose(0, 2, 3, 1)
     hidden = both @ params["in"].T + params["in_bias"]
     hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
-    mixed = hidden @ params["out"].T + 0.7  # A constant, which softmax does not see.
+    mixed = hidden @ params["out"].T + 0.7  # A constant, which cancels in the softmax.
     return x + bias + mixed.transpose(0, 3, 1, 2)
 
 
@@ -70,7 +70,7 @@ def test_matches_the_code_of_the_authors_at_far_positions():
     np.testing.assert_allclose(out, attention(*arrays, params, "kerple", at), atol=1e-5)
 
 
-def test_a_number_worked_out_by_hand():
+def test_logits_worked_out_by_hand():
     # [1.5, -0.5] -> hidden [1.5 + 0.5, 1.5 - 0.5] = [2, 1] -> 1 + 0.25; 1.5 - 0.5 + 1.25 = 2.25;
     # [-3, -1] -> hidden [-2, -4] -> leaky [-0.02, -0.04] -> -0.02; -3 - 1 - 0.02 = -4.02.
     scheme = pe.DAPE(num_heads=1, base="alibi", width=2)
@@ -97,7 +97,7 @@ def test_a_number_worked_out_by_hand():
 
 
 @pytest.mark.parametrize("base", ["kerple", "alibi"])
-def test_gradients_are_the_slopes_of_the_authors_code(base):
+def test_gradients_match_finite_differences_of_the_authors_code(base):
     arrays = qkv(length=5, heads=2, kv_heads=1, dim=3)
     weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
     scheme = pe.DAPE(num_heads=2, base=base, width=3)

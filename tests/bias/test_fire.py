@@ -85,17 +85,17 @@ def test_attention_matches_the_paper(is_causal, init_length):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_reads_the_position_of_the_query():
+def test_depends_on_the_position_of_the_query_beyond_l():
     scheme = pe.FIRE(num_heads=2, init_length=8.0)
     params = scheme.init(jax.random.key(0))
     here, there = (dense(scheme, params, [20 + s], [10 + s]) for s in (0, 100))
     assert np.abs(here - there).max() > 1e-3 and not scheme.traits.relative
     early, later = (dense(scheme, params, [5 + s], [3 + s]) for s in (0, 2))
-    np.testing.assert_array_equal(early, later)  # Both are before L.
+    np.testing.assert_array_equal(early, later)  # Both are below L.
 
 
 @pytest.mark.parametrize("name, value", [("c", -0.1), ("multiplier", -1.0)])
-def test_signs_of_c_and_multiplier_do_not_count(name, value):
+def test_invariant_to_the_signs_of_c_and_multiplier(name, value):
     scheme = pe.FIRE(num_heads=2)
     params = scheme.init(jax.random.key(0))
     at = np.arange(0, 1000, 100)
@@ -103,7 +103,7 @@ def test_signs_of_c_and_multiplier_do_not_count(name, value):
     np.testing.assert_array_equal(dense(scheme, params, at, at), dense(scheme, other, at, at))
 
 
-def test_starts_as_torch_linear_does():
+def test_initialised_as_torch_linear():
     params = pe.FIRE(num_heads=200, width=400, init_c=0.2).init(jax.random.key(0))
     bounds = {"inner": 1.0, "inner_bias": 1.0, "outer": 400**-0.5}
     for name, bound in bounds.items():

@@ -76,7 +76,7 @@ def test_parameters_are_projected_as_in_the_authors_code(cls):
 
 @BOTH
 def test_the_gradient_is_that_of_the_projected_value(cls):
-    """Their update is outside of the graph: a parameter below the bound still feels a pull."""
+    """Their update is outside of the graph: a parameter below the bound has a gradient."""
     at = jnp.arange(5)
     slopes = jax.jit(jax.grad(lambda r: dense(cls, r[:1], r[1:], at).sum()))
     below, bound = (np.asarray(slopes(jnp.full(2, r))) for r in (-4.0, 0.01))
@@ -102,7 +102,7 @@ def test_gradients_are_finite_at_distance_zero():
 
 
 @BOTH
-def test_starts_as_the_authors_do(cls):
+def test_initialised_as_the_authors_do(cls):
     params = cls(num_heads=4000).init(jax.random.key(0))
     tops = (2.0, 1.0) if cls is pe.KERPLELog else (1.0, 2.0)
     for leaf, top in zip((params["r1"], params["r2"]), tops, strict=True):
@@ -114,5 +114,5 @@ def test_starts_as_the_authors_do(cls):
 
 @BOTH
 def test_errors_name_the_argument_and_the_value(cls):
-    with pytest.raises(ValueError, match="kerple: num_heads must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=f"{cls.name}: num_heads must be >= 1, got 0"):
         cls(num_heads=0)

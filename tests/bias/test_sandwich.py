@@ -52,7 +52,7 @@ def test_attention_matches_the_paper(is_causal):
         lambda q, k, n, i, j: q @ k / np.sqrt(8) + bias[n, abs(i - j)],
         sees=lambda i, j: j <= i or not is_causal,
     )
-    for centred in (True, False):  # Softmax sees but the rounding.
+    for centred in (True, False):  # They differ by rounding alone.
         scheme = pe.Sandwich(num_heads=6, centred=centred)
         out = attend(scheme, {}, *ARRAYS, is_causal=is_causal)
         np.testing.assert_allclose(out, expected, atol=1e-5 if centred else 3e-5)

@@ -51,7 +51,7 @@ def test_attention_matches_the_authors(moved):
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
-def test_an_offset_that_the_window_does_not_hold_is_nan_in_its_row_alone():
+def test_offset_larger_than_the_window_makes_its_row_nan_and_no_other():
     scheme = pe.Swin(num_heads=2, window=(2, 3))
     params = scheme.init(jax.random.key(0))
     row, column = np.array([[0, 1, 2], [0, 2, 0]], np.int32)
@@ -61,7 +61,7 @@ def test_an_offset_that_the_window_does_not_hold_is_nan_in_its_row_alone():
     q = k = v = jnp.ones((1, 3, 2, 4))
     out = attend(scheme, params, q, k, v, coordinates=at, is_causal=True)
     np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), [False, False, True])
-    segments = jnp.array([[0, 0, 1]])  # Hidden keys do no harm.
+    segments = jnp.array([[0, 0, 1]])  # Masked keys have no effect.
     out = attend(scheme, params, q, k, v, coordinates=at, segment_ids=segments)
     assert np.isfinite(out).all()
 
@@ -76,6 +76,8 @@ def test_errors_name_the_argument_and_the_value():
         pe.Swin(num_heads=2, window=(0, 2))
     with pytest.raises(ValueError, match=r"swin: num_heads must be >= 1, got 0"):
         pe.Swin(num_heads=0)
+    with pytest.raises(ValueError, match=r"swin: window must be .*, got 7"):
+        pe.Swin(num_heads=2, window=7)
     bias = pe.Swin(num_heads=1).rules({"table": jnp.zeros((1, 169))})
     with pytest.raises(TypeError, match="swin: coordinates must be integers, got float32"):
         bias.dense(jnp.zeros(2), jnp.zeros(2))

@@ -44,7 +44,7 @@ def test_far_distances_share_the_last_bucket():
     np.testing.assert_array_equal(both, [15, 15, 15, 17, 31])
 
 
-def test_bucket_16_is_never_used_in_both_directions():
+def test_bucket_16_of_32_is_unused_when_bidirectional():
     used = set(np.asarray(pe.t5_bucket(jnp.arange(-600, 601), bidirectional=True)).tolist())
     assert used == set(range(32)) - {16}
 
@@ -138,6 +138,6 @@ def test_errors_name_the_setting_and_the_value(change, message):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])
-def test_refuses_distances_that_cannot_count(dtype):
+def test_distances_that_are_not_integers_raise(dtype):
     with pytest.raises(TypeError, match="t5: distance must be integers, got"):
         pe.t5_bucket(jnp.zeros(3, dtype))

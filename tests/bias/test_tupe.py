@@ -43,7 +43,7 @@ def dense(scheme, params, q, k):
 
 
 def trained_like(scheme):
-    """Parameters as large as after training, so that the bias counts."""
+    """Parameters with the magnitude of a trained model, so that the bias matters."""
     params = scheme.init(jax.random.key(0))
     return params | {n: 20 * np.asarray(params[n]) for n in ("query", "key")}
 
@@ -97,7 +97,7 @@ def test_attention_matches_the_paper(untied):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_with_tied_first_tokens_t5_is_the_chained_one():
+def test_with_tied_cls_equals_a_chain_with_t5():
     scheme = small(untie_cls=False, num_buckets=32)
     params = trained_like(scheme)
     params["buckets"] = waves(6, 32)
@@ -109,7 +109,7 @@ def test_with_tied_first_tokens_t5_is_the_chained_one():
     assert np.abs(chained - attend(plain, rest, *ARRAYS)).max() > 0.1
 
 
-def test_every_packed_sequence_has_a_first_token():
+def test_each_packed_sequence_has_its_own_cls():
     scheme = small(num_buckets=32)
     params = trained_like(scheme)
     q, k, v = (x[:, :20] for x in ARRAYS)
@@ -120,7 +120,7 @@ def test_every_packed_sequence_has_a_first_token():
     np.testing.assert_allclose(out[:, 8:], alone, atol=1e-5)
 
 
-def test_beyond_the_table_raises_or_is_nan_in_that_row_alone():
+def test_positions_outside_the_table_raise_or_make_their_row_nan_and_no_other():
     scheme = small(max_length=20)
     params = scheme.init(jax.random.key(0))
     q, k, v = (x[:, :5] for x in ARRAYS)

@@ -108,7 +108,7 @@ def noisy_alibi(slopes, length, drawn, left=None):
 def test_randomized_distances_are_those_of_the_authors(both):
     drawn, left = (at.randomized_distances(k, 62, 2048) for k in jax.random.split(KEY))
     assert (np.diff(drawn) > 0).all() and drawn[0] >= 1 and drawn[-1] < 2048
-    alibi = pe.ALiBi(num_heads=6, past_bonus=0.5)
+    alibi = pe.ALiBi(num_heads=6, past_offset=0.5)
     bias = pe.on_distances(alibi.rules({}), left if both else drawn, drawn)
     wanted = noisy_alibi(pe.alibi_slopes(6), 63, drawn, left if both else None)
     np.testing.assert_allclose(bias.dense(jnp.arange(63), jnp.arange(63)), wanted, rtol=2e-6)
