@@ -5,95 +5,104 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from experiments.config import Experiment
-from experiments.corpus import Corpus
-from experiments.evaluate import evaluate, is_fitted, text_baseline
-from experiments.folder import MEASURES, Folder, ResultsError
-from experiments.model import initialize
+from experiments.errors import ExperimentError, ResultsError
+from experiments.model import Position, initialize, seed_keys
 from experiments.progress import Progress
 from experiments.report import write_report
-from experiments.tasks import Task, Text
-from experiments.train import seed_keys, train
+from experiments.results_store import ResultsStore
+from experiments.schemes import has_table
+from experiments.tasks.base import Data, Task
+from experiments.train import train
 
-SECONDS = {"kback": 12.0, "kth": 14.0, "text": 21.0}
-"""What a run takes on two idle cores, for the first guess of the time left."""
 
-
-@dataclasses.dataclass
-class Loaded:
-    """A task and the data that all its runs share."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A scheme on a task, with the data that all schemes share."""
 
     task: Task
-    data: Any
-    corpus: Corpus | None = None
-    baseline: float | None = None
+    data: Data
+    name: str
+    position: Position
+    seeds: list[int]
 
     @property
-    def fit_rule(self) -> str:
-        """When a model counts as fitted, with the number it has to beat."""
-        beat = "" if self.baseline is None else f", {self.baseline:.3f}"
-        return self.task.fit_rule + beat
+    def key(self) -> tuple[str, str]:
+        """The names of the task and the scheme."""
+        return self.task.name, self.name
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what is known of the run before it begins, as it stands in results.json."""
+        task = self.task
+        return {
+            "task": task.name,
+            "scheme": self.name,
+            "scheme_repr": repr(self.position),
+            "status": "failed",
+            "error": None,
+            "seeds": self.seeds,
+            "steps": task.train.steps,
+            "learning_rate": task.train.learning_rate,
+            "train_length": task.train_length,
+            "fitted": False,
+            "fit_rule": task.fit_rule(self.data),
+            "evaluations": [],
+        }
+
+    def train(
+        self, report: Callable[[int, list[float]], None], keep: Callable[[Any], None]
+    ) -> dict[str, Any]:
+        """Trains and evaluates the scheme, and returns the run as it stands in results.json."""
+        trained = train(self.task, self.position, self.seeds, self.data.train, report)
+        keep(trained.params)
+        return {
+            **self.describe(),
+            "status": "done",
+            "parameters": trained.parameters,
+            "compile_seconds": round(trained.compile_seconds, 3),
+            "train_seconds": round(trained.train_seconds, 3),
+            "cpu_seconds": round(trained.cpu_seconds, 3),
+            "steps_per_second": round(self.task.train.steps / trained.train_seconds, 3),
+            "final_loss": trained.curve["loss"][-1],
+            "curve": trained.curve,
+            **self.evaluate(trained.params),
+        }
+
+    def evaluate(self, params: Any) -> dict[str, Any]:
+        """Returns the entries of a run that trained parameters decide."""
+        found = self.task.evaluate(self.position, params, self.seeds, self.data)
+        if has_table(self.position):
+            last = self.task.train_length - 1
+            note = f"rows beyond position {last} were never trained"
+            found = [
+                dataclasses.replace(e, note=e.note or (None if e.in_distribution else note))
+                for e in found
+            ]
+        return {
+            "fitted": self.task.fitted(found, self.data),
+            "fit_rule": self.task.fit_rule(self.data),
+            "evaluations": [dataclasses.asdict(e) for e in found],
+        }
 
 
-def load_task(task: Task) -> Loaded:
-    """Returns a task with its data.
+def plan_runs(experiment: Experiment) -> list[Run]:
+    """Returns all runs of an experiment with their data, in order.
 
     Raises:
-      CorpusError: if there is none.
+      CorpusError: if data are missing or damaged.
     """
-    if not isinstance(task, Text):
-        return Loaded(task, task.load())
-    corpus = task.read()
-    return Loaded(task, jnp.asarray(corpus.train), corpus, text_baseline(task, corpus))
-
-
-def run_one(
-    loaded: Loaded,
-    name: str,
-    scheme: Any,
-    seeds: list[int],
-    report: Callable[[int, list[float]], None],
-    keep: Callable[[Any], None] = lambda params: None,
-) -> dict[str, Any]:
-    """Trains and evaluates one scheme, and returns the run as it stands in results.json."""
-    task = loaded.task
-    run: dict[str, Any] = describe_run(loaded, name, scheme, seeds)
-    trained = train(task, scheme, seeds, loaded.data, report)
-    keep(trained.params)
-    found = evaluate(task, scheme, trained.params, seeds, loaded.corpus)
-    return run | {
-        "status": "done",
-        "parameters": trained.parameters,
-        "compile_seconds": round(trained.compile_seconds, 3),
-        "train_seconds": round(trained.train_seconds, 3),
-        "cpu_seconds": round(trained.cpu_seconds, 3),
-        "steps_per_second": round(task.train.steps / trained.train_seconds, 3),
-        "final_loss": trained.curve["loss"][-1],
-        "curve": trained.curve,
-        "fitted": is_fitted(task, found, loaded.baseline),
-        "evaluations": [dataclasses.asdict(e) for e in found],
-    }
-
-
-def describe_run(loaded: Loaded, name: str, scheme: Any, seeds: list[int]) -> dict[str, Any]:
-    """Returns what is known of a run before it begins."""
-    task = loaded.task
-    return {
-        "task": task.name,
-        "scheme": name,
-        "scheme_repr": repr(scheme),
-        "status": "failed",
-        "error": None,
-        "seeds": seeds,
-        "steps": task.train.steps,
-        "learning_rate": task.train.learning_rate,
-        "train_length": task.train_length,
-        "fitted": False,
-        "fit_rule": loaded.fit_rule,
-        "evaluations": [],
-    }
+    data = {name: task.load() for name, task in experiment.tasks.items()}
+    return [
+        Run(
+            experiment.tasks[task],
+            data[task],
+            name,
+            experiment.scheme(task, name),
+            experiment.seed_list,
+        )
+        for task, name in experiment.plan()
+    ]
 
 
 def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) -> int:
@@ -113,119 +122,91 @@ def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) 
     Raises:
       CorpusError, ResultsError: with one line; what was written before is whole.
     """
-    tasks = {name: load_task(experiment.task(name)) for name in experiment.tasks}
-    folder = Folder(experiment, fresh=fresh)
-    folder.open(**{f"corpus {c.name}": f"{c.size} bytes, sha256 {c.sha256}" for c in _texts(tasks)})
+    runs = plan_runs(experiment)
+    store = ResultsStore(experiment, fresh=fresh)
+    facts = _facts(runs)
+    store.open(facts)
     status = 0
-    with Progress() as progress:
-        for corpus in _texts(tasks):
-            progress.message(corpus.describe())
-        guesses = {name: SECONDS[name] * experiment.seeds for name in tasks}
-        progress.start(experiment.plan(), guesses)
+    with _progress(experiment) as progress:
+        for name, words in facts.items():
+            progress.message(f"{name}: {words}")
+        guess = {name: t.seconds * experiment.seeds for name, t in experiment.tasks.items()}
+        progress.start([run.key for run in runs], guess)
         try:
-            for task, name in experiment.plan():
-                run = folder.finished(task, name)
-                if run is None:
-                    run = _attempt(experiment, folder, progress, tasks[task], name, keep)
-                    folder.add(run)
-                if run["status"] == "failed":
+            for run in runs:
+                result = store.finished(*run.key)
+                if result is None:
+                    result = _attempt(run, store, progress, keep)
+                    store.add(result)
+                if result["status"] == "failed":
                     status = 1
-                progress.finish(run)
+                progress.finish(result)
         except KeyboardInterrupt:
             status = 130
-    _report(folder)
+    print(f"Report: {write_report(store.path)}")
     if status == 130:
         print("Stopped; what was finished is kept, and the same command goes on from there.")
     return status
 
 
 def evaluate_again(experiment: Experiment) -> int:
-    """Measures kept parameters again, and puts the numbers in place of the earlier ones.
+    """Measures kept parameters again, and replaces the earlier numbers.
 
     Raises:
       CorpusError, ResultsError: with one line; what was written before is whole.
     """
-    folder = Folder(experiment, may_differ=MEASURES)
-    before: dict[tuple[str, str], dict[str, Any]] = {}
-    for pair in experiment.plan():
-        before[pair] = folder.finished(*pair) or {}
-        if not before[pair]:
+    store = ResultsStore(experiment, measure=True)
+    for task, name in experiment.plan():
+        if store.finished(task, name) is None:
             raise ResultsError(
-                f"{folder.path}: holds no finished run of {pair[1]} on {pair[0]}; make it with "
+                f"{store.path}: holds no finished run of {name} on {task}; make it with "
                 "`python -m experiments train`"
             )
-    tasks = {name: load_task(experiment.task(name)) for name in experiment.tasks}
-    params = {pair: _kept(experiment, folder, *pair) for pair in experiment.plan()}
-    folder.open()
-    with Progress() as progress:
-        progress.start(experiment.plan())
-        for (task, name), run in before.items():
-            loaded, scheme = tasks[task], experiment.scheme(task, name)
-            found = evaluate(loaded.task, scheme, params[task, name], run["seeds"], loaded.corpus)
-            run |= {
-                "fitted": is_fitted(loaded.task, found, loaded.baseline),
-                "fit_rule": loaded.fit_rule,
-                "evaluations": [dataclasses.asdict(e) for e in found],
-            }
-            folder.add(run)
-            progress.finish(run)
-    _report(folder)
+    runs = plan_runs(experiment)
+    params = {run.key: _kept(run, store) for run in runs}
+    store.open(_facts(runs))
+    with _progress(experiment) as progress:
+        progress.start([run.key for run in runs])
+        for run in runs:
+            result = {**(store.finished(*run.key) or {}), **run.evaluate(params[run.key])}
+            store.add(result)
+            progress.finish(result)
+    print(f"Report: {write_report(store.path)}")
     return 0
 
 
-def _kept(experiment: Experiment, folder: Folder, task: str, name: str) -> Any:
-    settings = experiment.task(task)
-    keys = seed_keys(experiment.seed_list, "parameters")
-    scheme = experiment.scheme(task, name)
-    like = jax.eval_shape(
-        lambda k: initialize(settings.model, scheme, settings.vocab_size, k), keys
-    )
-    return folder.load_parameters(task, name, like)
+def _progress(experiment: Experiment) -> Progress:
+    return Progress({name: task.labels for name, task in experiment.tasks.items()})
 
 
-def _report(folder: Folder) -> None:
-    try:
-        print(f"Report: {write_report(folder.path)}")
-    except OSError as error:
-        raise ResultsError(
-            f"{folder.path}: the report cannot be written: {error.strerror or error}"
-        ) from None
+def _facts(runs: list[Run]) -> dict[str, str]:
+    return {name: words for run in runs for name, words in run.data.facts.items()}
 
 
-def _texts(tasks: dict[str, Loaded]) -> list[Corpus]:
-    return [loaded.corpus for loaded in tasks.values() if loaded.corpus is not None]
+def _kept(run: Run, store: ResultsStore) -> Any:
+    keys, task = seed_keys(run.seeds, "parameters"), run.task
+    like = jax.eval_shape(lambda k: initialize(task.model, run.position, task.vocab_size, k), keys)
+    return store.load_parameters(*run.key, like)
 
 
-def _attempt(
-    experiment: Experiment,
-    folder: Folder,
-    progress: Progress,
-    loaded: Loaded,
-    name: str,
-    keep: bool,
-) -> dict[str, Any]:
-    """Returns a run, done or failed; only trouble with the folder is raised."""
-    task = loaded.task
-    scheme = experiment.scheme(task.name, name)
-    seeds = experiment.seed_list
+def _attempt(run: Run, store: ResultsStore, progress: Progress, keep: bool) -> dict[str, Any]:
+    """Returns a run, done or failed; only errors of the folder are raised."""
+    task, name = run.key
+    steps = run.task.train.steps
 
     def report(step: int, loss: list[float]) -> None:
-        folder.log(task=task.name, scheme=name, step=step, loss=loss)
-        progress.update(task.name, name, step, task.train.steps, sum(loss) / len(loss))
+        store.log(task=task, scheme=name, step=step, loss=loss)
+        progress.update(task, name, step, steps, sum(loss) / len(loss))
 
-    def store(params: Any) -> None:
+    def save(params: Any) -> None:
         if keep:
-            folder.save_parameters(task.name, name, params)
+            store.save_parameters(task, name, params)
 
     try:
-        return run_one(loaded, name, scheme, seeds, report, store)
-    except ResultsError:
+        return run.train(report, save)
+    except ExperimentError:
         raise
     except Exception as error:
-        progress.update(task.name, name, 0, task.train.steps, float("nan"))
-        return describe_run(loaded, name, scheme, seeds) | {"error": _one_line(error)}
-
-
-def _one_line(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:300]}"
+        progress.update(task, name, 0, steps, float("nan"))
+        words = " ".join(str(error).split())[:300]
+        return {**run.describe(), "error": f"{type(error).__name__}: {words}"}

@@ -1,20 +1,29 @@
 """An experiment as a frozen dataclass: from a TOML file, with changes on the command line."""
 
-import contextlib
+import argparse
 import dataclasses
-import io
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-import posenc_jax as pe
-from experiments.schemes import check_options, find_scheme, make_scheme
-from experiments.strict import ConfigError, build, merge, near, need, read_toml
-from experiments.tasks import TASKS, KBack, Kth, Task, Text
-from experiments.tasks.base import Names, Options
+from experiments.config_io import (
+    Parser,
+    convert,
+    field_help,
+    from_tables,
+    literal,
+    merge,
+    names,
+    near,
+    need,
+    read_toml,
+    to_tables,
+)
+from experiments.errors import ConfigError
+from experiments.model import Position
+from experiments.schemes import build, find, import_object
+from experiments.tasks import TASKS, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,21 +34,19 @@ class Experiment:
     """Name of the folder of results."""
     results: str = "results"
     """Where folders of results are."""
-    tasks: Names = ("kback", "kth", "text")
-    """Tasks to run: kback, kth, text."""
-    schemes: Names = ("none", "learned", "sinusoidal", "shaw", "t5", "alibi", "rope")
-    """Schemes to compare: names, or package.module:Class for one of your own."""
     seeds: int = 1
     """Seeds per run; they train side by side, paired across schemes."""
     first_seed: int = 0
     """The first seed."""
-    options: Annotated[Options, tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
-    kback: KBack = dataclasses.field(default_factory=KBack)
-    """Task kback."""
-    kth: Kth = dataclasses.field(default_factory=Kth)
-    """Task kth."""
-    text: Text = dataclasses.field(default_factory=Text)
-    """Task text."""
+    schemes: tuple[str, ...] = ("none", "learned", "sinusoidal", "shaw", "t5", "alibi", "rope")
+    """Schemes to compare: names, chains such as rope+alibi, or package.module:object for a class,
+    a scheme, a tuple of layers or a function of your own."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of schemes by scheme; on the command line --schemes.t5.num-buckets."""
+    tasks: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: {name: task() for name, task in TASKS.items()}
+    )
+    """Tasks to run with their settings, by name."""
 
     @property
     def folder(self) -> Path:
@@ -51,17 +58,43 @@ class Experiment:
         """The seeds of each run."""
         return list(range(self.first_seed, self.first_seed + self.seeds))
 
-    def task(self, name: str) -> Task:
-        """Returns the settings of a task."""
-        return getattr(self, name)
-
-    def scheme(self, task: str, scheme: str) -> pe.Scheme:
-        """Returns a scheme for the model of a task."""
-        return make_scheme(scheme, self.task(task), self.options)
-
     def plan(self) -> list[tuple[str, str]]:
         """Returns all (task, scheme) pairs, in the order in which they run."""
         return [(task, scheme) for task in self.tasks for scheme in self.schemes]
+
+    def scheme(self, task_name: str, scheme: str) -> Position:
+        """Returns a scheme, or one layer each, for the model of a task.
+
+        A default `max_distance` beyond the training length is reduced to it, since parameters of
+        longer distances would stay as they were initialised.
+
+        Raises:
+          ConfigError: for options that the scheme does not have, or values that it refuses.
+        """
+        task: Task = self.tasks[task_name]
+        sizes = {
+            "num_heads": task.model.num_heads,
+            "head_dim": task.model.head_dim,
+            "model_dim": task.model.model_dim,
+            "num_layers": task.model.num_layers,
+            "max_length": task.longest,
+            "trained_length": task.train_length,
+        }
+        tables: dict[str, dict[str, Any]] = {}
+        for name in (part.strip() for part in scheme.split("+")):
+            options = self.options.get(name, {}), task.schemes.get(name, {})
+            tables |= {f"schemes.{name}": options[0], f"{task_name}.schemes.{name}": options[1]}
+            given = {**options[0], **options[1]}.get("max_distance")
+            if isinstance(given, int) and given > task.train_length:
+                raise ConfigError(
+                    f"schemes.{name}.max_distance: {given} exceeds {task_name}.train_length = "
+                    f"{task.train_length}, so its furthest distances would never be trained; set "
+                    f"{task_name}.schemes.{name}.max_distance"
+                )
+            default = getattr(find(name), "max_distance", None)
+            if given is None and isinstance(default, int) and default > task.train_length:
+                tables[f"schemes.{name}"] = {**options[0], "max_distance": task.train_length}
+        return build(scheme, sizes, tables, f"task {task_name}")
 
     def check(self) -> None:
         """Raises ConfigError for anything that cannot work."""
@@ -69,58 +102,101 @@ class Experiment:
         need(self.first_seed >= 0, "first_seed", "must not be negative", self)
         if not self.name or Path(self.name).name != self.name:
             raise ConfigError(f"name: must be the name of a folder, got {self.name!r}")
-        for what in ("tasks", "schemes"):
-            names = getattr(self, what)
-            if not names or len(set(names)) != len(names):
-                raise ConfigError(f"{what}: must name some, each once, got {list(names)}")
-        for task in self.tasks:
-            if task not in TASKS:
-                raise ConfigError(f"tasks: unknown task {task!r}{near(task, TASKS)}")
-        for scheme in self.schemes:
-            find_scheme(scheme)
-        check_options("schemes", self.options, self.schemes)
-        for name in self.tasks:
-            self.task(name).check()
-            check_options(f"{name}.schemes", self.task(name).schemes, self.schemes)
+        if not self.schemes or len(set(self.schemes)) != len(self.schemes):
+            raise ConfigError(f"schemes: must name some, each once, got {list(self.schemes)}")
+        for name in {part.strip() for scheme in self.schemes for part in scheme.split("+")}:
+            find(name)
+        _check_options("schemes", self.options)
+        for name, task in self.tasks.items():
+            task.check()
+            _check_options(f"{name}.schemes", task.schemes)
         for task, scheme in self.plan():
             self.scheme(task, scheme)
 
     def to_tables(self) -> dict[str, Any]:
         """Returns the settings as they stand in a file."""
-        out = dataclasses.asdict(self)
-        out["schemes"] = {"names": list(self.schemes), **out.pop("options")}
-        for task in set(TASKS) - set(self.tasks):
-            del out[task]
-        return _listed(out)
+        return {name: getattr(self, name) for name in _SETTINGS} | {
+            "tasks": [_reference(type(task)) for task in self.tasks.values()],
+            "schemes": {"names": list(self.schemes), **self.options},
+            **{name: to_tables(task) for name, task in self.tasks.items()},
+        }
 
 
-def _listed(value: Any) -> Any:
-    """Tuples as lists, as JSON and TOML have them."""
-    if isinstance(value, Mapping):
-        return {k: _listed(v) for k, v in value.items()}
-    return [_listed(v) for v in value] if isinstance(value, list | tuple) else value
+_SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
 
 
-def from_tables(tables: Mapping[str, Any], default: Experiment | None = None) -> Experiment:
+def _check_options(path: str, options: Mapping[str, Any]) -> None:
+    for name, table in options.items():
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{path}.{name}: must be a table of options, got {table!r}")
+        find(name)
+
+
+def _reference(task: type[Task]) -> str:
+    """The word by which `find_task` finds a task again."""
+    known = TASKS.get(task.name) is task
+    return task.name if known else f"{task.__module__}:{task.__qualname__}"
+
+
+def find_task(name: str) -> type[Task]:
+    """Returns a task class.
+
+    Args:
+      name: a key of `experiments.tasks.TASKS`, or `package.module:Class`.
+
+    Raises:
+      ConfigError: if there is no such task.
+    """
+    if ":" not in name:
+        if name not in TASKS:
+            raise ConfigError(f"tasks: unknown task {name!r}{near(name, TASKS)}")
+        return TASKS[name]
+    found = import_object(name, "tasks")
+    if not (isinstance(found, type) and issubclass(found, Task) and found.name):
+        raise ConfigError(f"tasks: {name!r} is no subclass of Task with a name")
+    return found
+
+
+def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experiment:
     """Returns the experiment that a file describes, unchecked.
+
+    Args:
+      tables: `tasks` names those to run, and a table of a task's name has its settings; the table
+        `schemes` has `names`, and a table of options for each scheme.
+      others: tasks that may have a table though they do not run.
 
     Raises:
       ConfigError: for unknown settings and wrong types.
     """
     tables = dict(tables)
-    schemes = tables.pop("schemes", None)
-    if schemes is not None:
-        if not isinstance(schemes, Mapping):
-            raise ConfigError(f"schemes: must be a table with `names`, got {schemes!r}")
-        schemes = dict(schemes)
-        if "names" in schemes:
-            tables["schemes"] = schemes.pop("names")
-        check_options("schemes", schemes, ())
-        tables["options"] = schemes
-    return build(Experiment, tables, default=default)
+    run = convert(list[str], tables.pop("tasks", list(TASKS)), "tasks")
+    if not run or len(set(run)) != len(run):
+        raise ConfigError(f"tasks: must name some, each once, got {run}")
+    known = _known([*others, *run])
+    tasks = {n: from_tables(task, tables.pop(n, {}), n) for n, task in known.items()}
+    schemes = convert(dict[str, Any], tables.pop("schemes", {}), "schemes")
+    if "names" in schemes:
+        tables["schemes"] = schemes.pop("names")
+    _check_options("schemes", schemes)
+    hints = typing.get_type_hints(Experiment)
+    for name in tables:
+        if name not in _SETTINGS:
+            hint = near(name, [*_SETTINGS, *known])
+            raise ConfigError(f"{name}: unknown setting of Experiment{hint}")
+    return Experiment(
+        **{name: convert(hints[name], value, name) for name, value in tables.items()},
+        options=schemes,
+        tasks={task.name: tasks[task.name] for task in map(find_task, run)},
+    )
 
 
-def load(path: Path, arguments: Sequence[str] = (), *, quick: bool = False, program: str = ""):
+def _known(references: Iterable[str]) -> dict[str, type[Task]]:
+    return TASKS | {task.name: task for task in map(find_task, references)}
+
+
+def load(
+    path: Path, arguments: Sequence[str] = (), *, quick: bool = False, program: str = ""
+) -> Experiment:
     """Returns the checked experiment of a file with changes from the command line.
 
     Args:
@@ -135,86 +211,58 @@ def load(path: Path, arguments: Sequence[str] = (), *, quick: bool = False, prog
     """
     tables = read_toml(path)
     overlay = tables.pop("quick", None)
+    others = convert(list[str], tables.get("tasks", []), "tasks")
     if quick:
         if overlay is None:
             raise ConfigError(f"{path}: has no table [quick], which --quick needs")
         tables = merge(tables, overlay)
-    rest, options = _split_options(list(arguments))
-    experiment = _override(from_tables(merge(tables, options)), rest, program)
+    tables = merge(tables, _changes(from_file(tables, others), list(arguments), program))
+    experiment = from_file(tables, others)
     experiment.check()
     return experiment
 
 
-def _split_options(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Takes `--schemes.<scheme>.<option> <value>` (or `--<task>.schemes. ...`) out of a list."""
-    rest: list[str] = []
-    found: dict[str, Any] = {}
-    while arguments:
-        argument = arguments.pop(0)
-        head, middle, tail = argument.partition("schemes.")
-        task = head.removeprefix("--").rstrip(".")
-        if not middle or not head.startswith("--") or (task and task not in TASKS):
-            rest.append(argument)
-            continue
-        flag, equals, text = tail.partition("=")
-        scheme, _, option = flag.rpartition(".")
-        if not scheme:
-            raise ConfigError(f"{argument}: write --schemes.<scheme>.<option> <value>")
-        if not equals:
-            if not arguments:
-                raise ConfigError(f"{argument}: a value is missing")
-            text = arguments.pop(0)
-        table = {"schemes": {scheme: {option.replace("-", "_"): _literal(text)}}}
-        found = merge(found, {task: table} if task else table)
-    return rest, found
+def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict[str, Any]:
+    """Returns the tables that the command line describes."""
+    tasks = Parser(add_help=False)
+    tasks.add_argument("--tasks", type=names, default=[])
+    named = tasks.parse_known_args(arguments)[0].tasks
+    parser = Parser(prog=program, description=Experiment.__doc__)
+    parser.add_settings(experiment, "experiment")
+    parser.add_argument(
+        "--tasks",
+        type=names,
+        default=argparse.SUPPRESS,
+        metavar="A,B",
+        help=f"{field_help(Experiment)['tasks']} (now: {','.join(experiment.tasks)})",
+    )
+    for name, task in _known(named).items():
+        parser.add_settings(experiment.tasks.get(name, task()), f"task {name}", f"{name}.")
+    found, rest = parser.parse_known_args(arguments)
+    # Options of schemes, and unknown flags: these are refused with the tables of a file.
+    more = Parser(prog=program, add_help=False)
+    for flag in dict.fromkeys(a.partition("=")[0] for a in rest if a.startswith("--")):
+        more.add_argument(flag, dest=flag.removeprefix("--"), type=literal)
+    out: dict[str, Any] = {}
+    for flag, value in {**vars(found), **vars(more.parse_args(rest))}.items():
+        for key in reversed(_path(flag)):
+            value = {key: value}
+        out = merge(out, value)
+    return out
 
 
-def _literal(text: str) -> Any:
-    """A value as TOML writes it: number, true, false; anything else is a string."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)
+def _path(flag: str) -> list[str]:
+    """Returns where the value of a flag stands in the tables.
 
-
-def _override(experiment: Experiment, arguments: list[str], program: str) -> Experiment:
-    """Returns the experiment with the flags of the command line, read by tyro."""
-    for argument in arguments:
-        if argument.startswith("--") and argument not in ("--help",):
-            _check_flag(argument.partition("=")[0])
-    say = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(say):
-            return tyro.cli(
-                Experiment,
-                prog=program,
-                description=Experiment.__doc__,
-                default=experiment,
-                args=arguments,
-                config=(tyro.conf.FlagConversionOff,),
-            )
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        words = " ".join("".join(c for c in say.getvalue() if c not in "╭╮╰╯│─").split())
-        for title in ("Value error", "Missing argument", "Unrecognized options"):
-            words = words.removeprefix(title).strip()
-        for rest in ("Argument helptext:", "For full helptext"):
-            words = words.partition(rest)[0].strip()
-        raise ConfigError(f"command line: {words}") from None
-
-
-def _check_flag(flag: str) -> None:
-    """Raises ConfigError for a flag that is no setting."""
-    cls: Any = Experiment
-    path = ""
-    for part in flag.removeprefix("--").split("."):
-        name = part.replace("-", "_")
-        path = f"{path}.{name}" if path else name
-        fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-        if name not in fields or name == "options":
-            owner = getattr(cls, "__name__", "a setting")
-            raise ConfigError(f"{path}: unknown setting of {owner}{near(name, fields)}")
-        cls = typing.get_type_hints(cls)[name]
+    >>> _path("text.train.batch"), _path("text.schemes.mypkg.mine:My.rate-of-x")
+    (['text', 'train', 'batch'], ['text', 'schemes', 'mypkg.mine:My', 'rate_of_x'])
+    """
+    if flag == "schemes":
+        return ["schemes", "names"]
+    head, schemes, tail = flag.partition("schemes.")
+    if not schemes:
+        return flag.replace("-", "_").split(".")
+    scheme, _, option = tail.rpartition(".")
+    if not scheme:
+        raise ConfigError(f"--{flag}: write --schemes.<scheme>.<option> <value>")
+    return [*head.split(".")[:-1], "schemes", scheme, option.replace("-", "_")]

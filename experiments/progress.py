@@ -1,7 +1,7 @@
-"""What the terminal shows while schemes are compared: a table that fills in, and time left.
+"""Progress of a comparison: a table of results that fills in, and the time left.
 
-On a terminal the display is live. Elsewhere (pipes, CI) there is one line per finished run
-and the table at the end.
+The display is live on a terminal. Elsewhere (pipes, CI) there is one line per finished run and
+the table at the end.
 """
 
 import time
@@ -17,7 +17,7 @@ from experiments.terminal import final_table as final_table
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds as a person would say them.
+    """Returns seconds in words.
 
     >>> duration(8.4), duration(75), duration(3700)
     ('8 s', '1 min 15 s', '1 h 1 min')
@@ -31,26 +31,25 @@ def duration(seconds: float) -> str:
 
 
 class TimeLeft:
-    """Guesses what remains of a plan, and learns from each run that ends.
+    """Estimates what remains of a plan, and learns from each run that ends.
+
+    A bar of `rich.progress` extrapolates one speed; here runs of different tasks take different
+    times, and the first estimate is made before any has ended.
 
     Args:
-      plan: (task, scheme) of each run.
-      seconds_guess: for the whole plan, or for one run of each task.
+      guess: seconds of a run, by task.
     """
 
-    def __init__(self, plan, seconds_guess: float | Mapping[str, float]):
+    def __init__(self, guess: Mapping[str, float]):
+        self._guess = guess
         self._seen: dict[str, list[float]] = {}
-        if isinstance(seconds_guess, Mapping):
-            self._guess = {task: float(seconds_guess.get(task, 0.0)) for task, _ in plan}
-        else:
-            self._guess = {task: float(seconds_guess) / max(1, len(plan)) for task, _ in plan}
 
     def learn(self, task: str, seconds: float):
-        """Takes note of the time of a run."""
+        """Records the time of a run."""
         self._seen.setdefault(task, []).append(seconds)
 
     def of_run(self, task: str) -> float:
-        """Returns what a run of this task takes: as before, or as guessed and off as before."""
+        """Returns the mean of this task's runs, or the guess times the error of other tasks'."""
         if seen := self._seen.get(task):
             return tables.mean(seen)
         took = sum(sum(seen) for seen in self._seen.values())
@@ -71,16 +70,20 @@ class Progress:
     """Shows a plan of runs while it is carried out.
 
     >>> with Progress() as progress:  # doctest: +SKIP
-    ...     progress.start([("kback", "rope")], seconds_guess=10)
+    ...     progress.start([("kback", "rope")], {"kback": 10.0})
     ...     progress.update("kback", "rope", step=25, steps=300, loss=2.1)
     ...     progress.finish(run)
     """
 
-    def __init__(self, console: Console | None = None):
+    def __init__(
+        self, labels: Mapping[str, tables.Labels] | None = None, console: Console | None = None
+    ):
+        """Takes the labels of tasks by name, and where to print."""
         self.console = console or Console()
+        self._tasks = {task: vars(words) for task, words in (labels or {}).items()}
         self._plan: list[tuple[str, str]] = []
         self._runs: dict[tuple[str, str], dict] = {}
-        self._left = TimeLeft([], 0.0)
+        self._left = TimeLeft({})
         self._current: dict | None = None
         self._since = self._began = time.monotonic()
         self._live: Live | None = None
@@ -91,15 +94,15 @@ class Progress:
     def __exit__(self, *exception):
         self.stop()
 
-    def start(self, plan, seconds_guess: float | Mapping[str, float] = 0.0):
-        """Begins to show a plan: (task, scheme) of each run, in order.
+    def start(self, plan: Sequence[tuple[str, str]], seconds: Mapping[str, float] | None = None):
+        """Begins to show a plan.
 
         Args:
-          plan: the runs.
-          seconds_guess: for the whole plan, or a mapping from task to one run of it.
+          plan: (task, scheme) of each run, in order.
+          seconds: a guess of what a run takes, by task.
         """
-        self._plan = [(task, scheme) for task, scheme in plan]
-        self._left = TimeLeft(self._plan, seconds_guess)
+        self._plan = list(plan)
+        self._left = TimeLeft(seconds or {})
         self._since = self._began = time.monotonic()
         if self.console.is_interactive and self._live is None:
             self._live = Live(
@@ -111,11 +114,11 @@ class Progress:
             self._live.start()
 
     def update(self, task: str, scheme: str, step: int, steps: int, loss: float):
-        """Says how far the current run is."""
+        """Records the step and the loss of the current run."""
         self._current = dict(task=task, scheme=scheme, step=step, steps=steps, loss=loss)
 
     def finish(self, run: dict):
-        """Takes a run's result; one that was never updated was there from before."""
+        """Records the result of a run; one without an update was done by an earlier call."""
         key, now = (run["task"], run["scheme"]), time.monotonic()
         ran = self._current is not None and key == (self._current["task"], self._current["scheme"])
         seconds = now - self._since if ran else None
@@ -130,7 +133,7 @@ class Progress:
         self.console.print(Text(text))
 
     def stop(self):
-        """Ends the display and leaves the table behind, once."""
+        """Ends the display and prints the table, once."""
         live, self._live, plan, self._plan = self._live, None, self._plan, []
         self._current = None
         if live is not None:
@@ -139,11 +142,11 @@ class Progress:
             self.console.print(self.table())
 
     def table(self) -> Group:
-        """Returns the table of what is done, with room for what is not."""
+        """Returns the table of all runs, with empty cells for those to come."""
         plan = tables.ordered([*self._plan, *self._runs])
         waiting = {"status": "waiting"}
         runs = [self._runs.get(key, dict(waiting, task=key[0], scheme=key[1])) for key in plan]
-        return final_table({"runs": runs}, self.console.width)
+        return final_table({"runs": runs, "tasks": self._tasks}, self.console.width)
 
     def _waiting(self) -> list[str]:
         return [task for task, scheme in self._plan if (task, scheme) not in self._runs]

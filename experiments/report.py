@@ -1,13 +1,10 @@
-"""report.html: the tables and plots of one comparison, on one page that needs nothing else.
+"""report.html: the tables and plots of one comparison, on one self-contained page.
 
-What the captions say about results is computed from them. The page holds no script and loads
-nothing; equal results give equal bytes.
+Captions are computed from the results. The page has no script and loads nothing; equal results
+give equal bytes.
 """
 
-import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,48 +12,56 @@ import jinja2
 from markupsafe import Markup
 
 from experiments import plots, tables
+from experiments.config_io import Parser, flatten
+from experiments.errors import ResultsError
+from experiments.files import to_json, write_whole
+from experiments.results_store import read_results
 
-MODES = {
-    "plain": "",
-    "nonoverlapping": "Non-overlapping: the text is cut into pieces of the given length, so bytes "
-    "early in a piece see little context. A longer piece helps these even where a scheme has "
-    "learned nothing about longer distances.",
-    "sliding": "Sliding: each scored byte sees a nearly full context of the given length, so what "
-    "changes with length is what the scheme makes of bytes farther away.",
-}
+
+def main(arguments: list[str]) -> int:
+    """Writes the report or one plot again; returns the exit status."""
+    parser = Parser(
+        prog="python -m experiments report",
+        description="Writes report.html again from results.json, or one of its plots.",
+    )
+    parser.add_argument("folder", type=Path, help="such as results/compare")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write score against length: SVG")
+    parser.add_argument("--task", help="of the plot (default: the last)")
+    options = parser.parse_args(arguments)
+    if options.plot:
+        print(f"Plot: {write_plot(options.folder, options.plot, options.task)}")
+    else:
+        print(f"Report: {write_report(options.folder)}")
+    return 0
 
 
 def write_report(folder: Path) -> Path:
     """Writes `report.html` beside `results.json`, whole or not at all, and returns its path.
 
     Raises:
-      FileNotFoundError: where there is no results.json.
-      ValueError: where it is not JSON, or not a comparison's.
+      ResultsError: where there are no results, or the report cannot be written.
     """
-    source, target = Path(folder) / "results.json", Path(folder) / "report.html"
-    try:
-        results = json.loads(source.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{source} is not valid JSON: {error}") from error
-    if not isinstance(results, dict) or not isinstance(results.get("runs"), list):
-        raise ValueError(f"{source} holds no runs: it was not written by a comparison.")
-    _write_whole(target, render(results))
-    return target
+    write_whole(folder / "report.html", render(read_results(folder)))
+    return folder / "report.html"
 
 
-def write_plot(folder: Path, target: Path) -> Path:
-    """Writes the plot of loss against length as a picture of its own, whole or not at all.
+def write_plot(folder: Path, target: Path, task: str | None = None) -> Path:
+    """Writes the plot of a task's score against length to a file, whole or not at all.
+
+    Args:
+      folder: of the results.
+      target: the SVG file.
+      task: its name; default: the last in the results.
 
     Raises:
-      FileNotFoundError: where there is no results.json.
-      ValueError: where it has no evaluation of text.
+      ResultsError: where there are no results of the task, or the file cannot be written.
     """
-    results = json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))
-    svg = plots.lengths(results, "text", "nonoverlapping")
+    results = read_results(folder)
+    task = task or next(reversed(tables.tasks(results)), "")
+    svg = plots.lengths(results, task, next(iter(tables.modes(results, task)), "plain"))
     if not svg:
-        raise ValueError(f"{folder} has no evaluation of text to draw.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _write_whole(target, plots.standalone(svg))
+        raise ResultsError(f"{folder}: has no evaluation of {task or 'any task'} to draw")
+    write_whole(target, plots.standalone(svg))
     return target
 
 
@@ -88,8 +93,8 @@ def render(results: dict) -> str:
         cost=Markup(plots.cost(results)),
         costs=list(_costs(results)),
         footnotes=tables.footnotes(results),
-        config=list(_flat(results.get("config") or {})),
-        machine=list(_flat(results.get("environment") or {})),
+        config=_rows(results.get("config") or {}),
+        machine=_rows(results.get("environment") or {}),
         data=Markup(_json(results)),
     )
 
@@ -97,19 +102,20 @@ def render(results: dict) -> str:
 def _task(results: dict, task: str) -> dict:
     """What the page says about one task."""
     runs = [run for run in tables.runs_of(results, task).values() if tables.done(run)]
+    words = tables.labels(results, task)
     views = [
         dict(
             mode=mode,
             grid=tables.grid(results, task, mode),
             svg=Markup(plots.lengths(results, task, mode)),
-            explains=MODES.get(mode, ""),
+            explains=words.modes.get(mode, ""),
             says=" ".join(_findings(results, task, mode)),
         )
         for mode in sorted(tables.modes(results, task))
     ]
     return dict(
         name=task,
-        about=_sentence(tables.TASKS.get(task, "")),
+        about=_sentence(words.about),
         views=views,
         says=" ".join(_fits(runs)),
         setting=_setting(runs),
@@ -143,8 +149,8 @@ def _fits(runs: list[dict]) -> Iterator[str]:
         return
     rule = f" ({'; '.join(rules)})" if rules else ""
     yield f"Fitted{rule}: {', '.join(fitted) or 'no scheme'}."
-    yield f"Not fitted: {', '.join(others)}; drawn dashed, and not to be read beyond the training"
-    yield "length, since what was not learned there says nothing about longer sequences."
+    yield f"Not fitted: {', '.join(others)}; drawn dashed. Their numbers beyond the training length"
+    yield "say nothing, since the task was not learned there."
 
 
 def _findings(results: dict, task: str, mode: str) -> Iterator[str]:
@@ -161,13 +167,12 @@ def _findings(results: dict, task: str, mode: str) -> Iterator[str]:
             changes.append((float(b.text) - float(a.text), row.label))
     if not changes:
         return
-    unit = tables.UNITS.get(grid.metric, grid.metric)
-    digits = tables.DIGITS.get(grid.metric, 3)
-    changes.sort(reverse=grid.metric == "accuracy")
-    listed = ", ".join(f"{name} {change:+.{digits}f}" for change, name in changes)
-    better = "higher is better" if grid.metric == "accuracy" else "lower is better"
+    words = grid.labels
+    changes.sort(reverse=words.higher_is_better)
+    listed = ", ".join(f"{name} {change:+.{words.digits}f}" for change, name in changes)
+    better = "higher is better" if words.higher_is_better else "lower is better"
     span = f"{grid.columns[near].length} to {grid.columns[far].length}"
-    yield f"Change in {unit} ({better}) from {span}: {listed}."
+    yield f"Change in {words.unit} ({better}) from {span}: {listed}."
 
 
 def _costs(results: dict) -> Iterator[dict]:
@@ -208,40 +213,13 @@ def _command(results: dict) -> str:
     return ""
 
 
-def _flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _rows(settings: dict) -> list[tuple[str, str]]:
     """Nested settings as (dotted name, value)."""
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value:
-            yield from _flat(value, name + ".")
-        elif isinstance(value, list):
-            yield name, ", ".join(map(str, value))
-        else:
-            yield name, str(value)
+    rows = flatten(settings).items()
+    return [(k, ", ".join(map(str, v)) if isinstance(v, list) else str(v)) for k, v in rows]
 
 
 def _json(value) -> str:
     """JSON that any parser reads and that cannot end its script element."""
-
-    def plain(value):
-        if isinstance(value, dict):
-            return {str(key): plain(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    text = json.dumps(plain(value), ensure_ascii=False, separators=(",", ":"))
+    text = to_json(value, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _write_whole(path: Path, text: str):
-    """Writes a file so that it is there whole or as it was before."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".report-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -1,132 +1,190 @@
-"""Schemes by name: sizes come from the model, options from tables, mistakes are explained."""
+"""Position encodings by name: sizes come from the model, options from tables.
+
+    rope                a name of `posenc_jax.SCHEMES`
+    rope+alibi          a chain of two
+    mypkg.mine:Thing    an object of your own: a subclass of `posenc_jax.Scheme`, a scheme (such as
+                        a chain), a tuple with a scheme or layer for each layer of the model (a
+                        shorter one is repeated), or a function that returns one of these
+
+Classes and functions are called with the sizes and options that their signatures name.
+"""
 
 import dataclasses
 import importlib
 import inspect
+import re
+import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import posenc_jax as pe
-from experiments.strict import ConfigError, convert, near
-from experiments.tasks.base import Task
+from experiments.config_io import convert, near
+from experiments.errors import ConfigError
+from experiments.model import Position
 
-VOCABULARY = ("num_heads", "head_dim", "model_dim", "max_length")
-"""Fields that the model supplies; every other field of a scheme has a default."""
+SIZES = ("num_heads", "head_dim", "model_dim", "max_length", "trained_length", "num_layers")
+"""Parameters that are given by the model. `max_length` is the longest sequence of all, the number
+of rows of a table; `trained_length` the longest in training."""
 
 
-def find_scheme(name: str) -> type[pe.Scheme]:
-    """Returns a scheme class.
+def import_object(name: str, what: str) -> Any:
+    """Returns the object that `package.module:object` names.
 
     Args:
-      name: a key of `posenc_jax.SCHEMES`, or `package.module:Class`.
+      name: of the object.
+      what: the setting that holds the name, for messages.
 
     Raises:
-      ConfigError: if there is no such scheme.
+      ConfigError: if it cannot be imported.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{what}: cannot import {module_name!r}: {type(error).__name__}: {error}"
+        ) from None
+    if not hasattr(module, attribute):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise ConfigError(f"{what}: {module_name!r} has no {attribute!r}{near(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def find(name: str) -> Any:
+    """Returns the class, function, scheme or tuple of layers behind a name without `+`.
+
+    Raises:
+      ConfigError: if there is none.
     """
     if ":" not in name:
         if name not in pe.SCHEMES:
             raise ConfigError(f"schemes: unknown scheme {name!r}{near(name, pe.SCHEMES)}")
         return pe.SCHEMES[name]
-    module_name, _, class_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
+    found = import_object(name, "schemes")
+    is_scheme = issubclass(found, pe.Scheme) if inspect.isclass(found) else callable(found)
+    if not is_scheme and not isinstance(found, pe.Scheme | tuple):
         raise ConfigError(
-            f"schemes: cannot import {module_name!r}: {type(error).__name__}: {error}"
-        ) from None
-    found = getattr(module, class_name, None)
-    if found is None:
-        classes = [n for n, c in vars(module).items() if inspect.isclass(c)]
-        raise ConfigError(
-            f"schemes: {module_name!r} has no {class_name!r}{near(class_name, classes)}"
+            f"schemes: {name!r} must be a Scheme or a subclass of it, a tuple of layers, or a "
+            f"function that returns one, got {found!r}"
         )
-    if not (inspect.isclass(found) and issubclass(found, pe.Scheme)):
-        raise ConfigError(f"schemes: {name!r} is no subclass of posenc_jax.Scheme")
     return found
 
 
-def sized_scheme(
+def with_sizes(make: Any, sizes: Mapping[str, int]) -> Any:
+    """Returns `make` called with the sizes that it requires.
+
+    >>> with_sizes(pe.ALiBi, {"num_heads": 4, "head_dim": 16}).num_heads
+    4
+    """
+    return make(**{n: sizes[n] for n in inspect.signature(make).parameters if n in sizes})
+
+
+def build(
     name: str, sizes: Mapping[str, int], tables: Mapping[str, Mapping[str, Any]], whose: str
-) -> pe.Scheme:
-    """Returns a scheme for a model.
+) -> Position:
+    """Returns the scheme, or the layers, that a name stands for.
 
     Args:
-      name: as for `find_scheme`.
-      sizes: of the model, by the names in `VOCABULARY`.
-      tables: options by where they were found, for messages; later ones win.
+      name: as at the top of this file.
+      sizes: of the model, by the names in `SIZES`. Without `num_layers`, layers are refused.
+      tables: options of schemes, by path and scheme such as "schemes.t5"; later ones win. A chain
+        has those of its parts.
       whose: whose model it is, for messages.
 
     Raises:
-      ConfigError: for options that the scheme does not have, or values that it refuses.
+      ConfigError: for an unknown name or option, or a value that is refused.
     """
-    cls = find_scheme(name)
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    values: dict[str, Any] = {n: sizes[n] for n in fields if n in sizes}
-    for path, table in tables.items():
+    if "+" not in name:
+        made = _make(name.strip(), sizes, tables, whose)
+    else:
+        made = _called(
+            pe.chain, [_make(n.strip(), sizes, tables, whose) for n in name.split("+")], {}, name
+        )
+    if isinstance(made, pe.Scheme):
+        _called(lambda: made.acts, [], {}, name)  # Raises for a misspelt hook.
+        return made
+    layers = isinstance(made, tuple) and all(isinstance(x, pe.Scheme | pe.LayerSpec) for x in made)
+    if not layers or "num_layers" not in sizes:
+        wanted = "a Scheme or a tuple of layers" if "num_layers" in sizes else "one Scheme"
+        raise ConfigError(f"schemes.{name}: {whose} needs {wanted}, got {made!r}")
+    return _called(pe.layer_pattern, [sizes["num_layers"], *made], {}, name)
+
+
+def _make(name: str, sizes: Mapping[str, int], tables: Mapping, whose: str) -> Any:
+    found = find(name)
+    given = {p: t for p, t in tables.items() if p.endswith(f"schemes.{name}")}
+    if isinstance(found, pe.Scheme | tuple):
+        for path in (f"{path}.{option}" for path, table in given.items() for option in table):
+            raise ConfigError(f"{path}: {name} is made already, options are for classes")
+        return found
+    hints = typing.get_type_hints(found)
+    known = list(inspect.signature(found).parameters)
+    values: dict[str, Any] = {n: sizes[n] for n in known if n in sizes}
+    for path, table in given.items():
         for option, value in table.items():
             at = f"{path}.{option}"
-            if option not in fields:
-                known = [n for n in fields if n not in sizes]
-                raise ConfigError(f"{at}: unknown option of {cls.__name__}{near(option, known)}")
-            value = convert(hints[option], value, at)
-            if option in sizes and value != sizes[option]:
+            if option not in known:
+                options = [n for n in known if n not in sizes]
+                raise ConfigError(
+                    f"{at}: unknown option of {found.__name__}{near(option, options)}"
+                )
+            values[option] = convert(hints.get(option, Any), value, at)
+            if option in sizes and values[option] != sizes[option]:
                 raise ConfigError(f"{at}: {value}, but the model of {whose} has {sizes[option]}")
-            values[option] = value
+    return _called(found, [], values, f"{name}: {whose}")
+
+
+def _called(make: Any, arguments: list, values: Mapping[str, Any], where: str) -> Any:
     try:
-        return cls(**values)
+        return make(*arguments, **values)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"schemes.{name}: {whose}: {error}") from None
+        raise ConfigError(f"schemes.{where}: {error}") from None
 
 
-def make_scheme(name: str, task: Task, options: Mapping[str, Mapping[str, Any]]) -> pe.Scheme:
-    """Returns the scheme for a task's model.
+def paper_link(cls: type) -> str:
+    """Returns the first link to arXiv in the docstring of a class's module, or nothing."""
+    link = re.search(r"https://arxiv\.org/abs/[\d.]+\d", sys.modules[cls.__module__].__doc__ or "")
+    return link[0] if link else ""
 
-    Tables that reach further than the task trains are made shorter, unless they were asked
-    for: their far rows would stay as they were drawn.
 
-    Args:
-      name: as for `find_scheme`.
-      task: supplies the sizes, and options that are for this task alone.
-      options: options of schemes for all tasks, by scheme.
+def schemes_in(position: Any) -> Iterator[pe.Scheme]:
+    """Yields the schemes of layers, chains and wrappers, and those that hold no other."""
+    if isinstance(position, pe.Scheme):
+        yield position
+    if isinstance(position, tuple):
+        for item in position:
+            yield from schemes_in(item)
+    elif isinstance(position, pe.Scheme | pe.LayerSpec):
+        for field in dataclasses.fields(position):
+            yield from schemes_in(getattr(position, field.name))
 
-    Raises:
-      ConfigError: for options that the scheme does not have, or values that it refuses.
+
+def has_table(position: Position) -> bool:
+    """Returns whether a scheme has a table with one row per position."""
+    fields = (f.name for s in schemes_in(position) for f in dataclasses.fields(s))
+    return "max_length" in fields
+
+
+def with_scaling(position: Position, scaling: pe.FrequencyMap) -> Position | None:
+    """Returns the scheme, or the layers, with other rotary frequencies; None if it has none.
+
+    A scheme can be scaled if it has a setting `scaling` that is no scaling by default.
+
+    >>> with_scaling(pe.RoPE(head_dim=8), pe.PI(2.0)).scaling
+    PI(factor=2.0)
+    >>> with_scaling(pe.NoPE(), pe.PI(2.0)) is None
+    True
     """
-    sizes = {
-        "num_heads": task.model.num_heads,
-        "head_dim": task.model.head_dim,
-        "model_dim": task.model.model_dim,
-        "max_length": task.longest,
-    }
-    tables = {
-        f"schemes.{name}": options.get(name, {}),
-        f"{task.name}.schemes.{name}": task.schemes.get(name, {}),
-    }
-    given = {option for table in tables.values() for option in table}
-    reach = {"max_distance": task.train_length, "span": task.train_length // 2}
-    defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(find_scheme(name))}
-    short = {
-        option: most
-        for option, most in reach.items()
-        if option not in given and isinstance(defaults.get(option), int) and defaults[option] > most
-    }
-    scheme = sized_scheme(name, sizes, {"trained lengths": short, **tables}, f"task {task.name}")
-    furthest = getattr(scheme, "max_distance", 0)
-    if isinstance(furthest, int) and furthest > task.train_length:
-        raise ConfigError(
-            f"schemes.{name}.max_distance: {furthest} exceeds {task.name}.train_length = "
-            f"{task.train_length}, so its furthest distances would never be trained; set "
-            f"{task.name}.schemes.{name}.max_distance"
+    if isinstance(position, tuple):
+        made = [with_scaling(layer.scheme, scaling) for layer in position]
+        if not any(made):
+            return None
+        return tuple(
+            layer if new is None else dataclasses.replace(layer, scheme=new)
+            for layer, new in zip(position, made, strict=True)
         )
-    return scheme
-
-
-def check_options(path: str, options: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raises ConfigError for options of unknown schemes, or that are no tables."""
-    for name, table in options.items():
-        if not isinstance(table, Mapping):
-            raise ConfigError(f"{path}.{name}: must be a table of options, got {table!r}")
-        if name not in names:
-            find_scheme(name)
+    defaults = {f.name: f.default for f in dataclasses.fields(position)}
+    if defaults.get("scaling") != pe.FrequencyMap():
+        return None
+    return position.replace(scaling=scaling)

@@ -1,22 +1,40 @@
-"""Tables of results: what the terminal and the report both show, without a look of its own.
+"""Tables of results without formatting, for the terminal and the report.
 
 A grid is one task under one way of evaluating: rows are schemes (and zero-shot variants of
-them), columns are lengths. A number beyond the training length stands only where the scheme
-fitted the task at the training length; elsewhere the cell says so.
+them), columns are lengths. Beyond the training length a cell has a number only where the scheme
+fitted the task at the training length.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-BETTER = {"accuracy": max, "bits_per_byte": min}
-UNITS = {"accuracy": "accuracy", "bits_per_byte": "bits per byte"}
-DIGITS = {"accuracy": 2, "bits_per_byte": 3}
-TASKS = {
-    "kback": "fetch the symbol k places back: relative addressing",
-    "kth": "fetch the k-th symbol: absolute addressing",
-    "text": "predict the next byte of real text",
-}
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """How tables and plots show the results of a task.
+
+    Attributes:
+      about: what is learned, a phrase.
+      metric: name of the score.
+      unit: the score in words.
+      digits: of the score behind the point.
+      higher_is_better: whether a higher score is.
+      limits: the range of scores in plots; None: from the data.
+      length_unit: what lengths count.
+      every_length: whether narrow tables show all lengths, rather than the first and the last.
+      modes: ways of evaluating by name, and what a reader must know of each.
+    """
+
+    about: str = ""
+    metric: str = "accuracy"
+    unit: str = "accuracy"
+    digits: int = 2
+    higher_is_better: bool = True
+    limits: tuple[float, float] | None = (-0.03, 1.05)
+    length_unit: str = "symbols"
+    every_length: bool = False
+    modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +75,7 @@ class Grid:
     """One task under one way of evaluating."""
 
     task: str
-    metric: str
+    labels: Labels
     mode: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
@@ -93,6 +111,11 @@ def one_line(text: object, width: int = 160) -> str:
 def tasks(results: dict) -> list[str]:
     """Returns the tasks of the results in order of first appearance."""
     return ordered(run["task"] for run in results.get("runs", []))
+
+
+def labels(results: dict, task: str) -> Labels:
+    """Returns the labels of a task."""
+    return Labels(**results.get("tasks", {}).get(task, {}))
 
 
 def schemes(results: dict) -> list[str]:
@@ -187,21 +210,28 @@ def grid(results: dict, task: str, mode: str | None = None) -> Grid | None:
     ]
     if not items:
         return None
-    metric = items[0][1]["metric"]
+    words = labels(results, task)
     trained = {item["length"] for run, item in items if item.get("in_distribution")}
     lengths = sorted({item["length"] for _, item in items})
     columns = tuple(Column(length, length in trained) for length in lengths)
     notes = footnotes(results)
     rows = [
-        _row(run, metric, mode, variant, columns, notes)
+        _row(run, words, mode, variant, columns, notes)
         for run in runs.values()
         for variant in (None, *variants(run))
         if not variant or evaluations(run, mode, variant)
     ]
-    return Grid(task, metric, mode, columns, _mark_best(rows, metric, len(columns)))
+    return Grid(task, words, mode, columns, _mark_best(rows, words, len(columns)))
 
 
-def _row(run, metric, mode, variant, columns: Sequence[Column], notes: list[str]) -> Row:
+def _row(
+    run: dict,
+    words: Labels,
+    mode: str,
+    variant: str | None,
+    columns: Sequence[Column],
+    notes: list[str],
+) -> Row:
     name = label(run["scheme"], variant)
     if run.get("status") == "waiting":
         return Row(name, run["scheme"], (Cell("waiting"),) * len(columns))
@@ -215,7 +245,7 @@ def _row(run, metric, mode, variant, columns: Sequence[Column], notes: list[str]
         if item is None:
             cells.append(Cell())
             continue
-        values, digits = numbers(item["values"]), DIGITS.get(metric, 3)
+        values, digits = numbers(item["values"]), words.digits
         note = notes.index(item["note"]) + 1 if item.get("note") else 0
         text, spread = f"{mean(values):.{digits}f}", ""
         if len(values) > 1:
@@ -225,14 +255,14 @@ def _row(run, metric, mode, variant, columns: Sequence[Column], notes: list[str]
     return Row(name, run["scheme"], tuple(cells), variant=variant or "")
 
 
-def _mark_best(rows: list[Row], metric: str, count: int) -> tuple[Row, ...]:
+def _mark_best(rows: list[Row], words: Labels, count: int) -> tuple[Row, ...]:
     """Marks the best number of each column, as printed: ties are all marked."""
     for at in range(count):
         texts = [row.cells[at].text for row in rows if row.cells[at].kind == "value"]
         texts = [text for text in texts if text != "nan"]
         if len(set(texts)) < 2:
             continue
-        best = BETTER.get(metric, max)(texts, key=float)
+        best = (max if words.higher_is_better else min)(texts, key=float)
         for i, row in enumerate(rows):
             if row.cells[at].kind == "value" and row.cells[at].text == best:
                 cells = list(row.cells)

@@ -1,4 +1,4 @@
-"""Results as a table in the terminal, whole or while it fills in."""
+"""Results as a table in the terminal, complete or in part."""
 
 from rich import box
 from rich.console import Group
@@ -18,8 +18,8 @@ def final_table(results: dict, width: int = 80) -> Group:
 
     Args:
       results: what results.json holds, whole or in part.
-      width: of the terminal. Narrow: one table per task. Wide: every length of every task;
-        else tasks with accuracies show the training length and the farthest.
+      width: of the terminal. Narrow: one table per task. Wide: all lengths of all tasks;
+        otherwise some tasks show the training length and the longest (`Labels.every_length`).
     """
     grids = [grid for task in tables.tasks(results) if (grid := tables.grid(results, task))]
     groups = [grids] if width >= NARROW else [[grid] for grid in grids]
@@ -57,7 +57,7 @@ def _table(results: dict, grids: list[tables.Grid], every: bool) -> Table:
 
 def _columns(grid: tables.Grid, every: bool) -> list[int]:
     places = list(range(len(grid.columns)))
-    if every or grid.metric != "accuracy":
+    if every or grid.labels.every_length:
         return places
     trained = [at for at in places if grid.columns[at].trained]
     return sorted({*trained[-1:], places[-1]})
@@ -76,10 +76,8 @@ def _notes(results: dict, grids: list[tables.Grid]):
     said: dict[str, list[str]] = {}
     for grid in grids:
         mode = "" if grid.mode == "plain" else f" ({grid.mode})"
-        better = "higher" if grid.metric == "accuracy" else "lower"
-        unit = (
-            f"{tables.UNITS.get(grid.metric, grid.metric)}{mode} at each length, {better} is better"
-        )
+        better = "higher" if grid.labels.higher_is_better else "lower"
+        unit = f"{grid.labels.unit}{mode} at each length, {better} is better"
         said.setdefault(unit, []).append(grid.task)
     for unit, names in said.items():
         yield Text(f"{', '.join(names)}: {unit}.", "dim")

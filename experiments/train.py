@@ -1,7 +1,7 @@
 """Training: many optimiser steps per compiled call, all seeds side by side.
 
-Seed s starts from the same parameters and sees the same batches whatever the scheme, so
-that schemes can be compared pair by pair.
+Seed s has the same initial parameters and the same batches for every scheme, so that schemes
+can be compared pair by pair.
 """
 
 import dataclasses
@@ -16,9 +16,15 @@ import numpy as np
 import optax
 from flax import nnx
 
-import posenc_jax as pe
-from experiments.model import count_parameters, initialize, structure
-from experiments.recipe import Train
+from experiments.model import (
+    Position,
+    count_parameters,
+    initialize,
+    seed_keys,
+    structure,
+    token_losses,
+)
+from experiments.settings import Train
 from experiments.tasks import Task
 
 
@@ -35,12 +41,6 @@ def make_optimizer(train: Train) -> optax.GradientTransformation:
         optax.clip_by_global_norm(train.clip),
         optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay),
     )
-
-
-def token_losses(graphdef: Any, params: nnx.State, tokens: jax.Array) -> jax.Array:
-    """Returns -log p of each token after the first, nats [B, T], for tokens [B, T + 1]."""
-    logits = nnx.merge(graphdef, params)(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
 
 
 def mean_loss(params: nnx.State, graphdef: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
@@ -60,13 +60,13 @@ _COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
 def advance(
     state: Any, keys: jax.Array, first: jax.Array, data: Any, *, graphdef: Any, task: Task
 ) -> tuple[Any, jax.Array]:
-    """Makes `task.train.steps_per_call` optimiser steps; gives up the memory of `state`.
+    """Makes `task.train.steps_per_call` optimiser steps; donates the memory of `state`.
 
     Args:
       state: parameters and optimiser state, leaves [seeds, ...].
       keys: [seeds], of the data.
       first: the number of the first step, int32.
-      data: what the task samples from.
+      data: `Data.train` of the task.
       graphdef: structure of the model.
       task: the task.
 
@@ -79,9 +79,9 @@ def advance(
         (params, moments), key = carry
         drawn = jax.random.fold_in(key, at)
         tokens, mask = task.sample(drawn, task.train.batch, task.train_length, data)
-        loss, slope = jax.value_and_grad(mean_loss)(params, graphdef, tokens, mask)
-        change, moments = optimizer.update(slope, moments, params)
-        return ((optax.apply_updates(params, change), moments), key), loss
+        loss, gradient = jax.value_and_grad(mean_loss)(params, graphdef, tokens, mask)
+        updates, moments = optimizer.update(gradient, moments, params)
+        return ((optax.apply_updates(params, updates), moments), key), loss
 
     def one_seed(state, key):
         steps = first + jnp.arange(task.train.steps_per_call)
@@ -93,7 +93,7 @@ def advance(
 
 @dataclasses.dataclass
 class Trained:
-    """What training leaves behind.
+    """Results of training.
 
     Attributes:
       params: leaves [seeds, ...].
@@ -110,15 +110,9 @@ class Trained:
     cpu_seconds: float
 
 
-def seed_keys(seeds: list[int], purpose: str) -> jax.Array:
-    """Returns a key per seed [seeds], of its own for each purpose."""
-    number = {"parameters": 0, "data": 1, "test": 2}[purpose]
-    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s), number))(jnp.asarray(seeds))
-
-
 def train(
     task: Task,
-    scheme: pe.Scheme,
+    position: Position,
     seeds: list[int],
     data: Any,
     report: Callable[[int, list[float]], None] = lambda step, loss: None,
@@ -127,17 +121,17 @@ def train(
 
     Args:
       task: says what to learn, how long and with which model.
-      scheme: the position encoding.
+      position: the scheme, or one layer each.
       seeds: of parameters and data.
-      data: what `task.load` returned.
+      data: `Data.train` of what `task.load` returned.
       report: called with the step and the losses [seeds] after each compiled call.
 
     Raises:
       FloatingPointError: if a loss is not finite.
     """
     started = time.perf_counter()
-    graphdef = structure(task.model, scheme, task.vocab_size)
-    params = initialize(task.model, scheme, task.vocab_size, seed_keys(seeds, "parameters"))
+    graphdef = structure(task.model, position, task.vocab_size)
+    params = initialize(task.model, position, task.vocab_size, seed_keys(seeds, "parameters"))
     state = params, jax.vmap(make_optimizer(task.train).init)(params)
     keys = seed_keys(seeds, "data")
     lowered = advance.lower(state, keys, jnp.int32(0), data, graphdef=graphdef, task=task)

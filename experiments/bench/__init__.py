@@ -1,30 +1,35 @@
-"""Benchmarks: ratios to a reference in the same process, never times alone.
+"""Benchmarks: times as ratios to a reference in the same process.
 
-One file per benchmark, each with `add_arguments(parser)` and `run(options) -> dict`, and with
-`plot(numbers) -> svg` where something grows; its first line of documentation is its help. A new
-one is that file and its name in `BENCHMARKS`.
+Each benchmark is one file with `add_arguments(parser)` and `run(options) -> dict`, and with
+`plot(numbers) -> svg` where something grows with length. The first line of its docstring is its
+help. A new one is that file and its name in `BENCHMARKS`.
 """
 
-import argparse
 import importlib
-import json
 import sys
 from pathlib import Path
 
-from experiments.bench.machine import describe, load, use_devices, use_warm_heap
-from experiments.strict import ConfigError
+from experiments.bench.heap import heap, load, use_devices, use_warm_heap
+from experiments.config_io import Parser
+from experiments.environment import environment, versions
+from experiments.files import to_json, write_whole
 
 BENCHMARKS = ("attention", "rope", "decode", "memory", "step")
+PEERS = ("torch", "transformers", "equinox", "rotary-embedding-torch", "tokamax")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark that the arguments name; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m experiments bench", description=__doc__)
+    """Runs the benchmark that the arguments name; returns the exit status.
+
+    Raises:
+      ConfigError: for wrong arguments.
+    """
+    parser = Parser(prog="python -m experiments bench", description=__doc__)
     which = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{" + ",".join(BENCHMARKS) + "}"
     )
-    for name in BENCHMARKS:
-        module = importlib.import_module(f"experiments.bench.{name}")
+    modules = {name: importlib.import_module(f"experiments.bench.{name}") for name in BENCHMARKS}
+    for name, module in modules.items():
         words = (module.__doc__ or "").strip().splitlines()[0]
         one = which.add_parser(name, help=words, description=module.__doc__)
         module.add_arguments(one)
@@ -40,22 +45,19 @@ def main(argv: list[str] | None = None) -> int:
     if not options.cold_heap:
         use_warm_heap(sys.argv[1:] if argv is None else list(argv))
     use_devices(getattr(options, "devices", 1))
-    machine = describe(getattr(options, "peers", False))
+    peers = versions(PEERS) if getattr(options, "peers", False) else {}
+    machine = {**environment(), **peers, "heap": heap(), "load before": load()}
     for name, value in machine.items():
         print(f"{name}: {value}")
-    module = importlib.import_module(f"experiments.bench.{options.benchmark}")
-    try:
-        numbers = module.run(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    module = modules[options.benchmark]
+    numbers = module.run(options)
     machine["load after"] = load()
     print(f"\nload after: {machine['load after']}")
     result = {"benchmark": options.benchmark, "machine": machine, **numbers}
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_whole(options.json, to_json(result, indent=1) + "\n")
         print(f"written: {options.json}")
     if getattr(options, "plot", None):
-        options.plot.write_text(module.plot(result), encoding="utf-8")
+        write_whole(options.plot, module.plot(result))
         print(f"written: {options.plot}")
     return 0

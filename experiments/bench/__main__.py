@@ -1,7 +1,7 @@
-"""`python -m experiments.bench`."""
+"""`python -m experiments.bench`: as `python -m experiments bench`."""
 
 import sys
 
-from experiments.bench import main
+from experiments.__main__ import main
 
-sys.exit(main())
+sys.exit(main(["bench", *sys.argv[1:]]))

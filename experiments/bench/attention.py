@@ -1,34 +1,32 @@
-"""Attention with each scheme against the same without positions, and against other libraries.
+"""Attention with each scheme against attention without positions, and against other libraries.
 
-Causal, forward or forward and backward with the gradients of everything learned; every case with
-the same logit scale. Beside the times are the memory that the compiled program holds while it
-runs, and the seconds that compiling it took. `jax.nn` is given a T5 bias as a matrix, which is how
-T5 is done there. `--peers` adds torch's SDPA and FlexAttention and tokamax, where installed
-(tokamax asks for an older typeguard than the `experiments` extra does: an environment of its own).
-What another library gives must equal ours before it is timed. All lengths take some minutes.
+Causal, forward, or forward and backward with the gradients of everything learned; every case with
+the same logit scale. Beside the times are the temporary memory of the compiled program and the
+seconds of compiling it. `jax.nn` is given a T5 bias as a matrix. `--peers` adds torch's SDPA and
+FlexAttention and tokamax, where installed. A library whose numbers differ from ours is left out.
+All lengths take some minutes.
 """
 
 import argparse
 import dataclasses
-from typing import Any
+import functools
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
 from experiments.bench import peers
-from experiments.bench.clock import show, side_by_side
-from experiments.bench.growth import Panel, growth_plot
-from experiments.bench.named import (
+from experiments.bench.cases import (
     DTYPES,
-    SCHEMES_HELP,
+    add_common_arguments,
     attend_with,
     make_arguments,
     named_schemes,
     places,
     sizes_of,
-    whole_numbers,
 )
+from experiments.bench.growth_plot import Panel, growth_plot
+from experiments.bench.timing import show, side_by_side
 
 TINY = ((32, 128, 4, 32), (16, 256, 4, 32), (8, 512, 4, 32))
 SCHEMES = "t5,alibi,shaw:values=false"
@@ -37,27 +35,15 @@ SCHEMES = "t5,alibi,shaw:values=false"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
-    parser.add_argument(
-        "--lengths",
-        type=whole_numbers,
-        default=(512, 1024, 2048, 4096, 8192),
-        help="commas between (default: 512 to 8192)",
-    )
-    parser.add_argument("--batch", type=int, default=1, help="default: 1")
-    parser.add_argument("--heads", type=int, default=8, help="default: 8")
-    parser.add_argument("--head-dim", type=int, default=64, help="default: 64")
+    lengths = "--lengths", (512, 1024, 2048, 4096, 8192), "T"
+    add_common_arguments(parser, sizes=lengths, schemes=SCHEMES, peers=True, seconds=10.0)
     parser.add_argument("--tiny", action="store_true", help="the shapes of tiny models instead")
-    parser.add_argument("--schemes", default=SCHEMES, help=f"{SCHEMES_HELP} (default: {SCHEMES})")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--forward", action="store_true", help="without the backward pass")
     parser.add_argument(
         "--naive-to",
         type=int,
         default=4096,
         help="longest T for what holds T x S; 0 leaves it out (default: 4096)",
-    )
-    parser.add_argument(
-        "--peers", action="store_true", help="add other libraries (the extra `parity`)"
     )
     parser.add_argument(
         "--positions",
@@ -69,10 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         help="add heads over that many host devices, memory that of each",
-    )
-    parser.add_argument("--rounds", type=int, default=15, help="rounds (default: 15)")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="go on that long per shape (default: 10)"
     )
 
 
@@ -144,13 +126,13 @@ def all_cases(shape: tuple[int, int, int, int], options: argparse.Namespace) -> 
     found = peers.naive(inputs, table, backward) if length <= options.naive_to else {}
     if options.peers:
         found |= peers.attention_peers(inputs, table, backward)
-    known: dict[Any, peers.Case] = {}
-    for name, theirs in found.items():
-        if theirs.like not in known:
-            scheme = t5 if theirs.like == "t5" else pe.NoPE()
-            known[theirs.like] = case(scheme, make_arguments(scheme, shape, dtype))
-        peers.must_agree(name, theirs, known[theirs.like])
-    return cases | found
+
+    @functools.cache
+    def ours(like: str) -> peers.Case:
+        scheme = t5 if like == "t5" else pe.NoPE()
+        return case(scheme, make_arguments(scheme, shape, dtype))
+
+    return cases | peers.those_that_agree(found, ours)
 
 
 def _over_devices(arguments: tuple, count: int) -> tuple:

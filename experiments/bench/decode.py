@@ -1,55 +1,40 @@
 """One new token, and a chunk of them, after a cache of keys and values, with each scheme.
 
-The cache is full but for the new tokens, and donated: every call writes them into the same
+The cache has room for the new tokens only, and is donated: every call writes them into the same
 slots. The reference is the same without positions. `jax.nn` attends to its own cache of the same
 layout with the slots masked by position, with T5's bias as a row; `--peers` adds torch's SDPA.
-What another library gives must equal ours before it is timed.
+A library whose numbers differ from ours is left out.
 """
 
 import argparse
 import dataclasses
+import functools
 
 import jax
 
 import posenc_jax as pe
 from experiments.bench import decode_peers, peers
-from experiments.bench.clock import show, side_by_side
-from experiments.bench.growth import Panel, growth_plot
-from experiments.bench.named import (
+from experiments.bench.cases import (
     DTYPES,
-    SCHEMES_HELP,
+    add_common_arguments,
     make_arguments,
     named_schemes,
     sizes_of,
     whole_numbers,
 )
-from experiments.bench.program import compile_program
+from experiments.bench.compile import compile_program
+from experiments.bench.growth_plot import Panel, growth_plot
+from experiments.bench.timing import show, side_by_side
 
 SCHEMES = "rope,t5,alibi,fire,shaw"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
-    parser.add_argument(
-        "--slots",
-        type=whole_numbers,
-        default=(1024, 2048, 4096, 8192, 16384, 32768),
-        help="sizes of the cache, commas between (default: 1024 to 32768)",
-    )
+    slots = "--slots", (1024, 2048, 4096, 8192, 16384, 32768), "sizes of the cache"
+    add_common_arguments(parser, sizes=slots, schemes=SCHEMES, peers=True, seconds=4.0)
     parser.add_argument(
         "--tokens", type=whole_numbers, default=(1, 64), help="new ones (default: 1,64)"
-    )
-    parser.add_argument("--batch", type=int, default=1, help="default: 1")
-    parser.add_argument("--heads", type=int, default=8, help="default: 8")
-    parser.add_argument("--head-dim", type=int, default=64, help="default: 64")
-    parser.add_argument("--schemes", default=SCHEMES, help=f"{SCHEMES_HELP} (default: {SCHEMES})")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    parser.add_argument(
-        "--peers", action="store_true", help="add other libraries (the extra `parity`)"
-    )
-    parser.add_argument("--rounds", type=int, default=15, help="rounds (default: 15)")
-    parser.add_argument(
-        "--seconds", type=float, default=4.0, help="go on that long per size (default: 4)"
     )
 
 
@@ -108,12 +93,12 @@ def all_cases(tokens: int, slots: int, options: argparse.Namespace) -> dict[str,
     found = decode_peers.jax_nn(given, tokens)
     if options.peers and peers.installed("torch"):
         found |= decode_peers.torch_sdpa(given, tokens)
-    known = {"none": cases["none"]}
-    for name, theirs in found.items():
-        if theirs.like not in known:
-            known[theirs.like] = our_case(t5, given, tokens)
-        peers.must_agree(name, theirs, known[theirs.like])
-    return cases | found
+
+    @functools.cache
+    def ours(like: str) -> peers.Case:
+        return cases["none"] if like == "none" else our_case(t5, given, tokens)
+
+    return cases | peers.those_that_agree(found, ours)
 
 
 def our_case(scheme: pe.Scheme, arguments: tuple, tokens: int) -> peers.Case:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import posenc_jax as pe
 from experiments.bench import peers
-from experiments.bench.program import compile_program
+from experiments.bench.compile import compile_program
 
 
 def jax_nn(arguments: tuple, tokens: int) -> dict[str, peers.Case]:

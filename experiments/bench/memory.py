@@ -1,8 +1,8 @@
 """Memory of attention with each scheme as the length grows, from the compiled programs.
 
-Nothing runs. Temporary memory is what a program holds beside its arguments and results; the
-largest array is of all that its text names. Where nothing grows with T x S, doubling the length
-at most doubles both; `jax.nn`, which holds all logits, makes four times as much of it.
+Nothing runs. Temporary memory excludes arguments and results; the largest array is the largest
+that the program's text names. Where no array grows with T x S, doubling the length at most doubles
+both; `jax.nn` holds all logits and needs four times as much.
 """
 
 import argparse
@@ -12,17 +12,16 @@ import jax
 
 import posenc_jax as pe
 from experiments.bench import peers
-from experiments.bench.growth import Panel, growth_plot
-from experiments.bench.named import (
+from experiments.bench.cases import (
     DTYPES,
-    SCHEMES_HELP,
+    add_common_arguments,
     attend_with,
     make_arguments,
     named_schemes,
     sizes_of,
-    whole_numbers,
 )
-from experiments.bench.program import compile_program, with_gradients
+from experiments.bench.compile import compile_program, with_gradients
+from experiments.bench.growth_plot import Panel, growth_plot
 
 SCHEMES = "t5,alibi,fire,shaw"
 PASSES = {"forward": lambda f: f, "forward+backward": with_gradients}
@@ -30,17 +29,8 @@ PASSES = {"forward": lambda f: f, "forward+backward": with_gradients}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
-    parser.add_argument(
-        "--lengths",
-        type=whole_numbers,
-        default=(512, 1024, 2048, 4096, 8192),
-        help="commas between (default: 512 to 8192)",
-    )
-    parser.add_argument("--batch", type=int, default=1, help="default: 1")
-    parser.add_argument("--heads", type=int, default=8, help="default: 8")
-    parser.add_argument("--head-dim", type=int, default=64, help="default: 64")
-    parser.add_argument("--schemes", default=SCHEMES, help=f"{SCHEMES_HELP} (default: {SCHEMES})")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+    lengths = "--lengths", (512, 1024, 2048, 4096, 8192), "T"
+    add_common_arguments(parser, sizes=lengths, schemes=SCHEMES)
 
 
 def run(options: argparse.Namespace) -> dict:

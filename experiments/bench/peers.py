@@ -1,4 +1,4 @@
-"""Other libraries' attention, made to give the same numbers as ours before it is timed."""
+"""Other libraries' attention, compared with ours before it is timed."""
 
 import importlib.util
 import sys
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
-from experiments.bench.machine import usable_cores
-from experiments.bench.program import compile_program, with_gradients
+from experiments.bench.compile import compile_program, with_gradients
+from experiments.environment import usable_cores
 
 FOREIGN = ("jax.nn", "torch", "tokamax")
-"""How the names of cases begin that are not this library's."""
+"""Prefixes of the names of other libraries' cases."""
 
 
 class Case(NamedTuple):
@@ -23,9 +23,9 @@ class Case(NamedTuple):
 
     Attributes:
       call: gives the output [B, T, N, H], or it and the gradients of q, k, v and the table.
-      facts: what is known of the compiled program.
-      like: the scheme that it must equal.
-      arrays: what makes numpy arrays in our layout of the result.
+      facts: figures of the compiled program.
+      like: the scheme whose numbers it must give.
+      arrays: converts the result to a list of arrays in our layout.
     """
 
     call: Callable[[], Any]
@@ -40,18 +40,46 @@ def jax_case(f: Callable, arguments: tuple, backward: bool, like: str = "") -> C
     return Case(lambda: program(*arguments), facts, like)
 
 
-def must_agree(name: str, case: Case, ours: Case, tolerance: float = 2e-4) -> None:
-    """Raises RuntimeError unless a case gives what ours gives, to this part of the largest."""
+def difference(case: Case, ours: Case, tolerance: float = 2e-4) -> str:
+    """Returns how a case differs from ours, or nothing if it does not.
+
+    Args:
+      case, ours: what to compare.
+      tolerance: greatest error that is no difference, as a part of the largest value.
+    """
     got, wanted = case.arrays(case.call()), ours.arrays(ours.call())
+    if len(got) != len(wanted):
+        return f"it gives {len(got)} arrays, wanted {len(wanted)}"
     coarse = wanted[0].dtype == jnp.bfloat16
     names = ["the output", *(f"the gradient of {x}" for x in ("q", "k", "v", "the table"))]
     for what, a, b in zip(names, got, wanted, strict=False):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        if a.shape != b.shape:
+            return f"{what} has shape {a.shape}, wanted {b.shape}"
         error = np.abs(a - b).max() / np.abs(b).max()
         if not error <= (4e-2 if coarse else tolerance):
-            raise RuntimeError(f"{name} is not what is measured here: {what} is {error:.1e} off")
-    if len(got) != len(wanted):
-        raise RuntimeError(f"{name} gives {len(got)} arrays, wanted {len(wanted)}")
+            return f"{what} differs by {error:.1e} of its largest value"
+    return ""
+
+
+def those_that_agree(
+    found: Mapping[str, Case], ours: Callable[[str], Case], tolerance: float = 2e-4
+) -> dict[str, Case]:
+    """Returns the cases that give our numbers; prints why any other is left out.
+
+    Args:
+      found: other libraries' cases, by name.
+      ours: gives our case for the `like` of another.
+      tolerance: as in `difference`.
+    """
+    out = {}
+    for name, case in found.items():
+        differs = difference(case, ours(case.like), tolerance)
+        if differs:
+            print(f"  {name} is left out: {differs}")
+        else:
+            out[name] = case
+    return out
 
 
 def without_bias(q, k, v):
@@ -80,7 +108,7 @@ def naive(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict
 
 
 def installed(library: str) -> bool:
-    """Returns whether a library is there, and says where it is not."""
+    """Returns whether a library is installed; prints if it is not."""
     found = importlib.util.find_spec(library) is not None
     if not found:
         print(f"  {library} is left out: not installed")
@@ -90,16 +118,16 @@ def installed(library: str) -> bool:
 def attention_peers(
     inputs: Sequence[jax.Array], table: jax.Array, backward: bool
 ) -> dict[str, Case]:
-    """Returns the attention of what is installed, and says what is not."""
+    """Returns the attention of the libraries that are installed."""
     makers = {"torch SDPA": _sdpa, "torch FlexAttention": _flex, "tokamax": _tokamax}
     return those_that_work(makers, inputs, table, backward)
 
 
 def those_that_work(makers: Mapping[str, Callable], *arguments: Any) -> dict[str, Case]:
-    """Returns the cases of all makers, and says why one has none.
+    """Returns the cases of all makers; prints why one has none.
 
     Args:
-      makers: by what they make cases of, its library's module first.
+      makers: by name, which begins with the module of the library.
       *arguments: of the makers.
     """
     out = {}
@@ -108,7 +136,7 @@ def those_that_work(makers: Mapping[str, Callable], *arguments: Any) -> dict[str
             continue
         try:
             out |= make(*arguments)
-        except Exception as error:  # Anything may be wrong with what others installed.
+        except Exception as error:  # Whatever the library raises.
             says = f"{error}".strip().partition("\n")[0][:200]
             print(f"  {what} is left out: {type(error).__name__}: {says}")
     return out

@@ -2,10 +2,9 @@
 
 Adding one reads and writes each element once: no rotation can be faster, so the ratio says how
 much is lost. Forward+backward is measured against `x + 1, y + 1`. Tables are made inside the
-rotation, or given to it, as where layers share them. The table on its own is measured near position
+rotation, or given to it, as where layers share them. The table alone is measured near position
 1 000 000, with its error against float64. `--peers` adds the usual way in JAX, equinox, Hugging
-Face's transformers and rotary-embedding-torch; what they give must equal ours, as far as their
-angles are exact.
+Face's transformers and rotary-embedding-torch; one whose numbers differ from ours is left out.
 """
 
 import argparse
@@ -17,25 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
-from experiments.bench.clock import show, side_by_side
-from experiments.bench.peers import Case, must_agree
+from experiments.bench.cases import DTYPES, add_common_arguments
+from experiments.bench.peers import Case, those_that_agree
 from experiments.bench.rope_peers import rope_peers
+from experiments.bench.timing import show, side_by_side
 
 SHAPES = ((4, 2048, 16, 64), (1, 8192, 8, 128))
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 TABLE = (8192, 64)
 FAR = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
-    parser.add_argument("--rounds", type=int, default=15, help="rounds per table (default: 15)")
-    parser.add_argument(
-        "--seconds", type=float, default=6.0, help="go on that long per table (default: 6)"
-    )
-    parser.add_argument(
-        "--peers", action="store_true", help="add other libraries (the extra `parity`)"
-    )
+    add_common_arguments(parser, peers=True, seconds=6.0)
     parser.add_argument("--theta", type=float, default=10000.0, help="base (default: 10000)")
 
 
@@ -87,11 +80,11 @@ def arrays_of(shape, dtype) -> list[jax.Array]:
 
 
 def _peers(cases: dict, arrays: list[jax.Array], theta: float) -> dict:
-    """Returns other libraries' rotations that equal ours."""
-    found = rope_peers(arrays, theta)
-    for name, case in found.items():
-        # Theirs are angles in float32, off by some 1e-3 at position 8192.
-        must_agree(name, case, Case(cases[case.like]), tolerance=3e-3)
+    """Returns other libraries' rotations that give our numbers."""
+    # Angles in float32 are off by some 1e-3 at position 8192.
+    found = those_that_agree(
+        rope_peers(arrays, theta), lambda like: Case(cases[like]), tolerance=3e-3
+    )
     return {name: case.call for name, case in found.items()}
 
 

@@ -1,6 +1,6 @@
-"""Other libraries' rotations, for `rope`: as they are used, tables included.
+"""Other libraries' rotations for `rope`, as they are used, tables included.
 
-equinox and rotary-embedding-torch keep their tables from call to call; the others make them anew.
+equinox and rotary-embedding-torch cache their tables; the others compute them in each call.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.machine import usable_cores
 from experiments.bench.peers import Case, from_torch, jax_case, those_that_work
+from experiments.environment import usable_cores
 
 
 def rope_peers(arrays: Sequence[jax.Array], theta: float) -> dict[str, Case]:
@@ -115,5 +115,5 @@ def _torch_case(rotate: Callable, arrays: Sequence[jax.Array], like: str) -> Cas
         y = rotate(x)
         return (y, *torch.autograd.grad(y, x, *dy)) if dy else y
 
-    call()  # Compiles, or raises what cannot be.
+    call()  # Compiles, or raises.
     return Case(call, {}, like, from_torch)

@@ -1,8 +1,8 @@
-"""A training step of the text model with each scheme, against the same without positions.
+"""A training step of a task's model with each scheme, against the same without positions.
 
 Each measurement is one compiled call of several optimiser steps, as training makes them; the
-schemes take turns. The text is random bytes, which cost the same. Compile seconds hold making the
-parameters, tracing and compiling; the first scheme pays for what all need.
+schemes alternate. Compile seconds include making the parameters and tracing; the first scheme
+compiles for all what they share.
 """
 
 import argparse
@@ -12,9 +12,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from experiments.bench.clock import show, side_by_side
+from experiments.bench.cases import add_common_arguments
+from experiments.bench.timing import show, side_by_side
+from experiments.config_io import names
 
 CONFIG = Path("configs/compare.toml")
 
@@ -22,31 +23,29 @@ CONFIG = Path("configs/compare.toml")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
     parser.add_argument("--config", type=Path, default=CONFIG, help=f"default: {CONFIG}")
-    parser.add_argument("--schemes", help="names with commas between (default: the config's)")
-    parser.add_argument("--calls", type=int, default=15, help="rounds (default: 15)")
-    parser.add_argument(
-        "--seconds", type=float, default=0.0, help="go on that long beyond the rounds (default: 0)"
-    )
+    parser.add_argument("--task", default="text", help="one of the file's (default: text)")
+    parser.add_argument("--schemes", type=names, metavar="A,B", help="default: those of the file")
     parser.add_argument("--steps", type=int, default=5, help="optimiser steps a call (default: 5)")
+    add_common_arguments(parser, seconds=0.0)
 
 
 def run(options: argparse.Namespace) -> dict:
     """Measures every scheme; returns the numbers."""
     from experiments.config import load
 
-    experiment = load(options.config)
-    names = options.schemes.split(",") if options.schemes else list(experiment.schemes)
-    names = ["none", *(name for name in names if name != "none")]
-    recipe = dataclasses.replace(experiment.text.train, steps_per_call=options.steps)
-    task = dataclasses.replace(experiment.text, train=recipe)
-    experiment = dataclasses.replace(experiment, text=task)
+    experiment = load(options.config, ["--tasks", options.task])
+    schemes = ["none", *(s for s in options.schemes or experiment.schemes if s != "none")]
+    (task,) = experiment.tasks.values()
+    train = dataclasses.replace(task.train, steps_per_call=options.steps)
+    task = dataclasses.replace(task, train=train)
+    data = task.load().train
     compiled, cases = {}, {}
-    for name in names:
-        cases[name], compiled[name] = prepare(task, experiment.scheme("text", name))
-    timings = side_by_side(cases, rounds=options.calls, seconds=options.seconds)
+    for name in schemes:
+        cases[name], compiled[name] = prepare(task, experiment.scheme(task.name, name), data)
+    timings = side_by_side(cases, rounds=options.rounds, seconds=options.seconds)
     sizes = (
         f"{task.model.num_layers} layers, width {task.model.model_dim}, "
-        f"batch {recipe.batch}, length {task.train_length}"
+        f"batch {train.batch}, length {task.train_length}"
     )
     show(f"{options.steps} training steps: {sizes}", timings)
     print(f"\n  {'':34s} {'steps/s':>9s} {'compile s':>10s}")
@@ -62,15 +61,14 @@ def run(options: argparse.Namespace) -> dict:
     return {"sizes": sizes, "steps_per_call": options.steps, "results": rows}
 
 
-def prepare(task, scheme):
+def prepare(task, position, data):
     """Returns a function that makes some training steps, and the seconds until it could."""
-    from experiments.model import initialize, structure
-    from experiments.train import advance, make_optimizer, seed_keys
+    from experiments.model import initialize, seed_keys, structure
+    from experiments.train import advance, make_optimizer
 
-    data = jnp.asarray(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8))
     began = time.perf_counter()
-    graphdef = structure(task.model, scheme, task.vocab_size)
-    params = initialize(task.model, scheme, task.vocab_size, seed_keys([0], "parameters"))
+    graphdef = structure(task.model, position, task.vocab_size)
+    params = initialize(task.model, position, task.vocab_size, seed_keys([0], "parameters"))
     state = params, jax.vmap(make_optimizer(task.train).init)(params)
     keys, first = seed_keys([0], "data"), jnp.int32(0)
     call = advance.lower(state, keys, first, data, graphdef=graphdef, task=task).compile()

@@ -1,6 +1,5 @@
-"""Builds gallery.html, self-contained, and the contact sheet."""
+"""The page gallery.html, self-contained, and the contact sheet."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,34 +11,36 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import posenc_jax as pe
-from experiments.folder import write_whole
+from experiments.config_io import Parser, names, near
+from experiments.errors import ConfigError
+from experiments.files import write_whole
 from experiments.gallery.pictures import pictures, thumbnail
 from experiments.gallery.probe import Probe, frequency_maps, probe, probe_map
-from experiments.strict import ConfigError, near
 
 
 def main(arguments: list[str]) -> int:
     """Draws the gallery; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments gallery",
         description="Draws what every scheme does: its encoding or what it adds to logits, by "
         "distance, over ten times the length, and the wavelengths of frequency maps.",
     )
-    parser.add_argument("--schemes", default="", help="names with commas between (default: all)")
+    parser.add_argument(
+        "--schemes", type=names, metavar="A,B", help="schemes and frequency maps (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=Path("results/gallery"), help="folder")
     parser.add_argument("--sheet", type=Path, help="write the contact sheet here too, as PNG")
     options = parser.parse_args(arguments)
     maps = {cls.__name__: cls for cls in frequency_maps()}
-    names = options.schemes.split(",") if options.schemes else [*pe.SCHEMES, *maps]
-    for name in names:
+    chosen = options.schemes or [*pe.SCHEMES, *maps]
+    for name in chosen:
         if name not in pe.SCHEMES and name not in maps:
             raise ConfigError(f"--schemes: unknown {name!r}{near(name, (*pe.SCHEMES, *maps))}")
     probes = []
-    for number, name in enumerate(names, 1):
-        print(f"\r{number:3d}/{len(names)} {name:24s}", end="", file=sys.stderr, flush=True)
+    for number, name in enumerate(chosen, 1):
+        print(f"\r{number:3d}/{len(chosen)} {name:24s}", end="", file=sys.stderr, flush=True)
         probes.append(probe_map(maps[name]) if name in maps else probe(name))
     print(file=sys.stderr)
-    options.out.mkdir(parents=True, exist_ok=True)
     target = options.out / "gallery.html"
     write_whole(target, render(probes))
     print(target)

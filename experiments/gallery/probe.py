@@ -8,7 +8,6 @@ Their logarithm, less that of the query's own key, is what positions add to a lo
 import dataclasses
 import functools
 import inspect
-import re
 import sys
 
 import jax
@@ -16,13 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
+from experiments.schemes import paper_link, with_sizes
 from posenc_jax import positions
 
 LENGTH = 64
 """T of the pictures; the decay is drawn at ten times as many."""
 GRID = 11
 """Side of the image of schemes that read rows and columns."""
-SIZES = {"num_heads": 8, "head_dim": 64, "model_dim": 512, "max_length": 10 * LENGTH}
+SIZES = {
+    "num_heads": 8,
+    "head_dim": 64,
+    "model_dim": 512,
+    "max_length": 10 * LENGTH,
+    "trained_length": 10 * LENGTH,
+}
 DRAWS = 4
 
 
@@ -57,8 +63,7 @@ class Probe:
 def probe(name: str) -> Probe:
     """Returns the numbers of a scheme of `posenc_jax.SCHEMES`."""
     cls = pe.SCHEMES[name]
-    required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-    scheme = cls(**{n: SIZES[n] for n in required})
+    scheme = with_sizes(cls, SIZES)
     params = scheme.init(jax.random.key(0))
     about = _words(cls, name, repr(scheme))
     if scheme.acts == pe.Acts.EMBEDDING:
@@ -114,9 +119,8 @@ def _words(cls: type, name: str, title: str) -> Probe:
     text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
     about, _, rest = text.partition("\n\n")
     formula = next((p for p in rest.split("\n\n") if p.startswith("    ")), "")
-    link = re.search(r"https://arxiv\.org/abs/[\d.]+\d", text)
     about = " ".join(about.split())
-    return Probe(name, title, about, inspect.cleandoc(formula), link[0] if link else "")
+    return Probe(name, title, about, inspect.cleandoc(formula), paper_link(cls))
 
 
 def _embedding(scheme: pe.Scheme, params) -> tuple[np.ndarray, np.ndarray]:

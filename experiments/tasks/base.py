@@ -1,79 +1,146 @@
-"""The base of all tasks: a frozen dataclass of settings that makes batches on the device.
+"""The interface of a task: settings, batches made on the device, evaluation, and labels.
 
 Batches are tokens int32 [B, T + 1] for T inputs of the model: it reads tokens[:, :-1] and
 predicts tokens[:, 1:]. The mask float32 [B, T + 1] is 1 on the tokens that count.
 """
 
 import dataclasses
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
-import tyro
+import numpy as np
+from flax import nnx
 
-from experiments.recipe import Model, Train
-from experiments.strict import ConfigError, need
-
-
-def _commas(kind: type) -> Any:
-    """A tyro constructor for tuples written with commas: `--schemes rope,alibi`."""
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="A,B,...",
-        instance_from_str=lambda args: tuple(kind(a) for a in args[0].split(",") if a),
-        is_instance=lambda x: isinstance(x, tuple) and all(isinstance(i, kind) for i in x),
-        str_from_instance=lambda x: [",".join(map(str, x))],
-    )
+from experiments.config_io import STRICT, need
+from experiments.errors import ConfigError
+from experiments.model import Position
+from experiments.settings import Model, Train
+from experiments.tables import Labels
 
 
-Ints = Annotated[tuple[int, ...], _commas(int)]
-Names = Annotated[tuple[str, ...], _commas(str)]
-Options = Annotated[dict[str, dict[str, Any]], tyro.conf.Suppress]
-"""Settings of schemes by scheme: `[schemes.t5]` in a file."""
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What all runs of a task share.
+
+    Attributes:
+      train: a pytree of arrays on the device for `Task.sample`.
+      held_out: data for `Task.evaluate`.
+      baseline: the score that a fitted model beats, where the data decide it.
+      facts: lines that identify the data, by what they describe.
+    """
+
+    train: Any = None
+    held_out: Any = None
+    baseline: float | None = None
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One score per seed, and how it was measured.
+
+    Attributes:
+      metric: its name, `Labels.metric` of the task.
+      mode: the way of evaluating, one of `Labels.modes`, or "plain".
+      length: of the context.
+      values: one per seed.
+      in_distribution: whether the length is the training length.
+      variant: the change of the scheme after training, None for none.
+      note: a remark for readers.
+    """
+
+    metric: str
+    mode: str
+    length: int
+    values: list[float]
+    in_distribution: bool
+    variant: str | None = None
+    note: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task; a subclass says how batches are made and what counts as fitted."""
+    """A task. A subclass sets `name`, and overrides `sample`, `evaluate` and what it needs."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
 
     train_length: int = 32
     """Inputs T per training sequence."""
-    test_lengths: Ints = (32, 48, 64, 128)
+    test_lengths: tuple[int, ...] = (32, 48, 64, 128)
     """Lengths of the evaluation; the first is the training length."""
     model: Model = dataclasses.field(default_factory=Model)
     """Sizes of the model."""
     train: Train = dataclasses.field(default_factory=Train)
-    """The recipe of the training."""
-    schemes: Options = dataclasses.field(default_factory=dict, hash=False)
+    """How the model is trained."""
+    schemes: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Settings of schemes for this task; on the command line --<task>.schemes.t5.max-distance."""
 
     name: ClassVar[str] = ""
-    metric: ClassVar[str] = "accuracy"
-    about: ClassVar[str] = ""
+    """The name in files, flags, tables and plots."""
+    labels: ClassVar[Labels] = Labels()
+    """How tables and plots show the results."""
+    seconds: ClassVar[float] = 15.0
+    """Time of a run on two idle cores, for the first estimate of the time left."""
+    measure_settings: ClassVar[frozenset[str]] = frozenset()
+    """Settings of the evaluation alone: trained parameters do not depend on them."""
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens."""
+        """The number of different tokens."""
         raise NotImplementedError
 
     @property
     def longest(self) -> int:
-        """The longest sequence of the evaluation: the size of learned tables."""
+        """The longest sequence of the evaluation."""
         return max(self.test_lengths)
 
-    @property
-    def fit_rule(self) -> str:
-        """When a model counts as fitted, in words."""
-        raise NotImplementedError
+    def load(self) -> Data:
+        """Returns the data of the task; empty for one that draws all it needs.
 
-    def load(self) -> Any:
-        """Returns what `sample` reads, a pytree of arrays; None for a task without data."""
-        return None
+        Raises:
+          CorpusError: if they are missing or damaged.
+        """
+        return Data()
 
     def sample(
         self, key: jax.Array, batch: int, length: int, data: Any = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns tokens int32 [B, length + 1] and a mask float32 [B, length + 1]."""
+        """Returns tokens int32 [B, length + 1] and a mask float32 [B, length + 1].
+
+        Args:
+          key: of this batch.
+          batch: B.
+          length: inputs per sequence.
+          data: `Data.train` of what `load` returned.
+        """
         raise NotImplementedError
+
+    def evaluate(
+        self, position: Position, params: nnx.State, seeds: list[int], data: Data
+    ) -> list[Evaluation]:
+        """Returns the scores of trained parameters; the first at the training length.
+
+        Args:
+          position: the scheme, or the layers, that they were trained with.
+          params: leaves [seeds, ...].
+          seeds: of the test data.
+          data: what `load` returned.
+        """
+        raise NotImplementedError
+
+    def fits(self, score: float, data: Data) -> bool:
+        """Returns whether a score at the training length shows that the task was learned."""
+        raise NotImplementedError
+
+    def fit_rule(self, data: Data) -> str:
+        """Returns the rule of `fits` in words."""
+        raise NotImplementedError
+
+    def fitted(self, found: list[Evaluation], data: Data) -> bool:
+        """Returns whether the mean over seeds at the training length fits."""
+        trained = next(e for e in found if e.in_distribution and e.variant is None)
+        return self.fits(float(np.mean(trained.values)), data)
 
     def check(self) -> None:
         """Raises ConfigError for settings that contradict one another."""
@@ -90,41 +157,3 @@ class Task:
                 f"{at}.test_lengths: begins with {lengths[0]}, {less} the training length "
                 f"{self.train_length}; the first must be that length"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class Lookup(Task):
-    """A task of exact answers, measured as the share of right ones per length."""
-
-    symbols: int = 16
-    """Number of different symbols."""
-    eval_batch: int = 128
-    """Sequences per batch of the evaluation, each as long as the longest test length."""
-    eval_batches: int = 2
-    """Batches of the evaluation."""
-    threshold: float = 0.9
-    """Accuracy at the training length from which on a model counts as fitted."""
-
-    @property
-    def fit_rule(self) -> str:
-        """When a model counts as fitted, in words."""
-        return f"accuracy at the training length >= {self.threshold:g}"
-
-    def sample_test(self, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns a batch of the longest length whose answers belong to the test lengths.
-
-        One shape serves all lengths: what comes after a token does not change what a causal
-        model says about it.
-
-        Returns:
-          tokens int32 [B, longest + 1], mask float32 of the same shape, and for each token
-          the index of its test length, int32 of the same shape.
-        """
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Raises ConfigError for settings that contradict one another."""
-        super().check()
-        for name in ("symbols", "eval_batch", "eval_batches"):
-            need(getattr(self, name) >= 1, f"{self.name}.{name}", "must be at least 1", self)
-        need(0 < self.threshold <= 1, f"{self.name}.threshold", "must be in (0, 1]", self)

@@ -1,13 +1,13 @@
-"""kback: fetch the symbol k places back. It needs relative addresses.
+"""kback: fetch the symbol k places back, by relative addressing.
 
-A stream of random symbols; here and there a query token 0, after which the symbol that
-stands k places before the query comes again:
+A stream of random symbols with query tokens 0 in it. After a query, the symbol k places before
+the query is repeated:
 
     c a b d [0] a f c ...      k = 3
 
 The answer to a query at t is the token at t - k: a symbol, or the answer to an earlier
-query, never a query. Two queries never follow one another. Guessing among the last few
-tokens is right more often than chance: about 0.24 for k = 4 and 16 symbols.
+query, never a query. Two queries are never adjacent. Guessing among the last few tokens has
+an accuracy of about 0.24 for k = 4 and 16 symbols.
 """
 
 import dataclasses
@@ -16,8 +16,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from experiments.strict import ConfigError, need
-from experiments.tasks.base import Lookup
+from experiments.config_io import need
+from experiments.errors import ConfigError
+from experiments.tables import Labels
+from experiments.tasks.lookup import Lookup
 
 _QUERY = 0
 
@@ -34,11 +36,12 @@ class KBack(Lookup):
     offset: int = 4
     """k, the distance from a query back to its answer."""
     query_rate: float = 0.25
-    """Probability that a token is drawn as a query; it is none if the one right before it or k
-    before it was drawn."""
+    """Probability that a token is drawn as a query; it is kept if neither the token before it
+    nor the one k before it was drawn too."""
 
     name: ClassVar[str] = "kback"
-    about: ClassVar[str] = "fetch the symbol k places back (relative addressing)"
+    labels: ClassVar[Labels] = Labels("fetch the symbol k places back: relative addressing")
+    seconds: ClassVar[float] = 12.0
 
     @property
     def vocab_size(self) -> int:

@@ -1,9 +1,9 @@
-"""kth: fetch the k-th symbol. It needs absolute addresses.
+"""kth: fetch the k-th symbol, by absolute addressing.
 
     <begin> x_0 x_1 ... x_{n-1} <index j> x_j
 
 n is random, and so is j, among the first symbols. The distance from the index token to its
-answer changes with n, so a relative address is of no use; the place of the answer does not.
+answer varies with n, the position of the answer does not.
 """
 
 import dataclasses
@@ -12,9 +12,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from experiments.recipe import Train
-from experiments.strict import ConfigError, need
-from experiments.tasks.base import Lookup
+from experiments.config_io import need
+from experiments.errors import ConfigError
+from experiments.settings import Train
+from experiments.tables import Labels
+from experiments.tasks.lookup import Lookup
 
 _PAD, _BEGIN = 0, 1
 
@@ -33,7 +35,8 @@ class Kth(Lookup):
     """Number of different index tokens; j is below this and below n."""
 
     name: ClassVar[str] = "kth"
-    about: ClassVar[str] = "fetch the k-th symbol (absolute addressing)"
+    labels: ClassVar[Labels] = Labels("fetch the k-th symbol: absolute addressing")
+    seconds: ClassVar[float] = 14.0
 
     @property
     def vocab_size(self) -> int:
@@ -67,9 +70,9 @@ class Kth(Lookup):
         return self._fill(bits, self._random_count(bits, length))
 
     def sample_test(self, key, batch):
-        """Returns a batch in which rows take turns to be of each test length.
+        """Returns a batch whose rows cycle through the test lengths.
 
-        At the training length n is random, as in training; at a longer one it fills it.
+        At the training length n is random, as in training; longer lengths are filled.
         """
         bits = jax.random.bits(key, (batch, self.longest + 1))
         index = jnp.arange(batch, dtype=jnp.int32)[:, None] % len(self.test_lengths)

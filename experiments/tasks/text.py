@@ -4,25 +4,33 @@ Every length scores the same bytes of held-out text. `eval_bytes` of them lie in
 long as the longest test length, spread evenly over the held-out text; before each there is
 as much again that serves as context only.
 
-    non-overlapping   windows of the length, side by side: each byte once, with whatever
-                      context its place in the window leaves it (0 to length - 1 bytes)
+    non-overlapping   windows of the length, side by side: each byte once, with the bytes
+                      before it in the window as context (0 to length - 1)
     sliding           windows of the length that end every `stride` bytes; only the last
                       `stride` bytes of each count, so all have nearly the full context
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from experiments.corpus import Corpus, load_corpus
-from experiments.recipe import Model, Train
-from experiments.strict import ConfigError, near, need
-from experiments.tasks.base import Ints, Names, Task
+import posenc_jax as pe
+from experiments.config_io import near, need
+from experiments.corpus import load_corpus, pair_bits
+from experiments.errors import ConfigError
+from experiments.model import Position, structure, token_losses
+from experiments.schemes import with_scaling
+from experiments.settings import Model, Train
+from experiments.tables import Labels
+from experiments.tasks.base import Data, Evaluation, Task
 
-VARIANTS = ("ntk", "pi")
+VARIANTS = {"ntk": pe.NTK, "pi": pe.PI}
+_TOKENS_PER_CALL = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +39,12 @@ class Text(Task):
 
     train_length: int = 128
     """Context in bytes, in training."""
-    test_lengths: Ints = (128, 256, 512, 1024)
+    test_lengths: tuple[int, ...] = (128, 256, 512, 1024)
     """Context lengths of the evaluation; the first is the training length."""
     model: Model = dataclasses.field(default_factory=lambda: Model(model_dim=96))
     """Sizes of the model."""
     train: Train = dataclasses.field(default_factory=lambda: Train(steps=400, batch=8))
-    """The recipe of the training."""
+    """How the model is trained."""
     corpus: str = "sotu"
     """sotu (State of the Union), stdlib (the interpreter's source), or a path: .txt, .gz, .xz
     or a folder."""
@@ -44,48 +52,94 @@ class Text(Task):
     """Held-out bytes that every length scores; a multiple of the longest length."""
     stride: int = 32
     """Bytes that each sliding window scores."""
-    sliding_lengths: Ints = (128, 256, 512)
+    sliding_lengths: tuple[int, ...] = (128, 256, 512)
     """Lengths of the sliding evaluation, among the test lengths."""
-    variants: Names = ("ntk", "pi")
-    """Zero-shot frequency maps, for schemes that have `scaling`: the trained parameters with
-    factor = length / training length."""
+    variants: tuple[str, ...] = ("ntk", "pi")
+    """Zero-shot frequency maps for schemes with a `scaling`: the trained parameters are measured
+    with factor = length / training length."""
 
     name: ClassVar[str] = "text"
-    metric: ClassVar[str] = "bits_per_byte"
-    about: ClassVar[str] = "byte-level language model on real text"
+    labels: ClassVar[Labels] = Labels(
+        "predict the next byte of real text",
+        metric="bits_per_byte",
+        unit="bits per byte",
+        digits=3,
+        higher_is_better=False,
+        limits=None,
+        length_unit="bytes",
+        every_length=True,
+        modes={
+            "nonoverlapping": "Non-overlapping: the text is cut into pieces of the given length, "
+            "so bytes early in a piece have little context. Longer pieces give these more, even "
+            "where a scheme has learned nothing about longer distances.",
+            "sliding": "Sliding: each scored byte has a nearly full context of the given length, "
+            "so changes with length come from bytes farther away.",
+        },
+    )
+    seconds: ClassVar[float] = 21.0
+    measure_settings: ClassVar[frozenset[str]] = frozenset(
+        {"eval_bytes", "stride", "sliding_lengths", "variants"}
+    )
 
     @property
     def vocab_size(self) -> int:
         """Bytes."""
         return 256
 
-    @property
-    def fit_rule(self) -> str:
-        """When a model counts as fitted, in words."""
-        return "bits per byte at the training length below those of a table of byte pairs"
-
-    def read(self) -> Corpus:
-        """Returns the corpus.
-
-        Raises:
-          CorpusError: if it is missing, damaged or too small.
-        """
+    def load(self) -> Data:
+        """Returns the corpus, the training text on the device as uint8 [bytes]."""
         blocks = self.eval_bytes // self.longest
-        return load_corpus(
+        corpus = load_corpus(
             self.corpus,
             least_train=4 * (self.train_length + 1),
             least_held_out=blocks * (2 * self.longest + 1),
         )
-
-    def load(self) -> Any:
-        """Returns the training text, uint8 [bytes], on the device."""
-        return jnp.asarray(self.read().train)
+        windows, _ = self.windows(corpus.held_out, self.longest, "nonoverlapping")
+        return Data(
+            train=jnp.asarray(corpus.train),
+            held_out=corpus.held_out,
+            baseline=pair_bits(corpus.train, windows),
+            facts={f"corpus {corpus.name}": corpus.describe()},
+        )
 
     def sample(self, key, batch, length, data: Any = None):
         """Returns random windows of the training text [B, length + 1]; all bytes count."""
         start = jax.random.randint(key, (batch, 1), 0, data.shape[0] - length)
         tokens = data[start + jnp.arange(length + 1)[None]].astype(jnp.int32)
         return tokens, jnp.ones(tokens.shape, jnp.float32)
+
+    def evaluate(self, position, params, seeds, data):
+        """Returns bits per byte at each test length, in both modes and with each variant."""
+        found = []
+        for length in self.test_lengths:
+            trained = length == self.train_length
+            variants: dict[str | None, Position | None] = {None: position}
+            for name in self.variants if not trained else ():
+                variants[name] = with_scaling(position, VARIANTS[name](length / self.train_length))
+            for variant, changed in variants.items():
+                if changed is None:
+                    continue
+                graphdef = structure(self.model, changed, self.vocab_size)
+                for mode in self.labels.modes:
+                    if mode == "sliding" and (variant or length not in self.sliding_lengths):
+                        continue
+                    windows, count = self.windows(data.held_out, length, mode)
+                    bits = _bits(graphdef, params, windows, count)
+                    found.append(
+                        Evaluation(self.labels.metric, mode, length, bits, trained, variant)
+                    )
+        return found
+
+    def fits(self, score, data):
+        """Returns whether the score beats a table of byte pairs."""
+        return score < data.baseline
+
+    def fit_rule(self, data):
+        """Returns the rule of `fits` in words."""
+        return (
+            "bits per byte at the training length below those of a table of byte pairs, "
+            f"{data.baseline:.3f}"
+        )
 
     def block_starts(self, held_out: np.ndarray) -> np.ndarray:
         """Returns where the scored blocks begin in the held-out text, int [blocks]."""
@@ -140,3 +194,22 @@ class Text(Task):
                 raise ConfigError(
                     f"text.variants: unknown variant {variant!r}{near(variant, VARIANTS)}"
                 )
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef",))
+def _window_losses(params: nnx.State, tokens: jax.Array, *, graphdef: Any) -> jax.Array:
+    """Returns nats [seeds, B, T] for tokens uint8 [B, T + 1]."""
+    return jax.vmap(lambda p: token_losses(graphdef, p, tokens.astype(jnp.int32)))(params)
+
+
+def _bits(graphdef: Any, params: nnx.State, windows: np.ndarray, count: int) -> list[float]:
+    """Returns bits per byte of each seed, over the last `count` bytes of each window."""
+    batch = max(1, _TOKENS_PER_CALL // (windows.shape[1] - 1))
+    losses = []
+    for i in range(0, len(windows), batch):
+        part = windows[i : i + batch]
+        padded = np.pad(part, ((0, batch - len(part)), (0, 0)))  # One shape, one compilation.
+        out = np.asarray(_window_losses(params, padded, graphdef=graphdef))
+        losses.append(out[:, : len(part), -count:].astype(np.float64))
+    mean = np.concatenate(losses, 1).mean((1, 2)) / np.log(2)
+    return [round(float(x), 5) for x in mean]

@@ -1,10 +1,14 @@
-"""Schemes of a user's own; the tests here import this file under other names."""
+"""Schemes and a task of a user's own; the tests here import this file under other names."""
 
 import dataclasses
+from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
+from experiments.tables import Labels
+from experiments.tasks.lookup import Lookup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,5 +32,53 @@ class Broken(pe.Scheme):
         raise RuntimeError("this scheme\nis broken")
 
 
+@dataclasses.dataclass(frozen=True)
+class Misspelt(pe.Scheme):
+    """Overrides no hook."""
+
+    def embedd(self, params, x, coordinates):
+        """Is never called."""
+
+
 class NoScheme:
     """Not a scheme."""
+
+
+both = pe.chain(pe.RoPE(head_dim=8), pe.ALiBi(num_heads=2))
+layers = (pe.LayerSpec(pe.RoPE(head_dim=8), window=16), pe.NoPE())
+long_pattern = (pe.NoPE(),) * 9
+
+
+def biased(head_dim, num_heads, num_layers, *, theta: float = 1e4):
+    """Returns a pattern from the sizes of the model."""
+    rope = pe.chain(pe.RoPE(head_dim, theta=theta), pe.ALiBi(num_heads))
+    return pe.layer_pattern(num_layers, rope, last=pe.T5(num_heads, max_distance=32))
+
+
+def nothing():
+    """Returns no scheme."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat(Lookup):
+    """Say the same symbol again."""
+
+    pause: int = 1
+    """Symbols that are said once at first."""
+
+    name: ClassVar[str] = "repeat"
+    labels: ClassVar[Labels] = Labels("say it again", unit="share of echoes", length_unit="words")
+    seconds: ClassVar[float] = 1.0
+
+    @property
+    def vocab_size(self):
+        return self.symbols
+
+    def sample(self, key, batch, length, data=None):
+        tokens = jax.random.randint(key, (batch, 1), 0, self.symbols).repeat(length + 1, 1)
+        return tokens, jnp.ones(tokens.shape)
+
+    def sample_test(self, key, batch):
+        tokens, mask = self.sample(key, batch, self.longest)
+        index = jnp.searchsorted(jnp.asarray(self.test_lengths), jnp.arange(self.longest + 1))
+        return tokens, mask, jnp.broadcast_to(index, tokens.shape)

@@ -8,16 +8,17 @@ from xml.etree import ElementTree
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_user_schemes import FoX
 
 import posenc_jax as pe
 from experiments import bench
+from experiments.__main__ import main
 from experiments.bench import decode, rope
-from experiments.bench.clock import side_by_side
-from experiments.bench.machine import WARM_HEAP
-from experiments.bench.named import attend_with, make_arguments, named_schemes, places
-from experiments.bench.peers import Case, must_agree
-from experiments.strict import ConfigError
+from experiments.bench.cases import attend_with, make_arguments, named_schemes, places
+from experiments.bench.heap import WARM_HEAP
+from experiments.bench.peers import Case, difference, those_that_agree
+from experiments.bench.timing import side_by_side
+from experiments.environment import processor
+from experiments.errors import ConfigError
 
 
 def test_the_first_case_is_the_reference():
@@ -78,26 +79,60 @@ def test_attention_in_small(tmp_path, capsys):
     assert "temporary memory in MB" in "".join(drawn.itertext())
 
 
-def test_what_is_measured_must_be_the_same():
-    ours = Case(lambda: (jnp.ones(3), jnp.ones(3)))
-    must_agree("theirs", Case(lambda: (jnp.ones(3), jnp.full(3, 1.0 + 1e-5))), ours)
-    with pytest.raises(RuntimeError, match="theirs is not what is measured here: the gradient of"):
-        must_agree("theirs", Case(lambda: (jnp.ones(3), jnp.full(3, 1.1))), ours)
-    with pytest.raises(RuntimeError, match="gives 1 arrays, wanted 2"):
-        must_agree("theirs", Case(lambda: jnp.ones(3)), ours)
+def test_cases_with_other_numbers_are_left_out_with_the_reason(capsys):
+    ours = Case(lambda: (jnp.ones(3), jnp.ones(3)), like="none")
+    near = Case(lambda: (jnp.ones(3), jnp.full(3, 1.0 + 1e-5)), like="none")
+    assert difference(near, ours) == ""
+    found = {
+        "near": near,
+        "off": Case(lambda: (jnp.ones(3), jnp.full(3, 1.1)), like="none"),
+        "short": Case(lambda: jnp.ones(3), like="none"),
+        "wide": Case(lambda: (jnp.ones(4), jnp.ones(3)), like="none"),
+        "nan": Case(lambda: (jnp.full(3, jnp.nan), jnp.ones(3)), like="none"),
+    }
+    assert list(those_that_agree(found, {"none": ours}.get)) == ["near"]
+    out = capsys.readouterr().out
+    assert "off is left out: the gradient of q differs by 1.0e-01 of its largest value" in out
+    assert "short is left out: it gives 1 arrays, wanted 2" in out
+    assert "wide is left out: the output has shape (4,), wanted (3,)" in out
+    assert "nan is left out: the output differs by nan" in out
+
+
+def test_a_peer_that_differs_does_not_stop_the_benchmark(monkeypatch, capsys):
+    monkeypatch.setattr(rope, "SHAPES", ((1, 8, 2, 4),))
+    monkeypatch.setattr(rope, "TABLE", (64, 8))
+    wrong = {"a library": Case(lambda: jnp.zeros((1, 8, 2, 4)), like="half")}
+    monkeypatch.setattr(rope, "rope_peers", lambda arrays, theta: wrong)
+    assert bench.main(["rope", "--cold-heap", "--rounds=1", "--seconds=0", "--peers"]) == 0
+    assert "a library is left out: " in capsys.readouterr().out
+
+
+def test_the_processor_is_named(tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text(
+        "processor : 0\ncpu family : 6\nmodel : 143\nmodel name : Xeon\n"
+        "flags : fpu avx2 avx512f amx_tile\n\nprocessor : 1\n"
+    )
+    assert processor(info) == "Xeon, family 6 model 143, avx512f, amx_tile"
+    info.write_text("processor : 0\nFeatures : fp asimd sve\n")
+    assert processor(info).endswith(", sve")
+    assert processor(tmp_path / "none")
 
 
 def test_schemes_by_name_and_option():
     sizes = {"num_heads": 4, "head_dim": 8, "model_dim": 32, "max_length": 16}
-    found = named_schemes("shaw:values=false:clip=5,learned,posenc_jax:ALiBi,none", sizes)
+    found = named_schemes(
+        "shaw:values=false:clip=5, learned,posenc_jax:ALiBi,none,rope+alibi", sizes
+    )
     assert list(found)[:3] == ["none", "shaw:values=false:clip=5", "learned"]
     assert found["shaw:values=false:clip=5"] == pe.Shaw(4, 8, clip=5, values=False)
+    assert found["rope+alibi"] == pe.chain(pe.RoPE(head_dim=8), pe.ALiBi(num_heads=4))
     assert found["posenc_jax:ALiBi"] == pe.ALiBi(4)
     assert found["learned"] == pe.LearnedAbsolute(max_length=16, model_dim=32)
     for wrong, says in (
         ("rpoe", "unknown scheme 'rpoe'; did you mean 'rope'"),
         ("shaw:clp=5", "unknown option of Shaw; did you mean 'clip'"),
-        ("shaw:clip=far", "must be an integer, got 'far'"),
+        ("shaw:clip=far", "must be a valid integer, got 'far'"),
         ("shaw:num_heads=5", "5, but the model of the benchmark has 4"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -107,7 +142,7 @@ def test_schemes_by_name_and_option():
 def test_a_scheme_that_reads_the_embedding_gets_it():
     shape = 1, 3, 2, 4
     assert len(make_arguments(pe.Shaw(2, 4), shape, jnp.float32)) == 4
-    scheme = FoX(num_heads=2, model_dim=8)
+    scheme = pe.FoX(num_heads=2, model_dim=8)
     *_, x = arguments = make_arguments(scheme, shape, jnp.float32)
     assert x.shape == (1, 3, 8)
     assert attend_with(scheme)(*arguments).shape == shape
@@ -151,7 +186,7 @@ def test_memory_in_small(tmp_path, capsys):
 
 def test_the_heap_is_kept_by_default():
     code = (
-        "import os, sys; from experiments.bench.machine import use_warm_heap; "
+        "import os, sys; from experiments.bench.heap import use_warm_heap; "
         "os.execve = lambda path, command, env: print(*command[1:], env['GLIBC_TUNABLES']); "
         "use_warm_heap(['rope', '--rounds=2'])"
     )
@@ -162,9 +197,17 @@ def test_the_heap_is_kept_by_default():
         assert tunables.count(":") == len(WARM_HEAP) - 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["roep"], ["rope", "--rounds=many"]])
-def test_bad_arguments_end_with_status_two(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main(arguments)
-    assert stop.value.code == 2
-    assert "usage: python -m experiments bench" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required"),
+        (["roep"], "invalid choice: 'roep'"),
+        (["rope", "--rounds=many"], "argument --rounds: invalid int value: 'many'"),
+        (["decode", "--schemes=roep"], "unknown scheme 'roep'; did you mean 'rope'?"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("experiments.bench.use_warm_heap", lambda arguments: None)
+    assert main(["bench", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1

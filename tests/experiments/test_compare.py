@@ -56,6 +56,7 @@ def run(tmp_path, capsys, monkeypatch):
         out, err = capsys.readouterr()
         return status, out, err
 
+    call.file = file
     call.folder = tmp_path / "results" / "small"
     call.read = lambda: json.loads((call.folder / "results.json").read_text())
     return call
@@ -106,6 +107,48 @@ def test_from_command_to_report_with_a_scheme_of_ones_own(run, own_module):
         (mine, 4),
     ]
     assert "report.html" in out
+
+
+def test_a_task_of_ones_own_is_one_file(run, own_module):
+    given = ["--tasks", "kback,my_schemes:Repeat", "--schemes", "none", "--repeat.eval-batch", "4"]
+    small = [f"--repeat.{x}" for x in ("train.steps=2", "train.steps-per-call=1", "train.warmup=1")]
+    given += [*small, "--repeat.model.model-dim=16", "--repeat.model.num-heads=2"]
+    status, out, err = run("compare", *given)
+    assert (status, err) == (0, "")
+    assert "repeat: share of echoes at each length" in " ".join(out.split())
+    _, repeat = run.read()["runs"]
+    assert repeat["task"] == "repeat" and repeat["status"] == "done"
+    assert [e["length"] for e in repeat["evaluations"]] == [32, 48, 64, 128]
+    page = (run.folder / "report.html").read_text()
+    assert "Say it again." in page and "length in words" in page
+    resolved = tomllib.loads((run.folder / "config.toml").read_text())
+    assert resolved["tasks"] == ["kback", "my_schemes:Repeat"]
+    assert resolved["repeat"]["eval_batch"] == 4 and resolved["repeat"]["pause"] == 1
+    assert run("compare", *given)[0] == 0  # Settings are those of before: nothing runs again.
+    assert run.read()["runs"][1] == repeat
+    status, _, err = run("compare", *given, "--repeat.pause", "2")
+    assert status == 2 and "repeat.pause (1 there, 2 here)" in err
+    status, _, err = run("compare", *given, "--repeat.puase", "2")
+    assert status == 2 and "repeat.puase: unknown setting of Repeat; did you mean 'pause'?" in err
+    with pytest.raises(SystemExit):
+        main(["compare", str(run.file), "--tasks", "my_schemes:Repeat", "--help"])
+
+
+def test_chains_patterns_and_factories_are_compared(run, own_module):
+    names = ["rope+alibi", "my_schemes:both", "my_schemes:layers", "my_schemes:biased"]
+    status, _, err = run(
+        "compare", "--schemes", ", ".join(names), "--schemes.my_schemes:biased.theta", "100",
+        "--kback.model.num-layers", "2",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    runs = run.read()["runs"]
+    assert [r["scheme"] for r in runs] == names
+    assert {r["status"] for r in runs} == {"done"}
+    chained, both, layers, biased = (r["scheme_repr"] for r in runs)
+    assert chained == both and "RoPE(head_dim=8" in both and "ALiBi(num_heads=2" in both
+    assert runs[0]["final_loss"] == runs[1]["final_loss"]
+    assert "window=16" in layers and "NoPE()" in layers
+    assert "theta=100.0" in biased and "T5(num_heads=2" in biased
 
 
 def test_a_second_call_does_only_what_is_missing(run, monkeypatch):
@@ -204,6 +247,32 @@ def test_text_with_variants_and_the_same_parameters_measured_again(run, tmp_path
     assert again[0]["values"] != rope["evaluations"][0]["values"]
     status, _, err = run("evaluate", *given, "--text.train.steps", "6")
     assert status == 2 and "text.train.steps (4 there, 6 here)" in err
+
+
+def test_parameters_are_kept_by_path(run):
+    assert run("train", "--schemes", "none")[0] == 0
+    file = run.folder / "parameters" / "kback-none.npz"
+    with np.load(file) as kept:
+        arrays = dict(kept)
+    assert "blocks/0/attention/query/kernel" in arrays
+    query, key = (f"blocks/0/attention/{x}/kernel" for x in ("query", "key"))
+    assert arrays[query].shape == arrays[key].shape
+    assert run("evaluate", "--schemes", "none")[0] == 0
+    before = run.read()["runs"][0]["evaluations"]
+    np.savez(file, **dict(reversed(arrays.items())))
+    assert run("evaluate", "--schemes", "none")[0] == 0
+    assert run.read()["runs"][0]["evaluations"] == before
+    np.savez(file, **{k: v for k, v in arrays.items() if k != key})
+    status, _, err = run("evaluate", "--schemes", "none")
+    assert status == 2 and f"{key} is nothing, wanted" in err and err.count("\n") == 1
+
+
+def test_schemes_without_a_free_scaling_have_no_variants(run, tmp_path):
+    (tmp_path / "own.txt").write_bytes(bytes(range(97, 105)) * 500)
+    given = ["--tasks", "text", "--text.corpus", str(tmp_path / "own.txt")]
+    assert run("compare", *given, "--schemes", "rope_by_length")[0] == 0
+    (done,) = run.read()["runs"]
+    assert done["status"] == "done" and {e["variant"] for e in done["evaluations"]} == {None}
 
 
 def test_evaluate_needs_kept_parameters(run):

@@ -3,10 +3,12 @@
 import tomllib
 
 import pytest
+import tomli_w
 
 from experiments.__main__ import main
-from experiments.config import Experiment, from_tables, load
-from experiments.strict import ConfigError, near, write_toml
+from experiments.config import Experiment, from_file, load
+from experiments.config_io import near
+from experiments.errors import ConfigError
 
 MINE = "experiments_mine:Parity"
 
@@ -45,17 +47,17 @@ IN_FILE = {
     ),
     "kbak: unknown setting of Experiment; did you mean 'kback'?": "[kbak]\noffset = 3",
     "kback: must be a table, got 3": "kback = 3",
-    "seeds: must be an integer, got 'two'": "seeds = 'two'",
-    "seeds: must be an integer, got True": "seeds = true",
-    "seeds: must be an integer, got 1.5": "seeds = 1.5",
-    "kback.train.learning_rate: must be a number, got '1e-3'": (
+    "seeds: must be a valid integer, got 'two'": "seeds = 'two'",
+    "seeds: must be a valid integer, got True": "seeds = true",
+    "seeds: must be a valid integer, got 1.5": "seeds = 1.5",
+    "kback.train.learning_rate: must be a valid number, got '1e-3'": (
         "[kback.train]\nlearning_rate = '1e-3'"
     ),
-    "kback.test_lengths[1]: must be an integer, got 'x'": "[kback]\ntest_lengths = [32, 'x']",
+    "kback.test_lengths[1]: must be a valid integer, got 'x'": "[kback]\ntest_lengths = [32, 'x']",
     "schemes.t5.max_distence: unknown option of T5; did you mean 'max_distance'?": (
         "[schemes.t5]\nmax_distence = 3"
     ),
-    "schemes.t5.max_distance: must be an integer, got 'far'": (
+    "schemes.t5.max_distance: must be a valid integer, got 'far'": (
         "[schemes.t5]\nmax_distance = 'far'"
     ),
     "schemes.none.theta: unknown option of NoPE; known: none": (
@@ -84,8 +86,9 @@ ON_THE_COMMAND_LINE = {
         "--kback.model.d-modle=3"
     ],
     "sedes: unknown setting of Experiment; did you mean 'seeds'?": ["--sedes", "3"],
-    "invalid literal for int() with base 10: 'two'": ["--seeds", "two"],
-    "Missing value for argument '--seeds'": ["--seeds"],
+    "seeds: must be a valid integer, got 'two'": ["--seeds", "two"],
+    "argument --seeds: expected one argument": ["--seeds"],
+    "compare: unknown setting of Experiment": ["--compare.seeds", "3"],
     "seeds: must be at least 1, got 0": ["--seeds", "0"],
     "tasks: unknown task 'kbak'; did you mean 'kback'?": ["--tasks", "kbak"],
     "tasks: must name some, each once": ["--tasks", "kback,kback"],
@@ -134,13 +137,34 @@ ON_THE_COMMAND_LINE = {
     "kth.shortest: 31 symbols do not fit": ["--tasks", "kth", "--kth.shortest", "31"],
     "schemes: cannot import 'no_such_module'": ["--schemes", "no_such_module:A"],
     "has no 'Parite'; did you mean 'Parity'?": ["--schemes", "experiments_mine:Parite"],
-    "is no subclass of posenc_jax.Scheme": ["--schemes", "experiments_mine:NoScheme"],
+    "must be a Scheme or a subclass of it, a tuple of layers, or a function": [
+        "--schemes",
+        "experiments_mine:NoScheme",
+    ],
     f"schemes.{MINE}.strenght: unknown option of Parity; did you mean 'strength'?": [
         "--schemes",
         MINE,
         f"--schemes.{MINE}.strenght",
         "3",
     ],
+    "overrides none of embed, query, key, rules and attend": [
+        "--schemes",
+        "experiments_mine:Misspelt",
+    ],
+    "needs a Scheme or a tuple of layers, got None": ["--schemes", "experiments_mine:nothing"],
+    "the pattern must have from 1 to 2 layers, got 9": [
+        "--schemes",
+        "experiments_mine:long_pattern",
+    ],
+    "schemes.experiments_mine:both.theta: experiments_mine:both is made already": [
+        "--schemes",
+        "experiments_mine:both",
+        "--schemes.experiments_mine:both.theta",
+        "3",
+    ],
+    "schemes: unknown scheme 'alibbi'; did you mean 'alibi'?": ["--schemes", "rope+alibbi"],
+    "chain:": ["--schemes", "shaw+shaw"],
+    "tasks: 'experiments_mine:Parity' is no subclass of Task": ["--tasks", MINE],
     "has no table [quick], which --quick needs": ["--quick"],
 }
 
@@ -169,7 +193,7 @@ def test_the_command_line_wins_over_the_file(file):
     path = file(T5 + "num_buckets = 24\n[kback]\noffset = 3\n[kback.train]\nbatch = 7\n")
     changes = ["--tasks=kback", "--kback.train.batch", "9", "--schemes.t5.num-buckets", "16"]
     found = load(path, changes)
-    assert found.kback.offset == 3 and found.kback.train.batch == 9
+    assert found.tasks["kback"].offset == 3 and found.tasks["kback"].train.batch == 9
     assert found.scheme("kback", "t5").num_buckets == 16
     assert found.scheme("kback", "t5").max_distance == 32
 
@@ -188,9 +212,9 @@ def test_sizes_come_from_the_model(file):
     assert found.scheme("kback", MINE).model_dim == 64
 
 
-def test_what_is_written_reads_back(file):
+def test_settings_survive_a_file(file):
     before = load(file(T5), ["--schemes", f"t5,{MINE}", f"--schemes.{MINE}.strength", "2"])
-    again = from_tables(tomllib.loads(write_toml(before.to_tables())))
+    again = from_file(tomllib.loads(tomli_w.dumps(before.to_tables())))
     assert again == before
     assert again.scheme("kback", MINE).strength == 2.0
 
@@ -201,8 +225,9 @@ def test_quick_changes_what_its_table_says(file):
         "model_dim = 32\n[quick.schemes]\nnames = ['rope']\n"
     )
     found = load(path, [], quick=True)
-    assert found.tasks == ("kback",) and found.schemes == ("rope",)
-    assert found.kback.offset == 3 and found.kback.model.model_dim == 32 and found.seeds == 2
+    assert list(found.tasks) == ["kback"] and found.schemes == ("rope",)
+    kback = found.tasks["kback"]
+    assert kback.offset == 3 and kback.model.model_dim == 32 and found.seeds == 2
 
 
 def test_near():

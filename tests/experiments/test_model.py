@@ -11,13 +11,20 @@ from flax import nnx
 from support import KINDS
 
 import posenc_jax as pe
-from experiments.corpus import Corpus
-from experiments.evaluate import Evaluation, evaluate, is_fitted, text_baseline
-from experiments.model import LanguageModel, count_parameters, initialize, structure
-from experiments.recipe import Model, Train
-from experiments.schemes import make_scheme
+from experiments.config import Experiment
+from experiments.corpus import pair_bits
+from experiments.model import (
+    LanguageModel,
+    count_parameters,
+    initialize,
+    seed_keys,
+    structure,
+    token_losses,
+)
+from experiments.settings import Model, Train
 from experiments.tasks import KBack, Text
-from experiments.train import make_optimizer, seed_keys, token_losses, train
+from experiments.tasks.base import Data, Evaluation
+from experiments.train import make_optimizer, train
 
 SIZES = Model(model_dim=16, num_layers=2, num_heads=2)
 TASK = KBack(
@@ -25,13 +32,13 @@ TASK = KBack(
     model=SIZES,
     train=Train(steps=4, steps_per_call=2, warmup=1, batch=4),
     eval_batch=8,
-    schemes={"t5": {"max_distance": 32}},
+    schemes={"t5": {"max_distance": 32}, "deberta": {"span": 16}},
 )
 NAMES = list(pe.SCHEMES)
 
 
-def make(name):
-    return make_scheme(name, TASK, {})
+def make(name, task=TASK):
+    return Experiment(tasks={task.name: task}).scheme(task.name, name)
 
 
 @functools.cache
@@ -115,8 +122,8 @@ def test_training_makes_the_steps_that_a_plain_loop_makes():
             each = token_losses(graphdef, params, tokens)
             return (each * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
-        value, slope = jax.value_and_grad(loss)(params)
-        change, moments = optimizer.update(slope, moments, params)
+        value, gradient = jax.value_and_grad(loss)(params)
+        change, moments = optimizer.update(gradient, moments, params)
         return optax.apply_updates(params, change), moments, value
 
     losses = []
@@ -157,11 +164,11 @@ def test_text_is_scored_byte_by_byte():
         model=SIZES,
     )
     held_out = np.random.default_rng(0).integers(0, 256, 300).astype(np.uint8)
-    corpus = Corpus("made up", held_out, held_out, "")
-    scheme = make_scheme("rope", task, {})
+    data = Data(held_out=held_out)
+    scheme = make("rope", task)
     params = initialize(SIZES, scheme, 256, seed_keys([0, 1], "parameters"))
     params = jax.tree.map(lambda x: 5 * x, params)  # Large enough for positions to matter.
-    found = evaluate(task, scheme, params, [0, 1], corpus)
+    found = task.evaluate(scheme, params, [0, 1], data)
     starts = task.block_starts(held_out)
     graphdef = structure(SIZES, scheme, 256)
 
@@ -184,13 +191,14 @@ def test_text_is_scored_byte_by_byte():
     changed = {(e.variant, e.length): e.values for e in found if e.mode == "nonoverlapping"}
     assert changed["ntk", 16] != changed[None, 16] != changed["pi", 16]
     assert ("ntk", 8) not in changed
-    assert text_baseline(task, corpus) < 8.1
+    windows, _ = task.windows(held_out, task.longest, "nonoverlapping")
+    assert pair_bits(held_out, windows) < 8.1
 
 
 @pytest.mark.parametrize(("value", "fitted"), [(0.95, True), (0.9, True), (0.89, False)])
-def test_fitted_is_a_matter_of_the_training_length(value, fitted):
+def test_fitted_is_decided_at_the_training_length(value, fitted):
     found = [
         Evaluation("accuracy", "plain", 32, [value, value], True),
         Evaluation("accuracy", "plain", 48, [1 - value], False),
     ]
-    assert is_fitted(TASK, found, None) is fitted
+    assert TASK.fitted(found, Data()) is fitted

@@ -6,7 +6,11 @@ import pytest
 from rich.console import Console
 
 from experiments.progress import Progress, TimeLeft, final_table
+from experiments.tasks import TASKS
 
+LABELS = {name: task.labels for name, task in TASKS.items()}
+TABLES = {name: vars(labels) for name, labels in LABELS.items()}
+GUESS = {"kback": 15.0, "text": 15.0}
 PLAN = [("kback", "none"), ("kback", "rope"), ("text", "none"), ("text", "rope")]
 
 
@@ -40,8 +44,8 @@ def printed(thing, width=80, **options):
 
 
 def follow(console, runs, plan=PLAN):
-    with Progress(console) as progress:
-        progress.start(plan, seconds_guess=60)
+    with Progress(LABELS, console) as progress:
+        progress.start(plan, GUESS)
         for run in runs:
             progress.update(run["task"], run["scheme"], step=150, steps=300, loss=2.5)
             progress.finish(run)
@@ -64,8 +68,8 @@ def test_on_a_terminal_the_table_fills_in(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     console = Console(file=io.StringIO(), width=80, height=40, force_terminal=True)
-    with Progress(console) as progress:
-        progress.start(PLAN, seconds_guess=60)
+    with Progress(LABELS, console) as progress:
+        progress.start(PLAN, GUESS)
         progress.update("kback", "none", step=100, steps=300, loss=2.5)
         shown = printed(progress._render())
         assert "0 of 4 runs" in shown and "left" in shown
@@ -80,7 +84,7 @@ def test_on_a_terminal_the_table_fills_in(monkeypatch):
 
 
 def test_colours_can_be_turned_off(monkeypatch):
-    results = dict(runs=[make_run("kback", "none"), failed("kback", "rope")])
+    results = dict(tasks=TABLES, runs=[make_run("kback", "none"), failed("kback", "rope")])
     console = dict(force_terminal=True, color_system="standard")
     assert "\x1b[31m" in printed(final_table(results), **console, no_color=False)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -89,8 +93,8 @@ def test_colours_can_be_turned_off(monkeypatch):
 
 def test_an_interrupt_leaves_what_is_done():
     console = Console(file=io.StringIO(), width=80)
-    with pytest.raises(KeyboardInterrupt), Progress(console) as progress:
-        progress.start(PLAN, seconds_guess=60)
+    with pytest.raises(KeyboardInterrupt), Progress(LABELS, console) as progress:
+        progress.start(PLAN, GUESS)
         progress.finish(make_run("kback", "none"))
         raise KeyboardInterrupt
     assert "0.97" in console.file.getvalue()
@@ -98,7 +102,7 @@ def test_an_interrupt_leaves_what_is_done():
 
 def test_stop_twice_prints_once():
     console = Console(file=io.StringIO(), width=80)
-    progress = Progress(console)
+    progress = Progress(LABELS, console)
     progress.start(PLAN[:1])
     progress.finish(make_run("kback", "none"))
     progress.stop()
@@ -108,24 +112,28 @@ def test_stop_twice_prints_once():
 
 
 def test_not_fitted_stands_for_what_lies_beyond():
-    out = printed(final_table(dict(runs=[make_run("kback", "none", fitted=False)])))
+    out = printed(final_table(dict(tasks=TABLES, runs=[make_run("kback", "none", fitted=False)])))
     assert "0.97" in out and "0.41" not in out
     assert "not fitted: fails accuracy >= 0.9." in out
 
 
 def test_failures_are_named_with_their_reason():
-    out = printed(final_table(dict(runs=[make_run("kback", "none"), failed("kback", "rope")])))
+    out = printed(
+        final_table(dict(tasks=TABLES, runs=[make_run("kback", "none"), failed("kback", "rope")]))
+    )
     assert "kback, rope failed: ValueError: [red]NaN" in out and "more" not in out
 
 
 def test_nothing_but_a_failure():
-    assert "failed: ValueError" in printed(final_table(dict(runs=[failed("kback", "rope")])))
-    assert printed(final_table(dict(runs=[]))).strip() == ""
+    assert "failed: ValueError" in printed(
+        final_table(dict(tasks=TABLES, runs=[failed("kback", "rope")]))
+    )
+    assert printed(final_table(dict(tasks=TABLES, runs=[]))).strip() == ""
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
 def test_any_width(width):
-    results = dict(runs=[make_run(*key) for key in PLAN])
+    results = dict(tasks=TABLES, runs=[make_run(*key) for key in PLAN])
     out = printed(final_table(results, width), width=width)
     assert max(map(len, out.splitlines())) <= width
     if width >= 40:
@@ -135,11 +143,11 @@ def test_any_width(width):
 def test_seven_schemes_fit_eighty_columns():
     schemes = ("none", "learned", "sinusoidal", "shaw", "t5", "alibi", "rope")
     runs = [make_run(task, s, fitted=s != "t5") for task in ("kback", "text") for s in schemes]
-    assert "…" not in printed(final_table(dict(runs=runs)))
+    assert "…" not in printed(final_table(dict(tasks=TABLES, runs=runs)))
 
 
 def test_time_left_learns():
-    left = TimeLeft(PLAN, 40.0)
+    left = TimeLeft({"kback": 10.0, "text": 10.0})
     assert left.of_plan(["kback", "kback", "text", "text"]) == pytest.approx(40)
     left.learn("kback", 20.0)  # twice as long as was guessed
     assert left.of_plan(["kback", "text", "text"]) == pytest.approx(60)
@@ -149,14 +157,14 @@ def test_time_left_learns():
 
 
 def test_time_left_by_task():
-    left = TimeLeft(PLAN, {"kback": 5.0, "text": 30.0})
+    left = TimeLeft({"kback": 5.0, "text": 30.0})
     assert left.of_plan(["kback", "text"]) == pytest.approx(35)
 
 
 def test_runs_from_before_do_not_teach_the_time():
     console = Console(file=io.StringIO(), width=80)
-    with Progress(console) as progress:
-        progress.start(PLAN, seconds_guess=400)
+    with Progress(LABELS, console) as progress:
+        progress.start(PLAN, {"kback": 100.0, "text": 100.0})
         progress.finish(make_run("kback", "none"))
         assert "done before (about 5 min 0 s left)" in console.file.getvalue()
 
@@ -165,8 +173,8 @@ def test_time_left_starts_anew_with_each_run(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("experiments.progress.time.monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), width=80)
-    with Progress(console) as progress:
-        progress.start(PLAN[:2], seconds_guess=60)
+    with Progress(LABELS, console) as progress:
+        progress.start(PLAN[:2], {"kback": 30.0})
         progress.update("kback", "none", step=1, steps=2, loss=1.0)
         now[0] = 10.0
         progress.finish(make_run("kback", "none"))

@@ -12,8 +12,10 @@ from html.parser import HTMLParser
 import pytest
 
 from experiments import plots, tables
-from experiments.line_names import spread
+from experiments.errors import ResultsError
+from experiments.plot_labels import spread
 from experiments.report import render, write_plot, write_report
+from experiments.tasks import TASKS
 
 LENGTHS = {"kback": (32, 64, 128), "kth": (32, 64, 128), "text": (128, 256, 512)}
 ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\nTraceback </pre>'
@@ -70,6 +72,7 @@ def make_results(seeds=1):
     return dict(
         name="compare",
         created="2026-01-02T03:04:05+00:00",
+        tasks={name: json.loads(json.dumps(vars(t.labels))) for name, t in TASKS.items()},
         config=dict(seeds=seeds, kback=dict(k=4)),
         environment=dict(command="python -m experiments compare", jax="0.10.2"),
         runs=[*runs, failed],
@@ -240,7 +243,7 @@ def test_write_report(tmp_path):
 def test_bad_results_are_named_and_leave_the_old_report(tmp_path, text):
     (tmp_path / "report.html").write_text("old")
     (tmp_path / "results.json").write_text(text)
-    with pytest.raises(ValueError, match=r"results\.json"):
+    with pytest.raises(ResultsError, match=r"results\.json"):
         write_report(tmp_path)
     assert (tmp_path / "report.html").read_text() == "old"
     assert len(os.listdir(tmp_path)) == 2
@@ -250,7 +253,7 @@ def test_a_failed_write_leaves_the_old_report(tmp_path, monkeypatch):
     (tmp_path / "report.html").write_text("old")
     (tmp_path / "results.json").write_text(json.dumps(dict(runs=[])))
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ResultsError, match="disk full"):
         write_report(tmp_path)
     assert (tmp_path / "report.html").read_text() == "old"
     assert len(os.listdir(tmp_path)) == 2
@@ -273,5 +276,5 @@ def test_a_plot_is_a_picture_of_its_own(tmp_path):
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "currentColor" not in target.read_text()
     (tmp_path / "results.json").write_text(json.dumps(results | {"runs": []}))
-    with pytest.raises(ValueError, match="no evaluation of text"):
+    with pytest.raises(ResultsError, match="no evaluation of any task"):
         write_plot(tmp_path, target)

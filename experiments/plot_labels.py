@@ -1,17 +1,22 @@
-"""Names beside the ends of lines, so that a plot needs no legend."""
+"""Labels beside the ends of lines, in place of a legend."""
 
 import math
 from collections.abc import Sequence
 
 
-def name_ends(axes, ends):
-    """Writes each line's name beside its end, pushed apart where they would overlap."""
+def label_ends(axes, ends):
+    """Writes a label beside the end of each line, moved apart where they would overlap.
+
+    Args:
+      axes: of the lines.
+      ends: (x, y, colour, alpha, label) of each line's last point.
+    """
     ends = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[1])
     room = axes.get_position().height * axes.figure.get_figheight() * 72
     edge = axes.get_xlim()[1]
-    # From values to parts of the axes' height: logarithmic axes too.
-    to_part = axes.transScale + axes.transLimits
-    heights = [to_part.transform((edge, end[1]))[1] * room for end in ends]
+    # From values to fractions of the height, on logarithmic axes too.
+    to_fraction = axes.transScale + axes.transLimits
+    heights = [to_fraction.transform((edge, end[1]))[1] * room for end in ends]
     places = spread(heights, gap=12.5, room=room)
     for (_, y, colour, alpha, name), height, place in zip(ends, heights, places, strict=True):
         axes.annotate(
@@ -31,10 +36,9 @@ def name_ends(axes, ends):
 
 
 def spread(wanted: Sequence[float], gap: float, room: float) -> list[float]:
-    """Returns ascending places at least a gap apart, near those wanted and within the room.
+    """Returns ascending places at least `gap` apart, near the wanted ones and within [0, room].
 
-    Places that are too close form a block around their mean; the room gives way where there
-    are more than fit.
+    Places that are too close form a block around their mean. More places than fit exceed the room.
 
     >>> spread([1.0, 5.0, 5.0, 9.9], gap=1.0, room=10.0)
     [1.0, 4.5, 5.5, 9.9]

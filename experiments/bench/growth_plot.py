@@ -1,6 +1,6 @@
-"""Plots of what grows: logarithmic axes side by side, one line per case, names at its end.
+"""Plots of growth with length: logarithmic axes side by side, one labelled line per case.
 
-A scheme keeps its colour in all panels. Cases of other libraries and forms are dashed.
+A scheme has the same colour in all panels. Cases of other libraries and forms are dashed.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from experiments.line_names import name_ends
+from experiments.plot_labels import label_ends
 from experiments.plots import BASELINE, MARKERS, PALETTE, STYLE, drawing, standalone
 
 
@@ -29,8 +29,8 @@ def growth_plot(
     Args:
       panels: what to plot; panels without lines are left out.
       against: what the horizontal axes count.
-      title: what is seen, for those who cannot see it.
-      dashed: cases that are not this library's.
+      title: the plot in words, for screen readers.
+      dashed: cases of other libraries.
     """
     panels = [panel for panel in panels if any(panel.lines.values())]
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
@@ -71,16 +71,16 @@ def _draw(axes, panel: Panel, names: list[str], dashed: Sequence[str]) -> None:
     axes.set_xticks(sorted(ticks), [_count(n) for n in sorted(ticks)])
     axes.set_xticks([], minor=True)
     low, high = axes.get_ylim()
-    if high < 100 * low:  # Too few powers of ten to read values by.
+    if high < 100 * low:  # Few powers of ten: ticks between them.
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title(panel.says, loc="left")
-    name_ends(axes, ends)
+    label_ends(axes, ends)
 
 
 def look(names: Sequence[str], name: str) -> tuple[str, str]:
-    """Returns the colour and the marker of a case; grey is kept for the first."""
+    """Returns the colour and the marker of a case; grey is reserved for the first."""
     at = names.index(name) - 1
     if at < 0:
         return BASELINE, MARKERS[-1]

@@ -1,7 +1,7 @@
-"""Timing side by side: every case once per round, the order turned by one each time.
+"""Interleaved timing: every case once per round, in an order rotated by one each time.
 
-What else the machine does then hits all cases alike. The least time of the rounds is the
-nearest to an undisturbed one; the median beside it shows how disturbed they were.
+Other load of the machine then affects all cases alike. The least time of all rounds is closest
+to an undisturbed one; the median shows how much they were disturbed.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ def side_by_side(
     Args:
       cases: functions without arguments, their results arrays (or trees of them).
       rounds: at least this many, and more while `seconds` are not over, up to four times.
-      seconds: how long to go on beyond `rounds`.
-      inner: calls per measurement, for cases that are too short for the clock.
+      seconds: time to continue beyond `rounds`.
+      inner: calls per measurement, for cases shorter than the resolution of the clock.
     """
     names = list(cases)
     for name in names:

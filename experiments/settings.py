@@ -1,13 +1,17 @@
-"""What every scheme shares: the sizes of the model and the recipe of its training."""
+"""Settings that all schemes share: the sizes of the model and how it is trained."""
 
 import dataclasses
+from typing import Any, ClassVar
 
-from experiments.strict import ConfigError, need
+from experiments.config_io import STRICT, need
+from experiments.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
     """Sizes of the decoder-only transformer."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
 
     model_dim: int = 64
     """Width D."""
@@ -37,6 +41,8 @@ class Model:
 @dataclasses.dataclass(frozen=True)
 class Train:
     """AdamW with linear warm-up and cosine decay, the same for every scheme."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
 
     steps: int = 300
     """Optimiser steps."""

@@ -1,4 +1,4 @@
-"""Compiled programs, and what is known of them before they run."""
+"""Compiled programs and their figures."""
 
 import math
 import re

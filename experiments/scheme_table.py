@@ -1,16 +1,13 @@
-"""The table of all schemes, made by asking each of them: `python -m experiments schemes`."""
-
-import argparse
-import dataclasses
-import re
-import sys
+"""The table of all schemes, computed from their classes: `python -m experiments schemes`."""
 
 import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
+from experiments.config_io import Parser
+from experiments.schemes import paper_link, with_sizes
 
-SIZES = {"num_heads": 4, "head_dim": 16, "model_dim": 64, "max_length": 32}
+SIZES = {"num_heads": 4, "head_dim": 16, "model_dim": 64, "max_length": 32, "trained_length": 32}
 COLUMNS = (
     "name",
     "class",
@@ -27,7 +24,7 @@ IMPLEMENTATIONS = ("reference", "xla", "jax")
 
 def main(arguments: list[str]) -> int:
     """Prints the table as Markdown; returns the exit status."""
-    argparse.ArgumentParser(
+    Parser(
         prog="python -m experiments schemes",
         description="Prints what every scheme does, as a Markdown table: where it acts, what it "
         "learns, what a cache keeps per token, and which implementations of attention run it.",
@@ -43,13 +40,11 @@ def table() -> str:
 
 
 def row(name: str) -> tuple[str, ...]:
-    """Returns what the table says of one scheme."""
+    """Returns the row of one scheme."""
     cls = pe.SCHEMES[name]
-    required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-    scheme = cls(**{n: SIZES[n] for n in required})
+    scheme = with_sizes(cls, SIZES)
     learned = sum(x.size for x in jax.tree.leaves(scheme.init(jax.random.key(0))))
-    paper = re.search(r"https://arxiv\.org/abs/[\d.]+\d", sys.modules[cls.__module__].__doc__ or "")
-    link = paper[0] if paper else ""
+    link = paper_link(cls)
     return (
         f"`{name}`",
         f"`{cls.__name__}`",
@@ -64,7 +59,7 @@ def row(name: str) -> tuple[str, ...]:
 
 
 def _cached(scheme: pe.Scheme) -> str:
-    """What is kept per token beside keys and values, and whether keys are as they are used."""
+    """Entries of a cache: keys as used or raw, values, and arrays of the scheme."""
     if not scheme.acts_in_attention:
         return "k, v"
     heads, dim, model = (SIZES[n] for n in ("num_heads", "head_dim", "model_dim"))

@@ -1,9 +1,9 @@
-"""Schemes as the command line names them, and attention with one.
+"""Schemes named on the command line, and attention with one.
 
 For instance `t5,shaw:clip=16:values=false,mypkg.mine:Own`.
 """
 
-import ast
+import argparse
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from experiments.schemes import sized_scheme
+from experiments.config_io import literal
+from experiments.schemes import build
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-SCHEMES_HELP = "names with commas between; options after colons, as in shaw:clip=16:values=false"
 
 
 def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
@@ -23,7 +23,7 @@ def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
 
     Args:
       words: names with commas between, each with options if need be.
-      sizes: of the model, by the names in `experiments.schemes.VOCABULARY`.
+      sizes: of the model, by the names in `experiments.schemes.SIZES`.
 
     Raises:
       ConfigError: for unknown schemes and options, and for values that a scheme refuses.
@@ -33,27 +33,36 @@ def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
     """
     out = {"none": pe.NoPE()}
     for word in re.split(r",(?![^(\[]*[)\]])", words):  # A comma in brackets is a value's.
+        word = word.strip()
         first, *rest = word.split(":")
         name = ":".join([first, *(part for part in rest if "=" not in part)])
         table: dict[str, Any] = {}
         for part in rest:
             option, equals, value = part.partition("=")
             if equals:
-                table[option] = _value(value)
-        out[word] = sized_scheme(name, sizes, {name: table}, "the benchmark")
+                table[option] = None if value == "none" else literal(value)
+        made = build(name, sizes, {f"schemes.{name}": table}, "the benchmark")
+        assert isinstance(made, pe.Scheme)  # Without `num_layers`.
+        out[word] = made
     return out
 
 
 def sizes_of(heads: int, dim: int, length: int) -> dict[str, int]:
-    """Returns the sizes that schemes may ask for."""
-    return {"num_heads": heads, "head_dim": dim, "model_dim": heads * dim, "max_length": length}
+    """Returns the sizes that schemes may require."""
+    return {
+        "num_heads": heads,
+        "head_dim": dim,
+        "model_dim": heads * dim,
+        "max_length": length,
+        "trained_length": length,
+    }
 
 
 def attend_with(scheme: pe.Scheme, **where: jax.Array) -> Callable:
     """Returns causal attention with a scheme, of what `make_arguments` returns.
 
-    The logit scale is the same for all, so that they differ in positions alone: where tokens
-    are, as `scheme_attention` is told. The compiler is not told.
+    The logit scale is the same for all, so that they differ only in the scheme. Positions are
+    hidden from the compiler as constants.
     """
 
     def attend(q, k, v, params, x=None):
@@ -66,7 +75,7 @@ def attend_with(scheme: pe.Scheme, **where: jax.Array) -> Callable:
 
 
 def places(length: int) -> dict[str, dict[str, jax.Array]]:
-    """Returns where tokens may be, by name, as arguments of `attend_with`.
+    """Returns positions of tokens, by name, as arguments of `attend_with`.
 
     >>> {name: sorted(where) for name, where in places(8).items()}
     {'in order': ['positions'], 'shuffled': ['positions'], '4 texts': ['positions', 'segment_ids']}
@@ -97,11 +106,40 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(sorted(int(part) for part in text.split(",")))
 
 
-def _value(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text
+def add_common_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    sizes: tuple[str, tuple[int, ...], str] | None = None,
+    schemes: str = "",
+    peers: bool = False,
+    seconds: float | None = None,
+) -> None:
+    """Adds the settings that benchmarks have in common.
+
+    Args:
+      parser: of the benchmark.
+      sizes: flag, default and meaning of what grows; adds the other sizes of attention too.
+      schemes: the default, where schemes are compared.
+      peers: whether other libraries can be added.
+      seconds: the default time beyond the rounds, where something is timed.
+    """
+    if sizes:
+        flag, default, meaning = sizes
+        words = f"{meaning}, commas between (default: {default[0]} to {default[-1]})"
+        parser.add_argument(flag, type=whole_numbers, default=default, help=words)
+        for name, size in (("--batch", 1), ("--heads", 8), ("--head-dim", 64)):
+            parser.add_argument(name, type=int, default=size, help=f"default: {size}")
+        parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+    if schemes:
+        words = (
+            "names with commas between; options after colons, as in shaw:clip=16:values=false "
+            f"(default: {schemes})"
+        )
+        parser.add_argument("--schemes", default=schemes, help=words)
+    if peers:
+        words = "add other libraries (the extra `parity`)"
+        parser.add_argument("--peers", action="store_true", help=words)
+    if seconds is not None:
+        parser.add_argument("--rounds", type=int, default=15, help="rounds (default: 15)")
+        words = f"continue for that long beyond the rounds (default: {seconds:g})"
+        parser.add_argument("--seconds", type=float, default=seconds, help=words)

@@ -1,0 +1,68 @@
+"""An allocator without page faults, which would dominate the times of large outputs.
+
+XLA on CPU allocates the output of every call anew. glibc maps allocations of 32 MB and more
+from the system, with a page fault for every 4 KB: ten times the cost of adding one to such an
+array. glibc reads its settings when a process starts, so the benchmark starts itself again.
+"""
+
+import os
+import platform
+import sys
+from typing import Any
+
+WARM_HEAP = {
+    "glibc.malloc.hugetlb": 1,
+    "glibc.malloc.mmap_max": 0,
+    "glibc.malloc.trim_threshold": 1 << 34,
+    "glibc.malloc.top_pad": 1 << 28,
+    "glibc.malloc.arena_max": 1,
+}
+SETTINGS = {
+    # torch's threads sleep while another library is measured.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    # The time of compiling must not depend on earlier runs.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
+_STARTED = "POSENC_BENCH_WARM_HEAP"
+
+
+def use_warm_heap(arguments: list[str]) -> None:
+    """Starts this process again with an allocator that keeps its memory; returns in the new one.
+
+    Args:
+      arguments: of `python -m experiments.bench`.
+    """
+    if os.environ.get(_STARTED) or platform.libc_ver()[0] != "glibc":
+        return
+    tunables = ":".join(f"{name}={value}" for name, value in WARM_HEAP.items())
+    before = os.environ.get("GLIBC_TUNABLES", "")
+    environment = {
+        **os.environ,
+        **SETTINGS,
+        _STARTED: "1",
+        "GLIBC_TUNABLES": f"{before}:{tunables}" if before else tunables,
+    }
+    sys.stdout.flush()
+    command = [sys.executable, "-m", "experiments.bench", *arguments]
+    os.execve(sys.executable, command, environment)
+
+
+def use_devices(devices: int) -> None:
+    """Makes JAX see at least so many host devices, all on the cores there are."""
+    import jax
+
+    config: Any = jax.config
+    if config.jax_num_cpu_devices < devices > 1:
+        config.update("jax_num_cpu_devices", devices)
+
+
+def heap() -> str:
+    """Returns which allocator this process has, in words."""
+    warm = "warm (kept by the allocator: started again with GLIBC_TUNABLES)"
+    return warm if os.environ.get(_STARTED) else "as the system has it"
+
+
+def load() -> str:
+    """Returns how many processes wanted to run in the last minute."""
+    return f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown"
