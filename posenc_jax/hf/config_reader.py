@@ -22,6 +22,13 @@ _HARMLESS = {
     "mlp_layer_types",
     "mtp_layer_types",
 }
+# Values that change nothing, or say what the model type says.
+_HARMLESS_VALUES = {
+    "position_embedding_type": ("absolute", "rope_gptj"),  # ModernBERT's and Cohere 2's.
+    "rotary": (True,),  # GPT-J's.
+    "use_mrope": (False,),  # Qwen 2.5's.
+}
+_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 _OTHER_NAMES = {
     "hidden_size": ("d_model", "n_embd", "n_embed", "embed_dim", "dim"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads", "encoder_attention_heads"),
@@ -118,12 +125,15 @@ class TrackedConfig:
           ValueError: with the keys that were not read, or for a choice between encoder and
             decoder that the model type does not have.
         """
+        unused = _WINDOW if self.values.get("use_sliding_window") is False else ()
         left = [
             key
             for key, value in self.values.items()
             if key not in self.read
             and value is not None
             and (all_keys or (_POSITION.search(key) and key not in _HARMLESS))
+            and value not in _HARMLESS_VALUES.get(key, ())
+            and key not in unused
         ]
         require(not left, f"from_hf: {self.where} has {sorted(left)}, which nothing here reads.")
         require(

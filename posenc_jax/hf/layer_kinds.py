@@ -30,8 +30,6 @@ def declared(config: TrackedConfig) -> list[str] | None:
 
 def all_global(config: TrackedConfig) -> list[str]:
     """No layer has a window."""
-    if config.given("use_sliding_window") is False:
-        config.given("sliding_window"), config.given("max_window_layers")
     return _undeclared(config, FULL)
 
 
@@ -162,6 +160,11 @@ def layer_of(config: TrackedConfig, kind: str, scheme: Scheme, window: Window = 
         return LayerSpec(scheme)
     if kind in (LOCAL, "hybrid_sliding"):
         require(window is not None, f"from_hf: {config.where} has {kind!r} and no sliding_window.")
+        require(
+            config.get("use_sliding_window", True),
+            f"from_hf: {config.where} has sliding_window={window} and use_sliding_window=False, "
+            "which transformers ignores for its type.",
+        )
         return LayerSpec(scheme, window)
     require(
         kind == CHUNKED and chunk is not None,
@@ -171,24 +174,13 @@ def layer_of(config: TrackedConfig, kind: str, scheme: Scheme, window: Window = 
 
 
 def window_of(config: TrackedConfig) -> Window:
-    """The window of the layers that have one, as `attention` takes it.
-
-    Raises:
-      ValueError: for a window that `use_sliding_window` turns off in a model type that does not
-        read it.
-    """
+    """The window of the layers that have one, as `attention` takes it."""
     around = config.get("local_attention")
     if around is not None:  # ModernBERT, an encoder: as far to both sides.
         return (around // 2, around // 2)
-    window = config.get("sliding_window")
-    if config.get("use_sliding_window", True):
-        return window
-    require(
-        "use_sliding_window" in config.defaults or window is None,
-        f"from_hf: {config.where} has sliding_window={window} and use_sliding_window=False, which "
-        "transformers ignores for its type.",
-    )
-    return None
+    switch = "use_sliding_window" in config.defaults  # Whether the model type reads this key.
+    window, used = config.get("sliding_window"), config.get("use_sliding_window", False)
+    return None if switch and not used else window
 
 
 def two_sided_window_of(config: TrackedConfig) -> Window:

@@ -7,6 +7,7 @@ from typing import Any
 from posenc_jax.additive.none import NoPE
 from posenc_jax.checks import require
 from posenc_jax.combinators.chain import chain
+from posenc_jax.hf import layer_kinds
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
 from posenc_jax.hf.layer_kinds import (
     FULL,
@@ -14,11 +15,8 @@ from posenc_jax.hf.layer_kinds import (
     LOCAL,
     LayerKinds,
     all_global,
-    exaone4,
     layer_of,
-    llama4,
     rotating_flags,
-    smollm3,
     window_of,
 )
 from posenc_jax.hf.rope import Rotary, read_rotary, rope_dict
@@ -140,11 +138,11 @@ def only_windows_rotate(layout: str, kinds: LayerKinds) -> Family:
     return Rotating(layout, kinds, window_of, unrotated=(FULL,))
 
 
-def exaone(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+def exaone4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """RoPE in layers with a window; in all layers where none has one."""
     if config.get("sliding_window") is None:
-        return Rotating(kinds=exaone4, window=window_of)(config)
-    return only_windows_rotate("half", exaone4)(config)
+        return Rotating(kinds=layer_kinds.exaone4, window=window_of)(config)
+    return only_windows_rotate("half", layer_kinds.exaone4)(config)
 
 
 def uniform(config: TrackedConfig, scheme: Scheme) -> tuple[LayerSpec, ...]:
@@ -162,7 +160,7 @@ def by_flags(
     )
 
 
-def llama_4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+def llama4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """RoPE within chunks, and every fourth layer a temperature without RoPE."""
     rotary = read_rotary(config, rope_dict(config))
     bare = NoPE()
@@ -170,14 +168,14 @@ def llama_4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
         floor, strength = config.need("floor_scale"), config.need("attn_scale")
         bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
     rotating = rotation(rotary, head_size(config), "interleaved")
-    return by_flags(config, llama4(config), rotating, bare)
+    return by_flags(config, layer_kinds.llama4(config), rotating, bare)
 
 
-def smollm_3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+def smollm3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """RoPE, and every fourth layer nothing."""
     rotary = read_rotary(config, rope_dict(config))
     rotating, window = rotation(rotary, head_size(config)), window_of(config)
-    return by_flags(config, smollm3(config), rotating, NoPE(), window)
+    return by_flags(config, layer_kinds.smollm3(config), rotating, NoPE(), window)
 
 
 def gptj(config: TrackedConfig) -> tuple[LayerSpec, ...]:
@@ -206,7 +204,7 @@ def minimax_m2(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     return uniform(config, rotation(read_rotary(config, given), head_size(config)))
 
 
-def ministral_3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+def ministral3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """RoPE with YaRN, and a temperature on queries."""
     scheme = _with_temperature(config, lambda rotary: rotation(rotary, head_size(config)))
     window = window_of(config)

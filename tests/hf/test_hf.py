@@ -1,5 +1,6 @@
 """What `from_hf` reads, what it refuses, and `to_hf` back again."""
 
+import numpy as np
 import pytest
 
 import posenc_jax as pe
@@ -74,6 +75,32 @@ def test_released_configs_with_keys_left_out():
     exaone_4_1b |= {"num_hidden_layers": 30, "head_dim": 64, "sliding_window_pattern": None}
     scheme = pe.scheme_from_hf(exaone_4_1b)
     assert scheme == pe.RoPE(head_dim=64, theta=1e6)
+
+
+def test_keys_of_released_configs_that_change_nothing():
+    """config.json of Command R7B, ModernBERT, GPT-J, SmolLM3, Qwen 2.5 and dots.llm1."""
+    off = {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}
+    for kind, keys in [
+        ("cohere2", {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0}),
+        ("modernbert", {"position_embedding_type": "absolute"}),
+        ("gptj", {"rotary": True}),
+        ("smollm3", off),
+        ("qwen2", off | {"use_mrope": False}),
+        ("dots1", {"use_sliding_window": False}),
+        ("llama", off),
+    ]:
+        config = {"model_type": kind, "head_dim": 64, "num_hidden_layers": 4}
+        assert pe.from_hf(config | keys) == pe.from_hf(config)
+
+
+def test_scaling_of_llama_4_scout_has_no_blend():
+    given = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
+    given |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    config = {"model_type": "llama4_text", "head_dim": 128, "rope_scaling": given}
+    scheme = pe.from_hf(config)[0].scheme
+    plain = 5e5 ** -(np.arange(64) / 64)
+    wanted = np.where(2 * np.pi / plain > 8192, plain / 16, plain)
+    np.testing.assert_allclose(scheme.scaling(plain, 128, 5e5)[0], wanted, rtol=1e-12)
 
 
 def test_layers_that_differ():

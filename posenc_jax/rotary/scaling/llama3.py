@@ -48,8 +48,8 @@ class Llama3(FrequencyMap):
     def __post_init__(self):
         check_stretch("Llama3", self.factor, self.original_max_position)
         require(
-            0 < self.low_freq_factor < self.high_freq_factor < math.inf,
-            "Llama3: low_freq_factor must be positive and below high_freq_factor, got "
+            0 < self.low_freq_factor <= self.high_freq_factor < math.inf,
+            "Llama3: low_freq_factor must be positive and at most high_freq_factor, got "
             f"{self.low_freq_factor} and {self.high_freq_factor}.",
         )
 
@@ -57,5 +57,8 @@ class Llama3(FrequencyMap):
         """Returns the blend of kept and stretched frequencies, and 1."""
         turns = self.original_max_position * frequencies / (2 * np.pi)
         width = self.high_freq_factor - self.low_freq_factor
-        keep = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
+        if width == 0.0:  # Llama 4 Scout: no blend between the two.
+            keep = (turns >= self.low_freq_factor).astype(frequencies.dtype)
+        else:
+            keep = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
         return keep * frequencies + (1 - keep) * frequencies / self.factor, 1.0
