@@ -1,13 +1,13 @@
-r"""Learnable Fourier features: waves of learned frequencies, and a network over them.
+r"""Learnable Fourier features: sines and cosines of learned frequencies, and an MLP over them.
 
     f = [cos(W c), sin(W c)] / sqrt(F),      x <- x + GELU(f W1 + b1) W2 + b2
 
-for coordinates c of A axes and W of F / 2 rows. At first the scalar product of two f falls with
-the distance of the two points, whatever its direction. The entries of W start as normal numbers
-of standard deviation gamma^-2, as in the code; the paper calls that the variance. GELU is the exact
-one. The paper can encode groups of axes apart; here all axes are one group.
+for coordinates c of A axes and W of F / 2 rows. At initialisation the inner product of two f decays
+with the distance of their points, in all directions alike. W is initialised from a normal of
+standard deviation gamma^-2, as in the code; the paper calls this the variance. GELU is the exact
+form. The paper can encode groups of axes separately; here all axes are one group.
 
-Coordinates [B, T] stand on all axes. The paper scales coordinates to the picture, [0, 1].
+Coordinates [B, T] are used for all axes. The paper scales coordinates to [0, 1] over the image.
 
 Paper: Li et al. Learnable Fourier Features for Multi-Dimensional Spatial Positional Encoding.
 2021. https://arxiv.org/abs/2106.02795
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import coordinate_values, require
+from posenc_jax.checks import coordinate_values, positive_integers, require
 from posenc_jax.ops.init import torch_uniform
 from posenc_jax.scheme import Scheme, Traits
 
@@ -32,10 +32,10 @@ class LearnableFourier(Scheme):
 
     Attributes:
       model_dim: D.
-      axes: A, the number of coordinate axes.
+      axes: number A of coordinate axes.
       num_features: F, even.
-      width: the number of hidden units.
-      gamma: the larger, the slower the waves at first.
+      width: number of hidden units.
+      gamma: the initial standard deviation of W is gamma^-2.
 
     Raises:
       ValueError: for sizes below one, an odd `num_features`, or a gamma that is not positive.
@@ -53,9 +53,13 @@ class LearnableFourier(Scheme):
     name: ClassVar[str] = "fourier"
 
     def __post_init__(self):
-        for name in ("model_dim", "axes", "num_features", "width"):
-            value = getattr(self, name)
-            require(value >= 1, f"fourier: {name} must be >= 1, got {value}.")
+        positive_integers(
+            "fourier",
+            model_dim=self.model_dim,
+            axes=self.axes,
+            num_features=self.num_features,
+            width=self.width,
+        )
         require(
             self.num_features % 2 == 0,
             f"fourier: num_features must be even, got {self.num_features}.",
@@ -67,7 +71,7 @@ class LearnableFourier(Scheme):
         return Traits(num_axes=self.axes)
 
     def init(self, key):
-        """Returns {"waves": W, ...}; the network starts as torch.nn.Linear does."""
+        """Returns {"waves": W [F / 2, A]} and the MLP, initialised as torch.nn.Linear."""
         waves, *keys = jax.random.split(key, 5)
         shapes = {
             "in": (self.num_features, self.width),
@@ -84,7 +88,6 @@ class LearnableFourier(Scheme):
         return {"waves": self.gamma**-2 * normal, **made}
 
     def embed(self, params, x, coordinates):
-        """Returns x [B, T, D] plus what the network makes of its coordinates."""
         at = coordinate_values("fourier", coordinates)
         at = jnp.broadcast_to(at[None], (self.axes, *at.shape)) if at.ndim == 2 else at
         require(
@@ -93,7 +96,7 @@ class LearnableFourier(Scheme):
             f"got {x.shape} and {jnp.shape(coordinates)}.",
         )
         cos, sin = cos_sin(at[0], params["waves"][:, 0])
-        for a in range(1, self.axes):  # Of the sum of angles, each exact.
+        for a in range(1, self.axes):  # cos and sin of a sum of angles, each of them exact.
             c, s = cos_sin(at[a], params["waves"][:, a])
             cos, sin = cos * c - sin * s, sin * c + cos * s
         features = jnp.concatenate([cos, sin], -1) * self.num_features**-0.5
@@ -101,5 +104,6 @@ class LearnableFourier(Scheme):
             jnp.dot(features, params["in"], precision="highest") + params["in_bias"][None, None]
         )
         hidden = jax.nn.gelu(hidden, approximate=False)
-        made = jnp.dot(hidden, params["out"], precision="highest") + params["out_bias"][None, None]
-        return (x.astype(jnp.float32) + made).astype(x.dtype)
+        encoding = jnp.dot(hidden, params["out"], precision="highest")
+        encoding = encoding + params["out_bias"][None, None]
+        return (x.astype(jnp.float32) + encoding).astype(x.dtype)

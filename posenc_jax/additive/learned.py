@@ -2,14 +2,13 @@ r"""Learned absolute positions: one trained vector per position, added to the em
 
     x[t] <- x[t] + table[position[t] + offset]
 
-The table has `max_length + offset` rows. There is nothing beyond it: a position past its
-end raises where positions are known, and under `jit` makes that token NaN, never a copy
-of the last row. (Indexing in JAX clamps without a word.)
+The table has `max_length + offset` rows. A position outside it raises where positions are
+concrete, and under `jit` makes that token NaN. (Indexing in JAX silently clamps to the last row.)
 
 `offset` reproduces models that reserve rows: 2 for OPT, padding_idx + 1 for RoBERTa.
 The initial standard deviation is 0.02, as in BERT.
 
-For images of another size than in training, `resize_learned` interpolates a table over a grid.
+For images of another size than in training, `resize_learned` interpolates a table of patches.
 
 Papers: Gehring et al. Convolutional Sequence to Sequence Learning. 2017.
 https://arxiv.org/abs/1705.03122
@@ -23,7 +22,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import in_table, integer_positions, require
+from posenc_jax.checks import in_table, integer_positions, positive_integers, require
 from posenc_jax.positions.image_grids import resize_grid
 from posenc_jax.scheme import Scheme
 
@@ -38,8 +37,7 @@ def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array
 
     Raises:
       TypeError: for positions that are not integers.
-      ValueError: for positions outside the table, where they are known; under `jit` their
-        rows are NaN.
+      ValueError: for concrete positions outside the table; under `jit` their rows are NaN.
 
     >>> lookup(jnp.array([[1.0], [2.0]]), jnp.array([1]))
     Array([[2.]], dtype=float32)
@@ -47,7 +45,7 @@ def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array
     positions = integer_positions("learned", positions)
     rows = table.shape[0] - offset
     in_table("learned", positions, rows)
-    index = jnp.where(positions < 0, rows, positions) + offset  # -1 is not the last row.
+    index = jnp.where(positions < 0, rows, positions) + offset  # -1 would be the last row.
     return jnp.asarray(table).at[index].get(mode="fill", fill_value=jnp.nan)
 
 
@@ -60,17 +58,18 @@ def resize_learned(
     method: str = "bicubic",
     align_corners: bool = False,
 ) -> jax.Array:
-    """Returns a table of image patches, row after row, for a grid of another size.
+    """Returns a table of image patches, in row-major order, interpolated to another grid.
 
     Args:
       table: [prefix + R * C, D].
-      grid, new_grid: (R, C) of the old and of the new one.
-      prefix: number of first rows that are no patches ([CLS], registers) and stay.
-      method, align_corners: as in `posenc_jax.resize_grid`; ViT, DeiT and MAE have the defaults,
+      grid, new_grid: (R, C) of the given and of the new table.
+      prefix: number of initial rows that belong to other tokens ([CLS], registers); they are
+        kept as they are.
+      method, align_corners: as in `posenc_jax.resize_grid`; ViT, DeiT and MAE use the defaults,
         Qwen3-VL "bilinear" with aligned corners.
 
     Raises:
-      ValueError: for a table of another size, and as `resize_grid`.
+      ValueError: if the table does not have prefix + R * C rows, and as `resize_grid`.
 
     >>> resize_learned(jnp.ones((1 + 4, 8)), (2, 2), (3, 3), prefix=1).shape
     (10, 8)
@@ -93,11 +92,11 @@ class LearnedAbsolute(Scheme):
     Attributes:
       max_length: number of positions.
       model_dim: D.
-      offset: reserved rows before position 0.
-      stddev: of the initial table.
+      offset: number of reserved rows before position 0.
+      stddev: standard deviation of the initial table.
 
     Raises:
-      ValueError: for sizes below one or a negative offset.
+      ValueError: for sizes below one, a negative offset, or a stddev that is not positive.
 
     >>> scheme = LearnedAbsolute(max_length=8, model_dim=4)
     >>> scheme.init(jax.random.key(0))["table"].shape
@@ -111,14 +110,7 @@ class LearnedAbsolute(Scheme):
     name: ClassVar[str] = "learned"
 
     def __post_init__(self):
-        require(
-            self.max_length >= 1,
-            f"learned: max_length must be >= 1, got {self.max_length}.",
-        )
-        require(
-            self.model_dim >= 1,
-            f"learned: model_dim must be >= 1, got {self.model_dim}.",
-        )
+        positive_integers("learned", max_length=self.max_length, model_dim=self.model_dim)
         require(self.offset >= 0, f"learned: offset must be >= 0, got {self.offset}.")
         require(self.stddev > 0, f"learned: stddev must be positive, got {self.stddev}.")
 
@@ -128,7 +120,6 @@ class LearnedAbsolute(Scheme):
         return {"table": self.stddev * jax.random.normal(key, shape, jnp.float32)}
 
     def embed(self, params, x, coordinates):
-        """Returns x [B, T, D] plus the rows of its positions."""
         rows = lookup(params["table"], coordinates, self.offset)
         require(
             x.shape[-1] == self.model_dim and x.ndim == rows.ndim,

@@ -1,24 +1,24 @@
-r"""Sinusoidal positions: fixed waves of geometric wavelengths, added to the embedding.
+r"""Sinusoidal positions: sines and cosines of geometric wavelengths, added to the embedding.
 
     PE[p, 2i]     = sin(p / theta^(2i / D))
     PE[p, 2i + 1] = cos(p / theta^(2i / D)),      i = 0 .. D/2 - 1,  theta = 10000
 
 i numbers the *pair*, not the dimension: both members of a pair share one frequency. Then
 PE(p + k) is the rotation of PE(p) by the angles k / theta^(2i/D), and |PE|^2 = D / 2. At
-p = 2, D = 4 this is [0.9093, -0.4161, 0.0200, 0.9998]. A worked example that goes around
-prints [0.909, 0.9998, 0.0002, 1.0]: it puts the dimension where the pair index belongs,
-which gives D frequencies and loses both properties.
+p = 2, D = 4 this is [0.9093, -0.4161, 0.0200, 0.9998]. A widely copied worked example prints
+[0.909, 0.9998, 0.0002, 1.0]: it uses the dimension in place of the pair index, which gives
+D frequencies and loses both properties.
 
-Three layouts are in use and no two agree beyond D = 2:
+Three layouts are in use; they agree only at D = 2:
 
-    "interleaved"  as above: sin and cos side by side (the paper, OpenNMT)
+    "interleaved"  as above: sin and cos alternate (the paper, OpenNMT)
     "concat"       the same frequencies, all sines, then all cosines (Transformer-XL)
     "t2t"          all sines, then all cosines, at theta^(-i / (D/2 - 1)): the last
                    wavelength is exactly 2 pi theta; odd D ends with a zero
                    (tensor2tensor, fairseq, Whisper)
 
-Token embeddings are multiplied by sqrt(D) before the sum. Values are defined for every
-position; that a model does well at positions it was not trained on does not follow.
+The authors multiply token embeddings by sqrt(D) before the sum. The encoding is defined at every
+position, but a model need not extrapolate beyond the positions of its training.
 
 Paper: Vaswani et al. Attention Is All You Need. 2017. https://arxiv.org/abs/1706.03762
 Reference code: tensorflow/tensor2tensor, layers/common_attention.py, get_timing_signal_1d;
@@ -49,9 +49,9 @@ def sinusoidal_encoding(
     """Returns sinusoidal encodings, float32 [..., dim], exact at any int32 position.
 
     Args:
-      positions: integers [...], or float32 where positions are not counted.
-      dim: D; even, but for the layout "t2t".
-      theta: the base of the wavelengths.
+      positions: integers or float32 [...].
+      dim: D; even, except in the layout "t2t".
+      theta: base of the wavelengths.
       layout: "interleaved", "concat" or "t2t"; see the top of the file.
 
     Raises:
@@ -92,7 +92,7 @@ class Sinusoidal(Scheme):
 
     Attributes:
       model_dim: D.
-      theta: the base of the wavelengths.
+      theta: base of the wavelengths.
       layout: "interleaved", "concat" or "t2t"; see the top of the file.
 
     Raises:
@@ -115,13 +115,12 @@ class Sinusoidal(Scheme):
         return Traits(scale_embedding=True)
 
     def embed(self, params, x, coordinates):
-        """Returns x [B, T, D] plus the encodings of its positions."""
-        waves = sinusoidal_encoding(
+        encoding = sinusoidal_encoding(
             coordinates, self.model_dim, theta=self.theta, layout=self.layout
         )
         require(
-            x.shape[-1] == self.model_dim and x.ndim == waves.ndim,
+            x.shape[-1] == self.model_dim and x.ndim == encoding.ndim,
             f"sinusoidal: x must be [B, T, {self.model_dim}] and coordinates [B, T], "
             f"got {x.shape} and {jnp.shape(coordinates)}.",
         )
-        return (x.astype(jnp.float32) + waves).astype(x.dtype)
+        return (x.astype(jnp.float32) + encoding).astype(x.dtype)

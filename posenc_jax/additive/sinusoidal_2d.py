@@ -1,17 +1,17 @@
 r"""Sinusoidal positions of image patches: half of the embedding for each axis.
 
-    x <- x + [PE(c[a]), PE(c[b])],      PE the sinusoidal code of D / 2 numbers
+    x <- x + [PE(c[a]), PE(c[b])],      PE the sinusoidal encoding with D / 2 dimensions
 
-of an axis a, and then of an axis b. Models differ:
+for two axes (a, b) of the coordinates c. Models differ:
 
              layout          axes      coordinates
     MAE      "concat"        (1, 0)    column and row from 0
-    DETR     "interleaved"   (0, 1)    from 1, divided by the size of the picture, times 2 pi
+    DETR     "interleaved"   (0, 1)    from 1, divided by the size of the image, times 2 pi
 
-In the code of MAE the half that is named after rows encodes columns, because of the order in which
-numpy.meshgrid returns them; its checkpoints depend on that. [CLS] has no position there: put it
-before the patches after this. DETR adds the code to queries and keys of every layer, and not to
-values; here it is added to the embedding once. Coordinates [B, T] stand on both axes: the diagonal.
+In the code of MAE the half named after rows encodes columns, because of the order in which
+numpy.meshgrid returns them; its checkpoints depend on that. [CLS] has no position in MAE: prepend
+it to the encoded patches. DETR adds the encoding to the queries and keys of every layer, and not to
+values; here it is added to the embedding once. Coordinates [B, T] are used for both axes.
 
 Papers: He et al. Masked Autoencoders Are Scalable Vision Learners. 2021.
 https://arxiv.org/abs/2111.06377
@@ -36,12 +36,13 @@ class Sinusoidal2D(Scheme):
 
     Attributes:
       model_dim: D, a multiple of 4.
-      theta: the base of the wavelengths.
+      theta: base of the wavelengths.
       layout: of each half, "concat" or "interleaved"; see `posenc_jax.additive.sinusoidal`.
-      axes: the axis of the first half and that of the second, (0, 1) or (1, 0).
+      axes: coordinate axes of the first and of the second half, (0, 1) or (1, 0).
 
     Raises:
-      ValueError: for sizes that do not fit, or an unknown layout.
+      ValueError: for a model_dim that is no multiple of 4, an unknown layout, other axes, or a
+        theta that is not positive.
 
     >>> scheme = Sinusoidal2D(model_dim=4)
     >>> at = jnp.array([[[0]], [[1]]])
@@ -75,7 +76,6 @@ class Sinusoidal2D(Scheme):
         return Traits(num_axes=2)
 
     def embed(self, params, x, coordinates):
-        """Returns x [B, T, D] plus the codes of its rows and columns."""
         at = coordinate_values("sinusoidal_2d", coordinates)
         at = jnp.broadcast_to(at[None], (2, *at.shape)) if at.ndim == 2 else at
         require(
@@ -84,8 +84,8 @@ class Sinusoidal2D(Scheme):
             f"got {x.shape} and {jnp.shape(coordinates)}.",
         )
         half = self.model_dim // 2
-        waves = [
+        encodings = [
             sinusoidal_encoding(at[a], half, theta=self.theta, layout=self.layout)
             for a in self.axes
         ]
-        return (x.astype(jnp.float32) + jnp.concatenate(waves, -1)).astype(x.dtype)
+        return (x.astype(jnp.float32) + jnp.concatenate(encodings, -1)).astype(x.dtype)

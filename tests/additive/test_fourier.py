@@ -61,7 +61,7 @@ def test_far_positions_are_exact(axes):
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
-def test_plain_positions_stand_on_all_axes():
+def test_coordinates_without_axes_are_used_for_all_axes():
     scheme = pe.LearnableFourier(model_dim=6, num_features=32)
     params, at = scheme.init(jax.random.key(0)), np.array([[0, 3, 7]])
     same = code(scheme, params, np.stack([at, at]))
@@ -72,7 +72,7 @@ def test_plain_positions_stand_on_all_axes():
     )
 
 
-def test_waves_start_with_the_deviation_of_the_code():
+def test_initial_frequencies_have_the_deviation_of_the_code():
     params = pe.LearnableFourier(model_dim=6, num_features=20000, gamma=3.0).init(jax.random.key(0))
     assert abs(params["waves"].std() - 1 / 9) < 0.002
 

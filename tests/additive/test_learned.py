@@ -1,4 +1,4 @@
-"""Learned positions: the row of the position and no other, and nothing beyond the table."""
+"""Learned positions: the row of each position, and NaN or an error outside the table."""
 
 import jax
 import jax.numpy as jnp
@@ -52,14 +52,14 @@ def test_offset_skips_the_reserved_rows():
 
 
 @pytest.mark.parametrize("offset, beyond", [(0, 10), (0, -1), (3, 7), (3, -1), (3, -3)])
-def test_beyond_the_table_raises(offset, beyond):
+def test_positions_outside_the_table_raise(offset, beyond):
     message = rf"learned: positions must be in \[0, {10 - offset}\).*got .*{beyond}"
     with pytest.raises(ValueError, match=message):
         lookup(TABLE, jnp.array([0, beyond]), offset)
 
 
 @pytest.mark.parametrize("offset", [0, 3])
-def test_beyond_the_table_is_nan_in_that_row_alone_under_jit(offset):
+def test_positions_outside_the_table_make_their_row_nan_and_no_other_under_jit(offset):
     last = 10 - offset - 1
     at = jnp.array([0, last + 1, last, -1, 1, 2**31 - 1, -(2**31), -2])
     out = np.asarray(jax.jit(lookup, static_argnums=2)(jnp.asarray(TABLE), at, offset))
@@ -68,7 +68,7 @@ def test_beyond_the_table_is_nan_in_that_row_alone_under_jit(offset):
     assert np.isnan(np.delete(out, good, 0)).all()
 
 
-def test_the_gradient_reaches_the_rows_that_were_read():
+def test_gradient_counts_the_reads_of_each_row():
     scheme = pe.LearnedAbsolute(max_length=10, model_dim=4)
     at = jnp.array([[0, 3, 3, 9]])
     x = jnp.zeros((1, 4, 4))
@@ -86,12 +86,12 @@ def test_sums_in_float32():
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64])
-def test_takes_any_integers(dtype):
+def test_any_integer_dtype_is_accepted(dtype):
     np.testing.assert_array_equal(lookup(TABLE, np.array([9, 0], dtype)), TABLE[[9, 0]])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])
-def test_refuses_what_does_not_count(dtype):
+def test_positions_that_are_not_integers_raise(dtype):
     with pytest.raises(TypeError, match="learned: positions must be integers, got"):
         lookup(TABLE, jnp.zeros(3, dtype))
 
@@ -119,14 +119,14 @@ def test_errors_name_the_shapes():
         scheme.embed({"table": TABLE}, jnp.zeros((1, 2, 4)), jnp.zeros((2, 1, 2), jnp.int32))
 
 
-def test_known_positions_outside_the_table_raise_in_a_compiled_function_too():
+def test_concrete_positions_outside_the_table_raise_under_jit_too():
     scheme = pe.LearnedAbsolute(max_length=4, model_dim=2)
     params, at = scheme.init(jax.random.key(0)), jnp.array([[0, 4]])
     with pytest.raises(ValueError, match=r"must be in \[0, 4\)"):
         jax.jit(lambda x: scheme.embed(params, x, at))(jnp.zeros((1, 2, 2)))
 
 
-def test_a_table_of_patches_is_interpolated_and_its_first_rows_stay():
+def test_resize_learned_interpolates_patches_and_keeps_the_prefix():
     """As DeiT and MAE: [1, R, C, D] to [1, D, R, C], interpolate, and back."""
     random = np.random.default_rng(0)
     table = jnp.asarray(random.normal(size=(2 + 6, 5)), jnp.float32)

@@ -1,4 +1,4 @@
-"""NoPE: what attention does without positions, which is not nothing."""
+"""NoPE: attention without positions."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def attend(*arrays, is_causal=True):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_is_attention_and_nothing_else(is_causal):
+def test_matches_softmax_attention_without_a_bias(is_causal):
     expected = softmax_attention(
         *ARRAYS,
         lambda q, k, n, i, j: q @ k / np.sqrt(8),
@@ -35,12 +35,12 @@ def test_has_no_parameters_and_acts_nowhere():
 
 
 @pytest.mark.parametrize("length", [1, 17])
-def test_a_prefix_does_not_know_what_follows(length):
+def test_causal(length):
     prefix = attend(*(a[:, :length] for a in ARRAYS))
     np.testing.assert_allclose(attend(*ARRAYS)[:, :length], prefix, atol=1e-6)
 
 
-def test_the_order_of_past_tokens_is_invisible_and_what_they_are_is_not():
+def test_invariant_to_the_order_of_past_tokens_but_not_to_their_content():
     last = attend(*ARRAYS)[:, -1]
     order = np.r_[np.random.default_rng(0).permutation(62), 62]
     np.testing.assert_allclose(attend(*(a[:, order] for a in ARRAYS))[:, -1], last, atol=1e-6)
@@ -48,7 +48,7 @@ def test_the_order_of_past_tokens_is_invisible_and_what_they_are_is_not():
     assert np.abs(other - last).max() > 1e-3
 
 
-def test_an_encoder_treats_its_tokens_as_a_set():
+def test_bidirectional_attention_is_permutation_equivariant():
     order = np.random.default_rng(1).permutation(63)
     shuffled = attend(*(a[:, order] for a in ARRAYS), is_causal=False)
     np.testing.assert_allclose(shuffled, attend(*ARRAYS, is_causal=False)[:, order], atol=1e-6)

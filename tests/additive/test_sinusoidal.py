@@ -58,7 +58,7 @@ def test_concat_matches_transformer_xl():
     np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-7)
 
 
-def test_the_worked_example_that_goes_around_is_wrong():
+def test_a_widely_copied_worked_example_is_wrong():
     """Position 2, four dimensions. The published vector counts dimensions, not pairs."""
     ours = np.asarray(encode(jnp.array(2), 4), np.float64)
     np.testing.assert_allclose(ours, [0.9093, -0.4161, 0.0200, 0.9998], atol=5e-5)
@@ -73,7 +73,7 @@ def test_the_worked_example_that_goes_around_is_wrong():
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(-(2**30), 2**30), st.integers(-(2**30), 2**30 - 1))
-def test_a_shift_is_a_rotation_that_does_not_know_the_position(p, k):
+def test_a_shift_is_a_rotation_independent_of_the_position(p, k):
     dim = 6
     rotation = np.zeros((dim, dim))
     for i in range(dim // 2):
@@ -84,7 +84,7 @@ def test_a_shift_is_a_rotation_that_does_not_know_the_position(p, k):
     np.testing.assert_allclose(here @ here, dim / 2, atol=2e-6)
 
 
-def test_layouts_agree_at_two_dimensions_and_nowhere_else():
+def test_layouts_agree_only_at_two_dimensions():
     def all_at(dim):
         return [encode(jnp.array([7]), dim, layout=x) for x in ("interleaved", "concat", "t2t")]
 
@@ -95,7 +95,7 @@ def test_layouts_agree_at_two_dimensions_and_nowhere_else():
         assert np.abs(x - y).max() > 0.1
 
 
-def test_options_change_the_embedding():
+def test_embed_adds_the_encoding_with_the_same_options():
     x, at = jnp.zeros((1, 3, 6)), jnp.arange(3)[None]
     plain = pe.Sinusoidal(model_dim=6).embed({}, x, at)
     np.testing.assert_array_equal(plain, encode(at, 6))
@@ -119,13 +119,13 @@ def test_embedding_adds_in_float32_and_keeps_the_dtype():
     )  # "we multiply those weights by sqrt(d_model)", section 3.4.
 
 
-def test_positions_may_be_fractions():
+def test_fractional_positions():
     got = encode(jnp.array([[0.5, 2.25]], jnp.float32), 4)
     np.testing.assert_allclose(got[0], [paper(0.5, 4), paper(2.25, 4)], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, bool, jnp.complex64])
-def test_refuses_positions_that_cannot_count(dtype):
+def test_positions_of_other_dtypes_raise(dtype):
     with pytest.raises(TypeError, match=r"sinusoidal: positions must be integers.*got"):
         encode(jnp.zeros(3, dtype), 4)
 

@@ -1,4 +1,4 @@
-"""Sinusoidal codes of image patches against MAE's function and DETR's class."""
+"""Sinusoidal encodings of image patches against MAE's function and DETR's class."""
 
 import json
 import pathlib
@@ -54,7 +54,7 @@ def test_far_positions_are_exact():
     np.testing.assert_allclose(code(pe.Sinusoidal2D(model_dim=12), at), wanted, atol=2e-6)
 
 
-def test_plain_positions_stand_on_the_diagonal():
+def test_coordinates_without_axes_are_used_for_both_axes():
     scheme, at = pe.Sinusoidal2D(model_dim=12), np.array([[0, 3, 7]])
     np.testing.assert_array_equal(code(scheme, at), code(scheme, np.stack([at, at])))
 
@@ -74,7 +74,7 @@ def test_errors_name_the_argument_and_the_value(change, message):
         pe.Sinusoidal2D(**({"model_dim": 12} | change))
 
 
-def test_arrays_that_do_not_fit_are_refused():
+def test_errors_name_the_shapes():
     scheme = pe.Sinusoidal2D(model_dim=12)
     with pytest.raises(ValueError, match=r"x must be \[B, T, 12\] .*\(1, 3, 8\)"):
         jax.eval_shape(lambda: scheme.embed({}, jnp.zeros((1, 3, 8)), jnp.zeros((1, 3), jnp.int32)))
