@@ -11,6 +11,7 @@ from posenc_jax.bias.swin import Swin
 from posenc_jax.bias.swin_v2 import SwinV2
 from posenc_jax.bias.t5 import T5
 from posenc_jax.checks import require
+from posenc_jax.combinators.chain import chain
 from posenc_jax.content.deberta import DeBERTa
 from posenc_jax.content.inkling import Inkling
 from posenc_jax.content.shaw import Shaw
@@ -63,16 +64,15 @@ def mpt(config: TrackedConfig) -> Layers:
 def falcon(config: TrackedConfig) -> Layers:
     """ALiBi inside the logit scale, or RoPE."""
     if config.get("alibi", False):
-        rope_dict(config), config.given("rope_theta")  # Written, and not used.
+        rope_dict(config), config.given("rope_theta")  # Ignored with ALiBi.
         return uniform(config, ALiBi(num_heads=config.need("num_attention_heads"), scaled=True))
     return Rotating()(config)
 
 
 def deberta_v2(config: TrackedConfig) -> Layers:
-    """Disentangled attention; with `share_att_key` the layer's own weights project distances."""
+    """Disentangled attention, after a learned table at the input if the config has one."""
     relative = config.get("relative_attention", False)
     require(relative, f"from_hf: {config.where} has relative_attention={relative}.")
-    config.get("position_biased_input")  # A LearnedAbsolute at the input.
     terms = config.get("pos_att_type") or ()
     terms = terms.lower().split("|") if isinstance(terms, str) else terms
     require(set(terms) <= {"c2p", "p2c"}, f"from_hf: {config.where} has pos_att_type={terms}.")
@@ -89,6 +89,10 @@ def deberta_v2(config: TrackedConfig) -> Layers:
         position_to_content="p2c" in terms,
         projected=bool(config.get("share_att_key", False)),
     )
+    if config.get("position_biased_input"):
+        length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
+        width = config.get("embedding_size", dim)
+        return uniform(config, chain(LearnedAbsolute(max_length=length, model_dim=width), scheme))
     return uniform(config, scheme)
 
 
@@ -170,14 +174,14 @@ class Table:
         """The table, named by every layer though the input has it."""
         kind = config.get("position_embedding_type", "absolute")
         length, dim = config.need("max_position_embeddings"), config.need(self.width)
-        config.only("sinusoidal_pos_embds", False)  # DistilBERT's choice of a fixed table.
+        config.only("sinusoidal_pos_embds", False)  # DistilBERT: a fixed table.
         require(
             kind == "absolute",
             f"from_hf: {config.where} has position_embedding_type={kind!r}, which transformers "
             "5 does not read any more.",
         )
         offset = self.offset
-        if self.reserved:  # RoBERTa: positions begin after that of padding.
+        if self.reserved:  # RoBERTa: position 0 follows the row of padding.
             offset = config.need("pad_token_id") + 1
             length -= offset
         return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim, offset=offset))
@@ -201,7 +205,7 @@ def pixtral(config: TrackedConfig) -> Layers:
 def dinov3(config: TrackedConfig) -> Layers:
     """RoPE over rows and columns of an image."""
     for name in ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"):
-        config.given(name)  # Of training.
+        config.given(name)  # Augmentation in training.
     return _grid(config)
 
 
@@ -213,10 +217,6 @@ def _grid(config, **settings):
 def swin(config: TrackedConfig) -> Layers:
     """A table of offsets in every layer; stages have different numbers of heads."""
     window = (config.need("window_size"),) * 2
-    require(
-        not config.get("use_absolute_embeddings", False),
-        f"from_hf: {config.where} has use_absolute_embeddings, a table at the input as well.",
-    )
     return _stages(config, lambda heads, stage: Swin(num_heads=heads, window=window))
 
 
@@ -232,6 +232,10 @@ def swin_v2(config: TrackedConfig) -> Layers:
 
 
 def _stages(config: TrackedConfig, make: Callable[[int, int], Scheme]) -> Layers:
+    require(
+        not config.get("use_absolute_embeddings", False),
+        f"from_hf: {config.where} has use_absolute_embeddings, a table at the input as well.",
+    )
     per_stage, depths = config.need("num_heads"), config.need("depths")
     stages = zip(per_stage, depths, range(len(depths)), strict=True)
     return tuple(LayerSpec(make(n, i)) for n, depth, i in stages for _ in range(depth))

@@ -1,4 +1,4 @@
-"""A config that records which keys were read, so that no key about positions is ignored."""
+"""Reads configs, and refuses keys about positions that no reader looked up."""
 
 import functools
 import importlib.resources
@@ -9,20 +9,20 @@ from typing import Any
 
 from posenc_jax.checks import require
 
-# Keys that change positions or which tokens are attended to.
+# Keys that change the position encoding, or the tokens that a layer attends to.
 _POSITION = re.compile(
     "rope|rotary|alibi|relative|position|nope|pos_att|clamp_len|temperature|window|layer_types|"
     "attention_chunk|per_layer_config|pos_embds"
 )
 _HARMLESS = {
-    "max_position_embeddings",  # Of rotary models: the longest text that was planned for.
+    "max_position_embeddings",  # Of rotary models: the longest text.
     "n_positions",
     "layer_norm_position",
     "position_ids",
     "mlp_layer_types",
     "mtp_layer_types",
 }
-# Values that change nothing, or say what the model type says.
+# Values that change nothing, or repeat what the model type implies.
 _HARMLESS_VALUES = {
     "position_embedding_type": ("absolute", "rope_gptj"),  # ModernBERT's and Cohere 2's.
     "rotary": (True,),  # GPT-J's.
@@ -53,16 +53,15 @@ def model_type_defaults() -> dict[str, dict[str, Any]]:
 
 
 class TrackedConfig:
-    """A config, or a dict inside one, with the keys that were read.
+    """A config, or a dict inside one, that tracks which keys were read.
 
-    As in transformers, a key that is left out has its model type's default, and a key that is
-    null has no value.
+    As in transformers, a missing key has the default of its model type, and a null one has none.
 
     Attributes:
       values: the config.
       where: its name in error messages.
-      defaults: values of keys that are left out.
-      decoder: the caller's choice between encoder and decoder; None: no choice.
+      defaults: values of missing keys.
+      decoder: whether the caller wants the decoder, or the encoder; None: no choice.
       read: the keys that were looked up.
     """
 
@@ -78,13 +77,13 @@ class TrackedConfig:
         self.read: set[str] = set()
 
     def given(self, name: str) -> Any:
-        """The value in the config itself, under any name of the key, or None."""
+        """The value in the config under any name of the key, or None."""
         names = (name, *_OTHER_NAMES.get(name, ()))
         self.read.update(names)
         return next((self.values[n] for n in names if self.values.get(n) is not None), None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value in the config, else the model type's unless the config says null."""
+        """The value in the config; if the key is missing, the default of the model type."""
         value = self.given(name)
         if value is not None:
             return value
@@ -94,10 +93,10 @@ class TrackedConfig:
         return next((self.defaults[n] for n in names if n in self.defaults), default)
 
     def need(self, name: str) -> Any:
-        """A value that has to be there.
+        """A required value.
 
         Raises:
-          ValueError: if neither the config nor the model type has it.
+          ValueError: if neither the config nor the model type has one.
         """
         value = self.get(name)
         require(value is not None, f"from_hf: {self.where} must have {name!r}.")
@@ -122,8 +121,8 @@ class TrackedConfig:
           all_keys: whether every key of this dict is about positions.
 
         Raises:
-          ValueError: with the keys that were not read, or for a choice between encoder and
-            decoder that the model type does not have.
+          ValueError: with the keys that were not read; if the caller chose between encoder and
+            decoder and the model type does not have both.
         """
         unused = _WINDOW if self.values.get("use_sliding_window") is False else ()
         left = [
@@ -138,7 +137,7 @@ class TrackedConfig:
         require(not left, f"from_hf: {self.where} has {sorted(left)}, which nothing here reads.")
         require(
             self.decoder is None or "is_decoder" in self.read,
-            f"from_hf: decoder={self.decoder}, but {self.where} has no choice of encoder and "
+            f"from_hf: decoder={self.decoder}, but {self.where} does not describe an encoder and a "
             "decoder.",
         )
 
@@ -161,10 +160,10 @@ def head_size(config: TrackedConfig) -> int:
 
 
 def layer_count(config: TrackedConfig) -> int:
-    """The number of layers, which a `layer_types` of the config decides.
+    """The number of layers: the length of `layer_types`, else `num_hidden_layers`.
 
     Raises:
-      ValueError: if the two contradict each other.
+      ValueError: if the config has both and they differ.
     """
     kinds, count = config.given("layer_types"), config.given("num_hidden_layers")
     if kinds is None:
@@ -177,11 +176,11 @@ def layer_count(config: TrackedConfig) -> int:
 
 
 def is_decoder(config: TrackedConfig) -> bool:
-    """Whether the layers are a decoder's, for model types with an encoder and a decoder.
+    """Whether to read the decoder of a model type with an encoder and a decoder.
 
     Raises:
-      ValueError: if the config describes both and the caller did not choose, or chose the
-        encoder of a config with `is_decoder`.
+      ValueError: if the config describes both and the caller chose neither, or if the caller
+        chose the encoder of a config with `is_decoder`.
     """
     flag, choice = config.get("is_decoder", False), config.decoder
     require(

@@ -1,7 +1,7 @@
-"""Which layers of a model attend to a window or a chunk, in the words of `layer_types`.
+"""The kind of each layer: full, sliding, chunked or linear attention.
 
-A `LayerKinds` gives the kind of each layer: what `layer_types` of the config says, or what the
-model type's config class makes of older keys.
+Kinds have the names that `layer_types` has in configs. A `LayerKinds` reads them from there, or
+from older keys as the config class of the model type does.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _GLOBAL = {FULL, LINEAR, "indexed_attention", "deepseek_sparse_attention", "hybr
 
 
 def declared(config: TrackedConfig) -> list[str] | None:
-    """The kinds that the config itself gives, under their names of today, or None."""
+    """The `layer_types` of the config, with old names replaced, or None."""
     layer_count(config)
     kinds = config.given("layer_types")
     return None if kinds is None else [_OLD_NAMES.get(kind, kind) for kind in kinds]
@@ -58,29 +58,29 @@ def every(
     last: bool = False,
     other: str = LOCAL,
 ) -> LayerKinds:
-    """One global layer in each period.
+    """One global layer in each period, unless `layer_types` says otherwise.
 
     Args:
       period: number of layers from one global layer to the next.
-      key: the key that changes it; under this key, "LLLG" is 4.
+      key: the key that changes the period; None: none does.
       first: whether the first layer of a period is the global one, not the last.
       last: whether the last layer of the model is global too.
       other: the kind of the other layers.
     """
 
-    def kinds(config):
-        length = config.get(key, period) if key else period
-        if isinstance(length, str):
-            names = {"L": other, "G": FULL}
-            return [names[length[i % len(length)]] for i in range(layer_count(config))]
-        turn = 0 if first else 1
-        made = [FULL if (i + turn) % length == 0 else other for i in range(layer_count(config))]
-        return [*made[:-1], FULL] if last else made
-
     def read(config):
-        if key:
-            config.given(key)  # A layer_types stands above it.
-        return declared(config) or kinds(config)
+        count, length = layer_count(config), config.get(key, period) if key else period
+        kinds = declared(config)
+        if kinds is not None:
+            return kinds
+        require(
+            isinstance(length, int) and length >= 1,
+            f"from_hf: {config.where} has {key}={length!r}; without layer_types it must be an "
+            "integer from 1.",
+        )
+        position = 0 if first else length - 1
+        made = [FULL if i % length == position else other for i in range(count)]
+        return [*made[:-1], FULL] if last else made
 
     return read
 
@@ -107,11 +107,10 @@ def ministral(config: TrackedConfig) -> list[str]:
 
 def exaone4(config: TrackedConfig) -> list[str]:
     """One global layer in four; without a window all are."""
-    pattern = every(4, "sliding_window_pattern")
     if config.get("sliding_window") is None:
         config.given("sliding_window_pattern")
         return declared(config) or [FULL] * layer_count(config)
-    return pattern(config)
+    return every(4, "sliding_window_pattern")(config)
 
 
 def rotating_flags(config: TrackedConfig, period: int = 4) -> list[bool]:

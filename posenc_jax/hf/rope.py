@@ -1,7 +1,7 @@
-"""The rotary part of a config: its base, its share of a head, and its map of frequencies.
+"""The rotary part of a config: base, rotated fraction of a head, and frequency map.
 
 Configs of transformers 4 have `rope_theta` and `rope_scaling` side by side, those of version 5
-have all in `rope_parameters`. Every key is read or refused; what contradicts itself is refused.
+have both in `rope_parameters`. Every key is read or refused, and so are contradictions.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ from posenc_jax.rotary.scaling.p_rope import Proportional
 from posenc_jax.rotary.scaling.yarn import YaRN
 from posenc_jax.rules import as_tuple
 
-# The same thing under another name, and multimodal configs whose map is none.
+# Other names of a type, and types that change coordinates but not frequencies.
 _TYPES = {"su": "longrope", "mrope": "default", "axial": "default"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """What a config says of rotation.
+    """The rotary settings of a config.
 
     Attributes:
       theta: the base.
-      fraction: the share of a head that rotates as if it were a head of its own.
-      scaling: the map of frequencies.
+      fraction: the fraction of a head that rotates, with the frequencies of a head of that size.
+      scaling: the frequency map.
     """
 
     theta: float
@@ -54,15 +54,15 @@ def rope_dict(config: TrackedConfig) -> dict[str, Any] | None:
 
 
 def read_rotary(config: TrackedConfig, given: dict | None, *, base: str = "rope_theta") -> Rotary:
-    """Reads a config and its rotary dict.
+    """The rotary settings in a config and its rotary dict.
 
     Args:
-      config: for what stands beside the dict: base, share and lengths.
+      config: has base, fraction and lengths if the dict does not.
       given: the dict; None for an old config without one.
-      base: the key of the base beside the dict, where kinds of layers have keys of their own.
+      base: the key of the base outside the dict.
 
     Raises:
-      ValueError: for keys unknown, missing or in contradiction.
+      ValueError: if a key is unknown or missing, or two contradict each other.
     """
     part = TrackedConfig(given or {}, f"{config.where} in its rope parameters")
     theta = _agree(part, "rope_theta", config, base)
@@ -90,7 +90,7 @@ def read_rotary(config: TrackedConfig, given: dict | None, *, base: str = "rope_
 
 
 def _agree(part, name, config, *names):
-    """A number that may stand in the dict or beside it; else the model type's default."""
+    """A number from the dict or the config, else the model type's default."""
     found = [part.get(name), *(config.given(n) for n in names)]
     found = [x for x in found if x is not None]
     require(
@@ -102,7 +102,7 @@ def _agree(part, name, config, *names):
 
 
 def _length(part: TrackedConfig, config: TrackedConfig) -> int:
-    """The trained length: in the dict or beside it, else `max_position_embeddings`."""
+    """The trained length, from the dict or the config, else `max_position_embeddings`."""
     name = "original_max_position_embeddings"
     inside, beside = part.get(name), config.get(name)
     require(
@@ -113,7 +113,7 @@ def _length(part: TrackedConfig, config: TrackedConfig) -> int:
 
 
 def _factor(part: TrackedConfig, config: TrackedConfig, length: int) -> float:
-    """The stretch; without one, the greatest length by the trained one."""
+    """The factor; by default the greatest length divided by the trained one."""
     factor = part.get("factor")
     return float(config.need("max_position_embeddings") / length if factor is None else factor)
 
@@ -123,12 +123,12 @@ def _linear(part, config):
 
 
 def _dynamic(part, config):
-    """transformers takes the greatest length for the trained one, whatever the dict says."""
+    """Dynamic NTK, whose trained length is `max_position_embeddings` in transformers."""
     name, length = "original_max_position_embeddings", config.need("max_position_embeddings")
     require(
         part.get(name, length) == length,
         f"from_hf: {part.where} has {name}={part.get(name)}, and max_position_embeddings={length} "
-        "is what counts with rope_type='dynamic'.",
+        "is the trained length with rope_type='dynamic'.",
     )
     return DynamicNTK(float(part.need("factor")), int(length), length=None)
 
@@ -198,10 +198,10 @@ _READERS = {
 
 
 def write_rotary(rotary: Rotary) -> dict[str, Any]:
-    """Returns the dict that `read_rotary` reads, as transformers 5 has it.
+    """The dict that `read_rotary` reads, as in transformers 5.
 
     Raises:
-      ValueError: for maps that transformers does not have.
+      ValueError: for frequency maps that transformers does not have.
     """
     maps = tuple(m for m in as_tuple(rotary.scaling) if m != FrequencyMap())
     out = {"rope_type": "default", "rope_theta": rotary.theta}

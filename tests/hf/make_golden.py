@@ -20,7 +20,7 @@ CASES = {case.__name__: case for case in make_rotary.CASES + make_mixed.CASES + 
 
 
 def make(name):
-    """Returns {"about": json, array name: array} of a family."""
+    """{"about": json, array name: array} of a case."""
     with in_double(), torch.no_grad():
         config, layer, is_causal, arrays = CASES[name]()
     about = {

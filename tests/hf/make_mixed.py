@@ -15,21 +15,21 @@ from make_record import (
     tokens,
     watch,
 )
-from make_rotary import MLA, YARN, turned, untouched
+from make_rotary import MLA, YARN, rotated, untouched
 
 
 def qwen2_vl():
-    return turned("qwen2_vl_text", settings=multimodal(mrope_section=[2, 3, 3]), positions=GRID)
+    return rotated("qwen2_vl_text", settings=multimodal(mrope_section=[2, 3, 3]), positions=GRID)
 
 
 def qwen3_vl():
     settings = multimodal(mrope_section=[4, 2, 2], mrope_interleaved=True) | {"head_dim": 16}
-    return turned("qwen3_vl_text", settings=settings, positions=GRID)
+    return rotated("qwen3_vl_text", settings=settings, positions=GRID)
 
 
 def ernie4_5_vl():
     settings = multimodal(mrope_section=[3, 3, 2])
-    return turned("ernie4_5_vl_moe_text", settings=settings, positions=GRID)
+    return rotated("ernie4_5_vl_moe_text", settings=settings, positions=GRID)
 
 
 def multimodal(**more):

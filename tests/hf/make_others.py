@@ -13,7 +13,7 @@ from make_record import (
     tokens,
     watch,
 )
-from make_rotary import turned
+from make_rotary import rotated
 
 LENGTH = 12
 FAR = [0, 1, 257, 3838, 4094, 4095]  # Keys of the query at 4095: distances 4095 to 0.
@@ -267,7 +267,7 @@ COLUMNS = [0, 1, 2] * 3
 def pixtral():
     settings = {"image_size": 32, "patch_size": 4}
     grid = torch.tensor([ROWS, COLUMNS])
-    return turned(
+    return rotated(
         "pixtral",
         attention="PixtralAttention$",
         rotary="Pixtral.*Rotary",

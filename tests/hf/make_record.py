@@ -1,4 +1,4 @@
-"""Runs attention layers of transformers and writes down what goes in and what comes out.
+"""Runs attention layers of transformers and records their inputs and outputs.
 
 Layers have random weights and are run as they stand, but in float64: theirs compute angles in
 float32, which at position 4095 leaves four digits. `in_double` lets every mention of float32
@@ -42,7 +42,7 @@ RECORDS: list[dict] = []
 
 
 def _record(module, query, key, value, *mask, **options):
-    """The eager attention of the module's own file, written down."""
+    """The eager attention of the module's own file, recorded."""
     own = sys.modules[type(module).__module__].eager_attention_forward
     out, weights = own(module, query, key, value, *mask, **options)
     made = {"q_rot": query, "k_rot": key, "v": value}
@@ -65,7 +65,7 @@ def modeling(config):
 
 
 def find(module, pattern):
-    """The one class of a file whose name matches."""
+    """The only class of a file whose name matches."""
     names = [n for n in vars(module) if re.search(pattern, n) and isinstance(vars(module)[n], type)]
     names = [n for n in names if vars(module)[n].__module__ == module.__name__]
     assert len(names) == 1, (pattern, names)
@@ -92,7 +92,7 @@ def causal(length):
 
 @contextlib.contextmanager
 def watch(owner, name):
-    """Gives a list of (arguments, results), one for every call of a function of `owner`."""
+    """Yields a list of (arguments, result), one for each call of a function of `owner`."""
     kept, calls = getattr(owner, name), []
 
     def called(*args, **options):
@@ -109,7 +109,7 @@ def watch(owner, name):
 
 @contextlib.contextmanager
 def hooked(module, **names):
-    """Gives a dict of what comes out of submodules, or for "<name" goes into them."""
+    """Yields a dict of the outputs of submodules, or for "<name" their inputs."""
     store, hooks = {}, []
     for key, name in names.items():
         part = module.get_submodule(name.removeprefix("<"))

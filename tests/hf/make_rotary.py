@@ -18,7 +18,7 @@ from make_record import (
 )
 
 
-def turned(
+def rotated(
     model_type,
     *,
     layer=0,
@@ -26,7 +26,7 @@ def turned(
     positions=None,
     rotary=r"^(?!.*(Vision|Audio)).*RotaryEmbedding$",
     attention=r"^(?!.*(Vision|Audio|Cross|Flash|Linear)).*Attention$",
-    turn="apply_rotary_pos_emb",
+    function="apply_rotary_pos_emb",
     projections=None,
     mask="causal",
     weights=None,
@@ -35,10 +35,10 @@ def turned(
     leading=False,
     **call,
 ):
-    """A layer whose file has a rotary module, a function that turns, and an attention module.
+    """A layer whose file has a rotary module, a function that rotates, and an attention module.
 
-    q and k are what the function is given, or with `projections` what these linear maps give. Where
-    that is a part of a head it is the end of it, or with `leading` its beginning.
+    q and k are the arguments of the function, or with `projections` the outputs of these linear
+    maps. Where they are a part of a head they are its end, or with `leading` its beginning.
     """
     config = make_config(model_type, **SMALL | (settings or {}))
     file = modeling(config)
@@ -53,7 +53,7 @@ def turned(
     where = _embedding(emb, x, at, kinds, layer)
     RECORDS.clear()
     hidden = causal(length) if mask == "causal" else None
-    with watch(file, turn) as calls, hooked(attend, **projections or {}) as store:
+    with watch(file, function) as calls, hooked(attend, **projections or {}) as store:
         attend(
             hidden_states=x,
             position_embeddings=where,
@@ -93,7 +93,7 @@ def _embedding(module, x, at, kinds, layer):
 
 
 def untouched(calls, record, leading=False):
-    """What the function was given, with the dimensions that it was not given."""
+    """The arguments of the rotation, joined with the dimensions that are not rotated."""
     given = [a for args, _ in calls for a in args[: 3 - len(calls)]]  # (q, k), or q and then k.
     for name, x in zip("qk", given, strict=True):
         final = record[f"{name}_rot"]
@@ -128,34 +128,36 @@ def scaled(**parameters):
 
 
 def llama():
-    return turned("llama", settings={"head_dim": 16})
+    return rotated("llama", settings={"head_dim": 16})
 
 
 def llama_3_1():
-    return turned("llama", **scaled(**LLAMA3))
+    return rotated("llama", **scaled(**LLAMA3))
 
 
 def llama_linear():
-    return turned("llama", **scaled(rope_type="linear", rope_theta=10000.0, factor=4.0))
+    return rotated("llama", **scaled(rope_type="linear", rope_theta=10000.0, factor=4.0))
 
 
 def llama_yarn():
-    return turned("llama", **scaled(**YARN))
+    return rotated("llama", **scaled(**YARN))
 
 
 def llama_dynamic():
-    """At its trained length and below, where nothing changes, and at 6000, where it does."""
+    """Up to the trained length, where nothing changes, and at 5999, where the base does."""
     at = [[0, 1, 2, 257, 4095, 5999]]
     parameters = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
-    return turned("llama", positions=at, **scaled(**parameters))
+    return rotated("llama", positions=at, **scaled(**parameters))
 
 
 def llama4():
-    return turned("llama4_text", settings=LLAMA4, turn="apply_rotary_emb")
+    return rotated("llama4_text", settings=LLAMA4, function="apply_rotary_emb")
 
 
 def llama4_nope():
-    return turned("llama4_text", layer=3, settings=LLAMA4, turn="apply_rotary_emb", **PROJECTED)
+    return rotated(
+        "llama4_text", layer=3, settings=LLAMA4, function="apply_rotary_emb", **PROJECTED
+    )
 
 
 LLAMA4 = {"head_dim": 16, "use_qk_norm": False, "floor_scale": 3, "attn_scale": 0.7}
@@ -164,23 +166,23 @@ PROJECTED = {"projections": QK, "positions": [list(range(12))]}
 
 
 def smollm3_nope():
-    return turned("smollm3", layer=3)
+    return rotated("smollm3", layer=3)
 
 
 def cohere2():
-    return turned("cohere2")
+    return rotated("cohere2")
 
 
 def cohere2_nope():
-    return turned("cohere2", layer=3)
+    return rotated("cohere2", layer=3)
 
 
 def gemma3_sliding():
-    return turned("gemma3_text", settings=GEMMA3)
+    return rotated("gemma3_text", settings=GEMMA3)
 
 
 def gemma3_full():
-    return turned("gemma3_text", layer=5, settings=GEMMA3)
+    return rotated("gemma3_text", layer=5, settings=GEMMA3)
 
 
 GEMMA3 = {
@@ -195,11 +197,11 @@ GEMMA3 = {
 
 
 def gemma4_sliding():
-    return turned("gemma4_text", settings=GEMMA4, shared_kv_states={})
+    return rotated("gemma4_text", settings=GEMMA4, shared_kv_states={})
 
 
 def gemma4_full():
-    return turned("gemma4_text", layer=5, settings=GEMMA4, shared_kv_states={})
+    return rotated("gemma4_text", layer=5, settings=GEMMA4, shared_kv_states={})
 
 
 GEMMA4 = {
@@ -213,15 +215,15 @@ GEMMA4 = {
 
 
 def modernbert_full():
-    return turned("modernbert", mask=None, settings={"num_hidden_layers": 6})
+    return rotated("modernbert", mask=None, settings={"num_hidden_layers": 6})
 
 
 def modernbert_sliding():
-    return turned("modernbert", layer=1, mask=None, settings={"num_hidden_layers": 6})
+    return rotated("modernbert", layer=1, mask=None, settings={"num_hidden_layers": 6})
 
 
 def exaone4_nope():
-    return turned("exaone4", layer=3)
+    return rotated("exaone4", layer=3)
 
 
 def partial(share):
@@ -229,31 +231,31 @@ def partial(share):
 
 
 def gpt_neox():
-    return turned("gpt_neox", **partial(0.5))
+    return rotated("gpt_neox", **partial(0.5))
 
 
 def stablelm():
-    return turned("stablelm", leading=True, **partial(0.25))
+    return rotated("stablelm", leading=True, **partial(0.25))
 
 
 def glm():
-    return turned("glm", settings={"head_dim": 16})
+    return rotated("glm", settings={"head_dim": 16})
 
 
 def helium():
-    return turned("helium", settings={"head_dim": 16})
+    return rotated("helium", settings={"head_dim": 16})
 
 
 def granite():
-    return turned("granite", settings={"attention_multiplier": 0.31})
+    return rotated("granite", settings={"attention_multiplier": 0.31})
 
 
 def phi3_short():
-    return turned("phi3", settings=PHI3 | {"original_max_position_embeddings": 4096})
+    return rotated("phi3", settings=PHI3 | {"original_max_position_embeddings": 4096})
 
 
 def phi3_long():
-    return turned("phi3", settings=PHI3 | {"original_max_position_embeddings": 1024})
+    return rotated("phi3", settings=PHI3 | {"original_max_position_embeddings": 1024})
 
 
 PHI3 = {
@@ -270,11 +272,11 @@ PHI3 = {
 
 
 def deepseek_v3():
-    return turned("deepseek_v3", settings=MLA, turn="apply_rotary_pos_emb_interleave")
+    return rotated("deepseek_v3", settings=MLA, function="apply_rotary_pos_emb_interleave")
 
 
 def deepseek_v3_half():
-    return turned("deepseek_v3", settings=MLA | {"rope_interleave": False})
+    return rotated("deepseek_v3", settings=MLA | {"rope_interleave": False})
 
 
 MLA = {
@@ -290,19 +292,19 @@ MLA = {
 
 def mistral4():
     settings = MLA | {"rope_parameters": YARN | HEATED}
-    turn = "apply_rotary_pos_emb_interleave"
-    return turned("mistral4", settings=settings, turn=turn, projections={"q": "q_proj"})
+    function = "apply_rotary_pos_emb_interleave"
+    return rotated("mistral4", settings=settings, function=function, projections={"q": "q_proj"})
 
 
 def ministral3():
-    return turned("ministral3", settings={"head_dim": 16, "rope_parameters": YARN | HEATED})
+    return rotated("ministral3", settings={"head_dim": 16, "rope_parameters": YARN | HEATED})
 
 
 HEATED = {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 def gpt_oss():
-    return turned("gpt_oss", settings=GPT_OSS)
+    return rotated("gpt_oss", settings=GPT_OSS)
 
 
 GPT_OSS = {"head_dim": 16, "rope_parameters": YARN | {"truncate": False, "factor": 32.0}}

@@ -187,7 +187,7 @@ def test_encoder_and_decoder_of_whisper_have_different_schemes():
 
 
 def test_a_choice_of_decoder_needs_two_halves():
-    with pytest.raises(ValueError, match="the llama config has no choice of encoder and decoder"):
+    with pytest.raises(ValueError, match="the llama config does not describe an encoder"):
         pe.from_hf(LLAMA, decoder=True)
 
 
@@ -289,7 +289,19 @@ def test_widths_of_learned_tables():
         assert pe.scheme_from_hf(config) == wanted
 
 
-def test_a_window_of_no_use_is_refused():
+def test_tables_at_the_input_beside_other_schemes():
+    config = {"model_type": "deberta-v2", "relative_attention": True, "pos_att_type": "c2p"}
+    config |= {"hidden_size": 24, "num_attention_heads": 3, "max_position_embeddings": 16}
+    relative = pe.scheme_from_hf(config | {"position_biased_input": False})
+    assert isinstance(relative, pe.DeBERTa)
+    table = pe.LearnedAbsolute(max_length=16, model_dim=24)
+    assert pe.scheme_from_hf(config) == pe.chain(table, relative)
+    for kind in ("swin", "swinv2"):
+        with pytest.raises(ValueError, match="has use_absolute_embeddings, a table at the input"):
+            pe.from_hf({"model_type": kind, "use_absolute_embeddings": True})
+
+
+def test_contradicting_windows_are_refused():
     mistral = LLAMA | {"model_type": "mistral"}
     with pytest.raises(ValueError, match="use_sliding_window=False, which transformers ignores"):
         pe.from_hf(mistral | {"sliding_window": 9, "use_sliding_window": False})
@@ -300,6 +312,8 @@ def test_a_window_of_no_use_is_refused():
         pe.from_hf(gemma)
     with pytest.raises(ValueError, match="has 2 layer_types and num_hidden_layers=3"):
         pe.from_hf(gemma | {"num_hidden_layers": 3})
+    with pytest.raises(ValueError, match="sliding_window_pattern='LLLG'; without layer_types it"):
+        pe.from_hf({"model_type": "exaone4", "sliding_window_pattern": "LLLG"})
 
 
 def test_logit_scales_of_model_types():
@@ -407,7 +421,7 @@ REFUSED = {
         rope_parameters={"rope_type": "longrope", "short_mscale": 1.1, "long_mscale": 1.2}
         | LISTS | LENGTH | {"factor": 2.0}
     ),
-    "max_position_embeddings=8192 is what counts": dict(
+    "max_position_embeddings=8192 is the trained length": dict(
         max_position_embeddings=8192,
         rope_scaling={"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4096},
     ),

@@ -1,4 +1,4 @@
-"""The same against the installed transformers; needs the extra `parity`."""
+"""The same comparison with the installed transformers; needs the extra `parity`."""
 
 import importlib
 import json
@@ -47,7 +47,7 @@ NEEDS = {
     "qwen3_next": {"settings": {"layer_types": ["full_attention"] * 4}},
     "stablelm": {"leading": True},
 }
-# Their layers are called in ways of their own. The files have Beam and Gemma 4.
+# Called differently; the golden files have Beam and Gemma 4.
 APART = {"beam", "gemma4_text"}
 ROTATING = {kind for kind, family in MODEL_TYPES.items() if isinstance(family, Rotating)}
 ROTATING |= {"gpt_neox", "minimax_m2"}
@@ -60,7 +60,7 @@ def test_layers_with_the_defaults_of_a_model_type(maker, kind):
     for layer in (0, 3):
         with maker.in_double(), maker.torch.no_grad():
             options = {"layer": layer} | NEEDS.get(kind, {})
-            config, _, is_causal, arrays = make_rotary.turned(kind, **options)
+            config, _, is_causal, arrays = make_rotary.rotated(kind, **options)
         config = json.loads(config.to_json_string(use_diff=False))
         scheme = pe.from_hf(config)[layer].scheme
         arrays = {n: jnp.asarray(x) for n, x in arrays.items()}
