@@ -1,4 +1,4 @@
-"""Experiments with tiny models that differ in nothing but the position encoding.
+"""Experiments with tiny models that differ only in the position encoding.
 
 `python -m experiments --help` lists the commands.
 """

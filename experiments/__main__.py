@@ -16,7 +16,7 @@ python -m experiments <command> [file.toml] [changes]
   evaluate   measure kept parameters again                   configs/text_length.toml
   report     write report.html again from results.json       a folder of results
   bench      measure speed as ratios
-  gallery    draw what every scheme does, on one page
+  gallery    draw the effect of every scheme, on one page
   schemes    print a table of all schemes
 
 A file describes one experiment; any setting of it can be changed on the command line:
@@ -30,8 +30,8 @@ A file describes one experiment; any setting of it can be changed on the command
   python -m experiments compare --tasks mypkg.mine:MyTask --name my-task
   python -m experiments report results/compare
 
-Results go to results/<name>/. Ctrl-C keeps what is finished; the same command goes on from
-there. `python -m experiments compare --help` lists every setting.
+Results go to results/<name>/. Ctrl-C keeps finished runs; the same command continues with the
+others. `python -m experiments compare --help` lists every setting.
 """
 
 _EXPERIMENTS = {
@@ -48,7 +48,7 @@ _OTHERS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a command and returns the exit status: 2 for what cannot be done at all."""
+    """Runs a command and returns the exit status; 2 for errors of the user."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0

@@ -1,4 +1,4 @@
-"""The runs of an experiment, one after the other: train, evaluate, write down, show."""
+"""The runs of an experiment in sequence: train, evaluate, store, show."""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Run:
         return self.task.name, self.name
 
     def describe(self) -> dict[str, Any]:
-        """Returns what is known of the run before it begins, as it stands in results.json."""
+        """Returns the entries of results.json that are known before the run."""
         task = self.task
         return {
             "task": task.name,
@@ -53,7 +53,7 @@ class Run:
     def train(
         self, report: Callable[[int, list[float]], None], keep: Callable[[Any], None]
     ) -> dict[str, Any]:
-        """Trains and evaluates the scheme, and returns the run as it stands in results.json."""
+        """Trains and evaluates the scheme; returns the entries of results.json."""
         trained = train(self.task, self.position, self.seeds, self.data.train, report)
         keep(trained.params)
         return {
@@ -70,7 +70,7 @@ class Run:
         }
 
     def evaluate(self, params: Any) -> dict[str, Any]:
-        """Returns the entries of a run that trained parameters decide."""
+        """Returns the entries of results.json that depend on trained parameters."""
         found = self.task.evaluate(self.position, params, self.seeds, self.data)
         if has_table(self.position):
             last = self.task.train_length - 1
@@ -108,8 +108,8 @@ def plan_runs(experiment: Experiment) -> list[Run]:
 def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) -> int:
     """Carries out the plan of an experiment and returns the exit status.
 
-    Runs that are done already are not done again. A run that raises is written down as
-    failed and the others go on. Ctrl-C keeps what is finished.
+    Finished runs are skipped. A run that raises is stored as failed and the others continue.
+    Ctrl-C keeps finished runs.
 
     Args:
       experiment: what to run.
@@ -120,7 +120,7 @@ def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) 
       0, or 1 if a run failed, or 130 after Ctrl-C.
 
     Raises:
-      CorpusError, ResultsError: with one line; what was written before is whole.
+      CorpusError, ResultsError: with one line; files written before are complete.
     """
     runs = plan_runs(experiment)
     store = ResultsStore(experiment, fresh=fresh)
@@ -145,7 +145,7 @@ def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) 
             status = 130
     print(f"Report: {write_report(store.path)}")
     if status == 130:
-        print("Stopped; what was finished is kept, and the same command goes on from there.")
+        print("Stopped; finished runs are kept, and the same command continues with the others.")
     return status
 
 
@@ -153,7 +153,7 @@ def evaluate_again(experiment: Experiment) -> int:
     """Measures kept parameters again, and replaces the earlier numbers.
 
     Raises:
-      CorpusError, ResultsError: with one line; what was written before is whole.
+      CorpusError, ResultsError: with one line; files written before are complete.
     """
     store = ResultsStore(experiment, measure=True)
     for task, name in experiment.plan():

@@ -28,14 +28,14 @@ from experiments.tasks import TASKS, Task
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Tasks, schemes and seeds: every scheme on every task, with the same data and start."""
+    """Every scheme on every task, with the same data and the same initial parameters."""
 
     name: str = "compare"
     """Name of the folder of results."""
     results: str = "results"
     """Where folders of results are."""
     seeds: int = 1
-    """Seeds per run; they train side by side, paired across schemes."""
+    """Seeds per run; they train together, paired across schemes."""
     first_seed: int = 0
     """The first seed."""
     schemes: tuple[str, ...] = ("none", "learned", "sinusoidal", "shaw", "t5", "alibi", "rope")
@@ -97,7 +97,7 @@ class Experiment:
         return build(scheme, sizes, tables, f"task {task_name}")
 
     def check(self) -> None:
-        """Raises ConfigError for anything that cannot work."""
+        """Raises ConfigError for invalid settings."""
         need(self.seeds >= 1, "seeds", "must be at least 1", self)
         need(self.first_seed >= 0, "first_seed", "must not be negative", self)
         if not self.name or Path(self.name).name != self.name:
@@ -114,7 +114,7 @@ class Experiment:
             self.scheme(task, scheme)
 
     def to_tables(self) -> dict[str, Any]:
-        """Returns the settings as they stand in a file."""
+        """Returns the tables of a file with these settings."""
         return {name: getattr(self, name) for name in _SETTINGS} | {
             "tasks": [_reference(type(task)) for task in self.tasks.values()],
             "schemes": {"names": list(self.schemes), **self.options},
@@ -133,7 +133,7 @@ def _check_options(path: str, options: Mapping[str, Any]) -> None:
 
 
 def _reference(task: type[Task]) -> str:
-    """The word by which `find_task` finds a task again."""
+    """The name by which `find_task` finds a task."""
     known = TASKS.get(task.name) is task
     return task.name if known else f"{task.__module__}:{task.__qualname__}"
 
@@ -206,7 +206,7 @@ def load(
       program: how the program was called, for its help.
 
     Raises:
-      ConfigError: with one line that says what is wrong.
+      ConfigError: with a message of one line.
       SystemExit: after printing help, if that was asked for.
     """
     tables = read_toml(path)
@@ -239,7 +239,7 @@ def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict
     for name, task in _known(named).items():
         parser.add_settings(experiment.tasks.get(name, task()), f"task {name}", f"{name}.")
     found, rest = parser.parse_known_args(arguments)
-    # Options of schemes, and unknown flags: these are refused with the tables of a file.
+    # Options of schemes, and unknown flags, which `from_file` refuses.
     more = Parser(prog=program, add_help=False)
     for flag in dict.fromkeys(a.partition("=")[0] for a in rest if a.startswith("--")):
         more.add_argument(flag, dest=flag.removeprefix("--"), type=literal)
@@ -252,7 +252,7 @@ def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict
 
 
 def _path(flag: str) -> list[str]:
-    """Returns where the value of a flag stands in the tables.
+    """Returns the path of a flag in the tables.
 
     >>> _path("text.train.batch"), _path("text.schemes.mypkg.mine:My.rate-of-x")
     (['text', 'train', 'batch'], ['text', 'schemes', 'mypkg.mine:My', 'rate_of_x'])

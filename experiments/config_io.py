@@ -25,7 +25,7 @@ from experiments.errors import ConfigError
 
 T = TypeVar("T")
 STRICT = pydantic.ConfigDict(extra="forbid", strict=True)
-"""What a dataclass of settings has as `__pydantic_config__`."""
+"""The `__pydantic_config__` of a dataclass of settings."""
 
 
 def need(holds: bool, path: str, rule: str, settings: Any) -> None:
@@ -74,7 +74,7 @@ def to_tables(settings: Any) -> dict[str, Any]:
 
 
 def from_tables(cls: type[T], tables: Any, path: str = "") -> T:
-    """Returns `cls(**tables)`, nested dataclasses and all; what is left out keeps its default.
+    """Returns `cls(**tables)`, with nested dataclasses and defaults for missing settings.
 
     Args:
       cls: a dataclass with `__pydantic_config__ = STRICT`.
@@ -96,7 +96,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
       ConfigError: for a value of another type.
     """
     try:
-        # As JSON: its strict mode has the types of TOML, that of Python wants tuples and instances.
+        # In JSON mode, strict types are those of TOML; in Python mode lists are no tuples.
         return pydantic.TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
@@ -152,7 +152,7 @@ def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def literal(text: str) -> Any:
-    """Returns a value written as in TOML; what TOML does not read is a string.
+    """Returns a value written as in TOML; other text is a string.
 
     >>> literal("16"), literal("1e-3"), literal("false"), literal("[1, 2]"), literal("log_n")
     (16, 0.001, False, [1, 2], 'log_n')
@@ -164,7 +164,7 @@ def literal(text: str) -> Any:
 
 
 def names(text: str) -> list[str]:
-    """Returns what stands between commas, without spaces around it.
+    """Returns the parts between commas, stripped.
 
     >>> names("rope, alibi,")
     ['rope', 'alibi']
@@ -173,7 +173,7 @@ def names(text: str) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose errors are `ConfigError`, and which knows no abbreviations."""
+    """A command line without abbreviations, whose errors are `ConfigError`."""
 
     def __init__(self, **options: Any):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -205,7 +205,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _from_text(hint: Any) -> Any:
-    """Returns how text of the command line becomes a value for a field; types are checked later."""
+    """Returns a parser of text for a field; `convert` checks the type later."""
     if typing.get_origin(hint) is not tuple:
         return str if hint is str else literal
     item = _from_text(typing.get_args(hint)[0])
@@ -213,7 +213,7 @@ def _from_text(hint: Any) -> Any:
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """Returns the text below each field of a dataclass, its bases' included."""
+    """Returns the docstrings of the fields of a dataclass and its bases."""
     found: dict[str, str] = {}
     for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
         for field in docstring_parser.parse_from_object(base).params:

@@ -34,7 +34,7 @@ class Corpus:
     """A corpus, split by documents.
 
     Attributes:
-      name: as it was asked for.
+      name: as in the settings.
       train: uint8 [bytes].
       held_out: uint8 [bytes], of other documents.
       sha256: of all its documents with their names.
@@ -51,7 +51,7 @@ class Corpus:
         return len(self.train) + len(self.held_out)
 
     def describe(self) -> str:
-        """Returns what identifies the corpus."""
+        """Returns the sizes and the checksum, in words."""
         held_out = f"{len(self.held_out):,} held out"
         return f"{self.size:,} bytes ({held_out}), sha256 {self.sha256}"
 

@@ -1,4 +1,4 @@
-"""What results and benchmarks were made on: versions, device, processor, cores."""
+"""Versions, device, processor and cores, for results and benchmarks."""
 
 import importlib.metadata
 import os
@@ -48,7 +48,7 @@ def usable_cores() -> int:
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Returns the processor's name and its vector and matrix instructions, or the architecture.
 
-    The name alone may be that of a family on virtual machines, hence also its numbers.
+    On virtual machines the name may be that of a whole family, hence family and model.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()

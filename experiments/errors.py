@@ -2,11 +2,11 @@
 
 
 class ExperimentError(Exception):
-    """What the user can put right; the message is one line."""
+    """An error that the user can correct; the message is one line."""
 
 
 class ConfigError(ExperimentError, ValueError):
-    """A setting that is unknown or cannot be; the message begins with its path."""
+    """An unknown or invalid setting; the message begins with its path."""
 
 
 class CorpusError(ExperimentError, RuntimeError):

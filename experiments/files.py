@@ -1,4 +1,4 @@
-"""Files that are there whole, or as they were before."""
+"""Atomic writes, and JSON without NaN."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from experiments.errors import ResultsError
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, and its folder, so that a failure leaves what was there.
+    """Writes a file atomically, and makes its folder; a failure leaves the old file.
 
     Raises:
       ResultsError: if it cannot be written.
@@ -31,7 +31,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """Returns JSON text; null stands for numbers that JSON does not have.
+    """Returns JSON text; null replaces NaN and infinities.
 
     >>> to_json({"loss": [1.0, float("nan")]})
     '{"loss": [1.0, null]}'

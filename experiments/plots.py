@@ -41,16 +41,12 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def looks(results: dict) -> dict[str, tuple[str, str]]:
-    """Returns the colour and the marker of each scheme; grey is reserved for `none`."""
-    out, others = {}, 0
-    for scheme in tables.schemes(results):
-        if scheme == "none":
-            out[scheme] = (BASELINE, MARKERS[-1])
-        else:
-            marker = MARKERS[(others + others // len(PALETTE)) % (len(MARKERS) - 1)]
-            out[scheme] = (PALETTE[others % len(PALETTE)], marker)
-            others += 1
+def looks(names: Sequence[str], baseline: str = "none") -> dict[str, tuple[str, str]]:
+    """Returns the colour and the marker of each name; grey is reserved for the baseline."""
+    out = {baseline: (BASELINE, MARKERS[-1])}
+    for i, name in enumerate(n for n in names if n != baseline):
+        marker = MARKERS[(i + i // len(PALETTE)) % (len(MARKERS) - 1)]
+        out[name] = (PALETTE[i % len(PALETTE)], marker)
     return out
 
 
@@ -60,6 +56,7 @@ def lengths(results: dict, task: str, mode: str) -> str:
         figure, axes = _figure()
         runs, ends = tables.runs_of(results, task), []
         words, ticks, trained = tables.labels(results, task), set(), set()
+        styles = looks(tables.schemes(results))
         for scheme, run in runs.items():
             for variant in (None, *tables.variants(run)):
                 found = tables.evaluations(run, mode, variant) if tables.done(run) else {}
@@ -69,7 +66,7 @@ def lengths(results: dict, task: str, mode: str) -> str:
                 trained |= {n for n, item in found.items() if item.get("in_distribution")}
                 values = [item["values"] for item in found.values()]
                 fitted = bool(run.get("fitted"))
-                end = _line(axes, list(found), values, looks(results)[scheme], variant, fitted)
+                end = _line(axes, list(found), values, styles[scheme], variant, fitted)
                 name = tables.label(scheme, variant) + ("" if fitted else " (not fitted)")
                 ends.append((*end, name))
         if not ends:
@@ -88,13 +85,13 @@ def curves(results: dict, task: str) -> str:
     """Returns the plot of a task's training loss against steps."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"curves-{task}"}):
         figure, axes = _figure()
-        ends = []
+        styles, ends = looks(tables.schemes(results)), []
         for scheme, run in tables.runs_of(results, task).items():
             curve = run.get("curve") or {}
             if not curve.get("step") or not curve.get("loss"):
                 continue
             values = curve["loss"]  # one list of seeds per point
-            look = (looks(results)[scheme][0], "")
+            look = (styles[scheme][0], "")
             steps = curve["step"][: len(values)]
             ends.append((*_line(axes, steps, values, look, None, True), tables.label(scheme)))
         if not ends:

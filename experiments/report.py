@@ -66,17 +66,12 @@ def write_plot(folder: Path, target: Path, task: str | None = None) -> Path:
 
 
 def render(results: dict) -> str:
-    """Returns the page for what results.json holds."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.from_string(
-        Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
-    )
+    """Returns the page for the content of results.json."""
     runs = results["runs"]
     failed = [run for run in runs if run.get("status") == "failed"]
     seeds = max((len(run.get("seeds") or [0]) for run in runs), default=1)
-    return template.render(
+    return fill(
+        Path(__file__).with_name("report.html.jinja"),
         mark=tables.note_mark,
         name=results.get("name") or "comparison",
         created=results.get("created") or "",
@@ -99,8 +94,16 @@ def render(results: dict) -> str:
     )
 
 
+def fill(template: Path, **values: object) -> str:
+    """Returns a page made from a template; undefined names are errors."""
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(template.read_text(encoding="utf-8")).render(**values)
+
+
 def _task(results: dict, task: str) -> dict:
-    """What the page says about one task."""
+    """The section on one task."""
     runs = [run for run in tables.runs_of(results, task).values() if tables.done(run)]
     words = tables.labels(results, task)
     views = [
@@ -108,8 +111,8 @@ def _task(results: dict, task: str) -> dict:
             mode=mode,
             grid=tables.grid(results, task, mode),
             svg=Markup(plots.lengths(results, task, mode)),
-            explains=words.modes.get(mode, ""),
-            says=" ".join(_findings(results, task, mode)),
+            explanation=words.modes.get(mode, ""),
+            findings=" ".join(_findings(results, task, mode)),
         )
         for mode in sorted(tables.modes(results, task))
     ]
@@ -117,13 +120,13 @@ def _task(results: dict, task: str) -> dict:
         name=task,
         about=_sentence(words.about),
         views=views,
-        says=" ".join(_fits(runs)),
+        fits=" ".join(_fits(runs)),
         setting=_setting(runs),
     )
 
 
 def _setting(runs: list[dict]) -> str:
-    """How the runs of a task were trained, where all were trained alike."""
+    """The training settings that all runs of a task share."""
     parts = []
     for key, words in (
         ("train_length", "trained at length {}"),
@@ -154,7 +157,7 @@ def _fits(runs: list[dict]) -> Iterator[str]:
 
 
 def _findings(results: dict, task: str, mode: str) -> Iterator[str]:
-    """What the numbers of a grid say beyond the training length, in words."""
+    """The change of each score beyond the training length, in words."""
     grid = tables.grid(results, task, mode)
     trained = [at for at, column in enumerate(grid.columns) if column.trained] if grid else []
     if not grid or not trained or trained[-1] == len(grid.columns) - 1:
@@ -205,7 +208,7 @@ def _number(value, form: str) -> str:
 
 
 def _command(results: dict) -> str:
-    """The command that made the results, where they say it."""
+    """The command that made the results, if they hold it."""
     for place in (results, results.get("environment") or {}):
         command = place.get("command")
         if command:

@@ -1,10 +1,10 @@
-"""The folder of results: files are replaced whole, and belong to one experiment.
+"""The folder of results of one experiment; files are replaced atomically.
 
-config.toml        the experiment, with every setting
+config.toml        every setting of the experiment
 environment.json   versions, device, command
 metrics.jsonl      a line per curve point, appended
 results.json       all runs, replaced after each
-parameters/        trained parameters, where they are kept
+parameters/        trained parameters, by `train`
 """
 
 import datetime
@@ -35,7 +35,7 @@ class ResultsStore:
     """One experiment's results on disk.
 
     Args:
-      experiment: whose results.
+      experiment: the experiment.
       fresh: whether to remove those of an earlier experiment of that name.
       measure: whether settings of evaluations may differ from those before.
 
@@ -67,12 +67,12 @@ class ResultsStore:
         return {(run["task"], run["scheme"]): run for run in self._results["runs"]}
 
     def finished(self, task: str, scheme: str) -> dict[str, Any] | None:
-        """Returns the run if it was done before."""
+        """Returns the run of an earlier call, None if there is none."""
         run = self.runs.get((task, scheme))
         return run if run and run["status"] == "done" else None
 
     def open(self, facts: Mapping[str, str]) -> None:
-        """Writes what is known before the first run; `facts` join the environment."""
+        """Writes the files that precede the first run, with `facts` in the environment."""
         self._results["environment"] |= facts
         write_whole(self.path / "config.toml", tomli_w.dumps(self._results["config"]))
         self._write_json("environment.json", self._results["environment"])
@@ -128,7 +128,7 @@ class ResultsStore:
     def _read(self) -> dict[str, Any]:
         source = self.path / "results.json"
         if self.path.exists() and not self.path.is_dir():
-            raise ResultsError(f"{self.path}: is no folder; choose another --name")
+            raise ResultsError(f"{self.path}: is not a folder; choose another --name")
         if not source.exists():
             return {}
         try:
@@ -142,7 +142,7 @@ class ResultsStore:
         file = self.path / "config.toml"
         before = read_toml(file) if file.exists() else self._results.get("config", {})
         now = self._joined(experiment)
-        # A task that only one side has is no difference. All tables but `schemes` are tasks.
+        # Tasks of one side only do not differ. All tables but `schemes` are tasks.
         tables = [{n for n, t in x.items() if isinstance(t, Mapping)} for x in (before, now)]
         alone = tables[0] ^ tables[1]
         old, new = flatten(before), flatten(now)
@@ -159,7 +159,7 @@ class ResultsStore:
             )
 
     def _joined(self, experiment: Experiment) -> dict[str, Any]:
-        """The settings, with tasks and schemes of earlier calls beside those of this one."""
+        """The settings, with the tasks and schemes of earlier calls and of this one."""
         new = json.loads(json.dumps(experiment.to_tables()))
         old: dict[str, Any] = self._results["config"] if self._results.get("runs") else {}
         tables = {k: v for k, v in old.items() if isinstance(v, dict) and k not in new}
@@ -173,7 +173,7 @@ class ResultsStore:
         )
 
     def _clear(self) -> None:
-        """Removes what an experiment wrote, and nothing else."""
+        """Removes the files of an experiment, and no others."""
         self._results = {}
         files = ("config.toml", "environment.json", "metrics.jsonl", "results.json", "report.html")
         try:
@@ -188,7 +188,7 @@ class ResultsStore:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Returns what results.json of a folder holds.
+    """Returns the content of results.json in a folder.
 
     Raises:
       ResultsError: if there is none, or it was not written by an experiment.

@@ -26,8 +26,8 @@ def main(arguments: list[str]) -> int:
     """Prints the table as Markdown; returns the exit status."""
     Parser(
         prog="python -m experiments schemes",
-        description="Prints what every scheme does, as a Markdown table: where it acts, what it "
-        "learns, what a cache keeps per token, and which implementations of attention run it.",
+        description="Prints a Markdown table of all schemes: where they act, their parameters, the "
+        "entries of a cache per token, and the implementations of attention that run them.",
     ).parse_args(arguments)
     print(table())
     return 0

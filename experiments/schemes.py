@@ -116,7 +116,7 @@ def _make(name: str, sizes: Mapping[str, int], tables: Mapping, whose: str) -> A
     given = {p: t for p, t in tables.items() if p.endswith(f"schemes.{name}")}
     if isinstance(found, pe.Scheme | tuple):
         for path in (f"{path}.{option}" for path, table in given.items() for option in table):
-            raise ConfigError(f"{path}: {name} is made already, options are for classes")
+            raise ConfigError(f"{path}: {name} is an object, options are for classes and functions")
         return found
     hints = typing.get_type_hints(found)
     known = list(inspect.signature(found).parameters)

@@ -23,7 +23,7 @@ class Labels:
       limits: the range of scores in plots; None: from the data.
       length_unit: what lengths count.
       every_length: whether narrow tables show all lengths, rather than the first and the last.
-      modes: ways of evaluating by name, and what a reader must know of each.
+      modes: ways of evaluating by name, with an explanation of each.
     """
 
     about: str = ""
@@ -39,7 +39,7 @@ class Labels:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One number, or why there is none.
+    """A number or the reason for its absence.
 
     Kind is value, unfitted, failed, waiting (for a run that has not ended) or missing.
     """
@@ -82,13 +82,13 @@ class Grid:
 
 
 def numbers(values: Iterable) -> list[float]:
-    """Returns values as floats, NaN for what is no number."""
+    """Returns values as floats, NaN for anything else."""
     ok = (int, float)
     return [float(v) if isinstance(v, ok) and math.isfinite(v) else math.nan for v in values]
 
 
 def mean(values: Iterable) -> float:
-    """Returns the mean, NaN for none and where one is no number.
+    """Returns the mean; NaN for no values, or if one is not finite.
 
     >>> mean([1, 2]), mean([])
     (1.5, nan)
@@ -134,7 +134,7 @@ def done(run: dict | None) -> bool:
 
 
 def modes(results: dict, task: str) -> list[str]:
-    """Returns the ways in which a task was evaluated, that with the most lengths first."""
+    """Returns the modes in which a task was evaluated, the one with most lengths first."""
     seen: dict[str, set[int]] = {}
     for run in runs_of(results, task).values():
         for evaluation in run.get("evaluations") or []:
@@ -158,7 +158,7 @@ def variants(run: dict) -> list[str]:
 
 
 def label(scheme: str, variant: str | None = None) -> str:
-    """Returns how a scheme, or a zero-shot variant of it, is called.
+    """Returns the label of a scheme, or of a zero-shot variant of it.
 
     >>> label("rope"), label("rope", "ntk"), label("mypkg.mine:MyScheme")
     ('rope', 'rope + NTK', 'MyScheme')
@@ -178,7 +178,7 @@ def footnotes(results: dict) -> list[str]:
 
 
 def step_times(results: dict, task: str) -> dict[str, float]:
-    """Returns milliseconds per training step by scheme, where they are known."""
+    """Returns milliseconds per training step by scheme, of finished runs."""
     return {
         scheme: 1e3 * run["train_seconds"] / run["steps"]
         for scheme, run in runs_of(results, task).items()

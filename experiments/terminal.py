@@ -73,13 +73,13 @@ def _text(cell: tables.Cell) -> Text:
 def _notes(results: dict, grids: list[tables.Grid]):
     """The lines below the table."""
     runs = results.get("runs", [])
-    said: dict[str, list[str]] = {}
+    units: dict[str, list[str]] = {}
     for grid in grids:
         mode = "" if grid.mode == "plain" else f" ({grid.mode})"
         better = "higher" if grid.labels.higher_is_better else "lower"
         unit = f"{grid.labels.unit}{mode} at each length, {better} is better"
-        said.setdefault(unit, []).append(grid.task)
-    for unit, names in said.items():
+        units.setdefault(unit, []).append(grid.task)
+    for unit, names in units.items():
         yield Text(f"{', '.join(names)}: {unit}.", "dim")
     if any(column.trained for grid in grids for column in grid.columns):
         yield Text("* the training length.", "dim")

@@ -103,7 +103,7 @@ def plot(numbers: dict) -> str:
 
 
 def all_cases(shape: tuple[int, int, int, int], options: argparse.Namespace) -> dict:
-    """Returns what to time, by name: ours, the naive form, other libraries."""
+    """Returns the cases by name: ours, the naive form, other libraries."""
     _, length, heads, dim = shape
     backward = not options.forward
     dtype = DTYPES[options.dtype]
@@ -136,7 +136,7 @@ def all_cases(shape: tuple[int, int, int, int], options: argparse.Namespace) -> 
 
 
 def _over_devices(arguments: tuple, count: int) -> tuple:
-    """Puts q, k and v on several devices by their heads, and everything else on all."""
+    """Shards q, k and v over devices by heads, and replicates the rest."""
     devices = jax.devices()[:count]
     mesh = jax.make_mesh((count,), ("heads",), axis_types=(AxisType.Auto,), devices=devices)
     by_head = NamedSharding(mesh, PartitionSpec(None, None, "heads"))

@@ -19,7 +19,7 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
-    """Returns schemes by what they were called, `none` first.
+    """Returns schemes by name and options, `none` first.
 
     Args:
       words: names with commas between, each with options if need be.
@@ -59,7 +59,7 @@ def sizes_of(heads: int, dim: int, length: int) -> dict[str, int]:
 
 
 def attend_with(scheme: pe.Scheme, **where: jax.Array) -> Callable:
-    """Returns causal attention with a scheme, of what `make_arguments` returns.
+    """Returns causal attention with a scheme, a function of what `make_arguments` returns.
 
     The logit scale is the same for all, so that they differ only in the scheme. Positions are
     hidden from the compiler as constants.

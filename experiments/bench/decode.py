@@ -79,7 +79,7 @@ def _say(tokens: int) -> str:
 
 
 def all_cases(tokens: int, slots: int, options: argparse.Namespace) -> dict[str, peers.Case]:
-    """Returns what to time, by name: ours, and other libraries."""
+    """Returns the cases by name: ours, and other libraries."""
     shape = options.batch, slots, options.heads, options.head_dim
     dtype = DTYPES[options.dtype]
     sizes = sizes_of(options.heads, options.head_dim, slots)
@@ -122,7 +122,7 @@ def our_case(scheme: pe.Scheme, arguments: tuple, tokens: int) -> peers.Case:
 
     def step(cache, *arguments):
         out, after = attend(cache, *arguments)
-        # The tokens before stay what they are: the next call writes the same slots again.
+        # The length stays as it was: the next call writes the same slots again.
         kept = {"length": cache.length, "next_positions": cache.next_positions}
         return out, dataclasses.replace(after, state=cache.state, **kept)
 

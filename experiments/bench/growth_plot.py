@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.plot_labels import label_ends
-from experiments.plots import BASELINE, MARKERS, PALETTE, STYLE, drawing, standalone
+from experiments.plots import STYLE, drawing, looks, standalone
 
 
 class Panel(NamedTuple):
     """One pair of axes: values by the number that grows, for each case."""
 
-    says: str
+    title: str
     lines: dict[str, dict[int, float]]
 
 
@@ -59,11 +59,11 @@ def growth_plot(
 def _draw(axes, panel: Panel, names: list[str], dashed: Sequence[str]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ends, ticks = [], set()
+    ends, ticks, styles = [], set(), looks(names, baseline=names[0])
     for name, line in panel.lines.items():
         if not line:
             continue
-        colour, marker = look(names, name)
+        colour, marker = styles[name]
         style = "--" if name in dashed else "-"
         axes.plot(list(line), list(line.values()), style, color=colour, marker=marker, zorder=3)
         ends.append((*list(line.items())[-1], colour, 1.0, name))
@@ -75,16 +75,8 @@ def _draw(axes, panel: Panel, names: list[str], dashed: Sequence[str]) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_title(panel.says, loc="left")
+    axes.set_title(panel.title, loc="left")
     label_ends(axes, ends)
-
-
-def look(names: Sequence[str], name: str) -> tuple[str, str]:
-    """Returns the colour and the marker of a case; grey is reserved for the first."""
-    at = names.index(name) - 1
-    if at < 0:
-        return BASELINE, MARKERS[-1]
-    return PALETTE[at % len(PALETTE)], MARKERS[(at + at // len(PALETTE)) % (len(MARKERS) - 1)]
 
 
 def _count(n: int) -> str:

@@ -64,5 +64,5 @@ def heap() -> str:
 
 
 def load() -> str:
-    """Returns how many processes wanted to run in the last minute."""
+    """Returns the mean number of runnable processes in the last minute."""
     return f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown"

@@ -92,7 +92,7 @@ def _function(name: str, length: int, options: argparse.Namespace) -> tuple:
 
 
 def _growth(facts: dict[int, dict]) -> float | None:
-    """Returns by how much memory grew with the last doubling; None where one length is all."""
+    """Returns the factor of memory per doubling of the length; None for one length."""
     *before, last = facts
     if not before:
         return None

@@ -143,7 +143,7 @@ def those_that_work(makers: Mapping[str, Callable], *arguments: Any) -> dict[str
 
 
 class _Torch(NamedTuple):
-    """What torch's cases are made of: inputs [B, N, T, H], and T5's table by distance."""
+    """Inputs [B, N, T, H] of torch's cases, and T5's table by distance."""
 
     inputs: list
     table: Any
@@ -172,7 +172,7 @@ def torch_inputs(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) 
 
 
 def from_torch(result: Any) -> list:
-    """Torch's results in our layout; a table's gradient has two axes."""
+    """Converts torch's results to our layout; the gradient of a table has two axes."""
     result = result if isinstance(result, tuple) else (result,)
     arrays = [x.detach().float().numpy() for x in result]
     return [x.swapaxes(1, 2) if x.ndim == 4 else x for x in arrays]
@@ -216,7 +216,7 @@ def _flex(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict
     given = torch_inputs(inputs, table, backward)
     by_distance, length = given.by_distance(), inputs[0].shape[1]
     causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cpu")
-    torch.compiler.reset()  # Or it stops compiling after some shapes.
+    torch.compiler.reset()  # Otherwise it stops compiling after some shapes.
     call = torch.compile(flex_attention, dynamic=False)
 
     def t5(score, b, h, q, k):
@@ -231,7 +231,7 @@ def _flex(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict
         "torch Flex with T5 lookup": Case(lambda: attend(t5), like="t5", arrays=from_torch),
     }
     for case in cases.values():
-        case.call()  # Compiles, or raises what cannot be.
+        case.call()  # Compiles, or raises.
     return cases
 
 
@@ -239,7 +239,7 @@ def _tokamax(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> d
     import tokamax
     from absl import flags
 
-    flags.FLAGS(sys.argv[:1])  # It would read this program's arguments as its own.
+    flags.FLAGS(sys.argv[:1])  # It parses sys.argv.
 
     def without(q, k, v):
         return tokamax.dot_product_attention(q, k, v, is_causal=True, implementation="xla_chunked")

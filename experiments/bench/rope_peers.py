@@ -15,7 +15,7 @@ from experiments.environment import usable_cores
 
 
 def rope_peers(arrays: Sequence[jax.Array], theta: float) -> dict[str, Case]:
-    """Returns the rotations of what is installed; `like` names the layout of each.
+    """Returns the rotations of the installed libraries; `like` is the layout of each.
 
     Args:
       arrays: x [B, T, N, H], and the output's cotangent for forward and backward.
@@ -79,7 +79,7 @@ def _transformers(arrays: Sequence[jax.Array], theta: float) -> dict[str, Case]:
         max_position_embeddings=length,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
     )
-    torch.compiler.reset()  # Or it stops compiling after some shapes.
+    torch.compiler.reset()  # Otherwise it stops compiling after some shapes.
     table, at = llama.LlamaRotaryEmbedding(config), torch.arange(length)[None]
 
     def rotate(x):

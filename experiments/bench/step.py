@@ -1,8 +1,8 @@
 """A training step of a task's model with each scheme, against the same without positions.
 
 Each measurement is one compiled call of several optimiser steps, as training makes them; the
-schemes alternate. Compile seconds include making the parameters and tracing; the first scheme
-compiles for all what they share.
+schemes alternate. Compile seconds include initialisation and tracing; those of the first scheme
+include the compilation of shared functions.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> dict:
 
 
 def prepare(task, position, data):
-    """Returns a function that makes some training steps, and the seconds until it could."""
+    """Returns a function that makes some training steps, and the seconds of preparing it."""
     from experiments.model import initialize, seed_keys, structure
     from experiments.train import advance, make_optimizer
 

@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,14 +15,15 @@ from experiments.errors import ConfigError
 from experiments.files import write_whole
 from experiments.gallery.pictures import pictures, thumbnail
 from experiments.gallery.probe import Probe, frequency_maps, probe, probe_map
+from experiments.report import fill
 
 
 def main(arguments: list[str]) -> int:
     """Draws the gallery; returns the exit status."""
     parser = Parser(
         prog="python -m experiments gallery",
-        description="Draws what every scheme does: its encoding or what it adds to logits, by "
-        "distance, over ten times the length, and the wavelengths of frequency maps.",
+        description="Draws the encoding of every scheme or what it adds to logits, by distance, "
+        "over ten times the length, and the wavelengths of frequency maps.",
     )
     parser.add_argument(
         "--schemes", type=names, metavar="A,B", help="schemes and frequency maps (default: all)"
@@ -53,12 +53,9 @@ def main(arguments: list[str]) -> int:
 
 def render(probes: list[Probe]) -> str:
     """Returns the page."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    source = Path(__file__).with_name("gallery.html.jinja").read_text(encoding="utf-8")
     cards = [(p, [(Markup(svg), caption) for svg, caption in pictures(p)]) for p in probes]
-    return environment.from_string(source).render(cards=cards, version=pe.__version__)
+    template = Path(__file__).with_name("gallery.html.jinja")
+    return fill(template, cards=cards, version=pe.__version__)
 
 
 def contact_sheet(probes: list[Probe], target: Path, columns: int = 9) -> None:

@@ -25,7 +25,7 @@ def pictures(p: Probe) -> list[tuple[str, str]]:
 
 
 def thumbnail(axes, p: Probe) -> None:
-    """Draws the one picture that says most about a scheme, without words."""
+    """Draws one picture of a scheme, without labels."""
     axes.set_axis_off()
     if p.wavelengths is not None:
         for turns, colour in zip(p.wavelengths, ("#9aa4b0", PALETTE[1]), strict=True):
@@ -45,7 +45,7 @@ def _encoding(p: Probe):
     shown = _raster(axes, p.encoding[:, :128])
     _bar(figure, shown, "added")
     axes.set(xlabel="dimension (of 512, the first 128)", ylabel="position")
-    return figure, "encoding", "What is added to the embedding of a token at each position."
+    return figure, "encoding", "Added to the embedding of a token at each position."
 
 
 def _picture(p: Probe):
@@ -56,8 +56,8 @@ def _picture(p: Probe):
     _bar(figure, shown, "added to the logit")
     axes.set(xlabel="position of the key", ylabel="position of the query")
     caption = (
-        "What positions add to a logit, relative to the query's own key: mean over heads. "
-        "Blue is favoured, red disfavoured."
+        "Added to each logit by positions, relative to the query's own key: mean over heads. "
+        "Blue is positive, red negative."
     )
     return figure, "picture", caption
 
@@ -73,7 +73,7 @@ def _image(p: Probe):
     return (
         figure,
         "image",
-        "A query in the middle of an image: what is added to each patch's logit.",
+        "Added to the logit of each patch, for a query in the middle of an image.",
     )
 
 
@@ -88,10 +88,14 @@ def _heads(p: Probe):
     what = "cosine similarity" if p.encoding is not None else "added to the logit"
     axes.set(xlabel="distance of the key, tokens", ylabel=what, xlim=(0, distance[-1]))
     if p.encoding is not None:
-        return figure, "similarity", "How alike the codes of two positions are, by their distance."
+        return figure, "similarity", "Cosine similarity of the codes of two positions, by distance."
     spread = float(np.ptp(p.heads, axis=1).max())
     if spread < 1e-4:
-        return figure, "distance", "Nothing is added, in no head: order shows in the mask alone."
+        return (
+            figure,
+            "distance",
+            "Nothing is added in any head: only the mask depends on positions.",
+        )
     caption = f"The last query's row. Thin: each head; bold: their mean. Range {_short(spread)}."
     return figure, "distance", caption
 
@@ -111,8 +115,8 @@ def _decay(p: Probe):
     axes.set(xlabel="distance of the key + 1, tokens", ylabel="weight")
     near = int(np.searchsorted(np.cumsum(mean), 0.5)) + 1
     caption = (
-        f"Weight by distance among {len(distance)} equal tokens, ten times as many as the dotted "
-        f"line. Half of it lies on the nearest {near}; dashed: all alike."
+        f"Weight by distance for {len(distance)} equal tokens, ten times the dotted length. "
+        f"The nearest {near} have half of it; dashed: uniform weights."
     )
     return figure, "decay", caption
 
@@ -129,8 +133,8 @@ def _wavelengths(p: Probe):
     axes.set(yscale="log", xlabel="pair of dimensions", ylabel="wavelength, tokens")
     axes.legend(frameon=False, loc="upper left")
     stopped = int(np.isinf(p.wavelengths[1]).sum())
-    note = f" {stopped} pairs stand still and are not drawn." if stopped else ""
-    caption = f"Tokens per turn; dotted: the trained length, 4096, to be stretched 8 times.{note}"
+    note = f" {stopped} pairs of frequency zero are not drawn." if stopped else ""
+    caption = f"Tokens per turn; dotted: the trained length, 4096, to be extended by 8.{note}"
     return figure, "wavelengths", caption
 
 
@@ -147,7 +151,7 @@ def _figure():
 
 
 def _raster(axes, values: np.ndarray, extent=None):
-    """Draws an array, white at zero; a few extreme values do not fade the rest."""
+    """Draws an array, white at zero; the colours saturate at the 98th percentile."""
     top = float(np.nanpercentile(np.abs(values), 98)) or 1.0
     axes.grid(False)
     return axes.imshow(

@@ -1,8 +1,8 @@
-"""What a scheme does to attention, measured from outside: no scheme is known by name here.
+"""The effect of a scheme on attention, measured through its interface.
 
-All tokens are alike (the same q, k and x everywhere), so that without positions all logits of a
-query are equal. Values are unit vectors, one per key: the output then is the weights themselves.
-Their logarithm, less that of the query's own key, is what positions add to a logit.
+All tokens have the same q, k and x, so that without positions all logits of a query are equal.
+Values are unit vectors, one per key, so that the output is the attention weights. Their logarithm,
+minus that of the query's own key, is what positions add to a logit.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from experiments.schemes import paper_link, with_sizes
 from posenc_jax import positions
 
 LENGTH = 64
-"""T of the pictures; the decay is drawn at ten times as many."""
+"""T of the pictures; the decay is drawn for 10 T."""
 GRID = 11
-"""Side of the image of schemes that read rows and columns."""
+"""Side of the image for schemes with two axes or more."""
 SIZES = {
     "num_heads": 8,
     "head_dim": 64,
@@ -34,13 +34,13 @@ DRAWS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """The numbers behind the pictures of one scheme; None for a picture that it has not.
+    """The numbers of the pictures of one scheme; None: no such picture.
 
     Attributes:
-      name, title: its word and its class.
-      about, formula, paper: from the top of its file.
+      name, title: its name and its class.
+      about, formula, paper: from the header of its file.
       encoding: [T, D], what is added to embeddings.
-      picture: [T, T], mean of what is added to logits, NaN for keys that are hidden.
+      picture: [T, T], mean of what is added to logits, NaN for masked keys.
       image: [rows, columns], the same for the query in the middle of an image.
       heads: [N, T], what is added at distances 0 .. T - 1, by head.
       decay: [N, 10 T], weight by distance of the last of 10 T tokens.
@@ -72,7 +72,7 @@ def probe(name: str) -> Probe:
     short = _log_weights(scheme, LENGTH, params)
     long = _log_weights(scheme, 10 * LENGTH, params)[:, -1, ::-1]
     weights = np.exp(long - long.max(-1, keepdims=True))
-    known = np.isfinite(long).all()  # A table that ends says NaN beyond its end.
+    known = np.isfinite(long).all()  # Rows beyond the end of a table are NaN.
     return dataclasses.replace(
         about,
         image=_image(scheme, params) if scheme.traits.num_axes > 1 else None,
@@ -83,7 +83,7 @@ def probe(name: str) -> Probe:
 
 
 def probe_map(cls: type[pe.FrequencyMap]) -> Probe:
-    """Returns the numbers of a frequency map of RoPE: a stretch by 8 of a length of 4096."""
+    """Returns the numbers of a frequency map of RoPE: 4096 tokens extended by a factor of 8."""
     pairs = SIZES["head_dim"] // 2
     ramp = tuple(float(x) for x in np.linspace(1.0, 8.0, pairs))
     wanted = {
@@ -103,19 +103,19 @@ def probe_map(cls: type[pe.FrequencyMap]) -> Probe:
 
 
 def _turns(frequencies) -> np.ndarray:
-    """Returns tokens per turn, infinite for a pair that stands still."""
+    """Returns tokens per turn, infinite for a pair of frequency zero."""
     with np.errstate(divide="ignore"):
         return 2 * np.pi / np.asarray(frequencies, np.float64)
 
 
 def frequency_maps() -> list[type[pe.FrequencyMap]]:
-    """Returns the exported maps but the one that does nothing."""
+    """Returns the exported maps except the identity."""
     things = [x for x in vars(pe).values() if inspect.isclass(x)]
     return [x for x in things if issubclass(x, pe.FrequencyMap) and x is not pe.FrequencyMap]
 
 
 def _words(cls: type, name: str, title: str) -> Probe:
-    """What the file of a scheme says on top: one line, the equations and the paper."""
+    """The header of the file of a scheme: first paragraph, equations and paper."""
     text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
     about, _, rest = text.partition("\n\n")
     formula = next((p for p in rest.split("\n\n") if p.startswith("    ")), "")
@@ -124,7 +124,7 @@ def _words(cls: type, name: str, title: str) -> Probe:
 
 
 def _embedding(scheme: pe.Scheme, params) -> tuple[np.ndarray, np.ndarray]:
-    """The table itself, and how alike its rows are."""
+    """The table, and the mean cosine similarity of its rows by distance."""
     x = jnp.zeros((1, LENGTH, SIZES["model_dim"]))
     table = np.asarray(pe.scheme_embedding(scheme, params, x)[0])
     unit = table / np.maximum(np.linalg.norm(table, axis=-1, keepdims=True), 1e-9)

@@ -1,4 +1,4 @@
-"""What models are trained on: one file per task, and one import line here."""
+"""The tasks that models are trained on: one file and one import line per task."""
 
 from experiments.tasks.base import Task as Task
 from experiments.tasks.kback import KBack as KBack

@@ -21,7 +21,7 @@ from experiments.tables import Labels
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What all runs of a task share.
+    """Data that all runs of a task share.
 
     Attributes:
       train: a pytree of arrays on the device for `Task.sample`.
@@ -61,7 +61,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task. A subclass sets `name`, and overrides `sample`, `evaluate` and what it needs."""
+    """A task. A subclass sets `name`, and overrides `sample` and `evaluate`."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -96,7 +96,7 @@ class Task:
         return max(self.test_lengths)
 
     def load(self) -> Data:
-        """Returns the data of the task; empty for one that draws all it needs.
+        """Returns the data of the task; empty by default, for tasks that draw their data.
 
         Raises:
           CorpusError: if they are missing or damaged.

@@ -26,7 +26,7 @@ class Kth(Lookup):
     """Fetch the k-th symbol: absolute addressing."""
 
     train: Train = dataclasses.field(default_factory=lambda: Train(steps=400))
-    """The recipe of the training."""
+    """How the model is trained."""
     eval_batches: int = 8
     """Batches of the evaluation; a row has one answer only."""
     shortest: int = 4

@@ -16,7 +16,7 @@ from experiments.tasks.base import Evaluation, Task
 
 @dataclasses.dataclass(frozen=True)
 class Lookup(Task):
-    """A task with exact answers; a subclass says how batches are made."""
+    """A task with exact answers; a subclass makes batches."""
 
     symbols: int = 16
     """Number of different symbols."""

@@ -181,7 +181,7 @@ def test_stopping_keeps_what_is_done(run, monkeypatch):
 
     monkeypatch.setattr(compare_module, "train", stop_at_rope)
     status, out, _ = run("compare")
-    assert status == 130 and "goes on from there" in out
+    assert status == 130 and "continues with the others" in out
     assert [r["scheme"] for r in run.read()["runs"]] == ["none"]
     assert (run.folder / "report.html").exists()
     monkeypatch.setattr(compare_module, "train", original)

@@ -156,7 +156,7 @@ ON_THE_COMMAND_LINE = {
         "--schemes",
         "experiments_mine:long_pattern",
     ],
-    "schemes.experiments_mine:both.theta: experiments_mine:both is made already": [
+    "schemes.experiments_mine:both.theta: experiments_mine:both is an object": [
         "--schemes",
         "experiments_mine:both",
         "--schemes.experiments_mine:both.theta",
