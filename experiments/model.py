@@ -89,11 +89,12 @@ class LanguageModel(nnx.Module):
             if s in shared or pe.Acts.EMBEDDING in s.acts
         }
         self.positions = nnx.List(list(encodings.values()))
+        own = {s: s if s.acts_in_attention else pe.NoPE() for s in schemes}
+        in_layers = own | {s: encodings[s] for s in shared}
         self.blocks = nnx.List(
             [
-                Block(sizes, encodings[s] if s in shared else s, layer.window, k)
+                Block(sizes, in_layers[layer.scheme], layer.window, k)
                 for layer, k in zip(layers, keys[3:], strict=True)
-                for s in (layer.scheme,)
             ]
         )
         scaled = any(s.traits.scale_embedding for s in schemes)

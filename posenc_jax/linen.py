@@ -1,6 +1,7 @@
-"""Position encodings and attention as Flax Linen modules. They know no scheme by name."""
+"""Position encodings and attention as Flax Linen modules, for any scheme."""
 
-from typing import Any
+import functools
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,14 @@ from flax import linen as nn
 
 from posenc_jax.additive.none import NoPE
 from posenc_jax.cache import KVCache
-from posenc_jax.checks import array_of_rank, divides
-from posenc_jax.flax_attention_fn import stock_attention
+from posenc_jax.checks import array_of_rank, divides, require
+from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
 from posenc_jax.functional import (
     new_cache,
+    new_params,
     scheme_attention,
     scheme_embedding,
+    scheme_tables,
 )
 from posenc_jax.mask import Window
 from posenc_jax.scheme import Params, Scheme
@@ -22,10 +25,10 @@ _kernel_init = nn.initializers.lecun_normal()
 
 
 class PositionEncoding(nn.Module):
-    """Owns a scheme's parameters, and puts positions into token embeddings.
+    """A scheme with its parameters; called, it encodes positions into token embeddings.
 
     Attributes:
-      scheme: any scheme. Its parameters are the Linen parameter "scheme".
+      scheme: any scheme. Its parameters are the Linen parameter "scheme", float32.
 
     >>> import posenc_jax as pe
     >>> encoding = PositionEncoding(pe.LearnedAbsolute(max_length=8, model_dim=4))
@@ -40,7 +43,7 @@ class PositionEncoding(nn.Module):
         """Declares the parameters, if the scheme has any."""
         self.learned = bool(jax.tree.leaves(jax.eval_shape(self.scheme.init, jax.random.key(0))))
         if self.learned:
-            self.params = self.param("scheme", self.scheme.init)
+            self.params = self.param("scheme", functools.partial(new_params, self.scheme))
 
     def values(self) -> Params:
         """Returns the parameters as arrays."""
@@ -51,17 +54,29 @@ class PositionEncoding(nn.Module):
         x: jax.Array,
         positions: jax.Array | None = None,
         coordinates: jax.Array | None = None,
+        *,
+        cache: KVCache | None = None,
     ) -> jax.Array:
-        """Returns embeddings [B, T, D] with positions in them, if the scheme acts there.
+        """Returns embeddings [B, T, D] with positions encoded, if the scheme acts there.
 
         Args:
           x: token embeddings [B, T, D].
-          positions: integers [T] or [B, T]. Default 0 .. T - 1.
-          coordinates: what the scheme reads. Default: the positions.
+          positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
+          coordinates: what the scheme encodes. Default: the positions.
+          cache: the cache of an attention layer, before it is given these tokens.
         """
         return scheme_embedding(
-            self.scheme, self.values(), x, positions=positions, coordinates=coordinates
+            self.scheme,
+            self.values(),
+            x,
+            positions=positions,
+            coordinates=coordinates,
+            cache=cache,
         )
+
+    def tables(self, coordinates: jax.Array) -> Any:
+        """Returns arrays for `Attention(...)(tables=...)`; see `posenc_jax.scheme_tables`."""
+        return scheme_tables(self.scheme, self.values(), coordinates)
 
 
 class Attention(nn.Module):
@@ -70,12 +85,13 @@ class Attention(nn.Module):
     Attributes:
       num_heads: N.
       head_dim: H.
-      position: a scheme, of which this layer gets parameters of its own, or a
-        `PositionEncoding` that several layers share.
+      position: a scheme, whose parameters this layer then owns, or a `PositionEncoding`
+        that several layers share.
       num_kv_heads: K, a divisor of N. Default: N.
       is_causal, window, softcap: as in `posenc_jax.attention`.
       scale: the factor on q . k. Default: the scheme's own.
-      dropout_rate: of the attention weights, where `deterministic` is false.
+      dropout_rate: share of the attention weights that are dropped.
+      deterministic: whether to drop none; the argument of a call comes first.
       use_bias: whether projections have biases.
       dtype: of the computation. Default: that of the inputs and parameters.
       param_dtype: of the parameters.
@@ -99,12 +115,41 @@ class Attention(nn.Module):
     softcap: float | None = None
     scale: float | None = None
     dropout_rate: float = 0.0
+    deterministic: bool | None = None
     use_bias: bool = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: nn.initializers.Initializer = _kernel_init
     out_init: nn.initializers.Initializer | None = None
     implementation: str | None = None
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        coordinates: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: None = None,
+        tables: Any = None,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        coordinates: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache,
+        tables: Any = None,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> tuple[jax.Array, KVCache]: ...
 
     @nn.compact
     def __call__(
@@ -115,19 +160,26 @@ class Attention(nn.Module):
         coordinates: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         cache: KVCache | None = None,
+        tables: Any = None,
         mask: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> Any:
+        deterministic: bool | None = None,
+    ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
 
         Args:
           x: [B, T, D].
-          positions: integers [T] or [B, T]. Default: after those in the cache.
-          coordinates: what the scheme reads. Default: the positions.
+          positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
+          coordinates: what the scheme encodes. Default: the positions.
           segment_ids: integers [T] or [B, T], below zero for padding.
           cache: keys and values of earlier tokens; see `new_cache`.
+          tables: `PositionEncoding.tables` of these coordinates, computed once for all
+            layers.
           mask: bool [B or 1, N or 1, T, S], true where a query may see a key.
-          deterministic: whether to drop nothing; otherwise the "dropout" key is used.
+          deterministic: whether to drop no weights; otherwise the "dropout" key is used.
+
+        Raises:
+          ValueError: if `dropout_rate` is positive and neither the call nor the layer says
+            whether to drop, or there is no key; and for arguments that do not fit.
         """
         array_of_rank("Attention", "x", x, 3, "[B, T, D]")
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
@@ -146,10 +198,20 @@ class Attention(nn.Module):
 
         encoding = self.position
         if isinstance(encoding, Scheme):
-            # What acts on the embedding alone needs no parameters here.
-            scheme = encoding if encoding.acts_in_attention else NoPE()
-            encoding = PositionEncoding(scheme, name="encoding")
-        drop = self.dropout_rate > 0 and not deterministic
+            encoding = PositionEncoding(encoding, name="encoding")
+        check_acts_in_attention("Attention", encoding.scheme)
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if self.dropout_rate == 0:
+            deterministic = True
+        require(
+            deterministic is not None,
+            f"Attention: dropout_rate={self.dropout_rate} needs `deterministic`, in the call or "
+            "as an attribute.",
+        )
+        drop = not deterministic
+        require(
+            not drop or self.has_rng("dropout"), 'Attention: dropout needs rngs={"dropout": key}.'
+        )
         heads = {"query": self.num_heads, "key": kv_heads, "value": kv_heads}
         q, k, v = (
             dense(name, (n, self.head_dim), -1, self.kernel_init)(x) for name, n in heads.items()
@@ -165,6 +227,7 @@ class Attention(nn.Module):
             coordinates=coordinates,
             segment_ids=segment_ids,
             cache=cache,
+            tables=tables,
             mask=mask,
             is_causal=self.is_causal,
             window=self.window,
@@ -217,12 +280,12 @@ class Attention(nn.Module):
 class AttentionFn(nn.Module):
     """A scheme inside the stock `linen.MultiHeadDotProductAttention`, as its `attention_fn`.
 
-    It reads the position of a decoded query from the mask, the only place where the stock
-    layer has it, and maps the keys of the whole cache at each step, because the stock
-    layer caches them as projected. `Attention` does neither.
+    A decoded query's position is read from its mask, since the layer does not give it, and
+    the keys of the whole cache are transformed at each step, since the layer caches them as
+    projected. `Attention` avoids both.
 
     Attributes:
-      scheme: any scheme whose `side` does not read the layer's input.
+      scheme: any scheme whose `features` does not read the layer's input.
 
     >>> import posenc_jax as pe
     >>> layer = nn.MultiHeadDotProductAttention(
@@ -244,11 +307,17 @@ class AttentionFn(nn.Module):
         mask=None,
         dropout_rng=None,
         dropout_rate=0.0,
+        broadcast_dropout=True,
         deterministic=True,
+        dtype=None,
+        precision=None,
         module=None,
+        force_fp32_for_softmax=False,
+        qk_attn_weights_einsum=None,
+        attn_weights_value_einsum=None,
     ):
-        """Attends as `linen.dot_product_attention` does, with the scheme's rules."""
-        return stock_attention(
+        """Attends as `linen.dot_product_attention` does, with the scheme."""
+        return attention_fn(
             self.scheme,
             PositionEncoding(self.scheme, name="encoding").values(),
             query,
@@ -257,5 +326,12 @@ class AttentionFn(nn.Module):
             mask=mask,
             dropout_rng=dropout_rng,
             dropout_rate=dropout_rate,
+            broadcast_dropout=broadcast_dropout,
             deterministic=deterministic,
+            dtype=dtype,
+            precision=precision,
+            module=module,
+            force_fp32_for_softmax=force_fp32_for_softmax,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
         )

@@ -1,6 +1,6 @@
-"""Position encodings and attention as Flax NNX modules. They know no scheme by name."""
+"""Position encodings and attention as Flax NNX modules, for any scheme."""
 
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,13 @@ from flax import nnx
 from posenc_jax.additive.none import NoPE
 from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
-from posenc_jax.flax_attention_fn import stock_attention
+from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
 from posenc_jax.functional import (
     new_cache,
+    new_params,
     scheme_attention,
     scheme_embedding,
+    scheme_tables,
 )
 from posenc_jax.mask import Window
 from posenc_jax.scheme import Scheme
@@ -26,11 +28,11 @@ def _is_variable(x: Any) -> bool:
 
 
 class PositionEncoding(nnx.Module):
-    """Owns a scheme's parameters, and puts positions into token embeddings.
+    """A scheme with its parameters; called, it encodes positions into token embeddings.
 
     Attributes:
       scheme: the scheme; static.
-      params: its parameters, a pytree of `nnx.Param`.
+      params: its parameters, a pytree of `nnx.Param`, float32.
 
     >>> import posenc_jax as pe
     >>> encoding = PositionEncoding(pe.LearnedAbsolute(max_length=8, model_dim=4), rngs=nnx.Rngs(0))
@@ -43,15 +45,15 @@ class PositionEncoding(nnx.Module):
 
         Args:
           scheme: any scheme.
-          rngs: where the key of the parameters comes from.
+          rngs: for the key of the parameters.
 
         Raises:
-          TypeError: if `scheme` is no scheme.
+          TypeError: if `scheme` is not a `Scheme`.
         """
         if not isinstance(scheme, Scheme):
             raise TypeError(f"PositionEncoding: scheme must be a Scheme, got {scheme!r}.")
         self.scheme = scheme
-        self.params = nnx.data(jax.tree.map(nnx.Param, scheme.init(rngs.params())))
+        self.params = nnx.data(jax.tree.map(nnx.Param, new_params(scheme, rngs.params())))
 
     def values(self) -> Any:
         """Returns the parameters as arrays."""
@@ -62,17 +64,29 @@ class PositionEncoding(nnx.Module):
         x: jax.Array,
         positions: jax.Array | None = None,
         coordinates: jax.Array | None = None,
+        *,
+        cache: KVCache | None = None,
     ) -> jax.Array:
-        """Returns embeddings [B, T, D] with positions in them, if the scheme acts there.
+        """Returns embeddings [B, T, D] with positions encoded, if the scheme acts there.
 
         Args:
           x: token embeddings [B, T, D].
-          positions: integers [T] or [B, T]. Default 0 .. T - 1.
-          coordinates: what the scheme reads. Default: the positions.
+          positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
+          coordinates: what the scheme encodes. Default: the positions.
+          cache: the cache of an attention layer, before it is given these tokens.
         """
         return scheme_embedding(
-            self.scheme, self.values(), x, positions=positions, coordinates=coordinates
+            self.scheme,
+            self.values(),
+            x,
+            positions=positions,
+            coordinates=coordinates,
+            cache=cache,
         )
+
+    def tables(self, coordinates: jax.Array) -> Any:
+        """Returns arrays for `Attention(...)(tables=...)`; see `posenc_jax.scheme_tables`."""
+        return scheme_tables(self.scheme, self.values(), coordinates)
 
 
 class Attention(nnx.Module):
@@ -99,6 +113,7 @@ class Attention(nnx.Module):
         softcap: float | None = None,
         scale: float | None = None,
         dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -112,23 +127,26 @@ class Attention(nnx.Module):
         Args:
           model_dim: D.
           num_heads: N.
-          position: a scheme, of which this layer gets parameters of its own, or a
+          position: a scheme, whose parameters this layer then owns, or a
             `PositionEncoding` that several layers share.
           num_kv_heads: K, a divisor of N. Default: N.
           head_dim: H. Default: D / N.
           is_causal, window, softcap: as in `posenc_jax.attention`.
           scale: the factor on q . k. Default: the scheme's own.
-          dropout_rate: of the attention weights, where `dropout_key` is given to the call.
+          dropout_rate: share of the attention weights that are dropped.
+          deterministic: whether to drop none, as in `nnx.MultiHeadAttention`; `train()` and
+            `eval()` set it, and the argument of a call comes first.
           use_bias: whether projections have biases.
           dtype: of the computation. Default: that of the inputs and parameters.
           param_dtype: of the parameters.
           kernel_init: of the projections of q, k and v.
           out_init: of the output projection. Default: `kernel_init`.
           implementation: as in `posenc_jax.attention`.
-          rngs: where keys come from.
+          rngs: for the keys of parameters, and of dropout where calls give none.
 
         Raises:
-          ValueError: for sizes that do not divide.
+          ValueError: for sizes that do not divide, and a scheme that acts on the token
+            embedding alone.
         """
         if head_dim is None:
             divides("Attention", model_dim=model_dim, num_heads=num_heads)
@@ -158,16 +176,50 @@ class Attention(nnx.Module):
             kernel_init=kernel_init if out_init is None else out_init,
             rngs=rngs,
         )
-        if isinstance(position, Scheme) and not position.acts_in_attention:
-            position = NoPE()  # It acts on the embedding; no parameters are needed here.
-        owned = isinstance(position, PositionEncoding)
-        self.position = position if owned else PositionEncoding(position, rngs=rngs)
+        if not isinstance(position, PositionEncoding):
+            position = PositionEncoding(position, rngs=rngs)
+        check_acts_in_attention("Attention", position.scheme)
+        self.position = position
+        self.deterministic = deterministic
+        self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
         self.model_dim, self.num_heads = model_dim, num_heads
         self.num_kv_heads, self.head_dim = kv_heads, head_dim
         self.is_causal, self.window, self.softcap = is_causal, window, softcap
         self.scale, self.dropout_rate = scale, dropout_rate
         self.dtype = jnp.result_type(param_dtype if dtype is None else dtype)
         self.implementation = implementation
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        coordinates: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: None = None,
+        tables: Any = None,
+        position: PositionEncoding | None = None,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        coordinates: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache,
+        tables: Any = None,
+        position: PositionEncoding | None = None,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache]: ...
 
     def __call__(
         self,
@@ -177,50 +229,84 @@ class Attention(nnx.Module):
         coordinates: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         cache: KVCache | None = None,
+        tables: Any = None,
         position: PositionEncoding | None = None,
         mask: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
-    ) -> Any:
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
 
         Args:
           x: [B, T, D].
-          positions: integers [T] or [B, T]. Default: after those in the cache.
-          coordinates: what the scheme reads. Default: the positions.
+          positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
+          coordinates: what the scheme encodes. Default: the positions.
           segment_ids: integers [T] or [B, T], below zero for padding.
           cache: keys and values of earlier tokens; see `new_cache`.
+          tables: `PositionEncoding.tables` of these coordinates, computed once for all
+            layers.
           position: an encoding to use instead of the layer's own (for layers that share
             one under `nnx.scan`).
           mask: bool [B or 1, N or 1, T, S], true where a query may see a key.
-          dropout_key: a JAX random key; None drops nothing.
+          deterministic: whether to drop no weights. Default: as the layer is set.
+          rngs: for the dropout key. Default: those given to the constructor.
+
+        Raises:
+          ValueError: if `dropout_rate` is positive and neither the call nor the layer says
+            whether to drop, and for arguments that do not fit.
         """
         array_of_rank("Attention", "x", x, 3, "[B, T, D]")
         require(
             x.shape[-1] == self.model_dim,
             f"Attention: x must be [B, T, {self.model_dim}], got {x.shape}.",
         )
-        encoding = self.position if position is None else position
+        if position is None:
+            position = self.position
+        else:
+            check_acts_in_attention("Attention", position.scheme)
+        dropout_key = self._dropout_key(deterministic, rngs)
+        q, k, v = self.query(x), self.key(x), self.value(x)
         out, new = scheme_attention(
-            encoding.scheme,
-            encoding.values(),
-            self.query(x),
-            self.key(x),
-            self.value(x),
+            position.scheme,
+            position.values(),
+            q,
+            k,
+            v,
             x=x,
             positions=positions,
             coordinates=coordinates,
             segment_ids=segment_ids,
             cache=cache,
+            tables=tables,
             mask=mask,
             is_causal=self.is_causal,
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
             dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
-            dropout_key=dropout_key if self.dropout_rate else None,
+            dropout_key=dropout_key,
             implementation=self.implementation,
         )
         return self.out(out) if new is None else (self.out(out), new)
+
+    def _dropout_key(
+        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
+    ) -> jax.Array | None:
+        """Returns the key of this call's dropout, None for no dropout."""
+        if self.dropout_rate == 0:
+            return None
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                f"Attention: dropout_rate={self.dropout_rate} needs `deterministic`, in the call "
+                "or the constructor, or set by train() or eval()."
+            )
+        if deterministic:
+            return None
+        rngs = self.rngs if rngs is None else rngs
+        if isinstance(rngs, nnx.Rngs):
+            rngs = rngs.dropout
+        return rngs() if isinstance(rngs, nnx.RngStream) else rngs
 
     def new_cache(
         self,
@@ -259,9 +345,9 @@ class Attention(nnx.Module):
 class AttentionFn(nnx.Module):
     """A scheme inside the stock `nnx.MultiHeadAttention`, as its `attention_fn`.
 
-    It reads the position of a decoded query from the mask, the only place where the stock
-    layer has it, and maps the keys of the whole cache at each step, because the stock
-    layer caches them as projected. `Attention` does neither.
+    A decoded query's position is read from its mask, since the layer does not give it, and
+    the keys of the whole cache are transformed at each step, since the layer caches them as
+    projected. `Attention` avoids both.
 
     >>> import posenc_jax as pe
     >>> rngs = nnx.Rngs(0)
@@ -272,11 +358,23 @@ class AttentionFn(nnx.Module):
     """
 
     def __init__(self, position: Scheme | PositionEncoding, *, rngs: nnx.Rngs | None = None):
-        """Takes an encoding to share, or a scheme of which it gets parameters of its own."""
-        owned = isinstance(position, PositionEncoding)
-        self.position = position if owned else PositionEncoding(position, rngs=rngs or nnx.Rngs(0))
+        """Makes the scheme's parameters, unless `position` owns them.
+
+        Args:
+          position: a scheme, or a `PositionEncoding` that several layers share.
+          rngs: for the parameters of a scheme that has any.
+
+        Raises:
+          ValueError: for a scheme with parameters without `rngs`.
+        """
+        if not isinstance(position, PositionEncoding):
+            shapes = jax.eval_shape(position.init, jax.random.key(0))
+            if rngs is None and jax.tree.leaves(shapes):
+                raise ValueError(f"AttentionFn: {position!r} has parameters, so it needs rngs.")
+            position = PositionEncoding(position, rngs=nnx.Rngs(0) if rngs is None else rngs)
+        self.position = position
 
     def __call__(self, query, key, value, **options):
-        """Attends as `nnx.dot_product_attention` does, with the scheme's rules."""
+        """Attends as `nnx.dot_product_attention` does, with the scheme."""
         encoding = self.position
-        return stock_attention(encoding.scheme, encoding.values(), query, key, value, **options)
+        return attention_fn(encoding.scheme, encoding.values(), query, key, value, **options)

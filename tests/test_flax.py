@@ -1,5 +1,6 @@
-"""NNX and Linen modules: parameters, cache, layers under scan, and inside stock attention."""
+"""NNX and Linen modules: parameters, caches, dropout, scan, and Flax's own attention layers."""
 
+import dataclasses
 import functools
 
 import chex
@@ -23,9 +24,11 @@ IN_STOCK = [
 ]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[n for n in KINDS if build(pe.SCHEMES[n]).acts != pe.Acts.EMBEDDING],
+)
 def kind(request):
-    """A scheme of every kind."""
+    """A scheme of every kind that layers take."""
     return build(pe.SCHEMES[request.param])
 
 
@@ -56,13 +59,14 @@ def from_nnx(layer):
 
 
 def test_nnx_and_linen_are_the_functions(scheme, x):
+    if scheme.acts == pe.Acts.EMBEDDING:
+        pytest.skip("layers refuse it")
     layer = nnx_layer(scheme)
 
     @jax.jit
     def run(x):
         q, k, v = (project(x) for project in (layer.query, layer.key, layer.value))
-        inside = scheme if scheme.acts_in_attention else pe.NoPE()
-        out, _ = pe.scheme_attention(inside, layer.position.values(), q, k, v, x=x, is_causal=True)
+        out, _ = pe.scheme_attention(scheme, layer.position.values(), q, k, v, x=x, is_causal=True)
         return layer.out(out), layer(x), linen_layer(scheme).apply(from_nnx(layer), x)
 
     written_out, *modules = run(x)
@@ -85,11 +89,61 @@ def test_embedding_modules_are_the_function(scheme, params, x):
     chex.assert_trees_all_equal(pl.PositionEncoding(scheme).apply(variables, x, positions), wanted)
 
 
-def test_what_acts_on_the_embedding_alone_adds_no_parameters_to_a_layer(x):
-    layer = nnx_layer(build(pe.LearnedAbsolute))
-    assert not jax.tree.leaves(layer.position.values())
-    _, variables = linen_layer(build(pe.LearnedAbsolute)).init_with_output(jax.random.key(0), x)
-    assert "encoding" not in variables["params"]
+EMBEDDING_ONLY = [cls for cls in pe.SCHEMES.values() if build(cls).acts == pe.Acts.EMBEDDING]
+
+
+@pytest.mark.parametrize("cls", EMBEDDING_ONLY, ids=lambda cls: cls.name)
+def test_a_scheme_that_acts_on_the_embedding_alone_is_refused(cls, x):
+    scheme = build(cls)
+    message = f"Attention: {cls.__name__}.* acts on the token embedding alone; put a PositionEnc"
+    with pytest.raises(ValueError, match=message):
+        nnx_layer(scheme)
+    with pytest.raises(ValueError, match=message):
+        linen_layer(scheme).init(jax.random.key(0), x)
+    encoding = pn.PositionEncoding(scheme, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        nnx_layer(encoding)
+    with pytest.raises(ValueError, match=message):
+        nnx_layer(pe.NoPE())(x, position=encoding)
+
+
+@pytest.mark.parametrize("cls", [pe.LearnedAbsolute, pe.Sinusoidal])
+def test_an_embedding_decodes_after_the_tokens_of_a_cache(cls, x):
+    """A model with an additive encoding decodes as the whole, row by row, without positions."""
+    scheme = build(cls)
+    encoding, layer = pn.PositionEncoding(scheme, rngs=nnx.Rngs(1)), nnx_layer(pe.NoPE())
+    module = pl.PositionEncoding(scheme)
+    params = encoding.values()
+    variables = {"params": {"scheme": params}} if params else {}
+    lengths = jnp.array([5, 3])
+    positions, segments = pe.positions.from_padding_mask(jnp.arange(5)[None] < lengths[:, None])
+    cache = layer.new_cache(BATCH, T)
+    _, cache = layer(
+        encoding(x[:, :5], positions), cache=cache, segment_ids=segments, positions=positions
+    )
+    for t in range(5, 8):
+        step = encoding(x[:, t : t + 1], cache=cache)
+        np.testing.assert_array_equal(step, module.apply(variables, x[:, t : t + 1], cache=cache))
+        y, cache = layer(step, cache=cache)
+        for row, n in enumerate([5, 3]):
+            alone = jnp.concatenate([x[row, :n], x[row, 5 : t + 1]])[None]
+            np.testing.assert_allclose(y[row, 0], layer(encoding(alone))[0, -1], atol=1e-5)
+
+
+def test_tables_of_an_encoding_serve_all_layers(x):
+    """Rotary tables: computed once, given to every layer, in NNX and Linen."""
+    rope = pe.RoPE(head_dim=H)
+    encoding = pn.PositionEncoding(rope, rngs=nnx.Rngs(0))
+    at = 3 * jnp.arange(T)
+    layer = nnx_layer(rope)
+    wanted = layer(x, positions=at)
+    tables = encoding.tables(at)
+    np.testing.assert_allclose(layer(x, positions=at, tables=tables), wanted, atol=1e-6)
+    module, variables = linen_layer(rope), from_nnx(layer)
+    of_linen = pl.PositionEncoding(rope).apply({}, at, method="tables")
+    chex.assert_trees_all_equal(of_linen, tables)
+    out = module.apply(variables, x, positions=at, tables=of_linen)
+    np.testing.assert_allclose(out, wanted, atol=1e-6)
 
 
 def test_cache_in_nnx_and_linen(kind, x):
@@ -219,16 +273,6 @@ def test_inside_stock_linen_attention(name, x):
         np.testing.assert_allclose(step[:, 0], whole[:, t], atol=1e-5)
 
 
-def test_stock_attention_refuses_what_it_cannot_do(x):
-    q = jnp.ones((1, 1, N, H))
-    with pytest.raises(ValueError, match="acts on the token embedding alone"):
-        pn.AttentionFn(build(pe.Sinusoidal))(q, q, q)
-    with pytest.raises(ValueError, match=r"stock_attention: FoX.* reads x"):
-        pn.AttentionFn(build(pe.FoX))(q, q, q)
-    with pytest.raises(ValueError, match="1 queries and 5 keys without a mask"):
-        pn.AttentionFn(pe.RoPE(H))(q, jnp.ones((1, 5, N, H)), jnp.ones((1, 5, N, H)))
-
-
 def test_errors_name_what_was_wanted_and_given(x):
     with pytest.raises(ValueError, match="model_dim=20 must be a multiple of num_heads=6"):
         pn.Attention(D, N, rngs=nnx.Rngs(0))
@@ -242,13 +286,96 @@ def test_errors_name_what_was_wanted_and_given(x):
         pn.PositionEncoding("rope", rngs=nnx.Rngs(0))
 
 
-def test_dropout_is_an_explicit_key(x):
+def test_dropout_is_set_by_train_and_eval(x):
     layer = nnx_layer(pe.NoPE(), dropout_rate=0.5)
+    same = nnx_layer(pe.NoPE())
+    for module in (layer, nnx.Sequential(layer)):
+        module.eval()
+        np.testing.assert_array_equal(layer(x), same(x))
+        module.train()
+        first, second = layer(x), layer(x)
+        assert np.abs(first - second).max() > 1e-3
+        assert np.abs(first - same(x)).max() > 1e-3
+    np.testing.assert_array_equal(layer(x, deterministic=True), same(x))
+    layer.eval()
+    assert np.abs(layer(x, deterministic=False) - same(x)).max() > 1e-3
+
+
+def test_dropout_draws_from_the_rngs_of_a_call(x):
+    layer = nnx_layer(pe.NoPE(), dropout_rate=0.5, deterministic=False)
     key = jax.random.key(1)
-    a, b = layer(x, dropout_key=key), layer(x, dropout_key=key)
+    np.testing.assert_array_equal(layer(x, rngs=key), layer(x, rngs=key))
+    a, b = (layer(x, rngs=nnx.Rngs(dropout=3)) for _ in range(2))
     np.testing.assert_array_equal(a, b)
-    assert np.abs(a - layer(x)).max() > 1e-3
-    assert np.abs(a - layer(x, dropout_key=jax.random.key(2))).max() > 1e-3
+    np.testing.assert_array_equal(a, layer(x, rngs=nnx.Rngs(dropout=3).dropout))
+    assert np.abs(a - layer(x, rngs=key)).max() > 1e-3
+
+
+def test_dropout_needs_to_know_whether_to_drop(x):
+    message = r"Attention: dropout_rate=0.5 needs `deterministic`"
+    with pytest.raises(ValueError, match=message):
+        nnx_layer(pe.NoPE(), dropout_rate=0.5)(x)
+    module, variables = linen_layer(pe.NoPE(), dropout_rate=0.5), from_nnx(nnx_layer(pe.NoPE()))
+    with pytest.raises(ValueError, match=message):
+        module.apply(variables, x)
+    with pytest.raises(ValueError, match=r'Attention: dropout needs rngs={"dropout": key}'):
+        module.apply(variables, x, deterministic=False)
+
+
+def test_linen_dropout_follows_deterministic(x):
+    variables = from_nnx(nnx_layer(pe.NoPE()))
+    wanted = linen_layer(pe.NoPE()).apply(variables, x)
+    module = linen_layer(pe.NoPE(), dropout_rate=0.5)
+    rngs = {"dropout": jax.random.key(0)}
+    np.testing.assert_array_equal(module.apply(variables, x, deterministic=True), wanted)
+    dropped = module.apply(variables, x, deterministic=False, rngs=rngs)
+    assert np.abs(dropped - wanted).max() > 1e-3
+    set_in_module = module.clone(deterministic=False).apply(variables, x, rngs=rngs)
+    np.testing.assert_array_equal(set_in_module, dropped)
+
+
+def test_dropout_under_nnx_transforms(x):
+    """Layers stacked by vmap draw apart, and train under jit and grad."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs):
+        return pn.Attention(D, N, head_dim=H, dropout_rate=0.5, deterministic=False, rngs=rngs)
+
+    layers = make(nnx.Rngs(0))
+
+    @nnx.jit
+    def step(layers, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return x + layer(x)
+
+        return nnx.value_and_grad(lambda layers: (run(x, layers) ** 2).mean())(layers)
+
+    first, grads = step(layers, x)
+    second, _ = step(layers, x)
+    assert first != second
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(nnx.to_pure_dict(grads)))
+
+
+def test_parameters_are_float32_under_x64():
+    with jax.enable_x64(True):
+        scheme = Wide()
+        encoding = pn.PositionEncoding(scheme, rngs=nnx.Rngs(0))
+        assert encoding.values()["table"].dtype == jnp.float32
+        variables = pl.PositionEncoding(scheme).init(jax.random.key(0), jnp.zeros((1, 2, 3)))
+        assert variables["params"]["scheme"]["table"].dtype == jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide(pe.Scheme):
+    """Draws parameters in the default dtype."""
+
+    def init(self, key):
+        return {"table": jax.random.normal(key, (3,))}
+
+    def embed(self, params, x, coordinates):
+        return x
 
 
 def test_compute_dtype(x):
