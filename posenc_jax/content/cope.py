@@ -1,16 +1,18 @@
-r"""CoPE: a key's position is the number of tokens since it that the query counts.
+r"""CoPE: positions counted by gates that depend on query and key.
 
     g[i, t] = sigmoid(q_i . k_t / sqrt(H))
     p[i, j] = min(sum_{j <= t <= i} g[i, t], P - 1)
     logits[i, j] = (q_i . k_j + q_i . e[p[i, j]]) / sqrt(H)
 
-e has P learned rows, shared by all heads; between two rows it is interpolated. A query can
-so count words, sentences or tokens of one kind. Gradients reach the gates through the
-weights of that interpolation.
+The position of a key is the sum of the gates of the tokens from it to the query, so that a query
+can count words, sentences or tokens of one kind. e has P learned rows, shared by all heads and
+interpolated linearly between two rows. Gates get their gradients through the interpolation
+weights.
 
-In a `chain`, gates are of the logits with what the other schemes add; the authors' code adds
-its relative bias after the gates. Not here: gates from a key projection of their own or from
-the values. The listing in the paper makes gates of masked logits; the code does not.
+In a `chain`, gates are computed from the logits that include the terms of the other schemes; the
+authors' code adds its relative bias after the gates. Left out: gates from a separate key
+projection or from the values. The listing in the paper computes gates from masked logits; the
+code does not.
 
 Paper: Golovneva et al. Contextual Position Encoding: Learning to Count What's Important.
 2024. https://arxiv.org/abs/2405.18719
@@ -23,21 +25,24 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rules import LogitsTransform
 from posenc_jax.scheme import Scheme, Traits
 
 
-def _count_and_look_up(shared, heads, row, cols, logits, seen, q, k):
-    """`shared` is e, scaled, [P, H]; `row` is q, [N, H]."""
-    entries = jnp.dot(row.astype(jnp.float32), shared.T, precision="highest")
+def _add_contextual_positions(shared, heads, q_feature, k_features, logits, seen, q, k):
+    """The transform of one query's logits, [N, S].
+
+    `shared` is the scaled table e, [P, H]; `q_feature` is q_i, [N, H].
+    """
+    position_logits = jnp.dot(q_feature.astype(jnp.float32), shared.T, precision="highest")
     gates = jnp.where(seen, jax.nn.sigmoid(logits), 0.0)
-    counted = jax.lax.cumsum(gates, axis=1, reverse=True)
-    counted = jnp.minimum(counted, shared.shape[0] - 1.0)
-    below = jnp.floor(counted).astype(jnp.int32)
-    above = jnp.ceil(counted).astype(jnp.int32)
-    weight = counted - below.astype(jnp.float32)
-    low, high = (jnp.take_along_axis(entries, at, axis=1) for at in (below, above))
+    positions = jax.lax.cumsum(gates, axis=1, reverse=True)
+    positions = jnp.minimum(positions, shared.shape[0] - 1.0)
+    below = jnp.floor(positions).astype(jnp.int32)
+    above = jnp.ceil(positions).astype(jnp.int32)
+    weight = positions - below.astype(jnp.float32)
+    low, high = (jnp.take_along_axis(position_logits, i, axis=1) for i in (below, above))
     return logits + high * weight + low * (1.0 - weight)
 
 
@@ -47,7 +52,7 @@ class CoPE(Scheme):
 
     Attributes:
       head_dim: H.
-      num_positions: P; what is counted beyond P - 1 is one position.
+      num_positions: P; larger positions are clipped to P - 1.
       scaled: whether the term is divided by sqrt(H), as q . k is.
 
     Raises:
@@ -63,11 +68,7 @@ class CoPE(Scheme):
     name: ClassVar[str] = "cope"
 
     def __post_init__(self):
-        require(self.head_dim >= 1, f"cope: head_dim must be >= 1, got {self.head_dim}.")
-        require(
-            self.num_positions >= 1,
-            f"cope: num_positions must be >= 1, got {self.num_positions}.",
-        )
+        positive_integers("cope", head_dim=self.head_dim, num_positions=self.num_positions)
 
     @property
     def traits(self):
@@ -78,7 +79,7 @@ class CoPE(Scheme):
         return {"table": jnp.zeros((self.num_positions, self.head_dim), jnp.float32)}
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        """Returns q, which will meet the table."""
+        """Returns q as the feature of the queries."""
         require(
             q.shape[-1] == self.head_dim,
             f"cope: q must have head dim {self.head_dim}, got {q.shape[-1]}.",
@@ -86,8 +87,7 @@ class CoPE(Scheme):
         return q, None, state
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns the rule that counts and looks up."""
         scale = self.head_dim**-0.5 if self.scaled else 1.0
         return LogitsTransform(
-            _count_and_look_up, shared=params["table"] * scale, q_features=q_features
+            _add_contextual_positions, shared=params["table"] * scale, q_features=q_features
         )

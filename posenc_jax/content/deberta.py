@@ -1,16 +1,18 @@
-r"""DeBERTa: distances have keys for the queries, and queries for the keys.
+r"""DeBERTa: disentangled content-to-position and position-to-content terms.
 
     logits[i, j] = (q_i . k_j + q_i . K[c] + k_j . Q[c]) / sqrt(3 H)
     c = clip(bucket(i - j) + span, 0, 2 span - 1)
 
-Content looks for positions (K), and positions look for content (Q). Both come from one
-table of 2 span rows that all layers share, projected in every layer; Q has a bias. 3 is
-the number of terms: sqrt(2 H) with one of the two. The table ends with the furthest past.
+K are the keys of the content-to-position term and Q the queries of the position-to-content term.
+Both are projections, different in each layer, of one table of 2 span rows that all layers share;
+Q has a bias. 3 is the number of terms: with one of the two it is sqrt(2 H). The last row of the
+table is that of the furthest past.
 
-The third term has the row of i - j, as both implementations have it; the paper writes
-j - i. Buckets are those of DeBERTa-v2. Its model also projects the
-table with the weights of its own q and k, after a layer norm: `projected` takes what comes out of
-that as parameters.
+The third term uses the row of i - j, as both implementations do; the paper writes j - i. Buckets
+are those of DeBERTa-v2, with boundaries computed exactly in integers: distances up to span / 2 have
+one bucket each, larger ones share buckets that grow logarithmically up to `max_distance`.
+DeBERTa-v2 projects the table, after a layer norm, with the weights of its own q and k: `projected`
+takes the results, K and Q, as parameters.
 
 Paper: He et al. DeBERTa: Decoding-enhanced BERT with Disentangled Attention. 2020.
 https://arxiv.org/abs/2006.03654
@@ -24,14 +26,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Scheme, Traits
 
 
 @functools.cache
 def deberta_boundaries(span: int, max_distance: int) -> tuple[int, ...]:
-    """Returns the first distances of the buckets after span // 2, exact in integers.
+    """Returns the first distance of each bucket after bucket span // 2.
 
     >>> deberta_boundaries(256, 512)[:3], deberta_boundaries(256, 512)[-1]
     ((129, 130, 131), 512)
@@ -47,7 +49,7 @@ def deberta_boundaries(span: int, max_distance: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class TableRow:
-    """The row of K or Q of a distance; `DeBERTa` says what its settings mean."""
+    """The row of K or Q for a distance; its fields are those of `DeBERTa`."""
 
     span: int
     max_distance: int | None
@@ -58,9 +60,9 @@ class TableRow:
         if self.max_distance is not None:
             size = jnp.abs(distance)
             bounds = jnp.asarray(deberta_boundaries(self.span, self.max_distance), jnp.int32)
-            further = jnp.searchsorted(bounds, size, side="right").astype(jnp.int32)
+            passed = jnp.searchsorted(bounds, size, side="right").astype(jnp.int32)
             middle = jnp.asarray(self.span // 2, size.dtype)
-            bucket = jnp.minimum(size, middle).astype(jnp.int32) + further
+            bucket = jnp.minimum(size, middle).astype(jnp.int32) + passed
             bucket *= jnp.sign(distance).astype(jnp.int32)
         row = jnp.clip(bucket + self.span, 0, 2 * self.span - 1).astype(jnp.int32)
         return table[row]
@@ -75,14 +77,16 @@ class DeBERTa(Scheme):
       head_dim: H.
       model_dim: D, the size of the rows of the table.
       span: half the number of rows.
-      max_distance: how far the buckets reach; None: each distance has its own.
-      content_to_position: whether queries meet the keys of distances, K.
-      position_to_content: whether keys meet the queries of distances, Q.
+      max_distance: distance from which on all share the last bucket; None for one bucket
+        per distance up to `span`.
+      content_to_position: whether there is the term q_i . K[c].
+      position_to_content: whether there is the term k_j . Q[c].
       projected: whether the parameters are K and Q themselves.
-      stddev: of the initial numbers.
+      stddev: standard deviation of the initial table and projections.
 
     Raises:
-      ValueError: for sizes below one, buckets that are more than distances, or no term.
+      ValueError: for sizes below one, a negative stddev, more buckets than distances, or
+        neither term.
 
     >>> scheme = DeBERTa(num_heads=12, head_dim=64, model_dim=768)
     >>> scheme.init(jax.random.key(0))["table"].shape
@@ -101,9 +105,13 @@ class DeBERTa(Scheme):
     name: ClassVar[str] = "deberta"
 
     def __post_init__(self):
-        for name in ("num_heads", "head_dim", "model_dim", "span"):
-            value = getattr(self, name)
-            require(value >= 1, f"deberta: {name} must be >= 1, got {value}.")
+        positive_integers(
+            "deberta",
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            model_dim=self.model_dim,
+            span=self.span,
+        )
         require(self.stddev >= 0, f"deberta: stddev must not be negative, got {self.stddev}.")
         require(
             self.content_to_position or self.position_to_content,
@@ -121,14 +129,18 @@ class DeBERTa(Scheme):
         return Traits(relative=True)
 
     def init(self, key):
-        """Returns the table and its projections, or with `projected` {"keys", "queries"}."""
+        """Returns {"keys", "queries"} [D, N, H], "table" [2 span, D] and "bias" [N, H] of Q.
+
+        With `projected`, {"keys", "queries"} [2 span, N, H] alone. Terms that are switched off
+        have no parameters.
+        """
         used = {"keys": self.content_to_position, "queries": self.position_to_content}
         rows = 2 * self.span if self.projected else self.model_dim
         shape = (rows, self.num_heads, self.head_dim)
-        made = dict(zip(("keys", "queries", "table"), jax.random.split(key, 3), strict=True))
+        seeds = dict(zip(("keys", "queries", "table"), jax.random.split(key, 3), strict=True))
 
         def normal(name, shape):
-            return self.stddev * jax.random.normal(made[name], shape, jnp.float32)
+            return self.stddev * jax.random.normal(seeds[name], shape, jnp.float32)
 
         params = {name: normal(name, shape) for name in used if used[name]}
         if not self.projected:
@@ -138,7 +150,7 @@ class DeBERTa(Scheme):
         return params
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        """Returns q and k, which meet the distances."""
+        """Returns q and k as features, each where its term exists."""
         require(
             q.shape[2:] == (self.num_heads, self.head_dim),
             f"deberta: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
@@ -147,7 +159,6 @@ class DeBERTa(Scheme):
         return q_features, k if self.position_to_content else None, state
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns q_i . K[c] and k_j . Q[c]."""
         row = TableRow(self.span, self.max_distance)
         last = self.span if self.max_distance is None else self.max_distance
         bounds, terms = (-last, last - 1), []
@@ -164,12 +175,12 @@ class DeBERTa(Scheme):
         return tuple(terms)
 
     def logit_scale(self, head_dim):
-        """Returns 1 / sqrt(terms * H)."""
+        """Returns 1 / sqrt(H * the number of terms)."""
         terms = 1 + self.content_to_position + self.position_to_content
         return (terms * head_dim) ** -0.5
 
     def _vectors(self, params, name):
-        """K or Q, float32 [N, 2 span, H]."""
+        """Returns K or Q, float32 [N, 2 span, H]."""
         if self.projected:
             return jnp.swapaxes(params[name], 0, 1)
         out = jnp.einsum("rd,dnh->nrh", params["table"], params[name], precision="highest")

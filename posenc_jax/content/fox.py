@@ -1,25 +1,26 @@
-r"""FoX, the forgetting transformer: a gate per token and head says how much of the past stays.
+r"""FoX, the forgetting transformer: a forget gate per token and head decays the past.
 
     logits[n, i, j] = q_i . k_j / sqrt(H) - |c[n, i] - c[n, j]|
     c[n, t] = sum_{s <= t} log f[n, s],     f[n, t] = sigmoid(w_n . x_t + b_n)
 
-so that a key weighs the product of the gates that have come after it. This is ALiBi whose
-slope, -log f, the tokens choose; x-transformers calls it data-dependent ALiBi and starts
-with b = 5, nearly open, where the authors have 0. It needs no other position encoding.
+so that the weight of a key is multiplied by all gates after it. This is ALiBi with a slope,
+-log f, that depends on the token; x-transformers calls it data-dependent ALiBi and initialises
+b = 5, almost no decay, where the authors have 0. No other position encoding is needed.
 
-The authors are causal, where |c_i - c_j| = c_j - c_i. The symmetric form used here leaves
-that case unchanged, and forgets in both directions where attention is bidirectional.
+The paper is causal, where |c_i - c_j| = c_j - c_i. The symmetric form used here is the same there,
+and decays in both directions where attention is bidirectional.
 
     gate="full" (default)   f depends on the token
     gate="bias"             one learned f per head: ALiBi with learned slopes
     gate="fixed"            the same, not learned
 
-Without w, heads start with f = exp(-1 / t), for decay times t from `min_time` to `max_time`
-in equal ratios. The authors can also start "bias" at f = 1/2 in every head.
+Without w, heads are initialised with f = exp(-1 / t), for decay times t spaced geometrically from
+`min_time` to `max_time`. The authors can also initialise "bias" with f = 1/2 in every head.
 
-What is carried from token to token is one float32 per head. Padding does not enter it, and
-between packed sequences it need not restart. It grows with the sequence, to -3e5 after 64
-thousand tokens of log f = -5; differences are then exact to 0.03, as in the authors' kernels.
+The state is one float32 sum per head. Padding does not contribute to it, and it need not restart
+between packed sequences, as only differences within a sequence are used. It grows in magnitude with
+length, to -3e5 after 64 thousand tokens of log f = -5; differences are then exact to 0.03, as
+in the authors' kernels.
 
 Paper: Lin et al. Forgetting Transformer: Softmax Attention with a Forget Gate. 2025.
 https://arxiv.org/abs/2503.02130
@@ -36,26 +37,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rules import ContentBias
 from posenc_jax.scheme import Scheme, Traits
 
 
-def _forgotten(shared, head, row, col, q, k):
-    return -jnp.abs(row - col)
+def _decay(shared, head, q_feature, k_feature, q, k):
+    """The logarithm of the product of the gates between two tokens."""
+    return -jnp.abs(q_feature - k_feature)
 
 
 @dataclasses.dataclass(frozen=True)
 class FoX(Scheme):
-    """The forget gate of the forgetting transformer (Lin et al. 2025).
+    """Forget gates of the forgetting transformer (Lin et al. 2025).
 
     Attributes:
       num_heads: N.
       model_dim: D.
-      gate: "full", "bias" or "fixed": what a gate depends on.
-      init_bias: the initial b, where the gate is "full".
-      min_time: the shortest decay time, in tokens, where it is not.
-      max_time: the longest.
+      gate: "full", "bias" or "fixed"; see the top of the file.
+      init_bias: initial b of gate="full".
+      min_time: shortest initial decay time of the other gates, in tokens.
+      max_time: longest initial decay time, in tokens.
 
     Raises:
       ValueError: for sizes below one, an unknown gate, or options of another gate.
@@ -73,9 +75,7 @@ class FoX(Scheme):
     name: ClassVar[str] = "fox"
 
     def __post_init__(self):
-        for name in ("num_heads", "model_dim"):
-            value = getattr(self, name)
-            require(value >= 1, f"fox: {name} must be >= 1, got {value}.")
+        positive_integers("fox", num_heads=self.num_heads, model_dim=self.model_dim)
         require(
             self.gate in ("full", "bias", "fixed"),
             f'fox: gate must be "full", "bias" or "fixed", got {self.gate!r}.',
@@ -102,7 +102,7 @@ class FoX(Scheme):
         return Traits(relative=True, order_only=True, reads_x=True)
 
     def init(self, key):
-        """Returns {"w": [D, N], "b": [N]}, as far as they are learned; w is normal, 0.02."""
+        """Returns {"w": [D, N], "b": [N]}, those that the gate learns; w is normal, 0.02."""
         if self.gate == "fixed":
             return {}
         if self.gate == "bias":
@@ -111,7 +111,7 @@ class FoX(Scheme):
         return {"w": w, "b": jnp.full(self.num_heads, self.init_bias, jnp.float32)}
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        """Returns the sums of log f up to every token, [B, T, N], for queries and for keys."""
+        """Returns c, the cumulative sums of log f, [B, T, N], for queries and for keys."""
         require(
             q.shape[2] == self.num_heads,
             f"fox: q must be [B, T, {self.num_heads}, H], got {q.shape}.",
@@ -126,8 +126,7 @@ class FoX(Scheme):
         return sums, sums, sums[:, -1]
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns what the gates between two tokens have left, as a logarithm."""
-        return ContentBias(_forgotten, q_features=q_features, k_features=k_features)
+        return ContentBias(_decay, q_features=q_features, k_features=k_features)
 
     def _bias(self):
         times = np.geomspace(self.min_time, self.max_time, self.num_heads)
@@ -138,12 +137,15 @@ class FoX(Scheme):
             b = params["b"] if self.gate == "bias" else self._bias()
             return jnp.broadcast_to(b, (*q.shape[:2], self.num_heads))
         if x is None:
-            raise ValueError("fox: gates are made from x; give it to scheme_attention.")
+            raise ValueError(
+                f'fox: gate="full" computes gates from x [B, T, {self.model_dim}], got None; '
+                "pass x to scheme_attention."
+            )
         require(
             x.shape[-1] == self.model_dim,
             f"fox: x must be [B, T, {self.model_dim}], got {x.shape}.",
         )
         x = x.astype(jnp.float32)
-        if segment_ids is not None:  # What is in padding may be anything, NaN for one.
+        if segment_ids is not None:  # Padding may contain NaN.
             x = jnp.where((segment_ids >= 0)[:, :, None], x, 0.0)
         return jnp.dot(x, params["w"], precision="highest") + params["b"][None, None]

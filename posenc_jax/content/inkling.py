@@ -1,16 +1,15 @@
-r"""Inkling: each query mixes a few learned profiles over the distance.
+r"""Inkling: a bias that each query mixes from a few learned functions of the distance.
 
     logits[n, i, j] = t_i (q_i . k_j / H + r[n, i] . bank[:, i - j])    for 0 <= i - j < extent
-    r[i] = x_i W,        t_i = 1 + slope ln(max((i + 1) / floor, 1))
+    r[i] = x_i W,        t_i = 1 + slope ln(max((i + 1) / log_scaling_start, 1))
 
-Beyond the extent the bank adds nothing, and no rotation is used beside it. All heads of a
-layer share the bank; W gives every head weights of its own, from the same x as q. q and k
-are RMS-normalised per head by the model, hence 1 / H. The temperature t, with `floor`, is
-that of layers with global attention; without `floor` it is one. Layers with a window have
-an extent of that window.
+The bias is zero at other distances, and no rotation is used beside it. All heads of a layer
+share the bank; W, which projects the same x as q, is different for each head. The model
+RMS-normalises q and k per head, hence 1 / H. Layers with global attention have the log scaling
+t; without `log_scaling_start`, t is 1. In layers with a window, the extent is the window.
 
-Papers: there is none; the model is from Thinking Machines, and its rule is that of the
-query-side tables of Shaw et al. (https://arxiv.org/abs/1803.02155), of low rank.
+Paper: none; the model is from Thinking Machines. The bias is a low-rank form of the query-side
+tables of Shaw et al. (https://arxiv.org/abs/1803.02155).
 Reference code: huggingface/transformers, models/inkling/modeling_inkling.py,
 InklingRelativeLogits and InklingAttention.
 """
@@ -22,38 +21,39 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Acts, Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
-class _Profile:
-    """The bank's column of a distance."""
+class _BankColumn:
+    """The column of the bank for a distance; zeros outside its extent."""
 
     extent: int
 
     def __call__(self, bank, head, distance):
-        at = jnp.clip(distance, 0, self.extent - 1).astype(jnp.int32)
+        column = jnp.clip(distance, 0, self.extent - 1).astype(jnp.int32)
         inside = (distance >= 0) & (distance < self.extent)
-        return jnp.where(inside, bank[:, at], 0.0)
+        return jnp.where(inside, bank[:, column], 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Inkling(Scheme):
-    """Relative logits from a bank of distance profiles (Inkling, 2026).
+    """Relative logits from a bank of learned functions of the distance (Inkling, 2026).
 
     Attributes:
       num_heads: N.
-      model_dim: D, the size of what q is projected from.
-      rank: the number of profiles.
-      extent: the number of distances that a profile has.
-      floor: the position from which on queries are sharpened; None: none is.
-      slope: how much, per factor of e.
-      stddev: of the initial numbers.
+      model_dim: D, the size of x.
+      rank: number of functions in the bank.
+      extent: number of distances that the bank covers.
+      log_scaling_start: number of tokens from which on logits are scaled by t > 1; None for
+        no log scaling.
+      slope: increase of t when the position grows by a factor of e.
+      stddev: standard deviation of the initial parameters.
 
     Raises:
-      ValueError: for sizes below one, or a slope without a floor.
+      ValueError: for sizes below one, or a negative slope or stddev.
 
     >>> params = Inkling(num_heads=8, model_dim=512).init(jax.random.key(0))
     >>> params["project"].shape, params["bank"].shape
@@ -64,18 +64,23 @@ class Inkling(Scheme):
     model_dim: int
     rank: int = 16
     extent: int = 1024
-    floor: int | None = None
+    log_scaling_start: int | None = None
     slope: float = 0.1
     stddev: float = 0.02
     name: ClassVar[str] = "inkling"
 
     def __post_init__(self):
-        for name in ("num_heads", "model_dim", "rank", "extent"):
-            value = getattr(self, name)
-            require(value >= 1, f"inkling: {name} must be >= 1, got {value}.")
+        positive_integers(
+            "inkling",
+            num_heads=self.num_heads,
+            model_dim=self.model_dim,
+            rank=self.rank,
+            extent=self.extent,
+        )
+        start = self.log_scaling_start
         require(
-            self.floor is None or self.floor >= 1,
-            f"inkling: floor must be None or >= 1, got {self.floor}.",
+            start is None or start >= 1,
+            f"inkling: log_scaling_start must be None or >= 1, got {start}.",
         )
         for name in ("slope", "stddev"):
             value = getattr(self, name)
@@ -83,12 +88,12 @@ class Inkling(Scheme):
 
     @property
     def traits(self):
-        return Traits(relative=self.floor is None, reads_x=True)
+        return Traits(relative=self.log_scaling_start is None, reads_x=True)
 
     @property
     def acts(self):
-        """The logits, and q where it is scaled by its position."""
-        return Acts.LOGITS | (Acts.QK if self.floor is not None else Acts(0))
+        """The logits, and q with log scaling."""
+        return Acts.LOGITS if self.log_scaling_start is None else Acts.LOGITS | Acts.QK
 
     def init(self, key):
         """Returns {"project": float32 [D, N, rank], "bank": float32 [rank, extent]}."""
@@ -100,35 +105,38 @@ class Inkling(Scheme):
         }
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        """Returns the weights of the profiles, float32 [B, T, N, rank]."""
-        require(x is not None, "inkling: it reads x, what q was projected from; got none.")
+        """Returns t r, the weights of the bank, float32 [B, T, N, rank]."""
+        if x is None:
+            raise ValueError(
+                f"inkling: weights are computed from x [B, T, {self.model_dim}], got None; "
+                "pass x to scheme_attention."
+            )
         require(
             x.shape[-1] == self.model_dim,
             f"inkling: x must be [B, T, {self.model_dim}], got {x.shape}.",
         )
         x = x.astype(jnp.float32)
         q_features = jnp.einsum("btd,dnr->btnr", x, params["project"], precision="highest")
-        return q_features * self._temperature(coordinates), None, state
+        return q_features * self._log_scaling(coordinates), None, state
 
     def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q, sharpened."""
-        return (q.astype(jnp.float32) * self._temperature(coordinates)).astype(q.dtype)
+        return (q.astype(jnp.float32) * self._log_scaling(coordinates)).astype(q.dtype)
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns r . bank[:, i - j]."""
         return DotBias(
-            _Profile(self.extent),
+            _BankColumn(self.extent),
             shared=params["bank"],
             q_features=q_features,
             bounds=(-1, self.extent),
         )
 
     def logit_scale(self, head_dim):
-        """Returns 1 / H, for q and k that are RMS-normalised."""
+        """Returns 1 / H: q and k are RMS-normalised."""
         return 1.0 / head_dim
 
-    def _temperature(self, coordinates):
-        if self.floor is None:
+    def _log_scaling(self, coordinates):
+        """Returns t, float32 [B or 1, T or 1, 1, 1]."""
+        if self.log_scaling_start is None:
             return jnp.ones((1, 1, 1, 1), jnp.float32)
-        reached = (coordinates.astype(jnp.float32) + 1.0) / self.floor
-        return (1.0 + self.slope * jnp.log(jnp.maximum(reached, 1.0)))[:, :, None, None]
+        ratio = (coordinates.astype(jnp.float32) + 1.0) / self.log_scaling_start
+        return (1.0 + self.slope * jnp.log(jnp.maximum(ratio, 1.0)))[:, :, None, None]

@@ -1,18 +1,18 @@
-r"""Shaw et al.: a learned vector per clipped distance, on keys and on values.
+r"""Shaw et al.: a learned vector per clipped distance, added to keys and values.
 
     logits[i, j] = q_i . (k_j + a_K[c]) / sqrt(H)
     out[i]       = sum_j p[i, j] (v_j + a_V[c]),      c = clip(j - i, -clip, clip)
 
 The first relative position encoding. The tables have 2 clip + 1 rows, from the furthest
 past to the furthest future; each layer has its own. The authors share them between heads
-(`per_head=False`). A causal model never uses the rows of the future.
+(`per_head=False`). Causal attention does not use the rows of the future.
 
-Music Transformer has the table of keys alone, and distances beyond it have zeros and not
-its last row (`zero_beyond`): its table of M rows is the past half of `clip=M - 1`.
+Music Transformer has the table of keys only, and zeros at distances beyond it in place of its last
+row (`zero_beyond`): its table of M rows is the past half of a table with `clip=M - 1`.
 
-The term is inside the 1/sqrt(H) scale, as q . k is. No [T, S, H] array is needed: q meets
-the table once, q . a_K[c] is then an entry of that, and the values' part needs only the
-probability that falls on each row.
+The term of the keys is inside the 1/sqrt(H) scale, as q . k is. No [T, S, H] array is needed:
+q . a_K is one product with the table, from which entries are gathered, and the term of the values
+needs only the sum of the probabilities on each row.
 
 Paper: Shaw, Uszkoreit, Vaswani. Self-Attention with Relative Position Representations.
 2018. https://arxiv.org/abs/1803.02155
@@ -27,7 +27,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rules import DotBias, ValueBias
 from posenc_jax.scheme import Acts, Scheme, Traits
 
@@ -59,14 +59,14 @@ class Shaw(Scheme):
     Attributes:
       num_heads: N.
       head_dim: H.
-      clip: the distance from which on all distances are one; the paper's k.
+      clip: distance from which on all share a row; the paper's k.
       keys: whether keys have a table.
       values: whether values have a table.
-      per_head: whether each head has tables of its own.
-      zero_beyond: whether distances beyond `clip` have zeros.
+      per_head: whether each head has its own tables.
+      zero_beyond: whether vectors of distances beyond `clip` are zero.
 
     Raises:
-      ValueError: for a negative clip, sizes below one, or neither keys nor values.
+      ValueError: for sizes below one, a negative clip, or neither keys nor values.
 
     >>> scheme = Shaw(num_heads=8, head_dim=64, clip=16)
     >>> scheme.init(jax.random.key(0))["keys"].shape
@@ -83,8 +83,7 @@ class Shaw(Scheme):
     name: ClassVar[str] = "shaw"
 
     def __post_init__(self):
-        require(self.num_heads >= 1, f"shaw: num_heads must be >= 1, got {self.num_heads}.")
-        require(self.head_dim >= 1, f"shaw: head_dim must be >= 1, got {self.head_dim}.")
+        positive_integers("shaw", num_heads=self.num_heads, head_dim=self.head_dim)
         require(self.clip >= 0, f"shaw: clip must not be negative, got {self.clip}.")
         require(self.keys or self.values, "shaw: neither keys nor values have a table.")
 
@@ -94,7 +93,7 @@ class Shaw(Scheme):
 
     @property
     def acts(self):
-        """The logits with a table for keys, the values with one for values."""
+        """The logits with a table of keys, the values with a table of values."""
         return (Acts.LOGITS if self.keys else Acts(0)) | (Acts.VALUES if self.values else Acts(0))
 
     def init(self, key):
@@ -106,14 +105,14 @@ class Shaw(Scheme):
         )
         limit = (6.0 / (shape[1] + shape[2])) ** 0.5
         used = [name for name in ("keys", "values") if getattr(self, name)]
-        made = jax.random.split(key, 2)
+        keys = jax.random.split(key, 2)
         return {
             name: jax.random.uniform(k, shape, jnp.float32, -limit, limit)
-            for name, k in zip(used, made, strict=False)
+            for name, k in zip(used, keys, strict=False)
         }
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        """Returns q, which will meet the keys' table."""
+        """Returns q as the feature of the queries, where keys have a table."""
         require(
             q.shape[2:] == (self.num_heads, self.head_dim),
             f"shaw: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
@@ -121,33 +120,31 @@ class Shaw(Scheme):
         return (q if self.keys else None), None, state
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns q . a_K[c] and a_V[c], those that there are."""
         rules = []
         if self.keys:
-            reach, table = self._reach(params["keys"])
-            own = self.per_head
-            dot = DotBias(
-                _Vector(_Row(reach)),
-                heads=table if own else None,
-                shared=None if own else table[0],
+            clip, table = self._clip_and_table(params["keys"])
+            key_bias = DotBias(
+                _Vector(_Row(clip)),
+                heads=table if self.per_head else None,
+                shared=None if self.per_head else table[0],
                 q_features=q_features,
-                bounds=(-reach, reach),
+                bounds=(-clip, clip),
                 scaled=True,
             )
-            rules.append(dot)
+            rules.append(key_bias)
         if self.values:
-            reach, table = self._reach(params["values"])
-            value = ValueBias(
-                _Row(reach),
+            clip, table = self._clip_and_table(params["values"])
+            value_bias = ValueBias(
+                _Row(clip),
                 table=jnp.broadcast_to(table, (self.num_heads, *table.shape[1:])),
                 relative=True,
-                bounds=(-reach, reach),
+                bounds=(-clip, clip),
             )
-            rules.append(value)
+            rules.append(value_bias)
         return tuple(rules)
 
-    def _reach(self, table):
-        """The distance from which on all rows are one, and the table up to there."""
+    def _clip_and_table(self, table):
+        """Returns the distance to clip at and the table, with rows of zeros for `zero_beyond`."""
         if not self.zero_beyond:
             return self.clip, table
         return self.clip + 1, jnp.pad(table, ((0, 0), (1, 1), (0, 0)))

@@ -1,16 +1,15 @@
-r"""Transformer-XL: sinusoidal encodings of the distance, projected as keys are.
+r"""Transformer-XL: projected sinusoidal encodings of the distance as a second set of keys.
 
     logits[i, j] = ((q_i + u) . k_j + (q_i + v) . W r(i - j)) / sqrt(H)
     r(d) = [sin(d w), cos(d w)],        w_m = 10000^(-2 m / D)
 
-The vectors u and v of every head stand for queries of their own: what is asked of any
-content, and of any distance. W is [D, N, H], as large as the projection of keys. With
-`clamp`, distances beyond are one; the authors clamp at long memories in evaluation.
+The learned vectors u and v of each head are content and position biases that do not depend on the
+query. W is [D, N, H], as large as the projection of the keys. Distances are clipped at `clamp`; the
+authors clamp for long memories in evaluation.
 
-r is known at all distances, so that where tokens do not stand in order, angle addition
-gives sin((i - j) w) from i w and j w: a query's part, rotated, dot the encoding of j.
-XLNet has the same two terms for distances of both signs; its term for pairs of segments
-is not here.
+For tokens that are not in order, angle addition gives sin((i - j) w) from the angles i w and j w:
+the term is the rotated W^T (q_i + v) dot the encoding of j. XLNet has the same two terms for
+distances of both signs; its term for pairs of segments is left out.
 
 Paper: Dai et al. Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context.
 2019. https://arxiv.org/abs/1901.02860
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -36,7 +35,7 @@ def _frequencies(model_dim: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Projected:
+class _ProjectedEncoding:
     """The projected encoding of a distance, W r."""
 
     model_dim: int
@@ -50,13 +49,13 @@ class _Projected:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rotated:
-    """(W^T row) . r(q - k), by angle addition."""
+class _ByAngleAddition:
+    """q_feature . W r(q - k) of one pair, from the encodings of q and k."""
 
     model_dim: int
 
-    def __call__(self, shared, project, row, col, q, k):
-        weights = jnp.dot(project, row.astype(jnp.float32), precision="highest")
+    def __call__(self, shared, project, q_feature, k_feature, q, k):
+        weights = jnp.dot(project, q_feature.astype(jnp.float32), precision="highest")
         of_sin, of_cos = jnp.split(weights, 2)
         frequencies = _frequencies(self.model_dim)
         (cos_q, sin_q), (cos_k, sin_k) = (cos_sin(x, frequencies) for x in (q, k))
@@ -74,8 +73,8 @@ class TransformerXL(Scheme):
       num_heads: N.
       head_dim: H.
       model_dim: D, the size of the encodings; even.
-      clamp: the distance from which on all distances are one; None: no such distance.
-      stddev: of the initial numbers.
+      clamp: largest distance, at which others are clipped; None for no clipping.
+      stddev: standard deviation of the initial parameters.
 
     Raises:
       ValueError: for sizes below one, an odd model_dim, or a negative clamp or stddev.
@@ -93,9 +92,12 @@ class TransformerXL(Scheme):
     name: ClassVar[str] = "transformer_xl"
 
     def __post_init__(self):
-        for name in ("num_heads", "head_dim", "model_dim"):
-            value = getattr(self, name)
-            require(value >= 1, f"transformer_xl: {name} must be >= 1, got {value}.")
+        positive_integers(
+            "transformer_xl",
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            model_dim=self.model_dim,
+        )
         require(
             self.model_dim % 2 == 0,
             f"transformer_xl: model_dim must be even, got {self.model_dim}.",
@@ -122,7 +124,7 @@ class TransformerXL(Scheme):
         }
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        """Returns q + v, which meets the distances."""
+        """Returns q + v, float32 [B, T, N, H]."""
         require(
             q.shape[2:] == (self.num_heads, self.head_dim),
             f"transformer_xl: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
@@ -130,17 +132,16 @@ class TransformerXL(Scheme):
         return q.astype(jnp.float32) + params["v"][None, None], None, state
 
     def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q + u, which meets the keys."""
+        """Returns q + u."""
         return (q.astype(jnp.float32) + params["u"][None, None]).astype(q.dtype)
 
     def rules(self, params, q_features=None, k_features=None):
-        """Returns (q_i + v) . W r(i - j)."""
         clamp = self.clamp
         return DotBias(
-            _Projected(self.model_dim, clamp),
+            _ProjectedEncoding(self.model_dim, clamp),
             heads=params["project"],
             q_features=q_features,
             bounds=(None, None) if clamp is None else (-clamp, clamp),
             scaled=True,
-            pair=_Rotated(self.model_dim) if clamp is None else None,
+            pair=_ByAngleAddition(self.model_dim) if clamp is None else None,
         )

@@ -146,7 +146,7 @@ def inkling(config: TrackedConfig) -> Layers:
     far = Inkling(
         num_heads=heads,
         extent=config.need("rel_extent"),
-        floor=config.get("log_scaling_n_floor"),
+        log_scaling_start=config.get("log_scaling_n_floor"),
         slope=config.need("log_scaling_alpha"),
         **common,
     )

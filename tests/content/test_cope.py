@@ -70,7 +70,7 @@ def test_matches_the_code_of_the_authors(options, implementation):
     )
 
 
-def test_without_a_mask_all_keys_are_counted():
+def test_bidirectional_attention_counts_future_keys_too():
     arrays, table = qkv(), random_table(64)
     expected = by_head(*arrays, table, attn_mask=np.ones((63, 63)))
     out = attend(pe.CoPE(head_dim=8), table, *arrays, is_causal=False)
@@ -97,7 +97,7 @@ def test_matches_a_run_of_the_authors_code():
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_gradients_are_the_slopes_of_the_authors_code(scaled):
+def test_gradients_match_finite_differences_of_the_authors_code(scaled):
     arrays, table = qkv(length=5, heads=2, kv_heads=1, dim=3), random_table(4, 3)
     weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
     scheme = pe.CoPE(head_dim=3, num_positions=4, scaled=scaled)
@@ -118,7 +118,7 @@ def test_gradients_are_the_slopes_of_the_authors_code(scaled):
             np.testing.assert_allclose(grad[index], (ends[0] - ends[1]) / 2e-6, atol=1e-5)
 
 
-def test_initialisation_is_zero_as_that_of_the_authors():
+def test_initialised_with_zeros_as_the_authors_do():
     scheme = pe.CoPE(head_dim=8, num_positions=5)
     params = scheme.init(jax.random.key(0))
     np.testing.assert_array_equal(params["table"], np.zeros((5, 8)))

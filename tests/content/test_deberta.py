@@ -125,7 +125,7 @@ def test_buckets_are_those_of_the_authors(span, last):
         assert term.bounds == (-last, last - 1)
 
 
-def test_buckets_that_the_authors_print():
+def test_buckets_printed_by_the_authors():
     bounds = np.array(deberta_boundaries(256, 512))
     for distance, bucket in ((129, 129), (140, 137), (200, 169), (400, 233), (511, 255)):
         assert 128 + np.sum(bounds <= distance) == bucket

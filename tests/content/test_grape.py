@@ -42,7 +42,7 @@ def authors(params, q, k, gate):
 
 
 def spread(params):
-    """Parameters as they might be after training: another omega per head."""
+    """Parameters with a different omega per head, as after training."""
     return params | {"omega": params["omega"] + jnp.linspace(-1.0, 1.0, len(params["omega"]))}
 
 
@@ -73,7 +73,7 @@ def test_the_bias_at_far_positions(gate):
     np.testing.assert_allclose(got, near * far, rtol=2e-6)
 
 
-def test_a_gate_worked_out_by_hand():
+def test_slopes_worked_out_by_hand():
     """One head: slope 2^-8, u = (2, 0) of length two, keys (1, 1), (0, 1), (-1, 0)."""
     scheme = pe.GRAPEA(num_heads=1, head_dim=2)
     params = scheme.init(jax.random.key(0)) | {"u": jnp.asarray([[2.0, 0.0]])}
@@ -86,7 +86,7 @@ def test_a_gate_worked_out_by_hand():
     np.testing.assert_allclose(np.tril(bias[0]), wanted, rtol=1e-6)
 
 
-def test_starts_as_the_authors_do():
+def test_initialised_as_the_authors_do():
     params = pe.GRAPEA(num_heads=60, head_dim=256, gate="both", init_omega=3.0).init(
         jax.random.key(0)
     )

@@ -18,8 +18,8 @@ OPTIONS = {
     pe.Inkling: {
         "rank": 4,
         "extent": 8,
-        "floor": Option(8, {"slope": 0.1}),
-        "slope": Option(0.5, {"floor": 8}),
+        "log_scaling_start": Option(8, {"slope": 0.1}),
+        "slope": Option(0.5, {"log_scaling_start": 8}),
         "stddev": initial(0.1),
     }
 }
@@ -54,7 +54,14 @@ def make(**options):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize(
-    "options", [{}, {"extent": 7, "rank": 3}, {"floor": 5}, {"floor": 300, "slope": 0.5}], ids=str
+    "options",
+    [
+        {},
+        {"extent": 7, "rank": 3},
+        {"log_scaling_start": 5},
+        {"log_scaling_start": 300, "slope": 0.5},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("far", [False, True])
 def test_matches_the_code_of_the_model(options, far, implementation):
@@ -71,7 +78,7 @@ def test_matches_the_code_of_the_model(options, far, implementation):
         params["bank"],
         positions,
         positions,
-        scheme.floor,
+        scheme.log_scaling_start,
         scheme.slope,
     )
     places = {"positions": jnp.asarray(positions)} if far else {}
@@ -92,8 +99,8 @@ def test_logits_worked_out_by_hand():
     np.testing.assert_allclose(bias, expected, atol=1e-6)
 
 
-def test_floor_decides_what_it_acts_on_and_whether_it_is_relative():
-    plain, sharpened = make()[0], make(floor=100)[0]
+def test_log_scaling_acts_on_q_and_is_not_relative():
+    plain, sharpened = make()[0], make(log_scaling_start=100)[0]
     assert plain.traits.relative and plain.acts == pe.Acts.LOGITS
     assert not sharpened.traits.relative and sharpened.acts == pe.Acts.QK | pe.Acts.LOGITS
     assert plain.logit_scale(64) == 1 / 64
@@ -111,7 +118,7 @@ def test_initialisation():
     [
         ({"extent": 0}, "extent must be >= 1, got 0"),
         ({"rank": 0}, "rank must be >= 1, got 0"),
-        ({"floor": 0}, "floor must be None or >= 1, got 0"),
+        ({"log_scaling_start": 0}, "log_scaling_start must be None or >= 1, got 0"),
         ({"slope": -0.1}, "slope must not be negative, got -0.1"),
     ],
 )
@@ -120,8 +127,10 @@ def test_errors_name_the_setting_and_the_value(change, message):
         pe.Inkling(**{"num_heads": 6, "model_dim": 20} | change)
 
 
-@pytest.mark.parametrize("x, message", [(None, "it reads x"), (jnp.ones((1, 63, 4)), "x must be")])
-def test_errors_say_what_is_needed_of_x(x, message):
+@pytest.mark.parametrize(
+    "x, message", [(None, "weights are computed from x"), (jnp.ones((1, 63, 4)), "x must be")]
+)
+def test_errors_name_the_shape_of_x(x, message):
     scheme, params = make()
     with pytest.raises(ValueError, match=f"inkling: {message}"):
         pe.scheme_attention(scheme, params, *qkv(), x=x)

@@ -125,7 +125,7 @@ def music_transformer(q, k, v, embeddings):
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("clip", [5, 80])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_zeros_beyond_the_table_are_those_of_music_transformer(clip, per_head, implementation):
+def test_zero_beyond_matches_music_transformer(clip, per_head, implementation):
     q, k, v = qkv(kv_heads=6)
     scheme = pe.Shaw(
         num_heads=6, head_dim=8, clip=clip, values=False, per_head=per_head, zero_beyond=True
@@ -141,7 +141,7 @@ def test_zeros_beyond_the_table_are_those_of_music_transformer(clip, per_head, i
     assert (np.abs(out - clipped).max() > 1e-3) == (clip < 62)
 
 
-def test_zeros_beyond_the_table_of_values():
+def test_zero_beyond_for_values():
     arrays = qkv(length=21)
     scheme = pe.Shaw(num_heads=6, head_dim=8, clip=4, zero_beyond=True)
     params = scheme.init(jax.random.key(0))
@@ -166,7 +166,7 @@ def test_initialisation_is_glorot_and_follows_the_options():
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-def test_the_gradient_of_every_row_is_the_slope_of_the_paper(per_head):
+def test_gradient_of_each_row_matches_finite_differences_of_the_paper(per_head):
     arrays = qkv(length=5, heads=2, kv_heads=1, dim=3)
     weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
     scheme = pe.Shaw(num_heads=2, head_dim=3, clip=2, per_head=per_head)
@@ -194,7 +194,7 @@ def all_keys(i, j):
     return True
 
 
-def test_a_causal_model_never_uses_the_rows_of_the_future():
+def test_causal_attention_does_not_use_rows_of_the_future():
     scheme = pe.Shaw(num_heads=6, head_dim=8, clip=4)
     arrays = qkv(length=21)
 

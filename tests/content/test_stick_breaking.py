@@ -73,7 +73,7 @@ def test_matches_a_run_of_the_authors_code():
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_gradients_are_the_slopes_of_the_authors_code(options):
+def test_gradients_match_finite_differences_of_the_authors_code(options):
     arrays = qkv(length=5, heads=2, kv_heads=1, dim=3)
     weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
 
@@ -92,7 +92,7 @@ def test_gradients_are_the_slopes_of_the_authors_code(options):
             np.testing.assert_allclose(grad[index], (ends[0] - ends[1]) / 2e-5, atol=2e-6)
 
 
-def test_large_logits_neither_overflow_nor_give_nan():
+def test_large_logits_stay_finite():
     large = np.where(np.arange(63) % 3 == 0, 100, 1).astype(np.float32)[:, None, None]
     q, k, v = (x * large for x in qkv())
     out = oracle.attend(pe.StickBreaking(), {}, q, k, v, is_causal=True)
@@ -102,13 +102,13 @@ def test_large_logits_neither_overflow_nor_give_nan():
     assert np.isfinite(grads).all()
 
 
-def test_what_comes_later_is_not_seen_without_a_causal_mask_either():
+def test_causal_without_a_causal_mask():
     arrays = qkv(length=21)
     causal, free = (oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=c) for c in (1, 0))
     np.testing.assert_allclose(causal, free, atol=1e-6)
 
 
-def test_a_window_gives_the_rest_to_the_own_value():
+def test_remaining_weight_within_a_window_goes_to_the_own_value():
     arrays = qkv(length=9, heads=1, kv_heads=1)
     out = oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=True, window=3)
     q, k, v = (np.asarray(x)[0, 4:7, 0] for x in arrays)  # The last sees these three.

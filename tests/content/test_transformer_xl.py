@@ -18,7 +18,7 @@ OPTIONS = {pe.TransformerXL: {"clamp": 4, "stddev": initial(0.1)}}
 
 
 def rel_shift(x):
-    """[i, j, n]: pads a column, and reads the same numbers in rows of another length."""
+    """Shifts row i of [i, j, n] by reshaping the padded array, as the authors do."""
     padded = np.concatenate([np.zeros((x.shape[0], 1, x.shape[2])), x], 1)
     return padded.reshape(x.shape[1] + 1, x.shape[0], x.shape[2])[1:].reshape(x.shape)
 
@@ -112,7 +112,7 @@ def test_attention_matches_the_paper_at_far_positions(is_causal, implementation)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_clamped_distances_are_one_for_both_signs():
+def test_distances_of_both_signs_are_clamped():
     q, k, _ = qkv(length=21)
     plain, params = make()
     clamped, _ = make(clamp=4)
