@@ -122,6 +122,11 @@ class Experiment:
         }
 
 
+_EPILOG = """\
+Defaults are those of the file. --quick applies its table [quick]; --fresh removes the results of an
+earlier experiment of that name. Settings of schemes: --schemes.t5.num-buckets 16, and for one task
+--text.schemes.t5.num-buckets 16.
+"""
 _SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
 
 
@@ -227,20 +232,20 @@ def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict
     tasks = Parser(add_help=False)
     tasks.add_argument("--tasks", type=names, default=[])
     named = tasks.parse_known_args(arguments)[0].tasks
-    parser = Parser(prog=program, description=Experiment.__doc__)
+    parser = Parser(usage=f"{program} [settings]", description=Experiment.__doc__, epilog=_EPILOG)
     parser.add_settings(experiment, "experiment")
     parser.add_argument(
         "--tasks",
         type=names,
         default=argparse.SUPPRESS,
         metavar="A,B",
-        help=f"{field_help(Experiment)['tasks']} (now: {','.join(experiment.tasks)})",
+        help=f"{field_help(Experiment)['tasks']} (default: {','.join(experiment.tasks)})",
     )
     for name, task in _known(named).items():
         parser.add_settings(experiment.tasks.get(name, task()), f"task {name}", f"{name}.")
     found, rest = parser.parse_known_args(arguments)
     # Options of schemes, and unknown flags, which `from_file` refuses.
-    more = Parser(prog=program, add_help=False)
+    more = Parser(add_help=False)
     for flag in dict.fromkeys(a.partition("=")[0] for a in rest if a.startswith("--")):
         more.add_argument(flag, dest=flag.removeprefix("--"), type=literal)
     out: dict[str, Any] = {}

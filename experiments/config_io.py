@@ -181,7 +181,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises the error in place of printing it and the usage."""
-        raise ConfigError(f"{self.prog}: {message}")
+        raise ConfigError(message)
 
     def add_settings(self, settings: Any, title: str, prefix: str = "") -> None:
         """Adds a flag for each field of a dataclass, nested ones as `--<field>.<inner>`."""
@@ -200,7 +200,7 @@ class Parser(argparse.ArgumentParser):
                     default=argparse.SUPPRESS,
                     type=_from_text(hint),
                     metavar="A,B" if items else hint.__name__.upper(),
-                    help=f"{helps.get(name, '')} (now: {shown})".replace("%", "%%"),
+                    help=f"{helps.get(name, '')} (default: {shown})".replace("%", "%%"),
                 )
 
 

@@ -118,17 +118,18 @@ def _make(name: str, sizes: Mapping[str, int], tables: Mapping, whose: str) -> A
         for path in (f"{path}.{option}" for path, table in given.items() for option in table):
             raise ConfigError(f"{path}: {name} is an object, options are for classes and functions")
         return found
-    hints = typing.get_type_hints(found)
+    # Partials and other callables have no annotations to look up.
+    annotated = inspect.isclass(found) or inspect.isfunction(found)
+    hints = typing.get_type_hints(found) if annotated else {}
     known = list(inspect.signature(found).parameters)
     values: dict[str, Any] = {n: sizes[n] for n in known if n in sizes}
     for path, table in given.items():
         for option, value in table.items():
             at = f"{path}.{option}"
             if option not in known:
+                title = found.__name__ if annotated else name
                 options = [n for n in known if n not in sizes]
-                raise ConfigError(
-                    f"{at}: unknown option of {found.__name__}{near(option, options)}"
-                )
+                raise ConfigError(f"{at}: unknown option of {title}{near(option, options)}")
             values[option] = convert(hints.get(option, Any), value, at)
             if option in sizes and values[option] != sizes[option]:
                 raise ConfigError(f"{at}: {value}, but the model of {whose} has {sizes[option]}")

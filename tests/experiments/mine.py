@@ -1,6 +1,7 @@
 """Schemes and a task of a user's own; the tests here import this file under other names."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -44,6 +45,19 @@ class NoScheme:
     """Not a scheme."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Lengths(pe.Scheme):
+    """Holds both lengths that a model gives."""
+
+    max_length: int
+    trained_length: int
+
+    def embed(self, params, x, coordinates):
+        """Returns x."""
+        return x
+
+
+narrow = functools.partial(pe.Shaw, clip=4)
 both = pe.chain(pe.RoPE(head_dim=8), pe.ALiBi(num_heads=2))
 layers = (pe.LayerSpec(pe.RoPE(head_dim=8), window=16), pe.NoPE())
 long_pattern = (pe.NoPE(),) * 9

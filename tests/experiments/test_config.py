@@ -212,6 +212,26 @@ def test_sizes_come_from_the_model(file):
     assert found.scheme("kback", MINE).model_dim == 64
 
 
+def test_tables_have_the_longest_length_and_other_settings_the_trained_one(file):
+    found = load(file(T5), ["--schemes", "experiments_mine:Lengths"])
+    lengths = found.scheme("text", "experiments_mine:Lengths")
+    assert (lengths.max_length, lengths.trained_length) == (1024, 128)
+
+
+def test_any_callable_makes_a_scheme(file):
+    narrow = "experiments_mine:narrow"
+    assert load(file(T5), ["--schemes", narrow]).scheme("kback", narrow).clip == 4
+    changed = load(file(T5), ["--schemes", narrow, f"--schemes.{narrow}.clip", "5"])
+    assert changed.scheme("kback", narrow).clip == 5
+
+
+def test_options_reach_the_parts_of_a_chain(file):
+    given = ["--schemes", "rope + t5", "--schemes.rope.theta", "100"]
+    path = file(T5 + "[kback.schemes.t5]\nnum_buckets = 8\n")
+    rope, t5 = load(path, given).scheme("kback", "rope + t5").schemes
+    assert (rope.theta, t5.num_buckets, t5.max_distance) == (100.0, 8, 32)
+
+
 def test_settings_survive_a_file(file):
     before = load(file(T5), ["--schemes", f"t5,{MINE}", f"--schemes.{MINE}.strength", "2"])
     again = from_file(tomllib.loads(tomli_w.dumps(before.to_tables())))
