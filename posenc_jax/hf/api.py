@@ -43,8 +43,8 @@ def from_hf(
     Args:
       config: `config.json` as a dict, or a config object of transformers. Of a config of several
         parts the `text_config` is read.
-      decoder: which half is meant of a model with an encoder and a decoder (T5, mT5, UMT5,
-        Whisper); the two have different positions. Only for these.
+      decoder: whether to read the decoder of a model with an encoder and a decoder (T5, mT5,
+        UMT5, Whisper), whose position encodings differ. Required for these, refused for others.
 
     Returns:
       One layer for each of the model's. `scheme_from_hf` gives the scheme if they are alike.
@@ -74,7 +74,7 @@ def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | Non
 
     Raises:
       ValueError: if layers differ or have a window, which a scheme does not hold; the message
-        names the layers. As `from_hf`, too.
+        names the layers. And as `from_hf`.
 
     >>> pe.scheme_from_hf({"model_type": "bloom", "n_head": 4}) == pe.ALiBi(num_heads=4)
     True
@@ -105,7 +105,7 @@ def _text(layer: LayerSpec) -> str:
 
 
 def _tracked(name: str, config: Any, decoder: bool | None = None) -> TrackedConfig:
-    """The config of the text model, under a model type that is known."""
+    """The config of the text model, under a supported model type."""
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     if not isinstance(config, Mapping):

@@ -1,9 +1,8 @@
-"""Makes what config classes fill in: python tests/hf/make_configs.py, with transformers 5.23.
+"""Makes the files of config defaults: python tests/hf/make_configs.py, with transformers 5.23.
 
-Writes `posenc_jax/hf/defaults.json`, the values that the config class of a model type gives to
-keys which a config leaves out, and `golden/raw_configs.json`, raw configs with what transformers
-makes of them: keys that it fills in or changes beyond those defaults, keys that it drops, and the
-window and the chunk of every layer. PyTorch is not needed.
+Writes `posenc_jax/hf/defaults.json`, the defaults of the config class of every model type, and
+`golden/raw_configs.json`: raw configs, the keys that the config class adds, changes or drops
+beyond those defaults, and the window and the chunk of every layer. PyTorch is not needed.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ DEFAULTS = FOLDER.parents[1] / "posenc_jax" / "hf" / "defaults.json"
 GOLDEN = FOLDER / "golden" / "raw_configs.json"
 ORIGIN = f"transformers {transformers.__version__}, configuration classes"
 
-# Keys that some model type's reader looks for.
+# Keys that some reader looks up.
 KEYS = """
 hidden_size embedding_size dim d_model n_embd embed_dim num_attention_heads n_head n_heads num_heads
 encoder_attention_heads num_hidden_layers n_layer n_layers num_layers encoder_layers
@@ -57,21 +56,21 @@ def plain(value):
 
 
 def defaults(model_type):
-    """{key: value} of the fields of a config class, and of what it takes for absent ones."""
+    """{key: value} of the fields of a config class, and of keys that it reads without a field."""
     cls = CONFIG_MAPPING[model_type]
     out = {
         field.name: field.default
         for field in dataclasses.fields(cls)
         if field.name in KEYS and field.default not in (None, dataclasses.MISSING)
     }
-    if not out.get("is_encoder_decoder"):  # Every class has these.
+    if not out.get("is_encoder_decoder"):  # Of every class.
         out = {n: x for n, x in out.items() if n not in ("is_encoder_decoder", "is_decoder")}
     if "roberta" not in model_type and model_type != "camembert":
         out.pop("pad_token_id", None)
     if "rope_parameters" not in {field.name for field in dataclasses.fields(cls)}:
         return plain(out)
     filled, theta = cls().rope_parameters, cls.default_theta
-    if isinstance(theta, dict):  # A base for each kind of layer, under names of its own.
+    if isinstance(theta, dict):  # Each kind of layer has a key for its base.
         names = {"modernbert": ("global_rope_theta", "local_rope_theta")}
         names = names.get(model_type, ("rope_theta", "rope_local_base_freq"))
         out |= dict(zip(names, (theta["global"], theta["local"]), strict=True))
@@ -80,8 +79,8 @@ def defaults(model_type):
     kinds = filled.values() if FULL in filled else [filled]
     if any(kind is None or kind["rope_type"] != "default" for kind in kinds):
         if cls(rope_theta=1.0).rope_parameters.get("rope_theta") == 1.0:
-            filled.pop("rope_theta")  # The base comes from a key of the config all the same.
-        if "qk_rope_head_dim" in out:  # The share that these sizes say.
+            filled.pop("rope_theta")  # The base is read from the config.
+        if "qk_rope_head_dim" in out:  # Implied by these sizes.
             filled.pop("partial_rotary_factor", None)
         out["rope_parameters"] = filled
     elif filled.get("partial_rotary_factor", 1.0) != 1.0:
@@ -106,7 +105,7 @@ LOCAL, FULL = "sliding_attention", "full_attention"
 
 
 def raw_configs(model_type):
-    """Configs as they lie on the hub: most keys left out, names of transformers 4."""
+    """Configs with most keys left out, under the names of transformers 4."""
     cls = CONFIG_MAPPING[model_type]
     fields = {field.name for field in dataclasses.fields(cls)}
     sizes = {n: x for n, x in SIZES.items() if n in fields or n in cls.attribute_map}
@@ -116,7 +115,9 @@ def raw_configs(model_type):
         yield {}
         return
     yield sizes
-    own_head = {} if "vl" in model_type.split("_") else {"head_dim": 64}  # Sections fill a head.
+    own_head = (
+        {} if "vl" in model_type.split("_") else {"head_dim": 64}
+    )  # Of which sections are parts.
     yield sizes | own_head
     if "rope_parameters" in fields:
         yield sizes | {"rope_theta": 54321.0}

@@ -1,5 +1,6 @@
 """The same comparison with the installed transformers; needs the extra `parity`."""
 
+import dataclasses
 import importlib
 import json
 
@@ -10,6 +11,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.rotary_families import Rotating
+from posenc_jax.mask import visible
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,3 +80,61 @@ def test_layers_with_the_defaults_of_a_model_type(maker, kind):
             softcap=config.get("attn_logit_softcapping"),
         )
         np.testing.assert_allclose(out, arrays["out"], atol=2e-6)
+
+
+# Small values of the keys that some of these model types have.
+SMALL = {
+    **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    **{"num_hidden_layers": 7, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1},
+    **{"eos_token_id": 2, "intermediate_size": 16, "intermediate_size_mlp": 16},
+    **{"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "n_shared_experts": 1},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"n_group": 1, "topk_group": 1, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+    **{"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 3},
+    **{"attention_chunk_size": 5, "local_attention": 6},
+}
+WINDOWED = """
+beam cohere2 cwm dots1 exaone4 exaone_moe gemma2 gemma3_text gemma4_text gpt_oss inkling_text
+llama4_text ministral ministral3 mistral mixtral modernbert olmo3 phi3 phimoe qwen2 qwen2_5_vl_text
+qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3 starcoder2
+"""
+
+
+@pytest.mark.parametrize("kind", WINDOWED.split())
+def test_windows_are_the_masks_of_a_whole_model(maker, kind):
+    """Runs a small model, and compares the mask that each of its layers is given."""
+    torch, transformers = maker.torch, maker.transformers
+    cls = transformers.CONFIG_MAPPING[kind]
+    fields = {field.name for field in dataclasses.fields(cls)} | {*cls.attribute_map}
+    settings = {n: x for n, x in SMALL.items() if n in fields}
+    if kind in ("qwen2_vl_text", "qwen2_5_vl_text"):
+        settings["rope_parameters"] = {"rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = cls(**settings)
+    config._attn_implementation = "eager"
+    file = importlib.import_module(cls.__module__.replace("configuration_", "modeling_"))
+    model = transformers.AutoModel._model_mapping.get(cls, None)
+    if model is None:
+        model = next(x for n, x in vars(file).items() if n.endswith("TextModel"))
+    model = model._from_config(config).eval()
+    masks = {}
+
+    def keep(module, args, options):
+        masks[module.layer_idx] = options.get("attention_mask")
+
+    for name, module in model.named_modules():
+        if name.endswith(("self_attn", ".attn", "attention")) and hasattr(module, "layer_idx"):
+            module.register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids=torch.arange(1, 17)[None])
+    at = jnp.arange(16)[None]
+    layers = pe.from_hf(json.loads(config.to_json_string(use_diff=False)))
+    assert any(layer.window or layer.chunk_size for layer in layers)
+    for i, layer in enumerate(layers):
+        chunks = None if layer.chunk_size is None else at // layer.chunk_size
+        is_causal = kind != "modernbert"
+        seen = visible(at, at, chunks, chunks, is_causal=is_causal, window=layer.window)[0]
+        mask = np.ones((16, 16), bool)
+        if masks[i] is not None:
+            mask = masks[i][0, 0].numpy()
+            mask = mask if mask.dtype == bool else mask == 0.0
+        np.testing.assert_array_equal(seen, mask)

@@ -1,7 +1,8 @@
-"""Configs as they lie on the hub, with keys left out, against what transformers makes of them.
+"""Raw configs, with keys left out, against the config classes of transformers.
 
-`golden/raw_configs.json` is written by `make_configs.py`: for every model type raw configs, what
-its config class fills in, and the window of every layer by the masks of its modeling file.
+`golden/raw_configs.json` is written by `make_configs.py`: for every model type raw configs, the
+keys that its config class fills in, and the window of every layer by the masks of its modeling
+file. `test_live.py` runs those masks.
 """
 
 import importlib
