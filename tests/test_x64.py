@@ -47,4 +47,4 @@ def test_parameters_and_outputs_are_float32_under_x64():
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.split()) == 24, done.stdout
+    assert "t5" in done.stdout.split(), done.stdout

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.bias.t5 import T5, Bucket, check_buckets
-from posenc_jax.checks import in_table, positive_integers, require
+from posenc_jax.checks import in_table, integer_positions, positive_integers, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -130,8 +130,8 @@ class TUPE(Scheme):
         return params
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        """Returns no features; checks concrete positions against the table."""
-        in_table("tupe", coordinates, self.max_length)
+        """Returns no features; raises for concrete positions outside the table."""
+        in_table("tupe", integer_positions("tupe", coordinates), self.max_length)
         return None, None, state
 
     def rules(self, params, q_features=None, k_features=None):

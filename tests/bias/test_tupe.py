@@ -132,6 +132,14 @@ def test_positions_outside_the_table_raise_or_make_their_row_nan_and_no_other():
         np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), [0, 0, 0, 1, 1])
 
 
+def test_float_coordinates_raise():
+    q, k, v = (x[:, :3] for x in ARRAYS)
+    scheme = small()
+    params = scheme.init(jax.random.key(0))
+    with pytest.raises(TypeError, match="tupe: positions must be integers, got float32"):
+        pe.scheme_attention(scheme, params, q, k, v, coordinates=jnp.zeros((1, 3)))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
