@@ -1,1 +1,1 @@
-"""Schemes that add to the token embedding, and the scheme that does nothing."""
+"""Schemes that add to the token embedding, and NoPE."""

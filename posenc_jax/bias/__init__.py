@@ -1,1 +1,1 @@
-"""Schemes that add a function of two positions to the logits."""
+"""Schemes that add a function of the positions of query and key to the logits."""

@@ -1,1 +1,1 @@
-"""Schemes that add a function of content and positions to the logits."""
+"""Schemes whose terms in attention depend on content as well as positions."""

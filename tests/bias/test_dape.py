@@ -1,7 +1,7 @@
 """DAPE against the authors' code.
 
 `authors` is chuanyang-Zheng/DAPE, DAPE.py, AliBi_DAPE and ParallelKerpleLog_DAPE, from torch
-to NumPy in float64: what `forward` makes of the scores of all heads.
+to NumPy in float64: `forward` from the scores of all heads on.
 """
 
 import jax
@@ -24,7 +24,7 @@ def slopes(n):
 
 
 def authors(x, params, base, at):
-    """x float64 [B, N, T, S]; what stands in the future is masked later."""
+    """x float64 [B, N, T, S]; future keys are masked by the caller."""
     diff = np.tril(at[:, None] - at[None, :]).astype(np.float64)
     if base == "alibi":
         bias = -diff * np.array(slopes(x.shape[1]))[:, None, None]

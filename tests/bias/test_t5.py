@@ -21,7 +21,7 @@ ARRAYS = qkv()
 
 
 def authors_buckets(case):
-    """The bucket of every distance from -600 to 600, from where it changes."""
+    """The bucket of every distance from -600 to 600, from run lengths."""
     starts, buckets = np.array(case["runs"]).T
     lengths = np.diff([*starts, GOLDEN["last"] + 1])
     return np.repeat(buckets, lengths)

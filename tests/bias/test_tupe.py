@@ -50,7 +50,7 @@ def trained_like(scheme):
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: str(c["relative"]))
 def test_matches_the_authors(case):
-    """waves(48, 24) holds the weights of q, then those of k, [out, in]."""
+    """waves(48, 24) holds the weights of q, then the weights of k, [out, in]."""
     options = {"num_buckets": 8, "max_distance": 10} if case["relative"] else {}
     scheme = pe.TUPE(num_heads=6, head_dim=4, model_dim=24, max_length=12, **options)
     weights = (waves(48, 24) / 4).reshape(2, 6, 4, 24).transpose(0, 3, 1, 2)

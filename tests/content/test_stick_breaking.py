@@ -111,5 +111,5 @@ def test_causal_without_a_causal_mask():
 def test_remaining_weight_within_a_window_goes_to_the_own_value():
     arrays = qkv(length=9, heads=1, kv_heads=1)
     out = oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=True, window=3)
-    q, k, v = (np.asarray(x)[0, 4:7, 0] for x in arrays)  # The last sees these three.
+    q, k, v = (np.asarray(x)[0, 4:7, 0] for x in arrays)  # The window of query 6.
     np.testing.assert_allclose(out[0, 6, 0], authors(q, k, v)[0][-1], atol=1e-6)

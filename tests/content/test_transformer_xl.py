@@ -24,7 +24,7 @@ def rel_shift(x):
 
 
 def authors(q, k, params, clamp=-1):
-    """Scores [T, S, N] of [T, N, H] and [S, N, H]; those of later keys mean nothing."""
+    """Scores [T, S, N] of [T, N, H] and [S, N, H]; scores of later keys are undefined."""
     q, k, u, v = (np.asarray(a, np.float64) for a in (q, k, params["u"], params["v"]))
     project = np.asarray(params["project"], np.float64)
     klen, d_model = k.shape[0], project.shape[1]
