@@ -30,7 +30,7 @@ def test_slopes_are_those_of_the_authors_code(heads):
 
 def test_slopes_worked_out_by_hand():
     np.testing.assert_array_equal(pe.alibi_slopes(8), [2.0**-h for h in range(1, 9)])  # Section 3.
-    six = [2.0**-h for h in (2, 4, 6, 8, 1, 3)]  # The 4 slopes of 4 heads, then every second of 8 heads.
+    six = [2.0**-h for h in (2, 4, 6, 8, 1, 3)]  # Of 4 heads, then of 8, every second.
     np.testing.assert_array_equal(pe.alibi_slopes(6), six)
     plain = 2.0 ** (-8 * np.arange(1, 13) / 12)  # OLMo's slopes for every N: a different model.
     assert np.abs(pe.alibi_slopes(12) - plain).max() > 0.1
