@@ -115,9 +115,8 @@ def raw_configs(model_type):
         yield {}
         return
     yield sizes
-    own_head = (
-        {} if "vl" in model_type.split("_") else {"head_dim": 64}
-    )  # Of which sections are parts.
+    # Sections of M-RoPE add up to one size of a head.
+    own_head = {} if "vl" in model_type.split("_") else {"head_dim": 64}
     yield sizes | own_head
     if "rope_parameters" in fields:
         yield sizes | {"rope_theta": 54321.0}
