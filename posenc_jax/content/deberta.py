@@ -48,7 +48,7 @@ def deberta_boundaries(span: int, max_distance: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class TableRow:
+class _TableRow:
     """The row of K or Q for a distance; its fields are those of `DeBERTa`."""
 
     span: int
@@ -115,7 +115,7 @@ class DeBERTa(Scheme):
         require(self.stddev >= 0, f"deberta: stddev must not be negative, got {self.stddev}.")
         require(
             self.content_to_position or self.position_to_content,
-            "deberta: neither content_to_position nor position_to_content leaves no term.",
+            "deberta: content_to_position and position_to_content must not both be False.",
         )
         if self.max_distance is not None:
             require(
@@ -159,7 +159,7 @@ class DeBERTa(Scheme):
         return q_features, k if self.position_to_content else None, state
 
     def rules(self, params, q_features=None, k_features=None):
-        row = TableRow(self.span, self.max_distance)
+        row = _TableRow(self.span, self.max_distance)
         last = self.span if self.max_distance is None else self.max_distance
         bounds, terms = (-last, last - 1), []
         if self.content_to_position:

@@ -85,7 +85,7 @@ class Shaw(Scheme):
     def __post_init__(self):
         positive_integers("shaw", num_heads=self.num_heads, head_dim=self.head_dim)
         require(self.clip >= 0, f"shaw: clip must not be negative, got {self.clip}.")
-        require(self.keys or self.values, "shaw: neither keys nor values have a table.")
+        require(self.keys or self.values, "shaw: keys and values must not both be False.")
 
     @property
     def traits(self):

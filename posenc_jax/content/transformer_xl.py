@@ -8,8 +8,8 @@ query. W is [D, N, H], as large as the projection of the keys. Distances are cli
 authors clamp for long memories in evaluation.
 
 For tokens that are not in order, angle addition gives sin((i - j) w) from the angles i w and j w:
-the term is the rotated W^T (q_i + v) dot the encoding of j. XLNet has the same two terms for
-distances of both signs; its term for pairs of segments is left out.
+W^T (q_i + v), rotated by the angles of i, is multiplied with the encoding of j. XLNet has the same
+two terms for distances of both signs; its term for pairs of segments is left out.
 
 Paper: Dai et al. Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context.
 2019. https://arxiv.org/abs/1901.02860

@@ -153,7 +153,7 @@ def test_initialisation_and_scale_follow_the_options():
         ({"max_distance": 200}, "buckets need an even span >= 4 and a max_distance above it"),
         ({"span": 7}, "buckets need an even .* got span=7 and max_distance=512; or"),
         ({"stddev": -1.0}, "stddev must not be negative, got -1.0"),
-        ({"content_to_position": False, "position_to_content": False}, "neither .* no term"),
+        ({"content_to_position": False, "position_to_content": False}, ".* must not both be False"),
     ],
 )
 def test_errors_name_the_setting_and_the_value(change, message):

@@ -212,7 +212,7 @@ def test_causal_attention_does_not_use_rows_of_the_future():
         ({"clip": -1}, "clip must not be negative, got -1"),
         ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
         ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
-        ({"keys": False, "values": False}, "neither keys nor values have a table"),
+        ({"keys": False, "values": False}, "keys and values must not both be False"),
     ],
 )
 def test_errors_name_the_setting_and_the_value(change, message):
