@@ -4,112 +4,215 @@ Letters, in all shapes: B batch, T queries, S keys, N query heads, K key/value h
 H head dim, D model dim, A coordinate axes.
 """
 
-from posenc_jax.additive.fourier import LearnableFourier as LearnableFourier
-from posenc_jax.additive.learned import LearnedAbsolute as LearnedAbsolute
-from posenc_jax.additive.learned import resize_learned as resize_learned
-from posenc_jax.additive.none import NoPE as NoPE
-from posenc_jax.additive.sinusoidal import Sinusoidal as Sinusoidal
-from posenc_jax.additive.sinusoidal import sinusoidal_encoding as sinusoidal_encoding
-from posenc_jax.additive.sinusoidal_2d import Sinusoidal2D as Sinusoidal2D
-from posenc_jax.angles import cos_sin as cos_sin
-from posenc_jax.bias.alibi import ALiBi as ALiBi
-from posenc_jax.bias.alibi import alibi_slopes as alibi_slopes
-from posenc_jax.bias.dape import DAPE as DAPE
-from posenc_jax.bias.fire import FIRE as FIRE
-from posenc_jax.bias.kerple import KERPLELog as KERPLELog
-from posenc_jax.bias.kerple import KERPLEPower as KERPLEPower
-from posenc_jax.bias.sandwich import Sandwich as Sandwich
-from posenc_jax.bias.swin import Swin as Swin
-from posenc_jax.bias.swin_v2 import SwinV2 as SwinV2
-from posenc_jax.bias.t5 import T5 as T5
-from posenc_jax.bias.t5 import t5_bucket as t5_bucket
-from posenc_jax.bias.tupe import TUPE as TUPE
-from posenc_jax.cache import KVCache as KVCache
-from posenc_jax.combinators.chain import chain as chain
-from posenc_jax.combinators.on_axis import on_axis as on_axis
-from posenc_jax.combinators.on_distances import on_distances as on_distances
-from posenc_jax.combinators.streaming import streaming as streaming
-from posenc_jax.combinators.with_positions import with_positions as with_positions
-from posenc_jax.content.cope import CoPE as CoPE
-from posenc_jax.content.deberta import DeBERTa as DeBERTa
-from posenc_jax.content.fox import FoX as FoX
-from posenc_jax.content.grape import GRAPEA as GRAPEA
-from posenc_jax.content.inkling import Inkling as Inkling
-from posenc_jax.content.path import PaTH as PaTH
-from posenc_jax.content.shaw import Shaw as Shaw
-from posenc_jax.content.stick_breaking import StickBreaking as StickBreaking
-from posenc_jax.content.transformer_xl import TransformerXL as TransformerXL
-from posenc_jax.engine.api import AttentionCall as AttentionCall
-from posenc_jax.engine.api import attention as attention
-from posenc_jax.functional import new_cache as new_cache
-from posenc_jax.functional import scheme_attention as scheme_attention
-from posenc_jax.functional import scheme_embedding as scheme_embedding
-from posenc_jax.functional import scheme_tables as scheme_tables
-from posenc_jax.hf.api import from_hf as from_hf
-from posenc_jax.hf.api import hf_logit_scale as hf_logit_scale
-from posenc_jax.hf.api import scheme_from_hf as scheme_from_hf
-from posenc_jax.hf.api import to_hf as to_hf
-from posenc_jax.layers import LayerSpec as LayerSpec
-from posenc_jax.layers import layer_pattern as layer_pattern
-from posenc_jax.logit_scale.ssmax import SSMax as SSMax
-from posenc_jax.logit_scale.temperature import QueryTemperature as QueryTemperature
-from posenc_jax.logit_scale.temperature import query_temperature as query_temperature
-from posenc_jax.positions.image_grids import grid_coordinates as grid_coordinates
-from posenc_jax.positions.image_grids import resize_grid as resize_grid
-from posenc_jax.rotary.axial import AxialRoPE as AxialRoPE
-from posenc_jax.rotary.axial import axial_frequencies as axial_frequencies
-from posenc_jax.rotary.comrope import ComRoPE as ComRoPE
-from posenc_jax.rotary.dual_chunk import DualChunk as DualChunk
-from posenc_jax.rotary.fope import FoPE as FoPE
-from posenc_jax.rotary.frequencies import FrequencyMap as FrequencyMap
-from posenc_jax.rotary.frequencies import rope_frequencies as rope_frequencies
-from posenc_jax.rotary.layouts import permute_qk as permute_qk
-from posenc_jax.rotary.learned_rope import LearnedRoPE as LearnedRoPE
-from posenc_jax.rotary.liere import LieRE as LieRE
-from posenc_jax.rotary.mrope import MRoPE as MRoPE
-from posenc_jax.rotary.mrope_coordinates import mrope_coordinates as mrope_coordinates
-from posenc_jax.rotary.per_sequence_scaling import RoPEByLength as RoPEByLength
-from posenc_jax.rotary.pope import PoPE as PoPE
-from posenc_jax.rotary.repo import RePo as RePo
-from posenc_jax.rotary.rerope import ReRoPE as ReRoPE
-from posenc_jax.rotary.rope import RoPE as RoPE
-from posenc_jax.rotary.rope import apply_rope as apply_rope
-from posenc_jax.rotary.rope import rope_matrix as rope_matrix
-from posenc_jax.rotary.rope_mixed import RoPEMixed as RoPEMixed
-from posenc_jax.rotary.rope_mixed import mixed_frequencies as mixed_frequencies
-from posenc_jax.rotary.rope_pp import RoPEPlusPlus as RoPEPlusPlus
-from posenc_jax.rotary.rotate import apply_rotation as apply_rotation
-from posenc_jax.rotary.scaling.clipped import ClippedFrequencies as ClippedFrequencies
-from posenc_jax.rotary.scaling.dynamic_ntk import DynamicNTK as DynamicNTK
-from posenc_jax.rotary.scaling.high_frequency import HighFrequenciesOnly as HighFrequenciesOnly
-from posenc_jax.rotary.scaling.interpolation import NTK as NTK
-from posenc_jax.rotary.scaling.interpolation import PI as PI
-from posenc_jax.rotary.scaling.llama3 import Llama3 as Llama3
-from posenc_jax.rotary.scaling.longrope import LongRoPE as LongRoPE
-from posenc_jax.rotary.scaling.ntk_by_parts import NTKByParts as NTKByParts
-from posenc_jax.rotary.scaling.p_rope import Proportional as Proportional
-from posenc_jax.rotary.scaling.resonance import Resonance as Resonance
-from posenc_jax.rotary.scaling.yarn import YaRN as YaRN
-from posenc_jax.rotary.scaling.yarn import yarn_logit_scale as yarn_logit_scale
-from posenc_jax.rotary.selective import SelectiveRoPE as SelectiveRoPE
-from posenc_jax.rotary.self_extend import SelfExtend as SelfExtend
-from posenc_jax.rotary.xpos import XPos as XPos
-from posenc_jax.rotary.xpos import xpos_decay as xpos_decay
-from posenc_jax.rules import ContentBias as ContentBias
-from posenc_jax.rules import DotBias as DotBias
-from posenc_jax.rules import LogitBias as LogitBias
-from posenc_jax.rules import LogitsTransform as LogitsTransform
-from posenc_jax.rules import Rule as Rule
-from posenc_jax.rules import ValueBias as ValueBias
-from posenc_jax.scheme import Acts as Acts
-from posenc_jax.scheme import Scheme as Scheme
-from posenc_jax.scheme import Traits as Traits
+import difflib
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-SCHEMES: dict[str, type[Scheme]] = {
-    thing.name: thing
+from posenc_jax import positions, sharding
+from posenc_jax.additive.fourier import LearnableFourier
+from posenc_jax.additive.learned import LearnedAbsolute, resize_learned
+from posenc_jax.additive.none import NoPE
+from posenc_jax.additive.sinusoidal import Sinusoidal, sinusoidal_encoding
+from posenc_jax.additive.sinusoidal_2d import Sinusoidal2D
+from posenc_jax.angles import cos_sin
+from posenc_jax.bias.alibi import ALiBi, alibi_slopes
+from posenc_jax.bias.dape import DAPE
+from posenc_jax.bias.fire import FIRE
+from posenc_jax.bias.kerple import KERPLELog, KERPLEPower
+from posenc_jax.bias.sandwich import Sandwich
+from posenc_jax.bias.swin import Swin
+from posenc_jax.bias.swin_v2 import SwinV2
+from posenc_jax.bias.t5 import T5, t5_bucket
+from posenc_jax.bias.tupe import TUPE
+from posenc_jax.cache import KVCache
+from posenc_jax.combinators.chain import chain
+from posenc_jax.combinators.on_axis import on_axis
+from posenc_jax.combinators.on_distances import on_distances
+from posenc_jax.combinators.streaming import streaming
+from posenc_jax.combinators.with_positions import with_positions
+from posenc_jax.content.cope import CoPE
+from posenc_jax.content.deberta import DeBERTa
+from posenc_jax.content.fox import FoX
+from posenc_jax.content.grape import GRAPEA
+from posenc_jax.content.inkling import Inkling
+from posenc_jax.content.path import PaTH
+from posenc_jax.content.shaw import Shaw
+from posenc_jax.content.stick_breaking import StickBreaking
+from posenc_jax.content.transformer_xl import TransformerXL
+from posenc_jax.engine.api import AttentionCall, attention
+from posenc_jax.functional import new_cache, scheme_attention, scheme_embedding, scheme_tables
+from posenc_jax.hf.api import from_hf, hf_logit_scale, scheme_from_hf, to_hf
+from posenc_jax.layers import LayerSpec, layer_pattern
+from posenc_jax.logit_scale.ssmax import SSMax
+from posenc_jax.logit_scale.temperature import QueryTemperature, query_temperature
+from posenc_jax.positions.image_grids import grid_coordinates, resize_grid
+from posenc_jax.rotary.axial import AxialRoPE, axial_frequencies
+from posenc_jax.rotary.comrope import ComRoPE
+from posenc_jax.rotary.dual_chunk import DualChunk
+from posenc_jax.rotary.fope import FoPE
+from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
+from posenc_jax.rotary.layouts import permute_qk
+from posenc_jax.rotary.learned_rope import LearnedRoPE
+from posenc_jax.rotary.liere import LieRE
+from posenc_jax.rotary.mrope import MRoPE
+from posenc_jax.rotary.mrope_coordinates import mrope_coordinates
+from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
+from posenc_jax.rotary.pope import PoPE
+from posenc_jax.rotary.repo import RePo
+from posenc_jax.rotary.rerope import ReRoPE
+from posenc_jax.rotary.rope import RoPE, apply_rope, rope_matrix
+from posenc_jax.rotary.rope_mixed import RoPEMixed, mixed_frequencies
+from posenc_jax.rotary.rope_pp import RoPEPlusPlus
+from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.rotary.scaling.clipped import ClippedFrequencies
+from posenc_jax.rotary.scaling.dynamic_ntk import DynamicNTK
+from posenc_jax.rotary.scaling.high_frequency import HighFrequenciesOnly
+from posenc_jax.rotary.scaling.interpolation import NTK, PI
+from posenc_jax.rotary.scaling.llama3 import Llama3
+from posenc_jax.rotary.scaling.longrope import LongRoPE
+from posenc_jax.rotary.scaling.ntk_by_parts import NTKByParts
+from posenc_jax.rotary.scaling.p_rope import Proportional
+from posenc_jax.rotary.scaling.resonance import Resonance
+from posenc_jax.rotary.scaling.yarn import YaRN, yarn_logit_scale
+from posenc_jax.rotary.selective import SelectiveRoPE
+from posenc_jax.rotary.self_extend import SelfExtend
+from posenc_jax.rotary.xpos import XPos, xpos_decay
+from posenc_jax.rules import ContentBias, DotBias, LogitBias, LogitsTransform, Rule, ValueBias
+from posenc_jax.scheme import Acts, Scheme, Traits
+
+if TYPE_CHECKING:
+    from posenc_jax import linen as linen
+    from posenc_jax import nnx as nnx
+
+__all__ = [
+    "DAPE",
+    "FIRE",
+    "GRAPEA",
+    "NTK",
+    "PI",
+    "SCHEMES",
+    "T5",
+    "TUPE",
+    "ALiBi",
+    "Acts",
+    "AttentionCall",
+    "AxialRoPE",
+    "ClippedFrequencies",
+    "CoPE",
+    "ComRoPE",
+    "ContentBias",
+    "DeBERTa",
+    "DotBias",
+    "DualChunk",
+    "DynamicNTK",
+    "FoPE",
+    "FoX",
+    "FrequencyMap",
+    "HighFrequenciesOnly",
+    "Inkling",
+    "KERPLELog",
+    "KERPLEPower",
+    "KVCache",
+    "LayerSpec",
+    "LearnableFourier",
+    "LearnedAbsolute",
+    "LearnedRoPE",
+    "LieRE",
+    "Llama3",
+    "LogitBias",
+    "LogitsTransform",
+    "LongRoPE",
+    "MRoPE",
+    "NTKByParts",
+    "NoPE",
+    "PaTH",
+    "PoPE",
+    "Proportional",
+    "QueryTemperature",
+    "RePo",
+    "ReRoPE",
+    "Resonance",
+    "RoPE",
+    "RoPEByLength",
+    "RoPEMixed",
+    "RoPEPlusPlus",
+    "Rule",
+    "SSMax",
+    "Sandwich",
+    "Scheme",
+    "SelectiveRoPE",
+    "SelfExtend",
+    "Shaw",
+    "Sinusoidal",
+    "Sinusoidal2D",
+    "StickBreaking",
+    "Swin",
+    "SwinV2",
+    "Traits",
+    "TransformerXL",
+    "ValueBias",
+    "XPos",
+    "YaRN",
+    "alibi_slopes",
+    "apply_rope",
+    "apply_rotation",
+    "attention",
+    "axial_frequencies",
+    "chain",
+    "cos_sin",
+    "from_hf",
+    "grid_coordinates",
+    "hf_logit_scale",
+    "layer_pattern",
+    "mixed_frequencies",
+    "mrope_coordinates",
+    "new_cache",
+    "on_axis",
+    "on_distances",
+    "permute_qk",
+    "positions",
+    "query_temperature",
+    "resize_grid",
+    "resize_learned",
+    "rope_frequencies",
+    "rope_matrix",
+    "scheme_attention",
+    "scheme_embedding",
+    "scheme_from_hf",
+    "scheme_tables",
+    "sharding",
+    "sinusoidal_encoding",
+    "streaming",
+    "t5_bucket",
+    "to_hf",
+    "with_positions",
+    "xpos_decay",
+    "yarn_logit_scale",
+]
+__version__ = "0.1.0"
+
+
+class _Schemes(dict[str, type[Scheme]]):
+    """Scheme classes by name; an unknown name is answered with the nearest."""
+
+    def __missing__(self, name):
+        near = difflib.get_close_matches(str(name), self, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(self)}."
+        raise KeyError(f"unknown scheme {name!r}{hint}")
+
+
+SCHEMES: dict[str, type[Scheme]] = _Schemes(
+    (thing.name, thing)
     for thing in list(globals().values())
     if isinstance(thing, type) and issubclass(thing, Scheme) and thing.name
-}
+)
 """Every exported scheme class by its `name`."""
 
-__version__ = "0.1.0"
+if not TYPE_CHECKING:  # A type checker would take every name for a module.
+
+    def __getattr__(name: str) -> ModuleType:
+        """Imports the Flax modules on first use: `posenc_jax.nnx` and `posenc_jax.linen`."""
+        if name in ("linen", "nnx"):
+            return importlib.import_module(f"posenc_jax.{name}")
+        raise AttributeError(f"module 'posenc_jax' has no attribute {name!r}")

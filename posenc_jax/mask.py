@@ -23,15 +23,14 @@ def window_sides(window: Window) -> tuple[int, int] | None:
     """
     if window is None:
         return None
-    pair = isinstance(window, tuple | list)
-    numbers = window if pair else (window,)
-    if len(numbers) != 1 + pair or not all(map(_is_integer, numbers)):
-        raise TypeError(f"attention: window must be an integer or a pair, got {window!r}.")
-    if pair:
-        return int(window[0]), int(window[1])
-    if window < 1:
-        raise ValueError(f"attention: window must be at least 1 token, got {window}.")
-    return int(window) - 1, int(window) - 1
+    if isinstance(window, tuple | list):
+        if len(window) == 2 and all(map(_is_integer, window)):
+            return int(window[0]), int(window[1])
+    elif _is_integer(window):
+        if window < 1:
+            raise ValueError(f"attention: window must be at least 1 token, got {window}.")
+        return int(window) - 1, int(window) - 1
+    raise TypeError(f"attention: window must be an integer or a pair, got {window!r}.")
 
 
 def _is_integer(x: object) -> bool:

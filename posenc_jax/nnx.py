@@ -304,9 +304,8 @@ class Attention(nnx.Module):
         if deterministic:
             return None
         rngs = self.rngs if rngs is None else rngs
-        if isinstance(rngs, nnx.Rngs):
-            rngs = rngs.dropout
-        return rngs() if isinstance(rngs, nnx.RngStream) else rngs
+        stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+        return stream() if isinstance(stream, nnx.RngStream) else stream
 
     def new_cache(
         self,

@@ -1,0 +1,43 @@
+"""The names of the package: what is exported, and what is imported on first use."""
+
+import subprocess
+import sys
+
+import pytest
+
+import posenc_jax as pe
+
+MODULES = {"positions", "sharding"}
+
+
+def test_all_is_what_the_package_defines():
+    inside = {
+        name
+        for name, thing in vars(pe).items()
+        if not name.startswith("_") and getattr(thing, "__module__", "").startswith("posenc_jax.")
+    }
+    assert set(pe.__all__) == inside | MODULES | {"SCHEMES"}
+    assert len(set(pe.__all__)) == len(pe.__all__)
+
+
+def test_flax_is_imported_on_first_use():
+    code = """
+import sys
+import posenc_jax as pe
+from posenc_jax import *
+assert not [name for name in sys.modules if name.split(".")[0] in ("flax", "optax", "chex")]
+assert RoPE is pe.RoPE and pe.positions.count_up and pe.sharding.zigzag
+pe.nnx.Attention, pe.linen.Attention
+assert "flax" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="module 'posenc_jax' has no attribute 'RoPEE'"):
+        _ = pe.RoPEE
+    with pytest.raises(KeyError, match="unknown scheme 'roep'; did you mean 'rope'"):
+        pe.SCHEMES["roep"]
+    with pytest.raises(KeyError, match="unknown scheme 'zzz'; there are fourier, learned"):
+        pe.SCHEMES["zzz"]
+    assert "roep" not in pe.SCHEMES and pe.SCHEMES.get("roep") is None
