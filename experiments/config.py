@@ -178,6 +178,9 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
     if not run or len(set(run)) != len(run):
         raise ConfigError(f"tasks: must name some, each once, got {run}")
     known = _known([*others, *run])
+    running = [find_task(name).name for name in run]
+    if len(set(running)) != len(running):
+        raise ConfigError(f"tasks: two have one name, got {run}")
     tasks = {n: from_tables(task, tables.pop(n, {}), n) for n, task in known.items()}
     schemes = convert(dict[str, Any], tables.pop("schemes", {}), "schemes")
     if "names" in schemes:
@@ -191,7 +194,7 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
     return Experiment(
         **{name: convert(hints[name], value, name) for name, value in tables.items()},
         options=schemes,
-        tasks={task.name: tasks[task.name] for task in map(find_task, run)},
+        tasks={name: tasks[name] for name in running},
     )
 
 
@@ -241,7 +244,8 @@ def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict
         metavar="A,B",
         help=f"{field_help(Experiment)['tasks']} (default: {','.join(experiment.tasks)})",
     )
-    for name, task in _known(named).items():
+    given = {name: type(task) for name, task in experiment.tasks.items()}
+    for name, task in (_known(named) | given).items():
         parser.add_settings(experiment.tasks.get(name, task()), f"task {name}", f"{name}.")
     found, rest = parser.parse_known_args(arguments)
     # Options of schemes, and unknown flags, which `from_file` refuses.

@@ -130,7 +130,7 @@ class Progress:
 
     def message(self, text: str):
         """Prints a line above the display."""
-        self.console.print(Text(text))
+        self.console.print(Text(text, no_wrap=True, overflow="ellipsis"))
 
     def stop(self):
         """Ends the display and prints the table, once."""

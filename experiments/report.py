@@ -87,6 +87,7 @@ def render(results: dict) -> str:
         ],
         cost=Markup(plots.cost(results)),
         costs=list(_costs(results)),
+        processor=(results.get("environment") or {}).get("processor", "an unnamed processor"),
         footnotes=tables.footnotes(results),
         config=_rows(results.get("config") or {}),
         machine=_rows(results.get("environment") or {}),

@@ -6,7 +6,6 @@ help. A new one is that file and its name in `BENCHMARKS`.
 """
 
 import importlib
-import sys
 from pathlib import Path
 
 from experiments.bench.heap import heap, load, use_devices, use_warm_heap
@@ -18,7 +17,7 @@ BENCHMARKS = ("attention", "rope", "decode", "memory", "step")
 PEERS = ("torch", "transformers", "equinox", "rotary-embedding-torch", "tokamax")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Runs the benchmark that the arguments name; returns the exit status.
 
     Raises:
@@ -41,9 +40,9 @@ def main(argv: list[str] | None = None) -> int:
             action="store_true",
             help="leave the allocator as it is; large outputs then cost page faults on every call",
         )
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     if not options.cold_heap:
-        use_warm_heap(sys.argv[1:] if argv is None else list(argv))
+        use_warm_heap(arguments)
     use_devices(getattr(options, "devices", 1))
     peers = versions(PEERS) if getattr(options, "peers", False) else {}
     machine = {**environment(), **peers, "heap": heap(), "load before": load()}

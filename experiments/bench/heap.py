@@ -31,7 +31,7 @@ def use_warm_heap(arguments: list[str]) -> None:
     """Starts this process again with an allocator that keeps its memory; returns in the new one.
 
     Args:
-      arguments: of `python -m experiments.bench`.
+      arguments: of `python -m experiments bench`.
     """
     if os.environ.get(_STARTED) or platform.libc_ver()[0] != "glibc":
         return
@@ -44,7 +44,7 @@ def use_warm_heap(arguments: list[str]) -> None:
         "GLIBC_TUNABLES": f"{before}:{tunables}" if before else tunables,
     }
     sys.stdout.flush()
-    command = [sys.executable, "-m", "experiments.bench", *arguments]
+    command = [sys.executable, "-m", "experiments", "bench", *arguments]
     os.execve(sys.executable, command, environment)
 
 

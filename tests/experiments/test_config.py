@@ -165,6 +165,7 @@ ON_THE_COMMAND_LINE = {
     "schemes: unknown scheme 'alibbi'; did you mean 'alibi'?": ["--schemes", "rope+alibbi"],
     "chain:": ["--schemes", "shaw+shaw"],
     "tasks: 'experiments_mine:Parity' is no subclass of Task": ["--tasks", MINE],
+    "tasks: two have one name": ["--tasks", "kback,experiments.tasks:KBack"],
     "has no table [quick], which --quick needs": ["--quick"],
 }
 
@@ -230,6 +231,13 @@ def test_options_reach_the_parts_of_a_chain(file):
     path = file(T5 + "[kback.schemes.t5]\nnum_buckets = 8\n")
     rope, t5 = load(path, given).scheme("kback", "rope + t5").schemes
     assert (rope.theta, t5.num_buckets, t5.max_distance) == (100.0, 8, 32)
+
+
+def test_a_task_in_a_file_has_flags_too(file):
+    path = file("tasks = ['experiments_mine:Repeat']\n[repeat]\npause = 2\n")
+    found = load(path, ["--schemes", "none", "--repeat.test-lengths", "32, 40"]).tasks["repeat"]
+    assert found.test_lengths == (32, 40) and found.pause == 2
+    assert list(load(path, ["--schemes", "none", "--tasks", "kback"]).tasks) == ["kback"]
 
 
 def test_settings_survive_a_file(file):
