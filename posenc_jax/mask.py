@@ -10,6 +10,9 @@ import numpy as np
 
 Window = int | tuple[int, int] | None
 
+MASK_VALUE = -1e30
+"""Finite mask value: exp underflows to 0; -inf would give NaN in inf - inf."""
+
 
 def window_sides(window: Window) -> tuple[int, int] | None:
     """Returns `(left, right)`: the numbers of tokens that a query sees on either side.

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.combinators.wrapper import Wrapper
-from posenc_jax.mask import window_sides
-from posenc_jax.rotary.two_range import merge_views
+from posenc_jax.mask import MASK_VALUE, window_sides
+from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Acts, Scheme
 
@@ -40,7 +40,7 @@ class _FirstOnly:
 
     def __call__(self, shared, head, q, k):
         seen = (k < self.first) & (q - k > self.left)
-        return jnp.where(seen, 0.0, -1e30).astype(jnp.float32)
+        return jnp.where(seen, 0.0, MASK_VALUE).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Streaming(Wrapper):
         )
         parts = part(q_coordinates, attention), part(far_at, far)
         outs, lses = zip(*parts, strict=True)
-        return merge_views([x.astype(jnp.float32) for x in outs], lses).astype(q.dtype)
+        return merge_partial_softmax([x.astype(jnp.float32) for x in outs], lses).astype(q.dtype)
 
 
 def streaming(scheme: Scheme, first: int = 4) -> Scheme:

@@ -29,8 +29,9 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.content.fox import FoX
-from posenc_jax.content.path_walk import attend_along_path, short_convolution
+from posenc_jax.content.path_walk import attend_along_path
 from posenc_jax.ops.init import torch_uniform
+from posenc_jax.ops.short_conv import short_convolution
 from posenc_jax.scheme import Scheme, Traits
 
 
@@ -122,6 +123,7 @@ class PaTH(Scheme):
             w = jnp.dot(w, matrix, precision="highest")
         if self.short_conv:
             w, state = short_convolution(w, params["conv"], segment_ids, state)
+            w = jax.nn.silu(w)
         w = w.reshape(*w.shape[:2], -1, self.head_dim)
         w *= jax.lax.rsqrt(jnp.sum(w * w, -1, keepdims=True) + 1e-6)
         beta = jnp.dot(x, params["beta"], precision="highest") + params["beta_bias"][None, None]

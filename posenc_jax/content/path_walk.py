@@ -1,4 +1,4 @@
-"""The two parts of PaTH that are no settings: the walk along a path, and its convolution.
+"""Attention along a path of Householder reflections, as chunked products.
 
 With L the strictly lower part of diag(beta) W W^T, the reflections of a chunk of tokens are
 
@@ -111,35 +111,3 @@ class _Walk:
         _, added = jax.lax.scan(step, 0.0 * row, (*cols, on_path), reverse=True)
         added = jnp.swapaxes(added, 0, 1).reshape(row.shape[0], -1)[:, : logits.shape[1]]
         return jnp.where(takes, logits + self.scale * added, -jnp.inf)
-
-
-def short_convolution(
-    x: jax.Array, kernel: jax.Array, segment_ids: jax.Array, state: tuple | None
-) -> tuple[jax.Array, tuple]:
-    """Returns SiLU of a causal convolution by channel, within segments, and its new state.
-
-    Padding may be anywhere: it is stepped over.
-
-    Args:
-      x: float32 [B, T, F].
-      kernel: [W, F], the last for the token itself.
-      segment_ids: int32 [B, T], below zero for padding.
-      state: x and 1 + segment of the last W - 1 tokens before these, or None.
-    """
-    before = kernel.shape[0] - 1
-    if state is None:
-        zeros = jnp.zeros_like(x[:, :1])
-        state = jnp.repeat(zeros, before, 1), jnp.zeros((x.shape[0], before), jnp.int32)
-    x = jnp.concatenate([state[0], x], 1)
-    segments = jnp.concatenate([state[1] - 1, segment_ids], 1)
-    order = jnp.argsort(segments >= 0, axis=1, stable=True)  # Padding first.
-    x = jnp.take_along_axis(x, order[:, :, None], 1)
-    segments = jnp.take_along_axis(segments, order, 1)
-    out = x * kernel[-1][None, None]
-    for back in range(1, before + 1):
-        same = segments[:, back:] == segments[:, :-back]
-        past = jnp.where(same[:, :, None], x[:, :-back], 0.0)
-        out = out.at[:, back:].add(past * kernel[before - back][None, None])
-    place = jnp.argsort(order, axis=1)
-    out = jnp.take_along_axis(out, place[:, before:, None], 1)
-    return jax.nn.silu(out), (x[:, -before:], segments[:, -before:] + 1)

@@ -134,9 +134,7 @@ def test_matches_a_run_of_the_authors_code():
     np.testing.assert_allclose(authors(*arrays, beta[None, :, None])[0, :, 0], weights, atol=1e-6)
     arrays = [jnp.asarray(x, jnp.float32) for x in (*arrays, beta[None, :, None])]
 
-    def attention(q, k, v, **options):
-        return pe.attention(q, k, v, is_causal=True, **options)
-
+    attention = pe.AttentionCall(is_causal=True)
     out = jax.jit(lambda *a: path_walk.attend_along_path(*a, 2**-0.5, attention))(*arrays)
     np.testing.assert_allclose(out[0, :, 0], weights, atol=1e-6)
 
@@ -173,9 +171,7 @@ def test_reflections_over_many_chunks_lose_no_precision():
     w /= np.linalg.norm(w, axis=-1, keepdims=True)
     beta = rng.uniform(1.5, 2.0, size=(1, 300, 2))
 
-    def attention(q, k, v, **options):
-        return pe.attention(q, k, v, is_causal=True, **options)
-
+    attention = pe.AttentionCall(is_causal=True)
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v, w, beta)]
     out = jax.jit(lambda *a: path_walk.attend_along_path(*a, 8**-0.5, attention))(*arrays)
     np.testing.assert_allclose(out, products(q, k, v, w, beta), atol=1e-5)
