@@ -48,6 +48,7 @@ from posenc_jax.logit_scale.ssmax import SSMax
 from posenc_jax.logit_scale.temperature import QueryTemperature, query_temperature
 from posenc_jax.positions.image_grids import grid_coordinates, resize_grid
 from posenc_jax.rotary.axial import AxialRoPE, axial_frequencies
+from posenc_jax.rotary.base import Rotary
 from posenc_jax.rotary.comrope import ComRoPE
 from posenc_jax.rotary.dual_chunk import DualChunk
 from posenc_jax.rotary.fope import FoPE
@@ -137,6 +138,7 @@ __all__ = [
     "RoPEByLength",
     "RoPEMixed",
     "RoPEPlusPlus",
+    "Rotary",
     "Rule",
     "SSMax",
     "Sandwich",

@@ -11,7 +11,13 @@ import posenc_jax as pe
 from posenc_jax import positions as at
 
 # 6 heads are no power of two, 3 key heads divide them, 19 tokens are no multiple of a tile.
-SIZES = {"num_heads": 6, "head_dim": 8, "model_dim": 20, "max_length": 64}
+SIZES = {
+    "num_heads": 6,
+    "head_dim": 8,
+    "model_dim": 20,
+    "max_length": 64,
+    "trained_length": 64,
+}
 KV_HEADS, BATCH, LENGTH = 3, 2, 19
 
 

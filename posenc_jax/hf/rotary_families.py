@@ -24,7 +24,7 @@ from posenc_jax.layers import LayerSpec
 from posenc_jax.logit_scale.ssmax import SSMax
 from posenc_jax.logit_scale.temperature import QueryTemperature
 from posenc_jax.mask import Window
-from posenc_jax.rotary.frequencies import FrequencyMap
+from posenc_jax.rotary.frequencies import PerSequenceMap
 from posenc_jax.rotary.learned_rope import LearnedRoPE
 from posenc_jax.rotary.mrope import MRoPE
 from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
@@ -40,7 +40,7 @@ def rotation(rotary: Rotary, head_dim: int, layout: str = "half") -> Scheme:
     dim = int(head_dim * rotary.fraction)
     settings: dict[str, Any] = {"head_dim": head_dim, "theta": rotary.theta, "layout": layout}
     settings["rotary_dim"] = 0 if dim == head_dim else dim
-    if isinstance(scaling, FrequencyMap) and scaling.goes_by_length:
+    if isinstance(scaling, PerSequenceMap) and scaling.per_sequence:
         return RoPEByLength(scaling=scaling, **settings)
     return RoPE(scaling=scaling, **settings)
 

@@ -1,9 +1,9 @@
-r"""Axial RoPE: part of a head turns by the row of an image patch, another part by its column.
+r"""Axial RoPE: part of a head rotates by the row of an image patch, another part by its column.
 
     angle of pair p of axis a = c[a] w_p,       w_p = theta^(-2p / (d / A)),   p < d / 2A
 
-for A axes: each has frequencies of its own, as if it were RoPE on a head of d / A dimensions. q . k
-then depends on the offset in rows and the offset in columns. Models differ in the rest:
+for A axes: each has its own frequencies, those of RoPE on a head of d / A dimensions. q . k
+depends on the offset in rows and the offset in columns. Models differ in the rest:
 
                           theta  axes    frequencies  layout           coordinates
     RoPE-ViT                100  (1, 0)  "own"        "interleaved"    row and column
@@ -14,10 +14,11 @@ then depends on the offset in rows and the offset in columns. Models differ in t
     Gemma 4                 100  (0, 1)  "own"        "half_per_axis"  row and column
     Pixtral                 1e4  (0, 1)  "dealt"      "half"           row and column
 
-"dealt" deals out the frequencies of one RoPE in turn, the first to the first axis. "half_per_axis"
-rotates the part of each axis as a head of its own, pairs (p, p + d / 2A) in it. Tokens that are no
-patches (CLS, registers) have coordinate 0 and do not turn. `grid_coordinates` makes coordinates
-of a grid, whole or centred. Coordinates [B, T] stand on all axes: the diagonal.
+"dealt" assigns the frequencies of one RoPE to the axes in turn, the first to the first axis.
+"half_per_axis" rotates the part of each axis as a separate head, with pairs (p, p + d / 2A).
+Tokens other than patches (CLS, registers) have coordinate 0 and are not rotated.
+`grid_coordinates` makes the coordinates of a grid, whole or centred. Coordinates [B, T] apply to
+all axes: the diagonal.
 
 Papers: Heo et al. Rotary Position Embedding for Vision Transformer. 2024.
 https://arxiv.org/abs/2403.13298
@@ -33,11 +34,11 @@ from typing import ClassVar
 import numpy as np
 
 from posenc_jax.checks import require
-from posenc_jax.rotary.axes import axes_cos_sin
+from posenc_jax.rotary.base import Rotary, check_heads
 from posenc_jax.rotary.frequencies import rope_frequencies
-from posenc_jax.rotary.layouts import check_layout, rotary_dims
-from posenc_jax.rotary.rotate import apply_rotation
-from posenc_jax.scheme import Scheme, Traits
+from posenc_jax.rotary.multi_axis import axis_per_pair
+from posenc_jax.rotary.rotate import rotate_pairs
+from posenc_jax.scheme import Traits
 
 
 def axial_frequencies(
@@ -49,10 +50,10 @@ def axial_frequencies(
       dim: the number of rotated dimensions, a multiple of 2A.
       theta: the base.
       num_axes: A.
-      frequencies: "own", or "dealt" for those of one RoPE in turn.
+      frequencies: "own", or "dealt" for those of one RoPE assigned in turn.
 
     Raises:
-      ValueError: for another word, or sizes that do not fit.
+      ValueError: for an unknown word, or a `dim` that is not a multiple of 2A.
 
     >>> axial_frequencies(8, 1e4, frequencies="dealt")
     array([[1.   , 0.01 ],
@@ -72,14 +73,14 @@ def axial_frequencies(
 
 
 @dataclasses.dataclass(frozen=True)
-class AxialRoPE(Scheme):
+class AxialRoPE(Rotary):
     """Rotary position embedding of images, axis by axis (Heo et al. 2024).
 
     Attributes:
       head_dim: H.
       theta: the base of the frequencies.
       axes: which axis of the coordinates each part of the head reads, in the order of the parts.
-      frequencies: "own" for each axis, or "dealt" out from one RoPE.
+      frequencies: "own" for each axis, or "dealt" from one RoPE.
       layout: what makes a pair: "half_per_axis", or see `posenc_jax.rotary.layouts`.
       rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
 
@@ -100,13 +101,16 @@ class AxialRoPE(Scheme):
     name: ClassVar[str] = "axial_rope"
 
     def __post_init__(self):
-        if self.layout != "half_per_axis":
-            check_layout("axial_rope", self.layout)
+        super().__post_init__()
         require(
             len(self.axes) > 0 and min(self.axes) >= 0,
             f"axial_rope: axes must be numbers of coordinate axes, got {self.axes}.",
         )
         _ = self._frequencies
+
+    def _check_layout(self):
+        if self.layout != "half_per_axis":
+            super()._check_layout()
 
     @property
     def traits(self):
@@ -114,27 +118,18 @@ class AxialRoPE(Scheme):
 
     @property
     def _frequencies(self) -> np.ndarray:
-        dim = rotary_dims("axial_rope", self.head_dim, self.rotary_dim, 0)
-        return axial_frequencies(dim, self.theta, len(self.axes), self.frequencies)
+        return axial_frequencies(self.num_rotated, self.theta, len(self.axes), self.frequencies)
 
-    def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q [B, T, N, H], rotated."""
-        require(
-            q.shape[-1] == self.head_dim,
-            f"axial_rope: the scheme is for head_dim {self.head_dim}, got q or k of shape "
-            f"{q.shape}.",
-        )
-        frequencies = self._frequencies
-        count, pairs = frequencies.shape
-        axes = tuple(np.repeat(self.axes, pairs).tolist())
-        cos, sin = axes_cos_sin("axial_rope", coordinates, axes, frequencies.ravel())
+    def cos_sin(self, params, coordinates):
+        axes = np.repeat(self.axes, self._frequencies.shape[1]).tolist()
+        return axis_per_pair(coordinates, axes, self._frequencies.ravel())
+
+    def rotate(self, x, tables):
         if self.layout != "half_per_axis":
-            return apply_rotation(q, cos, sin, layout=self.layout)
+            return super().rotate(x, tables)
+        check_heads(self.name, x, self.head_dim)
+        count, pairs = self._frequencies.shape
         for i in range(count):
-            part = slice(i * pairs, (i + 1) * pairs)
-            q = apply_rotation(q, cos[..., part], sin[..., part], start=2 * i * pairs)
-        return q
-
-    def key(self, params, k, coordinates, features=None, tables=None):
-        """Returns k [B, S, K, H], rotated."""
-        return self.query(params, k, coordinates)
+            part = [table[..., i * pairs : (i + 1) * pairs] for table in tables]
+            x = rotate_pairs(x, *part, layout="half", start=2 * i * pairs)
+        return x

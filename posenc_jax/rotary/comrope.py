@@ -1,4 +1,4 @@
-r"""ComRoPE: blocks of several dimensions turn by learned rotations that commute.
+r"""ComRoPE: blocks of several dimensions rotate by learned matrices that commute.
 
     x_b -> exp(t_b A_b) x_b,       A_b = F_b - F_b^T, [size, size], learned
 
@@ -8,13 +8,13 @@ a block are multiples of one matrix, so rotations commute and logits depend on o
     axes="scaled" (default)   t_b = sum_a m[a, b] position_a,   m learned      ComRoPE-LD
     axes="by_block"           t_b = position of axis b modulo A                ComRoPE-AP
 
-A_b is taken apart into its planes of rotation once per call, by the eigenvectors of i A_b, in
-place of a matrix exponential per token: angles are then exact at any int32 position. With
-`groups` sets of A, head n of N has the set n * groups // N, and so have key heads; the authors
-have N. m is shared by heads. Their positions are in [0, 1] for images: give those as float32
-coordinates [A, B, T]; [B, T] stands on all axes.
+A_b is decomposed into its planes of rotation once per call, by the eigenvectors of i A_b, instead
+of a matrix exponential per token: angles are then exact at any int32 position. With `groups` sets
+of A, head n of N has the set n * groups // N, and so have key heads; the authors have N. m is
+shared by heads. Their positions are in [0, 1] for images: give those as float32 coordinates
+[A, B, T]; [B, T] applies to all axes.
 
-`LieRE`, where each axis has a matrix of its own, does not commute.
+`LieRE` has one matrix per axis; these do not commute.
 
 Paper: Yu et al. ComRoPE: Scalable and Robust Rotary Position Embedding Parameterized by
 Trainable Commuting Angle Matrices. 2025. https://arxiv.org/abs/2506.03737
@@ -28,8 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.angles import cos_sin
-from posenc_jax.checks import coordinate_values, require
+from posenc_jax.checks import require
+from posenc_jax.rotary.base import check_coordinates, check_heads
+from posenc_jax.rotary.multi_axis import sum_of_axes
 from posenc_jax.scheme import Scheme, Traits
 
 
@@ -40,9 +41,9 @@ class ComRoPE(Scheme):
     Attributes:
       head_dim: H.
       size: the number of dimensions of a block.
-      axes: "scaled" or "by_block": how the axes of coordinates share the blocks.
+      axes: "scaled" or "by_block": how blocks read the axes of coordinates.
       groups: the number of sets of matrices; it divides the number of key heads.
-      init_std: the standard deviation of F at first.
+      init_std: the initial standard deviation of F.
 
     Raises:
       ValueError: for sizes that do not fit, an unknown choice of axes, or `init_std` not
@@ -81,41 +82,41 @@ class ComRoPE(Scheme):
         return Traits(num_axes=2, relative=True)
 
     def init(self, key):
-        """Returns {"matrix": [groups, blocks, size, size]}, and "multiplier" [2, blocks]; normal.
+        """Returns {"matrix": [groups, blocks, size, size]}, normal.
 
-        The multiplier is there for scaled axes.
+        For scaled axes there is "multiplier" [2, blocks] too.
         """
         one, other = jax.random.split(key)
         blocks = self.head_dim // self.size
         shape = (self.groups, blocks, self.size, self.size)
-        params = {"matrix": self.init_std * jax.random.normal(one, shape)}
+        params = {"matrix": self.init_std * jax.random.normal(one, shape, jnp.float32)}
         if self.axes == "scaled":
-            params["multiplier"] = jax.random.normal(other, (2, blocks))
+            params["multiplier"] = jax.random.normal(other, (2, blocks), jnp.float32)
         return params
 
-    def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q [B, T, N, H], turned."""
-        batch, length, heads, dim = q.shape
-        require(
-            dim == self.head_dim and heads % self.groups == 0,
-            f"comrope: q and k must be [B, T, a multiple of groups={self.groups}, "
-            f"{self.head_dim}], got {q.shape}.",
-        )
-        at = coordinate_values("comrope", coordinates)
-        at = jnp.stack([at, at]) if at.ndim == 2 else at
-        require(
-            at.ndim == 3 and at.shape[0] == 2,
-            f"comrope: coordinates must be [2, B, T] or [B, T], got {at.shape}.",
-        )
+    def tables(self, params, coordinates):
+        """Returns cosine and sine [B, T, G, blocks, rates], and the planes of rotation."""
+        at = check_coordinates(self.name, coordinates, 2)
         skew = params["matrix"] - params["matrix"].mT
         rates, planes = jnp.linalg.eigh(jax.lax.complex(jnp.zeros_like(skew), skew))
-        # Rates come in pairs of both signs: the positive one of each, and zero if size is odd.
+        # Rates come in pairs of opposite sign: the positive one of each, and zero if size is odd.
         half, odd = self.size // 2, self.size % 2
-        planes = planes[..., half:]
-        w = np.array([1.0] * odd + [2.0] * half, np.float32)[(None,) * 4]
         rates = rates[..., half:] * np.array([0.0] * odd + [1.0] * half, np.float32)[None, None]
-        cos, sin = self._turn(params, at, rates)
-        split = (batch, length, heads, skew.shape[1], self.size)
+        if self.axes == "scaled":
+            factors = params["multiplier"]
+        else:
+            block = np.arange(rates.shape[1])[None]
+            factors = jnp.asarray(block % 2 == np.arange(2)[:, None], jnp.float32)
+        cos, sin = sum_of_axes(at, factors[:, None, :, None] * rates[None])
+        return cos, sin, planes[..., half:]
+
+    def query(self, params, q, coordinates, features=None, tables=None):
+        check_heads(self.name, q, self.head_dim, self.groups)
+        cos, sin, planes = self.tables(params, coordinates) if tables is None else tables
+        half, odd = self.size // 2, self.size % 2
+        w = np.array([1.0] * odd + [2.0] * half, np.float32)[(None,) * 4]
+        batch, length, heads, _ = q.shape
+        split = (batch, length, heads, planes.shape[1], self.size)
         x = q.astype(jnp.complex64).reshape(split)  # One axis at a time, for explicit meshes.
         x = x.reshape(batch, length, self.groups, -1, *split[3:])
         x = jnp.einsum("btgnis,gisr->btgnir", x, planes.conj(), precision="highest")
@@ -124,18 +125,4 @@ class ComRoPE(Scheme):
         return x.real.reshape(split).reshape(q.shape).astype(q.dtype)
 
     def key(self, params, k, coordinates, features=None, tables=None):
-        """Returns k [B, S, K, H], turned."""
-        return self.query(params, k, coordinates)
-
-    def _turn(self, params, at, rates):
-        """Cosine and sine of t times the rates [groups, blocks, size]: [B, T, ...]."""
-        if self.axes == "scaled":
-            factors = params["multiplier"]
-        else:
-            count = rates.shape[1]
-            factors = jnp.asarray(np.arange(count)[None] % 2 == np.arange(2)[:, None], jnp.float32)
-        (cos, sin), (cos2, sin2) = (
-            cos_sin(a[..., None, None], f[None, :, None] * rates)
-            for a, f in zip(at, factors, strict=True)
-        )
-        return cos * cos2 - sin * sin2, sin * cos2 + cos * sin2
+        return self.query(params, k, coordinates, features, tables)

@@ -1,25 +1,59 @@
-r"""Rotary frequencies, and maps of them: how a trained model reads further than it was trained.
-
-A map takes the frequencies of all pairs and returns new ones and a factor on attention:
+r"""RoPE frequencies, and the base of the maps that change them (`posenc_jax.rotary.scaling`).
 
     (frequencies, head_dim, theta) -> (frequencies, attention_factor)
 
-in float64, on the host, once. Maps compose as a tuple, left to right. Each is a subclass in a
-file of its own.
+is a map: from the frequencies of all pairs to new ones and a factor on rotated q and k, in
+float64, on the host, once. Maps compose as a tuple, left to right. Each is a subclass in a file
+of its own. At most one map of a tuple extends the context.
 
 Paper: Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
 https://arxiv.org/abs/2104.09864
 Reference code: huggingface/transformers, modeling_rope_utils.py.
 """
 
+import abc
 import dataclasses
 import math
+import numbers
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from posenc_jax.checks import require
 from posenc_jax.rules import as_tuple
+
+
+def static_number(where: str, name: str, value: Any) -> None:
+    """Raises `TypeError` unless a setting is a Python or NumPy number.
+
+    >>> static_number("rope", "theta", jnp.float32(1e4))
+    Traceback (most recent call last):
+    TypeError: rope: theta must be a number that is known while tracing, got Array of shape ().
+    To sweep it, compute frequencies as an array and use `cos_sin(positions, frequencies)` with
+    `apply_rotation`.
+    """
+    if isinstance(value, jax.Array):
+        kind = "a traced array" if isinstance(value, Tracer) else "Array"
+        raise TypeError(
+            f"{where}: {name} must be a number that is known while tracing, got {kind} of shape "
+            f"{value.shape}. To sweep it, compute frequencies as an array and use "
+            "`cos_sin(positions, frequencies)` with `apply_rotation`."
+        )
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{where}: {name} must be a number, got {value!r}.")
+
+
+def static_integer(where: str, name: str, value: Any) -> None:
+    """Raises `TypeError` unless a setting is a Python or NumPy integer.
+
+    >>> static_integer("rope", "head_dim", 8.0)
+    Traceback (most recent call last):
+    TypeError: rope: head_dim must be an integer, got 8.0.
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{where}: {name} must be an integer, got {value!r}.")
 
 
 def check_stretch(where: str, factor: float, original_max_position: float) -> None:
@@ -27,23 +61,27 @@ def check_stretch(where: str, factor: float, original_max_position: float) -> No
 
     >>> check_stretch("YaRN", 4.0, 0)
     Traceback (most recent call last):
-    ValueError: YaRN: original_max_position must be the length of training, got 0.
+    ValueError: YaRN: original_max_position must be the trained length, got 0.
     """
+    static_number(where, "factor", factor)
+    static_number(where, "original_max_position", original_max_position)
     require(1 <= factor < math.inf, f"{where}: factor must be at least 1 and finite, got {factor}.")
     require(
         1 <= original_max_position < math.inf,
-        f"{where}: original_max_position must be the length of training, "
-        f"got {original_max_position}.",
+        f"{where}: original_max_position must be the trained length, got {original_max_position}.",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class FrequencyMap:
-    """Leaves frequencies as they are; the base of all maps (RoPE, Su et al. 2021).
+    """The base of all maps, and the map that changes nothing (RoPE, Su et al. 2021).
 
     >>> FrequencyMap()(np.array([1.0]), head_dim=2, theta=1e4)
     (array([1.]), 1.0)
     """
+
+    extends_context: ClassVar[bool] = False
+    """Whether the map is a method of reading beyond the trained length; two of them conflict."""
 
     def __call__(
         self, frequencies: np.ndarray, head_dim: int, theta: float
@@ -57,15 +95,22 @@ class FrequencyMap:
         """
         return frequencies, 1.0
 
+
+class PerSequenceMap(FrequencyMap, abc.ABC):
+    """An abstract map that can depend on the length of each sequence; see `RoPEByLength`."""
+
+    extends_context: ClassVar[bool] = True
+
     @property
-    def goes_by_length(self) -> bool:
-        """Whether frequencies follow the length of each sequence; see `RoPEByLength`."""
-        return False
+    @abc.abstractmethod
+    def per_sequence(self) -> bool:
+        """Whether it does. False: the map is fixed to one length, for all sequences."""
 
-    def frozen(self, length: int) -> "FrequencyMap":
-        """Returns the map for sequences of one length."""
-        return self
+    @abc.abstractmethod
+    def frozen(self, length: int) -> FrequencyMap:
+        """Returns the map for sequences of `length` tokens."""
 
+    @abc.abstractmethod
     def cos_sin(
         self,
         coordinates: jax.Array,
@@ -74,14 +119,13 @@ class FrequencyMap:
         head_dim: int,
         theta: float,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns cosine and sine times the factor, float32 [B, T, P], for `RoPEByLength`.
+        """Returns cosine and sine times the factor, float32 [B, T, P].
 
         Args:
           coordinates: int32 or float32 [B, T].
           lengths: of the sequences of these tokens, [B, T] or [B, 1].
           frequencies, head_dim, theta: as for the map itself.
         """
-        raise NotImplementedError(f"{self!r} does not go by length.")
 
 
 def rope_frequencies(
@@ -98,12 +142,14 @@ def rope_frequencies(
 
     Raises:
       ValueError: for an odd or non-positive `dim`, a `theta` that is not positive and finite,
-        or several maps that stretch a trained length.
-      TypeError: for what is no map of frequencies.
+        or several maps that extend the context.
+      TypeError: for a traced `theta`, or a scaling that is not a map of frequencies.
 
     >>> rope_frequencies(4)[0]
     array([1.  , 0.01])
     """
+    static_integer("rope", "rotary dim", dim)
+    static_number("rope", "theta", theta)
     require(
         dim >= 2 and dim % 2 == 0,
         f"rope: rotary dim must be even and positive, got {dim}.",
@@ -114,12 +160,12 @@ def rope_frequencies(
     for change in maps:
         if not isinstance(change, FrequencyMap):
             raise TypeError(
-                f"rope: scaling must be a FrequencyMap, pe.YaRN(...) for one, got {change!r}."
+                f"rope: scaling must be a FrequencyMap such as pe.YaRN(...), got {change!r}."
             )
-    stretching = [m for m in maps if hasattr(m, "original_max_position")]
+    extending = [m for m in maps if m.extends_context]
     require(
-        len(stretching) < 2,
-        f"rope: scaling holds several maps that stretch a trained length: {stretching}; give one.",
+        len(extending) < 2,
+        f"rope: scaling has several maps that extend the context, {extending}; give one.",
     )
     frequencies, factor = float(theta) ** (-2.0 * np.arange(dim // 2) / dim), 1.0
     for change in maps:

@@ -1,16 +1,16 @@
-r"""Which dimensions of a head make a pair, which way it turns, and moving between these.
+r"""Which dimensions of a head make a pair, the sign of the angle, and conversion between layouts.
 
-    layout                  pair p       turns by   comes out at   used by
+    layout                  pair p       angle      written to     used by
     "half"                  (p, p + P)    m w_p     (p, p + P)     GPT-NeoX, HF Llama, Gemma
     "interleaved"           (2p, 2p + 1)  m w_p     (2p, 2p + 1)   RoFormer, GPT-J, Meta's Llama
     "half_negative"         (p, p + P)   -m w_p     (p, p + P)     nanochat, GRAPE
     "interleaved_negative"  (2p, 2p + 1) -m w_p     (2p, 2p + 1)   modded-nanogpt
     "interleaved_to_half"   (2p, 2p + 1)  m w_p     (p, p + P)     DeepSeek-V3 in Hugging Face
 
-for P pairs. Nothing in a checkpoint tells which one it was trained with, and position 0 is the
-same in all of them: a wrong layout shows only after a few tokens. They differ by the order of
-the dimensions alone, so permuting the columns of W_q and W_k gives the same scores in another
-layout. Cached keys cannot be exchanged, and q and k need the same layout.
+for P pairs. A checkpoint does not record its layout, and position 0 is the same in all of them: a
+wrong layout shows only after a few tokens. Layouts differ by the order of dimensions alone, so
+permuting the columns of W_q and W_k gives the same scores in another layout. q, k and cached keys
+must have the same layout.
 
 Paper: Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
 https://arxiv.org/abs/2104.09864
@@ -48,7 +48,7 @@ def read_and_write(layout: str) -> tuple[str, str, bool]:
 
 
 def _pairs(layout: str, dim: int) -> np.ndarray:
-    """The two dimensions [2, P] of each pair, in the order in which they turn by +m w."""
+    """The two dimensions [2, P] of each pair, in the order in which they rotate by +m w."""
     read, _, negative = read_and_write(layout)
     pairs = np.arange(dim).reshape(2, -1) if read == "half" else np.arange(dim).reshape(-1, 2).T
     return pairs[::-1] if negative else pairs
@@ -64,14 +64,14 @@ def permute_qk(
     rotary_start: int = 0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns W_q or W_k for another layout: scores, and so attention, stay the same.
+    """Returns W_q or W_k for another layout, with unchanged scores.
 
-    Biases and norm scales of q and k go through it as well.
+    Biases and norm scales of q and k are permuted likewise.
 
     Args:
-      weights: the axis that makes q or k is [..., N * H] or [..., N, H].
+      weights: [..., N * H] or [..., N, H] along the output axis of the projection.
       source: the layout that the weights were trained with.
-      target: the layout that they are to be used with.
+      target: the layout of the result.
       head_dim: H.
       rotary_dim, rotary_start: as in `RoPE`.
       axis: the axis to permute; 0 for PyTorch's weights.

@@ -1,16 +1,16 @@
-r"""LieRE: blocks of dimensions turn by exponentials of learned matrices, one for each axis.
+r"""LieRE: blocks of dimensions rotate by exponentials of learned matrices, one for each axis.
 
     x_b -> exp(sum_a position_a A[a, b]) x_b,      A[a, b] = U - U^T, U above the diagonal
 
 for each block b of `size` neighbouring dimensions. Matrices of different axes do not commute:
-logits depend on both places, not on the offset alone. In blocks of two they do, and the scheme
-is RoPE-Mixed from another start: U is uniform in [0, 2 pi), for positions from 0 to 1 across an
-image, float32 [2, B, T]. Coordinates [B, T] stand on both axes.
+logits depend on both positions, not on the offset alone. In blocks of two they commute, and the
+scheme is RoPE-Mixed with another initialisation: U is uniform in [0, 2 pi), for positions from 0
+to 1 across an image, float32 [2, B, T]. Coordinates [B, T] apply to both axes.
 
 With `groups` sets of matrices, head n of N has the set n * groups // N, and so have key heads;
-the authors have one, or N. Blocks of two have exact angles at any int32 position. Larger ones
-go through the eigenvectors of a float32 matrix per token, whose error grows with its norm:
-1e-7 per radian. A last block that does not fill the head is left alone, as theirs is.
+the authors have one, or N. Blocks of two have exact angles at any int32 position. For larger ones
+the exponential is computed from the eigenvectors of a float32 matrix per token, whose error grows
+with its norm: 1e-7 per radian. An incomplete last block is left unchanged, as in their code.
 
 Paper: Ostmeier et al. LieRE: Lie Rotational Positional Encodings. 2024.
 https://arxiv.org/abs/2406.10322
@@ -25,9 +25,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.angles import cos_sin
-from posenc_jax.checks import coordinate_values, require
-from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.checks import require
+from posenc_jax.rotary.base import check_coordinates, check_heads
+from posenc_jax.rotary.multi_axis import sum_of_axes
+from posenc_jax.rotary.rotate import materialize, rotate_pairs
 from posenc_jax.scheme import Scheme, Traits
 
 
@@ -38,10 +39,10 @@ def _planes(skew):
 
 @jax.custom_jvp
 def _exponential(skew):
-    """exp of skew-symmetric matrices [..., size, size]; it is smooth where planes are not."""
+    """exp of skew-symmetric matrices [..., size, size]; its derivative is finite at equal rates."""
     rates, planes = _planes(skew)
-    turned = planes * jnp.exp(jax.lax.complex(jnp.zeros_like(rates), -rates))[..., None, :]
-    return jnp.matmul(turned, planes.conj().mT, precision="highest").real
+    rotated = planes * jnp.exp(jax.lax.complex(jnp.zeros_like(rates), -rates))[..., None, :]
+    return jnp.matmul(rotated, planes.conj().mT, precision="highest").real
 
 
 @_exponential.defjvp
@@ -93,45 +94,35 @@ class LieRE(Scheme):
         """Returns {"upper": [2, groups, blocks, size (size - 1) / 2]}, rows of U one by one."""
         entries = self.size * (self.size - 1) // 2
         shape = (2, self.groups, self.head_dim // self.size, entries)
-        return {"upper": jax.random.uniform(key, shape, maxval=2 * math.pi)}
+        return {"upper": jax.random.uniform(key, shape, jnp.float32, maxval=2 * math.pi)}
 
-    def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q [B, T, N, H], turned."""
-        batch, length, heads, dim = q.shape
-        require(
-            dim == self.head_dim and heads % self.groups == 0,
-            f"liere: q and k must be [B, T, a multiple of groups={self.groups}, {self.head_dim}], "
-            f"got {q.shape}.",
-        )
-        at = coordinate_values("liere", coordinates)
-        at = jnp.stack([at, at]) if at.ndim == 2 else at
-        require(
-            at.ndim == 3 and at.shape[0] == 2,
-            f"liere: coordinates must be [2, B, T] or [B, T], got {at.shape}.",
-        )
+    def tables(self, params, coordinates):
+        """Returns cosine and sine for blocks of two, else rotations [B, T, G, blocks, ...]."""
+        at = check_coordinates(self.name, coordinates, 2)
         upper = params["upper"]
         if self.size == 2:
-            return self._pairs(q, at, upper[..., 0])
-        part = self.head_dim // self.size * self.size
+            return materialize(*sum_of_axes(at, upper[..., 0]))
         entry = jnp.triu_indices(self.size, 1)
-        matrix = jnp.zeros((*upper.shape[:3], self.size, self.size)).at[..., *entry].set(upper)
+        matrix = jnp.zeros((*upper.shape[:3], self.size, self.size), jnp.float32)
+        matrix = matrix.at[..., *entry].set(upper)
         matrix = (matrix - matrix.mT)[:, None, None]
-        row, column = at.astype(jnp.float32)[..., None, None, None, None]
-        turn = _exponential(row * matrix[0] + column * matrix[1])
+        both = jnp.broadcast_to(at.astype(jnp.float32), (2, *at.shape[-2:]))
+        row, column = both[..., None, None, None, None]
+        return _exponential(row * matrix[0] + column * matrix[1])
+
+    def query(self, params, q, coordinates, features=None, tables=None):
+        check_heads(self.name, q, self.head_dim, self.groups)
+        tables = self.tables(params, coordinates) if tables is None else tables
+        if self.size == 2:
+            return rotate_pairs(q, *tables, layout="interleaved_negative", start=0)
+        batch, length, heads = q.shape[:3]
+        part = self.head_dim // self.size * self.size
         split = (batch, length, heads, part // self.size, self.size)
         x = q[..., :part].astype(jnp.float32).reshape(split)
         x = x.reshape(batch, length, self.groups, -1, *split[3:])
-        x = jnp.einsum("btgisr,btgnir->btgnis", turn, x, precision="highest")
+        x = jnp.einsum("btgisr,btgnir->btgnis", tables, x, precision="highest")
         x = x.reshape(split).reshape(batch, length, heads, part).astype(q.dtype)
         return jnp.concatenate([x, q[..., part:]], -1)
 
     def key(self, params, k, coordinates, features=None, tables=None):
-        """Returns k [B, S, K, H], turned."""
-        return self.query(params, k, coordinates)
-
-    def _pairs(self, q, at, upper):
-        (cos, sin), (cos2, sin2) = (
-            cos_sin(a[..., None], f) for a, f in zip(at, upper, strict=True)
-        )
-        cos, sin = cos * cos2 - sin * sin2, sin * cos2 + cos * sin2
-        return apply_rotation(q, cos, sin, layout="interleaved_negative")
+        return self.query(params, k, coordinates, features, tables)

@@ -2,19 +2,18 @@ r"""RoPE whose frequencies follow the length of each sequence: LongRoPE and dyna
 
     w_p = map(T),     T = the greatest position of the sequence so far, plus one
 
-for every sequence by itself: one row of a batch, or one segment of a packed row. Rows do
-not depend on their neighbours. T counts the tokens up to those of the call, so that a step
-of decoding turns all keys, old ones too, by the frequencies of its own T: keys are cached
-as they come from their projection, and turned at every step. The step then equals the last
-token of one pass over the same text.
+for each sequence separately: a row of a batch, or a segment of a packed row. T counts the tokens
+up to those of the call, so a decode step rotates all keys, cached ones too, by the frequencies of
+its own T: keys are cached as projected and rotated at every step. The output of a step equals that
+of the last token in one pass over the same text.
 
-Tokens before it do not: in one pass all of them have the length of the whole, while each
-step had its own. That is the method, and why training sees whole sequences of one length.
-To have parts equal the whole, and keys cached turned, freeze the length:
+For earlier tokens the two differ: in one pass all have the length of the whole, in decoding each
+had its own. This is inherent in the method, and the reason to train on whole sequences of one
+length. To make both equal and to cache rotated keys, freeze the length:
 `RoPE(scaling=map.frozen(T))`.
 
-transformers chooses by the longest row of a batch, so that a row's numbers depend on its
-neighbours, and leaves keys in the cache that were turned by other frequencies.
+transformers chooses by the longest row of a batch, so that the output of a row depends on the
+others, and keeps cached keys that were rotated by other frequencies.
 
 Papers: Ding et al. LongRoPE. 2024. https://arxiv.org/abs/2402.13753
 Dynamic NTK: emozilla, 2023, as written down in Peng et al. YaRN.
@@ -31,12 +30,11 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
-from posenc_jax.rotary.layouts import rotary_dims
-from posenc_jax.rotary.rope import RoPE
-from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.rotary.base import ScalableRotary, check_coordinates
+from posenc_jax.rotary.frequencies import PerSequenceMap, rope_frequencies
+from posenc_jax.rotary.rotate import materialize
 from posenc_jax.rotary.scaling.dynamic_ntk import DynamicNTK
-from posenc_jax.scheme import Scheme, Traits
+from posenc_jax.scheme import Acts, Traits
 
 
 def segment_lengths(
@@ -47,8 +45,8 @@ def segment_lengths(
     Args:
       coordinates: [B, T], of tokens among which is the last of every sequence.
       segments: their sequences, int32 [B, T]; None if each row is one.
-      of: the sequences [B, S] whose lengths are asked for. One that is not among `segments`
-        gets the length of another.
+      of: the sequences [B, S] whose lengths to return. The length of one that is not among
+        `segments` is undefined.
 
     Returns:
       [B, S], or [B, 1] where each row is one sequence.
@@ -69,19 +67,15 @@ def segment_lengths(
 
 
 @dataclasses.dataclass(frozen=True)
-class RoPEByLength(Scheme):
+class RoPEByLength(ScalableRotary):
     """RoPE with frequencies by the length of each sequence (Ding et al. 2024).
 
     Attributes:
-      head_dim: H.
-      theta: the base of the frequencies.
-      layout: what makes a pair; see `posenc_jax.rotary.layouts`.
-      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
-      rotary_start: the first of them.
+      head_dim, theta, layout, rotary_dim, rotary_start: as in `RoPE`.
       scaling: `LongRoPE(..., long=None)` or `DynamicNTK(..., length=None)`.
 
     Raises:
-      ValueError: for a map that does not go by length, and as `RoPE`.
+      ValueError: for a map with one length for all sequences, and as `RoPE`.
 
     >>> scaling = pe.DynamicNTK(factor=2.0, original_max_position=4, length=None)
     >>> q = k = v = jnp.ones((1, 9, 1, 4))
@@ -90,51 +84,62 @@ class RoPEByLength(Scheme):
     (1, 9, 1, 4)
     """
 
-    head_dim: int
-    theta: float = 10000.0
-    layout: str = "half"
-    rotary_dim: int = 0
-    rotary_start: int = 0
-    scaling: FrequencyMap = DynamicNTK(1.0, 2048, None)  # noqa: RUF009, frozen
+    scaling: PerSequenceMap = DynamicNTK(1.0, 2048, None)  # noqa: RUF009, frozen
     name: ClassVar[str] = "rope_by_length"
 
     def __post_init__(self):
         require(
-            self.scaling.goes_by_length,
-            "rope_by_length: scaling must go by length, LongRoPE(..., long=None) or "
-            f"DynamicNTK(..., length=None), got {self.scaling!r}; RoPE is for others.",
+            isinstance(self.scaling, PerSequenceMap) and self.scaling.per_sequence,
+            "rope_by_length: scaling must be per sequence, LongRoPE(..., long=None) or "
+            f"DynamicNTK(..., length=None), got {self.scaling!r}; RoPE is for other maps.",
         )
-        RoPE(
-            head_dim=self.head_dim,
-            theta=self.theta,
-            layout=self.layout,
-            rotary_dim=self.rotary_dim,
-            rotary_start=self.rotary_start,
-            scaling=self.scaling.frozen(1),
-        )
+        super().__post_init__()
 
     @property
     def traits(self):
         return Traits(cache_transformed_keys=False)
 
-    def _turn(self, x, at, lengths):
-        require(
-            x.shape[-1] == self.head_dim,
-            f"rope_by_length: the scheme is for head_dim {self.head_dim}, got q or k {x.shape}.",
-        )
-        dim = rotary_dims(self.name, self.head_dim, self.rotary_dim, self.rotary_start)
-        plain, _ = rope_frequencies(dim, self.theta)
-        cos, sin = self.scaling.cos_sin(at, lengths, plain, dim, self.theta)
-        return apply_rotation(x, cos, sin, layout=self.layout, start=self.rotary_start)
+    @property
+    def acts(self):
+        return Acts.ATTENTION
+
+    @property
+    def base_frequencies(self):
+        """Radians per unit of position in a sequence of one token, float64 [P]."""
+        return rope_frequencies(self.num_rotated, self.theta, self.scaling.frozen(1))[0]
+
+    def query(self, params, q, coordinates, features=None, tables=None):
+        return q  # Rotated in `attend`, which has the lengths of all sequences.
+
+    def key(self, params, k, coordinates, features=None, tables=None):
+        return k
+
+    def tables(self, params, coordinates):
+        return None
+
+    def cos_sin(self, params, coordinates, lengths=None):
+        """Returns cosine and sine, with the attention factor, for the lengths of sequences.
+
+        Default: each row is one sequence.
+        """
+        if lengths is None:
+            lengths = segment_lengths(coordinates, None, None)
+        dim = self.num_rotated
+        frequencies, _ = rope_frequencies(dim, self.theta)
+        return self.scaling.cos_sin(coordinates, lengths, frequencies, dim, self.theta)
 
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
     ):
         """Returns the output [B, T, N, V] of attention at the lengths so far."""
-        # The newest token of a sequence that any query sees is itself a query.
+        # The last visible token of each sequence is among the queries.
         segments = attention.q_segment_ids
         q_lengths = segment_lengths(q_coordinates, segments, attention.q_segment_ids)
         k_lengths = segment_lengths(q_coordinates, segments, attention.k_segment_ids)
-        q = self._turn(q, q_coordinates, q_lengths)
-        k = self._turn(k, k_coordinates, k_lengths)
+        q = self._rotated(params, q, q_coordinates, q_lengths)
+        k = self._rotated(params, k, k_coordinates, k_lengths)
         return attention(q, k, v)
+
+    def _rotated(self, params, x, coordinates, lengths):
+        at = check_coordinates(self.name, coordinates, 1)
+        return self.rotate(x, materialize(*self.cos_sin(params, at, lengths)))

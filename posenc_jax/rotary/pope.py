@@ -1,15 +1,14 @@
-r"""PoPE: content sets the length of a pair, position alone its angle.
+r"""PoPE: content sets the magnitude of a pair, position alone its angle.
 
     q_c -> softplus(q_c) (cos(m w_c - delta_c), sin(m w_c - delta_c))
     k_c -> softplus(k_c) (cos(n w_c), sin(n w_c)),        w_c = theta^(-c / d)
     q . k = sum_c softplus(q_c) softplus(k_c) cos((m - n) w_c - delta_c)
 
-for each of the d rotated dimensions c, not for pairs: there are d frequencies, q and k become
-twice as wide, and so do cached keys. In RoPE the angle between q and k mixes what a token is
-with where it is; here it does not. delta is a learned phase per head and dimension, kept in
-[-2 pi, 0]; beyond that it has no gradient. The reference adds it to the angle of k; taken from
-that of q it gives the same logits, for any number of key heads. The logit scale stays that of
-H dimensions.
+for each of the d rotated dimensions c, not for pairs: there are d frequencies, and q, k and cached
+keys become twice as wide. In RoPE the angle between q and k depends on content and position; here
+on position alone. delta is a learned phase per head and dimension, clipped to [-2 pi, 0], with no
+gradient outside. The reference adds it to the angle of k; subtracting it from that of q gives the
+same logits for any number of key heads. The logit scale is that of H dimensions.
 
 Paper: Gopalakrishnan et al. Decoupling the "What" and "Where" With Polar Coordinate
 Positional Embeddings. 2025. https://arxiv.org/abs/2509.10534
@@ -26,6 +25,9 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
+from posenc_jax.rotary.base import check_coordinates, check_heads
+from posenc_jax.rotary.frequencies import static_integer, static_number
+from posenc_jax.rotary.rotate import materialize
 from posenc_jax.scheme import Scheme, Traits
 
 
@@ -37,8 +39,8 @@ class PoPE(Scheme):
       num_heads: N.
       head_dim: H.
       theta: the base of the frequencies.
-      rotary_dim: d, the number of leading dimensions that are mapped; 0 for all.
-      uniform: whether delta starts uniform in [-2 pi, 0] instead of at zero.
+      rotary_dim: d, the number of leading dimensions to map; 0 for all.
+      uniform: whether delta is initially uniform in [-2 pi, 0] instead of zero.
 
     Raises:
       ValueError: for sizes below one, a rotary dim that exceeds H, or `theta` not positive.
@@ -59,11 +61,13 @@ class PoPE(Scheme):
     def __post_init__(self):
         for name in ("num_heads", "head_dim"):
             value = getattr(self, name)
+            static_integer("pope", name, value)
             require(value >= 1, f"pope: {name} must be >= 1, got {value}.")
         require(
             0 <= self.rotary_dim <= self.head_dim,
             f"pope: rotary_dim must be in [0, head_dim={self.head_dim}], got {self.rotary_dim}.",
         )
+        static_number("pope", "theta", self.theta)
         require(0 < self.theta < math.inf, f"pope: theta must be positive, got {self.theta}.")
 
     @property
@@ -73,11 +77,16 @@ class PoPE(Scheme):
     def init(self, key):
         """Returns {"delta": [N, d]}."""
         shape = (self.num_heads, self._dim)
-        start = jax.random.uniform(key, shape, minval=-2 * math.pi, maxval=0.0)
-        return {"delta": start if self.uniform else jnp.zeros(shape)}
+        start = jax.random.uniform(key, shape, jnp.float32, -2 * math.pi, 0.0)
+        return {"delta": start if self.uniform else jnp.zeros(shape, jnp.float32)}
+
+    def tables(self, params, coordinates):
+        """Returns cosine and sine of m w, float32 [B, T, d]."""
+        frequencies = self.theta ** (-np.arange(self._dim) / self._dim)
+        return materialize(*cos_sin(check_coordinates(self.name, coordinates, 1), frequencies))
 
     def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q [B, T, N, H + d] in polar form, turned back by delta."""
+        """Returns q [B, T, N, H + d] in polar form, with delta subtracted from its angle."""
         require(
             q.shape[2:] == (self.num_heads, self.head_dim),
             f"pope: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
@@ -86,32 +95,28 @@ class PoPE(Scheme):
         inside = (delta >= -2 * math.pi) & (delta <= 0)
         ends = jax.lax.stop_gradient(jnp.clip(delta, -2 * math.pi, 0.0))
         delta = jnp.where(inside, delta, ends)[None, None]
-        cos, sin = self._turn(coordinates)
+        cos, sin = self._per_head(params, coordinates, tables)
         c, s = jnp.cos(delta), jnp.sin(delta)
         return self._polar(q, cos * c + sin * s, sin * c - cos * s)
 
     def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H + d] in polar form."""
-        require(
-            k.shape[3] == self.head_dim,
-            f"pope: k must be [B, S, K, {self.head_dim}], got {k.shape}.",
-        )
-        return self._polar(k, *self._turn(coordinates))
+        check_heads(self.name, k, self.head_dim)
+        return self._polar(k, *self._per_head(params, coordinates, tables))
 
     def logit_scale(self, head_dim):
-        """Returns 1/sqrt(H), whatever the width of what the logits are made from."""
+        """Returns 1/sqrt(H), for any width of q and k."""
         return head_dim**-0.5
 
     @property
     def _dim(self):
         return self.rotary_dim or self.head_dim
 
-    def _turn(self, coordinates):
-        frequencies = self.theta ** (-np.arange(self._dim) / self._dim)
-        cos, sin = cos_sin(coordinates, frequencies)
+    def _per_head(self, params, coordinates, tables):
+        cos, sin = self.tables(params, coordinates) if tables is None else tables
         return cos[:, :, None], sin[:, :, None]
 
     def _polar(self, x, cos, sin):
-        length = jax.nn.softplus(x[..., : self._dim].astype(jnp.float32))
-        parts = [(length * cos).astype(x.dtype), (length * sin).astype(x.dtype)]
+        magnitude = jax.nn.softplus(x[..., : self._dim].astype(jnp.float32))
+        parts = [(magnitude * cos).astype(x.dtype), (magnitude * sin).astype(x.dtype)]
         return jnp.concatenate([*parts, x[..., self._dim :]], -1)

@@ -1,13 +1,13 @@
-r"""RoPE: queries and keys turn by an angle in proportion to their position.
+r"""RoPE: queries and keys rotate by an angle in proportion to their position.
 
     (x_a, x_b) -> (x_a cos(m w_p) - x_b sin(m w_p),  x_b cos(m w_p) + x_a sin(m w_p))
     w_p = theta^(-2p / d),      p = 0 .. d/2 - 1
 
-for the pair p of dimensions (a, b) at position m. q at m and k at n then meet at the angle
-(m - n) w_p: q . k depends on the distance alone, while q and k turn by different amounts.
+for the pair p of dimensions (a, b) at position m. Between q at m and k at n the angle is
+(m - n) w_p, so that q . k depends on the distance alone.
 
-Which dimensions make a pair, and which way it turns, differs between models: see `layout` in
-`posenc_jax.rotary.layouts`, which also moves weights from one to another.
+Which dimensions make a pair, and the sign of the angle, differ between models: see `layout` in
+`posenc_jax.rotary.layouts`, which also converts weights from one layout to another.
 
 `rotary_dim` rotates the first d < H dimensions and leaves the rest (GPT-J, NeoX, Phi), with the
 frequencies of a head of d; with `rotary_start` = H - d it is the last ones (DeepSeek-V4). Rotated
@@ -27,10 +27,8 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import array_of_rank, coordinate_values, require
+from posenc_jax.rotary.base import ScalableRotary
 from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
-from posenc_jax.rotary.layouts import check_layout, rotary_dims
-from posenc_jax.rotary.rotate import apply_rotation
-from posenc_jax.scheme import Scheme, Traits
 
 
 def apply_rope(
@@ -43,11 +41,11 @@ def apply_rope(
     rotary_start: int = 0,
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = (),
 ) -> jax.Array:
-    """Returns x rotated by its positions, in its own dtype.
+    """Returns x rotated by its positions, in the dtype of x.
 
     Args:
       x: queries or keys [B, T, N, H].
-      positions: integers [T] or [B, T], or float32 where positions are not counted.
+      positions: integers or float32, [T] or [B, T].
       theta: the base of the frequencies.
       layout: what makes a pair; see `posenc_jax.rotary.layouts`.
       rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
@@ -55,7 +53,7 @@ def apply_rope(
       scaling: maps of the frequencies.
 
     Raises:
-      TypeError: for positions of another type.
+      TypeError: for positions of another type, and a traced `theta`.
       ValueError: for shapes and sizes that do not fit.
 
     >>> x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
@@ -63,9 +61,7 @@ def apply_rope(
     array([-1.9841,  1.9599,  2.4624,  4.0198], dtype=float32)
     """
     array_of_rank("rope", "x", x, 4, "[B, T, N, H]")
-    check_layout("rope", layout)
-    dim = rotary_dims("rope", x.shape[-1], rotary_dim, rotary_start)
-    frequencies, factor = rope_frequencies(dim, theta, scaling)
+    rope = RoPE(x.shape[-1], theta, layout, rotary_dim, rotary_start, scaling)
     positions = coordinate_values("rope", positions, "positions")
     positions = positions[None] if positions.ndim == 1 else positions
     require(
@@ -74,10 +70,7 @@ def apply_rope(
         and positions.shape[1] == x.shape[1],
         f"rope: positions must be [T] or [B, T] for x {x.shape}, got {positions.shape}.",
     )
-    cos, sin = cos_sin(positions, frequencies)
-    if factor != 1.0:
-        cos, sin = factor * cos, factor * sin
-    return apply_rotation(x, cos, sin, layout=layout, start=rotary_start)
+    return rope.query({}, x, positions)
 
 
 def rope_matrix(position: int, dim: int, theta: float = 10000.0) -> np.ndarray:
@@ -99,7 +92,7 @@ def rope_matrix(position: int, dim: int, theta: float = 10000.0) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class RoPE(Scheme):
+class RoPE(ScalableRotary):
     """Rotary position embedding (Su et al. 2021).
 
     Attributes:
@@ -113,37 +106,13 @@ class RoPE(Scheme):
     Raises:
       ValueError: for an unknown layout, a rotary dim that is odd or exceeds H, or `theta` not
         positive.
+      TypeError: for a traced `theta`, or a `head_dim` that is not an integer.
 
     >>> RoPE(head_dim=4).query({}, jnp.ones((1, 1, 1, 4)), jnp.array([[0]]))
     Array([[[[1., 1., 1., 1.]]]], dtype=float32)
     """
 
-    head_dim: int
-    theta: float = 10000.0
-    layout: str = "half"
-    rotary_dim: int = 0
-    rotary_start: int = 0
-    scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
     name: ClassVar[str] = "rope"
 
-    def __post_init__(self):
-        check_layout("rope", self.layout)
-        dim = rotary_dims("rope", self.head_dim, self.rotary_dim, self.rotary_start)
-        rope_frequencies(dim, self.theta, self.scaling)
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
-
-    def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q [B, T, N, H], rotated."""
-        require(
-            q.shape[-1] == self.head_dim,
-            f"rope: the scheme is for head_dim {self.head_dim}, got q or k of shape {q.shape}.",
-        )
-        names = ("theta", "layout", "rotary_dim", "rotary_start", "scaling")
-        return apply_rope(q, coordinates, **{name: getattr(self, name) for name in names})
-
-    def key(self, params, k, coordinates, features=None, tables=None):
-        """Returns k [B, S, K, H], rotated."""
-        return self.query(params, k, coordinates)
+    def cos_sin(self, params, coordinates):
+        return cos_sin(coordinates, self.base_frequencies)

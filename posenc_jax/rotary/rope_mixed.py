@@ -1,14 +1,14 @@
-r"""RoPE-Mixed: each pair turns by a learned combination of row and column.
+r"""RoPE-Mixed: each pair rotates by a learned combination of row and column.
 
     angle of pair p = row f_p + column g_p,        (f_p, g_p) learned, for every layer and set
 
-Axial RoPE sees offsets along the axes only; a pair here has a direction of its own. At the start
-it is r_p (sin a, cos a) for the first half of the pairs and the same turned by a quarter for the
-second, r_p = theta^(-4p / d) in each half, with one random a per set. Head n of N has the set
-n * groups // N, and so have key heads; the authors have N. Frequencies have no weight decay in
-their training, and are not shared by layers.
+Axial RoPE encodes offsets along the axes only; here each pair has its own direction. Initially
+it is r_p (sin a, cos a) for the first half of the pairs and the same rotated by 90 degrees for
+the second, r_p = theta^(-4p / d) in each half, with one random a per set. Head n of N has the set
+n * groups // N, and so have key heads; the authors have N sets. They train frequencies without
+weight decay, and do not share them between layers.
 
-Coordinates are [2, B, T], row and column; [B, T] stands on both.
+Coordinates are [2, B, T], row and column; [B, T] applies to both.
 
 Paper: Heo et al. Rotary Position Embedding for Vision Transformer. 2024.
 https://arxiv.org/abs/2403.13298
@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.angles import cos_sin
-from posenc_jax.checks import coordinate_values, require
-from posenc_jax.rotary.layouts import check_layout
-from posenc_jax.rotary.rotate import apply_rotation
-from posenc_jax.scheme import Scheme, Traits
+from posenc_jax.checks import require
+from posenc_jax.rotary.base import Rotary
+from posenc_jax.rotary.frequencies import static_number
+from posenc_jax.rotary.multi_axis import sum_of_axes
+from posenc_jax.scheme import Traits
 
 
 def mixed_frequencies(
@@ -36,7 +36,7 @@ def mixed_frequencies(
     """Returns new frequencies, float32 [2, groups, head_dim / 2]: of the row and of the column.
 
     Raises:
-      ValueError: for a head dim that is no multiple of 4, or `theta` not positive.
+      ValueError: for a head dim that is not a multiple of 4, or `theta` not positive.
 
     >>> mixed_frequencies(jax.random.key(0), 8, groups=3).shape
     (2, 3, 4)
@@ -45,22 +45,23 @@ def mixed_frequencies(
         head_dim >= 4 and head_dim % 4 == 0,
         f"rope_mixed: head_dim must be a multiple of 4, got {head_dim}.",
     )
+    static_number("rope_mixed", "theta", theta)
     require(theta > 0, f"rope_mixed: theta must be positive, got {theta}.")
     size = theta ** (-4.0 * np.arange(head_dim // 4) / head_dim)
     size = jnp.asarray(np.tile(size, 2), jnp.float32)
     quarter = jnp.asarray(np.repeat([0.0, np.pi / 2], head_dim // 4), jnp.float32)
-    angle = jax.random.uniform(key, (groups, 1), maxval=2 * np.pi) + quarter[None]
+    angle = jax.random.uniform(key, (groups, 1), jnp.float32, maxval=2 * np.pi) + quarter[None]
     return size[None, None] * jnp.stack([jnp.sin(angle), jnp.cos(angle)])
 
 
 @dataclasses.dataclass(frozen=True)
-class RoPEMixed(Scheme):
+class RoPEMixed(Rotary):
     """Rotary embedding of images with learned frequencies for both axes (Heo et al. 2024).
 
     Attributes:
       head_dim: H.
       groups: the number of sets of frequencies; it divides the number of key heads.
-      theta: the base of the first frequencies.
+      theta: the base of the initial frequencies.
       layout: what makes a pair; see `posenc_jax.rotary.layouts`.
 
     Raises:
@@ -79,8 +80,7 @@ class RoPEMixed(Scheme):
     name: ClassVar[str] = "rope_mixed"
 
     def __post_init__(self):
-        check_layout("rope_mixed", self.layout)
-        require(self.groups >= 1, f"rope_mixed: groups must be at least 1, got {self.groups}.")
+        super().__post_init__()
         jax.eval_shape(self.init, jax.random.key(0))
 
     @property
@@ -91,26 +91,5 @@ class RoPEMixed(Scheme):
         """Returns `{"frequencies": [2, groups, H / 2]}`."""
         return {"frequencies": mixed_frequencies(key, self.head_dim, self.groups, self.theta)}
 
-    def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q [B, T, N, H], rotated."""
-        count, size = q.shape[2:]
-        require(
-            size == self.head_dim and count % self.groups == 0,
-            f"rope_mixed: the scheme is for head_dim {self.head_dim} and a multiple of "
-            f"groups={self.groups} heads, got q or k of shape {q.shape}.",
-        )
-        at = coordinate_values("rope_mixed", coordinates)
-        at = jnp.stack([at, at]) if at.ndim == 2 else at
-        require(
-            at.ndim == 3 and at.shape[0] == 2,
-            f"rope_mixed: coordinates must be [2, B, T] or [B, T], got {at.shape}.",
-        )
-        (cos, sin), (cos2, sin2) = (
-            cos_sin(a[..., None], f) for a, f in zip(at, params["frequencies"], strict=True)
-        )
-        cos, sin = cos * cos2 - sin * sin2, sin * cos2 + cos * sin2
-        return apply_rotation(q, cos, sin, layout=self.layout)
-
-    def key(self, params, k, coordinates, features=None, tables=None):
-        """Returns k [B, S, K, H], rotated."""
-        return self.query(params, k, coordinates)
+    def cos_sin(self, params, coordinates):
+        return sum_of_axes(coordinates, params["frequencies"])

@@ -1,10 +1,10 @@
-"""Turning pairs of dimensions, in the form that each backend runs fastest.
+"""Rotation of pairs of dimensions, in the form that each backend runs fastest.
 
-All forms give the same numbers. On CPU the difference between them is up to forty-fold:
-XLA vectorises a sum of padded halves, and neither concatenation nor `rotate_half`; pairs of
-neighbours by changing places, under tables that have every number twice. The backward pass is
-the rotation by the negative angle; autodiff of the padded sum in bfloat16 would be four to
-thirteen times slower.
+All forms give the same numbers. On CPU they differ up to forty-fold in speed: XLA vectorises a
+sum of padded halves, but neither concatenation nor `rotate_half`; for interleaved pairs it
+vectorises swapped neighbours times tables that hold every number twice. The backward pass is the
+rotation by the negative angle; autodiff of the padded sum in bfloat16 would be four to thirteen
+times slower.
 """
 
 import functools
@@ -21,7 +21,7 @@ from posenc_jax.rotary.layouts import check_layout, read_and_write
 def apply_rotation(
     x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str = "half", start: int = 0
 ) -> jax.Array:
-    """Returns x with 2P of its dimensions turned, in its own dtype.
+    """Returns x with 2P of its dimensions rotated, in its own dtype.
 
     For tables that several layers share, or that come from elsewhere; `apply_rope` makes
     its own. Differentiable in x and in the tables (Su et al. 2021).
@@ -32,7 +32,7 @@ def apply_rotation(
         which head n of N has the set n * G // N.
       sin: float32, as `cos`.
       layout: what makes a pair; see `posenc_jax.rotary.layouts`.
-      start: the first of the dimensions that turn.
+      start: the first of the dimensions to rotate.
 
     Raises:
       ValueError: for shapes that do not fit.
@@ -41,58 +41,67 @@ def apply_rotation(
     >>> apply_rotation(jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2), cos, sin).ravel().round(4)
     Array([0.5403, 0.8415], dtype=float32)
     """
-    array_of_rank("rotate", "x", x, 4, "[B, T, N, H]")
-    check_layout("rotate", layout)
+    array_of_rank("apply_rotation", "x", x, 4, "[B, T, N, H]")
+    check_layout("apply_rotation", layout)
+    return rotate_pairs(x, *materialize(cos, sin), layout=layout, start=start)
+
+
+def materialize(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the tables as float32 arrays that a compiled program computes only once.
+
+    XLA on CPU would otherwise fuse what computes them into the loop over heads and compute
+    every entry N times: 17 to 60 times slower, with or without an optimization barrier. Writing
+    them into one array prevents that. Tables that are concrete need no copy.
+    """
+    cos, sin = jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32)
+    if not any(isinstance(table, Tracer) for table in (cos, sin)) or cos.shape != sin.shape:
+        return cos, sin
+    both = jnp.zeros_like(jnp.stack([cos, sin]))  # Sharded as they are.
+    both = both.at[0].set(cos).at[1].set(sin)
+    return both[0], both[1]
+
+
+def rotate_pairs(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str, start: int
+) -> jax.Array:
+    """Returns what `apply_rotation` does, for tables from `materialize`."""
     require(
         cos.shape == sin.shape
-        and cos.shape[:1] in ((1,), x.shape[:1])
-        and cos.shape[1] == x.shape[1]
         and (cos.ndim == 3 or (cos.ndim == 4 and x.shape[2] % cos.shape[2] == 0))
+        and cos.shape[0] in (1, x.shape[0])
+        and cos.shape[1] == x.shape[1]
         and 0 <= start <= x.shape[3] - 2 * cos.shape[-1],
-        f"rotate: cos and sin must be [B or 1, T, P] or [B or 1, T, G, P] with start + 2P <= H "
-        f"and G that divides N for x {x.shape} and start {start}, got {cos.shape} and {sin.shape}.",
+        "apply_rotation: cos and sin must be [B or 1, T, P] or [B or 1, T, G, P] with start + 2P "
+        f"<= H and G that divides N for x {x.shape} and start {start}, got {cos.shape} and "
+        f"{sin.shape}.",
     )
-    computed = any(isinstance(table, Tracer) for table in (cos, sin))
     read, write, negative = read_and_write(layout)
     sin = -sin if negative else sin
     if cos.ndim == 3:
         cos, sin = cos[:, :, None], sin[:, :, None]
     elif cos.shape[2] > 1:
         cos, sin = (jnp.repeat(t, x.shape[2] // t.shape[2], 2) for t in (cos, sin))
-    if computed:
-        cos, sin = _once(cos, sin)
     return _rotate(x, cos, sin, (read, write, start, 1))
-
-
-def _once(cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Has the tables written to memory, once for all that a program turns by them.
-
-    XLA on CPU would otherwise fuse what computes them into the loop over heads, and
-    compute every entry N times: 17 to 60 times slower, optimization barrier or not.
-    Tables that are arrays already, not traced, need none of it.
-    """
-    both = jnp.zeros_like(jnp.stack([cos, sin]))  # Sharded as they are.
-    return both.at[0].set(cos).at[1].set(sin)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _rotate(x, cos, sin, how):
     read, write, start, sign = how
     end = start + 2 * cos.shape[-1]
-    turned = _turn(x[..., start:end], cos, sin, sign, read, write)
-    if turned.shape == x.shape:
-        return turned
-    return jnp.concatenate([x[..., :start], turned, x[..., end:]], -1)
+    rotated = _rotate_all(x[..., start:end], cos, sin, sign, read, write)
+    if rotated.shape == x.shape:
+        return rotated
+    return jnp.concatenate([x[..., :start], rotated, x[..., end:]], -1)
 
 
 def _forward(x, cos, sin, how):
     learned = cos.perturbed or sin.perturbed
-    kept = (x.value if learned else None, cos.value, sin.value)
-    return _rotate(x.value, cos.value, sin.value, how), kept
+    residuals = (x.value if learned else None, cos.value, sin.value)
+    return _rotate(x.value, cos.value, sin.value, how), residuals
 
 
-def _backward(how, kept, g):
-    x, cos, sin = kept
+def _backward(how, residuals, g):
+    x, cos, sin = residuals
     read, write, start, sign = how
     dx = _rotate(g, cos, sin, (write, read, start, -sign))
     if x is None:
@@ -112,12 +121,12 @@ def _sum_like(table, x):
     return x.sum(axes, keepdims=True)
 
 
-def _turn(x, cos, sin, sign, read, write):
+def _rotate_all(x, cos, sin, sign, read, write):
     a, b = _split(x, read)
     enough = 32 if x.dtype == jnp.float32 else 4  # Rows of x for each row of the tables.
     if read == write == "interleaved" and x.size >= enough * 2 * cos.size:
-        # Tables as wide as x, and neighbours changing places: on CPU as fast as halves.
-        cos, sin = _once(_join(cos, cos, write), _join(-sin, sin, write))
+        # Tables as wide as x, and swapped neighbours: on CPU as fast as halves.
+        cos, sin = materialize(_join(cos, cos, write), _join(-sin, sin, write))
         return (x.astype(jnp.float32) * cos + _join(b, a, write) * (sign * sin)).astype(x.dtype)
     sin = sign * sin
     return _join(a * cos - b * sin, b * cos + a * sin, write, x.dtype).astype(x.dtype)

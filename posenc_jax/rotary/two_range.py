@@ -1,12 +1,10 @@
-r"""Rotary schemes in which near and far keys meet a query at different angles.
+r"""Range attention: rotary schemes that use other angles for far keys than for near ones.
 
-Every view turns q and k in its own way and attends to the keys that are its own. Views are
-merged exactly by the log-sum-exp of their logits:
-
-    out = sum_v exp(lse_v - lse) out_v,     lse = log sum_v exp(lse_v)
-
-so that no logits are ever put side by side. Memory stays linear; each view costs one
-attention. In released code the weights of the merge are detached, which is no gradient.
+Keys are divided into ranges by their distance to the query. For each range, q and k are rotated in
+its own way and q attends to the keys of that range alone. The parts are merged exactly by the
+log-sum-exp of their logits (`posenc_jax.ops.lse`), so logits of several ranges are never held at
+once: memory stays linear, at the cost of one attention per range. Released code detaches the
+weights of the merge, which makes its gradient wrong.
 """
 
 import dataclasses
@@ -19,124 +17,118 @@ import numpy as np
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.rotary.frequencies import rope_frequencies
-from posenc_jax.rotary.layouts import rotary_dims
-from posenc_jax.rotary.rope import RoPE
-from posenc_jax.rotary.rotate import apply_rotation
+from posenc_jax.mask import MASK_VALUE
+from posenc_jax.ops.lse import merge_partial_softmax
+from posenc_jax.rotary.base import ScalableRotary, check_coordinates
 from posenc_jax.rules import LogitBias
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Acts, Traits
 
 
 @dataclasses.dataclass(frozen=True)
-class OtherViews:
-    """A rule that hides the keys of all views but one.
+class OutOfRange:
+    """The rule of a bias that masks the keys of all ranges but one.
 
     Attributes:
-      view_of: `view_of(q, k) -> int32 scalar`, a function of a module or a frozen dataclass.
-      own: the view whose keys stay.
+      range_of: `range_of(q, k) -> int32 scalar`: a module-level function or a frozen dataclass
+        with `__call__`.
+      index: the range whose keys stay visible.
     """
 
-    view_of: Callable
-    own: int
+    range_of: Callable
+    index: int
 
     def __call__(self, shared, head, q, k):
-        """Returns 0 or a logit that no weight is left of."""
-        # Finite: a query may have no key of its own in a view.
-        return jnp.where(self.view_of(q, k) == self.own, 0.0, -1e30).astype(jnp.float32)
+        """Returns 0 or the mask value."""
+        inside = self.range_of(q, k) == self.index
+        # Finite: a query may have no key in a range.
+        return jnp.where(inside, 0.0, MASK_VALUE).astype(jnp.float32)
 
 
-def attend_views(
-    name: str,
-    views: Sequence[tuple[jax.Array, jax.Array]],
-    v: jax.Array,
-    view_of: Callable,
-    attention: AttentionCall,
-    *,
-    relative: bool = False,
-) -> jax.Array:
-    """Returns one softmax attention, [B, T, N, V], over keys that are seen in several ways.
+@dataclasses.dataclass(frozen=True)
+class Far:
+    """Range 1 from a distance on, range 0 below."""
 
-    Args:
-      name: the scheme, for errors.
-      views: q [B, T, N, H] and k [B, S, K, H] of every view.
-      v: [B, S, K, V].
-      view_of: which view a query and a key meet in, by their coordinates.
-      attention: as `Scheme.attend` gets it.
-      relative: whether `view_of` depends on the distance alone.
+    window: int
 
-    Raises:
-      NotImplementedError: with softcap, which would let hidden keys through.
-      ValueError: if a log-sum-exp is asked for.
-    """
-    if attention.softcap is not None:
-        raise NotImplementedError(
-            f"{name}: softcap bounds what hides the keys of other views; leave it out."
-        )
-    require(not attention.return_lse, f"{name}: return_lse is used inside.")
-    heads = jnp.zeros((views[0][0].shape[2],), jnp.float32)
-    outs, sums = [], []
-    for own, (q, k) in enumerate(views):
-        bias = LogitBias(OtherViews(view_of, own), heads=heads, relative=relative)
-        sinks = attention.sinks if own == 0 else None
-        out, lse = attention.replace(sinks=sinks, return_lse=True)(q, k, v, bias)
-        outs.append(out.astype(jnp.float32))
-        sums.append(lse)
-    return merge_views(outs, sums).astype(views[0][0].dtype)
+    def __call__(self, q, k):
+        """Returns int32, 0 or 1."""
+        return (q - k >= self.window).astype(jnp.int32)
 
 
-def merge_views(outs: Sequence[jax.Array], sums: Sequence[jax.Array]) -> jax.Array:
-    """Returns one softmax attention from those over parts of its keys.
+@dataclasses.dataclass(frozen=True)
+class RangeRotary(ScalableRotary):
+    """An abstract scheme that rotates q and k in `attend`, once for each range of keys."""
 
-    Args:
-      outs: float32 [B, T, N, V] of every part.
-      sums: the log-sum-exp of its logits, [B, T, N].
-    """
-    lse = jnp.stack(sums)
-    top = jax.lax.stop_gradient(lse.max(0))
-    weights = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top)[None])
-    total = weights.sum(0)  # Zero where a query sees nothing.
-    weights = weights / jnp.where(total == 0, 1.0, total)[None]
-    return (jnp.stack(outs) * weights[..., None]).sum(0)
+    @property
+    def traits(self):
+        return Traits(cache_transformed_keys=False)
 
+    @property
+    def acts(self):
+        return Acts.ATTENTION
 
-def rope_of(scheme: Scheme) -> RoPE:
-    """Returns RoPE with those of its settings that `scheme` has.
+    def query(self, params, q, coordinates, features=None, tables=None):
+        return q
 
-    Raises:
-      ValueError: as `RoPE`.
-    """
-    names = [f.name for f in dataclasses.fields(RoPE) if hasattr(scheme, f.name)]
-    return RoPE(**{name: getattr(scheme, name) for name in names})
+    def key(self, params, k, coordinates, features=None, tables=None):
+        return k
 
+    def tables(self, params, coordinates):
+        return None
 
-def turn(
-    scheme: Scheme, x: jax.Array, coordinates: jax.Array, *, slow: float = 1.0, ahead: float = 0.0
-) -> jax.Array:
-    """Returns x turned to the positions `slow * coordinates + ahead`, exact at any of them.
-
-    Args:
-      scheme: one with the settings of RoPE.
-      x: queries or keys [B, T, N, H].
-      coordinates: int32 or float32 [B, T].
-      slow: how much one coordinate counts.
-      ahead: how far all of x are ahead.
-
-    Raises:
-      ValueError: for another head dim than the scheme's.
-    """
-    rope = rope_of(scheme)
-    require(
-        x.shape[-1] == rope.head_dim,
-        f"{scheme.name}: the scheme is for head_dim {rope.head_dim}, got q or k of shape "
-        f"{x.shape}.",
-    )
-    dim = rotary_dims(scheme.name, rope.head_dim, rope.rotary_dim, rope.rotary_start)
-    frequencies, factor = rope_frequencies(dim, rope.theta, rope.scaling)
-    cos, sin = cos_sin(coordinates, slow * frequencies)
-    if ahead != 0.0:
-        angle = ahead * frequencies
+    def cos_sin(self, params, coordinates, slope=1.0, offset=0.0):
+        """Returns cosine and sine at the positions `slope * coordinates + offset`."""
+        frequencies = self.base_frequencies
+        cos, sin = cos_sin(coordinates, slope * frequencies)
+        if offset == 0.0:
+            return cos, sin
+        angle = offset * frequencies
         c, s = (f(angle).astype(np.float32)[None, None] for f in (np.cos, np.sin))
-        cos, sin = cos * c - sin * s, sin * c + cos * s
-    if factor != 1.0:
-        cos, sin = factor * cos, factor * sin
-    return apply_rotation(x, cos, sin, layout=rope.layout, start=rope.rotary_start)
+        return cos * c - sin * s, sin * c + cos * s
+
+    def rotated(
+        self, x: jax.Array, coordinates: jax.Array, *, slope: float = 1.0, offset: float = 0.0
+    ) -> jax.Array:
+        """Returns q or k [B, T, N, H] rotated by the positions `slope * coordinates + offset`.
+
+        Angles are exact at any int32 coordinate [B, T].
+        """
+        at = check_coordinates(self.name, coordinates, 1)
+        return self.rotate(x, self.finish(*self.cos_sin({}, at, slope, offset)))
+
+    def attend_ranges(
+        self,
+        ranges: Sequence[tuple[jax.Array, jax.Array]],
+        v: jax.Array,
+        range_of: Callable,
+        attention: AttentionCall,
+        *,
+        relative: bool = False,
+    ) -> jax.Array:
+        """Returns one softmax attention [B, T, N, V] over the keys of all ranges.
+
+        Args:
+          ranges: q [B, T, N, H] and k [B, S, K, H] for every range.
+          v: [B, S, K, V].
+          range_of: the range of a query and a key, as a function of their coordinates.
+          attention: as in `Scheme.attend`.
+          relative: whether `range_of` depends on the distance alone.
+
+        Raises:
+          NotImplementedError: with softcap, which would make masked keys visible.
+          ValueError: with `return_lse`.
+        """
+        if attention.softcap is not None:
+            raise NotImplementedError(
+                f"{self.name}: softcap bounds the mask values of other ranges; leave it out."
+            )
+        require(not attention.return_lse, f"{self.name}: return_lse is used internally.")
+        heads = jnp.zeros((ranges[0][0].shape[2],), jnp.float32)
+        outs, lses = [], []
+        for index, (q, k) in enumerate(ranges):
+            bias = LogitBias(OutOfRange(range_of, index), heads=heads, relative=relative)
+            sinks = attention.sinks if index == 0 else None
+            out, lse = attention.replace(sinks=sinks, return_lse=True)(q, k, v, bias)
+            outs.append(out.astype(jnp.float32))
+            lses.append(lse)
+        return merge_partial_softmax(outs, lses).astype(ranges[0][0].dtype)

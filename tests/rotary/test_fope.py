@@ -13,19 +13,19 @@ OPTIONS = {
         "groups": 2,
         "gain": 0.6,
         "theta": 100.0,
-        "still": True,
+        "rotate_clipped": False,
         "learned": True,
         "seed": 1,
     }
 }
 
 
-def authors(x, positions, series, max_length, theta=1e4):
+def authors(x, positions, series, trained_length, theta=1e4):
     """TsinghuaC3I/Fourier-Position-Embedding at bd94b20, FourierEmbedding, for every head."""
     x = np.asarray(x, np.float64)
     heads, dim = x.shape[2:]
     inv_freq = 1.0 / theta ** (np.arange(0, dim, 2) / dim)
-    inv_freq[inv_freq < 2 * np.pi / max_length] = 0.0
+    inv_freq[inv_freq < 2 * np.pi / trained_length] = 0.0
     freqs = np.asarray(positions, np.float64)[:, None] * inv_freq[inv_freq != 0.0]
     out = np.zeros(x.shape)
     for h in range(heads):
@@ -41,19 +41,19 @@ def authors(x, positions, series, max_length, theta=1e4):
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("dim, max_length", [(8, 64), (32, 512)])
-def test_attention_matches_the_authors(groups, dim, max_length):
-    scheme = pe.FoPE(head_dim=dim, max_length=max_length, groups=groups, gain=2.0)
+@pytest.mark.parametrize("dim, trained_length", [(8, 64), (32, 512)])
+def test_attention_matches_the_authors(groups, dim, trained_length):
+    scheme = pe.FoPE(head_dim=dim, trained_length=trained_length, groups=groups, gain=2.0)
     q, k, v = qkv(dim=dim)
     series = scheme.coefficients({})
-    q_, k_ = (authors(x, np.arange(63), series, max_length) for x in (q, k))
+    q_, k_ = (authors(x, np.arange(63), series, trained_length) for x in (q, k))
     wanted = softmax_attention(q_, k_, v, lambda q, k, n, i, j: q @ k / np.sqrt(dim))
     out = attend(scheme, {}, q, k, v, is_causal=True)
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
 def test_queries_at_far_positions_with_learned_coefficients():
-    scheme = pe.FoPE(head_dim=32, max_length=4096, groups=12, learned=True, theta=5e5)
+    scheme = pe.FoPE(head_dim=32, trained_length=4096, groups=12, learned=True, theta=5e5)
     params = scheme.init(jax.random.key(1))
     (q, _, _) = qkv(length=4, heads=12, dim=32)
     at = np.array([1, 257, 10**6, 2**31 - 1])
@@ -64,22 +64,22 @@ def test_queries_at_far_positions_with_learned_coefficients():
 def test_pairs_without_position_as_shipped_and_as_written():
     """H = 4 has one pair with position; the other gets cosine and sine 1, or stays."""
     x = jnp.array([0.0, 1.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
-    for still, wanted in ((False, [-1.0, 3.0]), (True, [1.0, 2.0])):
-        scheme = pe.FoPE(head_dim=4, max_length=64, still=still)
+    for rotate_clipped, wanted in ((True, [-1.0, 3.0]), (False, [1.0, 2.0])):
+        scheme = pe.FoPE(head_dim=4, trained_length=64, rotate_clipped=rotate_clipped)
         np.testing.assert_allclose(scheme.query({}, x, jnp.array([[5]]))[0, 0, 0, 1::2], wanted)
 
 
 def test_coefficients_are_ones_and_noise():
-    scheme = pe.FoPE(head_dim=16, max_length=512, gain=0.0)
+    scheme = pe.FoPE(head_dim=16, trained_length=512, gain=0.0)
     # 2 pi / 512 = 0.0123: frequencies 1, 0.316, 0.1, 0.0316 stay for 4 pairs.
     for name in ("cos", "sin"):
         np.testing.assert_array_equal(scheme.coefficients({})[name][0], np.eye(4))
-    many = pe.FoPE(head_dim=16, max_length=10**6, gain=0.0)  # 8 frequencies, every second.
+    many = pe.FoPE(head_dim=16, trained_length=10**6, gain=0.0)  # 8 frequencies, every second.
     wanted = np.zeros((8, 4))
     wanted[[0, 2, 4, 6], np.arange(4)] = 1
     np.testing.assert_array_equal(many.coefficients({})["sin"][0], wanted)
     for groups, spread in ((1, 64 + 32), (8, (64 + 8) * 32)):
-        noisy = pe.FoPE(head_dim=128, max_length=10**6, gain=0.5, groups=groups)
+        noisy = pe.FoPE(head_dim=128, trained_length=10**6, gain=0.5, groups=groups)
         series = noisy.coefficients({})
         noise = series["cos"] - noisy.replace(gain=0.0).coefficients({})["cos"]
         np.testing.assert_allclose(np.std(noise), 0.5 * np.sqrt(2 / spread), rtol=0.05)
@@ -87,7 +87,7 @@ def test_coefficients_are_ones_and_noise():
 
 
 def test_learned_coefficients_start_as_the_fixed_ones():
-    fixed, learned = (pe.FoPE(head_dim=8, max_length=64, learned=x) for x in (False, True))
+    fixed, learned = (pe.FoPE(head_dim=8, trained_length=64, learned=x) for x in (False, True))
     assert fixed.init(jax.random.key(0)) == {}
     params = learned.init(jax.random.key(0))
     for name, leaf in fixed.coefficients({}).items():
@@ -100,17 +100,17 @@ def test_learned_coefficients_start_as_the_fixed_ones():
         ({"head_dim": 2}, "head_dim must be >= 4, got 2"),
         ({"groups": 0}, "groups must be >= 1, got 0"),
         ({"gain": -1.0}, "gain must not be negative, got -1.0"),
-        ({"max_length": 5}, "no frequency completes a turn within max_length=5"),
-        ({"learned": True, "seed": 2}, "learned coefficients come from .* not from seed=2"),
+        ({"trained_length": 5}, "no frequency completes a period within trained_length=5"),
+        ({"learned": True, "seed": 2}, "learned coefficients are drawn by `init`, got seed=2"),
     ],
 )
 def test_errors_name_the_setting_and_the_value(change, message):
     with pytest.raises(ValueError, match=f"fope: {message}"):
-        pe.FoPE(**({"head_dim": 8, "max_length": 64} | change))
+        pe.FoPE(**({"head_dim": 8, "trained_length": 64} | change))
 
 
 @pytest.mark.parametrize("change", [{"groups": 4}, {"head_dim": 4}])
 def test_errors_name_the_shapes(change):
-    scheme = pe.FoPE(**({"head_dim": 8, "max_length": 64} | change))
-    with pytest.raises(ValueError, match=r"fope: q and k must be .* got \(1, 5, 6, 8\)"):
+    scheme = pe.FoPE(**({"head_dim": 8, "trained_length": 64} | change))
+    with pytest.raises(ValueError, match=r"fope: .* got q or k of shape \(1, 5, 6, 8\)"):
         attend(scheme, {}, *qkv(length=5))

@@ -143,7 +143,7 @@ def test_maps_that_contradict_each_other_are_refused():
     yarn = pe.YaRN(factor=4.0, original_max_position=64)
     other = pe.DynamicNTK(2.0, 64, 128)
     for maps in [(yarn, yarn), (yarn, other), (other, pe.Resonance(), yarn)]:
-        with pytest.raises(ValueError, match="several maps that stretch a trained length"):
+        with pytest.raises(ValueError, match="several maps that extend the context"):
             pe.RoPE(head_dim=8, scaling=maps)
     pe.RoPE(head_dim=128, scaling=(pe.YaRN(factor=4.0, original_max_position=4096), pe.Resonance()))
 
@@ -156,6 +156,6 @@ def test_what_is_no_map_is_refused(scaling):
 
 @pytest.mark.parametrize("cls", [pe.YaRN, pe.NTKByParts, pe.LongRoPE, pe.DynamicNTK])
 def test_every_map_says_that_the_trained_length_is_missing(cls):
-    message = f"{cls.__name__}: original_max_position must be the length of training, got 0"
+    message = f"{cls.__name__}: original_max_position must be the trained length, got 0"
     with pytest.raises(ValueError, match=message):
         cls(factor=2.0)

@@ -180,5 +180,5 @@ def test_errors_name_the_setting(change, message):
 
 @pytest.mark.parametrize("shape", [(2, 1, 5), (5,), (3, 5)])
 def test_coordinates_need_three_axes(shape):
-    with pytest.raises(ValueError, match=r"mrope: coordinates must be \[A, B, T\]|rotate: cos"):
+    with pytest.raises(ValueError, match=r"coordinates must be \[3, B, T\]|apply_rotation: cos"):
         pe.MRoPE(head_dim=8).query({}, qkv(length=5)[0], jnp.zeros(shape, jnp.int32))

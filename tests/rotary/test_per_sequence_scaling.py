@@ -169,9 +169,9 @@ def test_lengths_of_sequences():
 
 
 def test_contradictions_are_errors():
-    with pytest.raises(ValueError, match=r"scaling must go by length.* RoPE is for"):
+    with pytest.raises(ValueError, match=r"scaling must be per sequence.* RoPE is for"):
         pe.RoPEByLength(head_dim=8, scaling=LONG.frozen(99))
-    with pytest.raises(ValueError, match="rope_by_length: scaling must go by length"):
+    with pytest.raises(ValueError, match="rope_by_length: scaling must be per sequence"):
         pe.RoPEByLength(head_dim=8, scaling=pe.PI(factor=2.0))
     with pytest.raises(ValueError, match=r"LongRoPE: long=None .* use RoPEByLength"):
         pe.RoPE(head_dim=8, scaling=LONG)

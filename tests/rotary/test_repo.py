@@ -85,7 +85,7 @@ def test_starts_normal():
     [
         ({"groups": 0}, "repo: groups must be >= 1, got 0"),
         ({"width": -1}, "repo: width must be >= 0, got -1"),
-        ({"model_dim": 7}, "repo: model_dim=7 has no eighth; give a width"),
+        ({"model_dim": 7}, "repo: model_dim=7 is below 8; give a width"),
         ({"init_std": 0.0}, "repo: init_std must be positive, got 0.0"),
         ({"layout": "pairs"}, "repo: layout must be one of .*, got 'pairs'"),
         ({"head_dim": 7}, "rotary dim must be even and positive, got 7"),
@@ -100,9 +100,9 @@ def test_errors_name_the_shapes():
     q, k, v, x = arrays(length=5)
     scheme = pe.RePo(model_dim=24, head_dim=8, groups=4)
     params = scheme.init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"repo: q and k must be .* got \(1, 5, 6, 8\)"):
+    with pytest.raises(ValueError, match=r"repo: .* got q or k of shape \(1, 5, 6, 8\)"):
         attend(scheme, params, q, k, v, x)
     with pytest.raises(ValueError, match=r"repo: x must be \[B, T, 24\], got \(1, 5, 7\)"):
         attend(scheme, params, q, k, v, x[..., :7])
-    with pytest.raises(ValueError, match="repo: positions are made from x"):
+    with pytest.raises(ValueError, match="repo: angles are made from x"):
         attend(scheme, params, q, k, v, None)

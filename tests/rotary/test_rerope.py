@@ -105,23 +105,11 @@ def measured(scheme, k, distance):
 @functools.partial(jax.jit, static_argnums=0)
 def weight(scheme, k, distance):
     q = jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2)
-
-    def attention(q, k, v, bias, return_lse, sinks=None):
-        return pe.attention(
-            q,
-            jnp.concatenate([k, jnp.zeros_like(k)], 1),
-            jnp.concatenate([v, jnp.zeros_like(v)], 1),
-            q_coordinates=jnp.array([[distance]]),
-            k_coordinates=jnp.array([[0, 0]]),
-            q_positions=jnp.array([[distance]]),
-            k_positions=jnp.array([[0, 0]]),
-            rules=bias,
-            return_lse=True,
-            scale=1.0,
-        )
-
-    at = jnp.array([[distance]]), jnp.array([[0]])
-    return scheme.attend({}, q, k, jnp.ones_like(k), at, None, None, attention)[0, 0, 0, 0]
+    keys = jnp.concatenate([k, jnp.zeros_like(k)], 1)
+    values = jnp.concatenate([jnp.ones_like(k), jnp.zeros_like(k)], 1)
+    q_at, k_at = jnp.array([[distance]]), jnp.array([[0, 0]])
+    call = pe.AttentionCall(q_positions=q_at, k_positions=k_at, scale=1.0)
+    return scheme.attend({}, q, keys, values, q_at, k_at, None, None, call)[0, 0, 0, 0]
 
 
 def test_does_nothing_within_the_window():

@@ -243,7 +243,7 @@ def test_errors_name_the_shapes(shape, at, options, message):
 
 def test_another_head_dim_is_refused():
     with pytest.raises(ValueError, match=r"rope: the scheme is for head_dim 4, got .*\(1, 5, 6, 8"):
-        pe.RoPE(head_dim=4).query({}, qkv(length=5)[0], jnp.arange(5))
+        pe.RoPE(head_dim=4).query({}, qkv(length=5)[0], jnp.arange(5)[None])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, bool])

@@ -21,7 +21,7 @@ def test_sets_of_tables_serve_runs_of_heads():
 
 @pytest.mark.parametrize("shape", [(2, 5, 4, 4), (2, 4, 4), (3, 5, 4), (2, 5, 5), (5, 4)])
 def test_tables_that_do_not_fit_are_refused(shape):
-    with pytest.raises(ValueError, match=r"rotate: cos and sin must be .* x \(2, 5, 6, 8\)"):
+    with pytest.raises(ValueError, match=r"apply_rotation: cos and sin must .* x \(2, 5, 6, 8"):
         pe.apply_rotation(jnp.ones((2, 5, 6, 8)), jnp.ones(shape), jnp.ones(shape))
 
 

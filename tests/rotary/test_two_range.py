@@ -1,6 +1,6 @@
-"""What all schemes of several rotary views keep, with windows that tests reach.
+"""Properties of all range-attention schemes, with windows below the length of the tests.
 
-The common suite runs them with windows as published, where 19 tokens are all near.
+The common suite runs them with the published windows, where all of its 19 tokens are near.
 """
 
 import functools
@@ -13,8 +13,8 @@ from support import BATCH, LENGTH, close, decode, empty_cache, make_batch, outpu
 
 import posenc_jax as pe
 from posenc_jax import positions as at
-from posenc_jax.rotary.rerope import Far
-from posenc_jax.rotary.two_range import OtherViews, turn
+from posenc_jax.mask import MASK_VALUE
+from posenc_jax.rotary.two_range import Far, OutOfRange
 
 SCHEMES = [
     pe.ReRoPE(head_dim=8, window=4),
@@ -84,7 +84,7 @@ def test_implementations_agree_with_their_gradients(scheme, options):
 @kinds
 @IMPLEMENTATIONS
 def test_sinks_count_once_and_dropout_drops_the_same_weights(scheme, tokens, implementation):
-    """Where all views are alike the merge is one attention, with all its options."""
+    """Where all ranges have equal angles the merge is one attention, with all its options."""
     same = (
         scheme.replace(window=10**6)
         if hasattr(scheme, "window")
@@ -99,8 +99,8 @@ def test_sinks_count_once_and_dropout_drops_the_same_weights(scheme, tokens, imp
 
 
 @IMPLEMENTATIONS
-def test_two_views_with_equal_angles_are_one_attention(tokens, implementation):
-    """STRING that restarts at its window is RoPE, through two views."""
+def test_two_ranges_with_equal_angles_are_one_attention(tokens, implementation):
+    """STRING that restarts at its window is RoPE, computed in two ranges."""
     scheme = pe.ReRoPE(head_dim=8, window=4, leak=1.0)
     options = {"sinks": jnp.linspace(-1.0, 2.0, 6), "implementation": implementation}
     options |= {"dropout_rate": 0.3, "dropout_key": jax.random.key(3), "window": 9}
@@ -144,20 +144,20 @@ def test_a_head_of_another_size_is_refused(scheme):
         pe.scheme_attention(scheme, {}, x, x, x)
 
 
-def test_the_rule_hides_all_but_its_view():
-    bias = pe.LogitBias(OtherViews(Far(2), 1), heads=jnp.zeros(1))
+def test_the_rule_masks_the_keys_of_other_ranges():
+    bias = pe.LogitBias(OutOfRange(Far(2), 1), heads=jnp.zeros(1))
     row = bias.dense(jnp.array([3]), jnp.arange(4))[0, 0]
-    np.testing.assert_array_equal(row, np.array([0, 0, -1e30, -1e30], "f4"))
+    np.testing.assert_array_equal(row, np.array([0, 0, MASK_VALUE, MASK_VALUE], "f4"))
 
 
-def test_turning_ahead_is_exact_at_any_distance():
+def test_rotation_at_a_slope_and_an_offset_is_exact_at_any_distance():
     x = np.random.default_rng(0).normal(size=(1, 1, 6, 12)).astype("f4")
     scaling = pe.YaRN(factor=1.0, original_max_position=64, attention_factor=1.25)
     scheme = pe.ReRoPE(head_dim=12, scaling=scaling)
     frequencies, _ = pe.rope_frequencies(12)
-    for position, slow, ahead in [(1, 1.0, 0.5), (257, 0.25, 31.25), (10**6, 1 / 3, 32768.75)]:
-        out = turn(scheme, jnp.asarray(x), jnp.array([[position]]), slow=slow, ahead=ahead)
-        angle = (slow * position + ahead) * frequencies
+    for position, slope, offset in [(1, 1.0, 0.5), (257, 0.25, 31.25), (10**6, 1 / 3, 32768.75)]:
+        out = scheme.rotated(jnp.asarray(x), jnp.array([[position]]), slope=slope, offset=offset)
+        angle = (slope * position + offset) * frequencies
         a, b = np.split(x.astype(np.float64), 2, -1)
         c, s = 1.25 * np.cos(angle), 1.25 * np.sin(angle)
         wanted = np.concatenate([a * c - b * s, b * c + a * s], -1)

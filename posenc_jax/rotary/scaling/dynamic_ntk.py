@@ -26,12 +26,12 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
-from posenc_jax.rotary.frequencies import FrequencyMap, check_stretch
+from posenc_jax.rotary.frequencies import PerSequenceMap, check_stretch
 from posenc_jax.rotary.scaling.interpolation import NTK
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicNTK(FrequencyMap):
+class DynamicNTK(PerSequenceMap):
     """Dynamic NTK scaling (emozilla 2023) at one length.
 
     Attributes:
@@ -71,7 +71,7 @@ class DynamicNTK(FrequencyMap):
         return NTK(self.factor * longer - (self.factor - 1))(frequencies, head_dim, theta)
 
     @property
-    def goes_by_length(self):
+    def per_sequence(self):
         """Whether each sequence has the frequencies of its own length."""
         return self.length is None
 

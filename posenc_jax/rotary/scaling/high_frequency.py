@@ -46,7 +46,7 @@ class HighFrequenciesOnly(FrequencyMap):
     def __post_init__(self):
         require(
             1 <= self.original_max_position < math.inf,
-            "HighFrequenciesOnly: original_max_position must be the length of training, got "
+            "HighFrequenciesOnly: original_max_position must be the trained length, got "
             f"{self.original_max_position}.",
         )
 

@@ -14,6 +14,7 @@ Reference code: huggingface/transformers, modeling_rope_utils.py.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class PI(FrequencyMap):
     array([0.25])
     """
 
+    extends_context: ClassVar[bool] = True
     factor: float = 1.0
 
     def __post_init__(self):
@@ -59,6 +61,7 @@ class NTK(FrequencyMap):
     array([1.    , 0.0025])
     """
 
+    extends_context: ClassVar[bool] = True
     factor: float = 1.0
 
     def __post_init__(self):

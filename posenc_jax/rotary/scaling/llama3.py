@@ -16,6 +16,7 @@ huggingface/transformers, modeling_rope_utils.py.
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class Llama3(FrequencyMap):
     array([1.00e+00, 1.25e-05])
     """
 
+    extends_context: ClassVar[bool] = True
     factor: float = 8.0
     original_max_position: int = 8192
     low_freq_factor: float = 1.0

@@ -26,13 +26,13 @@ import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
-from posenc_jax.rotary.frequencies import FrequencyMap, check_stretch
+from posenc_jax.rotary.frequencies import PerSequenceMap, check_stretch
 
 _MAGNITUDES = ("su", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
-class LongRoPE(FrequencyMap):
+class LongRoPE(PerSequenceMap):
     """LongRoPE (Ding et al. 2024), with the table for short or for long sequences.
 
     Attributes:
@@ -107,7 +107,7 @@ class LongRoPE(FrequencyMap):
         return frequencies / stretch, g
 
     @property
-    def goes_by_length(self):
+    def per_sequence(self):
         """Whether each sequence has the table of its own length."""
         return self.long is None
 

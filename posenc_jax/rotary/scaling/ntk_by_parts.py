@@ -22,6 +22,7 @@ Reference code: jquesnelle/yarn, scaled_rope/LlamaPartNTKScaledRotaryEmbedding.p
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import numpy as np
 
@@ -96,6 +97,7 @@ class NTKByParts(FrequencyMap):
     array([1.    , 0.0075])
     """
 
+    extends_context: ClassVar[bool] = True
     factor: float = 1.0
     original_max_position: int = 0
     beta: tuple[float, float] = (1.25, 0.75)

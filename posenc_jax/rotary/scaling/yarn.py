@@ -28,6 +28,7 @@ huggingface/transformers, modeling_rope_utils.py.
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import numpy as np
 
@@ -86,6 +87,7 @@ class YaRN(FrequencyMap):
     array([1.     , 0.00625])
     """
 
+    extends_context: ClassVar[bool] = True
     factor: float = 1.0
     original_max_position: int = 0
     beta_fast: float = 32.0

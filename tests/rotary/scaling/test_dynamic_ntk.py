@@ -57,7 +57,7 @@ def test_cached_keys_stay_right():
     "change, message",
     [
         ({"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
-        ({"original_max_position": 0}, "original_max_position must be the length of training"),
+        ({"original_max_position": 0}, "original_max_position must be the trained length"),
         ({"length": 0}, "length must be that of the sequence, got 0"),
     ],
 )

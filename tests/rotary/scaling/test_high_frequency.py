@@ -39,6 +39,6 @@ def test_composes_with_other_maps():
 
 @pytest.mark.parametrize("length", [0, -1, float("nan")])
 def test_errors_name_the_argument_and_the_value(length):
-    message = f"original_max_position must be the length of training, got {length}"
+    message = f"original_max_position must be the trained length, got {length}"
     with pytest.raises(ValueError, match=f"HighFrequenciesOnly: {message}"):
         pe.HighFrequenciesOnly(original_max_position=length)

@@ -67,7 +67,7 @@ def test_matches_the_three_cases_and_every_option_counts(dim, option):
     "change, message",
     [
         ({"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
-        ({"original_max_position": 0}, "original_max_position must be the length of training"),
+        ({"original_max_position": 0}, "original_max_position must be the trained length"),
         ({"low_freq_factor": 5.0}, "at most high_freq_factor, got 5.0 and 4.0"),
         ({"low_freq_factor": 0.0}, "must be positive .*got 0.0 and 4.0"),
     ],

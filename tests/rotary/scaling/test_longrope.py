@@ -82,7 +82,7 @@ def test_lists_from_a_file_are_taken():
     "change, message",
     [
         ({"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
-        ({"original_max_position": 0}, "original_max_position must be the length of training"),
+        ({"original_max_position": 0}, "original_max_position must be the trained length"),
         ({"original_max_position": 1}, "original_max_position must exceed 1"),
         ({"short_factor": ()}, r"short_factor must have a positive number per pair, got \(\)"),
         ({"long_factor": (1.0, 0.0)}, r"long_factor must have a positive .*got \(1.0, 0.0\)"),

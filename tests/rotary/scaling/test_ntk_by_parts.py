@@ -86,7 +86,7 @@ def test_lists_from_a_file_are_taken():
     "change, message",
     [
         ({"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
-        ({"original_max_position": 0}, "original_max_position must be the length of training"),
+        ({"original_max_position": 0}, "original_max_position must be the trained length"),
         ({"beta": (0.5, 0.75)}, r"beta must be .*got \(0.5, 0.75\)"),
         ({"gamma": (16.0, 0.0)}, r"gamma must be .*got \(16.0, 0.0\)"),
     ],

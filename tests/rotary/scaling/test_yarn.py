@@ -154,7 +154,7 @@ def test_does_nothing_at_factor_one():
         ({"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
         ({"factor": float("nan")}, "factor must be at least 1 and finite, got nan"),
         ({"factor": float("inf")}, "factor must be at least 1 and finite, got inf"),
-        ({"original_max_position": 0}, "original_max_position must be the length of training"),
+        ({"original_max_position": 0}, "original_max_position must be the trained length"),
         ({"beta_fast": 1.0}, r"0 < slow < fast, got \(1.0, 1.0\)"),
         ({"beta_slow": 0.0}, r"0 < slow < fast, got \(32.0, 0.0\)"),
         ({"ramp": "linear"}, "ramp must be .* got 'linear'"),
