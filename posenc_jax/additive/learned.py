@@ -42,7 +42,7 @@ def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array
     >>> lookup(jnp.array([[1.0], [2.0]]), jnp.array([1]))
     Array([[2.]], dtype=float32)
     """
-    positions = integer_positions("learned", positions)
+    positions = integer_positions("learned", positions, "coordinates")
     rows = table.shape[0] - offset
     in_table("learned", positions, rows)
     index = jnp.where(positions < 0, rows, positions) + offset  # -1 would be the last row.

@@ -131,7 +131,7 @@ class TUPE(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns no features; raises for concrete positions outside the table."""
-        in_table("tupe", integer_positions("tupe", coordinates), self.max_length)
+        in_table("tupe", integer_positions("tupe", coordinates, "coordinates"), self.max_length)
         return None, None, state
 
     def rules(self, params, q_features=None, k_features=None):

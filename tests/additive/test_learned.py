@@ -92,7 +92,7 @@ def test_any_integer_dtype_is_accepted(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])
 def test_positions_that_are_not_integers_raise(dtype):
-    with pytest.raises(TypeError, match="learned: positions must be integers, got"):
+    with pytest.raises(TypeError, match="learned: coordinates must be integers, got"):
         lookup(TABLE, jnp.zeros(3, dtype))
 
 

@@ -136,7 +136,7 @@ def test_float_coordinates_raise():
     q, k, v = (x[:, :3] for x in ARRAYS)
     scheme = small()
     params = scheme.init(jax.random.key(0))
-    with pytest.raises(TypeError, match="tupe: positions must be integers, got float32"):
+    with pytest.raises(TypeError, match="tupe: coordinates must be integers, got float32"):
         pe.scheme_attention(scheme, params, q, k, v, coordinates=jnp.zeros((1, 3)))
 
 
