@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import textwrap
 import tomllib
 
 import numpy as np
@@ -132,6 +134,17 @@ def test_a_task_of_ones_own_is_one_file(run, own_module):
     assert status == 2 and "repeat.puase: unknown setting of Repeat; did you mean 'pause'?" in err
     with pytest.raises(SystemExit):
         main(["compare", str(run.file), "--tasks", "my_schemes:Repeat", "--help"])
+
+
+def test_the_scheme_in_the_readme_runs_as_pasted(run, tmp_path, monkeypatch, request):
+    readme = (request.config.rootpath / "README.md").read_text()
+    blocks = re.findall(r"^( *)```python\n(.*?)^ *```", readme, re.DOTALL | re.MULTILINE)
+    (block,) = [textwrap.dedent(text) for _, text in blocks if "(pe.Scheme)" in text]
+    (tmp_path / "pasted.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    (name,) = re.findall(r"class (\w+)\(pe.Scheme\)", block)
+    status, _, err = run("compare", "--schemes", f"pasted:{name}")
+    assert (status, err) == (0, "")
 
 
 def test_chains_patterns_and_factories_are_compared(run, own_module):
