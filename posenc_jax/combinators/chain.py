@@ -1,11 +1,11 @@
-"""Several schemes at once."""
+"""Several schemes in one."""
 
 import dataclasses
 
 import jax
 
 from posenc_jax.checks import require
-from posenc_jax.rules import Rule, as_tuple
+from posenc_jax.rules import LogitsTransform, Rule, as_tuple
 from posenc_jax.scheme import Acts, Scheme, Traits
 
 
@@ -27,6 +27,9 @@ class _Chain(Scheme):
             len(values) < 2,
             f"chain: only one scheme may add to the values, got {values}.",
         )
+        rows = [s for s in self.schemes if Acts.LOGITS in s.acts]
+        rows = [s for s in rows if len(rows) > 1 and _transforms_rows(s)]
+        require(len(rows) < 2, f"chain: only one scheme may transform rows of logits, got {rows}.")
         axes = {s.traits.num_axes for s in self.schemes if s.acts}
         require(
             len(axes) < 2,
@@ -36,8 +39,8 @@ class _Chain(Scheme):
         others = [s for s in self.schemes if s.acts & ~(Acts.EMBEDDING | Acts.QK)]
         require(
             not replacing or len(others) == 1,
-            f"chain: {replacing} replace attention; beside one of them others may act on the "
-            f"embedding, q and k only, got {others}.",
+            f"chain: {replacing} replace attention; one of them combines with schemes that act on "
+            f"the embedding, q and k only, got {others}.",
         )
 
     def _each(self, params, *values):
@@ -114,12 +117,23 @@ class _Chain(Scheme):
         return scales.pop() if scales else None
 
 
+def _transforms_rows(scheme: Scheme) -> bool:
+    """Returns whether a rule of the scheme transforms rows of logits, as far as is known."""
+    try:
+        rules = jax.eval_shape(
+            lambda key: as_tuple(scheme.rules(scheme.init(key))), jax.random.key(0)
+        )
+    except Exception:  # Rules may need features, of shapes that only a call knows.
+        return False
+    return any(isinstance(rule, LogitsTransform) for rule in rules)
+
+
 def chain(*schemes: Scheme) -> Scheme:
-    """Returns a scheme that applies all of `schemes`, in their order.
+    """Returns a scheme that applies all of `schemes`, in this order.
 
     Raises:
-      ValueError: if there are none, more than one of them adds to the values, or one of
-        them replaces attention while another acts elsewhere than on the embedding, q and k.
+      ValueError: if there are none, more than one adds to the values or transforms rows of
+        logits, or one replaces attention while another acts on logits, values or attention.
       TypeError: for an argument that is not a scheme.
 
     >>> import posenc_jax as pe

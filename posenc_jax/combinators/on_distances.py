@@ -1,4 +1,4 @@
-"""A relative bias on drawn distances."""
+"""A relative bias on given distances."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from posenc_jax.rules import LogitBias
 
 @dataclasses.dataclass(frozen=True)
 class _OfDistances:
-    """A relative rule that reads what stands for a distance."""
+    """A relative rule that looks its distance up in a table."""
 
     rule: Callable
 
@@ -28,16 +28,16 @@ class _OfDistances:
 
 
 def on_distances(bias: LogitBias, past: jax.Array, future: jax.Array | None = None) -> LogitBias:
-    """Returns a relative bias that reads `past[n - 1]` where a key is n tokens back.
+    """Returns a relative bias that reads the distance `past[n - 1]` for a key n tokens back.
 
-    Randomized distances of Ruoss et al., who draw them for ALiBi and Transformer-XL in place of
-    positions: the distance of two tokens is then no sum of those between. `positions.
-    randomized_distances` draws them. Pairs further apart than there are entries are NaN.
+    Ruoss et al. randomize distances rather than positions for ALiBi and Transformer-XL:
+    distances then do not add up along the sequence. `positions.randomized_distances` draws
+    them. The bias is NaN for pairs more than L tokens apart.
 
     Args:
       bias: a bias that depends on q - k alone.
-      past: distances [L], growing; int32 or float32.
-      future: those to later keys. Default: the same.
+      past: increasing distances [L], int32 or float32.
+      future: distances [L] for later keys. Default: `past`.
 
     Raises:
       ValueError: for a bias that is not relative, or arrays of another rank.

@@ -1,17 +1,18 @@
-r"""StreamingLLM: the first tokens stay visible, next to the window.
+r"""StreamingLLM: the first tokens of a sequence stay visible beside the window.
 
-A model with a window, trained without one, breaks down when its first tokens leave the cache: heads
-park their attention there. So the first tokens stay, and positions are counted in the cache. For a
-query at i, w tokens back in its window and s first ones:
+A model with a sliding window that was trained without one fails once its first tokens leave
+the cache: heads use them as attention sinks. So they stay, and positions are counted within
+the cache. For a query at i, a window of w tokens before it and s first tokens:
 
-    key at j >= i - w        stands i - j before the query, as always
-    key at j < s, further    stands min(i, s + w) - j before the query
-    others                   are gone
+    key at j >= i - w        is i - j tokens before the query, as without streaming
+    key at j < s, older      is min(i, s + w) - j tokens before it
+    other keys               are hidden
 
-For schemes that depend on the distance alone this is the authors' rule, who number what is in the
-cache anew at each step: so keys can be cached as they are seen. The first tokens meet a query of
-their own, and the two parts are merged by their log-sum-exp. A cache that is a ring keeps the first
-s slots: s + w + 1 are enough to decode without end, one token at a time.
+The authors renumber the cache at each step. For schemes that depend on the distance alone
+the rule above is equivalent, and keys are cached as the scheme transforms them: first tokens
+beyond the window are attended to by a second, rotated query, and the two parts are merged by
+their log-sum-exp. A ring cache keeps the first s slots, so s + w + 1 slots suffice to decode
+without end, one token at a time.
 
 Paper: Xiao et al. Efficient Streaming Language Models with Attention Sinks. 2023.
 https://arxiv.org/abs/2309.17453
@@ -25,22 +26,10 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.combinators.wrapper import Wrapper
-from posenc_jax.mask import MASK_VALUE, window_sides
+from posenc_jax.mask import window_sides
 from posenc_jax.ops.lse import merge_partial_softmax
-from posenc_jax.rules import LogitBias
+from posenc_jax.positions import count_up
 from posenc_jax.scheme import Acts, Scheme
-
-
-@dataclasses.dataclass(frozen=True)
-class _FirstOnly:
-    """A rule that hides all but first tokens beyond the window."""
-
-    first: int
-    left: int
-
-    def __call__(self, shared, head, q, k):
-        seen = (k < self.first) & (q - k > self.left)
-        return jnp.where(seen, 0.0, MASK_VALUE).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,57 +47,68 @@ class _Streaming(Wrapper):
         return Acts.ATTENTION
 
     def query(self, params, q, coordinates, features=None, tables=None):
-        return q  # Rotated in `attend`, at two positions.
+        return q  # Transformed in `attend`, at two coordinates.
 
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
     ):
-        """Attends to the window and to the first tokens, and merges the two."""
+        """Attends to the window and to older first tokens, and merges the two."""
         left, _ = window_sides(attention.window) or (-1, -1)
         require(
             left >= 0 and attention.is_causal,
             f"streaming: needs is_causal=True and a window, got window {attention.window}.",
         )
-        if attention.softcap is not None:
-            raise NotImplementedError(
-                "streaming: softcap bounds the mask values of other keys; leave it out."
-            )
         require(not attention.return_lse, "streaming: return_lse is used internally.")
-        attention = attention.replace(return_lse=True)
+        if attention.prefix_length is not None:
+            raise NotImplementedError("streaming: prefix_length; it would show keys twice.")
 
-        def part(q_at, attention):
-            rotated = self.scheme.query(params, q, q_at, q_features)
-            return self.scheme.attend(
-                params, rotated, k, v, q_at, k_coordinates, q_features, k_features, attention
-            )
+        def places(given, x):
+            return count_up(*x.shape[:2]) if given is None else given
 
-        far_at = jnp.minimum(q_coordinates, self.first + left)
-        first = LogitBias(_FirstOnly(self.first, left), heads=jnp.zeros((q.shape[2],), jnp.float32))
-        far = attention.replace(
+        q_positions = places(attention.q_positions, q)
+        k_positions = places(attention.k_positions, k)
+        segments = attention.k_segment_ids
+        segments = jnp.zeros_like(k_positions) if segments is None else segments
+        clipped = jnp.minimum(q_coordinates, self.first + left)
+        near = attention.replace(return_lse=True)
+        older = near.replace(
             window=None,
             contiguous=False,
             sinks=None,
-            q_coordinates=far_at,
+            # Causal from left + 1 tokens back, so that no key is in both parts.
+            q_positions=q_positions - (left + 1),
+            k_positions=k_positions,
+            q_coordinates=clipped,
             k_coordinates=k_coordinates,
-            extra_rules=(*attention.extra_rules, first),
+            q_segment_ids=jnp.zeros_like(q_positions)
+            if attention.q_segment_ids is None
+            else attention.q_segment_ids,
+            k_segment_ids=jnp.where(k_positions < self.first, segments, -1),
         )
-        parts = part(q_coordinates, attention), part(far_at, far)
-        outs, lses = zip(*parts, strict=True)
+
+        def part(q_at, attention):
+            transformed = self.scheme.query(params, q, q_at, q_features)
+            return self.scheme.attend(
+                params, transformed, k, v, q_at, k_coordinates, q_features, k_features, attention
+            )
+
+        outs, lses = zip(part(q_coordinates, near), part(clipped, older), strict=True)
         return merge_partial_softmax([x.astype(jnp.float32) for x in outs], lses).astype(q.dtype)
 
 
 def streaming(scheme: Scheme, first: int = 4) -> Scheme:
-    """Returns `scheme` for decoding without end: the first tokens stay beside the window.
+    """Returns `scheme` for decoding without end: first tokens stay visible beside the window.
 
     The window is that of attention, `window=(w, 0)` with `is_causal=True`.
 
     Args:
-      scheme: one that depends on the distance of tokens alone: RoPE, ALiBi.
-      first: s, the number of first tokens of each sequence that stay.
+      scheme: one that depends on the distance alone: RoPE, ALiBi.
+      first: s, the number of first tokens of each sequence that stay, those at positions
+        below s.
 
     Raises:
-      ValueError: for a scheme that reads positions themselves or replaces attention, or `first`
-        below one.
+      ValueError: for a scheme that does not depend on the distance alone or replaces
+        attention, and `first` below one.
 
     >>> import posenc_jax as pe
     >>> q = k = v = jnp.ones((1, 9, 2, 8))
@@ -121,8 +121,9 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
         bool(scheme.acts) and Acts.ATTENTION not in scheme.acts,
         f"streaming: {scheme!r} must read positions and not replace attention.",
     )
+    traits = scheme.traits
     require(
-        scheme.traits.relative and Acts.EMBEDDING not in scheme.acts,
+        traits.relative and not traits.order_only and Acts.EMBEDDING not in scheme.acts,
         f"streaming: {scheme!r} must depend on the distance of tokens alone.",
     )
     require(first >= 1, f"streaming: first must be at least 1 token, got {first}.")

@@ -1,4 +1,4 @@
-"""The base of schemes that wrap one scheme and change what it reads."""
+"""The base of schemes that wrap another and change its coordinates or hooks."""
 
 import dataclasses
 from collections.abc import Callable

@@ -145,6 +145,46 @@ def test_a_chain_adds_to_the_values_once():
         pe.chain()
 
 
+def test_a_chain_transforms_rows_of_logits_once():
+    cope, sticks = pe.CoPE(head_dim=8), pe.StickBreaking()
+    for pair in ((cope, sticks), (pe.on_axis(cope, 0), pe.on_axis(pe.DAPE(num_heads=6), 1))):
+        with pytest.raises(ValueError, match=r"chain: only one scheme may transform rows of logi"):
+            pe.chain(*pair)
+    assert len(pe.chain(cope, pe.ALiBi(num_heads=6)).schemes) == 2
+
+
+@pytest.mark.parametrize(
+    "schemes", [([pe.NoPE(), pe.NoPE()],), (pe.RoPE, pe.T5), (pe.NoPE(), "rope"), (None,)]
+)
+def test_a_chain_takes_schemes_one_by_one(schemes):
+    with pytest.raises(TypeError, match=r"chain: takes schemes one by one, chain\(RoPE\(\.\.\.\)"):
+        pe.chain(*schemes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(pe.AttentionCall):
+    """An attention call of a user's own."""
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, pe.chain, lambda s: pe.chain(pe.RoPE(8), s)])
+def test_a_refusal_does_not_vanish_behind_a_wrapped_call(wrap):
+    """A subclass keeps the options that a scheme refuses; a function has none to read."""
+    path = pe.PaTH(num_heads=6, head_dim=8, model_dim=20)
+    scheme = wrap(path)
+    params = scheme.init(jax.random.key(0))
+    at = jnp.arange(21)[None]
+    x = jnp.ones((1, 21, 20))
+    made = scheme.features(params, x, *ARRAYS[:2], at, None, None)[:2]
+    arrays = (params, *ARRAYS, at, at, *made)
+    call = Counted(is_causal=True, softcap=5.0)
+    with pytest.raises(NotImplementedError, match="softcap"):
+        scheme.attend(*arrays, call)
+    with pytest.raises(NotImplementedError, match="softcap"):
+        scheme.attend(*arrays, call.replace(scale=1.0))
+    with pytest.raises(AttributeError, match="softcap|return_lse"):
+        scheme.attend(*arrays, lambda *args: call(*args))
+
+
 def test_wrapped_schemes_that_leave_the_values_alone_may_be_chained():
     rope, alibi = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6)
     nested = pe.chain(pe.with_positions(rope, same), pe.chain(pe.with_positions(alibi, same)))

@@ -157,6 +157,44 @@ def test_schemes_with_content_and_values_stream_too():
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
+def test_softcap_bounds_the_logits_of_both_parts():
+    def capped(*arguments):
+        return 0.7 * np.tanh(rope(*arguments) / 0.7)
+
+    options = {"is_causal": True, "window": (8, 0), "softcap": 0.7}
+    out = attend(pe.streaming(pe.RoPE(head_dim=8), 4), {}, *ARRAYS, **options)
+    np.testing.assert_allclose(out[0], authors(capped, 4, 8), atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_several_axes_of_coordinates(implementation):
+    """First tokens are those of the first positions; beyond the window both axes are clipped."""
+    grid = np.stack([np.arange(40) // 5, np.arange(40) % 5])
+    frequencies = pe.axial_frequencies(8)
+
+    def rotated(x, at):
+        angles = (np.minimum(at, 4 + 8)[:, None] * frequencies).ravel()
+        z = (x[:4] + 1j * x[4:]) * np.exp(1j * angles)
+        return np.concatenate([z.real, z.imag])
+
+    wanted = np.zeros((40, 6, 8))
+    for i in range(40):
+        for n in range(6):
+            seen = [j for j in range(i + 1) if i - j <= 8 or j < 4]
+            x = [rotated(Q[i, n], grid[:, i]) @ rotated(K[j, n // 2], grid[:, j]) for j in seen]
+            weights = np.exp(np.array(x) / np.sqrt(8))
+            wanted[i, n] = weights @ V[seen, n // 2] / weights.sum()
+    scheme = pe.streaming(pe.AxialRoPE(head_dim=8, axes=(0, 1)), 4)
+    assert scheme.traits.num_axes == 2
+    at = jnp.asarray(grid[:, None])
+    options = {"is_causal": True, "window": (8, 0), "implementation": implementation}
+    out = attend(scheme, {}, *ARRAYS, coordinates=at, **options)
+    np.testing.assert_allclose(out[0], wanted, atol=1e-5)
+    text = jnp.arange(40)
+    both = attend(scheme, {}, *ARRAYS, coordinates=jnp.stack([text, text])[:, None], **options)
+    np.testing.assert_allclose(attend(scheme, {}, *ARRAYS, **options), both, atol=1e-6)
+
+
 def test_gradients_agree_between_implementations():
     def loss(arrays, implementation):
         options = {"is_causal": True, "window": (8, 0), "implementation": implementation}
@@ -174,6 +212,7 @@ def test_gradients_agree_between_implementations():
     [
         (pe.NoPE(), "must read positions and not replace attention"),
         (pe.ReRoPE(head_dim=8), "must read positions and not replace attention"),
+        (pe.CoPE(head_dim=8), "must depend on the distance of tokens alone"),
         (pe.FIRE(num_heads=6), "must depend on the distance of tokens alone"),
         (pe.Sinusoidal(model_dim=8), "must depend on the distance of tokens alone"),
     ],
@@ -191,5 +230,6 @@ def test_wrong_use_is_refused():
     for options in ({}, {"is_causal": True}, {"window": (3, 0)}):
         with pytest.raises(ValueError, match="needs is_causal=True and a window, got window"):
             attend(scheme, {}, *ARRAYS, **options)
-    with pytest.raises(NotImplementedError, match="streaming: softcap"):
-        attend(scheme, {}, *ARRAYS, is_causal=True, window=3, softcap=30.0)
+    prefix = jnp.ones(1, int)
+    with pytest.raises(NotImplementedError, match="streaming: prefix_length"):
+        attend(scheme, {}, *ARRAYS, is_causal=True, window=3, prefix_length=prefix)
