@@ -1,7 +1,7 @@
 """PaTH against the authors' code and numbers from a run of it.
 
 `authors` is naive_path_attn of fla-org/flash-linear-attention, tests/ops/test_path_attn.py,
-and `layer` what fla/layers/path_attn.py makes of x, from torch to NumPy in float64.
+and `layer` the projections of fla/layers/path_attn.py, from torch to NumPy in float64.
 """
 
 import functools
@@ -14,7 +14,7 @@ import pytest
 from oracle import qkv
 
 import posenc_jax as pe
-from posenc_jax.content import path_walk
+from posenc_jax.content import path
 
 OPTIONS = {
     pe.PaTH: {"num_kv_heads": 2, "rank": 4, "short_conv": False, "forget_gate": True},
@@ -109,7 +109,7 @@ VARIANTS = [{}, {"rank": 0, "num_kv_heads": 3}, {"rank": 4}, {"short_conv": Fals
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_matches_the_code_of_the_authors(options, implementation, monkeypatch):
-    monkeypatch.setattr(path_walk, "CHUNK", 8)
+    monkeypatch.setattr(path, "CHUNK", 8)
     arrays, x = qkv(batch=2, heads=6, kv_heads=3), embeddings(batch=2)
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, **options)
     params = scheme.init(jax.random.key(0))
@@ -135,12 +135,12 @@ def test_matches_a_run_of_the_authors_code():
     arrays = [jnp.asarray(x, jnp.float32) for x in (*arrays, beta[None, :, None])]
 
     attention = pe.AttentionCall(is_causal=True)
-    out = jax.jit(lambda *a: path_walk.attend_along_path(*a, 2**-0.5, attention))(*arrays)
+    out = jax.jit(lambda *a: path.attend_along_path(*a, 2**-0.5, attention))(*arrays)
     np.testing.assert_allclose(out[0, :, 0], weights, atol=1e-6)
 
 
-def test_gradients_are_the_slopes_of_the_paper(monkeypatch):
-    monkeypatch.setattr(path_walk, "CHUNK", 2)
+def test_gradients_match_finite_differences_of_the_paper(monkeypatch):
+    monkeypatch.setattr(path, "CHUNK", 2)
     arrays, x = qkv(length=5, heads=2, kv_heads=1, dim=3), embeddings(5, 3)
     weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
     scheme = pe.PaTH(num_heads=2, head_dim=3, model_dim=3, num_kv_heads=1, rank=2)
@@ -164,16 +164,16 @@ def test_gradients_are_the_slopes_of_the_paper(monkeypatch):
             np.testing.assert_allclose(grad[index], (ends[0] - ends[1]) / 2e-6, atol=1e-5)
 
 
-def test_reflections_over_many_chunks_lose_no_precision():
+def test_reflections_over_many_chunks_keep_their_precision():
     rng = np.random.default_rng(2)
     q, k, v, w = (rng.normal(size=(1, 300, 2, 8)) for _ in range(4))
-    w = np.repeat(w[:, :1], 300, 1) + 0.1 * w  # All nearly the same: the hardest systems.
+    w = np.repeat(w[:, :1], 300, 1) + 0.1 * w  # Nearly equal vectors: the worst conditioned T.
     w /= np.linalg.norm(w, axis=-1, keepdims=True)
     beta = rng.uniform(1.5, 2.0, size=(1, 300, 2))
 
     attention = pe.AttentionCall(is_causal=True)
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v, w, beta)]
-    out = jax.jit(lambda *a: path_walk.attend_along_path(*a, 8**-0.5, attention))(*arrays)
+    out = jax.jit(lambda *a: path.attend_along_path(*a, 8**-0.5, attention))(*arrays)
     np.testing.assert_allclose(out, products(q, k, v, w, beta), atol=1e-5)
 
 
@@ -204,7 +204,7 @@ def test_memory_is_linear_in_the_length():
         ({"rank": -1}, "rank must not be negative, got -1"),
         ({"num_kv_heads": 4}, "num_kv_heads must divide num_heads = 6, got 4"),
         ({"head_dim": 4}, r"x must be \[B, T, 10\] and q .*6, 4\], got .*\(1, 63, 6, 8\)"),
-        ({"x": None}, "w and beta are made from x"),
+        ({"x": None}, "w and beta are computed from x"),
     ],
 )
 def test_errors_name_the_setting_and_the_value(change, message):
@@ -218,13 +218,13 @@ def test_errors_name_the_setting_and_the_value(change, message):
 def test_softcap_is_refused():
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10)
     params = scheme.init(jax.random.key(0))
-    with pytest.raises(NotImplementedError, match="path: softcap comes before"):
+    with pytest.raises(NotImplementedError, match="path: softcap is applied before"):
         oracle.attend(scheme, params, *qkv(), x=embeddings(), softcap=2.0)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_the_forget_gate_matches_the_code_of_the_authors(implementation, monkeypatch):
-    monkeypatch.setattr(path_walk, "CHUNK", 8)
+def test_forget_gate_matches_the_code_of_the_authors(implementation, monkeypatch):
+    monkeypatch.setattr(path, "CHUNK", 8)
     arrays, x = qkv(batch=2, heads=6, kv_heads=3), embeddings(batch=2)
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
     params = scheme.init(jax.random.key(0))
@@ -235,7 +235,7 @@ def test_the_forget_gate_matches_the_code_of_the_authors(implementation, monkeyp
     np.testing.assert_allclose(out, whole(scheme, params, x, arrays, function), atol=1e-5)
 
 
-def test_the_forget_gate_decodes_after_padding_and_chunks():
+def test_forget_gate_decodes_after_left_padding_and_in_chunks():
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
     params = scheme.init(jax.random.key(0))
     params["gate"]["w"] *= 30
@@ -257,7 +257,7 @@ def test_the_forget_gate_decodes_after_padding_and_chunks():
     np.testing.assert_allclose(jnp.concatenate(outs, 1)[:, 3:], whole, atol=2e-5)
 
 
-def test_gradients_reach_the_forget_gate_alike_in_all_implementations():
+def test_implementations_agree_on_gradients_of_the_forget_gate():
     arrays, x = qkv(batch=1, heads=6, kv_heads=3, length=40), embeddings(length=40)
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
     params = scheme.init(jax.random.key(0))
