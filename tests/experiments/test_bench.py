@@ -1,4 +1,4 @@
-"""Benchmarks run in small, print ratios, and write what they printed."""
+"""Benchmarks at tiny size: ratios, files, and the selection of peers."""
 
 import json
 import subprocess
@@ -21,13 +21,13 @@ from experiments.environment import processor
 from experiments.errors import ConfigError
 
 
-def test_the_first_case_is_the_reference():
+def test_ratios_are_to_the_first_case():
     a, b = side_by_side({"a": lambda: jnp.zeros(3), "b": lambda: jnp.ones(3)}, rounds=3, seconds=0)
     assert (a.name, a.ratio, a.median_ratio, a.rounds) == ("a", 1.0, 1.0, 3)
     assert b.ratio == b.least / a.least
 
 
-def test_rope_in_small(tmp_path, monkeypatch, capsys):
+def test_bench_rope_at_tiny_size(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rope, "SHAPES", ((1, 8, 2, 4),))
     monkeypatch.setattr(rope, "TABLE", (64, 8))
     path = tmp_path / "rope.json"
@@ -43,7 +43,7 @@ def test_rope_in_small(tmp_path, monkeypatch, capsys):
     assert errors["posenc_jax.cos_sin"] < 2e-7 < 1e-3 < errors["jnp.cos and jnp.sin"]
 
 
-def test_positions_that_are_given_are_cases_of_their_own(capsys):
+def test_explicit_positions_are_separate_cases(capsys):
     arguments = ["attention", "--cold-heap", "--rounds=1", "--seconds=0", "--lengths=16"]
     arguments += ["--heads=2", "--head-dim=4", "--schemes=alibi", "--forward", "--naive-to=0"]
     assert bench.main([*arguments, "--positions"]) == 0
@@ -62,7 +62,7 @@ def test_positions_that_are_given_are_cases_of_their_own(capsys):
     assert sorted(shuffled) == list(range(100))
 
 
-def test_attention_in_small(tmp_path, capsys):
+def test_bench_attention_at_tiny_size(tmp_path, capsys):
     json_path, svg_path = tmp_path / "attention.json", tmp_path / "attention.svg"
     arguments = ["attention", "--cold-heap", "--rounds=1", "--seconds=0", "--lengths=16,8"]
     arguments += ["--heads=2", "--head-dim=4", "--schemes=t5:num_buckets=8", "--devices=2"]
@@ -139,7 +139,7 @@ def test_schemes_by_name_and_option():
             named_schemes(wrong, sizes)
 
 
-def test_a_scheme_that_reads_the_embedding_gets_it():
+def test_schemes_that_read_x_are_given_x():
     shape = 1, 3, 2, 4
     assert len(make_arguments(pe.Shaw(2, 4), shape, jnp.float32)) == 4
     scheme = pe.FoX(num_heads=2, model_dim=8)
@@ -148,7 +148,7 @@ def test_a_scheme_that_reads_the_embedding_gets_it():
     assert attend_with(scheme)(*arguments).shape == shape
 
 
-def test_decode_in_small(tmp_path, capsys):
+def test_bench_decode_at_tiny_size(tmp_path, capsys):
     json_path, svg_path = tmp_path / "decode.json", tmp_path / "decode.svg"
     arguments = ["decode", "--cold-heap", "--slots=16,32", "--heads=2", "--head-dim=4"]
     arguments += ["--tokens=1,3", "--schemes=t5,rope", "--rounds=1", "--seconds=0"]
@@ -161,7 +161,7 @@ def test_decode_in_small(tmp_path, capsys):
     assert "one token" in "".join(ElementTree.parse(svg_path).getroot().itertext())
 
 
-def test_a_cache_is_decoded_from_as_a_whole_sequence_is_attended_to():
+def test_decode_case_equals_attention_over_the_whole_sequence():
     scheme, shape = pe.RoPE(head_dim=4), (1, 16, 2, 4)
     arguments = make_arguments(scheme, shape, jnp.float32)
     whole = attend_with(scheme)(*arguments)
@@ -170,7 +170,7 @@ def test_a_cache_is_decoded_from_as_a_whole_sequence_is_attended_to():
         np.testing.assert_allclose(case.call(), whole[:, -3:], atol=1e-5)
 
 
-def test_memory_in_small(tmp_path, capsys):
+def test_bench_memory_at_tiny_size(tmp_path, capsys):
     json_path, svg_path = tmp_path / "memory.json", tmp_path / "memory.svg"
     arguments = ["memory", "--cold-heap", "--lengths=512,1024", "--heads=2", "--head-dim=4"]
     arguments += ["--schemes=t5", f"--json={json_path}", f"--plot={svg_path}"]
@@ -184,7 +184,7 @@ def test_memory_in_small(tmp_path, capsys):
     assert "T5 matrix" in "".join(ElementTree.parse(svg_path).getroot().itertext())
 
 
-def test_the_heap_is_kept_by_default():
+def test_bench_restarts_with_a_warm_heap():
     code = (
         "import os, sys; from experiments.bench.heap import use_warm_heap; "
         "os.execve = lambda path, command, env: print(*command[1:], env['GLIBC_TUNABLES']); "
@@ -206,7 +206,7 @@ def test_the_heap_is_kept_by_default():
         (["decode", "--schemes=roep"], "unknown scheme 'roep'; did you mean 'rope'?"),
     ],
 )
-def test_bad_arguments_are_one_line(arguments, message, capsys, monkeypatch):
+def test_bad_arguments_exit_with_one_line(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr("experiments.bench.use_warm_heap", lambda arguments: None)
     assert main(["bench", *arguments]) == 2
     err = capsys.readouterr().err

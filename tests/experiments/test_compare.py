@@ -1,4 +1,4 @@
-"""The main job, very small: what it writes, how it resumes, what it refuses."""
+"""compare at tiny size: files, resumption, refusals, user schemes and tasks."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def own_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_from_command_to_report_with_a_scheme_of_ones_own(run, own_module):
+def test_compare_writes_results_and_report_with_a_user_scheme(run, own_module):
     mine = "my_schemes:Parity"
     status, out, err = run("compare", "--schemes", f"rope,{mine}", "--seeds", "2")
     assert (status, err) == (0, "")
@@ -111,7 +111,7 @@ def test_from_command_to_report_with_a_scheme_of_ones_own(run, own_module):
     assert "report.html" in out
 
 
-def test_a_task_of_ones_own_is_one_file(run, own_module):
+def test_user_task_is_one_file(run, own_module):
     given = ["--tasks", "kback,my_schemes:Repeat", "--schemes", "none", "--repeat.eval-batch", "4"]
     small = [f"--repeat.{x}" for x in ("train.steps=2", "train.steps-per-call=1", "train.warmup=1")]
     given += [*small, "--repeat.model.model-dim=16", "--repeat.model.num-heads=2"]
@@ -136,7 +136,7 @@ def test_a_task_of_ones_own_is_one_file(run, own_module):
         main(["compare", str(run.file), "--tasks", "my_schemes:Repeat", "--help"])
 
 
-def test_the_scheme_in_the_readme_runs_as_pasted(run, tmp_path, monkeypatch, request):
+def test_readme_scheme_runs_as_pasted(run, tmp_path, monkeypatch, request):
     readme = (request.config.rootpath / "README.md").read_text()
     blocks = re.findall(r"^( *)```python\n(.*?)^ *```", readme, re.DOTALL | re.MULTILINE)
     (block,) = [textwrap.dedent(text) for _, text in blocks if "(pe.Scheme)" in text]
@@ -147,7 +147,7 @@ def test_the_scheme_in_the_readme_runs_as_pasted(run, tmp_path, monkeypatch, req
     assert (status, err) == (0, "")
 
 
-def test_chains_patterns_and_factories_are_compared(run, own_module):
+def test_compare_takes_chains_patterns_and_factories(run, own_module):
     names = ["rope+alibi", "my_schemes:both", "my_schemes:layers", "my_schemes:biased"]
     status, _, err = run(
         "compare", "--schemes", ", ".join(names), "--schemes.my_schemes:biased.theta", "100",
@@ -164,7 +164,7 @@ def test_chains_patterns_and_factories_are_compared(run, own_module):
     assert "theta=100.0" in biased and "T5(num_heads=2" in biased
 
 
-def test_a_second_call_does_only_what_is_missing(run, monkeypatch):
+def test_finished_runs_are_skipped(run, monkeypatch):
     assert run("compare", "--schemes", "none")[0] == 0
     first = run.read()["runs"][0]
     trained = []
@@ -184,7 +184,7 @@ def test_a_second_call_does_only_what_is_missing(run, monkeypatch):
     assert resolved["schemes"]["names"] == ["none", "rope"]
 
 
-def test_stopping_keeps_what_is_done(run, monkeypatch):
+def test_interrupt_keeps_finished_runs(run, monkeypatch):
     original = compare_module.train
 
     def stop_at_rope(task, scheme, *rest):
@@ -202,7 +202,7 @@ def test_stopping_keeps_what_is_done(run, monkeypatch):
     assert [r["scheme"] for r in run.read()["runs"]] == ["none", "rope"]
 
 
-def test_another_configuration_is_refused_and_nothing_lost(run):
+def test_other_configuration_is_refused_without_loss(run):
     assert run("compare", "--schemes", "none")[0] == 0
     before = {f.name: f.read_bytes() for f in run.folder.iterdir()}
     status, _, err = run("compare", "--schemes", "none", "--kback.train.batch", "5")
@@ -214,7 +214,7 @@ def test_another_configuration_is_refused_and_nothing_lost(run):
     assert run.read()["config"]["kback"]["train"]["batch"] == 5
 
 
-def test_one_failing_scheme_leaves_the_others(run, own_module):
+def test_failing_scheme_does_not_stop_the_others(run, own_module):
     status, out, _ = run("compare", "--schemes", "my_schemes:Broken,none")
     assert status == 1
     broken, none = run.read()["runs"]
@@ -224,7 +224,7 @@ def test_one_failing_scheme_leaves_the_others(run, own_module):
     assert run("compare", "--schemes", "none")[0] == 0  # What was not asked for is no failure.
 
 
-def test_text_with_variants_and_the_same_parameters_measured_again(run, tmp_path):
+def test_text_variants_and_evaluate_on_kept_parameters(run, tmp_path):
     rng = np.random.default_rng(0)
     (tmp_path / "own.txt").write_bytes(rng.integers(97, 105, 4000).astype(np.uint8).tobytes())
     given = [
@@ -262,7 +262,7 @@ def test_text_with_variants_and_the_same_parameters_measured_again(run, tmp_path
     assert status == 2 and "text.train.steps (4 there, 6 here)" in err
 
 
-def test_parameters_are_kept_by_path(run):
+def test_parameters_are_stored_by_path(run):
     assert run("train", "--schemes", "none")[0] == 0
     file = run.folder / "parameters" / "kback-none.npz"
     with np.load(file) as kept:
@@ -280,7 +280,7 @@ def test_parameters_are_kept_by_path(run):
     assert status == 2 and f"{key} is nothing, wanted" in err and err.count("\n") == 1
 
 
-def test_schemes_without_a_free_scaling_have_no_variants(run, tmp_path):
+def test_per_sequence_scaling_has_no_zero_shot_variants(run, tmp_path):
     (tmp_path / "own.txt").write_bytes(bytes(range(97, 105)) * 500)
     given = ["--tasks", "text", "--text.corpus", str(tmp_path / "own.txt")]
     assert run("compare", *given, "--schemes", "rope_by_length")[0] == 0
@@ -297,7 +297,7 @@ def test_evaluate_needs_kept_parameters(run):
     assert status == 2 and "python -m experiments train" in err
 
 
-def test_a_bad_corpus_writes_nothing(run):
+def test_missing_corpus_writes_nothing(run):
     status, _, err = run("compare", "--tasks", "text", "--text.corpus", "nowhere.txt")
     assert status == 2 and err.count("\n") == 1 and "nowhere.txt: no such file" in err
     assert not run.folder.exists()
@@ -312,13 +312,13 @@ def test_damaged_results_are_not_overwritten(run, content):
     assert (run.folder / "results.json").read_text() == content
 
 
-def test_a_folder_that_cannot_be_written(run):
+def test_unwritable_folder_is_one_line(run):
     run.folder.parent.write_text("a file where the folder should be")
     status, _, err = run("compare", "--schemes", "none")
     assert status == 2 and err.count("\n") == 1 and "cannot be written" in err
 
 
-def test_a_full_disk_keeps_the_results_before(run, monkeypatch):
+def test_full_disk_keeps_earlier_results(run, monkeypatch):
     assert run("compare", "--schemes", "none")[0] == 0
     before = run.read()
 
@@ -332,7 +332,7 @@ def test_a_full_disk_keeps_the_results_before(run, monkeypatch):
     assert not [f for f in run.folder.iterdir() if f.name.endswith(".part")]
 
 
-def test_report_again(run, capsys):
+def test_report_is_rewritten_from_results(run, capsys):
     assert run("compare", "--schemes", "none")[0] == 0
     (run.folder / "report.html").unlink()
     assert main(["report", str(run.folder)]) == 0

@@ -1,4 +1,4 @@
-"""Settings: what is wrong is said in one line, with status 2, before anything is written."""
+"""Settings: errors are one line with status 2, before anything is written."""
 
 import tomllib
 
@@ -74,7 +74,7 @@ IN_FILE = {
 
 
 @pytest.mark.parametrize(("message", "text"), IN_FILE.items())
-def test_mistakes_in_a_file(file, message, text):
+def test_invalid_file_is_one_line(file, message, text):
     with pytest.raises(ConfigError) as error:
         load(file(text))
     assert message in str(error.value)
@@ -171,7 +171,9 @@ ON_THE_COMMAND_LINE = {
 
 
 @pytest.mark.parametrize(("message", "arguments"), ON_THE_COMMAND_LINE.items())
-def test_mistakes_on_the_command_line(file, tmp_path, capsys, message, arguments):
+def test_invalid_command_line_is_one_line_and_writes_nothing(
+    file, tmp_path, capsys, message, arguments
+):
     results = tmp_path / "results"
     path = file(T5 + "[text.schemes.t5]\nmax_distance = 128\n")
     given = [] if "--tasks" in arguments else ["--tasks", "kback"]
@@ -183,14 +185,14 @@ def test_mistakes_on_the_command_line(file, tmp_path, capsys, message, arguments
     assert not results.exists()
 
 
-def test_a_missing_file_and_an_unknown_command(capsys):
+def test_missing_file_and_unknown_command(capsys):
     assert main(["compare", "none.toml"]) == 2
     assert capsys.readouterr().err == "config error: none.toml: no such file\n"
     assert main(["compair"]) == 2
     assert "did you mean 'compare'?" in capsys.readouterr().err
 
 
-def test_the_command_line_wins_over_the_file(file):
+def test_command_line_overrides_the_file(file):
     path = file(T5 + "num_buckets = 24\n[kback]\noffset = 3\n[kback.train]\nbatch = 7\n")
     changes = ["--tasks=kback", "--kback.train.batch", "9", "--schemes.t5.num-buckets", "16"]
     found = load(path, changes)
@@ -199,7 +201,7 @@ def test_the_command_line_wins_over_the_file(file):
     assert found.scheme("kback", "t5").max_distance == 32
 
 
-def test_options_for_one_task_win_over_options_for_all(file):
+def test_options_of_a_task_override_common_options(file):
     found = load(file(T5 + "[text.schemes.t5]\nmax_distance = 100\n"))
     assert found.scheme("text", "t5").max_distance == 100
     assert found.scheme("kback", "t5").max_distance == 32
@@ -213,41 +215,41 @@ def test_sizes_come_from_the_model(file):
     assert found.scheme("kback", MINE).model_dim == 64
 
 
-def test_tables_have_the_longest_length_and_other_settings_the_trained_one(file):
+def test_max_length_is_the_longest_and_trained_length_the_trained_one(file):
     found = load(file(T5), ["--schemes", "experiments_mine:Lengths"])
     lengths = found.scheme("text", "experiments_mine:Lengths")
     assert (lengths.max_length, lengths.trained_length) == (1024, 128)
 
 
-def test_any_callable_makes_a_scheme(file):
+def test_partials_are_factories(file):
     narrow = "experiments_mine:narrow"
     assert load(file(T5), ["--schemes", narrow]).scheme("kback", narrow).clip == 4
     changed = load(file(T5), ["--schemes", narrow, f"--schemes.{narrow}.clip", "5"])
     assert changed.scheme("kback", narrow).clip == 5
 
 
-def test_options_reach_the_parts_of_a_chain(file):
+def test_chain_parts_have_their_own_options(file):
     given = ["--schemes", "rope + t5", "--schemes.rope.theta", "100"]
     path = file(T5 + "[kback.schemes.t5]\nnum_buckets = 8\n")
     rope, t5 = load(path, given).scheme("kback", "rope + t5").schemes
     assert (rope.theta, t5.num_buckets, t5.max_distance) == (100.0, 8, 32)
 
 
-def test_a_task_in_a_file_has_flags_too(file):
+def test_user_task_in_a_file_has_flags(file):
     path = file("tasks = ['experiments_mine:Repeat']\n[repeat]\npause = 2\n")
     found = load(path, ["--schemes", "none", "--repeat.test-lengths", "32, 40"]).tasks["repeat"]
     assert found.test_lengths == (32, 40) and found.pause == 2
     assert list(load(path, ["--schemes", "none", "--tasks", "kback"]).tasks) == ["kback"]
 
 
-def test_settings_survive_a_file(file):
+def test_settings_round_trip_through_toml(file):
     before = load(file(T5), ["--schemes", f"t5,{MINE}", f"--schemes.{MINE}.strength", "2"])
     again = from_file(tomllib.loads(tomli_w.dumps(before.to_tables())))
     assert again == before
     assert again.scheme("kback", MINE).strength == 2.0
 
 
-def test_quick_changes_what_its_table_says(file):
+def test_quick_applies_its_table(file):
     path = file(
         "seeds = 2\n[kback]\noffset = 3\n[quick]\ntasks = ['kback']\n[quick.kback.model]\n"
         "model_dim = 32\n[quick.schemes]\nnames = ['rope']\n"
@@ -264,7 +266,7 @@ def test_near():
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["compare", "--help"], ["report", "-h"]])
-def test_help_teaches(arguments, capsys):
+def test_help_names_the_command(arguments, capsys):
     try:
         assert main(arguments) == 0
     except SystemExit as stop:
@@ -273,7 +275,7 @@ def test_help_teaches(arguments, capsys):
 
 
 @pytest.mark.parametrize("name", ["compare", "kback", "kth", "text_length"])
-def test_every_file_in_configs_is_valid_and_says_its_command(name, request):
+def test_files_in_configs_are_valid_and_name_their_command(name, request):
     path = request.config.rootpath / "configs" / f"{name}.toml"
     assert isinstance(load(path), Experiment)
     assert f"configs/{name}.toml" in path.read_text().partition("\n\n")[0]

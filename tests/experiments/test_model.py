@@ -55,7 +55,7 @@ def without_scheme(state):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_other_parameters_are_the_same_for_every_scheme(name):
+def test_other_parameters_do_not_depend_on_the_scheme(name):
     plain = without_scheme(nnx.state(model("none")))
     other = without_scheme(nnx.state(model(name)))
     assert plain.keys() == other.keys()
@@ -84,7 +84,7 @@ def test_parameters_of_a_scheme(name, extra):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_no_logit_reads_a_later_token(name):
+def test_model_is_causal(name):
     tokens = np.random.default_rng(0).integers(0, TASK.vocab_size, (1, 20)).repeat(2, 0)
     tokens[1, 12:] = 3
     out = np.asarray(jax.jit(model(name))(tokens))
@@ -93,17 +93,17 @@ def test_no_logit_reads_a_later_token(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_logit_scale_is_the_same_for_every_scheme(name):
+def test_logit_scale_does_not_depend_on_the_scheme(name):
     assert {block.attention.scale for block in model(name).blocks} == {8**-0.5}
 
 
-def test_embeddings_grow_only_for_fixed_waves():
+def test_embeddings_are_scaled_for_sinusoidal_only():
     scales = {name: model(name).embed_scale for name in NAMES}
     assert scales.pop("sinusoidal") == 4.0
     assert set(scales.values()) == {1.0}
 
 
-def test_training_makes_the_steps_that_a_plain_loop_makes():
+def test_training_equals_a_python_loop():
     scheme = make("rope")
     trained = train(TASK, scheme, [5], None)
     graphdef = structure(SIZES, scheme, TASK.vocab_size)
@@ -138,7 +138,7 @@ def test_training_makes_the_steps_that_a_plain_loop_makes():
         np.testing.assert_allclose(a, b[0], atol=1e-4)
 
 
-def test_seeds_do_not_depend_on_their_neighbours():
+def test_seeds_are_independent():
     alone = train(TASK, make("rope"), [1], None)
     both = train(TASK, make("rope"), [0, 1], None)
     np.testing.assert_allclose(
@@ -148,13 +148,13 @@ def test_seeds_do_not_depend_on_their_neighbours():
     assert both.parameters == alone.parameters
 
 
-def test_a_loss_that_is_not_finite_is_an_error():
+def test_non_finite_loss_raises():
     wild = dataclasses.replace(TASK, train=dataclasses.replace(TASK.train, learning_rate=1e38))
     with pytest.raises(FloatingPointError, match="not finite at step"):
         train(wild, make("none"), [0], None)
 
 
-def test_text_is_scored_byte_by_byte():
+def test_text_evaluation_equals_a_loop_over_bytes():
     task = Text(
         train_length=8,
         test_lengths=(8, 16),

@@ -1,4 +1,4 @@
-"""The terminal: lines where there is no terminal, a table that fills in where there is one."""
+"""Progress: lines in a pipe, a live table on a terminal."""
 
 import io
 
@@ -53,7 +53,7 @@ def follow(console, runs, plan=PLAN):
     return console.file.getvalue()
 
 
-def test_without_a_terminal_lines_and_one_table():
+def test_pipe_prints_lines_and_one_table():
     out = follow(Console(file=io.StringIO(), width=80), [make_run(*key) for key in PLAN])
     lines = out.splitlines()
     assert lines[0].startswith("[1/4] kback none: loss 0.250;") and lines[0].endswith("left)")
@@ -64,7 +64,7 @@ def test_without_a_terminal_lines_and_one_table():
     assert "0.97" in out and "3.456" in out
 
 
-def test_on_a_terminal_the_table_fills_in(monkeypatch):
+def test_terminal_shows_live_table(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     console = Console(file=io.StringIO(), width=80, height=40, force_terminal=True)
@@ -83,7 +83,7 @@ def test_on_a_terminal_the_table_fills_in(monkeypatch):
     assert "\x1b[?25h" in console.file.getvalue(), "the cursor was not given back"
 
 
-def test_colours_can_be_turned_off(monkeypatch):
+def test_no_color_disables_colours(monkeypatch):
     results = dict(tasks=TABLES, runs=[make_run("kback", "none"), failed("kback", "rope")])
     console = dict(force_terminal=True, color_system="standard")
     assert "\x1b[31m" in printed(final_table(results), **console, no_color=False)
@@ -91,7 +91,7 @@ def test_colours_can_be_turned_off(monkeypatch):
     assert "\x1b[31m" not in printed(final_table(results), **console)
 
 
-def test_an_interrupt_leaves_what_is_done():
+def test_interrupt_prints_finished_runs():
     console = Console(file=io.StringIO(), width=80)
     with pytest.raises(KeyboardInterrupt), Progress(LABELS, console) as progress:
         progress.start(PLAN, GUESS)
@@ -111,20 +111,20 @@ def test_stop_twice_prints_once():
     assert console.file.getvalue() == once
 
 
-def test_not_fitted_stands_for_what_lies_beyond():
+def test_not_fitted_replaces_scores_beyond_the_training_length():
     out = printed(final_table(dict(tasks=TABLES, runs=[make_run("kback", "none", fitted=False)])))
     assert "0.97" in out and "0.41" not in out
     assert "not fitted: fails accuracy >= 0.9." in out
 
 
-def test_failures_are_named_with_their_reason():
+def test_failures_are_listed_with_their_error():
     out = printed(
         final_table(dict(tasks=TABLES, runs=[make_run("kback", "none"), failed("kback", "rope")]))
     )
     assert "kback, rope failed: ValueError: [red]NaN" in out and "more" not in out
 
 
-def test_nothing_but_a_failure():
+def test_table_of_failures_only():
     assert "failed: ValueError" in printed(
         final_table(dict(tasks=TABLES, runs=[failed("kback", "rope")]))
     )
@@ -132,7 +132,7 @@ def test_nothing_but_a_failure():
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
-def test_any_width(width):
+def test_table_fits_any_width(width):
     results = dict(tasks=TABLES, runs=[make_run(*key) for key in PLAN])
     out = printed(final_table(results, width), width=width)
     assert max(map(len, out.splitlines())) <= width
@@ -146,7 +146,7 @@ def test_seven_schemes_fit_eighty_columns():
     assert "…" not in printed(final_table(dict(tasks=TABLES, runs=runs)))
 
 
-def test_time_left_learns():
+def test_time_left_follows_measured_times():
     left = TimeLeft({"kback": 10.0, "text": 10.0})
     assert left.of_plan(["kback", "kback", "text", "text"]) == pytest.approx(40)
     left.learn("kback", 20.0)  # twice as long as was guessed
@@ -161,7 +161,7 @@ def test_time_left_by_task():
     assert left.of_plan(["kback", "text"]) == pytest.approx(35)
 
 
-def test_runs_from_before_do_not_teach_the_time():
+def test_earlier_runs_do_not_change_the_estimate():
     console = Console(file=io.StringIO(), width=80)
     with Progress(LABELS, console) as progress:
         progress.start(PLAN, {"kback": 100.0, "text": 100.0})
@@ -169,7 +169,7 @@ def test_runs_from_before_do_not_teach_the_time():
         assert "done before (about 5 min 0 s left)" in console.file.getvalue()
 
 
-def test_time_left_starts_anew_with_each_run(monkeypatch):
+def test_elapsed_time_restarts_with_each_run(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("experiments.progress.time.monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), width=80)

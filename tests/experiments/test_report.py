@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else, says what the numbers say, and no more."""
+"""The report: one self-contained page, with captions computed from results."""
 
 import copy
 import itertools
@@ -122,7 +122,7 @@ def page(html):
     return Page(html)
 
 
-def test_the_page_needs_nothing_else(html, page):
+def test_report_is_self_contained(html, page):
     assert all(link.startswith("#") for link in page.loads)
     assert not re.search(r"https?://|@import|url\((?!#)", html)
     assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
@@ -134,18 +134,18 @@ def test_ids_are_unique_and_references_resolve(page):
     assert {link[1:] for link in page.loads} <= set(page.ids)
 
 
-def test_all_numbers_are_in_the_data(page):
+def test_report_embeds_results_as_json(page):
     assert json.loads(page.json) == make_results()
 
 
-def test_the_page_says_what_was_run(page):
+def test_report_names_command_and_runs(page):
     for words in ("compare: position", "12 runs done", "1 failed", "kback.k", "0.10.2"):
         assert words in page.text
     assert "python -m experiments compare" in page.text
     assert "One seed: the spread between seeds is unknown" in page.text
 
 
-def test_beyond_the_training_length_only_where_fitted(page):
+def test_scores_beyond_the_training_length_need_fitting(page):
     grid = tables.grid(make_results(), "kback")
     none = next(row for row in grid.rows if row.scheme == "none")
     assert [cell.kind for cell in none.cells] == ["value", "unfitted", "unfitted"]
@@ -154,7 +154,7 @@ def test_beyond_the_training_length_only_where_fitted(page):
     assert "none (not fitted)" in page.text
 
 
-def test_captions_are_computed(page):
+def test_captions_are_computed_from_results(page):
     # learned: 0.83 at 32, 0.63 at 128. `none` is left out, since it did not fit.
     caption = next(iter(re.findall(r"Change in accuracy.*?\.(?=\D)", page.text)))
     assert "from 32 to 128" in caption and "learned -0.20" in caption
@@ -168,7 +168,7 @@ def test_variants_notes_and_own_schemes_are_rows(page):
     assert "† rows never trained" in page.text
 
 
-def test_both_ways_of_evaluating_share_one_range():
+def test_modes_share_one_range():
     svgs = [plots.lengths(make_results(), "text", m) for m in ("nonoverlapping", "sliding")]
     ticks = [re.findall(r"<text[^>]*>([\d.]+)</text>", svg) for svg in svgs]
     assert ticks[0] and ticks[0] == ticks[1]
@@ -186,11 +186,11 @@ def test_errors_are_text_not_markup(html, page):
     assert page.tags.count("script") == 1
 
 
-def test_equal_results_give_equal_bytes(html):
+def test_report_is_reproducible(html):
     assert render(make_results()) == html
 
 
-def test_colours_stay_with_schemes():
+def test_colours_and_markers_are_unique():
     looks = plots.looks(["rope", "none", "t5"])
     assert looks["none"][0] == plots.BASELINE
     assert looks == plots.looks(["rope", "t5"])
@@ -210,7 +210,7 @@ def test_colours_stay_with_schemes():
     ],
     ids=["nothing", "one run", "one failure", "no baseline", "no numbers", "old", "no header"],
 )
-def test_what_is_missing_is_left_out(change):
+def test_incomplete_results_render(change):
     results = make_results()
     change(results)
     page = Page(render(results))
@@ -218,7 +218,7 @@ def test_what_is_missing_is_left_out(change):
     assert "None" not in page.text and "nan" not in page.text
 
 
-def test_numbers_that_are_none():
+def test_non_finite_numbers_render_as_nan():
     results = make_results()
     run = copy.deepcopy(results["runs"][1])
     run["evaluations"][1]["values"] = [math.nan]
@@ -239,7 +239,7 @@ def test_write_report(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"runs": 3}', ""])
-def test_bad_results_are_named_and_leave_the_old_report(tmp_path, text):
+def test_damaged_results_keep_the_old_report(tmp_path, text):
     (tmp_path / "report.html").write_text("old")
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(ResultsError, match=r"results\.json"):
@@ -248,7 +248,7 @@ def test_bad_results_are_named_and_leave_the_old_report(tmp_path, text):
     assert len(os.listdir(tmp_path)) == 2
 
 
-def test_a_failed_write_leaves_the_old_report(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_report(tmp_path, monkeypatch):
     (tmp_path / "report.html").write_text("old")
     (tmp_path / "results.json").write_text(json.dumps(dict(runs=[])))
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
@@ -261,13 +261,13 @@ def test_a_failed_write_leaves_the_old_report(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "wanted", [[], [5.0], [0.0] * 5, [9.9] * 9, [1.0, 2.0, 2.1, 9.0], [-3, 40]]
 )
-def test_spread_keeps_names_apart(wanted):
+def test_spread_keeps_labels_apart(wanted):
     places = spread(wanted, gap=1.0, room=10.0)
     assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(places))
     assert all(-1e-9 <= place <= 10.0 + 1e-9 for place in places)
 
 
-def test_a_plot_is_a_picture_of_its_own(tmp_path):
+def test_plot_is_a_standalone_svg(tmp_path):
     results = make_results()
     (tmp_path / "results.json").write_text(json.dumps(results))
     target = write_plot(tmp_path, tmp_path / "docs" / "length.svg")

@@ -1,18 +1,18 @@
-"""The table of schemes says what the schemes say."""
+"""The table of schemes agrees with their classes."""
 
 import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.scheme_table import COLUMNS, row
 
 
-def test_every_scheme_has_a_line(capsys):
+def test_every_scheme_has_a_row(capsys):
     assert main(["schemes"]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) == 2 + len(pe.SCHEMES)
     assert {line.count(" | ") for line in lines} == {len(COLUMNS) - 1}
 
 
-def test_a_line_says_where_a_scheme_acts_and_what_runs_it():
+def test_row_has_acts_parameters_and_implementations():
     said = dict(zip(COLUMNS, row("t5"), strict=True))
     assert said["acts on"] == "logits" and said["learned"] == "128"
     assert said["runs on"] == "reference, xla" and said["cached"] == "k, v"

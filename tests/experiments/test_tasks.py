@@ -26,7 +26,7 @@ def test_kback_answers_are_k_places_back(offset):
             assert 0 <= token < task.vocab_size
 
 
-def test_kback_queries_are_many_and_symbols_even():
+def test_kback_query_rate_and_uniform_symbols():
     task = KBack()
     tokens, mask = map(np.asarray, task.sample(jax.random.key(0), 512, 64))
     assert 0.13 < mask.sum() / (512 * 60) < 0.16  # 0.25 x 0.75 x 0.75, a little more at the start
@@ -43,7 +43,7 @@ def test_kback_test_lengths_split_the_positions_of_queries():
         assert (index[:, t] == sum(query >= n for n in (32, 48, 64))).all()
 
 
-def test_kth_asks_for_a_symbol_by_its_place():
+def test_kth_answer_is_the_indexed_symbol():
     task = Kth()
     tokens, mask = map(np.asarray, task.sample(jax.random.key(0), 256, 32))
     lengths = set()
@@ -96,7 +96,7 @@ def test_text_samples_windows_of_the_data():
 
 
 @pytest.mark.parametrize("size", [130, 131, 1000])
-def test_every_length_and_mode_scores_the_same_bytes(size):
+def test_all_lengths_and_modes_score_the_same_bytes(size):
     task = small_text()
     held_out = np.arange(size) % 65536
     wanted = None
