@@ -9,6 +9,7 @@ from experiments.__main__ import main
 from experiments.config import Experiment, from_file, load
 from experiments.config_io import near
 from experiments.errors import ConfigError
+from experiments.schemes import has_table
 
 MINE = "experiments_mine:Parity"
 
@@ -219,6 +220,9 @@ def test_max_length_is_the_longest_and_trained_length_the_trained_one(file):
     found = load(file(T5), ["--schemes", "experiments_mine:Lengths"])
     lengths = found.scheme("text", "experiments_mine:Lengths")
     assert (lengths.max_length, lengths.trained_length) == (1024, 128)
+    fope = load(file(T5), ["--schemes", "fope"]).scheme("text", "fope")
+    assert fope.trained_length == 128
+    assert not has_table(fope) and has_table(found.scheme("text", "experiments_mine:Lengths"))
 
 
 def test_partials_are_factories(file):
