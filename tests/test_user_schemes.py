@@ -1,8 +1,8 @@
-"""Schemes of a user's own: ten to twenty lines each, and they get everything.
+"""Schemes written by a user, of ten to twenty lines, in caches, packing and wrappers.
 
-Chosen because each needs a hook that the shipped schemes do not: FoX carries a running
-sum, FIRE shares parameters between heads and reads absolute positions, M-RoPE reads three
-axes of coordinates. Oracles are float64 loops written from the papers.
+Each needs another hook: FoX carries a running sum, FIRE shares parameters between heads and
+reads absolute positions, M-RoPE reads three axes of coordinates. Oracles are float64 loops
+written from the papers.
 """
 
 import dataclasses
@@ -49,6 +49,8 @@ class FoX(pe.Scheme):
         gates = jax.nn.log_sigmoid(
             jnp.einsum("btd,dn->btn", x, params["w"]) + params["b"][None, None]
         )
+        if segment_ids is not None:  # Padding does not change the sum.
+            gates = jnp.where((segment_ids >= 0)[:, :, None], gates, 0.0)
         before = jnp.zeros_like(gates[:, 0]) if state is None else state
         sums = before[:, None] + jnp.cumsum(gates, 1)
         return sums, sums, sums[:, -1]
@@ -160,6 +162,63 @@ def test_forget_gates_are_a_running_sum(implementation):
         outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, 1), wanted, atol=1e-5)
     assert cache.state.shape == (BATCH, SIZES["num_heads"])
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyFoX(pe.Scheme):
+    """`FoX` with gates from the keys, one for each key head, which no layer has to provide."""
+
+    num_heads: int
+    head_dim: int
+
+    def init(self, key):
+        return {"w": jax.random.normal(key, (self.head_dim,))}
+
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
+        k = k if segment_ids is None else jnp.where(real(segment_ids, 4), k, 0.0)
+        gates = jax.nn.log_sigmoid(jnp.einsum("btkh,h->btk", k, params["w"]))
+        gates = jnp.repeat(gates, self.num_heads // k.shape[2], axis=2)
+        if segment_ids is not None:
+            gates = jnp.where(real(segment_ids, 3), gates, 0.0)
+        before = jnp.zeros_like(gates[:, 0]) if state is None else state
+        sums = before[:, None] + jnp.cumsum(gates, 1)
+        return sums, sums, sums[:, -1]
+
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.ContentBias(gate_difference, q_features=q_features, k_features=k_features)
+
+
+def real(segment_ids, rank):
+    return (segment_ids >= 0).reshape(*segment_ids.shape, *(1,) * (rank - 2))
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [FoX(SIZES["num_heads"], SIZES["model_dim"]), KeyFoX(SIZES["num_heads"], SIZES["head_dim"])],
+    ids=lambda s: type(s).__name__,
+)
+@pytest.mark.parametrize("wrap", [lambda s: s, pe.chain], ids=["alone", "chain"])
+@pytest.mark.parametrize("garbage", [0.0, np.nan])
+def test_padding_does_not_change_a_running_sum(scheme, wrap, garbage):
+    """Right-padded prompts, whatever the padding holds, decode as rows without padding."""
+    scheme, tokens = wrap(scheme), make_batch()
+    params = scheme.init(jax.random.key(0))
+    lengths = [12, 5]
+    mask = jnp.arange(12)[None] < jnp.array(lengths)[:, None]
+    positions, segments = at.from_padding_mask(mask)
+    where = {"positions": positions, "segment_ids": segments}
+    padded = tokens[:, :12].map(lambda a: jnp.where(real(segments, a.ndim), a, garbage))
+    _, cache = attend(scheme, params, padded, new_cache(scheme), **where)
+    outs = []
+    for part in (slice(12, 13), slice(13, 16)):
+        out, cache = attend(scheme, params, tokens[:, part], cache)
+        outs.append(out)
+    out = jnp.concatenate(outs, 1)
+    for row, n in enumerate(lengths):
+        alone = tokens.map(
+            lambda a, r=row, n=n: a[r : r + 1, np.array([*range(n), 12, 13, 14, 15])]
+        )
+        close(out[row], attend(scheme, params, alone)[0][0, -4:])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
