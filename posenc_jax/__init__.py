@@ -79,7 +79,7 @@ from posenc_jax.rotary.scaling.yarn import YaRN, yarn_logit_scale
 from posenc_jax.rotary.selective import SelectiveRoPE
 from posenc_jax.rotary.self_extend import SelfExtend
 from posenc_jax.rotary.xpos import XPos, xpos_decay
-from posenc_jax.rules import ContentBias, DotBias, LogitBias, LogitsTransform, Rule, ValueBias
+from posenc_jax.rules import ContentBias, DotBias, LogitBias, LogitsTransform, Rule, SeparableBias, ValueBias
 from posenc_jax.scheme import Acts, Scheme, Traits
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ __all__ = [
     "Scheme",
     "SelectiveRoPE",
     "SelfExtend",
+    "SeparableBias",
     "Shaw",
     "Sinusoidal",
     "Sinusoidal2D",

@@ -14,6 +14,16 @@ MASK_VALUE = -1e30
 """Finite mask value: exp underflows to 0; -inf would give NaN in inf - inf."""
 
 
+def add_saturated(x: jax.Array, number: int) -> jax.Array:
+    """Returns x + number; int32 that would overflow becomes the greatest or least int32."""
+    if x.dtype != jnp.int32:
+        return x + number
+    limits = jnp.iinfo(jnp.int32)
+    if number >= 0:
+        return jnp.minimum(x, limits.max - number) + number
+    return jnp.maximum(x, limits.min - number) + number
+
+
 def window_sides(window: Window) -> tuple[int, int] | None:
     """Returns `(left, right)`: the numbers of tokens that a query sees on either side.
 
@@ -70,9 +80,9 @@ def visible(
     if sides is not None:
         left, right = sides
         if left >= 0:
-            seen &= i - j <= left
+            seen &= i <= add_saturated(j, left)
         if right >= 0:
-            seen &= j - i <= right
+            seen &= j <= add_saturated(i, right)
     if prefix_length is not None:
         seen |= j < prefix_length[:, None, None]
     if q_segment_ids is not None:

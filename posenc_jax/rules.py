@@ -2,39 +2,66 @@
 
 Each is written for one head, one query and one key, and serves every implementation of
 attention. Rules are pytrees: arrays are leaves, and the functions that read them are static.
+
+    LogitBias        a number per pair of coordinates               ALiBi, T5, FIRE
+    ContentBias      a number per pair, from features too           user rules
+    DotBias          features dot a vector of the distance          Shaw, DeBERTa, Inkling
+    SeparableBias    a number per query plus a number per key       FoX
+    LogitsTransform  a function of a query's complete logit row     CoPE, stick-breaking, PaTH
+    ValueBias        a vector per pair, added to the values         Shaw
+
+A backend reads rules through `Rule.lower`, the reference through the methods that define
+them (`added_logits`, `transformed_logits`, `added_values`).
 """
 
 import abc
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
+from posenc_jax.engine.terms import STATIC, Dot, Layout, Lowering, Pair, Separable, ValueTable
 
-STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
-
-
-def _axes_last(positions: jax.Array) -> jax.Array:
-    """[A, B, T] to [B, T, A]; [B, T] and [T] stay."""
-    return jnp.moveaxis(positions, 0, -1) if jnp.ndim(positions) == 3 else jnp.asarray(positions)
+_NO_BOUNDS: tuple[int | None, int | None] = (None, None)
 
 
-def _count_heads(heads: Any, what: str) -> int:
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(heads)]
-    counts = {shape[:1] for shape in shapes}
-    require(
-        len(counts) == 1 and counts != {()},
-        f"{what}: leaves of `heads` need one leading axis N, got shapes {shapes}.",
-    )
-    return shapes[0][0]
+class Sizes(NamedTuple):
+    """Sizes of an attention call: B, T, S, N, K, V, and the number of coordinate axes (0: none)."""
+
+    batch: int
+    length: int
+    keys: int
+    num_heads: int
+    kv_heads: int
+    value_dim: int
+    axes: int
 
 
 class Rule(abc.ABC):
-    """A term of attention, as data: arrays, and static functions that read them."""
+    """A term of attention, as data: arrays, and static functions that read them.
+
+    Attributes:
+      heads: pytree of arrays [N, ...], or None.
+      shared: pytree of arrays that all heads share, or None.
+      q_features: pytree of arrays [B, T, N, ...] that belong to the queries, or None.
+      k_features: pytree of arrays [B, S, K or N, ...] that belong to the keys, or None.
+      scaled: whether the term is multiplied by the logit scale, as q . k is.
+      whole_rows: whether the rule needs all logits of a query at once.
+      normalized: whether the weights are a softmax of the logits.
+    """
+
+    heads: Any = None
+    shared: Any = None
+    q_features: Any = None
+    k_features: Any = None
+    scaled: bool = False
+    whole_rows: bool = False
+    normalized: bool = True
 
     @abc.abstractmethod
     def on(self, transform: Callable[[jax.Array], jax.Array]) -> Self:
@@ -44,6 +71,109 @@ class Rule(abc.ABC):
           transform: a function of one token's coordinates, a scalar or [A]: a module-level
             function or a frozen dataclass with `__call__`.
         """
+
+    def with_features(self, q_features: Any, k_features: Any) -> Self:
+        """Returns the rule with other features, where it has any."""
+        return self
+
+    def check(self, sizes: Sizes) -> None:
+        """Raises `ValueError` or `TypeError` unless the rule fits an attention call."""
+        name, heads = type(self).__name__, sizes.num_heads
+        for leaf in jax.tree.leaves(self.heads):
+            require(
+                jnp.shape(leaf)[:1] == (heads,),
+                f"attention: {name}.heads must be [N, ...] = ({heads}, ...), "
+                f"got {jnp.shape(leaf)}.",
+            )
+        wanted = sizes.batch, sizes.length, heads
+        for leaf in jax.tree.leaves(self.q_features):
+            require(
+                leaf.shape[:3] == wanted,
+                f"attention: {name}.q_features must be [B, T, N, ...] = {wanted}, "
+                f"got {leaf.shape}.",
+            )
+        wanted = sizes.batch, sizes.keys
+        for leaf in jax.tree.leaves(self.k_features):
+            require(
+                leaf.shape[:2] == wanted and leaf.shape[2:3] in ((sizes.kv_heads,), (heads,)),
+                f"attention: {name}.k_features must be [B, S, K or N, ...] = "
+                f"({wanted[0]}, {wanted[1]}, {sizes.kv_heads} or {heads}), got {leaf.shape}.",
+            )
+
+    def lower(self, layout: Layout) -> Lowering | None:
+        """Returns the rule as a backend evaluates it; None for a rule on whole rows."""
+        return None
+
+    def added_logits(
+        self, q_features: Any, k_features: Any, q: jax.Array, k: jax.Array
+    ) -> jax.Array | None:
+        """Returns float32 [N, T, S], or None, for one row of the batch.
+
+        Args:
+          q_features, k_features: leaves [T, N, ...] and [S, N, ...].
+          q, k: coordinates [T] and [S], or [T, A] and [S, A].
+        """
+        return None
+
+    def transformed_logits(
+        self, logits: jax.Array, seen: jax.Array, q_features, k_features, q, k
+    ) -> jax.Array:
+        """Returns the logits [N, T, S] of one row; `seen` is bool [N or 1, T, S]."""
+        return logits
+
+    def added_values(self, weights: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array | None:
+        """Returns float32 [T, N, V] to add to the output of one row, or None."""
+        return None
+
+
+def as_tuple(x: Any) -> tuple:
+    """Returns None, one thing or a tuple or list of things as a tuple."""
+    if x is None:
+        return ()
+    return tuple(x) if isinstance(x, tuple | list) else (x,)
+
+
+def _over_pairs(rule: Callable, features: bool) -> Callable:
+    """Vmaps `rule(shared, head, ..., q, k)` over keys, queries and heads."""
+    own, token = ((None, 0), (0, None)) if features else ((), ())
+    over_k = jax.vmap(rule, (None, None, *own, None, 0))
+    over_q = jax.vmap(over_k, (None, None, *token, 0, None))
+    return jax.vmap(over_q, (None, 0, *((1, 1) if features else ()), None, None))
+
+
+def _slice(tree: Any, axes: int) -> Any:
+    """Shapes of arrays without their first axes."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[axes:], x.dtype), tree)
+
+
+def _check_function(
+    what: str, function: Callable, signature: str, arguments: tuple, sizes: Sizes, wanted: tuple
+) -> None:
+    """Raises unless `function(*arguments)` returns a number of shape `wanted`."""
+    name = getattr(function, "__name__", repr(function))
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise TypeError(f"attention: {what} must be {signature}, got {name}: {error}.") from None
+    axes = f" for coordinates of {sizes.axes} axes" if sizes.axes else ""
+    said = f"attention: {what} {name} must return {'one number' if not wanted else wanted}{axes}"
+    try:
+        out = jax.eval_shape(function, *arguments)
+    except (TypeError, ValueError, IndexError) as error:
+        if not sizes.axes or isinstance(error, jax.errors.JAXTypeError):
+            raise
+        raise ValueError(f"{said}: {error}") from error
+    got = getattr(out, "shape", None)
+    require(got == wanted, f"{said}, got {'no array' if got is None else f'shape {got}'}.")
+
+
+def _coordinates(sizes: Sizes, *lead: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*lead, sizes.axes) if sizes.axes else lead, jnp.int32)
+
+
+def _axes_last(positions: jax.Array) -> jax.Array:
+    """[A, B, T] to [B, T, A]; [B, T] and [T] stay."""
+    return jnp.moveaxis(positions, 0, -1) if jnp.ndim(positions) == 3 else jnp.asarray(positions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +219,12 @@ class LogitBias(Rule):
     Attributes:
       rule: `rule(shared, head, q, k) -> scalar`, written for one head, one query and one
         key: a module-level function or a frozen dataclass with `__call__`. `q` and `k`
-        are scalars, or [A] where coordinates have A axes. It may not close over arrays.
-      heads: pytree of arrays [N, ...]; the rule gets one head's slice.
+        are scalars, or [A] where coordinates have A axes.
+      heads: pytree of arrays [N, ...]; the rule gets one head's slice. Or None.
       shared: pytree of arrays that all heads share.
-      relative: whether the rule depends on q - k alone.
+      relative: whether the rule depends on q - k alone. It is then evaluated once per
+        distance where coordinates are contiguous; if the claim is false, results are wrong
+        wherever that happens (`posenc_jax.testing.check` finds it).
       bounds: `(low, high)`; the rule of a relative bias is constant for q - k <= low and
         for q - k >= high. None for a side means no bound. The value there is finite:
         it may be subtracted.
@@ -100,28 +232,53 @@ class LogitBias(Rule):
     """
 
     rule: Callable = dataclasses.field(metadata=STATIC)
-    heads: Any = dataclasses.field()
+    heads: Any = None
     shared: Any = ()
     relative: bool = dataclasses.field(default=False, metadata=STATIC)
-    bounds: tuple[int | None, int | None] = dataclasses.field(default=(None, None), metadata=STATIC)
+    bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
 
-    @property
-    def num_heads(self) -> int:
-        """The number N of query heads that the bias is for."""
-        return _count_heads(self.heads, "LogitBias")
-
     def on(self, transform):
-        """Returns the bias on transformed coordinates, of which nothing is known."""
         rule = _OnCoordinates(self.rule, transform)
-        return dataclasses.replace(self, rule=rule, relative=False, bounds=(None, None))
+        return dataclasses.replace(self, rule=rule, relative=False, bounds=_NO_BOUNDS)
 
-    def tile(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Returns float32 [N, T, S] for coordinates [T] and [S], or [T, A] and [S, A]."""
-        over_k = jax.vmap(self.rule, (None, None, None, 0))
-        over_q = jax.vmap(over_k, (None, None, 0, None))
-        over_heads = jax.vmap(over_q, (None, 0, None, None))
-        return over_heads(self.shared, self.heads, q, k)
+    def check(self, sizes):
+        super().check(sizes)
+        token = _coordinates(sizes)
+        arguments = _slice(self.shared, 0), _slice(self.heads, 1), token, token
+        signature = "rule(shared, head, q, k) -> scalar"
+        _check_function("LogitBias.rule", self.rule, signature, arguments, sizes, ())
+
+    def lower(self, layout):
+        factor = layout.scale if self.scaled else 1.0
+        by_distance = self.relative and not layout.axes
+        if by_distance and layout.contiguous:
+            values = functools.partial(self._of_distances, factor=factor, dtype=layout.dtype)
+            return Lowering(by_distance=values, high=layout.horizon(self.bounds[1], by_slot=True))
+        horizon = None
+        if by_distance and layout.drop_constants:
+            horizon = layout.horizon(self.bounds[1], by_slot=False)
+        at_once = layout.pairs_at_once
+        term = Pair(self.rule, self.heads, self.shared, factor, False, horizon, at_once)
+        return Lowering(term, dropped=term.dropped(layout.dtype))
+
+    def _of_distances(self, distances: jax.Array, factor: float, dtype: Any) -> jax.Array:
+        """Returns float32 [N or 1, L]."""
+        over = jax.vmap(self.rule, (None, None, 0, None))
+        zero = jnp.zeros((), dtype)
+        if jax.tree.leaves(self.heads):
+            over = jax.vmap(over, (None, 0, None, None))
+            out = over(self.shared, self.heads, distances.astype(dtype), zero)
+        else:
+            out = over(self.shared, self.heads, distances.astype(dtype), zero)[None]
+        return factor * out.astype(jnp.float32)
+
+    def added_logits(self, q_features, k_features, q, k):
+        if jax.tree.leaves(self.heads):
+            over = _over_pairs(self.rule, features=False)
+            return over(self.shared, self.heads, q, k).astype(jnp.float32)
+        one = _over_pairs(lambda shared, head, q, k: self.rule(shared, self.heads, q, k), False)
+        return one(self.shared, jnp.zeros((1,)), q, k).astype(jnp.float32)
 
     @functools.partial(jax.jit, inline=True)  # One program to compile, not one an operation.
     def dense(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
@@ -132,22 +289,22 @@ class LogitBias(Rule):
           k_positions: [S], [B, S] or [A, B, S].
 
         Returns:
-          float32 [N, T, S], or [B, N, T, S] where positions have a batch axis.
+          float32 [N, T, S], or [B, N, T, S] where positions have a batch axis. N is 1 without
+          `heads`.
         """
         q, k = _axes_last(q_positions), _axes_last(k_positions)
-        if jnp.ndim(q_positions) == 1:
-            return self.tile(q, k)
-        return jax.vmap(self.tile)(q, k)
+        row = functools.partial(self.added_logits, None, None)
+        return row(q, k) if jnp.ndim(q_positions) == 1 else jax.vmap(row)(q, k)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ContentBias(Rule):
-    """A number added to each logit, from what query and key carry and where they are.
+    """A number added to each logit, from features of query and key and their coordinates.
 
     Attributes:
-      rule: `rule(shared, head, row, col, q, k) -> scalar`, as for `LogitBias`; `row` is
-        the query's part of `rows` for that head, `col` the key's part of `cols`.
+      rule: `rule(shared, head, q_feature, k_feature, q, k) -> scalar`, as for `LogitBias`,
+        with one query's and one key's slice of the features of that head.
       heads: pytree of arrays [N, ...], or None.
       shared: pytree of arrays that all heads share, or None.
       q_features: pytree of arrays [B, T, N, ...] that belong to the queries.
@@ -163,20 +320,34 @@ class ContentBias(Rule):
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
 
     def on(self, transform):
-        """Returns the bias on transformed coordinates."""
         return dataclasses.replace(self, rule=_OnCoordinates(self.rule, transform))
 
-    def tile(self, rows: Any, cols: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Returns float32 [N, T, S] for rows [T, N, ...], cols [S, N, ...] and coordinates."""
-        over_k = jax.vmap(self.rule, (None, None, None, 0, None, 0))
-        over_q = jax.vmap(over_k, (None, None, 0, None, 0, None))
-        over_heads = jax.vmap(over_q, (None, 0, 1, 1, None, None))
-        return over_heads(self.shared, self.heads, rows, cols, q, k)
+    def with_features(self, q_features, k_features):
+        return dataclasses.replace(self, q_features=q_features, k_features=k_features)
+
+    def check(self, sizes):
+        super().check(sizes)
+        _require_features(self)
+        token = _coordinates(sizes)
+        features = _slice(self.q_features, 3), _slice(self.k_features, 3)
+        arguments = _slice(self.shared, 0), _slice(self.heads, 1), *features, token, token
+        signature = "rule(shared, head, q_feature, k_feature, q, k) -> scalar"
+        _check_function("ContentBias.rule", self.rule, signature, arguments, sizes, ())
+
+    def lower(self, layout):
+        factor = layout.scale if self.scaled else 1.0
+        at_once = layout.pairs_at_once
+        term = Pair(self.rule, self.heads, self.shared, factor, True, None, at_once)
+        return Lowering(term)
+
+    def added_logits(self, q_features, k_features, q, k):
+        over = _over_pairs(self.rule, features=True)
+        return over(self.shared, self.heads, q_features, k_features, q, k).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Dot:
-    """The rule of a DotBias for one pair, as it is defined."""
+    """The rule of a DotBias for one pair."""
 
     vector: Callable
     transform: Callable | None
@@ -190,24 +361,22 @@ class _Dot:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DotBias(Rule):
-    """A number added to each logit: a vector of the query or the key, dot one of the distance.
+    """A number added to each logit: features of the query or key, dot a vector of the distance.
 
-    There are few distances, so that their vectors are computed once, and the products are
-    those of matrices.
+    Distances are few: their vectors are computed once and the term is a matrix product.
 
     Attributes:
       vector: `vector(shared, head, distance) -> [F]`, for one head and one distance q - k:
         a module-level function or a frozen dataclass with `__call__`.
       heads: pytree of arrays [N, ...], or None where all heads have the same vectors.
       shared: pytree of arrays that all heads share, or None.
-      q_features: [B, T, N, F], the vectors of the queries, or None.
-      k_features: [B, S, K or N, F], the vectors of the keys, or None; one of the two is given.
+      q_features: [B, T, N, F], or None.
+      k_features: [B, S, K or N, F], or None; exactly one of the two is given.
       bounds: as for `LogitBias`.
       scaled: as for `LogitBias`.
-      pair: the same as the rule of a `ContentBias`; it is used where distances have no
-        bounds and tokens do not stand in order. Without it `vector` runs for every pair
-        there.
-      transform: what coordinates pass through before their difference is taken.
+      pair: the same as a `ContentBias.rule`; used where distances have no bounds and
+        coordinates are not contiguous. Default: `vector` is evaluated for every pair there.
+      transform: function of a token's coordinates, applied before distances are taken.
     """
 
     vector: Callable = dataclasses.field(metadata=STATIC)
@@ -215,13 +384,36 @@ class DotBias(Rule):
     shared: Any = None
     q_features: jax.Array | None = None
     k_features: jax.Array | None = None
-    bounds: tuple[int | None, int | None] = dataclasses.field(default=(None, None), metadata=STATIC)
+    bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
     pair: Callable | None = dataclasses.field(default=None, metadata=STATIC)
     transform: Callable | None = dataclasses.field(default=None, metadata=STATIC)
 
-    relative: ClassVar[bool] = True
-    """As for `LogitBias`."""
+    def on(self, transform):
+        pair = None if self.pair is None else _OnCoordinates(self.pair, transform)
+        if self.transform is not None:
+            transform = _Then(transform, self.transform)
+        return dataclasses.replace(self, transform=transform, pair=pair)
+
+    def with_features(self, q_features, k_features):
+        return dataclasses.replace(self, q_features=q_features, k_features=k_features)
+
+    def check(self, sizes):
+        super().check(sizes)
+        require(
+            (self.q_features is None) != (self.k_features is None),
+            "attention: a DotBias has either q_features or k_features, got "
+            f"{'neither' if self.q_features is None else 'both'}.",
+        )
+        own: Any = self.k_features if self.q_features is None else self.q_features
+        one = jax.eval_shape(self.vectors, jax.ShapeDtypeStruct((1,), jnp.int32))
+        require(
+            own.ndim == 4 and one.shape[2:] == own.shape[3:],
+            f"attention: the vectors of a DotBias have shape {one.shape[2:]} per distance and "
+            f"{own.shape} of tokens; the last axes must be equal.",
+        )
+        if sizes.axes:
+            self.by_pair().check(sizes)
 
     def vectors(self, distances: jax.Array) -> jax.Array:
         """Returns float32 [N, R, F] for distances [R]; [1, R, F] where heads share them."""
@@ -234,71 +426,130 @@ class DotBias(Rule):
         over = jax.vmap(self.vector, (None, None, 0))
         return over(self.shared, head, distances).astype(jnp.float32)
 
-    def on(self, transform):
-        """Returns the bias on transformed coordinates."""
-        pair = None if self.pair is None else _OnCoordinates(self.pair, transform)
-        if self.transform is not None:
-            transform = _Then(transform, self.transform)
-        return dataclasses.replace(self, transform=transform, pair=pair)
-
     def by_pair(self) -> ContentBias:
         """Returns the same as a rule on every pair."""
         rule = self.pair or _Dot(self.vector, self.transform)
-        return ContentBias(
-            rule, self.heads, self.shared, self.q_features, self.k_features, self.scaled
-        )
+        features = self.q_features, self.k_features
+        return ContentBias(rule, self.heads, self.shared, *features, self.scaled)
 
-    def moved(self, coordinates: jax.Array, token_axes: int = 1) -> jax.Array:
-        """Returns the coordinates whose differences are the distances.
+    def lower(self, layout):
+        of_keys, by_slot = self.q_features is None, layout.contiguous and self.transform is None
+        if not (layout.integer and (layout.axes == 0 or self._reads_one_axis(layout))):
+            return self.by_pair().lower(layout)
+        layout = dataclasses.replace(layout, axes=0)
+        drop = layout.drop_constants and not of_keys and self.transform is None
+        by = layout.table_range(self.bounds, by_slot=by_slot, drop_high=drop)
+        horizon = None
+        if drop or (of_keys and self.transform is None):
+            horizon = layout.horizon(self.bounds[1], by_slot)
+        far = None
+        if horizon is not None:
+            far = self.vectors(jnp.full((1,), horizon, jnp.int32))
 
-        Args:
-          coordinates: of tokens along the first `token_axes` axes.
-          token_axes: 1 for [T] and [T, A], 2 for [B, T] and [B, T, A].
-        """
-        transform = self.transform
-        if transform is None:
-            return coordinates
-        for _ in range(token_axes):
-            transform = jax.vmap(transform)
-        return transform(coordinates)
+        def vectors(distances):
+            made = self.vectors(distances)
+            return made - far if drop and far is not None else made
 
-    def tile(self, rows: Any, cols: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Returns float32 [N, T, S] for rows [T, N, F] or cols [S, N, F] and coordinates."""
-        low, high = self.bounds
-        at, to = self.moved(q), self.moved(k)
-        if low is None or high is None or at.ndim > 1 or at.dtype != jnp.int32:
-            return self.by_pair().tile(rows, cols, q, k)
-        vectors = self.vectors(jnp.arange(low, high + 1, dtype=jnp.int32))
-        own = jnp.moveaxis(cols if rows is None else rows, 1, 0).astype(jnp.float32)
-        table = jnp.matmul(own, jnp.swapaxes(vectors, 1, 2), precision="highest")
-        entry = jnp.clip(at[:, None] - to[None], low, high) - low
-        if rows is None:
-            return jnp.swapaxes(jnp.take_along_axis(table, entry.T[None], 2), 1, 2)
-        return jnp.take_along_axis(table, entry[None], 2)
+        arrays, strip = {}, None
+        if by is not None and (by.size <= layout.max_table or not by_slot):
+            table = vectors(jnp.arange(by.low, by.high + 1, dtype=jnp.int32))
+            if of_keys:
+                table, by = table[:, ::-1], by.mirrored()
+            arrays["vectors"] = table
+        elif by_slot:
+            strip, by = vectors, None
+        else:
+            return self.by_pair().lower(layout)
+        factor = layout.scale if self.scaled else 1.0
+        dropped = None
+        if far is not None and of_keys:
+            arrays["far"] = far[:, 0]
+        elif far is not None:
+            form = "btnf,nrf->btn" if jax.tree.leaves(self.heads) else "btnf,mrf->btn"
+            own: Any = self.q_features
+            dropped = jnp.einsum(form, own.astype(jnp.float32), far, precision="highest")
+            dropped *= factor
+        heads, shared = arrays, {}
+        if not jax.tree.leaves(self.heads):
+            heads, shared = {}, {name: x[0] for name, x in arrays.items()}
+        term = Dot(heads, shared, factor, of_keys, by, horizon, self.transform)
+        return Lowering(term, strip=strip, dropped=dropped)
+
+    def _reads_one_axis(self, layout: Layout) -> bool:
+        """Whether the transform makes one integer of coordinates of several axes."""
+        if self.transform is None:
+            return False
+        made = jax.eval_shape(self.transform, jax.ShapeDtypeStruct((layout.axes,), jnp.int32))
+        return made.shape == () and made.dtype == jnp.int32
+
+    def added_logits(self, q_features, k_features, q, k):
+        return self.by_pair().added_logits(q_features, k_features, q, k)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SeparableBias(Rule):
+    """A number per query plus a number per key, added to each logit.
+
+    Attributes:
+      q_features: [B, T, N].
+      k_features: [B, S, K or N].
+      symmetric: the term is -|sum|. Under a causal mask the sum of a visible pair must not be
+        positive: the term is then the sum itself.
+      scaled: as for `LogitBias`.
+    """
+
+    q_features: Any = None
+    k_features: Any = None
+    symmetric: bool = dataclasses.field(default=False, metadata=STATIC)
+    scaled: bool = dataclasses.field(default=False, metadata=STATIC)
+
+    def on(self, transform):
+        return self
+
+    def with_features(self, q_features, k_features):
+        return dataclasses.replace(self, q_features=q_features, k_features=k_features)
+
+    def check(self, sizes):
+        super().check(sizes)
+        for name in ("q_features", "k_features"):
+            x = getattr(self, name)
+            require(
+                jnp.ndim(x) == 3,
+                f"attention: SeparableBias.{name} must be one number per token and head, [B, "
+                f"{'T, N' if name[0] == 'q' else 'S, K or N'}], got {jnp.shape(x)}.",
+            )
+
+    def lower(self, layout):
+        factor = layout.scale if self.scaled else 1.0
+        return Lowering(Separable((), (), factor, self.symmetric and not layout.is_causal))
+
+    def added_logits(self, q_features, k_features, q, k):
+        a, b = (x.T.astype(jnp.float32) for x in (q_features, k_features))
+        out = a[:, :, None] + b[:, None, :]
+        return -jnp.abs(out) if self.symmetric else out
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogitsTransform(Rule):
-    """What becomes of all logits of a query, where a rule needs all keys or all heads.
+    """A function of a query's complete logit row, for rules that need all keys or all heads.
 
-    It runs once the logits are complete: scale, biases, contents and softcap are in them.
+    It is applied to complete logits: scale, biases and softcap are in them.
 
     Attributes:
-      rule: `rule(shared, heads, row, cols, logits, seen, q, k) -> [N, S]`, written for one
-        query: `row` is its part of `rows`, [N, ...]; `cols` those of all keys, [S, N, ...];
-        `logits` float32 [N, S], 0 where it does not see the key; `seen` bool [N or 1, S];
-        `q` and `k` coordinates, a scalar and [S], or [A] and [S, A]. Of the keys, those of
-        a segment stand in the order of their positions. What is returned for keys that are
-        not seen has no effect.
+      rule: `rule(shared, heads, q_feature, k_features, logits, seen, q, k) -> [N, S]`, written
+        for one query: `q_feature` leaves [N, ...]; `k_features` those of all keys, leaves
+        [S, N, ...]; `logits` float32 [N, S], 0 for keys that the query does not see; `seen`
+        bool [N or 1, S]; `q` and `k` coordinates, a scalar and [S], or [A] and [S, A]. Keys of
+        a segment are sorted by position. Results for keys that are not seen have no effect.
       heads: pytree of arrays [N, ...], or None.
       shared: pytree of arrays that all heads share, or None.
       q_features: pytree of arrays [B, T, N, ...] that belong to the queries, or None.
       k_features: pytree of arrays [B, S, K or N, ...] that belong to the keys, or None.
-      expand: `expand(shared, heads, cols) -> cols`; what the rule gets as `cols`, of any
-        shapes. It runs once for all queries. Keys that are padding are zeros there.
-      normalized: whether weights are the softmax of what is returned. False: they are its
-        exponential.
+      expand: `expand(shared, heads, k_features) -> k_features`: what the rule is given as
+        `k_features`, of any shapes, computed once for all queries. Padding keys are zeros.
+      normalized: whether weights are the softmax of the result. False: its exponential.
     """
 
     rule: Callable = dataclasses.field(metadata=STATIC)
@@ -309,22 +560,43 @@ class LogitsTransform(Rule):
     expand: Callable | None = dataclasses.field(default=None, metadata=STATIC)
     normalized: bool = dataclasses.field(default=True, metadata=STATIC)
 
+    whole_rows = True
+
     def on(self, transform):
-        """Returns the rule on transformed coordinates."""
         return dataclasses.replace(self, rule=_OnRow(self.rule, transform))
 
-    def tile(
-        self,
-        rows: Any,
-        cols: Any,
-        logits: jax.Array,
-        seen: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-    ) -> jax.Array:
-        """Returns [N, T, S] for rows [T, N, ...], logits [N, T, S] and coordinates."""
+    def with_features(self, q_features, k_features):
+        return dataclasses.replace(self, q_features=q_features, k_features=k_features)
+
+    def check(self, sizes):
+        super().check(sizes)
+        heads, keys = sizes.num_heads, sizes.keys
+        k_features = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((keys, heads, *x.shape[3:]), x.dtype), self.k_features
+        )
+        logits = jax.ShapeDtypeStruct((heads, keys), jnp.float32)
+        seen = jax.ShapeDtypeStruct((1, keys), bool)
+        own = _slice(self.shared, 0), _slice(self.heads, 0), _slice(self.q_features, 2)
+        if self.expand is not None:
+            k_features = jax.eval_shape(self.expand, *own[:2], k_features)
+        at = _coordinates(sizes), _coordinates(sizes, keys)
+        arguments = *own, k_features, logits, seen, *at
+        signature = "rule(shared, heads, q_feature, k_features, logits, seen, q, k) -> [N, S]"
+        what = "LogitsTransform.rule"
+        _check_function(what, self.rule, signature, arguments, sizes, (heads, keys))
+
+    def expanded(self) -> Self:
+        """Returns the rule with `k_features` as it reads them: [B, S, N, ...], or of `expand`."""
+        if self.expand is None:
+            return self
+        k_features = jax.vmap(self.expand, (None, None, 0))(
+            self.shared, self.heads, self.k_features
+        )
+        return dataclasses.replace(self, k_features=k_features, expand=None)
+
+    def transformed_logits(self, logits, seen, q_features, k_features, q, k):
         over_q = jax.vmap(self.rule, (None, None, 0, None, 1, 1, 0, None), 1)
-        return over_q(self.shared, self.heads, rows, cols, logits, seen, q, k)
+        return over_q(self.shared, self.heads, q_features, k_features, logits, seen, q, k)
 
 
 @jax.tree_util.register_dataclass
@@ -337,27 +609,51 @@ class ValueBias(Rule):
 
     Attributes:
       bucket: `bucket(q, k) -> int32 scalar` in [0, R), for one query and one key.
-      table: [N, R, H].
+      table: [N, R, V].
       relative, bounds: as for `LogitBias`.
     """
 
     bucket: Callable = dataclasses.field(metadata=STATIC)
     table: jax.Array = dataclasses.field()
     relative: bool = dataclasses.field(default=False, metadata=STATIC)
-    bounds: tuple[int | None, int | None] = dataclasses.field(default=(None, None), metadata=STATIC)
+    bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
 
     def on(self, transform):
-        """Returns the bias on transformed coordinates, of which nothing is known."""
         bucket = _OnCoordinates(self.bucket, transform)
-        return dataclasses.replace(self, bucket=bucket, relative=False, bounds=(None, None))
+        return dataclasses.replace(self, bucket=bucket, relative=False, bounds=_NO_BOUNDS)
 
-    def tile(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Returns int32 buckets [T, S]."""
-        return jax.vmap(jax.vmap(self.bucket, (None, 0)), (0, None))(q, k)
+    def check(self, sizes):
+        wanted = (sizes.num_heads, self.table.shape[1], sizes.value_dim)
+        require(
+            self.table.shape == wanted,
+            f"attention: ValueBias.table must be [N, R, V] = {wanted}, got {self.table.shape}.",
+        )
+        token = _coordinates(sizes)
+        signature = "bucket(q, k) -> int32 scalar"
+        _check_function("ValueBias.bucket", self.bucket, signature, (token, token), sizes, ())
+
+    def lower(self, layout):
+        table, by = self.table.astype(jnp.float32), None
+        if self.relative:
+            by = layout.table_range(self.bounds, by_slot=layout.contiguous, drop_high=True)
+        if by is None:
+            return Lowering(values=ValueTable(table, None, self.bucket))
+        distances = jnp.arange(by.low, by.high + 1, dtype=jnp.int32)
+        buckets = jax.vmap(self.bucket, (0, None))(distances, jnp.int32(0))
+        table = jnp.take(table, buckets, axis=1, mode="clip")
+        far = table[:, -1]
+        return Lowering(values=ValueTable(table - far[:, None], by, self.bucket), far_value=far)
+
+    def added_values(self, weights, q, k):
+        buckets = jax.vmap(jax.vmap(self.bucket, (None, 0)), (0, None))(q, k)
+        one_hot = jax.nn.one_hot(buckets, self.table.shape[1], dtype=jnp.float32)
+        mass = jnp.einsum("nts,tsr->tnr", weights, one_hot, precision="highest")
+        return jnp.einsum("tnr,nrv->tnv", mass, self.table, precision="highest")
 
 
-def as_tuple(x: Any) -> tuple:
-    """Returns None, one thing or a tuple or list of things as a tuple."""
-    if x is None:
-        return ()
-    return tuple(x) if isinstance(x, tuple | list) else (x,)
+def _require_features(rule: Rule) -> None:
+    require(
+        bool(jax.tree.leaves((rule.q_features, rule.k_features))),
+        f"attention: {type(rule).__name__} has neither q_features nor k_features; compute them "
+        "with the scheme's `features`.",
+    )

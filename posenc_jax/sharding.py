@@ -17,7 +17,6 @@ Context. 2023. https://arxiv.org/abs/2310.01889
 Zig-zag order: zhuzilin/ring-flash-attention, 2024.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -26,11 +25,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.checks import divides, require
-from posenc_jax.engine.api import attention
-from posenc_jax.rules import LogitsTransform, Rule, as_tuple
+from posenc_jax.engine.api import run
+from posenc_jax.engine.implementation import Implementation
+from posenc_jax.engine.problem import KeyArrays, Problem, make_problem
+from posenc_jax.ops.lse import merge_partial_softmax
+from posenc_jax.ops.partition import combine, partition
+from posenc_jax.rules import as_tuple
 
-_BY_KEY = ("k_coordinates", "k_segment_ids")
-_STATIC = ("is_causal", "window", "scale", "softcap", "implementation")
+_OPTIONS = {
+    "q_coordinates": None,
+    "k_coordinates": None,
+    "q_segment_ids": None,
+    "k_segment_ids": None,
+    "is_causal": False,
+    "window": None,
+    "prefix_length": None,
+    "scale": None,
+    "softcap": None,
+}
+"""Further arguments of `attention`, and their defaults."""
 
 
 def sequence_parallel_attention(
@@ -76,69 +89,47 @@ def sequence_parallel_attention(
                 f"sequence_parallel_attention: {name} is not supported; a shard does not know "
                 "its slots in the whole sequence."
             )
-    rules = as_tuple(options.pop("rules", ()))
-    if method == "ring" and any(isinstance(r, LogitsTransform) for r in rules):
+    implementation = options.pop("implementation", None)
+    unknown = sorted(options.keys() - _OPTIONS.keys() - {"rules"})
+    if unknown:
+        raise TypeError(f"sequence_parallel_attention: unknown argument {unknown[0]!r}.")
+    problem = make_problem(
+        q,
+        k,
+        v,
+        rules=as_tuple(options.pop("rules", ())),
+        mask=None,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        contiguous=False,
+        sinks=None,
+        dropout_rate=0.0,
+        dropout_key=None,
+        **(_OPTIONS | options),
+    )
+    if method == "ring" and problem.whole_rows:
         raise NotImplementedError(
             "sequence_parallel_attention: rules on whole rows of logits need all keys of a query "
             'at once; use method="all_gather".'
         )
-    held: dict[str, Any] = {"k": k, "v": v, "k_positions": k_positions}
-    held |= {n: options.pop(n) for n in _BY_KEY if options.get(n) is not None}
-    held["k_features"] = tuple(getattr(r, "k_features", None) for r in rules)
-    static = {n: options.pop(n) for n in _STATIC if n in options}
-    mine = {"q": q, "q_positions": q_positions, **options}
-    mine["rules"] = tuple(_with_keys(r, None) for r in rules)
-    settings = _Settings(axis_name, tuple(static.items()))
-
     if method == "all_gather":
-        whole = {name: _gathered(name, part, axis_name) for name, part in held.items()}
-        return _partial(settings, mine, whole, return_lse=False, sinks=sinks)
-    operands = _varying((mine, held), axis_name)
-    moving = jax.tree.map(lambda x: x if _moves(x) else None, operands)
-    fixed = jax.tree.map(lambda x: None if _moves(x) else x, operands)
-    out, lse = _ring(settings, moving, fixed)
+        keys = jax.tree.map(
+            lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), problem.key_arrays()
+        )
+        out, lse = run(problem.with_keys(keys), implementation)
+    else:
+        diff, nondiff = partition(_varying(problem, axis_name))
+        out, lse = _ring(axis_name, implementation, diff, nondiff)
     if sinks is not None:
-        out *= _share(lse, jnp.broadcast_to(sinks.astype(jnp.float32)[None, None], lse.shape))
+        # Sinks are a part of the softmax without values.
+        sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[None, None], lse.shape)
+        out = out.astype(jnp.float32)
+        out = merge_partial_softmax([out, jnp.zeros_like(out)], [lse, sinks])
     return out.astype(q.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    axis_name: str
-    options: tuple[tuple[str, Any], ...]
-
-
-def _partial(settings: _Settings, mine: dict, held: dict, **more: Any) -> Any:
-    """Attention of these queries to the keys held, and its log-sum-exp if not refused."""
-    mine, held = dict(mine), dict(held)
-    carried = zip(mine.pop("rules"), held.pop("k_features"), strict=True)
-    rules = tuple(_with_keys(rule, features) for rule, features in carried)
-    arrays = mine.pop("q"), held.pop("k"), held.pop("v")
-    options = {"return_lse": True} | dict(settings.options) | more
-    return attention(*arrays, rules=rules, **mine, **held, **options)
-
-
-def _with_keys(rule: Any, k_features: Any) -> Rule:
-    if not hasattr(rule, "k_features"):
-        return rule
-    return dataclasses.replace(rule, k_features=k_features)
-
-
-def _gathered(name: str, part: Any, axis_name: str) -> Any:
-    def gather(x):
-        axis = x.ndim - 1 if name == "k_coordinates" else 1
-        return jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)
-
-    return jax.tree.map(gather, part)
-
-
-def _moves(x: jax.Array) -> bool:
-    """Whether an array can have a gradient."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
 def _varying(tree: Any, axis_name: str) -> Any:
-    """Lets every array vary over the axis, so that gradients of shared ones are summed."""
+    """Makes every array vary over the axis, so that gradients of shared ones are summed."""
 
     def vary(x):
         x = jnp.asarray(x)
@@ -148,87 +139,76 @@ def _varying(tree: Any, axis_name: str) -> Any:
     return jax.tree.map(vary, tree)
 
 
-def _merged(moving: Any, fixed: Any) -> Any:
-    pick = functools.partial(jax.tree.map, is_leaf=lambda x: x is None)
-    return pick(lambda a, b: b if a is None else a, moving, fixed)
-
-
 def _onwards(tree: Any, axis_name: str) -> Any:
     """Sends arrays to the next device of the ring."""
     count = jax.lax.axis_size(axis_name)
     return jax.lax.ppermute(tree, axis_name, [(i, (i + 1) % count) for i in range(count)])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(settings: _Settings, moving: Any, fixed: Any) -> tuple[jax.Array, jax.Array]:
+Choice = str | Implementation | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ring(axis_name: str, implementation: Choice, diff: Problem, nondiff: Problem) -> Any:
     """Returns float32 output and log-sum-exp; keys go around once."""
-    mine, held = _merged(moving, fixed)
+    problem = combine(diff, nondiff)
 
     def step(carry, _):
-        held, out = carry
-        held = _onwards(held, settings.axis_name)
-        return (held, _merge(out, _partial(settings, mine, held))), None
+        keys, out, lse = carry
+        keys = _onwards(keys, axis_name)
+        part, part_lse = run(problem.with_keys(keys), implementation)
+        out = merge_partial_softmax([out, part.astype(jnp.float32)], [lse, part_lse])
+        return (keys, out, jnp.logaddexp(lse, part_lse)), None
 
-    out, lse = _partial(settings, mine, held)
-    rounds = jax.lax.axis_size(settings.axis_name) - 1
-    carry = held, (out.astype(jnp.float32), lse)
-    (_, out), _ = jax.lax.scan(step, carry, length=rounds)
-    return out
-
-
-def _ring_forward(settings, moving, fixed):
-    out, lse = _ring(settings, moving, fixed)
-    return (out, lse), (moving, fixed, out, lse)
+    out, lse = run(problem, implementation)
+    carry = problem.key_arrays(), out.astype(jnp.float32), lse
+    rounds = jax.lax.axis_size(axis_name) - 1
+    (_, out, lse), _ = jax.lax.scan(step, carry, length=rounds)
+    return out, lse
 
 
-def _ring_backward(settings, saved, cotangents):
+def _ring_forward(axis_name, implementation, diff, nondiff):
+    out, lse = _ring(axis_name, implementation, diff, nondiff)
+    return (out, lse), (diff, nondiff, out, lse)
+
+
+def _ring_backward(axis_name, implementation, saved, cotangents):
     """Sends the keys around again, and with them what is known of their gradients.
 
     With w the share of a shard in the softmax, out = sum w out_s and w = exp(lse_s - lse),
-    so each shard's attention gets the cotangents w d_out and w (d_out . (out_s - out) + d_lse).
+    so the attention of each shard has the cotangents w d_out and
+    w (d_out . (out_s - out) + d_lse).
     """
-    (mine, held), (fixed_mine, fixed_held), out, lse = saved
+    diff, nondiff, out, lse = saved
     d_out, d_lse = cotangents
-    inner = (d_out * out).sum(-1)
+    delta = (d_out * out).sum(-1)
 
-    def step(held, fixed_held):
-        def attend(mine, held):
-            return _partial(settings, _merged(mine, fixed_mine), _merged(held, fixed_held))
+    def step(keys: KeyArrays, fixed_keys: KeyArrays):
+        def attend(mine, keys):
+            problem = combine(mine.with_keys(keys), nondiff.with_keys(fixed_keys))
+            return run(problem, implementation)
 
-        (part, part_lse), pull = jax.vjp(attend, mine, held)
+        (part, part_lse), pull = jax.vjp(attend, diff, keys)
         share = jnp.exp(part_lse - jnp.where(jnp.isneginf(lse), 0.0, lse))
         d_part = (share[..., None] * d_out).astype(part.dtype)
-        gap = (d_out * part.astype(jnp.float32)).sum(-1) - inner
+        gap = (d_out * part.astype(jnp.float32)).sum(-1) - delta
         return pull((d_part, share * (gap + d_lse)))
 
     def again(carry, _):
-        held, fixed_held, d_mine, d_held = carry
-        held, fixed_held, d_held = _onwards((held, fixed_held, d_held), settings.axis_name)
-        more = step(held, fixed_held)
-        d_mine, d_held = jax.tree.map(jnp.add, (d_mine, d_held), more)
-        return (held, fixed_held, d_mine, d_held), None
+        keys, fixed_keys, d_mine, d_keys = carry
+        keys, fixed_keys, d_keys = _onwards((keys, fixed_keys, d_keys), axis_name)
+        more = step(keys, fixed_keys)
+        d_mine, d_keys = jax.tree.map(jnp.add, (d_mine, d_keys), more)
+        return (keys, fixed_keys, d_mine, d_keys), None
 
-    carry = held, fixed_held, *step(held, fixed_held)
-    rounds = jax.lax.axis_size(settings.axis_name) - 1
-    (*_, d_mine, d_held), _ = jax.lax.scan(again, carry, length=rounds)
-    return (d_mine, _onwards(d_held, settings.axis_name)), None
+    keys, fixed_keys = diff.key_arrays(), nondiff.key_arrays()
+    carry = keys, fixed_keys, *step(keys, fixed_keys)
+    rounds = jax.lax.axis_size(axis_name) - 1
+    (*_, d_mine, d_keys), _ = jax.lax.scan(again, carry, length=rounds)
+    return d_mine.with_keys(_onwards(d_keys, axis_name)), None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
-
-
-def _share(lse: jax.Array, other: jax.Array) -> jax.Array:
-    """The part [..., 1] of the softmax's mass that `lse` has beside `other`."""
-    nothing = jnp.isneginf(lse)
-    gap = jnp.where(jnp.isneginf(other), -1e30, other) - jnp.where(nothing, 0.0, lse)
-    return jnp.where(nothing, 0.0, jax.nn.sigmoid(-gap))[..., None]
-
-
-def _merge(a: tuple, b: tuple) -> tuple[jax.Array, jax.Array]:
-    """Attention to two sets of keys, from attention to each; float32."""
-    (x, p), (y, q) = a, b
-    out = x * _share(p, q) + y.astype(jnp.float32) * _share(q, p)
-    return out, jnp.logaddexp(p, q)
 
 
 def zigzag(length: int, shards: int) -> np.ndarray:

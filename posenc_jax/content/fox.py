@@ -31,20 +31,15 @@ x_transformers.py, DataDependentAlibi.
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.checks import positive_integers, require
-from posenc_jax.rules import ContentBias
+from posenc_jax.rules import SeparableBias
 from posenc_jax.scheme import Scheme, Traits
-
-
-def _decay(shared, head, q_feature, k_feature, q, k):
-    """The logarithm of the product of the gates between two tokens."""
-    return -jnp.abs(q_feature - k_feature)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +120,8 @@ class FoX(Scheme):
             sums += state[:, None]
         return sums, sums, sums[:, -1]
 
-    def rules(self, params, q_features=None, k_features=None):
-        return ContentBias(_decay, q_features=q_features, k_features=k_features)
+    def rules(self, params, q_features: Any = None, k_features: Any = None):
+        return SeparableBias(q_features=q_features, k_features=-k_features, symmetric=True)
 
     def _bias(self):
         times = np.geomspace(self.min_time, self.max_time, self.num_heads)

@@ -1,22 +1,27 @@
-"""The one attention function: it checks, brings everything to one form, and hands over."""
+"""The attention function: it checks arguments, chooses an implementation and runs it."""
 
 import dataclasses
-import importlib
-from collections.abc import Callable
-from typing import Any, Self
+import functools
+from typing import Any, Literal, Self, overload
 
 import jax
+import jax.numpy as jnp
 
-from posenc_jax.checks import require
-from posenc_jax.engine.api_arguments import make_problem
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.implementation import Implementation
+from posenc_jax.engine.implementations import choose, find
+from posenc_jax.engine.problem import Problem, make_problem
 from posenc_jax.mask import Window
 from posenc_jax.rules import Rule, as_tuple
 
-_IMPLEMENTATIONS = {"reference": "reference", "xla": "xla", "jax": "jax_nn"}
-"""The module of each."""
 
-
+@overload
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[False] = False, **options: Any
+) -> jax.Array: ...
+@overload
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool, **options: Any
+) -> tuple[jax.Array, jax.Array]: ...
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -40,7 +45,7 @@ def attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: str | Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact softmax attention with any position rule.
 
@@ -76,8 +81,11 @@ def attention(
       dropout_rate: share of the weights that are dropped; needs `dropout_key`.
       dropout_key: a JAX random key.
       return_lse: whether to return the log-sum-exp of the logits too.
-      implementation: "reference" (materialises T x S), "xla" (tiled), "jax" (hands over to
-        `jax.nn.dot_product_attention` what that can do: no rules), or None to choose.
+      implementation: "reference" (materialises T x S, defines what is correct), "dense" (whole
+        rows of logits in blocks of queries), "xla" (tiles), "jax"
+        (`jax.nn.dot_product_attention`: no rules), an `Implementation` such as
+        `posenc_jax.engine.xla.XLA(...)` with settings of your own, or None to choose. A given
+        one is used or raises; it never falls back.
 
     Returns:
       [B, T, N, V] in q's dtype, and with `return_lse` also float32 [B, T, N].
@@ -93,9 +101,9 @@ def attention(
     (1, 5, 2, 4)
     """
     problem = make_problem(
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         rules=as_tuple(rules),
         mask=mask,
         q_positions=q_positions,
@@ -114,46 +122,53 @@ def attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
     )
-    require(
-        implementation is None or implementation in _IMPLEMENTATIONS,
-        f"attention: implementation must be None or one of {tuple(_IMPLEMENTATIONS)}, "
-        f"got {implementation!r}.",
-    )
-    chosen = implementation or _choose(problem)
-    module = importlib.import_module(f"posenc_jax.engine.{_IMPLEMENTATIONS[chosen]}")
-    attend = module.attend
-    transform = problem.row_rule
-    if transform is not None and not transform.normalized and (return_lse or sinks is not None):
+    if not problem.normalized and (return_lse or sinks is not None):
         raise NotImplementedError(
-            f"attention: {transform.rule} replaces the softmax, so there is no log-sum-exp to "
-            "return and none for sinks to take a share of."
+            "attention: a rule replaces the softmax, so there is no log-sum-exp to return and none "
+            "for sinks to take a share of."
         )
-    out, lse = _on_any_mesh(attend, problem)
+    out, lse = run(problem, implementation)
     return (out, lse) if return_lse else out
 
 
-def _on_any_mesh(attend: Callable, problem: Problem) -> tuple[jax.Array, jax.Array]:
-    """Calls an implementation; on an explicit mesh its inside is left to the compiler.
+def run(
+    problem: Problem, implementation: str | Implementation | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns output and log-sum-exp of a problem; see `Implementation.__call__`.
 
-    Rules are written for scalars and know of no mesh. The output is sharded as q is.
+    Raises:
+      NotImplementedError: if the implementation does not support the problem.
     """
+    given = implementation is not None
+    chosen = find(implementation) if given else choose(problem, jax.default_backend())
+    reason = chosen.supports(problem)
+    if reason is not None:
+        raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
+    return _run(chosen, problem)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """Runs an implementation; on an explicit mesh its inside is left to the compiler.
+
+    Rules are written for scalars and have no sharding. The output is sharded as q is. Jitted,
+    so that calls outside of `jit` compile once.
+    """
+    sizes = problem.sizes()
+    for rule in problem.rules:
+        rule.check(sizes)
+    if 0 in (sizes.batch, sizes.length, sizes.keys):
+        shape = (*problem.q.shape[:3], sizes.value_dim)
+        return jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf)
     sharding = jax.typeof(problem.q).sharding
     spec = sharding.spec
     if not any(spec):
-        return attend(problem)
+        return implementation(problem)
     rows = jax.sharding.PartitionSpec(*spec[:3])
     out = jax.sharding.PartitionSpec(*spec[:3], None)
     with jax.sharding.use_abstract_mesh(sharding.mesh):
-        return jax.sharding.auto_axes(attend, out_sharding=(out, rows))(problem)
-
-
-def _choose(p: Problem) -> str:
-    """Tiles, but for a decode step and for what is smaller than any tile worth compiling.
-
-    Measured on CPU, forward and backward with a learned bias: tiles are ahead from T = 32 on.
-    """
-    length, keys = p.q.shape[1], p.k.shape[1]
-    return "reference" if length == 1 or length * keys < 32 * 32 else "xla"
+        run = jax.sharding.auto_axes(implementation.__call__, out_sharding=(out, rows))
+        return run(problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +199,7 @@ class AttentionCall:
     dropout_rate: float = 0.0
     dropout_key: jax.Array | None = None
     return_lse: bool = False
-    implementation: str | None = None
+    implementation: str | Implementation | None = None
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, rules: Rule | tuple[Rule, ...] = ()

@@ -1,71 +1,95 @@
-"""Attention by tiles in plain JAX: exact, differentiable, and linear in memory.
+"""Tiled attention in plain JAX: exact, differentiable, memory linear in T + S.
 
-The forward pass runs over blocks of queries and, for each, over the blocks of keys that it
-sees, with a running maximum and sum. The backward pass runs over blocks of keys, computes
-their tiles anew from the stored log-sum-exp, and pulls the cotangent of each tile's logits
-through the rules to the arrays they read. Nothing of size T x S is ever held.
+The flash attention algorithm (Dao et al. 2022, https://arxiv.org/abs/2205.14135; its
+backward pass as in https://arxiv.org/abs/2307.08691) over blocks of queries and keys, with
+rules evaluated per tile. The forward pass loops over blocks of queries and, for each, over
+the blocks of keys that it sees, with a running maximum m and sum l. The backward pass loops
+over blocks of keys, recomputes their tiles from the log-sum-exp, and pulls the cotangent of
+each tile through the rules to the arrays that they read. Tiles of the backward pass are
+[K, Q]: all five products are then in the form that is fast on CPUs.
 
-Sums run in one fixed order, so that results are the same bits in every run.
+Sums run in one fixed order, so results are bitwise reproducible.
 """
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.problem import Problem
-from posenc_jax.engine.tiling import add_at, cut, joined, zeros
-from posenc_jax.engine.xla_once import reversed_once
-from posenc_jax.engine.xla_prepare import HIDDEN, Operands, Spec, prepare
-from posenc_jax.engine.xla_rows import attend as attend_rows
-from posenc_jax.engine.xla_tile import (
-    Tile,
-    clean_keys,
-    einsum,
-    own_keys,
-    scan_blocks,
-    sides,
-    visit,
+from posenc_jax.engine.blocks import (
+    Blocks,
+    Plan,
+    Visibility,
+    add_block,
+    for_each_block,
+    join_blocks,
+    make_plan,
+    pad_axis,
+    take_block,
+    zeros,
 )
+from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.forbid_double_reverse import forbid_double_reverse
+from posenc_jax.engine.implementation import Implementation
+from posenc_jax.engine.lower import Lowered, lower
+from posenc_jax.engine.problem import Problem, keep_mask
+from posenc_jax.engine.terms import Term, Tokens, ValueTable
+from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
+from posenc_jax.mask import MASK_VALUE, visible
+from posenc_jax.ops.partition import combine, partition
 
 
-def attend(p: Problem) -> tuple[jax.Array, jax.Array]:
-    """Returns the output, [B, T, N, V] in q's dtype, and the log-sum-exp, float32 [B, T, N]."""
-    if p.row_rule is not None:
-        return attend_rows(_varying_alike(p))
-    spec, operands, left_out = prepare(_varying_alike(p))
-    moving = jax.tree.map(lambda x: x if _moves(x) else None, operands)
-    fixed = jax.tree.map(lambda x: None if _moves(x) else x, operands)
-    try:
-        out, lse = _attend(spec, moving, fixed)
-    except TypeError as error:
-        if "custom_vjp" not in str(error):
-            raise
-        raise NotImplementedError(
-            "attention: tiles have reverse mode, and forward mode over it; for forward mode "
-            'alone use implementation="reference".'
-        ) from error
-    length = p.q.shape[1]
-    out, lse = out[:, :length], jnp.moveaxis(lse, 1, 2)[:, :length]
-    if left_out is not None:
-        lse += left_out
-    if p.sinks is not None:
+@dataclasses.dataclass(frozen=True)
+class XLA(Implementation):
+    """Tiles; rules on whole rows in blocks of queries.
+
+    Attributes:
+      forward, backward: queries and keys per tile of each pass, at most. Default: measured.
+      pairs_at_once: pairs of a rule that are differentiated at once: its intermediates, some
+        tens of numbers per pair, should stay in the cache. 3.5 times faster for FIRE on CPU.
+      row_block: logits per block of queries, for rules on whole rows.
+    """
+
+    forward: Blocks | None = None
+    backward: Blocks | None = None
+    pairs_at_once: int = 2**15
+    row_block: int = 2**20
+    name = "xla"
+
+    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        p = _vary_alike(problem)
+        if p.whole_rows:
+            return Dense(self.row_block)(p)
+        heads = p.q.shape[0] * p.num_heads
+        plan = make_plan(p.length, p.keys, heads, self.forward, self.backward)
+        lowered = lower(p, plan.max_table, self.pairs_at_once)
+        spec, operands = _prepare(p, lowered, plan)
+        try:
+            out, lse = _attend(spec, *partition(operands))
+        except TypeError as error:
+            if "custom_vjp" not in str(error):
+                raise
+            raise NotImplementedError(
+                "attention: tiles have reverse mode, and forward mode over it; for forward mode "
+                'alone use implementation="reference".'
+            ) from error
+        out, lse = out[:, : p.length], jnp.moveaxis(lse, 1, 2)[:, : p.length]
+        if lowered.lse_shift is not None:
+            lse += lowered.lse_shift
+        if p.sinks is None:
+            return out, lse
         sinks = p.sinks.astype(jnp.float32)[None, None]
         total = jnp.logaddexp(lse, sinks)
         share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
-        out, lse = (out * share[..., None]).astype(p.q.dtype), total
-    return out, lse
+        return (out * share[..., None]).astype(p.q.dtype), total
 
 
-def _moves(x: jax.Array) -> bool:
-    """Whether an array can have a gradient."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _varying_alike(p: Problem) -> Problem:
-    """Inside `shard_map`, lets every array vary over all axes that one of them varies over."""
+def _vary_alike(p: Problem) -> Problem:
+    """Inside `shard_map`, makes every array vary over the axes that any of them varies over."""
     axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(p)))
 
     def vary(x):
@@ -75,209 +99,747 @@ def _varying_alike(p: Problem) -> Problem:
     return jax.tree.map(vary, p) if axes else p
 
 
-def _merge(moving: Any, fixed: Any) -> Any:
-    return jax.tree.map(
-        lambda a, b: b if a is None else a, moving, fixed, is_leaf=lambda x: x is None
+class Side(NamedTuple):
+    """Queries or keys, padded to whole blocks; tokens on axis 1.
+
+    Attributes:
+      slots: int32 [1, T].
+      positions: int32 [1 or B, T].
+      coordinates: [1 or B, T] or [1 or B, T, A].
+      segments: int32 [1 or B, T], or None.
+    """
+
+    slots: Any
+    positions: Any
+    coordinates: Any
+    segments: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static about a padded problem.
+
+    Attributes:
+      plan: block sizes.
+      visibility: which tiles need what.
+      heads: N.
+      q_factor, logit_factor: factors on q, and on q . k after it; their product is the scale.
+      softcap, dropout_rate: as in `attention`.
+      origin: index of distance 0 in `Operands.bias` and strips.
+      dtype: of the output.
+    """
+
+    plan: Plan
+    visibility: Visibility
+    heads: int
+    q_factor: float
+    logit_factor: float
+    softcap: float | None
+    dropout_rate: float
+    origin: int
+    dtype: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The arrays, padded to whole blocks.
+
+    Attributes:
+      q, k, v: [B, T, N, H], [B, K, S, H], [B, K, S, V].
+      bias: float32 [N or 1, L], added at every distance, or None.
+      strips: for each term, float32 [1 or N, L, F], or None.
+      terms: one per rule that is not in `bias`.
+      values: a table on the values, or None.
+      q_side, k_side: positions and such.
+      q_features, k_features: for each term, leaves [B, N, T, ...] and [B, K or N, S, ...].
+      mask: bool, [B or 1, N or 1, T, S], or None.
+      prefix: int32 [B], or None.
+      seed: uint32 [2], or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    strips: tuple[Any, ...]
+    terms: tuple[Term, ...]
+    values: ValueTable | None
+    q_side: Side
+    k_side: Side
+    q_features: tuple[Any, ...]
+    k_features: tuple[Any, ...]
+    mask: Any
+    prefix: Any
+    seed: Any
+
+
+def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> tuple[Spec, Operands]:
+    """Pads a lowered problem to whole blocks."""
+    visibility, length, keys = lowered.visibility, plan.length, plan.keys
+    # Contiguous tokens are ordered by slot.
+    by_slot = p.contiguous and p.prefix_length is None
+    segments = p.q_segment_ids, p.k_segment_ids
+    padded = length > p.length or keys > p.keys
+    if padded and segments[0] is None and not (by_slot and p.is_causal and p.length == p.keys):
+        segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
+        visibility = dataclasses.replace(visibility, segments=True)
+
+    def side(to, positions, coordinates, ids):
+        slots = jnp.arange(to, dtype=jnp.int32)[None]
+        coordinates = coordinates[:1] if p.same_rows else coordinates
+        return Side(
+            slots,
+            slots if by_slot else pad_axis(positions, 1, to, mode="edge"),
+            pad_axis(coordinates, 1, to, mode="edge"),
+            None if ids is None else pad_axis(ids + 1, 1, to) - 1,
+        )
+
+    def features(tree, to):
+        return jax.tree.map(lambda x: pad_axis(jnp.swapaxes(x, 1, 2), 2, to, mode="edge"), tree)
+
+    mask = p.mask
+    if mask is not None:
+        mask = pad_axis(pad_axis(mask, 2, length), 3, keys)
+    # A power of two scales q exactly in any dtype.
+    exact = p.q.dtype == jnp.float32 or math.frexp(p.scale)[0] == 0.5
+    q_factor, logit_factor = (p.scale, 1.0) if exact else (1.0, p.scale)
+    strips = _Strips.of(p, plan)
+    spec = Spec(
+        plan=plan,
+        visibility=visibility,
+        heads=p.num_heads,
+        q_factor=q_factor,
+        logit_factor=logit_factor,
+        softcap=p.softcap,
+        dropout_rate=p.dropout_rate,
+        origin=strips.origin,
+        dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
     )
+    operands = Operands(
+        q=pad_axis(p.q, 1, length),
+        k=pad_axis(jnp.swapaxes(p.k, 1, 2), 2, keys),
+        v=pad_axis(jnp.swapaxes(lowered.v, 1, 2), 2, keys),
+        bias=strips.make(lowered.bias, MASK_VALUE if visibility.mask_in_bias else 0.0),
+        strips=tuple(strips.make(strip, 0.0) for strip in lowered.strips),
+        terms=lowered.terms,
+        values=lowered.values,
+        q_side=side(length, p.q_positions, p.q_coordinates, segments[0]),
+        k_side=side(keys, p.k_positions, p.k_coordinates, segments[1]),
+        q_features=features(lowered.q_features, length),
+        k_features=features(lowered.k_features, keys),
+        mask=mask,
+        prefix=p.prefix_length,
+        seed=p.dropout_seed,
+    )
+    return spec, operands
+
+
+@dataclasses.dataclass(frozen=True)
+class _Strips:
+    """The distances at which rules are evaluated once, outside the tiles.
+
+    From the first key's distance from the last query, or for causal attention from one tile
+    into the future, to the last query's distance from the first key.
+
+    Attributes:
+      first, end: the first distance that is evaluated, and the one after the last.
+      before, after: number of hidden entries on either side.
+    """
+
+    first: int
+    end: int
+    before: int
+    after: int
+
+    @classmethod
+    def of(cls, p: Problem, plan: Plan) -> "_Strips":
+        first, before = 1 - p.keys, plan.keys - p.keys
+        if p.is_causal and p.prefix_length is None:
+            first, before = 0, plan.max_table + 1
+        return cls(first, p.length, before, plan.length - p.length)
+
+    @property
+    def origin(self) -> int:
+        """Index of distance 0."""
+        return self.before - self.first
+
+    def make(self, of: Callable[[jax.Array], jax.Array] | None, fill: float) -> Any:
+        """Returns `of(distances)`, padded on axis 1, or None."""
+        if of is None:
+            return None
+        made = of(jnp.arange(self.first, self.end, dtype=jnp.int32))
+        widths = [(0, 0)] * made.ndim
+        widths[1] = self.before, self.after
+        return jnp.pad(made, widths, constant_values=fill)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(spec: Spec, moving: Operands, fixed: Operands):
-    return _forward(spec, _merge(moving, fixed))
+def _attend(spec: Spec, diff: Operands, nondiff: Operands):
+    return _forward(spec, combine(diff, nondiff))
 
 
-def _attend_forward(spec, moving, fixed):
-    out, lse = _forward(spec, _merge(moving, fixed))
-    return (out, lse), (moving, fixed, out, lse)
+def _attend_forward(spec, diff, nondiff):
+    out, lse = _forward(spec, combine(diff, nondiff))
+    return (out, lse), (diff, nondiff, out, lse)
 
 
 def _attend_backward(spec, saved, cotangents):
-    moving, fixed, out, lse = saved
-    grads = _backward(spec, moving, fixed, out, lse, *cotangents)
-    return jax.tree.map(reversed_once, grads), None
+    grads = _backward(spec, *saved, *cotangents)
+    return jax.tree.map(forbid_double_reverse, grads), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+class Softmax(NamedTuple):
+    """The running state of a block of queries: maximum and sum [B, N, Q], output [B, N, Q, V]."""
+
+    m: jax.Array
+    l: jax.Array
+    out: jax.Array
+
+
 def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
-    blocks = spec.plan.forward
-    tile = Tile(spec, x, blocks, flip=False)
-    q_sides, k_sides = sides(spec, x, blocks)
-    count = spec.plan.keys // blocks.k
+    tiles = Tiles(spec, x, spec.plan.forward, transposed=False)
 
-    def row(_, i):
-        q, by_q = (cut(y, 1, i, blocks.q) for y in (x.q, x.by_q))
-        q = tile.queries(q)
+    def query_block(_, i):
+        q = tiles.scaled(take_block(x.q, 1, i, tiles.blocks.q))
 
-        def body(plain):
-            def step(j, carry):
-                top, total, out = carry
-                by_k = cut(x.by_k, 1, j, blocks.k)
-                k, v = (own_keys(cut(y, 2, j, blocks.k), spec.heads) for y in (x.k, x.v))
-                seen = None if plain else tile.seen(i, j, by_q, by_k)
-                used = tile.used(seen)
-                v = clean_keys(used, v, 2)
-                by_k["cols"] = clean_keys(used, by_k["cols"], 1, heads=2)
-                windows = tile.windows(i, j, plain)
-                added = tile.added(windows, x.terms, by_q, by_k, plain=plain)
-                s, _ = tile.logits(tile.products(q, k), added, seen)
-                # Nothing depends on it, and its tangent divides by the number of maxima found,
-                # which rounding may make none.
-                new = jnp.maximum(top, jax.lax.stop_gradient(s).max(3))
-                p, old = jnp.exp(s - new[..., None]), jnp.exp(top - new)
-                total = total * old + p.sum(3)
-                kept = tile.kept(by_q, by_k)
-                if kept is not None:
-                    p *= kept
-                out = out * old[..., None]
-                out += einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v)
-                if x.value is not None and not plain:
-                    mass = x.value.collect(p, by_q, by_k, flip=False)
-                    out += einsum("bnqr,nrv->bnqv", mass, x.value.table)
-                return new, total, out
-
-            return step
+        def key_block(interior):
+            return lambda j, state: _forward_tile(tiles, i, j, q, state, interior)
 
         shape = q.shape[:3]
-        carry = (
-            zeros(x.q, shape, HIDDEN),
+        state = Softmax(
+            zeros(x.q, shape, MASK_VALUE),
             zeros(x.q, shape),
             zeros(x.q, (*shape, x.v.shape[3])),
         )
-        q_side = cut(q_sides, 1, i, 1)
-        top, total, out = visit(spec, q_side, k_sides, x.prefix, count, body, carry)
-        # A maximum may pass over NaN; a sum does not.
-        blind = ((top <= HIDDEN / 2) | (total == 0)) & ~jnp.isnan(total)
-        total = jnp.where(blind, 1.0, total)
-        out = jnp.where(blind[..., None], 0.0, out / total[..., None])
-        lse = jnp.where(blind, -jnp.inf, top + jnp.log(total))
+        m, l, out = tiles.visit_keys(i, key_block, state)
+        # jnp.maximum drops NaN, the sum keeps it.
+        blind = ((m <= MASK_VALUE / 2) | (l == 0)) & ~jnp.isnan(l)
+        l = jnp.where(blind, 1.0, l)
+        out = jnp.where(blind[..., None], 0.0, out / l[..., None])
+        lse = jnp.where(blind, -jnp.inf, m + jnp.log(l))
         return None, (jnp.swapaxes(out, 1, 2).astype(spec.dtype), lse)
 
-    _, (out, lse) = scan_blocks(row, None, spec.plan.length // blocks.q)
-    return joined(out, 1), joined(lse, 2)
+    _, (out, lse) = _scan_blocks(query_block, None, spec.plan.length // tiles.blocks.q)
+    return join_blocks(out, 1), join_blocks(lse, 2)
 
 
-def _backward(spec: Spec, moving: Any, fixed: Any, out, lse, d_out, d_lse):
-    """Returns the cotangents of `moving`."""
-    x = _merge(moving, fixed)
-    blocks = spec.plan.backward
-    tile = Tile(spec, x, blocks, flip=True)
-    q_sides, k_sides = sides(spec, x, blocks)
-    count = spec.plan.length // blocks.q
+def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, interior: bool) -> Softmax:
+    m, l, out = state
+    x = tiles.all
+    k, v = tiles.keys(j)
+    q_tokens, k_tokens = tiles.queries_at(i), tiles.keys_at(j)
+    seen = None if interior else tiles.seen(i, j, q_tokens, k_tokens)
+    live = tiles.live_keys(seen)
+    v = zero_keys(live, v)
+    k_tokens = k_tokens._replace(features=zero_keys(live, k_tokens.features))
+    added = tiles.added(tiles.windows(i, j, interior), x.terms, q_tokens, k_tokens, interior)
+    s, _ = tiles.logits(tiles.products(q, k), added, seen)
+    # The maximum only stabilises; its JVP would divide by the number of ties.
+    m_new = jnp.maximum(m, jax.lax.stop_gradient(s).max(3))
+    p, decay = jnp.exp(s - m_new[..., None]), jnp.exp(m - m_new)
+    l = l * decay + p.sum(3)
+    dropout = tiles.dropout_scale(q_tokens, k_tokens)
+    p = p if dropout is None else p * dropout
+    out = out * decay[..., None] + _einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v)
+    if x.values is not None and not interior:
+        mass = tiles.collect(p, q_tokens, k_tokens)
+        out += _einsum("bnqr,nrv->bnqv", mass, x.values.table)
+    return Softmax(m_new, l, out)
 
-    delta = jnp.einsum("btnv,btnv->bnt", d_out.astype(jnp.float32), out.astype(jnp.float32))
-    delta -= d_lse
-    # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
-    lse = jnp.where(jnp.isneginf(lse), -HIDDEN, lse)
-    d_out = jnp.swapaxes(d_out, 1, 2).astype(x.v.dtype)
-    moving_q, fixed_q = moving.by_q, fixed.by_q
-    moving_k, fixed_k = moving.by_k, fixed.by_k
-    blank = functools.partial(jax.tree.map, lambda y: zeros(y, y.shape))
+
+class QueryGrads(NamedTuple):
+    """Cotangents that all blocks of keys add to: of queries, and of arrays without tokens."""
+
+    q: jax.Array
+    side: Any
+    features: Any
+    terms: Any
+    strips: Any
+    table: Any
+
+
+class KeyGrads(NamedTuple):
+    """Cotangents of a block of keys."""
+
+    k: jax.Array
+    v: jax.Array
+    side: Any
+    features: Any
+
+
+class Saved(NamedTuple):
+    """What the backward pass knows of all queries: heads first, [B, N, T, ...]."""
+
+    q: jax.Array
+    d_out: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+def _backward(spec: Spec, diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Operands:
+    """Returns the cotangents of `diff`."""
+    x = combine(diff, nondiff)
+    tiles = Tiles(spec, x, spec.plan.backward, transposed=True)
+    delta = jnp.einsum("btnv,btnv->bnt", _f32(d_out), _f32(out)) - d_lse
+    saved = Saved(
+        q=tiles.scaled(x.q),
+        d_out=jnp.swapaxes(d_out, 1, 2).astype(x.v.dtype),
+        # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
+        lse=jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse),
+        delta=delta,
+    )
+    # Transposed once: the product with it is twice as fast.
+    k_t = jnp.swapaxes(x.k, 2, 3)
+
+    def key_block(grads, j):
+        k_t_block = repeat_groups(take_block(k_t, 3, j, tiles.blocks.k), spec.heads)
+        k_diff = tiles.k_diff(diff, j)
+
+        def query_block(interior):
+            return lambda i, carry: _backward_tile(
+                tiles, diff, nondiff, saved, k_t_block, i, j, *carry, interior
+            )
+
+        k, v = tiles.keys(j)
+        own = KeyGrads(zeros(x.q, k.shape), zeros(x.q, v.shape), *_blank(k_diff))
+        grads, own = tiles.visit_queries(j, query_block, (grads, own))
+        own = KeyGrads(
+            _sum_groups(own.k, x.k.shape[1]).astype(x.k.dtype),
+            _sum_groups(own.v, x.v.shape[1]).astype(x.v.dtype),
+            *_cast((own.side, own.features), k_diff),
+        )
+        return grads, own
+
     batch, dim = x.q.shape[0], x.q.shape[3]
-    queries = tile.queries(x.q)
-
-    # Made once, before the loops: a product with it as it lies is twice as fast.
-    upright = jnp.swapaxes(x.k, 2, 3)
-
-    def column(carry, j):
-        k, v = (own_keys(cut(y, 2, j, blocks.k), spec.heads) for y in (x.k, x.v))
-        k_upright = own_keys(cut(upright, 3, j, blocks.k), spec.heads)
-        in_k, by_k = cut(moving_k, 1, j, blocks.k), cut(fixed_k, 1, j, blocks.k)
-
-        def body(plain):
-            def step(i, carry):
-                dq, d_by_q, d_terms, d_lines, d_table, dk, dv, d_by_k = carry
-                q, do = (cut(y, 2, i, blocks.q) for y in (queries, d_out))
-                top, rest = (cut(y, 2, i, blocks.q)[:, :, None] for y in (lse, delta))
-                in_q, by_q = (cut(y, 1, i, blocks.q) for y in (moving_q, fixed_q))
-                all_q, all_k = _merge(in_q, by_q), _merge(in_k, by_k)
-                seen = None if plain else tile.seen(i, j, all_q, all_k)
-                used = tile.used(seen)
-                k_, v_ = clean_keys(used, k, 2), clean_keys(used, v, 2)
-
-                def added(windows, terms, in_q, in_k):
-                    q, k = _merge(in_q, by_q), _merge(in_k, by_k)
-                    k["cols"] = clean_keys(used, k["cols"], 1, heads=2)
-                    terms = _merge(terms, fixed.terms)
-                    return tile.added(windows, terms, q, k, plain=plain)
-
-                windows = tile.windows(i, j, plain)
-                ruled = windows[0] is not None or tile.ruled(plain)
-                extra: Any = None
-                pull: Any = None
-                if ruled:
-                    extra, pull = jax.vjp(added, windows, moving.terms, in_q, in_k)
-                s, slope = tile.logits(tile.products(q, k_), extra, seen)
-                p = jnp.exp(s - top)
-                dp = einsum("bnkv,bnqv->bnkq", v_, do)
-                kept = tile.kept(all_q, all_k)
-                left = p if kept is None else p * kept
-                if x.value is not None and not plain:
-                    entries = einsum("nrv,bnqv->bnrq", x.value.table, _like(do))
-                    dp += x.value.spread(entries, all_q, all_k, flip=True)
-                    mass = x.value.collect(left, all_q, all_k, flip=True)
-                    d_table += einsum("bnrq,bnqv->nrv", mass, _like(do))
-                if kept is not None:
-                    dp *= kept
-                ds = p * (dp - rest)
-                if slope is not None:
-                    ds *= slope
-                if ruled:
-                    d_windows, d_terms_, d_in_q, d_in_k = pull(_fit(ds, extra))
-                    d_lines = _add_slices(d_lines, d_windows, tile.window_start(i, j))
-                    if tile.ruled(plain):
-                        d_terms, d_by_k = _sum((d_terms, d_by_k), (d_terms_, d_in_k))
-                        d_by_q = add_at(d_by_q, d_in_q, 1, i, blocks.q)
-                if spec.factor != 1.0:
-                    ds *= spec.factor
-                ds = ds.astype(q.dtype)
-                dv += einsum("bnkq,bnqv->bnkv", left.astype(v.dtype), do)
-                dk += einsum("bnkq,bnqh->bnkh", ds, q)
-                dq_ = einsum("bnhk,bnkq->bnhq", clean_keys(used, k_upright, 3), ds)
-                dq = add_at(dq, dq_, 3, i, blocks.q)
-                return dq, d_by_q, d_terms, d_lines, d_table, dk, dv, d_by_k
-
-            return step
-
-        here = zeros(x.q, k.shape), zeros(x.q, v.shape), blank(in_k)
-        k_side = cut(k_sides, 1, j, 1)
-        carry = (*carry, *here)
-        *carry, dk, dv, d_by_k = visit(spec, q_sides, k_side, x.prefix, count, body, carry)
-        dk, dv = (_groups(y, z.shape[1]).astype(z.dtype) for y, z in ((dk, x.k), (dv, x.v)))
-        d_by_k = jax.tree.map(lambda y, z: y.astype(z.dtype), d_by_k, in_k)
-        return tuple(carry), (dk, dv, d_by_k)
-
-    d_table = None if x.value is None else blank(x.value.table)
-    carry = (
-        zeros(x.q, (batch, spec.heads, dim, spec.plan.length)),
-        blank(moving_q),
-        blank(moving.terms),
-        blank((x.vector, x.lines)),
-        d_table,
+    grads = QueryGrads(
+        q=zeros(x.q, (batch, spec.heads, dim, spec.plan.length)),
+        side=_blank(diff.q_side),
+        features=_blank(diff.q_features),
+        terms=_blank(diff.terms),
+        strips=_blank((diff.bias, diff.strips)),
+        table=None if x.values is None else _blank(x.values.table),
     )
-    carry, (dk, dv, d_by_k) = scan_blocks(column, carry, spec.plan.keys // blocks.k)
-    dq, d_by_q, d_terms, d_lines, d_table = carry
-    d_value = None
-    if x.value is not None:
-        d_value = dataclasses.replace(moving.value, table=d_table)
+    grads, own = _scan_blocks(key_block, grads, spec.plan.keys // tiles.blocks.k)
+    bias, strips = grads.strips
+    values = diff.values
     return dataclasses.replace(
-        moving,
-        q=(jnp.transpose(dq, (0, 3, 1, 2)) * spec.q_factor).astype(x.q.dtype),
-        k=joined(dk, 2),
-        v=joined(dv, 2),
-        vector=d_lines[0],
-        lines=d_lines[1],
-        terms=_cast(d_terms, moving.terms),
-        value=d_value,
-        by_q=_cast(d_by_q, moving_q),
-        by_k=jax.tree.map(lambda y: joined(y, 1), d_by_k),
+        diff,
+        q=(jnp.transpose(grads.q, (0, 3, 1, 2)) * spec.q_factor).astype(x.q.dtype),
+        k=join_blocks(own.k, 2),
+        v=join_blocks(own.v, 2),
+        bias=bias,
+        strips=strips,
+        terms=_cast(grads.terms, diff.terms),
+        values=None if values is None else dataclasses.replace(values, table=grads.table),
+        q_side=_cast(grads.side, diff.q_side),
+        k_side=jax.tree.map(lambda y: join_blocks(y, 1), own.side),
+        q_features=_cast(grads.features, diff.q_features),
+        k_features=jax.tree.map(lambda y: join_blocks(y, 2), own.features),
     )
 
 
-def _like(x: jax.Array) -> jax.Array:
+def _backward_tile(
+    tiles: "Tiles",
+    diff: Operands,
+    nondiff: Operands,
+    saved: Saved,
+    k_t: jax.Array,
+    i: jax.Array,
+    j: jax.Array,
+    grads: QueryGrads,
+    own: KeyGrads,
+    interior: bool,
+) -> tuple[QueryGrads, KeyGrads]:
+    """Adds the cotangents of one tile; ds is the cotangent of its logits, [B, N, K, Q]."""
+    x, spec = tiles.all, tiles.spec
+    q, do, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in saved)
+    k, v = tiles.keys(j)
+    q_tokens, k_tokens = tiles.queries_at(i), tiles.keys_at(j)
+    seen = None if interior else tiles.seen(i, j, q_tokens, k_tokens)
+    live = tiles.live_keys(seen)
+    k, v, k_t = zero_keys(live, k), zero_keys(live, v), zero_keys(live, k_t, axis=3)
+
+    def added(windows, terms, q_diff, k_diff):
+        q_own = tiles.rejoined(q_tokens, q_diff)
+        k_own = tiles.rejoined(k_tokens, k_diff)
+        k_own = k_own._replace(features=zero_keys(live, k_own.features))
+        return tiles.added(windows, combine(terms, nondiff.terms), q_own, k_own, interior)
+
+    has_terms = any(term.has_interior or not interior for term in x.terms)
+    windows = tiles.windows(i, j, interior)
+    extra: Any = None
+    pull: Any = None
+    if windows[0] is not None or has_terms:
+        given = windows, diff.terms, tiles.q_diff(diff, i), tiles.k_diff(diff, j)
+        extra, pull = jax.vjp(added, *given)
+    s, softcap_grad = tiles.logits(tiles.products(q, k), extra, seen)
+    p = jnp.exp(s - lse[:, :, None])
+    dp = _einsum("bnkv,bnqv->bnkq", v, do)
+    dropout = tiles.dropout_scale(q_tokens, k_tokens)
+    dropped = p if dropout is None else p * dropout
+    if x.values is not None and not interior:
+        entries = _einsum("nrv,bnqv->bnrq", x.values.table, _f32(do))
+        dp += tiles.spread(entries, q_tokens, k_tokens)
+        mass = tiles.collect(dropped, q_tokens, k_tokens)
+        table = grads.table + _einsum("bnrq,bnqv->nrv", mass, _f32(do))
+        grads = grads._replace(table=table)
+    dp = dp if dropout is None else dp * dropout
+    ds = p * (dp - delta[:, :, None])
+    ds = ds if softcap_grad is None else ds * softcap_grad
+    if pull is not None:
+        d_windows, d_terms, (d_q_side, d_q), (d_k_side, d_k) = pull(_sum_to(ds, extra))
+        strips = _add_windows(grads.strips, d_windows, tiles.window_start(i, j))
+        grads = grads._replace(strips=strips)
+        if has_terms:
+            grads = grads._replace(
+                terms=_sum(grads.terms, d_terms),
+                side=add_block(grads.side, d_q_side, 1, i, tiles.blocks.q),
+                features=add_block(grads.features, d_q, 2, i, tiles.blocks.q),
+            )
+            own = own._replace(side=_sum(own.side, d_k_side), features=_sum(own.features, d_k))
+    ds = (ds if spec.logit_factor == 1.0 else ds * spec.logit_factor).astype(q.dtype)
+    own = own._replace(
+        v=own.v + _einsum("bnkq,bnqv->bnkv", dropped.astype(v.dtype), do),
+        k=own.k + _einsum("bnkq,bnqh->bnkh", ds, q),
+    )
+    dq = add_block(grads.q, _einsum("bnhk,bnkq->bnhq", k_t, ds), 3, i, tiles.blocks.q)
+    return grads._replace(q=dq), own
+
+
+class Block(NamedTuple):
+    """The tokens of a block: positions and such, and features for each term, [B, N, Q, ...]."""
+
+    side: Side
+    features: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Tiles of block i of queries and block j of keys, [B, N, Q, K], or transposed."""
+
+    spec: Spec
+    all: Operands
+    blocks: Blocks
+    transposed: bool
+
+    def scaled(self, q: jax.Array) -> jax.Array:
+        """Returns [B, N, Q, H] of [B, Q, N, H], times the factor on q."""
+        return jnp.swapaxes(q, 1, 2) * jnp.asarray(self.spec.q_factor, q.dtype)
+
+    def keys(self, j) -> tuple[jax.Array, jax.Array]:
+        """Returns k and v of a block, [B, N, K, ...]."""
+        k, v = (take_block(y, 2, j, self.blocks.k) for y in (self.all.k, self.all.v))
+        return repeat_groups(k, self.spec.heads), repeat_groups(v, self.spec.heads)
+
+    def queries_at(self, i) -> Block:
+        """Returns the tokens of a block of queries."""
+        side = take_block(self.all.q_side, 1, i, self.blocks.q)
+        return Block(side, take_block(self.all.q_features, 2, i, self.blocks.q))
+
+    def keys_at(self, j) -> Block:
+        """Returns the tokens of a block of keys."""
+        side = take_block(self.all.k_side, 1, j, self.blocks.k)
+        return Block(side, take_block(self.all.k_features, 2, j, self.blocks.k))
+
+    def q_diff(self, diff: Operands, i) -> tuple[Any, Any]:
+        """Returns the differentiable arrays of a block of queries."""
+        side = take_block(diff.q_side, 1, i, self.blocks.q)
+        return side, take_block(diff.q_features, 2, i, self.blocks.q)
+
+    def k_diff(self, diff: Operands, j) -> tuple[Any, Any]:
+        """Returns the differentiable arrays of a block of keys."""
+        side = take_block(diff.k_side, 1, j, self.blocks.k)
+        return side, take_block(diff.k_features, 2, j, self.blocks.k)
+
+    @staticmethod
+    def rejoined(block: Block, diff: tuple[Any, Any]) -> Block:
+        """Returns the block with these differentiable arrays in place of its own."""
+        return Block(*combine(diff, tuple(block)))
+
+    def products(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Returns float32 q . k of [B, N, Q, H] and [B, N, K, H]."""
+        if self.transposed:
+            return _einsum("bnkh,bnqh->bnkq", k, q)
+        return _einsum("bnqh,bnkh->bnqk", q, k)
+
+    def window_start(self, i, j) -> jax.Array:
+        """Returns the index of the last key's distance from the first query, in the strips."""
+        return self.spec.origin + i * self.blocks.q - j * self.blocks.k - (self.blocks.k - 1)
+
+    def windows(self, i, j, interior: bool) -> tuple[Any, Any]:
+        """Returns the parts of the bias and of the strips that the tile covers."""
+        start, count = self.window_start(i, j), self.blocks.q + self.blocks.k - 1
+
+        def part(x):
+            return jax.lax.dynamic_slice_in_dim(x, start, count, 1)
+
+        bias = self.all.bias
+        if bias is not None:
+            used = not interior or self.spec.visibility.bias_everywhere
+            bias = part(bias) if used else None
+        strips = self.all.strips
+        return bias, (None,) * len(strips) if interior else jax.tree.map(part, strips)
+
+    def added(self, windows, terms, q: Block, k: Block, interior: bool) -> jax.Array | None:
+        """Returns what rules add to the logits, broadcastable to the tile, or None."""
+        bias, strips = windows
+        out = None
+        if bias is not None:
+            expand = toeplitz_tile_vjp if self.transposed else toeplitz_tile
+            shape = self.blocks.q, self.blocks.k
+            out = jax.vmap(lambda values: expand(values, shape, self.transposed))(bias)[None]
+            # One tile per row: XLA would otherwise sum rows inside the loop over diagonals.
+            out = jnp.broadcast_to(out, (self.all.q.shape[0], *out.shape[1:]))
+        for term, strip, q_own, k_own in zip(terms, strips, q.features, k.features, strict=True):
+            if interior and not term.has_interior:
+                continue
+            value = self._of_term(term, strip, (q.side, q_own), (k.side, k_own), interior)
+            out = value if out is None else out + value
+        return out
+
+    def _of_term(self, term: Term, strip, q, k, interior: bool) -> jax.Array:
+        """Evaluates a term for all rows and heads: [B or 1, N or 1, Q, K], or transposed."""
+        (q_side, q_own), (k_side, k_own) = q, k
+        k_own = jax.tree.map(lambda x: repeat_groups(x, self.spec.heads), k_own)
+
+        def evaluate(heads, strip, q, k):
+            one = dataclasses.replace(term, heads=heads)
+            if interior:
+                return one.interior(q, k, transposed=self.transposed)
+            return one.tile(strip, q, k, transposed=self.transposed)
+
+        tokens = (
+            Tokens(q_side.slots, q_side.coordinates, q_own),
+            Tokens(k_side.slots, k_side.coordinates, k_own),
+        )
+        return over_rows_and_heads(evaluate, term, strip, *tokens, self.spec.heads)
+
+    def _tokens(self, block: Block) -> Tokens:
+        return Tokens(block.side.slots, block.side.coordinates, None)
+
+    def spread(self, entries: jax.Array, q: Block, k: Block) -> jax.Array:
+        """Expands the table on the values of every query over its keys."""
+        return self._of_values("spread", entries, q, k)
+
+    def collect(self, tile: jax.Array, q: Block, k: Block) -> jax.Array:
+        """Sums a tile per entry of the table on the values."""
+        return self._of_values("collect", tile, q, k)
+
+    def _of_values(self, method: str, x: jax.Array, q: Block, k: Block) -> jax.Array:
+        values: Any = self.all.values
+        rows, heads = x.shape[:2]
+
+        def one(x, table, q, k):
+            own = dataclasses.replace(values, table=table)
+            return getattr(own, method)(x, q, k, transposed=self.transposed)
+
+        q_tokens, k_tokens = (_per_head(self._tokens(b), rows, heads) for b in (q, k))
+        over_heads = jax.vmap(one, (0, 0, 0, 0))
+        return jax.vmap(over_heads, (0, None, 0, 0))(x, values.table, q_tokens, k_tokens)
+
+    def seen(self, i, j, q: Block, k: Block) -> jax.Array | None:
+        """Returns bool, broadcastable to the tile, or None where all pairs are visible."""
+        see, out = self.spec.visibility, None
+        if see.ordered or see.segments:
+            out = visible(
+                q.side.positions,
+                k.side.positions,
+                q.side.segments,
+                k.side.segments,
+                is_causal=see.is_causal and not see.mask_in_bias,
+                window=None if see.mask_in_bias else see.window,
+                prefix_length=self.all.prefix,
+            )[:, None]
+        if self.all.mask is not None:
+            mask = take_block(self.all.mask, 2, i, self.blocks.q)
+            mask = take_block(mask, 3, j, self.blocks.k)
+            out = mask if out is None else out & mask
+        return jnp.swapaxes(out, 2, 3) if out is not None and self.transposed else out
+
+    def live_keys(self, seen: jax.Array | None) -> jax.Array | None:
+        """Returns bool [B or 1, N or 1, K], the keys that some query of the tile sees.
+
+        None where every key is visible to the query in its own slot.
+        """
+        see = self.spec.visibility
+        if seen is None or (see.by_slot and not see.segments and not see.mask):
+            return None
+        return jnp.any(seen, axis=3 if self.transposed else 2)
+
+    def dropout_scale(self, q: Block, k: Block) -> jax.Array | None:
+        """Returns the factor of dropout on every weight, or None."""
+        if self.all.seed is None:
+            return None
+        rate, shape = self.spec.dropout_rate, (self.all.q.shape[0], self.spec.heads)
+        keep = keep_mask(self.all.seed, rate, shape, q.side.slots, k.side.slots)
+        scale = jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
+        return jnp.swapaxes(scale, 2, 3) if self.transposed else scale
+
+    def logits(self, products, added, seen) -> tuple[jax.Array, jax.Array | None]:
+        """Returns masked logits, and the derivative of the softcap if there is one."""
+        x, softcap_grad = products, None
+        if self.spec.logit_factor != 1.0:
+            x *= self.spec.logit_factor
+        if added is not None:
+            x += added
+        if self.spec.softcap is not None:
+            bounded = jnp.tanh(x / self.spec.softcap)
+            x, softcap_grad = self.spec.softcap * bounded, 1.0 - bounded * bounded
+        return x if seen is None else jnp.where(seen, x, MASK_VALUE), softcap_grad
+
+    def visit_keys(self, i, body: Callable, carry: Any) -> Any:
+        """Runs `body(interior)(j, carry)` over the blocks of keys that block i sees."""
+        see, x = self.spec.visibility, self.all
+        q = take_block(see.summary(x.q_side, self.blocks.q), 1, i, 1)
+        k = see.summary(x.k_side, self.blocks.k)
+        return self._visit(q, k, self.spec.plan.keys // self.blocks.k, body, carry)
+
+    def visit_queries(self, j, body: Callable, carry: Any) -> Any:
+        """Runs `body(interior)(i, carry)` over the blocks of queries that see block j."""
+        see, x = self.spec.visibility, self.all
+        k = take_block(see.summary(x.k_side, self.blocks.k), 1, j, 1)
+        q = see.summary(x.q_side, self.blocks.q)
+        return self._visit(q, k, self.spec.plan.length // self.blocks.q, body, carry)
+
+    def _visit(self, q, k, count: int, body: Callable, carry: Any) -> Any:
+        see = self.spec.visibility
+        if count == 1:
+            return body(interior=see.all_interior)(jnp.int32(0), carry)
+        live, interior = see.classify(q, k, self.all.prefix)
+        live, interior = jnp.any(live, 0), jnp.all(interior, 0)
+        if not see.all_interior:
+            carry = for_each_block(live & ~interior, body(interior=False), carry)
+        if not see.none_interior:
+            carry = for_each_block(live & interior, body(interior=True), carry)
+        return carry
+
+
+def over_rows_and_heads(
+    evaluate: Callable, term: Term, strip: Any, q: Tokens, k: Tokens, num_heads: int
+) -> jax.Array:
+    """Vmaps `evaluate(heads, strip, q, k)` over heads and rows, where anything has that axis.
+
+    Args:
+      evaluate: for one head and one row.
+      term: the term, with all heads.
+      strip: [1 or N, L, F], or None.
+      q, k: slots [1, T], coordinates [1 or B, T, ...], features [B, N, T, ...].
+      num_heads: N.
+
+    Returns:
+      [B or 1, N or 1, ...].
+    """
+    features = jax.tree.leaves((q.features, k.features))
+    places = (q.coordinates, k.coordinates)
+    rows = max(x.shape[0] for x in (*features, *places))
+    one_strip = strip is not None and strip.shape[0] == 1
+    strip = strip[0] if one_strip else strip
+    has_heads = bool(features or jax.tree.leaves(term.heads)) or (
+        strip is not None and not one_strip
+    )
+    if term.gathers:
+        q, k = _per_head(q, rows, num_heads), _per_head(k, rows, num_heads)
+        q_axes = k_axes = Tokens(0, 0, 0)
+        by_row = True
+    else:
+        # Where rows are alike, a batch axis would only cost time: FIRE's gradient twofold.
+        by_row = rows > 1
+        q_axes = k_axes = Tokens(None, None, 0)
+    strip_axis = None if strip is None or one_strip else 0
+    run = evaluate
+    if has_heads:
+        run = jax.vmap(run, (0, strip_axis, q_axes, k_axes))
+    if not by_row:
+        q, k = (jax.tree.map(lambda x: x[0], y) for y in (q, k))
+        out = run(term.heads, strip, q, k)[None]
+    else:
+        slots = 0 if term.gathers else None
+        q, k = (y if term.gathers else y._replace(slots=y.slots[0]) for y in (q, k))
+        axes = [Tokens(slots, 0 if y.coordinates.shape[0] == rows else None, 0) for y in (q, k)]
+        q, k = (
+            y if y.coordinates.shape[0] == rows else y._replace(coordinates=y.coordinates[0])
+            for y in (q, k)
+        )
+        out = jax.vmap(run, (None, None, *axes))(term.heads, strip, q, k)
+    return out if has_heads else out[:, None]
+
+
+def _per_head(tokens: Tokens, rows: int, heads: int) -> Tokens:
+    """Gives slots and coordinates axes of rows and heads, [B, N, T, ...]."""
+
+    def repeat(x):
+        return jnp.broadcast_to(x[:, None], (rows, heads, *x.shape[1:]))
+
+    return Tokens(repeat(tokens.slots), repeat(tokens.coordinates), tokens.features)
+
+
+def zero_keys(live: jax.Array | None, tree: Any, axis: int = 2) -> Any:
+    """Zeroes the keys, on `axis` of [B, N, ...], that no query sees: 0 * NaN is NaN."""
+    if live is None:
+        return tree
+
+    def clean(x):
+        shape = [1] * x.ndim
+        shape[0], shape[1], shape[axis] = live.shape
+        kept = live.reshape(shape)
+        if live.shape[1] not in (1, x.shape[1]):  # A mask by query head, features by key head.
+            kept = jnp.any(live.reshape(live.shape[0], x.shape[1], -1, live.shape[2]), 2)
+            shape[1] = x.shape[1]
+            kept = kept.reshape(shape)
+        return jnp.where(kept, x, jnp.zeros((), x.dtype))
+
+    return jax.tree.map(clean, tree)
+
+
+def repeat_groups(x: jax.Array, heads: int) -> jax.Array:
+    """[B, K, ...] to [B, N, ...]: repeats key heads for their query heads."""
+    return x if x.shape[1] == heads else jnp.repeat(x, heads // x.shape[1], axis=1)
+
+
+def _sum_groups(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, N, ...] to [B, K, ...]: sums the query heads of each key head."""
+    if x.shape[1] == kv_heads:
+        return x
+    return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(2)
+
+
+def _scan_blocks(step: Callable, carry: Any, count: int) -> tuple[Any, Any]:
+    """`lax.scan` over block numbers; a single block needs no loop."""
+    if count == 1:
+        carry, out = step(carry, jnp.int32(0))
+        return carry, jax.tree.map(lambda x: x[None], out)
+    return jax.lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
+
+
+def _einsum(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product that accumulates in float32, and is exact to float32 for such inputs."""
+    exact = "highest" if x.dtype == jnp.float32 else None
+    return jnp.einsum(form, x, y, precision=exact, preferred_element_type=jnp.float32)
+
+
+def _add_windows(strips: Any, windows: Any, start: jax.Array) -> Any:
+    """Adds parts of strips in their places; None adds nothing."""
+
+    def add(part, strip):
+        if part is None:
+            return strip
+        old = jax.lax.dynamic_slice_in_dim(strip, start, part.shape[1], 1)
+        return jax.lax.dynamic_update_slice_in_dim(strip, old + part, start, 1)
+
+    return jax.tree.map(add, windows, strips, is_leaf=lambda x: x is None)
+
+
+def _f32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
+
+
+def _blank(tree: Any) -> Any:
+    return jax.tree.map(lambda x: zeros(x, x.shape), tree)
 
 
 def _cast(tree: Any, like: Any) -> Any:
@@ -288,26 +850,7 @@ def _sum(tree: Any, more: Any) -> Any:
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, more)
 
 
-def _fit(tile: jax.Array, like: jax.Array) -> jax.Array:
+def _sum_to(tile: jax.Array, like: jax.Array) -> jax.Array:
     """Sums over the axes along which `like` was broadcast."""
     axes = tuple(a for a in range(4) if tile.shape[a] != like.shape[a])
     return tile.sum(axes, keepdims=True) if axes else tile
-
-
-def _add_slices(lines: Any, parts: Any, start: jax.Array) -> Any:
-    """Adds parts of lines in their place; None for a part adds nothing."""
-
-    def add(part, line):
-        if part is None:
-            return line
-        old = jax.lax.dynamic_slice_in_dim(line, start, part.shape[1], 1)
-        return jax.lax.dynamic_update_slice_in_dim(line, old + part, start, 1)
-
-    return jax.tree.map(add, parts, lines, is_leaf=lambda x: x is None)
-
-
-def _groups(x: jax.Array, kv_heads: int) -> jax.Array:
-    """[B, N, ...] to [B, K, ...]: sums the query heads of each key head."""
-    if x.shape[1] == kv_heads:
-        return x
-    return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(2)

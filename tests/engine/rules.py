@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from posenc_jax.rules import ContentBias, DotBias, LogitBias, LogitsTransform
+from posenc_jax.rules import ContentBias, DotBias, LogitBias, LogitsTransform, SeparableBias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,13 @@ def _gated(params, q, k):
     keys = keys.reshape(q.shape[0], k.shape[1], q.shape[2])
     rows, cols = jnp.cumsum(steps, 1), jnp.cumsum(keys.astype(jnp.float32), 1)
     return (ContentBias(_gate, heads=params, q_features=rows, k_features=cols),)
+
+
+def _separable(params, q, k):
+    """FoX without a rule per pair."""
+    (rule,) = _gated(params, q, k)
+    rows, cols = (params[None, None] * x for x in (rule.q_features, rule.k_features))
+    return (SeparableBias(q_features=rows, k_features=-cols),)
 
 
 def _bounded(shared, head, q, k):
@@ -180,6 +187,7 @@ KINDS = {
         axes=2,
     ),
     "fox": Kind(lambda key, heads, dim: jnp.linspace(0.5, 1.0, heads), _gated),
+    "separable": Kind(lambda key, heads, dim: jnp.linspace(0.5, 1.0, heads), _separable),
     "shaw": Kind(_shaw, _shaw_rules),
     "whole": Kind(
         lambda key, heads, dim: {

@@ -1,5 +1,7 @@
 """Every kind of rule with every feature: each implementation against the reference."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,24 +10,14 @@ import pytest
 from engine.rules import KINDS
 
 import posenc_jax as pe
-from posenc_jax.engine import xla_prepare, xla_rows, xla_terms
-from posenc_jax.engine.tiling import Blocks, Plan
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.xla import XLA
 
 B, T, N, K, H, V = 2, 37, 4, 2, 8, 8
-IMPLEMENTATIONS = ("xla",)
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    """Many tiles, of other shapes forward than backward, and a ragged end."""
-
-    def plan(length, keys, heads):
-        size = -(-length // 16) * 16, -(-keys // 16) * 16
-        return Plan(Blocks(16, 8), Blocks(8, 16), *size)
-
-    monkeypatch.setattr(xla_prepare, "plan", plan)
-    monkeypatch.setattr(xla_terms, "PAIRS_AT_ONCE", 64)
-    monkeypatch.setattr(xla_rows, "BLOCK", 8 * B * N * T)
+# Many tiles, of other shapes forward than backward, and a ragged end.
+SMALL_TILES = XLA(Blocks(16, 8), Blocks(8, 16), pairs_at_once=64, row_block=8 * B * N * T)
+IMPLEMENTATIONS = {"xla": SMALL_TILES, "dense": Dense(block=5 * B * N * T)}
 
 
 def _order():
@@ -86,6 +78,9 @@ CASES += [("wide", f) for f in ("softcap_sinks", "segments", "window", "two_side
 CASES += [("fire", "permuted_segments"), ("fox", "dropout"), ("two_axes", "prefix")]
 CASES += [("whole", f) for f in FEATURES if f not in ("plain", "sinks", "permuted")]
 CASES += [("alibi", "two_sided_window"), ("scaled", "permuted"), ("none", "mask")]
+CASES += [("separable", f) for f in ("causal", "plain", "permuted_segments", "mask", "prefix")]
+DENSE_CASES = [("whole", f) for f in ("causal", "segments", "mask", "softcap_sinks", "permuted")]
+DENSE_CASES += [("shaw", "dropout"), ("fox", "prefix"), ("t5", "chunk"), ("separable", "window")]
 
 
 def _outcome(kind, options, implementation):
@@ -131,12 +126,18 @@ def _outcome(kind, options, implementation):
     return jax.jit(jax.grad(loss, has_aux=True))(arrays)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("kind", "feature"), CASES)
+@functools.cache
+def _reference(kind, feature):
+    return _outcome(kind, FEATURES[feature](), "reference")
+
+
+@pytest.mark.parametrize(
+    ("kind", "feature", "implementation"),
+    [(*case, "xla") for case in CASES] + [(*case, "dense") for case in DENSE_CASES],
+)
 def test_equals_the_reference(kind, feature, implementation):
-    options = FEATURES[feature]()
-    wanted = _outcome(kind, options, "reference")
-    got = _outcome(kind, options, implementation)
+    wanted = _reference(kind, feature)
+    got = _outcome(kind, FEATURES[feature](), IMPLEMENTATIONS[implementation])
     chex.assert_tree_all_finite(got[0])
     chex.assert_trees_all_close(got, wanted, atol=3e-5, rtol=1e-4)
     # Neither is the test blind: every gradient is there.
@@ -144,7 +145,7 @@ def test_equals_the_reference(kind, feature, implementation):
         assert np.any(np.asarray(leaf) != 0)
 
 
-@pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS.values()), ids=repr)
 @pytest.mark.parametrize("window", [None, 3])
 def test_equals_what_is_written_in_the_paper(implementation, window):
     """Float64 loops over heads, queries and keys: GQA, a bias, softcap, sinks, segments."""

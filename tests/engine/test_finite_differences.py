@@ -11,19 +11,17 @@ import pytest
 from engine.rules import KINDS
 
 import posenc_jax as pe
-from posenc_jax.engine import xla_prepare
-from posenc_jax.engine.tiling import Blocks, Plan
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.xla import XLA
 
 B, T, N, K, H = 1, 12, 2, 1, 4
 STEP = 0.012
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(xla_prepare, "plan", lambda *_: Plan(Blocks(8, 4), Blocks(4, 8), 16, 16))
+TILES = XLA(Blocks(8, 4), Blocks(4, 8))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("implementation", ["reference", TILES], ids=["reference", "xla"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_is_the_slope(kind, implementation):
     kind = KINDS[kind]

@@ -13,21 +13,17 @@ from engine.rules import KINDS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
-from posenc_jax.engine import xla_prepare
-from posenc_jax.engine.tiling import Blocks, Plan
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.xla import XLA
 
 B, T, N, K, H = 2, 24, 8, 2, 8
+TILES = XLA(Blocks(16, 8), Blocks(8, 16))
 RULES = ("t5", "fire", "fox", "shaw")
 MESHES = {
     "data": ((2,), ("data",)),
     "data and heads": ((2, 2), ("data", "heads")),
     "more devices than key heads": ((8,), ("heads",)),
 }
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(xla_prepare, "plan", lambda *_: Plan(Blocks(16, 8), Blocks(8, 16), 32, 32))
 
 
 def make_arrays():
@@ -83,7 +79,7 @@ def spread(arrays, mesh):
     }
 
 
-CASES = [(mesh, "xla") for mesh in MESHES] + [("data and heads", "reference")]
+CASES = [(mesh, TILES) for mesh in MESHES] + [("data and heads", "reference")]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -99,7 +95,7 @@ def test_outputs_and_all_gradients_are_those_of_one_device(mesh, implementation,
 def test_explicit_arrays_are_enough_without_their_mesh_around():
     shape, names = MESHES["data and heads"]
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * 2)
-    assert_those_of_one_device(outcome(spread(make_arrays(), mesh), "xla"), names, "xla")
+    assert_those_of_one_device(outcome(spread(make_arrays(), mesh), TILES), names, TILES)
 
 
 def assert_those_of_one_device(got, names, implementation):

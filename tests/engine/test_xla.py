@@ -8,7 +8,7 @@ import pytest
 from engine.rules import KINDS
 
 import posenc_jax as pe
-from posenc_jax.engine.tiling import plan
+from posenc_jax.engine.blocks import make_plan
 
 
 def _tokens(length, *, batch=1, heads=2, dim=8, seed=0):
@@ -33,7 +33,7 @@ def _attend(q, k, v, **options):
     [(1, 1, 2), (7, 300, 8), (63, 63, 12), (1000, 1000, 8), (2048, 4096, 1), (513, 513, 256)],
 )
 def test_blocks_cover_the_tokens_and_waste_little(length, keys, heads):
-    p = plan(length, keys, heads)
+    p = make_plan(length, keys, heads)
     for blocks in (p.forward, p.backward):
         assert p.length % blocks.q == 0
         assert p.keys % blocks.k == 0

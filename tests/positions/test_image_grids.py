@@ -9,7 +9,7 @@ import pytest
 
 import posenc_jax as pe
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "grids.json").read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "grids.json").read_text())
 GRID = np.sin(1 + np.arange(70)).reshape(2, 5, 7).astype(np.float32)
 
 

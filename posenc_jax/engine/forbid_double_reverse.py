@@ -1,4 +1,4 @@
-"""An identity that reverse mode may not pass, so that the error says what to do instead.
+"""Identity that raises a clear error under reverse mode over reverse mode.
 
 Loops over tiles with limits of their own cannot be transposed, and JAX's message about that
 names neither attention nor a way out. Forward mode, vmap and shard_map pass.
@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 
-def reversed_once(x: jax.Array) -> jax.Array:
+def forbid_double_reverse(x: jax.Array) -> jax.Array:
     """Returns x.
 
     Raises:
@@ -25,7 +25,7 @@ def _refuse(cotangent, x):
     )
 
 
-_primitive = Primitive("reversed_once")
+_primitive = Primitive("forbid_double_reverse")
 _primitive.def_impl(lambda x: x)
 _primitive.def_abstract_eval(lambda aval: aval)
 mlir.register_lowering(_primitive, lambda context, x: [x])

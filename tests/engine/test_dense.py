@@ -11,7 +11,8 @@ from engine.rules import KINDS
 from jax.sharding import AxisType, PartitionSpec
 
 import posenc_jax as pe
-from posenc_jax.engine import xla_rows
+from posenc_jax.engine import dense
+from posenc_jax.engine.xla import XLA
 from posenc_jax.sharding import sequence_parallel_attention
 
 KIND = KINDS["whole"]
@@ -49,14 +50,14 @@ def test_queries_meet_only_ranges_of_keys_that_they_may_see(options):
 
 def test_causal_work_is_less(monkeypatch):
     q, k, v = _tokens(1024, batch=1, heads=1)
-    by_blocks = xla_rows._by_blocks
+    by_blocks = dense._by_blocks
     pairs = []
 
-    def counted(p, start, end, slots):
-        pairs.append((end - start) * p.k.shape[1])
-        return by_blocks(p, start, end, slots)
+    def counted(p, start, end, block):
+        pairs.append((end - start) * p.keys)
+        return by_blocks(p, start, end, block)
 
-    monkeypatch.setattr(xla_rows, "_by_blocks", counted)
+    monkeypatch.setattr(dense, "_by_blocks", counted)
 
     def work(**options):
         pairs.clear()
@@ -68,8 +69,7 @@ def test_causal_work_is_less(monkeypatch):
 
 
 @pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"dropout_rate": 0.3}], ids=str)
-def test_a_rule_may_take_the_place_of_the_softmax(extra, monkeypatch):
-    monkeypatch.setattr(xla_rows, "BLOCK", 300)
+def test_a_rule_may_take_the_place_of_the_softmax(extra):
     q, k, v = _tokens(19)
     order = jax.random.permutation(jax.random.key(2), jnp.arange(19, dtype=jnp.int32))
     if "dropout_rate" in extra:
@@ -82,7 +82,7 @@ def test_a_rule_may_take_the_place_of_the_softmax(extra, monkeypatch):
         return jnp.sum(jnp.sin(out)), out
 
     run = jax.grad(loss, (0, 1, 2, 3), has_aux=True)
-    wanted, got = (run(q, k, v, _rule().heads, i) for i in ("reference", "xla"))
+    wanted, got = (run(q, k, v, _rule().heads, i) for i in ("reference", XLA(row_block=300)))
     chex.assert_trees_all_close(got, wanted, atol=1e-5)
     if not extra:  # By hand, for one query.
         i = int(np.argmax(order))

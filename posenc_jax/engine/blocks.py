@@ -1,0 +1,261 @@
+"""Blocks of queries and keys: sizes, padding, and the classification of tiles.
+
+A tile is a block of queries against a block of keys. The range of positions, segments and
+coordinates of each block decides whether a tile is empty (skipped), interior (all pairs are
+visible and no rule adds anything) or near (masks and rules apply).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.mask import add_saturated
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Queries and keys per tile."""
+
+    q: int
+    k: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Block sizes of both passes, and T and S rounded up to multiples of them."""
+
+    forward: Blocks
+    backward: Blocks
+    length: int
+    keys: int
+
+    @property
+    def max_table(self) -> int:
+        """The number of distances of the largest tile."""
+        return max(blocks.q + blocks.k - 1 for blocks in (self.forward, self.backward))
+
+
+def make_plan(
+    length: int,
+    keys: int,
+    heads: int,
+    forward: Blocks | None = None,
+    backward: Blocks | None = None,
+) -> Plan:
+    """Returns the blocks for T queries and S keys, and `heads` = B * N heads.
+
+    Blocks that are not given were measured on CPU, where a matrix product uses two cores
+    only if it is wide enough, and where a tile of all heads should stay in the cache.
+
+    >>> make_plan(2000, 2000, 8).forward
+    Blocks(q=512, k=256)
+    """
+    chosen = _measured(length, keys, heads)
+    forward, backward = forward or chosen[0], backward or chosen[1]
+    sizes = [
+        _divide(count, (getattr(forward, side), getattr(backward, side)))
+        for side, count in (("q", length), ("k", keys))
+    ]
+    (fq, bq, padded), (fk, bk, padded_keys) = sizes
+    return Plan(Blocks(fq, fk), Blocks(bq, bk), padded, padded_keys)
+
+
+def _measured(length: int, keys: int, heads: int) -> tuple[Blocks, Blocks]:
+    if (heads >= 16 and max(length, keys) <= 512) or heads >= 64:
+        return Blocks(128, 128), Blocks(128, 128)
+    if length >= 1024:
+        return Blocks(512, 256), Blocks(256, 512)
+    return Blocks(256, 256), Blocks(256, 512)
+
+
+def _divide(count: int, wanted: tuple[int, int]) -> tuple[int, int, int]:
+    """Returns two block sizes of at most the wanted ones, and the length to pad to."""
+    largest = max(wanted)
+    blocks = -(-count // largest)
+    size = -(-count // blocks)
+    if size > 8:
+        size = -(-size // 16) * 16
+    small = size if size % 16 or size <= min(wanted) else size * min(wanted) // largest
+    first, second = (size if w == largest else small for w in wanted)
+    return first, second, blocks * size
+
+
+def pad_axis(x: jax.Array, axis: int, length: int, *, mode: str = "zero") -> jax.Array:
+    """Pads one axis at its end: with zeros, or with copies of the last entry ("edge")."""
+    missing = length - x.shape[axis]
+    if missing == 0:
+        return x
+    if mode == "edge":
+        last = jax.lax.slice_in_dim(x, x.shape[axis] - 1, x.shape[axis], axis=axis)
+        shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
+        return jnp.concatenate([x, jnp.broadcast_to(last, shape)], axis)
+    widths = [(0, missing if a == axis else 0) for a in range(x.ndim)]
+    return jnp.pad(x, widths)
+
+
+def take_block(tree: Any, axis: int, index: jax.Array | int, size: int) -> Any:
+    """Returns block `index` of every leaf."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * size, size, axis), tree)
+
+
+def add_block(tree: Any, block: Any, axis: int, index: jax.Array | int, size: int) -> Any:
+    """Adds `block` to block `index` of every leaf."""
+
+    def add(x, b):
+        old = jax.lax.dynamic_slice_in_dim(x, index * size, size, axis)
+        new = old + b.astype(x.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(x, new, index * size, axis)
+
+    return jax.tree.map(add, tree, block)
+
+
+def join_blocks(x: jax.Array, axis: int) -> jax.Array:
+    """[n, ..., size, ...] to [..., n * size, ...], the size on `axis` of the result."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def zeros(like: jax.Array, shape: tuple[int, ...], fill: float = 0.0) -> jax.Array:
+    """Returns float32 of a shape, varying over the mesh axes that `like` varies over."""
+    return jax.lax.full_like(like, fill, jnp.float32, shape)
+
+
+def for_each_block(chosen: jax.Array, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+    """Runs `carry = body(i, carry)` for every i with `chosen[i]`, a bool [n]."""
+    counts = jnp.cumsum(chosen, dtype=jnp.int32)
+
+    def step(number, carry):
+        return body(jnp.argmax(counts > number).astype(jnp.int32), carry)
+
+    return jax.lax.fori_loop(jnp.int32(0), counts[-1], step, carry)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockRange:
+    """The lowest and highest number in every block, [B or 1, blocks]."""
+
+    low: jax.Array
+    high: jax.Array
+
+    @classmethod
+    def of(cls, x: jax.Array, size: int, valid: jax.Array | None = None) -> "BlockRange":
+        """Returns the range of [B, T] by blocks, of the valid tokens only.
+
+        A block without any has an empty range: low is the greatest number, high the least.
+        """
+        low = high = x
+        if valid is not None:
+            top = jnp.asarray(jnp.iinfo(x.dtype).max if x.dtype == jnp.int32 else jnp.inf, x.dtype)
+            low, high = jnp.where(valid, x, top), jnp.where(valid, x, -top)
+        low, high = (y.reshape(y.shape[0], -1, size) for y in (low, high))
+        return cls(low.min(-1), high.max(-1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockSummary:
+    """Ranges of the blocks of queries or of keys; None where they are not needed.
+
+    Attributes:
+      positions, segments, coordinates: ranges of the tokens that are not padding.
+      whole: bool [B, blocks], whether a block has no padding.
+    """
+
+    positions: BlockRange
+    segments: BlockRange | None
+    whole: jax.Array | None
+    coordinates: BlockRange | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Visibility:
+    """The masks of a problem, and the distance beyond which every rule is constant.
+
+    Attributes:
+      is_causal: as in `attention`.
+      window: `(left, right)`, or None.
+      mask_in_bias: causality and window are mask values in the bias by distance: they make
+        tiles empty, but tiles need no mask for them.
+      bias_everywhere: interior tiles add the bias by distance too.
+      segments, prefix, mask: whether there are any.
+      has_terms: whether rules add anything.
+      horizon: tiles with all distances of coordinates at or beyond it are interior; None:
+        none is.
+      by_slot: whether distances are those of slots.
+    """
+
+    is_causal: bool
+    window: tuple[int, int] | None
+    mask_in_bias: bool
+    bias_everywhere: bool
+    segments: bool
+    prefix: bool
+    mask: bool
+    has_terms: bool
+    horizon: int | None
+    by_slot: bool
+
+    def summary(self, tokens: Any, size: int) -> BlockSummary:
+        """Returns the ranges of blocks of tokens with these slots, positions, ... [B or 1, T]."""
+        segments, at, valid = tokens.segments, None, None
+        if segments is not None:
+            valid = segments >= 0
+        if self.has_terms and self.horizon is not None:
+            at = BlockRange.of(tokens.slots if self.by_slot else tokens.coordinates, size)
+        return BlockSummary(
+            BlockRange.of(tokens.positions, size, valid),
+            None if segments is None else BlockRange.of(segments, size, valid),
+            None if valid is None else valid.reshape(valid.shape[0], -1, size).all(-1),
+            at,
+        )
+
+    @property
+    def ordered(self) -> bool:
+        """Whether tiles may need a mask for causality or a window."""
+        return (self.is_causal or self.window is not None) and not self.mask_in_bias
+
+    @property
+    def all_interior(self) -> bool:
+        """Whether every tile that is not empty is interior."""
+        return not (self.ordered or self.segments or self.mask or self.has_terms)
+
+    @property
+    def none_interior(self) -> bool:
+        """Whether no tile is interior."""
+        return self.mask or (self.has_terms and self.horizon is None)
+
+    def classify(
+        self, q: BlockSummary, k: BlockSummary, prefix: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns bool [B or 1, blocks] twice: tiles with a visible pair, and interior tiles.
+
+        One of `q` and `k` has a single block, the other all of them.
+        """
+        shape = jnp.broadcast_shapes(q.positions.low.shape, k.positions.low.shape)
+        live = full = jnp.ones(shape, bool)
+        left, right = self.window or (-1, -1)
+        limits = [(self.is_causal, 0, k, q), (left >= 0, left, q, k), (right >= 0, right, k, q)]
+        for applies, limit, late, early in limits:
+            if applies:  # late - early <= limit, without overflow.
+                late, early = late.positions, early.positions
+                live &= late.low <= add_saturated(early.high, limit)
+                full &= late.high <= add_saturated(early.low, limit)
+        if self.mask_in_bias and self.bias_everywhere:
+            full = jnp.ones(shape, bool)
+        if prefix is not None:
+            live |= k.positions.low < prefix[:, None]
+        if self.segments:
+            a, b = q.segments, k.segments
+            live &= (a.low <= b.high) & (b.low <= a.high)
+            full &= (a.low == b.high) & (b.low == a.high) & (a.low == a.high)
+            full &= q.whole & k.whole
+        if self.has_terms and self.horizon is not None:
+            # q - k >= horizon, without overflow.
+            full &= q.coordinates.low >= add_saturated(k.coordinates.high, self.horizon)
+        if self.none_interior:
+            full = jnp.zeros_like(full)
+        return live, live & full

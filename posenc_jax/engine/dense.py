@@ -1,0 +1,178 @@
+"""Attention over whole rows of logits: decode steps, small sizes, and rules on whole rows.
+
+Queries are computed in blocks against all keys, and anew in the backward pass, so memory
+grows with T + S. Gradients of shared arrays are summed over blocks in one fixed order.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.engine.blocks import pad_axis
+from posenc_jax.engine.implementation import Implementation
+from posenc_jax.engine.problem import Problem, keep_mask
+from posenc_jax.mask import window_sides
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Implementation):
+    """All keys at once, for blocks of queries.
+
+    Attributes:
+      block: logits per block; 2**20 are 4 MB, of which a backward pass holds several.
+    """
+
+    block: int = 2**20
+    name = "dense"
+
+    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        if problem.length == 1 and not problem.whole_rows:
+            return _decode(problem)
+        p = problem
+        if p.whole_rows and not p.contiguous:
+            p = p.sorted_keys()
+        parts = []
+        for (start, end), (low, high) in _causal_bands(p):
+            keys = jax.tree.map(lambda x, a=low, b=high: x[:, a:b], p.key_arrays())
+            band = (p.with_keys(keys) if (low, high) != (0, p.keys) else p).per_query_head()
+            parts.append(_by_blocks(band, start, end, self.block))
+        outs, lses = zip(*parts, strict=True)
+        return jnp.concatenate(outs, 1), jnp.concatenate(lses, 1)
+
+
+def _decode(p: Problem) -> tuple[jax.Array, jax.Array]:
+    """One query: reads the cache once; zeroing its unused slots would cost ten times as much.
+
+    Unused slots may hold NaN, which spoils sums with weight zero: where the result is not
+    finite they are zeroed and it is computed again.
+    """
+    p = p.per_query_head()
+    none = (None,) * len(p.rules)
+    out, lse = _attend(p, none)
+    finite = jnp.isfinite(out).all() & jnp.isfinite(_products(p)).all()
+
+    def again(p):
+        return _attend(p.without_unseen_keys(), none)
+
+    return jax.lax.cond(finite, lambda p: (out, lse), again, p)
+
+
+def _causal_bands(p: Problem) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Returns ranges of queries, each with the range of keys that it can see by its slots."""
+    length, keys = p.length, p.keys
+    by_slot = p.contiguous and p.prefix_length is None and length == keys
+    sides = window_sides(p.window)
+    if not by_slot or not (p.is_causal or sides) or length < 1024:
+        return [((0, length), (0, keys))]
+    left, right = sides or (-1, -1)
+    right = 0 if p.is_causal else right
+    step = math.ceil(length / 4)
+    bands = []
+    for start in range(0, length, step):
+        end = min(start + step, length)
+        low = 0 if left < 0 else max(0, start - left)
+        bands.append(((start, end), (low, keys if right < 0 else min(keys, end + right))))
+    return bands
+
+
+def _row_features(p: Problem) -> tuple:
+    """Returns the key features that each rule on whole rows reads, zero for unseen keys."""
+    seen = jnp.ones((1, p.keys), bool)
+    if p.length == 1:
+        seen = jnp.any(p.visible(), axis=(1, 2))
+    if p.mask is not None:
+        seen &= jnp.any(p.mask, axis=(1, 2))
+    if p.k_segment_ids is not None:
+        seen &= p.k_segment_ids >= 0
+
+    def clean(x):
+        return jnp.where(seen.reshape(*seen.shape, *(1,) * (x.ndim - 2)), x, 0).astype(x.dtype)
+
+    made = []
+    for rule in p.rules:
+        features = jax.tree.map(clean, rule.k_features)
+        rule = rule.with_features(rule.q_features, features)
+        made.append(rule.expanded().k_features if rule.whole_rows else None)
+    return tuple(made)
+
+
+def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array, jax.Array]:
+    """Attention of the queries from `start` to `end` to all keys of the problem."""
+    length = end - start
+    size = max(1, min(length, block // max(p.q.shape[0] * p.num_heads * p.keys, 1)))
+    count = math.ceil(length / size)
+
+    def blocked(x):
+        x = pad_axis(jax.lax.slice_in_dim(x, start, end, axis=1), 1, count * size, mode="edge")
+        return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+    row_features = _row_features(p)
+    rules = (r.with_features(r.q_features, None) if r.whole_rows else r for r in p.rules)
+    p = dataclasses.replace(p, rules=tuple(rules), contiguous=False)
+    queries = p.queries()
+    bare = p.with_queries(jax.tree.map(lambda x: None, queries))
+
+    @jax.checkpoint
+    def one_block(bare, row_features, queries):
+        return _attend(bare.with_queries(queries).without_unseen_keys(), row_features)
+
+    def block_of(queries):
+        return one_block(bare, row_features, queries)
+
+    parts = jax.lax.map(block_of, jax.tree.map(blocked, queries))
+    return jax.tree.map(lambda x: _joined(x, length), parts)
+
+
+def _products(p: Problem) -> jax.Array:
+    """Returns q . k, float32 [B, N, T, S]."""
+    batch, length, heads, dim = p.q.shape
+    q = p.q.reshape(batch, length, p.k.shape[2], -1, dim).astype(jnp.float32)
+    out = jnp.einsum("btkgh,bskh->bkgts", q, p.k.astype(jnp.float32), precision="highest")
+    return out.reshape(batch, heads, length, -1)
+
+
+def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
+    """Attention of all queries of a problem; `row_features` has an entry for each rule."""
+    seen, at = p.visible(), (p.q_coordinates, p.k_coordinates)
+    scaled, unscaled = _products(p), None
+    for rule in p.rules:
+        if rule.whole_rows:
+            continue
+        term = jax.vmap(rule.added_logits)(rule.q_features, rule.k_features, *at)
+        if term is not None and rule.scaled:
+            scaled += term
+        elif term is not None:
+            unscaled = term if unscaled is None else unscaled + term
+    x = p.scale * scaled
+    x = x if unscaled is None else x + unscaled
+    if p.softcap is not None:
+        x = p.softcap * jnp.tanh(x / p.softcap)
+    for rule, features in zip(p.rules, row_features, strict=True):
+        if rule.whole_rows:
+            x = jnp.where(seen, x, 0.0)
+            x = jax.vmap(rule.transformed_logits)(x, seen, rule.q_features, features, *at)
+    x = jnp.where(seen, x, -jnp.inf)
+    lse = jax.nn.logsumexp(x, -1)
+    if p.sinks is not None:
+        lse = jnp.logaddexp(lse, p.sinks.astype(jnp.float32)[None, :, None])
+    shift = jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]
+    weights = jnp.exp(x - shift if p.normalized else x)
+    if p.dropout_seed is not None:
+        keep = keep_mask(p.dropout_seed, p.dropout_rate, weights.shape[:2], p.q_slots, p.k_slots)
+        weights = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)
+    by_group = weights.reshape(weights.shape[0], p.v.shape[2], -1, *weights.shape[2:])
+    v = p.v.astype(jnp.float32)
+    out = jnp.einsum("bkgts,bskv->btkgv", by_group, v, precision="highest")
+    out = out.reshape(*out.shape[:2], -1, out.shape[-1])
+    for rule in p.rules:
+        values = jax.vmap(rule.added_values)(weights, *at)
+        out = out if values is None else out + values
+    return out.astype(p.q.dtype), jnp.moveaxis(lse, 1, 2)
+
+
+def _joined(x: jax.Array, length: int) -> jax.Array:
+    """[count, B, size, ...] to [B, length, ...]."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

@@ -1,0 +1,371 @@
+"""Terms: lowered rules, as backends evaluate them on a tile.
+
+The unit is one head and one row of the batch: a tile is [Q, K], or [K, Q] with `transposed`.
+Backends add the head and batch axes: XLA by vmap, kernels by their grid. Leaves of `heads`
+have a head axis [N, ...] outside; inside a tile a term holds the slice of one head.
+"""
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.engine.toeplitz import (
+    DistanceRange,
+    gather_tile,
+    slot_tile,
+    slot_tile_vjp,
+)
+
+STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
+
+
+class Tokens(NamedTuple):
+    """What a term reads of a block of queries or keys, for one head.
+
+    Attributes:
+      slots: int32 [T], consecutive.
+      coordinates: [T] or [T, A].
+      features: the rule's arrays of these tokens, leaves [T, ...].
+    """
+
+    slots: jax.Array
+    coordinates: jax.Array
+    features: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What is known when rules are lowered.
+
+    Attributes:
+      length, keys: T and S.
+      contiguous: coordinates grow by one per slot inside a segment.
+      is_causal: no key after a query is visible.
+      axes: number of coordinate axes; 0 for coordinates [B, T].
+      integer: whether coordinates are int32.
+      scale: the logit scale.
+      drop_constants: whether terms may drop a constant per query from all its logits.
+      max_table: distances of the largest tile; larger tables are cut to each tile's part.
+      pairs_at_once: pairs of a rule that are differentiated at once.
+    """
+
+    length: int
+    keys: int
+    contiguous: bool
+    is_causal: bool
+    axes: int
+    integer: bool
+    scale: float
+    drop_constants: bool
+    max_table: int
+    pairs_at_once: int
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of coordinates."""
+        return jnp.int32 if self.integer else jnp.float32
+
+    def horizon(self, high: int | None, by_slot: bool) -> int | None:
+        """Returns the distance from which on a rule with this upper bound is constant."""
+        if high is None or self.axes:
+            return None
+        return min(high, self.length - 1) if by_slot else high
+
+    def table_range(
+        self, bounds: tuple[int | None, int | None], *, by_slot: bool, drop_high: bool
+    ) -> DistanceRange | None:
+        """Returns the distances to tabulate, or None where there are infinitely many.
+
+        Args:
+          bounds: of the rule.
+          by_slot: whether distances are those of slots.
+          drop_high: whether the value beyond the upper end is dropped.
+        """
+        if self.axes or not self.integer:
+            return None
+        low, high = bounds[0], self.horizon(bounds[1], by_slot)
+        past_only = by_slot and self.is_causal
+        if by_slot and low is not None:
+            low = max(low, 1 - self.keys)
+        if past_only:
+            low = 0 if low is None else max(low, 0)
+        if low is None or high is None:
+            return None
+        open_low = not past_only or low > 0
+        return DistanceRange(low, max(high, low), by_slot, open_low, not drop_high)
+
+
+class Term(abc.ABC):
+    """Adds to the logits of a tile, of one head and one row of the batch.
+
+    Attributes:
+      heads: pytree of arrays [N, ...].
+      shared: pytree of arrays without a head axis.
+      horizon: int or None; tiles with every q - k at or beyond it are interior: the term adds
+        nothing there, or `interior`. None: no such distance.
+      gathers: whether slots and coordinates should be given per head and row, as indices of
+        one gather (a gather with shared indices is slow on CPU).
+    """
+
+    heads: Any
+    shared: Any
+    horizon: int | None
+    gathers: bool = False
+
+    @abc.abstractmethod
+    def tile(self, strip: Any, q: Tokens, k: Tokens, *, transposed: bool) -> jax.Array:
+        """Returns float32 [Q, K], or [K, Q]; transposed, to be differentiated by `jax.vjp` only.
+
+        Args:
+          strip: the part of `strip` that the tile covers, [Q + K - 1, F], or None.
+          q, k: tokens of the tile.
+          transposed: the layout.
+        """
+
+    def interior(self, q: Tokens, k: Tokens, *, transposed: bool) -> jax.Array | None:
+        """Returns what is added beyond the horizon; None for nothing."""
+        return None
+
+    @property
+    def has_interior(self) -> bool:
+        """Whether `interior` adds something."""
+        return False
+
+
+class Lowering(NamedTuple):
+    """A rule, lowered.
+
+    Attributes:
+      term: evaluated on tiles; None for a rule with `by_distance` or `values`.
+      by_distance: `by_distance(distances) -> float32 [N, L]`: the rule is this number per
+        distance.
+      high: upper bound of `by_distance`, from which on it is constant.
+      strip: `strip(distances) -> float32 [1 or N, L, F]`, of which `term.tile` reads a part.
+      dropped: constant dropped from all logits of a query, [1, 1, N] or [B, T, N].
+      values: a table on the values, less `far_value`.
+      far_value: float32 [N, V], to be added to all values.
+    """
+
+    term: Term | None = None
+    by_distance: Callable[[jax.Array], jax.Array] | None = None
+    high: int | None = None
+    strip: Callable[[jax.Array], jax.Array] | None = None
+    dropped: jax.Array | None = None
+    values: "ValueTable | None" = None
+    far_value: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pair(Term):
+    """A rule evaluated for every pair.
+
+    Attributes:
+      rule: `rule(shared, head, q, k)`, or with features, `rule(shared, head, row, col, q, k)`.
+      factor: what the term is multiplied by.
+      of_content: whether the rule reads features.
+      horizon: the value at this distance is dropped.
+      pairs_at_once: pairs that are differentiated at once.
+    """
+
+    rule: Callable = dataclasses.field(metadata=STATIC)
+    heads: Any
+    shared: Any
+    factor: float = dataclasses.field(metadata=STATIC)
+    of_content: bool = dataclasses.field(metadata=STATIC)
+    horizon: int | None = dataclasses.field(metadata=STATIC)
+    pairs_at_once: int = dataclasses.field(metadata=STATIC)
+
+    def tile(self, strip, q, k, *, transposed):
+        def pair(q, k):
+            features = (q.features, k.features) if self.of_content else ()
+            return self.rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
+
+        def tile(k):
+            over_q, over_k = (0, None), (None, 0)
+            inner, outer = (over_q, over_k) if transposed else (over_k, over_q)
+            return jax.vmap(jax.vmap(pair, inner), outer)(q, k)
+
+        length, keys = q.slots.shape[0], k.slots.shape[0]
+        size = math.gcd(keys, max(self.pairs_at_once // length, 1))
+        if self.of_content or not transposed or size == keys:
+            out = tile(k)
+        else:
+            parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), k)
+            out = jax.lax.map(jax.checkpoint(tile), parts).reshape(keys, length)
+        if self.horizon is not None:
+            out -= self._far(self.heads, q.coordinates.dtype)
+        return self.factor * out.astype(jnp.float32)
+
+    def dropped(self, dtype: Any) -> jax.Array | None:
+        """Returns what `tile` drops, [1, 1, N], for coordinates of a dtype."""
+        if self.horizon is None:
+            return None
+        if jax.tree.leaves(self.heads):
+            far = jax.vmap(functools.partial(self._far, dtype=dtype))(self.heads)
+        else:
+            far = self._far(self.heads, dtype)[None]
+        return self.factor * far.astype(jnp.float32)[None, None]
+
+    def _far(self, head, dtype):
+        at, zero = jnp.asarray(self.horizon, dtype), jnp.zeros((), dtype)
+        return self.rule(self.shared, head, at, zero)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Separable(Term):
+    """A number per query plus a number per key: features [T] and [S].
+
+    Attributes:
+      factor: what the term is multiplied by.
+      symmetric: whether the term is -|sum|.
+    """
+
+    heads: Any
+    shared: Any
+    factor: float = dataclasses.field(metadata=STATIC)
+    symmetric: bool = dataclasses.field(metadata=STATIC)
+    horizon: int | None = dataclasses.field(default=None, metadata=STATIC)
+
+    def tile(self, strip, q, k, *, transposed):
+        a, b = (x.features.astype(jnp.float32) for x in (q, k))
+        out = a[None, :] + b[:, None] if transposed else a[:, None] + b[None, :]
+        return self.factor * (-jnp.abs(out) if self.symmetric else out)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dot(Term):
+    """A vector of the query or key, dot one of the distance.
+
+    Vectors are those of the distance of the token from its counterpart: query from key, or
+    key from query where the token is the key.
+
+    Attributes:
+      heads, shared: {"vectors": [N, R, F], "far": [N, F]}, in `shared` without the head
+        axis. Vectors are those of the distances of `by`; without it, tiles are given a strip.
+        "far" are the vectors of keys beyond the horizon.
+      factor: what the term is multiplied by.
+      of_keys: whether tokens are keys.
+      by: the distances of the vectors, or None.
+      horizon: beyond it a query has nothing to add (its constant is dropped), and a key one
+        number.
+      transform: function of a token's coordinates, applied before distances are taken.
+    """
+
+    heads: dict[str, jax.Array]
+    shared: dict[str, jax.Array]
+    factor: float = dataclasses.field(metadata=STATIC)
+    of_keys: bool = dataclasses.field(metadata=STATIC)
+    by: DistanceRange | None = dataclasses.field(metadata=STATIC)
+    horizon: int | None = dataclasses.field(metadata=STATIC)
+    transform: Callable | None = dataclasses.field(metadata=STATIC)
+
+    gathers = True
+
+    @property
+    def has_interior(self):
+        return self.of_keys
+
+    def tile(self, strip, q, k, *, transposed):
+        own, other, flip = (k, q, not transposed) if self.of_keys else (q, k, transposed)
+        if self.by is None:
+            vectors = strip[::-1] if self.of_keys else strip
+            length, others = own.slots.shape[0], other.slots.shape[0]
+            by = DistanceRange(1 - others, length - 1, True, open_low=False, open_high=False)
+            slots = (jnp.arange(n, dtype=jnp.int32) for n in (length, others))
+            table = _products(own.features, vectors, flip)
+            out = (slot_tile_vjp if transposed else slot_tile)(table, *slots, by, flip)
+        else:
+            table = _products(own.features, self._array("vectors"), flip)
+            out = table_tile(table, own, other, self.by, flip, transposed, self.transform)
+        return self.factor * out
+
+    def interior(self, q, k, *, transposed):
+        if not self.of_keys:
+            return None
+        out = _products(k.features, self._array("far")[None], not transposed)
+        return self.factor * out
+
+    def _array(self, name):
+        return self.heads[name] if name in self.heads else self.shared[name]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ValueTable:
+    """A table on the values, for one head: [R, V] inside a tile, [N, R, V] outside.
+
+    Attributes:
+      table: float32, per distance of `by`, or per bucket.
+      by: the distances of the table, whose last value is zero; None: `bucket` gives the entry.
+      bucket: `bucket(q, k) -> int32`.
+    """
+
+    table: jax.Array
+    by: DistanceRange | None = dataclasses.field(metadata=STATIC)
+    bucket: Callable = dataclasses.field(metadata=STATIC)
+
+    @property
+    def horizon(self) -> int | None:
+        """The distance from which on nothing is added; None: there is none."""
+        return None if self.by is None else self.by.high
+
+    def spread(
+        self, entries: jax.Array, q: Tokens, k: Tokens, *, transposed: bool, pulled: bool = False
+    ) -> jax.Array:
+        """Expands [Q, R] to [Q, K]; transposed [R, Q] to [K, Q]."""
+        if self.by is not None:
+            return table_tile(entries, q, k, self.by, transposed, pulled)
+        first, second = ((0, None), (None, 0)) if transposed else ((None, 0), (0, None))
+        buckets = jax.vmap(jax.vmap(self.bucket, first), second)(q.coordinates, k.coordinates)
+        return gather_tile(entries, buckets, transposed)
+
+    def collect(self, tile: jax.Array, q: Tokens, k: Tokens, *, transposed: bool) -> jax.Array:
+        """Sums [Q, K] to [Q, R] per entry, the transpose of `spread`."""
+        axis = 0 if transposed else 1
+        shape = list(tile.shape)
+        shape[axis] = self.table.shape[0]
+
+        def spread(entries):
+            return self.spread(entries, q, k, transposed=transposed, pulled=True)
+
+        return jax.vjp(spread, jax.lax.full_like(tile, 0.0, shape=shape))[1](tile)[0]
+
+
+def table_tile(
+    table: jax.Array,
+    q: Tokens,
+    k: Tokens,
+    by: DistanceRange,
+    transposed: bool,
+    pulled: bool,
+    transform: Callable | None = None,
+) -> jax.Array:
+    """Returns the tile of a table [Q, R], or [R, Q] transposed, for the distances of `by`.
+
+    `pulled` says that `jax.vjp` is applied at once.
+    """
+    if by.by_slot:
+        spread = slot_tile_vjp if pulled else slot_tile
+        return spread(table, q.slots, k.slots, by, transposed)
+    at, to = q.coordinates, k.coordinates
+    if transform is not None:
+        at, to = jax.vmap(transform)(at), jax.vmap(transform)(to)
+    return gather_tile(table, by.entries(at, to, transposed), transposed)
+
+
+def _products(tokens: jax.Array, vectors: jax.Array, transposed: bool) -> jax.Array:
+    """[Q, F] and [R, F]: float32 [Q, R], or [R, Q] transposed."""
+    tokens = tokens.astype(jnp.float32)
+    form, pair = (
+        ("rf,qf->rq", (vectors, tokens)) if transposed else ("qf,rf->qr", (tokens, vectors))
+    )
+    return jnp.einsum(form, *pair, precision="highest")
