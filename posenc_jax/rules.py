@@ -100,9 +100,13 @@ class Rule(abc.ABC):
                 f"({wanted[0]}, {wanted[1]}, {sizes.kv_heads} or {heads}), got {leaf.shape}.",
             )
 
-    def lower(self, layout: Layout) -> Lowering | None:
-        """Returns the rule as a backend evaluates it; None for a rule on whole rows."""
-        return None
+    def lower(self, layout: Layout) -> Lowering:
+        """Returns the rule as a backend evaluates it; empty for a rule on whole rows."""
+        return Lowering()
+
+    def expanded(self) -> Self:
+        """Returns a rule on whole rows with `k_features` as it reads them."""
+        return self
 
     def added_logits(
         self, q_features: Any, k_features: Any, q: jax.Array, k: jax.Array
@@ -258,8 +262,15 @@ class LogitBias(Rule):
         horizon = None
         if by_distance and layout.drop_constants:
             horizon = layout.horizon(self.bounds[1], by_slot=False)
-        at_once = layout.pairs_at_once
-        term = Pair(self.rule, self.heads, self.shared, factor, False, horizon, at_once)
+        term = Pair(
+            heads=self.heads,
+            shared=self.shared,
+            factor=factor,
+            horizon=horizon,
+            rule=self.rule,
+            of_content=False,
+            pairs_at_once=layout.pairs_at_once,
+        )
         return Lowering(term, dropped=term.dropped(layout.dtype))
 
     def _of_distances(self, distances: jax.Array, factor: float, dtype: Any) -> jax.Array:
@@ -336,8 +347,14 @@ class ContentBias(Rule):
 
     def lower(self, layout):
         factor = layout.scale if self.scaled else 1.0
-        at_once = layout.pairs_at_once
-        term = Pair(self.rule, self.heads, self.shared, factor, True, None, at_once)
+        term = Pair(
+            heads=self.heads,
+            shared=self.shared,
+            factor=factor,
+            rule=self.rule,
+            of_content=True,
+            pairs_at_once=layout.pairs_at_once,
+        )
         return Lowering(term)
 
     def added_logits(self, q_features, k_features, q, k):
@@ -472,7 +489,15 @@ class DotBias(Rule):
         heads, shared = arrays, {}
         if not jax.tree.leaves(self.heads):
             heads, shared = {}, {name: x[0] for name, x in arrays.items()}
-        term = Dot(heads, shared, factor, of_keys, by, horizon, self.transform)
+        term = Dot(
+            heads=heads,
+            shared=shared,
+            factor=factor,
+            horizon=horizon,
+            of_keys=of_keys,
+            by=by,
+            transform=self.transform,
+        )
         return Lowering(term, strip=strip, dropped=dropped)
 
     def _reads_one_axis(self, layout: Layout) -> bool:
@@ -522,7 +547,8 @@ class SeparableBias(Rule):
 
     def lower(self, layout):
         factor = layout.scale if self.scaled else 1.0
-        return Lowering(Separable((), (), factor, self.symmetric and not layout.is_causal))
+        symmetric = self.symmetric and not layout.is_causal
+        return Lowering(Separable(factor=factor, symmetric=symmetric))
 
     def added_logits(self, q_features, k_features, q, k):
         a, b = (x.T.astype(jnp.float32) for x in (q_features, k_features))
@@ -585,8 +611,7 @@ class LogitsTransform(Rule):
         what = "LogitsTransform.rule"
         _check_function(what, self.rule, signature, arguments, sizes, (heads, keys))
 
-    def expanded(self) -> Self:
-        """Returns the rule with `k_features` as it reads them: [B, S, N, ...], or of `expand`."""
+    def expanded(self):
         if self.expand is None:
             return self
         k_features = jax.vmap(self.expand, (None, None, 0))(

@@ -15,11 +15,11 @@ from posenc_jax.rules import Rule, as_tuple
 
 
 @overload
-def attention(
+def attention(  # ty: ignore[inconsistent-overload-implementation]
     q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[False] = False, **options: Any
 ) -> jax.Array: ...
 @overload
-def attention(
+def attention(  # ty: ignore[inconsistent-overload-implementation]
     q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool, **options: Any
 ) -> tuple[jax.Array, jax.Array]: ...
 def attention(
@@ -144,7 +144,15 @@ def run(
     reason = chosen.supports(problem)
     if reason is not None:
         raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
-    return _run(chosen, problem)
+    try:
+        return _run(chosen, problem)
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise NotImplementedError(
+            "attention: tiles have reverse mode, and forward mode over it; for forward mode "
+            'alone use implementation="reference".'
+        ) from error
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

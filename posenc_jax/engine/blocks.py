@@ -6,6 +6,7 @@ visible and no rule adds anything) or near (masks and rules apply).
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,9 @@ def _measured(length: int, keys: int, heads: int) -> tuple[Blocks, Blocks]:
 
 def _divide(count: int, wanted: tuple[int, int]) -> tuple[int, int, int]:
     """Returns two block sizes of at most the wanted ones, and the length to pad to."""
+    if max(wanted) % min(wanted):
+        step = math.lcm(*wanted)
+        return *wanted, -(-count // step) * step
     largest = max(wanted)
     blocks = -(-count // largest)
     size = -(-count // blocks)
@@ -200,14 +204,16 @@ class Visibility:
     by_slot: bool
 
     def summary(self, tokens: Any, size: int) -> BlockSummary:
-        """Returns the ranges of blocks of tokens with these slots, positions, ... [B or 1, T]."""
-        segments, at, valid = tokens.segments, None, None
+        """Returns the ranges of blocks of tokens, whose arrays are [B or 1, 1, T]."""
+        slots, positions, coordinates, segments = jax.tree.map(lambda x: x[:, 0], tokens[:4])
+        at: Any = None
+        valid: Any = None
         if segments is not None:
             valid = segments >= 0
         if self.has_terms and self.horizon is not None:
-            at = BlockRange.of(tokens.slots if self.by_slot else tokens.coordinates, size)
+            at = BlockRange.of(slots if self.by_slot else coordinates, size)
         return BlockSummary(
-            BlockRange.of(tokens.positions, size, valid),
+            BlockRange.of(positions, size, valid),
             None if segments is None else BlockRange.of(segments, size, valid),
             None if valid is None else valid.reshape(valid.shape[0], -1, size).all(-1),
             at,
@@ -228,12 +234,12 @@ class Visibility:
         """Whether no tile is interior."""
         return self.mask or (self.has_terms and self.horizon is None)
 
-    def classify(
-        self, q: BlockSummary, k: BlockSummary, prefix: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def classify(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns bool [B or 1, blocks] twice: tiles with a visible pair, and interior tiles.
 
-        One of `q` and `k` has a single block, the other all of them.
+        Args:
+          q, k: summaries, of which one has a single block, the other all of them.
+          prefix: int32 [B], or None.
         """
         shape = jnp.broadcast_shapes(q.positions.low.shape, k.positions.low.shape)
         live = full = jnp.ones(shape, bool)

@@ -68,10 +68,12 @@ def lower(p: Problem, max_table: int, pairs_at_once: int) -> Lowered:
     )
     rules = [rule for rule in p.rules if not rule.whole_rows]
     lowered = _lower_rules(rules, layout)
-    terms = [(rule, x) for rule, x in zip(rules, lowered, strict=True) if x.term is not None]
+    terms: list[tuple[Any, Any]] = [
+        (rule, x) for rule, x in zip(rules, lowered, strict=True) if x.term is not None
+    ]
     by_distance = [x for x in lowered if x.by_distance is not None]
     values, v = _lower_values(p, lowered)
-    horizons = [x.term.horizon for _, x in terms]
+    horizons: list[Any] = [x.term.horizon for _, x in terms]
     highs = [x.high for x in by_distance]
     drop = p.softcap is None and None not in horizons + highs
     if values is not None:
@@ -142,7 +144,7 @@ def _lower_values(p: Problem, lowered: list[Lowering]) -> tuple[ValueTable | Non
 
 
 def _sum_by_distance(
-    p: Problem, lowered: list[Lowering], drop: bool, mask_in_bias: bool
+    p: Problem, lowered: list[Any], drop: bool, mask_in_bias: bool
 ) -> tuple[Callable[[jax.Array], jax.Array], jax.Array | None]:
     """Returns the bias of distances, and the constant dropped from it, [1, 1, N or 1]."""
 

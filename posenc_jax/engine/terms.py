@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,8 @@ class Tokens(NamedTuple):
       features: the rule's arrays of these tokens, leaves [T, ...].
     """
 
-    slots: jax.Array
-    coordinates: jax.Array
+    slots: Any
+    coordinates: Any
     features: Any
 
 
@@ -101,22 +101,26 @@ class Layout:
         return DistanceRange(low, max(high, low), by_slot, open_low, not drop_high)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Term(abc.ABC):
     """Adds to the logits of a tile, of one head and one row of the batch.
 
     Attributes:
       heads: pytree of arrays [N, ...].
       shared: pytree of arrays without a head axis.
+      factor: what the term is multiplied by.
       horizon: int or None; tiles with every q - k at or beyond it are interior: the term adds
         nothing there, or `interior`. None: no such distance.
       gathers: whether slots and coordinates should be given per head and row, as indices of
         one gather (a gather with shared indices is slow on CPU).
     """
 
-    heads: Any
-    shared: Any
-    horizon: int | None
-    gathers: bool = False
+    heads: Any = ()
+    shared: Any = ()
+    factor: float = dataclasses.field(default=1.0, metadata=STATIC)
+    horizon: int | None = dataclasses.field(default=None, metadata=STATIC)
+
+    gathers: ClassVar[bool] = False
 
     @abc.abstractmethod
     def tile(self, strip: Any, q: Tokens, k: Tokens, *, transposed: bool) -> jax.Array:
@@ -162,24 +166,19 @@ class Lowering(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair(Term):
     """A rule evaluated for every pair.
 
     Attributes:
       rule: `rule(shared, head, q, k)`, or with features, `rule(shared, head, row, col, q, k)`.
-      factor: what the term is multiplied by.
       of_content: whether the rule reads features.
       horizon: the value at this distance is dropped.
       pairs_at_once: pairs that are differentiated at once.
     """
 
     rule: Callable = dataclasses.field(metadata=STATIC)
-    heads: Any
-    shared: Any
-    factor: float = dataclasses.field(metadata=STATIC)
     of_content: bool = dataclasses.field(metadata=STATIC)
-    horizon: int | None = dataclasses.field(metadata=STATIC)
     pairs_at_once: int = dataclasses.field(metadata=STATIC)
 
     def tile(self, strip, q, k, *, transposed):
@@ -219,20 +218,15 @@ class Pair(Term):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Separable(Term):
     """A number per query plus a number per key: features [T] and [S].
 
     Attributes:
-      factor: what the term is multiplied by.
       symmetric: whether the term is -|sum|.
     """
 
-    heads: Any
-    shared: Any
-    factor: float = dataclasses.field(metadata=STATIC)
     symmetric: bool = dataclasses.field(metadata=STATIC)
-    horizon: int | None = dataclasses.field(default=None, metadata=STATIC)
 
     def tile(self, strip, q, k, *, transposed):
         a, b = (x.features.astype(jnp.float32) for x in (q, k))
@@ -241,7 +235,7 @@ class Separable(Term):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Dot(Term):
     """A vector of the query or key, dot one of the distance.
 
@@ -252,7 +246,6 @@ class Dot(Term):
       heads, shared: {"vectors": [N, R, F], "far": [N, F]}, in `shared` without the head
         axis. Vectors are those of the distances of `by`; without it, tiles are given a strip.
         "far" are the vectors of keys beyond the horizon.
-      factor: what the term is multiplied by.
       of_keys: whether tokens are keys.
       by: the distances of the vectors, or None.
       horizon: beyond it a query has nothing to add (its constant is dropped), and a key one
@@ -260,15 +253,11 @@ class Dot(Term):
       transform: function of a token's coordinates, applied before distances are taken.
     """
 
-    heads: dict[str, jax.Array]
-    shared: dict[str, jax.Array]
-    factor: float = dataclasses.field(metadata=STATIC)
     of_keys: bool = dataclasses.field(metadata=STATIC)
     by: DistanceRange | None = dataclasses.field(metadata=STATIC)
-    horizon: int | None = dataclasses.field(metadata=STATIC)
     transform: Callable | None = dataclasses.field(metadata=STATIC)
 
-    gathers = True
+    gathers: ClassVar[bool] = True
 
     @property
     def has_interior(self):

@@ -68,15 +68,7 @@ class XLA(Implementation):
         plan = make_plan(p.length, p.keys, heads, self.forward, self.backward)
         lowered = lower(p, plan.max_table, self.pairs_at_once)
         spec, operands = _prepare(p, lowered, plan)
-        try:
-            out, lse = _attend(spec, *partition(operands))
-        except TypeError as error:
-            if "custom_vjp" not in str(error):
-                raise
-            raise NotImplementedError(
-                "attention: tiles have reverse mode, and forward mode over it; for forward mode "
-                'alone use implementation="reference".'
-            ) from error
+        out, lse = _attend(spec, *partition(operands))
         out, lse = out[:, : p.length], jnp.moveaxis(lse, 1, 2)[:, : p.length]
         if lowered.lse_shift is not None:
             lse += lowered.lse_shift
@@ -99,20 +91,22 @@ def _vary_alike(p: Problem) -> Problem:
     return jax.tree.map(vary, p) if axes else p
 
 
-class Side(NamedTuple):
-    """Queries or keys, padded to whole blocks; tokens on axis 1.
+class Block(NamedTuple):
+    """Tokens, all or those of a block, with the token axis in third place.
 
     Attributes:
-      slots: int32 [1, T].
-      positions: int32 [1 or B, T].
-      coordinates: [1 or B, T] or [1 or B, T, A].
-      segments: int32 [1 or B, T], or None.
+      slots: int32 [1, 1, T].
+      positions: int32 [1 or B, 1, T].
+      coordinates: [1 or B, 1, T] or [1 or B, 1, T, A].
+      segments: int32 [1 or B, 1, T], or None.
+      features: for each term, leaves [B, N or K, T, ...].
     """
 
     slots: Any
     positions: Any
     coordinates: Any
     segments: Any
+    features: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +145,7 @@ class Operands:
       strips: for each term, float32 [1 or N, L, F], or None.
       terms: one per rule that is not in `bias`.
       values: a table on the values, or None.
-      q_side, k_side: positions and such.
-      q_features, k_features: for each term, leaves [B, N, T, ...] and [B, K or N, S, ...].
+      queries, keys: what belongs to tokens.
       mask: bool, [B or 1, N or 1, T, S], or None.
       prefix: int32 [B], or None.
       seed: uint32 [2], or None.
@@ -165,10 +158,8 @@ class Operands:
     strips: tuple[Any, ...]
     terms: tuple[Term, ...]
     values: ValueTable | None
-    q_side: Side
-    k_side: Side
-    q_features: tuple[Any, ...]
-    k_features: tuple[Any, ...]
+    queries: Block
+    keys: Block
     mask: Any
     prefix: Any
     seed: Any
@@ -185,18 +176,15 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> tuple[Spec, Operands]:
         segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
         visibility = dataclasses.replace(visibility, segments=True)
 
-    def side(to, positions, coordinates, ids):
+    def block(to, positions, coordinates, ids, features):
         slots = jnp.arange(to, dtype=jnp.int32)[None]
         coordinates = coordinates[:1] if p.same_rows else coordinates
-        return Side(
-            slots,
-            slots if by_slot else pad_axis(positions, 1, to, mode="edge"),
-            pad_axis(coordinates, 1, to, mode="edge"),
-            None if ids is None else pad_axis(ids + 1, 1, to) - 1,
-        )
-
-    def features(tree, to):
-        return jax.tree.map(lambda x: pad_axis(jnp.swapaxes(x, 1, 2), 2, to, mode="edge"), tree)
+        positions = slots if by_slot else pad_axis(positions, 1, to, mode="edge")
+        coordinates = pad_axis(coordinates, 1, to, mode="edge")
+        ids = None if ids is None else pad_axis(ids + 1, 1, to) - 1
+        places = jax.tree.map(lambda x: x[:, None], (slots, positions, coordinates, ids))
+        features = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), features)
+        return Block(*places, jax.tree.map(lambda x: pad_axis(x, 2, to, mode="edge"), features))
 
     mask = p.mask
     if mask is not None:
@@ -224,10 +212,8 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> tuple[Spec, Operands]:
         strips=tuple(strips.make(strip, 0.0) for strip in lowered.strips),
         terms=lowered.terms,
         values=lowered.values,
-        q_side=side(length, p.q_positions, p.q_coordinates, segments[0]),
-        k_side=side(keys, p.k_positions, p.k_coordinates, segments[1]),
-        q_features=features(lowered.q_features, length),
-        k_features=features(lowered.k_features, keys),
+        queries=block(length, p.q_positions, p.q_coordinates, segments[0], lowered.q_features),
+        keys=block(keys, p.k_positions, p.k_coordinates, segments[1], lowered.k_features),
         mask=mask,
         prefix=p.prefix_length,
         seed=p.dropout_seed,
@@ -331,23 +317,23 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
 def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, interior: bool) -> Softmax:
     m, l, out = state
     x = tiles.all
-    k, v = tiles.keys(j)
-    q_tokens, k_tokens = tiles.queries_at(i), tiles.keys_at(j)
-    seen = None if interior else tiles.seen(i, j, q_tokens, k_tokens)
+    k, v = tiles.key_values(j)
+    queries, keys = tiles.queries(x.queries, i), tiles.keys(x.keys, j)
+    seen = None if interior else tiles.seen(i, j, queries, keys)
     live = tiles.live_keys(seen)
     v = zero_keys(live, v)
-    k_tokens = k_tokens._replace(features=zero_keys(live, k_tokens.features))
-    added = tiles.added(tiles.windows(i, j, interior), x.terms, q_tokens, k_tokens, interior)
+    keys = keys._replace(features=zero_keys(live, keys.features))
+    added = tiles.added(tiles.windows(i, j, interior), x.terms, queries, keys, interior)
     s, _ = tiles.logits(tiles.products(q, k), added, seen)
     # The maximum only stabilises; its JVP would divide by the number of ties.
     m_new = jnp.maximum(m, jax.lax.stop_gradient(s).max(3))
     p, decay = jnp.exp(s - m_new[..., None]), jnp.exp(m - m_new)
     l = l * decay + p.sum(3)
-    dropout = tiles.dropout_scale(q_tokens, k_tokens)
+    dropout = tiles.dropout_scale(queries, keys)
     p = p if dropout is None else p * dropout
     out = out * decay[..., None] + _einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v)
     if x.values is not None and not interior:
-        mass = tiles.collect(p, q_tokens, k_tokens)
+        mass = tiles.of_values("collect", p, queries, keys)
         out += _einsum("bnqr,nrv->bnqv", mass, x.values.table)
     return Softmax(m_new, l, out)
 
@@ -356,8 +342,7 @@ class QueryGrads(NamedTuple):
     """Cotangents that all blocks of keys add to: of queries, and of arrays without tokens."""
 
     q: jax.Array
-    side: Any
-    features: Any
+    tokens: Block
     terms: Any
     strips: Any
     table: Any
@@ -368,8 +353,7 @@ class KeyGrads(NamedTuple):
 
     k: jax.Array
     v: jax.Array
-    side: Any
-    features: Any
+    tokens: Block
 
 
 class Saved(NamedTuple):
@@ -398,28 +382,27 @@ def _backward(spec: Spec, diff: Operands, nondiff: Operands, out, lse, d_out, d_
 
     def key_block(grads, j):
         k_t_block = repeat_groups(take_block(k_t, 3, j, tiles.blocks.k), spec.heads)
-        k_diff = tiles.k_diff(diff, j)
+        tokens = tiles.keys(diff.keys, j)
 
         def query_block(interior):
             return lambda i, carry: _backward_tile(
                 tiles, diff, nondiff, saved, k_t_block, i, j, *carry, interior
             )
 
-        k, v = tiles.keys(j)
-        own = KeyGrads(zeros(x.q, k.shape), zeros(x.q, v.shape), *_blank(k_diff))
+        k, v = tiles.key_values(j)
+        own = KeyGrads(zeros(x.q, k.shape), zeros(x.q, v.shape), _blank(tokens))
         grads, own = tiles.visit_queries(j, query_block, (grads, own))
         own = KeyGrads(
             _sum_groups(own.k, x.k.shape[1]).astype(x.k.dtype),
             _sum_groups(own.v, x.v.shape[1]).astype(x.v.dtype),
-            *_cast((own.side, own.features), k_diff),
+            _cast(own.tokens, tokens),
         )
         return grads, own
 
     batch, dim = x.q.shape[0], x.q.shape[3]
     grads = QueryGrads(
         q=zeros(x.q, (batch, spec.heads, dim, spec.plan.length)),
-        side=_blank(diff.q_side),
-        features=_blank(diff.q_features),
+        tokens=_blank(diff.queries),
         terms=_blank(diff.terms),
         strips=_blank((diff.bias, diff.strips)),
         table=None if x.values is None else _blank(x.values.table),
@@ -436,10 +419,8 @@ def _backward(spec: Spec, diff: Operands, nondiff: Operands, out, lse, d_out, d_
         strips=strips,
         terms=_cast(grads.terms, diff.terms),
         values=None if values is None else dataclasses.replace(values, table=grads.table),
-        q_side=_cast(grads.side, diff.q_side),
-        k_side=jax.tree.map(lambda y: join_blocks(y, 1), own.side),
-        q_features=_cast(grads.features, diff.q_features),
-        k_features=jax.tree.map(lambda y: join_blocks(y, 2), own.features),
+        queries=_cast(grads.tokens, diff.queries),
+        keys=jax.tree.map(lambda y: join_blocks(y, 2), own.tokens),
     )
 
 
@@ -458,50 +439,47 @@ def _backward_tile(
     """Adds the cotangents of one tile; ds is the cotangent of its logits, [B, N, K, Q]."""
     x, spec = tiles.all, tiles.spec
     q, do, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in saved)
-    k, v = tiles.keys(j)
-    q_tokens, k_tokens = tiles.queries_at(i), tiles.keys_at(j)
-    seen = None if interior else tiles.seen(i, j, q_tokens, k_tokens)
+    k, v = tiles.key_values(j)
+    queries, keys = tiles.queries(x.queries, i), tiles.keys(x.keys, j)
+    seen = None if interior else tiles.seen(i, j, queries, keys)
     live = tiles.live_keys(seen)
     k, v, k_t = zero_keys(live, k), zero_keys(live, v), zero_keys(live, k_t, axis=3)
 
     def added(windows, terms, q_diff, k_diff):
-        q_own = tiles.rejoined(q_tokens, q_diff)
-        k_own = tiles.rejoined(k_tokens, k_diff)
-        k_own = k_own._replace(features=zero_keys(live, k_own.features))
-        return tiles.added(windows, combine(terms, nondiff.terms), q_own, k_own, interior)
+        own = combine(k_diff, keys)
+        own = own._replace(features=zero_keys(live, own.features))
+        terms = combine(terms, nondiff.terms)
+        return tiles.added(windows, terms, combine(q_diff, queries), own, interior)
 
     has_terms = any(term.has_interior or not interior for term in x.terms)
     windows = tiles.windows(i, j, interior)
     extra: Any = None
     pull: Any = None
     if windows[0] is not None or has_terms:
-        given = windows, diff.terms, tiles.q_diff(diff, i), tiles.k_diff(diff, j)
-        extra, pull = jax.vjp(added, *given)
+        tokens = tiles.queries(diff.queries, i), tiles.keys(diff.keys, j)
+        extra, pull = jax.vjp(added, windows, diff.terms, *tokens)
     s, softcap_grad = tiles.logits(tiles.products(q, k), extra, seen)
     p = jnp.exp(s - lse[:, :, None])
     dp = _einsum("bnkv,bnqv->bnkq", v, do)
-    dropout = tiles.dropout_scale(q_tokens, k_tokens)
+    dropout = tiles.dropout_scale(queries, keys)
     dropped = p if dropout is None else p * dropout
     if x.values is not None and not interior:
         entries = _einsum("nrv,bnqv->bnrq", x.values.table, _f32(do))
-        dp += tiles.spread(entries, q_tokens, k_tokens)
-        mass = tiles.collect(dropped, q_tokens, k_tokens)
+        dp += tiles.of_values("spread", entries, queries, keys)
+        mass = tiles.of_values("collect", dropped, queries, keys)
         table = grads.table + _einsum("bnrq,bnqv->nrv", mass, _f32(do))
         grads = grads._replace(table=table)
     dp = dp if dropout is None else dp * dropout
     ds = p * (dp - delta[:, :, None])
     ds = ds if softcap_grad is None else ds * softcap_grad
     if pull is not None:
-        d_windows, d_terms, (d_q_side, d_q), (d_k_side, d_k) = pull(_sum_to(ds, extra))
+        d_windows, d_terms, d_queries, d_keys = pull(_sum_to(ds, extra))
         strips = _add_windows(grads.strips, d_windows, tiles.window_start(i, j))
         grads = grads._replace(strips=strips)
         if has_terms:
-            grads = grads._replace(
-                terms=_sum(grads.terms, d_terms),
-                side=add_block(grads.side, d_q_side, 1, i, tiles.blocks.q),
-                features=add_block(grads.features, d_q, 2, i, tiles.blocks.q),
-            )
-            own = own._replace(side=_sum(own.side, d_k_side), features=_sum(own.features, d_k))
+            tokens = add_block(grads.tokens, d_queries, 2, i, tiles.blocks.q)
+            grads = grads._replace(terms=_sum(grads.terms, d_terms), tokens=tokens)
+            own = own._replace(tokens=_sum(own.tokens, d_keys))
     ds = (ds if spec.logit_factor == 1.0 else ds * spec.logit_factor).astype(q.dtype)
     own = own._replace(
         v=own.v + _einsum("bnkq,bnqv->bnkv", dropped.astype(v.dtype), do),
@@ -509,13 +487,6 @@ def _backward_tile(
     )
     dq = add_block(grads.q, _einsum("bnhk,bnkq->bnhq", k_t, ds), 3, i, tiles.blocks.q)
     return grads._replace(q=dq), own
-
-
-class Block(NamedTuple):
-    """The tokens of a block: positions and such, and features for each term, [B, N, Q, ...]."""
-
-    side: Side
-    features: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -531,35 +502,18 @@ class Tiles:
         """Returns [B, N, Q, H] of [B, Q, N, H], times the factor on q."""
         return jnp.swapaxes(q, 1, 2) * jnp.asarray(self.spec.q_factor, q.dtype)
 
-    def keys(self, j) -> tuple[jax.Array, jax.Array]:
+    def key_values(self, j) -> tuple[jax.Array, jax.Array]:
         """Returns k and v of a block, [B, N, K, ...]."""
         k, v = (take_block(y, 2, j, self.blocks.k) for y in (self.all.k, self.all.v))
         return repeat_groups(k, self.spec.heads), repeat_groups(v, self.spec.heads)
 
-    def queries_at(self, i) -> Block:
-        """Returns the tokens of a block of queries."""
-        side = take_block(self.all.q_side, 1, i, self.blocks.q)
-        return Block(side, take_block(self.all.q_features, 2, i, self.blocks.q))
+    def queries(self, tokens: Block, i) -> Block:
+        """Returns block i of queries."""
+        return take_block(tokens, 2, i, self.blocks.q)
 
-    def keys_at(self, j) -> Block:
-        """Returns the tokens of a block of keys."""
-        side = take_block(self.all.k_side, 1, j, self.blocks.k)
-        return Block(side, take_block(self.all.k_features, 2, j, self.blocks.k))
-
-    def q_diff(self, diff: Operands, i) -> tuple[Any, Any]:
-        """Returns the differentiable arrays of a block of queries."""
-        side = take_block(diff.q_side, 1, i, self.blocks.q)
-        return side, take_block(diff.q_features, 2, i, self.blocks.q)
-
-    def k_diff(self, diff: Operands, j) -> tuple[Any, Any]:
-        """Returns the differentiable arrays of a block of keys."""
-        side = take_block(diff.k_side, 1, j, self.blocks.k)
-        return side, take_block(diff.k_features, 2, j, self.blocks.k)
-
-    @staticmethod
-    def rejoined(block: Block, diff: tuple[Any, Any]) -> Block:
-        """Returns the block with these differentiable arrays in place of its own."""
-        return Block(*combine(diff, tuple(block)))
+    def keys(self, tokens: Block, j) -> Block:
+        """Returns block j of keys."""
+        return take_block(tokens, 2, j, self.blocks.k)
 
     def products(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns float32 q . k of [B, N, Q, H] and [B, N, K, H]."""
@@ -595,17 +549,17 @@ class Tiles:
             out = jax.vmap(lambda values: expand(values, shape, self.transposed))(bias)[None]
             # One tile per row: XLA would otherwise sum rows inside the loop over diagonals.
             out = jnp.broadcast_to(out, (self.all.q.shape[0], *out.shape[1:]))
-        for term, strip, q_own, k_own in zip(terms, strips, q.features, k.features, strict=True):
+        k = k._replace(features=jax.tree.map(self._repeat, k.features))
+        for n, (term, strip) in enumerate(zip(terms, strips, strict=True)):
             if interior and not term.has_interior:
                 continue
-            value = self._of_term(term, strip, (q.side, q_own), (k.side, k_own), interior)
+            tokens = self._tokens(term.gathers, q, n), self._tokens(term.gathers, k, n)
+            value = self._of_term(term, strip, *tokens, interior)
             out = value if out is None else out + value
         return out
 
-    def _of_term(self, term: Term, strip, q, k, interior: bool) -> jax.Array:
+    def _of_term(self, term: Term, strip, q: Tokens, k: Tokens, interior: bool) -> jax.Array:
         """Evaluates a term for all rows and heads: [B or 1, N or 1, Q, K], or transposed."""
-        (q_side, q_own), (k_side, k_own) = q, k
-        k_own = jax.tree.map(lambda x: repeat_groups(x, self.spec.heads), k_own)
 
         def evaluate(heads, strip, q, k):
             one = dataclasses.replace(term, heads=heads)
@@ -613,44 +567,40 @@ class Tiles:
                 return one.interior(q, k, transposed=self.transposed)
             return one.tile(strip, q, k, transposed=self.transposed)
 
-        tokens = (
-            Tokens(q_side.slots, q_side.coordinates, q_own),
-            Tokens(k_side.slots, k_side.coordinates, k_own),
-        )
-        return over_rows_and_heads(evaluate, term, strip, *tokens, self.spec.heads)
+        heads, strip = jax.tree.map(lambda x: x[None], (term.heads, strip))
+        return vmap_rows_and_heads(evaluate, heads, strip, q, k)
 
-    def _tokens(self, block: Block) -> Tokens:
-        return Tokens(block.side.slots, block.side.coordinates, None)
-
-    def spread(self, entries: jax.Array, q: Block, k: Block) -> jax.Array:
-        """Expands the table on the values of every query over its keys."""
-        return self._of_values("spread", entries, q, k)
-
-    def collect(self, tile: jax.Array, q: Block, k: Block) -> jax.Array:
-        """Sums a tile per entry of the table on the values."""
-        return self._of_values("collect", tile, q, k)
-
-    def _of_values(self, method: str, x: jax.Array, q: Block, k: Block) -> jax.Array:
+    def of_values(self, method: str, x: jax.Array, q: Block, k: Block) -> jax.Array:
+        """Calls `ValueTable.spread` or `collect` for all rows and heads of x [B, N, ...]."""
         values: Any = self.all.values
-        rows, heads = x.shape[:2]
 
         def one(x, table, q, k):
             own = dataclasses.replace(values, table=table)
             return getattr(own, method)(x, q, k, transposed=self.transposed)
 
-        q_tokens, k_tokens = (_per_head(self._tokens(b), rows, heads) for b in (q, k))
-        over_heads = jax.vmap(one, (0, 0, 0, 0))
-        return jax.vmap(over_heads, (0, None, 0, 0))(x, values.table, q_tokens, k_tokens)
+        tokens = self._tokens(True, q), self._tokens(True, k)
+        return vmap_rows_and_heads(one, x, values.table[None], *tokens)
+
+    def _tokens(self, gathers: bool, block: Block, term: int | None = None) -> Tokens:
+        """Returns tokens as a term reads them, [B or 1, N or 1, T, ...]."""
+        slots, coordinates = block.slots, block.coordinates
+        if gathers:
+            shape = self.all.q.shape[0], self.spec.heads
+            slots, coordinates = (
+                jnp.broadcast_to(x, (*shape, *x.shape[2:])) for x in (slots, coordinates)
+            )
+        return Tokens(slots, coordinates, None if term is None else block.features[term])
+
+    def _repeat(self, x: jax.Array) -> jax.Array:
+        return repeat_groups(x, self.spec.heads)
 
     def seen(self, i, j, q: Block, k: Block) -> jax.Array | None:
         """Returns bool, broadcastable to the tile, or None where all pairs are visible."""
         see, out = self.spec.visibility, None
         if see.ordered or see.segments:
+            at = q.positions, k.positions, q.segments, k.segments
             out = visible(
-                q.side.positions,
-                k.side.positions,
-                q.side.segments,
-                k.side.segments,
+                *jax.tree.map(lambda x: x[:, 0], at),
                 is_causal=see.is_causal and not see.mask_in_bias,
                 window=None if see.mask_in_bias else see.window,
                 prefix_length=self.all.prefix,
@@ -676,7 +626,7 @@ class Tiles:
         if self.all.seed is None:
             return None
         rate, shape = self.spec.dropout_rate, (self.all.q.shape[0], self.spec.heads)
-        keep = keep_mask(self.all.seed, rate, shape, q.side.slots, k.side.slots)
+        keep = keep_mask(self.all.seed, rate, shape, q.slots[:, 0], k.slots[:, 0])
         scale = jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
         return jnp.swapaxes(scale, 2, 3) if self.transposed else scale
 
@@ -695,15 +645,15 @@ class Tiles:
     def visit_keys(self, i, body: Callable, carry: Any) -> Any:
         """Runs `body(interior)(j, carry)` over the blocks of keys that block i sees."""
         see, x = self.spec.visibility, self.all
-        q = take_block(see.summary(x.q_side, self.blocks.q), 1, i, 1)
-        k = see.summary(x.k_side, self.blocks.k)
+        q = take_block(see.summary(x.queries, self.blocks.q), 1, i, 1)
+        k = see.summary(x.keys, self.blocks.k)
         return self._visit(q, k, self.spec.plan.keys // self.blocks.k, body, carry)
 
     def visit_queries(self, j, body: Callable, carry: Any) -> Any:
         """Runs `body(interior)(i, carry)` over the blocks of queries that see block j."""
         see, x = self.spec.visibility, self.all
-        k = take_block(see.summary(x.k_side, self.blocks.k), 1, j, 1)
-        q = see.summary(x.q_side, self.blocks.q)
+        k = take_block(see.summary(x.keys, self.blocks.k), 1, j, 1)
+        q = see.summary(x.queries, self.blocks.q)
         return self._visit(q, k, self.spec.plan.length // self.blocks.q, body, carry)
 
     def _visit(self, q, k, count: int, body: Callable, carry: Any) -> Any:
@@ -719,63 +669,22 @@ class Tiles:
         return carry
 
 
-def over_rows_and_heads(
-    evaluate: Callable, term: Term, strip: Any, q: Tokens, k: Tokens, num_heads: int
-) -> jax.Array:
-    """Vmaps `evaluate(heads, strip, q, k)` over heads and rows, where anything has that axis.
+def vmap_rows_and_heads(f: Callable, *arguments: Any) -> jax.Array:
+    """Returns `f` for all rows and heads, [B or 1, N or 1, ...].
 
-    Args:
-      evaluate: for one head and one row.
-      term: the term, with all heads.
-      strip: [1 or N, L, F], or None.
-      q, k: slots [1, T], coordinates [1 or B, T, ...], features [B, N, T, ...].
-      num_heads: N.
-
-    Returns:
-      [B or 1, N or 1, ...].
+    Leaves of the arguments are [B or 1, N or 1, ...]. What all rows or heads share is computed
+    once; a batch axis of one would cost FIRE's gradient twice the time.
     """
-    features = jax.tree.leaves((q.features, k.features))
-    places = (q.coordinates, k.coordinates)
-    rows = max(x.shape[0] for x in (*features, *places))
-    one_strip = strip is not None and strip.shape[0] == 1
-    strip = strip[0] if one_strip else strip
-    has_heads = bool(features or jax.tree.leaves(term.heads)) or (
-        strip is not None and not one_strip
-    )
-    if term.gathers:
-        q, k = _per_head(q, rows, num_heads), _per_head(k, rows, num_heads)
-        q_axes = k_axes = Tokens(0, 0, 0)
-        by_row = True
-    else:
-        # Where rows are alike, a batch axis would only cost time: FIRE's gradient twofold.
-        by_row = rows > 1
-        q_axes = k_axes = Tokens(None, None, 0)
-    strip_axis = None if strip is None or one_strip else 0
-    run = evaluate
-    if has_heads:
-        run = jax.vmap(run, (0, strip_axis, q_axes, k_axes))
-    if not by_row:
-        q, k = (jax.tree.map(lambda x: x[0], y) for y in (q, k))
-        out = run(term.heads, strip, q, k)[None]
-    else:
-        slots = 0 if term.gathers else None
-        q, k = (y if term.gathers else y._replace(slots=y.slots[0]) for y in (q, k))
-        axes = [Tokens(slots, 0 if y.coordinates.shape[0] == rows else None, 0) for y in (q, k)]
-        q, k = (
-            y if y.coordinates.shape[0] == rows else y._replace(coordinates=y.coordinates[0])
-            for y in (q, k)
-        )
-        out = jax.vmap(run, (None, None, *axes))(term.heads, strip, q, k)
-    return out if has_heads else out[:, None]
+    return _vmap_leading(functools.partial(_vmap_leading, f), *arguments)
 
 
-def _per_head(tokens: Tokens, rows: int, heads: int) -> Tokens:
-    """Gives slots and coordinates axes of rows and heads, [B, N, T, ...]."""
-
-    def repeat(x):
-        return jnp.broadcast_to(x[:, None], (rows, heads, *x.shape[1:]))
-
-    return Tokens(repeat(tokens.slots), repeat(tokens.coordinates), tokens.features)
+def _vmap_leading(f: Callable, *arguments: Any) -> jax.Array:
+    """Vmaps over the leading axis of the leaves where it is longer than one."""
+    axes = jax.tree.map(lambda x: 0 if x.shape[0] > 1 else None, arguments)
+    arguments = jax.tree.map(lambda x: x if x.shape[0] > 1 else x[0], arguments)
+    if not jax.tree.leaves(axes):
+        return f(*arguments)[None]
+    return jax.vmap(f, axes)(*arguments)
 
 
 def zero_keys(live: jax.Array | None, tree: Any, axis: int = 2) -> Any:

@@ -38,7 +38,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_rules_of_one_axis_are_refused_three(name, implementation):
     at = jnp.zeros((3, 2, 7), jnp.int32)
-    with pytest.raises(ValueError, match=r"attention: .* \(3,\) and \(3,\) axes .* the rule .*"):
+    with pytest.raises(ValueError, match=r"attention: .* for coordinates of 3 axes"):
         pe.attention(Q, K, V, q_coordinates=at, implementation=implementation, rules=RULES[name])
 
 
@@ -60,5 +60,5 @@ def test_rules_that_read_them_are_not(rule):
 
 def test_axes_of_queries_and_keys_are_as_many():
     q, k = jnp.zeros((2, 2, 7), jnp.int32), jnp.zeros((3, 2, 7), jnp.int32)
-    with pytest.raises(ValueError, match=r"attention: .* \(2,\) and \(3,\) axes"):
+    with pytest.raises(ValueError, match=r"as many axes, got \(2,\) and \(3,\) axes"):
         pe.attention(Q, K, V, q_coordinates=q, k_coordinates=k, rules=RULES["content"])

@@ -61,6 +61,7 @@ def test_causal_work_is_less(monkeypatch):
 
     def work(**options):
         pairs.clear()
+        jax.clear_caches()
         jax.eval_shape(lambda q: pe.attention(q, k, v, rules=_rule(1), **options), q)
         return sum(pairs)
 
@@ -220,16 +221,16 @@ def test_a_sharded_sequence_gathers_its_keys():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"rules": _rule(3)}, ValueError, r"heads of row_rule must be \[N, .*\(2, .*\(3,\)"),
+        ({"rules": _rule(3)}, ValueError, r"LogitsTransform.heads must be \[N, .*\(2, .*\(3,\)"),
         (
             {"rules": pe.LogitsTransform(_exponential, q_features=jnp.zeros((2, 5)))},
             ValueError,
-            r"q_features of row_rule must be .*\(2, 7, 2\), got \(2, 5\)",
+            r"LogitsTransform.q_features must be .*\(2, 7, 2\), got \(2, 5\)",
         ),
-        ({"rules": Whole()}, TypeError, "rules must be rules, got Whole"),
+        ({"rules": Whole()}, TypeError, "rules must be rules such as LogitBias, got Whole"),
         ({"rules": _rule(), "return_lse": True}, NotImplementedError, "no log-sum-exp"),
         ({"rules": _rule(), "sinks": jnp.ones(2)}, NotImplementedError, "none for sinks"),
-        ({"rules": _rule(), "implementation": "jax"}, NotImplementedError, "whole rows"),
+        ({"rules": _rule(), "implementation": "jax"}, NotImplementedError, "it has no rules"),
     ],
 )
 def test_errors_say_what_does_not_fit(options, error, message):

@@ -43,7 +43,7 @@ def test_equals_the_reference(options, masked):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"rules": pe.ALiBi(num_heads=4).rules({})}, "biases"),
+        ({"rules": pe.ALiBi(num_heads=4).rules({})}, "rules"),
         ({"sinks": jnp.zeros(4)}, "sinks"),
         ({"softcap": 2.0}, "softcap"),
         ({"q_segment_ids": np.zeros((2, 12), np.int32)}, "segments"),

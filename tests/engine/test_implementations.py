@@ -1,0 +1,135 @@
+"""Implementations are values: words, settings, refusals, and new ones."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.implementation import Implementation
+from posenc_jax.engine.implementations import IMPLEMENTATIONS, choose
+from posenc_jax.engine.problem import make_problem
+from posenc_jax.engine.xla import XLA
+
+Q = K = V = jax.random.normal(jax.random.key(0), (1, 40, 2, 4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(Implementation):
+    """A backend of one file: the mean of all values, times a setting."""
+
+    factor: float = 1.0
+    name = "mean"
+
+    def supports(self, problem):
+        return "it has no rules; use None to choose" if problem.rules else None
+
+    def __call__(self, problem):
+        q = problem.q
+        mean = self.factor * problem.v.mean(1, keepdims=True)
+        return jnp.broadcast_to(mean, q.shape), jnp.zeros(q.shape[:3], jnp.float32)
+
+
+def test_a_backend_of_a_users_own_is_a_value():
+    out = pe.attention(Q, K, V, implementation=Mean(2.0))
+    np.testing.assert_allclose(
+        out, np.broadcast_to(2 * V.mean(1, keepdims=True), Q.shape), rtol=1e-6
+    )
+    layer_out, _ = pe.scheme_attention(pe.NoPE(), {}, Q, K, V, implementation=Mean())
+    np.testing.assert_allclose(layer_out[:, 0], V.mean(1), rtol=1e-6)
+
+
+def test_a_registered_backend_has_a_word(monkeypatch):
+    monkeypatch.setitem(IMPLEMENTATIONS, "mean", Mean())
+    np.testing.assert_allclose(
+        pe.attention(Q, K, V, implementation="mean")[:, 0], V.mean(1), rtol=1e-6
+    )
+
+
+def test_an_explicit_implementation_never_falls_back():
+    bias = pe.ALiBi(num_heads=2).rules({})
+    with pytest.raises(
+        NotImplementedError, match=r'implementation="mean": it has no rules; use None'
+    ):
+        pe.attention(Q, K, V, rules=bias, implementation=Mean())
+    with pytest.raises(NotImplementedError, match=r'implementation="jax": it has no rules'):
+        pe.attention(Q, K, V, rules=bias, implementation="jax")
+
+
+def test_unknown_words_and_types_are_named():
+    with pytest.raises(
+        ValueError, match=r"one of \('reference', 'dense', 'xla', 'jax'\), got 'pallas'"
+    ):
+        pe.attention(Q, K, V, implementation="pallas")
+    with pytest.raises(TypeError, match="a word, an Implementation or None, got 3"):
+        pe.attention(Q, K, V, implementation=3)
+
+
+def test_settings_change_speed_not_numbers():
+    wanted = pe.attention(Q, K, V, is_causal=True, implementation="reference")
+    for tiles in (XLA(), XLA(Blocks(16, 16), Blocks(8, 8)), XLA(forward=Blocks(40, 8))):
+        out = pe.attention(Q, K, V, is_causal=True, implementation=tiles)
+        np.testing.assert_allclose(out, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "name"), [(1, 4096, "dense"), (8, 8, "dense"), (64, 64, "xla")]
+)
+def test_the_choice_goes_by_size(length, keys, name):
+    q, k = jnp.ones((1, length, 2, 4)), jnp.ones((1, keys, 2, 4))
+    at = {"q_positions": jnp.arange(length), "k_positions": jnp.arange(keys)}
+    none = dict.fromkeys(
+        "q_coordinates k_coordinates q_segment_ids k_segment_ids contiguous window prefix_length "
+        "scale softcap sinks dropout_key".split()
+    )
+    problem = make_problem(
+        q, k, k, rules=(), mask=None, is_causal=True, dropout_rate=0.0, **at, **none
+    )
+    assert choose(problem, "cpu").name == name
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (
+            pe.LogitBias(lambda shared, head, q: q, heads=jnp.ones(2)),
+            TypeError,
+            r"LogitBias.rule must be rule\(shared, head, q, k\) -> scalar, got <lambda>: too many",
+        ),
+        (
+            pe.LogitBias(lambda shared, head, q, k: head * jnp.ones(3), heads=jnp.ones(2)),
+            ValueError,
+            r"LogitBias.rule <lambda> must return one number, got shape \(3,\)",
+        ),
+        (
+            pe.LogitBias(lambda shared, head, q, k: None, heads=jnp.ones(2)),
+            ValueError,
+            "LogitBias.rule <lambda> must return one number, got no array",
+        ),
+        (
+            pe.LogitBias(lambda shared, head, q, k: 1.0, heads=jnp.ones(3)),
+            ValueError,
+            r"LogitBias.heads must be \[N, ...\] = \(2, ...\), got \(3,\)",
+        ),
+        (jnp.zeros((1, 2, 40, 40)), TypeError, r"got an array of shape \(1, 2, 40, 40\); to add a"),
+        (pe.ALiBi(num_heads=2), TypeError, r"got ALiBi; of a scheme, give scheme.rules\(params\)"),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_named(rule, error, message):
+    with pytest.raises(error, match=message):
+        pe.attention(Q, K, V, rules=rule)
+
+
+def test_a_rule_without_heads_serves_all():
+    shared = pe.LogitBias(lambda shared, head, q, k: -0.1 * jnp.abs(q - k).astype(jnp.float32))
+    per_head = pe.LogitBias(
+        lambda shared, head, q, k: -head * jnp.abs(q - k).astype(jnp.float32), jnp.full(2, 0.1)
+    )
+    for relative in (False, True):
+        for name in ("reference", "dense", XLA(Blocks(16, 8), Blocks(8, 16))):
+            made = (dataclasses.replace(r, relative=relative) for r in (shared, per_head))
+            a, b = (pe.attention(Q, K, V, rules=r, implementation=name) for r in made)
+            np.testing.assert_allclose(a, b, atol=1e-6)

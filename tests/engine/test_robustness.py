@@ -1,0 +1,197 @@
+"""Values that must not matter do not: unseen keys, far positions, padding, empty batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.xla import XLA
+
+SMALL_TILES = XLA(Blocks(16, 8), Blocks(8, 16))
+IMPLEMENTATIONS = {"dense": "dense", "xla": SMALL_TILES}
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+T, N = 40, 2
+
+
+def tokens(length=T, heads=N, dim=8, batch=1):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, (batch, length, heads, dim)) for key in keys]
+
+
+def gradients(loss, *arrays):
+    return jax.jit(jax.grad(loss, tuple(range(len(arrays)))))(*arrays)
+
+
+@pytest.mark.parametrize("bounds", [(-30, -3), (-9, -1), (None, -5), (2, 7), (-4, -3)])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_biases_that_vary_on_one_side_only_keep_their_term(bounds, contiguous):
+    low, high = bounds
+
+    def rule(shared, slope, q, k):
+        return slope * jnp.clip(q - k, low, high).astype(jnp.float32)
+
+    bias = pe.LogitBias(rule, heads=jnp.array([0.3, -0.2]), relative=True, bounds=bounds)
+    q, k, v = tokens()
+    at = jnp.arange(T)[None]
+    places = {} if contiguous else {"q_positions": at, "k_positions": at}
+    run = [pe.attention(q, k, v, rules=bias, implementation=i, **places)
+           for i in ("reference", SMALL_TILES)]  # fmt: skip
+    np.testing.assert_allclose(run[1], run[0], atol=1e-5)
+    assert np.abs(run[0] - pe.attention(q, k, v)).max() > 1e-2
+
+
+@pytest.mark.parametrize("far", [2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("window", [None, 9])
+def test_positions_of_padding_and_of_other_segments_empty_no_tile(far, window):
+    q, k, v = tokens()
+    segments = jnp.zeros((1, T), jnp.int32).at[0, 5].set(-1).at[0, 20].set(1)
+    at = jnp.arange(T, dtype=jnp.int32)[None]
+    moved = at.at[0, 5].set(far).at[0, 20].set(far)
+
+    @jax.jit
+    def run(at):
+        options = {"is_causal": True, "window": window, "q_segment_ids": segments}
+        return pe.attention(
+            q, k, v, q_positions=at, k_positions=at, implementation=SMALL_TILES, **options
+        )
+
+    keep = np.asarray(segments[0] == 0)
+    np.testing.assert_array_equal(run(moved)[:, keep], run(at)[:, keep])
+
+
+@each_implementation
+def test_windows_are_right_at_any_int32_distance(implementation):
+    q, k, v = (x[:, :1] for x in tokens())
+    k, v = (jnp.concatenate([x, x + 1], 1) for x in (k, v))
+    q_at, k_at = jnp.array([[2**31 - 1]]), jnp.array([[-(2**31), 2**31 - 1]])
+    out = pe.attention(
+        q,
+        k,
+        v,
+        q_positions=q_at,
+        k_positions=k_at,
+        is_causal=True,
+        window=10,
+        implementation=IMPLEMENTATIONS[implementation],
+    )
+    np.testing.assert_allclose(out, v[:, 1:], atol=1e-6)
+
+
+def test_distances_beyond_int32_raise_where_a_rule_would_read_them():
+    q, k, v = tokens(length=2)
+    at = jnp.array([[-(2**31), 2**31 - 1]])
+    with pytest.raises(
+        ValueError, match=r"attention: rules need distances .* fit int32, got .* to"
+    ):
+        pe.attention(q, k, v, rules=pe.ALiBi(num_heads=N).rules({}), q_positions=at, k_positions=at)
+    padded = jnp.array([[0, -1]])
+    out = pe.attention(
+        q,
+        k,
+        v,
+        rules=alibi,
+        q_positions=at,
+        k_positions=at,
+        q_segment_ids=padded,
+    )
+    np.testing.assert_allclose(out[:, 0], v[:, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["none", "alibi", "deberta", "cope"])
+@each_implementation
+def test_nan_in_keys_hidden_by_mask_and_causality_together_stays_there(kind, implementation):
+    q, k, v = tokens()
+    # Key 12 is masked for the queries that causality would show it to.
+    mask = jnp.ones((1, 1, T, T), bool).at[..., 12:, 12].set(False)
+    schemes = {
+        "none": pe.NoPE(),
+        "alibi": pe.ALiBi(num_heads=N),
+        "deberta": pe.DeBERTa(num_heads=N, head_dim=8, model_dim=8, span=8),
+        "cope": pe.CoPE(head_dim=8),
+    }
+    scheme = schemes[kind]
+    params = jax.tree.map(lambda x: x + 0.1, scheme.init(jax.random.key(1)))
+
+    def outcome(garbage):
+        bad = [x.at[:, 12].set(garbage) for x in (k, v)]
+
+        def loss(q, k, v, params):
+            out, _ = pe.scheme_attention(
+                scheme,
+                params,
+                q,
+                k,
+                v,
+                is_causal=True,
+                mask=mask,
+                implementation=IMPLEMENTATIONS[implementation],
+            )
+            # The query at 12 has a key of its own only.
+            return jnp.sum(jnp.sin(out.at[:, 12].set(0.0)))
+
+        grads = gradients(loss, q, *bad, params)
+        return jax.tree.map(lambda x: x.at[:, 12].set(0.0) if x.ndim == 4 else x, grads)
+
+    for a, b in zip(*(jax.tree.leaves(outcome(x)) for x in (jnp.nan, 0.0)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["deberta", "fox", "grape_a"])
+def test_nan_in_cached_features_of_unused_slots_reaches_no_gradient(name):
+    sizes = {"deberta": {"head_dim": 8, "span": 4}, "fox": {}, "grape_a": {"head_dim": 8}}[name]
+    if name != "grape_a":
+        sizes["model_dim"] = 16
+    scheme = pe.SCHEMES[name](num_heads=N, **sizes)
+    q, k, v = tokens(length=6)
+    x = jax.random.normal(jax.random.key(2), (1, 6, 16))
+    segments = jnp.array([[0, 0, 0, 0, -1, -1]])
+
+    def loss(params, garbage):
+        bad = jnp.where((segments < 0)[..., None, None], garbage, k)
+        out, _ = pe.scheme_attention(
+            scheme, params, q, bad, v, x=x, segment_ids=segments, is_causal=True
+        )
+        return jnp.sum(jnp.sin(out))
+
+    params = scheme.init(jax.random.key(1))
+    bad, good = (jax.jit(jax.grad(loss))(params, g) for g in (jnp.nan, 0.0))
+    for a, b in zip(jax.tree.leaves(bad), jax.tree.leaves(good), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "dense", "xla", "jax"])
+@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 0)])
+def test_an_empty_batch_or_sequence_gives_an_empty_output(implementation, shape):
+    batch, length, keys = shape
+    q, k = jnp.ones((batch, length, N, 4)), jnp.ones((batch, keys, N, 4))
+    out, lse = pe.attention(q, k, k, return_lse=True, implementation=implementation)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_calls_outside_jit_compile_once(length):
+    q, k, v = tokens(length)
+    compiled = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    def call(seed):
+        rules = pe.T5(num_heads=N).rules({"table": jnp.full((N, 32), float(seed))})
+        at = jnp.full((1, length), seed, jnp.int32)
+        return pe.attention(
+            q, k, v, rules=rules, q_positions=at, k_positions=at, is_causal=True
+        ).block_until_ready()
+
+    call(0)
+    call(1)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        call(2)
+        call(3)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
