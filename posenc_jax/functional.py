@@ -152,7 +152,8 @@ def scheme_attention(
         _check_tables(scheme, params, tables, at)
 
     state = None if cache is None else cache.state
-    q_features, k_features, state = scheme.features(params, x, q, k, at, segment_ids, state)
+    tokens = _zero_padding((x, q, k), segment_ids)
+    q_features, k_features, state = scheme.features(params, *tokens, at, segment_ids, state)
     q = scheme.query(params, q, at, q_features, tables)
     transformed = scheme.traits.cache_transformed_keys
     if transformed or cache is None:
@@ -373,6 +374,18 @@ def _coordinates(
         f"[B, T], got {coordinates.shape}.",
     )
     return coordinates
+
+
+def _zero_padding(tree: Any, segment_ids: jax.Array | None) -> Any:
+    """Zeroes padding, which may hold anything: features computed from NaN have NaN gradients."""
+    if segment_ids is None:
+        return tree
+    real = segment_ids >= 0
+
+    def clean(x):
+        return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0).astype(x.dtype)
+
+    return jax.tree.map(clean, tree)
 
 
 def _rows(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.Array:

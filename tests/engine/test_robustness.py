@@ -82,10 +82,9 @@ def test_windows_are_right_at_any_int32_distance(implementation):
 def test_distances_beyond_int32_raise_where_a_rule_would_read_them():
     q, k, v = tokens(length=2)
     at = jnp.array([[-(2**31), 2**31 - 1]])
-    with pytest.raises(
-        ValueError, match=r"attention: rules need distances .* fit int32, got .* to"
-    ):
-        pe.attention(q, k, v, rules=pe.ALiBi(num_heads=N).rules({}), q_positions=at, k_positions=at)
+    alibi = pe.ALiBi(num_heads=N).rules({})
+    with pytest.raises(ValueError, match=r"attention: rules need distances .* that fit int32, got"):
+        pe.attention(q, k, v, rules=alibi, q_positions=at, k_positions=at)
     padded = jnp.array([[0, -1]])
     out = pe.attention(
         q,
