@@ -508,7 +508,22 @@ class DotBias(Rule):
         return made.shape == () and made.dtype == jnp.int32
 
     def added_logits(self, q_features, k_features, q, k):
-        return self.by_pair().added_logits(q_features, k_features, q, k)
+        low, high = self.bounds
+        at, to = self._transformed(q), self._transformed(k)
+        if low is None or high is None or at.ndim > 1 or at.dtype != jnp.int32:
+            return self.by_pair().added_logits(q_features, k_features, q, k)
+        vectors = self.vectors(jnp.arange(low, high + 1, dtype=jnp.int32))
+        own = jnp.moveaxis(k_features if q_features is None else q_features, 1, 0)
+        table = jnp.matmul(
+            own.astype(jnp.float32), jnp.swapaxes(vectors, 1, 2), precision="highest"
+        )
+        entry = jnp.clip(at[:, None] - to[None], low, high) - low
+        if q_features is None:
+            return jnp.swapaxes(jnp.take_along_axis(table, entry.T[None], 2), 1, 2)
+        return jnp.take_along_axis(table, entry[None], 2)
+
+    def _transformed(self, coordinates: jax.Array) -> jax.Array:
+        return coordinates if self.transform is None else jax.vmap(self.transform)(coordinates)
 
 
 @jax.tree_util.register_dataclass

@@ -346,22 +346,22 @@ def content(heads=6, q_features=Q, k_features=None):
         ({"k": K[:1], "v": V[:1]}, ValueError, "q and k differ in batch size"),
         ({"v": V[:, :5]}, ValueError, "k and v differ in B, S or K"),
         ({"q": Q[:, :, :4]}, ValueError, "4 query heads are no multiple of 3 key heads"),
-        ({"rules": pe.ALiBi(num_heads=4).rules({})}, ValueError, "bias is for 4 heads but q has 6"),
-        ({"rules": ALIBI}, TypeError, "rules must be rules, got ALiBi"),
+        ({"rules": pe.ALiBi(num_heads=4).rules({})}, ValueError, r"LogitBias.heads must be .*\(6, .*got \(4,"),
+        ({"rules": ALIBI}, TypeError, r"rules must be rules .*, got ALiBi"),
         (
             {"rules": content(q_features=None)},
             ValueError,
-            "content has neither q_features nor k_features",
+            "a DotBias has either q_features or k_features, got neither",
         ),
         (
             {"rules": content(q_features=Q[:, :5])},
             ValueError,
-            r"q_features must be .*\(2, 7, 6\), got \(2, 5",
+            r"DotBias.q_features must be .*\(2, 7, 6\), got \(2, 5",
         ),
         (
             {"rules": content(k_features=jnp.zeros((2, 7)))},
             ValueError,
-            r"k_features must be .*got \(2, 7\)",
+            r"DotBias.k_features must be .*got \(2, 7\)",
         ),
         (
             {"rules": content(k_features=K)},
@@ -373,11 +373,11 @@ def content(heads=6, q_features=Q, k_features=None):
             ValueError,
             r"the vectors of a DotBias have shape \(8,\) per distance and \(2, 7, 6, 4\)",
         ),
-        ({"rules": content(heads=4)}, ValueError, r"heads of content must be .*6, .*got \(4, "),
+        ({"rules": content(heads=4)}, ValueError, r"DotBias.heads must be .*6, .*got \(4, "),
         (
             {"rules": pe.Shaw(num_heads=4, head_dim=8).rules(SHAW.init(jax.random.key(0)), Q)[1]},
             ValueError,
-            r"value_bias.table must be \[N, R, V\] = \(6, 33, 8\), got \(4, 33, 8\)",
+            r"ValueBias.table must be \[N, R, V\] = \(6, 33, 8\), got \(4, 33, 8\)",
         ),
         ({"mask": jnp.ones((2, 1, 7, 7))}, TypeError, "mask must be bool, got float32"),
         (
@@ -406,7 +406,7 @@ def content(heads=6, q_features=Q, k_features=None):
         (
             {"q_coordinates": jnp.zeros((3, 2, 7)), "rules": ALIBI.rules({})},
             ValueError,
-            r"coordinates have \(3,\) and \(3,\) axes .* the rule .*returned \(3,\) for a pair",
+            r"LogitBias.rule .* must return one number for coordinates of 3 axes, got shape \(3,",
         ),
         ({"q_segment_ids": jnp.zeros(7)}, TypeError, "q_segment_ids must be integers, got float32"),
         ({"implementation": "fast"}, ValueError, "implementation must be None or one of .*'fast'"),

@@ -48,14 +48,19 @@ def make_plan(
 ) -> Plan:
     """Returns the blocks for T queries and S keys, and `heads` = B * N heads.
 
-    Blocks that are not given were measured on CPU, where a matrix product uses two cores
+    Given blocks are used as they are, one pass's for both. The others were measured on CPU, where a matrix product uses two cores
     only if it is wide enough, and where a tile of all heads should stay in the cache.
 
     >>> make_plan(2000, 2000, 8).forward
     Blocks(q=512, k=256)
     """
-    chosen = _measured(length, keys, heads)
-    forward, backward = forward or chosen[0], backward or chosen[1]
+    if forward or backward:
+        forward, backward = forward or backward, backward or forward
+        assert forward is not None and backward is not None
+        to = (math.lcm(getattr(forward, side), getattr(backward, side)) for side in "qk")
+        padded = (-(-n // step) * step for n, step in zip((length, keys), to, strict=True))
+        return Plan(forward, backward, *padded)
+    forward, backward = _measured(length, keys, heads)
     sizes = [
         _divide(count, (getattr(forward, side), getattr(backward, side)))
         for side, count in (("q", length), ("k", keys))
@@ -74,9 +79,6 @@ def _measured(length: int, keys: int, heads: int) -> tuple[Blocks, Blocks]:
 
 def _divide(count: int, wanted: tuple[int, int]) -> tuple[int, int, int]:
     """Returns two block sizes of at most the wanted ones, and the length to pad to."""
-    if max(wanted) % min(wanted):
-        step = math.lcm(*wanted)
-        return *wanted, -(-count // step) * step
     largest = max(wanted)
     blocks = -(-count // largest)
     size = -(-count // blocks)

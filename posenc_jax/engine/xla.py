@@ -48,7 +48,8 @@ class XLA(Implementation):
     """Tiles; rules on whole rows in blocks of queries.
 
     Attributes:
-      forward, backward: queries and keys per tile of each pass, at most. Default: measured.
+      forward, backward: queries and keys per tile of each pass; one serves both if the other
+        is None. Default: measured.
       pairs_at_once: pairs of a rule that are differentiated at once: its intermediates, some
         tens of numbers per pair, should stay in the cache. 3.5 times faster for FIRE on CPU.
       row_block: logits per block of queries, for rules on whole rows.

@@ -94,7 +94,7 @@ def test_logits_worked_out_by_hand():
     rows = jnp.array([[1.0, 0], [0, 1], [1, 1], [2, -1]])[:, None]
     params = {"bank": jnp.array([[1, 0.5, 0.25], [0, -1, 2]])}
     at = jnp.arange(4)
-    bias = scheme.rules(params, rows[None], None).tile(rows, None, at, at)[0]
+    bias = scheme.rules(params, rows[None], None).added_logits(rows, None, at, at)[0]
     expected = [[1, 0, 0, 0], [-1, 0, 0, 0], [2.25, -0.5, 1, 0], [0, -1.5, 2, 2]]
     np.testing.assert_allclose(bias, expected, atol=1e-6)
 

@@ -59,7 +59,7 @@ def test_logits_worked_out_by_hand():
     rows, cols, _ = scheme.features({}, None, jnp.asarray(q)[None, :, None], None, None, None, None)
     content = scheme.rules({"keys": jnp.asarray(a)[None]}, rows, cols)[0]
     at = jnp.arange(3)
-    terms = content.tile(content.q_features[0], None, at, at)[0]
+    terms = content.added_logits(content.q_features[0], None, at, at)[0]
     got = (q @ k.T + terms) / np.sqrt(2)
     np.testing.assert_allclose(got, np.array(dots) / np.sqrt(2), rtol=1e-6)
     printed = [

@@ -84,7 +84,7 @@ def test_logits_worked_out_by_hand():
     }
     at = jnp.arange(3)
     rows, _, _ = scheme.features(params, None, q, k, at[None], None, None)
-    term = scheme.rules(params, rows, None).tile(rows[0], None, at, at)[0]
+    term = scheme.rules(params, rows, None).added_logits(rows[0], None, at, at)[0]
     dots = scheme.query(params, q, at[None])[0, :, 0] @ k[0, :, 0].T
     scores = (np.asarray(dots) + np.asarray(term)) / np.sqrt(2)
     expected = [[0.883883], [1.333423, 1.237437], [1.850101, 1.57488, -0.176777]]
@@ -120,7 +120,7 @@ def test_distances_of_both_signs_are_clamped():
     rows = clamped.features(params, None, q, k, at[None], None, None)[0]
 
     def entries(scheme):
-        return scheme.rules(params, rows, None).tile(rows[0], None, at, at)
+        return scheme.rules(params, rows, None).added_logits(rows[0], None, at, at)
 
     for i, j, same in ((10, 2, 6), (2, 10, 6), (9, 8, 8)):
         np.testing.assert_allclose(
