@@ -79,7 +79,15 @@ from posenc_jax.rotary.scaling.yarn import YaRN, yarn_logit_scale
 from posenc_jax.rotary.selective import SelectiveRoPE
 from posenc_jax.rotary.self_extend import SelfExtend
 from posenc_jax.rotary.xpos import XPos, xpos_decay
-from posenc_jax.rules import ContentBias, DotBias, LogitBias, LogitsTransform, Rule, SeparableBias, ValueBias
+from posenc_jax.rules import (
+    ContentBias,
+    DotBias,
+    LogitBias,
+    LogitsTransform,
+    Rule,
+    SeparableBias,
+    ValueBias,
+)
 from posenc_jax.scheme import Acts, Scheme, Traits
 
 if TYPE_CHECKING:

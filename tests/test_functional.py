@@ -346,7 +346,11 @@ def content(heads=6, q_features=Q, k_features=None):
         ({"k": K[:1], "v": V[:1]}, ValueError, "q and k differ in batch size"),
         ({"v": V[:, :5]}, ValueError, "k and v differ in B, S or K"),
         ({"q": Q[:, :, :4]}, ValueError, "4 query heads are no multiple of 3 key heads"),
-        ({"rules": pe.ALiBi(num_heads=4).rules({})}, ValueError, r"LogitBias.heads must be .*\(6, .*got \(4,"),
+        (
+            {"rules": pe.ALiBi(num_heads=4).rules({})},
+            ValueError,
+            r"LogitBias.heads must be .*\(6, .*got \(4,",
+        ),
         ({"rules": ALIBI}, TypeError, r"rules must be rules .*, got ALiBi"),
         (
             {"rules": content(q_features=None)},

@@ -48,8 +48,9 @@ def make_plan(
 ) -> Plan:
     """Returns the blocks for T queries and S keys, and `heads` = B * N heads.
 
-    Given blocks are used as they are, one pass's for both. The others were measured on CPU, where a matrix product uses two cores
-    only if it is wide enough, and where a tile of all heads should stay in the cache.
+    Given blocks are used as they are, those of one pass for both. The others were measured on
+    CPU, where a matrix product uses two cores only if it is wide enough, and where a tile of
+    all heads should stay in the cache.
 
     >>> make_plan(2000, 2000, 8).forward
     Blocks(q=512, k=256)

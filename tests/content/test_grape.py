@@ -66,7 +66,9 @@ def test_the_bias_at_far_positions(gate):
     at = np.array([1, 257, 10**6])
     rows, cols, _ = scheme.features(params, None, q, k, None, None, None)
     rows, cols = jax.tree.map(lambda a: a[0], (rows, cols))
-    got = scheme.rules(params, rows, cols).added_logits(rows, cols, jnp.asarray(at), jnp.asarray(at))
+    got = scheme.rules(params, rows, cols).added_logits(
+        rows, cols, jnp.asarray(at), jnp.asarray(at)
+    )
     near = authors(params, q, k, gate)
     steps = abs(np.arange(3)[:, None] - np.arange(3)[None])
     far = abs(at[:, None] - at[None]) / np.maximum(steps, 1)
@@ -81,7 +83,9 @@ def test_slopes_worked_out_by_hand():
     _, cols, _ = scheme.features(params, None, k, k, None, None, None)
     # softplus(0.70711) = 1.10794, softplus(0) = 0.69315.
     np.testing.assert_allclose(cols[0, :2, 0] * 256, [1.1079403, 0.6931472], rtol=1e-6)
-    bias = scheme.rules(params, None, cols).added_logits(None, cols[0], jnp.arange(3), jnp.arange(3))
+    bias = scheme.rules(params, None, cols).added_logits(
+        None, cols[0], jnp.arange(3), jnp.arange(3)
+    )
     wanted = [[0, 0, 0], [-0.00432789183, 0, 0], [-0.00865578365, -0.00270760617, 0]]
     np.testing.assert_allclose(np.tril(bias[0]), wanted, rtol=1e-6)
 
