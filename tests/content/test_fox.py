@@ -73,9 +73,8 @@ def test_sums_worked_out_by_hand():
     x = jnp.asarray([0.0, 1.0, -1.0, 2.0]).reshape(1, 4, 1)
     q = jnp.zeros((1, 4, 1, 1))
     rows, cols, state = scheme.features(params, x, q, q, None, None, None)
-    bias = scheme.rules(params, rows, cols).added_logits(
-        rows[0], cols[0], jnp.arange(4), jnp.arange(4)
-    )
+    rule, at = scheme.rules(params, rows, cols), jnp.arange(4)
+    bias = rule.added_logits(rule.q_features[0], rule.k_features[0], at, at)
     wanted = [
         [0, 0, 0, 0],
         [-0.313262, 0, 0, 0],
