@@ -242,6 +242,12 @@ class LogitBias(Rule):
     bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
 
+    @property
+    def num_heads(self) -> int | None:
+        """The number N of query heads that the bias is for; None without `heads`."""
+        leaves = jax.tree.leaves(self.heads)
+        return jnp.shape(leaves[0])[0] if leaves else None
+
     def on(self, transform):
         rule = _OnCoordinates(self.rule, transform)
         return dataclasses.replace(self, rule=rule, relative=False, bounds=_NO_BOUNDS)
