@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import NonNegativeInt, PositiveInt
+
 from experiments.config_io import (
     Parser,
     convert,
@@ -16,7 +18,6 @@ from experiments.config_io import (
     merge,
     names,
     near,
-    need,
     read_toml,
     to_tables,
 )
@@ -34,9 +35,9 @@ class Experiment:
     """Name of the folder of results."""
     results: str = "results"
     """Where folders of results are."""
-    seeds: int = 1
+    seeds: PositiveInt = 1
     """Seeds per run; they train together, paired across schemes."""
-    first_seed: int = 0
+    first_seed: NonNegativeInt = 0
     """The first seed."""
     schemes: tuple[str, ...] = ("none", "learned", "sinusoidal", "shaw", "t5", "alibi", "rope")
     """Schemes to compare: names, chains such as rope+alibi, or package.module:object for a class,
@@ -98,8 +99,6 @@ class Experiment:
 
     def check(self) -> None:
         """Raises ConfigError for invalid settings."""
-        need(self.seeds >= 1, "seeds", "must be at least 1", self)
-        need(self.first_seed >= 0, "first_seed", "must not be negative", self)
         if not self.name or Path(self.name).name != self.name:
             raise ConfigError(f"name: must be the name of a folder, got {self.name!r}")
         if not self.schemes or len(set(self.schemes)) != len(self.schemes):
@@ -186,7 +185,7 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
     if "names" in schemes:
         tables["schemes"] = schemes.pop("names")
     _check_options("schemes", schemes)
-    hints = typing.get_type_hints(Experiment)
+    hints = typing.get_type_hints(Experiment, include_extras=True)
     for name in tables:
         if name not in _SETTINGS:
             hint = near(name, [*_SETTINGS, *known])

@@ -28,12 +28,6 @@ STRICT = pydantic.ConfigDict(extra="forbid", strict=True)
 """The `__pydantic_config__` of a dataclass of settings."""
 
 
-def need(holds: bool, path: str, rule: str, settings: Any) -> None:
-    """Raises `ConfigError("<path>: <rule>, got <value>")` unless `holds`."""
-    if not holds:
-        raise ConfigError(f"{path}: {rule}, got {getattr(settings, path.rpartition('.')[2])!r}")
-
-
 def near(name: str, known: Iterable[str]) -> str:
     """Returns a hint for an unknown name: the closest known one, or all of them.
 

@@ -1,9 +1,11 @@
 """Settings that all schemes share: the sizes of the model and how it is trained."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from experiments.config_io import STRICT, need
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from experiments.config_io import STRICT
 from experiments.errors import ConfigError
 
 
@@ -13,13 +15,13 @@ class Model:
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
-    model_dim: int = 64
+    model_dim: PositiveInt = 64
     """Width D."""
-    num_layers: int = 2
+    num_layers: PositiveInt = 2
     """Number of blocks."""
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Heads N; the head dim is D / N."""
-    mlp_factor: int = 4
+    mlp_factor: PositiveInt = 4
     """Width of the MLP divided by D."""
 
     @property
@@ -28,9 +30,7 @@ class Model:
         return self.model_dim // self.num_heads
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for sizes that cannot be."""
-        for field in dataclasses.fields(self):
-            need(getattr(self, field.name) >= 1, f"{path}.{field.name}", "must be at least 1", self)
+        """Raises ConfigError for sizes that contradict one another."""
         if self.model_dim % self.num_heads:
             raise ConfigError(
                 f"{path}.model_dim: {self.model_dim} is not divisible by "
@@ -44,34 +44,27 @@ class Train:
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
-    steps: int = 300
+    steps: PositiveInt = 300
     """Optimiser steps."""
-    batch: int = 32
+    batch: PositiveInt = 32
     """Sequences per step."""
-    learning_rate: float = 3e-3
+    learning_rate: PositiveFloat = 3e-3
     """Highest learning rate."""
-    warmup: int = 50
+    warmup: NonNegativeInt = 50
     """Steps of linear warm-up."""
-    final_rate: float = 0.05
+    final_rate: NonNegativeFloat = 0.05
     """Last learning rate as a share of the highest."""
-    b2: float = 0.98
+    b2: Annotated[float, Field(gt=0, lt=1)] = 0.98
     """AdamW's second decay."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """AdamW's weight decay."""
-    clip: float = 1.0
+    clip: PositiveFloat = 1.0
     """Largest norm of the gradient."""
-    steps_per_call: int = 25
+    steps_per_call: PositiveInt = 25
     """Steps that one call of the compiled function makes; a point of the curve each."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for settings that cannot be."""
-        for name in ("steps", "batch", "steps_per_call"):
-            need(getattr(self, name) >= 1, f"{path}.{name}", "must be at least 1", self)
-        for name in ("learning_rate", "clip"):
-            need(getattr(self, name) > 0, f"{path}.{name}", "must be positive", self)
-        for name in ("weight_decay", "warmup", "final_rate"):
-            need(getattr(self, name) >= 0, f"{path}.{name}", "must not be negative", self)
-        need(0 < self.b2 < 1, f"{path}.b2", "must be between 0 and 1", self)
+        """Raises ConfigError for settings that contradict one another."""
         if self.warmup >= self.steps:
             raise ConfigError(
                 f"{path}.warmup: {self.warmup} leaves nothing of {path}.steps = {self.steps}"

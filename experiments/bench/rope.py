@@ -18,7 +18,7 @@ import numpy as np
 import posenc_jax as pe
 from experiments.bench.cases import DTYPES, add_common_arguments
 from experiments.bench.peers import Case, those_that_agree
-from experiments.bench.rope_peers import rope_peers
+from experiments.bench.rope_peers import both, rope_peers
 from experiments.bench.timing import show, side_by_side
 
 SHAPES = ((4, 2048, 16, 64), (1, 8192, 8, 128))
@@ -39,12 +39,11 @@ def run(options: argparse.Namespace) -> dict:
     for shape in SHAPES:
         for name, dtype in DTYPES.items():
             title = f"{shape} {name}"
-            for what, cases, count in (
-                ("forward", forward_cases(shape, dtype, options.theta), 1),
-                ("forward+backward", both_cases(shape, dtype, options.theta), 2),
-            ):
+            for backward, what in enumerate(("forward", "forward+backward")):
+                cases = all_cases(shape, dtype, options.theta, bool(backward))
                 if options.peers:
-                    cases |= _peers(cases, arrays_of(shape, dtype)[:count], options.theta)
+                    arrays = arrays_of(shape, dtype)[: 1 + backward]
+                    cases |= _peers(cases, arrays, options.theta)
                 timings = timed(cases)
                 show(f"rope {title} {what}", timings)
                 out.append(_record(timings, shape=shape, dtype=name, what=what))
@@ -88,29 +87,13 @@ def _peers(cases: dict, arrays: list[jax.Array], theta: float) -> dict:
     return {name: case.call for name, case in found.items()}
 
 
-def forward_cases(shape, dtype, theta: float) -> dict:
-    """Returns the forward cases, the reference first."""
-    x, _ = arrays_of(shape, dtype)
-    functions = {
-        "x + 1": lambda x: x + jnp.asarray(1, dtype),
-        **rotations(shape[1], shape[3], theta),
-    }
-    return {name: functools.partial(jax.jit(f), x) for name, f in functions.items()}
-
-
-def both_cases(shape, dtype, theta: float) -> dict:
-    """Returns the forward+backward cases, the reference first."""
-    x, dy = arrays_of(shape, dtype)
-    one = jnp.asarray(1, dtype)
-
-    def both(rotate, x, dy):
-        y, pull = jax.vjp(rotate, x)
-        return y, *pull(dy)
-
-    functions = {"x + 1, y + 1": lambda x, dy: (x + one, dy + one)}
-    for name, rotate in rotations(shape[1], shape[3], theta).items():
-        functions[name] = functools.partial(both, rotate)
-    return {name: functools.partial(jax.jit(f), x, dy) for name, f in functions.items()}
+def all_cases(shape, dtype, theta: float, backward: bool) -> dict:
+    """Returns the cases, forward or forward and backward, the reference first."""
+    one, count = jnp.asarray(1, dtype), 2 if backward else 1
+    functions = {"x + 1, y + 1" if backward else "x + 1": lambda *xs: [x + one for x in xs]}
+    functions |= {name: both(f) for name, f in rotations(shape[1], shape[3], theta).items()}
+    arrays = arrays_of(shape, dtype)[:count]
+    return {name: functools.partial(jax.jit(f), *arrays) for name, f in functions.items()}
 
 
 def table(theta: float, timed):

@@ -6,17 +6,20 @@ predicts tokens[:, 1:]. The mask float32 [B, T + 1] is 1 on the tokens that coun
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import numpy as np
 from flax import nnx
+from pydantic import Field
 
-from experiments.config_io import STRICT, need
+from experiments.config_io import STRICT
 from experiments.errors import ConfigError
 from experiments.model import Position
 from experiments.settings import Model, Train
 from experiments.tables import Labels
+
+Length = Annotated[int, Field(ge=2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Task:
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
-    train_length: int = 32
+    train_length: Length = 32
     """Inputs T per training sequence."""
     test_lengths: tuple[int, ...] = (32, 48, 64, 128)
     """Lengths of the evaluation; the first is the training length."""
@@ -147,7 +150,6 @@ class Task:
         at = self.name
         self.model.check(f"{at}.model")
         self.train.check(f"{at}.train")
-        need(self.train_length >= 2, f"{at}.train_length", "must be at least 2", self)
         lengths = self.test_lengths
         if not lengths or list(lengths) != sorted(set(lengths)):
             raise ConfigError(f"{at}.test_lengths: must grow, got {list(lengths)}")

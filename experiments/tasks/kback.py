@@ -15,11 +15,11 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from pydantic import PositiveInt
 
-from experiments.config_io import need
 from experiments.errors import ConfigError
 from experiments.tables import Labels
-from experiments.tasks.lookup import Lookup
+from experiments.tasks.lookup import Lookup, Share
 
 _QUERY = 0
 
@@ -33,9 +33,9 @@ def _later(x: jax.Array, places: int) -> jax.Array:
 class KBack(Lookup):
     """Fetch the symbol k places back: relative addressing."""
 
-    offset: int = 4
+    offset: PositiveInt = 4
     """k, the distance from a query back to its answer."""
-    query_rate: float = 0.25
+    query_rate: Share = 0.25
     """Probability that a token is drawn as a query; it is kept if neither the token before it
     nor the one k before it was drawn too."""
 
@@ -77,8 +77,6 @@ class KBack(Lookup):
     def check(self) -> None:
         """Raises ConfigError for settings that contradict one another."""
         super().check()
-        need(self.offset >= 1, "kback.offset", "must be at least 1", self)
-        need(0 < self.query_rate <= 1, "kback.query_rate", "must be in (0, 1]", self)
         if self.offset >= self.train_length - 1:
             raise ConfigError(
                 f"kback.offset: {self.offset} leaves no query in "

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from pydantic import PositiveInt
 
-from experiments.config_io import need
 from experiments.errors import ConfigError
 from experiments.settings import Train
 from experiments.tables import Labels
@@ -27,11 +27,11 @@ class Kth(Lookup):
 
     train: Train = dataclasses.field(default_factory=lambda: Train(steps=400))
     """How the model is trained."""
-    eval_batches: int = 8
+    eval_batches: PositiveInt = 8
     """Batches of the evaluation; a row has one answer only."""
-    shortest: int = 4
+    shortest: PositiveInt = 4
     """The least number n of symbols."""
-    indices: int = 16
+    indices: PositiveInt = 16
     """Number of different index tokens; j is below this and below n."""
 
     name: ClassVar[str] = "kth"
@@ -84,8 +84,6 @@ class Kth(Lookup):
     def check(self) -> None:
         """Raises ConfigError for settings that contradict one another."""
         super().check()
-        need(self.indices >= 1, "kth.indices", "must be at least 1", self)
-        need(self.shortest >= 1, "kth.shortest", "must be at least 1", self)
         if self.shortest > self.train_length - 2:
             raise ConfigError(
                 f"kth.shortest: {self.shortest} symbols do not fit into "

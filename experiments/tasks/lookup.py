@@ -2,29 +2,31 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from pydantic import Field, PositiveInt
 
-from experiments.config_io import need
 from experiments.model import seed_keys, structure
 from experiments.tasks.base import Evaluation, Task
+
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Lookup(Task):
     """A task with exact answers; a subclass makes batches."""
 
-    symbols: int = 16
+    symbols: PositiveInt = 16
     """Number of different symbols."""
-    eval_batch: int = 128
+    eval_batch: PositiveInt = 128
     """Sequences per batch of the evaluation, each as long as the longest test length."""
-    eval_batches: int = 2
+    eval_batches: PositiveInt = 2
     """Batches of the evaluation."""
-    threshold: float = 0.9
+    threshold: Share = 0.9
     """Accuracy at the training length from which on a model counts as fitted."""
 
     measure_settings: ClassVar[frozenset[str]] = frozenset({"eval_batch", "eval_batches"})
@@ -67,13 +69,6 @@ class Lookup(Task):
     def fit_rule(self, data):
         """Returns the rule of `fits` in words."""
         return f"accuracy at the training length >= {self.threshold:g}"
-
-    def check(self) -> None:
-        """Raises ConfigError for settings that contradict one another."""
-        super().check()
-        for name in ("symbols", "eval_batch", "eval_batches"):
-            need(getattr(self, name) >= 1, f"{self.name}.{name}", "must be at least 1", self)
-        need(0 < self.threshold <= 1, f"{self.name}.threshold", "must be in (0, 1]", self)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "task"))

@@ -18,16 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from pydantic import PositiveInt
 
 import posenc_jax as pe
-from experiments.config_io import near, need
+from experiments.config_io import near
 from experiments.corpus import load_corpus, pair_bits
 from experiments.errors import ConfigError
 from experiments.model import Position, structure, token_losses
 from experiments.schemes import with_scaling
 from experiments.settings import Model, Train
 from experiments.tables import Labels
-from experiments.tasks.base import Data, Evaluation, Task
+from experiments.tasks.base import Data, Evaluation, Length, Task
 
 VARIANTS = {"ntk": pe.NTK, "pi": pe.PI}
 _TOKENS_PER_CALL = 4096
@@ -37,7 +38,7 @@ _TOKENS_PER_CALL = 4096
 class Text(Task):
     """A byte-level language model: bits per byte at and beyond the training length."""
 
-    train_length: int = 128
+    train_length: Length = 128
     """Context in bytes, in training."""
     test_lengths: tuple[int, ...] = (128, 256, 512, 1024)
     """Context lengths of the evaluation; the first is the training length."""
@@ -48,9 +49,9 @@ class Text(Task):
     corpus: str = "sotu"
     """sotu (State of the Union), stdlib (the interpreter's source), or a path: .txt, .gz, .xz
     or a folder."""
-    eval_bytes: int = 4096
+    eval_bytes: PositiveInt = 4096
     """Held-out bytes that every length scores; a multiple of the longest length."""
-    stride: int = 32
+    stride: PositiveInt = 32
     """Bytes that each sliding window scores."""
     sliding_lengths: tuple[int, ...] = (128, 256, 512)
     """Lengths of the sliding evaluation, among the test lengths."""
@@ -172,12 +173,11 @@ class Text(Task):
                     f"text.test_lengths: {length} does not divide the longest, {self.longest}, "
                     "so not every length could score the same bytes"
                 )
-        if self.eval_bytes < 1 or self.eval_bytes % self.longest:
+        if self.eval_bytes % self.longest:
             raise ConfigError(
                 f"text.eval_bytes: {self.eval_bytes} is not a multiple of the longest test "
                 f"length {self.longest}"
             )
-        need(self.stride >= 1, "text.stride", "must be at least 1", self)
         if self.train_length % self.stride:
             raise ConfigError(
                 f"text.stride: {self.stride} does not divide the training length "
