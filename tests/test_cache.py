@@ -34,7 +34,7 @@ def held(cache):
     return k[0, :, 0, 0].tolist()
 
 
-def test_an_empty_cache_is_seen_by_nobody():
+def test_an_empty_cache_is_all_padding():
     cache = empty(coordinates=jax.ShapeDtypeStruct((2, 2, 1), jnp.float32))
     assert cache.capacity == 5 and int(cache.length) == 0 and not cache.overflowed
     assert np.all(np.asarray(cache.segment_ids) == -1)
@@ -64,7 +64,7 @@ def test_a_ring_holds_the_newest_tokens(chunk):
     assert int(cache.length) == written and not cache.overflowed
 
 
-def test_the_next_position_follows_the_tokens_and_not_the_slots():
+def test_the_next_position_counts_tokens_not_slots():
     k, v, at, _ = tokens(4)
     segments = jnp.array([[-1, -1, 0, 0], [0, 0, 0, -1]])
     cache = empty().append(k, v, jnp.array([[9, 9, 0, 1], [7, 8, 9, 20]]), segments)
@@ -75,7 +75,7 @@ def test_the_next_position_follows_the_tokens_and_not_the_slots():
     np.testing.assert_array_equal(back.next_positions, [2, 10])
 
 
-def test_coordinates_cols_and_state_are_kept_beside():
+def test_coordinates_features_and_state_are_stored():
     shapes = {"gate": jax.ShapeDtypeStruct((2, 1, 3), jnp.float32)}
     state = {"sum": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
     at = jax.ShapeDtypeStruct((2, 1), jnp.float32)
@@ -98,14 +98,14 @@ def test_coordinates_cols_and_state_are_kept_beside():
         assert np.all(np.asarray(new.state["sum"]) == 1)
 
 
-def test_stores_in_its_own_dtype():
+def test_arrays_are_stored_in_the_dtype_of_the_cache():
     shape = jax.ShapeDtypeStruct((2, 1, 3, 4), jnp.bfloat16)
     cache = pe.KVCache.empty(shape, shape, 5)
     k, _, at, segments = tokens(2)
     assert cache.append(k, k, at, segments).k.dtype == jnp.bfloat16
 
 
-def test_a_full_cache_raises_and_says_so_under_jit():
+def test_a_full_cache_raises_and_overflows_under_jit():
     cache = empty().append(*tokens(4))
     with pytest.raises(ValueError, match="KVCache: 4 of 5 slots are used and 2 more tokens do not"):
         cache.append(*tokens(2))
@@ -126,7 +126,7 @@ def test_a_cache_needs_a_slot():
         empty(0)
 
 
-def test_coordinates_are_given_always_or_never():
+def test_coordinates_are_given_in_every_call_or_in_none():
     at = jnp.zeros((2, 2), jnp.int32)
     with pytest.raises(ValueError, match="KVCache: the cache was made for no coordinates; give"):
         empty().append(*tokens(2), coordinates=at)
@@ -157,7 +157,7 @@ def test_arrays_of_another_shape_are_refused(ring, index, name, shape):
 @pytest.mark.parametrize(
     "scheme", [pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6), pe.T5(num_heads=6)], ids=lambda s: s.name
 )
-def test_relative_schemes_cost_nothing_per_cached_key(scheme):
+def test_relative_schemes_store_nothing_per_key(scheme):
     def stored(scheme):
         return jax.tree.map(jnp.shape, pe.new_cache(scheme, 2, 16, num_heads=6, head_dim=8))
 
@@ -167,7 +167,7 @@ def test_relative_schemes_cost_nothing_per_cached_key(scheme):
     assert stored(pe.Shaw(num_heads=6, head_dim=8)).k_features in (None, ())
 
 
-def test_a_ring_does_not_write_over_the_slots_it_keeps():
+def test_a_ring_keeps_its_sink_slots():
     shape = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
     cache = pe.KVCache.empty(shape, shape, 5, ring=True, num_sink_tokens=2)
     for t in range(9):
@@ -188,7 +188,7 @@ def test_a_ring_does_not_write_over_the_slots_it_keeps():
 
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("lead", [(3,), (2, 3)])
-def test_stacked_caches_are_the_caches_of_their_layers(lead, ring):
+def test_stacked_caches_equal_the_caches_of_their_layers(lead, ring):
     """Capacity, overflow and appending do not depend on the leading axes."""
     many = int(np.prod(lead))
 

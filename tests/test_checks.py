@@ -21,7 +21,7 @@ def test_require():
         require(False, "this")
 
 
-def test_rank_is_named_by_its_axes():
+def test_a_wrong_rank_names_the_axes():
     array_of_rank("f", "x", jnp.zeros((1, 2)), 2, "[B, T]")
     with pytest.raises(ValueError, match=r"^f: x must be \[B, T\], got shape \(3,\)\.$"):
         array_of_rank("f", "x", np.zeros(3), 2, "[B, T]")
@@ -83,7 +83,7 @@ def test_positions_out_of_int32_are_refused(convert, positions, low, high):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, bool, jnp.complex64])
-def test_positions_that_cannot_count_are_refused(dtype):
+def test_positions_that_are_not_integers_are_refused(dtype):
     name = jnp.dtype(dtype).name
     with pytest.raises(TypeError, match=f"^f: positions must be integers, got {name}"):
         integer_positions("f", jnp.zeros(3, dtype))

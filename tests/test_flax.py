@@ -58,7 +58,7 @@ def from_nnx(layer):
     return {"params": params}
 
 
-def test_nnx_and_linen_are_the_functions(scheme, x):
+def test_layers_equal_scheme_attention(scheme, x):
     if scheme.acts == pe.Acts.EMBEDDING:
         pytest.skip("layers refuse it")
     layer = nnx_layer(scheme)
@@ -74,7 +74,7 @@ def test_nnx_and_linen_are_the_functions(scheme, x):
         np.testing.assert_allclose(y, written_out, atol=1e-6)
 
 
-def test_embedding_modules_are_the_function(scheme, params, x):
+def test_encodings_equal_scheme_embedding(scheme, params, x):
     positions = jnp.arange(3, 3 + T)
     wanted = pe.scheme_embedding(scheme, params, x, positions=positions)
     encoding = pn.PositionEncoding(scheme, rngs=nnx.Rngs(0))
@@ -146,7 +146,7 @@ def test_tables_of_an_encoding_serve_all_layers(x):
     np.testing.assert_allclose(out, wanted, atol=1e-6)
 
 
-def test_cache_in_nnx_and_linen(kind, x):
+def test_decoding_in_nnx_and_linen(kind, x):
     layer = nnx_layer(kind)
     module, variables = linen_layer(kind), from_nnx(layer)
     caches = [layer.new_cache(BATCH, T), module.new_cache(BATCH, T, model_dim=D)]
@@ -273,7 +273,7 @@ def test_inside_stock_linen_attention(name, x):
         np.testing.assert_allclose(step[:, 0], whole[:, t], atol=1e-5)
 
 
-def test_errors_name_what_was_wanted_and_given(x):
+def test_errors_name_the_argument_and_the_value(x):
     with pytest.raises(ValueError, match="model_dim=20 must be a multiple of num_heads=6"):
         pn.Attention(D, N, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="num_heads=6 must be a multiple of num_kv_heads=4"):

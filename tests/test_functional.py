@@ -28,7 +28,7 @@ def new_cache(scheme=ALIBI, capacity=9, **options):
     return pe.new_cache(scheme, 2, capacity, **sizes)
 
 
-def test_positions_are_counted_from_zero_and_on_from_the_cache():
+def test_default_positions_count_from_zero_and_continue_after_the_cache():
     whole, no_cache = attend()
     assert no_cache is None
     for at in (jnp.arange(7), jnp.arange(7)[None], np.tile(np.arange(7), (2, 1))):
@@ -40,7 +40,7 @@ def test_positions_are_counted_from_zero_and_on_from_the_cache():
     np.testing.assert_array_equal(cache.next_positions, [7, 7])
 
 
-def test_coordinates_are_encoded_and_positions_order():
+def test_coordinates_are_encoded_and_positions_mask():
     back = jnp.arange(7)[::-1]
     out, _ = attend(ROPE, coordinates=back)
     turned = (pe.apply_rope(x, back) for x in (Q, K))
@@ -50,7 +50,7 @@ def test_coordinates_are_encoded_and_positions_order():
     assert np.abs(out - reordered).max() > 0.1
 
 
-def test_segments_do_not_see_each_other():
+def test_segments_equal_sequences_alone():
     out, _ = attend(segment_ids=jnp.array([0, 0, 0, 1, 1, 1, 1]))
     np.testing.assert_allclose(out[:, :3], attend(part=slice(0, 3))[0], atol=1e-5)
     np.testing.assert_allclose(out[:, 3:], attend(part=slice(3, 7))[0], atol=1e-5)
@@ -88,7 +88,7 @@ class RawKeys(pe.Scheme):
 
 
 @pytest.mark.parametrize("coordinates", [None, 3 * np.arange(7)[None] * np.array([[1], [2]])])
-def test_keys_that_are_cached_raw_are_mapped_on_reading(coordinates):
+def test_raw_cached_keys_are_transformed_at_each_step(coordinates):
     where = [{}, {}] if coordinates is None else [{"coordinates": coordinates}] * 2
     cache = new_cache(RawKeys(), coordinates=coordinates)
     parts = (slice(0, 5), slice(5, 7))
@@ -101,7 +101,7 @@ def test_keys_that_are_cached_raw_are_mapped_on_reading(coordinates):
     np.testing.assert_allclose(jnp.concatenate(outs, 1), attend(ROPE, **where[0])[0], atol=1e-5)
 
 
-def test_a_new_cache_has_the_shapes_of_what_is_cached():
+def test_a_new_cache_is_shaped_like_k_and_v():
     cache = pe.new_cache(ALIBI, 2, 9, num_heads=6, head_dim=8, dtype=jnp.bfloat16)
     assert cache.k.shape == cache.v.shape == (2, 9, 6, 8) and cache.k.dtype == jnp.bfloat16
     assert new_cache().k.shape == (2, 9, 3, 8)
@@ -265,7 +265,7 @@ def test_axes_that_a_scheme_does_not_read_are_refused(axes):
         pe.scheme_embedding(pe.Sinusoidal(8), {}, jnp.zeros((2, 7, 8)), coordinates=at)
 
 
-def test_coordinates_of_cached_keys_need_a_place():
+def test_coordinates_of_cached_keys_must_be_stored():
     at = 2 * jnp.arange(7)
     with pytest.raises(
         ValueError, match=r"scheme_attention: .*make it with new_cache\(\.\.\., coo"
@@ -440,7 +440,7 @@ def test_attention_refuses(options, error, message):
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
-def test_fewer_queries_than_keys_need_to_say_where_they_are(options, message):
+def test_fewer_queries_than_keys_need_positions(options, message):
     with pytest.raises(ValueError, match=f"attention: {message}"):
         pe.attention(Q[:, :3], K, V, **options)
 
@@ -449,7 +449,7 @@ def test_cross_attention_needs_no_positions():
     assert pe.attention(Q[:, :3], K, V).shape == (2, 3, 6, 8)
 
 
-def test_a_ring_full_of_padding_says_that_it_forgot():
+def test_a_ring_whose_padding_evicts_visible_tokens_is_nan():
     """A right-padded prompt leaves padding in the ring; a second chunk drops what it sees."""
     q, k, v = qkv(batch=2, length=14)
     cache = new_cache(pe.NoPE(), 11, ring=True)

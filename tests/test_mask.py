@@ -42,7 +42,7 @@ def test_matches_the_rule(causal, window, prefix, seed):
         assert got[r, t, s] == wanted
 
 
-def test_segments_of_one_side_hide_only_padding():
+def test_segments_of_queries_or_keys_alone_hide_only_padding():
     at = jnp.arange(3, dtype=jnp.int32)[None]
     ids = jnp.array([[0, -1, 5]], jnp.int32)
     np.testing.assert_array_equal(visible(at, at, ids)[0], [[1, 1, 1], [0, 0, 0], [1, 1, 1]])
@@ -70,6 +70,6 @@ def test_a_window_without_tokens_is_refused(window):
 
 
 @pytest.mark.parametrize("window", [2.5, (3,), (1, 2, 3), (1.0, 2), "4"], ids=str)
-def test_what_is_no_window_is_refused(window):
+def test_a_malformed_window_is_refused(window):
     with pytest.raises(TypeError, match="window must be an integer or a pair, got"):
         window_sides(window)

@@ -222,7 +222,7 @@ def test_padding_does_not_change_a_running_sum(scheme, wrap, garbage):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_an_mlp_that_heads_share(implementation):
+def test_an_mlp_shared_by_heads(implementation):
     scheme, tokens = FIRE(SIZES["num_heads"]), make_batch()
     params = scheme.init(jax.random.key(0))
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
@@ -326,7 +326,7 @@ class Beyond:
         return jnp.where(hidden, -1e30, 0.0)
 
 
-def test_a_scheme_of_several_attentions(tokens):
+def test_a_scheme_that_merges_several_attentions(tokens):
     params = {}
     wanted = output(pe.NoPE(), params, tokens)
     close(output(Halves(), params, tokens), wanted)

@@ -1,4 +1,4 @@
-"""Pictures as grids of patches: their coordinates, and learned numbers for another size."""
+"""Image grids: coordinates of patches, and learned grids resized to another resolution."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ _METHODS = ("bicubic", "bilinear")
 
 
 def _weights(size: int, new: int, method: str, align_corners: bool) -> np.ndarray:
-    """What each old point gives to each new one, float64 [new, size]."""
+    """Returns interpolation weights, float64 [new, size]."""
     steps = np.arange(new)
     if align_corners:
         at = steps * ((size - 1) / max(new - 1, 1))
@@ -46,18 +46,18 @@ def resize_grid(
     """Returns a grid [..., R, C] interpolated to [..., rows, columns], as PyTorch does.
 
     The cubic kernel has a = -0.75, as in `torch.nn.functional.interpolate`, which released
-    models used; `jax.image.resize` has -0.5 and smooths what it makes smaller. Beyond the border
-    stands the border.
+    models use; `jax.image.resize` has a = -0.5 and antialiases when it shrinks. The border is
+    repeated.
 
     Args:
       grid: [..., R, C].
       rows, columns: the new size.
       method: "bicubic" (ViT, Swin) or "bilinear".
-      align_corners: whether the corners of both grids are the same points (Qwen3-VL); else their
-        outer edges are.
+      align_corners: whether the centres of the corner cells coincide (Qwen3-VL), rather than
+        the outer edges.
 
     Raises:
-      ValueError: for another method, or sizes below one.
+      ValueError: for an unknown method, or sizes below one.
 
     >>> resize_grid(jnp.array([[0.0, 1.0]]), 1, 4, method="bilinear")
     Array([[0.  , 0.25, 0.75, 1.  ]], dtype=float32)
@@ -80,14 +80,14 @@ def resize_grid(
 def grid_coordinates(
     batch: int, rows: int, columns: int, *, prefix: int = 0, centred: bool = False
 ) -> jax.Array:
-    """Returns coordinates [2, B, prefix + rows * columns] of patches, row after row.
+    """Returns coordinates [2, B, prefix + rows * columns] of patches in row-major order.
 
     Args:
       batch: B.
       rows, columns: the size of the grid.
-      prefix: the number of tokens before the patches (CLS, registers); their coordinate is 0.
-      centred: float32 coordinates from -2 pi to 2 pi, of centres of patches, whatever the size of
-        the grid (DINOv3); else int32, from 0.
+      prefix: number of tokens before the patches (CLS, registers), at coordinate 0.
+      centred: whether coordinates are the patches' centres on a scale from -2 pi to 2 pi,
+        float32, for any grid size (DINOv3). Default: int32 from 0.
 
     Raises:
       ValueError: for a size below one.

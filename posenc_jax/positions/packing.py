@@ -1,10 +1,9 @@
-"""Positions of tokens, as data: for packed, padded and prefixed batches.
+"""Positions of packed and padded batches, and coordinates that are computed from text.
 
-Positions, int32 [B, T], say in which order tokens came; which of them belong together, and which
-are padding, is said by `segment_ids`: equal numbers attend to each other, a number below zero
-marks padding. Coordinates, what a scheme encodes in their place, may come from the text
-(`digit_places`, `bilevel`) or be drawn at random (`randomized`, `shifted`, `continuous`,
-`skip_wise`; see `posenc_jax.positions.random`).
+Positions, int32 [B, T], order the tokens. Segment ids, int32 [B, T], group them: tokens attend
+to their own segment, and ids below zero mark padding. Coordinates, which schemes encode,
+default to the positions; they can also be computed from text (`digit_places`, `bilevel`) or
+drawn at random (`posenc_jax.positions.random`).
 
 Papers: McLeish et al. Transformers Can Do Arithmetic with the Right Embeddings. 2024.
 https://arxiv.org/abs/2405.17399
@@ -20,7 +19,7 @@ from posenc_jax.checks import array_of_rank, integer_positions, require
 
 
 def count_up(batch: int, length: int, start: jax.Array | int = 0) -> jax.Array:
-    """Returns `start, start + 1, ...` for every row; `start` is a number or [B].
+    """Returns positions [B, T] that count up from `start`, a number or [B].
 
     >>> count_up(2, 3, start=jnp.array([0, 10]))
     Array([[ 0,  1,  2],
@@ -34,7 +33,7 @@ def from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     """Returns positions that restart at 0 wherever the segment changes (packed batches).
 
     Args:
-      segment_ids: integers [B, T]; the tokens of a segment stand side by side.
+      segment_ids: integers [B, T]; the tokens of a segment are contiguous.
 
     >>> from_segment_ids(jnp.array([[0, 0, 0, 1, 1, -1]]))
     Array([[0, 1, 2, 0, 1, 0]], dtype=int32)
@@ -50,7 +49,7 @@ def _changes(ids: jax.Array) -> jax.Array:
 
 
 def _since(starts: jax.Array) -> jax.Array:
-    """Returns int32 [B, T]: how many tokens ago the last start was; the first token is one."""
+    """Returns int32 [B, T]: the number of tokens since the last start; the first token is one."""
     index = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
@@ -58,9 +57,10 @@ def _since(starts: jax.Array) -> jax.Array:
 def from_padding_mask(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `(positions, segment_ids)` for rows padded on the left or on the right.
 
+    The first token of each row has position 0, and padding has segment id -1.
+
     Args:
-      mask: bool [B, T], true where there is a token. The first token of a row has
-        position 0 wherever it stands; padding has segment -1.
+      mask: bool [B, T], true for tokens.
 
     >>> from_padding_mask(jnp.array([[False, False, True, True]]))[0]
     Array([[0, 0, 0, 1]], dtype=int32)
@@ -78,18 +78,18 @@ def digit_places(
     before: jax.Array | int = 0,
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the place of each digit in its number, from 1, and 0 for other tokens (Abacus).
+    """Returns the index of each digit in its number, from 1, and 0 for other tokens (Abacus).
 
-    For `LearnedAbsolute` positions: digits of one place then share a vector at any length of the
-    number. They must be written with the lowest digit first. In training the authors draw one shift
-    from 0 to 99 for each batch.
+    With `LearnedAbsolute`, digits of equal significance then share an embedding in numbers of
+    any length, provided that numbers are written least significant digit first. In training
+    the authors draw one shift from 0 to 99 per batch.
 
     Args:
-      digits: bool [B, T], true where a token is a digit; tokens in their order.
-      shift: what to add to the places, a number or [B].
-      before: the place, without shift, of the token before the first one, a number or [B]: a
-        number goes on in a decode step.
-      segment_ids: int32 [B, T]; numbers end where segments do. Default: one segment.
+      digits: bool [B, T], true for digits; tokens in order.
+      shift: added to the indices of digits, a number or [B].
+      before: the index, without shift, of the token before the first one, a number or [B]; a
+        decode step may start within a number.
+      segment_ids: int32 [B, T]; a number ends with its segment. Default: one segment.
 
     >>> digit_places(jnp.array([[False, True, True, False, True]]))
     Array([[0, 1, 2, 0, 1]], dtype=int32)
@@ -98,7 +98,7 @@ def digit_places(
     digits = jnp.asarray(digits, bool)
     starts = _changes(digits)
     if segment_ids is not None:
-        starts = starts | _changes(_like("digit_places", segment_ids, digits))
+        starts = starts | _changes(_check_segments("digit_places", segment_ids, digits))
     first = jnp.cumsum(starts, axis=1, dtype=jnp.int32) == 1
     shift, before = (
         jnp.broadcast_to(integer_positions("digit_places", x, name), digits.shape[:1])[:, None]
@@ -114,16 +114,15 @@ def bilevel(
     start: tuple[jax.Array | int, jax.Array | int] = (0, 0),
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the place in a sentence and the number of the sentence (BiPE), int32 [2, B, T].
+    """Returns the index within the sentence and that of the sentence (BiPE), int32 [2, B, T].
 
-    For two schemes, each on an axis of its own (`posenc_jax.on_axis`). The authors let the places
-    stop at the last row of their table, and ALiBi's slopes be 96 times as steep.
+    The two axes are for two schemes (`posenc_jax.on_axis`). The authors clip the first index
+    to the last row of their table, and multiply ALiBi's slopes by 96.
 
     Args:
-      ends: bool [B, T], true where a token ends a sentence, which it belongs to; tokens in
-        their order.
-      start: place and sentence of the first token, numbers or [B]: for decode steps.
-      segment_ids: int32 [B, T]; both restart where segments do. Default: one segment.
+      ends: bool [B, T], true for the last token of each sentence; tokens in order.
+      start: both indices of the first token, numbers or [B], for decode steps.
+      segment_ids: int32 [B, T]; both indices restart with each segment. Default: one segment.
 
     >>> bilevel(jnp.array([[False, True, False, False]]))[:, 0]
     Array([[0, 1, 0, 1],
@@ -132,7 +131,9 @@ def bilevel(
     array_of_rank("bilevel", "ends", ends, 2, "[B, T]")
     before = jnp.pad(jnp.asarray(ends, bool)[:, :-1], ((0, 0), (1, 0)))
     new = _changes(
-        jnp.zeros_like(before) if segment_ids is None else _like("bilevel", segment_ids, before)
+        jnp.zeros_like(before)
+        if segment_ids is None
+        else _check_segments("bilevel", segment_ids, before)
     )
     first_segment = jnp.cumsum(new, axis=1, dtype=jnp.int32) == 1
     place, sentence = (
@@ -142,12 +143,13 @@ def bilevel(
     ended = jnp.cumsum(before & ~new, axis=1, dtype=jnp.int32)
     since_new = jax.lax.cummax(jnp.where(new, ended, 0), axis=1)
     numbers = ended - since_new + jnp.where(first_segment, sentence, 0)
-    goes_on = first_segment & (ended == 0)
-    places = _since(before | new) + jnp.where(goes_on, place, 0)
+    continues = first_segment & (ended == 0)
+    places = _since(before | new) + jnp.where(continues, place, 0)
     return jnp.stack([places, numbers])
 
 
-def _like(where: str, segment_ids: jax.Array, tokens: jax.Array) -> jax.Array:
+def _check_segments(where: str, segment_ids: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns segment ids as int32, shaped like `tokens`."""
     segments = integer_positions(where, segment_ids, "segment_ids")
     require(
         segments.shape == tokens.shape,

@@ -1,11 +1,10 @@
-"""Coordinates drawn at random, so that a short sequence trains positions of longer ones.
+"""Coordinates drawn at random, so that short sequences train the positions of longer ones.
 
-Every function takes a random key and positions [B, T] and returns coordinates [B, T] for
-`coordinates=`; masks and windows go on following the positions. Segments (packed sequences) are
-drawn apart, all rows too; one draw for a whole batch is that of `positions[:1]`. Draws of a
-segment depend on the key, the row and the segment id: the same key goes on where it was in a
-decode step, but for `randomized` and `skip_wise`, which need all positions at once: draw them
-for the prompt and all that will follow, and give each step its part.
+Functions take a random key and positions [B, T] and return coordinates [B, T]; masks and
+windows use the positions as before. Rows, and segments of packed rows, draw independently,
+by the key, the row and the segment id; for one draw per batch give `positions[:1]`. Reusing
+the key continues a draw while decoding. Exceptions are `randomized` and `skip_wise`, which
+draw for all positions at once: draw for the prompt and the tokens to come, then slice.
 
 Papers: Ruoss et al. Randomized Positional Encodings Boost Length Generalization of Transformers.
 2023. https://arxiv.org/abs/2305.16843
@@ -53,7 +52,7 @@ def _by_segment(key: jax.Array, segments: jax.Array, draw: Callable, *arrays: ja
 
 
 def _sizes(segments: jax.Array) -> jax.Array:
-    """Returns how many tokens the segment of each token has."""
+    """Returns int32 [B, T]: the number of tokens in each token's segment."""
 
     def of_row(ids):
         order = jnp.sort(ids)
@@ -71,18 +70,18 @@ def randomized(
     *,
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns distinct numbers below `max_length`, in the order of the positions: int32 [B, T].
+    """Returns distinct integers below `max_length`, ordered as the positions: int32 [B, T].
 
-    Every set of numbers is as likely as every other. Use it in evaluation as in training.
+    All subsets are equally likely. The authors use it in evaluation as in training.
 
     Args:
       key: a random key.
       positions: int32 [B, T].
-      max_length: N, more than the longest sequence that is to come.
+      max_length: N, at least the length of the longest sequence.
       segment_ids: int32 [B, T]. Default: one segment.
 
     Raises:
-      ValueError: for fewer than T numbers, or arrays of another shape.
+      ValueError: if `max_length` is below T, or shapes differ.
 
     >>> at = jnp.arange(4)[None]
     >>> bool((jnp.diff(randomized(jax.random.key(0), at, 2048)[0]) > 0).all())
@@ -94,7 +93,7 @@ def randomized(
         max_length >= length,
         f"randomized: max_length must be at least the {length} positions, got {max_length}.",
     )
-    # In random order, any part of the numbers is a fair draw: each segment sorts its own.
+    # Any slice of a random permutation is a uniform draw: each segment sorts its own.
     drawn = jax.vmap(lambda k: jax.random.permutation(k, max_length)[:length])(
         jax.random.split(key, batch)
     ).astype(jnp.int32)
@@ -105,17 +104,17 @@ def randomized(
 
 
 def randomized_distances(key: jax.Array, count: int, max_length: int) -> jax.Array:
-    """Returns distinct distances from 1 to `max_length - 1`, growing: int32 [count].
+    """Returns distinct, increasing distances from 1 to `max_length - 1`: int32 [count].
 
-    They are for `posenc_jax.on_distances`: entry n - 1 stands for the distance n.
+    For `posenc_jax.on_distances`: entry n - 1 replaces the distance n.
 
     Args:
       key: a random key.
-      count: how many, the longest distance that there will be.
+      count: the greatest distance between tokens.
       max_length: N.
 
     Raises:
-      ValueError: for fewer than `count` distances.
+      ValueError: unless 1 <= count < max_length.
 
     >>> randomized_distances(jax.random.key(0), 3, 4)
     Array([1, 2, 3], dtype=int32)
@@ -130,29 +129,29 @@ def randomized_distances(key: jax.Array, count: int, max_length: int) -> jax.Arr
 
 
 def shifted(
-    key: jax.Array, positions: jax.Array, most: int, *, segment_ids: jax.Array | None = None
+    key: jax.Array, positions: jax.Array, max_shift: int, *, segment_ids: jax.Array | None = None
 ) -> jax.Array:
-    """Returns positions moved by one number from 0 to `most - 1` (SHAPE), int32 [B, T].
+    """Returns positions plus a random offset from 0 to `max_shift - 1` (SHAPE), int32 [B, T].
 
-    In evaluation the authors move all positions by `most` and not by 0.
+    In evaluation the authors add `max_shift`.
 
     Args:
       key: a random key.
       positions: int32 [B, T].
-      most: K; with a table of L rows at most L - T.
+      max_shift: K; with a table of L rows at most L - T.
       segment_ids: int32 [B, T]. Default: one segment.
 
     Raises:
-      ValueError: for `most` below one, or arrays of another shape.
+      ValueError: if `max_shift` is below one, or shapes differ.
 
-    >>> moved = shifted(jax.random.key(0), jnp.arange(3)[None], 100)
-    >>> jnp.diff(moved[0])
+    >>> coordinates = shifted(jax.random.key(0), jnp.arange(3)[None], 100)
+    >>> jnp.diff(coordinates[0])
     Array([1, 1], dtype=int32)
     """
     positions, segments = _checked("shifted", positions, segment_ids)
-    require(most >= 1, f"shifted: most must be at least 1, got {most}.")
+    require(max_shift >= 1, f"shifted: max_shift must be at least 1, got {max_shift}.")
     return positions + _by_segment(
-        key, segments, lambda k: jax.random.randint(k, (), 0, most, jnp.int32)
+        key, segments, lambda k: jax.random.randint(k, (), 0, max_shift, jnp.int32)
     )
 
 
@@ -165,21 +164,23 @@ def continuous(
     max_scaling: float = 1.03,
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns positions moved, jittered and stretched (CAPE), float32 [B, T].
+    """Returns positions shifted, jittered and scaled at random (CAPE), float32 [B, T].
 
-    (p + d + e) s: d from -global_shift to global_shift and ln s from -ln max_scaling to
-    ln max_scaling, one each for a segment; e from -local_shift to local_shift, one for each token.
-    Defaults are those for text; evaluation uses the positions. For sound the authors take the
-    mean of each sequence from positions first: to do so, add it to what this returns.
+    The coordinate of position p is (p + d + e) s. Each segment draws d uniformly from
+    +-global_shift and ln s from +-ln max_scaling; each token draws e from +-local_shift.
+    Defaults are those for text; evaluation uses the positions. For audio the authors subtract
+    the mean of each sequence from its positions first.
 
     Args:
       key: a random key.
       positions: int32 [B, T].
-      global_shift, local_shift, max_scaling: see above. Up to 0.5 the order of tokens stays.
+      global_shift: the greatest shift of a segment.
+      local_shift: the greatest jitter of a token; up to 0.5 the order of tokens is kept.
+      max_scaling: the greatest scale factor.
       segment_ids: int32 [B, T]. Default: one segment.
 
     Raises:
-      ValueError: for negative shifts, or `max_scaling` below one.
+      ValueError: for negative shifts, `max_scaling` below one, or shapes that differ.
 
     >>> continuous(jax.random.key(0), jnp.arange(3)[None]).dtype
     dtype('float32')
@@ -193,10 +194,10 @@ def continuous(
 
     def draw(key, position):
         of_segment, of_token = jax.random.split(key)
-        move, stretch = jax.random.uniform(of_segment, (2,), minval=-1.0)
+        shift, scale = jax.random.uniform(of_segment, (2,), minval=-1.0)
         jitter = jax.random.uniform(jax.random.fold_in(of_token, position), minval=-1.0)
-        moved = position.astype(jnp.float32) + global_shift * move + local_shift * jitter
-        return moved * jnp.exp(math.log(max_scaling) * stretch)
+        at = position.astype(jnp.float32) + global_shift * shift + local_shift * jitter
+        return at * jnp.exp(math.log(max_scaling) * scale)
 
     return _by_segment(key, segments, draw, positions)
 
@@ -210,21 +211,21 @@ def skip_wise(
 ) -> jax.Array:
     """Returns positions with one gap (PoSE), int32 [B, T], all below `max_length`.
 
-    Of n tokens the first 1 to (n + 1) // 2 stay where they are; the others move on by 0 to
-    `max_length - n`. The authors' tokens may come from two places of a text, which is up to the
-    caller.
+    Of n tokens, a random number from 1 to (n + 1) // 2 keep their positions; 0 to
+    `max_length - n` is added to those of the others. The authors may also take the two chunks
+    from different places of a text, which is up to the caller.
 
     Args:
       key: a random key.
       positions: int32 [B, T], from 0 in every segment.
-      max_length: the length that a model shall be tuned for.
+      max_length: the context length to fine-tune for.
       segment_ids: int32 [B, T]. Default: one segment.
 
     Raises:
-      ValueError: for fewer positions than tokens, or arrays of another shape.
+      ValueError: if `max_length` is below T, or shapes differ.
 
-    >>> moved = skip_wise(jax.random.key(0), jnp.arange(8)[None], 1000)
-    >>> int((jnp.diff(moved[0]) > 1).sum())
+    >>> coordinates = skip_wise(jax.random.key(0), jnp.arange(8)[None], 1000)
+    >>> int((jnp.diff(coordinates[0]) > 1).sum())
     1
     """
     positions, segments = _checked("skip_wise", positions, segment_ids)

@@ -56,7 +56,7 @@ def _parity(q, k):
     return k % 2
 
 
-def test_a_chain_does_what_all_of_its_schemes_do():
+def test_a_chain_applies_all_of_its_schemes():
     rope, alibi = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6)
     slopes = np.asarray(pe.alibi_slopes(6), np.float64)
     q, k, v = ARRAYS
@@ -70,7 +70,7 @@ def test_a_chain_does_what_all_of_its_schemes_do():
     np.testing.assert_allclose(attend(pe.chain(alibi, rope)), expected, atol=1e-5)
 
 
-def test_a_chain_embeds_in_order_and_keeps_parameters_apart():
+def test_a_chain_embeds_in_order_with_separate_parameters():
     learned, waves = pe.LearnedAbsolute(max_length=30, model_dim=4), pe.Sinusoidal(model_dim=4)
     scheme = pe.chain(learned, waves, learned)
     params = scheme.init(jax.random.key(0))
@@ -84,7 +84,7 @@ def test_a_chain_embeds_in_order_and_keeps_parameters_apart():
         pe.scheme_embedding(scheme, params[:2], jnp.zeros((1, 5, 4)))
 
 
-def test_a_chain_with_content_and_values():
+def test_a_chain_with_content_and_value_rules():
     shaw, alibi = pe.Shaw(num_heads=6, head_dim=8, clip=3), pe.ALiBi(num_heads=6)
     both = pe.chain(alibi, shaw)
     params = both.init(jax.random.key(0))
@@ -102,7 +102,7 @@ def test_a_chain_with_content_and_values():
     np.testing.assert_allclose(attend(both, params), expected, atol=1e-5)
 
 
-def test_a_chain_says_of_itself_what_its_schemes_say():
+def test_a_chain_joins_the_traits_of_its_schemes():
     rope, alibi, t5 = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6), pe.T5(num_heads=6)
     waves = pe.Sinusoidal(model_dim=8)
     assert pe.chain(rope, alibi).acts == pe.Acts.QK | pe.Acts.LOGITS
@@ -120,7 +120,7 @@ def test_a_chain_says_of_itself_what_its_schemes_say():
     assert hash(pe.chain(rope, alibi)) == hash(pe.chain(rope, alibi))
 
 
-def test_a_chain_of_different_scales_asks_for_one():
+def test_a_chain_of_different_scales_needs_an_explicit_one():
     both = pe.chain(pe.T5(num_heads=6), pe.ALiBi(num_heads=6))
     with pytest.raises(ValueError, match=r"chain: .* different logit scales .*1\.0"):
         attend(both)
@@ -128,7 +128,7 @@ def test_a_chain_of_different_scales_asks_for_one():
     assert pe.chain(pe.T5(num_heads=6), pe.T5(num_heads=6)).logit_scale(8) == 1.0
 
 
-def test_a_scheme_without_a_logit_scale_takes_that_of_the_chain():
+def test_schemes_without_a_logit_scale_leave_it_to_the_others():
     t5, rope = pe.T5(num_heads=6), pe.RoPE(head_dim=8)
     assert pe.chain(rope, pe.QueryTemperature(), t5).logit_scale(8) == 1.0
     assert pe.chain(rope, pe.ALiBi(num_heads=6)).logit_scale(16) == 0.25
@@ -144,7 +144,7 @@ def test_schemes_that_add_to_the_logits_have_a_scale(name):
     assert has == (pe.Acts.LOGITS in scheme.acts or widens_heads)
 
 
-def test_a_chain_adds_to_the_values_once():
+def test_only_one_scheme_of_a_chain_may_add_to_the_values():
     shaw = pe.Shaw(num_heads=6, head_dim=8)
     with pytest.raises(ValueError, match="chain: only one scheme may add to the values, got"):
         pe.chain(shaw, shaw)
@@ -154,7 +154,7 @@ def test_a_chain_adds_to_the_values_once():
         pe.chain()
 
 
-def test_a_chain_transforms_rows_of_logits_once():
+def test_only_one_scheme_of_a_chain_may_transform_rows_of_logits():
     cope, sticks = pe.CoPE(head_dim=8), pe.StickBreaking()
     for pair in ((cope, sticks), (pe.on_axis(cope, 0), pe.on_axis(pe.DAPE(num_heads=6), 1))):
         with pytest.raises(ValueError, match=r"chain: only one scheme may transform rows of logi"):
@@ -176,7 +176,7 @@ class Counted(pe.AttentionCall):
 
 
 @pytest.mark.parametrize("wrap", [lambda s: s, pe.chain, lambda s: pe.chain(pe.RoPE(8), s)])
-def test_a_refusal_does_not_vanish_behind_a_wrapped_call(wrap):
+def test_refusals_reach_wrapped_attention_calls(wrap):
     """A subclass keeps the options that a scheme refuses; a function has none to read."""
     path = pe.PaTH(num_heads=6, head_dim=8, model_dim=20)
     scheme = wrap(path)
@@ -194,7 +194,7 @@ def test_a_refusal_does_not_vanish_behind_a_wrapped_call(wrap):
         scheme.attend(*arrays, lambda *args: call(*args))
 
 
-def test_wrapped_schemes_that_leave_the_values_alone_may_be_chained():
+def test_chains_and_wrappers_nest():
     rope, alibi = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6)
     nested = pe.chain(pe.with_positions(rope, same), pe.chain(pe.with_positions(alibi, same)))
     np.testing.assert_allclose(attend(nested), attend(pe.chain(rope, alibi)), atol=1e-6)
@@ -211,7 +211,7 @@ def test_wrapped_schemes_that_leave_the_values_alone_may_be_chained():
     ],
     ids=lambda s: s.name or "chain",
 )
-def test_transformed_positions_are_those_given_as_coordinates(scheme):
+def test_transformed_positions_equal_given_coordinates(scheme):
     at = jnp.arange(21)
     wrapped = pe.with_positions(scheme, Times(3))
     np.testing.assert_allclose(attend(wrapped), attend(scheme, coordinates=3 * at), atol=1e-5)
@@ -221,7 +221,7 @@ def test_transformed_positions_are_those_given_as_coordinates(scheme):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_positions_transformed_twice_pass_the_outer_function_first(implementation):
+def test_the_outer_of_two_transforms_applies_first(implementation):
     scheme = pe.Shaw(num_heads=6, head_dim=8, clip=3, values=False)
     wrapped = pe.with_positions(pe.with_positions(scheme, grouped), Times(3))
     wanted = attend(scheme, coordinates=3 * jnp.arange(21) // 4, implementation=implementation)
@@ -243,7 +243,7 @@ def test_transformed_positions_reach_the_embedding(make):
     assert wrapped.acts == scheme.acts == pe.Acts.EMBEDDING
 
 
-def test_transformed_positions_keep_the_traits_but_not_the_shortcuts():
+def test_transformed_positions_keep_traits_except_relative():
     t5 = pe.T5(num_heads=6)
     wrapped = pe.with_positions(t5, grouped)
     assert wrapped.logit_scale(8) == 1.0 and wrapped.traits.shared_over_layers
@@ -255,12 +255,12 @@ def test_transformed_positions_keep_the_traits_but_not_the_shortcuts():
 
 
 @pytest.mark.parametrize("scheme", [pe.NoPE(), pe.chain(pe.NoPE())], ids=["none", "chain"])
-def test_a_scheme_that_reads_no_positions_cannot_have_others(scheme):
+def test_with_positions_refuses_a_scheme_that_reads_none(scheme):
     with pytest.raises(ValueError, match=r"with_positions: .*NoPE.* reads no positions"):
         pe.with_positions(scheme, grouped)
 
 
 @pytest.mark.parametrize("name", sorted(ORDER_ONLY))
-def test_nor_can_one_that_reads_their_order_alone(name):
+def test_with_positions_refuses_a_scheme_that_reads_only_their_order(name):
     with pytest.raises(ValueError, match=r"with_positions: .* only the order of positions, so"):
         pe.with_positions(build(pe.SCHEMES[name]), grouped)

@@ -69,7 +69,7 @@ def test_matches_the_authors(name, sizes, implementation):
 
 @KINDS
 @pytest.mark.parametrize("chunks", [[1] * 40, [17, 9, 1, 13]], ids=["steps", "chunks"])
-def test_decoding_is_the_whole(name, chunks):
+def test_decoding_equals_the_whole_forward_pass(name, chunks):
     scheme = pe.streaming(SCHEMES[name][0], 4)
     options = {"is_causal": True, "window": (8, 0)}
     whole = attend(scheme, {}, *ARRAYS, **options)
@@ -109,7 +109,7 @@ def test_a_ring_keeps_the_first_tokens(name, chunk):
         step(small, *(a[:, :chunk] for a in ARRAYS))
 
 
-def test_a_ring_that_padding_robs_of_first_tokens_says_so():
+def test_a_ring_whose_padding_evicts_sink_tokens_is_nan():
     scheme = pe.streaming(pe.RoPE(head_dim=8), 4)
     options = {"is_causal": True, "window": (8, 0)}
     q, k, v = (np.concatenate([x, x]) for x in ARRAYS)
@@ -145,7 +145,7 @@ def test_every_packed_sequence_keeps_its_first_tokens(name):
     assert np.all(np.asarray(out)[:, 37:] == 0)
 
 
-def test_schemes_with_content_and_values_stream_too():
+def test_content_and_value_rules_stream():
     """Shaw clips distances: beyond the clip the first tokens are as far as any."""
     shaw = pe.Shaw(num_heads=6, head_dim=8, clip=3)
     params = shaw.init(jax.random.key(0))
@@ -218,12 +218,12 @@ def test_gradients_agree_between_implementations():
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
-def test_schemes_that_do_not_fit_are_refused(scheme, message):
+def test_schemes_that_are_not_relative_are_refused(scheme, message):
     with pytest.raises(ValueError, match=f"streaming: .* {message}"):
         pe.streaming(scheme)
 
 
-def test_wrong_use_is_refused():
+def test_calls_without_a_causal_window_are_refused():
     with pytest.raises(ValueError, match="streaming: first must be at least 1 token, got 0"):
         pe.streaming(pe.RoPE(head_dim=8), 0)
     scheme = pe.streaming(pe.RoPE(head_dim=8))

@@ -98,7 +98,7 @@ def test_bipe(kind):
         np.testing.assert_allclose(here, out[:, part], atol=2e-5)
 
 
-def test_positions_without_axes_are_read_as_they_are():
+def test_coordinates_without_axes_are_read_unchanged():
     rope = pe.RoPE(head_dim=8)
     wrapped = pe.on_axis(rope, 1, 3)
     assert wrapped.traits.num_axes == 3 and wrapped == pe.on_axis(rope, 1, 3) != pe.on_axis(

@@ -24,7 +24,7 @@ def test_matches_torch(case):
 
 @pytest.mark.parametrize("method", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("align_corners", [True, False])
-def test_the_same_size_changes_nothing(method, align_corners):
+def test_resizing_to_the_same_size_is_the_identity(method, align_corners):
     got = pe.resize_grid(jnp.asarray(GRID), 5, 7, method=method, align_corners=align_corners)
     np.testing.assert_allclose(got, GRID, atol=1e-6)
 

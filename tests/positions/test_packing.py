@@ -14,7 +14,7 @@ bilevel, digit_places = jax.jit(positions.bilevel), jax.jit(positions.digit_plac
 CUTS = st.sampled_from([1, 4, 11])  # Each is other shapes to compile.
 
 
-def test_count_up_from_one_start_or_one_for_each_row():
+def test_count_up_from_a_scalar_or_per_row_start():
     np.testing.assert_array_equal(count_up(2, 3), [[0, 1, 2], [0, 1, 2]])
     np.testing.assert_array_equal(count_up(1, 2, start=257), [[257, 258]])
     rows = count_up(2, 2, start=jnp.array([0, 10**6]))
@@ -25,7 +25,7 @@ def test_count_up_from_one_start_or_one_for_each_row():
 
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 3))
-def test_segments_restart_at_zero(lengths, padding):
+def test_positions_restart_with_each_segment(lengths, padding):
     lengths, ids = [*lengths, padding], [*range(len(lengths)), -1]
     total = 16  # One shape for all.
     lengths[-1] += total - sum(lengths) if sum(lengths) <= total else 0
@@ -40,7 +40,7 @@ def test_segments_restart_at_zero(lengths, padding):
     assert got.dtype == jnp.int32
 
 
-def test_equal_numbers_that_stand_apart_are_two_segments():
+def test_equal_ids_that_are_not_contiguous_are_two_segments():
     np.testing.assert_array_equal(from_segment_ids(jnp.array([[3, 3, 1, 3]])), [[0, 1, 0, 0]])
 
 
@@ -53,7 +53,7 @@ def test_equal_numbers_that_stand_apart_are_two_segments():
         ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
     ],
 )
-def test_the_first_token_of_a_padded_row_is_at_zero(mask, positions):
+def test_the_first_token_of_a_padded_row_has_position_zero(mask, positions):
     for dtype in (bool, np.int32):
         got, segments = from_padding_mask(jnp.asarray([mask], dtype))
         np.testing.assert_array_equal(got[0], positions)
@@ -69,7 +69,7 @@ def test_errors_name_the_argument_and_the_shape():
 
 
 @pytest.mark.parametrize("start", [1.5, jnp.bfloat16(257), True], ids=str)
-def test_a_start_that_does_not_count_is_refused(start):
+def test_a_start_that_is_not_an_integer_is_refused(start):
     with pytest.raises(TypeError, match="count_up: start must be integers, got"):
         count_up(2, 3, start)
     with pytest.raises(ValueError, match="count_up: start must fit int32"):
@@ -87,7 +87,7 @@ def abacus(mask):
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.booleans(), min_size=12, max_size=12), CUTS, st.integers(0, 99))
-def test_places_of_digits_are_those_of_the_authors(mask, cut, shift):
+def test_digit_places_match_the_authors(mask, cut, shift):
     digits = np.array([mask])
     whole = np.asarray(digit_places(digits))
     np.testing.assert_array_equal(whole[0], abacus(mask))
@@ -100,7 +100,7 @@ def test_places_of_digits_are_those_of_the_authors(mask, cut, shift):
     np.testing.assert_array_equal(packed[0], [*abacus(mask[:cut]), *abacus(mask[cut:])])
 
 
-def test_places_of_digits_worked_out_by_hand():
+def test_digit_places_by_hand():
     digits = jnp.array([[0, 1, 1, 0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 1]])
     wanted = [[0, 1, 2, 0, 1, 2, 3, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 2]]
     np.testing.assert_array_equal(digit_places(digits), wanted)
@@ -110,7 +110,7 @@ def test_places_of_digits_worked_out_by_hand():
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.booleans(), min_size=12, max_size=12), CUTS)
-def test_places_in_sentences(mask, cut):
+def test_bilevel_matches_a_loop(mask, cut):
     """zhenyuhe00/BiPE: a separator belongs to the sentence that it ends."""
     places, sentences = [], []
     for i in range(12):
@@ -128,7 +128,7 @@ def test_places_in_sentences(mask, cut):
     np.testing.assert_array_equal(packed, np.concatenate([whole[:, :, :cut], alone], -1))
 
 
-def test_places_in_sentences_worked_out_by_hand():
+def test_bilevel_by_hand():
     ids = np.array([[5, 13, 7, 8, 869, 9, 9]])
     got = bilevel(np.isin(ids, [13, 869]))
     np.testing.assert_array_equal(got[:, 0], [[0, 1, 0, 1, 2, 0, 1], [0, 0, 1, 1, 1, 2, 2]])

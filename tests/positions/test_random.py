@@ -43,7 +43,7 @@ def test_order_is_kept_in_every_segment(draw):
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_rows_segments_and_keys_are_drawn_apart_and_jit_changes_nothing(name):
+def test_rows_segments_and_keys_draw_independently_also_under_jit(name):
     draw = DRAWS[name]
     out = draw(KEY, PLACES, segment_ids=PACKED)
     heads = [part[:5].tolist() for part in parts(out) if len(part) >= 5]
@@ -54,7 +54,7 @@ def test_rows_segments_and_keys_are_drawn_apart_and_jit_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["shifted", "continuous"])
-def test_a_later_step_goes_on_with_the_same_draw(name):
+def test_a_decode_step_continues_the_draw(name):
     draw = jax.jit(DRAWS[name])
     whole = draw(KEY, at.count_up(2, 12))
     step = draw(KEY, at.count_up(2, 3, 9))
@@ -84,7 +84,7 @@ def test_randomized_sets_are_equally_likely():
         assert len(seen) == 10 and min(seen.values()) > 330 and max(seen.values()) < 470
 
 
-def test_randomized_follows_the_order_of_positions_wherever_tokens_are():
+def test_randomized_is_ordered_by_positions_not_by_slots():
     order = jax.random.permutation(KEY, 19)
     out = at.randomized(KEY, at.count_up(1, 19)[:, order], 100)
     assert (np.diff(out[0, jnp.argsort(order)]) > 0).all()
@@ -105,7 +105,7 @@ def noisy_alibi(slopes, length, drawn, left=None):
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_randomized_distances_are_those_of_the_authors(both):
+def test_randomized_distances_match_the_authors(both):
     drawn, left = (at.randomized_distances(k, 62, 2048) for k in jax.random.split(KEY))
     assert (np.diff(drawn) > 0).all() and drawn[0] >= 1 and drawn[-1] < 2048
     alibi = pe.ALiBi(num_heads=6, past_offset=0.5)
@@ -120,7 +120,7 @@ def test_randomized_distances_are_those_of_the_authors(both):
     np.testing.assert_allclose(again, out, atol=1e-5)
 
 
-def test_distances_that_were_not_drawn_are_nan_and_the_rest_is_exact():
+def test_distances_beyond_the_draw_are_nan_and_others_exact():
     t5 = pe.T5(num_heads=2)
     bias = t5.rules(t5.init(KEY))
     same = pe.on_distances(bias, jnp.arange(1, 6))
@@ -131,7 +131,7 @@ def test_distances_that_were_not_drawn_are_nan_and_the_rest_is_exact():
     np.testing.assert_array_equal(np.where(far, 0, got), np.where(far, 0, plain))
 
 
-def test_shifts_cover_their_range_and_spare_differences():
+def test_shifts_cover_their_range_and_keep_distances():
     keys = jax.random.split(KEY, 300)
     draw = jax.vmap(lambda k: at.shifted(k, PLACES, 7, segment_ids=PACKED))
     out = np.asarray(jax.jit(draw)(keys)) - np.asarray(PLACES)[None]
@@ -140,7 +140,7 @@ def test_shifts_cover_their_range_and_spare_differences():
         assert all(len(set(part.tolist())) == 1 for part in parts(moved))
 
 
-def test_continuous_draws_stay_in_their_bounds_and_fill_them():
+def test_continuous_draws_cover_their_bounds():
     keys, positions = jax.random.split(KEY, 2000), at.count_up(1, 3, 100)
 
     def of(**options):
@@ -168,7 +168,7 @@ def pose(length, rt1, rt):
     return ids
 
 
-def test_gaps_are_those_of_the_authors():
+def test_gaps_match_the_authors():
     np.testing.assert_array_equal(pose(8, 3, 20), [0, 1, 2, 23, 24, 25, 26, 27])
     cuts, gaps = set(), set()
     keys = jax.random.split(KEY, 400)
@@ -188,7 +188,7 @@ def test_gaps_are_those_of_the_authors():
 
 @ALL
 @pytest.mark.parametrize("name", ["rope", "t5", "sinusoidal"])
-def test_schemes_read_them_in_packed_batches_as_alone(draw, name):
+def test_packed_segments_equal_segments_alone(draw, name):
     scheme, tokens = build(pe.SCHEMES[name]), make_batch()
     params = scheme.init(KEY)
     coordinates = draw(KEY, PLACES, segment_ids=PACKED)
@@ -210,7 +210,7 @@ def test_schemes_read_them_in_packed_batches_as_alone(draw, name):
     close(whole[:1, second], alone)
 
 
-def test_a_prompt_padded_on_the_left_and_the_steps_after_it():
+def test_decoding_after_left_padding():
     tokens, scheme = make_batch(), pe.RoPE(head_dim=SIZES["head_dim"])
     q, k, v = map(np.asarray, (tokens.q, tokens.k, tokens.v))
     real = jnp.arange(19)[None] >= jnp.array([[0], [4]])
@@ -238,7 +238,7 @@ def test_a_prompt_padded_on_the_left_and_the_steps_after_it():
         (lambda p: at.randomized(KEY, p, 18), "randomized: max_length must be .* 19 .*, got 18"),
         (lambda p: at.randomized(KEY, p[0], 30), r"positions must be \[B, T\], got .*\(19,\)"),
         (lambda p: at.randomized_distances(KEY, 5, 5), "count must be 1 to 4 .*, got 5"),
-        (lambda p: at.shifted(KEY, p, 0), "shifted: most must be at least 1, got 0"),
+        (lambda p: at.shifted(KEY, p, 0), "shifted: max_shift must be at least 1, got 0"),
         (lambda p: at.skip_wise(KEY, p, 18), "skip_wise: max_length .* 19 .*, got 18"),
         (lambda p: at.continuous(KEY, p, local_shift=-1.0), "must not be negative, got 5.0 and -1"),
         (lambda p: at.continuous(KEY, p, max_scaling=0.5), "max_scaling must be .*, got 0.5"),
