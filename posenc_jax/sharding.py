@@ -27,7 +27,7 @@ import numpy as np
 from posenc_jax.checks import divides, require
 from posenc_jax.engine.api import run
 from posenc_jax.engine.implementation import Implementation
-from posenc_jax.engine.problem import KeyArrays, Problem, make_problem
+from posenc_jax.engine.problem import Problem, make_problem
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.ops.partition import combine, partition
 from posenc_jax.rules import as_tuple
@@ -183,7 +183,7 @@ def _ring_backward(axis_name, implementation, saved, cotangents):
     d_out, d_lse = cotangents
     delta = (d_out * out).sum(-1)
 
-    def step(keys: KeyArrays, fixed_keys: KeyArrays):
+    def step(keys, fixed_keys):
         def attend(mine, keys):
             problem = combine(mine.with_keys(keys), nondiff.with_keys(fixed_keys))
             return run(problem, implementation)

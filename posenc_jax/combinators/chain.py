@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from posenc_jax.checks import require
-from posenc_jax.rules import LogitsTransform, Rule, as_tuple
+from posenc_jax.rules import Rule, as_tuple
 from posenc_jax.scheme import Acts, Scheme, Traits
 
 
@@ -125,7 +125,7 @@ def _transforms_rows(scheme: Scheme) -> bool:
         )
     except Exception:  # Rules may need features, of shapes that only a call knows.
         return False
-    return any(isinstance(rule, LogitsTransform) for rule in rules)
+    return any(rule.whole_rows for rule in rules)
 
 
 def chain(*schemes: Scheme) -> Scheme:

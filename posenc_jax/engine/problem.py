@@ -1,7 +1,7 @@
 """One attention problem, checked and in one form, as every implementation is given it."""
 
 import dataclasses
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +13,8 @@ from posenc_jax.mask import Window, visible, window_sides
 from posenc_jax.positions.packing import count_up
 from posenc_jax.rules import STATIC, Rule, Sizes
 
-
-class QueryArrays(NamedTuple):
-    """All arrays of a problem that belong to queries, with the tokens on axis 1."""
-
-    q: Any
-    positions: Any
-    coordinates: Any
-    segment_ids: Any
-    features: Any
-    mask: Any
-
-
-class KeyArrays(NamedTuple):
-    """All arrays of a problem that belong to keys, with the tokens on axis 1."""
-
-    k: Any
-    v: Any
-    positions: Any
-    coordinates: Any
-    segment_ids: Any
-    features: Any
-    mask: Any
+_BY_QUERY = ("q", "q_positions", "q_coordinates", "q_segment_ids", "q_slots")
+_BY_KEY = ("k", "v", "k_positions", "k_coordinates", "k_segment_ids", "k_slots")
 
 
 @jax.tree_util.register_dataclass
@@ -118,58 +98,40 @@ class Problem:
         batch = self.q.shape[0]
         return Sizes(batch, self.length, self.keys, self.num_heads, kv_heads, value_dim, axes)
 
-    def queries(self) -> QueryArrays:
-        """Returns all arrays by query."""
-        return QueryArrays(
-            self.q,
-            self.q_positions,
-            self.q_coordinates,
-            self.q_segment_ids,
-            (tuple(rule.q_features for rule in self.rules), self.q_slots),
-            None if self.mask is None else jnp.swapaxes(self.mask, 1, 2),
-        )
+    def queries(self) -> dict[str, Any]:
+        """Returns all arrays that belong to queries, with the tokens on axis 1."""
+        return {name: getattr(self, name) for name in _BY_QUERY} | {
+            "features": tuple(rule.q_features for rule in self.rules),
+            "mask": None if self.mask is None else jnp.swapaxes(self.mask, 1, 2),
+        }
 
-    def with_queries(self, x: QueryArrays) -> Self:
+    def with_queries(self, queries: dict[str, Any]) -> Self:
         """Returns the problem with other queries."""
-        features, slots = x.features
-        rules = zip(self.rules, features, strict=True)
+        x = dict(queries)
+        mask, features = x.pop("mask"), zip(self.rules, x.pop("features"), strict=True)
         return dataclasses.replace(
             self,
-            q=x.q,
-            q_positions=x.positions,
-            q_coordinates=x.coordinates,
-            q_segment_ids=x.segment_ids,
-            rules=tuple(rule.with_features(f, rule.k_features) for rule, f in rules),
-            q_slots=slots,
-            mask=None if x.mask is None else jnp.swapaxes(x.mask, 1, 2),
+            rules=tuple(rule.with_features(f, rule.k_features) for rule, f in features),
+            mask=None if mask is None else jnp.swapaxes(mask, 1, 2),
+            **x,
         )
 
-    def key_arrays(self) -> KeyArrays:
-        """Returns all arrays by key."""
-        return KeyArrays(
-            self.k,
-            self.v,
-            self.k_positions,
-            self.k_coordinates,
-            self.k_segment_ids,
-            (tuple(rule.k_features for rule in self.rules), self.k_slots),
-            None if self.mask is None else jnp.moveaxis(self.mask, 3, 1),
-        )
+    def key_arrays(self) -> dict[str, Any]:
+        """Returns all arrays that belong to keys, with the tokens on axis 1."""
+        return {name: getattr(self, name) for name in _BY_KEY} | {
+            "features": tuple(rule.k_features for rule in self.rules),
+            "mask": None if self.mask is None else jnp.moveaxis(self.mask, 3, 1),
+        }
 
-    def with_keys(self, x: KeyArrays) -> Self:
+    def with_keys(self, keys: dict[str, Any]) -> Self:
         """Returns the problem with other keys."""
-        features, slots = x.features
-        rules = zip(self.rules, features, strict=True)
+        x = dict(keys)
+        mask, features = x.pop("mask"), zip(self.rules, x.pop("features"), strict=True)
         return dataclasses.replace(
             self,
-            k=x.k,
-            v=x.v,
-            k_positions=x.positions,
-            k_coordinates=x.coordinates,
-            k_segment_ids=x.segment_ids,
-            rules=tuple(rule.with_features(rule.q_features, f) for rule, f in rules),
-            k_slots=slots,
-            mask=None if x.mask is None else jnp.moveaxis(x.mask, 1, 3),
+            rules=tuple(rule.with_features(rule.q_features, f) for rule, f in features),
+            mask=None if mask is None else jnp.moveaxis(mask, 1, 3),
+            **x,
         )
 
     def visible(self) -> jax.Array:
@@ -191,14 +153,13 @@ class Problem:
         They may hold anything, and 0 * NaN is NaN.
         """
         seen = jnp.any(self.visible(), axis=(1, 2))
-        keys = self.key_arrays()
 
         def clean(x):
             return jnp.where(seen.reshape(*seen.shape, *(1,) * (x.ndim - 2)), x, 0).astype(x.dtype)
 
-        features, slots = keys.features
-        k, v, features = jax.tree.map(clean, (keys.k, keys.v, features))
-        return self.with_keys(keys._replace(k=k, v=v, features=(features, slots)))
+        keys = self.key_arrays()
+        cleaned = {name: keys[name] for name in ("k", "v", "features")}
+        return self.with_keys(keys | jax.tree.map(clean, cleaned))
 
     def sorted_keys(self) -> Self:
         """Returns the problem with its keys sorted by segment and position."""
@@ -222,9 +183,8 @@ class Problem:
     def per_query_head(self) -> Self:
         """Returns the problem with key features of every query head, [B, S, N, ...]."""
         keys = self.key_arrays()
-        features, slots = keys.features
-        features = jax.tree.map(lambda x: repeat_heads(x, self.num_heads), features)
-        return self.with_keys(keys._replace(features=(features, slots)))
+        features = jax.tree.map(lambda x: repeat_heads(x, self.num_heads), keys["features"])
+        return self.with_keys(keys | {"features": features})
 
 
 def repeat_heads(x: jax.Array, num_heads: int, axis: int = 2) -> jax.Array:
