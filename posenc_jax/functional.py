@@ -292,11 +292,11 @@ def _check_scheme(where: str, scheme: Scheme, params: Params | None = None) -> N
     if params is None:
         return
     missing = wanted - {jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(params)}
-    require(
-        not missing,
-        f"{where}: params lack {', '.join(sorted(missing))} of {scheme!r}; make them with "
-        "scheme.init(key).",
-    )
+    if missing:
+        raise ValueError(
+            f"{where}: params lack {', '.join(sorted(missing))} of {scheme!r}; make them with "
+            "scheme.init(key)."
+        )
 
 
 @functools.lru_cache(256)

@@ -138,7 +138,7 @@ class Attention(nnx.Module):
             `eval()` set it, and the argument of a call comes first.
           use_bias: whether projections have biases.
           dtype: of the computation. Default: that of the inputs and parameters.
-          param_dtype: of the parameters.
+          param_dtype: of the projections; those of the scheme are float32.
           kernel_init: of the projections of q, k and v.
           out_init: of the output projection. Default: `kernel_init`.
           implementation: as in `posenc_jax.attention`.

@@ -76,22 +76,31 @@ def test_input_positions_are_the_coordinates(scheme, at):
 
 
 def test_input_positions_of_stock_nnx_attention_reach_the_scheme():
-    """Flax passes `input_positions` on from 0.12.9; here they are bound to the function."""
-    rngs = nnx.Rngs(0)
+    """Later versions of Flax give `input_positions`; here they are also bound to the function."""
     at = 2 * jnp.arange(7)
     fn = pn.AttentionFn(ROPE)
-    bound = functools.partial(fn, input_positions=at)
-    stock = nnx.MultiHeadAttention(6, 20, 48, decode=False, attention_fn=bound, rngs=rngs)
-    layer = pn.Attention(20, 6, head_dim=8, position=ROPE, is_causal=True, use_bias=True, rngs=rngs)
-    for name in ("query", "key", "value", "out"):
-        nnx.update(getattr(layer, name), nnx.state(getattr(stock, name)))
+    layer = pn.Attention(
+        20, 6, head_dim=8, position=ROPE, is_causal=True, use_bias=True, rngs=nnx.Rngs(0)
+    )
     x = jax.random.normal(jax.random.key(1), (2, 7, 20))
     wanted = layer(x, positions=at)
-    np.testing.assert_allclose(stock(x, is_causal=True), wanted, atol=1e-5)
-    if "input_positions" in inspect.signature(stock).parameters:
-        stock.attention_fn = fn
-        out = stock(x, is_causal=True, input_positions=at)
+
+    def stock(function):
+        rngs = nnx.Rngs(0)
+        made = nnx.MultiHeadAttention(6, 20, 48, decode=False, attention_fn=function, rngs=rngs)
+        for name in ("query", "key", "value", "out"):
+            nnx.update(getattr(made, name), nnx.state(getattr(layer, name)))
+        return made
+
+    bound = stock(functools.partial(fn, input_positions=at))
+    np.testing.assert_allclose(bound(x, is_causal=True), wanted, atol=1e-5)
+    direct = stock(fn)
+    if "input_positions" in inspect.signature(direct).parameters:
+        out = direct(x, is_causal=True, input_positions=at)
         np.testing.assert_allclose(out, wanted, atol=1e-5)
+        direct.init_cache((2, 9, 20))
+        with pytest.raises(ValueError, match="input_positions in a decode step"):
+            direct(x[:, :1], decode=True, input_positions=at[:1])
 
 
 @pytest.mark.parametrize("name", sorted(NOT_READ))

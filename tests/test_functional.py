@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import qkv
+from support import LENGTH, build, make_batch
 
 import posenc_jax as pe
 from posenc_jax.positions import from_padding_mask
@@ -208,6 +209,30 @@ def test_given_tables_are_used():
     still = pe.scheme_tables(Shared(), {}, jnp.zeros(7, int))
     out, _ = attend(Shared(), tables=still)
     np.testing.assert_allclose(out, attend(pe.NoPE())[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [cls for cls in pe.SCHEMES.values() if cls.tables is not pe.Scheme.tables],
+    ids=lambda cls: cls.name,
+)
+def test_schemes_with_tables_use_those_of_the_call(cls):
+    scheme, tokens = build(cls), make_batch()
+    params = scheme.init(jax.random.key(0))
+
+    @jax.jit
+    def run(tables):
+        arrays = tokens.q, tokens.k, tokens.v
+        return pe.scheme_attention(
+            scheme, params, *arrays, x=tokens.x, tables=tables, is_causal=True
+        )[0]
+
+    at = jnp.arange(LENGTH)
+    tables = pe.scheme_tables(scheme, params, at)
+    wanted = run(None)
+    np.testing.assert_allclose(run(tables), wanted, atol=1e-5)
+    still = pe.scheme_tables(scheme, params, jnp.zeros_like(at))
+    assert np.abs(run(still) - wanted).max() > 1e-3
 
 
 def test_tables_of_other_coordinates_are_refused():
