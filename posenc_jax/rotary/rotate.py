@@ -109,6 +109,8 @@ def _backward(how, residuals, g):
     end = start + 2 * cos.shape[-1]
     a, b = _split(x[..., start:end], read)
     ga, gb = _split(g[..., start:end], write)
+    # Padding has no cotangent and may hold NaN: it must not reach the gradient of the tables.
+    a, b = (jnp.where((ga == 0) & (gb == 0), 0.0, part) for part in (a, b))
     return dx, _sum_like(cos, ga * a + gb * b), _sum_like(sin, sign * (gb * a - ga * b))
 
 

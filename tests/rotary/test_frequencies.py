@@ -139,13 +139,26 @@ def test_an_infinite_factor_is_refused(cls):
         cls(factor=float("inf"))
 
 
-def test_maps_that_contradict_each_other_are_refused():
+def test_at_most_one_map_extends_the_context():
     yarn = pe.YaRN(factor=4.0, original_max_position=64)
-    other = pe.DynamicNTK(2.0, 64, 128)
-    for maps in [(yarn, yarn), (yarn, other), (other, pe.Resonance(), yarn)]:
+    dynamic = pe.DynamicNTK(2.0, 64, 128)
+    for maps in [
+        (yarn, yarn),
+        (yarn, dynamic),
+        (dynamic, pe.Resonance(), yarn),
+        (pe.PI(factor=8.0), pe.NTK(factor=8.0)),
+        (pe.Llama3(), pe.PI(factor=2.0)),
+    ]:
         with pytest.raises(ValueError, match="several maps that extend the context"):
             pe.RoPE(head_dim=8, scaling=maps)
-    pe.RoPE(head_dim=128, scaling=(pe.YaRN(factor=4.0, original_max_position=4096), pe.Resonance()))
+    yarn = pe.YaRN(factor=4.0, original_max_position=4096)
+    for other in (
+        pe.Resonance(),
+        pe.HighFrequenciesOnly(original_max_position=4096),
+        pe.ClippedFrequencies(pairs=20),
+        pe.Proportional(),
+    ):
+        pe.RoPE(head_dim=128, scaling=(yarn, other))
 
 
 @pytest.mark.parametrize("scaling", ["yarn", 4.0, {"factor": 4.0}, (pe.PI(factor=2.0), "ntk")])
