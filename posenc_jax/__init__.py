@@ -47,6 +47,7 @@ from posenc_jax.layers import LayerSpec, layer_pattern
 from posenc_jax.logit_scale.ssmax import SSMax
 from posenc_jax.logit_scale.temperature import QueryTemperature, query_temperature
 from posenc_jax.positions.image_grids import grid_coordinates, resize_grid
+from posenc_jax.positions.mrope import mrope_coordinates
 from posenc_jax.rotary.axial import AxialRoPE, axial_frequencies
 from posenc_jax.rotary.base import Rotary
 from posenc_jax.rotary.comrope import ComRoPE
@@ -57,7 +58,6 @@ from posenc_jax.rotary.layouts import permute_qk
 from posenc_jax.rotary.learned_rope import LearnedRoPE
 from posenc_jax.rotary.liere import LieRE
 from posenc_jax.rotary.mrope import MRoPE
-from posenc_jax.rotary.mrope_coordinates import mrope_coordinates
 from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.rotary.pope import PoPE
 from posenc_jax.rotary.repo import RePo

@@ -17,12 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import coordinate_values, require
-from posenc_jax.rotary.frequencies import (
-    FrequencyMap,
-    rope_frequencies,
-    static_integer,
-)
+from posenc_jax.checks import coordinate_values, positive_integers, require
+from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.rotary.layouts import check_layout, rotary_dims
 from posenc_jax.rotary.rotate import materialize, rotate_pairs
 from posenc_jax.scheme import Params, Scheme, Traits
@@ -102,9 +98,7 @@ class Rotary(Scheme, abc.ABC):
     groups = 1
 
     def __post_init__(self):
-        for setting in ("head_dim", "rotary_dim", "rotary_start", "groups"):
-            static_integer(self.name, setting, getattr(self, setting))
-        require(self.groups >= 1, f"{self.name}: groups must be >= 1, got {self.groups}.")
+        positive_integers(self.name, head_dim=self.head_dim, groups=self.groups)
         self._check_layout()
         _ = self.base_frequencies
 

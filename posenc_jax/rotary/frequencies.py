@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rules import as_tuple
 
 
@@ -43,17 +43,6 @@ def static_number(where: str, name: str, value: Any) -> None:
         )
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{where}: {name} must be a number, got {value!r}.")
-
-
-def static_integer(where: str, name: str, value: Any) -> None:
-    """Raises `TypeError` unless a setting is a Python or NumPy integer.
-
-    >>> static_integer("rope", "head_dim", 8.0)
-    Traceback (most recent call last):
-    TypeError: rope: head_dim must be an integer, got 8.0.
-    """
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{where}: {name} must be an integer, got {value!r}.")
 
 
 def check_stretch(where: str, factor: float, original_max_position: float) -> None:
@@ -148,12 +137,9 @@ def rope_frequencies(
     >>> rope_frequencies(4)[0]
     array([1.  , 0.01])
     """
-    static_integer("rope", "rotary dim", dim)
     static_number("rope", "theta", theta)
-    require(
-        dim >= 2 and dim % 2 == 0,
-        f"rope: rotary dim must be even and positive, got {dim}.",
-    )
+    positive_integers("rope", **{"rotary dim": dim})
+    require(dim % 2 == 0, f"rope: rotary dim must be even and positive, got {dim}.")
     require(theta > 0, f"rope: theta must be positive, got {theta}.")
     require(theta < math.inf, f"rope: theta must be finite, got {theta}.")
     maps = as_tuple(scaling)

@@ -77,8 +77,6 @@ class RePo(ContentRotary):
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the positions z, float32 [B, T, groups], for queries and for keys."""
         x = self.check_x(x, self.model_dim)
-        if segment_ids is not None:
-            x = jnp.where((segment_ids >= 0)[:, :, None], x, 0.0)
         gate, content = (
             jnp.dot(x, params[name], precision="highest") for name in ("gate", "content")
         )

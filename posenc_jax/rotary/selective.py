@@ -24,7 +24,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.ops.init import torch_uniform
 from posenc_jax.ops.short_conv import short_convolution
 from posenc_jax.rotary.base import ContentRotary
@@ -62,9 +62,8 @@ class SelectiveRoPE(ContentRotary):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("model_dim", "rank", "width"):
-            value = getattr(self, name)
-            require(value >= 1, f"selective_rope: {name} must be >= 1, got {value}.")
+        sizes = {"model_dim": self.model_dim, "rank": self.rank, "width": self.width}
+        positive_integers(self.name, **sizes)
         require(
             self.model_dim % self.groups == 0,
             f"selective_rope: groups={self.groups} must divide model_dim={self.model_dim}.",

@@ -173,10 +173,10 @@ def test_contradictions_are_errors():
         pe.RoPEByLength(head_dim=8, scaling=LONG.frozen(99))
     with pytest.raises(ValueError, match="rope_by_length: scaling must be per sequence"):
         pe.RoPEByLength(head_dim=8, scaling=pe.PI(factor=2.0))
-    with pytest.raises(ValueError, match=r"LongRoPE: long=None .* use RoPEByLength"):
+    with pytest.raises(ValueError, match=r"LongRoPE: long=None .* RoPEByLength"):
         pe.RoPE(head_dim=8, scaling=LONG)
-    with pytest.raises(ValueError, match=r"DynamicNTK: length=None .* use RoPEByLength"):
-        pe.RoPE(head_dim=8, scaling=(pe.PI(factor=2.0), NTK))
+    with pytest.raises(ValueError, match=r"DynamicNTK: length=None .* RoPEByLength"):
+        pe.RoPE(head_dim=8, scaling=(NTK, pe.Resonance()))
     with pytest.raises(ValueError, match="LongRoPE: has factors for 4 pairs, but 3 rotate"):
         pe.RoPEByLength(head_dim=8, rotary_dim=6, scaling=LONG)
     with pytest.raises(ValueError, match="needs more than 2 rotary dimensions, got 2"):

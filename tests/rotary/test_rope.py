@@ -142,7 +142,7 @@ def test_options_change_queries_and_keys_alike():
         {"rotary_dim": 4},
         {"rotary_start": 4},
         {"scaling": pe.PI(factor=4.0)},
-        {"scaling": (pe.PI(factor=2.0), pe.NTK(factor=2.0))},
+        {"scaling": (pe.PI(factor=2.0), pe.Resonance())},
     ]
     for change in changes:
         scheme = plain.replace(**change)

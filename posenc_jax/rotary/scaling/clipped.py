@@ -1,16 +1,16 @@
-r"""ClippedFrequencies RoPE: the slowest pairs fade out, with a cosine or at once.
+r"""Clipped RoPE: the frequencies of the slowest pairs are reduced to zero, by a cosine or at once.
 
     w'_p = w_p * (1 + cos(pi j / (n - 1))) / 2,     j = p - (P - n), for the last n of P pairs
 
-Pairs that do not complete a turn within the trained length are what fails beyond it. The
-first of the n pairs stays and the last stops. `hard=True` stops all n, which makes steps in
-the spectrum that show as ripples over distance. The authors take 20 of the 64 pairs of
-Llama-3-8B, after its own scaling: `(Llama3(), ClippedFrequencies(pairs=20))`. For fewer pairs than
-n their code fades all of them; here that is an error.
+Pairs that do not complete a period within the trained length cause the failure beyond it. The
+first of the n pairs is unchanged and the last has frequency zero. `hard=True` sets all n to zero;
+the steps in the spectrum then show as ripples over distance. The authors take 20 of the 64 pairs
+of Llama-3-8B, after its own scaling: `(Llama3(), ClippedFrequencies(pairs=20))`. For fewer pairs
+than n their code clips all of them; here that is an error.
 
-The paper calls it CoPE. So is another scheme, contextual position encoding.
+The paper calls it CoPE, as is contextual position encoding.
 
-Paper: Li et al. CoPE: ClippedFrequencies RoPE as A Scalable Free Lunch for Long Context LLMs. 2026.
+Paper: Li et al. CoPE: Clipped RoPE as A Scalable Free Lunch for Long Context LLMs. 2026.
 https://arxiv.org/abs/2602.05258
 Reference code: hrlics/CoPE, modeling_cope.py.
 """
@@ -25,14 +25,14 @@ from posenc_jax.rotary.frequencies import FrequencyMap
 
 @dataclasses.dataclass(frozen=True)
 class ClippedFrequencies(FrequencyMap):
-    """Fades or stops the slowest pairs (Li et al. 2026).
+    """Reduces the frequencies of the slowest pairs to zero (Li et al. 2026).
 
     Attributes:
-      pairs: n, how many.
-      hard: whether all of them stop.
+      pairs: n.
+      hard: whether all n get frequency zero.
 
     Raises:
-      ValueError: for more pairs than there are, or too few: one is stopped by `hard` only.
+      ValueError: for more pairs than rotate, or fewer than two (one with `hard`).
 
     >>> ClippedFrequencies(pairs=3)(np.ones(4), head_dim=8, theta=1e4)[0]
     array([1. , 1. , 0.5, 0. ])
@@ -50,7 +50,6 @@ class ClippedFrequencies(FrequencyMap):
         )
 
     def __call__(self, frequencies, head_dim, theta):
-        """Returns the frequencies with the last ones faded or zero, and 1."""
         count = len(frequencies)
         require(
             self.pairs <= count, f"ClippedFrequencies: pairs={self.pairs}, but only {count} rotate."

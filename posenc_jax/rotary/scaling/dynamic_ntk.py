@@ -2,16 +2,15 @@ r"""Dynamic NTK: NTK-aware scaling that grows with the length of the sequence.
 
     theta -> theta * u^(d / (d - 2)),     u = factor * T / L - (factor - 1) for T > L, else 1
 
-T is the length of the sequence and L the trained length. At T = L nothing has changed; with
-factor 1 the base grows as T / L, as the YaRN paper has it. In released code T is the length
-so far, and every step of decoding has other frequencies. Keys that were rotated and cached
-with earlier ones no longer fit: generation then differs from one pass over the same text.
+T is the length of the sequence and L the trained length; at T = L frequencies are unchanged. With
+factor 1 the base grows as T / L, as in the YaRN paper. In released code T is the length so far, so
+every decode step has other frequencies, and keys cached with earlier ones no longer fit:
+generation differs from one pass over the same text.
 
-Here T is a setting, `length`, and frozen: set it to the length that the run will reach.
-This is what inference engines that precompute one table for their maximal length do. Keys
-can be cached, and a prompt followed by steps equals the whole. One traced program per
-length is the price. With `length=None` each sequence has the frequencies of its own length
-so far, in float32 (up to 1e-6 off), which is `RoPEByLength`'s business.
+Here T is a setting, `length`: set it to the length that the run will reach, as inference engines
+do that precompute one table for their maximal length. Keys can be cached, and a prompt followed by
+steps equals the whole; each length is a new program. With `length=None`, for `RoPEByLength`, each
+sequence has the frequencies of its own length so far, in float32 (up to 1e-6 off).
 
 Paper: emozilla, 2023, as written down in Peng et al. YaRN. https://arxiv.org/abs/2309.00071
 Reference code: jquesnelle/yarn, scaled_rope/LlamaDynamicScaledRotaryEmbedding.py;
@@ -32,13 +31,12 @@ from posenc_jax.rotary.scaling.interpolation import NTK
 
 @dataclasses.dataclass(frozen=True)
 class DynamicNTK(PerSequenceMap):
-    """Dynamic NTK scaling (emozilla 2023) at one length.
+    """Dynamic NTK scaling (emozilla 2023).
 
     Attributes:
-      factor: how fast the base grows beyond the trained length; at least 1.
+      factor: the growth of the base beyond the trained length; at least 1.
       original_max_position: L, the trained length.
-      length: T, the length of the sequence; up to L nothing changes. None goes by each
-        sequence's own length.
+      length: T, for all sequences; None for the own length of each.
 
     Raises:
       ValueError: for a factor below one, a missing length, or fewer than four rotary
@@ -56,31 +54,26 @@ class DynamicNTK(PerSequenceMap):
         check_stretch("DynamicNTK", self.factor, self.original_max_position)
         require(
             self.length is None or 1 <= self.length < math.inf,
-            f"DynamicNTK: length must be that of the sequence, got {self.length}.",
+            f"DynamicNTK: length must be at least 1, got {self.length}.",
         )
 
     def __call__(self, frequencies, head_dim, theta):
-        """Returns the frequencies of the larger base, and 1."""
         length = self.length
         if length is None:
             raise ValueError(
-                "DynamicNTK: length=None goes by the length of each sequence, and one table is for "
-                "all: use RoPEByLength."
+                "DynamicNTK: length=None is scaling per sequence, for the scheme RoPEByLength."
             )
         longer = max(length / self.original_max_position, 1.0)
         return NTK(self.factor * longer - (self.factor - 1))(frequencies, head_dim, theta)
 
     @property
     def per_sequence(self):
-        """Whether each sequence has the frequencies of its own length."""
         return self.length is None
 
     def frozen(self, length):
-        """Returns the map for sequences of `length` tokens."""
         return dataclasses.replace(self, length=length)
 
     def cos_sin(self, coordinates, lengths, frequencies, head_dim, theta):
-        """Returns cosine and sine at the frequencies of each length."""
         longer = jnp.maximum(lengths.astype(jnp.float32) / self.original_max_position, 1.0)
         grown = jnp.log(self.factor * longer - (self.factor - 1))[..., None]
         power = (-2.0 * np.arange(len(frequencies)) / (head_dim - 2)).astype(np.float32)

@@ -1,13 +1,13 @@
-r"""High-frequency RoPE: pairs that complete no turn within the trained length stand still.
+r"""High-frequency RoPE: pairs that complete no period within the trained length do not rotate.
 
     w'_p = w_p   where w_p >= 2 pi / L,     else 0
 
-Of slower pairs a model has seen a part of a turn only, and beyond L meets angles that it has
-not. HoPE finds that they cause the preference for the beginning and the end of a context, and
-trains without their rotation; what they carry is then content alone. In FoPE's code this is
-how frequencies are chosen, and stopped in its ablations. Others stop a number of pairs
-(`ClippedFrequencies(hard=True)`) or a part of them (`Proportional`). RoPE-ID, high frequencies
-on some of the dimensions, is `RoPE(rotary_dim=..., theta=...)` with a small theta.
+In training, slower pairs go through a part of their period only, and reach unseen angles beyond L.
+HoPE finds that they cause the preference for the beginning and the end of a context, and trains
+without their rotation, so that they encode content alone. FoPE's code chooses its frequencies so.
+Other maps select a number of pairs (`ClippedFrequencies(hard=True)`) or a part of them
+(`Proportional`). RoPE-ID, high frequencies on some of the dimensions, is
+`RoPE(rotary_dim=..., theta=...)` with a small theta.
 
 The authors of HoPE released no code; the boundary is that of FoPE's.
 
@@ -27,7 +27,7 @@ from posenc_jax.rotary.frequencies import FrequencyMap
 
 @dataclasses.dataclass(frozen=True)
 class HighFrequenciesOnly(FrequencyMap):
-    """Stops pairs that complete no turn within the trained length (Chen et al. 2024).
+    """Keeps the pairs that complete a period within the trained length (Chen et al. 2024).
 
     Attributes:
       original_max_position: L, the trained length.
@@ -51,6 +51,5 @@ class HighFrequenciesOnly(FrequencyMap):
         )
 
     def __call__(self, frequencies, head_dim, theta):
-        """Returns the frequencies with the slow ones zero, and 1."""
         slow = frequencies < 2 * np.pi / self.original_max_position
         return np.where(slow, 0.0, frequencies), 1.0

@@ -1,10 +1,10 @@
-r"""Interpolation: all frequencies scaled at once, for texts longer than those of training.
+r"""Position interpolation and NTK-aware scaling: context extension by one factor.
 
     PI   (position interpolation)   w_p -> w_p / factor
     NTK  (NTK-aware scaling)        theta -> theta * factor^(d / (d - 2)), d the rotary dim
 
-PI squeezes all positions into the trained range; NTK leaves the fastest pair as it is and
-squeezes only the slowest by the whole factor.
+PI maps all positions into the trained range; NTK leaves the fastest pair unchanged and divides
+the slowest by the whole factor.
 
 Papers: Chen et al. Extending Context Window of Large Language Models via Positional
 Interpolation. 2023. https://arxiv.org/abs/2306.15595
@@ -43,7 +43,6 @@ class PI(FrequencyMap):
         check_stretch("PI", self.factor, 1)
 
     def __call__(self, frequencies, head_dim, theta):
-        """Returns all frequencies divided by the factor, and 1."""
         return frequencies / self.factor, 1.0
 
 
@@ -68,7 +67,6 @@ class NTK(FrequencyMap):
         check_stretch("NTK", self.factor, 1)
 
     def __call__(self, frequencies, head_dim, theta):
-        """Returns the frequencies of the larger base, and 1."""
         require(head_dim > 2, f"NTK: needs more than 2 rotary dimensions, got {head_dim}.")
         pair = np.arange(len(frequencies))
         return frequencies * self.factor ** (-2.0 * pair / (head_dim - 2)), 1.0

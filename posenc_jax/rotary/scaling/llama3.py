@@ -1,13 +1,13 @@
-r"""Llama 3.1's scaling: long wavelengths are stretched, short ones are not.
+r"""Llama 3.1's scaling: long wavelengths are multiplied by the factor, short ones are kept.
 
-With s the factor, L the trained length and r_p = L w_p / 2 pi, the turns of pair p in L,
+With s the factor, L the trained length and r_p = L w_p / 2 pi, the rotations of pair p within L,
 
     w'_p = c_p w_p + (1 - c_p) w_p / s,     c_p = (r_p - low) / (high - low), clipped to [0, 1]
 
-which is how the three cases of Meta's code (wavelength above L / low: divided by s; below
-L / high: kept; between: blended) read in one line; both ends agree with their neighbours.
-It is the ramp of the YaRN paper between 1 and 4 turns, without its factor on attention.
-Llama 3.1 has the defaults, Llama 3.2 a factor of 32. Meta published code but no equation.
+This is equal to the three cases of Meta's code (wavelength above L / low: divided by s; below
+L / high: kept; between: blended). It is the ramp of the YaRN paper between 1 and 4 rotations,
+without its factor on attention. Llama 3.1 has the defaults, Llama 3.2 a factor of 32. Meta
+published code but no equation.
 
 Paper: Grattafiori et al. The Llama 3 Herd of Models. 2024. https://arxiv.org/abs/2407.21783
 Reference code: meta-llama/llama-models, models/llama3/model.py, apply_scaling;
@@ -29,13 +29,13 @@ class Llama3(FrequencyMap):
     """The scaling of Llama 3.1 (Grattafiori et al. 2024).
 
     Attributes:
-      factor: s, what long wavelengths are multiplied by; at least 1.
+      factor: s, the factor on long wavelengths; at least 1.
       original_max_position: L, the trained length.
-      low_freq_factor: pairs with fewer turns in L are stretched by all of s.
-      high_freq_factor: pairs with more turns in L are not.
+      low_freq_factor: pairs with fewer rotations within L are divided by s.
+      high_freq_factor: pairs with more rotations within L are kept.
 
     Raises:
-      ValueError: for a factor below one, no trained length, or ends out of order.
+      ValueError: for a factor below one, no trained length, or low above high.
 
     >>> Llama3(factor=8.0)(np.array([1.0, 1e-4]), head_dim=4, theta=1e8)[0]
     array([1.00e+00, 1.25e-05])
@@ -56,11 +56,10 @@ class Llama3(FrequencyMap):
         )
 
     def __call__(self, frequencies, head_dim, theta):
-        """Returns the blend of kept and stretched frequencies, and 1."""
-        turns = self.original_max_position * frequencies / (2 * np.pi)
+        rotations = self.original_max_position * frequencies / (2 * np.pi)
         width = self.high_freq_factor - self.low_freq_factor
         if width == 0.0:  # Llama 4 Scout: no blend between the two.
-            keep = (turns >= self.low_freq_factor).astype(frequencies.dtype)
+            keep = (rotations >= self.low_freq_factor).astype(frequencies.dtype)
         else:
-            keep = np.clip((turns - self.low_freq_factor) / width, 0.0, 1.0)
+            keep = np.clip((rotations - self.low_freq_factor) / width, 0.0, 1.0)
         return keep * frequencies + (1 - keep) * frequencies / self.factor, 1.0

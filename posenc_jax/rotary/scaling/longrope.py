@@ -1,4 +1,4 @@
-r"""LongRoPE: every pair has its own stretch, found by a search.
+r"""LongRoPE: every pair has its own divisor, found by a search.
 
     w'_p = w_p / lambda_p,     q, k -> g q, g k,     g = sqrt(1 + ln s / ln L)
 
@@ -6,11 +6,10 @@ s is the new length divided by the trained length L. Models ship two lists of la
 sequences of up to L tokens and for longer ones; g belongs to both. `magnitude="yarn"` is
 g = 0.1 ln s + 1, and `attention_factor` gives g itself (Phi-3.5-MoE).
 
-`long` says which of the two tables, for all rows and for good: what a run needs that knows
-its length beforehand. With `long=None` each sequence has the table of its own length, which
-is `RoPEByLength`'s business. Hugging Face chooses by the longest row of the batch, so that
-a row's numbers depend on its neighbours, and keys cached before a sequence passes L no
-longer fit those after.
+`long` selects one of the two lists for all sequences, for runs whose length is known. With
+`long=None`, for `RoPEByLength`, each sequence has the list of its own length. Hugging Face selects
+by the longest row of the batch, so that the output of a row depends on the others, and keys cached
+before a sequence passes L no longer fit those after.
 
 Paper: Ding et al. LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens. 2024.
 https://arxiv.org/abs/2402.13753
@@ -33,17 +32,16 @@ _MAGNITUDES = ("su", "yarn")
 
 @dataclasses.dataclass(frozen=True)
 class LongRoPE(PerSequenceMap):
-    """LongRoPE (Ding et al. 2024), with the table for short or for long sequences.
+    """LongRoPE (Ding et al. 2024).
 
     Attributes:
       short_factor: lambda of every pair for sequences of up to L tokens.
       long_factor: lambda of every pair for longer ones.
       factor: s, new length divided by trained length; at least 1.
       original_max_position: L, the trained length.
-      long: whether to use `long_factor`; None goes by each sequence's length, which is long
-        from L + 1 tokens on.
-      magnitude: "su" or "yarn", which g.
-      attention_factor: g itself, instead of what follows from the others.
+      long: whether to use `long_factor`; None: for sequences of more than L tokens.
+      magnitude: "su" or "yarn", the formula of g.
+      attention_factor: g itself.
 
     Raises:
       ValueError: for a factor below one, no trained length, lists that are not positive,
@@ -88,11 +86,9 @@ class LongRoPE(PerSequenceMap):
             )
 
     def __call__(self, frequencies, head_dim, theta):
-        """Returns frequencies divided by one of the lists, and g."""
         require(
             self.long is not None,
-            "LongRoPE: long=None goes by the length of each sequence, and one table is for all: "
-            "use RoPEByLength.",
+            "LongRoPE: long=None is scaling per sequence, for the scheme RoPEByLength.",
         )
         stretch = np.array(self.long_factor if self.long else self.short_factor, np.float64)
         require(
@@ -108,15 +104,12 @@ class LongRoPE(PerSequenceMap):
 
     @property
     def per_sequence(self):
-        """Whether each sequence has the table of its own length."""
         return self.long is None
 
     def frozen(self, length):
-        """Returns the map with the table for sequences of `length` tokens."""
         return dataclasses.replace(self, long=length > self.original_max_position)
 
     def cos_sin(self, coordinates, lengths, frequencies, head_dim, theta):
-        """Returns cosine and sine times g, from the table of each length."""
         tables = []
         for long in (False, True):
             stretched, g = dataclasses.replace(self, long=long)(frequencies, head_dim, theta)

@@ -2,11 +2,10 @@ r"""Proportional RoPE (p-RoPE): the fastest pairs rotate, the slow ones carry no
 
     w'_p = w_p   for p < floor(fraction * d / 2),     else 0
 
-Slow pairs serve as channels for content, and over long contexts position drifts into them.
-The exponent of w_p and the distance within a pair are those of the whole head. This is not
-`RoPE(rotary_dim=...)`, as GPT-NeoX and Phi have it under the name of a partial factor: that
-one rotates the first dimensions as if they were a small head, with all of its wavelengths.
-A fraction of 0 is no position encoding at all, 1 is RoPE. Gemma 4 uses 0.25 in its global
+Slow pairs carry content, which rotation over long contexts disturbs. The exponent of w_p and the
+distance within a pair are those of the whole head. `RoPE(rotary_dim=...)`, the partial factor of
+GPT-NeoX and Phi, is different: it rotates the first dimensions as a small head, with all of its
+wavelengths. A fraction of 0 is no position encoding, 1 is RoPE. Gemma 4 uses 0.25 in its global
 layers; the paper trains 0.25 and 0.75. Configs that divide by a factor as well are
 `(Proportional(), PI(factor=8.0))`.
 
@@ -26,7 +25,7 @@ from posenc_jax.rotary.frequencies import FrequencyMap
 
 @dataclasses.dataclass(frozen=True)
 class Proportional(FrequencyMap):
-    """Keeps the fastest pairs and stops the others (Barbero et al. 2024).
+    """Keeps the fastest pairs; the others get frequency zero (Barbero et al. 2024).
 
     Attributes:
       fraction: the part of the pairs that rotates, in [0, 1].
@@ -47,6 +46,5 @@ class Proportional(FrequencyMap):
         )
 
     def __call__(self, frequencies, head_dim, theta):
-        """Returns the first frequencies and zeros, and 1."""
         kept = int(self.fraction * head_dim // 2)
         return np.where(np.arange(len(frequencies)) < kept, frequencies, 0.0), 1.0

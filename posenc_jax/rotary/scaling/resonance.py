@@ -2,13 +2,13 @@ r"""Resonance RoPE: wavelengths are whole numbers of tokens.
 
     w'_p = 2 pi / round(2 pi / w_p)
 
-A pair then meets beyond the trained length the very angles that it has met before, if its
-wavelength is shorter than that. Pairs that do not rotate stay. Put it last, behind the map
-that extends the context: `(YaRN(...), Resonance())` is the paper's Resonance YaRN.
+A pair of a wavelength below the trained length then repeats, beyond that length, exactly the
+angles of training. Pairs of frequency zero are unchanged. Put it after the map that extends the
+context: `(YaRN(...), Resonance())` is the paper's Resonance YaRN.
 
-The authors reduce positions modulo the wavelength and tile the table, so that angles repeat
-to the bit. Here they come from integer arithmetic (see `posenc_jax.angles`) and repeat
-within 2e-7 at any int32 position.
+The authors reduce positions modulo the wavelength and tile the table, so that angles repeat to
+the bit. Here they come from integer arithmetic (see `posenc_jax.angles`) and repeat within 2e-7
+at any int32 position.
 
 Paper: Wang et al. Resonance RoPE: Improving Context Length Generalization of Large Language
 Models. 2024. https://arxiv.org/abs/2403.00071
@@ -36,7 +36,6 @@ class Resonance(FrequencyMap):
     """
 
     def __call__(self, frequencies, head_dim, theta):
-        """Returns the frequencies of the rounded wavelengths, and 1."""
         moving = frequencies > 0
         wavelengths = np.round(2 * np.pi / np.where(moving, frequencies, 1.0))
         require(

@@ -1,24 +1,23 @@
-r"""YaRN: fast pairs stay, slow pairs are interpolated, and attention is sharpened.
+r"""YaRN: fast pairs are kept, slow pairs interpolated, and attention is sharpened.
 
     w'_p = m_p w_p + (1 - m_p) w_p / s         s = new length / trained length L
     q, k -> g q, g k                           g = 0.1 ln s + 1, on what is rotated
 
-so that logits grow by g^2. m_p is 1 for pairs that turn more than `beta_fast` times within
-L, 0 for those that turn less than `beta_slow` times, and between them linear in
+so that logits grow by g^2. m_p is 1 for pairs with more than `beta_fast` rotations within L, 0 for
+those with fewer than `beta_slow`, and between them linear in
 
-    ramp="index" (default)   the pair's index p           all code and released models
-    ramp="rotations"             its number of turns in L     the paper, equation 13
+    ramp="index" (default)       the pair's index p               all code and released models
+    ramp="rotations"             its number of rotations in L     the paper, equation 13
 
-They differ much: at d = 16, L = 2048, s = 4 pair 3 keeps 0.81 of its frequency in one and
-0.48 in the other. The ends of the index ramp are rounded outwards to whole pairs, which
+At d = 16, L = 2048, s = 4 pair 3 keeps 0.81 of its frequency with one ramp and 0.48 with the
+other. The ends of the index ramp are rounded outwards to whole pairs, which
 gpt-oss does not do (`truncate=False`).
 
-DeepSeek rotates only some dimensions of a head, and so gives g another form:
+DeepSeek rotates only some dimensions of a head, and has another g:
     g = G(mscale) / G(mscale_all_dim),   G(m) = 0.1 m ln s + 1    (m = 0: no correction)
-while the factor for all dimensions moves to the logit scale, G(mscale_all_dim)^2 / sqrt(H):
-give `yarn_logit_scale` as `scale` to attention, or logits are too small by a half in
-DeepSeek-V3. Where only one of the two is set, Hugging Face ignores it; here it counts, as
-in DeepSeek's code.
+with the factor for all dimensions in the logit scale, G(mscale_all_dim)^2 / sqrt(H): give
+`yarn_logit_scale` as `scale` to attention, or logits of DeepSeek-V3 are too small by half. Where
+only one of the two is set, Hugging Face ignores it; here it is used, as in DeepSeek's code.
 
 Paper: Peng et al. YaRN: Efficient Context Window Extension of Large Language Models. 2023.
 https://arxiv.org/abs/2309.00071
@@ -34,7 +33,7 @@ import numpy as np
 
 from posenc_jax.checks import require
 from posenc_jax.rotary.frequencies import FrequencyMap, check_stretch
-from posenc_jax.rotary.scaling.ntk_by_parts import check_turns, index_ramp
+from posenc_jax.rotary.scaling.ntk_by_parts import check_rotations, index_ramp
 
 
 def _magnitude(factor, mscale):
@@ -71,16 +70,16 @@ class YaRN(FrequencyMap):
     Attributes:
       factor: s, new length divided by trained length; at least 1.
       original_max_position: L, the trained length.
-      beta_fast: pairs that turn more often than this within L stay.
-      beta_slow: pairs that turn less often than this are interpolated.
+      beta_fast: pairs with more rotations within L are kept.
+      beta_slow: pairs with fewer rotations within L are interpolated.
       ramp: "index" or "rotations", what the ramp between them is linear in.
       truncate: whether the ends of the index ramp are rounded to whole pairs.
-      attention_factor: g itself, instead of what follows from the others.
+      attention_factor: g itself.
       mscale: m of the numerator of g.
       mscale_all_dim: m of its denominator; see `yarn_logit_scale`.
 
     Raises:
-      ValueError: for a factor below one, no trained length, turns out of order, options
+      ValueError: for a factor below one, no trained length, rotations out of order, options
         that contradict each other, or sizes that leave no pair on the index ramp.
 
     >>> YaRN(factor=4.0, original_max_position=2048)(np.array([1.0, 1e-2]), 4, 1e4)[0]
@@ -100,7 +99,7 @@ class YaRN(FrequencyMap):
 
     def __post_init__(self):
         check_stretch("YaRN", self.factor, self.original_max_position)
-        check_turns("YaRN", "beta_fast and beta_slow", self.beta_fast, self.beta_slow)
+        check_rotations("YaRN", "beta_fast and beta_slow", self.beta_fast, self.beta_slow)
         require(
             self.ramp in ("index", "rotations"),
             f'YaRN: ramp must be "index" or "rotations", got {self.ramp!r}.',
@@ -125,13 +124,12 @@ class YaRN(FrequencyMap):
         )
 
     def __call__(self, frequencies, head_dim, theta):
-        """Returns the blend of kept and interpolated frequencies, and g."""
-        length, turns = self.original_max_position, (self.beta_fast, self.beta_slow)
+        length, rotations = self.original_max_position, (self.beta_fast, self.beta_slow)
         if self.ramp == "index":
-            keep = index_ramp("YaRN", turns, length, head_dim, theta, truncate=self.truncate)
+            keep = index_ramp("YaRN", rotations, length, head_dim, theta, truncate=self.truncate)
         else:
             count = length * frequencies / (2 * np.pi)
-            keep = np.clip((count - turns[1]) / (turns[0] - turns[1]), 0.0, 1.0)
+            keep = np.clip((count - rotations[1]) / (rotations[0] - rotations[1]), 0.0, 1.0)
         g = self.attention_factor
         if g is None:
             g = _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)

@@ -58,7 +58,7 @@ def test_cached_keys_stay_right():
     [
         ({"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
         ({"original_max_position": 0}, "original_max_position must be the trained length"),
-        ({"length": 0}, "length must be that of the sequence, got 0"),
+        ({"length": 0}, "length must be at least 1, got 0"),
     ],
 )
 def test_errors_name_the_option_and_the_value(change, message):

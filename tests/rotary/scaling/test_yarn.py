@@ -75,7 +75,7 @@ def test_the_two_ramps_differ():
 
 
 def test_the_ends_of_the_index_ramp_worked_out_by_hand():
-    """d = 20, L = 300, theta = 100: ends at 3.55 and 8.39 turns of index, so 3 and 9."""
+    """d = 20, L = 300, theta = 100: ends at 3.55 and 8.39 of the index, so 3 and 9."""
     got, _ = mapped(20, 100.0, original_max_position=300, beta_fast=9.3, beta_slow=1.0)
     plain, _ = pe.rope_frequencies(20, 100.0)
     keep = 1 - np.clip((np.arange(10) - 3) / 6, 0, 1)
@@ -174,7 +174,7 @@ def test_errors_name_the_option_and_the_value(change, message):
 def test_a_ramp_without_pairs_is_refused():
     """Released code then interpolates nothing, or everything."""
     for options in ({"original_max_position": 2}, {"original_max_position": 10**12}):
-        with pytest.raises(ValueError, match=r"YaRN: .* no pair is between 32.0 and 1.0 turns"):
+        with pytest.raises(ValueError, match=r"YaRN: .* no pair has between 32.0 and 1.0 rot"):
             mapped(8, 10.0, **options)
     with pytest.raises(ValueError, match=r"YaRN: needs theta above 1, got 1.0"):
         pe.RoPE(head_dim=8, theta=1.0, scaling=pe.YaRN(**BASE))
