@@ -229,6 +229,8 @@ def test_schemes_with_tables_use_those_of_the_call(cls):
 
     at = jnp.arange(LENGTH)
     tables = pe.scheme_tables(scheme, params, at)
+    if not jax.tree.leaves(tables):
+        pytest.skip("returns None")
     wanted = run(None)
     np.testing.assert_allclose(run(tables), wanted, atol=1e-5)
     still = pe.scheme_tables(scheme, params, jnp.zeros_like(at))
