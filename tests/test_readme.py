@@ -4,16 +4,53 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+
+import posenc_jax as pe
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_the_readme_runs(capsys):
-    readme = pathlib.Path(__file__).parent.parent / "README.md"
-    blocks = re.findall(r"```python\n(.*?)```", re.sub("(?m)^   ", "", readme.read_text()), re.S)
-    assert len(blocks) == 4
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", re.sub("(?m)^   ", "", readme), re.S)
+    assert len(blocks) == 7
     names = {"__name__": "readme"}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in blocks:
             exec(block, names)
+            if "from_padding_mask" in block:
+                assert names["cache"].next_positions.tolist() == [2, 4]
     assert capsys.readouterr().out == "True\n"
+    rotated = names["rope"].query({}, names["q"], jnp.arange(300)[None])
+    np.testing.assert_array_equal(names["q_rotated"], rotated)
+    assert names["bias"].shape == (8, 300, 300)
+    rope, nope = names["layers"][2:4]
+    assert (rope.scheme.layout, rope.window) == ("interleaved", 4096)
+    assert nope == pe.LayerSpec(pe.NoPE())
     scheme = names["LogDistance"](num_heads=8)
     assert scheme.rules(scheme.init(jax.random.key(0))).num_heads == 8
+
+
+def test_the_own_scheme_runs_as_pasted():
+    readme = (ROOT / "README.md").read_text()
+    block = re.search(r"   ```python\n(.*?)   ```", readme, re.S)[1]
+    names = {"__name__": "mine"}
+    exec(re.sub("(?m)^   ", "", block), names)
+    assert str(names["LogDistance"](num_heads=8).acts) == "logits"
+
+
+def test_links_lead_to_files():
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+            assert "://" not in link or link.startswith("https://"), f"{page.name}: {link}"
+
+
+def test_pages_name_files_that_exist():
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
+        for path in re.findall(
+            r"`((?:tests|experiments|posenc_jax|docs)/[\w./]+)`", page.read_text()
+        ):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
