@@ -175,8 +175,8 @@ class Scheme:
           q: [B, T, N, H], before `query`.
           k: [B, T, K, H], before `key`.
           coordinates: [B, T] or [A, B, T].
-          segment_ids: int32 [B, T], or None for one segment. Tokens below zero are padding
-            and must not change `state`: they may be anywhere and hold anything, NaN too.
+          segment_ids: int32 [B, T], or None for one segment. Tokens below zero are padding,
+            which may be anywhere; x, q and k are zero there. They must not change `state`.
           state: the state returned for the preceding tokens (running sums), leaves
             [B, ...]; None at sequence start, which must equal an all-zero state (caches are
             zero-filled).

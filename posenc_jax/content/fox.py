@@ -31,7 +31,7 @@ x_transformers.py, DataDependentAlibi.
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -106,28 +106,27 @@ class FoX(Scheme):
         return {"w": w, "b": jnp.full(self.num_heads, self.init_bias, jnp.float32)}
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        """Returns c, the cumulative sums of log f, [B, T, N], for queries and for keys."""
+        """Returns c, the cumulative sums of log f, for queries and -c for keys, [B, T, N]."""
         require(
             q.shape[2] == self.num_heads,
             f"fox: q must be [B, T, {self.num_heads}, H], got {q.shape}.",
         )
-        logits = self._logits(params, x, q, segment_ids)
-        gates = jax.nn.log_sigmoid(logits)
+        log_f = jax.nn.log_sigmoid(self._logits(params, x, q))
         if segment_ids is not None:
-            gates = jnp.where((segment_ids >= 0)[:, :, None], gates, 0.0)
-        sums = jnp.cumsum(gates, axis=1)
+            log_f = jnp.where((segment_ids >= 0)[:, :, None], log_f, 0.0)
+        sums = jnp.cumsum(log_f, axis=1)
         if state is not None:
             sums += state[:, None]
-        return sums, sums, sums[:, -1]
+        return sums, -sums, sums[:, -1]
 
-    def rules(self, params, q_features: Any = None, k_features: Any = None):
-        return SeparableBias(q_features=q_features, k_features=-k_features, symmetric=True)
+    def rules(self, params, q_features=None, k_features=None):
+        return SeparableBias(q_features=q_features, k_features=k_features, symmetric=True)
 
     def _bias(self):
         times = np.geomspace(self.min_time, self.max_time, self.num_heads)
         return jnp.asarray(-np.log(np.expm1(1 / times)), jnp.float32)
 
-    def _logits(self, params, x, q, segment_ids):
+    def _logits(self, params, x, q):
         if self.gate != "full":
             b = params["b"] if self.gate == "bias" else self._bias()
             return jnp.broadcast_to(b, (*q.shape[:2], self.num_heads))
@@ -140,7 +139,5 @@ class FoX(Scheme):
             x.shape[-1] == self.model_dim,
             f"fox: x must be [B, T, {self.model_dim}], got {x.shape}.",
         )
-        x = x.astype(jnp.float32)
-        if segment_ids is not None:  # Padding may contain NaN.
-            x = jnp.where((segment_ids >= 0)[:, :, None], x, 0.0)
-        return jnp.dot(x, params["w"], precision="highest") + params["b"][None, None]
+        logits = jnp.dot(x.astype(jnp.float32), params["w"], precision="highest")
+        return logits + params["b"][None, None]

@@ -228,25 +228,23 @@ class PaTH(Scheme):
             f"{self.head_dim}], got {x.shape} and {q.shape}.",
         )
         conv_state, fox_state = (None, None) if state is None else state
-        sums = None
+        q_sums = k_sums = None
         if self.forget_gate:
-            sums, _, fox_state = self._fox.features(
+            q_sums, k_sums, fox_state = self._fox.features(
                 params["gate"], x, q, k, coordinates, segment_ids, fox_state
             )
-        x = x.astype(jnp.float32)
-        if segment_ids is None:
-            segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
-        x = jnp.where((segment_ids >= 0)[:, :, None], x, 0.0)
-        w = x
+        w = x = x.astype(jnp.float32)
         for matrix in params["w"]:
             w = jnp.dot(w, matrix, precision="highest")
         if self.short_conv:
+            if segment_ids is None:
+                segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
             w, conv_state = short_convolution(w, params["conv"], segment_ids, conv_state)
             w = jax.nn.silu(w)
         w = w.reshape(*w.shape[:2], -1, self.head_dim)
         w *= jax.lax.rsqrt(jnp.sum(w * w, -1, keepdims=True) + 1e-6)
         beta = jnp.dot(x, params["beta"], precision="highest") + params["beta_bias"][None, None]
-        return sums, (w, 2.0 * jax.nn.sigmoid(beta), sums), (conv_state, fox_state)
+        return q_sums, (w, 2.0 * jax.nn.sigmoid(beta), k_sums), (conv_state, fox_state)
 
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
@@ -257,9 +255,9 @@ class PaTH(Scheme):
                 f"{attention.softcap}."
             )
         scale = self.head_dim**-0.5 if attention.scale is None else attention.scale
-        w, beta, sums = k_features
+        w, beta, k_sums = k_features
         if self.forget_gate:
-            gates = dataclasses.replace(self._fox.rules({}, q_features, sums), scaled=True)
+            gates = dataclasses.replace(self._fox.rules({}, q_features, k_sums), scaled=True)
             attention = attention.replace(extra_rules=(*attention.extra_rules, gates))
         return attend_along_path(q, k, v, w, beta, scale, attention)
 

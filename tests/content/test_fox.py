@@ -72,8 +72,8 @@ def test_sums_worked_out_by_hand():
     params = {"w": jnp.ones((1, 1)), "b": jnp.zeros(1)}
     x = jnp.asarray([0.0, 1.0, -1.0, 2.0]).reshape(1, 4, 1)
     q = jnp.zeros((1, 4, 1, 1))
-    rows, cols, state = scheme.features(params, x, q, q, None, None, None)
-    rule, at = scheme.rules(params, rows, cols), jnp.arange(4)
+    q_features, k_features, state = scheme.features(params, x, q, q, None, None, None)
+    rule, at = scheme.rules(params, q_features, k_features), jnp.arange(4)
     bias = rule.added_logits(rule.q_features[0], rule.k_features[0], at, at)
     wanted = [
         [0, 0, 0, 0],

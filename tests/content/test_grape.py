@@ -64,10 +64,10 @@ def test_the_bias_at_far_positions(gate):
     params = spread(scheme.init(jax.random.key(0)))
     q, k, _ = qkv(length=3, heads=12)
     at = np.array([1, 257, 10**6])
-    rows, cols, _ = scheme.features(params, None, q, k, None, None, None)
-    rows, cols = jax.tree.map(lambda a: a[0], (rows, cols))
-    got = scheme.rules(params, rows, cols).added_logits(
-        rows, cols, jnp.asarray(at), jnp.asarray(at)
+    q_features, k_features, _ = scheme.features(params, None, q, k, None, None, None)
+    q_features, k_features = jax.tree.map(lambda a: a[0], (q_features, k_features))
+    got = scheme.rules(params, q_features, k_features).added_logits(
+        q_features, k_features, jnp.asarray(at), jnp.asarray(at)
     )
     near = authors(params, q, k, gate)
     steps = abs(np.arange(3)[:, None] - np.arange(3)[None])
@@ -80,11 +80,11 @@ def test_slopes_worked_out_by_hand():
     scheme = pe.GRAPEA(num_heads=1, head_dim=2)
     params = scheme.init(jax.random.key(0)) | {"u": jnp.asarray([[2.0, 0.0]])}
     k = jnp.asarray([[1.0, 1.0], [0.0, 1.0], [-1.0, 0.0]]).reshape(1, 3, 1, 2)
-    _, cols, _ = scheme.features(params, None, k, k, None, None, None)
+    _, k_features, _ = scheme.features(params, None, k, k, None, None, None)
     # softplus(0.70711) = 1.10794, softplus(0) = 0.69315.
-    np.testing.assert_allclose(cols[0, :2, 0] * 256, [1.1079403, 0.6931472], rtol=1e-6)
-    bias = scheme.rules(params, None, cols).added_logits(
-        None, cols[0], jnp.arange(3), jnp.arange(3)
+    np.testing.assert_allclose(k_features[0, :2, 0] * 256, [1.1079403, 0.6931472], rtol=1e-6)
+    bias = scheme.rules(params, None, k_features).added_logits(
+        None, k_features[0], jnp.arange(3), jnp.arange(3)
     )
     wanted = [[0, 0, 0], [-0.00432789183, 0, 0], [-0.00865578365, -0.00270760617, 0]]
     np.testing.assert_allclose(np.tril(bias[0]), wanted, rtol=1e-6)

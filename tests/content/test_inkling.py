@@ -91,10 +91,10 @@ def test_matches_the_code_of_the_model(options, far, implementation):
 def test_logits_worked_out_by_hand():
     # Row i: r_i . bank[:, i - j] for a bank of three distances.
     scheme = pe.Inkling(num_heads=1, model_dim=2, rank=2, extent=3)
-    rows = jnp.array([[1.0, 0], [0, 1], [1, 1], [2, -1]])[:, None]
+    r = jnp.array([[1.0, 0], [0, 1], [1, 1], [2, -1]])[:, None]
     params = {"bank": jnp.array([[1, 0.5, 0.25], [0, -1, 2]])}
     at = jnp.arange(4)
-    bias = scheme.rules(params, rows[None], None).added_logits(rows, None, at, at)[0]
+    bias = scheme.rules(params, r[None], None).added_logits(r, None, at, at)[0]
     expected = [[1, 0, 0, 0], [-1, 0, 0, 0], [2.25, -0.5, 1, 0], [0, -1.5, 2, 2]]
     np.testing.assert_allclose(bias, expected, atol=1e-6)
 

@@ -56,10 +56,12 @@ def test_logits_worked_out_by_hand():
     a = np.array([[1, 0], [0, 0], [0, 1]], np.float32)  # Rows -1, 0, +1.
     dots = [[1 + 0, 0 + 0, -1 + 0], [1 + 0, 1 + 0, 0 + 1], [2 + 1, 1 + 1, -1 + 0]]
     scheme = pe.Shaw(num_heads=1, head_dim=2, clip=1, values=False)
-    rows, cols, _ = scheme.features({}, None, jnp.asarray(q)[None, :, None], None, None, None, None)
-    content = scheme.rules({"keys": jnp.asarray(a)[None]}, rows, cols)[0]
+    q_features, k_features, _ = scheme.features(
+        {}, None, jnp.asarray(q)[None, :, None], None, None, None, None
+    )
+    rule = scheme.rules({"keys": jnp.asarray(a)[None]}, q_features, k_features)[0]
     at = jnp.arange(3)
-    terms = content.added_logits(content.q_features[0], None, at, at)[0]
+    terms = rule.added_logits(rule.q_features[0], None, at, at)[0]
     got = (q @ k.T + terms) / np.sqrt(2)
     np.testing.assert_allclose(got, np.array(dots) / np.sqrt(2), rtol=1e-6)
     printed = [

@@ -83,8 +83,8 @@ def test_logits_worked_out_by_hand():
         "project": jnp.eye(2)[None],
     }
     at = jnp.arange(3)
-    rows, _, _ = scheme.features(params, None, q, k, at[None], None, None)
-    term = scheme.rules(params, rows, None).added_logits(rows[0], None, at, at)[0]
+    q_features, _, _ = scheme.features(params, None, q, k, at[None], None, None)
+    term = scheme.rules(params, q_features, None).added_logits(q_features[0], None, at, at)[0]
     dots = scheme.query(params, q, at[None])[0, :, 0] @ k[0, :, 0].T
     scores = (np.asarray(dots) + np.asarray(term)) / np.sqrt(2)
     expected = [[0.883883], [1.333423, 1.237437], [1.850101, 1.57488, -0.176777]]
@@ -117,10 +117,10 @@ def test_distances_of_both_signs_are_clamped():
     plain, params = make()
     clamped, _ = make(clamp=4)
     at = jnp.arange(21)
-    rows = clamped.features(params, None, q, k, at[None], None, None)[0]
+    q_features = clamped.features(params, None, q, k, at[None], None, None)[0]
 
     def entries(scheme):
-        return scheme.rules(params, rows, None).added_logits(rows[0], None, at, at)
+        return scheme.rules(params, q_features, None).added_logits(q_features[0], None, at, at)
 
     for i, j, same in ((10, 2, 6), (2, 10, 6), (9, 8, 8)):
         np.testing.assert_allclose(
