@@ -26,8 +26,8 @@ def short_convolution(
     """
     before = kernel.shape[0] - 1
     if state is None:
-        zeros = jnp.repeat(jnp.zeros_like(x[:, :1]), before, 1)
-        state = zeros, jnp.zeros_like(zeros[..., 0], jnp.int32)
+        zeros, ids = (jnp.zeros_like(a[:, :1]) for a in (x, segment_ids))  # Sharded as they are.
+        state = jnp.repeat(zeros, before, 1), jnp.repeat(ids, before, 1)
     x = jnp.concatenate([state[0], x], 1)
     segments = jnp.concatenate([state[1] - 1, segment_ids], 1)
     order = jnp.argsort(segments >= 0, axis=1, stable=True)  # Padding first.
