@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def write_report(folder: Path) -> Path:
-    """Writes `report.html` beside `results.json`, whole or not at all, and returns its path.
+    """Writes `report.html` beside `results.json`, and returns its path.
 
     Raises:
       ResultsError: where there are no results, or the report cannot be written.
@@ -46,7 +46,7 @@ def write_report(folder: Path) -> Path:
 
 
 def write_plot(folder: Path, target: Path, task: str | None = None) -> Path:
-    """Writes the plot of a task's score against length to a file, whole or not at all.
+    """Writes the plot of a task's score against length to a file.
 
     Args:
       folder: of the results.

@@ -45,8 +45,8 @@ class ResultsStore:
 
     def __init__(self, experiment: Experiment, *, fresh: bool = False, measure: bool = False):
         self.path = experiment.folder
-        self._results: dict[str, Any] = self._read()
-        if self._results and not fresh:
+        self._results: dict[str, Any] = {} if fresh else self._read()
+        if self._results:
             free = [f"{n}.{s}" for n, t in experiment.tasks.items() for s in t.measure_settings]
             self._refuse_others(experiment, _ALWAYS | set(free if measure else ()))
         elif fresh:
@@ -174,7 +174,6 @@ class ResultsStore:
 
     def _clear(self) -> None:
         """Removes the files of an experiment, and no others."""
-        self._results = {}
         files = ("config.toml", "environment.json", "metrics.jsonl", "results.json", "report.html")
         try:
             for name in files:
@@ -191,7 +190,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     """Returns the content of results.json in a folder.
 
     Raises:
-      ResultsError: if there is none, or it was not written by an experiment.
+      ResultsError: if there is none, or it was not written by an experiment of this version.
     """
     source = folder / "results.json"
     try:
@@ -200,6 +199,8 @@ def read_results(folder: Path) -> dict[str, Any]:
         raise ResultsError(f"{source}: cannot be read: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
         raise ResultsError(f"{source}: cannot be read: it holds no runs")
+    if not {run["task"] for run in found["runs"]} <= set(found.get("tasks", ())):
+        raise ResultsError(f"{source}: cannot be read: an earlier version wrote it")
     return found
 
 

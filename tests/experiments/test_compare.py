@@ -303,13 +303,15 @@ def test_missing_corpus_writes_nothing(run):
     assert not run.folder.exists()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"runs": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"runs": 3}', '{"runs": [{"task": "kback"}]}'])
 def test_damaged_results_are_not_overwritten(run, content):
     run.folder.mkdir(parents=True)
     (run.folder / "results.json").write_text(content)
     status, _, err = run("compare", "--schemes", "none")
     assert status == 2 and err.count("\n") == 1 and "cannot be read" in err
     assert (run.folder / "results.json").read_text() == content
+    assert run("compare", "--schemes", "none", "--fresh")[0] == 0
+    assert len(run.read()["runs"]) == 1
 
 
 def test_unwritable_folder_is_one_line(run):
