@@ -111,6 +111,8 @@ def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array,
     row_features = _row_features(p)
     rules = (r.with_features(r.q_features, None) if r.whole_rows else r for r in p.rules)
     p = dataclasses.replace(p, rules=tuple(rules), contiguous=False)
+    if (start, end) == (0, p.length) and count == 1:
+        return _attend(p.without_unseen_keys(), row_features)
     queries = p.queries()
     bare = p.with_queries(jax.tree.map(lambda x: None, queries))
 
