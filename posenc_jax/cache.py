@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from posenc_jax.checks import require
+from posenc_jax.mask import add_saturated
 
 
 @jax.tree_util.register_dataclass
@@ -160,7 +161,7 @@ class KVCache:
         if (self.coordinates is None) != (coordinates is None):
             has = "no coordinates" if self.coordinates is None else "coordinates"
             raise ValueError(f"KVCache: the cache was made for {has}; give the same at each step.")
-        after = jnp.where(segment_ids >= 0, positions + 1, 0).max(axis=1)
+        after = jnp.where(segment_ids >= 0, add_saturated(positions, 1), 0).max(axis=1)
         return dataclasses.replace(
             self,
             k=write("k", self.k, k),
@@ -199,7 +200,8 @@ class KVCache:
         slots = self._next_slots(positions.shape[1])
         old, old_segments = self.positions[:, None, slots], self.segment_ids[:, None, slots]
         seen = (old_segments >= 0) & (old_segments == segment_ids[:, :, None])
-        return jnp.any(seen & (positions[:, :, None] - old <= left), axis=(1, 2))
+        near = positions[:, :, None] <= add_saturated(old, left)
+        return jnp.any(seen & near, axis=(1, 2))
 
     def evicted_sinks(self, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
         """Returns bool [B]: whether a sink token of these sequences was evicted.
@@ -212,7 +214,7 @@ class KVCache:
         """
         first = (self.positions < self.num_sink_tokens)[:, None] & (segment_ids >= 0)[:, :, None]
         own = first & (self.segment_ids[:, None] == segment_ids[:, :, None])
-        missing = own.sum(-1) < jnp.minimum(positions + 1, self.num_sink_tokens)
+        missing = own.sum(-1) < jnp.minimum(add_saturated(positions, 1), self.num_sink_tokens)
         return jnp.any(missing & (segment_ids >= 0), axis=1)
 
     @property

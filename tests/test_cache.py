@@ -17,7 +17,7 @@ def empty(capacity=5, **options):
 
 
 def tokens(count, start=0):
-    """k and v whose entries say which token they are of, positions and segments."""
+    """k and v that number their tokens, positions and segments."""
     at = start + np.arange(count)
     number = np.broadcast_to(at[None, :, None, None] + 1.0, (2, count, 3, 1))
     k, v = (jnp.asarray(np.broadcast_to(number, (2, count, 3, n)), "f4") for n in (4, 6))
@@ -184,6 +184,19 @@ def test_a_ring_keeps_its_sink_slots():
     for options in ({"num_sink_tokens": 5, "ring": True}, {"num_sink_tokens": 1}):
         with pytest.raises(ValueError, match="KVCache: num_sink_tokens must be below the 5 slots"):
             pe.KVCache.empty(shape, shape, 5, **options)
+
+
+def test_positions_at_the_ends_of_int32_do_not_wrap():
+    low, high = -(2**31), 2**31 - 1
+    k, v, _, segments = tokens(5)
+    at = jnp.array([[low, low + 1, low + 2, low + 3, low + 4]] * 2, jnp.int32)
+    ring = empty(ring=True).append(k, v, at, segments)
+    new = jnp.array([[high], [low + 5]], jnp.int32)
+    lost = ring.evicts_visible(new, jnp.zeros_like(new), left=5)
+    np.testing.assert_array_equal(lost, [False, True])
+    one = [a[:, :1] for a in (k, v)]
+    full = empty().append(*one, jnp.full((2, 1), high), jnp.zeros((2, 1), jnp.int32))
+    np.testing.assert_array_equal(full.next_positions, [high, high])
 
 
 @pytest.mark.parametrize("ring", [False, True])

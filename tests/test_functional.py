@@ -44,8 +44,8 @@ def test_default_positions_count_from_zero_and_continue_after_the_cache():
 def test_coordinates_are_encoded_and_positions_mask():
     back = jnp.arange(7)[::-1]
     out, _ = attend(ROPE, coordinates=back)
-    turned = (pe.apply_rope(x, back) for x in (Q, K))
-    plain = jax.jit(lambda *a: pe.attention(*a, is_causal=True))(*turned, V)
+    rotated = (pe.apply_rope(x, back) for x in (Q, K))
+    plain = jax.jit(lambda *a: pe.attention(*a, is_causal=True))(*rotated, V)
     np.testing.assert_allclose(out, plain, atol=1e-5)
     reordered, _ = attend(ROPE, positions=back)
     assert np.abs(out - reordered).max() > 0.1

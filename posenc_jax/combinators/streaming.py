@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.combinators.wrapper import Wrapper
-from posenc_jax.mask import window_sides
+from posenc_jax.mask import add_saturated, window_sides
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.positions import count_up
 from posenc_jax.scheme import Acts, Scheme
@@ -76,7 +76,7 @@ class _Streaming(Wrapper):
             contiguous=False,
             sinks=None,
             # Causal from left + 1 tokens back, so that no key is in both parts.
-            q_positions=q_positions - (left + 1),
+            q_positions=add_saturated(q_positions, -(left + 1)),
             k_positions=k_positions,
             q_coordinates=clipped,
             k_coordinates=k_coordinates,

@@ -38,9 +38,9 @@ def mrope_coordinates(
 
     Args:
       is_vision: bool [B, T], true for patches of images and videos.
-      grids: integers [B, G, 3]: time, rows and columns of each image or video of a row, in their
-        order, counted in tokens (after merging patches). Zeros stand for none. Where text stands
-        between the frames of a video (Qwen3-VL), each frame is a grid of its own.
+      grids: integers [B, G, 3]: time, rows and columns of each image or video of a row, in
+        order, counted in tokens (after merging patches), padded with zeros. Where text
+        separates the frames of a video (Qwen3-VL), each frame is a grid of its own.
       segment_ids: integers [B, T]; coordinates restart with each segment, and are 0 in padding,
         below zero.
       time_step: how far apart frames are, a number or [B, G]; rounded down per frame.
@@ -112,12 +112,12 @@ def mrope_coordinates(
 
 
 def _check(vision, grids) -> None:
-    """Raises unless each row has as many patches as its grids say, where that can be known."""
+    """Raises unless concrete grids have as many patches as their rows."""
     if isinstance(vision, Tracer) or isinstance(grids, Tracer):
         return
     have, want = np.asarray(vision).sum(1), np.asarray(grids).prod(-1).sum(1)
     require(
         bool((np.asarray(grids) >= 0).all()) and np.array_equal(have, want),
-        f"mrope_coordinates: the grids of each row ask for {want.tolist()} vision tokens, and "
+        f"mrope_coordinates: the grids of each row need {want.tolist()} vision tokens, and "
         f"there are {have.tolist()}.",
     )

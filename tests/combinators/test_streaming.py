@@ -33,13 +33,13 @@ def authors(logit, start, recent):
     return out
 
 
-def turned(x, at):
+def rotation(x, at):
     z = (x[:4] + 1j * x[4:]) * np.exp(1j * at * 1e4 ** (-np.arange(4) / 4))
     return np.concatenate([z.real, z.imag])
 
 
 def rope(q, k, n, i, j):
-    return turned(q, i) @ turned(k, j) / np.sqrt(8)
+    return rotation(q, i) @ rotation(k, j) / np.sqrt(8)
 
 
 def alibi(q, k, n, i, j):

@@ -81,8 +81,8 @@ def test_bipe(kind):
         if kind == "alibi":
             return q @ k / np.sqrt(8) - slopes[n] * away
         angle = away * 1e4 ** (-np.arange(4) / 4)
-        turned = (q[:4] + 1j * q[4:]) * np.conj((k[:4] + 1j * k[4:]) * np.exp(-1j * angle))
-        return turned.real.sum() / np.sqrt(8)
+        rotated = (q[:4] + 1j * q[4:]) * np.conj((k[:4] + 1j * k[4:]) * np.exp(-1j * angle))
+        return rotated.real.sum() / np.sqrt(8)
 
     out = attend(bipe, params, *ARRAYS, coordinates=at, is_causal=True)
     np.testing.assert_allclose(out, softmax_attention(*ARRAYS, logit), atol=1e-5)

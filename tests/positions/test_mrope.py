@@ -160,7 +160,7 @@ def test_decoding_with_delta_equals_the_whole():
         ((4,), (1, 1, 3), {}, r"is_vision must be \[B, T\], got shape \(4,\)"),
         ((2, 4), (1, 3), {}, r"grids must be \[B, G, 3\] with B=2, got \(1, 3\)"),
         ((2, 4), (1, 1, 3), {}, r"grids must be \[B, G, 3\] with B=2, got \(1, 1, 3\)"),
-        ((1, 4), (1, 2, 3), {}, r"ask for \[2\] vision tokens, and there are \[4\]"),
+        ((1, 4), (1, 2, 3), {}, r"need \[2\] vision tokens, and there are \[4\]"),
         ((1, 4), (1, 4, 3), {"segment_ids": np.zeros(4)}, r"segment_ids must be \[B, T\] = \(1, 4"),
     ],
 )

@@ -74,7 +74,7 @@ def test_randomized_numbers_are_distinct_and_below_the_maximum(seed):
 
 def test_randomized_sets_are_equally_likely():
     """As a sorted choice without replacement is: each of the 10 pairs of 5 numbers."""
-    segments = jnp.array([[0, 1, 0, 1]])  # Segments need not stand side by side.
+    segments = jnp.array([[0, 1, 0, 1]])  # Segments need not be contiguous.
     positions = jnp.array([[0, 0, 1, 1]])
     keys = jax.random.split(KEY, 4000)
     draw = jax.vmap(lambda k: at.randomized(k, positions, 5, segment_ids=segments)[0])
