@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,46 @@ def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any
     _check_scheme("scheme_tables", scheme, params)
     at = coordinate_values("scheme_tables", coordinates)
     return scheme.tables(params, at[None] if at.ndim == 1 else at)
+
+
+@overload
+def scheme_attention(
+    scheme: Scheme,
+    params: Params,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    x: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    coordinates: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    cache: None = None,
+    tables: Any = None,
+    contiguous: bool | None = None,
+    scale: float | None = None,
+    **options: Any,
+) -> tuple[jax.Array, None]: ...
+
+
+@overload
+def scheme_attention(
+    scheme: Scheme,
+    params: Params,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    x: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    coordinates: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    cache: KVCache,
+    tables: Any = None,
+    contiguous: bool | None = None,
+    scale: float | None = None,
+    **options: Any,
+) -> tuple[jax.Array, KVCache]: ...
 
 
 def scheme_attention(
