@@ -238,7 +238,7 @@ class PaTH(Scheme):
             w = jnp.dot(w, matrix, precision="highest")
         if self.short_conv:
             if segment_ids is None:
-                segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
+                segment_ids = jnp.zeros_like(x[:, :, 0], jnp.int32)  # Sharded as x is.
             w, conv_state = short_convolution(w, params["conv"], segment_ids, conv_state)
             w = jax.nn.silu(w)
         w = w.reshape(*w.shape[:2], -1, self.head_dim)

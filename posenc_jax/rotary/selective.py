@@ -94,7 +94,7 @@ class SelectiveRoPE(ContentRotary):
         x = self.check_x(x, self.model_dim)
         batch, length = x.shape[:2]
         if segment_ids is None:
-            segment_ids = jnp.zeros((batch, length), jnp.int32)
+            segment_ids = jnp.zeros_like(x[:, :, 0], jnp.int32)  # Sharded as x is.
         tokens = (segment_ids >= 0)[:, :, None]
         x = jnp.where(tokens, x, 0.0).reshape(batch, length, self.groups, -1)
         x = x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
