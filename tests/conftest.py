@@ -12,10 +12,14 @@ def tokens():
     return make_batch()
 
 
-@pytest.fixture(scope="session", params=pe.SCHEMES.values(), ids=pe.SCHEMES.keys())
+# Large enough for 130 tokens, the most that `posenc_jax.testing` uses.
+WINDOWS = {"swin": {"window": (16, 16)}, "swin_v2": {"window": (16, 16), "width": 16}}
+
+
+@pytest.fixture(scope="session", params=pe.SCHEMES)
 def scheme(request):
     """For the session, so that all tests of one scheme follow each other and share programs."""
-    return build(request.param)
+    return build(pe.SCHEMES[request.param], **WINDOWS.get(request.param, {}))
 
 
 @pytest.fixture

@@ -121,29 +121,8 @@ def _compiled(scheme, static, params, tokens, cache, arrays):
     return forward(scheme, params, tokens, cache=cache, **dict(static), **arrays)
 
 
-def programs():
-    """How many programs `compiled` has made so far."""
-    return _compiled._cache_size()
-
-
 def output(scheme, params, tokens, **options):
     return compiled(scheme, params, tokens, **options)[0]
-
-
-@functools.partial(jax.jit, static_argnames=("scheme", "implementation"))
-def outcome(scheme, implementation, params, tokens, weights, segment_ids):
-    """The output, and gradients of its weighted sum to the parameters and to the tokens.
-
-    All that differs between tests is data, so that each scheme compiles it once.
-    """
-
-    def loss(params, tokens):
-        options = {"segment_ids": segment_ids, "implementation": implementation}
-        out, _ = forward(scheme, params, tokens, **options)
-        return (out * weights).sum(), out
-
-    (params, tokens), out = jax.grad(loss, (0, 1), has_aux=True)(params, tokens)
-    return out, params, tokens
 
 
 def empty_cache(scheme, batch=BATCH, capacity=LENGTH + 5, **options):

@@ -1,0 +1,774 @@
+"""Checks that a position encoding works everywhere: under `jit`, in tiles, packed, in a cache.
+
+    from posenc_jax import testing
+
+    print(testing.check(MyScheme(num_heads=4)))
+
+Each property is measured on a small model: an embedding of random tokens, fixed projections
+and one attention with the scheme. All arrays that differ between properties are data, so
+that a scheme compiles few programs. The shipped schemes pass the same properties in the
+tests of this package.
+
+This module needs no test framework. To see the properties one by one in pytest:
+
+    CASE = testing.Case(MyScheme(num_heads=4))
+
+    @pytest.mark.parametrize("name", testing.PROPERTIES)
+    def test_my_scheme(name):
+        testing.PROPERTIES[name].check(CASE)
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.checks import require
+from posenc_jax.engine.api import AttentionCall
+from posenc_jax.functional import new_cache, scheme_attention, scheme_embedding
+from posenc_jax.positions.packing import count_up, from_padding_mask, from_segment_ids
+from posenc_jax.scheme import Scheme
+
+BATCH, LENGTH = 2, 19
+"""Rows and tokens: 19 is no multiple of a tile."""
+
+LONG = 130
+"""Tokens where tiles matter: rules that are evaluated once per distance, several blocks."""
+
+PROMPT = 12
+"""Tokens of a prompt that decoding continues."""
+
+PADDING = 4
+"""Padding tokens before the first row where attention in tiles is checked."""
+
+
+class Case:
+    """A scheme with parameters, random tokens and compiled functions to measure it with.
+
+    Args:
+      scheme: the scheme, an instance.
+      num_heads, num_kv_heads, head_dim, model_dim: sizes N, K, H and D. Default: those
+        that the scheme has as fields, also inside other schemes; else 6, a third or half
+        of N (grouped-query attention), 8 and 20.
+
+    Raises:
+      TypeError: for anything but a scheme.
+      ValueError: if the scheme has a `max_length` below 64.
+
+    Coordinates reach 129, or `max_length` - 1, and 1,000,018 for schemes that are relative.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        *,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        model_dim: int | None = None,
+    ):
+        if not isinstance(scheme, Scheme):
+            raise TypeError(f"testing: scheme must be a Scheme instance, got {scheme!r}.")
+        found = dict(_sizes(scheme))
+        self.scheme = scheme
+        self.num_heads = num_heads or found.get("num_heads", 6)
+        self.num_kv_heads = num_kv_heads or found.get("num_kv_heads") or _grouped(self.num_heads)
+        self.head_dim = head_dim or found.get("head_dim", 8)
+        self.model_dim = model_dim or found.get("model_dim", 20)
+        self.max_length = found.get("max_length", 2**20)
+        require(
+            self.max_length >= 64,
+            f"testing: max_length must be at least 64 to check a scheme, got {self.max_length}.",
+        )
+        self.long = min(LONG, self.max_length)
+        self.traces = 0
+        self._run = _jit(self._traced, static_argnums=(0, 1))
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """New parameters."""
+        return jax.jit(self.scheme.init)(jax.random.key(7))
+
+    @functools.cached_property
+    def weights(self) -> dict[str, jax.Array]:
+        """Projections to queries, keys and values, [D, N or K, H]."""
+        sizes = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        shapes = {name: (self.model_dim, n, self.head_dim) for name, n in sizes.items()}
+        return {
+            name: _normal(i, s) / self.model_dim**0.5 for i, (name, s) in enumerate(shapes.items())
+        }
+
+    @functools.cached_property
+    def x(self) -> np.ndarray:
+        """Token embeddings, float32 [B, T, D]."""
+        return _normal(3, (BATCH, LENGTH, self.model_dim))
+
+    @functools.cached_property
+    def long_x(self) -> np.ndarray:
+        """More of them, [B, 130, D]."""
+        return _normal(4, (BATCH, self.long, self.model_dim))
+
+    def model(
+        self,
+        scheme: Scheme,
+        params: Any,
+        weights: Any,
+        x: Any,
+        *,
+        cache: Any = None,
+        **options: Any,
+    ) -> tuple[jax.Array, Any]:
+        """Returns the output [B, T, N, H] of embedding, projections and attention; the cache."""
+        where = {name: options.get(name) for name in ("positions", "coordinates")}
+        if cache is not None and where["positions"] is None:
+            where["positions"] = count_up(*x.shape[:2], cache.next_positions)
+        x = scheme_embedding(scheme, params, x, **where)
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, weights[name]) for name in "qkv")
+        options = {"is_causal": True} | options
+        return scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
+
+    def _traced(self, scheme, static, params, weights, x, cache, arrays):
+        self.traces += 1
+        return self.model(scheme, params, weights, x, cache=cache, **dict(static), **arrays)
+
+    def run(self, x: Any, *, cache: Any = None, scheme: Scheme | None = None, **options: Any):
+        """Returns `model` of tokens x, compiled, and the cache. Arrays in `options` are data."""
+        options = {"implementation": "reference"} | options
+        arrays = {n: a for n, a in options.items() if isinstance(a, jax.Array | np.ndarray)}
+        static = tuple(sorted((n, a) for n, a in options.items() if n not in arrays))
+        weights = jax.tree.map(lambda w: w.astype(x.dtype), self.weights)
+        return self._run(scheme or self.scheme, static, self.params, weights, x, cache, arrays)
+
+    def placed(
+        self, x: Any, positions: Any = None, segment_ids: Any = None, coordinates: Any = None
+    ) -> np.ndarray:
+        """Returns the output for positions, segments and coordinates that are all data.
+
+        One program serves whatever differs in them alone.
+        """
+        positions = count_up(*x.shape[:2]) if positions is None else jnp.asarray(positions)
+        segment_ids = jnp.zeros_like(positions) if segment_ids is None else segment_ids
+        coordinates = positions if coordinates is None else coordinates
+        out, _ = self.run(
+            x, positions=positions, segment_ids=jnp.asarray(segment_ids), coordinates=coordinates
+        )
+        return np.asarray(out)
+
+    def alone(self, row: np.ndarray) -> np.ndarray:
+        """Returns the output [T, N, H] of one sequence [T, D], T at most 19, by itself.
+
+        The rest of the row is filled up behind it, where causal attention cannot see it.
+        """
+        x = np.array(self.x)
+        x[0, : len(row)] = row
+        return self.placed(x)[0, : len(row)]
+
+    @functools.cached_property
+    def _gradients(self):
+        def loss(params, x, segment_ids, out_weights, implementation):
+            out, _ = self.model(
+                self.scheme,
+                params,
+                self.weights,
+                x,
+                segment_ids=segment_ids,
+                implementation=implementation,
+            )
+            return (out * out_weights).sum(), out
+
+        return _jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=4)
+
+    def gradients(
+        self,
+        implementation: str,
+        *,
+        x: np.ndarray | None = None,
+        params: Any = None,
+        segments: str = "one",
+        weighted: int | None = None,
+    ) -> tuple[np.ndarray, Any, np.ndarray]:
+        """Returns the output for 130 tokens, and gradients of its weighted sum to params and x.
+
+        Args:
+          implementation: of `attention`.
+          x: tokens [B, 130, D]. Default: `long_x`.
+          params: parameters. Default: `params`.
+          segments: "one" sequence in each row, first row "padded" on the left, or "packed".
+          weighted: the number of first tokens that the sum is over. Default: all.
+        """
+        x = self.long_x if x is None else x
+        params = self.params if params is None else params
+        segment_ids = np.zeros((BATCH, self.long), np.int32)
+        if segments == "padded":
+            segment_ids[0, :PADDING] = -1
+        elif segments == "packed":
+            segment_ids[:, self.long // 3 :] = 1
+        out_weights = _normal(5, (BATCH, self.long, self.num_heads, self.head_dim))
+        out_weights[:, self.long if weighted is None else weighted :] = 0
+        (params, x), out = self._gradients(params, x, segment_ids, out_weights, implementation)
+        return np.asarray(out), params, np.asarray(x)
+
+    def cache(self, capacity: int = LENGTH + 5, **options: Any):
+        """Returns an empty cache."""
+        return new_cache(
+            self.scheme,
+            BATCH,
+            capacity,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            model_dim=self.model_dim,
+            **options,
+        )
+
+    def decode(
+        self, x: Any, chunks: list[int], cache: Any, **options: Any
+    ) -> tuple[np.ndarray, Any]:
+        """Returns the output of chunks of tokens that pass through a cache, and the cache.
+
+        Chunks of several tokens run in tiles. Positions, coordinates and segments are split
+        with the tokens.
+        """
+        outs, start = [], 0
+        for size in chunks:
+            part = slice(start, start + size)
+            split = ("positions", "segment_ids", "coordinates")
+            here = {n: a[..., part] if n in split else a for n, a in options.items()}
+            here |= {"implementation": "xla" if size > 1 else None}
+            out, cache = self.run(x[:, part], cache=cache, **here)
+            outs.append(np.asarray(out))
+            start += size
+        return np.concatenate(outs, 1), cache
+
+
+def _jit(function: Callable, **options: Any) -> Callable:
+    """`jax.jit` that compiles fast: programs of a check run a few times on small arrays."""
+    if jax.default_backend() == "cpu":
+        level = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        options |= {"compiler_options": level}
+    return jax.jit(function, **options)
+
+
+def _sizes(value: Any) -> Iterator[tuple[str, int]]:
+    """Yields the sizes among the fields of a scheme and of the schemes inside it."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _sizes(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            inner = getattr(value, field.name)
+            if isinstance(inner, int):
+                yield field.name, inner
+            else:
+                yield from _sizes(inner)
+
+
+def _grouped(num_heads: int) -> int:
+    """Returns a number of key heads below that of query heads, where one divides it."""
+    return next((num_heads // n for n in (2, 3, 5, 7) if num_heads % n == 0), 1)
+
+
+def _normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _difference(a: Any, b: Any) -> float:
+    """Returns the largest difference of leaves, relative to leaves of `b` that exceed one."""
+    worst = 0.0
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        if x.size:
+            found = float(np.abs(x - y).max() / max(1.0, np.abs(y).max()))
+            worst = found if math.isnan(found) else max(worst, found)
+        if math.isnan(worst):
+            break
+    return worst
+
+
+def _finite(name: str, *trees: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(trees):
+        where = jax.tree_util.keystr(path[1:])
+        assert np.isfinite(np.asarray(leaf)).all(), f"{name}{where} is not finite"
+
+
+@dataclasses.dataclass(frozen=True)
+class Property:
+    """Something that every scheme keeps.
+
+    Attributes:
+      name: what holds, in a few words.
+      measure: gets a `Case`; returns the largest error, or None where the property does not
+        apply. It raises AssertionError for what is no number.
+      tolerance: the largest error that passes.
+      cause: what usually breaks it.
+    """
+
+    name: str
+    measure: Callable[[Case], float | None]
+    tolerance: float
+    cause: str
+
+    def check(self, case: Case) -> float | None:
+        """Returns the error, or None where the property does not apply.
+
+        Raises:
+          AssertionError: names the scheme, the property, the error and its usual cause.
+        """
+        try:
+            error = self.measure(case)
+        except AssertionError as failed:
+            raise AssertionError(self._message(case, str(failed))) from failed
+        except Exception as raised:
+            text = f"raised {type(raised).__name__}: {raised}"
+            raise AssertionError(self._message(case, text)) from raised
+        if error is not None and not error <= self.tolerance:
+            text = f"largest error {error:.2g}, tolerance {self.tolerance:.2g}"
+            raise AssertionError(self._message(case, text))
+        return error
+
+    def _message(self, case: Case, text: str) -> str:
+        return f"{case.scheme!r}: {self.name}: {text}.\n    Usual cause: {self.cause}"
+
+
+PROPERTIES: dict[str, Property] = {}
+"""Every property, by the name of the function that measures it."""
+
+
+def _holds(cause: str, tolerance: float = 2e-5):
+    """Registers a function as the measure of the property that its docstring names."""
+    cause = " ".join(cause.split())
+
+    def register(measure):
+        name = measure.__doc__.removesuffix(".")
+        PROPERTIES[measure.__name__] = Property(name, measure, tolerance, cause)
+        return measure
+
+    return register
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a report."""
+
+    name: str
+    error: float | None
+    tolerance: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `check` measured; prints as a table."""
+
+    scheme: Scheme
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        wide = max(len(row.name) for row in self.rows)
+        lines = [repr(self.scheme), f"{'property':<{wide}}  {'error':>7}  allowed  seconds"]
+        for row in self.rows:
+            error = "-" if row.error is None else f"{row.error:.1e}"
+            lines.append(
+                f"{row.name:<{wide}}  {error:>7}  {row.tolerance:.1e}  {row.seconds:>7.1f}"
+            )
+        return "\n".join(lines)
+
+
+def check(scheme: Scheme, **sizes: int) -> Report:
+    """Checks that a scheme works everywhere; takes a minute or less.
+
+    Args:
+      scheme: the scheme, an instance.
+      **sizes: of the model, where the scheme does not have them: see `Case`.
+
+    Returns:
+      A report with the measured error of each property.
+
+    Raises:
+      AssertionError: names each property that fails, with the measured error and the usual
+        cause.
+      TypeError: for anything but a scheme.
+      ValueError: if the scheme has a `max_length` below 64.
+
+    >>> import posenc_jax as pe
+    >>> report = check(pe.RoPE(head_dim=8))  # doctest: +SKIP
+    """
+    case = Case(scheme, **sizes)
+    rows, failures = [], []
+    for key, wanted in PROPERTIES.items():
+        start = time.perf_counter()
+        try:
+            error = wanted.check(case)
+        except AssertionError as failed:
+            failures.append(str(failed))
+            if key == "hashable_and_equal_by_value":  # Nothing else can run.
+                break
+            continue
+        rows.append(Row(wanted.name, error, wanted.tolerance, time.perf_counter() - start))
+    if failures:
+        raise AssertionError(
+            "\n".join([f"{len(failures)} of {len(PROPERTIES)} properties fail.", *failures])
+        )
+    return Report(scheme, tuple(rows))
+
+
+# Settings and calls.
+
+
+@_holds("""a field that holds a list, a dict or an array (use tuples and frozen dataclasses), or
+    a subclass without @dataclasses.dataclass(frozen=True).""")
+def hashable_and_equal_by_value(case: Case) -> None:
+    """Hashable and equal by value."""
+    scheme = case.scheme
+    twin = dataclasses.replace(scheme)
+    assert twin == scheme, "a copy with the same settings is not equal"
+    assert hash(twin) == hash(scheme), "a copy with the same settings has another hash"
+    annotated = {
+        name
+        for cls in type(scheme).__mro__
+        for name, kind in inspect.get_annotations(cls).items()
+        if "ClassVar" not in str(kind)
+    }
+    fields = {field.name for field in dataclasses.fields(scheme)}
+    ignored = sorted(annotated - fields)
+    assert not ignored, f"{', '.join(ignored)} is not a dataclass field, so equality ignores it"
+
+
+@_holds("""`init` uses another source of random numbers than its key, or an array without a
+    dtype (float64 under x64).""")
+def parameters_are_deterministic_and_float32(case: Case) -> float:
+    """Parameters are deterministic and float32."""
+    init = jax.jit(case.scheme.init)
+    a, b = init(jax.random.key(3)), init(jax.random.key(3))
+    for path, leaf in jax.tree.leaves_with_path(a):
+        assert leaf.dtype == jnp.float32, f"params{jax.tree_util.keystr(path)} is {leaf.dtype}"
+    return _difference(a, b)
+
+
+@_holds("a hook that reads a value while it is traced, or keeps state outside its arguments.")
+def jit_equals_eager(case: Case) -> float:
+    """`jit` equals eager."""
+    eager, _ = case.model(case.scheme, case.params, case.weights, case.x)
+    return _difference(case.run(case.x)[0], eager)
+
+
+@_holds("a hook that makes positions from the length of an array instead of reading `coordinates`.")
+def positions_default_to_counting(case: Case) -> float:
+    """Positions default to 0 .. T - 1."""
+    return _difference(case.placed(case.x), case.run(case.x)[0])
+
+
+@_holds(
+    "`__eq__` or `__hash__` that go by identity, or functions made anew in a hook's result.",
+    tolerance=0,
+)
+def second_call_does_not_retrace(case: Case) -> int:
+    """A second call with an equal scheme does not trace again."""
+    case.placed(case.x)
+    before = case.traces
+    at = count_up(BATCH, LENGTH, 5)
+    segment_ids = jnp.zeros_like(at)
+    twin = dataclasses.replace(case.scheme)
+    case.run(case.x, scheme=twin, positions=at, segment_ids=segment_ids, coordinates=at)
+    return case.traces - before
+
+
+@_holds(
+    """coordinates or angles computed in the dtype of q or x: bfloat16 holds integers to 256
+    only. Compute in float32 and cast the result.""",
+    tolerance=0.1,
+)
+def bfloat16_is_near_float32(case: Case) -> float:
+    """Bfloat16 in, bfloat16 out, near float32."""
+    at = count_up(BATCH, LENGTH, min(1000, case.max_length - LENGTH))
+    x = jnp.asarray(case.x, jnp.bfloat16)
+    out, _ = case.run(x, positions=at)
+    assert out.dtype == jnp.bfloat16, f"the output is {out.dtype}"
+    # The same rounded projections, so that only what the scheme does in bfloat16 differs.
+    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), case.weights)
+    exact, _ = case.model(case.scheme, case.params, weights, x.astype(jnp.float32), positions=at)
+    return _difference(out.astype(jnp.float32), exact)
+
+
+# Gradients and tiles.
+
+
+@_holds("""a parameter that no hook reads, an integer conversion on its way to the output, or
+    stop_gradient; NaN where a masked branch divides by zero or takes log(0).""")
+def every_parameter_has_a_gradient(case: Case) -> None:
+    """Every parameter has a finite gradient that is not zero."""
+    numbers = np.random.default_rng(0)
+
+    def moved(leaf):
+        return leaf + numbers.normal(size=leaf.shape, scale=0.1).astype(np.float32)
+
+    for implementation in ("reference", "xla"):
+        _, found, _ = case.gradients(implementation)
+        _finite("gradient of params", found)
+        # A parameter that starts at zero may hide another.
+        if any(np.abs(leaf).max() <= 1e-4 for leaf in jax.tree.leaves(found)):
+            _, found, _ = case.gradients(implementation, params=jax.tree.map(moved, case.params))
+        for path, leaf in jax.tree.leaves_with_path(found):
+            largest = float(np.abs(leaf).max())
+            where = jax.tree_util.keystr(path)
+            assert largest > 1e-4, f"gradient of params{where} is {largest:.1e} ({implementation})"
+
+
+@_holds(
+    """`features` that mix tokens in both directions, or a `LogitsTransform` that reads the
+    logits of keys which are not seen.""",
+    tolerance=0,
+)
+def later_tokens_have_no_influence(case: Case) -> float:
+    """Later tokens have no influence."""
+    worst = 0.0
+    for implementation in ("reference", "xla"):
+        *_, found = case.gradients(implementation, weighted=50)
+        _finite("gradient of x", found)
+        assert np.abs(found[:, :50]).max() > 0, "earlier tokens have none either"
+        worst = max(worst, float(np.abs(found[:, 50:]).max()))
+    return worst
+
+
+def _implementations_agree(case: Case, segments: str) -> float:
+    expected = case.gradients("reference", segments=segments)
+    return _difference(case.gradients("xla", segments=segments), expected)
+
+
+_TILES = """`relative=True` on a rule that depends on more than q - k, `bounds` beyond which the
+    rule still varies, or a rule that sees other numbers than one query's and one key's."""
+
+
+@_holds(_TILES, tolerance=1e-4)
+def tiles_equal_the_reference(case: Case) -> float:
+    """Tiles equal the reference, with gradients."""
+    return _implementations_agree(case, "one")
+
+
+@_holds(_TILES, tolerance=1e-4)
+def tiles_equal_the_reference_padded(case: Case) -> float:
+    """Tiles equal the reference for padded rows, with gradients."""
+    return _implementations_agree(case, "padded")
+
+
+@_holds(_TILES, tolerance=1e-4)
+def tiles_equal_the_reference_packed(case: Case) -> float:
+    """Tiles equal the reference for packed rows, with gradients."""
+    return _implementations_agree(case, "packed")
+
+
+@_holds(_TILES)
+def tiles_equal_the_reference_in_an_encoder(case: Case) -> float:
+    """Tiles equal the reference without causality."""
+    outs = (
+        case.run(case.long_x, is_causal=False, implementation=i)[0] for i in ("xla", "reference")
+    )
+    return _difference(*outs)
+
+
+@_holds("a hook that divides by a sum over visible keys or tokens, which may be zero.", tolerance=0)
+def queries_without_keys_give_zeros(case: Case) -> float:
+    """Queries that see no key give zeros and finite gradients."""
+    worst = 0.0
+    for implementation in ("reference", "xla"):
+        out, params, x = case.gradients(implementation, segments="padded")
+        _finite("gradient", params, x)
+        worst = max(worst, float(np.abs(out[0, :PADDING]).max()))
+    return worst
+
+
+@_holds("""sums over tokens in `features` that multiply padding by zero (NaN * 0 is NaN): replace
+    it by jnp.where(segment_ids >= 0, ..., 0) before it is summed.""")
+def nan_in_padding_stays_there(case: Case) -> float:
+    """NaN in padding stays there."""
+    bad = np.array(case.long_x)
+    bad[0, :PADDING] = np.nan
+    worst = []
+    for implementation in ("reference", "xla"):
+        out, _, _ = case.gradients(implementation, x=bad, segments="padded")
+        good, _, _ = case.gradients(implementation, segments="padded")
+        worst += [_difference(out[0, PADDING:], good[0, PADDING:]), _difference(out[1], good[1])]
+    return float(np.max(worst))
+
+
+@_holds("a sum over rows, or a function applied to [B, ...] that takes B for another axis.")
+def nan_in_a_row_stays_in_that_row(case: Case) -> float:
+    """NaN in a row stays in that row."""
+    bad = np.array(case.long_x)
+    bad[0] = np.nan
+    out, _, _ = case.gradients("xla", x=bad)
+    assert np.isnan(out[0]).any(), "the output of a row of NaN holds none"
+    return _difference(out[1], case.gradients("xla")[0][1])
+
+
+# Packing, padding, order.
+
+
+@_holds("positions counted by slot, or a sum in `features` that is not taken per segment.")
+def packed_sequences_equal_each_alone(case: Case) -> float:
+    """Packed sequences equal each sequence alone."""
+    segment_ids = np.array([[0] * 6 + [1] * 13] * BATCH, np.int32)
+    positions = from_segment_ids(jnp.asarray(segment_ids))
+    out = case.placed(case.x, positions, segment_ids)[0]
+    expected = [case.alone(case.x[0, :6]), case.alone(case.x[0, 6:])]
+    return _difference(out, np.concatenate(expected))
+
+
+def _padded(case: Case, mask: Any) -> float:
+    positions, segment_ids = from_padding_mask(jnp.asarray(mask))
+    out = case.placed(case.x, positions, segment_ids)
+    expected = [case.alone(case.x[row, mask[row]]) for row in range(BATCH)]
+    return max(_difference(out[row, mask[row]], expected[row]) for row in range(BATCH))
+
+
+@_holds("positions counted by slot, or a running sum in `features` that includes padding.")
+def left_padded_rows_equal_rows_alone(case: Case) -> float:
+    """Rows padded on the left equal rows alone."""
+    return _padded(case, np.arange(LENGTH)[None] >= np.array([[0], [6]]))
+
+
+@_holds("`features` that read tokens behind the last one of a sequence.")
+def right_padded_rows_equal_rows_alone(case: Case) -> float:
+    """Rows padded on the right equal rows alone."""
+    return _padded(case, np.arange(LENGTH)[None] < np.array([[LENGTH], [13]]))
+
+
+@_holds("""a hook or rule that reads the index of a slot instead of coordinates. Caches store keys
+    in any order.""")
+def storage_order_does_not_matter(case: Case) -> float:
+    """The order in which tokens are stored does not matter."""
+    scheme, params = case.scheme, case.params
+    at = count_up(BATCH, LENGTH)
+
+    @_jit
+    def attend(pick):
+        x = scheme.embed(params, jnp.asarray(case.x), at)
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, case.weights[name]) for name in "qkv")
+        # Running sums follow the order of tokens, so `features` come before the shuffle.
+        q_features, k_features, _ = scheme.features(params, x, q, k, at, None, None)
+        q, k, v, here, q_features, k_features = jax.tree.map(
+            lambda a: a[:, pick], (q, k, v, at, q_features, k_features)
+        )
+        q = scheme.query(params, q, here, q_features)
+        k = scheme.key(params, k, here, k_features)
+        call = AttentionCall(q_positions=here, k_positions=here, is_causal=True)
+        call = call.replace(scale=scheme.logit_scale(case.head_dim))
+        return scheme.attend(params, q, k, v, here, here, q_features, k_features, call)
+
+    order = np.random.default_rng(0).permutation(LENGTH)
+    return _difference(attend(order), attend(np.arange(LENGTH))[:, order])
+
+
+@_holds("a scheme that depends on more than differences of coordinates; set relative=False.")
+def adding_a_constant_changes_nothing(case: Case) -> float | None:
+    """Adding a constant to all coordinates changes nothing (traits.relative)."""
+    if not case.scheme.traits.relative:
+        return None
+    at, here = count_up(BATCH, LENGTH), case.placed(case.x)
+    return max(_difference(case.placed(case.x, at + n), here) for n in (1, 257, 1_000_000))
+
+
+@_holds("""a hook that makes positions itself instead of reading `coordinates`; or a scheme that
+    reads their order alone, which has to set order_only=True.""")
+def coordinates_change_the_output(case: Case) -> float | None:
+    """Coordinates, not positions or slots, change the output (or traits.order_only)."""
+    if not case.scheme.acts:
+        return None
+    moved = case.placed(case.x, coordinates=2 * count_up(BATCH, LENGTH))
+    change = _difference(moved, case.placed(case.x))
+    if case.scheme.traits.order_only:
+        return change
+    assert change > 1e-4, f"twice the coordinates change the output by {change:.1e}"
+    return None
+
+
+# Caches.
+
+_STATE = """a state that `features` returns but does not continue from, or arrays in `k_features`
+    that depend on tokens of the same call."""
+
+
+@_holds(_STATE)
+def prompt_then_steps_equal_the_whole(case: Case) -> float:
+    """Prompt in chunks, then steps, equal the whole."""
+    out, _ = case.decode(case.x, [PROMPT, 6, 1], case.cache())
+    return _difference(out, case.placed(case.x))
+
+
+@_holds(_STATE)
+def steps_from_an_empty_cache_equal_the_whole(case: Case) -> float:
+    """Steps from an empty cache equal the whole."""
+    out, _ = case.decode(case.x, [1] * LENGTH, case.cache())
+    return _difference(out, case.placed(case.x))
+
+
+def _continued(case: Case, mask: Any, garbage: float) -> float:
+    """The error of one step after a prompt with padding, which holds any numbers."""
+    x = np.array(case.x)
+    x[:, :PROMPT][~mask] *= garbage
+    positions, segment_ids = from_padding_mask(jnp.asarray(mask))
+    where = {"positions": positions, "segment_ids": segment_ids}
+    _, cache = case.decode(x[:, :PROMPT], [PROMPT], case.cache(), **where)
+    out, _ = case.decode(x[:, PROMPT : PROMPT + 1], [1], cache)
+    worst = []
+    for row in range(BATCH):
+        tokens = np.concatenate([x[row, :PROMPT][mask[row]], x[row, PROMPT : PROMPT + 1]])
+        worst.append(_difference(out[row, 0], case.alone(tokens)[-1]))
+    return float(np.max(worst))
+
+
+_SUMS = """a running sum in `features` that includes padding: tokens with segment_ids < 0 must
+    not change the state (jnp.where(segment_ids >= 0, ..., 0); segment_ids may be None)."""
+_LEFT = np.arange(PROMPT)[None] >= np.array([[0], [7]])
+_RIGHT = np.arange(PROMPT)[None] < np.array([[PROMPT], [5]])
+
+
+@_holds(_SUMS)
+def steps_after_left_padding_equal_rows_alone(case: Case) -> float:
+    """Steps after a prompt padded on the left equal rows alone."""
+    return _continued(case, _LEFT, 3.0)
+
+
+@_holds(_SUMS)
+def steps_after_right_padding_equal_rows_alone(case: Case) -> float:
+    """Steps after a prompt padded on the right equal rows alone."""
+    return _continued(case, _RIGHT, 3.0)
+
+
+@_holds(_SUMS)
+def nan_in_the_padding_of_a_prompt_stays_there(case: Case) -> float:
+    """NaN in the padding of a prompt stays there."""
+    return max(_continued(case, mask, np.nan) for mask in (_LEFT, _RIGHT))
+
+
+@_holds("a hook that makes the coordinates of cached keys itself instead of reading them.")
+def coordinates_travel_with_the_cache(case: Case) -> float:
+    """Coordinates travel with the cache."""
+    axes = case.scheme.traits.num_axes
+    coordinates = 3 * count_up(BATCH, LENGTH)
+    if axes > 1:
+        coordinates = jnp.stack(
+            [coordinates // 4, *(coordinates % (n + 3) for n in range(axes - 1))]
+        )
+    cache = case.cache(coordinates=coordinates)
+    chunks = [PROMPT] + [1] * (LENGTH - PROMPT)
+    out, _ = case.decode(case.x, chunks, cache, coordinates=coordinates)
+    return _difference(out, case.placed(case.x, coordinates=coordinates))
+
+
+@_holds("""`rules` or `attend` that read keys outside the window, or the slot of a key. First
+    tokens that stay visible are declared by num_sink_tokens.""")
+def ring_cache_equals_the_whole(case: Case) -> float:
+    """A ring cache of a window equals the whole."""
+    window, chunks = 4, [3] * 3 + [1] * 4 + [3] * 2
+    sinks = case.scheme.traits.num_sink_tokens
+    cache = case.cache(sinks + window - 1 + max(chunks), ring=True)
+    out, _ = case.decode(case.x, chunks, cache, window=window)
+    return _difference(out, case.run(case.x, window=window)[0])
