@@ -9,7 +9,7 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test compare bench lint format clean
+.PHONY: help test test-quick compare bench lint format clean
 .DELETE_ON_ERROR:
 
 ifeq ($(ACCEL),)
@@ -50,11 +50,16 @@ help: ## Say what there is
 	@echo "Settings:"
 	@sed -n 's/^# \([A-Z][A-Z]*=\)/  \1/p' $(firstword $(MAKEFILE_LIST))
 
-# Compilation is what takes the time, one core a process. ARGS="-n 0" for a debugger.
-WORKERS := -n auto --maxprocesses 4 --dist worksteal
+# Compilation takes most of the time, on one core per process. Workers take tests from each other
+# (worksteal), since a few files hold most of the work. A debugger needs a single process.
+IN_ONE_PROCESS := $(filter --pdb --trace --pdbcls% no:xdist -pno:xdist,$(ARGS))
+WORKERS := $(if $(IN_ONE_PROCESS),,-n auto --maxprocesses 4 --dist worksteal)
 
-test: $(VENV)/.installed-test ## Run the tests (ARGS="-k rope" for some of them)
+test: $(VENV)/.installed-test ## Run the tests (ARGS: any arguments of pytest, "-k rope -x" for one)
 	$(RUN) -m pytest $(WORKERS) $(ARGS)
+
+test-quick: $(VENV)/.installed-test ## Run a tenth of the tests, within 90 s: tests/quick.txt
+	$(RUN) -m pytest $(WORKERS) $(ARGS) @tests/quick.txt
 
 # A value may hold spaces: each is quoted for the shell.
 quote = '$(subst ','\'',$(1))'
