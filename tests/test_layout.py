@@ -2,11 +2,14 @@
 
 import ast
 import dataclasses
+import importlib
 import pathlib
 import re
 import sys
 
+import jax
 import pytest
+from support import build
 
 import posenc_jax as pe
 
@@ -94,16 +97,15 @@ def test_every_scheme_is_complete():
 
 
 def test_the_readme_table_says_what_the_schemes_do():
-    import jax
-    from support import build
-
     readme = (ROOT / "README.md").read_text()
     for name, cls in pe.SCHEMES.items():
         scheme = build(cls)
         row = next(r for r in readme.splitlines() if r.startswith(f"| `{name}` |"))
         acts, learned, relative = (cell.strip() for cell in row.split("|")[3:6])
         assert acts == str(scheme.acts)
-        assert learned == ("yes" if jax.tree.leaves(scheme.init(jax.random.key(0))) else "no")
+        assert learned == (
+            "yes" if jax.tree.leaves(jax.eval_shape(scheme.init, jax.random.key(0))) else "no"
+        )
         assert relative == ("yes" if scheme.traits.relative else "no")
 
 
@@ -117,3 +119,67 @@ def test_required_settings_are_sizes_of_the_model():
 def test_classes_are_abstract_or_final():
     for cls in pe.SCHEMES.values():
         assert not cls.__subclasses__(), cls
+
+
+DESIGN = ROOT / "docs" / "design.md"
+
+
+def design():
+    """Its text, or nothing while there is none."""
+    return DESIGN.read_text() if DESIGN.exists() else ""
+
+
+def test_links_of_the_design_exist():
+    for link in re.findall(r"\]\(([^)#]+)", design()):
+        assert link.startswith("https://") or DESIGN.parent.joinpath(link).exists(), link
+
+
+def test_paths_in_the_design_exist():
+    text = re.sub(r"\]\([^)]*\)", "]", design()).replace("\\", "")
+    for path in re.findall(r"(?<![\w./-])[\w./-]+(?:\.py|\w/)(?![\w/])", text):
+        in_package = any(PACKAGE.rglob(path.rstrip("/")))
+        assert in_package or ROOT.joinpath(path).exists(), path
+
+
+def test_names_in_the_design_exist():
+    """Dotted names of the package can be imported; classes are defined somewhere in it."""
+    defined = {
+        node.name
+        for folder in (PACKAGE, ROOT / "experiments")
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    defined |= {name for name in vars(pe) if name[0].isupper()}
+    for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", design()):
+        for name in re.findall(r"\bposenc_jax(?:\.\w+)+", code):
+            assert resolves(name), name
+        # CamelCase; constants and single letters are names of arrays and settings too.
+        for name in re.findall(r"(?<![\w.\"])[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*", code):
+            assert name in defined or name in ("None", "True", "False"), f"{name} in `{code}`"
+
+
+def resolves(name):
+    """Whether a dotted name is a module or can be reached from one."""
+    parts = name.split(".")
+    for split in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[split:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def test_quick_tests_exist():
+    """pytest runs none of tests/quick.txt if one is missing."""
+    for line in ROOT.joinpath("tests", "quick.txt").read_text().splitlines():
+        path, *name = line.split("[")[0].split("::")
+        defined = {
+            n.name for n in ast.parse(ROOT.joinpath(path).read_text()).body if hasattr(n, "name")
+        }
+        assert set(name) <= defined, line

@@ -1,0 +1,100 @@
+"""Adding things from outside the package, with public names only.
+
+A backend is added in tests/engine/test_implementations.py, a task in
+tests/experiments/test_tasks.py.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import posenc_jax as pe
+from posenc_jax import testing
+
+PROPERTIES = [
+    "jit_equals_eager",
+    "every_parameter_has_a_gradient",
+    "tiles_equal_the_reference",
+    "left_padded_rows_equal_rows_alone",
+    "prompt_then_steps_equal_the_whole",
+]
+
+
+def logarithm(shared, slope, q, k):
+    return -slope * jnp.log1p(jnp.abs(q - k).astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogDistance(pe.Scheme):
+    """A scheme: -slope * log(1 + |q - k|) added to the logits, slopes learned."""
+
+    num_heads: int
+
+    @property
+    def traits(self):
+        return pe.Traits(relative=True)
+
+    def init(self, key):
+        return {"slopes": jnp.ones(self.num_heads, jnp.float32)}
+
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(logarithm, heads=params["slopes"], relative=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedSpeed(pe.Rotary):
+    """A rotary scheme: RoPE whose frequencies have a learned factor."""
+
+    theta: float = 100.0
+
+    def init(self, key):
+        return {"speed": jnp.ones(len(self.base_frequencies), jnp.float32)}
+
+    def cos_sin(self, params, coordinates):
+        frequencies = jnp.asarray(self.base_frequencies, jnp.float32) * params["speed"]
+        angles = coordinates.astype(jnp.float32)[..., None] * frequencies[None, None]
+        return jnp.cos(angles), jnp.sin(angles)
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubled(pe.FrequencyMap):
+    """A frequency map."""
+
+    extends_context: ClassVar[bool] = False
+    factor: float = 2.0
+
+    def __call__(self, frequencies, head_dim, theta):
+        return self.factor * frequencies, 1.0
+
+
+SCHEMES = [LogDistance(6), LearnedSpeed(8), pe.RoPE(8, scaling=Doubled())]
+
+
+@pytest.fixture(scope="module", params=SCHEMES, ids=["scheme", "rotary scheme", "frequency map"])
+def case(request):
+    return testing.Case(request.param)
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_added_scheme_has_the_common_properties(case, name):
+    testing.PROPERTIES[name].check(case)
+
+
+def test_added_schemes_run_in_a_layer_and_in_a_chain():
+    scheme = pe.chain(LogDistance(2), LearnedSpeed(8))
+    x = jax.random.normal(jax.random.key(0), (1, 5, 16))
+    layer = pe.nnx.Attention(16, 2, position=scheme, rngs=nnx.Rngs(0))
+    assert layer(x).shape == x.shape
+    assert len(jax.tree.leaves(nnx.state(layer.position, nnx.Param))) == 2
+
+
+def test_added_frequency_map_composes():
+    frequencies, factor = pe.rope_frequencies(8, scaling=(Doubled(3.0), pe.PI(factor=3.0)))
+    plain, _ = pe.rope_frequencies(8)
+    np.testing.assert_allclose(frequencies, plain)
+    assert factor == 1.0
