@@ -1,14 +1,14 @@
 r"""Cosine and sine of position times frequency, exact at any int32 position.
 
-float32 cannot hold the angle of a far position: at a million tokens the product
-position * frequency is off by up to 0.06 radians, and every common float32 rotary
-embedding with it. Here a frequency is a 64-bit binary fraction of a full turn, made on
-the host from float64. The product with an integer position, modulo one turn, is then
-exact integer arithmetic that wraps by itself; what remains for float32 is a polynomial
-on at most an eighth of a turn. The error stays below 2e-7 and no table is kept.
+float32 cannot represent the angle of a far position: at a million tokens the product
+position * frequency is off by up to 0.06 radians, as in all common float32 rotary embeddings.
+Here a frequency is a 64-bit binary fraction of a full turn, computed on the host from float64. Its
+product with an integer position, modulo one turn, is exact integer arithmetic with wrap-around;
+float32 evaluates only a polynomial on at most an eighth of a turn. The error is below 2e-7, without
+a precomputed table.
 
-A learned frequency is a float32 in the program: there the same binary fraction is its mantissa
-times the digits of 1 / (2 pi), shifted by its exponent.
+A learned frequency is a float32 array: its binary fraction is the mantissa times the digits of
+1 / (2 pi), shifted by the exponent.
 
 Polynomials: the single precision sine and cosine kernels of the Cephes library.
 """
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Outside of a jit these would compile two dozen operations one by one, for every shape.
+# Eager calls would otherwise compile two dozen operations one by one, for every shape.
 _as_one = functools.partial(jax.jit, inline=True)
 
 # Pi to 60 digits: 64-bit fractions of a turn need about 25 of them.
@@ -64,7 +64,7 @@ def _cos_sin_of_turns(phase: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _phase(coordinates: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
-    """Integers times 2^64ths of a turn, in 2^32nds of a turn, without the whole turns."""
+    """Integers times 2^-64 turns, in units of 2^-32 turns, modulo one turn."""
     p = coordinates.astype(jnp.int32).astype(jnp.uint32)
     borrow = jnp.where(coordinates < 0, low, np.uint32(0))  # p stands for p - 2^32 there.
     return p * high + _high_word(p, low) - borrow
@@ -72,7 +72,7 @@ def _phase(coordinates: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array
 
 @_as_one
 def _counted(coordinates: jax.Array, high: jax.Array, low: jax.Array):
-    """Cosine and sine of integers times 2^64ths of a turn."""
+    """Cosine and sine of integers times 2^-64 turns."""
     return _cos_sin_of_turns(_phase(coordinates, high, low))
 
 
@@ -110,11 +110,11 @@ def _learned(coordinates: jax.Array, frequencies: jax.Array) -> tuple[jax.Array,
 
 
 @_learned.defjvp
-def _learned_slope(primals, tangents):
+def _learned_jvp(primals, tangents):
     coordinates, frequencies = primals
     cos, sin = _learned(coordinates, frequencies)
-    turned = coordinates.astype(jnp.float32) * tangents[1]
-    return (cos, sin), (-sin * turned, cos * turned)
+    tangent = coordinates.astype(jnp.float32) * tangents[1]
+    return (cos, sin), (-sin * tangent, cos * tangent)
 
 
 _learned_as_one = _as_one(_learned)
@@ -128,8 +128,8 @@ def cos_sin(
     Args:
       coordinates: integers or float32 [...].
       frequencies: radians per position, [..., P]. Integer coordinates are exact at any
-        distance: times a NumPy array in float64, times a JAX array (learned frequencies) in
-        float32, as its values are. With float32 coordinates the product is float32, whose
+        distance: for a NumPy array of float64, and for a JAX array (learned frequencies) of
+        float32 values. With float32 coordinates the product is float32, whose
         error grows with the angle.
 
     Returns:

@@ -32,7 +32,7 @@ def error(positions, frequencies=FREQUENCIES):
     return max(np.abs(a - b).max() for a, b in zip(got, exact(positions, frequencies), strict=True))
 
 
-def test_the_angles_that_are_checked_against_are_right():
+def test_the_reference_angles_are_right():
     cos, sin = exact(np.array([[0, 1, 22]]), np.array([1.0]))
     np.testing.assert_allclose(cos.ravel(), [1, math.cos(1), math.cos(22)], rtol=1e-14)
     np.testing.assert_allclose(sin.ravel(), [0, math.sin(1), math.sin(22)], rtol=1e-13)
@@ -56,7 +56,7 @@ def test_any_position_and_frequency(position, frequency):
     assert error(np.array([position]), np.array([frequency])) < BOUND
 
 
-def test_float32_angles_would_not_do():
+def test_float32_angles_are_not_exact():
     """What this module is for: the plain product is wrong by then."""
     angle = np.float32(10**6 + 1) * np.float32(10000 ** (-1 / 3))
     assert abs(np.cos(angle) - exact(np.array([10**6 + 1]), FREQUENCIES)[0][0, 2]) > 1e-3
@@ -125,7 +125,7 @@ def test_learned_frequencies_have_the_slope_of_the_formula():
     np.testing.assert_allclose(curved, (49 * (-2 * cos - 3 * sin)).sum(0), rtol=1e-5)
 
 
-def test_learned_frequencies_that_are_no_numbers_stay_where_they_are():
+def test_nan_in_a_learned_frequency_stays_in_its_pair():
     w = jnp.array([jnp.nan, jnp.inf, 1.0, 2.0**100], jnp.float32)
     for a in cos_sin(jnp.array([3]), w):
         np.testing.assert_array_equal(np.isnan(a), [[True, True, False, True]])

@@ -1,12 +1,11 @@
-r"""Scalable-Softmax: every head learns how much sharper it gets with the number of keys.
+r"""Scalable-Softmax: the logits of each head grow with the number of keys, at a learned rate.
 
     q_i -> (s ln(i + 1) + b) q_i
 
-i + 1 is the number of keys that a decoder's query sees; s and b are learned per head. The
-softmax of s ln(n) z is that of z with base n^s in place of e. The paper's main form has no b
-and begins, in the implementations of others, at s = 0.43. Mistral Large 4 begins at s = 0,
-b = 1, where it does nothing. Products are in float32; transformers rounds ln(i + 1), s and b
-to the model's dtype first.
+i + 1 is the number of keys visible to a decoder's query; s and b are learned per head. The softmax
+of s ln(n) z is that of z with base n^s instead of e. The paper's main form has no b; other
+implementations initialise s = 0.43. Mistral Large 4 initialises s = 0, b = 1, the identity.
+Products are float32; transformers rounds ln(i + 1), s and b to the model's dtype first.
 
 Paper: Nakanishi. Scalable-Softmax Is Superior for Attention. 2025.
 https://arxiv.org/abs/2501.19399
@@ -29,11 +28,11 @@ class SSMax(Scheme):
 
     Attributes:
       num_heads: N.
-      scale: s before training.
-      offset: b before training; None for no b.
+      scale: the initial s.
+      offset: the initial b; None for no b.
 
     Raises:
-      ValueError: where nothing would be left of q.
+      ValueError: for a scale of 0 without offset.
 
     >>> scheme = SSMax(num_heads=1, scale=0.0, offset=1.0)
     >>> scheme.query(scheme.init(None), jnp.ones((1, 1, 1, 1)), jnp.array([[15]])).item()
@@ -48,7 +47,7 @@ class SSMax(Scheme):
     def __post_init__(self):
         require(
             self.offset is not None or self.scale != 0,
-            "ssmax: without an offset scale must not be 0: every query would be zero.",
+            "ssmax: scale must not be 0 without an offset: all queries would be zero.",
         )
 
     def init(self, key):
@@ -59,7 +58,6 @@ class SSMax(Scheme):
         return params
 
     def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q [B, T, N, H], each multiplied by its head's number."""
         require(
             q.shape[2] == self.num_heads,
             f"ssmax: the scheme is for {self.num_heads} heads, got q of shape {q.shape}.",

@@ -1,4 +1,4 @@
-r"""Query temperature: a query is multiplied by a number that grows with its position.
+r"""Query temperature: a query is multiplied by a factor that grows with its position.
 
     q_i -> t(i) q_i,        i counts from 0, L is `length` and s is `strength`
 
@@ -10,10 +10,9 @@ r"""Query temperature: a query is multiplied by a number that grows with its pos
     "beam"            (1 + (i + 1) / L)^s               Beam, in layers without RoPE
     "inkling"         1 + s ln(max((i + 1) / L, 1))     Inkling
 
-so that attention over many keys stays as sharp as over few. Nothing else changes: put it
-beside any scheme by `chain`. In a packed batch it restarts with the positions; a position
-below zero is NaN. Inkling multiplies its learned logits by t(i) too; this is q alone.
-For the learned form of Scalable-Softmax see `SSMax`.
+so that attention over many keys is as sharp as over few. Combine it with any scheme by `chain`. In
+a packed batch it restarts with the positions; negative positions give NaN. Inkling multiplies its
+learned logits by t(i) too; here it is q alone. `SSMax` is the learned form of Scalable-Softmax.
 
 Paper: Nakanishi. Scalable-Softmax Is Superior for Attention. 2025.
 https://arxiv.org/abs/2501.19399
@@ -38,11 +37,11 @@ _FORMS = (*_LOG_N, "llama4", "ministral3", "beam", "inkling")
 def query_temperature(
     positions: jax.Array, form: str, length: int, strength: float = 0.1
 ) -> jax.Array:
-    """Returns what queries are multiplied by, float32 of the shape of `positions`.
+    """Returns the factors of queries, float32 of the shape of `positions`.
 
     Args:
       positions: integers or float32, counted from 0.
-      form: which formula; see above.
+      form: the formula; see the top of the file.
       length: L.
       strength: s; "log_n" and "log_n_clipped" have none.
 
@@ -73,11 +72,11 @@ class QueryTemperature(Scheme):
 
     Attributes:
       form: "log_n", "log_n_clipped", "llama4", "ministral3", "beam" or "inkling".
-      length: L: the trained length, or what the formula counts in.
+      length: L, the trained length, or the unit of positions in the formula.
       strength: s. Default: 0.1, as in all released models; "log_n" has none.
 
     Raises:
-      ValueError: for an unknown form, a length too small, or a strength that is not used.
+      ValueError: for an unknown form, a length too small, or a strength that the form lacks.
 
     >>> QueryTemperature(length=4).query({}, jnp.ones((1, 1, 1, 1)), jnp.array([[15]])).item()
     2.0
@@ -103,7 +102,6 @@ class QueryTemperature(Scheme):
         )
 
     def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q [B, T, N, H], each multiplied by its temperature."""
         strength = 0.1 if self.strength is None else self.strength
         t = query_temperature(coordinates, self.form, self.length, strength)
         return (q.astype(jnp.float32) * t[:, :, None, None]).astype(q.dtype)

@@ -1,6 +1,6 @@
 """The base of rotary schemes: a subclass makes the tables, the rest is written once here.
 
-A rotary scheme rotates pairs of dimensions of q and k by angles that depend on where a token is:
+A rotary scheme rotates pairs of dimensions of q and k by angles that depend on the position:
 
     (x_a, x_b) -> (x_a cos - x_b sin,  x_b cos + x_a sin)
 
@@ -21,7 +21,7 @@ from posenc_jax.checks import coordinate_values, positive_integers, require
 from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.rotary.layouts import check_layout, rotary_dims
 from posenc_jax.rotary.rotate import materialize, rotate_pairs
-from posenc_jax.scheme import Params, Scheme, Traits
+from posenc_jax.scheme import Acts, Params, Scheme, Traits
 
 Tables = tuple[jax.Array, jax.Array]
 """Cosine and sine, float32 [B or 1, T, P], or [B or 1, T, G, P] for G sets."""
@@ -181,6 +181,28 @@ class ScalableRotary(Rotary):
 
     def with_scaling(self, scaling):
         return self.replace(scaling=scaling)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttendRotary(ScalableRotary):
+    """An abstract rotary scheme whose `attend` rotates q and k, by the coordinates of both."""
+
+    @property
+    def traits(self):
+        return Traits(cache_transformed_keys=False)
+
+    @property
+    def acts(self):
+        return Acts.ATTENTION
+
+    def tables(self, params, coordinates):
+        return None
+
+    def query(self, params, q, coordinates, features=None, tables=None):
+        return q
+
+    def key(self, params, k, coordinates, features=None, tables=None):
+        return k
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,6 @@ class DualChunk(RangeRotary):
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
     ):
-        """Returns the output [B, T, N, V] over the three ranges."""
         length = self.chunk - self.local
         inside = q_coordinates % length
         last = jnp.full_like(inside, min(2 * length - 1, self.chunk))

@@ -68,7 +68,7 @@ def mrope_axes(sections: tuple[int, ...], order: str = "contiguous") -> tuple[in
     require(
         max(3 * row - 1, 3 * column) <= sum(sections),
         f"mrope: order 'interleaved' has every third pair for rows and for columns; sections "
-        f"{sections} ask for more.",
+        f"{sections} need more.",
     )
     axes = [0] * sum(sections)
     axes[1 : 3 * row : 3], axes[2 : 3 * column : 3] = [1] * row, [2] * column

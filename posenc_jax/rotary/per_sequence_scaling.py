@@ -30,11 +30,10 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.rotary.base import ScalableRotary, check_coordinates
+from posenc_jax.rotary.base import AttendRotary, check_coordinates
 from posenc_jax.rotary.frequencies import PerSequenceMap, rope_frequencies
 from posenc_jax.rotary.rotate import materialize
 from posenc_jax.rotary.scaling.dynamic_ntk import DynamicNTK
-from posenc_jax.scheme import Acts, Traits
 
 
 def segment_lengths(
@@ -67,7 +66,7 @@ def segment_lengths(
 
 
 @dataclasses.dataclass(frozen=True)
-class RoPEByLength(ScalableRotary):
+class RoPEByLength(AttendRotary):
     """RoPE with frequencies by the length of each sequence (Ding et al. 2024).
 
     Attributes:
@@ -96,26 +95,9 @@ class RoPEByLength(ScalableRotary):
         super().__post_init__()
 
     @property
-    def traits(self):
-        return Traits(cache_transformed_keys=False)
-
-    @property
-    def acts(self):
-        return Acts.ATTENTION
-
-    @property
     def base_frequencies(self):
         """Radians per unit of position in a sequence of one token, float64 [P]."""
         return rope_frequencies(self.num_rotated, self.theta, self.scaling.frozen(1))[0]
-
-    def query(self, params, q, coordinates, features=None, tables=None):
-        return q  # Rotated in `attend`, which has the lengths of all sequences.
-
-    def key(self, params, k, coordinates, features=None, tables=None):
-        return k
-
-    def tables(self, params, coordinates):
-        return None
 
     def cos_sin(self, params, coordinates, lengths=None):
         """Returns cosine and sine, with the attention factor, for the lengths of sequences.
@@ -131,7 +113,6 @@ class RoPEByLength(ScalableRotary):
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
     ):
-        """Returns the output [B, T, N, V] of attention at the lengths so far."""
         # The last visible token of each sequence is among the queries.
         segments = attention.q_segment_ids
         q_lengths = segment_lengths(q_coordinates, segments, attention.q_segment_ids)

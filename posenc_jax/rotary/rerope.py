@@ -69,7 +69,6 @@ class ReRoPE(RangeRotary):
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
     ):
-        """Returns the output [B, T, N, V] over the near and the far range."""
         restart = self.window if self.restart is None else self.restart
         offset = restart - self.leak * self.window
         near = self.rotated(q, q_coordinates), self.rotated(k, k_coordinates)

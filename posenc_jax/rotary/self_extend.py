@@ -54,7 +54,6 @@ class SelfExtend(RangeRotary):
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
     ):
-        """Returns the output [B, T, N, V] over the near and the far range."""
         offset = self.window - self.window / self.group
         near = self.rotated(q, q_coordinates), self.rotated(k, k_coordinates)
         far = (

@@ -19,9 +19,8 @@ from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.mask import MASK_VALUE
 from posenc_jax.ops.lse import merge_partial_softmax
-from posenc_jax.rotary.base import ScalableRotary, check_coordinates
+from posenc_jax.rotary.base import AttendRotary, check_coordinates
 from posenc_jax.rules import LogitBias
-from posenc_jax.scheme import Acts, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,25 +55,8 @@ class Far:
 
 
 @dataclasses.dataclass(frozen=True)
-class RangeRotary(ScalableRotary):
-    """An abstract scheme that rotates q and k in `attend`, once for each range of keys."""
-
-    @property
-    def traits(self):
-        return Traits(cache_transformed_keys=False)
-
-    @property
-    def acts(self):
-        return Acts.ATTENTION
-
-    def query(self, params, q, coordinates, features=None, tables=None):
-        return q
-
-    def key(self, params, k, coordinates, features=None, tables=None):
-        return k
-
-    def tables(self, params, coordinates):
-        return None
+class RangeRotary(AttendRotary):
+    """An abstract scheme that rotates q and k once for each range of keys."""
 
     def cos_sin(self, params, coordinates, slope=1.0, offset=0.0):
         """Returns cosine and sine at the positions `slope * coordinates + offset`."""

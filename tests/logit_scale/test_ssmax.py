@@ -29,7 +29,7 @@ def test_matches_transformers(heads):
     np.testing.assert_allclose(out, softmax_scaling(q, at, scale, bias), rtol=2e-6, atol=1e-5)
 
 
-def test_begins_by_doing_nothing_as_in_mistral_large_4(tokens):
+def test_is_initially_the_identity_as_in_mistral_large_4(tokens):
     scheme = build(pe.SSMax, scale=0.0, offset=1.0)
     close(output(scheme, scheme.init(jax.random.key(0)), tokens), output(pe.NoPE(), {}, tokens), 0)
 
@@ -43,7 +43,7 @@ def test_without_an_offset_and_beside_rope_it_decodes(tokens):
 
 
 def test_errors_say_what_is_wrong():
-    with pytest.raises(ValueError, match="ssmax: without an offset scale must not be 0"):
+    with pytest.raises(ValueError, match="ssmax: scale must not be 0 without an offset"):
         pe.SSMax(num_heads=6, scale=0.0)
     with pytest.raises(ValueError, match="ssmax: the scheme is for 6 heads, got q"):
         scheme = pe.SSMax(num_heads=6)

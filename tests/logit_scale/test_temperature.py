@@ -72,13 +72,13 @@ def test_attention_with_rope_is_that_of_the_formula():
     q, k, v = qkv()
     w = 1e4 ** (-2.0 * np.arange(4) / 8)
 
-    def turned(x, i):
+    def rotated(x, i):
         a, b = np.split(x, 2)
         c, s = np.cos(i * w), np.sin(i * w)
         return np.concatenate([a * c - b * s, b * c + a * s])
 
     def logit(q, k, n, i, j):
-        return max(np.log(i + 1) / np.log(16), 1) * turned(q, i) @ turned(k, j) / np.sqrt(8)
+        return max(np.log(i + 1) / np.log(16), 1) * rotated(q, i) @ rotated(k, j) / np.sqrt(8)
 
     wanted = softmax_attention(q, k, v, logit)
     heat = pe.QueryTemperature(form="log_n_clipped", length=16)

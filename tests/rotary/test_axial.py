@@ -60,8 +60,8 @@ def eva(x, row, column):
     """timm 1.0.31: build_rotary_pos_embed(in_pixels=False), apply_rot_embed."""
     bands = 1.0 / 1e4 ** (np.arange(len(x) // 4) / (len(x) // 4))
     angles = np.repeat(np.concatenate([row * bands, column * bands]), 2)
-    turned = np.stack([-x[1::2], x[0::2]], -1).ravel()
-    return x * np.cos(angles) + turned * np.sin(angles)
+    swapped = np.stack([-x[1::2], x[0::2]], -1).ravel()
+    return x * np.cos(angles) + swapped * np.sin(angles)
 
 
 def qwen2_vl(x, row, column):
@@ -170,7 +170,7 @@ def test_attention_over_a_grid_with_a_class_token():
     np.testing.assert_allclose(far, wanted, atol=1e-5)
 
 
-def test_a_plain_position_stands_on_every_axis():
+def test_a_plain_position_applies_to_every_axis():
     x, at = qkv(length=5)[0], jnp.array([[0, 1, 257, 4095, 10**6]])
     scheme = pe.AxialRoPE(head_dim=8)
     np.testing.assert_array_equal(scheme.query({}, x, at), scheme.query({}, x, jnp.stack([at, at])))
@@ -185,23 +185,6 @@ def test_three_axes_and_leading_dimensions_alone():
         part = pe.apply_rope(x[..., dims], at[i], theta=100.0)
         np.testing.assert_allclose(out[..., dims], part, atol=1e-6)
     np.testing.assert_array_equal(out[..., 12:], x[..., 12:])
-
-
-def test_options_change_the_output():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 2, 8)), "f4")
-    at = pe.grid_coordinates(1, 2, 3)
-    plain = pe.AxialRoPE(head_dim=8)
-    changes = [
-        {"theta": 1e4},
-        {"axes": (1, 0)},
-        {"frequencies": "dealt"},
-        {"layout": "interleaved"},
-        {"layout": "half_per_axis"},
-        {"rotary_dim": 4},
-    ]
-    outs = [s.query({}, x, at) for s in (plain, *(plain.replace(**c) for c in changes))]
-    for i, a in enumerate(outs):
-        assert all(np.abs(a - b).max() > 0.05 for b in outs[:i]), changes[i - 1]
 
 
 @pytest.mark.parametrize(

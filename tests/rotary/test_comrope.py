@@ -46,9 +46,9 @@ def authors(x, at, params, axes):
     out = np.zeros(x.shape)
     for t, n, b in np.ndindex(x.shape[1], x.shape[2], blocks):
         scaled = sum(factors[a, b] * float(at[a][t]) for a in range(2))
-        turn = matrix_exp(scaled * skew[n * groups // x.shape[2], b])
+        rotation = matrix_exp(scaled * skew[n * groups // x.shape[2], b])
         part = slice(b * size, (b + 1) * size)
-        out[:, t, n, part] = x[:, t, n, part] @ turn.T
+        out[:, t, n, part] = x[:, t, n, part] @ rotation.T
     return out
 
 
@@ -87,7 +87,7 @@ def test_logits_depend_on_offsets_at_any_position():
 
 
 def test_a_block_of_two_is_rope():
-    """F = ((0, -w / 2), (w / 2, 0)) turns by +w; the second axis has no part in it."""
+    """F = ((0, -w / 2), (w / 2, 0)) rotates by +w; the second axis has no effect."""
     scheme = pe.ComRoPE(head_dim=4, size=2)
     w = jnp.asarray([1.0, 0.01])
     matrix = jnp.zeros((1, 2, 2, 2)).at[0, :, 0, 1].set(-w / 2).at[0, :, 1, 0].set(w / 2)
@@ -122,7 +122,7 @@ def test_gradients_are_slopes_of_the_authors_code():
             np.testing.assert_allclose(grads[name][index], slope, atol=2e-4, rtol=1e-4)
 
 
-def test_starts_normal():
+def test_initial_parameters_are_normal():
     params = pe.ComRoPE(head_dim=64, groups=9, init_std=0.5).init(jax.random.key(0))
     assert abs(np.std(params["matrix"]) - 0.5) < 0.02
     assert 0.5 < np.std(params["multiplier"]) < 1.5

@@ -22,7 +22,7 @@ OPTIONS = {
 }
 
 
-def turned(x, angle):
+def rotated(x, angle):
     a, b = np.split(np.asarray(x, np.float64), 2)
     c, s = np.cos(angle), np.sin(angle)
     return np.concatenate([a * c - b * s, b * c + a * s])
@@ -40,7 +40,7 @@ def dual_chunk(q, k, i, j, w, chunk_size, local_window):
         position = qc_t[i % chunk_len]
     else:
         position = qc_t[chunk_len - 1]
-    return turned(q, position * w) @ turned(k, j % chunk_len * w)
+    return rotated(q, position * w) @ rotated(k, j % chunk_len * w)
 
 
 @pytest.mark.parametrize("chunk, local", [(12, 4), (9, 7)])

@@ -1,4 +1,4 @@
-"""Rotary frequencies: their values, and the maps that stretch them."""
+"""Rotary frequencies: their values, and the maps that extend the context."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def test_maps_match_transformers(scaling, wanted):
     assert factor == 1.0
 
 
-def test_ntk_is_a_larger_base_that_stretches_only_the_slowest_pair_by_the_whole_factor():
+def test_ntk_divides_only_the_slowest_pair_by_the_whole_factor():
     plain, _ = pe.rope_frequencies(12, 500.0)
     got, _ = pe.rope_frequencies(12, 500.0, pe.NTK(factor=8.0))
     np.testing.assert_allclose(got, pe.rope_frequencies(12, 500.0 * 8 ** (12 / 10))[0], rtol=1e-12)
@@ -102,7 +102,7 @@ def test_the_factor_multiplies_what_was_rotated_and_nothing_else():
 
 
 @pytest.mark.parametrize("scaling", [(), pe.FrequencyMap(), pe.PI(), pe.NTK()], ids=str)
-def test_what_does_nothing_does_nothing(scaling):
+def test_neutral_maps_leave_frequencies_unchanged(scaling):
     np.testing.assert_array_equal(pe.rope_frequencies(8, scaling=scaling)[0], 10.0 ** -np.arange(4))
 
 
@@ -162,7 +162,7 @@ def test_at_most_one_map_extends_the_context():
 
 
 @pytest.mark.parametrize("scaling", ["yarn", 4.0, {"factor": 4.0}, (pe.PI(factor=2.0), "ntk")])
-def test_what_is_no_map_is_refused(scaling):
+def test_a_scaling_that_is_not_a_map_is_refused(scaling):
     with pytest.raises(TypeError, match="rope: scaling must be a FrequencyMap"):
         pe.RoPE(head_dim=8, scaling=scaling)
 

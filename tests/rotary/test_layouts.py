@@ -21,7 +21,7 @@ LAYOUTS = [*AT_ONE, "interleaved_negative"]
 PARTS = [(0, 0), (8, 0), (8, 4), (0, 2)]
 
 
-def turned(x, position, layout, start, dim):
+def rotated(x, position, layout, start, dim):
     """One vector in float64, each pair as a complex number, where the layout has it."""
     out, half = np.array(x, np.float64), dim // 2
     for p in range(half):
@@ -51,7 +51,7 @@ def test_matches_complex_numbers_at_any_position(layout, dim, start):
     out = pe.apply_rope(x, at, layout=layout, rotary_dim=dim, rotary_start=start)
     dim = dim or 12 - start
     for t, n in np.ndindex(4, 6):
-        wanted = turned(x[0, t, n], at[0, t], layout, start, dim)
+        wanted = rotated(x[0, t, n], at[0, t], layout, start, dim)
         np.testing.assert_allclose(out[0, t, n], wanted, rtol=0, atol=3e-6)
     rest = np.r_[:start, start + dim : 12]
     np.testing.assert_array_equal(out[..., rest], x[..., rest])

@@ -47,7 +47,7 @@ def grape(x, positions, log_freq, log_freq_scale):
 
 
 @pytest.mark.parametrize("scaling", [pe.FrequencyMap(), YARN])
-def test_turns_as_mistral_large_4(scaling):
+def test_matches_mistral_large_4(scaling):
     scheme = pe.LearnedRoPE(head_dim=8, layout="interleaved", scaling=scaling)
     params = {"alpha": jnp.asarray(alpha(1, 4), jnp.float32)}
     positions = np.array([0, 1, 257, 2047])
@@ -64,7 +64,7 @@ def test_turns_as_mistral_large_4(scaling):
 
 
 @pytest.mark.parametrize("heads", [6, 12])
-def test_turns_as_grape_with_frequencies_per_head(heads):
+def test_matches_grape_with_frequencies_per_head(heads):
     scheme = pe.LearnedRoPE(head_dim=8, groups=heads, layout="half_negative", alpha_scale=16.0)
     shift = 16 * alpha(heads, 4)
     params = {"alpha": jnp.asarray(shift, jnp.float32)}
@@ -82,8 +82,8 @@ def test_attention_depends_on_the_distance_at_any_position():
 
     def logit(q, k, n, i, j):
         a, b = (x[:4] + 1j * x[4:] for x in (q, k))
-        turned = a * np.conj(b) * np.exp(1j * (i - j) * used[n // 2])
-        return turned.real.sum() / np.sqrt(8)
+        rotated = a * np.conj(b) * np.exp(1j * (i - j) * used[n // 2])
+        return rotated.real.sum() / np.sqrt(8)
 
     arrays = qkv()
     wanted = softmax_attention(*arrays, logit)

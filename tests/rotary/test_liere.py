@@ -57,16 +57,16 @@ def test_attention_on_an_image_matches_the_authors(size, groups, dim):
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
-def test_blocks_of_two_turn_exactly_at_far_positions():
+def test_blocks_of_two_rotate_exactly_at_far_positions():
     scheme = pe.LieRE(head_dim=4)
     params = scheme.init(jax.random.key(0))
     (q, _, _) = qkv(length=4, dim=4)
     at = np.array([[1, 257, 10**6, 2**31 - 1], [0, 3, -5, 10**9]])
     got = scheme.query(params, q, jnp.asarray(at)[:, None])
     rates = np.asarray(params["upper"], np.float64)[:, 0, :, 0]
-    turn = np.exp(-1j * (at.astype(np.float64).T @ rates))[None, :, None]
+    rotation = np.exp(-1j * (at.astype(np.float64).T @ rates))[None, :, None]
     pairs = np.asarray(q, np.float64).reshape(1, 4, 6, 2, 2)
-    wanted = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
+    wanted = (pairs[..., 0] + 1j * pairs[..., 1]) * rotation
     np.testing.assert_allclose(got[..., 0::2], wanted.real, atol=5e-6)
     np.testing.assert_allclose(got[..., 1::2], wanted.imag, atol=5e-6)
 
@@ -76,7 +76,7 @@ def test_gradients_are_slopes_of_the_authors_code(size):
     scheme = pe.LieRE(head_dim=size, size=size)
     upper = scheme.init(jax.random.key(0))["upper"]
     (q, _, _) = qkv(length=4, heads=2, kv_heads=2, dim=size)
-    at = np.array([[0.0, 0.5, 1.0, 0.0], [0.0, 1.0, 0.25, 0.5]])  # Nothing turns at the first.
+    at = np.array([[0.0, 0.5, 1.0, 0.0], [0.0, 1.0, 0.25, 0.5]])  # The first has no rotation.
     weights = np.random.default_rng(0).normal(size=q.shape)
 
     def loss(upper):

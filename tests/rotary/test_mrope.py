@@ -36,7 +36,7 @@ PUBLISHED = [
 ORDERS = ["contiguous", "interleaved", "alternating"]
 
 
-def turned(x, place, axes, theta, layout):
+def rotate(x, place, axes, theta, layout):
     """The rotation of transformers, pair by pair in float64."""
     out, half = np.array(x, np.float64), len(axes)
     for p, axis in enumerate(axes):
@@ -59,7 +59,7 @@ def test_four_axes_match_the_loop_over_pairs():
     x = x.astype(np.float32)
     out = scheme.query({}, jnp.asarray(x), jnp.asarray(at))
     for b, t, n in np.ndindex(2, 7, 6):
-        wanted = turned(x[b, t, n], at[:, b, t], [0, 0, 1, 1, 2, 3, 3, 3], 1e4, "half")
+        wanted = rotate(x[b, t, n], at[:, b, t], [0, 0, 1, 1, 2, 3, 3, 3], 1e4, "half")
         np.testing.assert_allclose(out[b, t, n], wanted, rtol=0, atol=3e-6)
     q = k = v = jnp.asarray(x)
     out = attend(scheme, {}, q, k, v, is_causal=True, coordinates=jnp.asarray(at))
@@ -104,7 +104,7 @@ def test_matches_the_loop_over_pairs(layout, order, dtype):
     x = random.normal(size=(2, 7, 6, 20)).astype(np.float32)
     out = scheme.query({}, jnp.asarray(x), jnp.asarray(at))
     for b, t, n in np.ndindex(2, 7, 6):
-        wanted = turned(x[b, t, n, :16], at[:, b, t], scheme.axes, 1e6, layout)
+        wanted = rotate(x[b, t, n, :16], at[:, b, t], scheme.axes, 1e6, layout)
         np.testing.assert_allclose(
             out[b, t, n, :16], wanted, rtol=0, atol=3e-6 if dtype == np.int32 else 1e-4
         )
@@ -120,13 +120,13 @@ def test_attention_over_an_image_in_text(shift):
     q, k, v = qkv()
     scheme = pe.MRoPE(head_dim=8, sections=(1, 2, 1))
     at = np.asarray(coordinates)[:, 0]
-    rotated = [
+    q_and_k = [
         np.stack(
-            [[turned(y, at[:, t], scheme.axes, 1e4, "half") for y in x] for t, x in enumerate(a[0])]
+            [[rotate(y, at[:, t], scheme.axes, 1e4, "half") for y in x] for t, x in enumerate(a[0])]
         )[None]
         for a in (q, k)
     ]
-    wanted = softmax_attention(*rotated, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
+    wanted = softmax_attention(*q_and_k, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
     out = attend(scheme, {}, q, k, v, is_causal=True, coordinates=coordinates + shift)
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
@@ -168,7 +168,7 @@ def test_options_change_the_output():
         ({"sections": (4, 4, 0)}, r"sections must be three positive .* got \(4, 4, 0\)"),
         ({"sections": (2, 2, 2)}, r"sections must add up to 8 pairs, got \(2, 2, 2\)"),
         ({"sections": (4, 3, 1), "order": "alternating"}, r"as many pairs for rows .* \(4, 3, 1\)"),
-        ({"sections": (2, 3, 3), "order": "interleaved"}, r"sections \(2, 3, 3\) ask for more"),
+        ({"sections": (2, 3, 3), "order": "interleaved"}, r"sections \(2, 3, 3\) need more"),
         ({"layout": "neox"}, "layout must be one of"),
         ({"rotary_dim": 5}, "rotary dim must be even and positive, got 5"),
     ],

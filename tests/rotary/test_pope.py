@@ -76,7 +76,7 @@ def test_a_token_worked_out_by_hand():
     np.testing.assert_array_equal(got, scheme.key(params, x, jnp.array([[2]])).ravel())
 
 
-def test_delta_starts_at_zero_or_uniform_and_is_kept_in_its_range():
+def test_delta_is_initially_zero_or_uniform_and_clipped():
     assert np.all(pe.PoPE(num_heads=2, head_dim=4).init(jax.random.key(0))["delta"] == 0)
     scheme = pe.PoPE(num_heads=60, head_dim=64, uniform=True)
     delta = scheme.init(jax.random.key(0))["delta"]

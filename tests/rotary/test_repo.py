@@ -73,7 +73,7 @@ def test_a_position_worked_out_by_hand():
     np.testing.assert_allclose(q.ravel(), [np.cos(1.4621172), np.sin(1.4621172)], rtol=1e-5)
 
 
-def test_starts_normal():
+def test_initial_parameters_are_normal():
     scheme = pe.RePo(model_dim=400, head_dim=8, groups=20, init_std=0.1)
     for name, leaf in scheme.init(jax.random.key(0)).items():
         assert abs(np.std(leaf) - 0.1) < 0.01, name

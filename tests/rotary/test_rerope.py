@@ -26,7 +26,7 @@ OPTIONS = {
 }
 
 
-def turned(x, angle):
+def rotated(x, angle):
     """rotate_half of one vector by float64 angles."""
     a, b = np.split(np.asarray(x, np.float64), 2)
     c, s = np.cos(angle), np.sin(angle)
@@ -36,23 +36,23 @@ def turned(x, angle):
 def rerope(q, k, i, j, window, w):
     """bojone/rerope, rerope_patch.py: `attn_weights1`, `attn_weights2`, `rectified_mask`."""
     if abs(i - j) < window:
-        return turned(q, i * w) @ turned(k, j * w)
-    return turned(q, window * w) @ k
+        return rotated(q, i * w) @ rotated(k, j * w)
+    return rotated(q, window * w) @ k
 
 
 def leaky(q, k, i, j, window, w, s):
     """bojone/rerope, leaky_rerope_patch.py; `rotary_emb2` divides positions by s."""
     if abs(i - j) < window:
-        return turned(q, i * w) @ turned(k, j * w)
+        return rotated(q, i * w) @ rotated(k, j * w)
     offset = window * (s - 1)
-    return turned(q, (i + offset) / s * w) @ turned(k, j / s * w)
+    return rotated(q, (i + offset) / s * w) @ rotated(k, j / s * w)
 
 
 def string(q, k, i, j, diag_size, w, local_window):
     """HKUNLP/STRING, string_for_llama.py, as its decode step has it."""
     if j > i - diag_size:
-        return turned(q, i * w) @ turned(k, j * w)
-    return turned(q, (i - diag_size + local_window) * w) @ turned(k, j * w)
+        return rotated(q, i * w) @ rotated(k, j * w)
+    return rotated(q, (i - diag_size + local_window) * w) @ rotated(k, j * w)
 
 
 CASES = {

@@ -29,13 +29,13 @@ LAYOUTS = pytest.mark.parametrize("layout", ["half", "interleaved"])
 
 
 def pairs(dim, layout):
-    """Which two dimensions turn together."""
+    """The two dimensions of each pair."""
     if layout == "interleaved":
         return [(2 * p, 2 * p + 1) for p in range(dim // 2)]
     return [(p, p + dim // 2) for p in range(dim // 2)]
 
 
-def turned(x, position, theta=10000.0, layout="half", dim=None):
+def rotated(x, position, theta=10000.0, layout="half", dim=None):
     """Equation 34 of the paper: each pair of one vector as a complex number, in float64."""
     out = np.array(x, np.float64)
     dim = len(out) if dim is None else dim
@@ -60,7 +60,7 @@ def test_matches_the_paper_at_any_position(layout, theta, dim):
     x = np.random.default_rng(0).normal(size=(1, 7, 6, 12)).astype(np.float32)
     out = pe.apply_rope(x, at, theta=theta, layout=layout, rotary_dim=dim)
     for t, n in np.ndindex(7, 6):
-        wanted = turned(x[0, t, n], at[0, t], theta, layout, dim)
+        wanted = rotated(x[0, t, n], at[0, t], theta, layout, dim)
         np.testing.assert_allclose(out[0, t, n], wanted, rtol=0, atol=3e-6)
     np.testing.assert_array_equal(out[0, 0], x[0, 0])  # Position 0 leaves everything.
     np.testing.assert_array_equal(out[..., dim:], x[..., dim:])
@@ -75,18 +75,18 @@ def test_equals_the_matrix_of_the_paper(position):
     )
     np.testing.assert_allclose(out.ravel(), matrix @ x, rtol=0, atol=2e-6)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(12), atol=1e-12)
-    np.testing.assert_allclose(matrix @ x, turned(x, position, 500.0, "interleaved"), atol=1e-9)
+    np.testing.assert_allclose(matrix @ x, rotated(x, position, 500.0, "interleaved"), atol=1e-9)
 
 
 @LAYOUTS
 @pytest.mark.parametrize("shift", [0, 10**6])
 def test_attention_matches_the_paper(layout, shift):
     q, k, v = qkv()
-    rotated = [
-        np.stack([[turned(y, t, 1e4, layout) for y in x] for t, x in enumerate(a[0])])[None]
+    q_and_k = [
+        np.stack([[rotated(y, t, 1e4, layout) for y in x] for t, x in enumerate(a[0])])[None]
         for a in (q, k)
     ]
-    expected = softmax_attention(*rotated, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
+    expected = softmax_attention(*q_and_k, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
     scheme = pe.RoPE(head_dim=8, layout=layout)
     where = {"positions": shift + jnp.arange(63)} if shift else {}
     out = attend(scheme, {}, q, k, v, is_causal=True, **where)
@@ -183,7 +183,7 @@ def test_gradients_are_those_of_the_formula(layout, dim, start, table):
     )
 
 
-def test_gradients_where_some_or_none_are_asked_for():
+def test_gradients_with_stopped_and_second_derivatives():
     x, at = qkv(length=5)[0], jnp.arange(5)
     kept = jax.grad(lambda x: (jax.lax.stop_gradient(pe.apply_rope(x, at)) * x).sum())(x)
     np.testing.assert_allclose(kept, pe.apply_rope(x, at), atol=1e-6)
@@ -247,6 +247,6 @@ def test_another_head_dim_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, bool])
-def test_refuses_positions_that_cannot_count(dtype):
+def test_position_dtypes_that_cannot_count_are_refused(dtype):
     with pytest.raises(TypeError, match=r"rope: positions must be integers.*got"):
         pe.apply_rope(jnp.zeros((1, 3, 1, 4)), jnp.zeros(3, dtype))

@@ -12,6 +12,8 @@ OPTIONS = {
         "theta": 100.0,
         "layout": "interleaved",
         "scaling": pe.PI(factor=2.0),
+        "rotary_dim": 4,
+        "rotary_start": 2,
         "heads": "odd",
     }
 }

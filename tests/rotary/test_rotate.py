@@ -1,4 +1,4 @@
-"""Tables that come from elsewhere: one for all heads, or sets of them."""
+"""Rotation by given tables: one for all heads, or sets of them."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 import posenc_jax as pe
 
 
-def test_sets_of_tables_serve_runs_of_heads():
+def test_each_set_of_tables_rotates_consecutive_heads():
     x = jax.random.normal(jax.random.key(0), (2, 5, 6, 8))
     cos, sin = jax.random.normal(jax.random.key(1), (2, 2, 5, 3, 4))
     whole = pe.apply_rotation(x, cos, sin)
@@ -25,7 +25,7 @@ def test_tables_that_do_not_fit_are_refused(shape):
         pe.apply_rotation(jnp.ones((2, 5, 6, 8)), jnp.ones(shape), jnp.ones(shape))
 
 
-def test_tables_that_are_there_are_not_copied_and_those_of_the_program_are_written():
+def test_concrete_tables_are_not_copied_and_traced_ones_are_materialised():
     x = jnp.ones((1, 5, 2, 8))
     cos, sin = pe.cos_sin(jnp.arange(5)[None], pe.rope_frequencies(8)[0])
     given = jax.make_jaxpr(lambda x: pe.apply_rotation(x, cos, sin))(x)
@@ -40,7 +40,7 @@ def test_tables_that_are_there_are_not_copied_and_those_of_the_program_are_writt
 @pytest.mark.parametrize("rows", [1, 6, 40])  # Turned in other ways where many share a table.
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved_negative"])
-def test_every_form_turns_alike(layout, dtype, rows):
+def test_all_forms_of_the_rotation_agree(layout, dtype, rows):
     x, g = jax.random.normal(jax.random.key(0), (2, 1, 5, rows, 12)).astype(dtype)
     angles = np.random.default_rng(1).normal(size=(1, 5, 1, 4))
     c, s = np.cos(angles), -np.sin(angles) if "negative" in layout else np.sin(angles)
@@ -57,11 +57,11 @@ def test_every_form_turns_alike(layout, dtype, rows):
     tables = np.float32(np.cos(angles[:, :, 0])), np.float32(np.sin(angles[:, :, 0]))
     out, pull = jax.vjp(lambda *a: pe.apply_rotation(*a, layout=layout, start=2), x, *tables)
     near = {"rtol": 2**-8, "atol": 1e-6} if dtype == jnp.bfloat16 else {"atol": 2e-6}
-    turned, (a, b) = wanted(x, s)
+    rotated, (a, b) = wanted(x, s)
     back, (ga, gb) = wanted(g, -s)
-    np.testing.assert_allclose(np.float64(out), turned, **near)
+    np.testing.assert_allclose(np.float64(out), rotated, **near)
     dx, dcos, dsin = pull(g)
     np.testing.assert_allclose(np.float64(dx), back, **near)
-    turn = (gb * a - ga * b).sum(2)
+    rotation = (gb * a - ga * b).sum(2)
     np.testing.assert_allclose(dcos, (ga * a + gb * b).sum(2), atol=1e-5)
-    np.testing.assert_allclose(dsin, -turn if "negative" in layout else turn, atol=1e-5)
+    np.testing.assert_allclose(dsin, -rotation if "negative" in layout else rotation, atol=1e-5)

@@ -49,11 +49,11 @@ def angles(params, x, heads, theta=5e5, temp_max=1.0):
 
 
 def authors(params, q, k, v, x, groups, **options):
-    turn = angles(params, x[0], groups, **options)
+    rotation = angles(params, x[0], groups, **options)
 
     def mapped(y):
         y = np.asarray(y, np.float64)
-        a = np.repeat(turn, y.shape[2] // groups, 1)[None]
+        a = np.repeat(rotation, y.shape[2] // groups, 1)[None]
         y0, y1 = np.split(y, 2, -1)
         return np.concatenate(
             [y0 * np.cos(a) - y1 * np.sin(a), y0 * np.sin(a) + y1 * np.cos(a)], -1
@@ -100,13 +100,13 @@ def test_angles_worked_out_by_hand():
     params = {"down": jnp.eye(3), "up": phi, "conv": jnp.ones((1, 2))}
     q = jnp.zeros((1, 3, 1, 4)).at[..., :2].set(1.0)
     rows, _, _ = scheme.features(params, 1e4 * jnp.eye(3)[None], q, q, None, None, None)
-    turned = scheme.query(params, q, None, rows)[0, :, 0]
-    got = np.arctan2(turned[:, 2:], turned[:, :2])
+    rotated = scheme.query(params, q, None, rows)[0, :, 0]
+    got = np.arctan2(rotated[:, 2:], rotated[:, :2])
     np.testing.assert_allclose(got, [[0.5, 0.00141421356], [0.75, 0], [1.75, 0]], atol=1e-6)
 
 
 @pytest.mark.parametrize("chunks", [[12], [4, 4, 4], [1] * 12], ids=str)
-def test_sequences_with_padding_between_do_not_touch(chunks):
+def test_sequences_with_padding_between_are_independent(chunks):
     scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8)
     params = scheme.init(jax.random.key(0))
     tokens = arrays(length=12)
@@ -133,7 +133,7 @@ def test_sequences_with_padding_between_do_not_touch(chunks):
         np.testing.assert_allclose(out[:, segments == segment], alone, atol=2e-6)
 
 
-def test_starts_as_torch_does():
+def test_initialises_as_torch():
     scheme = pe.SelectiveRoPE(model_dim=100, head_dim=64, groups=4, rank=25)
     for name, bound in (("down", 0.1), ("up", 0.2), ("conv", 0.5)):
         leaf = scheme.init(jax.random.key(0))[name]

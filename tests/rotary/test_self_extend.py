@@ -22,7 +22,7 @@ OPTIONS = {
 }
 
 
-def turned(x, angle):
+def rotated(x, angle):
     a, b = np.split(np.asarray(x, np.float64), 2)
     c, s = np.cos(angle), np.sin(angle)
     return np.concatenate([a * c - b * s, b * c + a * s])
@@ -34,9 +34,9 @@ def self_extend(q, k, i, j, w, group_size_1, group_size_2):
     `neighbor_attention_mask` is true for the last `group_size_2` keys of a query.
     """
     if j > i - group_size_2:
-        return turned(q, i * w) @ turned(k, j * w)
+        return rotated(q, i * w) @ rotated(k, j * w)
     group_query = i // group_size_1 + group_size_2 - group_size_2 / group_size_1
-    return turned(q, group_query * w) @ turned(k, j // group_size_1 * w)
+    return rotated(q, group_query * w) @ rotated(k, j // group_size_1 * w)
 
 
 @pytest.mark.parametrize("window, group", [(8, 4), (10, 3)])

@@ -21,8 +21,8 @@ def torchscale(x, offset=0, downscale=False, base=512):
     scale, sin, cos = scale[-length:], np.sin(place)[-length:], np.cos(place)[-length:]
     scale = 1 / scale if downscale else scale
     sin, cos = np.repeat(sin * scale, 2, -1), np.repeat(cos * scale, 2, -1)
-    turned = np.stack([-x[:, 1::2], x[:, ::2]], -1).reshape(x.shape)
-    return x * cos + turned * sin
+    rotated = np.stack([-x[:, 1::2], x[:, ::2]], -1).reshape(x.shape)
+    return x * cos + rotated * sin
 
 
 def logit(q, k, n, i, j, base=512, gamma=0.4, theta=1e4):
@@ -30,8 +30,8 @@ def logit(q, k, n, i, j, base=512, gamma=0.4, theta=1e4):
     dim, pair = len(q), np.arange(0, len(q), 2)
     z = (pair + gamma * dim) / ((1 + gamma) * dim)
     q, k = q[0::2] + 1j * q[1::2], k[0::2] + 1j * k[1::2]
-    turn = np.exp(1j * (i - j) * theta ** (-pair / dim)) * z ** ((i - j) / base)
-    return (q * k.conj() * turn).sum().real / np.sqrt(dim)
+    rotation = np.exp(1j * (i - j) * theta ** (-pair / dim)) * z ** ((i - j) / base)
+    return (q * k.conj() * rotation).sum().real / np.sqrt(dim)
 
 
 def scores(scheme, q, k, at):
@@ -59,7 +59,7 @@ def test_matches_the_numbers_of_torchscale():
     np.testing.assert_allclose(np.exp(-512 * pe.xpos_decay(4)), [0.2857142857, 0.6428571429])
 
 
-def test_keys_cached_with_the_factor_of_torchscale_drift_and_ours_do_not():
+def test_cached_keys_do_not_drift_as_those_of_torchscale():
     x = np.tile([1.0, 2.0, 3.0, 4.0], (12, 1))
     early = torchscale(x[:9], downscale=True)  # Mapped when there were 9 tokens ...
     late = torchscale(x[:12])  # ... and used with a query mapped when there were 12.
@@ -117,7 +117,7 @@ def test_queries_far_apart_in_one_call(span):
     assert all(np.isfinite(g).all() for g in grads)
 
 
-def test_queries_too_far_apart_are_nan_and_no_wrong_numbers():
+def test_queries_too_far_apart_give_nan():
     q, k, v = qkv(length=9)
     at = np.r_[0:4, 100_000:100_005]
     wanted = softmax_attention(q, k, v, logit, positions=at)
@@ -133,16 +133,6 @@ def test_float16_within_four_thousand():
     out = attend(pe.XPos(head_dim=8), {}, q, k, v, positions=at, is_causal=True)
     assert out.dtype == jnp.float16
     np.testing.assert_allclose(out.astype("f4"), wanted, atol=5e-3)
-
-
-def test_options_change_the_scores():
-    q, k, _ = qkv(length=9, kv_heads=6)
-    at = 40 * jnp.arange(9)[None]
-    plain = pe.XPos(head_dim=8)
-    changes = [{"theta": 100.0}, {"scale_base": 64.0}, {"gamma": 2.0}, {"layout": "half"}]
-    made = [scores(s, q, k, at) for s in (plain, *(plain.replace(**c) for c in changes))]
-    for i, a in enumerate(made):
-        assert all(np.abs(np.tril(a - b)).max() > 0.05 for b in made[:i]), changes[i - 1]
 
 
 def test_without_decay_it_is_rope():

@@ -1,4 +1,4 @@
-"""ClippedFrequencies frequencies against the lines of the authors' code."""
+"""Clipped frequencies against the lines of the authors' code."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_matches_the_authors_code(dim, theta, pairs, hard):
     assert factor == 1.0
 
 
-def test_the_fade_worked_out_by_hand():
+def test_clipping_worked_out_by_hand():
     got, _ = pe.rope_frequencies(16, scaling=pe.ClippedFrequencies(pairs=4))
     plain, _ = pe.rope_frequencies(16)
     np.testing.assert_allclose(got / plain, [1, 1, 1, 1, 1, 0.75, 0.25, 0], atol=1e-15)

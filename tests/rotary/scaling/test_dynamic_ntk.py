@@ -44,7 +44,7 @@ def test_with_factor_one_the_base_grows_with_the_length():
     np.testing.assert_allclose(got, pe.rope_frequencies(12, 500.0 * 3 ** (12 / 10))[0], rtol=1e-12)
 
 
-def test_cached_keys_stay_right():
+def test_cached_keys_stay_correct():
     """The frequencies do not follow the length so far: parts of a sequence equal the whole."""
     scheme = pe.RoPE(head_dim=8, scaling=pe.DynamicNTK(2.0, 8, 19))
     k = jnp.asarray(np.random.default_rng(0).normal(size=(1, 19, 3, 8)), "f4")

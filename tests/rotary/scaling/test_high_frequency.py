@@ -1,4 +1,4 @@
-"""Stopped pairs against the lines of FoPE's code."""
+"""Frequencies of high-frequency RoPE against the lines of FoPE's code."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_matches_the_reference(dim, theta, length):
     assert factor == 1.0
 
 
-def test_a_pair_with_just_one_turn_stays():
+def test_a_pair_of_exactly_one_period_rotates():
     scaling = pe.HighFrequenciesOnly(original_max_position=100)
     turns = np.array([1.0001, 1.0, 0.9999])
     got, _ = scaling(2 * np.pi * turns / 100, head_dim=6, theta=1e4)

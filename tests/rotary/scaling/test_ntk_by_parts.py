@@ -63,7 +63,7 @@ def test_a_ramp_may_end_beyond_the_last_pair():
 
 
 @pytest.mark.parametrize("beta, gamma", [((3.0, 0.1), (16.0, 2.0)), ((1.25, 0.75), (8.0, 4.0))])
-def test_matches_for_other_turns(beta, gamma):
+def test_matches_for_other_rotations(beta, gamma):
     scaling = pe.NTKByParts(**BASE, beta=beta, gamma=gamma)
     wanted = authors(64, 1e4, 4.0, 2048, beta, gamma)
     np.testing.assert_allclose(pe.rope_frequencies(64, scaling=scaling)[0], wanted, rtol=1e-12)
@@ -71,13 +71,13 @@ def test_matches_for_other_turns(beta, gamma):
     assert np.abs(plain / wanted - 1).max() > 0.01
 
 
-def test_fast_pairs_stay_and_slow_ones_are_interpolated():
+def test_fast_pairs_are_kept_and_slow_ones_interpolated():
     plain, _ = pe.rope_frequencies(64)
     got, _ = pe.rope_frequencies(64, scaling=pe.NTKByParts(**BASE))
     np.testing.assert_allclose((got / plain)[[0, 5, -1]], [1.0, 1.0, 0.25], rtol=1e-12)
 
 
-def test_lists_from_a_file_are_taken():
+def test_lists_from_a_file_are_accepted():
     scaling = pe.NTKByParts(**BASE, beta=[1.25, 0.75])
     assert scaling == pe.NTKByParts(**BASE) and hash(scaling) == hash(pe.NTKByParts(**BASE))
 

@@ -1,4 +1,4 @@
-"""Proportional RoPE against transformers, and that stopped pairs do not turn."""
+"""Proportional RoPE against transformers, and that pairs of frequency zero do not rotate."""
 
 import json
 import pathlib
@@ -31,7 +31,7 @@ def test_keeps_as_many_pairs_as_transformers(dim, fraction):
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_stopped_pairs_do_not_turn_and_the_others_turn_as_in_the_whole_head(layout):
+def test_pairs_beyond_the_fraction_do_not_rotate(layout):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 6, 16)), "f4")
     at = jnp.array([1, 257, 10**6])
     out = pe.apply_rope(x, at, scaling=pe.Proportional(fraction=0.5), layout=layout)

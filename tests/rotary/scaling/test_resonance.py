@@ -1,4 +1,4 @@
-"""Resonance: whole wavelengths, and angles that come back."""
+"""Resonance: whole wavelengths, and repeating angles."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ def test_wavelengths_worked_out_by_hand():
     np.testing.assert_allclose(2 * np.pi / got, wanted, rtol=1e-14)
 
 
-def test_angles_come_back_at_every_multiple():
+def test_angles_repeat_at_multiples_of_the_wavelength():
     """The authors tile cos and sin over whole wavelengths; so does exact arithmetic."""
     w, _ = pe.rope_frequencies(8, scaling=pe.Resonance())
     for p, wavelength in enumerate([6, 63, 628, 6283]):
@@ -28,7 +28,7 @@ def test_angles_come_back_at_every_multiple():
                 np.testing.assert_allclose(a, b, atol=3e-7)
 
 
-def test_follows_the_map_before_it_and_leaves_what_does_not_turn():
+def test_follows_the_previous_map_and_keeps_zero_frequencies():
     yarn = pe.YaRN(factor=4.0, original_max_position=2048)
     stretched, g = pe.rope_frequencies(16, scaling=yarn)
     got, factor = pe.rope_frequencies(16, scaling=(yarn, pe.Resonance()))

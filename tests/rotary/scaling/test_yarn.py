@@ -122,8 +122,8 @@ def test_attention_of_deepseek(mscale, all_dim):
 
     def logit(q, k, n, i, j):
         pairs = [(top / bottom) * (x[nope::2] + 1j * x[nope + 1 :: 2]) for x in (q, k)]
-        turned = (pairs[0] * np.conj(pairs[1]) * np.exp(1j * (i - j) * w)).real.sum()
-        return (q[:nope] @ k[:nope] + turned) * dim**-0.5 * bottom * bottom
+        rotated = (pairs[0] * np.conj(pairs[1]) * np.exp(1j * (i - j) * w)).real.sum()
+        return (q[:nope] @ k[:nope] + rotated) * dim**-0.5 * bottom * bottom
 
     wanted = softmax_attention(q, k, v, logit)
     scale = pe.yarn_logit_scale(dim, factor, all_dim)
