@@ -83,11 +83,17 @@ def make_batch(batch=BATCH, length=LENGTH, seed=0):
     return Batch(x, *(jax.random.normal(k, s) for k, s in zip(keys[1:], shapes, strict=True)))
 
 
-def forward(scheme, params, tokens, *, cache=None, mixer=None, **options):
-    """Embedding, attention of what it became, and the cache.
+@functools.cache
+def projection(dim, heads, head_dim):
+    """Fixed numbers [D, N, H] that keep the size of what they project."""
+    numbers = np.random.default_rng(heads).normal(size=(dim, heads, head_dim))
+    return (numbers / dim**0.5).astype(np.float32)
 
-    Queries, keys and values move with the embedding, so that schemes which act there are
-    seen by the tests below.
+
+def forward(scheme, params, tokens, *, cache=None, **options):
+    """The embedding and one attention of a scheme, and the cache.
+
+    Projections are linear: what the scheme adds to x is projected and added to q, k and v.
     """
     where = {name: options.get(name) for name in ("positions", "coordinates")}
     if cache is not None and where["positions"] is None:
@@ -95,12 +101,11 @@ def forward(scheme, params, tokens, *, cache=None, mixer=None, **options):
         options = options | {"positions": where["positions"]}
     x = pe.scheme_embedding(scheme, params, tokens.x, **where)
 
-    def moved(y):
-        heads, dim = y.shape[2:]
-        wide = jnp.tile(x, 1 + heads * dim // x.shape[-1])[..., : heads * dim]
-        return y + wide.reshape(y.shape).astype(y.dtype)
+    def projected(y):
+        w = projection(x.shape[-1], *y.shape[2:])
+        return y + jnp.einsum("btd,dnh->btnh", x - tokens.x, w.astype(y.dtype)).astype(y.dtype)
 
-    q, k, v = map(moved, (tokens.q, tokens.k, tokens.v))
+    q, k, v = map(projected, (tokens.q, tokens.k, tokens.v))
     options = {"is_causal": True} | options
     return pe.scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
 
