@@ -93,6 +93,7 @@ from posenc_jax.scheme import Acts, Scheme, Traits
 if TYPE_CHECKING:
     from posenc_jax import linen as linen
     from posenc_jax import nnx as nnx
+    from posenc_jax import testing as testing
 
 __all__ = [
     "DAPE",
@@ -223,7 +224,7 @@ SCHEMES: dict[str, type[Scheme]] = _Schemes(
 if not TYPE_CHECKING:  # A type checker would take every name for a module.
 
     def __getattr__(name: str) -> ModuleType:
-        """Imports the Flax modules on first use: `posenc_jax.nnx` and `posenc_jax.linen`."""
-        if name in ("linen", "nnx"):
+        """Imports `posenc_jax.nnx`, `posenc_jax.linen` and `posenc_jax.testing` on first use."""
+        if name in ("linen", "nnx", "testing"):
             return importlib.import_module(f"posenc_jax.{name}")
         raise AttributeError(f"module 'posenc_jax' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from flax import linen as nn
 from posenc_jax.additive.none import NoPE
 from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
+from posenc_jax.engine.implementation import Implementation
 from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
 from posenc_jax.functional import (
     new_cache,
@@ -121,7 +122,7 @@ class Attention(nn.Module):
     param_dtype: Any = jnp.float32
     kernel_init: nn.initializers.Initializer = _kernel_init
     out_init: nn.initializers.Initializer | None = None
-    implementation: str | None = None
+    implementation: str | Implementation | None = None
 
     @overload
     def __call__(

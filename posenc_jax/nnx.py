@@ -9,6 +9,7 @@ from flax import nnx
 from posenc_jax.additive.none import NoPE
 from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
+from posenc_jax.engine.implementation import Implementation
 from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
 from posenc_jax.functional import (
     new_cache,
@@ -119,7 +120,7 @@ class Attention(nnx.Module):
         param_dtype: Any = jnp.float32,
         kernel_init: nnx.Initializer = _kernel_init,
         out_init: nnx.Initializer | None = None,
-        implementation: str | None = None,
+        implementation: str | Implementation | None = None,
         rngs: nnx.Rngs,
     ):
         """Makes the projections, and the scheme's parameters unless `position` owns them.
