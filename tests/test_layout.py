@@ -125,8 +125,27 @@ DESIGN = ROOT / "docs" / "design.md"
 
 
 def design():
-    """Its text, or nothing while there is none."""
-    return DESIGN.read_text() if DESIGN.exists() else ""
+    return DESIGN.read_text()
+
+
+def test_imports_follow_the_layers_of_the_design():
+    """Files import from their own row of the picture and from rows below it."""
+    picture = re.search(r"## Layers.*?```\n(.*?)```", design(), re.DOTALL)[1]
+    rows = {
+        name: i
+        for i, line in enumerate(picture.splitlines())
+        for name in re.findall(r"[\w/]+(?:\.py|/)", line)
+    }
+
+    def row(module):
+        path = module.replace(".", "/")
+        return rows.get(f"{path}.py", rows.get(path.split("/")[0] + "/"))
+
+    for name, found in GRAPH.items():
+        if name not in ("", "engine"):
+            assert row(name) is not None, f"{name} is in no layer"
+            for other in found - {""}:
+                assert row(name) <= row(other), f"{name} imports {other}"
 
 
 def test_links_of_the_design_exist():
