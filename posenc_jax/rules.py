@@ -4,7 +4,7 @@ Each is written for one head, one query and one key, and serves every implementa
 attention. Rules are pytrees: arrays are leaves, and the functions that read them are static.
 
     LogitBias        a number per pair of coordinates               ALiBi, T5, FIRE
-    ContentBias      a number per pair, from features too           user rules
+    ContentBias      a number per pair, from features too           GRAPE-A
     DotBias          features dot a vector of the distance          Shaw, DeBERTa, Inkling
     SeparableBias    a number per query plus a number per key       FoX
     LogitsTransform  a function of a query's complete logit row     CoPE, stick-breaking, PaTH
