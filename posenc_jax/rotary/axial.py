@@ -85,7 +85,7 @@ class AxialRoPE(Rotary):
       rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
 
     Raises:
-      ValueError: for sizes that do not fit, or an unknown word.
+      ValueError: for a rotary dim that is not a multiple of 2A, or an unknown word.
 
     >>> q = jnp.ones((1, 6, 2, 8))
     >>> AxialRoPE(head_dim=8).query({}, q, pe.grid_coordinates(1, 2, 3)).shape

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rotary.base import check_coordinates, check_heads
 from posenc_jax.rotary.multi_axis import sum_of_axes
 from posenc_jax.scheme import Scheme, Traits
@@ -46,8 +46,8 @@ class ComRoPE(Scheme):
       init_std: the initial standard deviation of F.
 
     Raises:
-      ValueError: for sizes that do not fit, an unknown choice of axes, or `init_std` not
-        positive.
+      ValueError: for a size that does not divide H, an unknown choice of axes, or `groups` or
+        `init_std` not positive.
 
     >>> params = ComRoPE(head_dim=8).init(jax.random.key(0))
     >>> params["matrix"].shape, params["multiplier"].shape
@@ -62,6 +62,8 @@ class ComRoPE(Scheme):
     name: ClassVar[str] = "comrope"
 
     def __post_init__(self):
+        sizes = {"head_dim": self.head_dim, "size": self.size, "groups": self.groups}
+        positive_integers("comrope", **sizes)
         require(
             self.size >= 2 and self.head_dim % self.size == 0,
             f"comrope: size={self.size} must be at least 2 and divide head_dim={self.head_dim}.",
@@ -74,7 +76,6 @@ class ComRoPE(Scheme):
             self.axes == "scaled" or self.head_dim % (2 * self.size) == 0,
             f"comrope: both axes need blocks of size={self.size} in head_dim={self.head_dim}.",
         )
-        require(self.groups >= 1, f"comrope: groups must be >= 1, got {self.groups}.")
         require(self.init_std > 0, f"comrope: init_std must be positive, got {self.init_std}.")
 
     @property

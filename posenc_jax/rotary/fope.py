@@ -31,6 +31,7 @@ import numpy as np
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
 from posenc_jax.rotary.base import Rotary
+from posenc_jax.rotary.frequencies import static_number
 from posenc_jax.scheme import Traits
 
 
@@ -66,8 +67,10 @@ class FoPE(Rotary):
     name: ClassVar[str] = "fope"
 
     def __post_init__(self):
-        require(self.head_dim >= 4, f"fope: head_dim must be >= 4, got {self.head_dim}.")
         super().__post_init__()
+        require(self.head_dim >= 4, f"fope: head_dim must be >= 4, got {self.head_dim}.")
+        static_number("fope", "trained_length", self.trained_length)
+        static_number("fope", "gain", self.gain)
         require(0 <= self.gain < math.inf, f"fope: gain must not be negative, got {self.gain}.")
         require(
             len(self._frequencies()) > 0,

@@ -77,7 +77,7 @@ def permute_qk(
       axis: the axis to permute; 0 for PyTorch's weights.
 
     Raises:
-      ValueError: for an unknown layout, or sizes that do not fit.
+      ValueError: for an unknown layout, an axis that is not a multiple of H, or as `RoPE`.
 
     >>> permute_qk(np.arange(4), "interleaved", "half", head_dim=4)
     array([0, 2, 1, 3])

@@ -25,7 +25,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.rotary.base import check_coordinates, check_heads
 from posenc_jax.rotary.multi_axis import sum_of_axes
 from posenc_jax.rotary.rotate import materialize, rotate_pairs
@@ -68,7 +68,7 @@ class LieRE(Scheme):
       groups: the number of sets of matrices; it divides the number of key heads.
 
     Raises:
-      ValueError: for sizes that do not fit.
+      ValueError: for a size outside of [2, H], or `groups` below one.
 
     >>> LieRE(head_dim=8, size=4).init(jax.random.key(0))["upper"].shape
     (2, 1, 2, 6)
@@ -80,11 +80,12 @@ class LieRE(Scheme):
     name: ClassVar[str] = "liere"
 
     def __post_init__(self):
+        sizes = {"head_dim": self.head_dim, "size": self.size, "groups": self.groups}
+        positive_integers("liere", **sizes)
         require(
             2 <= self.size <= self.head_dim,
             f"liere: size must be in [2, head_dim={self.head_dim}], got {self.size}.",
         )
-        require(self.groups >= 1, f"liere: groups must be >= 1, got {self.groups}.")
 
     @property
     def traits(self):

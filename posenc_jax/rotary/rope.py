@@ -54,7 +54,7 @@ def apply_rope(
 
     Raises:
       TypeError: for positions of another type, and a traced `theta`.
-      ValueError: for shapes and sizes that do not fit.
+      ValueError: for another shape of x or positions, and as `RoPE`.
 
     >>> x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
     >>> np.asarray(apply_rope(x, jnp.array([1])).ravel()).round(4)

@@ -65,7 +65,7 @@ class RoPEMixed(Rotary):
       layout: what makes a pair; see `posenc_jax.rotary.layouts`.
 
     Raises:
-      ValueError: for sizes that do not fit, or an unknown layout.
+      ValueError: for H that is not a multiple of 4, `groups` below one, or an unknown layout.
 
     >>> scheme = RoPEMixed(head_dim=8)
     >>> at, q = pe.grid_coordinates(1, 2, 3), jnp.ones((1, 6, 4, 8))

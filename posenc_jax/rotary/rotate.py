@@ -35,7 +35,7 @@ def apply_rotation(
       start: the first of the dimensions to rotate.
 
     Raises:
-      ValueError: for shapes that do not fit.
+      ValueError: for other shapes, or G that does not divide N.
 
     >>> cos, sin = pe.cos_sin(jnp.array([[1]]), np.array([1.0]))
     >>> apply_rotation(jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2), cos, sin).ravel().round(4)

@@ -170,7 +170,7 @@ def test_a_cached_xpos_origin_ignores_padding():
 
 
 @pytest.mark.parametrize("head_dim", ["8", 8.0, True])
-@pytest.mark.parametrize("cls", [pe.RoPE, pe.XPos, pe.ReRoPE, pe.MRoPE])
+@pytest.mark.parametrize("cls", [pe.RoPE, pe.XPos, pe.ReRoPE, pe.MRoPE, pe.LieRE, pe.ComRoPE])
 def test_a_head_dim_that_is_not_an_integer_is_a_type_error(cls, head_dim):
     with pytest.raises(
         TypeError, match=f"{cls.name}: head_dim must be an integer, got {head_dim!r}"
