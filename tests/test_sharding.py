@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from oracle import attend
 from support import SIZES, build, make_batch
-from test_user_schemes import FoX
 
 import posenc_jax as pe
 from posenc_jax import positions as at
@@ -114,7 +113,7 @@ def test_window_sinks_and_softcap_over_a_ring():
 
 
 def test_running_sums_start_where_the_shard_before_ended():
-    scheme, tokens = FoX(SIZES["num_heads"], SIZES["model_dim"]), make_batch(length=LENGTH)
+    scheme, tokens = build(pe.FoX), make_batch(length=LENGTH)
     params = scheme.init(jax.random.key(0))
     wanted = attend(scheme, params, tokens.q, tokens.k, tokens.v, x=tokens.x, is_causal=True)
     spread = PartitionSpec(None, "sequence")
