@@ -58,7 +58,7 @@ WORKERS := $(if $(IN_ONE_PROCESS),,-n auto --maxprocesses 4 --dist worksteal)
 test: $(VENV)/.installed-test ## Run the tests (ARGS: any arguments of pytest, "-k rope -x" for one)
 	$(RUN) -m pytest $(WORKERS) $(ARGS)
 
-test-quick: $(VENV)/.installed-test ## Run a tenth of the tests, within 90 s: tests/quick.txt
+test-quick: $(VENV)/.installed-test ## Run one scheme of each kind, a training step: within 90 s
 	$(RUN) -m pytest $(WORKERS) $(ARGS) @tests/quick.txt
 
 # A value may hold spaces: each is quoted for the shell.

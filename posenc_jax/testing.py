@@ -52,17 +52,18 @@ PADDING = 4
 class Case:
     """A scheme with parameters, random tokens and compiled functions to measure it with.
 
+    Coordinates go up to 129 (below `max_length`, if the scheme has one), and beyond a million
+    for a scheme that is relative.
+
     Args:
       scheme: the scheme, an instance.
       num_heads, num_kv_heads, head_dim, model_dim: sizes N, K, H and D. Default: those
-        that the scheme has as fields, also inside other schemes; else 6, a third or half
-        of N (grouped-query attention), 8 and 20.
+        among the fields of the scheme or of schemes inside it; else 6, N divided by its
+        smallest prime factor, 8 and 20.
 
     Raises:
       TypeError: for anything but a scheme.
       ValueError: if the scheme has a `max_length` below 64.
-
-    Coordinates reach 129, or `max_length` - 1, and 1,000,018 for schemes that are relative.
     """
 
     def __init__(
