@@ -15,6 +15,7 @@ from posenc_jax.checks import (
     require,
 )
 from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.problem import zero_where
 from posenc_jax.mask import Window, window_sides
 from posenc_jax.positions import count_up
 from posenc_jax.scheme import Acts, Params, Scheme
@@ -418,14 +419,7 @@ def _coordinates(
 
 def _zero_padding(tree: Any, segment_ids: jax.Array | None) -> Any:
     """Zeroes padding, which may hold anything: features computed from NaN have NaN gradients."""
-    if segment_ids is None:
-        return tree
-    real = segment_ids >= 0
-
-    def clean(x):
-        return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0).astype(x.dtype)
-
-    return jax.tree.map(clean, tree)
+    return tree if segment_ids is None else zero_where(segment_ids < 0, tree)
 
 
 def _rows(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.Array:

@@ -165,6 +165,7 @@ def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, j
     sizes = problem.sizes()
     for rule in problem.rules:
         rule.check(sizes)
+    problem = problem.without_padding_queries()
     if 0 in (sizes.batch, sizes.length, sizes.keys):
         shape = (*problem.q.shape[:3], sizes.value_dim)
         return jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf)

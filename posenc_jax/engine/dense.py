@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import pad_axis
 from posenc_jax.engine.implementation import Implementation
-from posenc_jax.engine.problem import Problem, keep_mask
+from posenc_jax.engine.problem import Problem, keep_mask, zero_where
 from posenc_jax.mask import window_sides
 
 
@@ -87,13 +87,9 @@ def _row_features(p: Problem) -> tuple:
     if p.k_segment_ids is not None:
         seen &= p.k_segment_ids >= 0
 
-    def clean(x):
-        return jnp.where(seen.reshape(*seen.shape, *(1,) * (x.ndim - 2)), x, 0).astype(x.dtype)
-
     made = []
     for rule in p.rules:
-        features = jax.tree.map(clean, rule.k_features)
-        rule = rule.with_features(rule.q_features, features)
+        rule = rule.with_features(rule.q_features, zero_where(~seen, rule.k_features))
         made.append(rule.expanded().k_features if rule.whole_rows else None)
     return tuple(made)
 

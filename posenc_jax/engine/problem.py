@@ -147,19 +147,26 @@ class Problem:
         )[:, None]
         return seen if self.mask is None else seen & self.mask
 
+    def without_padding_queries(self) -> Self:
+        """Returns the problem with zeros for queries and features of padding.
+
+        They may hold anything, and 0 * NaN is NaN in the gradients of keys.
+        """
+        if self.q_segment_ids is None:
+            return self
+        queries = self.queries()
+        cleaned = {name: queries[name] for name in ("q", "features")}
+        return self.with_queries(queries | zero_where(self.q_segment_ids < 0, cleaned))
+
     def without_unseen_keys(self) -> Self:
         """Returns the problem with zeros for keys, values and features that no query sees.
 
         They may hold anything, and 0 * NaN is NaN.
         """
-        seen = jnp.any(self.visible(), axis=(1, 2))
-
-        def clean(x):
-            return jnp.where(seen.reshape(*seen.shape, *(1,) * (x.ndim - 2)), x, 0).astype(x.dtype)
-
+        unseen = ~jnp.any(self.visible(), axis=(1, 2))
         keys = self.key_arrays()
         cleaned = {name: keys[name] for name in ("k", "v", "features")}
-        return self.with_keys(keys | jax.tree.map(clean, cleaned))
+        return self.with_keys(keys | zero_where(unseen, cleaned))
 
     def sorted_keys(self) -> Self:
         """Returns the problem with its keys sorted by segment and position."""
@@ -185,6 +192,16 @@ class Problem:
         keys = self.key_arrays()
         features = jax.tree.map(lambda x: repeat_heads(x, self.num_heads), keys["features"])
         return self.with_keys(keys | {"features": features})
+
+
+def zero_where(hidden: jax.Array, tree: Any) -> Any:
+    """Returns arrays [B, T, ...] with zeros where `hidden`, bool [1 or B, T], is true."""
+
+    def clean(x):
+        at = hidden.reshape(*hidden.shape, *(1,) * (x.ndim - 2))
+        return jnp.where(at, jnp.zeros((), x.dtype), x)
+
+    return jax.tree.map(clean, tree)
 
 
 def repeat_heads(x: jax.Array, num_heads: int, axis: int = 2) -> jax.Array:

@@ -137,6 +137,40 @@ def test_nan_in_keys_hidden_by_mask_and_causality_together_stays_there(kind, imp
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["none", "alibi", "shaw"])
+@pytest.mark.parametrize("implementation", ["reference", "dense", SMALL_TILES], ids=repr)
+def test_nan_in_queries_of_padding_reaches_no_gradient(kind, implementation):
+    q, k, v = tokens()
+    segments = jnp.zeros((1, T), jnp.int32).at[0, 30:].set(-1)
+    schemes = {
+        "none": pe.NoPE(),
+        "alibi": pe.ALiBi(num_heads=N),
+        "shaw": pe.Shaw(num_heads=N, head_dim=8),
+    }
+    scheme = schemes[kind]
+    params = scheme.init(jax.random.key(1))
+
+    def outcome(garbage):
+        def loss(k, v, params):
+            bad = q.at[:, 30:].set(garbage)
+            out, _ = pe.scheme_attention(
+                scheme,
+                params,
+                bad,
+                k,
+                v,
+                is_causal=True,
+                segment_ids=segments,
+                implementation=implementation,
+            )
+            return jnp.sum(jnp.sin(out))
+
+        return gradients(loss, k, v, params)
+
+    for a, b in zip(*(jax.tree.leaves(outcome(x)) for x in (jnp.nan, 0.0)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("name", ["deberta", "fox", "grape_a"])
 def test_nan_in_cached_features_of_unused_slots_reaches_no_gradient(name):
     sizes = {"deberta": {"head_dim": 8, "span": 4}, "fox": {}, "grape_a": {"head_dim": 8}}[name]
