@@ -19,7 +19,7 @@ COLUMNS = (
     "runs on",
     "paper",
 )
-IMPLEMENTATIONS = ("reference", "xla", "jax")
+IMPLEMENTATIONS = ("reference", "dense", "xla", "jax")
 
 
 def main(arguments: list[str]) -> int:

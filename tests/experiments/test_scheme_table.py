@@ -15,6 +15,6 @@ def test_every_scheme_has_a_row(capsys):
 def test_row_has_acts_parameters_and_implementations():
     said = dict(zip(COLUMNS, row("t5"), strict=True))
     assert said["acts on"] == "logits" and said["learned"] == "128"
-    assert said["runs on"] == "reference, xla" and said["cached"] == "k, v"
-    assert dict(zip(COLUMNS, row("rope"), strict=True))["runs on"] == "reference, xla, jax"
+    assert said["runs on"] == "reference, dense, xla" and said["cached"] == "k, v"
+    assert dict(zip(COLUMNS, row("rope"), strict=True))["runs on"] == "reference, dense, xla, jax"
     assert dict(zip(COLUMNS, row("sinusoidal"), strict=True))["runs on"] == "any"
