@@ -193,8 +193,8 @@ def scheme_attention(
         _check_tables(scheme, params, tables, at)
 
     state = None if cache is None else cache.state
-    tokens = _zero_padding((x, q, k), segment_ids)
-    q_features, k_features, state = scheme.features(params, *tokens, at, segment_ids, state)
+    x, q, k = _zero_padding((x, q, k), segment_ids)
+    q_features, k_features, state = scheme.features(params, x, q, k, at, segment_ids, state)
     q = scheme.query(params, q, at, q_features, tables)
     transformed = scheme.traits.cache_transformed_keys
     if transformed or cache is None:
@@ -418,7 +418,7 @@ def _coordinates(
 
 
 def _zero_padding(tree: Any, segment_ids: jax.Array | None) -> Any:
-    """Zeroes padding, which may hold anything: features computed from NaN have NaN gradients."""
+    """Zeroes padding, which may hold anything: what hooks make of NaN has NaN gradients."""
     return tree if segment_ids is None else zero_where(segment_ids < 0, tree)
 
 

@@ -588,14 +588,18 @@ def queries_without_keys_give_zeros(case: Case) -> float:
 @_holds("""sums over tokens in `features` that multiply padding by zero (NaN * 0 is NaN): replace
     it by jnp.where(segment_ids >= 0, ..., 0) before it is summed.""")
 def nan_in_padding_stays_there(case: Case) -> float:
-    """NaN in padding stays there."""
+    """NaN in padding stays there, in gradients too."""
     bad = np.array(case.long_x)
     bad[0, :PADDING] = np.nan
     worst = []
     for implementation in ("reference", "xla"):
-        out, _, _ = case.gradients(implementation, x=bad, segments="padded")
-        good, _, _ = case.gradients(implementation, segments="padded")
-        worst += [_difference(out[0, PADDING:], good[0, PADDING:]), _difference(out[1], good[1])]
+        out, params, x = case.gradients(implementation, x=bad, segments="padded")
+        expected, expected_params, expected_x = case.gradients(implementation, segments="padded")
+        worst += [
+            _difference([out[0, PADDING:], out[1]], [expected[0, PADDING:], expected[1]]),
+            _difference([x[0, PADDING:], x[1]], [expected_x[0, PADDING:], expected_x[1]]),
+            _difference(params, expected_params),
+        ]
     return float(np.max(worst))
 
 
