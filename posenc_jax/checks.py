@@ -50,6 +50,21 @@ def in_table(where: str, positions, rows: int) -> None:
     )
 
 
+def activations(where: str, x: jax.Array | None, model_dim: int, what: str) -> jax.Array:
+    """Returns x [B, T, D], which `what` are computed from, as float32.
+
+    Raises:
+      ValueError: for a missing x, or another width than D.
+    """
+    if x is None:
+        raise ValueError(
+            f"{where}: {what} are computed from x [B, T, {model_dim}], got None; pass x to "
+            "scheme_attention."
+        )
+    require(x.shape[-1] == model_dim, f"{where}: x must be [B, T, {model_dim}], got {x.shape}.")
+    return x.astype(jnp.float32)
+
+
 def integer_positions(where: str, positions, name: str = "positions") -> jax.Array:
     """Returns integers of any dtype as int32.
 

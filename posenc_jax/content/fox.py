@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import activations, positive_integers, require
 from posenc_jax.rules import SeparableBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -130,14 +130,6 @@ class FoX(Scheme):
         if self.gate != "full":
             b = params["b"] if self.gate == "bias" else self._bias()
             return jnp.broadcast_to(b, (*q.shape[:2], self.num_heads))
-        if x is None:
-            raise ValueError(
-                f'fox: gate="full" computes gates from x [B, T, {self.model_dim}], got None; '
-                "pass x to scheme_attention."
-            )
-        require(
-            x.shape[-1] == self.model_dim,
-            f"fox: x must be [B, T, {self.model_dim}], got {x.shape}.",
-        )
-        logits = jnp.dot(x.astype(jnp.float32), params["w"], precision="highest")
+        x = activations("fox", x, self.model_dim, "gates")
+        logits = jnp.dot(x, params["w"], precision="highest")
         return logits + params["b"][None, None]

@@ -21,7 +21,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import activations, positive_integers, require
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Acts, Scheme, Traits
 
@@ -106,16 +106,7 @@ class Inkling(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns t r, the weights of the bank, float32 [B, T, N, rank]."""
-        if x is None:
-            raise ValueError(
-                f"inkling: weights are computed from x [B, T, {self.model_dim}], got None; "
-                "pass x to scheme_attention."
-            )
-        require(
-            x.shape[-1] == self.model_dim,
-            f"inkling: x must be [B, T, {self.model_dim}], got {x.shape}.",
-        )
-        x = x.astype(jnp.float32)
+        x = activations("inkling", x, self.model_dim, "weights")
         q_features = jnp.einsum("btd,dnr->btnr", x, params["project"], precision="highest")
         return q_features * self._log_scaling(coordinates), None, state
 

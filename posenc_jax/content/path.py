@@ -32,7 +32,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import activations, positive_integers, require
 from posenc_jax.content.fox import FoX
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.ops.init import torch_uniform
@@ -217,15 +217,10 @@ class PaTH(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns FoX's sums, (w, beta, FoX's sums) and the states of convolution and FoX."""
-        if x is None:
-            raise ValueError(
-                f"path: w and beta are computed from x [B, T, {self.model_dim}], got None; "
-                "pass x to scheme_attention."
-            )
+        x = activations("path", x, self.model_dim, "w and beta")
         require(
-            x.shape[-1] == self.model_dim and q.shape[2:] == (self.num_heads, self.head_dim),
-            f"path: x must be [B, T, {self.model_dim}] and q [B, T, {self.num_heads}, "
-            f"{self.head_dim}], got {x.shape} and {q.shape}.",
+            q.shape[2:] == (self.num_heads, self.head_dim),
+            f"path: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
         )
         conv_state, fox_state = (None, None) if state is None else state
         q_sums = k_sums = None
@@ -233,7 +228,7 @@ class PaTH(Scheme):
             q_sums, k_sums, fox_state = self._fox.features(
                 params["gate"], x, q, k, coordinates, segment_ids, fox_state
             )
-        w = x = x.astype(jnp.float32)
+        w = x
         for matrix in params["w"]:
             w = jnp.dot(w, matrix, precision="highest")
         if self.short_conv:

@@ -14,7 +14,6 @@ import dataclasses
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.checks import coordinate_values, positive_integers, require
@@ -225,16 +224,3 @@ class ContentRotary(Rotary):
 
     def key(self, params, k, coordinates, features: Any = None, tables=None):
         return self.rotate(k, self.finish(*self.cos_sin(params, features)))
-
-    def check_x(self, x: jax.Array | None, model_dim: int) -> jax.Array:
-        """Returns x as float32.
-
-        Raises:
-          ValueError: for a missing x, or another width than D.
-        """
-        if x is None:
-            raise ValueError(f"{self.name}: angles are made from x; give it to scheme_attention.")
-        require(
-            x.shape[-1] == model_dim, f"{self.name}: x must be [B, T, {model_dim}], got {x.shape}."
-        )
-        return x.astype(jnp.float32)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import require
+from posenc_jax.checks import activations, require
 from posenc_jax.rotary.base import ContentRotary
 
 
@@ -76,7 +76,7 @@ class RePo(ContentRotary):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the positions z, float32 [B, T, groups], for queries and for keys."""
-        x = self.check_x(x, self.model_dim)
+        x = activations(self.name, x, self.model_dim, "angles")
         gate, content = (
             jnp.dot(x, params[name], precision="highest") for name in ("gate", "content")
         )

@@ -24,7 +24,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import activations, positive_integers, require
 from posenc_jax.ops.init import torch_uniform
 from posenc_jax.ops.short_conv import short_convolution
 from posenc_jax.rotary.base import ContentRotary
@@ -91,7 +91,7 @@ class SelectiveRoPE(ContentRotary):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns c of every token, float32 [B, T, groups, H / 2], for queries and for keys."""
-        x = self.check_x(x, self.model_dim)
+        x = activations(self.name, x, self.model_dim, "angles")
         batch, length = x.shape[:2]
         if segment_ids is None:
             segment_ids = jnp.zeros_like(x[:, :, 0], jnp.int32)  # Sharded as x is.

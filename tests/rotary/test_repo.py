@@ -104,5 +104,5 @@ def test_errors_name_the_shapes():
         attend(scheme, params, q, k, v, x)
     with pytest.raises(ValueError, match=r"repo: x must be \[B, T, 24\], got \(1, 5, 7\)"):
         attend(scheme, params, q, k, v, x[..., :7])
-    with pytest.raises(ValueError, match="repo: angles are made from x"):
+    with pytest.raises(ValueError, match="repo: angles are computed from x"):
         attend(scheme, params, q, k, v, None)

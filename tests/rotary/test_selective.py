@@ -165,5 +165,5 @@ def test_errors_name_the_shapes():
         attend(scheme, params, q, k, v, x)
     with pytest.raises(ValueError, match=r"x must be \[B, T, 12\], got \(1, 5, 7\)"):
         attend(scheme, params, q, k, v, x[..., :7])
-    with pytest.raises(ValueError, match=r"selective_rope: angles are made from x"):
+    with pytest.raises(ValueError, match=r"selective_rope: angles are computed from x"):
         attend(scheme, params, q, k, v, None)
