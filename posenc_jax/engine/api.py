@@ -50,8 +50,8 @@ def attention(
     """Exact softmax attention with any position rule.
 
     `logits = softcap(scale * (q . k + scaled terms) + unscaled terms)`, in float32.
-    A query that sees no key gets zeros. Keys and values that nobody sees do no harm,
-    whatever they hold.
+    A query that sees no key gets zeros. Keys, values and features that no query sees, and
+    queries of padding, may hold anything, NaN included.
 
     Args:
       q: queries [B, T, N, H].

@@ -26,7 +26,7 @@ STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
 
 
 class Tokens(NamedTuple):
-    """What a term reads of a block of queries or keys, for one head.
+    """The arrays of a block of queries or keys that a term reads, for one head.
 
     Attributes:
       slots: int32 [T], consecutive.
@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What is known when rules are lowered.
+    """The facts about a problem that a rule needs to lower itself.
 
     Attributes:
       length, keys: T and S.

@@ -112,7 +112,7 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What is static about a padded problem.
+    """The static part of a padded problem.
 
     Attributes:
       plan: block sizes.
@@ -358,7 +358,7 @@ class KeyGrads(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass knows of all queries: heads first, [B, N, T, ...]."""
+    """Arrays of all queries for the backward pass, heads first: [B, N, T, ...]."""
 
     q: jax.Array
     d_out: jax.Array
