@@ -68,7 +68,7 @@ def test_errors_name_the_argument_and_the_value():
     for make in (pe.alibi_slopes, lambda n: pe.ALiBi(num_heads=n)):
         with pytest.raises(ValueError, match=r"alibi: num_heads must be .*1, got 0"):
             make(0)
-    with pytest.raises(ValueError, match="attention: bias is for 4 heads but q has 6"):
+    with pytest.raises(ValueError, match=r"LogitBias.heads must be .*6, .*got \(4,"):
         pe.attention(*ARRAYS, rules=pe.ALiBi(num_heads=4).rules({}))
 
 

@@ -450,7 +450,10 @@ def test_schemes_without_rope_parameters_are_refused():
     for scheme, message in [
         (pe.ALiBi(num_heads=4), "only RoPE and MRoPE have rope parameters"),
         (pe.RoPE(head_dim=8, scaling=pe.NTK(2.0)), "no rope_type for .*NTK"),
-        (pe.RoPE(head_dim=8, scaling=(pe.PI(2.0), pe.PI(2.0))), "no rope_type for .*PI"),
+        (
+            pe.RoPE(head_dim=8, scaling=(pe.PI(2.0), pe.HighFrequenciesOnly(64))),
+            "no rope_type for .*PI",
+        ),
         (
             pe.RoPE(head_dim=8, scaling=pe.YaRN(2.0, 64, ramp="rotations")),
             "no rope_type for .*YaRN",
