@@ -53,6 +53,7 @@ class Traits:
       scale_embedding: the authors multiply token embeddings by sqrt(D) before `embed`.
       order_only: only the order of coordinates matters, not their values.
       reads_x: `features` reads x, which Flax's stock attention does not provide.
+      transforms_rows: a rule is a `LogitsTransform`, of which attention takes one.
       cache_transformed_keys: k is cached after `key`. False: `key` depends on later tokens,
         so k is cached as projected and transformed at every step.
       num_sink_tokens: number of initial tokens of a sequence that stay visible outside the
@@ -65,6 +66,7 @@ class Traits:
     scale_embedding: bool = False
     order_only: bool = False
     reads_x: bool = False
+    transforms_rows: bool = False
     cache_transformed_keys: bool = True
     num_sink_tokens: int = 0
 
@@ -78,6 +80,7 @@ class Traits:
             scale_embedding=any(t.scale_embedding for t in traits),
             order_only=all(t.order_only for t in traits),
             reads_x=any(t.reads_x for t in traits),
+            transforms_rows=any(t.transforms_rows for t in traits),
             cache_transformed_keys=all(t.cache_transformed_keys for t in traits),
             num_sink_tokens=max(t.num_sink_tokens for t in traits),
         )

@@ -80,7 +80,7 @@ class DAPE(Scheme):
 
     @property
     def traits(self):
-        return Traits(relative=True)
+        return Traits(relative=True, transforms_rows=True)
 
     @property
     def _base(self):

@@ -27,8 +27,7 @@ class _Chain(Scheme):
             len(values) < 2,
             f"chain: only one scheme may add to the values, got {values}.",
         )
-        rows = [s for s in self.schemes if Acts.LOGITS in s.acts]
-        rows = [s for s in rows if len(rows) > 1 and _transforms_rows(s)]
+        rows = [s for s in self.schemes if s.traits.transforms_rows]
         require(len(rows) < 2, f"chain: only one scheme may transform rows of logits, got {rows}.")
         axes = {s.traits.num_axes for s in self.schemes if s.acts}
         require(
@@ -115,17 +114,6 @@ class _Chain(Scheme):
             "chain schemes that agree, or give attention a scale of your own.",
         )
         return scales.pop() if scales else None
-
-
-def _transforms_rows(scheme: Scheme) -> bool:
-    """Returns whether a rule of the scheme transforms rows of logits, as far as is known."""
-    try:
-        rules = jax.eval_shape(
-            lambda key: as_tuple(scheme.rules(scheme.init(key))), jax.random.key(0)
-        )
-    except Exception:  # Rules may need features, of shapes that only a call knows.
-        return False
-    return any(rule.whole_rows for rule in rules)
 
 
 def chain(*schemes: Scheme) -> Scheme:

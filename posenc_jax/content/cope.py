@@ -72,7 +72,7 @@ class CoPE(Scheme):
 
     @property
     def traits(self):
-        return Traits(relative=True, order_only=True)
+        return Traits(relative=True, order_only=True, transforms_rows=True)
 
     def init(self, key):
         """Returns {"table": zeros, float32 [P, H]}, as the authors do."""

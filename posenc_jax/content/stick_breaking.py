@@ -72,7 +72,7 @@ class StickBreaking(Scheme):
 
     @property
     def traits(self):
-        return Traits(relative=True, order_only=True)
+        return Traits(relative=True, order_only=True, transforms_rows=True)
 
     def rules(self, params, q_features=None, k_features=None):
         return LogitsTransform(_LogWeights(self.attend_current, self.remainder), normalized=False)

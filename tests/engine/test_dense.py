@@ -182,7 +182,7 @@ def test_schemes_are_combined():
     at = jnp.arange(9)
     q, k = pe.apply_rope(q, at), pe.apply_rope(k, at)
     np.testing.assert_allclose(out, attend(doubled), atol=1e-6)
-    with pytest.raises(ValueError, match="chain: only one scheme may transform rows of logits"):
+    with pytest.raises(ValueError, match="attention: more than one rule transforms whole rows"):
         attend(pe.chain(Whole(), Whole()))
 
 
