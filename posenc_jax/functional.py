@@ -20,6 +20,12 @@ from posenc_jax.mask import Window, window_sides
 from posenc_jax.positions import count_up
 from posenc_jax.scheme import Acts, Params, Scheme
 
+_OPTIONS = {
+    *("mask", "is_causal", "window", "prefix_length", "softcap", "sinks", "dropout_rate"),
+    *("dropout_key", "return_lse", "implementation"),
+}
+"""Arguments of `attention` that `scheme_attention` passes on."""
+
 
 def scheme_embedding(
     scheme: Scheme,
@@ -171,6 +177,16 @@ def scheme_attention(
     where = "scheme_attention"
     array_of_rank(where, "q", q, 4, "[B, T, N, H]")
     _check_scheme(where, scheme, params)
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise TypeError(
+            f"{where}: unknown argument {unknown[0]!r}; of attention it takes "
+            f"{', '.join(sorted(_OPTIONS))}."
+        )
+    require(
+        cache is None or contiguous is None,
+        f"{where}: contiguous has no meaning with a cache, got contiguous={contiguous}.",
+    )
     mask = options.get("mask")
     if mask is not None and jnp.ndim(mask) != 4:
         raise ValueError(

@@ -305,6 +305,8 @@ class Attention(nnx.Module):
         if deterministic:
             return None
         rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
+            raise ValueError("Attention: dropout needs rngs, in the call or the constructor.")
         stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
         return stream() if isinstance(stream, nnx.RngStream) else stream
 

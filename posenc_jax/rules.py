@@ -52,6 +52,7 @@ class Rule(abc.ABC):
       k_features: pytree of arrays [B, S, K or N, ...] that belong to the keys, or None.
       scaled: whether the term is multiplied by the logit scale, as q . k is.
       whole_rows: whether the rule needs all logits of a query at once.
+      adds_values: whether the rule adds to the values.
       normalized: whether the weights are a softmax of the logits.
     """
 
@@ -61,6 +62,7 @@ class Rule(abc.ABC):
     k_features: Any = None
     scaled: bool = False
     whole_rows: bool = False
+    adds_values: bool = False
     normalized: bool = True
 
     @abc.abstractmethod
@@ -663,6 +665,8 @@ class ValueBias(Rule):
     table: jax.Array = dataclasses.field()
     relative: bool = dataclasses.field(default=False, metadata=STATIC)
     bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
+
+    adds_values = True
 
     def on(self, transform):
         bucket = _OnCoordinates(self.bucket, transform)

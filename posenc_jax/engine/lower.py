@@ -60,7 +60,7 @@ def lower(p: Problem, max_table: int, pairs_at_once: int) -> Lowered:
         contiguous=p.contiguous,
         is_causal=p.is_causal and p.prefix_length is None,
         axes=p.q_coordinates.shape[2] if p.q_coordinates.ndim == 3 else 0,
-        integer=p.q_coordinates.dtype == jnp.int32,
+        integer=p.q_coordinates.dtype == p.k_coordinates.dtype == jnp.int32,
         scale=p.scale,
         drop_constants=p.softcap is None,
         max_table=max_table,

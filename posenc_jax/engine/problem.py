@@ -304,8 +304,11 @@ def _check_rule_types(rules: tuple) -> None:
             f"attention: rules must be rules such as LogitBias, got {type(rule).__name__}; of a "
             "scheme, give scheme.rules(params), or use scheme_attention."
         )
-    for kind, what in (("whole_rows", "transforms whole rows of logits"),):
-        found = [rule for rule in rules if getattr(rule, kind)]
+    for trait, what in (
+        ("whole_rows", "transforms whole rows of logits"),
+        ("adds_values", "adds to the values"),
+    ):
+        found = [rule for rule in rules if getattr(rule, trait)]
         require(len(found) < 2, f"attention: more than one rule {what}: {found}.")
 
 

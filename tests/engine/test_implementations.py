@@ -123,6 +123,13 @@ def test_a_rule_that_does_not_fit_is_named(rule, error, message):
         pe.attention(Q, K, V, rules=rule)
 
 
+def test_one_rule_at_most_adds_to_the_values():
+    shaw = pe.Shaw(num_heads=2, head_dim=4)
+    rules = shaw.rules(shaw.init(jax.random.key(0)), Q)
+    with pytest.raises(ValueError, match="attention: more than one rule adds to the values"):
+        pe.attention(Q, K, V, rules=(*rules, rules[1]))
+
+
 def test_a_rule_without_heads_serves_all():
     shared = pe.LogitBias(lambda shared, head, q, k: -0.1 * jnp.abs(q - k).astype(jnp.float32))
     per_head = pe.LogitBias(
