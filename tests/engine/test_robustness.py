@@ -153,14 +153,13 @@ def test_nan_in_queries_of_padding_reaches_no_gradient(kind, implementation):
     def outcome(garbage):
         def loss(k, v, params):
             bad = q.at[:, 30:].set(garbage)
-            out, _ = pe.scheme_attention(
-                scheme,
-                params,
+            out = pe.attention(
                 bad,
                 k,
                 v,
+                rules=scheme.rules(params, bad),
                 is_causal=True,
-                segment_ids=segments,
+                q_segment_ids=segments,
                 implementation=implementation,
             )
             return jnp.sum(jnp.sin(out))
