@@ -161,6 +161,12 @@ class KVCache:
         if (self.coordinates is None) != (coordinates is None):
             has = "no coordinates" if self.coordinates is None else "coordinates"
             raise ValueError(f"KVCache: the cache was made for {has}; give the same at each step.")
+        if coordinates is not None and self.coordinates is not None:
+            require(
+                jnp.can_cast(coordinates.dtype, self.coordinates.dtype, "same_kind"),
+                f"KVCache: the cache was made for {self.coordinates.dtype} coordinates, got "
+                f"{coordinates.dtype}.",
+            )
         after = jnp.where(segment_ids >= 0, add_saturated(positions, 1), 0).max(axis=1)
         return dataclasses.replace(
             self,

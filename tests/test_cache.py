@@ -134,6 +134,14 @@ def test_coordinates_are_given_in_every_call_or_in_none():
         empty(coordinates=at).append(*tokens(2))
 
 
+def test_float_coordinates_are_not_truncated_to_an_integer_cache():
+    at = jnp.zeros((2, 2), jnp.int32)
+    with pytest.raises(ValueError, match="made for int32 coordinates, got float32"):
+        empty(coordinates=at).append(*tokens(2), coordinates=jnp.full((2, 2), 0.5))
+    cache = empty(coordinates=at.astype(jnp.float32)).append(*tokens(2), coordinates=at + 3)
+    np.testing.assert_array_equal(cache.coordinates[:, :2], np.full((2, 2), 3.0))
+
+
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize(
     "index, name, shape",
