@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posenc_jax.checks import coordinate_values
+
 # Eager calls would otherwise compile two dozen operations one by one, for every shape.
 _as_one = functools.partial(jax.jit, inline=True)
 
@@ -65,7 +67,7 @@ def _cos_sin_of_turns(phase: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _phase(coordinates: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     """Integers times 2^-64 turns, in units of 2^-32 turns, modulo one turn."""
-    p = coordinates.astype(jnp.int32).astype(jnp.uint32)
+    p = coordinates.astype(jnp.uint32)
     borrow = jnp.where(coordinates < 0, low, np.uint32(0))  # p stands for p - 2^32 there.
     return p * high + _high_word(p, low) - borrow
 
@@ -126,7 +128,7 @@ def cos_sin(
     """Returns the cosine and sine of `coordinates[..., None] * frequencies`.
 
     Args:
-      coordinates: integers or float32 [...].
+      coordinates: integers within int32, or float32, [...].
       frequencies: radians per position, [..., P]. Integer coordinates are exact at any
         distance: for a NumPy array of float64, and for a JAX array (learned frequencies) of
         float32 values. With float32 coordinates the product is float32, whose
@@ -135,15 +137,19 @@ def cos_sin(
     Returns:
       Two float32 arrays [..., P].
 
+    Raises:
+      TypeError: for coordinates of another dtype.
+      ValueError: for concrete integers outside int32.
+
     >>> cos, sin = cos_sin(jnp.array([1_000_000]), np.array([1.0]))
     >>> bool(abs(cos[0, 0] - np.float32(np.cos(1e6))) < 2e-7)
     True
     """
-    coordinates = jnp.asarray(coordinates)[..., None]
+    coordinates = coordinate_values("cos_sin", coordinates)[..., None]
     shape = (1,) * (coordinates.ndim - frequencies.ndim) + frequencies.shape
     frequencies = frequencies.reshape(shape)
     if not jnp.issubdtype(coordinates.dtype, jnp.integer):
-        angle = coordinates.astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+        angle = coordinates * jnp.asarray(frequencies, jnp.float32)
         return jnp.cos(angle), jnp.sin(angle)
     if not isinstance(frequencies, np.ndarray):
         return _learned_as_one(coordinates, frequencies.astype(jnp.float32))

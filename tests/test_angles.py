@@ -73,6 +73,18 @@ def test_any_integer_type(dtype):
         np.testing.assert_allclose(a, b, rtol=0, atol=BOUND)
 
 
+@pytest.mark.parametrize("wide", [np.array([2**31 + 5]), [-(2**40)]], ids=str)
+def test_positions_outside_int32_are_refused(wide):
+    with pytest.raises(ValueError, match="cos_sin: coordinates must fit int32, got"):
+        cos_sin(wide, FREQUENCIES)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, bool])
+def test_dtypes_that_cannot_count_are_refused(dtype):
+    with pytest.raises(TypeError, match="cos_sin: coordinates must be integers"):
+        cos_sin(jnp.ones(3, dtype), FREQUENCIES)
+
+
 def test_under_jit_and_with_any_number_of_axes():
     positions = jnp.arange(24, dtype=jnp.int32).reshape(2, 3, 4) * 1_000_003
     eager = cos_sin(positions, FREQUENCIES)

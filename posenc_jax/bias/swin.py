@@ -58,13 +58,13 @@ class WindowEntry:
         return x[0], x[1]
 
 
-def check_window(name: str, window: tuple[int, int]) -> None:
+def check_window(where: str, window: tuple[int, int]) -> None:
     """Raises `ValueError` unless a window is a pair of positive integers."""
     require(
         isinstance(window, tuple | list)
         and len(window) == 2
         and all(isinstance(n, int) and n >= 1 for n in window),
-        f"{name}: window must be (rows, columns), both at least 1, got {window}.",
+        f"{where} must be (rows, columns), both at least 1, got {window}.",
     )
 
 
@@ -93,7 +93,7 @@ class Swin(Scheme):
     def __post_init__(self):
         positive_integers("swin", num_heads=self.num_heads)
         require(self.stddev >= 0, f"swin: stddev must not be negative, got {self.stddev}.")
-        check_window("swin", self.window)
+        check_window("swin: window", self.window)
 
     @property
     def traits(self):

@@ -79,7 +79,8 @@ class SwinV2(Scheme):
 
     def __post_init__(self):
         positive_integers("swin_v2", num_heads=self.num_heads, width=self.width)
-        check_window("swin_v2", self.window)
+        check_window("swin_v2: window", self.window)
+        check_window("swin_v2: pretrained_window", self._trained)
         require(
             min(self._trained) >= 2,
             "swin_v2: offsets are divided by the size of the window in training minus one; both "

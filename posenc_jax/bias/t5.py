@@ -22,6 +22,7 @@ Reference code: tensorflow/mesh, mesh_tensorflow/transformer/transformer_layers.
 _relative_position_bucket.
 """
 
+import bisect
 import dataclasses
 import functools
 from typing import ClassVar
@@ -43,13 +44,15 @@ def t5_boundaries(num_buckets: int, max_distance: int) -> tuple[int, ...]:
     """
     exact = num_buckets // 2
     wide = num_buckets - exact
-    bounds = list(range(1, exact + 1))
-    for j in range(1, wide):
-        n = bounds[-1]
-        while n**wide * exact**j < max_distance**j * exact**wide:
-            n += 1
-        bounds.append(n)
-    return tuple(bounds)
+
+    def past(n, j):
+        return n**wide * exact**j >= max_distance**j * exact**wide
+
+    far = (
+        bisect.bisect_left(range(max_distance), True, key=functools.partial(past, j=j))
+        for j in range(1, wide)
+    )
+    return (*range(1, exact + 1), *far)
 
 
 def t5_bucket(

@@ -19,6 +19,7 @@ https://arxiv.org/abs/2006.03654
 Reference code: microsoft/DeBERTa, DeBERTa/deberta/disentangled_attention.py and da_utils.py.
 """
 
+import bisect
 import dataclasses
 import functools
 from typing import ClassVar
@@ -39,12 +40,15 @@ def deberta_boundaries(span: int, max_distance: int) -> tuple[int, ...]:
     ((129, 130, 131), 512)
     """
     middle, last = span // 2, max_distance - 1
-    steps, n, bounds = middle - 1, middle + 1, []
-    for j in range(span - middle):  # ceil(steps ln(n / middle) / ln(last / middle)) > j
-        while n**steps * middle**j <= last**j * middle**steps:
-            n += 1
-        bounds.append(n)
-    return tuple(bounds)
+    steps = middle - 1
+
+    def past(n, j):  # ceil(steps ln(n / middle) / ln(last / middle)) > j
+        return n**steps * middle**j > last**j * middle**steps
+
+    return tuple(
+        bisect.bisect_left(range(max_distance), True, key=functools.partial(past, j=j))
+        for j in range(span - middle)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,7 +77,8 @@ def permute_qk(
       axis: the axis to permute; 0 for PyTorch's weights.
 
     Raises:
-      ValueError: for an unknown layout, an axis that is not a multiple of H, or as `RoPE`.
+      ValueError: for an unknown layout, an axis that `weights` lacks or that is not a multiple
+        of H, or as `RoPE`.
 
     >>> permute_qk(np.arange(4), "interleaved", "half", head_dim=4)
     array([0, 2, 1, 3])
@@ -85,7 +86,9 @@ def permute_qk(
     check_layout("permute_qk", source)
     check_layout("permute_qk", target)
     dim = rotary_dims("permute_qk", head_dim, rotary_dim, rotary_start)
-    axis %= weights.ndim
+    ndim = weights.ndim
+    require(-ndim <= axis < ndim, f"permute_qk: axis must be in [-{ndim}, {ndim}), got {axis}.")
+    axis %= ndim
     size = weights.shape[axis]
     require(
         size % head_dim == 0,

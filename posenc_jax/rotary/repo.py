@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import activations, require
+from posenc_jax.checks import activations, positive_integers, require
 from posenc_jax.rotary.base import ContentRotary
 
 
@@ -56,6 +56,7 @@ class RePo(ContentRotary):
 
     def __post_init__(self):
         super().__post_init__()
+        positive_integers("repo", model_dim=self.model_dim)
         require(self.width >= 0, f"repo: width must be >= 0, got {self.width}.")
         require(
             bool(self.width) or self.model_dim >= 8,

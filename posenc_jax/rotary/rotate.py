@@ -36,6 +36,7 @@ def apply_rotation(
 
     Raises:
       ValueError: for other shapes, or G that does not divide N.
+      TypeError: for x of integers.
 
     >>> cos, sin = pe.cos_sin(jnp.array([[1]]), np.array([1.0]))
     >>> apply_rotation(jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2), cos, sin).ravel().round(4)
@@ -65,6 +66,8 @@ def rotate_pairs(
     x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str, start: int
 ) -> jax.Array:
     """Returns what `apply_rotation` does, for tables from `materialize`."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"apply_rotation: x must be floating, got {x.dtype}.")
     require(
         cos.shape == sin.shape
         and (cos.ndim == 3 or (cos.ndim == 4 and x.shape[2] % cos.shape[2] == 0))

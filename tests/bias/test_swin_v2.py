@@ -79,6 +79,8 @@ def test_invariant_to_the_norms_of_q_and_k_with_finite_gradients_at_zero():
         ({"window": (1, 8)}, r"both sizes must be at least 2, got \(1, 8\)"),
         ({"window": (0, 8)}, r"swin_v2: window must be .*, got \(0, 8\)"),
         ({"pretrained_window": (8, 1)}, r"both sizes must be at least 2, got \(8, 1\)"),
+        ({"pretrained_window": 8}, "swin_v2: pretrained_window must be .*, got 8"),
+        ({"pretrained_window": (8, 8, 8)}, r"pretrained_window must be .*, got \(8, 8, 8\)"),
         ({"width": 0}, "swin_v2: width must be >= 1, got 0"),
         ({"num_heads": 0}, "swin_v2: num_heads must be >= 1, got 0"),
     ],

@@ -11,6 +11,7 @@ from oracle import attend, qkv, softmax_attention
 from support import initial
 
 import posenc_jax as pe
+from posenc_jax.bias.t5 import t5_boundaries
 
 OPTIONS = {
     pe.T5: {"num_buckets": 8, "max_distance": 32, "bidirectional": True, "stddev": initial(0.1)}
@@ -135,6 +136,10 @@ def test_errors_name_the_setting_and_the_value(change, message):
     if not {"num_heads", "stddev"} & set(change):
         with pytest.raises(ValueError, match=f"t5: {message}"):
             pe.t5_bucket(jnp.arange(3), **change)
+
+
+def test_boundaries_of_a_long_context_are_found_at_once():
+    assert t5_boundaries(32, 2**30)[-2:] == (112863207, 348117718)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])

@@ -131,6 +131,10 @@ def test_buckets_printed_by_the_authors():
         assert 128 + np.sum(bounds <= distance) == bucket
 
 
+def test_boundaries_of_a_long_context_are_found_at_once():
+    assert deberta_boundaries(8, 2**30)[-2:] == (1664511, 2**30)
+
+
 def test_initialisation_and_scale_follow_the_options():
     def shapes(**options):
         scheme, params = make(span=4, max_distance=9, **options)

@@ -25,6 +25,16 @@ def test_tables_that_do_not_fit_are_refused(shape):
         pe.apply_rotation(jnp.ones((2, 5, 6, 8)), jnp.ones(shape), jnp.ones(shape))
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, bool])
+def test_integers_are_refused(dtype):
+    """Rotated numbers are fractions: a result in the dtype of x would be truncated."""
+    x, tables = jnp.ones((2, 5, 6, 8), dtype), [jnp.ones((2, 5, 4))] * 2
+    with pytest.raises(TypeError, match=f"x must be floating, got {x.dtype}"):
+        pe.apply_rotation(x, *tables)
+    with pytest.raises(TypeError, match=f"x must be floating, got {x.dtype}"):
+        pe.apply_rope(x, jnp.arange(5))
+
+
 def test_concrete_tables_are_not_copied_and_traced_ones_are_materialised():
     x = jnp.ones((1, 5, 2, 8))
     cos, sin = pe.cos_sin(jnp.arange(5)[None], pe.rope_frequencies(8)[0])
