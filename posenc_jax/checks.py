@@ -31,6 +31,11 @@ def positive_integers(where: str, **sizes) -> None:
         require(size >= 1, f"{where}: {name} must be >= 1, got {size}.")
 
 
+def positive_fields(scheme, *names: str) -> None:
+    """Raises, as `positive_integers`, unless the named fields of a scheme are positive integers."""
+    positive_integers(scheme.name, **{name: getattr(scheme, name) for name in names})
+
+
 def divides(where: str, **sizes: int) -> None:
     """Raises `ValueError` unless the second of two named sizes divides the first."""
     (a, x), (b, y) = sizes.items()

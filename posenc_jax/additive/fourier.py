@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import coordinate_values, positive_integers, require
-from posenc_jax.ops.init import torch_uniform
+from posenc_jax.checks import coordinate_values, positive_fields, require
+from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.scheme import Scheme, Traits
 
 
@@ -53,13 +53,7 @@ class LearnableFourier(Scheme):
     name: ClassVar[str] = "fourier"
 
     def __post_init__(self):
-        positive_integers(
-            "fourier",
-            model_dim=self.model_dim,
-            axes=self.axes,
-            num_features=self.num_features,
-            width=self.width,
-        )
+        positive_fields(self, "model_dim", "axes", "num_features", "width")
         require(
             self.num_features % 2 == 0,
             f"fourier: num_features must be even, got {self.num_features}.",
@@ -73,19 +67,14 @@ class LearnableFourier(Scheme):
     def init(self, key):
         """Returns {"waves": W [F / 2, A]} and the MLP, initialised as torch.nn.Linear."""
         waves, *keys = jax.random.split(key, 5)
-        shapes = {
-            "in": (self.num_features, self.width),
-            "in_bias": (self.width,),
-            "out": (self.width, self.model_dim),
-            "out_bias": (self.model_dim,),
-        }
-        fan_in = (self.num_features, self.num_features, self.width, self.width)
-        made = {
-            name: torch_uniform(k, shape, n)
-            for k, n, (name, shape) in zip(keys, fan_in, shapes.items(), strict=True)
+        network = {
+            "in": ((self.num_features, self.width), self.num_features),
+            "in_bias": ((self.width,), self.num_features),
+            "out": ((self.width, self.model_dim), self.width),
+            "out_bias": ((self.model_dim,), self.width),
         }
         normal = jax.random.normal(waves, (self.num_features // 2, self.axes), jnp.float32)
-        return {"waves": self.gamma**-2 * normal, **made}
+        return {"waves": self.gamma**-2 * normal, **torch_uniforms(keys, network)}
 
     def embed(self, params, x, coordinates):
         at = coordinate_values("fourier", coordinates)

@@ -36,7 +36,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, positive_integers, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -107,7 +107,7 @@ class ALiBi(Scheme):
     name: ClassVar[str] = "alibi"
 
     def __post_init__(self):
-        positive_integers("alibi", num_heads=self.num_heads)
+        positive_fields(self, "num_heads")
         require(
             self.symmetry in ("symmetric", "split", "learned"),
             f'alibi: symmetry must be "symmetric", "split" or "learned", got {self.symmetry!r}.',

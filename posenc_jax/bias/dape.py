@@ -27,8 +27,8 @@ import jax.numpy as jnp
 
 from posenc_jax.bias.alibi import ALiBi
 from posenc_jax.bias.kerple import KERPLELog
-from posenc_jax.checks import positive_integers, require
-from posenc_jax.ops.init import torch_uniform
+from posenc_jax.checks import positive_fields, require
+from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.rules import LogitBias, LogitsTransform
 from posenc_jax.scheme import Scheme, Traits
 
@@ -72,7 +72,7 @@ class DAPE(Scheme):
     name: ClassVar[str] = "dape"
 
     def __post_init__(self):
-        positive_integers("dape", num_heads=self.num_heads, width=self.width)
+        positive_fields(self, "num_heads", "width")
         require(
             self.base in ("kerple", "alibi"),
             f'dape: base must be "kerple" or "alibi", got {self.base!r}.',
@@ -93,13 +93,12 @@ class DAPE(Scheme):
         """
         base, *keys = jax.random.split(key, 4)
         inputs, width = 2 * self.num_heads, self.width
-        shapes = {"in": (width, inputs), "in_bias": (width,), "out": (self.num_heads, width)}
-        fan_in = {"in": inputs, "in_bias": inputs, "out": width}
         network = {
-            name: torch_uniform(k, shapes[name], fan_in[name])
-            for name, k in zip(shapes, keys, strict=True)
+            "in": ((width, inputs), inputs),
+            "in_bias": ((width,), inputs),
+            "out": ((self.num_heads, width), width),
         }
-        return {"base": self._base.init(base), **network}
+        return {"base": self._base.init(base), **torch_uniforms(keys, network)}
 
     def rules(self, params, q_features=None, k_features=None):
         bias = self._base.rules(params["base"])

@@ -30,8 +30,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
-from posenc_jax.ops.init import torch_uniform
+from posenc_jax.checks import positive_fields, require
+from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme
 
@@ -75,7 +75,7 @@ class FIRE(Scheme):
     name: ClassVar[str] = "fire"
 
     def __post_init__(self):
-        positive_integers("fire", num_heads=self.num_heads, width=self.width)
+        positive_fields(self, "num_heads", "width")
         for name in ("init_c", "init_length", "eps"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"fire: {name} must be positive, got {value}.")
@@ -85,14 +85,13 @@ class FIRE(Scheme):
 
         Layers are initialised as torch.nn.Linear is.
         """
-        inner, bias, outer = jax.random.split(key, 3)
-        return {
-            "c": jnp.float32(self.init_c),
-            "multiplier": jnp.float32(1.0),
-            "inner": torch_uniform(inner, (self.width,), 1),
-            "inner_bias": torch_uniform(bias, (self.width,), 1),
-            "outer": torch_uniform(outer, (self.num_heads, self.width), self.width),
+        network = {
+            "inner": ((self.width,), 1),
+            "inner_bias": ((self.width,), 1),
+            "outer": ((self.num_heads, self.width), self.width),
         }
+        numbers = {"c": jnp.float32(self.init_c), "multiplier": jnp.float32(1.0)}
+        return numbers | torch_uniforms(jax.random.split(key, 3), network)
 
     def rules(self, params, q_features=None, k_features=None):
         threshold = jnp.abs(params["multiplier"] * self.init_length)

@@ -28,7 +28,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers
+from posenc_jax.checks import positive_fields
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -77,7 +77,7 @@ class KERPLELog(Scheme):
     name: ClassVar[str] = "kerple"
 
     def __post_init__(self):
-        positive_integers("kerple", num_heads=self.num_heads)
+        positive_fields(self, "num_heads")
 
     @property
     def traits(self):
@@ -111,7 +111,7 @@ class KERPLEPower(Scheme):
     name: ClassVar[str] = "kerple_power"
 
     def __post_init__(self):
-        positive_integers("kerple_power", num_heads=self.num_heads)
+        positive_fields(self, "num_heads")
 
     @property
     def traits(self):

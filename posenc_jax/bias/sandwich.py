@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -67,7 +67,7 @@ class Sandwich(Scheme):
     name: ClassVar[str] = "sandwich"
 
     def __post_init__(self):
-        positive_integers("sandwich", num_heads=self.num_heads)
+        positive_fields(self, "num_heads")
         require(
             self.dim >= 2 and self.dim % 2 == 0,
             f"sandwich: dim must be even and positive, got {self.dim}.",

@@ -24,7 +24,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -91,7 +91,7 @@ class Swin(Scheme):
     name: ClassVar[str] = "swin"
 
     def __post_init__(self):
-        positive_integers("swin", num_heads=self.num_heads)
+        positive_fields(self, "num_heads")
         require(self.stddev >= 0, f"swin: stddev must not be negative, got {self.stddev}.")
         check_window("swin: window", self.window)
 

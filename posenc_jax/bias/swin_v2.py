@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.bias.swin import WindowEntry, check_window
-from posenc_jax.checks import positive_integers, require
-from posenc_jax.ops.init import torch_uniform
+from posenc_jax.checks import positive_fields, require
+from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -78,7 +78,7 @@ class SwinV2(Scheme):
     name: ClassVar[str] = "swin_v2"
 
     def __post_init__(self):
-        positive_integers("swin_v2", num_heads=self.num_heads, width=self.width)
+        positive_fields(self, "num_heads", "width")
         check_window("swin_v2: window", self.window)
         check_window("swin_v2: pretrained_window", self._trained)
         require(
@@ -97,18 +97,13 @@ class SwinV2(Scheme):
 
     def init(self, key):
         """Returns {"in", "in_bias", "out"}, initialised as torch.nn.Linear, and {"tau": [N]}."""
-        keys = jax.random.split(key, 3)
-        shapes = {
-            "in": (self.width, 2),
-            "in_bias": (self.width,),
-            "out": (self.num_heads, self.width),
+        network = {
+            "in": ((self.width, 2), 2),
+            "in_bias": ((self.width,), 2),
+            "out": ((self.num_heads, self.width), self.width),
         }
-        fan_in = {"in": 2, "in_bias": 2, "out": self.width}
-        made = {
-            name: torch_uniform(k, shapes[name], fan_in[name])
-            for name, k in zip(shapes, keys, strict=True)
-        }
-        return made | {"tau": jnp.full(self.num_heads, math.log(10.0), jnp.float32)}
+        tau = jnp.full(self.num_heads, math.log(10.0), jnp.float32)
+        return torch_uniforms(jax.random.split(key, 3), network) | {"tau": tau}
 
     def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H] normalised to length g[n]."""

@@ -30,7 +30,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import integer_positions, positive_integers, require
+from posenc_jax.checks import integer_positions, positive_fields, positive_integers, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -106,6 +106,7 @@ class Bucket:
 
 def check_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> None:
     """Raises `ValueError` for sizes that leave no logarithmic buckets."""
+    positive_integers("t5", num_buckets=num_buckets, max_distance=max_distance)
     sides = 2 if bidirectional else 1
     require(
         num_buckets >= 2 * sides and num_buckets % sides == 0,
@@ -155,7 +156,7 @@ class T5(Scheme):
     name: ClassVar[str] = "t5"
 
     def __post_init__(self):
-        positive_integers("t5", num_heads=self.num_heads)
+        positive_fields(self, "num_heads")
         require(self.stddev >= 0, f"t5: stddev must not be negative, got {self.stddev}.")
         check_buckets(self.num_buckets, self.max_distance, self.bidirectional)
 

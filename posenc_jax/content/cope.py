@@ -25,7 +25,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.rules import LogitsTransform
 from posenc_jax.scheme import Scheme, Traits
 
@@ -68,7 +68,7 @@ class CoPE(Scheme):
     name: ClassVar[str] = "cope"
 
     def __post_init__(self):
-        positive_integers("cope", head_dim=self.head_dim, num_positions=self.num_positions)
+        positive_fields(self, "head_dim", "num_positions")
 
     @property
     def traits(self):

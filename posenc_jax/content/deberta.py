@@ -27,7 +27,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
+from posenc_jax.ops.init import normals
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -109,19 +110,14 @@ class DeBERTa(Scheme):
     name: ClassVar[str] = "deberta"
 
     def __post_init__(self):
-        positive_integers(
-            "deberta",
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            model_dim=self.model_dim,
-            span=self.span,
-        )
+        positive_fields(self, "num_heads", "head_dim", "model_dim", "span")
         require(self.stddev >= 0, f"deberta: stddev must not be negative, got {self.stddev}.")
         require(
             self.content_to_position or self.position_to_content,
             "deberta: content_to_position and position_to_content must not both be False.",
         )
         if self.max_distance is not None:
+            positive_fields(self, "max_distance")
             require(
                 self.max_distance > self.span >= 4 and self.span % 2 == 0,
                 "deberta: buckets need an even span >= 4 and a max_distance above it, got "
@@ -138,19 +134,18 @@ class DeBERTa(Scheme):
         With `projected`, {"keys", "queries"} [2 span, N, H] alone. Terms that are switched off
         have no parameters.
         """
-        used = {"keys": self.content_to_position, "queries": self.position_to_content}
         rows = 2 * self.span if self.projected else self.model_dim
         shape = (rows, self.num_heads, self.head_dim)
-        seeds = dict(zip(("keys", "queries", "table"), jax.random.split(key, 3), strict=True))
-
-        def normal(name, shape):
-            return self.stddev * jax.random.normal(seeds[name], shape, jnp.float32)
-
-        params = {name: normal(name, shape) for name in used if used[name]}
-        if not self.projected:
-            params["table"] = normal("table", (2 * self.span, self.model_dim))
-            if self.position_to_content:
-                params["bias"] = jnp.zeros(shape[1:], jnp.float32)
+        shapes = {"keys": shape, "queries": shape, "table": (2 * self.span, self.model_dim)}
+        params = normals(jax.random.split(key, 3), self.stddev, shapes)
+        if not self.content_to_position:
+            del params["keys"]
+        if not self.position_to_content:
+            del params["queries"]
+        if self.projected:
+            del params["table"]
+        elif self.position_to_content:
+            params["bias"] = jnp.zeros(shape[1:], jnp.float32)
         return params
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):

@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import activations, positive_integers, require
+from posenc_jax.checks import activations, positive_fields, require
 from posenc_jax.rules import SeparableBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -70,7 +70,7 @@ class FoX(Scheme):
     name: ClassVar[str] = "fox"
 
     def __post_init__(self):
-        positive_integers("fox", num_heads=self.num_heads, model_dim=self.model_dim)
+        positive_fields(self, "num_heads", "model_dim")
         require(
             self.gate in ("full", "bias", "fixed"),
             f'fox: gate must be "full", "bias" or "fixed", got {self.gate!r}.',

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.bias.alibi import alibi_slopes
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.rules import ContentBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -62,7 +62,7 @@ class GRAPEA(Scheme):
     name: ClassVar[str] = "grape_a"
 
     def __post_init__(self):
-        positive_integers("grape_a", num_heads=self.num_heads, head_dim=self.head_dim)
+        positive_fields(self, "num_heads", "head_dim")
         require(
             self.gate in ("key", "query", "both"),
             f'grape_a: gate must be "key", "query" or "both", got {self.gate!r}.',

@@ -21,7 +21,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import activations, positive_integers, require
+from posenc_jax.checks import activations, positive_fields, require
+from posenc_jax.ops.init import normals
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Acts, Scheme, Traits
 
@@ -70,13 +71,7 @@ class Inkling(Scheme):
     name: ClassVar[str] = "inkling"
 
     def __post_init__(self):
-        positive_integers(
-            "inkling",
-            num_heads=self.num_heads,
-            model_dim=self.model_dim,
-            rank=self.rank,
-            extent=self.extent,
-        )
+        positive_fields(self, "num_heads", "model_dim", "rank", "extent")
         start = self.log_scaling_start
         require(
             start is None or start >= 1,
@@ -97,12 +92,9 @@ class Inkling(Scheme):
 
     def init(self, key):
         """Returns {"project": float32 [D, N, rank], "bank": float32 [rank, extent]}."""
-        project, bank = jax.random.split(key)
-        shape = (self.model_dim, self.num_heads, self.rank)
-        return {
-            "project": self.stddev * jax.random.normal(project, shape, jnp.float32),
-            "bank": self.stddev * jax.random.normal(bank, (self.rank, self.extent), jnp.float32),
-        }
+        project = self.model_dim, self.num_heads, self.rank
+        shapes = {"project": project, "bank": (self.rank, self.extent)}
+        return normals(jax.random.split(key), self.stddev, shapes)
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns t r, the weights of the bank, float32 [B, T, N, rank]."""

@@ -32,7 +32,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import activations, positive_integers, require
+from posenc_jax.checks import activations, positive_fields, require
 from posenc_jax.content.fox import FoX
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.ops.init import torch_uniform
@@ -179,9 +179,7 @@ class PaTH(Scheme):
     name: ClassVar[str] = "path"
 
     def __post_init__(self):
-        positive_integers(
-            "path", num_heads=self.num_heads, head_dim=self.head_dim, model_dim=self.model_dim
-        )
+        positive_fields(self, "num_heads", "head_dim", "model_dim")
         require(self.rank >= 0, f"path: rank must not be negative, got {self.rank}.")
         require(
             self.num_kv_heads >= 0 and self.num_heads % (self.num_kv_heads or 1) == 0,

@@ -27,7 +27,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.rules import DotBias, ValueBias
 from posenc_jax.scheme import Acts, Scheme, Traits
 
@@ -83,7 +83,7 @@ class Shaw(Scheme):
     name: ClassVar[str] = "shaw"
 
     def __post_init__(self):
-        positive_integers("shaw", num_heads=self.num_heads, head_dim=self.head_dim)
+        positive_fields(self, "num_heads", "head_dim")
         require(self.clip >= 0, f"shaw: clip must not be negative, got {self.clip}.")
         require(self.keys or self.values, "shaw: keys and values must not both be False.")
 

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
+from posenc_jax.ops.init import normals
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -92,12 +93,7 @@ class TransformerXL(Scheme):
     name: ClassVar[str] = "transformer_xl"
 
     def __post_init__(self):
-        positive_integers(
-            "transformer_xl",
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            model_dim=self.model_dim,
-        )
+        positive_fields(self, "num_heads", "head_dim", "model_dim")
         require(
             self.model_dim % 2 == 0,
             f"transformer_xl: model_dim must be even, got {self.model_dim}.",
@@ -117,11 +113,7 @@ class TransformerXL(Scheme):
         """Returns {"u", "v": float32 [N, H], "project": float32 [N, D, H]}."""
         heads, dim = self.num_heads, self.head_dim
         shapes = {"u": (heads, dim), "v": (heads, dim), "project": (heads, self.model_dim, dim)}
-        keys = jax.random.split(key, len(shapes))
-        return {
-            name: self.stddev * jax.random.normal(k, shape, jnp.float32)
-            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
+        return normals(jax.random.split(key, 3), self.stddev, shapes)
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns q + v, float32 [B, T, N, H]."""

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.scheme import Scheme
 
 
@@ -45,7 +45,7 @@ class SSMax(Scheme):
     name: ClassVar[str] = "ssmax"
 
     def __post_init__(self):
-        positive_integers("ssmax", num_heads=self.num_heads)
+        positive_fields(self, "num_heads")
         require(
             self.offset is not None or self.scale != 0,
             "ssmax: scale must not be 0 without an offset: all queries would be zero.",

@@ -16,7 +16,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from posenc_jax.checks import coordinate_values, positive_integers, require
+from posenc_jax.checks import coordinate_values, positive_fields, require
 from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.rotary.layouts import check_layout, rotary_dims
 from posenc_jax.rotary.rotate import materialize, rotate_pairs
@@ -97,7 +97,7 @@ class Rotary(Scheme, abc.ABC):
     groups = 1
 
     def __post_init__(self):
-        positive_integers(self.name, head_dim=self.head_dim, groups=self.groups)
+        positive_fields(self, "head_dim", "groups")
         self._check_layout()
         _ = self.base_frequencies
 

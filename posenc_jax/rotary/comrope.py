@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.rotary.base import check_coordinates, check_heads
 from posenc_jax.rotary.multi_axis import sum_of_axes
 from posenc_jax.scheme import Scheme, Traits
@@ -62,8 +62,7 @@ class ComRoPE(Scheme):
     name: ClassVar[str] = "comrope"
 
     def __post_init__(self):
-        sizes = {"head_dim": self.head_dim, "size": self.size, "groups": self.groups}
-        positive_integers("comrope", **sizes)
+        positive_fields(self, "head_dim", "size", "groups")
         require(
             self.size >= 2 and self.head_dim % self.size == 0,
             f"comrope: size={self.size} must be at least 2 and divide head_dim={self.head_dim}.",

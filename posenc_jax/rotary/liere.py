@@ -25,7 +25,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.rotary.base import check_coordinates, check_heads
 from posenc_jax.rotary.multi_axis import sum_of_axes
 from posenc_jax.rotary.rotate import materialize, rotate_pairs
@@ -80,8 +80,7 @@ class LieRE(Scheme):
     name: ClassVar[str] = "liere"
 
     def __post_init__(self):
-        sizes = {"head_dim": self.head_dim, "size": self.size, "groups": self.groups}
-        positive_integers("liere", **sizes)
+        positive_fields(self, "head_dim", "size", "groups")
         require(
             2 <= self.size <= self.head_dim,
             f"liere: size must be in [2, head_dim={self.head_dim}], got {self.size}.",

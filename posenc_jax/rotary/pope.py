@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.rotary.base import check_coordinates, check_heads
 from posenc_jax.rotary.frequencies import static_number
 from posenc_jax.rotary.rotate import materialize
@@ -59,7 +59,7 @@ class PoPE(Scheme):
     name: ClassVar[str] = "pope"
 
     def __post_init__(self):
-        positive_integers("pope", num_heads=self.num_heads, head_dim=self.head_dim)
+        positive_fields(self, "num_heads", "head_dim")
         require(
             0 <= self.rotary_dim <= self.head_dim,
             f"pope: rotary_dim must be in [0, head_dim={self.head_dim}], got {self.rotary_dim}.",

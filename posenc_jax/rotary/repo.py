@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import activations, positive_integers, require
+from posenc_jax.checks import activations, positive_fields, require
+from posenc_jax.ops.init import normals
 from posenc_jax.rotary.base import ContentRotary
 
 
@@ -56,7 +57,7 @@ class RePo(ContentRotary):
 
     def __post_init__(self):
         super().__post_init__()
-        positive_integers("repo", model_dim=self.model_dim)
+        positive_fields(self, "model_dim")
         require(self.width >= 0, f"repo: width must be >= 0, got {self.width}.")
         require(
             bool(self.width) or self.model_dim >= 8,
@@ -67,13 +68,9 @@ class RePo(ContentRotary):
     def init(self, key):
         """Returns {"gate": [D, width], "content": [D, width], "out": [width, groups]}; normal."""
         width = self.width or self.model_dim // 8
-        shapes = {"gate": (self.model_dim, width), "content": (self.model_dim, width)}
-        shapes["out"] = (width, self.groups)
-        keys = jax.random.split(key, 3)
-        return {
-            name: self.init_std * jax.random.normal(k, shape, jnp.float32)
-            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
+        wide = self.model_dim, width
+        shapes = {"gate": wide, "content": wide, "out": (width, self.groups)}
+        return normals(jax.random.split(key, 3), self.init_std, shapes)
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the positions z, float32 [B, T, groups], for queries and for keys."""

@@ -24,8 +24,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import activations, positive_integers, require
-from posenc_jax.ops.init import torch_uniform
+from posenc_jax.checks import activations, positive_fields, require
+from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.ops.short_conv import short_convolution
 from posenc_jax.rotary.base import ContentRotary
 
@@ -62,8 +62,7 @@ class SelectiveRoPE(ContentRotary):
 
     def __post_init__(self):
         super().__post_init__()
-        sizes = {"model_dim": self.model_dim, "rank": self.rank, "width": self.width}
-        positive_integers(self.name, **sizes)
+        positive_fields(self, "model_dim", "rank", "width")
         require(
             self.model_dim % self.groups == 0,
             f"selective_rope: groups={self.groups} must divide model_dim={self.model_dim}.",
@@ -79,12 +78,12 @@ class SelectiveRoPE(ContentRotary):
         C is groups * H / 2; "temperature" [H / 2] is there if it is learned.
         """
         channels = self.groups * self.head_dim // 2
-        shapes = {"down": (self.model_dim, self.rank), "up": (self.rank, channels)}
-        shapes["conv"] = (self.width, channels)
-        params = {
-            name: torch_uniform(k, shape, shape[0])
-            for k, (name, shape) in zip(jax.random.split(key, 3), shapes.items(), strict=True)
+        network = {
+            "down": ((self.model_dim, self.rank), self.model_dim),
+            "up": ((self.rank, channels), self.rank),
+            "conv": ((self.width, channels), self.width),
         }
+        params = torch_uniforms(jax.random.split(key, 3), network)
         if self.learn_temperature:
             params["temperature"] = self._initial_temperature()
         return params
