@@ -1,7 +1,8 @@
 """`from_hf` and `to_hf`: configs of transformers to schemes, and back to rotary parameters."""
 
+import contextlib
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from posenc_jax.checks import require
@@ -59,10 +60,10 @@ def from_hf(
     >>> pe.from_hf({"model_type": "llama", "head_dim": 64, "rope_theta": 5e5})[0].scheme.theta
     500000.0
     """
-    tracked = _tracked("from_hf", config, decoder)
-    layers = MODEL_TYPES[tracked.values["model_type"]](tracked)
-    tracked.finish()
-    return layers
+    with _reading("from_hf", config, decoder) as tracked:
+        layers = MODEL_TYPES[tracked.values["model_type"]](tracked)
+        tracked.finish()
+        return layers
 
 
 def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None) -> Scheme:
@@ -104,28 +105,45 @@ def _text(layer: LayerSpec) -> str:
     return f"{layer.scheme}{window}{chunk}"
 
 
-def _tracked(name: str, config: Any, decoder: bool | None = None) -> TrackedConfig:
+def _as_dict(what: str, config: Any) -> Mapping[str, Any]:
+    values = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{what} must be a dict or have to_dict, got {config!r:.80}.")
+    return values
+
+
+@contextlib.contextmanager
+def _reading(function: str, config: Any, decoder: bool | None = None) -> Generator[TrackedConfig]:
+    """The config; errors of readers and of schemes become a `ValueError` of the function."""
+    values = _as_dict(f"{function}: config", config)
+    try:
+        yield _tracked(values, decoder)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{function}: {error}") from error
+
+
+def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
     """The config of the text model, under a supported model type."""
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    if not isinstance(config, Mapping):
-        raise TypeError(f"{name}: config must be a dict or have to_dict, got {config!r:.80}.")
     kind, inner = config.get("model_type"), config.get("text_config")
+    require(
+        kind is None or isinstance(kind, str),
+        f"the config must have a string as model_type, got {kind!r:.80}.",
+    )
     if kind not in MODEL_TYPES and inner is not None:
-        inner = inner.to_dict() if hasattr(inner, "to_dict") else inner
+        inner = _as_dict(f"the text_config of the {kind} config", inner)
         outer = TrackedConfig(config, f"the {kind} config beside its text_config")
         outer.read.update(inner)
         outer.finish()
         require(
             "model_type" in inner or f"{kind}_text" in MODEL_TYPES,
-            f"{name}: the text_config of the {kind} config must have 'model_type'.",
+            f"the text_config of the {kind} config must have 'model_type'.",
         )
-        return _tracked(name, {"model_type": f"{kind}_text", **inner}, decoder)
+        return _tracked({"model_type": f"{kind}_text", **inner}, decoder)
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
     near = " or ".join(map(repr, difflib.get_close_matches(str(kind), MODEL_TYPES, n=3)))
     hint = f"did you mean {near}?" if near else "all are in posenc_jax.hf.model_types."
-    require(kind in MODEL_TYPES, f"{name}: unknown model_type {kind!r}; {hint}")
+    require(kind in MODEL_TYPES, f"unknown model_type {kind!r}; {hint}")
     kind = str(kind)
     defaults = model_type_defaults().get(kind)
     config = {**config, "model_type": kind}
@@ -208,28 +226,36 @@ def hf_logit_scale(config: Mapping[str, Any] | HasToDict) -> float | None:
     >>> pe.hf_logit_scale({"model_type": "gemma3_text", "query_pre_attn_scalar": 64})
     0.125
     """
-    tracked = _tracked("hf_logit_scale", config)
-    kind = tracked.values["model_type"]
+    with _reading("hf_logit_scale", config) as tracked:
+        return _logit_scale(tracked)
+
+
+def _logit_scale(config: TrackedConfig) -> float | None:
+    kind = config.values["model_type"]
     for name, (power, model_types) in _SCALE_KEYS.items():
-        value = tracked.get(name)
+        value = config.get(name)
         require(
             value is None or kind in model_types,
-            f"hf_logit_scale: {tracked.where} has {name}={value}, which transformers ignores for "
-            "its type.",
+            f"{config.where} has {name}={value}, which transformers ignores for its type.",
         )
         if value is not None:
             return float(value) ** power
-    softmax_scale = (tracked.get("attn_config") or {}).get("softmax_scale")
-    if softmax_scale is not None:
-        return float(softmax_scale)
-    if kind == "gemma4_text" or not tracked.get("scale_attn_weights", True):
+    if kind == "gemma4_text":
         return 1.0
-    require(
-        not tracked.get("scale_attn_by_inverse_layer_idx", False),
-        "hf_logit_scale: the factor differs by layer: scale_attn_by_inverse_layer_idx is true.",
-    )
-    given = rope_dict(tracked) or {}
-    if tracked.get("qk_rope_head_dim") is None or not given.get("mscale_all_dim"):
+    if kind == "mpt":
+        part = TrackedConfig(config.get("attn_config") or {}, f"{config.where} in attn_config")
+        return part.get("softmax_scale")
+    if kind == "gpt2":
+        require(
+            not config.get("scale_attn_by_inverse_layer_idx", False),
+            "the factor differs by layer: scale_attn_by_inverse_layer_idx is true.",
+        )
+        return None if config.get("scale_attn_weights", True) else 1.0
+    if "qk_rope_head_dim" not in config.defaults:
         return None
-    size = tracked.need("qk_nope_head_dim") + tracked.need("qk_rope_head_dim")
-    return yarn_logit_scale(size, given["factor"], given["mscale_all_dim"])
+    rope = TrackedConfig(rope_dict(config) or {}, f"{config.where} in its rope parameters")
+    mscale = rope.get("mscale_all_dim")
+    if not mscale:
+        return None
+    size = config.need("qk_nope_head_dim") + config.need("qk_rope_head_dim")
+    return yarn_logit_scale(size, rope.need("factor"), mscale)

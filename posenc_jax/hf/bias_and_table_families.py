@@ -18,10 +18,11 @@ from posenc_jax.content.shaw import Shaw
 from posenc_jax.content.transformer_xl import TransformerXL
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_decoder, layer_count
 from posenc_jax.hf.layer_kinds import declared, layer_of
-from posenc_jax.hf.rope import read_rotary, rope_dict
+from posenc_jax.hf.rope import read_rotary, refuse_partial, rope_dict
 from posenc_jax.hf.rotary_families import Rotating, uniform
 from posenc_jax.layers import LayerSpec
 from posenc_jax.rotary.axial import AxialRoPE
+from posenc_jax.rotary.frequencies import FrequencyMap
 from posenc_jax.rotary.rope import RoPE
 from posenc_jax.scheme import Scheme
 
@@ -49,12 +50,11 @@ def bloom(config: TrackedConfig) -> Layers:
 def mpt(config: TrackedConfig) -> Layers:
     """ALiBi, or a learned table."""
     part = TrackedConfig(config.get("attn_config") or {}, f"{config.where} in attn_config")
-    for name in ("attn_type", "attn_pdrop", "attn_impl", "clip_qkv", "softmax_scale", "qk_ln"):
-        part.get(name)
+    part.get("softmax_scale")  # `hf_logit_scale` returns it.
     learned, rope = config.get("learned_pos_emb", True), part.get("rope", False)
-    require(not rope, f"from_hf: {part.where} has rope, which transformers does not read.")
+    require(not rope, f"{part.where} has rope, which transformers does not read.")
     if not part.get("alibi", True):
-        require(learned, f"from_hf: {config.where} has neither ALiBi nor learned positions.")
+        require(learned, f"{config.where} has neither ALiBi nor learned positions.")
         length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
         return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim))
     part.only("alibi_bias_max", 8)
@@ -72,10 +72,10 @@ def falcon(config: TrackedConfig) -> Layers:
 def deberta_v2(config: TrackedConfig) -> Layers:
     """Disentangled attention, after a learned table at the input if the config has one."""
     relative = config.get("relative_attention", False)
-    require(relative, f"from_hf: {config.where} has relative_attention={relative}.")
+    require(relative, f"{config.where} has relative_attention={relative}.")
     terms = config.get("pos_att_type") or ()
     terms = terms.lower().split("|") if isinstance(terms, str) else terms
-    require(set(terms) <= {"c2p", "p2c"}, f"from_hf: {config.where} has pos_att_type={terms}.")
+    require(set(terms) <= {"c2p", "p2c"}, f"{config.where} has pos_att_type={terms}.")
     longest = config.get("max_relative_positions", -1)
     longest = longest if longest >= 1 else config.need("max_position_embeddings")
     buckets = config.get("position_buckets", -1)
@@ -98,7 +98,7 @@ def deberta_v2(config: TrackedConfig) -> Layers:
 
 def xlnet(config: TrackedConfig) -> Layers:
     """Transformer-XL's, in both directions; the term for pairs of segments is not supported."""
-    require(not config.get("bi_data", False), f"from_hf: {config.where} has bi_data.")
+    require(not config.get("bi_data", False), f"{config.where} has bi_data.")
     clamp = config.get("clamp_len", -1)
     scheme = TransformerXL(
         num_heads=config.need("num_attention_heads"),
@@ -122,7 +122,7 @@ def wav2vec2_bert(config: TrackedConfig) -> Layers:
     config.given("rotary_embedding_base"), config.given("max_source_positions")
     require(
         kind in ("relative_key", "relative", "none"),
-        f"from_hf: {config.where} has position_embeddings_type={kind!r}, which rotates x before "
+        f"{config.where} has position_embeddings_type={kind!r}, which rotates x before "
         "the projections.",
     )
     scheme: Scheme = NoPE()
@@ -141,7 +141,7 @@ def inkling(config: TrackedConfig) -> Layers:
     made = ["hybrid_sliding" if i in chosen else "hybrid" for i in range(count)]
     kinds = declared(config) or made
     common = {"model_dim": config.need("hidden_size"), "rank": config.need("d_rel")}
-    window, heads = config.need("sliding_window"), config.need("num_attention_heads")
+    window, heads = config.need("sliding_window_size"), config.need("num_attention_heads")
     local = Inkling(num_heads=config.need("swa_num_attention_heads"), extent=window, **common)
     far = Inkling(
         num_heads=heads,
@@ -152,7 +152,7 @@ def inkling(config: TrackedConfig) -> Layers:
     )
     schemes = {"hybrid_sliding": local, "hybrid": far}
     unknown = sorted(set(kinds) - set(schemes))
-    require(not unknown, f"from_hf: {config.where} has layer_types {unknown}.")
+    require(not unknown, f"{config.where} has layer_types {unknown}.")
     return tuple(layer_of(config, kind, schemes[kind], window) for kind in kinds)
 
 
@@ -177,7 +177,7 @@ class Table:
         config.only("sinusoidal_pos_embds", False)  # DistilBERT: a fixed table.
         require(
             kind == "absolute",
-            f"from_hf: {config.where} has position_embedding_type={kind!r}, which transformers "
+            f"{config.where} has position_embedding_type={kind!r}, which transformers "
             "5 does not read any more.",
         )
         offset = self.offset
@@ -211,6 +211,11 @@ def dinov3(config: TrackedConfig) -> Layers:
 
 def _grid(config, **settings):
     rotary = read_rotary(config, rope_dict(config))
+    refuse_partial(config, rotary)
+    require(
+        rotary.scaling == FrequencyMap(),
+        f"{config.where} has {rotary.scaling}, and no rope scaling is supported for its type.",
+    )
     return uniform(config, AxialRoPE(head_dim=head_size(config), theta=rotary.theta, **settings))
 
 
@@ -223,7 +228,12 @@ def swin(config: TrackedConfig) -> Layers:
 def swin_v2(config: TrackedConfig) -> Layers:
     """A network of offsets in every layer."""
     window = (config.need("window_size"),) * 2
-    before = config.get("pretrained_window_sizes") or [0] * len(config.need("depths"))
+    stages = len(config.need("depths"))
+    before = config.get("pretrained_window_sizes") or [0] * stages
+    require(
+        len(before) == stages,
+        f"{config.where} has {stages} depths and pretrained_window_sizes={before}.",
+    )
 
     def make(heads, stage):
         return SwinV2(num_heads=heads, window=window, pretrained_window=(before[stage],) * 2)
@@ -234,9 +244,13 @@ def swin_v2(config: TrackedConfig) -> Layers:
 def _stages(config: TrackedConfig, make: Callable[[int, int], Scheme]) -> Layers:
     require(
         not config.get("use_absolute_embeddings", False),
-        f"from_hf: {config.where} has use_absolute_embeddings, a table at the input as well.",
+        f"{config.where} has use_absolute_embeddings, a table at the input as well.",
     )
     per_stage, depths = config.need("num_heads"), config.need("depths")
+    require(
+        len(per_stage) == len(depths),
+        f"{config.where} has {len(depths)} depths and num_heads={per_stage}.",
+    )
     stages = zip(per_stage, depths, range(len(depths)), strict=True)
     return tuple(LayerSpec(make(n, i)) for n, depth, i in stages for _ in range(depth))
 

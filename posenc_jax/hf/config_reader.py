@@ -3,8 +3,9 @@
 import functools
 import importlib.resources
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from posenc_jax.checks import require
@@ -36,9 +37,85 @@ _OTHER_NAMES = {
     "num_decoder_layers": ("decoder_layers",),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
     "head_dim": ("d_head", "d_kv", "attention_head_size"),
-    "sliding_window": ("sliding_window_size",),
+    "sliding_window_size": ("sliding_window",),  # Inkling's.
     "sliding_window_pattern": ("_sliding_window_pattern",),
 }
+
+
+def _number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < math.inf
+
+
+def _integer(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _list_of(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, list | tuple) and all(map(item, x))
+
+
+# What a value must be, and the keys that it holds for.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "a positive integer": (
+        lambda x: _integer(x) and x > 0,
+        """
+        hidden_size embedding_size num_attention_heads swa_num_attention_heads num_hidden_layers
+        num_decoder_layers head_dim global_head_dim qk_rope_head_dim max_position_embeddings
+        original_max_position_embeddings max_target_positions attention_chunk_size local_attention
+        sliding_window_size window_size floor_scale no_rope_layer_interval rotary_dim rel_extent
+        d_rel relative_attention_num_buckets relative_attention_max_distance
+        """,
+    ),
+    "an integer from 0": (
+        lambda x: _integer(x) and x >= 0,
+        "qk_nope_head_dim max_window_layers pad_token_id left_max_position_embeddings "
+        "right_max_position_embeddings log_scaling_n_floor",
+    ),
+    "an integer": (
+        _integer,
+        "sliding_window clamp_len max_relative_positions position_buckets alibi_bias_max",
+    ),
+    "a positive number": (
+        lambda x: _number(x) and x > 0,
+        """
+        rope_theta rotary_emb_base global_rope_theta local_rope_theta rope_local_base_freq
+        partial_rotary_factor rotary_pct factor query_pre_attn_scalar rotary_embedding_base
+        """,
+    ),
+    "a number": (
+        _number,
+        """
+        attention_factor beta_fast beta_slow mscale mscale_all_dim short_mscale long_mscale
+        low_freq_factor high_freq_factor llama_4_scaling_beta attn_scale log_scaling_alpha
+        attention_multiplier softmax_scale
+        """,
+    ),
+    "true or false": (
+        lambda x: isinstance(x, bool),
+        """
+        alibi rope truncate mrope_interleaved rope_interleave rotary_value use_sliding_window
+        attn_temperature_tuning learned_pos_emb relative_attention position_biased_input
+        share_att_key bi_data use_absolute_embeddings sinusoidal_pos_embds is_decoder
+        is_encoder_decoder scale_attn_weights scale_attn_by_inverse_layer_idx
+        """,
+    ),
+    "a string": (
+        lambda x: isinstance(x, str),
+        "rope_type type position_embedding_type position_embeddings_type",
+    ),
+    "a dict": (
+        lambda x: isinstance(x, Mapping),
+        "rope_parameters rope_scaling attn_config per_layer_config",
+    ),
+    "a list of strings": (lambda x: x and _list_of(lambda y: isinstance(y, str))(x), "layer_types"),
+    "a list of numbers": (_list_of(_number), "short_factor long_factor"),
+    "a list of integers from 0": (
+        _list_of(lambda x: _integer(x) and x >= 0),
+        "depths num_heads mrope_section local_layer_ids pretrained_window_sizes",
+    ),
+    "a list of 0 and 1": (_list_of(lambda x: x in (0, 1)), "no_rope_layers"),
+}
+_KIND_OF = {name: kind for kind, (_, names) in _KINDS.items() for name in names.split()}
 
 
 @functools.cache
@@ -77,10 +154,27 @@ class TrackedConfig:
         self.read: set[str] = set()
 
     def given(self, name: str) -> Any:
-        """The value in the config under any name of the key, or None."""
+        """The value in the config under any name of the key, or None.
+
+        Raises:
+          ValueError: if it has the wrong type, or its names have different values.
+        """
         names = (name, *_OTHER_NAMES.get(name, ()))
         self.read.update(names)
-        return next((self.values[n] for n in names if self.values.get(n) is not None), None)
+        found = {n: self.values[n] for n in names if self.values.get(n) is not None}
+        if not found:
+            return None
+        key, value = next(iter(found.items()))
+        require(
+            all(x == value for x in found.values()),
+            f"{self.where} has {' and '.join(f'{n}={x!r}' for n, x in found.items())}.",
+        )
+        kind = _KIND_OF.get(name)
+        require(
+            kind is None or _KINDS[kind][0](value),
+            f"{self.where} must have {kind} as {key}, got {value!r:.80}.",
+        )
+        return value
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value in the config; if the key is missing, the default of the model type."""
@@ -99,7 +193,7 @@ class TrackedConfig:
           ValueError: if neither the config nor the model type has one.
         """
         value = self.get(name)
-        require(value is not None, f"from_hf: {self.where} must have {name!r}.")
+        require(value is not None, f"{self.where} must have {name!r}.")
         return value
 
     def only(self, name: str, *values: Any) -> None:
@@ -111,7 +205,7 @@ class TrackedConfig:
         value = self.get(name)
         require(
             value is None or value in values,
-            f"from_hf: {self.where} has {name}={value!r}; supported: {values}.",
+            f"{self.where} has {name}={value!r}; supported: {values}.",
         )
 
     def finish(self, all_keys: bool = False) -> None:
@@ -134,11 +228,10 @@ class TrackedConfig:
             and value not in _HARMLESS_VALUES.get(key, ())
             and key not in unused
         ]
-        require(not left, f"from_hf: {self.where} has {sorted(left)}, which nothing here reads.")
+        require(not left, f"{self.where} has {sorted(left)}, which nothing here reads.")
         require(
             self.decoder is None or "is_decoder" in self.read,
-            f"from_hf: decoder={self.decoder}, but {self.where} does not describe an encoder and a "
-            "decoder.",
+            f"decoder={self.decoder}, but {self.where} does not describe an encoder and a decoder.",
         )
 
 
@@ -154,7 +247,7 @@ def head_size(config: TrackedConfig) -> int:
     size, heads = config.need("hidden_size"), config.need("num_attention_heads")
     require(
         size % heads == 0,
-        f"from_hf: {config.where} has no head_dim, and {heads} heads do not divide {size}.",
+        f"{config.where} has no head_dim, and {heads} heads do not divide {size}.",
     )
     return size // heads
 
@@ -170,7 +263,7 @@ def layer_count(config: TrackedConfig) -> int:
         return config.need("num_hidden_layers")
     require(
         count in (None, len(kinds)),
-        f"from_hf: {config.where} has {len(kinds)} layer_types and num_hidden_layers={count}.",
+        f"{config.where} has {len(kinds)} layer_types and num_hidden_layers={count}.",
     )
     return len(kinds)
 
@@ -185,13 +278,13 @@ def is_decoder(config: TrackedConfig) -> bool:
     flag, choice = config.get("is_decoder", False), config.decoder
     require(
         not (flag and choice is False),
-        f"from_hf: decoder=False, but {config.where} has is_decoder=True.",
+        f"decoder=False, but {config.where} has is_decoder=True.",
     )
     if flag or choice is not None:
         return bool(flag or choice)
     require(
         not config.get("is_encoder_decoder", False),
-        f"from_hf: {config.where} describes an encoder and a decoder, whose positions differ: "
+        f"{config.where} describes an encoder and a decoder, whose positions differ: "
         "give decoder=False or decoder=True.",
     )
     return False

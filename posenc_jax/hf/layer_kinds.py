@@ -44,7 +44,7 @@ def _undeclared(config, kind):
     kinds = declared(config) or [kind] * layer_count(config)
     require(
         {kind} >= {FULL if k in _GLOBAL - {LINEAR} else k for k in kinds},
-        f"from_hf: {config.where} has layer_types={sorted(set(kinds))}, which transformers ignores "
+        f"{config.where} has layer_types={sorted(set(kinds))}, which transformers ignores "
         f"for its type: all its layers are {kind!r}.",
     )
     return [kind] * len(kinds)
@@ -74,8 +74,8 @@ def every(
         if kinds is not None:
             return kinds
         require(
-            isinstance(length, int) and length >= 1,
-            f"from_hf: {config.where} has {key}={length!r}; without layer_types it must be an "
+            type(length) is int and length >= 1,
+            f"{config.where} has {key}={length!r}; without layer_types it must be an "
             "integer from 1.",
         )
         position = 0 if first else length - 1
@@ -124,7 +124,7 @@ def rotating_flags(config: TrackedConfig, period: int = 4) -> list[bool]:
     flags = config.given("no_rope_layers") or [(i + 1) % period != 0 for i in range(count)]
     require(
         len(flags) == count,
-        f"from_hf: {config.where} has {len(flags)} no_rope_layers for {count} layers.",
+        f"{config.where} has {len(flags)} no_rope_layers for {count} layers.",
     )
     return [bool(flag) for flag in flags]
 
@@ -140,6 +140,7 @@ def smollm3(config: TrackedConfig) -> list[str]:
 
 def llama4(config: TrackedConfig) -> list[str]:
     """Layers that rotate attend within chunks."""
+    config.given("attention_chunk_size")
     return declared(config) or [CHUNKED if x else FULL for x in rotating_flags(config)]
 
 
@@ -154,32 +155,30 @@ def layer_of(config: TrackedConfig, kind: str, scheme: Scheme, window: Window = 
     Raises:
       ValueError: for an unknown kind, and a kind whose window or chunk is missing.
     """
-    chunk = config.get("attention_chunk_size")
     if kind in _GLOBAL:
         return LayerSpec(scheme)
     if kind in (LOCAL, "hybrid_sliding"):
-        require(window is not None, f"from_hf: {config.where} has {kind!r} and no sliding_window.")
+        require(window is not None, f"{config.where} has {kind!r} and no sliding_window.")
         require(
             config.get("use_sliding_window", True),
-            f"from_hf: {config.where} has sliding_window={window} and use_sliding_window=False, "
+            f"{config.where} has sliding_window={window} and use_sliding_window=False, "
             "which transformers ignores for its type.",
         )
         return LayerSpec(scheme, window)
-    require(
-        kind == CHUNKED and chunk is not None,
-        f"from_hf: {config.where} has layers of type {kind!r} and attention_chunk_size={chunk}.",
-    )
-    return LayerSpec(scheme, chunk_size=chunk)
+    require(kind == CHUNKED, f"{config.where} has layers of type {kind!r}.")
+    return LayerSpec(scheme, chunk_size=config.need("attention_chunk_size"))
 
 
 def window_of(config: TrackedConfig) -> Window:
     """The window of the layers that have one, as `attention` takes it."""
-    around = config.get("local_attention")
-    if around is not None:  # ModernBERT, an encoder: as far to both sides.
-        return (around // 2, around // 2)
     switch = "use_sliding_window" in config.defaults  # Whether the model type reads this key.
     window, used = config.get("sliding_window"), config.get("use_sliding_window", False)
     return None if switch and not used else window
+
+
+def modernbert_window(config: TrackedConfig) -> Window:
+    """As far to both sides: an encoder."""
+    return (config.need("local_attention") // 2,) * 2
 
 
 def two_sided_window_of(config: TrackedConfig) -> Window:

@@ -31,10 +31,11 @@ from posenc_jax.logit_scale.temperature import QueryTemperature
 
 _PLAIN = """
 apertus arcee bitnet eurobert gemma granite granitemoe hyperclovax jais2 llama nomic_bert olmo
-olmo2 olmoe flex_olmo persimmon phi seed_oss stablelm glm4_moe nemotron solar_open
+olmo2 olmoe flex_olmo seed_oss
 """
-_INTERLEAVED = "cohere ernie4_5 ernie4_5_moe helium glm glm4"
-_WINDOW_IN_ALL_LAYERS = "mistral mixtral starcoder2 phi3 phimoe qwen3_moe"
+_PARTIAL = "persimmon phi stablelm glm4_moe nemotron solar_open"
+_INTERLEAVED = "cohere ernie4_5 ernie4_5_moe helium"
+_WINDOW_IN_ALL_LAYERS = "mistral mixtral starcoder2 phimoe qwen3_moe"
 _WINDOW_IN_LAST_LAYERS = "qwen2 qwen3 dots1"
 
 
@@ -44,9 +45,12 @@ def _windowed(kinds: LayerKinds, **settings: Any) -> Family:
 
 MODEL_TYPES: dict[str, Family] = {
     **dict.fromkeys(_PLAIN.split(), Rotating()),
+    **dict.fromkeys(_PARTIAL.split(), Rotating(partial=True)),
     **dict.fromkeys(_INTERLEAVED.split(), Rotating("interleaved")),
+    **dict.fromkeys(("glm", "glm4"), Rotating("interleaved", partial=True)),
     **dict.fromkeys(_WINDOW_IN_ALL_LAYERS.split(), _windowed(all_windowed)),
     **dict.fromkeys(_WINDOW_IN_LAST_LAYERS.split(), _windowed(from_max_window_layers)),
+    "phi3": _windowed(all_windowed, partial=True),
     "qwen2_moe": _windowed(layer_kinds.qwen2_moe),
     "ministral": _windowed(layer_kinds.ministral),
     "ministral3": rotary_families.ministral3,
@@ -62,14 +66,15 @@ MODEL_TYPES: dict[str, Family] = {
         null_rotates=True,
     ),
     "gemma4_text": Rotating(kinds=layer_kinds.gemma4, window=two_sided_window_of),
-    "modernbert": _windowed(
-        every(3, "global_attn_every_n_layers", first=True),
+    "modernbert": Rotating(
+        kinds=every(3, "global_attn_every_n_layers", first=True),
+        window=layer_kinds.modernbert_window,
         bases=((FULL, "global_rope_theta"), (LOCAL, "local_rope_theta")),
         scaled=(FULL, LOCAL),
         null_rotates=True,
     ),
     "beam": _windowed(every(6, last=True), instead=QueryTemperature(form="beam", length=2048)),
-    "qwen3_next": Rotating(kinds=every(4, "full_attention_interval", other=LINEAR)),
+    "qwen3_next": Rotating(partial=True, kinds=every(4, "full_attention_interval", other=LINEAR)),
     "cohere2": only_windows_rotate("interleaved", every(4, "sliding_window_pattern")),
     "exaone4": rotary_families.exaone4,
     "exaone_moe": rotary_families.exaone4,

@@ -47,10 +47,31 @@ def rope_dict(config: TrackedConfig) -> dict[str, Any] | None:
     new, old = config.given("rope_parameters"), config.given("rope_scaling")
     require(
         not (new and old and new != old),
-        f"from_hf: {config.where} has rope_parameters={new} and rope_scaling={old}.",
+        f"{config.where} has rope_parameters={new} and rope_scaling={old}.",
     )
     given = old or new
     return config.defaults.get("rope_parameters") if given is None else given
+
+
+def take(config: TrackedConfig, *names: str) -> tuple[dict[str, Any], list[Any]]:
+    """The rotary dict without some keys, and their values; None for those that are missing."""
+    given = rope_dict(config) or {}
+    part = TrackedConfig(given, f"{config.where} in its rope parameters")
+    rest = {key: value for key, value in given.items() if key not in names}
+    return rest, [part.given(name) for name in names]
+
+
+def refuse_partial(config: TrackedConfig, rotary: Rotary) -> None:
+    """Checks that all of a head rotates, for model types that never rotate a part.
+
+    Raises:
+      ValueError: otherwise.
+    """
+    require(
+        rotary.fraction == 1.0,
+        f"{config.where} has partial_rotary_factor={rotary.fraction}, which transformers ignores "
+        "for its type.",
+    )
 
 
 def read_rotary(config: TrackedConfig, given: dict | None, *, base: str = "rope_theta") -> Rotary:
@@ -67,17 +88,17 @@ def read_rotary(config: TrackedConfig, given: dict | None, *, base: str = "rope_
     part = TrackedConfig(given or {}, f"{config.where} in its rope parameters")
     theta = _agree(part, "rope_theta", config, base)
     share = _agree(part, "partial_rotary_factor", config, "partial_rotary_factor", "rotary_pct")
-    require(theta is not None, f"from_hf: {config.where} must have {base!r}.")
+    require(theta is not None, f"{config.where} must have {base!r}.")
     kinds = [part.get("rope_type"), part.get("type")]
     require(
         None in kinds or kinds[0] == kinds[1] or _TYPES.get(kinds[1]) == kinds[0],
-        f"from_hf: {part.where} has rope_type={kinds[0]!r} and type={kinds[1]!r}.",
+        f"{part.where} has rope_type={kinds[0]!r} and type={kinds[1]!r}.",
     )
     kind = kinds[0] or kinds[1] or "default"
     kind = _TYPES.get(kind, kind)
     require(
         kind in _READERS,
-        f"from_hf: {part.where} has rope_type={kind!r}; supported: {sorted(_READERS)}.",
+        f"{part.where} has rope_type={kind!r}; supported: {sorted(_READERS)}.",
     )
     config.given("original_max_position_embeddings")  # Phi-3 has it with any map, or none.
     share = 1.0 if share is None else share
@@ -95,7 +116,7 @@ def _agree(part, name, config, *names):
     found = [x for x in found if x is not None]
     require(
         len(set(found)) < 2,
-        f"from_hf: {config.where} has {name} as {' and as '.join(map(str, found))}.",
+        f"{config.where} has {name} as {' and as '.join(map(str, found))}.",
     )
     value = found[0] if found else config.get(names[0])
     return None if value is None else float(value)
@@ -107,7 +128,7 @@ def _length(part: TrackedConfig, config: TrackedConfig) -> int:
     inside, beside = part.get(name), config.get(name)
     require(
         None in (inside, beside) or inside == beside,
-        f"from_hf: {config.where} has {name} {inside} and {beside}.",
+        f"{config.where} has {name} {inside} and {beside}.",
     )
     return int(inside or beside or config.need("max_position_embeddings"))
 
@@ -127,7 +148,7 @@ def _dynamic(part, config):
     name, length = "original_max_position_embeddings", config.need("max_position_embeddings")
     require(
         part.get(name, length) == length,
-        f"from_hf: {part.where} has {name}={part.get(name)}, and max_position_embeddings={length} "
+        f"{part.where} has {name}={part.get(name)}, and max_position_embeddings={length} "
         "is the trained length with rope_type='dynamic'.",
     )
     return DynamicNTK(float(part.need("factor")), int(length), length=None)
@@ -157,7 +178,7 @@ def _longrope(part, config):
     short, long = (part.get(f"{kind}_mscale", given) for kind in ("short", "long"))  # Phi-3.5-MoE
     require(
         short == long and given in (None, short),
-        f"from_hf: {part.where} has a factor on attention of {short} for short texts, {long} for "
+        f"{part.where} has a factor on attention of {short} for short texts, {long} for "
         f"long ones and {given} for all; LongRoPE has one.",
     )
     given = short

@@ -19,7 +19,7 @@ from posenc_jax.hf.layer_kinds import (
     rotating_flags,
     window_of,
 )
-from posenc_jax.hf.rope import Rotary, read_rotary, rope_dict
+from posenc_jax.hf.rope import Rotary, read_rotary, refuse_partial, rope_dict, take
 from posenc_jax.layers import LayerSpec
 from posenc_jax.logit_scale.ssmax import SSMax
 from posenc_jax.logit_scale.temperature import QueryTemperature
@@ -34,8 +34,12 @@ from posenc_jax.scheme import Scheme
 Family = Callable[[TrackedConfig], tuple[LayerSpec, ...]]
 
 
-def rotation(rotary: Rotary, head_dim: int, layout: str = "half") -> Scheme:
+def rotation(
+    config: TrackedConfig, rotary: Rotary, head_dim: int, layout: str = "half", partial=False
+) -> Scheme:
     """RoPE as a config says, with frequencies for each sequence where the map needs them."""
+    if not partial:
+        refuse_partial(config, rotary)
     scaling = rotary.scaling
     dim = int(head_dim * rotary.fraction)
     settings: dict[str, Any] = {"head_dim": head_dim, "theta": rotary.theta, "layout": layout}
@@ -51,6 +55,7 @@ class Rotating:
 
     Attributes:
       layout: which dimensions form a pair.
+      partial: whether the model type reads `partial_rotary_factor`.
       kinds: the kind of each layer.
       window: reads the window of the layers that have one; None: no layer has.
       bases: (kind, key) where kinds of layers have keys of their own for the base.
@@ -61,6 +66,7 @@ class Rotating:
     """
 
     layout: str = "half"
+    partial: bool = False
     kinds: LayerKinds = all_global
     window: Callable[[TrackedConfig], Window] | None = None
     bases: tuple[tuple[str, str], ...] = ()
@@ -93,21 +99,19 @@ class Rotating:
             other = sorted(given.keys() - known)
             require(
                 not other,
-                f"from_hf: {config.where} has rope parameters for {other} beside those for kinds "
-                f"of layers.",
+                f"{config.where} has rope parameters for {other} beside those for kinds of layers.",
             )
             missing = sorted(kinds - given.keys() - {*self.unrotated})
             require(
                 not missing,
-                f"from_hf: {config.where} has layers {missing} without rope parameters.",
+                f"{config.where} has layers {missing} without rope parameters.",
             )
             null = {} if self.null_rotates else None
             out = {kind: null if given.get(kind) is None else given[kind] for kind in kinds}
         else:
             require(
                 not self.scaled or config.given("rope_parameters") is None,
-                f"from_hf: {config.where} has rope_parameters without an entry for each of "
-                f"{sorted(kinds)}.",
+                f"{config.where} has rope_parameters without an entry for each of {sorted(kinds)}.",
             )
             out = {kind: given or {} if kind in (self.scaled or kinds) else {} for kind in kinds}
         return {kind: None if kind in self.unrotated else x for kind, x in out.items()}
@@ -116,18 +120,24 @@ class Rotating:
         if given is None:
             return self.instead
         rotary = read_rotary(config, given, base=dict(self.bases).get(kind, "rope_theta"))
-        return rotation(rotary, head_dim, self.layout)
+        return rotation(config, rotary, head_dim, self.layout, self.partial)
 
 
 def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:
     """H of each layer: Gemma 4 has another for global layers, or gives single layers theirs."""
-    size, other = head_size(config), config.get("global_head_dim")
-    single = config.get("per_layer_config")
+    size, single = head_size(config), config.get("per_layer_config")
     if single is None:
-        return [other if other and kind == FULL else size for kind in kinds]
+        # Other model types ignore the key.
+        of_global = config.get("global_head_dim") if "global_head_dim" in config.defaults else None
+        return [of_global if of_global and kind == FULL else size for kind in kinds]
     out = [size] * len(kinds)
     for index, changes in single.items():
-        part = TrackedConfig(changes, f"{config.where} in per_layer_config of layer {index}")
+        where = f"{config.where} in per_layer_config of layer {index}"
+        require(
+            str(index).isdecimal() and int(index) < len(kinds) and isinstance(changes, dict),
+            f"{where} must have a dict for one of {len(kinds)} layers, got {changes!r:.80}.",
+        )
+        part = TrackedConfig(changes, where)
         out[int(index)] = part.get("head_dim", size)
         part.finish()
     return out
@@ -135,7 +145,7 @@ def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:
 
 def only_windows_rotate(layout: str, kinds: LayerKinds) -> Family:
     """RoPE in layers with a window; the others have no positions."""
-    return Rotating(layout, kinds, window_of, unrotated=(FULL,))
+    return Rotating(layout, kinds=kinds, window=window_of, unrotated=(FULL,))
 
 
 def exaone4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
@@ -167,14 +177,14 @@ def llama4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     if config.get("attn_temperature_tuning", True):
         floor, strength = config.need("floor_scale"), config.need("attn_scale")
         bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
-    rotating = rotation(rotary, head_size(config), "interleaved")
+    rotating = rotation(config, rotary, head_size(config), "interleaved")
     return by_flags(config, layer_kinds.llama4(config), rotating, bare)
 
 
 def smollm3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """RoPE, and every fourth layer nothing."""
     rotary = read_rotary(config, rope_dict(config))
-    rotating, window = rotation(rotary, head_size(config)), window_of(config)
+    rotating, window = rotation(config, rotary, head_size(config)), window_of(config)
     return by_flags(config, layer_kinds.smollm3(config), rotating, NoPE(), window)
 
 
@@ -190,37 +200,41 @@ def gpt_neox(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     base = (rope_dict(config) or {}).get("rope_theta", base)
     require(
         beside in (None, base),
-        f"from_hf: {config.where} has rope_theta={beside}, which transformers ignores for its "
+        f"{config.where} has rope_theta={beside}, which transformers ignores for its "
         f"type; the base is rotary_emb_base={base}.",
     )
-    return Rotating(bases=((FULL, "rotary_emb_base"),))(config)
+    return Rotating(partial=True, bases=((FULL, "rotary_emb_base"),))(config)
 
 
 def minimax_m2(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """The first `rotary_dim` dimensions."""
-    given, dim = dict(rope_dict(config) or {}), config.given("rotary_dim")
-    if dim is not None and config.given("partial_rotary_factor") is None:
-        given.setdefault("partial_rotary_factor", dim / head_size(config))
-    return uniform(config, rotation(read_rotary(config, given), head_size(config)))
+    dim, head_dim = config.given("rotary_dim"), head_size(config)
+    rotary = read_rotary(config, rope_dict(config))
+    if dim is not None:
+        require(
+            rotary.fraction in (1.0, dim / head_dim),
+            f"{config.where} has rotary_dim={dim} and partial_rotary_factor={rotary.fraction} for "
+            f"a head of {head_dim}.",
+        )
+        rotary = dataclasses.replace(rotary, fraction=dim / head_dim)
+    return uniform(config, rotation(config, rotary, head_dim, partial=True))
 
 
 def ministral3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """RoPE with YaRN, and a temperature on queries."""
-    scheme = _with_temperature(config, lambda rotary: rotation(rotary, head_size(config)))
+    scheme = _with_temperature(config, lambda rotary: rotation(config, rotary, head_size(config)))
     window = window_of(config)
     kind = FULL if window is None else LOCAL
     return (layer_of(config, kind, scheme, window),) * layer_count(config)
 
 
 def _with_temperature(config: TrackedConfig, make: Callable[[Rotary], Scheme]) -> Scheme:
-    given = dict(rope_dict(config) or {})
-    strength = given.pop("llama_4_scaling_beta", None)
-    given.pop("max_position_embeddings", None)
+    given, (strength, _) = take(config, "llama_4_scaling_beta", "max_position_embeddings")
     rotary = read_rotary(config, given)
     if strength is None:
         return make(rotary)
     length = int(given.get("original_max_position_embeddings") or 0)
-    require(length > 0, f"from_hf: {config.where} has llama_4_scaling_beta and no length.")
+    require(length > 0, f"{config.where} has llama_4_scaling_beta and no length.")
     heat = QueryTemperature(form="ministral3", length=length, strength=float(strength))
     return chain(make(rotary), heat)
 
@@ -248,7 +262,7 @@ class Latent:
         config.given("head_dim")
         require(
             rotary.fraction in (1.0, dim / (rest + dim)),
-            f"from_hf: {config.where} has partial_rotary_factor={rotary.fraction}, and a rotary "
+            f"{config.where} has partial_rotary_factor={rotary.fraction}, and a rotary "
             f"part of {dim} out of {rest + dim} dimensions.",
         )
         interleave = self.interleave
@@ -294,26 +308,20 @@ class Multimodal:
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
         """M-RoPE in every layer."""
-        given = dict(rope_dict(config) or {})
-        sections = tuple(given.pop("mrope_section", self.sections))
-        interleaved = given.pop("mrope_interleaved", None)
+        given, (sections, interleaved) = take(config, "mrope_section", "mrope_interleaved")
+        sections = self.sections if sections is None else tuple(sections)
         require(
             interleaved in (None, self.order == "interleaved"),
-            f"from_hf: {config.where} has mrope_interleaved={interleaved}; its type is "
-            f"{self.order}.",
+            f"{config.where} has mrope_interleaved={interleaved}; its type is {self.order}.",
         )
         rotary = read_rotary(config, given)
-        if self.time_last:
-            sections = sections[-1:] + sections[:-1]
-        head_dim = head_size(config)
-        dim = int(head_dim * rotary.fraction)
+        refuse_partial(config, rotary)
         scheme = MRoPE(
-            head_dim=head_dim,
+            head_dim=head_size(config),
             theta=rotary.theta,
-            sections=sections,
+            sections=sections[-1:] + sections[:-1] if self.time_last else sections,
             order=self.order,
             layout=self.layout,
-            rotary_dim=0 if dim == head_dim else dim,
             scaling=rotary.scaling,
         )
         window = None if self.kinds is all_global else window_of(config)

@@ -40,6 +40,19 @@ def read(config):
     return pe.from_hf(config, decoder=config.get("is_decoder", False) if several else None)
 
 
+def test_model_types_that_rotate_a_part_of_a_head(maker):
+    from hf.test_raw_configs import PARTIAL
+
+    found = []
+    for kind in MODEL_TYPES:
+        module = maker.transformers.CONFIG_MAPPING[kind].__module__
+        path = importlib.util.find_spec(module.replace("configuration_", "modeling_")).origin
+        with open(path, encoding="utf-8") as file:
+            if "partial_rotary_factor" in file.read():
+                found.append(kind)
+    assert sorted(found) == PARTIAL.split()
+
+
 NEEDS = {
     "helium": {"settings": {"head_dim": 16}},
     "ministral": {"settings": {"head_dim": 16, "layer_types": ["full_attention"] * 4}},

@@ -7,12 +7,13 @@ file. `test_live.py` runs those masks.
 
 import importlib
 import json
+import math
 import pathlib
 
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.hf.config_reader import model_type_defaults
+from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
 
 GOLDEN = pathlib.Path(__file__).with_name("golden") / "raw_configs.json"
@@ -34,6 +35,19 @@ REFUSED = {
     "glm4_moe": "96 heads do not divide 4096",
     "deberta-v2": "relative_attention=False",
 }
+# Model types whose modeling files read `partial_rotary_factor`.
+PARTIAL = """
+glm glm4 glm4_moe gpt_neox minimax_m2 nemotron persimmon phi phi3 qwen3_next solar_open stablelm
+"""
+
+
+def refusal(model_type, raw):
+    """What the message says of a raw config that describes no model."""
+    if raw.get("partial_rotary_factor") == 0.25 and model_type not in PARTIAL.split():
+        return "partial_rotary_factor=0.25, "
+    if model_type == "pixtral":
+        return "no rope scaling is supported for its type"
+    return REFUSED[model_type]
 
 
 def read(model_type, config):
@@ -76,7 +90,7 @@ def test_a_raw_config_reads_as_transformers_completes_it(model_type):
             continue
         assert layers == wanted, case["raw"]
         if isinstance(layers, str):
-            assert REFUSED[model_type] in layers, case["raw"]
+            assert refusal(model_type, case["raw"]) in layers, case["raw"]
         elif scale is None and wanted_scale is not None:  # HyperCLOVA X writes the usual factor.
             assert wanted_scale == layers[0].scheme.head_dim ** -0.5
         else:
@@ -133,6 +147,127 @@ def test_a_window_that_transformers_ignores_is_refused(model_type):
 def test_a_key_that_is_not_read_is_named(model_type):
     for key in ("rope_style", "alibi_slope", "window_shape", "no_position_layers"):
         assert f"has ['{key}'], which nothing here reads" in complaint(model_type, **{key: 1})
+
+
+@pytest.mark.parametrize("model_type", sorted(set(MODEL_TYPES) - {"llama4_text"}))
+def test_a_chunk_that_transformers_ignores_is_refused(model_type):
+    found = complaint(model_type, attention_chunk_size=17)
+    assert found.endswith("has ['attention_chunk_size'], which nothing here reads.")
+
+
+def test_windows_of_other_model_types_are_refused_or_ignored():
+    mistral = {"model_type": "mistral", "sliding_window": None}
+    with pytest.raises(
+        ValueError, match=r"has \['sliding_window_size'\], which nothing here reads"
+    ):
+        pe.from_hf(mistral | {"sliding_window_size": 17})
+    assert pe.from_hf(mistral | {"local_attention": 17}) == pe.from_hf(mistral)
+    llama = {"model_type": "llama"}
+    assert pe.from_hf(llama | {"global_head_dim": 512}) == pe.from_hf(llama)
+
+
+def keys_read(model_type, config, decoder):
+    """{(dict, key)} that the readers look up; dict: None, or where it is in the config."""
+    found = set()
+    given = TrackedConfig.given
+
+    def record(self, name):
+        inner = {"rope parameters": "rope_parameters", "attn_config": "attn_config"}
+        found.add((next((inner[x] for x in inner if self.where.endswith(x)), None), name))
+        return given(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrackedConfig, "given", record)
+        pe.from_hf(config, decoder=decoder)
+        pe.hf_logit_scale(config)
+    return found
+
+
+ROPES = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "factor": 2.0},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+]
+WRONG = ["x", "64", b"x", object(), [[1]], ["x", None], {"x": 1}, math.nan, math.inf, 1.5j]
+DICTS = {"rope_parameters", "rope_scaling", "attn_config", "per_layer_config"}
+# Keys of several types, and keys that change nothing.
+FREE = {"sliding_window_pattern", "pos_att_type", "use_bidirectional_attention"}
+FREE |= {"max_source_positions", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"}
+
+
+def whole_configs(model_type):
+    sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 4}
+    if "depths" in model_type_defaults()[model_type] or model_type == "mpt":
+        sizes = {}
+    raw = {"model_type": model_type} | sizes | NEEDED.get(model_type, {})
+    if model_type == "mpt":
+        raw["attn_config"] = {"alibi": True}
+    yield raw
+    if model_type == "llama":
+        for rope in ROPES:
+            yield raw | {"rope_parameters": rope}
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
+def test_a_value_of_the_wrong_type_is_an_error_of_one_line(model_type):
+    """No other exception, no number made of a string, for every key that a reader looks up."""
+    decoder = False if model_type_defaults()[model_type].get("is_encoder_decoder") else None
+    for config in whole_configs(model_type):
+        for where, key in sorted(keys_read(model_type, config, decoder), key=str):
+            if key in FREE or "every_n" in key or "interval" in key:
+                continue
+            for wrong in WRONG:
+                if isinstance(wrong, dict) and key in DICTS:
+                    continue
+                inner = (config.get(where) or {}) | {key: wrong} if where else wrong
+                broken = config | {where or key: inner}
+                with pytest.raises(ValueError, match=r"\A(from_hf|hf_logit_scale): .*\Z"):
+                    pe.from_hf(broken, decoder=decoder)
+                    pe.hf_logit_scale(broken)
+                    pytest.fail(f"{where} {key}={wrong!r} is accepted")
+
+
+@pytest.mark.parametrize("read", [pe.from_hf, pe.hf_logit_scale])
+def test_errors_begin_with_the_function_that_was_called(read):
+    name = "from_hf" if read is pe.from_hf else "hf_logit_scale"
+    for config in (
+        {"model_type": "lama"},
+        {"model_type": ["llama"]},
+        {"model_type": "llava", "text_config": "llama"},
+        {"model_type": "deepseek_v3", "rope_parameters": [1]},
+        {"model_type": "deepseek_v3", "rope_scaling": {"rope_type": "yarn", "mscale_all_dim": 1}},
+    ):
+        with pytest.raises(ValueError, match=rf"\A{name}: .*\Z"):
+            read({"qk_rope_head_dim": 64, "qk_nope_head_dim": "x"} | config)
+
+
+@pytest.mark.parametrize(
+    "message, config",
+    [
+        ("rotary_dim=64 and partial_rotary_factor=0.25", {"model_type": "minimax_m2"}
+         | {"rotary_dim": 64, "head_dim": 128, "partial_rotary_factor": 0.25}),
+        ("has hidden_size=64 and d_model=128", {"model_type": "llama"}
+         | {"hidden_size": 64, "d_model": 128}),
+        ("a positive integer as num_hidden_layers, got 0", {"model_type": "llama"}
+         | {"num_hidden_layers": 0}),
+        (r"list of strings as layer_types, got \[\]", {"model_type": "bloom", "layer_types": []}),
+        ("a positive integer as num_hidden_layers, got 4.0", {"model_type": "llama"}
+         | {"num_hidden_layers": 4.0}),
+        ("3 depths and num_heads=", {"model_type": "swin", "depths": [2, 2, 2]}),
+        ("4 depths and pretrained_window_sizes=", {"model_type": "swinv2"}
+         | {"pretrained_window_sizes": [12]}),
+        ("per_layer_config of layer 9 must have a dict for one of 2", {"model_type": "llama"}
+         | {"num_hidden_layers": 2, "per_layer_config": {"9": {"head_dim": 8}}}),
+        ("no rope scaling is supported", {"model_type": "pixtral"}
+         | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    ],
+)  # fmt: skip
+def test_contradicting_sizes_are_refused(message, config):
+    with pytest.raises(ValueError, match=message):
+        pe.from_hf(config)
 
 
 @pytest.mark.filterwarnings("ignore")
