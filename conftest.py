@@ -8,9 +8,13 @@ from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling is most of the time of these tests. The older of jaxlib 0.10's two ways to make code
-# for CPUs takes half as long; later versions do not have it. XLA_FLAGS="" is what users run.
+# for CPUs takes half as long; later versions do not have it. A program that is not split for
+# several threads takes less of the processors, and each worker has one.
+# XLA_FLAGS="" is what users run.
 if "XLA_FLAGS" not in os.environ and version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = (
+        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    )
 # All processes of one run share what they compile. A cache that is given also serves the next run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     compiled = tempfile.mkdtemp(prefix="posenc_jax-tests-")
@@ -26,6 +30,7 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # For what test files compile at import.
 
 collect_ignore_glob = ["*make_*.py"]  # They make golden files, with packages of their own.
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import qkv
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -14,7 +15,7 @@ from posenc_jax.engine.implementations import IMPLEMENTATIONS, choose
 from posenc_jax.engine.problem import make_problem
 from posenc_jax.engine.xla import XLA
 
-Q = K = V = jax.random.normal(jax.random.key(0), (1, 40, 2, 4))
+Q, K, V = qkv(length=40, heads=2, kv_heads=2, dim=4)
 
 
 @dataclasses.dataclass(frozen=True)
