@@ -1,5 +1,7 @@
 """Checks of arguments at the public boundary."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,11 +38,45 @@ def positive_fields(scheme, *names: str) -> None:
     positive_integers(scheme.name, **{name: getattr(scheme, name) for name in names})
 
 
+def finite(where: str, **numbers: float) -> None:
+    """Raises `ValueError` unless all named numbers are finite."""
+    for name, number in numbers.items():
+        require(math.isfinite(number), f"{where}: {name} must be finite, got {number}.")
+
+
+def positive(where: str, **numbers: float) -> None:
+    """Raises `ValueError` unless all named numbers are positive and finite."""
+    for name, number in numbers.items():
+        require(number > 0, f"{where}: {name} must be positive, got {number}.")
+    finite(where, **numbers)
+
+
+def not_negative(where: str, **numbers: float) -> None:
+    """Raises `ValueError` unless all named numbers are zero or positive, and finite."""
+    for name, number in numbers.items():
+        require(number >= 0, f"{where}: {name} must not be negative, got {number}.")
+    finite(where, **numbers)
+
+
+def one_of(where: str, choices: tuple[str, ...], **words: str) -> None:
+    """Raises `ValueError` unless every named word is one of `choices`."""
+    for name, word in words.items():
+        require(word in choices, f"{where}: {name} must be one of {choices}, got {word!r}.")
+
+
 def divides(where: str, **sizes: int) -> None:
     """Raises `ValueError` unless the second of two named sizes divides the first."""
     (a, x), (b, y) = sizes.items()
     if y < 1 or x % y:
         raise ValueError(f"{where}: {a}={x} must be a multiple of {b}={y}.")
+
+
+def query_heads(where: str, q: jax.Array, num_heads: int, head_dim: int) -> None:
+    """Raises `ValueError` unless q [B, T, N, H] has these heads."""
+    require(
+        q.shape[2:] == (num_heads, head_dim),
+        f"{where}: q must be [B, T, {num_heads}, {head_dim}], got {q.shape}.",
+    )
 
 
 def in_table(where: str, positions, rows: int) -> None:

@@ -1,15 +1,23 @@
 """Errors at the public boundary name the function, the argument, what was wanted and given."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import build
 
+import posenc_jax as pe
 from posenc_jax.checks import (
     array_of_rank,
     coordinate_values,
     divides,
     integer_positions,
+    not_negative,
+    one_of,
+    positive,
     positive_integers,
     require,
 )
@@ -34,6 +42,35 @@ def test_positive_integers_names_the_size():
     for size in ("8", 8.0, True, None):
         with pytest.raises(TypeError, match=f"^f: dim must be an integer, got {size!r}"):
             positive_integers("f", heads=1, dim=size)
+
+
+def test_numbers_out_of_range_are_named():
+    positive("f", rate=1e-9, size=3)
+    not_negative("f", rate=0.0)
+    for number in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"^f: rate must be positive, got {number}"):
+            positive("f", size=3, rate=number)
+    with pytest.raises(ValueError, match=r"^f: rate must not be negative, got -0\.5\.$"):
+        not_negative("f", size=3, rate=-0.5)
+    for check in (positive, not_negative):
+        with pytest.raises(ValueError, match=r"^f: rate must be finite, got inf\.$"):
+            check("f", size=3, rate=math.inf)
+
+
+def test_an_unknown_word_names_the_choices():
+    one_of("f", ("a", "b"), form="b")
+    with pytest.raises(ValueError, match=r"^f: form must be one of \('a', 'b'\), got 'c'\.$"):
+        one_of("f", ("a", "b"), form="c")
+
+
+@pytest.mark.parametrize("name", pe.SCHEMES)
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_schemes_refuse_numbers_that_are_not_finite(name, number):
+    scheme = build(pe.SCHEMES[name])
+    for field in dataclasses.fields(scheme):
+        if field.type in (float, float | None):
+            with pytest.raises(ValueError, match=r"must|no"):
+                scheme.replace(**{field.name: number})
 
 
 def test_divides_names_both_sizes():

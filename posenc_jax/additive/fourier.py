@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import coordinate_values, positive_fields, require
+from posenc_jax.checks import coordinate_values, positive, positive_fields, require
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.scheme import Scheme, Traits
 
@@ -58,7 +58,7 @@ class LearnableFourier(Scheme):
             self.num_features % 2 == 0,
             f"fourier: num_features must be even, got {self.num_features}.",
         )
-        require(self.gamma > 0, f"fourier: gamma must be positive, got {self.gamma}.")
+        positive("fourier", gamma=self.gamma)
 
     @property
     def traits(self):

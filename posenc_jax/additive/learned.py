@@ -22,7 +22,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import in_table, integer_positions, positive_fields, require
+from posenc_jax.checks import in_table, integer_positions, positive, positive_fields, require
 from posenc_jax.positions.image_grids import resize_grid
 from posenc_jax.scheme import Scheme
 
@@ -112,7 +112,7 @@ class LearnedAbsolute(Scheme):
     def __post_init__(self):
         positive_fields(self, "max_length", "model_dim")
         require(self.offset >= 0, f"learned: offset must be >= 0, got {self.offset}.")
-        require(self.stddev > 0, f"learned: stddev must be positive, got {self.stddev}.")
+        positive("learned", stddev=self.stddev)
 
     def init(self, key):
         """Returns {"table": float32 [max_length + offset, D]}."""

@@ -33,10 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import coordinate_values, require
+from posenc_jax.checks import coordinate_values, one_of, positive, require
 from posenc_jax.scheme import Scheme, Traits
-
-_LAYOUTS = ("interleaved", "concat", "t2t")
 
 
 def sinusoidal_encoding(
@@ -74,16 +72,13 @@ def sinusoidal_encoding(
 
 
 def _check(dim: int, theta: float, layout: str) -> None:
-    require(
-        layout in _LAYOUTS,
-        f"sinusoidal: layout must be one of {_LAYOUTS}, got {layout!r}.",
-    )
+    one_of("sinusoidal", ("interleaved", "concat", "t2t"), layout=layout)
     require(dim >= 2, f"sinusoidal: model_dim must be at least 2, got {dim}.")
     require(
         dim % 2 == 0 or layout == "t2t",
         f"sinusoidal: model_dim must be even for layout {layout!r}, got {dim}.",
     )
-    require(theta > 0, f"sinusoidal: theta must be positive, got {theta}.")
+    positive("sinusoidal", theta=theta)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from posenc_jax.additive.sinusoidal import sinusoidal_encoding
-from posenc_jax.checks import coordinate_values, require
+from posenc_jax.checks import coordinate_values, one_of, positive, require
 from posenc_jax.scheme import Scheme, Traits
 
 
@@ -61,15 +61,12 @@ class Sinusoidal2D(Scheme):
             self.model_dim >= 4 and self.model_dim % 4 == 0,
             f"sinusoidal_2d: model_dim must be a multiple of 4, got {self.model_dim}.",
         )
-        require(
-            self.layout in ("concat", "interleaved"),
-            f'sinusoidal_2d: layout must be "concat" or "interleaved", got {self.layout!r}.',
-        )
+        one_of("sinusoidal_2d", ("concat", "interleaved"), layout=self.layout)
         require(
             tuple(sorted(self.axes)) == (0, 1),
             f"sinusoidal_2d: axes must be (0, 1) or (1, 0), got {self.axes}.",
         )
-        require(self.theta > 0, f"sinusoidal_2d: theta must be positive, got {self.theta}.")
+        positive("sinusoidal_2d", theta=self.theta)
 
     @property
     def traits(self):

@@ -36,7 +36,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_fields, positive_integers, require
+from posenc_jax.checks import finite, one_of, positive_fields, positive_integers, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -92,8 +92,9 @@ class ALiBi(Scheme):
       scaled: whether the penalty is multiplied by the logit scale, as q . k is.
 
     Raises:
-      ValueError: for an unknown symmetry, an odd `num_heads` with "split", or a
-        `num_biased_heads` above `num_heads` or with a symmetry other than "symmetric".
+      ValueError: for an unknown symmetry, a `past_offset` that is not finite, an odd `num_heads` or
+        a `past_offset` from 1 with "split", or a `num_biased_heads` above `num_heads` or with a
+        symmetry other than "symmetric".
 
     >>> ALiBi(num_heads=2).rules({}).dense(jnp.array([2]), jnp.arange(3))[0]
     Array([[-0.125 , -0.0625, -0.    ]], dtype=float32)
@@ -108,10 +109,8 @@ class ALiBi(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
-        require(
-            self.symmetry in ("symmetric", "split", "learned"),
-            f'alibi: symmetry must be "symmetric", "split" or "learned", got {self.symmetry!r}.',
-        )
+        one_of("alibi", ("symmetric", "split", "learned"), symmetry=self.symmetry)
+        finite("alibi", past_offset=self.past_offset)
         if self.symmetry == "split":
             require(
                 self.num_heads % 2 == 0,

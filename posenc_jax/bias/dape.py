@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from posenc_jax.bias.alibi import ALiBi
 from posenc_jax.bias.kerple import KERPLELog
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import one_of, positive_fields
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.rules import LogitBias, LogitsTransform
 from posenc_jax.scheme import Scheme, Traits
@@ -73,10 +73,7 @@ class DAPE(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")
-        require(
-            self.base in ("kerple", "alibi"),
-            f'dape: base must be "kerple" or "alibi", got {self.base!r}.',
-        )
+        one_of("dape", ("kerple", "alibi"), base=self.base)
 
     @property
     def traits(self):

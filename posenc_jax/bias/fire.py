@@ -24,13 +24,12 @@ cramming/architectures/embeddings.py.
 """
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import positive, positive_fields
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme
@@ -76,9 +75,7 @@ class FIRE(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")
-        for name in ("init_c", "init_length", "eps"):
-            value = getattr(self, name)
-            require(0 < value < math.inf, f"fire: {name} must be positive, got {value}.")
+        positive("fire", init_c=self.init_c, init_length=self.init_length, eps=self.eps)
 
     def init(self, key):
         """Returns {"c", "multiplier": [], "inner", "inner_bias": [width], "outer": [N, width]}.

@@ -22,6 +22,7 @@ Reference code: chijames/KERPLE, megatron/mpu/layers.py, ParallelKerpleLog and
 ParallelKerplePower (there, p and a are r1 and r2 of the log form, a and p of the power form).
 """
 
+import abc
 import dataclasses
 from typing import ClassVar
 
@@ -59,7 +60,25 @@ def _uniform(key, num_heads, **limits):
 
 
 @dataclasses.dataclass(frozen=True)
-class KERPLELog(Scheme):
+class _KERPLE(Scheme, abc.ABC):
+    """An abstract kernel with parameters r1 and r2 per head."""
+
+    num_heads: int
+
+    def __post_init__(self):
+        positive_fields(self, "num_heads")
+
+    @property
+    def traits(self):
+        return Traits(relative=True, shared_over_layers=True)
+
+    @abc.abstractmethod
+    def rules(self, params, q_features=None, k_features=None):
+        """Returns the penalty."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KERPLELog(_KERPLE):
     """KERPLE's logarithmic kernel (Chi et al. 2022).
 
     Attributes:
@@ -73,15 +92,7 @@ class KERPLELog(Scheme):
     Array([[-1.0986123, -0.6931472, -0.       ]], dtype=float32)
     """
 
-    num_heads: int
     name: ClassVar[str] = "kerple"
-
-    def __post_init__(self):
-        positive_fields(self, "num_heads")
-
-    @property
-    def traits(self):
-        return Traits(relative=True, shared_over_layers=True)
 
     def init(self, key):
         """Returns {"r1": U(0, 2), "r2": U(0, 1)}, float32 [N] each."""
@@ -93,7 +104,7 @@ class KERPLELog(Scheme):
 
 
 @dataclasses.dataclass(frozen=True)
-class KERPLEPower(Scheme):
+class KERPLEPower(_KERPLE):
     """KERPLE's power kernel (Chi et al. 2022).
 
     Attributes:
@@ -107,15 +118,7 @@ class KERPLEPower(Scheme):
     Array([[-2. , -0.5,  0. ]], dtype=float32)
     """
 
-    num_heads: int
     name: ClassVar[str] = "kerple_power"
-
-    def __post_init__(self):
-        positive_fields(self, "num_heads")
-
-    @property
-    def traits(self):
-        return Traits(relative=True, shared_over_layers=True)
 
     def init(self, key):
         """Returns {"r1": U(0, 1), "r2": U(0, 2)}, float32 [N] each."""

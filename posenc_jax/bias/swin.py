@@ -24,7 +24,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import not_negative, positive_fields, require
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -92,7 +92,7 @@ class Swin(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
-        require(self.stddev >= 0, f"swin: stddev must not be negative, got {self.stddev}.")
+        not_negative("swin", stddev=self.stddev)
         check_window("swin: window", self.window)
 
     @property

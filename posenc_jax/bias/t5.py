@@ -30,7 +30,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import integer_positions, positive_fields, positive_integers, require
+from posenc_jax.checks import (
+    integer_positions,
+    not_negative,
+    positive_fields,
+    positive_integers,
+    require,
+)
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -157,7 +163,7 @@ class T5(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
-        require(self.stddev >= 0, f"t5: stddev must not be negative, got {self.stddev}.")
+        not_negative("t5", stddev=self.stddev)
         check_buckets(self.num_buckets, self.max_distance, self.bidirectional)
 
     @property

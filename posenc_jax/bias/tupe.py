@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.bias.t5 import T5, Bucket, check_buckets
-from posenc_jax.checks import in_table, integer_positions, positive_fields, require
+from posenc_jax.checks import in_table, integer_positions, positive, positive_fields
 from posenc_jax.rules import LogitBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -94,7 +94,7 @@ class TUPE(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim", "max_length")
-        require(self.stddev > 0, f"tupe: stddev must be positive, got {self.stddev}.")
+        positive("tupe", stddev=self.stddev)
         if self.num_buckets:
             check_buckets(self.num_buckets, self.max_distance, bidirectional=True)
 

@@ -27,7 +27,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import not_negative, positive_fields, query_heads, require
 from posenc_jax.ops.init import normals
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Scheme, Traits
@@ -111,7 +111,7 @@ class DeBERTa(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim", "span")
-        require(self.stddev >= 0, f"deberta: stddev must not be negative, got {self.stddev}.")
+        not_negative("deberta", stddev=self.stddev)
         require(
             self.content_to_position or self.position_to_content,
             "deberta: content_to_position and position_to_content must not both be False.",
@@ -150,10 +150,7 @@ class DeBERTa(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns q and k as features, each where its term exists."""
-        require(
-            q.shape[2:] == (self.num_heads, self.head_dim),
-            f"deberta: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
-        )
+        query_heads("deberta", q, self.num_heads, self.head_dim)
         q_features = q if self.content_to_position else None
         return q_features, k if self.position_to_content else None, state
 

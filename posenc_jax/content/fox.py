@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import activations, positive_fields, require
+from posenc_jax.checks import activations, finite, one_of, positive_fields, require
 from posenc_jax.rules import SeparableBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -71,16 +71,10 @@ class FoX(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim")
-        require(
-            self.gate in ("full", "bias", "fixed"),
-            f'fox: gate must be "full", "bias" or "fixed", got {self.gate!r}.',
-        )
+        one_of("fox", ("full", "bias", "fixed"), gate=self.gate)
         times = (self.min_time, self.max_time)
         if self.gate == "full":
-            require(
-                math.isfinite(self.init_bias),
-                f"fox: init_bias must be finite, got {self.init_bias}.",
-            )
+            finite("fox", init_bias=self.init_bias)
             require(times == (0.0, 0.0), f'fox: gate="full" has no decay times, got {times}.')
             return
         require(

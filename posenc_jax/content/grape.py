@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.bias.alibi import alibi_slopes
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import one_of, positive, positive_fields, require
 from posenc_jax.rules import ContentBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -63,14 +63,8 @@ class GRAPEA(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
-        require(
-            self.gate in ("key", "query", "both"),
-            f'grape_a: gate must be "key", "query" or "both", got {self.gate!r}.',
-        )
-        require(
-            0 < self.init_omega < math.inf,
-            f"grape_a: init_omega must be positive, got {self.init_omega}.",
-        )
+        one_of("grape_a", ("key", "query", "both"), gate=self.gate)
+        positive("grape_a", init_omega=self.init_omega)
 
     @property
     def traits(self):

@@ -15,13 +15,12 @@ InklingRelativeLogits and InklingAttention.
 """
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import activations, positive_fields, require
+from posenc_jax.checks import activations, not_negative, positive_fields, require
 from posenc_jax.ops.init import normals
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Acts, Scheme, Traits
@@ -77,9 +76,7 @@ class Inkling(Scheme):
             start is None or start >= 1,
             f"inkling: log_scaling_start must be None or >= 1, got {start}.",
         )
-        for name in ("slope", "stddev"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"inkling: {name} must not be negative, got {value}.")
+        not_negative("inkling", slope=self.slope, stddev=self.stddev)
 
     @property
     def traits(self):

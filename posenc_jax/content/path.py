@@ -32,7 +32,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import activations, positive_fields, require
+from posenc_jax.checks import activations, not_negative, positive_fields, query_heads, require
 from posenc_jax.content.fox import FoX
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.ops.init import torch_uniform
@@ -180,7 +180,7 @@ class PaTH(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim")
-        require(self.rank >= 0, f"path: rank must not be negative, got {self.rank}.")
+        not_negative("path", rank=self.rank)
         require(
             self.num_kv_heads >= 0 and self.num_heads % (self.num_kv_heads or 1) == 0,
             f"path: num_kv_heads must divide num_heads = {self.num_heads}, "
@@ -216,10 +216,7 @@ class PaTH(Scheme):
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns FoX's sums, (w, beta, FoX's sums) and the states of convolution and FoX."""
         x = activations("path", x, self.model_dim, "w and beta")
-        require(
-            q.shape[2:] == (self.num_heads, self.head_dim),
-            f"path: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
-        )
+        query_heads("path", q, self.num_heads, self.head_dim)
         conv_state, fox_state = (None, None) if state is None else state
         q_sums = k_sums = None
         if self.forget_gate:

@@ -27,7 +27,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import not_negative, positive_fields, query_heads, require
 from posenc_jax.rules import DotBias, ValueBias
 from posenc_jax.scheme import Acts, Scheme, Traits
 
@@ -84,7 +84,7 @@ class Shaw(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
-        require(self.clip >= 0, f"shaw: clip must not be negative, got {self.clip}.")
+        not_negative("shaw", clip=self.clip)
         require(self.keys or self.values, "shaw: keys and values must not both be False.")
 
     @property
@@ -113,10 +113,7 @@ class Shaw(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns q as the feature of the queries, where keys have a table."""
-        require(
-            q.shape[2:] == (self.num_heads, self.head_dim),
-            f"shaw: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
-        )
+        query_heads("shaw", q, self.num_heads, self.head_dim)
         return (q if self.keys else None), None, state
 
     def rules(self, params, q_features=None, k_features=None):

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import not_negative, positive_fields, query_heads, require
 from posenc_jax.ops.init import normals
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Scheme, Traits
@@ -98,12 +98,7 @@ class TransformerXL(Scheme):
             self.model_dim % 2 == 0,
             f"transformer_xl: model_dim must be even, got {self.model_dim}.",
         )
-        for name in ("clamp", "stddev"):
-            value = getattr(self, name)
-            require(
-                value is None or value >= 0,
-                f"transformer_xl: {name} must not be negative, got {value}.",
-            )
+        not_negative("transformer_xl", clamp=self.clamp or 0, stddev=self.stddev)
 
     @property
     def traits(self):
@@ -117,10 +112,7 @@ class TransformerXL(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns q + v, float32 [B, T, N, H]."""
-        require(
-            q.shape[2:] == (self.num_heads, self.head_dim),
-            f"transformer_xl: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
-        )
+        query_heads("transformer_xl", q, self.num_heads, self.head_dim)
         return q.astype(jnp.float32) + params["v"][None, None], None, state
 
     def query(self, params, q, coordinates, features=None, tables=None):

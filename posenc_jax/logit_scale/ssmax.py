@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import finite, positive_fields, require
 from posenc_jax.scheme import Scheme
 
 
@@ -32,7 +32,8 @@ class SSMax(Scheme):
       offset: the initial b; None for no b.
 
     Raises:
-      ValueError: for a scale of 0 without offset.
+      ValueError: for `num_heads` below one, numbers that are not finite, or a scale of 0 without
+        offset.
 
     >>> scheme = SSMax(num_heads=1, scale=0.0, offset=1.0)
     >>> scheme.query(scheme.init(None), jnp.ones((1, 1, 1, 1)), jnp.array([[15]])).item()
@@ -46,6 +47,7 @@ class SSMax(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
+        finite("ssmax", scale=self.scale, offset=self.offset or 0.0)
         require(
             self.offset is not None or self.scale != 0,
             "ssmax: scale must not be 0 without an offset: all queries would be zero.",

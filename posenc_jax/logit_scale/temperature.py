@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import coordinate_values, require
+from posenc_jax.checks import coordinate_values, finite, one_of, require
 from posenc_jax.scheme import Scheme
 
 _LOG_N = ("log_n", "log_n_clipped")
@@ -52,7 +52,7 @@ def query_temperature(
     >>> query_temperature(jnp.array([8190, 8191]), "llama4", 8192)
     Array([1.       , 1.0693147], dtype=float32)
     """
-    require(form in _FORMS, f"temperature: form must be one of {_FORMS}, got {form!r}.")
+    one_of("temperature", _FORMS, form=form)
     at = coordinate_values("temperature", positions, "positions")
     count = at.astype(jnp.float32) + 1.0
     if form in _LOG_N:
@@ -76,7 +76,8 @@ class QueryTemperature(Scheme):
       strength: s. Default: 0.1, as in all released models; "log_n" has none.
 
     Raises:
-      ValueError: for an unknown form, a length too small, or a strength that the form lacks.
+      ValueError: for an unknown form, a length too small, or a strength that is not finite or that
+        the form lacks.
 
     >>> QueryTemperature(length=4).query({}, jnp.ones((1, 1, 1, 1)), jnp.array([[15]])).item()
     2.0
@@ -88,9 +89,7 @@ class QueryTemperature(Scheme):
     name: ClassVar[str] = "temperature"
 
     def __post_init__(self):
-        require(
-            self.form in _FORMS, f"temperature: form must be one of {_FORMS}, got {self.form!r}."
-        )
+        one_of("temperature", _FORMS, form=self.form)
         least = 2 if self.form in _LOG_N else 1  # ln 1 is zero.
         require(
             self.length >= least,
@@ -100,6 +99,7 @@ class QueryTemperature(Scheme):
             self.strength is None or self.form not in _LOG_N,
             f"temperature: {self.form!r} has no strength, got strength={self.strength}.",
         )
+        finite("temperature", strength=self.strength or 0.0)
 
     def query(self, params, q, coordinates, features=None, tables=None):
         strength = 0.1 if self.strength is None else self.strength

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import require
-
-_METHODS = ("bicubic", "bilinear")
+from posenc_jax.checks import one_of, require
 
 
 def _weights(size: int, new: int, method: str, align_corners: bool) -> np.ndarray:
@@ -62,7 +60,7 @@ def resize_grid(
     >>> resize_grid(jnp.array([[0.0, 1.0]]), 1, 4, method="bilinear")
     Array([[0.  , 0.25, 0.75, 1.  ]], dtype=float32)
     """
-    require(method in _METHODS, f"resize_grid: method must be one of {_METHODS}, got {method!r}.")
+    one_of("resize_grid", ("bicubic", "bilinear"), method=method)
     require(jnp.ndim(grid) >= 2, f"resize_grid: grid must be [..., R, C], got {jnp.shape(grid)}.")
     require(
         min(rows, columns, *grid.shape[-2:]) >= 1,

@@ -33,7 +33,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from posenc_jax.checks import require
+from posenc_jax.checks import one_of, require
 from posenc_jax.rotary.base import Rotary, check_heads
 from posenc_jax.rotary.frequencies import rope_frequencies
 from posenc_jax.rotary.multi_axis import axis_per_pair
@@ -59,10 +59,7 @@ def axial_frequencies(
     array([[1.   , 0.01 ],
            [0.1  , 0.001]])
     """
-    require(
-        frequencies in ("own", "dealt"),
-        f'axial_rope: frequencies must be "own" or "dealt", got {frequencies!r}.',
-    )
+    one_of("axial_rope", ("own", "dealt"), frequencies=frequencies)
     require(
         num_axes >= 1 and dim % (2 * num_axes) == 0,
         f"axial_rope: {num_axes} axes need a multiple of {2 * num_axes} dimensions, got {dim}.",

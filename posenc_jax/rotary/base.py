@@ -27,12 +27,7 @@ Tables = tuple[jax.Array, jax.Array]
 
 
 def check_heads(name: str, x: jax.Array, head_dim: int, groups: int = 1) -> None:
-    """Raises `ValueError` unless q or k [B, T, N, H] has the scheme's head dim and groups.
-
-    >>> check_heads("rope", jnp.ones((1, 1, 1, 4)), 8)
-    Traceback (most recent call last):
-    ValueError: rope: the scheme is for head_dim 8, got q or k of shape (1, 1, 1, 4).
-    """
+    """Raises `ValueError` unless q or k [B, T, N, H] has the scheme's head dim and groups."""
     require(
         x.shape[-1] == head_dim,
         f"{name}: the scheme is for head_dim {head_dim}, got q or k of shape {x.shape}.",
@@ -68,12 +63,7 @@ class Rotary(Scheme, abc.ABC):
     that its users may set, which makes them fields.
 
     Attributes:
-      head_dim: H.
-      theta: the base of the frequencies.
-      layout: what makes a pair; see `posenc_jax.rotary.layouts`.
-      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
-      rotary_start: the first of them.
-      scaling: a map of the frequencies, or a tuple of maps.
+      head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`.
       groups: the number G of sets of tables; head n of N has the set n * G // N.
 
     >>> @dataclasses.dataclass(frozen=True)
@@ -166,11 +156,7 @@ class Rotary(Scheme, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ScalableRotary(Rotary):
-    """An abstract rotary scheme with all settings of RoPE, frequency maps among them.
-
-    Attributes:
-      head_dim, theta, layout, rotary_dim, rotary_start, scaling: as for `Rotary`.
-    """
+    """An abstract rotary scheme with all settings of `RoPE`, frequency maps among them."""
 
     theta: float = 10000.0
     layout: str = "half"

@@ -9,12 +9,10 @@ a block are multiples of one matrix, so rotations commute and logits depend on o
     axes="by_block"           t_b = position of axis b modulo A                ComRoPE-AP
 
 A_b is decomposed into its planes of rotation once per call, by the eigenvectors of i A_b, instead
-of a matrix exponential per token: angles are then exact at any int32 position. With `groups` sets
-of A, head n of N has the set n * groups // N, and so have key heads; the authors have N. m is
-shared by heads. Their positions are in [0, 1] for images: give those as float32 coordinates
-[A, B, T]; [B, T] applies to all axes.
-
-`LieRE` has one matrix per axis; these do not commute.
+of a matrix exponential per token: angles are then exact at any int32 position. The authors have a
+set of A per head; heads share m. Their positions are in [0, 1] for images: give those as float32
+coordinates [2, B, T]; [B, T] applies to both axes. `LieRE` has one matrix per axis, which do not
+commute.
 
 Paper: Yu et al. ComRoPE: Scalable and Robust Rotary Position Embedding Parameterized by
 Trainable Commuting Angle Matrices. 2025. https://arxiv.org/abs/2506.03737
@@ -28,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import one_of, positive, positive_fields, require
 from posenc_jax.rotary.base import check_coordinates, check_heads
 from posenc_jax.rotary.multi_axis import sum_of_axes
 from posenc_jax.scheme import Scheme, Traits
@@ -42,7 +40,7 @@ class ComRoPE(Scheme):
       head_dim: H.
       size: the number of dimensions of a block.
       axes: "scaled" or "by_block": how blocks read the axes of coordinates.
-      groups: the number of sets of matrices; it divides the number of key heads.
+      groups: the number of sets of A for consecutive heads; it divides the number of key heads.
       init_std: the initial standard deviation of F.
 
     Raises:
@@ -67,15 +65,12 @@ class ComRoPE(Scheme):
             self.size >= 2 and self.head_dim % self.size == 0,
             f"comrope: size={self.size} must be at least 2 and divide head_dim={self.head_dim}.",
         )
-        require(
-            self.axes in ("scaled", "by_block"),
-            f'comrope: axes must be "scaled" or "by_block", got {self.axes!r}.',
-        )
+        one_of("comrope", ("scaled", "by_block"), axes=self.axes)
         require(
             self.axes == "scaled" or self.head_dim % (2 * self.size) == 0,
             f"comrope: both axes need blocks of size={self.size} in head_dim={self.head_dim}.",
         )
-        require(self.init_std > 0, f"comrope: init_std must be positive, got {self.init_std}.")
+        positive("comrope", init_std=self.init_std)
 
     @property
     def traits(self):

@@ -12,8 +12,7 @@ The remaining pairs carry no position. The paper leaves them unchanged; the auth
 their cosine and sine to 1, which rotates them by 45 degrees and doubles their part of q . k. That
 is the default here; `rotate_clipped=False` is the paper.
 
-With `groups` sets of A and B, head n of N has the set n * groups // N, and so have key heads;
-the authors have as many sets as heads. Fixed sets follow from `seed`: give each layer its own.
+The authors have a set of A and B per head. Fixed sets follow from `seed`: give each layer its own.
 
 Paper: Hua et al. Fourier Position Embedding: Enhancing Attention's Periodic Extension for
 Length Generalization. 2024. https://arxiv.org/abs/2412.17739
@@ -29,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import require
+from posenc_jax.checks import not_negative, require
 from posenc_jax.rotary.base import Rotary
 from posenc_jax.rotary.frequencies import static_number
 from posenc_jax.scheme import Traits
@@ -42,7 +41,8 @@ class FoPE(Rotary):
     Attributes:
       head_dim: H.
       trained_length: L; positions may exceed it.
-      groups: the number of sets of coefficients; it divides the number of key heads.
+      groups: the number of sets of coefficients for consecutive heads; it divides the number of
+        key heads.
       gain: of the noise in the coefficients (0.3 to 0.6, larger for larger models).
       theta: the base of the frequencies.
       rotate_clipped: whether pairs without position are rotated by 45 degrees.
@@ -71,7 +71,7 @@ class FoPE(Rotary):
         require(self.head_dim >= 4, f"fope: head_dim must be >= 4, got {self.head_dim}.")
         static_number("fope", "trained_length", self.trained_length)
         static_number("fope", "gain", self.gain)
-        require(0 <= self.gain < math.inf, f"fope: gain must not be negative, got {self.gain}.")
+        not_negative("fope", gain=self.gain)
         require(
             len(self._frequencies()) > 0,
             f"fope: no frequency completes a period within trained_length={self.trained_length}.",

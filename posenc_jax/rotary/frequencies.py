@@ -21,19 +21,12 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from posenc_jax.checks import positive_integers, require
+from posenc_jax.checks import positive, positive_integers, require
 from posenc_jax.rules import as_tuple
 
 
 def static_number(where: str, name: str, value: Any) -> None:
-    """Raises `TypeError` unless a setting is a Python or NumPy number.
-
-    >>> static_number("rope", "theta", jnp.float32(1e4))
-    Traceback (most recent call last):
-    TypeError: rope: theta must be a number that is known while tracing, got Array of shape ().
-    To sweep it, compute frequencies as an array and use `cos_sin(positions, frequencies)` with
-    `apply_rotation`.
-    """
+    """Raises `TypeError` unless a setting is a Python or NumPy number."""
     if isinstance(value, jax.Array):
         kind = "a traced array" if isinstance(value, Tracer) else "Array"
         raise TypeError(
@@ -46,12 +39,7 @@ def static_number(where: str, name: str, value: Any) -> None:
 
 
 def check_stretch(where: str, factor: float, original_max_position: float) -> None:
-    """Raises `ValueError` for a factor below one or a missing trained length.
-
-    >>> check_stretch("YaRN", 4.0, 0)
-    Traceback (most recent call last):
-    ValueError: YaRN: original_max_position must be the trained length, got 0.
-    """
+    """Raises `ValueError` for a factor below one or a missing trained length."""
     static_number(where, "factor", factor)
     static_number(where, "original_max_position", original_max_position)
     require(1 <= factor < math.inf, f"{where}: factor must be at least 1 and finite, got {factor}.")
@@ -140,8 +128,7 @@ def rope_frequencies(
     static_number("rope", "theta", theta)
     positive_integers("rope", **{"rotary dim": dim})
     require(dim % 2 == 0, f"rope: rotary dim must be even and positive, got {dim}.")
-    require(theta > 0, f"rope: theta must be positive, got {theta}.")
-    require(theta < math.inf, f"rope: theta must be finite, got {theta}.")
+    positive("rope", theta=theta)
     maps = as_tuple(scaling)
     for change in maps:
         if not isinstance(change, FrequencyMap):

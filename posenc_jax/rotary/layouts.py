@@ -21,7 +21,7 @@ and models/deepseek_v3/modeling_deepseek_v3.py; karpathy/nanochat, nanochat/gpt.
 import jax
 import numpy as np
 
-from posenc_jax.checks import require
+from posenc_jax.checks import one_of, require
 
 _LAYOUTS = (
     "half",
@@ -34,7 +34,7 @@ _LAYOUTS = (
 
 def check_layout(where: str, layout: str) -> None:
     """Raises `ValueError` for an unknown layout."""
-    require(layout in _LAYOUTS, f"{where}: layout must be one of {_LAYOUTS}, got {layout!r}.")
+    one_of(where, _LAYOUTS, layout=layout)
 
 
 def read_and_write(layout: str) -> tuple[str, str, bool]:

@@ -2,9 +2,8 @@ r"""RoPE with learned frequencies.
 
     w'[g, p] = w_p exp(alpha[g, p] / alpha_scale),     alpha = 0 at first
 
-for the w_p of RoPE, after `scaling`. Frequencies stay positive, and are the same for queries and
-keys of a head, so that logits depend on the distance alone. With `groups` sets, head n of N has
-the set n * groups // N, and so have key heads; the number of key heads gives each its own.
+for the w_p of RoPE, after `scaling`, and the set g of a head. Frequencies stay positive, and are
+the same for queries and keys of a head, so that logits depend on the distance alone.
 
 Mistral-Large-4 has one set per layer, on top of `YaRN`. The commuting GRAPE-M has one set, or
 one per head, rotates by the negative angle (`layout="half_negative"`), and stores 16 ln w', which
@@ -20,14 +19,13 @@ huggingface/transformers, models/mistral_large4/modeling_mistral_large4.py.
 """
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import require
+from posenc_jax.checks import positive
 from posenc_jax.rotary.base import ScalableRotary
 
 
@@ -38,7 +36,8 @@ class LearnedRoPE(ScalableRotary):
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`, for the initial
         frequencies.
-      groups: the number of sets of frequencies; it divides the number of key heads.
+      groups: the number of sets of frequencies for consecutive heads; it divides the number of
+        key heads.
       alpha_scale: what alpha is divided by.
 
     Raises:
@@ -54,10 +53,7 @@ class LearnedRoPE(ScalableRotary):
 
     def __post_init__(self):
         super().__post_init__()
-        require(
-            0 < self.alpha_scale < math.inf,
-            f"learned_rope: alpha_scale must be positive, got {self.alpha_scale}.",
-        )
+        positive("learned_rope", alpha_scale=self.alpha_scale)
 
     def init(self, key):
         """Returns {"alpha": zeros [groups, P]}."""

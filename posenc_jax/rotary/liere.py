@@ -7,10 +7,10 @@ logits depend on both positions, not on the offset alone. In blocks of two they 
 scheme is RoPE-Mixed with another initialisation: U is uniform in [0, 2 pi), for positions from 0
 to 1 across an image, float32 [2, B, T]. Coordinates [B, T] apply to both axes.
 
-With `groups` sets of matrices, head n of N has the set n * groups // N, and so have key heads;
-the authors have one, or N. Blocks of two have exact angles at any int32 position. For larger ones
-the exponential is computed from the eigenvectors of a float32 matrix per token, whose error grows
-with its norm: 1e-7 per radian. An incomplete last block is left unchanged, as in their code.
+The authors have one set of matrices, or one per head. Blocks of two have exact angles at any int32
+position. For larger ones the exponential is computed from the eigenvectors of a float32 matrix per
+token, whose error grows with its norm: 1e-7 per radian. An incomplete last block is left unchanged,
+as in their code.
 
 Paper: Ostmeier et al. LieRE: Lie Rotational Positional Encodings. 2024.
 https://arxiv.org/abs/2406.10322
@@ -65,7 +65,8 @@ class LieRE(Scheme):
     Attributes:
       head_dim: H.
       size: the number of dimensions of a block.
-      groups: the number of sets of matrices; it divides the number of key heads.
+      groups: the number of sets of matrices for consecutive heads; it divides the number of key
+        heads.
 
     Raises:
       ValueError: for a size outside of [2, H], or `groups` below one.

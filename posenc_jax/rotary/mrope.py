@@ -27,12 +27,10 @@ modeling_hope.py; vllm-project/vllm, rotary_embedding/xdrope.py.
 import dataclasses
 from typing import ClassVar
 
-from posenc_jax.checks import require
+from posenc_jax.checks import one_of, require
 from posenc_jax.rotary.base import ScalableRotary
 from posenc_jax.rotary.multi_axis import axis_per_pair
 from posenc_jax.scheme import Traits
-
-_ORDERS = ("contiguous", "interleaved", "alternating")
 
 
 def mrope_axes(sections: tuple[int, ...], order: str = "contiguous") -> tuple[int, ...]:
@@ -48,7 +46,7 @@ def mrope_axes(sections: tuple[int, ...], order: str = "contiguous") -> tuple[in
     >>> mrope_axes((4, 2, 2), "interleaved")
     (0, 1, 2, 0, 1, 2, 0, 0)
     """
-    require(order in _ORDERS, f"mrope: order must be one of {_ORDERS}, got {order!r}.")
+    one_of("mrope", ("contiguous", "interleaved", "alternating"), order=order)
     count = max(len(sections), 3) if order == "contiguous" else 3
     require(
         len(sections) == count and min(sections) >= 1,

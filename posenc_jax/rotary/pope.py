@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import positive, positive_fields, query_heads, require
 from posenc_jax.rotary.base import check_coordinates, check_heads
 from posenc_jax.rotary.frequencies import static_number
 from posenc_jax.rotary.rotate import materialize
@@ -65,7 +65,7 @@ class PoPE(Scheme):
             f"pope: rotary_dim must be in [0, head_dim={self.head_dim}], got {self.rotary_dim}.",
         )
         static_number("pope", "theta", self.theta)
-        require(0 < self.theta < math.inf, f"pope: theta must be positive, got {self.theta}.")
+        positive("pope", theta=self.theta)
 
     @property
     def traits(self):
@@ -84,10 +84,7 @@ class PoPE(Scheme):
 
     def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H + d] in polar form, with delta subtracted from its angle."""
-        require(
-            q.shape[2:] == (self.num_heads, self.head_dim),
-            f"pope: q must be [B, T, {self.num_heads}, {self.head_dim}], got {q.shape}.",
-        )
+        query_heads("pope", q, self.num_heads, self.head_dim)
         delta = params["delta"]
         inside = (delta >= -2 * math.pi) & (delta <= 0)
         ends = jax.lax.stop_gradient(jnp.clip(delta, -2 * math.pi, 0.0))

@@ -4,8 +4,7 @@ r"""RePo: RoPE at positions that are predicted from content.
     q, k rotate by z[t] w_p              w_p as in RoPE
 
 Coordinates are not read: the order of tokens enters by the causal mask alone, and the authors
-keep RoPE in the first layers (5 of 16). With `groups` sets of positions, head n of N has the set
-n * groups // N, and so have key heads; the authors have N. The z of a key is cached beside it,
+keep RoPE in the first layers (5 of 16) and have a z per head. The z of a key is cached beside it,
 `groups` numbers, though only `key` reads it.
 
 Angles are float32 products: z is small, unlike token positions.
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import activations, positive_fields, require
+from posenc_jax.checks import activations, positive, positive_fields, require
 from posenc_jax.ops.init import normals
 from posenc_jax.rotary.base import ContentRotary
 
@@ -34,7 +33,8 @@ class RePo(ContentRotary):
     Attributes:
       head_dim: H.
       model_dim: D.
-      groups: the number of sets of positions; it divides the number of key heads.
+      groups: the number of sets of positions for consecutive heads; it divides the number of key
+        heads.
       width: the width of the gated layer; 0 for D / 8.
       theta: the base of the frequencies.
       layout: what makes a pair; see `posenc_jax.rotary.layouts`.
@@ -63,7 +63,7 @@ class RePo(ContentRotary):
             bool(self.width) or self.model_dim >= 8,
             f"repo: model_dim={self.model_dim} is below 8; give a width.",
         )
-        require(self.init_std > 0, f"repo: init_std must be positive, got {self.init_std}.")
+        positive("repo", init_std=self.init_std)
 
     def init(self, key):
         """Returns {"gate": [D, width], "content": [D, width], "out": [width, groups]}; normal."""

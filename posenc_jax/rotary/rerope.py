@@ -25,7 +25,7 @@ string_for_llama.py.
 import dataclasses
 from typing import ClassVar
 
-from posenc_jax.checks import require
+from posenc_jax.checks import not_negative, require
 from posenc_jax.rotary.two_range import Far, RangeRotary
 from posenc_jax.scheme import Traits
 
@@ -57,10 +57,7 @@ class ReRoPE(RangeRotary):
         super().__post_init__()
         require(self.window >= 1, f"rerope: window must be at least 1, got {self.window}.")
         require(0 <= self.leak <= 1, f"rerope: leak must be from 0 to 1, got {self.leak}.")
-        require(
-            self.restart is None or self.restart >= 0,
-            f"rerope: restart must not be negative, got {self.restart}.",
-        )
+        not_negative("rerope", restart=self.restart or 0)
 
     @property
     def traits(self):

@@ -4,9 +4,8 @@ r"""RoPE-Mixed: each pair rotates by a learned combination of row and column.
 
 Axial RoPE encodes offsets along the axes only; here each pair has its own direction. Initially
 it is r_p (sin a, cos a) for the first half of the pairs and the same rotated by 90 degrees for
-the second, r_p = theta^(-4p / d) in each half, with one random a per set. Head n of N has the set
-n * groups // N, and so have key heads; the authors have N sets. They train frequencies without
-weight decay, and do not share them between layers.
+the second, r_p = theta^(-4p / d) in each half, with one random a per set. The authors have a set
+per head and layer, and train them without weight decay.
 
 Coordinates are [2, B, T], row and column; [B, T] applies to both.
 
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive, require
 from posenc_jax.rotary.base import Rotary
 from posenc_jax.rotary.frequencies import static_number
 from posenc_jax.rotary.multi_axis import sum_of_axes
@@ -46,7 +45,7 @@ def mixed_frequencies(
         f"rope_mixed: head_dim must be a multiple of 4, got {head_dim}.",
     )
     static_number("rope_mixed", "theta", theta)
-    require(theta > 0, f"rope_mixed: theta must be positive, got {theta}.")
+    positive("rope_mixed", theta=theta)
     size = theta ** (-4.0 * np.arange(head_dim // 4) / head_dim)
     size = jnp.asarray(np.tile(size, 2), jnp.float32)
     quarter = jnp.asarray(np.repeat([0.0, np.pi / 2], head_dim // 4), jnp.float32)
@@ -60,7 +59,8 @@ class RoPEMixed(Rotary):
 
     Attributes:
       head_dim: H.
-      groups: the number of sets of frequencies; it divides the number of key heads.
+      groups: the number of sets of frequencies for consecutive heads; it divides the number of
+        key heads.
       theta: the base of the initial frequencies.
       layout: what makes a pair; see `posenc_jax.rotary.layouts`.
 

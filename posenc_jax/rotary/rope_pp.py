@@ -26,7 +26,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import require
+from posenc_jax.checks import one_of, require
 from posenc_jax.rotary.base import ScalableRotary, check_heads
 
 
@@ -51,10 +51,7 @@ class RoPEPlusPlus(ScalableRotary):
 
     def __post_init__(self):
         super().__post_init__()
-        choices = ("second_half", "odd", "all", "added")
-        require(
-            self.heads in choices, f"rope_pp: heads must be one of {choices}, got {self.heads!r}."
-        )
+        one_of("rope_pp", ("second_half", "odd", "all", "added"), heads=self.heads)
 
     def cos_sin(self, params, coordinates):
         return cos_sin(coordinates, self.base_frequencies)

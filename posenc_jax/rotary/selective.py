@@ -5,8 +5,7 @@ r"""Selective RoPE: rotation by angles that are predicted from content and accum
 
 for both queries and keys: the angle between a query and a key is the sum of the phi of the tokens
 after the key. RoPE is phi = 1. The convolution is over the last `width` tokens, one filter per
-channel; x is normalised in `groups` parts of D / groups. With `groups` sets of angles, head n
-of N has the set n * groups // N, and so have key heads; the authors have N.
+channel; x is normalised in `groups` parts of D / groups. The authors have a set of angles per head.
 
 Padding and other segments do not contribute to c or to the convolution. c is float32: angles lose
 precision as it grows, as the authors' do. It is cached beside each key, H / 2 numbers. Gates and
@@ -18,13 +17,12 @@ Reference code: timurcarstensen/selective-rope, src/selective_rope/modules/rotar
 """
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import activations, positive_fields, require
+from posenc_jax.checks import activations, positive, positive_fields, require
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.ops.short_conv import short_convolution
 from posenc_jax.rotary.base import ContentRotary
@@ -37,7 +35,8 @@ class SelectiveRoPE(ContentRotary):
     Attributes:
       head_dim: H.
       model_dim: D.
-      groups: the number of sets of angles; it divides D and the number of key heads.
+      groups: the number of sets of angles for consecutive heads; it divides D and the number of
+        key heads.
       rank: the width between W_1 and W_2.
       width: the number of tokens that the convolution spans.
       theta: the base of the temperatures.
@@ -67,10 +66,7 @@ class SelectiveRoPE(ContentRotary):
             self.model_dim % self.groups == 0,
             f"selective_rope: groups={self.groups} must divide model_dim={self.model_dim}.",
         )
-        require(
-            0 < self.temp_max < math.inf,
-            f"selective_rope: temp_max must be positive, got {self.temp_max}.",
-        )
+        positive("selective_rope", temp_max=self.temp_max)
 
     def init(self, key):
         """Returns {"down": [D, rank], "up": [rank, C], "conv": [width, C]}, torch's initial values.

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import require
+from posenc_jax.checks import positive
 from posenc_jax.rotary.base import Rotary, check_coordinates
 from posenc_jax.rotary.frequencies import static_number
 from posenc_jax.rotary.rotate import materialize
@@ -43,8 +43,7 @@ def xpos_decay(dim: int, scale_base: float = 512.0, gamma: float = 0.4) -> np.nd
     """
     static_number("xpos", "scale_base", scale_base)
     static_number("xpos", "gamma", gamma)
-    require(scale_base > 0, f"xpos: scale_base must be positive, got {scale_base}.")
-    require(gamma > 0, f"xpos: gamma must be positive, got {gamma}.")
+    positive("xpos", scale_base=scale_base, gamma=gamma)
     return -np.log((np.arange(0, dim, 2) + gamma * dim) / (dim + gamma * dim)) / scale_base
 
 

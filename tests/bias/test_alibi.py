@@ -164,7 +164,7 @@ def test_scaled_matches_falcon():
     [
         (
             {"symmetry": "none"},
-            'alibi: symmetry must be "symmetric", "split" or "learned", got \'none\'',
+            r"alibi: symmetry must be one of \('symmetric', 'split', 'learned'\), got 'none'",
         ),
         ({"symmetry": "split", "num_heads": 5}, 'symmetry="split" needs an even num_heads, got 5'),
         ({"symmetry": "split", "past_offset": 1.0}, "needs a past_offset below 1, got 1.0"),

@@ -133,7 +133,7 @@ def test_initialisation_is_that_of_linear_layers_in_torch():
     [
         ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
         ({"width": 0}, "width must be >= 1, got 0"),
-        ({"base": "t5"}, 'base must be "kerple" or "alibi", got \'t5\''),
+        ({"base": "t5"}, r"base must be one of \('kerple', 'alibi'\), got 't5'"),
     ],
 )
 def test_errors_name_the_setting_and_the_value(change, message):

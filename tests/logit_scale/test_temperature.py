@@ -112,6 +112,7 @@ def test_a_negative_position_is_nan_in_its_own_row():
         ({"form": "yarn"}, "form must be one of .* got 'yarn'"),
         ({"length": 1}, "length must be at least 2, got 1"),
         ({"form": "beam", "length": 0}, "length must be at least 1, got 0"),
+        ({"form": "beam", "strength": float("nan")}, "strength must be finite, got nan"),
         ({"strength": 0.2}, "'log_n' has no strength, got strength=0.2"),
     ],
 )

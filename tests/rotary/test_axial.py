@@ -193,7 +193,7 @@ def test_three_axes_and_leading_dimensions_alone():
         ({"head_dim": 6}, "2 axes need a multiple of 4 dimensions, got 6"),
         ({"axes": ()}, r"axes must be numbers of coordinate axes, got \(\)"),
         ({"axes": (0, -1)}, r"axes must be numbers of coordinate axes, got \(0, -1\)"),
-        ({"frequencies": "shared"}, 'frequencies must be "own" or "dealt", got \'shared\''),
+        ({"frequencies": "shared"}, r"frequencies must be one of \('own', 'dealt'\), got 'shared'"),
         ({"layout": "neox"}, "layout must be one of .*, got 'neox'"),
         ({"rotary_dim": 12}, r"rotary_dim must be in \[0, head_dim=8\], got 12"),
         ({"theta": 0.0}, "theta must be positive"),

@@ -7,9 +7,7 @@ sequences of up to L tokens and for longer ones; g belongs to both. `magnitude="
 g = 0.1 ln s + 1, and `attention_factor` gives g itself (Phi-3.5-MoE).
 
 `long` selects one of the two lists for all sequences, for runs whose length is known. With
-`long=None`, for `RoPEByLength`, each sequence has the list of its own length. Hugging Face selects
-by the longest row of the batch, so that the output of a row depends on the others, and keys cached
-before a sequence passes L no longer fit those after.
+`long=None`, for `RoPEByLength`, each sequence has the list of its own length.
 
 Paper: Ding et al. LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens. 2024.
 https://arxiv.org/abs/2402.13753
@@ -24,10 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import require
+from posenc_jax.checks import one_of, require
 from posenc_jax.rotary.frequencies import PerSequenceMap, check_stretch
-
-_MAGNITUDES = ("su", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +70,7 @@ class LongRoPE(PerSequenceMap):
             sizes[0] == sizes[1],
             f"LongRoPE: short_factor and long_factor differ in length: {sizes[0]}, {sizes[1]}.",
         )
-        require(
-            self.magnitude in _MAGNITUDES,
-            f"LongRoPE: magnitude must be one of {_MAGNITUDES}, got {self.magnitude!r}.",
-        )
+        one_of("LongRoPE", ("su", "yarn"), magnitude=self.magnitude)
         if self.attention_factor is not None:
             require(
                 0 < self.attention_factor < math.inf and self.magnitude == "su",

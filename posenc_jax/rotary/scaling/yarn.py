@@ -31,7 +31,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from posenc_jax.checks import require
+from posenc_jax.checks import not_negative, one_of, positive, require
 from posenc_jax.rotary.frequencies import FrequencyMap, check_stretch
 from posenc_jax.rotary.scaling.ntk_by_parts import check_rotations, index_ramp
 
@@ -56,10 +56,7 @@ def yarn_logit_scale(head_dim: int, factor: float, mscale_all_dim: float = 1.0) 
     """
     require(head_dim >= 1, f"YaRN: head_dim must be at least 1, got {head_dim}.")
     check_stretch("YaRN", factor, 1)
-    require(
-        0 <= mscale_all_dim < math.inf,
-        f"YaRN: mscale_all_dim must not be negative, got {mscale_all_dim}.",
-    )
+    not_negative("YaRN", mscale_all_dim=mscale_all_dim)
     return _magnitude(factor, mscale_all_dim) ** 2 / math.sqrt(head_dim)
 
 
@@ -100,23 +97,15 @@ class YaRN(FrequencyMap):
     def __post_init__(self):
         check_stretch("YaRN", self.factor, self.original_max_position)
         check_rotations("YaRN", "beta_fast and beta_slow", self.beta_fast, self.beta_slow)
-        require(
-            self.ramp in ("index", "rotations"),
-            f'YaRN: ramp must be "index" or "rotations", got {self.ramp!r}.',
-        )
+        one_of("YaRN", ("index", "rotations"), ramp=self.ramp)
         require(
             self.truncate or self.ramp == "index",
             'YaRN: truncate=False is about the index ramp, but ramp is "rotations".',
         )
-        for name in ("mscale", "mscale_all_dim"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"YaRN: {name} must not be negative, got {value}.")
+        not_negative("YaRN", mscale=self.mscale, mscale_all_dim=self.mscale_all_dim)
         if self.attention_factor is None:
             return
-        require(
-            0 < self.attention_factor < math.inf,
-            f"YaRN: attention_factor must be positive, got {self.attention_factor}.",
-        )
+        positive("YaRN", attention_factor=self.attention_factor)
         require(
             (self.mscale, self.mscale_all_dim) == (1.0, 0.0),
             f"YaRN: attention_factor={self.attention_factor} contradicts "
