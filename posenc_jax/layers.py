@@ -27,7 +27,7 @@ import dataclasses
 
 from posenc_jax.checks import require
 from posenc_jax.mask import Window, window_sides
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Scheme, check_scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,7 @@ class LayerSpec:
     chunk_size: int | None = None
 
     def __post_init__(self):
-        if not isinstance(self.scheme, Scheme):
-            raise TypeError(f"LayerSpec: scheme must be a Scheme, got {self.scheme!r}.")
+        check_scheme("LayerSpec", self.scheme)
         window_sides(self.window)
         size = self.chunk_size
         require(

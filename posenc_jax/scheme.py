@@ -249,3 +249,9 @@ class Scheme:
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some settings changed."""
         return dataclasses.replace(self, **changes)
+
+
+def check_scheme(where: str, scheme: Any) -> None:
+    """Raises `TypeError` for anything but a scheme: its name, its class."""
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"{where}: scheme must be a Scheme, got {scheme!r}.")

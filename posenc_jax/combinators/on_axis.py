@@ -4,7 +4,7 @@ import dataclasses
 
 from posenc_jax.checks import require
 from posenc_jax.combinators.wrapper import Wrapper
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Scheme, check_scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,7 @@ def on_axis(scheme: Scheme, axis: int, num_axes: int = 2) -> Scheme:
       num_axes: A, the same for all schemes of a chain.
 
     Raises:
+      TypeError: if `scheme` is not a `Scheme`.
       ValueError: if `scheme` reads no positions or several axes, or there is no such axis.
 
     >>> import posenc_jax as pe
@@ -59,6 +60,7 @@ def on_axis(scheme: Scheme, axis: int, num_axes: int = 2) -> Scheme:
     >>> bipe.acts
     <Acts.EMBEDDING|QK: 3>
     """
+    check_scheme("on_axis", scheme)
     require(bool(scheme.acts), f"on_axis: {scheme!r} reads no positions.")
     require(
         scheme.traits.num_axes == 1,

@@ -29,7 +29,7 @@ from posenc_jax.combinators.wrapper import Wrapper
 from posenc_jax.mask import add_saturated, window_sides
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.positions import count_up
-from posenc_jax.scheme import Acts, Scheme
+from posenc_jax.scheme import Acts, Scheme, check_scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +107,7 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
         below s.
 
     Raises:
+      TypeError: if `scheme` is not a `Scheme`.
       ValueError: for a scheme that does not depend on the distance alone or replaces
         attention, and `first` below one.
 
@@ -117,6 +118,7 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
     >>> out.shape
     (1, 9, 2, 8)
     """
+    check_scheme("streaming", scheme)
     require(
         bool(scheme.acts) and Acts.ATTENTION not in scheme.acts,
         f"streaming: {scheme!r} must read positions and not replace attention.",
@@ -126,5 +128,8 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
         traits.relative and not traits.order_only and Acts.EMBEDDING not in scheme.acts,
         f"streaming: {scheme!r} must depend on the distance of tokens alone.",
     )
-    require(first >= 1, f"streaming: first must be at least 1 token, got {first}.")
+    require(
+        isinstance(first, int) and first >= 1,
+        f"streaming: first must be at least 1 token, got {first}.",
+    )
     return _Streaming(scheme, first)

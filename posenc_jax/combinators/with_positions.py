@@ -7,7 +7,7 @@ import jax
 
 from posenc_jax.checks import require
 from posenc_jax.combinators.wrapper import Wrapper
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Scheme, check_scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) 
         with `__call__`, so that equal schemes share one compilation.
 
     Raises:
+      TypeError: if `scheme` is not a `Scheme`.
       ValueError: if `scheme` reads no coordinates, or only their order.
 
     >>> import posenc_jax as pe
@@ -47,6 +48,7 @@ def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) 
     ... ) * 256
     Array([[[-2., -0., -0.]]], dtype=float32)
     """
+    check_scheme("with_positions", scheme)
     require(bool(scheme.acts), f"with_positions: {scheme!r} reads no positions.")
     require(
         not scheme.traits.order_only,

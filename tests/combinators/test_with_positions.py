@@ -129,5 +129,25 @@ def test_errors_name_the_argument_and_the_value(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: pe.on_axis(pe.RoPE, 0), "on_axis: scheme must be a Scheme, got <class .*RoPE"),
+        (
+            lambda: pe.with_positions("rope", abs),
+            "with_positions: scheme must be a Scheme, got 'ro",
+        ),
+        (lambda: pe.streaming(pe.RoPE), "streaming: scheme must be a Scheme, got <class .*RoPE"),
+        (
+            lambda: pe.on_distances(pe.ALiBi(num_heads=1), jnp.arange(3)),
+            "on_distances: bias must be a LogitBias, got ALiBi",
+        ),
+    ],
+)
+def test_errors_name_what_is_no_scheme_or_bias(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
 def one():
     return pe.FIRE(num_heads=1).init(jax.random.key(0))
