@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from posenc_jax.checks import coordinate_values, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.positions import count_up
-from posenc_jax.scheme import Params, Scheme
+from posenc_jax.scheme import Params, Scheme, check_scheme
 
 
 def attention_fn(
@@ -117,7 +117,8 @@ def attention_fn(
 
 
 def check_acts_in_attention(where: str, scheme: Scheme) -> None:
-    """Raises `ValueError` for a scheme that acts on the token embedding alone."""
+    """Raises for a scheme that acts on the token embedding alone, and anything but a scheme."""
+    check_scheme(where, scheme)
     require(
         scheme.acts_in_attention or not scheme.acts,
         f"{where}: {scheme!r} acts on the token embedding alone; put a PositionEncoding of it "

@@ -2,29 +2,57 @@
 
 import functools
 import inspect
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.cache import KVCache
-from posenc_jax.checks import (
-    array_of_rank,
-    coordinate_values,
-    integer_positions,
-    require,
-)
+from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.implementation import Implementation
 from posenc_jax.engine.problem import zero_where
 from posenc_jax.mask import Window, window_sides
 from posenc_jax.positions import count_up
-from posenc_jax.scheme import Acts, Params, Scheme
+from posenc_jax.scheme import Acts, Params, Scheme, check_scheme
 
-_OPTIONS = {
-    *("mask", "is_causal", "window", "prefix_length", "softcap", "sinks", "dropout_rate"),
-    *("dropout_key", "return_lse", "implementation"),
-}
-"""Arguments of `attention` that `scheme_attention` passes on."""
+
+class TokenOptions(TypedDict, total=False):
+    """Arguments of `scheme_attention` that attention layers take in a call."""
+
+    positions: jax.Array | None
+    coordinates: jax.Array | None
+    segment_ids: jax.Array | None
+    tables: Any
+    mask: jax.Array | None
+    prefix_length: jax.Array | None
+    sinks: jax.Array | None
+
+
+class LayerOptions(TypedDict, total=False):
+    """Arguments of `scheme_attention` that attention layers have as settings."""
+
+    is_causal: bool
+    window: Window
+    softcap: float | None
+    scale: float | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    implementation: str | Implementation | None
+
+
+class AttentionOptions(TokenOptions, LayerOptions, total=False):
+    """Optional arguments of `scheme_attention`, except the cache."""
+
+    x: jax.Array | None
+    contiguous: bool | None
+
+
+class CacheOptions(TypedDict, total=False):
+    """Arguments of `new_cache` that attention layers pass on."""
+
+    coordinates: jax.Array | jax.ShapeDtypeStruct | None
+    ring: bool
 
 
 def scheme_embedding(
@@ -56,11 +84,10 @@ def scheme_embedding(
     """
     where = "scheme_embedding"
     array_of_rank(where, "x", x, 3, "[B, T, D]")
-    _check_scheme(where, scheme, params)
+    _check_params(where, scheme, params)
     batch, length = x.shape[:2]
-    if coordinates is None:
-        at = _positions(where, positions, cache, batch, length)
-    else:
+    at = _positions(where, positions, cache, batch, length)
+    if coordinates is not None:
         at = _coordinates(where, scheme, coordinates, batch, length)
     return scheme.embed(params, x, at)
 
@@ -82,7 +109,7 @@ def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any
     >>> tables = pe.scheme_tables(rope, {}, jnp.arange(3))  # Once for all layers.
     >>> out, _ = pe.scheme_attention(rope, {}, q, q, q, tables=tables)
     """
-    _check_scheme("scheme_tables", scheme, params)
+    _check_params("scheme_tables", scheme, params)
     at = coordinate_values("scheme_tables", coordinates)
     return scheme.tables(params, at[None] if at.ndim == 1 else at)
 
@@ -95,15 +122,8 @@ def scheme_attention(
     k: jax.Array,
     v: jax.Array,
     *,
-    x: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    coordinates: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
     cache: None = None,
-    tables: Any = None,
-    contiguous: bool | None = None,
-    scale: float | None = None,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, None]: ...
 
 
@@ -115,15 +135,8 @@ def scheme_attention(
     k: jax.Array,
     v: jax.Array,
     *,
-    x: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    coordinates: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
     cache: KVCache,
-    tables: Any = None,
-    contiguous: bool | None = None,
-    scale: float | None = None,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, KVCache]: ...
 
 
@@ -158,7 +171,8 @@ def scheme_attention(
       tables: `scheme_tables` of these coordinates, to compute them once for all layers.
       contiguous: as in `attention`, without a cache.
       scale: the factor on q . k. Default: the scheme's own.
-      **options: further arguments of `attention`: `is_causal`, `window`, `softcap` ...
+      **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
+        `dropout_rate`, `dropout_key` and `implementation`, as in `attention`.
 
     Returns:
       The output [B, T, N, V], and the cache with these tokens in it, or None.
@@ -175,13 +189,13 @@ def scheme_attention(
     (1, 3, 2, 4)
     """
     where = "scheme_attention"
-    array_of_rank(where, "q", q, 4, "[B, T, N, H]")
-    _check_scheme(where, scheme, params)
-    unknown = sorted(options.keys() - _OPTIONS)
+    _check_tokens(where, q, k, v, x)
+    _check_params(where, scheme, params)
+    known = {"cache", *AttentionOptions.__annotations__}
+    unknown = sorted(options.keys() - known)
     if unknown:
         raise TypeError(
-            f"{where}: unknown argument {unknown[0]!r}; of attention it takes "
-            f"{', '.join(sorted(_OPTIONS))}."
+            f"{where}: unknown argument {unknown[0]!r}; it takes {', '.join(sorted(known))}."
         )
     require(
         cache is None or contiguous is None,
@@ -229,7 +243,7 @@ def scheme_attention(
         if coordinates is not None:
             call = call.replace(q_coordinates=at, k_coordinates=at)
         out = scheme.attend(params, q, k, v, at, at, q_features, k_features, call)
-        return _output(out), None
+        return out, None
 
     reads = not transformed or bool(scheme.acts & (Acts.LOGITS | Acts.VALUES | Acts.ATTENTION))
     if reads and coordinates is not None and cache.coordinates is None:
@@ -256,9 +270,7 @@ def scheme_attention(
     if stored is not None:
         call = call.replace(q_coordinates=at, k_coordinates=k_at)
     k = cache.k if transformed else scheme.key(params, cache.k, k_at, cache.k_features)
-    out = _output(
-        scheme.attend(params, q, k, cache.v, at, k_at, q_features, cache.k_features, call)
-    )
+    out = scheme.attend(params, q, k, cache.v, at, k_at, q_features, cache.k_features, call)
     # Overflow cannot raise under jit: the rows concerned become NaN.
     lost = (lost | cache.overflowed)[:, None, None, None]
     return jnp.where(lost, jnp.nan, out).astype(out.dtype), cache
@@ -290,25 +302,32 @@ def new_cache(
       num_kv_heads: K. Default: N.
       model_dim: D, for schemes that read `x`.
       dtype: of k and v.
-      coordinates: an array or shape [B, T] or [A, B, T] like those that calls will give, if
-        they give coordinates.
+      coordinates: an array or shape [T], [B, T] or [A, B, T] like those that calls will give,
+        if they give coordinates: integers, or real numbers for float32.
       ring: whether a full cache overwrites its oldest slots; needs a window.
+
+    Raises:
+      ValueError: without `model_dim` for a scheme that reads `x`, and for invalid sizes.
 
     >>> import posenc_jax as pe
     >>> cache = pe.new_cache(pe.RoPE(head_dim=8), 2, 16, num_heads=4, head_dim=8)
     >>> cache.k.shape
     (2, 16, 4, 8)
     """
-    _check_scheme("new_cache", scheme)
+    _check_hooks("new_cache", scheme)
+    require(
+        model_dim is not None or not scheme.traits.reads_x,
+        f"new_cache: {scheme!r} reads x, so the cache needs model_dim.",
+    )
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     q = jax.ShapeDtypeStruct((batch, 1, num_heads, head_dim), dtype)
     k = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_dim), dtype)
     x = None if model_dim is None else jax.ShapeDtypeStruct((batch, 1, model_dim), dtype)
     at = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     if coordinates is not None:
-        shape = (*coordinates.shape[:-1], 1)
-        number = jnp.float32 if coordinates.dtype == jnp.float32 else jnp.int32
-        coordinates = at = jax.ShapeDtypeStruct(shape, number)
+        real = jnp.issubdtype(coordinates.dtype, jnp.floating)
+        shape = (*coordinates.shape[:-2], batch, 1)
+        coordinates = at = jax.ShapeDtypeStruct(shape, jnp.float32 if real else jnp.int32)
 
     def stored(params, x, q, k, at):
         _, k_features, state = scheme.features(params, x, q, k, at, None, None)
@@ -337,18 +356,38 @@ def new_params(scheme: Scheme, key: jax.Array) -> Params:
     )
 
 
-def _check_scheme(where: str, scheme: Scheme, params: Params | None = None) -> None:
-    """Raises unless a scheme is hashable, has the hooks' signatures, and `params` fit it."""
+def _check_tokens(where: str, q: jax.Array, k: jax.Array, v: jax.Array, x: Any) -> None:
+    """Raises unless all arrays have the tokens of q; hooks would broadcast others."""
+    for name, array, axes in (
+        ("q", q, "[B, T, N, H]"),
+        ("k", k, "[B, T, K, H]"),
+        ("v", v, "[B, T, K, V]"),
+        ("x", x, "[B, T, D]"),
+    ):
+        if array is not None:
+            array_of_rank(where, name, array, len(axes.split()), axes)
+            require(
+                array.shape[:2] == q.shape[:2],
+                f"{where}: {name} must be {axes} with the B and T of q {q.shape}, "
+                f"got {array.shape}.",
+            )
+
+
+def _check_hooks(where: str, scheme: Scheme) -> frozenset[str]:
+    """Returns the paths of a scheme's parameters; raises for settings or hooks that cannot work."""
+    check_scheme(where, scheme)
     try:
         hash(scheme)
     except TypeError:
         raise TypeError(
             f"{where}: settings of {scheme!r} must be hashable; use tuples for lists."
         ) from None
-    wanted = _paths_of_params(scheme)
-    if params is None:
-        return
-    missing = wanted - {jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(params)}
+    return _paths_of_params(scheme)
+
+
+def _check_params(where: str, scheme: Scheme, params: Params) -> None:
+    """Raises unless a scheme is valid and `params` has all of its parameters."""
+    missing = _check_hooks(where, scheme) - _paths(params)
     if missing:
         raise ValueError(
             f"{where}: params lack {', '.join(sorted(missing))} of {scheme!r}; make them with "
@@ -370,8 +409,12 @@ def _paths_of_params(scheme: Scheme) -> frozenset[str]:
                 f"{cls.__name__}.{name} must take the arguments of Scheme.{name}, "
                 f"({', '.join(wanted.parameters)}), got ({', '.join(given.parameters)})."
             ) from None
-    params = jax.eval_shape(scheme.init, jax.random.key(0))
-    return frozenset(jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params))
+    return _paths(jax.eval_shape(scheme.init, jax.random.key(0)))
+
+
+def _paths(tree: Any) -> frozenset[str]:
+    """Returns the paths of the leaves of a tree."""
+    return frozenset(jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree))
 
 
 def _check_tables(scheme: Scheme, params: Params, tables: Any, at: jax.Array) -> None:
@@ -387,13 +430,6 @@ def _check_tables(scheme: Scheme, params: Params, tables: Any, at: jax.Array) ->
         f"scheme_attention: tables must be scheme_tables of coordinates {at.shape}, with leaves "
         f"{whole[1]}, got {shapes(tables)[1]}.",
     )
-
-
-def _output(result: jax.Array | tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Returns the output; raises where a log-sum-exp was requested too."""
-    if isinstance(result, tuple):
-        raise ValueError("scheme_attention: return_lse goes with `attention` only.")
-    return result
 
 
 def _positions(

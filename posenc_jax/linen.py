@@ -1,7 +1,7 @@
 """Position encodings and attention as Flax Linen modules, for any scheme."""
 
 import functools
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,15 @@ from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
 from posenc_jax.engine.implementation import Implementation
 from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
-from posenc_jax.functional import (
-    new_cache,
-    new_params,
-    scheme_attention,
-    scheme_embedding,
-    scheme_tables,
-)
+from posenc_jax.flax_layers import AttentionLayer, EncodingLayer
+from posenc_jax.functional import TokenOptions, new_params, scheme_attention
 from posenc_jax.mask import Window
-from posenc_jax.scheme import Params, Scheme
+from posenc_jax.scheme import Params, Scheme, check_scheme
 
 _kernel_init = nn.initializers.lecun_normal()
 
 
-class PositionEncoding(nn.Module):
+class PositionEncoding(EncodingLayer, nn.Module):
     """A scheme with its parameters; called, it encodes positions into token embeddings.
 
     Attributes:
@@ -42,6 +37,7 @@ class PositionEncoding(nn.Module):
 
     def setup(self):
         """Declares the parameters, if the scheme has any."""
+        check_scheme("PositionEncoding", self.scheme)
         self.learned = bool(jax.tree.leaves(jax.eval_shape(self.scheme.init, jax.random.key(0))))
         if self.learned:
             self.params = self.param("scheme", functools.partial(new_params, self.scheme))
@@ -50,37 +46,12 @@ class PositionEncoding(nn.Module):
         """Returns the parameters as arrays."""
         return self.params if self.learned else self.scheme.init(jax.random.key(0))
 
-    def __call__(
-        self,
-        x: jax.Array,
-        positions: jax.Array | None = None,
-        coordinates: jax.Array | None = None,
-        *,
-        cache: KVCache | None = None,
-    ) -> jax.Array:
-        """Returns embeddings [B, T, D] with positions encoded, if the scheme acts there.
-
-        Args:
-          x: token embeddings [B, T, D].
-          positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
-          coordinates: what the scheme encodes. Default: the positions.
-          cache: the cache of an attention layer, before it is given these tokens.
-        """
-        return scheme_embedding(
-            self.scheme,
-            self.values(),
-            x,
-            positions=positions,
-            coordinates=coordinates,
-            cache=cache,
-        )
-
-    def tables(self, coordinates: jax.Array) -> Any:
-        """Returns arrays for `Attention(...)(tables=...)`; see `posenc_jax.scheme_tables`."""
-        return scheme_tables(self.scheme, self.values(), coordinates)
+    # Linen sets up the methods of the class itself, not those that it inherits.
+    __call__ = EncodingLayer.__call__
+    tables = EncodingLayer.tables
 
 
-class Attention(nn.Module):
+class Attention(AttentionLayer, nn.Module):
     """Multi-head self-attention with any scheme, grouped heads, segments and a cache.
 
     Attributes:
@@ -89,16 +60,13 @@ class Attention(nn.Module):
       position: a scheme, whose parameters this layer then owns, or a `PositionEncoding`
         that several layers share.
       num_kv_heads: K, a divisor of N. Default: N.
-      is_causal, window, softcap: as in `posenc_jax.attention`.
+      is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
       scale: the factor on q . k. Default: the scheme's own.
       dropout_rate: share of the attention weights that are dropped.
       deterministic: whether to drop none; the argument of a call comes first.
-      use_bias: whether projections have biases.
-      dtype: of the computation. Default: that of the inputs and parameters.
-      param_dtype: of the projections; those of the scheme are float32.
-      kernel_init: of the projections of q, k and v.
+      use_bias, dtype, param_dtype, kernel_init: of the projections, as in `nn.DenseGeneral`.
+        Parameters of the scheme are float32.
       out_init: of the output projection. Default: `kernel_init`.
-      implementation: as in `posenc_jax.attention`.
 
     >>> import posenc_jax as pe
     >>> layer = Attention(num_heads=4, head_dim=4, position=pe.RoPE(head_dim=4), is_causal=True)
@@ -129,13 +97,9 @@ class Attention(nn.Module):
         self,
         x: jax.Array,
         *,
-        positions: jax.Array | None = None,
-        coordinates: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
         cache: None = None,
-        tables: Any = None,
-        mask: jax.Array | None = None,
         deterministic: bool | None = None,
+        **options: Unpack[TokenOptions],
     ) -> jax.Array: ...
 
     @overload
@@ -143,13 +107,9 @@ class Attention(nn.Module):
         self,
         x: jax.Array,
         *,
-        positions: jax.Array | None = None,
-        coordinates: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
         cache: KVCache,
-        tables: Any = None,
-        mask: jax.Array | None = None,
         deterministic: bool | None = None,
+        **options: Unpack[TokenOptions],
     ) -> tuple[jax.Array, KVCache]: ...
 
     @nn.compact
@@ -157,30 +117,21 @@ class Attention(nn.Module):
         self,
         x: jax.Array,
         *,
-        positions: jax.Array | None = None,
-        coordinates: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
         cache: KVCache | None = None,
-        tables: Any = None,
-        mask: jax.Array | None = None,
         deterministic: bool | None = None,
+        **options: Unpack[TokenOptions],
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
 
         Args:
           x: [B, T, D].
-          positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
-          coordinates: what the scheme encodes. Default: the positions.
-          segment_ids: integers [T] or [B, T], below zero for padding.
           cache: keys and values of earlier tokens; see `new_cache`.
-          tables: `PositionEncoding.tables` of these coordinates, computed once for all
-            layers.
-          mask: bool [B or 1, N or 1, T, S], true where a query may see a key.
           deterministic: whether to drop no weights; otherwise the "dropout" key is used.
+          **options: `positions`, `coordinates`, `segment_ids`, `tables`, `mask`,
+            `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`.
 
         Raises:
-          ValueError: if `dropout_rate` is positive and neither the call nor the layer says
-            whether to drop, or there is no key; and for arguments that do not fit.
+          ValueError: for arguments that do not fit, and dropout without `deterministic` or key.
         """
         array_of_rank("Attention", "x", x, 3, "[B, T, D]")
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
@@ -198,84 +149,30 @@ class Attention(nn.Module):
             )
 
         encoding = self.position
-        if isinstance(encoding, Scheme):
+        if not isinstance(encoding, PositionEncoding):
             encoding = PositionEncoding(encoding, name="encoding")
         check_acts_in_attention("Attention", encoding.scheme)
-        deterministic = self.deterministic if deterministic is None else deterministic
-        if self.dropout_rate == 0:
-            deterministic = True
-        require(
-            deterministic is not None,
-            f"Attention: dropout_rate={self.dropout_rate} needs `deterministic`, in the call or "
-            "as an attribute.",
-        )
-        drop = not deterministic
+        drop = self.drops(deterministic)
         require(
             not drop or self.has_rng("dropout"), 'Attention: dropout needs rngs={"dropout": key}.'
         )
         heads = {"query": self.num_heads, "key": kv_heads, "value": kv_heads}
-        q, k, v = (
+        qkv = (
             dense(name, (n, self.head_dim), -1, self.kernel_init)(x) for name, n in heads.items()
         )
+        dropout_key = self.make_rng("dropout") if drop else None
         out, new = scheme_attention(
             encoding.scheme,
             encoding.values(),
-            q,
-            k,
-            v,
+            *qkv,
             x=x,
-            positions=positions,
-            coordinates=coordinates,
-            segment_ids=segment_ids,
             cache=cache,
-            tables=tables,
-            mask=mask,
-            is_causal=self.is_causal,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            dropout_rate=self.dropout_rate if drop else 0.0,
-            dropout_key=self.make_rng("dropout") if drop else None,
-            implementation=self.implementation,
+            **self.settings(dropout_key),
+            **options,
         )
         out_init = self.kernel_init if self.out_init is None else self.out_init
         y = dense("out", x.shape[-1], (-2, -1), out_init)(out)
         return y if new is None else (y, new)
-
-    def new_cache(
-        self,
-        batch: int,
-        capacity: int,
-        *,
-        model_dim: int | None = None,
-        dtype: Any = None,
-        coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
-        ring: bool = False,
-    ) -> KVCache:
-        """Returns an empty cache for this layer; see `posenc_jax.new_cache`.
-
-        Args:
-          batch: B.
-          capacity: number of slots.
-          model_dim: D, for schemes that read the layer's input.
-          dtype: of k and v. Default: the layer's.
-          coordinates: shaped like those that calls will be given, if they are.
-          ring: whether to write over the oldest tokens once full.
-        """
-        position = self.position
-        own = self.param_dtype if self.dtype is None else self.dtype
-        return new_cache(
-            position if isinstance(position, Scheme) else position.scheme,
-            batch,
-            capacity,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            model_dim=model_dim,
-            dtype=own if dtype is None else dtype,
-            coordinates=coordinates,
-            ring=ring,
-        )
 
 
 class AttentionFn(nn.Module):

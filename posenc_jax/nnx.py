@@ -1,6 +1,6 @@
 """Position encodings and attention as Flax NNX modules, for any scheme."""
 
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,10 @@ from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
 from posenc_jax.engine.implementation import Implementation
 from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
-from posenc_jax.functional import (
-    new_cache,
-    new_params,
-    scheme_attention,
-    scheme_embedding,
-    scheme_tables,
-)
+from posenc_jax.flax_layers import AttentionLayer, EncodingLayer
+from posenc_jax.functional import TokenOptions, new_params, scheme_attention
 from posenc_jax.mask import Window
-from posenc_jax.scheme import Scheme
+from posenc_jax.scheme import Params, Scheme, check_scheme
 
 _kernel_init = nnx.initializers.lecun_normal()
 
@@ -28,7 +23,7 @@ def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-class PositionEncoding(nnx.Module):
+class PositionEncoding(EncodingLayer, nnx.Module):
     """A scheme with its parameters; called, it encodes positions into token embeddings.
 
     Attributes:
@@ -51,46 +46,24 @@ class PositionEncoding(nnx.Module):
         Raises:
           TypeError: if `scheme` is not a `Scheme`.
         """
-        if not isinstance(scheme, Scheme):
-            raise TypeError(f"PositionEncoding: scheme must be a Scheme, got {scheme!r}.")
+        check_scheme("PositionEncoding", scheme)
         self.scheme = scheme
         self.params = nnx.data(jax.tree.map(nnx.Param, new_params(scheme, rngs.params())))
 
-    def values(self) -> Any:
+    def values(self) -> Params:
         """Returns the parameters as arrays."""
         return jax.tree.map(lambda p: p[...], self.params, is_leaf=_is_variable)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        positions: jax.Array | None = None,
-        coordinates: jax.Array | None = None,
-        *,
-        cache: KVCache | None = None,
-    ) -> jax.Array:
-        """Returns embeddings [B, T, D] with positions encoded, if the scheme acts there.
 
-        Args:
-          x: token embeddings [B, T, D].
-          positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
-          coordinates: what the scheme encodes. Default: the positions.
-          cache: the cache of an attention layer, before it is given these tokens.
-        """
-        return scheme_embedding(
-            self.scheme,
-            self.values(),
-            x,
-            positions=positions,
-            coordinates=coordinates,
-            cache=cache,
-        )
+class CallOptions(TokenOptions, total=False):
+    """Arguments of a call of `Attention`, except the cache."""
 
-    def tables(self, coordinates: jax.Array) -> Any:
-        """Returns arrays for `Attention(...)(tables=...)`; see `posenc_jax.scheme_tables`."""
-        return scheme_tables(self.scheme, self.values(), coordinates)
+    position: PositionEncoding | None
+    deterministic: bool | None
+    rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
 
 
-class Attention(nnx.Module):
+class Attention(AttentionLayer, nnx.Module):
     """Multi-head self-attention with any scheme, grouped heads, segments and a cache.
 
     >>> import posenc_jax as pe
@@ -132,17 +105,14 @@ class Attention(nnx.Module):
             `PositionEncoding` that several layers share.
           num_kv_heads: K, a divisor of N. Default: N.
           head_dim: H. Default: D / N.
-          is_causal, window, softcap: as in `posenc_jax.attention`.
+          is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
           scale: the factor on q . k. Default: the scheme's own.
           dropout_rate: share of the attention weights that are dropped.
           deterministic: whether to drop none, as in `nnx.MultiHeadAttention`; `train()` and
             `eval()` set it, and the argument of a call comes first.
-          use_bias: whether projections have biases.
-          dtype: of the computation. Default: that of the inputs and parameters.
-          param_dtype: of the projections; those of the scheme are float32.
-          kernel_init: of the projections of q, k and v.
+          use_bias, dtype, param_dtype, kernel_init: of the projections, as in
+            `nnx.LinearGeneral`. Parameters of the scheme are float32.
           out_init: of the output projection. Default: `kernel_init`.
-          implementation: as in `posenc_jax.attention`.
           rngs: for the keys of parameters, and of dropout where calls give none.
 
         Raises:
@@ -192,69 +162,38 @@ class Attention(nnx.Module):
 
     @overload
     def __call__(
-        self,
-        x: jax.Array,
-        *,
-        positions: jax.Array | None = None,
-        coordinates: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        cache: None = None,
-        tables: Any = None,
-        position: PositionEncoding | None = None,
-        mask: jax.Array | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        self, x: jax.Array, *, cache: None = None, **options: Unpack[CallOptions]
     ) -> jax.Array: ...
 
     @overload
     def __call__(
-        self,
-        x: jax.Array,
-        *,
-        positions: jax.Array | None = None,
-        coordinates: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        cache: KVCache,
-        tables: Any = None,
-        position: PositionEncoding | None = None,
-        mask: jax.Array | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        self, x: jax.Array, *, cache: KVCache, **options: Unpack[CallOptions]
     ) -> tuple[jax.Array, KVCache]: ...
 
     def __call__(
         self,
         x: jax.Array,
         *,
-        positions: jax.Array | None = None,
-        coordinates: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
         cache: KVCache | None = None,
-        tables: Any = None,
         position: PositionEncoding | None = None,
-        mask: jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        **options: Unpack[TokenOptions],
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
 
         Args:
           x: [B, T, D].
-          positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
-          coordinates: what the scheme encodes. Default: the positions.
-          segment_ids: integers [T] or [B, T], below zero for padding.
           cache: keys and values of earlier tokens; see `new_cache`.
-          tables: `PositionEncoding.tables` of these coordinates, computed once for all
-            layers.
           position: an encoding to use instead of the layer's own (for layers that share
             one under `nnx.scan`).
-          mask: bool [B or 1, N or 1, T, S], true where a query may see a key.
           deterministic: whether to drop no weights. Default: as the layer is set.
           rngs: for the dropout key. Default: those given to the constructor.
+          **options: `positions`, `coordinates`, `segment_ids`, `tables`, `mask`,
+            `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`.
 
         Raises:
-          ValueError: if `dropout_rate` is positive and neither the call nor the layer says
-            whether to drop, and for arguments that do not fit.
+          ValueError: for arguments that do not fit, and dropout without `deterministic` or rngs.
         """
         array_of_rank("Attention", "x", x, 3, "[B, T, D]")
         require(
@@ -263,85 +202,32 @@ class Attention(nnx.Module):
         )
         if position is None:
             position = self.position
+        elif not isinstance(position, PositionEncoding):
+            raise TypeError(
+                f"Attention: position must be a PositionEncoding in a call, got {position!r}."
+            )
         else:
             check_acts_in_attention("Attention", position.scheme)
-        dropout_key = self._dropout_key(deterministic, rngs)
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        dropout_key = self._dropout_key(rngs) if self.drops(deterministic) else None
+        qkv = self.query(x), self.key(x), self.value(x)
         out, new = scheme_attention(
             position.scheme,
             position.values(),
-            q,
-            k,
-            v,
+            *qkv,
             x=x,
-            positions=positions,
-            coordinates=coordinates,
-            segment_ids=segment_ids,
             cache=cache,
-            tables=tables,
-            mask=mask,
-            is_causal=self.is_causal,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
-            dropout_key=dropout_key,
-            implementation=self.implementation,
+            **self.settings(dropout_key),
+            **options,
         )
         return self.out(out) if new is None else (self.out(out), new)
 
-    def _dropout_key(
-        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
-    ) -> jax.Array | None:
-        """Returns the key of this call's dropout, None for no dropout."""
-        if self.dropout_rate == 0:
-            return None
-        deterministic = self.deterministic if deterministic is None else deterministic
-        if deterministic is None:
-            raise ValueError(
-                f"Attention: dropout_rate={self.dropout_rate} needs `deterministic`, in the call "
-                "or the constructor, or set by train() or eval()."
-            )
-        if deterministic:
-            return None
+    def _dropout_key(self, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array:
+        """Returns the key of this call's dropout."""
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
             raise ValueError("Attention: dropout needs rngs, in the call or the constructor.")
         stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
         return stream() if isinstance(stream, nnx.RngStream) else stream
-
-    def new_cache(
-        self,
-        batch: int,
-        capacity: int,
-        *,
-        position: PositionEncoding | None = None,
-        dtype: Any = None,
-        coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
-        ring: bool = False,
-    ) -> KVCache:
-        """Returns an empty cache for this layer; see `posenc_jax.new_cache`.
-
-        Args:
-          batch: B.
-          capacity: number of slots.
-          position: the encoding that calls will be given, if one.
-          dtype: of k and v. Default: the layer's.
-          coordinates: shaped like those that calls will be given, if they are.
-          ring: whether to write over the oldest tokens once full.
-        """
-        return new_cache(
-            (self.position if position is None else position).scheme,
-            batch,
-            capacity,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            model_dim=self.model_dim,
-            dtype=self.dtype if dtype is None else dtype,
-            coordinates=coordinates,
-            ring=ring,
-        )
 
 
 class AttentionFn(nnx.Module):
@@ -370,6 +256,7 @@ class AttentionFn(nnx.Module):
           ValueError: for a scheme with parameters without `rngs`.
         """
         if not isinstance(position, PositionEncoding):
+            check_scheme("AttentionFn", position)
             shapes = jax.eval_shape(position.init, jax.random.key(0))
             if rngs is None and jax.tree.leaves(shapes):
                 raise ValueError(f"AttentionFn: {position!r} has parameters, so it needs rngs.")

@@ -16,6 +16,7 @@ import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 
+KEY = jax.random.key(0)
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
 IN_STOCK = [
     name
@@ -146,6 +147,21 @@ def test_tables_of_an_encoding_serve_all_layers(x):
     chex.assert_trees_all_equal(of_linen, tables)
     out = module.apply(variables, x, positions=at, tables=of_linen)
     np.testing.assert_allclose(out, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prefix_length": jnp.array([3, 5])}, {"sinks": jnp.ones(N)}],
+    ids=["prefix", "sinks"],
+)
+def test_options_of_attention_are_passed_on(options, x):
+    layer = nnx_layer(pe.RoPE(H))
+    q, k, v = (project(x) for project in (layer.query, layer.key, layer.value))
+    out, _ = pe.scheme_attention(pe.RoPE(H), {}, q, k, v, is_causal=True, **options)
+    np.testing.assert_allclose(layer(x, **options), layer.out(out), atol=1e-5)
+    in_linen = linen_layer(pe.RoPE(H)).apply(from_nnx(layer), x, **options)
+    np.testing.assert_allclose(in_linen, layer.out(out), atol=1e-5)
+    assert np.abs(layer(x) - layer.out(out)).max() > 1e-3
 
 
 def test_decoding_in_nnx_and_linen(kind, x):
@@ -286,6 +302,19 @@ def test_errors_name_the_argument_and_the_value(x):
         nnx_layer(pe.NoPE())(x[0])
     with pytest.raises(TypeError, match="scheme must be a Scheme, got 'rope'"):
         pn.PositionEncoding("rope", rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="scheme must be a Scheme, got 'rope'"):
+        pn.AttentionFn("rope")
+    for module in (pl.PositionEncoding("rope"), linen_layer("rope")):
+        with pytest.raises(TypeError, match="scheme must be a Scheme, got 'rope'"):
+            module.init(jax.random.key(0), x)
+    with pytest.raises(TypeError, match=r"position must be a PositionEncoding in .*got RoPE\("):
+        nnx_layer(pe.NoPE())(x, position=pe.RoPE(H))
+    for call in (
+        nnx_layer(pe.NoPE()),
+        lambda x, **rest: linen_layer(pe.NoPE()).init(KEY, x, **rest),
+    ):
+        with pytest.raises(TypeError, match=r"unknown argument 'postions'; it takes .*positions"):
+            call(x, postions=jnp.arange(T))
 
 
 def test_dropout_is_set_by_train_and_eval(x):

@@ -107,8 +107,26 @@ def test_a_new_cache_is_shaped_like_k_and_v():
     cache = pe.new_cache(ALIBI, 2, 9, num_heads=6, head_dim=8, dtype=jnp.bfloat16)
     assert cache.k.shape == cache.v.shape == (2, 9, 6, 8) and cache.k.dtype == jnp.bfloat16
     assert new_cache().k.shape == (2, 9, 3, 8)
-    axes = new_cache(coordinates=jnp.zeros((3, 2, 7)))
-    assert axes.coordinates.shape == (3, 2, 9) and axes.coordinates.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype, stored", [("f8", "f4"), ("f4", "f4"), ("i8", "i4"), ("u1", "i4")])
+@pytest.mark.parametrize("lead", [(), (1,), (2,), (3, 2)])
+def test_a_new_cache_stores_coordinates_as_calls_give_them(lead, dtype, stored):
+    cache = new_cache(coordinates=np.zeros((*lead, 7), dtype))
+    assert cache.coordinates.shape == (*lead[:-1], 2, 9) and cache.coordinates.dtype == stored
+
+
+def test_a_cache_takes_the_coordinates_that_it_was_made_for():
+    at = np.arange(7) / 2
+    out, _ = attend(coordinates=at, cache=new_cache(coordinates=at))
+    np.testing.assert_allclose(out, attend(coordinates=at)[0], atol=1e-5)
+
+
+def test_a_new_cache_of_a_scheme_that_reads_x_needs_its_width():
+    with pytest.raises(
+        ValueError, match=r"new_cache: FoX\(.*\) reads x, so the cache needs model_d"
+    ):
+        new_cache(pe.FoX(num_heads=6, model_dim=20))
 
 
 def test_an_overflowing_cache_raises_and_is_nan_under_jit():
@@ -209,7 +227,7 @@ def test_tables_may_be_computed_once_for_all_calls(wrap, raw):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"causal": True}, TypeError, "unknown argument 'causal'; of attention it takes dropout"),
+        ({"causal": True}, TypeError, "unknown argument 'causal'; it takes cache, contig"),
         ({"q_positions": jnp.arange(7)}, TypeError, "unknown argument 'q_positions'"),
         ({"rules": ()}, TypeError, "unknown argument 'rules'"),
     ],
@@ -284,6 +302,14 @@ class Outdated(pe.Scheme):
     "scheme, params, error, message",
     [
         (pe.T5(num_heads=6), {}, ValueError, r"params lack \['table'\] of T5\(num.*make them with"),
+        (
+            pe.T5(num_heads=6),
+            None,
+            ValueError,
+            r"params lack \['table'\] of T5\(num.*make them with",
+        ),
+        (pe.RoPE, {}, TypeError, "scheme must be a Scheme, got <class .*RoPE"),
+        ("rope", {}, TypeError, "scheme must be a Scheme, got 'rope'"),
         (pe.chain(ROPE, SHAW), ({}, {}), ValueError, r"params lack \[1\]\['keys'\], \[1\]\['val"),
         (Listed([1.0]), {}, TypeError, r"settings of Listed\(.*\) must be hashable; use tuples"),
         (
@@ -295,7 +321,7 @@ class Outdated(pe.Scheme):
             r"got \(self, params, q, coordinates\)",
         ),
     ],
-    ids=["missing", "missing in a chain", "list", "hook"],
+    ids=["missing", "none", "class", "name", "missing in a chain", "list", "hook"],
 )
 def test_malformed_schemes_and_parameters_are_named(scheme, params, error, message):
     with pytest.raises(error, match=message):
@@ -354,6 +380,23 @@ def test_errors_name_the_argument_and_what_was_given(options, error, message):
         attend(**options)
 
 
+@pytest.mark.parametrize(
+    "name, array, message",
+    [
+        ("q", Q[0], r"q must be \[B, T, N, H\], got shape \(7, 6, 8\)"),
+        ("k", K[0], r"k must be \[B, T, K, H\], got shape \(7, 3, 8\)"),
+        ("v", V[:, :5], r"v must be \[B, T, K, V\] with the B and T of q .*got \(2, 5, 3, 8\)"),
+        ("x", np.zeros((7, 20)), r"x must be \[B, T, D\], got shape \(7, 20\)"),
+        # It would be broadcast: all rows would get the coordinates of one.
+        ("x", np.zeros((1, 7, 20)), r"x must be \[B, T, D\] with the B and T .*got \(1, 7, 20\)"),
+    ],
+)
+def test_arrays_of_other_tokens_than_those_of_q_are_refused(name, array, message):
+    arrays = {"q": Q, "k": K, "v": V, "x": np.zeros((2, 7, 20))} | {name: array}
+    with pytest.raises(ValueError, match=f"scheme_attention: {message}"):
+        pe.scheme_attention(pe.NoPE(), {}, **arrays)
+
+
 def test_errors_of_the_embedding():
     x, waves = jnp.zeros((2, 7, 4)), pe.Sinusoidal(model_dim=4)
 
@@ -368,6 +411,8 @@ def test_errors_of_the_embedding():
         embed(coordinates=jnp.arange(6))
     with pytest.raises(TypeError, match="scheme_embedding: positions must be integers, got float"):
         embed(positions=jnp.zeros(7))
+    with pytest.raises(ValueError, match=r"scheme_embedding: positions must be .*got \(1, 6\)"):
+        embed(positions=jnp.arange(6), coordinates=jnp.arange(7))
 
 
 def test_the_embedding_reads_coordinates_before_positions():

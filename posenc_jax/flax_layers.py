@@ -1,0 +1,143 @@
+"""What the modules of NNX and Linen share."""
+
+from typing import Any, Unpack
+
+import jax
+
+from posenc_jax.cache import KVCache
+from posenc_jax.engine.implementation import Implementation
+from posenc_jax.functional import (
+    CacheOptions,
+    LayerOptions,
+    new_cache,
+    scheme_embedding,
+    scheme_tables,
+)
+from posenc_jax.mask import Window
+from posenc_jax.scheme import Params, Scheme
+
+
+class EncodingLayer:
+    """A `PositionEncoding`: a scheme with its parameters."""
+
+    scheme: Scheme
+
+    def values(self) -> Params:
+        """Returns the parameters as arrays."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None = None,
+        coordinates: jax.Array | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> jax.Array:
+        """Encodes positions into token embeddings, as `posenc_jax.scheme_embedding`.
+
+        Args:
+          x: [B, T, D].
+          positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
+          coordinates: what the scheme encodes. Default: the positions.
+          cache: the cache of an attention layer, before it is given these tokens.
+
+        Returns:
+          [B, T, D]; x for a scheme that does not act on the embedding.
+        """
+        return scheme_embedding(
+            self.scheme,
+            self.values(),
+            x,
+            positions=positions,
+            coordinates=coordinates,
+            cache=cache,
+        )
+
+    def tables(self, coordinates: jax.Array) -> Any:
+        """Returns arrays for `Attention(...)(tables=...)`; see `posenc_jax.scheme_tables`."""
+        return scheme_tables(self.scheme, self.values(), coordinates)
+
+
+class AttentionLayer:
+    """An `Attention`: its settings for `scheme_attention`."""
+
+    position: Any
+    num_heads: int
+    num_kv_heads: int | None
+    head_dim: int
+    model_dim: int | None = None
+    dtype: Any
+    param_dtype: Any
+    is_causal: bool
+    window: Window
+    softcap: float | None
+    scale: float | None
+    dropout_rate: float
+    deterministic: bool | None
+    implementation: str | Implementation | None
+
+    def drops(self, deterministic: bool | None) -> bool:
+        """Returns whether a call drops weights.
+
+        Raises:
+          ValueError: if neither the call nor the layer says whether to.
+        """
+        if self.dropout_rate == 0:
+            return False
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                f"Attention: dropout_rate={self.dropout_rate} needs `deterministic`, in the call "
+                "or the constructor; in NNX train() and eval() set it, too."
+            )
+        return not deterministic
+
+    def settings(self, dropout_key: jax.Array | None) -> LayerOptions:
+        """Returns the arguments of `scheme_attention` that are the same in all calls.
+
+        Args:
+          dropout_key: of this call; None for no dropout.
+        """
+        return {
+            "is_causal": self.is_causal,
+            "window": self.window,
+            "softcap": self.softcap,
+            "scale": self.scale,
+            "dropout_rate": 0.0 if dropout_key is None else self.dropout_rate,
+            "dropout_key": dropout_key,
+            "implementation": self.implementation,
+        }
+
+    def new_cache(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        position: EncodingLayer | None = None,
+        model_dim: int | None = None,
+        dtype: Any = None,
+        **options: Unpack[CacheOptions],
+    ) -> KVCache:
+        """Returns an empty cache for this layer.
+
+        Args:
+          batch, capacity: B and the number of slots.
+          position: the encoding that calls of an NNX layer will be given, if one.
+          model_dim: D, which Linen layers need for schemes that read their input.
+          dtype: of k and v. Default: the layer's.
+          **options: `coordinates` and `ring`, as in `posenc_jax.new_cache`.
+        """
+        encoding = self.position if position is None else position
+        own = self.param_dtype if self.dtype is None else self.dtype
+        return new_cache(
+            encoding if isinstance(encoding, Scheme) else encoding.scheme,
+            batch,
+            capacity,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            model_dim=self.model_dim if model_dim is None else model_dim,
+            dtype=own if dtype is None else dtype,
+            **options,
+        )
