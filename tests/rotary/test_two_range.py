@@ -134,7 +134,9 @@ def test_softcap_is_refused(scheme, tokens):
     with pytest.raises(NotImplementedError, match=f"{scheme.name}: softcap"):
         output(scheme, {}, tokens, softcap=20.0)
     with pytest.raises(ValueError, match=f"{scheme.name}: return_lse"):
-        output(scheme, {}, tokens, return_lse=True)
+        at = jnp.arange(tokens.q.shape[1])[None]
+        call = pe.AttentionCall(return_lse=True)
+        scheme.attend({}, tokens.q, tokens.k, tokens.v, at, at, None, None, call)
 
 
 @each
