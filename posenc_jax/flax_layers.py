@@ -5,7 +5,7 @@ from typing import Any, Unpack
 import jax
 
 from posenc_jax.cache import KVCache
-from posenc_jax.engine.implementation import Implementation
+from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional import (
     CacheOptions,
     LayerOptions,

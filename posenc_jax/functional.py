@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.implementation import Implementation
-from posenc_jax.engine.problem import zero_where
+from posenc_jax.engine.problem import Implementation, zero_where
 from posenc_jax.mask import Window, window_sides
 from posenc_jax.positions import count_up
 from posenc_jax.scheme import Acts, Params, Scheme, check_scheme

@@ -9,7 +9,7 @@ from flax import nnx
 from posenc_jax.additive.none import NoPE
 from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
-from posenc_jax.engine.implementation import Implementation
+from posenc_jax.engine.problem import Implementation
 from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
 from posenc_jax.flax_layers import AttentionLayer, EncodingLayer
 from posenc_jax.functional import TokenOptions, new_params, scheme_attention

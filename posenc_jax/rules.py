@@ -53,6 +53,7 @@ class Rule(abc.ABC):
       scaled: whether the term is multiplied by the logit scale, as q . k is.
       whole_rows: whether the rule needs all logits of a query at once.
       adds_values: whether the rule adds to the values.
+      bounds: `(low, high)`; distances beyond them are as the ends are. None: no bound.
       normalized: whether the weights are a softmax of the logits.
     """
 
@@ -61,6 +62,7 @@ class Rule(abc.ABC):
     q_features: Any = None
     k_features: Any = None
     scaled: bool = False
+    bounds: tuple[int | None, int | None] = _NO_BOUNDS
     whole_rows: bool = False
     adds_values: bool = False
     normalized: bool = True
@@ -87,6 +89,11 @@ class Rule(abc.ABC):
                 f"attention: {name}.heads must be [N, ...] = ({heads}, ...), "
                 f"got {jnp.shape(leaf)}.",
             )
+        low, high = self.bounds
+        require(
+            low is None or high is None or low <= high,
+            f"attention: {name}.bounds must be (low, high) with low <= high, got {self.bounds}.",
+        )
         wanted = sizes.batch, sizes.length, heads
         for leaf in jax.tree.leaves(self.q_features):
             require(
@@ -154,8 +161,8 @@ def _slice(tree: Any, axes: int) -> Any:
 
 def _check_function(
     what: str, function: Callable, signature: str, arguments: tuple, sizes: Sizes, wanted: tuple
-) -> None:
-    """Raises unless `function(*arguments)` returns a number of shape `wanted`."""
+) -> Any:
+    """Returns the type of `function(*arguments)`; raises unless it has the shape `wanted`."""
     name = getattr(function, "__name__", repr(function))
     try:
         inspect.signature(function).bind(*arguments)
@@ -171,6 +178,7 @@ def _check_function(
         raise ValueError(f"{said}: {error}") from error
     got = getattr(out, "shape", None)
     require(got == wanted, f"{said}, got {'no array' if got is None else f'shape {got}'}.")
+    return out
 
 
 def _coordinates(sizes: Sizes, *lead: int) -> jax.ShapeDtypeStruct:
@@ -673,6 +681,7 @@ class ValueBias(Rule):
         return dataclasses.replace(self, bucket=bucket, relative=False, bounds=_NO_BOUNDS)
 
     def check(self, sizes):
+        super().check(sizes)
         wanted = (sizes.num_heads, self.table.shape[1], sizes.value_dim)
         require(
             self.table.shape == wanted,
@@ -680,7 +689,12 @@ class ValueBias(Rule):
         )
         token = _coordinates(sizes)
         signature = "bucket(q, k) -> int32 scalar"
-        _check_function("ValueBias.bucket", self.bucket, signature, (token, token), sizes, ())
+        what = "ValueBias.bucket"
+        out = _check_function(what, self.bucket, signature, (token, token), sizes, ())
+        require(
+            jnp.issubdtype(out.dtype, jnp.integer),
+            f"attention: {what} must return an integer, got {out.dtype}.",
+        )
 
     def lower(self, layout):
         table, by = self.table.astype(jnp.float32), None

@@ -17,6 +17,7 @@ Context. 2023. https://arxiv.org/abs/2310.01889
 Zig-zag order: zhuzilin/ring-flash-attention, 2024.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -25,25 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.checks import divides, require
-from posenc_jax.engine.api import run
-from posenc_jax.engine.implementation import Implementation
-from posenc_jax.engine.problem import Problem, make_problem
+from posenc_jax.engine.api import AttentionCall, make_problem, run
+from posenc_jax.engine.problem import Implementation, Problem
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.ops.partition import combine, partition
 from posenc_jax.rules import as_tuple
 
 _OPTIONS = {
-    "q_coordinates": None,
-    "k_coordinates": None,
-    "q_segment_ids": None,
-    "k_segment_ids": None,
-    "is_causal": False,
-    "window": None,
-    "prefix_length": None,
-    "scale": None,
-    "softcap": None,
+    *("rules", "q_coordinates", "k_coordinates", "q_segment_ids", "k_segment_ids", "is_causal"),
+    *("window", "prefix_length", "scale", "softcap", "implementation"),
 }
-"""Further arguments of `attention`, and their defaults."""
+"""Arguments of `attention` that are passed on."""
 
 
 def sequence_parallel_attention(
@@ -89,24 +82,15 @@ def sequence_parallel_attention(
                 f"sequence_parallel_attention: {name} is not supported; a shard does not know "
                 "its slots in the whole sequence."
             )
-    implementation = options.pop("implementation", None)
-    unknown = sorted(options.keys() - _OPTIONS.keys() - {"rules"})
+    unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise TypeError(f"sequence_parallel_attention: unknown argument {unknown[0]!r}.")
-    problem = make_problem(
-        q,
-        k,
-        v,
-        rules=as_tuple(options.pop("rules", ())),
-        mask=None,
-        q_positions=q_positions,
-        k_positions=k_positions,
-        contiguous=False,
-        sinks=None,
-        dropout_rate=0.0,
-        dropout_key=None,
-        **(_OPTIONS | options),
+    rules, implementation = as_tuple(options.pop("rules", ())), options.pop("implementation", None)
+    call = AttentionCall(
+        q_positions=q_positions, k_positions=k_positions, contiguous=False, sinks=sinks, **options
     )
+    problem = make_problem(q, k, v, rules, call)
+    sinks, problem = problem.sinks, dataclasses.replace(problem, sinks=None)
     if method == "ring" and problem.whole_rows:
         raise NotImplementedError(
             "sequence_parallel_attention: rules on whole rows of logits need all keys of a query "
@@ -122,7 +106,7 @@ def sequence_parallel_attention(
         out, lse = _ring(axis_name, implementation, diff, nondiff)
     if sinks is not None:
         # Sinks are a part of the softmax without values.
-        sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[None, None], lse.shape)
+        sinks = jnp.broadcast_to(sinks[None, None], lse.shape)
         out = out.astype(jnp.float32)
         out = merge_partial_softmax([out, jnp.zeros_like(out)], [lse, sinks])
     return out.astype(q.dtype)
@@ -235,8 +219,8 @@ def zigzag(length: int, shards: int) -> np.ndarray:
 def carried_in(total: jax.Array, axis_name: str) -> jax.Array:
     """Returns the sum of `total` over the devices before this one (0 on the first).
 
-    The start of a running sum, such as FoX's, on a contiguous shard: give `side` this as
-    its state, made of what `side` without a state returns.
+    The start of a running sum, such as FoX's, on a contiguous shard: call `Scheme.features`
+    without a state for `total`, and again with this as its state.
 
     Args:
       total: what this device's tokens add, any shape.

@@ -482,8 +482,15 @@ def content(heads=6, q_features=Q, k_features=None):
             ValueError,
             r"mask must be .*\(2, 6, 7, 7\), got \(7, 7",
         ),
+        ({"mask": [[[[True] * 7] * 7]]}, TypeError, "mask must be an array, got list"),
+        ({"q": [[[[0.0] * 8] * 6] * 7] * 2}, TypeError, "q must be an array, got list"),
         ({"window": 0}, ValueError, "window must be at least 1 token, got 0"),
+        ({"is_causal": "no"}, TypeError, "is_causal must be True or False, got 'no'"),
+        ({"contiguous": 1}, TypeError, "contiguous must be True or False, got 1"),
         ({"softcap": 0.0}, ValueError, "softcap must be positive, got 0.0"),
+        ({"softcap": float("inf")}, ValueError, "softcap must be finite, got inf"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+        ({"dropout_rate": None}, TypeError, "dropout_rate must be a Python number"),
         ({"sinks": jnp.zeros(4)}, ValueError, r"sinks must be \[N\] = \(6,\), got \(4,\)"),
         ({"scale": jnp.float32(1)}, TypeError, "scale must be a Python number; multiply q by"),
         ({"dropout_rate": 1.0}, ValueError, r"dropout_rate must be in \[0, 1\), got 1.0"),
@@ -504,6 +511,16 @@ def content(heads=6, q_features=Q, k_features=None):
             {"q_coordinates": jnp.zeros((3, 2, 7)), "rules": ALIBI.rules({})},
             ValueError,
             r"LogitBias.rule .* must return one number for coordinates of 3 axes, got shape \(3,",
+        ),
+        (
+            {"rules": dataclasses.replace(ALIBI.rules({}), relative=True, bounds=(3, 0))},
+            ValueError,
+            r"LogitBias.bounds must be \(low, high\) with low <= high, got \(3, 0\)",
+        ),
+        (
+            {"rules": pe.ValueBias(lambda q, k: q.astype("f4"), jnp.zeros((6, 1, 8)))},
+            ValueError,
+            "ValueBias.bucket must return an integer, got float32",
         ),
         ({"q_segment_ids": jnp.zeros(7)}, TypeError, "q_segment_ids must be integers, got float32"),
         ({"implementation": "fast"}, ValueError, "implementation must be None or one of .*'fast'"),
@@ -536,6 +553,24 @@ def test_attention_refuses(options, error, message):
 def test_fewer_queries_than_keys_need_positions(options, message):
     with pytest.raises(ValueError, match=f"attention: {message}"):
         pe.attention(Q[:, :3], K, V, **options)
+
+
+@pytest.mark.parametrize(
+    "numpy, python",
+    [
+        ({"window": np.int64(3)}, {"window": 3}),
+        ({"window": (np.int64(4), 2)}, {"window": (4, 2)}),
+        ({"scale": np.float32(0.5)}, {"scale": 0.5}),
+        ({"softcap": np.float32(2)}, {"softcap": 2}),
+        ({"sinks": [0.0] * 6}, {"sinks": jnp.zeros(6)}),
+    ],
+    ids=str,
+)
+def test_numbers_of_numpy_are_those_of_python(numpy, python):
+    """Static numbers are parts of a jitted function's cache key, which must compare them."""
+    outs = [pe.attention(Q, K, V, window=(5, 2))]
+    outs += [pe.attention(Q, K, V, **options) for options in (numpy, python, numpy)]
+    np.testing.assert_array_equal(outs[1], outs[2])
 
 
 def test_cross_attention_needs_no_positions():

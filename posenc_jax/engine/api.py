@@ -2,16 +2,27 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, Self, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
-from posenc_jax.engine.implementation import Implementation
-from posenc_jax.engine.implementations import choose, find
-from posenc_jax.engine.problem import Problem, make_problem
-from posenc_jax.mask import Window
+from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
+from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.jax_nn import JaxNN
+from posenc_jax.engine.problem import Implementation, Problem
+from posenc_jax.engine.reference import Reference
+from posenc_jax.engine.xla import XLA
+from posenc_jax.mask import Window, window_sides
 from posenc_jax.rules import Rule, as_tuple
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    made.name: made for made in (Reference(), Dense(), XLA(), JaxNN())
+}
+"""Implementations by the word for `attention(implementation=...)`."""
 
 
 @overload
@@ -100,11 +111,7 @@ def attention(
     >>> pe.attention(q, k, v, rules=pe.ALiBi(num_heads=2).rules({}), is_causal=True).shape
     (1, 5, 2, 4)
     """
-    problem = make_problem(
-        q,
-        k,
-        v,
-        rules=as_tuple(rules),
+    call = AttentionCall(
         mask=mask,
         q_positions=q_positions,
         k_positions=k_positions,
@@ -121,63 +128,10 @@ def attention(
         sinks=sinks,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
+        return_lse=return_lse,
+        implementation=implementation,
     )
-    if not problem.normalized and (return_lse or sinks is not None):
-        raise NotImplementedError(
-            "attention: a rule replaces the softmax, so there is no log-sum-exp to return and none "
-            "for sinks to take a share of."
-        )
-    out, lse = run(problem, implementation)
-    return (out, lse) if return_lse else out
-
-
-def run(
-    problem: Problem, implementation: str | Implementation | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns output and log-sum-exp of a problem; see `Implementation.__call__`.
-
-    Raises:
-      NotImplementedError: if the implementation does not support the problem.
-    """
-    given = implementation is not None
-    chosen = find(implementation) if given else choose(problem, jax.default_backend())
-    reason = chosen.supports(problem)
-    if reason is not None:
-        raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
-    try:
-        return _run(chosen, problem)
-    except TypeError as error:
-        if "custom_vjp" not in str(error):
-            raise
-        raise NotImplementedError(
-            "attention: tiles have reverse mode, and forward mode over it; for forward mode "
-            'alone use implementation="reference".'
-        ) from error
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, jax.Array]:
-    """Runs an implementation; on an explicit mesh its inside is left to the compiler.
-
-    Rules are written for scalars and have no sharding. The output is sharded as q is. Jitted,
-    so that calls outside of `jit` compile once.
-    """
-    sizes = problem.sizes()
-    for rule in problem.rules:
-        rule.check(sizes)
-    problem = problem.without_padding_queries()
-    if 0 in (sizes.batch, sizes.length, sizes.keys):
-        shape = (*problem.q.shape[:3], sizes.value_dim)
-        return jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf)
-    sharding = jax.typeof(problem.q).sharding
-    spec = sharding.spec
-    if not any(spec):
-        return implementation(problem)
-    rows = jax.sharding.PartitionSpec(*spec[:3])
-    out = jax.sharding.PartitionSpec(*spec[:3], None)
-    with jax.sharding.use_abstract_mesh(sharding.mesh):
-        run = jax.sharding.auto_axes(implementation.__call__, out_sharding=(out, rows))
-        return run(problem)
+    return call(q, k, v, rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +168,341 @@ class AttentionCall:
         self, q: jax.Array, k: jax.Array, v: jax.Array, rules: Rule | tuple[Rule, ...] = ()
     ) -> Any:
         """Returns `attention` of q, k and v with these rules and all fields as arguments."""
-        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        rules = (*as_tuple(rules), *options.pop("extra_rules"))
-        return attention(q, k, v, rules=rules, **options)
+        problem = make_problem(q, k, v, (*as_tuple(rules), *self.extra_rules), self)
+        if self.return_lse and not problem.normalized:
+            raise NotImplementedError(
+                "attention: a rule replaces the softmax, so there is no log-sum-exp to return."
+            )
+        out, lse = run(problem, self.implementation)
+        return (out, lse) if self.return_lse else out
 
     def replace(self, **changes: Any) -> Self:
         """Returns the call with some arguments changed."""
         return dataclasses.replace(self, **changes)
+
+
+def run(
+    problem: Problem, implementation: str | Implementation | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns output and log-sum-exp of a problem; see `Implementation.__call__`.
+
+    Raises:
+      NotImplementedError: if the implementation does not support the problem.
+    """
+    if implementation is None:
+        chosen = choose(problem, jax.default_backend())
+    else:
+        chosen = find(implementation)
+    reason = chosen.supports(problem)
+    if reason is not None:
+        raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
+    try:
+        return _run(chosen, problem)
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise NotImplementedError(
+            "attention: tiles have reverse mode, and forward mode over it; for forward mode "
+            'alone use implementation="reference".'
+        ) from error
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    """Runs an implementation; on an explicit mesh its inside is left to the compiler.
+
+    Rules are written for scalars and have no sharding. The output is sharded as q is. Jitted,
+    so that calls outside of `jit` compile once.
+    """
+    sizes = problem.sizes()
+    for rule in problem.rules:
+        rule.check(sizes)
+    shape = (*problem.q.shape[:3], sizes.value_dim)
+    if 0 in (*shape, sizes.keys):
+        return jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf)
+    problem = problem.without_padding_queries()
+    sharding = jax.typeof(problem.q).sharding
+    spec = sharding.spec
+    if not any(spec):
+        return implementation(problem)
+    rows = jax.sharding.PartitionSpec(*spec[:3])
+    out = jax.sharding.PartitionSpec(*spec[:3], None)
+    with jax.sharding.use_abstract_mesh(sharding.mesh):
+        run = jax.sharding.auto_axes(implementation.__call__, out_sharding=(out, rows))
+        return run(problem)
+
+
+def find(implementation: str | Implementation) -> Implementation:
+    """Returns the implementation of a word, or the value given.
+
+    Raises:
+      ValueError: for an unknown word.
+      TypeError: for anything else.
+    """
+    if isinstance(implementation, Implementation):
+        return implementation
+    if not isinstance(implementation, str):
+        raise TypeError(
+            "attention: implementation must be a word, an Implementation or None, "
+            f"got {implementation!r}."
+        )
+    require(
+        implementation in IMPLEMENTATIONS,
+        f"attention: implementation must be None or one of {tuple(IMPLEMENTATIONS)}, "
+        f"got {implementation!r}.",
+    )
+    return IMPLEMENTATIONS[implementation]
+
+
+def choose(problem: Problem, platform: str) -> Implementation:
+    """Returns the fastest implementation for a problem on a platform.
+
+    Whole rows for a decode step and for what is smaller than any tile worth compiling, tiles
+    for all else. Measured on CPU, forward and backward with a learned bias: tiles are ahead
+    from T = 32 on. Nothing was measured on other platforms yet.
+
+    Args:
+      problem: what to compute.
+      platform: "cpu", "gpu" or "tpu".
+    """
+    small = problem.length == 1 or problem.length * problem.keys < 32 * 32
+    order = ("dense", "xla") if small else ("xla", "dense")
+    candidates = (IMPLEMENTATIONS[name] for name in order)
+    return next(found for found in candidates if found.supports(problem) is None)
+
+
+def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Problem:
+    """Checks the arguments of `attention` and brings them to one form."""
+    _check_arrays(q, k, v)
+    _check_rules(rules)
+    _check_numbers(call)
+    batch, length, num_heads, dim = q.shape
+    keys = k.shape[1]
+    if call.mask is not None:
+        _check_mask(call.mask, (batch, num_heads, length, keys))
+    sinks, prefix, key = call.sinks, call.prefix_length, call.dropout_key
+    if sinks is not None:
+        sinks = jnp.asarray(sinks, jnp.float32)
+        wanted = (num_heads,)
+        require(
+            sinks.shape == wanted, f"attention: sinks must be [N] = {wanted}, got {sinks.shape}."
+        )
+        if not all(rule.normalized for rule in rules):
+            raise NotImplementedError(
+                "attention: a rule replaces the softmax, so there is none for sinks to take a "
+                "share of."
+            )
+    if prefix is not None:
+        array_of_rank("attention", "prefix_length", prefix, 1, "[B]")
+        prefix = integer_positions("attention", prefix, "prefix_length")
+        require(
+            prefix.shape == (batch,),
+            f"attention: prefix_length must be [B] = ({batch},), got {prefix.shape}.",
+        )
+        require(
+            call.is_causal or call.window is not None,
+            "attention: prefix_length does nothing without is_causal or a window.",
+        )
+    return Problem(
+        q=q,
+        k=k,
+        v=v,
+        rules=rules,
+        mask=call.mask,
+        prefix_length=prefix,
+        sinks=sinks,
+        dropout_seed=None if key is None else jax.random.bits(key, (2,), jnp.uint32),
+        q_slots=jnp.arange(length, dtype=jnp.int32)[None],
+        k_slots=jnp.arange(keys, dtype=jnp.int32)[None],
+        is_causal=bool(call.is_causal),
+        window=window_sides(call.window),
+        scale=dim**-0.5 if call.scale is None else float(call.scale),
+        softcap=None if call.softcap is None else float(call.softcap),
+        dropout_rate=float(call.dropout_rate),
+        **_tokens(batch, length, keys, bool(rules), call),
+    )
+
+
+def _check_arrays(q, k, v) -> None:
+    for name, x, axes in (
+        ("q", q, "[B, T, N, H]"),
+        ("k", k, "[B, S, K, H]"),
+        ("v", v, "[B, S, K, V]"),
+    ):
+        if not jnp.issubdtype(_dtype(name, x), jnp.floating):
+            raise TypeError(f"attention: {name} must be floating point, got {x.dtype}.")
+        array_of_rank("attention", name, x, 4, axes)
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    num_heads, kv_heads = q.shape[2], k.shape[2]
+    require(k.shape[:3] == v.shape[:3], f"attention: k and v differ in B, S or K: {shapes}.")
+    require(k.shape[0] == q.shape[0], f"attention: q and k differ in batch size: {shapes}.")
+    require(k.shape[3] == q.shape[3], f"attention: q and k differ in head dim: {shapes}.")
+    require(
+        kv_heads > 0 and num_heads % kv_heads == 0,
+        f"attention: {num_heads} query heads are no multiple of {kv_heads} key heads.",
+    )
+
+
+def _dtype(name: str, x) -> Any:
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"attention: {name} must be an array, got {type(x).__name__}.")
+    return x.dtype
+
+
+def _check_rules(rules: tuple) -> None:
+    for rule in rules:
+        if isinstance(rule, Rule):
+            continue
+        if hasattr(rule, "shape"):
+            raise TypeError(
+                f"attention: rules must be rules such as LogitBias, got an array of shape "
+                f"{rule.shape}; to add a dense bias, write a LogitBias whose rule indexes it."
+            )
+        raise TypeError(
+            f"attention: rules must be rules such as LogitBias, got {type(rule).__name__}; of a "
+            "scheme, give scheme.rules(params), or use scheme_attention."
+        )
+    for trait, what in (
+        ("whole_rows", "transforms whole rows of logits"),
+        ("adds_values", "adds to the values"),
+    ):
+        found = [rule for rule in rules if getattr(rule, trait)]
+        require(len(found) < 2, f"attention: more than one rule {what}: {found}.")
+
+
+def _check_mask(mask, wanted: tuple[int, int, int, int]) -> None:
+    if not jnp.issubdtype(_dtype("mask", mask), jnp.bool_):
+        raise TypeError(
+            f"attention: mask must be bool, got {mask.dtype}; add numbers to logits by `rules`."
+        )
+    require(
+        mask.ndim == 4
+        and all(m in (1, w) for m, w in zip(mask.shape[:2], wanted, strict=False))
+        and mask.shape[2:] == wanted[2:],
+        f"attention: mask must be [B or 1, N or 1, T, S] = {wanted}, got {mask.shape}; padding "
+        "goes into segment_ids, see posenc_jax.positions.from_padding_mask.",
+    )
+
+
+def _check_numbers(call: AttentionCall) -> None:
+    """Checks the arguments that are static."""
+    for name in ("is_causal", "contiguous"):
+        flag = getattr(call, name)
+        if not isinstance(flag, bool | np.bool_) and not (name == "contiguous" and flag is None):
+            raise TypeError(f"attention: {name} must be True or False, got {flag!r}.")
+    for name, hint in (
+        ("scale", "multiply q by an array"),
+        ("softcap", "it is static"),
+        ("dropout_rate", "it is static"),
+    ):
+        x = getattr(call, name)
+        if x is None and name != "dropout_rate":
+            continue
+        if not isinstance(x, int | float | np.number):
+            raise TypeError(f"attention: {name} must be a Python number; {hint}.")
+        require(math.isfinite(x), f"attention: {name} must be finite, got {x}.")
+    rate, key, softcap = call.dropout_rate, call.dropout_key, call.softcap
+    require(0.0 <= rate < 1.0, f"attention: dropout_rate must be in [0, 1), got {rate}.")
+    require(
+        (rate > 0) == (key is not None),
+        f"attention: dropout_rate and dropout_key go together, got dropout_rate={rate} and "
+        f"{'no' if key is None else 'a'} dropout_key.",
+    )
+    require(softcap is None or softcap > 0, f"attention: softcap must be positive, got {softcap}.")
+
+
+def _tokens(
+    batch: int, length: int, keys: int, has_rules: bool, call: AttentionCall
+) -> dict[str, Any]:
+    """Returns positions, coordinates and segments of queries and keys, [B, ...]."""
+
+    def given(what: str) -> dict[str, str]:
+        """The argument that queries and keys have theirs from; one serves both where T = S."""
+        names = {side: f"{side}_{what}" for side in "qk"}
+        names = {s: name for s, name in names.items() if getattr(call, name) is not None}
+        if len(names) == 1 and length == keys:
+            return dict.fromkeys("qk", *names.values())
+        return names
+
+    positions, coordinates, segments = map(given, ("positions", "coordinates", "segment_ids"))
+    for what, names in (("positions", positions), ("coordinates", coordinates)):
+        require(len(names) != 1, f"attention: {what} were given for {''.join(names)} only.")
+    require(
+        len(segments) != 1,
+        "attention: q_segment_ids and k_segment_ids go together where T and S differ.",
+    )
+    default = not (positions or coordinates)
+    order_matters = has_rules or call.is_causal or call.window is not None
+    require(
+        not (default and order_matters and length != keys),
+        f"attention: {length} queries and {keys} keys need q_positions and k_positions: "
+        "which key is the first query's own cannot be guessed.",
+    )
+    contiguous = default if call.contiguous is None else call.contiguous
+    require(
+        not contiguous or length == keys or not order_matters,
+        f"attention: contiguous=True needs as many queries as keys, got {length} and {keys}.",
+    )
+    out: dict[str, Any] = {}
+    for side, count in (("q", length), ("k", keys)):
+        at = jnp.arange(count, dtype=jnp.int32)
+        if name := positions.get(side):
+            at = integer_positions("attention", getattr(call, name), name)
+        out[f"{side}_positions"] = at = _per_row(name, at, batch, count)
+        if name := coordinates.get(side):
+            at = coordinate_values("attention", getattr(call, name), name)
+            at = _per_row(name, at, batch, count, axes=True)
+        out[f"{side}_coordinates"] = at
+        ids = None
+        if name := segments.get(side):
+            ids = integer_positions("attention", getattr(call, name), name)
+            ids = _per_row(name, ids, batch, count)
+        out[f"{side}_segment_ids"] = ids
+    q_axes, k_axes = out["q_coordinates"].shape[2:], out["k_coordinates"].shape[2:]
+    require(
+        q_axes == k_axes,
+        f"attention: coordinates of queries and keys must have as many axes, got {q_axes} and "
+        f"{k_axes} axes.",
+    )
+    if has_rules and not default:
+        _check_reach(out)
+    shapes = [jnp.shape(getattr(call, n)) for n in (*positions.values(), *coordinates.values())]
+    return out | {
+        "same_rows": all(len(s) == 1 or (len(s) == 2 and s[0] == 1) for s in shapes),
+        "contiguous": bool(contiguous) and length == keys,
+    }
+
+
+def _per_row(name, x: jax.Array, batch: int, count: int, axes: bool = False) -> jax.Array:
+    """Returns [T], [1, T] or [B, T] as [B, T]; with `axes` also [A, B, T] as [B, T, A]."""
+    if axes and x.ndim == 3:
+        require(
+            x.shape[1:] == (batch, count),
+            f"attention: {name} must be [A, B, {count}], got {x.shape}.",
+        )
+        return jnp.moveaxis(x, 0, -1)
+    x = x[None] if x.ndim == 1 else x
+    require(
+        x.ndim == 2 and x.shape[0] in (1, batch) and x.shape[1] == count,
+        f"attention: {name} must be [{count}] or [B, {count}] with B = {batch}, got {x.shape}.",
+    )
+    return jnp.broadcast_to(x, (batch, count))
+
+
+def _check_reach(tokens: dict[str, Any]) -> None:
+    """Raises for known coordinates of tokens whose differences overflow int32."""
+    low, high = 2**31, -(2**31)
+    for side in "qk":
+        at, segments = tokens[f"{side}_coordinates"], tokens[f"{side}_segment_ids"]
+        if isinstance(at, Tracer) or isinstance(segments, Tracer) or at.dtype != jnp.int32:
+            return
+        known = np.asarray(at)
+        if segments is not None:
+            known = known[np.asarray(segments) >= 0]
+        if known.size:
+            low, high = min(low, int(known.min())), max(high, int(known.max()))
+    require(
+        high - low < 2**31,
+        f"attention: rules need distances of coordinates that fit int32, got coordinates from "
+        f"{low} to {high}.",
+    )

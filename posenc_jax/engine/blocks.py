@@ -263,8 +263,11 @@ class Visibility:
             full &= (a.low == b.high) & (b.low == a.high) & (a.low == a.high)
             full &= q.whole & k.whole
         if self.has_terms and self.horizon is not None:
-            # q - k >= horizon, without overflow.
-            full &= q.coordinates.low >= add_saturated(k.coordinates.high, self.horizon)
+            at, to = q.coordinates.low, k.coordinates.high
+            if at.dtype == to.dtype == jnp.int32:  # at - to > horizon - 1, without overflow.
+                full &= at > add_saturated(to, self.horizon - 1)
+            else:
+                full &= at >= to + self.horizon
         if self.none_interior:
             full = jnp.zeros_like(full)
         return live, live & full

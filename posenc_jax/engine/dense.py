@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import pad_axis
-from posenc_jax.engine.implementation import Implementation
-from posenc_jax.engine.problem import Problem, keep_mask, zero_where
-from posenc_jax.mask import window_sides
+from posenc_jax.engine.problem import Implementation, Problem, keep_mask, zero_where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,31 +40,38 @@ class Dense(Implementation):
         return jnp.concatenate(outs, 1), jnp.concatenate(lses, 1)
 
 
+@jax.custom_jvp
 def _decode(p: Problem) -> tuple[jax.Array, jax.Array]:
     """One query: reads the cache once; zeroing its unused slots would cost ten times as much.
 
-    Unused slots may hold NaN, which spoils sums with weight zero: where the result is not
-    finite they are zeroed and it is computed again.
+    Unused slots may hold NaN, which spoils sums with weight zero: where the output is not
+    finite they are zeroed and it is computed again. Derivatives always zero them.
     """
-    p = p.per_query_head()
-    none = (None,) * len(p.rules)
-    out, lse = _attend(p, none)
-    finite = jnp.isfinite(out).all() & jnp.isfinite(_products(p)).all()
+    out, lse = _attend_row(p)
+    finite = jnp.isfinite(out).all()
+    return jax.lax.cond(finite, lambda p: (out, lse), _attend_cleaned_row, p)
 
-    def again(p):
-        return _attend(p.without_unseen_keys(), none)
 
-    return jax.lax.cond(finite, lambda p: (out, lse), again, p)
+@_decode.defjvp
+def _decode_jvp(primals, tangents):
+    return jax.jvp(_attend_cleaned_row, primals, tangents)
+
+
+def _attend_cleaned_row(p: Problem) -> tuple[jax.Array, jax.Array]:
+    return _attend_row(p.without_unseen_keys())
+
+
+def _attend_row(p: Problem) -> tuple[jax.Array, jax.Array]:
+    return _attend(p.per_query_head(), (None,) * len(p.rules))
 
 
 def _causal_bands(p: Problem) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Returns ranges of queries, each with the range of keys that it can see by its slots."""
     length, keys = p.length, p.keys
     by_slot = p.contiguous and p.prefix_length is None and length == keys
-    sides = window_sides(p.window)
-    if not by_slot or not (p.is_causal or sides) or length < 1024:
+    if not by_slot or not (p.is_causal or p.window) or length < 1024:
         return [((0, length), (0, keys))]
-    left, right = sides or (-1, -1)
+    left, right = p.window or (-1, -1)
     right = 0 if p.is_causal else right
     step = math.ceil(length / 4)
     bands = []
@@ -154,7 +159,7 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
     x = jnp.where(seen, x, -jnp.inf)
     lse = jax.nn.logsumexp(x, -1)
     if p.sinks is not None:
-        lse = jnp.logaddexp(lse, p.sinks.astype(jnp.float32)[None, :, None])
+        lse = jnp.logaddexp(lse, p.sinks[None, :, None])
     shift = jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]
     weights = jnp.exp(x - shift if p.normalized else x)
     if p.dropout_seed is not None:

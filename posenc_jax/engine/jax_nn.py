@@ -9,9 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.implementation import Implementation
-from posenc_jax.engine.problem import Problem
-from posenc_jax.mask import window_sides
+from posenc_jax.engine.problem import Implementation, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +36,7 @@ class JaxNN(Implementation):
         )
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        p, window = problem, window_sides(problem.window)
+        p, window = problem, problem.window
         if window is not None:
             window = tuple(p.k.shape[1] if side < 0 else side for side in window)
         k, v, sees = p.k.astype(p.q.dtype), p.v.astype(p.q.dtype), None

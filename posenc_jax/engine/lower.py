@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from posenc_jax.engine.blocks import Visibility
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.terms import Layout, Lowering, Term, ValueTable
-from posenc_jax.mask import MASK_VALUE, window_sides
+from posenc_jax.mask import MASK_VALUE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def lower(p: Problem, max_table: int, pairs_at_once: int) -> Lowered:
         v=v,
         visibility=Visibility(
             is_causal=p.is_causal,
-            window=window_sides(p.window),
+            window=p.window,
             mask_in_bias=mask_in_bias,
             bias_everywhere=bool(by_distance) and not drop,
             segments=p.q_segment_ids is not None,
@@ -159,7 +159,7 @@ def _sum_by_distance(
         if constant is not None:
             out -= constant
         if mask_in_bias:
-            left, right = window_sides(p.window) or (-1, -1)
+            left, right = p.window or (-1, -1)
             right = 0 if p.is_causal else right
             seen = (distances <= left) | (left < 0)
             seen &= (-distances <= right) | (right < 0)

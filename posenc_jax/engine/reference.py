@@ -1,6 +1,6 @@
 """Attention as it is written down: all logits, one softmax. It defines what is correct.
 
-Nothing imports this file but the list of implementations; tests compare the others with it.
+Only `engine.api` imports this file, to list it; tests compare the other implementations with it.
 """
 
 import dataclasses
@@ -8,8 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.implementation import Implementation
-from posenc_jax.engine.problem import Problem, keep_mask, repeat_heads
+from posenc_jax.engine.problem import Implementation, Problem, keep_mask, repeat_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Reference(Implementation):
         logits = _transformed(p, logits, seen)
         logits = jnp.where(seen, logits, -jnp.inf)
         if p.sinks is not None:
-            sinks = p.sinks.astype(jnp.float32)[None, :, None, None]
+            sinks = p.sinks[None, :, None, None]
             logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*logits.shape[:3], 1))], -1)
 
         lse = jax.nn.logsumexp(logits, -1)

@@ -34,9 +34,8 @@ from posenc_jax.engine.blocks import (
 )
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.forbid_double_reverse import forbid_double_reverse
-from posenc_jax.engine.implementation import Implementation
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.problem import Problem, keep_mask
+from posenc_jax.engine.problem import Implementation, Problem, keep_mask
 from posenc_jax.engine.terms import Term, Tokens, ValueTable
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 from posenc_jax.mask import MASK_VALUE, visible
@@ -75,7 +74,7 @@ class XLA(Implementation):
             lse += lowered.lse_shift
         if p.sinks is None:
             return out, lse
-        sinks = p.sinks.astype(jnp.float32)[None, None]
+        sinks = p.sinks[None, None]
         total = jnp.logaddexp(lse, sinks)
         share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
         return (out * share[..., None]).astype(p.q.dtype), total

@@ -9,10 +9,9 @@ import pytest
 from oracle import qkv
 
 import posenc_jax as pe
+from posenc_jax.engine.api import IMPLEMENTATIONS, choose, make_problem
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.implementation import Implementation
-from posenc_jax.engine.implementations import IMPLEMENTATIONS, choose
-from posenc_jax.engine.problem import make_problem
+from posenc_jax.engine.problem import Implementation
 from posenc_jax.engine.xla import XLA
 
 Q, K, V = qkv(length=40, heads=2, kv_heads=2, dim=4)
@@ -82,13 +81,7 @@ def test_settings_change_speed_not_numbers():
 def test_the_choice_goes_by_size(length, keys, name):
     q, k = jnp.ones((1, length, 2, 4)), jnp.ones((1, keys, 2, 4))
     at = {"q_positions": jnp.arange(length), "k_positions": jnp.arange(keys)}
-    none = dict.fromkeys(
-        "q_coordinates k_coordinates q_segment_ids k_segment_ids contiguous window prefix_length "
-        "scale softcap sinks dropout_key".split()
-    )
-    problem = make_problem(
-        q, k, k, rules=(), mask=None, is_causal=True, dropout_rate=0.0, **at, **none
-    )
+    problem = make_problem(q, k, k, (), pe.AttentionCall(is_causal=True, **at))
     assert choose(problem, "cpu").name == name
 
 

@@ -61,6 +61,26 @@ def test_positions_of_padding_and_of_other_segments_empty_no_tile(far, window):
     np.testing.assert_array_equal(run(moved)[:, keep], run(at)[:, keep])
 
 
+@pytest.mark.parametrize("end", [2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_biases_are_right_at_the_ends_of_int32(end, side):
+    """Blocks all of whose coordinates are the last number of int32, next to that number."""
+    q, k, v = tokens()
+    near = end + jnp.arange(T, dtype=jnp.int32) - (T - 1 if end > 0 else 0)
+    at = {"q_coordinates": near, "k_coordinates": near}
+    at[f"{side}_coordinates"] = jnp.full(T, end, jnp.int32)
+
+    def rule(shared, slope, q, k):
+        return slope * jnp.clip(q - k, -3, 5).astype(jnp.float32)
+
+    bias = pe.LogitBias(rule, heads=jnp.array([0.3, -0.2]), relative=True, bounds=(-3, 5))
+    tiles, wanted = (
+        pe.attention(q, k, v, rules=bias, implementation=i, **at)
+        for i in (SMALL_TILES, "reference")
+    )
+    np.testing.assert_allclose(tiles, wanted, atol=1e-5)
+
+
 @each_implementation
 def test_windows_are_right_at_any_int32_distance(implementation):
     q, k, v = (x[:, :1] for x in tokens())
@@ -193,13 +213,67 @@ def test_nan_in_cached_features_of_unused_slots_reaches_no_gradient(name):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", [None, "reference", "dense", "xla", "jax"])
-@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 0)])
-def test_an_empty_batch_or_sequence_gives_an_empty_output(implementation, shape):
-    batch, length, keys = shape
-    q, k = jnp.ones((batch, length, N, 4)), jnp.ones((batch, keys, N, 4))
-    out, lse = pe.attention(q, k, k, return_lse=True, implementation=implementation)
-    assert out.shape == q.shape and lse.shape == q.shape[:3]
+def times(shared, head, row, col, q, k):
+    return head * row * col
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "dense", "xla"])
+@pytest.mark.parametrize("kind", ["none", "pair", "dot", "separable"])
+@pytest.mark.parametrize("where", ["features", "all"])
+def test_nan_in_keys_that_a_decode_step_does_not_see_reaches_no_gradient(
+    kind, where, implementation
+):
+    q, k, v = tokens(6)
+    q, slopes = q[:, 3:4], jnp.array([0.3, -0.2])
+
+    def loss(q, slopes, garbage):
+        bad_k, bad_v = (x.at[:, 4:].set(garbage) for x in (k, v))
+        rows = q[..., 0]
+        rules = {
+            "none": (),
+            "pair": pe.ContentBias(times, slopes, q_features=rows, k_features=bad_k[..., 0]),
+            "dot": pe.DotBias(waves, slopes, k_features=bad_k, bounds=(0, 3)),
+            "separable": pe.SeparableBias(rows * slopes[None, None], bad_k[..., 0]),
+        }
+        out = pe.attention(
+            q,
+            bad_k if where == "all" else k,
+            bad_v if where == "all" else v,
+            rules=rules[kind],
+            q_positions=jnp.array([3]),
+            k_positions=jnp.arange(6),
+            is_causal=True,
+            implementation=implementation,
+        )
+        return jnp.sum(jnp.sin(out))
+
+    bad, good = (jax.grad(loss, (0, 1))(q, slopes, x) for x in (jnp.nan, 0.0))
+    for a, b in zip(bad, good, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def waves(shared, slope, distance):
+    at = jnp.clip(distance, 0, 3).astype(jnp.float32)
+    return slope * jnp.sin(at + jnp.arange(8.0))
+
+
+@pytest.mark.parametrize(
+    ("axis", "implementation"),
+    [
+        (axis, name)
+        for axis in ("B", "T and S", "N", "V")
+        for name in (None, "reference", "dense", "xla", "jax")
+        if (axis, name) != ("V", "jax")  # It needs values of the keys' head dim.
+    ],
+)
+def test_an_empty_axis_gives_an_empty_output(axis, implementation):
+    batch, length, heads, dim = 2, 5, N, 4
+    batch, heads = 0 if axis == "B" else batch, 0 if axis == "N" else heads
+    length = 0 if axis == "T and S" else length
+    q, k = jnp.ones((batch, length, heads, dim)), jnp.ones((batch, length, 1, dim))
+    v = k[..., : 0 if axis == "V" else dim]
+    out, lse = pe.attention(q, k, v, return_lse=True, implementation=implementation)
+    assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == q.shape[:3]
 
 
 @pytest.mark.parametrize("length", [1, 40])
