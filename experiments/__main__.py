@@ -48,7 +48,7 @@ _OTHERS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a command and returns the exit status; 2 for errors of the user."""
+    """Runs a command and returns the exit status: 2 for errors of the user, 130 after Ctrl-C."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
@@ -64,6 +64,9 @@ def main(arguments: list[str]) -> int:
         kind = "config error" if isinstance(error, ConfigError) else "error"
         print(f"{kind}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130
 
 
 def _module(name: str):

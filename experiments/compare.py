@@ -108,8 +108,8 @@ def plan_runs(experiment: Experiment) -> list[Run]:
 def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) -> int:
     """Carries out the plan of an experiment and returns the exit status.
 
-    Finished runs are skipped. A run that raises is stored as failed and the others continue.
-    Ctrl-C keeps finished runs.
+    Finished runs are skipped, unless `keep` and their parameters were not kept. A run that raises
+    is stored as failed and the others continue. Ctrl-C keeps finished runs.
 
     Args:
       experiment: what to run.
@@ -134,7 +134,7 @@ def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) 
         progress.start([run.key for run in runs], guess)
         try:
             for run in runs:
-                result = store.finished(*run.key)
+                result = store.finished(*run.key, kept=keep)
                 if result is None:
                     result = _attempt(run, store, progress, keep)
                     store.add(result)

@@ -99,7 +99,7 @@ class Experiment:
 
     def check(self) -> None:
         """Raises ConfigError for invalid settings."""
-        if not self.name or Path(self.name).name != self.name:
+        if self.name in ("", "..") or Path(self.name).name != self.name:
             raise ConfigError(f"name: must be the name of a folder, got {self.name!r}")
         if not self.schemes or len(set(self.schemes)) != len(self.schemes):
             raise ConfigError(f"schemes: must name some, each once, got {list(self.schemes)}")
@@ -250,7 +250,7 @@ def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict
     # Options of schemes, and unknown flags, which `from_file` refuses.
     more = Parser(add_help=False)
     for flag in dict.fromkeys(a.partition("=")[0] for a in rest if a.startswith("--")):
-        more.add_argument(flag, dest=flag.removeprefix("--"), type=literal)
+        more.add_argument(flag, dest=flag.removeprefix("--"), type=literal, nargs="?", const="")
     out: dict[str, Any] = {}
     for flag, value in {**vars(found), **vars(more.parse_args(rest))}.items():
         for key in reversed(_path(flag)):

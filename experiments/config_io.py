@@ -24,7 +24,7 @@ import pydantic
 from experiments.errors import ConfigError
 
 T = TypeVar("T")
-STRICT = pydantic.ConfigDict(extra="forbid", strict=True)
+STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """The `__pydantic_config__` of a dataclass of settings."""
 
 
@@ -111,7 +111,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         )
     rule = first["msg"].replace("Input should be", "must be")
     rule = rule.replace("an object", "a table").replace("array", "list")
-    raise ConfigError(f"{path}: {rule}, got {first['input']!r}")
+    raise ConfigError(f"{path}: {rule}, got {first['input']!r:.80}")
 
 
 def _names(hint: Any) -> list[str]:

@@ -1,5 +1,6 @@
 """Atomic writes, and JSON without NaN."""
 
+import contextlib
 import json
 import math
 import os
@@ -25,9 +26,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
             os.fsync(stream.fileno())
         os.replace(beside, path)
     except OSError as error:
-        if path.parent.is_dir():
-            beside.unlink(missing_ok=True)
         raise ResultsError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:  # After Ctrl-C too.
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def to_json(value: Any, **options: Any) -> str:

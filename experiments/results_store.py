@@ -7,11 +7,13 @@ results.json       all runs, replaced after each
 parameters/        trained parameters, by `train`
 """
 
+import dataclasses
 import datetime
 import io
 import json
 import shutil
 import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,53 @@ import tomli_w
 from flax import nnx
 
 from experiments.config import Experiment
-from experiments.config_io import flatten, merge, read_toml
+from experiments.config_io import convert, flatten, merge, read_toml
 from experiments.environment import environment
 from experiments.errors import ResultsError
 from experiments.files import to_json, write_whole
+from experiments.tables import Labels
 
 _ALWAYS = {"name", "results", "tasks", "schemes.names"}
 """Settings that may differ between calls for one folder: what to run, and the folder itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluation:
+    """What tables and plots read of an evaluation in results.json."""
+
+    length: int
+    values: list[float | None]
+    mode: str | None = None
+    variant: str | None = None
+    note: str | None = None
+    in_distribution: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The same of a run."""
+
+    task: str
+    scheme: str
+    status: str
+    evaluations: list[_Evaluation] | None = None
+    error: str | None = None
+    seeds: list[int] | None = None
+    steps: int | None = None
+    train_seconds: float | None = None
+    curve: dict[str, list[Any]] | None = None
+    final_loss: list[float | None] | None = None
+    fit_rule: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    """The same of results.json; other entries are not checked."""
+
+    runs: list[_Run]
+    tasks: dict[str, Labels] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    environment: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class ResultsStore:
@@ -66,10 +108,17 @@ class ResultsStore:
         """All runs by (task, scheme)."""
         return {(run["task"], run["scheme"]): run for run in self._results["runs"]}
 
-    def finished(self, task: str, scheme: str) -> dict[str, Any] | None:
-        """Returns the run of an earlier call, None if there is none."""
+    def finished(self, task: str, scheme: str, *, kept: bool = False) -> dict[str, Any] | None:
+        """Returns the run of an earlier call; None if there is none.
+
+        Args:
+          task, scheme: names of the run.
+          kept: whether its parameters must have been kept.
+        """
         run = self.runs.get((task, scheme))
-        return run if run and run["status"] == "done" else None
+        if run is None or run["status"] != "done":
+            return None
+        return run if not kept or self._parameters(task, scheme).exists() else None
 
     def open(self, facts: Mapping[str, str]) -> None:
         """Writes the files that precede the first run, with `facts` in the environment."""
@@ -105,9 +154,9 @@ class ResultsStore:
         """Returns kept parameters in the structure of `like`, whose leaves they replace."""
         source = self._parameters(task, scheme)
         try:
-            with np.load(source) as file:
+            with np.load(io.BytesIO(source.read_bytes())) as file:
                 found = {path: file[path] for path in file.files}
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise ResultsError(
                 f"{source}: cannot be read: {error}; make it with `python -m experiments train`"
             ) from None
@@ -161,7 +210,7 @@ class ResultsStore:
     def _joined(self, experiment: Experiment) -> dict[str, Any]:
         """The settings, with the tasks and schemes of earlier calls and of this one."""
         new = json.loads(json.dumps(experiment.to_tables()))
-        old: dict[str, Any] = self._results["config"] if self._results.get("runs") else {}
+        old: dict[str, Any] = self._results.get("config", {}) if self._results["runs"] else {}
         tables = {k: v for k, v in old.items() if isinstance(v, dict) and k not in new}
         names = [*old.get("schemes", {}).get("names", []), *new["schemes"]["names"]]
         return merge(
@@ -178,9 +227,10 @@ class ResultsStore:
         try:
             for name in files:
                 (self.path / name).unlink(missing_ok=True)
-            shutil.rmtree(self.path / "parameters", ignore_errors=True)
+            if (self.path / "parameters").exists():
+                shutil.rmtree(self.path / "parameters")
         except OSError as error:
-            raise ResultsError(f"{self.path}: cannot be cleared: {error.strerror}") from None
+            raise ResultsError(f"{error.filename}: cannot be removed: {error.strerror}") from None
 
     def _write_json(self, name: str, value: Any) -> None:
         write_whole(self.path / name, to_json(value, indent=1) + "\n")
@@ -195,11 +245,10 @@ def read_results(folder: Path) -> dict[str, Any]:
     source = folder / "results.json"
     try:
         found = json.loads(source.read_text(encoding="utf-8"))
+        known = convert(_Results, found, "")
     except (OSError, ValueError) as error:
         raise ResultsError(f"{source}: cannot be read: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
-        raise ResultsError(f"{source}: cannot be read: it holds no runs")
-    if not {run["task"] for run in found["runs"]} <= set(found.get("tasks", ())):
+    if not {run.task for run in known.runs} <= known.tasks.keys():
         raise ResultsError(f"{source}: cannot be read: an earlier version wrote it")
     return found
 

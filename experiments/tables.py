@@ -8,6 +8,9 @@ fitted the task at the training length.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from experiments.config_io import STRICT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Labels:
       every_length: whether narrow tables show all lengths, rather than the first and the last.
       modes: ways of evaluating by name, with an explanation of each.
     """
+
+    __pydantic_config__: ClassVar[Any] = STRICT
 
     about: str = ""
     metric: str = "accuracy"

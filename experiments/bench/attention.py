@@ -23,6 +23,7 @@ from experiments.bench.cases import (
     make_arguments,
     named_schemes,
     places,
+    positive,
     sizes_of,
 )
 from experiments.bench.growth_plot import Panel, growth_plot
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--devices",
-        type=int,
+        type=positive,
         default=1,
         help="add heads over that many host devices, memory that of each",
     )

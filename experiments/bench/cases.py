@@ -101,9 +101,16 @@ def make_arguments(scheme: pe.Scheme, shape: tuple[int, int, int, int], dtype: A
     return q, k, v, params, x
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """Returns the numbers between commas, in ascending order."""
-    return tuple(sorted(int(part) for part in text.split(",")))
+def positive(text: str) -> int:
+    """Returns an integer from 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1, got {text!r}")
+    return int(text)
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Returns the integers between commas, in ascending order."""
+    return tuple(sorted(positive(part) for part in text.split(",")))
 
 
 def add_common_arguments(
@@ -126,9 +133,9 @@ def add_common_arguments(
     if sizes:
         flag, default, meaning = sizes
         words = f"{meaning}, commas between (default: {default[0]} to {default[-1]})"
-        parser.add_argument(flag, type=whole_numbers, default=default, help=words)
+        parser.add_argument(flag, type=positives, default=default, help=words)
         for name, size in (("--batch", 1), ("--heads", 8), ("--head-dim", 64)):
-            parser.add_argument(name, type=int, default=size, help=f"default: {size}")
+            parser.add_argument(name, type=positive, default=size, help=f"default: {size}")
         parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     if schemes:
         words = (
@@ -140,6 +147,6 @@ def add_common_arguments(
         words = "add other libraries (the extra `parity`)"
         parser.add_argument("--peers", action="store_true", help=words)
     if seconds is not None:
-        parser.add_argument("--rounds", type=int, default=15, help="rounds (default: 15)")
+        parser.add_argument("--rounds", type=positive, default=15, help="rounds (default: 15)")
         words = f"continue for that long beyond the rounds (default: {seconds:g})"
         parser.add_argument("--seconds", type=float, default=seconds, help=words)

@@ -19,8 +19,8 @@ from experiments.bench.cases import (
     add_common_arguments,
     make_arguments,
     named_schemes,
+    positives,
     sizes_of,
-    whole_numbers,
 )
 from experiments.bench.compile import compile_program
 from experiments.bench.growth_plot import Panel, growth_plot
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slots = "--slots", (1024, 2048, 4096, 8192, 16384, 32768), "sizes of the cache"
     add_common_arguments(parser, sizes=slots, schemes=SCHEMES, peers=True, seconds=4.0)
     parser.add_argument(
-        "--tokens", type=whole_numbers, default=(1, 64), help="new ones (default: 1,64)"
+        "--tokens", type=positives, default=(1, 64), help="new ones (default: 1,64)"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.cases import add_common_arguments
+from experiments.bench.cases import add_common_arguments, positive
 from experiments.bench.timing import show, side_by_side
 from experiments.config_io import names
 
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=CONFIG, help=f"default: {CONFIG}")
     parser.add_argument("--task", default="text", help="one of the file's (default: text)")
     parser.add_argument("--schemes", type=names, metavar="A,B", help="default: those of the file")
-    parser.add_argument("--steps", type=int, default=5, help="optimiser steps a call (default: 5)")
+    parser.add_argument(
+        "--steps", type=positive, default=5, help="optimiser steps a call (default: 5)"
+    )
     add_common_arguments(parser, seconds=0.0)
 
 

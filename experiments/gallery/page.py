@@ -1,5 +1,6 @@
 """The page gallery.html, self-contained, and the contact sheet."""
 
+import io
 import sys
 from pathlib import Path
 
@@ -45,8 +46,7 @@ def main(arguments: list[str]) -> int:
     write_whole(target, render(probes))
     print(target)
     if options.sheet is not None:
-        options.sheet.parent.mkdir(parents=True, exist_ok=True)
-        contact_sheet(probes, options.sheet)
+        write_whole(options.sheet, contact_sheet(probes))
         print(options.sheet)
     return 0
 
@@ -58,8 +58,8 @@ def render(probes: list[Probe]) -> str:
     return fill(template, cards=cards, version=pe.__version__)
 
 
-def contact_sheet(probes: list[Probe], target: Path, columns: int = 9) -> None:
-    """Writes a PNG with one small picture per scheme."""
+def contact_sheet(probes: list[Probe], columns: int = 9) -> bytes:
+    """Returns a PNG with one small picture per scheme."""
     rows = -(-len(probes) // columns)
     figure = Figure(figsize=(1.5 * columns, 1.75 * rows), layout="constrained")
     for number, p in enumerate(probes, 1):
@@ -70,6 +70,7 @@ def contact_sheet(probes: list[Probe], target: Path, columns: int = 9) -> None:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     # A palette: a third of the bytes, and every redrawing stays in git.
-    Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(256).save(
-        target, format="PNG", optimize=True
-    )
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(256)
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()

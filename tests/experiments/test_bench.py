@@ -202,7 +202,10 @@ def test_bench_restarts_with_a_warm_heap():
     [
         ([], "the following arguments are required"),
         (["roep"], "invalid choice: 'roep'"),
-        (["rope", "--rounds=many"], "argument --rounds: invalid int value: 'many'"),
+        (["rope", "--rounds=many"], "argument --rounds: must be an integer from 1, got 'many'"),
+        (["rope", "--rounds=0"], "argument --rounds: must be an integer from 1, got '0'"),
+        (["decode", "--slots=16,-1"], "argument --slots: must be an integer from 1, got '-1'"),
+        (["attention", "--heads=0"], "argument --heads: must be an integer from 1, got '0'"),
         (["decode", "--schemes=roep"], "unknown scheme 'roep'; did you mean 'rope'?"),
     ],
 )

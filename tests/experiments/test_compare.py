@@ -297,18 +297,76 @@ def test_evaluate_needs_kept_parameters(run):
     assert status == 2 and "python -m experiments train" in err
 
 
+def test_train_makes_the_parameters_that_a_comparison_did_not_keep(run):
+    assert run("compare", "--schemes", "none")[0] == 0
+    (first,) = run.read()["runs"]
+    assert run("train", "--schemes", "none")[0] == 0
+    assert run("evaluate", "--schemes", "none")[0] == 0
+    (again,) = run.read()["runs"]
+    assert again["evaluations"] == first["evaluations"]
+
+
+def test_damaged_parameters_are_one_line(run):
+    assert run("train", "--schemes", "none")[0] == 0
+    file, before = run.folder / "parameters" / "kback-none.npz", run.read()
+    whole = file.read_bytes()
+    for content in (whole[:1000], b"", b"parameters"):
+        file.write_bytes(content)
+        status, _, err = run("evaluate", "--schemes", "none")
+        assert status == 2 and err.count("\n") == 1 and f"{file.name}: cannot be read" in err
+    assert run.read() == before
+
+
+@pytest.mark.parametrize("where", ["experiments.compare.plan_runs", "os.fsync"])
+def test_interrupt_at_any_time_ends_without_traceback(run, monkeypatch, where):
+    assert run("train", "--schemes", "none")[0] == 0
+    before = run.read()
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, stop)
+    for command in ("compare", "evaluate"):
+        status, _, err = run(command, "--schemes", "none")
+        assert (status, err) == (130, "Stopped.\n")
+    assert run.read() == before
+    assert not [f for f in run.folder.iterdir() if f.name.endswith(".part")]
+
+
+def test_fresh_leaves_no_parameters_of_another_configuration(run, monkeypatch):
+    assert run("train", "--schemes", "none")[0] == 0
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    status, _, err = run("compare", "--schemes", "none", "--kback.train.batch", "5", "--fresh")
+    assert status == 2 and err.count("\n") == 1 and "parameters: cannot be removed" in err
+
+
 def test_missing_corpus_writes_nothing(run):
     status, _, err = run("compare", "--tasks", "text", "--text.corpus", "nowhere.txt")
     assert status == 2 and err.count("\n") == 1 and "nowhere.txt: no such file" in err
     assert not run.folder.exists()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"runs": 3}', '{"runs": [{"task": "kback"}]}'])
+DAMAGED = [
+    *("{", "[]", '{"runs": 3}', '{"runs": [{"task": "kback"}]}', '{"runs": [{}]}', '{"runs": [3]}'),
+    '{"runs": [{"task": ["kback"], "scheme": "none", "status": "done"}]}',
+    '{"runs": [], "tasks": []}',
+    '{"runs": [], "tasks": {"kback": {"colour": "red"}}}',
+    '{"runs": [{"task": "kback", "scheme": "none", "status": "done", "evaluations": [{}]}], '
+    '"tasks": {"kback": {}}}',
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_damaged_results_are_not_overwritten(run, content):
     run.folder.mkdir(parents=True)
     (run.folder / "results.json").write_text(content)
     status, _, err = run("compare", "--schemes", "none")
     assert status == 2 and err.count("\n") == 1 and "cannot be read" in err
+    assert main(["report", str(run.folder)]) == 2
     assert (run.folder / "results.json").read_text() == content
     assert run("compare", "--schemes", "none", "--fresh")[0] == 0
     assert len(run.read()["runs"]) == 1

@@ -89,6 +89,12 @@ ON_THE_COMMAND_LINE = {
     "sedes: unknown setting of Experiment; did you mean 'seeds'?": ["--sedes", "3"],
     "seeds: must be a valid integer, got 'two'": ["--seeds", "two"],
     "argument --seeds: expected one argument": ["--seeds"],
+    "unknwon: unknown setting of Experiment": ["--unknwon"],
+    "kback.train.learning_rate: must be a finite number, got inf": [
+        "--kback.train.learning-rate",
+        "inf",
+    ],
+    "name: must be the name of a folder, got '..'": ["--name", ".."],
     "compare: unknown setting of Experiment": ["--compare.seeds", "3"],
     "seeds: must be greater than 0, got 0": ["--seeds", "0"],
     "tasks: unknown task 'kbak'; did you mean 'kback'?": ["--tasks", "kbak"],

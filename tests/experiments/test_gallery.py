@@ -50,6 +50,13 @@ def test_gallery_is_self_contained(tmp_path, capsys):
     assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_unwritable_sheet_is_one_line(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments = ["gallery", "--schemes", "PI", "--out", str(tmp_path)]
+    assert main([*arguments, "--sheet", str(tmp_path / "file" / "sheet.png")]) == 2
+    assert "sheet.png: cannot be written" in capsys.readouterr().err
+
+
 def test_unknown_scheme_is_one_line(capsys, tmp_path):
     assert main(["gallery", "--schemes", "ropes", "--out", str(tmp_path / "new")]) == 2
     assert "rope" in capsys.readouterr().err
