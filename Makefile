@@ -36,14 +36,14 @@ ifneq ($(PYTHON),)
   version = $(shell "$(1)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
   ifneq ($(wildcard $(VENV)/bin/python),)
     ifneq ($(call version,$(PYTHON)),$(call version,$(VENV)/bin/python))
-      $(error $(VENV) is of Python $(call version,$(VENV)/bin/python), PYTHON=$(PYTHON) is not:        add VENV=.venv-other for an environment beside it)
+      $(error $(VENV) has Python $(call version,$(VENV)/bin/python), another than PYTHON=$(PYTHON): add VENV=.venv-other for a second environment)
     endif
   endif
 endif
 
 RUN := $(PLATFORM) $(VENV)/bin/python
 
-help: ## Say what there is
+help: ## List the targets and settings
 	@echo "Targets:"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo

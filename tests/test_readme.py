@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
+from posenc_jax.hf.model_types import MODEL_TYPES
 
 ROOT = pathlib.Path(__file__).parent.parent
+FAULTS = "docs/faults.md"
 
 
 def test_the_readme_runs(capsys):
@@ -31,6 +33,22 @@ def test_the_readme_runs(capsys):
     assert nope == pe.LayerSpec(pe.NoPE())
     scheme = names["LogDistance"](num_heads=8)
     assert scheme.rules(scheme.init(jax.random.key(0))).num_heads == 8
+
+
+def test_the_readme_counts_what_there_is():
+    from hf.test_golden import NAMES
+    from hf.test_golden import read as golden
+    from hf.test_live import APART, ROTATING
+
+    readme, faults = (" ".join((ROOT / p).read_text().split()) for p in ("README.md", FAULTS))
+    compared = {golden(name)[0]["config"]["model_type"] for name in NAMES}
+    live = ROTATING - APART - compared
+    rest = len(MODEL_TYPES) - len(compared) - len(live)
+    assert f"{len(pe.SCHEMES)} schemes behind one interface" in readme
+    assert f"for {len(MODEL_TYPES)} model types." in readme
+    assert f"layers of {len(compared)} model types with numbers" in readme
+    assert f"and of {len(live)} more" in readme and f"the other {rest} follow" in readme
+    assert f"[{len(re.findall(r'### [0-9]+[.]', faults))} faults in released" in readme
 
 
 def test_the_own_scheme_runs_as_pasted():
