@@ -25,7 +25,16 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.engine.terms import STATIC, Dot, Layout, Lowering, Pair, Separable, ValueTable
+from posenc_jax.engine.terms import (
+    STATIC,
+    Dot,
+    Layout,
+    Lowering,
+    Pair,
+    Separable,
+    ValueTable,
+    over_heads,
+)
 
 _NO_BOUNDS: tuple[int | None, int | None] = (None, None)
 
@@ -139,19 +148,18 @@ class Rule(abc.ABC):
         return None
 
 
+class _FeatureRule(Rule):
+    """A rule with the fields `q_features` and `k_features`."""
+
+    def with_features(self: Any, q_features, k_features):
+        return dataclasses.replace(self, q_features=q_features, k_features=k_features)
+
+
 def as_tuple(x: Any) -> tuple:
     """Returns None, one thing or a tuple or list of things as a tuple."""
     if x is None:
         return ()
     return tuple(x) if isinstance(x, tuple | list) else (x,)
-
-
-def _over_pairs(rule: Callable, features: bool) -> Callable:
-    """Vmaps `rule(shared, head, ..., q, k)` over keys, queries and heads."""
-    own, token = ((None, 0), (0, None)) if features else ((), ())
-    over_k = jax.vmap(rule, (None, None, *own, None, 0))
-    over_q = jax.vmap(over_k, (None, None, *token, 0, None))
-    return jax.vmap(over_q, (None, 0, *((1, 1) if features else ()), None, None))
 
 
 def _slice(tree: Any, axes: int) -> Any:
@@ -160,16 +168,19 @@ def _slice(tree: Any, axes: int) -> Any:
 
 
 def _check_function(
-    what: str, function: Callable, signature: str, arguments: tuple, sizes: Sizes, wanted: tuple
+    rule: Rule, field: str, signature: str, arguments: tuple, sizes: Sizes, wanted: tuple = ()
 ) -> Any:
-    """Returns the type of `function(*arguments)`; raises unless it has the shape `wanted`."""
+    """Returns the type of a rule's function of `arguments`; raises unless its shape is `wanted`."""
+    function, what = getattr(rule, field), f"{type(rule).__name__}.{field}"
     name = getattr(function, "__name__", repr(function))
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise TypeError(f"attention: {what} must be {signature}, got {name}: {error}.") from None
+        raise TypeError(
+            f"attention: {what} must be {field}{signature}, got {name}: {error}."
+        ) from None
     axes = f" for coordinates of {sizes.axes} axes" if sizes.axes else ""
-    said = f"attention: {what} {name} must return {'one number' if not wanted else wanted}{axes}"
+    said = f"attention: {what} {name} must return {wanted or 'one number'}{axes}"
     try:
         out = jax.eval_shape(function, *arguments)
     except (TypeError, ValueError, IndexError) as error:
@@ -266,8 +277,7 @@ class LogitBias(Rule):
         super().check(sizes)
         token = _coordinates(sizes)
         arguments = _slice(self.shared, 0), _slice(self.heads, 1), token, token
-        signature = "rule(shared, head, q, k) -> scalar"
-        _check_function("LogitBias.rule", self.rule, signature, arguments, sizes, ())
+        _check_function(self, "rule", "(shared, head, q, k) -> scalar", arguments, sizes)
 
     def lower(self, layout):
         factor = layout.scale if self.scaled else 1.0
@@ -292,20 +302,17 @@ class LogitBias(Rule):
     def _of_distances(self, distances: jax.Array, factor: float, dtype: Any) -> jax.Array:
         """Returns float32 [N or 1, L]."""
         over = jax.vmap(self.rule, (None, None, 0, None))
-        zero = jnp.zeros((), dtype)
-        if jax.tree.leaves(self.heads):
-            over = jax.vmap(over, (None, 0, None, None))
-            out = over(self.shared, self.heads, distances.astype(dtype), zero)
-        else:
-            out = over(self.shared, self.heads, distances.astype(dtype), zero)[None]
-        return factor * out.astype(jnp.float32)
+
+        def of_head(head):
+            return over(self.shared, head, distances.astype(dtype), jnp.zeros((), dtype))
+
+        return factor * over_heads(of_head, self.heads).astype(jnp.float32)
 
     def added_logits(self, q_features, k_features, q, k):
-        if jax.tree.leaves(self.heads):
-            over = _over_pairs(self.rule, features=False)
-            return over(self.shared, self.heads, q, k).astype(jnp.float32)
-        one = _over_pairs(lambda shared, head, q, k: self.rule(shared, self.heads, q, k), False)
-        return one(self.shared, jnp.zeros((1,)), q, k).astype(jnp.float32)
+        over_k = jax.vmap(self.rule, (None, None, None, 0))
+        over = jax.vmap(over_k, (None, None, 0, None))
+        out = over_heads(lambda head: over(self.shared, head, q, k), self.heads)
+        return out.astype(jnp.float32)
 
     @functools.partial(jax.jit, inline=True)  # One program to compile, not one an operation.
     def dense(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
@@ -326,7 +333,7 @@ class LogitBias(Rule):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ContentBias(Rule):
+class ContentBias(_FeatureRule):
     """A number added to each logit, from features of query and key and their coordinates.
 
     Attributes:
@@ -349,17 +356,18 @@ class ContentBias(Rule):
     def on(self, transform):
         return dataclasses.replace(self, rule=_OnCoordinates(self.rule, transform))
 
-    def with_features(self, q_features, k_features):
-        return dataclasses.replace(self, q_features=q_features, k_features=k_features)
-
     def check(self, sizes):
         super().check(sizes)
-        _require_features(self)
+        require(
+            bool(jax.tree.leaves((self.q_features, self.k_features))),
+            "attention: ContentBias has neither q_features nor k_features; compute them with the "
+            "scheme's `features`.",
+        )
         token = _coordinates(sizes)
         features = _slice(self.q_features, 3), _slice(self.k_features, 3)
         arguments = _slice(self.shared, 0), _slice(self.heads, 1), *features, token, token
-        signature = "rule(shared, head, q_feature, k_feature, q, k) -> scalar"
-        _check_function("ContentBias.rule", self.rule, signature, arguments, sizes, ())
+        signature = "(shared, head, q_feature, k_feature, q, k) -> scalar"
+        _check_function(self, "rule", signature, arguments, sizes)
 
     def lower(self, layout):
         factor = layout.scale if self.scaled else 1.0
@@ -374,7 +382,9 @@ class ContentBias(Rule):
         return Lowering(term)
 
     def added_logits(self, q_features, k_features, q, k):
-        over = _over_pairs(self.rule, features=True)
+        over = jax.vmap(self.rule, (None, None, None, 0, None, 0))
+        over = jax.vmap(over, (None, None, 0, None, 0, None))
+        over = jax.vmap(over, (None, 0, 1, 1, None, None))
         return over(self.shared, self.heads, q_features, k_features, q, k).astype(jnp.float32)
 
 
@@ -393,7 +403,7 @@ class _Dot:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DotBias(Rule):
+class DotBias(_FeatureRule):
     """A number added to each logit: features of the query or key, dot a vector of the distance.
 
     Distances are few: their vectors are computed once and the term is a matrix product.
@@ -428,9 +438,6 @@ class DotBias(Rule):
             transform = _Then(transform, self.transform)
         return dataclasses.replace(self, transform=transform, pair=pair)
 
-    def with_features(self, q_features, k_features):
-        return dataclasses.replace(self, q_features=q_features, k_features=k_features)
-
     def check(self, sizes):
         super().check(sizes)
         require(
@@ -450,14 +457,9 @@ class DotBias(Rule):
 
     def vectors(self, distances: jax.Array) -> jax.Array:
         """Returns float32 [N, R, F] for distances [R]; [1, R, F] where heads share them."""
-        heads = self.heads
-        if not jax.tree.leaves(heads):
-            return self._of_head(heads, distances)[None]
-        return jax.vmap(self._of_head, (0, None))(heads, distances)
-
-    def _of_head(self, head: Any, distances: jax.Array) -> jax.Array:
         over = jax.vmap(self.vector, (None, None, 0))
-        return over(self.shared, head, distances).astype(jnp.float32)
+        made = over_heads(lambda head: over(self.shared, head, distances), self.heads)
+        return made.astype(jnp.float32)
 
     def by_pair(self) -> ContentBias:
         """Returns the same as a rule on every pair."""
@@ -466,48 +468,44 @@ class DotBias(Rule):
         return ContentBias(rule, self.heads, self.shared, *features, self.scaled)
 
     def lower(self, layout):
-        of_keys, by_slot = self.q_features is None, layout.contiguous and self.transform is None
         if not (layout.integer and (layout.axes == 0 or self._reads_one_axis(layout))):
             return self.by_pair().lower(layout)
         layout = dataclasses.replace(layout, axes=0)
-        drop = layout.drop_constants and not of_keys and self.transform is None
-        by = layout.table_range(self.bounds, by_slot=by_slot, drop_high=drop)
+        of_keys, by_slot = self.q_features is None, layout.contiguous and self.transform is None
+        # Beyond the horizon a key adds one number, and a query a constant that may be dropped.
+        far: Any = None
         horizon = None
-        if drop or (of_keys and self.transform is None):
+        if self.transform is None and (of_keys or layout.drop_constants):
             horizon = layout.horizon(self.bounds[1], by_slot)
-        far = None
         if horizon is not None:
             far = self.vectors(jnp.full((1,), horizon, jnp.int32))
+        drop = far is not None and not of_keys
 
         def vectors(distances):
-            made = self.vectors(distances)
-            return made - far if drop and far is not None else made
+            return self.vectors(distances) - far if drop else self.vectors(distances)
 
-        arrays, strip = {}, None
-        if by is not None and (by.size <= layout.max_table or not by_slot):
-            table = vectors(jnp.arange(by.low, by.high + 1, dtype=jnp.int32))
+        by = layout.table_range(self.bounds, by_slot=by_slot, drop_high=drop)
+        if by_slot and (by is None or by.size > layout.max_table):
+            arrays, strip, by = {}, vectors, None
+        elif by is None:
+            return self.by_pair().lower(layout)
+        else:
+            table, strip = vectors(jnp.arange(by.low, by.high + 1, dtype=jnp.int32)), None
             if of_keys:
                 table, by = table[:, ::-1], by.mirrored()
-            arrays["vectors"] = table
-        elif by_slot:
-            strip, by = vectors, None
-        else:
-            return self.by_pair().lower(layout)
+            arrays = {"vectors": table}
         factor = layout.scale if self.scaled else 1.0
         dropped = None
-        if far is not None and of_keys:
-            arrays["far"] = far[:, 0]
+        if drop:
+            own: Any = jnp.asarray(self.q_features, jnp.float32)
+            far = jnp.broadcast_to(far, (own.shape[2], *far.shape[1:]))
+            dropped = factor * jnp.einsum("btnf,nrf->btn", own, far, precision="highest")
         elif far is not None:
-            form = "btnf,nrf->btn" if jax.tree.leaves(self.heads) else "btnf,mrf->btn"
-            own: Any = self.q_features
-            dropped = jnp.einsum(form, own.astype(jnp.float32), far, precision="highest")
-            dropped *= factor
-        heads, shared = arrays, {}
-        if not jax.tree.leaves(self.heads):
-            heads, shared = {}, {name: x[0] for name, x in arrays.items()}
+            arrays["far"] = far[:, 0]
+        per_head = bool(jax.tree.leaves(self.heads))
         term = Dot(
-            heads=heads,
-            shared=shared,
+            heads=arrays if per_head else {},
+            shared={} if per_head else {name: x[0] for name, x in arrays.items()},
             factor=factor,
             horizon=horizon,
             of_keys=of_keys,
@@ -544,7 +542,7 @@ class DotBias(Rule):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SeparableBias(Rule):
+class SeparableBias(_FeatureRule):
     """A number per query plus a number per key, added to each logit.
 
     Attributes:
@@ -562,9 +560,6 @@ class SeparableBias(Rule):
 
     def on(self, transform):
         return self
-
-    def with_features(self, q_features, k_features):
-        return dataclasses.replace(self, q_features=q_features, k_features=k_features)
 
     def check(self, sizes):
         super().check(sizes)
@@ -589,7 +584,7 @@ class SeparableBias(Rule):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LogitsTransform(Rule):
+class LogitsTransform(_FeatureRule):
     """A function of a query's complete logit row, for rules that need all keys or all heads.
 
     It is applied to complete logits: scale, biases and softcap are in them.
@@ -622,9 +617,6 @@ class LogitsTransform(Rule):
     def on(self, transform):
         return dataclasses.replace(self, rule=_OnRow(self.rule, transform))
 
-    def with_features(self, q_features, k_features):
-        return dataclasses.replace(self, q_features=q_features, k_features=k_features)
-
     def check(self, sizes):
         super().check(sizes)
         heads, keys = sizes.num_heads, sizes.keys
@@ -638,9 +630,8 @@ class LogitsTransform(Rule):
             k_features = jax.eval_shape(self.expand, *own[:2], k_features)
         at = _coordinates(sizes), _coordinates(sizes, keys)
         arguments = *own, k_features, logits, seen, *at
-        signature = "rule(shared, heads, q_feature, k_features, logits, seen, q, k) -> [N, S]"
-        what = "LogitsTransform.rule"
-        _check_function(what, self.rule, signature, arguments, sizes, (heads, keys))
+        signature = "(shared, heads, q_feature, k_features, logits, seen, q, k) -> [N, S]"
+        _check_function(self, "rule", signature, arguments, sizes, (heads, keys))
 
     def expanded(self):
         if self.expand is None:
@@ -688,12 +679,10 @@ class ValueBias(Rule):
             f"attention: ValueBias.table must be [N, R, V] = {wanted}, got {self.table.shape}.",
         )
         token = _coordinates(sizes)
-        signature = "bucket(q, k) -> int32 scalar"
-        what = "ValueBias.bucket"
-        out = _check_function(what, self.bucket, signature, (token, token), sizes, ())
+        out = _check_function(self, "bucket", "(q, k) -> int32 scalar", (token, token), sizes)
         require(
             jnp.issubdtype(out.dtype, jnp.integer),
-            f"attention: {what} must return an integer, got {out.dtype}.",
+            f"attention: ValueBias.bucket must return an integer, got {out.dtype}.",
         )
 
     def lower(self, layout):
@@ -713,11 +702,3 @@ class ValueBias(Rule):
         one_hot = jax.nn.one_hot(buckets, self.table.shape[1], dtype=jnp.float32)
         mass = jnp.einsum("nts,tsr->tnr", weights, one_hot, precision="highest")
         return jnp.einsum("tnr,nrv->tnv", mass, self.table, precision="highest")
-
-
-def _require_features(rule: Rule) -> None:
-    require(
-        bool(jax.tree.leaves((rule.q_features, rule.k_features))),
-        f"attention: {type(rule).__name__} has neither q_features nor k_features; compute them "
-        "with the scheme's `features`.",
-    )

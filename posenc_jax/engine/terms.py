@@ -206,10 +206,7 @@ class Pair(Term):
         """Returns what `tile` drops, [1, 1, N], for coordinates of a dtype."""
         if self.horizon is None:
             return None
-        if jax.tree.leaves(self.heads):
-            far = jax.vmap(functools.partial(self._far, dtype=dtype))(self.heads)
-        else:
-            far = self._far(self.heads, dtype)[None]
+        far = over_heads(functools.partial(self._far, dtype=dtype), self.heads)
         return self.factor * far.astype(jnp.float32)[None, None]
 
     def _far(self, head, dtype):
@@ -327,6 +324,13 @@ class ValueTable:
             return self.spread(entries, q, k, transposed=transposed, pulled=True)
 
         return jax.vjp(spread, jax.lax.full_like(tile, 0.0, shape=shape))[1](tile)[0]
+
+
+def over_heads(function: Callable, heads: Any) -> jax.Array:
+    """Returns `function` of every head's slice, [N, ...]; [1, ...] where heads share it."""
+    if jax.tree.leaves(heads):
+        return jax.vmap(function)(heads)
+    return function(heads)[None]
 
 
 def table_tile(
