@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from posenc_jax.engine.blocks import (
     Blocks,
@@ -33,7 +35,6 @@ from posenc_jax.engine.blocks import (
     zeros,
 )
 from posenc_jax.engine.dense import Dense
-from posenc_jax.engine.forbid_double_reverse import forbid_double_reverse
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.problem import Implementation, Problem, keep_mask
 from posenc_jax.engine.terms import Term, Tokens, ValueTable
@@ -192,7 +193,19 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> tuple[Spec, Operands]:
     # A power of two scales q exactly in any dtype.
     exact = p.q.dtype == jnp.float32 or math.frexp(p.scale)[0] == 0.5
     q_factor, logit_factor = (p.scale, 1.0) if exact else (1.0, p.scale)
-    strips = _Strips.of(p, plan)
+    # Rules by distance are evaluated once, from the first key's distance from the last query, or
+    # for causal attention from one tile into the future, to the last query's from the first key.
+    first, before, after = 1 - p.keys, keys - p.keys, length - p.length
+    if p.is_causal and p.prefix_length is None:
+        first, before = 0, plan.max_table + 1
+
+    def strip(of, fill=0.0):
+        if of is None:
+            return None
+        made = of(jnp.arange(first, p.length, dtype=jnp.int32))
+        widths = [(before, after) if axis == 1 else (0, 0) for axis in range(made.ndim)]
+        return jnp.pad(made, widths, constant_values=fill)
+
     spec = Spec(
         plan=plan,
         visibility=visibility,
@@ -201,15 +214,15 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> tuple[Spec, Operands]:
         logit_factor=logit_factor,
         softcap=p.softcap,
         dropout_rate=p.dropout_rate,
-        origin=strips.origin,
+        origin=before - first,
         dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
     )
     operands = Operands(
         q=pad_axis(p.q, 1, length),
         k=pad_axis(jnp.swapaxes(p.k, 1, 2), 2, keys),
         v=pad_axis(jnp.swapaxes(lowered.v, 1, 2), 2, keys),
-        bias=strips.make(lowered.bias, MASK_VALUE if visibility.mask_in_bias else 0.0),
-        strips=tuple(strips.make(strip, 0.0) for strip in lowered.strips),
+        bias=strip(lowered.bias, MASK_VALUE if visibility.mask_in_bias else 0.0),
+        strips=tuple(map(strip, lowered.strips)),
         terms=lowered.terms,
         values=lowered.values,
         queries=block(length, p.q_positions, p.q_coordinates, segments[0], lowered.q_features),
@@ -219,45 +232,6 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> tuple[Spec, Operands]:
         seed=p.dropout_seed,
     )
     return spec, operands
-
-
-@dataclasses.dataclass(frozen=True)
-class _Strips:
-    """The distances at which rules are evaluated once, outside the tiles.
-
-    From the first key's distance from the last query, or for causal attention from one tile
-    into the future, to the last query's distance from the first key.
-
-    Attributes:
-      first, end: the first distance that is evaluated, and the one after the last.
-      before, after: number of hidden entries on either side.
-    """
-
-    first: int
-    end: int
-    before: int
-    after: int
-
-    @classmethod
-    def of(cls, p: Problem, plan: Plan) -> "_Strips":
-        first, before = 1 - p.keys, plan.keys - p.keys
-        if p.is_causal and p.prefix_length is None:
-            first, before = 0, plan.max_table + 1
-        return cls(first, p.length, before, plan.length - p.length)
-
-    @property
-    def origin(self) -> int:
-        """Index of distance 0."""
-        return self.before - self.first
-
-    def make(self, of: Callable[[jax.Array], jax.Array] | None, fill: float) -> Any:
-        """Returns `of(distances)`, padded on axis 1, or None."""
-        if of is None:
-            return None
-        made = of(jnp.arange(self.first, self.end, dtype=jnp.int32))
-        widths = [(0, 0)] * made.ndim
-        widths[1] = self.before, self.after
-        return jnp.pad(made, widths, constant_values=fill)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -272,10 +246,28 @@ def _attend_forward(spec, diff, nondiff):
 
 def _attend_backward(spec, saved, cotangents):
     grads = _backward(spec, *saved, *cotangents)
-    return jax.tree.map(forbid_double_reverse, grads), None
+    return jax.tree.map(_irreversible.bind, grads), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _refuse(cotangent, x):
+    raise NotImplementedError(
+        "attention: tiles have reverse mode, and forward mode over it; for reverse mode over "
+        'reverse mode use implementation="reference", or jax.jvp of jax.grad.'
+    )
+
+
+# The identity; it raises under reverse mode, since the loops of the backward pass cannot be
+# transposed and JAX's message about that names neither attention nor a way out. Forward mode,
+# vmap and shard_map pass.
+_irreversible = Primitive("irreversible")
+_irreversible.def_impl(lambda x: x)
+_irreversible.def_abstract_eval(lambda aval: aval)
+mlir.register_lowering(_irreversible, lambda context, x: [x])
+batching.defvectorized(_irreversible)
+ad.deflinear2(_irreversible, _refuse)
 
 
 class Softmax(NamedTuple):
@@ -318,9 +310,7 @@ def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, interior: bool) -> So
     m, l, out = state
     x = tiles.all
     k, v = tiles.key_values(j)
-    queries, keys = tiles.queries(x.queries, i), tiles.keys(x.keys, j)
-    seen = None if interior else tiles.seen(i, j, queries, keys)
-    live = tiles.live_keys(seen)
+    queries, keys, seen, live = tiles.tokens(i, j, interior)
     v = zero_keys(live, v)
     keys = keys._replace(features=zero_keys(live, keys.features))
     added = tiles.added(tiles.windows(i, j, interior), x.terms, queries, keys, interior)
@@ -382,12 +372,10 @@ def _backward(spec: Spec, diff: Operands, nondiff: Operands, out, lse, d_out, d_
 
     def key_block(grads, j):
         k_t_block = repeat_groups(take_block(k_t, 3, j, tiles.blocks.k), spec.heads)
-        tokens = tiles.keys(diff.keys, j)
+        tokens = take_block(diff.keys, 2, j, tiles.blocks.k)
 
         def query_block(interior):
-            return lambda i, carry: _backward_tile(
-                tiles, diff, nondiff, saved, k_t_block, i, j, *carry, interior
-            )
+            return lambda i, carry: _backward_tile(tiles, i, j, saved, k_t_block, *carry, interior)
 
         k, v = tiles.key_values(j)
         own = KeyGrads(zeros(x.q, k.shape), zeros(x.q, v.shape), _blank(tokens))
@@ -426,12 +414,10 @@ def _backward(spec: Spec, diff: Operands, nondiff: Operands, out, lse, d_out, d_
 
 def _backward_tile(
     tiles: "Tiles",
-    diff: Operands,
-    nondiff: Operands,
-    saved: Saved,
-    k_t: jax.Array,
     i: jax.Array,
     j: jax.Array,
+    saved: Saved,
+    k_t: jax.Array,
     grads: QueryGrads,
     own: KeyGrads,
     interior: bool,
@@ -440,24 +426,21 @@ def _backward_tile(
     x, spec = tiles.all, tiles.spec
     q, do, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in saved)
     k, v = tiles.key_values(j)
-    queries, keys = tiles.queries(x.queries, i), tiles.keys(x.keys, j)
-    seen = None if interior else tiles.seen(i, j, queries, keys)
-    live = tiles.live_keys(seen)
+    queries, keys, seen, live = tiles.tokens(i, j, interior)
     k, v, k_t = zero_keys(live, k), zero_keys(live, v), zero_keys(live, k_t, axis=3)
+    diff, rest = partition((x.terms, queries, keys))
 
-    def added(windows, terms, q_diff, k_diff):
-        own = combine(k_diff, keys)
-        own = own._replace(features=zero_keys(live, own.features))
-        terms = combine(terms, nondiff.terms)
-        return tiles.added(windows, terms, combine(q_diff, queries), own, interior)
+    def added(windows, diff):
+        terms, queries, keys = combine(diff, rest)
+        keys = keys._replace(features=zero_keys(live, keys.features))
+        return tiles.added(windows, terms, queries, keys, interior)
 
     has_terms = any(term.has_interior or not interior for term in x.terms)
     windows = tiles.windows(i, j, interior)
     extra: Any = None
     pull: Any = None
     if windows[0] is not None or has_terms:
-        tokens = tiles.queries(diff.queries, i), tiles.keys(diff.keys, j)
-        extra, pull = jax.vjp(added, windows, diff.terms, *tokens)
+        extra, pull = jax.vjp(added, windows, diff)
     s, softcap_grad = tiles.logits(tiles.products(q, k), extra, seen)
     p = jnp.exp(s - lse[:, :, None])
     dp = _einsum("bnkv,bnqv->bnkq", v, do)
@@ -473,7 +456,7 @@ def _backward_tile(
     ds = p * (dp - delta[:, :, None])
     ds = ds if softcap_grad is None else ds * softcap_grad
     if pull is not None:
-        d_windows, d_terms, d_queries, d_keys = pull(_sum_to(ds, extra))
+        d_windows, (d_terms, d_queries, d_keys) = pull(_sum_to(ds, extra))
         strips = _add_windows(grads.strips, d_windows, tiles.window_start(i, j))
         grads = grads._replace(strips=strips)
         if has_terms:
@@ -507,13 +490,12 @@ class Tiles:
         k, v = (take_block(y, 2, j, self.blocks.k) for y in (self.all.k, self.all.v))
         return repeat_groups(k, self.spec.heads), repeat_groups(v, self.spec.heads)
 
-    def queries(self, tokens: Block, i) -> Block:
-        """Returns block i of queries."""
-        return take_block(tokens, 2, i, self.blocks.q)
-
-    def keys(self, tokens: Block, j) -> Block:
-        """Returns block j of keys."""
-        return take_block(tokens, 2, j, self.blocks.k)
+    def tokens(self, i, j, interior: bool) -> tuple[Block, Block, Any, Any]:
+        """Returns the queries and keys of a tile, which pairs are visible and which keys are."""
+        q = take_block(self.all.queries, 2, i, self.blocks.q)
+        k = take_block(self.all.keys, 2, j, self.blocks.k)
+        seen = None if interior else self.seen(i, j, q, k)
+        return q, k, seen, self.live_keys(seen)
 
     def products(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns float32 q . k of [B, N, Q, H] and [B, N, K, H]."""
