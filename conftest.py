@@ -1,6 +1,7 @@
 """Strict settings for all tests, and the names that docstring examples may use."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -30,7 +31,9 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_disable_most_optimizations", True)  # For what test files compile at import.
+# Tests compile more than they compute, and numbers need no optimiser. It is LLVM's alone that goes:
+# the arrays of a program and their memory stay as they are for users.
+jax.config.update("jax_disable_most_optimizations", True)
 
 collect_ignore_glob = ["*make_*.py"]  # They make golden files, with packages of their own.
 
@@ -46,21 +49,31 @@ def strict(request):
         yield
 
 
-@pytest.fixture(autouse=True)
-def quick_to_compile(request):
-    """Tests compile more than they compute, and numbers need no optimiser.
+programs = 0
 
-    Some read what the optimiser makes: those are marked.
-    """
-    optimised = request.node.get_closest_marker("optimised") is not None
-    jax.config.update("jax_disable_most_optimizations", not optimised)
+
+def count(event, seconds, **_):
+    global programs
+    programs += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(count)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def forget():
     """A process may map only so many programs: with those of all tests it would crash."""
+    global programs
     yield
-    jax.clear_caches()
+    if programs > 500:
+        jax.clear_caches()
+        programs = 0
+
+
+def pytest_collection_finish():
+    """The garbage collector leaves the test files and their imports alone, and runs less often."""
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,6 @@ def test_no_array_of_all_pairs_in_the_jaxpr(kind):
 
 
 @pytest.mark.parametrize("kind", ["t5", "shaw", "fire", "whole", "unbounded"])
-@pytest.mark.optimised
 def test_no_array_of_all_pairs_in_the_program(kind):
     compiled = {}
     for length in (2048, 4096):
