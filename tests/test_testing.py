@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import posenc_jax as pe
@@ -112,6 +113,14 @@ class Undecorated(Rotary):
     temperature: float = 2.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Unseeded(pe.T5):
+    """Parameters that do not depend on the key alone."""
+
+    def init(self, key):
+        return {"table": np.random.default_rng().normal(size=(32, self.num_heads)).astype("f4")}
+
+
 BROKEN = {
     "running sum without segments": (
         RunningSum(6, 20, "segment_ids"),
@@ -128,6 +137,7 @@ BROKEN = {
     "bfloat16 angles": (Rotary(8, "bfloat16"), "bfloat16_is_near_float32"),
     "positions from slots": (Rotary(8, "slots"), "coordinates_change_the_output"),
     "unused parameter": (Rotary(8, "gradient"), "every_parameter_has_a_gradient"),
+    "another source of randomness": (Unseeded(6), "parameters_are_deterministic_and_float32"),
     "unhashable": (Unhashable(6), "hashable_and_equal_by_value"),
     "not decorated": (Undecorated(8), "hashable_and_equal_by_value"),
     "equal by identity": (ByIdentity(8), "hashable_and_equal_by_value"),
@@ -143,6 +153,36 @@ def test_broken_scheme_fails_the_property(scheme, name):
     assert repr(scheme) in message
     assert wanted.name in message
     assert wanted.cause in message
+
+
+@dataclasses.dataclass(frozen=True)
+class NaN(Rotary):
+    """RoPE with NaN in one place."""
+
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
+        padding = jnp.zeros_like(coordinates) if segment_ids is None else segment_ids < 0
+        row = jnp.broadcast_to(padding.any(1, keepdims=True), padding.shape)
+        found = {"far": coordinates > 500_000, "padding": padding, "row": row}[self.broken]
+        return jnp.where(found, jnp.nan, 0.0), None, state
+
+    def attend(
+        self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
+    ):
+        return attention(q, k, v) + q_features[:, :, None, None].astype(q.dtype)
+
+
+@pytest.mark.parametrize(
+    "place, name",
+    [
+        ("far", "adding_a_constant_changes_nothing"),
+        ("padding", "queries_without_keys_give_zeros"),
+        ("row", "left_padded_rows_equal_rows_alone"),
+        ("row", "nan_in_padding_stays_there"),
+    ],
+)
+def test_nan_fails_the_property(place, name):
+    with pytest.raises(AssertionError, match="largest error nan, tolerance"):
+        testing.PROPERTIES[name].check(testing.Case(NaN(8, place)))
 
 
 def test_message_gives_the_measured_error():
@@ -182,6 +222,8 @@ def test_check_reports_what_it_measured():
 def test_sizes_come_from_schemes_inside_others():
     case = testing.Case(pe.chain(pe.RoPE(head_dim=4), pe.ALiBi(num_heads=10)))
     assert (case.num_heads, case.num_kv_heads, case.head_dim, case.model_dim) == (10, 5, 4, 20)
+    tables = (pe.LearnedAbsolute(max_length=n, model_dim=20) for n in (99, 64, 500))
+    assert testing.Case(pe.chain(*tables)).max_length == 64
     case = testing.Case(pe.NoPE(), num_heads=4, num_kv_heads=4, head_dim=2, model_dim=3)
     assert (case.num_heads, case.num_kv_heads, case.head_dim, case.model_dim) == (4, 4, 2, 3)
 
