@@ -37,7 +37,7 @@ from posenc_jax.engine.blocks import (
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.problem import Implementation, Problem, keep_mask
-from posenc_jax.engine.terms import Term, Tokens, ValueTable
+from posenc_jax.engine.terms import STATIC, Term, Tokens, ValueTable
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 from posenc_jax.mask import MASK_VALUE, visible
 from posenc_jax.ops.partition import combine, partition
@@ -68,8 +68,7 @@ class XLA(Implementation):
         heads = p.q.shape[0] * p.num_heads
         plan = make_plan(p.length, p.keys, heads, self.forward, self.backward)
         lowered = lower(p, plan.max_table, self.pairs_at_once)
-        spec, operands = _prepare(p, lowered, plan)
-        out, lse = _attend(spec, *partition(operands))
+        out, lse = _attend(*partition(_prepare(p, lowered, plan)))
         out, lse = out[:, : p.length], jnp.moveaxis(lse, 1, 2)[:, : p.length]
         if lowered.lse_shift is not None:
             lse += lowered.lse_shift
@@ -110,35 +109,10 @@ class Block(NamedTuple):
     features: tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """The static part of a padded problem.
-
-    Attributes:
-      plan: block sizes.
-      visibility: which tiles need what.
-      heads: N.
-      q_factor, logit_factor: factors on q, and on q . k after it; their product is the scale.
-      softcap, dropout_rate: as in `attention`.
-      origin: index of distance 0 in `Operands.bias` and strips.
-      dtype: of the output.
-    """
-
-    plan: Plan
-    visibility: Visibility
-    heads: int
-    q_factor: float
-    logit_factor: float
-    softcap: float | None
-    dropout_rate: float
-    origin: int
-    dtype: Any
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The arrays, padded to whole blocks.
+    """A lowered problem, padded to whole blocks.
 
     Attributes:
       q, k, v: [B, T, N, H], [B, K, S, H], [B, K, S, V].
@@ -150,6 +124,12 @@ class Operands:
       mask: bool, [B or 1, N or 1, T, S], or None.
       prefix: int32 [B], or None.
       seed: uint32 [2], or None.
+      plan: block sizes.
+      visibility: which tiles need what.
+      q_factor, logit_factor: factors on q, and on q . k after it; their product is the scale.
+      softcap, dropout_rate: as in `attention`.
+      origin: index of distance 0 in `bias` and `strips`.
+      dtype: of the output.
     """
 
     q: Any
@@ -164,9 +144,22 @@ class Operands:
     mask: Any
     prefix: Any
     seed: Any
+    plan: Plan = dataclasses.field(metadata=STATIC)
+    visibility: Visibility = dataclasses.field(metadata=STATIC)
+    q_factor: float = dataclasses.field(metadata=STATIC)
+    logit_factor: float = dataclasses.field(metadata=STATIC)
+    softcap: float | None = dataclasses.field(metadata=STATIC)
+    dropout_rate: float = dataclasses.field(metadata=STATIC)
+    origin: int = dataclasses.field(metadata=STATIC)
+    dtype: Any = dataclasses.field(metadata=STATIC)
+
+    @property
+    def heads(self) -> int:
+        """N."""
+        return self.q.shape[2]
 
 
-def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> tuple[Spec, Operands]:
+def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
     """Pads a lowered problem to whole blocks."""
     visibility, length, keys = lowered.visibility, plan.length, plan.keys
     # Contiguous tokens are ordered by slot.
@@ -206,18 +199,7 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> tuple[Spec, Operands]:
         widths = [(before, after) if axis == 1 else (0, 0) for axis in range(made.ndim)]
         return jnp.pad(made, widths, constant_values=fill)
 
-    spec = Spec(
-        plan=plan,
-        visibility=visibility,
-        heads=p.num_heads,
-        q_factor=q_factor,
-        logit_factor=logit_factor,
-        softcap=p.softcap,
-        dropout_rate=p.dropout_rate,
-        origin=before - first,
-        dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
-    )
-    operands = Operands(
+    return Operands(
         q=pad_axis(p.q, 1, length),
         k=pad_axis(jnp.swapaxes(p.k, 1, 2), 2, keys),
         v=pad_axis(jnp.swapaxes(lowered.v, 1, 2), 2, keys),
@@ -230,22 +212,29 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> tuple[Spec, Operands]:
         mask=mask,
         prefix=p.prefix_length,
         seed=p.dropout_seed,
+        plan=plan,
+        visibility=visibility,
+        q_factor=q_factor,
+        logit_factor=logit_factor,
+        softcap=p.softcap,
+        dropout_rate=p.dropout_rate,
+        origin=before - first,
+        dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
     )
-    return spec, operands
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(spec: Spec, diff: Operands, nondiff: Operands):
-    return _forward(spec, combine(diff, nondiff))
+@jax.custom_vjp
+def _attend(diff: Operands, nondiff: Operands):
+    return _forward(combine(diff, nondiff))
 
 
-def _attend_forward(spec, diff, nondiff):
-    out, lse = _forward(spec, combine(diff, nondiff))
+def _attend_forward(diff, nondiff):
+    out, lse = _forward(combine(diff, nondiff))
     return (out, lse), (diff, nondiff, out, lse)
 
 
-def _attend_backward(spec, saved, cotangents):
-    grads = _backward(spec, *saved, *cotangents)
+def _attend_backward(saved, cotangents):
+    grads = _backward(*saved, *cotangents)
     return jax.tree.map(_irreversible.bind, grads), None
 
 
@@ -278,9 +267,9 @@ class Softmax(NamedTuple):
     out: jax.Array
 
 
-def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
+def _forward(x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
-    tiles = Tiles(spec, x, spec.plan.forward, transposed=False)
+    tiles = Tiles(x, x.plan.forward, transposed=False)
 
     def query_block(_, i):
         q = tiles.scaled(take_block(x.q, 1, i, tiles.blocks.q))
@@ -300,9 +289,9 @@ def _forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         l = jnp.where(blind, 1.0, l)
         out = jnp.where(blind[..., None], 0.0, out / l[..., None])
         lse = jnp.where(blind, -jnp.inf, m + jnp.log(l))
-        return None, (jnp.swapaxes(out, 1, 2).astype(spec.dtype), lse)
+        return None, (jnp.swapaxes(out, 1, 2).astype(x.dtype), lse)
 
-    _, (out, lse) = _scan_blocks(query_block, None, spec.plan.length // tiles.blocks.q)
+    _, (out, lse) = _scan_blocks(query_block, None, x.plan.length // tiles.blocks.q)
     return join_blocks(out, 1), join_blocks(lse, 2)
 
 
@@ -355,10 +344,10 @@ class Saved(NamedTuple):
     delta: jax.Array
 
 
-def _backward(spec: Spec, diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Operands:
+def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Operands:
     """Returns the cotangents of `diff`."""
     x = combine(diff, nondiff)
-    tiles = Tiles(spec, x, spec.plan.backward, transposed=True)
+    tiles = Tiles(x, x.plan.backward, transposed=True)
     delta = jnp.einsum("btnv,btnv->bnt", _f32(d_out), _f32(out)) - d_lse
     saved = Saved(
         q=tiles.scaled(x.q),
@@ -371,7 +360,7 @@ def _backward(spec: Spec, diff: Operands, nondiff: Operands, out, lse, d_out, d_
     k_t = jnp.swapaxes(x.k, 2, 3)
 
     def key_block(grads, j):
-        k_t_block = repeat_groups(take_block(k_t, 3, j, tiles.blocks.k), spec.heads)
+        k_t_block = repeat_groups(take_block(k_t, 3, j, tiles.blocks.k), x.heads)
         tokens = take_block(diff.keys, 2, j, tiles.blocks.k)
 
         def query_block(interior):
@@ -389,18 +378,18 @@ def _backward(spec: Spec, diff: Operands, nondiff: Operands, out, lse, d_out, d_
 
     batch, dim = x.q.shape[0], x.q.shape[3]
     grads = QueryGrads(
-        q=zeros(x.q, (batch, spec.heads, dim, spec.plan.length)),
+        q=zeros(x.q, (batch, x.heads, dim, x.plan.length)),
         tokens=_blank(diff.queries),
         terms=_blank(diff.terms),
         strips=_blank((diff.bias, diff.strips)),
         table=None if x.values is None else _blank(x.values.table),
     )
-    grads, own = _scan_blocks(key_block, grads, spec.plan.keys // tiles.blocks.k)
+    grads, own = _scan_blocks(key_block, grads, x.plan.keys // tiles.blocks.k)
     bias, strips = grads.strips
     values = diff.values
     return dataclasses.replace(
         diff,
-        q=(jnp.transpose(grads.q, (0, 3, 1, 2)) * spec.q_factor).astype(x.q.dtype),
+        q=(jnp.transpose(grads.q, (0, 3, 1, 2)) * x.q_factor).astype(x.q.dtype),
         k=join_blocks(own.k, 2),
         v=join_blocks(own.v, 2),
         bias=bias,
@@ -423,7 +412,7 @@ def _backward_tile(
     interior: bool,
 ) -> tuple[QueryGrads, KeyGrads]:
     """Adds the cotangents of one tile; ds is the cotangent of its logits, [B, N, K, Q]."""
-    x, spec = tiles.all, tiles.spec
+    x = tiles.all
     q, do, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in saved)
     k, v = tiles.key_values(j)
     queries, keys, seen, live = tiles.tokens(i, j, interior)
@@ -463,7 +452,7 @@ def _backward_tile(
             tokens = add_block(grads.tokens, d_queries, 2, i, tiles.blocks.q)
             grads = grads._replace(terms=_sum(grads.terms, d_terms), tokens=tokens)
             own = own._replace(tokens=_sum(own.tokens, d_keys))
-    ds = (ds if spec.logit_factor == 1.0 else ds * spec.logit_factor).astype(q.dtype)
+    ds = (ds if x.logit_factor == 1.0 else ds * x.logit_factor).astype(q.dtype)
     own = own._replace(
         v=own.v + _einsum("bnkq,bnqv->bnkv", dropped.astype(v.dtype), do),
         k=own.k + _einsum("bnkq,bnqh->bnkh", ds, q),
@@ -476,19 +465,18 @@ def _backward_tile(
 class Tiles:
     """Tiles of block i of queries and block j of keys, [B, N, Q, K], or transposed."""
 
-    spec: Spec
     all: Operands
     blocks: Blocks
     transposed: bool
 
     def scaled(self, q: jax.Array) -> jax.Array:
         """Returns [B, N, Q, H] of [B, Q, N, H], times the factor on q."""
-        return jnp.swapaxes(q, 1, 2) * jnp.asarray(self.spec.q_factor, q.dtype)
+        return jnp.swapaxes(q, 1, 2) * jnp.asarray(self.all.q_factor, q.dtype)
 
     def key_values(self, j) -> tuple[jax.Array, jax.Array]:
         """Returns k and v of a block, [B, N, K, ...]."""
         k, v = (take_block(y, 2, j, self.blocks.k) for y in (self.all.k, self.all.v))
-        return repeat_groups(k, self.spec.heads), repeat_groups(v, self.spec.heads)
+        return repeat_groups(k, self.all.heads), repeat_groups(v, self.all.heads)
 
     def tokens(self, i, j, interior: bool) -> tuple[Block, Block, Any, Any]:
         """Returns the queries and keys of a tile, which pairs are visible and which keys are."""
@@ -505,7 +493,7 @@ class Tiles:
 
     def window_start(self, i, j) -> jax.Array:
         """Returns the index of the last key's distance from the first query, in the strips."""
-        return self.spec.origin + i * self.blocks.q - j * self.blocks.k - (self.blocks.k - 1)
+        return self.all.origin + i * self.blocks.q - j * self.blocks.k - (self.blocks.k - 1)
 
     def windows(self, i, j, interior: bool) -> tuple[Any, Any]:
         """Returns the parts of the bias and of the strips that the tile covers."""
@@ -516,7 +504,7 @@ class Tiles:
 
         bias = self.all.bias
         if bias is not None:
-            used = not interior or self.spec.visibility.bias_everywhere
+            used = not interior or self.all.visibility.bias_everywhere
             bias = part(bias) if used else None
         strips = self.all.strips
         return bias, (None,) * len(strips) if interior else jax.tree.map(part, strips)
@@ -567,18 +555,18 @@ class Tiles:
         """Returns tokens as a term reads them, [B or 1, N or 1, T, ...]."""
         slots, coordinates = block.slots, block.coordinates
         if gathers:
-            shape = self.all.q.shape[0], self.spec.heads
+            shape = self.all.q.shape[0], self.all.heads
             slots, coordinates = (
                 jnp.broadcast_to(x, (*shape, *x.shape[2:])) for x in (slots, coordinates)
             )
         return Tokens(slots, coordinates, None if term is None else block.features[term])
 
     def _repeat(self, x: jax.Array) -> jax.Array:
-        return repeat_groups(x, self.spec.heads)
+        return repeat_groups(x, self.all.heads)
 
     def seen(self, i, j, q: Block, k: Block) -> jax.Array | None:
         """Returns bool, broadcastable to the tile, or None where all pairs are visible."""
-        see, out = self.spec.visibility, None
+        see, out = self.all.visibility, None
         if see.ordered or see.segments:
             at = q.positions, k.positions, q.segments, k.segments
             out = visible(
@@ -598,7 +586,7 @@ class Tiles:
 
         None where every key is visible to the query in its own slot.
         """
-        see = self.spec.visibility
+        see = self.all.visibility
         if seen is None or (see.by_slot and not see.segments and not see.mask):
             return None
         return jnp.any(seen, axis=3 if self.transposed else 2)
@@ -607,7 +595,7 @@ class Tiles:
         """Returns the factor of dropout on every weight, or None."""
         if self.all.seed is None:
             return None
-        rate, shape = self.spec.dropout_rate, (self.all.q.shape[0], self.spec.heads)
+        rate, shape = self.all.dropout_rate, (self.all.q.shape[0], self.all.heads)
         keep = keep_mask(self.all.seed, rate, shape, q.slots[:, 0], k.slots[:, 0])
         scale = jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
         return jnp.swapaxes(scale, 2, 3) if self.transposed else scale
@@ -615,31 +603,31 @@ class Tiles:
     def logits(self, products, added, seen) -> tuple[jax.Array, jax.Array | None]:
         """Returns masked logits, and the derivative of the softcap if there is one."""
         x, softcap_grad = products, None
-        if self.spec.logit_factor != 1.0:
-            x *= self.spec.logit_factor
+        if self.all.logit_factor != 1.0:
+            x *= self.all.logit_factor
         if added is not None:
             x += added
-        if self.spec.softcap is not None:
-            bounded = jnp.tanh(x / self.spec.softcap)
-            x, softcap_grad = self.spec.softcap * bounded, 1.0 - bounded * bounded
+        if self.all.softcap is not None:
+            bounded = jnp.tanh(x / self.all.softcap)
+            x, softcap_grad = self.all.softcap * bounded, 1.0 - bounded * bounded
         return x if seen is None else jnp.where(seen, x, MASK_VALUE), softcap_grad
 
     def visit_keys(self, i, body: Callable, carry: Any) -> Any:
         """Runs `body(interior)(j, carry)` over the blocks of keys that block i sees."""
-        see, x = self.spec.visibility, self.all
+        see, x = self.all.visibility, self.all
         q = take_block(see.summary(x.queries, self.blocks.q), 1, i, 1)
         k = see.summary(x.keys, self.blocks.k)
-        return self._visit(q, k, self.spec.plan.keys // self.blocks.k, body, carry)
+        return self._visit(q, k, self.all.plan.keys // self.blocks.k, body, carry)
 
     def visit_queries(self, j, body: Callable, carry: Any) -> Any:
         """Runs `body(interior)(i, carry)` over the blocks of queries that see block j."""
-        see, x = self.spec.visibility, self.all
+        see, x = self.all.visibility, self.all
         k = take_block(see.summary(x.keys, self.blocks.k), 1, j, 1)
         q = see.summary(x.queries, self.blocks.q)
-        return self._visit(q, k, self.spec.plan.length // self.blocks.q, body, carry)
+        return self._visit(q, k, self.all.plan.length // self.blocks.q, body, carry)
 
     def _visit(self, q, k, count: int, body: Callable, carry: Any) -> Any:
-        see = self.spec.visibility
+        see = self.all.visibility
         if count == 1:
             return body(interior=see.all_interior)(jnp.int32(0), carry)
         live, interior = see.classify(q, k, self.all.prefix)
