@@ -27,7 +27,7 @@ import numpy as np
 
 from posenc_jax.checks import divides, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
-from posenc_jax.engine.problem import Implementation, Problem
+from posenc_jax.engine.problem import Implementation, Problem, vary_over
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.ops.partition import combine, partition
 from posenc_jax.rules import as_tuple
@@ -102,7 +102,7 @@ def sequence_parallel_attention(
         )
         out, lse = run(problem.with_keys(keys), implementation)
     else:
-        diff, nondiff = partition(_varying(problem, axis_name))
+        diff, nondiff = partition(vary_over(frozenset((axis_name,)), problem))
         out, lse = _ring(axis_name, implementation, diff, nondiff)
     if sinks is not None:
         # Sinks are a part of the softmax without values.
@@ -110,17 +110,6 @@ def sequence_parallel_attention(
         out = out.astype(jnp.float32)
         out = merge_partial_softmax([out, jnp.zeros_like(out)], [lse, sinks])
     return out.astype(q.dtype)
-
-
-def _varying(tree: Any, axis_name: str) -> Any:
-    """Makes every array vary over the axis, so that gradients of shared ones are summed."""
-
-    def vary(x):
-        x = jnp.asarray(x)
-        axes = frozenset((axis_name,)) - jax.typeof(x).mat.varying
-        return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
-
-    return jax.tree.map(vary, tree)
 
 
 def _onwards(tree: Any, axis_name: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.checks import positive_integers
 from posenc_jax.mask import add_saturated
 
 
@@ -22,6 +23,9 @@ class Blocks:
 
     q: int
     k: int
+
+    def __post_init__(self):
+        positive_integers("Blocks", q=self.q, k=self.k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +59,14 @@ def make_plan(
     >>> make_plan(2000, 2000, 8).forward
     Blocks(q=512, k=256)
     """
-    if forward or backward:
-        forward, backward = forward or backward, backward or forward
-        assert forward is not None and backward is not None
-        to = (math.lcm(getattr(forward, side), getattr(backward, side)) for side in "qk")
-        padded = (-(-n // step) * step for n, step in zip((length, keys), to, strict=True))
-        return Plan(forward, backward, *padded)
-    forward, backward = _measured(length, keys, heads)
-    sizes = [
-        _divide(count, (getattr(forward, side), getattr(backward, side)))
-        for side, count in (("q", length), ("k", keys))
-    ]
-    (fq, bq, padded), (fk, bk, padded_keys) = sizes
+    first, second = forward or backward, backward or forward
+    if first and second:
+        steps = math.lcm(first.q, second.q), math.lcm(first.k, second.k)
+        padded = (-(-n // step) * step for n, step in zip((length, keys), steps, strict=True))
+        return Plan(first, second, *padded)
+    first, second = _measured(length, keys, heads)
+    fq, bq, padded = _divide(length, (first.q, second.q))
+    fk, bk, padded_keys = _divide(keys, (first.k, second.k))
     return Plan(Blocks(fq, fk), Blocks(bq, bk), padded, padded_keys)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Visibility
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.engine.terms import Layout, Lowering, Term, ValueTable
 from posenc_jax.mask import MASK_VALUE
 
@@ -88,15 +88,10 @@ def lower(p: Problem, max_table: int, pairs_at_once: int) -> Lowered:
         and p.mask is None
         and (p.is_causal or p.window is not None)
     )
-    shift = None
-    for _, x in terms:
-        if x.dropped is not None:
-            shift = x.dropped if shift is None else shift + x.dropped
-    bias = None
+    bias = constant = None
     if by_distance:
-        bias, dropped = _sum_by_distance(p, by_distance, drop, mask_in_bias)
-        if dropped is not None:
-            shift = dropped if shift is None else shift + dropped
+        bias, constant = _sum_by_distance(p, by_distance, drop, mask_in_bias)
+    dropped = [x for x in (*(x.dropped for _, x in terms), constant) if x is not None]
     return Lowered(
         bias=bias,
         terms=tuple(x.term for _, x in terms),
@@ -117,7 +112,7 @@ def lower(p: Problem, max_table: int, pairs_at_once: int) -> Lowered:
             horizon=None if None in horizons else max(horizons, default=None),
             by_slot=p.contiguous,
         ),
-        lse_shift=shift,
+        lse_shift=sum(dropped[1:], dropped[0]) if dropped else None,
     )
 
 
@@ -138,9 +133,8 @@ def _lower_values(p: Problem, lowered: list[Lowering]) -> tuple[ValueTable | Non
     (one,) = found
     if one.far_value is None:
         return one.values, p.v
-    groups = p.num_heads // p.v.shape[2]
-    v = p.v if groups == 1 else jnp.repeat(p.v, groups, 2)
-    return one.values, (v.astype(jnp.float32) + one.far_value[None, None]).astype(p.v.dtype)
+    v = repeat_heads(p.v, p.num_heads).astype(jnp.float32) + one.far_value[None, None]
+    return one.values, v.astype(p.v.dtype)
 
 
 def _sum_by_distance(

@@ -222,6 +222,19 @@ def zero_where(hidden: jax.Array, tree: Any) -> Any:
     return jax.tree.map(clean, tree)
 
 
+def vary_over(axes: frozenset[str], tree: Any) -> Any:
+    """Inside `shard_map`, makes every array vary over the mesh axes of that shard_map.
+
+    Gradients of arrays that devices share are then summed.
+    """
+
+    def vary(x):
+        missing = tuple(axes - jax.typeof(x).mat.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree) if axes else tree
+
+
 def repeat_heads(x: jax.Array, num_heads: int, axis: int = 2) -> jax.Array:
     """Repeats key/value heads for their query heads: [B, S, K, ...] to [B, S, N, ...]."""
     groups = num_heads // x.shape[axis]

@@ -36,7 +36,7 @@ from posenc_jax.engine.blocks import (
 )
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.problem import Implementation, Problem, keep_mask
+from posenc_jax.engine.problem import Implementation, Problem, keep_mask, vary_over
 from posenc_jax.engine.terms import STATIC, Term, Tokens, ValueTable
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 from posenc_jax.mask import MASK_VALUE, visible
@@ -62,7 +62,8 @@ class XLA(Implementation):
     name = "xla"
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        p = _vary_alike(problem)
+        varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
+        p = vary_over(frozenset().union(*varying), problem)
         if p.whole_rows:
             return Dense(self.row_block)(p)
         heads = p.q.shape[0] * p.num_heads
@@ -78,17 +79,6 @@ class XLA(Implementation):
         total = jnp.logaddexp(lse, sinks)
         share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
         return (out * share[..., None]).astype(p.q.dtype), total
-
-
-def _vary_alike(p: Problem) -> Problem:
-    """Inside `shard_map`, makes every array vary over the axes that any of them varies over."""
-    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(p)))
-
-    def vary(x):
-        missing = tuple(axes - jax.typeof(x).mat.varying)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, p) if axes else p
 
 
 class Block(NamedTuple):

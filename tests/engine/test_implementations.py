@@ -68,6 +68,12 @@ def test_unknown_words_and_types_are_named():
         pe.attention(Q, K, V, implementation=3)
 
 
+@pytest.mark.parametrize(("sizes", "error"), [((0, 8), ValueError), ((8, 2.0), TypeError)])
+def test_sizes_of_blocks_are_positive_integers(sizes, error):
+    with pytest.raises(error, match=r"Blocks: [qk] must be"):
+        Blocks(*sizes)
+
+
 def test_settings_change_speed_not_numbers():
     wanted = pe.attention(Q, K, V, is_causal=True, implementation="reference")
     for tiles in (XLA(), XLA(Blocks(16, 16), Blocks(8, 8)), XLA(forward=Blocks(40, 8))):
