@@ -35,7 +35,8 @@ from posenc_jax.scheme import Scheme, Traits
 
 
 def _project(x, high=None):
-    """x clipped to [0.01, high], with the gradient of x (straight through)."""
+    """x clipped to [0.01, high] in float32, with the gradient of x (straight through)."""
+    x = x.astype(jnp.float32)
     return jax.lax.stop_gradient(jnp.clip(x, 0.01, high)) + (x - jax.lax.stop_gradient(x))
 
 

@@ -107,7 +107,7 @@ class SwinV2(Scheme):
 
     def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H] normalised to length g[n]."""
-        gain = jnp.exp(jnp.minimum(params["tau"], math.log(100.0)))
+        gain = jnp.exp(jnp.minimum(params["tau"].astype(jnp.float32), math.log(100.0)))
         return _normalise(q, gain[None, None, :, None])
 
     def key(self, params, k, coordinates, features=None, tables=None):

@@ -129,7 +129,8 @@ class TUPE(Scheme):
         return None, None, state
 
     def rules(self, params, q_features=None, k_features=None):
-        table = params["table"] - params["table"].mean(-1, keepdims=True)
+        table = params["table"].astype(jnp.float32)
+        table = table - table.mean(-1, keepdims=True)
         table = table * jax.lax.rsqrt((table**2).mean(-1, keepdims=True) + 1e-5)
         table = table * params["norm"]["scale"][None] + params["norm"]["bias"][None]
         q_table, k_table = (

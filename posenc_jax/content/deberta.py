@@ -179,5 +179,6 @@ class DeBERTa(Scheme):
         """Returns K or Q, float32 [N, 2 span, H]."""
         if self.projected:
             return jnp.swapaxes(params[name], 0, 1)
-        out = jnp.einsum("rd,dnh->nrh", params["table"], params[name], precision="highest")
+        table = params["table"].astype(jnp.float32)
+        out = jnp.einsum("rd,dnh->nrh", table, params[name], precision="highest")
         return out + params["bias"][:, None] if name == "queries" else out

@@ -88,7 +88,8 @@ class GRAPEA(Scheme):
             f"grape_a: q must be [B, T, {wanted[0]}, {wanted[1]}] and k of the same head dim, "
             f"got {q.shape} and {k.shape}.",
         )
-        base = alibi_slopes(self.num_heads) * jax.nn.softplus(params["omega"])
+        omega = params["omega"].astype(jnp.float32)
+        base = alibi_slopes(self.num_heads) * jax.nn.softplus(omega)
         q_features = None if self.gate == "key" else self._slopes(base, params["v"], q)
         k_features = None if self.gate == "query" else self._slopes(base, params["u"], k)
         return q_features, k_features, state
@@ -97,6 +98,7 @@ class GRAPEA(Scheme):
         return ContentBias(_penalty, q_features=q_features, k_features=k_features)
 
     def _slopes(self, base, direction, x):
+        direction = direction.astype(jnp.float32)
         norm = jnp.sqrt(jnp.sum(direction**2, -1, keepdims=True))
         direction = direction / jnp.maximum(norm, 1e-6)
         grouped = direction.reshape(x.shape[2], -1, self.head_dim)  # [K, N / K, H] for keys.

@@ -10,7 +10,8 @@ weight, so that recent keys have precedence without any encoding of distance.
 The query's own token gets the remaining weight (`remainder=False`: no token does, and the output
 of the first token of a sequence is zero). With `attend_current` the own token also takes the first
 fraction. Only the order of coordinates matters: later tokens are masked, whether or not attention
-is causal, and distances are not read. Products are sums of float32 logarithms.
+is causal, and distances are not read. Coordinates of a sequence must differ: the remaining weight
+goes to every key at the coordinate of the query. Products are sums of float32 logarithms.
 
 Paper: Tan et al. Scaling Stick-breaking Attention: An Efficient Implementation and In-depth
 Study. 2024. https://arxiv.org/abs/2410.17980

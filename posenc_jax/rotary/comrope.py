@@ -92,7 +92,8 @@ class ComRoPE(Scheme):
     def tables(self, params, coordinates):
         """Returns cosine and sine [B, T, G, blocks, rates], and the planes of rotation."""
         at = check_coordinates(self.name, coordinates, 2)
-        skew = params["matrix"] - params["matrix"].mT
+        matrix = params["matrix"].astype(jnp.float32)
+        skew = matrix - matrix.mT
         rates, planes = jnp.linalg.eigh(jax.lax.complex(jnp.zeros_like(skew), skew))
         # Rates come in pairs of opposite sign: the positive one of each, and zero if size is odd.
         half, odd = self.size // 2, self.size % 2

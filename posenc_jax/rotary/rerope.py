@@ -15,7 +15,7 @@ ReRoPE's authors also multiply q by ln(i + 1) / ln(L), at least 1. STRING's mult
 0.1 ln 2 + 1 and include the key at distance w in both ranges, in prompts but not in decode steps;
 here it is far.
 
-Paper: Su. Rectified Rotary Position Embeddings. 2023. https://kexue.fm/archives/9708
+Papers: Su. Rectified Rotary Position Embeddings. 2023. https://kexue.fm/archives/9708
 An et al. Why Does the Effective Context Length of LLMs Fall Short? 2024 (STRING).
 https://arxiv.org/abs/2410.18745
 Reference code: bojone/rerope, rerope_patch.py, leaky_rerope_patch.py; HKUNLP/STRING,

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,6 +106,13 @@ def test_layouts_differ_in_bfloat16_too_and_keep_the_gradient():
     outs = [pe.apply_rope(x, jnp.arange(5), layout=layout) for layout in LAYOUTS]
     for a, b in itertools.combinations(outs, 2):
         assert np.abs(a.astype("f4") - b.astype("f4")).max() > 0.1
+    for layout in LAYOUTS:
+        _, pull = jax.vjp(lambda x, a=layout: pe.apply_rope(x, jnp.arange(5), layout=a), x)
+        _, pull_exact = jax.vjp(
+            lambda x, a=layout: pe.apply_rope(x, jnp.arange(5), layout=a), x.astype(jnp.float32)
+        )
+        exact = pull_exact(x.astype(jnp.float32))[0]
+        np.testing.assert_array_equal(pull(x)[0], exact.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(

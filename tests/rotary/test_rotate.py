@@ -47,7 +47,7 @@ def test_concrete_tables_are_not_copied_and_traced_ones_are_materialised():
     )
 
 
-@pytest.mark.parametrize("rows", [1, 6, 40])  # Turned in other ways where many share a table.
+@pytest.mark.parametrize("rows", [1, 6, 40])  # Many rows that share a table are rotated otherwise.
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved_negative"])
 def test_all_forms_of_the_rotation_agree(layout, dtype, rows):

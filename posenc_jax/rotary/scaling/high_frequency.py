@@ -11,7 +11,7 @@ Other maps select a number of pairs (`ClippedFrequencies(hard=True)`) or a part 
 
 The authors of HoPE released no code; the boundary is that of FoPE's.
 
-Papers: Chen et al. HoPE: A Novel Positional Encoding Without Long-Term Decay for Enhanced
+Paper: Chen et al. HoPE: A Novel Positional Encoding Without Long-Term Decay for Enhanced
 Context Awareness and Extrapolation. 2024. https://arxiv.org/abs/2410.21216
 Reference code: TsinghuaC3I/Fourier-Position-Embedding, olmo/model.py, get_inv_freq.
 """
