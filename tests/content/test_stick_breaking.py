@@ -104,7 +104,7 @@ def test_large_logits_stay_finite():
 
 def test_causal_without_a_causal_mask():
     arrays = qkv(length=21)
-    causal, free = (oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=c) for c in (1, 0))
+    causal, free = (oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=c) for c in (True, False))
     np.testing.assert_allclose(causal, free, atol=1e-6)
 
 
