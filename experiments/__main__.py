@@ -82,7 +82,8 @@ def _module(name: str):
 
 def _run(command: str, arguments: list[str]) -> int:
     """Reads the experiment before anything slow is imported, and carries it out."""
-    flags = {flag: flag in arguments for flag in ("--quick", "--fresh")}
+    known = ("--quick",) if command == "evaluate" else ("--quick", "--fresh")
+    flags = {flag for flag in known if flag in arguments}
     arguments = [a for a in arguments if a not in flags]
     file = _EXPERIMENTS[command]
     if arguments and not arguments[0].startswith("-"):
@@ -90,13 +91,13 @@ def _run(command: str, arguments: list[str]) -> int:
     experiment = _module("experiments.config").load(
         Path(file),
         arguments,
-        quick=flags["--quick"],
-        program=f"python -m experiments {command} [{file}] [--quick] [--fresh]",
+        quick="--quick" in flags,
+        program=f"python -m experiments {command} [{file}] {' '.join(f'[{x}]' for x in known)}",
     )
     compare = _module("experiments.compare")
     if command == "evaluate":
         return compare.evaluate_again(experiment)
-    return compare.compare(experiment, fresh=flags["--fresh"], keep=command == "train")
+    return compare.compare(experiment, fresh="--fresh" in flags, keep=command == "train")
 
 
 if __name__ == "__main__":

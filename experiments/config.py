@@ -122,9 +122,9 @@ class Experiment:
 
 
 _EPILOG = """\
-Defaults are those of the file. --quick applies its table [quick]; --fresh removes the results of an
-earlier experiment of that name. Settings of schemes: --schemes.t5.num-buckets 16, and for one task
---text.schemes.t5.num-buckets 16.
+Defaults are those of the file. --quick applies its table [quick]; --fresh, of compare and train,
+removes the results of an earlier experiment of that name. Settings of schemes:
+--schemes.t5.num-buckets 16, and for one task --text.schemes.t5.num-buckets 16.
 """
 _SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
 

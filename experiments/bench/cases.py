@@ -109,8 +109,8 @@ def positive(text: str) -> int:
 
 
 def positives(text: str) -> tuple[int, ...]:
-    """Returns the integers between commas, in ascending order."""
-    return tuple(sorted(positive(part) for part in text.split(",")))
+    """Returns the distinct integers between commas, in ascending order."""
+    return tuple(sorted({positive(part) for part in text.split(",")}))
 
 
 def add_common_arguments(

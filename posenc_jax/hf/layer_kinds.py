@@ -184,6 +184,7 @@ def modernbert_window(config: TrackedConfig) -> Window:
 def two_sided_window_of(config: TrackedConfig) -> Window:
     """The same for Gemma 3 and 4, as embedding models a window of that many tokens in all."""
     window = window_of(config)
+    config.only("use_bidirectional_attention", False, True, "all", "vision")
     both_ways = config.get("use_bidirectional_attention")
     if isinstance(window, int) and both_ways in (True, "all"):
         return window // 2 + 1

@@ -295,6 +295,8 @@ def test_evaluate_needs_kept_parameters(run):
     assert run("compare", "--schemes", "none")[0] == 0
     status, _, err = run("evaluate", "--schemes", "none")
     assert status == 2 and "python -m experiments train" in err
+    status, _, err = run("evaluate", "--schemes", "none", "--fresh")
+    assert status == 2 and "fresh: unknown setting of Experiment" in err
 
 
 def test_train_makes_the_parameters_that_a_comparison_did_not_keep(run):

@@ -194,7 +194,7 @@ ROPES = [
 WRONG = ["x", "64", b"x", object(), [[1]], ["x", None], {"x": 1}, math.nan, math.inf, 1.5j]
 DICTS = {"rope_parameters", "rope_scaling", "attn_config", "per_layer_config"}
 # Keys of several types, and keys that change nothing.
-FREE = {"sliding_window_pattern", "pos_att_type", "use_bidirectional_attention"}
+FREE = {"sliding_window_pattern", "pos_att_type"}
 FREE |= {"max_source_positions", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"}
 
 
