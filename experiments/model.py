@@ -31,10 +31,17 @@ class Block(nnx.Module):
         self,
         sizes: Model,
         position: pe.Scheme | pnnx.PositionEncoding,
-        window: Any,
+        layer: pe.LayerSpec,
         key: jax.Array,
     ):
-        """Makes parameters from `key`, the same for every scheme."""
+        """Makes parameters from `key`, the same for every scheme.
+
+        Args:
+          sizes: of the model.
+          position: the encoding; the scheme of `layer`, or one with parameters for all layers.
+          layer: has the window and the chunk size.
+          key: of the parameters.
+        """
         rngs = nnx.Rngs(key)
         width, inner = sizes.model_dim, sizes.mlp_factor * sizes.model_dim
         weights = nnx.initializers.normal(_STDDEV)
@@ -48,16 +55,20 @@ class Block(nnx.Module):
             sizes.num_heads,
             position=position,
             is_causal=True,
-            window=window,
+            window=layer.window,
             scale=sizes.head_dim**-0.5,
             kernel_init=weights,
             out_init=outputs,
             rngs=rngs,
         )
+        self.chunk_size = layer.chunk_size
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns [B, T, D] for x [B, T, D]."""
-        x = x + self.attention(self.norm1(x))
+        chunks = None
+        if self.chunk_size is not None:
+            chunks = pe.positions.count_up(*x.shape[:2]) // self.chunk_size
+        x = x + self.attention(self.norm1(x), segment_ids=chunks)
         return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
 
 
@@ -93,7 +104,7 @@ class LanguageModel(nnx.Module):
         in_layers = own | {s: encodings[s] for s in shared}
         self.blocks = nnx.List(
             [
-                Block(sizes, in_layers[layer.scheme], layer.window, k)
+                Block(sizes, in_layers[layer.scheme], layer, k)
                 for layer, k in zip(layers, keys[3:], strict=True)
             ]
         )

@@ -92,6 +92,18 @@ def test_model_is_causal(name):
     assert np.abs(out[0, 12:] - out[1, 12:]).max() > 1e-3
 
 
+@pytest.mark.parametrize(("layer", "first"), [({"chunk_size": 8}, 8), ({"window": 6}, 15)])
+def test_layers_attend_within_their_chunk_or_window(layer, first):
+    layers = (pe.LayerSpec(pe.RoPE(head_dim=8), **layer),)
+    made = LanguageModel(SIZES, layers, TASK.vocab_size, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (1, 20)).repeat(2, 0)
+    tokens[1, 4] = 0  # Two windows of 6 reach 10 tokens further.
+    out = np.asarray(jax.jit(made)(tokens))
+    reached = np.abs(out[0] - out[1]).max(-1) > 1e-5
+    assert reached[4:8].all() and not reached[:4].any()
+    assert reached[first - 1] and not reached[first:].any()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_logit_scale_does_not_depend_on_the_scheme(name):
     assert {block.attention.scale for block in model(name).blocks} == {8**-0.5}
