@@ -104,7 +104,9 @@ def test_large_logits_stay_finite():
 
 def test_causal_without_a_causal_mask():
     arrays = qkv(length=21)
-    causal, free = (oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=c) for c in (True, False))
+    causal, free = (
+        oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=c) for c in (True, False)
+    )
     np.testing.assert_allclose(causal, free, atol=1e-6)
 
 
