@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import coordinate_values, require
 from posenc_jax.engine.terms import (
     STATIC,
     Dot,
@@ -196,11 +196,6 @@ def _coordinates(sizes: Sizes, *lead: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*lead, sizes.axes) if sizes.axes else lead, jnp.int32)
 
 
-def _axes_last(positions: jax.Array) -> jax.Array:
-    """[A, B, T] to [B, T, A]; [B, T] and [T] stay."""
-    return jnp.moveaxis(positions, 0, -1) if jnp.ndim(positions) == 3 else jnp.asarray(positions)
-
-
 @dataclasses.dataclass(frozen=True)
 class _OnCoordinates:
     """A function whose last two arguments, coordinates of a query and a key, are transformed."""
@@ -314,21 +309,40 @@ class LogitBias(Rule):
         out = over_heads(lambda head: over(self.shared, head, q, k), self.heads)
         return out.astype(jnp.float32)
 
-    @functools.partial(jax.jit, inline=True)  # One program to compile, not one an operation.
     def dense(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
         """Returns the bias as an array, for any other attention.
 
         Args:
-          q_positions: [T], [B, T], or [A, B, T] for A axes.
+          q_positions: integers or float32 [T], [B, T], or [A, B, T] for A axes.
           k_positions: [S], [B, S] or [A, B, S].
 
         Returns:
           float32 [N, T, S], or [B, N, T, S] where positions have a batch axis. N is 1 without
           `heads`.
+
+        Raises:
+          ValueError: for shapes that do not go together, or a rule that does not read them.
+          TypeError: for positions of another dtype.
         """
-        q, k = _axes_last(q_positions), _axes_last(k_positions)
+        where = "LogitBias.dense"
+        q = coordinate_values(where, q_positions, "q_positions")
+        k = coordinate_values(where, k_positions, "k_positions")
+        require(
+            q.ndim in (1, 2, 3) and q.shape[:-1] == k.shape[:-1],
+            f"{where}: q_positions and k_positions must be [T] and [S], [B, T] and [B, S], or "
+            f"[A, B, T] and [A, B, S], got {q.shape} and {k.shape}.",
+        )
+        return self._dense(q, k)
+
+    @functools.partial(jax.jit, inline=True)  # One program to compile, not one an operation.
+    def _dense(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        axes, heads = q.shape[0] if q.ndim == 3 else 0, self.num_heads or 1
+        self.check(Sizes(1, q.shape[-1], k.shape[-1], heads, heads, 0, axes))
         row = functools.partial(self.added_logits, None, None)
-        return row(q, k) if jnp.ndim(q_positions) == 1 else jax.vmap(row)(q, k)
+        if q.ndim == 1:
+            return row(q, k)
+        q, k = (jnp.moveaxis(x, 0, -1) if axes else x for x in (q, k))
+        return jax.vmap(row)(q, k)
 
 
 @jax.tree_util.register_dataclass

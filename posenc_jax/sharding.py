@@ -82,6 +82,11 @@ def sequence_parallel_attention(
                 f"sequence_parallel_attention: {name} is not supported; a shard does not know "
                 "its slots in the whole sequence."
             )
+    require(
+        q_positions is not None and k_positions is not None,
+        "sequence_parallel_attention: q_positions and k_positions must be given; a shard does not "
+        "know its place in the whole sequence.",
+    )
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise TypeError(f"sequence_parallel_attention: unknown argument {unknown[0]!r}.")

@@ -185,5 +185,7 @@ def test_what_goes_by_slots_is_refused():
         sequence_parallel_attention(
             x, x, x, axis_name="a", q_positions=p, k_positions=p, method="tree"
         )
+    with pytest.raises(ValueError, match="q_positions and k_positions must be given; a shard"):
+        sequence_parallel_attention(x, x, x, axis_name="a", q_positions=p, k_positions=None)
     with pytest.raises(ValueError, match="length=9 must be a multiple of twice_the_shards=4"):
         zigzag(9, 2)

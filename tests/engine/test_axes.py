@@ -7,6 +7,8 @@ import pytest
 from oracle import qkv
 
 import posenc_jax as pe
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.xla import XLA
 
 SHAW = pe.Shaw(num_heads=6, head_dim=8)
 DAPE = pe.DAPE(num_heads=6)
@@ -60,8 +62,13 @@ def test_rules_of_one_axis_are_refused_three(name, implementation):
     ids=["content", "value", "row that reads none", "bias", "row"],
 )
 def test_rules_that_read_them_are_not(rule):
-    at = jnp.zeros((3, 2, 7), jnp.int32)
-    assert pe.attention(Q, K, V, q_coordinates=at, rules=rule).shape == Q.shape
+    at = jax.random.randint(jax.random.key(0), (3, 2, 7), 0, 9)
+    tiles, dense, wanted = (
+        pe.attention(Q, K, V, q_coordinates=at, rules=rule, implementation=implementation)
+        for implementation in (XLA(Blocks(4, 4)), "dense", "reference")
+    )
+    np.testing.assert_allclose(tiles, wanted, atol=1e-5)
+    np.testing.assert_allclose(dense, wanted, atol=1e-5)
 
 
 def test_axes_of_queries_and_keys_are_as_many():

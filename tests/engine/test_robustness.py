@@ -42,6 +42,30 @@ def test_biases_that_vary_on_one_side_only_keep_their_term(bounds, contiguous):
     assert np.abs(run[0] - pe.attention(q, k, v)).max() > 1e-2
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint32, np.int64, np.float32])
+def test_a_dense_bias_is_the_same_for_positions_of_every_dtype(dtype):
+    alibi, at = pe.ALiBi(num_heads=N).rules({}), np.arange(5)
+    slopes = np.array([2.0**-4, 2.0**-8])[:, None, None]
+    wanted = -slopes * np.abs(at[:, None] - at[None])
+    np.testing.assert_allclose(alibi.dense(at.astype(dtype), at.astype(dtype)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "error", "message"),
+    [
+        (jnp.arange(3), jnp.ones((2, 4), int), ValueError, r"must be .* got \(3,\) and \(2, 4\)"),
+        (jnp.ones((1, 3), int), jnp.ones((2, 4), int), ValueError, r"got \(1, 3\) and \(2, 4\)"),
+        (jnp.int32(3), jnp.int32(3), ValueError, r"got \(\) and \(\)"),
+        (jnp.ones((2, 1, 3)), jnp.ones((2, 1, 3)), ValueError, "for coordinates of 2 axes"),
+        (np.arange(3) + 2**40, np.arange(3), ValueError, "q_positions must fit int32"),
+        (jnp.ones(3, jnp.bfloat16), jnp.ones(3), TypeError, "q_positions must be integers or"),
+    ],
+)
+def test_a_dense_bias_refuses_positions_that_it_would_misread(q, k, error, message):
+    with pytest.raises(error, match=message):
+        pe.ALiBi(num_heads=N).rules({}).dense(q, k)
+
+
 @pytest.mark.parametrize("far", [2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("window", [None, 9])
 def test_positions_of_padding_and_of_other_segments_empty_no_tile(far, window):
