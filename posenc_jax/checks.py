@@ -129,6 +129,20 @@ def integer_positions(where: str, positions, name: str = "positions") -> jax.Arr
     return jnp.asarray(positions, jnp.int32)
 
 
+def segments(where: str, segment_ids, shape: tuple[int, ...]) -> jax.Array:
+    """Returns segment ids [B, T] as int32; None stands for one segment.
+
+    Raises:
+      ValueError: for another shape than that of the tokens.
+      TypeError: for ids that are not integers.
+    """
+    if segment_ids is None:
+        return jnp.zeros(shape, jnp.int32)
+    given = jnp.shape(segment_ids)
+    require(given == shape, f"{where}: segment_ids must be [B, T] = {shape}, got {given}.")
+    return integer_positions(where, segment_ids, "segment_ids")
+
+
 def coordinate_values(where: str, coordinates, name: str = "coordinates") -> jax.Array:
     """Returns coordinates as int32 or float32.
 

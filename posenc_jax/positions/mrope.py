@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from posenc_jax.checks import array_of_rank, integer_positions, require
+from posenc_jax.checks import array_of_rank, integer_positions, require, segments
+from posenc_jax.positions.packing import changes, since
 
 
 def mrope_coordinates(
@@ -57,21 +58,16 @@ def mrope_coordinates(
            [0, 1, 2, 3]], dtype=int32), Array([0], dtype=int32))
     """
     array_of_rank("mrope_coordinates", "is_vision", is_vision, 2, "[B, T]")
-    batch, length = is_vision.shape
+    is_vision = jnp.asarray(is_vision, bool)
+    batch = is_vision.shape[0]
     grids = integer_positions("mrope_coordinates", grids, "grids")
     require(
         grids.ndim == 3 and grids.shape[0] == batch and grids.shape[2] == 3,
         f"mrope_coordinates: grids must be [B, G, 3] with B={batch}, got {grids.shape}.",
     )
-    if segment_ids is None:
-        segment_ids = jnp.zeros((batch, length), jnp.int32)
-    require(
-        segment_ids.shape == (batch, length),
-        f"mrope_coordinates: segment_ids must be [B, T] = {(batch, length)}, "
-        f"got {segment_ids.shape}.",
-    )
-    valid = jnp.asarray(segment_ids) >= 0
-    vision = jnp.asarray(is_vision, bool) & valid
+    segment_ids = segments("mrope_coordinates", segment_ids, is_vision.shape)
+    valid = segment_ids >= 0
+    vision = is_vision & valid
     _check(vision, grids)
     step = jnp.broadcast_to(jnp.asarray(time_step), grids.shape[:2])
     step = step.astype(jnp.float32 if jnp.issubdtype(step.dtype, jnp.floating) else jnp.int32)
@@ -94,9 +90,7 @@ def mrope_coordinates(
     pick = functools.partial(jnp.take_along_axis, indices=grid, axis=1)
     n = jnp.cumsum(texts, 1) - texts + pick(jnp.cumsum(grown, 1) - grown)
 
-    index = jnp.arange(length, dtype=jnp.int32)[None]
-    changed = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    begins = changed | (index == 0)
+    begins = changes(segment_ids)
     first = jax.lax.cummax(jnp.where(begins, n, 0), axis=1)
     place = before - pick(ends - size)
     columns, area = jnp.maximum(pick(width), 1), jnp.maximum(pick(height * width), 1)
@@ -104,10 +98,10 @@ def mrope_coordinates(
     coordinates = (n - first)[None] + jnp.where(vision[None], jnp.stack(patch), 0)
     coordinates = jnp.where(valid[None], coordinates, 0)
 
-    begin = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
     following = n - first + jnp.where(vision, pick(grown), texts)
+    index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
     last = jnp.max(jnp.where(valid, index, 0), 1, keepdims=True)
-    delta = jnp.take_along_axis(following - (index - begin + 1), last, 1)[:, 0]
+    delta = jnp.take_along_axis(following - since(begins) - 1, last, 1)[:, 0]
     return coordinates, jnp.where(valid.any(1), delta, 0)
 
 

@@ -15,7 +15,7 @@ Reference code: mcleish7/arithmetic, abacus.py; zhenyuhe00/BiPE, my_modeling_lla
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import array_of_rank, integer_positions, require
+from posenc_jax.checks import array_of_rank, integer_positions, segments
 
 
 def count_up(batch: int, length: int, start: jax.Array | int = 0) -> jax.Array:
@@ -39,16 +39,16 @@ def from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     Array([[0, 1, 2, 0, 1, 0]], dtype=int32)
     """
     array_of_rank("from_segment_ids", "segment_ids", segment_ids, 2, "[B, T]")
-    return _since(_changes(segment_ids))
+    return since(changes(segment_ids))
 
 
-def _changes(ids: jax.Array) -> jax.Array:
+def changes(ids: jax.Array) -> jax.Array:
     """Returns bool [B, T]: whether a token differs from the one before. The first does."""
     changed = ids[:, 1:] != ids[:, :-1]
     return jnp.pad(changed, ((0, 0), (1, 0)), constant_values=True)
 
 
-def _since(starts: jax.Array) -> jax.Array:
+def since(starts: jax.Array) -> jax.Array:
     """Returns int32 [B, T]: the number of tokens since the last start; the first token is one."""
     index = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
@@ -96,15 +96,13 @@ def digit_places(
     """
     array_of_rank("digit_places", "digits", digits, 2, "[B, T]")
     digits = jnp.asarray(digits, bool)
-    starts = _changes(digits)
-    if segment_ids is not None:
-        starts = starts | _changes(_check_segments("digit_places", segment_ids, digits))
+    starts = changes(digits) | changes(segments("digit_places", segment_ids, digits.shape))
     first = jnp.cumsum(starts, axis=1, dtype=jnp.int32) == 1
     shift, before = (
         jnp.broadcast_to(integer_positions("digit_places", x, name), digits.shape[:1])[:, None]
         for name, x in (("shift", shift), ("before", before))
     )
-    places = _since(starts) + 1 + jnp.where(first, before, 0)
+    places = since(starts) + 1 + jnp.where(first, before, 0)
     return jnp.where(digits, places + shift, 0)
 
 
@@ -130,11 +128,7 @@ def bilevel(
     """
     array_of_rank("bilevel", "ends", ends, 2, "[B, T]")
     before = jnp.pad(jnp.asarray(ends, bool)[:, :-1], ((0, 0), (1, 0)))
-    new = _changes(
-        jnp.zeros_like(before)
-        if segment_ids is None
-        else _check_segments("bilevel", segment_ids, before)
-    )
+    new = changes(segments("bilevel", segment_ids, before.shape))
     first_segment = jnp.cumsum(new, axis=1, dtype=jnp.int32) == 1
     place, sentence = (
         jnp.broadcast_to(integer_positions("bilevel", x, "start"), before.shape[:1])[:, None]
@@ -144,15 +138,5 @@ def bilevel(
     since_new = jax.lax.cummax(jnp.where(new, ended, 0), axis=1)
     numbers = ended - since_new + jnp.where(first_segment, sentence, 0)
     continues = first_segment & (ended == 0)
-    places = _since(before | new) + jnp.where(continues, place, 0)
+    places = since(before | new) + jnp.where(continues, place, 0)
     return jnp.stack([places, numbers])
-
-
-def _check_segments(where: str, segment_ids: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns segment ids as int32, shaped like `tokens`."""
-    segments = integer_positions(where, segment_ids, "segment_ids")
-    require(
-        segments.shape == tokens.shape,
-        f"{where}: segment_ids must be [B, T] = {tokens.shape}, got {segments.shape}.",
-    )
-    return segments

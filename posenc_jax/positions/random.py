@@ -25,6 +25,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from posenc_jax import checks
 from posenc_jax.checks import array_of_rank, integer_positions, require
 
 
@@ -33,14 +34,7 @@ def _checked(
 ) -> tuple[jax.Array, jax.Array]:
     array_of_rank(where, "positions", positions, 2, "[B, T]")
     positions = integer_positions(where, positions)
-    if segment_ids is None:
-        return positions, jnp.zeros_like(positions)
-    segments = integer_positions(where, segment_ids, "segment_ids")
-    require(
-        segments.shape == positions.shape,
-        f"{where}: segment_ids must be [B, T] = {positions.shape}, got {segments.shape}.",
-    )
-    return positions, segments
+    return positions, checks.segments(where, segment_ids, positions.shape)
 
 
 def _by_segment(key: jax.Array, segments: jax.Array, draw: Callable, *arrays: jax.Array):

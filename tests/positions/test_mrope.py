@@ -154,6 +154,12 @@ def test_decoding_with_delta_equals_the_whole():
     assert np.abs(wrong - whole).max() > 0.01
 
 
+def test_segment_ids_that_are_not_integers_are_refused():
+    text, grids = np.zeros((1, 1), bool), np.zeros((1, 0, 3), int)
+    with pytest.raises(TypeError, match="mrope_coordinates: segment_ids must be integers"):
+        pe.mrope_coordinates(text, grids, segment_ids=jnp.zeros((1, 1)))
+
+
 @pytest.mark.parametrize(
     "kinds, grids, options, message",
     [
