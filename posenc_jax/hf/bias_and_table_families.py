@@ -18,7 +18,7 @@ from posenc_jax.content.shaw import Shaw
 from posenc_jax.content.transformer_xl import TransformerXL
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_decoder, layer_count
 from posenc_jax.hf.layer_kinds import declared, layer_of
-from posenc_jax.hf.rope import read_rotary, refuse_partial, rope_dict
+from posenc_jax.hf.rope import read_rotary, refuse_partial, rope_dict, take
 from posenc_jax.hf.rotary_families import Rotating, uniform
 from posenc_jax.layers import LayerSpec
 from posenc_jax.rotary.axial import AxialRoPE
@@ -210,7 +210,7 @@ def dinov3(config: TrackedConfig) -> Layers:
 
 
 def _grid(config, **settings):
-    rotary = read_rotary(config, rope_dict(config))
+    rotary = read_rotary(config, take(config, default="axial")[0])
     refuse_partial(config, rotary)
     require(
         rotary.scaling == FrequencyMap(),

@@ -140,6 +140,9 @@ class TrackedConfig:
       defaults: values of missing keys.
       decoder: whether the caller wants the decoder, or the encoder; None: no choice.
       read: the keys that were looked up.
+
+    Raises:
+      ValueError: if the values are no dict.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class TrackedConfig:
         defaults: Mapping[str, Any] | None = None,
         decoder: bool | None = None,
     ):
+        require(isinstance(values, Mapping), f"{where} must be a dict, got {values!r:.80}.")
         self.values, self.where, self.decoder = values, where, decoder
         self.defaults = defaults or {}
         self.read: set[str] = set()
@@ -224,11 +228,11 @@ class TrackedConfig:
             for key, value in self.values.items()
             if key not in self.read
             and value is not None
-            and (all_keys or (_POSITION.search(key) and key not in _HARMLESS))
+            and (all_keys or (_POSITION.search(str(key)) and key not in _HARMLESS))
             and value not in _HARMLESS_VALUES.get(key, ())
             and key not in unused
         ]
-        require(not left, f"{self.where} has {sorted(left)}, which nothing here reads.")
+        require(not left, f"{self.where} has {sorted(left, key=str)}, which nothing here reads.")
         require(
             self.decoder is None or "is_decoder" in self.read,
             f"decoder={self.decoder}, but {self.where} does not describe an encoder and a decoder.",

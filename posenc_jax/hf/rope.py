@@ -19,8 +19,7 @@ from posenc_jax.rotary.scaling.p_rope import Proportional
 from posenc_jax.rotary.scaling.yarn import YaRN
 from posenc_jax.rules import as_tuple
 
-# Other names of a type, and types that change coordinates but not frequencies.
-_TYPES = {"su": "longrope", "mrope": "default", "axial": "default"}
+_TYPES = {"su": "longrope"}  # Other names.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +52,21 @@ def rope_dict(config: TrackedConfig) -> dict[str, Any] | None:
     return config.defaults.get("rope_parameters") if given is None else given
 
 
-def take(config: TrackedConfig, *names: str) -> tuple[dict[str, Any], list[Any]]:
-    """The rotary dict without some keys, and their values; None for those that are missing."""
-    given = rope_dict(config) or {}
-    part = TrackedConfig(given, f"{config.where} in its rope parameters")
-    rest = {key: value for key, value in given.items() if key not in names}
-    return rest, [part.given(name) for name in names]
+def take(
+    config: TrackedConfig, *names: str, default: str = "default"
+) -> tuple[dict[str, Any], list[Any]]:
+    """The rotary dict without some keys, and their values; None for those that are missing.
+
+    Args:
+      config: has the dict.
+      *names: the keys.
+      default: the model type's own `rope_type`, which changes coordinates but not frequencies; it
+        becomes "default".
+    """
+    part = TrackedConfig(rope_dict(config) or {}, f"{config.where} in its rope parameters")
+    rest = {key: value for key, value in part.values.items() if key not in names}
+    own = {key: "default" for key in ("rope_type", "type") if rest.get(key) == default}
+    return rest | own, [part.given(name) for name in names]
 
 
 def refuse_partial(config: TrackedConfig, rotary: Rotary) -> None:
@@ -85,7 +93,7 @@ def read_rotary(config: TrackedConfig, given: dict | None, *, base: str = "rope_
     Raises:
       ValueError: if a key is unknown or missing, or two contradict each other.
     """
-    part = TrackedConfig(given or {}, f"{config.where} in its rope parameters")
+    part = TrackedConfig({} if given is None else given, f"{config.where} in its rope parameters")
     theta = _agree(part, "rope_theta", config, base)
     share = _agree(part, "partial_rotary_factor", config, "partial_rotary_factor", "rotary_pct")
     require(theta is not None, f"{config.where} must have {base!r}.")

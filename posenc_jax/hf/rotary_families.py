@@ -96,7 +96,7 @@ class Rotating:
         given = rope_dict(config)
         known = {FULL, LOCAL} | kinds
         if given is not None and known & given.keys():
-            other = sorted(given.keys() - known)
+            other = sorted(given.keys() - known, key=str)
             require(
                 not other,
                 f"{config.where} has rope parameters for {other} beside those for kinds of layers.",
@@ -134,8 +134,8 @@ def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:
     for index, changes in single.items():
         where = f"{config.where} in per_layer_config of layer {index}"
         require(
-            str(index).isdecimal() and int(index) < len(kinds) and isinstance(changes, dict),
-            f"{where} must have a dict for one of {len(kinds)} layers, got {changes!r:.80}.",
+            str(index).isdecimal() and int(index) < len(kinds),
+            f"{where} is for none of its {len(kinds)} layers.",
         )
         part = TrackedConfig(changes, where)
         out[int(index)] = part.get("head_dim", size)
@@ -308,7 +308,8 @@ class Multimodal:
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
         """M-RoPE in every layer."""
-        given, (sections, interleaved) = take(config, "mrope_section", "mrope_interleaved")
+        names = "mrope_section", "mrope_interleaved"
+        given, (sections, interleaved) = take(config, *names, default="mrope")
         sections = self.sections if sections is None else tuple(sections)
         require(
             interleaved in (None, self.order == "interleaved"),

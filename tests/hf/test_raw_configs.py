@@ -259,8 +259,16 @@ def test_errors_begin_with_the_function_that_was_called(read):
         ("3 depths and num_heads=", {"model_type": "swin", "depths": [2, 2, 2]}),
         ("4 depths and pretrained_window_sizes=", {"model_type": "swinv2"}
          | {"pretrained_window_sizes": [12]}),
-        ("per_layer_config of layer 9 must have a dict for one of 2", {"model_type": "llama"}
+        ("per_layer_config of layer 9 is for none of its 2 layers", {"model_type": "llama"}
          | {"num_hidden_layers": 2, "per_layer_config": {"9": {"head_dim": 8}}}),
+        ("per_layer_config of layer 1 must be a dict, got 3", {"model_type": "llama"}
+         | {"num_hidden_layers": 2, "per_layer_config": {"1": 3}}),
+        ("rope parameters must be a dict, got 'default'", {"model_type": "gemma3_text"}
+         | {"rope_parameters": {"full_attention": "default", "sliding_attention": {}}}),
+        ("rope_type='mrope'; supported", {"model_type": "llama"}
+         | {"rope_scaling": {"type": "mrope"}}),
+        ("rope_type='axial'; supported", {"model_type": "qwen2_vl_text"}
+         | {"rope_scaling": {"type": "axial"}}),
         ("no rope scaling is supported", {"model_type": "pixtral"}
          | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     ],
