@@ -7,9 +7,10 @@ for both queries and keys: the angle between a query and a key is the sum of the
 after the key. RoPE is phi = 1. The convolution is over the last `width` tokens, one filter per
 channel; x is normalised in `groups` parts of D / groups. The authors have a set of angles per head.
 
-Padding and other segments do not contribute to c or to the convolution. c is float32: angles lose
-precision as it grows, as the authors' do. It is cached beside each key, H / 2 numbers. Gates and
-biases, which the authors' configurations leave off, are not implemented.
+Padding contributes neither to c nor to the convolution. c runs on over packed segments: only its
+differences within one count. It is float32: angles lose precision as it grows, as the authors' do.
+It is cached beside each key, `groups` times H / 2 numbers. Gates and biases, which the authors'
+configurations leave off, are not implemented.
 
 Paper: Movahedi, Carstensen et al. Selective Rotary Position Embedding. 2025.
 https://arxiv.org/abs/2511.17388
