@@ -4,7 +4,7 @@ r"""Transformer-XL: projected sinusoidal encodings of the distance as a second s
     r(d) = [sin(d w), cos(d w)],        w_m = 10000^(-2 m / D)
 
 The learned vectors u and v of each head are content and position biases that do not depend on the
-query. W is [D, N, H], as large as the projection of the keys. Distances are clipped at `clamp`; the
+query. W is [N, D, H], as large as the projection of the keys. Distances are clipped at `clamp`; the
 authors clamp for long memories in evaluation.
 
 For tokens that are not in order, angle addition gives sin((i - j) w) from the angles i w and j w:
