@@ -42,7 +42,7 @@ def attention_fn(
       scheme: any scheme whose `features` does not read `x`.
       params: its parameters.
       query, key, value: [..., T, N, H], [..., S, K, H] and [..., S, K, V].
-      mask: bool [..., 1 or N, T, S].
+      mask: bool, broadcast to [..., 1 or N, T, S].
       is_causal: whether to hide the keys of later slots.
       input_positions: the coordinates of the T = S tokens, integers or float32 [..., T].
         Masks go by slots.
@@ -72,8 +72,9 @@ def attention_fn(
     q, k, v = (x.reshape(-1, *x.shape[len(lead) :]) for x in (query, key, value))
     k_slots = count_up(q.shape[0], keys)
     if mask is not None:
-        mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).astype(bool)
-        mask = mask.reshape(-1, *mask.shape[-3:])
+        heads = mask.shape[-3] if mask.ndim > 2 else 1
+        mask = jnp.broadcast_to(mask, (*lead, heads, length, keys)).astype(bool)
+        mask = mask.reshape(-1, heads, length, keys)
     if length == keys:
         q_slots = k_slots
     else:

@@ -60,7 +60,7 @@ class EncodingLayer:
 
 
 class AttentionLayer:
-    """An `Attention`: its settings for `scheme_attention`."""
+    """An `Attention`: settings, which the class itself documents, and caches."""
 
     position: Any
     num_heads: int

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
-from posenc_jax import positions as at
 
 # 6 heads are no power of two, 3 key heads divide them, 19 tokens are no multiple of a tile.
 SIZES = {
@@ -48,7 +47,7 @@ initial = functools.partial(Option, initial=True)
 
 
 def _seen_by_modules(cls):
-    """What a module has to do for a scheme; of schemes that ask the same, one is tried."""
+    """What a module does for a scheme; of schemes that need the same, one is tested."""
     hooks = ("init", "embed", "features", "attend")
     own = tuple(getattr(cls, hook) is not getattr(pe.Scheme, hook) for hook in hooks)
     traits = build(cls).traits
@@ -96,10 +95,7 @@ def forward(scheme, params, tokens, *, cache=None, **options):
     Projections are linear: what the scheme adds to x is projected and added to q, k and v.
     """
     where = {name: options.get(name) for name in ("positions", "coordinates")}
-    if cache is not None and where["positions"] is None:
-        where["positions"] = at.count_up(*tokens.x.shape[:2], cache.next_positions)
-        options = options | {"positions": where["positions"]}
-    x = pe.scheme_embedding(scheme, params, tokens.x, **where)
+    x = pe.scheme_embedding(scheme, params, tokens.x, cache=cache, **where)
 
     def projected(y):
         w = projection(x.shape[-1], *y.shape[2:])

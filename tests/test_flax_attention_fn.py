@@ -43,6 +43,17 @@ def test_equals_scheme_attention():
     np.testing.assert_allclose(split[:, 0], ours(), atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(7,), (7, 7), (6, 7, 7), (2, 1, 1, 7), (1, 6, 1, 7)], ids=str)
+def test_masks_are_broadcast_as_in_flax(shape):
+    mask = np.random.default_rng(0).random(shape) > 0.3
+    mask[..., 0] = True
+    whole = np.broadcast_to(mask, (2, 6, 7, 7))
+    out = attention_fn(pe.NoPE(), {}, Q, K, V, mask=jnp.asarray(mask))
+    heads = (np.repeat(a, 2, axis=2) for a in (K, V))
+    wanted = nnx.dot_product_attention(Q, *heads, mask=jnp.asarray(whole))
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("scheme", [ROPE, ALIBI, SHAW], ids=lambda s: s.name)
 def test_a_decoded_query_is_the_last_token_of_its_mask(scheme):
     params = scheme.init(jax.random.key(0))
