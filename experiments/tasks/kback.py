@@ -11,15 +11,15 @@ an accuracy of about 0.24 for k = 4 and 16 symbols.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.tables import Labels
-from experiments.tasks.lookup import Lookup, Share
+from experiments.tasks.lookup import Lookup
 
 _QUERY = 0
 
@@ -35,7 +35,7 @@ class KBack(Lookup):
 
     offset: PositiveInt = 4
     """k, the distance from a query back to its answer."""
-    query_rate: Share = 0.25
+    query_rate: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Probability that a token is drawn as a query; it is kept if neither the token before it
     nor the one k before it was drawn too."""
 

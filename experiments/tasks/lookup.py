@@ -13,8 +13,6 @@ from pydantic import Field, PositiveInt
 from experiments.model import seed_keys, structure
 from experiments.tasks.base import Evaluation, Task
 
-Share = Annotated[float, Field(gt=0, le=1)]
-
 
 @dataclasses.dataclass(frozen=True)
 class Lookup(Task):
@@ -26,7 +24,7 @@ class Lookup(Task):
     """Sequences per batch of the evaluation, each as long as the longest test length."""
     eval_batches: PositiveInt = 2
     """Batches of the evaluation."""
-    threshold: Share = 0.9
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Accuracy at the training length from which on a model counts as fitted."""
 
     measure_settings: ClassVar[frozenset[str]] = frozenset({"eval_batch", "eval_batches"})

@@ -51,8 +51,9 @@ def from_hf(
       One layer for each of the model's. `scheme_from_hf` gives the scheme if they are alike.
 
     Raises:
-      ValueError: for an unknown model type, and for keys about positions that are unknown,
-        missing or contradict each other; the message names them.
+      ValueError: for an unknown model type; for keys about positions that are unknown, missing, of
+        the wrong type or contradict each other; for values that the scheme refuses.
+      TypeError: if the config is neither a dict nor has `to_dict`.
 
     >>> layers = pe.from_hf({"model_type": "gemma2", "num_hidden_layers": 4})
     >>> [layer.window for layer in layers]
@@ -221,7 +222,7 @@ def hf_logit_scale(config: Mapping[str, Any] | HasToDict) -> float | None:
       config: see `from_hf`.
 
     Raises:
-      ValueError: for an unknown model type, and for a GPT-2 whose factor differs by layer.
+      ValueError: as `from_hf`, and for a GPT-2 whose factor differs by layer.
 
     >>> pe.hf_logit_scale({"model_type": "gemma3_text", "query_pre_attn_scalar": 64})
     0.125

@@ -107,6 +107,7 @@ ON_THE_COMMAND_LINE = {
         "50",
     ],
     "kback.train_length: must be greater than or equal to 2": ["--kback.train-length", "1"],
+    "kback.query_rate: must be less than 1, got 1": ["--kback.query-rate", "1"],
     "kth.threshold: must be less than or equal to 1, got 2": ["--kth.threshold", "2"],
     "kback.train.steps: 310 is not a multiple of": ["--kback.train.steps", "310"],
     "kback.train.b2: must be less than 1, got 1": ["--kback.train.b2", "1"],
