@@ -198,26 +198,19 @@ def _coordinates(sizes: Sizes, *lead: int) -> jax.ShapeDtypeStruct:
 
 @dataclasses.dataclass(frozen=True)
 class _OnCoordinates:
-    """A function whose last two arguments, coordinates of a query and a key, are transformed."""
+    """A function whose last two arguments, coordinates of a query and a key, are transformed.
+
+    With `all_keys` the last are those of all keys.
+    """
 
     rule: Callable
     transform: Callable
+    all_keys: bool = False
 
     def __call__(self, *arguments):
         *rest, q, k = arguments
-        return self.rule(*rest, self.transform(q), self.transform(k))
-
-
-@dataclasses.dataclass(frozen=True)
-class _OnRow:
-    """`_OnCoordinates` for rules on a whole row, whose last argument has all keys."""
-
-    rule: Callable
-    transform: Callable
-
-    def __call__(self, *arguments):
-        *rest, q, k = arguments
-        return self.rule(*rest, self.transform(q), jax.vmap(self.transform)(k))
+        of_keys = jax.vmap(self.transform) if self.all_keys else self.transform
+        return self.rule(*rest, self.transform(q), of_keys(k))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -629,7 +622,7 @@ class LogitsTransform(_FeatureRule):
     whole_rows = True
 
     def on(self, transform):
-        return dataclasses.replace(self, rule=_OnRow(self.rule, transform))
+        return dataclasses.replace(self, rule=_OnCoordinates(self.rule, transform, all_keys=True))
 
     def check(self, sizes):
         super().check(sizes)
