@@ -171,7 +171,8 @@ def scheme_attention(
       contiguous: as in `attention`, without a cache.
       scale: the factor on q . k. Default: the scheme's own.
       **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
-        `dropout_rate`, `dropout_key` and `implementation`, as in `attention`.
+        `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. With a cache, S
+        is its capacity, and all tokens of a prefix go into the first call.
 
     Returns:
       The output [B, T, N, V], and the cache with these tokens in it, or None.
@@ -251,6 +252,10 @@ def scheme_attention(
             "none; make it with new_cache(..., coordinates=...)."
         )
     segments = jnp.zeros_like(positions) if segment_ids is None else segment_ids
+    require(
+        not cache.ring or options.get("prefix_length") is None,
+        f"{where}: every query sees the keys of prefix_length, which a ring cache evicts.",
+    )
     lost = _check_ring(cache, positions, segments, options.get("window"))
     stored = None if cache.coordinates is None else at
     cache = cache.append(

@@ -145,6 +145,19 @@ def test_a_cache_for_other_heads_is_refused():
         attend(cache=cache)
 
 
+def test_a_ring_has_no_prefix():
+    """Every query sees the keys of a prefix, and a ring evicts them."""
+    options = {"window": 2, "prefix_length": jnp.array([3, 3])}
+    whole, _ = attend(**options)
+    cache, outs = new_cache(), []
+    for part in (slice(0, 4), slice(4, 7)):
+        out, cache = attend(part=part, cache=cache, **options)
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), whole, atol=1e-5)
+    with pytest.raises(ValueError, match="keys of prefix_length, which a ring cache evicts"):
+        attend(part=slice(0, 1), cache=new_cache(ring=True, capacity=4), **options)
+
+
 def test_a_ring_needs_a_window_and_room_for_it():
     cache = new_cache(ring=True, capacity=4)
     for window in (None, (-1, 0)):
