@@ -40,7 +40,7 @@ _NO_BOUNDS: tuple[int | None, int | None] = (None, None)
 
 
 class Sizes(NamedTuple):
-    """Sizes of an attention call: B, T, S, N, K, V, and the number of coordinate axes (0: none)."""
+    """Sizes of an attention call: B, T, S, N, K, V; axes (0: none) and dtype of coordinates."""
 
     batch: int
     length: int
@@ -49,6 +49,7 @@ class Sizes(NamedTuple):
     kv_heads: int
     value_dim: int
     axes: int
+    dtype: Any
 
 
 class Rule(abc.ABC):
@@ -193,7 +194,7 @@ def _check_function(
 
 
 def _coordinates(sizes: Sizes, *lead: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((*lead, sizes.axes) if sizes.axes else lead, jnp.int32)
+    return jax.ShapeDtypeStruct((*lead, sizes.axes) if sizes.axes else lead, sizes.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +331,8 @@ class LogitBias(Rule):
     @functools.partial(jax.jit, inline=True)  # One program to compile, not one an operation.
     def _dense(self, q: jax.Array, k: jax.Array) -> jax.Array:
         axes, heads = q.shape[0] if q.ndim == 3 else 0, self.num_heads or 1
-        self.check(Sizes(1, q.shape[-1], k.shape[-1], heads, heads, 0, axes))
+        dtype = jnp.int32 if q.dtype == k.dtype == jnp.int32 else jnp.float32
+        self.check(Sizes(1, q.shape[-1], k.shape[-1], heads, heads, 0, axes, dtype))
         row = functools.partial(self.added_logits, None, None)
         if q.ndim == 1:
             return row(q, k)
@@ -453,7 +455,7 @@ class DotBias(_FeatureRule):
             f"{'neither' if self.q_features is None else 'both'}.",
         )
         own: Any = self.k_features if self.q_features is None else self.q_features
-        one = jax.eval_shape(self.vectors, jax.ShapeDtypeStruct((1,), jnp.int32))
+        one = jax.eval_shape(self.vectors, jax.ShapeDtypeStruct((1,), sizes.dtype))
         require(
             own.ndim == 4 and one.shape[2:] == own.shape[3:],
             f"attention: the vectors of a DotBias have shape {one.shape[2:]} per distance and "

@@ -94,10 +94,17 @@ class Problem:
 
     def sizes(self) -> Sizes:
         """Returns the sizes that rules are checked against."""
-        axes = self.q_coordinates.shape[2] if self.q_coordinates.ndim == 3 else 0
-        kv_heads, value_dim = self.v.shape[2:]
-        batch = self.q.shape[0]
-        return Sizes(batch, self.length, self.keys, self.num_heads, kv_heads, value_dim, axes)
+        q, k = self.q_coordinates, self.k_coordinates
+        return Sizes(
+            batch=self.q.shape[0],
+            length=self.length,
+            keys=self.keys,
+            num_heads=self.num_heads,
+            kv_heads=self.v.shape[2],
+            value_dim=self.v.shape[3],
+            axes=q.shape[2] if q.ndim == 3 else 0,
+            dtype=jnp.int32 if q.dtype == k.dtype == jnp.int32 else jnp.float32,
+        )
 
     def queries(self) -> dict[str, Any]:
         """Returns all arrays that belong to queries, with the tokens on axis 1."""

@@ -71,6 +71,22 @@ def test_rules_that_read_them_are_not(rule):
     np.testing.assert_allclose(dense, wanted, atol=1e-5)
 
 
+def waves(shared, head, q, k):
+    return jax.lax.sin(q - k)  # Of floating point only.
+
+
+def test_rules_are_checked_with_the_dtype_of_coordinates():
+    at = jnp.linspace(0.0, 3.0, 7)
+    rule = pe.LogitBias(waves)
+    places = {"q_coordinates": at, "k_coordinates": at}
+    tiles, wanted = (
+        pe.attention(Q, K, V, rules=rule, implementation=implementation, **places)
+        for implementation in (XLA(Blocks(4, 4)), "reference")
+    )
+    np.testing.assert_allclose(tiles, wanted, atol=1e-5)
+    np.testing.assert_allclose(rule.dense(at, at)[0], np.sin(at[:, None] - at[None]), atol=1e-6)
+
+
 def test_axes_of_queries_and_keys_are_as_many():
     q, k = jnp.zeros((2, 2, 7), jnp.int32), jnp.zeros((3, 2, 7), jnp.int32)
     with pytest.raises(ValueError, match=r"as many axes, got \(2,\) and \(3,\) axes"):
