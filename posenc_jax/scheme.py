@@ -180,6 +180,7 @@ class Scheme:
           coordinates: [B, T] or [A, B, T].
           segment_ids: int32 [B, T], or None for one segment. Tokens below zero are padding,
             which may be anywhere; x, q and k are zero there. They must not change `state`.
+            Other tokens of a segment are consecutive where there is a `state`.
           state: the state returned for the preceding tokens (running sums), leaves
             [B, ...]; None at sequence start, which must equal an all-zero state (caches are
             zero-filled).
