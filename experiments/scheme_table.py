@@ -43,7 +43,7 @@ def row(name: str) -> tuple[str, ...]:
     """Returns the row of one scheme."""
     cls = pe.SCHEMES[name]
     scheme = with_sizes(cls, SIZES)
-    learned = sum(x.size for x in jax.tree.leaves(scheme.init(jax.random.key(0))))
+    learned = sum(x.size for x in jax.tree.leaves(jax.eval_shape(scheme.init, jax.random.key(0))))
     link = paper_link(cls)
     return (
         f"`{name}`",
@@ -77,14 +77,15 @@ def _runs_on(scheme: pe.Scheme) -> str:
         return "any"
     q = jnp.zeros((1, 32, SIZES["num_heads"], SIZES["head_dim"]))
     x = jnp.zeros((1, 32, SIZES["model_dim"]))
-    params = scheme.init(jax.random.key(0))
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
 
     def runs(implementation: str) -> bool:
         try:
             jax.eval_shape(
-                lambda q: pe.scheme_attention(
+                lambda params, q: pe.scheme_attention(
                     scheme, params, q, q, q, x=x, is_causal=True, implementation=implementation
                 )[0],
+                params,
                 q,
             )
         except NotImplementedError:

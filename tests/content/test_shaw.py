@@ -178,7 +178,7 @@ def test_gradient_of_each_row_matches_finite_differences_of_the_paper(per_head):
         out = attend(scheme, params, arrays)
         return (out * jnp.asarray(weights, jnp.float32)).sum()
 
-    grad = jax.grad(loss)(params)
+    grad = jax.jit(jax.grad(loss))(params)
     for name, table in params.items():
         for index in np.ndindex(table.shape):
             step = np.zeros(table.shape)
@@ -203,7 +203,7 @@ def test_causal_attention_does_not_use_rows_of_the_future():
     def loss(params):
         return (attend(scheme, params, arrays, is_causal=True) ** 2).sum()
 
-    for grad in jax.grad(loss)(scheme.init(jax.random.key(0))).values():
+    for grad in jax.jit(jax.grad(loss))(scheme.init(jax.random.key(0))).values():
         assert np.all(np.asarray(grad)[:, 5:] == 0)
         assert np.all(np.abs(grad[:, :5]).max(-1) > 0)
 

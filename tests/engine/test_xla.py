@@ -63,7 +63,7 @@ def test_gradients_are_those_of_finite_differences():
     def loss(q, table):
         return jnp.sum(jnp.sin(_attend(q, k, v, rules=bias(table), window=30)))
 
-    d_q, d_table = jax.grad(loss, (0, 1))(q, table)
+    d_q, d_table = jax.jit(jax.grad(loss, (0, 1)))(q, table)
     step = 1e-2
     for row in (0, 3):
         e = jnp.zeros_like(table).at[1, row].set(step)
@@ -88,9 +88,7 @@ def test_the_same_bits_in_every_run_and_packed_equals_separate():
     first, second = run(q, k, v, table, ids), run(q, k, v, table, ids)
     chex.assert_trees_all_equal(first, second)
     parts = [
-        jax.grad(loss, (0, 1, 2, 3), has_aux=True)(
-            *(x[:, part] for x in (q, k, v)), table, jnp.zeros_like(ids[:, part])
-        )
+        run(*(x[:, part] for x in (q, k, v)), table, jnp.zeros_like(ids[:, part]))
         for part in (slice(0, 300), slice(300, None))
     ]
     joined = [jnp.concatenate([a, b], 1) for a, b in zip(parts[0][0], parts[1][0], strict=True)][:3]
@@ -134,7 +132,7 @@ def test_a_bad_row_stays_alone():
         out = _attend(q, k, v, rules=bias(table))
         return jnp.sum(out), out
 
-    grad, out = jax.grad(loss, has_aux=True)(q.at[1, 7].set(jnp.nan))
+    grad, out = jax.jit(jax.grad(loss, has_aux=True))(q.at[1, 7].set(jnp.nan))
     _, clean = loss(q)
     assert np.all(np.isnan(out[1, 7]))
     for x in (out, grad):
@@ -165,7 +163,7 @@ def test_under_vmap_scan_and_remat():
     def loss(table, q, k, v):
         return jnp.sum(_attend(q[None], k[None], v[None], rules=bias(table)) ** 2)
 
-    grad = jax.grad(loss)
+    grad = jax.jit(jax.grad(loss))
     one_by_one = jnp.stack([grad(table, *x) for x in zip(q, k, v, strict=True)])
     tables = jnp.broadcast_to(table, (4, *table.shape))
     chex.assert_trees_all_close(jax.vmap(grad)(tables, q, k, v), one_by_one, atol=1e-4)

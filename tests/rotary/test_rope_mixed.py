@@ -104,7 +104,7 @@ def test_gradients_of_the_frequencies_are_those_of_the_formula():
     def loss(params):
         return (scheme.query(params, x, at) * weights).sum()
 
-    got = np.asarray(jax.grad(loss)(params)["frequencies"])
+    got = np.asarray(jax.jit(jax.grad(loss))(params)["frequencies"])
     f, step, places = frequencies_of(scheme, 0), 1e-5, np.asarray(at[:, 0].T, float)
 
     def exact(f):
