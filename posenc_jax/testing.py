@@ -668,7 +668,7 @@ _STATE = """a state that `features` returns but does not continue from, or array
 @_holds(_STATE)
 def prompt_then_steps_equal_the_whole(case: Case) -> float:
     """Prompt in chunks, then steps, equal the whole."""
-    out, _ = case.decode(case.x, [PROMPT, 6, 1], case.cache())
+    out, _ = case.decode(case.x, [6, 6, 6, 1], case.cache())
     return _difference(out, case.placed(case.x))
 
 

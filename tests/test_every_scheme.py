@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import KINDS, build, close, make_batch, output
+from support import KINDS, build, close, output
 
 import posenc_jax as pe
 from posenc_jax import testing
@@ -31,15 +31,16 @@ def test_property(case, name):
     testing.PROPERTIES[name].check(case)
 
 
-def test_sharded_over_eight_devices_gives_the_same_numbers(scheme, params):
+def test_sharded_over_eight_devices_gives_the_same_numbers(case):
     # On an explicit mesh; on an automatic one the compiler splits any program.
-    tokens = make_batch(batch=8)
-    whole = output(scheme, params, tokens)
+    x = np.random.default_rng(0).normal(size=(8, testing.LENGTH, case.model_dim)).astype("f4")
+    pairs = np.split(x, 8 // testing.BATCH)  # The properties have compiled a batch of this size.
+    whole = np.concatenate([case.run(pair)[0] for pair in pairs])
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         spread = NamedSharding(mesh, PartitionSpec("data"))
-        run = jax.jit(functools.partial(output, scheme))
-        out = run(params, jax.device_put(tokens, spread))
+        run = jax.jit(functools.partial(case.model, case.scheme, implementation="reference"))
+        out, _ = run(case.params, case.weights, jax.device_put(x, spread))
     assert out.sharding.spec[0] == "data"
     close(out, whole, 1e-5)
 
