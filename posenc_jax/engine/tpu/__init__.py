@@ -1,0 +1,1 @@
+"""Attention kernels for TPU, in Pallas."""

@@ -1,0 +1,128 @@
+"""`implementation="pallas"` on TPU."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.forbid_double_reverse import forbid_double_reverse
+from posenc_jax.engine.implementation import Implementation
+from posenc_jax.engine.lower import lower
+from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.tpu.backward import backward
+from posenc_jax.engine.tpu.forward import forward
+from posenc_jax.engine.tpu.operands import Operands, Spec, from_layout, prepare, to_layout
+from posenc_jax.mask import MASK_VALUE
+from posenc_jax.ops.partition import combine, partition
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasTPU(Implementation):
+    """Flash attention kernels for TPU v5e, v5p and v6e, with any bias by distance.
+
+    Attributes:
+      forward, backward: queries and keys per tile, multiples of 128. Default: 512 x 512, less
+        where that pads less.
+      interpret: run in Pallas' interpreter, on any platform: True, or
+        `jax.experimental.pallas.tpu.InterpretParams`.
+      vmem_limit: bytes of VMEM that a kernel may use.
+    """
+
+    forward: Blocks | None = None
+    backward: Blocks | None = None
+    interpret: Any = False
+    vmem_limit: int = 100 * 2**20
+    name = "pallas"
+
+    def supports(self, problem: Problem) -> str | None:
+        p = problem
+        if p.q.dtype not in (jnp.bfloat16, jnp.float32) or not p.q.dtype == p.k.dtype == p.v.dtype:
+            return "q, k and v must all be bfloat16 or all float32"
+        if p.whole_rows or not p.normalized:
+            return 'rules on whole rows of logits need implementation="xla"'
+        if p.mask is not None:
+            return 'a given mask needs implementation="xla"; segment_ids and window are supported'
+        if p.dropout_seed is not None:
+            return 'dropout needs implementation="xla"'
+        lowered = lower(p, 1024, 1)
+        if lowered.values is not None:
+            return 'rules that add to values need implementation="xla"'
+        if lowered.terms:
+            return (
+                "only rules that are a number per distance are supported, on contiguous tokens; "
+                'other rules need implementation="xla"'
+            )
+        return None
+
+    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        p = problem
+        blocks = Blocks(_block(p.length), _block(p.keys))
+        ahead, back = self.forward or blocks, self.backward or blocks
+        length = _padded(p.length, ahead.q, back.q)
+        keys = _padded(p.keys, ahead.k, back.k)
+        lowered = lower(p, 1024, 1)
+        made = functools.partial(
+            Spec,
+            forward=ahead,
+            backward=back,
+            interpret=self.interpret,
+            vmem_limit=self.vmem_limit,
+        )
+        spec, operands = prepare(p, lowered, made, length, keys)
+        out, lse = _attend(spec, *partition(operands))
+        out, lse = out[:, : p.length], lse[:, : p.length]
+        if lowered.lse_shift is not None:
+            lse += lowered.lse_shift
+        if p.sinks is None:
+            return out, lse
+        sinks = p.sinks.astype(jnp.float32)[None, None]
+        total = jnp.logaddexp(lse, sinks)
+        share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
+        return (out * share[..., None]).astype(p.q.dtype), total
+
+
+def _block(count: int) -> int:
+    """Returns the largest of 512, 256 and 128 that pads `count` tokens least."""
+    return min((512, 256, 128), key=lambda size: -(-count // size) * size)
+
+
+def _padded(count: int, *blocks: int) -> int:
+    step = max(blocks)
+    return -(-count // step) * step
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(spec: Spec, diff: Operands, nondiff: Operands) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, T, N]."""
+    return _attend_forward(spec, diff, nondiff)[0]
+
+
+def _attend_forward(spec, diff, nondiff):
+    out, lse = forward(spec, combine(diff, nondiff))
+    shown = from_layout(out, spec.heads), jnp.swapaxes(lse[:, :, 0], 1, 2)
+    return shown, (diff, nondiff, shown[0], lse)
+
+
+def _attend_backward(spec, saved, cotangents):
+    diff, nondiff, out, lse = saved
+    d_out, d_lse = cotangents
+    x = combine(diff, nondiff)
+    delta = jnp.einsum("btnv,btnv->btn", *(y.astype(jnp.float32) for y in (d_out, out))) - d_lse
+    # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
+    lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
+    dq, dk, dv, d_bias = backward(
+        spec,
+        x,
+        to_layout(d_out.astype(x.v.dtype)),
+        lse,
+        jnp.swapaxes(delta, 1, 2)[:, :, None],
+    )
+    grads = dataclasses.replace(diff, q=dq, k=dk, v=dv, bias=d_bias)
+    return jax.tree.map(forbid_double_reverse, grads), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+

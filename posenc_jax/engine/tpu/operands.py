@@ -1,0 +1,256 @@
+"""What the kernels are given: the arrays of a problem in their layout, and the tile schedule."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.engine.blocks import Blocks, Visibility, pad_axis
+from posenc_jax.engine.lower import Lowered
+from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.terms import STATIC
+from posenc_jax.engine.tpu.strip import LANES, Strip
+from posenc_jax.mask import MASK_VALUE
+
+LOG2E = 1.4426950408889634
+
+EMPTY, INTERIOR, NEAR = 0, 1, 2
+"""Kinds of tiles: skipped; rules and masks do nothing; rules and masks apply."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The static part of a problem.
+
+    Attributes:
+      batch, length, keys: B, and T and S padded to whole blocks.
+      heads, kv_heads, dim, value_dim: N, K, H, V.
+      forward, backward: queries and keys per tile.
+      visibility: which tiles need what.
+      by_slot: whether masks compare slots; else positions, which are operands.
+      segments: whether there are segment ids.
+      prefix: whether there are prefix lengths.
+      scale, softcap: as in `attention`.
+      dtype: of the output.
+      interpret: run in the interpreter.
+      vmem_limit: bytes.
+    """
+
+    batch: int
+    length: int
+    keys: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    forward: Blocks
+    backward: Blocks
+    visibility: Visibility
+    by_slot: bool
+    segments: bool
+    prefix: bool
+    scale: float
+    softcap: float | None
+    dtype: Any
+    interpret: Any
+    vmem_limit: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def unit(self) -> float:
+        """What logits are multiplied by before they enter exp2, or the softcap's tanh."""
+        return LOG2E if self.softcap is None else 1.0 / self.softcap
+
+    @property
+    def ordered(self) -> bool:
+        """Whether tiles may need a mask for causality or a window."""
+        return self.visibility.ordered
+
+    def reach(self, blocks: Blocks) -> tuple[int, int]:
+        """Returns the least and greatest first query less first key of a tile with a bias.
+
+        The bias of tiles beyond the greatest is that of the greatest: zero, or masked.
+        """
+        see, q, k = self.visibility, blocks.q, blocks.k
+        left, right = see.window or (-1, -1)
+        right = 0 if see.is_causal else right
+        low, high = k - self.keys, self.length - q
+        if right >= 0 and not self.prefix:
+            low = max(low, -_round(right + q - 1, down=True))
+        if left >= 0 and not self.prefix:
+            high = min(high, _round(left + k - 1, down=True))
+        windowed = see.mask_in_bias and left >= 0
+        if see.horizon is not None and not see.bias_everywhere and not windowed:
+            high = min(high, _round(see.horizon + k))
+        return low, max(low, high)
+
+
+def _round(x: int, down: bool = False) -> int:
+    """Returns a multiple of 128."""
+    return x // LANES * LANES if down else -(-x // LANES) * LANES
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The arrays, padded to whole blocks.
+
+    Attributes:
+      q, k, v: see `to_layout`.
+      bias: float32 [N or 1, R], times `Spec.unit`, by ascending distance from `first`, or
+        None.
+      rows: int32 [B or 1, 1, T] of queries by name, "positions" and "segments".
+      columns: int32 [B or 1, 1, S] of keys, the same.
+      prefix: int32 [B]; zeros if there is none.
+      schedules: `schedule` of the forward and the backward pass.
+      first: the least distance in `bias`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: jax.Array | None
+    rows: dict[str, jax.Array]
+    columns: dict[str, jax.Array]
+    prefix: jax.Array
+    schedules: tuple[jax.Array, jax.Array]
+    first: int = dataclasses.field(metadata=STATIC)
+
+
+class _Tokens(NamedTuple):
+    """The arrays that `Visibility.summary` reads, [B or 1, 1, T]."""
+
+    slots: jax.Array
+    positions: jax.Array
+    coordinates: jax.Array
+    segments: jax.Array | None
+
+
+def prepare(
+    p: Problem, lowered: Lowered, spec_of: Callable[..., Spec], length: int, keys: int
+) -> tuple[Spec, Operands]:
+    """Pads a lowered problem to T = `length` and S = `keys`."""
+    by_slot = p.contiguous and p.prefix_length is None
+    visibility = lowered.visibility
+    segments = p.q_segment_ids, p.k_segment_ids
+    padded = length > p.length or keys > p.keys
+    if padded and segments[0] is None and not (by_slot and p.is_causal and p.length == p.keys):
+        segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
+        visibility = dataclasses.replace(visibility, segments=True)
+    spec = spec_of(
+        batch=p.q.shape[0],
+        length=length,
+        keys=keys,
+        heads=p.num_heads,
+        kv_heads=p.k.shape[2],
+        dim=p.q.shape[3],
+        value_dim=p.v.shape[3],
+        visibility=visibility,
+        by_slot=by_slot,
+        segments=visibility.segments,
+        prefix=p.prefix_length is not None,
+        scale=p.scale,
+        softcap=p.softcap,
+        dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
+    )
+
+    def tokens(to, positions, coordinates, ids):
+        slots = jnp.arange(to, dtype=jnp.int32)[None]
+        coordinates = coordinates[:1] if p.same_rows else coordinates
+        positions = slots if by_slot else pad_axis(positions, 1, to, mode="edge")
+        ids = None if ids is None else pad_axis(ids + 1, 1, to) - 1
+        made = slots, positions, pad_axis(coordinates, 1, to, mode="edge"), ids
+        return _Tokens(*(None if x is None else x[:, None] for x in made))
+
+    queries = tokens(length, p.q_positions, p.q_coordinates, segments[0])
+    of_keys = tokens(keys, p.k_positions, p.k_coordinates, segments[1])
+
+    def named(x: _Tokens) -> dict[str, jax.Array]:
+        out = {} if by_slot or not (spec.ordered or spec.prefix) else {"positions": x.positions}
+        return out if x.segments is None else out | {"segments": x.segments}
+
+    k, v = p.k, lowered.v
+    if segments[1] is not None:
+        # Masks do not stop NaN in products with zero.
+        hidden = (pad_axis(segments[1] + 1, 1, p.keys) <= 0)[..., None, None]
+        k, v = (jnp.where(hidden, jnp.zeros((), x.dtype), x) for x in (k, v))
+    bias, first = None, 0
+    if lowered.bias is not None:
+        first = 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
+        bias = spec.unit * lowered.bias(jnp.arange(first, p.length, dtype=jnp.int32))
+    return spec, Operands(
+        q=to_layout(pad_axis(p.q, 1, length)),
+        k=to_layout(pad_axis(k, 1, keys)),
+        v=to_layout(pad_axis(v, 1, keys)),
+        bias=bias,
+        rows=named(queries),
+        columns=named(of_keys),
+        prefix=jnp.zeros((1,), jnp.int32) if p.prefix_length is None else p.prefix_length,
+        schedules=(
+            schedule(spec, queries, of_keys, spec.forward, p.prefix_length, by_key=False),
+            schedule(spec, queries, of_keys, spec.backward, p.prefix_length, by_key=True),
+        ),
+        first=first,
+    )
+
+
+def schedule(
+    spec: Spec, q: Any, k: Any, blocks: Blocks, prefix: jax.Array | None, by_key: bool
+) -> jax.Array:
+    """Returns the schedule of a pass: int32 [B or 1, blocks of queries, blocks of keys].
+
+    An entry is `4 * block + kind`: the kind of the tile, and the block of keys to have in
+    memory: its own, or that of the last tile that is not empty, so that nothing is copied for
+    empty ones. With `by_key`, the last two axes are exchanged, and blocks are those of queries.
+    """
+    see = spec.visibility
+    of_q = jax.tree.map(lambda x: x[:, :, None], see.summary(q, blocks.q))
+    of_k = see.summary(k, blocks.k)
+    live, interior = jax.vmap(lambda x: see.classify(x, of_k, prefix), 1, 1)(of_q)
+    if by_key:
+        live, interior = (jnp.swapaxes(x, 1, 2) for x in (live, interior))
+    at = jnp.broadcast_to(jnp.arange(live.shape[2], dtype=jnp.int32), live.shape)
+    last = jax.lax.cummax(jnp.where(live, at, -1), axis=2)
+    first = jnp.argmax(live, 2).astype(jnp.int32)[..., None]
+    block = jnp.where(last < 0, first, last)
+    kind = jnp.where(live, jnp.where(interior, INTERIOR, NEAR), EMPTY)
+    return 4 * block + kind.astype(jnp.int32)
+
+
+def to_layout(x: jax.Array) -> jax.Array:
+    """[B, T, N, H] to [B, T, N * H] where heads are whole lanes, so that nothing moves.
+
+    Else to [B, N, T, H].
+    """
+    if x.shape[3] % LANES == 0:
+        return x.reshape(*x.shape[:2], -1)
+    return jnp.swapaxes(x, 1, 2)
+
+
+def from_layout(x: jax.Array, heads: int) -> jax.Array:
+    """The inverse of `to_layout`."""
+    if x.ndim == 3:
+        return x.reshape(*x.shape[:2], heads, -1)
+    return jnp.swapaxes(x, 1, 2)
+
+
+def line_of(spec: Spec, bias: jax.Array, first: int, strip: Strip, sign: int) -> jax.Array:
+    """Returns the line of a strip, float32 [N or 1, 1, L].
+
+    Args:
+      spec: the static part.
+      bias, first: of `Operands`.
+      strip: the geometry.
+      sign: 1 if lanes are queries, -1 if they are keys.
+    """
+    fill = spec.unit * MASK_VALUE if spec.visibility.mask_in_bias else 0.0
+    if sign < 0:
+        bias, first = bias[:, ::-1], 1 - first - bias.shape[1]
+    before, after = first - strip.low, strip.low + strip.line - first - bias.shape[1]
+    return jax.lax.pad(bias, jnp.float32(fill), ((0, 0, 0), (before, after, 0)))[:, None]
