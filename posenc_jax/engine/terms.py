@@ -161,6 +161,14 @@ class Term(abc.ABC):
           transposed: the layout.
         """
 
+    def pair(self, q: Tokens, k: Tokens) -> jax.Array | None:
+        """Returns the float32 number of one query and one key; None if there is no such rule.
+
+        Args:
+          q, k: leaves (), or [A] for coordinates with axes.
+        """
+        return None
+
     def interior(self, q: Tokens, k: Tokens, *, transposed: bool) -> jax.Array | None:
         """Returns what is added beyond the horizon; None for nothing."""
         return None
@@ -210,15 +218,21 @@ class Pair(Term):
     of_content: bool = dataclasses.field(metadata=STATIC)
     pairs_at_once: int = dataclasses.field(metadata=STATIC)
 
-    def tile(self, strip, q, k, *, transposed):
-        def pair(q, k):
-            features = (q.features, k.features) if self.of_content else ()
-            return self.rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
+    def pair(self, q, k):
+        out = self._rule(q, k)
+        if self.horizon is not None:
+            out -= self._far(self.heads, q.coordinates.dtype)
+        return self.factor * out.astype(jnp.float32)
 
+    def _rule(self, q, k):
+        features = (q.features, k.features) if self.of_content else ()
+        return self.rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
+
+    def tile(self, strip, q, k, *, transposed):
         def tile(k):
             over_q, over_k = (0, None), (None, 0)
             inner, outer = (over_q, over_k) if transposed else (over_k, over_q)
-            return jax.vmap(jax.vmap(pair, inner), outer)(q, k)
+            return jax.vmap(jax.vmap(self._rule, inner), outer)(q, k)
 
         length, keys = q.slots.shape[0], k.slots.shape[0]
         size = math.gcd(keys, max(self.pairs_at_once // length, 1))
@@ -253,6 +267,10 @@ class Separable(Term):
     """
 
     symmetric: bool = dataclasses.field(metadata=STATIC)
+
+    def pair(self, q, k):
+        out = q.features.astype(jnp.float32) + k.features.astype(jnp.float32)
+        return self.factor * (-jnp.abs(out) if self.symmetric else out)
 
     def tile(self, strip, q, k, *, transposed):
         a, b = (x.features.astype(jnp.float32) for x in (q, k))

@@ -7,6 +7,7 @@ cotangent of the bias is a strip, summed along its diagonals once per head. All 
 fixed order: results are bitwise reproducible.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,15 +16,24 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from posenc_jax.engine.tpu.elements import Element, evaluate
 from posenc_jax.engine.tpu.operands import INTERIOR, LOG2E, NEAR, Operands, Spec, line_of
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
-from posenc_jax.engine.tpu.tile import dot, lanes, matrix_spec, row_spec, to_column, visible
+from posenc_jax.engine.tpu.tile import (
+    dot,
+    lanes,
+    matrix_spec,
+    number_spec,
+    row_spec,
+    to_column,
+    visible,
+)
 
 
 def backward(
     spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Returns the cotangents of q, k, v, in their layouts, and of the bias.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, tuple[Element, ...]]:
+    """Returns the cotangents of q, k, v, in their layouts, of the bias, and of the elements.
 
     Args:
       spec: the static part.
@@ -48,23 +58,19 @@ def backward(
     def key(h, b, g, j, i, schedule, prefix):
         return b, h, j
 
+    def key_of_head(h, b, g, j, i, schedule, prefix):
+        return b, h * group + g, j
+
     def of_head(h, b, g):
         return (b if group > 1 else 0), h * group + g
-
-    def number_spec():
-        def index(*ids):
-            b, n, block = query(*ids)
-            return b, n, 0, block
-
-        return pl.BlockSpec((None, None, 1, bq), index)
 
     ins = {
         "q": (x.q, matrix_spec(x.q, bq, spec.dim, query)),
         "k": (x.k, matrix_spec(x.k, bk, spec.dim, key)),
         "v": (x.v, matrix_spec(x.v, bk, spec.value_dim, key)),
         "d_out": (d_out, matrix_spec(d_out, bq, spec.value_dim, query)),
-        "lse": (lse, number_spec()),
-        "delta": (delta, number_spec()),
+        "lse": (lse, number_spec(lse, bq, query)),
+        "delta": (delta, number_spec(delta, bq, query)),
     }
     scratch = {
         "scaled": pltpu.VMEM((bk, spec.dim), x.k.dtype),
@@ -83,14 +89,38 @@ def backward(
     def last_group(h, b, g, j, i, schedule, prefix):
         return b, h, jnp.where(g == group - 1, j, 0)
 
-    outs = [
-        (jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), matrix_spec(x.q, bq, spec.dim, last_keys)),
-        (jax.ShapeDtypeStruct(x.k.shape, x.k.dtype), matrix_spec(x.k, bk, spec.dim, last_group)),
-        (
-            jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
-            matrix_spec(x.v, bk, spec.value_dim, last_group),
-        ),
-    ]
+    def like(array, block, dim, at):
+        shape = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        return shape, matrix_spec(shape, block, dim, at)
+
+    outs = {
+        "q": like(x.q, bq, spec.dim, last_keys),
+        "k": like(x.k, bk, spec.dim, last_group),
+        "v": like(x.v, bk, spec.value_dim, last_group),
+    }
+    for e, element in enumerate(x.elements):
+        for n, array in enumerate(element.numbers):
+            ins[f"number{e}_{n}"] = array, pl.BlockSpec(memory_space=pltpu.SMEM)
+            rows = spec.batch if group > 1 else 1
+            outs[f"number{e}_{n}"] = (
+                jax.ShapeDtypeStruct((rows, spec.heads, 8, LANES), jnp.float32),
+                pl.BlockSpec((None, None, 8, LANES), lambda h, b, g, *_: (*of_head(h, b, g), 0, 0)),
+            )
+        for n, array in enumerate(element.q_numbers):
+            ins[f"q{e}_{n}"] = array, number_spec(array, bq, query)
+            outs[f"q{e}_{n}"] = (
+                jax.ShapeDtypeStruct((spec.batch, spec.heads, 1, spec.length), jnp.float32),
+                pl.BlockSpec(
+                    (None, None, 1, spec.length), lambda h, b, g, *_: (b, h * group + g, 0, 0)
+                ),
+            )
+        for n, array in enumerate(element.k_numbers):
+            heads = spec.heads // array.shape[1]
+            ins[f"k{e}_{n}"] = array, number_spec(array, bk, key_of_head, heads)
+            shape = jax.ShapeDtypeStruct((spec.batch, spec.heads, 1, spec.keys), jnp.float32)
+            outs[f"k{e}_{n}"] = shape, number_spec(shape, bk, key_of_head)
+            scratch[f"k{e}_{n}"] = pltpu.VMEM((bk, LANES), jnp.float32)
+            scratch[f"d_k{e}_{n}"] = pltpu.VMEM((bk, LANES), jnp.float32)
     if x.bias is not None:
 
         def make_line(bias):
@@ -107,18 +137,18 @@ def backward(
         scratch["strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
         scratch["d_strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
         rows = spec.batch if group > 1 else 1
-        outs.append(
-            (
-                jax.ShapeDtypeStruct((rows, spec.heads, 1, strip.line), jnp.float32),
-                pl.BlockSpec((None, None, 1, strip.line), lambda h, b, g, *_: (*of_head(h, b, g), 0, 0)),
-            )
+        outs["line"] = (
+            jax.ShapeDtypeStruct((rows, spec.heads, 1, strip.line), jnp.float32),
+            pl.BlockSpec(
+                (None, None, 1, strip.line), lambda h, b, g, *_: (*of_head(h, b, g), 0, 0)
+            ),
         )
 
     def kernel(schedule, prefix, *refs):
         own = dict(zip(ins, refs, strict=False))
-        dq_ref, dk_ref, dv_ref, *d_line_ref = refs[len(ins) : len(ins) + len(outs)]
+        out = dict(zip(outs, refs[len(ins) :], strict=False))
         mine = dict(zip(scratch, refs[len(ins) + len(outs) :], strict=True))
-        _, b, g, j, i = (pl.program_id(axis) for axis in range(5))
+        h, b, g, j, i = (pl.program_id(axis) for axis in range(5))
         kind = jax.lax.rem(entry(schedule, b, j, i), 4)
         offset = i * bq - j * bk
         limit = prefix[b] if spec.prefix else None
@@ -133,6 +163,15 @@ def backward(
         @pl.when(start)
         def _():
             mine["dq"][...] = jnp.zeros_like(mine["dq"])
+            for e, element in enumerate(x.elements):
+                for n in range(len(element.q_numbers)):
+                    out[f"q{e}_{n}"][...] = jnp.zeros_like(out[f"q{e}_{n}"])
+
+        @pl.when(start_strip)
+        def _():
+            for e, element in enumerate(x.elements):
+                for n in range(len(element.numbers)):
+                    out[f"number{e}_{n}"][...] = jnp.zeros((8, LANES), jnp.float32)
 
         if x.bias is not None:
 
@@ -147,6 +186,10 @@ def backward(
             mine["scaled"][...] = k.astype(x.k.dtype)
             for name in x.rows:
                 mine[f"k_{name}"][...] = to_column(own[f"k_{name}"][...])
+            for e, element in enumerate(x.elements):
+                for n in range(len(element.k_numbers)):
+                    mine[f"k{e}_{n}"][...] = to_column(own[f"k{e}_{n}"][...])
+                    mine[f"d_k{e}_{n}"][...] = jnp.zeros_like(mine[f"d_k{e}_{n}"])
 
         @pl.when((i == 0) & (g == 0))
         def _():
@@ -164,6 +207,26 @@ def backward(
                     for n, lane in enumerate(at)
                 ]
                 s = jnp.concatenate(parts)
+            queries, keys, pulls = {}, {}, []
+            if near:
+                queries = {n: own[f"q_{n}"][...] for n in x.rows}
+                keys = {n: lanes(mine[f"k_{n}"][...], bq) for n in x.rows}
+                for e, element in enumerate(x.elements):
+                    places = None
+                    if element.places:
+                        places = queries["coordinates"], keys["coordinates"]
+                    counts = element.numbers, element.q_numbers, element.k_numbers
+                    of_heads, of_queries, of_keys = map(len, counts)
+                    added, pull = evaluate(
+                        element,
+                        s.shape,
+                        [own[f"number{e}_{n}"][h * group + g] for n in range(of_heads)],
+                        [own[f"q{e}_{n}"][...] for n in range(of_queries)],
+                        [lanes(mine[f"k{e}_{n}"][...], bq) for n in range(of_keys)],
+                        places,
+                    )
+                    s += spec.unit * added
+                    pulls.append(pull)
             slope = None
             if spec.softcap is not None:
                 s = jnp.tanh(s)
@@ -171,8 +234,6 @@ def backward(
                 s = spec.softcap * LOG2E * s
             p = jnp.exp2(s - own["lse"][...] * LOG2E)
             if near:
-                queries = {n: own[f"q_{n}"][...] for n in x.rows}
-                keys = {n: lanes(mine[f"k_{n}"][...], bq) for n in x.rows}
                 see = visible(spec, s.shape, 1, offset, queries, keys, limit)
                 p = p if see is None else jnp.where(see, p, 0.0)
             mine["dv"][own_keys] += dot(p.astype(do.dtype), do)
@@ -188,6 +249,15 @@ def backward(
                     for n in range(len(at))
                 ]
                 mine["d_strip"][:, pl.ds(at[-1], bq + bk - LANES)] += sum(shifted[1:], shifted[0])
+            for e, pull in enumerate(pulls):
+                d_numbers, d_queries, d_keys = pull(ds)
+                for n, tile_of in enumerate(d_numbers):
+                    out[f"number{e}_{n}"][...] += _fold(tile_of)
+                for n, tile_of in enumerate(d_queries):
+                    at_q = pl.ds(pl.multiple_of(i * bq, LANES), bq)
+                    out[f"q{e}_{n}"][:, at_q] += jnp.sum(tile_of, 0, keepdims=True)
+                for n, tile_of in enumerate(d_keys):
+                    mine[f"d_k{e}_{n}"][...] += _fold_lanes(tile_of)
             ds = ds.astype(q.dtype)
             mine["dk"][own_keys] += dot(ds, q)
             mine["dq"][pl.ds(pl.multiple_of(i * bq, LANES), bq)] += dot(ds, own["k"][...], (0, 0))
@@ -197,20 +267,29 @@ def backward(
 
         @pl.when((i == steps - 1) & (g == group - 1))
         def _():
-            dk_ref[...] = (mine["dk"][own_keys] * spec.scale).astype(dk_ref.dtype)
-            dv_ref[...] = mine["dv"][own_keys].astype(dv_ref.dtype)
+            out["k"][...] = (mine["dk"][own_keys] * spec.scale).astype(x.k.dtype)
+            out["v"][...] = mine["dv"][own_keys].astype(x.v.dtype)
+
+        if any(element.k_numbers for element in x.elements):
+
+            @pl.when(i == steps - 1)
+            def _():
+                for e, element in enumerate(x.elements):
+                    for n in range(len(element.k_numbers)):
+                        by_lane = jnp.swapaxes(mine[f"d_k{e}_{n}"][...], 0, 1)
+                        out[f"k{e}_{n}"][...] = jnp.sum(by_lane, 0, keepdims=True)
 
         @pl.when(j == blocks - 1)
         def _():
             dq = mine["dq"][pl.ds(pl.multiple_of(i * bq, LANES), bq)]
-            dq_ref[...] = (dq * spec.scale).astype(dq_ref.dtype)
+            out["q"][...] = (dq * spec.scale).astype(x.q.dtype)
 
         if x.bias is not None:
 
             @pl.when(end_strip)
             def _():
-                d_line_ref[0][...] = jnp.zeros_like(d_line_ref[0])
-                sum_diagonals(strip, mine["d_strip"], d_line_ref[0])
+                out["line"][...] = jnp.zeros_like(out["line"])
+                sum_diagonals(strip, mine["d_strip"], out["line"])
 
     made = pl.pallas_call(
         kernel,
@@ -218,10 +297,10 @@ def backward(
             num_scalar_prefetch=2,
             grid=(spec.kv_heads, spec.batch, group, blocks, steps),
             in_specs=[blocks_of for _, blocks_of in ins.values()],
-            out_specs=[blocks_of for _, blocks_of in outs],
+            out_specs=[blocks_of for _, blocks_of in outs.values()],
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=[shape for shape, _ in outs],
+        out_shape=[shape for shape, _ in outs.values()],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", *("arbitrary",) * 4),
             vmem_limit_bytes=spec.vmem_limit,
@@ -229,10 +308,38 @@ def backward(
         interpret=spec.interpret,
         name="attention_backward",
     )(x.schedules[1].reshape(-1), x.prefix, *(array for array, _ in ins.values()))
-    dq, dk, dv, *d_line = made
-    if not d_line:
-        return dq, dk, dv, None
-    d_line = d_line[0].sum(0) / spec.unit
-    d_line = d_line.sum(0, keepdims=True) if x.bias.shape[0] == 1 else d_line
-    (d_bias,) = jax.linear_transpose(make_line, x.bias)(d_line)
-    return dq, dk, dv, d_bias
+    grads = dict(zip(outs, made, strict=True))
+    elements = tuple(_element_grads(e, element, grads) for e, element in enumerate(x.elements))
+    d_bias = None
+    if x.bias is not None:
+        d_line = grads["line"].sum(0) / spec.unit
+        d_line = d_line.sum(0, keepdims=True) if x.bias.shape[0] == 1 else d_line
+        (d_bias,) = jax.linear_transpose(make_line, x.bias)(d_line)
+    return grads["q"], grads["k"], grads["v"], d_bias, elements
+
+
+def _element_grads(e: int, element: Element, grads: dict[str, jax.Array]) -> Element:
+    """Returns the cotangents of an element, of what the kernel wrote."""
+    k_numbers = []
+    for n, array in enumerate(element.k_numbers):
+        of_heads = grads[f"k{e}_{n}"]
+        by_group = of_heads.reshape(*array.shape[:2], -1, *array.shape[2:])
+        k_numbers.append(by_group.sum(2))
+    return dataclasses.replace(
+        element,
+        numbers=tuple(grads[f"number{e}_{n}"].sum((0, 2, 3)) for n in range(len(element.numbers))),
+        q_numbers=tuple(grads[f"q{e}_{n}"] for n in range(len(element.q_numbers))),
+        k_numbers=tuple(k_numbers),
+    )
+
+
+def _fold(x: jax.Array) -> jax.Array:
+    """Sums a tile to [8, 128]."""
+    rows = x.reshape(-1, 8, x.shape[1]).sum(0)
+    return _fold_lanes(rows)
+
+
+def _fold_lanes(x: jax.Array) -> jax.Array:
+    """Sums a tile to [rows, 128]."""
+    parts = [x[:, n : n + LANES] for n in range(0, x.shape[1], LANES)]
+    return sum(parts[1:], parts[0])

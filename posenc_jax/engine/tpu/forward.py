@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from posenc_jax.engine.tpu.elements import evaluate
 from posenc_jax.engine.tpu.operands import INTERIOR, LOG2E, NEAR, Operands, Spec, line_of
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
 from posenc_jax.engine.tpu.tile import (
     dot,
     lanes,
     matrix_spec,
+    number_spec,
     row_spec,
     to_column,
     to_row,
@@ -42,8 +44,12 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     def query(h, b, i, j, schedule, prefix):
         return b, h, i
 
-    def key(h, b, i, j, schedule, prefix):
-        return b, jax.lax.div(h, spec.group), jax.lax.div(entry(schedule, b, i, j), 4)
+    def key_of_head(h, b, i, j, schedule, prefix):
+        return b, h, jax.lax.div(entry(schedule, b, i, j), 4)
+
+    def key(*ids):
+        b, h, block = key_of_head(*ids)
+        return b, jax.lax.div(h, spec.group), block
 
     ins = {
         "q": (x.q, matrix_spec(x.q, bq, spec.dim, query)),
@@ -60,6 +66,15 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         ins[f"q_{name}"] = x.rows[name], row_spec(x.rows[name], bq, query)
         ins[f"k_{name}"] = x.columns[name], row_spec(x.columns[name], bk, key)
         scratch[f"q_{name}"] = pltpu.VMEM((bq, LANES), jnp.int32)
+    for e, element in enumerate(x.elements):
+        for n, array in enumerate(element.numbers):
+            ins[f"number{e}_{n}"] = array, pl.BlockSpec(memory_space=pltpu.SMEM)
+        for n, array in enumerate(element.q_numbers):
+            ins[f"q{e}_{n}"] = array, number_spec(array, bq, query)
+            scratch[f"q{e}_{n}"] = pltpu.VMEM((bq, LANES), jnp.float32)
+        for n, array in enumerate(element.k_numbers):
+            group = spec.heads // array.shape[1]
+            ins[f"k{e}_{n}"] = array, number_spec(array, bk, key_of_head, group)
     if x.bias is not None:
         line = line_of(spec, x.bias, x.first, strip, -1)
         one = line.shape[0] == 1
@@ -72,7 +87,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         out_ref, lse_ref, *kept = refs[len(ins) :]
         mine = dict(zip(scratch, kept, strict=True))
         m_ref, l_ref, acc_ref = mine["m"], mine["l"], mine["acc"]
-        _, b, i, j = (pl.program_id(axis) for axis in range(4))
+        h, b, i, j = (pl.program_id(axis) for axis in range(4))
         kind = jax.lax.rem(entry(schedule, b, i, j), 4)
         offset = i * bq - j * bk
         limit = prefix[b] if spec.prefix else None
@@ -92,6 +107,9 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
             mine["scaled"][...] = q.astype(x.q.dtype)
             for name in x.rows:
                 mine[f"q_{name}"][...] = to_column(own[f"q_{name}"][...])
+            for e, element in enumerate(x.elements):
+                for n in range(len(element.q_numbers)):
+                    mine[f"q{e}_{n}"][...] = to_column(own[f"q{e}_{n}"][...])
 
         def tile(near):
             for c in range(0, bk, inner):
@@ -102,12 +120,28 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                         at = pl.multiple_of(strip.lane(-offset, r) + c, LANES)
                         parts.append(s[r : r + LANES] + mine["strip"][:, pl.ds(at, inner)])
                     s = jnp.concatenate(parts)
+                queries, keys = {}, {}
+                if near:
+                    queries = {n: lanes(mine[f"q_{n}"][...], inner) for n in x.rows}
+                    keys = {n: own[f"k_{n}"][:, c : c + inner] for n in x.rows}
+                    for e, element in enumerate(x.elements):
+                        places = None
+                        if element.places:
+                            places = queries["coordinates"], keys["coordinates"]
+                        of_queries, of_keys = map(len, (element.q_numbers, element.k_numbers))
+                        added, _ = evaluate(
+                            element,
+                            s.shape,
+                            [own[f"number{e}_{n}"][h] for n in range(len(element.numbers))],
+                            [lanes(mine[f"q{e}_{n}"][...], inner) for n in range(of_queries)],
+                            [own[f"k{e}_{n}"][:, c : c + inner] for n in range(of_keys)],
+                            places,
+                        )
+                        s += spec.unit * added
                 if spec.softcap is not None:
                     s = spec.softcap * LOG2E * jnp.tanh(s)
                 v = own["v"][c : c + inner]
                 if near:
-                    queries = {n: lanes(mine[f"q_{n}"][...], inner) for n in x.rows}
-                    keys = {n: own[f"k_{n}"][:, c : c + inner] for n in x.rows}
                     see = visible(spec, s.shape, 0, offset - c, queries, keys, limit)
                     s = s if see is None else jnp.where(see, s, MASK_VALUE)
                 m = m_ref[...]

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.forbid_double_reverse import forbid_double_reverse
 from posenc_jax.engine.implementation import Implementation
-from posenc_jax.engine.lower import lower
+from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.tpu.backward import backward
+from posenc_jax.engine.tpu.elements import element_of
 from posenc_jax.engine.tpu.forward import forward
 from posenc_jax.engine.tpu.operands import Operands, Spec, from_layout, prepare, to_layout
 from posenc_jax.mask import MASK_VALUE
@@ -50,12 +51,8 @@ class PallasTPU(Implementation):
         lowered = lower(p, 1024, 1)
         if lowered.values is not None:
             return 'rules that add to values need implementation="xla"'
-        if lowered.terms:
-            return (
-                "only rules that are a number per distance are supported, on contiguous tokens; "
-                'other rules need implementation="xla"'
-            )
-        return None
+        refused = [x for x in _elements(p, lowered) if isinstance(x, str)]
+        return f'{refused[0]} needs implementation="xla"' if refused else None
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         p = problem
@@ -71,7 +68,8 @@ class PallasTPU(Implementation):
             interpret=self.interpret,
             vmem_limit=self.vmem_limit,
         )
-        spec, operands = prepare(p, lowered, made, length, keys)
+        elements = tuple(_elements(p, lowered))
+        spec, operands = prepare(p, lowered, elements, made, length, keys)
         out, lse = _attend(spec, *partition(operands))
         out, lse = out[:, : p.length], lse[:, : p.length]
         if lowered.lse_shift is not None:
@@ -82,6 +80,15 @@ class PallasTPU(Implementation):
         total = jnp.logaddexp(lse, sinks)
         share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
         return (out * share[..., None]).astype(p.q.dtype), total
+
+
+def _elements(p: Problem, lowered: Lowered) -> list[Any]:
+    """Returns the terms by pairs, or why the kernels cannot evaluate them."""
+    features = lowered.q_features, lowered.k_features
+    return [
+        element_of(term, q, k, p.q_coordinates, p.num_heads)
+        for term, q, k in zip(lowered.terms, *features, strict=True)
+    ]
 
 
 def _block(count: int) -> int:
@@ -113,16 +120,15 @@ def _attend_backward(spec, saved, cotangents):
     delta = jnp.einsum("btnv,btnv->btn", *(y.astype(jnp.float32) for y in (d_out, out))) - d_lse
     # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
     lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
-    dq, dk, dv, d_bias = backward(
+    dq, dk, dv, d_bias, elements = backward(
         spec,
         x,
         to_layout(d_out.astype(x.v.dtype)),
         lse,
         jnp.swapaxes(delta, 1, 2)[:, :, None],
     )
-    grads = dataclasses.replace(diff, q=dq, k=dk, v=dv, bias=d_bias)
+    grads = dataclasses.replace(diff, q=dq, k=dk, v=dv, bias=d_bias, elements=elements)
     return jax.tree.map(forbid_double_reverse, grads), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-

@@ -11,6 +11,7 @@ from posenc_jax.engine.blocks import Blocks, Visibility, pad_axis
 from posenc_jax.engine.lower import Lowered
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.terms import STATIC
+from posenc_jax.engine.tpu.elements import Element
 from posenc_jax.engine.tpu.strip import LANES, Strip
 from posenc_jax.mask import MASK_VALUE
 
@@ -105,9 +106,10 @@ class Operands:
       q, k, v: see `to_layout`.
       bias: float32 [N or 1, R], times `Spec.unit`, by ascending distance from `first`, or
         None.
-      rows: int32 [B or 1, 1, T] of queries by name, "positions" and "segments".
+      rows: int32 [B or 1, 1, T] of queries by name: "positions", "coordinates", "segments".
       columns: int32 [B or 1, 1, S] of keys, the same.
       prefix: int32 [B]; zeros if there is none.
+      elements: terms by pairs.
       schedules: `schedule` of the forward and the backward pass.
       first: the least distance in `bias`.
     """
@@ -119,6 +121,7 @@ class Operands:
     rows: dict[str, jax.Array]
     columns: dict[str, jax.Array]
     prefix: jax.Array
+    elements: tuple[Element, ...]
     schedules: tuple[jax.Array, jax.Array]
     first: int = dataclasses.field(metadata=STATIC)
 
@@ -133,7 +136,12 @@ class _Tokens(NamedTuple):
 
 
 def prepare(
-    p: Problem, lowered: Lowered, spec_of: Callable[..., Spec], length: int, keys: int
+    p: Problem,
+    lowered: Lowered,
+    elements: tuple[Element, ...],
+    spec_of: Callable[..., Spec],
+    length: int,
+    keys: int,
 ) -> tuple[Spec, Operands]:
     """Pads a lowered problem to T = `length` and S = `keys`."""
     by_slot = p.contiguous and p.prefix_length is None
@@ -172,7 +180,11 @@ def prepare(
     of_keys = tokens(keys, p.k_positions, p.k_coordinates, segments[1])
 
     def named(x: _Tokens) -> dict[str, jax.Array]:
-        out = {} if by_slot or not (spec.ordered or spec.prefix) else {"positions": x.positions}
+        out = {}
+        if spec.ordered and not by_slot:
+            out["positions"] = x.positions
+        if any(element.places for element in elements):
+            out["coordinates"] = x.coordinates
         return out if x.segments is None else out | {"segments": x.segments}
 
     k, v = p.k, lowered.v
@@ -192,6 +204,14 @@ def prepare(
         rows=named(queries),
         columns=named(of_keys),
         prefix=jnp.zeros((1,), jnp.int32) if p.prefix_length is None else p.prefix_length,
+        elements=tuple(
+            dataclasses.replace(
+                x,
+                q_numbers=tuple(pad_axis(y, 3, length) for y in x.q_numbers),
+                k_numbers=tuple(pad_axis(y, 3, keys) for y in x.k_numbers),
+            )
+            for x in elements
+        ),
         schedules=(
             schedule(spec, queries, of_keys, spec.forward, p.prefix_length, by_key=False),
             schedule(spec, queries, of_keys, spec.backward, p.prefix_length, by_key=True),

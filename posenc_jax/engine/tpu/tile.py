@@ -38,6 +38,16 @@ def row_spec(x: jax.Array, block: int, at: At) -> pl.BlockSpec:
     return pl.BlockSpec((None, 1, block), index)
 
 
+def number_spec(x: jax.Array, block: int, at: At, group: int = 1) -> pl.BlockSpec:
+    """Returns the blocks of tokens of an array [B, N, 1, T], or [B, N / group, 1, T]."""
+
+    def index(*ids):
+        b, head, index = at(*ids)
+        return b, jax.lax.div(head, group), 0, index
+
+    return pl.BlockSpec((None, None, 1, block), index)
+
+
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
     """Returns a float32 product over the two axes; exact products for float32."""
     return jax.lax.dot_general(

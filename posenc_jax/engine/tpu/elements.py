@@ -1,0 +1,150 @@
+"""Terms evaluated for every pair of a tile: numbers per query, per key and per head.
+
+A term enters the kernels if its rule of one query and one key is a composition of elementwise
+operations on scalars. The kernels evaluate it on whole tiles, and differentiate it there.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.engine.terms import STATIC, Term, Tokens
+
+_ELEMENTWISE = frozenset(
+    "abs add and clamp convert_element_type copy div eq exp exp2 floor ge gt integer_pow le log "
+    "log1p logistic lt max min mul ne neg not or rem round select_n sign sqrt rsqrt square "
+    "stop_gradient sub tanh xor".split()
+)
+_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Element:
+    """A term by pairs, and the arrays that it reads.
+
+    Attributes:
+      numbers: float32 [N], each, of heads and shared.
+      q_numbers: float32 [B, N, 1, T], each.
+      k_numbers: float32 [B, K or N, 1, S], each.
+      places: whether the rule reads coordinates.
+      rule: `rule(numbers, q_numbers, k_numbers, q, k)` of scalars, a float32 number.
+    """
+
+    numbers: tuple[jax.Array, ...]
+    q_numbers: tuple[jax.Array, ...]
+    k_numbers: tuple[jax.Array, ...]
+    places: bool = dataclasses.field(metadata=STATIC)
+    rule: Callable = dataclasses.field(metadata=STATIC)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scalars:
+    """The rule of a term as a function of flat scalars."""
+
+    term: Any  # Its structure.
+    q_features: Any
+    k_features: Any
+
+    def __call__(self, numbers, q_numbers, k_numbers, q, k):
+        term = jax.tree.unflatten(self.term, numbers)
+        at = Tokens(None, q, jax.tree.unflatten(self.q_features, q_numbers))
+        to = Tokens(None, k, jax.tree.unflatten(self.k_features, k_numbers))
+        return term.pair(at, to)
+
+
+def element_of(
+    term: Term, q_features: Any, k_features: Any, coordinates: jax.Array, heads: int
+) -> Element | str:
+    """Returns a term in this form, or why it has none.
+
+    Args:
+      term: the term.
+      q_features, k_features: leaves [B, T, N, ...] and [B, S, K or N, ...].
+      coordinates: those of the queries, [B, T] or [B, T, A].
+      heads: N.
+    """
+    if coordinates.ndim != 2 or coordinates.dtype != jnp.int32:
+        return "coordinates of several axes, or not integers"
+    of_heads, shared = jax.tree.leaves(term.heads), jax.tree.leaves(term.shared)
+    q_numbers, structure_q = jax.tree.flatten(q_features)
+    k_numbers, structure_k = jax.tree.flatten(k_features)
+    small = all(x.ndim == 1 for x in of_heads) and all(x.ndim == 0 for x in shared)
+    if not (small and all(x.ndim == 3 for x in (*q_numbers, *k_numbers))):
+        return "a rule whose arrays are more than a number per head, query or key"
+    leaves = (*of_heads, *shared, *q_numbers, *k_numbers)
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
+        return "a rule with arrays that are not floating point"
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    rule = _Scalars(jax.tree.structure(term), structure_q, structure_k)
+    number = (scalar,) * (len(of_heads) + len(shared))
+    place = jax.ShapeDtypeStruct((), jnp.int32)
+    arguments = (
+        number,
+        (scalar,) * len(q_numbers),
+        (scalar,) * len(k_numbers),
+        place,
+        place,
+    )
+    if jax.eval_shape(rule, *arguments) is None:
+        return "a rule that is no function of one query and one key"
+    jaxpr = jax.make_jaxpr(rule)(*arguments)
+    other = _not_elementwise(jaxpr.jaxpr)
+    if other is not None:
+        return f"a rule with the operation {other}, which is not elementwise"
+    numbers = (*of_heads, *shared)
+    return Element(
+        numbers=tuple(jnp.broadcast_to(x.astype(jnp.float32), (heads,)) for x in numbers),
+        q_numbers=tuple(_rows(x) for x in q_numbers),
+        k_numbers=tuple(_rows(x) for x in k_numbers),
+        places=_reads(jaxpr.jaxpr, jaxpr.jaxpr.invars[-2:]),
+        rule=rule,
+    )
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """[B, T, N] to float32 [B, N, 1, T]."""
+    return jnp.swapaxes(x.astype(jnp.float32), 1, 2)[:, :, None]
+
+
+def _reads(jaxpr: Any, variables: list) -> bool:
+    """Whether an equation reads one of the variables."""
+    return any(x in variables for eqn in jaxpr.eqns for x in eqn.invars)
+
+
+def _not_elementwise(jaxpr: Any) -> str | None:
+    """Returns the name of an operation that is not elementwise, or None."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            inner = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+            name = _not_elementwise(inner.jaxpr)
+            if name is not None:
+                return name
+        elif name not in _ELEMENTWISE:
+            return name
+    return None
+
+
+def evaluate(
+    element: Element, shape: tuple[int, int], numbers: Any, q_numbers: Any, k_numbers: Any, at: Any
+) -> tuple[jax.Array, Callable]:
+    """Returns a term on a tile, and the function of its cotangent to those of its numbers.
+
+    Args:
+      element: the term.
+      shape: of the tile.
+      numbers: scalars.
+      q_numbers, k_numbers: arrays that broadcast to the tile.
+      at: coordinates of queries and keys, which broadcast to the tile, or None.
+    """
+
+    def wide(x):
+        return jnp.broadcast_to(x, shape)
+
+    places = [jnp.zeros(shape, jnp.int32)] * 2 if at is None else [wide(x) for x in at]
+    arrays = jax.tree.map(wide, (tuple(numbers), tuple(q_numbers), tuple(k_numbers)))
+    return jax.vjp(lambda *x: jax.vmap(jax.vmap(element.rule))(*x, *places), *arrays)
