@@ -17,7 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.tpu.elements import Element, evaluate
-from posenc_jax.engine.tpu.operands import INTERIOR, LOG2E, NEAR, Operands, Spec, line_of
+from posenc_jax.engine.tpu.operands import (
+    LOG2E,
+    MASKED,
+    PLAIN,
+    Operands,
+    Spec,
+    block_of,
+    kind_of,
+    line_of,
+)
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
 from posenc_jax.engine.tpu.tile import (
     dot,
@@ -53,7 +62,7 @@ def backward(
         return schedule[((0 if shared_schedule else b) * blocks + j) * steps + i]
 
     def query(h, b, g, j, i, schedule, prefix):
-        return b, h * group + g, jax.lax.div(entry(schedule, b, j, i), 4)
+        return b, h * group + g, block_of(entry(schedule, b, j, i))
 
     def key(h, b, g, j, i, schedule, prefix):
         return b, h, j
@@ -149,7 +158,7 @@ def backward(
         out = dict(zip(outs, refs[len(ins) :], strict=False))
         mine = dict(zip(scratch, refs[len(ins) + len(outs) :], strict=True))
         h, b, g, j, i = (pl.program_id(axis) for axis in range(5))
-        kind = jax.lax.rem(entry(schedule, b, j, i), 4)
+        kind = kind_of(entry(schedule, b, j, i))
         offset = i * bq - j * bk
         limit = prefix[b] if spec.prefix else None
         start = (j == 0) & (i == 0)
@@ -196,10 +205,10 @@ def backward(
             mine["dk"][own_keys] = jnp.zeros((bk, spec.dim), jnp.float32)
             mine["dv"][own_keys] = jnp.zeros((bk, spec.value_dim), jnp.float32)
 
-        def tile(near):
+        def tile(ruled, masked):
             q, do = own["q"][...], own["d_out"][...]
             s = dot(mine["scaled"][...], q, (1, 1))
-            biased = x.bias is not None and (near or spec.visibility.bias_everywhere)
+            biased = x.bias is not None and ruled
             at: Any = [strip.lane(offset, r) for r in range(0, bk, LANES)] if biased else []
             if biased:
                 parts = [
@@ -208,7 +217,7 @@ def backward(
                 ]
                 s = jnp.concatenate(parts)
             queries, keys, pulls = {}, {}, []
-            if near:
+            if ruled or masked:
                 queries = {n: own[f"q_{n}"][...] for n in x.rows}
                 keys = {n: lanes(mine[f"k_{n}"][...], bq) for n in x.rows}
                 for e, element in enumerate(x.elements):
@@ -233,7 +242,7 @@ def backward(
                 slope = 1.0 - s * s
                 s = spec.softcap * LOG2E * s
             p = jnp.exp2(s - own["lse"][...] * LOG2E)
-            if near:
+            if masked:
                 see = visible(spec, s.shape, 1, offset, queries, keys, limit)
                 p = p if see is None else jnp.where(see, p, 0.0)
             mine["dv"][own_keys] += dot(p.astype(do.dtype), do)
@@ -262,8 +271,8 @@ def backward(
             mine["dk"][own_keys] += dot(ds, q)
             mine["dq"][pl.ds(pl.multiple_of(i * bq, LANES), bq)] += dot(ds, own["k"][...], (0, 0))
 
-        pl.when(kind == INTERIOR)(functools.partial(tile, False))
-        pl.when(kind == NEAR)(functools.partial(tile, True))
+        for one in spec.kinds:
+            pl.when(kind == one)(functools.partial(tile, one != PLAIN, one == MASKED))
 
         @pl.when((i == steps - 1) & (g == group - 1))
         def _():

@@ -12,7 +12,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.tpu.elements import evaluate
-from posenc_jax.engine.tpu.operands import INTERIOR, LOG2E, NEAR, Operands, Spec, line_of
+from posenc_jax.engine.tpu.operands import (
+    LOG2E,
+    MASKED,
+    PLAIN,
+    Operands,
+    Spec,
+    block_of,
+    kind_of,
+    line_of,
+)
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
 from posenc_jax.engine.tpu.tile import (
     dot,
@@ -45,7 +54,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         return b, h, i
 
     def key_of_head(h, b, i, j, schedule, prefix):
-        return b, h, jax.lax.div(entry(schedule, b, i, j), 4)
+        return b, h, block_of(entry(schedule, b, i, j))
 
     def key(*ids):
         b, h, block = key_of_head(*ids)
@@ -88,7 +97,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         mine = dict(zip(scratch, kept, strict=True))
         m_ref, l_ref, acc_ref = mine["m"], mine["l"], mine["acc"]
         h, b, i, j = (pl.program_id(axis) for axis in range(4))
-        kind = jax.lax.rem(entry(schedule, b, i, j), 4)
+        kind = kind_of(entry(schedule, b, i, j))
         offset = i * bq - j * bk
         limit = prefix[b] if spec.prefix else None
 
@@ -111,17 +120,17 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 for n in range(len(element.q_numbers)):
                     mine[f"q{e}_{n}"][...] = to_column(own[f"q{e}_{n}"][...])
 
-        def tile(near):
+        def tile(ruled, masked):
             for c in range(0, bk, inner):
                 s = dot(mine["scaled"][...], own["k"][c : c + inner], (1, 1))
-                if x.bias is not None and (near or spec.visibility.bias_everywhere):
+                if x.bias is not None and ruled:
                     parts = []
                     for r in range(0, bq, LANES):
                         at = pl.multiple_of(strip.lane(-offset, r) + c, LANES)
                         parts.append(s[r : r + LANES] + mine["strip"][:, pl.ds(at, inner)])
                     s = jnp.concatenate(parts)
                 queries, keys = {}, {}
-                if near:
+                if ruled or masked:
                     queries = {n: lanes(mine[f"q_{n}"][...], inner) for n in x.rows}
                     keys = {n: own[f"k_{n}"][:, c : c + inner] for n in x.rows}
                     for e, element in enumerate(x.elements):
@@ -141,7 +150,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 if spec.softcap is not None:
                     s = spec.softcap * LOG2E * jnp.tanh(s)
                 v = own["v"][c : c + inner]
-                if near:
+                if masked:
                     see = visible(spec, s.shape, 0, offset - c, queries, keys, limit)
                     s = s if see is None else jnp.where(see, s, MASK_VALUE)
                 m = m_ref[...]
@@ -153,8 +162,8 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 out = dot(p.astype(v.dtype), v)
                 acc_ref[...] = acc_ref[...] * lanes(decay, spec.value_dim) + out
 
-        pl.when(kind == INTERIOR)(functools.partial(tile, False))
-        pl.when(kind == NEAR)(functools.partial(tile, True))
+        for one in spec.kinds:
+            pl.when(kind == one)(functools.partial(tile, one != PLAIN, one == MASKED))
 
         @pl.when(j == steps - 1)
         def _():

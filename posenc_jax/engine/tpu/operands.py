@@ -17,8 +17,10 @@ from posenc_jax.mask import MASK_VALUE
 
 LOG2E = 1.4426950408889634
 
-EMPTY, INTERIOR, NEAR = 0, 1, 2
-"""Kinds of tiles: skipped; rules and masks do nothing; rules and masks apply."""
+EMPTY, PLAIN, RULED, MASKED = 0, 1, 2, 3
+"""Kinds of tiles: skipped; without rules or masks; with rules alone; with both."""
+
+_KINDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,35 @@ class Spec:
     def unit(self) -> float:
         """What logits are multiplied by before they enter exp2, or the softcap's tanh."""
         return LOG2E if self.softcap is None else 1.0 / self.softcap
+
+    @property
+    def where_rules_are_constant(self) -> Visibility:
+        """Says which tiles need no rule; causality and window count where they are in the bias."""
+        see = self.visibility
+        order = see.is_causal, see.window
+        causal, window = order if see.mask_in_bias else (False, None)
+        return dataclasses.replace(see, segments=False, is_causal=causal, window=window)
+
+    @property
+    def where_all_is_seen(self) -> Visibility:
+        """Says which tiles need no mask."""
+        see = self.visibility
+        order = (False, None) if see.mask_in_bias else (see.is_causal, see.window)
+        return dataclasses.replace(see, has_terms=False, is_causal=order[0], window=order[1])
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The kinds of tiles that there may be, less `EMPTY`."""
+        see = self.visibility
+        kinds = () if self.ruled_everywhere else (PLAIN,)
+        kinds += (RULED,) if see.has_terms or see.bias_everywhere else ()
+        return (*kinds, MASKED) if see.ordered or see.segments else kinds
+
+    @property
+    def ruled_everywhere(self) -> bool:
+        """Whether rules apply to every tile."""
+        see = self.visibility
+        return see.bias_everywhere or (see.has_terms and see.horizon is None)
 
     @property
     def ordered(self) -> bool:
@@ -225,22 +256,38 @@ def schedule(
 ) -> jax.Array:
     """Returns the schedule of a pass: int32 [B or 1, blocks of queries, blocks of keys].
 
-    An entry is `4 * block + kind`: the kind of the tile, and the block of keys to have in
-    memory: its own, or that of the last tile that is not empty, so that nothing is copied for
+    An entry holds the kind of the tile, and the block of keys to have in memory: its own, or that of the last tile that is not empty, so that nothing is copied for
     empty ones. With `by_key`, the last two axes are exchanged, and blocks are those of queries.
     """
     see = spec.visibility
     of_q = jax.tree.map(lambda x: x[:, :, None], see.summary(q, blocks.q))
     of_k = see.summary(k, blocks.k)
-    live, interior = jax.vmap(lambda x: see.classify(x, of_k, prefix), 1, 1)(of_q)
-    if by_key:
-        live, interior = (jnp.swapaxes(x, 1, 2) for x in (live, interior))
+
+    def classify(see):
+        found = jax.vmap(lambda x: see.classify(x, of_k, prefix), 1, 1)(of_q)
+        return [jnp.swapaxes(x, 1, 2) for x in found] if by_key else found
+
+    live, _ = classify(see)
+    plain = jnp.zeros_like(live)
+    if not spec.ruled_everywhere:
+        _, plain = classify(spec.where_rules_are_constant)
+    _, seen = classify(spec.where_all_is_seen)
     at = jnp.broadcast_to(jnp.arange(live.shape[2], dtype=jnp.int32), live.shape)
     last = jax.lax.cummax(jnp.where(live, at, -1), axis=2)
     first = jnp.argmax(live, 2).astype(jnp.int32)[..., None]
     block = jnp.where(last < 0, first, last)
-    kind = jnp.where(live, jnp.where(interior, INTERIOR, NEAR), EMPTY)
-    return 4 * block + kind.astype(jnp.int32)
+    kind = jnp.where(seen, jnp.where(plain, PLAIN, RULED), MASKED)
+    return _KINDS * block + jnp.where(live, kind, EMPTY).astype(jnp.int32)
+
+
+def block_of(entry: Any) -> Any:
+    """Returns the block that an entry of a schedule has in memory."""
+    return jax.lax.div(entry, _KINDS)
+
+
+def kind_of(entry: Any) -> Any:
+    """Returns the kind of the tile of an entry of a schedule."""
+    return jax.lax.rem(entry, _KINDS)
 
 
 def to_layout(x: jax.Array) -> jax.Array:
