@@ -1,48 +1,41 @@
-"""The fused backward kernel: dq, dk, dv and the cotangent of the bias by distance, for TPU.
+"""The fused backward kernel: dq, dk, dv and the cotangents of position rules, for TPU.
 
 Grid (K, B, query heads of a key head, blocks of keys, blocks of queries). Logits are
 transposed, [K, Q], so that p and ds enter the products as they are. dq of a head stays in
-VMEM; dk and dv of a block of keys do too, or with grouped heads those of all keys. The
-cotangent of the bias is a strip, summed along its diagonals once per head. All sums run in one
-fixed order: results are bitwise reproducible.
+VMEM; so do dk and dv of a block of keys or, with grouped heads, of all keys. The cotangent of
+the bias is a strip, summed along its diagonals once per head. All sums run in one fixed order,
+so results are bitwise reproducible.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from posenc_jax.engine.tpu.elements import Element, evaluate
-from posenc_jax.engine.tpu.operands import (
-    LOG2E,
-    MASKED,
-    PLAIN,
-    Operands,
-    Spec,
-    block_of,
-    kind_of,
-    line_of,
-)
+from posenc_jax.engine.tpu.elements import Element, element_specs, evaluate
+from posenc_jax.engine.tpu.layout import matrix_spec, number_spec, row_spec
+from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, line_of
+from posenc_jax.engine.tpu.schedule import MASKED, PLAIN, block_of, kind_of, kinds
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
-from posenc_jax.engine.tpu.tile import (
-    dot,
-    lanes,
-    matrix_spec,
-    number_spec,
-    row_spec,
-    to_column,
-    visible,
-)
+from posenc_jax.engine.tpu.tile import dot, lanes, to_column, visible
 
 
-def backward(
-    spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, tuple[Element, ...]]:
-    """Returns the cotangents of q, k, v, in their layouts, of the bias, and of the elements.
+class Grads(NamedTuple):
+    """Cotangents: of q, k and v in their layouts, of the bias, or None, and of elements."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: jax.Array | None
+    elements: tuple[Element, ...]
+
+
+def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> Grads:
+    """Returns the cotangents of the operands.
 
     Args:
       spec: the static part.
@@ -53,302 +46,267 @@ def backward(
     """
     bq, bk, group = spec.backward.q, spec.backward.k, spec.group
     blocks, steps = spec.keys // bk, spec.length // bq
-    shared_schedule = x.schedules[1].shape[0] == 1
     low, high = spec.reach(spec.backward)
     strip = Strip.of(low, high, bk, bq)
-    kept_keys = bk if group == 1 else spec.keys  # Keys whose cotangents stay in VMEM.
+    # Without groups, sums over tokens stay in memory for the whole batch.
+    by_row = group > 1
+    kept_keys = spec.keys if by_row else bk
 
     def entry(schedule, b, j, i):
-        return schedule[((0 if shared_schedule else b) * blocks + j) * steps + i]
+        row = b if x.schedules[1].shape[0] > 1 else 0
+        return schedule[(row * blocks + j) * steps + i]
 
     def query(h, b, g, j, i, schedule, prefix):
         return b, h * group + g, block_of(entry(schedule, b, j, i))
 
-    def key(h, b, g, j, i, schedule, prefix):
+    def key(h, b, g, j, i, *_):
         return b, h, j
 
-    def key_of_head(h, b, g, j, i, schedule, prefix):
+    def key_of_head(h, b, g, j, i, *_):
         return b, h * group + g, j
 
-    def of_head(h, b, g):
-        return (b if group > 1 else 0), h * group + g
-
-    ins = {
-        "q": (x.q, matrix_spec(x.q, bq, spec.dim, query)),
-        "k": (x.k, matrix_spec(x.k, bk, spec.dim, key)),
-        "v": (x.v, matrix_spec(x.v, bk, spec.value_dim, key)),
-        "d_out": (d_out, matrix_spec(d_out, bq, spec.value_dim, query)),
-        "lse": (lse, number_spec(lse, bq, query)),
-        "delta": (delta, number_spec(delta, bq, query)),
-    }
-    scratch = {
-        "scaled": pltpu.VMEM((bk, spec.dim), x.k.dtype),
-        "dq": pltpu.VMEM((spec.length, spec.dim), jnp.float32),
-        "dk": pltpu.VMEM((kept_keys, spec.dim), jnp.float32),
-        "dv": pltpu.VMEM((kept_keys, spec.value_dim), jnp.float32),
-    }
-    for name in x.rows:
-        ins[f"q_{name}"] = x.rows[name], row_spec(x.rows[name], bq, query)
-        ins[f"k_{name}"] = x.columns[name], row_spec(x.columns[name], bk, key)
-        scratch[f"k_{name}"] = pltpu.VMEM((bk, LANES), jnp.int32)
-
-    def last_keys(h, b, g, j, i, schedule, prefix):
+    # Finished blocks are written as they come; until then, the first one is in memory.
+    def last_keys(h, b, g, j, i, *_):
         return b, h * group + g, jnp.where(j == blocks - 1, i, 0)
 
-    def last_group(h, b, g, j, i, schedule, prefix):
+    def last_head(h, b, g, j, i, *_):
         return b, h, jnp.where(g == group - 1, j, 0)
 
-    def like(array, block, dim, at):
-        shape = jax.ShapeDtypeStruct(array.shape, array.dtype)
-        return shape, matrix_spec(shape, block, dim, at)
+    def of_head(h, b, g, *_):
+        return (b if by_row else 0), h * group + g, 0, 0
+
+    def all_queries(h, b, g, *_):
+        return b, h * group + g, 0, 0
+
+    def number(shape, index):
+        block = pl.BlockSpec((None, None, *shape[2:]), index)
+        return jax.ShapeDtypeStruct(shape, jnp.float32), block
+
+    numbers = {"lse": lse, "delta": delta}
+    arrays = {"q": x.q, "k": x.k, "v": x.v, "d_out": d_out, "rows": x.rows, "columns": x.columns}
+    specs = {
+        "q": matrix_spec(x.q, bq, spec.dim, query),
+        "k": matrix_spec(x.k, bk, spec.dim, key),
+        "v": matrix_spec(x.v, bk, spec.value_dim, key),
+        "d_out": matrix_spec(d_out, bq, spec.value_dim, query),
+        "rows": jax.tree.map(lambda y: row_spec(y, bq, query), x.rows),
+        "columns": jax.tree.map(lambda y: row_spec(y, bk, key), x.columns),
+    }
+    arrays |= numbers | {"elements": x.elements}
+    specs |= jax.tree.map(lambda y: number_spec(y, bq, query), numbers)
+    specs["elements"] = element_specs(x.elements, spec.heads, (bq, query), (bk, key_of_head))
+    column = functools.partial(pltpu.VMEM, (bk, LANES))
+    of_keys = [[column(jnp.float32) for _ in e.k_numbers] for e in x.elements]
+    scratch = {
+        "k": pltpu.VMEM((bk, spec.dim), x.k.dtype),
+        "d_q": pltpu.VMEM((spec.length, spec.dim), jnp.float32),
+        "d_k": pltpu.VMEM((kept_keys, spec.dim), jnp.float32),
+        "d_v": pltpu.VMEM((kept_keys, spec.value_dim), jnp.float32),
+        "columns": {name: column(jnp.int32) for name in x.columns},
+        "numbers": of_keys,
+        "d_numbers": of_keys,
+    }
+    rows = spec.batch if by_row else 1
+    per_head = rows, spec.heads
+    every = spec.batch, spec.heads, 1
+
+    def element_outs(e):
+        k_out = jax.ShapeDtypeStruct((*every, spec.keys), jnp.float32)
+        return {
+            "numbers": [number((*per_head, 8, LANES), of_head) for _ in e.numbers],
+            "q_numbers": [number((*every, spec.length), all_queries) for _ in e.q_numbers],
+            "k_numbers": [(k_out, number_spec(k_out, bk, key_of_head)) for _ in e.k_numbers],
+        }
 
     outs = {
-        "q": like(x.q, bq, spec.dim, last_keys),
-        "k": like(x.k, bk, spec.dim, last_group),
-        "v": like(x.v, bk, spec.value_dim, last_group),
+        name: (jax.ShapeDtypeStruct(y.shape, y.dtype), matrix_spec(y, block, dim, at))
+        for name, y, block, dim, at in (
+            ("q", x.q, bq, spec.dim, last_keys),
+            ("k", x.k, bk, spec.dim, last_head),
+            ("v", x.v, bk, spec.value_dim, last_head),
+        )
     }
-    for e, element in enumerate(x.elements):
-        for n, array in enumerate(element.numbers):
-            ins[f"number{e}_{n}"] = array, pl.BlockSpec(memory_space=pltpu.SMEM)
-            rows = spec.batch if group > 1 else 1
-            outs[f"number{e}_{n}"] = (
-                jax.ShapeDtypeStruct((rows, spec.heads, 8, LANES), jnp.float32),
-                pl.BlockSpec((None, None, 8, LANES), lambda h, b, g, *_: (*of_head(h, b, g), 0, 0)),
-            )
-        for n, array in enumerate(element.q_numbers):
-            ins[f"q{e}_{n}"] = array, number_spec(array, bq, query)
-            outs[f"q{e}_{n}"] = (
-                jax.ShapeDtypeStruct((spec.batch, spec.heads, 1, spec.length), jnp.float32),
-                pl.BlockSpec(
-                    (None, None, 1, spec.length), lambda h, b, g, *_: (b, h * group + g, 0, 0)
-                ),
-            )
-        for n, array in enumerate(element.k_numbers):
-            heads = spec.heads // array.shape[1]
-            ins[f"k{e}_{n}"] = array, number_spec(array, bk, key_of_head, heads)
-            shape = jax.ShapeDtypeStruct((spec.batch, spec.heads, 1, spec.keys), jnp.float32)
-            outs[f"k{e}_{n}"] = shape, number_spec(shape, bk, key_of_head)
-            scratch[f"k{e}_{n}"] = pltpu.VMEM((bk, LANES), jnp.float32)
-            scratch[f"d_k{e}_{n}"] = pltpu.VMEM((bk, LANES), jnp.float32)
+    outs["elements"] = [element_outs(e) for e in x.elements]
+
+    def make_line(bias):
+        return line_of(spec, bias, x.first, strip, 1)
+
     if x.bias is not None:
-
-        def make_line(bias):
-            return line_of(spec, bias, x.first, strip, 1)
-
-        line = make_line(x.bias)
-        one = line.shape[0] == 1
-        ins["line"] = (
-            line,
-            pl.BlockSpec(
-                (None, 1, strip.line), lambda h, b, g, *_: (0 if one else h * group + g, 0, 0)
-            ),
+        arrays["line"] = make_line(x.bias)
+        one = x.bias.shape[0] == 1
+        specs["line"] = pl.BlockSpec(
+            (None, 1, strip.line), lambda h, b, g, *_: (0 if one else h * group + g, 0, 0)
         )
-        scratch["strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
-        scratch["d_strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
-        rows = spec.batch if group > 1 else 1
-        outs["line"] = (
-            jax.ShapeDtypeStruct((rows, spec.heads, 1, strip.line), jnp.float32),
-            pl.BlockSpec(
-                (None, None, 1, strip.line), lambda h, b, g, *_: (*of_head(h, b, g), 0, 0)
-            ),
-        )
+        scratch["strip"] = scratch["d_strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
+        outs["line"] = number((*per_head, 1, strip.line), of_head)
 
-    def kernel(schedule, prefix, *refs):
-        own = dict(zip(ins, refs, strict=False))
-        out = dict(zip(outs, refs[len(ins) :], strict=False))
-        mine = dict(zip(scratch, refs[len(ins) + len(outs) :], strict=True))
+    def kernel(schedule, prefix, own, out, kept):
         h, b, g, j, i = (pl.program_id(axis) for axis in range(5))
         kind = kind_of(entry(schedule, b, j, i))
         offset = i * bq - j * bk
         limit = prefix[b] if spec.prefix else None
-        start = (j == 0) & (i == 0)
-        end = (j == blocks - 1) & (i == steps - 1)
-        # With one query head per key head, strips serve the whole batch.
-        start_strip, end_strip = start, end
-        if group == 1:
-            start_strip, end_strip = start & (b == 0), end & (b == spec.batch - 1)
-        own_keys = pl.ds(pl.multiple_of(0 if group == 1 else j * bk, LANES), bk)
+        start, end = (j == 0) & (i == 0), (j == blocks - 1) & (i == steps - 1)
+        first, last = start, end
+        if not by_row:
+            first, last = start & (b == 0), end & (b == spec.batch - 1)
+        queries = pl.ds(pl.multiple_of(i * bq, LANES), bq)
+        keys = pl.ds(pl.multiple_of(j * bk, LANES), bk) if by_row else pl.ds(0, bk)
 
         @pl.when(start)
         def _():
-            mine["dq"][...] = jnp.zeros_like(mine["dq"])
-            for e, element in enumerate(x.elements):
-                for n in range(len(element.q_numbers)):
-                    out[f"q{e}_{n}"][...] = jnp.zeros_like(out[f"q{e}_{n}"])
+            kept["d_q"][...] = jnp.zeros((spec.length, spec.dim))
+            for element in out["elements"]:
+                for y in element["q_numbers"]:
+                    y[...] = jnp.zeros((1, spec.length))
 
-        @pl.when(start_strip)
+        @pl.when(first)
         def _():
-            for e, element in enumerate(x.elements):
-                for n in range(len(element.numbers)):
-                    out[f"number{e}_{n}"][...] = jnp.zeros((8, LANES), jnp.float32)
-
-        if x.bias is not None:
-
-            @pl.when(start_strip)
-            def _():
-                shear(strip, own["line"], mine["strip"], rotate=not spec.interpret)
-                mine["d_strip"][...] = jnp.zeros_like(mine["d_strip"])
+            for element in out["elements"]:
+                for y in element["numbers"]:
+                    y[...] = jnp.zeros((8, LANES))
+            if x.bias is not None:
+                shear(strip, own["line"], kept["strip"], rotate=not spec.interpret)
+                kept["d_strip"][...] = jnp.zeros((LANES, strip.width))
 
         @pl.when(i == 0)
         def _():
             k = own["k"][...].astype(jnp.float32) * (spec.scale * spec.unit)
-            mine["scaled"][...] = k.astype(x.k.dtype)
-            for name in x.rows:
-                mine[f"k_{name}"][...] = to_column(own[f"k_{name}"][...])
-            for e, element in enumerate(x.elements):
-                for n in range(len(element.k_numbers)):
-                    mine[f"k{e}_{n}"][...] = to_column(own[f"k{e}_{n}"][...])
-                    mine[f"d_k{e}_{n}"][...] = jnp.zeros_like(mine[f"d_k{e}_{n}"])
+            kept["k"][...] = k.astype(x.k.dtype)
+            for name, row in own["columns"].items():
+                kept["columns"][name][...] = to_column(row[...])
+            for e, element in enumerate(own["elements"]):
+                for n, row in enumerate(element.k_numbers):
+                    kept["numbers"][e][n][...] = to_column(row[...])
+                    kept["d_numbers"][e][n][...] = jnp.zeros((bk, LANES))
 
         @pl.when((i == 0) & (g == 0))
         def _():
-            mine["dk"][own_keys] = jnp.zeros((bk, spec.dim), jnp.float32)
-            mine["dv"][own_keys] = jnp.zeros((bk, spec.value_dim), jnp.float32)
+            kept["d_k"][keys] = jnp.zeros((bk, spec.dim))
+            kept["d_v"][keys] = jnp.zeros((bk, spec.value_dim))
 
         def tile(ruled, masked):
-            q, do = own["q"][...], own["d_out"][...]
-            s = dot(mine["scaled"][...], q, (1, 1))
-            biased = x.bias is not None and ruled
-            at: Any = [strip.lane(offset, r) for r in range(0, bk, LANES)] if biased else []
+            q, d_out = own["q"][...], own["d_out"][...]
+            s = dot(kept["k"][...], q, (1, 1))
+            biased = ruled and x.bias is not None
+            at = [strip.lane(offset, r) for r in range(0, bk, LANES)]
             if biased:
-                parts = [
-                    s[n * LANES : (n + 1) * LANES] + mine["strip"][:, pl.ds(lane, bq)]
-                    for n, lane in enumerate(at)
-                ]
-                s = jnp.concatenate(parts)
-            queries, keys, pulls = {}, {}, []
+                parts = s.reshape(-1, LANES, bq)
+                s = jnp.concatenate(
+                    [parts[n] + kept["strip"][:, pl.ds(lane, bq)] for n, lane in enumerate(at)]
+                )
             if ruled or masked:
-                queries = {n: own[f"q_{n}"][...] for n in x.rows}
-                keys = {n: lanes(mine[f"k_{n}"][...], bq) for n in x.rows}
-                for e, element in enumerate(x.elements):
-                    places = None
-                    if element.places:
-                        places = queries["coordinates"], keys["coordinates"]
-                    counts = element.numbers, element.q_numbers, element.k_numbers
-                    of_heads, of_queries, of_keys = map(len, counts)
-                    added, pull = evaluate(
-                        element,
-                        s.shape,
-                        [own[f"number{e}_{n}"][h * group + g] for n in range(of_heads)],
-                        [own[f"q{e}_{n}"][...] for n in range(of_queries)],
-                        [lanes(mine[f"k{e}_{n}"][...], bq) for n in range(of_keys)],
-                        places,
-                    )
-                    s += spec.unit * added
-                    pulls.append(pull)
+                of_q = {name: y[...] for name, y in own["rows"].items()}
+                of_k = {name: lanes(y[...], bq) for name, y in kept["columns"].items()}
+            pulls = []
+            for e, element in enumerate(own["elements"] if ruled else ()):
+                n_head = [y[h * group + g] for y in element.numbers]
+                n_q = [y[...] for y in element.q_numbers]
+                n_k = [lanes(y[...], bq) for y in kept["numbers"][e]]
+                added, pull = evaluate(element, s.shape, n_head, n_q, n_k, of_q, of_k)
+                s += spec.unit * added
+                pulls.append(pull)
             slope = None
             if spec.softcap is not None:
                 s = jnp.tanh(s)
                 slope = 1.0 - s * s
-                s = spec.softcap * LOG2E * s
+                s *= spec.softcap * LOG2E
             p = jnp.exp2(s - own["lse"][...] * LOG2E)
             if masked:
-                see = visible(spec, s.shape, 1, offset, queries, keys, limit)
-                p = p if see is None else jnp.where(see, p, 0.0)
-            mine["dv"][own_keys] += dot(p.astype(do.dtype), do)
-            ds = p * (dot(own["v"][...], do, (1, 1)) - own["delta"][...])
+                p = jnp.where(visible(spec, s.shape, 1, offset, of_q, of_k, limit), p, 0.0)
+            kept["d_v"][keys] += dot(p.astype(d_out.dtype), d_out)
+            ds = p * (dot(own["v"][...], d_out, (1, 1)) - own["delta"][...])
             ds = ds if slope is None else ds * slope
             if biased:
                 # Rows that are 128 apart are added at lanes that are 128 apart.
-                shifted = [
-                    jnp.pad(
-                        ds[n * LANES : (n + 1) * LANES],
-                        ((0, 0), (bk - (n + 1) * LANES, n * LANES)),
-                    )
-                    for n in range(len(at))
-                ]
-                mine["d_strip"][:, pl.ds(at[-1], bq + bk - LANES)] += sum(shifted[1:], shifted[0])
+                parts = ds.reshape(-1, LANES, bq)
+                edges = [((0, 0), (bk - (n + 1) * LANES, n * LANES)) for n in range(len(at))]
+                parts = [jnp.pad(parts[n], edge) for n, edge in enumerate(edges)]
+                span = pl.ds(at[-1], bq + bk - LANES)
+                kept["d_strip"][:, span] += functools.reduce(jnp.add, parts)
             for e, pull in enumerate(pulls):
-                d_numbers, d_queries, d_keys = pull(ds)
-                for n, tile_of in enumerate(d_numbers):
-                    out[f"number{e}_{n}"][...] += _fold(tile_of)
-                for n, tile_of in enumerate(d_queries):
-                    at_q = pl.ds(pl.multiple_of(i * bq, LANES), bq)
-                    out[f"q{e}_{n}"][:, at_q] += jnp.sum(tile_of, 0, keepdims=True)
-                for n, tile_of in enumerate(d_keys):
-                    mine[f"d_k{e}_{n}"][...] += _fold_lanes(tile_of)
+                d_head, d_of_q, d_of_k = pull(ds)
+                for y, d in zip(out["elements"][e]["numbers"], d_head, strict=True):
+                    y[...] += _fold(d.reshape(-1, 8, bq).sum(0))
+                for y, d in zip(out["elements"][e]["q_numbers"], d_of_q, strict=True):
+                    y[:, queries] += jnp.sum(d, 0, keepdims=True)
+                for y, d in zip(kept["d_numbers"][e], d_of_k, strict=True):
+                    y[...] += _fold(d)
             ds = ds.astype(q.dtype)
-            mine["dk"][own_keys] += dot(ds, q)
-            mine["dq"][pl.ds(pl.multiple_of(i * bq, LANES), bq)] += dot(ds, own["k"][...], (0, 0))
+            kept["d_k"][keys] += dot(ds, q)
+            kept["d_q"][queries] += dot(ds, own["k"][...], (0, 0))
 
-        for one in spec.kinds:
-            pl.when(kind == one)(functools.partial(tile, one != PLAIN, one == MASKED))
+        for one_kind in kinds(spec.visibility):
+            body = functools.partial(tile, one_kind != PLAIN, one_kind == MASKED)
+            pl.when(kind == one_kind)(body)
+
+        @pl.when(i == steps - 1)
+        def _():
+            for e, element in enumerate(out["elements"]):
+                for y, d in zip(element["k_numbers"], kept["d_numbers"][e], strict=True):
+                    y[...] = jnp.sum(jnp.swapaxes(d[...], 0, 1), 0, keepdims=True)
 
         @pl.when((i == steps - 1) & (g == group - 1))
         def _():
-            out["k"][...] = (mine["dk"][own_keys] * spec.scale).astype(x.k.dtype)
-            out["v"][...] = mine["dv"][own_keys].astype(x.v.dtype)
-
-        if any(element.k_numbers for element in x.elements):
-
-            @pl.when(i == steps - 1)
-            def _():
-                for e, element in enumerate(x.elements):
-                    for n in range(len(element.k_numbers)):
-                        by_lane = jnp.swapaxes(mine[f"d_k{e}_{n}"][...], 0, 1)
-                        out[f"k{e}_{n}"][...] = jnp.sum(by_lane, 0, keepdims=True)
+            out["k"][...] = (kept["d_k"][keys] * spec.scale).astype(x.k.dtype)
+            out["v"][...] = kept["d_v"][keys].astype(x.v.dtype)
 
         @pl.when(j == blocks - 1)
         def _():
-            dq = mine["dq"][pl.ds(pl.multiple_of(i * bq, LANES), bq)]
-            out["q"][...] = (dq * spec.scale).astype(x.q.dtype)
+            out["q"][...] = (kept["d_q"][queries] * spec.scale).astype(x.q.dtype)
 
         if x.bias is not None:
 
-            @pl.when(end_strip)
+            @pl.when(last)
             def _():
-                out["line"][...] = jnp.zeros_like(out["line"])
-                sum_diagonals(strip, mine["d_strip"], out["line"])
+                out["line"][...] = jnp.zeros((1, strip.line))
+                sum_diagonals(strip, kept["d_strip"], out["line"])
 
     made = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(spec.kv_heads, spec.batch, group, blocks, steps),
-            in_specs=[blocks_of for _, blocks_of in ins.values()],
-            out_specs=[blocks_of for _, blocks_of in outs.values()],
-            scratch_shapes=list(scratch.values()),
+            in_specs=[specs],
+            out_specs=_part(outs, 1),
+            scratch_shapes=[scratch],
         ),
-        out_shape=[shape for shape, _ in outs.values()],
+        out_shape=_part(outs, 0),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", *("arbitrary",) * 4),
             vmem_limit_bytes=spec.vmem_limit,
         ),
         interpret=spec.interpret,
         name="attention_backward",
-    )(x.schedules[1].reshape(-1), x.prefix, *(array for array, _ in ins.values()))
-    grads = dict(zip(outs, made, strict=True))
-    elements = tuple(_element_grads(e, element, grads) for e, element in enumerate(x.elements))
+    )(x.schedules[1].reshape(-1), x.prefix, arrays)
     d_bias = None
     if x.bias is not None:
-        d_line = grads["line"].sum(0) / spec.unit
+        d_line = made["line"].sum(0) / spec.unit
         d_line = d_line.sum(0, keepdims=True) if x.bias.shape[0] == 1 else d_line
         (d_bias,) = jax.linear_transpose(make_line, x.bias)(d_line)
-    return grads["q"], grads["k"], grads["v"], d_bias, elements
+    elements = map(_element_grads, x.elements, made["elements"])
+    return Grads(made["q"], made["k"], made["v"], d_bias, tuple(elements))
 
 
-def _element_grads(e: int, element: Element, grads: dict[str, jax.Array]) -> Element:
-    """Returns the cotangents of an element, of what the kernel wrote."""
-    k_numbers = []
-    for n, array in enumerate(element.k_numbers):
-        of_heads = grads[f"k{e}_{n}"]
-        by_group = of_heads.reshape(*array.shape[:2], -1, *array.shape[2:])
-        k_numbers.append(by_group.sum(2))
+def _part(outs, n):
+    """Returns the shapes, 0, or the blocks, 1, of outputs."""
+    return jax.tree.map(lambda pair: pair[n], outs, is_leaf=lambda y: isinstance(y, tuple))
+
+
+def _element_grads(element: Element, made: dict[str, list[jax.Array]]) -> Element:
+    """Returns the cotangents of an element, from what the kernel wrote."""
+
+    def by_group(d, array):
+        return d.reshape(*array.shape[:2], -1, *array.shape[2:]).sum(2)
+
     return dataclasses.replace(
         element,
-        numbers=tuple(grads[f"number{e}_{n}"].sum((0, 2, 3)) for n in range(len(element.numbers))),
-        q_numbers=tuple(grads[f"q{e}_{n}"] for n in range(len(element.q_numbers))),
-        k_numbers=tuple(k_numbers),
+        numbers=tuple(d.sum((0, 2, 3)) for d in made["numbers"]),
+        q_numbers=tuple(made["q_numbers"]),
+        k_numbers=tuple(map(by_group, made["k_numbers"], element.k_numbers)),
     )
 
 
 def _fold(x: jax.Array) -> jax.Array:
-    """Sums a tile to [8, 128]."""
-    rows = x.reshape(-1, 8, x.shape[1]).sum(0)
-    return _fold_lanes(rows)
-
-
-def _fold_lanes(x: jax.Array) -> jax.Array:
-    """Sums a tile to [rows, 128]."""
+    """Sums lanes that are 128 apart: [R, n * 128] to [R, 128]."""
     parts = [x[:, n : n + LANES] for n in range(0, x.shape[1], LANES)]
-    return sum(parts[1:], parts[0])
+    return functools.reduce(jnp.add, parts)

@@ -10,8 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.terms import STATIC, Term, Tokens
+from posenc_jax.engine.tpu.layout import At, number_spec
 
 _ELEMENTWISE = frozenset(
     "abs add and clamp convert_element_type copy div eq exp exp2 floor ge gt integer_pow le log "
@@ -129,8 +132,38 @@ def _not_elementwise(jaxpr: Any) -> str | None:
     return None
 
 
+def element_specs(
+    elements: tuple[Element, ...], heads: int, queries: tuple[int, At], keys: tuple[int, At]
+) -> tuple[Element, ...]:
+    """Returns the blocks of the arrays of elements.
+
+    Args:
+      elements: the terms.
+      heads: N.
+      queries, keys: block size, and the block of the grid's indices, by query head.
+    """
+
+    def one(element):
+        return dataclasses.replace(
+            element,
+            numbers=tuple(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in element.numbers),
+            q_numbers=tuple(number_spec(y, *queries) for y in element.q_numbers),
+            k_numbers=tuple(
+                number_spec(y, *keys, group=heads // y.shape[1]) for y in element.k_numbers
+            ),
+        )
+
+    return tuple(map(one, elements))
+
+
 def evaluate(
-    element: Element, shape: tuple[int, int], numbers: Any, q_numbers: Any, k_numbers: Any, at: Any
+    element: Element,
+    shape: tuple[int, ...],
+    numbers: Any,
+    q_numbers: Any,
+    k_numbers: Any,
+    queries: dict[str, jax.Array],
+    keys: dict[str, jax.Array],
 ) -> tuple[jax.Array, Callable]:
     """Returns a term on a tile, and the function of its cotangent to those of its numbers.
 
@@ -139,12 +172,14 @@ def evaluate(
       shape: of the tile.
       numbers: scalars.
       q_numbers, k_numbers: arrays that broadcast to the tile.
-      at: coordinates of queries and keys, which broadcast to the tile, or None.
+      queries, keys: "coordinates" of the tokens, which broadcast to the tile.
     """
 
     def wide(x):
         return jnp.broadcast_to(x, shape)
 
-    places = [jnp.zeros(shape, jnp.int32)] * 2 if at is None else [wide(x) for x in at]
+    places = [jnp.zeros(shape, jnp.int32)] * 2
+    if element.places:
+        places = [wide(x["coordinates"]) for x in (queries, keys)]
     arrays = jax.tree.map(wide, (tuple(numbers), tuple(q_numbers), tuple(k_numbers)))
     return jax.vjp(lambda *x: jax.vmap(jax.vmap(element.rule))(*x, *places), *arrays)

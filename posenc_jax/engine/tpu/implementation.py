@@ -15,7 +15,8 @@ from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.tpu.backward import backward
 from posenc_jax.engine.tpu.elements import element_of
 from posenc_jax.engine.tpu.forward import forward
-from posenc_jax.engine.tpu.operands import Operands, Spec, from_layout, prepare, to_layout
+from posenc_jax.engine.tpu.layout import from_layout, to_layout
+from posenc_jax.engine.tpu.operands import Operands, Spec, prepare
 from posenc_jax.mask import MASK_VALUE
 from posenc_jax.ops.partition import combine, partition
 
@@ -120,14 +121,8 @@ def _attend_backward(spec, saved, cotangents):
     delta = jnp.einsum("btnv,btnv->btn", *(y.astype(jnp.float32) for y in (d_out, out))) - d_lse
     # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
     lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
-    dq, dk, dv, d_bias, elements = backward(
-        spec,
-        x,
-        to_layout(d_out.astype(x.v.dtype)),
-        lse,
-        jnp.swapaxes(delta, 1, 2)[:, :, None],
-    )
-    grads = dataclasses.replace(diff, q=dq, k=dk, v=dv, bias=d_bias, elements=elements)
+    d_out, delta = to_layout(d_out.astype(x.v.dtype)), jnp.swapaxes(delta, 1, 2)[:, :, None]
+    grads = dataclasses.replace(diff, **backward(spec, x, d_out, lse, delta)._asdict())
     return jax.tree.map(forbid_double_reverse, grads), None
 
 

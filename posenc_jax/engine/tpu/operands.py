@@ -12,15 +12,12 @@ from posenc_jax.engine.lower import Lowered
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.terms import STATIC
 from posenc_jax.engine.tpu.elements import Element
+from posenc_jax.engine.tpu.layout import to_layout
+from posenc_jax.engine.tpu.schedule import schedule
 from posenc_jax.engine.tpu.strip import LANES, Strip
 from posenc_jax.mask import MASK_VALUE
 
 LOG2E = 1.4426950408889634
-
-EMPTY, PLAIN, RULED, MASKED = 0, 1, 2, 3
-"""Kinds of tiles: skipped; without rules or masks; with rules alone; with both."""
-
-_KINDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +30,6 @@ class Spec:
       forward, backward: queries and keys per tile.
       visibility: which tiles need what.
       by_slot: whether masks compare slots; else positions, which are operands.
-      segments: whether there are segment ids.
       prefix: whether there are prefix lengths.
       scale, softcap: as in `attention`.
       dtype: of the output.
@@ -52,7 +48,6 @@ class Spec:
     backward: Blocks
     visibility: Visibility
     by_slot: bool
-    segments: bool
     prefix: bool
     scale: float
     softcap: float | None
@@ -69,40 +64,6 @@ class Spec:
     def unit(self) -> float:
         """What logits are multiplied by before they enter exp2, or the softcap's tanh."""
         return LOG2E if self.softcap is None else 1.0 / self.softcap
-
-    @property
-    def where_rules_are_constant(self) -> Visibility:
-        """Says which tiles need no rule; causality and window count where they are in the bias."""
-        see = self.visibility
-        order = see.is_causal, see.window
-        causal, window = order if see.mask_in_bias else (False, None)
-        return dataclasses.replace(see, segments=False, is_causal=causal, window=window)
-
-    @property
-    def where_all_is_seen(self) -> Visibility:
-        """Says which tiles need no mask."""
-        see = self.visibility
-        order = (False, None) if see.mask_in_bias else (see.is_causal, see.window)
-        return dataclasses.replace(see, has_terms=False, is_causal=order[0], window=order[1])
-
-    @property
-    def kinds(self) -> tuple[int, ...]:
-        """The kinds of tiles that there may be, less `EMPTY`."""
-        see = self.visibility
-        kinds = () if self.ruled_everywhere else (PLAIN,)
-        kinds += (RULED,) if see.has_terms or see.bias_everywhere else ()
-        return (*kinds, MASKED) if see.ordered or see.segments else kinds
-
-    @property
-    def ruled_everywhere(self) -> bool:
-        """Whether rules apply to every tile."""
-        see = self.visibility
-        return see.bias_everywhere or (see.has_terms and see.horizon is None)
-
-    @property
-    def ordered(self) -> bool:
-        """Whether tiles may need a mask for causality or a window."""
-        return self.visibility.ordered
 
     def reach(self, blocks: Blocks) -> tuple[int, int]:
         """Returns the least and greatest first query less first key of a tile with a bias.
@@ -192,7 +153,6 @@ def prepare(
         value_dim=p.v.shape[3],
         visibility=visibility,
         by_slot=by_slot,
-        segments=visibility.segments,
         prefix=p.prefix_length is not None,
         scale=p.scale,
         softcap=p.softcap,
@@ -204,15 +164,16 @@ def prepare(
         coordinates = coordinates[:1] if p.same_rows else coordinates
         positions = slots if by_slot else pad_axis(positions, 1, to, mode="edge")
         ids = None if ids is None else pad_axis(ids + 1, 1, to) - 1
-        made = slots, positions, pad_axis(coordinates, 1, to, mode="edge"), ids
-        return _Tokens(*(None if x is None else x[:, None] for x in made))
+        coordinates = pad_axis(coordinates, 1, to, mode="edge")
+        made = _Tokens(slots, positions, coordinates, ids)
+        return jax.tree.map(lambda x: x[:, None], made)
 
     queries = tokens(length, p.q_positions, p.q_coordinates, segments[0])
     of_keys = tokens(keys, p.k_positions, p.k_coordinates, segments[1])
 
     def named(x: _Tokens) -> dict[str, jax.Array]:
         out = {}
-        if spec.ordered and not by_slot:
+        if visibility.ordered and not by_slot:
             out["positions"] = x.positions
         if any(element.places for element in elements):
             out["coordinates"] = x.coordinates
@@ -244,67 +205,11 @@ def prepare(
             for x in elements
         ),
         schedules=(
-            schedule(spec, queries, of_keys, spec.forward, p.prefix_length, by_key=False),
-            schedule(spec, queries, of_keys, spec.backward, p.prefix_length, by_key=True),
+            schedule(visibility, queries, of_keys, spec.forward, p.prefix_length, by_key=False),
+            schedule(visibility, queries, of_keys, spec.backward, p.prefix_length, by_key=True),
         ),
         first=first,
     )
-
-
-def schedule(
-    spec: Spec, q: Any, k: Any, blocks: Blocks, prefix: jax.Array | None, by_key: bool
-) -> jax.Array:
-    """Returns the schedule of a pass: int32 [B or 1, blocks of queries, blocks of keys].
-
-    An entry holds the kind of the tile, and the block of keys to have in memory: its own, or that of the last tile that is not empty, so that nothing is copied for
-    empty ones. With `by_key`, the last two axes are exchanged, and blocks are those of queries.
-    """
-    see = spec.visibility
-    of_q = jax.tree.map(lambda x: x[:, :, None], see.summary(q, blocks.q))
-    of_k = see.summary(k, blocks.k)
-
-    def classify(see):
-        found = jax.vmap(lambda x: see.classify(x, of_k, prefix), 1, 1)(of_q)
-        return [jnp.swapaxes(x, 1, 2) for x in found] if by_key else found
-
-    live, _ = classify(see)
-    plain = jnp.zeros_like(live)
-    if not spec.ruled_everywhere:
-        _, plain = classify(spec.where_rules_are_constant)
-    _, seen = classify(spec.where_all_is_seen)
-    at = jnp.broadcast_to(jnp.arange(live.shape[2], dtype=jnp.int32), live.shape)
-    last = jax.lax.cummax(jnp.where(live, at, -1), axis=2)
-    first = jnp.argmax(live, 2).astype(jnp.int32)[..., None]
-    block = jnp.where(last < 0, first, last)
-    kind = jnp.where(seen, jnp.where(plain, PLAIN, RULED), MASKED)
-    return _KINDS * block + jnp.where(live, kind, EMPTY).astype(jnp.int32)
-
-
-def block_of(entry: Any) -> Any:
-    """Returns the block that an entry of a schedule has in memory."""
-    return jax.lax.div(entry, _KINDS)
-
-
-def kind_of(entry: Any) -> Any:
-    """Returns the kind of the tile of an entry of a schedule."""
-    return jax.lax.rem(entry, _KINDS)
-
-
-def to_layout(x: jax.Array) -> jax.Array:
-    """[B, T, N, H] to [B, T, N * H] where heads are whole lanes, so that nothing moves.
-
-    Else to [B, N, T, H].
-    """
-    if x.shape[3] % LANES == 0:
-        return x.reshape(*x.shape[:2], -1)
-    return jnp.swapaxes(x, 1, 2)
-
-
-def from_layout(x: jax.Array, heads: int) -> jax.Array:
-    """The inverse of `to_layout`."""
-    if x.ndim == 3:
-        return x.reshape(*x.shape[:2], heads, -1)
-    return jnp.swapaxes(x, 1, 2)
 
 
 def line_of(spec: Spec, bias: jax.Array, first: int, strip: Strip, sign: int) -> jax.Array:

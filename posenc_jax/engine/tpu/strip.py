@@ -11,6 +11,7 @@ lanes, and its diagonals are summed once per head, in one fixed order.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -94,8 +95,9 @@ def sum_diagonals(strip: Strip, tiles: Any, out: Any) -> None:
     for x in range(0, strip.width, _CHUNK):
         lanes = min(_CHUNK, strip.width - x)
         rows = jnp.pad(tiles[:, x : x + lanes], ((0, 0), (0, LANES)))
-        total = sum(_roll(rows[g : g + 8], LANES - 8 - g) for g in range(0, LANES, 8))
-        line = jnp.sum(_within_eight(total, 1), 0, keepdims=True)
+        groups = [_roll(rows[g : g + 8], LANES - 8 - g) for g in range(0, LANES, 8)]
+        total = _within_eight(functools.reduce(jnp.add, groups), 1)
+        line = jnp.sum(total, 0, keepdims=True)
         out[:, x : x + lanes + LANES] += line
 
 

@@ -1,51 +1,14 @@
-"""What both kernels do inside a tile, and how blocks of arrays are addressed."""
+"""What both kernels do inside a tile."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from posenc_jax.engine.tpu.operands import Spec
 from posenc_jax.engine.tpu.strip import LANES
 from posenc_jax.mask import add_saturated
-
-At = Callable[..., tuple[Any, Any, Any]]
-"""Grid indices to batch row, head and block."""
-
-
-def matrix_spec(x: jax.Array, block: int, dim: int, at: At) -> pl.BlockSpec:
-    """Returns the blocks of tokens of an array in the layout of `to_layout`."""
-    if x.ndim == 3:
-
-        def packed(*ids):
-            b, head, index = at(*ids)
-            return b, index, head
-
-        return pl.BlockSpec((None, block, dim), packed)
-    return pl.BlockSpec((None, None, block, dim), lambda *ids: (*at(*ids), 0))
-
-
-def row_spec(x: jax.Array, block: int, at: At) -> pl.BlockSpec:
-    """Returns the blocks of tokens of an array [B or 1, 1, T]."""
-
-    def index(*ids):
-        b, _, index = at(*ids)
-        return (0 if x.shape[0] == 1 else b), 0, index
-
-    return pl.BlockSpec((None, 1, block), index)
-
-
-def number_spec(x: jax.Array, block: int, at: At, group: int = 1) -> pl.BlockSpec:
-    """Returns the blocks of tokens of an array [B, N, 1, T], or [B, N / group, 1, T]."""
-
-    def index(*ids):
-        b, head, index = at(*ids)
-        return b, jax.lax.div(head, group), 0, index
-
-    return pl.BlockSpec((None, None, 1, block), index)
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
@@ -79,14 +42,14 @@ def lanes(column: jax.Array, count: int) -> jax.Array:
 
 def visible(
     spec: Spec,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     q_axis: int,
     offset: Any,
     queries: dict[str, jax.Array],
     keys: dict[str, jax.Array],
     prefix: Any,
-) -> jax.Array | None:
-    """Returns bool `shape`, true where the query sees the key; None where all are seen.
+) -> jax.Array:
+    """Returns bool `shape`, true where the query sees the key.
 
     Args:
       spec: the static part.
@@ -97,7 +60,7 @@ def visible(
       prefix: the prefix length of the row, or None.
     """
     tests = []
-    if spec.ordered:
+    if spec.visibility.ordered:
         left, right = spec.visibility.window or (-1, -1)
         right = 0 if spec.visibility.is_causal else right
         if spec.by_slot:
@@ -115,7 +78,7 @@ def visible(
                 tests.append(q <= add_saturated(k, left))
             if prefix is not None:
                 tests = [functools.reduce(jnp.logical_and, tests) | (k < prefix)]
-    if spec.segments:
+    if spec.visibility.segments:
         q, k = queries["segments"], keys["segments"]
         tests.append((q == k) & (k >= 0))
-    return functools.reduce(jnp.logical_and, tests) if tests else None
+    return functools.reduce(jnp.logical_and, tests)

@@ -1,0 +1,62 @@
+"""The layout of arrays of tokens, and how the kernels address their blocks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from posenc_jax.engine.tpu.strip import LANES
+
+At = Callable[..., tuple[Any, Any, Any]]
+"""Grid indices to batch row, head and block."""
+
+
+def matrix_spec(x: Any, block: int, dim: int, at: At) -> pl.BlockSpec:
+    """Returns the blocks of tokens of an array in the layout of `to_layout`."""
+    if x.ndim == 3:
+
+        def packed(*ids):
+            b, head, index = at(*ids)
+            return b, index, head
+
+        return pl.BlockSpec((None, block, dim), packed)
+    return pl.BlockSpec((None, None, block, dim), lambda *ids: (*at(*ids), 0))
+
+
+def row_spec(x: Any, block: int, at: At) -> pl.BlockSpec:
+    """Returns the blocks of tokens of an array [B or 1, 1, T]."""
+
+    def index(*ids):
+        b, _, index = at(*ids)
+        return (0 if x.shape[0] == 1 else b), 0, index
+
+    return pl.BlockSpec((None, 1, block), index)
+
+
+def number_spec(x: Any, block: int, at: At, group: int = 1) -> pl.BlockSpec:
+    """Returns the blocks of tokens of an array [B, N, 1, T], or [B, N / group, 1, T]."""
+
+    def index(*ids):
+        b, head, index = at(*ids)
+        return b, jax.lax.div(head, group), 0, index
+
+    return pl.BlockSpec((None, None, 1, block), index)
+
+
+def to_layout(x: jax.Array) -> jax.Array:
+    """[B, T, N, H] to [B, T, N * H] where heads are whole lanes, so that nothing moves.
+
+    Else to [B, N, T, H].
+    """
+    if x.shape[3] % LANES == 0:
+        return x.reshape(*x.shape[:2], -1)
+    return jnp.swapaxes(x, 1, 2)
+
+
+def from_layout(x: jax.Array, heads: int) -> jax.Array:
+    """The inverse of `to_layout`."""
+    if x.ndim == 3:
+        return x.reshape(*x.shape[:2], heads, -1)
+    return jnp.swapaxes(x, 1, 2)
