@@ -15,12 +15,13 @@ from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.jax_nn import JaxNN
 from posenc_jax.engine.problem import Implementation, Problem
 from posenc_jax.engine.reference import Reference
+from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
 from posenc_jax.mask import Window, window_sides
 from posenc_jax.rules import Rule, as_tuple
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    made.name: made for made in (Reference(), Dense(), XLA(), JaxNN())
+    made.name: made for made in (Reference(), Dense(), XLA(), PallasTPU(), JaxNN())
 }
 """Implementations by the word for `attention(implementation=...)`."""
 
@@ -93,7 +94,7 @@ def attention(
       dropout_key: a JAX random key.
       return_lse: whether to return the log-sum-exp of the logits too.
       implementation: "reference" (materialises T x S, defines what is correct), "dense" (whole
-        rows of logits in blocks of queries), "xla" (tiles), "jax"
+        rows of logits in blocks of queries), "xla" (tiles), "pallas" (TPU kernels), "jax"
         (`jax.nn.dot_product_attention`: no rules), an `Implementation` such as
         `posenc_jax.engine.xla.XLA(...)` with settings of your own, or None to choose. A given
         one is used or raises; it never falls back.

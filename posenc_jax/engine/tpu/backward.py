@@ -9,7 +9,7 @@ so results are bitwise reproducible.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +83,9 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         return jax.ShapeDtypeStruct(shape, jnp.float32), block
 
     numbers = {"lse": lse, "delta": delta}
-    arrays = {"q": x.q, "k": x.k, "v": x.v, "d_out": d_out, "rows": x.rows, "columns": x.columns}
-    specs = {
+    arrays: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "d_out": d_out}
+    arrays |= {"rows": x.rows, "columns": x.columns, "elements": x.elements, **numbers}
+    specs: dict[str, Any] = {
         "q": matrix_spec(x.q, bq, spec.dim, query),
         "k": matrix_spec(x.k, bk, spec.dim, key),
         "v": matrix_spec(x.v, bk, spec.value_dim, key),
@@ -92,7 +93,6 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         "rows": jax.tree.map(lambda y: row_spec(y, bq, query), x.rows),
         "columns": jax.tree.map(lambda y: row_spec(y, bk, key), x.columns),
     }
-    arrays |= numbers | {"elements": x.elements}
     specs |= jax.tree.map(lambda y: number_spec(y, bq, query), numbers)
     specs["elements"] = element_specs(x.elements, spec.heads, (bq, query), (bk, key_of_head))
     column = functools.partial(pltpu.VMEM, (bk, LANES))
@@ -118,7 +118,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
             "k_numbers": [(k_out, number_spec(k_out, bk, key_of_head)) for _ in e.k_numbers],
         }
 
-    outs = {
+    outs: dict[str, Any] = {
         name: (jax.ShapeDtypeStruct(y.shape, y.dtype), matrix_spec(y, block, dim, at))
         for name, y, block, dim, at in (
             ("q", x.q, bq, spec.dim, last_keys),

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.forbid_double_reverse import forbid_double_reverse
-from posenc_jax.engine.implementation import Implementation
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.problem import Implementation, Problem
 from posenc_jax.engine.tpu.backward import backward
 from posenc_jax.engine.tpu.elements import element_of
 from posenc_jax.engine.tpu.forward import forward
@@ -30,17 +28,22 @@ class PallasTPU(Implementation):
         where that pads less.
       interpret: run in Pallas' interpreter, on any platform: True, or
         `jax.experimental.pallas.tpu.InterpretParams`.
+      cross_compile: compile where no TPU is attached, for one that is described.
       vmem_limit: bytes of VMEM that a kernel may use.
     """
 
     forward: Blocks | None = None
     backward: Blocks | None = None
     interpret: Any = False
+    cross_compile: bool = False
     vmem_limit: int = 100 * 2**20
     name = "pallas"
 
     def supports(self, problem: Problem) -> str | None:
         p = problem
+        anywhere = self.interpret or self.cross_compile
+        if not anywhere and jax.default_backend() != "tpu":
+            return f"there are kernels for TPU only, and the platform is {jax.default_backend()}"
         if p.q.dtype not in (jnp.bfloat16, jnp.float32) or not p.q.dtype == p.k.dtype == p.v.dtype:
             return "q, k and v must all be bfloat16 or all float32"
         if p.whole_rows or not p.normalized:
@@ -122,8 +125,21 @@ def _attend_backward(spec, saved, cotangents):
     # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
     lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
     d_out, delta = to_layout(d_out.astype(x.v.dtype)), jnp.swapaxes(delta, 1, 2)[:, :, None]
-    grads = dataclasses.replace(diff, **backward(spec, x, d_out, lse, delta)._asdict())
-    return jax.tree.map(forbid_double_reverse, grads), None
+    grads = _backward(spec, x, d_out, lse, delta)
+    return dataclasses.replace(diff, **grads._asdict()), None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(spec, *arguments):
+    return backward(spec, *arguments)
+
+
+@_backward.defjvp
+def _refuse(spec, primals, tangents):
+    raise NotImplementedError(
+        'attention: implementation="pallas" has first derivatives only; for higher ones use '
+        'implementation="xla", forward mode over reverse mode, or "reference".'
+    )
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

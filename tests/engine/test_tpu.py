@@ -1,0 +1,358 @@
+"""TPU kernels without a TPU: interpreted against the reference, and lowered for the platform."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine.rules import KINDS
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+import posenc_jax as pe
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.tpu.implementation import PallasTPU
+from posenc_jax.engine.tpu.strip import Strip, shear, sum_diagonals
+from posenc_jax.rules import ContentBias, LogitBias
+
+TILES = Blocks(128, 128)
+KERNELS = PallasTPU(TILES, TILES, interpret=True)
+B = 2
+
+
+def _order(length):
+    return jax.random.permutation(jax.random.key(5), jnp.arange(length, dtype=jnp.int32))
+
+
+def _segments(length):
+    """Packed rows; a segment starts and ends inside a tile, and padding is on both sides."""
+    ids = jnp.zeros((B, length), jnp.int32).at[0, 100:].set(1).at[0, 190:].set(-1)
+    return ids.at[1, :30].set(-1).at[1, 129:].set(1)
+
+
+FEATURES = {
+    "plain": lambda t: {},
+    "causal": lambda t: {"is_causal": True},
+    "window": lambda t: {"is_causal": True, "window": 70},
+    "two_sided_window": lambda t: {"window": (60, 3)},
+    "segments": lambda t: {
+        "is_causal": True,
+        "q_segment_ids": _segments(t),
+        "contiguous": True,
+    },
+    "both_ways_segments": lambda t: {"q_segment_ids": _segments(t), "contiguous": True},
+    "prefix": lambda t: {"is_causal": True, "prefix_length": jnp.array([100, 20])},
+    "softcap": lambda t: {"is_causal": True, "softcap": 3.0},
+    "sinks": lambda t: {"is_causal": True, "sinks": jnp.array([0.3, -1.0])},
+    "permuted": lambda t: {
+        "is_causal": True,
+        "window": 200,
+        "q_positions": _order(t),
+        "k_positions": _order(t),
+    },
+    "chunk": lambda t: {
+        "is_causal": True,
+        "q_positions": jnp.arange(60, t, dtype=jnp.int32),
+        "k_positions": jnp.arange(t, dtype=jnp.int32),
+    },
+}
+
+
+def _learned(shared, head, q, k):
+    """Unbounded, with two learned numbers per head: KERPLE's logarithm."""
+    return -head[0] * jnp.log1p(head[1] * jnp.abs(q - k).astype(jnp.float32))
+
+
+def _scalars(shared, head, q, k):
+    return -head["r"] * jnp.log1p(head["s"] * jnp.abs(q - k).astype(jnp.float32))
+
+
+def _same_for_all(shared, head, q, k):
+    return -shared * jnp.abs(q - k).astype(jnp.float32)
+
+
+def _gate(shared, head, row, col, q, k):
+    return head * jnp.tanh(row - col) - shared * (q - k).astype(jnp.float32) / 100.0
+
+
+def _number(key, *shape):
+    return jax.random.uniform(key, shape, minval=0.1)
+
+
+def _kerple(params, q, k):
+    heads = jnp.stack([params["r"], params["s"]], 1)
+    return LogitBias(_learned, heads=heads, relative=True)
+
+
+def _kerple_by_pair(params, q, k):
+    return LogitBias(_scalars, heads=params)
+
+
+RULES = {
+    name: (lambda n, kind=kind: kind.make(jax.random.key(3), n, 0), kind.rules)
+    for name, kind in KINDS.items()
+    if name in ("none", "t5", "alibi", "scaled", "separable")
+}
+RULES |= {
+    "kerple": (lambda n: {"r": _number(jax.random.key(1), n), "s": jnp.ones(n)}, _kerple),
+    "kerple_by_pair": (
+        lambda n: {"r": _number(jax.random.key(1), n), "s": jnp.ones(n)},
+        _kerple_by_pair,
+    ),
+    "same_for_all": (
+        lambda n: jnp.float32(0.05),
+        lambda params, q, k: LogitBias(_same_for_all, shared=params, relative=True),
+    ),
+    "gate": (
+        lambda n: {"shared": jnp.float32(0.3), "heads": jnp.linspace(0.5, 1.0, n)},
+        lambda params, q, k: ContentBias(
+            _gate,
+            **params,
+            q_features=q[..., 0].astype(jnp.float32),
+            k_features=k[..., 0].astype(jnp.float32),
+        ),
+    ),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _outcome(implementation, rule, options, arrays, dynamic):
+    """Output, log-sum-exp, and the gradients of both to all that can have one."""
+
+    def loss(arrays):
+        q, k, v = (arrays[n] for n in "qkv")
+        given = dict(options) | dynamic
+        sinks = arrays.get("sinks")
+        rules = RULES[rule][1](arrays["params"], q, k)
+        out, lse = pe.attention(
+            q,
+            k,
+            v,
+            rules=rules,
+            sinks=sinks,
+            return_lse=True,
+            implementation=implementation,
+            **given,
+        )
+        seen = jnp.isfinite(lse)
+        lse = jnp.where(seen, lse, 0.0)
+        total = jnp.sum(out.astype(jnp.float32) * arrays["weights"])
+        return total + jnp.sum(lse * arrays["lse_weights"]), (out, lse, seen)
+
+    return jax.grad(loss, has_aux=True)(arrays)
+
+
+def _case(
+    feature, rule, *, length=200, heads=2, kv_heads=2, dim=64, value_dim=None, dtype=jnp.float32
+):
+    """Returns the rule, the static options, the arrays and the dynamic options of a case."""
+    options = FEATURES[feature](length)
+    queries = options["q_positions"].shape[0] if "q_positions" in options else length
+    keys = jax.random.split(jax.random.key(0), 5)
+    arrays = {
+        "q": jax.random.normal(keys[0], (B, queries, heads, dim)).astype(dtype),
+        "k": jax.random.normal(keys[1], (B, length, kv_heads, dim)).astype(dtype),
+        "v": jax.random.normal(keys[2], (B, length, kv_heads, value_dim or dim)).astype(dtype),
+        "params": RULES[rule][0](heads),
+        "weights": jax.random.normal(keys[3], (B, queries, heads, value_dim or dim)),
+        "lse_weights": jax.random.normal(keys[4], (B, queries, heads)),
+    }
+    if "sinks" in options:
+        arrays["sinks"] = options.pop("sinks")
+    dynamic = {n: x for n, x in options.items() if isinstance(x, jax.Array)}
+    static = tuple((n, x) for n, x in options.items() if n not in dynamic)
+    return rule, static, arrays, dynamic
+
+
+def _assert_close(got, wanted):
+    """To 3e-5 of the largest number of each array."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-5 * max(1.0, np.abs(b).max()))
+
+
+CASES = [("none", f) for f in ("plain", "segments", "two_sided_window", "prefix", "chunk")]
+CASES += [("none", "permuted"), ("none", "both_ways_segments")]
+CASES += [("t5", f) for f in ("plain", "causal", "window", "segments", "softcap", "sinks")]
+CASES += [("alibi", "two_sided_window"), ("kerple", "segments"), ("kerple", "plain")]
+CASES += [("kerple_by_pair", "permuted"), ("scaled", "causal"), ("same_for_all", "softcap")]
+CASES += [("separable", f) for f in ("causal", "plain", "permuted")]
+CASES += [("gate", "both_ways_segments")]
+
+
+@pytest.mark.parametrize(("rule", "feature"), CASES)
+def test_equals_the_reference(rule, feature):
+    case = _case(feature, rule)
+    got, wanted = _outcome(KERNELS, *case), _outcome("reference", *case)
+    _assert_close(got, wanted)
+    for leaf in jax.tree.leaves(got[0]):
+        assert np.any(np.asarray(leaf) != 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sizes", "blocks"),
+    [
+        ("t5", {"heads": 6, "kv_heads": 2, "dim": 128}, TILES),
+        ("same_for_all", {"heads": 4, "kv_heads": 1, "dim": 80, "value_dim": 96}, TILES),
+        ("gate", {"heads": 4, "kv_heads": 4, "dim": 128, "length": 256}, TILES),
+        ("separable", {"heads": 4, "kv_heads": 2, "dim": 256, "length": 63}, TILES),
+        ("kerple", {"length": 600}, Blocks(128, 256)),
+    ],
+)
+def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes, blocks):
+    case = _case("causal", rule, **sizes)
+    implementation = PallasTPU(Blocks(blocks.k, blocks.q), blocks, interpret=True)
+    got, wanted = _outcome(implementation, *case), _outcome("reference", *case)
+    _assert_close(got, wanted)
+
+
+def test_bfloat16_is_close_to_float32():
+    """Against float32 of the same inputs; the weights enter the second product as bfloat16."""
+    rule, static, arrays, dynamic = _case("causal", "t5", dtype=jnp.bfloat16, dim=128)
+    got = _outcome(KERNELS, rule, static, arrays, dynamic)
+    same = _outcome("reference", rule, static, arrays, dynamic)
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    exact = _outcome("reference", rule, static, arrays, dynamic)
+    for a, b, x in zip(*map(jax.tree.leaves, (got, same, exact)), strict=True):
+        a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
+        size = np.linalg.norm(x)
+        assert np.linalg.norm(a - x) <= 2 * np.linalg.norm(b - x) + 4e-3 * size
+
+
+def test_results_are_bitwise_reproducible():
+    case = _case("segments", "t5", heads=4, kv_heads=2)
+    one = _outcome(KERNELS, *case)
+    two = _outcome(dataclasses.replace(KERNELS, vmem_limit=KERNELS.vmem_limit - 1), *case)
+    chex.assert_trees_all_equal(one, two)
+
+
+def _attend(rules, *, length=256, heads=2, changed=lambda x: x, **options):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (changed(jax.random.normal(key, (B, length, heads, 64))) for key in keys)
+
+    def run(q, k, v):
+        options_ = {"is_causal": True, "return_lse": True, "implementation": KERNELS} | options
+        out, lse = pe.attention(q, k, v, rules=rules, **options_)
+        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0)), (out, lse)
+
+    return jax.jit(jax.grad(run, (0, 1, 2), has_aux=True))(q, k, v)
+
+
+def test_a_bias_of_zeros_changes_no_bit():
+    def zero(shared, head, q, k):
+        return head * (q - k).astype(jnp.float32)
+
+    zeros = LogitBias(zero, heads=jnp.zeros(2), relative=True)
+    # Causality is part of the bias by distance; without a bias it is a mask.
+    chex.assert_trees_all_equal(_attend(zeros), _attend(()))
+
+
+def test_a_rule_by_distance_equals_the_rule_by_pair():
+    alibi = pe.ALiBi(num_heads=2).rules({})
+    at = jnp.arange(256, dtype=jnp.int32)
+    by_pair = _attend(alibi, q_positions=at, k_positions=at)
+    chex.assert_trees_all_close(_attend(alibi), by_pair, atol=1e-5, rtol=1e-5)
+
+
+def test_nan_in_padding_has_no_effect():
+    ids = jnp.where(jnp.arange(256) < 140, 0, -1)[None].repeat(B, 0)
+
+    def with_nan(x):
+        return jnp.where((ids < 0)[..., None, None], jnp.nan, x)
+
+    rules = pe.T5(num_heads=2).rules({"table": jnp.ones((2, 32))})
+    options = {"q_segment_ids": ids, "contiguous": True}
+    clean, spoilt = (_attend(rules, changed=f, **options) for f in (lambda x: x, with_nan))
+    chex.assert_tree_all_finite(spoilt[0])
+    # Gradients of padding are zero either way, for weights of zero.
+    chex.assert_trees_all_equal(clean, spoilt)
+    assert not np.any(np.asarray(spoilt[1][0])[:, 140:])
+    assert np.all(np.isneginf(np.asarray(spoilt[1][1])[:, 140:]))
+
+
+def test_strided_rotation_equals_rotation_in_steps():
+    """The compiled kernels use the first, which takes the interpreter long to compile."""
+    strip = Strip.of(-256, 128, 128, 128)
+    line = jnp.arange(strip.line, dtype=jnp.float32)[None]
+
+    def kernel(line, steps, rotated, back):
+        shear(strip, line, steps, rotate=False)
+        shear(strip, line, rotated, rotate=True)
+        back[...] = jnp.zeros_like(back)
+        sum_diagonals(strip, steps, back)
+
+    tile = jax.ShapeDtypeStruct((128, strip.width), jnp.float32)
+    shape = tile, tile, jax.ShapeDtypeStruct(line.shape, jnp.float32)
+    steps, rotated, back = pl.pallas_call(kernel, out_shape=shape, interpret=True)(line)
+    r, x = np.arange(128)[:, None], np.arange(strip.width)[None]
+    wanted = np.asarray(line)[0, x + 127 - r]
+    np.testing.assert_array_equal(steps, wanted)
+    np.testing.assert_array_equal(rotated, wanted)
+    # The transpose: each entry of the line once for every pair that reads it.
+    count = np.bincount((x + 127 - r).ravel(), minlength=strip.line)
+    np.testing.assert_array_equal(back[0], np.asarray(line)[0] * count)
+
+
+@pytest.mark.parametrize("rule", ["t5", "separable"])
+def test_the_checking_interpreter_finds_nothing(rule):
+    """Races, reads out of bounds, and memory that was never written."""
+    checked = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    case = _case("segments", rule, heads=2, kv_heads=1)
+    got = _outcome(dataclasses.replace(KERNELS, interpret=checked), *case)
+    chex.assert_trees_all_close(got, _outcome(KERNELS, *case), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("rule", "feature"), CASES)
+def test_lowers_for_tpu(rule, feature, dtype):
+    case = _case(feature, rule, length=1100, heads=4, dim=128, dtype=dtype)
+    abstract = jax.eval_shape(lambda: case[2:])
+    if "sinks" in case[2]:
+        abstract[0]["sinks"] = jax.ShapeDtypeStruct((4,), jnp.float32)
+    compiled = PallasTPU(cross_compile=True)
+    traced = _outcome.trace(compiled, *case[:2], *abstract)
+    program = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert program.count("tpu_custom_call") == 2
+
+
+def _refusal(rules=(), dtype=jnp.float32, implementation=KERNELS, **options):
+    q = jnp.zeros((1, 64, 2, 64), dtype)
+    with pytest.raises(NotImplementedError) as error:
+        pe.attention(q, q, q, rules=rules, implementation=implementation, **options)
+    return str(error.value)
+
+
+def test_what_has_no_kernel_is_refused_with_the_reason():
+    q = jnp.zeros((1, 64, 2, 64))
+    fire = pe.FIRE(num_heads=2)
+    shaw = pe.Shaw(num_heads=2, head_dim=64)
+    assert "a number per head" in _refusal(fire.rules(fire.init(jax.random.key(0))))
+    for name, part in (("whole", "whole rows"), ("narrow", "more than a number")):
+        rules = KINDS[name].rules(KINDS[name].make(jax.random.key(0), 2, 64), q, q)
+        assert part in _refusal(rules)
+    params = shaw.init(jax.random.key(0))
+    features = shaw.features(params, None, q, q, None, None, None)[:2]
+    assert "values" in _refusal(shaw.rules(params, *features))
+    assert "mask" in _refusal(mask=jnp.ones((1, 1, 64, 64), bool))
+    assert "dropout" in _refusal(dropout_rate=0.1, dropout_key=jax.random.key(0))
+    assert "bfloat16 or" in _refusal(dtype=jnp.float16)
+    assert "platform is cpu" in _refusal(implementation="pallas")
+
+    def sines(shared, head, q, k):
+        return head * jnp.sin((q - k).astype(jnp.float32))
+
+    assert "operation sin" in _refusal(LogitBias(sines, heads=jnp.ones(2)))
+
+
+def test_second_derivatives_are_refused():
+    def twice(q):
+        def loss(q):
+            return jnp.sum(pe.attention(q, q, q, implementation=KERNELS) ** 2)
+
+        return jnp.sum(jax.grad(loss)(q) ** 2)
+
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.grad(twice)(jnp.ones((1, 128, 1, 64)))
