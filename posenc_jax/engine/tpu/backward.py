@@ -78,9 +78,13 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     def all_queries(h, b, g, *_):
         return b, h * group + g, 0, 0
 
+    varying = jax.typeof(x.q).mat  # Inside `shard_map`.
+
+    def struct(shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
     def number(shape, index):
-        block = pl.BlockSpec((None, None, *shape[2:]), index)
-        return jax.ShapeDtypeStruct(shape, jnp.float32), block
+        return struct(shape), pl.BlockSpec((None, None, *shape[2:]), index)
 
     numbers = {"lse": lse, "delta": delta}
     arrays: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "d_out": d_out}
@@ -111,7 +115,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     every = spec.batch, spec.heads, 1
 
     def element_outs(e):
-        k_out = jax.ShapeDtypeStruct((*every, spec.keys), jnp.float32)
+        k_out = struct((*every, spec.keys))
         return {
             "numbers": [number((*per_head, 8, LANES), of_head) for _ in e.numbers],
             "q_numbers": [number((*every, spec.length), all_queries) for _ in e.q_numbers],
@@ -119,7 +123,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         }
 
     outs: dict[str, Any] = {
-        name: (jax.ShapeDtypeStruct(y.shape, y.dtype), matrix_spec(y, block, dim, at))
+        name: (struct(y.shape, y.dtype), matrix_spec(y, block, dim, at))
         for name, y, block, dim, at in (
             ("q", x.q, bq, spec.dim, last_keys),
             ("k", x.k, bk, spec.dim, last_head),

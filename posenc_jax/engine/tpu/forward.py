@@ -142,8 +142,10 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     shape = spec.batch, spec.heads, spec.length, spec.value_dim
     if x.v.ndim == 3:
         shape = spec.batch, spec.length, spec.heads * spec.value_dim
-    out = jax.ShapeDtypeStruct(shape, spec.dtype)
-    lse = jax.ShapeDtypeStruct((spec.batch, spec.heads, 1, spec.length), jnp.float32)
+    of_head = spec.batch, spec.heads, 1, spec.length
+    varying = jax.typeof(x.q).mat  # Inside `shard_map`.
+    out = jax.ShapeDtypeStruct(shape, spec.dtype, manual_axis_type=varying)
+    lse = jax.ShapeDtypeStruct(of_head, jnp.float32, manual_axis_type=varying)
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(

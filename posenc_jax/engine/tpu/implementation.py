@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -105,6 +106,21 @@ def _padded(count: int, *blocks: int) -> int:
     return -(-count // step) * step
 
 
+@functools.cache
+def _first_order(kernel: Callable) -> Callable:
+    """Returns a kernel whose derivative raises: JAX's own error about it has no message."""
+    wrapped = jax.custom_jvp(kernel, nondiff_argnums=(0,))
+
+    @wrapped.defjvp
+    def _(spec, primals, tangents):
+        raise NotImplementedError(
+            'attention: implementation="pallas" has first derivatives in reverse mode only; for '
+            'others use implementation="xla" or "reference".'
+        )
+
+    return wrapped
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(spec: Spec, diff: Operands, nondiff: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, T, N]."""
@@ -112,7 +128,7 @@ def _attend(spec: Spec, diff: Operands, nondiff: Operands) -> tuple[jax.Array, j
 
 
 def _attend_forward(spec, diff, nondiff):
-    out, lse = forward(spec, combine(diff, nondiff))
+    out, lse = _first_order(forward)(spec, combine(diff, nondiff))
     shown = from_layout(out, spec.heads), jnp.swapaxes(lse[:, :, 0], 1, 2)
     return shown, (diff, nondiff, shown[0], lse)
 
@@ -125,21 +141,8 @@ def _attend_backward(spec, saved, cotangents):
     # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
     lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
     d_out, delta = to_layout(d_out.astype(x.v.dtype)), jnp.swapaxes(delta, 1, 2)[:, :, None]
-    grads = _backward(spec, x, d_out, lse, delta)
+    grads = _first_order(backward)(spec, x, d_out, lse, delta)
     return dataclasses.replace(diff, **grads._asdict()), None
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(spec, *arguments):
-    return backward(spec, *arguments)
-
-
-@_backward.defjvp
-def _refuse(spec, primals, tangents):
-    raise NotImplementedError(
-        'attention: implementation="pallas" has first derivatives only; for higher ones use '
-        'implementation="xla", forward mode over reverse mode, or "reference".'
-    )
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

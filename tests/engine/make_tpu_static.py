@@ -1,0 +1,347 @@
+"""What the TPU compiler makes of the kernels, on a machine without a TPU.
+
+libtpu compiles for a chip that is only described, and can write down its schedule: one line per
+cycle, with the units in use, by region (a branch of a kernel). Regions of straight code are
+scheduled statically, so that their lines are their cycles, but for waits on memory. This
+program compiles the kernels for some rules, prints the cycles of their tiles, and compares them
+with the numbers in tpu_static.json. It exits with 1 if a number is 5 % worse, and with 2 if
+there was nothing to compare with or the compiler's files could not be read.
+
+    make tpu-static                       compile and compare
+    make tpu-static ARGS=--write          and write down what came out, for this libtpu
+    make tpu-static ARGS="--chips v6e --cases none,t5"
+
+Left out are trip counts, waits on memory, and all that XLA adds around the kernels.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+
+DUMP = pathlib.Path(tempfile.mkdtemp(prefix="tpu-static-"))
+PASSES = "packed-bundles-post-ra|pre-delay|post-delay-converter"
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Else one process at a time.
+    "LIBTPU_INIT_ARGS": (
+        f"--xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_llo_pass_label_regex={PASSES}"
+    ),
+}
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+import posenc_jax as pe
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.tpu.implementation import PallasTPU
+from posenc_jax.rules import SeparableBias
+
+COMMITTED = pathlib.Path(__file__).with_name("tpu_static.json")
+CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
+LENGTH = 8192
+WORSE = 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem: batch 2, T = S = 8192, causal.
+
+    Attributes:
+      rule: "none", "separable", or the name of a scheme.
+      heads, kv_heads, dim, dtype: N, K, H and the dtype of q, k and v.
+      tile: queries and keys per tile.
+      segments, positions: whether these are given, as data.
+      options: more arguments of `attention`.
+    """
+
+    rule: str = "none"
+    heads: int = 8
+    kv_heads: int = 8
+    dim: int = 128
+    dtype: str = "bfloat16"
+    tile: int = 512
+    segments: bool = False
+    positions: bool = False
+    options: tuple = ()
+
+
+CASES = {
+    "none": Case(),
+    "t5": Case("t5"),
+    "alibi": Case("alibi"),
+    "kerple": Case("kerple"),
+    "t5, window": Case("t5", options=(("window", 1024),)),
+    "none, segments": Case(segments=True),
+    "t5, segments": Case("t5", segments=True),
+    "t5, softcap": Case("t5", options=(("softcap", 30.0),)),
+    "t5, groups of 4": Case("t5", kv_heads=2),
+    "fox": Case("separable"),
+    "alibi, positions": Case("alibi", positions=True),
+    "kerple, positions": Case("kerple", positions=True),
+    "none, H 64": Case(dim=64),
+    "t5, H 64": Case("t5", dim=64),
+    "none, H 256": Case(dim=256),
+    "t5, H 256": Case("t5", dim=256),
+    "none, float32": Case(dtype="float32", tile=256),
+    "t5, float32": Case("t5", dtype="float32", tile=256),
+    "none, 1024": Case(tile=1024),
+    "t5, 1024": Case("t5", tile=1024),
+}
+"""Cases by name; ratios are to the first case with "none" and the same rest."""
+
+
+@dataclasses.dataclass
+class Kernel:
+    """The schedule of a kernel.
+
+    Attributes:
+      tiles: cycles of each kind of tile, in the order of `schedule.kinds`.
+      rest: cycles of all other regions.
+      mxu: share of the matrix unit in the first kind of tile.
+      vmem: bytes.
+    """
+
+    tiles: list[int]
+    rest: int
+    mxu: float
+    vmem: int
+
+
+class UnreadableError(Exception):
+    """The compiler wrote no schedule, or one that this program does not understand."""
+
+
+@functools.cache  # Devices of two descriptions of one topology differ.
+def device(chip: str):
+    return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
+
+
+def abstract_device(chip: str) -> AbstractDevice:
+    about = {"device_kind": device(chip).device_kind, "num_cores": 1}
+    with contextlib.suppress(TypeError):  # jax 0.10 has no platform there.
+        return AbstractDevice(**about, platform="tpu")
+    return AbstractDevice(**about)
+
+
+def program(case: Case):
+    """Returns forward and backward of a case, and the shapes of its arguments."""
+    tile = Blocks(case.tile, case.tile)
+    implementation = PallasTPU(tile, tile, cross_compile=True)
+    tokens = 2, LENGTH
+    q = jax.ShapeDtypeStruct((*tokens, case.heads, case.dim), case.dtype)
+    k = jax.ShapeDtypeStruct((*tokens, case.kv_heads, case.dim), case.dtype)
+    number = jax.ShapeDtypeStruct((*tokens, case.heads), jnp.float32)
+    integer = jax.ShapeDtypeStruct(tokens, jnp.int32)
+    scheme, params = None, {}
+    if case.rule == "separable":
+        params = {"q_features": number, "k_features": number}
+    elif case.rule != "none":
+        scheme = pe.SCHEMES[case.rule](num_heads=case.heads)
+        params = jax.eval_shape(scheme.init, jax.random.key(0))
+
+    def attend(q, k, v, params, integers):
+        rules = scheme.rules(params) if scheme else SeparableBias(**params) if params else ()
+        given = dict(case.options)
+        if case.segments:
+            given |= {"q_segment_ids": integers, "contiguous": True}
+        if case.positions:
+            given |= {"q_positions": integers, "k_positions": integers}
+        return pe.attention(
+            q, k, v, rules=rules, is_causal=True, implementation=implementation, **given
+        )
+
+    def step(q, k, v, params, integers, d_out):
+        _, pull = jax.vjp(lambda *x: attend(*x, integers), q, k, v, params)
+        return pull(d_out)
+
+    return step, (q, k, k, params, integer, q)
+
+
+def compile_case(case: Case, chip: str):
+    """Returns both kernels by name, the seconds of compilation, and bytes of temporary memory."""
+    step, arguments = program(case)
+    sharding = SingleDeviceSharding(device(chip))
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+    )
+    for path in DUMP.iterdir():
+        path.unlink()
+    # Some operations ask which chip they are lowered for.
+    mesh = AbstractMesh((1,), ("x",), abstract_device=abstract_device(chip))
+    start = time.monotonic()
+    with jax.sharding.use_abstract_mesh(mesh):
+        compiled = jax.jit(step).lower(*arguments).compile()
+    seconds = time.monotonic() - start
+    return read_kernels(), seconds, compiled.memory_analysis().temp_size_in_bytes
+
+
+def read_kernels() -> dict[str, Kernel]:
+    """Returns the kernels that the compiler just wrote down."""
+    files = collections.defaultdict(dict)
+    for path in DUMP.iterdir():
+        found = re.fullmatch(r"\d+-(attention_\w+)(?:\.\d+)?-\d+-(.*)\.txt", path.name)
+        if found:
+            files[found[1]][found[2]] = path
+    if sorted(files) != ["attention_backward", "attention_forward"]:
+        raise UnreadableError(f"schedules of {sorted(files)} in place of two kernels")
+    return {name: read_kernel(name, of) for name, of in files.items()}
+
+
+def read_kernel(name: str, files: dict[str, pathlib.Path]) -> Kernel:
+    try:
+        schedule = files["packed-bundles-post-ra"].read_text()
+        use = next(path for label, path in files.items() if label.startswith("pre-delay"))
+        allocations = files["post-delay-converter"].read_text()
+    except (KeyError, StopIteration) as error:
+        raise UnreadableError(f"{name}: no file for {error}; there are {sorted(files)}") from None
+    units, capacity, rows = read_use(use.read_text())
+    regions = read_regions(schedule)
+    if "MXU" not in units or sum(map(len, regions.values())) > len(rows):
+        raise UnreadableError(f"{name}: units {units}, {len(rows)} rows of units")
+    mxu = units.index("MXU")
+    busy = {n: sum(rows[at][mxu] for at in lines) for n, lines in regions.items()}
+    tiles = [n for n in regions if busy[n]]
+    if not tiles:
+        raise UnreadableError(f"{name}: no region uses the matrix unit")
+    first = tiles[0]
+    vmem = re.findall(r"space=vmem, size = (0x[0-9a-f]+), offset = (0x[0-9a-f]+|0)", allocations)
+    return Kernel(
+        tiles=[len(regions[n]) for n in tiles],
+        rest=sum(len(lines) for n, lines in regions.items() if n not in tiles),
+        mxu=busy[first] / len(regions[first]) / capacity[mxu],
+        vmem=max((int(size, 16) + int(at, 16) for size, at in vmem), default=0),
+    )
+
+
+def read_use(text: str) -> tuple[list[str], list[int], list[list[int]]]:
+    """Returns the units, how many slots each has, and the slots in use by cycle."""
+    units, capacity, rows = [], [], []
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line.startswith("MXU,"):
+            units = [unit.strip() for unit in line.split(",")]
+            capacity = [int(x) for x in next(lines).split()]
+        elif units and re.fullmatch(r"[\d ]+", line):
+            rows.append([int(x) for x in line.split()])
+    return units, capacity, rows
+
+
+def read_regions(text: str) -> dict[int, list[int]]:
+    """Returns the cycles of each region, without those of regions inside it."""
+    regions, open_, closing, at = collections.defaultdict(list), [0], [], -1
+    for line in text.splitlines():
+        bundle = re.match(r"\s*(0x[0-9a-f]+|\d+)\s+(?:[A-Z]{2})?:", line)
+        if bundle:
+            # The mark of an end stands after the last bundle of its region.
+            open_ = [n for n in open_ if n not in closing]
+            closing, at = [], int(bundle[1], 0)
+        for mark, number in re.findall(r"(Start|End) region (\d+)", line):
+            (open_ if mark == "Start" else closing).append(int(number))
+        if bundle:
+            regions[open_[-1]].append(at)
+    return dict(regions)
+
+
+def base_of(name: str) -> str:
+    """Returns the case without a rule that a case is compared with."""
+    case = CASES[name]
+    wanted = dataclasses.replace(case, rule="none", segments=False, positions=False, options=())
+    wanted = dataclasses.replace(wanted, kv_heads=wanted.heads)
+    return next(other for other, x in CASES.items() if x == wanted)
+
+
+def describe(name: str, found: dict, base: dict | None) -> str:
+    parts = []
+    for which in ("forward", "backward"):
+        tiles = found[which]["tiles"]
+        ratio = f" x{max(tiles) / base[which]['tiles'][0]:.2f}" if base else ""
+        extra = found[which]["rest"] - base[which]["rest"] if base else 0
+        parts.append(
+            f"{'/'.join(map(str, tiles)):>15}{ratio:7} MXU {found[which]['mxu']:3.0%} "
+            f"rest {max(extra, 0):+6d} VMEM {found[which]['vmem'] / 2**20:5.1f}"
+        )
+    return f"{name:18} {'  |  '.join(parts)}"
+
+
+def compare(committed: dict, found: dict) -> list[str]:
+    """Returns what became more than 5 % worse."""
+    worse = []
+    for which in ("forward", "backward"):
+        for what in ("tiles", "rest"):
+            old, new = committed[which][what], found[which][what]
+            old, new = (sum(x) if isinstance(x, list) else x for x in (old, new))
+            if new > WORSE * old:
+                worse.append(f"{which} {what}: {new} cycles, {old} committed")
+    return worse
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--chips", default=",".join(CHIPS), help=f"some of {', '.join(CHIPS)}")
+    parser.add_argument("--cases", default="", help="names of cases, separated by ';' (all)")
+    parser.add_argument("--write", action="store_true", help="write down what came out")
+    arguments = parser.parse_args()
+    names = [x.strip() for x in arguments.cases.split(";") if x.strip()] or list(CASES)
+    chips = arguments.chips.split(",")
+    for unknown in [x for x in names if x not in CASES] + [x for x in chips if x not in CHIPS]:
+        parser.error(f"{unknown!r} is not known; cases are {list(CASES)}, chips {list(CHIPS)}")
+    libtpu = version("libtpu")
+    committed = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
+    known = committed.setdefault(libtpu, {})
+    failed, skipped, compared = [], [], 0
+    print(f"jax {jax.__version__}, libtpu {libtpu}; T = {LENGTH}, causal, B = 2")
+    print("cycles per kind of tile, ratio of the worst to no rule; rest: what other regions have more; MiB")
+    for chip in chips:
+        print(f"\n{chip}")
+        results = {}
+        for name in names:
+            try:
+                kernels, seconds, temp = compile_case(CASES[name], chip)
+            except UnreadableError as error:
+                skipped.append(f"{chip}, {name}: {error}")
+                print(f"{name:18} skipped: {error}")
+                continue
+            found = {x.removeprefix("attention_"): vars(y) for x, y in kernels.items()}
+            results[name] = found
+            base = results.get(base_of(name)) if name != base_of(name) else None
+            print(describe(name, found, base), f"| {seconds:4.0f} s, {temp / 2**20:4.0f} MiB HBM")
+            sys.stdout.flush()
+            if name in known.get(chip, {}):
+                compared += 1
+                worse = compare(known[chip][name], found)
+                failed += [f"{chip}, {name}: {x}" for x in worse]
+            if arguments.write:
+                known.setdefault(chip, {})[name] = found
+    if arguments.write:
+        COMMITTED.write_text(json.dumps(committed, indent=1, sort_keys=True) + "\n")
+        print(f"\nwrote {COMMITTED.name}")
+        return 0
+    for line in failed:
+        print(f"WORSE {line}")
+    if skipped or not compared:
+        print(f"SKIPPED: {len(skipped)} unreadable; {compared} compared with committed numbers")
+        return 2
+    print(f"\n{compared} cases compared, {len(failed)} numbers more than 5 % worse")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
