@@ -210,11 +210,7 @@ def run(
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, jax.Array]:
-    """Runs an implementation; on an explicit mesh its inside is left to the compiler.
-
-    Rules are written for scalars and have no sharding. The output is sharded as q is. Jitted,
-    so that calls outside of `jit` compile once.
-    """
+    """Runs an implementation. Jitted, so that calls outside of `jit` compile once."""
     sizes = problem.sizes()
     for rule in problem.rules:
         rule.check(sizes)
@@ -223,14 +219,9 @@ def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, j
         return jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf)
     problem = problem.without_padding_queries()
     sharding = jax.typeof(problem.q).sharding
-    spec = sharding.spec
-    if not any(spec):
+    if not any(sharding.spec):
         return implementation(problem)
-    rows = jax.sharding.PartitionSpec(*spec[:3])
-    out = jax.sharding.PartitionSpec(*spec[:3], None)
-    with jax.sharding.use_abstract_mesh(sharding.mesh):
-        run = jax.sharding.auto_axes(implementation.__call__, out_sharding=(out, rows))
-        return run(problem)
+    return implementation.on_mesh(problem, sharding.mesh, sharding.spec)
 
 
 def find(implementation: str | Implementation) -> Implementation:

@@ -210,6 +210,17 @@ class Implementation(abc.ABC):
         """Returns None, or why the problem cannot be computed and what to use instead."""
         return None
 
+    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
+        """Computes a problem on an explicit mesh; q and the results are sharded by `spec`.
+
+        By default the inside is left to the compiler: rules are written for scalars and have
+        no sharding.
+        """
+        rows = jax.sharding.PartitionSpec(*spec[:3])
+        out = jax.sharding.PartitionSpec(*spec[:3], None)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.auto_axes(self.__call__, out_sharding=(out, rows))(problem)
+
     @abc.abstractmethod
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         """Returns the output, [B, T, N, V] in q's dtype, and the log-sum-exp, float32 [B, T, N].

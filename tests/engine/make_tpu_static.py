@@ -274,7 +274,7 @@ def describe(name: str, found: dict, base: dict | None) -> str:
         extra = found[which]["rest"] - base[which]["rest"] if base else 0
         parts.append(
             f"{'/'.join(map(str, tiles)):>15}{ratio:7} MXU {found[which]['mxu']:3.0%} "
-            f"rest {max(extra, 0):+6d} VMEM {found[which]['vmem'] / 2**20:5.1f}"
+            f"and {max(extra, 0):+6d} VMEM {found[which]['vmem'] / 2**20:5.1f}"
         )
     return f"{name:18} {'  |  '.join(parts)}"
 
@@ -308,7 +308,9 @@ def main() -> int:
     known = committed.setdefault(libtpu, {})
     failed, skipped, compared = [], [], 0
     print(f"jax {jax.__version__}, libtpu {libtpu}; T = {LENGTH}, causal, B = 2")
-    print("cycles per kind of tile, ratio of the worst to no rule; rest: what other regions have more; MiB")
+    print(
+        "cycles by kind of tile, ratio of the worst to no rule, cycles elsewhere, VMEM in MiB"
+    )
     for chip in chips:
         print(f"\n{chip}")
         results = {}

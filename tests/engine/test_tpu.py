@@ -11,6 +11,7 @@ import pytest
 from engine.rules import KINDS
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -21,6 +22,7 @@ from posenc_jax.rules import ContentBias, LogitBias
 TILES = Blocks(128, 128)
 KERNELS = PallasTPU(TILES, TILES, interpret=True)
 B = 2
+KEY = jax.random.key(0)
 
 
 def _order(length):
@@ -356,3 +358,73 @@ def test_second_derivatives_are_refused():
 
     with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
         jax.grad(twice)(jnp.ones((1, 128, 1, 64)))
+
+
+def _sharded(implementation, mesh):
+    """What one case comes to with its batch and heads over several devices."""
+    rule, static, arrays, dynamic = _case("segments", "t5", heads=4, kv_heads=2)
+    by_token, by_row = PartitionSpec("data", None, "heads"), PartitionSpec("data")
+    on = functools.partial(NamedSharding, mesh)
+    places = {name: on(by_token) for name in ("q", "k", "v", "weights", "lse_weights")}
+    arrays = {
+        name: jax.device_put(x, places.get(name, on(PartitionSpec()))) for name, x in arrays.items()
+    }
+    dynamic = {name: jax.device_put(x, on(by_row)) for name, x in dynamic.items()}
+    with jax.set_mesh(mesh):
+        return jax.device_get(_outcome(implementation, rule, static, arrays, dynamic))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_batch_and_heads_over_devices(kind):
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(kind,) * 2)
+    given = {"batch_axes": "data", "head_axes": "heads"} if kind == AxisType.Auto else {}
+    got = _sharded(dataclasses.replace(KERNELS, **given), mesh)
+    _assert_close(got, _outcome("reference", *_case("segments", "t5", heads=4, kv_heads=2)))
+
+
+def test_what_cannot_be_sharded_is_refused():
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
+    q = jnp.zeros((2, 128, 4, 64))
+    k = q[:, :, :2]
+    for axes, said in ((("heads",), "2 key heads .* 4 devices"), ("model", "'model' is no axis")):
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=said):
+            pe.attention(q, k, k, implementation=dataclasses.replace(KERNELS, head_axes=axes))
+
+
+def test_a_ring_of_kernels_equals_one_device():
+    """The keys of a sequence over devices, merged by their log-sum-exp."""
+    length = 256
+    q, k, v = (jax.random.normal(key, (1, length, 2, 64)) for key in jax.random.split(KEY, 3))
+    at = jnp.arange(length, dtype=jnp.int32)[None]
+    mesh = jax.make_mesh((2,), ("sequence",), axis_types=(AxisType.Auto,))
+    of = PartitionSpec(None, "sequence")
+
+    # The interpreter mixes arrays that vary over devices with loop counters that do not.
+    on_mesh = {"mesh": mesh, "in_specs": (of,) * 4, "out_specs": of, "check_vma": False}
+
+    @functools.partial(jax.shard_map, **on_mesh)
+    def ring(q, k, v, at):
+        return pe.sharding.sequence_parallel_attention(
+            q,
+            k,
+            v,
+            axis_name="sequence",
+            q_positions=at,
+            k_positions=at,
+            rules=pe.ALiBi(num_heads=2).rules({}),
+            is_causal=True,
+            implementation=KERNELS,
+        )
+
+    def one(q, k, v, at):
+        rules = pe.ALiBi(num_heads=2).rules({})
+        return pe.attention(q, k, v, rules=rules, is_causal=True, implementation="reference")
+
+    def outcome(attend):
+        def loss(q, k, v):
+            out = attend(q, k, v, at)
+            return jnp.sum(out**2), out
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
+    _assert_close(outcome(ring), outcome(one))

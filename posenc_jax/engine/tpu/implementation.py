@@ -2,15 +2,18 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from posenc_jax.checks import require
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.problem import Implementation, Problem
+from posenc_jax.engine.problem import Implementation, Problem, vary_over
 from posenc_jax.engine.tpu.backward import backward
 from posenc_jax.engine.tpu.elements import element_of
 from posenc_jax.engine.tpu.forward import forward
@@ -31,6 +34,9 @@ class PallasTPU(Implementation):
         `jax.experimental.pallas.tpu.InterpretParams`.
       cross_compile: compile where no TPU is attached, for one that is described.
       vmem_limit: bytes of VMEM that a kernel may use.
+      batch_axes, head_axes: mesh axes over which the batch and the heads are sharded, a name or
+        a tuple. The compiler cannot partition a kernel, and with automatic axes the sharding of
+        q is not known here; on an explicit mesh it is, and these are not needed.
     """
 
     forward: Blocks | None = None
@@ -38,6 +44,8 @@ class PallasTPU(Implementation):
     interpret: Any = False
     cross_compile: bool = False
     vmem_limit: int = 100 * 2**20
+    batch_axes: str | tuple[str, ...] | None = None
+    head_axes: str | tuple[str, ...] | None = None
     name = "pallas"
 
     def supports(self, problem: Problem) -> str | None:
@@ -59,8 +67,32 @@ class PallasTPU(Implementation):
         refused = [x for x in _elements(p, lowered) if isinstance(x, str)]
         return f'{refused[0]} needs implementation="xla"' if refused else None
 
+    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
+        batch, length, heads = (*spec, None, None, None)[:3]
+        require(
+            length is None and not any(spec[3:]),
+            f"attention: with kernels, only batch and heads may be sharded, got q sharded {spec}; "
+            "posenc_jax.sharding has attention over a sharded sequence.",
+        )
+        specs = problem_specs(problem, mesh, batch, heads)
+        return self._sharded(jax.tree.map(jax.sharding.reshard, problem, specs), mesh, batch, heads)
+
+    def _sharded(self, problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
+        """Computes each device's part of the batch and of the heads."""
+        specs = problem_specs(problem, mesh, batch, heads)
+        out = PartitionSpec(batch, None, heads)
+        whole = dataclasses.replace(self, batch_axes=None, head_axes=None)
+        run = jax.shard_map(
+            whole.__call__, mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=False
+        )
+        return run(problem)
+
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        p = problem
+        if self.batch_axes or self.head_axes:
+            mesh = jax.sharding.get_abstract_mesh()
+            return self._sharded(problem, mesh, self.batch_axes, self.head_axes)
+        varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
+        p = vary_over(frozenset().union(*varying), problem)
         blocks = Blocks(_block(p.length), _block(p.keys))
         ahead, back = self.forward or blocks, self.backward or blocks
         length = _padded(p.length, ahead.q, back.q)
@@ -85,6 +117,47 @@ class PallasTPU(Implementation):
         total = jnp.logaddexp(lse, sinks)
         share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
         return (out * share[..., None]).astype(p.q.dtype), total
+
+
+def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
+    """Returns how the arrays of a problem are sharded over batch and heads, as a problem.
+
+    Raises:
+      ValueError: unless the axes are of the mesh, and divide B, N and K.
+    """
+
+    def devices(axes):
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        for name in axes:
+            require(
+                name in mesh.axis_names,
+                f"attention: {name!r} is no axis of the mesh, which has {mesh.axis_names}; "
+                "see jax.set_mesh.",
+            )
+        return math.prod(mesh.shape[name] for name in axes)
+
+    sizes = problem.sizes()
+    for count, by, what in (
+        (sizes.batch, batch, "rows of the batch"),
+        (sizes.kv_heads, heads, "key heads"),
+    ):
+        require(
+            count % devices(by) == 0,
+            f"attention: {count} {what} cannot be sharded over {devices(by)} devices ({by}).",
+        )
+
+    def spec(path, x):
+        name = next(key.name for key in reversed(path) if hasattr(key, "name"))
+        row = None if x.shape[:1] == (1,) else batch
+        if name in ("heads", "sinks"):
+            return PartitionSpec(heads)
+        if name in ("q", "k", "v", "q_features", "k_features"):
+            return PartitionSpec(row, None, heads)
+        if name in ("shared", "dropout_seed"):
+            return PartitionSpec()
+        return PartitionSpec(row)  # Positions, coordinates, segments, slots, prefix lengths.
+
+    return jax.tree_util.tree_map_with_path(spec, problem)
 
 
 def _elements(p: Problem, lowered: Lowered) -> list[Any]:
