@@ -194,7 +194,7 @@ def prepare(
         v=to_layout(pad_axis(v, 1, keys)),
         bias=bias,
         rows=named(queries),
-        columns=named(of_keys),
+        columns=named(of_keys) | _padding_apart(of_keys),
         prefix=jnp.zeros((1,), jnp.int32) if p.prefix_length is None else p.prefix_length,
         elements=tuple(
             dataclasses.replace(
@@ -210,6 +210,14 @@ def prepare(
         ),
         first=first,
     )
+
+
+def _padding_apart(keys: _Tokens) -> dict[str, jax.Array]:
+    """Returns segments of keys in which padding equals no segment of a query."""
+    if keys.segments is None:
+        return {}
+    least = jnp.iinfo(jnp.int32).min
+    return {"segments": jnp.where(keys.segments < 0, least, keys.segments)}
 
 
 def line_of(spec: Spec, bias: jax.Array, first: int, strip: Strip, sign: int) -> jax.Array:

@@ -64,12 +64,17 @@ def visible(
         left, right = spec.visibility.window or (-1, -1)
         right = 0 if spec.visibility.is_causal else right
         if spec.by_slot:
-            q, k = (jax.lax.broadcasted_iota(jnp.int32, shape, n) for n in (q_axis, 1 - q_axis))
-            behind = q - k
+            # One comparison a pair: what varies over one axis is made for that axis alone.
+            sizes = [1, 1]
+            sizes[q_axis] = shape[q_axis]
+            q = jax.lax.broadcasted_iota(jnp.int32, sizes, q_axis) + offset
+            sizes = [1, 1]
+            sizes[1 - q_axis] = shape[1 - q_axis]
+            k = jax.lax.broadcasted_iota(jnp.int32, sizes, 1 - q_axis)
             if right >= 0:
-                tests.append(behind >= -right - offset)
+                tests.append(k - right <= q)
             if left >= 0:
-                tests.append(behind <= left - offset)
+                tests.append(q <= k + left)
         else:
             q, k = queries["positions"], keys["positions"]
             if right >= 0:
@@ -80,5 +85,5 @@ def visible(
                 tests = [functools.reduce(jnp.logical_and, tests) | (k < prefix)]
     if spec.visibility.segments:
         q, k = queries["segments"], keys["segments"]
-        tests.append((q == k) & (k >= 0))
+        tests.append(q == k)  # Padding has other ids there than here.
     return functools.reduce(jnp.logical_and, tests)
