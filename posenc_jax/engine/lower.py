@@ -152,12 +152,15 @@ def _sum_by_distance(
         out = total(distances)
         if constant is not None:
             out -= constant
-        if mask_in_bias:
-            left, right = p.window or (-1, -1)
-            right = 0 if p.is_causal else right
-            seen = (distances <= left) | (left < 0)
-            seen &= (-distances <= right) | (right < 0)
-            out = jnp.where(seen[None], out, MASK_VALUE)
-        return out
+        return masked_by_order(p, distances, out) if mask_in_bias else out
 
     return bias, None if constant is None else constant[:, 0][None, None]
+
+
+def masked_by_order(p: Problem, distances: jax.Array, bias: jax.Array) -> jax.Array:
+    """Returns a bias [N or 1, L] with the mask value at distances that are not visible."""
+    left, right = p.window or (-1, -1)
+    right = 0 if p.is_causal else right
+    seen = (distances <= left) | (left < 0)
+    seen &= (-distances <= right) | (right < 0)
+    return jnp.where(seen[None], bias, MASK_VALUE)

@@ -308,9 +308,7 @@ def main() -> int:
     known = committed.setdefault(libtpu, {})
     failed, skipped, compared = [], [], 0
     print(f"jax {jax.__version__}, libtpu {libtpu}; T = {LENGTH}, causal, B = 2")
-    print(
-        "cycles by kind of tile, ratio of the worst to no rule, cycles elsewhere, VMEM in MiB"
-    )
+    print("cycles by kind of tile, ratio of the worst to no rule, cycles elsewhere, VMEM in MiB")
     for chip in chips:
         print(f"\n{chip}")
         results = {}

@@ -141,7 +141,9 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         specs["line"] = pl.BlockSpec(
             (None, 1, strip.line), lambda h, b, g, *_: (0 if one else h * group + g, 0, 0)
         )
-        scratch["strip"] = scratch["d_strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
+        scratch["strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
+    if spec.rules_in_bias:
+        scratch["d_strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
         outs["line"] = number((*per_head, 1, strip.line), of_head)
 
     def kernel(schedule, prefix, own, out, kept):
@@ -170,6 +172,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
                     y[...] = jnp.zeros((8, LANES))
             if x.bias is not None:
                 shear(strip, own["line"], kept["strip"], rotate=not spec.interpret)
+            if spec.rules_in_bias:
                 kept["d_strip"][...] = jnp.zeros((LANES, strip.width))
 
         @pl.when(i == 0)
@@ -220,7 +223,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
             kept["d_v"][keys] += dot(p.astype(d_out.dtype), d_out)
             ds = p * (dot(own["v"][...], d_out, (1, 1)) - own["delta"][...])
             ds = ds if slope is None else ds * slope
-            if biased:
+            if biased and spec.rules_in_bias:
                 # Rows that are 128 apart are added at lanes that are 128 apart.
                 parts = ds.reshape(-1, LANES, bq)
                 edges = [((0, 0), (bk - (n + 1) * LANES, n * LANES)) for n in range(len(at))]
@@ -258,7 +261,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         def _():
             out["q"][...] = (kept["d_q"][queries] * spec.scale).astype(x.q.dtype)
 
-        if x.bias is not None:
+        if spec.rules_in_bias:
 
             @pl.when(last)
             def _():
@@ -282,8 +285,8 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         interpret=spec.interpret,
         name="attention_backward",
     )(x.schedules[1].reshape(-1), x.prefix, arrays)
-    d_bias = None
-    if x.bias is not None:
+    d_bias = None if x.bias is None else jnp.zeros_like(x.bias)
+    if x.bias is not None and spec.rules_in_bias:
         d_line = made["line"].sum(0) / spec.unit
         d_line = d_line.sum(0, keepdims=True) if x.bias.shape[0] == 1 else d_line
         (d_bias,) = jax.linear_transpose(make_line, x.bias)(d_line)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Blocks, Visibility, pad_axis
-from posenc_jax.engine.lower import Lowered
+from posenc_jax.engine.lower import Lowered, masked_by_order
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.terms import STATIC
 from posenc_jax.engine.tpu.elements import Element
@@ -30,6 +30,7 @@ class Spec:
       forward, backward: queries and keys per tile.
       visibility: which tiles need what.
       by_slot: whether masks compare slots; else positions, which are operands.
+      rules_in_bias: whether the bias has rules; else it has causality and the window alone.
       prefix: whether there are prefix lengths.
       scale, softcap: as in `attention`.
       dtype: of the output.
@@ -48,6 +49,7 @@ class Spec:
     backward: Blocks
     visibility: Visibility
     by_slot: bool
+    rules_in_bias: bool
     prefix: bool
     scale: float
     softcap: float | None
@@ -78,9 +80,10 @@ class Spec:
             low = max(low, -_round(right + q - 1, down=True))
         if left >= 0 and not self.prefix:
             high = min(high, _round(left + k - 1, down=True))
+        constant_from = see.horizon if self.rules_in_bias else 0
         windowed = see.mask_in_bias and left >= 0
-        if see.horizon is not None and not see.bias_everywhere and not windowed:
-            high = min(high, _round(see.horizon + k))
+        if constant_from is not None and not see.bias_everywhere and not windowed:
+            high = min(high, _round(constant_from + k))
         return low, max(low, high)
 
 
@@ -143,6 +146,9 @@ def prepare(
     if padded and segments[0] is None and not (by_slot and p.is_causal and p.length == p.keys):
         segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
         visibility = dataclasses.replace(visibility, segments=True)
+    if by_slot and visibility.ordered and p.softcap is None:
+        # Added by distance, a mask takes one operation a pair.
+        visibility = dataclasses.replace(visibility, mask_in_bias=True)
     spec = spec_of(
         batch=p.q.shape[0],
         length=length,
@@ -153,6 +159,7 @@ def prepare(
         value_dim=p.v.shape[3],
         visibility=visibility,
         by_slot=by_slot,
+        rules_in_bias=lowered.bias is not None,
         prefix=p.prefix_length is not None,
         scale=p.scale,
         softcap=p.softcap,
@@ -184,10 +191,12 @@ def prepare(
         # Masks do not stop NaN in products with zero.
         hidden = (pad_axis(segments[1] + 1, 1, p.keys) <= 0)[..., None, None]
         k, v = (jnp.where(hidden, jnp.zeros((), x.dtype), x) for x in (k, v))
-    bias, first = None, 0
+    bias, first = None, 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
+    distances = jnp.arange(first, p.length, dtype=jnp.int32)
     if lowered.bias is not None:
-        first = 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
-        bias = spec.unit * lowered.bias(jnp.arange(first, p.length, dtype=jnp.int32))
+        bias = spec.unit * lowered.bias(distances)
+    elif visibility.mask_in_bias:
+        bias = masked_by_order(p, distances, jnp.zeros((1, distances.shape[0])))
     return spec, Operands(
         q=to_layout(pad_axis(p.q, 1, length)),
         k=to_layout(pad_axis(k, 1, keys)),

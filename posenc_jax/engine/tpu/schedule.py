@@ -17,7 +17,8 @@ _KINDS = 4
 def kinds(see: Visibility) -> tuple[int, ...]:
     """Returns the kinds of tiles that there may be, less `EMPTY`."""
     made = () if _ruled_everywhere(see) else (PLAIN,)
-    made += (RULED,) if see.has_terms or see.bias_everywhere else ()
+    ruled = see.has_terms or see.bias_everywhere or see.mask_in_bias
+    made += (RULED,) if ruled else ()
     return (*made, MASKED) if see.ordered or see.segments else made
 
 
