@@ -9,7 +9,7 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick compare bench lint format clean
+.PHONY: help test test-quick compare bench tpu-static lint format clean
 .DELETE_ON_ERROR:
 
 ifeq ($(ACCEL),)
@@ -71,6 +71,10 @@ compare: $(VENV)/.installed-experiments ## Train and compare (QUICK=1 SCHEMES=ro
 
 bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" for a training step)
 	$(RUN) -m experiments bench $(or $(ARGS),rope)
+
+tpu-static: ## Compile the TPU kernels without a TPU, compare their cycles (ARGS=--help)
+	@$(MAKE) --no-print-directory ACCEL=tpu .venv-tpu/.installed-test
+	.venv-tpu/bin/python tests/engine/make_tpu_static.py $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, formatting and types
 	$(VENV)/bin/ruff check .

@@ -139,8 +139,9 @@ def test_imports_follow_the_layers_of_the_design():
     }
 
     def row(module):
-        path = module.replace(".", "/")
-        return rows.get(f"{path}.py", rows.get(path.split("/")[0] + "/"))
+        path = pathlib.PurePath(*module.split("."))
+        names = [f"{path}.py", *(f"{folder}/" for folder in (path, *path.parents))]
+        return next((rows[name] for name in names if name in rows), None)
 
     for name, found in GRAPH.items():
         if name not in ("", "engine"):

@@ -291,6 +291,23 @@ def compare(committed: dict, found: dict) -> list[str]:
     return worse
 
 
+def table(known: dict) -> str:
+    """Returns committed numbers as a table of Markdown."""
+    chips = [chip for chip in CHIPS if chip in known]
+    columns = [(chip, which) for chip in chips for which in ("forward", "backward")]
+    lines = [
+        f"| | {' | '.join(f'{chip} {which}' for chip, which in columns)} |",
+        f"|---|{'---|' * len(columns)}",
+    ]
+    for name in CASES:
+        cells = []
+        for chip, which in columns:
+            found = known[chip].get(name)
+            cells.append("/".join(map(str, found[which]["tiles"])) if found else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -298,6 +315,7 @@ def main() -> int:
     parser.add_argument("--chips", default=",".join(CHIPS), help=f"some of {', '.join(CHIPS)}")
     parser.add_argument("--cases", default="", help="names of cases, separated by ';' (all)")
     parser.add_argument("--write", action="store_true", help="write down what came out")
+    parser.add_argument("--table", action="store_true", help="print committed numbers, no more")
     arguments = parser.parse_args()
     names = [x.strip() for x in arguments.cases.split(";") if x.strip()] or list(CASES)
     chips = arguments.chips.split(",")
@@ -306,6 +324,9 @@ def main() -> int:
     libtpu = version("libtpu")
     committed = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
     known = committed.setdefault(libtpu, {})
+    if arguments.table:
+        print(table(known))
+        return 0
     failed, skipped, compared = [], [], 0
     print(f"jax {jax.__version__}, libtpu {libtpu}; T = {LENGTH}, causal, B = 2")
     print("cycles by kind of tile, ratio of the worst to no rule, cycles elsewhere, VMEM in MiB")
