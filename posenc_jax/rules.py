@@ -609,7 +609,8 @@ class LogitsTransform(_FeatureRule):
       q_features: pytree of arrays [B, T, N, ...] that belong to the queries, or None.
       k_features: pytree of arrays [B, S, K or N, ...] that belong to the keys, or None.
       expand: `expand(shared, heads, k_features) -> k_features`: what the rule is given as
-        `k_features`, of any shapes, computed once for all queries. Padding keys are zeros.
+        `k_features`, of any shapes, computed once for all queries. Padding keys are zeros, and
+        so are keys that `mask` hides from all queries of the call.
       normalized: whether weights are the softmax of the result. False: its exponential.
     """
 

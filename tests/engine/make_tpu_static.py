@@ -89,6 +89,7 @@ CASES = {
     "t5, window": Case("t5", options=(("window", 1024),)),
     "none, segments": Case(segments=True),
     "t5, segments": Case("t5", segments=True),
+    "none, softcap": Case(options=(("softcap", 30.0),)),
     "t5, softcap": Case("t5", options=(("softcap", 30.0),)),
     "t5, groups of 4": Case("t5", kv_heads=2),
     "fox": Case("separable"),
@@ -261,7 +262,10 @@ def read_regions(text: str) -> dict[int, list[int]]:
 def base_of(name: str) -> str:
     """Returns the case without a rule that a case is compared with."""
     case = CASES[name]
-    wanted = dataclasses.replace(case, rule="none", segments=False, positions=False, options=())
+    softcap = tuple(x for x in case.options if x[0] == "softcap" and case.rule != "none")
+    wanted = dataclasses.replace(
+        case, rule="none", segments=False, positions=False, options=softcap
+    )
     wanted = dataclasses.replace(wanted, kv_heads=wanted.heads)
     return next(other for other, x in CASES.items() if x == wanted)
 
