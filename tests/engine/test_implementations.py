@@ -61,9 +61,9 @@ def test_an_explicit_implementation_never_falls_back():
 
 def test_unknown_words_and_types_are_named():
     with pytest.raises(
-        ValueError, match=r"one of \('reference', 'dense', 'xla', 'jax'\), got 'pallas'"
+        ValueError, match=r"one of \('reference', 'dense', 'xla', 'pallas', 'jax'\), got 'flash'"
     ):
-        pe.attention(Q, K, V, implementation="pallas")
+        pe.attention(Q, K, V, implementation="flash")
     with pytest.raises(TypeError, match="a word, an Implementation or None, got 3"):
         pe.attention(Q, K, V, implementation=3)
 
