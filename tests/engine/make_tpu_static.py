@@ -54,16 +54,20 @@ from posenc_jax.rules import SeparableBias
 
 COMMITTED = pathlib.Path(__file__).with_name("tpu_static.json")
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
-LENGTH = 8192
+KERNELS = {
+    "forward": "attention_forward|splash_mha_fwd",
+    "backward": "attention_backward|splash_mha_dkv",
+}
 WORSE = 1.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: batch 2, T = S = 8192, causal.
+    """One problem: batch 2, T = S, causal.
 
     Attributes:
-      rule: "none", "separable", or the name of a scheme.
+      rule: "none", "separable", the name of a scheme, or "splash": JAX's own kernels.
+      length: T.
       heads, kv_heads, dim, dtype: N, K, H and the dtype of q, k and v.
       tile: queries and keys per tile.
       segments, positions: whether these are given, as data.
@@ -71,6 +75,7 @@ class Case:
     """
 
     rule: str = "none"
+    length: int = 8192
     heads: int = 8
     kv_heads: int = 8
     dim: int = 128
@@ -83,6 +88,7 @@ class Case:
 
 CASES = {
     "none": Case(),
+    "splash attention": Case("splash"),
     "t5": Case("t5"),
     "alibi": Case("alibi"),
     "kerple": Case("kerple"),
@@ -103,6 +109,8 @@ CASES = {
     "t5, float32": Case("t5", dtype="float32", tile=256),
     "none, 1024": Case(tile=1024),
     "t5, 1024": Case("t5", tile=1024),
+    "kerple, T 32768": Case("kerple", length=32768),
+    "kerple, T 32768, groups of 4": Case("kerple", length=32768, kv_heads=2),
 }
 """Cases by name; ratios are to the first case with "none" and the same rest."""
 
@@ -142,9 +150,11 @@ def abstract_device(chip: str) -> AbstractDevice:
 
 def program(case: Case):
     """Returns forward and backward of a case, and the shapes of its arguments."""
+    if case.rule == "splash":
+        return splash(case)
     tile = Blocks(case.tile, case.tile)
     implementation = PallasTPU(tile, tile, cross_compile=True)
-    tokens = 2, LENGTH
+    tokens = 2, case.length
     q = jax.ShapeDtypeStruct((*tokens, case.heads, case.dim), case.dtype)
     k = jax.ShapeDtypeStruct((*tokens, case.kv_heads, case.dim), case.dtype)
     number = jax.ShapeDtypeStruct((*tokens, case.heads), jnp.float32)
@@ -174,6 +184,28 @@ def program(case: Case):
     return step, (q, k, k, params, integer, q)
 
 
+def splash(case: Case):
+    """Returns the same for the kernels that come with JAX, with tiles of the same size."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
+    sizes = {f"block_{name}": case.tile for name in names}
+    attend = kernels.make_splash_mha(
+        masks.MultiHeadMask([masks.CausalMask((case.length,) * 2)] * case.heads),
+        block_sizes=kernels.BlockSizes(**sizes, use_fused_bwd_kernel=True),
+        head_shards=1,
+        q_seq_shards=1,
+    )
+    q = jax.ShapeDtypeStruct((2, case.heads, case.length, case.dim), case.dtype)
+
+    def step(q, k, v, d_out):
+        _, pull = jax.vjp(jax.vmap(attend), q, k, v)
+        return pull(d_out)
+
+    return step, (q,) * 4
+
+
 def compile_case(case: Case, chip: str):
     """Returns both kernels by name, the seconds of compilation, and bytes of temporary memory."""
     step, arguments = program(case)
@@ -196,10 +228,11 @@ def read_kernels() -> dict[str, Kernel]:
     """Returns the kernels that the compiler just wrote down."""
     files = collections.defaultdict(dict)
     for path in DUMP.iterdir():
-        found = re.fullmatch(r"\d+-(attention_\w+)(?:\.\d+)?-\d+-(.*)\.txt", path.name)
-        if found:
-            files[found[1]][found[2]] = path
-    if sorted(files) != ["attention_backward", "attention_forward"]:
+        found = re.fullmatch(r"\d+-(.*?)(?:\.\d+)?-\d+-(.*)\.txt", path.name)
+        for which, pattern in KERNELS.items():
+            if found and re.match(pattern, found[1]):
+                files[which][found[2]] = path
+    if sorted(files) != sorted(KERNELS):
         raise UnreadableError(f"schedules of {sorted(files)} in place of two kernels")
     return {name: read_kernel(name, of) for name, of in files.items()}
 
@@ -261,7 +294,7 @@ def read_regions(text: str) -> dict[int, list[int]]:
 
 def base_of(name: str) -> str:
     """Returns the case without a rule that a case is compared with."""
-    case = CASES[name]
+    case = dataclasses.replace(CASES[name], length=CASES["none"].length)
     softcap = tuple(x for x in case.options if x[0] == "softcap" and case.rule != "none")
     wanted = dataclasses.replace(
         case, rule="none", segments=False, positions=False, options=softcap
@@ -332,7 +365,7 @@ def main() -> int:
         print(table(known))
         return 0
     failed, skipped, compared = [], [], 0
-    print(f"jax {jax.__version__}, libtpu {libtpu}; T = {LENGTH}, causal, B = 2")
+    print(f"jax {jax.__version__}, libtpu {libtpu}; T = 8192, causal, B = 2")
     print("cycles by kind of tile, ratio of the worst to no rule, cycles elsewhere, VMEM in MiB")
     for chip in chips:
         print(f"\n{chip}")
@@ -344,7 +377,7 @@ def main() -> int:
                 skipped.append(f"{chip}, {name}: {error}")
                 print(f"{name:18} skipped: {error}")
                 continue
-            found = {x.removeprefix("attention_"): vars(y) for x, y in kernels.items()}
+            found = {which: vars(kernel) for which, kernel in kernels.items()}
             results[name] = found
             base = results.get(base_of(name)) if name != base_of(name) else None
             print(describe(name, found, base), f"| {seconds:4.0f} s, {temp / 2**20:4.0f} MiB HBM")

@@ -352,6 +352,23 @@ def test_what_has_no_kernel_is_refused_with_the_reason():
     assert "operation sin" in _refusal(LogitBias(sines, heads=jnp.ones(2)))
 
 
+def test_a_backward_pass_that_exceeds_the_memory_is_refused():
+    """The gradients of a head's queries stay in memory, and with groups those of its keys."""
+    q = jax.ShapeDtypeStruct((1, 2**16, 4, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, 2**16, 1, 128), jnp.bfloat16)
+    compiled = PallasTPU(cross_compile=True)
+
+    def loss(q, k):
+        out = pe.attention(q, k, k, is_causal=True, implementation=compiled)
+        return jnp.sum(out.astype(jnp.float32))
+
+    assert jax.eval_shape(loss, q, k).shape == ()
+    with pytest.raises(
+        NotImplementedError, match=r"backward pass of T = 65536 .* groups of 4 heads"
+    ):
+        jax.eval_shape(jax.grad(loss), q, k)
+
+
 def test_second_derivatives_are_refused():
     def twice(q):
         def loss(q):

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.tpu.elements import Element, element_specs, evaluate
-from posenc_jax.engine.tpu.layout import matrix_spec, number_spec, row_spec
+from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, number_spec, row_spec
 from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, line_of
 from posenc_jax.engine.tpu.schedule import MASKED, PLAIN, block_of, kind_of, kinds
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
@@ -145,6 +145,10 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     if spec.rules_in_bias:
         scratch["d_strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
         outs["line"] = number((*per_head, 1, strip.line), of_head)
+
+    what = f"the backward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
+    what += f" in groups of {group} heads" if by_row else ""
+    check_memory(what, spec.vmem_limit, scratch, (arrays, _part(outs, 0)), (specs, _part(outs, 1)))
 
     def kernel(schedule, prefix, own, out, kept):
         h, b, g, j, i = (pl.program_id(axis) for axis in range(5))

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.tpu.elements import element_specs, evaluate
-from posenc_jax.engine.tpu.layout import matrix_spec, row_spec
+from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, row_spec
 from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, line_of
 from posenc_jax.engine.tpu.schedule import MASKED, PLAIN, block_of, kind_of, kinds
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
@@ -68,6 +68,9 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         one = x.bias.shape[0] == 1
         specs["line"] = pl.BlockSpec((None, 1, strip.line), lambda h, *_: (0 if one else h, 0, 0))
         scratch["strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
+
+    what = f"the forward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
+    check_memory(what, spec.vmem_limit, scratch, arrays, specs)
 
     def kernel(schedule, prefix, own, out_ref, lse_ref, kept):
         h, b, i, j = (pl.program_id(axis) for axis in range(4))

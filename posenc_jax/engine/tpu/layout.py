@@ -1,5 +1,6 @@
 """The layout of arrays of tokens, and how the kernels address their blocks."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +61,31 @@ def from_layout(x: jax.Array, heads: int) -> jax.Array:
     if x.ndim == 3:
         return x.reshape(*x.shape[:2], heads, -1)
     return jnp.swapaxes(x, 1, 2)
+
+
+def check_memory(what: str, limit: int, scratch: Any, arrays: Any, specs: Any) -> None:
+    """Raises `NotImplementedError` if a kernel needs more VMEM than `limit` bytes.
+
+    Args:
+      what: the pass and its sizes, for the message.
+      limit: bytes.
+      scratch: pytree of what the kernel keeps.
+      arrays, specs: pytrees of arrays and of their blocks, of which two are in memory at a time.
+    """
+
+    def size(shape, dtype):
+        *outer, rows, columns = (1, *(n for n in shape if n is not None))
+        padded = -(-rows // 8) * 8 * -(-columns // LANES) * LANES
+        return math.prod(outer) * padded * jnp.dtype(dtype).itemsize
+
+    def block(spec, x):
+        return 0 if spec.block_shape is None else 2 * size(spec.block_shape, x.dtype)
+
+    sizes = jax.tree.leaves(jax.tree.map(block, specs, arrays))
+    sizes += [size(x.shape, x.dtype) for x in jax.tree.leaves(scratch)]
+    if sum(sizes) > limit:
+        raise NotImplementedError(
+            f'attention: implementation="pallas": {what} needs {sum(sizes) >> 20} MiB of VMEM '
+            f"and may use {limit >> 20}; shard the sequence (posenc_jax.sharding), or use "
+            'implementation="xla".'
+        )
