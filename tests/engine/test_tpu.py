@@ -310,10 +310,9 @@ def test_the_checking_interpreter_finds_nothing(rule):
     chex.assert_trees_all_close(got, _outcome(KERNELS, *case), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("rule", "feature"), CASES)
-def test_lowers_for_tpu(rule, feature, dtype):
-    case = _case(feature, rule, length=1100, heads=4, dim=128, dtype=dtype)
+def test_lowers_for_tpu(rule, feature):
+    case = _case(feature, rule, length=1100, heads=4, dim=128, dtype=jnp.bfloat16)
     abstract = jax.eval_shape(lambda: case[2:])
     if "sinks" in case[2]:
         abstract[0]["sinks"] = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -354,8 +353,8 @@ def test_what_has_no_kernel_is_refused_with_the_reason():
 
 def test_a_backward_pass_that_exceeds_the_memory_is_refused():
     """The gradients of a head's queries stay in memory, and with groups those of its keys."""
-    q = jax.ShapeDtypeStruct((1, 2**16, 4, 128), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((1, 2**16, 1, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, 2**17, 4, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, 2**17, 1, 128), jnp.bfloat16)
     compiled = PallasTPU(cross_compile=True)
 
     def loss(q, k):
@@ -364,7 +363,7 @@ def test_a_backward_pass_that_exceeds_the_memory_is_refused():
 
     assert jax.eval_shape(loss, q, k).shape == ()
     with pytest.raises(
-        NotImplementedError, match=r"backward pass of T = 65536 .* groups of 4 heads"
+        NotImplementedError, match=r"backward pass of T = 131072, .* groups of 4 heads"
     ):
         jax.eval_shape(jax.grad(loss), q, k)
 
