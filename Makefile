@@ -9,7 +9,7 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick compare bench tpu-static lint format clean
+.PHONY: help test test-quick compare bench gpu tpu tpu-static lint format clean
 .DELETE_ON_ERROR:
 
 ifeq ($(ACCEL),)
@@ -71,6 +71,16 @@ compare: $(VENV)/.installed-experiments ## Train and compare (QUICK=1 SCHEMES=ro
 
 bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" for a training step)
 	$(RUN) -m experiments bench $(or $(ARGS),rope)
+
+gpu: ## Check and time attention on an NVIDIA GPU, within 8 minutes (ARGS=--help)
+	@$(MAKE) --no-print-directory ACCEL=cuda accelerator-cuda
+
+tpu: ## Check and time attention on a TPU, within 8 minutes (ARGS=--help)
+	@$(MAKE) --no-print-directory ACCEL=tpu accelerator-tpu
+
+accelerator-%: $(VENV)/.installed-experiments
+	JAX_PLATFORMS=$*,cpu $(VENV)/bin/python -m experiments.bench.accelerator \
+	  --json results/$*.json --plot results/$*.svg $(ARGS)
 
 tpu-static: ## Compile the TPU kernels without a TPU, compare their cycles (ARGS=--help)
 	@$(MAKE) --no-print-directory ACCEL=tpu .venv-tpu/.installed-test

@@ -9,7 +9,6 @@ import importlib
 from pathlib import Path
 
 from experiments.bench.heap import heap, load, use_devices, use_warm_heap
-from experiments.config_io import Parser
 from experiments.environment import environment, versions
 from experiments.files import to_json, write_whole
 
@@ -23,6 +22,8 @@ def main(arguments: list[str]) -> int:
     Raises:
       ConfigError: for wrong arguments.
     """
+    from experiments.config_io import Parser  # `accelerator` runs without its libraries.
+
     parser = Parser(prog="python -m experiments bench", description=__doc__)
     which = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{" + ",".join(BENCHMARKS) + "}"

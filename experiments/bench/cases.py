@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from experiments.config_io import literal
-from experiments.schemes import build
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -31,7 +29,11 @@ def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
     >>> named_schemes("alibi,t5:num_buckets=16", {"num_heads": 4})["t5:num_buckets=16"].num_buckets
     16
     """
-    out = {"none": pe.NoPE()}
+    # `accelerator` runs without the libraries of these.
+    from experiments.config_io import literal
+    from experiments.schemes import build
+
+    out: dict[str, pe.Scheme] = {"none": pe.NoPE()}
     for word in re.split(r",(?![^(\[]*[)\]])", words):  # A comma in brackets is a value's.
         word = word.strip()
         first, *rest = word.split(":")
@@ -58,7 +60,7 @@ def sizes_of(heads: int, dim: int, length: int) -> dict[str, int]:
     }
 
 
-def attend_with(scheme: pe.Scheme, **where: jax.Array) -> Callable:
+def attend_with(scheme: pe.Scheme, implementation: str = "xla", **where: jax.Array) -> Callable:
     """Returns causal attention with a scheme, a function of what `make_arguments` returns.
 
     The logit scale is the same for all, so that they differ only in the scheme. Positions are
@@ -66,7 +68,7 @@ def attend_with(scheme: pe.Scheme, **where: jax.Array) -> Callable:
     """
 
     def attend(q, k, v, params, x=None):
-        options: dict[str, Any] = {"is_causal": True, "implementation": "xla"}
+        options: dict[str, Any] = {"is_causal": True, "implementation": implementation}
         options |= jax.lax.optimization_barrier(where)
         scale = q.shape[-1] ** -0.5
         return pe.scheme_attention(scheme, params, q, k, v, x=x, scale=scale, **options)[0]

@@ -23,7 +23,6 @@ from experiments.bench.cases import (
     sizes_of,
 )
 from experiments.bench.compile import compile_program
-from experiments.bench.growth_plot import Panel, growth_plot
 from experiments.bench.timing import show, side_by_side
 
 SCHEMES = "rope,t5,alibi,fire,shaw"
@@ -60,6 +59,8 @@ def run(options: argparse.Namespace) -> dict:
 
 def plot(numbers: dict) -> str:
     """Returns time against the size of the cache as an SVG file's text."""
+    from experiments.bench.growth_plot import Panel, growth_plot  # `accelerator` has no matplotlib.
+
     panels: dict[int, dict[str, dict[int, float]]] = {}
     for result in numbers["results"]:
         lines = panels.setdefault(result["tokens"], {})

@@ -89,10 +89,15 @@ def without_bias(q, k, v):
 
 def with_matrix(q, k, v, table):
     """The same with T5's bias as a matrix of all queries and keys."""
-    at = jnp.arange(q.shape[1], dtype=jnp.int32)
-    bucket = pe.t5_bucket(at[:, None] - at[None])
-    bias = jnp.moveaxis(table.T[bucket], -1, 0)[None].astype(q.dtype)
+    bias = t5_matrix(table, q.shape[1]).astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+
+
+def t5_matrix(table: jax.Array, length: int) -> jax.Array:
+    """Returns T5's bias of all queries and keys, [1, N, T, T], from its table [N, buckets]."""
+    at = jnp.arange(length, dtype=jnp.int32)
+    bucket = pe.t5_bucket(at[:, None] - at[None])
+    return jnp.moveaxis(table.T[bucket], -1, 0)[None]
 
 
 NAIVE = {"jax.nn without bias": without_bias, "jax.nn with T5 matrix": with_matrix}

@@ -1,0 +1,509 @@
+"""Correctness and times of attention on a GPU or a TPU: `make gpu`, `make tpu`.
+
+    python3 -m experiments.bench.accelerator --json results/gpu.json
+
+It needs jax and numpy alone. Every result is written to the JSON file at once; what --minutes
+leave no time for is recorded as skipped. A program that fails to compile or to run is recorded
+with its error, and not tried at a larger T.
+
+1. Device, versions, and the rate of a bfloat16 matmul, of which `share` is a part.
+2. Checks: the output and gradients of each scheme by each implementation that supports it against
+   "reference" in float32 with exact products: the greatest error of each array as a part of its
+   largest value, and whether two runs give the same bits. Then in bfloat16, where the row of
+   "reference" shows what rounding alone costs.
+3. Times of causal attention, forward and forward+backward (gradients of everything learned; a
+   scheme's projections are included), beside those of other libraries. Programs of one T are timed
+   in rounds, each once per round: --inner-ms worth of calls, of which the last is waited for.
+   The median of the rounds is reported. The work counted is 2 B N T^2 H FLOP forward, and 3.5 times
+   that with the backward pass. `/none` is the ratio to the same without a scheme. `compile s` is
+   tracing and compiling, while --threads programs are compiled at once.
+4. One token against a cache of --slots, one program after the other; its rate is that of reading
+   keys and values. All times are of bfloat16.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import posenc_jax as pe
+from experiments.bench import decode_peers
+from experiments.bench.accelerator_peers import Case, peers
+from experiments.bench.cases import attend_with, positive, positives, sizes_of
+from experiments.bench.compile import compile_program, with_gradients
+from experiments.bench.decode import our_case
+from experiments.environment import environment, usable_cores, versions
+from experiments.errors import ConfigError, ExperimentError
+from experiments.files import to_json, write_whole
+from posenc_jax.engine.api import IMPLEMENTATIONS
+
+SCHEMES = (
+    *("none", "t5", "fox", "alibi", "inkling", "shaw_keys", "rope", "kerple", "fire"),
+    *("transformer_xl", "deberta", "shaw", "stick_breaking", "cope", "path"),
+)
+"""In the order in which they are measured: the last are left out when time is short."""
+LIBRARIES = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokamax")
+TOLERANCES = {"float32": 1e-4, "bfloat16": 4e-2}
+FORWARD, BOTH = "forward", "forward+backward"
+
+
+class Job(NamedTuple):
+    """A program to compile; arguments are arrays, or shapes of arrays."""
+
+    row: dict
+    f: Callable
+    arguments: tuple
+
+
+class Report:
+    """What was measured, kept in a file."""
+
+    def __init__(self, path: Path | None, minutes: float):
+        self.path, self.began, self.seconds = path, time.monotonic(), 60 * minutes
+        self.numbers: dict[str, Any] = {"checks": [], "times": []}
+
+    def until(self, share: float) -> float:
+        """Returns the time at which a share of the minutes is over."""
+        return self.began + share * self.seconds
+
+    def add(self, part: str, row: dict) -> None:
+        """Keeps a row, and prints it."""
+        self.numbers[part].append(row)
+        if "unsupported" not in row:
+            print(line(row), flush=True)
+        self.save()
+
+    def save(self) -> None:
+        self.numbers["seconds"] = time.monotonic() - self.began
+        if self.path:
+            write_whole(self.path, to_json(self.numbers, indent=1) + "\n")
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the program; returns 2 for errors of the user, 1 if a check failed."""
+    try:
+        options = _parser().parse_args(arguments)
+        if options.replot:
+            draw(_read(options.replot), options.plot)
+            return 0
+        return run(options)
+    except ExperimentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = _Parser(
+        prog="python -m experiments.bench.accelerator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--minutes", type=float, default=8.0, help="time in all (default: 8)")
+    lengths = 2048, 4096, 8192, 16384, 32768
+    add("--lengths", type=positives, default=lengths, help=f"T (default: {lengths})")
+    sizes = {"batch": 4, "heads": 16, "head-dim": 128, "check-length": 512, "slots": 32768}
+    sizes |= {"rounds": 20, "inner-ms": 20, "threads": min(8, usable_cores())}
+    for name, size in sizes.items():
+        add(f"--{name}", type=positive, default=size, help=f"default: {size}")
+    add("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES, metavar="NAME")
+    add("--json", type=Path, metavar="FILE", help="write the numbers there")
+    add("--plot", type=Path, metavar="FILE", help="draw them there as SVG, with matplotlib")
+    add("--replot", type=Path, metavar="JSON", help="measure nothing, draw the numbers of a file")
+    return made
+
+
+def _read(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures everything that the time allows."""
+    report = Report(options.json, options.minutes)
+    try:
+        report.numbers["machine"] = machine()
+    except RuntimeError as error:  # No such device.
+        raise ConfigError(" ".join(str(error).split())) from None
+    for name, value in report.numbers["machine"].items():
+        print(f"{name}: {value}")
+    report.numbers["options"] = {name: str(value) for name, value in vars(options).items()}
+    report.save()
+    cases = cases_of({name: _scheme(name, options) for name in options.schemes})
+    measure_peak(report, options)
+    check(report, options, cases, report.until(0.35))
+    for i, length in enumerate(options.lengths):
+        now, end = time.monotonic(), report.until(0.85)
+        measure(report, options, cases, length, now + (end - now) / (len(options.lengths) - i))
+    decode(report, options, cases, report.until(0.97))
+    show(report)
+    if options.plot:
+        draw(report.numbers, options.plot)
+    return int(any(failed(row) for row in report.numbers["checks"]))
+
+
+def machine() -> dict[str, Any]:
+    """Returns the device, its memory, and versions down to the driver."""
+    device, driver = jax.devices()[0], ""
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {
+        **environment(),
+        **versions(LIBRARIES),
+        "runtime": " ".join(device.client.platform_version.split()),
+        "driver": driver,
+        "memory GB": (device.memory_stats() or {}).get("bytes_limit", 0) / 1e9,
+    }
+
+
+def _scheme(name: str, options: argparse.Namespace) -> pe.Scheme:
+    cls, settings = (pe.Shaw, {"values": False}) if name == "shaw_keys" else (pe.SCHEMES[name], {})
+    sizes = sizes_of(options.heads, options.head_dim, max(options.lengths))
+    fields = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{n: size for n, size in sizes.items() if n in fields}, **settings)
+
+
+def cases_of(schemes: dict[str, pe.Scheme]) -> list[Case]:
+    """Returns the cases of schemes by every implementation, kernels first."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def params_of(scheme: pe.Scheme) -> Any:
+        # Some begin at zero, where no error of a gradient would show.
+        leaves, tree = jax.tree.flatten(scheme.init(jax.random.key(1)))
+        keys = jax.random.split(jax.random.key(2), len(leaves) or 1)
+        noise = (0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=False))
+        return jax.tree.unflatten(tree, [x + y for x, y in zip(leaves, noise, strict=True)])
+
+    words = sorted(IMPLEMENTATIONS, key=lambda word: word not in ("pallas", "xla"))
+    return [
+        Case(name, by, attend_with(scheme, by), params, scheme)
+        for name, scheme in schemes.items()
+        for params in [params_of(scheme)]
+        for by in words
+    ]
+
+
+def inputs(shape: tuple[int, int, int, int], dtype: Any) -> tuple:
+    """Returns q, k, v [B, T, N, H] and x [B, T, N * H]."""
+    shapes = *(shape,) * 3, (*shape[:2], shape[2] * shape[3])
+    keys = jax.random.split(jax.random.key(0), 4)
+    return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
+
+
+def _arguments(case: Case, arrays: tuple) -> tuple:
+    return (*arrays[:3], case.params, *(arrays[3:] if case.scheme.traits.reads_x else ()))
+
+
+def compiled(jobs: Sequence[Job], threads: int, end: float) -> Iterator[tuple[Job, Any]]:
+    """Yields each job with its program, or None; figures and reasons are put into its row."""
+
+    def one(job: Job) -> tuple[Job, Any]:
+        if time.monotonic() > end:
+            job.row["skipped"] = "out of time"
+            return job, None
+        try:
+            program, facts = compile_program(job.f, job.arguments)
+        except Exception as error:
+            job.row.update(reason(error))
+            return job, None
+        job.row.update(facts)
+        return job, program
+
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(one, jobs)
+
+
+def reason(error: Exception) -> dict[str, str]:
+    """Returns an error as text; what `supports` says is no failure."""
+    text = " ".join(f"{error}".split())[:400]
+    if isinstance(error, NotImplementedError) and text.startswith("attention: implementation="):
+        return {"unsupported": text}
+    return {"error": f"{type(error).__name__}: {text}"}
+
+
+def time_rounds(
+    report: Report, running: list[tuple[dict, Callable]], options: argparse.Namespace, end: float
+) -> None:
+    """Times programs in rounds, and puts the medians into their rows.
+
+    Args:
+      report: saved after every round.
+      running: rows, and functions that make the arguments and return a call of the program.
+      options: of the command line.
+      end: when to stop; what was not called before it is skipped.
+    """
+    calls = []
+    for row, prepare in running:
+        if time.monotonic() > end:
+            row["skipped"] = "out of time"
+            continue
+        try:
+            call = prepare()
+            jax.block_until_ready(call())
+            once = _seconds(call, 1)
+        except Exception as error:
+            row |= reason(error)
+            continue
+        _finish(report, row, [once])
+        calls.append((row, call, max(1, min(200, int(options.inner_ms / 1e3 / once))), []))
+    for i in range(options.rounds if calls else 0):
+        at = i % len(calls)
+        for row, call, inner, took in calls[at:] + calls[:at]:
+            if time.monotonic() > end:
+                return
+            took.append(_seconds(call, inner))
+            _finish(report, row, took)
+        report.save()
+
+
+def _seconds(call: Callable, inner: int) -> float:
+    began = time.perf_counter()
+    for _ in range(inner):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - began) / inner
+
+
+def _finish(report: Report, row: dict, took: list[float]) -> None:
+    seconds = statistics.median(took)
+    row |= {"ms": seconds * 1e3, "rounds": len(took)}
+    if "bytes" in row:
+        row["GB/s"] = row["bytes"] / seconds / 1e9
+    else:
+        row["TFLOP/s"] = row["flop"] / seconds / 1e12
+        row["share"] = row["TFLOP/s"] / report.numbers.get("peak TFLOP/s", row["TFLOP/s"])
+
+
+def measure_peak(report: Report, options: argparse.Namespace) -> None:
+    """Measures the rate of a bfloat16 matmul."""
+    n = 1024 if jax.default_backend() == "cpu" else 8192
+    row = {"name": "matmul", "by": "xla", "what": FORWARD, "T": n, "flop": 2 * n**3}
+    x = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
+    multiply = jax.jit(jnp.dot)
+    time_rounds(report, [(row, lambda: lambda: multiply(x, x))], options, report.until(0.1))
+    report.numbers["peak TFLOP/s"] = row.get("TFLOP/s", float("nan"))
+    report.add("times", row)
+
+
+def check(report: Report, options: argparse.Namespace, cases: list[Case], end: float) -> None:
+    """Compares every implementation with the reference."""
+    shape = min(options.batch, 2), options.check_length, options.heads, options.head_dim
+    exact = inputs(shape, jnp.float32)
+    given = {"float32": exact, "bfloat16": tuple(x.astype(jnp.bfloat16) for x in exact)}
+    wanted: dict[tuple[str, str], dict] = {}
+
+    def both(attend: Callable, *arguments):
+        with jax.default_matmul_precision("highest"):
+            return with_gradients(attend)(*arguments)
+
+    def results(program: Any, arguments: tuple) -> dict[str, np.ndarray]:
+        out, gradients = program(*arguments)
+        named = {"output": out} | dict(zip(("q", "k", "v", "params", "x"), gradients, strict=False))
+        leaves = jax.tree.leaves_with_path(named)
+        return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+
+    names = [case.name for case in cases]
+    cases = sorted(cases, key=lambda case: (names.index(case.name), case.by != "reference"))
+    jobs = []
+    for dtype, arrays in given.items():
+        for case in cases:
+            row = {"name": case.name, "by": case.by, "what": dtype, "T": options.check_length}
+            jobs.append(Job(row, functools.partial(both, case.attend), _arguments(case, arrays)))
+    for (row, _, arguments), program in compiled(jobs, options.threads, end):
+        name, dtype = row["name"], row["what"]
+        try:
+            if program is not None:
+                got, again = results(program, arguments), results(program, arguments)
+                if (row["by"], dtype) == ("reference", "float32"):
+                    rounded = [x.astype(jnp.bfloat16).astype(x.dtype) for x in exact]
+                    rounded.insert(3, arguments[3])  # The parameters.
+                    exactly = results(program, tuple(rounded[: len(arguments)]))
+                    wanted |= {(name, "float32"): got, (name, "bfloat16"): exactly}
+                if (name, dtype) not in wanted:
+                    raise LookupError("there is no reference to compare with")
+                row["errors"] = differences(got, wanted[name, dtype])
+                row["worst"] = float(np.max(list(row["errors"].values())))
+                row["same bits"] = all(got[x].tobytes() == again[x].tobytes() for x in got)
+        except Exception as error:
+            row |= reason(error)
+        report.add("checks", row)
+
+
+def differences(got: dict, wanted: dict) -> dict[str, float]:
+    """Returns the greatest error of each array, as a part of its largest value; or NaN."""
+
+    def error(a: np.ndarray, b: np.ndarray) -> float:
+        a, b = a.astype(np.float32), b.astype(np.float32)
+        return float(np.abs(a - b).max() / (np.abs(b).max() or 1.0))
+
+    return {what: error(a, wanted[what]) for what, a in got.items()}
+
+
+def failed(row: dict) -> bool:
+    """Returns whether a check found something wrong."""
+    if "errors" not in row:
+        return "error" in row
+    close = all(error <= TOLERANCES[row["what"]] for error in row["errors"].values())
+    return not close or not row["same bits"]
+
+
+def measure(
+    report: Report, options: argparse.Namespace, cases: list[Case], length: int, end: float
+) -> None:
+    """Times everything at one length."""
+    shape = options.batch, length, options.heads, options.head_dim
+    arrays = inputs(shape, jnp.bfloat16)
+    zeros = functools.cache(jnp.zeros)  # All programs share a matrix.
+    table = pe.T5(num_heads=options.heads).init(jax.random.key(1))["table"]
+    cases = cases + peers(length, options.heads, table, jax.default_backend())
+    early = {"none", "t5", "matrix"}
+    cases.sort(key=lambda case: (case.by == "dense", case.name not in early))
+    forward = 2 * options.batch * options.heads * length**2 * options.head_dim
+    gone = {_key(row) for row in report.numbers["times"] if {"error", "unsupported"} & {*row}}
+    jobs = []
+    for case in cases:
+        for what, flop in ((FORWARD, forward), (BOTH, 3.5 * forward)):
+            row = {"name": case.name, "by": case.by, "what": what, "T": length, "flop": flop}
+            if case.by != "reference" and _key(row) not in gone:
+                f = with_gradients(case.attend) if what == BOTH else case.attend
+                jobs.append(Job(row, f, _arguments(case, arrays)))
+
+    def real(x: Any) -> jax.Array:
+        return zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+    def prepare(program: Any, arguments: tuple) -> Callable:
+        arguments = jax.tree.map(real, arguments)
+        return lambda: program(*arguments)
+
+    began, running = time.monotonic(), []
+    for job, program in compiled(jobs, options.threads, began + 0.6 * (end - began)):
+        report.add("times", job.row)
+        if program is not None:
+            running.append((job.row, functools.partial(prepare, program, job.arguments)))
+    time_rounds(report, running, options, end)
+    for row, _ in running:
+        print(line(row), flush=True)
+
+
+def _key(row: dict) -> tuple:
+    return row["name"], row["by"], row["what"]
+
+
+def decode(report: Report, options: argparse.Namespace, cases: list[Case], end: float) -> None:
+    """Times one token against a cache, by the implementation that is chosen for it."""
+    arrays = inputs((options.batch, options.slots, options.heads, options.head_dim), jnp.bfloat16)
+    t5 = pe.T5(num_heads=options.heads).init(jax.random.key(1))
+
+    def ours(case: Case) -> dict:
+        return {case.name: our_case(case.scheme, _arguments(case, arrays), tokens=1)}
+
+    makers: list[tuple[str, str, Callable[[], dict]]] = [
+        (case.name, "default", functools.partial(ours, case)) for case in cases if case.by == "xla"
+    ]
+    makers.insert(1, ("none", "jax.nn", lambda: decode_peers.jax_nn((*arrays[:3], t5), tokens=1)))
+    for name, by, make in makers:
+        row = {"name": name, "by": by, "what": "decode", "T": options.slots}
+        row["bytes"] = 2 * arrays[1].nbytes
+        if time.monotonic() > end:
+            report.add("times", row | {"skipped": "out of time"})
+            continue
+        try:
+            made = make().values()
+        except Exception as error:
+            report.add("times", row | reason(error))
+            continue
+        for case in made:
+            timed = row | {"name": case.like or name, **case.facts}
+            time_rounds(report, [(timed, lambda call=case.call: call)], options, end)
+            report.add("times", timed)
+
+
+def line(row: dict) -> str:
+    """Returns a row of the table."""
+    start = f"{row['name']:15s} {row['by']:13s} {row['what']:17s} {row['T']:6d}"
+    for what in ("error", "unsupported", "skipped"):
+        if what in row:
+            return f"{start}  {what}: {row[what][:120]}"
+    start += f" {row.get('compile_seconds', 0):9.1f} {row.get('megabytes', 0):9.1f}"
+    if "errors" in row:
+        bits = "same bits" if row["same bits"] else "OTHER BITS"
+        return f"{start} {row['worst']:9.1e}  {bits}  {'WRONG' if failed(row) else 'ok'}"
+    if "ms" not in row:
+        return start
+    rate = f"{row['TFLOP/s']:8.2f} {row['share']:6.1%}" if "flop" in row else f"{row['GB/s']:8.1f}"
+    return f"{start} {row['ms']:9.3f} {rate:15s} {row.get('/none', 0) or '':.4}"
+
+
+def show(report: Report) -> None:
+    """Prints all that was measured, and the number of what was not."""
+    rows = report.numbers["times"]
+    none = {(row["by"], row["what"], row["T"]): row for row in rows if row["name"] == "none"}
+    for row in rows:
+        same = none.get((row["by"], row["what"], row["T"]), {})
+        if "ms" in row and "ms" in same:
+            row["/none"] = row["ms"] / same["ms"]
+    report.save()
+    start = f"{'scheme':15s} {'by':13s} {'what':17s} {'T':>6s} {'compile s':>9s} {'temp MB':>9s}"
+    rates = f"{'ms':>9s} {'TFLOP/s':>8s} {'share':>6s} /none (decode: GB/s, /none)"
+    for part, more in (("checks", "worst error"), ("times", rates)):
+        print(f"\n{start} {more}")
+        for row in report.numbers[part]:
+            if not {"unsupported", "skipped"} & {*row}:
+                print(line(row))
+        skipped = sum("skipped" in row for row in report.numbers[part])
+        print(f"{skipped} skipped: out of time")
+    print(f"{report.numbers['seconds']:.0f} s in all")
+
+
+def draw(numbers: dict, path: Path | None) -> None:
+    """Draws times and memory against T, each scheme by its fastest implementation."""
+    if path is None:
+        raise ConfigError("--replot needs --plot FILE")
+    try:
+        from experiments.bench.growth_plot import Panel, growth_plot
+    except ModuleNotFoundError as error:
+        print(f"no plot: {error}")
+        return
+    times: dict[str, dict[int, float]] = {"none": {}}
+    memory: dict[str, dict[int, float]] = {"none": {}}
+    rows = [row for row in numbers["times"] if row["what"] == BOTH and "ms" in row]
+    for row in sorted(rows, key=lambda row: (row["T"], -row["ms"])):
+        ours = row["by"] in IMPLEMENTATIONS
+        label = row["name"] if ours else f"{row['by']}, {row['name']}"
+        times.setdefault(label, {})[row["T"]] = row["ms"]
+        memory.setdefault(label, {})[row["T"]] = max(row["megabytes"], 1e-3)
+    if not rows:
+        raise ConfigError("there is no time to draw")
+    title = f"Causal attention, {BOTH}, on {numbers['machine']['device']}"
+    panels = [Panel("time in ms", times), Panel("temporary memory in MB", memory)]
+    dashed = [label for label in times if "," in label]
+    write_whole(path, growth_plot(panels, against="length T", title=title, dashed=dashed))
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
