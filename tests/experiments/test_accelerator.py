@@ -93,7 +93,7 @@ def test_a_failure_of_a_call_is_kept_beside_the_other_times():
 
 def test_the_file_is_kept_when_the_program_is_stopped(monkeypatch, tmp_path, capsys):
     row = {"name": "t5", "by": "xla", "what": "float32", "T": 8, "errors": {"q": 0.5}}
-    row |= {"worst": 0.5, "same bits": True}
+    row |= {"allowed": {"q": 0.1}, "worst": 0.5, "same bits": True}
     monkeypatch.setattr(accelerator, "check", lambda report, *rest: report.add("checks", row))
 
     def stop(*arguments):
@@ -116,16 +116,20 @@ def test_nothing_is_begun_when_the_time_is_over(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("errors", "same_bits", "wrong"),
+    ("dtype", "errors", "same_bits", "wrong"),
     [
-        ({"q": 9e-5}, True, False),
-        ({"q": 0.0, "k": 2e-4}, True, True),
-        ({"q": float("nan")}, True, True),
-        ({"q": 0.0}, False, True),
+        ("float32", {"q": 9e-5, "params": 9e-4}, True, False),
+        ("float32", {"q": 2e-4, "params": 0.0}, True, True),
+        ("float32", {"q": 0.0, "params": 2e-3}, True, True),
+        ("float32", {"q": float("nan"), "params": 0.0}, True, True),
+        ("float32", {"q": 0.0, "params": 0.0}, False, True),
+        ("bfloat16", {"q": 3e-2, "params": 0.3}, True, False),
+        ("bfloat16", {"q": 5e-2, "params": 0.3}, True, True),
     ],
 )
-def test_which_checks_fail(errors, same_bits, wrong):
-    row = {"what": "float32", "errors": errors, "same bits": same_bits}
+def test_which_checks_fail(dtype, errors, same_bits, wrong):
+    greatest = accelerator.allowed(dtype, {"q": 0.0, "params": 0.1})
+    row = {"errors": errors, "allowed": greatest, "same bits": same_bits}
     assert accelerator.failed(row) == wrong
 
 
