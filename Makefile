@@ -73,13 +73,13 @@ bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" fo
 	$(RUN) -m experiments bench $(or $(ARGS),rope)
 
 gpu: ## Check and time attention on an NVIDIA GPU, within 8 minutes (ARGS=--help)
-	@$(MAKE) --no-print-directory ACCEL=cuda accelerator-cuda
+	@$(MAKE) --no-print-directory ACCEL=cuda accelerator-gpu
 
 tpu: ## Check and time attention on a TPU, within 8 minutes (ARGS=--help)
 	@$(MAKE) --no-print-directory ACCEL=tpu accelerator-tpu
 
 accelerator-%: $(VENV)/.installed-experiments
-	JAX_PLATFORMS=$*,cpu $(VENV)/bin/python -m experiments.bench.accelerator \
+	$(RUN) -m experiments.bench.accelerator --on $* \
 	  --json results/$*.json --plot results/$*.svg $(ARGS)
 
 tpu-static: ## Compile the TPU kernels without a TPU, compare their cycles (ARGS=--help)

@@ -25,6 +25,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -63,6 +64,7 @@ class Job(NamedTuple):
     """A program to compile; arguments are arrays, or shapes of arrays."""
 
     row: dict
+    case: Case
     f: Callable
     arguments: tuple
 
@@ -120,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--minutes", type=float, default=8.0, help="time in all (default: 8)")
+    add("--on", choices=("cpu", "gpu", "tpu"), help="an error where JAX runs on another platform")
     lengths = 2048, 4096, 8192, 16384, 32768
     add("--lengths", type=positives, default=lengths, help=f"T (default: {lengths})")
     sizes = {"batch": 4, "heads": 16, "head-dim": 128, "check-length": 512, "slots": 32768}
@@ -147,6 +150,8 @@ def run(options: argparse.Namespace) -> int:
         report.numbers["machine"] = machine()
     except RuntimeError as error:  # No such device.
         raise ConfigError(" ".join(str(error).split())) from None
+    if options.on not in (None, jax.default_backend()):
+        raise ConfigError(f"--on {options.on}: JAX runs on {jax.default_backend()} here")
     for name, value in report.numbers["machine"].items():
         print(f"{name}: {value}")
     report.numbers["options"] = {name: str(value) for name, value in vars(options).items()}
@@ -253,11 +258,11 @@ def time_rounds(
       report: saved after every round.
       running: rows, and functions that make the arguments and return a call of the program.
       options: of the command line.
-      end: when to stop; what was not called before it is skipped.
+      end: when to stop; a call that is not expected to end before it is skipped.
     """
     calls = []
     for row, prepare in running:
-        if time.monotonic() > end:
+        if time.monotonic() + 2 * row.get("expected ms", 0) / 1e3 > end:
             row["skipped"] = "out of time"
             continue
         try:
@@ -272,8 +277,8 @@ def time_rounds(
     for i in range(options.rounds if calls else 0):
         at = i % len(calls)
         for row, call, inner, took in calls[at:] + calls[:at]:
-            if time.monotonic() > end:
-                return
+            if time.monotonic() + inner * row["ms"] / 1e3 > end:
+                continue
             took.append(_seconds(call, inner))
             _finish(report, row, took)
         report.save()
@@ -332,8 +337,9 @@ def check(report: Report, options: argparse.Namespace, cases: list[Case], end: f
     for dtype, arrays in given.items():
         for case in cases:
             row = {"name": case.name, "by": case.by, "what": dtype, "T": options.check_length}
-            jobs.append(Job(row, functools.partial(both, case.attend), _arguments(case, arrays)))
-    for (row, _, arguments), program in compiled(jobs, options.threads, end):
+            f = functools.partial(both, case.attend)
+            jobs.append(Job(row, case, f, _arguments(case, arrays)))
+    for (row, _, _, arguments), program in compiled(jobs, options.threads, end):
         name, dtype = row["name"], row["what"]
         try:
             if program is not None:
@@ -388,34 +394,39 @@ def measure(
 ) -> None:
     """Times everything at one length."""
     shape = options.batch, length, options.heads, options.head_dim
-    arrays = inputs(shape, jnp.bfloat16)
+    make_inputs = functools.partial(inputs, shape, jnp.bfloat16)
+    arrays = functools.cache(make_inputs)
     zeros = functools.cache(jnp.zeros)  # All programs share a matrix.
     table = pe.T5(num_heads=options.heads).init(jax.random.key(1))["table"]
     cases = cases + peers(length, options.heads, table, jax.default_backend())
     early = {"none", "t5", "matrix"}
     cases.sort(key=lambda case: (case.by == "dense", case.name not in early))
     forward = 2 * options.batch * options.heads * length**2 * options.head_dim
-    gone = {_key(row) for row in report.numbers["times"] if {"error", "unsupported"} & {*row}}
+    earlier = {_key(row): row for row in report.numbers["times"] if "skipped" not in row}
     jobs = []
     for case in cases:
         for what, flop in ((FORWARD, forward), (BOTH, 3.5 * forward)):
             row = {"name": case.name, "by": case.by, "what": what, "T": length, "flop": flop}
-            if case.by != "reference" and _key(row) not in gone:
-                f = with_gradients(case.attend) if what == BOTH else case.attend
-                jobs.append(Job(row, f, _arguments(case, arrays)))
+            before = earlier.get(_key(row), {})
+            if case.by == "reference" or {"error", "unsupported"} & {*before}:
+                continue
+            if "ms" in before:
+                row["expected ms"] = before["ms"] * flop / before["flop"]
+            f = with_gradients(case.attend) if what == BOTH else case.attend
+            jobs.append(Job(row, case, f, _arguments(case, jax.eval_shape(make_inputs))))
 
     def real(x: Any) -> jax.Array:
         return zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
 
-    def prepare(program: Any, arguments: tuple) -> Callable:
-        arguments = jax.tree.map(real, arguments)
+    def prepare(program: Any, case: Case) -> Callable:
+        arguments = jax.tree.map(real, _arguments(case, arrays()))
         return lambda: program(*arguments)
 
     began, running = time.monotonic(), []
     for job, program in compiled(jobs, options.threads, began + 0.6 * (end - began)):
         report.add("times", job.row)
         if program is not None:
-            running.append((job.row, functools.partial(prepare, program, job.arguments)))
+            running.append((job.row, functools.partial(prepare, program, job.case)))
     time_rounds(report, running, options, end)
     for row, _ in running:
         print(line(row), flush=True)
@@ -427,19 +438,20 @@ def _key(row: dict) -> tuple:
 
 def decode(report: Report, options: argparse.Namespace, cases: list[Case], end: float) -> None:
     """Times one token against a cache, by the implementation that is chosen for it."""
-    arrays = inputs((options.batch, options.slots, options.heads, options.head_dim), jnp.bfloat16)
+    shape = options.batch, options.slots, options.heads, options.head_dim
+    arrays = functools.cache(functools.partial(inputs, shape, jnp.bfloat16))
     t5 = pe.T5(num_heads=options.heads).init(jax.random.key(1))
 
     def ours(case: Case) -> dict:
-        return {case.name: our_case(case.scheme, _arguments(case, arrays), tokens=1)}
+        return {case.name: our_case(case.scheme, _arguments(case, arrays()), tokens=1)}
 
     makers: list[tuple[str, str, Callable[[], dict]]] = [
         (case.name, "default", functools.partial(ours, case)) for case in cases if case.by == "xla"
     ]
-    makers.insert(1, ("none", "jax.nn", lambda: decode_peers.jax_nn((*arrays[:3], t5), tokens=1)))
+    makers.insert(1, ("none", "jax.nn", lambda: decode_peers.jax_nn((*arrays()[:3], t5), tokens=1)))
     for name, by, make in makers:
         row = {"name": name, "by": by, "what": "decode", "T": options.slots}
-        row["bytes"] = 2 * arrays[1].nbytes
+        row["bytes"] = 2 * 2 * math.prod(shape)  # bfloat16, k and v.
         if time.monotonic() > end:
             report.add("times", row | {"skipped": "out of time"})
             continue

@@ -77,7 +77,17 @@ def test_what_failed_is_not_tried_at_a_larger_length(few_programs):
         accelerator.measure(report, options, [], length, report.until(0.5))
     failed = [(row["what"], row["T"]) for row in report.numbers["times"] if "error" in row]
     assert failed == [("forward", 8), ("forward+backward", 8)]
-    assert [row["T"] for row in report.numbers["times"] if "ms" in row] == [8, 8, 16, 16]
+    timed = [row for row in report.numbers["times"] if "ms" in row]
+    assert [row["T"] for row in timed] == [8, 8, 16, 16]
+    assert timed[2]["expected ms"] == pytest.approx(4 * timed[0]["ms"])
+
+
+def test_a_call_that_would_end_too_late_is_not_begun():
+    report = accelerator.Report(None, minutes=1)
+    options = accelerator._parser().parse_args(TINY)
+    row = {"name": "t5", "by": "xla", "what": "decode", "T": 1, "bytes": 8, "expected ms": 40e3}
+    accelerator.time_rounds(report, [(row, lambda: breaks)], options, report.until(0.9))
+    assert row["skipped"] == "out of time"
 
 
 def test_a_failure_of_a_call_is_kept_beside_the_other_times():
@@ -146,6 +156,7 @@ def test_differences_are_parts_of_the_largest_value():
     [
         (["--lengths=64,x"], "argument --lengths: must be an integer from 1, got 'x'"),
         (["--schemes", "t6"], "invalid choice: 't6'"),
+        (["--on=tpu"], "--on tpu: JAX runs on cpu here"),
         (["--rouds=3"], "unrecognized arguments: --rouds=3"),
         (["--replot=none.json", "--plot=x.svg"], "none.json: cannot be read"),
     ],
