@@ -33,6 +33,36 @@ def embed(scheme, params, x, coordinates):
     return scheme.embed(params, x, coordinates)
 
 
+def query(scheme, params, q, coordinates):
+    """`scheme.query`, compiled, as NumPy: op by op it takes thirty programs."""
+    return np.asarray(_query(scheme, params, q, coordinates))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _query(scheme, params, q, coordinates):
+    return scheme.query(params, q, coordinates)
+
+
+def key(scheme, params, k, coordinates):
+    """`scheme.key`, compiled, as NumPy."""
+    return np.asarray(_key(scheme, params, k, coordinates))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _key(scheme, params, k, coordinates):
+    return scheme.key(params, k, coordinates)
+
+
+def apply_rope(x, positions, **settings):
+    """`posenc_jax.apply_rope`, compiled, as NumPy."""
+    return np.asarray(_apply_rope(tuple(sorted(settings.items())), x, positions))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply_rope(settings, x, positions):
+    return pe.apply_rope(x, positions, **dict(settings))
+
+
 def qkv(batch=1, length=63, heads=6, kv_heads=3, dim=8, seed=0):
     """Normal float32 numbers. 6 heads are no power of two, 63 tokens no multiple of a tile.
 

@@ -1,9 +1,10 @@
-"""Rules of every kind for the tests of the engine, with the arrays they read."""
+"""Rules of every kind for the tests of the engine, with the arrays they read, and masks."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import posenc_jax as pe
 from posenc_jax.rules import ContentBias, DotBias, LogitBias, LogitsTransform, SeparableBias
@@ -202,3 +203,33 @@ KINDS = {
     "wide": Kind(_dots, _wide),
     "unbounded": Kind(_dots, _unbounded),
 }
+
+
+def explicit_mask(options, batch, heads, length):
+    """Options of `attention`, with what is seen given as a mask [B, N, T, S], in NumPy.
+
+    It shares nothing with the library, and all that differ in what is seen have one program.
+    """
+    options = dict(options)
+
+    def take(name, default=None):
+        value = options.pop(name, default)
+        return value if value is default or isinstance(value, bool | tuple) else np.asarray(value)
+
+    at = np.arange(length, dtype=np.int32)
+    q_at, k_at = take("q_positions", at), take("k_positions", at)
+    window, prefix, ids = take("window"), take("prefix_length"), take("q_segment_ids")
+    take("contiguous")
+    distance = q_at[:, None] - k_at
+    seen = np.full((batch, *distance.shape), True)
+    if take("is_causal", False):
+        seen &= distance >= 0
+    if window is not None:
+        left, right = window if isinstance(window, tuple) else (window - 1, window - 1)
+        seen &= (distance <= left) & (distance >= -right)
+    if prefix is not None:
+        seen |= (k_at < prefix[:, None])[:, None]
+    if ids is not None:
+        seen &= (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
+    mask = np.broadcast_to(seen[:, None] & take("mask", True), (batch, heads, *distance.shape))
+    return options | {"mask": mask, "q_positions": q_at, "k_positions": k_at}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.rules import KINDS
+from engine.rules import KINDS, explicit_mask
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -20,17 +20,15 @@ SMALL_TILES = XLA(Blocks(16, 8), Blocks(8, 16), pairs_at_once=64, row_block=8 * 
 IMPLEMENTATIONS = {"xla": SMALL_TILES, "dense": Dense(block=5 * B * N * T)}
 
 
-def _order():
-    return jax.random.permutation(jax.random.key(5), jnp.arange(T, dtype=jnp.int32))
-
-
 def _segments():
-    ids = jnp.zeros((B, T), jnp.int32).at[0, 11:].set(1).at[0, 23:].set(2)
-    return ids.at[1, :9].set(-1).at[0, 33:].set(-1)
+    ids = np.zeros((B, T), np.int32)
+    ids[0, 11:], ids[0, 23:], ids[1, :9], ids[0, 33:] = 1, 2, -1, -1
+    return ids
 
 
 def _positions():
-    return {"q_positions": _order(), "k_positions": _order()}
+    order = np.random.default_rng(5).permutation(T).astype(np.int32)
+    return {"q_positions": order, "k_positions": order}
 
 
 FEATURES = {
@@ -39,14 +37,14 @@ FEATURES = {
     "window": lambda: {"is_causal": True, "window": 9},
     "two_sided_window": lambda: {"window": (7, 3)},
     "segments": lambda: {"is_causal": True, "q_segment_ids": _segments()},
-    "prefix": lambda: {"is_causal": True, "prefix_length": jnp.array([4, 20])},
+    "prefix": lambda: {"is_causal": True, "prefix_length": np.array([4, 20], np.int32)},
     "softcap_sinks": lambda: {
         "is_causal": True,
         "softcap": 3.0,
-        "sinks": jnp.linspace(-1.0, 2.0, N),
+        "sinks": np.linspace(-1.0, 2.0, N, dtype=np.float32),
     },
-    "sinks": lambda: {"is_causal": True, "sinks": jnp.linspace(-1.0, 2.0, N)},
-    "mask": lambda: {"mask": jax.random.bernoulli(jax.random.key(6), 0.4, (1, N, T, T))},
+    "sinks": lambda: {"is_causal": True, "sinks": np.linspace(-1.0, 2.0, N, dtype=np.float32)},
+    "mask": lambda: {"mask": np.random.default_rng(6).random((1, N, T, T)) < 0.4},
     "dropout": lambda: {
         "is_causal": True,
         "dropout_rate": 0.3,
@@ -61,8 +59,8 @@ FEATURES = {
     },
     "chunk": lambda: {
         "is_causal": True,
-        "q_positions": jnp.arange(T - 6, T, dtype=jnp.int32),
-        "k_positions": jnp.arange(T, dtype=jnp.int32),
+        "q_positions": np.arange(T - 6, T, dtype=np.int32),
+        "k_positions": np.arange(T, dtype=np.int32),
     },
 }
 CASES = [(kind, "causal") for kind in ("none", "t5", "fire", "fox", "shaw")]
@@ -83,10 +81,10 @@ DENSE_CASES = [("whole", f) for f in ("causal", "segments", "mask", "softcap_sin
 DENSE_CASES += [("shaw", "dropout"), ("fox", "prefix"), ("t5", "chunk"), ("separable", "window")]
 
 
-def _outcome(kind, options, implementation):
-    """The output, the log-sum-exp, and the gradients of both to all that can have one."""
+def _case(kind, options):
+    """Returns the static options, the arrays, the weights of the loss and the other options."""
     kind = KINDS[kind]
-    queries = 6 if "q_positions" in options and options["q_positions"].shape[0] == 6 else T
+    queries = options["q_positions"].shape[0] if "q_positions" in options else T
     keys = jax.random.split(jax.random.key(0), 6)
     arrays = {
         "q": jax.random.normal(keys[0], (B, queries, N, H)),
@@ -95,40 +93,53 @@ def _outcome(kind, options, implementation):
         "params": kind.make(keys[3], N, H),
         "sinks": options.get("sinks"),
     }
-    weights = jax.random.normal(keys[4], (B, queries, N, V))
-    lse_weights = jax.random.normal(keys[5], (B, queries, N))
-    places = {}
     if kind.axes:
         # Float coordinates, so that these have gradients too.
-        at = jax.random.normal(keys[5], (kind.axes, B, T)) * 3
-        arrays["at"] = at
+        arrays["at"] = jax.random.normal(keys[5], (kind.axes, B, T)) * 3
     options = {n: x for n, x in options.items() if n != "sinks"}
+    dynamic = {n: x for n, x in options.items() if isinstance(x, jax.Array | np.ndarray)}
+    random = np.random.default_rng(0)
+    weights = {
+        "out": random.normal(size=(B, queries, N, V)).astype(np.float32),
+        "lse": random.normal(size=(B, queries, N)).astype(np.float32),
+    }
+    static = tuple((n, x) for n, x in options.items() if n not in dynamic)
+    return static, arrays, weights, dynamic
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _outcome(implementation, kind, static, arrays, weights, dynamic):
+    """The output, the log-sum-exp, and the gradients of both to all that can have one."""
 
     def loss(arrays):
         q, k, v = (arrays[n] for n in "qkv")
-        if kind.axes:
-            places.update(q_coordinates=arrays["at"], k_coordinates=arrays["at"] + 0.25)
+        places = {}
+        if "at" in arrays:
+            places = {"q_coordinates": arrays["at"], "k_coordinates": arrays["at"] + 0.25}
         out, lse = pe.attention(
             q,
             k,
             v,
-            rules=kind.rules(arrays["params"], q, k),
+            rules=KINDS[kind].rules(arrays["params"], q, k),
             **places,
-            **options,
+            **dict(static),
+            **dynamic,
             sinks=arrays["sinks"],
             return_lse=True,
             implementation=implementation,
         )
         seen = jnp.isfinite(lse)
-        total = jnp.sum(out * weights) + jnp.sum(jnp.where(seen, lse, 0.0) * lse_weights)
-        return total, (out, jnp.where(seen, lse, -1.0), seen)
+        lse = jnp.where(seen, lse, 0.0)
+        total = jnp.sum(out * weights["out"]) + jnp.sum(lse * weights["lse"])
+        return total, (out, lse, seen)
 
-    return jax.jit(jax.grad(loss, has_aux=True))(arrays)
+    return jax.grad(loss, has_aux=True)(arrays)
 
 
 @functools.cache
 def _reference(kind, feature):
-    return _outcome(kind, FEATURES[feature](), "reference")
+    static, *arrays = _case(kind, explicit_mask(FEATURES[feature](), B, N, T))
+    return _outcome("reference", kind, static, *arrays)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +148,21 @@ def _reference(kind, feature):
 )
 def test_equals_the_reference(kind, feature, implementation):
     wanted = _reference(kind, feature)
-    got = _outcome(kind, FEATURES[feature](), IMPLEMENTATIONS[implementation])
+    static, *arrays = _case(kind, FEATURES[feature]())
+    got = _outcome(IMPLEMENTATIONS[implementation], kind, static, *arrays)
     chex.assert_tree_all_finite(got[0])
     chex.assert_trees_all_close(got, wanted, atol=3e-5, rtol=1e-4)
     # Neither is the test blind: every gradient is there.
     for leaf in jax.tree.leaves(got[0]):
         assert np.any(np.asarray(leaf) != 0)
+
+
+@pytest.mark.parametrize("feature", [f for f in FEATURES if "sinks" not in f])
+def test_the_reference_reads_what_is_seen_from_the_options(feature):
+    options = FEATURES[feature]()
+    static, *arrays = _case("none", options)
+    got = _outcome("reference", "none", static, *arrays)
+    chex.assert_trees_all_close(got, _reference("none", feature), atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS.values()), ids=repr)

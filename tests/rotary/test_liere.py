@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
+from oracle import attend, qkv, query, softmax_attention
 
 import posenc_jax as pe
 
@@ -62,7 +62,7 @@ def test_blocks_of_two_rotate_exactly_at_far_positions():
     params = scheme.init(jax.random.key(0))
     (q, _, _) = qkv(length=4, dim=4)
     at = np.array([[1, 257, 10**6, 2**31 - 1], [0, 3, -5, 10**9]])
-    got = scheme.query(params, q, jnp.asarray(at)[:, None])
+    got = query(scheme, params, q, jnp.asarray(at)[:, None])
     rates = np.asarray(params["upper"], np.float64)[:, 0, :, 0]
     rotation = np.exp(-1j * (at.astype(np.float64).T @ rates))[None, :, None]
     pairs = np.asarray(q, np.float64).reshape(1, 4, 6, 2, 2)

@@ -1,9 +1,10 @@
 """RoPE++ against the lines of the authors' code, in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
+from oracle import attend, key, qkv, query, softmax_attention
 
 import posenc_jax as pe
 
@@ -62,7 +63,7 @@ def test_queries_at_far_positions(heads):
     at = np.array([1, 257, 10**6, 2**31 - 1])
     scheme = pe.RoPEPlusPlus(head_dim=8, heads=heads, theta=50.0)
     wanted = authors(q, k, at, MODES[heads], theta=50.0)
-    got = (f({}, x, jnp.asarray(at)[None]) for f, x in ((scheme.query, q), (scheme.key, k)))
+    got = (f(scheme, {}, x, jnp.asarray(at)[None]) for f, x in ((query, q), (key, k)))
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
@@ -71,20 +72,23 @@ def test_an_imaginary_query_worked_out_by_hand():
     """x = (1, 2, 3, 4) at position 1, printed by the authors' lines."""
     scheme = pe.RoPEPlusPlus(head_dim=4, heads="all")
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
-    got = scheme.query({}, x, jnp.array([[1]])).ravel()
+    got = query(scheme, {}, x, jnp.array([[1]])).ravel()
     np.testing.assert_allclose(got, [2.4623779, 4.01979967, 1.98411065, -1.95990067], rtol=1e-6)
 
 
 def test_decodes_with_heads_added():
     scheme = pe.RoPEPlusPlus(head_dim=8, heads="added")
     q, k, v = qkv(length=9)
-    whole, _ = pe.scheme_attention(scheme, {}, q, k, v, is_causal=True)
+    whole = attend(scheme, {}, q, k, v, is_causal=True)
     assert whole.shape == (1, 9, 12, 8)
     cache = pe.new_cache(scheme, 1, 9, num_heads=6, num_kv_heads=3, head_dim=8)
+
+    @jax.jit
+    def step(cache, *arrays):
+        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, is_causal=True)
+
     for part in (slice(0, 6), slice(6, 9)):
-        out, cache = pe.scheme_attention(
-            scheme, {}, q[:, part], k[:, part], v[:, part], cache=cache, is_causal=True
-        )
+        out, cache = step(cache, *(x[:, part] for x in (q, k, v)))
         np.testing.assert_allclose(out, whole[:, part], atol=1e-6)
 
 

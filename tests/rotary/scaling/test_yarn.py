@@ -7,7 +7,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
+from oracle import attend, qkv, query, softmax_attention
 from support import Option
 
 import posenc_jax as pe
@@ -85,7 +85,7 @@ def test_the_ends_of_the_index_ramp_worked_out_by_hand():
 def test_the_factor_is_on_what_rotates_and_squared_on_logits():
     x = jnp.ones((1, 3, 1, 8))
     scheme = pe.RoPE(head_dim=8, rotary_dim=4, scaling=pe.YaRN(**BASE))
-    out = scheme.query({}, x, jnp.zeros((1, 3), int))
+    out = query(scheme, {}, x, jnp.zeros((1, 3), int))
     g = 0.1 * math.log(4.0) + 1
     np.testing.assert_allclose(out[0, 0, 0], [g] * 4 + [1.0] * 4, rtol=1e-6)
 
