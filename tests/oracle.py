@@ -33,6 +33,16 @@ def embed(scheme, params, x, coordinates):
     return scheme.embed(params, x, coordinates)
 
 
+def decode(scheme, params, cache, *arrays, **traced):
+    """The output and the cache of one causal `scheme_attention`, compiled."""
+    return _decode(scheme, params, cache, arrays, traced)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _decode(scheme, params, cache, arrays, traced):
+    return pe.scheme_attention(scheme, params, *arrays, cache=cache, is_causal=True, **traced)
+
+
 def query(scheme, params, q, coordinates):
     """`scheme.query`, compiled, as NumPy: op by op it takes thirty programs."""
     return np.asarray(_query(scheme, params, q, coordinates))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
+from oracle import attend, decode, qkv, softmax_attention
 
 import posenc_jax as pe
 
@@ -69,9 +69,7 @@ def test_cached_keys_do_not_drift_as_those_of_torchscale():
     whole = attend(scheme, {}, q, q, v, is_causal=True)
     cache = pe.new_cache(scheme, 1, 12, num_heads=1, head_dim=4)
     for t in (slice(0, 9), slice(9, 10), slice(10, 12)):
-        out, cache = pe.scheme_attention(
-            scheme, {}, q[:, t], q[:, t], v[:, t], cache=cache, is_causal=True
-        )
+        out, cache = decode(scheme, {}, cache, q[:, t], q[:, t], v[:, t])
         np.testing.assert_allclose(out, whole[:, t], atol=2e-6)
 
 
@@ -91,16 +89,8 @@ def test_decoding_a_million_tokens_after_the_prompt():
     wanted = softmax_attention(q, k, v, logit, positions=at)
     cache = pe.new_cache(scheme, 1, 15, num_heads=6, num_kv_heads=3, head_dim=8)
     for t in (slice(0, 4), slice(4, 7), slice(7, 11), slice(11, 14), slice(14, 15)):
-        out, cache = pe.scheme_attention(
-            scheme,
-            {},
-            q[:, t],
-            k[:, t],
-            v[:, t],
-            positions=at[None, t],
-            cache=cache,
-            is_causal=True,
-        )
+        parts = (x[:, t] for x in (q, k, v))
+        out, cache = decode(scheme, {}, cache, *parts, positions=at[None, t])
         np.testing.assert_allclose(out, wanted[:, t], atol=1e-5)
     assert cache.state.tolist() == [10**6 + 3]
 
