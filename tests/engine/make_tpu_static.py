@@ -44,8 +44,17 @@ os.environ |= {
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -148,12 +157,12 @@ def abstract_device(chip: str) -> AbstractDevice:
     return AbstractDevice(**about)
 
 
-def program(case: Case):
+def program(case: Case, **settings):
     """Returns forward and backward of a case, and the shapes of its arguments."""
     if case.rule == "splash":
         return splash(case)
     tile = Blocks(case.tile, case.tile)
-    implementation = PallasTPU(tile, tile, cross_compile=True)
+    implementation = PallasTPU(tile, tile, cross_compile=True, **settings)
     tokens = 2, case.length
     q = jax.ShapeDtypeStruct((*tokens, case.heads, case.dim), case.dtype)
     k = jax.ShapeDtypeStruct((*tokens, case.kv_heads, case.dim), case.dtype)
@@ -222,6 +231,32 @@ def compile_case(case: Case, chip: str):
         compiled = jax.jit(step).lower(*arguments).compile()
     seconds = time.monotonic() - start
     return read_kernels(), seconds, compiled.memory_analysis().temp_size_in_bytes
+
+
+def collectives(rule: str, kind: AxisType) -> list[str]:
+    """Returns the operations between 2 x 4 devices that share the batch and the heads."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    names = ("data", "heads")
+    mesh = Mesh(np.array(devices).reshape(2, 4), names, axis_types=(kind,) * 2)
+    axes = {} if kind == AxisType.Explicit else {"batch_axes": "data", "head_axes": "heads"}
+    step, arguments = program(Case(rule), **axes)
+    on = functools.partial(NamedSharding, mesh)
+
+    def put(x, *spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(PartitionSpec(*spec)))
+
+    q, k, v, params, integers, d_out = arguments
+    tokens = "data", None, "heads"
+    arguments = (
+        *(put(x, *tokens) for x in (q, k, v)),
+        jax.tree.map(lambda x: put(x, *tokens[: x.ndim]) if x.ndim == 3 else put(x), params),
+        put(integers, "data"),
+        put(d_out, *tokens),
+    )
+    with jax.set_mesh(mesh):
+        text = jax.jit(step).lower(*arguments).compile().as_text()
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return re.findall(rf"= .*? ((?:{kinds})(?:-start)?)\(", text)
 
 
 def read_kernels() -> dict[str, Kernel]:
@@ -328,6 +363,11 @@ def compare(committed: dict, found: dict) -> list[str]:
     return worse
 
 
+def known_case(known: dict, text: str) -> bool:
+    chip, name = text.split(", ", 1)
+    return name in known.get(chip, {})
+
+
 def table(known: dict) -> str:
     """Returns committed numbers as a table of Markdown."""
     chips = [chip for chip in CHIPS if chip in known]
@@ -352,6 +392,7 @@ def main() -> int:
     parser.add_argument("--chips", default=",".join(CHIPS), help=f"some of {', '.join(CHIPS)}")
     parser.add_argument("--cases", default="", help="names of cases, separated by ';' (all)")
     parser.add_argument("--write", action="store_true", help="write down what came out")
+    parser.add_argument("--sharded", action="store_true", help="list collectives, no more")
     parser.add_argument("--table", action="store_true", help="print committed numbers, no more")
     arguments = parser.parse_args()
     names = [x.strip() for x in arguments.cases.split(";") if x.strip()] or list(CASES)
@@ -364,7 +405,13 @@ def main() -> int:
     if arguments.table:
         print(table(known))
         return 0
-    failed, skipped, compared = [], [], 0
+    if arguments.sharded:
+        for rule in ("none", "t5", "separable"):
+            for kind in (AxisType.Auto, AxisType.Explicit):
+                found = collectives(rule, kind)
+                print(f"v5e, 2 x 4 devices, {kind}, {rule}: {len(found)} collectives {found}")
+        return 0
+    failed, skipped, refused, compared = [], [], [], 0
     print(f"jax {jax.__version__}, libtpu {libtpu}; T = 8192, causal, B = 2")
     print("cycles by kind of tile, ratio of the worst to no rule, cycles elsewhere, VMEM in MiB")
     for chip in chips:
@@ -376,6 +423,11 @@ def main() -> int:
             except UnreadableError as error:
                 skipped.append(f"{chip}, {name}: {error}")
                 print(f"{name:18} skipped: {error}")
+                continue
+            except jax.errors.JaxRuntimeError as error:
+                refusal = re.search(r"Ran out of memory.*?\.\s", str(error))
+                refused.append(f"{chip}, {name}")
+                print(f"{name:18} does not compile: {refusal[0] if refusal else error}")
                 continue
             found = {which: vars(kernel) for which, kernel in kernels.items()}
             results[name] = found
@@ -392,6 +444,7 @@ def main() -> int:
         COMMITTED.write_text(json.dumps(committed, indent=1, sort_keys=True) + "\n")
         print(f"\nwrote {COMMITTED.name}")
         return 0
+    failed += [f"{x}: no longer compiles" for x in refused if known_case(known, x)]
     for line in failed:
         print(f"WORSE {line}")
     if skipped or not compared:
