@@ -2,9 +2,11 @@
 
 All forms give the same numbers. On CPU they differ up to forty-fold in speed: XLA vectorises a
 sum of padded halves, but neither concatenation nor `rotate_half`; for interleaved pairs it
-vectorises swapped neighbours times tables that hold every number twice. The backward pass is the
-rotation by the negative angle; autodiff of the padded sum in bfloat16 would be four to thirteen
-times slower.
+vectorises swapped neighbours times tables that hold every number twice. On TPU, where lanes are
+expensive to move, partners of 16 bits are brought by a product with a matrix of zeros and ones,
+which is exact: XLA then reads a third to a half as many bytes. The backward pass is the rotation
+by the negative angle; autodiff of the padded sum in bfloat16 would be four to thirteen times
+slower.
 """
 
 import functools
@@ -127,6 +129,28 @@ def _sum_like(table, x):
 
 
 def _rotate_all(x, cos, sin, sign, read, write):
+    if read != write or x.dtype.itemsize > 2:
+        return _by_parts(x, cos, sin, sign, read, write)
+    ways = {"tpu": _by_product, "default": _by_parts}
+    ways = {
+        name: functools.partial(way, sign=sign, read=read, write=write)
+        for name, way in ways.items()
+    }
+    return jax.lax.platform_dependent(x, cos, sin, **ways)
+
+
+def _by_product(x, cos, sin, sign, read, write):
+    """Partners by a product: exact, since each sum has one term that is not zero."""
+    size = x.shape[-1]
+    axis = np.stack([*_split(np.arange(size), read)]).astype(int)
+    partners = np.zeros((size, size), np.float32)
+    partners[axis[1], axis[0]], partners[axis[0], axis[1]] = -1.0, 1.0
+    other = jnp.einsum("btnh,hg->btng", x, jnp.asarray(partners, x.dtype))
+    cos, sin = _join(cos, cos, write), _join(sign * sin, sign * sin, write)
+    return (x.astype(jnp.float32) * cos + other.astype(jnp.float32) * sin).astype(x.dtype)
+
+
+def _by_parts(x, cos, sin, sign, read, write):
     a, b = _split(x, read)
     enough = 32 if x.dtype == jnp.float32 else 4  # Rows of x for each row of the tables.
     if read == write == "interleaved" and x.size >= enough * 2 * cos.size:
@@ -138,7 +162,7 @@ def _rotate_all(x, cos, sin, sign, read, write):
 
 
 def _split(x, layout):
-    x = x.astype(jnp.float32)
+    x = x.astype(np.float32)
     if layout == "interleaved":
         return x[..., 0::2], x[..., 1::2]
     half = x.shape[-1] // 2

@@ -259,6 +259,35 @@ def collectives(rule: str, kind: AxisType) -> list[str]:
     return re.findall(rf"= .*? ((?:{kinds})(?:-start)?)\(", text)
 
 
+def rotary(layout: str | None, chip: str) -> list[int]:
+    """Returns MiB that XLA reads and writes in a layer with RoPE: forward, and with backward."""
+    length, heads, dim, width = 2048, 16, 128, 2048
+    rope, at = pe.RoPE(head_dim=dim, layout=layout or "half"), jnp.arange(length)[None]
+    kernels = PallasTPU(cross_compile=True)
+    sharding = SingleDeviceSharding(device(chip))
+
+    def layer(x, q, k, v, out):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in (q, k, v))
+        if layout is not None:
+            q, k = rope.query({}, q, at), rope.key({}, k, at)
+        made = pe.attention(q, k, v, is_causal=True, implementation=kernels)
+        return jnp.einsum("btnh,nhd->btd", made, out)
+
+    def step(d_out, *arguments):
+        return jax.vjp(layer, *arguments)[1](d_out)
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    x, w = array(4, length, width), array(width, heads, dim)
+    arguments = x, w, w, w, array(heads, dim, width)
+    found = []
+    for program_, given in ((layer, arguments), (step, (x, *arguments))):
+        cost = jax.jit(program_).lower(*given).compile().cost_analysis()
+        found.append(round(cost["bytes accessed"] / 2**20))
+    return found
+
+
 def read_kernels() -> dict[str, Kernel]:
     """Returns the kernels that the compiler just wrote down."""
     files = collections.defaultdict(dict)
@@ -323,7 +352,7 @@ def read_regions(text: str) -> dict[int, list[int]]:
         for mark, number in re.findall(r"(Start|End) region (\d+)", line):
             (open_ if mark == "Start" else closing).append(int(number))
         if bundle:
-            regions[open_[-1]].append(at)
+            regions[open_[-1] if open_ else 0].append(at)
     return dict(regions)
 
 
@@ -392,6 +421,7 @@ def main() -> int:
     parser.add_argument("--chips", default=",".join(CHIPS), help=f"some of {', '.join(CHIPS)}")
     parser.add_argument("--cases", default="", help="names of cases, separated by ';' (all)")
     parser.add_argument("--write", action="store_true", help="write down what came out")
+    parser.add_argument("--rotary", action="store_true", help="measure RoPE, no more")
     parser.add_argument("--sharded", action="store_true", help="list collectives, no more")
     parser.add_argument("--table", action="store_true", help="print committed numbers, no more")
     arguments = parser.parse_args()
@@ -404,6 +434,14 @@ def main() -> int:
     known = committed.setdefault(libtpu, {})
     if arguments.table:
         print(table(known))
+        return 0
+    if arguments.rotary:
+        print("bytes of a layer that XLA reads and writes, of the part that RoPE adds, in MiB")
+        for chip in chips:
+            none = rotary(None, chip)
+            for layout in ("half", "interleaved"):
+                more = [a - b for a, b in zip(rotary(layout, chip), none, strict=True)]
+                print(f"{chip}, {layout}: forward {more[0]}, with backward {more[1]} of {none}")
         return 0
     if arguments.sharded:
         for rule in ("none", "t5", "separable"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
+from posenc_jax.rotary import rotate
 
 
 def test_each_set_of_tables_rotates_consecutive_heads():
@@ -75,3 +76,24 @@ def test_all_forms_of_the_rotation_agree(layout, dtype, rows):
     rotation = (gb * a - ga * b).sum(2)
     np.testing.assert_allclose(dcos, (ga * a + gb * b).sum(2), atol=1e-5)
     np.testing.assert_allclose(dsin, -rotation if "negative" in layout else rotation, atol=1e-5)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_the_product_that_tpus_run_has_the_same_bits(layout, sign):
+    x = jax.random.normal(jax.random.key(0), (2, 9, 3, 12)).astype(jnp.bfloat16)
+    tables = [t[:, :, None] for t in pe.cos_sin(jnp.arange(9)[None], np.geomspace(1, 1e-3, 6))]
+    how = {"sign": sign, "read": layout, "write": layout}
+    np.testing.assert_array_equal(
+        np.float32(rotate._by_product(x, *tables, **how)),
+        np.float32(rotate._by_parts(x, *tables, **how)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_only_tpus_rotate_16_bits_by_a_product(dtype):
+    x = jax.ShapeDtypeStruct((2, 9, 3, 12), dtype)
+    tables = [jax.ShapeDtypeStruct((1, 9, 6), jnp.float32)] * 2
+    traced = jax.jit(pe.apply_rotation).trace(x, *tables)
+    found = ["dot" in traced.lower(lowering_platforms=(on,)).as_text() for on in ("tpu", "cpu")]
+    assert found == [dtype == jnp.bfloat16, False]
