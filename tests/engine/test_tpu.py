@@ -192,6 +192,16 @@ def _assert_close(got, wanted):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-5 * max(1.0, np.abs(b).max()))
 
 
+RULES["features"] = (
+    lambda n: {},
+    lambda params, q, k: ContentBias(
+        _gate,
+        heads=jnp.linspace(0.5, 1.0, q.shape[2]),
+        shared=jnp.float32(0.3),
+        q_features=params["row"],
+        k_features=params["column"],
+    ),
+)
 CASES = [("none", f) for f in ("plain", "segments", "two_sided_window", "prefix", "chunk")]
 CASES += [("none", "permuted"), ("none", "both_ways_segments")]
 CASES += [("t5", f) for f in ("plain", "causal", "window", "segments", "softcap", "sinks")]
@@ -289,6 +299,28 @@ def test_nan_in_padding_has_no_effect():
     chex.assert_trees_all_equal(clean, spoilt)
     assert not np.any(np.asarray(spoilt[1][0])[:, 140:])
     assert np.all(np.isneginf(np.asarray(spoilt[1][1])[:, 140:]))
+
+
+@pytest.mark.parametrize("hidden", ["padding", "later"])
+def test_nan_in_keys_that_no_query_sees_has_no_effect(hidden):
+    """Neither in values nor in features, of padding or of slots after the last query."""
+    _, static, arrays, dynamic = _case("chunk" if hidden == "later" else "segments", "none")
+    slots, queries = jnp.arange(200, dtype=jnp.int32), arrays["q"].shape[1]
+    if hidden == "later":
+        dynamic = {"q_positions": slots[:queries], "k_positions": slots}
+        gone = jnp.broadcast_to(slots >= queries, (B, 200))
+    else:
+        gone = dynamic["q_segment_ids"] < 0
+    arrays["params"] = {"row": jnp.ones((B, queries, 2)), "column": arrays["k"][..., 0]}
+
+    def spoil(x):
+        return jnp.where(gone.reshape(B, 200, *(1,) * (x.ndim - 2)), jnp.nan, x)
+
+    spoilt = arrays | {"k": spoil(arrays["k"]), "v": spoil(arrays["v"])}
+    spoilt["params"] = arrays["params"] | {"column": spoil(arrays["params"]["column"])}
+    outcomes = [_outcome(KERNELS, "features", static, x, dynamic) for x in (arrays, spoilt)]
+    chex.assert_trees_all_equal(*outcomes)
+    chex.assert_tree_all_finite(outcomes[1][0])
 
 
 def test_strided_rotation_equals_rotation_in_steps():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from posenc_jax.checks import require
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.problem import Implementation, Problem, vary_over
+from posenc_jax.engine.problem import Implementation, Problem, vary_over, zero_where
 from posenc_jax.engine.tpu.backward import backward
 from posenc_jax.engine.tpu.elements import element_of
 from posenc_jax.engine.tpu.forward import forward
@@ -92,7 +92,7 @@ class PallasTPU(Implementation):
             mesh = jax.sharding.get_abstract_mesh()
             return self._sharded(problem, mesh, self.batch_axes, self.head_axes)
         varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
-        p = vary_over(frozenset().union(*varying), problem)
+        p = _without_hidden_keys(vary_over(frozenset().union(*varying), problem))
         blocks = Blocks(_block(p.length), _block(p.keys))
         ahead, back = self.forward or blocks, self.backward or blocks
         length = _padded(p.length, ahead.q, back.q)
@@ -158,6 +158,17 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
         return PartitionSpec(row)  # Positions, coordinates, segments, slots, prefix lengths.
 
     return jax.tree_util.tree_map_with_path(spec, problem)
+
+
+def _without_hidden_keys(p: Problem) -> Problem:
+    """Returns the problem with zeros for keys that no query sees: NaN times zero is NaN."""
+    if not p.contiguous:
+        return p.without_unseen_keys()
+    if p.k_segment_ids is None:
+        return p
+    keys = p.key_arrays()
+    cleaned = {name: keys[name] for name in ("k", "v", "features")}
+    return p.with_keys(keys | zero_where(p.k_segment_ids < 0, cleaned))
 
 
 def _elements(p: Problem, lowered: Lowered) -> list[Any]:

@@ -186,11 +186,6 @@ def prepare(
             out["coordinates"] = x.coordinates
         return out if x.segments is None else out | {"segments": x.segments}
 
-    k, v = p.k, lowered.v
-    if segments[1] is not None:
-        # Masks do not stop NaN in products with zero.
-        hidden = (pad_axis(segments[1] + 1, 1, p.keys) <= 0)[..., None, None]
-        k, v = (jnp.where(hidden, jnp.zeros((), x.dtype), x) for x in (k, v))
     bias, first = None, 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
     distances = jnp.arange(first, p.length, dtype=jnp.int32)
     if lowered.bias is not None:
@@ -199,8 +194,8 @@ def prepare(
         bias = masked_by_order(p, distances, jnp.zeros((1, distances.shape[0])))
     return spec, Operands(
         q=to_layout(pad_axis(p.q, 1, length)),
-        k=to_layout(pad_axis(k, 1, keys)),
-        v=to_layout(pad_axis(v, 1, keys)),
+        k=to_layout(pad_axis(p.k, 1, keys)),
+        v=to_layout(pad_axis(lowered.v, 1, keys)),
         bias=bias,
         rows=named(queries),
         columns=named(of_keys) | _padding_apart(of_keys),
