@@ -228,6 +228,7 @@ def test_equals_the_reference(rule, feature):
         ("gate", {"heads": 4, "kv_heads": 4, "dim": 128, "length": 256}, TILES),
         ("separable", {"heads": 4, "kv_heads": 2, "dim": 256, "length": 63}, TILES),
         ("kerple", {"length": 600}, Blocks(128, 256)),
+        ("t5", {"length": 600}, Blocks(384, 640)),
     ],
 )
 def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes, blocks):
@@ -235,6 +236,21 @@ def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes, blocks):
     implementation = PallasTPU(Blocks(blocks.k, blocks.q), blocks, interpret=True)
     got, wanted = _outcome(implementation, *case), _outcome("reference", *case)
     _assert_close(got, wanted)
+
+
+def test_blocks_that_are_no_whole_lanes_are_refused():
+    with pytest.raises(ValueError, match=r"backward must have multiples of 128 .* k=100"):
+        PallasTPU(backward=Blocks(128, 100))
+
+
+def test_under_x64():
+    case = _case("segments", "t5")
+    with jax.enable_x64(True):
+        got = _outcome(KERNELS, *case)
+        abstract = jax.eval_shape(lambda: case[2:])
+        traced = _outcome.trace(PallasTPU(cross_compile=True), *case[:2], *abstract)
+        traced.lower(lowering_platforms=("tpu",))
+    _assert_close(got, _outcome("reference", *case))
 
 
 def test_bfloat16_is_close_to_float32():

@@ -164,20 +164,20 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
 
         @pl.when(start)
         def _():
-            kept["d_q"][...] = jnp.zeros((spec.length, spec.dim))
+            kept["d_q"][...] = jnp.zeros((spec.length, spec.dim), jnp.float32)
             for element in out["elements"]:
                 for y in element["q_numbers"]:
-                    y[...] = jnp.zeros((1, spec.length))
+                    y[...] = jnp.zeros((1, spec.length), jnp.float32)
 
         @pl.when(first)
         def _():
             for element in out["elements"]:
                 for y in element["numbers"]:
-                    y[...] = jnp.zeros((8, LANES))
+                    y[...] = jnp.zeros((8, LANES), jnp.float32)
             if x.bias is not None:
                 shear(strip, own["line"], kept["strip"], rotate=not spec.interpret)
             if spec.rules_in_bias:
-                kept["d_strip"][...] = jnp.zeros((LANES, strip.width))
+                kept["d_strip"][...] = jnp.zeros((LANES, strip.width), jnp.float32)
 
         @pl.when(i == 0)
         def _():
@@ -188,12 +188,12 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
             for e, element in enumerate(own["elements"]):
                 for n, row in enumerate(element.k_numbers):
                     kept["numbers"][e][n][...] = to_column(row[...])
-                    kept["d_numbers"][e][n][...] = jnp.zeros((bk, LANES))
+                    kept["d_numbers"][e][n][...] = jnp.zeros((bk, LANES), jnp.float32)
 
         @pl.when((i == 0) & (g == 0))
         def _():
-            kept["d_k"][keys] = jnp.zeros((bk, spec.dim))
-            kept["d_v"][keys] = jnp.zeros((bk, spec.value_dim))
+            kept["d_k"][keys] = jnp.zeros((bk, spec.dim), jnp.float32)
+            kept["d_v"][keys] = jnp.zeros((bk, spec.value_dim), jnp.float32)
 
         def tile(ruled, masked):
             q, d_out = own["q"][...], own["d_out"][...]
@@ -269,7 +269,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
 
             @pl.when(last)
             def _():
-                out["line"][...] = jnp.zeros((1, strip.line))
+                out["line"][...] = jnp.zeros((1, strip.line), jnp.float32)
                 sum_diagonals(strip, kept["d_strip"], out["line"])
 
     made = pl.pallas_call(

@@ -5,6 +5,7 @@ block of queries stay in VMEM over its blocks of keys, the strip of a head over 
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,13 @@ from posenc_jax.engine.tpu.strip import LANES, Strip, shear
 from posenc_jax.engine.tpu.tile import dot, lanes, to_column, to_row, visible
 from posenc_jax.mask import MASK_VALUE
 
-_SLICE = 512  # Keys of one product.
+_SLICE = 512  # Keys of one product, at most.
 
 
 def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, in the layout of v, and the log-sum-exp, float32 [B, N, 1, T]."""
     bq, bk = spec.forward.q, spec.forward.k
-    inner = min(bk, _SLICE)
+    inner = math.gcd(bk, _SLICE)
     blocks, steps = spec.length // bq, spec.keys // bk
     low, high = spec.reach(spec.forward)
     strip = Strip.of(-high, -low, bq, bk)
@@ -42,7 +43,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
 
     def key(*ids):
         b, h, block = key_of_head(*ids)
-        return b, jax.lax.div(h, spec.group), block
+        return b, jax.lax.div(h, jnp.int32(spec.group)), block
 
     arrays = {"q": x.q, "k": x.k, "v": x.v, "rows": x.rows, "columns": x.columns}
     specs = {
@@ -86,9 +87,9 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
 
         @pl.when(j == 0)
         def _():
-            kept["m"][...] = jnp.full((bq, LANES), MASK_VALUE)
-            kept["l"][...] = jnp.zeros((bq, LANES))
-            kept["out"][...] = jnp.zeros((bq, spec.value_dim))
+            kept["m"][...] = jnp.full((bq, LANES), MASK_VALUE, jnp.float32)
+            kept["l"][...] = jnp.zeros((bq, LANES), jnp.float32)
+            kept["out"][...] = jnp.zeros((bq, spec.value_dim), jnp.float32)
             q = own["q"][...].astype(jnp.float32) * (spec.scale * spec.unit)
             kept["q"][...] = q.astype(x.q.dtype)
             for name, row in own["rows"].items():

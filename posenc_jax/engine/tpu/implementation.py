@@ -19,6 +19,7 @@ from posenc_jax.engine.tpu.elements import element_of
 from posenc_jax.engine.tpu.forward import forward
 from posenc_jax.engine.tpu.layout import from_layout, to_layout
 from posenc_jax.engine.tpu.operands import Operands, Spec, prepare
+from posenc_jax.engine.tpu.strip import LANES
 from posenc_jax.mask import MASK_VALUE
 from posenc_jax.ops.partition import combine, partition
 
@@ -47,6 +48,14 @@ class PallasTPU(Implementation):
     batch_axes: str | tuple[str, ...] | None = None
     head_axes: str | tuple[str, ...] | None = None
     name = "pallas"
+
+    def __post_init__(self):
+        for name in ("forward", "backward"):
+            blocks = getattr(self, name)
+            require(
+                blocks is None or (blocks.q % LANES == 0 and blocks.k % LANES == 0),
+                f"PallasTPU: {name} must have multiples of {LANES} queries and keys, got {blocks}.",
+            )
 
     def supports(self, problem: Problem) -> str | None:
         p = problem
@@ -186,7 +195,7 @@ def _block(count: int) -> int:
 
 
 def _padded(count: int, *blocks: int) -> int:
-    step = max(blocks)
+    step = math.lcm(*blocks)
     return -(-count // step) * step
 
 

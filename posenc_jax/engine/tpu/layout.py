@@ -41,7 +41,7 @@ def number_spec(x: Any, block: int, at: At, group: int = 1) -> pl.BlockSpec:
 
     def index(*ids):
         b, head, index = at(*ids)
-        return b, jax.lax.div(head, group), 0, index
+        return b, jax.lax.div(head, jnp.int32(group)), 0, index
 
     return pl.BlockSpec((None, None, 1, block), index)
 

@@ -191,7 +191,7 @@ def prepare(
     if lowered.bias is not None:
         bias = spec.unit * lowered.bias(distances)
     elif visibility.mask_in_bias:
-        bias = masked_by_order(p, distances, jnp.zeros((1, distances.shape[0])))
+        bias = masked_by_order(p, distances, jnp.zeros((1, distances.shape[0]), jnp.float32))
     return spec, Operands(
         q=to_layout(pad_axis(p.q, 1, length)),
         k=to_layout(pad_axis(p.k, 1, keys)),

@@ -60,9 +60,9 @@ def schedule(
 
 def block_of(entry: Any) -> Any:
     """Returns the block that an entry of a schedule has in memory."""
-    return jax.lax.div(entry, _KINDS)
+    return jax.lax.div(entry, jnp.int32(_KINDS))
 
 
 def kind_of(entry: Any) -> Any:
     """Returns the kind of the tile of an entry of a schedule."""
-    return jax.lax.rem(entry, _KINDS)
+    return jax.lax.rem(entry, jnp.int32(_KINDS))

@@ -77,7 +77,7 @@ def shear(strip: Strip, line: Any, out: Any, rotate: bool) -> None:
         width = lanes + LANES
         if rotate:
             rows = jnp.broadcast_to(part, (LANES, width))
-            rows = pltpu.roll(rows, width - LANES + 1, 1, stride=1, stride_axis=0)
+            rows = pltpu.roll(rows, jnp.int32(width - LANES + 1), 1, stride=1, stride_axis=0)
         else:
             eight = _within_eight(jnp.broadcast_to(part, (8, width)), -1)
             rows = jnp.concatenate(
@@ -111,4 +111,4 @@ def _within_eight(x: jax.Array, sign: int) -> jax.Array:
 
 def _roll(x: jax.Array, shift: int) -> jax.Array:
     shift %= x.shape[1]
-    return pltpu.roll(x, shift, 1) if shift else x
+    return pltpu.roll(x, jnp.int32(shift), 1) if shift else x
