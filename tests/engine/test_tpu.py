@@ -254,7 +254,7 @@ def test_under_x64():
 
 
 def test_bfloat16_is_close_to_float32():
-    """Against float32 of the same inputs; the weights enter the second product as bfloat16."""
+    """At most twice the rounding of the reference; scaled queries and weights are bfloat16."""
     rule, static, arrays, dynamic = _case("causal", "t5", dtype=jnp.bfloat16, dim=128)
     got = _outcome(KERNELS, rule, static, arrays, dynamic)
     same = _outcome("reference", rule, static, arrays, dynamic)
@@ -263,7 +263,7 @@ def test_bfloat16_is_close_to_float32():
     for a, b, x in zip(*map(jax.tree.leaves, (got, same, exact)), strict=True):
         a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
         size = np.linalg.norm(x)
-        assert np.linalg.norm(a - x) <= 2 * np.linalg.norm(b - x) + 4e-3 * size
+        assert np.linalg.norm(a - x) <= 2 * np.linalg.norm(b - x) + 5e-4 * size
 
 
 def test_results_are_bitwise_reproducible():
