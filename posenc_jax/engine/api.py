@@ -13,7 +13,7 @@ from jax.core import Tracer
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.jax_nn import JaxNN
-from posenc_jax.engine.problem import Implementation, Problem
+from posenc_jax.engine.problem import Implementation, Problem, make_dropout_seeds
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
@@ -303,7 +303,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         mask=call.mask,
         prefix_length=prefix,
         sinks=sinks,
-        dropout_seed=None if key is None else jax.random.bits(key, (2,), jnp.uint32),
+        dropout_seeds=None if key is None else make_dropout_seeds(key, batch, num_heads),
         q_slots=jnp.arange(length, dtype=jnp.int32)[None],
         k_slots=jnp.arange(keys, dtype=jnp.int32)[None],
         is_causal=bool(call.is_causal),

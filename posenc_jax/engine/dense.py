@@ -162,9 +162,8 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
         lse = jnp.logaddexp(lse, p.sinks[None, :, None])
     shift = jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]
     weights = jnp.exp(x - shift if p.normalized else x)
-    if p.dropout_seed is not None:
-        shape = weights.shape[0], weights.shape[1]
-        keep = keep_mask(p.dropout_seed, p.dropout_rate, shape, p.q_slots, p.k_slots)
+    if p.dropout_seeds is not None:
+        keep = keep_mask(p.dropout_seeds, p.dropout_rate, p.q_slots, p.k_slots)
         weights = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)
     by_group = weights.reshape(weights.shape[0], p.v.shape[2], -1, *weights.shape[2:])
     v = p.v.astype(jnp.float32)

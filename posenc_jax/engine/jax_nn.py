@@ -24,7 +24,7 @@ class JaxNN(Implementation):
             "rules": p.rules,
             "softcap": p.softcap is not None,
             "sinks": p.sinks is not None,
-            "dropout": p.dropout_seed is not None,
+            "dropout": p.dropout_seeds is not None,
             "segments": p.q_segment_ids is not None,
             "prefix_length": p.prefix_length is not None,
             "positions of its own": (p.is_causal or p.window is not None) and not p.contiguous,

@@ -34,7 +34,7 @@ class Problem:
       q_segment_ids, k_segment_ids: int32 [B, T], [B, S], or both None.
       prefix_length: int32 [B], or None.
       sinks: float32 [N], or None.
-      dropout_seed: uint32 [2] for `keep_mask`, or None.
+      dropout_seeds: of `make_dropout_seeds`, uint32 [B, N, 2], or None.
       q_slots, k_slots: int32 [1, T], [1 or B, S], the slots that dropout hashes.
       contiguous: T = S, q and k have the same positions and coordinates, which grow by
         one per slot inside a segment.
@@ -56,7 +56,7 @@ class Problem:
     k_segment_ids: jax.Array | None
     prefix_length: jax.Array | None
     sinks: jax.Array | None
-    dropout_seed: jax.Array | None
+    dropout_seeds: jax.Array | None
     q_slots: jax.Array
     k_slots: jax.Array
     contiguous: bool = dataclasses.field(metadata=STATIC)
@@ -259,27 +259,38 @@ def repeat_heads(x: jax.Array, num_heads: int, axis: int = 2) -> jax.Array:
     return x if groups == 1 else jnp.repeat(x, groups, axis)
 
 
-def keep_mask(
-    seed: jax.Array, rate: float, shape: tuple[int, int], q_slots: jax.Array, k_slots: jax.Array
-) -> jax.Array:
+def make_dropout_seeds(key: jax.Array, batch: int, heads: int) -> jax.Array:
+    """Returns uint32 [B, N, 2]: two words for each batch row and head."""
+    seed = jax.random.bits(key, (2,), jnp.uint32)
+    b, n = (jnp.arange(count, dtype=jnp.uint32) for count in (batch, heads))
+    words = _mix(_mix(seed[0] ^ b)[:, None] + n[None])
+    return jnp.stack([words, jnp.full_like(words, seed[1])], -1)
+
+
+def keep_mask(seeds: jax.Array, rate: float, q_slots: jax.Array, k_slots: jax.Array) -> jax.Array:
     """Returns bool [B, N, T, S], false for the weights that dropout removes.
 
     A hash of seed, batch row, head, query slot and key slot: every implementation drops the
-    same weights, whatever its tiles, and stores nothing.
+    same weights, whatever its tiles and devices, and stores nothing.
 
     Args:
-      seed: uint32 [2].
+      seeds: uint32 [B, N, 2].
       rate: the share that is dropped.
-      shape: B and N.
       q_slots: int32 [1, T], the slots of the queries.
       k_slots: int32 [1 or B, S], the slots of the keys.
     """
-    b = jnp.arange(shape[0], dtype=jnp.uint32)[:, None, None, None]
-    n = jnp.arange(shape[1], dtype=jnp.uint32)[None, :, None, None]
-    h = _mix(_mix(seed[0] ^ b) + n)
-    h = _mix(h + q_slots.astype(jnp.uint32)[:, None, :, None])
-    h = _mix((h ^ seed[1]) + k_slots.astype(jnp.uint32)[:, None, None, :])
-    return h >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
+    rows = dropout_rows(seeds, q_slots)[..., None]
+    return is_kept(rows, k_slots.astype(jnp.uint32)[:, None, None], rate)
+
+
+def dropout_rows(seeds: jax.Array, q_slots: jax.Array) -> jax.Array:
+    """Returns uint32 [B, N, T], the hash of a query without its keys."""
+    return _mix(seeds[..., :1] + q_slots.astype(jnp.uint32)[:, None]) ^ seeds[..., 1:]
+
+
+def is_kept(rows: jax.Array, k_slots: jax.Array, rate: float) -> jax.Array:
+    """Returns `keep_mask` of `dropout_rows` and uint32 slots of keys, which broadcast."""
+    return _mix(rows + k_slots) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
 
 
 def _mix(h: jax.Array) -> jax.Array:

@@ -45,9 +45,8 @@ class Reference(Implementation):
         shift = jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]
         weights = jnp.exp(logits - shift if p.normalized else logits)
         weights = weights if p.sinks is None else weights[..., :-1]
-        if p.dropout_seed is not None:
-            shape = weights.shape[0], weights.shape[1]
-            keep = keep_mask(p.dropout_seed, p.dropout_rate, shape, p.q_slots, p.k_slots)
+        if p.dropout_seeds is not None:
+            keep = keep_mask(p.dropout_seeds, p.dropout_rate, p.q_slots, p.k_slots)
             weights = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)
         out = jnp.einsum("bnts,bsnv->btnv", weights, v, precision="highest")
         for rule in p.rules:

@@ -119,7 +119,7 @@ class Operands:
       queries, keys: what belongs to tokens.
       mask: bool, [B or 1, N or 1, T, S], or None.
       prefix: int32 [B], or None.
-      seed: uint32 [2], or None.
+      seeds: of dropout, uint32 [B, N, 2], or None.
       plan: block sizes.
       visibility: which tiles need what.
       q_factor, logit_factor: factors on q, and on q . k after it; their product is the scale.
@@ -139,7 +139,7 @@ class Operands:
     keys: Block
     mask: Any
     prefix: Any
-    seed: Any
+    seeds: Any
     plan: Plan = dataclasses.field(metadata=STATIC)
     visibility: Visibility = dataclasses.field(metadata=STATIC)
     q_factor: float = dataclasses.field(metadata=STATIC)
@@ -207,7 +207,7 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         keys=block(keys, p.k_positions, p.k_coordinates, segments[1], lowered.k_features),
         mask=mask,
         prefix=p.prefix_length,
-        seed=p.dropout_seed,
+        seeds=p.dropout_seeds,
         plan=plan,
         visibility=visibility,
         q_factor=q_factor,
@@ -589,10 +589,10 @@ class Tiles:
 
     def dropout_scale(self, q: Block, k: Block) -> jax.Array | None:
         """Returns the factor of dropout on every weight, or None."""
-        if self.all.seed is None:
+        if self.all.seeds is None:
             return None
-        rate, shape = self.all.dropout_rate, (self.all.q.shape[0], self.all.heads)
-        keep = keep_mask(self.all.seed, rate, shape, q.slots[:, 0], k.slots[:, 0])
+        rate = self.all.dropout_rate
+        keep = keep_mask(self.all.seeds, rate, q.slots[:, 0], k.slots[:, 0])
         scale = jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
         return jnp.swapaxes(scale, 2, 3) if self.transposed else scale
 

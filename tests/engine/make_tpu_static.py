@@ -106,6 +106,8 @@ CASES = {
     "t5, segments": Case("t5", segments=True),
     "none, softcap": Case(options=(("softcap", 30.0),)),
     "t5, softcap": Case("t5", options=(("softcap", 30.0),)),
+    "none, dropout": Case(options=(("dropout_rate", 0.1),)),
+    "t5, dropout": Case("t5", options=(("dropout_rate", 0.1),)),
     "t5, groups of 4": Case("t5", kv_heads=2),
     "fox": Case("separable"),
     "alibi, positions": Case("alibi", positions=True),
@@ -180,6 +182,8 @@ def program(case: Case, **settings):
         given = dict(case.options)
         if case.segments:
             given |= {"q_segment_ids": integers, "contiguous": True}
+        if "dropout_rate" in given:
+            given["dropout_key"] = jax.random.key(0)
         if case.positions:
             given |= {"q_positions": integers, "k_positions": integers}
         return pe.attention(

@@ -52,6 +52,13 @@ FEATURES = {
     "prefix": lambda t: {"is_causal": True, "prefix_length": jnp.array([100, 20])},
     "softcap": lambda t: {"is_causal": True, "softcap": 3.0},
     "sinks": lambda t: {"is_causal": True, "sinks": jnp.array([0.3, -1.0])},
+    "dropout": lambda t: {
+        "is_causal": True,
+        "q_segment_ids": _segments(t),
+        "contiguous": True,
+        "dropout_rate": 0.3,
+        "dropout_key": jax.random.key(8),
+    },
     "permuted": lambda t: {
         "is_causal": True,
         "window": 200,
@@ -208,7 +215,7 @@ CASES += [("t5", f) for f in ("plain", "causal", "window", "segments", "softcap"
 CASES += [("alibi", "two_sided_window"), ("kerple", "segments"), ("kerple", "plain")]
 CASES += [("kerple_by_pair", "permuted"), ("scaled", "causal"), ("same_for_all", "softcap")]
 CASES += [("separable", f) for f in ("causal", "plain", "permuted")]
-CASES += [("gate", "both_ways_segments")]
+CASES += [("gate", "both_ways_segments"), ("none", "dropout")]
 
 
 @pytest.mark.parametrize(("rule", "feature"), CASES)
@@ -406,7 +413,6 @@ def _refusals():
     features = shaw.features(params, None, q, q, None, None, None)[:2]
     assert "values" in _refusal(shaw.rules(params, *features))
     assert "mask" in _refusal(mask=jnp.ones((1, 1, 64, 64), bool))
-    assert "dropout" in _refusal(dropout_rate=0.1, dropout_key=jax.random.key(0))
     assert "bfloat16 or" in _refusal(dtype=jnp.float16)
     assert "platform is cpu" in _refusal(implementation="pallas")
 
@@ -446,14 +452,17 @@ def test_second_derivatives_are_refused():
 
 def _sharded(implementation, mesh):
     """What one case comes to with its batch and heads over several devices."""
-    rule, static, arrays, dynamic = _case("segments", "t5", heads=4, kv_heads=2)
+    rule, static, arrays, dynamic = _case("dropout", "t5", heads=4, kv_heads=2)
     by_token, by_row = PartitionSpec("data", None, "heads"), PartitionSpec("data")
     on = functools.partial(NamedSharding, mesh)
     places = {name: on(by_token) for name in ("q", "k", "v", "weights", "lse_weights")}
     arrays = {
         name: jax.device_put(x, places.get(name, on(PartitionSpec()))) for name, x in arrays.items()
     }
-    dynamic = {name: jax.device_put(x, on(by_row)) for name, x in dynamic.items()}
+    dynamic = {
+        name: jax.device_put(x, on(by_row if x.ndim else PartitionSpec()))
+        for name, x in dynamic.items()
+    }
     with jax.set_mesh(mesh):
         return jax.device_get(_outcome(implementation, rule, static, arrays, dynamic))
 
@@ -463,7 +472,7 @@ def test_batch_and_heads_over_devices(kind):
     mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(kind,) * 2)
     given = {"batch_axes": "data", "head_axes": "heads"} if kind == AxisType.Auto else {}
     got = _sharded(dataclasses.replace(KERNELS, **given), mesh)
-    _assert_close(got, _outcome("reference", *_case("segments", "t5", heads=4, kv_heads=2)))
+    _assert_close(got, _outcome("reference", *_case("dropout", "t5", heads=4, kv_heads=2)))
 
 
 def test_what_cannot_be_sharded_is_refused():

@@ -21,7 +21,7 @@ from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, number_spec,
 from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, line_of
 from posenc_jax.engine.tpu.schedule import MASKED, PLAIN, block_of, kind_of, kinds
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
-from posenc_jax.engine.tpu.tile import dot, lanes, to_column, visible
+from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, to_column, visible
 
 
 class Grads(NamedTuple):
@@ -41,8 +41,9 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
       spec: the static part.
       x: the operands.
       d_out: cotangent of the output, in its layout and the dtype of v.
-      lse: float32 [B, N, 1, T], finite.
-      delta: float32 [B, N, 1, T], sum of d_out * out over V, less the cotangent of lse.
+      lse: float32 [B, N, 1, T], finite. With dropout at rate r, plus log(1 - r).
+      delta: float32 [B, N, 1, T], sum of d_out * out over V, less the cotangent of lse. With
+        dropout, times 1 - r.
     """
     bq, bk, group = spec.backward.q, spec.backward.k, spec.group
     blocks, steps = spec.keys // bk, spec.length // bq
@@ -99,6 +100,8 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     }
     specs |= jax.tree.map(lambda y: number_spec(y, bq, query), numbers)
     specs["elements"] = element_specs(x.elements, spec.heads, (bq, query), (bk, key_of_head))
+    if x.dropped is not None:
+        arrays["dropped"], specs["dropped"] = x.dropped, number_spec(x.dropped, bq, query)
     column = functools.partial(pltpu.VMEM, (bk, LANES))
     of_keys = [[column(jnp.float32) for _ in e.k_numbers] for e in x.elements]
     scratch = {
@@ -224,8 +227,13 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
             p = jnp.exp2(s - own["lse"][...] * LOG2E)
             if masked:
                 p = jnp.where(visible(spec, s.shape, 1, offset, of_q, of_k, limit), p, 0.0)
-            kept["d_v"][keys] += dot(p.astype(d_out.dtype), d_out)
-            ds = p * (dot(own["v"][...], d_out, (1, 1)) - own["delta"][...])
+            d_p, p_of_v = dot(own["v"][...], d_out, (1, 1)), p
+            if x.dropped is not None:
+                slots = lanes(kept["columns"]["slots"][...], bq)
+                keep = kept_pairs(spec, own["dropped"][...], slots)
+                d_p, p_of_v = (jnp.where(keep, y, 0.0) for y in (d_p, p))
+            kept["d_v"][keys] += dot(p_of_v.astype(d_out.dtype), d_out)
+            ds = p * (d_p - own["delta"][...])
             ds = ds if slope is None else ds * slope
             if biased and spec.rules_in_bias:
                 # Rows that are 128 apart are added at lanes that are 128 apart.

@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.tpu.elements import element_specs, evaluate
-from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, row_spec
+from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, number_spec, row_spec
 from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, line_of
 from posenc_jax.engine.tpu.schedule import MASKED, PLAIN, block_of, kind_of, kinds
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
-from posenc_jax.engine.tpu.tile import dot, lanes, to_column, to_row, visible
+from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, to_column, to_row, visible
 from posenc_jax.mask import MASK_VALUE
 
 _SLICE = 512  # Keys of one product, at most.
@@ -64,6 +64,9 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         "rows": {name: column(jnp.int32) for name in x.rows},
         "numbers": [[column(jnp.float32) for _ in e.q_numbers] for e in x.elements],
     }
+    if x.dropped is not None:
+        arrays["dropped"], specs["dropped"] = x.dropped, number_spec(x.dropped, bq, query)
+        scratch["dropped"] = column(jnp.uint32)
     if x.bias is not None:
         arrays["line"] = line_of(spec, x.bias, x.first, strip, -1)
         one = x.bias.shape[0] == 1
@@ -94,6 +97,8 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
             kept["q"][...] = q.astype(x.q.dtype)
             for name, row in own["rows"].items():
                 kept["rows"][name][...] = to_column(row[...])
+            if x.dropped is not None:
+                kept["dropped"][...] = to_column(own["dropped"][...])
             for element, columns in zip(own["elements"], kept["numbers"], strict=True):
                 for row, to in zip(element.q_numbers, columns, strict=True):
                     to[...] = to_column(row[...])
@@ -126,6 +131,10 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 p, decay = jnp.exp2(s - lanes(m_new, inner)), jnp.exp2(m - m_new)
                 kept["m"][...] = m_new
                 kept["l"][...] = kept["l"][...] * decay + jnp.sum(p, 1, keepdims=True)
+                if x.dropped is not None:  # The sum of weights counts all pairs.
+                    slots = own["columns"]["slots"][:, c : c + inner]
+                    hashed = lanes(kept["dropped"][...], inner)
+                    p = jnp.where(kept_pairs(spec, hashed, slots), p, 0.0)
                 v = own["v"][c : c + inner]
                 out = kept["out"][...] * lanes(decay, spec.value_dim)
                 kept["out"][...] = out + dot(p.astype(v.dtype), v)
@@ -140,6 +149,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
             blind = m <= MASK_VALUE / 2
             total = jnp.where(blind, 1.0, total)
             share = jnp.where(blind, 0.0, 1.0 / total)
+            share = share if x.dropped is None else share / (1.0 - spec.dropout_rate)
             out_ref[...] = (kept["out"][...] * lanes(share, spec.value_dim)).astype(spec.dtype)
             lse_ref[...] = to_row(jnp.where(blind, -jnp.inf, (m + jnp.log2(total)) / LOG2E))
 

@@ -68,8 +68,6 @@ class PallasTPU(Implementation):
             return 'rules on whole rows of logits need implementation="xla"'
         if p.mask is not None:
             return 'a given mask needs implementation="xla"; segment_ids and window are supported'
-        if p.dropout_seed is not None:
-            return 'dropout needs implementation="xla"'
         lowered = lower(p, 1024, 1)
         if lowered.values is not None:
             return 'rules that add to values need implementation="xla"'
@@ -162,7 +160,9 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
             return PartitionSpec(heads)
         if name in ("q", "k", "v", "q_features", "k_features"):
             return PartitionSpec(row, None, heads)
-        if name in ("shared", "dropout_seed"):
+        if name == "dropout_seeds":
+            return PartitionSpec(row, heads)
+        if name == "shared":
             return PartitionSpec()
         return PartitionSpec(row)  # Positions, coordinates, segments, slots, prefix lengths.
 
@@ -233,6 +233,8 @@ def _attend_backward(spec, saved, cotangents):
     delta = jnp.einsum("btnv,btnv->btn", *(y.astype(jnp.float32) for y in (d_out, out))) - d_lse
     # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
     lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
+    if x.dropped is not None:
+        lse, delta = lse + math.log1p(-spec.dropout_rate), delta * (1.0 - spec.dropout_rate)
     d_out, delta = to_layout(d_out.astype(x.v.dtype)), jnp.swapaxes(delta, 1, 2)[:, :, None]
     grads = _first_order(backward)(spec, x, d_out, lse, delta)
     return dataclasses.replace(diff, **grads._asdict()), None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Blocks, Visibility, pad_axis
 from posenc_jax.engine.lower import Lowered, masked_by_order
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.problem import Problem, dropout_rows
 from posenc_jax.engine.terms import STATIC
 from posenc_jax.engine.tpu.elements import Element
 from posenc_jax.engine.tpu.layout import to_layout
@@ -32,7 +32,7 @@ class Spec:
       by_slot: whether masks compare slots; else positions, which are operands.
       rules_in_bias: whether the bias has rules; else it has causality and the window alone.
       prefix: whether there are prefix lengths.
-      scale, softcap: as in `attention`.
+      scale, softcap, dropout_rate: as in `attention`.
       dtype: of the output.
       interpret: run in the interpreter.
       vmem_limit: bytes.
@@ -53,6 +53,7 @@ class Spec:
     prefix: bool
     scale: float
     softcap: float | None
+    dropout_rate: float
     dtype: Any
     interpret: Any
     vmem_limit: int
@@ -102,9 +103,10 @@ class Operands:
       bias: float32 [N or 1, R], times `Spec.unit`, by ascending distance from `first`, or
         None.
       rows: int32 [B or 1, 1, T] of queries by name: "positions", "coordinates", "segments".
-      columns: int32 [B or 1, 1, S] of keys, the same.
+      columns: int32 [B or 1, 1, S] of keys, the same, and with dropout "slots".
       prefix: int32 [B]; zeros if there is none.
       elements: terms by pairs.
+      dropped: of queries, uint32 [B, N, 1, T], see `dropout_rows`, or None without dropout.
       schedules: `schedule` of the forward and the backward pass.
       first: the least distance in `bias`.
     """
@@ -117,6 +119,7 @@ class Operands:
     columns: dict[str, jax.Array]
     prefix: jax.Array
     elements: tuple[Element, ...]
+    dropped: jax.Array | None
     schedules: tuple[jax.Array, jax.Array]
     first: int = dataclasses.field(metadata=STATIC)
 
@@ -163,6 +166,7 @@ def prepare(
         prefix=p.prefix_length is not None,
         scale=p.scale,
         softcap=p.softcap,
+        dropout_rate=p.dropout_rate,
         dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
     )
 
@@ -192,13 +196,17 @@ def prepare(
         bias = spec.unit * lowered.bias(distances)
     elif visibility.mask_in_bias:
         bias = masked_by_order(p, distances, jnp.zeros((1, distances.shape[0]), jnp.float32))
+    of_slots, dropped = {}, None
+    if p.dropout_seeds is not None:
+        of_slots = {"slots": pad_axis(p.k_slots, 1, keys)[:, None]}
+        dropped = pad_axis(dropout_rows(p.dropout_seeds, p.q_slots), 2, length)[:, :, None]
     return spec, Operands(
         q=to_layout(pad_axis(p.q, 1, length)),
         k=to_layout(pad_axis(p.k, 1, keys)),
         v=to_layout(pad_axis(lowered.v, 1, keys)),
         bias=bias,
         rows=named(queries),
-        columns=named(of_keys) | _padding_apart(of_keys),
+        columns=named(of_keys) | _padding_apart(of_keys) | of_slots,
         prefix=jnp.zeros((1,), jnp.int32) if p.prefix_length is None else p.prefix_length,
         elements=tuple(
             dataclasses.replace(
@@ -208,6 +216,7 @@ def prepare(
             )
             for x in elements
         ),
+        dropped=dropped,
         schedules=(
             schedule(visibility, queries, of_keys, spec.forward, p.prefix_length, by_key=False),
             schedule(visibility, queries, of_keys, spec.backward, p.prefix_length, by_key=True),

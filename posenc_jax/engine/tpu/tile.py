@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.engine.problem import is_kept
 from posenc_jax.engine.tpu.operands import Spec
 from posenc_jax.engine.tpu.strip import LANES
 from posenc_jax.mask import add_saturated
@@ -38,6 +39,11 @@ def lanes(column: jax.Array, count: int) -> jax.Array:
         return column[:, :count]
     wide = jnp.tile(column, (1, -(-count // LANES)))
     return wide if wide.shape[1] == count else wide[:, :count]
+
+
+def kept_pairs(spec: Spec, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """Returns the pairs that dropout keeps, of `dropout_rows` and int32 slots of keys."""
+    return is_kept(rows, jax.lax.bitcast_convert_type(slots, jnp.uint32), spec.dropout_rate)
 
 
 def visible(
