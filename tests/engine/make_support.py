@@ -1,0 +1,115 @@
+"""The table of docs/kernels.md that says which implementation computes what.
+
+Each implementation is asked (`supports`) about each kind of rule with each feature.
+
+    PYTHONPATH=.:tests python tests/engine/make_support.py      write the table into the page
+"""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+from engine.rules import KINDS
+
+import posenc_jax as pe
+from posenc_jax.engine.api import IMPLEMENTATIONS, AttentionCall, make_problem
+from posenc_jax.engine.tpu.implementation import PallasTPU
+
+PAGE = pathlib.Path(pe.__file__).parents[1] / "docs" / "kernels.md"
+RULES = {
+    "no rule": "none",
+    "`LogitBias` of the distance, elementwise: ALiBi, KERPLE": "alibi",
+    "`LogitBias` of the distance with tables: T5, Sandwich": "t5",
+    "`LogitBias` of two tokens with a network: FIRE": "fire",
+    "`LogitBias` of several coordinates: Swin": "two_axes",
+    "`SeparableBias`: FoX": "separable",
+    "`ContentBias`, elementwise": "fox",
+    "`DotBias`, bounded: Inkling, DeBERTa": "narrow",
+    "`DotBias`, unbounded: Transformer-XL": "unbounded",
+    "`ValueBias` with a `DotBias`: Shaw": "shaw",
+    "`LogitsTransform`: CoPE, DAPE, stick-breaking, PaTH": "whole",
+}
+B, T, N, K, H = 2, 8, 4, 2, 8
+
+
+def features():
+    """Returns q, k and v, and by feature what else is given, or given in their place."""
+    at, ids = jnp.arange(T), jnp.zeros((B, T), jnp.int32)
+    shapes = {"q": (B, T, N, H), "k": (B, T, K, H), "v": (B, T, K, H)}
+    arrays = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+    def of_dtype(dtype):
+        return {name: x.astype(dtype) for name, x in arrays.items()}
+
+    def later(queries):
+        given = {"q_positions": at[-queries:], "k_positions": at, "is_causal": True}
+        return {"q": arrays["q"][:, -queries:]} | given
+
+    return arrays, {
+        "causality": {"is_causal": True},
+        "a window": {"window": (3, 2)},
+        "`prefix_length`": {"is_causal": True, "prefix_length": jnp.zeros(B, jnp.int32)},
+        "packed rows": {"q_segment_ids": ids, "is_causal": True, "contiguous": True},
+        "padding": {"q_segment_ids": ids, "contiguous": True},
+        "given positions": {"q_positions": at, "k_positions": at, "is_causal": True},
+        "T < S": later(5),
+        "a decode step": later(1),
+        "as many key heads": {name: jnp.zeros((B, T, N, H)) for name in "kv"},
+        "softcap": {"softcap": 30.0},
+        "sinks": {"sinks": jnp.zeros(N)},
+        "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+        "a given `mask`": {"mask": jnp.ones((1, 1, T, T), bool)},
+        "bfloat16": of_dtype(jnp.bfloat16),
+        "float16": of_dtype(jnp.float16),
+    }
+
+
+def refused(kind: str) -> dict[str, list[str]]:
+    """Returns the features that each implementation refuses for a kind of rule."""
+    made = KINDS[kind]
+    implementations = IMPLEMENTATIONS | {"pallas": PallasTPU(cross_compile=True)}
+    del implementations["reference"]  # It computes everything.
+    out = {name: [] for name in implementations}
+
+    def ask():
+        arrays, given = features()
+        for feature, options in ({"": {}} | given).items():
+            q, k, v = (options.get(name, arrays[name]) for name in "qkv")
+            options = {name: x for name, x in options.items() if name not in arrays}
+            if made.axes:
+                counts = {"q_coordinates": q.shape[1], "k_coordinates": k.shape[1]}
+                at = {name: jnp.zeros((made.axes, B, n), jnp.int32) for name, n in counts.items()}
+                options = at | options
+            rules = made.rules(made.make(jax.random.key(0), N, H), q, k)
+            problem = make_problem(q, k, v, rules, AttentionCall(**options))
+            for name, implementation in implementations.items():
+                if implementation.supports(problem) is not None:
+                    out[name].append(feature)
+
+    jax.eval_shape(ask)
+    return out
+
+
+def table() -> str:
+    """Returns the table, in Markdown."""
+    names = [name for name in IMPLEMENTATIONS if name != "reference"]
+    lines = [f"| rule | {' | '.join(map(repr, names))} |".replace("'", '"')]
+    lines += [f"|---|{'---|' * len(names)}"]
+    for label, kind in RULES.items():
+        found = refused(kind)
+        cells = []
+        for name in names:
+            without = ", ".join(found[name])
+            cells.append("no" if "" in found[name] else f"all but {without}" if without else "yes")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def replaced(page: str) -> str:
+    """Returns the page with a new table in place of its own."""
+    return re.sub(r"(?m)^\| rule \| .*\n(\|.*\n)+", lambda _: table(), page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(replaced(PAGE.read_text()))
