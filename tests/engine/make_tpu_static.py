@@ -237,13 +237,13 @@ def compile_case(case: Case, chip: str):
     return read_kernels(), seconds, compiled.memory_analysis().temp_size_in_bytes
 
 
-def collectives(rule: str, kind: AxisType) -> list[str]:
+def collectives(case: Case, kind: AxisType) -> list[str]:
     """Returns the operations between 2 x 4 devices that share the batch and the heads."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
     names = ("data", "heads")
     mesh = Mesh(np.array(devices).reshape(2, 4), names, axis_types=(kind,) * 2)
     axes = {} if kind == AxisType.Explicit else {"batch_axes": "data", "head_axes": "heads"}
-    step, arguments = program(Case(rule), **axes)
+    step, arguments = program(case, **axes)
     on = functools.partial(NamedSharding, mesh)
 
     def put(x, *spec):
@@ -252,7 +252,8 @@ def collectives(rule: str, kind: AxisType) -> list[str]:
     q, k, v, params, integers, d_out = arguments
     tokens = "data", None, "heads"
     arguments = (
-        *(put(x, *tokens) for x in (q, k, v)),
+        put(q, *tokens),
+        *(put(x, *tokens[: 3 if case.kv_heads % 4 == 0 else 1]) for x in (k, v)),
         jax.tree.map(lambda x: put(x, *tokens[: x.ndim]) if x.ndim == 3 else put(x), params),
         put(integers, "data"),
         put(d_out, *tokens),
@@ -448,10 +449,10 @@ def main() -> int:
                 print(f"{chip}, {layout}: forward {more[0]}, with backward {more[1]} of {none}")
         return 0
     if arguments.sharded:
-        for rule in ("none", "t5", "separable"):
+        for case in (Case(), Case(kv_heads=2), Case("t5"), Case("separable")):
             for kind in (AxisType.Auto, AxisType.Explicit):
-                found = collectives(rule, kind)
-                print(f"v5e, 2 x 4 devices, {kind}, {rule}: {len(found)} collectives {found}")
+                found, what = collectives(case, kind), f"{case.rule}, {case.kv_heads} key heads"
+                print(f"v5e, 2 x 4 devices, {kind}, {what}: {len(found)} collectives {found}")
         return 0
     failed, skipped, refused, compared = [], [], [], 0
     print(f"jax {jax.__version__}, libtpu {libtpu}; T = 8192, causal, B = 2")

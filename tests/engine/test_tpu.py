@@ -450,38 +450,71 @@ def test_second_derivatives_are_refused():
         jax.grad(twice)(jnp.ones((1, 128, 1, 64)))
 
 
-def _sharded(implementation, mesh):
-    """What one case comes to with its batch and heads over several devices."""
-    rule, static, arrays, dynamic = _case("dropout", "t5", heads=4, kv_heads=2)
-    by_token, by_row = PartitionSpec("data", None, "heads"), PartitionSpec("data")
-    on = functools.partial(NamedSharding, mesh)
-    places = {name: on(by_token) for name in ("q", "k", "v", "weights", "lse_weights")}
-    arrays = {
-        name: jax.device_put(x, places.get(name, on(PartitionSpec()))) for name, x in arrays.items()
-    }
-    dynamic = {
-        name: jax.device_put(x, on(by_row if x.ndim else PartitionSpec()))
-        for name, x in dynamic.items()
-    }
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+ON_DEVICES = [
+    ("dropout", "t5", 2, AUTO, None, "heads"),
+    ("dropout", "t5", 4, EXPLICIT, "data", "heads"),
+    ("segments", "separable", 8, AUTO, "data", "heads"),
+    ("causal", "none", 4, AUTO, "data", "heads"),
+]
+"""Feature, rule, key heads, kind of mesh, and the axes of the batch and of the heads."""
+
+
+def _on_mesh(mesh, case, batch, heads):
+    """Returns a case with its arrays on a mesh: key heads where they divide, parameters whole."""
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec[: x.ndim])))
+
+    def token(x):
+        fits = x.ndim > 2 and heads is not None and x.shape[2] % mesh.shape[heads] == 0
+        return put(x, batch, None, heads if fits else None)
+
+    rule, static, arrays, dynamic = case
+    whole = {"params": jax.tree.map(put, arrays["params"])}
+    arrays = {name: token(x) for name, x in arrays.items() if name != "params"}
+    return rule, static, arrays | whole, {name: put(x, batch) for name, x in dynamic.items()}
+
+
+@pytest.mark.parametrize(("feature", "rule", "kv_heads", "kind", "batch", "heads"), ON_DEVICES)
+def test_batch_and_heads_over_devices(feature, rule, kv_heads, kind, batch, heads):
+    """Four devices have two key heads; nothing but the sums of gradients is sent."""
+    mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
+    case = _case(feature, rule, heads=8, kv_heads=kv_heads)
+    axes = {} if kind == EXPLICIT else {"batch_axes": batch, "head_axes": heads}
+    kernels = dataclasses.replace(KERNELS, **axes)
     with jax.set_mesh(mesh):
-        return jax.device_get(_outcome(implementation, rule, static, arrays, dynamic))
+        rule, static, arrays, dynamic = _on_mesh(mesh, case, batch, heads)
+        compiled = _outcome.lower(kernels, rule, static, arrays, dynamic).compile()
+        got = jax.device_get(compiled(arrays, dynamic))
+    _assert_close(got, _outcome("reference", *case))
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    sent = set(re.findall(rf" = .*? ({kinds})\(", compiled.as_text()))
+    # An explicit table is whole on every device, and so is its gradient.
+    sums = {"all-reduce", "all-gather"} if kind == EXPLICIT else {"all-reduce"}
+    assert sent == (set() if rule == "none" else sums)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_batch_and_heads_over_devices(kind):
-    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(kind,) * 2)
-    given = {"batch_axes": "data", "head_axes": "heads"} if kind == AxisType.Auto else {}
-    got = _sharded(dataclasses.replace(KERNELS, **given), mesh)
-    _assert_close(got, _outcome("reference", *_case("dropout", "t5", heads=4, kv_heads=2)))
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_arrays_that_are_whole_on_every_device(kind):
+    """Without any axis in their sharding; a kernel on several devices must be in a shard_map."""
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(kind,))
+    axes = {"head_axes": ()} if kind == AUTO else {}
+    compiled = PallasTPU(cross_compile=True, **axes)
+    rule, static, arrays, dynamic = _on_mesh(mesh, _case("causal", "t5"), None, None)
+    traced = _outcome.trace(compiled, rule, static, arrays, dynamic)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
 
 
 def test_what_cannot_be_sharded_is_refused():
-    mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
-    q = jnp.zeros((2, 128, 4, 64))
-    k = q[:, :, :2]
-    for axes, said in ((("heads",), "2 key heads .* 4 devices"), ("model", "'model' is no axis")):
-        with jax.set_mesh(mesh), pytest.raises(ValueError, match=said):
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(AUTO,))
+    q = jax.device_put(jnp.zeros((2, 128, 12, 64)), NamedSharding(mesh, PartitionSpec()))
+    k = q[:, :, :6]
+    for axes, said in ((("heads",), "6 key heads .* 4 devices"), ("model", "'model' is no axis")):
+        with pytest.raises(ValueError, match=said):
             pe.attention(q, k, k, implementation=dataclasses.replace(KERNELS, head_axes=axes))
+    with pytest.raises(NotImplementedError, match=r"automatic axes \('heads',\).*batch_axes="):
+        pe.attention(q, k, k, implementation=KERNELS)
 
 
 def test_a_ring_of_kernels_equals_one_device():

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from posenc_jax.checks import require
 from posenc_jax.engine.blocks import Blocks
@@ -35,9 +35,10 @@ class PallasTPU(Implementation):
         `jax.experimental.pallas.tpu.InterpretParams`.
       cross_compile: compile where no TPU is attached, for one that is described.
       vmem_limit: bytes of VMEM that a kernel may use.
-      batch_axes, head_axes: mesh axes over which the batch and the heads are sharded, a name or
-        a tuple. The compiler cannot partition a kernel, and with automatic axes the sharding of
-        q is not known here; on an explicit mesh it is, and these are not needed.
+      batch_axes, head_axes: axes of an automatic mesh over which the batch and the heads are
+        sharded: a name, a tuple of names, or () for none. The compiler cannot partition a kernel
+        and will choose the sharding of q only later; arrays that it shards otherwise are
+        resharded. Explicit axes are known and need none of this.
     """
 
     forward: Blocks | None = None
@@ -62,6 +63,13 @@ class PallasTPU(Implementation):
         anywhere = self.interpret or self.cross_compile
         if not anywhere and jax.default_backend() != "tpu":
             return f"there are kernels for TPU only, and the platform is {jax.default_backend()}"
+        automatic = _open_axes(_mesh_of(p), AxisType.Auto)
+        if automatic and self.batch_axes is None and self.head_axes is None:
+            return (
+                f"the mesh has automatic axes {automatic}, and the compiler cannot partition a "
+                "kernel: give PallasTPU(batch_axes=, head_axes=), or use explicit axes or "
+                "jax.shard_map"
+            )
         if p.q.dtype not in (jnp.bfloat16, jnp.float32) or not p.q.dtype == p.k.dtype == p.v.dtype:
             return "q, k and v must all be bfloat16 or all float32"
         if p.whole_rows or not p.normalized:
@@ -82,22 +90,31 @@ class PallasTPU(Implementation):
             "posenc_jax.sharding has attention over a sharded sequence.",
         )
         specs = problem_specs(problem, mesh, batch, heads)
-        return self._sharded(jax.tree.map(jax.sharding.reshard, problem, specs), mesh, batch, heads)
+        with jax.sharding.use_abstract_mesh(mesh):
+            problem = jax.tree.map(jax.sharding.reshard, problem, specs)
+            return self._sharded(problem, mesh, batch, heads)
 
     def _sharded(self, problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
         """Computes each device's part of the batch and of the heads."""
         specs = problem_specs(problem, mesh, batch, heads)
         out = PartitionSpec(batch, None, heads)
-        whole = dataclasses.replace(self, batch_axes=None, head_axes=None)
+        alone = dataclasses.replace(self, batch_axes=None, head_axes=None)
         run = jax.shard_map(
-            whole.__call__, mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=False
+            lambda p: alone(_with_own_key_head(p, specs, heads)),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=(out, out),
+            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+            check_vma=not self.interpret,  # The interpreter mixes what varies with what does not.
         )
         return run(problem)
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        if self.batch_axes or self.head_axes:
-            mesh = jax.sharding.get_abstract_mesh()
-            return self._sharded(problem, mesh, self.batch_axes, self.head_axes)
+        mesh = _mesh_of(problem)
+        if _open_axes(mesh, AxisType.Explicit):  # And q is whole on every device.
+            return self.on_mesh(problem, mesh, PartitionSpec())
+        if _open_axes(mesh) or self.batch_axes or self.head_axes:
+            return self._sharded(problem, mesh, self.batch_axes or None, self.head_axes or None)
         varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
         p = _without_hidden_keys(vary_over(frozenset().union(*varying), problem))
         blocks = Blocks(_block(p.length), _block(p.keys))
@@ -126,11 +143,27 @@ class PallasTPU(Implementation):
         return (out * share[..., None]).astype(p.q.dtype), total
 
 
+def _mesh_of(problem: Problem) -> Any:
+    """Returns the mesh that q is on, else the one that is set."""
+    mesh = jax.typeof(problem.q).sharding.mesh
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+
+
+def _open_axes(mesh: Any, *kinds: AxisType) -> tuple[str, ...]:
+    """Returns the mesh axes of some kinds that have several devices, by default all but manual."""
+    kinds = kinds or (AxisType.Auto, AxisType.Explicit)
+    named = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in named if kind in kinds and mesh.shape[name] > 1)
+
+
 def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
     """Returns how the arrays of a problem are sharded over batch and heads, as a problem.
 
+    Every device has all key heads if there are fewer of them than devices for the heads.
+
     Raises:
-      ValueError: unless the axes are of the mesh, and divide B, N and K.
+      ValueError: unless the axes are of the mesh, and their devices divide B and N, and divide K
+        or are a multiple of it.
     """
 
     def devices(axes):
@@ -146,16 +179,25 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
     sizes = problem.sizes()
     for count, by, what in (
         (sizes.batch, batch, "rows of the batch"),
-        (sizes.kv_heads, heads, "key heads"),
+        (sizes.num_heads, heads, "query heads"),
     ):
         require(
             count % devices(by) == 0,
             f"attention: {count} {what} cannot be sharded over {devices(by)} devices ({by}).",
         )
+    kv_heads = sizes.kv_heads
+    by_key_head = kv_heads % devices(heads) == 0
+    require(
+        by_key_head or devices(heads) % kv_heads == 0,
+        f"attention: {kv_heads} key heads cannot be sharded over {devices(heads)} devices "
+        f"({heads}).",
+    )
 
     def spec(path, x):
         name = next(key.name for key in reversed(path) if hasattr(key, "name"))
         row = None if x.shape[:1] == (1,) else batch
+        if name in ("k", "v", "k_features") and x.shape[2] == kv_heads and not by_key_head:
+            return PartitionSpec(row)
         if name in ("heads", "sinks"):
             return PartitionSpec(heads)
         if name in ("q", "k", "v", "q_features", "k_features"):
@@ -167,6 +209,21 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
         return PartitionSpec(row)  # Positions, coordinates, segments, slots, prefix lengths.
 
     return jax.tree_util.tree_map_with_path(spec, problem)
+
+
+def _with_own_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
+    """Returns the problem with the key head of this device's queries, of arrays with all."""
+
+    def own(x, spec):
+        if heads is None or len(spec) > 1:
+            return x
+        sharing = jax.lax.axis_size(heads) // x.shape[2]
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(heads) // sharing, 1, 2)
+
+    keys, of = p.key_arrays(), specs.key_arrays()
+    return p.with_keys(
+        keys | {name: jax.tree.map(own, keys[name], of[name]) for name in ("k", "v", "features")}
+    )
 
 
 def _without_hidden_keys(p: Problem) -> Problem:
