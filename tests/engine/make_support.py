@@ -30,7 +30,7 @@ RULES = {
     "`ValueBias` with a `DotBias`: Shaw": "shaw",
     "`LogitsTransform`: CoPE, DAPE, stick-breaking, PaTH": "whole",
 }
-B, T, N, K, H = 2, 8, 4, 2, 8
+B, T, N, K, H = 2, 32, 4, 2, 8  # More queries than the decode kernel takes.
 
 
 def features():
@@ -53,7 +53,7 @@ def features():
         "packed rows": {"q_segment_ids": ids, "is_causal": True, "contiguous": True},
         "padding": {"q_segment_ids": ids, "contiguous": True},
         "given positions": {"q_positions": at, "k_positions": at, "is_causal": True},
-        "T < S": later(5),
+        "T < S": later(20),
         "a decode step": later(1),
         "as many key heads": {name: jnp.zeros((B, T, N, H)) for name in "kv"},
         "softcap": {"softcap": 30.0},
@@ -101,7 +101,10 @@ def table() -> str:
         cells = []
         for name in names:
             without = ", ".join(found[name])
-            cells.append("no" if "" in found[name] else f"all but {without}" if without else "yes")
+            if "" in found[name]:
+                cells.append("no" if "a decode step" in found[name] else "a decode step")
+            else:
+                cells.append(f"all but {without}" if without else "yes")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -12,9 +12,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 from posenc_jax.checks import require
 from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.problem import Implementation, Problem, vary_over, zero_where
 from posenc_jax.engine.tpu.backward import backward
+from posenc_jax.engine.tpu.decode import decode, decodes
 from posenc_jax.engine.tpu.elements import element_of
 from posenc_jax.engine.tpu.forward import forward
 from posenc_jax.engine.tpu.layout import from_layout, to_layout
@@ -31,6 +33,8 @@ class PallasTPU(Implementation):
     Attributes:
       forward, backward: queries and keys per tile, multiples of 128. Default: 512 x 512, less
         where that pads less.
+      decode: keys per block where there are at most 16 queries, a multiple of 128. Default:
+        those of 2 MiB of keys and values.
       interpret: run in Pallas' interpreter, on any platform: True, or
         `jax.experimental.pallas.tpu.InterpretParams`.
       cross_compile: compile where no TPU is attached, for one that is described.
@@ -43,6 +47,7 @@ class PallasTPU(Implementation):
 
     forward: Blocks | None = None
     backward: Blocks | None = None
+    decode: int | None = None
     interpret: Any = False
     cross_compile: bool = False
     vmem_limit: int = 100 * 2**20
@@ -57,6 +62,10 @@ class PallasTPU(Implementation):
                 blocks is None or (blocks.q % LANES == 0 and blocks.k % LANES == 0),
                 f"PallasTPU: {name} must have multiples of {LANES} queries and keys, got {blocks}.",
             )
+        require(
+            self.decode is None or (self.decode > 0 and self.decode % LANES == 0),
+            f"PallasTPU: decode must be a multiple of {LANES} keys, got {self.decode}.",
+        )
 
     def supports(self, problem: Problem) -> str | None:
         p = problem
@@ -74,12 +83,13 @@ class PallasTPU(Implementation):
             return "q, k and v must all be bfloat16 or all float32"
         if p.whole_rows or not p.normalized:
             return 'rules on whole rows of logits need implementation="xla"'
+        if any(rule.adds_values for rule in p.rules):
+            return 'rules that add to values need implementation="xla"'
+        if decodes(p):
+            return None
         if p.mask is not None:
             return 'a given mask needs implementation="xla"; segment_ids and window are supported'
-        lowered = lower(p, 1024, 1)
-        if lowered.values is not None:
-            return 'rules that add to values need implementation="xla"'
-        refused = [x for x in _elements(p, lowered) if isinstance(x, str)]
+        refused = [x for x in _elements(p, lower(p, 1024, 1)) if isinstance(x, str)]
         return f'{refused[0]} needs implementation="xla"' if refused else None
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +126,10 @@ class PallasTPU(Implementation):
         if _open_axes(mesh) or self.batch_axes or self.head_axes:
             return self._sharded(problem, mesh, self.batch_axes or None, self.head_axes or None)
         varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
-        p = _without_hidden_keys(vary_over(frozenset().union(*varying), problem))
+        p = vary_over(frozenset().union(*varying), problem)
+        if decodes(p):
+            return _decode(self, p)
+        p = _without_hidden_keys(p)
         blocks = Blocks(_block(p.length), _block(p.keys))
         ahead, back = self.forward or blocks, self.backward or blocks
         length = _padded(p.length, ahead.q, back.q)
@@ -135,12 +148,7 @@ class PallasTPU(Implementation):
         out, lse = out[:, : p.length], lse[:, : p.length]
         if lowered.lse_shift is not None:
             lse += lowered.lse_shift
-        if p.sinks is None:
-            return out, lse
-        sinks = p.sinks.astype(jnp.float32)[None, None]
-        total = jnp.logaddexp(lse, sinks)
-        share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
-        return (out * share[..., None]).astype(p.q.dtype), total
+        return _with_sinks(p, out, lse)
 
 
 def _mesh_of(problem: Problem) -> Any:
@@ -204,6 +212,8 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
             return PartitionSpec(row, None, heads)
         if name == "dropout_seeds":
             return PartitionSpec(row, heads)
+        if name == "mask":
+            return PartitionSpec(row, None if x.shape[1] == 1 else heads)
         if name == "shared":
             return PartitionSpec()
         return PartitionSpec(row)  # Positions, coordinates, segments, slots, prefix lengths.
@@ -220,10 +230,32 @@ def _with_own_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
         sharing = jax.lax.axis_size(heads) // x.shape[2]
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(heads) // sharing, 1, 2)
 
-    keys, of = p.key_arrays(), specs.key_arrays()
+    keys, of = p.key_arrays(), dataclasses.replace(specs, mask=None).key_arrays()
     return p.with_keys(
         keys | {name: jax.tree.map(own, keys[name], of[name]) for name in ("k", "v", "features")}
     )
+
+
+def _with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns output and log-sum-exp with the share that sinks take."""
+    if p.sinks is None:
+        return out.astype(p.q.dtype), lse
+    sinks = p.sinks.astype(jnp.float32)[None, None]
+    total = jnp.logaddexp(lse, sinks)
+    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
+    return (out * share[..., None]).astype(p.q.dtype), total
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _decode(settings: PallasTPU, p: Problem) -> tuple[jax.Array, jax.Array]:
+    """A decode step, whose derivatives are those of whole rows of logits."""
+    out, lse = decode(p, settings.decode, settings.interpret, settings.vmem_limit)
+    return _with_sinks(p, out, lse)
+
+
+@_decode.defjvp
+def _(settings, primals, tangents):
+    return jax.jvp(Dense(), primals, tangents)
 
 
 def _without_hidden_keys(p: Problem) -> Problem:

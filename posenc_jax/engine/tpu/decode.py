@@ -1,0 +1,249 @@
+"""The decode kernel: a few queries against a long cache, for TPU.
+
+Grid (B, blocks of keys). A step reads a block of keys and values of all heads, and the queries
+of all heads attend to it. What rules add is [B, N, T, S], which few queries keep small beside
+the cache, so it is computed outside of the kernel, by any rule, with the mask in it. Blocks
+without a visible key are not read.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from posenc_jax.engine.blocks import pad_axis
+from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.tpu.layout import check_memory
+from posenc_jax.engine.tpu.operands import LOG2E
+from posenc_jax.engine.tpu.strip import LANES
+from posenc_jax.engine.tpu.tile import dot, lanes, to_column
+from posenc_jax.mask import MASK_VALUE
+
+MAX_QUERIES = 16
+_BLOCK_BYTES = 2 * 2**20  # Of keys and values.
+_EMPTY, _WHOLE, _PARTIAL = 0, 1, 2
+"""Kinds of blocks: skipped; all keys are seen by a query; some are not, and may hold NaN."""
+_KINDS = 3
+
+
+def decodes(p: Problem) -> bool:
+    """Whether the decode kernel serves a problem: T is at most 16, and nothing is dropped."""
+    return p.length <= MAX_QUERIES and p.dropout_seeds is None
+
+
+def decode(
+    p: Problem, block: int | None, interpret: Any, vmem_limit: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, float32 [B, T, N, V], and the log-sum-exp, float32 [B, T, N].
+
+    Sinks are left to the caller.
+
+    Args:
+      p: the problem, without rules on whole rows or values.
+      block: keys per step, a multiple of 128. Default: 2 MiB of keys and values.
+      interpret, vmem_limit: see `PallasTPU`.
+    """
+    batch, length, heads, dim = p.q.shape
+    kv_heads, value_dim = p.v.shape[2:]
+    rows = heads * length
+    unit = LOG2E if p.softcap is None else 1.0 / p.softcap
+    k, v = (pad_axis(x, 1, max(LANES, p.keys)) for x in (p.k, p.v))
+    size = block or _block(k.shape[1], kv_heads * (dim + value_dim) * k.dtype.itemsize)
+    steps = -(-p.keys // size)
+    seen = p.visible()
+    added = jnp.where(seen, _added(p, unit), -jnp.inf)
+    shared = added.shape[1] == 1
+    added = added.reshape(batch, -1, p.keys)
+    missing = (0, 0, 0), (0, 0, 0), (0, steps * size - p.keys, 0)
+    added = jax.lax.pad(added, jnp.float32(-jnp.inf), missing)
+    q = p.q.astype(jnp.float32) * (p.scale * unit)
+    q = jnp.swapaxes(q.astype(p.q.dtype), 1, 2).reshape(batch, kv_heads, -1, dim)
+    k_order, v_order = _order(k), _order(v)
+
+    def step_of(entry, b, j):
+        at = jax.lax.div(entry[b * steps + j], jnp.int32(_KINDS))
+        return jax.lax.div(at, jnp.int32(steps)), jax.lax.rem(at, jnp.int32(steps))
+
+    def added_index(b, j, entry):
+        row, at = step_of(entry, b, j)
+        return row, 0, at
+
+    def blocks_of(x, order):
+        """Returns the cache in an order of axes, and its blocks, once for each part of H."""
+        x = jnp.transpose(x, tuple(map("BSKH".index, order)))
+        shape = dict(zip(order, x.shape, strict=True)) | {"B": None, "S": size}
+        if order == "BSKH":
+            shape["H"] = LANES
+        parts = x.shape[order.index("H")] // shape["H"]
+
+        def spec(part):
+            def index(b, j, entry):
+                row, at = step_of(entry, b, j)
+                where = {"B": row, "S": at, "K": 0, "H": part}
+                return tuple(where[axis] for axis in order)
+
+            return pl.BlockSpec(tuple(shape[axis] for axis in order), index)
+
+        return [x] * parts, [spec(part) for part in range(parts)]
+
+    arrays, specs = {"q": q, "added": added}, {}
+    specs["q"] = pl.BlockSpec((None, *q.shape[1:]), lambda b, *_: (b, 0, 0, 0))
+    specs["added"] = pl.BlockSpec((None, added.shape[1], size), added_index)
+    arrays["k"], specs["k"] = blocks_of(k, k_order)
+    arrays["v"], specs["v"] = blocks_of(v, v_order)
+    scratch = {
+        "m": pltpu.VMEM((rows, LANES), jnp.float32),
+        "l": pltpu.VMEM((rows, LANES), jnp.float32),
+        "out": pltpu.VMEM((rows, value_dim), jnp.float32),
+    }
+    what = f"a decode step of T = {length}, N = {heads}, H = {dim} by {size} keys"
+    check_memory(what, vmem_limit, scratch, arrays, specs)
+
+    def kernel(entry, own, out_ref, lse_ref, kept):
+        b, j = pl.program_id(0), pl.program_id(1)
+        kind = jax.lax.rem(entry[b * steps + j], jnp.int32(_KINDS))
+
+        @pl.when(j == 0)
+        def _():
+            kept["m"][...] = jnp.full((rows, LANES), MASK_VALUE, jnp.float32)
+            kept["l"][...] = jnp.zeros((rows, LANES), jnp.float32)
+            kept["out"][...] = jnp.zeros((rows, value_dim), jnp.float32)
+
+        def attend(clean):
+            added = own["added"][...]
+            used = jnp.max(added, 0, keepdims=True) != -jnp.inf
+            added = jnp.concatenate([added] * heads) if shared and length > 1 else added
+            axis = 0 if k_order[-1] == "S" else 1
+            k = (_head(own["k"], k_order, n) for n in range(kv_heads))
+            s = jnp.concatenate([dot(own["q"][n], x, (1, axis)) for n, x in enumerate(k)])
+            s += added
+            if p.softcap is not None:
+                s = p.softcap * LOG2E * jnp.tanh(s)
+            s = jnp.where(added != -jnp.inf, s, MASK_VALUE)
+            m = kept["m"][...]
+            m_new = jnp.maximum(m, jnp.max(s, 1, keepdims=True))
+            weights, decay = jnp.exp2(s - lanes(m_new, size)), jnp.exp2(m - m_new)
+            kept["m"][...] = m_new
+            kept["l"][...] = kept["l"][...] * decay + jnp.sum(weights, 1, keepdims=True)
+            axis = 1 if v_order[-1] == "S" else 0
+            if clean and axis == 0:
+                used = lanes(to_column(used.astype(jnp.float32)), value_dim) > 0
+            out = []
+            for n, part in enumerate(jnp.split(weights.astype(p.v.dtype), kv_heads)):
+                x = _head(own["v"], v_order, n)
+                if clean:
+                    x = jnp.where(used, x.astype(jnp.float32), 0.0).astype(x.dtype)
+                out.append(dot(part, x, (1, axis)))
+            kept["out"][...] = kept["out"][...] * lanes(decay, value_dim) + jnp.concatenate(out)
+
+        for one in (_WHOLE, _PARTIAL):
+            pl.when(kind == one)(functools.partial(attend, clean=one == _PARTIAL))
+
+        @pl.when(j == steps - 1)
+        def _():
+            m, total = kept["m"][...], kept["l"][...]
+            blind = m <= MASK_VALUE / 2
+            total = jnp.where(blind, 1.0, total)
+            share = jnp.where(blind, 0.0, 1.0 / total)
+            out_ref[...] = kept["out"][...] * lanes(share, value_dim)
+            lse_ref[...] = jnp.where(blind, -jnp.inf, (m + jnp.log2(total)) / LOG2E)
+
+    def result(width):
+        varying = jax.typeof(p.q).mat  # Inside `shard_map`.
+        shape = batch, rows, width
+        out = jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying)
+        return out, pl.BlockSpec((None, *shape[1:]), lambda b, *_: (b, 0, 0))
+
+    shapes, out_specs = zip(result(value_dim), result(LANES), strict=True)
+    out, lse = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, steps),
+            in_specs=[specs],
+            out_specs=out_specs,
+            scratch_shapes=[scratch],
+        ),
+        out_shape=shapes,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
+        ),
+        interpret=interpret,
+        name="attention_decode",
+    )(_schedule(seen, size, steps), arrays)
+    out = out.reshape(batch, heads, length, value_dim)
+    lse = lse[..., 0].reshape(batch, heads, length)
+    return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+
+
+def _block(keys: int, bytes_of_key: int) -> int:
+    """Returns the keys of a step: a power of two, at least 128, at most S or 2048."""
+    sizes = (2048, 1024, 512, 256)
+    fits = (n for n in sizes if n * bytes_of_key <= _BLOCK_BYTES and n <= keys)
+    return next(fits, LANES)
+
+
+def _added(p: Problem, unit: float) -> jax.Array:
+    """Returns what rules add to the products, float32 [B, N or 1, T, S], or zero."""
+    at, total = (p.q_coordinates, p.k_coordinates), jnp.float32(0)
+    for rule in p.per_query_head().rules:
+        term = jax.vmap(rule.added_logits)(rule.q_features, rule.k_features, *at)
+        if term is not None:
+            total += unit * (p.scale if rule.scaled else 1.0) * term
+    return total
+
+
+def _schedule(seen: jax.Array, size: int, steps: int) -> jax.Array:
+    """Returns int32 [B * steps]: the kind of each block, and the block to have in memory.
+
+    For an empty block that is the next one with a visible key, of any row, so that it is
+    copied while the last one is computed, and once.
+
+    Args:
+      seen: bool [B, N or 1, T, S], which keys are visible.
+      size: keys per block.
+      steps: blocks per row.
+    """
+    used = pad_axis(jnp.any(seen, axis=(1, 2)), 1, steps * size).reshape(-1, size)
+    live, whole = used.any(1), used.all(1)
+    at = jnp.arange(live.shape[0], dtype=jnp.int32)
+    last = jnp.max(jnp.where(live, at, 0))
+    following = jax.lax.cummin(jnp.where(live, at, last), reverse=True)
+    kind = jnp.where(live, jnp.where(whole, _WHOLE, _PARTIAL), _EMPTY)
+    return (_KINDS * following + kind).astype(jnp.int32)
+
+
+def _order(x: jax.Array) -> str:
+    """Returns the order of axes in which XLA keeps [B, S, K, H] on TPU: reading it is free."""
+    heads, dim = x.shape[2:]
+    if dim % LANES:
+        return "BKHS"
+    return "BSKH" if heads in (2, 4) or heads % 8 == 0 else "BKSH"
+
+
+def _head(parts: list, order: str, head: int) -> jax.Array:
+    """Returns one head of a block of the cache, [S, H] or, in the order BKHS, [H, S].
+
+    Args:
+      parts: references to the block, by 128 of H in the order BSKH, else one.
+      order: of the axes.
+      head: which.
+    """
+    if order != "BSKH":
+        return parts[0][head]
+    return jnp.concatenate([_head_of_tokens(part, head) for part in parts], axis=1)
+
+
+def _head_of_tokens(block: Any, head: int) -> jax.Array:
+    """Returns [S, 128] of a reference to [S, K, 128]: each K-th row, by loads with strides."""
+    count, heads, dim = block.shape
+    rows = block.reshape(count * heads, dim)
+    if block.dtype == jnp.float32:
+        return rows[pl.ds(head, count, heads)]
+    # These loads are of 32 bits, which hold two heads.
+    pairs = rows.bitcast(jnp.uint32)[pl.ds(head // 2, count, heads // 2)]
+    bits = pairs & jnp.uint32(0xFFFF0000) if head % 2 else pairs << 16
+    return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(block.dtype)
