@@ -19,6 +19,7 @@ from support import build, make_batch, output
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.tpu.implementation import PallasTPU
+from posenc_jax.engine.tpu.schedule import tile_order
 from posenc_jax.engine.tpu.strip import Strip, shear, sum_diagonals
 from posenc_jax.rules import ContentBias, LogitBias
 
@@ -228,21 +229,35 @@ def test_equals_the_reference(rule, feature):
 
 
 @pytest.mark.parametrize(
-    ("rule", "sizes", "blocks"),
+    ("rule", "feature", "sizes", "blocks"),
     [
-        ("t5", {"heads": 6, "kv_heads": 2, "dim": 128}, TILES),
-        ("same_for_all", {"heads": 4, "kv_heads": 1, "dim": 80, "value_dim": 96}, TILES),
-        ("gate", {"heads": 4, "kv_heads": 4, "dim": 128, "length": 256}, TILES),
-        ("separable", {"heads": 4, "kv_heads": 2, "dim": 256, "length": 63}, TILES),
-        ("kerple", {"length": 600}, Blocks(128, 256)),
-        ("t5", {"length": 600}, Blocks(384, 640)),
+        ("t5", "causal", {"heads": 6, "kv_heads": 2, "dim": 128}, TILES),
+        ("same_for_all", "causal", {"heads": 4, "kv_heads": 1, "dim": 80, "value_dim": 96}, TILES),
+        ("gate", "causal", {"heads": 4, "kv_heads": 4, "dim": 128, "length": 256}, TILES),
+        ("separable", "causal", {"heads": 4, "kv_heads": 2, "dim": 256, "length": 63}, TILES),
+        ("kerple", "window", {"length": 600}, Blocks(128, 256)),
+        ("t5", "causal", {"length": 600}, Blocks(384, 640)),
     ],
 )
-def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes, blocks):
-    case = _case("causal", rule, **sizes)
+def test_sizes_and_grouped_heads_equal_the_reference(rule, feature, sizes, blocks):
+    case = _case(feature, rule, **sizes)
     implementation = PallasTPU(Blocks(blocks.k, blocks.q), blocks, interpret=True)
     got, wanted = _outcome(implementation, *case), _outcome("reference", *case)
     _assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("sides", [(-1, -1), (-1, 0), (70, 0), (60, 3), (0, 129), (300, -1)])
+def test_tiles_without_a_visible_pair_have_no_step(sides, by_key):
+    blocks, (left, right) = Blocks(128, 384), sides
+    distance = np.arange(768)[:, None] - np.arange(1152)
+    seen = (distance <= left) | (left < 0)
+    seen &= (distance >= -right) | (right < 0)
+    live = seen.reshape(6, 128, 3, 384).any((1, 3))
+    live = live.T if by_key else live
+    live[-1] |= by_key  # Where the gradients of queries are written.
+    live[~live.any(1), 0] = True
+    np.testing.assert_array_equal(tile_order(768, 1152, blocks, sides, by_key), live.nonzero())
 
 
 def test_blocks_that_are_no_whole_lanes_are_refused():

@@ -1,6 +1,7 @@
 """The fused backward kernel: dq, dk, dv and the cotangents of position rules, for TPU.
 
-Grid (K, B, query heads of a key head, blocks of keys, blocks of queries). Logits are
+Grid (K, B, query heads of a key head, 1, tiles), tiles by blocks of keys; the last two axes are
+blocks of keys and blocks of queries where every pair of blocks has a step. Logits are
 transposed, [K, Q], so that p and ds enter the products as they are. dq of a head stays in
 VMEM; so do dk and dv of a block of keys or, with grouped heads, of all keys. The cotangent of
 the bias is a strip, summed along its diagonals once per head. All sums run in one fixed order,
@@ -19,7 +20,16 @@ from jax.experimental.pallas import tpu as pltpu
 from posenc_jax.engine.tpu.elements import Element, element_specs, evaluate
 from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, number_spec, row_spec
 from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, line_of
-from posenc_jax.engine.tpu.schedule import MASKED, PLAIN, block_of, kind_of, kinds
+from posenc_jax.engine.tpu.schedule import (
+    MASKED,
+    PLAIN,
+    column_of,
+    is_first,
+    is_last,
+    kind_of,
+    kinds,
+    row_of,
+)
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
 from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, to_column, visible
 
@@ -46,7 +56,10 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         dropout, times 1 - r.
     """
     bq, bk, group = spec.backward.q, spec.backward.k, spec.group
-    blocks, steps = spec.keys // bk, spec.length // bq
+    outer, inner, tiles = spec.keys // bk, spec.length // bq, spec.order(by_key=True)[0].size
+    before_last = tiles - inner  # The last block of keys has a tile for every block of queries.
+    dense = tiles == outer * inner  # Then no index depends on the schedule that need not.
+    outer, inner = (outer, inner) if dense else (1, tiles)
     low, high = spec.reach(spec.backward)
     strip = Strip.of(low, high, bk, bq)
     # Without groups, sums over tokens stay in memory for the whole batch.
@@ -55,23 +68,23 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
 
     def entry(schedule, b, j, i):
         row = b if x.schedules[1].shape[0] > 1 else 0
-        return schedule[(row * blocks + j) * steps + i]
+        return schedule[row * tiles + j * inner + i]
 
     def query(h, b, g, j, i, schedule, prefix):
-        return b, h * group + g, block_of(entry(schedule, b, j, i))
+        return b, h * group + g, column_of(entry(schedule, b, j, i))
 
-    def key(h, b, g, j, i, *_):
-        return b, h, j
+    def key(h, b, g, j, i, schedule, prefix):
+        return b, h, j if dense else row_of(entry(schedule, b, j, i))
 
-    def key_of_head(h, b, g, j, i, *_):
-        return b, h * group + g, j
+    def key_of_head(h, b, g, *ids):
+        return b, h * group + g, key(h, b, g, *ids)[2]
 
     # Finished blocks are written as they come; until then, the first one is in memory.
     def last_keys(h, b, g, j, i, *_):
-        return b, h * group + g, jnp.where(j == blocks - 1, i, 0)
+        return b, h * group + g, jnp.maximum(j * inner + i - before_last, 0)
 
-    def last_head(h, b, g, j, i, *_):
-        return b, h, jnp.where(g == group - 1, j, 0)
+    def last_head(h, b, g, *ids):
+        return b, h, jnp.where(g == group - 1, key(h, b, g, *ids)[2], 0)
 
     def of_head(h, b, g, *_):
         return (b if by_row else 0), h * group + g, 0, 0
@@ -155,10 +168,11 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
 
     def kernel(schedule, prefix, own, out, kept):
         h, b, g, j, i = (pl.program_id(axis) for axis in range(5))
-        kind = kind_of(entry(schedule, b, j, i))
+        step, t = entry(schedule, b, j, i), j * inner + i
+        kind, i, j = kind_of(step), column_of(step), row_of(step)
         offset = i * bq - j * bk
         limit = prefix[b] if spec.prefix else None
-        start, end = (j == 0) & (i == 0), (j == blocks - 1) & (i == steps - 1)
+        start, end = t == 0, t == tiles - 1
         first, last = start, end
         if not by_row:
             first, last = start & (b == 0), end & (b == spec.batch - 1)
@@ -182,7 +196,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
             if spec.rules_in_bias:
                 kept["d_strip"][...] = jnp.zeros((LANES, strip.width), jnp.float32)
 
-        @pl.when(i == 0)
+        @pl.when(is_first(step))
         def _():
             k = own["k"][...].astype(jnp.float32) * (spec.scale * spec.unit)
             kept["k"][...] = k.astype(x.k.dtype)
@@ -193,7 +207,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
                     kept["numbers"][e][n][...] = to_column(row[...])
                     kept["d_numbers"][e][n][...] = jnp.zeros((bk, LANES), jnp.float32)
 
-        @pl.when((i == 0) & (g == 0))
+        @pl.when(is_first(step) & (g == 0))
         def _():
             kept["d_k"][keys] = jnp.zeros((bk, spec.dim), jnp.float32)
             kept["d_v"][keys] = jnp.zeros((bk, spec.value_dim), jnp.float32)
@@ -258,20 +272,21 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
             body = functools.partial(tile, one_kind != PLAIN, one_kind == MASKED)
             pl.when(kind == one_kind)(body)
 
-        @pl.when(i == steps - 1)
+        @pl.when(is_last(step))
         def _():
             for e, element in enumerate(out["elements"]):
                 for y, d in zip(element["k_numbers"], kept["d_numbers"][e], strict=True):
                     y[...] = jnp.sum(jnp.swapaxes(d[...], 0, 1), 0, keepdims=True)
 
-        @pl.when((i == steps - 1) & (g == group - 1))
+        @pl.when(is_last(step) & (g == group - 1))
         def _():
             out["k"][...] = (kept["d_k"][keys] * spec.scale).astype(x.k.dtype)
             out["v"][...] = kept["d_v"][keys].astype(x.v.dtype)
 
-        @pl.when(j == blocks - 1)
+        @pl.when(t >= before_last)
         def _():
-            out["q"][...] = (kept["d_q"][queries] * spec.scale).astype(x.q.dtype)
+            done = pl.ds(pl.multiple_of((t - before_last) * bq, LANES), bq)
+            out["q"][...] = (kept["d_q"][done] * spec.scale).astype(x.q.dtype)
 
         if spec.rules_in_bias:
 
@@ -284,7 +299,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(spec.kv_heads, spec.batch, group, blocks, steps),
+            grid=(spec.kv_heads, spec.batch, group, outer, inner),
             in_specs=[specs],
             out_specs=_part(outs, 1),
             scratch_shapes=[scratch],

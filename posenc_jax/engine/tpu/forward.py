@@ -1,6 +1,6 @@
 """The forward kernel: flash attention with position rules, for TPU.
 
-Grid (N, B, blocks of queries, blocks of keys). The running maximum m, sum l and output of a
+Grid (N, B, tiles), tiles by blocks of queries. The running maximum m, sum l and output of a
 block of queries stay in VMEM over its blocks of keys, the strip of a head over the batch.
 """
 
@@ -15,7 +15,16 @@ from jax.experimental.pallas import tpu as pltpu
 from posenc_jax.engine.tpu.elements import element_specs, evaluate
 from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, number_spec, row_spec
 from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, line_of
-from posenc_jax.engine.tpu.schedule import MASKED, PLAIN, block_of, kind_of, kinds
+from posenc_jax.engine.tpu.schedule import (
+    MASKED,
+    PLAIN,
+    column_of,
+    is_first,
+    is_last,
+    kind_of,
+    kinds,
+    row_of,
+)
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
 from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, to_column, to_row, visible
 from posenc_jax.mask import MASK_VALUE
@@ -27,19 +36,19 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, in the layout of v, and the log-sum-exp, float32 [B, N, 1, T]."""
     bq, bk = spec.forward.q, spec.forward.k
     inner = math.gcd(bk, _SLICE)
-    blocks, steps = spec.length // bq, spec.keys // bk
+    tiles = spec.order(by_key=False)[0].size
     low, high = spec.reach(spec.forward)
     strip = Strip.of(-high, -low, bq, bk)
 
-    def entry(schedule, b, i, j):
+    def entry(schedule, b, t):
         row = b if x.schedules[0].shape[0] > 1 else 0
-        return schedule[(row * blocks + i) * steps + j]
+        return schedule[row * tiles + t]
 
-    def query(h, b, i, j, schedule, prefix):
-        return b, h, i
+    def query(h, b, t, schedule, prefix):
+        return b, h, row_of(entry(schedule, b, t))
 
-    def key_of_head(h, b, i, j, schedule, prefix):
-        return b, h, block_of(entry(schedule, b, i, j))
+    def key_of_head(h, b, t, schedule, prefix):
+        return b, h, column_of(entry(schedule, b, t))
 
     def key(*ids):
         b, h, block = key_of_head(*ids)
@@ -77,18 +86,19 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     check_memory(what, spec.vmem_limit, scratch, arrays, specs)
 
     def kernel(schedule, prefix, own, out_ref, lse_ref, kept):
-        h, b, i, j = (pl.program_id(axis) for axis in range(4))
-        kind = kind_of(entry(schedule, b, i, j))
+        h, b, t = (pl.program_id(axis) for axis in range(3))
+        step = entry(schedule, b, t)
+        kind, i, j = kind_of(step), row_of(step), column_of(step)
         offset = i * bq - j * bk
         limit = prefix[b] if spec.prefix else None
 
         if x.bias is not None:
 
-            @pl.when((b == 0) & (i == 0) & (j == 0))
+            @pl.when((b == 0) & (t == 0))
             def _():
                 shear(strip, own["line"], kept["strip"], rotate=not spec.interpret)
 
-        @pl.when(j == 0)
+        @pl.when(is_first(step))
         def _():
             kept["m"][...] = jnp.full((bq, LANES), MASK_VALUE, jnp.float32)
             kept["l"][...] = jnp.zeros((bq, LANES), jnp.float32)
@@ -143,7 +153,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
             body = functools.partial(tile, one_kind != PLAIN, one_kind == MASKED)
             pl.when(kind == one_kind)(body)
 
-        @pl.when(j == steps - 1)
+        @pl.when(is_last(step))
         def _():
             m, total = kept["m"][...], kept["l"][...]
             blind = m <= MASK_VALUE / 2
@@ -164,17 +174,17 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(spec.heads, spec.batch, blocks, steps),
+            grid=(spec.heads, spec.batch, tiles),
             in_specs=[specs],
             out_specs=(
                 matrix_spec(out, bq, spec.value_dim, query),
-                pl.BlockSpec((None, None, 1, bq), lambda h, b, i, *_: (b, h, 0, i)),
+                number_spec(lse, bq, query),
             ),
             scratch_shapes=[scratch],
         ),
         out_shape=(out, lse),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=spec.vmem_limit,
         ),
         interpret=spec.interpret,

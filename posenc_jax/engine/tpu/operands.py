@@ -1,11 +1,13 @@
 """What the kernels are given: the arrays of a problem in their layout, and the tile schedule."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from posenc_jax.engine.blocks import Blocks, Visibility, pad_axis
 from posenc_jax.engine.lower import Lowered, masked_by_order
@@ -13,7 +15,7 @@ from posenc_jax.engine.problem import Problem, dropout_rows
 from posenc_jax.engine.terms import STATIC
 from posenc_jax.engine.tpu.elements import Element
 from posenc_jax.engine.tpu.layout import to_layout
-from posenc_jax.engine.tpu.schedule import schedule
+from posenc_jax.engine.tpu.schedule import schedule, tile_order
 from posenc_jax.engine.tpu.strip import LANES, Strip
 from posenc_jax.mask import MASK_VALUE
 
@@ -68,14 +70,25 @@ class Spec:
         """What logits are multiplied by before they enter exp2, or the softcap's tanh."""
         return LOG2E if self.softcap is None else 1.0 / self.softcap
 
+    @property
+    def _sides(self) -> tuple[int, int]:
+        """How many keys a query sees before it and after it; negative for no limit."""
+        left, right = self.visibility.window or (-1, -1)
+        return left, 0 if self.visibility.is_causal else right
+
+    def order(self, by_key: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `tile_order` of the forward or, with `by_key`, of the backward pass."""
+        blocks = self.backward if by_key else self.forward
+        sides = self._sides if self.by_slot else (-1, -1)
+        return tile_order(self.length, self.keys, blocks, sides, by_key)
+
     def reach(self, blocks: Blocks) -> tuple[int, int]:
         """Returns the least and greatest first query less first key of a tile with a bias.
 
         The bias of tiles beyond the greatest is that of the greatest: zero, or masked.
         """
         see, q, k = self.visibility, blocks.q, blocks.k
-        left, right = see.window or (-1, -1)
-        right = 0 if see.is_causal else right
+        left, right = self._sides
         low, high = k - self.keys, self.length - q
         if right >= 0 and not self.prefix:
             low = max(low, -_round(right + q - 1, down=True))
@@ -196,6 +209,7 @@ def prepare(
         bias = spec.unit * lowered.bias(distances)
     elif visibility.mask_in_bias:
         bias = masked_by_order(p, distances, jnp.zeros((1, distances.shape[0]), jnp.float32))
+    make_schedule = functools.partial(schedule, visibility, queries, of_keys, p.prefix_length)
     of_slots, dropped = {}, None
     if p.dropout_seeds is not None:
         of_slots = {"slots": pad_axis(p.k_slots, 1, keys)[:, None]}
@@ -218,8 +232,8 @@ def prepare(
         ),
         dropped=dropped,
         schedules=(
-            schedule(visibility, queries, of_keys, spec.forward, p.prefix_length, by_key=False),
-            schedule(visibility, queries, of_keys, spec.backward, p.prefix_length, by_key=True),
+            make_schedule(blocks=spec.forward, order=spec.order(False), by_key=False),
+            make_schedule(blocks=spec.backward, order=spec.order(True), by_key=True),
         ),
         first=first,
     )

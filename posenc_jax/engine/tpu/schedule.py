@@ -1,17 +1,23 @@
-"""The schedule of the tiles: which are skipped, and which need rules or masks."""
+"""The schedule of the tiles: which have a step, which are skipped, which need rules or masks.
+
+The grid has a step for each tile of `tile_order`. A step takes a fifth of a tile or more even if
+the tile is empty, so tiles that causality and windows by slot hide have none.
+"""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from posenc_jax.engine.blocks import Blocks, Visibility
 
 EMPTY, PLAIN, RULED, MASKED = 0, 1, 2, 3
 """Kinds of tiles: skipped; without rules or masks; with rules alone; with both."""
 
-_KINDS = 4
+_FIRST, _LAST = 4, 8
+_ROW, _COLUMN = 4, 18  # Bits from which on the row and the column of an entry are.
 
 
 def kinds(see: Visibility) -> tuple[int, ...]:
@@ -26,14 +32,49 @@ def _ruled_everywhere(see: Visibility) -> bool:
     return see.bias_everywhere or (see.has_terms and see.horizon is None)
 
 
-def schedule(
-    see: Visibility, q: Any, k: Any, blocks: Blocks, prefix: jax.Array | None, by_key: bool
-) -> jax.Array:
-    """Returns the schedule of a pass: int32 [B or 1, blocks of queries, blocks of keys].
+def tile_order(
+    length: int, keys: int, blocks: Blocks, sides: tuple[int, int], by_key: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows and columns, int [tiles], of the tiles that have a step, by rows.
 
-    An entry holds the kind of the tile, and the block of keys to have in memory: its own or,
-    for empty tiles, that of the last tile that is not, so that nothing is copied for them. With
-    `by_key`, the last two axes are exchanged, and blocks are those of queries.
+    Rows are blocks of queries, columns blocks of keys; with `by_key`, the other way, and the
+    last row is whole. Every row has a tile.
+
+    Args:
+      length, keys: T and S, multiples of the blocks.
+      blocks: queries and keys per tile.
+      sides: how many slots a query sees before its own and after it; negative for no limit.
+      by_key: for the backward pass.
+    """
+    q = np.arange(0, length, blocks.q)[:, None]
+    k = np.arange(0, keys, blocks.k)[None]
+    live, (left, right) = np.ones((q.size, k.size), bool), sides
+    if right >= 0:
+        live &= k - (q + blocks.q - 1) <= right
+    if left >= 0:
+        live &= q - (k + blocks.k - 1) <= left
+    if by_key:
+        live = live.T
+        live[-1] = True
+    live[~live.any(1), 0] = True
+    rows, columns = np.nonzero(live)
+    return rows, columns
+
+
+def schedule(
+    see: Visibility,
+    q: Any,
+    k: Any,
+    prefix: jax.Array | None,
+    blocks: Blocks,
+    order: tuple[np.ndarray, np.ndarray],
+    by_key: bool,
+) -> jax.Array:
+    """Returns the schedule of a pass: int32 [B or 1, tiles], for the tiles of `tile_order`.
+
+    An entry holds the kind of the tile, its row, whether it is the first or last there, and the
+    column to have in memory: its own or, for empty tiles, that of the last tile that is not, so
+    that nothing is copied for them.
     """
     of_q = jax.tree.map(lambda x: x[:, :, None], see.summary(q, blocks.q))
     of_k = see.summary(k, blocks.k)
@@ -55,14 +96,32 @@ def schedule(
     first = jnp.argmax(live, 2).astype(jnp.int32)[..., None]
     block = jnp.where(last < 0, first, last)
     kind = jnp.where(seen, jnp.where(plain, PLAIN, RULED), MASKED)
-    return _KINDS * block + jnp.where(live, kind, EMPTY).astype(jnp.int32)
+    entry = (block << _COLUMN) + jnp.where(live, kind, EMPTY).astype(jnp.int32)
+    change = np.diff(order[0], prepend=-1, append=-1) != 0
+    known = (order[0] << _ROW) + _FIRST * change[:-1] + _LAST * change[1:]
+    return entry[:, *order] + known.astype(np.int32)[None]
 
 
-def block_of(entry: Any) -> Any:
-    """Returns the block that an entry of a schedule has in memory."""
-    return jax.lax.div(entry, jnp.int32(_KINDS))
+def row_of(entry: Any) -> Any:
+    """Returns the row of an entry of a schedule."""
+    return (entry >> jnp.int32(_ROW)) & jnp.int32((1 << _COLUMN - _ROW) - 1)
+
+
+def column_of(entry: Any) -> Any:
+    """Returns the column that an entry of a schedule has in memory."""
+    return entry >> jnp.int32(_COLUMN)
 
 
 def kind_of(entry: Any) -> Any:
     """Returns the kind of the tile of an entry of a schedule."""
-    return jax.lax.rem(entry, jnp.int32(_KINDS))
+    return entry & jnp.int32(_FIRST - 1)
+
+
+def is_first(entry: Any) -> Any:
+    """Returns whether an entry of a schedule is the first of its row."""
+    return entry & jnp.int32(_FIRST) != 0
+
+
+def is_last(entry: Any) -> Any:
+    """Returns whether an entry of a schedule is the last of its row."""
+    return entry & jnp.int32(_LAST) != 0
