@@ -23,7 +23,7 @@ class Lowered:
     """The rules of a problem, as a backend evaluates them.
 
     Attributes:
-      bias: `bias(distances) -> float32 [N or 1, L]`, added at every distance, less its
+      bias: `bias(first, stop) -> float32 [N or 1, L]`, added at every distance, less its
         constant; with `visibility.mask_in_bias`, distances that causality or the window hides
         have the mask value. None: nothing is added by distance alone.
       terms: evaluated on tiles; `features` and `strips` have an entry for each.
@@ -35,7 +35,7 @@ class Lowered:
       lse_shift: dropped constants, [1 or B, 1 or T, N or 1], or None.
     """
 
-    bias: Callable[[jax.Array], jax.Array] | None
+    bias: Callable[[int, int], jax.Array] | None
     terms: tuple[Term, ...]
     q_features: tuple[Any, ...]
     k_features: tuple[Any, ...]
@@ -139,19 +139,20 @@ def _lower_values(p: Problem, lowered: list[Lowering]) -> tuple[ValueTable | Non
 
 def _sum_by_distance(
     p: Problem, lowered: list[Any], drop: bool, mask_in_bias: bool
-) -> tuple[Callable[[jax.Array], jax.Array], jax.Array | None]:
+) -> tuple[Callable[[int, int], jax.Array], jax.Array | None]:
     """Returns the bias of distances, and the constant dropped from it, [1, 1, N or 1]."""
 
-    def total(distances):
-        parts = [x.by_distance(distances) for x in lowered]
+    def total(first, stop):
+        parts = [x.by_distance(first, stop) for x in lowered]
         return sum(parts[1:], parts[0])
 
-    constant = total(jnp.array([p.length - 1], jnp.int32)) if drop else None
+    constant = total(p.length - 1, p.length) if drop else None
 
-    def bias(distances):
-        out = total(distances)
+    def bias(first, stop):
+        out = total(first, stop)
         if constant is not None:
             out -= constant
+        distances = jnp.arange(first, stop, dtype=jnp.int32)
         return masked_by_order(p, distances, out) if mask_in_bias else out
 
     return bias, None if constant is None else constant[:, 0][None, None]

@@ -184,8 +184,8 @@ class Lowering(NamedTuple):
 
     Attributes:
       term: evaluated on tiles; None for a rule with `by_distance` or `values`.
-      by_distance: `by_distance(distances) -> float32 [N, L]`: the rule is this number per
-        distance.
+      by_distance: `by_distance(first, stop) -> float32 [N or 1, L]`: the rule is this number
+        per distance, of integers first to stop - 1.
       high: upper bound of `by_distance`, from which on it is constant.
       strip: `strip(distances) -> float32 [1 or N, L, F]`, of which `term.tile` reads a part.
       dropped: constant dropped from all logits of a query, [1, 1, N] or [B, T, N].
@@ -194,7 +194,7 @@ class Lowering(NamedTuple):
     """
 
     term: Term | None = None
-    by_distance: Callable[[jax.Array], jax.Array] | None = None
+    by_distance: Callable[[int, int], jax.Array] | None = None
     high: int | None = None
     strip: Callable[[jax.Array], jax.Array] | None = None
     dropped: jax.Array | None = None

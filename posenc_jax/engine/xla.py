@@ -188,19 +188,21 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
     if p.is_causal and p.prefix_length is None:
         first, before = 0, plan.max_table + 1
 
-    def strip(of, fill=0.0):
-        if of is None:
-            return None
-        made = of(jnp.arange(first, p.length, dtype=jnp.int32))
+    def padded_strip(made, fill=0.0):
         widths = [(before, after) if axis == 1 else (0, 0) for axis in range(made.ndim)]
         return jnp.pad(made, widths, constant_values=fill)
 
+    bias = None
+    if lowered.bias is not None:
+        fill = MASK_VALUE if visibility.mask_in_bias else 0.0
+        bias = padded_strip(lowered.bias(first, p.length), fill)
+    distances = jnp.arange(first, p.length, dtype=jnp.int32)
     return Operands(
         q=pad_axis(p.q, 1, length),
         k=pad_axis(jnp.swapaxes(p.k, 1, 2), 2, keys),
         v=pad_axis(jnp.swapaxes(lowered.v, 1, 2), 2, keys),
-        bias=strip(lowered.bias, MASK_VALUE if visibility.mask_in_bias else 0.0),
-        strips=tuple(map(strip, lowered.strips)),
+        bias=bias,
+        strips=tuple(None if of is None else padded_strip(of(distances)) for of in lowered.strips),
         terms=lowered.terms,
         values=lowered.values,
         queries=block(length, p.q_positions, p.q_coordinates, segments[0], lowered.q_features),

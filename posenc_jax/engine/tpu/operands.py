@@ -206,7 +206,7 @@ def prepare(
     bias, first = None, 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
     distances = jnp.arange(first, p.length, dtype=jnp.int32)
     if lowered.bias is not None:
-        bias = spec.unit * lowered.bias(distances)
+        bias = spec.unit * lowered.bias(first, p.length)
     elif visibility.mask_in_bias:
         bias = masked_by_order(p, distances, jnp.zeros((1, distances.shape[0]), jnp.float32))
     make_schedule = functools.partial(schedule, visibility, queries, of_keys, p.prefix_length)
