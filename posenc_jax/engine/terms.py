@@ -505,6 +505,23 @@ def _toeplitz_forward(values, shape, transposed):
 
 
 def _toeplitz_backward(shape, transposed, _, tile):
+    sums = jax.lax.platform_dependent(tile, tpu=_skewed_sums, default=_row_by_row_sums)
+    return (sums if transposed else sums[::-1],)
+
+
+def _skewed_sums(tile: jax.Array) -> jax.Array:
+    """Sums the diagonals of [R, C], from the last row's first entry on: [R + C - 1].
+
+    With R zeros after every row, and read as rows that are one shorter, every row is one further
+    to the right than the row above.
+    """
+    rows, columns = tile.shape
+    padded = jnp.pad(tile[::-1], ((0, 0), (0, rows))).reshape(-1)
+    return padded[:-rows].reshape(rows, rows + columns - 1).sum(0)
+
+
+def _row_by_row_sums(tile: jax.Array) -> jax.Array:
+    """`_skewed_sums`, faster on CPU; on TPU, a loop over rows is slow."""
     rows, columns = tile.shape
 
     def add_row(r, sums):
@@ -514,8 +531,7 @@ def _toeplitz_backward(shape, transposed, _, tile):
         return jax.lax.dynamic_update_slice_in_dim(sums, new, start, 0)
 
     sums = jnp.pad(jnp.zeros_like(tile[0]), (rows - 1, 0))
-    sums = jax.lax.fori_loop(0, rows, add_row, sums)
-    return (sums if transposed else sums[::-1],)
+    return jax.lax.fori_loop(0, rows, add_row, sums)
 
 
 toeplitz_tile_vjp = jax.custom_vjp(toeplitz_tile, nondiff_argnums=(1, 2))

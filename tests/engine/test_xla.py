@@ -1,5 +1,8 @@
 """What the tiled engine promises beyond its numbers."""
 
+import dataclasses
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ from engine.rules import KINDS
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import make_plan
+from posenc_jax.engine.terms import _row_by_row_sums, _skewed_sums, toeplitz_tile_vjp
 
 
 def _tokens(length, *, batch=1, heads=2, dim=8, seed=0):
@@ -221,3 +225,49 @@ def test_bfloat16_accumulates_in_float32():
     assert out.dtype == jnp.bfloat16
     exact = _attend(*(x.astype(jnp.float32) for x in (q, k, v)), rules=bias(table))
     np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (5, 3), (16, 16)])
+def test_sums_of_diagonals(shape):
+    """Those for TPU and those for other platforms."""
+    rows, columns = np.indices(shape)
+    tile = jax.random.normal(jax.random.key(0), shape)
+    at = (shape[0] - 1 - rows + columns).ravel()
+    wanted = np.bincount(at, np.asarray(tile).ravel())
+    for sums in (_skewed_sums, _row_by_row_sums):
+        np.testing.assert_allclose(sums(tile), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_on_tpu_sums_of_diagonals_are_no_loop():
+    tile = jnp.ones((16, 16))
+
+    def pull(tile):
+        return jax.vjp(lambda x: toeplitz_tile_vjp(x, (16, 16), False), jnp.ones(31))[1](tile)
+
+    traced = jax.jit(pull).trace(tile)
+    for platform, loops in (("tpu", False), ("cpu", True)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("stablehlo.while" in text) is loops
+
+
+@pytest.mark.parametrize("distances", [(-300, 400), (0, 9), (-90, -50), (50, 90)])
+def test_a_rule_is_evaluated_between_its_bounds(distances):
+    """And repeated beyond, with the gradient of the rule evaluated everywhere."""
+    table = jax.random.normal(jax.random.key(4), (2, 8))
+    weights = jax.random.normal(jax.random.key(5), (2, distances[1] - distances[0]))
+    t5 = pe.T5(num_heads=2, num_buckets=8, max_distance=12, bidirectional=True)
+
+    def outcome(table, unbounded):
+        rule = t5.rules({"table": table})
+        if unbounded:
+            rule = dataclasses.replace(rule, bounds=(None, None))
+        values, pull = jax.vjp(lambda rule: rule._of_distances(*distances, 1.0, jnp.int32), rule)
+        return values, pull(weights)[0].heads
+
+    traced = jax.jit(outcome, static_argnums=1).trace(table, False)
+    evaluated = [int(n) for n in re.findall(r"i32\[(\d+)\] = iota", str(traced.jaxpr))]
+    assert 0 < max(evaluated) < 25
+    got, gradient = traced.lower().compile()(table)
+    wanted, wanted_gradient = jax.jit(outcome, static_argnums=1)(table, True)
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_allclose(gradient, wanted_gradient, rtol=1e-5, atol=1e-5)
