@@ -18,7 +18,7 @@ from support import build, make_batch, output
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.tpu.implementation import PallasTPU
+from posenc_jax.engine.tpu.implementation import PallasTPU, _block
 from posenc_jax.engine.tpu.schedule import tile_order
 from posenc_jax.engine.tpu.strip import Strip, shear, sum_diagonals
 from posenc_jax.rules import ContentBias, LogitBias
@@ -256,8 +256,15 @@ def test_tiles_without_a_visible_pair_have_no_step(sides, by_key):
     live = seen.reshape(6, 128, 3, 384).any((1, 3))
     live = live.T if by_key else live
     live[-1] |= by_key  # Where the gradients of queries are written.
+    live |= by_key and live.mean() > 0.7
     live[~live.any(1), 0] = True
     np.testing.assert_array_equal(tile_order(768, 1152, blocks, sides, by_key), live.nonzero())
+
+
+def test_default_tiles_are_large_but_pad_little():
+    counts = (63, 200, 512, 640, 1100, 2048, 2560, 8192)
+    sizes = [_block(count, jnp.bfloat16) for count in counts]
+    assert sizes == [128, 256, 512, 1024, 512, 1024, 512, 1024]
 
 
 def test_blocks_that_are_no_whole_lanes_are_refused():

@@ -31,8 +31,8 @@ class PallasTPU(Implementation):
     """Flash attention kernels for TPU v5e, v5p and v6e, with any bias by distance.
 
     Attributes:
-      forward, backward: queries and keys per tile, multiples of 128. Default: 512 x 512, less
-        where that pads less.
+      forward, backward: queries and keys per tile, multiples of 128. Default: 1024 x 1024,
+        512 x 512 in float32, less where that takes less.
       decode: keys per block where there are at most 16 queries, a multiple of 128. Default:
         those of 2 MiB of keys and values.
       interpret: run in Pallas' interpreter, on any platform: True, or
@@ -130,7 +130,7 @@ class PallasTPU(Implementation):
         if decodes(p):
             return _decode(self, p)
         p = _without_hidden_keys(p)
-        blocks = Blocks(_block(p.length), _block(p.keys))
+        blocks = Blocks(_block(p.length, p.q.dtype), _block(p.keys, p.q.dtype))
         ahead, back = self.forward or blocks, self.backward or blocks
         length = _padded(p.length, ahead.q, back.q)
         keys = _padded(p.keys, ahead.k, back.k)
@@ -278,9 +278,14 @@ def _elements(p: Problem, lowered: Lowered) -> list[Any]:
     ]
 
 
-def _block(count: int) -> int:
-    """Returns the largest of 512, 256 and 128 that pads `count` tokens least."""
-    return min((512, 256, 128), key=lambda size: -(-count // size) * size)
+def _block(count: int, dtype: Any) -> int:
+    """Returns the size of tiles that take least for `count` queries and as many keys.
+
+    By the compiler's schedule, a step of the grid takes as long as 2**16 pairs of a large tile.
+    Exact products of float32 have too much code for the largest.
+    """
+    sizes = (1024, 512, 256, 128)[dtype == jnp.float32 :]
+    return min(sizes, key=lambda size: (-(-count // size)) ** 2 * (size * size + 2**16))
 
 
 def _padded(count: int, *blocks: int) -> int:

@@ -37,8 +37,9 @@ def tile_order(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rows and columns, int [tiles], of the tiles that have a step, by rows.
 
-    Rows are blocks of queries, columns blocks of keys; with `by_key`, the other way, and the
-    last row is whole. Every row has a tile.
+    Rows are blocks of queries, columns blocks of keys; with `by_key`, the other way, the last row
+    is whole, and so are all if that adds little: a step by schedule takes 1.4 times as long there.
+    Every row has a tile.
 
     Args:
       length, keys: T and S, multiples of the blocks.
@@ -56,6 +57,7 @@ def tile_order(
     if by_key:
         live = live.T
         live[-1] = True
+        live |= live.mean() > 0.7
     live[~live.any(1), 0] = True
     rows, columns = np.nonzero(live)
     return rows, columns
