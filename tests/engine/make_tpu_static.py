@@ -9,7 +9,7 @@ there was nothing to compare with or the compiler's files could not be read.
 
     make tpu-static                       compile and compare
     make tpu-static ARGS=--write          and write down what came out, for this libtpu
-    make tpu-static ARGS="--chips v6e --cases none,t5"
+    make tpu-static ARGS="--chips v6e --cases 'none;t5'"
 
 Left out are trip counts, waits on memory, and all that XLA adds around the kernels.
 """
@@ -26,6 +26,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from importlib.metadata import version
 
 DUMP = pathlib.Path(tempfile.mkdtemp(prefix="tpu-static-"))
@@ -45,6 +46,7 @@ os.environ |= {
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tpu_forecast
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
@@ -133,12 +135,14 @@ class Kernel:
     Attributes:
       tiles: cycles of each kind of tile, in the order of `schedule.kinds`.
       rest: cycles of all other regions.
+      step: cycles of a step of the grid whose tile is skipped; part of `rest`.
       mxu: share of the matrix unit in the first kind of tile.
       vmem: bytes.
     """
 
     tiles: list[int]
     rest: int
+    step: int
     mxu: float
     vmem: int
 
@@ -221,7 +225,12 @@ def splash(case: Case):
 
 def compile_case(case: Case, chip: str):
     """Returns both kernels by name, the seconds of compilation, and bytes of temporary memory."""
-    step, arguments = program(case)
+    compiled, seconds = compile_program(*program(case), chip)
+    return read_kernels(), seconds, compiled.memory_analysis().temp_size_in_bytes
+
+
+def compile_program(step, arguments, chip: str):
+    """Returns a compiled program and the seconds that it took."""
     sharding = SingleDeviceSharding(device(chip))
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
@@ -233,8 +242,39 @@ def compile_case(case: Case, chip: str):
     start = time.monotonic()
     with jax.sharding.use_abstract_mesh(mesh):
         compiled = jax.jit(step).lower(*arguments).compile()
-    seconds = time.monotonic() - start
-    return read_kernels(), seconds, compiled.memory_analysis().temp_size_in_bytes
+    return compiled, time.monotonic() - start
+
+
+def measured(case: tpu_forecast.Measured) -> tpu_forecast.Measured:
+    """Returns a case with the cycles of tokamax's forward kernel, which must be installed."""
+    from tokamax._src.ops.experimental.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
+
+    names = ("q_layout", "k_layout", "v_layout")
+    layouts = map(kernels.QKVLayout, case.layouts)
+    config = dataclasses.replace(
+        kernels.SplashConfig.get_default(),
+        block_q=case.q,
+        block_kv=case.k,
+        block_kv_compute=case.compute,
+        use_experimental_scheduler=case.scheduler,
+        use_base2_exp=True,
+        **dict(zip(names, layouts, strict=True)),
+    )
+    mask = masks.CausalMask if case.causal else masks.FullMask
+    attend = kernels.make_splash_mha_single_device(mask((case.length,) * 2), config=config)
+
+    def step(*qkv):
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in qkv)
+        return jnp.swapaxes(jax.vmap(attend)(q * case.dim**-0.5, k, v), 1, 2)
+
+    shape = case.batch, case.length, case.heads, case.dim
+    compiled, _ = compile_program(step, (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3, case.chip)
+    kernel = read_kernels(("forward",))["forward"]
+    moved = int(compiled.cost_analysis()["bytes accessed"])
+    return dataclasses.replace(case, tiles=tuple(kernel.tiles), rest=kernel.rest, bytes=moved)
 
 
 def collectives(case: Case, kind: AxisType) -> list[str]:
@@ -293,16 +333,16 @@ def rotary(layout: str | None, chip: str) -> list[int]:
     return found
 
 
-def read_kernels() -> dict[str, Kernel]:
+def read_kernels(wanted: Iterable[str] = tuple(KERNELS)) -> dict[str, Kernel]:
     """Returns the kernels that the compiler just wrote down."""
     files = collections.defaultdict(dict)
     for path in DUMP.iterdir():
         found = re.fullmatch(r"\d+-(.*?)(?:\.\d+)?-\d+-(.*)\.txt", path.name)
-        for which, pattern in KERNELS.items():
-            if found and re.match(pattern, found[1]):
+        for which in wanted:
+            if found and re.match(KERNELS[which], found[1]):
                 files[which][found[2]] = path
-    if sorted(files) != sorted(KERNELS):
-        raise UnreadableError(f"schedules of {sorted(files)} in place of two kernels")
+    if sorted(files) != sorted(wanted):
+        raise UnreadableError(f"schedules of {sorted(files)} in place of {sorted(wanted)}")
     return {name: read_kernel(name, of) for name, of in files.items()}
 
 
@@ -327,6 +367,7 @@ def read_kernel(name: str, files: dict[str, pathlib.Path]) -> Kernel:
     return Kernel(
         tiles=[len(regions[n]) for n in tiles],
         rest=sum(len(lines) for n, lines in regions.items() if n not in tiles),
+        step=read_step(schedule, regions, tiles[0]),
         mxu=busy[first] / len(regions[first]) / capacity[mxu],
         vmem=max((int(size, 16) + int(at, 16) for size, at in vmem), default=0),
     )
@@ -359,6 +400,20 @@ def read_regions(text: str) -> dict[int, list[int]]:
         if bundle:
             regions[open_[-1] if open_ else 0].append(at)
     return dict(regions)
+
+
+def read_step(text: str, regions: dict[int, list[int]], tile: int) -> int:
+    """Returns the cycles of a turn of the loop over the grid in which no branch is entered.
+
+    A branch to a later line jumps over the region before the one that it names; one of these
+    regions holds the tiles and all else.
+    """
+    branch = r"(0x[0-9a-f]+) .*sbr\.rel \(.*target bundleno = (\d+) .*region = (\d+)"
+    branches = [(int(at, 0), int(to), int(n)) for at, to, n in re.findall(branch, text)]
+    start, end = next(((to, at) for at, to, _ in branches if to < at), (0, 0))
+    inside = [n - 1 for at, to, n in branches if at < to and not at < regions[tile][0] < to]
+    skipped = {tile, *inside}
+    return sum(start <= at <= end for n, x in regions.items() if n not in skipped for at in x)
 
 
 def base_of(name: str) -> str:
@@ -429,6 +484,11 @@ def main() -> int:
     parser.add_argument("--rotary", action="store_true", help="measure RoPE, no more")
     parser.add_argument("--sharded", action="store_true", help="list collectives, no more")
     parser.add_argument("--table", action="store_true", help="print committed numbers, no more")
+    parser.add_argument(
+        "--forecast",
+        action="store_true",
+        help="print forecasts beside measured times, no more (--write: compile tokamax for it)",
+    )
     arguments = parser.parse_args()
     names = [x.strip() for x in arguments.cases.split(";") if x.strip()] or list(CASES)
     chips = arguments.chips.split(",")
@@ -439,6 +499,11 @@ def main() -> int:
     known = committed.setdefault(libtpu, {})
     if arguments.table:
         print(table(known))
+        return 0
+    if arguments.forecast:
+        if arguments.write:
+            tpu_forecast.write(map(measured, tpu_forecast.read()), libtpu, version("tokamax"))
+        print(tpu_forecast.table())
         return 0
     if arguments.rotary:
         print("bytes of a layer that XLA reads and writes, of the part that RoPE adds, in MiB")
