@@ -267,6 +267,11 @@ def test_default_tiles_are_large_but_pad_little():
     assert sizes == [128, 256, 512, 1024, 512, 1024, 512, 1024]
 
 
+def test_more_blocks_than_the_schedule_can_name_are_refused():
+    with pytest.raises(NotImplementedError, match="S = 1048704 are more than 8192 blocks"):
+        tile_order(128, 2**20 + 128, TILES, (-1, 0), by_key=False)
+
+
 def test_blocks_that_are_no_whole_lanes_are_refused():
     with pytest.raises(ValueError, match=r"backward must have multiples of 128 .* k=100"):
         PallasTPU(backward=Blocks(128, 100))

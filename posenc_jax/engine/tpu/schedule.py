@@ -17,7 +17,8 @@ EMPTY, PLAIN, RULED, MASKED = 0, 1, 2, 3
 """Kinds of tiles: skipped; without rules or masks; with rules alone; with both."""
 
 _FIRST, _LAST = 4, 8
-_ROW, _COLUMN = 4, 18  # Bits from which on the row and the column of an entry are.
+_ROW, _COLUMN = 4, 17  # Bits from which on the row and the column of an entry are.
+_MOST = 1 << _COLUMN - _ROW  # Rows, and columns.
 
 
 def kinds(see: Visibility) -> tuple[int, ...]:
@@ -46,7 +47,15 @@ def tile_order(
       blocks: queries and keys per tile.
       sides: how many slots a query sees before its own and after it; negative for no limit.
       by_key: for the backward pass.
+
+    Raises:
+      NotImplementedError: for more blocks than an entry of the schedule can name.
     """
+    if max(length // blocks.q, keys // blocks.k) > _MOST:
+        raise NotImplementedError(
+            f'attention: implementation="pallas": T = {length} and S = {keys} are more than '
+            f"{_MOST} blocks of {blocks}; use larger ones."
+        )
     q = np.arange(0, length, blocks.q)[:, None]
     k = np.arange(0, keys, blocks.k)[None]
     live, (left, right) = np.ones((q.size, k.size), bool), sides
@@ -106,7 +115,7 @@ def schedule(
 
 def row_of(entry: Any) -> Any:
     """Returns the row of an entry of a schedule."""
-    return (entry >> jnp.int32(_ROW)) & jnp.int32((1 << _COLUMN - _ROW) - 1)
+    return (entry >> jnp.int32(_ROW)) & jnp.int32(_MOST - 1)
 
 
 def column_of(entry: Any) -> Any:
