@@ -54,7 +54,8 @@ def make_plan(
 
     Given blocks are used as they are, those of one pass for both. The others were measured on
     CPU, where a matrix product uses two cores only if it is wide enough, and where a tile of
-    all heads should stay in the cache.
+    all heads should stay in the cache. On TPU many heads do not make them smaller: by its
+    compiler's estimate, 128 x 128 takes 1.3 to 1.4 times as long.
 
     >>> make_plan(2000, 2000, 8).forward
     Blocks(q=512, k=256)
@@ -71,7 +72,8 @@ def make_plan(
 
 
 def _measured(length: int, keys: int, heads: int) -> tuple[Blocks, Blocks]:
-    if (heads >= 16 and max(length, keys) <= 512) or heads >= 64:
+    many = (heads >= 16 and max(length, keys) <= 512) or heads >= 64
+    if many and jax.default_backend() != "tpu":
         return Blocks(128, 128), Blocks(128, 128)
     if length >= 1024:
         return Blocks(512, 256), Blocks(256, 512)

@@ -11,7 +11,7 @@ import pytest
 from engine.rules import KINDS
 
 import posenc_jax as pe
-from posenc_jax.engine.blocks import make_plan
+from posenc_jax.engine.blocks import Blocks, make_plan
 from posenc_jax.engine.terms import _row_by_row_sums, _skewed_sums, toeplitz_tile_vjp
 
 
@@ -43,6 +43,13 @@ def test_blocks_cover_the_tokens_and_waste_little(length, keys, heads):
         assert p.keys % blocks.k == 0
     assert length <= p.length <= 1.25 * length + 16
     assert keys <= p.keys <= 1.25 * keys + 16
+
+
+def test_on_tpu_many_heads_do_not_make_blocks_smaller(monkeypatch):
+    assert make_plan(2048, 2048, 64).forward == Blocks(128, 128)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert make_plan(2048, 2048, 64).forward == make_plan(2048, 2048, 8).forward
+    assert make_plan(2048, 2048, 64).forward == Blocks(512, 256)
 
 
 @pytest.mark.parametrize(("length", "keys", "heads"), [(1, 63, 2), (63, 63, 12), (5, 600, 2)])
