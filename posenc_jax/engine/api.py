@@ -247,11 +247,13 @@ def find(implementation: str | Implementation) -> Implementation:
 
 
 def choose(problem: Problem, platform: str) -> Implementation:
-    """Returns the fastest implementation for a problem on a platform.
+    """Returns the implementation that `None` stands for.
 
     Whole rows for a decode step and for what is smaller than any tile worth compiling, tiles
     for all else. Measured on CPU, forward and backward with a learned bias: tiles are ahead
-    from T = 32 on. Nothing was measured on other platforms yet.
+    from T = 32 on. Nothing was measured on other platforms yet. The kernels for TPU are faster
+    by the compiler's numbers, but have to be named until they have run on one; docs/kernels.md
+    has the numbers.
 
     Args:
       problem: what to compute.

@@ -61,6 +61,7 @@ from jax.sharding import (
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.tpu.implementation import PallasTPU
+from posenc_jax.engine.xla import XLA
 from posenc_jax.rules import SeparableBias
 
 COMMITTED = pathlib.Path(__file__).with_name("tpu_static.json")
@@ -163,12 +164,12 @@ def abstract_device(chip: str) -> AbstractDevice:
     return AbstractDevice(**about)
 
 
-def program(case: Case, **settings):
+def program(case: Case, implementation=None, **settings):
     """Returns forward and backward of a case, and the shapes of its arguments."""
     if case.rule == "splash":
         return splash(case)
     tile = Blocks(case.tile, case.tile)
-    implementation = PallasTPU(tile, tile, cross_compile=True, **settings)
+    implementation = implementation or PallasTPU(tile, tile, cross_compile=True, **settings)
     tokens = 2, case.length
     q = jax.ShapeDtypeStruct((*tokens, case.heads, case.dim), case.dtype)
     k = jax.ShapeDtypeStruct((*tokens, case.kv_heads, case.dim), case.dtype)
@@ -333,6 +334,44 @@ def rotary(layout: str | None, chip: str) -> list[int]:
     return found
 
 
+def without_kernels(rule: str, implementation: str, chip: str) -> str:
+    """Describes forward and backward of XLA's programs, by the compiler's own estimates.
+
+    Loops over tiles have no known number of steps: of these, cycles for 512 x 512 pairs of a
+    head, as in the table of the kernels. Of all else, cycles in total.
+    """
+    case = Case(rule)
+    blocks = Blocks(512, 256), Blocks(256, 512)  # What "xla" chooses there.
+    step, arguments = program(case, XLA(*blocks) if implementation == "xla" else implementation)
+    sharding = SingleDeviceSharding(device(chip))
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+    )
+    compiled = jax.jit(step).lower(*arguments).compile()
+    lines, name = collections.defaultdict(list), ""
+    for line in compiled.as_text().splitlines():
+        start = re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)
+        name = ("entry" if start[1] else start[2]) if start else name
+        lines[name].append(line)
+    tiles = []
+
+    def cycles(name):
+        found = re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(lines[name]))
+        total = sum(int(x) for x in found if int(x) < 2**62)
+        for line in lines[name]:
+            loop = re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)
+            if loop:
+                steps = re.search(r"constant\((\d+)\)", "\n".join(lines[loop[1]]))
+                inside = cycles(loop[2])
+                if steps is None:
+                    tiles.append(round(inside / case.heads))  # Half the pairs, of a batch of 2.
+                total += int(steps[1]) * inside if steps else 0
+        return total
+
+    total, memory = cycles("entry") / 1e6, compiled.memory_analysis().temp_size_in_bytes >> 20
+    return f"tiles {'/'.join(map(str, tiles))}, else {total:.1f} million, {memory} MiB HBM"
+
+
 def read_kernels(wanted: Iterable[str] = tuple(KERNELS)) -> dict[str, Kernel]:
     """Returns the kernels that the compiler just wrote down."""
     files = collections.defaultdict(dict)
@@ -483,6 +522,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write down what came out")
     parser.add_argument("--rotary", action="store_true", help="measure RoPE, no more")
     parser.add_argument("--sharded", action="store_true", help="list collectives, no more")
+    parser.add_argument("--xla", action="store_true", help="estimate programs without kernels")
     parser.add_argument("--table", action="store_true", help="print committed numbers, no more")
     parser.add_argument(
         "--forecast",
@@ -512,6 +552,17 @@ def main() -> int:
             for layout in ("half", "interleaved"):
                 more = [a - b for a, b in zip(rotary(layout, chip), none, strict=True)]
                 print(f"{chip}, {layout}: forward {more[0]}, with backward {more[1]} of {none}")
+        return 0
+    if arguments.xla:
+        print("cycles as estimated for 512 x 512 pairs of a head, forward, then backward")
+        for chip in chips:
+            for rule, name in (
+                ("none", "jax"),
+                ("none", "xla"),
+                ("t5", "xla"),
+                ("separable", "xla"),
+            ):
+                print(f"{chip}, {rule}, {name}: {without_kernels(rule, name, chip)}", flush=True)
         return 0
     if arguments.sharded:
         for case in (Case(), Case(kv_heads=2), Case("t5"), Case("separable")):
