@@ -69,19 +69,28 @@ CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
 KERNELS = {
     "forward": "attention_forward|splash_mha_fwd",
     "backward": "attention_backward|splash_mha_dkv",
+    "decode": "attention_decode",
 }
 WORSE = 1.05
+READ = {"v5e": 819 / 1.5, "v6e": 1640 / 1.75, "v5p": 2765 / 2 / 1.75}
+"""Bytes that a core reads from HBM in a cycle.
+
+Bandwidths are those of cloud.google.com/tpu/docs/v5e, v6e and v5p (per chip; a v5p has two cores).
+Clocks in GHz follow from the rates of bfloat16 products given there, 197, 918 and 459 TFLOP/s, and
+the 65,536, 262,144 and 2 x 65,536 products per cycle of the matrix units.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: batch 2, T = S, causal.
+    """One problem: batch 2, T = S, causal; or a decode step of batch 8.
 
     Attributes:
       rule: "none", "separable", the name of a scheme, or "splash": JAX's own kernels.
       length: T.
       heads, kv_heads, dim, dtype: N, K, H and the dtype of q, k and v.
-      tile: queries and keys per tile.
+      tile: queries and keys per tile; keys per block of a decode step.
+      queries: of a decode step with a cache of `length` slots, else 0.
       segments, positions: whether these are given, as data.
       options: more arguments of `attention`.
     """
@@ -93,6 +102,7 @@ class Case:
     dim: int = 128
     dtype: str = "bfloat16"
     tile: int = 512
+    queries: int = 0
     segments: bool = False
     positions: bool = False
     options: tuple = ()
@@ -125,6 +135,18 @@ CASES = {
     "t5, 1024": Case("t5", tile=1024),
     "kerple, T 32768": Case("kerple", length=32768),
     "kerple, T 32768, groups of 4": Case("kerple", length=32768, kv_heads=2),
+    "decode": Case(queries=1, heads=32),
+    "decode, t5": Case("t5", queries=1, heads=32),
+    "decode, fire": Case("fire", queries=1, heads=32),
+    "decode, 16 queries": Case(queries=16, heads=32),
+    "decode, 16 heads": Case(queries=1, heads=16, kv_heads=16, tile=256),
+    "decode, t5, 16 heads": Case("t5", queries=1, heads=16, kv_heads=16, tile=256),
+    "decode, fire, 16 heads": Case("fire", queries=1, heads=16, kv_heads=16, tile=256),
+    "decode, 1 key head": Case(queries=1, heads=8, kv_heads=1, tile=2048),
+    "decode, 2 key heads": Case(queries=1, heads=8, kv_heads=2, tile=2048),
+    "decode, H 64": Case(queries=1, heads=32, dim=64, tile=1024),
+    "decode, H 256": Case(queries=1, heads=32, dim=256, tile=256),
+    "decode, float32": Case(queries=1, heads=32, dtype="float32", tile=256),
 }
 """Cases by name; ratios are to the first case with "none" and the same rest."""
 
@@ -168,6 +190,8 @@ def program(case: Case, implementation=None, **settings):
     """Returns forward and backward of a case, and the shapes of its arguments."""
     if case.rule == "splash":
         return splash(case)
+    if case.queries:
+        return decode_step(case, PallasTPU(decode=case.tile, cross_compile=True))
     tile = Blocks(case.tile, case.tile)
     implementation = implementation or PallasTPU(tile, tile, cross_compile=True, **settings)
     tokens = 2, case.length
@@ -202,6 +226,37 @@ def program(case: Case, implementation=None, **settings):
     return step, (q, k, k, params, integer, q)
 
 
+def decode_step(case: Case, implementation):
+    """Returns a decode step of a case, and the shapes of its arguments."""
+    scheme = None if case.rule == "none" else pe.SCHEMES[case.rule](num_heads=case.heads)
+    params = jax.eval_shape(scheme.init, jax.random.key(0)) if scheme else {}
+    q = jax.ShapeDtypeStruct((8, case.queries, case.heads, case.dim), case.dtype)
+    k = jax.ShapeDtypeStruct((8, case.length, case.kv_heads, case.dim), case.dtype)
+    at, to = (jax.ShapeDtypeStruct(x.shape[:2], jnp.int32) for x in (q, k))
+
+    def step(q, k, v, params, q_positions, k_positions, k_segment_ids):
+        return pe.attention(
+            q,
+            k,
+            v,
+            rules=scheme.rules(params) if scheme else (),
+            q_positions=q_positions,
+            k_positions=k_positions,
+            q_segment_ids=jnp.zeros_like(q_positions),
+            k_segment_ids=k_segment_ids,
+            is_causal=True,
+            implementation=implementation,
+        )
+
+    return step, (q, k, k, params, at, to, to)
+
+
+def read_cycles(case: Case, chip: str) -> int:
+    """Returns the cycles that reading a block of keys and values takes."""
+    block = case.tile * case.kv_heads * case.dim * 2 * jnp.dtype(case.dtype).itemsize
+    return round(block / READ[chip])
+
+
 def splash(case: Case):
     """Returns the same for the kernels that come with JAX, with tiles of the same size."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
@@ -225,9 +280,10 @@ def splash(case: Case):
 
 
 def compile_case(case: Case, chip: str):
-    """Returns both kernels by name, the seconds of compilation, and bytes of temporary memory."""
+    """Returns the kernels by name, the seconds of compilation, and bytes of temporary memory."""
     compiled, seconds = compile_program(*program(case), chip)
-    return read_kernels(), seconds, compiled.memory_analysis().temp_size_in_bytes
+    kernels = read_kernels(("decode",) if case.queries else ("forward", "backward"))
+    return kernels, seconds, compiled.memory_analysis().temp_size_in_bytes
 
 
 def compile_program(step, arguments, chip: str):
@@ -372,7 +428,16 @@ def without_kernels(rule: str, implementation: str, chip: str) -> str:
     return f"tiles {'/'.join(map(str, tiles))}, else {total:.1f} million, {memory} MiB HBM"
 
 
-def read_kernels(wanted: Iterable[str] = tuple(KERNELS)) -> dict[str, Kernel]:
+def whole_step(rule: str, implementation, chip: str) -> tuple[int, int]:
+    """Returns what XLA says of a decode step less its kernel: MiB accessed, and cycles."""
+    step = decode_step(dataclasses.replace(CASES["decode"], rule=rule), implementation)
+    made, _ = compile_program(*step, chip)
+    entry = made.as_text().split("\nENTRY")[1]
+    cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry)))
+    return round(made.cost_analysis()["bytes accessed"] / 2**20), cycles
+
+
+def read_kernels(wanted: Iterable[str]) -> dict[str, Kernel]:
     """Returns the kernels that the compiler just wrote down."""
     files = collections.defaultdict(dict)
     for path in DUMP.iterdir():
@@ -462,13 +527,14 @@ def base_of(name: str) -> str:
     wanted = dataclasses.replace(
         case, rule="none", segments=False, positions=False, options=softcap
     )
-    wanted = dataclasses.replace(wanted, kv_heads=wanted.heads)
+    if not case.queries:
+        wanted = dataclasses.replace(wanted, kv_heads=wanted.heads)
     return next(other for other, x in CASES.items() if x == wanted)
 
 
 def describe(name: str, found: dict, base: dict | None) -> str:
     parts = []
-    for which in ("forward", "backward"):
+    for which in found:
         tiles = found[which]["tiles"]
         ratio = f" x{max(tiles) / base[which]['tiles'][0]:.2f}" if base else ""
         extra = found[which]["rest"] - base[which]["rest"] if base else 0
@@ -482,7 +548,7 @@ def describe(name: str, found: dict, base: dict | None) -> str:
 def compare(committed: dict, found: dict) -> list[str]:
     """Returns what became more than 5 % worse."""
     worse = []
-    for which in ("forward", "backward"):
+    for which in found:
         for what in ("tiles", "rest"):
             old, new = committed[which][what], found[which][what]
             old, new = (sum(x) if isinstance(x, list) else x for x in (old, new))
@@ -497,18 +563,31 @@ def known_case(known: dict, text: str) -> bool:
 
 
 def table(known: dict) -> str:
-    """Returns committed numbers as a table of Markdown."""
+    """Returns committed numbers as two tables of Markdown: of tiles, and of blocks to decode."""
     chips = [chip for chip in CHIPS if chip in known]
     columns = [(chip, which) for chip in chips for which in ("forward", "backward")]
     lines = [
         f"| | {' | '.join(f'{chip} {which}' for chip, which in columns)} |",
         f"|---|{'---|' * len(columns)}",
     ]
-    for name in CASES:
+    for name, case in CASES.items():
+        if case.queries:
+            continue
         cells = []
         for chip, which in columns:
             found = known[chip].get(name)
             cells.append("/".join(map(str, found[which]["tiles"])) if found else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    heads = [f"{chip} | {chip}, to read" for chip in chips]
+    lines += ["", f"| | keys | {' | '.join(heads)} |", f"|---|---|{'---|' * 2 * len(chips)}"]
+    for name, case in CASES.items():
+        if not case.queries:
+            continue
+        cells = [str(case.tile)]
+        for chip in chips:
+            found = known[chip].get(name)
+            cells.append("/".join(map(str, found["decode"]["tiles"])) if found else "")
+            cells.append(str(read_cycles(case, chip)))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -523,6 +602,7 @@ def main() -> int:
     parser.add_argument("--rotary", action="store_true", help="measure RoPE, no more")
     parser.add_argument("--sharded", action="store_true", help="list collectives, no more")
     parser.add_argument("--xla", action="store_true", help="estimate programs without kernels")
+    parser.add_argument("--decode", action="store_true", help="compare with dense, no more")
     parser.add_argument("--table", action="store_true", help="print committed numbers, no more")
     parser.add_argument(
         "--forecast",
@@ -564,6 +644,18 @@ def main() -> int:
             ):
                 print(f"{chip}, {rule}, {name}: {without_kernels(rule, name, chip)}", flush=True)
         return 0
+    if arguments.decode:
+        print("a decode step but its kernel and loops: MiB accessed and cycles, by XLA's estimate")
+        case = CASES["decode"]
+        for chip in chips:
+            steps = 8 * case.length // case.tile
+            print(f"{chip}: reading the cache takes {steps * read_cycles(case, chip)} cycles")
+            for rule in ("none", "t5", "fire"):
+                for implementation in (PallasTPU(cross_compile=True), "dense"):
+                    size, cycles = whole_step(rule, implementation, chip)
+                    name = getattr(implementation, "name", implementation)
+                    print(f"{chip}, {rule}, {name}: {size} MiB, {cycles} cycles")
+        return 0
     if arguments.sharded:
         for case in (Case(), Case(kv_heads=2), Case("t5"), Case("separable")):
             for kind in (AxisType.Auto, AxisType.Explicit):
@@ -591,7 +683,11 @@ def main() -> int:
             found = {which: vars(kernel) for which, kernel in kernels.items()}
             results[name] = found
             base = results.get(base_of(name)) if name != base_of(name) else None
-            print(describe(name, found, base), f"| {seconds:4.0f} s, {temp / 2**20:4.0f} MiB HBM")
+            read = f" of {read_cycles(CASES[name], chip)} to read" if CASES[name].queries else ""
+            print(
+                f"{describe(name, found, base)}{read} | {seconds:4.0f} s, "
+                f"{temp / 2**20:4.0f} MiB HBM"
+            )
             sys.stdout.flush()
             if name in known.get(chip, {}):
                 compared += 1

@@ -16,6 +16,7 @@ from support import build, decode, empty_cache, make_batch, output
 import posenc_jax as pe
 from posenc_jax.engine.tpu.decode import _schedule
 from posenc_jax.engine.tpu.implementation import PallasTPU
+from posenc_jax.rules import LogitBias
 
 KERNEL = PallasTPU(decode=128, interpret=True)
 B, S = 3, 200
@@ -126,6 +127,29 @@ def test_equals_the_reference(name):
     assert not np.any(np.asarray(got[0])[2])
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_rules_may_hide_distances(softcap):
+    """Entries are picked by products with zeros and ones, and zero times -inf is NaN."""
+
+    def near(shared, head, q, k):
+        return jnp.where(jnp.abs(q - k) <= 20, head, -jnp.inf)
+
+    bounds = {"relative": True, "bounds": (-30, 30)}
+    rule = LogitBias(near, heads=jnp.arange(6.0), scaled=True, **bounds)
+    (_, q, k, v), dynamic = _arrays(Case(dim=64))
+    # Distances of the second row are all hidden.
+    dynamic["q_positions"] = dynamic["q_positions"] + np.array([[0], [40], [0]], np.int32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def outcome(implementation):
+        given = {"rules": rule, "is_causal": True, "return_lse": True} | dynamic
+        return pe.attention(q, k, v, softcap=softcap, implementation=implementation, **given)
+
+    got, wanted = outcome(KERNEL), outcome("reference")
+    assert np.all(np.isneginf(np.asarray(wanted[1])[1])) == (softcap is None)
+    _assert_close(got, wanted)
+
+
 def test_bfloat16_is_close_to_float32():
     """At most twice the rounding of the reference; scaled queries and weights are bfloat16."""
     case = Case("t5", 5, dtype="bfloat16")
@@ -157,10 +181,12 @@ def test_the_schedule_reads_each_live_block_once():
     """And has it in memory before it is needed, in the order of the grid."""
     seen = np.zeros((4, 1, 2, 330), bool)
     seen[0, 0, 0, 128:256], seen[0, 0, 1, 200:300], seen[2, 0, 1, 329] = True, True, True
-    entries = np.asarray(_schedule(jnp.asarray(seen), 128, 3))
+    count, entries = map(np.asarray, _schedule(jnp.asarray(seen), 128, 3))
+    assert count == 2
     # Rows 1 and 3 have no block; of the blocks of rows 0 and 2, one is seen as a whole.
-    np.testing.assert_array_equal(entries % 3, [0, 1, 2, 0, 0, 0, 0, 0, 2, 0, 0, 0])
-    np.testing.assert_array_equal(entries // 3, [1, 1, 2, 8, 8, 8, 8, 8, 8, 8, 8, 8])
+    np.testing.assert_array_equal(entries % 3, [1, 2, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(entries // 3, [1, 2, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8])
+    assert _schedule(jnp.asarray(seen[1:2]), 128, 3)[0] == 1
 
 
 def test_derivatives_equal_the_reference():

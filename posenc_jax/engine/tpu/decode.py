@@ -1,9 +1,9 @@
 """The decode kernel: a few queries against a long cache, for TPU.
 
-Grid (B, blocks of keys). A step reads a block of keys and values of all heads, and the queries
-of all heads attend to it. What rules add is [B, N, T, S], which few queries keep small beside
-the cache, so it is computed outside of the kernel, by any rule, with the mask in it. Blocks
-without a visible key are not read.
+Grid (B, the most blocks of keys that a row sees). A step reads a block of keys and values of all
+heads, and the queries of all heads attend to it. What rules add is [B, N, T, S], which few queries
+keep small beside the cache, so it is computed outside of the kernel, by any rule, with the mask in
+it. Blocks without a visible key are not read.
 """
 
 import functools
@@ -21,9 +21,11 @@ from posenc_jax.engine.tpu.operands import LOG2E
 from posenc_jax.engine.tpu.strip import LANES
 from posenc_jax.engine.tpu.tile import dot, lanes, to_column
 from posenc_jax.mask import MASK_VALUE
+from posenc_jax.rules import DotBias, LogitBias, Rule
 
 MAX_QUERIES = 16
 _BLOCK_BYTES = 2 * 2**20  # Of keys and values.
+_MOST_DISTANCES = 1280  # Of a table whose entries are picked by products.
 _EMPTY, _WHOLE, _PARTIAL = 0, 1, 2
 """Kinds of blocks: skipped; all keys are seen by a query; some are not, and may hold NaN."""
 _KINDS = 3
@@ -53,8 +55,10 @@ def decode(
     k, v = (pad_axis(x, 1, max(LANES, p.keys)) for x in (p.k, p.v))
     size = block or _block(k.shape[1], kv_heads * (dim + value_dim) * k.dtype.itemsize)
     steps = -(-p.keys // size)
-    seen = p.visible()
-    added = jnp.where(seen, _added(p, unit), -jnp.inf)
+    seen, added = p.visible(), _added(p, unit)
+    if p.softcap is not None:
+        added = jnp.maximum(added, MASK_VALUE)  # No infinity, whose tanh is finite.
+    added = jnp.where(seen, added, -jnp.inf)
     shared = added.shape[1] == 1
     added = added.reshape(batch, -1, p.keys)
     missing = (0, 0, 0), (0, 0, 0), (0, steps * size - p.keys, 0)
@@ -62,6 +66,7 @@ def decode(
     q = p.q.astype(jnp.float32) * (p.scale * unit)
     q = jnp.swapaxes(q.astype(p.q.dtype), 1, 2).reshape(batch, kv_heads, -1, dim)
     k_order, v_order = _order(k), _order(v)
+    count, schedule = _schedule(seen, size, steps)
 
     def step_of(entry, b, j):
         at = jax.lax.div(entry[b * steps + j], jnp.int32(_KINDS))
@@ -142,7 +147,7 @@ def decode(
         for one in (_WHOLE, _PARTIAL):
             pl.when(kind == one)(functools.partial(attend, clean=one == _PARTIAL))
 
-        @pl.when(j == steps - 1)
+        @pl.when(j == pl.num_programs(1) - 1)
         def _():
             m, total = kept["m"][...], kept["l"][...]
             blind = m <= MASK_VALUE / 2
@@ -162,7 +167,7 @@ def decode(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch, steps),
+            grid=(batch, count),
             in_specs=[specs],
             out_specs=out_specs,
             scratch_shapes=[scratch],
@@ -173,7 +178,7 @@ def decode(
         ),
         interpret=interpret,
         name="attention_decode",
-    )(_schedule(seen, size, steps), arrays)
+    )(schedule, arrays)
     out = out.reshape(batch, heads, length, value_dim)
     lse = lse[..., 0].reshape(batch, heads, length)
     return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
@@ -190,30 +195,73 @@ def _added(p: Problem, unit: float) -> jax.Array:
     """Returns what rules add to the products, float32 [B, N or 1, T, S], or zero."""
     at, total = (p.q_coordinates, p.k_coordinates), jnp.float32(0)
     for rule in p.per_query_head().rules:
-        term = jax.vmap(rule.added_logits)(rule.q_features, rule.k_features, *at)
+        term = _picked(rule, *at)
+        if term is None:
+            term = jax.vmap(rule.added_logits)(rule.q_features, rule.k_features, *at)
         if term is not None:
             total += unit * (p.scale if rule.scaled else 1.0) * term
     return total
 
 
-def _schedule(seen: jax.Array, size: int, steps: int) -> jax.Array:
-    """Returns int32 [B * steps]: the kind of each block, and the block to have in memory.
+def _picked(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array | None:
+    """Returns what a rule on bounded distances adds, [B, N or 1, T, S]; None for other rules.
 
-    For an empty block that is the next one with a visible key, of any row, so that it is
-    copied while the last one is computed, and once.
+    The numbers are made once per distance, and picked by products with zeros and ones, which are
+    exact. XLA picks entries of a table one by one, which takes about as long as the kernel.
+
+    Args:
+      rule: the rule.
+      q, k: coordinates [B, T] and [B, S], or with more axes.
+    """
+    low, high = rule.bounds
+    integer = q.ndim == 2 and q.dtype == k.dtype == jnp.int32
+    if low is None or high is None or high - low >= _MOST_DISTANCES or not integer:
+        return None
+    distances = jnp.arange(low, high + 1, dtype=jnp.int32)
+    if isinstance(rule, LogitBias) and rule.relative:
+        axes, table = "nr", rule.added_logits(None, None, distances, jnp.zeros(1, jnp.int32))
+        table = table[:, :, 0]
+    elif isinstance(rule, DotBias) and rule.q_features is not None and rule.transform is None:
+        axes, vectors = "btnr", rule.vectors(distances)
+        features = rule.q_features.astype(jnp.float32)
+        vectors = jnp.broadcast_to(vectors, (features.shape[2], *vectors.shape[1:]))
+        table = jnp.einsum("btnf,nrf->btnr", features, vectors, precision="highest")
+    else:
+        return None
+    entry = jnp.clip(q[:, :, None] - k[:, None], low, high) - low
+    entries = jax.lax.broadcasted_iota(jnp.int32, (1, 1, len(distances), 1), 2)
+    chosen = (entry[:, :, None] == entries).astype(jnp.float32)
+    table, parts = jnp.maximum(table, MASK_VALUE), []  # -inf times zero is NaN.
+    for _ in range(3):  # Of the 24 bits, 8 each: a product of default precision has no more.
+        parts.append(jax.lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7))
+        table -= parts[-1]
+    subscripts = f"p{axes},btrs->pbnts"
+    out = jnp.einsum(subscripts, jnp.stack(parts), chosen, precision="default").sum(0)
+    return jnp.where(out <= MASK_VALUE / 2, -jnp.inf, out)
+
+
+def _schedule(seen: jax.Array, size: int, steps: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the most blocks with a visible key of any row, at least 1, and the blocks.
+
+    They are int32 [B * steps], the kind of a block and the block to have in memory. In each row,
+    those with a visible key come first. The others have the next one with a visible key in memory,
+    of any row, so that it is copied while the last one is computed, and once.
 
     Args:
       seen: bool [B, N or 1, T, S], which keys are visible.
       size: keys per block.
       steps: blocks per row.
     """
-    used = pad_axis(jnp.any(seen, axis=(1, 2)), 1, steps * size).reshape(-1, size)
-    live, whole = used.any(1), used.all(1)
-    at = jnp.arange(live.shape[0], dtype=jnp.int32)
-    last = jnp.max(jnp.where(live, at, 0))
-    following = jax.lax.cummin(jnp.where(live, at, last), reverse=True)
-    kind = jnp.where(live, jnp.where(whole, _WHOLE, _PARTIAL), _EMPTY)
-    return (_KINDS * following + kind).astype(jnp.int32)
+    used = pad_axis(jnp.any(seen, axis=(1, 2)), 1, steps * size).reshape(-1, steps, size)
+    live, none = used.any(2), jnp.iinfo(jnp.int32).max
+    at = jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
+    entries = _KINDS * at + jnp.where(used.all(2), _WHOLE, _PARTIAL)
+    ordered = jnp.sort(jnp.where(live, entries, none), axis=1).reshape(-1)
+    last = jnp.max(jnp.where(live, entries, _EMPTY))
+    following = jax.lax.cummin(jnp.minimum(ordered, last), reverse=True)
+    empty = following - jax.lax.rem(following, jnp.int32(_KINDS)) + _EMPTY
+    count = jnp.maximum(jnp.max(jnp.sum(live, 1, dtype=jnp.int32)), 1)
+    return count, jnp.where(ordered == none, empty, following).astype(jnp.int32)
 
 
 def _order(x: jax.Array) -> str:
