@@ -447,7 +447,7 @@ def read_kernels(wanted: Iterable[str]) -> dict[str, Kernel]:
                 files[which][found[2]] = path
     if sorted(files) != sorted(wanted):
         raise UnreadableError(f"schedules of {sorted(files)} in place of {sorted(wanted)}")
-    return {name: read_kernel(name, of) for name, of in files.items()}
+    return {name: read_kernel(name, files[name]) for name in wanted}
 
 
 def read_kernel(name: str, files: dict[str, pathlib.Path]) -> Kernel:
