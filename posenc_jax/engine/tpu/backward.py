@@ -241,12 +241,14 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
             p = jnp.exp2(s - own["lse"][...] * LOG2E)
             if masked:
                 p = jnp.where(visible(spec, s.shape, 1, offset, of_q, of_k, limit), p, 0.0)
-            d_p, p_of_v = dot(own["v"][...], d_out, (1, 1)), p
+            keep = None
             if x.dropped is not None:
                 slots = lanes(kept["columns"]["slots"][...], bq)
                 keep = kept_pairs(spec, own["dropped"][...], slots)
-                d_p, p_of_v = (jnp.where(keep, y, 0.0) for y in (d_p, p))
+            p_of_v = p if keep is None else jnp.where(keep, p, 0.0)
             kept["d_v"][keys] += dot(p_of_v.astype(d_out.dtype), d_out)
+            d_p = dot(own["v"][...], d_out, (1, 1))
+            d_p = d_p if keep is None else jnp.where(keep, d_p, 0.0)
             ds = p * (d_p - own["delta"][...])
             ds = ds if slope is None else ds * slope
             if biased and spec.rules_in_bias:
