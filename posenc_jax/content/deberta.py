@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import not_negative, positive_fields, query_heads, require
 from posenc_jax.ops.init import normals
+from posenc_jax.ops.take import take_row
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Scheme, Traits
 
@@ -70,7 +71,7 @@ class _TableRow:
             bucket = jnp.minimum(size, middle).astype(jnp.int32) + passed
             bucket *= jnp.sign(distance).astype(jnp.int32)
         row = jnp.clip(bucket + self.span, 0, 2 * self.span - 1).astype(jnp.int32)
-        return table[row]
+        return take_row(table, row)
 
 
 @dataclasses.dataclass(frozen=True)

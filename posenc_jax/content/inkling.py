@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import activations, not_negative, positive_fields, require
 from posenc_jax.ops.init import normals
+from posenc_jax.ops.take import take_row
 from posenc_jax.rules import DotBias
 from posenc_jax.scheme import Acts, Scheme, Traits
 
@@ -35,7 +36,7 @@ class _BankColumn:
     def __call__(self, bank, head, distance):
         column = jnp.clip(distance, 0, self.extent - 1).astype(jnp.int32)
         inside = (distance >= 0) & (distance < self.extent)
-        return jnp.where(inside, bank[:, column], 0.0)
+        return jnp.where(inside, take_row(bank.T, column), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
