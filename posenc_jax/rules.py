@@ -289,26 +289,16 @@ class LogitBias(Rule):
         return Lowering(term, dropped=term.dropped(layout.dtype))
 
     def _of_distances(self, first: int, stop: int, factor: float, dtype: Any) -> jax.Array:
-        """Returns float32 [N or 1, stop - first].
-
-        The rule is evaluated at distances between its bounds only: the gradient of a table is a
-        scatter, which takes a TPU microseconds per distance.
-        """
+        """Returns float32 [N or 1, stop - first]."""
         over = jax.vmap(self.rule, (None, None, 0, None))
-        low, high = self.bounds
-        start = first if low is None else min(max(first, low), stop - 1)
-        end = stop if high is None else max(min(stop, high + 1), start + 1)
+        zero = jnp.zeros((), dtype)
 
-        def of_head(head):
-            def at(first, stop):
-                distances = jnp.arange(first, stop, dtype=dtype)
-                return over(self.shared, head, distances, jnp.zeros((), dtype))
+        def at(distances):
+            distances = distances.astype(dtype)
+            made = over_heads(lambda head: over(self.shared, head, distances, zero), self.heads)
+            return factor * made.astype(jnp.float32)
 
-            before = jnp.broadcast_to(at(start, start + 1), start - first)
-            after = jnp.broadcast_to(at(end - 1, end), stop - end)
-            return jnp.concatenate([before, at(start, end), after])
-
-        return factor * over_heads(of_head, self.heads).astype(jnp.float32)
+        return _between(self.bounds, at, first, stop)
 
     def added_logits(self, q_features, k_features, q, k):
         over_k = jax.vmap(self.rule, (None, None, None, 0))
@@ -423,6 +413,26 @@ class _Dot:
         return jnp.dot(own, self.vector(shared, head, q - k), precision="highest")
 
 
+def _between(
+    bounds: tuple[int | None, int | None], at: Callable, first: int, stop: int
+) -> jax.Array:
+    """Returns `at(distances)`, [N, R, ...], for the distances from `first` to before `stop`.
+
+    A rule is evaluated between its bounds only, and repeated beyond: the gradient of a table is
+    a scatter, which takes a TPU microseconds per distance.
+    """
+    low, high = bounds
+    start = first if low is None else min(max(first, low), stop - 1)
+    end = stop if high is None else max(min(stop, high + 1), start + 1)
+    made = at(jnp.arange(start, end, dtype=jnp.int32))
+
+    def repeated(x, count):
+        return jnp.broadcast_to(x, (x.shape[0], count, *x.shape[2:]))
+
+    before, after = repeated(made[:, :1], start - first), repeated(made[:, -1:], stop - end)
+    return jnp.concatenate([before, made, after], 1)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DotBias(_FeatureRule):
@@ -503,8 +513,9 @@ class DotBias(_FeatureRule):
             far = self.vectors(jnp.full((1,), horizon, jnp.int32))
         drop = far is not None and not of_keys
 
-        def vectors(distances):
-            return self.vectors(distances) - far if drop else self.vectors(distances)
+        def vectors(first, stop):
+            made = _between(self.bounds, self.vectors, first, stop)
+            return made - far if drop else made
 
         by = layout.table_range(self.bounds, by_slot=by_slot, drop_high=drop)
         if by_slot and (by is None or by.size > layout.max_table):
@@ -512,7 +523,7 @@ class DotBias(_FeatureRule):
         elif by is None:
             return self.by_pair().lower(layout)
         else:
-            table, strip = vectors(jnp.arange(by.low, by.high + 1, dtype=jnp.int32)), None
+            table, strip = vectors(by.low, by.high + 1), None
             if of_keys:
                 table, by = table[:, ::-1], by.mirrored()
             arrays = {"vectors": table}

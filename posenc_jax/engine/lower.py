@@ -28,7 +28,7 @@ class Lowered:
         have the mask value. None: nothing is added by distance alone.
       terms: evaluated on tiles; `features` and `strips` have an entry for each.
       q_features, k_features: pytrees [B, T, N, ...] and [B, S, K or N, ...].
-      strips: `strip(distances) -> float32 [1 or N, L, F]`, or None.
+      strips: `strip(first, stop) -> float32 [1 or N, L, F]`, or None.
       values: a table on the values, or None.
       v: the values, with the constant of the table added, [B, S, K or N, V].
       visibility: which tiles need what.
@@ -39,7 +39,7 @@ class Lowered:
     terms: tuple[Term, ...]
     q_features: tuple[Any, ...]
     k_features: tuple[Any, ...]
-    strips: tuple[Callable[[jax.Array], jax.Array] | None, ...]
+    strips: tuple[Callable[[int, int], jax.Array] | None, ...]
     values: ValueTable | None
     v: jax.Array
     visibility: Visibility

@@ -187,7 +187,7 @@ class Lowering(NamedTuple):
       by_distance: `by_distance(first, stop) -> float32 [N or 1, L]`: the rule is this number
         per distance, of integers first to stop - 1.
       high: upper bound of `by_distance`, from which on it is constant.
-      strip: `strip(distances) -> float32 [1 or N, L, F]`, of which `term.tile` reads a part.
+      strip: `strip(first, stop) -> float32 [1 or N, L, F]`, of which `term.tile` reads a part.
       dropped: constant dropped from all logits of a query, [1, 1, N] or [B, T, N].
       values: a table on the values, less `far_value`.
       far_value: float32 [N, V], to be added to all values.
@@ -196,7 +196,7 @@ class Lowering(NamedTuple):
     term: Term | None = None
     by_distance: Callable[[int, int], jax.Array] | None = None
     high: int | None = None
-    strip: Callable[[jax.Array], jax.Array] | None = None
+    strip: Callable[[int, int], jax.Array] | None = None
     dropped: jax.Array | None = None
     values: "ValueTable | None" = None
     far_value: jax.Array | None = None

@@ -196,13 +196,14 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
     if lowered.bias is not None:
         fill = MASK_VALUE if visibility.mask_in_bias else 0.0
         bias = padded_strip(lowered.bias(first, p.length), fill)
-    distances = jnp.arange(first, p.length, dtype=jnp.int32)
     return Operands(
         q=pad_axis(p.q, 1, length),
         k=pad_axis(jnp.swapaxes(p.k, 1, 2), 2, keys),
         v=pad_axis(jnp.swapaxes(lowered.v, 1, 2), 2, keys),
         bias=bias,
-        strips=tuple(None if of is None else padded_strip(of(distances)) for of in lowered.strips),
+        strips=tuple(
+            None if of is None else padded_strip(of(first, p.length)) for of in lowered.strips
+        ),
         terms=lowered.terms,
         values=lowered.values,
         queries=block(length, p.q_positions, p.q_coordinates, segments[0], lowered.q_features),

@@ -133,6 +133,11 @@ CASES = {
     "t5, float32": Case("t5", dtype="float32", tile=256),
     "none, 1024": Case(tile=1024),
     "t5, 1024": Case("t5", tile=1024),
+    "shaw": Case("shaw"),
+    "inkling": Case("inkling"),
+    "transformer_xl": Case("transformer_xl"),
+    "deberta": Case("deberta"),
+    "inkling, 1024": Case("inkling", tile=1024),
     "kerple, T 32768": Case("kerple", length=32768),
     "kerple, T 32768, groups of 4": Case("kerple", length=32768, kv_heads=2),
     "decode": Case(queries=1, heads=32),
@@ -203,11 +208,21 @@ def program(case: Case, implementation=None, **settings):
     if case.rule == "separable":
         params = {"q_features": number, "k_features": number}
     elif case.rule != "none":
-        scheme = pe.SCHEMES[case.rule](num_heads=case.heads)
+        width = 128
+        sizes = {"num_heads": case.heads, "head_dim": case.dim, "model_dim": width}
+        sizes |= {"values": False, "projected": True}
+        known = {field.name for field in dataclasses.fields(pe.SCHEMES[case.rule])}
+        scheme = pe.SCHEMES[case.rule](**{n: x for n, x in sizes.items() if n in known})
         params = jax.eval_shape(scheme.init, jax.random.key(0))
+        params = {"x": jax.ShapeDtypeStruct((*tokens, width), case.dtype)} | params
 
     def attend(q, k, v, params, integers):
-        rules = scheme.rules(params) if scheme else SeparableBias(**params) if params else ()
+        rules = SeparableBias(**params) if params and not scheme else ()
+        if scheme:
+            at = integers if case.positions else jnp.arange(case.length)[None]
+            own, features = {n: x for n, x in params.items() if n != "x"}, params["x"]
+            features = scheme.features(own, features, q, k, at, None, None)[:2]
+            rules = scheme.rules(own, *features)
         given = dict(case.options)
         if case.segments:
             given |= {"q_segment_ids": integers, "contiguous": True}

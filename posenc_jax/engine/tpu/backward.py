@@ -17,9 +17,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from posenc_jax.engine.tpu.dots import (
+    Product,
+    added,
+    features_back,
+    part_of,
+    place_products,
+    product_grads,
+    products_back,
+)
 from posenc_jax.engine.tpu.elements import Element, element_specs, evaluate
 from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, number_spec, row_spec
-from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, line_of
+from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, bias_line
 from posenc_jax.engine.tpu.schedule import (
     MASKED,
     PLAIN,
@@ -35,13 +44,14 @@ from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, to_column, visibl
 
 
 class Grads(NamedTuple):
-    """Cotangents: of q, k and v in their layouts, of the bias, or None, and of elements."""
+    """Cotangents of the differentiable operands, in their forms."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     bias: jax.Array | None
     elements: tuple[Element, ...]
+    products: tuple[Product, ...]
 
 
 def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> Grads:
@@ -50,7 +60,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     Args:
       spec: the static part.
       x: the operands.
-      d_out: cotangent of the output, in its layout and the dtype of v.
+      d_out: cotangent of the output, [B, N, T, V], in the dtype of v.
       lse: float32 [B, N, 1, T], finite. With dropout at rate r, plus log(1 - r).
       delta: float32 [B, N, 1, T], sum of d_out * out over V, less the cotangent of lse. With
         dropout, times 1 - r.
@@ -104,10 +114,10 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     arrays: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "d_out": d_out}
     arrays |= {"rows": x.rows, "columns": x.columns, "elements": x.elements, **numbers}
     specs: dict[str, Any] = {
-        "q": matrix_spec(x.q, bq, spec.dim, query),
-        "k": matrix_spec(x.k, bk, spec.dim, key),
-        "v": matrix_spec(x.v, bk, spec.value_dim, key),
-        "d_out": matrix_spec(d_out, bq, spec.value_dim, query),
+        "q": matrix_spec(x.q, bq, query),
+        "k": matrix_spec(x.k, bk, key),
+        "v": matrix_spec(x.v, bk, key),
+        "d_out": matrix_spec(d_out, bq, query),
         "rows": jax.tree.map(lambda y: row_spec(y, bq, query), x.rows),
         "columns": jax.tree.map(lambda y: row_spec(y, bk, key), x.columns),
     }
@@ -139,17 +149,17 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         }
 
     outs: dict[str, Any] = {
-        name: (struct(y.shape, y.dtype), matrix_spec(y, block, dim, at))
-        for name, y, block, dim, at in (
-            ("q", x.q, bq, spec.dim, last_keys),
-            ("k", x.k, bk, spec.dim, last_head),
-            ("v", x.v, bk, spec.value_dim, last_head),
+        name: (struct(y.shape, y.dtype), matrix_spec(y, block, at))
+        for name, y, block, at in (
+            ("q", x.q, bq, last_keys),
+            ("k", x.k, bk, last_head),
+            ("v", x.v, bk, last_head),
         )
     }
     outs["elements"] = [element_outs(e) for e in x.elements]
 
     def make_line(bias):
-        return line_of(spec, bias, x.first, strip, 1)
+        return bias_line(spec, bias, x.first, strip, 1)
 
     if x.bias is not None:
         arrays["line"] = make_line(x.bias)
@@ -161,6 +171,21 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     if spec.rules_in_bias:
         scratch["d_strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
         outs["line"] = number((*per_head, 1, strip.line), of_head)
+
+    products = place_products(spec, x, spec.backward, 1, query, key_of_head)
+    arrays["products"], specs["products"] = products.arrays, products.specs
+    scratch["steps"] = products.columns
+    outs["products"] = []
+    for y, at in zip(x.products, products.places, strict=True):
+        width, count = y.features.shape[2:]
+        d_features = struct((*every[:2], width, count))
+        of_keys = d_features, number_spec(d_features, bk, key_of_head)
+        outs["products"].append(
+            {
+                "features": of_keys if y.of_keys else number(d_features.shape, all_queries),
+                "vectors": number((*per_head, width, at.strip.line), of_head),
+            }
+        )
 
     what = f"the backward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
     what += f" in groups of {group} heads" if by_row else ""
@@ -185,12 +210,17 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
             for element in out["elements"]:
                 for y in element["q_numbers"]:
                     y[...] = jnp.zeros((1, spec.length), jnp.float32)
+            for at, y in zip(products.places, out["products"], strict=True):
+                if not at.of_keys:
+                    y["features"][...] = jnp.zeros(y["features"].shape, jnp.float32)
 
         @pl.when(first)
         def _():
             for element in out["elements"]:
                 for y in element["numbers"]:
                     y[...] = jnp.zeros((8, LANES), jnp.float32)
+            for y in out["products"]:
+                y["vectors"][...] = jnp.zeros(y["vectors"].shape, jnp.float32)
             if x.bias is not None:
                 shear(strip, own["line"], kept["strip"], rotate=not spec.interpret)
             if spec.rules_in_bias:
@@ -206,6 +236,12 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
                 for n, row in enumerate(element.k_numbers):
                     kept["numbers"][e][n][...] = to_column(row[...])
                     kept["d_numbers"][e][n][...] = jnp.zeros((bk, LANES), jnp.float32)
+            for at, y in zip(products.places, out["products"], strict=True):
+                if at.of_keys:
+                    y["features"][...] = jnp.zeros(y["features"].shape, jnp.float32)
+            for y, columns in zip(own["products"], kept["steps"], strict=True):
+                for to in columns:
+                    to[...] = to_column(y["steps"][...])
 
         @pl.when(is_first(step) & (g == 0))
         def _():
@@ -214,25 +250,35 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
 
         def tile(ruled, masked):
             q, d_out = own["q"][...], own["d_out"][...]
+            terms, read = [], []
+            triples = zip(products.places, own["products"], kept["steps"], strict=True)
+            for at, y, steps_of_k in triples if ruled else ():
+                # Rotations overlap with the matrix products that come after them.
+                read.append(part_of(at, offset, range(bq), range(bk)))
+                terms.append(added(at, y, steps_of_k, read[-1]))
             s = dot(kept["k"][...], q, (1, 1))
             biased = ruled and x.bias is not None
-            at = [strip.lane(offset, r) for r in range(0, bk, LANES)]
+            lane_of = [strip.lane(offset, r) for r in range(0, bk, LANES)]
             if biased:
                 parts = s.reshape(-1, LANES, bq)
                 s = jnp.concatenate(
-                    [parts[n] + kept["strip"][:, pl.ds(lane, bq)] for n, lane in enumerate(at)]
+                    [parts[n] + kept["strip"][:, pl.ds(lane, bq)] for n, lane in enumerate(lane_of)]
                 )
+            s = sum(terms, s)
+            of_q, of_k = {}, {}
             if ruled or masked:
                 of_q = {name: y[...] for name, y in own["rows"].items()}
                 of_k = {name: lanes(y[...], bq) for name, y in kept["columns"].items()}
             pulls = []
-            for e, element in enumerate(own["elements"] if ruled else ()):
+            for e, element in enumerate(own["elements"]):
+                if not (ruled or element.everywhere):
+                    continue
                 n_head = [y[h * group + g] for y in element.numbers]
                 n_q = [y[...] for y in element.q_numbers]
                 n_k = [lanes(y[...], bq) for y in kept["numbers"][e]]
-                added, pull = evaluate(element, s.shape, n_head, n_q, n_k, of_q, of_k)
-                s += spec.unit * added
-                pulls.append(pull)
+                term, pull = evaluate(element, s.shape, n_head, n_q, n_k, of_q, of_k)
+                s += spec.unit * term
+                pulls.append((e, pull))
             slope = None
             if spec.softcap is not None:
                 s = jnp.tanh(s)
@@ -246,7 +292,12 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
                 slots = lanes(kept["columns"]["slots"][...], bq)
                 keep = kept_pairs(spec, own["dropped"][...], slots)
             p_of_v = p if keep is None else jnp.where(keep, p, 0.0)
-            kept["d_v"][keys] += dot(p_of_v.astype(d_out.dtype), d_out)
+
+            def add_to_d_v():
+                kept["d_v"][keys] += dot(p_of_v.astype(d_out.dtype), d_out)
+
+            if not terms:
+                add_to_d_v()
             d_p = dot(own["v"][...], d_out, (1, 1))
             d_p = d_p if keep is None else jnp.where(keep, d_p, 0.0)
             ds = p * (d_p - own["delta"][...])
@@ -254,11 +305,11 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
             if biased and spec.rules_in_bias:
                 # Rows that are 128 apart are added at lanes that are 128 apart.
                 parts = ds.reshape(-1, LANES, bq)
-                edges = [((0, 0), (bk - (n + 1) * LANES, n * LANES)) for n in range(len(at))]
+                edges = [((0, 0), (bk - (n + 1) * LANES, n * LANES)) for n in range(len(lane_of))]
                 parts = [jnp.pad(parts[n], edge) for n, edge in enumerate(edges)]
-                span = pl.ds(at[-1], bq + bk - LANES)
+                span = pl.ds(lane_of[-1], bq + bk - LANES)
                 kept["d_strip"][:, span] += functools.reduce(jnp.add, parts)
-            for e, pull in enumerate(pulls):
+            for e, pull in pulls:
                 d_head, d_of_q, d_of_k = pull(ds)
                 for y, d in zip(out["elements"][e]["numbers"], d_head, strict=True):
                     y[...] += _fold(d.reshape(-1, 8, bq).sum(0))
@@ -267,8 +318,15 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
                 for y, d in zip(kept["d_numbers"][e], d_of_k, strict=True):
                     y[...] += _fold(d)
             ds = ds.astype(q.dtype)
+            if terms:  # Scheduled better here, and without them better there.
+                add_to_d_v()
+            bands = [products_back(at, ds) for at in products.places] if terms else []
             kept["d_k"][keys] += dot(ds, q)
             kept["d_q"][queries] += dot(ds, own["k"][...], (0, 0))
+            for n, part in enumerate(read):
+                d = out["products"][n]
+                found = features_back(bands[n], own["products"][n], part, d["vectors"])
+                d["features"][:, slice(None) if products.places[n].of_keys else queries] += found
 
         for one_kind in kinds(spec.visibility):
             body = functools.partial(tile, one_kind != PLAIN, one_kind == MASKED)
@@ -320,7 +378,11 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         d_line = d_line.sum(0, keepdims=True) if x.bias.shape[0] == 1 else d_line
         (d_bias,) = jax.linear_transpose(make_line, x.bias)(d_line)
     elements = map(_element_grads, x.elements, made["elements"])
-    return Grads(made["q"], made["k"], made["v"], d_bias, tuple(elements))
+    d_products = [
+        product_grads(spec, y, at, x.first, d["features"], d["vectors"])
+        for y, at, d in zip(x.products, products.places, made["products"], strict=True)
+    ]
+    return Grads(made["q"], made["k"], made["v"], d_bias, tuple(elements), tuple(d_products))
 
 
 def _part(outs, n):

@@ -34,6 +34,7 @@ class Element:
       q_numbers: float32 [B, N, 1, T], each.
       k_numbers: float32 [B, K or N, 1, S], each.
       places: whether the rule reads coordinates.
+      everywhere: whether tiles beyond the horizon have it too.
       rule: `rule(numbers, q_numbers, k_numbers, q, k)` of scalars, a float32 number.
     """
 
@@ -42,6 +43,7 @@ class Element:
     k_numbers: tuple[jax.Array, ...]
     places: bool = dataclasses.field(metadata=STATIC)
     rule: Callable = dataclasses.field(metadata=STATIC)
+    everywhere: bool = dataclasses.field(default=False, metadata=STATIC)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,15 @@ def element_of(
         places=_reads(jaxpr.jaxpr, jaxpr.jaxpr.invars[-2:]),
         rule=rule,
     )
+
+
+def number_of_keys(numbers: jax.Array) -> Element:
+    """Returns the term that adds a number per key, [B, S, K or N], to every logit."""
+    return Element((), (), (_rows(numbers),), False, _of_key, everywhere=True)
+
+
+def _of_key(numbers, q_numbers, k_numbers, q, k):
+    return k_numbers[0]
 
 
 def _rows(x: jax.Array) -> jax.Array:

@@ -6,15 +6,17 @@ block of queries stay in VMEM over its blocks of keys, the strip of a head over 
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from posenc_jax.engine.tpu.dots import added, part_of, place_products
 from posenc_jax.engine.tpu.elements import element_specs, evaluate
 from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, number_spec, row_spec
-from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, line_of
+from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, bias_line
 from posenc_jax.engine.tpu.schedule import (
     MASKED,
     PLAIN,
@@ -33,7 +35,7 @@ _SLICE = 512  # Keys of one product, at most.
 
 
 def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """Returns the output, in the layout of v, and the log-sum-exp, float32 [B, N, 1, T]."""
+    """Returns the output, [B, N, T, V], and the log-sum-exp, float32 [B, N, 1, T]."""
     bq, bk = spec.forward.q, spec.forward.k
     inner = math.gcd(bk, _SLICE)
     tiles = spec.order(by_key=False)[0].size
@@ -54,11 +56,11 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         b, h, block = key_of_head(*ids)
         return b, jax.lax.div(h, jnp.int32(spec.group)), block
 
-    arrays = {"q": x.q, "k": x.k, "v": x.v, "rows": x.rows, "columns": x.columns}
+    arrays: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "rows": x.rows, "columns": x.columns}
     specs = {
-        "q": matrix_spec(x.q, bq, spec.dim, query),
-        "k": matrix_spec(x.k, bk, spec.dim, key),
-        "v": matrix_spec(x.v, bk, spec.value_dim, key),
+        "q": matrix_spec(x.q, bq, query),
+        "k": matrix_spec(x.k, bk, key),
+        "v": matrix_spec(x.v, bk, key),
         "rows": jax.tree.map(lambda y: row_spec(y, bq, query), x.rows),
         "columns": jax.tree.map(lambda y: row_spec(y, bk, key), x.columns),
     }
@@ -77,10 +79,13 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         arrays["dropped"], specs["dropped"] = x.dropped, number_spec(x.dropped, bq, query)
         scratch["dropped"] = column(jnp.uint32)
     if x.bias is not None:
-        arrays["line"] = line_of(spec, x.bias, x.first, strip, -1)
+        arrays["line"] = bias_line(spec, x.bias, x.first, strip, -1)
         one = x.bias.shape[0] == 1
         specs["line"] = pl.BlockSpec((None, 1, strip.line), lambda h, *_: (0 if one else h, 0, 0))
         scratch["strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
+    products = place_products(spec, x, spec.forward, 0, query, key_of_head)
+    arrays["products"], specs["products"] = products.arrays, products.specs
+    scratch["steps"] = products.columns
 
     what = f"the forward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
     check_memory(what, spec.vmem_limit, scratch, arrays, specs)
@@ -112,9 +117,23 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
             for element, columns in zip(own["elements"], kept["numbers"], strict=True):
                 for row, to in zip(element.q_numbers, columns, strict=True):
                     to[...] = to_column(row[...])
+            for y, columns in zip(own["products"], kept["steps"], strict=True):
+                for to in columns:
+                    to[...] = to_column(y["steps"][...])
+
+        def added_of(c):
+            keys, made = range(c, c + inner), []
+            for at, y, steps_of_q in zip(
+                products.places, own["products"], kept["steps"], strict=True
+            ):
+                made.append(added(at, y, steps_of_q, part_of(at, offset, range(bq), keys)))
+            return made
 
         def tile(ruled, masked):
-            for c in range(0, bk, inner):
+            # All rotations first: they overlap with the matrix products that come after them.
+            slices = range(0, bk, inner)
+            terms = [added_of(c) if ruled else [] for c in slices]
+            for c, terms_of_slice in zip(slices, terms, strict=True):
                 s = dot(kept["q"][...], own["k"][c : c + inner], (1, 1))
                 if ruled and x.bias is not None:
                     parts = []
@@ -122,11 +141,13 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                         lane = pl.multiple_of(strip.lane(-offset, r) + c, LANES)
                         parts.append(s[r : r + LANES] + kept["strip"][:, pl.ds(lane, inner)])
                     s = jnp.concatenate(parts)
+                s = sum(terms_of_slice, s)
+                q, k = {}, {}
                 if ruled or masked:
                     q = {name: lanes(y[...], inner) for name, y in kept["rows"].items()}
                     k = {name: y[:, c : c + inner] for name, y in own["columns"].items()}
-                if ruled:
-                    for element, columns in zip(own["elements"], kept["numbers"], strict=True):
+                for element, columns in zip(own["elements"], kept["numbers"], strict=True):
+                    if ruled or element.everywhere:
                         numbers = [y[h] for y in element.numbers]
                         of_q = [lanes(y[...], inner) for y in columns]
                         of_k = [y[:, c : c + inner] for y in element.k_numbers]
@@ -164,8 +185,6 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
             lse_ref[...] = to_row(jnp.where(blind, -jnp.inf, (m + jnp.log2(total)) / LOG2E))
 
     shape = spec.batch, spec.heads, spec.length, spec.value_dim
-    if x.v.ndim == 3:
-        shape = spec.batch, spec.length, spec.heads * spec.value_dim
     of_head = spec.batch, spec.heads, 1, spec.length
     varying = jax.typeof(x.q).mat  # Inside `shard_map`.
     out = jax.ShapeDtypeStruct(shape, spec.dtype, manual_axis_type=varying)
@@ -177,7 +196,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
             grid=(spec.heads, spec.batch, tiles),
             in_specs=[specs],
             out_specs=(
-                matrix_spec(out, bq, spec.value_dim, query),
+                matrix_spec(out, bq, query),
                 number_spec(lse, bq, query),
             ),
             scratch_shapes=[scratch],

@@ -15,11 +15,11 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.problem import Implementation, Problem, vary_over, zero_where
+from posenc_jax.engine.terms import Dot
 from posenc_jax.engine.tpu.backward import backward
 from posenc_jax.engine.tpu.decode import decode, decodes
 from posenc_jax.engine.tpu.elements import element_of
 from posenc_jax.engine.tpu.forward import forward
-from posenc_jax.engine.tpu.layout import from_layout, to_layout
 from posenc_jax.engine.tpu.operands import Operands, Spec, prepare
 from posenc_jax.engine.tpu.strip import LANES
 from posenc_jax.mask import MASK_VALUE
@@ -89,7 +89,7 @@ class PallasTPU(Implementation):
             return None
         if p.mask is not None:
             return 'a given mask needs implementation="xla"; segment_ids and window are supported'
-        refused = [x for x in _elements(p, lower(p, 1024, 1)) if isinstance(x, str)]
+        refused = _refusals(p)
         return f'{refused[0]} needs implementation="xla"' if refused else None
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
@@ -134,7 +134,7 @@ class PallasTPU(Implementation):
         ahead, back = self.forward or blocks, self.backward or blocks
         length = _padded(p.length, ahead.q, back.q)
         keys = _padded(p.keys, ahead.k, back.k)
-        lowered = lower(p, 1024, 1)
+        lowered = _lowered(p)
         made = functools.partial(
             Spec,
             forward=ahead,
@@ -269,13 +269,33 @@ def _without_hidden_keys(p: Problem) -> Problem:
     return p.with_keys(keys | zero_where(p.k_segment_ids < 0, cleaned))
 
 
+def _refusals(p: Problem) -> list[str]:
+    """Returns why the kernels cannot evaluate some terms, from shapes alone."""
+    refused = []
+
+    def look(p):
+        refused.extend(x for x in _elements(p, _lowered(p)) if isinstance(x, str))
+
+    # Without shardings: arrays are not yet those of one device.
+    jax.eval_shape(look, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p))
+    return refused
+
+
 def _elements(p: Problem, lowered: Lowered) -> list[Any]:
     """Returns the terms by pairs, or why the kernels cannot evaluate them."""
-    features = lowered.q_features, lowered.k_features
+    terms = zip(lowered.terms, lowered.strips, lowered.q_features, lowered.k_features, strict=True)
     return [
-        element_of(term, q, k, p.q_coordinates, p.num_heads)
-        for term, q, k in zip(lowered.terms, *features, strict=True)
+        "a vector per distance, where positions are given,"
+        if isinstance(term, Dot)
+        else element_of(term, q, k, p.q_coordinates, p.num_heads)
+        for term, strip, q, k in terms
+        if strip is None
     ]
+
+
+def _lowered(p: Problem) -> Lowered:
+    """Lowers the rules of a problem; vectors per distance are strips wherever they can be."""
+    return lower(p, 0, 1)
 
 
 def _block(count: int, dtype: Any) -> int:
@@ -316,7 +336,7 @@ def _attend(spec: Spec, diff: Operands, nondiff: Operands) -> tuple[jax.Array, j
 
 def _attend_forward(spec, diff, nondiff):
     out, lse = _first_order(forward)(spec, combine(diff, nondiff))
-    shown = from_layout(out, spec.heads), jnp.swapaxes(lse[:, :, 0], 1, 2)
+    shown = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse[:, :, 0], 1, 2)
     return shown, (diff, nondiff, shown[0], lse)
 
 
@@ -329,8 +349,8 @@ def _attend_backward(spec, saved, cotangents):
     lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
     if x.dropped is not None:
         lse, delta = lse + math.log1p(-spec.dropout_rate), delta * (1.0 - spec.dropout_rate)
-    d_out, delta = to_layout(d_out.astype(x.v.dtype)), jnp.swapaxes(delta, 1, 2)[:, :, None]
-    grads = _first_order(backward)(spec, x, d_out, lse, delta)
+    d_out, delta = (jnp.swapaxes(y, 1, 2) for y in (d_out.astype(x.v.dtype), delta))
+    grads = _first_order(backward)(spec, x, d_out, lse, delta[:, :, None])
     return dataclasses.replace(diff, **grads._asdict()), None
 
 

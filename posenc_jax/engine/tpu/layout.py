@@ -1,4 +1,8 @@
-"""The layout of arrays of tokens, and how the kernels address their blocks."""
+"""How the kernels address blocks of arrays of tokens.
+
+Heads come before tokens, [B, N, T, H]: XLA writes the products that make q, k and v, and
+rotations of them, in that order. [B, T, N * H] would be a copy.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,16 +18,9 @@ At = Callable[..., tuple[Any, Any, Any]]
 """Grid indices to batch row, head and block."""
 
 
-def matrix_spec(x: Any, block: int, dim: int, at: At) -> pl.BlockSpec:
-    """Returns the blocks of tokens of an array in the layout of `to_layout`."""
-    if x.ndim == 3:
-
-        def packed(*ids):
-            b, head, index = at(*ids)
-            return b, index, head
-
-        return pl.BlockSpec((None, block, dim), packed)
-    return pl.BlockSpec((None, None, block, dim), lambda *ids: (*at(*ids), 0))
+def matrix_spec(x: Any, block: int, at: At) -> pl.BlockSpec:
+    """Returns the blocks of tokens of an array [B, N, T, H]."""
+    return pl.BlockSpec((None, None, block, x.shape[3]), lambda *ids: (*at(*ids), 0))
 
 
 def row_spec(x: Any, block: int, at: At) -> pl.BlockSpec:
@@ -37,30 +34,13 @@ def row_spec(x: Any, block: int, at: At) -> pl.BlockSpec:
 
 
 def number_spec(x: Any, block: int, at: At, group: int = 1) -> pl.BlockSpec:
-    """Returns the blocks of tokens of an array [B, N, 1, T], or [B, N / group, 1, T]."""
+    """Returns the blocks of tokens of an array [B, N, F, T], or [B, N / group, F, T]."""
 
     def index(*ids):
         b, head, index = at(*ids)
         return b, jax.lax.div(head, jnp.int32(group)), 0, index
 
-    return pl.BlockSpec((None, None, 1, block), index)
-
-
-def to_layout(x: jax.Array) -> jax.Array:
-    """[B, T, N, H] to [B, T, N * H] where heads are whole lanes, so that nothing moves.
-
-    Else to [B, N, T, H].
-    """
-    if x.shape[3] % LANES == 0:
-        return x.reshape(*x.shape[:2], -1)
-    return jnp.swapaxes(x, 1, 2)
-
-
-def from_layout(x: jax.Array, heads: int) -> jax.Array:
-    """The inverse of `to_layout`."""
-    if x.ndim == 3:
-        return x.reshape(*x.shape[:2], heads, -1)
-    return jnp.swapaxes(x, 1, 2)
+    return pl.BlockSpec((None, None, x.shape[2], block), index)
 
 
 def check_memory(what: str, limit: int, scratch: Any, arrays: Any, specs: Any) -> None:

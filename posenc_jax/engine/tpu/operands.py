@@ -1,4 +1,4 @@
-"""What the kernels are given: the arrays of a problem in their layout, and the tile schedule."""
+"""What the kernels are given: the arrays of a problem, heads before tokens, and the schedule."""
 
 import dataclasses
 import functools
@@ -11,15 +11,15 @@ import numpy as np
 
 from posenc_jax.engine.blocks import Blocks, Visibility, pad_axis
 from posenc_jax.engine.lower import Lowered, masked_by_order
-from posenc_jax.engine.problem import Problem, dropout_rows
-from posenc_jax.engine.terms import STATIC
-from posenc_jax.engine.tpu.elements import Element
-from posenc_jax.engine.tpu.layout import to_layout
+from posenc_jax.engine.problem import Problem, dropout_rows, repeat_heads
+from posenc_jax.engine.terms import STATIC, Dot
+from posenc_jax.engine.tpu.elements import Element, number_of_keys
 from posenc_jax.engine.tpu.schedule import schedule, tile_order
-from posenc_jax.engine.tpu.strip import LANES, Strip
+from posenc_jax.engine.tpu.strip import LANES, Strip, line_of
 from posenc_jax.mask import MASK_VALUE
 
 LOG2E = 1.4426950408889634
+_ROWS = 16  # F is padded to a multiple: rows of a register of bfloat16.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Spec:
       visibility: which tiles need what.
       by_slot: whether masks compare slots; else positions, which are operands.
       rules_in_bias: whether the bias has rules; else it has causality and the window alone.
+      products: whether there are vectors per distance.
       prefix: whether there are prefix lengths.
       scale, softcap, dropout_rate: as in `attention`.
       dtype: of the output.
@@ -52,6 +53,7 @@ class Spec:
     visibility: Visibility
     by_slot: bool
     rules_in_bias: bool
+    products: bool
     prefix: bool
     scale: float
     softcap: float | None
@@ -83,9 +85,9 @@ class Spec:
         return tile_order(self.length, self.keys, blocks, sides, by_key)
 
     def reach(self, blocks: Blocks) -> tuple[int, int]:
-        """Returns the least and greatest first query less first key of a tile with a bias.
+        """Returns the least and greatest first query less first key of a tile by distance.
 
-        The bias of tiles beyond the greatest is that of the greatest: zero, or masked.
+        What tiles beyond the greatest add is that of the greatest: zero, or masked.
         """
         see, q, k = self.visibility, blocks.q, blocks.k
         left, right = self._sides
@@ -94,7 +96,7 @@ class Spec:
             low = max(low, -_round(right + q - 1, down=True))
         if left >= 0 and not self.prefix:
             high = min(high, _round(left + k - 1, down=True))
-        constant_from = see.horizon if self.rules_in_bias else 0
+        constant_from = see.horizon if self.rules_in_bias or self.products else 0
         windowed = see.mask_in_bias and left >= 0
         if constant_from is not None and not see.bias_everywhere and not windowed:
             high = min(high, _round(constant_from + k))
@@ -108,11 +110,27 @@ def _round(x: int, down: bool = False) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Product:
+    """Features of the queries or keys and the vectors per distance.
+
+    Attributes:
+      features: [B, N or K, F, T or S].
+      vectors: float32 [N or 1, F, R], by ascending distance from `Operands.first`.
+      of_keys: whether the features are those of keys.
+    """
+
+    features: jax.Array
+    vectors: jax.Array
+    of_keys: bool = dataclasses.field(metadata=STATIC)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Operands:
     """The arrays, padded to whole blocks.
 
     Attributes:
-      q, k, v: see `to_layout`.
+      q, k, v: [B, N, T, H], [B, K, S, H] and [B, K, S, V].
       bias: float32 [N or 1, R], times `Spec.unit`, by ascending distance from `first`, or
         None.
       rows: int32 [B or 1, 1, T] of queries by name: "positions", "coordinates", "segments".
@@ -120,8 +138,9 @@ class Operands:
       prefix: int32 [B]; zeros if there is none.
       elements: terms by pairs.
       dropped: of queries, uint32 [B, N, 1, T], see `dropout_rows`, or None without dropout.
+      products: vectors of tokens, dot a vector per distance.
       schedules: `schedule` of the forward and the backward pass.
-      first: the least distance in `bias`.
+      first: the least distance of `bias` and of the vectors.
     """
 
     q: jax.Array
@@ -133,6 +152,7 @@ class Operands:
     prefix: jax.Array
     elements: tuple[Element, ...]
     dropped: jax.Array | None
+    products: tuple[Product, ...]
     schedules: tuple[jax.Array, jax.Array]
     first: int = dataclasses.field(metadata=STATIC)
 
@@ -176,6 +196,7 @@ def prepare(
         visibility=visibility,
         by_slot=by_slot,
         rules_in_bias=lowered.bias is not None,
+        products=any(isinstance(term, Dot) for term in lowered.terms),
         prefix=p.prefix_length is not None,
         scale=p.scale,
         softcap=p.softcap,
@@ -214,10 +235,19 @@ def prepare(
     if p.dropout_seeds is not None:
         of_slots = {"slots": pad_axis(p.k_slots, 1, keys)[:, None]}
         dropped = pad_axis(dropout_rows(p.dropout_seeds, p.q_slots), 2, length)[:, :, None]
+    products = []
+    for n, term in enumerate(lowered.terms):
+        if isinstance(term, Dot):
+            own, to = (lowered.k_features, keys) if term.of_keys else (lowered.q_features, length)
+            product, numbers = _product_of(term, lowered.strips[n], own[n], first, p.length)
+            padded = pad_axis(product.features, 3, to)
+            products.append(dataclasses.replace(product, features=padded))
+            if numbers is not None:
+                elements = (*elements, number_of_keys(numbers))
     return spec, Operands(
-        q=to_layout(pad_axis(p.q, 1, length)),
-        k=to_layout(pad_axis(p.k, 1, keys)),
-        v=to_layout(pad_axis(lowered.v, 1, keys)),
+        q=jnp.swapaxes(pad_axis(p.q, 1, length), 1, 2),
+        k=jnp.swapaxes(pad_axis(p.k, 1, keys), 1, 2),
+        v=jnp.swapaxes(pad_axis(lowered.v, 1, keys), 1, 2),
         bias=bias,
         rows=named(queries),
         columns=named(of_keys) | _padding_apart(of_keys) | of_slots,
@@ -231,12 +261,38 @@ def prepare(
             for x in elements
         ),
         dropped=dropped,
+        products=tuple(products),
         schedules=(
             make_schedule(blocks=spec.forward, order=spec.order(False), by_key=False),
             make_schedule(blocks=spec.backward, order=spec.order(True), by_key=True),
         ),
         first=first,
     )
+
+
+def _product_of(
+    term: Dot, strip: Any, features: jax.Array, first: int, stop: int
+) -> tuple[Product, jax.Array | None]:
+    """Returns a term in this form, and what it adds per key at every distance, or None.
+
+    Args:
+      term: the term.
+      strip: `strip(first, stop) -> float32 [1 or N, stop - first, F]`.
+      features: [B, T, N or K, F].
+      first, stop: the distances, of integers first to stop - 1.
+    """
+    vectors, numbers = term.factor * strip(first, stop), None
+    far = {**term.shared, **term.heads}.get("far")
+    if far is not None:
+        far = term.factor * far.reshape(vectors.shape[0], 1, -1)
+        vectors -= far
+        own = repeat_heads(features, max(features.shape[2], far.shape[0]))
+        far = jnp.broadcast_to(far[:, 0], own.shape[2:])
+        numbers = jnp.einsum("bsnf,nf->bsn", own.astype(jnp.float32), far, precision="highest")
+    pad = (0, 0), (0, 0), (0, -features.shape[3] % _ROWS), (0, 0)
+    features = jnp.pad(jnp.transpose(features, (0, 2, 3, 1)), pad)
+    vectors = jnp.pad(jnp.swapaxes(vectors, 1, 2), pad[1:])
+    return Product(features, vectors, term.of_keys), numbers
 
 
 def _padding_apart(keys: _Tokens) -> dict[str, jax.Array]:
@@ -247,17 +303,7 @@ def _padding_apart(keys: _Tokens) -> dict[str, jax.Array]:
     return {"segments": jnp.where(keys.segments < 0, least, keys.segments)}
 
 
-def line_of(spec: Spec, bias: jax.Array, first: int, strip: Strip, sign: int) -> jax.Array:
-    """Returns the line of a strip, float32 [N or 1, 1, L].
-
-    Args:
-      spec: the static part.
-      bias, first: of `Operands`.
-      strip: the geometry.
-      sign: 1 if lanes are queries, -1 if they are keys.
-    """
+def bias_line(spec: Spec, bias: jax.Array, first: int, strip: Strip, sign: int) -> jax.Array:
+    """Returns the line of the bias of `Operands`, [N or 1, 1, L]."""
     fill = spec.unit * MASK_VALUE if spec.visibility.mask_in_bias else 0.0
-    if sign < 0:
-        bias, first = bias[:, ::-1], 1 - first - bias.shape[1]
-    before, after = first - strip.low, strip.low + strip.line - first - bias.shape[1]
-    return jax.lax.pad(bias, jnp.float32(fill), ((0, 0, 0), (before, after, 0)))[:, None]
+    return line_of(bias[:, None], first, strip, sign, fill)

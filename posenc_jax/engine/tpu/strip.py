@@ -62,6 +62,23 @@ class Strip:
         return pl.multiple_of(at, LANES)
 
 
+def line_of(values: jax.Array, first: int, strip: Strip, sign: int, fill: float = 0.0) -> jax.Array:
+    """Returns the line of a strip, [N or 1, F, L].
+
+    Args:
+      values: [N or 1, F, R], by ascending distance of query from key.
+      first: the least distance.
+      strip: the geometry.
+      sign: 1 if lanes are queries, -1 if they are keys.
+      fill: the value at other distances.
+    """
+    count = values.shape[2]
+    if sign < 0:
+        values, first = values[:, :, ::-1], 1 - first - count
+    before, after = first - strip.low, strip.low + strip.line - first - count
+    return jax.lax.pad(values, jnp.float32(fill), ((0, 0, 0), (0, 0, 0), (before, after, 0)))
+
+
 def shear(strip: Strip, line: Any, out: Any, rotate: bool) -> None:
     """Writes the strip of `line`, [1, L + 128], to `out`, [128, L].
 
