@@ -26,6 +26,9 @@ from experiments.model import Position
 from experiments.schemes import build, find, import_object
 from experiments.tasks import TASKS, Task
 
+DEFAULT_TASKS = ("kback", "kth", "text")
+"""What a file without `tasks` runs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
@@ -45,7 +48,7 @@ class Experiment:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of schemes by scheme; on the command line --schemes.t5.num-buckets."""
     tasks: Mapping[str, Any] = dataclasses.field(
-        default_factory=lambda: {name: task() for name, task in TASKS.items()}
+        default_factory=lambda: {name: TASKS[name]() for name in DEFAULT_TASKS}
     )
     """Tasks to run with their settings, by name."""
 
@@ -78,7 +81,7 @@ class Experiment:
             "head_dim": task.model.head_dim,
             "model_dim": task.model.model_dim,
             "num_layers": task.model.num_layers,
-            "max_length": task.longest,
+            "max_length": task.num_coordinates,
             "trained_length": task.train_length,
         }
         tables: dict[str, dict[str, Any]] = {}
@@ -173,7 +176,7 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
       ConfigError: for unknown settings and wrong types.
     """
     tables = dict(tables)
-    run = convert(list[str], tables.pop("tasks", list(TASKS)), "tasks")
+    run = convert(list[str], tables.pop("tasks", list(DEFAULT_TASKS)), "tasks")
     if not run or len(set(run)) != len(run):
         raise ConfigError(f"tasks: must name some, each once, got {run}")
     known = _known([*others, *run])
@@ -244,7 +247,9 @@ def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict
         help=f"{field_help(Experiment)['tasks']} (default: {','.join(experiment.tasks)})",
     )
     given = {name: type(task) for name, task in experiment.tasks.items()}
-    for name, task in (_known(named) | given).items():
+    asked = {"-h", "--help"} & set(arguments)  # The help is on the tasks that run.
+    others = {task.name: task for task in map(find_task, named)} if asked else _known(named)
+    for name, task in (others | given).items():
         parser.add_settings(experiment.tasks.get(name, task()), f"task {name}", f"{name}.")
     found, rest = parser.parse_known_args(arguments)
     # Options of schemes, and unknown flags, which `from_file` refuses.

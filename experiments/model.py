@@ -21,6 +21,8 @@ from experiments.settings import Model
 
 Position = pe.Scheme | tuple[pe.LayerSpec, ...]
 """A scheme for all layers, or one layer each."""
+MASK_TOKEN = 0
+"""What a model without causality reads in place of the tokens that it predicts."""
 _STDDEV = 0.02
 
 
@@ -54,7 +56,7 @@ class Block(nnx.Module):
             width,
             sizes.num_heads,
             position=position,
-            is_causal=True,
+            is_causal=sizes.is_causal,
             window=layer.window,
             scale=sizes.head_dim**-0.5,
             kernel_init=weights,
@@ -63,17 +65,17 @@ class Block(nnx.Module):
         )
         self.chunk_size = layer.chunk_size
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, coordinates: jax.Array | None = None) -> jax.Array:
         """Returns [B, T, D] for x [B, T, D]."""
         chunks = None
         if self.chunk_size is not None:
             chunks = pe.positions.count_up(*x.shape[:2]) // self.chunk_size
-        x = x + self.attention(self.norm1(x), segment_ids=chunks)
+        x = x + self.attention(self.norm1(x), segment_ids=chunks, coordinates=coordinates)
         return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
 
 
 class LanguageModel(nnx.Module):
-    """Tokens to logits of the next tokens."""
+    """Tokens to logits of the next tokens; without causality, of the tokens that are masked."""
 
     def __init__(self, sizes: Model, position: Position, vocab_size: int, key: jax.Array):
         """Makes parameters from `key`; all but the schemes' are the same for every scheme."""
@@ -110,15 +112,33 @@ class LanguageModel(nnx.Module):
         )
         scaled = any(s.traits.scale_embedding for s in schemes)
         self.embed_scale = sizes.model_dim**0.5 if scaled else 1.0
+        self.is_causal = sizes.is_causal
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns logits [B, T, V] for tokens int32 [B, T]."""
+    def __call__(self, tokens: jax.Array, coordinates: jax.Array | None = None) -> jax.Array:
+        """Returns logits [B, T, V].
+
+        Args:
+          tokens: int32 [B, T].
+          coordinates: what the scheme encodes, [B, T] or [A, B, T]. Default: the positions.
+        """
         x = self.embed(tokens) * self.embed_scale
         for position in self.positions:
-            x = position(x)
+            x = position(x, coordinates=coordinates)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, coordinates)
         return self.head(self.norm(x))
+
+    def inputs_and_targets(self, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns what the model reads and what it predicts there, int32 [B, T] each.
+
+        Args:
+          tokens: int32 [B, T + 1].
+          mask: [B, T + 1], 1 on the tokens to predict.
+        """
+        targets = tokens[:, 1:]
+        if self.is_causal:
+            return tokens[:, :-1], targets
+        return jnp.where(mask[:, 1:] > 0, MASK_TOKEN, targets), targets
 
 
 def structure(sizes: Model, position: Position, vocab_size: int) -> Any:

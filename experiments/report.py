@@ -115,7 +115,7 @@ def _task(results: dict, task: str) -> dict:
             explanation=words.modes.get(mode, ""),
             findings=" ".join(_findings(results, task, mode)),
         )
-        for mode in sorted(tables.modes(results, task))
+        for mode in tables.modes(results, task)
     ]
     return dict(
         name=task,

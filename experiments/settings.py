@@ -11,7 +11,7 @@ from experiments.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Sizes of the decoder-only transformer."""
+    """Sizes of the transformer."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -23,6 +23,9 @@ class Model:
     """Heads N; the head dim is D / N."""
     mlp_factor: PositiveInt = 4
     """Width of the MLP divided by D."""
+    is_causal: bool = True
+    """Whether tokens see earlier ones only and the next token is predicted; otherwise tokens see
+    all, and those to predict are masked."""
 
     @property
     def head_dim(self) -> int:

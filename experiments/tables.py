@@ -139,12 +139,12 @@ def done(run: dict | None) -> bool:
 
 
 def modes(results: dict, task: str) -> list[str]:
-    """Returns the modes in which a task was evaluated, the one with most lengths first."""
+    """Returns the modes in which a task was evaluated, those with most lengths first."""
     seen: dict[str, set[int]] = {}
     for run in runs_of(results, task).values():
         for evaluation in run.get("evaluations") or []:
             seen.setdefault(evaluation.get("mode") or "plain", set()).add(evaluation["length"])
-    return sorted(seen, key=lambda mode: (-len(seen[mode]), mode))
+    return sorted(seen, key=lambda mode: -len(seen[mode]))
 
 
 def evaluations(run: dict, mode: str, variant: str | None = None) -> dict[int, dict]:

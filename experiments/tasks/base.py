@@ -1,7 +1,8 @@
 """The interface of a task: settings, batches made on the device, evaluation, and labels.
 
 Batches are tokens int32 [B, T + 1] for T inputs of the model: it reads tokens[:, :-1] and
-predicts tokens[:, 1:]. The mask float32 [B, T + 1] is 1 on the tokens that count.
+predicts tokens[:, 1:]. The mask float32 [B, T + 1] is 1 on the tokens that count. A model without
+causality (`Model.is_causal`) reads tokens[:, 1:], with 0 in place of those that count.
 """
 
 import dataclasses
@@ -9,17 +10,20 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
-from experiments.config_io import STRICT
+import posenc_jax as pe
+from experiments.config_io import STRICT, near
 from experiments.errors import ConfigError
 from experiments.model import Position
 from experiments.settings import Model, Train
 from experiments.tables import Labels
 
 Length = Annotated[int, Field(ge=2)]
+COORDINATES = ("positions", "shifted", "randomized", "random_floats")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,12 @@ class Task:
     """Sizes of the model."""
     train: Train = dataclasses.field(default_factory=Train)
     """How the model is trained."""
+    coordinates: str = "positions"
+    """What the scheme encodes: positions; shifted (positions plus a random offset per sequence, in
+    training only); randomized (sorted random integers) or random_floats (sorted random numbers),
+    both in evaluation too."""
+    coordinate_range: NonNegativeInt = 0
+    """All coordinates are below this; 0: the longest test length."""
     schemes: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Settings of schemes for this task; on the command line --<task>.schemes.t5.max-distance."""
 
@@ -98,6 +108,11 @@ class Task:
         """The longest sequence of the evaluation."""
         return max(self.test_lengths)
 
+    @property
+    def num_coordinates(self) -> int:
+        """All coordinates are below this: the number of rows of a learned table."""
+        return self.coordinate_range or self.longest
+
     def load(self) -> Data:
         """Returns the data of the task; empty by default, for tasks that draw their data.
 
@@ -118,6 +133,27 @@ class Task:
           data: `Data.train` of what `load` returned.
         """
         raise NotImplementedError
+
+    def draw_coordinates(
+        self, key: jax.Array, tokens: jax.Array, *, training: bool
+    ) -> jax.Array | None:
+        """Returns what the scheme encodes [B, T], for tokens [B, T + 1]; None: the positions.
+
+        Args:
+          key: of this batch.
+          tokens: the batch.
+          training: whether the batch is for training.
+        """
+        if self.coordinates == "positions" or (self.coordinates == "shifted" and not training):
+            return None
+        key = jax.random.fold_in(key, 1)
+        positions = pe.positions.count_up(tokens.shape[0], tokens.shape[1] - 1)
+        limit, length = self.num_coordinates, positions.shape[1]
+        if self.coordinates == "shifted":
+            return pe.positions.shifted(key, positions, limit - length + 1)
+        if self.coordinates == "randomized":
+            return pe.positions.randomized(key, positions, limit)
+        return jnp.sort(jax.random.uniform(key, positions.shape, maxval=float(limit)))
 
     def evaluate(
         self, position: Position, params: nnx.State, seeds: list[int], data: Data
@@ -158,4 +194,17 @@ class Task:
             raise ConfigError(
                 f"{at}.test_lengths: begins with {lengths[0]}, {less} the training length "
                 f"{self.train_length}; the first must be that length"
+            )
+        if self.coordinates not in COORDINATES:
+            hint = near(self.coordinates, COORDINATES)
+            raise ConfigError(f"{at}.coordinates: unknown kind {self.coordinates!r}{hint}")
+        if self.coordinates == "positions" and self.coordinate_range:
+            raise ConfigError(
+                f"{at}.coordinate_range: {self.coordinate_range} is for random coordinates, but "
+                f"{at}.coordinates are positions"
+            )
+        if self.num_coordinates < self.longest:
+            raise ConfigError(
+                f"{at}.coordinate_range: {self.coordinate_range} is below the longest test length "
+                f"{self.longest}"
             )

@@ -64,16 +64,6 @@ class KBack(Lookup):
             source = jnp.take_along_axis(source, source, 1)  # An answer may repeat an answer.
         return jnp.take_along_axis(stream, source, 1), answer.astype(jnp.float32)
 
-    def sample_test(self, key, batch):
-        """Returns a batch whose answers belong to the length in which their query falls.
-
-        Length n stands for queries at positions between the length before it and n.
-        """
-        tokens, mask = self.sample(key, batch, self.longest)
-        query = jnp.arange(self.longest + 1) - 1
-        index = jnp.searchsorted(jnp.asarray(self.test_lengths), query, side="right")
-        return tokens, mask, jnp.broadcast_to(index.astype(jnp.int32), tokens.shape)
-
     def check(self) -> None:
         """Raises ConfigError for settings that contradict one another."""
         super().check()

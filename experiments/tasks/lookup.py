@@ -1,7 +1,11 @@
-"""The base of tasks with exact answers, scored by the share of right ones per length."""
+"""Bases of tasks with exact answers, scored by the share of right ones per length.
+
+`Lookup` is for streams, whose answers lie anywhere; `Rows` for rows with one problem each.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -10,8 +14,14 @@ import numpy as np
 from flax import nnx
 from pydantic import Field, PositiveInt
 
+from experiments.errors import ConfigError
 from experiments.model import seed_keys, structure
 from experiments.tasks.base import Evaluation, Task
+
+PAD, BEGIN, SEPARATOR = 0, 1, 2
+"""The first tokens of every task of rows."""
+_HELD_OUT_BITS = 3
+_CANDIDATES = {"train": 2, "test": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,34 +38,54 @@ class Lookup(Task):
     """Accuracy at the training length from which on a model counts as fitted."""
 
     measure_settings: ClassVar[frozenset[str]] = frozenset({"eval_batch", "eval_batches"})
+    exact_match: ClassVar[bool] = False
+    """Whether sequences are scored as a whole too, in the mode "exact"."""
+
+    @property
+    def test_modes(self) -> Mapping[str, "Lookup"]:
+        """The task by way of evaluating; a subclass may add tasks with other settings."""
+        return {"plain": self}
 
     def sample_test(self, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns a batch of the longest length whose answers belong to the test lengths.
 
-        One shape serves all lengths: later tokens do not change the output of a causal model.
+        One shape serves all lengths: later tokens do not change the output of a causal model. In a
+        stream, length n stands for the inputs at positions between the length before it and n.
 
         Returns:
           tokens int32 [B, longest + 1], mask float32 of the same shape, and for each token
           the index of its test length, int32 of the same shape.
         """
-        raise NotImplementedError
+        tokens, mask = self.sample(key, batch, self.longest)
+        at = jnp.arange(self.longest + 1) - 1
+        index = jnp.searchsorted(jnp.asarray(self.test_lengths), at, side="right")
+        return tokens, mask, jnp.broadcast_to(index.astype(jnp.int32), tokens.shape)
 
     def evaluate(self, position, params, seeds, data):
-        """Returns the accuracy at each test length."""
+        """Returns the accuracy at each test length in each mode."""
         graphdef = structure(self.model, position, self.vocab_size)
-        keys = seed_keys(seeds, "test")
-        total = np.zeros((len(seeds), 2, len(self.test_lengths)))
-        for i in range(self.eval_batches):
-            batch_keys = jax.vmap(lambda k, i=i: jax.random.fold_in(k, i))(keys)
-            total += np.asarray(_count_right(params, batch_keys, graphdef=graphdef, task=self))
-        accuracy = total[:, 0] / np.maximum(total[:, 1], 1)
+        keys, found = seed_keys(seeds, "test"), []
+        for mode, task in self.test_modes.items():
+            total = np.zeros((len(seeds), 4, len(self.test_lengths)))
+            for i in range(self.eval_batches):
+                batch_keys = jax.vmap(lambda k, i=i: jax.random.fold_in(k, i))(keys)
+                total += np.asarray(_count_right(params, batch_keys, graphdef=graphdef, task=task))
+            accuracy, exact = (
+                total[:, at] / np.maximum(total[:, at + 1], 1) for at in (0, 2)
+            )  # [seeds, lengths]
+            found += self._evaluations(mode, accuracy)
+            if self.exact_match and mode == "plain":
+                found += self._evaluations("exact", exact)
+        return found
+
+    def _evaluations(self, mode: str, values: np.ndarray) -> list[Evaluation]:
         return [
             Evaluation(
                 self.labels.metric,
-                "plain",
+                mode,
                 length,
-                [round(float(x), 5) for x in accuracy[:, i]],
-                in_distribution=length == self.train_length,
+                [round(float(x), 5) for x in values[:, i]],
+                in_distribution=length == self.train_length and mode in ("plain", "exact"),
             )
             for i, length in enumerate(self.test_lengths)
         ]
@@ -68,16 +98,165 @@ class Lookup(Task):
         """Returns the rule of `fits` in words."""
         return f"accuracy at the training length >= {self.threshold:g}"
 
+    def check(self) -> None:
+        """Raises ConfigError for settings that contradict one another."""
+        super().check()
+        if not self.model.is_causal and len(self.test_lengths) > 1:
+            raise ConfigError(
+                f"{self.name}.test_lengths: a model that is not causal is evaluated at the "
+                f"training length only, got {list(self.test_lengths)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Lookup):
+    """Rows with a problem of size n and its answer; a subclass overrides `most` and `fill`.
+
+    In training n is random; rows of a longer test length have the largest n that fits. One row in
+    eight, chosen by its tokens, is held out of training, and rows at the training length are
+    evaluated on these only.
+    """
+
+    shortest: PositiveInt = 4
+    """The least size n."""
+    eval_batches: PositiveInt = 4
+    """Batches of the evaluation."""
+
+    exact_match: ClassVar[bool] = True
+
+    def most(self, length: int) -> int:
+        """Returns the largest size n for `length` inputs."""
+        raise NotImplementedError
+
+    def fill(self, bits: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns tokens int32 [B, W] and mask float32 [B, W].
+
+        Args:
+          bits: random uint32 [B, W]. W - 2 is at least the number of tokens and that of symbols;
+            the last column made n, the one before it is for one more draw per row.
+          count: n per row, int32 [B, 1].
+        """
+        raise NotImplementedError
+
+    def _candidates(self, key, batch: int, length: int, purpose: str):
+        """Returns random bits [B, C, W], to choose rows from, and a random n [B, C, 1]."""
+        width = max(length + 1, self.symbols) + 2
+        bits = jax.random.bits(key, (batch, _CANDIDATES[purpose], width))
+        sizes = self.most(self.train_length) + 1 - self.shortest
+        return bits, self.shortest + (bits[..., -1:] >> 3).astype(jnp.int32) % sizes
+
+    def _chosen(self, bits, count, length: int, usable: Callable[[jax.Array], jax.Array]):
+        """Returns the first usable candidate of each row; one with a mask of zeros if none is.
+
+        Args:
+          bits, count: of `_candidates`.
+          length: inputs T.
+          usable: from whether candidates are held out, bool [B, C], to whether they are usable.
+        """
+        flat = (x.reshape(-1, x.shape[-1]) for x in (bits, count))
+        tokens, mask = (
+            x[:, : length + 1].reshape(*bits.shape[:2], length + 1) for x in self.fill(*flat)
+        )
+        ok = usable(held_out(tokens))
+        first = ok.argmax(1)[:, None, None]
+        tokens, mask = (jnp.take_along_axis(x, first, 1)[:, 0] for x in (tokens, mask))
+        return tokens, mask * ok.any(1, keepdims=True)
+
+    def sample(self, key, batch, length, data=None):
+        """Returns tokens and mask, [B, length + 1]; the mask is 1 on the answer."""
+        bits, count = self._candidates(key, batch, length, "train")
+        return self._chosen(bits, count, length, lambda held: ~held)
+
+    def sample_test(self, key, batch):
+        """Returns a batch whose rows cycle through the test lengths.
+
+        At the training length n is random, as in training. Longer rows never occur in training.
+        """
+        bits, count = self._candidates(key, batch, self.longest, "test")
+        index = jnp.arange(batch, dtype=jnp.int32)[:, None] % len(self.test_lengths)
+        largest = jnp.asarray([self.most(n) for n in self.test_lengths], jnp.int32)[index]
+        longer = largest > self.most(self.train_length)
+        count = jnp.where(longer[..., None], largest[..., None], count)
+        tokens, mask = self._chosen(bits, count, self.longest, lambda held: held | longer)
+        return tokens, mask, jnp.broadcast_to(index, tokens.shape)
+
+    def check(self) -> None:
+        """Raises ConfigError for settings that contradict one another."""
+        super().check()
+        if self.most(self.train_length) < self.shortest:
+            raise ConfigError(
+                f"{self.name}.shortest: a problem of size {self.shortest} does not fit into "
+                f"{self.name}.train_length = {self.train_length}"
+            )
+        if self.eval_batch % len(self.test_lengths):
+            raise ConfigError(
+                f"{self.name}.eval_batch: {self.eval_batch} is not a multiple of the "
+                f"{len(self.test_lengths)} test lengths"
+            )
+
+
+def held_out(tokens: jax.Array) -> jax.Array:
+    """Returns whether rows are held out of training: one in eight, by a hash of the tokens.
+
+    Args:
+      tokens: int32 [..., T]; zeros at the end do not change the result.
+    """
+    place = jnp.arange(tokens.shape[-1], dtype=jnp.uint32)
+    mixed = tokens.astype(jnp.uint32) * (place * 2 + 1) * jnp.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA6B)
+    total = mixed.sum(-1, dtype=jnp.uint32)
+    total = (total ^ (total >> 16)) * jnp.uint32(0xC2B2AE35)
+    return total >> (32 - _HELD_OUT_BITS) == 0
+
+
+def question_and_answer(
+    question: jax.Array, answer: jax.Array, count: jax.Array, answers: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns rows `<begin> question <separator> answer`, padded, and the mask of the answers.
+
+    Args:
+      question: int32 [B, W], of which the first `count` tokens are used.
+      answer: int32 [B, W], of which the first `answers` tokens are used.
+      count: int32 [B, 1].
+      answers: int32 [B, 1], or one number.
+
+    Returns:
+      tokens int32 and mask float32, [B, W].
+
+    >>> x = jnp.array([[5, 6, 7, 8, 9, 9, 9, 9]])
+    >>> question_and_answer(x, x[:, ::-1], jnp.array([[3]]), 2)[0]
+    Array([[1, 5, 6, 7, 2, 9, 9, 0]], dtype=int32)
+    """
+    place = jnp.arange(question.shape[1])[None]
+    first = count + 2  # The place of the first answer.
+    later = jnp.take_along_axis(answer, jnp.maximum(place - first, 0), 1)
+    tokens = jnp.where(place < first, jnp.roll(question, 1, 1), later)
+    tokens = jnp.where(place == 0, BEGIN, jnp.where(place == first - 1, SEPARATOR, tokens))
+    tokens = jnp.where(place < first + answers, tokens, PAD)
+    mask = (place >= first) & (place < first + answers)
+    return tokens.astype(jnp.int32), mask.astype(jnp.float32)
+
+
+def permutation(bits: jax.Array, count: int) -> jax.Array:
+    """Returns the numbers below `count` in random order, int32 [B, count], for bits [B, W]."""
+    return jnp.argsort(bits[:, :count], axis=1).astype(jnp.int32)
+
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "task"))
 def _count_right(params: nnx.State, keys: jax.Array, *, graphdef: Any, task: Lookup) -> jax.Array:
-    """Returns right answers and answers per test length, [seeds, 2, lengths]."""
+    """Returns right answers, answers, right rows and rows per test length, [seeds, 4, lengths]."""
 
     def one_seed(params, key):
         tokens, mask, index = task.sample_test(key, task.eval_batch)
-        guess = nnx.merge(graphdef, params)(tokens[:, :-1]).argmax(-1)
+        model = nnx.merge(graphdef, params)
+        inputs, targets = model.inputs_and_targets(tokens, mask)
+        coordinates = task.draw_coordinates(key, tokens, training=False)
+        right = (model(inputs, coordinates).argmax(-1) == targets) * mask[:, 1:]
         counts = jax.nn.one_hot(index[:, 1:], len(task.test_lengths)) * mask[:, 1:, None]
-        right = (guess == tokens[:, 1:])[..., None] * counts
-        return jnp.stack([right.sum((0, 1)), counts.sum((0, 1))])
+        rows = jax.nn.one_hot(index[:, -1], len(task.test_lengths)) * mask.any(1)[:, None]
+        whole = (right.sum(1) == mask[:, 1:].sum(1))[:, None] * rows
+        return jnp.stack(
+            [(right[..., None] * counts).sum((0, 1)), counts.sum((0, 1)), whole.sum(0), rows.sum(0)]
+        )
 
     return jax.vmap(one_seed)(params, keys)

@@ -167,6 +167,12 @@ class Text(Task):
     def check(self) -> None:
         """Raises ConfigError for settings that contradict one another."""
         super().check()
+        if not self.model.is_causal:
+            raise ConfigError(
+                "text.model.is_causal: must be true; the task `masked` has an encoder"
+            )
+        if self.coordinates != "positions":
+            raise ConfigError(f"text.coordinates: must be positions, got {self.coordinates!r}")
         for length in self.test_lengths:
             if self.longest % length:
                 raise ConfigError(

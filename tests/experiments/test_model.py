@@ -109,6 +109,39 @@ def test_logit_scale_does_not_depend_on_the_scheme(name):
     assert {block.attention.scale for block in model(name).blocks} == {8**-0.5}
 
 
+def test_a_model_without_causality_sees_all_but_what_it_predicts():
+    sizes = dataclasses.replace(SIZES, is_causal=False)
+    made = LanguageModel(sizes, make("rope"), 256, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(1, 256, (1, 9)).repeat(3, 0)
+    tokens[1, 8] = 7  # A later token that is seen.
+    tokens[2, 4] = 7  # One that is masked.
+    mask = np.zeros((3, 9))
+    mask[:, 4] = 1
+    inputs, targets = made.inputs_and_targets(tokens, mask)
+    np.testing.assert_array_equal(targets, tokens[:, 1:])
+    assert (np.asarray(inputs)[:, 3] == 0).all() and (np.asarray(inputs)[:, :3] != 0).all()
+    out = np.asarray(made(inputs))
+    assert np.abs(out[0, 3] - out[1, 3]).max() > 1e-5
+    np.testing.assert_array_equal(out[0], out[2])
+
+
+def test_the_model_encodes_the_coordinates_that_it_is_given():
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 12))
+    at = np.arange(12)[None].repeat(2, 0)
+    rope, learned = (
+        LanguageModel(SIZES, make(name), 256, jax.random.key(0)) for name in ("rope", "learned")
+    )
+    plain = np.asarray(rope(tokens))
+    np.testing.assert_array_equal(rope(tokens, at), plain)
+    np.testing.assert_allclose(rope(tokens, at + 9), plain, atol=1e-5)
+    assert np.abs(rope(tokens, 2 * at) - plain).max() > 1e-4
+    first = learned.positions[0].params["table"]
+    first[...] = jax.numpy.roll(first[...], 9, axis=0)
+    moved = np.asarray(learned(tokens, at + 9))
+    first[...] = jax.numpy.roll(first[...], -9, axis=0)
+    np.testing.assert_allclose(moved, learned(tokens), atol=1e-6)
+
+
 def test_embeddings_are_scaled_for_sinusoidal_only():
     scales = {name: model(name).embed_scale for name in NAMES}
     assert scales.pop("sinusoidal") == 4.0

@@ -1,0 +1,83 @@
+"""copy: repeat a sequence.
+
+    <begin> c a b a <separator> c a b a <separator>         kind = "random"
+    <begin> c a b d <separator> c a b d <separator>         kind = "unique": no symbol twice
+    <begin> c c c c <separator> c c c c <separator>         kind = "same": how many is the question
+
+Everything after the first separator counts; the second one says that the answer ends. "same" is
+repeat_single_char of Kazemnejad et al. (2023, https://arxiv.org/abs/2305.19466), "unique" is
+unique_copy of Huang et al. (2025, https://arxiv.org/abs/2410.02140), in which the token before
+the one to be copied can be found by content.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from pydantic import PositiveInt
+
+from experiments.config_io import near
+from experiments.errors import ConfigError
+from experiments.settings import Train
+from experiments.tables import Labels
+from experiments.tasks.lookup import SEPARATOR, Rows, permutation, question_and_answer
+
+KINDS = ("random", "unique", "same")
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy(Rows):
+    """Repeat a sequence."""
+
+    symbols: PositiveInt = 64
+    """Number of different symbols."""
+    kind: str = "random"
+    """random, unique (no symbol twice) or same (one symbol only)."""
+    train: Train = dataclasses.field(default_factory=lambda: Train(steps=800))
+    """How the model is trained."""
+
+    name: ClassVar[str] = "copy"
+    labels: ClassVar[Labels] = Labels("repeat a sequence")
+    seconds: ClassVar[float] = 30.0
+
+    @property
+    def vocab_size(self) -> int:
+        """Padding, begin, separator, the symbols."""
+        return 3 + self.symbols
+
+    def most(self, length):
+        """Returns n, where 2 n + 3 tokens make a row."""
+        return (length - 2) // 2
+
+    def fill(self, bits, count):
+        """Returns tokens and mask."""
+        if self.kind == "unique":
+            drawn = jnp.pad(permutation(bits, self.symbols), ((0, 0), (0, bits.shape[1])))
+            drawn = drawn[:, : bits.shape[1]]
+        else:
+            column = bits[:, :1] if self.kind == "same" else bits
+            drawn = jnp.broadcast_to((column % self.symbols).astype(jnp.int32), bits.shape)
+        x = 3 + drawn
+        return question_and_answer(x, ended(self.order(x, count), count), count, count + 1)
+
+    def order(self, x, count):
+        """Returns the answer to x [B, W]: x itself."""
+        return x
+
+    def check(self) -> None:
+        """Raises ConfigError for settings that contradict one another."""
+        super().check()
+        if self.kind not in KINDS:
+            raise ConfigError(
+                f"{self.name}.kind: unknown kind {self.kind!r}{near(self.kind, KINDS)}"
+            )
+        if self.kind == "unique" and self.symbols < self.most(self.longest):
+            raise ConfigError(
+                f"{self.name}.symbols: {self.symbols} are too few for {self.most(self.longest)} "
+                "different symbols in a row"
+            )
+
+
+def ended(x, count):
+    """Returns x [B, W] with a separator after the first `count` [B, 1] tokens."""
+    return jnp.where(jnp.arange(x.shape[1])[None] == count, SEPARATOR, x)

@@ -1,0 +1,333 @@
+"""Rows and streams of tasks against definitions written as loops over tokens."""
+
+import dataclasses
+import tomllib
+
+import jax
+import numpy as np
+import pytest
+import tomli_w
+
+from experiments.config_io import from_tables, to_tables
+from experiments.errors import ConfigError
+from experiments.settings import Model
+from experiments.tasks import (
+    MQAR,
+    TASKS,
+    Addition,
+    Copy,
+    Counting,
+    Dyck,
+    FlipFlop,
+    IndirectIndex,
+    Induction,
+    KBack,
+    Majority,
+    Masked,
+    Needle,
+    Parity,
+    Reverse,
+    SelectiveCopy,
+    Sort,
+)
+from experiments.tasks.lookup import held_out
+
+# Each function takes the tokens of a row without padding and returns the answers by place.
+
+
+def parts(row):
+    """Splits a row at its first separator; returns the question and the place of the answer."""
+    assert row[0] == 1
+    at = row.index(2)
+    return row[1:at], at + 1
+
+
+def answers(row, wanted):
+    """The answers that fill a row after its separator."""
+    _, first = parts(row)
+    assert len(row) == first + len(wanted)
+    return {first + i: token for i, token in enumerate(wanted)}
+
+
+def copy(task, row):
+    x, _ = parts(row)
+    assert all(3 <= token < 3 + task.symbols for token in x)
+    assert task.kind != "unique" or len(set(x)) == len(x)
+    assert task.kind != "same" or len(set(x)) == 1
+    return answers(row, [*x, 2])
+
+
+def reverse(task, row):
+    return answers(row, [*parts(row)[0][::-1], 2])
+
+
+def sort(task, row):
+    x, _ = parts(row)
+    assert len(set(x)) == len(x)
+    return answers(row, [*sorted(x), 2])
+
+
+def induction(task, row):
+    x, first = parts(row)
+    assert len(set(x)) == len(x)
+    start = x.index(row[first])
+    wanted = answers(row, x[start : start + task.repeated])
+    del wanted[first]  # Given.
+    return wanted
+
+
+def mqar(task, row):
+    x, first = parts(row)
+    pairs = dict(zip(x[::2], x[1::2], strict=True))
+    assert len(pairs) == len(x) // 2
+    assert all(3 <= k < 3 + task.keys <= v < task.vocab_size for k, v in pairs.items())
+    asked = row[first::2]
+    assert sorted(asked) == sorted(pairs)
+    return {first + 2 * i + 1: pairs[key] for i, key in enumerate(asked)}
+
+
+def selective_copy(task, row):
+    x, _ = parts(row)
+    symbols = [token for token in x if token != 3]
+    assert len(symbols) == task.items and min(symbols) > 3
+    return answers(row, symbols)
+
+
+def parity(task, row):
+    bits = [token - 3 for token in parts(row)[0]]
+    assert set(bits) <= {0, 1}
+    return answers(row, [5 + sum(bits) % 2])
+
+
+def majority(task, row):
+    x, _ = parts(row)
+    assert len(x) % 2 == 1
+    return answers(row, [max((3, 4), key=x.count)])
+
+
+def needle(task, row):
+    x, _ = parts(row)
+    assert x.count(3) == 1
+    return answers(row, [x[x.index(3) + 1]])
+
+
+def indirect_index(task, row):
+    x, first = parts(row)
+    assert len(set(x)) == len(x)
+    source, index = row[first : first + 2]
+    far = task.largest_shift
+    shift = [*range(-far, 0), *range(1, far + 1)][index - 3]
+    place = x.index(source) + shift
+    assert place >= 0 and len(row) == first + 3
+    return {first + 2: x[place]}
+
+
+def addition(task, row):
+    x, first = parts(row)
+    plus = x.index(3)
+    numbers = [x[:plus], x[plus + 1 :], row[first:]]
+    if task.kind == "hints":
+        letters, numbers = [n[::2] for n in numbers], [n[1::2] for n in numbers]
+        assert letters[0] == letters[1] == letters[2][:-1]
+        assert letters[2] == list(range(letters[2][0], letters[2][0] + len(letters[2])))
+        assert min(letters[2]) >= 14 and max(letters[2]) < task.vocab_size
+    assert all(4 <= token < 14 for number in numbers for token in number)
+    a, b, _ = (int("".join(str(token - 4) for token in n[::-1])) for n in numbers)
+    digits = [4 + int(d) for d in str(a + b).zfill(len(numbers[0]) + 1)[::-1]]
+    if task.kind == "hints":
+        digits = [t for pair in zip(letters[2], digits, strict=True) for t in pair]
+    return answers(row, digits)
+
+
+def flip_flop(task, row):
+    found, last = {}, None
+    for i in range(0, len(row) - 1, 2):
+        kind, bit = row[i : i + 2]
+        assert kind in (1, 2, 3) and bit in (4, 5) and (i or kind == 1)
+        if kind == 3:
+            found[i + 1] = last
+        if kind == 1:
+            last = bit
+    return found
+
+
+def counting(task, row):
+    values, found, asked = [0] * task.variables, {}, None
+    for i, token in enumerate(row):
+        if asked is not None:
+            found[i] = 2 + 3 * task.variables + values[asked]
+            asked = None
+            continue
+        assert 1 <= token < 2 + 3 * task.variables
+        variable, kind = divmod(token - 2, 3)
+        if token > 1 and kind == 0:
+            values[variable] = min(values[variable] + 1, task.largest)
+        elif token > 1 and kind == 1:
+            values[variable] = 0
+        elif token > 1:
+            asked = variable
+    return found
+
+
+def dyck(task, row):
+    stack, found, closing = [], {}, False
+    for i, token in enumerate(row):
+        if closing:
+            found[i] = stack.pop() + task.kinds
+        elif token != 1:
+            stack.append(token)
+            assert 2 <= token < 2 + task.kinds and len(stack) <= task.depth
+        closing = token == 1
+    return found
+
+
+CASES = {
+    "copy": (Copy(), copy),
+    "copy-unique": (Copy(kind="unique"), copy),
+    "copy-same": (Copy(kind="same"), copy),
+    "reverse": (Reverse(), reverse),
+    "sort": (Sort(), sort),
+    "induction": (Induction(), induction),
+    "mqar": (MQAR(), mqar),
+    "selective_copy": (SelectiveCopy(), selective_copy),
+    "parity": (Parity(), parity),
+    "majority": (Majority(), majority),
+    "needle": (Needle(test_lengths=(64, 96)), needle),
+    "indirect_index": (IndirectIndex(), indirect_index),
+    "addition": (Addition(), addition),
+    "addition-hints": (Addition(kind="hints", train_length=63, test_lengths=(63, 93)), addition),
+    "flip_flop": (FlipFlop(), flip_flop),
+    "counting": (Counting(variables=3), counting),
+    "dyck": (Dyck(depth=3), dyck),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_equal_a_loop(name):
+    task, loop = CASES[name]
+    task.check()
+    train, test = jax.jit(
+        lambda key: (task.sample(key, 48, task.train_length), task.sample_test(key, 24))
+    )(jax.random.key(0))
+    rows = hasattr(task, "most")
+    sizes = set()
+    for tokens, mask in (train, test[:2]):
+        assert tokens.dtype == np.int32 and mask.dtype == np.float32
+        assert 0 <= int(tokens.min()) and int(tokens.max()) < task.vocab_size
+        for row, counts in zip(np.asarray(tokens).tolist(), np.asarray(mask), strict=True):
+            row = row[: row.index(0)] if rows and 0 in row else row
+            wanted = loop(task, row)
+            if counts.any() or not rows:
+                assert set(np.flatnonzero(counts).tolist()) == set(wanted)
+            assert all(row[place] == token for place, token in wanted.items())
+            sizes.add(len(row))
+    if rows:
+        tokens, mask, index = map(np.asarray, test)
+        held = np.asarray(held_out(tokens))
+        trained = index[:, 0] == 0
+        assert mask[~trained].any(1).all() and held[trained & mask.any(1)].all()
+        assert not np.asarray(held_out(train[0]))[np.asarray(train[1]).any(1)].any()
+        lengths = (tokens[~trained] != 0).sum(1)
+        for n, got in zip(np.asarray(task.test_lengths)[index[~trained, 0]], lengths, strict=True):
+            assert got <= n + 1 < got + 6  # The longest row that fits.
+        assert len(sizes) > 5
+
+
+def test_masked_symbols_repeat():
+    task = Masked()
+    tokens, mask = map(np.asarray, task.sample(jax.random.key(0), 16, 32))
+    assert (tokens[:, 8:] == tokens[:, :-8]).all() and tokens.min() >= 1
+    assert 0.1 < mask.mean() < 0.2 and not mask[:, 0].any()
+
+
+def test_needles_lie_at_their_depth():
+    task = Needle(test_lengths=(64, 96), depth=0.25)
+    tokens, _, index = map(np.asarray, task.sample_test(jax.random.key(0), 8))
+    for row in tokens[index[:, 0] == 1]:
+        assert list(row).index(3) == 1 + round(0.25 * (96 - 2 - 2))
+    assert list(task.test_modes) == ["plain", *(f"depth_{d}" for d in (0, 25, 50, 75, 100))]
+
+
+def test_sparse_flip_flops_write_less_often():
+    task = FlipFlop()
+    shares = {}
+    for mode, changed in task.test_modes.items():
+        tokens = np.asarray(changed.sample(jax.random.key(0), 256, 64)[0])[:, 2:64:2]
+        shares[mode] = [float((tokens == kind).mean()) for kind in (1, 2, 3)]
+    np.testing.assert_allclose(shares["plain"], [0.1, 0.8, 0.1], atol=0.02)
+    np.testing.assert_allclose(shares["sparse"], [0.01, 0.98, 0.01], atol=0.005)
+
+
+def test_one_row_in_eight_is_held_out_and_padding_does_not_matter():
+    rows = np.random.default_rng(0).integers(1, 20, (4096, 20))
+    held = np.asarray(held_out(rows))
+    assert 0.11 < held.mean() < 0.14
+    padded = np.pad(rows, ((0, 0), (0, 30)))
+    np.testing.assert_array_equal(held, held_out(padded))
+    few = np.asarray([[1, a, b, 2] for a in range(3, 9) for b in range(3, 9)])
+    assert 0 < np.asarray(held_out(few)).sum() < 18
+
+
+def test_abacus_coordinates_count_digits_from_a_common_offset():
+    task = Addition(kind="abacus")
+    key = jax.random.key(0)
+    tokens, _ = task.sample(key, 6, 33)
+    for training in (True, False):
+        positions, places = np.asarray(task.draw_coordinates(key, tokens, training=training))
+        assert (positions == np.arange(33)).all()
+        offsets = set()
+        for row, at in zip(np.asarray(tokens), places, strict=True):
+            count = 0
+            for token, place in zip(row[:-1], at, strict=True):
+                count = count + 1 if token >= 4 else 0
+                if count:
+                    offsets.add(int(place) - count)
+                assert (place == 0) == (count == 0)
+        assert (offsets == {0}) != training
+        assert places.max() < task.letters
+
+
+@pytest.mark.parametrize("kind", ["shifted", "randomized", "random_floats"])
+def test_coordinates_are_ordered_and_reach_the_longest_length(kind):
+    task = KBack(coordinates=kind, coordinate_range=200)
+    task.check()
+    tokens = np.zeros((500, 33), np.int32)
+    drawn = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=True))
+    assert drawn.shape == (500, 32) and (np.diff(drawn) > 0).all()
+    assert 0 <= drawn.min() < 5 and 195 < drawn.max() < 200
+    if kind == "shifted":
+        assert (np.diff(drawn) == 1).all()
+        assert task.draw_coordinates(jax.random.key(0), tokens, training=False) is None
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_settings_survive_toml(name):
+    task = TASKS[name]()
+    tables = tomllib.loads(tomli_w.dumps(to_tables(task)))
+    assert from_tables(TASKS[name], tables) == task
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (KBack(coordinates="random"), "kback.coordinates: unknown kind 'random'"),
+        (KBack(coordinate_range=64), "kback.coordinates are positions"),
+        (KBack(coordinates="shifted", coordinate_range=64), "below the longest test length 128"),
+        (KBack(model=Model(is_causal=False)), "evaluated at the training length only"),
+        (Copy(kind="uniqe"), "did you mean 'unique'?"),
+        (Copy(kind="unique", symbols=20), "20 are too few for 63 different symbols"),
+        (Sort(shortest=16), "sort.shortest: a problem of size 16 does not fit"),
+        (MQAR(keys=8), "mqar.keys: 8 are too few"),
+        (Masked(model=Model()), "masked.model.is_causal: must be false"),
+        (Masked(period=20), "masked.period: 20 does not repeat"),
+        (Needle(depths=(0.5, 2.0)), "needle.depths: must be from 0 to 1"),
+        (Parity(eval_batch=30), "parity.eval_batch: 30 is not a multiple of the 4 test lengths"),
+        (Induction(repeated=9), "induction.repeated: must be 2 to"),
+        (IndirectIndex(largest_shift=8), "indirect_index.largest_shift: 8 is not below"),
+        (dataclasses.replace(Addition(kind="abacus"), coordinates="shifted"), "has its own"),
+    ],
+)
+def test_contradictions_are_named(task, message):
+    with pytest.raises(ConfigError) as error:
+        task.check()
+    assert message in str(error.value) and "\n" not in str(error.value)
