@@ -78,6 +78,7 @@ class Experiment:
         task: Task = self.tasks[task_name]
         sizes = {
             "num_heads": task.model.num_heads,
+            "num_kv_heads": task.model.num_heads,
             "head_dim": task.model.head_dim,
             "model_dim": task.model.model_dim,
             "num_layers": task.model.num_layers,

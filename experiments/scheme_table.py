@@ -7,7 +7,10 @@ import posenc_jax as pe
 from experiments.config_io import Parser
 from experiments.schemes import paper_link, with_sizes
 
-SIZES = {"num_heads": 4, "head_dim": 16, "model_dim": 64, "max_length": 32, "trained_length": 32}
+SIZES = {
+    **dict.fromkeys(("num_heads", "num_kv_heads"), 4),
+    **{"head_dim": 16, "model_dim": 64, "max_length": 32, "trained_length": 32},
+}
 COLUMNS = (
     "name",
     "class",

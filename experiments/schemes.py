@@ -23,7 +23,10 @@ from experiments.config_io import convert, near
 from experiments.errors import ConfigError
 from experiments.model import Position
 
-SIZES = ("num_heads", "head_dim", "model_dim", "max_length", "trained_length", "num_layers")
+SIZES = (
+    *("num_heads", "num_kv_heads", "head_dim", "model_dim"),
+    *("max_length", "trained_length", "num_layers"),
+)
 """Parameters that are given by the model. `max_length` is the longest sequence of all, the number
 of rows of a table; `trained_length` the longest in training."""
 

@@ -36,8 +36,10 @@ from posenc_jax.content.deberta import DeBERTa
 from posenc_jax.content.fox import FoX
 from posenc_jax.content.grape import GRAPEA
 from posenc_jax.content.inkling import Inkling
+from posenc_jax.content.partial_key_offset import PartialKeyOffset
 from posenc_jax.content.path import PaTH
 from posenc_jax.content.shaw import Shaw
+from posenc_jax.content.short_conv import ShortConv
 from posenc_jax.content.stick_breaking import StickBreaking
 from posenc_jax.content.transformer_xl import TransformerXL
 from posenc_jax.engine.api import AttentionCall, attention
@@ -46,6 +48,7 @@ from posenc_jax.hf.api import from_hf, hf_logit_scale, scheme_from_hf, to_hf
 from posenc_jax.layers import LayerSpec, layer_pattern
 from posenc_jax.logit_scale.ssmax import SSMax
 from posenc_jax.logit_scale.temperature import QueryTemperature, query_temperature
+from posenc_jax.ops.short_conv import short_convolution
 from posenc_jax.positions.image_grids import grid_coordinates, resize_grid
 from posenc_jax.positions.mrope import mrope_coordinates
 from posenc_jax.rotary.axial import AxialRoPE, axial_frequencies
@@ -78,6 +81,7 @@ from posenc_jax.rotary.scaling.resonance import Resonance
 from posenc_jax.rotary.scaling.yarn import YaRN, yarn_logit_scale
 from posenc_jax.rotary.selective import SelectiveRoPE
 from posenc_jax.rotary.self_extend import SelfExtend
+from posenc_jax.rotary.vo_rope import VORoPE
 from posenc_jax.rotary.xpos import XPos, xpos_decay
 from posenc_jax.rules import (
     ContentBias,
@@ -137,6 +141,7 @@ __all__ = [
     "NTKByParts",
     "NoPE",
     "PaTH",
+    "PartialKeyOffset",
     "PoPE",
     "Proportional",
     "QueryTemperature",
@@ -156,6 +161,7 @@ __all__ = [
     "SelfExtend",
     "SeparableBias",
     "Shaw",
+    "ShortConv",
     "Sinusoidal",
     "Sinusoidal2D",
     "StickBreaking",
@@ -163,6 +169,7 @@ __all__ = [
     "SwinV2",
     "Traits",
     "TransformerXL",
+    "VORoPE",
     "ValueBias",
     "XPos",
     "YaRN",
@@ -194,6 +201,7 @@ __all__ = [
     "scheme_from_hf",
     "scheme_tables",
     "sharding",
+    "short_convolution",
     "sinusoidal_encoding",
     "streaming",
     "t5_bucket",

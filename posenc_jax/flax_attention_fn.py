@@ -55,7 +55,8 @@ def attention_fn(
     Raises:
       ValueError: for several queries and another number of keys, a decode step without a mask
         or with `input_positions`, and schemes that act on the token embedding alone or read x.
-      NotImplementedError: for quantized products, and for `sow_weights=True`.
+      NotImplementedError: for quantized products, `sow_weights=True`, and a decode step with a
+        scheme that mixes tokens.
     """
     del broadcast_dropout, dtype, precision, force_fp32_for_softmax
     if module is not None:
@@ -97,6 +98,12 @@ def attention_fn(
         at = coordinate_values("AttentionFn", input_positions, "input_positions")
         q_at = k_at = jnp.broadcast_to(at, (*lead, length)).reshape(-1, length)
     tables = scheme.tables(params, q_at)
+    q, k, v, state = scheme.mix(params, q, k, v, None, None)
+    if length != keys and jax.tree.leaves(state):
+        raise NotImplementedError(
+            f"AttentionFn: a decode step with {scheme!r}, which reads the tokens before the query; "
+            "Flax's cache has no place for them. Use posenc_jax's Attention."
+        )
     q_features, k_features, _ = scheme.features(params, None, q, k, q_at, None, None)
     drop = dropout_rate > 0 and not deterministic
     call = AttentionCall(
@@ -113,7 +120,9 @@ def attention_fn(
         call = call.replace(q_coordinates=q_at, k_coordinates=k_at)
     q = scheme.query(params, q, q_at, q_features, tables)
     k = scheme.key(params, k, k_at, k_features, tables if length == keys else None)
+    v = scheme.value(params, v, k_at, k_features, tables if length == keys else None)
     out = scheme.attend(params, q, k, v, q_at, k_at, q_features, k_features, call)
+    out = scheme.output(params, out, q_at, q_features, tables)
     return out.reshape(*lead, *out.shape[1:])
 
 

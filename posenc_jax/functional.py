@@ -224,13 +224,15 @@ def scheme_attention(
     else:
         _check_tables(scheme, params, tables, at)
 
-    state = None if cache is None else cache.state
-    x, q, k = _zero_padding((x, q, k), segment_ids)
+    mixed, state = (None, None) if cache is None or cache.state is None else cache.state
+    x, q, k, v = _zero_padding((x, q, k, v), segment_ids)
+    q, k, v, mixed = scheme.mix(params, q, k, v, segment_ids, mixed)
     q_features, k_features, state = scheme.features(params, x, q, k, at, segment_ids, state)
     q = scheme.query(params, q, at, q_features, tables)
     transformed = scheme.traits.cache_transformed_keys
     if transformed or cache is None:
         k = scheme.key(params, k, at, k_features, tables)
+    v = scheme.value(params, v, at, k_features, tables)
 
     options["scale"] = scale
     if cache is None:
@@ -245,7 +247,7 @@ def scheme_attention(
         if coordinates is not None:
             call = call.replace(q_coordinates=at, k_coordinates=at)
         out = scheme.attend(params, q, k, v, at, at, q_features, k_features, call)
-        return out, None
+        return scheme.output(params, out, at, q_features, tables), None
 
     reads = not transformed or bool(scheme.acts & (Acts.LOGITS | Acts.VALUES | Acts.ATTENTION))
     if reads and coordinates is not None and cache.coordinates is None:
@@ -261,7 +263,13 @@ def scheme_attention(
     lost = _check_ring(cache, positions, segments, options.get("window"))
     stored = None if cache.coordinates is None else at
     cache = cache.append(
-        k, v, positions, segments, coordinates=stored, k_features=k_features, state=state
+        k,
+        v,
+        positions,
+        segments,
+        coordinates=stored,
+        k_features=k_features,
+        state=_states(mixed, state),
     )
     if cache.num_sink_tokens:
         lost |= cache.evicted_sinks(positions, segments)
@@ -277,6 +285,7 @@ def scheme_attention(
         call = call.replace(q_coordinates=at, k_coordinates=k_at)
     k = cache.k if transformed else scheme.key(params, cache.k, k_at, cache.k_features)
     out = scheme.attend(params, q, k, cache.v, at, k_at, q_features, cache.k_features, call)
+    out = scheme.output(params, out, at, q_features, tables)
     # Overflow cannot raise under jit: the rows concerned become NaN.
     lost = (lost | cache.overflowed)[:, None, None, None]
     return jnp.where(lost, jnp.nan, out).astype(out.dtype), cache
@@ -336,16 +345,18 @@ def new_cache(
         coordinates = at = jax.ShapeDtypeStruct(shape, jnp.float32 if real else jnp.int32)
 
     def stored(params, x, q, k, at):
+        q, k, v, mixed = scheme.mix(params, q, k, k, None, None)
         _, k_features, state = scheme.features(params, x, q, k, at, None, None)
+        v = scheme.value(params, v, at, k_features)
         if scheme.traits.cache_transformed_keys:
             k = scheme.key(params, k, at, k_features)
-        return k, k_features, state
+        return k, v, k_features, _states(mixed, state)
 
     params = jax.eval_shape(scheme.init, jax.random.key(0))
-    stored_k, k_features, state = jax.eval_shape(stored, params, x, q, k, at)
+    stored_k, stored_v, k_features, state = jax.eval_shape(stored, params, x, q, k, at)
     return KVCache.empty(
         stored_k,
-        k,
+        stored_v,
         capacity,
         coordinates=coordinates,
         k_features=k_features,
@@ -353,6 +364,11 @@ def new_cache(
         ring=ring,
         num_sink_tokens=scheme.traits.num_sink_tokens if ring else 0,
     )
+
+
+def _states(mixed: Any, state: Any) -> Any:
+    """Returns what a cache keeps of the states of `mix` and of `features`."""
+    return None if mixed is None and state is None else (mixed, state)
 
 
 def new_params(scheme: Scheme, key: jax.Array) -> Params:
@@ -405,7 +421,8 @@ def _check_params(where: str, scheme: Scheme, params: Params) -> None:
 def _paths_of_params(scheme: Scheme) -> frozenset[str]:
     """Returns the paths of a scheme's parameters, once its hooks are known to be well-formed."""
     cls = type(scheme)
-    for name in ("embed", "tables", "features", "query", "key", "rules", "attend"):
+    hooks = "embed tables mix features query key value rules attend output"
+    for name in hooks.split():
         wanted = inspect.signature(getattr(Scheme, name))
         given = inspect.signature(getattr(cls, name))
         try:

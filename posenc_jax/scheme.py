@@ -2,10 +2,12 @@
 
 Every hook has a default that does nothing, so a scheme overrides only what it needs:
 
-    embed     changes the token embedding                      learned, sinusoidal
-    query/key change q and k after their projection            RoPE
-    rules     change logits or values                          ALiBi, T5, Shaw, CoPE
-    attend    replaces the attention call                      ReRoPE, PaTH
+    embed         changes the token embedding                  learned, sinusoidal
+    mix           changes q, k and v by earlier tokens         short convolution
+    query, key    change q and k after their projection        RoPE
+    value, output change v and what attention returns          RoPE on values
+    rules         change logits or values                      ALiBi, T5, Shaw, CoPE
+    attend        replaces the attention call                  ReRoPE, PaTH
 
 `features` computes arrays per token from content (forget gates, second projections of q)
 that the other hooks read. Those of keys are cached beside k and v. `tables` computes arrays
@@ -33,9 +35,11 @@ class Acts(enum.Flag):
 
     EMBEDDING = enum.auto()
     QK = enum.auto()
+    V = enum.auto()  # v itself; VALUES is what rules add per pair.
     LOGITS = enum.auto()
     VALUES = enum.auto()
     ATTENTION = enum.auto()
+    OUTPUT = enum.auto()
 
     def __str__(self) -> str:
         names = ("q, k" if place is Acts.QK else str(place.name).lower() for place in self)
@@ -92,8 +96,8 @@ class Scheme:
 
     Fields are settings: numbers, strings, tuples and frozen dataclasses, so that a scheme
     is hashable, compares by value and is static under `jit`. Fields without a default are
-    sizes that the model supplies, from one vocabulary: `num_heads`, `head_dim`,
-    `model_dim`, `max_length`, `trained_length`.
+    sizes that the model supplies, from one vocabulary: `num_heads`, `num_kv_heads`,
+    `head_dim`, `model_dim`, `max_length`, `trained_length`.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Shouting(Scheme):
@@ -122,9 +126,11 @@ class Scheme:
         """
         places = {
             Acts.EMBEDDING: ("embed",),
-            Acts.QK: ("query", "key"),
+            Acts.QK: ("mix", "query", "key"),
+            Acts.V: ("value",),
             Acts.LOGITS: ("rules",),
             Acts.ATTENTION: ("attend",),
+            Acts.OUTPUT: ("output",),
         }
         cls = type(self)
         found = Acts(0)
@@ -133,8 +139,8 @@ class Scheme:
                 found |= place
         if not found:
             raise TypeError(
-                f"{cls.__name__} overrides none of embed, query, key, rules and attend, so it "
-                "encodes nothing; is a hook misspelt?"
+                f"{cls.__name__} overrides none of embed, mix, query, key, value, rules, attend "
+                "and output, so it encodes nothing; is a hook misspelt?"
             )
         return found
 
@@ -159,6 +165,26 @@ class Scheme:
         """
         return None
 
+    def mix(
+        self,
+        params: Params,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array | None,
+        state: Any,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        """Returns `(q, k, v, state)`, changed by earlier tokens of their segment.
+
+        It comes before all other hooks but `embed`.
+
+        Args:
+          params: the scheme's parameters.
+          q, k, v: as projected, zero in padding.
+          segment_ids, state: as for `features`, with a state of its own.
+        """
+        return q, k, v, state
+
     def features(
         self,
         params: Params,
@@ -175,8 +201,8 @@ class Scheme:
           params: the scheme's parameters.
           x: the activations that q and k were projected from, [B, T, D]. None in calls
             without a layer.
-          q: [B, T, N, H], before `query`.
-          k: [B, T, K, H], before `key`.
+          q: [B, T, N, H], after `mix`, before `query`.
+          k: [B, T, K, H], after `mix`, before `key`.
           coordinates: [B, T] or [A, B, T].
           segment_ids: int32 [B, T], or None for one segment. Tokens below zero are padding,
             which may be anywhere; x, q and k are zero there. They must not change `state`.
@@ -208,6 +234,28 @@ class Scheme:
     ) -> jax.Array:
         """Returns k [B, S, K, H] with positions encoded; its last axis is that of q."""
         return k
+
+    def value(
+        self,
+        params: Params,
+        v: jax.Array,
+        coordinates: jax.Array,
+        features: Any = None,
+        tables: Any = None,
+    ) -> jax.Array:
+        """Returns v [B, S, K, V] with positions encoded, which is what a cache stores."""
+        return v
+
+    def output(
+        self,
+        params: Params,
+        out: jax.Array,
+        coordinates: jax.Array,
+        features: Any = None,
+        tables: Any = None,
+    ) -> jax.Array:
+        """Returns what attention returned, [B, T, N, V], changed by the query's position."""
+        return out
 
     def rules(
         self, params: Params, q_features: Any = None, k_features: Any = None

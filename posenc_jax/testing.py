@@ -621,16 +621,19 @@ def storage_order_does_not_matter(case: Case) -> float:
     def attend(pick):
         x = scheme.embed(params, jnp.asarray(case.x), at)
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in case.weights)
-        # Running sums follow the order of tokens, so `features` come before the shuffle.
+        # States follow the order of tokens, so `mix` and `features` come before the shuffle.
+        q, k, v, _ = scheme.mix(params, q, k, v, None, None)
         q_features, k_features, _ = scheme.features(params, x, q, k, at, None, None)
         q, k, v, here, q_features, k_features = jax.tree.map(
             lambda a: a[:, pick], (q, k, v, at, q_features, k_features)
         )
         q = scheme.query(params, q, here, q_features)
         k = scheme.key(params, k, here, k_features)
+        v = scheme.value(params, v, here, k_features)
         call = AttentionCall(q_positions=here, k_positions=here, is_causal=True)
         call = call.replace(scale=scheme.logit_scale(case.head_dim))
-        return scheme.attend(params, q, k, v, here, here, q_features, k_features, call)
+        out = scheme.attend(params, q, k, v, here, here, q_features, k_features, call)
+        return scheme.output(params, out, here, q_features)
 
     order = np.random.default_rng(0).permutation(LENGTH)
     return _difference(attend(order), attend(np.arange(LENGTH))[:, order])

@@ -12,12 +12,13 @@ import posenc_jax as pe
 # 6 heads are no power of two, 3 key heads divide them, 19 tokens are no multiple of a tile.
 SIZES = {
     "num_heads": 6,
+    "num_kv_heads": 3,
     "head_dim": 8,
     "model_dim": 20,
     "max_length": 64,
     "trained_length": 64,
 }
-KV_HEADS, BATCH, LENGTH = 3, 2, 19
+KV_HEADS, BATCH, LENGTH = SIZES["num_kv_heads"], 2, 19
 
 
 def build(cls, **changes):
@@ -48,7 +49,7 @@ initial = functools.partial(Option, initial=True)
 
 def _seen_by_modules(cls):
     """What a module does for a scheme; of schemes that need the same, one is tested."""
-    hooks = ("init", "embed", "features", "attend")
+    hooks = ("init", "embed", "mix", "features", "value", "attend", "output")
     own = tuple(getattr(cls, hook) is not getattr(pe.Scheme, hook) for hook in hooks)
     traits = build(cls).traits
     return *own, traits.reads_x, traits.cache_transformed_keys, traits.shared_over_layers

@@ -16,7 +16,7 @@ import posenc_jax as pe
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "posenc_jax"
 FAMILIES = ("additive", "rotary", "bias", "content", "logit_scale")
-VOCABULARY = {"num_heads", "head_dim", "model_dim", "max_length", "trained_length"}
+VOCABULARY = {"num_heads", "num_kv_heads", "head_dim", "model_dim", "max_length", "trained_length"}
 
 
 def imports(path):

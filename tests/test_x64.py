@@ -32,7 +32,8 @@ for name, cls in pe.SCHEMES.items():
         return jax.ShapeDtypeStruct((1, 5, *shape), jnp.float32)
 
     dim = SIZES["head_dim"]
-    out = jax.eval_shape(run, params, array(SIZES["model_dim"]), *(array(6, dim),) * 3)
+    tokens = array(SIZES["model_dim"]), array(6, dim), array(3, dim), array(3, dim)
+    out = jax.eval_shape(run, params, *tokens)
     for leaf in out:
         assert leaf.dtype == jnp.float32, (name, "output", leaf)
     print(name)

@@ -24,6 +24,7 @@ GRID = 11
 """Side of the image for schemes with two axes or more."""
 SIZES = {
     "num_heads": 8,
+    "num_kv_heads": 8,
     "head_dim": 64,
     "model_dim": 512,
     "max_length": 10 * LENGTH,
@@ -169,6 +170,7 @@ def _log_weights(
 def _attend(scheme, is_causal, params, q, k, v, x, coordinates):
     batch, length = q.shape[:2]
     at = positions.count_up(batch, length) if coordinates is None else coordinates
+    q, k, _, _ = scheme.mix(params, q, k, k, None, None)
     rows, cols, _ = scheme.features(params, x, q, k, at, None, None)
 
     call = _LogitsOnly(is_causal=is_causal, scale=scheme.logit_scale(q.shape[-1]))

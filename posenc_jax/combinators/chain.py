@@ -35,11 +35,12 @@ class _Chain(Scheme):
             f"chain: all schemes must read the same number of axes, got {self.schemes}.",
         )
         replacing = [s for s in self.schemes if Acts.ATTENTION in s.acts]
-        others = [s for s in self.schemes if s.acts & ~(Acts.EMBEDDING | Acts.QK)]
+        around = Acts.EMBEDDING | Acts.QK | Acts.V | Acts.OUTPUT
+        others = [s for s in self.schemes if s.acts & ~around]
         require(
             not replacing or len(others) == 1,
             f"chain: {replacing} replace attention; one of them combines with schemes that act on "
-            f"the embedding, q and k only, got {others}.",
+            f"the embedding, q, k, v and the output only, got {others}.",
         )
 
     def _each(self, params, *values):
@@ -70,6 +71,13 @@ class _Chain(Scheme):
     def tables(self, params, coordinates):
         return tuple(s.tables(p, coordinates) for s, p in self._each(params))
 
+    def mix(self, params, q, k, v, segment_ids, state):
+        states = []
+        for s, p, old in self._each(params, state):
+            q, k, v, new = s.mix(p, q, k, v, segment_ids, old)
+            states.append(new)
+        return q, k, v, tuple(states)
+
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         made = [
             s.features(p, x, q, k, coordinates, segment_ids, old)
@@ -86,6 +94,17 @@ class _Chain(Scheme):
         for s, p, f, t in self._each(params, features, tables):
             k = s.key(p, k, coordinates, f, t)
         return k
+
+    def value(self, params, v, coordinates, features=None, tables=None):
+        for s, p, f, t in self._each(params, features, tables):
+            v = s.value(p, v, coordinates, f, t)
+        return v
+
+    def output(self, params, out, coordinates, features=None, tables=None):
+        """Applies the schemes in reverse order, so that what `value` did is undone."""
+        for s, p, f, t in reversed(list(self._each(params, features, tables))):
+            out = s.output(p, out, coordinates, f, t)
+        return out
 
     def rules(self, params, q_features=None, k_features=None) -> tuple[Rule, ...]:
         parts = self._each(params, q_features, k_features)

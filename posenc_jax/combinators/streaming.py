@@ -108,8 +108,8 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
 
     Raises:
       TypeError: if `scheme` is not a `Scheme`.
-      ValueError: for a scheme that does not depend on the distance alone or replaces
-        attention, and `first` below one.
+      ValueError: for a scheme that does not depend on the distance alone, replaces attention or
+        changes its output, and `first` below one.
 
     >>> import posenc_jax as pe
     >>> q = k = v = jnp.ones((1, 9, 2, 8))
@@ -122,6 +122,11 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
     require(
         bool(scheme.acts) and Acts.ATTENTION not in scheme.acts,
         f"streaming: {scheme!r} must read positions and not replace attention.",
+    )
+    require(
+        Acts.OUTPUT not in scheme.acts,
+        f"streaming: {scheme!r} changes the output by the query's position, and first tokens are "
+        "attended to from another.",
     )
     traits = scheme.traits
     require(

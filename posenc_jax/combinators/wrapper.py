@@ -45,6 +45,9 @@ class Wrapper(Scheme):
     def tables(self, params, coordinates):
         return self.scheme.tables(params, self.transformed(coordinates))
 
+    def mix(self, params, q, k, v, segment_ids, state):
+        return self.scheme.mix(params, q, k, v, segment_ids, state)
+
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         at = self.transformed(coordinates)
         return self.scheme.features(params, x, q, k, at, segment_ids, state)
@@ -54,6 +57,12 @@ class Wrapper(Scheme):
 
     def key(self, params, k, coordinates, features=None, tables=None):
         return self.scheme.key(params, k, self.transformed(coordinates), features, tables)
+
+    def value(self, params, v, coordinates, features=None, tables=None):
+        return self.scheme.value(params, v, self.transformed(coordinates), features, tables)
+
+    def output(self, params, out, coordinates, features=None, tables=None):
+        return self.scheme.output(params, out, self.transformed(coordinates), features, tables)
 
     def rules(self, params, q_features=None, k_features=None) -> tuple[Rule, ...]:
         rules = as_tuple(self.scheme.rules(params, q_features, k_features))

@@ -1,13 +1,83 @@
-"""A causal convolution over the last few tokens, within segments."""
+"""The last few tokens of a segment before each token, and a convolution over them."""
 
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.checks import array_of_rank, require, segments
+
 State = tuple[jax.Array, jax.Array]
+"""The last tokens [B, count, ...], and 1 + their segment, int32 [B, count]; zeros at the start."""
+
+
+def preceding_tokens(
+    x: jax.Array, segment_ids: jax.Array | None, state: State | None, count: int
+) -> tuple[list[tuple[jax.Array, jax.Array]], State]:
+    """Returns the `count` tokens of the segment before each token, nearest first, and the state.
+
+    Padding may be anywhere and is skipped.
+
+    Args:
+      x: [B, T, ...].
+      segment_ids: int32 [B, T], below zero for padding, or None for one segment.
+      state: the state returned for the tokens before these, or None.
+      count: number of tokens before each.
+
+    Returns:
+      For each of the `count` places the tokens there [B, T, ...], zeros where the segment has
+      none, with bool [B, T], whether it has one.
+    """
+    padded = segment_ids is not None
+    if segment_ids is None:
+        segment_ids = jnp.zeros_like(x[(..., *(0,) * (x.ndim - 2))], jnp.int32)  # Sharded as x is.
+    if state is None:
+        zeros, ids = (jnp.zeros_like(a[:, :1]) for a in (x, segment_ids))
+        state = jnp.repeat(zeros, count, 1), jnp.repeat(ids, count, 1)
+    length = x.shape[1]
+    rows = jnp.concatenate([state[0].astype(x.dtype), x], 1)
+    ids = jnp.concatenate([state[1] - 1, segment_ids], 1)
+    if not padded:
+        past = [slice(count - back, count - back + length) for back in range(1, count + 1)]
+        found = [(rows[:, at], ids[:, at] == segment_ids) for at in past]
+        return [(_where(same, x), same) for x, same in found], (
+            rows[:, length:],
+            ids[:, length:] + 1,
+        )
+
+    def take(array, index):
+        """Rows at `index` [B, any]; rows at -1 are anything."""
+        index = index.reshape(*index.shape, *(1,) * (array.ndim - 2))
+        return jnp.take_along_axis(array, jnp.maximum(index, 0), 1)
+
+    slots = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    last = jax.lax.cummax(jnp.where(ids >= 0, slots, -1), axis=1)
+    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+
+    def there(index):
+        return jnp.where(index < 0, -1, take(ids, index))
+
+    out, index = [], before[:, count:]
+    for _ in range(count):
+        same = (there(index) == segment_ids) & (segment_ids >= 0)
+        out.append((_where(same, take(rows, index)), same))
+        index = jnp.where(index < 0, -1, take(before, index))
+    kept, index = [], last[:, -1:]
+    for _ in range(count):
+        kept.append(index)
+        index = jnp.where(index < 0, -1, take(before, index))
+    index = jnp.concatenate([last[:, :0], *kept[::-1]], 1)
+    return out, (_where(index >= 0, take(rows, index)), there(index) + 1)
+
+
+def _where(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` [B, any, ...] where `condition` [B, any], else zeros."""
+    return jnp.where(condition.reshape(*condition.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
 def short_convolution(
-    x: jax.Array, kernel: jax.Array, segment_ids: jax.Array, state: State | None
+    x: jax.Array,
+    kernel: jax.Array,
+    segment_ids: jax.Array | None = None,
+    state: State | None = None,
 ) -> tuple[jax.Array, State]:
     """Returns a causal convolution by channel within segments, and its new state.
 
@@ -15,30 +85,35 @@ def short_convolution(
     it, however much padding lies between them.
 
     Args:
-      x: float32 [B, T, F].
-      kernel: float32 [W, F]; the last row multiplies the token itself.
-      segment_ids: int32 [B, T], below zero for padding.
-      state: x and 1 + segment of the last W - 1 tokens before these, or None.
+      x: [B, T, F].
+      kernel: [W, F]; the last row multiplies the token itself, as in `torch.nn.Conv1d`.
+      segment_ids: int32 [B, T], below zero for padding, or None for one segment.
+      state: the state returned for the tokens before these: the last W - 1 of them and their
+        segments. None at the start, which equals zeros.
+
+    Returns:
+      The convolution [B, T, F] in the dtype of x, computed in float32, and the new state.
+
+    Raises:
+      ValueError: for shapes that do not go together.
+      TypeError: for segment ids that are not integers.
 
     >>> x, ids = jnp.array([[[1.0], [9.0], [2.0]]]), jnp.array([[0, -1, 0]])
-    >>> short_convolution(x, jnp.array([[10.0], [1.0]]), ids, None)[0][0, [0, 2], 0]
+    >>> short_convolution(x, jnp.array([[10.0], [1.0]]), ids)[0][0, [0, 2], 0]
     Array([ 1., 12.], dtype=float32)
     """
+    where = "short_convolution"
+    array_of_rank(where, "x", x, 3, "[B, T, F]")
+    require(
+        kernel.ndim == 2 and kernel.shape[0] >= 1 and kernel.shape[1] == x.shape[2],
+        f"{where}: kernel must be [W, F] with F = {x.shape[2]}, got {kernel.shape}.",
+    )
+    if segment_ids is not None:
+        segment_ids = segments(where, segment_ids, x.shape[:2])
     before = kernel.shape[0] - 1
-    if state is None:
-        zeros, ids = (jnp.zeros_like(a[:, :1]) for a in (x, segment_ids))  # Sharded as they are.
-        state = jnp.repeat(zeros, before, 1), jnp.repeat(ids, before, 1)
-    x = jnp.concatenate([state[0], x], 1)
-    segments = jnp.concatenate([state[1] - 1, segment_ids], 1)
-    order = jnp.argsort(segments >= 0, axis=1, stable=True)  # Padding first.
-    x = jnp.take_along_axis(x, order[:, :, None], 1)
-    segments = jnp.take_along_axis(segments, order, 1)
-    out = x * kernel[-1][None, None]
-    for back in range(1, before + 1):
-        same = segments[:, back:] == segments[:, :-back]
-        past = jnp.where(same[:, :, None], x[:, :-back], 0.0)
-        out = out.at[:, back:].add(past * kernel[before - back][None, None])
-    place = jnp.argsort(order, axis=1)[:, before:]
-    out = jnp.take_along_axis(out, place[:, :, None], 1)
-    last = slice(x.shape[1] - before, None)
-    return out, (x[:, last], segments[:, last] + 1)
+    past, state = preceding_tokens(x, segment_ids, state, before)
+    kernel = kernel.astype(jnp.float32)
+    out = x.astype(jnp.float32) * kernel[-1][None, None]
+    for row, (token, _) in zip(kernel[:-1][::-1], past, strict=True):
+        out += token.astype(jnp.float32) * row[None, None]
+    return out.astype(x.dtype), state

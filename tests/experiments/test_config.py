@@ -157,7 +157,7 @@ ON_THE_COMMAND_LINE = {
         f"--schemes.{MINE}.strenght",
         "3",
     ],
-    "overrides none of embed, query, key, rules and attend": [
+    "overrides none of embed, mix, query, key, value, rules, attend and output": [
         "--schemes",
         "experiments_mine:Misspelt",
     ],

@@ -45,15 +45,20 @@ SOURCES = {
 }
 
 
-def authors(folder, source, name, **stand_ins):
-    """A class of a file, as it stands, with the functions beside it."""
+def authors(folder, source, name, functions=None, **stand_ins):
+    """A class or function of a file, as it stands, with all functions beside it or those named."""
     repository, _, path = SOURCES[source]
     text = (folder / repository.split("/")[1] / path).read_text()
     tree = ast.parse(text)
-    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+    functions = [
+        n
+        for n in tree.body
+        if isinstance(n, ast.FunctionDef) and (functions is None or n.name in functions)
+    ]
     tree.body = functions + [n for n in tree.body if getattr(n, "name", None) == name]
     space = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "np": np, "math": math}
     space |= {"trunc_normal_": torch.nn.init.trunc_normal_, "Optional": Optional, "Tuple": tuple}
+    space |= {"Tensor": torch.Tensor}
     space |= stand_ins
     exec(compile(tree, path, "exec"), space)
     return space[name]
