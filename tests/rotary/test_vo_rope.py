@@ -85,13 +85,13 @@ def test_output_far_from_zero_is_exact():
 
 
 def test_a_chain_undoes_values_in_reverse():
-    """Rotations of other dimensions commute; a second scheme on values keeps its place."""
-    one, two = pe.VORoPE(H, rotary_dim=4), pe.VORoPE(H, rotary_start=4, layout="interleaved")
+    """The two rotate other pairs of the same dimensions, which do not commute."""
+    one, two = pe.VORoPE(H), pe.VORoPE(H, layout="interleaved")
     at, (_, _, v) = jnp.arange(5)[None], qkv(length=5)
     both = pe.chain(one, two)
-    turned_ = both.value(({}, {}), v, at)
-    np.testing.assert_allclose(turned_, two.value({}, one.value({}, v, at), at), atol=1e-6)
-    np.testing.assert_allclose(both.output(({}, {}), turned_, at), v, atol=1e-6)
+    rotated = both.value(({}, {}), v, at)
+    np.testing.assert_allclose(rotated, two.value({}, one.value({}, v, at), at), atol=1e-6)
+    np.testing.assert_allclose(both.output(({}, {}), rotated, at), v, atol=1e-6)
     assert str(both.acts) == "q, k, v, output"
     assert str(pe.VORoPE(H, qk=False).acts) == "v, output"
 
