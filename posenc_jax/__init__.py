@@ -17,6 +17,7 @@ from posenc_jax.additive.sinusoidal import Sinusoidal, sinusoidal_encoding
 from posenc_jax.additive.sinusoidal_2d import Sinusoidal2D
 from posenc_jax.angles import cos_sin
 from posenc_jax.bias.alibi import ALiBi, alibi_slopes
+from posenc_jax.bias.bam import BAM
 from posenc_jax.bias.dape import DAPE
 from posenc_jax.bias.fire import FIRE
 from posenc_jax.bias.kerple import KERPLELog, KERPLEPower
@@ -31,6 +32,7 @@ from posenc_jax.combinators.on_axis import on_axis
 from posenc_jax.combinators.on_distances import on_distances
 from posenc_jax.combinators.streaming import streaming
 from posenc_jax.combinators.with_positions import with_positions
+from posenc_jax.content.cable import CABLE
 from posenc_jax.content.cope import CoPE
 from posenc_jax.content.deberta import DeBERTa
 from posenc_jax.content.fox import FoX
@@ -100,6 +102,8 @@ if TYPE_CHECKING:
     from posenc_jax import testing as testing
 
 __all__ = [
+    "BAM",
+    "CABLE",
     "DAPE",
     "FIRE",
     "GRAPEA",

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from pydantic import Field, NonNegativeInt
@@ -153,7 +152,7 @@ class Task:
             return pe.positions.shifted(key, positions, limit - length + 1)
         if self.coordinates == "randomized":
             return pe.positions.randomized(key, positions, limit)
-        return jnp.sort(jax.random.uniform(key, positions.shape, maxval=float(limit)))
+        return pe.positions.random_floats(key, positions, float(limit))
 
     def evaluate(
         self, position: Position, params: nnx.State, seeds: list[int], data: Data

@@ -3,8 +3,9 @@
 Functions take a random key and positions [B, T] and return coordinates [B, T]; masks and
 windows use the positions as before. Rows, and segments of packed rows, draw independently,
 by the key, the row and the segment id; for one draw per batch give `positions[:1]`. Reusing
-the key continues a draw while decoding. Exceptions are `randomized` and `skip_wise`, which
-draw for all positions at once: draw for the prompt and the tokens to come, then slice.
+the key continues a draw while decoding. Exceptions are `randomized`, `random_floats` and
+`skip_wise`, which draw for all positions at once: draw for the prompt and the tokens to come, then
+slice.
 
 Papers: Ruoss et al. Randomized Positional Encodings Boost Length Generalization of Transformers.
 2023. https://arxiv.org/abs/2305.16843
@@ -14,6 +15,8 @@ Likhomanenko et al. CAPE: Encoding Relative Positions with Continuous Augmented 
 Embeddings. 2021. https://arxiv.org/abs/2106.03143
 Zhu et al. PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training.
 2023. https://arxiv.org/abs/2309.10400
+Shimizu et al. Position Encoding with Random Float Sampling Enhances Length Generalization of
+Transformers. 2026. https://arxiv.org/abs/2602.14050
 Reference code: google-deepmind/randomized_positional_encodings, models/positional_encodings.py;
 butsugiri/shape, onmt/modules/embeddings.py; gcambara/cape, cape/cape.py; dwzhu-pku/PoSE,
 src/train_pose.py.
@@ -91,10 +94,69 @@ def randomized(
     drawn = jax.vmap(lambda k: jax.random.permutation(k, max_length)[:length])(
         jax.random.split(key, batch)
     ).astype(jnp.int32)
+    return _sorted_by_segment(drawn, positions, segments)
+
+
+def _sorted_by_segment(drawn: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
+    """Returns the numbers [B, T], sorted within each segment by the positions."""
     by_place = jnp.lexsort((positions, segments))
     by_number = jnp.lexsort((drawn, segments))
-    row = jnp.arange(batch)[:, None]
-    return jnp.zeros_like(positions).at[row, by_place].set(drawn[row, by_number])
+    row = jnp.arange(positions.shape[0])[:, None]
+    return jnp.zeros_like(drawn).at[row, by_place].set(drawn[row, by_number])
+
+
+def random_floats(
+    key: jax.Array,
+    positions: jax.Array,
+    high: float,
+    *,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """Returns real numbers from [0, high), ordered as the positions (RFS): float32 [B, T].
+
+    They are uniform and independent before they are sorted within each segment. Evaluation uses
+    `spaced_floats`.
+
+    Args:
+      key: a random key.
+      positions: int32 [B, T].
+      high: the upper end of the range, whatever the length.
+      segment_ids: int32 [B, T]. Default: one segment.
+
+    Raises:
+      ValueError: if `high` is not positive, or shapes differ.
+
+    >>> at = jnp.arange(4)[None]
+    >>> bool((jnp.diff(random_floats(jax.random.key(0), at, 64.0)[0]) > 0).all())
+    True
+    """
+    positions, segments = _checked("random_floats", positions, segment_ids)
+    checks.positive("random_floats", high=high)
+    drawn = jax.random.uniform(key, positions.shape, maxval=high)
+    return _sorted_by_segment(drawn, positions, segments)
+
+
+def spaced_floats(positions: jax.Array, length: int, high: float) -> jax.Array:
+    """Returns (position + 1/2) high / length, what evaluation uses after `random_floats`.
+
+    A sequence of `length` tokens so covers [0, high) evenly. Coordinates change with `length`:
+    for decoding, it is that of the prompt and all tokens to come.
+
+    Args:
+      positions: int32 [B, T].
+      length: the number of tokens of the sequence; the authors take the trained length for
+        shorter ones.
+      high: the upper end of the range, as in training.
+
+    Raises:
+      ValueError: if `length` or `high` is not positive.
+
+    >>> spaced_floats(jnp.arange(4)[None], 4, 8.0)
+    Array([[1., 3., 5., 7.]], dtype=float32)
+    """
+    positions, _ = _checked("spaced_floats", positions, None)
+    checks.positive("spaced_floats", length=length, high=high)
+    return (positions.astype(jnp.float32) + 0.5) * (high / length)
 
 
 def randomized_distances(key: jax.Array, count: int, max_length: int) -> jax.Array:

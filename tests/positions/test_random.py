@@ -19,6 +19,7 @@ PACKED = jnp.array([[0] * 5 + [1] * 11 + [-1] * 3, [7] * 12 + [8] * 7])
 PLACES = at.from_segment_ids(PACKED)
 DRAWS = {
     "randomized": lambda key, p, **o: at.randomized(key, p, 50, **o),
+    "random_floats": lambda key, p, **o: at.random_floats(key, p, 50.0, **o),
     "shifted": lambda key, p, **o: at.shifted(key, p, 40, **o),
     "continuous": at.continuous,
     "skip_wise": lambda key, p, **o: at.skip_wise(key, p, 60, **o),
@@ -70,6 +71,36 @@ def test_randomized_numbers_are_distinct_and_below_the_maximum(seed):
     assert all(len(set(row.tolist())) == 19 for row in out)
     whole = draw(jax.random.key(seed), at.count_up(1, 19), 19)
     np.testing.assert_array_equal(whole[0], np.arange(19))
+
+
+def test_random_floats_are_the_order_statistics_of_uniform_numbers():
+    """The k-th of n has mean k / (n + 1) and variance k (n + 1 - k) / ((n + 1)^2 (n + 2))."""
+    positions, segments = jnp.array([[0, 0, 1, 2, 1]]), jnp.array([[0, 1, 0, 0, 1]])
+    keys = jax.random.split(KEY, 4000)
+    out = jax.vmap(lambda k: at.random_floats(k, positions, 8.0, segment_ids=segments)[0])(keys)
+    assert out.dtype == jnp.float32 and out.min() >= 0 and out.max() < 8
+    k, n = np.array([1, 1, 2, 3, 2]), np.array([3, 2, 3, 3, 2])
+    mean, variance = k / (n + 1), k * (n + 1 - k) / ((n + 1) ** 2 * (n + 2))
+    # Four standard errors.
+    np.testing.assert_allclose(out.mean(0) / 8, mean, atol=4 * (variance.max() / 4000) ** 0.5)
+    np.testing.assert_allclose(out.var(0) / 64, variance, atol=0.006)
+    between = np.corrcoef(np.asarray(out).T)[0, 1]  # Segments are independent.
+    assert abs(between) < 4 / 4000**0.5
+
+
+def test_spaced_floats_fill_the_range_of_the_paper():
+    """(2 i - 1) / (2 n) for i from 1, times the range."""
+    out = at.spaced_floats(jnp.arange(10)[None], 10, 1.0)
+    np.testing.assert_allclose(out[0], [(2 * i - 1) / 20 for i in range(1, 11)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("length, high", [(0, 1.0), (4, 0.0), (4, -1.0)])
+def test_random_floats_refuse_an_empty_range(length, high):
+    with pytest.raises(ValueError, match=r"(length|high)"):
+        at.spaced_floats(PLACES, length, high)
+    if length:
+        with pytest.raises(ValueError, match="high"):
+            at.random_floats(KEY, PLACES, high)
 
 
 def test_randomized_sets_are_equally_likely():
