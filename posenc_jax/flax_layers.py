@@ -5,6 +5,7 @@ from typing import Any, Unpack
 import jax
 
 from posenc_jax.cache import KVCache
+from posenc_jax.checks import require
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional import (
     CacheOptions,
@@ -13,7 +14,9 @@ from posenc_jax.functional import (
     scheme_embedding,
     scheme_tables,
 )
+from posenc_jax.layers import LayerSpec
 from posenc_jax.mask import Window
+from posenc_jax.qk_norm import QKNorm
 from posenc_jax.scheme import Params, Scheme
 
 
@@ -59,6 +62,39 @@ class EncodingLayer:
         return scheme_tables(self.scheme, self.values(), coordinates)
 
 
+def layer_spec(
+    position: Any,
+    window: Window,
+    softcap: float | None,
+    scale: float | None,
+    qk_norm: QKNorm | None,
+    sinks: bool,
+) -> LayerSpec:
+    """Returns the settings of an `Attention`, from its arguments or from a `LayerSpec`.
+
+    Raises:
+      TypeError: if position is no scheme, layer or encoding.
+      ValueError: for a setting beside that of a `LayerSpec`, and for a layer with chunks.
+    """
+    if not isinstance(position, LayerSpec):
+        scheme = getattr(position, "scheme", position)
+        return LayerSpec(scheme, window, scale=scale, softcap=softcap, sinks=sinks, qk_norm=qk_norm)
+    given = {"window": window, "softcap": softcap, "scale": scale, "qk_norm": qk_norm}
+    given["sinks"] = sinks or None
+    both = [name for name, value in given.items() if value is not None]
+    require(
+        not both,
+        f"Attention: {', '.join(both)} beside position={position!r}, which has its own; use "
+        "dataclasses.replace on the layer.",
+    )
+    require(
+        position.chunk_size is None,
+        f"Attention: the layer has chunk_size={position.chunk_size}: give its scheme as position, "
+        "and segment_ids = positions // chunk_size in each call.",
+    )
+    return position
+
+
 class AttentionLayer:
     """An `Attention`: settings, which the class itself documents, and caches."""
 
@@ -93,17 +129,18 @@ class AttentionLayer:
             )
         return not deterministic
 
-    def settings(self, dropout_key: jax.Array | None) -> LayerOptions:
+    def settings(self, layer: Any, dropout_key: jax.Array | None) -> LayerOptions:
         """Returns the arguments of `scheme_attention` that are the same in all calls.
 
         Args:
+          layer: has `window`, `softcap` and `scale`.
           dropout_key: of this call; None for no dropout.
         """
         return {
             "is_causal": self.is_causal,
-            "window": self.window,
-            "softcap": self.softcap,
-            "scale": self.scale,
+            "window": layer.window,
+            "softcap": layer.softcap,
+            "scale": layer.scale,
             "dropout_rate": 0.0 if dropout_key is None else self.dropout_rate,
             "dropout_key": dropout_key,
             "implementation": self.implementation,

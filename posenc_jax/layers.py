@@ -25,24 +25,31 @@ Reference code: huggingface/transformers 5.23, configuration_*.py of these model
 
 import dataclasses
 
-from posenc_jax.checks import require
+from posenc_jax.checks import finite, positive, require
 from posenc_jax.mask import Window, window_sides
+from posenc_jax.qk_norm import QKNorm
 from posenc_jax.scheme import Scheme, check_scheme
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The position encoding of one attention layer, and the tokens that it attends to.
+    """One attention layer: its position encoding, the tokens it attends to, how logits are made.
+
+    `Attention(position=layer)` takes all of it but `chunk_size`.
 
     Attributes:
       scheme: the position encoding.
       window: sliding window, as in `attention`; None: all tokens.
       chunk_size: number of positions in a chunk, if tokens attend only within theirs; the caller
         gives `segment_ids = positions // chunk_size` to the layer. None: no chunks.
+      scale: the factor on q . k; None: the scheme's own.
+      softcap: as in `attention`; None: no cap.
+      sinks: whether a learned logit of each head takes part in the softmax, without a value.
+      qk_norm: the normalisation of queries and keys before `scheme`; None: none.
 
     Raises:
-      TypeError: if scheme is not a `Scheme`.
-      ValueError, TypeError: for an invalid window or chunk size.
+      TypeError: if scheme is not a `Scheme`, or qk_norm no `QKNorm`.
+      ValueError, TypeError: for an invalid window, chunk size, scale or softcap.
 
     >>> LayerSpec(pe.RoPE(head_dim=8), window=512).window
     512
@@ -51,10 +58,20 @@ class LayerSpec:
     scheme: Scheme
     window: Window = None
     chunk_size: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    qk_norm: QKNorm | None = None
 
     def __post_init__(self):
         check_scheme("LayerSpec", self.scheme)
         window_sides(self.window)
+        if not isinstance(self.qk_norm, QKNorm | None):
+            raise TypeError(f"LayerSpec: qk_norm must be a QKNorm or None, got {self.qk_norm!r}.")
+        if self.scale is not None:
+            finite("LayerSpec", scale=self.scale)
+        if self.softcap is not None:
+            positive("LayerSpec", softcap=self.softcap)
         size = self.chunk_size
         require(
             size is None or (isinstance(size, int) and size >= 1),

@@ -12,9 +12,11 @@ from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
-from posenc_jax.flax_layers import AttentionLayer, EncodingLayer
+from posenc_jax.flax_layers import AttentionLayer, EncodingLayer, layer_spec
 from posenc_jax.functional import TokenOptions, new_params, scheme_attention
+from posenc_jax.layers import LayerSpec
 from posenc_jax.mask import Window
+from posenc_jax.qk_norm import QKNorm
 from posenc_jax.scheme import Params, Scheme, check_scheme
 
 _kernel_init = nn.initializers.lecun_normal()
@@ -51,17 +53,36 @@ class PositionEncoding(EncodingLayer, nn.Module):
     tables = EncodingLayer.tables
 
 
+class HeadNorm(nn.Module):
+    """The norm of the queries or the keys of a layer; see `posenc_jax.QKNorm`.
+
+    Attributes:
+      settings: the norm.
+    """
+
+    settings: QKNorm
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns x [B, T, N, H] normalised."""
+        made = self.settings.init(*x.shape[-2:])
+        return self.settings({n: self.param(n, lambda _, p=p: p) for n, p in made.items()}, x)
+
+
 class Attention(AttentionLayer, nn.Module):
     """Multi-head self-attention with any scheme, grouped heads, segments and a cache.
 
     Attributes:
       num_heads: N.
       head_dim: H.
-      position: a scheme, whose parameters this layer then owns, or a `PositionEncoding`
-        that several layers share.
+      position: a scheme, whose parameters this layer then owns; a `LayerSpec`, which also has
+        `window`, `softcap`, `scale`, `qk_norm` and `sinks`; or a `PositionEncoding` that several
+        layers share.
       num_kv_heads: K, a divisor of N. Default: N.
       is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
       scale: the factor on q . k. Default: the scheme's own.
+      qk_norm: the norm of queries and keys before the scheme. Default: none.
+      sinks: whether each head has a learned logit without a value, as in gpt-oss.
       dropout_rate: share of the attention weights that are dropped.
       deterministic: whether to drop none; the argument of a call comes first.
       use_bias, dtype, param_dtype, kernel_init: of the projections, as in `nn.DenseGeneral`.
@@ -77,12 +98,14 @@ class Attention(AttentionLayer, nn.Module):
 
     num_heads: int
     head_dim: int
-    position: Scheme | PositionEncoding = NoPE()
+    position: Scheme | LayerSpec | PositionEncoding = NoPE()
     num_kv_heads: int | None = None
     is_causal: bool = False
     window: Window = None
     softcap: float | None = None
     scale: float | None = None
+    qk_norm: QKNorm | None = None
+    sinks: bool = False
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     use_bias: bool = False
@@ -148,26 +171,37 @@ class Attention(AttentionLayer, nn.Module):
                 name=name,
             )
 
+        layer = layer_spec(
+            self.position, self.window, self.softcap, self.scale, self.qk_norm, self.sinks
+        )
         encoding = self.position
         if not isinstance(encoding, PositionEncoding):
-            encoding = PositionEncoding(encoding, name="encoding")
+            encoding = PositionEncoding(layer.scheme, name="encoding")
         check_acts_in_attention("Attention", encoding.scheme)
         drop = self.drops(deterministic)
         require(
             not drop or self.has_rng("dropout"), 'Attention: dropout needs rngs={"dropout": key}.'
         )
         heads = {"query": self.num_heads, "key": kv_heads, "value": kv_heads}
-        qkv = (
+        q, k, v = (
             dense(name, (n, self.head_dim), -1, self.kernel_init)(x) for name, n in heads.items()
         )
+        if layer.qk_norm is not None:
+            q = HeadNorm(layer.qk_norm, name="query_norm")(q)
+            k = HeadNorm(layer.qk_norm, name="key_norm")(k)
+        if layer.sinks:
+            made = self.param("sinks", nn.initializers.zeros, (self.num_heads,), jnp.float32)
+            options.setdefault("sinks", made)
         dropout_key = self.make_rng("dropout") if drop else None
         out, new = scheme_attention(
             encoding.scheme,
             encoding.values(),
-            *qkv,
+            q,
+            k,
+            v,
             x=x,
             cache=cache,
-            **self.settings(dropout_key),
+            **self.settings(layer, dropout_key),
             **options,
         )
         out_init = self.kernel_init if self.out_init is None else self.out_init

@@ -11,9 +11,11 @@ from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
-from posenc_jax.flax_layers import AttentionLayer, EncodingLayer
+from posenc_jax.flax_layers import AttentionLayer, EncodingLayer, layer_spec
 from posenc_jax.functional import TokenOptions, new_params, scheme_attention
+from posenc_jax.layers import LayerSpec
 from posenc_jax.mask import Window
+from posenc_jax.qk_norm import QKNorm
 from posenc_jax.scheme import Params, Scheme, check_scheme
 
 _kernel_init = nnx.initializers.lecun_normal()
@@ -55,6 +57,23 @@ class PositionEncoding(EncodingLayer, nnx.Module):
         return jax.tree.map(lambda p: p[...], self.params, is_leaf=_is_variable)
 
 
+class HeadNorm(nnx.Module):
+    """The norm of the queries or the keys of a layer; see `posenc_jax.QKNorm`.
+
+    Attributes:
+      settings: the norm; static.
+      params: its scale and bias as `nnx.Param`, as far as there are any.
+    """
+
+    def __init__(self, settings: QKNorm, num_heads: int, head_dim: int):
+        self.settings = settings
+        self.params = nnx.data(jax.tree.map(nnx.Param, settings.init(num_heads, head_dim)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns x [B, T, N, H] normalised."""
+        return self.settings({name: p[...] for name, p in self.params.items()}, x)
+
+
 class CallOptions(TokenOptions, total=False):
     """Arguments of a call of `Attention`, except the cache."""
 
@@ -79,13 +98,15 @@ class Attention(AttentionLayer, nnx.Module):
         model_dim: int,
         num_heads: int,
         *,
-        position: Scheme | PositionEncoding = NoPE(),  # noqa: B008, frozen
+        position: Scheme | LayerSpec | PositionEncoding = NoPE(),  # noqa: B008, frozen
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         is_causal: bool = False,
         window: Window = None,
         softcap: float | None = None,
         scale: float | None = None,
+        qk_norm: QKNorm | None = None,
+        sinks: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
         use_bias: bool = False,
@@ -101,12 +122,15 @@ class Attention(AttentionLayer, nnx.Module):
         Args:
           model_dim: D.
           num_heads: N.
-          position: a scheme, whose parameters this layer then owns, or a
-            `PositionEncoding` that several layers share.
+          position: a scheme, whose parameters this layer then owns; a `LayerSpec`, which also
+            has `window`, `softcap`, `scale`, `qk_norm` and `sinks`; or a `PositionEncoding` that
+            several layers share.
           num_kv_heads: K, a divisor of N. Default: N.
           head_dim: H. Default: D / N.
           is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
           scale: the factor on q . k. Default: the scheme's own.
+          qk_norm: the norm of queries and keys before the scheme. Default: none.
+          sinks: whether each head has a learned logit without a value, as in gpt-oss.
           dropout_rate: share of the attention weights that are dropped.
           deterministic: whether to drop none, as in `nnx.MultiHeadAttention`; `train()` and
             `eval()` set it, and the argument of a call comes first.
@@ -116,9 +140,11 @@ class Attention(AttentionLayer, nnx.Module):
           rngs: for the keys of parameters, and of dropout where calls give none.
 
         Raises:
-          ValueError: for sizes that do not divide, and a scheme that acts on the token
-            embedding alone.
+          ValueError: for sizes that do not divide, a scheme that acts on the token embedding
+            alone, a setting beside that of a `LayerSpec`, and a layer with chunks.
         """
+        layer = layer_spec(position, window, softcap, scale, qk_norm, sinks)
+        position = position if isinstance(position, PositionEncoding) else layer.scheme
         if head_dim is None:
             divides("Attention", model_dim=model_dim, num_heads=num_heads)
             head_dim = model_dim // num_heads
@@ -151,12 +177,16 @@ class Attention(AttentionLayer, nnx.Module):
             position = PositionEncoding(position, rngs=rngs)
         check_acts_in_attention("Attention", position.scheme)
         self.position = position
+        norm = layer.qk_norm
+        self.query_norm = None if norm is None else HeadNorm(norm, num_heads, head_dim)
+        self.key_norm = None if norm is None else HeadNorm(norm, kv_heads, head_dim)
+        self.sinks = nnx.Param(jnp.zeros((num_heads,), jnp.float32)) if layer.sinks else None
         self.deterministic = deterministic
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
         self.model_dim, self.num_heads = model_dim, num_heads
         self.num_kv_heads, self.head_dim = kv_heads, head_dim
-        self.is_causal, self.window, self.softcap = is_causal, window, softcap
-        self.scale, self.dropout_rate = scale, dropout_rate
+        self.is_causal, self.window, self.softcap = is_causal, layer.window, layer.softcap
+        self.scale, self.dropout_rate = layer.scale, dropout_rate
         self.dtype = jnp.result_type(param_dtype if dtype is None else dtype)
         self.implementation = implementation
 
@@ -209,14 +239,20 @@ class Attention(AttentionLayer, nnx.Module):
         else:
             check_acts_in_attention("Attention", position.scheme)
         dropout_key = self._dropout_key(rngs) if self.drops(deterministic) else None
-        qkv = self.query(x), self.key(x), self.value(x)
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if self.sinks is not None:
+            options.setdefault("sinks", self.sinks[...])
         out, new = scheme_attention(
             position.scheme,
             position.values(),
-            *qkv,
+            q,
+            k,
+            v,
             x=x,
             cache=cache,
-            **self.settings(dropout_key),
+            **self.settings(self, dropout_key),
             **options,
         )
         return self.out(out) if new is None else (self.out(out), new)

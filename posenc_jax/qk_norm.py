@@ -1,0 +1,103 @@
+r"""Normalisation of queries and keys after their projection, before the position encoding.
+
+    rms     y = x / sqrt(mean(x^2) + epsilon) * (scale + scale_offset)
+    layer   y = (x - mean(x)) / sqrt(var(x) + epsilon) * (scale + scale_offset) + bias
+
+Means are over one head (Qwen3, Gemma 3), or over all heads of a token (OLMo 2).
+
+Papers: Henry et al. Query-Key Normalization for Transformers. 2020.
+https://arxiv.org/abs/2010.04245
+Dehghani et al. Scaling Vision Transformers to 22 Billion Parameters. 2023.
+https://arxiv.org/abs/2302.05442
+Reference code: huggingface/transformers 5.23, modeling_*.py of the model types in
+`posenc_jax/hf/attention_settings.py`.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import array_of_rank, finite, not_negative, one_of, require
+
+
+@dataclasses.dataclass(frozen=True)
+class QKNorm:
+    """QK-norm: how an attention layer normalises its queries and its keys.
+
+    Attributes:
+      kind: "rms" or "layer", with the mean subtracted.
+      over: what the mean is over: "head", H numbers, or "projection", the N H numbers of a token.
+      scale: the shape of the learned scale: "shared" by heads, [H]; "per_head", [N, H]; "none".
+      scale_offset: what is added to the scale; 1 where weights are stored less one (Gemma).
+      use_bias: whether there is a learned bias, shaped like the scale.
+      epsilon: what is added to the mean square.
+
+    Raises:
+      ValueError: for unknown words, a negative epsilon, a bias without a scale, and one scale
+        shared by the heads of a projection.
+
+    >>> norm = QKNorm(epsilon=0.0)
+    >>> norm(norm.init(num_heads=1, head_dim=2), jnp.array([[[[1.0, 7.0]]]]))
+    Array([[[[0.2, 1.4]]]], dtype=float32)
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    over: Literal["head", "projection"] = "head"
+    scale: Literal["shared", "per_head", "none"] = "shared"
+    scale_offset: float = 0.0
+    use_bias: bool = False
+    epsilon: float = 1e-6
+
+    def __post_init__(self):
+        one_of("QKNorm", ("rms", "layer"), kind=self.kind)
+        one_of("QKNorm", ("head", "projection"), over=self.over)
+        one_of("QKNorm", ("shared", "per_head", "none"), scale=self.scale)
+        finite("QKNorm", scale_offset=self.scale_offset, epsilon=self.epsilon)
+        not_negative("QKNorm", epsilon=self.epsilon)
+        require(
+            not (self.use_bias and self.scale == "none"),
+            "QKNorm: use_bias=True needs a scale, got scale='none'.",
+        )
+        require(
+            self.over == "head" or self.scale != "shared",
+            "QKNorm: over='projection' has one scale per head, scale='per_head', or 'none', got "
+            "'shared'.",
+        )
+
+    def init(self, num_heads: int, head_dim: int) -> dict[str, jax.Array]:
+        """Returns {"scale", "bias"}, float32 [H] or [N, H], as far as there are any.
+
+        Args:
+          num_heads: N of queries, K of keys.
+          head_dim: H.
+        """
+        if self.scale == "none":
+            return {}
+        shape = (head_dim,) if self.scale == "shared" else (num_heads, head_dim)
+        params = {"scale": jnp.full(shape, 1.0 - self.scale_offset, jnp.float32)}
+        return params | ({"bias": jnp.zeros(shape, jnp.float32)} if self.use_bias else {})
+
+    def __call__(self, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        """Returns x [B, T, N, H] normalised, in its dtype; the arithmetic is float32.
+
+        Raises:
+          ValueError: if x is not of rank 4.
+        """
+        array_of_rank("QKNorm", "x", x, 4, "[B, T, N, H]")
+        axes = -1 if self.over == "head" else (-2, -1)
+        y = x.astype(jnp.float32)
+        if self.kind == "layer":
+            y = y - y.mean(axes, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(axes, keepdims=True) + self.epsilon)
+        if self.scale != "none":
+            y = y * _of_heads(params["scale"] + self.scale_offset)
+        if self.use_bias:
+            y = y + _of_heads(params["bias"])
+        return y.astype(x.dtype)
+
+
+def _of_heads(x: jax.Array) -> jax.Array:
+    """Returns [1, 1, 1 or N, H] for [H] or [N, H]."""
+    return x.astype(jnp.float32).reshape(1, 1, -1, x.shape[-1])

@@ -1,0 +1,117 @@
+"""QK-norm by itself and in layers; tests/hf compares its forms with transformers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import posenc_jax as pe
+from posenc_jax import linen as pl
+from posenc_jax import nnx as pn
+
+D, N, K, H = 20, 6, 3, 8
+ROPE = pe.RoPE(head_dim=H)
+NORM = pe.QKNorm(epsilon=0.01, scale_offset=1.0)
+LAYER = pe.LayerSpec(ROPE, 4, scale=0.5, softcap=3.0, sinks=True, qk_norm=NORM)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("over, scale", [("head", "shared"), ("projection", "per_head")])
+def test_a_norm_is_its_formula_in_float64(kind, over, scale):
+    norm = pe.QKNorm(kind, over, scale, scale_offset=1.0, use_bias=True, epsilon=0.1)
+    shape = (2, 5, N, H)
+    x = np.random.RandomState(0).standard_normal(shape).astype(np.float32)
+    params = jax.tree.map(
+        lambda p: p + jnp.linspace(-1.0, 1.0, p.size).reshape(p.shape), norm.init(N, H)
+    )
+    wanted = np.empty(shape)
+    gain, bias = (np.broadcast_to(np.float64(params[n]), (N, H)) for n in ("scale", "bias"))
+    for b, t in np.ndindex(2, 5):
+        for n in range(N):
+            part = np.float64(x[b, t] if over == "projection" else x[b, t, n])
+            mean = part.mean() if kind == "layer" else 0.0
+            root = np.sqrt(((part - mean) ** 2).mean() + 0.1)
+            wanted[b, t, n] = (x[b, t, n] - mean) / root * (gain[n] + 1) + bias[n]
+    np.testing.assert_allclose(norm(params, jnp.asarray(x)), wanted, atol=2e-6)
+    half = norm(params, jnp.asarray(x, jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(jnp.float32), wanted, atol=0.05)
+
+
+def by_hand(x, kernels, scales, sinks, **options):
+    """Attention of `LAYER` from its parts."""
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in kernels[:3])
+    q, k = (NORM({"scale": s}, y) for s, y in zip(scales, (q, k), strict=True))
+    out, _ = pe.scheme_attention(
+        ROPE, {}, q, k, v, is_causal=True, window=4, scale=0.5, softcap=3.0, sinks=sinks
+    )
+    return jnp.einsum("btnh,nhd->btd", out, kernels[3])
+
+
+def test_nnx_attention_takes_a_layer():
+    rngs = nnx.Rngs(0)
+    layer = pn.Attention(
+        D, N, position=LAYER, num_kv_heads=K, head_dim=H, is_causal=True, rngs=rngs
+    )
+    layer.query_norm.params["scale"][...] = jnp.linspace(-0.5, 0.5, H)
+    layer.key_norm.params["scale"][...] = jnp.linspace(0.5, -0.2, H)
+    layer.sinks[...] = jnp.linspace(-1.0, 1.0, N)
+    x = jax.random.normal(jax.random.key(1), (2, 9, D))
+    kernels = [p.kernel[...] for p in (layer.query, layer.key, layer.value, layer.out)]
+    scales = [p.params["scale"][...] for p in (layer.query_norm, layer.key_norm)]
+    wanted = by_hand(x, kernels, scales, layer.sinks[...])
+    np.testing.assert_allclose(layer(x), wanted, atol=1e-6)
+
+    cache, steps = layer.new_cache(2, 9), []
+    run = nnx.jit(lambda layer, x, cache: layer(x, cache=cache))
+    for part in (x[:, :5], *jnp.split(x[:, 5:], 4, axis=1)):
+        y, cache = run(layer, part, cache)
+        steps.append(y)
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), wanted, atol=1e-5)
+
+
+def test_linen_attention_takes_a_layer():
+    module = pl.Attention(N, H, LAYER, num_kv_heads=K, is_causal=True)
+    x = jax.random.normal(jax.random.key(1), (2, 9, D))
+    params = module.init(jax.random.key(0), x)["params"]
+    params["query_norm"]["scale"] = jnp.linspace(-0.5, 0.5, H)
+    params["key_norm"]["scale"] = jnp.linspace(0.5, -0.2, H)
+    params["sinks"] = jnp.linspace(-1.0, 1.0, N)
+    kernels = [params[n]["kernel"] for n in ("query", "key", "value", "out")]
+    scales = [params[n]["scale"] for n in ("query_norm", "key_norm")]
+    wanted = by_hand(x, kernels, scales, params["sinks"])
+    np.testing.assert_allclose(module.apply({"params": params}, x), wanted, atol=1e-6)
+    assert module.new_cache(2, 9).k.shape == (2, 9, K, H)
+
+
+def test_arguments_are_those_of_a_layer():
+    x = jax.random.normal(jax.random.key(1), (2, 9, D))
+    settings = {"window": 4, "scale": 0.5, "softcap": 3.0, "sinks": True, "qk_norm": NORM}
+    common = {"head_dim": H, "is_causal": True}
+    one = pn.Attention(D, N, position=LAYER, rngs=nnx.Rngs(0), **common)
+    other = pn.Attention(D, N, position=ROPE, rngs=nnx.Rngs(0), **common, **settings)
+    np.testing.assert_array_equal(one(x), other(x))
+    encoding = pn.PositionEncoding(ROPE, rngs=nnx.Rngs(0))
+    shared = pn.Attention(D, N, position=encoding, rngs=nnx.Rngs(0), **common, **settings)
+    np.testing.assert_array_equal(one(x), shared(x))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="Attention: window, sinks beside position=LayerSpec"):
+        pn.Attention(D, N, head_dim=H, position=LAYER, window=3, sinks=True, rngs=nnx.Rngs(0))
+    chunked = pl.Attention(N, H, pe.LayerSpec(ROPE, chunk_size=8))
+    with pytest.raises(ValueError, match="chunk_size=8: give its scheme as position"):
+        chunked.init(jax.random.key(0), jnp.ones((1, 2, D)))
+    with pytest.raises(TypeError, match="qk_norm must be a QKNorm or None, got True"):
+        pe.LayerSpec(ROPE, qk_norm=True)
+    with pytest.raises(ValueError, match="softcap must be positive, got 0"):
+        pe.LayerSpec(ROPE, softcap=0)
+    with pytest.raises(ValueError, match=r"kind must be one of .*, got 'batch'"):
+        pe.QKNorm("batch")
+    with pytest.raises(ValueError, match="use_bias=True needs a scale"):
+        pe.QKNorm(scale="none", use_bias=True)
+    with pytest.raises(ValueError, match="over='projection' has one scale per head"):
+        pe.QKNorm(over="projection")
+    with pytest.raises(ValueError, match=r"x must be \[B, T, N, H\], got shape \(2, 3, 4\)"):
+        NORM(NORM.init(1, 4), jnp.ones((2, 3, 4)))
