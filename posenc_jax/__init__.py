@@ -47,12 +47,14 @@ from posenc_jax.content.transformer_xl import TransformerXL
 from posenc_jax.engine.api import AttentionCall, attention
 from posenc_jax.functional import new_cache, scheme_attention, scheme_embedding, scheme_tables
 from posenc_jax.hf.api import from_hf, hf_logit_scale, scheme_from_hf, to_hf
+from posenc_jax.hf.weights import heads_from_linear, split_qkv
 from posenc_jax.layers import LayerSpec, layer_pattern
 from posenc_jax.logit_scale.ssmax import SSMax
 from posenc_jax.logit_scale.temperature import QueryTemperature, query_temperature
 from posenc_jax.ops.short_conv import short_convolution
 from posenc_jax.positions.image_grids import grid_coordinates, resize_grid
 from posenc_jax.positions.mrope import mrope_coordinates
+from posenc_jax.qk_norm import QKNorm
 from posenc_jax.rotary.axial import AxialRoPE, axial_frequencies
 from posenc_jax.rotary.base import Rotary
 from posenc_jax.rotary.comrope import ComRoPE
@@ -148,6 +150,7 @@ __all__ = [
     "PartialKeyOffset",
     "PoPE",
     "Proportional",
+    "QKNorm",
     "QueryTemperature",
     "RePo",
     "ReRoPE",
@@ -186,6 +189,7 @@ __all__ = [
     "cos_sin",
     "from_hf",
     "grid_coordinates",
+    "heads_from_linear",
     "hf_logit_scale",
     "layer_pattern",
     "mixed_frequencies",
@@ -207,6 +211,7 @@ __all__ = [
     "sharding",
     "short_convolution",
     "sinusoidal_encoding",
+    "split_qkv",
     "streaming",
     "t5_bucket",
     "to_hf",

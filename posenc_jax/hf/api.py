@@ -6,15 +6,15 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from posenc_jax.checks import require
+from posenc_jax.hf.attention_settings import logit_scale, with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
-from posenc_jax.hf.rope import Rotary, rope_dict, write_rotary
+from posenc_jax.hf.rope import Rotary, write_rotary
 from posenc_jax.layers import LayerSpec
 from posenc_jax.rotary.layouts import rotary_dims
 from posenc_jax.rotary.mrope import MRoPE
 from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.rotary.rope import RoPE
-from posenc_jax.rotary.scaling.yarn import yarn_logit_scale
 from posenc_jax.scheme import Scheme
 
 
@@ -29,7 +29,11 @@ class HasToDict(Protocol):
 def from_hf(
     config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None
 ) -> tuple[LayerSpec, ...]:
-    """The scheme and the window of each layer that a Hugging Face config describes.
+    """What the attention of each layer needs that a Hugging Face config describes.
+
+    A `LayerSpec` has the scheme, the window, the factor on q . k, the softcap, and whether there
+    are sinks and QK-norm; temperatures are schemes. Not in it: Gemma 4's norm of values, and
+    clipped projections (`clip_qkv`).
 
     The model type decides what the config does not say: the layout of pairs, which layers rotate
     or have a window, slopes, buckets. A key that is left out has the value that transformers
@@ -63,12 +67,15 @@ def from_hf(
     """
     with _reading("from_hf", config, decoder) as tracked:
         layers = MODEL_TYPES[tracked.values["model_type"]](tracked)
+        layers = with_attention_settings(tracked, layers)
         tracked.finish()
         return layers
 
 
 def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None) -> Scheme:
     """The scheme of a model whose layers are alike and attend to all tokens.
+
+    Without the other settings of attention that `from_hf` returns.
 
     Args:
       config: see `from_hf`.
@@ -85,8 +92,9 @@ def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | Non
     groups: dict[LayerSpec, list[int]] = {}
     for i, layer in enumerate(layers):
         groups.setdefault(layer, []).append(i)
-    if len(groups) == 1 and layers[0] == LayerSpec(layers[0].scheme):
-        return layers[0].scheme
+    one = layers[0]
+    if len(groups) == 1 and one.window is None and one.chunk_size is None:
+        return one.scheme
     found = "; ".join(f"layers {_ranges(i)}: {_text(layer)}" for layer, i in groups.items())
     why = "layers differ" if len(groups) > 1 else "a scheme holds no window"
     raise ValueError(f"scheme_from_hf: {why}, use from_hf: {found}.")
@@ -205,18 +213,12 @@ def _parameters(scheme: Scheme) -> dict[str, Any]:
     return out
 
 
-_SCALE_KEYS = {
-    "query_pre_attn_scalar": (-0.5, {"gemma2", "gemma3_text"}),
-    "attention_multiplier": (1.0, {"granite", "granitemoe", "hyperclovax"}),
-}
-
-
 def hf_logit_scale(config: Mapping[str, Any] | HasToDict) -> float | None:
     """The factor on q . k that the model of a config uses; None: the scheme's own.
 
-    Where a model type changes it: Gemma's `query_pre_attn_scalar`, Granite's
-    `attention_multiplier`, MPT's `softmax_scale`, GPT-2's `scale_attn_weights`, and the
-    `mscale_all_dim` of DeepSeek's YaRN. Give it to attention as `scale`.
+    The `scale` of each layer that `from_hf` returns. Where a model type changes it: Gemma's
+    `query_pre_attn_scalar`, Granite's `attention_multiplier`, MPT's `softmax_scale`, GPT-2's
+    `scale_attn_weights`, and the `mscale_all_dim` of DeepSeek's YaRN.
 
     Args:
       config: see `from_hf`.
@@ -228,35 +230,9 @@ def hf_logit_scale(config: Mapping[str, Any] | HasToDict) -> float | None:
     0.125
     """
     with _reading("hf_logit_scale", config) as tracked:
-        return _logit_scale(tracked)
-
-
-def _logit_scale(config: TrackedConfig) -> float | None:
-    kind = config.values["model_type"]
-    for name, (power, model_types) in _SCALE_KEYS.items():
-        value = config.get(name)
+        first, second = logit_scale(tracked, 0), logit_scale(tracked, 1)
         require(
-            value is None or kind in model_types,
-            f"{config.where} has {name}={value}, which transformers ignores for its type.",
+            first == second,
+            "the factor differs by layer, use from_hf: scale_attn_by_inverse_layer_idx is true.",
         )
-        if value is not None:
-            return float(value) ** power
-    if kind == "gemma4_text":
-        return 1.0
-    if kind == "mpt":
-        part = TrackedConfig(config.get("attn_config") or {}, f"{config.where} in attn_config")
-        return part.get("softmax_scale")
-    if kind == "gpt2":
-        require(
-            not config.get("scale_attn_by_inverse_layer_idx", False),
-            "the factor differs by layer: scale_attn_by_inverse_layer_idx is true.",
-        )
-        return None if config.get("scale_attn_weights", True) else 1.0
-    if "qk_rope_head_dim" not in config.defaults:
-        return None
-    rope = TrackedConfig(rope_dict(config) or {}, f"{config.where} in its rope parameters")
-    mscale = rope.get("mscale_all_dim")
-    if not mscale:
-        return None
-    size = config.need("qk_nope_head_dim") + config.need("qk_rope_head_dim")
-    return yarn_logit_scale(size, rope.need("factor"), mscale)
+        return first

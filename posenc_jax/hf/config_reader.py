@@ -80,6 +80,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         """
         rope_theta rotary_emb_base global_rope_theta local_rope_theta rope_local_base_freq
         partial_rotary_factor rotary_pct factor query_pre_attn_scalar rotary_embedding_base
+        attn_logit_softcapping rms_norm_eps layer_norm_eps
         """,
     ),
     "a number": (
@@ -96,7 +97,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         alibi rope truncate mrope_interleaved rope_interleave rotary_value use_sliding_window
         attn_temperature_tuning learned_pos_emb relative_attention position_biased_input
         share_att_key bi_data use_absolute_embeddings sinusoidal_pos_embds is_decoder
-        is_encoder_decoder scale_attn_weights scale_attn_by_inverse_layer_idx
+        is_encoder_decoder scale_attn_weights scale_attn_by_inverse_layer_idx use_qk_norm
+        qk_layernorm
         """,
     ),
     "a string": (

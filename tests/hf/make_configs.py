@@ -37,6 +37,7 @@ rotary_embedding_base no_rope_layers no_rope_layer_interval
 layer_types sliding_window use_sliding_window max_window_layers sliding_window_pattern
 local_attention sliding_window_size local_layer_ids attention_chunk_size
 use_bidirectional_attention window_size pretrained_window_sizes use_absolute_embeddings
+attn_logit_softcapping use_qk_norm qk_layernorm rms_norm_eps layer_norm_eps
 query_pre_attn_scalar attention_multiplier scale_attn_weights scale_attn_by_inverse_layer_idx
 attn_temperature_tuning floor_scale attn_scale log_scaling_n_floor log_scaling_alpha
 is_decoder is_encoder_decoder relative_attention_num_buckets relative_attention_max_distance
@@ -138,6 +139,12 @@ def raw_configs(model_type):
         {"attention_chunk_size": 9},
         {"query_pre_attn_scalar": 100},
         {"attention_multiplier": 0.5},
+        {"attn_logit_softcapping": 30.0},
+        {"attn_logit_softcapping": None},
+        {"use_qk_norm": True, "rms_norm_eps": 1e-3},
+        {"use_qk_norm": False},
+        {"qk_layernorm": True},
+        {"qk_layernorm": False},
         {"attn_temperature_tuning": False},
         {"full_attention_interval": 2},
         {"rope_interleave": False},

@@ -57,8 +57,9 @@ def test_released_configs_with_keys_left_out():
 
     gemma_3_4b = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
     gemma_3_4b |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-    local = pe.LayerSpec(pe.RoPE(head_dim=256), 1024)
-    far = pe.RoPE(head_dim=256, theta=1e6, scaling=pe.PI(8.0))
+    gemma = {"scale": 256**-0.5, "qk_norm": pe.QKNorm(scale_offset=1.0)}
+    local = pe.LayerSpec(pe.RoPE(head_dim=256), 1024, **gemma)
+    far = pe.LayerSpec(pe.RoPE(head_dim=256, theta=1e6, scaling=pe.PI(8.0)), **gemma)
     assert pe.from_hf(gemma_3_4b) == pe.layer_pattern(34, *[local] * 5, far)
     assert pe.hf_logit_scale(gemma_3_4b) == 256**-0.5
 
@@ -68,8 +69,9 @@ def test_released_configs_with_keys_left_out():
     olmo_3_7b |= {"num_hidden_layers": 32, "sliding_window": 4096, "hidden_size": 4096}
     local = pe.RoPE(head_dim=128, theta=5e5)
     far = local.replace(scaling=pe.YaRN(8.0, 8192, attention_factor=1.2079441541679836))
-    wanted = pe.layer_pattern(32, *[pe.LayerSpec(local, 4096)] * 3, far)
-    assert pe.from_hf(olmo_3_7b) == wanted
+    norm = pe.QKNorm(over="projection", scale="per_head", epsilon=1e-5)
+    local, far = pe.LayerSpec(local, 4096, qk_norm=norm), pe.LayerSpec(far, qk_norm=norm)
+    assert pe.from_hf(olmo_3_7b) == pe.layer_pattern(32, *[local] * 3, far)
 
     exaone_4_1b = {"model_type": "exaone4", "rope_theta": 1000000, "sliding_window": None}
     exaone_4_1b |= {"num_hidden_layers": 30, "head_dim": 64, "sliding_window_pattern": None}
@@ -121,10 +123,15 @@ def test_layers_that_differ():
         sliding_window_pattern=6,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     )
-    far = rope.replace(theta=1e6, scaling=pe.PI(8.0))
-    assert gemma == pe.layer_pattern(6, *[pe.LayerSpec(rope, 5)] * 5, far)
+    common = {"scale": 256**-0.5, "qk_norm": pe.QKNorm(scale_offset=1.0)}
+    far = pe.LayerSpec(rope.replace(theta=1e6, scaling=pe.PI(8.0)), **common)
+    assert gemma == pe.layer_pattern(6, *[pe.LayerSpec(rope, 5, **common)] * 5, far)
     heat = pe.QueryTemperature("llama4", 8192, 0.1)
-    rotated = pe.LayerSpec(rope.replace(theta=5e5, layout="interleaved"), chunk_size=8192)
+    rotated = pe.LayerSpec(
+        rope.replace(theta=5e5, layout="interleaved"),
+        chunk_size=8192,
+        qk_norm=pe.QKNorm(scale="none", epsilon=1e-5),
+    )
     flags = {"no_rope_layers": [1, 1, 0, 1, 1, 0], "sliding_window": None}
     assert of("llama4_text", **flags) == pe.layer_pattern(6, rotated, rotated, heat)
     bare = of("llama4_text", attn_temperature_tuning=False, **flags)
@@ -153,12 +160,14 @@ def test_global_heads_of_gemma_4_are_wider():
         }
     )
     far = pe.RoPE(head_dim=32, theta=1e6, scaling=pe.Proportional(0.25))
-    assert layers == (pe.LayerSpec(pe.RoPE(head_dim=16), 5), pe.LayerSpec(far))
+    common = {"scale": 1.0, "qk_norm": pe.QKNorm()}
+    near = pe.LayerSpec(pe.RoPE(head_dim=16), 5, **common)
+    assert layers == (near, pe.LayerSpec(far, **common))
 
 
 def test_layers_of_linear_attention_have_no_positions():
     layers = pe.from_hf({"model_type": "qwen3_next", "num_hidden_layers": 4, "head_dim": 16})
-    rope = pe.RoPE(head_dim=16, rotary_dim=4)
+    rope = pe.LayerSpec(pe.RoPE(head_dim=16, rotary_dim=4), qk_norm=pe.QKNorm(scale_offset=1.0))
     assert layers == pe.layer_pattern(4, *[pe.NoPE()] * 3, rope)
 
 
@@ -335,8 +344,10 @@ def test_logit_scales_of_model_types():
         of(model_type="llama", attention_multiplier=0.5)
     assert of(model_type="gpt2") is None
     assert of(model_type="gpt2", scale_attn_weights=False) == 1.0
-    with pytest.raises(ValueError, match="differs by layer: scale_attn_by_inverse_layer_idx"):
+    with pytest.raises(ValueError, match="differs by layer, use from_hf: scale_attn_by_inverse_"):
         of(model_type="gpt2", scale_attn_by_inverse_layer_idx=True)
+    layers = pe.from_hf({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True})
+    assert [layer.scale for layer in layers] == [0.125 / (i + 1) for i in range(12)]
 
 
 SCHEMES = {
