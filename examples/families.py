@@ -1,0 +1,257 @@
+"""What differs between families of decoders beside attention, and where their weights are."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import posenc_jax as pe
+from examples.decoder import Decoder, DecoderConfig
+
+_LLAMA = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "blocks": "model.layers",
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "out": "o_proj",
+    "query_norm": "q_norm",
+    "key_norm": "k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+_GEMMA = _LLAMA | {
+    "post_attention_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+_NEOX = {
+    "embedding": "gpt_neox.embed_in",
+    "norm": "gpt_neox.final_layer_norm",
+    "output": "lm_head",
+    "blocks": "gpt_neox.layers",
+    "attention_norm": "input_layernorm",
+    "qkv": "query_key_value",
+    "out": "dense",
+    "mlp_norm": "post_attention_layernorm",
+    "up": "dense_h_to_4h",
+    "down": "dense_4h_to_h",
+}
+_BLOOM = _NEOX | {
+    "embedding": "transformer.word_embeddings",
+    "embedding_norm": "transformer.word_embeddings_layernorm",
+    "norm": "transformer.ln_f",
+    "blocks": "transformer.h",
+    "attention": "self_attention",
+}
+_GPT2 = {
+    "embedding": "transformer.wte",
+    "position": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "blocks": "transformer.h",
+    "attention_norm": "ln_1",
+    "attention": "attn",
+    "qkv": "c_attn",
+    "out": "c_proj",
+    "mlp_norm": "ln_2",
+    "up": "c_fc",
+    "down": "c_proj",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How the models of a type are built and named.
+
+    Attributes:
+      names: {name in `Decoder`: name in transformers} of modules, where they differ.
+      norm, gated, post_norms, embedding_norm: as in `DecoderConfig`.
+      norm_offset: what the norms over D add to their scale.
+      scaled_embedding: whether token embeddings are multiplied by sqrt(D).
+      biases: (attention, MLP): whether they have biases where the config does not say.
+      qkv: how one projection holds queries, keys and values; see `posenc_jax.split_qkv`.
+      inputs_first: whether the weights of projections have their inputs first.
+      defaults: values of config keys that the type does not have.
+    """
+
+    names: Mapping[str, str]
+    norm: str = "rms"
+    gated: bool = True
+    post_norms: bool = False
+    embedding_norm: bool = False
+    norm_offset: float = 0.0
+    scaled_embedding: bool = False
+    biases: tuple[bool, bool] = (False, False)
+    qkv: str | None = None
+    inputs_first: bool = False
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_OLD: dict[str, Any] = {"norm": "layer", "gated": False, "biases": (True, True)}
+_GEMMA_2 = Family(_GEMMA, post_norms=True, norm_offset=1.0, scaled_embedding=True)
+FAMILIES = {
+    "gpt2": Family(_GPT2, qkv="concatenated", inputs_first=True, **_OLD),
+    "gpt_neox": Family(_NEOX, qkv="by_group", **_OLD),
+    "bloom": Family(
+        _BLOOM,
+        qkv="by_group",
+        embedding_norm=True,
+        defaults={"hidden_act": "gelu_pytorch_tanh"},
+        **_OLD,
+    ),
+    "llama": Family(_LLAMA),
+    "mistral": Family(_LLAMA),
+    "qwen2": Family(_LLAMA, biases=(True, False)),
+    "qwen3": Family(_LLAMA),
+    "gemma2": _GEMMA_2,
+    "gemma3_text": _GEMMA_2,
+}
+_SYNONYMS = {
+    "hidden_size": ("n_embd",),
+    "num_attention_heads": ("n_head",),
+    "intermediate_size": ("n_inner",),
+    "hidden_act": ("hidden_activation", "activation_function"),
+    "epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+}
+
+
+def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a Hugging Face config describes.
+
+    Args:
+      config: the dict of a whole config, as `config.to_dict()` of transformers gives it.
+
+    Raises:
+      ValueError: for an unknown model type, a missing key, and settings that it does not support.
+    """
+    kind = config["model_type"]
+    if kind not in FAMILIES:
+        raise ValueError(f"decoder_config: model_type must be one of {[*FAMILIES]}, got {kind!r}.")
+    family = FAMILIES[kind]
+    values = {**family.defaults, **config}
+
+    def read(name, *default):
+        for key in (name, *_SYNONYMS.get(name, ())):
+            if values.get(key) is not None:
+                return values[key]
+        if not default:
+            raise ValueError(f"decoder_config: the {kind} config must have {name!r}.")
+        return default[0]
+
+    if values.get("apply_residual_connection_post_layernorm"):
+        raise ValueError("decoder_config: residuals after the norm are not supported.")
+    dim, heads = read("hidden_size"), read("num_attention_heads")
+    return DecoderConfig(
+        layers=pe.from_hf(config),
+        vocabulary=read("vocab_size"),
+        model_dim=dim,
+        num_heads=heads,
+        num_kv_heads=read("num_key_value_heads", heads),
+        head_dim=read("head_dim", dim // heads),
+        mlp_dim=read("intermediate_size", 4 * dim),
+        norm=family.norm,
+        epsilon=read("epsilon"),
+        activation=read("hidden_act"),
+        gated=family.gated,
+        attention_bias=read("attention_bias", family.biases[0]),
+        mlp_bias=read("mlp_bias", family.biases[1]),
+        parallel=read("use_parallel_residual", False),
+        post_norms=family.post_norms,
+        embedding_norm=family.embedding_norm,
+        embedding_scale=dim**0.5 if family.scaled_embedding else 1.0,
+        tied=read("tie_word_embeddings"),
+        logit_softcap=read("final_logit_softcapping", None),
+    )
+
+
+def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
+    """The decoder of a Hugging Face config, with the weights of a state dict.
+
+    Args:
+      config: see `decoder_config`.
+      state: {name: array} of transformers, without buffers.
+
+    Raises:
+      ValueError: as `decoder_config`, and for weights that are missing, of another shape, or left.
+    """
+    made = decoder_config(config)
+    return fill(
+        lambda rngs: Decoder(made, rngs=rngs),
+        Weights(state, FAMILIES[config["model_type"]], made.num_heads, made.num_kv_heads),
+    )
+
+
+def fill(make, weights: "Weights"):
+    """A module without weights of its own, with those of a state dict."""
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    flat = nnx.to_flat_state(parameters)
+    made = []
+    for path, variable in flat:
+        array = weights(path)
+        if array.shape != variable.shape:
+            raise ValueError(f"load: {path} must be {variable.shape}, got {array.shape}.")
+        made.append((path, variable.replace(jnp.asarray(array, jnp.float32))))
+    left = sorted(set(weights.state) - weights.used)
+    if left:
+        raise ValueError(f"load: the model has no place for {left}.")
+    return nnx.merge(graph, nnx.from_flat_state(made))
+
+
+class Weights:
+    """A state dict of transformers, by paths of our modules; it tracks which names were used."""
+
+    def __init__(self, state, family, num_heads, num_kv_heads):
+        self.state, self.family, self.used = state, family, set()
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+
+    def take(self, name):
+        """The array of a name."""
+        if name not in self.state:
+            raise ValueError(f"load: the state dict lacks {name!r}.")
+        self.used.add(name)
+        return np.asarray(self.state[name])
+
+    def name(self, *path):
+        """The name of a module in transformers."""
+        names = (self.family.names.get(part, str(part)) for part in path if part != "params")
+        return ".".join(names)
+
+    def __call__(self, path):
+        """The array for a parameter."""
+        *modules, leaf = path
+        last = "bias" if leaf == "bias" else "weight"
+        heads = self.num_kv_heads if modules[-1] in ("key", "value") else self.num_heads
+        if modules[-1] in ("query", "key", "value"):
+            return pe.heads_from_linear(self.projection(modules, last), heads)
+        if (
+            modules[-1] == "out"
+            and leaf == "bias"
+            and f"{self.name(*modules)}.bias" not in self.state
+        ):
+            return np.zeros(self.take(f"{self.name(*modules)}.weight").shape[0])  # Qwen 2.
+        x = self.take(f"{self.name(*modules)}.{last}")
+        if leaf == "kernel":
+            x = x.T if self.family.inputs_first else x
+            output = modules[-1] == "out"
+            return pe.heads_from_linear(x, heads, output=True) if output else x.T
+        own = leaf == "scale" and "params" not in modules  # A norm over D.
+        return x + self.family.norm_offset if own else x
+
+    def projection(self, modules, last):
+        """The weight or bias of queries, keys or values, outputs first."""
+        if self.family.qkv is None:
+            return self.take(f"{self.name(*modules)}.{last}")
+        *block, which = modules
+        x = self.take(f"{self.name(*block, 'qkv')}.{last}")
+        x = x.T if self.family.inputs_first else x
+        parts = pe.split_qkv(x, self.num_heads, self.num_kv_heads, order=self.family.qkv)
+        return parts[("query", "key", "value").index(which)]

@@ -1,0 +1,62 @@
+"""How well the models in `examples` agree with transformers.
+
+`python -m tests.models.agreement` prints the table in docs/models.md; `make_golden.py` makes the
+files that it reads.
+"""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from examples.decoder import greedy
+from examples.families import load
+from tests.models.weights import random_state
+
+FOLDER = pathlib.Path(__file__).with_name("golden")
+DECODERS = "gpt2", "gpt_neox", "llama3", "llama_yarn", "qwen3", "gemma2", "gemma3", "bloom"
+NAMES = (*DECODERS,)
+
+
+def read(name):
+    """What a file describes, its arrays, and the weights of the model."""
+    with np.load(FOLDER / f"{name}.npz") as file:
+        arrays = dict(file)
+    about = json.loads(str(arrays.pop("about")))
+    return about, arrays, random_state(about["shapes"], about["seed"])
+
+
+def agreement(name):
+    """The greatest difference of logits, and the number of greedy steps with the same tokens."""
+    about, arrays, state = read(name)
+    tokens, mask = (jnp.asarray(arrays[n]) for n in ("tokens", "mask"))
+    steps = arrays["new"].shape[1]
+    run = nnx.jit(greedy, static_argnums=3)
+    new, logits = run(load(about["config"], state), tokens, mask, steps)
+    return compare(arrays, new, logits)
+
+
+def compare(arrays, new, logits):
+    """As `agreement`, with the steps up to the first that differs in any row."""
+    steps = arrays["new"].shape[1]
+    mask = np.pad(arrays["mask"], ((0, 0), (0, steps - 1)), constant_values=True)
+    difference = np.abs(np.asarray(logits)[:, arrays["at"]] - arrays["logits"])
+    same = np.all(np.asarray(new) == arrays["new"], axis=0)
+    equal = steps if same.all() else int(np.argmin(same))
+    return float(difference[mask[:, arrays["at"]]].max()), equal
+
+
+def table():
+    """The rows of docs/models.md."""
+    yield "| case | model type | greatest difference of logits | greedy steps with equal tokens |"
+    yield "|---|---|---|---|"
+    for name in NAMES:
+        error, steps = agreement(name)
+        kind = read(name)[0]["config"]["model_type"]
+        yield f"| {name} | `{kind}` | {error:.0e} | {'-' if steps is None else steps} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,129 @@
+"""Makes the golden files: python tests/models/make_golden.py [NAME ...], with the parity extra.
+
+Each model of transformers has random weights and runs in float64: the logits of a left-padded
+batch, 64 greedy steps by `generate`, and the logits of every eighth of them.
+"""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import torch
+import transformers
+from hf.make_record import in_double
+from models.weights import random_state
+
+FOLDER = pathlib.Path(__file__).with_name("golden")
+STEPS, EVERY, VOCABULARY, LENGTHS = 64, 8, 44, (9, 6, 3)
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=48,
+    num_attention_heads=6,
+    num_hidden_layers=2,
+    intermediate_size=80,
+    max_position_embeddings=128,
+)
+GROUPED = SIZES | dict(hidden_size=36, num_key_value_heads=2, head_dim=8)
+GPT2 = dict(vocab_size=VOCABULARY, n_embd=48, n_head=6, n_layer=2, n_positions=128)
+SCALED = {"factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+THREE = dict(
+    num_hidden_layers=3,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    sliding_window=7,
+)
+# Model type, settings, seed of the weights: the best two logits of a step are not close.
+CASES = {
+    "gpt2": ("gpt2", GPT2, 5),
+    "gpt_neox": ("gpt_neox", SIZES | dict(rotary_pct=0.5), 5),
+    "llama3": ("llama", GROUPED | dict(rope_parameters=LLAMA3), 0),
+    "llama_yarn": ("llama", GROUPED | dict(rope_parameters=SCALED | {"rope_type": "yarn"}), 0),
+    "qwen3": ("qwen3", GROUPED, 5),
+    "gemma2": ("gemma2", GROUPED | dict(sliding_window=7, attn_logit_softcapping=5.0), 8),
+    "gemma3": ("gemma3_text", GROUPED | THREE | dict(query_pre_attn_scalar=16), 6),
+    "bloom": ("bloom", dict(vocab_size=VOCABULARY, hidden_size=48, n_head=6, n_layer=2), 5),
+}
+
+
+def prompts(seed=0):
+    """Tokens [B, T], padded on the left with 0, and their mask."""
+    draws = np.random.RandomState(seed)
+    length = max(LENGTHS)
+    tokens = draws.randint(1, VOCABULARY, (len(LENGTHS), length))
+    mask = np.arange(length) >= length - np.array(LENGTHS)[:, None]
+    return tokens * mask, mask
+
+
+def load(model, seed):
+    """Gives a model its random weights; returns their shapes."""
+    tied = set(model.all_tied_weights_keys)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in tied}
+    state = random_state(shapes, seed)
+    missing, unexpected = model.load_state_dict(
+        {n: torch.from_numpy(x).double() for n, x in state.items()}, strict=False
+    )
+    assert not unexpected and not set(missing) & set(shapes)
+    model.tie_weights()
+    return shapes
+
+
+def decoder(model_type, settings, seed):
+    cls = transformers.CONFIG_MAPPING[model_type]
+    config = cls(**settings, pad_token_id=0, bos_token_id=None, eos_token_id=None)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    shapes = load(model, seed)
+    tokens, mask = (torch.from_numpy(x) for x in prompts())
+    given = {"input_ids": tokens, "attention_mask": mask.long()}
+    whole = model.generate(**given, do_sample=False, max_new_tokens=STEPS)
+    assert whole.shape[1] == tokens.shape[1] + STEPS
+    mask = torch.nn.functional.pad(mask.long(), (0, STEPS), value=1)
+    given = {"input_ids": whole, "attention_mask": mask}
+    if model_type != "bloom":
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(**given, use_cache=False).logits.numpy()
+    return config, shapes, whole.numpy(), logits
+
+
+def check(name, logits, new):
+    """Prints the least gap between the best two logits of a step, and how many tokens differ."""
+    steps = logits[:, -STEPS:]
+    assert np.array_equal(steps.argmax(-1), new)
+    best = np.sort(steps, -1)
+    gap = (best[..., -1] - best[..., -2]).min()
+    print(f"{name}: gap {gap:.4f}, {[len(set(row)) for row in new.tolist()]} tokens", flush=True)
+
+
+def make(name):
+    """{"about": json, array name: array} of a case."""
+    model_type, settings, seed = CASES[name]
+    with in_double(), torch.no_grad():
+        config, shapes, whole, logits = decoder(model_type, settings, seed)
+    tokens, mask = prompts()
+    new, logits = whole[:, -STEPS:], logits[:, :-1]
+    check(name, logits, new)
+    at = [*range(tokens.shape[1]), *range(tokens.shape[1] + EVERY - 1, logits.shape[1], EVERY)]
+    about = {
+        "origin": f"transformers {transformers.__version__}, {type(config).__module__}",
+        "torch": torch.__version__,
+        "config": json.loads(config.to_json_string(use_diff=False)),
+        "shapes": shapes,
+        "seed": seed,
+    }
+    return {
+        "about": np.array(json.dumps(about)),
+        "tokens": tokens.astype(np.int32),
+        "mask": mask,
+        "new": new.astype(np.uint8),
+        "at": np.array(at, np.int32),
+        "logits": logits[:, at].astype(np.float32),
+    }
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        np.savez_compressed(FOLDER / f"{name}.npz", **make(name))
