@@ -1,5 +1,6 @@
 """Embedding and attention with a scheme as pure functions, which the Flax layers call."""
 
+import dataclasses
 import functools
 import inspect
 from typing import Any, TypedDict, Unpack, overload
@@ -11,8 +12,9 @@ from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.problem import Implementation, zero_where
-from posenc_jax.mask import Window, window_sides
+from posenc_jax.mask import Window
 from posenc_jax.positions import count_up
+from posenc_jax.ring import check_window, evicted_sinks, loses_visible
 from posenc_jax.scheme import Acts, Params, Scheme, check_scheme
 
 
@@ -52,6 +54,7 @@ class CacheOptions(TypedDict, total=False):
 
     coordinates: jax.Array | jax.ShapeDtypeStruct | None
     ring: bool
+    max_rewind: int
 
 
 def scheme_embedding(
@@ -209,6 +212,11 @@ def scheme_attention(
             f"{where}: mask must be [B or 1, N or 1, T, S], got shape {jnp.shape(mask)}; padding "
             "goes into segment_ids, see posenc_jax.positions.from_padding_mask."
         )
+    if cache is not None:
+        require(
+            cache.scheme in (None, scheme),
+            f"{where}: the cache was made for {cache.scheme!r}, and the scheme is {scheme!r}.",
+        )
     batch, length = q.shape[:2]
     if scale is None:
         scale = scheme.logit_scale(q.shape[-1])
@@ -224,10 +232,9 @@ def scheme_attention(
     else:
         _check_tables(scheme, params, tables, at)
 
-    mixed, state = (None, None) if cache is None or cache.state is None else cache.state
-    x, q, k, v = _zero_padding((x, q, k, v), segment_ids)
-    q, k, v, mixed = scheme.mix(params, q, k, v, segment_ids, mixed)
-    q_features, k_features, state = scheme.features(params, x, q, k, at, segment_ids, state)
+    projected, states = (x, q, k, v), None if cache is None else cache.state
+    made = _contents(scheme, params, projected, at, segment_ids, states)
+    (q, k, v), q_features, k_features, states = made
     q = scheme.query(params, q, at, q_features, tables)
     transformed = scheme.traits.cache_transformed_keys
     if transformed or cache is None:
@@ -260,7 +267,15 @@ def scheme_attention(
         not cache.ring or options.get("prefix_length") is None,
         f"{where}: every query sees the keys of prefix_length, which a ring cache evicts.",
     )
-    lost = _check_ring(cache, positions, segments, options.get("window"))
+    past_states = None
+    if cache.max_rewind:
+        most = min(length - 1, cache.max_rewind)
+        read = functools.partial(_contents, scheme, params, projected, at, states=cache.state)
+        past_states = _past_states(lambda kept: read(segment_ids=kept)[-1], segments, most)
+    if cache.ring:
+        left = check_window(cache, length, options.get("window"))
+        lost = cache.lost | loses_visible(cache, positions, segments, left)
+        cache = dataclasses.replace(cache, lost=lost)
     stored = None if cache.coordinates is None else at
     cache = cache.append(
         k,
@@ -269,10 +284,12 @@ def scheme_attention(
         segments,
         coordinates=stored,
         k_features=k_features,
-        state=_states(mixed, state),
+        state=states,
+        past_states=past_states,
     )
     if cache.num_sink_tokens:
-        lost |= cache.evicted_sinks(positions, segments)
+        lost = cache.lost | evicted_sinks(cache, positions, segments)
+        cache = dataclasses.replace(cache, lost=lost)
     call = AttentionCall(
         q_positions=positions,
         k_positions=cache.positions,
@@ -287,7 +304,7 @@ def scheme_attention(
     out = scheme.attend(params, q, k, cache.v, at, k_at, q_features, cache.k_features, call)
     out = scheme.output(params, out, at, q_features, tables)
     # Overflow cannot raise under jit: the rows concerned become NaN.
-    lost = (lost | cache.overflowed)[:, None, None, None]
+    lost = cache.overflowed[:, None, None, None]
     return jnp.where(lost, jnp.nan, out).astype(out.dtype), cache
 
 
@@ -303,15 +320,15 @@ def new_cache(
     dtype: Any = jnp.float32,
     coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
     ring: bool = False,
+    max_rewind: int = 0,
 ) -> KVCache:
     """Returns an empty cache for `scheme_attention` with this scheme.
 
     Args:
       scheme: the position encoding; its hooks determine what is stored.
       batch: B.
-      capacity: number of slots. A ring needs the window, plus the tokens per call less one,
-        plus the sink tokens, plus any padding between tokens. With fewer slots the output
-        is NaN.
+      capacity: number of slots, for the tokens of a row; padding takes none. A ring needs the
+        window, plus the tokens per call less one, plus the sink tokens.
       num_heads: N.
       head_dim: H.
       num_kv_heads: K. Default: N.
@@ -320,6 +337,8 @@ def new_cache(
       coordinates: an array or shape [T], [B, T] or [A, B, T] like those that calls will give,
         if they give coordinates: integers, or real numbers for float32.
       ring: whether a full cache overwrites its oldest slots; needs a window.
+      max_rewind: the most tokens that `rewind` of the cache takes back at once, if the scheme
+        has a running state; other schemes take back any number.
 
     Raises:
       ValueError: without `model_dim` for a scheme that reads `x`, and for invalid sizes.
@@ -345,12 +364,12 @@ def new_cache(
         coordinates = at = jax.ShapeDtypeStruct(shape, jnp.float32 if real else jnp.int32)
 
     def stored(params, x, q, k, at):
-        q, k, v, mixed = scheme.mix(params, q, k, k, None, None)
-        _, k_features, state = scheme.features(params, x, q, k, at, None, None)
+        made = _contents(scheme, params, (x, q, k, k), at, None, None)
+        (_, k, v), _, k_features, states = made
         v = scheme.value(params, v, at, k_features)
         if scheme.traits.cache_transformed_keys:
             k = scheme.key(params, k, at, k_features)
-        return k, v, k_features, _states(mixed, state)
+        return k, v, k_features, states
 
     params = jax.eval_shape(scheme.init, jax.random.key(0))
     stored_k, stored_v, k_features, state = jax.eval_shape(stored, params, x, q, k, at)
@@ -361,14 +380,31 @@ def new_cache(
         coordinates=coordinates,
         k_features=k_features,
         state=state,
+        scheme=scheme,
+        max_rewind=max_rewind,
         ring=ring,
         num_sink_tokens=scheme.traits.num_sink_tokens if ring else 0,
     )
 
 
-def _states(mixed: Any, state: Any) -> Any:
-    """Returns what a cache keeps of the states of `mix` and of `features`."""
-    return None if mixed is None and state is None else (mixed, state)
+def _contents(
+    scheme: Scheme, params: Params, projected: Any, at: Any, segment_ids: Any, states: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Returns what hooks read from content: (q, k, v) after `mix`, both features, and the states.
+
+    Args:
+      scheme, params: the scheme and its parameters.
+      projected: x, q, k and v.
+      at: coordinates.
+      segment_ids: int32 [B, T] or None.
+      states: those of `mix` and of `features` before these tokens, or None.
+    """
+    x, q, k, v = _zero_padding(projected, segment_ids)
+    mixed, state = (None, None) if states is None else states
+    q, k, v, mixed = scheme.mix(params, q, k, v, segment_ids, mixed)
+    q_features, k_features, state = scheme.features(params, x, q, k, at, segment_ids, state)
+    states = None if mixed is None and state is None else (mixed, state)
+    return (q, k, v), q_features, k_features, states
 
 
 def new_params(scheme: Scheme, key: jax.Array) -> Params:
@@ -507,26 +543,17 @@ def _rows(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.A
     return jnp.broadcast_to(x, (batch, length))
 
 
-def _check_ring(
-    cache: KVCache, positions: jax.Array, segments: jax.Array, window: Window
-) -> jax.Array:
-    """Returns bool [B], whether appending to a ring evicts keys inside the new window.
+def _past_states(states_of: Any, segments: jax.Array, most: int) -> Any:
+    """Returns the states without the last 1 .. `most` tokens of each row, [B, most, ...].
 
-    Raises:
-      ValueError: if that is certain from the sizes.
+    Args:
+      states_of: a function of segment ids that returns the states.
+      segments: int32 [B, T].
+      most: how many states.
     """
-    if not cache.ring:
-        return jnp.zeros(positions.shape[0], bool)
-    sides = window_sides(window)
-    if sides is None or sides[0] < 0:
-        raise ValueError(
-            "scheme_attention: a ring cache overwrites its oldest tokens, so it needs a window."
-        )
-    length = positions.shape[1]
-    needed = cache.num_sink_tokens + sides[0] + length
-    require(
-        cache.capacity >= needed,
-        f"scheme_attention: {length} tokens at a time with window {window} need a ring of "
-        f"{needed} slots, and the cache has {cache.capacity}.",
-    )
-    return cache.evicts_visible(positions, segments, sides[0])
+    from_end = jnp.cumsum((segments >= 0)[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
+
+    def without(count):
+        return states_of(jnp.where(from_end > count, segments, -1))
+
+    return jax.vmap(without, out_axes=1)(jnp.arange(1, most + 1, dtype=jnp.int32))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
+from posenc_jax.ring import loses_visible
 
 
 def empty(capacity=5, **options):
@@ -30,13 +31,15 @@ def held(cache):
     k, v = np.asarray(cache.k), np.asarray(cache.v)
     assert (k == k[:1, :, :1, :1]).all() and (v == k[:1, :, :1, :1]).all()
     used = np.asarray(cache.segment_ids) >= 0
-    np.testing.assert_array_equal(np.where(used, cache.positions, -1) + 1, k[..., 0, 0])
-    return k[0, :, 0, 0].tolist()
+    k = np.where(used, k[..., 0, 0], 0)
+    np.testing.assert_array_equal(np.where(used, cache.positions, -1) + 1, k)
+    return k[0].tolist()
 
 
 def test_an_empty_cache_is_all_padding():
     cache = empty(coordinates=jax.ShapeDtypeStruct((2, 2, 1), jnp.float32))
-    assert cache.capacity == 5 and int(cache.length) == 0 and not cache.overflowed
+    assert cache.capacity == 5 and not cache.overflowed.any()
+    np.testing.assert_array_equal(cache.length, [0, 0])
     assert np.all(np.asarray(cache.segment_ids) == -1)
     assert cache.k.shape == (2, 5, 3, 4) and cache.v.shape == (2, 5, 3, 6)
     assert cache.coordinates.shape == (2, 2, 5) and cache.coordinates.dtype == jnp.float32
@@ -48,7 +51,8 @@ def test_tokens_go_to_the_next_slots():
     assert held(cache) == [1, 2, 0, 0, 0]
     cache = cache.append(*tokens(1, start=2)).append(*tokens(2, start=3))
     assert held(cache) == [1, 2, 3, 4, 5]
-    assert int(cache.length) == 5 and not cache.overflowed
+    assert not cache.overflowed.any()
+    np.testing.assert_array_equal(cache.length, [5, 5])
     np.testing.assert_array_equal(cache.next_positions, [5, 5])
 
 
@@ -61,7 +65,8 @@ def test_a_ring_holds_the_newest_tokens(chunk):
         assert sorted(held(cache))[-min(5, written) :] == [
             *range(max(0, written - 5) + 1, written + 1)
         ]
-    assert int(cache.length) == written and not cache.overflowed
+    assert not cache.overflowed.any()
+    np.testing.assert_array_equal(cache.length, [written, written])
 
 
 def test_the_next_position_counts_tokens_not_slots():
@@ -107,12 +112,17 @@ def test_arrays_are_stored_in_the_dtype_of_the_cache():
 
 def test_a_full_cache_raises_and_overflows_under_jit():
     cache = empty().append(*tokens(4))
-    with pytest.raises(ValueError, match="KVCache: 4 of 5 slots are used and 2 more tokens do not"):
+    with pytest.raises(
+        ValueError, match="KVCache: 4 of 5 slots of row 0 are used and 2 more tokens do not"
+    ):
         cache.append(*tokens(2))
     step = jax.jit(lambda c, *new: c.append(*new))
-    assert not step(cache, *tokens(1)).overflowed
+    assert not step(cache, *tokens(1)).overflowed.any()
     lost = step(cache, *tokens(2))
-    assert lost.overflowed and step(lost, *tokens(1)).overflowed
+    assert lost.overflowed.all() and step(lost, *tokens(1)).overflowed.all()
+    # All that is stored is right, so taking back what did not fit mends the row.
+    whole = lost.rewind(1)
+    assert held(whole) == [1, 2, 3, 4, 1] and not whole.overflowed.any()
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -170,7 +180,7 @@ def test_relative_schemes_store_nothing_per_key(scheme):
         return jax.tree.map(jnp.shape, pe.new_cache(scheme, 2, 16, num_heads=6, head_dim=8))
 
     cache = stored(scheme)
-    assert cache == stored(pe.NoPE())
+    assert dataclasses.replace(cache, scheme=pe.NoPE()) == stored(pe.NoPE())
     assert cache.k_features is cache.state is cache.coordinates is None
     assert stored(pe.Shaw(num_heads=6, head_dim=8)).k_features in (None, ())
 
@@ -194,13 +204,25 @@ def test_a_ring_keeps_its_sink_slots():
             pe.KVCache.empty(shape, shape, 5, **options)
 
 
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_a_ring_forgets_what_is_taken_back(sinks):
+    """Of a row of `length` tokens, all that were not overwritten or taken back stay."""
+    cache = empty(ring=True, num_sink_tokens=sinks)
+    for length in range(1, 12):
+        cache = cache.append(*tokens(1, start=length - 1))
+        for count in range(length + 1):
+            kept = set(range(max(sinks, length - 5 + sinks), length - count))
+            kept |= set(range(min(sinks, length - count)))
+            assert set(held(cache.rewind(count))) - {0} == {i + 1 for i in kept}
+
+
 def test_positions_at_the_ends_of_int32_do_not_wrap():
     low, high = -(2**31), 2**31 - 1
     k, v, _, segments = tokens(5)
     at = jnp.array([[low, low + 1, low + 2, low + 3, low + 4]] * 2, jnp.int32)
     ring = empty(ring=True).append(k, v, at, segments)
-    new = jnp.array([[high], [low + 5]], jnp.int32)
-    lost = ring.evicts_visible(new, jnp.zeros_like(new), left=5)
+    new = jnp.array([[high], [low + 4]], jnp.int32)
+    lost = loses_visible(ring, new, jnp.zeros_like(new), left=4)
     np.testing.assert_array_equal(lost, [False, True])
     one = [a[:, :1] for a in (k, v)]
     full = empty().append(*one, jnp.full((2, 1), high), jnp.zeros((2, 1), jnp.int32))
@@ -221,7 +243,7 @@ def test_stacked_caches_equal_the_caches_of_their_layers(lead, ring):
     caches = [empty(ring=ring).append(*tokens(n)) if n else empty(ring=ring) for n in full]
     stacked = stack(caches)
     assert stacked.capacity == 5
-    np.testing.assert_array_equal(stacked.overflowed, np.zeros(lead, bool))
+    np.testing.assert_array_equal(stacked.overflowed, np.zeros((*lead, 2), bool))
 
     def append(cache):
         return cache.append(*tokens(2, start=9))
@@ -232,14 +254,153 @@ def test_stacked_caches_equal_the_caches_of_their_layers(lead, ring):
     for new in (jax.jit(step)(stacked), step(stacked)):
         each = [jax.jit(append)(c) for c in caches]
         jax.tree.map(np.testing.assert_array_equal, new, stack(each))
-        assert new.capacity == 5 and new.overflowed.shape == lead
+        assert new.capacity == 5 and new.overflowed.shape == (*lead, 2)
         lost = np.array([not ring and n + 2 > 5 for n in full]).reshape(lead)
-        np.testing.assert_array_equal(new.overflowed, lost)
+        np.testing.assert_array_equal(new.overflowed.T, np.broadcast_to(lost.T, (2, *lost.T.shape)))
 
 
 def test_caches_under_scan_report_their_overflow():
     stacked = jax.tree.map(lambda a: jnp.stack([a] * 3), empty())
     _, new = jax.lax.scan(lambda _, c: (None, c.append(*tokens(4))), None, stacked)
-    np.testing.assert_array_equal(new.overflowed, [False] * 3)
+    np.testing.assert_array_equal(new.overflowed, [[False] * 2] * 3)
     _, new = jax.lax.scan(lambda _, c: (None, c.append(*tokens(2))), None, new)
-    np.testing.assert_array_equal(new.overflowed, [True] * 3)
+    np.testing.assert_array_equal(new.overflowed, [[True] * 2] * 3)
+
+
+def everything(batch=3, capacity=5, **options):
+    """An empty cache with every kind of array."""
+    shape = jax.ShapeDtypeStruct((batch, 1, 3, 4), jnp.float32)
+    at = jax.ShapeDtypeStruct((2, batch, 1), jnp.float32)
+    state = {"sum": jax.ShapeDtypeStruct((batch, 2), jnp.float32)}
+    arrays = {"coordinates": at, "k_features": (shape,), "state": state}
+    return pe.KVCache.empty(shape, shape, capacity, **arrays, **options)
+
+
+def filled(cache, count, seed):
+    """The cache after `count` random tokens of each row."""
+    shapes = jax.tree.map(lambda x: x.shape, cache)
+    batch, numbers = shapes.length[0], np.random.default_rng(seed)
+
+    def random(old, axis=1):
+        shape = list(old.shape)
+        shape[axis] = count
+        return jnp.asarray(numbers.normal(size=shape), old.dtype)
+
+    at = jnp.broadcast_to(jnp.arange(count)[None] + 10 * seed, (batch, count))
+    return cache.append(
+        random(cache.k),
+        random(cache.v),
+        at,
+        jnp.zeros_like(at),
+        coordinates=random(cache.coordinates, -1),
+        k_features=jax.tree.map(random, cache.k_features),
+        state=jax.tree.map(lambda x: jnp.asarray(numbers.normal(size=x.shape), "f4"), cache.state),
+    )
+
+
+def row_of(cache, row):
+    """All arrays of a row, without the contents of empty slots."""
+    arrays = dataclasses.replace(cache, coordinates=np.moveaxis(cache.coordinates, 0, -1))
+    arrays = jax.tree.map(lambda x: np.asarray(x)[row], arrays)
+    used = arrays.segment_ids >= 0
+    slots = arrays.k, arrays.v, arrays.positions, arrays.coordinates, arrays.k_features
+    rows = arrays.state, arrays.length, arrays.written, arrays.next_positions, arrays.lost
+    return jax.tree.leaves((jax.tree.map(lambda x: x[used], slots), rows))
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_rows_move_with_all_that_belongs_to_them():
+    a, b = filled(everything(), 3, seed=1), filled(everything(2, capacity=4), 2, seed=2)
+    taken = a.take(np.array([2, 0, 0, 1]))
+    for new, old in enumerate([2, 0, 0, 1]):
+        same(row_of(taken, new), row_of(a, old))
+    put = a.insert([2, 0], b)
+    for new, old in [(2, row_of(b, 0)), (0, row_of(b, 1)), (1, row_of(a, 1))]:
+        same(row_of(put, new), old)
+    for rows in ([0, 2], np.array([True, False, True])):
+        freed = a.reset(rows)
+        for row, kept in enumerate([everything(), a, everything()]):
+            same(row_of(freed, row), row_of(kept, row))
+
+
+@pytest.mark.parametrize("ring, slots", [(False, 5), (True, 5), (True, 7)])
+def test_a_prefilled_cache_fits_a_larger_one_and_a_ring(ring, slots):
+    small = filled(everything(1, capacity=4), 3, seed=1)
+    into = filled(everything(capacity=slots, ring=ring), 4, seed=2)
+    same(row_of(into.insert(1, small), 1), row_of(small, 0))
+
+
+def test_rows_of_stacked_caches_are_changed_under_vmap():
+    layers = [filled(everything(), 3, seed) for seed in (1, 2)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *layers)
+    other = jax.tree.map(lambda *x: jnp.stack(x), *(c.take(np.array([1])) for c in layers))
+    changes = [
+        (lambda c, o: c.take(np.array([1, 1, 0]))),
+        (lambda c, o: c.reset(2)),
+        (lambda c, o: c.insert(0, o)),
+    ]
+    for change in changes:
+        found = jax.vmap(change)(stacked, other)
+        each = [change(c, c.take(np.array([1]))) for c in layers]
+        same(found, jax.tree.map(lambda *x: jnp.stack(x), *each))
+
+
+def test_rows_that_do_not_exist_are_refused_and_left_out_under_jit():
+    a, one = filled(everything(), 3, seed=1), filled(everything(1), 2, seed=2)
+    for rows in (3, -1):
+        at = np.array([0, rows, 1])
+        for name, arguments in {"take": (at,), "reset": (at,), "insert": (rows, one)}.items():
+            message = rf"KVCache.{name}: rows must be from 0 to 2, got .*{rows}"
+            with pytest.raises(ValueError, match=message):
+                getattr(a, name)(*arguments)
+        np.testing.assert_array_equal(
+            jax.jit(pe.KVCache.take)(a, at).overflowed, [False, True, False]
+        )
+        same(jax.jit(pe.KVCache.insert)(a, rows, one), a)
+        same(jax.jit(pe.KVCache.reset)(a, np.array([rows])), a)
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (lambda: everything(1, capacity=6), "must have at most 5 slots .* got 6 slots"),
+        (lambda: everything(1, ring=True), "or be the same ring, got 5 slots, a ring"),
+        (lambda: everything(2), "rows must be one for each of the 2 rows of the other cache"),
+        (lambda: everything(1, scheme=pe.NoPE()), r"is for None, the other for NoPE\(\)"),
+        (lambda: dataclasses.replace(everything(1), state=None), "arrays must be .* per row, got"),
+        (lambda: dataclasses.replace(everything(1), k=jnp.zeros((1, 5, 2, 4))), "got .*2, 4"),
+    ],
+)
+def test_a_cache_that_does_not_fit_is_not_inserted(other, message):
+    with pytest.raises(ValueError, match=f"KVCache.insert: .*{message}"):
+        everything().insert(0, other())
+
+
+def test_more_tokens_than_there_are_are_not_taken_back():
+    cache = empty().append(*tokens(3))
+    np.testing.assert_array_equal(cache.rewind([0, 2]).length, [3, 1])
+    np.testing.assert_array_equal(cache.rewind([0, 2]).next_positions, [3, 1])
+    for count, row, given in ((4, 0, 4), ([1, -1], 1, -1)):
+        with pytest.raises(ValueError, match=f"row {row} can lose from 0 to 3 tokens, got {given}"):
+            cache.rewind(count)
+    lost = jax.jit(pe.KVCache.rewind)(cache, np.array([4, 1]))
+    np.testing.assert_array_equal(lost.overflowed, [True, False])
+    np.testing.assert_array_equal(lost.reset(0).overflowed, [False, False])
+    with pytest.raises(ValueError, match="running state; make the cache with max_rewind"):
+        filled(everything(), 3, seed=1).rewind(1)
+    with pytest.raises(ValueError, match="max_rewind must not be negative, got -1"):
+        empty(max_rewind=-1)
+
+
+def test_rows_are_integers_or_one_boolean_for_each():
+    with pytest.raises(
+        ValueError, match=r"reset: rows must be \[B\] = \(2,\) or integers, got \(3"
+    ):
+        empty().reset(np.array([True, False, True]))
+    with pytest.raises(TypeError, match=r"KVCache.take: rows must be integers, got float"):
+        empty().take(np.array([0.0, 1.0]))
+    with pytest.raises(ValueError, match=r"KVCache.take: rows must be \[any\], got shape \(1, 2\)"):
+        empty().take(np.array([[0, 1]]))

@@ -131,10 +131,10 @@ def test_a_new_cache_of_a_scheme_that_reads_x_needs_its_width():
 
 def test_an_overflowing_cache_raises_and_is_nan_under_jit():
     _, cache = attend(part=slice(0, 6), cache=new_cache())
-    with pytest.raises(ValueError, match="KVCache: 6 of 9 slots are used and 7 more tokens do not"):
-        attend(cache=cache)
+    with pytest.raises(ValueError, match="6 of 9 slots of row 0 are used and 7 more tokens do not"):
+        pe.scheme_attention(ALIBI, {}, Q, K, V, cache=cache, is_causal=True)
     out, cache = jax.jit(lambda c: attend(cache=c))(cache)
-    assert np.isnan(out).all() and cache.overflowed
+    assert np.isnan(out).all() and cache.overflowed.all()
     fits, _ = jax.jit(lambda c: attend(cache=c))(new_cache())
     assert np.isfinite(fits).all()
 
@@ -590,19 +590,57 @@ def test_cross_attention_needs_no_positions():
     assert pe.attention(Q[:, :3], K, V).shape == (2, 3, 6, 8)
 
 
-def test_a_ring_whose_padding_evicts_visible_tokens_is_nan():
-    """A right-padded prompt leaves padding in the ring; a second chunk drops what it sees."""
+def test_padding_takes_no_slot_of_a_ring():
+    """A right-padded prompt, then as many tokens at a time as the ring has room for."""
     q, k, v = qkv(batch=2, length=14)
     cache = new_cache(pe.NoPE(), 11, ring=True)
-    positions, segments = from_padding_mask(jnp.arange(8)[None] < jnp.array([[3], [8]]))
-    where = {"positions": positions, "segment_ids": segments}
+    real = (jnp.arange(14)[None] < jnp.array([[3], [8]])) | (jnp.arange(14)[None] >= 8)
+    positions, segments = from_padding_mask(real)
     options = {"is_causal": True, "window": 4}
-    prompt, more = ([a[:, part] for a in (q, k, v)] for part in (slice(0, 8), slice(8, 14)))
+    where = {"positions": positions, "segment_ids": segments}
+    whole, _ = pe.scheme_attention(pe.NoPE(), {}, q, k, v, **where, **options)
 
     @jax.jit
     def step(cache, where, *arrays):
         return pe.scheme_attention(pe.NoPE(), {}, *arrays, cache=cache, **where, **options)
 
-    _, cache = step(cache, where, *prompt)
-    out, _ = step(cache, {}, *more)
-    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+    for part in (slice(0, 8), slice(8, 14)):
+        here = {name: x[:, part] for name, x in where.items()}
+        out, cache = step(cache, here, *(a[:, part] for a in (q, k, v)))
+        np.testing.assert_allclose(out, whole[:, part], atol=1e-5)
+    np.testing.assert_array_equal(cache.length, [9, 14])
+
+
+@pytest.mark.parametrize(
+    "segments, positions",
+    [
+        ([0, 0, 1, 1, 1, 0], [0, 1, 0, 1, 2, 2]),  # The first sequence goes on after the second.
+        ([0, 0, 0, 0, 0, 0], [0, 1, 2, 3, 3, 4]),
+    ],
+)
+def test_tokens_out_of_order_in_a_ring_are_nan(segments, positions):
+    q, k, v = (a[:, :6] for a in qkv(batch=2, length=14))
+    segments = jnp.array([segments, [0] * 6])
+    positions = jnp.array([positions, [*range(6)]])
+
+    @jax.jit
+    def step(cache, positions, segments, *arrays):
+        where = {"positions": positions, "segment_ids": segments}
+        return pe.scheme_attention(
+            pe.NoPE(), {}, *arrays, cache=cache, is_causal=True, window=3, **where
+        )
+
+    cache, outs = new_cache(pe.NoPE(), 4, ring=True), []
+    for t in range(0, 6, 2):
+        arrays = (a[:, t : t + 2] for a in (positions, segments, q, k, v))
+        out, cache = step(cache, *arrays)
+        outs.append(np.isnan(np.asarray(out)).any((2, 3)))
+    lost = np.concatenate(outs, 1)
+    np.testing.assert_array_equal(lost[0], [False] * 4 + [True] * 2)
+    assert not lost[1].any()
+
+
+def test_a_cache_of_another_scheme_is_refused():
+    rope = pe.RoPE(head_dim=8)
+    with pytest.raises(ValueError, match=r"cache was made for RoPE.*and the scheme is ALiBi"):
+        attend(cache=pe.new_cache(rope, 2, 9, num_heads=6, num_kv_heads=3, head_dim=8))

@@ -54,20 +54,24 @@ def since(starts: jax.Array) -> jax.Array:
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
 
 
-def from_padding_mask(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns `(positions, segment_ids)` for rows padded on the left or on the right.
+def from_padding_mask(mask: jax.Array, start: jax.Array | int = 0) -> tuple[jax.Array, jax.Array]:
+    """Returns `(positions, segment_ids)` for rows with padding on the left, right or in between.
 
-    The first token of each row has position 0, and padding has segment id -1.
+    Padding has segment id -1, and does not count.
 
     Args:
       mask: bool [B, T], true for tokens.
+      start: the position of the first token of each row, a number or [B], such as
+        `cache.next_positions`.
 
     >>> from_padding_mask(jnp.array([[False, False, True, True]]))[0]
     Array([[0, 0, 0, 1]], dtype=int32)
     """
     array_of_rank("from_padding_mask", "mask", mask, 2, "[B, T]")
     mask = jnp.asarray(mask, bool)
-    positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+    start = integer_positions("from_padding_mask", start, "start")
+    start = jnp.broadcast_to(start, mask.shape[:1])[:, None]
+    positions = start + jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
     return positions, jnp.where(mask, 0, -1).astype(jnp.int32)
 
 

@@ -109,28 +109,29 @@ def test_a_ring_keeps_the_first_tokens(name, chunk):
         step(small, *(a[:, :chunk] for a in ARRAYS))
 
 
-def test_a_ring_whose_padding_evicts_sink_tokens_is_nan():
+def test_a_ring_loses_the_sink_tokens_of_a_second_sequence():
+    """Sequences packed in one row: the reserved slots hold the first tokens of the first one."""
     scheme = pe.streaming(pe.RoPE(head_dim=8), 4)
     options = {"is_causal": True, "window": (8, 0)}
     q, k, v = (np.concatenate([x, x]) for x in ARRAYS)
-    real = np.arange(40)[None] >= np.array([[0], [3]])
-    positions, segments = map(np.asarray, pe.positions.from_padding_mask(real))
+    segments = np.where(np.arange(40)[None] >= np.array([[40], [3]]), 1, 0)
+    positions = np.asarray(pe.positions.from_segment_ids(segments))
+    where = {"positions": positions, "segment_ids": segments}
+    whole, _ = pe.scheme_attention(scheme, {}, q, k, v, **where, **options)
 
     @jax.jit
     def step(cache, where, *arrays):
         return pe.scheme_attention(scheme, {}, *arrays, cache=cache, **where, **options)
 
     cache = pe.new_cache(scheme, 2, 16, num_heads=6, num_kv_heads=3, head_dim=8, ring=True)
-    lost = []
     for t in range(30):
-        part = slice(t, t + 1)
-        where = {"positions": positions[:, part], "segment_ids": segments[:, part]}
-        out, cache = step(cache, where, *(x[:, part] for x in (q, k, v)))
-        lost.append(np.isnan(np.asarray(out)).any((1, 2, 3)))
-    lost = np.array(lost)
-    assert not lost[:, 0].any()
-    # Slots 4 to 6 hold the positions 1 to 3 of the second row, and are the first to be reused.
-    np.testing.assert_array_equal(np.flatnonzero(lost[:, 1]), np.arange(16, 30))
+        here = {name: x[:, t : t + 1] for name, x in where.items()}
+        out, cache = step(cache, here, *(x[:, t : t + 1] for x in (q, k, v)))
+        # Slot 4 holds the position 1 of the second sequence, and is the first to be reused.
+        assert np.isnan(out[1]).all() == (t >= 16)
+        rows = slice(0, 1 if t >= 16 else 2)
+        np.testing.assert_allclose(out[rows], whole[rows, t : t + 1], atol=2e-5)
+    np.testing.assert_array_equal(cache.overflowed, [False, True])
 
 
 @KINDS

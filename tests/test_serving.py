@@ -1,0 +1,208 @@
+"""Rows of a cache that start, end, move and go back on their own, against lists of tokens."""
+
+import dataclasses
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import posenc_jax as pe
+from posenc_jax.positions import from_padding_mask
+
+ROWS, CHUNK, CAPACITY, DIM = 3, 3, 12, 8
+LONGEST = CAPACITY + 2 * CHUNK  # Tokens of the whole forward pass that outputs are compared with.
+WINDOW, SINKS, BACK = 4, 2, 4
+VOCABULARY = np.random.default_rng(0).normal(size=(64, DIM)).astype(np.float32)
+SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "model_dim": DIM}
+# Rotated keys, arrays per key, running sums, and the last inputs of convolutions.
+SUMS = pe.chain(
+    pe.ShortConv(num_heads=2, num_kv_heads=1, head_dim=4),
+    pe.FoX(num_heads=2, model_dim=DIM),
+    pe.SelectiveRoPE(head_dim=4, model_dim=DIM),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A scheme, a kind of cache, and how many tokens it can take back."""
+
+    scheme: pe.Scheme
+    ring: bool
+    back: int
+
+    @property
+    def window(self):
+        return WINDOW if self.ring else None
+
+    @property
+    def sinks(self):
+        return self.scheme.traits.num_sink_tokens
+
+    def empty(self, batch=ROWS):
+        # A ring with room to take back `BACK` tokens.
+        capacity = self.sinks + WINDOW - 1 + max(CHUNK, BACK) if self.ring else CAPACITY
+        options = {"ring": self.ring, "max_rewind": self.back}
+        return pe.new_cache(self.scheme, batch, capacity, **SIZES, **options)
+
+
+POLICIES = {
+    "full": Policy(SUMS, False, BACK),
+    "ring": Policy(SUMS, True, BACK),
+    "sinks": Policy(pe.streaming(pe.RoPE(head_dim=4), SINKS), True, 0),
+}
+
+
+@functools.cache
+def parameters(scheme):
+    with jax.ensure_compile_time_eval():
+        return scheme.init(jax.random.key(1))
+
+
+@functools.cache
+def weights():
+    numbers = np.random.default_rng(1)
+    return [numbers.normal(size=(DIM, n, 4)).astype(np.float32) / 3 for n in (2, 1, 1)]
+
+
+def attend(policy, tokens, segment_ids, cache=None):
+    """Attention over tokens [B, T] that are indices of the vocabulary."""
+    x = jnp.asarray(VOCABULARY)[tokens]
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights())
+    options = {"is_causal": True, "window": policy.window, "x": x, "implementation": "reference"}
+    where = {"segment_ids": segment_ids, "cache": cache}
+    if cache is not None and segment_ids.shape[1] > 1:  # Padding anywhere in a chunk.
+        where["positions"], _ = from_padding_mask(segment_ids >= 0, cache.next_positions)
+    return pe.scheme_attention(
+        policy.scheme, parameters(policy.scheme), q, k, v, **where, **options
+    )
+
+
+whole = jax.jit(lambda policy, *rows: attend(policy, *rows)[0], static_argnums=0)
+append = jax.jit(attend, static_argnums=0)
+prefill = jax.jit(
+    lambda policy, *tokens: attend(policy, *tokens, policy.empty(1))[1], static_argnums=0
+)
+take, insert, reset, rewind = (
+    jax.jit(getattr(pe.KVCache, name)) for name in ("take", "insert", "reset", "rewind")
+)
+
+
+class Row:
+    """What one row should hold: a list."""
+
+    def __init__(self, tokens=(), written=0, back=0, lost=False):
+        self.tokens, self.written, self.back, self.lost = list(tokens), written, back, lost
+
+    def copy(self):
+        return Row(self.tokens, self.written, self.back, self.lost)
+
+    def append(self, tokens, policy, capacity):
+        start = len(self.tokens)
+        self.tokens += tokens
+        self.back = min(self.back + len(tokens), policy.back)
+        self.written = max(self.written, len(self.tokens))
+        if policy.ring and tokens:
+            overwritten = range(policy.sinks, self.first(policy, capacity))
+            self.lost |= any(i > start - WINDOW for i in overwritten)
+
+    def first(self, policy, capacity):
+        """The first token after the sinks that a ring has not overwritten."""
+        return self.written - capacity + policy.sinks
+
+    def rewind(self, count, policy):
+        limit = self.back if policy.back else len(self.tokens)
+        if count > limit:
+            self.lost = True
+            return
+        del self.tokens[len(self.tokens) - count :]
+        self.back = max(self.back - count, 0)
+
+    def is_lost(self, policy):
+        return self.lost or (not policy.ring and len(self.tokens) > CAPACITY)
+
+
+def padded(rows):
+    tokens, segments = np.zeros((ROWS, LONGEST), np.int32), np.full((ROWS, LONGEST), -1, np.int32)
+    for row, (numbers, ids) in enumerate(zip(rows, segments, strict=True)):
+        tokens[row, : len(numbers)] = numbers
+        ids[: len(numbers)] = 0
+    return tokens, segments
+
+
+token = st.integers(0, len(VOCABULARY) - 1)
+chunk = st.lists(st.one_of(token, st.just(-1)), min_size=CHUNK, max_size=CHUNK)
+operation = st.one_of(
+    st.tuples(st.just("append"), st.lists(chunk, min_size=ROWS, max_size=ROWS)),
+    st.tuples(st.just("append"), st.lists(chunk, min_size=ROWS, max_size=ROWS)),
+    st.tuples(st.just("take"), st.lists(st.integers(0, ROWS - 1), min_size=ROWS, max_size=ROWS)),
+    st.tuples(st.just("insert"), st.tuples(st.integers(0, ROWS - 1), chunk)),
+    st.tuples(st.just("reset"), st.lists(st.booleans(), min_size=ROWS, max_size=ROWS)),
+    st.tuples(st.just("rewind"), st.lists(st.integers(0, BACK), min_size=ROWS, max_size=ROWS)),
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(operations=st.lists(operation, min_size=4, max_size=14))
+def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
+    """Appended, reordered, freed, reused and taken back at random; 1e-5."""
+    policy = POLICIES[name]
+    cache, rows = policy.empty(), [Row() for _ in range(ROWS)]
+    capacity = cache.capacity
+    for what, value in operations:
+        if what == "append":
+            numbers = np.array(value, np.int32)
+            out, cache = append(policy, np.maximum(numbers, 0), np.minimum(numbers, 0), cache)
+            for row, new in zip(rows, value, strict=True):
+                if len(row.tokens) > LONGEST - CHUNK:
+                    return
+                row.append([n for n in new if n >= 0], policy, capacity)
+            expected = whole(policy, *padded([r.tokens for r in rows]))
+            for i, (row, new) in enumerate(zip(rows, value, strict=True)):
+                real = [n >= 0 for n in new]
+                wanted = expected[i, len(row.tokens) - sum(real) : len(row.tokens)]
+                if row.is_lost(policy):
+                    assert np.isnan(out[i]).all()
+                else:
+                    np.testing.assert_allclose(out[i][np.array(real)], wanted, rtol=0, atol=1e-5)
+        elif what == "take":
+            cache, rows = take(cache, np.array(value)), [rows[i].copy() for i in value]
+        elif what == "insert":
+            row, new = value
+            numbers = np.array([new], np.int32)
+            one = prefill(policy, np.maximum(numbers, 0), np.minimum(numbers, 0))
+            cache, rows[row] = insert(cache, row, one), Row()
+            rows[row].append([n for n in new if n >= 0], policy, capacity)
+        elif what == "reset":
+            cache = reset(cache, np.array(value))
+            rows = [Row() if freed else row for row, freed in zip(rows, value, strict=True)]
+        else:
+            cache = rewind(cache, np.array(value))
+            for row, count in zip(rows, value, strict=True):
+                row.rewind(count, policy)
+        np.testing.assert_array_equal(cache.length, [len(row.tokens) for row in rows])
+        # The position of a row is known while the ring holds its last token.
+        beyond = [
+            policy.ring and policy.sinks < len(r.tokens) <= r.first(policy, capacity) for r in rows
+        ]
+        np.testing.assert_array_equal(
+            np.where(beyond, cache.length, cache.next_positions), cache.length
+        )
+        np.testing.assert_array_equal(cache.overflowed, [row.is_lost(policy) for row in rows])
+
+
+def test_the_documentation_runs():
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    names = {"__name__": "serving"}
+    exec(code, names)
+    assert names["step"].jitted_fn._cache_size() == 1
+    np.testing.assert_array_equal(names["cache"].length, [8, 4, 0])
+    alone = names["layer"](names["x"])
+    np.testing.assert_allclose(names["y"][0], alone[0], rtol=0, atol=1e-5)
