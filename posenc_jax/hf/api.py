@@ -43,7 +43,8 @@ def from_hf(
     Every layer has parameters of its own, except where `scheme.traits.shared_over_layers`; UMT5
     has a `T5` table in each layer all the same. Schemes that act on the embedding, such as
     `LearnedAbsolute`, are applied once, at the input of the model, though every layer names them.
-    Layers of linear attention have `NoPE`.
+    Layers of linear attention have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and
+    the window of tokens; the model adds compressed entries.
 
     Args:
       config: `config.json` as a dict, or a config object of transformers. Of a config of several

@@ -34,6 +34,7 @@ _QK_NORMS: dict[str, tuple[QKNorm, str | None]] = {
     "phi": (_WITH_BIAS, "qk_layernorm"),
 }
 _SWITCHES = "use_qk_norm", "qk_layernorm"
+_SINKS = "deepseek_v4", "gpt_oss"
 # Only layers that rotate have the norm. In Llama 4 it follows the rotation, which keeps lengths.
 _ONLY_ROTATING = "llama4_text", "qwen3_next"
 
@@ -48,7 +49,7 @@ def with_attention_settings(
     """
     settings = {
         "softcap": _softcap(config),
-        "sinks": config.values["model_type"] == "gpt_oss",
+        "sinks": config.values["model_type"] in _SINKS,
         "qk_norm": _qk_norm(config),
     }
     layers = tuple(

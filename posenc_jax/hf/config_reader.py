@@ -79,8 +79,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: _number(x) and x > 0,
         """
         rope_theta rotary_emb_base global_rope_theta local_rope_theta rope_local_base_freq
-        partial_rotary_factor rotary_pct factor query_pre_attn_scalar rotary_embedding_base
-        attn_logit_softcapping rms_norm_eps layer_norm_eps
+        compress_rope_theta partial_rotary_factor rotary_pct factor query_pre_attn_scalar
+        rotary_embedding_base attn_logit_softcapping rms_norm_eps layer_norm_eps
         """,
     ),
     "a number": (
@@ -113,7 +113,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a list of numbers": (_list_of(_number), "short_factor long_factor"),
     "a list of integers from 0": (
         _list_of(lambda x: _integer(x) and x >= 0),
-        "depths num_heads mrope_section local_layer_ids pretrained_window_sizes",
+        "depths num_heads mrope_section local_layer_ids pretrained_window_sizes compress_ratios",
     ),
     "a list of 0 and 1": (_list_of(lambda x: x in (0, 1)), "no_rope_layers"),
 }

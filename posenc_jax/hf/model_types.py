@@ -9,6 +9,7 @@ from typing import Any
 from posenc_jax.hf import bias_and_table_families as other
 from posenc_jax.hf import layer_kinds, rotary_families
 from posenc_jax.hf.bias_and_table_families import Table
+from posenc_jax.hf.deepseek_v4 import deepseek_v4
 from posenc_jax.hf.layer_kinds import (
     FULL,
     LINEAR,
@@ -87,6 +88,7 @@ MODEL_TYPES: dict[str, Family] = {
     "deepseek_v2": Latent(interleave=True, in_place=True),
     "deepseek_v3": Latent(),
     "deepseek_v32": Latent(),
+    "deepseek_v4": deepseek_v4,
     "mistral4": Latent(),
     "mistral_large4_text": rotary_families.mistral_large4,
     "qwen2_vl_text": Multimodal(kinds=from_max_window_layers, sections=(16, 24, 24)),

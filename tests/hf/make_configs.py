@@ -44,7 +44,7 @@ is_decoder is_encoder_decoder relative_attention_num_buckets relative_attention_
 alibi learned_pos_emb attn_config relative_attention position_biased_input pos_att_type
 max_relative_positions position_buckets share_att_key bi_data clamp_len
 position_embeddings_type left_max_position_embeddings right_max_position_embeddings
-d_rel rel_extent swa_num_attention_heads position_embedding_type
+compress_rope_theta compress_ratios d_rel rel_extent swa_num_attention_heads position_embedding_type
 sinusoidal_pos_embds
 """.split()
 
@@ -77,6 +77,8 @@ def defaults(model_type):
         out |= dict(zip(names, (theta["global"], theta["local"]), strict=True))
         return plain(out)
     out["rope_theta"] = theta
+    if model_type == "deepseek_v4":  # Two sets of parameters, not by the kinds of layers.
+        return plain(out | {"partial_rotary_factor": cls.default_partial_rotary_factor})
     kinds = filled.values() if FULL in filled else [filled]
     if any(kind is None or kind["rope_type"] != "default" for kind in kinds):
         if cls(rope_theta=1.0).rope_parameters.get("rope_theta") == 1.0:
@@ -149,6 +151,9 @@ def raw_configs(model_type):
         {"full_attention_interval": 2},
         {"rope_interleave": False},
         {"global_head_dim": 8, "head_dim": 16},
+        {"compress_rope_theta": 3e5},
+        {"qk_rope_head_dim": 16, "head_dim": 64},
+        {"compress_ratios": [0, 0, 4, 128, 4, 128, 4, 0]},
     ):
         if set(names) <= fields | EXTRA.get(model_type, set()):
             yield sizes | names
@@ -181,6 +186,7 @@ def raw_configs(model_type):
 
 # Keys that a class takes without a field of that name.
 EXTRA = {
+    "deepseek_v4": {"qk_rope_head_dim", "compress_ratios"},
     "minimax_m2": {"rotary_dim"},
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_theta", "rope_local_base_freq"},
@@ -203,7 +209,9 @@ def windows(config):
     kinds = getattr(config, "layer_types", None) or []
     if "create_bidirectional_sliding_window_mask" in code and size is not None:
         size = [size, size]  # The mask of an encoder has |q - k| <= size.
-    if not re.search(r"create_\w*sliding_window\w*mask", code):
+    if config.model_type == "deepseek_v4":
+        window = [size] * count  # Beside compressed entries, which have a mask of their own.
+    elif not re.search(r"create_\w*sliding_window\w*mask", code):
         window = [None] * count
     elif by_kind and kinds:
         window = [size if "sliding" in kind else None for kind in kinds]

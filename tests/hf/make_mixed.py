@@ -1,4 +1,4 @@
-"""Layers that rotate by several coordinates, or do more to queries than rotate them."""
+"""Layers that rotate by several coordinates, or do more than rotate queries and keys."""
 
 import torch
 from make_record import (
@@ -97,4 +97,40 @@ LARGE4 = {n: MLA[n] for n in MLA if n != "rope_parameters"} | {
 }
 
 
-CASES = [qwen2_vl, qwen3_vl, ernie4_5_vl, beam_nope, mistral_large4, mistral_large4_nope]
+def deepseek_v4(layer=0):
+    """A layer with a window. The tokens are too few for an entry of a compressing layer."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 12}
+    yarn = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512}
+    config = make_config(
+        "deepseek_v4",
+        **sizes | {"o_groups": 2, "o_lora_rank": 5, "num_hidden_layers": 2},
+        layer_types=["sliding_attention", "heavily_compressed_attention"],
+        partial_rotary_factor=0.5,
+        rope_scaling=yarn,
+        sliding_window=8192,
+    )
+    file, at = modeling(config), torch.tensor([POSITIONS])
+    attend, x = randomize(file.DeepseekV4Attention(config, layer_idx=layer)), tokens(1, 6, 48)
+    tables = file.DeepseekV4RotaryEmbedding(config)
+    RECORDS.clear()
+    with (
+        watch(file, "apply_rotary_pos_emb") as calls,
+        hooked(attend, q="q_b_norm", k="kv_norm") as store,
+    ):
+        attend(x, {n: tables(x, at, n) for n in ("main", "compress")}, at, causal(6))
+    (record,) = RECORDS
+    key = store["k"][:, :, None]
+    made = {"q": store["q"].transpose(1, 2), "k": key, "v": key, "sinks": attend.sinks}
+    made |= {n: record[n] for n in ("q_rot", "k_rot")} | {"out": calls[-1][1].transpose(1, 2)}
+    return config, layer, True, arrays(positions=at, **made)
+
+
+def deepseek_v4_compress():
+    """The base and the scaling of compressing layers."""
+    return deepseek_v4(layer=1)
+
+
+CASES = [
+    *(qwen2_vl, qwen3_vl, ernie4_5_vl, beam_nope, mistral_large4, mistral_large4_nope),
+    *(deepseek_v4, deepseek_v4_compress),
+]

@@ -42,7 +42,7 @@ def test_other_model_types_have_no_norms():
             config |= {"relative_attention": True, "pos_att_type": ["c2p"]}
         for layer in pe.from_hf(config, decoder=decoder):
             assert layer.qk_norm is None, kind
-            assert layer.sinks == (kind == "gpt_oss")
+            assert layer.sinks == (kind in ("deepseek_v4", "gpt_oss"))
             assert layer.softcap == (50.0 if kind == "gemma2" else None)
 
 

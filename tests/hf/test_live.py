@@ -107,9 +107,9 @@ SMALL = {
     **{"attention_chunk_size": 5, "local_attention": 6},
 }
 WINDOWED = """
-beam cohere2 cwm dots1 exaone4 exaone_moe gemma2 gemma3_text gemma4_text gpt_oss inkling_text
-llama4_text ministral ministral3 mistral mixtral modernbert olmo3 phi3 phimoe qwen2 qwen2_5_vl_text
-qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3 starcoder2
+beam cohere2 cwm deepseek_v4 dots1 exaone4 exaone_moe gemma2 gemma3_text gemma4_text gpt_oss
+inkling_text llama4_text ministral ministral3 mistral mixtral modernbert olmo3 phi3 phimoe qwen2
+qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3 starcoder2
 """
 
 
@@ -122,6 +122,8 @@ def test_windows_are_the_masks_of_a_whole_model(maker, kind):
     settings = {n: x for n, x in SMALL.items() if n in fields}
     if kind in ("qwen2_vl_text", "qwen2_5_vl_text"):
         settings["rope_parameters"] = {"rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    if kind == "deepseek_v4":
+        settings["partial_rotary_factor"] = 0.5
     config = cls(**settings)
     config._attn_implementation = "eager"
     file = importlib.import_module(cls.__module__.replace("configuration_", "modeling_"))

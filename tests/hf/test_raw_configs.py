@@ -38,7 +38,8 @@ REFUSED = {
 }
 # Model types whose modeling files read `partial_rotary_factor`.
 PARTIAL = """
-glm glm4 glm4_moe gpt_neox minimax_m2 nemotron persimmon phi phi3 qwen3_next solar_open stablelm
+deepseek_v4 glm glm4 glm4_moe gpt_neox minimax_m2 nemotron persimmon phi phi3 qwen3_next solar_open
+stablelm
 """
 
 
@@ -120,8 +121,16 @@ WINDOWED = sorted(n for n in CASES if any(any(c.get("windows", ())) for c in CAS
 def test_the_model_types_with_windows():
     """Beside Llama 4, whose layers attend in chunks, and Inkling, whose window is always there."""
     assert WINDOWED == [
-        *("beam", "cohere2", "cwm", "dots1", "exaone4", "exaone_moe", "gemma2", "gemma3_text"),
-        *("gemma4_text", "gpt_oss", "inkling_text", "ministral", "ministral3", "mistral"),
+        *("beam", "cohere2", "cwm", "deepseek_v4", "dots1", "exaone4", "exaone_moe", "gemma2"),
+        *(
+            "gemma3_text",
+            "gemma4_text",
+            "gpt_oss",
+            "inkling_text",
+            "ministral",
+            "ministral3",
+            "mistral",
+        ),
         *("mixtral", "modernbert", "olmo3", "phi3", "phimoe", "qwen2", "qwen2_5_vl_text"),
         *("qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
     ]

@@ -1,0 +1,93 @@
+"""The config of DeepSeek-V4, whose layers have one of two rotations, and rotate values too.
+
+Its norms, of q without weights and of the array that is both k and v, are left to the model.
+"""
+
+from typing import Any
+
+from posenc_jax.checks import require
+from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
+from posenc_jax.hf.layer_kinds import LOCAL
+from posenc_jax.hf.rope import read_rotary, rope_dict
+from posenc_jax.layers import LayerSpec
+from posenc_jax.rotary.vo_rope import VORoPE
+from posenc_jax.scheme import Scheme
+
+_KINDS = {0: LOCAL, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+_LABELS = "main", "compress"
+
+
+def deepseek_v4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+    """Values and keys rotate in all layers, with a base of their own in compressing layers.
+
+    Every layer has the window. A compressing layer attends to compressed entries beside it, whose
+    keys and values the same scheme rotates by the position of their first token.
+    """
+    given = rope_dict(config) or {}
+    if any(label in given for label in _LABELS):
+        require(
+            set(given) - {"rope_type", "type"} == {*_LABELS},
+            f"{config.where} has rope parameters for {sorted(given)}; wanted those of {_LABELS}.",
+        )
+        parts = {label: given[label] for label in _LABELS}
+        for label, part in parts.items():
+            require(
+                isinstance(part, dict) and part.get("partial_rotary_factor") is not None,
+                f"{config.where} has no partial_rotary_factor in its {label!r} rope parameters.",
+            )
+    else:
+        kind = given.get("rope_type", given.get("type"))
+        compress = {"attention_factor": 1.0} | given if kind == "yarn" else given
+        parts = {"main": {}, "compress": compress}
+    schemes = {
+        "main": _scheme(config, parts["main"], "rope_theta"),
+        "compress": _scheme(config, parts["compress"], "compress_rope_theta"),
+    }
+    window = config.need("sliding_window")
+    return tuple(
+        LayerSpec(schemes["main" if kind == LOCAL else "compress"], window)
+        for kind in _kinds(config)
+    )
+
+
+def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
+    """RoPE on the last dimensions of q, k and v."""
+    rotary, head_dim = read_rotary(config, part, base=base), head_size(config)
+    dim, own = config.given("qk_rope_head_dim"), config.given("partial_rotary_factor")
+    share = part.get("partial_rotary_factor", own)
+    require(
+        None in (dim, share) or int(head_dim * share) == dim,
+        f"{config.where} has qk_rope_head_dim={dim} and partial_rotary_factor={share} for a head "
+        f"of {head_dim}.",
+    )
+    dim = int(head_dim * rotary.fraction) if dim is None else dim
+    return VORoPE(
+        head_dim=head_dim,
+        theta=rotary.theta,
+        layout="interleaved",
+        rotary_dim=dim,
+        rotary_start=head_dim - dim,
+        scaling=rotary.scaling,
+    )
+
+
+def _kinds(config: TrackedConfig) -> list[str]:
+    """The kind of each layer: `layer_types`, else `compress_ratios` as released."""
+    count, kinds = layer_count(config), config.given("layer_types")
+    ratios = config.given("compress_ratios")
+    if ratios is not None:
+        unknown = sorted(set(ratios) - set(_KINDS))
+        require(not unknown, f"{config.where} has compress_ratios {unknown}; known: {[*_KINDS]}.")
+        by_ratio = [_KINDS[ratio] for ratio in ratios]
+        require(
+            kinds is None or kinds[:count] == by_ratio[:count],
+            f"{config.where} has layer_types and compress_ratios that contradict each other.",
+        )
+        kinds = by_ratio
+    if kinds is None:
+        kinds = [_KINDS[128]] * 2 + [_KINDS[4 if i % 2 else 128] for i in range(count)]
+    kinds = kinds[:count]
+    require(len(kinds) == count, f"{config.where} has {len(kinds)} layer_types for {count} layers.")
+    unknown = sorted(set(kinds) - set(_KINDS.values()))
+    require(not unknown, f"{config.where} has layer_types {unknown}.")
+    return kinds
