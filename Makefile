@@ -9,7 +9,7 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick compare bench gpu tpu tpu-static lint format clean
+.PHONY: help test test-quick compare scoreboard bench gpu tpu tpu-static lint format clean
 .DELETE_ON_ERROR:
 
 ifeq ($(ACCEL),)
@@ -68,6 +68,9 @@ option = $(if $(value $(1)),--$(2) $(call quote,$($(1))))
 compare: $(VENV)/.installed-experiments ## Train and compare (QUICK=1 SCHEMES=rope,alibi SEEDS=3 NAME=mine)
 	$(strip $(RUN) -m experiments compare configs/compare.toml $(if $(filter-out 0,$(QUICK)),--quick) \
 	  $(call option,SCHEMES,schemes) $(call option,SEEDS,seeds) $(call option,NAME,name) $(ARGS))
+
+scoreboard: $(VENV)/.installed-experiments ## Test claims of the literature, write RESULTS.md (ARGS="R08 --seeds 1")
+	$(RUN) -m experiments scoreboard --run $(ARGS)
 
 bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" for a training step)
 	$(RUN) -m experiments bench $(or $(ARGS),rope)

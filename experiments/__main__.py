@@ -14,6 +14,7 @@ python -m experiments <command> [file.toml] [changes]
              length, and write a report                      configs/compare.toml
   train      the same, and keep the trained parameters       configs/kback.toml
   evaluate   measure kept parameters again                   configs/text_length.toml
+  scoreboard decide claims of the literature, write RESULTS.md  configs/scoreboard/
   report     write report.html again from results.json       a folder of results
   bench      measure speed as ratios
   gallery    draw the effect of every scheme, on one page
@@ -41,6 +42,7 @@ _EXPERIMENTS = {
 }
 _OTHERS = {
     "report": "experiments.report",
+    "scoreboard": "experiments.scoreboard.command",
     "bench": "experiments.bench",
     "gallery": "experiments.gallery.page",
     "schemes": "experiments.scheme_table",

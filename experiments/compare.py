@@ -8,6 +8,7 @@ import jax
 
 from experiments.config import Experiment
 from experiments.errors import ExperimentError, ResultsError
+from experiments.files import locked
 from experiments.model import Position, initialize, seed_keys
 from experiments.progress import Progress
 from experiments.report import write_report
@@ -123,6 +124,11 @@ def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) 
       CorpusError, ResultsError: with one line; files written before are complete.
     """
     runs = plan_runs(experiment)
+    with locked(experiment.folder):
+        return _compare(experiment, runs, fresh, keep)
+
+
+def _compare(experiment: Experiment, runs: list[Run], fresh: bool, keep: bool) -> int:
     store = ResultsStore(experiment, fresh=fresh)
     facts = _facts(runs)
     store.open(facts)

@@ -1,10 +1,11 @@
-"""Atomic writes, and JSON without NaN."""
+"""Atomic writes, folders held by one process, and JSON without NaN."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,30 @@ def write_whole(path: Path, content: str | bytes) -> None:
     finally:  # After Ctrl-C too.
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Holds a folder, which is made if needed, against other processes.
+
+    The lock is advisory and ends with the process, however that ends.
+
+    Raises:
+      ResultsError: if another process holds it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ResultsError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResultsError(f"{folder}: another process works in this folder") from None
+        yield
+    finally:
+        os.close(held)
 
 
 def to_json(value: Any, **options: Any) -> str:

@@ -52,6 +52,21 @@ class Block(nnx.Module):
         self.norm2 = nnx.RMSNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, inner, use_bias=False, kernel_init=weights, rngs=rngs)
         self.down = nnx.Linear(inner, width, use_bias=False, kernel_init=outputs, rngs=rngs)
+        self.convs = nnx.List(
+            [
+                nnx.Conv(
+                    width,
+                    width,
+                    (sizes.conv_size,),
+                    padding="CAUSAL",
+                    feature_group_count=width,
+                    use_bias=False,
+                    kernel_init=nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform"),
+                    rngs=rngs,
+                )
+                for _ in range(2 if sizes.conv_size else 0)
+            ]
+        )
         self.attention = pnnx.Attention(  # Last: a scheme draws after everything else has.
             width,
             sizes.num_heads,
@@ -70,8 +85,14 @@ class Block(nnx.Module):
         chunks = None
         if self.chunk_size is not None:
             chunks = pe.positions.count_up(*x.shape[:2]) // self.chunk_size
-        x = x + self.attention(self.norm1(x), segment_ids=chunks, coordinates=coordinates)
-        return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
+        y = self.norm1(x)
+        if self.convs:
+            y = y + self.convs[0](y)
+        x = x + self.attention(y, segment_ids=chunks, coordinates=coordinates)
+        z = self.norm2(x)
+        if self.convs:
+            z = z + self.convs[1](z)
+        return x + self.down(jax.nn.gelu(self.up(z)))
 
 
 class LanguageModel(nnx.Module):

@@ -23,6 +23,9 @@ class Model:
     """Heads N; the head dim is D / N."""
     mlp_factor: PositiveInt = 4
     """Width of the MLP divided by D."""
+    conv_size: NonNegativeInt = 0
+    """Kernel size of causal depthwise convolutions, added to the inputs of attention and MLP
+    (Canon layers A and C, https://arxiv.org/abs/2512.17351); 0: none."""
     is_causal: bool = True
     """Whether tokens see earlier ones only and the next token is predicted; otherwise tokens see
     all, and those to predict are masked."""
@@ -39,6 +42,8 @@ class Model:
                 f"{path}.model_dim: {self.model_dim} is not divisible by "
                 f"{path}.num_heads = {self.num_heads}"
             )
+        if self.conv_size and not self.is_causal:
+            raise ConfigError(f"{path}.conv_size: {self.conv_size}, but {path}.is_causal = false")
 
 
 @dataclasses.dataclass(frozen=True)

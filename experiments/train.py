@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -124,12 +124,43 @@ class Trained:
     cpu_seconds: float
 
 
+class Checkpoint(Protocol):
+    """Where the state of training is kept, so that it can be continued with equal bits."""
+
+    def load(self, state: Any) -> tuple[Any, dict[str, list], float] | None:
+        """Returns a state like `state`, its curve and the seconds it took; None if there is none.
+
+        The last step of the curve is that of the state.
+        """
+        ...
+
+    def save(self, state: Any, curve: dict[str, list], seconds: float) -> None:
+        """Is called after each compiled call, and writes the state when it wants to."""
+        ...
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(task: Task, position: Position, count: int, data: Any) -> Any:
+    """Returns the compiled `advance`, for `data` as a tree definition and its shapes."""
+    graphdef = structure(task.model, position, task.vocab_size)
+    keys = jax.eval_shape(lambda: seed_keys([0] * count, "parameters"))
+    params = jax.eval_shape(lambda k: initialize(task.model, position, task.vocab_size, k), keys)
+    state = params, jax.eval_shape(jax.vmap(make_optimizer(task.train).init), params)
+    shapes = jax.tree.unflatten(*data)
+    first = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = advance.lower(state, keys, first, shapes, graphdef=graphdef, task=task)
+    return lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
+
+
 def train(
     task: Task,
     position: Position,
     seeds: list[int],
     data: Any,
     report: Callable[[int, list[float]], None] = lambda step, loss: None,
+    *,
+    params: nnx.State | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Trained:
     """Trains one model per seed.
 
@@ -139,28 +170,38 @@ def train(
       seeds: of parameters and data.
       data: `Data.train` of what `task.load` returned.
       report: called with the step and the losses [seeds] after each compiled call.
+      params: to begin with, leaves [seeds, ...]; default: new ones.
+      checkpoint: keeps the state, and has that of an earlier call that was stopped.
 
     Raises:
       FloatingPointError: if a loss is not finite.
     """
     started = time.perf_counter()
-    graphdef = structure(task.model, position, task.vocab_size)
-    params = initialize(task.model, position, task.vocab_size, seed_keys(seeds, "parameters"))
+    if params is None:
+        params = initialize(task.model, position, task.vocab_size, seed_keys(seeds, "parameters"))
+    params = jax.tree.map(jnp.array, params)  # A copy: `advance` donates its memory.
     state = params, jax.vmap(make_optimizer(task.train).init)(params)
     keys = seed_keys(seeds, "data")
-    lowered = advance.lower(state, keys, jnp.int32(0), data, graphdef=graphdef, task=task)
-    compiled = lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
+    leaves, tree = jax.tree.flatten(data)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    compiled = _compiled(task, position, len(seeds), (tree, shapes))
     begun, cpu = time.perf_counter(), time.process_time()
     curve: dict[str, list] = {"step": [], "loss": []}
-    for first in range(0, task.train.steps, task.train.steps_per_call):
+    before = 0.0
+    if checkpoint and (kept := checkpoint.load(state)):
+        state, curve, before = kept
+    done = curve["step"][-1] if curve["step"] else 0
+    for first in range(done, task.train.steps, task.train.steps_per_call):
         state, losses = compiled(state, keys, jnp.int32(first), data)
         mean = np.asarray(losses).mean(1)
         curve["step"].append(first + task.train.steps_per_call)
         curve["loss"].append([round(float(x), 5) for x in mean])
         if not np.isfinite(mean).all():
             raise FloatingPointError(f"the loss is not finite at step {curve['step'][-1]}")
+        if checkpoint:
+            checkpoint.save(state, curve, before + time.perf_counter() - begun)
         report(curve["step"][-1], curve["loss"][-1])
-    ended = time.perf_counter()
+    ended = before + time.perf_counter()
     return Trained(
         params=state[0],
         parameters=count_parameters(state[0]),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from pydantic import Field, NonNegativeInt
@@ -81,8 +82,8 @@ class Task:
     """How the model is trained."""
     coordinates: str = "positions"
     """What the scheme encodes: positions; shifted (positions plus a random offset per sequence, in
-    training only); randomized (sorted random integers) or random_floats (sorted random numbers),
-    both in evaluation too."""
+    training only); randomized (sorted random integers, in evaluation too); random_floats (sorted
+    random numbers, in evaluation evenly spaced ones)."""
     coordinate_range: NonNegativeInt = 0
     """All coordinates are below this; 0: the longest test length."""
     schemes: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
@@ -111,6 +112,11 @@ class Task:
     def num_coordinates(self) -> int:
         """All coordinates are below this: the number of rows of a learned table."""
         return self.coordinate_range or self.longest
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """The names of the scores at each length, modes and variants; the first is the main one."""
+        return ("plain",)
 
     def load(self) -> Data:
         """Returns the data of the task; empty by default, for tasks that draw their data.
@@ -152,7 +158,12 @@ class Task:
             return pe.positions.shifted(key, positions, limit - length + 1)
         if self.coordinates == "randomized":
             return pe.positions.randomized(key, positions, limit)
-        return pe.positions.random_floats(key, positions, float(limit))
+        if training:
+            return pe.positions.random_floats(key, positions, float(limit))
+        place = jnp.arange(tokens.shape[1])
+        inputs = jnp.where(tokens > 0, place, 0).max(1, keepdims=True)  # Without the padding.
+        spaced = pe.positions.spaced_floats(positions, 1, float(limit))
+        return spaced / jnp.maximum(inputs, self.train_length)
 
     def evaluate(
         self, position: Position, params: nnx.State, seeds: list[int], data: Data

@@ -46,6 +46,11 @@ class Lookup(Task):
         """The task by way of evaluating; a subclass may add tasks with other settings."""
         return {"plain": self}
 
+    @property
+    def views(self):
+        """The ways of evaluating."""
+        return (*self.test_modes, *(("exact",) if self.exact_match else ()))
+
     def sample_test(self, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns a batch of the longest length whose answers belong to the test lengths.
 

@@ -87,6 +87,11 @@ class Text(Task):
         """Bytes."""
         return 256
 
+    @property
+    def views(self):
+        """Both ways of evaluating, and the variants."""
+        return (*self.labels.modes, *self.variants)
+
     def load(self) -> Data:
         """Returns the corpus, the training text on the device as uint8 [bytes]."""
         blocks = self.eval_bytes // self.longest

@@ -125,6 +125,24 @@ def test_a_model_without_causality_sees_all_but_what_it_predicts():
     np.testing.assert_array_equal(out[0], out[2])
 
 
+def test_convolutions_reach_earlier_tokens_only():
+    sizes = dataclasses.replace(SIZES, num_layers=1, conv_size=3)
+    block = LanguageModel(sizes, make("none"), 256, jax.random.key(0)).blocks[0]
+    x = np.random.default_rng(0).normal(size=(1, 10, 16)).astype(np.float32)
+    kernels = [np.asarray(conv.kernel[...])[:, 0] for conv in block.convs]
+    assert all(np.abs(kernel).max() <= 3**-0.5 for kernel in kernels)
+
+    def mixed(y, kernel):
+        padded = np.pad(y, ((0, 0), (2, 0), (0, 0)))
+        return y + sum(kernel[i] * padded[:, i : i + 10] for i in range(3))
+
+    after = x + block.attention(mixed(np.asarray(block.norm1(x)), kernels[0]))
+    inner = mixed(np.asarray(block.norm2(after)), kernels[1])
+    np.testing.assert_allclose(
+        block(x), after + block.down(jax.nn.gelu(block.up(inner))), rtol=1e-5, atol=1e-5
+    )
+
+
 def test_the_model_encodes_the_coordinates_that_it_is_given():
     tokens = np.random.default_rng(0).integers(0, 256, (2, 12))
     at = np.arange(12)[None].repeat(2, 0)

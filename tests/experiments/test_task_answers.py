@@ -300,6 +300,16 @@ def test_coordinates_are_ordered_and_reach_the_longest_length(kind):
         assert task.draw_coordinates(jax.random.key(0), tokens, training=False) is None
 
 
+def test_floats_of_evaluation_are_spaced_by_the_length_of_each_row():
+    task = Copy(coordinates="random_floats", coordinate_range=256)
+    tokens = np.zeros((3, 129), np.int32)
+    for row, length in zip(tokens, (20, 65, 129), strict=True):
+        row[:length] = 1
+    at = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=False))
+    for row, inputs in zip(at, (32, 64, 128), strict=True):  # At least the trained length.
+        np.testing.assert_allclose(row, (np.arange(128) + 0.5) * 256 / inputs, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_settings_survive_toml(name):
     task = TASKS[name]()

@@ -1,0 +1,344 @@
+"""Single runs: a scheme on a task with one seed, in a folder named by the hash of its settings.
+
+result.json       scores and how they were made; written once, when the run has ended
+checkpoint.npz    the state of training, about once a minute, until the run has ended
+parameters.npz    trained parameters, where other runs begin with them
+
+A run that was stopped at any time continues from its checkpoint with equal bits. Only result.json
+is worth committing.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import re
+import subprocess
+import time
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.config_io import convert, to_tables
+from experiments.environment import environment
+from experiments.errors import ResultsError
+from experiments.files import locked, to_json, write_whole
+from experiments.model import Position, initialize, seed_keys
+from experiments.tasks import Task
+from experiments.tasks.base import Data, Evaluation
+from experiments.train import train
+
+VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "device")
+"""Entries of the environment that must be equal where runs are compared."""
+_POINTS = 32
+
+
+class OutOfTime(Exception):
+    """The time limit is over; the state was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What result.json holds.
+
+    Attributes:
+      settings: of the run, all of them.
+      status: "done", or "diverged" where the loss was not finite.
+      scores: by view (`Task.views`), then by length.
+      curve: some points of the curve of the loss, "step" and "loss".
+      environment: versions and the machine.
+      commit: of the code, with a plus where files differed from it.
+      finished: when, ISO 8601.
+    """
+
+    settings: dict[str, Any]
+    status: str
+    scheme_repr: str
+    environment: dict[str, Any]
+    commit: str
+    finished: str
+    error: str | None = None
+    parameters: int | None = None
+    fitted: bool = False
+    fit_rule: str = ""
+    scores: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
+    curve: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
+    compile_seconds: float = 0.0
+    train_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions that must be equal where runs are compared."""
+        return tuple(f"{name} {self.environment.get(name)}" for name in VERSIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A scheme on a task with one seed.
+
+    Attributes:
+      task: the task.
+      scheme: its name in settings.
+      options: of the scheme, as given.
+      position: the scheme, or its layers.
+      seed: of parameters and data.
+      start: the run whose trained parameters this one begins with, None for new ones.
+    """
+
+    task: Task
+    scheme: str
+    options: dict[str, Any] = dataclasses.field(hash=False)
+    position: Position
+    seed: int
+    start: "Run | None" = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, of JSON's types."""
+        task = {k: v for k, v in to_tables(self.task).items() if k != "schemes"}
+        settings = {
+            "task": self.task.name,
+            "scheme": self.scheme,
+            "options": self.options,
+            "seed": self.seed,
+            self.task.name: task,
+        }
+        return settings | ({"start": self.start.settings} if self.start else {})
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The name of the folder: task, scheme, seed, and a hash of all settings."""
+        text = json.dumps(self.settings, sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        scheme = re.sub(r"[^\w.+-]", "-", self.scheme.rpartition(":")[2])
+        return f"{self.task.name}-{scheme}-s{self.seed}-{digest}"
+
+    @property
+    def root(self) -> "Run":
+        """The run without a start from which this one descends."""
+        return self.start.root if self.start else self
+
+
+class RunFolder:
+    """The folder of a run.
+
+    Args:
+      parent: where folders of runs are.
+      run: the run.
+    """
+
+    def __init__(self, parent: Path, run: Run):
+        self.run = run
+        self.path = parent / run.name
+
+    def result(self) -> Result | None:
+        """Returns the result; None if the run has not ended.
+
+        Raises:
+          ResultsError: if it cannot be read, or is that of other settings.
+        """
+        source = self.path / "result.json"
+        try:
+            found = convert(Result, json.loads(source.read_text(encoding="utf-8")), "")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ResultsError(f"{source}: cannot be read: {error}") from None
+        if found.settings != self.run.settings:
+            raise ResultsError(f"{source}: has other settings than its name says")
+        return found
+
+    def forget(self) -> None:
+        """Removes the result and what was kept for it."""
+        for name in ("result.json", "checkpoint.npz", "parameters.npz"):
+            (self.path / name).unlink(missing_ok=True)
+
+    def carry_out(
+        self,
+        data: Callable[[Task], Data],
+        say: Callable[[str], None] = lambda line: None,
+        deadline: float = float("inf"),
+        keep: bool = False,
+    ) -> Result:
+        """Returns the result, of an earlier call or of training and evaluation now.
+
+        Args:
+          data: loads the data of a task.
+          say: shows a line.
+          deadline: of `time.monotonic`.
+          keep: whether the trained parameters must be there afterwards.
+
+        Raises:
+          OutOfTime: at the deadline; the next call continues.
+          ResultsError: if another process works in the folder, or it cannot be written.
+        """
+        with locked(self.path):
+            found = self.result()
+            if found and (not keep or (self.path / "parameters.npz").exists()):
+                return found
+            params = None
+            if self.run.start:
+                parent = RunFolder(self.path.parent, self.run.start)
+                if parent.carry_out(data, say, deadline, keep=True).status != "done":
+                    return found or self._write("diverged", error="the run before it diverged")
+                params = parent.parameters()
+            if time.monotonic() > deadline:
+                raise OutOfTime
+            return self._train(found, data(self.run.task), params, say, deadline, keep)
+
+    def parameters(self) -> Any:
+        """Returns the kept parameters, leaves [1, ...]."""
+        like = _new_parameters(self.run)
+        arrays = _read_arrays(self.path / "parameters.npz")
+        if arrays is None or not _fits(arrays, like):
+            raise ResultsError(f"{self.path / 'parameters.npz'}: cannot be read; remove it")
+        return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+    def _train(
+        self,
+        before: Result | None,
+        data: Data,
+        params: Any,
+        say: Callable[[str], None],
+        deadline: float,
+        keep: bool,
+    ) -> Result:
+        run = self.run
+        checkpoint = _Checkpoint(self.path / "checkpoint.npz", deadline, say)
+        try:
+            trained = train(
+                run.task, run.position, [run.seed], data.train, params=params, checkpoint=checkpoint
+            )
+        except FloatingPointError as error:
+            checkpoint.path.unlink(missing_ok=True)
+            return before or self._write("diverged", error=str(error))
+        if keep:
+            _write_arrays(self.path / "parameters.npz", jax.tree.leaves(trained.params))
+        if before:
+            checkpoint.path.unlink(missing_ok=True)
+            return before
+        found = run.task.evaluate(run.position, trained.params, [run.seed], data)
+        every = max(1, len(trained.curve["step"]) // _POINTS)
+        points = slice(every - 1, None, every)
+        result = self._write(
+            "done",
+            data.facts,
+            parameters=trained.parameters,
+            fitted=run.task.fitted(found, data),
+            fit_rule=run.task.fit_rule(data),
+            scores=_scores(found),
+            curve={
+                "step": trained.curve["step"][points],
+                "loss": [x for (x,) in trained.curve["loss"][points]],
+            },
+            compile_seconds=round(trained.compile_seconds, 2),
+            train_seconds=round(trained.train_seconds, 2),
+            cpu_seconds=round(trained.cpu_seconds, 2),
+        )
+        checkpoint.path.unlink(missing_ok=True)
+        return result
+
+    def _write(
+        self, status: str, facts: Mapping[str, str] | None = None, **measured: Any
+    ) -> Result:
+        result = Result(
+            settings=self.run.settings,
+            status=status,
+            scheme_repr=repr(self.run.position),
+            environment=environment() | dict(facts or {}),
+            commit=commit(),
+            finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **measured,
+        )
+        write_whole(self.path / "result.json", to_json(dataclasses.asdict(result), indent=1) + "\n")
+        return result
+
+
+class _Checkpoint:
+    """A `train.Checkpoint` in a file, written about once a minute and at the deadline."""
+
+    def __init__(self, path: Path, deadline: float, say: Callable[[str], None], every=60.0):
+        self.path, self.deadline, self.say, self.every = path, deadline, say, every
+        self.written = time.monotonic()
+
+    def load(self, state):
+        arrays = _read_arrays(self.path)
+        if arrays is None:
+            if self.path.exists():
+                self.say(f"{self.path}: cannot be read; the run begins anew")
+            return None
+        *leaves, curve = arrays
+        if not _fits(leaves, state):
+            self.say(f"{self.path}: is of another model; the run begins anew")
+            return None
+        kept = json.loads(curve.tobytes())
+        state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+        return state, kept["curve"], kept["seconds"]
+
+    def save(self, state, curve, seconds):
+        now = time.monotonic()
+        if now < min(self.written + self.every, self.deadline):
+            return
+        words = json.dumps({"curve": curve, "seconds": seconds}).encode()
+        arrays = [*jax.tree.leaves(state), np.frombuffer(words, np.uint8)]
+        _write_arrays(self.path, arrays)
+        self.written = now
+        if now >= self.deadline:
+            raise OutOfTime
+
+
+def _new_parameters(run: Run) -> Any:
+    keys = seed_keys([run.seed], "parameters")
+    task = run.task
+    return jax.eval_shape(lambda k: initialize(task.model, run.position, task.vocab_size, k), keys)
+
+
+def _write_arrays(path: Path, arrays: list[Any]) -> None:
+    buffer = io.BytesIO()
+    named: dict[str, Any] = {f"{i:04d}": np.asarray(x) for i, x in enumerate(arrays)}
+    np.savez(buffer, **named)
+    write_whole(path, buffer.getvalue())
+
+
+def _read_arrays(path: Path) -> list[np.ndarray] | None:
+    """Returns the arrays of a file in their order; None if it is missing or damaged."""
+    try:
+        with np.load(io.BytesIO(path.read_bytes())) as file:
+            return [file[name] for name in sorted(file.files)]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def _fits(arrays: list[np.ndarray], like: Any) -> bool:
+    wanted = [(x.shape, x.dtype) for x in jax.tree.leaves(like)]
+    return [(x.shape, x.dtype) for x in arrays] == wanted
+
+
+def _scores(found: list[Evaluation]) -> dict[str, dict[str, float | None]]:
+    """Returns scores of one seed by view and length."""
+    scores: dict[str, dict[str, float | None]] = {}
+    for e in found:
+        scores.setdefault(e.variant or e.mode, {})[str(e.length)] = e.values[0]
+    return scores
+
+
+@functools.cache
+def commit() -> str:
+    """Returns the commit of the code, with a plus where tracked files differ; "unknown" else."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        call = ["git", "-C", str(folder), *words]
+        return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "..")
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

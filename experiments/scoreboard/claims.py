@@ -1,0 +1,203 @@
+"""Claims of the literature, one TOML file each, written before anything is run.
+
+    claim = "RoPE learns an exact relative offset; ALiBi and no encoding do not"
+    source = "Barbero et al. 2024, https://arxiv.org/abs/2410.06205, Theorem 5.3"
+    protocol = "What is trained and measured, in words."
+    gate = ["rope[32] >= 0.9"]                    the task was learned, else the rest says nothing
+    criteria = ["alibi[32] <= 0.4"]               what the claim predicts
+    seeds = 5
+    minutes = 3                                   on two idle cores, or on one GPU
+
+    [kback.train]                                 settings for all runs, as for `compare`
+    steps = 300
+
+    [runs.rope]                                   runs by name
+    task = "kback"
+    scheme = "rope"
+
+    [runs.alibi]
+    task = "kback"
+    scheme = "alibi"
+    kback.train.steps = 400                       settings of one run
+
+`start = "rope"` begins a run with the trained parameters of another.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import PositiveFloat, PositiveInt
+
+from experiments.config import from_file
+from experiments.config_io import STRICT, convert, merge, near, read_toml
+from experiments.errors import ConfigError
+from experiments.runs import Run
+from experiments.scoreboard.criteria import Condition, parse
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """The settings of a claim, without those of its runs."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    claim: str
+    """What is claimed, one sentence."""
+    source: str
+    """The paper with its link, and the table or figure."""
+    protocol: str
+    """What is trained and measured, and how that differs from the source."""
+    criteria: tuple[str, ...]
+    """What the claim predicts: conditions, all of which must hold."""
+    minutes: PositiveFloat
+    """Expected time of all seeds."""
+    gate: tuple[str, ...] = ()
+    """Conditions without which the outcome is "not fitted"."""
+    seeds: PositiveInt = 5
+    """Seeds to be run."""
+    needed: int = 0
+    """Seeds that must hold; 0: all."""
+    device: str = "cpu"
+    """cpu or gpu: where it is meant to run."""
+    remark: str = ""
+    """What was seen; never the outcome."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claim, its criteria and its runs.
+
+    Attributes:
+      name: of the file, such as R08.
+      about: the other entries of the file.
+      gate, criteria: conditions on scores.
+      runs: by name, with seed 0; `of_seed` has those of other seeds.
+    """
+
+    name: str
+    about: _File
+    gate: tuple[Condition, ...]
+    criteria: tuple[Condition, ...]
+    runs: Mapping[str, Run]
+
+    @property
+    def needed(self) -> int:
+        """How many seeds must hold."""
+        return self.about.needed or self.about.seeds
+
+    def of_seed(self, seed: int) -> dict[str, Run]:
+        """Returns the runs of a seed by name."""
+        return {name: _seeded(run, seed) for name, run in self.runs.items()}
+
+
+def _seeded(run: Run, seed: int) -> Run:
+    start = _seeded(run.start, seed) if run.start else None
+    return dataclasses.replace(run, seed=seed, start=start)
+
+
+def load(path: Path) -> Claim:
+    """Returns the claim of a file.
+
+    Raises:
+      ConfigError: if an entry is missing or wrong, with its path.
+    """
+    tables = read_toml(path)
+    fields = {f.name for f in dataclasses.fields(_File)}
+    required = [f.name for f in dataclasses.fields(_File) if f.default is dataclasses.MISSING]
+    try:
+        for name in (*required, "runs"):
+            if name not in tables:
+                raise ConfigError(f"{name}: is missing")
+        about = convert(_File, {k: v for k, v in tables.items() if k in fields}, "")
+        if not about.criteria:
+            raise ConfigError("criteria: must hold at least one condition")
+        if not 0 <= about.needed <= about.seeds:
+            raise ConfigError(f"needed: must be up to seeds = {about.seeds}, got {about.needed}")
+        if about.device not in ("cpu", "gpu"):
+            raise ConfigError(f"device: must be cpu or gpu, got {about.device!r}")
+        common = {k: v for k, v in tables.items() if k not in fields | {"runs"}}
+        runs = _runs(convert(dict[str, dict[str, Any]], tables["runs"], "runs"), common)
+        gate, criteria = (
+            tuple(c for i, text in enumerate(texts) for c in parse(text, f"{name}[{i}]"))
+            for name, texts in (("gate", about.gate), ("criteria", about.criteria))
+        )
+        _check_scores((*gate, *criteria), runs)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return Claim(path.stem, about, gate, criteria, runs)
+
+
+def load_all(folder: Path, wanted: list[str]) -> list[Claim]:
+    """Returns the claims of a folder in alphabetical order.
+
+    Args:
+      folder: of the files.
+      wanted: names of claims; all if empty.
+
+    Raises:
+      ConfigError: for an unknown name or a file that is wrong.
+    """
+    files = {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    if not files:
+        raise ConfigError(f"{folder}: has no files of claims")
+    for name in wanted:
+        if name not in files:
+            raise ConfigError(f"unknown claim {name!r}{near(name, files)}")
+    return [load(path) for name, path in files.items() if not wanted or name in wanted]
+
+
+def _runs(tables: Mapping[str, dict[str, Any]], common: dict[str, Any]) -> dict[str, Run]:
+    made: dict[str, Run] = {}
+    for name, table in tables.items():
+        if not name.isidentifier():
+            raise ConfigError(f"runs.{name}: must be a name as in Python, since conditions have it")
+        table = dict(table)
+        try:
+            for key in ("task", "scheme"):
+                if key not in table:
+                    raise ConfigError(f"{key}: is missing")
+            task, scheme = (convert(str, table.pop(key), key) for key in ("task", "scheme"))
+            start = table.pop("start", None)
+            if start is not None and start not in made:
+                raise ConfigError(f"start: must be a run above{near(str(start), made)}")
+            everything = merge(common, table) | {"tasks": [task]}
+            everything = merge(everything, {"schemes": {"names": [scheme]}})
+            experiment = from_file(everything)
+            experiment.check()
+            (found,) = experiment.tasks.values()
+            options = {
+                part: experiment.options.get(part, {}) | found.schemes.get(part, {})
+                for part in (p.strip() for p in scheme.split("+"))
+            }
+            run = Run(
+                found,
+                scheme,
+                {k: v for k, v in options.items() if v},
+                experiment.scheme(found.name, scheme),
+                0,
+                made[start] if start is not None else None,
+            )
+            if run.start and run.start.task.model != found.model:
+                raise ConfigError(f"start: the run {start} has a model of other sizes")
+        except ConfigError as error:
+            raise ConfigError(f"runs.{name}: {error}") from None
+        made[name] = run
+    if not made:
+        raise ConfigError("runs: must hold at least one")
+    return made
+
+
+def _check_scores(conditions: tuple[Condition, ...], runs: Mapping[str, Run]) -> None:
+    for condition in conditions:
+        for name, view, length in condition.scores():
+            if name not in runs:
+                raise ConfigError(f"{condition.text!r}: no run is named {name}{near(name, runs)}")
+            task = runs[name].task
+            if view is not None and view not in task.views:
+                raise ConfigError(f"{condition.text!r}: unknown view{near(view, task.views)}")
+            if length not in task.test_lengths:
+                raise ConfigError(
+                    f"{condition.text!r}: length {length} is not among {list(task.test_lengths)}"
+                )

@@ -1,0 +1,131 @@
+"""Conditions on scores, such as `alibi[1024] - alibi[128] <= 0.02`.
+
+    rope[64]             score of the run named rope at length 64, in the main view of its task
+    rope.ntk[256]        the same in another view: a way of evaluating, or a zero-shot variant
+    a < b < c            as in Python; arithmetic has + - * / and numbers
+
+A condition is evaluated for every seed on its own: scores of one seed are paired.
+"""
+
+import ast
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterator
+
+from experiments.errors import ConfigError
+
+Score = Callable[[str, str | None, int], float]
+"""Returns a score from the name of a run, a view (None: the main one) and a length."""
+_COMPARE: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """One comparison.
+
+    Attributes:
+      text: as it was written, without the rest of a chain.
+    """
+
+    text: str
+
+    def margin(self, score: Score) -> float:
+        """Returns left side minus right side for one seed, NaN where a score is missing."""
+        left, _, right = self._sides()
+        return _value(left, score) - _value(right, score)
+
+    def holds(self, score: Score) -> bool:
+        """Returns whether the comparison is true for one seed."""
+        left, compare, right = self._sides()
+        a, b = _value(left, score), _value(right, score)
+        return not math.isnan(a - b) and compare(a, b)
+
+    def scores(self) -> Iterator[tuple[str, str | None, int]]:
+        """Yields every score that the condition names."""
+        for node in ast.walk(ast.parse(self.text, mode="eval")):
+            if isinstance(node, ast.Subscript):
+                yield _parts(node)
+
+    def _sides(self):
+        node = ast.parse(self.text, mode="eval").body
+        assert isinstance(node, ast.Compare)
+        return node.left, _COMPARE[type(node.ops[0])], node.comparators[0]
+
+
+def parse(text: str, path: str) -> list[Condition]:
+    """Returns the comparisons of a condition, several for a chain.
+
+    Args:
+      text: the condition.
+      path: where it is, for messages.
+
+    Raises:
+      ConfigError: if it is not a comparison of scores.
+
+    >>> [c.text for c in parse("a[64] < b.ntk[64] < 0.5", "criteria")]
+    ['a[64] < b.ntk[64]', 'b.ntk[64] < 0.5']
+    """
+    try:
+        node = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise ConfigError(f"{path}: is no condition: {text!r}") from None
+    if not isinstance(node, ast.Compare) or not all(type(op) in _COMPARE for op in node.ops):
+        raise ConfigError(f"{path}: must compare scores by < <= > >=, got {text!r}")
+    sides = [node.left, *node.comparators]
+    for side in sides:
+        _check(side, path, text)
+    if not any(isinstance(n, ast.Subscript) for side in sides for n in ast.walk(side)):
+        raise ConfigError(f"{path}: names no score, such as rope[64]: {text!r}")
+    return [
+        Condition(ast.unparse(ast.Compare(sides[i], [op], [sides[i + 1]])))
+        for i, op in enumerate(node.ops)
+    ]
+
+
+def _check(node: ast.expr, path: str, text: str) -> None:
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        _check(node.left, path, text)
+        _check(node.right, path, text)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        _check(node.operand, path, text)
+    elif isinstance(node, ast.Subscript):
+        index, of = node.slice, node.value
+        of = of.value if isinstance(of, ast.Attribute) else of
+        whole = isinstance(index, ast.Constant) and type(index.value) is int
+        if not (whole and isinstance(of, ast.Name)):
+            raise ConfigError(f"{path}: scores are run[length] or run.view[length], got {text!r}")
+    elif not (isinstance(node, ast.Constant) and type(node.value) in (int, float)):
+        raise ConfigError(f"{path}: has {ast.unparse(node)!r}, which is no score, in {text!r}")
+
+
+def _parts(node: ast.Subscript) -> tuple[str, str | None, int]:
+    of, view = node.value, None
+    if isinstance(of, ast.Attribute):
+        of, view = of.value, of.attr
+    assert isinstance(of, ast.Name) and isinstance(node.slice, ast.Constant)
+    return of.id, view, int(str(node.slice.value))
+
+
+def _value(node: ast.expr, score: Score) -> float:
+    match node:
+        case ast.BinOp():
+            return _ARITHMETIC[type(node.op)](_value(node.left, score), _value(node.right, score))
+        case ast.UnaryOp():
+            return -_value(node.operand, score)
+        case ast.Subscript():
+            return score(*_parts(node))
+        case ast.Constant():
+            return float(str(node.value))
+    raise AssertionError(node)

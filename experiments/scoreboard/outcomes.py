@@ -1,0 +1,142 @@
+"""The outcome of a claim, computed from the results of its runs."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from experiments.runs import Result, RunFolder
+from experiments.scoreboard.claims import Claim
+from experiments.scoreboard.criteria import Condition
+
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+NOT_FITTED, NOT_RUN = "not fitted", "not run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A condition with what was measured.
+
+    Attributes:
+      condition: what was to hold.
+      margins: left side minus right side, one per seed.
+      held: in how many seeds it holds.
+    """
+
+    condition: Condition
+    margins: tuple[float, ...]
+    held: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a claim.
+
+    Attributes:
+      claim: the claim.
+      word: reproduced, not reproduced, not fitted or not run.
+      reason: why, a phrase.
+      seeds: those for which all runs have ended.
+      gate, criteria: every condition with what was measured in these seeds.
+      results: of these seeds, by the name of the run.
+      mixed: whether the results are of several versions.
+    """
+
+    claim: Claim
+    word: str
+    reason: str
+    seeds: tuple[int, ...]
+    gate: tuple[Check, ...]
+    criteria: tuple[Check, ...]
+    results: Mapping[str, tuple[Result, ...]]
+    mixed: bool = False
+
+
+def judge(claim: Claim, folder: Path) -> Outcome:
+    """Returns the outcome of a claim.
+
+    Fewer seeds than the claim states are "not run", with what was measured. A seed in which a run
+    diverged counts as not fitted.
+
+    Args:
+      claim: the claim.
+      folder: where the folders of runs are.
+
+    Raises:
+      ResultsError: if a result cannot be read.
+    """
+    by_seed: dict[int, dict[str, Result]] = {}
+    for seed in range(claim.about.seeds):
+        found = {name: RunFolder(folder, run).result() for name, run in claim.of_seed(seed).items()}
+        done = {name: result for name, result in found.items() if result}
+        if len(done) == len(found):
+            by_seed[seed] = done
+    seeds = tuple(by_seed)
+    results = {name: tuple(by_seed[s][name] for s in seeds) for name in claim.runs}
+    gate, criteria = (
+        tuple(_check(condition, claim, by_seed) for condition in conditions)
+        for conditions in (claim.gate, claim.criteria)
+    )
+    versions = {result.versions for row in results.values() for result in row}
+
+    def outcome(word: str, reason: str, mixed: bool = False) -> Outcome:
+        return Outcome(claim, word, reason, seeds, gate, criteria, results, mixed)
+
+    if len(versions) > 1:
+        return outcome(NOT_RUN, f"results of mixed versions: {differences(versions)}", True)
+    if len(seeds) < claim.about.seeds:
+        return outcome(NOT_RUN, f"{len(seeds)} of {claim.about.seeds} seeds")
+    fitted = [s for s in seeds if _fitted(claim, by_seed[s])]
+    held = [s for s in fitted if all(c.holds(_score(claim, by_seed[s])) for c in claim.criteria)]
+    if len(held) >= claim.needed:
+        return outcome(REPRODUCED, f"{len(held)} of {len(seeds)} seeds")
+    if len(fitted) < claim.needed:
+        return outcome(NOT_FITTED, f"the gate holds in {len(fitted)} of {len(seeds)} seeds")
+    return outcome(NOT_REPRODUCED, f"{len(held)} of {len(seeds)} seeds")
+
+
+def differences(versions: set[tuple[str, ...]]) -> str:
+    """Returns in words where versions differ.
+
+    >>> differences({("jax 1", "numpy 2"), ("jax 3", "numpy 2")})
+    'jax 1 and jax 3'
+    """
+    columns = zip(*sorted(versions), strict=True)
+    return ", ".join(" and ".join(sorted(set(c))) for c in columns if len(set(c)) > 1)
+
+
+def interval(values: tuple[float, ...]) -> tuple[float, float, float]:
+    """Returns the mean and its 95 % interval by Student's t, NaN bounds for one value.
+
+    >>> [round(x, 3) for x in interval((1.0, 2.0, 3.0))]
+    [2.0, -0.484, 4.484]
+    """
+    x = np.asarray(values)
+    mean = float(x.mean()) if len(x) else math.nan
+    if len(x) < 2:
+        return mean, math.nan, math.nan
+    half = float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5)
+    return mean, mean - half, mean + half
+
+
+def _score(claim: Claim, results: Mapping[str, Result]):
+    def score(name: str, view: str | None, length: int) -> float:
+        view = view or claim.runs[name].task.views[0]
+        value = results[name].scores.get(view, {}).get(str(length))
+        return math.nan if value is None else value
+
+    return score
+
+
+def _fitted(claim: Claim, results: Mapping[str, Result]) -> bool:
+    finite = all(result.status == "done" for result in results.values())
+    return finite and all(c.holds(_score(claim, results)) for c in claim.gate)
+
+
+def _check(condition: Condition, claim: Claim, by_seed: Mapping[int, Mapping]) -> Check:
+    scores = [_score(claim, results) for results in by_seed.values()]
+    margins = tuple(condition.margin(score) for score in scores)
+    return Check(condition, margins, sum(condition.holds(score) for score in scores))

@@ -1,0 +1,144 @@
+"""RESULTS.md: claims, outcomes and numbers, made from result files."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from experiments.progress import duration
+from experiments.scoreboard.outcomes import Check, Outcome, interval
+from experiments.tables import mean, ordered
+
+_HEAD = """\
+# Claims of the literature, tested
+
+This page is made by `python -m experiments scoreboard` from the files in `configs/scoreboard/`,
+which were written before anything was run, and the results in `results/scoreboard/`; it is not
+edited by hand. Models are tiny and train for minutes: effects below about 0.03 bits per byte or
+0.05 accuracy are not resolved. An outcome is about the protocol that stands beside it.
+
+* **reproduced**: in as many paired seeds as the claim asks for, the gate and all criteria hold.
+* **not reproduced**: the gate holds, a criterion does not.
+* **not fitted**: the gate fails, so the criteria say nothing.
+* **not run**: fewer seeds have ended than the claim states; numbers so far are shown.
+
+Intervals are 95 % intervals of the mean over seeds, by Student's t, of paired differences.
+"""
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """Returns the page for the outcomes of all claims."""
+    counts: dict[str, int] = {}
+    for outcome in outcomes:
+        counts[outcome.word] = counts.get(outcome.word, 0) + 1
+    total = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    lines = [_HEAD, f"{len(outcomes)} claims: {total}.", "", "| | claim | outcome | seeds |"]
+    lines.append("|---|---|---|---|")
+    for outcome in outcomes:
+        name, about = outcome.claim.name, outcome.claim.about
+        seeds = f"{len(outcome.seeds)} of {about.seeds}"
+        link = f"[{name}](#{name.lower()})"
+        lines.append(f"| {link} | {_cell(about.claim)} | {outcome.word} | {seeds} |")
+    for outcome in outcomes:
+        lines += ["", *_section(outcome)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(outcome: Outcome) -> Iterator[str]:
+    claim, about = outcome.claim, outcome.claim.about
+    yield f"## {claim.name}"
+    yield ""
+    yield f"{about.claim}."
+    yield ""
+    yield f"**{outcome.word}**: {outcome.reason}"
+    if about.remark:
+        yield ""
+        yield about.remark
+    yield ""
+    yield f"* Source: {about.source}"
+    yield f"* Protocol: {about.protocol}"
+    file = f"configs/scoreboard/{claim.name}.toml"
+    yield f"* Settings: [{file}]({file})"
+    limit = " --minutes 9" if about.device == "gpu" else ""
+    yield (
+        f"* Command: `python -m experiments scoreboard {claim.name} --run{limit}`, about "
+        f"{duration(60 * about.minutes)} on {'a GPU' if about.device == 'gpu' else 'two cores'}"
+    )
+    yield from _provenance(outcome)
+    yield ""
+    count = len(outcome.seeds)
+    yield "| | condition | left side - right side | seeds |"
+    yield "|---|---|---|---|"
+    for kind, checks in (("gate", outcome.gate), ("criterion", outcome.criteria)):
+        for check in checks:
+            held = f"{check.held} of {count}" if count else ""
+            yield f"| {kind} | `{check.condition.text}` | {_margin(check)} | {held} |"
+    if count:
+        yield ""
+        yield from _scores(outcome)
+
+
+def _provenance(outcome: Outcome) -> Iterator[str]:
+    results = [result for row in outcome.results.values() for result in row]
+    if not results:
+        return
+    seconds = sum(r.cpu_seconds for r in results)
+    versions = ordered(", ".join(r.versions) for r in results)
+    python = ordered(r.environment.get("python") for r in results)
+    commits = ordered(r.commit for r in results)
+    diverged = [
+        f"{name}, seed {seed}: {result.error}"
+        for name, row in outcome.results.items()
+        for seed, result in zip(outcome.seeds, row, strict=True)
+        if result.status != "done"
+    ]
+    yield f"* Versions: {'; '.join(versions)}; Python {', '.join(map(str, python))}"
+    yield f"* Code: {', '.join(commits)}; {duration(seconds)} of CPU time in training"
+    if diverged:
+        yield f"* Diverged: {'; '.join(diverged)}"
+
+
+def _margin(check: Check) -> str:
+    if not check.margins:
+        return ""
+    middle, low, high = interval(check.margins)
+    if math.isnan(middle):
+        return "missing"
+    text = f"{middle:+.3f}"
+    return text if math.isnan(low) else f"{text} [{low:+.3f}, {high:+.3f}]"
+
+
+def _scores(outcome: Outcome) -> Iterator[str]:
+    """A table of mean scores: the main view of each run, and the views that conditions name."""
+    named = [
+        (name, view)
+        for check in (*outcome.gate, *outcome.criteria)
+        for name, view, _ in check.condition.scores()
+        if view
+    ]
+    main = [(name, None) for name in outcome.results]
+    rows = sorted(ordered([*main, *named]), key=lambda row: list(outcome.results).index(row[0]))
+    lengths = sorted({n for run in outcome.claim.runs.values() for n in run.task.test_lengths})
+    heads = [f"{n}" for n in lengths]
+    yield f"| run | scheme | {' | '.join(heads)} |"
+    yield f"|---|---|{'---:|' * len(lengths)}"
+    for name, view in rows:
+        run = outcome.claim.runs[name]
+        found = [r.scores.get(view or run.task.views[0], {}) for r in outcome.results[name]]
+        cells = [_score([scores.get(str(n)) for scores in found]) for n in lengths]
+        label = f"{name}.{view}" if view else name
+        yield f"| {label} | {run.scheme.rpartition(':')[2]} | {' | '.join(cells)} |"
+    units = ordered(run.task.labels.unit for run in outcome.claim.runs.values())
+    spread = " (least to greatest)" if len(outcome.seeds) > 1 else ""
+    yield ""
+    yield f"Mean {' and '.join(units)} at each length{spread}."
+
+
+def _score(values: list) -> str:
+    known = [v for v in values if v is not None]
+    if not known:
+        return ""
+    text = f"{mean(known):.3f}"
+    return text if len(known) == 1 else f"{text} ({min(known):.3f} to {max(known):.3f})"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

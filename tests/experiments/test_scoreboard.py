@@ -1,0 +1,347 @@
+"""Claims, criteria, runs and outcomes; runs are of tiny models."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+
+from experiments import runs as runs_module
+from experiments.__main__ import main
+from experiments.config import Experiment
+from experiments.errors import ConfigError, ResultsError
+from experiments.files import locked
+from experiments.runs import OutOfTime, Result, Run, RunFolder
+from experiments.scoreboard import claims as claims_module
+from experiments.scoreboard.command import _plan
+from experiments.scoreboard.criteria import parse
+from experiments.scoreboard.outcomes import interval, judge
+from experiments.scoreboard.page import page
+from experiments.settings import Model, Train
+from experiments.tasks import KBack
+from experiments.tasks.base import Data
+
+CLAIM = """
+claim = "RoPE is better than nothing"
+source = "a test"
+protocol = "tiny"
+gate = ["rope[32] >= 0"]
+criteria = ["rope[48] - none[48] >= -1", "0 <= late[32] <= 1"]
+seeds = 2
+minutes = 0.1
+
+[kback]
+test_lengths = [32, 48]
+eval_batch = 4
+eval_batches = 1
+[kback.model]
+model_dim = 16
+num_layers = 1
+num_heads = 2
+[kback.train]
+steps = 4
+steps_per_call = 2
+warmup = 1
+batch = 4
+
+[runs.rope]
+task = "kback"
+scheme = "rope"
+[runs.none]
+task = "kback"
+scheme = "none"
+[runs.late]
+task = "kback"
+scheme = "none"
+start = "rope"
+kback.train.learning_rate = 1e-30
+"""
+SIZES = Model(model_dim=16, num_layers=1, num_heads=2)
+TASK = KBack(
+    test_lengths=(32, 48),
+    eval_batch=4,
+    eval_batches=1,
+    model=SIZES,
+    train=Train(steps=4, steps_per_call=2, warmup=1, batch=4),
+)
+
+
+@pytest.fixture
+def call(tmp_path, capsys, monkeypatch):
+    """Runs `scoreboard` on claims in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "configs" / "scoreboard"
+    folder.mkdir(parents=True)
+    (folder / "T1.toml").write_text(CLAIM)
+
+    def scoreboard(*arguments):
+        status = main(["scoreboard", *arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    scoreboard.claims = folder
+    scoreboard.results = tmp_path / "results" / "scoreboard"
+    scoreboard.page = lambda: (tmp_path / "RESULTS.md").read_text()
+    return scoreboard
+
+
+def make_run(**changes):
+    task = dataclasses.replace(TASK, **changes)
+    position = Experiment(tasks={"kback": task}).scheme("kback", "rope")
+    return Run(task, "rope", {}, position, 0)
+
+
+def test_a_claim_is_run_decided_and_not_run_again(call):
+    status, out, _ = call()
+    assert status == 0 and "not run (0 of 2 seeds)" in out and "0 of 2" in call.page()
+    status, out, err = call("--run", "--seeds", "1", "T1")
+    assert (status, err) == (0, "") and "3 runs, 0 with a result" in out
+    assert "not run (1 of 2 seeds)" in out and "1 of 1" in call.page()
+    status, out, _ = call("T1", "--run")
+    assert status == 0 and "6 runs, 3 with a result" in out and "reproduced (2 of 2 seeds)" in out
+    page = call.page()
+    assert "**reproduced**" in page and "`rope[48] - none[48] >= -1`" in page
+    files = {path.name for path in call.results.glob("*/*")}
+    assert files == {"result.json", "parameters.npz"}  # Of the run that another begins with.
+    before = {path: path.read_bytes() for path in call.results.glob("*/*")}
+    status, out, _ = call("--run")
+    assert status == 0 and "6 runs, 6 with a result" in out and call.page() == page
+    assert before == {path: path.read_bytes() for path in call.results.glob("*/*")}
+    # Without a learning rate the parameters are those of the run before, read without RoPE.
+    runs = claims_module.load(call.claims / "T1.toml").runs
+    params = RunFolder(call.results, runs["rope"]).parameters()
+    late, rope = (RunFolder(call.results, runs[name]).result() for name in ("late", "rope"))
+    for run, found in ((runs["late"], late), (runs["rope"], rope)):
+        measured = run.task.evaluate(run.position, params, [0], Data())
+        assert found.scores["plain"] == {str(e.length): e.values[0] for e in measured}
+
+
+def test_the_committed_page_is_that_of_the_committed_results(request):
+    root = request.config.rootpath
+    claims = claims_module.load_all(root / "configs" / "scoreboard", [])
+    outcomes = [judge(claim, root / "results" / "scoreboard") for claim in claims]
+    assert (root / "RESULTS.md").read_text() == page(outcomes)
+    names = {
+        run.name for c in claims for s in range(c.about.seeds) for run in c.of_seed(s).values()
+    }
+    known = {path.parent.name for path in (root / "results" / "scoreboard").glob("*/result.json")}
+    assert known <= names  # A result whose settings no claim has any more would never be read.
+
+
+def test_other_versions_are_not_mixed(call):
+    assert call("--run", "--seeds", "1")[0] == 0
+    path = next(call.results.glob("kback-rope-s0-*/result.json"))
+    found = json.loads(path.read_text())
+    found["environment"]["jax"] = "0.1"
+    path.write_text(json.dumps(found))
+    for arguments in ((), ("--run",)):
+        status, _, err = call(*arguments)
+        assert status == 2 and err.count("\n") == 1 and "T1" in err
+        assert re.search(r"versions: jax 0\.1 and jax 0\.\d+\.", err)
+    assert "results of mixed versions" in call.page()
+    assert call("--run", "T1", "--fresh", "--seeds", "1")[0] == 0
+
+
+def test_a_diverged_run_is_marked_and_the_others_go_on(call):
+    text = CLAIM.replace('scheme = "rope"', 'scheme = "rope"\nkback.train.learning_rate = 1e38', 1)
+    (call.claims / "T1.toml").write_text(text.replace("seeds = 2", "seeds = 1"))
+    status, out, _ = call("--run")
+    assert status == 0 and "diverged: the loss is not finite at step" in out
+    assert "not fitted" in out and "diverged: the run before it diverged" in out
+    assert "rope, seed 0: the loss is not finite" in call.page()
+    assert "3 runs, 3 with a result" in call("--run")[1]
+
+
+def test_a_second_process_refuses(call):
+    name = next(iter(claims_module.load(call.claims / "T1.toml").runs.values())).name
+    with locked(call.results / name):
+        status, _, err = call("--run")
+    assert status == 2 and err.count("\n") == 1
+    assert f"{name}: another process works in this folder" in err
+    assert not list(call.results.glob("*/result.json"))
+
+
+def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
+    data = TASK.load()
+    whole = RunFolder(tmp_path / "whole", make_run()).carry_out(lambda task: data, keep=True)
+    folder = RunFolder(tmp_path / "parts", make_run())
+    said = []
+    for _ in range(2):  # At the deadline the state is written after one call of two steps.
+        with pytest.raises(OutOfTime):
+            monkeypatch.setattr(runs_module._Checkpoint, "save", stop_after_saving)
+            folder.carry_out(lambda task: data, said.append, keep=True)
+    monkeypatch.undo()
+    assert (folder.path / "checkpoint.npz").exists() and folder.result() is None
+    parts = folder.carry_out(lambda task: data, said.append, keep=True)
+    assert parts.curve == whole.curve and parts.scores == whole.scores and said == []
+    a, b = ((tmp_path / d / folder.run.name / "parameters.npz") for d in ("whole", "parts"))
+    with np.load(a) as a, np.load(b) as b:
+        assert a.files == b.files
+        for name in a.files:
+            np.testing.assert_array_equal(a[name], b[name])
+    assert not (folder.path / "checkpoint.npz").exists()
+
+
+save = runs_module._Checkpoint.save
+
+
+def stop_after_saving(self, state, curve, seconds):
+    self.every = 0.0
+    save(self, state, curve, seconds)
+    raise OutOfTime
+
+
+def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(tmp_path):
+    data = TASK.load()
+    folder = RunFolder(tmp_path, make_run())
+    folder.path.mkdir()
+    said = []
+    (folder.path / "checkpoint.npz").write_bytes(b"PK damaged")
+    found = folder.carry_out(lambda task: data, said.append)
+    assert found.status == "done" and "checkpoint.npz: cannot be read" in said[0]
+    (folder.path / "result.json").write_text("{")
+    with pytest.raises(ResultsError, match=r"result\.json: cannot be read"):
+        folder.result()
+    changed = dataclasses.replace(found, settings={**found.settings, "seed": 7})
+    (folder.path / "result.json").write_text(json.dumps(dataclasses.asdict(changed)))
+    with pytest.raises(ResultsError, match="other settings than its name says"):
+        folder.result()
+
+
+def test_the_name_of_a_run_depends_on_every_setting():
+    base = make_run()
+    assert make_run().name == base.name
+    others = [
+        make_run(offset=5),
+        make_run(train=dataclasses.replace(TASK.train, learning_rate=1e-3)),
+        make_run(model=dataclasses.replace(SIZES, num_heads=1)),
+        dataclasses.replace(base, seed=1),
+        dataclasses.replace(base, options={"rope": {"theta": 100.0}}),
+        dataclasses.replace(base, start=base),
+    ]
+    assert len({run.name for run in [base, *others]}) == 7
+    assert re.fullmatch(r"kback-rope-s0-[0-9a-f]{12}", base.name)
+
+
+def test_shards_are_a_partition_and_keep_a_run_with_its_start(call):
+    claim = claims_module.load(call.claims / "T1.toml")
+    parts = [_plan([claim], None, (i, 3)) for i in (1, 2, 3)]
+    names = [run.name for part in parts for run in part]
+    assert sorted(names) == sorted(run.name for run in _plan([claim], None, (1, 1)))
+    assert len(set(names)) == 6 and all(parts)
+    for part in parts:
+        assert {run.root.name for run in part} <= {run.name for run in part}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("criteria", "critera"), "criteria: is missing"),
+        (('criteria = ["rope[48] - none[48] >= -1", "0 <= late[32] <= 1"]', "criteria = []"),
+         "criteria: must hold at least one condition"),
+        (("none[48] >=", "none[47] >="), "length 47 is not among [32, 48]"),
+        (("none[48] >=", "nune[48] >="), "no run is named nune; did you mean 'none'?"),
+        (("none[48] >=", "none.sliding[48] >="), "unknown view; did you mean 'plain'?"),
+        (("rope[48] - none[48] >= -1", "rope[48] - none[48]"), "criteria[0]: must compare scores"),
+        (("rope[48] - none[48] >= -1", "rope[48] > open(3)"), "'open(3)', which is no score"),
+        (("seeds = 2", "seeds = 0"), "seeds: must be greater than 0, got 0"),
+        (("seeds = 2", "seeds = 2\nneeded = 3"), "needed: must be up to seeds = 2"),
+        (("steps = 4", "steeps = 4"), "kback.train.steeps: unknown setting of Train"),
+        (('start = "rope"', 'start = "last"'), "runs.late: start: must be a run above"),
+        (('scheme = "none"', 'schem = "none"'), "runs.none: scheme: is missing"),
+        (("minutes = 0.1", ""), "minutes: is missing"),
+        (("[kback.train]", "[kback.train"), "cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_wrong_claim_is_one_line(call, change, message):
+    assert change[0] in CLAIM
+    (call.claims / "T1.toml").write_text(CLAIM.replace(*change, 1))
+    status, _, err = call("--run")
+    assert status == 2 and err.count("\n") == 1
+    assert "T1.toml: " in err and message in err
+    assert not call.results.exists() and not (call.claims.parents[1] / "RESULTS.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("T2",), "unknown claim 'T2'; did you mean 'T1'?"),
+        (("--run", "--shard", "3/2"), "--shard: must be such as 1/2"),
+        (("--run", "--seeds", "0"), "--seeds: must be at least 1"),
+        (("--fresh",), "--fresh: needs --run"),
+        (("--folder", "nowhere"), "nowhere: has no files of claims"),
+    ],
+)
+def test_wrong_arguments_are_one_line(call, arguments, message):
+    status, _, err = call(*arguments)
+    assert status == 2 and err.count("\n") == 1 and message in err
+
+
+def test_conditions_equal_python():
+    scores = {("a", None, 8): 0.25, ("b", None, 8): 0.5, ("b", "sliding", 16): 0.125}
+    first, second = parse("a[8] < b[8] - 2 * b.sliding[16] <= 1.5 / 2", "gate")
+
+    def look(*key):
+        return scores[key]
+
+    assert not first.holds(look) and second.holds(look)
+    assert first.margin(look) == 0.0 and second.margin(look) == -0.5
+    assert list(first.scores()) == [("a", None, 8), ("b", None, 8), ("b", "sliding", 16)]
+    (missing,) = parse("a[8] >= -1", "gate")
+    assert not missing.holds(lambda *key: float("nan"))
+    for text in ("a[8]", "1 < 2", "a < b", "a[8] == 1", "a[n] < 1", "a[8] < b.c.d[8]", "a[8] <"):
+        with pytest.raises(ConfigError):
+            parse(text, "gate")
+
+
+def test_intervals_equal_those_of_a_table():
+    mean, low, high = interval((0.1, 0.3, 0.2, 0.5, 0.4))
+    half = 2.7764451 * np.std([0.1, 0.3, 0.2, 0.5, 0.4], ddof=1) / 5**0.5  # t of 4 degrees.
+    np.testing.assert_allclose([mean, low, high], [0.3, 0.3 - half, 0.3 + half], rtol=1e-6)
+
+
+def result(run, score, status="done", jax="1"):
+    return Result(
+        settings=run.settings,
+        status=status,
+        scheme_repr="",
+        environment={"jax": jax},
+        commit="",
+        finished="",
+        scores={"plain": {"32": score, "48": score}} if status == "done" else {},
+    )
+
+
+@pytest.mark.parametrize(
+    ("needed", "rope", "none", "word"),
+    [
+        (0, [0.9, 0.9, 0.9], [0.1, 0.1, 0.1], "reproduced"),
+        (0, [0.9, 0.9, 0.9], [0.1, 0.95, 0.1], "not reproduced"),
+        (2, [0.9, 0.9, 0.9], [0.1, 0.95, 0.1], "reproduced"),
+        (0, [0.9, 0.2, 0.9], [0.1, 0.1, 0.1], "not fitted"),
+        (2, [0.9, 0.2, 0.9], [0.1, 0.1, 0.1], "reproduced"),
+        (2, [0.9, 0.2, 0.9], [0.1, 0.1, 0.95], "not reproduced"),
+        (2, [0.9, None, 0.9], [0.1, 0.1, 0.1], "reproduced"),
+        (0, [0.9, None, 0.9], [0.1, 0.1, 0.1], "not fitted"),
+        (0, [0.9, 0.9], [0.1, 0.1], "not run"),
+        (2, [0.9, 0.9], [0.1, 0.1], "not run"),
+    ],
+)
+def test_outcomes(tmp_path, needed, rope, none, word):
+    text = CLAIM.split("[runs.late]")[0]
+    text = re.sub("criteria = .*", 'criteria = ["rope[48] > none[48]"]', text)
+    text = text.replace(">= 0", ">= 0.8").replace("seeds = 2", f"seeds = 3\nneeded = {needed}")
+    (tmp_path / "T1.toml").write_text(text)
+    claim = claims_module.load(tmp_path / "T1.toml")
+    for seed, scores in enumerate(zip(rope, none, strict=True)):
+        for run, score in zip(claim.of_seed(seed).values(), scores, strict=True):
+            found = result(run, score, "done" if score is not None else "diverged")
+            (tmp_path / run.name).mkdir()
+            (tmp_path / run.name / "result.json").write_text(json.dumps(dataclasses.asdict(found)))
+    outcome = judge(claim, tmp_path)
+    assert outcome.word == word and not outcome.mixed
+    assert outcome.seeds == tuple(range(len(rope)))
+    (check,) = outcome.criteria
+    pairs = [a - b for a, b in zip(rope, none, strict=True) if a is not None]
+    np.testing.assert_allclose([m for m in check.margins if m == m], pairs)
