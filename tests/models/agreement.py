@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from examples.decoder import greedy
-from examples.families import load
+from examples import deberta, decoder, families, t5
 from tests.models.weights import random_state
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 DECODERS = "gpt2", "gpt_neox", "llama3", "llama_yarn", "qwen3", "gemma2", "gemma3", "bloom"
-NAMES = (*DECODERS,)
+NAMES = (*DECODERS, "t5", "t5_gated", "deberta_v2")
 
 
 def read(name):
@@ -29,19 +28,29 @@ def read(name):
 
 
 def agreement(name):
-    """The greatest difference of logits, and the number of greedy steps with the same tokens."""
+    """The greatest difference of logits, and the number of greedy steps with the same tokens.
+
+    None steps of a model that does not decode.
+    """
     about, arrays, state = read(name)
     tokens, mask = (jnp.asarray(arrays[n]) for n in ("tokens", "mask"))
+    if name.startswith("deberta"):
+        logits = nnx.jit(lambda *given: given[0](*given[1:]))(
+            deberta.load(about["config"], state), tokens, mask
+        )
+        return float(np.abs(logits - arrays["logits"])[mask].max()), None
+    module, load = (t5, t5.load) if name.startswith("t5") else (decoder, families.load)
     steps = arrays["new"].shape[1]
-    run = nnx.jit(greedy, static_argnums=3)
+    run = nnx.jit(module.greedy, static_argnums=3)
     new, logits = run(load(about["config"], state), tokens, mask, steps)
-    return compare(arrays, new, logits)
+    mask = arrays["mask"] if module is decoder else mask[:, :1] | True
+    return compare(arrays, new, logits, mask)
 
 
-def compare(arrays, new, logits):
+def compare(arrays, new, logits, mask):
     """As `agreement`, with the steps up to the first that differs in any row."""
     steps = arrays["new"].shape[1]
-    mask = np.pad(arrays["mask"], ((0, 0), (0, steps - 1)), constant_values=True)
+    mask = np.pad(mask, ((0, 0), (0, steps - 1)), constant_values=True)
     difference = np.abs(np.asarray(logits)[:, arrays["at"]] - arrays["logits"])
     same = np.all(np.asarray(new) == arrays["new"], axis=0)
     equal = steps if same.all() else int(np.argmin(same))

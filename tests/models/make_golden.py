@@ -36,6 +36,17 @@ THREE = dict(
     layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     sliding_window=7,
 )
+T5 = dict(vocab_size=VOCABULARY, d_model=36, d_kv=8, num_heads=6, num_layers=2, d_ff=80)
+DEBERTA = SIZES | dict(
+    type_vocab_size=0,
+    relative_attention=True,
+    pos_att_type=["c2p", "p2c"],
+    share_att_key=True,
+    norm_rel_ebd="layer_norm",
+    position_buckets=4,
+    max_relative_positions=8,
+    position_biased_input=False,
+)
 # Model type, settings, seed of the weights: the best two logits of a step are not close.
 CASES = {
     "gpt2": ("gpt2", GPT2, 5),
@@ -46,6 +57,9 @@ CASES = {
     "gemma2": ("gemma2", GROUPED | dict(sliding_window=7, attn_logit_softcapping=5.0), 8),
     "gemma3": ("gemma3_text", GROUPED | THREE | dict(query_pre_attn_scalar=16), 6),
     "bloom": ("bloom", dict(vocab_size=VOCABULARY, hidden_size=48, n_head=6, n_layer=2), 5),
+    "t5": ("t5", T5, 4),
+    "t5_gated": ("t5", T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False), 1),
+    "deberta_v2": ("deberta-v2", DEBERTA, 0),
 }
 
 
@@ -89,6 +103,29 @@ def decoder(model_type, settings, seed):
     return config, shapes, whole.numpy(), logits
 
 
+def encoder_decoder(model_type, settings, seed):
+    cls = transformers.CONFIG_MAPPING[model_type]
+    config = cls(**settings, pad_token_id=0, eos_token_id=None, decoder_start_token_id=0)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    shapes = load(model, seed)
+    tokens, mask = (torch.from_numpy(x) for x in prompts())
+    given = {"input_ids": tokens, "attention_mask": mask.long()}
+    whole = model.generate(**given, do_sample=False, max_new_tokens=STEPS)
+    assert whole.shape[1] == 1 + STEPS
+    logits = model(**given, decoder_input_ids=whole, use_cache=False).logits.numpy()
+    return config, shapes, whole.numpy(), logits
+
+
+def encoder(model_type, settings, seed):
+    config = transformers.CONFIG_MAPPING[model_type](**settings, pad_token_id=0)
+    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
+    shapes = load(model, seed)
+    tokens, mask = (torch.from_numpy(x) for x in prompts())
+    logits = model(input_ids=tokens, attention_mask=mask.long()).logits.numpy()
+    return config, shapes, None, logits
+
+
 def check(name, logits, new):
     """Prints the least gap between the best two logits of a step, and how many tokens differ."""
     steps = logits[:, -STEPS:]
@@ -101,12 +138,18 @@ def check(name, logits, new):
 def make(name):
     """{"about": json, array name: array} of a case."""
     model_type, settings, seed = CASES[name]
+    run = {"t5": encoder_decoder, "deberta-v2": encoder}.get(model_type, decoder)
     with in_double(), torch.no_grad():
-        config, shapes, whole, logits = decoder(model_type, settings, seed)
+        config, shapes, whole, logits = run(model_type, settings, seed)
     tokens, mask = prompts()
-    new, logits = whole[:, -STEPS:], logits[:, :-1]
-    check(name, logits, new)
-    at = [*range(tokens.shape[1]), *range(tokens.shape[1] + EVERY - 1, logits.shape[1], EVERY)]
+    arrays = {"tokens": tokens.astype(np.int32), "mask": mask}
+    if whole is not None:
+        new, logits = whole[:, -STEPS:], logits[:, :-1]
+        check(name, logits, new)
+        prompt = logits.shape[1] - STEPS + 1
+        at = [*range(prompt), *range(prompt + EVERY - 1, logits.shape[1], EVERY)]
+        arrays |= {"new": new.astype(np.uint8), "at": np.array(at, np.int32)}
+        logits = logits[:, at]
     about = {
         "origin": f"transformers {transformers.__version__}, {type(config).__module__}",
         "torch": torch.__version__,
@@ -114,14 +157,7 @@ def make(name):
         "shapes": shapes,
         "seed": seed,
     }
-    return {
-        "about": np.array(json.dumps(about)),
-        "tokens": tokens.astype(np.int32),
-        "mask": mask,
-        "new": new.astype(np.uint8),
-        "at": np.array(at, np.int32),
-        "logits": logits[:, at].astype(np.float32),
-    }
+    return {"about": np.array(json.dumps(about)), "logits": logits.astype(np.float32)} | arrays
 
 
 if __name__ == "__main__":

@@ -18,4 +18,7 @@ def _draw(name, shape, seed):
     x = draws.standard_normal(shape).astype(np.float32)
     if len(shape) == 1:
         return 0.2 * x + (0.0 if name.endswith("bias") else 1.0)
-    return x * np.float32(shape[-1] ** -0.5 * (1.0 if "emb" in name or "wte" in name else 2.2))
+    gain = 1.0 if "emb" in name or "wte" in name else 2.2
+    if name.endswith(".q.weight"):  # T5's, which initialises them so and has no factor on q . k.
+        gain /= 8**0.5
+    return x * np.float32(gain * shape[-1] ** -0.5)
