@@ -89,6 +89,7 @@ from posenc_jax.rotary.vo_rope import VORoPE
 from posenc_jax.rotary.xpos import XPos, xpos_decay
 from posenc_jax.rules import (
     ContentBias,
+    DenseBias,
     DotBias,
     LogitBias,
     LogitsTransform,
@@ -123,6 +124,7 @@ __all__ = [
     "ComRoPE",
     "ContentBias",
     "DeBERTa",
+    "DenseBias",
     "DotBias",
     "DualChunk",
     "DynamicNTK",

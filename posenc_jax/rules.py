@@ -7,6 +7,7 @@ attention. Rules are pytrees: arrays are leaves, and the functions that read the
     ContentBias      a number per pair, from features too           GRAPE-A
     DotBias          features dot a vector of the distance          Shaw, DeBERTa, Inkling
     SeparableBias    a number per query plus a number per key       FoX
+    DenseBias        an array of all pairs                          pair biases
     LogitsTransform  a function of a query's complete logit row     CoPE, stick-breaking, PaTH
     ValueBias        a vector per pair, added to the values         Shaw
 
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from posenc_jax.checks import coordinate_values, require
 from posenc_jax.engine.terms import (
     STATIC,
+    AllPairs,
     Dot,
     Layout,
     Lowering,
@@ -60,6 +62,7 @@ class Rule(abc.ABC):
       shared: pytree of arrays that all heads share, or None.
       q_features: pytree of arrays [B, T, N, ...] that belong to the queries, or None.
       k_features: pytree of arrays [B, S, K or N, ...] that belong to the keys, or None.
+      pairs: an array [B or 1, N or 1, T, S] that belongs to both, or None.
       scaled: whether the term is multiplied by the logit scale, as q . k is.
       whole_rows: whether the rule needs all logits of a query at once.
       adds_values: whether the rule adds to the values.
@@ -71,6 +74,7 @@ class Rule(abc.ABC):
     shared: Any = None
     q_features: Any = None
     k_features: Any = None
+    pairs: Any = None
     scaled: bool = False
     bounds: tuple[int | None, int | None] = _NO_BOUNDS
     whole_rows: bool = False
@@ -88,6 +92,10 @@ class Rule(abc.ABC):
 
     def with_features(self, q_features: Any, k_features: Any) -> Self:
         """Returns the rule with other features, where it has any."""
+        return self
+
+    def with_pairs(self, pairs: Any) -> Self:
+        """Returns the rule with another array of pairs, where it has one."""
         return self
 
     def check(self, sizes: Sizes) -> None:
@@ -137,6 +145,14 @@ class Rule(abc.ABC):
           q, k: coordinates [T] and [S], or [T, A] and [S, A].
         """
         return None
+
+    def added_to_rows(self, q: jax.Array, k: jax.Array) -> jax.Array | None:
+        """Returns `added_logits` of all rows, float32 [B or 1, N or 1, T, S], or None.
+
+        Args:
+          q, k: coordinates [B, T] and [B, S], or [B, T, A] and [B, S, A].
+        """
+        return jax.vmap(self.added_logits)(self.q_features, self.k_features, q, k)
 
     def transformed_logits(
         self, logits: jax.Array, seen: jax.Array, q_features, k_features, q, k
@@ -613,6 +629,62 @@ class SeparableBias(_FeatureRule):
         a, b = (x.T.astype(jnp.float32) for x in (q_features, k_features))
         out = a[:, :, None] + b[:, None, :]
         return -jnp.abs(out) if self.symmetric else out
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseBias(Rule):
+    """An array that is added to the logits: a bias that is already there, or comes from a network.
+
+    It belongs to slots, as `mask` does, not to coordinates. Attention in tiles reads a tile of it
+    at a time, and its gradient is an array of the same shape; nothing else grows with T x S. A bias
+    that is a function of positions, or of features of query and key, takes less memory as
+    one of the other rules.
+
+    Attributes:
+      pairs: [B or 1, N or 1, T, S], float. Entries of -inf hide a key, except under a softcap,
+        which bounds them; `mask` always hides.
+      scaled: as for `LogitBias`.
+
+    >>> q = k = v = jnp.ones((1, 3, 2, 4))
+    >>> bias = DenseBias(jnp.zeros((1, 2, 3, 3)))
+    >>> pe.attention(q, k, v, rules=bias, is_causal=True).shape
+    (1, 3, 2, 4)
+    """
+
+    pairs: jax.Array
+    scaled: bool = dataclasses.field(default=False, metadata=STATIC)
+
+    def on(self, transform):
+        return self
+
+    def with_pairs(self, pairs):
+        return dataclasses.replace(self, pairs=pairs)
+
+    def check(self, sizes):
+        super().check(sizes)
+        wanted = sizes.batch, sizes.num_heads, sizes.length, sizes.keys
+        shape = jnp.shape(self.pairs)
+        fits = len(shape) == 4 and all(
+            n == full or (n == 1 and axis < 2)
+            for axis, (n, full) in enumerate(zip(shape, wanted, strict=True))
+        )
+        require(
+            fits,
+            "attention: DenseBias.pairs must be [B or 1, N or 1, T, S] with B, N, T, S = "
+            f"{wanted}, got {shape}.",
+        )
+        if not jnp.issubdtype(self.pairs.dtype, jnp.floating):
+            raise TypeError(
+                f"attention: DenseBias.pairs must be floating, got {self.pairs.dtype}; a boolean "
+                "array is a mask."
+            )
+
+    def lower(self, layout):
+        return Lowering(AllPairs(pairs=self.pairs, factor=layout.scale if self.scaled else 1.0))
+
+    def added_to_rows(self, q, k):
+        return self.pairs.astype(jnp.float32)
 
 
 @jax.tree_util.register_dataclass

@@ -94,6 +94,11 @@ def sequence_parallel_attention(
     call = AttentionCall(
         q_positions=q_positions, k_positions=k_positions, contiguous=False, sinks=sinks, **options
     )
+    if any(rule.pairs is not None for rule in rules):
+        raise NotImplementedError(
+            "sequence_parallel_attention: DenseBias is not supported; a shard does not know its "
+            "slots in the whole sequence."
+        )
     problem = make_problem(q, k, v, rules, call)
     sinks, problem = problem.sinks, dataclasses.replace(problem, sinks=None)
     if method == "ring" and problem.whole_rows:

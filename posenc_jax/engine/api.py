@@ -350,7 +350,7 @@ def _check_rules(rules: tuple) -> None:
         if hasattr(rule, "shape"):
             raise TypeError(
                 f"attention: rules must be rules such as LogitBias, got an array of shape "
-                f"{rule.shape}; to add a dense bias, write a LogitBias whose rule indexes it."
+                f"{rule.shape}; to add a dense bias, give DenseBias(array)."
             )
         raise TypeError(
             f"attention: rules must be rules such as LogitBias, got {type(rule).__name__}; of a "

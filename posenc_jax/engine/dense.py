@@ -143,7 +143,7 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
     for rule in p.rules:
         if rule.whole_rows:
             continue
-        term = jax.vmap(rule.added_logits)(rule.q_features, rule.k_features, *at)
+        term = rule.added_to_rows(*at)
         if term is not None and rule.scaled:
             scaled += term
         elif term is not None:
@@ -156,7 +156,7 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
         if rule.whole_rows:
             x = jnp.where(seen, x, 0.0)
             x = jax.vmap(rule.transformed_logits)(x, seen, rule.q_features, features, *at)
-    x = jnp.where(seen, x, -jnp.inf)
+    x = jnp.where(seen & ~jnp.isneginf(x), x, -jnp.inf)  # Rules hide keys by -inf, too.
     lse = jax.nn.logsumexp(x, -1)
     if p.sinks is not None:
         lse = jnp.logaddexp(lse, p.sinks[None, :, None])

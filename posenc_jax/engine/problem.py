@@ -127,14 +127,19 @@ class Problem:
         return {name: getattr(self, name) for name in names} | {
             "features": tuple(getattr(rule, f"{side}_features") for rule in self.rules),
             "mask": None if self.mask is None else jnp.moveaxis(self.mask, mask_axis, 1),
+            "pairs": tuple(
+                None if rule.pairs is None else jnp.moveaxis(rule.pairs, mask_axis, 1)
+                for rule in self.rules
+            ),
         }
 
     def _with_tokens(self, side: str, tokens: dict[str, Any]) -> Self:
         names, mask_axis = _SIDES[side]
         mask, rules = tokens["mask"], []
-        for rule, own in zip(self.rules, tokens["features"], strict=True):
+        for rule, own, pairs in zip(self.rules, tokens["features"], tokens["pairs"], strict=True):
             features = (own, rule.k_features) if side == "q" else (rule.q_features, own)
-            rules.append(rule.with_features(*features))
+            pairs = None if pairs is None else jnp.moveaxis(pairs, 1, mask_axis)
+            rules.append(rule.with_features(*features).with_pairs(pairs))
         return dataclasses.replace(
             self,
             rules=tuple(rules),

@@ -27,7 +27,7 @@ class Reference(Implementation):
         unscaled = jnp.zeros_like(scaled)
         for rule in p.rules:
             at = p.q_coordinates, p.k_coordinates
-            term = jax.vmap(rule.added_logits)(rule.q_features, rule.k_features, *at)
+            term = rule.added_to_rows(*at)
             if term is not None and rule.scaled:
                 scaled += term
             elif term is not None:
@@ -36,7 +36,8 @@ class Reference(Implementation):
         if p.softcap is not None:
             logits = p.softcap * jnp.tanh(logits / p.softcap)
         logits = _transformed(p, logits, seen)
-        logits = jnp.where(seen, logits, -jnp.inf)
+        # Rules hide keys by -inf, too; a row of them has no gradient.
+        logits = jnp.where(seen & ~jnp.isneginf(logits), logits, -jnp.inf)
         if p.sinks is not None:
             sinks = p.sinks[None, :, None, None]
             logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*logits.shape[:3], 1))], -1)

@@ -259,6 +259,20 @@ class Pair(Term):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AllPairs(Term):
+    """An array of all pairs, [B or 1, N or 1, T, S]; backends read its tiles themselves.
+
+    It is not a term of one head and row, so there is no `tile`.
+    """
+
+    pairs: Any
+
+    def tile(self, strip, q, k, *, transposed):
+        raise NotImplementedError("AllPairs has no tile of one head.")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Separable(Term):
     """A number per query plus a number per key: features [T] and [S].
 

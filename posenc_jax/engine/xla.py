@@ -39,6 +39,7 @@ from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.problem import Implementation, Problem, keep_mask, vary_over
 from posenc_jax.engine.terms import (
     STATIC,
+    AllPairs,
     Term,
     Tokens,
     ValueTable,
@@ -114,7 +115,8 @@ class Operands:
       q, k, v: [B, T, N, H], [B, K, S, H], [B, K, S, V].
       bias: float32 [N or 1, L], added at every distance, or None.
       strips: for each term, float32 [1 or N, L, F], or None.
-      terms: one per rule that is not in `bias`.
+      pairs: arrays of all pairs, [B or 1, N or 1, T, S], with `pair_factors`.
+      terms: one per rule that is not in `bias` or `pairs`.
       values: a table on the values, or None.
       queries, keys: what belongs to tokens.
       mask: bool, [B or 1, N or 1, T, S], or None.
@@ -133,6 +135,7 @@ class Operands:
     v: Any
     bias: Any
     strips: tuple[Any, ...]
+    pairs: tuple[Any, ...]
     terms: tuple[Term, ...]
     values: ValueTable | None
     queries: Block
@@ -142,6 +145,7 @@ class Operands:
     seeds: Any
     plan: Plan = dataclasses.field(metadata=STATIC)
     visibility: Visibility = dataclasses.field(metadata=STATIC)
+    pair_factors: tuple[float, ...] = dataclasses.field(metadata=STATIC)
     q_factor: float = dataclasses.field(metadata=STATIC)
     logit_factor: float = dataclasses.field(metadata=STATIC)
     softcap: float | None = dataclasses.field(metadata=STATIC)
@@ -157,6 +161,7 @@ class Operands:
 
 def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
     """Pads a lowered problem to whole blocks."""
+    lowered, pairs = _without_pairs(lowered)
     visibility, length, keys = lowered.visibility, plan.length, plan.keys
     # Contiguous tokens are ordered by slot.
     by_slot = p.contiguous and p.prefix_length is None
@@ -204,6 +209,7 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         strips=tuple(
             None if of is None else padded_strip(of(first, p.length)) for of in lowered.strips
         ),
+        pairs=tuple(pad_axis(pad_axis(x.pairs, 2, length), 3, keys) for x in pairs),
         terms=lowered.terms,
         values=lowered.values,
         queries=block(length, p.q_positions, p.q_coordinates, segments[0], lowered.q_features),
@@ -213,6 +219,7 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         seeds=p.dropout_seeds,
         plan=plan,
         visibility=visibility,
+        pair_factors=tuple(x.factor for x in pairs),
         q_factor=q_factor,
         logit_factor=logit_factor,
         softcap=p.softcap,
@@ -220,6 +227,19 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         origin=before - first,
         dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
     )
+
+
+def _without_pairs(lowered: Lowered) -> tuple[Lowered, list[AllPairs]]:
+    """Returns the rules less arrays of all pairs, and these."""
+    columns = lowered.terms, lowered.q_features, lowered.k_features, lowered.strips
+    rows = list(zip(*columns, strict=True))
+    pairs = [row[0] for row in rows if isinstance(row[0], AllPairs)]
+    if not pairs:
+        return lowered, pairs
+    kept = [row for row in rows if not isinstance(row[0], AllPairs)]
+    names = "terms", "q_features", "k_features", "strips"
+    rest = zip(*kept, strict=True) if kept else ((),) * len(names)
+    return dataclasses.replace(lowered, **dict(zip(names, rest, strict=True))), pairs
 
 
 @jax.custom_vjp
@@ -301,7 +321,8 @@ def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, interior: bool) -> So
     queries, keys, seen, live = tiles.tokens(i, j, interior)
     v = zero_keys(live, v)
     keys = keys._replace(features=zero_keys(live, keys.features))
-    added = tiles.added(tiles.windows(i, j, interior), x.terms, queries, keys, interior)
+    windows, pairs = tiles.windows(i, j, interior), tiles.pairs(i, j)
+    added = tiles.added(windows, pairs, x.terms, queries, keys, interior)
     s, _ = tiles.logits(tiles.products(q, k), added, seen)
     # The maximum only stabilises; its JVP would divide by the number of ties.
     m_new = jnp.maximum(m, jax.lax.stop_gradient(s).max(3))
@@ -323,6 +344,7 @@ class QueryGrads(NamedTuple):
     tokens: Block
     terms: Any
     strips: Any
+    pairs: Any
     table: Any
 
 
@@ -381,6 +403,7 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
         tokens=_blank(diff.queries),
         terms=_blank(diff.terms),
         strips=_blank((diff.bias, diff.strips)),
+        pairs=_blank(diff.pairs),
         table=None if x.values is None else _blank(x.values.table),
     )
     grads, own = _scan_blocks(key_block, grads, x.plan.keys // tiles.blocks.k)
@@ -393,6 +416,7 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
         v=join_blocks(own.v, 2),
         bias=bias,
         strips=strips,
+        pairs=_cast(grads.pairs, diff.pairs),
         terms=_cast(grads.terms, diff.terms),
         values=None if values is None else dataclasses.replace(values, table=grads.table),
         queries=_cast(grads.tokens, diff.queries),
@@ -418,17 +442,17 @@ def _backward_tile(
     k, v, k_t = zero_keys(live, k), zero_keys(live, v), zero_keys(live, k_t, axis=3)
     diff, rest = partition((x.terms, queries, keys))
 
-    def added(windows, diff):
+    def added(windows, pairs, diff):
         terms, queries, keys = combine(diff, rest)
         keys = keys._replace(features=zero_keys(live, keys.features))
-        return tiles.added(windows, terms, queries, keys, interior)
+        return tiles.added(windows, pairs, terms, queries, keys, interior)
 
     has_terms = any(term.has_interior or not interior for term in x.terms)
-    windows = tiles.windows(i, j, interior)
+    windows, pairs = tiles.windows(i, j, interior), tiles.pairs(i, j)
     extra: Any = None
     pull: Any = None
-    if windows[0] is not None or has_terms:
-        extra, pull = jax.vjp(added, windows, diff)
+    if windows[0] is not None or has_terms or pairs:
+        extra, pull = jax.vjp(added, windows, pairs, diff)
     s, softcap_grad = tiles.logits(tiles.products(q, k), extra, seen)
     p = jnp.exp(s - lse[:, :, None])
     dp = _einsum("bnkv,bnqv->bnkq", v, do)
@@ -444,9 +468,9 @@ def _backward_tile(
     ds = p * (dp - delta[:, :, None])
     ds = ds if softcap_grad is None else ds * softcap_grad
     if pull is not None:
-        d_windows, (d_terms, d_queries, d_keys) = pull(_sum_to(ds, extra))
+        d_windows, d_pairs, (d_terms, d_queries, d_keys) = pull(_sum_to(ds, extra))
         strips = _add_windows(grads.strips, d_windows, tiles.window_start(i, j))
-        grads = grads._replace(strips=strips)
+        grads = grads._replace(strips=strips, pairs=tiles.with_pairs(grads.pairs, d_pairs, i, j))
         if has_terms:
             tokens = add_block(grads.tokens, d_queries, 2, i, tiles.blocks.q)
             grads = grads._replace(terms=_sum(grads.terms, d_terms), tokens=tokens)
@@ -508,7 +532,21 @@ class Tiles:
         strips = self.all.strips
         return bias, (None,) * len(strips) if interior else jax.tree.map(part, strips)
 
-    def added(self, windows, terms, q: Block, k: Block, interior: bool) -> jax.Array | None:
+    def pairs(self, i, j) -> tuple[jax.Array, ...]:
+        """Returns the tile of every array of all pairs, [B or 1, N or 1, Q, K]."""
+        rows = take_block(self.all.pairs, 2, i, self.blocks.q)
+        return take_block(rows, 3, j, self.blocks.k)
+
+    def with_pairs(self, grads: Any, tiles: Any, i, j) -> Any:
+        """Writes the cotangents of `pairs` in their places; every tile is visited once."""
+        start = 0, 0, i * self.blocks.q, j * self.blocks.k
+
+        def write(grad, tile):
+            return jax.lax.dynamic_update_slice(grad, tile.astype(grad.dtype), start)
+
+        return jax.tree.map(write, grads, tiles)
+
+    def added(self, windows, pairs, terms, q: Block, k: Block, interior: bool) -> jax.Array | None:
         """Returns what rules add to the logits, broadcastable to the tile, or None."""
         bias, strips = windows
         out = None
@@ -518,6 +556,10 @@ class Tiles:
             out = jax.vmap(lambda values: expand(values, shape, self.transposed))(bias)[None]
             # One tile per row: XLA would otherwise sum rows inside the loop over diagonals.
             out = jnp.broadcast_to(out, (self.all.q.shape[0], *out.shape[1:]))
+        for tile, factor in zip(pairs, self.all.pair_factors, strict=True):
+            tile = factor * tile.astype(jnp.float32)
+            tile = jnp.swapaxes(tile, 2, 3) if self.transposed else tile
+            out = tile if out is None else out + tile
         k = k._replace(features=jax.tree.map(self._repeat, k.features))
         for n, (term, strip) in enumerate(zip(terms, strips, strict=True)):
             if interior and not term.has_interior:

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
-from posenc_jax.rules import ContentBias, DotBias, LogitBias, LogitsTransform, SeparableBias
+from posenc_jax.rules import (
+    ContentBias,
+    DenseBias,
+    DotBias,
+    LogitBias,
+    LogitsTransform,
+    SeparableBias,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +174,11 @@ def _unbounded(params, q, k):
     return (pair, DotBias(_Waves(), **params, k_features=k, scaled=True))
 
 
+def _all_pairs(params, q, k):
+    part = params[:, : q.shape[1], : k.shape[1]]
+    return (DenseBias(part[None]), *_alibi({}, q, k), DenseBias(part[None, :1], scaled=True))
+
+
 KINDS = {
     "none": Kind(lambda key, heads, dim: {}, lambda params, q, k: ()),
     "alibi": Kind(lambda key, heads, dim: {}, _alibi),
@@ -199,6 +211,7 @@ KINDS = {
         },
         _whole_rules,
     ),
+    "all_pairs": Kind(lambda key, heads, dim: jax.random.normal(key, (heads, 64, 64)), _all_pairs),
     "narrow": Kind(_dots, _narrow),
     "wide": Kind(_dots, _wide),
     "unbounded": Kind(_dots, _unbounded),

@@ -76,9 +76,16 @@ CASES += [("wide", f) for f in ("softcap_sinks", "segments", "window", "two_side
 CASES += [("fire", "permuted_segments"), ("fox", "dropout"), ("two_axes", "prefix")]
 CASES += [("whole", f) for f in FEATURES if f not in ("plain", "sinks", "permuted")]
 CASES += [("alibi", "two_sided_window"), ("scaled", "permuted"), ("none", "mask")]
+CASES += [("all_pairs", f) for f in ("softcap_sinks", "permuted_segments", "dropout", "chunk")]
 CASES += [("separable", f) for f in ("causal", "plain", "permuted_segments", "mask", "prefix")]
 DENSE_CASES = [("whole", f) for f in ("causal", "segments", "mask", "softcap_sinks", "permuted")]
-DENSE_CASES += [("shaw", "dropout"), ("fox", "prefix"), ("t5", "chunk"), ("separable", "window")]
+DENSE_CASES += [
+    ("all_pairs", "permuted_segments"),
+    ("shaw", "dropout"),
+    ("fox", "prefix"),
+    ("t5", "chunk"),
+    ("separable", "window"),
+]
 
 
 def _case(kind, options):

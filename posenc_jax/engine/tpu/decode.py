@@ -197,7 +197,7 @@ def _added(p: Problem, unit: float) -> jax.Array:
     for rule in p.per_query_head().rules:
         term = _picked(rule, *at)
         if term is None:
-            term = jax.vmap(rule.added_logits)(rule.q_features, rule.k_features, *at)
+            term = rule.added_to_rows(*at)
         if term is not None:
             total += unit * (p.scale if rule.scaled else 1.0) * term
     return total

@@ -83,6 +83,8 @@ class PallasTPU(Implementation):
             return "q, k and v must all be bfloat16 or all float32"
         if p.whole_rows or not p.normalized:
             return 'rules on whole rows of logits need implementation="xla"'
+        if any(rule.pairs is not None for rule in p.rules):
+            return 'an array of all pairs needs implementation="xla"'
         if any(rule.adds_values for rule in p.rules):
             return 'rules that add to values need implementation="xla"'
         if decodes(p):

@@ -1,0 +1,132 @@
+"""An array of all pairs as a rule, against `jax.nn` and a float64 softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import qkv, softmax_attention
+
+import posenc_jax as pe
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.tpu.implementation import PallasTPU
+from posenc_jax.engine.xla import XLA
+
+B, T, N = 3, 63, 6
+Q, K, V = qkv(batch=B, length=T)
+RANDOM = np.random.default_rng(0)
+TILES = XLA(Blocks(16, 8), Blocks(8, 16))
+SHAPES = [(1, 1), (1, N), (B, 1), (B, N)]
+WEIGHTS = RANDOM.normal(size=(B, T, N, 8)).astype("f4")
+
+
+def array(*lead):
+    return RANDOM.normal(size=(*lead, T, T)).astype("f4")
+
+
+def gradients(attend, bias):
+    def loss(bias, q, k, v):
+        return (attend(bias, q, k, v) * WEIGHTS).sum()
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(bias, Q, K, V)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("implementation", [TILES, Dense(block=2**12), "reference"], ids=str)
+def test_output_and_gradients_equal_jax_nn(shape, implementation):
+    bias = array(*shape)
+
+    def own(bias, q, k, v):
+        rule = pe.DenseBias(bias)
+        return pe.attention(q, k, v, rules=rule, is_causal=True, implementation=implementation)
+
+    def theirs(bias, q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+
+    (value, grads), (wanted, wanted_grads) = gradients(own, bias), gradients(theirs, bias)
+    np.testing.assert_allclose(value, wanted, rtol=2e-5)
+    for got, expected in zip(grads, wanted_grads, strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_attention_matches_a_float64_softmax_beside_another_rule():
+    """With a softcap, segments, and an array of bfloat16 that is multiplied by the scale."""
+    bias = jnp.asarray(array(1, N), jnp.bfloat16)
+    exact, slopes = np.asarray(bias[0], np.float64), np.asarray(pe.alibi_slopes(N), np.float64)
+    segments = np.repeat([0, 1], [20, 43])[None].repeat(B, 0).astype(np.int32)
+
+    def logit(q, k, n, i, j):
+        x = (q @ k + exact[n, i, j]) / np.sqrt(8) - slopes[n] * (i - j)
+        return 5.0 * np.tanh(x / 5.0)
+
+    expected = softmax_attention(
+        Q, K, V, logit, sees=lambda i, j: j <= i and segments[0, i] == segments[0, j]
+    )
+    rules = pe.ALiBi(num_heads=N).rules({}), pe.DenseBias(bias, scaled=True)
+    for implementation in (TILES, "dense", "reference"):
+        out = pe.attention(
+            *(Q, K, V),
+            rules=rules,
+            q_segment_ids=segments,
+            k_segment_ids=segments,
+            q_positions=np.arange(T, dtype=np.int32)[None],
+            k_positions=np.arange(T, dtype=np.int32)[None],
+            is_causal=True,
+            softcap=5.0,
+            implementation=implementation,
+        )
+        np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", [TILES, "dense", "reference"], ids=str)
+def test_minus_infinity_hides_keys(implementation):
+    """As `mask` does, a query without keys too; gradients are finite."""
+    hidden = RANDOM.random((B, 1, T, T)) < 0.5
+    hidden[1, 0, 7] = True
+    bias = np.where(hidden, -np.inf, 0.0).astype("f4")
+
+    def own(bias, q, k, v):
+        return pe.attention(q, k, v, rules=pe.DenseBias(bias), implementation=implementation)
+
+    value, grads = gradients(own, bias)
+    masked = pe.attention(Q, K, V, mask=~hidden, implementation="reference")
+    np.testing.assert_allclose(value, (masked * WEIGHTS).sum(), rtol=1e-5)
+    assert np.all(np.asarray(own(bias, Q, K, V))[1, 7] == 0.0)
+    assert all(np.isfinite(grad).all() for grad in grads)
+    assert np.all(np.asarray(grads[0])[hidden] == 0.0)
+
+
+def test_it_belongs_to_slots_when_a_rule_sorts_the_keys():
+    """Stick-breaking needs keys in the order of their positions."""
+    order = RANDOM.permutation(T)
+    bias, rule = array(1, N), pe.StickBreaking().rules({})
+    at = np.arange(T, dtype=np.int32)[None]
+
+    def attend(bias, q, k, v, at):
+        rules = pe.DenseBias(bias), rule
+        return pe.attention(q, k, v, rules=rules, q_positions=at, k_positions=at, is_causal=True)
+
+    straight = attend(bias, Q, K, V, at)
+    shuffled = [x[:, order] for x in (Q, K, V, at.repeat(B, 0))]
+    moved = attend(bias[:, :, order][..., order], *shuffled)
+    np.testing.assert_allclose(moved, straight[:, order], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "pairs, error, message",
+    [
+        (np.zeros((T, T), "f4"), ValueError, r"\[B or 1, N or 1, T, S\] with B, N, T, S = \(3, 6"),
+        (np.zeros((B, 3, T, T), "f4"), ValueError, r"got \(3, 3, 63, 63\)"),
+        (np.zeros((1, 1, T, 1), "f4"), ValueError, r"got \(1, 1, 63, 1\)"),
+        (np.zeros((1, 1, T, T), bool), TypeError, "a boolean array is a mask"),
+    ],
+)
+def test_other_arrays_are_refused(pairs, error, message):
+    with pytest.raises(error, match=message):
+        pe.attention(Q, K, V, rules=pe.DenseBias(jnp.asarray(pairs)))
+
+
+def test_kernels_refuse_it():
+    with pytest.raises(NotImplementedError, match="an array of all pairs needs"):
+        rule, kernels = pe.DenseBias(jnp.asarray(array(1, 1))), PallasTPU(interpret=True)
+        pe.attention(Q, K, V, rules=rule, is_causal=True, implementation=kernels)
