@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from posenc_jax.checks import array_of_rank, integer_positions, require
 from posenc_jax.mask import add_saturated
@@ -95,7 +96,8 @@ class KVCache:
         """Returns an empty cache of `capacity` slots for arrays shaped like these.
 
         Args:
-          k, v: shapes [B, any, K, H] and [B, any, K, V], with dtypes.
+          k, v: shapes [B, any, K, H] and [B, any, K, V], with dtypes, and shardings on explicit
+            mesh axes, as for the other shapes.
           capacity: number of slots S. It must hold all tokens, or for a ring the window.
           coordinates: shape [B, any] or [A, B, any] to store coordinates, or None.
           k_features: pytree of shapes [B, any, ...].
@@ -117,30 +119,36 @@ class KVCache:
             f"got {num_sink_tokens}.",
         )
         batch = k.shape[0]
+        rows = _spec(k)[:1]
+
+        def zeros(shape, dtype=jnp.int32, spec=rows, value=0):
+            # Without a mesh there is no sharding to name.
+            at = {"out_sharding": PartitionSpec(*spec)} if any(spec) else {}
+            return jnp.full(shape, value, dtype, **at)
 
         def slots(x, axis=1):
             shape = list(x.shape)
             shape[axis] = capacity
-            return jnp.zeros(shape, x.dtype)
+            return zeros(shape, x.dtype, _spec(x))
 
         def past(x):
-            return jnp.zeros((batch, max_rewind, *x.shape[1:]), x.dtype)
+            spec = _spec(x)
+            return zeros((batch, max_rewind, *x.shape[1:]), x.dtype, (*spec[:1], None, *spec[1:]))
 
-        zeros = functools.partial(jnp.zeros, (batch,), jnp.int32)
         return cls(
             k=slots(k),
             v=slots(v),
-            positions=jnp.zeros((batch, capacity), jnp.int32),
-            segment_ids=jnp.full((batch, capacity), -1, jnp.int32),
+            positions=zeros((batch, capacity)),
+            segment_ids=zeros((batch, capacity), value=-1),
             coordinates=None if coordinates is None else slots(coordinates, -1),
             k_features=jax.tree.map(slots, k_features),
-            state=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state),
+            state=jax.tree.map(lambda x: zeros(x.shape, x.dtype, _spec(x)), state),
             past_states=jax.tree.map(past, state) if max_rewind else None,
-            length=zeros(),
-            written=zeros(),
-            rewindable=zeros(),
-            next_positions=zeros(),
-            lost=jnp.zeros((batch,), bool),
+            length=zeros((batch,)),
+            written=zeros((batch,)),
+            rewindable=zeros((batch,)),
+            next_positions=zeros((batch,)),
+            lost=zeros((batch,), bool),
             scheme=scheme,
             ring=ring,
             num_sink_tokens=num_sink_tokens,
@@ -202,7 +210,6 @@ class KVCache:
         # What is not stored has slots beyond the end, all different.
         beyond = self.capacity + jnp.arange(count, dtype=jnp.int32)[None]
         slots = jnp.where(tokens & (slots < self.capacity), slots, beyond)
-        rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
 
         def write(name, old, new):
             wanted = batch, count, *old.shape[2:]
@@ -210,7 +217,7 @@ class KVCache:
                 new.shape == wanted,
                 f"KVCache: {name} must be {wanted} for this cache, got {new.shape}.",
             )
-            return _write(old, (rows, slots), new)
+            return _write(name, old, slots, new)
 
         past, limit = self.past_states, self.max_rewind or 0
         if limit:
@@ -225,7 +232,7 @@ class KVCache:
             v=write("v", self.v, v),
             positions=write("positions", self.positions, positions),
             segment_ids=write("segment_ids", self.segment_ids, segment_ids),
-            coordinates=self._with_coordinates(coordinates, rows, slots),
+            coordinates=self._with_coordinates(coordinates, slots),
             k_features=jax.tree.map(
                 functools.partial(write, "k_features"), self.k_features, k_features
             ),
@@ -249,7 +256,7 @@ class KVCache:
         rows = integer_positions("KVCache.take", rows, "rows")
         array_of_rank("KVCache.take", "rows", rows, 1, "[any]")
         inside = self._inside("take", rows)
-        new = self._each(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
+        new = self._each(lambda x: x.at[rows].get(mode="clip", **_kept(x)))
         return dataclasses.replace(new, lost=new.lost | ~inside)
 
     def insert(self, rows: jax.Array | int, other: "KVCache") -> Self:
@@ -278,7 +285,7 @@ class KVCache:
 
         def put(old, new):
             index = into if new.ndim == 1 else (into, slice(new.shape[1]))
-            return old.at[index].set(new.astype(old.dtype), mode="drop")
+            return old.at[index].set(new.astype(old.dtype), mode="drop", **_kept(old))
 
         return self.reset(rows)._each(put, other)
 
@@ -402,7 +409,7 @@ class KVCache:
             "window."
         )
 
-    def _with_coordinates(self, new: jax.Array | None, rows: Any, slots: Any) -> jax.Array | None:
+    def _with_coordinates(self, new: jax.Array | None, slots: jax.Array) -> jax.Array | None:
         """Returns the coordinates with those of new tokens."""
         old = self.coordinates
         if old is None or new is None:
@@ -420,7 +427,7 @@ class KVCache:
             new.shape == wanted,
             f"KVCache: coordinates must be {wanted} for this cache, got {new.shape}.",
         )
-        return _write(old, (..., rows, slots), new)
+        return _write("coordinates", old, slots, new, batch=old.ndim - 2)
 
     def _inside(self, where: str, rows: jax.Array) -> jax.Array:
         """Returns whether rows are in range; raises if they are known not to be."""
@@ -472,9 +479,44 @@ class KVCache:
         )
 
 
-def _write(old: jax.Array, index: tuple, new: jax.Array) -> jax.Array:
-    """Returns `old` with new tokens at [rows, slots]; slots beyond the end are not written."""
-    return old.at[index].set(new.astype(old.dtype), mode="drop", unique_indices=True)
+def _write(
+    name: str, old: jax.Array, slots: jax.Array, new: jax.Array, batch: int = 0
+) -> jax.Array:
+    """Returns `old` [B, S, ...] with new tokens [B, T, ...]; slots beyond the end are not written.
+
+    Args:
+      name: of the array, for messages.
+      old, new: the arrays, with B at the axis `batch` and slots behind it.
+      slots: int32 [B, T], different in a row.
+      batch: 0, or 1 for [A, B, S].
+    """
+    wanted, given = _spec(old), _spec(new)
+    if wanted != given:
+        require(
+            name not in "kv",
+            f"KVCache: {name} is sharded as {PartitionSpec(*given)}, and the cache as "
+            f"{PartitionSpec(*wanted)}; make it with new_cache(..., qkv_sharding=...).",
+        )
+        new = jax.sharding.reshard(new, PartitionSpec(*wanted))
+
+    def of_row(old, new, slots):
+        at = (slice(None),) * batch + (slots,)
+        return old.at[at].set(new, mode="drop", unique_indices=True)
+
+    # By row, so that devices that hold some of the rows write theirs.
+    put = jax.vmap(of_row, (batch, batch, 0), batch)
+    return put(old, new.astype(old.dtype), slots)
+
+
+def _spec(x: Any) -> tuple:
+    """Returns the axes of an explicit mesh that the axes of an array or shape are sharded over."""
+    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
+    return (None,) * x.ndim if sharding is None else tuple(sharding.spec)
+
+
+def _kept(x: jax.Array) -> dict[str, Any]:
+    """Returns options of `x.at[rows]` that keep the sharding of rows on an explicit mesh."""
+    return {"out_sharding": PartitionSpec(*_spec(x))} if any(_spec(x)) else {}
 
 
 def _batch_first(coordinates: jax.Array) -> jax.Array:

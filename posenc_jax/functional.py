@@ -7,6 +7,7 @@ from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.cache import KVCache
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
@@ -55,6 +56,7 @@ class CacheOptions(TypedDict, total=False):
     coordinates: jax.Array | jax.ShapeDtypeStruct | None
     ring: bool
     max_rewind: int
+    qkv_sharding: PartitionSpec | None
 
 
 def scheme_embedding(
@@ -272,10 +274,7 @@ def scheme_attention(
         most = min(length - 1, cache.max_rewind)
         read = functools.partial(_contents, scheme, params, projected, at, states=cache.state)
         past_states = _past_states(lambda kept: read(segment_ids=kept)[-1], segments, most)
-    if cache.ring:
-        left = check_window(cache, length, options.get("window"))
-        lost = cache.lost | loses_visible(cache, positions, segments, left)
-        cache = dataclasses.replace(cache, lost=lost)
+    left = check_window(cache, length, options.get("window")) if cache.ring else None
     stored = None if cache.coordinates is None else at
     cache = cache.append(
         k,
@@ -287,8 +286,10 @@ def scheme_attention(
         state=states,
         past_states=past_states,
     )
-    if cache.num_sink_tokens:
-        lost = cache.lost | evicted_sinks(cache, positions, segments)
+    if left is not None:
+        lost = cache.lost | loses_visible(cache, positions, segments, left)
+        if cache.num_sink_tokens:
+            lost |= evicted_sinks(cache, positions, segments)
         cache = dataclasses.replace(cache, lost=lost)
     call = AttentionCall(
         q_positions=positions,
@@ -321,6 +322,7 @@ def new_cache(
     coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
     ring: bool = False,
     max_rewind: int = 0,
+    qkv_sharding: PartitionSpec | None = None,
 ) -> KVCache:
     """Returns an empty cache for `scheme_attention` with this scheme.
 
@@ -339,6 +341,8 @@ def new_cache(
       ring: whether a full cache overwrites its oldest slots; needs a window.
       max_rewind: the most tokens that `rewind` of the cache takes back at once, if the scheme
         has a running state; other schemes take back any number.
+      qkv_sharding: on explicit mesh axes, how q, k and v [B, T, heads, H] are sharded, as in
+        `nnx.MultiHeadAttention`; all arrays of the cache follow. Needs `jax.set_mesh`.
 
     Raises:
       ValueError: without `model_dim` for a scheme that reads `x`, and for invalid sizes.
@@ -354,14 +358,26 @@ def new_cache(
         f"new_cache: {scheme!r} reads x, so the cache needs model_dim.",
     )
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    q = jax.ShapeDtypeStruct((batch, 1, num_heads, head_dim), dtype)
-    k = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_dim), dtype)
-    x = None if model_dim is None else jax.ShapeDtypeStruct((batch, 1, model_dim), dtype)
-    at = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+
+    def shape(sizes, dtype, spec):
+        if qkv_sharding is None:
+            return jax.ShapeDtypeStruct(sizes, dtype)
+        spec = PartitionSpec(*spec, *(None,) * (len(sizes) - len(spec)))
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    spec = () if qkv_sharding is None else tuple(qkv_sharding)
+    q = shape((batch, 1, num_heads, head_dim), dtype, spec)
+    k = shape((batch, 1, kv_heads, head_dim), dtype, spec)
+    x = None if model_dim is None else shape((batch, 1, model_dim), dtype, spec[:1])
+    at = shape((batch, 1), jnp.int32, spec[:1])
     if coordinates is not None:
         real = jnp.issubdtype(coordinates.dtype, jnp.floating)
-        shape = (*coordinates.shape[:-2], batch, 1)
-        coordinates = at = jax.ShapeDtypeStruct(shape, jnp.float32 if real else jnp.int32)
+        lead = coordinates.shape[:-2]
+        at = shape(
+            (*lead, batch, 1), jnp.float32 if real else jnp.int32, (*(None,) * len(lead), *spec[:1])
+        )
+        coordinates = at
 
     def stored(params, x, q, k, at):
         made = _contents(scheme, params, (x, q, k, k), at, None, None)

@@ -5,6 +5,7 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from posenc_jax.additive.none import NoPE
 from posenc_jax.cache import KVCache
@@ -80,6 +81,8 @@ class CallOptions(TokenOptions, total=False):
     position: PositionEncoding | None
     deterministic: bool | None
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
+    out_sharding: PartitionSpec | None
+    qkv_sharding: PartitionSpec | None
 
 
 class Attention(AttentionLayer, nnx.Module):
@@ -208,6 +211,8 @@ class Attention(AttentionLayer, nnx.Module):
         position: PositionEncoding | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        out_sharding: PartitionSpec | None = None,
+        qkv_sharding: PartitionSpec | None = None,
         **options: Unpack[TokenOptions],
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
@@ -219,6 +224,8 @@ class Attention(AttentionLayer, nnx.Module):
             one under `nnx.scan`).
           deterministic: whether to drop no weights. Default: as the layer is set.
           rngs: for the dropout key. Default: those given to the constructor.
+          out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
+            v [B, T, heads, H] are sharded, as in `nnx.MultiHeadAttention`.
           **options: `positions`, `coordinates`, `segment_ids`, `tables`, `mask`,
             `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`.
 
@@ -239,7 +246,8 @@ class Attention(AttentionLayer, nnx.Module):
         else:
             check_acts_in_attention("Attention", position.scheme)
         dropout_key = self._dropout_key(rngs) if self.drops(deterministic) else None
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        projections = self.query, self.key, self.value
+        q, k, v = (project(x, out_sharding=qkv_sharding) for project in projections)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.sinks is not None:
@@ -255,7 +263,8 @@ class Attention(AttentionLayer, nnx.Module):
             **self.settings(self, dropout_key),
             **options,
         )
-        return self.out(out) if new is None else (self.out(out), new)
+        y = self.out(out, out_sharding=out_sharding)
+        return y if new is None else (y, new)
 
     def _dropout_key(self, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array:
         """Returns the key of this call's dropout."""

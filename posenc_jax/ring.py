@@ -33,26 +33,29 @@ def loses_visible(
 ) -> jax.Array:
     """Returns bool [B]: rows whose ring does not hold all keys that new tokens may see.
 
-    The ring has spare slots for `length` tokens at a time (`check_window`), so that happens where
-    more tokens were taken back than there are spare slots, and where tokens are out of order:
-    segment ids and positions must grow from token to token.
+    The ring has spare slots for T tokens at a time (`check_window`), so that happens where more
+    tokens were taken back than there are spare slots, and where tokens are out of order: segment
+    ids and positions must grow from token to token.
 
     Args:
-      cache: before the tokens are appended.
+      cache: the cache with these tokens, so that a step reads it after it was written.
       positions, segment_ids: int32 [B, T], of the tokens.
       left: the number of tokens before its own that a query sees.
     """
+    if left == 0:
+        return jnp.zeros(cache.lost.shape, bool)
     tokens = segment_ids >= 0
-    newest = cache.slots(jnp.maximum(cache.length - 1, 0)[:, None])
-    before = (jnp.take_along_axis(x, newest, 1) for x in (cache.positions, cache.segment_ids))
-    at, ids = (jnp.concatenate(x, 1) for x in zip(before, (positions, segment_ids), strict=True))
+    start = cache.length - tokens.sum(1, dtype=jnp.int32)
+    newest = cache.slots(jnp.maximum(start - 1, 0)[:, None])
+    at, ids = (jnp.take_along_axis(x, newest, 1) for x in (cache.positions, cache.segment_ids))
+    at = jnp.concatenate([at, positions], 1)
+    ids = jnp.concatenate([jnp.where(start[:, None] > 0, ids, -1), segment_ids], 1)
     place = jnp.arange(at.shape[1], dtype=jnp.int32)[None]
     last = jax.lax.cummax(jnp.where(ids >= 0, place, 0), axis=1)[:, :-1]
     last_at, last_id = (jnp.take_along_axis(x, last, 1) for x in (at, ids))
     grows = (segment_ids > last_id) | ((segment_ids == last_id) & (positions > last_at))
-    length = cache.length + tokens.sum(1, dtype=jnp.int32)
-    overwritten = jnp.maximum(cache.written, length) - (cache.capacity - cache.num_sink_tokens)
-    oldest = jnp.maximum(cache.length - left, cache.num_sink_tokens)
+    overwritten = cache.written - (cache.capacity - cache.num_sink_tokens)
+    oldest = jnp.maximum(start - left, cache.num_sink_tokens)
     return jnp.any(tokens & ~grows, 1) | (tokens.any(1) & (oldest < overwritten))
 
 

@@ -222,7 +222,8 @@ def test_positions_at_the_ends_of_int32_do_not_wrap():
     at = jnp.array([[low, low + 1, low + 2, low + 3, low + 4]] * 2, jnp.int32)
     ring = empty(ring=True).append(k, v, at, segments)
     new = jnp.array([[high], [low + 4]], jnp.int32)
-    lost = loses_visible(ring, new, jnp.zeros_like(new), left=4)
+    after = ring.append(k[:, :1], v[:, :1], new, jnp.zeros_like(new))
+    lost = loses_visible(after, new, jnp.zeros_like(new), left=4)
     np.testing.assert_array_equal(lost, [False, True])
     one = [a[:, :1] for a in (k, v)]
     full = empty().append(*one, jnp.full((2, 1), high), jnp.zeros((2, 1), jnp.int32))

@@ -5,14 +5,18 @@ import functools
 import pathlib
 import re
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import posenc_jax as pe
+from posenc_jax import nnx
 from posenc_jax.positions import from_padding_mask
 
 ROWS, CHUNK, CAPACITY, DIM = 3, 3, 12, 8
@@ -206,3 +210,85 @@ def test_the_documentation_runs():
     np.testing.assert_array_equal(names["cache"].length, [8, 4, 0])
     alone = names["layer"](names["x"])
     np.testing.assert_allclose(names["y"][0], alone[0], rtol=0, atol=1e-5)
+
+
+def buffers(cache):
+    """Shapes of the arrays that grow with the number of slots, as compiled programs print them."""
+    arrays = cache.k, cache.v, cache.positions, cache.coordinates, cache.k_features
+    return {str(list(x.shape)).replace(" ", "") for x in jax.tree.leaves(arrays)}
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_donated_cache_is_written_in_place(ring):
+    """No array with all slots is copied, and appending takes the same memory for any S."""
+    fox = pe.FoX(num_heads=2, model_dim=DIM)
+    x, at = jnp.zeros((ROWS, 3, DIM)), jnp.zeros((ROWS, 3), jnp.int32)
+
+    def step(cache):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights())
+        options = {"is_causal": True, "window": 4, "cache": cache, "coordinates": at}
+        return pe.scheme_attention(fox, parameters(fox), q, k, v, x=x, **options)
+
+    def append(cache):
+        return step(cache)[1]
+
+    def compiled(function, capacity, **donated):
+        options = {"ring": ring, "max_rewind": 2, "coordinates": at}
+        cache = pe.new_cache(fox, ROWS, capacity, **SIZES, **options)
+        program = jax.jit(function, **donated).lower(cache).compile()
+        shapes = (re.escape(shape) for shape in buffers(cache))
+        return program, re.search(rf"({'|'.join(shapes)})\S* copy\(", program.as_text())
+
+    # Without donation the old cache has to be copied.
+    assert compiled(append, 301)[1]
+    assert not compiled(step, 301, donate_argnums=0)[1]
+    sizes = []
+    for capacity in (301, 1201):
+        program, copied = compiled(append, capacity, donate_argnums=0)
+        assert not copied
+        sizes.append(program.memory_analysis().temp_size_in_bytes)
+    assert sizes[0] == sizes[1]
+
+
+def test_rows_and_heads_on_explicit_axes():
+    """Rows over four devices and heads over two: the same numbers, and rows stay where they are."""
+    scheme = pe.FoX(num_heads=4, model_dim=DIM)
+    layer = nnx.Attention(
+        DIM, 4, num_kv_heads=2, position=scheme, is_causal=True, rngs=flax.nnx.Rngs(0)
+    )
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, DIM)), jnp.float32)
+    whole = layer(x)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    of_qkv, of_x = P("data", None, "tensor", None), P("data", None, None)
+    with jax.set_mesh(mesh):
+        graph, state = flax.nnx.split(layer)
+        for name, spec in {"query": P(None, "tensor"), "out": P("tensor")}.items():
+            names = ("query", "key", "value") if name == "query" else (name,)
+            for each in names:
+                kernel = state[each]["kernel"]
+                kernel.set_value(jax.device_put(kernel.get_value(), spec))
+        x = jax.device_put(x, of_x)
+
+        @functools.partial(jax.jit, donate_argnums=1)
+        def step(x, cache):
+            specs = {"out_sharding": of_x, "qkv_sharding": of_qkv}
+            return flax.nnx.merge(graph, state)(x, cache=cache, **specs)
+
+        cache, outs = layer.new_cache(4, 8, qkv_sharding=of_qkv, max_rewind=2), []
+        for part in (slice(0, 3), slice(3, 6)):
+            out, cache = step(x[:, part], cache)
+            outs.append(out)
+        np.testing.assert_allclose(np.concatenate(outs, 1), whole, rtol=0, atol=1e-5)
+        one = layer.new_cache(1, 6, qkv_sharding=P(None, None, "tensor"), max_rewind=2)
+        changes = {"reset": np.array([1, 0]), "rewind": 1, "insert": (3, one), "take": [3, 2, 1, 1]}
+        for name, argument in changes.items():
+            rest = argument if isinstance(argument, tuple) else (np.asarray(argument),)
+            program = jax.jit(getattr(pe.KVCache, name)).lower(cache, *rest).compile()
+            new, text = program(cache, *rest), program.as_text()
+            assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, cache)
+            assert name == "take" or not re.search(r"all-|collective-|reduce-scatter", text)
+        replicated = layer.new_cache(4, 8)
+        with pytest.raises(
+            ValueError, match=r"k is sharded as .*'data'.*new_cache\(..., qkv_shard"
+        ):
+            step(x[:, :3], replicated)
