@@ -45,6 +45,7 @@ from posenc_jax.content.short_conv import ShortConv
 from posenc_jax.content.stick_breaking import StickBreaking
 from posenc_jax.content.transformer_xl import TransformerXL
 from posenc_jax.engine.api import AttentionCall, attention
+from posenc_jax.flex_attention import score_mod
 from posenc_jax.functional import new_cache, scheme_attention, scheme_embedding, scheme_tables
 from posenc_jax.hf.api import from_hf, hf_logit_scale, scheme_from_hf, to_hf
 from posenc_jax.hf.weights import heads_from_linear, split_qkv
@@ -210,6 +211,7 @@ __all__ = [
     "scheme_embedding",
     "scheme_from_hf",
     "scheme_tables",
+    "score_mod",
     "sharding",
     "short_convolution",
     "sinusoidal_encoding",
