@@ -138,6 +138,14 @@ def _by_parity(score, b, h, q_idx, kv_idx):
     return score + (q_idx - kv_idx + q_idx % 2).astype(jnp.float32)
 
 
+def _by_sum(score, b, h, q_idx, kv_idx):
+    return score + (q_idx + kv_idx).astype(jnp.float32)
+
+
+def _by_one_position(score, b, h, q_idx, kv_idx):
+    return score + (kv_idx - 3).astype(jnp.float32)
+
+
 def _by_rounded_position(score, b, h, q_idx, kv_idx):
     return score + (q_idx.astype(jnp.bfloat16) - kv_idx.astype(jnp.bfloat16)).astype(jnp.float32)
 
@@ -146,7 +154,11 @@ def _by_order_within_a_call(score, b, h, q_idx, kv_idx):
     return score + jnp.where(q_idx // 4 == kv_idx // 4, 1.0, 0.0)
 
 
-@pytest.mark.parametrize("function", [_by_parity, _by_rounded_position, _by_order_within_a_call])
+@pytest.mark.parametrize(
+    "function",
+    [_by_parity, _by_sum, _by_one_position, _by_rounded_position, _by_order_within_a_call],
+    ids=lambda f: f.__name__,
+)
 def test_positions_that_are_read_alone_make_no_relative_rule(function):
     rule = pe.score_mod(function, Q)
     assert isinstance(rule, pe.LogitBias) and not rule.relative
