@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 import posenc_jax as pe
-from examples.decoder import ACTIVATIONS, DecoderConfig
-from examples.families import Family, Weights, fill
+from examples.decoder import ACTIVATIONS, ModelConfig
+from examples.weights import State, Weights, fill
 
 
 class DisentangledAttention(nnx.Module):
     """Attention with terms by content and distance."""
 
-    def __init__(self, config: DecoderConfig, scheme: pe.DeBERTa, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, scheme: pe.DeBERTa, rngs: nnx.Rngs):
         heads = config.num_heads, config.head_dim
         project = functools.partial(nnx.LinearGeneral, rngs=rngs)
         self.query, self.key, self.value = (project(config.model_dim, heads) for _ in range(3))
@@ -44,7 +44,7 @@ class DisentangledAttention(nnx.Module):
 class Block(nnx.Module):
     """Attention and MLP, each followed by a norm of the sum."""
 
-    def __init__(self, config: DecoderConfig, scheme: pe.DeBERTa, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, scheme: pe.DeBERTa, rngs: nnx.Rngs):
         self.attention = DisentangledAttention(config, scheme, rngs)
         self.attention_norm, self.mlp_norm = config.new_norm(rngs), config.new_norm(rngs)
         self.up = nnx.Linear(config.model_dim, config.mlp_dim, rngs=rngs)
@@ -60,7 +60,7 @@ class Block(nnx.Module):
 class DeBERTa(nnx.Module):
     """A masked language model."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         scheme = config.layers[0].scheme
         assert isinstance(scheme, pe.DeBERTa), scheme
         self.embedding = nnx.Embed(config.vocabulary, config.model_dim, rngs=rngs)
@@ -120,7 +120,7 @@ class DeBERTaWeights(Weights):
     def __call__(self, path):
         """The array for a parameter."""
         return (
-            self.take("cls.predictions.bias")
+            self.state.take("cls.predictions.bias")
             if path == ("output_bias",)
             else super().__call__(path)
         )
@@ -140,7 +140,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> DeBERTa:
     for name, values in _SUPPORTED.items():
         if config.get(name) not in values:
             raise ValueError(f"load: {name} must be one of {values}, got {config.get(name)!r}.")
-    made = DecoderConfig(
+    made = ModelConfig(
         layers=pe.from_hf(config),
         vocabulary=config["vocab_size"],
         model_dim=config["hidden_size"],
@@ -152,5 +152,5 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> DeBERTa:
         epsilon=config["layer_norm_eps"],
         activation=config["hidden_act"],
     )
-    weights = DeBERTaWeights(state, Family(_NAMES), made.num_heads, made.num_heads)
+    weights = DeBERTaWeights(State(state), _NAMES, made.num_heads, made.num_heads)
     return fill(lambda rngs: DeBERTa(made, rngs), weights)

@@ -18,6 +18,7 @@ from posenc_jax.nnx import Attention, PositionEncoding
 ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
@@ -25,7 +26,7 @@ ACTIVATIONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderConfig:
+class ModelConfig:
     """What a decoder is made of.
 
     Attributes:
@@ -42,6 +43,7 @@ class DecoderConfig:
       embedding_scale: the factor on token embeddings.
       tied: whether the embedding is the output projection, too.
       logit_softcap: of the output.
+      is_causal: whether tokens see only those before them.
     """
 
     layers: tuple[pe.LayerSpec, ...]
@@ -63,6 +65,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     tied: bool = False
     logit_softcap: float | None = None
+    is_causal: bool = True
 
     def new_norm(self, rngs: nnx.Rngs) -> nnx.Module:
         """Returns a norm over D."""
@@ -76,7 +79,7 @@ class DecoderConfig:
 class MLP(nnx.Module):
     """Two projections, or three with a gate."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         linear = functools.partial(nnx.Linear, use_bias=config.mlp_bias, rngs=rngs)
         wide, narrow = config.mlp_dim, config.model_dim
         self.up = linear(narrow, wide)
@@ -94,7 +97,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Attention and MLP with their norms."""
 
-    def __init__(self, config: DecoderConfig, layer: pe.LayerSpec, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: pe.LayerSpec, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = config.new_norm(rngs), config.new_norm(rngs)
         self.post_attention_norm = config.new_norm(rngs) if config.post_norms else None
         self.post_mlp_norm = config.new_norm(rngs) if config.post_norms else None
@@ -105,7 +108,7 @@ class Block(nnx.Module):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             use_bias=config.attention_bias,
-            is_causal=True,
+            is_causal=config.is_causal,
             rngs=rngs,
         )
         self.mlp = MLP(config, rngs)
@@ -129,7 +132,7 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """A language model."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = nnx.Embed(config.vocabulary, config.model_dim, rngs=rngs)
         self.embedding_norm = config.new_norm(rngs) if config.embedding_norm else None
@@ -178,7 +181,14 @@ class Decoder(nnx.Module):
         return logits if caches is None else (logits, new)
 
 
-def greedy(model, tokens: jax.Array, mask: jax.Array, steps: int) -> tuple[jax.Array, jax.Array]:
+def greedy(
+    model: Decoder,
+    tokens: jax.Array,
+    mask: jax.Array,
+    steps: int,
+    delta: jax.Array | None = None,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
     """Greedy decoding of a padded batch: one prefill, and a scan over steps.
 
     Args:
@@ -186,6 +196,8 @@ def greedy(model, tokens: jax.Array, mask: jax.Array, steps: int) -> tuple[jax.A
       tokens: prompts [B, T], padded on the left.
       mask: bool [B, T], true for tokens.
       steps: number of new tokens.
+      delta: what coordinates of new tokens have more than positions, [B]. Default: they are equal.
+      **options: `inputs` and `coordinates` of the prompts, as calls of a `Decoder` take them.
 
     Returns:
       The new tokens [B, steps], and the logits [B, T + steps - 1, V] that chose them, after those
@@ -193,11 +205,13 @@ def greedy(model, tokens: jax.Array, mask: jax.Array, steps: int) -> tuple[jax.A
     """
     positions, segment_ids = pe.positions.from_padding_mask(mask)
     caches = model.new_caches(tokens.shape[0], tokens.shape[1] + steps - 1)
-    first, caches = model(tokens, caches, positions=positions, segment_ids=segment_ids)
+    options |= {"positions": positions, "segment_ids": segment_ids}
+    first, caches = model(tokens, caches, **options)
 
     def step(carry, _):
         token, caches = carry
-        logits, caches = model(token[:, None], caches)
+        at = None if delta is None else (caches[0].next_positions + delta)[:, None]
+        logits, caches = model(token[:, None], caches, coordinates=at)
         return (jnp.argmax(logits[:, 0], -1), caches), (token, logits[:, 0])
 
     start = jnp.argmax(first[:, -1], -1), caches

@@ -4,12 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
 import posenc_jax as pe
-from examples.decoder import Decoder, DecoderConfig
+from examples.decoder import Decoder, ModelConfig
+from examples.weights import State, Weights, fill
 
 _LLAMA = {
     "embedding": "model.embed_tokens",
@@ -28,6 +25,11 @@ _LLAMA = {
     "gate": "gate_proj",
     "up": "up_proj",
     "down": "down_proj",
+}
+_QWEN_VL = _LLAMA | {
+    "embedding": "model.language_model.embed_tokens",
+    "norm": "model.language_model.norm",
+    "blocks": "model.language_model.layers",
 }
 _GEMMA = _LLAMA | {
     "post_attention_norm": "post_attention_layernorm",
@@ -74,7 +76,7 @@ class Family:
 
     Attributes:
       names: {name in `Decoder`: name in transformers} of modules, where they differ.
-      norm, gated, post_norms, embedding_norm: as in `DecoderConfig`.
+      norm, gated, post_norms, embedding_norm: as in `ModelConfig`.
       norm_offset: what the norms over D add to their scale.
       scaled_embedding: whether token embeddings are multiplied by sqrt(D).
       biases: (attention, MLP): whether they have biases where the config does not say.
@@ -111,6 +113,7 @@ FAMILIES = {
     "llama": Family(_LLAMA),
     "mistral": Family(_LLAMA),
     "qwen2": Family(_LLAMA, biases=(True, False)),
+    "qwen2_vl_text": Family(_QWEN_VL, biases=(True, False)),
     "qwen3": Family(_LLAMA),
     "gemma2": _GEMMA_2,
     "gemma3_text": _GEMMA_2,
@@ -124,7 +127,7 @@ _SYNONYMS = {
 }
 
 
-def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+def model_config(config: Mapping[str, Any]) -> ModelConfig:
     """The decoder that a Hugging Face config describes.
 
     Args:
@@ -135,7 +138,7 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     """
     kind = config["model_type"]
     if kind not in FAMILIES:
-        raise ValueError(f"decoder_config: model_type must be one of {[*FAMILIES]}, got {kind!r}.")
+        raise ValueError(f"model_config: model_type must be one of {[*FAMILIES]}, got {kind!r}.")
     family = FAMILIES[kind]
     values = {**family.defaults, **config}
 
@@ -144,13 +147,13 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
             if values.get(key) is not None:
                 return values[key]
         if not default:
-            raise ValueError(f"decoder_config: the {kind} config must have {name!r}.")
+            raise ValueError(f"model_config: the {kind} config must have {name!r}.")
         return default[0]
 
     if values.get("apply_residual_connection_post_layernorm"):
-        raise ValueError("decoder_config: residuals after the norm are not supported.")
+        raise ValueError("model_config: residuals after the norm are not supported.")
     dim, heads = read("hidden_size"), read("num_attention_heads")
-    return DecoderConfig(
+    return ModelConfig(
         layers=pe.from_hf(config),
         vocabulary=read("vocab_size"),
         model_dim=dim,
@@ -177,81 +180,24 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
     """The decoder of a Hugging Face config, with the weights of a state dict.
 
     Args:
-      config: see `decoder_config`.
+      config: see `model_config`.
       state: {name: array} of transformers, without buffers.
 
     Raises:
-      ValueError: as `decoder_config`, and for weights that are missing, of another shape, or left.
+      ValueError: as `model_config`, and for weights that are missing, of another shape, or left.
     """
-    made = decoder_config(config)
-    return fill(
-        lambda rngs: Decoder(made, rngs=rngs),
-        Weights(state, FAMILIES[config["model_type"]], made.num_heads, made.num_kv_heads),
+    made, family = model_config(config), FAMILIES[config["model_type"]]
+    return fill(lambda rngs: Decoder(made, rngs=rngs), weights(family, made, State(state)))
+
+
+def weights(family: Family, config: ModelConfig, state: State) -> Weights:
+    """The weights of a decoder of a family."""
+    return Weights(
+        state,
+        family.names,
+        config.num_heads,
+        config.num_kv_heads,
+        norm_offset=family.norm_offset,
+        qkv=family.qkv,
+        inputs_first=family.inputs_first,
     )
-
-
-def fill(make, weights: "Weights"):
-    """A module without weights of its own, with those of a state dict."""
-    graph, parameters = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    flat = nnx.to_flat_state(parameters)
-    made = []
-    for path, variable in flat:
-        array = weights(path)
-        if array.shape != variable.shape:
-            raise ValueError(f"load: {path} must be {variable.shape}, got {array.shape}.")
-        made.append((path, variable.replace(jnp.asarray(array, jnp.float32))))
-    left = sorted(set(weights.state) - weights.used)
-    if left:
-        raise ValueError(f"load: the model has no place for {left}.")
-    return nnx.merge(graph, nnx.from_flat_state(made))
-
-
-class Weights:
-    """A state dict of transformers, by paths of our modules; it tracks which names were used."""
-
-    def __init__(self, state, family, num_heads, num_kv_heads):
-        self.state, self.family, self.used = state, family, set()
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-
-    def take(self, name):
-        """The array of a name."""
-        if name not in self.state:
-            raise ValueError(f"load: the state dict lacks {name!r}.")
-        self.used.add(name)
-        return np.asarray(self.state[name])
-
-    def name(self, *path):
-        """The name of a module in transformers."""
-        names = (self.family.names.get(part, str(part)) for part in path if part != "params")
-        return ".".join(names)
-
-    def __call__(self, path):
-        """The array for a parameter."""
-        *modules, leaf = path
-        last = "bias" if leaf == "bias" else "weight"
-        heads = self.num_kv_heads if modules[-1] in ("key", "value") else self.num_heads
-        if modules[-1] in ("query", "key", "value"):
-            return pe.heads_from_linear(self.projection(modules, last), heads)
-        if (
-            modules[-1] == "out"
-            and leaf == "bias"
-            and f"{self.name(*modules)}.bias" not in self.state
-        ):
-            return np.zeros(self.take(f"{self.name(*modules)}.weight").shape[0])  # Qwen 2.
-        x = self.take(f"{self.name(*modules)}.{last}")
-        if leaf == "kernel":
-            x = x.T if self.family.inputs_first else x
-            output = modules[-1] == "out"
-            return pe.heads_from_linear(x, heads, output=True) if output else x.T
-        own = leaf == "scale" and "params" not in modules  # A norm over D.
-        return x + self.family.norm_offset if own else x
-
-    def projection(self, modules, last):
-        """The weight or bias of queries, keys or values, outputs first."""
-        if self.family.qkv is None:
-            return self.take(f"{self.name(*modules)}.{last}")
-        *block, which = modules
-        x = self.take(f"{self.name(*block, 'qkv')}.{last}")
-        x = x.T if self.family.inputs_first else x
-        parts = pe.split_qkv(x, self.num_heads, self.num_kv_heads, order=self.family.qkv)
-        return parts[("query", "key", "value").index(which)]

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 import posenc_jax as pe
-from examples.decoder import MLP, DecoderConfig
-from examples.families import Family, Weights, fill
+from examples.decoder import MLP, ModelConfig
+from examples.weights import State, Weights, fill
 from posenc_jax.nnx import Attention, PositionEncoding
 
 
 class CrossAttention(nnx.Module):
     """Attention to the encoded tokens, without positions and without a factor on q . k."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         heads = config.num_heads, config.head_dim
         project = functools.partial(nnx.LinearGeneral, use_bias=False, rngs=rngs)
         self.query, self.key, self.value = (project(config.model_dim, heads) for _ in range(3))
@@ -44,7 +44,7 @@ class Block(nnx.Module):
     """Attention and MLP, and in the decoder attention to the encoder between them."""
 
     def __init__(
-        self, config: DecoderConfig, position: PositionEncoding, is_decoder: bool, rngs: nnx.Rngs
+        self, config: ModelConfig, position: PositionEncoding, is_decoder: bool, rngs: nnx.Rngs
     ):
         self.attention_norm, self.mlp_norm = config.new_norm(rngs), config.new_norm(rngs)
         self.cross_norm = config.new_norm(rngs) if is_decoder else None
@@ -75,7 +75,7 @@ class Block(nnx.Module):
 class Stack(nnx.Module):
     """The encoder or the decoder."""
 
-    def __init__(self, config: DecoderConfig, is_decoder: bool, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, is_decoder: bool, rngs: nnx.Rngs):
         position = PositionEncoding(config.layers[0].scheme, rngs=rngs)
         self.blocks = nnx.List(Block(config, position, is_decoder, rngs) for _ in config.layers)
         self.norm = config.new_norm(rngs)
@@ -95,7 +95,7 @@ class T5(nnx.Module):
     """An encoder and a decoder that share their token embedding."""
 
     def __init__(
-        self, encoder: DecoderConfig, decoder: DecoderConfig, output_scale: float, rngs: nnx.Rngs
+        self, encoder: ModelConfig, decoder: ModelConfig, output_scale: float, rngs: nnx.Rngs
     ):
         self.embedding = nnx.Embed(decoder.vocabulary, decoder.model_dim, rngs=rngs)
         self.encoder, self.decoder = Stack(encoder, False, rngs), Stack(decoder, True, rngs)
@@ -171,7 +171,7 @@ class T5Weights(Weights):
     """A state dict of T5 by paths of our modules."""
 
     def __init__(self, state, num_heads: int, gated: bool):
-        super().__init__(state, Family(_NAMES), num_heads, num_heads)
+        super().__init__(State(state), _NAMES, num_heads, num_heads)
         self.gated = gated
 
     def name(self, *path):
@@ -198,7 +198,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> T5:
     """
     tied = "lm_head.weight" not in state
     *gate, activation = config["feed_forward_proj"].split("-", 1)
-    encoder = DecoderConfig(
+    encoder = ModelConfig(
         layers=pe.from_hf(config, decoder=False),
         vocabulary=config["vocab_size"],
         model_dim=config["d_model"],

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from examples import deberta, decoder, families, t5
+from examples import deberta, decoder, families, qwen2_vl, swin, t5
+from tests.models.inputs import images, pictures
 from tests.models.weights import random_state
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 DECODERS = "gpt2", "gpt_neox", "llama3", "llama_yarn", "qwen3", "gemma2", "gemma3", "bloom"
-NAMES = (*DECODERS, "t5", "t5_gated", "deberta_v2")
+NAMES = (*DECODERS, "qwen2_vl", "t5", "t5_gated", "deberta_v2", "swin")
 
 
 def read(name):
@@ -33,18 +34,28 @@ def agreement(name):
     None steps of a model that does not decode.
     """
     about, arrays, state = read(name)
+    config = about["config"]
+    if name == "swin":
+        run = nnx.jit(lambda model, *given: model(*given))
+        logits = run(swin.load(config, state), jnp.asarray(pictures(), jnp.float32))
+        return float(np.abs(logits - arrays["logits"]).max()), None
     tokens, mask = (jnp.asarray(arrays[n]) for n in ("tokens", "mask"))
-    if name.startswith("deberta"):
-        logits = nnx.jit(lambda *given: given[0](*given[1:]))(
-            deberta.load(about["config"], state), tokens, mask
-        )
+    if name == "deberta_v2":
+        run = nnx.jit(lambda model, *given: model(*given))
+        logits = run(deberta.load(config, state), tokens, mask)
         return float(np.abs(logits - arrays["logits"])[mask].max()), None
-    module, load = (t5, t5.load) if name.startswith("t5") else (decoder, families.load)
     steps = arrays["new"].shape[1]
-    run = nnx.jit(module.greedy, static_argnums=3)
-    new, logits = run(load(about["config"], state), tokens, mask, steps)
-    mask = arrays["mask"] if module is decoder else mask[:, :1] | True
-    return compare(arrays, new, logits, mask)
+    if name == "qwen2_vl":
+        *_, patches, grids = images()
+        model = qwen2_vl.load(config, state)
+        run = nnx.jit(qwen2_vl.greedy, static_argnums=(3, 5))
+        return compare(arrays, *run(model, tokens, mask, steps, jnp.asarray(patches), grids), mask)
+    if name.startswith("t5"):
+        run = nnx.jit(t5.greedy, static_argnums=3)
+        made = run(t5.load(config, state), tokens, mask, steps)
+        return compare(arrays, *made, mask[:, -1:])  # One token before the first.
+    run = nnx.jit(decoder.greedy, static_argnums=3)
+    return compare(arrays, *run(families.load(config, state), tokens, mask, steps), mask)
 
 
 def compare(arrays, new, logits, mask):

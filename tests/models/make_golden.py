@@ -15,10 +15,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import torch
 import transformers
 from hf.make_record import in_double
+from models.inputs import IMAGE, VOCABULARY, images, pictures, prompts
 from models.weights import random_state
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
-STEPS, EVERY, VOCABULARY, LENGTHS = 64, 8, 44, (9, 6, 3)
+STEPS, EVERY = 64, 8
 SIZES = dict(
     vocab_size=VOCABULARY,
     hidden_size=48,
@@ -47,6 +48,27 @@ DEBERTA = SIZES | dict(
     max_relative_positions=8,
     position_biased_input=False,
 )
+QWEN_VL = dict(
+    text_config=SIZES
+    | dict(
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4} | {"mrope_section": [1, 1, 2]},
+    ),
+    vision_config=dict(
+        depth=2, embed_dim=32, hidden_size=48, num_heads=2, mlp_ratio=2, patch_size=2, in_channels=2
+    ),
+    **dict(image_token_id=IMAGE, video_token_id=41, vision_start_token_id=42),
+    vision_end_token_id=43,
+)
+SWIN = dict(
+    image_size=24,
+    patch_size=2,
+    embed_dim=24,
+    depths=[2, 2],
+    num_heads=[3, 6],
+    window_size=3,
+    num_labels=5,
+)
 # Model type, settings, seed of the weights: the best two logits of a step are not close.
 CASES = {
     "gpt2": ("gpt2", GPT2, 5),
@@ -60,16 +82,9 @@ CASES = {
     "t5": ("t5", T5, 4),
     "t5_gated": ("t5", T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False), 1),
     "deberta_v2": ("deberta-v2", DEBERTA, 0),
+    "qwen2_vl": ("qwen2_vl", QWEN_VL, 0),
+    "swin": ("swin", SWIN, 0),
 }
-
-
-def prompts(seed=0):
-    """Tokens [B, T], padded on the left with 0, and their mask."""
-    draws = np.random.RandomState(seed)
-    length = max(LENGTHS)
-    tokens = draws.randint(1, VOCABULARY, (len(LENGTHS), length))
-    mask = np.arange(length) >= length - np.array(LENGTHS)[:, None]
-    return tokens * mask, mask
 
 
 def load(model, seed):
@@ -117,6 +132,41 @@ def encoder_decoder(model_type, settings, seed):
     return config, shapes, whole.numpy(), logits
 
 
+def with_images(model_type, settings, seed):
+    config = transformers.CONFIG_MAPPING[model_type](**settings)
+    for part in (config, config.text_config):
+        part.pad_token_id, part.bos_token_id, part.eos_token_id = 0, None, None
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    shapes = load(model, seed)
+    tokens, mask, patches, grids = images()
+    tokens, mask = torch.from_numpy(tokens), torch.from_numpy(mask)
+    given = {
+        "pixel_values": torch.from_numpy(patches).double(),
+        "image_grid_thw": torch.tensor([grid for row in grids for grid in row]),
+    }
+    kinds = (tokens == IMAGE).int()
+    whole = model.generate(
+        input_ids=tokens,
+        attention_mask=mask.long(),
+        mm_token_type_ids=kinds,
+        **given,
+        do_sample=False,
+        max_new_tokens=STEPS,
+    )
+    model.model.rope_deltas = None
+    pad = torch.nn.functional.pad
+    logits = model(
+        input_ids=whole,
+        attention_mask=pad(mask.long(), (0, STEPS), value=1),
+        mm_token_type_ids=pad(kinds, (0, STEPS)),
+        **given,
+        use_cache=False,
+    ).logits.numpy()
+    return config, shapes, whole.numpy(), logits
+
+
 def encoder(model_type, settings, seed):
     config = transformers.CONFIG_MAPPING[model_type](**settings, pad_token_id=0)
     model = transformers.AutoModelForMaskedLM.from_config(config).eval()
@@ -124,6 +174,13 @@ def encoder(model_type, settings, seed):
     tokens, mask = (torch.from_numpy(x) for x in prompts())
     logits = model(input_ids=tokens, attention_mask=mask.long()).logits.numpy()
     return config, shapes, None, logits
+
+
+def classifier(model_type, settings, seed):
+    config = transformers.CONFIG_MAPPING[model_type](**settings)
+    model = transformers.AutoModelForImageClassification.from_config(config).eval()
+    shapes = load(model, seed)
+    return config, shapes, None, model(torch.from_numpy(pictures()).movedim(3, 1)).logits.numpy()
 
 
 def check(name, logits, new):
@@ -138,10 +195,12 @@ def check(name, logits, new):
 def make(name):
     """{"about": json, array name: array} of a case."""
     model_type, settings, seed = CASES[name]
-    run = {"t5": encoder_decoder, "deberta-v2": encoder}.get(model_type, decoder)
+    runs = {"t5": encoder_decoder, "deberta-v2": encoder, "qwen2_vl": with_images}
+    runs["swin"] = classifier
+    run = runs.get(model_type, decoder)
     with in_double(), torch.no_grad():
         config, shapes, whole, logits = run(model_type, settings, seed)
-    tokens, mask = prompts()
+    tokens, mask = (images if model_type == "qwen2_vl" else prompts)()[:2]
     arrays = {"tokens": tokens.astype(np.int32), "mask": mask}
     if whole is not None:
         new, logits = whole[:, -STEPS:], logits[:, :-1]

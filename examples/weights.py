@@ -1,0 +1,118 @@
+"""State dicts of transformers as the parameters of NNX modules."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import posenc_jax as pe
+
+
+class State:
+    """A state dict that tracks which names were used."""
+
+    def __init__(self, arrays: Mapping[str, Any]):
+        self.arrays, self.used = arrays, set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def take(self, name: str) -> Any:
+        """The array of a name.
+
+        Raises:
+          ValueError: if there is none.
+        """
+        if name not in self.arrays:
+            raise ValueError(f"load: the state dict lacks {name!r}.")
+        self.used.add(name)
+        return np.asarray(self.arrays[name])
+
+
+def fill(make: Callable[[nnx.Rngs], Any], weights: "Weights") -> Any:
+    """A module with the weights of a state dict.
+
+    Args:
+      make: makes the module; no parameters are drawn.
+      weights: the array of a path.
+
+    Raises:
+      ValueError: for weights that are missing, of another shape, or left.
+    """
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    made = []
+    for path, variable in nnx.to_flat_state(parameters):
+        array = weights(path)
+        if array.shape != variable.shape:
+            raise ValueError(f"load: {path} must be {variable.shape}, got {array.shape}.")
+        made.append((path, variable.replace(jnp.asarray(array, jnp.float32))))
+    left = sorted(set(weights.state.arrays) - weights.state.used)
+    if left:
+        raise ValueError(f"load: the model has no place for {left}.")
+    return nnx.merge(graph, nnx.from_flat_state(made))
+
+
+class Weights:
+    """The arrays of a state dict by paths of our modules.
+
+    Attributes:
+      state: the state dict.
+      names: {our name: name in transformers} of modules, where they differ.
+      num_heads, num_kv_heads: of attention.
+      norm_offset: what the norms over D add to their scale.
+      qkv: how one projection holds queries, keys and values; see `posenc_jax.split_qkv`.
+      inputs_first: whether the weights of projections have their inputs first.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        names: Mapping[str, str],
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        norm_offset: float = 0.0,
+        qkv: str | None = None,
+        inputs_first: bool = False,
+    ):
+        self.state, self.names = state, names
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.norm_offset, self.qkv, self.inputs_first = norm_offset, qkv, inputs_first
+
+    def name(self, *path: Any) -> str:
+        """The name of a module in transformers."""
+        return ".".join(self.names.get(part, str(part)) for part in path if part != "params")
+
+    def __call__(self, path: tuple[Any, ...]) -> Any:
+        """The array for a parameter."""
+        *modules, leaf = path
+        name = self.name(*modules)
+        if modules[-1] in ("query", "key", "value"):
+            heads = self.num_heads if modules[-1] == "query" else self.num_kv_heads
+            return pe.heads_from_linear(self._projection(modules, leaf), heads)
+        if leaf == "kernel":
+            x = self._linear(f"{name}.weight")
+            is_out = modules[-1] == "out"
+            return pe.heads_from_linear(x, self.num_heads, output=True) if is_out else x.T
+        if leaf == "bias" and modules[-1] == "out" and f"{name}.bias" not in self.state:
+            return np.zeros(len(self.state.take(f"{name}.weight")))  # Qwen 2 has the others.
+        x = self.state.take(f"{name}.{'bias' if leaf == 'bias' else 'weight'}")
+        over_model = leaf == "scale" and "params" not in modules
+        return x + self.norm_offset if over_model else x
+
+    def _linear(self, name):
+        """The weight of a projection, [outputs, inputs]; those of a patch are one axis."""
+        x = self.state.take(name)
+        return x.T if self.inputs_first else x.reshape(len(x), -1)
+
+    def _projection(self, modules, leaf):
+        """The weight or bias of queries, keys or values, outputs first."""
+        *block, which = modules
+        name = self.name(*block, which if self.qkv is None else "qkv")
+        x = self.state.take(f"{name}.bias") if leaf == "bias" else self._linear(f"{name}.weight")
+        if self.qkv is None:
+            return x
+        parts = pe.split_qkv(x, self.num_heads, self.num_kv_heads, order=self.qkv)
+        return parts[("query", "key", "value").index(which)]
