@@ -131,7 +131,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> DeBERTa:
 
     Args:
       config: the dict of a whole config of DeBERTa-v2.
-      state: {name: array} of transformers, without buffers.
+      state: {name: array} of the parameters, tied ones once.
 
     Raises:
       ValueError: for settings that are not supported, and weights that are missing, of another

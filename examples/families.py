@@ -82,7 +82,8 @@ class Family:
       biases: (attention, MLP): whether they have biases where the config does not say.
       qkv: how one projection holds queries, keys and values; see `posenc_jax.split_qkv`.
       inputs_first: whether the weights of projections have their inputs first.
-      defaults: values of config keys that the type does not have.
+      defaults: values of config keys that transformers fills in for the type.
+      derived: keys whose values follow from the others where they are missing.
     """
 
     names: Mapping[str, str]
@@ -96,13 +97,19 @@ class Family:
     qkv: str | None = None
     inputs_first: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    derived: tuple[str, ...] = ("head_dim",)
 
 
-_OLD: dict[str, Any] = {"norm": "layer", "gated": False, "biases": (True, True)}
-_GEMMA_2 = Family(_GEMMA, post_norms=True, norm_offset=1.0, scaled_embedding=True)
+_OLD: dict[str, Any] = {
+    "norm": "layer",
+    "gated": False,
+    "biases": (True, True),
+    "derived": ("head_dim", "num_key_value_heads", "intermediate_size"),
+}
+_GEMMA_2 = Family(_GEMMA, post_norms=True, norm_offset=1.0, scaled_embedding=True, derived=())
 FAMILIES = {
     "gpt2": Family(_GPT2, qkv="concatenated", inputs_first=True, **_OLD),
-    "gpt_neox": Family(_NEOX, qkv="by_group", **_OLD),
+    "gpt_neox": Family(_NEOX, qkv="by_group", defaults={"use_parallel_residual": True}, **_OLD),
     "bloom": Family(
         _BLOOM,
         qkv="by_group",
@@ -110,11 +117,11 @@ FAMILIES = {
         defaults={"hidden_act": "gelu_pytorch_tanh"},
         **_OLD,
     ),
-    "llama": Family(_LLAMA),
+    "llama": Family(_LLAMA, derived=("head_dim", "num_key_value_heads")),
     "mistral": Family(_LLAMA),
     "qwen2": Family(_LLAMA, biases=(True, False)),
     "qwen2_vl_text": Family(_QWEN_VL, biases=(True, False)),
-    "qwen3": Family(_LLAMA),
+    "qwen3": Family(_LLAMA, derived=()),
     "gemma2": _GEMMA_2,
     "gemma3_text": _GEMMA_2,
 }
@@ -150,17 +157,21 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"model_config: the {kind} config must have {name!r}.")
         return default[0]
 
-    if values.get("apply_residual_connection_post_layernorm"):
-        raise ValueError("model_config: residuals after the norm are not supported.")
+    def derive(name, value):
+        return read(name, value) if name in family.derived else read(name)
+
+    for name in ("apply_residual_connection_post_layernorm", "use_bidirectional_attention"):
+        if values.get(name):
+            raise ValueError(f"model_config: {name}={values[name]} is not supported.")
     dim, heads = read("hidden_size"), read("num_attention_heads")
     return ModelConfig(
         layers=pe.from_hf(config),
         vocabulary=read("vocab_size"),
         model_dim=dim,
         num_heads=heads,
-        num_kv_heads=read("num_key_value_heads", heads),
-        head_dim=read("head_dim", dim // heads),
-        mlp_dim=read("intermediate_size", 4 * dim),
+        num_kv_heads=derive("num_key_value_heads", heads),
+        head_dim=derive("head_dim", dim // heads),
+        mlp_dim=derive("intermediate_size", 4 * dim),
         norm=family.norm,
         epsilon=read("epsilon"),
         activation=read("hidden_act"),
@@ -181,7 +192,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
 
     Args:
       config: see `model_config`.
-      state: {name: array} of transformers, without buffers.
+      state: {name: array} of the parameters, tied ones once.
 
     Raises:
       ValueError: as `model_config`, and for weights that are missing, of another shape, or left.

@@ -146,7 +146,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Qwen2VL:
 
     Args:
       config: the dict of a whole config of Qwen2-VL.
-      state: {name: array} of transformers, without buffers.
+      state: {name: array} of the parameters, tied ones once.
 
     Raises:
       ValueError: for weights that are missing, of another shape, or left.

@@ -155,7 +155,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Swin:
 
     Args:
       config: the dict of a whole config of Swin.
-      state: {name: array} of transformers, without buffers.
+      state: {name: array} of the parameters, tied ones once.
 
     Raises:
       ValueError: for settings that are not supported, and weights that are missing, of another

@@ -191,7 +191,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> T5:
 
     Args:
       config: the dict of a whole config of T5.
-      state: {name: array} of transformers, without buffers.
+      state: {name: array} of the parameters, tied ones once.
 
     Raises:
       ValueError: for weights that are missing, of another shape, or left.

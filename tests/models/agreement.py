@@ -16,8 +16,10 @@ from tests.models.inputs import images, pictures
 from tests.models.weights import random_state
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
-DECODERS = "gpt2", "gpt_neox", "llama3", "llama_yarn", "qwen3", "gemma2", "gemma3", "bloom"
-NAMES = (*DECODERS, "qwen2_vl", "t5", "t5_gated", "deberta_v2", "swin")
+NAMES = (
+    *("gpt2", "gpt_neox", "bloom", "llama3", "llama_yarn", "mistral", "qwen2", "qwen3"),
+    *("gemma2", "gemma3", "qwen2_vl", "t5", "t5_gated", "deberta_v2", "swin"),
+)
 
 
 def read(name):

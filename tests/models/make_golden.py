@@ -75,6 +75,8 @@ CASES = {
     "gpt_neox": ("gpt_neox", SIZES | dict(rotary_pct=0.5), 5),
     "llama3": ("llama", GROUPED | dict(rope_parameters=LLAMA3), 0),
     "llama_yarn": ("llama", GROUPED | dict(rope_parameters=SCALED | {"rope_type": "yarn"}), 0),
+    "mistral": ("mistral", GROUPED | dict(sliding_window=11), 6),
+    "qwen2": ("qwen2", SIZES | dict(num_key_value_heads=2), 6),
     "qwen3": ("qwen3", GROUPED, 5),
     "gemma2": ("gemma2", GROUPED | dict(sliding_window=7, attn_logit_softcapping=5.0), 8),
     "gemma3": ("gemma3_text", GROUPED | THREE | dict(query_pre_attn_scalar=16), 6),
