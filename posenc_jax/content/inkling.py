@@ -8,6 +8,9 @@ share the bank; W, which projects the same x as q, is different for each head. T
 RMS-normalises q and k per head, hence 1 / H. Layers with global attention have the log scaling
 t; without `log_scaling_start`, t is 1. In layers with a window, the extent is the window.
 
+The model also convolves k and v over 4 tokens, before k is normalised, and the outputs of
+attention and MLP: `posenc_jax.short_convolution`, added to its input.
+
 Paper: none; the model is from Thinking Machines. The bias is a low-rank form of the query-side
 tables of Shaw et al. (https://arxiv.org/abs/1803.02155).
 Reference code: huggingface/transformers, models/inkling/modeling_inkling.py,

@@ -52,7 +52,7 @@ class ShortConv(Scheme):
 
     >>> params = ShortConv(num_heads=4, num_kv_heads=2, head_dim=8).init(jax.random.key(0))
     >>> {name: kernel.shape for name, kernel in params.items()}
-    {'q': (4, 32), 'k': (4, 16), 'v': (4, 16)}
+    {'q': (4, 4, 8), 'k': (4, 2, 8), 'v': (4, 2, 8)}
     """
 
     num_heads: int
@@ -81,15 +81,14 @@ class ShortConv(Scheme):
         return (Acts.QK if self.on != "v" else Acts(0)) | (Acts.V if "v" in self.on else Acts(0))
 
     def init(self, key):
-        """Returns the kernels {"q": [width, N * H], "k", "v": [width, K * H]} of those in `on`.
+        """Returns the kernels {"q": [width, N, H], "k", "v": [width, K, H]} of those in `on`.
 
         They are initialised as torch.nn.Conv1d.
         """
         keys = dict(zip("qkv", jax.random.split(key, 3), strict=True))
-        widths = {name: self._heads(name) * self.head_dim for name in self.on}
+        shapes = {name: (self.width, self._heads(name), self.head_dim) for name in self.on}
         return {
-            name: torch_uniform(keys[name], (self.width, size), self.width)
-            for name, size in widths.items()
+            name: torch_uniform(keys[name], shape, self.width) for name, shape in shapes.items()
         }
 
     def mix(self, params, q, k, v, segment_ids, state):
@@ -100,11 +99,10 @@ class ShortConv(Scheme):
                 x.shape[2:] == wanted,
                 f"short_conv: {name} must be [B, T, {wanted[0]}, {wanted[1]}], got {x.shape}.",
             )
-            flat, old = x.reshape(*x.shape[:2], -1), None if state is None else state[name]
-            out, states[name] = short_convolution(flat, params[name], segment_ids, old)
+            old = None if state is None else state[name]
+            out, states[name] = short_convolution(x, params[name], segment_ids, old)
             out = jax.nn.silu(out) if self.silu else out
-            out = flat + out if self.residual else out
-            arrays[name] = out.reshape(x.shape)
+            arrays[name] = x + out if self.residual else out
         return *arrays.values(), states
 
     def _heads(self, name: str) -> int:

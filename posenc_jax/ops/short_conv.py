@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import array_of_rank, require, segments
+from posenc_jax.checks import require, segments
 
 State = tuple[jax.Array, jax.Array]
 """The last tokens [B, count, ...], and 1 + their segment, int32 [B, count]; zeros at the start."""
@@ -28,7 +28,8 @@ def preceding_tokens(
     """
     padded = segment_ids is not None
     if segment_ids is None:
-        segment_ids = jnp.zeros_like(x[(..., *(0,) * (x.ndim - 2))], jnp.int32)  # Sharded as x is.
+        # Zeros that are sharded as x is, also where its other axes are.
+        segment_ids = jnp.zeros_like(jnp.sum(x, range(2, x.ndim)), jnp.int32)
     if state is None:
         zeros, ids = (jnp.zeros_like(a[:, :1]) for a in (x, segment_ids))
         state = jnp.repeat(zeros, count, 1), jnp.repeat(ids, count, 1)
@@ -85,14 +86,15 @@ def short_convolution(
     it, however much padding lies between them.
 
     Args:
-      x: [B, T, F].
-      kernel: [W, F]; the last row multiplies the token itself, as in `torch.nn.Conv1d`.
+      x: [B, T, F], or with more axes of channels, [B, T, N, H].
+      kernel: [W, F], or [W, N, H]; the last row multiplies the token itself, as in
+        `torch.nn.Conv1d`.
       segment_ids: int32 [B, T], below zero for padding, or None for one segment.
       state: the state returned for the tokens before these: the last W - 1 of them and their
         segments. None at the start, which equals zeros.
 
     Returns:
-      The convolution [B, T, F] in the dtype of x, computed in float32, and the new state.
+      The convolution, shaped as x and in its dtype, computed in float32, and the new state.
 
     Raises:
       ValueError: for shapes that do not go together.
@@ -103,10 +105,10 @@ def short_convolution(
     Array([ 1., 12.], dtype=float32)
     """
     where = "short_convolution"
-    array_of_rank(where, "x", x, 3, "[B, T, F]")
     require(
-        kernel.ndim == 2 and kernel.shape[0] >= 1 and kernel.shape[1] == x.shape[2],
-        f"{where}: kernel must be [W, F] with F = {x.shape[2]}, got {kernel.shape}.",
+        x.ndim >= 3 and kernel.shape[:1] > (0,) and kernel.shape[1:] == x.shape[2:],
+        f"{where}: x and kernel must be [B, T, F] and [W, F], or with more axes than F, got "
+        f"{x.shape} and {kernel.shape}.",
     )
     if segment_ids is not None:
         segment_ids = segments(where, segment_ids, x.shape[:2])

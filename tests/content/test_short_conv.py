@@ -1,5 +1,6 @@
 """Short convolutions against the layer of the authors of Canon, and against loops."""
 
+import functools
 import json
 import pathlib
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import qkv, softmax_attention
 from support import build, close
 
@@ -53,6 +55,7 @@ def test_the_scheme_is_the_canon_layer_on_q_k_and_v(case):
         for a in (x, case["out"], kernel)
     )
     q, k, v = (a.reshape(2, 9, -1, 2) for a in parts.values())
+    kernels = {name: a.reshape(len(a), -1, 2) for name, a in kernels.items()}
     *mixed, _ = scheme.mix(kernels, q, k, v, None, None)
     for got, name in zip(mixed, "qkv", strict=True):
         close(got.reshape(2, 9, -1), wanted[name], 1e-6)
@@ -118,7 +121,8 @@ def test_attention_matches_a_loop_in_packed_rows(on, implementation):
     segment_ids = np.repeat([0, 1], [9, 12])[None].astype(np.int32)
     for name in on:
         flat = arrays[name].reshape(1, 21, -1)
-        made = convolved(flat, params[name], segment_ids, silu=True)
+        kernel = np.reshape(params[name], (4, -1))
+        made = convolved(flat, kernel, segment_ids, silu=True)
         arrays[f"{name} convolved"] = made.reshape(arrays[name].shape)
     expected = softmax_attention(
         *(arrays.get(f"{name} convolved", arrays[name]) for name in "qkv"),
@@ -137,6 +141,64 @@ def test_attention_matches_a_loop_in_packed_rows(on, implementation):
     close(out, expected, 2e-6)
 
 
+@pytest.mark.parametrize("segment_ids", [None, SEGMENTS[:, :21]], ids=["one", "packed"])
+def test_heads_and_rows_may_be_sharded(segment_ids):
+    scheme = pe.chain(
+        pe.ShortConv(num_heads=6, num_kv_heads=2, head_dim=8), pe.PartialKeyOffset(head_dim=8)
+    )
+    arrays = qkv(batch=2, length=21, kv_heads=2)
+    params = scheme.init(jax.random.key(0))
+    mix = jax.jit(lambda params, ids, *qkv: scheme.mix(params, *qkv, ids, None)[:3])
+    wanted = mix(params, segment_ids, *arrays)
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        place = functools.partial(NamedSharding, mesh)
+        params = jax.device_put(params, place(PartitionSpec(None, "heads")))
+        ids = (
+            segment_ids
+            if segment_ids is None
+            else jax.device_put(segment_ids, place(PartitionSpec("rows")))
+        )
+        spread = (jax.device_put(x, place(PartitionSpec("rows", None, "heads"))) for x in arrays)
+        got = mix(params, ids, *spread)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.sharding.spec[:3] == ("rows", None, "heads")
+        close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache(left):
+    """Canon-A: x is convolved before q, k and v are projected from it."""
+    x = np.random.default_rng(3).normal(size=(2, 12, 6)).astype("f4")
+    kernel, rope = KERNEL.repeat(2, 1)[:, :6], pe.RoPE(head_dim=6)
+    mask = np.ones((2, 12), bool)
+    mask[1, :5] = not left
+    positions, segment_ids = pe.positions.from_padding_mask(jnp.asarray(mask))
+
+    @jax.jit
+    def layer(x, positions, segment_ids, state, cache):
+        canon, state = pe.short_convolution(x, kernel, segment_ids, state)
+        q = (x + canon)[:, :, None]
+        out, cache = pe.scheme_attention(
+            *(rope, {}, q, q, q),
+            positions=positions,
+            segment_ids=segment_ids,
+            is_causal=True,
+            cache=cache,
+        )
+        return out, state, cache
+
+    whole, *_ = layer(x, positions, segment_ids, None, None)
+    cache = pe.new_cache(rope, 2, 12, num_heads=1, head_dim=6)
+    state, outs = None, []
+    for part in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 12))):
+        here = (a[:, part] for a in (x, positions, segment_ids))
+        out, state, cache = layer(*here, state, cache)
+        outs.append(out)
+    out = np.concatenate(outs, 1)
+    close(out[mask], np.asarray(whole)[mask], 1e-6)
+
+
 def test_the_state_is_the_last_tokens():
     scheme = build(pe.ShortConv)
     cache = jax.eval_shape(
@@ -145,9 +207,9 @@ def test_the_state_is_the_last_tokens():
     mixed, rest = cache.state
     assert rest is None and cache.k_features is None
     assert {n: mixed[n][0].shape for n in mixed} == {
-        "q": (2, 3, 48),
-        "k": (2, 3, 24),
-        "v": (2, 3, 24),
+        "q": (2, 3, 6, 8),
+        "k": (2, 3, 3, 8),
+        "v": (2, 3, 3, 8),
     }
 
 
@@ -168,10 +230,10 @@ def test_refuses_other_letters(on):
 
 
 def test_refuses_shapes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"kernel must be \[W, F\] with F = 5, got \(4, 6\)"):
+    with pytest.raises(ValueError, match=r"got \(2, 23, 5\) and \(4, 6\)"):
         pe.short_convolution(X, np.ones((4, 6), "f4"))
     with pytest.raises(ValueError, match="segment_ids must be"):
         pe.short_convolution(X, KERNEL, SEGMENTS[:, :3])
     q, k, v = qkv(length=3, kv_heads=2)
     with pytest.raises(ValueError, match=r"k must be \[B, T, 3, 8\]"):
-        build(pe.ShortConv).mix({"q": np.ones((4, 48), "f4")}, q, k, v, None, None)
+        build(pe.ShortConv).mix({"q": np.ones((4, 6, 8), "f4")}, q, k, v, None, None)
