@@ -41,7 +41,7 @@ class Block(nnx.Module):
         Args:
           sizes: of the model.
           position: the encoding; the scheme of `layer`, or one with parameters for all layers.
-          layer: has the window and the chunk size.
+          layer: has all else that attention needs.
           key: of the parameters.
         """
         rngs = nnx.Rngs(key)
@@ -73,7 +73,10 @@ class Block(nnx.Module):
             position=position,
             is_causal=sizes.is_causal,
             window=layer.window,
-            scale=sizes.head_dim**-0.5,
+            scale=sizes.head_dim**-0.5 if layer.scale is None else layer.scale,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            qk_norm=layer.qk_norm,
             kernel_init=weights,
             out_init=outputs,
             rngs=rngs,

@@ -27,6 +27,7 @@ from experiments.tasks.base import Data, Evaluation
 from experiments.train import make_optimizer, train
 
 SIZES = Model(model_dim=16, num_layers=2, num_heads=2)
+ROPE = pe.RoPE(head_dim=8)
 TASK = KBack(
     test_lengths=(32, 48),
     model=SIZES,
@@ -94,7 +95,7 @@ def test_model_is_causal(name):
 
 @pytest.mark.parametrize(("layer", "first"), [({"chunk_size": 8}, 8), ({"window": 6}, 15)])
 def test_layers_attend_within_their_chunk_or_window(layer, first):
-    layers = (pe.LayerSpec(pe.RoPE(head_dim=8), **layer),)
+    layers = (pe.LayerSpec(ROPE, **layer),)
     made = LanguageModel(SIZES, layers, TASK.vocab_size, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (1, 20)).repeat(2, 0)
     tokens[1, 4] = 0  # Two windows of 6 reach 10 tokens further.
@@ -102,6 +103,19 @@ def test_layers_attend_within_their_chunk_or_window(layer, first):
     reached = np.abs(out[0] - out[1]).max(-1) > 1e-5
     assert reached[4:8].all() and not reached[:4].any()
     assert reached[first - 1] and not reached[first:].any()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"scale": 9.0}, {"softcap": 1e-3}, {"sinks": True}, {"qk_norm": pe.QKNorm()}]
+)
+def test_settings_of_layers_change_the_model(setting):
+    made = [
+        LanguageModel(SIZES, (pe.LayerSpec(ROPE, **layer),), TASK.vocab_size, jax.random.key(0))
+        for layer in ({}, setting)
+    ]
+    tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (1, 9))
+    out, other = (np.asarray(one(tokens)) for one in made)
+    assert np.abs(out - other).max() > 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,12 +3,16 @@
 `make_golden.py` writes the files. Weights are drawn again from names and shapes.
 """
 
+import importlib
 import pathlib
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import posenc_jax as pe
 from examples.families import load
 from tests.models.agreement import FOLDER, NAMES, agreement, read
 
@@ -20,6 +24,36 @@ def test_models_agree_with_transformers(name):
     error, steps = agreement(name)
     assert error < 1e-4
     assert steps in (None, 64)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding(name):
+    """Without a cache; two of the sequences share a row."""
+    about, arrays, state = read(name)
+    tokens = np.concatenate([arrays["tokens"], arrays["new"][:, :-1]], 1)
+    start = np.argmax(arrays["mask"], 1)
+    parts = [tokens[b, start[b] :] for b in (2, 1)]
+    segment_ids = np.repeat([0, 1], [len(part) for part in parts])[None].astype(np.int32)
+    model = load(about["config"], state)
+    packed = jnp.asarray(np.concatenate(parts)[None])
+    positions = pe.positions.from_segment_ids(jnp.asarray(segment_ids))
+    run = nnx.jit(lambda model, tokens, **options: model(tokens, **options))
+    logits = run(model, packed, positions=positions, segment_ids=jnp.asarray(segment_ids))[0]
+    for b, part in zip((2, 1), np.split(np.asarray(logits), [len(parts[0])]), strict=True):
+        at = arrays["at"][arrays["at"] >= start[b]]
+        wanted = arrays["logits"][b, len(arrays["at"]) - len(at) :]
+        np.testing.assert_allclose(part[at - start[b]], wanted, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_files_are_what_transformers_gives():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers", minversion="5.23")
+    maker = importlib.import_module("models.make_golden")
+    for name in maker.CASES:
+        made, file = maker.make(name), read(name)[1]
+        for key in made.keys() - {"about"}:
+            np.testing.assert_allclose(made[key], file[key], rtol=1e-5, atol=1e-5)
 
 
 def test_weights_that_do_not_fit_are_refused():
