@@ -26,6 +26,26 @@ MASK_TOKEN = 0
 _STDDEV = 0.02
 
 
+class ShortConv(nnx.Module):
+    """A causal depthwise convolution, added to its input.
+
+    Written as shifts: XLA's grouped convolutions are many times slower on CPUs.
+    """
+
+    def __init__(self, width: int, size: int, rngs: nnx.Rngs):
+        """Draws the kernel [K, D] from within 1 / sqrt(K), as PyTorch does."""
+        bound = size**-0.5
+        self.kernel = nnx.Param(
+            jax.random.uniform(rngs.params(), (size, width), minval=-bound, maxval=bound)
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns [B, T, D] for x [B, T, D]; the last row of the kernel is for the same token."""
+        kernel = self.kernel[...]
+        padded = jnp.pad(x, ((0, 0), (len(kernel) - 1, 0), (0, 0)))
+        return x + sum(w * padded[:, i : i + x.shape[1]] for i, w in enumerate(kernel))
+
+
 class Block(nnx.Module):
     """Attention and an MLP, each added to the stream."""
 
@@ -53,19 +73,7 @@ class Block(nnx.Module):
         self.up = nnx.Linear(width, inner, use_bias=False, kernel_init=weights, rngs=rngs)
         self.down = nnx.Linear(inner, width, use_bias=False, kernel_init=outputs, rngs=rngs)
         self.convs = nnx.List(
-            [
-                nnx.Conv(
-                    width,
-                    width,
-                    (sizes.conv_size,),
-                    padding="CAUSAL",
-                    feature_group_count=width,
-                    use_bias=False,
-                    kernel_init=nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform"),
-                    rngs=rngs,
-                )
-                for _ in range(2 if sizes.conv_size else 0)
-            ]
+            [ShortConv(width, sizes.conv_size, rngs) for _ in range(2 if sizes.conv_size else 0)]
         )
         self.attention = pnnx.Attention(  # Last: a scheme draws after everything else has.
             width,
@@ -90,11 +98,11 @@ class Block(nnx.Module):
             chunks = pe.positions.count_up(*x.shape[:2]) // self.chunk_size
         y = self.norm1(x)
         if self.convs:
-            y = y + self.convs[0](y)
+            y = self.convs[0](y)
         x = x + self.attention(y, segment_ids=chunks, coordinates=coordinates)
         z = self.norm2(x)
         if self.convs:
-            z = z + self.convs[1](z)
+            z = self.convs[1](z)
         return x + self.down(jax.nn.gelu(self.up(z)))
 
 

@@ -11,19 +11,17 @@ is worth committing.
 import dataclasses
 import functools
 import hashlib
-import io
 import json
 import re
 import subprocess
 import time
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
+from experiments.checkpoints import FileCheckpoint, OutOfTime, fits, read_arrays, write_arrays
 from experiments.config_io import convert, to_tables
 from experiments.environment import environment
 from experiments.errors import ResultsError
@@ -36,10 +34,6 @@ from experiments.train import train
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "device")
 """Entries of the environment that must be equal where runs are compared."""
 _POINTS = 32
-
-
-class OutOfTime(Exception):
-    """The time limit is over; the state was written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +189,8 @@ class RunFolder:
     def parameters(self) -> Any:
         """Returns the kept parameters, leaves [1, ...]."""
         like = _new_parameters(self.run)
-        arrays = _read_arrays(self.path / "parameters.npz")
-        if arrays is None or not _fits(arrays, like):
+        arrays = read_arrays(self.path / "parameters.npz")
+        if arrays is None or not fits(arrays, like):
             raise ResultsError(f"{self.path / 'parameters.npz'}: cannot be read; remove it")
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
@@ -210,7 +204,7 @@ class RunFolder:
         keep: bool,
     ) -> Result:
         run = self.run
-        checkpoint = _Checkpoint(self.path / "checkpoint.npz", deadline, say)
+        checkpoint = FileCheckpoint(self.path / "checkpoint.npz", deadline, say)
         try:
             trained = train(
                 run.task, run.position, [run.seed], data.train, params=params, checkpoint=checkpoint
@@ -219,7 +213,7 @@ class RunFolder:
             checkpoint.path.unlink(missing_ok=True)
             return before or self._write("diverged", error=str(error))
         if keep:
-            _write_arrays(self.path / "parameters.npz", jax.tree.leaves(trained.params))
+            write_arrays(self.path / "parameters.npz", jax.tree.leaves(trained.params))
         if before:
             checkpoint.path.unlink(missing_ok=True)
             return before
@@ -251,73 +245,30 @@ class RunFolder:
             settings=self.run.settings,
             status=status,
             scheme_repr=repr(self.run.position),
-            environment=environment() | dict(facts or {}),
+            environment=here() | dict(facts or {}),
             commit=commit(),
             finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **measured,
         )
-        write_whole(self.path / "result.json", to_json(dataclasses.asdict(result), indent=1) + "\n")
+        write_whole(self.path / "result.json", text(result))
         return result
 
 
-class _Checkpoint:
-    """A `train.Checkpoint` in a file, written about once a minute and at the deadline."""
+def here() -> dict[str, Any]:
+    """Returns versions and the machine, as results have them."""
+    return {k: v for k, v in environment().items() if k != "platform"}
 
-    def __init__(self, path: Path, deadline: float, say: Callable[[str], None], every=60.0):
-        self.path, self.deadline, self.say, self.every = path, deadline, say, every
-        self.written = time.monotonic()
 
-    def load(self, state):
-        arrays = _read_arrays(self.path)
-        if arrays is None:
-            if self.path.exists():
-                self.say(f"{self.path}: cannot be read; the run begins anew")
-            return None
-        *leaves, curve = arrays
-        if not _fits(leaves, state):
-            self.say(f"{self.path}: is of another model; the run begins anew")
-            return None
-        kept = json.loads(curve.tobytes())
-        state = jax.tree.unflatten(jax.tree.structure(state), leaves)
-        return state, kept["curve"], kept["seconds"]
-
-    def save(self, state, curve, seconds):
-        now = time.monotonic()
-        if now < min(self.written + self.every, self.deadline):
-            return
-        words = json.dumps({"curve": curve, "seconds": seconds}).encode()
-        arrays = [*jax.tree.leaves(state), np.frombuffer(words, np.uint8)]
-        _write_arrays(self.path, arrays)
-        self.written = now
-        if now >= self.deadline:
-            raise OutOfTime
+def text(result: Result) -> str:
+    """Returns a result as JSON, with lists on one line each."""
+    words = to_json(dataclasses.asdict(result), indent=1)
+    return re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), words) + "\n"
 
 
 def _new_parameters(run: Run) -> Any:
     keys = seed_keys([run.seed], "parameters")
     task = run.task
     return jax.eval_shape(lambda k: initialize(task.model, run.position, task.vocab_size, k), keys)
-
-
-def _write_arrays(path: Path, arrays: list[Any]) -> None:
-    buffer = io.BytesIO()
-    named: dict[str, Any] = {f"{i:04d}": np.asarray(x) for i, x in enumerate(arrays)}
-    np.savez(buffer, **named)
-    write_whole(path, buffer.getvalue())
-
-
-def _read_arrays(path: Path) -> list[np.ndarray] | None:
-    """Returns the arrays of a file in their order; None if it is missing or damaged."""
-    try:
-        with np.load(io.BytesIO(path.read_bytes())) as file:
-            return [file[name] for name in sorted(file.files)]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
-
-
-def _fits(arrays: list[np.ndarray], like: Any) -> bool:
-    wanted = [(x.shape, x.dtype) for x in jax.tree.leaves(like)]
-    return [(x.shape, x.dtype) for x in arrays] == wanted
 
 
 def _scores(found: list[Evaluation]) -> dict[str, dict[str, float | None]]:
@@ -330,7 +281,10 @@ def _scores(found: list[Evaluation]) -> dict[str, dict[str, float | None]]:
 
 @functools.cache
 def commit() -> str:
-    """Returns the commit of the code, with a plus where tracked files differ; "unknown" else."""
+    """Returns the commit of the code and settings, with a plus where files differ from it.
+
+    The answer is that of the first call. Outside a repository it is "unknown".
+    """
     folder = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -338,7 +292,7 @@ def commit() -> str:
         return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "..")
+        changed = git("status", "--porcelain", "--", ".", "../posenc_jax", "../configs")
         return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

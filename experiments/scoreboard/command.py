@@ -6,12 +6,12 @@ from pathlib import Path
 
 import jax
 
+from experiments.checkpoints import OutOfTime
 from experiments.config_io import Parser
-from experiments.environment import environment
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.files import write_whole
 from experiments.progress import duration
-from experiments.runs import VERSIONS, OutOfTime, Result, Run, RunFolder
+from experiments.runs import VERSIONS, Result, Run, RunFolder, commit, here
 from experiments.scoreboard.claims import Claim, load_all
 from experiments.scoreboard.outcomes import Outcome, differences, judge
 from experiments.scoreboard.page import page
@@ -57,8 +57,8 @@ def main(arguments: list[str]) -> int:
     status = 0
     if options.run:
         if not options.claims:
-            here = "cpu" if jax.default_backend() == "cpu" else "gpu"
-            chosen = [claim for claim in chosen if claim.about.device == here]
+            device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+            chosen = [claim for claim in chosen if claim.about.device == device]
         status = run(chosen, options.results, options.seeds, shard, options.minutes, options.fresh)
     outcomes = [judge(claim, options.results) for claim in everything]
     write_whole(options.page, page(outcomes))
@@ -94,6 +94,7 @@ def run(
     Raises:
       ResultsError: where results of other versions are in the folder, or another process.
     """
+    commit()  # Files may change while runs go on.
     plan = _plan(claims, seeds, shard)
     if fresh:
         for each in plan:
@@ -140,8 +141,8 @@ def _plan(claims: Sequence[Claim], seeds: int | None, shard: tuple[int, int]) ->
 
 
 def _refuse_other_versions(claims: Sequence[Claim], folder: Path) -> None:
-    here = environment()
-    now = tuple(f"{name} {here.get(name)}" for name in VERSIONS)
+    facts = here()
+    now = tuple(f"{name} {facts.get(name)}" for name in VERSIONS)
     for claim in claims:
         for seed in range(claim.about.seeds):
             for each in claim.of_seed(seed).values():

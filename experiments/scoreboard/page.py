@@ -62,6 +62,8 @@ def _section(outcome: Outcome) -> Iterator[str]:
         f"* Command: `python -m experiments scoreboard {claim.name} --run{limit}`, about "
         f"{duration(60 * about.minutes)} on {'a GPU' if about.device == 'gpu' else 'two cores'}"
     )
+    if about.needed:
+        yield f"* Seeds that must hold: {about.needed} of {about.seeds}"
     yield from _provenance(outcome)
     yield ""
     count = len(outcome.seeds)

@@ -7,12 +7,12 @@ import re
 import numpy as np
 import pytest
 
-from experiments import runs as runs_module
 from experiments.__main__ import main
+from experiments.checkpoints import FileCheckpoint, OutOfTime
 from experiments.config import Experiment
 from experiments.errors import ConfigError, ResultsError
 from experiments.files import locked
-from experiments.runs import OutOfTime, Result, Run, RunFolder
+from experiments.runs import Result, Run, RunFolder
 from experiments.scoreboard import claims as claims_module
 from experiments.scoreboard.command import _plan
 from experiments.scoreboard.criteria import parse
@@ -139,6 +139,7 @@ def test_other_versions_are_not_mixed(call):
         status, _, err = call(*arguments)
         assert status == 2 and err.count("\n") == 1 and "T1" in err
         assert re.search(r"versions: jax 0\.1 and jax 0\.\d+\.", err)
+        assert len(list(call.results.glob("*/result.json"))) == 3
     assert "results of mixed versions" in call.page()
     assert call("--run", "T1", "--fresh", "--seeds", "1")[0] == 0
 
@@ -169,7 +170,7 @@ def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
     said = []
     for _ in range(2):  # At the deadline the state is written after one call of two steps.
         with pytest.raises(OutOfTime):
-            monkeypatch.setattr(runs_module._Checkpoint, "save", stop_after_saving)
+            monkeypatch.setattr(FileCheckpoint, "save", stop_after_saving)
             folder.carry_out(lambda task: data, said.append, keep=True)
     monkeypatch.undo()
     assert (folder.path / "checkpoint.npz").exists() and folder.result() is None
@@ -183,7 +184,7 @@ def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
     assert not (folder.path / "checkpoint.npz").exists()
 
 
-save = runs_module._Checkpoint.save
+save = FileCheckpoint.save
 
 
 def stop_after_saving(self, state, curve, seconds):

@@ -241,7 +241,11 @@ def test_masked_symbols_repeat():
 
 
 def test_needles_lie_at_their_depth():
-    task = Needle(test_lengths=(64, 96), depth=0.25)
+    task = Needle(test_lengths=(64, 96), depth=1.0)
+    tokens, _, index = map(np.asarray, task.sample_test(jax.random.key(0), 8))
+    for row in tokens[index[:, 0] == 1]:
+        assert list(row).index(3) == 96 - 3  # The last place with a symbol after it.
+    task = dataclasses.replace(task, depth=0.25)
     tokens, _, index = map(np.asarray, task.sample_test(jax.random.key(0), 8))
     for row in tokens[index[:, 0] == 1]:
         assert list(row).index(3) == 1 + round(0.25 * (96 - 2 - 2))
