@@ -39,10 +39,8 @@ def preceding_tokens(
     if not padded:
         past = [slice(count - back, count - back + length) for back in range(1, count + 1)]
         found = [(rows[:, at], ids[:, at] == segment_ids) for at in past]
-        return [(_where(same, x), same) for x, same in found], (
-            rows[:, length:],
-            ids[:, length:] + 1,
-        )
+        state = rows[:, length:], ids[:, length:] + 1
+        return [(_where(same, x), same) for x, same in found], state
 
     def take(array, index):
         """Rows at `index` [B, any]; rows at -1 are anything."""
