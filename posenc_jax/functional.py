@@ -179,7 +179,8 @@ def scheme_attention(
       scale: the factor on q . k. Default: the scheme's own.
       **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
         `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. With a cache, S
-        is its capacity, and all tokens of a prefix go into the first call.
+        is its capacity, where the slots of a row hold its tokens in their order, without padding;
+        and all tokens of a prefix go into the first call.
 
     Returns:
       The output [B, T, N, V], and the cache with these tokens in it, or None.
@@ -301,7 +302,9 @@ def scheme_attention(
     k_at = cache.positions if cache.coordinates is None else cache.coordinates
     if stored is not None:
         call = call.replace(q_coordinates=at, k_coordinates=k_at)
-    k = cache.k if transformed else scheme.key(params, cache.k, k_at, cache.k_features)
+    k = cache.k
+    if not transformed:  # `key` may read all slots at once; empty ones count as padding.
+        k = scheme.key(params, k, k_at, _zero_padding(cache.k_features, cache.segment_ids))
     out = scheme.attend(params, q, k, cache.v, at, k_at, q_features, cache.k_features, call)
     out = scheme.output(params, out, at, q_features, tables)
     # Overflow cannot raise under jit: the rows concerned become NaN.
