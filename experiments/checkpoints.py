@@ -19,25 +19,32 @@ class OutOfTime(Exception):
 
 
 class FileCheckpoint:
-    """A `train.Checkpoint` in a file, written about once a minute and at the deadline."""
+    """A `train.Checkpoint` in a file and the one before it.
 
-    def __init__(self, path: Path, deadline: float, say: Callable[[str], None], every=60.0):
+    Args:
+      path: of the file; `previous` is appended to the name of the one before it.
+      deadline: of `time.monotonic`; then the state is written, and OutOfTime raised.
+      say: shows a line about a file that cannot be used.
+      every: seconds between two writes.
+    """
+
+    def __init__(
+        self, path: Path, deadline: float, say: Callable[[str], None], every: float = 60.0
+    ):
         self.path, self.deadline, self.say, self.every = path, deadline, say, every
+        self.previous = path.with_name(f"{path.name}.previous")
         self.written = time.monotonic()
 
     def load(self, state):
-        arrays = read_arrays(self.path)
-        if arrays is None:
-            if self.path.exists():
-                self.say(f"{self.path}: cannot be read; the run begins anew")
-            return None
-        *leaves, curve = arrays
-        if not fits(leaves, state):
-            self.say(f"{self.path}: is of another model; the run begins anew")
-            return None
-        kept = json.loads(curve.tobytes())
-        state = jax.tree.unflatten(jax.tree.structure(state), leaves)
-        return state, kept["curve"], kept["seconds"]
+        for path in (self.path, self.previous):
+            arrays = read_arrays(path)
+            if arrays is not None and fits(arrays[:-1], state):
+                kept = json.loads(arrays[-1].tobytes())
+                state = jax.tree.unflatten(jax.tree.structure(state), arrays[:-1])
+                return state, kept["curve"], kept["seconds"]
+            if path.exists():
+                self.say(f"{path}: cannot be used; continuing from what was written before it")
+        return None
 
     def save(self, state, curve, seconds):
         now = time.monotonic()
@@ -45,10 +52,17 @@ class FileCheckpoint:
             return
         words = json.dumps({"curve": curve, "seconds": seconds}).encode()
         arrays = [*jax.tree.leaves(state), np.frombuffer(words, np.uint8)]
+        if self.path.exists():
+            self.path.replace(self.previous)
         write_arrays(self.path, arrays)
         self.written = now
         if now >= self.deadline:
             raise OutOfTime
+
+    def remove(self) -> None:
+        """Removes both files."""
+        self.path.unlink(missing_ok=True)
+        self.previous.unlink(missing_ok=True)
 
 
 def write_arrays(path: Path, arrays: list[Any]) -> None:

@@ -1,7 +1,8 @@
 """Single runs: a scheme on a task with one seed, in a folder named by the hash of its settings.
 
 result.json       scores and how they were made; written once, when the run has ended
-checkpoint.npz    the state of training, about once a minute, until the run has ended
+checkpoint.npz    the state of training, about once a minute, until the run has ended; the one
+                  before it is kept too
 parameters.npz    trained parameters, where other runs begin with them
 
 A run that was stopped at any time continues from its checkpoint with equal bits. Only result.json
@@ -150,8 +151,9 @@ class RunFolder:
 
     def forget(self) -> None:
         """Removes the result and what was kept for it."""
-        for name in ("result.json", "checkpoint.npz", "parameters.npz"):
+        for name in ("result.json", "parameters.npz"):
             (self.path / name).unlink(missing_ok=True)
+        self._checkpoint().remove()
 
     def carry_out(
         self,
@@ -204,18 +206,18 @@ class RunFolder:
         keep: bool,
     ) -> Result:
         run = self.run
-        checkpoint = FileCheckpoint(self.path / "checkpoint.npz", deadline, say)
+        checkpoint = self._checkpoint(deadline, say)
         try:
             trained = train(
                 run.task, run.position, [run.seed], data.train, params=params, checkpoint=checkpoint
             )
         except FloatingPointError as error:
-            checkpoint.path.unlink(missing_ok=True)
+            checkpoint.remove()
             return before or self._write("diverged", error=str(error))
         if keep:
             write_arrays(self.path / "parameters.npz", jax.tree.leaves(trained.params))
         if before:
-            checkpoint.path.unlink(missing_ok=True)
+            checkpoint.remove()
             return before
         found = run.task.evaluate(run.position, trained.params, [run.seed], data)
         every = max(1, len(trained.curve["step"]) // _POINTS)
@@ -235,8 +237,13 @@ class RunFolder:
             train_seconds=round(trained.train_seconds, 2),
             cpu_seconds=round(trained.cpu_seconds, 2),
         )
-        checkpoint.path.unlink(missing_ok=True)
+        checkpoint.remove()
         return result
+
+    def _checkpoint(
+        self, deadline: float = float("inf"), say: Callable[[str], None] = lambda line: None
+    ) -> FileCheckpoint:
+        return FileCheckpoint(self.path / "checkpoint.npz", deadline, say)
 
     def _write(
         self, status: str, facts: Mapping[str, str] | None = None, **measured: Any

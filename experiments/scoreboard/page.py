@@ -60,7 +60,7 @@ def _section(outcome: Outcome) -> Iterator[str]:
     limit = " --minutes 9" if about.device == "gpu" else ""
     yield (
         f"* Command: `python -m experiments scoreboard {claim.name} --run{limit}`, about "
-        f"{duration(60 * about.minutes)} on {'a GPU' if about.device == 'gpu' else 'two cores'}"
+        f"{about.minutes:g} minutes on {'a GPU' if about.device == 'gpu' else 'two idle cores'}"
     )
     if about.needed:
         yield f"* Seeds that must hold: {about.needed} of {about.seeds}"

@@ -174,14 +174,16 @@ def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
             folder.carry_out(lambda task: data, said.append, keep=True)
     monkeypatch.undo()
     assert (folder.path / "checkpoint.npz").exists() and folder.result() is None
+    (folder.path / "checkpoint.npz").write_bytes(b"PK damaged")  # The one before it is used.
     parts = folder.carry_out(lambda task: data, said.append, keep=True)
-    assert parts.curve == whole.curve and parts.scores == whole.scores and said == []
+    assert parts.curve == whole.curve and parts.scores == whole.scores
+    assert len(said) == 1 and "checkpoint.npz: cannot be used" in said[0]
     a, b = ((tmp_path / d / folder.run.name / "parameters.npz") for d in ("whole", "parts"))
     with np.load(a) as a, np.load(b) as b:
         assert a.files == b.files
         for name in a.files:
             np.testing.assert_array_equal(a[name], b[name])
-    assert not (folder.path / "checkpoint.npz").exists()
+    assert {path.name for path in folder.path.iterdir()} == {"result.json", "parameters.npz"}
 
 
 save = FileCheckpoint.save
@@ -200,7 +202,7 @@ def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(tmp_pa
     said = []
     (folder.path / "checkpoint.npz").write_bytes(b"PK damaged")
     found = folder.carry_out(lambda task: data, said.append)
-    assert found.status == "done" and "checkpoint.npz: cannot be read" in said[0]
+    assert found.status == "done" and "checkpoint.npz: cannot be used" in said[0]
     (folder.path / "result.json").write_text("{")
     with pytest.raises(ResultsError, match=r"result\.json: cannot be read"):
         folder.result()
