@@ -10,15 +10,17 @@ so results are bitwise reproducible.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from posenc_jax.engine.elements import Element, evaluate
+from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
+from posenc_jax.engine.operands import LOG2E, Grads, Operands
 from posenc_jax.engine.tpu.dots import (
-    Product,
     added,
     features_back,
     part_of,
@@ -26,32 +28,23 @@ from posenc_jax.engine.tpu.dots import (
     product_grads,
     products_back,
 )
-from posenc_jax.engine.tpu.elements import Element, element_specs, evaluate
-from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, number_spec, row_spec
-from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, bias_line
+from posenc_jax.engine.tpu.layout import (
+    check_memory,
+    element_specs,
+    matrix_spec,
+    number_spec,
+    row_spec,
+)
 from posenc_jax.engine.tpu.schedule import (
-    MASKED,
-    PLAIN,
     column_of,
     is_first,
     is_last,
     kind_of,
-    kinds,
     row_of,
 )
+from posenc_jax.engine.tpu.spec import Spec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
 from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, to_column, visible
-
-
-class Grads(NamedTuple):
-    """Cotangents of the differentiable operands, in their forms."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    bias: jax.Array | None
-    elements: tuple[Element, ...]
-    products: tuple[Product, ...]
 
 
 def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> Grads:
@@ -60,11 +53,12 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     Args:
       spec: the static part.
       x: the operands.
-      d_out: cotangent of the output, [B, N, T, V], in the dtype of v.
-      lse: float32 [B, N, 1, T], finite. With dropout at rate r, plus log(1 - r).
-      delta: float32 [B, N, 1, T], sum of d_out * out over V, less the cotangent of lse. With
+      d_out: cotangent of the output, [B, T, N, V], in the dtype of v.
+      lse: float32 [B, N, T], finite. With dropout at rate r, plus log(1 - r).
+      delta: float32 [B, N, T], sum of d_out * out over V, less the cotangent of lse. With
         dropout, times 1 - r.
     """
+    x, d_out = heads_first(x), heads_before_tokens(d_out)
     bq, bk, group = spec.backward.q, spec.backward.k, spec.group
     outer, inner, tiles = spec.keys // bk, spec.length // bq, spec.order(by_key=True)[0].size
     before_last = tiles - inner  # The last block of keys has a tile for every block of queries.
@@ -110,7 +104,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     def number(shape, index):
         return struct(shape), pl.BlockSpec((None, None, *shape[2:]), index)
 
-    numbers = {"lse": lse, "delta": delta}
+    numbers = {"lse": lse[:, :, None], "delta": delta[:, :, None]}
     arrays: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "d_out": d_out}
     arrays |= {"rows": x.rows, "columns": x.columns, "elements": x.elements, **numbers}
     specs: dict[str, Any] = {
@@ -382,7 +376,8 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
         product_grads(spec, y, at, x.first, d["features"], d["vectors"])
         for y, at, d in zip(x.products, products.places, made["products"], strict=True)
     ]
-    return Grads(made["q"], made["k"], made["v"], d_bias, tuple(elements), tuple(d_products))
+    of_tokens = (heads_before_tokens(made[name]) for name in "qkv")
+    return Grads(*of_tokens, d_bias, tuple(elements), tuple(d_products))
 
 
 def _part(outs, n):

@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.blocks import pad_axis
+from posenc_jax.engine.operands import LOG2E
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.tpu.layout import check_memory
-from posenc_jax.engine.tpu.operands import LOG2E
 from posenc_jax.engine.tpu.strip import LANES
 from posenc_jax.engine.tpu.tile import dot, lanes, to_column
 from posenc_jax.mask import MASK_VALUE

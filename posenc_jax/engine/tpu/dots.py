@@ -27,8 +27,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.operands import Operands, Product
 from posenc_jax.engine.tpu.layout import At, number_spec
-from posenc_jax.engine.tpu.operands import Operands, Product, Spec
+from posenc_jax.engine.tpu.spec import Spec
 from posenc_jax.engine.tpu.strip import LANES, Strip, line_of
 from posenc_jax.engine.tpu.tile import dot, lanes
 

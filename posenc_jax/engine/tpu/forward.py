@@ -13,20 +13,25 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from posenc_jax.engine.elements import evaluate
+from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
+from posenc_jax.engine.operands import LOG2E, Operands
 from posenc_jax.engine.tpu.dots import added, part_of, place_products
-from posenc_jax.engine.tpu.elements import element_specs, evaluate
-from posenc_jax.engine.tpu.layout import check_memory, matrix_spec, number_spec, row_spec
-from posenc_jax.engine.tpu.operands import LOG2E, Operands, Spec, bias_line
+from posenc_jax.engine.tpu.layout import (
+    check_memory,
+    element_specs,
+    matrix_spec,
+    number_spec,
+    row_spec,
+)
 from posenc_jax.engine.tpu.schedule import (
-    MASKED,
-    PLAIN,
     column_of,
     is_first,
     is_last,
     kind_of,
-    kinds,
     row_of,
 )
+from posenc_jax.engine.tpu.spec import Spec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
 from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, to_column, to_row, visible
 from posenc_jax.mask import MASK_VALUE
@@ -35,7 +40,8 @@ _SLICE = 512  # Keys of one product, at most.
 
 
 def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """Returns the output, [B, N, T, V], and the log-sum-exp, float32 [B, N, 1, T]."""
+    """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
+    x = heads_first(x)
     bq, bk = spec.forward.q, spec.forward.k
     inner = math.gcd(bk, _SLICE)
     tiles = spec.order(by_key=False)[0].size
@@ -189,7 +195,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     varying = jax.typeof(x.q).mat  # Inside `shard_map`.
     out = jax.ShapeDtypeStruct(shape, spec.dtype, manual_axis_type=varying)
     lse = jax.ShapeDtypeStruct(of_head, jnp.float32, manual_axis_type=varying)
-    return pl.pallas_call(
+    out, lse = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -209,3 +215,4 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         interpret=spec.interpret,
         name="attention_forward",
     )(x.schedules[0].reshape(-1), x.prefix, arrays)
+    return heads_before_tokens(out), lse[:, :, 0]

@@ -4,6 +4,7 @@ Heads come before tokens, [B, N, T, H]: XLA writes the products that make q, k a
 rotations of them, in that order. [B, T, N * H] would be a copy.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
+from posenc_jax.engine.elements import Element
 from posenc_jax.engine.tpu.strip import LANES
 
 At = Callable[..., tuple[Any, Any, Any]]
@@ -41,6 +44,30 @@ def number_spec(x: Any, block: int, at: At, group: int = 1) -> pl.BlockSpec:
         return b, jax.lax.div(head, jnp.int32(group)), 0, index
 
     return pl.BlockSpec((None, None, x.shape[2], block), index)
+
+
+def element_specs(
+    elements: tuple[Element, ...], heads: int, queries: tuple[int, At], keys: tuple[int, At]
+) -> tuple[Element, ...]:
+    """Returns the blocks of the arrays of elements.
+
+    Args:
+      elements: the terms.
+      heads: N.
+      queries, keys: block size, and the block of the grid's indices, by query head.
+    """
+
+    def one(element):
+        return dataclasses.replace(
+            element,
+            numbers=tuple(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in element.numbers),
+            q_numbers=tuple(number_spec(y, *queries) for y in element.q_numbers),
+            k_numbers=tuple(
+                number_spec(y, *keys, group=heads // y.shape[1]) for y in element.k_numbers
+            ),
+        )
+
+    return tuple(map(one, elements))
 
 
 def check_memory(what: str, limit: int, scratch: Any, arrays: Any, specs: Any) -> None:

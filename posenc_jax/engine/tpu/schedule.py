@@ -4,7 +4,6 @@ The grid has a step for each tile of `tile_order`. A step takes a fifth of a til
 the tile is empty, so tiles that causality and windows by slot hide have none.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -12,25 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.engine.blocks import Blocks, Visibility
-
-EMPTY, PLAIN, RULED, MASKED = 0, 1, 2, 3
-"""Kinds of tiles: skipped; without rules or masks; with rules alone; with both."""
+from posenc_jax.engine.kinds import EMPTY, tile_kinds
 
 _FIRST, _LAST = 4, 8
 _ROW, _COLUMN = 4, 17  # Bits from which on the row and the column of an entry are.
 _MOST = 1 << _COLUMN - _ROW  # Rows, and columns.
-
-
-def kinds(see: Visibility) -> tuple[int, ...]:
-    """Returns the kinds of tiles that there may be, less `EMPTY`."""
-    made = () if _ruled_everywhere(see) else (PLAIN,)
-    ruled = see.has_terms or see.bias_everywhere or see.mask_in_bias
-    made += (RULED,) if ruled else ()
-    return (*made, MASKED) if see.ordered or see.segments else made
-
-
-def _ruled_everywhere(see: Visibility) -> bool:
-    return see.bias_everywhere or (see.has_terms and see.horizon is None)
 
 
 def tile_order(
@@ -87,27 +72,14 @@ def schedule(
     column to have in memory: its own or, for empty tiles, that of the last tile that is not, so
     that nothing is copied for them.
     """
-    of_q = jax.tree.map(lambda x: x[:, :, None], see.summary(q, blocks.q))
-    of_k = see.summary(k, blocks.k)
-
-    def classify(**without):
-        part: Any = dataclasses.replace(see, **without)
-        found = jax.vmap(lambda x: part.classify(x, of_k, prefix), 1, 1)(of_q)
-        return [jnp.swapaxes(x, 1, 2) for x in found] if by_key else found
-
-    live, _ = classify()
-    unordered: dict[str, Any] = {"is_causal": False, "window": None}
-    plain = jnp.zeros_like(live)
-    if not _ruled_everywhere(see):
-        # Causality and the window count where they are part of the bias.
-        _, plain = classify(segments=False, **({} if see.mask_in_bias else unordered))
-    _, seen = classify(has_terms=False, **(unordered if see.mask_in_bias else {}))
+    kind = tile_kinds(see, q, k, prefix, blocks)
+    kind = jnp.swapaxes(kind, 1, 2) if by_key else kind
+    live = kind != EMPTY
     at = jnp.broadcast_to(jnp.arange(live.shape[2], dtype=jnp.int32), live.shape)
     last = jax.lax.cummax(jnp.where(live, at, -1), axis=2)
     first = jnp.argmax(live, 2).astype(jnp.int32)[..., None]
     block = jnp.where(last < 0, first, last)
-    kind = jnp.where(seen, jnp.where(plain, PLAIN, RULED), MASKED)
-    entry = (block << _COLUMN) + jnp.where(live, kind, EMPTY).astype(jnp.int32)
+    entry = (block << _COLUMN) + kind
     change = np.diff(order[0], prepend=-1, append=-1) != 0
     known = (order[0] << _ROW) + _FIRST * change[:-1] + _LAST * change[1:]
     return entry[:, *order] + known.astype(np.int32)[None]

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.engine.operands import Spec
 from posenc_jax.engine.problem import is_kept
-from posenc_jax.engine.tpu.operands import Spec
 from posenc_jax.engine.tpu.strip import LANES
 from posenc_jax.mask import add_saturated
 

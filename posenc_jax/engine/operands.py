@@ -1,24 +1,20 @@
-"""What the kernels are given: the arrays of a problem, heads before tokens, and the schedule."""
+"""What kernels are given: the arrays of a problem, padded to whole tiles, and a schedule."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from posenc_jax.engine.blocks import Blocks, Visibility, pad_axis
+from posenc_jax.engine.elements import Element, number_of_keys
 from posenc_jax.engine.lower import Lowered, masked_by_order
 from posenc_jax.engine.problem import Problem, dropout_rows, repeat_heads
 from posenc_jax.engine.terms import STATIC, Dot
-from posenc_jax.engine.tpu.elements import Element, number_of_keys
-from posenc_jax.engine.tpu.schedule import schedule, tile_order
-from posenc_jax.engine.tpu.strip import LANES, Strip, line_of
-from posenc_jax.mask import MASK_VALUE
 
 LOG2E = 1.4426950408889634
+_STEP = 128  # Blocks are multiples.
 _ROWS = 16  # F is padded to a multiple: rows of a register of bfloat16.
 
 
@@ -38,7 +34,6 @@ class Spec:
       scale, softcap, dropout_rate: as in `attention`.
       dtype: of the output.
       interpret: run in the interpreter.
-      vmem_limit: bytes.
     """
 
     batch: int
@@ -60,7 +55,6 @@ class Spec:
     dropout_rate: float
     dtype: Any
     interpret: Any
-    vmem_limit: int
 
     @property
     def group(self) -> int:
@@ -72,17 +66,15 @@ class Spec:
         """What logits are multiplied by before they enter exp2, or the softcap's tanh."""
         return LOG2E if self.softcap is None else 1.0 / self.softcap
 
+    def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
+        """Returns `Operands.schedules`, from what `Visibility.summary` reads."""
+        raise NotImplementedError
+
     @property
-    def _sides(self) -> tuple[int, int]:
+    def sides(self) -> tuple[int, int]:
         """How many keys a query sees before it and after it; negative for no limit."""
         left, right = self.visibility.window or (-1, -1)
         return left, 0 if self.visibility.is_causal else right
-
-    def order(self, by_key: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `tile_order` of the forward or, with `by_key`, of the backward pass."""
-        blocks = self.backward if by_key else self.forward
-        sides = self._sides if self.by_slot else (-1, -1)
-        return tile_order(self.length, self.keys, blocks, sides, by_key)
 
     def reach(self, blocks: Blocks) -> tuple[int, int]:
         """Returns the least and greatest first query less first key of a tile by distance.
@@ -90,7 +82,7 @@ class Spec:
         What tiles beyond the greatest add is that of the greatest: zero, or masked.
         """
         see, q, k = self.visibility, blocks.q, blocks.k
-        left, right = self._sides
+        left, right = self.sides
         low, high = k - self.keys, self.length - q
         if right >= 0 and not self.prefix:
             low = max(low, -_round(right + q - 1, down=True))
@@ -105,7 +97,7 @@ class Spec:
 
 def _round(x: int, down: bool = False) -> int:
     """Returns a multiple of 128."""
-    return x // LANES * LANES if down else -(-x // LANES) * LANES
+    return x // _STEP * _STEP if down else -(-x // _STEP) * _STEP
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +122,7 @@ class Operands:
     """The arrays, padded to whole blocks.
 
     Attributes:
-      q, k, v: [B, N, T, H], [B, K, S, H] and [B, K, S, V].
+      q, k, v: [B, T, N, H], [B, S, K, H] and [B, S, K, V].
       bias: float32 [N or 1, R], times `Spec.unit`, by ascending distance from `first`, or
         None.
       rows: int32 [B or 1, 1, T] of queries by name: "positions", "coordinates", "segments".
@@ -139,7 +131,7 @@ class Operands:
       elements: terms by pairs.
       dropped: of queries, uint32 [B, N, 1, T], see `dropout_rows`, or None without dropout.
       products: vectors of tokens, dot a vector per distance.
-      schedules: `schedule` of the forward and the backward pass.
+      schedules: of the forward and the backward pass, as the kernels need them.
       first: the least distance of `bias` and of the vectors.
     """
 
@@ -153,8 +145,19 @@ class Operands:
     elements: tuple[Element, ...]
     dropped: jax.Array | None
     products: tuple[Product, ...]
-    schedules: tuple[jax.Array, jax.Array]
+    schedules: tuple[Any, ...]
     first: int = dataclasses.field(metadata=STATIC)
+
+
+class Grads(NamedTuple):
+    """Cotangents of the differentiable operands, in their forms."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: jax.Array | None
+    elements: tuple[Element, ...]
+    products: tuple[Product, ...]
 
 
 class _Tokens(NamedTuple):
@@ -171,29 +174,23 @@ def prepare(
     lowered: Lowered,
     elements: tuple[Element, ...],
     spec_of: Callable[..., Spec],
-    length: int,
-    keys: int,
-) -> tuple[Spec, Operands]:
-    """Pads a lowered problem to T = `length` and S = `keys`."""
+    mask_by_distance: bool,
+) -> tuple[Any, Operands]:
+    """Pads a lowered problem to the lengths of its `Spec`.
+
+    Args:
+      p, lowered, elements: the problem, its lowering and its terms by pairs.
+      spec_of: returns the `Spec`, from those of its fields that a problem decides.
+      mask_by_distance: whether causality and windows by slot are a bias by distance.
+    """
     by_slot = p.contiguous and p.prefix_length is None
-    visibility = lowered.visibility
-    segments = p.q_segment_ids, p.k_segment_ids
-    padded = length > p.length or keys > p.keys
-    if padded and segments[0] is None and not (by_slot and p.is_causal and p.length == p.keys):
-        segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
-        visibility = dataclasses.replace(visibility, segments=True)
-    if by_slot and visibility.ordered and p.softcap is None:
-        # Added by distance, a mask takes one operation a pair.
-        visibility = dataclasses.replace(visibility, mask_in_bias=True)
     spec = spec_of(
         batch=p.q.shape[0],
-        length=length,
-        keys=keys,
         heads=p.num_heads,
         kv_heads=p.k.shape[2],
         dim=p.q.shape[3],
         value_dim=p.v.shape[3],
-        visibility=visibility,
+        visibility=lowered.visibility,
         by_slot=by_slot,
         rules_in_bias=lowered.bias is not None,
         products=any(isinstance(term, Dot) for term in lowered.terms),
@@ -203,6 +200,15 @@ def prepare(
         dropout_rate=p.dropout_rate,
         dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
     )
+    length, keys, visibility = spec.length, spec.keys, spec.visibility
+    segments = p.q_segment_ids, p.k_segment_ids
+    padded = length > p.length or keys > p.keys
+    if padded and segments[0] is None and not (by_slot and p.is_causal and p.length == p.keys):
+        segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
+        visibility = dataclasses.replace(visibility, segments=True)
+    if mask_by_distance and by_slot and visibility.ordered and p.softcap is None:
+        visibility = dataclasses.replace(visibility, mask_in_bias=True)
+    spec = dataclasses.replace(spec, visibility=visibility)
 
     def tokens(to, positions, coordinates, ids):
         slots = jnp.arange(to, dtype=jnp.int32)[None]
@@ -230,7 +236,6 @@ def prepare(
         bias = spec.unit * lowered.bias(first, p.length)
     elif visibility.mask_in_bias:
         bias = masked_by_order(p, distances, jnp.zeros((1, distances.shape[0]), jnp.float32))
-    make_schedule = functools.partial(schedule, visibility, queries, of_keys, p.prefix_length)
     of_slots, dropped = {}, None
     if p.dropout_seeds is not None:
         of_slots = {"slots": pad_axis(p.k_slots, 1, keys)[:, None]}
@@ -245,9 +250,9 @@ def prepare(
             if numbers is not None:
                 elements = (*elements, number_of_keys(numbers))
     return spec, Operands(
-        q=jnp.swapaxes(pad_axis(p.q, 1, length), 1, 2),
-        k=jnp.swapaxes(pad_axis(p.k, 1, keys), 1, 2),
-        v=jnp.swapaxes(pad_axis(lowered.v, 1, keys), 1, 2),
+        q=pad_axis(p.q, 1, length),
+        k=pad_axis(p.k, 1, keys),
+        v=pad_axis(lowered.v, 1, keys),
         bias=bias,
         rows=named(queries),
         columns=named(of_keys) | _padding_apart(of_keys) | of_slots,
@@ -262,10 +267,7 @@ def prepare(
         ),
         dropped=dropped,
         products=tuple(products),
-        schedules=(
-            make_schedule(blocks=spec.forward, order=spec.order(False), by_key=False),
-            make_schedule(blocks=spec.backward, order=spec.order(True), by_key=True),
-        ),
+        schedules=spec.schedules(queries, of_keys, p.prefix_length),
         first=first,
     )
 
@@ -301,9 +303,3 @@ def _padding_apart(keys: _Tokens) -> dict[str, jax.Array]:
         return {}
     least = jnp.iinfo(jnp.int32).min
     return {"segments": jnp.where(keys.segments < 0, least, keys.segments)}
-
-
-def bias_line(spec: Spec, bias: jax.Array, first: int, strip: Strip, sign: int) -> jax.Array:
-    """Returns the line of the bias of `Operands`, [N or 1, 1, L]."""
-    fill = spec.unit * MASK_VALUE if spec.visibility.mask_in_bias else 0.0
-    return line_of(bias[:, None], first, strip, sign, fill)

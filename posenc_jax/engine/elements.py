@@ -10,11 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.terms import STATIC, Term, Tokens
-from posenc_jax.engine.tpu.layout import At, number_spec
 
 _ELEMENTWISE = frozenset(
     "abs add and clamp convert_element_type copy div eq exp exp2 floor ge gt integer_pow le log "
@@ -141,30 +138,6 @@ def _not_elementwise(jaxpr: Any) -> str | None:
         elif name not in _ELEMENTWISE:
             return name
     return None
-
-
-def element_specs(
-    elements: tuple[Element, ...], heads: int, queries: tuple[int, At], keys: tuple[int, At]
-) -> tuple[Element, ...]:
-    """Returns the blocks of the arrays of elements.
-
-    Args:
-      elements: the terms.
-      heads: N.
-      queries, keys: block size, and the block of the grid's indices, by query head.
-    """
-
-    def one(element):
-        return dataclasses.replace(
-            element,
-            numbers=tuple(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in element.numbers),
-            q_numbers=tuple(number_spec(y, *queries) for y in element.q_numbers),
-            k_numbers=tuple(
-                number_spec(y, *keys, group=heads // y.shape[1]) for y in element.k_numbers
-            ),
-        )
-
-    return tuple(map(one, elements))
 
 
 def evaluate(

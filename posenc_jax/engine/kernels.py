@@ -1,0 +1,326 @@
+"""What implementations with kernels share: meshes, sinks, derivatives."""
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from posenc_jax.checks import require
+from posenc_jax.engine.elements import element_of
+from posenc_jax.engine.lower import Lowered, lower
+from posenc_jax.engine.operands import Grads, Operands, Spec, prepare
+from posenc_jax.engine.problem import Implementation, Problem, vary_over, zero_where
+from posenc_jax.engine.terms import Dot
+from posenc_jax.mask import MASK_VALUE
+from posenc_jax.ops.partition import combine, partition
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels(Implementation):
+    """Attention by the kernels of one platform.
+
+    Attributes:
+      interpret: run in Pallas' interpreter, on any platform: True or its parameters.
+      cross_compile: compile where no such device is attached, for one that is described.
+      batch_axes, head_axes: axes of an automatic mesh over which the batch and the heads are
+        sharded: a name, a tuple of names, or () for none. The compiler cannot partition a kernel
+        and will choose the sharding of q only later; arrays that it shards otherwise are
+        resharded. Explicit axes are known and need none of this.
+    """
+
+    interpret: Any = False
+    cross_compile: bool = False
+    batch_axes: str | tuple[str, ...] | None = None
+    head_axes: str | tuple[str, ...] | None = None
+    name = "pallas"
+    platform: ClassVar[str]
+    """As `jax.default_backend` names it."""
+
+    @abc.abstractmethod
+    def refuses(self, problem: Problem) -> str | None:
+        """Returns why the kernels cannot compute a problem, beyond what none of them can."""
+
+    @abc.abstractmethod
+    def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        """Computes a problem on one device, or one device's part of it."""
+
+    def supports(self, problem: Problem) -> str | None:
+        anywhere = self.interpret or self.cross_compile
+        if not anywhere and jax.default_backend() != self.platform:
+            return (
+                f"there are kernels for TPU and for NVIDIA GPUs, and the platform is "
+                f"{jax.default_backend()}"
+            )
+        automatic = _open_axes(_mesh_of(problem), AxisType.Auto)
+        if automatic and self.batch_axes is None and self.head_axes is None:
+            return (
+                f"the mesh has automatic axes {automatic}, and the compiler cannot partition a "
+                f"kernel: give {type(self).__name__}(batch_axes=, head_axes=), or use explicit "
+                "axes or jax.shard_map"
+            )
+        if problem.whole_rows or not problem.normalized:
+            return 'rules on whole rows of logits need implementation="xla"'
+        if any(rule.pairs is not None for rule in problem.rules):
+            return 'an array of all pairs needs implementation="xla"'
+        if any(rule.adds_values for rule in problem.rules):
+            return 'rules that add to values need implementation="xla"'
+        return self.refuses(problem)
+
+    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
+        batch, length, heads = (*spec, None, None, None)[:3]
+        require(
+            length is None and not any(spec[3:]),
+            f"attention: with kernels, only batch and heads may be sharded, got q sharded {spec}; "
+            "posenc_jax.sharding has attention over a sharded sequence.",
+        )
+        specs = problem_specs(problem, mesh, batch, heads)
+        with jax.sharding.use_abstract_mesh(mesh):
+            problem = jax.tree.map(jax.sharding.reshard, problem, specs)
+            return self._sharded(problem, mesh, batch, heads)
+
+    def _sharded(self, problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
+        """Computes each device's part of the batch and of the heads."""
+        specs = problem_specs(problem, mesh, batch, heads)
+        out = PartitionSpec(batch, None, heads)
+        alone = dataclasses.replace(self, batch_axes=None, head_axes=None)
+        run = jax.shard_map(
+            lambda p: alone(_with_own_key_head(p, specs, heads)),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=(out, out),
+            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+            check_vma=not self.interpret,  # The interpreter mixes what varies with what does not.
+        )
+        return run(problem)
+
+    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        mesh = _mesh_of(problem)
+        if _open_axes(mesh, AxisType.Explicit):  # And q is whole on every device.
+            return self.on_mesh(problem, mesh, PartitionSpec())
+        if _open_axes(mesh) or self.batch_axes or self.head_axes:
+            return self._sharded(problem, mesh, self.batch_axes or None, self.head_axes or None)
+        varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
+        return self.on_device(vary_over(frozenset().union(*varying), problem))
+
+
+def _mesh_of(problem: Problem) -> Any:
+    """Returns the mesh that q is on, else the one that is set."""
+    mesh = jax.typeof(problem.q).sharding.mesh
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+
+
+def _open_axes(mesh: Any, *kinds: AxisType) -> tuple[str, ...]:
+    """Returns the mesh axes of some kinds that have several devices, by default all but manual."""
+    kinds = kinds or (AxisType.Auto, AxisType.Explicit)
+    named = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in named if kind in kinds and mesh.shape[name] > 1)
+
+
+def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
+    """Returns how the arrays of a problem are sharded over batch and heads, as a problem.
+
+    Every device has all key heads if there are fewer of them than devices for the heads.
+
+    Raises:
+      ValueError: unless the axes are of the mesh, and their devices divide B and N, and divide K
+        or are a multiple of it.
+    """
+
+    def devices(axes):
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        for name in axes:
+            require(
+                name in mesh.axis_names,
+                f"attention: {name!r} is no axis of the mesh, which has {mesh.axis_names}; "
+                "see jax.set_mesh.",
+            )
+        return math.prod(mesh.shape[name] for name in axes)
+
+    sizes = problem.sizes()
+    for count, by, what in (
+        (sizes.batch, batch, "rows of the batch"),
+        (sizes.num_heads, heads, "query heads"),
+    ):
+        require(
+            count % devices(by) == 0,
+            f"attention: {count} {what} cannot be sharded over {devices(by)} devices ({by}).",
+        )
+    kv_heads = sizes.kv_heads
+    by_key_head = kv_heads % devices(heads) == 0
+    require(
+        by_key_head or devices(heads) % kv_heads == 0,
+        f"attention: {kv_heads} key heads cannot be sharded over {devices(heads)} devices "
+        f"({heads}).",
+    )
+
+    def spec(path, x):
+        name = next(key.name for key in reversed(path) if hasattr(key, "name"))
+        row = None if x.shape[:1] == (1,) else batch
+        if name in ("k", "v", "k_features") and x.shape[2] == kv_heads and not by_key_head:
+            return PartitionSpec(row)
+        if name in ("heads", "sinks"):
+            return PartitionSpec(heads)
+        if name in ("q", "k", "v", "q_features", "k_features"):
+            return PartitionSpec(row, None, heads)
+        if name == "dropout_seeds":
+            return PartitionSpec(row, heads)
+        if name == "mask":
+            return PartitionSpec(row, None if x.shape[1] == 1 else heads)
+        if name == "shared":
+            return PartitionSpec()
+        return PartitionSpec(row)  # Positions, coordinates, segments, slots, prefix lengths.
+
+    return jax.tree_util.tree_map_with_path(spec, problem)
+
+
+def _with_own_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
+    """Returns the problem with the key head of this device's queries, of arrays with all."""
+
+    def own(x, spec):
+        if heads is None or len(spec) > 1:
+            return x
+        sharing = jax.lax.axis_size(heads) // x.shape[2]
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(heads) // sharing, 1, 2)
+
+    keys, of = p.key_arrays(), dataclasses.replace(specs, mask=None).key_arrays()
+    return p.with_keys(
+        keys | {name: jax.tree.map(own, keys[name], of[name]) for name in ("k", "v", "features")}
+    )
+
+
+def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns output and log-sum-exp with the share that sinks take."""
+    if p.sinks is None:
+        return out.astype(p.q.dtype), lse
+    sinks = p.sinks.astype(jnp.float32)[None, None]
+    total = jnp.logaddexp(lse, sinks)
+    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
+    return (out * share[..., None]).astype(p.q.dtype), total
+
+
+def without_hidden(p: Problem) -> Problem:
+    """Returns the problem with zeros for keys that no query sees: NaN times zero is NaN."""
+    if not p.contiguous:
+        return p.without_unseen_keys()
+    if p.k_segment_ids is None:
+        return p
+    keys = p.key_arrays()
+    cleaned = {name: keys[name] for name in ("k", "v", "features")}
+    return p.with_keys(keys | zero_where(p.k_segment_ids < 0, cleaned))
+
+
+def refusal(p: Problem) -> str | None:
+    """Returns why no kernel of whole sequences can compute a problem, from shapes alone."""
+    if p.mask is not None:
+        return 'a given mask needs implementation="xla"; segment_ids and window are supported'
+    refused = []
+
+    def look(p):
+        refused.extend(x for x in _elements(p, _lowered(p)) if isinstance(x, str))
+
+    # Without shardings: arrays are not yet those of one device.
+    jax.eval_shape(look, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p))
+    return f'{refused[0]} needs implementation="xla"' if refused else None
+
+
+def _elements(p: Problem, lowered: Lowered) -> list[Any]:
+    """Returns the terms by pairs, or why the kernels cannot evaluate them."""
+    terms = zip(lowered.terms, lowered.strips, lowered.q_features, lowered.k_features, strict=True)
+    return [
+        "a vector per distance, where positions are given,"
+        if isinstance(term, Dot)
+        else element_of(term, q, k, p.q_coordinates, p.num_heads)
+        for term, strip, q, k in terms
+        if strip is None
+    ]
+
+
+def _lowered(p: Problem) -> Lowered:
+    """Lowers the rules of a problem; vectors per distance are strips wherever they can be."""
+    return lower(p, 0, 1)
+
+
+def padded(count: int, *blocks: int) -> int:
+    """Returns a number of tokens rounded up to whole blocks of all sizes."""
+    step = math.lcm(*blocks)
+    return -(-count // step) * step
+
+
+@functools.cache
+def _first_order(kernel: Callable) -> Callable:
+    """Returns a kernel whose derivative raises: JAX's own error about it has no message."""
+    wrapped = jax.custom_jvp(kernel, nondiff_argnums=(0,))
+
+    @wrapped.defjvp
+    def _(spec, primals, tangents):
+        raise NotImplementedError(
+            'attention: implementation="pallas" has first derivatives in reverse mode only; for '
+            'others use implementation="xla" or "reference".'
+        )
+
+    return wrapped
+
+
+Forward = Callable[[Any, Operands], tuple[jax.Array, jax.Array]]
+Backward = Callable[[Any, Operands, jax.Array, jax.Array, jax.Array], Grads]
+
+
+def compute(
+    kernels: tuple[Forward, Backward],
+    spec_of: Callable[..., Spec],
+    p: Problem,
+    mask_by_distance: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what an implementation returns, computed by kernels.
+
+    Args:
+      kernels: `forward(spec, x)` returns the output, [B, T, N, V], and the log-sum-exp, float32
+        [B, N, T]; `backward(spec, x, d_out, lse, delta)` returns cotangents.
+      spec_of: returns the `Spec`, from those of its fields that a problem decides.
+      p: the problem.
+      mask_by_distance: see `prepare`.
+    """
+    lowered = _lowered(p)
+    elements = tuple(_elements(p, lowered))
+    spec, operands = prepare(p, lowered, elements, spec_of, mask_by_distance)
+    out, lse = _attend(kernels, spec, *partition(operands))
+    out, lse = out[:, : p.length], lse[:, : p.length]
+    if lowered.lse_shift is not None:
+        lse += lowered.lse_shift
+    return with_sinks(p, out, lse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    kernels: tuple[Forward, Backward], spec: Spec, diff: Operands, nondiff: Operands
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, T, N]."""
+    return _attend_forward(kernels, spec, diff, nondiff)[0]
+
+
+def _attend_forward(kernels, spec, diff, nondiff):
+    out, lse = _first_order(kernels[0])(spec, combine(diff, nondiff))
+    return (out, jnp.swapaxes(lse, 1, 2)), (diff, nondiff, out, lse)
+
+
+def _attend_backward(kernels, spec, saved, cotangents):
+    diff, nondiff, out, lse = saved
+    d_out, d_lse = cotangents
+    x = combine(diff, nondiff)
+    delta = jnp.einsum("btnv,btnv->btn", *(y.astype(jnp.float32) for y in (d_out, out))) - d_lse
+    # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
+    lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
+    if x.dropped is not None:
+        lse, delta = lse + math.log1p(-spec.dropout_rate), delta * (1.0 - spec.dropout_rate)
+    delta = jnp.swapaxes(delta, 1, 2)
+    grads = _first_order(kernels[1])(spec, x, d_out.astype(x.v.dtype), lse, delta)
+    return dataclasses.replace(diff, **grads._asdict()), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
