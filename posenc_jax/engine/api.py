@@ -13,15 +13,15 @@ from jax.core import Tracer
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.jax_nn import JaxNN
+from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.problem import Implementation, Problem, make_dropout_seeds
 from posenc_jax.engine.reference import Reference
-from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
 from posenc_jax.mask import Window, window_sides
 from posenc_jax.rules import Rule, as_tuple
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    made.name: made for made in (Reference(), Dense(), XLA(), PallasTPU(), JaxNN())
+    made.name: made for made in (Reference(), Dense(), XLA(), Pallas(), JaxNN())
 }
 """Implementations by the word for `attention(implementation=...)`."""
 
@@ -94,7 +94,8 @@ def attention(
       dropout_key: a JAX random key.
       return_lse: whether to return the log-sum-exp of the logits too.
       implementation: "reference" (materialises T x S, defines what is correct), "dense" (whole
-        rows of logits in blocks of queries), "xla" (tiles), "pallas" (TPU kernels), "jax"
+        rows of logits in blocks of queries), "xla" (tiles), "pallas" (kernels for TPU and
+        for NVIDIA GPUs), "jax"
         (`jax.nn.dot_product_attention`: no rules), an `Implementation` such as
         `posenc_jax.engine.xla.XLA(...)` with settings of your own, or None to choose. A given
         one is used or raises; it never falls back.

@@ -1,6 +1,7 @@
 """What kernels are given: the arrays of a problem, padded to whole tiles, and a schedule."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from posenc_jax.engine.problem import Problem, dropout_rows, repeat_heads
 from posenc_jax.engine.terms import STATIC, Dot
 
 LOG2E = 1.4426950408889634
-_STEP = 128  # Blocks are multiples.
 _ROWS = 16  # F is padded to a multiple: rows of a register of bfloat16.
 
 
@@ -82,22 +82,18 @@ class Spec:
         What tiles beyond the greatest add is that of the greatest: zero, or masked.
         """
         see, q, k = self.visibility, blocks.q, blocks.k
+        step = math.gcd(q, k, 128)
         left, right = self.sides
         low, high = k - self.keys, self.length - q
         if right >= 0 and not self.prefix:
-            low = max(low, -_round(right + q - 1, down=True))
+            low = max(low, -((right + q - 1) // step * step))
         if left >= 0 and not self.prefix:
-            high = min(high, _round(left + k - 1, down=True))
+            high = min(high, (left + k - 1) // step * step)
         constant_from = see.horizon if self.rules_in_bias or self.products else 0
         windowed = see.mask_in_bias and left >= 0
         if constant_from is not None and not see.bias_everywhere and not windowed:
-            high = min(high, _round(constant_from + k))
+            high = min(high, -(-(constant_from + k) // step) * step)
         return low, max(low, high)
-
-
-def _round(x: int, down: bool = False) -> int:
-    """Returns a multiple of 128."""
-    return x // _STEP * _STEP if down else -(-x // _STEP) * _STEP
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,148 @@
+"""The static part of a problem for GPUs, and which tiles each kernel goes through.
+
+All kernels have two warpgroups that compute, of 64 rows of a tile each, and one that copies.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from posenc_jax.engine import operands
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.kinds import EMPTY, PLAIN, tile_kinds
+from posenc_jax.mask import MASK_VALUE
+
+ROWS = 64
+"""Rows of a warpgroup."""
+
+TILE = plgpu.Layout.WGMMA
+ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
+"""Layouts of a tile, and of a number per row and per column of it."""
+
+_KIND = 2  # Bits of an entry.
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec(operands.Spec):
+    """The static part of a problem; `backward` are the tiles of dq and of the bias."""
+
+    def line_of(self, line: Any, head: Any) -> Any:
+        """Returns the line of a head, of a reference to `bias_line`."""
+        return line.at[head if line.shape[0] > 1 else 0]
+
+    @property
+    def by_key(self) -> Blocks:
+        """Queries and keys per tile of dk and dv."""
+        return Blocks(self.backward.k, 2 * ROWS)
+
+    @property
+    def wide(self) -> bool:
+        """Whether heads are wider than what the tiles of narrow ones leave room for."""
+        return max(self.dim, self.value_dim) > 128
+
+    def struct(self, x: operands.Operands, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns the type of a result; inside `shard_map`, it varies as q does."""
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x.q).mat)
+
+    @property
+    def offsets(self) -> range:
+        """Of tiles of the bias: first query less first key."""
+        low, high = self.reach(self.backward)
+        return range(low, high + 1, self.backward.k)
+
+    def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
+        """Returns `tiles` by queries, for dq, by keys, and by distance."""
+        kinds = [
+            tile_kinds(self.visibility, q, k, prefix, blocks)
+            for blocks in (self.forward, self.backward, self.by_key)
+        ]
+        lists = [tiles(x) for x in (*kinds[:2], jnp.swapaxes(kinds[2], 1, 2))]
+        if not self.rules_in_bias:
+            return (*lists, None)
+        # By distance: of the tiles with rules, the block of keys follows from that of queries.
+        q_blocks, k_blocks = kinds[1].shape[1:]
+        i = jnp.arange(q_blocks, dtype=jnp.int32)
+        j = (i * self.backward.q - jnp.asarray(self.offsets, jnp.int32)[:, None]) // self.backward.k
+        inside = (j >= 0) & (j < k_blocks)
+        kind = kinds[1][:, i, jnp.clip(j, 0, k_blocks - 1)]
+        return (*lists, tiles(jnp.where(inside & (kind != PLAIN), kind, EMPTY)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cotangents:
+    """What the backward kernels are given, beside the operands.
+
+    Attributes:
+      d_out: [B, T, N, V].
+      lse: float32 [B, N, T], in units of log 2.
+      delta: float32 [B, N, T].
+    """
+
+    d_out: Any
+    lse: Any
+    delta: Any
+
+    @property
+    def numbers(self) -> tuple[Any, Any]:
+        """The numbers per query."""
+        return self.lse, self.delta
+
+    def of_rows(self, b: Any, head: Any, start: Any) -> list[jax.Array]:
+        """Returns the numbers of a warpgroup's rows, [64] each, of references."""
+        return [
+            plgpu.load(y.at[b, head, pl.ds(start, ROWS)], layout=ROW, optimized=False)
+            for y in self.numbers
+        ]
+
+
+def tiles(kinds: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the tiles of every row that are not empty, and how many there are.
+
+    Args:
+      kinds: int32 [B or 1, rows, columns].
+
+    Returns:
+      int32 [B or 1, rows, columns], of which the first hold columns and kinds, in order; and
+      int32 [B or 1, rows].
+    """
+    column = jnp.arange(kinds.shape[2], dtype=jnp.int32)
+    live = kinds != EMPTY
+    order = jnp.argsort(~live, axis=2, stable=True)
+    entries = jnp.take_along_axis((column << _KIND) + kinds, order, 2)
+    return entries, live.sum(2, dtype=jnp.int32)
+
+
+def column_of(entry: Any) -> Any:
+    """Returns the column of an entry of `tiles`."""
+    return entry >> _KIND
+
+
+def kind_of(entry: Any) -> Any:
+    """Returns the kind of an entry of `tiles`."""
+    return entry & ((1 << _KIND) - 1)
+
+
+def bias_line(spec: Spec, bias: jax.Array, first: int, blocks: Blocks) -> jax.Array:
+    """Returns the bias by distance, [N or 1, L], from the least of a tile within reach on.
+
+    Args:
+      spec: the static part.
+      bias: [N or 1, R], from distance `first` on.
+      first: the least distance.
+      blocks: queries and keys per tile.
+    """
+    low, high = spec.reach(blocks)
+    before = first - (low - blocks.k)
+    after = high - low + blocks.q + blocks.k - before - bias.shape[1]
+    fill = spec.unit * MASK_VALUE if spec.visibility.mask_in_bias else 0.0
+    return jax.lax.pad(bias, jnp.float32(fill), ((0, 0, 0), (before, after, 0)))
+
+
+def read_by_kernels(x: operands.Operands) -> operands.Operands:
+    """Returns the operands less those that kernels read in another form."""
+    return dataclasses.replace(x, bias=None, schedules=(), products=(), dropped=None)

@@ -1,0 +1,262 @@
+"""Rules and masks on a tile of logits in registers.
+
+A tile is [queries, keys] or, for dk and dv, [keys, queries]. Numbers per token are read from
+global memory, where they are in the cache; the bias of a tile is a vector in shared memory, of
+which every pair reads the number at its distance.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from posenc_jax.engine.elements import evaluate
+from posenc_jax.engine.gpu.spec import COLUMN, ROW, TILE, Spec
+from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
+from posenc_jax.engine.operands import LOG2E, Operands
+from posenc_jax.mask import MASK_VALUE, add_saturated
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A warpgroup's part of a tile.
+
+    Attributes:
+      spec: the static part.
+      x: references to the operands.
+      shape: rows and columns.
+      q_axis: the axis of the queries.
+      b, head: row of the batch and query head.
+      q, k: first query and first key.
+      kind: of the tile.
+      bias: reference to the bias, `number at [at + query - key]`, or None.
+      at: the index of the first query and the first key.
+    """
+
+    spec: Spec
+    x: Operands
+    shape: tuple[int, int]
+    q_axis: int
+    b: Any
+    head: Any
+    q: Any
+    k: Any
+    kind: Any
+    bias: Any
+    at: int
+
+    def logits(self, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Returns logits in units of log 2 from products of q and k, and the slope of the cap."""
+        spec = self.spec
+        s = self._by_kind(lambda ruled, _, s: self._add(s) if ruled else s, s * self._unit)
+        slope = None
+        if spec.softcap is not None:
+            s = jnp.tanh(s)
+            slope = 1.0 - s * s
+            s = s * (spec.softcap * LOG2E)
+
+        def hide(_, masked, s):
+            return jnp.where(self._visible(), s, MASK_VALUE) if masked else s
+
+        return self._by_kind(hide, s), slope
+
+    def weights(self, s: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the weights of products of q and k, and the slope of the cap.
+
+        Args:
+          s: products.
+          lse: log-sum-exp in units of log 2, on the tile.
+        """
+        logits, slope = self.logits(s)
+        return jnp.exp2(logits - lse), slope
+
+    def pull(self, ds: jax.Array, carry: Any) -> Any:
+        """Adds to sums over columns the cotangents of the numbers of terms by pairs.
+
+        Args:
+          ds: cotangent of the logits.
+          carry: a list for each term, of `number_count` sums [rows].
+        """
+        if not self.x.elements:
+            return carry
+
+        def add(ruled, _, carry):
+            if not ruled:
+                return carry
+            pulls = [evaluate(e, self.shape, *self._numbers(e))[1] for e in self.x.elements]
+            found = [of_rows(pull(ds), self.q_axis) for pull in pulls]
+            return jax.tree.map(lambda c, d: c + d.sum(axis=1), carry, found)
+
+        return self._by_kind(add, carry)
+
+    @property
+    def _unit(self) -> float:
+        return self.spec.scale * self.spec.unit
+
+    def _by_kind(self, function: Callable, operand: Any) -> Any:
+        """Returns `function(ruled, masked, operand)`, by the kind of the tile."""
+        possible = kinds(self.spec.visibility)
+        branches = [functools.partial(function, kind != PLAIN, kind == MASKED) for kind in possible]
+        if len({(b.args) for b in branches}) == 1:
+            return branches[0](operand)
+        index = sum((self.kind > kind).astype(jnp.int32) for kind in possible[:-1])
+        return jax.lax.switch(index, branches, operand)
+
+    def _add(self, s: jax.Array) -> jax.Array:
+        """Returns logits plus what rules add to them."""
+        if self.bias is not None:
+            s = s + by_distance(self.bias, self.shape, self.q_axis, self.at, self.spec.interpret)
+        for element in self.x.elements:
+            s = s + self.spec.unit * evaluate(element, self.shape, *self._numbers(element))[0]
+        return s
+
+    def _numbers(self, element: Any) -> tuple[Any, ...]:
+        """Returns the arguments of `evaluate` after the shape."""
+        heads = self.spec.heads
+        places = [
+            {name: side(y) for name, y in of.items() if name == "coordinates"}
+            for side, of in ((self._of_q, self.x.rows), (self._of_k, self.x.columns))
+        ]
+        return (
+            [y[self.head] for y in element.numbers],
+            [self._of_q(y, self.head) for y in element.q_numbers],
+            [self._of_k(y, self.head // (heads // y.shape[1])) for y in element.k_numbers],
+            *places,
+        )
+
+    def _of_q(self, y: Any, head: Any = 0, wide: bool = True) -> jax.Array:
+        """Returns numbers of queries, [B or 1, 1, T] or [B, N, 1, T], on the tile."""
+        return self._read(y, head, self.q, self.q_axis, wide)
+
+    def _of_k(self, y: Any, head: Any = 0, wide: bool = True) -> jax.Array:
+        return self._read(y, head, self.k, 1 - self.q_axis, wide)
+
+    def _read(self, y: Any, head: Any, start: Any, axis: int, wide: bool) -> jax.Array:
+        row = self.b if y.shape[0] > 1 else 0
+        at = (row, head, 0) if len(y.shape) == 4 else (row, 0)
+        source = y.at[(*at, pl.ds(start, self.shape[axis]))]
+        found = plgpu.load(source, layout=(ROW, COLUMN)[axis], optimized=False)
+        return self._wide(found, axis) if wide else found
+
+    def _wide(self, y: jax.Array, axis: int) -> jax.Array:
+        return jax.lax.broadcast_in_dim(y, self.shape, (axis,))
+
+    def _visible(self) -> jax.Array:
+        """Returns bool, true where the query sees the key."""
+        spec, x, tests = self.spec, self.x, []
+        q_axis, k_axis = self.q_axis, 1 - self.q_axis
+        if spec.visibility.ordered:
+            left, right = spec.sides
+            if spec.by_slot:
+                axes = (
+                    plgpu.broadcasted_iota(jnp.int32, self.shape, a, layout=TILE) for a in (0, 1)
+                )
+                index = tuple(axes)
+                q, k = index[q_axis] + (self.q - self.k), index[k_axis]
+                if right >= 0:
+                    tests.append(k <= q + right)
+                if left >= 0:
+                    tests.append(q <= k + left)
+            else:
+                q = self._of_q(x.rows["positions"], wide=False)
+                k = self._of_k(x.columns["positions"], wide=False)
+                if right >= 0:
+                    latest = self._wide(add_saturated(q, right), q_axis)
+                    tests.append(self._wide(k, k_axis) <= latest)
+                if left >= 0:
+                    latest = self._wide(add_saturated(k, left), k_axis)
+                    tests.append(self._wide(q, q_axis) <= latest)
+                if spec.prefix:
+                    seen = functools.reduce(jnp.logical_and, tests)
+                    tests = [seen | (self._wide(k, k_axis) < x.prefix[self.b])]
+        if spec.visibility.segments:
+            tests.append(self._of_q(x.rows["segments"]) == self._of_k(x.columns["segments"]))
+        return functools.reduce(jnp.logical_and, tests)
+
+
+def two_products(
+    shape: tuple[int, int], first: tuple[Any, Any], second: tuple[Any, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a @ b.T for two pairs of references."""
+
+    def both(*totals):
+        for total, (a, b) in zip(totals, (first, second), strict=True):
+            plgpu.wgmma(total, a, b.transpose((1, 0)))
+        return tuple(total[...] for total in totals)
+
+    acc = plgpu.ACC(shape, jnp.float32)
+    return pl.run_scoped(both, acc, acc)
+
+
+def d_logits(p: jax.Array, d_p: jax.Array, delta: jax.Array, slope: jax.Array | None) -> jax.Array:
+    """Returns cotangents of products of q and k, before their scale, all on a tile."""
+    ds = p * (d_p - delta)
+    return ds if slope is None else ds * slope
+
+
+def rows_to_tile(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a number per row on a tile."""
+    return jax.lax.broadcast_in_dim(x, shape, (0,))
+
+
+def columns_to_tile(ref: Any, shape: tuple[int, int]) -> jax.Array:
+    """Returns a number per column, of a reference, on a tile."""
+    x = plgpu.load(ref, layout=COLUMN, optimized=False)
+    return jax.lax.broadcast_in_dim(x, shape, (1,))
+
+
+def zeros(shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """Returns float32 zeros in registers."""
+    return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), layout)
+
+
+def number_count(element: Any, q_axis: int) -> int:
+    """Returns of how many numbers the cotangents are sums over columns."""
+    return len(element.numbers) + len(element.q_numbers) if q_axis == 0 else len(element.k_numbers)
+
+
+def of_rows(cotangents: Any, q_axis: int) -> list[jax.Array]:
+    """Returns those of the cotangents of a term that are summed over columns."""
+    of_head, of_q, of_k = cotangents
+    return [*of_head, *of_q] if q_axis == 0 else list(of_k)
+
+
+def by_distance(
+    ref: Any, shape: tuple[int, int], q_axis: int, at: int, interpret: Any
+) -> jax.Array:
+    """Returns a tile of `ref[at + query - key]`.
+
+    Args:
+      ref: float32 vector in shared memory.
+      shape: of the tile.
+      q_axis: the axis of the queries.
+      at: the index of the first query and the first key.
+      interpret: whether this is the interpreter, which cannot run what Mosaic inlines.
+    """
+    if interpret:
+        index = [jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1)]
+        return jnp.take(ref[...], at + index[q_axis] - index[1 - q_axis])
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref
+
+    made = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=made)
+    def gather(_, vector):
+        start = mgpu.c(at, ir.IndexType.get())
+        zero = mgpu.c(0.0, ir.F32Type.get())
+        like = mgpu.FragmentedArray.splat(zero, shape, layout=mgpu.WGMMA_LAYOUT)
+
+        def number(_, index):
+            distance = arith.subi(index[q_axis], index[1 - q_axis])
+            return memref.load(vector, [arith.addi(distance, start)])
+
+        return like.foreach(number, create_array=True)
+
+    return gather(ref)

@@ -1,0 +1,31 @@
+"""`implementation="pallas"`: the kernels of the platform."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from posenc_jax.engine.gpu.implementation import PallasGPU
+from posenc_jax.engine.kernels import Kernels
+from posenc_jax.engine.problem import Implementation, Problem
+from posenc_jax.engine.tpu.implementation import PallasTPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Pallas(Implementation):
+    """`PallasGPU()` where the default backend is a GPU, `PallasTPU()` elsewhere."""
+
+    name = "pallas"
+
+    @property
+    def _kernels(self) -> Kernels:
+        return PallasGPU() if jax.default_backend() == "gpu" else PallasTPU()
+
+    def supports(self, problem: Problem) -> str | None:
+        return self._kernels.supports(problem)
+
+    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
+        return self._kernels.on_mesh(problem, mesh, spec)
+
+    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        return self._kernels(problem)
