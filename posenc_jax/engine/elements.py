@@ -126,12 +126,19 @@ def _reads(jaxpr: Any, variables: list) -> bool:
     return any(x in variables for eqn in jaxpr.eqns for x in eqn.invars)
 
 
+def inner_jaxpr(eqn: Any) -> Any:
+    """Returns the jaxpr that an equation calls, or None."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+
+
 def _not_elementwise(jaxpr: Any) -> str | None:
     """Returns the name of an operation that is not elementwise, or None."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in _CALLS:
-            inner = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+        inner = inner_jaxpr(eqn)
+        if inner is not None:
             name = _not_elementwise(inner.jaxpr)
             if name is not None:
                 return name

@@ -215,14 +215,22 @@ def without_hidden(p: Problem) -> Problem:
     return p.with_keys(keys | zero_where(p.k_segment_ids < 0, cleaned))
 
 
-def refusal(p: Problem) -> str | None:
-    """Returns why no kernel of whole sequences can compute a problem, from shapes alone."""
+def refusal(p: Problem, products: bool) -> str | None:
+    """Returns why kernels of whole sequences cannot compute a problem, from shapes alone.
+
+    Args:
+      p: the problem.
+      products: whether there are kernels for vectors of tokens times vectors per distance.
+    """
     if p.mask is not None:
         return 'a given mask needs implementation="xla"; segment_ids and window are supported'
     refused = []
 
     def look(p):
-        refused.extend(x for x in _elements(p, _lowered(p)) if isinstance(x, str))
+        lowered = _lowered(p)
+        refused.extend(x for x in _elements(p, lowered) if isinstance(x, str))
+        if not products and any(isinstance(term, Dot) for term in lowered.terms):
+            refused.append("a vector of a token times one per distance")
 
     # Without shardings: arrays are not yet those of one device.
     jax.eval_shape(look, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p))

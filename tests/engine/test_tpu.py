@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.rules import KINDS, explicit_mask
+from engine.kernel_cases import B, assert_close, case_of, outcome
+from engine.rules import KINDS
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -21,195 +22,13 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.tpu.implementation import PallasTPU, _block
 from posenc_jax.engine.tpu.schedule import tile_order
 from posenc_jax.engine.tpu.strip import Strip, shear, sum_diagonals
-from posenc_jax.rules import ContentBias, DotBias, LogitBias
+from posenc_jax.rules import DotBias, LogitBias
 
 TILES = Blocks(128, 128)
 KERNELS = PallasTPU(TILES, TILES, interpret=True)
-B = 2
 KEY = jax.random.key(0)
 
 
-def _order(length):
-    return jax.random.permutation(jax.random.key(5), jnp.arange(length, dtype=jnp.int32))
-
-
-def _segments(length):
-    """Packed rows; a segment starts and ends inside a tile, and padding is on both sides."""
-    ids = jnp.zeros((B, length), jnp.int32).at[0, 100:].set(1).at[0, 190:].set(-1)
-    return ids.at[1, :30].set(-1).at[1, 129:].set(1)
-
-
-FEATURES = {
-    "plain": lambda t: {},
-    "causal": lambda t: {"is_causal": True},
-    "window": lambda t: {"is_causal": True, "window": 70},
-    "two_sided_window": lambda t: {"window": (60, 3)},
-    "segments": lambda t: {
-        "is_causal": True,
-        "q_segment_ids": _segments(t),
-        "contiguous": True,
-    },
-    "both_ways_segments": lambda t: {"q_segment_ids": _segments(t), "contiguous": True},
-    "prefix": lambda t: {"is_causal": True, "prefix_length": jnp.array([100, 20])},
-    "softcap": lambda t: {"is_causal": True, "softcap": 3.0},
-    "sinks": lambda t: {"is_causal": True, "sinks": jnp.array([0.3, -1.0])},
-    "dropout": lambda t: {
-        "is_causal": True,
-        "q_segment_ids": _segments(t),
-        "contiguous": True,
-        "dropout_rate": 0.3,
-        "dropout_key": jax.random.key(8),
-    },
-    "permuted": lambda t: {
-        "is_causal": True,
-        "window": 200,
-        "q_positions": _order(t),
-        "k_positions": _order(t),
-    },
-    "chunk": lambda t: {
-        "is_causal": True,
-        "q_positions": jnp.arange(60, t, dtype=jnp.int32),
-        "k_positions": jnp.arange(t, dtype=jnp.int32),
-    },
-}
-
-
-def _learned(shared, head, q, k):
-    """Unbounded, with two learned numbers per head: KERPLE's logarithm."""
-    return -head[0] * jnp.log1p(head[1] * jnp.abs(q - k).astype(jnp.float32))
-
-
-def _scalars(shared, head, q, k):
-    return -head["r"] * jnp.log1p(head["s"] * jnp.abs(q - k).astype(jnp.float32))
-
-
-def _same_for_all(shared, head, q, k):
-    return -shared * jnp.abs(q - k).astype(jnp.float32)
-
-
-def _gate(shared, head, row, col, q, k):
-    return head * jnp.tanh(row - col) - shared * (q - k).astype(jnp.float32) / 100.0
-
-
-def _number(key, *shape):
-    return jax.random.uniform(key, shape, minval=0.1)
-
-
-def _kerple(params, q, k):
-    heads = jnp.stack([params["r"], params["s"]], 1)
-    return LogitBias(_learned, heads=heads, relative=True)
-
-
-def _kerple_by_pair(params, q, k):
-    return LogitBias(_scalars, heads=params)
-
-
-RULES = {
-    name: (lambda n, dim, kind=kind: kind.make(jax.random.key(3), n, dim), kind.rules)
-    for name, kind in KINDS.items()
-    if name in ("none", "t5", "alibi", "scaled", "separable", "narrow", "wide", "unbounded")
-}
-RULES |= {
-    "kerple": (lambda n, dim: {"r": _number(jax.random.key(1), n), "s": jnp.ones(n)}, _kerple),
-    "kerple_by_pair": (
-        lambda n, dim: {"r": _number(jax.random.key(1), n), "s": jnp.ones(n)},
-        _kerple_by_pair,
-    ),
-    "same_for_all": (
-        lambda n, dim: jnp.float32(0.05),
-        lambda params, q, k: LogitBias(_same_for_all, shared=params, relative=True),
-    ),
-    "gate": (
-        lambda n, dim: {"shared": jnp.float32(0.3), "heads": jnp.linspace(0.5, 1.0, n)},
-        lambda params, q, k: ContentBias(
-            _gate,
-            **params,
-            q_features=q[..., 0].astype(jnp.float32),
-            k_features=k[..., 0].astype(jnp.float32),
-        ),
-    ),
-}
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _outcome(implementation, rule, options, arrays, dynamic):
-    """Output, log-sum-exp, and the gradients of both to all that can have one."""
-
-    def loss(arrays):
-        q, k, v = (arrays[n] for n in "qkv")
-        given = dict(options) | dynamic
-        sinks = arrays.get("sinks")
-        rules = RULES[rule][1](arrays["params"], q, k)
-        out, lse = pe.attention(
-            q,
-            k,
-            v,
-            rules=rules,
-            sinks=sinks,
-            return_lse=True,
-            implementation=implementation,
-            **given,
-        )
-        seen = jnp.isfinite(lse)
-        lse = jnp.where(seen, lse, 0.0)
-        total = jnp.sum(out.astype(jnp.float32) * arrays["weights"])
-        return total + jnp.sum(lse * arrays["lse_weights"]), (out, lse, seen)
-
-    return jax.grad(loss, has_aux=True)(arrays)
-
-
-def _case(
-    feature,
-    rule,
-    *,
-    explicit=False,
-    length=200,
-    heads=2,
-    kv_heads=2,
-    dim=64,
-    value_dim=None,
-    dtype=jnp.float32,
-):
-    """Returns the rule, the static options, the arrays and the dynamic options of a case.
-
-    `explicit` gives what is seen as a mask: then features share a program of the reference.
-    """
-    options = FEATURES[feature](length)
-    options = explicit_mask(options, B, heads, length) if explicit else options
-    queries = options["q_positions"].shape[0] if "q_positions" in options else length
-    keys = jax.random.split(jax.random.key(0), 5)
-    arrays = {
-        "q": jax.random.normal(keys[0], (B, queries, heads, dim)).astype(dtype),
-        "k": jax.random.normal(keys[1], (B, length, kv_heads, dim)).astype(dtype),
-        "v": jax.random.normal(keys[2], (B, length, kv_heads, value_dim or dim)).astype(dtype),
-        "params": RULES[rule][0](heads, dim),
-        "weights": jax.random.normal(keys[3], (B, queries, heads, value_dim or dim)),
-        "lse_weights": jax.random.normal(keys[4], (B, queries, heads)),
-    }
-    if "sinks" in options:
-        arrays["sinks"] = options.pop("sinks")
-    dynamic = {n: x for n, x in options.items() if isinstance(x, jax.Array | np.ndarray)}
-    static = tuple((n, x) for n, x in options.items() if n not in dynamic)
-    return rule, static, arrays, dynamic
-
-
-def _assert_close(got, wanted, tolerance=3e-5):
-    """To 3e-5 of the largest number of each array."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max()))
-
-
-RULES["features"] = (
-    lambda n, dim: {},
-    lambda params, q, k: ContentBias(
-        _gate,
-        heads=jnp.linspace(0.5, 1.0, q.shape[2]),
-        shared=jnp.float32(0.3),
-        q_features=params["row"],
-        k_features=params["column"],
-    ),
-)
 CASES = [("none", f) for f in ("plain", "segments", "two_sided_window", "prefix", "chunk")]
 CASES += [("none", "permuted"), ("none", "both_ways_segments")]
 CASES += [("t5", f) for f in ("plain", "causal", "window", "segments", "softcap", "sinks")]
@@ -223,10 +42,10 @@ CASES += [("unbounded", "window"), ("wide", "prefix")]
 
 @pytest.mark.parametrize(("rule", "feature"), CASES)
 def test_equals_the_reference(rule, feature):
-    got = _outcome(KERNELS, *_case(feature, rule))
-    wanted = _outcome("reference", *_case(feature, rule, explicit=True))
+    got = outcome(KERNELS, *case_of(feature, rule))
+    wanted = outcome("reference", *case_of(feature, rule, explicit=True))
     # The reference adds angles of up to 200 in float32, the rule takes their differences.
-    _assert_close(got, wanted, 1e-4 if rule == "unbounded" else 3e-5)
+    assert_close(got, wanted, 1e-4 if rule == "unbounded" else 3e-5)
     for leaf in jax.tree.leaves(got[0]):
         assert np.any(np.asarray(leaf) != 0)
 
@@ -245,10 +64,10 @@ def test_equals_the_reference(rule, feature):
     ],
 )
 def test_sizes_and_grouped_heads_equal_the_reference(rule, feature, sizes, blocks):
-    case = _case(feature, rule, **sizes)
+    case = case_of(feature, rule, **sizes)
     implementation = PallasTPU(Blocks(blocks.k, blocks.q), blocks, interpret=True)
-    got, wanted = _outcome(implementation, *case), _outcome("reference", *case)
-    _assert_close(got, wanted)
+    got, wanted = outcome(implementation, *case), outcome("reference", *case)
+    assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -283,13 +102,13 @@ def test_blocks_that_are_no_whole_lanes_are_refused():
 
 
 def test_under_x64():
-    case = _case("segments", "t5")
+    case = case_of("segments", "t5")
     with jax.enable_x64(True):
-        got = _outcome(KERNELS, *case)
+        got = outcome(KERNELS, *case)
         abstract = jax.eval_shape(lambda: case[2:])
-        traced = _outcome.trace(PallasTPU(cross_compile=True), *case[:2], *abstract)
+        traced = outcome.trace(PallasTPU(cross_compile=True), *case[:2], *abstract)
         traced.lower(lowering_platforms=("tpu",))
-    _assert_close(got, _outcome("reference", *case))
+    assert_close(got, outcome("reference", *case))
 
 
 @pytest.mark.parametrize(("rule", "dim", "times"), [("t5", 128, 2), ("narrow", 64, 3)])
@@ -298,11 +117,11 @@ def test_bfloat16_is_close_to_float32(rule, dim, times):
 
     With vectors per distance, gradients at most three times: those of the logits are bfloat16.
     """
-    rule, static, arrays, dynamic = _case("causal", rule, dtype=jnp.bfloat16, dim=dim)
-    got = _outcome(KERNELS, rule, static, arrays, dynamic)
-    same = _outcome("reference", rule, static, arrays, dynamic)
+    rule, static, arrays, dynamic = case_of("causal", rule, dtype=jnp.bfloat16, dim=dim)
+    got = outcome(KERNELS, rule, static, arrays, dynamic)
+    same = outcome("reference", rule, static, arrays, dynamic)
     arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-    exact = _outcome("reference", rule, static, arrays, dynamic)
+    exact = outcome("reference", rule, static, arrays, dynamic)
     for part, times_here in enumerate((times, 2)):
         for a, b, x in zip(*(jax.tree.leaves(y[part]) for y in (got, same, exact)), strict=True):
             a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
@@ -332,9 +151,9 @@ def test_large_features_do_not_round_those_of_other_tokens():
 
 
 def test_results_are_bitwise_reproducible():
-    case = _case("segments", "t5", heads=4, kv_heads=2)
-    one = _outcome(KERNELS, *case)
-    two = _outcome(dataclasses.replace(KERNELS, vmem_limit=KERNELS.vmem_limit - 1), *case)
+    case = case_of("segments", "t5", heads=4, kv_heads=2)
+    one = outcome(KERNELS, *case)
+    two = outcome(dataclasses.replace(KERNELS, vmem_limit=KERNELS.vmem_limit - 1), *case)
     chex.assert_trees_all_equal(one, two)
 
 
@@ -389,7 +208,7 @@ def test_nan_in_padding_has_no_effect():
 @pytest.mark.parametrize("hidden", ["padding", "later"])
 def test_nan_in_keys_that_no_query_sees_has_no_effect(hidden):
     """Neither in values nor in features, of padding or of slots after the last query."""
-    _, static, arrays, dynamic = _case("chunk" if hidden == "later" else "segments", "none")
+    _, static, arrays, dynamic = case_of("chunk" if hidden == "later" else "segments", "none")
     slots, queries = jnp.arange(200, dtype=jnp.int32), arrays["q"].shape[1]
     if hidden == "later":
         dynamic = {"q_positions": slots[:queries], "k_positions": slots}
@@ -403,7 +222,7 @@ def test_nan_in_keys_that_no_query_sees_has_no_effect(hidden):
 
     spoilt = arrays | {"k": spoil(arrays["k"]), "v": spoil(arrays["v"])}
     spoilt["params"] = arrays["params"] | {"column": spoil(arrays["params"]["column"])}
-    outcomes = [_outcome(KERNELS, "features", static, x, dynamic) for x in (arrays, spoilt)]
+    outcomes = [outcome(KERNELS, "features", static, x, dynamic) for x in (arrays, spoilt)]
     chex.assert_trees_all_equal(*outcomes)
     chex.assert_tree_all_finite(outcomes[1][0])
 
@@ -435,19 +254,19 @@ def test_strided_rotation_equals_rotation_in_steps():
 def test_the_checking_interpreter_finds_nothing(rule):
     """Races, reads out of bounds, and memory that was never written."""
     checked = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    case = _case("segments", rule, heads=2, kv_heads=1)
-    got = _outcome(dataclasses.replace(KERNELS, interpret=checked), *case)
-    chex.assert_trees_all_close(got, _outcome(KERNELS, *case), atol=1e-6, rtol=1e-6)
+    case = case_of("segments", rule, heads=2, kv_heads=1)
+    got = outcome(dataclasses.replace(KERNELS, interpret=checked), *case)
+    chex.assert_trees_all_close(got, outcome(KERNELS, *case), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("rule", "feature"), CASES)
 def test_lowers_for_tpu(rule, feature):
-    case = _case(feature, rule, length=1100, heads=4, dim=128, dtype=jnp.bfloat16)
+    case = case_of(feature, rule, length=1100, heads=4, dim=128, dtype=jnp.bfloat16)
     abstract = jax.eval_shape(lambda: case[2:])
     if "sinks" in case[2]:
         abstract[0]["sinks"] = jax.ShapeDtypeStruct((4,), jnp.float32)
     compiled = PallasTPU(cross_compile=True)
-    traced = _outcome.trace(compiled, *case[:2], *abstract)
+    traced = outcome.trace(compiled, *case[:2], *abstract)
     program = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert program.count("tpu_custom_call") == 2
 
@@ -547,14 +366,14 @@ def _on_mesh(mesh, case, batch, heads):
 def test_batch_and_heads_over_devices(feature, rule, kv_heads, kind, batch, heads):
     """Four devices have two key heads; nothing but the sums of gradients is sent."""
     mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
-    case = _case(feature, rule, heads=8, kv_heads=kv_heads)
+    case = case_of(feature, rule, heads=8, kv_heads=kv_heads)
     axes = {} if kind == EXPLICIT else {"batch_axes": batch, "head_axes": heads}
     kernels = dataclasses.replace(KERNELS, **axes)
     with jax.set_mesh(mesh):
         rule, static, arrays, dynamic = _on_mesh(mesh, case, batch, heads)
-        compiled = _outcome.lower(kernels, rule, static, arrays, dynamic).compile()
+        compiled = outcome.lower(kernels, rule, static, arrays, dynamic).compile()
         got = jax.device_get(compiled(arrays, dynamic))
-    _assert_close(got, _outcome("reference", *case))
+    assert_close(got, outcome("reference", *case))
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     sent = set(re.findall(rf" = .*? ({kinds})\(", compiled.as_text()))
     # An explicit table is whole on every device, and so is its gradient.
@@ -568,8 +387,8 @@ def test_arrays_that_are_whole_on_every_device(kind):
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(kind,))
     axes = {"head_axes": ()} if kind == AUTO else {}
     compiled = PallasTPU(cross_compile=True, **axes)
-    rule, static, arrays, dynamic = _on_mesh(mesh, _case("causal", "t5"), None, None)
-    traced = _outcome.trace(compiled, rule, static, arrays, dynamic)
+    rule, static, arrays, dynamic = _on_mesh(mesh, case_of("causal", "t5"), None, None)
+    traced = outcome.trace(compiled, rule, static, arrays, dynamic)
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
 
 
@@ -620,7 +439,7 @@ def test_a_ring_of_kernels_equals_one_device():
 
         return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
 
-    _assert_close(outcome(ring), outcome(one))
+    assert_close(outcome(ring), outcome(one))
 
 
 def test_the_documentation_names_the_schemes_that_have_kernels():

@@ -44,7 +44,9 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     d_k, d_v, sums_of_k = key_grads(spec, x, given)
     d_bias = None
     if x.bias is not None:
-        d_bias = bias_grads(spec, x, given) if spec.rules_in_bias else jnp.zeros_like(x.bias)
+        d_bias = (
+            bias_grads(spec, x, x.bias, given) if spec.rules_in_bias else jnp.zeros_like(x.bias)
+        )
     elements = map(_element, x.elements, sums_of_q, sums_of_k)
     return Grads(d_q, d_k, d_v, d_bias, tuple(elements), ())
 

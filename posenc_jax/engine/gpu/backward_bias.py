@@ -5,6 +5,8 @@ the same distances at the same places, so their cotangents are summed as they ar
 is summed over its diagonals, outside.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -27,8 +29,8 @@ from posenc_jax.engine.operands import Operands
 _BLOCKS = 256  # Of threads: fewer do not fill a GPU.
 
 
-def bias_grads(spec: Spec, x: Operands, given: Cotangents) -> jax.Array:
-    """Returns the cotangent of the bias."""
+def bias_grads(spec: Spec, x: Operands, bias: jax.Array, given: Cotangents) -> jax.Array:
+    """Returns the cotangent of the bias, that of the operands."""
     blocks, dtype = spec.backward, x.q.dtype
     bq, bk = blocks.q, blocks.k
     low = spec.offsets[0]
@@ -41,7 +43,7 @@ def bias_grads(spec: Spec, x: Operands, given: Cotangents) -> jax.Array:
     def make_line(bias):
         return bias_line(spec, bias, x.first, blocks)
 
-    arrays = {"x": read_by_kernels(x), "cotangents": given, "line": make_line(x.bias)}
+    arrays = {"x": read_by_kernels(x), "cotangents": given, "line": make_line(bias)}
     arrays |= {"entries": entries, "counts": counts}
     slots = 1 if spec.wide else 2
     scratch = {
@@ -128,8 +130,8 @@ def bias_grads(spec: Spec, x: Operands, given: Cotangents) -> jax.Array:
         interpret=spec.interpret,
     )
     d_line = sum_diagonals(sums.sum(0)) / spec.unit
-    d_line = d_line.sum(0, keepdims=True) if x.bias.shape[0] == 1 else d_line
-    (d_bias,) = jax.linear_transpose(make_line, x.bias)(d_line)
+    d_line = d_line.sum(0, keepdims=True) if bias.shape[0] == 1 else d_line
+    (d_bias,) = jax.linear_transpose(make_line, bias)(d_line)
     return d_bias
 
 
@@ -150,4 +152,4 @@ def sum_diagonals(tiles: jax.Array) -> jax.Array:
     parts = jnp.pad(per_tile, ((0, 0), (0, 0), (1, 0))).reshape(heads, offsets, -1, k)
     count = parts.shape[2]
     moved = (jnp.pad(parts[:, :, n], ((0, 0), (n, count - 1 - n), (0, 0))) for n in range(count))
-    return sum(moved).reshape(heads, -1)
+    return functools.reduce(jnp.add, moved).reshape(heads, -1)

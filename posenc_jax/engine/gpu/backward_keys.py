@@ -1,5 +1,7 @@
 """dk and dv on GPUs. Tiles are transposed, so that weights enter the products as they are."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -38,7 +40,7 @@ def key_grads(
     return made["k"], made["v"], made["sums"]
 
 
-def _grads(spec: Spec, x: Operands, given: Cotangents, wanted: str) -> dict[str, jax.Array]:
+def _grads(spec: Spec, x: Operands, given: Cotangents, wanted: str) -> dict[str, Any]:
     """Returns dk with the sums, or dv, or all."""
     blocks, dtype = spec.by_key, x.q.dtype
     bq, bk = blocks.q, blocks.k

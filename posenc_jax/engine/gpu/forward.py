@@ -33,9 +33,10 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         scratch["p"] = operand(spec.forward.k, dtype)
 
     # Of wide values, there is room for a new part beside the totals, not for the whole.
-    step = min(spec.value_dim, 128)
+    size = min(spec.value_dim, 128)
     parts = [
-        pl.ds(start, min(step, spec.value_dim - start)) for start in range(0, spec.value_dim, step)
+        pl.Slice(start, min(size, spec.value_dim - start))
+        for start in range(0, spec.value_dim, size)
     ]
 
     def compute(at, own, out, kept, warpgroup):

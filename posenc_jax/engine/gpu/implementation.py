@@ -22,18 +22,21 @@ class PallasGPU(Kernels):
 
     platform = "gpu"
 
-    def refuses(self, problem: Problem) -> str | None:
-        p = problem
+    def supports(self, problem: Problem) -> str | None:
         if jax.__version_info__ < (0, 11, 2):
             return f"kernels for GPUs need jax 0.11.2 or later, and this is {jax.__version__}"
+        return super().supports(problem)
+
+    def refuses(self, problem: Problem) -> str | None:
+        p = problem
         dtypes = [jnp.bfloat16, jnp.float16] + [jnp.float32] * bool(self.interpret)
         if p.q.dtype not in dtypes or not p.q.dtype == p.k.dtype == p.v.dtype:
-            return "q, k and v must all be bfloat16 or all float16 for the kernels for GPUs"
+            return "on GPUs, q, k and v must all be bfloat16 or all float16"
         if max(p.q.shape[3], p.v.shape[3]) > 256:
             return 'head dims beyond 256 need implementation="xla"'
         if p.dropout_seeds is not None:
             return 'dropout needs implementation="xla" on GPUs'
-        return refusal(p)
+        return refusal(p, products=False)
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         from posenc_jax.engine.gpu.backward import backward

@@ -181,5 +181,6 @@ def launch(
 
 def _interpreter(interpret: Any) -> Any:
     if interpret is True:
-        return plgpu.InterpretGPUParams()
+        pallas: Any = plgpu  # Before jax 0.11.2 it has no interpreter.
+        return pallas.InterpretGPUParams()
     return interpret or None

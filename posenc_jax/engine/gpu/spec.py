@@ -66,10 +66,11 @@ class Spec(operands.Spec):
         # By distance: of the tiles with rules, the block of keys follows from that of queries.
         q_blocks, k_blocks = kinds[1].shape[1:]
         i = jnp.arange(q_blocks, dtype=jnp.int32)
-        j = (i * self.backward.q - jnp.asarray(self.offsets, jnp.int32)[:, None]) // self.backward.k
+        offset = jnp.asarray(self.offsets, jnp.int32)[:, None]
+        j = (i[None] * self.backward.q - offset) // self.backward.k
         inside = (j >= 0) & (j < k_blocks)
-        kind = kinds[1][:, i, jnp.clip(j, 0, k_blocks - 1)]
-        return (*lists, tiles(jnp.where(inside & (kind != PLAIN), kind, EMPTY)))
+        kind = kinds[1][:, i[None], jnp.clip(j, 0, k_blocks - 1)]
+        return (*lists, tiles(jnp.where(inside[None] & (kind != PLAIN), kind, EMPTY)))
 
 
 @jax.tree_util.register_dataclass
@@ -94,10 +95,13 @@ class Cotangents:
 
     def of_rows(self, b: Any, head: Any, start: Any) -> list[jax.Array]:
         """Returns the numbers of a warpgroup's rows, [64] each, of references."""
-        return [
-            plgpu.load(y.at[b, head, pl.ds(start, ROWS)], layout=ROW, optimized=False)
-            for y in self.numbers
-        ]
+        return [load(y.at[b, head, pl.ds(start, ROWS)], ROW) for y in self.numbers]
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Returns numbers in registers, of a reference to global or shared memory."""
+    read: Any = plgpu.load  # Before jax 0.11 it has another argument.
+    return read(ref, layout=layout, optimized=False)
 
 
 def tiles(kinds: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -110,7 +114,7 @@ def tiles(kinds: jax.Array) -> tuple[jax.Array, jax.Array]:
       int32 [B or 1, rows, columns], of which the first hold columns and kinds, in order; and
       int32 [B or 1, rows].
     """
-    column = jnp.arange(kinds.shape[2], dtype=jnp.int32)
+    column = jax.lax.broadcasted_iota(jnp.int32, kinds.shape, 2)
     live = kinds != EMPTY
     order = jnp.argsort(~live, axis=2, stable=True)
     entries = jnp.take_along_axis((column << _KIND) + kinds, order, 2)

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from posenc_jax.engine.elements import evaluate
-from posenc_jax.engine.gpu.spec import COLUMN, ROW, TILE, Spec
+from posenc_jax.engine.elements import evaluate, inner_jaxpr
+from posenc_jax.engine.gpu.spec import COLUMN, ROW, TILE, Spec, load
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
 from posenc_jax.engine.operands import LOG2E, Operands
 from posenc_jax.mask import MASK_VALUE, add_saturated
@@ -89,8 +90,11 @@ class Tile:
         def add(ruled, _, carry):
             if not ruled:
                 return carry
-            pulls = [evaluate(e, self.shape, *self._numbers(e))[1] for e in self.x.elements]
-            found = [of_rows(pull(ds), self.q_axis) for pull in pulls]
+            found = []
+            for element in self.x.elements:
+                given = self._numbers(element)
+                back = inlined(lambda ds, *x, e=element: evaluate(e, ds.shape, *x)[1](ds))
+                found.append(of_rows(back(ds, *given), self.q_axis))
             return jax.tree.map(lambda c, d: c + d.sum(axis=1), carry, found)
 
         return self._by_kind(add, carry)
@@ -113,7 +117,8 @@ class Tile:
         if self.bias is not None:
             s = s + by_distance(self.bias, self.shape, self.q_axis, self.at, self.spec.interpret)
         for element in self.x.elements:
-            s = s + self.spec.unit * evaluate(element, self.shape, *self._numbers(element))[0]
+            added = inlined(lambda *x, e=element: evaluate(e, self.shape, *x)[0])
+            s = s + self.spec.unit * added(*self._numbers(element))
         return s
 
     def _numbers(self, element: Any) -> tuple[Any, ...]:
@@ -141,7 +146,7 @@ class Tile:
         row = self.b if y.shape[0] > 1 else 0
         at = (row, head, 0) if len(y.shape) == 4 else (row, 0)
         source = y.at[(*at, pl.ds(start, self.shape[axis]))]
-        found = plgpu.load(source, layout=(ROW, COLUMN)[axis], optimized=False)
+        found = load(source, (ROW, COLUMN)[axis])
         return self._wide(found, axis) if wide else found
 
     def _wide(self, y: jax.Array, axis: int) -> jax.Array:
@@ -205,15 +210,45 @@ def rows_to_tile(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.broadcast_in_dim(x, shape, (0,))
 
 
-def columns_to_tile(ref: Any, shape: tuple[int, int]) -> jax.Array:
+def columns_to_tile(ref: Any, shape: tuple[int, ...]) -> jax.Array:
     """Returns a number per column, of a reference, on a tile."""
-    x = plgpu.load(ref, layout=COLUMN, optimized=False)
-    return jax.lax.broadcast_in_dim(x, shape, (1,))
+    return jax.lax.broadcast_in_dim(load(ref, COLUMN), shape, (1,))
 
 
-def zeros(shape: tuple[int, ...], layout: Any) -> jax.Array:
+def zeros(shape: tuple[Any, ...], layout: Any) -> jax.Array:
     """Returns float32 zeros in registers."""
     return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), layout)
+
+
+def inlined(function: Callable) -> Callable:
+    """Returns a function of the same values, of operations that Mosaic lowers."""
+
+    def run(*arguments):
+        made, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        out = _evaluate(made.jaxpr, made.consts, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    return run
+
+
+def _evaluate(jaxpr: Any, consts: Any, arguments: Any) -> list[Any]:
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+    def read(x):
+        return x.val if isinstance(x, jax.extend.core.Literal) else known[x]
+
+    for eqn in jaxpr.eqns:
+        given = [read(x) for x in eqn.invars]
+        inner = inner_jaxpr(eqn)
+        if inner is not None:
+            made = _evaluate(inner.jaxpr, inner.consts, given)
+        elif eqn.primitive.name == "log1p":
+            made = [jnp.log(1.0 + given[0])]
+        else:
+            made = eqn.primitive.bind(*given, **eqn.params)
+            made = made if eqn.primitive.multiple_results else [made]
+        known.update(zip(eqn.outvars, made, strict=True))
+    return [read(x) for x in jaxpr.outvars]
 
 
 def number_count(element: Any, q_axis: int) -> int:

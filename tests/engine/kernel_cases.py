@@ -1,0 +1,196 @@
+"""Problems for the kernels of any platform, and what is compared with the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from engine.rules import KINDS, explicit_mask
+
+import posenc_jax as pe
+from posenc_jax.rules import ContentBias, LogitBias
+
+B = 2
+
+
+def _order(length):
+    return jax.random.permutation(jax.random.key(5), jnp.arange(length, dtype=jnp.int32))
+
+
+def _segments(length):
+    """Packed rows; a segment starts and ends inside a tile, and padding is on both sides."""
+    ids = jnp.zeros((B, length), jnp.int32).at[0, 100:].set(1).at[0, 190:].set(-1)
+    return ids.at[1, :30].set(-1).at[1, 129:].set(1)
+
+
+FEATURES = {
+    "plain": lambda t: {},
+    "causal": lambda t: {"is_causal": True},
+    "window": lambda t: {"is_causal": True, "window": 70},
+    "two_sided_window": lambda t: {"window": (60, 3)},
+    "segments": lambda t: {
+        "is_causal": True,
+        "q_segment_ids": _segments(t),
+        "contiguous": True,
+    },
+    "both_ways_segments": lambda t: {"q_segment_ids": _segments(t), "contiguous": True},
+    "prefix": lambda t: {"is_causal": True, "prefix_length": jnp.array([100, 20])},
+    "softcap": lambda t: {"is_causal": True, "softcap": 3.0},
+    "sinks": lambda t: {"is_causal": True, "sinks": jnp.array([0.3, -1.0])},
+    "dropout": lambda t: {
+        "is_causal": True,
+        "q_segment_ids": _segments(t),
+        "contiguous": True,
+        "dropout_rate": 0.3,
+        "dropout_key": jax.random.key(8),
+    },
+    "permuted": lambda t: {
+        "is_causal": True,
+        "window": 200,
+        "q_positions": _order(t),
+        "k_positions": _order(t),
+    },
+    "chunk": lambda t: {
+        "is_causal": True,
+        "q_positions": jnp.arange(60, t, dtype=jnp.int32),
+        "k_positions": jnp.arange(t, dtype=jnp.int32),
+    },
+}
+
+
+def _learned(shared, head, q, k):
+    """Unbounded, with two learned numbers per head: KERPLE's logarithm."""
+    return -head[0] * jnp.log1p(head[1] * jnp.abs(q - k).astype(jnp.float32))
+
+
+def _scalars(shared, head, q, k):
+    return -head["r"] * jnp.log1p(head["s"] * jnp.abs(q - k).astype(jnp.float32))
+
+
+def _same_for_all(shared, head, q, k):
+    return -shared * jnp.abs(q - k).astype(jnp.float32)
+
+
+def _gate(shared, head, row, col, q, k):
+    return head * jnp.tanh(row - col) - shared * (q - k).astype(jnp.float32) / 100.0
+
+
+def _number(key, *shape):
+    return jax.random.uniform(key, shape, minval=0.1)
+
+
+def _kerple(params, q, k):
+    heads = jnp.stack([params["r"], params["s"]], 1)
+    return LogitBias(_learned, heads=heads, relative=True)
+
+
+def _kerple_by_pair(params, q, k):
+    return LogitBias(_scalars, heads=params)
+
+
+RULES = {
+    name: (lambda n, dim, kind=kind: kind.make(jax.random.key(3), n, dim), kind.rules)
+    for name, kind in KINDS.items()
+    if name in ("none", "t5", "alibi", "scaled", "separable", "narrow", "wide", "unbounded")
+}
+RULES |= {
+    "kerple": (lambda n, dim: {"r": _number(jax.random.key(1), n), "s": jnp.ones(n)}, _kerple),
+    "kerple_by_pair": (
+        lambda n, dim: {"r": _number(jax.random.key(1), n), "s": jnp.ones(n)},
+        _kerple_by_pair,
+    ),
+    "same_for_all": (
+        lambda n, dim: jnp.float32(0.05),
+        lambda params, q, k: LogitBias(_same_for_all, shared=params, relative=True),
+    ),
+    "gate": (
+        lambda n, dim: {"shared": jnp.float32(0.3), "heads": jnp.linspace(0.5, 1.0, n)},
+        lambda params, q, k: ContentBias(
+            _gate,
+            **params,
+            q_features=q[..., 0].astype(jnp.float32),
+            k_features=k[..., 0].astype(jnp.float32),
+        ),
+    ),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def outcome(implementation, rule, options, arrays, dynamic):
+    """Output, log-sum-exp, and the gradients of both to all that can have one."""
+
+    def loss(arrays):
+        q, k, v = (arrays[n] for n in "qkv")
+        given = dict(options) | dynamic
+        sinks = arrays.get("sinks")
+        rules = RULES[rule][1](arrays["params"], q, k)
+        out, lse = pe.attention(
+            q,
+            k,
+            v,
+            rules=rules,
+            sinks=sinks,
+            return_lse=True,
+            implementation=implementation,
+            **given,
+        )
+        seen = jnp.isfinite(lse)
+        lse = jnp.where(seen, lse, 0.0)
+        total = jnp.sum(out.astype(jnp.float32) * arrays["weights"])
+        return total + jnp.sum(lse * arrays["lse_weights"]), (out, lse, seen)
+
+    return jax.grad(loss, has_aux=True)(arrays)
+
+
+def case_of(
+    feature,
+    rule,
+    *,
+    explicit=False,
+    length=200,
+    heads=2,
+    kv_heads=2,
+    dim=64,
+    value_dim=None,
+    dtype=jnp.float32,
+):
+    """Returns the rule, the static options, the arrays and the dynamic options of a case.
+
+    `explicit` gives what is seen as a mask: then features share a program of the reference.
+    """
+    options = FEATURES[feature](length)
+    options = explicit_mask(options, B, heads, length) if explicit else options
+    queries = options["q_positions"].shape[0] if "q_positions" in options else length
+    keys = jax.random.split(jax.random.key(0), 5)
+    arrays = {
+        "q": jax.random.normal(keys[0], (B, queries, heads, dim)).astype(dtype),
+        "k": jax.random.normal(keys[1], (B, length, kv_heads, dim)).astype(dtype),
+        "v": jax.random.normal(keys[2], (B, length, kv_heads, value_dim or dim)).astype(dtype),
+        "params": RULES[rule][0](heads, dim),
+        "weights": jax.random.normal(keys[3], (B, queries, heads, value_dim or dim)),
+        "lse_weights": jax.random.normal(keys[4], (B, queries, heads)),
+    }
+    if "sinks" in options:
+        arrays["sinks"] = options.pop("sinks")
+    dynamic = {n: x for n, x in options.items() if isinstance(x, jax.Array | np.ndarray)}
+    static = tuple((n, x) for n, x in options.items() if n not in dynamic)
+    return rule, static, arrays, dynamic
+
+
+def assert_close(got, wanted, tolerance=3e-5):
+    """To 3e-5 of the largest number of each array."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max()))
+
+
+RULES["features"] = (
+    lambda n, dim: {},
+    lambda params, q, k: ContentBias(
+        _gate,
+        heads=jnp.linspace(0.5, 1.0, q.shape[2]),
+        shared=jnp.float32(0.3),
+        q_features=params["row"],
+        k_features=params["column"],
+    ),
+)

@@ -1,0 +1,223 @@
+"""What the compiler makes of the kernels for GPUs, on a machine without a GPU.
+
+XLA compiles for an H100 that is only described, down to machine code: NVIDIA's assembler, ptxas,
+says how many registers each kernel takes and how many bytes it spills to memory, the kernel how
+much shared memory it has, XLA how much temporary memory the program needs. This program compiles
+forward and backward for some rules, prints that, and compares it with gpu_static.json. It exits
+with 1 if a kernel spills 64 bytes more or needs more memory, and with 2 if there was nothing to
+compare with.
+
+    make gpu-static                       compile and compare
+    make gpu-static ARGS=--write          and write down what came out, for this version of jax
+    make gpu-static ARGS="--cases 'none;t5'"
+
+It says nothing about time. ptxas 12.9.1 or later must be on PATH (it comes with CUDA).
+"""
+
+import argparse
+import atexit
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+import time
+
+DUMP = pathlib.Path(tempfile.mkdtemp(prefix="gpu-static-"))
+atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "MOSAIC_GPU_DUMP_TO": str(DUMP),
+    "MOSAIC_GPU_DUMP_PTXAS": "1",
+    "MOSAIC_GPU_DUMP_RESOURCES": "1",
+}
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+import posenc_jax as pe
+from posenc_jax.engine.gpu.implementation import PallasGPU
+from posenc_jax.rules import SeparableBias
+
+COMMITTED = pathlib.Path(__file__).with_name("gpu_static.json")
+SPILLED = 64
+"""Bytes that a kernel may spill beyond what it did; another version of ptxas moves some."""
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 13 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem: B = 4, T = S = 4096, N = 16, causal, forward and backward.
+
+    Attributes:
+      rule: "none", "separable" or the name of a scheme.
+      kv_heads, dim, dtype: K, H and the dtype of q, k and v.
+      segments, positions: whether these are given, as data.
+      options: more arguments of `attention`.
+    """
+
+    rule: str = "none"
+    kv_heads: int = 16
+    dim: int = 128
+    dtype: str = "bfloat16"
+    segments: bool = False
+    positions: bool = False
+    options: tuple = ()
+
+
+CASES = {
+    "none": Case(),
+    "t5": Case("t5"),
+    "alibi": Case("alibi"),
+    "kerple": Case("kerple"),
+    "fox": Case("separable"),
+    "none, segments": Case(segments=True),
+    "t5, segments": Case("t5", segments=True),
+    "alibi, positions": Case("alibi", positions=True),
+    "none, softcap": Case(options=(("softcap", 30.0),)),
+    "t5, window": Case("t5", options=(("window", 1024),)),
+    "t5, groups of 4": Case("t5", kv_heads=4),
+    "t5, float16": Case("t5", dtype="float16"),
+    "t5, H 64": Case("t5", dim=64),
+    "t5, H 96": Case("t5", dim=96),
+    "t5, H 256": Case("t5", dim=256),
+}
+B, T, N = 4, 4096, 16
+
+
+def program(case: Case, sharding):
+    """Returns a function, and the types of its arguments."""
+    scheme = None
+    if case.rule not in ("none", "separable"):
+        scheme = pe.SCHEMES[case.rule](num_heads=N)
+
+    def attend(q, k, v, params, row, column, positions, segments):
+        rules = () if scheme is None else scheme.rules(params)
+        if case.rule == "separable":
+            rules = SeparableBias(q_features=row, k_features=column)
+        return pe.attention(
+            q,
+            k,
+            v,
+            rules=rules,
+            is_causal=True,
+            q_positions=positions,
+            k_positions=positions,
+            q_segment_ids=segments,
+            contiguous=True if case.segments else None,
+            implementation=PallasGPU(cross_compile=True),
+            **dict(case.options),
+        )
+
+    def both(diff, data, d_out):
+        out, pull = jax.vjp(lambda diff: attend(*diff, *data), diff)
+        return out, pull(d_out)
+
+    def spec(shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    dtype = jnp.dtype(case.dtype)
+    q, k = spec((B, T, N, case.dim), dtype), spec((B, T, case.kv_heads, case.dim), dtype)
+    params = {}
+    if scheme is not None:
+        made = jax.eval_shape(scheme.init, jax.random.key(0))
+        params = jax.tree.map(lambda x: spec(x.shape, x.dtype), made)
+    gates = [spec((B, T, N)) if case.rule == "separable" else None] * 2
+    positions = spec((T,), jnp.int32) if case.positions else None
+    segments = spec((B, T), jnp.int32) if case.segments else None
+    return both, ((q, k, k, params, *gates), (positions, segments), q)
+
+
+def measured(case: Case, sharding) -> dict[str, int]:
+    """Returns what was found: spilled bytes and shared memory per kernel, temporary bytes."""
+    for old in DUMP.iterdir():
+        old.unlink()
+    function, arguments = program(case, sharding)
+    compiled = jax.jit(function).lower(*arguments).compile()
+    texts = collections.defaultdict(str)
+    for path in sorted(DUMP.iterdir()):
+        texts[path.suffix] += path.read_text(errors="replace")
+    found = {"temporary bytes": compiled.memory_analysis().temp_size_in_bytes}
+    blocks = re.split(r"Compiling entry function '", texts[".ptxas"])[1:]
+    for block in blocks:
+        kernel = re.match(r"attention_(\w+?)_mosaic_gpu", block)
+        if kernel is None:
+            continue
+        (registers,) = re.findall(r"Used (\d+) registers", block)
+        spilled = re.findall(r"(\d+) bytes spill stores", block)
+        found[f"{kernel[1]}: registers"] = int(registers)
+        found[f"{kernel[1]}: spilled bytes"] = int(spilled[-1])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", help="names, with semicolons between them; default: all")
+    parser.add_argument("--write", action="store_true", help="write down what came out")
+    arguments = parser.parse_args()
+    names = arguments.cases.split(";") if arguments.cases else list(CASES)
+    unknown = sorted(set(names) - set(CASES))
+    if unknown:
+        parser.error(f"no such cases: {', '.join(unknown)}; there are: {'; '.join(CASES)}")
+    if shutil.which("ptxas") is None:
+        print("ptxas is not on PATH: install CUDA, or the wheel nvidia-cuda-nvcc", file=sys.stderr)
+        return 2
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology="1x1x1", target_config=H100
+        )
+    except Exception as error:
+        print(f"jax cannot compile for a GPU that is described: {error}", file=sys.stderr)
+        return 2
+    sharding = SingleDeviceSharding(topology.devices[0])
+    committed = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
+    known = committed.setdefault(jax.__version__, {})
+    if not known and not arguments.write:
+        print(f"{COMMITTED.name} has nothing for jax {jax.__version__}; --write", file=sys.stderr)
+    worse = []
+    for name in names:
+        start = time.perf_counter()
+        found = measured(CASES[name], sharding)
+        seconds = time.perf_counter() - start
+        print(f"{name} ({seconds:.0f} s)", flush=True)
+        for what, number in found.items():
+            old = known.get(name, {}).get(what)
+            slack = SPILLED if "spilled" in what else 0.05 * (old or 0)
+            bad = old is not None and number > old + slack
+            worse += [f"{name}, {what}: {old} before, {number} now"] if bad else []
+            print(
+                f"  {what:<36}{number:>12,}"
+                + (f"   {old:,} before" if old not in (None, number) else "")
+            )
+        if arguments.write:
+            known[name] = found
+    if arguments.write:
+        COMMITTED.write_text(json.dumps(committed, indent=1) + "\n")
+        return 0
+    for line in worse:
+        print("worse:", line, file=sys.stderr)
+    return 1 if worse else 0 if known else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

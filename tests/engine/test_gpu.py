@@ -1,0 +1,158 @@
+"""GPU kernels without a GPU: interpreted against the reference, and lowered for the platform.
+
+The interpreter simulates warpgroups, shared memory, copies and barriers. Products there take
+float32 operands too, which shows errors that the rounding of bfloat16 would hide.
+"""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine.kernel_cases import B, assert_close, case_of, outcome
+from engine.rules import KINDS
+
+import posenc_jax as pe
+from posenc_jax.engine.gpu.implementation import PallasGPU
+from posenc_jax.rules import LogitBias
+
+KERNELS = PallasGPU(interpret=True)
+COMPILED = PallasGPU(cross_compile=True)
+
+interpreted = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the interpreter for GPUs came with jax 0.11.2"
+)
+
+CASES = [("none", "both_ways_segments"), ("none", "prefix"), ("kerple", "causal")]
+CASES += [("t5", "segments"), ("t5", "window"), ("same_for_all", "softcap")]
+CASES += [("gate", "segments"), ("kerple_by_pair", "permuted")]
+LOWERED = [("none", "plain"), ("none", "permuted"), ("alibi", "two_sided_window")]
+LOWERED += [("t5", "sinks"), ("t5", "plain"), ("separable", "causal")]
+
+
+@interpreted
+@pytest.mark.parametrize(("rule", "feature"), CASES)
+def test_equals_the_reference(rule, feature):
+    kv_heads = 1 if feature in ("segments", "permuted") else 2
+    got = outcome(KERNELS, *case_of(feature, rule, kv_heads=kv_heads))
+    wanted = outcome("reference", *case_of(feature, rule, explicit=True, kv_heads=kv_heads))
+    assert_close(got, wanted)
+    for leaf in jax.tree.leaves(got[0]):
+        assert np.any(np.asarray(leaf) != 0)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("rule", "sizes"),
+    [
+        ("t5", {"heads": 6, "kv_heads": 2, "dim": 80, "value_dim": 96}),
+        ("gate", {"heads": 4, "kv_heads": 4, "dim": 128, "value_dim": 64}),
+        ("t5", {"heads": 2, "kv_heads": 1, "dim": 256}),
+    ],
+)
+def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes):
+    case = case_of("causal", rule, length=63, **sizes)
+    assert_close(outcome(KERNELS, *case), outcome("reference", *case))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_errors_are_at_most_twice_the_rounding_of_the_reference(dtype):
+    rule, static, arrays, dynamic = case_of("causal", "t5", length=100, dtype=dtype)
+    got = outcome(KERNELS, rule, static, arrays, dynamic)
+    same = outcome("reference", rule, static, arrays, dynamic)
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    exact = outcome("reference", rule, static, arrays, dynamic)
+    for a, b, x in zip(*map(jax.tree.leaves, (got, same, exact)), strict=True):
+        a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
+        size = np.linalg.norm(x)
+        assert np.linalg.norm(a - x) <= 2 * np.linalg.norm(b - x) + 5e-4 * size
+
+
+@interpreted
+def test_the_checking_interpreter_finds_no_race_and_results_are_reproducible():
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    checked = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
+    case = case_of("segments", "t5", kv_heads=1)
+    got = outcome(dataclasses.replace(KERNELS, interpret=checked), *case)
+    chex.assert_trees_all_equal(got, outcome(KERNELS, *case))
+
+
+def _attend(rules=(), changed=lambda x: x, **options):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (changed(jax.random.normal(key, (B, 128, 2, 64))) for key in keys)
+
+    def run(q, k, v):
+        out, lse = pe.attention(
+            q, k, v, rules=rules, return_lse=True, implementation=KERNELS, **options
+        )
+        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0)), (out, lse)
+
+    return jax.jit(jax.grad(run, (0, 1, 2), has_aux=True))(q, k, v)
+
+
+@interpreted
+def test_a_bias_of_zeros_changes_no_bit():
+    def zero(shared, head, q, k):
+        return head * (q - k).astype(jnp.float32)
+
+    zeros = LogitBias(zero, heads=jnp.zeros(2), relative=True)
+    chex.assert_trees_all_equal(_attend(zeros, is_causal=True), _attend(is_causal=True))
+
+
+@interpreted
+def test_nan_in_padding_has_no_effect():
+    ids = jnp.where(jnp.arange(128) < 90, 0, -1)[None].repeat(B, 0)
+
+    def with_nan(x):
+        return jnp.where((ids < 0)[..., None, None], jnp.nan, x)
+
+    rules = pe.T5(num_heads=2).rules({"table": jnp.ones((2, 32))})
+    options = {"q_segment_ids": ids, "contiguous": True}
+    clean, spoilt = (_attend(rules, f, **options) for f in (lambda x: x, with_nan))
+    chex.assert_tree_all_finite(spoilt[0])
+    chex.assert_trees_all_equal(clean, spoilt)
+    assert np.all(np.isneginf(np.asarray(spoilt[1][1])[:, 90:]))
+
+
+@interpreted
+@pytest.mark.parametrize(("rule", "feature"), CASES + LOWERED)
+def test_lowers_for_gpus(rule, feature):
+    case = case_of(feature, rule, length=1100, heads=4, dim=128, dtype=jnp.bfloat16)
+    abstract = jax.eval_shape(lambda: case[2:])
+    if "sinks" in case[2]:
+        abstract[0]["sinks"] = jax.ShapeDtypeStruct((4,), jnp.float32)
+    traced = outcome.trace(COMPILED, *case[:2], *abstract)
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    biased = rule in ("t5", "kerple", "alibi", "same_for_all")
+    assert program.count("custom_call @mosaic_gpu") == 3 + biased
+
+
+def _refusal(rules=(), dtype=jnp.bfloat16, dim=64, implementation=COMPILED, **options):
+    q = jnp.zeros((1, 64, 2, dim), dtype)
+    with pytest.raises(NotImplementedError) as error:
+        pe.attention(q, q, q, rules=rules, implementation=implementation, **options)
+    return str(error.value)
+
+
+def test_what_has_no_kernel_is_refused_with_the_reason():
+    jax.eval_shape(_refusals)  # Nothing is computed: a refusal is known from shapes.
+
+
+def _refusals():
+    if jax.__version_info__ < (0, 11, 2):
+        assert "jax 0.11.2" in _refusal()
+        return
+    q = jnp.zeros((1, 64, 2, 64))
+    narrow = KINDS["narrow"].rules(KINDS["narrow"].make(jax.random.key(0), 2, 64), q, q)
+    assert "per distance" in _refusal(narrow)
+    fire = pe.FIRE(num_heads=2)
+    assert "a number per head" in _refusal(fire.rules(fire.init(jax.random.key(0))))
+    assert "mask" in _refusal(mask=jnp.ones((1, 1, 64, 64), bool))
+    assert "bfloat16 or" in _refusal(dtype=jnp.float32)
+    assert "beyond 256" in _refusal(dim=512)
+    assert "dropout" in _refusal(dropout_rate=0.1, dropout_key=jax.random.key(0))
+    assert "platform is cpu" in _refusal(implementation=PallasGPU())
