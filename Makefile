@@ -9,7 +9,8 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick compare scoreboard bench gpu tpu tpu-static lint format clean
+.PHONY: help test test-quick test-newest compare scoreboard bench gpu gpu-static tpu tpu-static \
+  lint format clean
 .DELETE_ON_ERROR:
 
 ifeq ($(ACCEL),)
@@ -57,6 +58,20 @@ WORKERS := $(if $(IN_ONE_PROCESS),,-n auto --maxprocesses 4 --dist worksteal)
 
 test: $(VENV)/.installed-test ## Run the tests (ARGS: any arguments of pytest, "-k rope -x" for one)
 	$(RUN) -m pytest $(WORKERS) $(ARGS)
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-newest)
+
+# JAX's interpreter for GPU kernels needs a later Python than the tests.
+NEWEST = $(shell for v in 3.14 3.13 3.12; do \
+  for p in "python$$v" "$$(pyenv prefix $$v 2>/dev/null)/bin/python"; do \
+    if "$$p" -c "import ensurepip, venv" >/dev/null 2>&1; then echo "$$p"; exit; fi; done; done)
+
+test-newest: ## Run those of the GPU kernels with the newest Python that is found
+	@p="$(NEWEST)"; if test -z "$$p"; then \
+	  echo "The GPU kernels were not interpreted: no Python >= 3.12 was found."; \
+	else $(MAKE) --no-print-directory VENV=.venv-newest PYTHON="$$p" interpret-gpu-kernels; fi
+
+interpret-gpu-kernels: $(VENV)/.installed-kernels
+	$(RUN) -m pytest $(WORKERS) tests/engine/test_gpu.py
 
 test-quick: $(VENV)/.installed-test ## Run one scheme of each kind, a training step: within 90 s
 	$(RUN) -m pytest $(WORKERS) $(ARGS) @tests/quick.txt
@@ -77,6 +92,16 @@ bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" fo
 
 gpu: ## Check and time attention on an NVIDIA GPU, within 8 minutes (ARGS=--help)
 	@$(MAKE) --no-print-directory ACCEL=cuda accelerator-gpu
+
+gpu-static: ## Compile the GPU kernels without a GPU, compare spills and memory (ARGS=--help)
+	@p="$(NEWEST)"; if test -z "$$p"; then echo "No Python >= 3.12 was found." >&2; exit 2; fi; \
+	$(MAKE) --no-print-directory VENV=.venv-newest PYTHON="$$p" compile-gpu-kernels
+
+compile-gpu-kernels: $(VENV)/.installed-kernels
+	@v=$$($(VENV)/bin/python -c "import jax; print(jax.__version__)"); \
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check \
+	  "jax-cuda13-plugin==$$v" "jax-cuda13-pjrt==$$v"
+	$(RUN) tests/engine/make_gpu_static.py $(ARGS)
 
 tpu: ## Check and time attention on a TPU, within 8 minutes (ARGS=--help)
 	@$(MAKE) --no-print-directory ACCEL=tpu accelerator-tpu
@@ -99,7 +124,7 @@ format: $(VENV)/.installed-dev ## Format the code, mend what can be mended
 	$(VENV)/bin/ruff check --fix .
 
 clean: ## Remove environments and caches, never results
-	rm -rf .venv .venv-cuda .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda .venv-newest .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An extra is installed once, and again when pyproject.toml changes. The stamp is written
@@ -111,6 +136,10 @@ $(VENV)/.installed-experiments: pyproject.toml
 $(VENV)/.installed-test: pyproject.toml
 	$(call install,test)
 	@touch $@ $(VENV)/.installed-experiments
+
+$(VENV)/.installed-kernels: pyproject.toml
+	$(call install,kernels)
+	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml
 	$(call install,dev)
