@@ -16,7 +16,6 @@ It says nothing about time. ptxas 12.9.1 or later must be on PATH (it comes with
 
 import argparse
 import atexit
-import collections
 import dataclasses
 import json
 import os
@@ -152,19 +151,19 @@ def measured(case: Case, sharding) -> dict[str, int]:
         old.unlink()
     function, arguments = program(case, sharding)
     compiled = jax.jit(function).lower(*arguments).compile()
-    texts = collections.defaultdict(str)
-    for path in sorted(DUMP.iterdir()):
-        texts[path.suffix] += path.read_text(errors="replace")
     found = {"temporary bytes": compiled.memory_analysis().temp_size_in_bytes}
-    blocks = re.split(r"Compiling entry function '", texts[".ptxas"])[1:]
-    for block in blocks:
-        kernel = re.match(r"attention_(\w+?)_mosaic_gpu", block)
-        if kernel is None:
-            continue
-        (registers,) = re.findall(r"Used (\d+) registers", block)
-        spilled = re.findall(r"(\d+) bytes spill stores", block)
-        found[f"{kernel[1]}: registers"] = int(registers)
-        found[f"{kernel[1]}: spilled bytes"] = int(spilled[-1])
+    for what, pattern, files in (
+        ("registers", r"Used (\d+) registers", "*.ptxas"),
+        ("spilled bytes", r"(\d+) bytes spill stores", "*.ptxas"),
+        ("shared memory", r"smem_scratch_bytes=(\d+)", "*.resources.txt"),
+    ):
+        for path in sorted(DUMP.glob(files)):
+            kernel = re.match(r"attention_(\w+)_\d+\.", path.name)
+            numbers = re.findall(pattern, path.read_text(errors="replace"))
+            if kernel is not None and numbers:
+                found[f"{kernel[1]}: {what}"] = int(numbers[0])
+    if not any("registers" in what for what in found):
+        raise RuntimeError(f"the compiler wrote nothing of the kernels to {DUMP}")
     return found
 
 
@@ -194,7 +193,7 @@ def main() -> int:
     known = committed.setdefault(jax.__version__, {})
     if not known and not arguments.write:
         print(f"{COMMITTED.name} has nothing for jax {jax.__version__}; --write", file=sys.stderr)
-    worse = []
+    worse: list[str] = []
     for name in names:
         start = time.perf_counter()
         found = measured(CASES[name], sharding)

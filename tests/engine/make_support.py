@@ -5,6 +5,7 @@ Each implementation is asked (`supports`) about each kind of rule with each feat
     PYTHONPATH=.:tests python tests/engine/make_support.py      write the table into the page
 """
 
+import dataclasses
 import pathlib
 import re
 
@@ -14,6 +15,8 @@ from engine.rules import KINDS
 
 import posenc_jax as pe
 from posenc_jax.engine.api import IMPLEMENTATIONS, AttentionCall, make_problem
+from posenc_jax.engine.gpu.implementation import PallasGPU
+from posenc_jax.engine.kernels import Kernels
 from posenc_jax.engine.tpu.implementation import PallasTPU
 
 PAGE = pathlib.Path(pe.__file__).parents[1] / "docs" / "kernels.md"
@@ -29,6 +32,20 @@ RULES = {
     "`DotBias`, unbounded: Transformer-XL": "unbounded",
     "`ValueBias` with a `DotBias`: Shaw": "shaw",
     "`LogitsTransform`: CoPE, DAPE, stick-breaking, PaTH": "whole",
+}
+
+
+class OfAnyVersion(PallasGPU):
+    """The kernels for GPUs, as if this were a jax that has them."""
+
+    supports = Kernels.supports
+
+
+COLUMNS = {f'"{name}"': made for name, made in IMPLEMENTATIONS.items()}
+del COLUMNS['"reference"'], COLUMNS['"pallas"']  # The first computes everything.
+COLUMNS |= {
+    '"pallas" on TPU': PallasTPU(cross_compile=True),
+    '"pallas" on GPU': OfAnyVersion(cross_compile=True),
 }
 B, T, N, K, H = 2, 32, 4, 2, 8  # More queries than the decode kernel takes.
 
@@ -60,6 +77,7 @@ def features():
         "sinks": {"sinks": jnp.zeros(N)},
         "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
         "a given `mask`": {"mask": jnp.ones((1, 1, T, T), bool)},
+        "float32": {},
         "bfloat16": of_dtype(jnp.bfloat16),
         "float16": of_dtype(jnp.float16),
     }
@@ -68,9 +86,7 @@ def features():
 def refused(kind: str) -> dict[str, list[str]]:
     """Returns the features that each implementation refuses for a kind of rule."""
     made = KINDS[kind]
-    implementations = IMPLEMENTATIONS | {"pallas": PallasTPU(cross_compile=True)}
-    del implementations["reference"]  # It computes everything.
-    out = {name: [] for name in implementations}
+    out = {name: [] for name in COLUMNS}
 
     def ask():
         arrays, given = features()
@@ -83,8 +99,13 @@ def refused(kind: str) -> dict[str, list[str]]:
                 options = at | options
             rules = made.rules(made.make(jax.random.key(0), N, H), q, k)
             problem = make_problem(q, k, v, rules, AttentionCall(**options))
-            for name, implementation in implementations.items():
-                if implementation.supports(problem) is not None:
+            for name, implementation in COLUMNS.items():
+                asked = problem
+                if name == '"pallas" on GPU' and q.dtype == jnp.float32 and feature != "float32":
+                    asked = dataclasses.replace(
+                        problem, **{n: getattr(problem, n).astype(jnp.bfloat16) for n in "qkv"}
+                    )
+                if implementation.supports(asked) is not None:
                     out[name].append(feature)
 
     jax.eval_shape(ask)
@@ -93,8 +114,8 @@ def refused(kind: str) -> dict[str, list[str]]:
 
 def table() -> str:
     """Returns the table, in Markdown."""
-    names = [name for name in IMPLEMENTATIONS if name != "reference"]
-    lines = [f"| rule | {' | '.join(map(repr, names))} |".replace("'", '"')]
+    names = list(COLUMNS)
+    lines = [f"| rule | {' | '.join(names)} |"]
     lines += [f"|---|{'---|' * len(names)}"]
     for label, kind in RULES.items():
         found = refused(kind)

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from posenc_jax.engine import operands
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.kinds import EMPTY, PLAIN, tile_kinds
+from posenc_jax.engine.operands import Operands
+from posenc_jax.engine.operands import Spec as AnySpec
 from posenc_jax.mask import MASK_VALUE
 
 ROWS = 64
@@ -27,7 +28,7 @@ _KIND = 2  # Bits of an entry.
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec(operands.Spec):
+class Spec(AnySpec):
     """The static part of a problem; `backward` are the tiles of dq and of the bias."""
 
     def line_of(self, line: Any, head: Any) -> Any:
@@ -44,7 +45,7 @@ class Spec(operands.Spec):
         """Whether heads are wider than what the tiles of narrow ones leave room for."""
         return max(self.dim, self.value_dim) > 128
 
-    def struct(self, x: operands.Operands, shape: tuple[int, ...], dtype: Any) -> Any:
+    def struct(self, x: Operands, shape: tuple[int, ...], dtype: Any) -> Any:
         """Returns the type of a result; inside `shard_map`, it varies as q does."""
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x.q).mat)
 
@@ -147,6 +148,6 @@ def bias_line(spec: Spec, bias: jax.Array, first: int, blocks: Blocks) -> jax.Ar
     return jax.lax.pad(bias, jnp.float32(fill), ((0, 0, 0), (before, after, 0)))
 
 
-def read_by_kernels(x: operands.Operands) -> operands.Operands:
+def read_by_kernels(x: Operands) -> Operands:
     """Returns the operands less those that kernels read in another form."""
     return dataclasses.replace(x, bias=None, schedules=(), products=(), dropped=None)

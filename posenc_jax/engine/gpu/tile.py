@@ -107,7 +107,7 @@ class Tile:
         """Returns `function(ruled, masked, operand)`, by the kind of the tile."""
         possible = kinds(self.spec.visibility)
         branches = [functools.partial(function, kind != PLAIN, kind == MASKED) for kind in possible]
-        if len({(b.args) for b in branches}) == 1:
+        if len(branches) == 1:
             return branches[0](operand)
         index = sum((self.kind > kind).astype(jnp.int32) for kind in possible[:-1])
         return jax.lax.switch(index, branches, operand)

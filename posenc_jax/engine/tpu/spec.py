@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.engine import operands
 from posenc_jax.engine.operands import Operands
+from posenc_jax.engine.operands import Spec as AnySpec
 from posenc_jax.engine.tpu.schedule import schedule, tile_order
 from posenc_jax.engine.tpu.strip import Strip, line_of
 from posenc_jax.mask import MASK_VALUE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec(operands.Spec):
+class Spec(AnySpec):
     """The static part of a problem.
 
     Attributes:
