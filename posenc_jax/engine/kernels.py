@@ -54,8 +54,8 @@ class Kernels(Implementation):
         anywhere = self.interpret or self.cross_compile
         if not anywhere and jax.default_backend() != self.platform:
             return (
-                f"there are kernels for TPU and for NVIDIA GPUs, and the platform is "
-                f"{jax.default_backend()}"
+                f"{type(self).__name__} has kernels for the platform {self.platform}, and the "
+                f"platform is {jax.default_backend()}"
             )
         automatic = _open_axes(_mesh_of(problem), AxisType.Auto)
         if automatic and self.batch_axes is None and self.head_axes is None:

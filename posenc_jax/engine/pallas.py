@@ -22,6 +22,9 @@ class Pallas(Implementation):
         return PallasGPU() if jax.default_backend() == "gpu" else PallasTPU()
 
     def supports(self, problem: Problem) -> str | None:
+        platform = jax.default_backend()
+        if platform not in ("tpu", "gpu"):
+            return f"there are kernels for TPUs and NVIDIA GPUs, and the platform is {platform}"
         return self._kernels.supports(problem)
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
