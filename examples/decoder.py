@@ -1,4 +1,4 @@
-"""One decoder for GPT-2, GPT-NeoX, BLOOM, Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
+"""One decoder for many families, from GPT-2 to Gemma 3 and gpt-oss.
 
 All that attention needs comes from `pe.from_hf`, one `LayerSpec` per layer; `families.py` has what
 else differs between them.
@@ -44,6 +44,7 @@ class ModelConfig:
       tied: whether the embedding is the output projection, too.
       logit_softcap: of the output.
       is_causal: whether tokens see only those before them.
+      experts: (number of experts, number that a token uses) where the MLP is a mixture.
     """
 
     layers: tuple[pe.LayerSpec, ...]
@@ -66,6 +67,7 @@ class ModelConfig:
     tied: bool = False
     logit_softcap: float | None = None
     is_causal: bool = True
+    experts: tuple[int, int] | None = None
 
     def new_norm(self, rngs: nnx.Rngs) -> nnx.Module:
         """Returns a norm over D."""
@@ -94,6 +96,41 @@ class MLP(nnx.Module):
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
+class Experts(nnx.Module):
+    """The experts of gpt-oss, all of them computed for every token."""
+
+    def __init__(self, count: int, config: ModelConfig, rngs: nnx.Rngs):
+        narrow, wide, init = config.model_dim, config.mlp_dim, nnx.initializers.lecun_normal()
+        self.gate_up_proj = nnx.Param(init(rngs.params(), (count, narrow, 2 * wide)))
+        self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * wide)))
+        self.down_proj = nnx.Param(init(rngs.params(), (count, wide, narrow)))
+        self.down_proj_bias = nnx.Param(jnp.zeros((count, narrow)))
+
+    def __call__(self, x):
+        """Returns [B, T, E, D] for x [B, T, D]."""
+        y = jnp.einsum("btd,edf->btef", x, self.gate_up_proj[...])
+        y += self.gate_up_proj_bias[None, None]
+        gate, up = jnp.minimum(y[..., ::2], 7.0), jnp.clip(y[..., 1::2], -7.0, 7.0)
+        y = (up + 1.0) * gate * jax.nn.sigmoid(1.702 * gate)
+        y = jnp.einsum("btef,efd->bted", y, self.down_proj[...])
+        return y + self.down_proj_bias[None, None]
+
+
+class MixtureOfExperts(nnx.Module):
+    """The experts that a router chooses for each token."""
+
+    def __init__(self, config: ModelConfig, experts: tuple[int, int], rngs: nnx.Rngs):
+        count, self.per_token = experts
+        self.router = nnx.Linear(config.model_dim, count, rngs=rngs)
+        self.experts = Experts(count, config, rngs)
+
+    def __call__(self, x):
+        """Returns [B, T, D]."""
+        logits, chosen = jax.lax.top_k(self.router(x), self.per_token)
+        y = jnp.take_along_axis(self.experts(x), chosen[..., None], 2)
+        return jnp.einsum("btkd,btk->btd", y, jax.nn.softmax(logits))
+
+
 class Block(nnx.Module):
     """Attention and MLP with their norms."""
 
@@ -111,7 +148,8 @@ class Block(nnx.Module):
             is_causal=config.is_causal,
             rngs=rngs,
         )
-        self.mlp = MLP(config, rngs)
+        mixed = config.experts
+        self.mlp = MLP(config, rngs) if mixed is None else MixtureOfExperts(config, mixed, rngs)
         self.parallel = config.parallel
 
     def __call__(self, x, cache=None, **tokens):

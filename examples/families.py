@@ -119,9 +119,11 @@ FAMILIES = {
     ),
     "llama": Family(_LLAMA, derived=("head_dim", "num_key_value_heads")),
     "mistral": Family(_LLAMA),
+    "ministral3": Family(_LLAMA),
     "qwen2": Family(_LLAMA, biases=(True, False)),
     "qwen2_vl_text": Family(_QWEN_VL, biases=(True, False)),
     "qwen3": Family(_LLAMA, derived=()),
+    "gpt_oss": Family(_LLAMA, biases=(True, False), derived=()),
     "gemma2": _GEMMA_2,
     "gemma3_text": _GEMMA_2,
 }
@@ -164,6 +166,11 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         if values.get(name):
             raise ValueError(f"model_config: {name}={values[name]} is not supported.")
     dim, heads = read("hidden_size"), read("num_attention_heads")
+    experts = None
+    if kind == "gpt_oss":
+        experts = read("num_local_experts"), read("num_experts_per_tok")
+        if (read("swiglu_alpha", 1.702), read("swiglu_limit", 7.0)) != (1.702, 7.0):
+            raise ValueError("model_config: swiglu_alpha and swiglu_limit must be 1.702 and 7.0.")
     return ModelConfig(
         layers=pe.from_hf(config),
         vocabulary=read("vocab_size"),
@@ -184,6 +191,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         embedding_scale=dim**0.5 if family.scaled_embedding else 1.0,
         tied=read("tie_word_embeddings"),
         logit_softcap=read("final_logit_softcapping", None),
+        experts=experts,
     )
 
 

@@ -98,6 +98,8 @@ class Weights:
             return pe.heads_from_linear(x, self.num_heads, output=True) if is_out else x.T
         if leaf == "bias" and modules[-1] == "out" and f"{name}.bias" not in self.state:
             return np.zeros(len(self.state.take(f"{name}.weight")))  # Qwen 2 has the others.
+        if leaf not in ("bias", "scale", "embedding", "table"):
+            return self.state.take(f"{name}.{leaf}")  # A parameter of its own, as sinks.
         x = self.state.take(f"{name}.{'bias' if leaf == 'bias' else 'weight'}")
         over_model = leaf == "scale" and "params" not in modules
         return x + self.norm_offset if over_model else x

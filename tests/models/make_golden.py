@@ -32,6 +32,13 @@ GROUPED = SIZES | dict(hidden_size=36, num_key_value_heads=2, head_dim=8)
 GPT2 = dict(vocab_size=VOCABULARY, n_embd=48, n_head=6, n_layer=2, n_positions=128)
 SCALED = {"factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
 LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+HOT = SCALED | {"rope_type": "yarn", "llama_4_scaling_beta": 0.5}
+MIXED = dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=7,
+    rope_parameters=SCALED | {"rope_type": "yarn", "truncate": False},
+)
 THREE = dict(
     num_hidden_layers=3,
     layer_types=["sliding_attention", "sliding_attention", "full_attention"],
@@ -76,6 +83,8 @@ CASES = {
     "llama3": ("llama", GROUPED | dict(rope_parameters=LLAMA3), 0),
     "llama_yarn": ("llama", GROUPED | dict(rope_parameters=SCALED | {"rope_type": "yarn"}), 0),
     "mistral": ("mistral", GROUPED | dict(sliding_window=11), 6),
+    "ministral3": ("ministral3", GROUPED | dict(rope_parameters=HOT), 0),
+    "gpt_oss": ("gpt_oss", GROUPED | MIXED, 6),
     "qwen2": ("qwen2", SIZES | dict(num_key_value_heads=2), 6),
     "qwen3": ("qwen3", GROUPED, 5),
     "gemma2": ("gemma2", GROUPED | dict(sliding_window=7, attn_logit_softcapping=5.0), 8),
@@ -105,7 +114,7 @@ def load(model, seed):
 def decoder(model_type, settings, seed):
     cls = transformers.CONFIG_MAPPING[model_type]
     config = cls(**settings, pad_token_id=0, bos_token_id=None, eos_token_id=None)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     shapes = load(model, seed)
     tokens, mask = (torch.from_numpy(x) for x in prompts())

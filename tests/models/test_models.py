@@ -26,10 +26,9 @@ def test_models_agree_with_transformers(name):
     assert steps in (None, 64)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
-def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding(name):
+def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding():
     """Without a cache; two of the sequences share a row."""
-    about, arrays, state = read(name)
+    about, arrays, state = read("gemma3")
     tokens = np.concatenate([arrays["tokens"], arrays["new"][:, :-1]], 1)
     start = np.argmax(arrays["mask"], 1)
     parts = [tokens[b, start[b] :] for b in (2, 1)]
