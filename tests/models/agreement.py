@@ -16,21 +16,10 @@ from tests.models.inputs import images, pictures
 from tests.models.weights import random_state
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
-NAMES = (
-    *("gpt2", "gpt_neox", "bloom", "llama3", "llama_yarn", "mistral", "ministral3"),
-    *(
-        "qwen2",
-        "qwen3",
-        "gpt_oss",
-        "gemma2",
-        "gemma3",
-        "qwen2_vl",
-        "t5",
-        "t5_gated",
-        "deberta_v2",
-        "swin",
-    ),
-)
+NAMES = """
+gpt2 gpt_neox bloom llama3 llama_yarn mistral ministral3 qwen2 qwen3 gpt_oss gemma2 gemma3 qwen2_vl
+t5 t5_gated deberta_v2 swin
+""".split()
 
 
 def read(name):
