@@ -27,10 +27,7 @@ _STDDEV = 0.02
 
 
 class ShortConv(nnx.Module):
-    """A causal depthwise convolution, added to its input.
-
-    Written as shifts: XLA's grouped convolutions are many times slower on CPUs.
-    """
+    """A causal depthwise convolution, added to its input."""
 
     def __init__(self, width: int, size: int, rngs: nnx.Rngs):
         """Draws the kernel [K, D] from within 1 / sqrt(K), as PyTorch does."""
@@ -41,9 +38,7 @@ class ShortConv(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns [B, T, D] for x [B, T, D]; the last row of the kernel is for the same token."""
-        kernel = self.kernel[...]
-        padded = jnp.pad(x, ((0, 0), (len(kernel) - 1, 0), (0, 0)))
-        return x + sum(w * padded[:, i : i + x.shape[1]] for i, w in enumerate(kernel))
+        return x + pe.short_convolution(x, self.kernel[...])[0]
 
 
 class Block(nnx.Module):
