@@ -14,7 +14,8 @@ python -m experiments <command> [file.toml] [changes]
              length, and write a report                      configs/compare.toml
   train      the same, and keep the trained parameters       configs/kback.toml
   evaluate   measure kept parameters again                   configs/text_length.toml
-  scoreboard decide claims of the literature, write RESULTS.md  configs/scoreboard/
+  scoreboard test claims of the literature, write their
+             outcomes to RESULTS.md                          configs/scoreboard/
   report     write report.html again from results.json       a folder of results
   bench      measure speed as ratios
   gallery    draw the effect of every scheme, on one page
