@@ -27,7 +27,7 @@ ACTIVATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What a decoder is made of.
+    """What a transformer is made of.
 
     Attributes:
       layers: the attention of each layer.
@@ -44,7 +44,7 @@ class ModelConfig:
       tied: whether the embedding is the output projection, too.
       logit_softcap: of the output.
       is_causal: whether tokens see only those before them.
-      experts: (number of experts, number that a token uses) where the MLP is a mixture.
+      experts: the number of experts and how many a token uses. Default: an MLP.
     """
 
     layers: tuple[pe.LayerSpec, ...]

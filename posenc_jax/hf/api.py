@@ -32,8 +32,8 @@ def from_hf(
     """What the attention of each layer needs that a Hugging Face config describes.
 
     A `LayerSpec` has the scheme, the window, the factor on q . k, the softcap, and whether there
-    are sinks and QK-norm; temperatures are schemes. Not in it: Gemma 4's norm of values, and
-    clipped projections (`clip_qkv`).
+    are sinks and QK-norm; temperatures are schemes. It has neither norms of values (Gemma 4) and of
+    latent projections (DeepSeek) nor clipped projections (`clip_qkv`).
 
     The model type decides what the config does not say: the layout of pairs, which layers rotate
     or have a window, slopes, buckets. A key that is left out has the value that transformers
