@@ -115,6 +115,15 @@ def test_a_claim_is_run_decided_and_not_run_again(call):
     for run, found in ((runs["late"], late), (runs["rope"], rope)):
         measured = run.task.evaluate(run.position, params, [0], Data())
         assert found.scores["plain"] == {str(e.length): e.values[0] for e in measured}
+    # In a clone there are results only: what the run began with is trained again.
+    parent, child = (RunFolder(call.results, runs[name]).path for name in ("rope", "late"))
+    kept = (parent / "parameters.npz").read_bytes(), (parent / "result.json").read_bytes()
+    (parent / "parameters.npz").unlink()
+    (child / "result.json").unlink()
+    assert "6 runs, 5 with a result" in call("--run")[1]
+    assert RunFolder(call.results, runs["late"]).result().scores == late.scores
+    again = (parent / "parameters.npz").read_bytes(), (parent / "result.json").read_bytes()
+    assert again[1] == kept[1] and len(again[0]) == len(kept[0])
 
 
 def test_the_committed_page_is_that_of_the_committed_results(request):
