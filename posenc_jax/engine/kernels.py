@@ -201,7 +201,7 @@ def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, j
     sinks = p.sinks.astype(jnp.float32)[None, None]
     total = jnp.logaddexp(lse, sinks)
     share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
-    return (out * share[..., None]).astype(p.q.dtype), total
+    return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), total
 
 
 def without_hidden(p: Problem) -> Problem:

@@ -10,6 +10,7 @@ compare with.
     make gpu-static                       compile and compare
     make gpu-static ARGS=--write          and write down what came out, for this version of jax
     make gpu-static ARGS="--cases 'none;t5'"
+    make gpu-static ARGS=--table          print the table of docs/kernels.md from gpu_static.json
 
 It says nothing about time. ptxas 12.9.1 or later must be on PATH (it comes with CUDA).
 """
@@ -18,6 +19,7 @@ import argparse
 import atexit
 import dataclasses
 import json
+import multiprocessing
 import os
 import pathlib
 import re
@@ -25,6 +27,7 @@ import shutil
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 DUMP = pathlib.Path(tempfile.mkdtemp(prefix="gpu-static-"))
 atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
@@ -145,11 +148,20 @@ def program(case: Case, sharding):
     return both, ((q, k, k, params, *gates), (positions, segments), q)
 
 
-def measured(case: Case, sharding) -> dict[str, int]:
-    """Returns what was found: spilled bytes and shared memory per kernel, temporary bytes."""
-    for old in DUMP.iterdir():
-        old.unlink()
-    function, arguments = program(case, sharding)
+def described():
+    """Returns the sharding of a GPU that is described."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=H100
+    )
+    return SingleDeviceSharding(topology.devices[0])
+
+
+def measured(case: Case) -> dict[str, int]:
+    """Returns what was found: spilled bytes and shared memory per kernel, temporary bytes.
+
+    It needs a process of its own: a kernel that is equal to an earlier one is not compiled again.
+    """
+    function, arguments = program(case, described())
     compiled = jax.jit(function).lower(*arguments).compile()
     found = {"temporary bytes": compiled.memory_analysis().temp_size_in_bytes}
     for what, pattern, files in (
@@ -167,36 +179,52 @@ def measured(case: Case, sharding) -> dict[str, int]:
     return found
 
 
+def table(known: dict[str, dict[str, int]]) -> str:
+    """Returns spilled bytes per kernel, and memory, in Markdown."""
+    kernels = ("forward", "backward_q", "backward_kv", "backward_k", "backward_v", "backward_bias")
+    head = ("", *(name.replace("_", ", ") for name in kernels), "shared memory", "temporary memory")
+    lines = [f"| {' | '.join(head)} |", "|---|" + "---|" * (len(head) - 1)]
+    for name, found in known.items():
+        spilled = [str(found.get(f"{kernel}: spilled bytes", "")) for kernel in kernels]
+        shared = max(number for what, number in found.items() if "shared" in what)
+        temporary = f"{found['temporary bytes'] / 2**20:.1f} MiB"
+        lines.append(f"| {' | '.join((name, *spilled, f'{shared:,}', temporary))} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", help="names, with semicolons between them; default: all")
     parser.add_argument("--write", action="store_true", help="write down what came out")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/kernels.md")
     arguments = parser.parse_args()
     names = arguments.cases.split(";") if arguments.cases else list(CASES)
     unknown = sorted(set(names) - set(CASES))
     if unknown:
         parser.error(f"no such cases: {', '.join(unknown)}; there are: {'; '.join(CASES)}")
+    if arguments.table:
+        print(table(json.loads(COMMITTED.read_text())[jax.__version__]))
+        return 0
     if shutil.which("ptxas") is None:
         print("ptxas is not on PATH: install CUDA, or the wheel nvidia-cuda-nvcc", file=sys.stderr)
         return 2
     try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology="1x1x1", target_config=H100
-        )
+        described()
     except Exception as error:
         print(f"jax cannot compile for a GPU that is described: {error}", file=sys.stderr)
         return 2
-    sharding = SingleDeviceSharding(topology.devices[0])
     committed = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
     known = committed.setdefault(jax.__version__, {})
     if not known and not arguments.write:
         print(f"{COMMITTED.name} has nothing for jax {jax.__version__}; --write", file=sys.stderr)
     worse: list[str] = []
+    apart = multiprocessing.get_context("spawn")
     for name in names:
         start = time.perf_counter()
-        found = measured(CASES[name], sharding)
+        with ProcessPoolExecutor(1, mp_context=apart) as pool:
+            found = pool.submit(measured, CASES[name]).result()
         seconds = time.perf_counter() - start
         print(f"{name} ({seconds:.0f} s)", flush=True)
         for what, number in found.items():

@@ -25,22 +25,32 @@ interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the interpreter for GPUs came with jax 0.11.2"
 )
 
-CASES = [("none", "both_ways_segments"), ("none", "prefix"), ("kerple", "causal")]
-CASES += [("t5", "segments"), ("t5", "window"), ("same_for_all", "softcap")]
-CASES += [("gate", "segments"), ("kerple_by_pair", "permuted")]
-LOWERED = [("none", "plain"), ("none", "permuted"), ("alibi", "two_sided_window")]
-LOWERED += [("t5", "sinks"), ("t5", "plain"), ("separable", "causal")]
+CASES = [("none", "both_ways_segments", 200), ("none", "prefix", 128), ("kerple", "causal", 128)]
+CASES += [("t5", "window", 128), ("same_for_all", "softcap", 128), ("gate", "segments", 128)]
+CASES += [("kerple_by_pair", "permuted", 200)]
 
 
 @interpreted
-@pytest.mark.parametrize(("rule", "feature"), CASES)
-def test_equals_the_reference(rule, feature):
+@pytest.mark.parametrize(("rule", "feature", "length"), CASES)
+def test_equals_the_reference(rule, feature, length):
     kv_heads = 1 if feature in ("segments", "permuted") else 2
-    got = outcome(KERNELS, *case_of(feature, rule, kv_heads=kv_heads))
-    wanted = outcome("reference", *case_of(feature, rule, explicit=True, kv_heads=kv_heads))
+    sizes = {"length": length, "kv_heads": kv_heads}
+    got = outcome(KERNELS, *case_of(feature, rule, **sizes))
+    wanted = outcome("reference", *case_of(feature, rule, explicit=True, **sizes))
     assert_close(got, wanted)
     for leaf in jax.tree.leaves(got[0]):
         assert np.any(np.asarray(leaf) != 0)
+
+
+@interpreted
+def test_the_checking_interpreter_finds_nothing():
+    """Races, and memory that was never written, where slots of shared memory are used again."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    checked = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
+    case = case_of("segments", "t5", kv_heads=1, length=300)
+    kernels = dataclasses.replace(KERNELS, interpret=checked)
+    assert_close(outcome(kernels, *case), outcome("reference", *case))
 
 
 @interpreted
@@ -69,16 +79,6 @@ def test_errors_are_at_most_twice_the_rounding_of_the_reference(dtype):
         a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
         size = np.linalg.norm(x)
         assert np.linalg.norm(a - x) <= 2 * np.linalg.norm(b - x) + 5e-4 * size
-
-
-@interpreted
-def test_the_checking_interpreter_finds_no_race_and_results_are_reproducible():
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    checked = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
-    case = case_of("segments", "t5", kv_heads=1)
-    got = outcome(dataclasses.replace(KERNELS, interpret=checked), *case)
-    chex.assert_trees_all_equal(got, outcome(KERNELS, *case))
 
 
 def _attend(rules=(), changed=lambda x: x, **options):
@@ -118,8 +118,12 @@ def test_nan_in_padding_has_no_effect():
     assert np.all(np.isneginf(np.asarray(spoilt[1][1])[:, 90:]))
 
 
+LOWERED = [("none", "permuted"), ("t5", "sinks"), ("same_for_all", "softcap")]
+LOWERED += [("kerple_by_pair", "segments"), ("separable", "causal"), ("t5", "window")]
+
+
 @interpreted
-@pytest.mark.parametrize(("rule", "feature"), CASES + LOWERED)
+@pytest.mark.parametrize(("rule", "feature"), LOWERED)
 def test_lowers_for_gpus(rule, feature):
     case = case_of(feature, rule, length=1100, heads=4, dim=128, dtype=jnp.bfloat16)
     abstract = jax.eval_shape(lambda: case[2:])
@@ -127,8 +131,8 @@ def test_lowers_for_gpus(rule, feature):
         abstract[0]["sinks"] = jax.ShapeDtypeStruct((4,), jnp.float32)
     traced = outcome.trace(COMPILED, *case[:2], *abstract)
     program = traced.lower(lowering_platforms=("cuda",)).as_text()
-    biased = rule in ("t5", "kerple", "alibi", "same_for_all")
-    assert program.count("custom_call @mosaic_gpu") == 3 + biased
+    by_distance = rule in ("t5", "same_for_all")
+    assert program.count("custom_call @mosaic_gpu") == 3 + by_distance
 
 
 def _refusal(rules=(), dtype=jnp.bfloat16, dim=64, implementation=COMPILED, **options):

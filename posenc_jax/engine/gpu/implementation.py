@@ -52,7 +52,7 @@ class PallasGPU(Kernels):
             Spec,
             length=padded(p.length, 128),
             keys=padded(p.keys, 128),
-            forward=Blocks(128, 64 if wide else 128),
+            forward=Blocks(128, 32 if wide else 128),
             backward=Blocks(128, 32 if wide else 64),
             interpret=self.interpret,
         )

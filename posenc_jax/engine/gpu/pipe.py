@@ -58,6 +58,9 @@ class Pipe:
 
     def release(self, step: Any) -> None:
         """Gives the slot of a step back."""
+        if any(len(x.shape) == 2 for x in self.slots.values()):
+            # Vectors are read by threads, not by the tensor cores: copies must come after that.
+            plgpu.commit_smem()
         plgpu.barrier_arrive(self.free.at[self._slot(step)])
 
 
