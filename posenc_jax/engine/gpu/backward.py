@@ -93,7 +93,7 @@ def _query_grads(
         def over_tiles(d_q):
             def step(n, sums):
                 keys, values = kept["keys"].wait(n), kept["values"].wait(n)
-                tile = of.tile(at, own, warpgroup, n, keys)
+                tile = of.tile(at, own, kept, warpgroup, n)
                 s, d_p = two_products(tile.shape, (q, keys["k"]), (d_out, values["v"]))
                 kept["values"].release(n)
                 p, slope = tile.weights(s, rows_to_tile(lse, s.shape))
@@ -102,6 +102,7 @@ def _query_grads(
                 product(d_q, ds.astype(dtype), keys["k"], kept.get("ds"), warpgroup)
                 plgpu.wgmma_wait(0)
                 kept["keys"].release(n)
+                of.release_bias(kept, n)
                 return sums
 
             start = [[zeros((ROWS,), ROW)] * number_count(e, 0) for e in x.elements]

@@ -47,15 +47,15 @@ class ByQuery:
 
     @property
     def pipes(self) -> dict[str, Any]:
-        """What is allocated for keys, with their bias, and for values."""
-        keys = {"k": (self.blocks.k, self.spec.dim)}
-        if self.x.bias is not None:
-            keys["bias"] = (self.blocks.q + self.blocks.k,)
-        dtype = self.x.q.dtype
-        return {
-            "keys": pipe(self.spec, 2, dtype, **keys),
-            "values": pipe(self.spec, 2, dtype, v=(self.blocks.k, self.spec.value_dim)),
+        """What is allocated for keys, for values and for the bias."""
+        spec, blocks, dtype = self.spec, self.blocks, self.x.q.dtype
+        pipes = {
+            "keys": pipe(spec, 2, dtype, k=(blocks.k, spec.dim)),
+            "values": pipe(spec, 2, dtype, v=(blocks.k, spec.value_dim)),
         }
+        if self.x.bias is not None:
+            pipes["bias"] = pipe(spec, 2, dtype, bias=(blocks.q + blocks.k,))
+        return pipes
 
     def _tiles(self, at: Any, own: Any) -> tuple[Any, Any, Callable]:
         """Returns the first query of a block, the number of its tiles, and their entries.
@@ -71,10 +71,11 @@ class ByQuery:
         first, count, _ = self._tiles(at, own)
         return first + warpgroup * ROWS, count
 
-    def tile(self, at: Any, own: Any, warpgroup: Any, n: Any, keys: dict[str, Any]) -> Tile:
-        """Returns a warpgroup's part of tile n, with the block of keys from its pipe."""
+    def tile(self, at: Any, own: Any, kept: Any, warpgroup: Any, n: Any) -> Tile:
+        """Returns a warpgroup's part of tile n, when its bias is there."""
         first, _, entry = self._tiles(at, own)
         bk, rows = self.blocks.k, pl.multiple_of(warpgroup * ROWS, ROWS)
+        bias = kept["bias"].wait(n)["bias"].at[pl.ds(rows, ROWS + bk)] if "bias" in kept else None
         return Tile(
             spec=self.spec,
             x=own["x"],
@@ -85,9 +86,14 @@ class ByQuery:
             q=first + rows,
             k=column_of(entry(n)) * bk,
             kind=kind_of(entry(n)),
-            bias=keys["bias"].at[pl.ds(rows, ROWS + bk)] if "bias" in keys else None,
+            bias=bias,
             at=bk,
         )
+
+    def release_bias(self, kept: Any, n: Any) -> None:
+        """Gives the bias of tile n back."""
+        if "bias" in kept:
+            kept["bias"].release(n)
 
     def copy(self, at: Any, own: Any, kept: Any) -> None:
         """What the warpgroup that copies does."""
@@ -99,9 +105,9 @@ class ByQuery:
         def _(n):
             k0 = column_of(entry(n)) * bk
             of_head = at["b"], pl.ds(k0, bk), at["head"] // self.spec.group
-            bias = {}
+            kept["keys"].fill(n, k=own["x"].k.at[of_head])
             if self.x.bias is not None:
                 start = pl.multiple_of(jnp.clip(first - k0, low, high) - low, bk)
-                bias["bias"] = self.spec.line_of(own["line"], at["head"]).at[pl.ds(start, bq + bk)]
-            kept["keys"].fill(n, k=own["x"].k.at[of_head], **bias)
+                line = self.spec.line_of(own["line"], at["head"])
+                kept["bias"].fill(n, bias=line.at[pl.ds(start, bq + bk)])
             kept["values"].fill(n, v=own["x"].v.at[of_head])

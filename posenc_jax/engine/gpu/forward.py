@@ -55,7 +55,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         def step(n, carry):
             totals, top, weight = carry
             keys = kept["keys"].wait(n)
-            tile = of.tile(at, own, warpgroup, n, keys)
+            tile = of.tile(at, own, kept, warpgroup, n)
 
             def scores(acc):
                 plgpu.wgmma(acc, q, keys["k"].transpose((1, 0)))
@@ -63,8 +63,8 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 return acc[...]
 
             s = pl.run_scoped(scores, plgpu.ACC(tile.shape, jnp.float32))
-            s, _ = tile.logits(s)
             kept["keys"].release(n)
+            s, _ = tile.logits(s)
             new_top = jnp.maximum(top, s.max(axis=1))
             decay = jnp.exp2(top - new_top)
             p = jnp.exp2(s - rows_to_tile(new_top, s.shape))
@@ -84,6 +84,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 added = pl.run_scoped(weighted, plgpu.ACC(total.shape, jnp.float32))
                 new_totals.append(total * rows_to_tile(decay, total.shape) + added)
             kept["values"].release(n)
+            of.release_bias(kept, n)
             return new_totals, new_top, weight
 
         lowest = plgpu.layout_cast(jnp.full((ROWS,), MASK_VALUE, jnp.float32), ROW)
