@@ -92,7 +92,8 @@ def output(scheme, sinks):
 
     length, dim = POSITIONS.shape[1], SIZES["head_dim"]
     x = normal(1, length, SIZES["model_dim"])
-    q, k, v = (normal(1, length, heads, dim) for heads in (6, 3, 3))
+    kv_heads = getattr(scheme, "num_kv_heads", 0) or 2
+    q, k, v = (normal(1, length, heads, dim) for heads in (6, kv_heads, kv_heads))
     params = jax.tree.map(lambda a: normal(*a.shape), jax.eval_shape(scheme.init, KEY))
     return jax.device_get(embedding_and_attention(scheme, sinks, params, x, q, k, v))
 
