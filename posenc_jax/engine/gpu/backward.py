@@ -22,8 +22,8 @@ from posenc_jax.engine.gpu.spec import ROW, ROWS, Cotangents, Spec
 from posenc_jax.engine.gpu.tile import (
     d_logits,
     number_count,
+    products,
     rows_to_tile,
-    two_products,
     zeros,
 )
 from posenc_jax.engine.operands import LOG2E, Grads, Operands
@@ -94,7 +94,7 @@ def _query_grads(
             def step(n, sums):
                 keys, values = kept["keys"].wait(n), kept["values"].wait(n)
                 tile = of.tile(at, own, kept, warpgroup, n)
-                s, d_p = two_products(tile.shape, (q, keys["k"]), (d_out, values["v"]))
+                s, d_p = products(tile.shape, (q, keys["k"]), (d_out, values["v"]))
                 kept["values"].release(n)
                 p, slope = tile.weights(s, rows_to_tile(lse, s.shape))
                 ds = d_logits(p, d_p, rows_to_tile(delta, s.shape), slope)

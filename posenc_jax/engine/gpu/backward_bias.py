@@ -23,7 +23,7 @@ from posenc_jax.engine.gpu.spec import (
     kind_of,
     read_by_kernels,
 )
-from posenc_jax.engine.gpu.tile import Tile, d_logits, rows_to_tile, two_products, zeros
+from posenc_jax.engine.gpu.tile import Tile, d_logits, products, rows_to_tile, zeros
 from posenc_jax.engine.operands import Operands
 
 _BLOCKS = 256  # Of threads: fewer do not fill a GPU.
@@ -89,7 +89,7 @@ def bias_grads(spec: Spec, x: Operands, bias: jax.Array, given: Cotangents) -> j
             )
             numbers = own["cotangents"].of_rows(b, head, q0 + rows)
             q, d_out = (y.at[pl.ds(rows, ROWS)] for y in (keys["q"], values["d_out"]))
-            s, d_p = two_products(tile.shape, (q, keys["k"]), (d_out, values["v"]))
+            s, d_p = products(tile.shape, (q, keys["k"]), (d_out, values["v"]))
             lse, delta = (rows_to_tile(y, s.shape) for y in numbers)
             p, slope = tile.weights(s, lse)
             kept["keys"].release(t)

@@ -23,7 +23,7 @@ from posenc_jax.engine.gpu.tile import (
     columns_to_tile,
     d_logits,
     number_count,
-    two_products,
+    products,
     zeros,
 )
 from posenc_jax.engine.operands import Operands
@@ -98,13 +98,14 @@ def _grads(spec: Spec, x: Operands, given: Cotangents, wanted: str) -> dict[str,
                         bias=queries["bias"].at[part] if x.bias is not None else None,
                         at=ROWS,
                     )
-                    s, d_p = two_products(tile.shape, (k, queries["q"]), (v, d_outs["d_out"]))
+                    pairs = [(k, queries["q"]), (v, d_outs["d_out"])]
+                    s, *d_p = products(tile.shape, *pairs[: 1 if d_k is None else 2])
                     p, slope = tile.weights(s, columns_to_tile(queries["lse"], s.shape))
                     if d_v is not None:
                         rounded = p.astype(dtype)
                         product(d_v, rounded, d_outs["d_out"], kept.get("weights"), warpgroup)
                     if d_k is not None:
-                        ds = d_logits(p, d_p, columns_to_tile(d_outs["delta"], s.shape), slope)
+                        ds = d_logits(p, d_p[0], columns_to_tile(d_outs["delta"], s.shape), slope)
                         sums = tile.pull(ds, sums)
                         ds = ds.astype(dtype)
                         product(d_k, ds, queries["q"], kept.get("weights"), warpgroup)

@@ -10,6 +10,8 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.kernels import Kernels, compute, padded, refusal, without_hidden
 from posenc_jax.engine.problem import Problem
 
+_CAPABILITY = "9.0"  # Only these GPUs have the products that the kernels use.
+
 
 @dataclasses.dataclass(frozen=True)
 class PallasGPU(Kernels):
@@ -25,6 +27,12 @@ class PallasGPU(Kernels):
     def supports(self, problem: Problem) -> str | None:
         if jax.__version_info__ < (0, 11, 2):
             return f"kernels for GPUs need jax 0.11.2 or later, and this is {jax.__version__}"
+        if jax.default_backend() == "gpu" and not (self.interpret or self.cross_compile):
+            found = jax.local_devices()[0].compute_capability
+            if found != _CAPABILITY:
+                return (
+                    f"kernels for GPUs need compute capability {_CAPABILITY}, and this is {found}"
+                )
         return super().supports(problem)
 
     def refuses(self, problem: Problem) -> str | None:

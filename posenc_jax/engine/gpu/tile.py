@@ -185,18 +185,15 @@ class Tile:
         return functools.reduce(jnp.logical_and, tests)
 
 
-def two_products(
-    shape: tuple[int, int], first: tuple[Any, Any], second: tuple[Any, Any]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns a @ b.T for two pairs of references."""
+def products(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> tuple[jax.Array, ...]:
+    """Returns a @ b.T for pairs of references."""
 
-    def both(*totals):
-        for total, (a, b) in zip(totals, (first, second), strict=True):
+    def all_of(*totals):
+        for total, (a, b) in zip(totals, pairs, strict=True):
             plgpu.wgmma(total, a, b.transpose((1, 0)))
         return tuple(total[...] for total in totals)
 
-    acc = plgpu.ACC(shape, jnp.float32)
-    return pl.run_scoped(both, acc, acc)
+    return pl.run_scoped(all_of, *[plgpu.ACC(shape, jnp.float32)] * len(pairs))
 
 
 def d_logits(p: jax.Array, d_p: jax.Array, delta: jax.Array, slope: jax.Array | None) -> jax.Array:
