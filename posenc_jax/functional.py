@@ -277,6 +277,7 @@ def scheme_attention(
         past_states = _past_states(lambda kept: read(segment_ids=kept)[-1], segments, most)
     left = check_window(cache, length, options.get("window")) if cache.ring else None
     stored = None if cache.coordinates is None else at
+    k, v = _finite_values(k, v)
     cache = cache.append(
         k,
         v,
@@ -297,6 +298,7 @@ def scheme_attention(
         k_positions=cache.positions,
         q_segment_ids=segments,
         k_segment_ids=cache.segment_ids,
+        finite_values=True,
         **options,
     )
     k_at = cache.positions if cache.coordinates is None else cache.coordinates
@@ -424,6 +426,16 @@ def _contents(
     q_features, k_features, state = scheme.features(params, x, q, k, at, segment_ids, state)
     states = None if mixed is None and state is None else (mixed, state)
     return (q, k, v), q_features, k_features, states
+
+
+def _finite_values(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns k and v of a cache, with NaN in the keys of values that are not finite.
+
+    The logits of slots that a query does not see are masked, whatever their keys are; their values
+    have weight zero, and 0 * NaN is NaN.
+    """
+    bad = ~jnp.isfinite(v).all(-1, keepdims=True)
+    return jnp.where(bad, jnp.nan, k).astype(k.dtype), jnp.where(bad, 0, v).astype(v.dtype)
 
 
 def new_params(scheme: Scheme, key: jax.Array) -> Params:

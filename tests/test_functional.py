@@ -139,6 +139,27 @@ def test_an_overflowing_cache_raises_and_is_nan_under_jit():
     assert np.isfinite(fits).all()
 
 
+def test_nan_of_a_request_ends_with_it():
+    """A step of one token tests no value: those of a cache are finite, and their keys are NaN."""
+    q, k, v = Q, K, jnp.asarray(V).at[0, 2, 1].set(jnp.nan).at[1, 1, 0, 3].set(jnp.inf)
+
+    @jax.jit
+    def run(q, k, v, cache):
+        return pe.scheme_attention(SHAW, params, q, k, v, is_causal=True, cache=cache)
+
+    params = SHAW.init(jax.random.key(0))
+    _, cache = run(q[:, :6], k[:, :6], v[:, :6], new_cache(SHAW))
+    out, used = run(q[:, 6:], k[:, 6:], v[:, 6:], cache)
+    seen = np.isnan(out[:, 0]).all(-1)  # Two query heads for each key head.
+    np.testing.assert_array_equal(seen, [[0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
+    cache = used.reset(jnp.array([True, False])).rewind(jnp.array([0, 7]))
+    out, _ = run(q[:, :1], k[:, :1], v[:, :1], cache)
+    wanted, _ = run(q[:, :1], k[:, :1], v[:, :1], new_cache(SHAW))
+    np.testing.assert_array_equal(out, wanted)
+    grad = jax.grad(lambda q: run(q, k[:, :1], v[:, :1], cache)[0].sum())(q[:, :1])
+    assert np.isfinite(grad).all()
+
+
 def test_a_cache_for_other_heads_is_refused():
     cache = pe.new_cache(ALIBI, 2, 9, num_heads=6, head_dim=8)  # num_kv_heads was forgotten.
     with pytest.raises(ValueError, match=r"KVCache: k must be \(2, 7, 6, 8\).*got \(2, 7, 3, 8\)"):

@@ -144,9 +144,11 @@ class AttentionCall:
 
     Attributes:
       extra_rules: rules added to those of every call.
+      finite_values: promise that v is finite, also where no query sees it.
     """
 
     extra_rules: tuple[Rule, ...] = ()
+    finite_values: bool = False
     mask: jax.Array | None = None
     q_positions: jax.Array | None = None
     k_positions: jax.Array | None = None
@@ -311,6 +313,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         k_slots=jnp.arange(keys, dtype=jnp.int32)[None],
         is_causal=bool(call.is_causal),
         window=window_sides(call.window),
+        finite_values=call.finite_values,
         scale=dim**-0.5 if call.scale is None else float(call.scale),
         softcap=None if call.softcap is None else float(call.softcap),
         dropout_rate=float(call.dropout_rate),

@@ -44,10 +44,13 @@ class Dense(Implementation):
 def _decode(p: Problem) -> tuple[jax.Array, jax.Array]:
     """One query: reads the cache once; zeroing its unused slots would cost ten times as much.
 
-    Unused slots may hold NaN, which spoils sums with weight zero: where the output is not
-    finite they are zeroed and it is computed again. Derivatives always zero them.
+    Values that the query does not see may hold NaN, which spoils sums with weight zero: where the
+    output is not finite they are zeroed and it is computed again. Values of a cache are finite,
+    which spares sharded ones the all-reduce of that test. Derivatives always zero them.
     """
     out, lse = _attend_row(p)
+    if p.finite_values:
+        return out, lse
     finite = jnp.isfinite(out).all()
     return jax.lax.cond(finite, lambda p: (out, lse), _attend_cleaned_row, p)
 
