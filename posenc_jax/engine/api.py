@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.dense import Dense
-from posenc_jax.engine.jax_nn import JaxNN
+from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.problem import Implementation, Problem, make_dropout_seeds
 from posenc_jax.engine.reference import Reference
@@ -21,7 +21,7 @@ from posenc_jax.mask import Window, window_sides
 from posenc_jax.rules import Rule, as_tuple
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    made.name: made for made in (Reference(), Dense(), XLA(), Pallas(), JaxNN())
+    made.name: made for made in (Reference(), Dense(), XLA(), Pallas(), JaxNN(), CuDNN())
 }
 """Implementations by the word for `attention(implementation=...)`."""
 
@@ -95,8 +95,8 @@ def attention(
       return_lse: whether to return the log-sum-exp of the logits too.
       implementation: "reference" (materialises T x S, defines what is correct), "dense" (whole
         rows of logits in blocks of queries), "xla" (tiles), "pallas" (kernels for TPU and
-        for NVIDIA GPUs), "jax"
-        (`jax.nn.dot_product_attention`: no rules), an `Implementation` such as
+        for NVIDIA GPUs), "jax" (`jax.nn.dot_product_attention`: no rules and no log-sum-exp),
+        "cudnn" (the same with NVIDIA's kernel), an `Implementation` such as
         `posenc_jax.engine.xla.XLA(...)` with settings of your own, or None to choose. A given
         one is used or raises; it never falls back.
 
@@ -177,6 +177,7 @@ class AttentionCall:
             raise NotImplementedError(
                 "attention: a rule replaces the softmax, so there is no log-sum-exp to return."
             )
+        problem = dataclasses.replace(problem, needs_lse=self.return_lse)
         out, lse = run(problem, self.implementation)
         return (out, lse) if self.return_lse else out
 
@@ -253,10 +254,10 @@ def choose(problem: Problem, platform: str) -> Implementation:
     """Returns the implementation that `None` stands for.
 
     Whole rows for a decode step and for what is smaller than any tile worth compiling, tiles
-    for all else. Measured on CPU, forward and backward with a learned bias: tiles are ahead
-    from T = 32 on. Nothing was measured on other platforms yet. The kernels for TPU are faster
-    by the compiler's numbers, but have to be named until they have run on one; docs/kernels.md
-    has the numbers.
+    for all else; measured on CPU, forward and backward with a learned bias, tiles are ahead
+    from T = 32 on. On GPUs cuDNN comes before tiles where it serves the call, as `jax.nn` users
+    choose it; that was not measured here. The kernels of this package have to be named until
+    they have run on hardware. docs/kernels.md has what is known.
 
     Args:
       problem: what to compute.
@@ -264,6 +265,8 @@ def choose(problem: Problem, platform: str) -> Implementation:
     """
     small = problem.length == 1 or problem.length * problem.keys < 32 * 32
     order = ("dense", "xla") if small else ("xla", "dense")
+    if platform == "gpu" and not small:
+        order = ("cudnn", *order)
     candidates = (IMPLEMENTATIONS[name] for name in order)
     return next(found for found in candidates if found.supports(problem) is None)
 

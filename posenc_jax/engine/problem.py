@@ -42,6 +42,7 @@ class Problem:
       finite_values: v is finite, also where no query sees it.
       window: `window_sides` of the argument.
       is_causal, scale, softcap, dropout_rate: as in `attention`.
+      needs_lse: whether the log-sum-exp is used.
     """
 
     q: jax.Array
@@ -68,6 +69,7 @@ class Problem:
     scale: float = dataclasses.field(metadata=STATIC)
     softcap: float | None = dataclasses.field(metadata=STATIC)
     dropout_rate: float = dataclasses.field(metadata=STATIC)
+    needs_lse: bool = dataclasses.field(default=True, metadata=STATIC)
 
     @property
     def length(self) -> int:
@@ -233,7 +235,8 @@ class Implementation(abc.ABC):
         """Returns the output, [B, T, N, V] in q's dtype, and the log-sum-exp, float32 [B, T, N].
 
         A query that sees no key gets zeros and a log-sum-exp of -inf. Without a softmax
-        (`problem.normalized` is false), the log-sum-exp has no meaning.
+        (`problem.normalized` is false), and where it is not asked for (`problem.needs_lse`),
+        the log-sum-exp has no meaning.
         """
 
 

@@ -1,4 +1,7 @@
-"""`implementation="jax"`: exact where it does not refuse."""
+"""`implementation="jax"` and "cudnn": exact where they do not refuse."""
+
+import dataclasses
+import functools
 
 import chex
 import jax
@@ -8,6 +11,9 @@ import pytest
 from oracle import qkv
 
 import posenc_jax as pe
+from posenc_jax.engine import jax_nn
+from posenc_jax.engine.api import choose, make_problem
+from posenc_jax.rules import as_tuple
 
 Q, K, V = qkv(batch=2, length=12, heads=4, kv_heads=2)
 
@@ -32,10 +38,8 @@ def test_equals_the_reference(options, masked):
 
     def run(implementation):
         def loss(q, k, v):
-            out, lse = pe.attention(
-                q, k, v, **options, return_lse=True, implementation=implementation
-            )
-            return jnp.sum(out**2), (out, lse)
+            out = pe.attention(q, k, v, **options, implementation=implementation)
+            return jnp.sum(out**2), out
 
         return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(Q, k, v)
 
@@ -48,6 +52,7 @@ def test_equals_the_reference(options, masked):
         ({"rules": pe.ALiBi(num_heads=4).rules({})}, "rules"),
         ({"sinks": jnp.zeros(4)}, "sinks"),
         ({"softcap": 2.0}, "softcap"),
+        ({"return_lse": True}, "log-sum-exp"),
         ({"q_segment_ids": np.zeros((2, 12), np.int32)}, "segments"),
         ({"is_causal": True, "q_positions": np.arange(12), "k_positions": np.arange(12)}, "posi"),
     ],
@@ -55,3 +60,77 @@ def test_equals_the_reference(options, masked):
 def test_refuses_what_it_cannot_do(options, said):
     with pytest.raises(NotImplementedError, match=said):
         pe.attention(Q, K, V, **options, implementation="jax")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A GPU of compute capability 8.0, and what `jax.nn` computes on it."""
+    asked = []
+    attend = jax.nn.dot_product_attention
+
+    def fake(*args, implementation, **options):
+        asked.append(implementation)
+        with jax.numpy_dtype_promotion("standard"):
+            return attend(*args, **options, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
+    monkeypatch.setattr(jax_nn, "_compute_capability", lambda: 8.0)
+    return asked
+
+
+def _problem(q, k, v, **options):
+    return make_problem(q, k, v, as_tuple(options.pop("rules", ())), pe.AttentionCall(**options))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "window": 4}])
+def test_cudnn_is_asked_for_the_same_attention(on_gpu, options):
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (Q, K, V))
+    run = functools.partial(pe.attention, q, k, v, **options)
+    found, wanted = run(implementation="cudnn"), run(implementation="reference")
+    assert on_gpu == ["cudnn"]
+    chex.assert_trees_all_close(found, wanted, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mask": _blind()}, "mask"),
+        ({"window": 4}, "windows only with is_causal"),
+        ({"rules": pe.ALiBi(num_heads=4).rules({})}, "rules"),
+    ],
+)
+def test_cudnn_refuses_what_it_cannot_do(on_gpu, options, said):
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (Q, K, V))
+    with pytest.raises(NotImplementedError, match=said):
+        pe.attention(q, k, v, **options, implementation="cudnn")
+
+
+def test_cudnn_needs_a_gpu_of_its_dtypes_and_head_dims(on_gpu, monkeypatch):
+    def said(q, **options):
+        problem = _problem(q, q, q, **options)
+        return jax_nn.CuDNN().supports(dataclasses.replace(problem, needs_lse=False))
+
+    half = jnp.zeros((1, 64, 2, 136), jnp.bfloat16)
+    assert said(half[..., :128]) is None
+    assert "at most 128" in said(half)
+    assert "multiple of 8" in said(half[..., :36])
+    assert "bfloat16" in said(half[..., :128].astype(jnp.float32))
+    monkeypatch.setattr(jax_nn, "_compute_capability", lambda: 9.0)
+    assert said(half) is None
+    monkeypatch.setattr(jax_nn, "_compute_capability", lambda: 7.5)
+    assert "8.0 or later" in said(half)
+    monkeypatch.undo()
+    assert "NVIDIA GPU" in said(half)
+
+
+def test_none_chooses_cudnn_on_gpus_where_it_serves(on_gpu):
+    def chosen(q, needs_lse=False, **options):
+        problem = dataclasses.replace(_problem(q, q, q, **options), needs_lse=needs_lse)
+        return choose(problem, "gpu").name
+
+    half = jnp.zeros((1, 64, 4, 64), jnp.bfloat16)
+    assert chosen(half, is_causal=True) == "cudnn"
+    assert chosen(half, needs_lse=True) == "xla"
+    assert chosen(half.astype(jnp.float32)) == "xla"
+    assert chosen(half, rules=pe.ALiBi(num_heads=4).rules({})) == "xla"
+    assert chosen(half[:, :1]) == "dense"
