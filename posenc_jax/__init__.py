@@ -53,6 +53,7 @@ from posenc_jax.layers import LayerSpec, layer_pattern
 from posenc_jax.logit_scale.ssmax import SSMax
 from posenc_jax.logit_scale.temperature import QueryTemperature, query_temperature
 from posenc_jax.ops.short_conv import short_convolution
+from posenc_jax.paged import PagedKVCache
 from posenc_jax.positions.image_grids import grid_coordinates, resize_grid
 from posenc_jax.positions.mrope import mrope_coordinates
 from posenc_jax.qk_norm import QKNorm
@@ -150,6 +151,7 @@ __all__ = [
     "NTKByParts",
     "NoPE",
     "PaTH",
+    "PagedKVCache",
     "PartialKeyOffset",
     "PoPE",
     "Proportional",

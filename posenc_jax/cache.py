@@ -15,6 +15,7 @@ from posenc_jax.checks import array_of_rank, integer_positions, require
 from posenc_jax.mask import add_saturated
 from posenc_jax.ops.past_states import appended_states, states_without
 from posenc_jax.scheme import Scheme
+from posenc_jax.slots import batch_first, same_sharding, sharded_axes, write_slots
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +69,7 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """The number of slots S, also of stacked caches."""
-        return self.k.shape[-3]
+        return self.positions.shape[-1]
 
     @property
     def max_rewind(self) -> int | None:
@@ -119,7 +120,7 @@ class KVCache:
             f"got {num_sink_tokens}.",
         )
         batch = k.shape[0]
-        rows = _spec(k)[:1]
+        rows = sharded_axes(k)[:1]
 
         def zeros(shape, dtype=jnp.int32, spec=rows, value=0):
             # Without a mesh there is no sharding to name.
@@ -129,10 +130,10 @@ class KVCache:
         def slots(x, axis=1):
             shape = list(x.shape)
             shape[axis] = capacity
-            return zeros(shape, x.dtype, _spec(x))
+            return zeros(shape, x.dtype, sharded_axes(x))
 
         def past(x):
-            spec = _spec(x)
+            spec = sharded_axes(x)
             return zeros((batch, max_rewind, *x.shape[1:]), x.dtype, (*spec[:1], None, *spec[1:]))
 
         return cls(
@@ -142,7 +143,7 @@ class KVCache:
             segment_ids=zeros((batch, capacity), value=-1),
             coordinates=None if coordinates is None else slots(coordinates, -1),
             k_features=jax.tree.map(slots, k_features),
-            state=jax.tree.map(lambda x: zeros(x.shape, x.dtype, _spec(x)), state),
+            state=jax.tree.map(lambda x: zeros(x.shape, x.dtype, sharded_axes(x)), state),
             past_states=jax.tree.map(past, state) if max_rewind else None,
             length=zeros((batch,)),
             written=zeros((batch,)),
@@ -204,21 +205,23 @@ class KVCache:
         tokens = segment_ids >= 0
         added = tokens.sum(1, dtype=jnp.int32)
         length = self.length + added
-        self._check_fit(length)
+        cache = self._with_room(length, count)
         index = self.length[:, None] + jnp.cumsum(tokens, 1, dtype=jnp.int32) - 1
         slots = self.slots(index)
         # What is not stored has slots beyond the end, all different.
         beyond = self.capacity + jnp.arange(count, dtype=jnp.int32)[None]
-        slots = jnp.where(tokens & (slots < self.capacity), slots, beyond)
+        slots = jnp.where(tokens & (slots < cache.room[:, None]), slots, beyond)
 
-        def write(name, old, new):
+        def check(name, old, new):
             wanted = batch, count, *old.shape[2:]
             require(
                 new.shape == wanted,
                 f"KVCache: {name} must be {wanted} for this cache, got {new.shape}.",
             )
-            return _write(name, old, slots, new)
 
+        check("k", self.k, k)
+        check("v", self.v, v)
+        jax.tree.map(functools.partial(check, "k_features"), self.k_features, k_features)
         past, limit = self.past_states, self.max_rewind or 0
         if limit:
             past = jax.tree.map(
@@ -226,16 +229,12 @@ class KVCache:
                 *(self.state, past, past_states),
             )
         after = jnp.where(tokens, add_saturated(positions, 1), 0).max(axis=1)
+        cache = cache._with_keys(slots, k, v, k_features)
         return dataclasses.replace(
-            self,
-            k=write("k", self.k, k),
-            v=write("v", self.v, v),
-            positions=write("positions", self.positions, positions),
-            segment_ids=write("segment_ids", self.segment_ids, segment_ids),
+            cache,
+            positions=write_slots("positions", self.positions, positions, slots),
+            segment_ids=write_slots("segment_ids", self.segment_ids, segment_ids, slots),
             coordinates=self._with_coordinates(coordinates, slots),
-            k_features=jax.tree.map(
-                functools.partial(write, "k_features"), self.k_features, k_features
-            ),
             state=state,
             past_states=past,
             length=length,
@@ -256,8 +255,8 @@ class KVCache:
         rows = integer_positions("KVCache.take", rows, "rows")
         array_of_rank("KVCache.take", "rows", rows, 1, "[any]")
         inside = self._inside("take", rows)
-        new = self._each(lambda x: x.at[rows].get(mode="clip", **_kept(x)))
-        return dataclasses.replace(new, lost=new.lost | ~inside)
+        new = self._each(lambda x: x.at[rows].get(mode="clip", **same_sharding(x)))
+        return dataclasses.replace(new, lost=new.lost | ~inside)._freed()._unshared()
 
     def insert(self, rows: jax.Array | int, other: "KVCache") -> Self:
         """Returns the cache with rows replaced by those of another one, such as a prefilled one.
@@ -280,14 +279,12 @@ class KVCache:
         )
         into = jnp.where(self._inside("insert", rows), rows, self.length.shape[0])
         other = dataclasses.replace(
-            other, lost=other.overflowed, ring=self.ring, num_sink_tokens=self.num_sink_tokens
+            other.contiguous(),
+            lost=other.overflowed,
+            ring=self.ring,
+            num_sink_tokens=self.num_sink_tokens,
         )
-
-        def put(old, new):
-            index = into if new.ndim == 1 else (into, slice(new.shape[1]))
-            return old.at[index].set(new.astype(old.dtype), mode="drop", **_kept(old))
-
-        return self.reset(rows)._each(put, other)
+        return self.reset(rows)._inserted(into, other)
 
     def reset(self, rows: jax.Array | int) -> Self:
         """Returns the cache with empty rows, for new sequences.
@@ -324,7 +321,7 @@ class KVCache:
                 name: cleared(getattr(self, name))
                 for name in ("length", "written", "rewindable", "next_positions", "lost")
             },
-        )
+        )._freed()
 
     def rewind(self, count: jax.Array | int) -> Self:
         """Returns the cache without the last tokens of each row, such as rejected drafts.
@@ -369,7 +366,7 @@ class KVCache:
             back = count[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
             kept = jax.tree.map(lambda x, y: states_without(x, y, back), state, past)
             state, past = (jax.tree.map(lambda x, i=i: x[:, i], kept) for i in (0, slice(1, None)))
-        return dataclasses.replace(
+        new = dataclasses.replace(
             self,
             segment_ids=segment_ids,
             state=state,
@@ -379,6 +376,7 @@ class KVCache:
             next_positions=jnp.where(count > 0, following, self.next_positions),
             lost=self.lost | lost,
         )
+        return new._freed()._unshared()
 
     @property
     def overflowed(self) -> jax.Array:
@@ -387,7 +385,16 @@ class KVCache:
         That is so where more tokens were appended than there are slots, until they are taken
         back, and where a ring, `take` or `rewind` was used beyond its limits, until `reset`.
         """
-        return self.lost if self.ring else self.lost | (self.length > self.capacity)
+        return self.lost if self.ring else self.lost | (self.length > self.room)
+
+    @property
+    def room(self) -> jax.Array:
+        """Int32 [B]: the number of slots that rows have."""
+        return jnp.full_like(self.length, self.capacity)
+
+    def contiguous(self) -> "KVCache":
+        """Returns the cache with arrays per key as [B, S, ...], which attention reads."""
+        return self
 
     def slots(self, index: jax.Array) -> jax.Array:
         """Returns the slots of the tokens with these indices in their row."""
@@ -397,10 +404,14 @@ class KVCache:
         again = sinks + (index - sinks) % (self.capacity - sinks)
         return jnp.where(index < sinks, index, again)
 
-    def _check_fit(self, length: jax.Array) -> None:
-        """Raises if rows with these many tokens are known not to fit."""
+    def _with_room(self, length: jax.Array, added: int) -> Self:
+        """Returns the cache with slots for rows of these lengths, that grew by `added` at most.
+
+        Raises:
+          ValueError: if rows are known not to fit.
+        """
         if self.ring or isinstance(length, Tracer) or not (length > self.capacity).any():
-            return
+            return self
         row = int(length.argmax())
         used = int(self.length[row])
         raise ValueError(
@@ -408,6 +419,33 @@ class KVCache:
             f"{int(length[row]) - used} more tokens do not fit; make it larger, or a ring with a "
             "window."
         )
+
+    def _with_keys(self, slots: jax.Array, k: jax.Array, v: jax.Array, k_features: Any) -> Self:
+        """Returns the cache with keys [B, T, ...] in slots [B, T]."""
+        features = functools.partial(write_slots, "k_features", slots=slots)
+        return dataclasses.replace(
+            self,
+            k=write_slots("k", self.k, k, slots),
+            v=write_slots("v", self.v, v, slots),
+            k_features=jax.tree.map(features, self.k_features, k_features),
+        )
+
+    def _inserted(self, into: jax.Array, other: "KVCache") -> Self:
+        """Returns the cache with the rows of a contiguous one; rows at B are left out."""
+
+        def put(old, new):
+            index = into if new.ndim == 1 else (into, slice(new.shape[1]))
+            return old.at[index].set(new.astype(old.dtype), mode="drop", **same_sharding(old))
+
+        return self._each(put, other)
+
+    def _freed(self) -> Self:
+        """Returns the cache without memory that no row has tokens in, where rows share it."""
+        return self
+
+    def _unshared(self) -> Self:
+        """Returns the cache with memory of its own for what each row writes next."""
+        return self
 
     def _with_coordinates(self, new: jax.Array | None, slots: jax.Array) -> jax.Array | None:
         """Returns the coordinates with those of new tokens."""
@@ -427,7 +465,7 @@ class KVCache:
             new.shape == wanted,
             f"KVCache: coordinates must be {wanted} for this cache, got {new.shape}.",
         )
-        return _write("coordinates", old, slots, new, batch=old.ndim - 2)
+        return write_slots("coordinates", old, new, slots, batch=old.ndim - 2)
 
     def _inside(self, where: str, rows: jax.Array) -> jax.Array:
         """Returns whether rows are in range; raises if they are known not to be."""
@@ -442,7 +480,7 @@ class KVCache:
     def _each(self, function: Callable[..., jax.Array], *others: "KVCache") -> Self:
         """Returns the cache with a function applied to its arrays, all with the batch first."""
         caches = (self, *others)
-        at = [None if c.coordinates is None else _batch_first(c.coordinates) for c in caches]
+        at = [None if c.coordinates is None else batch_first(c.coordinates) for c in caches]
         new = jax.tree.map(function, *(dataclasses.replace(c, coordinates=None) for c in caches))
         if at[0] is None:
             return new
@@ -464,7 +502,7 @@ class KVCache:
         )
 
         def sizes(cache):
-            at = None if cache.coordinates is None else _batch_first(cache.coordinates)
+            at = None if cache.coordinates is None else batch_first(cache.coordinates)
             per_key = cache.k, cache.v, at, cache.k_features
             per_row = cache.state, cache.past_states
             return [
@@ -477,48 +515,3 @@ class KVCache:
             f"KVCache.insert: arrays must be {sizes(self)} per key and per row, got "
             f"{sizes(other)}.",
         )
-
-
-def _write(
-    name: str, old: jax.Array, slots: jax.Array, new: jax.Array, batch: int = 0
-) -> jax.Array:
-    """Returns `old` [B, S, ...] with new tokens [B, T, ...]; slots beyond the end are not written.
-
-    Args:
-      name: of the array, for messages.
-      old, new: the arrays, with B at the axis `batch` and slots behind it.
-      slots: int32 [B, T], different in a row.
-      batch: 0, or 1 for [A, B, S].
-    """
-    wanted, given = _spec(old), _spec(new)
-    if wanted != given:
-        require(
-            name not in "kv",
-            f"KVCache: {name} is sharded as {PartitionSpec(*given)}, and the cache as "
-            f"{PartitionSpec(*wanted)}; make it with new_cache(..., qkv_sharding=...).",
-        )
-        new = jax.sharding.reshard(new, PartitionSpec(*wanted))
-
-    def of_row(old, new, slots):
-        at = (slice(None),) * batch + (slots,)
-        return old.at[at].set(new, mode="drop", unique_indices=True)
-
-    # By row, so that devices that hold some of the rows write theirs.
-    put = jax.vmap(of_row, (batch, batch, 0), batch)
-    return put(old, new.astype(old.dtype), slots)
-
-
-def _spec(x: Any) -> tuple:
-    """Returns the axes of an explicit mesh that the axes of an array or shape are sharded over."""
-    sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
-    return (None,) * x.ndim if sharding is None else tuple(sharding.spec)
-
-
-def _kept(x: jax.Array) -> dict[str, Any]:
-    """Returns options of `x.at[rows]` that keep the sharding of rows on an explicit mesh."""
-    return {"out_sharding": PartitionSpec(*_spec(x))} if any(_spec(x)) else {}
-
-
-def _batch_first(coordinates: jax.Array) -> jax.Array:
-    """Returns coordinates [B, S] or [B, S, A]."""
-    return jnp.moveaxis(coordinates, (-2, -1), (0, 1))

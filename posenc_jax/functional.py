@@ -14,6 +14,7 @@ from posenc_jax.checks import array_of_rank, coordinate_values, integer_position
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.problem import Implementation, zero_where
 from posenc_jax.mask import Window
+from posenc_jax.paged import PagedKVCache
 from posenc_jax.positions import count_up
 from posenc_jax.ring import check_window, evicted_sinks, loses_visible
 from posenc_jax.scheme import Acts, Params, Scheme, check_scheme
@@ -55,6 +56,8 @@ class CacheOptions(TypedDict, total=False):
 
     coordinates: jax.Array | jax.ShapeDtypeStruct | None
     ring: bool
+    block_size: int | None
+    num_blocks: int | None
     max_rewind: int
     qkv_sharding: PartitionSpec | None
 
@@ -301,13 +304,14 @@ def scheme_attention(
         finite_values=True,
         **options,
     )
+    keys = cache.contiguous()
     k_at = cache.positions if cache.coordinates is None else cache.coordinates
     if stored is not None:
         call = call.replace(q_coordinates=at, k_coordinates=k_at)
-    k = cache.k
+    k = keys.k
     if not transformed:  # `key` may read all slots at once; empty ones count as padding.
-        k = scheme.key(params, k, k_at, _zero_padding(cache.k_features, cache.segment_ids))
-    out = scheme.attend(params, q, k, cache.v, at, k_at, q_features, cache.k_features, call)
+        k = scheme.key(params, k, k_at, _zero_padding(keys.k_features, keys.segment_ids))
+    out = scheme.attend(params, q, k, keys.v, at, k_at, q_features, keys.k_features, call)
     out = scheme.output(params, out, at, q_features, tables)
     # Overflow cannot raise under jit: the rows concerned become NaN.
     lost = cache.overflowed[:, None, None, None]
@@ -326,6 +330,8 @@ def new_cache(
     dtype: Any = jnp.float32,
     coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
     ring: bool = False,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
     max_rewind: int = 0,
     qkv_sharding: PartitionSpec | None = None,
 ) -> KVCache:
@@ -344,6 +350,9 @@ def new_cache(
       coordinates: an array or shape [T], [B, T] or [A, B, T] like those that calls will give,
         if they give coordinates: integers, or real numbers for float32.
       ring: whether a full cache overwrites its oldest slots; needs a window.
+      block_size: slots of a block, for rows that share a pool of blocks; see `PagedKVCache`.
+        Default: each row has its own slots.
+      num_blocks: blocks of the pool. Default: enough for all rows to be full.
       max_rewind: the most tokens that `rewind` of the cache takes back at once, if the scheme
         has a running state; other schemes take back any number.
       qkv_sharding: on explicit mesh axes, how q, k and v [B, T, heads, H] are sharded, as in
@@ -361,6 +370,15 @@ def new_cache(
     require(
         model_dim is not None or not scheme.traits.reads_x,
         f"new_cache: {scheme!r} reads x, so the cache needs model_dim.",
+    )
+    require(
+        block_size is not None or num_blocks is None,
+        f"new_cache: num_blocks={num_blocks} needs block_size.",
+    )
+    require(
+        block_size is None or not ring,
+        "new_cache: a ring has slots of its own for each row, so it has no blocks; give ring or "
+        "block_size.",
     )
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
 
@@ -394,18 +412,18 @@ def new_cache(
 
     params = jax.eval_shape(scheme.init, jax.random.key(0))
     stored_k, stored_v, k_features, state = jax.eval_shape(stored, params, x, q, k, at)
-    return KVCache.empty(
-        stored_k,
-        stored_v,
-        capacity,
-        coordinates=coordinates,
-        k_features=k_features,
-        state=state,
-        scheme=scheme,
-        max_rewind=max_rewind,
-        ring=ring,
-        num_sink_tokens=scheme.traits.num_sink_tokens if ring else 0,
-    )
+    made: dict[str, Any] = {
+        "coordinates": coordinates,
+        "k_features": k_features,
+        "state": state,
+        "scheme": scheme,
+        "max_rewind": max_rewind,
+    }
+    if block_size is not None:
+        made |= {"block_size": block_size, "num_blocks": num_blocks}
+        return PagedKVCache.empty(stored_k, stored_v, capacity, **made)
+    sinks = scheme.traits.num_sink_tokens if ring else 0
+    return KVCache.empty(stored_k, stored_v, capacity, **made, ring=ring, num_sink_tokens=sinks)
 
 
 def _contents(
@@ -527,15 +545,15 @@ def _positions(
 ) -> jax.Array:
     """Returns positions as int32 [B, T]; by default they follow those in the cache."""
     if cache is not None:
+        *stacked, rows = cache.length.shape
         require(
-            cache.k.ndim == 4,
+            not stacked,
             f"{where}: cache must be that of one layer, got caches stacked along "
-            f"{cache.k.ndim - 4} more axes; give each layer its own by scan, vmap or indexing.",
+            f"{len(stacked)} more axes; give each layer its own by scan, vmap or indexing.",
         )
         require(
-            cache.k.shape[0] == batch,
-            f"{where}: the cache is for batch size {cache.k.shape[0]}, got arrays of batch size "
-            f"{batch}.",
+            rows == batch,
+            f"{where}: the cache is for batch size {rows}, got arrays of batch size {batch}.",
         )
     if positions is None:
         return count_up(batch, length, 0 if cache is None else cache.next_positions)

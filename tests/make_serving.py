@@ -10,6 +10,7 @@ import argparse
 import collections
 import pathlib
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,22 +23,29 @@ PAGE = pathlib.Path(pe.__file__).parents[1] / "docs" / "serving.md"
 ROWS, LONGEST, WINDOW, SINKS, BACK = 3, 136, 8, 2, 7
 VOCABULARY = np.random.default_rng(0).normal(size=(64, SIZES["model_dim"])).astype(np.float32)
 OPTIONS = {"swin": {"window": (16, 16)}, "swin_v2": {"window": (16, 16), "width": 16}}
-POLICIES = {"full": {}, "ring": {"ring": True}, "sinks": {"ring": True}}
-CHANGES = {n: jax.jit(getattr(pe.KVCache, n)) for n in ("reset", "take", "insert", "rewind")}
+POLICIES = {
+    "full": {},
+    "ring": {"ring": True},
+    "sinks": {"ring": True},
+    "paged": {"block_size": 8},
+}
+METHODS = "reset", "take", "insert", "rewind"
+CHANGES = {name: testing._jit(getattr(pe.KVCache, name)) for name in METHODS}
 Row = list[tuple[int, int, int] | None]  # Token, position and segment; None is padding.
 
 
 class Model:
     """Embedding, projections and attention of 6 heads and 3 key heads, without or with a cache."""
 
-    def __init__(self, scheme: pe.Scheme, ring: bool = False):
+    def __init__(self, scheme: pe.Scheme, **policy: Any):
         self.case = testing.Case(scheme, **{n: SIZES[n] for n in ("num_heads", "head_dim")})
-        self.scheme, self.ring, self.window = scheme, ring, WINDOW if ring else None
+        self.scheme, self.policy = scheme, policy
+        self.window = WINDOW if policy.get("ring") else None
         self.traces = collections.Counter()
         self._jitted = testing._jit(self._call, donate_argnums=0)
 
     def _call(self, cache, params, weights, x, **tokens):
-        self.traces[x.shape, cache and cache.k.shape] += 1
+        self.traces[x.shape, cache and cache.positions.shape] += 1
         case, how = self.case, {"window": self.window}
         how["implementation"] = None if cache else "reference"
         return case.model(self.scheme, params, weights, x, cache=cache, **tokens, **how)
@@ -52,19 +60,19 @@ class Model:
         out, cache = self._jitted(cache, case.params, case.weights, x, **where)
         return np.asarray(out), cache
 
-    def empty(self, chunk: int, batch: int = ROWS) -> pe.KVCache:
+    def empty(self, chunk: int) -> pe.KVCache:
         """Returns an empty cache for `chunk` tokens at a time."""
         sinks = self.scheme.traits.num_sink_tokens
         return pe.new_cache(
             self.scheme,
-            batch,
-            sinks + WINDOW - 1 + chunk if self.ring else LONGEST,
+            ROWS,
+            sinks + self.window - 1 + chunk if self.window else LONGEST,
             num_heads=self.case.num_heads,
             num_kv_heads=self.case.num_kv_heads,
             head_dim=self.case.head_dim,
             model_dim=self.case.model_dim,
-            ring=self.ring,
             max_rewind=BACK,
+            **self.policy,
         )
 
 
@@ -157,8 +165,9 @@ def reused(model: Model) -> float:
 def inserted(model: Model) -> float:
     server, prompt = Server(model), text(7, 4)
     server.add(text(16, 1), text(9, 2))
-    _, other = model(model.empty(7, batch=1), [prompt])
-    server.change("insert", 1, other, rows=[server.rows[0], prompt, []])
+    _, other = model(model.empty(7), [prompt, [None] * 7, [None] * 7])
+    rows = np.array([1, ROWS, ROWS])  # There is no row 3, so the others are left out.
+    server.change("insert", rows, other, rows=[server.rows[0], prompt, []])
     server.add([(3, 16, 0)], [(n, t + 7, 0) for n, t, _ in text(12, 5)], text(4, 6))
     return server.check()
 

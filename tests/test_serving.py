@@ -17,12 +17,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import posenc_jax as pe
-from posenc_jax import nnx
+from posenc_jax import nnx, testing
 from posenc_jax.positions import from_padding_mask
 
 ROWS, CHUNK, CAPACITY, DIM = 3, 3, 12, 8
 LONGEST = CAPACITY + 2 * CHUNK  # Tokens of the whole forward pass that outputs are compared with.
-WINDOW, SINKS, BACK = 4, 2, 4
+WINDOW, SINKS, BACK, BLOCK = 4, 2, 4, 4
 VOCABULARY = np.random.default_rng(0).normal(size=(64, DIM)).astype(np.float32)
 SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "model_dim": DIM}
 # Rotated keys, arrays per key, running sums, and the last inputs of convolutions.
@@ -40,6 +40,7 @@ class Policy:
     scheme: pe.Scheme
     ring: bool
     back: int
+    blocks: int = 0
 
     @property
     def window(self):
@@ -53,6 +54,8 @@ class Policy:
         # A ring with room to take back `BACK` tokens.
         capacity = self.sinks + WINDOW - 1 + max(CHUNK, BACK) if self.ring else CAPACITY
         options = {"ring": self.ring, "max_rewind": self.back}
+        if self.blocks:
+            options |= {"block_size": BLOCK, "num_blocks": self.blocks}
         return pe.new_cache(self.scheme, batch, capacity, **SIZES, **options)
 
 
@@ -60,6 +63,7 @@ POLICIES = {
     "full": Policy(SUMS, False, BACK),
     "ring": Policy(SUMS, True, BACK),
     "sinks": Policy(pe.streaming(pe.RoPE(head_dim=4), SINKS), True, 0),
+    "paged": Policy(SUMS, False, BACK, blocks=7),  # Three full rows would have nine.
 }
 
 
@@ -88,24 +92,26 @@ def attend(policy, tokens, segment_ids, cache=None):
     )
 
 
-whole = jax.jit(lambda policy, *rows: attend(policy, *rows)[0], static_argnums=0)
-append = jax.jit(attend, static_argnums=0)
-prefill = jax.jit(
+whole = testing._jit(lambda policy, *rows: attend(policy, *rows)[0], static_argnums=0)
+append = testing._jit(attend, static_argnums=0)
+empty = testing._jit(lambda policy: policy.empty(), static_argnums=0)
+prefill = testing._jit(
     lambda policy, *tokens: attend(policy, *tokens, policy.empty(1))[1], static_argnums=0
 )
 take, insert, reset, rewind = (
-    jax.jit(getattr(pe.KVCache, name)) for name in ("take", "insert", "reset", "rewind")
+    testing._jit(getattr(pe.KVCache, name)) for name in ("take", "insert", "reset", "rewind")
 )
 
 
 class Row:
     """What one row should hold: a list."""
 
-    def __init__(self, tokens=(), written=0, back=0, lost=False):
+    def __init__(self, tokens=(), written=0, back=0, lost=False, blocks=()):
         self.tokens, self.written, self.back, self.lost = list(tokens), written, back, lost
+        self.blocks = list(blocks)  # The numbers of its blocks, in a pool.
 
     def copy(self):
-        return Row(self.tokens, self.written, self.back, self.lost)
+        return Row(self.tokens, self.written, self.back, self.lost, self.blocks)
 
     def append(self, tokens, policy, capacity):
         start = len(self.tokens)
@@ -129,7 +135,33 @@ class Row:
         self.back = max(self.back - count, 0)
 
     def is_lost(self, policy):
-        return self.lost or (not policy.ring and len(self.tokens) > CAPACITY)
+        room = len(self.blocks) * BLOCK if policy.blocks else CAPACITY
+        return self.lost or (not policy.ring and len(self.tokens) > room)
+
+
+def free_blocks(rows, policy):
+    return sorted(set(range(policy.blocks)) - {block for row in rows for block in row.blocks})
+
+
+def grow(rows, chosen, policy):
+    """Gives some rows the blocks that they need."""
+    for row in (row for row, grows in zip(rows, chosen, strict=True) if grows):
+        needed = -(-min(len(row.tokens), CAPACITY) // BLOCK) - len(row.blocks)
+        row.blocks += free_blocks(rows, policy)[:needed]
+
+
+def settle(rows, policy):
+    """Takes back unused blocks; of rows that would write to one block, all but one get another."""
+    for row in rows:
+        del row.blocks[-(-len(row.tokens) // BLOCK) :]
+    free = free_blocks(rows, policy)
+    full = {block for row in rows for block in row.blocks[: len(row.tokens) // BLOCK]}
+    written = set(full)
+    for row in rows:
+        if len(row.tokens) // BLOCK < len(row.blocks):
+            if row.blocks[-1] in written:
+                row.blocks[-1:] = [free.pop()] if free else []
+            written.update(row.blocks[len(row.tokens) // BLOCK :])
 
 
 def padded(rows):
@@ -158,17 +190,19 @@ operation = st.one_of(
 def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
     """Appended, reordered, freed, reused and taken back at random; 1e-5."""
     policy = POLICIES[name]
-    cache, rows = policy.empty(), [Row() for _ in range(ROWS)]
+    cache, rows = empty(policy), [Row() for _ in range(ROWS)]
     capacity = cache.capacity
     for what, value in operations:
         if what == "append":
+            had_all = [not row.is_lost(policy) for row in rows]
             numbers = np.array(value, np.int32)
             out, cache = append(policy, np.maximum(numbers, 0), np.minimum(numbers, 0), cache)
             for row, new in zip(rows, value, strict=True):
                 if len(row.tokens) > LONGEST - CHUNK:
                     return
                 row.append([n for n in new if n >= 0], policy, capacity)
-            expected = whole(policy, *padded([r.tokens for r in rows]))
+            grow(rows, had_all, policy)
+            out, expected = map(np.asarray, (out, whole(policy, *padded([r.tokens for r in rows]))))
             for i, (row, new) in enumerate(zip(rows, value, strict=True)):
                 real = [n >= 0 for n in new]
                 wanted = expected[i, len(row.tokens) - sum(real) : len(row.tokens)]
@@ -178,12 +212,14 @@ def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
                     np.testing.assert_allclose(out[i][np.array(real)], wanted, rtol=0, atol=1e-5)
         elif what == "take":
             cache, rows = take(cache, np.array(value)), [rows[i].copy() for i in value]
+            settle(rows, policy)
         elif what == "insert":
             row, new = value
             numbers = np.array([new], np.int32)
             one = prefill(policy, np.maximum(numbers, 0), np.minimum(numbers, 0))
             cache, rows[row] = insert(cache, row, one), Row()
             rows[row].append([n for n in new if n >= 0], policy, capacity)
+            grow(rows, [i == row for i in range(ROWS)], policy)
         elif what == "reset":
             cache = reset(cache, np.array(value))
             rows = [Row() if freed else row for row, freed in zip(rows, value, strict=True)]
@@ -191,10 +227,16 @@ def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
             cache = rewind(cache, np.array(value))
             for row, count in zip(rows, value, strict=True):
                 row.rewind(count, policy)
+            settle(rows, policy)
+        if policy.blocks:
+            assert cache.num_free_blocks == len(free_blocks(rows, policy))
         np.testing.assert_array_equal(cache.length, [len(row.tokens) for row in rows])
-        # The position of a row is known while the ring holds its last token.
+        # The position of a row is known while the cache holds its last token.
         beyond = [
-            policy.ring and policy.sinks < len(r.tokens) <= r.first(policy, capacity) for r in rows
+            policy.sinks < len(r.tokens) <= r.first(policy, capacity)
+            if policy.ring
+            else r.is_lost(policy)
+            for r in rows
         ]
         np.testing.assert_array_equal(
             np.where(beyond, cache.length, cache.next_positions), cache.length
@@ -219,8 +261,8 @@ def buffers(cache):
     return {str(list(x.shape)).replace(" ", "") for x in jax.tree.leaves(arrays)}
 
 
-@pytest.mark.parametrize("ring", [False, True])
-def test_a_donated_cache_is_written_in_place(ring):
+@pytest.mark.parametrize("kind", [{}, {"ring": True}, {"block_size": 7}], ids=str)
+def test_a_donated_cache_is_written_in_place(kind):
     """No array with all slots is copied, and appending takes the same memory for any S."""
     fox = pe.FoX(num_heads=2, model_dim=DIM)
     x, at = jnp.zeros((ROWS, 3, DIM)), jnp.zeros((ROWS, 3), jnp.int32)
@@ -234,17 +276,17 @@ def test_a_donated_cache_is_written_in_place(ring):
         return step(cache)[1]
 
     def compiled(function, capacity, **donated):
-        options = {"ring": ring, "max_rewind": 2, "coordinates": at}
+        options = {"max_rewind": 2, "coordinates": at, **kind}
         cache = pe.new_cache(fox, ROWS, capacity, **SIZES, **options)
         program = jax.jit(function, **donated).lower(cache).compile()
         shapes = (re.escape(shape) for shape in buffers(cache))
         return program, re.search(rf"({'|'.join(shapes)})\S* copy\(", program.as_text())
 
     # Without donation the old cache has to be copied.
-    assert compiled(append, 301)[1]
-    assert not compiled(step, 301, donate_argnums=0)[1]
+    assert compiled(append, 315)[1]
+    assert not compiled(step, 315, donate_argnums=0)[1]
     sizes = []
-    for capacity in (301, 1201):
+    for capacity in (315, 1260):
         program, copied = compiled(append, capacity, donate_argnums=0)
         assert not copied
         sizes.append(program.memory_analysis().temp_size_in_bytes)
@@ -293,6 +335,10 @@ def test_rows_and_heads_on_explicit_axes():
             ValueError, match=r"k is sharded as .*'data'.*new_cache\(..., qkv_shard"
         ):
             step(x[:, :3], replicated)
+        with pytest.raises(
+            ValueError, match=r"PagedKVCache: .* not be sharded by row, got P\('data"
+        ):
+            layer.new_cache(4, 8, block_size=4, qkv_sharding=of_qkv)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +347,7 @@ def test_rows_and_heads_on_explicit_axes():
         ("learned", "full", ("left padding", "rows of different lengths", "rows inserted")),
         ("deberta", "ring", ("packed", "rows reused", "rewound")),
         ("t5", "sinks", ("chunks of 64", "rows reused", "beams")),
+        ("shaw", "paged", ("left padding", "rows inserted", "beams", "rewound")),
     ],
 )
 def test_situations_of_a_server(name, policy, situations):
