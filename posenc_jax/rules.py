@@ -642,8 +642,7 @@ class DenseBias(Rule):
     one of the other rules.
 
     Attributes:
-      pairs: [B or 1, N or 1, T, S], float. Entries of -inf hide a key, except under a softcap,
-        which bounds them; `mask` always hides.
+      pairs: [B or 1, N or 1, T, S], float. Entries of -inf hide a key, as `mask` does.
       scaled: as for `LogitBias`.
 
     >>> q = k = v = jnp.ones((1, 3, 2, 4))

@@ -153,13 +153,17 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
             unscaled = term if unscaled is None else unscaled + term
     x = p.scale * scaled
     x = x if unscaled is None else x + unscaled
+    if p.rules:  # They hide keys by -inf, under a softcap too.
+        seen &= ~jnp.isneginf(x)
+        x = jnp.where(seen, x, 0.0)
     if p.softcap is not None:
         x = p.softcap * jnp.tanh(x / p.softcap)
     for rule, features in zip(p.rules, row_features, strict=True):
         if rule.whole_rows:
             x = jnp.where(seen, x, 0.0)
             x = jax.vmap(rule.transformed_logits)(x, seen, rule.q_features, features, *at)
-    x = jnp.where(seen & ~jnp.isneginf(x), x, -jnp.inf)  # Rules hide keys by -inf, too.
+    # Rules on whole rows hide keys by -inf, too; a row of them has no gradient.
+    x = jnp.where(seen & ~jnp.isneginf(x), x, -jnp.inf)
     lse = jax.nn.logsumexp(x, -1)
     if p.sinks is not None:
         lse = jnp.logaddexp(lse, p.sinks[None, :, None])

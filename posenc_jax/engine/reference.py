@@ -33,10 +33,13 @@ class Reference(Implementation):
             elif term is not None:
                 unscaled += term
         logits = p.scale * scaled + unscaled
+        if p.rules:  # They hide keys by -inf, under a softcap too.
+            seen &= ~jnp.isneginf(logits)
+            logits = jnp.where(seen, logits, 0.0)
         if p.softcap is not None:
             logits = p.softcap * jnp.tanh(logits / p.softcap)
         logits = _transformed(p, logits, seen)
-        # Rules hide keys by -inf, too; a row of them has no gradient.
+        # Rules on whole rows hide keys by -inf, too; a row of them has no gradient.
         logits = jnp.where(seen & ~jnp.isneginf(logits), logits, -jnp.inf)
         if p.sinks is not None:
             sinks = p.sinks[None, :, None, None]

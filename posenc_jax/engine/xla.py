@@ -539,7 +539,8 @@ class Tiles:
 
     def with_pairs(self, grads: Any, tiles: Any, i, j) -> Any:
         """Writes the cotangents of `pairs` in their places; every tile is visited once."""
-        start = 0, 0, i * self.blocks.q, j * self.blocks.k
+        zero = jnp.zeros((), jnp.int32)
+        start = zero, zero, i * self.blocks.q, j * self.blocks.k
 
         def write(grad, tile):
             return jax.lax.dynamic_update_slice(grad, tile.astype(grad.dtype), start)
@@ -649,6 +650,10 @@ class Tiles:
         if added is not None:
             x += added
         if self.all.softcap is not None:
+            if added is not None:  # Rules hide keys by -inf.
+                kept = ~jnp.isneginf(x)
+                seen = kept if seen is None else seen & kept
+                x = jnp.where(seen, x, 0.0)
             bounded = jnp.tanh(x / self.all.softcap)
             x, softcap_grad = self.all.softcap * bounded, 1.0 - bounded * bounded
         return x if seen is None else jnp.where(seen, x, MASK_VALUE), softcap_grad

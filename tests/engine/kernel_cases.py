@@ -71,6 +71,10 @@ def _same_for_all(shared, head, q, k):
     return -shared * jnp.abs(q - k).astype(jnp.float32)
 
 
+def _hiding(shared, head, q, k):
+    return jnp.where((q - k) % 3 == 1, -jnp.inf, -shared * (q - k).astype(jnp.float32))
+
+
 def _gate(shared, head, row, col, q, k):
     return head * jnp.tanh(row - col) - shared * (q - k).astype(jnp.float32) / 100.0
 
@@ -102,6 +106,10 @@ RULES |= {
     "same_for_all": (
         lambda n, dim: jnp.float32(0.05),
         lambda params, q, k: LogitBias(_same_for_all, shared=params, relative=True),
+    ),
+    "hiding": (
+        lambda n, dim: jnp.float32(0.05),
+        lambda params, q, k: LogitBias(_hiding, shared=params, relative=True),
     ),
     "gate": (
         lambda n, dim: {"shared": jnp.float32(0.3), "heads": jnp.linspace(0.5, 1.0, n)},

@@ -81,22 +81,29 @@ def test_attention_matches_a_float64_softmax_beside_another_rule():
         np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", [TILES, "dense", "reference"], ids=str)
-def test_minus_infinity_hides_keys(implementation):
-    """As `mask` does, a query without keys too; gradients are finite."""
+@pytest.mark.parametrize(
+    ("implementation", "softcap"),
+    [(TILES, None), (TILES, 5.0), ("dense", 5.0), ("reference", 5.0)],
+    ids=str,
+)
+def test_minus_infinity_hides_keys(implementation, softcap):
+    """As `mask` does, a query without keys too; gradients are finite, also beside hidden NaN."""
+    later = np.triu(np.ones((T, T), bool), 1)
     hidden = RANDOM.random((B, 1, T, T)) < 0.5
     hidden[1, 0, 7] = True
-    bias = np.where(hidden, -np.inf, 0.0).astype("f4")
+    bias = np.where(later, np.nan, np.where(hidden, -np.inf, 0.0)).astype("f4")
+    options = {"is_causal": True, "softcap": softcap}
 
     def own(bias, q, k, v):
-        return pe.attention(q, k, v, rules=pe.DenseBias(bias), implementation=implementation)
+        rule = pe.DenseBias(bias)
+        return pe.attention(q, k, v, rules=rule, implementation=implementation, **options)
 
     value, grads = gradients(own, bias)
-    masked = pe.attention(Q, K, V, mask=~hidden, implementation="reference")
+    masked = pe.attention(Q, K, V, mask=~hidden, implementation="reference", **options)
     np.testing.assert_allclose(value, (masked * WEIGHTS).sum(), rtol=1e-5)
     assert np.all(np.asarray(own(bias, Q, K, V))[1, 7] == 0.0)
     assert all(np.isfinite(grad).all() for grad in grads)
-    assert np.all(np.asarray(grads[0])[hidden] == 0.0)
+    assert np.all(np.asarray(grads[0])[hidden | later] == 0.0)
 
 
 def test_it_belongs_to_slots_when_a_rule_sorts_the_keys():

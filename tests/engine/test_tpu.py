@@ -37,7 +37,7 @@ CASES += [("kerple_by_pair", "permuted"), ("scaled", "causal"), ("same_for_all",
 CASES += [("separable", f) for f in ("causal", "plain", "permuted")]
 CASES += [("gate", "both_ways_segments"), ("none", "dropout")]
 CASES += [("narrow", "plain"), ("wide", "segments"), ("wide", "softcap"), ("unbounded", "plain")]
-CASES += [("unbounded", "window"), ("wide", "prefix")]
+CASES += [("unbounded", "window"), ("wide", "prefix"), ("hiding", "softcap")]
 
 
 @pytest.mark.parametrize(("rule", "feature"), CASES)

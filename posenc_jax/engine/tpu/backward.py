@@ -275,9 +275,10 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
                 pulls.append((e, pull))
             slope = None
             if spec.softcap is not None:
-                s = jnp.tanh(s)
-                slope = 1.0 - s * s
-                s *= spec.softcap * LOG2E
+                bounded = jnp.tanh(s)
+                slope = 1.0 - bounded * bounded
+                capped = spec.softcap * LOG2E * bounded
+                s = jnp.where(s == -jnp.inf, s, capped) if ruled else capped
             p = jnp.exp2(s - own["lse"][...] * LOG2E)
             if masked:
                 p = jnp.where(visible(spec, s.shape, 1, offset, of_q, of_k, limit), p, 0.0)

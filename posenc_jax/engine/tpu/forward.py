@@ -159,7 +159,8 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                         of_k = [y[:, c : c + inner] for y in element.k_numbers]
                         s += spec.unit * evaluate(element, s.shape, numbers, of_q, of_k, q, k)[0]
                 if spec.softcap is not None:
-                    s = spec.softcap * LOG2E * jnp.tanh(s)
+                    capped = spec.softcap * LOG2E * jnp.tanh(s)
+                    s = jnp.where(s == -jnp.inf, s, capped) if ruled else capped
                 if masked:
                     see = visible(spec, s.shape, 0, offset - c, q, k, limit)
                     s = jnp.where(see, s, MASK_VALUE)
