@@ -174,8 +174,9 @@ def scheme_attention(
       positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
       coordinates: what the scheme encodes, [T], [B, T] or [A, B, T]. Default: the positions.
       segment_ids: integers [T] or [B, T], below zero for padding. Default: one segment. Schemes
-        with running sums (FoX, PaTH, selective RoPE) need the tokens of a segment to be
-        consecutive, but for padding, in the cache too.
+        with a running state (FoX, CABLE, PaTH, selective RoPE, short convolutions, Partial Key
+        Offset) need the tokens of a segment to be consecutive, but for padding, and in the order
+        of their positions, in the cache too.
       cache: keys and values of earlier tokens; see `new_cache`.
       tables: `scheme_tables` of these coordinates, to compute them once for all layers.
       contiguous: as in `attention`, without a cache.

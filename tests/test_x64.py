@@ -39,6 +39,13 @@ for name, cls in pe.SCHEMES.items():
     print(name)
 
 tables = (jnp.ones((1, 5, 2), jnp.float64),) * 2
+at = jnp.zeros((1, 5), jnp.int32)
+for draw in (pe.positions.random_floats, pe.positions.continuous):
+    options = {"high": 8.0} if draw is pe.positions.random_floats else {}
+    assert draw(jax.random.key(0), at, **options).dtype == jnp.float32, draw
+q = jnp.ones((1, 40, 1, 4), jnp.float32)
+loss = lambda pairs: pe.attention(q, q, q, rules=pe.DenseBias(pairs), implementation="xla").sum()
+assert jax.eval_shape(jax.grad(loss), jnp.ones((1, 1, 40, 40))).dtype == jnp.float64
 assert pe.apply_rotation(jnp.ones((1, 5, 1, 4), jnp.bfloat16), *tables).dtype == jnp.bfloat16
 """
 

@@ -132,7 +132,7 @@ def random_floats(
     """
     positions, segments = _checked("random_floats", positions, segment_ids)
     checks.positive("random_floats", high=high)
-    drawn = jax.random.uniform(key, positions.shape, maxval=high)
+    drawn = jax.random.uniform(key, positions.shape, jnp.float32, maxval=high)
     return _sorted_by_segment(drawn, positions, segments)
 
 
@@ -250,8 +250,9 @@ def continuous(
 
     def draw(key, position):
         of_segment, of_token = jax.random.split(key)
-        shift, scale = jax.random.uniform(of_segment, (2,), minval=-1.0)
-        jitter = jax.random.uniform(jax.random.fold_in(of_token, position), minval=-1.0)
+        shift, scale = jax.random.uniform(of_segment, (2,), jnp.float32, minval=-1.0)
+        of_token = jax.random.fold_in(of_token, position)
+        jitter = jax.random.uniform(of_token, (), jnp.float32, minval=-1.0)
         at = position.astype(jnp.float32) + global_shift * shift + local_shift * jitter
         return at * jnp.exp(math.log(max_scaling) * scale)
 
