@@ -77,6 +77,24 @@ class ModelConfig:
             self.model_dim, epsilon=self.epsilon, use_fast_variance=False, rngs=rngs
         )
 
+    def new_attention(self, layer: pe.LayerSpec, rngs: nnx.Rngs) -> Any:
+        """Returns the attention of a layer."""
+        return Attention(
+            self.model_dim,
+            self.num_heads,
+            position=layer,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            use_bias=self.attention_bias,
+            is_causal=self.is_causal,
+            rngs=rngs,
+        )
+
+    def new_mlp(self, index: int, rngs: nnx.Rngs) -> nnx.Module:
+        """Returns the MLP of layer `index`, or its experts."""
+        mixed = self.experts
+        return MLP(self, rngs) if mixed is None else MixtureOfExperts(self, mixed, rngs)
+
 
 class MLP(nnx.Module):
     """Two projections, or three with a gate."""
@@ -134,22 +152,12 @@ class MixtureOfExperts(nnx.Module):
 class Block(nnx.Module):
     """Attention and MLP with their norms."""
 
-    def __init__(self, config: ModelConfig, layer: pe.LayerSpec, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, index: int, layer: pe.LayerSpec, rngs: nnx.Rngs):
         self.attention_norm, self.mlp_norm = config.new_norm(rngs), config.new_norm(rngs)
         self.post_attention_norm = config.new_norm(rngs) if config.post_norms else None
         self.post_mlp_norm = config.new_norm(rngs) if config.post_norms else None
-        self.attention = Attention(
-            config.model_dim,
-            config.num_heads,
-            position=layer,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            use_bias=config.attention_bias,
-            is_causal=config.is_causal,
-            rngs=rngs,
-        )
-        mixed = config.experts
-        self.mlp = MLP(config, rngs) if mixed is None else MixtureOfExperts(config, mixed, rngs)
+        self.attention = config.new_attention(layer, rngs)
+        self.mlp = config.new_mlp(index, rngs)
         self.parallel = config.parallel
 
     def __call__(self, x, cache=None, **tokens):
@@ -180,7 +188,7 @@ class Decoder(nnx.Module):
         layers = config.layers
         if not first.acts_in_attention:
             layers = [dataclasses.replace(layer, scheme=pe.NoPE()) for layer in layers]
-        self.blocks = nnx.List(Block(config, layer, rngs) for layer in layers)
+        self.blocks = nnx.List(Block(config, i, layer, rngs) for i, layer in enumerate(layers))
         self.norm = config.new_norm(rngs)
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         self.output = None if config.tied else linear(config.model_dim, config.vocabulary)

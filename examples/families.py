@@ -31,6 +31,15 @@ _QWEN_VL = _LLAMA | {
     "norm": "model.language_model.norm",
     "blocks": "model.language_model.layers",
 }
+_DEEPSEEK = _LLAMA | {
+    "query_down": "q_a_proj",
+    "query_norm": "q_a_layernorm",
+    "query": "q_b_proj",
+    "latent_down": "kv_a_proj_with_mqa",
+    "latent_norm": "kv_a_layernorm",
+    "latent_up": "kv_b_proj",
+    "router": "gate",
+}
 _GEMMA = _LLAMA | {
     "post_attention_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -124,6 +133,7 @@ FAMILIES = {
     "qwen2_vl_text": Family(_QWEN_VL, biases=(True, False)),
     "qwen3": Family(_LLAMA, derived=()),
     "gpt_oss": Family(_LLAMA, biases=(True, False), derived=()),
+    "deepseek_v3": Family(_DEEPSEEK),
     "gemma2": _GEMMA_2,
     "gemma3_text": _GEMMA_2,
 }

@@ -46,7 +46,9 @@ class VisionTower(nnx.Module):
     def __init__(self, config: ModelConfig, patch_dim: int, merge: int, width: int, rngs: nnx.Rngs):
         dim = config.model_dim * merge**2
         self.patch = nnx.Linear(patch_dim, config.model_dim, use_bias=False, rngs=rngs)
-        self.blocks = nnx.List(Block(config, layer, rngs) for layer in config.layers)
+        self.blocks = nnx.List(
+            Block(config, i, layer, rngs) for i, layer in enumerate(config.layers)
+        )
         self.merger_norm = config.new_norm(rngs)
         self.merger_up = nnx.Linear(dim, dim, rngs=rngs)
         self.merger_down = nnx.Linear(dim, width, rngs=rngs)

@@ -327,6 +327,7 @@ def new_cache(
     num_heads: int,
     head_dim: int,
     num_kv_heads: int | None = None,
+    value_dim: int | None = None,
     model_dim: int | None = None,
     dtype: Any = jnp.float32,
     coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
@@ -346,6 +347,7 @@ def new_cache(
       num_heads: N.
       head_dim: H.
       num_kv_heads: K. Default: N.
+      value_dim: V, the head dim of v. Default: H.
       model_dim: D, for schemes that read `x`.
       dtype: of k and v.
       coordinates: an array or shape [T], [B, T] or [A, B, T] like those that calls will give,
@@ -393,6 +395,7 @@ def new_cache(
     spec = () if qkv_sharding is None else tuple(qkv_sharding)
     q = shape((batch, 1, num_heads, head_dim), dtype, spec)
     k = shape((batch, 1, kv_heads, head_dim), dtype, spec)
+    v = shape((batch, 1, kv_heads, head_dim if value_dim is None else value_dim), dtype, spec)
     x = None if model_dim is None else shape((batch, 1, model_dim), dtype, spec[:1])
     at = shape((batch, 1), jnp.int32, spec[:1])
     if coordinates is not None:
@@ -403,8 +406,8 @@ def new_cache(
         )
         coordinates = at
 
-    def stored(params, x, q, k, at):
-        made = _contents(scheme, params, (x, q, k, k), at, None, None)
+    def stored(params, x, q, k, v, at):
+        made = _contents(scheme, params, (x, q, k, v), at, None, None)
         (_, k, v), _, k_features, states = made
         v = scheme.value(params, v, at, k_features)
         if scheme.traits.cache_transformed_keys:
@@ -412,7 +415,7 @@ def new_cache(
         return k, v, k_features, states
 
     params = jax.eval_shape(scheme.init, jax.random.key(0))
-    stored_k, stored_v, k_features, state = jax.eval_shape(stored, params, x, q, k, at)
+    stored_k, stored_v, k_features, state = jax.eval_shape(stored, params, x, q, k, v, at)
     made: dict[str, Any] = {
         "coordinates": coordinates,
         "k_features": k_features,

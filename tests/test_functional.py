@@ -103,6 +103,15 @@ def test_raw_cached_keys_are_transformed_at_each_step(coordinates):
     np.testing.assert_allclose(jnp.concatenate(outs, 1), attend(ROPE, **where[0])[0], atol=1e-5)
 
 
+def test_values_may_have_a_head_dim_of_their_own():
+    cache = new_cache(value_dim=5)
+    run = jax.jit(functools.partial(pe.scheme_attention, ALIBI, {}, is_causal=True))
+    out, cache = run(Q, K, V[..., :5], cache=cache)
+    np.testing.assert_allclose(out, attend()[0][..., :5], atol=1e-6)
+    assert (cache.k.shape, cache.v.shape) == ((2, 9, 3, 8), (2, 9, 3, 5))
+    assert new_cache(value_dim=0).v.shape == (2, 9, 3, 0)  # For schemes that attend to keys.
+
+
 def test_a_new_cache_is_shaped_like_k_and_v():
     cache = pe.new_cache(ALIBI, 2, 9, num_heads=6, head_dim=8, dtype=jnp.bfloat16)
     assert cache.k.shape == cache.v.shape == (2, 9, 6, 8) and cache.k.dtype == jnp.bfloat16

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from examples import deberta, decoder, families, qwen2_vl, swin, t5
+from examples import deberta, decoder, deepseek, families, qwen2_vl, swin, t5
 from tests.models.inputs import images, pictures
 from tests.models.weights import random_state
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 NAMES = """
-gpt2 gpt_neox bloom llama3 llama_yarn mistral ministral3 qwen2 qwen3 gpt_oss gemma2 gemma3 qwen2_vl
-t5 t5_gated deberta_v2 swin
+gpt2 gpt_neox bloom llama3 llama_yarn mistral ministral3 qwen2 qwen3 gpt_oss gemma2 gemma3
+deepseek_v3 deepseek_v3_q qwen2_vl t5 t5_gated deberta_v2 swin
 """.split()
 
 
@@ -57,7 +57,8 @@ def agreement(name):
         made = run(t5.load(config, state), tokens, mask, steps)
         return compare(arrays, *made, mask[:, -1:])  # One token before the first.
     run = nnx.jit(decoder.greedy, static_argnums=3)
-    return compare(arrays, *run(families.load(config, state), tokens, mask, steps), mask)
+    load = deepseek.load if name.startswith("deepseek") else families.load
+    return compare(arrays, *run(load(config, state), tokens, mask, steps), mask)
 
 
 def compare(arrays, new, logits, mask):

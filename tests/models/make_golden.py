@@ -55,6 +55,23 @@ DEBERTA = SIZES | dict(
     max_relative_positions=8,
     position_biased_input=False,
 )
+DEEPSEEK = SIZES | dict(
+    num_key_value_heads=6,
+    first_k_dense_replace=1,
+    q_lora_rank=28,
+    kv_lora_rank=20,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=12,
+    n_routed_experts=8,
+    n_group=4,
+    topk_group=2,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    rope_parameters=SCALED | {"rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.9},
+)
+DIRECT = dict(q_lora_rank=None, num_hidden_layers=1)
 QWEN_VL = dict(
     text_config=SIZES
     | dict(
@@ -90,6 +107,8 @@ CASES = {
     "gemma2": ("gemma2", GROUPED | dict(sliding_window=7, attn_logit_softcapping=5.0), 8),
     "gemma3": ("gemma3_text", GROUPED | THREE | dict(query_pre_attn_scalar=16), 6),
     "bloom": ("bloom", dict(vocab_size=VOCABULARY, hidden_size=48, n_head=6, n_layer=2), 5),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK, 0),
+    "deepseek_v3_q": ("deepseek_v3", DEEPSEEK | DIRECT, 0),
     "t5": ("t5", T5, 4),
     "t5_gated": ("t5", T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False), 1),
     "deberta_v2": ("deberta-v2", DEBERTA, 0),
@@ -100,8 +119,9 @@ CASES = {
 
 def load(model, seed):
     """Gives a model its random weights; returns their shapes."""
-    tied = set(model.all_tied_weights_keys)
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in tied}
+    tied, kept = set(model.all_tied_weights_keys), [*model.named_parameters()]
+    kept += [(n, b) for n, b in model.named_buffers() if n.endswith("correction_bias")]
+    shapes = {n: tuple(p.shape) for n, p in kept if n not in tied}
     state = random_state(shapes, seed)
     missing, unexpected = model.load_state_dict(
         {n: torch.from_numpy(x).double() for n, x in state.items()}, strict=False

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import posenc_jax as pe
+from examples import deepseek, families
 from examples.families import load
 from tests.models.agreement import FOLDER, NAMES, agreement, read
 
@@ -26,9 +27,12 @@ def test_models_agree_with_transformers(name):
     assert steps in (None, 64)
 
 
-def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding():
+@pytest.mark.parametrize(
+    ("name", "load"), [("gemma3", families.load), ("deepseek_v3", deepseek.load)]
+)
+def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding(name, load):
     """Without a cache; two of the sequences share a row."""
-    about, arrays, state = read("gemma3")
+    about, arrays, state = read(name)
     tokens = np.concatenate([arrays["tokens"], arrays["new"][:, :-1]], 1)
     start = np.argmax(arrays["mask"], 1)
     parts = [tokens[b, start[b] :] for b in (2, 1)]
@@ -53,6 +57,12 @@ def test_the_files_are_what_transformers_gives():
         made, file = maker.make(name), read(name)[1]
         for key in made.keys() - {"about"}:
             np.testing.assert_allclose(made[key], file[key], rtol=1e-5, atol=1e-5)
+
+
+def test_latent_attention_caches_latents_alone():
+    about, _, state = read("deepseek_v3")
+    caches = deepseek.load(about["config"], state).new_caches(3, 7)
+    assert [(c.k.shape, c.v.size) for c in caches] == [((3, 7, 1, 20 + 6), 0)] * 2
 
 
 def test_weights_that_do_not_fit_are_refused():
