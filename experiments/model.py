@@ -168,6 +168,13 @@ class LanguageModel(nnx.Module):
         return jnp.where(mask[:, 1:] > 0, MASK_TOKEN, targets), targets
 
 
+def of_scheme(params: Any) -> Any:
+    """Returns a tree of booleans, true at the parameters of position encodings."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: any(str(getattr(k, "key", "")).startswith("position") for k in path), params
+    )
+
+
 def structure(sizes: Model, position: Position, vocab_size: int) -> Any:
     """Returns the model's graph definition, without making parameters."""
     make = nnx.eval_shape(

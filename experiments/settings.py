@@ -58,6 +58,8 @@ class Train:
     """Sequences per step."""
     learning_rate: PositiveFloat = 3e-3
     """Highest learning rate."""
+    scheme_rate: PositiveFloat = 1.0
+    """Learning rate of the scheme's own parameters, relative to that of all others."""
     warmup: NonNegativeInt = 50
     """Steps of linear warm-up."""
     final_rate: NonNegativeFloat = 0.05

@@ -20,6 +20,7 @@ from experiments.model import (
     Position,
     count_parameters,
     initialize,
+    of_scheme,
     seed_keys,
     structure,
 )
@@ -28,7 +29,10 @@ from experiments.tasks import Task
 
 
 def make_optimizer(train: Train) -> optax.GradientTransformation:
-    """Returns clipped AdamW with linear warm-up and cosine decay."""
+    """Returns clipped AdamW with linear warm-up and cosine decay.
+
+    Steps of the scheme's parameters are multiplied by `train.scheme_rate`.
+    """
     rate = optax.warmup_cosine_decay_schedule(
         0.0,
         train.learning_rate,
@@ -36,10 +40,13 @@ def make_optimizer(train: Train) -> optax.GradientTransformation:
         train.steps,
         train.learning_rate * train.final_rate,
     )
-    return optax.chain(
+    steps = [
         optax.clip_by_global_norm(train.clip),
         optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay),
-    )
+    ]
+    if train.scheme_rate != 1.0:
+        steps.append(optax.masked(optax.scale(train.scheme_rate), of_scheme))
+    return optax.chain(*steps)
 
 
 def mean_loss(

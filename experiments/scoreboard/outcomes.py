@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+from experiments.queue import differences
 from experiments.runs import Result, RunFolder
 from experiments.scoreboard.claims import Claim
 from experiments.scoreboard.criteria import Condition
@@ -96,16 +97,6 @@ def judge(claim: Claim, folder: Path) -> Outcome:
     if len(fitted) < claim.needed:
         return outcome(NOT_FITTED, f"the gate holds in {len(fitted)} of {len(seeds)} seeds")
     return outcome(NOT_REPRODUCED, f"{len(held)} of {len(seeds)} seeds")
-
-
-def differences(versions: set[tuple[str, ...]]) -> str:
-    """Returns in words where versions differ.
-
-    >>> differences({("jax 1", "numpy 2"), ("jax 3", "numpy 2")})
-    'jax 1 and jax 3'
-    """
-    columns = zip(*sorted(versions), strict=True)
-    return ", ".join(" and ".join(sorted(set(c))) for c in columns if len(set(c)) > 1)
 
 
 def interval(values: tuple[float, ...]) -> tuple[float, float, float]:

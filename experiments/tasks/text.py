@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 import posenc_jax as pe
 from experiments.config_io import near
@@ -55,6 +55,9 @@ class Text(Task):
     """Bytes that each sliding window scores."""
     sliding_lengths: tuple[int, ...] = (128, 256, 512)
     """Lengths of the sliding evaluation, among the test lengths."""
+    ngram: NonNegativeInt = 0
+    """Length n of the n-grams that split the sliding evaluation into repeated and new bytes; 0: no
+    split."""
     variants: tuple[str, ...] = ("ntk", "pi")
     """Zero-shot frequency maps for schemes with a `scaling`: the trained parameters are measured
     with factor = length / training length."""
@@ -75,11 +78,14 @@ class Text(Task):
             "where a scheme has learned nothing about longer distances.",
             "sliding": "Sliding: each scored byte has a nearly full context of the given length, "
             "so changes with length come from bytes farther away.",
+            "repeated": "Sliding, those bytes alone that end an n-gram which occurs earlier in "
+            "the context.",
+            "new": "Sliding, all other bytes.",
         },
     )
     seconds: ClassVar[float] = 21.0
     measure_settings: ClassVar[frozenset[str]] = frozenset(
-        {"eval_bytes", "stride", "sliding_lengths", "variants"}
+        {"eval_bytes", "stride", "sliding_lengths", "ngram", "variants"}
     )
 
     @property
@@ -89,7 +95,7 @@ class Text(Task):
 
     @property
     def views(self):
-        """Both ways of evaluating, and the variants."""
+        """The ways of evaluating, and the variants."""
         return (*self.labels.modes, *self.variants)
 
     def load(self) -> Data:
@@ -115,7 +121,7 @@ class Text(Task):
         return tokens, jnp.ones(tokens.shape, jnp.float32)
 
     def evaluate(self, position, params, seeds, data):
-        """Returns bits per byte at each test length, in both modes and with each variant."""
+        """Returns bits per byte at each test length, in each mode and with each variant."""
         found = []
         for length in self.test_lengths:
             trained = length == self.train_length
@@ -126,14 +132,20 @@ class Text(Task):
                 if changed is None:
                     continue
                 graphdef = structure(self.model, changed, self.vocab_size)
-                for mode in self.labels.modes:
+                for mode in ("nonoverlapping", "sliding"):
                     if mode == "sliding" and (variant or length not in self.sliding_lengths):
                         continue
                     windows, count = self.windows(data.held_out, length, mode)
                     bits = _bits(graphdef, params, windows, count)
-                    found.append(
-                        Evaluation(self.labels.metric, mode, length, bits, trained, variant)
-                    )
+                    parts = {mode: np.ones(bits.shape[1:], bool)}
+                    if mode == "sliding" and self.ngram:
+                        again = repeated(windows, count, self.ngram)
+                        parts |= {"repeated": again, "new": ~again}
+                    for part, scored in parts.items():
+                        mean = [round(float(x), 5) for x in bits[:, scored].mean(1)]
+                        found.append(
+                            Evaluation(self.labels.metric, part, length, mean, trained, variant)
+                        )
         return found
 
     def fits(self, score, data):
@@ -213,8 +225,8 @@ def _window_losses(params: nnx.State, tokens: jax.Array, *, graphdef: Any) -> ja
     return jax.vmap(lambda p: token_losses(graphdef, p, tokens.astype(jnp.int32)))(params)
 
 
-def _bits(graphdef: Any, params: nnx.State, windows: np.ndarray, count: int) -> list[float]:
-    """Returns bits per byte of each seed, over the last `count` bytes of each window."""
+def _bits(graphdef: Any, params: nnx.State, windows: np.ndarray, count: int) -> np.ndarray:
+    """Returns the bits of the last `count` bytes of each window, [seeds, windows, count]."""
     batch = max(1, _TOKENS_PER_CALL // (windows.shape[1] - 1))
     losses = []
     for i in range(0, len(windows), batch):
@@ -222,5 +234,29 @@ def _bits(graphdef: Any, params: nnx.State, windows: np.ndarray, count: int) -> 
         padded = np.pad(part, ((0, batch - len(part)), (0, 0)))  # One shape, one compilation.
         out = np.asarray(_window_losses(params, padded, graphdef=graphdef))
         losses.append(out[:, : len(part), -count:].astype(np.float64))
-    mean = np.concatenate(losses, 1).mean((1, 2)) / np.log(2)
-    return [round(float(x), 5) for x in mean]
+    return np.concatenate(losses, 1) / np.log(2)
+
+
+def repeated(windows: np.ndarray, count: int, n: int) -> np.ndarray:
+    """Returns which of the last `count` bytes end an n-gram that occurs earlier in the window.
+
+    Args:
+      windows: uint8 [windows, length + 1].
+      count: bytes at the end of each.
+      n: at least 1; the earlier n-gram may overlap with the later one.
+
+    Returns:
+      Bool [windows, count].
+
+    >>> repeated(np.frombuffer(b"abcabx", np.uint8)[None], 3, 2)[0].tolist()
+    [False, True, False]
+    """
+    found = np.zeros((len(windows), count), bool)
+    for row, window in enumerate(windows):
+        text, seen = window.tobytes(), set()
+        for end in range(n, len(text) + 1):
+            gram, place = text[end - n : end], end - 1 - (len(text) - count)
+            if place >= 0:
+                found[row, place] = gram in seen
+            seen.add(gram)
+    return found
