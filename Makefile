@@ -9,7 +9,7 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick test-newest compare scoreboard bench gpu gpu-static tpu tpu-static \
+.PHONY: help test test-quick test-newest compare study scoreboard bench gpu gpu-static tpu tpu-static \
   lint format clean
 .DELETE_ON_ERROR:
 
@@ -83,6 +83,9 @@ option = $(if $(value $(1)),--$(2) $(call quote,$($(1))))
 compare: $(VENV)/.installed-experiments ## Train and compare (QUICK=1 SCHEMES=rope,alibi SEEDS=3 NAME=mine)
 	$(strip $(RUN) -m experiments compare configs/compare.toml $(if $(filter-out 0,$(QUICK)),--quick) \
 	  $(call option,SCHEMES,schemes) $(call option,SEEDS,seeds) $(call option,NAME,name) $(ARGS))
+
+study: $(VENV)/.installed-experiments ## Compare at learning rates chosen for each scheme, in hours (ARGS="--minutes 30")
+	$(RUN) -m experiments study --run $(ARGS)
 
 scoreboard: $(VENV)/.installed-experiments ## Test claims of the literature, write RESULTS.md (ARGS="R08 --seeds 1")
 	$(RUN) -m experiments scoreboard --run $(ARGS)

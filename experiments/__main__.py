@@ -14,6 +14,8 @@ python -m experiments <command> [file.toml] [changes]
              length, and write a report                      configs/compare.toml
   train      the same, and keep the trained parameters       configs/kback.toml
   evaluate   measure kept parameters again                   configs/text_length.toml
+  study      the same question at learning rates chosen for
+             each scheme, with seeds and intervals           configs/study.toml
   scoreboard test claims of the literature, write their
              outcomes to RESULTS.md                          configs/scoreboard/
   report     write report.html again from results.json       a folder of results
@@ -43,6 +45,7 @@ _EXPERIMENTS = {
 }
 _OTHERS = {
     "report": "experiments.report",
+    "study": "experiments.study.command",
     "scoreboard": "experiments.scoreboard.command",
     "bench": "experiments.bench",
     "gallery": "experiments.gallery.page",

@@ -41,16 +41,17 @@ class FileCheckpoint:
             if arrays is not None and fits(arrays[:-1], state):
                 kept = json.loads(arrays[-1].tobytes())
                 state = jax.tree.unflatten(jax.tree.structure(state), arrays[:-1])
-                return state, kept["curve"], kept["seconds"]
+                wall, cpu = kept["times"]
+                return state, kept["curve"], (wall, cpu)
             if path.exists():
                 self.say(f"{path}: cannot be used; continuing from what was written before it")
         return None
 
-    def save(self, state, curve, seconds):
+    def save(self, state, curve, times):
         now = time.monotonic()
         if now < min(self.written + self.every, self.deadline):
             return
-        words = json.dumps({"curve": curve, "seconds": seconds}).encode()
+        words = json.dumps({"curve": curve, "times": times}).encode()
         arrays = [*jax.tree.leaves(state), np.frombuffer(words, np.uint8)]
         if self.path.exists():
             self.path.replace(self.previous)

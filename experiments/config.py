@@ -66,6 +66,13 @@ class Experiment:
         """Returns all (task, scheme) pairs, in the order in which they run."""
         return [(task, scheme) for task in self.tasks for scheme in self.schemes]
 
+    def options_of(self, task_name: str, scheme: str) -> dict[str, Any]:
+        """Returns the settings of a scheme for a task, by the names that a chain is made of."""
+        task: Task = self.tasks[task_name]
+        parts = [part.strip() for part in scheme.split("+")]
+        options = {p: self.options.get(p, {}) | task.schemes.get(p, {}) for p in parts}
+        return {part: table for part, table in options.items() if table}
+
     def scheme(self, task_name: str, scheme: str) -> Position:
         """Returns a scheme, or one layer each, for the model of a task.
 

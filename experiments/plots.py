@@ -7,10 +7,11 @@ A scheme has the same colour and marker in every plot. The colours suit colour-b
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -132,6 +133,39 @@ def cost(results: dict) -> str:
         axes.set_xlabel(f"time of a training step, {unit}")
         figure.legend(loc="center right", frameon=False)
         return drawing(figure, "cost", "time of a training step by scheme")
+
+
+def differences(
+    rows: Mapping[str, Mapping[str, tuple[float, float, float]]], unit: str, title: str
+) -> str:
+    """Returns a plot of means with their intervals, a row per scheme, around zero.
+
+    Args:
+      rows: by scheme, then by what was measured: mean, lower and upper bound (or NaN).
+      unit: of the numbers.
+      title: for readers who do not see it.
+    """
+    with mpl.rc_context({**STYLE, "svg.hashsalt": title, "axes.grid.axis": "both"}):
+        height = 0.85 + 0.34 * len(rows)
+        figure, axes = _figure(height, left=1.15, bottom=0.6, right=1.3)
+        kinds = tables.ordered(kind for row in rows.values() for kind in row)
+        for i, kind in enumerate(kinds):
+            colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
+            found = {y: row[kind] for y, row in enumerate(rows.values()) if kind in row}
+            heights = [y + 0.2 * (i - (len(kinds) - 1) / 2) for y in found]
+            means = [mean for mean, _, _ in found.values()]
+            reach = [[max(m - low, 0.0), max(high - m, 0.0)] for m, low, high in found.values()]
+            bars = np.nan_to_num(np.array(reach, float)).T.reshape(2, -1)
+            axes.errorbar(
+                means, heights, xerr=bars, fmt=marker, color=colour, label=kind, elinewidth=1.4
+            )
+        axes.set_yticks(range(len(rows)), [tables.label(name) for name in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.axvline(0.0, color=INK, linewidth=0.8, alpha=0.6)
+        axes.locator_params(axis="x", nbins=6)
+        axes.set_xlabel(unit)
+        figure.legend(loc="center right", frameon=False)
+        return drawing(figure, "differences", title)
 
 
 def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.6):

@@ -134,14 +134,15 @@ class Trained:
 class Checkpoint(Protocol):
     """Where the state of training is kept, so that it can be continued with equal bits."""
 
-    def load(self, state: Any) -> tuple[Any, dict[str, list], float] | None:
-        """Returns a state like `state`, its curve and the seconds it took; None if there is none.
+    def load(self, state: Any) -> tuple[Any, dict[str, list], tuple[float, float]] | None:
+        """Returns a state like `state`, its curve and its times; None if there is none.
 
-        The last step of the curve is that of the state.
+        The last step of the curve is that of the state. Times are seconds of the clock and of the
+        processors.
         """
         ...
 
-    def save(self, state: Any, curve: dict[str, list], seconds: float) -> None:
+    def save(self, state: Any, curve: dict[str, list], times: tuple[float, float]) -> None:
         """Is called after each compiled call, and writes the state when it wants to."""
         ...
 
@@ -194,9 +195,14 @@ def train(
     compiled = _compiled(task, position, len(seeds), (tree, shapes))
     begun, cpu = time.perf_counter(), time.process_time()
     curve: dict[str, list] = {"step": [], "loss": []}
-    before = 0.0
+    before = 0.0, 0.0
     if checkpoint and (kept := checkpoint.load(state)):
         state, curve, before = kept
+
+    def times() -> tuple[float, float]:
+        wall, processors = time.perf_counter() - begun, time.process_time() - cpu
+        return before[0] + wall, before[1] + processors
+
     done = curve["step"][-1] if curve["step"] else 0
     for first in range(done, task.train.steps, task.train.steps_per_call):
         state, losses = compiled(state, keys, jnp.int32(first), data)
@@ -206,14 +212,14 @@ def train(
         if not np.isfinite(mean).all():
             raise FloatingPointError(f"the loss is not finite at step {curve['step'][-1]}")
         if checkpoint:
-            checkpoint.save(state, curve, before + time.perf_counter() - begun)
+            checkpoint.save(state, curve, times())
         report(curve["step"][-1], curve["loss"][-1])
-    ended = before + time.perf_counter()
+    train_seconds, cpu_seconds = times()
     return Trained(
         params=state[0],
         parameters=count_parameters(state[0]),
         curve=curve,
         compile_seconds=begun - started,
-        train_seconds=ended - begun,
-        cpu_seconds=time.process_time() - cpu,
+        train_seconds=train_seconds,
+        cpu_seconds=cpu_seconds,
     )

@@ -167,14 +167,10 @@ def _runs(tables: Mapping[str, dict[str, Any]], common: dict[str, Any]) -> dict[
             experiment = from_file(everything)
             experiment.check()
             (found,) = experiment.tasks.values()
-            options = {
-                part: experiment.options.get(part, {}) | found.schemes.get(part, {})
-                for part in (p.strip() for p in scheme.split("+"))
-            }
             run = Run(
                 found,
                 scheme,
-                {k: v for k, v in options.items() if v},
+                experiment.options_of(found.name, scheme),
                 experiment.scheme(found.name, scheme),
                 0,
                 made[start] if start is not None else None,

@@ -5,9 +5,6 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-from scipy import stats
-
 from experiments.queue import differences
 from experiments.runs import Result, RunFolder
 from experiments.scoreboard.claims import Claim
@@ -97,20 +94,6 @@ def judge(claim: Claim, folder: Path) -> Outcome:
     if len(fitted) < claim.needed:
         return outcome(NOT_FITTED, f"the gate holds in {len(fitted)} of {len(seeds)} seeds")
     return outcome(NOT_REPRODUCED, f"{len(held)} of {len(seeds)} seeds")
-
-
-def interval(values: tuple[float, ...]) -> tuple[float, float, float]:
-    """Returns the mean and its 95 % interval by Student's t, NaN bounds for one value.
-
-    >>> [round(x, 3) for x in interval((1.0, 2.0, 3.0))]
-    [2.0, -0.484, 4.484]
-    """
-    x = np.asarray(values)
-    mean = float(x.mean()) if len(x) else math.nan
-    if len(x) < 2:
-        return mean, math.nan, math.nan
-    half = float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5)
-    return mean, mean - half, mean + half
 
 
 def _score(claim: Claim, results: Mapping[str, Result]):

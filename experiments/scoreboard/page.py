@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from experiments.intervals import interval
 from experiments.progress import duration
-from experiments.scoreboard.outcomes import Check, Outcome, interval
+from experiments.scoreboard.outcomes import Check, Outcome
 from experiments.tables import mean, ordered
 
 _HEAD = """\

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -215,6 +216,22 @@ def test_training_equals_a_python_loop():
         np.testing.assert_allclose(a, b[0], atol=1e-4)
 
 
+def test_the_learning_rate_of_a_scheme_is_its_own():
+    scheme = make("kerple")
+    params = initialize(SIZES, scheme, TASK.vocab_size, seed_keys([0], "parameters"))
+    gradient = jax.tree.map(jnp.ones_like, params)
+    changes = []
+    for rate in (1.0, 10.0):
+        optimizer = make_optimizer(dataclasses.replace(TASK.train, scheme_rate=rate))
+        state = optimizer.init(params)
+        _, state = optimizer.update(gradient, state, params)  # The warm-up begins at zero.
+        changes.append(optimizer.update(gradient, state, params)[0])
+    ratios = jax.tree.map(lambda a, b: float((b / a).mean()), *changes)
+    found = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(ratios)}
+    assert {round(x, 3) for name, x in found.items() if "'position'" in name} == {10.0}
+    assert {round(x, 3) for name, x in found.items() if "'position'" not in name} == {1.0}
+
+
 def test_seeds_are_independent():
     alone = train(TASK, make("rope"), [1], None)
     both = train(TASK, make("rope"), [0, 1], None)
@@ -238,9 +255,10 @@ def test_text_evaluation_equals_a_loop_over_bytes():
         sliding_lengths=(8, 16),
         eval_bytes=32,
         stride=4,
+        ngram=2,
         model=SIZES,
     )
-    held_out = np.random.default_rng(0).integers(0, 256, 300).astype(np.uint8)
+    held_out = np.random.default_rng(0).integers(0, 8, 300).astype(np.uint8)
     data = Data(held_out=held_out)
     scheme = make("rope", task)
     params = initialize(SIZES, scheme, 256, seed_keys([0, 1], "parameters"))
@@ -256,15 +274,19 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     for e in [e for e in found if e.variant is None]:
         for seed, value in enumerate(e.values):
             one = jax.tree.map(lambda x, s=seed: x[s], params)
-            bits = []
+            bits, again = [], []
             for start in starts:
                 step = e.length if e.mode == "nonoverlapping" else task.stride
                 for end in range(start + step, start + 16 + 1, step):
                     window = held_out[end - e.length : end + 1].astype(np.int32)
                     logp = np.asarray(logp_of(one, window[:-1]))[np.arange(e.length), window[1:]]
                     bits += list(-logp[e.length - step :])
-            assert len(bits) == 32
-            assert value == pytest.approx(float(np.mean(bits)) / np.log(2), abs=2e-4)
+                    pairs = [tuple(window[i - 1 : i + 1]) for i in range(1, e.length + 1)]
+                    again += [pairs[i] in pairs[:i] for i in range(e.length - step, e.length)]
+            assert len(bits) == 32 and 0 < sum(again) < 32
+            kept = {"repeated": np.array(again), "new": ~np.array(again)}.get(e.mode, slice(None))
+            assert value == pytest.approx(np.array(bits)[kept].mean() / np.log(2), abs=2e-4)
+    assert {e.mode for e in found} == {"nonoverlapping", "sliding", "repeated", "new"}
     changed = {(e.variant, e.length): e.values for e in found if e.mode == "nonoverlapping"}
     assert changed["ntk", 16] != changed[None, 16] != changed["pi", 16]
     assert ("ntk", 8) not in changed

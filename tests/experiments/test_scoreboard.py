@@ -12,11 +12,12 @@ from experiments.checkpoints import FileCheckpoint, OutOfTime
 from experiments.config import Experiment
 from experiments.errors import ConfigError, ResultsError
 from experiments.files import locked
+from experiments.intervals import interval
 from experiments.runs import Result, Run, RunFolder
 from experiments.scoreboard import claims as claims_module
 from experiments.scoreboard.command import _plan
 from experiments.scoreboard.criteria import parse
-from experiments.scoreboard.outcomes import interval, judge
+from experiments.scoreboard.outcomes import judge
 from experiments.scoreboard.page import page
 from experiments.settings import Model, Train
 from experiments.tasks import KBack

@@ -1,0 +1,1 @@
+"""`python -m experiments study`: which scheme is best, at learning rates chosen for each."""

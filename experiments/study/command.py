@@ -1,0 +1,97 @@
+"""`python -m experiments study`: runs a study, and writes its page and plot."""
+
+from pathlib import Path
+
+from experiments import plots
+from experiments.config_io import Parser
+from experiments.errors import ConfigError
+from experiments.files import write_whole
+from experiments.queue import Queue, add_arguments, of_shard, refuse_other_versions, say, shard
+from experiments.runs import Result, Run, RunFolder
+from experiments.study.page import drawing, page
+from experiments.study.plan import Study, load
+
+_EPILOG = """\
+python -m experiments study                          the page with what is known so far
+python -m experiments study --run                    run what has no result, in stages
+python -m experiments study --run --minutes 9        stop in time; the next call continues
+python -m experiments study --run --shard 1/2        half of the schemes; another call has the rest
+
+Folders of runs are named by the hash of their settings: what has a result is not run again.
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a study if asked to, and writes its page; returns the exit status."""
+    parser = Parser(
+        prog="python -m experiments study",
+        description="Schemes of position encoding, each at its best learning rate.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("file", nargs="?", type=Path, default=Path("configs/study.toml"))
+    add_arguments(parser)
+    parser.add_argument("--results", type=Path, help="folder (default: results/<name of the file>)")
+    parser.add_argument("--page", type=Path, help="file to write (default: docs/<name>.md)")
+    options = parser.parse_args(arguments)
+    part = shard(options.shard)
+    study = load(options.file)
+    folder = options.results or Path("results") / study.name
+    target = options.page or Path("docs") / f"{study.name}.md"
+    if target.suffix != ".md":
+        raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
+    status = run(study, folder, part, options.minutes) if options.run else 0
+    results = known(folder)
+    svg, picture = drawing(study, results), target.with_suffix(".svg")
+    if svg:
+        write_whole(picture, plots.standalone(svg))
+    words = str(options.file), str(folder), picture.name
+    write_whole(target, page(study, results, *words))
+    say(f"Page: {target}")
+    return status
+
+
+def run(
+    study: Study, folder: Path, part: tuple[int, int] = (1, 1), minutes: float = float("inf")
+) -> int:
+    """Runs what has no result, until no more follows from the results.
+
+    Args:
+      study: the study.
+      folder: of the folders of runs.
+      part: (i, n): the i-th of n parts of the schemes, from 1.
+      minutes: after which it stops, with the state of the current run written.
+
+    Returns:
+      0, or 1 if a run failed.
+
+    Raises:
+      ResultsError: where results of other versions are in the folder, or another process.
+    """
+    queue, failed = Queue(folder, minutes), set()
+    while not queue.over:
+        results = known(folder)
+        runs = list(study.runs(results))
+        refuse_other_versions(runs, folder, study.name)
+        ended = sum(results(each) is not None for each in runs)
+        schemes = study.about.schemes[part[0] - 1 :: part[1]]
+        mine = of_shard((each for each in runs if each.scheme in schemes), (1, 1))
+        waiting = [e for e in mine if results(e) is None and e.name not in failed]
+        if not waiting:
+            break
+        say(f"{ended} of {study.count} runs have ended, {len(waiting)} are next.")
+        queue.work(waiting)
+        results = known(folder)
+        failed |= {each.name for each in waiting if results(each) is None}
+    return queue.status
+
+
+def known(folder: Path):
+    """Returns a function that reads the result of a run once."""
+    found: dict[str, Result] = {}
+
+    def result(run: Run) -> Result | None:
+        if run.name not in found and (read := RunFolder(folder, run).result()):
+            found[run.name] = read
+        return found.get(run.name)
+
+    return result

@@ -1,0 +1,286 @@
+"""The page and the plot of a study, made from result files."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from experiments import plots
+from experiments.intervals import interval
+from experiments.progress import duration
+from experiments.runs import Result, Run
+from experiments.study.plan import Cell, Lookup, Study, score
+from experiments.tables import label, mean, ordered
+
+_HEAD = """\
+# Which scheme? A study
+
+This page is made by `python -m experiments study {file}` from the results in `{results}`; it is not
+edited by hand. Every scheme has the same data, the same initial parameters and the same number of
+steps. Its learning rate is the best of a grid that is the same for all, chosen by the score at the
+trained length with seed {grid_seed}; the seeds that are reported took no part in that.
+Intervals are 95 % intervals over seeds by Student's t, of the mean or of the mean of paired
+differences to {baseline}. Differences whose interval holds 0 are not resolved.
+"""
+
+
+def page(study: Study, results: Lookup, file: str, folder: str, plot: str) -> str:
+    """Returns the page.
+
+    Args:
+      study: the study.
+      results: of its runs.
+      file, folder, plot: where the study, its results and its plot are.
+    """
+    about = study.about
+    words = {"file": file, "results": folder, "baseline": label(about.baseline)}
+    lines = [_HEAD.format(**words, grid_seed=about.grid_seed)]
+    done = sum(results(run) is not None for run in study.runs(results))
+    if done < study.count:
+        lines += [
+            f"**{done} of {study.count} runs have ended**; the tables have what is known.",
+            "",
+        ]
+    if any(_rows(cells, about.baseline, results) for cells in study.cells.values()):
+        lines += [f"![Differences to {label(about.baseline)} with their intervals]({plot})", ""]
+    for size, cells in study.cells.items():
+        lines += _size(size, cells, about.baseline, results)
+    lines += _provenance([r for run in study.runs(results) if (r := results(run))])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def drawing(study: Study, results: Lookup) -> str:
+    """Returns the plot of differences to the baseline at the trained length, as <svg>."""
+    rows: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for size, cells in study.cells.items():
+        for scheme, row in _rows(cells, study.about.baseline, results).items():
+            if scheme != study.about.baseline:
+                rows.setdefault(scheme, {})[size] = interval(row.against)
+    if not rows:
+        return ""
+    task = next(iter(next(iter(study.cells.values())).values())).grid[0].task
+    rows = dict(sorted(rows.items(), key=lambda row: next(iter(row[1].values()))[0]))
+    name = label(study.about.baseline)
+    unit = f"{task.labels.unit} at the trained length, difference to {name}"
+    return plots.differences(rows, unit, f"Differences to {name}")
+
+
+class _Row:
+    """A scheme's results of all seeds.
+
+    Attributes:
+      run: of the first seed.
+      results: one per seed.
+      against: differences to the baseline at the trained length, one per seed.
+    """
+
+    def __init__(self, runs: Sequence[Run], results: Sequence[Result], baseline: Sequence[Result]):
+        self.run, self.results = runs[0], results
+        pairs = zip(results, baseline, strict=True)
+        self.against = [(score(a) or math.nan) - (score(b) or math.nan) for a, b in pairs]
+
+    def values(self, view: str, length: int) -> list[float]:
+        """Returns the scores of a view at a length, those that there are."""
+        found = (result.scores.get(view, {}).get(str(length)) for result in self.results)
+        return [x for x in found if x is not None]
+
+
+def _rows(cells: Mapping[str, Cell], baseline: str, results: Lookup) -> dict[str, _Row]:
+    """Returns the schemes whose seeds have all ended, where the baseline's have; best first."""
+    own = _ended(cells[baseline].finals(results), results)
+    if not own:
+        return {}
+    found = {}
+    for scheme, cell in cells.items():
+        runs = cell.finals(results)
+        if ended := _ended(runs, results):
+            found[scheme] = _Row(runs, ended, own)
+    return dict(sorted(found.items(), key=lambda item: _order(item[1])))
+
+
+def _order(row: _Row) -> float:
+    sign = -1.0 if row.run.task.labels.higher_is_better else 1.0
+    value = mean([score(r) or math.inf for r in row.results])
+    return sign * value if math.isfinite(value) else math.inf
+
+
+def _ended(runs: Sequence[Run], results: Lookup) -> list[Result]:
+    """Returns the results of runs, none unless all have ended."""
+    found = [result for run in runs if (result := results(run))]
+    return found if len(found) == len(runs) else []
+
+
+def _size(size: str, cells: Mapping[str, Cell], baseline: str, results: Lookup) -> Iterator[str]:
+    cell = cells[baseline]
+    task = cell.grid[0].task
+    model, train = task.model, task.train
+    rows = _rows(cells, baseline, results)
+    counts = ordered(r.parameters for row in rows.values() for r in row.results if r.parameters)
+    yield f"## {size.capitalize()}"
+    yield ""
+    if counts:
+        yield f"{min(counts) / 1e6:.2f} to {max(counts) / 1e6:.2f} million parameters,"
+    yield (
+        f"{model.num_layers} layers of width {model.model_dim} with {model.num_heads} heads; "
+        f"{train.steps} steps of {train.batch} x {task.train_length}; {cell.about.seeds} seeds."
+    )
+    yield ""
+    if rows:
+        yield from _scores(rows, cells, baseline, results)
+    yield from _grid(cells, results)
+    yield from _orders(cells, results)
+    yield from _own(cells, results)
+
+
+def _scores(
+    rows: Mapping[str, _Row], cells: Mapping[str, Cell], baseline: str, results: Lookup
+) -> Iterator[str]:
+    task = next(iter(rows.values())).run.task
+    main, trained = task.views[0], task.train_length
+    known = {
+        (view, n)
+        for row in rows.values()
+        for r in row.results
+        for view in r.scores
+        for n in r.scores[view]
+    }
+    columns = [
+        (view, n)
+        for view in task.views
+        for n in task.test_lengths
+        if (view, str(n)) in known and (view, n) != (main, trained)
+    ]
+    timed = {s: _ended(cells[s].timed(results, cells[baseline]), results) for s in rows}
+    heads = [f"{task.labels.unit}", f"difference to {label(baseline)}", "rate"]
+    heads += ["in equal time, difference"] if any(timed.values()) else []
+    yield f"| scheme | {' | '.join(heads)} |"
+    yield f"|---|{'---:|' * len(heads)}"
+    for scheme, row in rows.items():
+        train = row.run.task.train
+        own = f" ({train.scheme_rate:g} x)" if train.scheme_rate != 1 else ""
+        cells_of = [
+            _plain(row.values(main, trained)),
+            "" if scheme == baseline else _signed(row.against),
+            f"{train.learning_rate:g}{own}",
+        ]
+        if any(timed.values()):
+            pairs = zip(timed[scheme], rows[baseline].results, strict=False)
+            against = [(score(a) or math.nan) - (score(b) or math.nan) for a, b in pairs]
+            cells_of.append(_signed(against) if against else "")
+        yield f"| {label(scheme)} | {' | '.join(cells_of)} |"
+    yield ""
+    if columns:
+        yield "Other lengths and ways of evaluating, means over seeds:"
+        yield ""
+        yield f"| scheme | {' | '.join(f'{view} {n}' for view, n in columns)} |"
+        yield f"|---|{'---:|' * len(columns)}"
+        for scheme, row in rows.items():
+            means = " | ".join(_mean(row.values(view, n)) for view, n in columns)
+            yield f"| {label(scheme)} | {means} |"
+        yield ""
+    failed = {s: sum(r.status != "done" for r in row.results) for s, row in rows.items()}
+    if any(failed.values()):
+        words = (f"{label(s)} in {n} of {len(rows[s].results)}" for s, n in failed.items() if n)
+        yield f"Seeds that diverged: {', '.join(words)}."
+        yield ""
+
+
+def _grid(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
+    found = {name: [results(run) for run in cell.grid] for name, cell in cells.items()}
+    if not any(r for row in found.values() for r in row):
+        return
+    rates = next(iter(cells.values())).about.rates
+    yield "The grid of learning rates (one seed, score at the trained length; the best is bold):"
+    yield ""
+    yield f"| scheme | {' | '.join(f'{rate:g}' for rate in rates)} |"
+    yield f"|---|{'---:|' * len(rates)}"
+    edges = []
+    for name, row in found.items():
+        best = cells[name].best(cells[name].grid, results)
+        texts = []
+        for run, result in zip(cells[name].grid, row, strict=True):
+            value = score(result)
+            text = "" if result is None else "diverged" if value is None else f"{value:.3f}"
+            texts.append(f"**{text}**" if run is best else text)
+        if best in (cells[name].grid[0], cells[name].grid[-1]):
+            edges.append(label(name))
+        yield f"| {label(name)} | {' | '.join(texts)} |"
+    yield ""
+    if edges:
+        yield f"The best rate lies at the edge of the grid for {', '.join(edges)}."
+        yield ""
+
+
+def _orders(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
+    """Whether the order of the schemes depends on which half of the grid there is."""
+    halves: list[dict[str, float]] = [{}, {}]
+    for name, cell in cells.items():
+        for half, first in zip(halves, (0, 1), strict=True):
+            best = cell.best(cell.grid[first::2], results)
+            value = score(results(best)) if best else None
+            if value is None:
+                return
+            half[name] = value
+    task = next(iter(cells.values())).grid[0].task
+    orders = [sorted(h, key=lambda n: h[n], reverse=task.labels.higher_is_better) for h in halves]
+    rates = next(iter(cells.values())).about.rates
+    yield "The order with every other rate of the grid only, from the first and from the second on:"
+    yield ""
+    for first, order, half in zip((0, 1), orders, halves, strict=True):
+        shown = ", ".join(f"{label(name)} {half[name]:.3f}" for name in order)
+        yield f"* {', '.join(f'{rate:g}' for rate in rates[first::2])}: {shown}"
+    swapped = []
+    for i, a in enumerate(orders[0]):
+        for b in orders[0][i + 1 :]:
+            if orders[1].index(a) > orders[1].index(b):
+                gaps = " and ".join(f"{abs(half[a] - half[b]):.3f}" for half in halves)
+                swapped.append(f"{label(a)} and {label(b)} ({gaps} apart)")
+    yield ""
+    same = "The order is the same."
+    yield f"Pairs that change places: {'; '.join(swapped)}." if swapped else same
+    yield ""
+
+
+def _own(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
+    lines = []
+    for name, cell in cells.items():
+        best = cell.best(cell.grid, results)
+        before = score(results(best)) if best else None
+        for run in cell.own(best) if best else ():
+            value = score(results(run))
+            if value is not None and before is not None:
+                rate = run.task.train.scheme_rate
+                lines.append(f"* {label(name)}, {rate:g} x: {value:.3f} ({value - before:+.3f})")
+    if lines:
+        yield "Other learning rates for the scheme's own parameters, at its best rate for the rest:"
+        yield ""
+        yield from lines
+        yield ""
+
+
+def _provenance(results: Sequence[Result]) -> Iterator[str]:
+    if not results:
+        return
+    yield "## How it was made"
+    yield ""
+    versions = ordered(", ".join(result.versions) for result in results)
+    yield f"* Versions: {'; '.join(versions)}"
+    yield f"* Code: {', '.join(ordered(result.commit for result in results))}"
+    wall = sum(result.train_seconds + result.compile_seconds for result in results)
+    cpu = sum(result.cpu_seconds for result in results)
+    yield f"* {len(results)} runs; {duration(wall)} in training and compilation one after the other"
+    yield f"* {duration(cpu)} of processor time in training"
+    facts = ordered(f"{k}: {v}" for r in results for k, v in r.environment.items() if "corpus" in k)
+    yield from (f"* {fact}" for fact in facts)
+
+
+def _plain(values: Sequence[float]) -> str:
+    middle, low, high = interval(values)
+    return f"{middle:.3f}" if math.isnan(low) else f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _signed(values: Sequence[float]) -> str:
+    middle, low, high = interval(values)
+    return f"{middle:+.3f}" if math.isnan(low) else f"{middle:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{mean(values):.3f}" if values else ""

@@ -1,0 +1,255 @@
+"""A study as a TOML file: sizes of a model, and schemes that are compared at each.
+
+    task = "text"
+    baseline = "rope"                       differences are to this scheme
+    schemes = ["none", "rope", "alibi"]
+
+    [text]                                  settings for all runs, as for `compare`
+    ngram = 6
+
+    [sizes.small]
+    rates = [1e-3, 2e-3, 4e-3, 8e-3]        the grid of learning rates
+    seeds = 5
+    text.model.model_dim = 96               settings of a size
+
+Runs follow from results, in stages: each scheme runs at each rate of the grid with a seed of its
+own; where `own_rates` names the scheme, the best of them runs again with other rates for the
+scheme's parameters; what had the best score at the trained length runs with all seeds; and with
+`equal_time`, so often fewer steps that training takes as long as the baseline's.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from experiments.config import from_file
+from experiments.config_io import STRICT, convert, merge, near, read_toml
+from experiments.errors import ConfigError
+from experiments.runs import Result, Run
+
+Lookup = Callable[[Run], Result | None]
+"""Returns the result of a run, None if it has none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Size:
+    """Settings of a size, without those of its runs."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    rates: tuple[PositiveFloat, ...]
+    """Learning rates, at least three, growing."""
+    seeds: PositiveInt = 5
+    """Paired seeds at the best rate: 0, 1, ..."""
+    own_rates: dict[str, tuple[PositiveFloat, ...]] = dataclasses.field(default_factory=dict)
+    """By scheme: other learning rates for its parameters, relative to that of the rest."""
+    equal_time: bool = False
+    """Whether to run with the baseline's training time too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """A study, without the settings of its runs."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    schemes: tuple[str, ...]
+    """Schemes to compare."""
+    sizes: dict[str, Any]
+    """Sizes by name."""
+    task: str = "text"
+    """The task."""
+    baseline: str = "rope"
+    """The scheme that others are compared to."""
+    grid_seed: NonNegativeInt = 100
+    """The seed of the grid, none of those that are reported."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A scheme at a size.
+
+    Attributes:
+      size, scheme: their names.
+      about: settings of the size.
+      grid: a run at each learning rate.
+      make: returns a run with other settings of training and another seed.
+    """
+
+    size: str
+    scheme: str
+    about: _Size
+    grid: tuple[Run, ...]
+
+    def variant(self, run: Run, seed: int, **train: Any) -> Run:
+        """Returns a run with another seed and other settings of training."""
+        task = dataclasses.replace(run.task, train=dataclasses.replace(run.task.train, **train))
+        return dataclasses.replace(run, task=task, seed=seed)
+
+    def own(self, best: Run) -> tuple[Run, ...]:
+        """Returns the runs with other learning rates for the scheme's parameters."""
+        rates = self.about.own_rates.get(self.scheme, ())
+        return tuple(self.variant(best, best.seed, scheme_rate=rate) for rate in rates)
+
+    def chosen(self, results: Lookup) -> Run | None:
+        """Returns the run of the grid with the best score; None before all have ended.
+
+        A run that diverged is never the best. If all did, it is the one at the lowest rate.
+        """
+        best = self.best(self.grid, results)
+        return best and self.best((best, *self.own(best)), results)
+
+    def best(self, runs: tuple[Run, ...], results: Lookup) -> Run | None:
+        """Returns the run with the best score; None before all have ended."""
+        found = [results(run) for run in runs]
+        if any(result is None for result in found):
+            return None
+        worst = -math.inf if runs[0].task.labels.higher_is_better else math.inf
+        scores = [worst if (x := score(result)) is None else x for result in found]
+        pick = max if runs[0].task.labels.higher_is_better else min
+        return runs[scores.index(pick(scores))]
+
+    def finals(self, results: Lookup) -> tuple[Run, ...]:
+        """Returns the runs that are reported, one per seed; none before a rate is chosen."""
+        best = self.chosen(results)
+        return tuple(self.variant(best, seed) for seed in range(self.about.seeds)) if best else ()
+
+    def timed(self, results: Lookup, baseline: "Cell") -> tuple[Run, ...]:
+        """Returns those that train as long as the baseline; none before both have times.
+
+        Times are medians of the CPU time that the runs of the grid took per step.
+        """
+        if not self.about.equal_time or self.scheme == baseline.scheme:
+            return ()
+        own, others = ([results(run) for run in cell.grid] for cell in (self, baseline))
+        finals = self.finals(results)
+        if not finals or any(result is None for result in (*own, *others)):
+            return ()
+        ratio = _seconds(others) / _seconds(own)
+        train = finals[0].task.train
+        calls = max(1, round(train.steps * ratio / train.steps_per_call))
+        steps = max(calls * train.steps_per_call, train.warmup + train.steps_per_call)
+        return tuple(self.variant(run, run.seed, steps=steps) for run in finals)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A study.
+
+    Attributes:
+      name: of the file.
+      about: the other entries of the file.
+      cells: by size, then by scheme.
+    """
+
+    name: str
+    about: _File
+    cells: Mapping[str, Mapping[str, Cell]]
+
+    def runs(self, results: Lookup) -> Iterator[Run]:
+        """Returns all runs that are known so far; more follow from their results."""
+        for cells in self.cells.values():
+            for cell in cells.values():
+                yield from cell.grid
+                if best := cell.best(cell.grid, results):
+                    yield from cell.own(best)
+                yield from cell.finals(results)
+                yield from cell.timed(results, cells[self.about.baseline])
+
+    @property
+    def count(self) -> int:
+        """How many runs there will be."""
+        return sum(
+            len(cell.grid)
+            + len(cell.about.own_rates.get(name, ()))
+            + cell.about.seeds * (2 if cell.about.equal_time and name != self.about.baseline else 1)
+            for cells in self.cells.values()
+            for name, cell in cells.items()
+        )
+
+
+def score(result: Result | None) -> float | None:
+    """Returns the score at the trained length, None where there is none."""
+    if result is None or not result.scores:
+        return None
+    return next(iter(next(iter(result.scores.values())).values()))
+
+
+def load(path: Path) -> Study:
+    """Returns the study of a file.
+
+    Raises:
+      ConfigError: if an entry is missing or wrong, with its path.
+    """
+    tables = read_toml(path)
+    known = {f.name for f in dataclasses.fields(_File)}
+    try:
+        for name in ("schemes", "sizes"):
+            if name not in tables:
+                raise ConfigError(f"{name}: is missing")
+        about = convert(_File, {k: v for k, v in tables.items() if k in known}, "")
+        if about.baseline not in about.schemes:
+            hint = near(about.baseline, about.schemes)
+            raise ConfigError(f"baseline: must be one of the schemes{hint}")
+        if not about.sizes:
+            raise ConfigError("sizes: must hold at least one")
+        common = {k: v for k, v in tables.items() if k not in known}
+        cells = {size: _cells(size, table, about, common) for size, table in about.sizes.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return Study(path.stem, about, cells)
+
+
+def _cells(size: str, table: Any, about: _File, common: dict[str, Any]) -> dict[str, Cell]:
+    try:
+        table = convert(dict[str, Any], table, "")
+        own = {f.name for f in dataclasses.fields(_Size)}
+        if "rates" not in table:
+            raise ConfigError("rates: is missing")
+        found = convert(_Size, {k: v for k, v in table.items() if k in own}, "")
+        if len(found.rates) < 3 or list(found.rates) != sorted(set(found.rates)):
+            raise ConfigError(f"rates: must be at least three that grow, got {list(found.rates)}")
+        if found.seeds > about.grid_seed:
+            raise ConfigError(f"seeds: must be up to grid_seed = {about.grid_seed}")
+        for name in found.own_rates:
+            if name not in about.schemes:
+                raise ConfigError(f"own_rates.{name}: is not compared{near(name, about.schemes)}")
+        everything = merge(common, {k: v for k, v in table.items() if k not in own})
+        everything |= {"tasks": [about.task]}
+        schemes = merge(everything.get("schemes", {}), {"names": list(about.schemes)})
+        experiment = from_file(everything | {"schemes": schemes})
+        experiment.check()
+        (task,) = experiment.tasks.values()
+        return {
+            scheme: Cell(
+                size,
+                scheme,
+                found,
+                tuple(
+                    Run(
+                        _at_rate(task, rate),
+                        scheme,
+                        experiment.options_of(task.name, scheme),
+                        experiment.scheme(task.name, scheme),
+                        about.grid_seed,
+                    )
+                    for rate in found.rates
+                ),
+            )
+            for scheme in about.schemes
+        }
+    except ConfigError as error:
+        raise ConfigError(f"sizes.{size}: {error}") from None
+
+
+def _at_rate(task: Any, rate: float) -> Any:
+    return dataclasses.replace(task, train=dataclasses.replace(task.train, learning_rate=rate))
+
+
+def _seconds(results: list[Result | None]) -> float:
+    return statistics.median(result.cpu_seconds for result in results if result)

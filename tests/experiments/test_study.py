@@ -1,0 +1,188 @@
+"""Studies: stages, choices and pages, of runs that are not trained."""
+
+import itertools
+import re
+
+import pytest
+
+from experiments.__main__ import main
+from experiments.errors import ConfigError
+from experiments.runs import RunFolder
+from experiments.study import plan
+from experiments.study.command import known
+
+STUDY = """
+task = "kback"
+baseline = "rope"
+schemes = ["none", "rope", "kerple"]
+
+[kback]
+test_lengths = [32, 48]
+[kback.train]
+steps = 100
+steps_per_call = 10
+
+[sizes.small]
+rates = [1e-3, 2e-3, 4e-3, 8e-3]
+seeds = 2
+equal_time = true
+own_rates.kerple = [10.0]
+
+[sizes.large]
+rates = [1e-3, 2e-3, 4e-3]
+seeds = 1
+kback.model.num_layers = 3
+"""
+BEST = {"none": 2e-3, "rope": 4e-3, "kerple": 8e-3}
+HEIGHT = {"none": 0.3, "rope": 0.9, "kerple": 0.4}
+
+
+def measured(run):
+    """The score of a run: highest at the scheme's best rate, and with a large rate of its own."""
+    train = run.task.train
+    score = HEIGHT[run.scheme] - 20 * abs(train.learning_rate - BEST[run.scheme])
+    score += 0.01 * (train.scheme_rate > 1) + 0.002 * (run.seed % 100) * (run.scheme == "rope")
+    return score - 0.0001 * (100 - train.steps)
+
+
+@pytest.fixture
+def call(tmp_path, capsys, monkeypatch):
+    """Runs `study` with scores from `measured`, and counts what it runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(STUDY)
+    made = []
+
+    def pretend(self, *rest):
+        made.append(self.run)
+        if (self.run.scheme, self.run.task.train.learning_rate) == call.raises:
+            raise RuntimeError("no memory")
+        if (self.run.scheme, self.run.task.train.learning_rate) == call.diverges:
+            return self._write("diverged", error="the loss is not finite at step 10")
+        score = measured(self.run)
+        return self._write(
+            "done",
+            parameters=1000,
+            fitted=True,
+            scores={"plain": {"32": score, "48": score / 2}},
+            cpu_seconds={"none": 5.0, "rope": 8.0, "kerple": 10.0}[self.run.scheme],
+        )
+
+    monkeypatch.setattr(RunFolder, "_train", pretend)
+
+    def call(*arguments):
+        status = main(["study", "mine.toml", *arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    call.made, call.raises, call.diverges = made, None, None
+    call.results = tmp_path / "results" / "mine"
+    call.page = lambda: (tmp_path / "docs" / "mine.md").read_text()
+    call.plot = tmp_path / "docs" / "mine.svg"
+    return call
+
+
+def test_stages_follow_from_results(call, tmp_path):
+    assert call()[0] == 0 and "**0 of 35 runs" in call.page() and not call.plot.exists()
+    status, out, err = call("--run")
+    assert (status, err) == (0, "") and "21 are next" in out
+    assert len(call.made) == 35 == len({run.name for run in call.made})
+    page = call.page()
+    assert "runs have ended" not in page and "<svg" in call.plot.read_text()
+    study, results = plan.load(tmp_path / "mine.toml"), known(call.results)
+    small, large = study.cells["small"], study.cells["large"]
+    for name, cell in small.items():
+        finals = cell.finals(results)
+        assert [run.seed for run in finals] == [0, 1]
+        assert {run.task.train.learning_rate for run in finals} == {BEST[name]}
+    assert {run.task.train.scheme_rate for run in small["kerple"].finals(results)} == {10.0}
+    # The baseline takes 8 s, so none may make 8 / 5 of its steps and kerple 8 / 10.
+    steps = [small[s].timed(results, small["rope"])[0].task.train.steps for s in ("none", "kerple")]
+    assert steps == [160, 80] and not small["rope"].timed(results, small["rope"])
+    assert large["kerple"].finals(results)[0].task.train.learning_rate == 4e-3
+    assert large["kerple"].finals(results)[0].task.model.num_layers == 3
+    # Paired differences: 0.41 - 0.9 - 0.002 seed, and with 80 steps 0.002 less.
+    row = next(line for line in page.split("\n") if line.startswith("| kerple | 0.410"))
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[3].startswith("-0.491 [-0.504") and cells[4] == "0.008 (10 x)"
+    assert cells[5].startswith("-0.493 [-0.506")
+    assert "lies at the edge of the grid for kerple" in page
+    assert "* kerple, 10 x: 0.410 (+0.010)" in page
+    assert (
+        page.index("| rope | 0.901") < page.index("| kerple | 0.410") < page.index("| none | 0.3")
+    )
+
+
+def test_finished_runs_are_not_run_again_and_shards_share_the_work(call):
+    assert call("--run", "--shard", "1/2")[0] == 0
+    assert {run.scheme for run in call.made} == {"none", "kerple"}
+    assert {run.seed for run in call.made} == {0, 1, 100}
+    assert "| none | 0.3" not in call.page()  # There is no baseline yet.
+    assert call("--run")[0] == 0
+    before = call.page()
+    assert len(call.made) == 35 == len({run.name for run in call.made})
+    assert call("--run", "--minutes", "0")[0] == 0
+    assert len(call.made) == 35 and call.page() == before
+
+
+def test_time_limits_and_failures_lose_nothing(call):
+    status, out, _ = call("--run", "--minutes", "0")
+    assert status == 0 and "Time is over with 21 runs left" in out and not call.made
+    call.raises = ("none", 1e-3)
+    status, out, _ = call("--run")
+    assert status == 1 and "failed: RuntimeError: no memory" in out
+    assert len(call.made) == 35 - 5  # Without seeds and equal times of none.
+    assert "| rope | 0.901" in call.page() and "runs have ended" in call.page()
+    call.raises = None
+    assert call("--run")[0] == 0 and "runs have ended" not in call.page()
+
+
+def test_rates_that_diverge_are_not_chosen(call, tmp_path):
+    call.diverges = ("rope", 8e-3)
+    assert call("--run")[0] == 0
+    assert re.search(r"\| rope \|.*\*\*0\.900\*\* \| diverged \|", call.page())
+    call.diverges = ("rope", 4e-3)
+    for path in call.results.glob("*/result.json"):
+        path.unlink()
+    assert call("--run")[0] == 0
+    study, results = plan.load(tmp_path / "mine.toml"), known(call.results)
+    rates = {run.task.train.learning_rate for run in study.cells["small"]["rope"].finals(results)}
+    assert rates == {2e-3}
+
+
+def test_the_order_with_half_of_the_grid(call):
+    assert call("--run")[0] == 0
+    lines = call.page().split("\n")
+    first, second = [line for line in lines if line.startswith("* 0.00")][:2]
+    assert first.endswith("rope 0.900, kerple 0.320, none 0.280")
+    assert second.endswith("rope 0.860, kerple 0.400, none 0.300")
+    assert "The order is the same." in lines
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("rates = [1e-3, 2e-3, 4e-3]", "rates = [1e-3, 2e-3]"), "large: rates: must be at least"),
+        (("rates = [1e-3, 2e-3, 4e-3]", ""), "sizes.large: rates: is missing"),
+        (('baseline = "rope"', 'baseline = "alibi"'), "baseline: must be one of the schemes"),
+        (("own_rates.kerple", "own_rates.t5"), "sizes.small: own_rates.t5: is not compared"),
+        (("seeds = 2", "seed = 2"), "sizes.small: seed: unknown setting"),
+        (("seeds = 2", "seeds = 101"), "seeds: must be up to grid_seed"),
+        (("[kback.train]", "[kback.trian]"), "kback.trian: unknown setting"),
+        (('schemes = ["none", ', 'schemes = ["nnoe", '), "unknown scheme"),
+    ],
+)
+def test_wrong_files_are_one_line(tmp_path, change, said):
+    path = tmp_path / "wrong.toml"
+    path.write_text(STUDY.replace(*change))
+    with pytest.raises(ConfigError) as caught:
+        plan.load(path)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_committed_study_is_read(request):
+    study = plan.load(request.config.rootpath / "configs" / "study.toml")
+    for cells in study.cells.values():
+        for cell in cells.values():
+            rates = [run.task.train.learning_rate for run in cell.grid]
+            assert all(b == 2 * a for a, b in itertools.pairwise(rates))
+            assert cell.grid[0].task.eval_bytes >= 65536
