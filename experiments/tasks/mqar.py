@@ -39,6 +39,11 @@ class MQAR(Rows):
         """Padding, begin, separator, the keys, the values."""
         return 3 + self.keys + self.symbols
 
+    @property
+    def different(self) -> int:
+        """The number of keys, or of values if there are more."""
+        return max(self.keys, self.symbols)
+
     def most(self, length):
         """Returns n, where 4 n + 2 tokens make a row."""
         return (length - 1) // 4
@@ -47,7 +52,7 @@ class MQAR(Rows):
         """Returns tokens and mask."""
         width = bits.shape[1]
         used = jnp.arange(width)[None] < count
-        keys = jnp.pad(permutation(bits, min(self.keys, width)), ((0, 0), (0, width)))[:, :width]
+        keys = jnp.pad(permutation(bits, self.keys), ((0, 0), (0, width)))[:, :width]
         values = (bits >> 4) % self.symbols
         # Used pairs in random order, then the others.
         order = jnp.argsort(

@@ -258,6 +258,13 @@ def test_held_out_rows_are_not_trained_on(name):
     assert answered.mean() > 0.95 and not np.asarray(held_out(tokens))[answered].any()
 
 
+def test_all_keys_occur_at_every_length():
+    """More keys than a row has tokens: those that longer rows hold are trained."""
+    task = MQAR(keys=64, train_length=17, test_lengths=(17, 64))
+    tokens, _ = drawn(task.sample, 200, task.train_length)
+    assert set(tokens[:, 1:9:2].ravel()) >= {*range(3, 3 + task.keys)}
+
+
 def test_masked_symbols_repeat():
     task = Masked()
     tokens, mask = drawn(task.sample, 16, 32)
