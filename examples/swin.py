@@ -124,7 +124,7 @@ _NAMES = {
     "key": "k_proj",
     "value": "v_proj",
     "out": "o_proj",
-    "position": "relative_position_bias.relative_position_bias_table",
+    "encoding": "relative_position_bias.relative_position_bias_table",
     "mlp_norm": "layernorm_after",
     "up": "fc1",
     "down": "fc2",

@@ -156,7 +156,7 @@ _NAMES = {
     "blocks": "block",
     "attention_norm": "layer.0.layer_norm",
     "attention": "layer.0.SelfAttention",
-    "position": "relative_attention_bias",
+    "encoding": "relative_attention_bias",
     "cross_norm": "layer.1.layer_norm",
     "cross": "layer.1.EncDecAttention",
     "query": "q",

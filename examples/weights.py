@@ -83,7 +83,7 @@ class Weights:
 
     def name(self, *path: Any) -> str:
         """The name of a module in transformers."""
-        return ".".join(self.names.get(part, str(part)) for part in path if part != "params")
+        return ".".join(self.names.get(part, str(part)) for part in path if part != "parameters")
 
     def __call__(self, path: tuple[Any, ...]) -> Any:
         """The array for a parameter."""
@@ -101,7 +101,7 @@ class Weights:
         if leaf not in ("bias", "scale", "embedding", "table"):
             return self.state.take(f"{name}.{leaf}")  # A parameter of its own, as sinks.
         x = self.state.take(f"{name}.{'bias' if leaf == 'bias' else 'weight'}")
-        over_model = leaf == "scale" and "params" not in modules
+        over_model = leaf == "scale" and modules[-1] not in ("query_norm", "key_norm")
         return x + self.norm_offset if over_model else x
 
     def _linear(self, name):

@@ -44,12 +44,13 @@ from posenc_jax.content.shaw import Shaw
 from posenc_jax.content.short_conv import ShortConv
 from posenc_jax.content.stick_breaking import StickBreaking
 from posenc_jax.content.transformer_xl import TransformerXL
+from posenc_jax.cross_attention import scheme_cross_attention
 from posenc_jax.engine.api import AttentionCall, attention
 from posenc_jax.flex_attention import score_mod
 from posenc_jax.functional import new_cache, scheme_attention, scheme_embedding, scheme_tables
 from posenc_jax.hf.api import from_hf, hf_logit_scale, scheme_from_hf, to_hf
 from posenc_jax.hf.weights import heads_from_linear, split_qkv
-from posenc_jax.layers import LayerSpec, layer_pattern
+from posenc_jax.layers import LayerSpec, in_chunks, layer_pattern
 from posenc_jax.logit_scale.ssmax import SSMax
 from posenc_jax.logit_scale.temperature import QueryTemperature, query_temperature
 from posenc_jax.ops.short_conv import short_convolution
@@ -196,6 +197,7 @@ __all__ = [
     "grid_coordinates",
     "heads_from_linear",
     "hf_logit_scale",
+    "in_chunks",
     "layer_pattern",
     "mixed_frequencies",
     "mrope_coordinates",
@@ -210,6 +212,7 @@ __all__ = [
     "rope_frequencies",
     "rope_matrix",
     "scheme_attention",
+    "scheme_cross_attention",
     "scheme_embedding",
     "scheme_from_hf",
     "scheme_tables",

@@ -1,23 +1,39 @@
 """What the modules of NNX and Linen share."""
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from posenc_jax.cache import KVCache
-from posenc_jax.checks import require
+from posenc_jax.checks import array_of_rank, divides, require
+from posenc_jax.cross_attention import scheme_cross_attention
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional import (
     CacheOptions,
-    LayerOptions,
+    Norms,
+    TokenOptions,
     new_cache,
+    scheme_attention,
     scheme_embedding,
     scheme_tables,
 )
-from posenc_jax.layers import LayerSpec
+from posenc_jax.layers import LayerSpec, in_chunks
 from posenc_jax.mask import Window
+from posenc_jax.positions import count_up
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.scheme import Params, Scheme
+
+
+class SequenceOptions(TokenOptions, total=False):
+    """Arguments of a call of `Attention` about its tokens."""
+
+    k_positions: jax.Array | None
+    k_coordinates: jax.Array | None
+    k_segment_ids: jax.Array | None
 
 
 class EncodingLayer:
@@ -74,7 +90,7 @@ def layer_spec(
 
     Raises:
       TypeError: if position is no scheme, layer or encoding.
-      ValueError: for a setting beside that of a `LayerSpec`, and for a layer with chunks.
+      ValueError: for a setting beside that of a `LayerSpec`.
     """
     if not isinstance(position, LayerSpec):
         scheme = getattr(position, "scheme", position)
@@ -87,16 +103,28 @@ def layer_spec(
         f"Attention: {', '.join(both)} beside position={position!r}, which has its own; use "
         "dataclasses.replace on the layer.",
     )
-    require(
-        position.chunk_size is None,
-        f"Attention: the layer has chunk_size={position.chunk_size}: give its scheme as position, "
-        "and segment_ids = positions // chunk_size in each call.",
-    )
     return position
 
 
+def of_projection(argument: str, given: Any, name: str, default: Any) -> Any:
+    """Returns the initialiser of a projection: `given`, or its entry there, or the default.
+
+    Raises:
+      ValueError: for entries of other projections.
+    """
+    if not isinstance(given, Mapping):
+        return given
+    unknown = sorted(set(given) - {"query", "key", "value"})
+    require(
+        not unknown,
+        f"Attention: {argument} has entries for 'query', 'key' and 'value', got {unknown}"
+        f"{f'; use out_{argument}' if 'out' in unknown else ''}.",
+    )
+    return given.get(name, default)
+
+
 class AttentionLayer:
-    """An `Attention`: settings, which the class itself documents, and caches."""
+    """An `Attention`: settings, which the class itself documents, its inside, and caches."""
 
     position: Any
     num_heads: int
@@ -106,12 +134,47 @@ class AttentionLayer:
     dtype: Any
     param_dtype: Any
     is_causal: bool
-    window: Window
-    softcap: float | None
-    scale: float | None
     dropout_rate: float
     deterministic: bool | None
     implementation: str | Implementation | None
+
+    def spec(self) -> LayerSpec:
+        """Returns the settings that a `LayerSpec` has."""
+        raise NotImplementedError
+
+    def inputs(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None,
+        inputs_v: jax.Array | None,
+        widths: tuple[int | None, int | None] = (None, None),
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns what q, k and v are projected from.
+
+        Raises:
+          ValueError: for other shapes, and widths other than those of queries and keys if known.
+        """
+        given = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
+        for (name, x), width in zip(given.items(), (*widths, widths[1]), strict=True):
+            if x is not None:
+                axes = f"[B, {'T' if x is inputs_q else 'S'}, {width or 'D'}]"
+                array_of_rank("Attention", name, x, 3, axes)
+                require(
+                    width in (None, x.shape[-1]),
+                    f"Attention: {name} must be {axes}, got {x.shape}.",
+                )
+        require(
+            inputs_k is not None or inputs_v is None,
+            "Attention: inputs_v needs inputs_k beside it.",
+        )
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        return inputs_q, inputs_k, inputs_k if inputs_v is None else inputs_v
+
+    def heads(self) -> dict[str, int]:
+        """Returns the number of heads of each projection."""
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        divides("Attention", num_heads=self.num_heads, num_kv_heads=kv_heads)
+        return {"query": self.num_heads, "key": kv_heads, "value": kv_heads}
 
     def drops(self, deterministic: bool | None) -> bool:
         """Returns whether a call drops weights.
@@ -129,29 +192,73 @@ class AttentionLayer:
             )
         return not deterministic
 
-    def settings(self, layer: Any, dropout_key: jax.Array | None) -> LayerOptions:
-        """Returns the arguments of `scheme_attention` that are the same in all calls.
+    def attend(
+        self,
+        encoding: "EncodingLayer",
+        projected: tuple[jax.Array, jax.Array, jax.Array],
+        x: jax.Array,
+        memory: jax.Array | None,
+        *,
+        norms: Norms | None,
+        sinks: jax.Array | None,
+        cache: KVCache | None,
+        dropout_key: jax.Array | None,
+        options: dict[str, Any],
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Returns the output [B, T, N, H] of a call, before its projection, and the new cache.
 
         Args:
-          layer: has `window`, `softcap` and `scale`.
-          dropout_key: of this call; None for no dropout.
+          encoding: the scheme with its parameters.
+          projected: q, k and v.
+          x: what q was projected from.
+          memory: what k was projected from, if that is another sequence.
+          norms: those of queries and keys.
+          sinks: the layer's own.
+          cache: that of the call.
+          dropout_key: None for no dropout.
+          options: `SequenceOptions`.
         """
-        return {
+        spec, (q, k, v) = self.spec(), projected
+        after = spec.qk_norm is not None and spec.qk_norm.after_rotation
+        if norms is not None and not after:
+            q, k = norms[0](q), norms[1](k)
+        # The names that MaxText's policies of rematerialisation use.
+        names = "query_proj", "key_proj", "value_proj"
+        q, k, v = map(checkpoint_name, (q, k, v), names)
+        options = {
+            "sinks": sinks,
             "is_causal": self.is_causal,
-            "window": layer.window,
-            "softcap": layer.softcap,
-            "scale": layer.scale,
+            "window": spec.window,
+            "softcap": spec.softcap,
+            "scale": spec.scale,
+            "norms": norms if after else None,
             "dropout_rate": 0.0 if dropout_key is None else self.dropout_rate,
             "dropout_key": dropout_key,
             "implementation": self.implementation,
-        }
+        } | options
+        scheme, params = encoding.scheme, encoding.values()
+        if memory is None:
+            if spec.chunk_size is not None:
+                options |= _chunks(spec.chunk_size, spec.window, x, cache, options)
+            out, new = scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
+        else:
+            require(
+                cache is None and spec.chunk_size is None,
+                "Attention: keys of another sequence have no cache and no chunks; give a call "
+                "with inputs_k no cache.",
+            )
+            out, new = (
+                scheme_cross_attention(scheme, params, q, k, v, x=x, memory=memory, **options),
+                None,
+            )
+        return checkpoint_name(out, "context"), new
 
     def new_cache(
         self,
         batch: int,
         capacity: int,
         *,
-        position: EncodingLayer | None = None,
+        position: "EncodingLayer | None" = None,
         model_dim: int | None = None,
         dtype: Any = None,
         **options: Unpack[CacheOptions],
@@ -165,11 +272,18 @@ class AttentionLayer:
           dtype: of k and v. Default: the layer's.
           **options: `coordinates`, `ring`, `block_size`, `num_blocks`, `max_rewind` and
             `qkv_sharding`, as in `posenc_jax.new_cache`.
+
+        Raises:
+          NotImplementedError: for a ring of a layer with chunks.
         """
-        encoding = self.position if position is None else position
+        spec = self.spec()
+        if spec.chunk_size is not None and options.get("ring"):
+            raise NotImplementedError(
+                f"Attention.new_cache: a ring for chunk_size={spec.chunk_size}; use a full cache."
+            )
         own = self.param_dtype if self.dtype is None else self.dtype
         return new_cache(
-            encoding if isinstance(encoding, Scheme) else encoding.scheme,
+            spec.scheme if position is None else position.scheme,
             batch,
             capacity,
             num_heads=self.num_heads,
@@ -179,3 +293,23 @@ class AttentionLayer:
             dtype=own if dtype is None else dtype,
             **options,
         )
+
+
+def _chunks(
+    size: int, window: Window, x: jax.Array, cache: KVCache | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the segments and the window of a layer with chunks."""
+    if options.get("prefix_length") is not None:
+        raise NotImplementedError("Attention: prefix_length in a layer with chunks.")
+    positions, given = options.get("positions"), options.get("segment_ids")
+    if positions is None:
+        positions = count_up(*x.shape[:2], 0 if cache is None else cache.next_positions)
+    ids = None if given is None else jnp.atleast_2d(given)
+    ids, window = in_chunks(size, jnp.atleast_2d(positions), ids, window)
+    return {"segment_ids": ids, "window": window}
+
+
+def zeros_are_empty(cache: KVCache) -> KVCache:
+    """Returns the cache; one whose arrays are all zero, from their shapes alone, is empty."""
+    unused = jnp.arange(cache.capacity, dtype=jnp.int32)[None] >= cache.written[:, None]
+    return dataclasses.replace(cache, segment_ids=jnp.where(unused, -1, cache.segment_ids))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, TypedDict, Unpack, overload
 
 import jax
@@ -32,8 +33,14 @@ class TokenOptions(TypedDict, total=False):
     sinks: jax.Array | None
 
 
+Norms = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]
+"""Functions of q [B, T, N, H] and of k [B, S, K, H]."""
+
+
 class LayerOptions(TypedDict, total=False):
     """Arguments of `scheme_attention` that attention layers have as settings."""
+
+    norms: Norms | None
 
     is_causal: bool
     window: Window
@@ -91,11 +98,11 @@ def scheme_embedding(
     """
     where = "scheme_embedding"
     array_of_rank(where, "x", x, 3, "[B, T, D]")
-    _check_params(where, scheme, params)
+    check_params(where, scheme, params)
     batch, length = x.shape[:2]
     at = _positions(where, positions, cache, batch, length)
     if coordinates is not None:
-        at = _coordinates(where, scheme, coordinates, batch, length)
+        at = axis_coordinates(where, scheme, coordinates, batch, length)
     return scheme.embed(params, x, at)
 
 
@@ -116,7 +123,7 @@ def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any
     >>> tables = pe.scheme_tables(rope, {}, jnp.arange(3))  # Once for all layers.
     >>> out, _ = pe.scheme_attention(rope, {}, q, q, q, tables=tables)
     """
-    _check_params("scheme_tables", scheme, params)
+    check_params("scheme_tables", scheme, params)
     at = coordinate_values("scheme_tables", coordinates)
     return scheme.tables(params, at[None] if at.ndim == 1 else at)
 
@@ -160,6 +167,7 @@ def scheme_attention(
     segment_ids: jax.Array | None = None,
     cache: KVCache | None = None,
     tables: Any = None,
+    norms: Norms | None = None,
     contiguous: bool | None = None,
     scale: float | None = None,
     **options: Any,
@@ -179,6 +187,7 @@ def scheme_attention(
         of their positions, in the cache too.
       cache: keys and values of earlier tokens; see `new_cache`.
       tables: `scheme_tables` of these coordinates, to compute them once for all layers.
+      norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
       contiguous: as in `attention`, without a cache.
       scale: the factor on q . k. Default: the scheme's own.
       **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
@@ -201,8 +210,8 @@ def scheme_attention(
     (1, 3, 2, 4)
     """
     where = "scheme_attention"
-    _check_tokens(where, q, k, v, x)
-    _check_params(where, scheme, params)
+    check_tokens(where, q, k, v, x)
+    check_params(where, scheme, params)
     known = {"cache", *AttentionOptions.__annotations__}
     unknown = sorted(options.keys() - known)
     if unknown:
@@ -230,22 +239,24 @@ def scheme_attention(
     default = positions is None and coordinates is None and cache is None
     at = positions = _positions(where, positions, cache, batch, length)
     if coordinates is not None:
-        at = coordinates = _coordinates(where, scheme, coordinates, batch, length)
+        at = coordinates = axis_coordinates(where, scheme, coordinates, batch, length)
     if segment_ids is not None:
         segment_ids = integer_positions(where, segment_ids, "segment_ids")
-        segment_ids = _rows(where, segment_ids, batch, length, "segment_ids")
+        segment_ids = by_row(where, segment_ids, batch, length, "segment_ids")
     if tables is None:
         tables = scheme.tables(params, at)
     else:
         _check_tables(scheme, params, tables, at)
 
     projected, states = (x, q, k, v), None if cache is None else cache.state
-    made = _contents(scheme, params, projected, at, segment_ids, states)
+    made = contents(scheme, params, projected, at, segment_ids, states)
     (q, k, v), q_features, k_features, states = made
-    q = scheme.query(params, q, at, q_features, tables)
+    check_norms(where, scheme, norms)
+    q_norm, k_norm = norms or (same, same)
+    q = q_norm(scheme.query(params, q, at, q_features, tables))
     transformed = scheme.traits.cache_transformed_keys
     if transformed or cache is None:
-        k = scheme.key(params, k, at, k_features, tables)
+        k = k_norm(scheme.key(params, k, at, k_features, tables))
     v = scheme.value(params, v, at, k_features, tables)
 
     options["scale"] = scale
@@ -277,7 +288,7 @@ def scheme_attention(
     past_states = None
     if cache.max_rewind:
         most = min(length - 1, cache.max_rewind)
-        read = functools.partial(_contents, scheme, params, projected, at, states=cache.state)
+        read = functools.partial(contents, scheme, params, projected, at, states=cache.state)
         past_states = _past_states(lambda kept: read(segment_ids=kept)[-1], segments, most)
     left = check_window(cache, length, options.get("window")) if cache.ring else None
     stored = None if cache.coordinates is None else at
@@ -311,7 +322,8 @@ def scheme_attention(
         call = call.replace(q_coordinates=at, k_coordinates=k_at)
     k = keys.k
     if not transformed:  # `key` may read all slots at once; empty ones count as padding.
-        k = scheme.key(params, k, k_at, _zero_padding(keys.k_features, keys.segment_ids))
+        features = _zero_padding(keys.k_features, keys.segment_ids)
+        k = k_norm(scheme.key(params, k, k_at, features))
     out = scheme.attend(params, q, k, keys.v, at, k_at, q_features, keys.k_features, call)
     out = scheme.output(params, out, at, q_features, tables)
     # Overflow cannot raise under jit: the rows concerned become NaN.
@@ -407,7 +419,7 @@ def new_cache(
         coordinates = at
 
     def stored(params, x, q, k, v, at):
-        made = _contents(scheme, params, (x, q, k, v), at, None, None)
+        made = contents(scheme, params, (x, q, k, v), at, None, None)
         (_, k, v), _, k_features, states = made
         v = scheme.value(params, v, at, k_features)
         if scheme.traits.cache_transformed_keys:
@@ -430,7 +442,7 @@ def new_cache(
     return KVCache.empty(stored_k, stored_v, capacity, **made, ring=ring, num_sink_tokens=sinks)
 
 
-def _contents(
+def contents(
     scheme: Scheme, params: Params, projected: Any, at: Any, segment_ids: Any, states: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Returns what hooks read from content: (q, k, v) after `mix`, both features, and the states.
@@ -450,6 +462,20 @@ def _contents(
     return (q, k, v), q_features, k_features, states
 
 
+def check_norms(where: str, scheme: Scheme, norms: Norms | None) -> None:
+    """Raises for norms after the rotations of a scheme that rotates within its attention."""
+    if norms is not None and Acts.ATTENTION in scheme.acts:
+        raise NotImplementedError(
+            f"{where}: {scheme!r} rotates q and k within its attention, so that no norm can come "
+            "after it."
+        )
+
+
+def same(x: jax.Array) -> jax.Array:
+    """Returns x: the norm of a layer without one."""
+    return x
+
+
 def _finite_values(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns k and v of a cache, with NaN in the keys of values that are not finite.
 
@@ -467,7 +493,7 @@ def new_params(scheme: Scheme, key: jax.Array) -> Params:
     )
 
 
-def _check_tokens(where: str, q: jax.Array, k: jax.Array, v: jax.Array, x: Any) -> None:
+def check_tokens(where: str, q: jax.Array, k: jax.Array, v: jax.Array, x: Any) -> None:
     """Raises unless all arrays have the tokens of q; hooks would broadcast others."""
     for name, array, axes in (
         ("q", q, "[B, T, N, H]"),
@@ -496,7 +522,7 @@ def _check_hooks(where: str, scheme: Scheme) -> frozenset[str]:
     return _paths_of_params(scheme)
 
 
-def _check_params(where: str, scheme: Scheme, params: Params) -> None:
+def check_params(where: str, scheme: Scheme, params: Params) -> None:
     """Raises unless a scheme is valid and `params` has all of its parameters."""
     missing = _check_hooks(where, scheme) - _paths(params)
     if missing:
@@ -561,16 +587,16 @@ def _positions(
         )
     if positions is None:
         return count_up(batch, length, 0 if cache is None else cache.next_positions)
-    return _rows(where, integer_positions(where, positions), batch, length, "positions")
+    return by_row(where, integer_positions(where, positions), batch, length, "positions")
 
 
-def _coordinates(
+def axis_coordinates(
     where: str, scheme: Scheme, coordinates: jax.Array, batch: int, length: int
 ) -> jax.Array:
     """Returns coordinates [B, T] for [T] or [B, T], and [A, B, T] unchanged."""
     coordinates = coordinate_values(where, coordinates)
     if coordinates.ndim != 3:
-        return _rows(where, coordinates, batch, length, "coordinates")
+        return by_row(where, coordinates, batch, length, "coordinates")
     axes = scheme.traits.num_axes
     wanted = (axes, batch, length)
     require(
@@ -586,7 +612,7 @@ def _zero_padding(tree: Any, segment_ids: jax.Array | None) -> Any:
     return tree if segment_ids is None else zero_where(segment_ids < 0, tree)
 
 
-def _rows(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.Array:
+def by_row(where: str, x: jax.Array, batch: int, length: int, name: str) -> jax.Array:
     """Returns [B, T] for [T], [1, T] or [B, T]."""
     x = x[None] if x.ndim == 1 else x
     require(

@@ -11,8 +11,7 @@ without positions or with a slower RoPE. For `num_layers` layers and head dim H:
     Gemma 4     5 x RoPE(H, 1e4) in a window, RoPE(H, 1e6, scaling=Proportional(0.25));
                 the last layer is global, too
 
-Attention within chunks is attention within segments: `segment_ids = positions // 8192`, in the
-layers that have chunks.
+Attention within chunks is attention within segments and a window; `in_chunks` returns both.
 
 DroPE (Gelberg et al. 2025) is training with RoPE, then a short training with NoPE instead, in all
 layers and at the same length. Beyond that length `QueryTemperature` takes the place of NoPE. These
@@ -25,6 +24,9 @@ Reference code: huggingface/transformers 5.23, configuration_*.py of these model
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from posenc_jax.checks import finite, positive, require
 from posenc_jax.mask import Window, window_sides
 from posenc_jax.qk_norm import QKNorm
@@ -35,17 +37,17 @@ from posenc_jax.scheme import Scheme, check_scheme
 class LayerSpec:
     """One attention layer: its position encoding, the tokens it attends to, how logits are made.
 
-    `Attention(position=layer)` takes all of it but `chunk_size`.
+    `Attention(position=layer)` takes all of it.
 
     Attributes:
       scheme: the position encoding.
       window: sliding window, as in `attention`; None: all tokens.
-      chunk_size: number of positions in a chunk, if tokens attend only within theirs; the caller
-        gives `segment_ids = positions // chunk_size` to the layer. None: no chunks.
+      chunk_size: number of positions in a chunk, if tokens attend only within theirs. None: no
+        chunks.
       scale: the factor on q . k; None: the scheme's own.
       softcap: as in `attention`; None: no cap.
       sinks: whether a learned logit of each head takes part in the softmax, without a value.
-      qk_norm: the normalisation of queries and keys before `scheme`; None: none.
+      qk_norm: the normalisation of queries and keys; None: none.
 
     Raises:
       TypeError: if scheme is not a `Scheme`, or qk_norm no `QKNorm`.
@@ -110,3 +112,28 @@ def layer_pattern(
     if last is None:
         return repeated
     return (*repeated[:-1], last if isinstance(last, LayerSpec) else LayerSpec(last))
+
+
+def in_chunks(
+    chunk_size: int, positions: jax.Array, segment_ids: jax.Array | None, window: Window = None
+) -> tuple[jax.Array, tuple[int, int]]:
+    """Returns `(segment_ids, window)` for attention within chunks of positions.
+
+    The window leaves a query its own chunk and its neighbours, which segments of even and of odd
+    chunks separate. So ids stay small, whatever the positions are.
+
+    Args:
+      chunk_size: C; positions [0, C) are the first chunk of a segment.
+      positions: integers, any shape.
+      segment_ids: integers of that shape, below zero for padding. None: one segment.
+      window: that of the layer, as in `attention`.
+
+    >>> in_chunks(4, jnp.arange(10), None)
+    (Array([0, 0, 0, 0, 1, 1, 1, 1, 0, 0], dtype=int32), (3, 3))
+    """
+    sides = (s if s >= 0 else chunk_size for s in window_sides(window) or (-1, -1))
+    left, right = (min(s, chunk_size - 1) for s in sides)
+    odd = (positions // chunk_size % 2).astype(jnp.int32)
+    if segment_ids is None:
+        return odd, (left, right)
+    return jnp.where(segment_ids < 0, -1, 2 * segment_ids.astype(jnp.int32) + odd), (left, right)

@@ -1,52 +1,88 @@
 """Position encodings and attention as Flax Linen modules, for any scheme."""
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen.dtypes import promote_dtype as _promote_dtype
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from posenc_jax.additive.none import NoPE
+from posenc_jax.axis_names import KERNELS, AxisNames, check_axis_names, names, sizes_of_params
 from posenc_jax.cache import KVCache
-from posenc_jax.checks import array_of_rank, divides, require
+from posenc_jax.checks import require
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
-from posenc_jax.flax_layers import AttentionLayer, EncodingLayer, layer_spec
-from posenc_jax.functional import TokenOptions, new_params, scheme_attention
+from posenc_jax.flax_layers import (
+    AttentionLayer,
+    EncodingLayer,
+    SequenceOptions,
+    layer_spec,
+    of_projection,
+    zeros_are_empty,
+)
+from posenc_jax.functional import new_params
 from posenc_jax.layers import LayerSpec
 from posenc_jax.mask import Window
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.scheme import Params, Scheme, check_scheme
 
 _kernel_init = nn.initializers.lecun_normal()
+_Init = nn.initializers.Initializer
+
+
+def _boxed(x: Any, axis_names: AxisNames | None, sizes: tuple[str | None, ...]) -> Any:
+    """Returns an array with the names of its axes, unless it has some."""
+    if axis_names is None or isinstance(x, nn.meta.AxisMetadata):
+        return x
+    return nn.LogicallyPartitioned(x, names(axis_names, sizes))
+
+
+def _named(
+    init: Callable[..., Any], axis_names: AxisNames | None, sizes: tuple[str | None, ...]
+) -> Callable[..., Any]:
+    """Returns an initialiser that names the axes of what it makes."""
+    return lambda *args: _boxed(init(*args), axis_names, sizes)
 
 
 class PositionEncoding(EncodingLayer, nn.Module):
     """A scheme with its parameters; called, it encodes positions into token embeddings.
 
     Attributes:
-      scheme: any scheme. Its parameters are the Linen parameter "scheme", float32.
+      scheme: any scheme. Its parameters are the Linen parameter "parameters", float32.
+      axis_names: as in `Attention`.
 
     >>> import posenc_jax as pe
     >>> encoding = PositionEncoding(pe.LearnedAbsolute(max_length=8, model_dim=4))
     >>> y, variables = encoding.init_with_output(jax.random.key(0), jnp.zeros((1, 3, 4)))
-    >>> variables["params"]["scheme"]["table"].shape
+    >>> variables["params"]["parameters"]["table"].shape
     (8, 4)
     """
 
     scheme: Scheme
+    axis_names: AxisNames | None = None
 
     def setup(self):
         """Declares the parameters, if the scheme has any."""
         check_scheme("PositionEncoding", self.scheme)
-        self.learned = bool(jax.tree.leaves(jax.eval_shape(self.scheme.init, jax.random.key(0))))
+        check_axis_names("PositionEncoding", self.axis_names)
+        self.learned = bool(sizes_of_params(self.scheme))
         if self.learned:
-            self.params = self.param("scheme", functools.partial(new_params, self.scheme))
+            self.made = self.param("parameters", self._new)
+
+    def _new(self, key: jax.Array) -> Params:
+        leaves, structure = jax.tree.flatten(new_params(self.scheme, key))
+        sizes = sizes_of_params(self.scheme)
+        made = [_boxed(x, self.axis_names, s) for x, s in zip(leaves, sizes, strict=True)]
+        return jax.tree.unflatten(structure, made)
 
     def values(self) -> Params:
         """Returns the parameters as arrays."""
-        return self.params if self.learned else self.scheme.init(jax.random.key(0))
+        return self.made if self.learned else self.scheme.init(jax.random.key(0))
 
     # Linen sets up the methods of the class itself, not those that it inherits.
     __call__ = EncodingLayer.__call__
@@ -58,36 +94,62 @@ class HeadNorm(nn.Module):
 
     Attributes:
       settings: the norm.
+      sizes: those of the two axes of its parameters, for `axis_names`.
+      axis_names: as in `Attention`.
     """
 
     settings: QKNorm
+    sizes: tuple[str, str] = ("num_heads", "head_dim")
+    axis_names: AxisNames | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns x [B, T, N, H] normalised."""
-        made = self.settings.init(*x.shape[-2:])
-        return self.settings({n: self.param(n, lambda _, p=p: p) for n, p in made.items()}, x)
+        made = {
+            name: self.param(name, lambda _, p=p: _boxed(p, self.axis_names, self.sizes[-p.ndim :]))
+            for name, p in self.settings.init(*x.shape[-2:]).items()
+        }
+        return self.settings(made, x)
+
+
+class CallOptions(SequenceOptions, total=False):
+    """Arguments of a call of `Attention`, except the inputs and the cache."""
+
+    deterministic: bool | None
+    out_sharding: PartitionSpec | None
+    qkv_sharding: PartitionSpec | None
 
 
 class Attention(AttentionLayer, nn.Module):
-    """Multi-head self-attention with any scheme, grouped heads, segments and a cache.
+    """Multi-head attention with any scheme, grouped heads, segments and a cache.
+
+    The parameters have the names of those of `posenc_jax.nnx.Attention`.
 
     Attributes:
       num_heads: N.
       head_dim: H.
       position: a scheme, whose parameters this layer then owns; a `LayerSpec`, which also has
-        `window`, `softcap`, `scale`, `qk_norm` and `sinks`; or a `PositionEncoding` that several
-        layers share.
+        `window`, `chunk_size`, `softcap`, `scale`, `qk_norm` and `sinks`; or a `PositionEncoding`
+        that several layers share.
       num_kv_heads: K, a divisor of N. Default: N.
       is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
       scale: the factor on q . k. Default: the scheme's own.
-      qk_norm: the norm of queries and keys before the scheme. Default: none.
+      qk_norm: the norm of queries and keys. Default: none.
       sinks: whether each head has a learned logit without a value, as in gpt-oss.
       dropout_rate: share of the attention weights that are dropped.
       deterministic: whether to drop none; the argument of a call comes first.
-      use_bias, dtype, param_dtype, kernel_init: of the projections, as in `nn.DenseGeneral`.
-        Parameters of the scheme are float32.
-      out_init: of the output projection. Default: `kernel_init`.
+      decode: whether calls use and update a `KVCache` in the collection "cache", as in
+        `nn.MultiHeadDotProductAttention`. `init` makes it for as many tokens as its input has;
+        calls take any number. One of `new_cache` may take its place.
+      use_bias, dtype, param_dtype, precision, promote_dtype: of the projections, as in
+        `nn.DenseGeneral`. Parameters of the scheme are float32, and so is attention inside.
+      kernel_init, bias_init: initialisers of the projections: one for all, or a mapping from
+        "query", "key" and "value" to one each.
+      out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
+        `bias_init`, unless they are mappings.
+      axis_names: logical names of the axes of all parameters, from "model_dim", "num_heads",
+        "num_kv_heads" and "head_dim", as `nn.with_logical_partitioning` gives them. Initialisers
+        with names of their own keep these.
 
     >>> import posenc_jax as pe
     >>> layer = Attention(num_heads=4, head_dim=4, position=pe.RoPE(head_dim=4), is_causal=True)
@@ -108,105 +170,159 @@ class Attention(AttentionLayer, nn.Module):
     sinks: bool = False
     dropout_rate: float = 0.0
     deterministic: bool | None = None
+    decode: bool = False
     use_bias: bool = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
-    kernel_init: nn.initializers.Initializer = _kernel_init
-    out_init: nn.initializers.Initializer | None = None
+    precision: Any = None
+    promote_dtype: Any = _promote_dtype
+    kernel_init: _Init | Mapping[str, _Init] = _kernel_init
+    out_kernel_init: _Init | None = None
+    bias_init: _Init | Mapping[str, _Init] = nn.initializers.zeros
+    out_bias_init: _Init | None = None
+    axis_names: AxisNames | None = None
     implementation: str | Implementation | None = None
+
+    def spec(self) -> LayerSpec:
+        """Returns the settings that a `LayerSpec` has."""
+        return layer_spec(
+            self.position, self.window, self.softcap, self.scale, self.qk_norm, self.sinks
+        )
 
     @overload
     def __call__(
         self,
-        x: jax.Array,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
         *,
         cache: None = None,
-        deterministic: bool | None = None,
-        **options: Unpack[TokenOptions],
+        **options: Unpack[CallOptions],
     ) -> jax.Array: ...
 
     @overload
     def __call__(
         self,
-        x: jax.Array,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
         *,
         cache: KVCache,
-        deterministic: bool | None = None,
-        **options: Unpack[TokenOptions],
+        **options: Unpack[CallOptions],
     ) -> tuple[jax.Array, KVCache]: ...
 
     @nn.compact
     def __call__(
         self,
-        x: jax.Array,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
         *,
         cache: KVCache | None = None,
         deterministic: bool | None = None,
-        **options: Unpack[TokenOptions],
+        out_sharding: PartitionSpec | None = None,
+        qkv_sharding: PartitionSpec | None = None,
+        **options: Unpack[SequenceOptions],
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
 
         Args:
-          x: [B, T, D].
+          inputs_q: [B, T, D].
+          inputs_k, inputs_v: [B, S, any], for attention to another sequence; see
+            `posenc_jax.scheme_cross_attention`. Default: `inputs_q`, and `inputs_k`.
           cache: keys and values of earlier tokens; see `new_cache`.
           deterministic: whether to drop no weights; otherwise the "dropout" key is used.
+          out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
+            v [B, T, heads, H] are sharded.
           **options: `positions`, `coordinates`, `segment_ids`, `tables`, `mask`,
-            `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`.
+            `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`; with `inputs_k` also
+            `k_positions`, `k_coordinates` and `k_segment_ids`.
 
         Raises:
           ValueError: for arguments that do not fit, and dropout without `deterministic` or key.
         """
-        array_of_rank("Attention", "x", x, 3, "[B, T, D]")
-        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        divides("Attention", num_heads=self.num_heads, num_kv_heads=kv_heads)
+        inputs = self.inputs(inputs_q, inputs_k, inputs_v)
+        heads, spec = self.heads(), self.spec()
+        check_axis_names("Attention", self.axis_names)
 
-        def dense(name, features, axis, init):
+        def project(name, features, axis, kernel_init, bias_init, sharding):
+            kernel_init = of_projection("kernel_init", kernel_init, name, _kernel_init)
+            bias_init = of_projection("bias_init", bias_init, name, nn.initializers.zeros)
+            sizes = KERNELS[name]
             return nn.DenseGeneral(
                 features,
                 axis=axis,
                 use_bias=self.use_bias,
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
-                kernel_init=init,
+                precision=self.precision,
+                promote_dtype=self.promote_dtype,
+                kernel_init=_named(kernel_init, self.axis_names, sizes),
+                bias_init=_named(bias_init, self.axis_names, sizes[1 if name != "out" else 2 :]),
+                dot_general=functools.partial(jax.lax.dot_general, out_sharding=sharding),
                 name=name,
             )
 
-        layer = layer_spec(
-            self.position, self.window, self.softcap, self.scale, self.qk_norm, self.sinks
-        )
         encoding = self.position
         if not isinstance(encoding, PositionEncoding):
-            encoding = PositionEncoding(layer.scheme, name="encoding")
+            encoding = PositionEncoding(spec.scheme, self.axis_names, name="encoding")
         check_acts_in_attention("Attention", encoding.scheme)
         drop = self.drops(deterministic)
         require(
             not drop or self.has_rng("dropout"), 'Attention: dropout needs rngs={"dropout": key}.'
         )
-        heads = {"query": self.num_heads, "key": kv_heads, "value": kv_heads}
         q, k, v = (
-            dense(name, (n, self.head_dim), -1, self.kernel_init)(x) for name, n in heads.items()
+            project(name, (n, self.head_dim), -1, self.kernel_init, self.bias_init, qkv_sharding)(x)
+            for (name, n), x in zip(heads.items(), inputs, strict=True)
         )
-        if layer.qk_norm is not None:
-            q = HeadNorm(layer.qk_norm, name="query_norm")(q)
-            k = HeadNorm(layer.qk_norm, name="key_norm")(k)
-        if layer.sinks:
-            made = self.param("sinks", nn.initializers.zeros, (self.num_heads,), jnp.float32)
-            options.setdefault("sinks", made)
-        dropout_key = self.make_rng("dropout") if drop else None
-        out, new = scheme_attention(
-            encoding.scheme,
-            encoding.values(),
-            q,
-            k,
-            v,
-            x=x,
+        norms = made = kept = None
+        if spec.qk_norm is not None:
+            norms = (
+                HeadNorm(spec.qk_norm, KERNELS["query"][1:], self.axis_names, name="query_norm"),
+                HeadNorm(spec.qk_norm, KERNELS["key"][1:], self.axis_names, name="key_norm"),
+            )
+        if spec.sinks:
+            init = _named(nn.initializers.zeros, self.axis_names, ("num_heads",))
+            made = self.param("sinks", init, (self.num_heads,), jnp.float32)
+        if self.decode:
+            require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
+            kept, cache = self._kept_cache(inputs_q, q.dtype, options.get("coordinates"))
+        out, new = self.attend(
+            encoding,
+            (q, k, v),
+            inputs_q,
+            inputs_k,
+            norms=norms,
+            sinks=made,
             cache=cache,
-            **self.settings(layer, dropout_key),
-            **options,
+            dropout_key=self.make_rng("dropout") if drop else None,
+            options=dict(options),
         )
-        out_init = self.kernel_init if self.out_init is None else self.out_init
-        y = dense("out", x.shape[-1], (-2, -1), out_init)(out)
+        kernel_init = self.kernel_init if self.out_kernel_init is None else self.out_kernel_init
+        bias_init = self.bias_init if self.out_bias_init is None else self.out_bias_init
+        project_out = project(
+            "out", inputs_q.shape[-1], (-2, -1), kernel_init, bias_init, out_sharding
+        )
+        y = checkpoint_name(project_out(out), "out_proj")
+        if kept is not None and new is not None:
+            kept.value = new
+            return y
         return y if new is None else (y, new)
+
+    def _kept_cache(
+        self, x: jax.Array, dtype: Any, coordinates: jax.Array | None
+    ) -> tuple[nn.Variable, KVCache | None]:
+        """Returns the variable of the cache, and the cache unless the variable is new."""
+        batch, length, width = x.shape
+        new = not self.has_variable("cache", "kv_cache")
+        kept = self.variable(
+            "cache",
+            "kv_cache",
+            lambda: self.new_cache(
+                batch, length, model_dim=width, dtype=dtype, coordinates=coordinates
+            ),
+        )
+        return kept, None if new else zeros_are_empty(kept.value)
 
 
 class AttentionFn(nn.Module):

@@ -1,29 +1,45 @@
 """Position encodings and attention as Flax NNX modules, for any scheme."""
 
+from collections.abc import Mapping
 from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype as _promote_dtype
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from posenc_jax.additive.none import NoPE
+from posenc_jax.axis_names import KERNELS, AxisNames, check_axis_names, names, sizes_of_params
 from posenc_jax.cache import KVCache
-from posenc_jax.checks import array_of_rank, divides, require
+from posenc_jax.checks import divides, require
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.flax_attention_fn import attention_fn, check_acts_in_attention
-from posenc_jax.flax_layers import AttentionLayer, EncodingLayer, layer_spec
-from posenc_jax.functional import TokenOptions, new_params, scheme_attention
+from posenc_jax.flax_layers import (
+    AttentionLayer,
+    EncodingLayer,
+    SequenceOptions,
+    layer_spec,
+    of_projection,
+)
+from posenc_jax.functional import CacheOptions, new_params
 from posenc_jax.layers import LayerSpec
 from posenc_jax.mask import Window
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.scheme import Params, Scheme, check_scheme
 
 _kernel_init = nnx.initializers.lecun_normal()
+_Inits = nnx.Initializer | Mapping[str, nnx.Initializer]
 
 
 def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
+
+
+def _metadata(axis_names: AxisNames | None, sizes: tuple[str | None, ...]) -> dict[str, Any]:
+    """Returns the metadata of a parameter whose axes have these sizes."""
+    return {} if axis_names is None else {"out_sharding": names(axis_names, sizes)}
 
 
 class PositionEncoding(EncodingLayer, nnx.Module):
@@ -31,7 +47,7 @@ class PositionEncoding(EncodingLayer, nnx.Module):
 
     Attributes:
       scheme: the scheme; static.
-      params: its parameters, a pytree of `nnx.Param`, float32.
+      parameters: its parameters, a pytree of `nnx.Param`, float32.
 
     >>> import posenc_jax as pe
     >>> encoding = PositionEncoding(pe.LearnedAbsolute(max_length=8, model_dim=4), rngs=nnx.Rngs(0))
@@ -39,23 +55,30 @@ class PositionEncoding(EncodingLayer, nnx.Module):
     (1, 3, 4)
     """
 
-    def __init__(self, scheme: Scheme, *, rngs: nnx.Rngs):
+    def __init__(self, scheme: Scheme, *, axis_names: AxisNames | None = None, rngs: nnx.Rngs):
         """Makes new parameters.
 
         Args:
           scheme: any scheme.
+          axis_names: as in `Attention`.
           rngs: for the key of the parameters.
 
         Raises:
           TypeError: if `scheme` is not a `Scheme`.
         """
         check_scheme("PositionEncoding", scheme)
+        check_axis_names("PositionEncoding", axis_names)
         self.scheme = scheme
-        self.params = nnx.data(jax.tree.map(nnx.Param, new_params(scheme, rngs.params())))
+        leaves, structure = jax.tree.flatten(new_params(scheme, rngs.params()))
+        sizes = sizes_of_params(scheme)
+        made = [
+            nnx.Param(x, **_metadata(axis_names, s)) for x, s in zip(leaves, sizes, strict=True)
+        ]
+        self.parameters = nnx.data(jax.tree.unflatten(structure, made))
 
     def values(self) -> Params:
         """Returns the parameters as arrays."""
-        return jax.tree.map(lambda p: p[...], self.params, is_leaf=_is_variable)
+        return jax.tree.map(lambda p: p[...], self.parameters, is_leaf=_is_variable)
 
 
 class HeadNorm(nnx.Module):
@@ -63,30 +86,44 @@ class HeadNorm(nnx.Module):
 
     Attributes:
       settings: the norm; static.
-      params: its scale and bias as `nnx.Param`, as far as there are any.
+      scale, bias: its parameters as `nnx.Param`, None where there is none.
     """
 
-    def __init__(self, settings: QKNorm, num_heads: int, head_dim: int):
+    def __init__(
+        self,
+        settings: QKNorm,
+        num_heads: int,
+        head_dim: int,
+        sizes: tuple[str, str] = ("num_heads", "head_dim"),
+        axis_names: AxisNames | None = None,
+    ):
+        """Makes new parameters; `sizes` are those of the two axes for `axis_names`."""
         self.settings = settings
-        self.params = nnx.data(jax.tree.map(nnx.Param, settings.init(num_heads, head_dim)))
+        made = {
+            name: nnx.Param(p, **_metadata(axis_names, sizes[-p.ndim :]))
+            for name, p in settings.init(num_heads, head_dim).items()
+        }
+        self.scale, self.bias = (nnx.data(made.get(name)) for name in ("scale", "bias"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns x [B, T, N, H] normalised."""
-        return self.settings({name: p[...] for name, p in self.params.items()}, x)
+        params = {"scale": self.scale, "bias": self.bias}
+        return self.settings({n: p[...] for n, p in params.items() if p is not None}, x)
 
 
-class CallOptions(TokenOptions, total=False):
-    """Arguments of a call of `Attention`, except the cache."""
+class CallOptions(SequenceOptions, total=False):
+    """Arguments of a call of `Attention`, except the inputs and the cache."""
 
     position: PositionEncoding | None
     deterministic: bool | None
+    decode: bool | None
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
     out_sharding: PartitionSpec | None
     qkv_sharding: PartitionSpec | None
 
 
 class Attention(AttentionLayer, nnx.Module):
-    """Multi-head self-attention with any scheme, grouped heads, segments and a cache.
+    """Multi-head attention with any scheme, grouped heads, segments and a cache.
 
     >>> import posenc_jax as pe
     >>> layer = Attention(16, 4, position=pe.RoPE(head_dim=4), is_causal=True, rngs=nnx.Rngs(0))
@@ -104,6 +141,7 @@ class Attention(AttentionLayer, nnx.Module):
         position: Scheme | LayerSpec | PositionEncoding = NoPE(),  # noqa: B008, frozen
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        in_kv_features: int | None = None,
         is_causal: bool = False,
         window: Window = None,
         softcap: float | None = None,
@@ -112,11 +150,17 @@ class Attention(AttentionLayer, nnx.Module):
         sinks: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
+        decode: bool | None = None,
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        kernel_init: nnx.Initializer = _kernel_init,
-        out_init: nnx.Initializer | None = None,
+        precision: Any = None,
+        promote_dtype: Any = _promote_dtype,
+        kernel_init: _Inits = _kernel_init,
+        out_kernel_init: nnx.Initializer | None = None,
+        bias_init: _Inits = nnx.initializers.zeros,
+        out_bias_init: nnx.Initializer | None = None,
+        axis_names: AxisNames | None = None,
         implementation: str | Implementation | None = None,
         rngs: nnx.Rngs,
     ):
@@ -126,145 +170,229 @@ class Attention(AttentionLayer, nnx.Module):
           model_dim: D.
           num_heads: N.
           position: a scheme, whose parameters this layer then owns; a `LayerSpec`, which also
-            has `window`, `softcap`, `scale`, `qk_norm` and `sinks`; or a `PositionEncoding` that
-            several layers share.
+            has `window`, `chunk_size`, `softcap`, `scale`, `qk_norm` and `sinks`; or a
+            `PositionEncoding` that several layers share.
           num_kv_heads: K, a divisor of N. Default: N.
           head_dim: H. Default: D / N.
+          in_kv_features: width of `inputs_k` and `inputs_v`. Default: D.
           is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
           scale: the factor on q . k. Default: the scheme's own.
-          qk_norm: the norm of queries and keys before the scheme. Default: none.
+          qk_norm: the norm of queries and keys. Default: none.
           sinks: whether each head has a learned logit without a value, as in gpt-oss.
           dropout_rate: share of the attention weights that are dropped.
           deterministic: whether to drop none, as in `nnx.MultiHeadAttention`; `train()` and
             `eval()` set it, and the argument of a call comes first.
-          use_bias, dtype, param_dtype, kernel_init: of the projections, as in
-            `nnx.LinearGeneral`. Parameters of the scheme are float32.
-          out_init: of the output projection. Default: `kernel_init`.
+          decode: whether calls use and update the cache that `init_cache` makes, as in
+            `nnx.MultiHeadAttention`; the argument of a call comes first. Default: no.
+          use_bias, dtype, param_dtype, precision, promote_dtype: of the projections, as in
+            `nnx.LinearGeneral`. Parameters of the scheme are float32, and so is attention inside.
+          kernel_init, bias_init: initialisers of the projections: one for all, or a mapping from
+            "query", "key" and "value" to one each.
+          out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
+            `bias_init`, unless they are mappings.
+          axis_names: names of the axes of all parameters, from "model_dim", "num_heads",
+            "num_kv_heads" and "head_dim" to a logical name, or an axis of the mesh. They become
+            `out_sharding` of each `nnx.Param`, which needs a mesh, as with `nnx.with_partitioning`.
+            Initialisers with names of their own keep these.
           rngs: for the keys of parameters, and of dropout where calls give none.
 
         Raises:
           ValueError: for sizes that do not divide, a scheme that acts on the token embedding
-            alone, a setting beside that of a `LayerSpec`, and a layer with chunks.
+            alone, and a setting beside that of a `LayerSpec`.
         """
-        layer = layer_spec(position, window, softcap, scale, qk_norm, sinks)
-        position = position if isinstance(position, PositionEncoding) else layer.scheme
+        self.settings = layer_spec(position, window, softcap, scale, qk_norm, sinks)
+        check_axis_names("Attention", axis_names)
         if head_dim is None:
             divides("Attention", model_dim=model_dim, num_heads=num_heads)
             head_dim = model_dim // num_heads
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        divides("Attention", num_heads=num_heads, num_kv_heads=kv_heads)
+        self.model_dim, self.head_dim = model_dim, head_dim
+        self.in_kv_features = model_dim if in_kv_features is None else in_kv_features
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        heads = self.heads()
+        self.num_kv_heads = heads["key"]
 
-        def project(heads):
+        def project(name, features, out_features, axis, kernel_init, bias_init):
+            sizes = KERNELS[name]
             return nnx.LinearGeneral(
-                model_dim,
-                (heads, head_dim),
+                features,
+                out_features,
+                axis=axis,
                 use_bias=use_bias,
                 dtype=dtype,
                 param_dtype=param_dtype,
-                kernel_init=kernel_init,
+                precision=precision,
+                promote_dtype=promote_dtype,
+                kernel_init=of_projection("kernel_init", kernel_init, name, _kernel_init),
+                bias_init=of_projection("bias_init", bias_init, name, nnx.initializers.zeros),
+                kernel_metadata=_metadata(axis_names, sizes),
+                bias_metadata=_metadata(axis_names, sizes[1 if name != "out" else 2 :]),
                 rngs=rngs,
             )
 
-        self.query, self.key, self.value = project(num_heads), project(kv_heads), project(kv_heads)
-        self.out = nnx.LinearGeneral(
+        width = {"query": model_dim, "key": self.in_kv_features, "value": self.in_kv_features}
+        self.query, self.key, self.value = (
+            project(name, width[name], (n, head_dim), -1, kernel_init, bias_init)
+            for name, n in heads.items()
+        )
+        self.out = project(
+            "out",
             (num_heads, head_dim),
             model_dim,
-            axis=(-2, -1),
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init if out_init is None else out_init,
-            rngs=rngs,
+            (-2, -1),
+            kernel_init if out_kernel_init is None else out_kernel_init,
+            bias_init if out_bias_init is None else out_bias_init,
         )
         if not isinstance(position, PositionEncoding):
-            position = PositionEncoding(position, rngs=rngs)
+            position = PositionEncoding(self.settings.scheme, axis_names=axis_names, rngs=rngs)
         check_acts_in_attention("Attention", position.scheme)
-        self.position = position
-        norm = layer.qk_norm
-        self.query_norm = None if norm is None else HeadNorm(norm, num_heads, head_dim)
-        self.key_norm = None if norm is None else HeadNorm(norm, kv_heads, head_dim)
-        self.sinks = nnx.Param(jnp.zeros((num_heads,), jnp.float32)) if layer.sinks else None
-        self.deterministic = deterministic
+        self.encoding = position
+
+        def norm(name):
+            sizes, settings = KERNELS[name][1:], self.settings.qk_norm
+            return settings and HeadNorm(settings, heads[name], head_dim, sizes, axis_names)
+
+        self.query_norm, self.key_norm = norm("query"), norm("key")
+        metadata = _metadata(axis_names, ("num_heads",))
+        logits = nnx.Param(jnp.zeros((num_heads,), jnp.float32), **metadata)
+        self.sinks = logits if self.settings.sinks else None
+        self.deterministic, self.decode = deterministic, decode
+        self.kv_cache: nnx.Cache[KVCache] | None = nnx.data(None)
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
-        self.model_dim, self.num_heads = model_dim, num_heads
-        self.num_kv_heads, self.head_dim = kv_heads, head_dim
-        self.is_causal, self.window, self.softcap = is_causal, layer.window, layer.softcap
-        self.scale, self.dropout_rate = layer.scale, dropout_rate
+        self.is_causal, self.dropout_rate = is_causal, dropout_rate
         self.dtype = jnp.result_type(param_dtype if dtype is None else dtype)
         self.implementation = implementation
 
+    def spec(self) -> LayerSpec:
+        """Returns the settings that a `LayerSpec` has."""
+        return self.settings
+
     @overload
     def __call__(
-        self, x: jax.Array, *, cache: None = None, **options: Unpack[CallOptions]
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        cache: None = None,
+        **options: Unpack[CallOptions],
     ) -> jax.Array: ...
 
     @overload
     def __call__(
-        self, x: jax.Array, *, cache: KVCache, **options: Unpack[CallOptions]
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        cache: KVCache,
+        **options: Unpack[CallOptions],
     ) -> tuple[jax.Array, KVCache]: ...
 
     def __call__(
         self,
-        x: jax.Array,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
         *,
         cache: KVCache | None = None,
         position: PositionEncoding | None = None,
         deterministic: bool | None = None,
+        decode: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         out_sharding: PartitionSpec | None = None,
         qkv_sharding: PartitionSpec | None = None,
-        **options: Unpack[TokenOptions],
+        **options: Unpack[SequenceOptions],
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
 
         Args:
-          x: [B, T, D].
+          inputs_q: [B, T, D].
+          inputs_k, inputs_v: [B, S, in_kv_features], for attention to another sequence; see
+            `posenc_jax.scheme_cross_attention`. Default: `inputs_q`, and `inputs_k`.
           cache: keys and values of earlier tokens; see `new_cache`.
           position: an encoding to use instead of the layer's own (for layers that share
             one under `nnx.scan`).
           deterministic: whether to drop no weights. Default: as the layer is set.
+          decode: whether to use and update the cache of `init_cache`. Default: as the layer is set.
           rngs: for the dropout key. Default: those given to the constructor.
           out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
             v [B, T, heads, H] are sharded, as in `nnx.MultiHeadAttention`.
           **options: `positions`, `coordinates`, `segment_ids`, `tables`, `mask`,
-            `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`.
+            `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`; with `inputs_k` also
+            `k_positions`, `k_coordinates` and `k_segment_ids`.
 
         Raises:
-          ValueError: for arguments that do not fit, and dropout without `deterministic` or rngs.
+          ValueError: for arguments that do not fit, dropout without `deterministic` or rngs, and
+            decoding without a cache.
         """
-        array_of_rank("Attention", "x", x, 3, "[B, T, D]")
-        require(
-            x.shape[-1] == self.model_dim,
-            f"Attention: x must be [B, T, {self.model_dim}], got {x.shape}.",
-        )
+        widths = self.model_dim, self.in_kv_features
+        inputs = self.inputs(inputs_q, inputs_k, inputs_v, widths)
         if position is None:
-            position = self.position
+            position = self.encoding
         elif not isinstance(position, PositionEncoding):
             raise TypeError(
                 f"Attention: position must be a PositionEncoding in a call, got {position!r}."
             )
         else:
             check_acts_in_attention("Attention", position.scheme)
+        kept = None
+        if self.decode if decode is None else decode:
+            require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
+            kept = self.kv_cache
+            if kept is None:
+                raise ValueError("Attention: decode=True needs a cache; call init_cache first.")
+            cache = kept.get_value()
         dropout_key = self._dropout_key(rngs) if self.drops(deterministic) else None
-        projections = self.query, self.key, self.value
-        q, k, v = (project(x, out_sharding=qkv_sharding) for project in projections)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if self.sinks is not None:
-            options.setdefault("sinks", self.sinks[...])
-        out, new = scheme_attention(
-            position.scheme,
-            position.values(),
-            q,
-            k,
-            v,
-            x=x,
-            cache=cache,
-            **self.settings(self, dropout_key),
-            **options,
+        q, k, v = (
+            project(x, out_sharding=qkv_sharding)
+            for project, x in zip((self.query, self.key, self.value), inputs, strict=True)
         )
-        y = self.out(out, out_sharding=out_sharding)
+        out, new = self.attend(
+            position,
+            (q, k, v),
+            inputs_q,
+            inputs_k,
+            norms=None if self.query_norm is None else (self.query_norm, self.key_norm),
+            sinks=None if self.sinks is None else self.sinks[...],
+            cache=cache,
+            dropout_key=dropout_key,
+            options=dict(options),
+        )
+        y = checkpoint_name(self.out(out, out_sharding=out_sharding), "out_proj")
+        if kept is not None and new is not None:
+            kept.set_value(new)
+            return y
         return y if new is None else (y, new)
+
+    def init_cache(
+        self, input_shape: tuple[int, ...], dtype: Any = None, **options: Unpack[CacheOptions]
+    ) -> None:
+        """Makes the cache for `decode=True`, as in `nnx.MultiHeadAttention`.
+
+        It is `layer.kv_cache`, an `nnx.Cache` of a `KVCache`; calls take any number of tokens.
+
+        Args:
+          input_shape: [B, S, ...], for up to S tokens in each row.
+          dtype: of k and v. Default: the layer's.
+          **options: as in `new_cache`.
+        """
+        batch, capacity = input_shape[:2]
+        self.kv_cache = nnx.Cache(self.new_cache(batch, capacity, dtype=dtype, **options))
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """What `nnx.view` calls; `decode` with sizes makes a cache, as in Flax's attention."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        if batch_size is not None and max_length is not None:
+            self.init_cache((batch_size, max_length))
 
     def _dropout_key(self, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array:
         """Returns the key of this call's dropout."""
@@ -306,9 +434,9 @@ class AttentionFn(nnx.Module):
             if rngs is None and jax.tree.leaves(shapes):
                 raise ValueError(f"AttentionFn: {position!r} has parameters, so it needs rngs.")
             position = PositionEncoding(position, rngs=nnx.Rngs(0) if rngs is None else rngs)
-        self.position = position
+        self.encoding = position
 
     def __call__(self, query, key, value, **options):
         """Attends as `nnx.dot_product_attention` does, with the scheme."""
-        encoding = self.position
+        encoding = self.encoding
         return attention_fn(encoding.scheme, encoding.values(), query, key, value, **options)

@@ -1,4 +1,4 @@
-r"""Normalisation of queries and keys after their projection, before the position encoding.
+r"""Normalisation of queries and keys after their projection, before or after their rotation.
 
     rms     y = x / sqrt(mean(x^2) + epsilon) * (scale + scale_offset)
     layer   y = (x - mean(x)) / sqrt(var(x) + epsilon) * (scale + scale_offset) + bias
@@ -33,6 +33,8 @@ class QKNorm:
       scale_offset: what is added to the scale; 1 where weights are stored less one (Gemma).
       use_bias: whether there is a learned bias, shaped like the scale.
       epsilon: what is added to the mean square.
+      after_rotation: whether it comes after the position encoding of q and k (HunYuan), and not
+        before it.
 
     Raises:
       ValueError: for unknown words, a negative epsilon, a bias without a scale, and one scale
@@ -49,6 +51,7 @@ class QKNorm:
     scale_offset: float = 0.0
     use_bias: bool = False
     epsilon: float = 1e-6
+    after_rotation: bool = False
 
     def __post_init__(self):
         one_of("QKNorm", ("rms", "layer"), kind=self.kind)

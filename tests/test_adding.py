@@ -90,7 +90,7 @@ def test_added_schemes_run_in_a_layer_and_in_a_chain():
     x = jax.random.normal(jax.random.key(0), (1, 5, 16))
     layer = pe.nnx.Attention(16, 2, position=scheme, rngs=nnx.Rngs(0))
     assert layer(x).shape == x.shape
-    assert len(jax.tree.leaves(nnx.state(layer.position, nnx.Param))) == 2
+    assert len(jax.tree.leaves(nnx.state(layer.encoding, nnx.Param))) == 2
 
 
 def test_added_frequency_map_composes():

@@ -56,8 +56,8 @@ def from_nnx(layer):
         name: {"kernel": getattr(layer, name).kernel[...]}
         for name in ("query", "key", "value", "out")
     }
-    if jax.tree.leaves(layer.position.values()):
-        params["encoding"] = {"scheme": layer.position.values()}
+    if jax.tree.leaves(layer.encoding.values()):
+        params["encoding"] = {"parameters": layer.encoding.values()}
     return {"params": params}
 
 
@@ -71,7 +71,7 @@ def test_layers_equal_scheme_attention(name, x):
     @jax.jit
     def run(x):
         q, k, v = (project(x) for project in (layer.query, layer.key, layer.value))
-        out, _ = pe.scheme_attention(scheme, layer.position.values(), q, k, v, x=x, is_causal=True)
+        out, _ = pe.scheme_attention(scheme, layer.encoding.values(), q, k, v, x=x, is_causal=True)
         return layer.out(out), layer(x), linen_layer(scheme).apply(from_nnx(layer), x)
 
     written_out, *modules = run(x)
@@ -84,13 +84,13 @@ def test_encodings_equal_scheme_embedding(scheme, params, x):
     wanted = pe.scheme_embedding(scheme, params, x, positions=positions)
     encoding = pn.PositionEncoding(scheme, rngs=nnx.Rngs(0))
     for leaf, value in zip(
-        jax.tree.leaves(encoding.params, is_leaf=lambda v: isinstance(v, nnx.Variable)),
+        jax.tree.leaves(encoding.parameters, is_leaf=lambda v: isinstance(v, nnx.Variable)),
         jax.tree.leaves(params),
         strict=True,
     ):
         leaf[...] = value
     chex.assert_trees_all_equal(encoding(x, positions), wanted)
-    variables = {"params": {"scheme": params}} if params else {}
+    variables = {"params": {"parameters": params}} if params else {}
     chex.assert_trees_all_equal(pl.PositionEncoding(scheme).apply(variables, x, positions), wanted)
 
 
@@ -119,7 +119,7 @@ def test_an_embedding_decodes_after_the_tokens_of_a_cache(cls, x):
     encoding, layer = pn.PositionEncoding(scheme, rngs=nnx.Rngs(1)), nnx_layer(pe.NoPE())
     module = pl.PositionEncoding(scheme)
     params = encoding.values()
-    variables = {"params": {"scheme": params}} if params else {}
+    variables = {"params": {"parameters": params}} if params else {}
     lengths = np.array([5, 3])
     positions, segments = pe.positions.from_padding_mask(jnp.arange(5)[None] < lengths[:, None])
 
@@ -310,9 +310,9 @@ def test_errors_name_the_argument_and_the_value(x):
         pn.Attention(D, N, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="num_heads=6 must be a multiple of num_kv_heads=4"):
         pn.Attention(D, N, num_kv_heads=4, head_dim=H, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"x must be \[B, T, 20\], got \(2, 9, 19\)"):
+    with pytest.raises(ValueError, match=r"inputs_q must be \[B, T, 20\], got \(2, 9, 19\)"):
         nnx_layer(pe.NoPE())(x[..., :-1])
-    with pytest.raises(ValueError, match=r"x must be \[B, T, D\], got shape \(9, 20\)"):
+    with pytest.raises(ValueError, match=r"inputs_q must be \[B, T, 20\], got shape \(9, 20\)"):
         nnx_layer(pe.NoPE())(x[0])
     with pytest.raises(TypeError, match="scheme must be a Scheme, got 'rope'"):
         pn.PositionEncoding("rope", rngs=nnx.Rngs(0))
@@ -409,7 +409,7 @@ def test_parameters_are_float32_under_x64():
         encoding = pn.PositionEncoding(scheme, rngs=nnx.Rngs(0))
         assert encoding.values()["table"].dtype == jnp.float32
         variables = pl.PositionEncoding(scheme).init(jax.random.key(0), jnp.zeros((1, 2, 3)))
-        assert variables["params"]["scheme"]["table"].dtype == jnp.float32
+        assert variables["params"]["parameters"]["table"].dtype == jnp.float32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,5 +172,5 @@ def test_parameters_need_rngs():
         pn.AttentionFn(pe.T5(num_heads=6))
     rngs = nnx.Rngs(0)
     first, second = (pn.AttentionFn(pe.T5(num_heads=6), rngs=rngs) for _ in range(2))
-    tables = [f.position.values()["table"] for f in (first, second)]
+    tables = [f.encoding.values()["table"] for f in (first, second)]
     assert np.abs(tables[0] - tables[1]).max() > 1e-3

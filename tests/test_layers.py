@@ -1,5 +1,7 @@
 """Layer patterns of released models, and models whose layers differ."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,17 +83,43 @@ def test_decoding_through_layers_that_differ_equals_one_pass(name):
     assert np.abs(whole - run(plain, x)).max() > 0.01
 
 
-def test_chunks_are_segments():
-    """Llama 4: tokens attend within their chunk, and positions count through."""
-    spec = pe.LayerSpec(LOCAL, chunk_size=4)
-    layer = Attention(16, 2, position=spec.scheme, is_causal=True, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (1, 10, 16))
-    at = jnp.arange(10)[None]
-    run = nnx.jit(lambda layer, x, **where: layer(x, **where))
-    out = run(layer, x, positions=at, segment_ids=at // spec.chunk_size)
-    for start in (0, 4, 8):
-        alone = run(layer, x[:, start : start + 4])
-        np.testing.assert_allclose(out[:, start : start + 4], alone, atol=2e-6)
+@pytest.mark.parametrize("is_causal, window", [(True, None), (True, 3), (False, (1, -1))])
+def test_chunks_hide_what_a_mask_would(is_causal, window):
+    """Llama 4: tokens attend within their chunk, in packed and padded rows and in a cache."""
+    spec = pe.LayerSpec(LOCAL, window=window, chunk_size=4)
+    layer, masked = (
+        Attention(16, 2, position=y, is_causal=is_causal, rngs=nnx.Rngs(0))
+        for y in (spec, dataclasses.replace(spec, chunk_size=None))
+    )
+    x = jax.random.normal(jax.random.key(1), (2, 19, 16))
+    ids = jnp.array([[-1] * 2 + [0] * 17, [0] * 11 + [1] * 6 + [-1] * 2])
+    at = pe.positions.from_segment_ids(ids) + jnp.array([[0], [6]])
+    mask = (at[:, :, None] // 4 == at[:, None] // 4)[:, None]
+    run = nnx.jit(lambda layer, x, **options: layer(x, **options))
+    wanted = run(masked, x, positions=at, segment_ids=ids, mask=mask)
+    np.testing.assert_allclose(run(layer, x, positions=at, segment_ids=ids), wanted, atol=2e-6)
+    first = np.arange(19) // 4  # Without positions, they count from zero.
+    mask = jnp.asarray(first[:, None] == first)[None, None]
+    np.testing.assert_allclose(run(layer, x), run(masked, x, mask=mask), atol=2e-6)
+    if not is_causal:
+        return
+    cache, outs = layer.new_cache(2, 19), []
+    for part in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 12)), slice(12, 19)):
+        y, cache = run(
+            layer, x[:, part], cache=cache, positions=at[:, part], segment_ids=ids[:, part]
+        )
+        outs.append(y)
+    real = ids >= 0
+    np.testing.assert_allclose(jnp.concatenate(outs, 1)[real], wanted[real], atol=2e-6)
+
+
+def test_what_chunks_do_not_go_with():
+    layer = Attention(16, 2, position=pe.LayerSpec(LOCAL, chunk_size=4), rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match="a ring for chunk_size=4; use a full cache"):
+        layer.new_cache(2, 8, ring=True)
+    x = jnp.ones((1, 5, 16))
+    with pytest.raises(NotImplementedError, match="prefix_length in a layer with chunks"):
+        layer(x, prefix_length=jnp.array([2]))
 
 
 def test_drope_replaces_a_trained_rope_by_nope():

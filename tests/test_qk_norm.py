@@ -1,5 +1,7 @@
 """QK-norm by itself and in layers; tests/hf compares its forms with transformers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,12 +56,12 @@ def test_nnx_attention_takes_a_layer():
     layer = pn.Attention(
         D, N, position=LAYER, num_kv_heads=K, head_dim=H, is_causal=True, rngs=rngs
     )
-    layer.query_norm.params["scale"][...] = jnp.linspace(-0.5, 0.5, H)
-    layer.key_norm.params["scale"][...] = jnp.linspace(0.5, -0.2, H)
+    layer.query_norm.scale[...] = jnp.linspace(-0.5, 0.5, H)
+    layer.key_norm.scale[...] = jnp.linspace(0.5, -0.2, H)
     layer.sinks[...] = jnp.linspace(-1.0, 1.0, N)
     x = jax.random.normal(jax.random.key(1), (2, 9, D))
     kernels = [p.kernel[...] for p in (layer.query, layer.key, layer.value, layer.out)]
-    scales = [p.params["scale"][...] for p in (layer.query_norm, layer.key_norm)]
+    scales = [p.scale[...] for p in (layer.query_norm, layer.key_norm)]
     wanted = by_hand(x, kernels, scales, layer.sinks[...])
     np.testing.assert_allclose(layer(x), wanted, atol=1e-6)
 
@@ -85,6 +87,39 @@ def test_linen_attention_takes_a_layer():
     assert module.new_cache(2, 9).k.shape == (2, 9, K, H)
 
 
+@pytest.mark.parametrize("name", ["rope", "keys_as_projected"])
+def test_a_norm_after_the_rotation(name):
+    """With a scale that differs by dimension, as in HunYuan, the order matters."""
+    norm = pe.QKNorm(epsilon=0.01, scale_offset=1.0, after_rotation=True)
+    scheme = ROPE if name == "rope" else Uncached(head_dim=H)
+    sizes = {"num_kv_heads": K, "head_dim": H, "is_causal": True}
+    layer = pn.Attention(D, N, position=scheme, qk_norm=norm, rngs=nnx.Rngs(0), **sizes)
+    layer.query_norm.scale[...] = jnp.linspace(-0.5, 0.5, H)
+    layer.key_norm.scale[...] = jnp.linspace(0.5, -0.2, H)
+    x = jax.random.normal(jax.random.key(1), (2, 9, D))
+    q, k, v = (p(x) for p in (layer.query, layer.key, layer.value))
+    q, k = (pe.apply_rope(y, jnp.arange(9)) for y in (q, k))
+    q, k = (n(y) for n, y in zip((layer.query_norm, layer.key_norm), (q, k), strict=True))
+    wanted = layer.out(pe.attention(q, k, v, is_causal=True))
+    np.testing.assert_allclose(layer(x), wanted, atol=1e-6)
+    module = pl.Attention(N, position=scheme, qk_norm=norm, **sizes)
+    params = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
+    np.testing.assert_allclose(module.apply(params, x), wanted, atol=1e-6)
+    run, cache = nnx.jit(lambda layer, x, cache: layer(x, cache=cache)), layer.new_cache(2, 9)
+    for part in (slice(0, 5), slice(5, 6), slice(6, 9)):
+        y, cache = run(layer, x[:, part], cache)
+        np.testing.assert_allclose(y, wanted[:, part], atol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uncached(pe.RoPE):
+    """RoPE whose keys are cached as projected."""
+
+    @property
+    def traits(self):
+        return dataclasses.replace(super().traits, cache_transformed_keys=False)
+
+
 def test_arguments_are_those_of_a_layer():
     x = jax.random.normal(jax.random.key(1), (2, 9, D))
     settings = {"window": 4, "scale": 0.5, "softcap": 3.0, "sinks": True, "qk_norm": NORM}
@@ -100,9 +135,10 @@ def test_arguments_are_those_of_a_layer():
 def test_errors():
     with pytest.raises(ValueError, match="Attention: window, sinks beside position=LayerSpec"):
         pn.Attention(D, N, head_dim=H, position=LAYER, window=3, sinks=True, rngs=nnx.Rngs(0))
-    chunked = pl.Attention(N, H, pe.LayerSpec(ROPE, chunk_size=8))
-    with pytest.raises(ValueError, match="chunk_size=8: give its scheme as position"):
-        chunked.init(jax.random.key(0), jnp.ones((1, 2, D)))
+    after = pe.QKNorm(after_rotation=True)
+    layer = pn.Attention(D, N, head_dim=H, position=pe.ReRoPE(H), qk_norm=after, rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match="rotates q and k within its attention"):
+        layer(jnp.ones((1, 2, D)))
     with pytest.raises(TypeError, match="qk_norm must be a QKNorm or None, got True"):
         pe.LayerSpec(ROPE, qk_norm=True)
     with pytest.raises(ValueError, match="softcap must be positive, got 0"):

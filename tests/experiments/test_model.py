@@ -49,11 +49,8 @@ def model(name):
 
 
 def without_scheme(state):
-    return {
-        path: leaf
-        for path, leaf in jax.tree.flatten_with_path(state)[0]
-        if "position" not in jax.tree_util.keystr(path)
-    }
+    leaves = ((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(state))
+    return {p: leaf for p, leaf in leaves if "positions" not in p and "encoding" not in p}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,7 +118,7 @@ def test_settings_of_layers_change_the_model(setting):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logit_scale_does_not_depend_on_the_scheme(name):
-    assert {block.attention.scale for block in model(name).blocks} == {8**-0.5}
+    assert {block.attention.settings.scale for block in model(name).blocks} == {8**-0.5}
 
 
 def test_a_model_without_causality_sees_all_but_what_it_predicts():
@@ -168,7 +165,7 @@ def test_the_model_encodes_the_coordinates_that_it_is_given():
     np.testing.assert_array_equal(rope(tokens, at), plain)
     np.testing.assert_allclose(rope(tokens, at + 9), plain, atol=1e-5)
     assert np.abs(rope(tokens, 2 * at) - plain).max() > 1e-4
-    first = learned.positions[0].params["table"]
+    first = learned.positions[0].parameters["table"]
     first[...] = jax.numpy.roll(first[...], 9, axis=0)
     moved = np.asarray(learned(tokens, at + 9))
     first[...] = jax.numpy.roll(first[...], -9, axis=0)

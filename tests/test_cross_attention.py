@@ -1,0 +1,111 @@
+"""Attention to another sequence, as a function and in the layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import BATCH, KV_HEADS, LENGTH, SIZES, build, close, make_batch
+
+import posenc_jax as pe
+import posenc_jax.linen as pl
+import posenc_jax.nnx as pn
+
+N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 7
+TOKENS, RNG = make_batch(), np.random.default_rng(0)
+SCHEMES = ["rope", "t5", "shaw", "cope", "transformer_xl", "inkling", "vo_rope"]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_last_tokens_of_a_sequence_as_another_one(name):
+    """Of two sequences that are parts of one, the numbers are those of the one."""
+    scheme = build(pe.SCHEMES[name])
+    params, tokens = scheme.init(jax.random.key(0)), TOKENS
+    at = jnp.asarray(np.stack([5 + np.arange(LENGTH), 2 * np.arange(LENGTH)]), jnp.int32)
+    ids = jnp.asarray([[0] * LENGTH, [0] * 9 + [1] * 8 + [-1] * 2], jnp.int32)
+    last = slice(LENGTH - T, None)
+
+    @jax.jit
+    def run(tokens):
+        own = tokens.x, tokens.q, tokens.k, tokens.v
+        x, q, k, v = own
+        whole, _ = pe.scheme_attention(
+            scheme, params, q, k, v, x=x, positions=at, segment_ids=ids, is_causal=True
+        )
+        cross = pe.scheme_cross_attention(
+            scheme,
+            params,
+            q[:, last],
+            k,
+            v,
+            x=x[:, last],
+            memory=x,
+            positions=at[:, last],
+            k_positions=at,
+            segment_ids=ids[:, last],
+            k_segment_ids=ids,
+            is_causal=True,
+        )
+        return whole[:, last], cross
+
+    wanted, out = run(tokens)
+    close(out, wanted)
+
+
+def test_layers_attend_to_a_memory_as_flax_does():
+    """With the arguments of `nnx.MultiHeadAttention`, and other widths of keys."""
+    x = RNG.normal(size=(BATCH, T, D)).astype(np.float32)
+    keys, values = RNG.normal(size=(2, BATCH, 11, 13)).astype(np.float32)
+    layer = pn.Attention(
+        D, N, num_kv_heads=KV_HEADS, head_dim=H, in_kv_features=13, use_bias=True, rngs=nnx.Rngs(0)
+    )
+    stock = nnx.MultiHeadAttention(
+        N,
+        D,
+        N * H,
+        num_kv_heads=KV_HEADS,
+        in_kv_features=13,
+        decode=False,
+        bias_init=nnx.initializers.normal(),
+        rngs=nnx.Rngs(1),
+    )
+    nnx.update(layer, nnx.state(stock, nnx.Param))
+    module = pl.Attention(num_heads=N, num_kv_heads=KV_HEADS, head_dim=H, use_bias=True)
+    params = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
+    padded = jnp.arange(11)[None] < jnp.array([[11], [6]])
+    for given in ((keys,), (keys, values)):
+        wanted = stock(x, *given, mask=padded[:, None, None])
+        options = {"k_segment_ids": jnp.where(padded, 0, -1)}
+        close(layer(x, *given, **options), wanted)
+        close(module.apply(params, x, *given, **options), wanted)
+
+
+def test_a_layer_with_a_scheme_needs_the_positions_of_both():
+    x = RNG.normal(size=(BATCH, T, D)).astype(np.float32)
+    layer = pn.Attention(D, N, head_dim=H, position=pe.RoPE(H), rngs=nnx.Rngs(0))
+    frames = jnp.arange(T) / 2
+    out = layer(x, x, coordinates=frames, k_coordinates=frames)
+    close(out, layer(x, coordinates=frames))
+    for given, missing in (({}, ""), ({"positions": jnp.arange(T)}, "k_")):
+        message = rf"RoPE\(.*by their positions; give {missing}positions or {missing}coordinates"
+        with pytest.raises(ValueError, match=message):
+            layer(x, x + 1, **given)
+
+
+def test_what_has_no_meaning_is_refused():
+    x, layer = jnp.ones((BATCH, T, D)), pn.Attention(D, N, head_dim=H, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="inputs_v needs inputs_k beside it"):
+        layer(x, inputs_v=x)
+    with pytest.raises(ValueError, match=r"inputs_k must be \[B, S, 20\], got \(2, 7, 19\)"):
+        layer(x, x[..., 1:])
+    with pytest.raises(ValueError, match="keys of another sequence have no cache"):
+        layer(x, x + 1, cache=layer.new_cache(BATCH, T))
+    with pytest.raises(ValueError, match=r"q \(2, 7, 6, 8\) and k \(1, 7, 6, 8\) differ in batch"):
+        layer(x, x[:1])
+    at = {"positions": jnp.arange(T), "k_positions": jnp.arange(T)}
+    for cls in (pe.FoX, pe.ShortConv):
+        layer = pn.Attention(
+            D, N, num_kv_heads=KV_HEADS, head_dim=H, position=build(cls), rngs=nnx.Rngs(0)
+        )
+        with pytest.raises(NotImplementedError, match=f"{cls.__name__}.* a running state of one"):
+            layer(x, x + 1, **at)
