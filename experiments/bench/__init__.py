@@ -12,7 +12,7 @@ from experiments.bench.heap import heap, load, use_devices, use_warm_heap
 from experiments.environment import environment, versions
 from experiments.files import to_json, write_whole
 
-BENCHMARKS = ("attention", "rope", "decode", "memory", "step")
+BENCHMARKS = ("attention", "rope", "decode", "memory", "step", "llama")
 PEERS = ("torch", "transformers", "equinox", "rotary-embedding-torch", "tokamax")
 
 

@@ -12,7 +12,7 @@ import pytest
 import posenc_jax as pe
 from experiments import bench
 from experiments.__main__ import main
-from experiments.bench import decode, rope
+from experiments.bench import decode, llama, rope
 from experiments.bench.cases import attend_with, make_arguments, named_schemes, places
 from experiments.bench.heap import WARM_HEAP
 from experiments.bench.peers import Case, difference, those_that_agree
@@ -182,6 +182,20 @@ def test_bench_memory_at_tiny_size(tmp_path, capsys):
     assert ours["growth"] < 3 < theirs["growth"]
     assert theirs["lengths"]["1024"]["largest_megabytes"] >= 4 * 2 * 1024**2 / 1e6
     assert "T5 matrix" in "".join(ElementTree.parse(svg_path).getroot().itertext())
+
+
+def test_bench_llama_at_tiny_size(tmp_path, capsys):
+    path = tmp_path / "llama.json"
+    arguments = ["llama", "--cold-heap", "--rounds=1", "--seconds=0", "--lengths=8", "--layers=1"]
+    arguments += ["--heads=2", "--kv-heads=1", "--head-dim=4", "--compilations=1", f"--json={path}"]
+    assert bench.main(arguments) == 0
+    assert "equations" in capsys.readouterr().out
+    by_hand, *ours = json.loads(path.read_text())["results"][0]["rows"]
+    assert by_hand["compile_ratio"] == by_hand["ratio"] == 1.0
+    assert [row["name"] for row in ours] == ['posenc_jax, implementation="jax"', "posenc_jax"]
+    assert all(row["instructions"] > row["equations"] > 100 for row in ours)
+    with pytest.raises(RuntimeError, match="the models differ"):
+        llama.check_losses({"by hand": jnp.float32(1.0), "posenc_jax": jnp.float32(1.001)})
 
 
 def test_bench_restarts_with_a_warm_heap():

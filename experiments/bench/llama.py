@@ -1,0 +1,255 @@
+"""An NNX Llama with this library, against the same with a rope written by hand.
+
+The three models have the same weights and give the same loss. "by hand" rotates q and k by cosines
+and sines of `positions * theta ** (-2p / H)` and calls `jax.nn.dot_product_attention`; the others
+have `posenc_jax.nnx.Attention(position=RoPE(...))`, once with `implementation="jax"`, which calls
+the same function, and once with the default. A step is a loss with its gradients and an update by
+SGD.
+
+Tracing, lowering and compiling are seconds of processor time of all threads, which other processes
+disturb less: the least of several times from empty caches, the models in turns.
+"""
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend.core import Jaxpr
+
+import posenc_jax as pe
+from experiments.bench.cases import add_common_arguments, positive, positives
+from experiments.bench.timing import show, side_by_side
+from posenc_jax.nnx import Attention
+
+VOCABULARY, THETA = 512, 1e4
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a Llama."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scanned: bool
+
+    @property
+    def model_dim(self) -> int:
+        """D."""
+        return self.heads * self.head_dim
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's settings."""
+    parser.add_argument("--lengths", type=positives, default=(512, 2048), help="default: 512,2048")
+    for name, size in (("layers", 4), ("heads", 8), ("kv-heads", 2), ("head-dim", 32)):
+        parser.add_argument(f"--{name}", type=positive, default=size, help=f"default: {size}")
+    parser.add_argument("--batch", type=positive, default=1, help="default: 1")
+    parser.add_argument("--compilations", type=positive, default=5, help="of each (default: 5)")
+    words = "run the layers by nnx.scan with nnx.remat, rather than one after the other"
+    parser.add_argument("--scan", action="store_true", help=words)
+    add_common_arguments(parser, seconds=20.0)
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Measures the models; returns the numbers."""
+    sizes = Sizes(options.layers, options.heads, options.kv_heads, options.head_dim, options.scan)
+    models = {
+        "by hand": Llama(sizes, ByHand),
+        'posenc_jax, implementation="jax"': Llama(sizes, with_rope(implementation="jax")),
+        "posenc_jax": Llama(sizes, with_rope()),
+    }
+    weights = nnx.state(models["by hand"])
+    for model in models.values():
+        nnx.update(model, weights)
+    tokens = jax.random.randint(
+        jax.random.key(1), (options.batch, 1 + max(options.lengths)), 0, VOCABULARY
+    )
+    results = []
+    for length in options.lengths:
+        given = {
+            name: (*nnx.split(model), tokens[:, : length + 1]) for name, model in models.items()
+        }
+        compiled, figures = compile_in_turns(given, options.compilations)
+        losses = {n: compiled[n](*given[n][1:])[0] for n in given}
+        check_losses(losses)
+        cases: dict[str, Callable] = {
+            n: functools.partial(compiled[n], *given[n][1:]) for n in given
+        }
+        timings = side_by_side(cases, rounds=options.rounds, seconds=options.seconds)
+        how = "scanned, with remat" if sizes.scanned else "one after the other"
+        show(f"training step, {length} tokens, {sizes.layers} layers, {how}", timings)
+        show_compilation(figures)
+        rows = [dataclasses.asdict(timing) | figures[timing.name] for timing in timings]
+        results.append({"length": length, "rows": rows})
+    return {"sizes": dataclasses.asdict(sizes) | {"batch": options.batch}, "results": results}
+
+
+def check_losses(losses: dict[str, jax.Array]) -> None:
+    """Raises `RuntimeError` unless all losses are equal to 1e-4."""
+    low, high = min(losses.values()), max(losses.values())
+    if not high - low < 1e-4:
+        raise RuntimeError(f"the models differ: {losses}")
+
+
+def train_step(graph: Any, state: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    """Returns the loss of a batch [B, T + 1], and the state after a step of SGD."""
+
+    def loss(state):
+        logits = nnx.merge(graph, state)(tokens[:, :-1])
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+        return -picked.mean()
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return value, jax.tree.map(lambda p, g: p - 0.01 * g, state, gradients)
+
+
+def compile_in_turns(given: dict[str, tuple], times: int) -> tuple[dict[str, Callable], dict]:
+    """Returns compiled steps, and for each the least seconds of its stages and its sizes."""
+    compiled, figures = {}, {name: {} for name in given}
+    names = list(given)
+    for i in range(times):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            jax.clear_caches()
+            graph, *arguments = given[name]
+            step = jax.jit(functools.partial(train_step, graph))
+            clock = [time.process_time()]
+            traced = step.trace(*arguments)
+            clock.append(time.process_time())
+            lowered = traced.lower()
+            clock.append(time.process_time())
+            compiled[name] = lowered.compile()
+            clock.append(time.process_time())
+            least = figures[name]
+            stages = zip(("trace", "lower", "compile"), np.diff(clock), strict=True)
+            for stage, took in [*stages, ("all stages", clock[-1] - clock[0])]:
+                least[f"{stage}_seconds"] = min(took, least.get(f"{stage}_seconds", np.inf))
+            least["equations"] = count_equations(traced.jaxpr.jaxpr)
+            least["instructions"] = compiled[name].as_text().count(" = ")
+    first = figures[names[0]]
+    for figure in figures.values():
+        figure["compile_ratio"] = figure["all stages_seconds"] / first["all stages_seconds"]
+    return compiled, figures
+
+
+def count_equations(jaxpr: Any) -> int:
+    """Returns the number of equations of a jaxpr, with those of the jaxprs inside of it.
+
+    >>> count_equations(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) + 1))(1.0).jaxpr)
+    3
+    """
+    values = (value for eqn in jaxpr.eqns for value in jax.tree.leaves(eqn.params))
+    inner = (getattr(value, "jaxpr", value) for value in values)
+    return len(jaxpr.eqns) + sum(count_equations(j) for j in inner if isinstance(j, Jaxpr))
+
+
+def show_compilation(figures: dict[str, dict]) -> None:
+    """Prints what compiling took as a table."""
+    heads = ("trace s", "lower s", "compile s", "sum s", "ratio", "equations", "instructions")
+    print("\n" + " " * 36 + " ".join(f"{head:>12s}" for head in heads))
+    for name, made in figures.items():
+        stages = ("trace", "lower", "compile", "all stages")
+        numbers = [f"{made[f'{stage}_seconds']:12.3f}" for stage in stages]
+        numbers += [f"{made['compile_ratio']:12.2f}"]
+        numbers += [f"{made[size]:12d}" for size in ("equations", "instructions")]
+        print(f"  {name:34s}" + " ".join(numbers), flush=True)
+
+
+class ByHand(nnx.Module):
+    """Grouped attention with RoPE as many models write it."""
+
+    def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
+        self.theta = THETA
+        project = functools.partial(nnx.LinearGeneral, sizes.model_dim, use_bias=False, rngs=rngs)
+        self.query = project((sizes.heads, sizes.head_dim))
+        self.key = project((sizes.kv_heads, sizes.head_dim))
+        self.value = project((sizes.kv_heads, sizes.head_dim))
+        self.out = nnx.LinearGeneral(
+            (sizes.heads, sizes.head_dim), sizes.model_dim, axis=(-2, -1), use_bias=False, rngs=rngs
+        )
+
+    def __call__(self, x):
+        """Returns [B, T, D]."""
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        positions = jnp.arange(x.shape[1])
+        q, k = rotate(q, positions, self.theta), rotate(k, positions, self.theta)
+        return self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True))
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Returns x [B, T, N, H] rotated by positions [T]."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * theta ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def with_rope(**settings: Any) -> Callable[[Sizes, nnx.Rngs], nnx.Module]:
+    """Returns a function that makes the library's attention."""
+
+    def make(sizes, rngs):
+        return Attention(
+            sizes.model_dim,
+            sizes.heads,
+            num_kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            position=pe.RoPE(head_dim=sizes.head_dim, theta=THETA),
+            is_causal=True,
+            rngs=rngs,
+            **settings,
+        )
+
+    return make
+
+
+class Block(nnx.Module):
+    """Attention and a gated MLP."""
+
+    def __init__(self, sizes: Sizes, make_attention: Callable, rngs: nnx.Rngs):
+        dim, wide = sizes.model_dim, 8 * sizes.model_dim // 3
+        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.attention_norm, self.mlp_norm = (nnx.RMSNorm(dim, rngs=rngs) for _ in range(2))
+        self.attention = make_attention(sizes, rngs)
+        self.gate, self.up, self.down = linear(dim, wide), linear(dim, wide), linear(wide, dim)
+
+    def __call__(self, x):
+        """Returns [B, T, D]."""
+        x = x + self.attention(self.attention_norm(x))
+        y = self.mlp_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nnx.Module):
+    """A decoder with tied embeddings."""
+
+    def __init__(self, sizes: Sizes, make_attention: Callable):
+        rngs = nnx.Rngs(0)
+        self.scanned = sizes.scanned
+        self.embedding = nnx.Embed(VOCABULARY, sizes.model_dim, rngs=rngs)
+        self.norm = nnx.RMSNorm(sizes.model_dim, rngs=rngs)
+        make = functools.partial(Block, sizes, make_attention)
+        if sizes.scanned:
+            make = nnx.vmap(make, axis_size=sizes.layers)
+            self.blocks = make(rngs.split(sizes.layers))
+        else:
+            self.blocks = nnx.List(make(rngs) for _ in range(sizes.layers))
+
+    def __call__(self, tokens):
+        """Returns logits [B, T, V]."""
+        x = self.embedding(tokens)
+        if self.scanned:
+            step = nnx.remat(lambda x, block: block(x))
+            x = nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        else:
+            for block in self.blocks:
+                x = block(x)
+        return self.embedding.attend(self.norm(x))

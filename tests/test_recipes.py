@@ -1,0 +1,163 @@
+"""The code of docs/recipes runs, and what is before and after gives the same numbers."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import posenc_jax as pe
+
+PAGES = pathlib.Path(__file__).parents[1] / "docs" / "recipes"
+
+
+def blocks_of(page):
+    return re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.S)
+
+
+def run(blocks, **names):
+    """Returns the names that blocks of code define, run one after the other."""
+    for block in blocks:
+        exec(block, names)
+    return names
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def close(a, b, atol=1e-5):
+    np.testing.assert_allclose(a, b, atol=atol)
+
+
+def test_lm1b(capsys):
+    names = run(blocks_of("flax_lm1b"))
+    assert capsys.readouterr().out == "True\n"
+    apply, before, after = names["apply"], names["Before"], names["After"]
+    variables, tokens = names["variables"], names["tokens"]
+    ids = np.repeat([[0, 1, 2]], [3, 7, 2], 1).repeat(3, 0).astype(np.int32)
+    packed = variables, tokens, pe.positions.from_segment_ids(ids), ids
+    wanted = apply(before(), *packed)[0]
+    close(apply(names["sinusoidal"], *packed)[0], wanted)
+    assert np.abs(apply(names["rotary"], *packed)[0] - wanted).max() > 0.1
+    both = before(decode=True), after(names["sinusoidal"].scheme, decode=True)
+    close(*(names["decode"](model, variables, tokens[:, :3]) for model in both))
+    shapes = jax.eval_shape(names["learned"].init, jax.random.key(0), tokens)
+    (table,) = jax.tree.leaves(shapes["params"]["AttentionFn_0"])  # Of both layers.
+    assert table.shape == (4, 32)
+
+
+def test_gemma(capsys):
+    names = run(blocks_of("flax_gemma"))
+    assert capsys.readouterr().out == "True\n"
+    x, window, length = names["x"], names["WINDOW"], 12
+    at = jnp.tile(jnp.arange(length), (3, 1))
+    mask = jnp.tril(jnp.ones((3, length, length), bool))
+    attend = nnx.jit(lambda layer, *given: layer(*given))
+    for layer, settings in (("local", (1e4, 1.0, window)), ("whole", (1e6, 8.0, None))):
+        before = names["Before"](*settings, rngs=nnx.Rngs(2))
+        before.query_norm.scale[...] = jnp.linspace(-0.5, 0.5, 8)
+        before.key_norm.scale[...] = jnp.linspace(0.5, -0.5, 8)
+        wanted = attend(before, x, at, mask)[0]
+        close(attend(names["with_weights"](before, names[layer]), x), wanted)
+    before.window = window
+    wanted = attend(before, x, at, mask)[0]
+    cache = {name: jnp.zeros((3, length, 2, 8)) for name in "kv"} | {"end": 0}
+    for t in range(length):
+        y, cache = attend(before, *(a[:, t : t + 1] for a in (x, at, mask)), cache)
+        off = np.abs(y[:, 0] - wanted[:, t]).max()
+        assert off < 1e-5 if t < window else off > 0.01
+
+
+def test_nnx_llama():
+    names = run(blocks_of("nnx_llama"))
+    assert names["losses"][0] > 4 and names["losses"][-1] < 0.4 * names["losses"][0]
+    model, serve, segments = names["model"], names["serve"], np.asarray(names["segment_ids"])
+    attention = jax.tree.map(lambda x: x[1], model.blocks).attention
+    before = names["Before"](rngs=nnx.Rngs(0))
+    for name in ("query", "key", "value", "out"):
+        getattr(before, name).kernel[...] = getattr(attention, name).kernel[...]
+    x, at = jax.random.normal(jax.random.key(0), (2, 24, 48)), names["where"]["positions"]
+    mask = (
+        np.tril(segments[:, :, None] == segments[:, None])[:, None] & (segments >= 0)[:, None, None]
+    )
+    attend = nnx.jit(lambda layer, x, *given, **where: layer(x, *given, **where))
+    wanted = attend(before, x, at, jnp.asarray(mask))[0]
+    close(attend(attention, x, **names["where"])[segments >= 0], wanted[segments >= 0])
+
+    caches = jax.vmap(lambda cache: cache.reset(jnp.ones(3, bool)))(names["caches"])
+    new = iter(np.random.RandomState(0).randint(1, 64, 100))
+    rows, logits = [[], [], []], []
+    for counts in ((4, 2, 1), (1, 1, 1), (1, 0, 4)):  # The second request has ended.
+        tokens = np.zeros((3, 4 if max(counts) > 1 else 1), np.int32)
+        for row, history, count in zip(tokens, rows, counts, strict=True):
+            history += (chunk := [next(new) for _ in range(count)])
+            row[:count] = chunk
+        given = jnp.asarray(tokens)
+        out, caches = serve(model, given, given > 0, caches)
+        logits.append([(len(rows[b]) - 1, out[b]) for b in range(3) if counts[b]])
+    whole = np.zeros((3, 24), np.int32)
+    for row, history in zip(whole, rows, strict=True):
+        row[: len(history)] = history
+    wanted = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(whole))
+    for step, kept in zip(logits, ((0, 1, 2), (0, 1, 2), (0, 2)), strict=True):
+        for (t, out), b in zip(step, kept, strict=True):
+            close(out, wanted[b, t], atol=2e-5)
+
+
+def test_plain_jax_and_equinox(capsys):
+    blocks = blocks_of("jax_and_equinox")
+    names = run(blocks[:2])
+    assert capsys.readouterr().out == "True\n"
+    x, weights = names["x"], names["weights"] | {"position": {}}
+    after = jax.jit(lambda weights, x: names["after"](pe.RoPE(head_dim=8), weights, x)[0])
+    close(after(weights, x), jax.jit(names["before"])(weights, x))
+    eqx = pytest.importorskip("equinox")
+    names = run(blocks[2:], **names)
+    before = names["Before"](jax.random.key(0))
+    layer = eqx.tree_at(lambda layer: layer.attention, names["layer"], before.attention)
+    close(layer(x)[0], jax.vmap(before)(x))
+
+
+def test_flex_attention():
+    names = run(blocks_of("flex_attention")[1:])
+    q, k, v, table = (np.asarray(names[n], np.float64) for n in ("q", "k", "v", "table"))
+    distance = np.clip(np.arange(24)[:, None] - np.arange(24), -16, 16)
+    s = np.einsum("btnh,bsnh->bnts", q, k) / 4.0 + table[:, distance + 16]
+    s -= np.asarray(names["slopes"])[:, None, None] * np.abs(distance)
+    w = np.exp(s) * np.tri(24)
+    wanted = np.einsum("bnts,bsnh->btnh", w / w.sum(-1, keepdims=True), v)
+    close(names["y"], wanted)
+    assert all(np.abs(gradient).max() > 0.01 for gradient in names["gradients"])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_of_pytorch():
+    torch = pytest.importorskip("torch")
+    names = run(blocks_of("flex_attention"))
+    arrays = [torch.tensor(np.asarray(names[n])).transpose(1, 2) for n in "qkv"]
+    close(names["y"], names["before"](*arrays).transpose(1, 2).numpy())
+
+
+def test_bias_array():
+    names = run(blocks_of("bias_array"))
+    given = [names[name] for name in ("q", "k", "v", "bias")]
+    wanted, pull = jax.vjp(jax.jit(names["before"]), *given)
+    close(names["y"], wanted)
+    for got, gradient in zip(names["gradients"], pull(jnp.cos(names["y"])), strict=True):
+        close(got, gradient)
+    rules = names["rule"], names["same"]
+    close(*(jax.jit(pe.attention)(*given[:3], rules=rule) for rule in rules))
+
+
+def test_the_index_has_every_page():
+    index = (PAGES / "README.md").read_text()
+    pages = {path.name for path in PAGES.glob("*.md")} - {"README.md"}
+    assert set(re.findall(r"\]\((\w+\.md)\)", index)) == pages
+    tested = re.findall(r'blocks_of\("(\w+)"\)', pathlib.Path(__file__).read_text())
+    assert {f"{page}.md" for page in tested} == pages
