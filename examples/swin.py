@@ -54,17 +54,18 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns a grid [B, R, C, D]."""
         (batch, rows, columns, _), size = x.shape, self.window
-        if rows % size or columns % size or min(rows, columns) == size:
+        if rows % size or columns % size:
             raise ValueError(f"Swin: windows of {size} do not divide a grid of {rows} x {columns}.")
+        shift = self.shift if min(rows, columns) > size else 0  # As in the published models.
         y, segment_ids = self.attention_norm(x), None
-        if self.shift:
-            y = jnp.roll(y, (-self.shift, -self.shift), (1, 2))
-            numbers = jnp.asarray(regions(rows, columns, size, self.shift))
+        if shift:
+            y = jnp.roll(y, (-shift, -shift), (1, 2))
+            numbers = jnp.asarray(regions(rows, columns, size, shift))
             segment_ids = jnp.tile(to_windows(numbers, size), (batch, 1))
         # Coordinates are 0, 1, ... in each window, which `Swin` reads row by row.
         y = self.attention(to_windows(y, size), segment_ids=segment_ids)
         y = from_windows(y, size, rows, columns)
-        x = x + (jnp.roll(y, (self.shift, self.shift), (1, 2)) if self.shift else y)
+        x = x + (jnp.roll(y, (shift, shift), (1, 2)) if shift else y)
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -88,9 +88,9 @@ SWIN = dict(
     image_size=24,
     patch_size=2,
     embed_dim=24,
-    depths=[2, 2],
-    num_heads=[3, 6],
-    window_size=3,
+    depths=[2, 2, 2],
+    num_heads=[3, 6, 6],
+    window_size=3,  # All of the last stage, where no block shifts.
     num_labels=5,
 )
 # Model type, settings, seed of the weights: the best two logits of a step are not close.
