@@ -185,6 +185,8 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
     what += f" in groups of {group} heads" if by_row else ""
     check_memory(what, spec.vmem_limit, scratch, (arrays, _part(outs, 0)), (specs, _part(outs, 1)))
 
+    may_hide = spec.rules_in_bias or bool(x.elements)  # Rules hide keys by -inf.
+
     def kernel(schedule, prefix, own, out, kept):
         h, b, g, j, i = (pl.program_id(axis) for axis in range(5))
         step, t = entry(schedule, b, j, i), j * inner + i
@@ -278,7 +280,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
                 bounded = jnp.tanh(s)
                 slope = 1.0 - bounded * bounded
                 capped = spec.softcap * LOG2E * bounded
-                s = jnp.where(s == -jnp.inf, s, capped) if ruled else capped
+                s = jnp.where(s == -jnp.inf, s, capped) if ruled and may_hide else capped
             p = jnp.exp2(s - own["lse"][...] * LOG2E)
             if masked:
                 p = jnp.where(visible(spec, s.shape, 1, offset, of_q, of_k, limit), p, 0.0)

@@ -96,6 +96,8 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     what = f"the forward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
     check_memory(what, spec.vmem_limit, scratch, arrays, specs)
 
+    may_hide = spec.rules_in_bias or bool(x.elements)  # Rules hide keys by -inf.
+
     def kernel(schedule, prefix, own, out_ref, lse_ref, kept):
         h, b, t = (pl.program_id(axis) for axis in range(3))
         step = entry(schedule, b, t)
@@ -160,7 +162,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                         s += spec.unit * evaluate(element, s.shape, numbers, of_q, of_k, q, k)[0]
                 if spec.softcap is not None:
                     capped = spec.softcap * LOG2E * jnp.tanh(s)
-                    s = jnp.where(s == -jnp.inf, s, capped) if ruled else capped
+                    s = jnp.where(s == -jnp.inf, s, capped) if ruled and may_hide else capped
                 if masked:
                     see = visible(spec, s.shape, 0, offset - c, q, k, limit)
                     s = jnp.where(see, s, MASK_VALUE)
