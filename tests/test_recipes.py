@@ -11,6 +11,7 @@ from flax import nnx
 
 import posenc_jax as pe
 
+WEIGHTS = "query", "key", "value", "out"
 PAGES = pathlib.Path(__file__).parents[1] / "docs" / "recipes"
 
 
@@ -74,32 +75,61 @@ def test_gemma(capsys):
         assert off < 1e-5 if t < window else off > 0.01
 
 
+def test_linen_decode(capsys):
+    names = run(blocks_of("linen_decode"))
+    assert capsys.readouterr().out == "True\n"
+    tokens, before, after = names["sequences"], names["Before"](), names["After"](pe.NoPE())
+    variables = jax.jit(before.init)(jax.random.key(1), tokens)
+    close(*(jax.jit(model.apply)(variables, tokens) for model in (before, after)))
+
+
+def test_sharding(capsys):
+    names = run(blocks_of("sharding"))
+    assert capsys.readouterr().out == "P('fsdp', 'tensor')\nP('tensor',)\n"
+    close(names["decoded"], names["y"])
+    x = names["x"]
+    with jax.set_mesh(names["mesh"]):
+        before = names["on_mesh"](names["Before"])
+        after = names["on_mesh"](lambda rngs: names["after"](pe.RoPE(head_dim=4), rngs))
+        kernels = ([getattr(m, n).kernel for n in WEIGHTS] for m in (before, after))
+        for a, b in zip(*kernels, strict=True):
+            assert a.get_value().sharding.spec == b.get_value().sharding.spec
+            b[...] = a[...]
+        compiled = [
+            jax.jit(lambda layer, x: layer(x)).lower(m, x).compile() for m in (before, after)
+        ]
+        close(compiled[0](before, x), compiled[1](after, x))
+    collectives = (
+        sorted(re.findall(r" (all-\w+|collective-\w+)\(", c.as_text())) for c in compiled
+    )
+    by_hand, ours = collectives
+    assert ours == by_hand and by_hand
+
+
 def test_nnx_llama():
     names = run(blocks_of("nnx_llama"))
     assert names["losses"][0] > 4 and names["losses"][-1] < 0.4 * names["losses"][0]
     model, serve, segments = names["model"], names["serve"], np.asarray(names["segment_ids"])
-    attention = jax.tree.map(lambda x: x[1], model.blocks).attention
-    before = names["Before"](rngs=nnx.Rngs(0))
-    for name in ("query", "key", "value", "out"):
+    take = nnx.jit(lambda blocks: jax.tree.map(lambda x: x[1], blocks.attention))
+    attention, before = take(model.blocks), names["Before"](rngs=nnx.Rngs(0))
+    for name in WEIGHTS:
         getattr(before, name).kernel[...] = getattr(attention, name).kernel[...]
-    x, at = jax.random.normal(jax.random.key(0), (2, 24, 48)), names["where"]["positions"]
-    mask = (
-        np.tril(segments[:, :, None] == segments[:, None])[:, None] & (segments >= 0)[:, None, None]
-    )
+    x = np.random.RandomState(0).standard_normal((2, 24, 48)).astype(np.float32)
+    is_token = segments >= 0
+    mask = np.tril((segments[:, :, None] == segments[:, None]) & is_token[:, None])[:, None]
     attend = nnx.jit(lambda layer, x, *given, **where: layer(x, *given, **where))
-    wanted = attend(before, x, at, jnp.asarray(mask))[0]
-    close(attend(attention, x, **names["where"])[segments >= 0], wanted[segments >= 0])
+    wanted = attend(before, x, names["where"]["positions"], mask)[0]
+    close(attend(attention, x, **names["where"])[is_token], wanted[is_token])
 
-    caches = jax.vmap(lambda cache: cache.reset(jnp.ones(3, bool)))(names["caches"])
+    caches = names["free"](names["caches"], np.ones(3, bool))
     new = iter(np.random.RandomState(0).randint(1, 64, 100))
     rows, logits = [[], [], []], []
-    for counts in ((4, 2, 1), (1, 1, 1), (1, 0, 4)):  # The second request has ended.
+    for counts in ((4, 2, 1), (1, 1, 1), (1, 0, 4)):  # New tokens of each row.
         tokens = np.zeros((3, 4 if max(counts) > 1 else 1), np.int32)
         for row, history, count in zip(tokens, rows, counts, strict=True):
             history += (chunk := [next(new) for _ in range(count)])
             row[:count] = chunk
-        given = jnp.asarray(tokens)
-        out, caches = serve(model, given, given > 0, caches)
+        out, caches = serve(model, jnp.asarray(tokens), tokens > 0, caches)
         logits.append([(len(rows[b]) - 1, out[b]) for b in range(3) if counts[b]])
     whole = np.zeros((3, 24), np.int32)
     for row, history in zip(whole, rows, strict=True):
