@@ -143,7 +143,7 @@ class Checkpoint(Protocol):
         ...
 
     def save(self, state: Any, curve: dict[str, list], times: tuple[float, float]) -> None:
-        """Is called after each compiled call, and writes the state when it wants to."""
+        """Is called after each compiled call, and may write the state."""
         ...
 
 

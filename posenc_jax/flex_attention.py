@@ -6,12 +6,12 @@
     pe.attention(q, k, v, rules=pe.score_mod(alibi, q, slopes), is_causal=True)
 
 PyTorch's functions capture arrays by closing over them; here they are arguments behind the others,
-so that they have gradients. What the function does with its arguments decides on the rule:
+so that they have gradients. The rule depends on what the function computes:
 
     adds to the score, by q_idx - kv_idx alone    `LogitBias`, evaluated once per distance
     adds to the score                             `LogitBias`, evaluated for pairs of tiles
     the same, and reads b                         `ContentBias`
-    anything else, as a tanh of the score         `LogitsTransform`, on whole rows of logits
+    anything else, such as a tanh of the score    `LogitsTransform`, on whole rows of logits
 
 A `mask_mod` is `jnp.where(mask_mod(b, h, q_idx, kv_idx), score, -jnp.inf)`; `is_causal`, `window`,
 `prefix_length` and segment ids of `attention` also skip what they hide.

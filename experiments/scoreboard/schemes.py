@@ -11,8 +11,3 @@ def rope_pi(head_dim: int, *, factor: float) -> pe.Scheme:
 def abacus(max_length: int, model_dim: int) -> pe.Scheme:
     """Returns a table for the places of digits, axis 1 of the coordinates, and nothing else."""
     return pe.on_axis(pe.LearnedAbsolute(max_length, model_dim), 1)
-
-
-def abacus_rope(max_length: int, model_dim: int, head_dim: int) -> pe.Scheme:
-    """Returns the same with RoPE on the positions, axis 0."""
-    return pe.chain(abacus(max_length, model_dim), pe.on_axis(pe.RoPE(head_dim), 0))

@@ -27,6 +27,11 @@ class _Chain(Scheme):
             len(values) < 2,
             f"chain: only one scheme may add to the values, got {values}.",
         )
+        turning = [s for s in self.schemes if Acts.OUTPUT in s.acts]
+        require(
+            not (values and turning),
+            f"chain: {turning} would also change at the output what {values} add to the values.",
+        )
         rows = [s for s in self.schemes if s.traits.transforms_rows]
         require(len(rows) < 2, f"chain: only one scheme may transform rows of logits, got {rows}.")
         axes = {s.traits.num_axes for s in self.schemes if s.acts}
@@ -140,7 +145,8 @@ def chain(*schemes: Scheme) -> Scheme:
 
     Raises:
       ValueError: if there are none, more than one adds to the values or transforms rows of
-        logits, or one replaces attention while another acts on logits, values or attention.
+        logits, one adds to the values while another changes the output, or one replaces
+        attention while another acts on logits, values or attention.
       TypeError: for an argument that is not a scheme.
 
     >>> import posenc_jax as pe

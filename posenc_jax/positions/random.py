@@ -139,7 +139,7 @@ def random_floats(
 def spaced_floats(positions: jax.Array, length: int, high: float) -> jax.Array:
     """Returns (position + 1/2) high / length, what evaluation uses after `random_floats`.
 
-    A sequence of `length` tokens so covers [0, high) evenly. Coordinates change with `length`:
+    A sequence of `length` tokens thus covers [0, high) evenly. Coordinates change with `length`:
     for decoding, it is that of the prompt and all tokens to come.
 
     Args:

@@ -96,8 +96,10 @@ def test_a_chain_undoes_values_in_reverse():
     assert str(pe.VORoPE(H, qk=False).acts) == "v, output"
 
 
-def test_refuses_scaled_tables_and_streaming():
+def test_refuses_scaled_tables_streaming_and_values_of_rules():
     with pytest.raises(ValueError, match="attention factor of 1"):
         pe.VORoPE(H, scaling=pe.YaRN(factor=16.0, original_max_position=64))
     with pytest.raises(ValueError, match="changes the output"):
         pe.streaming(pe.VORoPE(H))
+    with pytest.raises(ValueError, match="change at the output what .*Shaw.* add to the values"):
+        pe.chain(pe.Shaw(num_heads=6, head_dim=H), pe.VORoPE(H, qk=False))
