@@ -101,5 +101,5 @@ def test_refuses_scaled_tables_streaming_and_values_of_rules():
         pe.VORoPE(H, scaling=pe.YaRN(factor=16.0, original_max_position=64))
     with pytest.raises(ValueError, match="changes the output"):
         pe.streaming(pe.VORoPE(H))
-    with pytest.raises(ValueError, match="change at the output what .*Shaw.* add to the values"):
+    with pytest.raises(ValueError, match=r"change at the output what .*Shaw.* add to the values"):
         pe.chain(pe.Shaw(num_heads=6, head_dim=H), pe.VORoPE(H, qk=False))
