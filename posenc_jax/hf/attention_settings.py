@@ -27,7 +27,7 @@ _QK_NORMS: dict[str, tuple[QKNorm, str | None]] = {
     **dict.fromkeys(("flex_olmo", "minimax_m2", "olmo2"), (_OF_PROJECTIONS, None)),
     **dict.fromkeys(("olmo3", "olmoe"), (_OF_PROJECTIONS, None)),
     "glm4_moe": (QKNorm(), "use_qk_norm"),
-    "llama4_text": (QKNorm(scale="none"), "use_qk_norm"),
+    "llama4_text": (QKNorm(scale="none", after_rotation=True), "use_qk_norm"),
     "cohere": (_PER_HEAD, "use_qk_norm"),
     "stablelm": (_PER_HEAD, "qk_layernorm"),
     "persimmon": (_WITH_BIAS, "qk_layernorm"),
@@ -35,7 +35,7 @@ _QK_NORMS: dict[str, tuple[QKNorm, str | None]] = {
 }
 _SWITCHES = "use_qk_norm", "qk_layernorm"
 _SINKS = "deepseek_v4", "gpt_oss"
-# Only layers that rotate have the norm. In Llama 4 it follows the rotation, which keeps lengths.
+# Only layers that rotate have the norm.
 _ONLY_ROTATING = "llama4_text", "qwen3_next"
 
 
@@ -47,6 +47,12 @@ def with_attention_settings(
     Raises:
       ValueError: for a setting that the model type does not have.
     """
+    kind, key = config.values["model_type"], "use_bidirectional_attention"
+    require(
+        kind not in ("gemma", "gemma2") or not config.given(key),
+        f"{config.where} has {key}={config.values.get(key)}, which some attention functions of "
+        "transformers read and others do not.",
+    )
     settings = {
         "softcap": _softcap(config),
         "sinks": config.values["model_type"] in _SINKS,

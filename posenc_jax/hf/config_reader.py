@@ -27,6 +27,7 @@ _HARMLESS = {
 _HARMLESS_VALUES = {
     "position_embedding_type": ("absolute", "rope_gptj"),  # ModernBERT's and Cohere 2's.
     "rotary": (True,),  # GPT-J's.
+    "rotary_pct": (1.0,),  # Cohere 2's.
     "use_mrope": (False,),  # Qwen 2.5's.
 }
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
@@ -63,7 +64,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         num_decoder_layers head_dim global_head_dim qk_rope_head_dim max_position_embeddings
         original_max_position_embeddings max_target_positions attention_chunk_size local_attention
         sliding_window_size window_size floor_scale no_rope_layer_interval rotary_dim rel_extent
-        d_rel relative_attention_num_buckets relative_attention_max_distance
+        d_rel relative_attention_num_buckets relative_attention_max_distance num_key_value_heads
+        num_kv_heads decoder_attention_heads
         """,
     ),
     "an integer from 0": (
@@ -97,8 +99,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         alibi rope truncate mrope_interleaved rope_interleave rotary_value use_sliding_window
         attn_temperature_tuning learned_pos_emb relative_attention position_biased_input
         share_att_key bi_data use_absolute_embeddings sinusoidal_pos_embds is_decoder
-        is_encoder_decoder scale_attn_weights scale_attn_by_inverse_layer_idx use_qk_norm
-        qk_layernorm
+        is_encoder_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_qk_norm
+        qk_layernorm multi_query new_decoder_architecture attention_bias attention_out_bias
+        use_qkv_bias qkv_bias use_bias bias enable_bias
         """,
     ),
     "a string": (

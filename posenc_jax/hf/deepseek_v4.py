@@ -36,9 +36,19 @@ def deepseek_v4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
                 f"{config.where} has no partial_rotary_factor in its {label!r} rope parameters.",
             )
     else:
+        theta, own = given.get("rope_theta"), config.get("compress_rope_theta")
+        require(
+            theta in (None, own),
+            f"{config.where} has rope_theta={theta} in its rope parameters, for which transformers "
+            f"takes compress_rope_theta={own}; give rope parameters for each of {_LABELS}.",
+        )
         kind = given.get("rope_type", given.get("type"))
         compress = {"attention_factor": 1.0} | given if kind == "yarn" else given
         parts = {"main": {}, "compress": compress}
+    require(
+        all(part.get("truncate", True) for part in parts.values()),
+        f"{config.where} has truncate=false, which transformers ignores for its type.",
+    )
     schemes = {
         "main": _scheme(config, parts["main"], "rope_theta"),
         "compress": _scheme(config, parts["compress"], "compress_rope_theta"),

@@ -134,8 +134,12 @@ def smollm3(config: TrackedConfig) -> list[str]:
     window = window_of(config)
     local = [window is not None and not flag for flag in rotating_flags(config)]
     kinds = declared(config) or [LOCAL if x else FULL for x in local]
-    used = config.get("use_sliding_window", False)
-    return kinds if used else [FULL if kind == LOCAL else kind for kind in kinds]
+    require(
+        LOCAL not in kinds or config.get("use_sliding_window", False),
+        f"{config.where} has layers of type {LOCAL!r} without use_sliding_window, which some "
+        "attention functions of transformers mask and others do not.",
+    )
+    return kinds
 
 
 def llama4(config: TrackedConfig) -> list[str]:
@@ -173,7 +177,14 @@ def window_of(config: TrackedConfig) -> Window:
     """The window of the layers that have one, as `attention` takes it."""
     switch = "use_sliding_window" in config.defaults  # Whether the model type reads this key.
     window, used = config.get("sliding_window"), config.get("use_sliding_window", False)
-    return None if switch and not used else window
+    if window is None or (switch and not used):
+        return None
+    return window if is_causal(config) else (window, window)
+
+
+def is_causal(config: TrackedConfig) -> bool:
+    """Whether tokens see only those before them, by a key that transformers reads for all types."""
+    return config.get("is_causal", True)
 
 
 def modernbert_window(config: TrackedConfig) -> Window:
@@ -182,10 +193,14 @@ def modernbert_window(config: TrackedConfig) -> Window:
 
 
 def two_sided_window_of(config: TrackedConfig) -> Window:
-    """The same for Gemma 3 and 4, as embedding models a window of that many tokens in all."""
+    """The same for Gemma 3 and 4, as embedding models a window of that many tokens in all.
+
+    Gemma 4's has one token more on each side: |i - j| may be `window // 2 + 1`.
+    """
     window = window_of(config)
     config.only("use_bidirectional_attention", False, True, "all", "vision")
     both_ways = config.get("use_bidirectional_attention")
-    if isinstance(window, int) and both_ways in (True, "all"):
-        return window // 2 + 1
-    return window
+    if window is None or both_ways not in (True, "all"):
+        return window
+    side = config.need("sliding_window") // 2 + 1
+    return (side, side) if both_ways == "all" or not is_causal(config) else side

@@ -95,7 +95,9 @@ def read_rotary(config: TrackedConfig, given: dict | None, *, base: str = "rope_
     """
     part = TrackedConfig({} if given is None else given, f"{config.where} in its rope parameters")
     theta = _agree(part, "rope_theta", config, base)
-    share = _agree(part, "partial_rotary_factor", config, "partial_rotary_factor", "rotary_pct")
+    names = ["partial_rotary_factor"]
+    names += ["rotary_pct"] if "rotary_emb_base" in config.defaults else []  # GPT-NeoX.
+    share = _agree(part, "partial_rotary_factor", config, *names)
     require(theta is not None, f"{config.where} must have {base!r}.")
     kinds = [part.get("rope_type"), part.get("type")]
     require(

@@ -106,6 +106,12 @@ class Rotating:
                 not missing,
                 f"{config.where} has layers {missing} without rope parameters.",
             )
+            for part in filter(None, given.values()):
+                require(
+                    not isinstance(part, dict) or part.get("truncate", True),
+                    f"{config.where} has truncate=false in rope parameters by the kind of layers, "
+                    "where transformers ignores it.",
+                )
             null = {} if self.null_rotates else None
             out = {kind: null if given.get(kind) is None else given[kind] for kind in kinds}
         else:
@@ -113,8 +119,28 @@ class Rotating:
                 not self.scaled or config.given("rope_parameters") is None,
                 f"{config.where} has rope_parameters without an entry for each of {sorted(kinds)}.",
             )
+            if self.scaled:
+                self._check_old(config, given or {})
             out = {kind: given or {} if kind in (self.scaled or kinds) else {} for kind in kinds}
         return {kind: None if kind in self.unrotated else x for kind, x in out.items()}
+
+    def _check_old(self, config, given):
+        """Checks that transformers 4 and 5 make the same of an old config."""
+        require(
+            "type" not in given or "rope_type" in given,
+            f"{config.where} has rope_scaling with 'type', which transformers 5 ignores for its "
+            "type; the key is 'rope_type'.",
+        )
+        require(
+            given.get("truncate", True),
+            f"{config.where} has truncate=false, which transformers ignores for its type.",
+        )
+        theta = config.get("rope_theta")
+        require(
+            bool(self.bases) or theta == config.defaults["rope_theta"],
+            f"{config.where} has rope_theta={theta}, which transformers 5 gives full attention "
+            "alone and transformers 4 all layers; give rope_parameters for each kind.",
+        )
 
     def _scheme(self, config, kind, given, head_dim):
         if given is None:
@@ -178,6 +204,11 @@ def llama4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
         floor, strength = config.need("floor_scale"), config.need("attn_scale")
         bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
     rotating = rotation(config, rotary, head_size(config), "interleaved")
+    require(
+        not (isinstance(rotating, RoPEByLength) and config.get("use_qk_norm")),
+        f"{config.where} has use_qk_norm, a norm after the rotation, and a scaling by the length "
+        "of each row, which is not supported.",
+    )
     return by_flags(config, layer_kinds.llama4(config), rotating, bare)
 
 

@@ -46,6 +46,8 @@ max_relative_positions position_buckets share_att_key bi_data clamp_len
 position_embeddings_type left_max_position_embeddings right_max_position_embeddings
 compress_rope_theta compress_ratios d_rel rel_extent swa_num_attention_heads position_embedding_type
 sinusoidal_pos_embds
+num_key_value_heads num_kv_heads multi_query new_decoder_architecture decoder_attention_heads
+attention_bias attention_out_bias use_qkv_bias qkv_bias use_bias bias enable_bias is_causal
 """.split()
 
 
@@ -209,6 +211,8 @@ def windows(config):
     kinds = getattr(config, "layer_types", None) or []
     if "create_bidirectional_sliding_window_mask" in code and size is not None:
         size = [size, size]  # The mask of an encoder has |q - k| <= size.
+    if not getattr(config, "is_causal", True) and size is not None:
+        size = [size, size]
     if config.model_type == "deepseek_v4":
         window = [size] * count  # Beside compressed entries, which have a mask of their own.
     elif not re.search(r"create_\w*sliding_window\w*mask", code):

@@ -130,7 +130,7 @@ def test_layers_that_differ():
     rotated = pe.LayerSpec(
         rope.replace(theta=5e5, layout="interleaved"),
         chunk_size=8192,
-        qk_norm=pe.QKNorm(scale="none", epsilon=1e-5),
+        qk_norm=pe.QKNorm(scale="none", after_rotation=True, epsilon=1e-5),
     )
     flags = {"no_rope_layers": [1, 1, 0, 1, 1, 0], "sliding_window": None}
     assert of("llama4_text", **flags) == pe.layer_pattern(6, rotated, rotated, heat)
@@ -323,6 +323,51 @@ def test_contradicting_windows_are_refused():
         pe.from_hf(gemma | {"num_hidden_layers": 3})
     with pytest.raises(ValueError, match="sliding_window_pattern='LLLG'; without layer_types it"):
         pe.from_hf({"model_type": "exaone4", "sliding_window_pattern": "LLLG"})
+
+
+def test_windows_to_both_sides():
+    """Masks of transformers 5.23: which distances from the 11th of 20 tokens are visible."""
+    windowed = {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": 7}
+    windowed["layer_types"] = ["sliding_attention", "full_attention"]
+
+    def of(kind, **more):
+        return pe.from_hf({"model_type": kind} | windowed | more)[0].window
+
+    assert of("gemma2", is_causal=False) == (7, 7)
+    assert of("gemma3_text", use_bidirectional_attention=True) == 4  # 3 on each side.
+    assert of("gemma4_text", use_bidirectional_attention="all") == (4, 4)
+    assert of("gemma4_text", use_bidirectional_attention="vision") == 7
+
+
+NESTED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False, **LENGTH}
+
+
+@pytest.mark.parametrize(
+    "message, config",
+    [
+        ("has use_bidirectional_attention=True, which some", {"model_type": "gemma2"}
+         | {"use_bidirectional_attention": True}),
+        ("'sliding_attention' without use_sliding_window, which some", {"model_type": "smollm3"}
+         | {"layer_types": ["sliding_attention"], "sliding_window": 5}),
+        ("rope_theta=10.0, which transformers 5 gives full", {"model_type": "olmo3"}
+         | {"rope_theta": 10.0}),
+        ("rope_scaling with 'type', which transformers 5 ignores", {"model_type": "gemma3_text"}
+         | {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("truncate=false in rope parameters by the kind", {"model_type": "olmo3"}
+         | {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), NESTED)}),
+        ("truncate=false, which transformers ignores", {"model_type": "deepseek_v4"}
+         | {"rope_scaling": NESTED | {"rope_theta": 160000.0}}),
+        ("rope_theta=1000.0 in its rope parameters, for which", {"model_type": "deepseek_v4"}
+         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}),
+        ("a norm after the rotation, and a scaling by the length", {"model_type": "llama4_text"}
+         | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        (r"has \['rotary_pct'\], which nothing here reads", {"model_type": "mistral"}
+         | {"rotary_pct": 0.25}),
+    ],
+)  # fmt: skip
+def test_what_versions_or_attention_functions_read_differently_is_refused(message, config):
+    with pytest.raises(ValueError, match=message):
+        pe.from_hf(config | {"num_hidden_layers": 1})
 
 
 def test_logit_scales_of_model_types():

@@ -88,9 +88,9 @@ def test_a_raw_config_reads_as_transformers_completes_it(model_type):
             continue
         wanted, wanted_scale = read(model_type, completed(model_type, case))
         if model_type == "olmo3" and "rope_theta" in case["raw"]:
-            # 5.23 gives the base to global layers alone; version 4, which wrote these configs,
-            # to all.
-            assert {layer.scheme.theta for layer in layers} == {case["raw"]["rope_theta"]}
+            # 5.23 gives the base to global layers alone; version 4, which wrote such configs, to
+            # all.
+            assert "transformers 5 gives full attention " in layers
             continue
         if model_type == "hyperclovax" and scale is None and not isinstance(layers, str):
             # Its class writes the usual factor.
