@@ -35,7 +35,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # the arrays of a program and their memory stay as they are for users.
 jax.config.update("jax_disable_most_optimizations", True)
 
-collect_ignore_glob = ["*make_*.py"]  # They make golden files, with packages of their own.
+# They make golden files and compare with transformers, with packages of their own.
+collect_ignore_glob = ["*make_*.py", "*hf/fuzz*.py"]
 
 
 @pytest.fixture(autouse=True)

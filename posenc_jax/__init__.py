@@ -48,7 +48,13 @@ from posenc_jax.cross_attention import scheme_cross_attention
 from posenc_jax.engine.api import AttentionCall, attention
 from posenc_jax.flex_attention import score_mod
 from posenc_jax.functional import new_cache, scheme_attention, scheme_embedding, scheme_tables
-from posenc_jax.hf.api import from_hf, hf_logit_scale, scheme_from_hf, to_hf
+from posenc_jax.hf.api import (
+    attention_options_from_hf,
+    from_hf,
+    hf_logit_scale,
+    scheme_from_hf,
+    to_hf,
+)
 from posenc_jax.hf.weights import heads_from_linear, split_qkv
 from posenc_jax.layers import LayerSpec, in_chunks, layer_pattern
 from posenc_jax.logit_scale.ssmax import SSMax
@@ -190,6 +196,7 @@ __all__ = [
     "apply_rope",
     "apply_rotation",
     "attention",
+    "attention_options_from_hf",
     "axial_frequencies",
     "chain",
     "cos_sin",

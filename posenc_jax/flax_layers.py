@@ -123,6 +123,23 @@ def of_projection(argument: str, given: Any, name: str, default: Any) -> Any:
     return given.get(name, default)
 
 
+def has_bias(use_bias: bool | Mapping[str, bool], name: str) -> bool:
+    """Returns whether a projection has a bias.
+
+    Raises:
+      ValueError: for a mapping without an entry for each projection, or with others.
+    """
+    if not isinstance(use_bias, Mapping):
+        return use_bias
+    wanted = {"query", "key", "value", "out"}
+    require(
+        set(use_bias) == wanted,
+        f"Attention: use_bias must be a bool or have entries for {sorted(wanted)}, got "
+        f"{dict(use_bias)}.",
+    )
+    return use_bias[name]
+
+
 class AttentionLayer:
     """An `Attention`: settings, which the class itself documents, its inside, and caches."""
 

@@ -21,6 +21,7 @@ from posenc_jax.flax_layers import (
     AttentionLayer,
     EncodingLayer,
     SequenceOptions,
+    has_bias,
     layer_spec,
     of_projection,
     zeros_are_empty,
@@ -141,8 +142,10 @@ class Attention(AttentionLayer, nn.Module):
       decode: whether calls use and update a `KVCache` in the collection "cache", as in
         `nn.MultiHeadDotProductAttention`. `init` makes it for as many tokens as its input has;
         calls take any number. One of `new_cache` may take its place.
-      use_bias, dtype, param_dtype, precision, promote_dtype: of the projections, as in
-        `nn.DenseGeneral`. Parameters of the scheme are float32, and so is attention inside.
+      use_bias: whether the projections have biases: one answer, or a mapping from "query", "key",
+        "value" and "out" to one each.
+      dtype, param_dtype, precision, promote_dtype: of the projections, as in `nn.DenseGeneral`.
+        Parameters of the scheme are float32, and so is attention inside.
       kernel_init, bias_init: initialisers of the projections: one for all, or a mapping from
         "query", "key" and "value" to one each.
       out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
@@ -171,7 +174,7 @@ class Attention(AttentionLayer, nn.Module):
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     decode: bool = False
-    use_bias: bool = False
+    use_bias: bool | Mapping[str, bool] = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
     precision: Any = None
@@ -252,7 +255,7 @@ class Attention(AttentionLayer, nn.Module):
             return nn.DenseGeneral(
                 features,
                 axis=axis,
-                use_bias=self.use_bias,
+                use_bias=has_bias(self.use_bias, name),
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
                 precision=self.precision,

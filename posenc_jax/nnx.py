@@ -20,6 +20,7 @@ from posenc_jax.flax_layers import (
     AttentionLayer,
     EncodingLayer,
     SequenceOptions,
+    has_bias,
     layer_spec,
     of_projection,
 )
@@ -151,7 +152,7 @@ class Attention(AttentionLayer, nnx.Module):
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
         decode: bool | None = None,
-        use_bias: bool = False,
+        use_bias: bool | Mapping[str, bool] = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
@@ -184,7 +185,9 @@ class Attention(AttentionLayer, nnx.Module):
             `eval()` set it, and the argument of a call comes first.
           decode: whether calls use and update the cache that `init_cache` makes, as in
             `nnx.MultiHeadAttention`; the argument of a call comes first. Default: no.
-          use_bias, dtype, param_dtype, precision, promote_dtype: of the projections, as in
+          use_bias: whether the projections have biases: one answer, or a mapping from "query",
+            "key", "value" and "out" to one each.
+          dtype, param_dtype, precision, promote_dtype: of the projections, as in
             `nnx.LinearGeneral`. Parameters of the scheme are float32, and so is attention inside.
           kernel_init, bias_init: initialisers of the projections: one for all, or a mapping from
             "query", "key" and "value" to one each.
@@ -217,7 +220,7 @@ class Attention(AttentionLayer, nnx.Module):
                 features,
                 out_features,
                 axis=axis,
-                use_bias=use_bias,
+                use_bias=has_bias(use_bias, name),
                 dtype=dtype,
                 param_dtype=param_dtype,
                 precision=precision,

@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from posenc_jax.checks import require
+from posenc_jax.hf.attention_options import attention_options
 from posenc_jax.hf.attention_settings import logit_scale, with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
@@ -67,10 +68,46 @@ def from_hf(
     500000.0
     """
     with _reading("from_hf", config, decoder) as tracked:
-        layers = MODEL_TYPES[tracked.values["model_type"]](tracked)
-        layers = with_attention_settings(tracked, layers)
-        tracked.finish()
-        return layers
+        return _layers(tracked)
+
+
+def _layers(tracked: TrackedConfig) -> tuple[LayerSpec, ...]:
+    layers = MODEL_TYPES[tracked.values["model_type"]](tracked)
+    layers = with_attention_settings(tracked, layers)
+    tracked.finish()
+    return layers
+
+
+def attention_options_from_hf(
+    config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None
+) -> tuple[dict[str, Any], ...]:
+    """The arguments of `posenc_jax.nnx.Attention` for each layer of a model.
+
+    They are `model_dim`, `num_heads`, `num_kv_heads`, `head_dim`, `use_bias`, `is_causal`, and as
+    `position` what `from_hf` returns. `heads_from_linear` and `split_qkv` convert the weights.
+    Dropout and dtypes are left to the caller. Schemes that act on the embedding, such as
+    `LearnedAbsolute`, are left out: they belong to the input of the model.
+
+    Args:
+      config: see `from_hf`.
+      decoder: see `from_hf`.
+
+    Returns:
+      One dict for each layer. `use_bias` is a bool, or one for each of "query", "key", "value" and
+      "out" if they differ.
+
+    Raises:
+      ValueError: as `from_hf`, and for model types whose attention has what `Attention` has not,
+        such as latent projections; the message says what.
+
+    >>> config = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4}
+    >>> config |= {"num_key_value_heads": 2, "num_hidden_layers": 2}
+    >>> options = pe.attention_options_from_hf(config)[0]
+    >>> options["num_kv_heads"], options["head_dim"], options["use_bias"]["out"]
+    (2, 16, False)
+    """
+    with _reading("attention_options_from_hf", config, decoder) as tracked:
+        return attention_options(tracked, _layers(tracked))
 
 
 def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None) -> Scheme:

@@ -75,6 +75,8 @@ def find(module, pattern):
 def randomize(module, seed=0):
     made = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
+        if not parameter.requires_grad:  # A fixed table.
+            continue
         values = torch.randn(parameter.shape, generator=made, dtype=torch.float64)
         parameter.data = values * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5)
     return module.eval()

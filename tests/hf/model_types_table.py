@@ -1,0 +1,74 @@
+"""The table of model types in docs/models.md: python -m tests.hf.model_types_table."""
+
+import posenc_jax as pe
+from posenc_jax.hf.config_reader import model_type_defaults
+from posenc_jax.hf.model_types import MODEL_TYPES
+
+# Their inputs are images or sounds, and XLNet has attention of its own; golden files have layers of
+# them.
+NOT_FUZZED = "dinov3_vit pixtral swin swinv2 wav2vec2-bert whisper xlnet".split()
+# What a config needs beside the defaults of its model type.
+NEEDED = {
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"]},
+    "glm4_moe": {"head_dim": 128},
+    "gemma4_text": {"sliding_window": 512},
+}
+SWITCHED = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
+
+
+def layer_text(layer):
+    """A layer in a few words."""
+    parts = [
+        " and ".join(type(s).__name__ for s in getattr(layer.scheme, "schemes", [layer.scheme]))
+    ]
+    if layer.window is not None:
+        parts.append("in a window")
+    if layer.chunk_size is not None:
+        parts.append("in chunks")
+    return " ".join(parts)
+
+
+def settings_text(layers):
+    """Settings of attention that some layer has."""
+    found = {
+        "scale": any(x.scale is not None for x in layers),
+        "softcap": any(x.softcap is not None for x in layers),
+        "sinks": any(x.sinks for x in layers),
+        "QK-norm": any(x.qk_norm is not None for x in layers),
+    }
+    return ", ".join(name for name, present in found.items() if present)
+
+
+def row(kind):
+    """(layers, settings, Attention) of a model type, by its defaults."""
+    config = {"model_type": kind, "num_hidden_layers": 12} | NEEDED.get(kind, {})
+    if "depths" in model_type_defaults()[kind]:
+        del config["num_hidden_layers"]
+    several = model_type_defaults()[kind].get("is_encoder_decoder")
+    decoder = [False, True] if several else [None]
+    layers = [x for d in decoder for x in pe.from_hf(config, decoder=d)]
+    try:
+        pe.attention_options_from_hf(config, decoder=decoder[-1])
+        whole = "yes"
+    except ValueError as error:
+        whole = str(error).split(" has ", 1)[1].removesuffix(", which Attention does not have.")
+    texts = dict.fromkeys(map(layer_text, layers))
+    return "; ".join(texts), settings_text(layers), whole
+
+
+def table():
+    """Markdown; model types that are alike have one row."""
+    groups = {}
+    for kind in sorted(MODEL_TYPES):
+        groups.setdefault(row(kind), []).append(f"`{kind}`")
+    lines = [
+        "| model types | layers by default | settings | `attention_options_from_hf` |",
+        "|---|---|---|---|",
+    ]
+    for (layers, settings, whole), kinds in sorted(groups.items(), key=lambda x: x[1]):
+        lines.append(f"| {', '.join(kinds)} | {layers} | {settings} | {whole} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,148 @@
+"""`Attention` with the arguments and the weights of layers of transformers.
+
+`attention_layers.npz` is written by `fuzz.py --golden`.
+"""
+
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hf.model_types_table import table
+
+import posenc_jax as pe
+from posenc_jax.hf.model_types import MODEL_TYPES
+from posenc_jax.nnx import Attention
+
+with np.load(pathlib.Path(__file__).with_name("attention_layers.npz")) as file:
+    ARRAYS = dict(file)
+CONFIGS = json.loads(str(ARRAYS.pop("about")))["configs"]
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+def arrays_of(kind):
+    prefix = f"{kind}."
+    return {n.removeprefix(prefix): x for n, x in ARRAYS.items() if n.startswith(prefix)}
+
+
+def converted(kind, arrays, options):
+    """The parameters of a layer, {(module, leaf): array}, from the weights of PyTorch."""
+    heads, kv_heads = options["num_heads"], options["num_kv_heads"]
+    for leaf, name in (("kernel", "weight"), ("bias", "bias")):
+        if f"qkv.{name}" in arrays:
+            order = "concatenated" if kind == "phi3" else "by_group"
+            parts = pe.split_qkv(arrays[f"qkv.{name}"], heads, kv_heads, order=order)
+            parts = dict(zip(("query", "key", "value"), parts, strict=True))
+        else:
+            parts = {n: arrays.get(f"{n}.{name}") for n in ("query", "key", "value")}
+        for n, x in parts.items():
+            if x is not None:
+                yield (n, leaf), pe.heads_from_linear(x, heads if n == "query" else kv_heads)
+    yield ("out", "kernel"), pe.heads_from_linear(arrays["out.weight"], heads, output=True)
+    for name in ("out.bias", "query_norm.scale", "key_norm.scale", "sinks"):
+        if name in arrays:
+            yield tuple(name.split(".")), arrays[name]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_layers_equal_those_of_transformers(kind):
+    arrays, options = arrays_of(kind), pe.attention_options_from_hf(CONFIGS[kind])[0]
+    graph, empty = nnx.split(nnx.eval_shape(lambda: Attention(**options, rngs=nnx.Rngs(0))))
+    wanted = {path: x for path, x in nnx.to_flat_state(empty) if path[0] != "rngs"}
+    made = dict(converted(kind, arrays, options))
+    assert made.keys() == wanted.keys()
+    state = [(path, x.replace(made[path].reshape(x.shape))) for path, x in wanted.items()]
+    layer = nnx.merge(graph, nnx.from_flat_state(state))
+    y = jax.jit(lambda layer, x: layer(x))(layer, arrays["x"])
+    np.testing.assert_allclose(y, arrays["y"], atol=1e-5 * np.abs(arrays["y"]).max())
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "t5", "gemma3_text", "llama"])
+def test_which_layers_are_causal(kind):
+    """By the modeling files; `fuzz.py` compares all with masks."""
+    config = SIZES | {"model_type": kind, "head_dim": 8, "num_key_value_heads": 4}
+
+    def causal(decoder=None, **more):
+        return pe.attention_options_from_hf(config | more, decoder=decoder)[0]["is_causal"]
+
+    found = {
+        "bert": lambda: (causal(), causal(is_decoder=True)),
+        "modernbert": lambda: (causal(), True),
+        "t5": lambda: (causal(decoder=False), causal(decoder=True)),
+        "gemma3_text": lambda: (causal(use_bidirectional_attention=True), causal()),
+        "llama": lambda: (causal(is_causal=False), causal()),
+    }
+    assert found[kind]() == (False, True)
+
+
+def test_biases_of_each_projection():
+    def biases(kind, **config):
+        decoder = True if kind == "whisper" else None
+        config = SIZES | {"model_type": kind} | config
+        config |= {} if decoder else {"num_key_value_heads": 4}
+        return pe.attention_options_from_hf(config, decoder=decoder)[0]["use_bias"]
+
+    all_but_out = {"query": True, "key": True, "value": True, "out": False}
+    assert biases("llama") is False and biases("llama", attention_bias=True) is True
+    assert biases("qwen2") == all_but_out
+    assert biases("glm4_moe", attention_bias=True, head_dim=8) == all_but_out
+    assert biases("seed_oss", head_dim=8) == all_but_out
+    assert biases("whisper") == all_but_out | {"key": False, "out": True}
+    with pytest.raises(ValueError, match="true or false as attention_bias, got 'yes'"):
+        biases("llama", attention_bias="yes")
+
+
+def test_schemes_of_the_input_are_left_out():
+    config = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2}
+    (first, _) = pe.attention_options_from_hf(config)
+    assert first["position"] == pe.LayerSpec(pe.NoPE())
+    assert isinstance(pe.from_hf(config)[0].scheme, pe.LearnedAbsolute)
+
+
+@pytest.mark.parametrize(
+    "message, config",
+    [
+        ("the attention of deepseek_v3 has latent projections", {"model_type": "deepseek_v3"}),
+        ("the attention of bitnet has a norm before the output", {"model_type": "bitnet"}),
+        ("clip_qkv=8.0, and Attention clips", {"model_type": "olmo", "clip_qkv": 8.0}),
+        ("has per_layer_config: its layers have different sizes", {"model_type": "llama"}
+         | {"per_layer_config": {"1": {"head_dim": 16}}}),
+        ("num_key_value_heads=2, which transformers ignores", {"model_type": "gpt_neox"}
+         | {"num_key_value_heads": 2}),
+        ("head_dim=16, which transformers ignores", {"model_type": "bert", "head_dim": 16}),
+        ("num_attention_heads=4 must be a multiple of num_key_value_heads=3",
+         {"model_type": "llama", "num_key_value_heads": 3}),
+    ],
+)  # fmt: skip
+def test_other_attention_is_refused(message, config):
+    with pytest.raises(ValueError, match=rf"\Aattention_options_from_hf: .*{message}"):
+        pe.attention_options_from_hf(SIZES | config)
+
+
+def test_every_model_type_is_in_the_table_of_the_docs():
+    assert table() in PAGE.read_text()
+    assert set(re.findall(r"`([\w-]+)`", table())) >= set(MODEL_TYPES)
+
+
+def test_the_code_of_the_docs_runs():
+    block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1]
+    names = {"nnx": nnx}
+    nnx.eval_shape(lambda: exec(block, names))
+    assert [x.out.bias for x in names["layers"]] == [None, None]
+    assert names["layers"][0].key.bias.shape == (2, 16)
+
+
+def test_use_bias_of_each_projection():
+    with pytest.raises(ValueError, match=r"entries for \['key', 'out', 'query', 'value'\], got"):
+        Attention(8, 2, use_bias={"query": True}, rngs=nnx.Rngs(0))
+    biases = {"query": True, "key": False, "value": False, "out": True}
+    layer = nnx.eval_shape(lambda: Attention(8, 2, use_bias=biases, rngs=nnx.Rngs(0)))
+    assert {n for n in biases if getattr(layer, n).bias is not None} == {"query", "out"}
+    linen = pe.linen.Attention(2, head_dim=4, use_bias=biases)
+    params = jax.eval_shape(linen.init, jax.random.key(0), jnp.ones((1, 3, 8)))["params"]
+    assert {n for n, x in params.items() if "bias" in x} == {"query", "out"}
