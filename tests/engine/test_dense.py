@@ -1,6 +1,7 @@
 """Rules on whole rows of logits: what they are given, and what the blocks of queries keep."""
 
 import dataclasses
+import re
 
 import chex
 import jax
@@ -236,3 +237,40 @@ def test_a_sharded_sequence_gathers_its_keys():
 def test_errors_say_what_does_not_fit(options, error, message):
     with pytest.raises(error, match=f"attention: .*{message}"):
         pe.attention(*_tokens(7), **options)
+
+
+def test_one_query_reads_the_keys_of_all_heads_together():
+    """On CPU without a mesh, where a product for each head copies all keys and values."""
+    shapes = (3, 1, 6, 10), (3, 63, 3, 10), (3, 63, 3, 5)
+    numbers = np.random.default_rng(0)
+    given = [jnp.asarray(numbers.normal(size=shape), jnp.float32) for shape in shapes]
+    segments = jnp.asarray(np.arange(63)[None] < [[63], [20], [1]], jnp.int32) - 1
+    options = {
+        "q_positions": jnp.array([[62], [19], [0]]),
+        "k_positions": jnp.arange(63),
+        "q_segment_ids": jnp.zeros((3, 1), jnp.int32),
+        "k_segment_ids": segments,
+    }
+
+    def loss(q, k, v, implementation):
+        rules = pe.ALiBi(num_heads=6).rules({})
+        out = pe.attention(q, k, v, rules=rules, **options, implementation=implementation)
+        return jnp.sum(jnp.sin(out)), out
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True), static_argnums=3)
+    (_, wanted), wanted_grads = run(*given, "reference")
+    (_, out), grads = run(*given, "dense")
+    chex.assert_trees_all_close((out, grads), (wanted, wanted_grads), rtol=0, atol=1e-5)
+
+    forward = jax.jit(lambda *given: loss(*given, "dense")[1])
+    assert not re.search(
+        r"\[3,3,63,\d+\]|\[3,3,\d+,63\]", forward.lower(*given).compile().as_text()
+    )
+
+    def merges(platform):
+        text = forward.trace(*given).lower(lowering_platforms=(platform,)).as_text()
+        return "tensor<3x63x30xf32>" in text
+
+    assert merges("cpu") and not merges("tpu")
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))):
+        assert not merges("cpu")
