@@ -42,7 +42,9 @@ def attention_fn(
       scheme: any scheme whose `features` does not read `x`.
       params: its parameters.
       query, key, value: [..., T, N, H], [..., S, K, H] and [..., S, K, V].
-      mask: bool, broadcast to [..., 1 or N, T, S].
+      mask: bool, broadcast to [..., 1 or N, T, S]. Schemes with a running state (selective RoPE,
+        short convolutions, Partial Key Offset) do not read it: to them the tokens of a row are
+        one sequence without padding.
       is_causal: whether to hide the keys of later slots.
       input_positions: the coordinates of the T = S tokens, integers or float32 [..., T].
         Masks go by slots.
