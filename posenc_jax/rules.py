@@ -249,7 +249,7 @@ class LogitBias(Rule):
     Attributes:
       rule: `rule(shared, head, q, k) -> scalar`, written for one head, one query and one
         key: a module-level function or a frozen dataclass with `__call__`. `q` and `k`
-        are scalars, or [A] where coordinates have A axes.
+        are scalars, or [A] where coordinates have A axes. -inf hides the key, as `mask` does.
       heads: pytree of arrays [N, ...]; the rule gets one head's slice. Or None.
       shared: pytree of arrays that all heads share.
       relative: whether the rule depends on q - k alone. It is then evaluated once per

@@ -46,6 +46,8 @@ for draw in (pe.positions.random_floats, pe.positions.continuous):
 q = jnp.ones((1, 40, 1, 4), jnp.float32)
 loss = lambda pairs: pe.attention(q, q, q, rules=pe.DenseBias(pairs), implementation="xla").sum()
 assert jax.eval_shape(jax.grad(loss), jnp.ones((1, 1, 40, 40))).dtype == jnp.float64
+empty = jnp.zeros((1, 0, 1, 4), jnp.float32)
+assert pe.attention(empty, empty, empty, return_lse=True)[1].dtype == jnp.float32
 assert pe.apply_rotation(jnp.ones((1, 5, 1, 4), jnp.bfloat16), *tables).dtype == jnp.bfloat16
 """
 

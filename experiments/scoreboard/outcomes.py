@@ -56,8 +56,8 @@ class Outcome:
 def judge(claim: Claim, folder: Path) -> Outcome:
     """Returns the outcome of a claim.
 
-    Fewer seeds than the claim states are "not run", with what was measured. A seed in which a run
-    diverged counts as not fitted.
+    Fewer seeds than the claim states are "not run", with what was measured, and so are conditions
+    on scores that runs do not have. A seed in which a run diverged counts as not fitted.
 
     Args:
       claim: the claim.
@@ -85,6 +85,9 @@ def judge(claim: Claim, folder: Path) -> Outcome:
 
     if len(versions) > 1:
         return outcome(NOT_RUN, f"results of mixed versions: {differences(versions)}", True)
+    missing = _missing(claim, results)
+    if missing:
+        return outcome(NOT_RUN, f"runs have no score {missing}")
     if len(seeds) < claim.about.seeds:
         return outcome(NOT_RUN, f"{len(seeds)} of {claim.about.seeds} seeds")
     fitted = [s for s in seeds if _fitted(claim, by_seed[s])]
@@ -103,6 +106,17 @@ def _score(claim: Claim, results: Mapping[str, Result]):
         return math.nan if value is None else value
 
     return score
+
+
+def _missing(claim: Claim, results: Mapping[str, tuple[Result, ...]]) -> str | None:
+    """Returns a score that a condition names and a run does not have, or None."""
+    for condition in (*claim.gate, *claim.criteria):
+        for name, view, length in condition.scores():
+            key = view or claim.runs[name].task.views[0]
+            for result in results[name]:
+                if result.status == "done" and str(length) not in result.scores.get(key, {}):
+                    return f"{name}.{key}[{length}]"
+    return None
 
 
 def _fitted(claim: Claim, results: Mapping[str, Result]) -> bool:

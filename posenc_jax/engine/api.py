@@ -220,7 +220,7 @@ def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, j
         rule.check(sizes)
     shape = (*problem.q.shape[:3], sizes.value_dim)
     if 0 in (*shape, sizes.keys):
-        return jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf)
+        return jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf, jnp.float32)
     problem = problem.without_padding_queries()
     sharding = jax.typeof(problem.q).sharding
     if not any(sharding.spec):

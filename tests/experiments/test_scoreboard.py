@@ -326,6 +326,20 @@ def result(run, score, status="done", jax="1"):
     )
 
 
+def test_a_score_that_a_run_does_not_have_decides_nothing(tmp_path):
+    text = CLAIM.split("[runs.late]")[0].replace(', "0 <= late[32] <= 1"', "")
+    (tmp_path / "T1.toml").write_text(text.replace("seeds = 2", "seeds = 1"))
+    claim = claims_module.load(tmp_path / "T1.toml")
+    for name, run in claim.of_seed(0).items():
+        found = dataclasses.asdict(result(run, 0.5))
+        if name == "none":
+            del found["scores"]["plain"]["48"]
+        (tmp_path / run.name).mkdir()
+        (tmp_path / run.name / "result.json").write_text(json.dumps(found))
+    outcome = judge(claim, tmp_path)
+    assert (outcome.word, outcome.reason) == ("not run", "runs have no score none.plain[48]")
+
+
 @pytest.mark.parametrize(
     ("needed", "rope", "none", "word"),
     [
