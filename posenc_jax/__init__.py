@@ -1,5 +1,39 @@
 """Position encodings for transformers in JAX: every scheme, one interface, exact numbers.
 
+A scheme is a frozen dataclass of settings with pure functions, `SCHEMES` has them by name, and
+`help(posenc_jax.RoPE)` is the page of one:
+
+    embedding   NoPE (none), LearnedAbsolute, Sinusoidal, Sinusoidal2D, LearnableFourier
+    rotary      RoPE, LearnedRoPE, SelectiveRoPE, AxialRoPE, RoPEMixed, MRoPE, LieRE, ComRoPE, XPos,
+                PoPE, FoPE, RePo, RoPEPlusPlus, VORoPE, ReRoPE, SelfExtend, DualChunk, RoPEByLength
+    bias        ALiBi, T5, KERPLELog, KERPLEPower, FIRE, Sandwich, BAM, DAPE, TUPE, Swin, SwinV2
+    content     Shaw, TransformerXL, DeBERTa, Inkling, CoPE, FoX, CABLE, GRAPEA, PaTH,
+                StickBreaking, PartialKeyOffset, ShortConv
+    logits      SSMax, QueryTemperature
+
+    frequencies of RoPE  PI, NTK, NTKByParts, YaRN, Llama3, LongRoPE, DynamicNTK, Proportional,
+                         ClippedFrequencies, HighFrequenciesOnly, Resonance (FrequencyMap)
+    combinations         chain, with_positions, on_axis, on_distances, streaming
+    layers of a model    LayerSpec, QKNorm, layer_pattern, in_chunks
+
+What to do with a scheme:
+
+    Flax layers          nnx, linen: Attention, PositionEncoding, AttentionFn
+    functions            scheme_attention, scheme_cross_attention, scheme_embedding, scheme_tables,
+                         new_cache (KVCache, PagedKVCache)
+    attention itself     attention, AttentionCall, score_mod, and rules: LogitBias, ContentBias,
+                         DotBias, SeparableBias, DenseBias, ValueBias, LogitsTransform
+    sharded sequences    sharding: SequenceParallel, sequence_parallel_attention, zigzag
+    positions            positions: padding, packing, random and other positions;
+                         grid_coordinates, mrope_coordinates, resize_grid, resize_learned
+    Hugging Face         from_hf, scheme_from_hf, attention_options_from_hf, hf_logit_scale, to_hf,
+                         heads_from_linear, split_qkv, permute_qk
+    parts of schemes     apply_rope, apply_rotation, cos_sin, rope_matrix, rope_frequencies,
+                         axial_frequencies, mixed_frequencies, sinusoidal_encoding, alibi_slopes,
+                         t5_bucket, query_temperature, short_convolution, xpos_decay,
+                         yarn_logit_scale
+    a scheme of yours    Scheme, Rotary, Rule, Acts, Traits; testing.check
+
 Letters, in all shapes: B batch, T queries, S keys, N query heads, K key/value heads,
 H head dim, D model dim, A coordinate axes.
 """
@@ -261,3 +295,7 @@ if not TYPE_CHECKING:  # A type checker would take every name for a module.
         if name in ("linen", "nnx", "testing"):
             return importlib.import_module(f"posenc_jax.{name}")
         raise AttributeError(f"module 'posenc_jax' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """Names that there are, those of modules that are imported on first use too."""
+        return sorted({*globals(), "linen", "nnx", "testing"})

@@ -293,14 +293,16 @@ class AttentionLayer:
         Raises:
           NotImplementedError: for a ring of a layer with chunks.
         """
-        spec = self.spec()
+        spec, encoding = self.spec(), position
+        if encoding is None:  # A Linen layer has its parameters in `apply` only.
+            encoding = getattr(self, "encoding", None)
         if spec.chunk_size is not None and options.get("ring"):
             raise NotImplementedError(
                 f"Attention.new_cache: a ring for chunk_size={spec.chunk_size}; use a full cache."
             )
         own = self.param_dtype if self.dtype is None else self.dtype
         return new_cache(
-            spec.scheme if position is None else position.scheme,
+            spec.scheme if encoding is None else encoding.scheme,
             batch,
             capacity,
             num_heads=self.num_heads,
@@ -308,6 +310,7 @@ class AttentionLayer:
             head_dim=self.head_dim,
             model_dim=self.model_dim if model_dim is None else model_dim,
             dtype=own if dtype is None else dtype,
+            params=None if encoding is None else encoding.values(),
             **options,
         )
 

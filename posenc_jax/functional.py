@@ -348,6 +348,7 @@ def new_cache(
     num_blocks: int | None = None,
     max_rewind: int = 0,
     qkv_sharding: PartitionSpec | None = None,
+    params: Params | None = None,
 ) -> KVCache:
     """Returns an empty cache for `scheme_attention` with this scheme.
 
@@ -372,6 +373,8 @@ def new_cache(
         has a running state; other schemes take back any number.
       qkv_sharding: on explicit mesh axes, how q, k and v [B, T, heads, H] are sharded, as in
         `nnx.MultiHeadAttention`; all arrays of the cache follow. Needs `jax.set_mesh`.
+      params: the scheme's parameters, if they are sharded on explicit mesh axes: its own arrays in
+        the cache are sharded as it makes them from q, k and these.
 
     Raises:
       ValueError: without `model_dim` for a scheme that reads `x`, and for invalid sizes.
@@ -426,7 +429,8 @@ def new_cache(
             k = scheme.key(params, k, at, k_features)
         return k, v, k_features, states
 
-    params = jax.eval_shape(scheme.init, jax.random.key(0))
+    if params is None:
+        params = jax.eval_shape(scheme.init, jax.random.key(0))
     stored_k, stored_v, k_features, state = jax.eval_shape(stored, params, x, q, k, v, at)
     made: dict[str, Any] = {
         "coordinates": coordinates,

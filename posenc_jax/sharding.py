@@ -1,16 +1,17 @@
 """Attention over a sequence that is spread over devices (context parallelism).
 
 Batch and heads need nothing: shard the arrays and `attention` follows. A sharded sequence
-needs the keys of all devices. Both ways here are called inside `jax.shard_map`, where q, k
-and v hold this device's tokens, and both are exact, gradients included:
+needs the keys of all devices. There are two ways, exact, gradients included:
 
     "all_gather"   every device gets all keys at once: the least waiting, T x K x H memory
     "ring"         keys travel from device to device: partial results are merged by their
                    log-sum-exp, and no device ever holds more than two shards of keys
 
-What a rule reads travels with the keys: positions, coordinates, segments and the scheme's
-own arrays. So tokens may be dealt out in any order; `zigzag` deals them so that causal
-work is even.
+`SequenceParallel` is an implementation for layers and `attention`, of whole arrays on a mesh.
+`sequence_parallel_attention` is called inside `jax.shard_map`, where q, k and v hold this device's
+tokens. What a rule reads travels with the keys: positions, coordinates, segments and the scheme's
+own arrays. So tokens may be dealt out in any order; `zigzag` deals them so that causal work is
+even.
 
 Papers: Liu, Zaharia, Abbeel. Ring Attention with Blockwise Transformers for Near-Infinite
 Context. 2023. https://arxiv.org/abs/2310.01889
@@ -19,13 +20,14 @@ Zig-zag order: zhuzilin/ring-flash-attention, 2024.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from posenc_jax.checks import divides, require
+from posenc_jax.checks import divides, one_of, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
 from posenc_jax.engine.problem import Implementation, Problem, vary_over
 from posenc_jax.ops.lse import merge_partial_softmax
@@ -100,12 +102,94 @@ def sequence_parallel_attention(
             "slots in the whole sequence."
         )
     problem = make_problem(q, k, v, rules, call)
-    sinks, problem = problem.sinks, dataclasses.replace(problem, sinks=None)
     if method == "ring" and problem.whole_rows:
-        raise NotImplementedError(
-            "sequence_parallel_attention: rules on whole rows of logits need all keys of a query "
-            'at once; use method="all_gather".'
+        raise NotImplementedError(f"sequence_parallel_attention: {_WHOLE_ROWS}.")
+    out, _ = _over_shards(problem, axis_name, method, implementation)
+    return out
+
+
+_WHOLE_ROWS = (
+    'rules on whole rows of logits need all keys of a query at once; use method="all_gather"'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceParallel(Implementation):
+    """Attention of a sequence that is sharded over an axis of the mesh (context parallelism).
+
+    It is called on whole arrays, with the mesh of `jax.set_mesh`; other axes of it shard batch and
+    heads as they did. So are the hooks of a scheme: running sums need no care on automatic axes,
+    and JAX refuses them on explicit ones. Tokens may be in any order if positions are given. What
+    goes by slots is refused: masks, dropout and dense biases. A decode step has one token, so that
+    a model decodes with another implementation.
+
+    Attributes:
+      axis: the mesh axis; its size divides T and S.
+      method: "ring" or "all_gather"; see the top of the file.
+      implementation: what computes the attention of shards, as in `attention`.
+
+    >>> import posenc_jax as pe
+    >>> ring = SequenceParallel("sequence")
+    >>> q = jnp.ones((1, 16, 2, 4))
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("sequence",))):
+    ...     pe.attention(q, q, q, is_causal=True, implementation=ring).shape
+    (1, 16, 2, 4)
+    """
+
+    axis: str
+    method: Literal["ring", "all_gather"] = "ring"
+    implementation: str | Implementation | None = None
+    name = "sequence_parallel"
+
+    def __post_init__(self):
+        one_of("SequenceParallel", ("ring", "all_gather"), method=self.method)
+
+    def supports(self, problem: Problem) -> str | None:
+        """Returns None, or why the problem cannot be computed and what to use instead."""
+        for what, given in (
+            ("mask", problem.mask),
+            ("dropout", problem.dropout_seeds),
+            ("DenseBias", next((r for r in problem.rules if r.pairs is not None), None)),
+        ):
+            if given is not None:
+                return f"{what} goes by slots, and tokens may be in any order"
+        return _WHOLE_ROWS if self.method == "ring" and problem.whole_rows else None
+
+    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        """Returns output and log-sum-exp, both sharded over the axis."""
+        mesh = jax.sharding.get_abstract_mesh()
+        require(
+            self.axis in mesh.axis_names and self.axis not in mesh.manual_axes,
+            f"SequenceParallel: {self.axis!r} must be an axis of the mesh of jax.set_mesh, which "
+            f"has {mesh.axis_names}; inside shard_map use sequence_parallel_attention.",
         )
+        size = mesh.shape[self.axis]
+        require(
+            problem.length % size == 0 and problem.keys % size == 0,
+            f"SequenceParallel: the {size} devices of axis {self.axis!r} must divide T and S, got "
+            f"{problem.length} queries and {problem.keys} keys.",
+        )
+        queries, keys = problem.queries(), problem.key_arrays()
+        bare = dataclasses.replace(problem, contiguous=False)
+        bare = bare.with_queries(jax.tree.map(lambda _: None, queries))
+        bare = bare.with_keys(jax.tree.map(lambda _: None, keys))
+
+        def local(bare, queries, keys):
+            mine = bare.with_queries(queries).with_keys(keys)
+            return _over_shards(mine, self.axis, self.method, self.implementation)
+
+        spread = PartitionSpec(None, self.axis)
+        specs = PartitionSpec(), spread, spread
+        mapped = jax.shard_map(local, in_specs=specs, out_specs=spread, axis_names={self.axis})
+        return mapped(bare, queries, keys)
+
+
+def _over_shards(
+    problem: Problem, axis_name: str, method: str, implementation: "Choice"
+) -> tuple[jax.Array, jax.Array]:
+    """Returns output and log-sum-exp of this device's queries and the keys of all devices."""
+    dtype, sinks = problem.q.dtype, problem.sinks
+    problem = dataclasses.replace(problem, sinks=None)
     if method == "all_gather":
         keys = jax.tree.map(
             lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), problem.key_arrays()
@@ -119,7 +203,8 @@ def sequence_parallel_attention(
         sinks = jnp.broadcast_to(sinks[None, None], lse.shape)
         out = out.astype(jnp.float32)
         out = merge_partial_softmax([out, jnp.zeros_like(out)], [lse, sinks])
-    return out.astype(q.dtype)
+        lse = jnp.logaddexp(lse, sinks)
+    return out.astype(dtype), lse
 
 
 def _onwards(tree: Any, axis_name: str) -> Any:

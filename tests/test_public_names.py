@@ -1,5 +1,6 @@
 """The names of the package: what is exported, and what is imported on first use."""
 
+import re
 import subprocess
 import sys
 
@@ -18,6 +19,12 @@ def test_all_is_what_the_package_defines():
     }
     assert set(pe.__all__) == inside | MODULES | {"SCHEMES"}
     assert len(set(pe.__all__)) == len(pe.__all__)
+
+
+def test_help_lists_what_there_is():
+    listed = re.findall(r"\w+", pe.__doc__)
+    assert set(pe.__all__) <= set(listed)
+    assert {"nnx", "linen", "testing"} <= set(dir(pe))
 
 
 def test_flax_is_imported_on_first_use():

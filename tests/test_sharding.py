@@ -7,16 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 from oracle import attend
 from support import SIZES, build, make_batch
 
 import posenc_jax as pe
 from posenc_jax import positions as at
-from posenc_jax.sharding import carried_in, sequence_parallel_attention, zigzag
+from posenc_jax.nnx import Attention
+from posenc_jax.sharding import (
+    SequenceParallel,
+    carried_in,
+    sequence_parallel_attention,
+    zigzag,
+)
 
 LENGTH = 32
-RULES = ["none", "alibi", "t5", "shaw", "rope"]
+RULES = ["alibi", "shaw"]
 
 
 def run(scheme, params, tokens, positions, segments, order, method, kind, **options):
@@ -137,6 +144,74 @@ def test_running_sums_start_where_the_shard_before_ended():
 
     with eight(AxisType.Auto):
         np.testing.assert_allclose(local(tokens, at.count_up(2, LENGTH)), wanted, atol=1e-5)
+
+
+LAYERS = {
+    "running sums, ring": (pe.chain(pe.RoPE(8), pe.T5(4), pe.FoX(4, 16)), "ring", AxisType.Auto),
+    "explicit, all_gather": (pe.chain(pe.RoPE(8), pe.T5(4)), "all_gather", AxisType.Explicit),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_over_a_sharded_sequence(case):
+    """One argument of a layer, on a mesh that shards the batch too."""
+    scheme, method, kind = LAYERS[case]
+    spec = pe.LayerSpec(scheme, window=20, scale=0.3, sinks=True, softcap=9.0, qk_norm=pe.QKNorm())
+    ring = SequenceParallel("sequence", method)
+    layers = [
+        Attention(
+            16,
+            4,
+            position=spec,
+            num_kv_heads=2,
+            head_dim=8,
+            is_causal=True,
+            implementation=implementation,
+            rngs=nnx.Rngs(0),
+        )
+        for implementation in (None, ring)
+    ]
+    x = jax.random.normal(jax.random.key(1), (2, LENGTH, 16))
+    segments = jnp.asarray([[0] * 13 + [1] * 17 + [-1] * 2, [0] * LENGTH])
+    where = {"segment_ids": segments, "positions": at.from_segment_ids(segments)}
+
+    @nnx.jit
+    def run(layer, x):
+        def loss(layer, x):
+            y = layer(x, **where)
+            return (y**2).sum(), y
+
+        return nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+
+    (_, wanted), wanted_grads = run(layers[0], x)
+    mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec("data", "sequence")))
+        (_, out), grads = run(layers[1], sharded)
+        assert out.sharding.spec[:2] == ("data", "sequence")
+        with pytest.raises(ValueError, match="the 4 devices of axis 'sequence' must divide"):
+            layers[1](x[:, :1])
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    pure = (jax.device_get(jax.tree.leaves(g)) for g in (grads, wanted_grads))
+    chex.assert_trees_all_close(*pure, atol=2e-4)
+
+
+def test_what_a_sharded_sequence_has_no_slots_for():
+    x = jnp.ones((1, 8, 4, 8))
+    ring = SequenceParallel("sequence")
+    with eight(AxisType.Auto):
+        with pytest.raises(NotImplementedError, match="mask goes by slots"):
+            pe.attention(x, x, x, mask=jnp.ones((1, 1, 8, 8), bool), implementation=ring)
+        with pytest.raises(NotImplementedError, match="dropout goes by slots"):
+            key = jax.random.key(0)
+            pe.attention(x, x, x, dropout_rate=0.1, dropout_key=key, implementation=ring)
+        rules = build(pe.StickBreaking).rules({})
+        with pytest.raises(NotImplementedError, match="whole rows of logits need all keys"):
+            pe.attention(x, x, x, rules=rules, is_causal=True, implementation=ring)
+    with pytest.raises(ValueError, match=r"'sequence' must be an axis of the mesh"):
+        pe.attention(x, x, x, implementation=ring)
+    with pytest.raises(ValueError, match=r"method must be one of .*, got 'tree'"):
+        SequenceParallel("sequence", "tree")
 
 
 def test_heads_over_more_devices_than_key_heads():
