@@ -16,9 +16,6 @@ class State:
     def __init__(self, arrays: Mapping[str, Any]):
         self.arrays, self.used = arrays, set()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.arrays
-
     def take(self, name: str) -> Any:
         """The array of a name.
 
@@ -64,6 +61,7 @@ class Weights:
       norm_offset: what the norms over D add to their scale.
       qkv: how one projection holds queries, keys and values; see `posenc_jax.split_qkv`.
       inputs_first: whether the weights of projections have their inputs first.
+      out_bias: whether the output of attention has a bias where its inputs have one.
     """
 
     def __init__(
@@ -76,10 +74,12 @@ class Weights:
         norm_offset: float = 0.0,
         qkv: str | None = None,
         inputs_first: bool = False,
+        out_bias: bool = True,
     ):
         self.state, self.names = state, names
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.norm_offset, self.qkv, self.inputs_first = norm_offset, qkv, inputs_first
+        self.out_bias = out_bias
 
     def name(self, *path: Any) -> str:
         """The name of a module in transformers."""
@@ -96,8 +96,8 @@ class Weights:
             x = self._linear(f"{name}.weight")
             is_out = modules[-1] == "out"
             return pe.heads_from_linear(x, self.num_heads, output=True) if is_out else x.T
-        if leaf == "bias" and modules[-1] == "out" and f"{name}.bias" not in self.state:
-            return np.zeros(len(self.state.take(f"{name}.weight")))  # Qwen 2 has the others.
+        if leaf == "bias" and modules[-1] == "out" and not self.out_bias:
+            return np.zeros(len(self.state.take(f"{name}.weight")))
         if leaf not in ("bias", "scale", "embedding", "table"):
             return self.state.take(f"{name}.{leaf}")  # A parameter of its own, as sinks.
         x = self.state.take(f"{name}.{'bias' if leaf == 'bias' else 'weight'}")

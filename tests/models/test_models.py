@@ -70,6 +70,10 @@ def test_weights_that_do_not_fit_are_refused():
     config, name = about["config"], "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ValueError, match=f"the state dict lacks '{name}'"):
         load(config, {n: x for n, x in state.items() if n != name})
+    about, _, old = read("gpt2")
+    left_out = {n: x for n, x in old.items() if n != "transformer.h.0.attn.c_proj.bias"}
+    with pytest.raises(ValueError, match=r"lacks 'transformer.*attn.c_proj.bias'"):
+        load(about["config"], left_out)
     with pytest.raises(ValueError, match=r"no place for \['model.rotary_emb.inv_freq'\]"):
         load(config, state | {"model.rotary_emb.inv_freq": np.zeros(4)})
     with pytest.raises(ValueError, match=r"'up', 'kernel'\) must be \(36, 80\), got \(36, 79\)"):
