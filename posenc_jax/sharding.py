@@ -163,6 +163,8 @@ class SequenceParallel(Implementation):
             f"SequenceParallel: {self.axis!r} must be an axis of the mesh of jax.set_mesh, which "
             f"has {mesh.axis_names}; inside shard_map use sequence_parallel_attention.",
         )
+        if self.axis in mesh.explicit_axes:  # q is not sharded, and so is not the output.
+            return self.on_mesh(problem, mesh, (None,) * 4)
         size = mesh.shape[self.axis]
         require(
             problem.length % size == 0 and problem.keys % size == 0,

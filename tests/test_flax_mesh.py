@@ -182,6 +182,28 @@ def test_linen_layers_take_logical_names(kind):
     np.testing.assert_allclose(y, wanted, atol=2e-5)
 
 
+def test_more_devices_than_key_heads():
+    """Key heads that do not divide the axis are not sharded: they have another name."""
+    names, own = {"num_heads": "tensor"}, P("data", None, None, None)
+    options = OPTIONS | {"num_kv_heads": 2, "position": pe.T5(N)}
+    plain = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
+    wanted = jax.jit(lambda x: plain(x))(X)
+    with mesh_of(AxisType.Explicit):
+        layer = pn.Attention(D, N, axis_names=names, rngs=nnx.Rngs(0), **options)
+        shardings = {"qkv_sharding": HEADS, "kv_sharding": own, "out_sharding": TOKENS}
+        cache = layer.new_cache(B, S, qkv_sharding=own)
+        run = nnx.jit(lambda layer, x, cache: layer(x, cache=cache, **shardings))
+        for part in (slice(0, 33), slice(33, 34)):
+            y, cache = run(layer, put(X[:, part], "data"), cache)
+            np.testing.assert_allclose(y, wanted[:, part], atol=2e-5)
+        with pytest.raises(ValueError, match=r"axis 1 is partitioned 4 times.* dimension size 2"):
+            pn.Attention(D, N, axis_names=NAMES, rngs=nnx.Rngs(0), **options)
+        with pytest.raises(ValueError, match=r"axis 2 is partitioned 4 times.* dimension size 2"):
+            layer(put(X, "data"), qkv_sharding=HEADS)
+        with pytest.raises(ValueError, match=r"axis 2 is partitioned 4 times.* dimension size 2"):
+            layer.new_cache(B, S, qkv_sharding=HEADS)
+
+
 def test_rows_on_devices_of_shard_map_need_no_collective():
     _, (loss, grads), wanted = on_one_device()
     layer = pn.Attention(D, N, position=SCHEME, scale=1.0, rngs=nnx.Rngs(0), **OPTIONS)

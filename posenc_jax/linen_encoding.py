@@ -1,0 +1,92 @@
+"""Position encodings and norms of heads as Flax Linen modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from posenc_jax.axis_names import AxisNames, check_axis_names, names, sizes_of_params
+from posenc_jax.flax_layers import (
+    EncodingLayer,
+)
+from posenc_jax.functional import new_params
+from posenc_jax.qk_norm import QKNorm
+from posenc_jax.scheme import Params, Scheme, check_scheme
+
+
+def boxed(x: Any, axis_names: AxisNames | None, sizes: tuple[str | None, ...]) -> Any:
+    """Returns an array with the names of its axes, unless it has some."""
+    if axis_names is None or isinstance(x, nn.meta.AxisMetadata):
+        return x
+    return nn.LogicallyPartitioned(x, names(axis_names, sizes))
+
+
+def named(
+    init: Callable[..., Any], axis_names: AxisNames | None, sizes: tuple[str | None, ...]
+) -> Callable[..., Any]:
+    """Returns an initialiser that names the axes of what it makes."""
+    return lambda *args: boxed(init(*args), axis_names, sizes)
+
+
+class PositionEncoding(EncodingLayer, nn.Module):
+    """A scheme with its parameters; called, it encodes positions into token embeddings.
+
+    Attributes:
+      scheme: any scheme. Its parameters are the Linen parameter "parameters", float32.
+      axis_names: as in `Attention`.
+
+    >>> import posenc_jax as pe
+    >>> encoding = PositionEncoding(pe.LearnedAbsolute(max_length=8, model_dim=4))
+    >>> y, variables = encoding.init_with_output(jax.random.key(0), jnp.zeros((1, 3, 4)))
+    >>> variables["params"]["parameters"]["table"].shape
+    (8, 4)
+    """
+
+    scheme: Scheme
+    axis_names: AxisNames | None = None
+
+    def setup(self):
+        """Declares the parameters, if the scheme has any."""
+        check_scheme("PositionEncoding", self.scheme)
+        check_axis_names("PositionEncoding", self.axis_names)
+        self.learned = bool(sizes_of_params(self.scheme))
+        if self.learned:
+            self.made = self.param("parameters", self._new)
+
+    def _new(self, key: jax.Array) -> Params:
+        leaves, structure = jax.tree.flatten(new_params(self.scheme, key))
+        sizes = sizes_of_params(self.scheme)
+        made = [boxed(x, self.axis_names, s) for x, s in zip(leaves, sizes, strict=True)]
+        return jax.tree.unflatten(structure, made)
+
+    def values(self) -> Params:
+        """Returns the parameters as arrays."""
+        return self.made if self.learned else self.scheme.init(jax.random.key(0))
+
+    # Linen sets up the methods of the class itself, not those that it inherits.
+    __call__ = EncodingLayer.__call__
+    tables = EncodingLayer.tables
+
+
+class HeadNorm(nn.Module):
+    """The norm of the queries or the keys of a layer; see `posenc_jax.QKNorm`.
+
+    Attributes:
+      settings: the norm.
+      sizes: those of the two axes of its parameters, for `axis_names`.
+      axis_names: as in `Attention`.
+    """
+
+    settings: QKNorm
+    sizes: tuple[str, str] = ("num_heads", "head_dim")
+    axis_names: AxisNames | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns x [B, T, N, H] normalised."""
+        made = {
+            name: self.param(name, lambda _, p=p: boxed(p, self.axis_names, self.sizes[-p.ndim :]))
+            for name, p in self.settings.init(*x.shape[-2:]).items()
+        }
+        return self.settings(made, x)
