@@ -31,7 +31,7 @@ one_of_all = pytest.mark.skipif(not ALL, reason="GPU_CASES=all runs it")
 
 CASES = [("gate", "both_ways_segments", 128)]
 if ALL:
-    CASES += [("same_for_all", "softcap", 128)]
+    CASES += [("same_for_all", "softcap", 128), ("hiding", "softcap", 128)]
     CASES += [("none", "both_ways_segments", 200), ("kerple_by_pair", "permuted", 200)]
     CASES += [("gate", "segments", 200)]
     CASES += [("none", f, 200) for f in ("plain", "permuted", "two_sided_window", "prefix")]

@@ -58,9 +58,11 @@ class Tile:
         s = self._by_kind(lambda ruled, _, s: self._add(s) if ruled else s, s * self._unit)
         slope = None
         if spec.softcap is not None:
-            s = jnp.tanh(s)
-            slope = 1.0 - s * s
-            s = s * (spec.softcap * LOG2E)
+            bounded = jnp.tanh(s)
+            slope = 1.0 - bounded * bounded
+            capped = bounded * (spec.softcap * LOG2E)
+            may_hide = spec.rules_in_bias or self.x.elements  # Rules hide keys by -inf.
+            s = jnp.where(s == -jnp.inf, s, capped) if may_hide else capped
 
         def hide(_, masked, s):
             return jnp.where(self._visible(), s, MASK_VALUE) if masked else s
