@@ -18,6 +18,7 @@ python -m experiments <command> [file.toml] [changes]
              each scheme, with seeds and intervals           configs/study.toml
   scoreboard test claims of the literature, write their
              outcomes to RESULTS.md                          configs/scoreboard/
+  generate   print text of a model that train has made       a folder of results
   report     write report.html again from results.json       a folder of results
   bench      measure speed as ratios
   gallery    draw the effect of every scheme, on one page
@@ -44,6 +45,7 @@ _EXPERIMENTS = {
     "evaluate": "configs/kback.toml",
 }
 _OTHERS = {
+    "generate": "experiments.generate",
     "report": "experiments.report",
     "study": "experiments.study.command",
     "scoreboard": "experiments.scoreboard.command",

@@ -1,10 +1,12 @@
 """The state of training in files, so that a run that was stopped continues with equal bits."""
 
+import contextlib
 import io
 import json
+import signal
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,32 @@ from experiments.files import write_whole
 
 
 class OutOfTime(Exception):
-    """The time limit is over; the state was written."""
+    """The time is over; the state was written."""
+
+
+class Deadline:
+    """When to stop: after a time, or once the process is asked to by SIGTERM."""
+
+    def __init__(self, minutes: float = float("inf")):
+        """Starts the clock."""
+        self._at = time.monotonic() + 60 * minutes
+
+    def over(self) -> bool:
+        """Returns whether the time is over."""
+        return time.monotonic() >= self._at
+
+    @contextlib.contextmanager
+    def of_sigterm(self) -> Generator[None]:
+        """Within it, SIGTERM ends the time in place of the process. For the main thread."""
+
+        def stop(*_):
+            self._at = float("-inf")
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 class FileCheckpoint:
@@ -23,13 +50,13 @@ class FileCheckpoint:
 
     Args:
       path: of the file; `previous` is appended to the name of the one before it.
-      deadline: of `time.monotonic`; then the state is written, and OutOfTime raised.
+      deadline: when it is over, the state is written and OutOfTime raised.
       say: shows a line about a file that cannot be used.
       every: seconds between two writes.
     """
 
     def __init__(
-        self, path: Path, deadline: float, say: Callable[[str], None], every: float = 60.0
+        self, path: Path, deadline: Deadline, say: Callable[[str], None], every: float = 60.0
     ):
         self.path, self.deadline, self.say, self.every = path, deadline, say, every
         self.previous = path.with_name(f"{path.name}.previous")
@@ -48,8 +75,8 @@ class FileCheckpoint:
         return None
 
     def save(self, state, curve, times):
-        now = time.monotonic()
-        if now < min(self.written + self.every, self.deadline):
+        now, over = time.monotonic(), self.deadline.over()
+        if not over and now < self.written + self.every:
             return
         words = json.dumps({"curve": curve, "times": times}).encode()
         arrays = [*jax.tree.leaves(state), np.frombuffer(words, np.uint8)]
@@ -57,7 +84,7 @@ class FileCheckpoint:
             self.path.replace(self.previous)
         write_arrays(self.path, arrays)
         self.written = now
-        if now >= self.deadline:
+        if over:
             raise OutOfTime
 
     def remove(self) -> None:

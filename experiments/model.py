@@ -17,6 +17,7 @@ from flax import nnx
 
 import posenc_jax as pe
 import posenc_jax.nnx as pnnx
+from experiments.errors import ConfigError
 from experiments.settings import Model
 
 Position = pe.Scheme | tuple[pe.LayerSpec, ...]
@@ -95,6 +96,22 @@ class Block(nnx.Module):
         if self.convs:
             y = self.convs[0](y)
         x = x + self.attention(y, segment_ids=chunks, coordinates=coordinates)
+        return self._mlp(x)
+
+    def decode(
+        self,
+        x: jax.Array,
+        cache: pe.KVCache,
+        positions: jax.Array | None,
+        segment_ids: jax.Array | None,
+    ) -> tuple[jax.Array, pe.KVCache]:
+        """Returns [B, T, D] for x [B, T, D] after the tokens in the cache, and the new cache."""
+        y, cache = self.attention(
+            self.norm1(x), cache=cache, positions=positions, segment_ids=segment_ids
+        )
+        return self._mlp(x + y), cache
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
         z = self.norm2(x)
         if self.convs:
             z = self.convs[1](z)
@@ -155,6 +172,39 @@ class LanguageModel(nnx.Module):
             x = block(x, coordinates)
         return self.head(self.norm(x))
 
+    def decode(
+        self,
+        tokens: jax.Array,
+        caches: list[pe.KVCache],
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> tuple[jax.Array, list[pe.KVCache]]:
+        """Returns logits [B, T, V] after the tokens in the caches, and the new caches.
+
+        Args:
+          tokens: int32 [B, T].
+          caches: of the blocks, at first `new_caches`.
+          positions: int32 [B, T]. Default: after those in the caches.
+          segment_ids: int32 [B, T], below zero for padding.
+
+        Raises:
+          ConfigError: for models with convolutions or layers with chunks.
+        """
+        for block in self.blocks:
+            if block.convs or block.chunk_size is not None:
+                raise ConfigError("models with conv_size or chunks of tokens are not decoded")
+        x, new = self.embed(tokens) * self.embed_scale, []
+        for position in self.positions:
+            x = position(x, positions, cache=caches[0])
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x, cache = block.decode(x, cache, positions, segment_ids)
+            new.append(cache)
+        return self.head(self.norm(x)), new
+
+    def new_caches(self, batch: int, capacity: int) -> list[pe.KVCache]:
+        """Returns empty caches of the blocks."""
+        return [block.attention.new_cache(batch, capacity) for block in self.blocks]
+
     def inputs_and_targets(self, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns what the model reads and what it predicts there, int32 [B, T] each.
 
@@ -170,8 +220,9 @@ class LanguageModel(nnx.Module):
 
 def of_scheme(params: Any) -> Any:
     """Returns a tree of booleans, true at the parameters of position encodings."""
+    names = {"positions", "encoding"}
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: any(str(getattr(k, "key", "")).startswith("position") for k in path), params
+        lambda path, _: any(getattr(key, "key", None) in names for key in path), params
     )
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from experiments.checkpoints import OutOfTime
+from experiments.checkpoints import Deadline, OutOfTime
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.progress import duration
 from experiments.runs import VERSIONS, Result, Run, RunFolder, commit, here
@@ -83,15 +83,21 @@ class Queue:
         """
         commit()  # Files may change while runs go on.
         self.folder, self.status, self.over = folder, 0, False
-        self.deadline = time.monotonic() + 60 * minutes
+        self.deadline = Deadline(minutes)
         self._loaded: dict[Task, Data] = {}
 
     def work(self, runs: Sequence[Run]) -> None:
         """Carries out runs that have no result; one that raises does not stop the others.
 
+        At the time limit, and on SIGTERM, the state of the current run is written first.
+
         Raises:
           ResultsError: if another process works in a folder, or it cannot be written.
         """
+        with self.deadline.of_sigterm():
+            self._work(runs)
+
+    def _work(self, runs: Sequence[Run]) -> None:
         for i, each in enumerate(runs, 1):
             began = time.monotonic()
             try:

@@ -22,7 +22,14 @@ from typing import Any
 
 import jax
 
-from experiments.checkpoints import FileCheckpoint, OutOfTime, fits, read_arrays, write_arrays
+from experiments.checkpoints import (
+    Deadline,
+    FileCheckpoint,
+    OutOfTime,
+    fits,
+    read_arrays,
+    write_arrays,
+)
 from experiments.config_io import convert, to_tables
 from experiments.environment import environment
 from experiments.errors import ResultsError
@@ -159,7 +166,7 @@ class RunFolder:
         self,
         data: Callable[[Task], Data],
         say: Callable[[str], None] = lambda line: None,
-        deadline: float = float("inf"),
+        deadline: Deadline | None = None,
         keep: bool = False,
     ) -> Result:
         """Returns the result, of an earlier call or of training and evaluation now.
@@ -167,13 +174,14 @@ class RunFolder:
         Args:
           data: loads the data of a task.
           say: shows a line.
-          deadline: of `time.monotonic`.
+          deadline: when to stop; default: never.
           keep: whether the trained parameters must be there afterwards.
 
         Raises:
           OutOfTime: at the deadline; the next call continues.
           ResultsError: if another process works in the folder, or it cannot be written.
         """
+        deadline = Deadline() if deadline is None else deadline
         with locked(self.path):
             found = self.result()
             if found and (not keep or (self.path / "parameters.npz").exists()):
@@ -184,7 +192,7 @@ class RunFolder:
                 if parent.carry_out(data, say, deadline, keep=True).status != "done":
                     return found or self._write("diverged", error="the run before it diverged")
                 params = parent.parameters()
-            if time.monotonic() > deadline:
+            if deadline.over():
                 raise OutOfTime
             return self._train(found, data(self.run.task), params, say, deadline, keep)
 
@@ -202,7 +210,7 @@ class RunFolder:
         data: Data,
         params: Any,
         say: Callable[[str], None],
-        deadline: float,
+        deadline: Deadline,
         keep: bool,
     ) -> Result:
         run = self.run
@@ -241,8 +249,9 @@ class RunFolder:
         return result
 
     def _checkpoint(
-        self, deadline: float = float("inf"), say: Callable[[str], None] = lambda line: None
+        self, deadline: Deadline | None = None, say: Callable[[str], None] = lambda line: None
     ) -> FileCheckpoint:
+        deadline = Deadline() if deadline is None else deadline
         return FileCheckpoint(self.path / "checkpoint.npz", deadline, say)
 
     def _write(

@@ -225,8 +225,8 @@ def test_the_learning_rate_of_a_scheme_is_its_own():
         changes.append(optimizer.update(gradient, state, params)[0])
     ratios = jax.tree.map(lambda a, b: float((b / a).mean()), *changes)
     found = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(ratios)}
-    assert {round(x, 3) for name, x in found.items() if "'position'" in name} == {10.0}
-    assert {round(x, 3) for name, x in found.items() if "'position'" not in name} == {1.0}
+    assert {round(x, 3) for name, x in found.items() if "'encoding'" in name} == {10.0}
+    assert {round(x, 3) for name, x in found.items() if "'encoding'" not in name} == {1.0}
 
 
 def test_seeds_are_independent():

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -171,6 +173,21 @@ def test_a_second_process_refuses(call):
     assert status == 2 and err.count("\n") == 1
     assert f"{name}: another process works in this folder" in err
     assert not list(call.results.glob("*/result.json"))
+
+
+def test_sigterm_writes_the_state_and_the_same_command_continues(call, monkeypatch):
+    def terminated(self, state, curve, times):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(self, state, curve, times)
+
+    monkeypatch.setattr(FileCheckpoint, "save", terminated)
+    status, out, _ = call("--run", "--seeds", "1")
+    assert status == 0 and "Time is over with 3 runs left" in out
+    assert [path.name for path in call.results.glob("*/*")] == ["checkpoint.npz"]
+    monkeypatch.undo()
+    monkeypatch.chdir(call.results.parents[1])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert "3 runs, 0 with a result" in call("--run", "--seeds", "1")[1]
 
 
 def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):

@@ -1,0 +1,110 @@
+"""Kills a run at random times, again and again, and compares its end with that of a whole run.
+
+    python -m tests.experiments.kills               20 kills, about 3 minutes
+    python -m tests.experiments.kills --kills 5
+
+Half of the kills are SIGKILL, the others SIGTERM. States are written 20 times a second, so that
+many kills fall into a write. Exits with 1 unless the results are equal bit by bit.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CLAIM = """
+claim = "A run that is killed ends as one that is not"
+source = "a test"
+protocol = "tiny"
+criteria = ["t5[32] >= 0"]
+seeds = 1
+minutes = 1
+
+[kback]
+test_lengths = [32, 48]
+eval_batch = 4
+eval_batches = 1
+schemes.t5.max_distance = 32
+[kback.model]
+model_dim = 32
+num_layers = 1
+num_heads = 2
+[kback.train]
+steps = 6000
+steps_per_call = 10
+batch = 8
+
+[runs.t5]
+task = "kback"
+scheme = "t5"
+"""
+RUN = """
+import sys
+from experiments.checkpoints import FileCheckpoint
+from experiments.__main__ import main
+FileCheckpoint.__init__.__defaults__ = (0.05,)
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+def start(folder: Path) -> subprocess.Popen:
+    """Starts the claim, or continues it."""
+    words = ["scoreboard", "--run", "--folder", "claims", "--results", "results", "--page", "p.md"]
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "JAX_COMPILATION_CACHE_DIR": "cache"}
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, *words], cwd=folder, env=environment, stdout=subprocess.DEVNULL
+    )
+
+
+def result(folder: Path) -> dict | None:
+    """Returns the result of the run without what depends on time."""
+    found = list(folder.glob("results/*/result.json"))
+    if not found:
+        return None
+    times = ("finished", "compile_seconds", "train_seconds", "cpu_seconds")
+    return {k: v for k, v in json.loads(found[0].read_text()).items() if k not in times}
+
+
+def main() -> int:
+    """Returns 0 if the results are equal."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as place:
+        whole, parts = (Path(place) / name for name in ("whole", "parts"))
+        for folder in (whole, parts):
+            (folder / "claims").mkdir(parents=True)
+            (folder / "claims" / "K1.toml").write_text(CLAIM)
+        began = time.monotonic()
+        if start(whole).wait():
+            print("The run fails without kills.")
+            return 1
+        took, kills, starts = time.monotonic() - began, [], 0
+        while result(parts) is None:
+            process, starts = start(parts), starts + 1
+            try:
+                # The first seconds are imports and compilation; progress comes after them.
+                most = 1.5 * took if len(kills) < options.kills else None
+                process.wait(chance.uniform(0.2, 1.0) * most if most else None)
+            except subprocess.TimeoutExpired:
+                kills.append(chance.choice([signal.SIGKILL, signal.SIGTERM]))
+                process.send_signal(kills[-1])
+                process.wait()
+        equal = result(whole) == result(parts)
+        words = "equal" if equal else "DIFFERENT"
+        killed = sum(kill == signal.SIGKILL for kill in kills)
+        print(f"{len(kills)} kills ({killed} by SIGKILL) in {starts} starts: results are {words}.")
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
