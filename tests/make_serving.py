@@ -249,15 +249,20 @@ def main():
     unknown = [name for name in names if name not in pe.SCHEMES]
     if unknown:
         parser.error(f"--only: no scheme is called {unknown[0]!r}")
-    new = {}
     for name in names:
-        new[name] = f"| `{name}` | {' | '.join(cell(name, policy) for policy in POLICIES)} |\n"
+        write({name: [cell(name, policy) for policy in POLICIES]})
         jax.clear_caches()
-    head = f"| scheme | {' | '.join(POLICIES)} |\n|---|{'---|' * len(POLICIES)}\n"
+
+
+def write(new: dict[str, list[str]]) -> None:
+    """Writes rows into the table, and keeps the others."""
     page = PAGE.read_text()
-    rows = {name: row for row, name in re.findall(r"(?m)^(\| `(\w+)` \|.*\d.*\n)", page)} | new
-    start = page.index(head)
-    PAGE.write_text(page[:start] + head + "".join(rows[n] for n in pe.SCHEMES if n in rows))
+    start = page.index("| scheme | full |")
+    cells = r" (\S+) \|" * len(POLICIES)
+    rows = {name: found for name, *found in re.findall(rf"(?m)^\| `(\w+)` \|{cells}$", page)} | new
+    head = ["scheme", *POLICIES], ["---"] * (1 + len(POLICIES))
+    lines = [*head, *([f"`{name}`", *rows[name]] for name in pe.SCHEMES if name in rows)]
+    PAGE.write_text(page[:start] + "".join(f"| {' | '.join(line)} |\n" for line in lines))
 
 
 if __name__ == "__main__":
