@@ -576,11 +576,14 @@ class DotBias(_FeatureRule):
         if low is None or high is None or at.ndim > 1 or at.dtype != jnp.int32:
             return self.by_pair().added_logits(q_features, k_features, q, k)
         vectors = self.vectors(jnp.arange(low, high + 1, dtype=jnp.int32))
+        entry = jnp.clip(at[:, None] - to[None], low, high) - low
+        if q_features is None and len(at) == 1:  # A vector for each key, not all for each.
+            own = jnp.moveaxis(vectors, 0, 1)[entry[0]]
+            return (k_features.astype(jnp.float32) * own).sum(-1).T[:, None]
         own = jnp.moveaxis(k_features if q_features is None else q_features, 1, 0)
         table = jnp.matmul(
             own.astype(jnp.float32), jnp.swapaxes(vectors, 1, 2), precision="highest"
         )
-        entry = jnp.clip(at[:, None] - to[None], low, high) - low
         if q_features is None:
             return jnp.swapaxes(jnp.take_along_axis(table, entry.T[None], 2), 1, 2)
         return jnp.take_along_axis(table, entry[None], 2)
