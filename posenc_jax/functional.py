@@ -16,7 +16,7 @@ from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.problem import Implementation, zero_where
 from posenc_jax.mask import Window
 from posenc_jax.paged import PagedKVCache
-from posenc_jax.positions import count_up
+from posenc_jax.positions import count_up, from_padding_mask
 from posenc_jax.ring import check_window, evicted_sinks, loses_visible
 from posenc_jax.scheme import Acts, Params, Scheme, check_scheme
 
@@ -179,7 +179,8 @@ def scheme_attention(
       params: its parameters.
       q, k, v: [B, T, N, H], [B, T, K, H] and [B, T, K, V], as projected.
       x: the activations that they were projected from, [B, T, D], which some schemes read.
-      positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
+      positions: integers [T] or [B, T]. Default: 0, 1, ...; with a cache, after the tokens in it,
+        where padding does not count. Rows of several segments need them.
       coordinates: what the scheme encodes, [T], [B, T] or [A, B, T]. Default: the positions.
       segment_ids: integers [T] or [B, T], below zero for padding. Default: one segment. Schemes
         with a running state (FoX, CABLE, PaTH, selective RoPE, short convolutions, Partial Key
@@ -237,12 +238,12 @@ def scheme_attention(
     if scale is None:
         scale = scheme.logit_scale(q.shape[-1])
     default = positions is None and coordinates is None and cache is None
-    at = positions = _positions(where, positions, cache, batch, length)
-    if coordinates is not None:
-        at = coordinates = axis_coordinates(where, scheme, coordinates, batch, length)
     if segment_ids is not None:
         segment_ids = integer_positions(where, segment_ids, "segment_ids")
         segment_ids = by_row(where, segment_ids, batch, length, "segment_ids")
+    at = positions = _positions(where, positions, cache, batch, length, segment_ids)
+    if coordinates is not None:
+        at = coordinates = axis_coordinates(where, scheme, coordinates, batch, length)
     if tables is None:
         tables = scheme.tables(params, at)
     else:
@@ -575,9 +576,14 @@ def _check_tables(scheme: Scheme, params: Params, tables: Any, at: jax.Array) ->
 
 
 def _positions(
-    where: str, positions: jax.Array | None, cache: KVCache | None, batch: int, length: int
+    where: str,
+    positions: jax.Array | None,
+    cache: KVCache | None,
+    batch: int,
+    length: int,
+    segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns positions as int32 [B, T]; by default they follow those in the cache."""
+    """Returns positions as int32 [B, T]; by default tokens follow those in the cache."""
     if cache is not None:
         *stacked, rows = cache.length.shape
         require(
@@ -590,7 +596,11 @@ def _positions(
             f"{where}: the cache is for batch size {rows}, got arrays of batch size {batch}.",
         )
     if positions is None:
-        return count_up(batch, length, 0 if cache is None else cache.next_positions)
+        if cache is None:
+            return count_up(batch, length)
+        if segment_ids is not None:
+            return from_padding_mask(segment_ids >= 0, cache.next_positions)[0]
+        return count_up(batch, length, cache.next_positions)
     return by_row(where, integer_positions(where, positions), batch, length, "positions")
 
 

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import posenc_jax as pe
 from posenc_jax import nnx, testing
-from posenc_jax.positions import from_padding_mask
 
 ROWS, CHUNK, CAPACITY, DIM = 3, 3, 12, 8
 LONGEST = CAPACITY + 2 * CHUNK  # Tokens of the whole forward pass that outputs are compared with.
@@ -84,9 +83,7 @@ def attend(policy, tokens, segment_ids, cache=None):
     x = jnp.asarray(VOCABULARY)[tokens]
     q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights())
     options = {"is_causal": True, "window": policy.window, "x": x, "implementation": "reference"}
-    where = {"segment_ids": segment_ids, "cache": cache}
-    if cache is not None and segment_ids.shape[1] > 1:  # Padding anywhere in a chunk.
-        where["positions"], _ = from_padding_mask(segment_ids >= 0, cache.next_positions)
+    where = {"segment_ids": segment_ids, "cache": cache}  # Padding anywhere in a chunk.
     return pe.scheme_attention(
         policy.scheme, parameters(policy.scheme), q, k, v, **where, **options
     )
