@@ -14,7 +14,7 @@ def preceding_tokens(
 ) -> tuple[list[tuple[jax.Array, jax.Array]], State]:
     """Returns the `count` tokens of the segment before each token, nearest first, and the state.
 
-    Padding may be anywhere and is skipped.
+    Padding may be anywhere and is skipped; the other tokens of a segment are consecutive.
 
     Args:
       x: [B, T, ...].
@@ -87,7 +87,8 @@ def short_convolution(
       x: [B, T, F], or with more axes of channels, [B, T, N, H].
       kernel: [W, F], or [W, N, H]; the last row multiplies the token itself, as in
         `torch.nn.Conv1d`.
-      segment_ids: int32 [B, T], below zero for padding, or None for one segment.
+      segment_ids: int32 [B, T], below zero for padding, or None for one segment. The tokens of a
+        segment must be consecutive, but for padding.
       state: the state returned for the tokens before these: the last W - 1 of them and their
         segments. None at the start, which equals zeros.
 
