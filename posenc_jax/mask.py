@@ -4,6 +4,8 @@ The order of slots does not enter: one function masks a cache, a left-padded row
 row and a shard of a sequence.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +16,17 @@ MASK_VALUE = -1e30
 """Finite mask value: exp underflows to 0; -inf would give NaN in inf - inf."""
 
 
-def add_saturated(x: jax.Array, number: int) -> jax.Array:
-    """Returns x + number; int32 that would overflow becomes the greatest or least int32."""
+def add_saturated(x: Any, number: int) -> Any:
+    """Returns x + number; int32 that would overflow becomes the greatest or least int32.
+
+    Of a NumPy array it returns one, which is known during tracing.
+    """
     if x.dtype != jnp.int32:
         return x + number
-    limits = jnp.iinfo(jnp.int32)
+    limits, numpy = jnp.iinfo(jnp.int32), np if isinstance(x, np.ndarray) else jnp
     if number >= 0:
-        return jnp.minimum(x, limits.max - number) + number
-    return jnp.maximum(x, limits.min - number) + number
+        return numpy.minimum(x, limits.max - number) + number
+    return numpy.maximum(x, limits.min - number) + number
 
 
 def window_sides(window: Window) -> tuple[int, int] | None:

@@ -6,12 +6,14 @@ visible and no rule adds anything) or near (masks and rules apply).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from posenc_jax.checks import positive_integers
 from posenc_jax.mask import add_saturated
@@ -105,18 +107,25 @@ def pad_axis(x: jax.Array, axis: int, length: int, *, mode: str = "zero") -> jax
     return jnp.pad(x, widths)
 
 
+# Starts are never negative; JAX would otherwise emit three operations for each to allow it.
+take_slice = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
+put_slice = functools.partial(jax.lax.dynamic_update_slice_in_dim, allow_negative_indices=False)
+_take_row = functools.partial(
+    jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
+)
+
+
 def take_block(tree: Any, axis: int, index: jax.Array | int, size: int) -> Any:
     """Returns block `index` of every leaf."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * size, size, axis), tree)
+    return jax.tree.map(lambda x: take_slice(x, index * size, size, axis), tree)
 
 
 def add_block(tree: Any, block: Any, axis: int, index: jax.Array | int, size: int) -> Any:
     """Adds `block` to block `index` of every leaf."""
 
     def add(x, b):
-        old = jax.lax.dynamic_slice_in_dim(x, index * size, size, axis)
-        new = old + b.astype(x.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(x, new, index * size, axis)
+        new = take_slice(x, index * size, size, axis) + b.astype(x.dtype)
+        return put_slice(x, new, index * size, axis)
 
     return jax.tree.map(add, tree, block)
 
@@ -132,8 +141,31 @@ def zeros(like: jax.Array, shape: tuple[int, ...], fill: float = 0.0) -> jax.Arr
     return jax.lax.full_like(like, fill, jnp.float32, shape)
 
 
-def for_each_block(chosen: jax.Array, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-    """Runs `carry = body(i, carry)` for every i with `chosen[i]`, a bool [n]."""
+def for_each_block(
+    chosen: jax.Array | np.ndarray,
+    body: Callable[[jax.Array, Any], Any],
+    carry: Any,
+    row: jax.Array | None = None,
+) -> Any:
+    """Runs `carry = body(i, carry)` for every i with `chosen[i]`, a bool [n].
+
+    With a row, `chosen` is a NumPy array [rows, n]: the blocks of each row are then listed while
+    tracing, and a program without any has no loop.
+    """
+    if row is not None:
+        counts = np.sum(chosen, 1, dtype=np.int32)
+        if not counts.any():
+            return carry
+        listed = np.argsort(~chosen, 1, kind="stable").astype(np.int32)[:, : counts.max()]
+        blocks = _take_row(jnp.asarray(listed), row)
+        if (counts == 1).all():
+            return body(blocks[0], carry)
+        return jax.lax.fori_loop(
+            jnp.int32(0),
+            _take_row(jnp.asarray(counts), row),
+            lambda number, carry: body(_take_row(blocks, number), carry),
+            carry,
+        )
     counts = jnp.cumsum(chosen, dtype=jnp.int32)
 
     def step(number, carry):
@@ -147,8 +179,8 @@ def for_each_block(chosen: jax.Array, body: Callable[[jax.Array, Any], Any], car
 class BlockRange:
     """The lowest and highest number in every block, [B or 1, blocks]."""
 
-    low: jax.Array
-    high: jax.Array
+    low: Any
+    high: Any
 
     @classmethod
     def of(cls, x: jax.Array, size: int, valid: jax.Array | None = None) -> "BlockRange":
@@ -239,37 +271,57 @@ class Visibility:
         """Whether no tile is interior."""
         return self.mask or (self.has_terms and self.horizon is None)
 
-    def classify(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def known_tiles(
+        self, blocks: Blocks, length: int, keys: int
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns `classify` of all tiles, NumPy bool [blocks of queries, blocks of keys] twice.
+
+        None where positions or segments decide, and for more than 2^14 tiles.
+        """
+        shape = length // blocks.q, keys // blocks.k
+        if not self.by_slot or self.segments or self.prefix or math.prod(shape) > 2**14:
+            return None
+
+        def slots(size, axis):
+            low = np.expand_dims(size * np.arange(shape[axis], dtype=np.int32), 1 - axis)
+            part = BlockRange(low, low + np.int32(size - 1))
+            return BlockSummary(part, None, None, part)
+
+        return self.classify(slots(blocks.q, 0), slots(blocks.k, 1), None)
+
+    def classify(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, Any]:
         """Returns bool [B or 1, blocks] twice: tiles with a visible pair, and interior tiles.
 
         Args:
-          q, k: summaries, of which one has a single block, the other all of them.
+          q, k: summaries, whose blocks are broadcast against each other. Of NumPy arrays the
+            result is NumPy.
           prefix: int32 [B], or None.
         """
-        shape = jnp.broadcast_shapes(q.positions.low.shape, k.positions.low.shape)
-        live = full = jnp.ones(shape, bool)
+        live = full = np.ones(
+            np.broadcast_shapes(q.positions.low.shape, k.positions.low.shape), bool
+        )
         left, right = self.window or (-1, -1)
         limits = [(self.is_causal, 0, k, q), (left >= 0, left, q, k), (right >= 0, right, k, q)]
         for applies, limit, late, early in limits:
             if applies:  # late - early <= limit, without overflow.
                 late, early = late.positions, early.positions
-                live &= late.low <= add_saturated(early.high, limit)
-                full &= late.high <= add_saturated(early.low, limit)
+                live = live & (late.low <= add_saturated(early.high, limit))
+                full = full & (late.high <= add_saturated(early.low, limit))
         if self.mask_in_bias and self.bias_everywhere:
-            full = jnp.ones(shape, bool)
+            full = np.ones(live.shape, bool)
         if prefix is not None:
-            live |= k.positions.low < prefix[:, None]
+            live = live | (k.positions.low < prefix[:, None])
         if self.segments:
             a, b = q.segments, k.segments
-            live &= (a.low <= b.high) & (b.low <= a.high)
-            full &= (a.low == b.high) & (b.low == a.high) & (a.low == a.high)
-            full &= q.whole & k.whole
+            live = live & (a.low <= b.high) & (b.low <= a.high)
+            full = full & (a.low == b.high) & (b.low == a.high) & (a.low == a.high)
+            full = full & q.whole & k.whole
         if self.has_terms and self.horizon is not None:
             at, to = q.coordinates.low, k.coordinates.high
             if at.dtype == to.dtype == jnp.int32:  # at - to > horizon - 1, without overflow.
-                full &= at > add_saturated(to, self.horizon - 1)
+                full = full & (at > add_saturated(to, self.horizon - 1))
             else:
-                full &= at >= to + self.horizon
+                full = full & (at >= to + self.horizon)
         if self.none_interior:
-            full = jnp.zeros_like(full)
+            full = np.zeros(live.shape, bool)
         return live, live & full

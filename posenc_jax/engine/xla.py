@@ -31,7 +31,9 @@ from posenc_jax.engine.blocks import (
     join_blocks,
     make_plan,
     pad_axis,
+    put_slice,
     take_block,
+    take_slice,
     zeros,
 )
 from posenc_jax.engine.dense import Dense
@@ -523,7 +525,7 @@ class Tiles:
         start, count = self.window_start(i, j), self.blocks.q + self.blocks.k - 1
 
         def part(x):
-            return jax.lax.dynamic_slice_in_dim(x, start, count, 1)
+            return take_slice(x, start, count, 1)
 
         bias = self.all.bias
         if bias is not None:
@@ -543,7 +545,8 @@ class Tiles:
         start = zero, zero, i * self.blocks.q, j * self.blocks.k
 
         def write(grad, tile):
-            return jax.lax.dynamic_update_slice(grad, tile.astype(grad.dtype), start)
+            tile = tile.astype(grad.dtype)
+            return jax.lax.dynamic_update_slice(grad, tile, start, allow_negative_indices=False)
 
         return jax.tree.map(write, grads, tiles)
 
@@ -661,27 +664,36 @@ class Tiles:
     def visit_keys(self, i, body: Callable, carry: Any) -> Any:
         """Runs `body(interior)(j, carry)` over the blocks of keys that block i sees."""
         see, x = self.all.visibility, self.all
+        if self.all.plan.keys == self.blocks.k:
+            return body(interior=see.all_interior)(jnp.int32(0), carry)
+        known = see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
+        if known is not None:
+            return self._visit(*known, body, carry, i)
         q = take_block(see.summary(x.queries, self.blocks.q), 1, i, 1)
-        k = see.summary(x.keys, self.blocks.k)
-        return self._visit(q, k, self.all.plan.keys // self.blocks.k, body, carry)
+        return self._visit_seen(q, see.summary(x.keys, self.blocks.k), body, carry)
 
     def visit_queries(self, j, body: Callable, carry: Any) -> Any:
         """Runs `body(interior)(i, carry)` over the blocks of queries that see block j."""
         see, x = self.all.visibility, self.all
-        k = take_block(see.summary(x.keys, self.blocks.k), 1, j, 1)
-        q = see.summary(x.queries, self.blocks.q)
-        return self._visit(q, k, self.all.plan.length // self.blocks.q, body, carry)
-
-    def _visit(self, q, k, count: int, body: Callable, carry: Any) -> Any:
-        see = self.all.visibility
-        if count == 1:
+        if self.all.plan.length == self.blocks.q:
             return body(interior=see.all_interior)(jnp.int32(0), carry)
-        live, interior = see.classify(q, k, self.all.prefix)
-        live, interior = jnp.any(live, 0), jnp.all(interior, 0)
+        known = see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
+        if known is not None:
+            live, interior = known
+            return self._visit(live.T, interior.T, body, carry, j)
+        k = take_block(see.summary(x.keys, self.blocks.k), 1, j, 1)
+        return self._visit_seen(see.summary(x.queries, self.blocks.q), k, body, carry)
+
+    def _visit_seen(self, q, k, body: Callable, carry: Any) -> Any:
+        live, interior = self.all.visibility.classify(q, k, self.all.prefix)
+        return self._visit(jnp.any(live, 0), jnp.all(interior, 0), body, carry)
+
+    def _visit(self, live, interior, body: Callable, carry: Any, row=None) -> Any:
+        see = self.all.visibility
         if not see.all_interior:
-            carry = for_each_block(live & ~interior, body(interior=False), carry)
+            carry = for_each_block(live & ~interior, body(interior=False), carry, row)
         if not see.none_interior:
-            carry = for_each_block(live & interior, body(interior=True), carry)
+            carry = for_each_block(live & interior, body(interior=True), carry, row)
         return carry
 
 
@@ -753,8 +765,8 @@ def _add_windows(strips: Any, windows: Any, start: jax.Array) -> Any:
     def add(part, strip):
         if part is None:
             return strip
-        old = jax.lax.dynamic_slice_in_dim(strip, start, part.shape[1], 1)
-        return jax.lax.dynamic_update_slice_in_dim(strip, old + part, start, 1)
+        old = take_slice(strip, start, part.shape[1], 1)
+        return put_slice(strip, old + part, start, 1)
 
     return jax.tree.map(add, windows, strips, is_leaf=lambda x: x is None)
 

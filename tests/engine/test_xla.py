@@ -11,7 +11,7 @@ import pytest
 from engine.rules import KINDS
 
 import posenc_jax as pe
-from posenc_jax.engine.blocks import Blocks, make_plan
+from posenc_jax.engine.blocks import Blocks, Visibility, make_plan
 from posenc_jax.engine.terms import _row_by_row_sums, _skewed_sums, toeplitz_tile_vjp
 
 
@@ -43,6 +43,26 @@ def test_blocks_cover_the_tokens_and_waste_little(length, keys, heads):
         assert p.keys % blocks.k == 0
     assert length <= p.length <= 1.25 * length + 16
     assert keys <= p.keys <= 1.25 * keys + 16
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (5, -1), (9, 3), (-1, 6)])
+@pytest.mark.parametrize("horizon", [0, 7, None])
+def test_tiles_that_are_known_while_tracing(causal, window, horizon):
+    """A tile has a visible pair, and an interior one nothing but pairs without mask and rule."""
+    flags = dict.fromkeys(("mask_in_bias", "bias_everywhere", "segments", "prefix", "mask"), False)
+    see = Visibility(causal, window, has_terms=horizon != 0, horizon=horizon, by_slot=True, **flags)
+    live, interior = see.known_tiles(Blocks(4, 6), 24, 36)
+    distance = np.arange(24)[:, None] - np.arange(36)
+    left, right = (np.inf if n < 0 else n for n in window or (-1, -1))
+    seen = (distance <= left) & (-distance <= (0 if causal else right))
+    free = seen & (distance >= horizon if horizon else horizon == 0)
+    tiles = [x.reshape(6, 4, 6, 6).swapaxes(1, 2).reshape(6, 6, -1) for x in (seen, free)]
+    np.testing.assert_array_equal(live, tiles[0].any(-1))
+    np.testing.assert_array_equal(interior, tiles[1].all(-1))
+    assert see.known_tiles(Blocks(4, 6), 4 * 2**8, 6 * 2**8) is None
+    segmented = dataclasses.replace(see, segments=True)
+    assert segmented.known_tiles(Blocks(4, 6), 24, 36) is None
 
 
 def test_on_tpu_many_heads_do_not_make_blocks_smaller(monkeypatch):
