@@ -137,7 +137,7 @@ def _biases(config: TrackedConfig) -> bool | dict[str, bool]:
 def _is_causal(config: TrackedConfig) -> bool:
     kind = config.values["model_type"]
     if kind in _HALVES:
-        return _reads_decoder(config)
+        return _reads_decoder(config) and _flag_of_causality(config)
     if kind in _ENCODERS:
         return False
     if kind in _ENCODERS_UNLESS:

@@ -8,7 +8,7 @@ from typing import Any
 from posenc_jax.checks import require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
 from posenc_jax.hf.layer_kinds import LOCAL
-from posenc_jax.hf.rope import read_rotary, rope_dict
+from posenc_jax.hf.rope import read_rotary, refuse_by_length, rope_dict
 from posenc_jax.layers import LayerSpec
 from posenc_jax.rotary.vo_rope import VORoPE
 from posenc_jax.scheme import Scheme
@@ -63,6 +63,7 @@ def deepseek_v4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
 def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
     """RoPE on the last dimensions of q, k and v."""
     rotary, head_dim = read_rotary(config, part, base=base), head_size(config)
+    refuse_by_length(config, rotary)
     dim, own = config.given("qk_rope_head_dim"), config.given("partial_rotary_factor")
     share = part.get("partial_rotary_factor", own)
     require(
@@ -70,7 +71,8 @@ def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
         f"{config.where} has qk_rope_head_dim={dim} and partial_rotary_factor={share} for a head "
         f"of {head_dim}.",
     )
-    dim = int(head_dim * rotary.fraction) if dim is None else dim
+    share = config.defaults["partial_rotary_factor"] if share is None else share  # If null, too.
+    dim = int(head_dim * share) if dim is None else dim
     return VORoPE(
         head_dim=head_dim,
         theta=rotary.theta,

@@ -170,6 +170,10 @@ def layer_of(config: TrackedConfig, kind: str, scheme: Scheme, window: Window = 
         )
         return LayerSpec(scheme, window)
     require(kind == CHUNKED, f"{config.where} has layers of type {kind!r}.")
+    require(
+        is_causal(config),
+        f"{config.where} has is_causal=false, which transformers ignores in layers with chunks.",
+    )
     return LayerSpec(scheme, chunk_size=config.need("attention_chunk_size"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from posenc_jax.checks import require
 from posenc_jax.hf.config_reader import TrackedConfig
-from posenc_jax.rotary.frequencies import FrequencyMap
+from posenc_jax.rotary.frequencies import FrequencyMap, PerSequenceMap
 from posenc_jax.rotary.scaling.dynamic_ntk import DynamicNTK
 from posenc_jax.rotary.scaling.interpolation import PI
 from posenc_jax.rotary.scaling.llama3 import Llama3
@@ -79,6 +79,20 @@ def refuse_partial(config: TrackedConfig, rotary: Rotary) -> None:
         rotary.fraction == 1.0,
         f"{config.where} has partial_rotary_factor={rotary.fraction}, which transformers ignores "
         "for its type.",
+    )
+
+
+def refuse_by_length(config: TrackedConfig, rotary: Rotary) -> None:
+    """Checks that frequencies do not depend on the length of each row.
+
+    Raises:
+      ValueError: otherwise.
+    """
+    scaling = rotary.scaling
+    require(
+        not (isinstance(scaling, PerSequenceMap) and scaling.per_sequence),
+        f"{config.where} has {type(scaling).__name__}, whose frequencies depend on the "
+        "length of each row, which is not supported for its type.",
     )
 
 

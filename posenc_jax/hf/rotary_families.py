@@ -19,7 +19,14 @@ from posenc_jax.hf.layer_kinds import (
     rotating_flags,
     window_of,
 )
-from posenc_jax.hf.rope import Rotary, read_rotary, refuse_partial, rope_dict, take
+from posenc_jax.hf.rope import (
+    Rotary,
+    read_rotary,
+    refuse_by_length,
+    refuse_partial,
+    rope_dict,
+    take,
+)
 from posenc_jax.layers import LayerSpec
 from posenc_jax.logit_scale.ssmax import SSMax
 from posenc_jax.logit_scale.temperature import QueryTemperature
@@ -203,12 +210,9 @@ def llama4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     if config.get("attn_temperature_tuning", True):
         floor, strength = config.need("floor_scale"), config.need("attn_scale")
         bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
+    if config.get("use_qk_norm"):  # A norm after the rotation.
+        refuse_by_length(config, rotary)
     rotating = rotation(config, rotary, head_size(config), "interleaved")
-    require(
-        not (isinstance(rotating, RoPEByLength) and config.get("use_qk_norm")),
-        f"{config.where} has use_qk_norm, a norm after the rotation, and a scaling by the length "
-        "of each row, which is not supported.",
-    )
     return by_flags(config, layer_kinds.llama4(config), rotating, bare)
 
 
@@ -289,6 +293,7 @@ class Latent:
 
     def settings(self, config: TrackedConfig, rotary: Rotary) -> dict[str, Any]:
         """The fields of RoPE."""
+        refuse_by_length(config, rotary)
         rest, dim = config.need("qk_nope_head_dim"), config.need("qk_rope_head_dim")
         config.given("head_dim")
         require(
@@ -298,7 +303,8 @@ class Latent:
         )
         interleave = self.interleave
         if interleave is None:
-            interleave = config.get("rope_interleave", True)
+            # DeepSeek-V3.2 has no such key; null is false.
+            interleave = config.get("rope_interleave", "rope_interleave" not in config.defaults)
         layout = "half"
         if interleave:
             layout = "interleaved" if self.in_place else "interleaved_to_half"
@@ -348,6 +354,7 @@ class Multimodal:
         )
         rotary = read_rotary(config, given)
         refuse_partial(config, rotary)
+        refuse_by_length(config, rotary)
         scheme = MRoPE(
             head_dim=head_size(config),
             theta=rotary.theta,

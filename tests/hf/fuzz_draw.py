@@ -151,14 +151,14 @@ def draw(kind, rng: random.Random):
     if "mrope_section" in _modeling(cls):
         pairs = (raw.get("head_dim") or 8) // 2
         name = "rope_scaling" if "rope_scaling" in raw else "rope_parameters"
-        raw[name] = (raw.get(name) or {"rope_type": "default"}) | {
-            "mrope_section": [pairs // 2, pairs // 4, pairs // 4]
-        }
+        halves = [[pairs // 2, pairs // 4, pairs // 4], [pairs // 4, pairs // 4, pairs // 2]]
+        sections = {"mrope_section": rng.choice(halves)}  # Time is first, or last.
+        raw[name] = (raw.get(name) or {"rope_type": "default"}) | sections
     if rng.random() < (0.4 if "layer_types" in fields else 0.02):
         raw["layer_types"] = _kinds(cls, layers, rng)
     if "num_key_value_heads" in fields and 4 % (getattr(cls, "num_key_value_heads", 0) or 4):
         raw.setdefault("num_key_value_heads", 2)
-    if rng.random() < 0.15:
+    if rng.random() < 0.3:
         raw[rng.choice(sorted(VALUES.keys() & fields) or ["head_dim"])] = None
     return raw
 

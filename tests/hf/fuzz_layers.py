@@ -60,10 +60,8 @@ def wanted(layer):
 def is_causal(layer):
     """Whether a layer of transformers hides later tokens, by its mask."""
     mask = layer.get("given", layer).get("attention_mask")
-    if mask is None and "given" in layer:
-        return False  # The eager function has a mask for causal layers.
     if mask is None or mask.ndim != 4:
-        return bool(getattr(layer["module"], "is_causal", False))
+        return False  # Layers that are causal have a mask, as no fused function runs.
     hidden = mask[0, 0, 0, 1]
     if hasattr(layer["module"], "max_seq_length"):  # MPT's mask is true where it hides.
         return bool(hidden)

@@ -73,7 +73,10 @@ def test_which_layers_are_causal(kind):
     found = {
         "bert": lambda: (causal(), causal(is_decoder=True)),
         "modernbert": lambda: (causal(), True),
-        "t5": lambda: (causal(decoder=False), causal(decoder=True)),
+        "t5": lambda: (
+            causal(decoder=False) or causal(decoder=True, is_causal=False),
+            causal(decoder=True),
+        ),
         "gemma3_text": lambda: (causal(use_bidirectional_attention=True), causal()),
         "llama": lambda: (causal(is_causal=False), causal()),
     }

@@ -339,6 +339,14 @@ def test_windows_to_both_sides():
     assert of("gemma4_text", use_bidirectional_attention="vision") == 7
 
 
+def test_keys_that_are_null():
+    """By the modeling files: false, or what the class puts there."""
+    config = {"model_type": "mistral4", "num_hidden_layers": 1, "rope_interleave": None}
+    assert pe.from_hf(config)[0].scheme.schemes[0].layout == "half"
+    config = {"model_type": "deepseek_v4", "num_hidden_layers": 1, "partial_rotary_factor": None}
+    assert pe.from_hf(config)[0].scheme.num_rotated == 64
+
+
 NESTED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False, **LENGTH}
 
 
@@ -359,8 +367,11 @@ NESTED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": Fal
          | {"rope_scaling": NESTED | {"rope_theta": 160000.0}}),
         ("rope_theta=1000.0 in its rope parameters, for which", {"model_type": "deepseek_v4"}
          | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}),
-        ("a norm after the rotation, and a scaling by the length", {"model_type": "llama4_text"}
-         | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        *(("DynamicNTK, whose frequencies depend on the length of each row", {"model_type": kind}
+           | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
+          for kind in ("llama4_text", "deepseek_v3", "deepseek_v4", "qwen2_vl_text")),
+        ("is_causal=false, which transformers ignores in layers", {"model_type": "llama4_text"}
+         | {"is_causal": False}),
         (r"has \['rotary_pct'\], which nothing here reads", {"model_type": "mistral"}
          | {"rotary_pct": 0.25}),
     ],
