@@ -122,6 +122,11 @@ class Run:
         return f"{self.task.name}-{scheme}-s{self.seed}-{digest}"
 
     @property
+    def batches_before(self) -> int:
+        """How many batches the parameters have seen that it begins with."""
+        return self.start.batches_before + self.start.task.train.steps if self.start else 0
+
+    @property
     def root(self) -> "Run":
         """The run without a start from which this one descends."""
         return self.start.root if self.start else self
@@ -217,7 +222,13 @@ class RunFolder:
         checkpoint = self._checkpoint(deadline, say)
         try:
             trained = train(
-                run.task, run.position, [run.seed], data.train, params=params, checkpoint=checkpoint
+                run.task,
+                run.position,
+                [run.seed],
+                data.train,
+                params=params,
+                batches_before=run.batches_before,
+                checkpoint=checkpoint,
             )
         except FloatingPointError as error:
             checkpoint.remove()

@@ -85,7 +85,7 @@ def advance(
     Args:
       state: parameters and optimiser state, leaves [seeds, ...].
       keys: [seeds], of the data.
-      first: the number of the first step, int32.
+      first: the number of the first batch, int32.
       data: `Data.train` of the task.
       graphdef: structure of the model.
       task: the task.
@@ -168,6 +168,7 @@ def train(
     report: Callable[[int, list[float]], None] = lambda step, loss: None,
     *,
     params: nnx.State | None = None,
+    batches_before: int = 0,
     checkpoint: Checkpoint | None = None,
 ) -> Trained:
     """Trains one model per seed.
@@ -179,6 +180,7 @@ def train(
       data: `Data.train` of what `task.load` returned.
       report: called with the step and the losses [seeds] after each compiled call.
       params: to begin with, leaves [seeds, ...]; default: new ones.
+      batches_before: how many batches these have seen, which are not drawn again.
       checkpoint: keeps the state, and has that of an earlier call that was stopped.
 
     Raises:
@@ -205,7 +207,7 @@ def train(
 
     done = curve["step"][-1] if curve["step"] else 0
     for first in range(done, task.train.steps, task.train.steps_per_call):
-        state, losses = compiled(state, keys, jnp.int32(first), data)
+        state, losses = compiled(state, keys, jnp.int32(batches_before + first), data)
         mean = np.asarray(losses).mean(1)
         curve["step"].append(first + task.train.steps_per_call)
         curve["loss"].append([round(float(x), 5) for x in mean])

@@ -22,6 +22,7 @@ from experiments.model import (
     structure,
     token_losses,
 )
+from experiments.runs import Run
 from experiments.settings import Model, Train
 from experiments.tasks import KBack, Text
 from experiments.tasks.base import Data, Evaluation
@@ -211,6 +212,25 @@ def test_training_equals_a_python_loop():
     )
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(a, b[0], atol=1e-4)
+
+
+def test_a_run_that_begins_with_another_sees_other_batches():
+    start = Run(TASK, "rope", {}, ROPE, 0)
+    late = dataclasses.replace(start, start=start)
+    assert dataclasses.replace(start, start=late).batches_before == 8
+    drawn = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Watched(KBack):
+        def sample(self, key, batch, length, data=None):
+            jax.debug.callback(lambda data: drawn.append(data.tobytes()), jax.random.key_data(key))
+            return super().sample(key, batch, length, data)
+
+    task = Watched(**{f.name: getattr(TASK, f.name) for f in dataclasses.fields(TASK)})
+    for before in (start.batches_before, late.batches_before):
+        train(task, make("rope"), [0], None, batches_before=before)
+    jax.effects_barrier()
+    assert len(drawn) == len(set(drawn)) == 8
 
 
 def test_the_learning_rate_of_a_scheme_is_its_own():
