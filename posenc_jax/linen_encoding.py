@@ -62,7 +62,11 @@ class PositionEncoding(EncodingLayer, nn.Module):
 
     def values(self) -> Params:
         """Returns the parameters as arrays."""
-        return self.made if self.learned else self.scheme.init(jax.random.key(0))
+        if not self.learned:
+            return self.scheme.init(jax.random.key(0))
+        # NNX numbers the items of tuples.
+        structure = jax.tree.structure(jax.eval_shape(self.scheme.init, jax.random.key(0)))
+        return jax.tree.unflatten(structure, jax.tree.leaves(self.made))
 
     # Linen sets up the methods of the class itself, not those that it inherits.
     __call__ = EncodingLayer.__call__

@@ -1,7 +1,6 @@
 """Parameters of the layers: names of their axes, initialisers, and one tree for NNX and Linen."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -137,17 +136,6 @@ def test_each_projection_has_an_initialiser():
     assert np.unique(same.out.kernel[...]) == [2.0]
     with pytest.raises(ValueError, match=r"kernel_init has entries .*got \['out'\]; use out_kerne"):
         pn.Attention(D, N, rngs=nnx.Rngs(0), kernel_init={"out": constant(1.0)}, **sizes)
-
-
-@pytest.mark.parametrize("name", ["none", "t5", "fox", "short_conv", "tupe"])
-def test_the_state_of_an_nnx_layer_is_that_of_a_linen_one(name):
-    options = OPTIONS | {"position": build(pe.SCHEMES[name]), "axis_names": None}
-    layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
-    params = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
-    module = pl.Attention(num_heads=N, **options)
-    wanted = jax.eval_shape(module.init, jax.random.key(0), X)["params"]
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, wanted)
-    np.testing.assert_allclose(module.apply({"params": params}, X), layer(X), atol=1e-6)
 
 
 def test_axes_of_a_scheme_are_found_by_their_size():

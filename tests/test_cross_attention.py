@@ -13,7 +13,7 @@ import posenc_jax.nnx as pn
 
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 7
 TOKENS, RNG = make_batch(), np.random.default_rng(0)
-SCHEMES = ["rope", "t5", "shaw", "cope", "transformer_xl", "inkling", "vo_rope"]
+SCHEMES = ["rope", "shaw", "inkling", "vo_rope"]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -73,39 +73,51 @@ def test_layers_attend_to_a_memory_as_flax_does():
     module = pl.Attention(num_heads=N, num_kv_heads=KV_HEADS, head_dim=H, use_bias=True)
     params = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
     padded = jnp.arange(11)[None] < jnp.array([[11], [6]])
-    for given in ((keys,), (keys, values)):
-        wanted = stock(x, *given, mask=padded[:, None, None])
+
+    @jax.jit
+    def run(*given):
         options = {"k_segment_ids": jnp.where(padded, 0, -1)}
-        close(layer(x, *given, **options), wanted)
-        close(module.apply(params, x, *given, **options), wanted)
+        return (
+            stock(*given, mask=padded[:, None, None]),
+            layer(*given, **options),
+            module.apply(params, *given, **options),
+        )
+
+    for given in ((x, keys), (x, keys, values)):
+        wanted, *outs = run(*given)
+        for out in outs:
+            close(out, wanted)
 
 
 def test_a_layer_with_a_scheme_needs_the_positions_of_both():
     x = RNG.normal(size=(BATCH, T, D)).astype(np.float32)
     layer = pn.Attention(D, N, head_dim=H, position=pe.RoPE(H), rngs=nnx.Rngs(0))
     frames = jnp.arange(T) / 2
-    out = layer(x, x, coordinates=frames, k_coordinates=frames)
-    close(out, layer(x, coordinates=frames))
+    run = jax.jit(lambda *inputs, **at: layer(*inputs, **at))
+    close(run(x, x, coordinates=frames, k_coordinates=frames), run(x, coordinates=frames))
     for given, missing in (({}, ""), ({"positions": jnp.arange(T)}, "k_")):
         message = rf"RoPE\(.*by their positions; give {missing}positions or {missing}coordinates"
         with pytest.raises(ValueError, match=message):
-            layer(x, x + 1, **given)
+            jax.eval_shape(lambda x, given=given: layer(x, x, **given), x)
 
 
 def test_what_has_no_meaning_is_refused():
-    x, layer = jnp.ones((BATCH, T, D)), pn.Attention(D, N, head_dim=H, rngs=nnx.Rngs(0))
+    x = jnp.ones((BATCH, T, D))
+    layer = pn.Attention(D, N, num_kv_heads=KV_HEADS, head_dim=H, rngs=nnx.Rngs(0))
+
+    def call(*inputs, **options):
+        jax.eval_shape(lambda inputs: layer(*inputs, **options), inputs)
+
     with pytest.raises(ValueError, match="inputs_v needs inputs_k beside it"):
-        layer(x, inputs_v=x)
+        call(x, None, x)
     with pytest.raises(ValueError, match=r"inputs_k must be \[B, S, 20\], got \(2, 7, 19\)"):
-        layer(x, x[..., 1:])
+        call(x, x[..., 1:])
     with pytest.raises(ValueError, match="keys of another sequence have no cache"):
-        layer(x, x + 1, cache=layer.new_cache(BATCH, T))
-    with pytest.raises(ValueError, match=r"q \(2, 7, 6, 8\) and k \(1, 7, 6, 8\) differ in batch"):
-        layer(x, x[:1])
+        call(x, x, cache=layer.new_cache(BATCH, T))
+    with pytest.raises(ValueError, match=r"q \(2, 7, 6, 8\) and k \(1, 7, 3, 8\) differ in batch"):
+        call(x, x[:1])
     at = {"positions": jnp.arange(T), "k_positions": jnp.arange(T)}
     for cls in (pe.FoX, pe.ShortConv):
-        layer = pn.Attention(
-            D, N, num_kv_heads=KV_HEADS, head_dim=H, position=build(cls), rngs=nnx.Rngs(0)
-        )
+        layer.encoding = pn.PositionEncoding(build(cls), rngs=nnx.Rngs(0))
         with pytest.raises(NotImplementedError, match=f"{cls.__name__}.* a running state of one"):
-            layer(x, x + 1, **at)
+            call(x, x, **at)

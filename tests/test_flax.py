@@ -51,22 +51,12 @@ def linen_layer(scheme, **options):
 
 
 def from_nnx(layer):
-    """The parameters of an NNX layer as Linen variables."""
-    params = {
-        name: {"kernel": getattr(layer, name).kernel[...]}
-        for name in ("query", "key", "value", "out")
-    }
-    if jax.tree.leaves(layer.encoding.values()):
-        params["encoding"] = {"parameters": layer.encoding.values()}
-    return {"params": params}
+    """The parameters of an NNX layer as Linen variables: the names are the same."""
+    return {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, cls in pe.SCHEMES.items() if build(cls).acts != pe.Acts.EMBEDDING]
-)
-def test_layers_equal_scheme_attention(name, x):
-    scheme = build(pe.SCHEMES[name])
-    layer = nnx_layer(scheme)
+def test_layers_equal_scheme_attention(kind, x):
+    scheme, layer = kind, nnx_layer(kind)
 
     @jax.jit
     def run(x):
@@ -177,19 +167,23 @@ def test_options_of_attention_are_passed_on(options, x):
 
 
 def test_decoding_in_nnx_and_linen(kind, x):
+    """NNX with a cache that calls are given, Linen with its collection."""
     layer = nnx_layer(kind)
-    module, variables = linen_layer(kind), from_nnx(layer)
-    caches = [layer.new_cache(BATCH, T), module.new_cache(BATCH, T, model_dim=D)]
-    calls = [
-        jax.jit(lambda x, c: layer(x, cache=c)),
-        jax.jit(lambda x, c: module.apply(variables, x, cache=c)),
-    ]
+    module, params = linen_layer(kind, decode=True), from_nnx(layer)
+    # A collection of zeros is an empty cache, as those of Flax's attention are.
+    shapes = jax.eval_shape(module.init, KEY, x)["cache"]
+    kept = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    cache = layer.new_cache(BATCH, T)
+    step = jax.jit(lambda x, c: layer(x, cache=c))
+    apply = jax.jit(lambda x, c: module.apply({**params, "cache": c}, x, mutable=["cache"]))
     wanted, start = jax.jit(lambda x: layer(x))(x), 0
     for size in [5, 1, 1, 1, 1]:
         part = slice(start, start + size)
-        for i in range(2):
-            y, caches[i] = calls[i](x[:, part], caches[i])
-            np.testing.assert_allclose(y, wanted[:, part], atol=1e-5)
+        y, cache = step(x[:, part], cache)
+        z, updated = apply(x[:, part], kept)
+        kept = updated["cache"]
+        np.testing.assert_allclose(y, wanted[:, part], atol=1e-5)
+        np.testing.assert_allclose(z, wanted[:, part], atol=1e-5)
         start += size
 
 
