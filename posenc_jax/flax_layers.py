@@ -20,10 +20,10 @@ from posenc_jax.functional import (
     scheme_attention,
     scheme_embedding,
     scheme_tables,
+    token_positions,
 )
 from posenc_jax.layers import LayerSpec, in_chunks
 from posenc_jax.mask import Window
-from posenc_jax.positions import count_up
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.scheme import Params, Scheme
 
@@ -321,11 +321,11 @@ def _chunks(
     """Returns the segments and the window of a layer with chunks."""
     if options.get("prefix_length") is not None:
         raise NotImplementedError("Attention: prefix_length in a layer with chunks.")
-    positions, given = options.get("positions"), options.get("segment_ids")
-    if positions is None:
-        positions = count_up(*x.shape[:2], 0 if cache is None else cache.next_positions)
-    ids = None if given is None else jnp.atleast_2d(given)
-    ids, window = in_chunks(size, jnp.atleast_2d(positions), ids, window)
+    ids, shape = options.get("segment_ids"), x.shape[:2]
+    if ids is not None:
+        ids = jnp.broadcast_to(jnp.atleast_2d(ids), shape)
+    at = token_positions("Attention", options.get("positions"), cache, *shape, ids)
+    ids, window = in_chunks(size, at, ids, window)
     return {"segment_ids": ids, "window": window}
 
 

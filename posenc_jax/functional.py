@@ -100,7 +100,7 @@ def scheme_embedding(
     array_of_rank(where, "x", x, 3, "[B, T, D]")
     check_params(where, scheme, params)
     batch, length = x.shape[:2]
-    at = _positions(where, positions, cache, batch, length)
+    at = token_positions(where, positions, cache, batch, length)
     if coordinates is not None:
         at = axis_coordinates(where, scheme, coordinates, batch, length)
     return scheme.embed(params, x, at)
@@ -241,7 +241,7 @@ def scheme_attention(
     if segment_ids is not None:
         segment_ids = integer_positions(where, segment_ids, "segment_ids")
         segment_ids = by_row(where, segment_ids, batch, length, "segment_ids")
-    at = positions = _positions(where, positions, cache, batch, length, segment_ids)
+    at = positions = token_positions(where, positions, cache, batch, length, segment_ids)
     if coordinates is not None:
         at = coordinates = axis_coordinates(where, scheme, coordinates, batch, length)
     if tables is None:
@@ -575,7 +575,7 @@ def _check_tables(scheme: Scheme, params: Params, tables: Any, at: jax.Array) ->
     )
 
 
-def _positions(
+def token_positions(
     where: str,
     positions: jax.Array | None,
     cache: KVCache | None,

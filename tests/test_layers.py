@@ -111,6 +111,8 @@ def test_chunks_hide_what_a_mask_would(is_causal, window):
         outs.append(y)
     real = ids >= 0
     np.testing.assert_allclose(jnp.concatenate(outs, 1)[real], wanted[real], atol=2e-6)
+    y, cache = run(layer, x[:1], cache=layer.new_cache(1, 19), segment_ids=ids[:1])
+    np.testing.assert_allclose(y[:, 2:], wanted[:1, 2:], atol=2e-6)  # Padding has no positions.
 
 
 def test_what_chunks_do_not_go_with():
