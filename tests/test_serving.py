@@ -336,6 +336,23 @@ def test_rows_and_heads_on_explicit_axes():
             ValueError, match=r"PagedKVCache: .* not be sharded by row, got P\('data"
         ):
             layer.new_cache(4, 8, block_size=4, qkv_sharding=of_qkv)
+        # Blocks are sharded by heads.
+        of_heads = P(None, None, "tensor", None)
+        paged = layer.new_cache(4, 8, block_size=4, qkv_sharding=of_heads, max_rewind=2)
+        k = jax.random.normal(jax.random.key(0), (4, 6, 2, 2))
+        at = jnp.broadcast_to(jnp.arange(6), (4, 6))
+        more = {"k_features": jnp.zeros((4, 6, 4)), "state": paged.state}
+        more["past_states"] = jax.tree.map(lambda x: jnp.zeros((4, 2, *x.shape[1:])), paged.state)
+
+        @jax.jit
+        def rotated(cache, k):
+            cache = cache.append(k, k, at, 0 * at, **more).take(np.array([1, 1, 0, 2]))
+            return cache.contiguous().k
+
+        program = rotated.lower(paged, jax.device_put(k, of_heads)).compile()
+        found = program(paged, jax.device_put(k, of_heads))
+        np.testing.assert_array_equal(found[:, :6], k[jnp.array([1, 1, 0, 2])])
+        assert not re.search(r"all-|collective-|reduce-scatter", program.as_text())
 
 
 @pytest.mark.parametrize(
