@@ -279,8 +279,8 @@ def test_a_donated_cache_is_written_in_place(kind):
         shapes = (re.escape(shape) for shape in buffers(cache))
         return program, re.search(rf"({'|'.join(shapes)})\S* copy\(", program.as_text())
 
-    # Without donation the old cache has to be copied.
-    assert compiled(append, 315)[1]
+    if not kind:  # Without donation the old cache has to be copied.
+        assert compiled(append, 315)[1]
     assert not compiled(step, 315, donate_argnums=0)[1]
     sizes = []
     for capacity in (315, 1260):
@@ -309,7 +309,7 @@ def test_rows_and_heads_on_explicit_axes():
                 kernel.set_value(jax.device_put(kernel.get_value(), spec))
         x = jax.device_put(x, of_x)
 
-        @functools.partial(jax.jit, donate_argnums=1)
+        @functools.partial(testing._jit, donate_argnums=1)
         def step(x, cache):
             specs = {"out_sharding": of_x, "qkv_sharding": of_qkv}
             return flax.nnx.merge(graph, state)(x, cache=cache, **specs)
@@ -323,7 +323,7 @@ def test_rows_and_heads_on_explicit_axes():
         changes = {"reset": np.array([1, 0]), "rewind": 1, "insert": (3, one), "take": [3, 2, 1, 1]}
         for name, argument in changes.items():
             rest = argument if isinstance(argument, tuple) else (np.asarray(argument),)
-            program = jax.jit(getattr(pe.KVCache, name)).lower(cache, *rest).compile()
+            program = testing._jit(getattr(pe.KVCache, name)).lower(cache, *rest).compile()
             new, text = program(cache, *rest), program.as_text()
             assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, cache)
             assert name == "take" or not re.search(r"all-|collective-|reduce-scatter", text)
@@ -344,7 +344,7 @@ def test_rows_and_heads_on_explicit_axes():
         more = {"k_features": jnp.zeros((4, 6, 4)), "state": paged.state}
         more["past_states"] = jax.tree.map(lambda x: jnp.zeros((4, 2, *x.shape[1:])), paged.state)
 
-        @jax.jit
+        @testing._jit
         def rotated(cache, k):
             cache = cache.append(k, k, at, 0 * at, **more).take(np.array([1, 1, 0, 2]))
             return cache.contiguous().k
