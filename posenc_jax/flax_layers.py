@@ -262,7 +262,7 @@ class AttentionLayer:
             require(
                 cache is None and spec.chunk_size is None,
                 "Attention: keys of another sequence have no cache and no chunks; give a call "
-                "with inputs_k no cache.",
+                "with inputs_k no cache, and decode=False.",
             )
             out, new = (
                 scheme_cross_attention(scheme, params, q, k, v, x=x, memory=memory, **options),
