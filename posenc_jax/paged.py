@@ -37,6 +37,12 @@ class PagedKVCache(KVCache):
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", https://arxiv.org/abs/2309.06180.
 
+    >>> import posenc_jax as pe
+    >>> sizes = {"num_heads": 4, "head_dim": 8, "block_size": 16, "num_blocks": 64}
+    >>> cache = pe.new_cache(pe.RoPE(head_dim=8), 8, 512, **sizes)
+    >>> cache.k.shape, cache.block_table.shape
+    ((64, 16, 4, 8), (8, 32))
+
     Attributes:
       k, v: [P, block_size, K, H] and [P, block_size, K, V]; the pool of P blocks.
       k_features: the scheme's arrays per key, [P, block_size, ...].
