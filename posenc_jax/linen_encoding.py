@@ -50,23 +50,24 @@ class PositionEncoding(EncodingLayer, nn.Module):
         """Declares the parameters, if the scheme has any."""
         check_scheme("PositionEncoding", self.scheme)
         check_axis_names("PositionEncoding", self.axis_names)
-        self.learned = bool(sizes_of_params(self.scheme))
-        if self.learned:
-            self.made = self.param("parameters", self._new)
+        self.shapes = jax.eval_shape(self.scheme.init, jax.random.key(0))
+        self.made = self.param("parameters", self._new) if jax.tree.leaves(self.shapes) else None
 
     def _new(self, key: jax.Array) -> Params:
-        leaves, structure = jax.tree.flatten(new_params(self.scheme, key))
+        made = new_params(self.scheme, key)
+        if self.axis_names is None:
+            return made
+        leaves, structure = jax.tree.flatten(made)
         sizes = sizes_of_params(self.scheme)
         made = [boxed(x, self.axis_names, s) for x, s in zip(leaves, sizes, strict=True)]
         return jax.tree.unflatten(structure, made)
 
     def values(self) -> Params:
         """Returns the parameters as arrays."""
-        if not self.learned:
+        if self.made is None:
             return self.scheme.init(jax.random.key(0))
         # NNX numbers the items of tuples.
-        structure = jax.tree.structure(jax.eval_shape(self.scheme.init, jax.random.key(0)))
-        return jax.tree.unflatten(structure, jax.tree.leaves(self.made))
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), jax.tree.leaves(self.made))
 
     # Linen sets up the methods of the class itself, not those that it inherits.
     __call__ = EncodingLayer.__call__

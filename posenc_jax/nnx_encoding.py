@@ -51,7 +51,7 @@ class PositionEncoding(EncodingLayer, nnx.Module):
         check_axis_names("PositionEncoding", axis_names)
         self.scheme = scheme
         leaves, structure = jax.tree.flatten(new_params(scheme, rngs.params()))
-        sizes = sizes_of_params(scheme)
+        sizes = [()] * len(leaves) if axis_names is None else sizes_of_params(scheme)
         made = [
             nnx.Param(x, **metadata_of(axis_names, s)) for x, s in zip(leaves, sizes, strict=True)
         ]

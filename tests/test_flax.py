@@ -421,3 +421,19 @@ def test_compute_dtype(x):
     layer = nnx_layer(pe.RoPE(H), dtype=jnp.bfloat16)
     assert layer(x).dtype == jnp.bfloat16
     assert layer.new_cache(1, 4).k.dtype == jnp.bfloat16
+
+
+def test_precision_and_promotion_are_those_of_the_projections(x):
+    def halved(*inputs, dtype=None):
+        inputs = inputs[0] if len(inputs) == 1 else inputs  # Linen gives them one by one.
+        return tuple(None if a is None else a.astype(jnp.float16) for a in inputs)
+
+    options = {"precision": "highest", "promote_dtype": halved}
+    layer = nnx_layer(pe.NoPE(), **options)
+    module = linen_layer(pe.NoPE(), **options)
+    for call in (layer, lambda x: module.apply(from_nnx(layer), x)):
+        program = jax.make_jaxpr(call)(x)
+        products = [e for e in program.eqns if e.primitive.name == "dot_general"]
+        found = [e.params for e in products if e.outvars[0].aval.dtype == jnp.float16]
+        assert len(found) == 4  # The two of attention are float32.
+        assert {p for params in found for p in params["precision"]} == {jax.lax.Precision.HIGHEST}
