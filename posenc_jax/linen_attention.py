@@ -219,7 +219,13 @@ class Attention(AttentionLayer, nn.Module):
             made = self.param("sinks", init, (self.num_heads,), jnp.float32)
         if self.decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
-            kept, cache = self._kept_cache(inputs_q, q.dtype, options.get("coordinates"))
+            kept, cache = self._kept_cache(
+                inputs_q,
+                position=encoding,
+                dtype=k.dtype,
+                coordinates=options.get("coordinates"),
+                qkv_sharding=kv_sharding,
+            )
         out, new = self.attend(
             encoding,
             (q, k, v),
@@ -242,17 +248,10 @@ class Attention(AttentionLayer, nn.Module):
             return y
         return y if new is None else (y, new)
 
-    def _kept_cache(
-        self, x: jax.Array, dtype: Any, coordinates: jax.Array | None
-    ) -> tuple[nn.Variable, KVCache | None]:
+    def _kept_cache(self, x: jax.Array, **options: Any) -> tuple[nn.Variable, KVCache | None]:
         """Returns the variable of the cache, and the cache unless the variable is new."""
         batch, length, width = x.shape
         new = not self.has_variable("cache", "kv_cache")
-        kept = self.variable(
-            "cache",
-            "kv_cache",
-            lambda: self.new_cache(
-                batch, length, model_dim=width, dtype=dtype, coordinates=coordinates
-            ),
-        )
+        make = functools.partial(self.new_cache, batch, length, model_dim=width, **options)
+        kept = self.variable("cache", "kv_cache", make)
         return kept, None if new else zeros_are_empty(kept.value)

@@ -196,6 +196,30 @@ def test_linen_layers_take_logical_names(kind):
     np.testing.assert_allclose(y, wanted, atol=2e-5)
 
 
+def test_a_linen_cache_on_explicit_axes():
+    """The collection "cache" is sharded as `init` is told to shard k and v."""
+    _, _, wanted = on_one_device()
+    options = OPTIONS | {"position": SCHEME, "scale": 1.0, "implementation": "reference"}
+    module = pl.Attention(N, decode=True, **options)
+    plain = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
+    params = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
+    shardings = {"qkv_sharding": HEADS, "out_sharding": TOKENS}
+    with mesh_of(AxisType.Explicit):
+        x = put(X, "data")
+        make = jax.jit(lambda x: module.init(jax.random.key(0), x, **shardings)["cache"])
+        cache = make(x)
+        assert jax.typeof(cache["kv_cache"].k).sharding.spec == HEADS
+        step = jax.jit(
+            lambda c, x: module.apply(
+                {"params": params, "cache": c}, x, mutable=["cache"], **shardings
+            )
+        )
+        for part in (slice(0, 33), slice(33, 34)):
+            y, updated = step(cache, put(X[:, part], "data"))
+            cache = updated["cache"]
+            np.testing.assert_allclose(y, wanted[:, part], atol=2e-5)
+
+
 def test_more_devices_than_key_heads():
     """Key heads that do not divide the axis are not sharded: they have another name."""
     names, own = {"num_heads": "tensor"}, P("data", None, None, None)
