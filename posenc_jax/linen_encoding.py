@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from flax import struct
 
 from posenc_jax.axis_names import AxisNames, check_axis_names, names, sizes_of_params
 from posenc_jax.flax_layers import (
@@ -15,11 +16,24 @@ from posenc_jax.qk_norm import QKNorm
 from posenc_jax.scheme import Params, Scheme, check_scheme
 
 
+@struct.dataclass
+class AxisNamed(nn.LogicallyPartitioned):
+    """An array with the names of its axes.
+
+    `nn.DenseGeneral` makes a kernel with its axes merged in two, unboxes it and splits them. Until
+    then there is nothing to constrain.
+    """
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """Returns the array, sharded by its names where a mesh and rules are set."""
+        return super().unbox(apply_constraint and self.value.ndim == len(self.names))
+
+
 def boxed(x: Any, axis_names: AxisNames | None, sizes: tuple[str | None, ...]) -> Any:
     """Returns an array with the names of its axes, unless it has some."""
     if axis_names is None or isinstance(x, nn.meta.AxisMetadata):
         return x
-    return nn.LogicallyPartitioned(x, names(axis_names, sizes))
+    return AxisNamed(x, names(axis_names, sizes))
 
 
 def named(

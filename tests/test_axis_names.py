@@ -74,6 +74,9 @@ def test_names_reach_the_mesh_by_the_rules_of_flax():
     found = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)["params"]
     assert found["query"]["kernel"].spec == P(None, "tensor", None)
     assert found["encoding"]["parameters"]["table"].spec == P("tensor", None)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        # A kernel that `nn.DenseGeneral` makes with merged axes has another rank than its names.
+        assert jax.eval_shape(module.init, jax.random.key(0), X) == variables
 
 
 def test_layers_stacked_by_vmap_and_scan_get_one_more_name():
