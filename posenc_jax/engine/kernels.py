@@ -215,12 +215,13 @@ def without_hidden(p: Problem) -> Problem:
     return p.with_keys(keys | zero_where(p.k_segment_ids < 0, cleaned))
 
 
-def refusal(p: Problem, products: bool) -> str | None:
+def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | None:
     """Returns why kernels of whole sequences cannot compute a problem, from shapes alone.
 
     Args:
       p: the problem.
-      products: whether there are kernels for vectors of tokens times vectors per distance.
+      no_room: returns why there are no kernels for products of vectors of tokens and vectors
+        per distance with so many numbers each, or None.
     """
     if p.mask is not None:
         return 'a given mask needs implementation="xla"; segment_ids and window are supported'
@@ -229,8 +230,12 @@ def refusal(p: Problem, products: bool) -> str | None:
     def look(p):
         lowered = _lowered(p)
         refused.extend(x for x in _elements(p, lowered) if isinstance(x, str))
-        if not products and any(isinstance(term, Dot) for term in lowered.terms):
-            refused.append("a vector of a token times one per distance")
+        counts = [
+            (lowered.k_features if term.of_keys else lowered.q_features)[n].shape[3]
+            for n, term in enumerate(lowered.terms)
+            if isinstance(term, Dot) and lowered.strips[n] is not None
+        ]
+        refused.extend(filter(None, [no_room(counts)]))
 
     # Without shardings: arrays are not yet those of one device.
     jax.eval_shape(look, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p))

@@ -8,6 +8,7 @@ import numpy as np
 from engine.rules import KINDS, explicit_mask
 
 import posenc_jax as pe
+from posenc_jax.engine.problem import repeat_heads
 from posenc_jax.rules import ContentBias, LogitBias
 
 B = 2
@@ -192,6 +193,14 @@ def assert_close(got, wanted, tolerance=3e-5):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max()))
 
 
+def _by_query_head(params, q, k):
+    """Features of the keys that are those of a query head each."""
+    features = repeat_heads(k, q.shape[2])
+    heads = jnp.linspace(0.5, 1.5, q.shape[2])[None, None, :, None]
+    return KINDS["wide"].rules(params, q, features * heads)[1:]
+
+
+RULES["by_query_head"] = (RULES["wide"][0], _by_query_head)
 RULES["features"] = (
     lambda n, dim: {},
     lambda params, q, k: ContentBias(

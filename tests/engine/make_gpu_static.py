@@ -70,7 +70,7 @@ class Case:
     """One problem: B = 4, T = S = 4096, N = 16, causal, forward and backward.
 
     Attributes:
-      rule: "none", "separable" or the name of a scheme.
+      rule: "none", "separable" or the name of a scheme; tokens have 128 numbers for it.
       kv_heads, dim, dtype: K, H and the dtype of q, k and v.
       segments, positions: whether these are given, as data.
       options: more arguments of `attention`.
@@ -101,18 +101,29 @@ CASES = {
     "t5, H 64": Case("t5", dim=64),
     "t5, H 96": Case("t5", dim=96),
     "t5, H 256": Case("t5", dim=256),
+    "inkling": Case("inkling"),
+    "shaw": Case("shaw"),
+    "transformer_xl": Case("transformer_xl"),
+    "deberta, H 64": Case("deberta", dim=64),
 }
-B, T, N = 4, 4096, 16
+B, T, N, WIDTH = 4, 4096, 16, 128
 
 
 def program(case: Case, sharding):
     """Returns a function, and the types of its arguments."""
     scheme = None
     if case.rule not in ("none", "separable"):
-        scheme = pe.SCHEMES[case.rule](num_heads=N)
+        sizes = {"num_heads": N, "head_dim": case.dim, "model_dim": WIDTH}
+        sizes |= {"values": False, "projected": True}
+        known = {field.name for field in dataclasses.fields(pe.SCHEMES[case.rule])}
+        scheme = pe.SCHEMES[case.rule](**{n: x for n, x in sizes.items() if n in known})
 
-    def attend(q, k, v, params, row, column, positions, segments):
-        rules = () if scheme is None else scheme.rules(params)
+    def attend(q, k, v, x, params, row, column, positions, segments):
+        rules = ()
+        if scheme is not None:
+            at = jnp.arange(T)[None] if positions is None else positions[None]
+            features = scheme.features(params, x, q, k, at, None, None)[:2]
+            rules = scheme.rules(params, *features)
         if case.rule == "separable":
             rules = SeparableBias(q_features=row, k_features=column)
         return pe.attention(
@@ -145,7 +156,8 @@ def program(case: Case, sharding):
     gates = [spec((B, T, N)) if case.rule == "separable" else None] * 2
     positions = spec((T,), jnp.int32) if case.positions else None
     segments = spec((B, T), jnp.int32) if case.segments else None
-    return both, ((q, k, k, params, *gates), (positions, segments), q)
+    x = spec((B, T, WIDTH), dtype)
+    return both, ((q, k, k, x, params, *gates), (positions, segments), q)
 
 
 def described():
@@ -181,7 +193,7 @@ def measured(case: Case) -> dict[str, int]:
 
 def table(known: dict[str, dict[str, int]]) -> str:
     """Returns spilled bytes per kernel, and memory, in Markdown."""
-    kernels = ("forward", "backward_q", "backward_kv", "backward_k", "backward_v", "backward_bias")
+    kernels = ["forward"] + [f"backward_{x}" for x in ("q", "kv", "k", "v", "f", "bias", "vectors")]
     head = ("", *(name.replace("_", ", ") for name in kernels), "shared memory", "temporary memory")
     lines = [f"| {' | '.join(head)} |", "|---|" + "---|" * (len(head) - 1)]
     for name, found in known.items():

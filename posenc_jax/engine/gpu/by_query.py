@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.gpu.dots import Dots
 from posenc_jax.engine.gpu.pipe import pipe
 from posenc_jax.engine.gpu.spec import ROWS, Spec, bias_line, column_of, kind_of, read_by_kernels
 from posenc_jax.engine.gpu.tile import Tile
@@ -41,21 +42,28 @@ class ByQuery:
         """Arrays that the kernel reads."""
         x = self.x
         out = {"x": read_by_kernels(x), "entries": self.tiles[0], "counts": self.tiles[1]}
+        out["dots"] = self.dots.given
         if x.bias is not None:
             out["line"] = bias_line(self.spec, x.bias, x.first, self.blocks)
         return out
 
     @property
-    def pipes(self) -> dict[str, Any]:
-        """What is allocated for keys, for values and for the bias."""
+    def dots(self) -> Dots:
+        """The vectors per distance."""
+        return Dots(self.spec, self.x, self.blocks, q_axis=0)
+
+    def pipes(self, slots: int, of_dots: int) -> dict[str, Any]:
+        """Returns what is allocated for keys, for values and for rules."""
         spec, blocks, dtype = self.spec, self.blocks, self.x.q.dtype
         pipes = {
-            "keys": pipe(spec, 2, dtype, k=(blocks.k, spec.dim)),
-            "values": pipe(spec, 2, dtype, v=(blocks.k, spec.value_dim)),
+            "keys": pipe(spec, slots, dtype, k=(blocks.k, spec.dim)),
+            "values": pipe(spec, slots, dtype, v=(blocks.k, spec.value_dim)),
         }
         if self.x.bias is not None:
+            # In the forward pass, the first warpgroup waits for the next tile's bias before the
+            # second one may finish this tile and give its bias back: one slot is not enough.
             pipes["bias"] = pipe(spec, 2, dtype, bias=(blocks.q + blocks.k,))
-        return pipes
+        return pipes | self.dots.scratch(of_dots)
 
     def _tiles(self, at: Any, own: Any) -> tuple[Any, Any, Callable]:
         """Returns the first query of a block, the number of its tiles, and their entries.
@@ -88,6 +96,7 @@ class ByQuery:
             kind=kind_of(entry(n)),
             bias=bias,
             at=bk,
+            added=self.dots.added(kept, warpgroup),
         )
 
     def release_bias(self, kept: Any, n: Any) -> None:
@@ -101,13 +110,17 @@ class ByQuery:
         bq, bk = self.blocks.q, self.blocks.k
         low, high = self.spec.reach(self.blocks)
 
-        @pl.loop(jnp.int32(0), count)
-        def _(n):
+        def fill(n, ruled):
             k0 = column_of(entry(n)) * bk
             of_head = at["b"], pl.ds(k0, bk), at["head"] // self.spec.group
             kept["keys"].fill(n, k=own["x"].k.at[of_head])
+            start = pl.multiple_of(jnp.clip(first - k0, low, high) - low, bk)
             if self.x.bias is not None:
-                start = pl.multiple_of(jnp.clip(first - k0, low, high) - low, bk)
                 line = self.spec.line_of(own["line"], at["head"])
                 kept["bias"].fill(n, bias=line.at[pl.ds(start, bq + bk)])
+            where = at["b"], at["head"], start, (first, k0)
+            ruled = self.dots.fill(own, kept, ruled, kind_of(entry(n)), *where)
             kept["values"].fill(n, v=own["x"].v.at[of_head])
+            return ruled
+
+        jax.lax.fori_loop(jnp.int32(0), count, fill, jnp.int32(0))

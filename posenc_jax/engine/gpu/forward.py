@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posenc_jax.engine.gpu.by_query import ByQuery
-from posenc_jax.engine.gpu.pipe import launch, matrix, operand, product, vector
+from posenc_jax.engine.gpu.pipe import launch, matrix, most_slots, operand, product, vector
 from posenc_jax.engine.gpu.spec import ROW, ROWS, TILE, Spec
 from posenc_jax.engine.gpu.tile import rows_to_tile, zeros
 from posenc_jax.engine.operands import LOG2E, Operands
@@ -21,16 +21,17 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     dtype = x.q.dtype
     of = ByQuery(spec, x, spec.forward, x.schedules[0])
-    scratch = of.pipes | {
+    rows = {
         "q": matrix(spec, 2, ROWS, spec.dim, dtype=dtype),
         "lse": vector(2, ROWS),
-        "ready": plgpu.Barrier(num_barriers=2),
+        "ready": plgpu.Barrier(num_arrivals=1 + len(of.dots.staying), num_barriers=2),
         "turn": plgpu.Barrier(num_arrivals=2),
     }
     if spec.dim != spec.value_dim:
-        scratch["out"] = matrix(spec, 2, ROWS, spec.value_dim, dtype=dtype)
+        rows["out"] = matrix(spec, 2, ROWS, spec.value_dim, dtype=dtype)
     if spec.interpret:
-        scratch["p"] = operand(spec.forward.k, dtype)
+        rows["p"] = operand(spec.forward.k, dtype)
+    scratch = most_slots(lambda *slots: rows | of.pipes(*slots))
 
     # Of wide values, there is room for a new part beside the totals, not for the whole.
     size = min(spec.value_dim, 128)
@@ -44,6 +45,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         of_head = at["b"], pl.ds(q0, ROWS), at["head"]
         q, ready = kept["q"].at[warpgroup], kept["ready"].at[warpgroup]
         plgpu.copy_gmem_to_smem(own["x"].q.at[of_head], q, ready)
+        of.dots.copy_rows(own, kept, at["b"], at["head"], q0, warpgroup)
         plgpu.barrier_wait(ready)
 
         def next_turn():
@@ -53,9 +55,11 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         pl.when(warpgroup == 1)(next_turn)
 
         def step(n, carry):
-            totals, top, weight = carry
-            keys = kept["keys"].wait(n)
+            ruled, totals, top, weight = carry
             tile = of.tile(at, own, kept, warpgroup, n)
+            of.dots.turn(tile, kept, warpgroup, ruled)
+            ruled = of.dots.release(tile, kept, ruled)
+            keys = kept["keys"].wait(n)
 
             def scores(acc):
                 plgpu.wgmma(acc, q, keys["k"].transpose((1, 0)))
@@ -85,11 +89,12 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 new_totals.append(total * rows_to_tile(decay, total.shape) + added)
             kept["values"].release(n)
             of.release_bias(kept, n)
-            return new_totals, new_top, weight
+            return ruled, new_totals, new_top, weight
 
         lowest = plgpu.layout_cast(jnp.full((ROWS,), MASK_VALUE, jnp.float32), ROW)
-        start = [zeros((ROWS, part.size), TILE) for part in parts], lowest, zeros((ROWS,), ROW)
-        totals, top, weight = jax.lax.fori_loop(jnp.int32(0), count, step, start)
+        empty = [zeros((ROWS, part.size), TILE) for part in parts]
+        start = jnp.int32(0), empty, lowest, zeros((ROWS,), ROW)
+        _, totals, top, weight = jax.lax.fori_loop(jnp.int32(0), count, step, start)
         pl.when(warpgroup == 0)(next_turn)
         blind = top <= MASK_VALUE / 2  # Then all pairs that were summed are hidden.
         weight = jnp.where(blind, 1.0, weight)

@@ -1,16 +1,19 @@
 """`implementation="pallas"` on NVIDIA GPUs."""
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.kernels import Kernels, compute, padded, refusal, without_hidden
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.problem import Problem, repeat_heads
 
 _CAPABILITY = "9.0"  # Only these GPUs have the products that the kernels use.
+_MISCOMPILED = range(12080, 12091)  # JAX's attention kernel for these GPUs refuses them, too.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,8 @@ class PallasGPU(Kernels):
                 return (
                     f"kernels for GPUs need compute capability {_CAPABILITY}, and this is {found}"
                 )
+            if _cuda_version() in _MISCOMPILED:
+                return "kernels for GPUs need CUDA 12.9.1 or later, whose ptxas is right"
         return super().supports(problem)
 
     def refuses(self, problem: Problem) -> str | None:
@@ -44,28 +49,59 @@ class PallasGPU(Kernels):
             return 'head dims beyond 256 need implementation="xla"'
         if p.dropout_seeds is not None:
             return 'dropout needs implementation="xla" on GPUs'
-        return refusal(p, products=False)
+        return refusal(p, functools.partial(_no_room, p))
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         from posenc_jax.engine.gpu.backward import backward
         from posenc_jax.engine.gpu.forward import forward
         from posenc_jax.engine.gpu.spec import Spec
+        from posenc_jax.rules import DotBias
 
         p = without_hidden(problem)
         dim, value_dim = p.q.shape[3], p.v.shape[3]
         wide = max(dim, value_dim) > 128
         q, k, v = (_padded_dim(x) for x in (p.q, p.k, p.v))
+        if any(
+            isinstance(rule, DotBias)
+            and rule.k_features is not None
+            and rule.k_features.shape[2] > p.k.shape[2]
+            for rule in p.rules
+        ):
+            # A block of threads has the features of its keys, of one head.
+            k, v = (repeat_heads(x, p.num_heads) for x in (k, v))
         p = dataclasses.replace(p, q=q, k=k, v=v)
-        spec_of = functools.partial(
-            Spec,
-            length=padded(p.length, 128),
-            keys=padded(p.keys, 128),
-            forward=Blocks(128, 32 if wide else 128),
-            backward=Blocks(128, 32 if wide else 64),
-            interpret=self.interpret,
-        )
+
+        def spec_of(products, **static):
+            return Spec(
+                length=padded(p.length, 128),
+                keys=padded(p.keys, 128),
+                forward=Blocks(128, 32 if wide else 64 if products else 128),
+                backward=Blocks(128, 32 if wide else 64),
+                products=products,
+                interpret=self.interpret,
+                **static,
+            )
+
         out, lse = compute((forward, backward), spec_of, p)
         return out[..., :value_dim], lse
+
+
+def _cuda_version() -> int | None:
+    """Returns the version of CUDA that JAX has, 12091 for 12.9.1, or None."""
+    for plugin in ("jax_cuda13_plugin", "jax_cuda12_plugin"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"{plugin}._versions").cuda_runtime_get_version()
+    return None
+
+
+def _no_room(p: Problem, counts: list[int]) -> str | None:
+    """Returns why there is no kernel for vectors per distance with so many numbers each."""
+    from posenc_jax.engine.gpu.dot_arrays import fits
+
+    dims = p.q.shape[3], p.v.shape[3]
+    if counts and (max(*dims, *counts) > 128 or not fits(*dims, counts)):
+        return f"a vector of a token times one per distance, with {counts} numbers,"
+    return None
 
 
 def _padded_dim(x: jax.Array) -> jax.Array:

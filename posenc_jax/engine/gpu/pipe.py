@@ -5,6 +5,7 @@ and goes on; those that compute wait until it is full, and free it.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from posenc_jax.engine.gpu.gather import unknown_zero
 from posenc_jax.engine.gpu.spec import ROWS, Spec
+from posenc_jax.engine.kernels import padded
 
 COMPUTE = 2
 """Warpgroups that compute; the one after them copies."""
+_ROOM = 227 * 1024 - 2048  # Bytes of shared memory, less those of barriers.
+_ALIGNED = 1024  # Bytes: each array starts at a multiple.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +31,13 @@ class Pipe:
     Attributes:
       slots: references [slots, ...], by name.
       full, free: barriers [slots].
+      interpret: as for `unknown_zero`.
     """
 
     slots: dict[str, Any]
     full: Any
     free: Any
+    interpret: Any
 
     @property
     def _count(self) -> int:
@@ -52,8 +59,12 @@ class Pipe:
 
     def wait(self, step: Any) -> dict[str, Any]:
         """Returns the blocks of a step, when they are there."""
-        slot = self._slot(step)
-        plgpu.barrier_wait(self.full.at[slot])
+        plgpu.barrier_wait(self.full.at[self._slot(step)])
+        return self.blocks(step)
+
+    def blocks(self, step: Any) -> dict[str, Any]:
+        """Returns the blocks of a step that was waited for."""
+        slot = self._slot(step) if self._count > 1 else unknown_zero(self.interpret)
         return {name: x.at[slot] for name, x in self.slots.items()}
 
     def release(self, step: Any) -> None:
@@ -82,6 +93,22 @@ def pipe(spec: Spec, slots: int, dtype: Any, **blocks: tuple[int, ...]) -> dict[
         "full": plgpu.Barrier(num_arrivals=len(blocks), num_barriers=slots),
         "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=slots),
     }
+
+
+def most_slots(make: Callable[[int, int], dict[str, Any]]) -> dict[str, Any]:
+    """Returns what a kernel allocates, with as many slots as there is room for.
+
+    Args:
+      make: `make(slots, of_dots)` allocates so many slots for tokens, and for vectors per distance.
+    """
+
+    def size(made):
+        leaves = (x for x in jax.tree.leaves(made) if hasattr(x, "dtype"))
+        sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
+        return sum(padded(n, _ALIGNED) for n in sizes)
+
+    most = [make(*slots) for slots in ((2, 2), (2, 1), (1, 1))]
+    return next((made for made in most if size(made) <= _ROOM), most[-1])
 
 
 def matrix(spec: Spec, *shape: int, dtype: Any) -> Any:
@@ -153,7 +180,9 @@ def launch(
     def kernel(*refs: Any, **kept: Any) -> None:
         own = jax.tree.unflatten(tree, refs[: len(leaves)])
         out = jax.tree.unflatten(out_tree, refs[len(leaves) :])
-        kept = {n: Pipe(**x) if isinstance(x, dict) else x for n, x in kept.items()}
+        kept = {
+            n: Pipe(**x, interpret=interpret) if isinstance(x, dict) else x for n, x in kept.items()
+        }
         at = {n: jax.lax.axis_index(n) for n in grid}
         warpgroup = jax.lax.axis_index("warpgroup")
 

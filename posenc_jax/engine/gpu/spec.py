@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.kinds import EMPTY, PLAIN, tile_kinds
+from posenc_jax.engine.kinds import EMPTY, PLAIN, kinds, tile_kinds
 from posenc_jax.engine.operands import Operands
 from posenc_jax.engine.operands import Spec as AnySpec
 from posenc_jax.mask import MASK_VALUE
@@ -57,20 +57,20 @@ class Spec(AnySpec):
 
     def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
         """Returns `tiles` by queries, for dq, by keys, and by distance."""
-        kinds = [
+        made = [
             tile_kinds(self.visibility, q, k, prefix, blocks)
             for blocks in (self.forward, self.backward, self.by_key)
         ]
-        lists = [tiles(x) for x in (*kinds[:2], jnp.swapaxes(kinds[2], 1, 2))]
-        if not self.rules_in_bias:
+        lists = [tiles(x) for x in (*made[:2], jnp.swapaxes(made[2], 1, 2))]
+        if not (self.rules_in_bias or self.products):
             return (*lists, None)
         # By distance: of the tiles with rules, the block of keys follows from that of queries.
-        q_blocks, k_blocks = kinds[1].shape[1:]
+        q_blocks, k_blocks = made[1].shape[1:]
         i = jnp.arange(q_blocks, dtype=jnp.int32)
         offset = jnp.asarray(self.offsets, jnp.int32)[:, None]
         j = (i[None] * self.backward.q - offset) // self.backward.k
         inside = (j >= 0) & (j < k_blocks)
-        kind = kinds[1][:, i[None], jnp.clip(j, 0, k_blocks - 1)]
+        kind = made[1][:, i[None], jnp.clip(j, 0, k_blocks - 1)]
         return (*lists, tiles(jnp.where(inside[None] & (kind != PLAIN), kind, EMPTY)))
 
 
@@ -83,11 +83,13 @@ class Cotangents:
       d_out: [B, T, N, V].
       lse: float32 [B, N, T], in units of log 2.
       delta: float32 [B, N, T].
+      scale: float32 [1], of cotangents of logits in products of vectors, or None.
     """
 
     d_out: Any
     lse: Any
     delta: Any
+    scale: Any
 
     @property
     def numbers(self) -> tuple[Any, Any]:
@@ -132,20 +134,37 @@ def kind_of(entry: Any) -> Any:
     return entry & ((1 << _KIND) - 1)
 
 
-def bias_line(spec: Spec, bias: jax.Array, first: int, blocks: Blocks) -> jax.Array:
-    """Returns the bias by distance, [N or 1, L], from the least of a tile within reach on.
+def has_rules(spec: Spec, kind: Any) -> Any:
+    """Returns whether a tile has rules; True if every tile does."""
+    return kind != PLAIN if PLAIN in kinds(spec.visibility) else True
+
+
+def after(step: Any, ruled: Any) -> Any:
+    """Returns how many tiles have rules, of so many before and this one."""
+    return step + (1 if ruled is True else ruled.astype(jnp.int32))
+
+
+def line(spec: Spec, values: jax.Array, first: int, blocks: Blocks, fill: float = 0.0) -> jax.Array:
+    """Returns numbers or vectors by distance, [N or 1, L, ...], from the least of a tile on.
 
     Args:
       spec: the static part.
-      bias: [N or 1, R], from distance `first` on.
+      values: [N or 1, R, ...], from distance `first` on.
       first: the least distance.
       blocks: queries and keys per tile.
+      fill: the value at other distances.
     """
     low, high = spec.reach(blocks)
     before = first - (low - blocks.k)
-    after = high - low + blocks.q + blocks.k - before - bias.shape[1]
+    after = high - low + blocks.q + blocks.k - before - values.shape[1]
+    pad = (0, 0, 0), (before, after, 0), *[(0, 0, 0)] * (values.ndim - 2)
+    return jax.lax.pad(values, jnp.float32(fill), pad)
+
+
+def bias_line(spec: Spec, bias: jax.Array, first: int, blocks: Blocks) -> jax.Array:
+    """Returns the bias by distance as `line`, [N or 1, L]."""
     fill = spec.unit * MASK_VALUE if spec.visibility.mask_in_bias else 0.0
-    return jax.lax.pad(bias, jnp.float32(fill), ((0, 0, 0), (before, after, 0)))
+    return line(spec, bias, first, blocks, fill)
 
 
 def read_by_kernels(x: Operands) -> Operands:

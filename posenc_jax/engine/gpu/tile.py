@@ -14,11 +14,11 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posenc_jax.engine.elements import evaluate, inner_jaxpr
-from posenc_jax.engine.gpu.spec import COLUMN, ROW, TILE, Spec, load
+from posenc_jax.engine.gpu.gather import by_distance, places
+from posenc_jax.engine.gpu.spec import COLUMN, ROW, Spec, has_rules, load
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
 from posenc_jax.engine.operands import LOG2E, Operands
 from posenc_jax.mask import MASK_VALUE, add_saturated
@@ -38,6 +38,7 @@ class Tile:
       kind: of the tile.
       bias: reference to the bias, `number at [at + query - key]`, or None.
       at: the index of the first query and the first key.
+      added: functions that return what products of tokens and distances add.
     """
 
     spec: Spec
@@ -51,11 +52,17 @@ class Tile:
     kind: Any
     bias: Any
     at: int
+    added: tuple[Callable[[], jax.Array], ...]
+
+    @property
+    def ruled(self) -> Any:
+        """Whether rules add to the logits."""
+        return has_rules(self.spec, self.kind)
 
     def logits(self, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns logits in units of log 2 from products of q and k, and the slope of the cap."""
         spec = self.spec
-        s = self._by_kind(lambda ruled, _, s: self._add(s) if ruled else s, s * self._unit)
+        s = self._by_kind(lambda ruled, _, s: self._add(s, ruled), s * self._unit)
         slope = None
         if spec.softcap is not None:
             bounded = jnp.tanh(s)
@@ -69,15 +76,23 @@ class Tile:
 
         return self._by_kind(hide, s), slope
 
-    def weights(self, s: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the weights of products of q and k, and the slope of the cap.
+    def weights(
+        self, lse: jax.Array, *pairs: tuple[Any, Any]
+    ) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]:
+        """Returns the weights, the slope of the cap, and other products.
 
         Args:
-          s: products.
           lse: log-sum-exp in units of log 2, on the tile.
+          *pairs: operands of `products`: those of the logits, and others.
         """
+        # There are no registers for all beside what products of vectors take.
+        at_once = 1 if self.added else len(pairs)
+        s, *others = products(self.shape, *pairs[:at_once])
         logits, slope = self.logits(s)
-        return jnp.exp2(logits - lse), slope
+        p = jnp.exp2(logits - lse)
+        for pair in pairs[at_once:]:
+            others += products(self.shape, pair)
+        return p, slope, others
 
     def pull(self, ds: jax.Array, carry: Any) -> Any:
         """Adds to sums over columns the cotangents of the numbers of terms by pairs.
@@ -90,14 +105,15 @@ class Tile:
             return carry
 
         def add(ruled, _, carry):
-            if not ruled:
-                return carry
-            found = []
-            for element in self.x.elements:
+            carry = list(carry)
+            for n, element in enumerate(self.x.elements):
+                if not (ruled or element.everywhere):
+                    continue
                 given = self._numbers(element)
                 back = inlined(lambda ds, *x, e=element: evaluate(e, ds.shape, *x)[1](ds))
-                found.append(of_rows(back(ds, *given), self.q_axis))
-            return jax.tree.map(lambda c, d: c + d.sum(axis=1), carry, found)
+                found = of_rows(back(ds, *given), self.q_axis)
+                carry[n] = [c + d.sum(axis=1) for c, d in zip(carry[n], found, strict=True)]
+            return carry
 
         return self._by_kind(add, carry)
 
@@ -114,11 +130,15 @@ class Tile:
         index = sum((self.kind > kind).astype(jnp.int32) for kind in possible[:-1])
         return jax.lax.switch(index, branches, operand)
 
-    def _add(self, s: jax.Array) -> jax.Array:
+    def _add(self, s: jax.Array, ruled: bool) -> jax.Array:
         """Returns logits plus what rules add to them."""
-        if self.bias is not None:
+        if ruled and self.bias is not None:
             s = s + by_distance(self.bias, self.shape, self.q_axis, self.at, self.spec.interpret)
+        for added in self.added if ruled else ():
+            s = s + added()
         for element in self.x.elements:
+            if not (ruled or element.everywhere):
+                continue
             added = inlined(lambda *x, e=element: evaluate(e, self.shape, *x)[0])
             s = s + self.spec.unit * added(*self._numbers(element))
         return s
@@ -161,10 +181,7 @@ class Tile:
         if spec.visibility.ordered:
             left, right = spec.sides
             if spec.by_slot:
-                axes = (
-                    plgpu.broadcasted_iota(jnp.int32, self.shape, a, layout=TILE) for a in (0, 1)
-                )
-                index = tuple(axes)
+                index = places(self.shape, spec.interpret)
                 q, k = index[q_axis] + (self.q - self.k), index[k_axis]
                 if right >= 0:
                     tests.append(k <= q + right)
@@ -259,38 +276,3 @@ def of_rows(cotangents: Any, q_axis: int) -> list[jax.Array]:
     """Returns those of the cotangents of a term that are summed over columns."""
     of_head, of_q, of_k = cotangents
     return [*of_head, *of_q] if q_axis == 0 else list(of_k)
-
-
-def by_distance(
-    ref: Any, shape: tuple[int, int], q_axis: int, at: int, interpret: Any
-) -> jax.Array:
-    """Returns a tile of `ref[at + query - key]`.
-
-    Args:
-      ref: float32 vector in shared memory.
-      shape: of the tile.
-      q_axis: the axis of the queries.
-      at: the index of the first query and the first key.
-      interpret: whether this is the interpreter, which cannot run what Mosaic inlines.
-    """
-    if interpret:
-        index = [jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1)]
-        return jnp.take(ref[...], at + index[q_axis] - index[1 - q_axis])
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, memref
-
-    made = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=made)
-    def gather(_, vector):
-        start = mgpu.c(at, ir.IndexType.get())
-        zero = mgpu.c(0.0, ir.F32Type.get())
-        like = mgpu.FragmentedArray.splat(zero, shape, layout=mgpu.WGMMA_LAYOUT)
-
-        def number(_, index):
-            distance = arith.subi(index[q_axis], index[1 - q_axis])
-            return memref.load(vector, [arith.addi(distance, start)])
-
-        return like.foreach(number, create_array=True)
-
-    return gather(ref)

@@ -55,7 +55,7 @@ class PallasTPU(Kernels):
         p = problem
         if p.q.dtype not in (jnp.bfloat16, jnp.float32) or not p.q.dtype == p.k.dtype == p.v.dtype:
             return "q, k and v must all be bfloat16 or all float32"
-        return None if decodes(p) else refusal(p, products=True)
+        return None if decodes(p) else refusal(p, lambda counts: None)
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         if decodes(problem):
