@@ -191,7 +191,7 @@ def _over_shards(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output and log-sum-exp of this device's queries and the keys of all devices."""
     dtype, sinks = problem.q.dtype, problem.sinks
-    problem = dataclasses.replace(problem, sinks=None)
+    problem = dataclasses.replace(problem, sinks=None, needs_lse=True)
     if method == "all_gather":
         keys = jax.tree.map(
             lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), problem.key_arrays()

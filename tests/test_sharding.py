@@ -208,6 +208,9 @@ def test_what_a_sharded_sequence_has_no_slots_for():
         rules = build(pe.StickBreaking).rules({})
         with pytest.raises(NotImplementedError, match="whole rows of logits need all keys"):
             pe.attention(x, x, x, rules=rules, is_causal=True, implementation=ring)
+        # Results of shards are merged by a log-sum-exp, which this one rounds.
+        with pytest.raises(NotImplementedError, match="no exact log-sum-exp"):
+            pe.attention(x, x, x, implementation=SequenceParallel("sequence", "ring", "jax"))
     with pytest.raises(ValueError, match=r"'sequence' must be an axis of the mesh"):
         pe.attention(x, x, x, implementation=ring)
     with pytest.raises(ValueError, match=r"method must be one of .*, got 'tree'"):
