@@ -15,7 +15,7 @@ import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
-OPTIONS = {"num_kv_heads": KV_HEADS, "head_dim": H, "is_causal": True}
+LAYER = {"num_kv_heads": KV_HEADS, "head_dim": H, "is_causal": True}
 X = np.random.default_rng(0).normal(size=(BATCH, T, D)).astype(np.float32)
 CHUNKS = (4, 1, 1, 1, 1, 1)
 
@@ -28,7 +28,7 @@ def parts():
 def test_steps_with_coordinates_equal_the_whole():
     """test_flax.py has the steps of every kind of scheme."""
     at = 3 * jnp.arange(T)
-    layer = pn.Attention(D, N, position=build(pe.FoX), rngs=nnx.Rngs(0), **OPTIONS)
+    layer = pn.Attention(D, N, position=build(pe.FoX), rngs=nnx.Rngs(0), **LAYER)
     layer.encoding = pn.PositionEncoding(pe.chain(pe.RoPE(H), build(pe.FoX)), rngs=nnx.Rngs(1))
     wanted = jax.jit(lambda x: layer(x, coordinates=at))(X)
     layer.init_cache((BATCH, T, D), coordinates=at)
@@ -43,14 +43,14 @@ def test_steps_with_coordinates_equal_the_whole():
         np.testing.assert_allclose(step(layer, X[:, part], at[part]), wanted[:, part], atol=1e-5)
     assert len(traces) == len(set(CHUNKS))
     np.testing.assert_array_equal(layer.kv_cache.get_value().length, [T, T])
-    module = pl.Attention(num_heads=N, position=pe.RoPE(H), decode=True, **OPTIONS)
+    module = pl.Attention(num_heads=N, position=pe.RoPE(H), decode=True, **LAYER)
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), X, coordinates=at))
     assert shapes["cache"]["kv_cache"].coordinates.shape == (BATCH, T)
 
 
 def test_the_first_call_of_linen_makes_a_cache_and_uses_none():
     """As in Flax: `init` with as many tokens as the cache is to hold."""
-    module = pl.Attention(num_heads=N, position=pe.T5(N), decode=True, **OPTIONS)
+    module = pl.Attention(num_heads=N, position=pe.T5(N), decode=True, **LAYER)
     y, variables = jax.jit(module.init_with_output)(jax.random.key(0), X)
     plain = module.clone(decode=False)
     wanted = jax.jit(lambda x: plain.apply({"params": variables["params"]}, x))(X)
@@ -62,7 +62,7 @@ def test_the_first_call_of_linen_makes_a_cache_and_uses_none():
 
 
 def test_a_ring_takes_the_place_of_the_cache():
-    module = pl.Attention(num_heads=N, position=pe.T5(N), window=3, decode=True, **OPTIONS)
+    module = pl.Attention(num_heads=N, position=pe.T5(N), window=3, decode=True, **LAYER)
     variables = jax.jit(module.init)(jax.random.key(0), X)
     plain = module.clone(decode=False)
     wanted = jax.jit(lambda x: plain.apply({"params": variables["params"]}, x))(X)
@@ -76,7 +76,7 @@ def test_a_ring_takes_the_place_of_the_cache():
 
 def test_views_of_a_model_decode():
     """`nnx.view` makes the caches of all layers; the model itself has none."""
-    model = nnx.Sequential(pn.Attention(D, N, position=pe.T5(N), rngs=nnx.Rngs(0), **OPTIONS))
+    model = nnx.Sequential(pn.Attention(D, N, position=pe.T5(N), rngs=nnx.Rngs(0), **LAYER))
     wanted = jax.jit(lambda x: model(x))(X)
     decoder = nnx.view(model, decode=True, batch_size=BATCH, max_length=T)
     step = nnx.jit(lambda model, x: model(x))
@@ -92,7 +92,7 @@ def test_stacked_layers_decode_under_scan():
     @nnx.split_rngs(splits=2)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def make(rngs):
-        layer = pn.Attention(D, N, position=pe.T5(N), rngs=rngs, **OPTIONS)
+        layer = pn.Attention(D, N, position=pe.T5(N), rngs=rngs, **LAYER)
         layer.init_cache((BATCH, T, D))
         return layer
 
@@ -116,7 +116,7 @@ def test_stacked_layers_decode_under_scan():
 
         @nn.compact
         def __call__(self, x, _):
-            layer = pl.Attention(num_heads=N, position=pe.T5(N), decode=self.decode, **OPTIONS)
+            layer = pl.Attention(num_heads=N, position=pe.T5(N), decode=self.decode, **LAYER)
             return x + layer(x), None
 
     def deep(decode):
@@ -134,7 +134,7 @@ def test_stacked_layers_decode_under_scan():
 
 
 def test_decoding_without_a_cache_is_refused():
-    layer = pn.Attention(D, N, decode=True, rngs=nnx.Rngs(0), **OPTIONS)
+    layer = pn.Attention(D, N, decode=True, rngs=nnx.Rngs(0), **LAYER)
     with pytest.raises(ValueError, match="decode=True needs a cache; call init_cache first"):
         layer(X)
     layer.init_cache((BATCH, T, D))

@@ -21,7 +21,7 @@ import posenc_jax.nnx as pn
 
 N, K, H, D, B, T, S = 8, 4, 8, 16, 4, 34, 40
 NAMES = {"num_heads": "tensor", "num_kv_heads": "tensor"}
-OPTIONS = {"num_kv_heads": K, "head_dim": H, "is_causal": True}
+LAYER = {"num_kv_heads": K, "head_dim": H, "is_causal": True}
 HEADS, TOKENS = P("data", None, "tensor", None), P("data", None, None)
 SCHEME = pe.chain(pe.RoPE(H), pe.T5(N))
 X = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
@@ -91,7 +91,7 @@ def gradients(f):
 
 @functools.cache
 def on_one_device():
-    layer = pn.Attention(D, N, position=SCHEME, scale=1.0, rngs=nnx.Rngs(0), **OPTIONS)
+    layer = pn.Attention(D, N, position=SCHEME, scale=1.0, rngs=nnx.Rngs(0), **LAYER)
     w = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     return w, gradients(by_hand)(w, X), jax.jit(by_hand)(w, X)
 
@@ -121,7 +121,7 @@ def test_training_prefill_and_decode_have_the_collectives_of_a_layer_by_hand(kin
             axis_names=NAMES,
             implementation="reference" if explicit else None,  # Tiles take long to compile.
             rngs=nnx.Rngs(0),
-            **OPTIONS,
+            **LAYER,
         )
         graph, state = nnx.split(layer)
 
@@ -165,7 +165,7 @@ def test_a_layer_by_hand_has_the_documented_collectives():
 def test_state_and_features_of_a_scheme_are_sharded_by_heads():
     """FoX has a sum per head in the cache, beside an array per key and head."""
     with mesh_of(AxisType.Explicit):
-        options = OPTIONS | {"position": pe.FoX(N, D), "axis_names": NAMES}
+        options = LAYER | {"position": pe.FoX(N, D), "axis_names": NAMES}
         layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
         cache = layer.new_cache(B, S, qkv_sharding=HEADS)
         step = jax.jit(
@@ -181,7 +181,7 @@ def test_linen_layers_take_logical_names(kind):
     w, _, wanted = on_one_device()
     names = {"num_heads": "heads", "num_kv_heads": "kv_heads", "model_dim": "embed"}
     rules = [("heads", "tensor"), ("kv_heads", "tensor"), ("embed", None)]
-    module = pl.Attention(N, position=SCHEME, scale=1.0, axis_names=names, **OPTIONS)
+    module = pl.Attention(N, position=SCHEME, scale=1.0, axis_names=names, **LAYER)
     shapes = jax.eval_shape(module.init, jax.random.key(0), X)
     with mesh_of(kind):
         specs = nn.logical_to_mesh(nn.get_partition_spec(shapes), rules)["params"]
@@ -199,7 +199,7 @@ def test_linen_layers_take_logical_names(kind):
 def test_a_linen_cache_on_explicit_axes():
     """The collection "cache" is sharded as `init` is told to shard k and v."""
     _, _, wanted = on_one_device()
-    options = OPTIONS | {"position": SCHEME, "scale": 1.0, "implementation": "reference"}
+    options = LAYER | {"position": SCHEME, "scale": 1.0, "implementation": "reference"}
     module = pl.Attention(N, decode=True, **options)
     plain = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
     params = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
@@ -223,7 +223,7 @@ def test_a_linen_cache_on_explicit_axes():
 def test_more_devices_than_key_heads():
     """Key heads that do not divide the axis are not sharded: they have another name."""
     names, own = {"num_heads": "tensor"}, P("data", None, None, None)
-    options = OPTIONS | {"num_kv_heads": 2, "position": pe.T5(N)}
+    options = LAYER | {"num_kv_heads": 2, "position": pe.T5(N)}
     plain = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
     wanted = jax.jit(lambda x: plain(x))(X)
     with mesh_of(AxisType.Explicit):
@@ -244,7 +244,7 @@ def test_more_devices_than_key_heads():
 
 def test_rows_on_devices_of_shard_map_need_no_collective():
     _, (loss, grads), wanted = on_one_device()
-    options = OPTIONS | {"position": SCHEME, "scale": 1.0, "implementation": "reference"}
+    options = LAYER | {"position": SCHEME, "scale": 1.0, "implementation": "reference"}
     layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
     graph, state = nnx.split(layer)
 

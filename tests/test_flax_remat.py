@@ -14,7 +14,7 @@ import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 
 D, N, H, T, LAYERS = 12, 2, 6, 5, 3
-OPTIONS = {"head_dim": H, "is_causal": True, "position": pe.RoPE(H)}
+LAYER = {"head_dim": H, "is_causal": True, "position": pe.RoPE(H)}
 X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
 POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -43,7 +43,7 @@ def count(f, name, *args):
 
 @pytest.mark.parametrize("flax", ["nnx", "linen"])
 def test_policies_save_q_k_v_and_outputs_by_the_names_of_maxtext(flax):
-    layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **OPTIONS)
+    layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER)
     graph, state = nnx.split(layer)
     params = {"params": nnx.to_pure_dict(state)}
 
@@ -51,7 +51,7 @@ def test_policies_save_q_k_v_and_outputs_by_the_names_of_maxtext(flax):
         if flax == "nnx":
             layer = nnx.merge(graph, state)
             return (nnx.remat(lambda x: layer(x), policy=policy)(x) ** 2).sum()
-        run = nn.remat(pl.Attention, policy=policy)(N, **OPTIONS)
+        run = nn.remat(pl.Attention, policy=policy)(N, **LAYER)
         return (run.apply(params, x) ** 2).sum()
 
     names = re.findall(r"name\[name=(\w+)\]", str(jax.make_jaxpr(lambda x: layer(x))(X)))
@@ -67,7 +67,7 @@ def test_tables_are_computed_once_for_layers_under_scan_and_remat():
     @nnx.split_rngs(splits=LAYERS)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def make(rngs):
-        return pn.Attention(D, N, rngs=rngs, **OPTIONS)
+        return pn.Attention(D, N, rngs=rngs, **LAYER)
 
     graph, state = nnx.split(make(nnx.Rngs(0)))
     encoding = pn.PositionEncoding(pe.RoPE(H), rngs=nnx.Rngs(0))
