@@ -25,7 +25,7 @@ WANTED = {
     "sinks": P("heads"),
     "encoding": {"parameters": {"table": P("heads", None)}},
 }
-OPTIONS = {
+LAYER = {
     "position": pe.T5(N),
     "num_kv_heads": K,
     "head_dim": H,
@@ -51,10 +51,10 @@ def is_variable(x):
 
 def test_all_parameters_of_nnx_and_linen_have_names():
     with eager(False):  # Without a mesh, as Flax's own modules.
-        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **OPTIONS)
+        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER)
     found = nnx.to_pure_dict(specs(nnx.state(layer, nnx.Param)))
     assert found == WANTED
-    module = pl.Attention(num_heads=N, **OPTIONS)
+    module = pl.Attention(num_heads=N, **LAYER)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
     assert nn.get_partition_spec(variables)["params"] == WANTED
     boxed = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
@@ -65,11 +65,11 @@ def test_names_reach_the_mesh_by_the_rules_of_flax():
     rules = [("heads", "tensor"), ("kv_heads", None), ("embed", None)]
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
-        layer = nnx.jit(lambda: pn.Attention(D, N, rngs=nnx.Rngs(0), **OPTIONS))()
+        layer = nnx.jit(lambda: pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER))()
     assert layer.query.kernel.get_value().sharding.spec == P(None, "tensor")
     assert layer.key.kernel.get_value().sharding.spec in (P(), P(None, None, None))
     assert layer.encoding.parameters["table"].get_value().sharding.spec == P("tensor")
-    module = pl.Attention(num_heads=N, **OPTIONS)
+    module = pl.Attention(num_heads=N, **LAYER)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
     found = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)["params"]
     assert found["query"]["kernel"].spec == P(None, "tensor", None)
@@ -83,7 +83,7 @@ def test_layers_stacked_by_vmap_and_scan_get_one_more_name():
     @nnx.split_rngs(splits=2)
     @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
     def make(rngs):
-        return pn.Attention(D, N, rngs=rngs, **OPTIONS)
+        return pn.Attention(D, N, rngs=rngs, **LAYER)
 
     with eager(False):
         found = nnx.to_pure_dict(specs(nnx.state(make(nnx.Rngs(0)), nnx.Param)))
@@ -93,7 +93,7 @@ def test_layers_stacked_by_vmap_and_scan_get_one_more_name():
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            return x + pl.Attention(num_heads=N, name="attention", **OPTIONS)(x), None
+            return x + pl.Attention(num_heads=N, name="attention", **LAYER)(x), None
 
     deep = nn.scan(
         nn.remat(Block),
@@ -109,10 +109,10 @@ def test_layers_stacked_by_vmap_and_scan_get_one_more_name():
 def test_initialisers_with_names_keep_them():
     own = nnx.with_partitioning(nnx.initializers.zeros, ("a", "b", "c"))
     with eager(False):
-        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **OPTIONS, out_kernel_init=own)
+        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER, out_kernel_init=own)
     assert layer.out.kernel.get_metadata("out_sharding") == ("a", "b", "c")
     own = nn.with_partitioning(nn.initializers.zeros, ("a", "b", "c"))
-    module = pl.Attention(num_heads=N, **OPTIONS, out_kernel_init=own)
+    module = pl.Attention(num_heads=N, **LAYER, out_kernel_init=own)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
     assert nn.get_partition_spec(variables)["params"]["out"]["kernel"] == P("a", "b", "c")
 
