@@ -56,8 +56,6 @@ def decode(
     size = block or _block(k.shape[1], kv_heads * (dim + value_dim) * k.dtype.itemsize)
     steps = -(-p.keys // size)
     seen, added = p.visible(), _added(p, unit)
-    if p.softcap is not None:
-        added = jnp.maximum(added, MASK_VALUE)  # No infinity, whose tanh is finite.
     added = jnp.where(seen, added, -jnp.inf)
     shared = added.shape[1] == 1
     added = added.reshape(batch, -1, p.keys)
