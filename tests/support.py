@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import posenc_jax as pe
 
@@ -157,3 +159,8 @@ def decode(scheme, params, tokens, chunks, cache, **options):
 
 def close(a, b, tolerance=2e-5):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
+
+
+EVERY_CASE = os.environ.get("CASES") == "all"
+"""Whether to run cases that are like others, too."""
+one_of_all = pytest.mark.skipif(not EVERY_CASE, reason="CASES=all runs it")

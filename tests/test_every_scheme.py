@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import KINDS, build, close, output
+from support import EVERY_CASE, KINDS, build, close, output
 
 import posenc_jax as pe
 from posenc_jax import testing
@@ -26,8 +26,15 @@ def case(scheme):
     return testing.Case(scheme)
 
 
+OF_KINDS = "ring_cache_equals_the_whole", "coordinates_travel_with_the_cache", "jit_equals_eager"
+"""Properties of what schemes of a kind share; tests/make_serving.py has caches of all."""
+
+
 @pytest.mark.parametrize("name", testing.PROPERTIES)
 def test_property(case, name):
+    kinds = {pe.SCHEMES[kind] for kind in KINDS}
+    if name in OF_KINDS and type(case.scheme) not in kinds and not EVERY_CASE:
+        pytest.skip("CASES=all runs it")
     testing.PROPERTIES[name].check(case)
 
 

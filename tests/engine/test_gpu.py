@@ -2,11 +2,10 @@
 
 The interpreter simulates warpgroups, shared memory, copies and barriers. Products there take
 float32 operands too, which shows errors that the rounding of bfloat16 would hide. It compiles each
-block of threads anew, so a few small cases run by default, and GPU_CASES=all adds the others.
+block of threads anew, so a few small cases run by default, and CASES=all adds the others.
 """
 
 import dataclasses
-import os
 
 import chex
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from engine.kernel_cases import B, assert_close, case_of, outcome
 from engine.rules import KINDS
+from support import EVERY_CASE, one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.gpu.implementation import PallasGPU
@@ -23,11 +23,10 @@ from posenc_jax.rules import LogitBias
 KERNELS = PallasGPU(interpret=True)
 COMPILED = PallasGPU(cross_compile=True)
 
-ALL = os.environ.get("GPU_CASES") == "all"
+
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the interpreter for GPUs came with jax 0.11.2"
 )
-one_of_all = pytest.mark.skipif(not ALL, reason="GPU_CASES=all runs it")
 
 CASES = [("same_for_all", "softcap", 128), ("gate", "both_ways_segments", 128)]
 CASES += [("hiding", "softcap", 128)]
@@ -165,7 +164,7 @@ def test_nan_in_padding_has_no_effect():
 
 LOWERED = [("none", "permuted", 3), ("t5", "sinks", 4), ("kerple_by_pair", "segments", 3)]
 LOWERED += [("wide", "softcap", 7)]
-if ALL:
+if EVERY_CASE:
     LOWERED += [
         ("separable", "causal", 3),
         ("same_for_all", "softcap", 4),
