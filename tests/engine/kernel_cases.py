@@ -196,7 +196,7 @@ def assert_close(got, wanted, tolerance=3e-5):
 def _by_query_head(params, q, k):
     """Features of the keys that are those of a query head each."""
     features = repeat_heads(k, q.shape[2])
-    heads = jnp.linspace(0.5, 1.5, q.shape[2])[None, None, :, None]
+    heads = jnp.linspace(0.5, 1.5, q.shape[2])[None, None, :, None].astype(q.dtype)
     return KINDS["wide"].rules(params, q, features * heads)[1:]
 
 

@@ -36,7 +36,7 @@ model_dim = 32
 num_layers = 1
 num_heads = 2
 [kback.train]
-steps = 6000
+steps = 20000
 steps_per_call = 10
 batch = 8
 
@@ -93,8 +93,8 @@ def main() -> int:
             process, starts = start(parts), starts + 1
             try:
                 # The first seconds are imports and compilation; progress comes after them.
-                most = 1.5 * took if len(kills) < options.kills else None
-                process.wait(chance.uniform(0.2, 1.0) * most if most else None)
+                most = took if len(kills) < options.kills else None
+                process.wait(chance.uniform(0.3, 0.6) * most if most else None)
             except subprocess.TimeoutExpired:
                 kills.append(chance.choice([signal.SIGKILL, signal.SIGTERM]))
                 process.send_signal(kills[-1])
