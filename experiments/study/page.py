@@ -18,7 +18,8 @@ edited by hand. Every scheme has the same data, the same initial parameters and 
 steps. Its learning rate is the best of a grid that is the same for all, chosen by the score at the
 trained length with seed {grid_seed}; the seeds that are reported took no part in that.
 Intervals are 95 % intervals over seeds by Student's t, of the mean or of the mean of paired
-differences to {baseline}. Differences whose interval holds 0 are not resolved.
+differences to {baseline}. Differences whose interval holds 0 are not resolved. In equal time, a
+scheme has so many more or fewer steps that its training takes as long as that of {baseline}.
 """
 
 
@@ -53,7 +54,9 @@ def drawing(study: Study, results: Lookup) -> str:
     for size, cells in study.cells.items():
         for scheme, row in _rows(cells, study.about.baseline, results).items():
             if scheme != study.about.baseline:
-                rows.setdefault(scheme, {})[size] = interval(row.against)
+                found = interval(row.against)
+                if not math.isnan(found[0]):
+                    rows.setdefault(scheme, {})[size] = found
     if not rows:
         return ""
     task = next(iter(next(iter(study.cells.values())).values())).grid[0].task
@@ -74,8 +77,7 @@ class _Row:
 
     def __init__(self, runs: Sequence[Run], results: Sequence[Result], baseline: Sequence[Result]):
         self.run, self.results = runs[0], results
-        pairs = zip(results, baseline, strict=True)
-        self.against = [(score(a) or math.nan) - (score(b) or math.nan) for a, b in pairs]
+        self.against = _differences(results, baseline)
 
     def values(self, view: str, length: int) -> list[float]:
         """Returns the scores of a view at a length, those that there are."""
@@ -96,10 +98,17 @@ def _rows(cells: Mapping[str, Cell], baseline: str, results: Lookup) -> dict[str
     return dict(sorted(found.items(), key=lambda item: _order(item[1])))
 
 
+def _differences(results: Sequence[Result], baseline: Sequence[Result]) -> list[float]:
+    """Returns differences at the trained length by seed, NaN where one diverged."""
+    pairs = [(score(a), score(b)) for a, b in zip(results, baseline, strict=True)]
+    return [math.nan if a is None or b is None else a - b for a, b in pairs]
+
+
 def _order(row: _Row) -> float:
     sign = -1.0 if row.run.task.labels.higher_is_better else 1.0
-    value = mean([score(r) or math.inf for r in row.results])
-    return sign * value if math.isfinite(value) else math.inf
+    found = [score(result) for result in row.results]
+    values = [x for x in found if x is not None]
+    return sign * mean(values) if len(values) == len(found) else math.inf
 
 
 def _ended(runs: Sequence[Run], results: Lookup) -> list[Result]:
@@ -135,18 +144,11 @@ def _scores(
 ) -> Iterator[str]:
     task = next(iter(rows.values())).run.task
     main, trained = task.views[0], task.train_length
-    known = {
-        (view, n)
-        for row in rows.values()
-        for r in row.results
-        for view in r.scores
-        for n in r.scores[view]
-    }
     columns = [
         (view, n)
         for view in task.views
         for n in task.test_lengths
-        if (view, str(n)) in known and (view, n) != (main, trained)
+        if (view, n) != (main, trained) and any(row.values(view, n) for row in rows.values())
     ]
     timed = {s: _ended(cells[s].timed(results, cells[baseline]), results) for s in rows}
     heads = [f"{task.labels.unit}", f"difference to {label(baseline)}", "rate"]
@@ -162,9 +164,8 @@ def _scores(
             f"{train.learning_rate:g}{own}",
         ]
         if any(timed.values()):
-            pairs = zip(timed[scheme], rows[baseline].results, strict=False)
-            against = [(score(a) or math.nan) - (score(b) or math.nan) for a, b in pairs]
-            cells_of.append(_signed(against) if against else "")
+            ended = timed[scheme]
+            cells_of.append(_signed(_differences(ended, rows[baseline].results)) if ended else "")
         yield f"| {label(scheme)} | {' | '.join(cells_of)} |"
     yield ""
     if columns:
@@ -278,6 +279,8 @@ def _plain(values: Sequence[float]) -> str:
 
 
 def _signed(values: Sequence[float]) -> str:
+    if diverged := sum(map(math.isnan, values)):
+        return f"diverged in {diverged} of {len(values)}"
     middle, low, high = interval(values)
     return f"{middle:+.3f}" if math.isnan(low) else f"{middle:+.3f} [{low:+.3f}, {high:+.3f}]"
 

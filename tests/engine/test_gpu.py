@@ -103,14 +103,16 @@ def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("rule", "dtype"),
+    ("rule", "dtype", "times"),
     [
-        ("t5", jnp.bfloat16),
-        pytest.param("t5", jnp.float16, marks=one_of_all),
-        pytest.param("narrow", jnp.float16, marks=one_of_all),
+        ("t5", jnp.bfloat16, 2),
+        pytest.param("t5", jnp.float16, 2, marks=one_of_all),
+        pytest.param("narrow", jnp.float16, 2, marks=one_of_all),
+        pytest.param("narrow", jnp.bfloat16, 3, marks=one_of_all),
     ],
 )
-def test_errors_are_at_most_twice_the_rounding_of_the_reference(rule, dtype):
+def test_errors_are_near_the_rounding_of_the_reference(rule, dtype, times):
+    """At most twice; with vectors per distance in bfloat16 three times, as on TPU."""
     case = _one_row(case_of("causal", rule, length=100, dtype=dtype))
     rule, static, arrays, dynamic = case
     got = outcome(KERNELS, rule, static, arrays, dynamic)
@@ -120,7 +122,7 @@ def test_errors_are_at_most_twice_the_rounding_of_the_reference(rule, dtype):
     for a, b, x in zip(*map(jax.tree.leaves, (got, same, exact)), strict=True):
         a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
         size = np.linalg.norm(x)
-        assert np.linalg.norm(a - x) <= 2 * np.linalg.norm(b - x) + 5e-4 * size
+        assert np.linalg.norm(a - x) <= times * np.linalg.norm(b - x) + 5e-4 * size
 
 
 def _attend(rules=(), changed=lambda x: x, **options):

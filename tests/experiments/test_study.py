@@ -1,6 +1,7 @@
 """Studies: stages, choices and pages, of runs that are not trained."""
 
 import itertools
+import json
 import re
 
 import pytest
@@ -147,6 +148,18 @@ def test_rates_that_diverge_are_not_chosen(call, tmp_path):
     study, results = plan.load(tmp_path / "mine.toml"), known(call.results)
     rates = {run.task.train.learning_rate for run in study.cells["small"]["rope"].finals(results)}
     assert rates == {2e-3}
+
+
+def test_seeds_that_diverge_are_counted_and_a_score_of_zero_is_one(call, monkeypatch):
+    monkeypatch.setitem(HEIGHT, "none", 0.0)
+    assert call("--run")[0] == 0
+    page = call.page()
+    assert re.search(r"\| none \| 0\.000 \[.* \| -0\.901 \[", page)
+    for path in call.results.glob("kback-none-s1-*/result.json"):
+        found = json.loads(path.read_text())
+        path.write_text(json.dumps(found | {"status": "diverged", "scores": {}}))
+    assert call()[0] == 0 and re.search(r"\| none \|.*\| diverged in 1 of 2 \|", call.page())
+    assert "Seeds that diverged: none in 1 of 2." in call.page()
 
 
 def test_the_order_with_half_of_the_grid(call):
