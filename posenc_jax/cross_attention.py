@@ -7,7 +7,9 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import integer_positions, require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.functional import (
+from posenc_jax.positions import count_up
+from posenc_jax.scheme import Params, Scheme
+from posenc_jax.tokens import (
     Norms,
     axis_coordinates,
     by_row,
@@ -17,8 +19,6 @@ from posenc_jax.functional import (
     contents,
     same,
 )
-from posenc_jax.positions import count_up
-from posenc_jax.scheme import Params, Scheme
 
 
 def scheme_cross_attention(

@@ -14,18 +14,17 @@ from posenc_jax.cross_attention import scheme_cross_attention
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional import (
     CacheOptions,
-    Norms,
     TokenOptions,
     new_cache,
     scheme_attention,
     scheme_embedding,
     scheme_tables,
-    token_positions,
 )
 from posenc_jax.layers import LayerSpec, in_chunks
 from posenc_jax.mask import Window
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.scheme import Params, Scheme
+from posenc_jax.tokens import Norms, token_positions
 
 
 class SequenceOptions(TokenOptions, total=False):
