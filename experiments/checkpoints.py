@@ -29,14 +29,23 @@ class Deadline:
 
     def over(self) -> bool:
         """Returns whether the time is over."""
-        return time.monotonic() >= self._at
+        return self.minutes() <= 0
+
+    def minutes(self) -> float:
+        """Returns the time that is left."""
+        return (self._at - time.monotonic()) / 60
 
     @contextlib.contextmanager
-    def of_sigterm(self) -> Generator[None]:
-        """Within it, SIGTERM ends the time in place of the process. For the main thread."""
+    def of_sigterm(self, then: Callable[[], None] = lambda: None) -> Generator[None]:
+        """Within it, SIGTERM ends the time in place of the process. For the main thread.
+
+        Args:
+          then: called next, by the handler of the signal.
+        """
 
         def stop(*_):
             self._at = float("-inf")
+            then()
 
         before = signal.signal(signal.SIGTERM, stop)
         try:

@@ -1,8 +1,10 @@
 """Queues of runs: what has no result is run; a failure or a time limit loses nothing."""
 
 import argparse
+import contextlib
+import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from experiments.checkpoints import Deadline, OutOfTime
@@ -11,6 +13,7 @@ from experiments.progress import duration
 from experiments.runs import VERSIONS, Result, Run, RunFolder, commit, here
 from experiments.tasks import Task
 from experiments.tasks.base import Data
+from experiments.workers import Workers, default_count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +21,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", action="store_true", help="run what has no result yet")
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="part of the runs to run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes, each with a processor of its own (default: one per processor on CPUs)",
+    )
+
+
+def workers(count: int | None) -> int:
+    """Returns how many processes to use.
+
+    Raises:
+      ConfigError: if the number is below 1.
+    """
+    if count is not None and count < 1:
+        raise ConfigError(f"--workers: must be at least 1, got {count}")
+    return default_count() if count is None else count
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -66,60 +86,110 @@ def refuse_other_versions(runs: Iterable[Run], folder: Path, what: str) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Ended:
+    """What came of a run in words, and whether it raised."""
+
+    words: str
+    failed: bool
+
+
 class Queue:
-    """Runs one after the other.
+    """Runs that are carried out one after the other, or some at a time in processes of their own.
 
     Attributes:
       status: 0, or 1 once a run failed.
       over: whether the time is over.
     """
 
-    def __init__(self, folder: Path, minutes: float = float("inf")):
+    def __init__(self, folder: Path, minutes: float = float("inf"), workers: int = 1):
         """Starts the clock.
 
         Args:
           folder: of the folders of runs.
-          minutes: after which it stops, with the state of the current run written.
+          minutes: after which it stops, with the states of unfinished runs written.
+          workers: how many runs at a time, each in a process with a processor of its own.
         """
         commit()  # Files may change while runs go on.
-        self.folder, self.status, self.over = folder, 0, False
+        self.folder, self.workers, self.status, self.over = folder, workers, 0, False
         self.deadline = Deadline(minutes)
         self._loaded: dict[Task, Data] = {}
 
     def work(self, runs: Sequence[Run]) -> None:
         """Carries out runs that have no result; one that raises does not stop the others.
 
-        At the time limit, and on SIGTERM, the state of the current run is written first.
+        At the time limit, and on SIGTERM, the states of unfinished runs are written first.
 
         Raises:
           ResultsError: if another process works in a folder, or it cannot be written.
         """
-        with self.deadline.of_sigterm():
-            self._work(runs)
+        done, units = 0, _units(runs)
+        count = min(self.workers, len(units))
+        for unit in self._beside(units, count) if count > 1 else self._here(units):
+            for ended in unit:
+                done += 1
+                self.status |= ended.failed
+                say(f"[{done}/{len(runs)}] {ended.words}")
+        if done < len(runs):
+            say(f"Time is over with {len(runs) - done} runs left; the same command continues.")
+            self.over = True
 
-    def _work(self, runs: Sequence[Run]) -> None:
-        for i, each in enumerate(runs, 1):
-            began = time.monotonic()
+    def _here(self, units: Sequence[list[Run]]) -> Iterator[list[_Ended]]:
+        with self.deadline.of_sigterm():
+            for unit in units:
+                if self.deadline.over():
+                    return
+                yield self.carry_out(unit)
+
+    def _beside(self, units: Sequence[list[Run]], count: int) -> Iterator[list[_Ended]]:
+        arguments = self.folder, self.deadline.minutes()
+        with (
+            Workers(count, _in_worker, *arguments) as workers,
+            self.deadline.of_sigterm(workers.stop),
+        ):
+            yield from workers.answers(
+                units, lambda unit: unit[0].program, lambda: not self.deadline.over()
+            )
+
+    def carry_out(self, unit: list[Run]) -> list[_Ended]:
+        """Returns what came of runs, without those for which there was no time."""
+        found = []
+        for each in unit:
+            began, failed = time.monotonic(), False
             try:
                 result = RunFolder(self.folder, each).carry_out(self._data, say, self.deadline)
                 words = _words(each, result)
             except OutOfTime:
-                left = len(runs) - i + 1
-                say(f"Time is over with {left} runs left; the same command continues.")
-                self.over = True
-                return
+                break
             except ExperimentError:
                 raise
             except Exception as error:
                 words = f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
-                self.status = 1
+                failed = True
             took = duration(time.monotonic() - began)
-            say(f"[{i}/{len(runs)}] {each.name}: {words:.200}; {took}")
+            found.append(_Ended(f"{each.name}: {words:.200}; {took}", failed))
+        return found
 
     def _data(self, task: Task) -> Data:
         if task not in self._loaded:
             self._loaded[task] = task.load()
         return self._loaded[task]
+
+
+def _units(runs: Sequence[Run]) -> list[list[Run]]:
+    """Returns runs in groups that begin with the same run, so that one process has them."""
+    found: dict[str, list[Run]] = {}
+    for each in runs:
+        found.setdefault(each.root.name, []).append(each)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _in_worker(folder: Path, minutes: float) -> Generator[Callable[[list[Run]], list[_Ended]]]:
+    """Yields what a process calls with each unit."""
+    queue = Queue(folder, minutes)
+    with queue.deadline.of_sigterm():
+        yield queue.carry_out
 
 
 def say(line: str) -> None:

@@ -126,6 +126,13 @@ class Run:
         """How many batches the parameters have seen that it begins with."""
         return self.start.batches_before + self.start.task.train.steps if self.start else 0
 
+    @functools.cached_property
+    def program(self) -> str:
+        """The same for all runs that one compiled program serves: other seeds, other rates."""
+        train = {"learning_rate": 1.0, "scheme_rate": 1.0}
+        task = dataclasses.replace(self.task, train=dataclasses.replace(self.task.train, **train))
+        return dataclasses.replace(self, task=task, seed=0, start=None).name
+
     @property
     def root(self) -> "Run":
         """The run without a start from which this one descends."""

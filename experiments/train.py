@@ -28,25 +28,32 @@ from experiments.settings import Train
 from experiments.tasks import Task
 
 
-def make_optimizer(train: Train) -> optax.GradientTransformation:
+def make_optimizer(
+    train: Train, learning_rate: jax.typing.ArrayLike, scheme_rate: jax.typing.ArrayLike
+) -> optax.GradientTransformation:
     """Returns clipped AdamW with linear warm-up and cosine decay.
 
-    Steps of the scheme's parameters are multiplied by `train.scheme_rate`.
+    Args:
+      train: all settings but the two rates.
+      learning_rate: the highest; may be traced.
+      scheme_rate: what steps of the scheme's parameters are multiplied by; may be traced.
     """
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0,
-        train.learning_rate,
-        train.warmup,
-        train.steps,
-        train.learning_rate * train.final_rate,
+    shape = optax.warmup_cosine_decay_schedule(
+        0.0, 1.0, train.warmup, train.steps, train.final_rate
     )
-    steps = [
+    return optax.chain(
         optax.clip_by_global_norm(train.clip),
-        optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay),
-    ]
-    if train.scheme_rate != 1.0:
-        steps.append(optax.masked(optax.scale(train.scheme_rate), of_scheme))
-    return optax.chain(*steps)
+        optax.adamw(
+            lambda count: learning_rate * shape(count), b2=train.b2, weight_decay=train.weight_decay
+        ),
+        optax.masked(optax.scale(scheme_rate), of_scheme),
+    )
+
+
+def without_rates(task: Task) -> Task:
+    """Returns the task with rates of 1: what a program depends on."""
+    train = dataclasses.replace(task.train, learning_rate=1.0, scheme_rate=1.0)
+    return dataclasses.replace(task, train=train)
 
 
 def mean_loss(
@@ -70,32 +77,40 @@ def mean_loss(
     return (losses * mask[:, 1:]).sum() / jnp.maximum(mask[:, 1:].sum(), 1.0)
 
 
-# On a CPU the lower level compiles a quarter faster to code of the same speed.
+# On a CPU the lower level compiles a quarter faster to code of the same speed, and XLA's own loops
+# are a fifth faster than what it gives to YNNPACK (jaxlib 0.10.2; the option lists what it gives).
 _COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
-    "cpu": {"xla_backend_optimization_level": "1"}
+    "cpu": {"xla_backend_optimization_level": "1", "xla_cpu_experimental_ynn_fusion_type": ""}
 }
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "task"), donate_argnames="state")
 def advance(
-    state: Any, keys: jax.Array, first: jax.Array, data: Any, *, graphdef: Any, task: Task
+    state: Any,
+    keys: jax.Array,
+    rates: jax.Array,
+    first: jax.Array,
+    data: Any,
+    *,
+    graphdef: Any,
+    task: Task,
 ) -> tuple[Any, jax.Array]:
     """Makes `task.train.steps_per_call` optimiser steps; donates the memory of `state`.
 
     Args:
       state: parameters and optimiser state, leaves [seeds, ...].
       keys: [seeds], of the data.
+      rates: [seeds, 2], the learning rate and that of the scheme relative to it.
       first: the number of the first batch, int32.
       data: `Data.train` of the task.
       graphdef: structure of the model.
-      task: the task.
+      task: the task; its rates are not used.
 
     Returns:
       The new state, and losses [seeds, steps].
     """
-    optimizer = make_optimizer(task.train)
 
-    def step(carry, number):
+    def step(optimizer, carry, number):
         (params, moments), key = carry
         drawn = jax.random.fold_in(key, number)
         tokens, mask = task.sample(drawn, task.train.batch, task.train_length, data)
@@ -104,12 +119,18 @@ def advance(
         updates, moments = optimizer.update(gradient, moments, params)
         return ((optax.apply_updates(params, updates), moments), key), loss
 
-    def one_seed(state, key):
+    def one_seed(state, key, rate):
         steps = first + jnp.arange(task.train.steps_per_call)
-        (state, _), losses = jax.lax.scan(step, (state, key), steps)
+        optimizer = make_optimizer(task.train, rate[0], rate[1])
+        (state, _), losses = jax.lax.scan(functools.partial(step, optimizer), (state, key), steps)
         return state, losses
 
-    return jax.vmap(one_seed)(state, keys)
+    return jax.vmap(one_seed)(state, keys, rates)
+
+
+def new_state(params: nnx.State, task: Task) -> tuple[nnx.State, Any]:
+    """Returns what `advance` takes at first, for parameters [seeds, ...]."""
+    return params, jax.vmap(make_optimizer(task.train, 1.0, 1.0).init)(params)
 
 
 @dataclasses.dataclass
@@ -147,16 +168,28 @@ class Checkpoint(Protocol):
         ...
 
 
+def rates_of(task: Task, count: int) -> jax.Array:
+    """Returns the rates of a task, as `advance` takes them for a number of seeds."""
+    return jnp.tile(jnp.float32([task.train.learning_rate, task.train.scheme_rate]), (count, 1))
+
+
+def compiled(task: Task, position: Position, count: int, data: Any) -> Any:
+    """Returns `advance` compiled for a number of seeds, of an earlier call if there was one."""
+    leaves, tree = jax.tree.flatten(data)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    return _compiled(without_rates(task), position, count, tree, shapes)
+
+
 @functools.lru_cache(maxsize=16)
-def _compiled(task: Task, position: Position, count: int, data: Any) -> Any:
-    """Returns the compiled `advance`, for `data` as a tree definition and its shapes."""
+def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any) -> Any:
     graphdef = structure(task.model, position, task.vocab_size)
     keys = jax.eval_shape(lambda: seed_keys([0] * count, "parameters"))
     params = jax.eval_shape(lambda k: initialize(task.model, position, task.vocab_size, k), keys)
-    state = params, jax.eval_shape(jax.vmap(make_optimizer(task.train).init), params)
-    shapes = jax.tree.unflatten(*data)
+    state = jax.eval_shape(lambda p: new_state(p, task), params)
+    rates = jax.ShapeDtypeStruct((count, 2), jnp.float32)
     first = jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = advance.lower(state, keys, first, shapes, graphdef=graphdef, task=task)
+    data = jax.tree.unflatten(tree, shapes)
+    lowered = advance.lower(state, keys, rates, first, data, graphdef=graphdef, task=task)
     return lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
 
 
@@ -190,11 +223,10 @@ def train(
     if params is None:
         params = initialize(task.model, position, task.vocab_size, seed_keys(seeds, "parameters"))
     params = jax.tree.map(jnp.array, params)  # A copy: `advance` donates its memory.
-    state = params, jax.vmap(make_optimizer(task.train).init)(params)
+    state = new_state(params, task)
     keys = seed_keys(seeds, "data")
-    leaves, tree = jax.tree.flatten(data)
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    compiled = _compiled(task, position, len(seeds), (tree, shapes))
+    rates = rates_of(task, len(seeds))
+    call = compiled(task, position, len(seeds), data)
     begun, cpu = time.perf_counter(), time.process_time()
     curve: dict[str, list] = {"step": [], "loss": []}
     before = 0.0, 0.0
@@ -207,7 +239,7 @@ def train(
 
     done = curve["step"][-1] if curve["step"] else 0
     for first in range(done, task.train.steps, task.train.steps_per_call):
-        state, losses = compiled(state, keys, jnp.int32(batches_before + first), data)
+        state, losses = call(state, keys, rates, jnp.int32(batches_before + first), data)
         mean = np.asarray(losses).mean(1)
         curve["step"].append(first + task.train.steps_per_call)
         curve["loss"].append([round(float(x), 5) for x in mean])

@@ -10,7 +10,6 @@ import dataclasses
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 
 from experiments.bench.cases import add_common_arguments, positive
@@ -65,20 +64,19 @@ def run(options: argparse.Namespace) -> dict:
 
 def prepare(task, position, data):
     """Returns a function that makes some training steps, and the seconds of preparing it."""
-    from experiments.model import initialize, seed_keys, structure
-    from experiments.train import advance, make_optimizer
+    from experiments.model import initialize, seed_keys
+    from experiments.train import compiled, new_state, rates_of
 
     began = time.perf_counter()
-    graphdef = structure(task.model, position, task.vocab_size)
+    call = compiled(task, position, 1, data)
     params = initialize(task.model, position, task.vocab_size, seed_keys([0], "parameters"))
-    state = params, jax.vmap(make_optimizer(task.train).init)(params)
-    keys, first = seed_keys([0], "data"), jnp.int32(0)
-    call = advance.lower(state, keys, first, data, graphdef=graphdef, task=task).compile()
+    state = new_state(params, task)
+    keys, rates, first = seed_keys([0], "data"), rates_of(task, 1), jnp.int32(0)
     seconds = time.perf_counter() - began
 
     def steps():
         nonlocal state
-        state, losses = call(state, keys, first, data)
+        state, losses = call(state, keys, rates, first, data)
         return losses
 
     return steps, seconds

@@ -8,7 +8,15 @@ import jax
 from experiments.config_io import Parser
 from experiments.errors import ConfigError, ResultsError
 from experiments.files import write_whole
-from experiments.queue import Queue, add_arguments, of_shard, refuse_other_versions, say, shard
+from experiments.queue import (
+    Queue,
+    add_arguments,
+    of_shard,
+    refuse_other_versions,
+    say,
+    shard,
+    workers,
+)
 from experiments.runs import Run, RunFolder
 from experiments.scoreboard.claims import Claim, load_all
 from experiments.scoreboard.outcomes import Outcome, judge
@@ -53,7 +61,10 @@ def main(arguments: list[str]) -> int:
         if not options.claims:
             device = "cpu" if jax.default_backend() == "cpu" else "gpu"
             chosen = [claim for claim in chosen if claim.about.device == device]
-        status = run(chosen, options.results, options.seeds, part, options.minutes, options.fresh)
+        count = workers(options.workers)
+        status = run(
+            chosen, options.results, options.seeds, part, options.minutes, options.fresh, count
+        )
     outcomes = [judge(claim, options.results) for claim in everything]
     write_whole(options.page, page(outcomes))
     _show([outcome for outcome in outcomes if outcome.claim in chosen])
@@ -71,6 +82,7 @@ def run(
     part: tuple[int, int] = (1, 1),
     minutes: float = float("inf"),
     fresh: bool = False,
+    workers: int = 1,
 ) -> int:
     """Runs what claims need and has no result; a run that raises does not stop the others.
 
@@ -81,6 +93,7 @@ def run(
       part: (i, n): the i-th of n parts, from 1.
       minutes: after which it stops, with the state of the current run written.
       fresh: whether to remove earlier results first.
+      workers: how many runs at a time.
 
     Returns:
       0, or 1 if a run failed.
@@ -88,7 +101,7 @@ def run(
     Raises:
       ResultsError: where results of other versions are in the folder, or another process.
     """
-    queue = Queue(folder, minutes)
+    queue = Queue(folder, minutes, workers)
     plan = _plan(claims, seeds, part)
     if fresh:
         for each in plan:

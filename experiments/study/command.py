@@ -6,7 +6,15 @@ from experiments import plots
 from experiments.config_io import Parser
 from experiments.errors import ConfigError
 from experiments.files import write_whole
-from experiments.queue import Queue, add_arguments, of_shard, refuse_other_versions, say, shard
+from experiments.queue import (
+    Queue,
+    add_arguments,
+    of_shard,
+    refuse_other_versions,
+    say,
+    shard,
+    workers,
+)
 from experiments.runs import Result, Run, RunFolder
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, load
@@ -39,7 +47,9 @@ def main(arguments: list[str]) -> int:
     target = options.page or Path("docs") / f"{study.name}.md"
     if target.suffix != ".md":
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
-    status = run(study, folder, part, options.minutes) if options.run else 0
+    status = 0
+    if options.run:
+        status = run(study, folder, part, options.minutes, workers(options.workers))
     results = known(folder)
     svg, picture = drawing(study, results), target.with_suffix(".svg")
     if svg:
@@ -51,7 +61,11 @@ def main(arguments: list[str]) -> int:
 
 
 def run(
-    study: Study, folder: Path, part: tuple[int, int] = (1, 1), minutes: float = float("inf")
+    study: Study,
+    folder: Path,
+    part: tuple[int, int] = (1, 1),
+    minutes: float = float("inf"),
+    workers: int = 1,
 ) -> int:
     """Runs what has no result, until no more follows from the results.
 
@@ -60,6 +74,7 @@ def run(
       folder: of the folders of runs.
       part: (i, n): the i-th of n parts of the schemes, from 1.
       minutes: after which it stops, with the state of the current run written.
+      workers: how many runs at a time.
 
     Returns:
       0, or 1 if a run failed.
@@ -67,7 +82,7 @@ def run(
     Raises:
       ResultsError: where results of other versions are in the folder, or another process.
     """
-    queue, failed = Queue(folder, minutes), set()
+    queue, failed = Queue(folder, minutes, workers), set()
     while not queue.over:
         results = known(folder)
         runs = list(study.runs(results))

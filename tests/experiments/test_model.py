@@ -186,7 +186,7 @@ def test_training_equals_a_python_loop():
     params = jax.tree.map(
         lambda x: x[0], initialize(SIZES, scheme, TASK.vocab_size, seed_keys([5], "parameters"))
     )
-    optimizer = make_optimizer(TASK.train)
+    optimizer = make_optimizer(TASK.train, TASK.train.learning_rate, TASK.train.scheme_rate)
     moments = optimizer.init(params)
     (key,) = seed_keys([5], "data")
 
@@ -239,7 +239,7 @@ def test_the_learning_rate_of_a_scheme_is_its_own():
     gradient = jax.tree.map(jnp.ones_like, params)
     changes = []
     for rate in (1.0, 10.0):
-        optimizer = make_optimizer(dataclasses.replace(TASK.train, scheme_rate=rate))
+        optimizer = make_optimizer(TASK.train, 1e-3, rate)
         state = optimizer.init(params)
         _, state = optimizer.update(gradient, state, params)  # The warm-up begins at zero.
         changes.append(optimizer.update(gradient, state, params)[0])

@@ -74,6 +74,7 @@ TASK = KBack(
 def call(tmp_path, capsys, monkeypatch):
     """Runs `scoreboard` on claims in a folder of their own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("experiments.queue.default_count", lambda: 1)
     folder = tmp_path / "configs" / "scoreboard"
     folder.mkdir(parents=True)
     (folder / "T1.toml").write_text(CLAIM)

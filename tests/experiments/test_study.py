@@ -50,6 +50,7 @@ def measured(run):
 def call(tmp_path, capsys, monkeypatch):
     """Runs `study` with scores from `measured`, and counts what it runs."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("experiments.queue.default_count", lambda: 1)
     (tmp_path / "mine.toml").write_text(STUDY)
     made = []
 
