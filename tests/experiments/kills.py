@@ -1,6 +1,6 @@
 """Kills a run at random times, again and again, and compares its end with that of a whole run.
 
-    python -m tests.experiments.kills               20 kills, about 3 minutes
+    python -m tests.experiments.kills               20 kills, about 4 minutes
     python -m tests.experiments.kills --kills 5
 
 Half of the kills are SIGKILL, the others SIGTERM. States are written 20 times a second, so that
@@ -88,13 +88,14 @@ def main() -> int:
         if start(whole).wait():
             print("The run fails without kills.")
             return 1
-        took, kills, starts = time.monotonic() - began, [], 0
+        training = json.loads(next(whole.glob("results/*/result.json")).read_text())["train_seconds"]
+        before, kills, starts = time.monotonic() - began - training, [], 0
         while result(parts) is None:
             process, starts = start(parts), starts + 1
             try:
-                # The first seconds are imports and compilation; progress comes after them.
-                most = took if len(kills) < options.kills else None
-                process.wait(chance.uniform(0.3, 0.6) * most if most else None)
+                # Imports and compilation take the first seconds; then a kill after a small part.
+                part = chance.uniform(-0.5, 1.2) * training / options.kills
+                process.wait(before + part if len(kills) < options.kills else None)
             except subprocess.TimeoutExpired:
                 kills.append(chance.choice([signal.SIGKILL, signal.SIGTERM]))
                 process.send_signal(kills[-1])

@@ -130,6 +130,21 @@ def test_a_claim_is_run_decided_and_not_run_again(call):
     assert again[1] == kept[1] and len(again[0]) == len(kept[0])
 
 
+def test_runs_in_processes_of_their_own(call):
+    assert call("--run", "--seeds", "1")[0] == 0
+    known = {path: json.loads(path.read_text()) for path in call.results.glob("*/result.json")}
+    for path in known:
+        path.unlink()
+    status, out, err = call("--run", "--seeds", "1", "--workers", "2")
+    assert (status, err) == (0, "") and "[3/3]" in out and "1 of 1" in call.page()
+    for path, before in known.items():
+        after = json.loads(path.read_text())
+        assert after["settings"] == before["settings"]
+        assert after["scores"]["plain"]["32"] == pytest.approx(
+            before["scores"]["plain"]["32"], abs=0.1
+        )
+
+
 def test_the_committed_page_is_that_of_the_committed_results(request):
     root = request.config.rootpath
     claims = claims_module.load_all(root / "configs" / "scoreboard", [])
@@ -181,12 +196,11 @@ def test_sigterm_writes_the_state_and_the_same_command_continues(call, monkeypat
         os.kill(os.getpid(), signal.SIGTERM)
         save(self, state, curve, times)
 
-    monkeypatch.setattr(FileCheckpoint, "save", terminated)
-    status, out, _ = call("--run", "--seeds", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(FileCheckpoint, "save", terminated)
+        status, out, _ = call("--run", "--seeds", "1")
     assert status == 0 and "Time is over with 3 runs left" in out
     assert [path.name for path in call.results.glob("*/*")] == ["checkpoint.npz"]
-    monkeypatch.undo()
-    monkeypatch.chdir(call.results.parents[1])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert "3 runs, 0 with a result" in call("--run", "--seeds", "1")[1]
 

@@ -1,0 +1,59 @@
+"""Processes that carry out units of work side by side."""
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+
+from experiments.errors import ConfigError, ResultsError
+from experiments.queue import workers
+from experiments.workers import Workers
+
+
+@contextlib.contextmanager
+def prepare(offset):
+    """Yields what workers call: a string is obeyed, a number is answered by a larger one."""
+    stopped = []
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+
+    def work(unit):
+        if unit == "raise":
+            raise ResultsError("no")
+        if unit == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while unit == "wait" and not stopped:
+            time.sleep(0.01)
+        return "stopped" if unit == "wait" else (unit + offset, os.getpid())
+
+    yield work
+    signal.signal(signal.SIGTERM, before)
+
+
+def answers(pool, *units, kind=None, go_on=lambda: True):
+    return list(pool.answers(units, kind or (lambda unit: unit % 2), go_on))
+
+
+def test_units_are_shared_and_errors_come_back():
+    with Workers(2, prepare, 10) as pool:
+        found = answers(pool, *range(8))
+        assert sorted(number for number, _ in found) == list(range(10, 18))
+        assert len({process for _, process in found}) == 2
+        assert answers(pool, 1, 2, go_on=lambda: False) == []
+        with pytest.raises(ResultsError, match="no"):
+            answers(pool, "raise", kind=str)
+    with Workers(1, prepare, 0) as pool, pytest.raises(ResultsError, match="ended with status -9"):
+        answers(pool, "die", kind=str)
+    with Workers(1, prepare, 0) as pool:
+        asked = pool.answers(["wait"], str, lambda: True)
+        before = signal.signal(signal.SIGALRM, lambda *_: pool.stop())
+        signal.setitimer(signal.ITIMER_REAL, 4.0)  # By then it waits; if not, it stops at once.
+        assert list(asked) == ["stopped"]
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_the_number_of_processes():
+    assert workers(3) == 3 and workers(None) >= 1
+    with pytest.raises(ConfigError, match="--workers: must be at least 1"):
+        workers(0)
