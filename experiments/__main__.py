@@ -19,6 +19,8 @@ python -m experiments <command> [file.toml] [changes]
   scoreboard test claims of the literature, write their
              outcomes to RESULTS.md                          configs/scoreboard/
   generate   print text of a model that train has made       a folder of results
+  attention  draw attention against distance of models that
+             train has made, beyond the trained length too   a folder of results
   report     write report.html again from results.json       a folder of results
   bench      measure speed as ratios
   gallery    draw the effect of every scheme, on one page
@@ -46,6 +48,7 @@ _EXPERIMENTS = {
 }
 _OTHERS = {
     "generate": "experiments.generate",
+    "attention": "experiments.attention",
     "report": "experiments.report",
     "study": "experiments.study.command",
     "scoreboard": "experiments.scoreboard.command",

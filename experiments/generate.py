@@ -1,6 +1,5 @@
 """`python -m experiments generate`: text from a trained model, beyond its trained length too."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -15,11 +14,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text as Words
 
-from experiments.config import load
+from experiments import trained
 from experiments.config_io import Parser, near
 from experiments.errors import ConfigError, ResultsError
-from experiments.model import LanguageModel, initialize, seed_keys, structure
-from experiments.results_store import ResultsStore
+from experiments.model import LanguageModel
 from experiments.schemes import with_scaling
 from experiments.tasks.text import VARIANTS, Text
 
@@ -150,25 +148,13 @@ def _load(
     folder: Path, scheme: str | None, scaling: str | None, total: int
 ) -> tuple[Text, LanguageModel]:
     """Returns the task and the trained model of the first seed."""
-    if not (folder / "results.json").exists():
-        raise ConfigError(
-            f"{folder}: holds no results; make them with "
-            "`python -m experiments train --tasks text --name mine`"
-        )
-    found = load(folder / "config.toml")
-    experiment = dataclasses.replace(found, results=str(folder.parent), name=folder.name)
+    experiment = trained.experiment_of(folder)
     task = experiment.tasks.get("text")
     if not isinstance(task, Text):
         raise ConfigError(f"{folder}: holds no model of text, but {', '.join(experiment.tasks)}")
     scheme = experiment.schemes[0] if scheme is None else scheme
-    if scheme not in experiment.schemes:
-        raise ConfigError(f"--scheme: {scheme!r} is not there{near(scheme, experiment.schemes)}")
+    params = trained.parameters(experiment, task, scheme)
     position = experiment.scheme("text", scheme)
-    like = jax.eval_shape(
-        lambda k: initialize(task.model, position, task.vocab_size, k),
-        seed_keys(experiment.seed_list, "parameters"),
-    )
-    params = ResultsStore(experiment, measure=True).load_parameters("text", scheme, like)
     if scaling is not None:
         if scaling not in VARIANTS:
             raise ConfigError(f"--scaling: unknown map {scaling!r}{near(scaling, VARIANTS)}")
@@ -177,17 +163,18 @@ def _load(
         if scaled is None:
             raise ConfigError(f"--scaling: {scheme} has no frequencies to change")
         position = scaled
-    graphdef = structure(task.model, position, task.vocab_size)
-    return task, nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(x[0]), params))
+    return task, trained.model(task, position, params)
 
 
-def _show(parts: Iterator[np.ndarray], prompts: Sequence[bytes], count: int, trained: int) -> None:
+def _show(
+    parts: Iterator[np.ndarray], prompts: Sequence[bytes], count: int, trained_length: int
+) -> None:
     """Shows the texts as they grow, and the speed."""
     console, texts = Console(), [bytearray(prompt) for prompt in prompts]
     first, began, done = 0, time.perf_counter(), 0
 
     def picture(words: str) -> Group:
-        return Group(*(_marked(text, trained) for text in texts), Words(words, style="dim"))
+        return Group(*(_marked(text, trained_length) for text in texts), Words(words, style="dim"))
 
     with Live(picture("compiling"), console=console, auto_refresh=False) as live:
         for part in parts:
@@ -201,7 +188,9 @@ def _show(parts: Iterator[np.ndarray], prompts: Sequence[bytes], count: int, tra
             live.update(picture(f"{done} of {count} bytes{speed}"), refresh=True)
 
 
-def _marked(text: bytes | bytearray, trained: int) -> Words:
+def _marked(text: bytes | bytearray, trained_length: int) -> Words:
     """The text with a bar where it passes the trained length."""
-    head, tail = (part.decode("utf-8", "replace") for part in (text[:trained], text[trained:]))
+    head, tail = (
+        part.decode("utf-8", "replace") for part in (text[:trained_length], text[trained_length:])
+    )
     return Words.assemble(head, ("|", "bold red") if tail else "", tail)

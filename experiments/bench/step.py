@@ -2,7 +2,8 @@
 
 Each measurement is one compiled call of several optimiser steps, as training makes them; the
 schemes alternate. Compile seconds include initialisation and tracing; those of the first scheme
-include the compilation of shared functions.
+include the compilation of shared functions. With --peers, PyTorch trains the same model, without
+positions and with RoPE, from the same parameters on the same batches.
 """
 
 import argparse
@@ -10,9 +11,13 @@ import dataclasses
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.bench.cases import add_common_arguments, positive
+from experiments.bench.peers import installed
+from experiments.bench.step_peers import SCHEMES, equal, torch_steps
 from experiments.bench.timing import show, side_by_side
 from experiments.config_io import names
 
@@ -27,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=positive, default=5, help="optimiser steps a call (default: 5)"
     )
+    parser.add_argument("--peers", action="store_true", help="PyTorch too, eager and compiled")
     add_common_arguments(parser, seconds=0.0)
 
 
@@ -42,7 +48,12 @@ def run(options: argparse.Namespace) -> dict:
     data = task.load().train
     compiled, cases = {}, {}
     for name in schemes:
-        cases[name], compiled[name] = prepare(task, experiment.scheme(task.name, name), data)
+        position = experiment.scheme(task.name, name)
+        cases[name], compiled[name] = prepare(task, position, data)
+        if options.peers and name in SCHEMES:
+            own, seconds = _peers(task, name, position, data)
+            cases |= own
+            compiled |= seconds
     timings = side_by_side(cases, rounds=options.rounds, seconds=options.seconds)
     sizes = (
         f"{task.model.num_layers} layers, width {task.model.model_dim}, "
@@ -80,3 +91,28 @@ def prepare(task, position, data):
         return losses
 
     return steps, seconds
+
+
+def _peers(task, name, position, data):
+    """Returns PyTorch's steps, and the seconds of preparing them, by name."""
+    from experiments.model import initialize, seed_keys
+
+    if not installed("torch"):
+        return {}, {}
+    params = initialize(task.model, position, task.vocab_size, seed_keys([0], "parameters"))
+    params = jax.tree.map(lambda x: np.asarray(x[0]), params)
+    (key,) = seed_keys([0], "data")
+    keys = [jax.random.fold_in(key, i) for i in range(task.train.steps_per_call)]
+    batches = [task.sample(k, task.train.batch, task.train_length, data)[0] for k in keys]
+    ours = np.asarray(prepare(task, position, data)[0]())[0]
+    cases, seconds = {}, {}
+    for what, compiled in (("eager", False), ("compiled", True)):
+        began = time.perf_counter()
+        steps, _ = torch_steps(task, name, params, np.stack(batches), compiled=compiled)
+        differs = equal(ours, steps())
+        if differs:
+            print(f"  torch {what}, {name}, is left out: {differs}")
+            continue
+        cases[f"torch {what}, {name}"] = steps
+        seconds[f"torch {what}, {name}"] = time.perf_counter() - began
+    return cases, seconds

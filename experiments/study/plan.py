@@ -153,13 +153,18 @@ class Study:
 
     def runs(self, results: Lookup) -> Iterator[Run]:
         """Returns all runs that are known so far; more follow from their results."""
-        for cells in self.cells.values():
-            for cell in cells.values():
-                yield from cell.grid
-                if best := cell.best(cell.grid, results):
-                    yield from cell.own(best)
-                yield from cell.finals(results)
-                yield from cell.timed(results, cells[self.about.baseline])
+        for size in self.cells:
+            yield from self.runs_of(size, results)
+
+    def runs_of(self, size: str, results: Lookup) -> Iterator[Run]:
+        """Returns the runs of a size that are known so far."""
+        cells = self.cells[size]
+        for cell in cells.values():
+            yield from cell.grid
+            if best := cell.best(cell.grid, results):
+                yield from cell.own(best)
+            yield from cell.finals(results)
+            yield from cell.timed(results, cells[self.about.baseline])
 
     @property
     def count(self) -> int:

@@ -88,7 +88,9 @@ def main() -> int:
         if start(whole).wait():
             print("The run fails without kills.")
             return 1
-        training = json.loads(next(whole.glob("results/*/result.json")).read_text())["train_seconds"]
+        training = json.loads(next(whole.glob("results/*/result.json")).read_text())[
+            "train_seconds"
+        ]
         before, kills, starts = time.monotonic() - began - training, [], 0
         while result(parts) is None:
             process, starts = start(parts), starts + 1

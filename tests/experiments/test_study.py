@@ -86,7 +86,9 @@ def call(tmp_path, capsys, monkeypatch):
 def test_stages_follow_from_results(call, tmp_path):
     assert call()[0] == 0 and "**0 of 35 runs" in call.page() and not call.plot.exists()
     status, out, err = call("--run")
-    assert (status, err) == (0, "") and "21 are next" in out
+    assert (
+        (status, err) == (0, "") and "12 of small are next" in out and "9 of large are next" in out
+    )
     assert len(call.made) == 35 == len({run.name for run in call.made})
     page = call.page()
     assert "runs have ended" not in page and "<svg" in call.plot.read_text()
@@ -128,7 +130,7 @@ def test_finished_runs_are_not_run_again_and_shards_share_the_work(call):
 
 def test_time_limits_and_failures_lose_nothing(call):
     status, out, _ = call("--run", "--minutes", "0")
-    assert status == 0 and "Time is over with 21 runs left" in out and not call.made
+    assert status == 0 and "Time is over with 12 runs left" in out and not call.made
     call.raises = ("none", 1e-3)
     status, out, _ = call("--run")
     assert status == 1 and "failed: RuntimeError: no memory" in out
