@@ -1,8 +1,9 @@
 """The state of training in files, so that a run that was stopped continues with equal bits."""
 
 import contextlib
+import functools
 import io
-import json
+import shutil
 import signal
 import time
 import zipfile
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
+from experiments.errors import ResultsError
 from experiments.files import write_whole
 
 
@@ -54,52 +58,86 @@ class Deadline:
             signal.signal(signal.SIGTERM, before)
 
 
-class FileCheckpoint:
-    """A `train.Checkpoint` in a file and the one before it.
+class OrbaxCheckpoint:
+    """A `train.Checkpoint`: the two latest states in a folder, written while training goes on.
+
+    A state is whole or not there. It can be read on another number of devices.
 
     Args:
-      path: of the file; `previous` is appended to the name of the one before it.
+      path: of the folder.
       deadline: when it is over, the state is written and OutOfTime raised.
-      say: shows a line about a file that cannot be used.
-      every: seconds between two writes.
+      say: shows a line about a state that cannot be used.
+      every: seconds between two states.
     """
 
     def __init__(
         self, path: Path, deadline: Deadline, say: Callable[[str], None], every: float = 60.0
     ):
         self.path, self.deadline, self.say, self.every = path, deadline, say, every
-        self.previous = path.with_name(f"{path.name}.previous")
         self.written = time.monotonic()
 
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+        return ocp.CheckpointManager(self.path.absolute(), options=options)
+
     def load(self, state):
-        for path in (self.path, self.previous):
-            arrays = read_arrays(path)
-            if arrays is not None and fits(arrays[:-1], state):
-                kept = json.loads(arrays[-1].tobytes())
-                state = jax.tree.unflatten(jax.tree.structure(state), arrays[:-1])
-                wall, cpu = kept["times"]
-                return state, kept["curve"], (wall, cpu)
-            if path.exists():
-                self.say(f"{path}: cannot be used; continuing from what was written before it")
+        if not self.path.exists():
+            return None
+        like = {
+            k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for k, x in _named(state).items()
+        }
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            arguments = ocp.args.Composite(
+                state=ocp.args.StandardRestore(like), facts=ocp.args.JsonRestore()
+            )
+            try:
+                found = self._manager.restore(step, args=arguments)
+                wall, cpu = found["facts"]["times"]
+                curve = found["facts"]["curve"]
+            except Exception as error:  # Whatever damaged files make Orbax raise.
+                what = type(error).__name__
+                self.say(
+                    f"{self.path / str(step)}: cannot be used ({what}); continuing from what was "
+                    "written before it"
+                )
+                self._manager.delete(step)
+                continue
+            leaves = [found["state"][name] for name in like]
+            return jax.tree.unflatten(jax.tree.structure(state), leaves), curve, (wall, cpu)
         return None
 
     def save(self, state, curve, times):
         now, over = time.monotonic(), self.deadline.over()
         if not over and now < self.written + self.every:
             return
-        words = json.dumps({"curve": curve, "times": times}).encode()
-        arrays = [*jax.tree.leaves(state), np.frombuffer(words, np.uint8)]
-        if self.path.exists():
-            self.path.replace(self.previous)
-        write_arrays(self.path, arrays)
+        arguments = ocp.args.Composite(
+            # Copies: the next steps are given the memory of `state`.
+            state=ocp.args.StandardSave({k: jnp.copy(x) for k, x in _named(state).items()}),
+            facts=ocp.args.JsonSave({"curve": curve, "times": times}),
+        )
+        try:
+            self._manager.save(curve["step"][-1], args=arguments)
+            if over:
+                self._manager.wait_until_finished()
+        except Exception as error:  # A full disk raises other errors than OSError in threads.
+            says = str(error).strip().partition("\n")[0]
+            raise ResultsError(f"{self.path}: cannot be written: {says:.200}") from None
         self.written = now
         if over:
             raise OutOfTime
 
     def remove(self) -> None:
-        """Removes both files."""
-        self.path.unlink(missing_ok=True)
-        self.previous.unlink(missing_ok=True)
+        """Removes the folder."""
+        if "_manager" in vars(self):
+            self._manager.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _named(state: Any) -> dict[str, jax.Array]:
+    """Returns the leaves by number: Orbax stores names, and need not know the types of the tree."""
+    return {f"{i:04d}": x for i, x in enumerate(jax.tree.leaves(state))}
 
 
 def write_arrays(path: Path, arrays: list[Any]) -> None:

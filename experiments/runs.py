@@ -1,8 +1,7 @@
 """Single runs: a scheme on a task with one seed, in a folder named by the hash of its settings.
 
 result.json       scores and how they were made; written once, when the run has ended
-checkpoint.npz    the state of training, about once a minute, until the run has ended; the one
-                  before it is kept too
+checkpoints/      states of training, about one a minute, until the run has ended; the latest two
 parameters.npz    trained parameters, where other runs begin with them
 
 A run that was stopped at any time continues from its checkpoint with equal bits. Only result.json
@@ -24,7 +23,7 @@ import jax
 
 from experiments.checkpoints import (
     Deadline,
-    FileCheckpoint,
+    OrbaxCheckpoint,
     OutOfTime,
     fits,
     read_arrays,
@@ -268,9 +267,9 @@ class RunFolder:
 
     def _checkpoint(
         self, deadline: Deadline | None = None, say: Callable[[str], None] = lambda line: None
-    ) -> FileCheckpoint:
+    ) -> OrbaxCheckpoint:
         deadline = Deadline() if deadline is None else deadline
-        return FileCheckpoint(self.path / "checkpoint.npz", deadline, say)
+        return OrbaxCheckpoint(self.path / "checkpoints", deadline, say)
 
     def _write(
         self, status: str, facts: Mapping[str, str] | None = None, **measured: Any

@@ -3,7 +3,7 @@
     python -m tests.experiments.kills               20 kills, about 4 minutes
     python -m tests.experiments.kills --kills 5
 
-Half of the kills are SIGKILL, the others SIGTERM. States are written 20 times a second, so that
+Half of the kills are SIGKILL, the others SIGTERM. States are written 5 times a second, so that
 many kills fall into a write. Exits with 1 unless the results are equal bit by bit.
 """
 
@@ -46,9 +46,9 @@ scheme = "t5"
 """
 RUN = """
 import sys
-from experiments.checkpoints import FileCheckpoint
+from experiments.checkpoints import OrbaxCheckpoint
 from experiments.__main__ import main
-FileCheckpoint.__init__.__defaults__ = (0.05,)
+OrbaxCheckpoint.__init__.__defaults__ = (0.2,)
 raise SystemExit(main(sys.argv[1:]))
 """
 

@@ -6,11 +6,16 @@ import os
 import re
 import signal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from experiments.__main__ import main
-from experiments.checkpoints import FileCheckpoint, OutOfTime
+from experiments.checkpoints import Deadline, OrbaxCheckpoint, OutOfTime
 from experiments.config import Experiment
 from experiments.errors import ConfigError, ResultsError
 from experiments.files import locked
@@ -68,6 +73,10 @@ TASK = KBack(
     model=SIZES,
     train=Train(steps=4, steps_per_call=2, warmup=1, batch=4),
 )
+
+
+# Orbax reads arrays at once; what ends after the first error finds its event loop closed.
+late_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture
@@ -197,14 +206,15 @@ def test_sigterm_writes_the_state_and_the_same_command_continues(call, monkeypat
         save(self, state, curve, times)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileCheckpoint, "save", terminated)
+        patch.setattr(OrbaxCheckpoint, "save", terminated)
         status, out, _ = call("--run", "--seeds", "1")
     assert status == 0 and "Time is over with 3 runs left" in out
-    assert [path.name for path in call.results.glob("*/*")] == ["checkpoint.npz"]
+    assert [path.name for path in call.results.glob("*/*")] == ["checkpoints"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert "3 runs, 0 with a result" in call("--run", "--seeds", "1")[1]
 
 
+@late_reads
 def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
     data = TASK.load()
     whole = RunFolder(tmp_path / "whole", make_run()).carry_out(lambda task: data, keep=True)
@@ -212,14 +222,14 @@ def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
     said = []
     for _ in range(2):  # At the deadline the state is written after one call of two steps.
         with pytest.raises(OutOfTime):
-            monkeypatch.setattr(FileCheckpoint, "save", stop_after_saving)
+            monkeypatch.setattr(OrbaxCheckpoint, "save", stop_after_saving)
             folder.carry_out(lambda task: data, said.append, keep=True)
     monkeypatch.undo()
-    assert (folder.path / "checkpoint.npz").exists() and folder.result() is None
-    (folder.path / "checkpoint.npz").write_bytes(b"PK damaged")  # The one before it is used.
+    assert steps(folder) == [2, 4] and folder.result() is None
+    damage(folder, 4)  # The one before it is used.
     parts = folder.carry_out(lambda task: data, said.append, keep=True)
     assert parts.curve == whole.curve and parts.scores == whole.scores
-    assert len(said) == 1 and "checkpoint.npz: cannot be used" in said[0]
+    assert len(said) == 1 and "checkpoints/4: cannot be used" in said[0]
     a, b = ((tmp_path / d / folder.run.name / "parameters.npz") for d in ("whole", "parts"))
     with np.load(a) as a, np.load(b) as b:
         assert a.files == b.files
@@ -228,23 +238,63 @@ def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
     assert {path.name for path in folder.path.iterdir()} == {"result.json", "parameters.npz"}
 
 
-save = FileCheckpoint.save
+save = OrbaxCheckpoint.save
 
 
 def stop_after_saving(self, state, curve, seconds):
     self.every = 0.0
     save(self, state, curve, seconds)
+    self._manager.wait_until_finished()
     raise OutOfTime
 
 
-def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(tmp_path):
+def steps(folder):
+    return sorted(int(path.name) for path in (folder.path / "checkpoints").iterdir())
+
+
+def damage(folder, step):
+    """Damages what was written last in the files of arrays."""
+    for path in (folder.path / "checkpoints" / str(step) / "state").rglob("d/*"):
+        path.write_bytes(b"damaged")
+
+
+def test_a_state_is_read_on_another_number_of_devices(tmp_path):
+    devices = jax.devices()
+    x = jnp.arange(16.0).reshape(8, 2)
+    states = [
+        jax.device_put({"x": x}, NamedSharding(Mesh(devices[:n], "data"), P("data")))
+        for n in (8, 2)
+    ]
+    checkpoint = OrbaxCheckpoint(tmp_path / "c", Deadline(), print, every=0.0)
+    checkpoint.save(states[0], {"step": [1], "loss": [[0.5]]}, (1.0, 2.0))
+    checkpoint._manager.wait_until_finished()
+    found, curve, times = OrbaxCheckpoint(tmp_path / "c", Deadline(), print).load(states[1])
+    assert found["x"].sharding == states[1]["x"].sharding and curve["step"] == [1]
+    np.testing.assert_array_equal(found["x"], x)
+    assert tuple(times) == (1.0, 2.0)
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise ValueError("Error writing: No space left on device\nmore")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", full)
+    checkpoint = OrbaxCheckpoint(tmp_path / "c", Deadline(), print, every=0.0)
+    with pytest.raises(ResultsError, match="c: cannot be written: Error writing: No space left"):
+        checkpoint.save({"x": jnp.ones(2)}, {"step": [1], "loss": [[0.5]]}, (1.0, 2.0))
+
+
+@late_reads
+def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(tmp_path, monkeypatch):
     data = TASK.load()
     folder = RunFolder(tmp_path, make_run())
-    folder.path.mkdir()
     said = []
-    (folder.path / "checkpoint.npz").write_bytes(b"PK damaged")
+    with monkeypatch.context() as patch, pytest.raises(OutOfTime):
+        patch.setattr(OrbaxCheckpoint, "save", stop_after_saving)
+        folder.carry_out(lambda task: data, said.append)
+    damage(folder, 2)
     found = folder.carry_out(lambda task: data, said.append)
-    assert found.status == "done" and "checkpoint.npz: cannot be used" in said[0]
+    assert found.status == "done" and "checkpoints/2: cannot be used" in said[0]
     (folder.path / "result.json").write_text("{")
     with pytest.raises(ResultsError, match=r"result\.json: cannot be read"):
         folder.result()
