@@ -13,7 +13,7 @@ from experiments.progress import duration
 from experiments.runs import VERSIONS, Result, Run, RunFolder, commit, here
 from experiments.tasks import Task
 from experiments.tasks.base import Data
-from experiments.workers import Workers, default_count
+from experiments.workers import RayWorkers, Workers, default_count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,17 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes, each with a processor of its own (default: one per processor on CPUs)",
     )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run on a Ray cluster, such as auto; local starts one on this machine",
+    )
 
 
-def workers(count: int | None) -> int:
-    """Returns how many processes to use.
+def workers(options: argparse.Namespace) -> int | str:
+    """Returns the address of a Ray cluster if one was given, otherwise how many processes to use.
 
     Raises:
       ConfigError: if the number is below 1.
     """
-    if count is not None and count < 1:
-        raise ConfigError(f"--workers: must be at least 1, got {count}")
-    return default_count() if count is None else count
+    if options.ray is not None:
+        return options.ray
+    if options.workers is not None and options.workers < 1:
+        raise ConfigError(f"--workers: must be at least 1, got {options.workers}")
+    return default_count() if options.workers is None else options.workers
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -102,13 +109,14 @@ class Queue:
       over: whether the time is over.
     """
 
-    def __init__(self, folder: Path, minutes: float = float("inf"), workers: int = 1):
+    def __init__(self, folder: Path, minutes: float = float("inf"), workers: int | str = 1):
         """Starts the clock.
 
         Args:
           folder: of the folders of runs.
           minutes: after which it stops, with the states of unfinished runs written.
-          workers: how many runs at a time, each in a process with a processor of its own.
+          workers: how many runs at a time, each in a process with a processor of its own; or the
+            address of a Ray cluster, "local" for a new one.
         """
         commit()  # Files may change while runs go on.
         self.folder, self.workers, self.status, self.over = folder, workers, 0, False
@@ -124,8 +132,8 @@ class Queue:
           ResultsError: if another process works in a folder, or it cannot be written.
         """
         done, units = 0, _units(runs)
-        count = min(self.workers, len(units))
-        for unit in self._beside(units, count) if count > 1 else self._here(units):
+        alone = len(units) == 1 or self.workers == 1
+        for unit in self._here(units) if alone else self._beside(units):
             for ended in unit:
                 done += 1
                 self.status |= ended.failed
@@ -141,12 +149,13 @@ class Queue:
                     return
                 yield self.carry_out(unit)
 
-    def _beside(self, units: Sequence[list[Run]], count: int) -> Iterator[list[_Ended]]:
-        arguments = self.folder, self.deadline.minutes()
-        with (
-            Workers(count, _in_worker, *arguments) as workers,
-            self.deadline.of_sigterm(workers.stop),
-        ):
+    def _beside(self, units: Sequence[list[Run]]) -> Iterator[list[_Ended]]:
+        work = _in_worker, self.folder.absolute(), self.deadline.minutes()
+        if isinstance(self.workers, str):
+            started = RayWorkers(None if self.workers == "local" else self.workers, *work)
+        else:
+            started = Workers(min(self.workers, len(units)), *work)
+        with started as workers, self.deadline.of_sigterm(workers.stop):
             yield from workers.answers(
                 units, lambda unit: unit[0].program, lambda: not self.deadline.over()
             )

@@ -9,13 +9,14 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import jax
 
-from experiments.errors import ResultsError
+from experiments.errors import ConfigError, ResultsError
 
 
 def processors() -> list[int]:
@@ -96,7 +97,8 @@ class Workers:
                     unit = min(left, key=lambda u: _rank(kind(u), pipe, kinds))
                     left.remove(unit)
                     kinds[pipe] = kind(unit)
-                    pipe.send(unit)
+                    with contextlib.suppress(OSError):  # If it has ended, `recv` says so.
+                        pipe.send(unit)
                     idle.remove(pipe)
             if len(idle) == len(self._processes):
                 return
@@ -104,7 +106,7 @@ class Workers:
                 assert isinstance(pipe, Connection)
                 try:
                     answer = pipe.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     process = self._processes[pipe]
                     process.join()
                     raise ResultsError(
@@ -133,3 +135,80 @@ def _serve(pipe: Connection, processor: int, prepare: Any, arguments: tuple) -> 
         pass
     except Exception as error:
         pipe.send(error)
+
+
+class RayWorkers:
+    """Actors of a Ray cluster in place of processes, one per processor of the cluster.
+
+    Nodes need the same environment and the same folders. An actor that ends is not replaced.
+
+    Args:
+      address: of the cluster, such as "auto"; None starts one on this machine.
+      prepare, arguments: as for `Workers`.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        prepare: Callable[..., contextlib.AbstractContextManager[Callable[[Any], Any]]],
+        *arguments: Any,
+    ):
+        try:
+            import ray
+        except ModuleNotFoundError:
+            raise ConfigError('--ray: needs pip install "posenc_jax[ray]"') from None
+        self._ray, environment = ray, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        ray.init(
+            address=address,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": environment},
+        )
+        count = int(ray.cluster_resources()["CPU"])
+        actor = ray.remote(num_cpus=1)(_Actor)
+        self._actors = [actor.remote(prepare, *arguments) for _ in range(count)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ray.shutdown()
+
+    def stop(self) -> None:
+        """Stops the actors; what they wrote last is kept."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+
+    def answers(
+        self, units: Sequence[Any], kind: Callable[[Any], Hashable], go_on: Callable[[], bool]
+    ) -> Iterator[Any]:
+        """Yields answers as `Workers.answers` does."""
+        left, busy = list(units), {}
+        kinds: dict[Any, Hashable] = dict.fromkeys(self._actors)
+        while True:
+            for actor in self._actors:
+                if left and go_on() and actor not in busy.values():
+                    unit = min(left, key=lambda u: _rank(kind(u), actor, kinds))
+                    left.remove(unit)
+                    kinds[actor] = kind(unit)
+                    busy[actor.work.remote(unit)] = actor
+            if not busy:
+                return
+            (ready, *_), _ = self._ray.wait(list(busy))
+            del busy[ready]
+            try:
+                yield self._ray.get(ready)
+            except self._ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except self._ray.exceptions.RayActorError as error:
+                what = str(error).partition("\n")[0]
+                raise ResultsError(f"{what}; the same command continues") from None
+
+
+class _Actor:
+    def __init__(self, prepare: Any, *arguments: Any):
+        self._context = prepare(*arguments)
+        self._work = self._context.__enter__()
+
+    def work(self, unit: Any) -> Any:
+        return self._work(unit)

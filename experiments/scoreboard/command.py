@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
         if not options.claims:
             device = "cpu" if jax.default_backend() == "cpu" else "gpu"
             chosen = [claim for claim in chosen if claim.about.device == device]
-        count = workers(options.workers)
+        count = workers(options)
         status = run(
             chosen, options.results, options.seeds, part, options.minutes, options.fresh, count
         )
@@ -82,7 +82,7 @@ def run(
     part: tuple[int, int] = (1, 1),
     minutes: float = float("inf"),
     fresh: bool = False,
-    workers: int = 1,
+    workers: int | str = 1,
 ) -> int:
     """Runs what claims need and has no result; a run that raises does not stop the others.
 
@@ -93,7 +93,7 @@ def run(
       part: (i, n): the i-th of n parts, from 1.
       minutes: after which it stops, with the state of the current run written.
       fresh: whether to remove earlier results first.
-      workers: how many runs at a time.
+      workers: how many runs at a time, or the address of a Ray cluster.
 
     Returns:
       0, or 1 if a run failed.

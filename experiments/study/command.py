@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
     status = 0
     if options.run:
-        status = run(study, folder, part, options.minutes, workers(options.workers))
+        status = run(study, folder, part, options.minutes, workers(options))
     results = known(folder)
     svg, picture = drawing(study, results), target.with_suffix(".svg")
     if svg:
@@ -65,7 +65,7 @@ def run(
     folder: Path,
     part: tuple[int, int] = (1, 1),
     minutes: float = float("inf"),
-    workers: int = 1,
+    workers: int | str = 1,
 ) -> int:
     """Runs what has no result, one size after the other, until no more follows from the results.
 
@@ -74,7 +74,7 @@ def run(
       folder: of the folders of runs.
       part: (i, n): the i-th of n parts of the schemes, from 1.
       minutes: after which it stops, with the state of the current run written.
-      workers: how many runs at a time.
+      workers: how many runs at a time, or the address of a Ray cluster.
 
     Returns:
       0, or 1 if a run failed.

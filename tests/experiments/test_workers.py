@@ -1,6 +1,8 @@
 """Processes that carry out units of work side by side."""
 
+import argparse
 import contextlib
+import importlib.util
 import os
 import signal
 import time
@@ -8,8 +10,8 @@ import time
 import pytest
 
 from experiments.errors import ConfigError, ResultsError
-from experiments.queue import workers
-from experiments.workers import Workers
+from experiments.queue import add_arguments, workers
+from experiments.workers import RayWorkers, Workers
 
 
 @contextlib.contextmanager
@@ -54,6 +56,26 @@ def test_units_are_shared_and_errors_come_back():
 
 
 def test_the_number_of_processes():
-    assert workers(3) == 3 and workers(None) >= 1
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def count(*words):
+        return workers(parser.parse_args(words))
+
+    assert count("--workers", "3") == 3 and count() >= 1
+    assert count("--ray", "auto") == "auto"
     with pytest.raises(ConfigError, match="--workers: must be at least 1"):
-        workers(0)
+        count("--workers", "0")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # JAX's, of forks.
+def test_ray_actors_are_workers_too():
+    if importlib.util.find_spec("ray") is None:
+        with pytest.raises(ConfigError, match='--ray: needs pip install "posenc_jax'):
+            RayWorkers("local", prepare, 10)
+        return
+    with RayWorkers(None, prepare, 10) as pool:
+        assert sorted(number for number, _ in answers(pool, *range(4))) == [10, 11, 12, 13]
+        assert answers(pool, 1, 2, go_on=lambda: False) == []
+        with pytest.raises(ResultsError, match="no"):
+            answers(pool, "raise", kind=str)
