@@ -1,7 +1,7 @@
 """report.html: the tables and plots of one comparison, on one self-contained page.
 
-Captions are computed from the results. The page has no script and loads nothing; equal results
-give equal bytes.
+Captions are computed from the results. The page loads nothing, and its script only sorts and
+filters; equal results give equal bytes.
 """
 
 import math

@@ -183,6 +183,8 @@ class RayWorkers:
         self, units: Sequence[Any], kind: Callable[[Any], Hashable], go_on: Callable[[], bool]
     ) -> Iterator[Any]:
         """Yields answers as `Workers.answers` does."""
+        from ray.exceptions import RayActorError, RayTaskError
+
         left, busy = list(units), {}
         kinds: dict[Any, Hashable] = dict.fromkeys(self._actors)
         while True:
@@ -198,9 +200,9 @@ class RayWorkers:
             del busy[ready]
             try:
                 yield self._ray.get(ready)
-            except self._ray.exceptions.RayTaskError as error:
+            except RayTaskError as error:
                 raise error.cause from None
-            except self._ray.exceptions.RayActorError as error:
+            except RayActorError as error:
                 what = str(error).partition("\n")[0]
                 raise ResultsError(f"{what}; the same command continues") from None
 

@@ -18,6 +18,7 @@ from experiments.queue import (
 from experiments.runs import Result, Run, RunFolder
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, load
+from experiments.study.report import report
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
@@ -57,6 +58,10 @@ def main(arguments: list[str]) -> int:
     words = str(options.file), str(folder), picture.name
     write_whole(target, page(study, results, *words))
     say(f"Page: {target}")
+    if options.run:
+        command = f"python -m experiments study {options.file} --run"
+        write_whole(folder / "report.html", report(study, results, command))
+        say(f"Report: {folder / 'report.html'}")
     return status
 
 

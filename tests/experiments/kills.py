@@ -8,6 +8,7 @@ many kills fall into a write. Exits with 1 unless the results are equal bit by b
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -72,6 +73,17 @@ def result(folder: Path) -> dict | None:
     return {k: v for k, v in json.loads(found[0].read_text()).items() if k not in times}
 
 
+def wait(process: subprocess.Popen, seconds: float) -> None:
+    """Waits for some seconds, or until the process ends."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+
+
+def states(folder: Path) -> set[str]:
+    """Returns the names of the states that are there."""
+    return {path.name for path in folder.glob("results/*/checkpoints/*")}
+
+
 def main() -> int:
     """Returns 0 if the results are equal."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -88,17 +100,20 @@ def main() -> int:
         if start(whole).wait():
             print("The run fails without kills.")
             return 1
-        training = json.loads(next(whole.glob("results/*/result.json")).read_text())[
-            "train_seconds"
-        ]
-        before, kills, starts = time.monotonic() - began - training, [], 0
+        kills, starts, seen = [], 0, set()
         while result(parts) is None:
             process, starts = start(parts), starts + 1
-            try:
-                # Imports and compilation take the first seconds; then a kill after a small part.
-                part = chance.uniform(-0.5, 1.2) * training / options.kills
-                process.wait(before + part if len(kills) < options.kills else None)
-            except subprocess.TimeoutExpired:
+            if len(kills) == options.kills:
+                process.wait()
+                continue
+            if chance.random() < 0.2:  # In imports, compilation or the reading of a state.
+                wait(process, chance.uniform(1.0, 6.0))
+            else:
+                while process.poll() is None and states(parts) <= seen:
+                    time.sleep(0.01)
+                wait(process, chance.uniform(0.0, 0.4))
+            seen |= states(parts)
+            if process.poll() is None:
                 kills.append(chance.choice([signal.SIGKILL, signal.SIGTERM]))
                 process.send_signal(kills[-1])
                 process.wait()
