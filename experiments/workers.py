@@ -166,7 +166,7 @@ class RayWorkers:
         )
         count = int(ray.cluster_resources()["CPU"])
         actor = ray.remote(num_cpus=1)(_Actor)
-        self._actors = [actor.remote(prepare, *arguments) for _ in range(count)]
+        self._actors: list[Any] = [actor.remote(prepare, *arguments) for _ in range(count)]
 
     def __enter__(self):
         return self

@@ -96,7 +96,6 @@ def main() -> int:
         for folder in (whole, parts):
             (folder / "claims").mkdir(parents=True)
             (folder / "claims" / "K1.toml").write_text(CLAIM)
-        began = time.monotonic()
         if start(whole).wait():
             print("The run fails without kills.")
             return 1
