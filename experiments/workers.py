@@ -14,8 +14,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import jax
-
 from experiments.errors import ConfigError, ResultsError
 
 
@@ -28,6 +26,8 @@ def processors() -> list[int]:
 
 def default_count() -> int:
     """Returns how many processes make best use of this machine: one per processor, or one."""
+    import jax
+
     return len(processors()) if jax.default_backend() == "cpu" else 1
 
 

@@ -92,3 +92,17 @@ def test_folders_without_a_model_are_one_line(tmp_path, capsys):
     ResultsStore(text).open({})
     assert main(["generate", str(tmp_path / "t")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_attention_against_distance_of_kept_models(folder, capsys):
+    assert main(["attention", str(folder), "--length", "32", "--schemes", "alibi"]) == 0
+    svg = (folder / "attention.svg").read_text()
+    assert svg.startswith("<svg") and "alibi" in svg and "layer 2" in svg
+    capsys.readouterr()
+    for words, message in (
+        (["--task", "kback"], "--task: 'kback' is not there"),
+        (["--length", "2"], "--length must be at least 4"),
+        (["--schemes", "rope"], "'rope' is not there"),
+    ):
+        assert main(["attention", str(folder), *words]) == 2
+        assert message in capsys.readouterr().err

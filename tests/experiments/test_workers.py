@@ -1,12 +1,10 @@
 """Processes that carry out units of work side by side."""
 
 import argparse
-import contextlib
 import importlib.util
-import os
 import signal
-import time
 
+import obedient
 import pytest
 
 from experiments.errors import ConfigError, ResultsError
@@ -14,43 +12,27 @@ from experiments.queue import add_arguments, workers
 from experiments.workers import RayWorkers, Workers
 
 
-@contextlib.contextmanager
-def prepare(offset):
-    """Yields what workers call: a string is obeyed, a number is answered by a larger one."""
-    stopped = []
-    before = signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-
-    def work(unit):
-        if unit == "raise":
-            raise ResultsError("no")
-        if unit == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        while unit == "wait" and not stopped:
-            time.sleep(0.01)
-        return "stopped" if unit == "wait" else (unit + offset, os.getpid())
-
-    yield work
-    signal.signal(signal.SIGTERM, before)
-
-
 def answers(pool, *units, kind=None, go_on=lambda: True):
     return list(pool.answers(units, kind or (lambda unit: unit % 2), go_on))
 
 
 def test_units_are_shared_and_errors_come_back():
-    with Workers(2, prepare, 10) as pool:
+    with Workers(2, obedient.prepare, 10) as pool:
         found = answers(pool, *range(8))
         assert sorted(number for number, _ in found) == list(range(10, 18))
         assert len({process for _, process in found}) == 2
         assert answers(pool, 1, 2, go_on=lambda: False) == []
         with pytest.raises(ResultsError, match="no"):
             answers(pool, "raise", kind=str)
-    with Workers(1, prepare, 0) as pool, pytest.raises(ResultsError, match="ended with status -9"):
+    with (
+        Workers(1, obedient.prepare, 0) as pool,
+        pytest.raises(ResultsError, match="ended with status -9"),
+    ):
         answers(pool, "die", kind=str)
-    with Workers(1, prepare, 0) as pool:
+    with Workers(1, obedient.prepare, 0) as pool:
         asked = pool.answers(["wait"], str, lambda: True)
         before = signal.signal(signal.SIGALRM, lambda *_: pool.stop())
-        signal.setitimer(signal.ITIMER_REAL, 4.0)  # By then it waits; if not, it stops at once.
+        signal.setitimer(signal.ITIMER_REAL, 2.0)  # By then it waits; if not, it stops at once.
         assert list(asked) == ["stopped"]
         signal.signal(signal.SIGALRM, before)
 
@@ -72,9 +54,9 @@ def test_the_number_of_processes():
 def test_ray_actors_are_workers_too():
     if importlib.util.find_spec("ray") is None:
         with pytest.raises(ConfigError, match='--ray: needs pip install "posenc_jax'):
-            RayWorkers("local", prepare, 10)
+            RayWorkers("local", obedient.prepare, 10)
         return
-    with RayWorkers(None, prepare, 10) as pool:
+    with RayWorkers(None, obedient.prepare, 10) as pool:
         assert sorted(number for number, _ in answers(pool, *range(4))) == [10, 11, 12, 13]
         assert answers(pool, 1, 2, go_on=lambda: False) == []
         with pytest.raises(ResultsError, match="no"):

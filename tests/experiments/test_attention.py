@@ -1,0 +1,59 @@
+"""Attention weights of trained models, against a softmax in numpy."""
+
+import jax
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+from experiments.attention import attention_weights, by_distance
+from experiments.model import LanguageModel
+from experiments.settings import Model
+from experiments.tasks import Speed
+
+SIZES = Model(model_dim=12, num_layers=2, num_heads=3)
+LENGTH = 10
+
+
+@pytest.fixture(scope="module")
+def measured():
+    model = LanguageModel(SIZES, pe.ALiBi(3), 16, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, LENGTH), 0, 16)
+    return model, tokens, attention_weights(model, tokens)
+
+
+def test_weights_are_those_of_a_softmax(measured):
+    model, tokens, found = measured
+    x = np.asarray(model.embed(tokens), np.float64)
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    slopes = np.asarray(pe.alibi_slopes(3), np.float64)
+    for block, weights in zip(model.blocks, found, strict=True):
+        layer, y = block.attention, np.asarray(block.norm1(np.float32(x)), np.float64)
+        q, k = (
+            np.einsum("btd,dnh->btnh", y, np.asarray(p.kernel[...]))
+            for p in (layer.query, layer.key)
+        )
+        logits = np.einsum("btnh,bsnh->btns", q, k) / 2 - slopes[:, None] * distance[:, None]
+        logits = np.where(distance[:, None] >= 0, logits, -np.inf)
+        e = np.exp(logits - logits.max(-1, keepdims=True))
+        np.testing.assert_allclose(weights, e / e.sum(-1, keepdims=True), atol=1e-5)
+        x = np.asarray(block(np.float32(x)), np.float64)
+
+
+def test_means_by_distance(measured):
+    model, tokens, found = measured
+    half = LENGTH // 2
+    for got, weights in zip(by_distance(model, tokens), np.asarray(found), strict=True):
+        wanted = [
+            [weights[:, t, n, t - d].mean() for d in range(half)]
+            for n in range(3)
+            for t in range(half, LENGTH)
+        ]
+        wanted = np.reshape(wanted, (3, half, half)).mean(1)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_speed_measures_the_step_of_each_length():
+    task = Speed(train_length=8, test_lengths=(8, 16), model=SIZES, tokens=16, rounds=2)
+    found = task.evaluate(pe.ALiBi(3), None, [0, 1], None)
+    assert [e.length for e in found] == [8, 16] and found[0].in_distribution
+    assert all(len(e.values) == 2 and 0 < e.values[0] == e.values[1] < 100 for e in found)
