@@ -18,7 +18,7 @@ from experiments.queue import (
 from experiments.runs import Result, Run, RunFolder
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, load
-from experiments.study.report import report
+from experiments.study.report import lengths, report
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
@@ -52,11 +52,13 @@ def main(arguments: list[str]) -> int:
     if options.run:
         status = run(study, folder, part, options.minutes, workers(options))
     results = known(folder)
-    svg, picture = drawing(study, results), target.with_suffix(".svg")
-    if svg:
-        write_whole(picture, plots.standalone(svg))
-    words = str(options.file), str(folder), picture.name
-    write_whole(target, page(study, results, *words))
+    pictures = {"": drawing(study, results), "-lengths": lengths(study, results)}
+    files = []
+    for what, svg in pictures.items():
+        if svg:
+            files.append(f"{target.stem}{what}.svg")
+            write_whole(target.with_name(files[-1]), plots.standalone(svg))
+    write_whole(target, page(study, results, str(options.file), str(folder), files))
     say(f"Page: {target}")
     if options.run:
         command = f"python -m experiments study {options.file} --run"

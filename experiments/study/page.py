@@ -23,13 +23,14 @@ scheme has so many more or fewer steps that its training takes as long as that o
 """
 
 
-def page(study: Study, results: Lookup, file: str, folder: str, plot: str) -> str:
+def page(study: Study, results: Lookup, file: str, folder: str, pictures: Sequence[str]) -> str:
     """Returns the page.
 
     Args:
       study: the study.
       results: of its runs.
-      file, folder, plot: where the study, its results and its plot are.
+      file, folder: where the study and its results are.
+      pictures: files of the plots of differences and of lengths, as far as there are any.
     """
     about = study.about
     words = {"file": file, "results": folder, "baseline": label(about.baseline)}
@@ -40,8 +41,9 @@ def page(study: Study, results: Lookup, file: str, folder: str, plot: str) -> st
             f"**{done} of {study.count} runs have ended**; the tables have what is known.",
             "",
         ]
-    if any(_rows(cells, about.baseline, results) for cells in study.cells.values()):
-        lines += [f"![Differences to {label(about.baseline)} with their intervals]({plot})", ""]
+    captions = f"Differences to {label(about.baseline)} with their intervals", "Scores by length"
+    for picture, caption in zip(pictures, captions, strict=False):
+        lines += [f"![{caption}]({picture})", ""]
     for size, cells in study.cells.items():
         lines += _size(size, cells, about.baseline, results)
     lines += _provenance([r for run in study.runs(results) if (r := results(run))])

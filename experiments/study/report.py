@@ -1,9 +1,10 @@
-"""report.html of a study: the page that `compare` writes, with each size as a task."""
+"""Results of a study as `compare` has them, each size as a task: for its report.html and plots."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from experiments import plots
 from experiments.report import render
 from experiments.runs import Result, Run
 from experiments.study.plan import Cell, Lookup, Study
@@ -17,6 +18,17 @@ def report(study: Study, results: Lookup, command: str) -> str:
       results: of its runs.
       command: that makes it.
     """
+    return render(_everything(study, results, command))
+
+
+def lengths(study: Study, results: Lookup) -> str:
+    """Returns the plot of scores against length at the first size, as <svg>, or nothing."""
+    size, cells = next(iter(study.cells.items()))
+    main = next(iter(cells.values())).grid[0].task.views[0]
+    return plots.lengths(_everything(study, results, ""), size, main)
+
+
+def _everything(study: Study, results: Lookup, command: str) -> dict[str, Any]:
     runs, labels, facts = [], {}, {}
     for size, cells in study.cells.items():
         for cell in cells.values():
@@ -29,7 +41,7 @@ def report(study: Study, results: Lookup, command: str) -> str:
         labels[size] = dataclasses.asdict(task.labels)
         modes = dict(task.labels.modes)
         labels[size] |= {"modes": modes, "about": f"{size}: {task.labels.about}"}
-    everything = {
+    return {
         "name": study.name,
         "command": command,
         "created": max(
@@ -39,7 +51,6 @@ def report(study: Study, results: Lookup, command: str) -> str:
         "tasks": labels,
         "environment": facts,
     }
-    return render(everything)
 
 
 def _run(size: str, cell: Cell, made: Sequence[Run], found: Sequence[Result]) -> dict[str, Any]:
