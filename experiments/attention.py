@@ -12,15 +12,19 @@ import numpy as np
 from flax import nnx
 from matplotlib.figure import Figure
 
+import posenc_jax as pe
 from experiments import plots, trained
 from experiments.config_io import Parser, names, near
 from experiments.errors import ConfigError
 from experiments.files import write_whole
+from experiments.gallery.probe import log_weights
 from experiments.model import Block, LanguageModel, seed_keys
 from experiments.queue import say
 from experiments.tables import label
 
 _PER_OCTAVE = 6
+_LEAST = -12.0
+"""Keys with less added to their logits get next to no weight."""
 _EPILOG = """\
 python -m experiments train --tasks text --schemes rope,alibi,t5,none --name mine
 python -m experiments attention results/mine
@@ -28,7 +32,8 @@ python -m experiments attention results/mine --schemes rope,alibi --length 1024
 
 A row of the picture is a layer, a line is a head: the mean share of its attention that a token at
 each distance gets, over queries in the second half of sequences of that length. Sequences are those
-of training. Beyond the dotted line there were no tokens in training.
+of training. Beyond the dotted line there were no tokens in training. Where all that a scheme does is
+to add to logits, a second picture has what it adds, relative to the query's own token.
 """
 
 
@@ -56,15 +61,23 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("--length must be at least 4 and --sequences at least 1")
     (key,) = seed_keys([0], "test")
     tokens, _ = task.sample(key, options.sequences, length, task.load().train)
-    found = {}
+    found, learned = {}, {}
     for scheme in options.schemes or experiment.schemes:
         params = trained.parameters(experiment, task, scheme)
         model = trained.model(task, experiment.scheme(name, scheme), params)
         found[scheme] = by_distance(model, tokens[:, :-1])
+        if (added := biases(model, length // 2)) is not None:
+            learned[scheme] = added
         say(f"{label(scheme)}: measured")
     target = options.out or options.folder / "attention.svg"
     write_whole(target, plots.standalone(picture(found, task.train_length)))
     say(f"Picture: {target}")
+    if learned:
+        target = target.with_name(f"{target.stem}-biases.svg")
+        write_whole(
+            target, plots.standalone(picture(learned, task.train_length, "added to logits"))
+        )
+        say(f"Picture: {target}")
     return 0
 
 
@@ -118,15 +131,33 @@ def _weights(block: Block, x: jax.Array) -> jax.Array:
     return found[0]
 
 
-def picture(found: Mapping[str, np.ndarray], train_length: int) -> str:
+def biases(model: LanguageModel, length: int) -> np.ndarray | None:
+    """Returns what each layer's scheme adds to logits [layers, N, length] by distance.
+
+    None where it does anything else. Tokens are all alike.
+    """
+    found = []
+    for block in model.blocks:
+        layer = block.attention
+        scheme = layer.encoding.scheme
+        if scheme.acts != pe.Acts.LOGITS:
+            return None
+        sizes = {n: getattr(layer, n) for n in ("num_heads", "head_dim", "model_dim")}
+        added = log_weights(scheme, length, layer.encoding.values(), sizes=sizes)
+        found.append(added[:, -1, ::-1])
+    return np.stack(found)
+
+
+def picture(found: Mapping[str, np.ndarray], train_length: int, what: str = "weight") -> str:
     """Returns a grid of plots as <svg>: a row per layer, a column per scheme, a line per head.
 
     Args:
-      found: by scheme, what `by_distance` returns.
+      found: by scheme, what `by_distance` or `biases` returns.
       train_length: where the dotted line is.
+      what: is drawn; the axis of "weight" is logarithmic.
     """
     layers = max(len(x) for x in found.values())
-    title = "Attention against distance"
+    title = f"Attention against distance: {what}"
     with mpl.rc_context({**plots.STYLE, "svg.hashsalt": title, "font.size": 8.0}):
         figure = Figure(figsize=(0.6 + 1.75 * len(found), 0.6 + 1.5 * layers), layout="constrained")
         figure.patch.set_alpha(0.0)
@@ -139,15 +170,18 @@ def picture(found: Mapping[str, np.ndarray], train_length: int) -> str:
                     at, mean = _smooth(head)
                     axes.plot(at, mean, color=plots.PALETTE[i % len(plots.PALETTE)], linewidth=1.2)
                 axes.set_xscale("log", base=2)
-                axes.set_yscale("log")
+                axes.set_yscale("log" if what == "weight" else "linear")
                 axes.axvline(train_length, color=plots.INK, linestyle=":", linewidth=1.0, alpha=0.7)
             grid[0, column].set_title(label(scheme), fontsize=9.0)
         for layer in range(layers):
-            grid[layer, 0].set_ylabel(f"layer {layer + 1}\nweight")
+            grid[layer, 0].set_ylabel(f"layer {layer + 1}\n{what}")
         for axes in grid[-1]:
             axes.set_xlabel("distance + 1")
-        least = min(np.nanmin(x[x > 0]) for x in found.values())
-        grid[0, 0].set_ylim(max(least / 2, 1e-6), 1.3)
+        if what == "weight":
+            least = min(np.nanmin(x[x > 0]) for x in found.values())
+            grid[0, 0].set_ylim(max(least / 2, 1e-6), 1.3)
+        elif min(np.nanmin(x) for x in found.values()) < _LEAST:
+            grid[0, 0].set_ylim(bottom=1.05 * _LEAST)
         return plots.drawing(figure, "attention", title)
 
 

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import inspect
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +72,8 @@ def probe(name: str) -> Probe:
     if scheme.acts == pe.Acts.EMBEDDING:
         encoding, alike = _embedding(scheme, params)
         return dataclasses.replace(about, encoding=encoding, heads=alike)
-    short = _log_weights(scheme, LENGTH, params)
-    long = _log_weights(scheme, 10 * LENGTH, params)[:, -1, ::-1]
+    short = log_weights(scheme, LENGTH, params)
+    long = log_weights(scheme, 10 * LENGTH, params)[:, -1, ::-1]
     weights = np.exp(long - long.max(-1, keepdims=True))
     known = np.isfinite(long).all()  # Rows beyond the end of a table are NaN.
     return dataclasses.replace(
@@ -139,22 +141,36 @@ def _image(scheme: pe.Scheme, params) -> np.ndarray:
     row, column = np.divmod(np.arange(GRID * GRID), GRID)
     at = np.zeros((scheme.traits.num_axes, DRAWS, GRID * GRID), np.int32)
     at[-2], at[-1] = row, column
-    effect = _log_weights(scheme, GRID * GRID, params, jnp.asarray(at), is_causal=False)
+    effect = log_weights(scheme, GRID * GRID, params, jnp.asarray(at), is_causal=False)
     return effect.mean(0)[GRID * GRID // 2].reshape(GRID, GRID)
 
 
-def _log_weights(
-    scheme: pe.Scheme, length: int, params, coordinates=None, *, is_causal: bool = True
+def log_weights(
+    scheme: pe.Scheme,
+    length: int,
+    params,
+    coordinates=None,
+    *,
+    is_causal: bool = True,
+    sizes: Mapping[str, int] = MappingProxyType(SIZES),
 ) -> np.ndarray:
-    """Returns [N, T, T], relative to each query's own key, mean over draws of content."""
+    """Returns [N, T, T], what positions add to logits, relative to each query's own key.
+
+    Args:
+      scheme, params: the scheme and its parameters.
+      length: T.
+      coordinates: of the tokens. Default: their positions.
+      is_causal: whether later keys are masked, NaN.
+      sizes: num_heads, head_dim and model_dim.
+    """
     keys = jax.random.split(jax.random.key(1), 2)
-    heads, dim = SIZES["num_heads"], SIZES["head_dim"]
+    heads, dim = sizes["num_heads"], sizes["head_dim"]
     draws = DRAWS if length <= 4 * LENGTH else 1
     content = jax.random.normal(keys[0], (draws, 1, heads, dim))
     q = k = jnp.broadcast_to(content, (draws, length, heads, dim))
     x = jnp.broadcast_to(
-        jax.random.normal(keys[1], (draws, 1, SIZES["model_dim"])),
-        (draws, length, SIZES["model_dim"]),
+        jax.random.normal(keys[1], (draws, 1, sizes["model_dim"])),
+        (draws, length, sizes["model_dim"]),
     )
     v = jnp.broadcast_to(jnp.eye(length)[None, :, None], (draws, length, heads, length))
     weights = _attend(scheme, is_causal, params, q, k, v, x, coordinates)

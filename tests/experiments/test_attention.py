@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from experiments.attention import attention_weights, by_distance
+from experiments.attention import attention_weights, biases, by_distance
 from experiments.model import LanguageModel
 from experiments.settings import Model
 from experiments.tasks import Speed
@@ -50,6 +50,11 @@ def test_means_by_distance(measured):
         ]
         wanted = np.reshape(wanted, (3, half, half)).mean(1)
         np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_biases_of_alibi_are_its_slopes(measured):
+    wanted = -np.asarray(pe.alibi_slopes(3))[:, None] * np.arange(5)
+    np.testing.assert_allclose(biases(measured[0], 5), [wanted, wanted], atol=1e-5)
 
 
 def test_speed_measures_the_step_of_each_length():

@@ -98,6 +98,7 @@ def test_attention_against_distance_of_kept_models(folder, capsys):
     assert main(["attention", str(folder), "--length", "32", "--schemes", "alibi"]) == 0
     svg = (folder / "attention.svg").read_text()
     assert svg.startswith("<svg") and "alibi" in svg and "layer 2" in svg
+    assert "added to logits" in (folder / "attention-biases.svg").read_text()
     capsys.readouterr()
     for words, message in (
         (["--task", "kback"], "--task: 'kback' is not there"),
