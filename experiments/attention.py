@@ -32,7 +32,7 @@ python -m experiments attention results/mine --schemes rope,alibi --length 1024
 
 A row of the picture is a layer, a line is a head: the mean share of its attention that a token at
 each distance gets, over queries in the second half of sequences of that length. Sequences are those
-of training. Beyond the dotted line there were no tokens in training. Where all that a scheme does is
+of training. Beyond the dotted line there were none. Where all that a scheme does is
 to add to logits, a second picture has what it adds, relative to the query's own token.
 """
 
