@@ -37,6 +37,9 @@ A file describes one experiment; any setting of it can be changed on the command
   python -m experiments compare --tasks mypkg.mine:MyTask --name my-task
   python -m experiments report results/compare
 
+compare and train run on all devices with --mesh data=4,tensor=2 or --mesh sequence=8, in any
+combination; over several hosts, start the same command on each and add --distributed.
+
 Results go to results/<name>/. Ctrl-C keeps finished runs; the same command continues with the
 others. `python -m experiments compare --help` lists every setting.
 """
@@ -96,6 +99,9 @@ def _run(command: str, arguments: list[str]) -> int:
     known = ("--quick",) if command == "evaluate" else ("--quick", "--fresh")
     flags = {flag for flag in known if flag in arguments}
     arguments = [a for a in arguments if a not in flags]
+    text = None
+    if command != "evaluate":
+        text, arguments = _module("experiments.mesh").from_arguments(arguments)
     file = _EXPERIMENTS[command]
     if arguments and not arguments[0].startswith("-"):
         file = arguments.pop(0)
@@ -108,7 +114,8 @@ def _run(command: str, arguments: list[str]) -> int:
     compare = _module("experiments.compare")
     if command == "evaluate":
         return compare.evaluate_again(experiment)
-    return compare.compare(experiment, fresh="--fresh" in flags, keep=command == "train")
+    mesh = None if text is None else _module("experiments.mesh").make(text, experiment.tasks)
+    return compare.compare(experiment, fresh="--fresh" in flags, keep=command == "train", mesh=mesh)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The runs of an experiment in sequence: train, evaluate, store, show."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from experiments import mesh as on_mesh
 from experiments.config import Experiment
 from experiments.errors import ExperimentError, ResultsError
 from experiments.files import locked
@@ -27,6 +29,7 @@ class Run:
     name: str
     position: Position
     seeds: list[int]
+    mesh: jax.sharding.Mesh | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -49,13 +52,16 @@ class Run:
             "fitted": False,
             "fit_rule": task.fit_rule(self.data),
             "evaluations": [],
+            **({"mesh": on_mesh.describe(self.mesh)} if self.mesh else {}),
         }
 
     def train(
         self, report: Callable[[int, list[float]], None], keep: Callable[[Any], None]
     ) -> dict[str, Any]:
         """Trains and evaluates the scheme; returns the entries of results.json."""
-        trained = train(self.task, self.position, self.seeds, self.data.train, report)
+        trained = train(
+            self.task, self.position, self.seeds, self.data.train, report, mesh=self.mesh
+        )
         keep(trained.params)
         return {
             **self.describe(),
@@ -87,7 +93,7 @@ class Run:
         }
 
 
-def plan_runs(experiment: Experiment) -> list[Run]:
+def plan_runs(experiment: Experiment, mesh: jax.sharding.Mesh | None = None) -> list[Run]:
     """Returns all runs of an experiment with their data, in order.
 
     Raises:
@@ -101,21 +107,30 @@ def plan_runs(experiment: Experiment) -> list[Run]:
             name,
             experiment.scheme(task, name),
             experiment.seed_list,
+            mesh,
         )
         for task, name in experiment.plan()
     ]
 
 
-def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) -> int:
+def compare(
+    experiment: Experiment,
+    *,
+    fresh: bool = False,
+    keep: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+) -> int:
     """Carries out the plan of an experiment and returns the exit status.
 
     Finished runs are skipped, unless `keep` and their parameters were not kept. A run that raises
-    is stored as failed and the others continue. Ctrl-C keeps finished runs.
+    is stored as failed and the others continue. Ctrl-C keeps finished runs. Of several processes,
+    the first writes the results.
 
     Args:
       experiment: what to run.
       fresh: whether to remove the results of an earlier experiment of that name.
       keep: whether to keep the trained parameters.
+      mesh: of `experiments.mesh`, to train on all its devices; default: on one.
 
     Returns:
       0, or 1 if a run failed, or 130 after Ctrl-C.
@@ -123,24 +138,37 @@ def compare(experiment: Experiment, *, fresh: bool = False, keep: bool = False) 
     Raises:
       CorpusError, ResultsError: with one line; files written before are complete.
     """
-    runs = plan_runs(experiment)
-    with locked(experiment.folder):
-        return _compare(experiment, runs, fresh, keep)
+    runs = plan_runs(experiment, mesh)
+    if jax.process_index() > 0:
+        return _take_part(runs)
+    with contextlib.ExitStack() as held:
+        missing = [False] * len(runs)
+        try:
+            held.enter_context(locked(experiment.folder))
+            store = ResultsStore(experiment, fresh=fresh)
+            store.open(_facts(runs))
+            found = [store.finished(*run.key, kept=keep) for run in runs]
+            missing = [result is None for result in found]
+        finally:  # Other processes wait for it.
+            on_mesh.agreed(missing)
+        return _compare(experiment, runs, found, store, keep)
 
 
-def _compare(experiment: Experiment, runs: list[Run], fresh: bool, keep: bool) -> int:
-    store = ResultsStore(experiment, fresh=fresh)
-    facts = _facts(runs)
-    store.open(facts)
+def _compare(
+    experiment: Experiment,
+    runs: list[Run],
+    found: list[dict[str, Any] | None],
+    store: ResultsStore,
+    keep: bool,
+) -> int:
     status = 0
     with _progress(experiment) as progress:
-        for name, words in facts.items():
+        for name, words in _facts(runs).items():
             progress.message(f"{name}: {words}")
         guess = {name: t.seconds * experiment.seeds for name, t in experiment.tasks.items()}
         progress.start([run.key for run in runs], guess)
         try:
-            for run in runs:
-                result = store.finished(*run.key, kept=keep)
+            for run, result in zip(runs, found, strict=True):
                 if result is None:
                     result = _attempt(run, store, progress, keep)
                     store.add(result)
@@ -152,6 +180,18 @@ def _compare(experiment: Experiment, runs: list[Run], fresh: bool, keep: bool) -
     print(f"Report: {write_report(store.path)}")
     if status == 130:
         print("Stopped; finished runs are kept, and the same command continues with the others.")
+    return status
+
+
+def _take_part(runs: list[Run]) -> int:
+    """Computes what process 0 computes; returns the exit status."""
+    status = 0
+    for run, missing in zip(runs, on_mesh.agreed([False] * len(runs)), strict=True):
+        try:
+            if missing:
+                run.train(lambda step, loss: None, lambda params: None)
+        except Exception:  # Process 0 has it in its results.
+            status = 1
     return status
 
 

@@ -134,7 +134,10 @@ class Experiment:
 
 _EPILOG = """\
 Defaults are those of the file. --quick applies its table [quick]; --fresh, of compare and train,
-removes the results of an earlier experiment of that name. Settings of schemes:
+removes the results of an earlier experiment of that name. Of both, too: --mesh data=4,tensor=2 runs
+on all devices, whose axes are data (sequences), tensor (heads) and sequence (tokens), and with it
+--distributed on those of several processes, which Slurm, Open MPI, Kubernetes or TPU pods start, or
+you do with --coordinator HOST:PORT --num-processes N --process-id I. Settings of schemes:
 --schemes.t5.num-buckets 16, and for one task --text.schemes.t5.num-buckets 16.
 """
 _SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")

@@ -8,7 +8,7 @@ amplitude one would dominate embeddings of 0.02), and whether all layers share i
 (`shared_over_layers`) or each has a set of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -52,6 +52,7 @@ class Block(nnx.Module):
         position: pe.Scheme | pnnx.PositionEncoding,
         layer: pe.LayerSpec,
         key: jax.Array,
+        axis_names: Mapping[str, str] | None = None,
     ):
         """Makes parameters from `key`, the same for every scheme.
 
@@ -60,6 +61,7 @@ class Block(nnx.Module):
           position: the encoding; the scheme of `layer`, or one with parameters for all layers.
           layer: has all else that attention needs.
           key: of the parameters.
+          axis_names: of the axes of parameters of attention, as in `pnnx.Attention`.
         """
         rngs = nnx.Rngs(key)
         width, inner = sizes.model_dim, sizes.mlp_factor * sizes.model_dim
@@ -84,6 +86,7 @@ class Block(nnx.Module):
             qk_norm=layer.qk_norm,
             kernel_init=weights,
             out_kernel_init=outputs,
+            axis_names=axis_names,
             rngs=rngs,
         )
         self.chunk_size = layer.chunk_size
@@ -122,7 +125,14 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Tokens to logits of the next tokens; without causality, of the tokens that are masked."""
 
-    def __init__(self, sizes: Model, position: Position, vocab_size: int, key: jax.Array):
+    def __init__(
+        self,
+        sizes: Model,
+        position: Position,
+        vocab_size: int,
+        key: jax.Array,
+        axis_names: Mapping[str, str] | None = None,
+    ):
         """Makes parameters from `key`; all but the schemes' are the same for every scheme."""
         keys = jax.random.split(key, sizes.num_layers + 3)
         weights = nnx.initializers.normal(_STDDEV)
@@ -142,7 +152,7 @@ class LanguageModel(nnx.Module):
         schemes, rngs = list(dict.fromkeys(layer.scheme for layer in layers)), nnx.Rngs(keys[2])
         shared = {s for s in schemes if s.traits.shared_over_layers}
         encodings = {
-            s: pnnx.PositionEncoding(s, rngs=rngs)
+            s: pnnx.PositionEncoding(s, axis_names=axis_names, rngs=rngs)
             for s in schemes
             if s in shared or pe.Acts.EMBEDDING in s.acts
         }
@@ -151,7 +161,7 @@ class LanguageModel(nnx.Module):
         in_layers = own | {s: encodings[s] for s in shared}
         self.blocks = nnx.List(
             [
-                Block(sizes, in_layers[layer.scheme], layer, k)
+                Block(sizes, in_layers[layer.scheme], layer, k, axis_names)
                 for layer, k in zip(layers, keys[3:], strict=True)
             ]
         )
@@ -223,7 +233,10 @@ def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arr
     """Returns function(x) [B, T, F] for x [B, T, D], computed on rows [B * T, D].
 
     On CPU, XLA computes gradients of kernels 1.5 times as fast from rows: it transposes neither.
+    On a mesh tokens may be sharded, so that rows cannot be.
     """
+    if not jax.sharding.get_abstract_mesh().empty:
+        return function(x)
     out = function(x.reshape(-1, x.shape[-1]))
     return out.reshape(*x.shape[:-1], out.shape[-1])
 

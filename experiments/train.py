@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from experiments import mesh as on_mesh
 from experiments.model import (
     Position,
     count_parameters,
@@ -72,6 +73,7 @@ def mean_loss(
     """
     model = nnx.merge(graphdef, params)
     inputs, targets = model.inputs_and_targets(tokens, mask)
+    inputs = on_mesh.constrain(inputs, "data", "sequence")
     logits = model(inputs, coordinates)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return (losses * mask[:, 1:]).sum() / jnp.maximum(mask[:, 1:].sum(), 1.0)
@@ -114,6 +116,7 @@ def advance(
         (params, moments), key = carry
         drawn = jax.random.fold_in(key, number)
         tokens, mask = task.sample(drawn, task.train.batch, task.train_length, data)
+        tokens, mask = (on_mesh.constrain(x, "data") for x in (tokens, mask))
         at = task.draw_coordinates(drawn, tokens, training=True)
         loss, gradient = jax.value_and_grad(mean_loss)(params, graphdef, tokens, mask, at)
         updates, moments = optimizer.update(gradient, moments, params)
@@ -173,23 +176,29 @@ def rates_of(task: Task, count: int) -> jax.Array:
     return jnp.tile(jnp.float32([task.train.learning_rate, task.train.scheme_rate]), (count, 1))
 
 
-def compiled(task: Task, position: Position, count: int, data: Any) -> Any:
+def compiled(
+    task: Task, position: Position, count: int, data: Any, mesh: jax.sharding.Mesh | None = None
+) -> Any:
     """Returns `advance` compiled for a number of seeds, of an earlier call if there was one."""
     leaves, tree = jax.tree.flatten(data)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _compiled(without_rates(task), position, count, tree, shapes)
+    return _compiled(without_rates(task), position, count, tree, shapes, mesh)
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any) -> Any:
+def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any, mesh: Any) -> Any:
     graphdef = structure(task.model, position, task.vocab_size)
     keys = jax.eval_shape(lambda: seed_keys([0] * count, "parameters"))
     params = jax.eval_shape(lambda k: initialize(task.model, position, task.vocab_size, k), keys)
     state = jax.eval_shape(lambda p: new_state(p, task), params)
     rates = jax.ShapeDtypeStruct((count, 2), jnp.float32)
     first = jax.ShapeDtypeStruct((), jnp.int32)
-    data = jax.tree.unflatten(tree, shapes)
-    lowered = advance.lower(state, keys, rates, first, data, graphdef=graphdef, task=task)
+    arguments = state, keys, rates, first, jax.tree.unflatten(tree, shapes)
+    if mesh is None:
+        lowered = advance.lower(*arguments, graphdef=graphdef, task=task)
+    else:
+        optimizer = make_optimizer(task.train, 1.0, 1.0)
+        lowered = on_mesh.lower(advance, arguments, optimizer, task, position, mesh)
     return lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
 
 
@@ -203,6 +212,7 @@ def train(
     params: nnx.State | None = None,
     batches_before: int = 0,
     checkpoint: Checkpoint | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Trained:
     """Trains one model per seed.
 
@@ -215,6 +225,7 @@ def train(
       params: to begin with, leaves [seeds, ...]; default: new ones.
       batches_before: how many batches these have seen, which are not drawn again.
       checkpoint: keeps the state, and has that of an earlier call that was stopped.
+      mesh: of `experiments.mesh`, to compute on all its devices; default: on one.
 
     Raises:
       FloatingPointError: if a loss is not finite.
@@ -226,7 +237,11 @@ def train(
     state = new_state(params, task)
     keys = seed_keys(seeds, "data")
     rates = rates_of(task, len(seeds))
-    call = compiled(task, position, len(seeds), data)
+    call = compiled(task, position, len(seeds), data, mesh)
+    if mesh is not None:
+        state, keys, rates, _, data = on_mesh.place(
+            (state, keys, rates, jnp.int32(0), data), call.input_shardings[0]
+        )
     begun, cpu = time.perf_counter(), time.process_time()
     curve: dict[str, list] = {"step": [], "loss": []}
     before = 0.0, 0.0
@@ -250,7 +265,7 @@ def train(
         report(curve["step"][-1], curve["loss"][-1])
     train_seconds, cpu_seconds = times()
     return Trained(
-        params=state[0],
+        params=state[0] if mesh is None else on_mesh.gather(state[0], mesh),
         parameters=count_parameters(state[0]),
         curve=curve,
         compile_seconds=begun - started,

@@ -125,7 +125,8 @@ class SequenceParallel(Implementation):
 
     Attributes:
       axis: the mesh axis; its size divides T and S.
-      method: "ring" or "all_gather"; see the top of the file.
+      method: "ring" or "all_gather"; see the top of the file. Default: "ring", but "all_gather"
+        for rules on whole rows of logits.
       implementation: what computes the attention of shards, as in `attention`.
 
     >>> import posenc_jax as pe
@@ -137,12 +138,13 @@ class SequenceParallel(Implementation):
     """
 
     axis: str
-    method: Literal["ring", "all_gather"] = "ring"
+    method: Literal["ring", "all_gather"] | None = None
     implementation: str | Implementation | None = None
     name = "sequence_parallel"
 
     def __post_init__(self):
-        one_of("SequenceParallel", ("ring", "all_gather"), method=self.method)
+        if self.method is not None:
+            one_of("SequenceParallel", ("ring", "all_gather"), method=self.method)
 
     def supports(self, problem: Problem) -> str | None:
         """Returns None, or why the problem cannot be computed and what to use instead."""
@@ -176,9 +178,11 @@ class SequenceParallel(Implementation):
         bare = bare.with_queries(jax.tree.map(lambda _: None, queries))
         bare = bare.with_keys(jax.tree.map(lambda _: None, keys))
 
+        method = self.method or ("all_gather" if problem.whole_rows else "ring")
+
         def local(bare, queries, keys):
             mine = bare.with_queries(queries).with_keys(keys)
-            return _over_shards(mine, self.axis, self.method, self.implementation)
+            return _over_shards(mine, self.axis, method, self.implementation)
 
         spread = PartitionSpec(None, self.axis)
         specs = PartitionSpec(), spread, spread

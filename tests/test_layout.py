@@ -76,7 +76,7 @@ def test_the_functions_work_without_flax():
 
 
 def test_experiments_use_public_names_only():
-    public = {"", "nnx", "linen", "positions"}
+    public = {"", "nnx", "linen", "positions", "sharding"}
     also = {"accelerator.py": {"engine.api"}}  # It measures every implementation that there is.
     for path in (ROOT / "experiments").rglob("*.py"):
         assert imports(path) <= public | also.get(path.name, set()), path

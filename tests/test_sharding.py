@@ -207,7 +207,14 @@ def test_what_a_sharded_sequence_has_no_slots_for():
             pe.attention(x, x, x, dropout_rate=0.1, dropout_key=key, implementation=ring)
         rules = build(pe.StickBreaking).rules({})
         with pytest.raises(NotImplementedError, match="whole rows of logits need all keys"):
-            pe.attention(x, x, x, rules=rules, is_causal=True, implementation=ring)
+            travelling = SequenceParallel("sequence", "ring")
+            pe.attention(x, x, x, rules=rules, is_causal=True, implementation=travelling)
+        y = jax.random.normal(jax.random.key(0), x.shape)
+        found, wanted = (
+            pe.attention(y, y, y, rules=rules, is_causal=True, implementation=way)
+            for way in (ring, "reference")
+        )  # By default these keys are gathered.
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
         # Results of shards are merged by a log-sum-exp, which this one rounds.
         with pytest.raises(NotImplementedError, match="no exact log-sum-exp"):
             pe.attention(x, x, x, implementation=SequenceParallel("sequence", "ring", "jax"))

@@ -172,7 +172,7 @@ def test_finished_runs_are_skipped(run, monkeypatch):
     monkeypatch.setattr(
         compare_module,
         "train",
-        lambda task, scheme, *a: trained.append(scheme) or original(task, scheme, *a),
+        lambda task, scheme, *a, **k: trained.append(scheme) or original(task, scheme, *a, **k),
     )
     assert run("compare", "--schemes", "none,rope")[0] == 0
     assert [type(s).__name__ for s in trained] == ["RoPE"]
@@ -187,10 +187,10 @@ def test_finished_runs_are_skipped(run, monkeypatch):
 def test_interrupt_keeps_finished_runs(run, monkeypatch):
     original = compare_module.train
 
-    def stop_at_rope(task, scheme, *rest):
+    def stop_at_rope(task, scheme, *rest, **options):
         if type(scheme).__name__ == "RoPE":
             raise KeyboardInterrupt
-        return original(task, scheme, *rest)
+        return original(task, scheme, *rest, **options)
 
     monkeypatch.setattr(compare_module, "train", stop_at_rope)
     status, out, _ = run("compare")

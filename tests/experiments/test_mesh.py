@@ -1,0 +1,198 @@
+"""Training on eight devices and in two processes: the losses of one device."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import mesh
+from experiments.__main__ import main
+from experiments.checkpoints import Deadline, OrbaxCheckpoint
+from experiments.config import from_file
+from experiments.errors import ConfigError
+from experiments.settings import Train
+from experiments.train import compiled, new_state, train
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCHEME = "rope+t5+alibi"
+SEEDS = [0, 1]
+TABLES = {
+    "name": "small",
+    "seeds": 2,
+    "tasks": ["kback"],
+    "schemes": {"names": [SCHEME]},
+    "kback": {
+        "test_lengths": [32],
+        "eval_batch": 4,
+        "eval_batches": 1,
+        "model": {"model_dim": 16, "num_layers": 1, "num_heads": 2},
+        "train": {"steps": 4, "steps_per_call": 2, "warmup": 1, "batch": 8, "learning_rate": 0.03},
+    },
+}
+EXPERIMENT = from_file(TABLES)
+TASK, POSITION = EXPERIMENT.tasks["kback"], EXPERIMENT.scheme("kback", SCHEME)
+COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+NOISE = 1.5e-5  # The curve has five digits; parameters differ by less than 1e-6.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the part of an array that a device has; a leaf of trees."""
+
+    sizes: tuple[int, ...]
+
+
+@functools.cache
+def on_one_device():
+    return train(TASK, POSITION, SEEDS, None)
+
+
+def assert_equal_to_one_device(trained):
+    wanted = on_one_device()
+    np.testing.assert_allclose(trained.curve["loss"], wanted.curve["loss"], atol=NOISE)
+    assert trained.curve["step"] == [2, 4] and trained.parameters == wanted.parameters
+    for a, b in zip(*(jax.tree.leaves(x.params) for x in (trained, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, atol=NOISE)
+
+
+def program(text):
+    """The compiled program on a mesh, and the kinds of its collectives."""
+    call = compiled(TASK, POSITION, 2, None, mesh.make(text, EXPERIMENT.tasks))
+    found = re.findall(rf" ({COLLECTIVES})(?:-start)?\(", call.as_text())
+    return call, set(found)
+
+
+@pytest.mark.parametrize("text", ["data=8", "data=4,tensor=2", "sequence=8"])
+def test_training_on_a_mesh_equals_that_on_one_device(text):
+    on = mesh.make(text, EXPERIMENT.tasks)
+    assert_equal_to_one_device(train(TASK, POSITION, SEEDS, None, mesh=on))
+
+
+def test_devices_draw_and_compute_their_own_sequences_and_heads():
+    call, collectives = program("data=4,tensor=2")
+    assert collectives == {"all-reduce"}
+    text = call.as_text()
+    shapes = set(re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", text))
+    assert {"2,2,33", "2,2,32,1,8", "2,16,32"} <= shapes  # Tokens, q of one head, half of the MLP.
+    assert not {s for s in shapes if re.match(r"(2,)?8,3[23]\b", s)}  # A batch has 8 sequences.
+    (params, moments), *others = call.input_shardings[0]
+    state = new_state(on_one_device().params, TASK)
+    shapes = jax.tree.map(lambda x, s: Sizes(s.shard_shape(x.shape)), state, (params, moments))
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): sizes
+        for path, sizes in jax.tree.leaves_with_path(shapes[0])
+    }
+    wanted = {
+        "blocks/0/attention/query/kernel": (2, 16, 1, 8),
+        "blocks/0/attention/out/kernel": (2, 1, 8, 16),
+        "blocks/0/attention/encoding/parameters/1/table": (2, 1, 32),
+        "blocks/0/up/kernel": (2, 16, 32),
+        "blocks/0/down/kernel": (2, 32, 16),
+        "head/kernel": (2, 16, 17),  # No multiple of 2.
+    }
+    assert {name: named[name].sizes for name in wanted} == wanted
+    found = [x.sizes for x in jax.tree.leaves(shapes[1]) if x.sizes != (2,)]  # Without the counts.
+    assert found == 2 * [x.sizes for x in named.values()]
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(others))
+
+
+def test_keys_of_a_sharded_sequence_travel():
+    assert program("sequence=8")[1] == {"all-reduce", "collective-permute"}
+
+
+def test_a_run_continues_on_another_number_of_devices(tmp_path):
+    def stop(step, loss):
+        raise KeyboardInterrupt
+
+    def checkpoint():
+        return OrbaxCheckpoint(tmp_path / "states", Deadline(), pytest.fail, every=0.0)
+
+    on, kept = mesh.make("data=4,tensor=2", EXPERIMENT.tasks), checkpoint()
+    with pytest.raises(KeyboardInterrupt):
+        train(TASK, POSITION, SEEDS, None, stop, checkpoint=kept, mesh=on)
+    kept._manager.close()
+    assert_equal_to_one_device(train(TASK, POSITION, SEEDS, None, checkpoint=checkpoint()))
+
+
+def test_two_processes_equal_one_device(tmp_path):
+    lines = [f"{k} = {json.dumps(v)}" for k, v in TABLES.items() if not isinstance(v, dict)]
+    lines += ["[schemes]", f"names = {json.dumps([SCHEME])}"]
+    for table in ("", ".model", ".train"):
+        values = TABLES["kback"] if not table else TABLES["kback"][table[1:]]
+        lines += [f"[kback{table}]"]
+        lines += [f"{k} = {json.dumps(v)}" for k, v in values.items() if not isinstance(v, dict)]
+    (tmp_path / "small.toml").write_text("\n".join(lines))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": "4"}
+    env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    command = [sys.executable, "-m", "experiments", "compare", "../small.toml"]
+    command += ["--mesh", "data=4,tensor=2", "--distributed"]
+    command += ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"]
+    with contextlib.ExitStack() as running:
+        processes = []
+        for number in ("0", "1"):
+            (tmp_path / number).mkdir()
+            options = {"cwd": tmp_path / number, "env": env, "stderr": subprocess.PIPE}
+            process = subprocess.Popen(
+                [*command, number], text=True, stdout=subprocess.DEVNULL, **options
+            )
+            processes.append(running.enter_context(process))
+            running.callback(process.kill)
+        for process in processes:
+            _, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+    assert not list((tmp_path / "1").iterdir())
+    (run,) = json.loads((tmp_path / "0/results/small/results.json").read_text())["runs"]
+    assert run["status"] == "done" and run["mesh"] == "data=4,tensor=2, processes: 2"
+    wanted = on_one_device()
+    np.testing.assert_allclose(run["curve"]["loss"], wanted.curve["loss"], atol=NOISE)
+    (found,) = TASK.evaluate(POSITION, wanted.params, SEEDS, TASK.load())
+    assert run["evaluations"][0]["values"] == found.values
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        ("data=4,heads=2", {}, "unknown axis 'heads'; known: data, tensor, sequence"),
+        ("data=4", {}, "data=4 is for 4 devices, there are 8"),
+        ("data=2,data=4", {}, "must be such as data=4,tensor=2, got 'data=2,data=4'"),
+        ("data=0", {}, "must be such as data=4,tensor=2, got 'data=0'"),
+        ("data=8", {"train": Train(batch=12)}, "data=8 does not divide kback.train.batch = 12"),
+        ("tensor=8", {}, "tensor=8 does not divide kback.model.num_heads = 2"),
+        ("sequence=8", {"train_length": 36}, "sequence=8 does not divide kback.train_length = 36"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(text, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        mesh.make(text, {"kback": dataclasses.replace(TASK, **changes)})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mesh data=4", "--mesh: data=4 is for 4 devices, there are 8"),
+        ("--distributed", "--distributed: needs --mesh"),
+        ("--mesh data=8 --process-id 1", "need --distributed"),
+    ],
+)
+def test_bad_flags_are_one_line(flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("experiments.compare.compare", lambda *_, **__: 0)
+    file = str(ROOT / "configs" / "compare.toml")
+    assert main(["compare", file, *flags.split(), "--name", "mine"]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
