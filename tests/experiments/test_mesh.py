@@ -125,6 +125,7 @@ def test_a_run_continues_on_another_number_of_devices(tmp_path):
 
 
 def test_two_processes_equal_one_device(tmp_path):
+    """One is told which it is, the other reads the environment of Slurm."""
     lines = [f"{k} = {json.dumps(v)}" for k, v in TABLES.items() if not isinstance(v, dict)]
     lines += ["[schemes]", f"names = {json.dumps([SCHEME])}"]
     for table in ("", ".model", ".train"):
@@ -140,14 +141,22 @@ def test_two_processes_equal_one_device(tmp_path):
     env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [sys.executable, "-m", "experiments", "compare", "../small.toml"]
     command += ["--mesh", "data=4,tensor=2", "--distributed"]
-    command += ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"]
+    told = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id", "0"]
+    slurm = {"JOB_ID": "1", "STEP_NODELIST": "localhost", "STEP_NUM_NODES": "1"}
+    slurm |= {"NTASKS": "2", "PROCID": "1", "LOCALID": "1"}
+    detected = {f"SLURM_{name}": value for name, value in slurm.items()}
+    detected |= {"JAX_COORDINATOR_PORT": str(port)}
     with contextlib.ExitStack() as running:
         processes = []
-        for number in ("0", "1"):
+        for number, flags, more in (("0", told, {}), ("1", [], detected)):
             (tmp_path / number).mkdir()
-            options = {"cwd": tmp_path / number, "env": env, "stderr": subprocess.PIPE}
             process = subprocess.Popen(
-                [*command, number], text=True, stdout=subprocess.DEVNULL, **options
+                [*command, *flags],
+                cwd=tmp_path / number,
+                env=env | more,
+                text=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
             )
             processes.append(running.enter_context(process))
             running.callback(process.kill)
