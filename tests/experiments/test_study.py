@@ -11,6 +11,7 @@ from experiments.errors import ConfigError
 from experiments.runs import RunFolder
 from experiments.study import plan
 from experiments.study.command import known
+from experiments.study.page import page
 
 STUDY = """
 task = "kback"
@@ -202,3 +203,14 @@ def test_the_committed_study_is_read(request):
             rates = [run.task.train.learning_rate for run in cell.grid]
             assert all(b == 2 * a for a, b in itertools.pairwise(rates))
             assert cell.grid[0].task.eval_bytes >= 65536
+
+
+def test_the_committed_page_is_that_of_the_committed_results(request):
+    root = request.config.rootpath
+    study, results = plan.load(root / "configs" / "study.toml"), known(root / "results" / "study")
+    files = ["study.svg", "study-lengths.svg"]
+    made = page(study, results, "configs/study.toml", "results/study", files)
+    assert (root / "docs" / "study.md").read_text() == made
+    names = {run.name for run in study.runs(results)}
+    found = {path.parent.name for path in (root / "results" / "study").glob("*/result.json")}
+    assert found <= names  # A result that no run has any more would never be read.
