@@ -96,7 +96,7 @@ class OrbaxCheckpoint:
                 found = self._manager.restore(step, args=arguments)
                 wall, cpu = found["facts"]["times"]
                 curve = found["facts"]["curve"]
-            except Exception as error:  # Whatever damaged files make Orbax raise.
+            except (OSError, ValueError, KeyError) as error:  # What damaged files make Orbax raise.
                 what = type(error).__name__
                 self.say(
                     f"{self.path / str(step)}: cannot be used ({what}); continuing from what was "
@@ -131,7 +131,8 @@ class OrbaxCheckpoint:
     def remove(self) -> None:
         """Removes the folder."""
         if "_manager" in vars(self):
-            self._manager.close()
+            with contextlib.suppress(Exception):  # A write that failed is of no use any more.
+                self._manager.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -152,7 +152,8 @@ class Queue:
     def _beside(self, units: Sequence[list[Run]]) -> Iterator[list[_Ended]]:
         work = _in_worker, self.folder.absolute(), self.deadline.minutes()
         if isinstance(self.workers, str):
-            started = RayWorkers(None if self.workers == "local" else self.workers, *work)
+            address = None if self.workers == "local" else self.workers
+            started = RayWorkers(address, len(units), *work)
         else:
             started = Workers(min(self.workers, len(units)), *work)
         with started as workers, self.deadline.of_sigterm(workers.stop):

@@ -107,6 +107,9 @@ class Workers:
                 try:
                     answer = pipe.recv()
                 except (EOFError, OSError):
+                    if not go_on():  # `stop` reached it before it could listen.
+                        idle.add(pipe)
+                        continue
                     process = self._processes[pipe]
                     process.join()
                     raise ResultsError(
@@ -138,18 +141,20 @@ def _serve(pipe: Connection, processor: int, prepare: Any, arguments: tuple) -> 
 
 
 class RayWorkers:
-    """Actors of a Ray cluster in place of processes, one per processor of the cluster.
+    """Actors of a Ray cluster in place of processes, up to one per processor of the cluster.
 
     Nodes need the same environment and the same folders. An actor that ends is not replaced.
 
     Args:
       address: of the cluster, such as "auto"; None starts one on this machine.
+      most: actors.
       prepare, arguments: as for `Workers`.
     """
 
     def __init__(
         self,
         address: str | None,
+        most: int,
         prepare: Callable[..., contextlib.AbstractContextManager[Callable[[Any], Any]]],
         *arguments: Any,
     ):
@@ -164,7 +169,7 @@ class RayWorkers:
             log_to_driver=False,
             runtime_env={"env_vars": environment},
         )
-        count = int(ray.cluster_resources()["CPU"])
+        count = min(most, int(ray.cluster_resources()["CPU"]))
         actor = ray.remote(num_cpus=1)(_Actor)
         self._actors: list[Any] = [actor.remote(prepare, *arguments) for _ in range(count)]
 

@@ -108,7 +108,7 @@ def _peers(task, name, position, data):
     cases, seconds = {}, {}
     for what, compiled in (("eager", False), ("compiled", True)):
         began = time.perf_counter()
-        steps, _ = torch_steps(task, name, params, np.stack(batches), compiled=compiled)
+        steps = torch_steps(task, name, params, np.stack(batches), compiled=compiled)
         differs = equal(ours, steps())
         if differs:
             print(f"  torch {what}, {name}, is left out: {differs}")

@@ -4,6 +4,7 @@ Without positions and with RoPE. Parameters are copied, and the losses of the fi
 of the JAX step; see `equal`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ _KERNELS = {"query": "q", "key": "k", "value": "v", "out": "o"}
 
 def torch_steps(
     task: Task, scheme: str, params: Any, tokens: np.ndarray, *, compiled: bool
-) -> tuple[Any, Any]:
-    """Returns a function that makes `steps_per_call` steps and returns their losses, and the model.
+) -> Callable[[], np.ndarray]:
+    """Returns a function that makes a step with each of the batches and returns their losses.
 
     Args:
       task: sizes and settings of training.
@@ -59,7 +60,7 @@ def torch_steps(
             losses.append(loss.detach())
         return torch.stack(losses).numpy()
 
-    return steps, model
+    return steps
 
 
 def _rate(train: Train, step: int) -> float:

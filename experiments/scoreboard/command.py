@@ -61,9 +61,14 @@ def main(arguments: list[str]) -> int:
         if not options.claims:
             device = "cpu" if jax.default_backend() == "cpu" else "gpu"
             chosen = [claim for claim in chosen if claim.about.device == device]
-        count = workers(options)
         status = run(
-            chosen, options.results, options.seeds, part, options.minutes, options.fresh, count
+            chosen,
+            options.results,
+            options.seeds,
+            part,
+            options.minutes,
+            options.fresh,
+            workers(options),
         )
     outcomes = [judge(claim, options.results) for claim in everything]
     write_whole(options.page, page(outcomes))

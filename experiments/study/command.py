@@ -90,19 +90,21 @@ def run(
       ResultsError: where results of other versions are in the folder, or another process.
     """
     queue, failed = Queue(folder, minutes, workers), set()
-    sizes = list(study.cells)
-    while sizes and not queue.over:
+    while not queue.over:
         results = known(folder)
         runs = list(study.runs(results))
         refuse_other_versions(runs, folder, study.name)
         ended = sum(results(each) is not None for each in runs)
         schemes = study.about.schemes[part[0] - 1 :: part[1]]
-        mine = (each for each in study.runs_of(sizes[0], results) if each.scheme in schemes)
-        waiting = [e for e in of_shard(mine, (1, 1)) if results(e) is None and e.name not in failed]
-        if not waiting:
-            sizes.pop(0)
-            continue
-        say(f"{ended} of {study.count} runs have ended, {len(waiting)} of {sizes[0]} are next.")
+        for size in study.cells:
+            mine = (each for each in study.runs_of(size, results) if each.scheme in schemes)
+            mine = of_shard(mine, (1, 1))
+            waiting = [e for e in mine if results(e) is None and e.name not in failed]
+            if waiting:
+                break
+        else:
+            break
+        say(f"{ended} of {study.count} runs have ended, {len(waiting)} of {size} are next.")
         queue.work(waiting)
         results = known(folder)
         failed |= {each.name for each in waiting if results(each) is None}

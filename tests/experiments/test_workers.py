@@ -54,9 +54,9 @@ def test_the_number_of_processes():
 def test_ray_actors_are_workers_too():
     if importlib.util.find_spec("ray") is None:
         with pytest.raises(ConfigError, match='--ray: needs pip install "posenc_jax'):
-            RayWorkers("local", obedient.prepare, 10)
+            RayWorkers("local", 2, obedient.prepare, 10)
         return
-    with RayWorkers(None, obedient.prepare, 10) as pool:
+    with RayWorkers(None, 2, obedient.prepare, 10) as pool:
         assert sorted(number for number, _ in answers(pool, *range(4))) == [10, 11, 12, 13]
         assert answers(pool, 1, 2, go_on=lambda: False) == []
         with pytest.raises(ResultsError, match="no"):
