@@ -22,6 +22,7 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d08f00", "#3d9fdb", "#8
 BASELINE = "#8c8c8c"
 MARKERS = "osD^vP*X"
 INK = "#010203"  # replaced by the page's own text colour
+_MAP = mpl.colormaps["viridis"].resampled(32)
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -80,6 +81,67 @@ def lengths(results: dict, task: str, mode: str) -> str:
         label_ends(axes, ends)
         title = f"{task}: {words.metric} against length, {mode}"
         return drawing(figure, f"lengths-{task}-{mode}", title)
+
+
+def maps(results: dict, task: str) -> str:
+    """Returns maps of a task's metric by length and place in the row, a map per fitted scheme."""
+    found = tables.places(results, task)
+    lengths = sorted({length for rows in found.values() for length in rows})
+    if not lengths:
+        return ""
+    words = tables.labels(results, task)
+    everything = [x for rows in found.values() for row in rows.values() for x in row]
+    values = [x for x in everything if math.isfinite(x)]
+    limits = (0.0, 1.0) if words.higher_is_better else (min(values), max(values))
+    marked = tables.trained_length(results, task) if words.places == tables.Labels.places else None
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"maps-{task}", "axes.grid": False}):
+        figure, all_axes = _small_multiples(len(found), 0.18 * len(lengths))
+        for axes, (scheme, rows) in zip(all_axes, found.items(), strict=True):
+            axes.set_title(tables.label(scheme), fontsize=9.5, pad=3.0)
+            for y, length in enumerate(lengths):
+                if length in rows:
+                    _map_row(axes, y, rows[length], limits, marked and marked / length)
+            axes.set_ylim(len(lengths) - 0.5, -0.5)
+            axes.set_yticks(range(len(lengths)), lengths)
+            axes.tick_params(length=0, labelsize=8.5)
+        figure.text(0.42, 0.0, words.places, va="bottom", ha="center")
+        scale = figure.add_axes((0.9, 0.3, 0.018, 0.5))
+        colours = mpl.cm.ScalarMappable(mpl.colors.Normalize(*limits), _MAP)
+        figure.colorbar(colours, cax=scale)
+        scale.set_title(words.unit, fontsize=8.5)
+        return drawing(figure, f"maps-{task}", f"{task}: {words.metric} by length and place")
+
+
+def _map_row(axes, y: int, row: list[float], limits: tuple[float, float], mark: float | None):
+    """Draws the scores of one length as cells, and a line where training ended."""
+    edges = np.linspace(0.0, 1.0, len(row) + 1)
+    heights = y - 0.45, y + 0.45
+    cells = np.ma.masked_invalid([row])
+    axes.pcolormesh(
+        edges, heights, cells, vmin=limits[0], vmax=limits[1], cmap=_MAP, ec="face", lw=0.2
+    )
+    if mark and mark < 1:
+        axes.plot((mark, mark), heights, color=PALETTE[1], linewidth=1.6)
+
+
+def _small_multiples(count: int, height: float, across: int = 4):
+    """A figure of `count` axes side by side, with room at the right for a scale; inches."""
+    width, space, gap, left, bottom = 1.14, 0.2, 0.36, 0.5, 0.42
+    down = math.ceil(count / across)
+    size = left + across * (width + space) + 0.8, down * (height + gap) + bottom
+    figure = Figure(figsize=size)
+    figure.patch.set_alpha(0.0)
+    found = []
+    for i in range(count):
+        x, y = left + i % across * (width + space), size[1] - (i // across + 1) * (height + gap)
+        axes = figure.add_axes((x / size[0], y / size[1], width / size[0], height / size[1]))
+        axes.patch.set_alpha(0.0)
+        axes.spines[:].set_visible(False)
+        axes.set_xlim(0.0, 1.0)
+        axes.set_xticks((0.0, 0.5, 1.0), ("0", "0.5", "1"))
+        axes.tick_params(labelleft=i % across == 0, labelbottom=i + across >= count)
+        found.append(axes)
+    return figure, found
 
 
 def curves(results: dict, task: str) -> str:

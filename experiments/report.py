@@ -121,6 +121,8 @@ def _task(results: dict, task: str) -> dict:
         name=task,
         about=_sentence(words.about),
         views=views,
+        map=Markup(plots.maps(results, task)),
+        places=words.places,
         fits=" ".join(_fits(runs)),
         setting=_setting(runs),
     )

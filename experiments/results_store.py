@@ -44,6 +44,7 @@ class _Evaluation:
     variant: str | None = None
     note: str | None = None
     in_distribution: bool = False
+    places: list[float | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,6 +51,7 @@ class Result:
       settings: of the run, all of them.
       status: "done", or "diverged" where the loss was not finite.
       scores: by view (`Task.views`), then by length.
+      places: of the first view, by length, as `Evaluation.places` has them.
       curve: some points of the curve of the loss, "step" and "loss".
       environment: versions and the machine.
       commit: of the code, with a plus where files differed from it.
@@ -68,6 +69,7 @@ class Result:
     fitted: bool = False
     fit_rule: str = ""
     scores: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
+    places: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
     curve: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
     compile_seconds: float = 0.0
     train_seconds: float = 0.0
@@ -254,6 +256,7 @@ class RunFolder:
             fitted=run.task.fitted(found, data),
             fit_rule=run.task.fit_rule(data),
             scores=_scores(found),
+            places=_places(found, run.task.views[0]),
             curve={
                 "step": trained.curve["step"][points],
                 "loss": [x for (x,) in trained.curve["loss"][points]],
@@ -310,6 +313,11 @@ def _scores(found: list[Evaluation]) -> dict[str, dict[str, float | None]]:
     for e in found:
         scores.setdefault(e.variant or e.mode, {})[str(e.length)] = e.values[0]
     return scores
+
+
+def _places(found: list[Evaluation], view: str) -> dict[str, list[float | None]]:
+    """Returns the scores of a view by place in the row, by length."""
+    return {str(e.length): e.places for e in found if (e.variant or e.mode) == view and e.places}
 
 
 @functools.cache

@@ -27,6 +27,7 @@ class Labels:
       length_unit: what lengths count.
       every_length: whether narrow tables show all lengths, rather than the first and the last.
       modes: ways of evaluating by name, with an explanation of each.
+      places: what `Evaluation.places` are, from the first (0) to the last (1).
     """
 
     __pydantic_config__: ClassVar[Any] = STRICT
@@ -40,6 +41,7 @@ class Labels:
     length_unit: str = "symbols"
     every_length: bool = False
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    places: str = "place in the row"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +157,22 @@ def evaluations(run: dict, mode: str, variant: str | None = None) -> dict[int, d
         if (item.get("mode") or "plain") == mode and item.get("variant") == variant
     }
     return dict(sorted(found.items()))
+
+
+def places(results: dict, task: str) -> dict[str, dict[int, list[float]]]:
+    """Returns the scores by scheme, length and place in the row, of runs that fitted the task."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for scheme, run in runs_of(results, task).items():
+        for item in run.get("evaluations") or [] if done(run) and run.get("fitted") else []:
+            if item.get("places") and not item.get("variant"):
+                found.setdefault(scheme, {})[item["length"]] = numbers(item["places"])
+    return found
+
+
+def trained_length(results: dict, task: str) -> int | None:
+    """Returns the length at which a task was trained, None where no run says so."""
+    found = (run.get("train_length") for run in runs_of(results, task).values())
+    return next((length for length in found if length), None)
 
 
 def variants(run: dict) -> list[str]:

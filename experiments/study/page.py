@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from experiments import plots
 from experiments.intervals import interval
 from experiments.progress import duration
@@ -19,7 +21,9 @@ steps. Its learning rate is the best of a grid that is the same for all, chosen 
 trained length with seed {grid_seed}; the seeds that are reported took no part in that.
 Intervals are 95 % intervals over seeds by Student's t, of the mean or of the mean of paired
 differences to {baseline}. Differences whose interval holds 0 are not resolved. In equal time, a
-scheme has so many more or fewer steps that its training takes as long as that of {baseline}.
+scheme has so many more or fewer steps that its training takes as long as that of {baseline}. Its
+compute gain is how many times that time {baseline} needs for the same score, read off the mean
+scores of {baseline} with more and fewer steps at the same rate.
 """
 
 
@@ -136,6 +140,7 @@ def _size(size: str, cells: Mapping[str, Cell], baseline: str, results: Lookup) 
     yield ""
     if rows:
         yield from _scores(rows, cells, baseline, results)
+        yield from _budgets(rows[baseline], cells[baseline], results)
     yield from _grid(cells, results)
     yield from _orders(cells, results)
     yield from _own(cells, results)
@@ -155,6 +160,8 @@ def _scores(
     timed = {s: _ended(cells[s].timed(results, cells[baseline]), results) for s in rows}
     heads = [f"{task.labels.unit}", f"difference to {label(baseline)}", "rate"]
     heads += ["in equal time, difference"] if any(timed.values()) else []
+    curve = _curve(rows[baseline], cells[baseline], results) if any(timed.values()) else {}
+    heads += ["compute gain"] if curve else []
     yield f"| scheme | {' | '.join(heads)} |"
     yield f"|---|{'---:|' * len(heads)}"
     for scheme, row in rows.items():
@@ -166,8 +173,9 @@ def _scores(
             f"{train.learning_rate:g}{own}",
         ]
         if any(timed.values()):
-            ended = timed[scheme]
-            cells_of.append(_signed(_differences(ended, rows[baseline].results)) if ended else "")
+            against = _differences(timed[scheme], rows[baseline].results) if timed[scheme] else []
+            cells_of.append(_signed(against) if against else "")
+            cells_of += [_gain(against, curve) if against else ""] if curve else []
         yield f"| {label(scheme)} | {' | '.join(cells_of)} |"
     yield ""
     if columns:
@@ -183,6 +191,47 @@ def _scores(
     if any(failed.values()):
         words = (f"{label(s)} in {n} of {len(rows[s].results)}" for s, n in failed.items() if n)
         yield f"Seeds that diverged: {', '.join(words)}."
+        yield ""
+
+
+def _curve(row: _Row, cell: Cell, results: Lookup) -> dict[float, float]:
+    """Returns the baseline's mean score by budget, ascending; nothing before all have ended."""
+    found = {1.0: mean(row.values(row.run.task.views[0], row.run.task.train_length))}
+    for budget in cell.about.budgets:
+        runs = cell.budgeted(results, budget)
+        scores = [score(result) for result in _ended(runs, results)]
+        steps = runs[0].task.train.steps / row.run.task.train.steps  # At least the warm-up.
+        found[steps] = mean([math.nan if x is None else x for x in scores])
+    known = len(found) > 1 and all(map(math.isfinite, found.values()))
+    return dict(sorted(found.items())) if known else {}
+
+
+def _gain(against: Sequence[float], curve: Mapping[float, float]) -> str:
+    """Returns the budgets at which a curve has the differences to its score at 1, in words."""
+    budgets = np.log2(list(curve))
+    scores = np.array(list(curve.values())) - curve[1.0]
+    sign = 1.0 if scores[-1] > scores[0] else -1.0  # Of lower budgets, the scores are worse.
+    if not np.all(np.diff(sign * scores) > 0) or any(map(math.isnan, against)):
+        return "-"
+    words = []
+    for difference in interval(against):
+        at = sign * difference
+        if at < sign * scores[0]:
+            words.append(f"< {min(curve):g}")
+        elif at > sign * scores[-1]:
+            words.append(f"> {max(curve):g}")
+        else:
+            words.append(f"{2 ** np.interp(at, sign * scores, budgets):.2f}")
+    middle, low, high = words if sign > 0 else (words[0], *words[:0:-1])
+    return middle if low == high or len(against) < 2 else f"{middle} [{low}, {high}]"
+
+
+def _budgets(row: _Row, cell: Cell, results: Lookup) -> Iterator[str]:
+    """The curve that compute gains are read off."""
+    if curve := _curve(row, cell, results):
+        name = label(row.run.scheme)
+        shown = ", ".join(f"{budget:g} x: {value:.3f}" for budget, value in curve.items())
+        yield f"Scores of {name} by training time, at the rate that is best for 1 x: {shown}."
         yield ""
 
 

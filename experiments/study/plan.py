@@ -15,7 +15,8 @@
 Runs follow from results, in stages: each scheme runs at each rate of the grid with a seed of its
 own; where `own_rates` names the scheme, the best of them runs again with other rates for the
 scheme's parameters; what had the best score at the trained length runs with all seeds; and with
-`equal_time`, so often fewer steps that training takes as long as the baseline's.
+`equal_time`, so often fewer steps that training takes as long as the baseline's. With `budgets`,
+the baseline runs with more and fewer steps too, at the same rate: what its score is worth in time.
 """
 
 import dataclasses
@@ -50,6 +51,8 @@ class _Size:
     """By scheme: other learning rates for its parameters, relative to that of the rest."""
     equal_time: bool = False
     """Whether to run with the baseline's training time too."""
+    budgets: tuple[PositiveFloat, ...] = ()
+    """Other numbers of steps for the baseline, relative to its own, growing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +134,18 @@ class Cell:
         if not finals or any(result is None for result in (*own, *others)):
             return ()
         ratio = _seconds(others) / _seconds(own)
-        train = finals[0].task.train
+        return self._longer(finals, ratio)
+
+    def budgeted(self, results: Lookup, budget: float) -> tuple[Run, ...]:
+        """Returns those with `budget` times the steps; none before a rate is chosen."""
+        return self._longer(self.finals(results), budget)
+
+    def _longer(self, runs: tuple[Run, ...], ratio: float) -> tuple[Run, ...]:
+        """Returns runs with other numbers of steps, in whole calls and longer than the warm-up."""
+        train = self.grid[0].task.train
         calls = max(1, round(train.steps * ratio / train.steps_per_call))
         steps = max(calls * train.steps_per_call, train.warmup + train.steps_per_call)
-        return tuple(self.variant(run, run.seed, steps=steps) for run in finals)
+        return tuple(self.variant(run, run.seed, steps=steps) for run in runs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +176,9 @@ class Study:
                 yield from cell.own(best)
             yield from cell.finals(results)
             yield from cell.timed(results, cells[self.about.baseline])
+        baseline = cells[self.about.baseline]
+        for budget in baseline.about.budgets:
+            yield from baseline.budgeted(results, budget)
 
     @property
     def count(self) -> int:
@@ -172,7 +186,9 @@ class Study:
         return sum(
             len(cell.grid)
             + len(cell.about.own_rates.get(name, ()))
-            + cell.about.seeds * (2 if cell.about.equal_time and name != self.about.baseline else 1)
+            + cell.about.seeds
+            + cell.about.seeds
+            * (len(cell.about.budgets) if name == self.about.baseline else cell.about.equal_time)
             for cells in self.cells.values()
             for name, cell in cells.items()
         )
@@ -221,6 +237,8 @@ def _cells(size: str, table: Any, about: _File, common: dict[str, Any]) -> dict[
             raise ConfigError(f"rates: must be at least three that grow, got {list(found.rates)}")
         if found.seeds > about.grid_seed:
             raise ConfigError(f"seeds: must be up to grid_seed = {about.grid_seed}")
+        if 1.0 in found.budgets or list(found.budgets) != sorted(set(found.budgets)):
+            raise ConfigError(f"budgets: must grow, without 1, got {list(found.budgets)}")
         for name in found.own_rates:
             if name not in about.schemes:
                 raise ConfigError(f"own_rates.{name}: is not compared{near(name, about.schemes)}")

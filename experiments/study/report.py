@@ -8,6 +8,7 @@ from experiments import plots
 from experiments.report import render
 from experiments.runs import Result, Run
 from experiments.study.plan import Cell, Lookup, Study
+from experiments.tables import mean
 
 
 def report(study: Study, results: Lookup, command: str) -> str:
@@ -83,7 +84,7 @@ def _run(size: str, cell: Cell, made: Sequence[Run], found: Sequence[Result]) ->
 
 
 def _evaluations(run: Run, found: Sequence[Result]) -> Iterator[dict[str, Any]]:
-    modes = run.task.labels.modes or {"plain": ""}
+    modes, main = run.task.labels.modes or {"plain": ""}, run.task.views[0]
     for view, scores in found[0].scores.items():
         for length in scores:
             yield {
@@ -92,4 +93,11 @@ def _evaluations(run: Run, found: Sequence[Result]) -> Iterator[dict[str, Any]]:
                 "length": int(length),
                 "values": [result.scores[view][length] for result in found],
                 "in_distribution": int(length) == run.task.train_length,
+                "places": _places(found, length) if view == main else None,
             }
+
+
+def _places(found: Sequence[Result], length: str) -> list[float | None] | None:
+    """The mean scores by place in the row, None where results do not have them."""
+    rows = [result.places.get(length, ()) for result in found]
+    return [None if None in column else mean(column) for column in zip(*rows, strict=True)] or None

@@ -23,6 +23,8 @@ from experiments.settings import Model, Train
 from experiments.tables import Labels
 
 Length = Annotated[int, Field(ge=2)]
+PLACES = 16
+"""Parts of a row that are scored one by one, of equal length."""
 COORDINATES = ("positions", "shifted", "randomized", "random_floats")
 
 
@@ -55,6 +57,8 @@ class Evaluation:
       in_distribution: whether the length is the training length.
       variant: the change of the scheme after training, None for none.
       note: a remark for readers.
+      places: the mean score over seeds of each of `PLACES` parts of the row, or of what
+        `Labels.places` names; None for parts in which nothing is scored. Default: not measured.
     """
 
     metric: str
@@ -64,6 +68,7 @@ class Evaluation:
     in_distribution: bool
     variant: str | None = None
     note: str | None = None
+    places: list[float | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

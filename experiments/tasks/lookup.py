@@ -16,7 +16,7 @@ from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.model import seed_keys, structure
-from experiments.tasks.base import Evaluation, Task
+from experiments.tasks.base import PLACES, Evaluation, Task
 
 PAD, BEGIN, SEPARATOR = 0, 1, 2
 """The first tokens of every task of rows."""
@@ -71,19 +71,28 @@ class Lookup(Task):
         graphdef = structure(self.model, position, self.vocab_size)
         keys, found = seed_keys(seeds, "test"), []
         for mode, task in self.test_modes.items():
-            total = np.zeros((len(seeds), 4, len(self.test_lengths)))
+            tokens: Any = 0.0
+            rows: Any = 0.0
             for i in range(self.eval_batches):
                 batch_keys = jax.vmap(lambda k, i=i: jax.random.fold_in(k, i))(keys)
-                total += np.asarray(_count_right(params, batch_keys, graphdef=graphdef, task=task))
-            accuracy, exact = (
-                total[:, at] / np.maximum(total[:, at + 1], 1) for at in (0, 2)
-            )  # [seeds, lengths]
-            found += self._evaluations(mode, accuracy)
+                counts = _count_right(params, batch_keys, graphdef=graphdef, task=task)
+                tokens, rows = tokens + np.asarray(counts[0]), rows + np.asarray(counts[1])
+            found += self._evaluations(mode, tokens.sum(-1), tokens.sum(0))
             if self.exact_match and mode == "plain":
-                found += self._evaluations("exact", exact)
+                found += self._evaluations("exact", rows)
         return found
 
-    def _evaluations(self, mode: str, values: np.ndarray) -> list[Evaluation]:
+    def _evaluations(
+        self, mode: str, counts: np.ndarray, by_place: np.ndarray | None = None
+    ) -> list[Evaluation]:
+        """Returns right answers as shares of all.
+
+        Args:
+          mode: the way of evaluating.
+          counts: right ones and all, [seeds, 2, lengths].
+          by_place: the same, [2, lengths, PLACES].
+        """
+        values = counts[:, 0] / np.maximum(counts[:, 1], 1)
         return [
             Evaluation(
                 self.labels.metric,
@@ -91,6 +100,12 @@ class Lookup(Task):
                 length,
                 [round(float(x), 5) for x in values[:, i]],
                 in_distribution=length == self.train_length and mode in ("plain", "exact"),
+                places=None
+                if by_place is None
+                else [
+                    round(float(right / count), 5) if count else None
+                    for right, count in by_place[:, i].T
+                ],
             )
             for i, length in enumerate(self.test_lengths)
         ]
@@ -253,8 +268,15 @@ def permutation(bits: jax.Array, count: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "task"))
-def _count_right(params: nnx.State, keys: jax.Array, *, graphdef: Any, task: Lookup) -> jax.Array:
-    """Returns right answers, answers, right rows and rows per test length, [seeds, 4, lengths]."""
+def _count_right(
+    params: nnx.State, keys: jax.Array, *, graphdef: Any, task: Lookup
+) -> tuple[jax.Array, jax.Array]:
+    """Returns right answers and all by place, and right rows and all, per test length.
+
+    Returns:
+      [seeds, 2, lengths, PLACES] and [seeds, 2, lengths].
+    """
+    lengths = jnp.asarray(task.test_lengths)
 
     def one_seed(params, key):
         tokens, mask, index = task.sample_test(key, task.eval_batch)
@@ -262,11 +284,12 @@ def _count_right(params: nnx.State, keys: jax.Array, *, graphdef: Any, task: Loo
         inputs, targets = model.inputs_and_targets(tokens, mask)
         coordinates = task.draw_coordinates(key, tokens, training=False)
         right = (model(inputs, coordinates).argmax(-1) == targets) * mask[:, 1:]
-        counts = jax.nn.one_hot(index[:, 1:], len(task.test_lengths)) * mask[:, 1:, None]
-        rows = jax.nn.one_hot(index[:, -1], len(task.test_lengths)) * mask.any(1)[:, None]
+        at = jnp.arange(right.shape[1]) * PLACES // lengths[index[:, 1:]]  # Padding lies beyond.
+        cells = index[:, 1:], jnp.minimum(at, PLACES - 1)
+        none = jnp.zeros((len(lengths), PLACES))
+        tokens = jnp.stack([none.at[cells].add(x) for x in (right, mask[:, 1:])])
+        rows = jax.nn.one_hot(index[:, -1], len(lengths)) * mask.any(1)[:, None]
         whole = (right.sum(1) == mask[:, 1:].sum(1))[:, None] * rows
-        return jnp.stack(
-            [(right[..., None] * counts).sum((0, 1)), counts.sum((0, 1)), whole.sum(0), rows.sum(0)]
-        )
+        return tokens, jnp.stack([whole.sum(0), rows.sum(0)])
 
     return jax.vmap(one_seed)(params, keys)

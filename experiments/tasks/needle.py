@@ -10,6 +10,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
@@ -41,7 +42,7 @@ class Needle(Rows):
     """How the model is trained."""
 
     name: ClassVar[str] = "needle"
-    labels: ClassVar[Labels] = Labels("find a marked symbol")
+    labels: ClassVar[Labels] = Labels("find a marked symbol", places="depth of the needle")
     seconds: ClassVar[float] = 80.0
     exact_match: ClassVar[bool] = False
 
@@ -55,6 +56,18 @@ class Needle(Rows):
         """Any depth, and each depth alone: depth_0 to depth_100."""
         depths = {f"depth_{100 * d:g}": dataclasses.replace(self, depth=d) for d in self.depths}
         return {"plain": self} | depths
+
+    def evaluate(self, position, params, seeds, data):
+        """Returns the accuracy at each test length in each mode; places are depths."""
+        found = super().evaluate(position, params, seeds, data)
+        depths: dict[int, list[float | None]] = {}
+        for e in found:
+            if e.mode != "plain":
+                depths.setdefault(e.length, []).append(round(float(np.mean(e.values)), 5))
+        return [
+            dataclasses.replace(e, places=depths.get(e.length) if e.mode == "plain" else None)
+            for e in found
+        ]
 
     def most(self, length):
         """Returns n, where n + 3 tokens make a row."""

@@ -28,7 +28,7 @@ from experiments.model import Position, structure, token_losses
 from experiments.schemes import with_scaling
 from experiments.settings import Model, Train
 from experiments.tables import Labels
-from experiments.tasks.base import Data, Evaluation, Length, Task
+from experiments.tasks.base import PLACES, Data, Evaluation, Length, Task
 
 VARIANTS = {"ntk": pe.NTK, "pi": pe.PI}
 _TOKENS_PER_CALL = 4096
@@ -143,9 +143,10 @@ class Text(Task):
                         parts |= {"repeated": again, "new": ~again}
                     for part, scored in parts.items():
                         mean = [round(float(x), 5) for x in bits[:, scored].mean(1)]
-                        found.append(
-                            Evaluation(self.labels.metric, part, length, mean, trained, variant)
-                        )
+                        one = Evaluation(self.labels.metric, part, length, mean, trained, variant)
+                        if part == "nonoverlapping":
+                            one = dataclasses.replace(one, places=_by_place(bits))
+                        found.append(one)
         return found
 
     def fits(self, score, data):
@@ -235,6 +236,12 @@ def _bits(graphdef: Any, params: nnx.State, windows: np.ndarray, count: int) -> 
         out = np.asarray(_window_losses(params, padded, graphdef=graphdef))
         losses.append(out[:, : len(part), -count:].astype(np.float64))
     return np.concatenate(losses, 1) / np.log(2)
+
+
+def _by_place(bits: np.ndarray) -> list[float | None]:
+    """Returns the means of `PLACES` parts of windows [seeds, windows, T]."""
+    parts = np.array_split(bits.mean((0, 1)), PLACES)
+    return [round(float(part.mean()), 5) if len(part) else None for part in parts]
 
 
 def repeated(windows: np.ndarray, count: int, n: int) -> np.ndarray:

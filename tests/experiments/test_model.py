@@ -24,7 +24,7 @@ from experiments.model import (
 )
 from experiments.runs import Run
 from experiments.settings import Model, Train
-from experiments.tasks import KBack, Text
+from experiments.tasks import Copy, KBack, Needle, Text
 from experiments.tasks.base import Data, Evaluation
 from experiments.train import make_optimizer, train
 
@@ -289,6 +289,7 @@ def test_text_evaluation_equals_a_loop_over_bytes():
         return jax.nn.log_softmax(nnx.merge(graphdef, params)(tokens[None])[0])
 
     for e in [e for e in found if e.variant is None]:
+        by_place = []
         for seed, value in enumerate(e.values):
             one = jax.tree.map(lambda x, s=seed: x[s], params)
             bits, again = [], []
@@ -303,12 +304,58 @@ def test_text_evaluation_equals_a_loop_over_bytes():
             assert len(bits) == 32 and 0 < sum(again) < 32
             kept = {"repeated": np.array(again), "new": ~np.array(again)}.get(e.mode, slice(None))
             assert value == pytest.approx(np.array(bits)[kept].mean() / np.log(2), abs=2e-4)
+            by_place.append(np.reshape(bits, (-1, step)).mean(0) / np.log(2))
+        if e.mode == "nonoverlapping":
+            assert e.places[e.length :] == [None] * (16 - e.length)
+            np.testing.assert_allclose(e.places[: e.length], np.mean(by_place, 0), atol=2e-4)
+        else:
+            assert e.places is None
     assert {e.mode for e in found} == {"nonoverlapping", "sliding", "repeated", "new"}
     changed = {(e.variant, e.length): e.values for e in found if e.mode == "nonoverlapping"}
     assert changed["ntk", 16] != changed[None, 16] != changed["pi", 16]
     assert ("ntk", 8) not in changed
     windows, _ = task.windows(held_out, task.longest, "nonoverlapping")
     assert pair_bits(held_out, windows) < 8.1
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        dataclasses.replace(TASK, eval_batches=1),
+        Copy(train_length=14, test_lengths=(14, 36), model=SIZES, eval_batch=8, eval_batches=1),
+    ],
+    ids=lambda task: task.name,
+)
+def test_scores_by_place_equal_a_loop_over_tokens(task):
+    scheme = make("rope", task)
+    params = initialize(task.model, scheme, task.vocab_size, seed_keys([0], "parameters"))
+    found = [e for e in task.evaluate(scheme, params, [0], Data()) if e.mode == "plain"]
+    key = jax.random.fold_in(seed_keys([0], "test")[0], 0)
+    tokens, mask, index = map(np.asarray, task.sample_test(key, task.eval_batch))
+    one = nnx.merge(
+        structure(task.model, scheme, task.vocab_size), jax.tree.map(lambda x: x[0], params)
+    )
+    guesses = np.asarray(one(tokens[:, :-1])).argmax(-1)
+    right = {e.length: [[] for _ in range(16)] for e in found}
+    for row, at in zip(*np.nonzero(mask), strict=True):
+        length = task.test_lengths[index[row, at]]
+        right[length][(at - 1) * 16 // length].append(guesses[row, at - 1] == tokens[row, at])
+    for e in found:
+        assert e.places == [round(np.mean(x), 5) if x else None for x in right[e.length]]
+        assert {x is None for x in e.places} == {True, False} or e.length == task.train_length
+
+
+def test_places_of_needles_are_their_depths():
+    task = Needle(
+        train_length=8, test_lengths=(8, 16), depths=(0.0, 1.0), symbols=2, shortest=2, model=SIZES
+    )
+    scheme = make("rope", task)
+    params = initialize(SIZES, scheme, task.vocab_size, seed_keys([0, 1], "parameters"))
+    found = task.evaluate(scheme, params, [0, 1], Data())
+    score = {(e.mode, e.length): np.mean(e.values) for e in found}
+    for e in found:
+        depths = [score["depth_0", e.length], score["depth_100", e.length]]
+        assert e.places == (pytest.approx(depths, abs=1e-5) if e.mode == "plain" else None)
 
 
 @pytest.mark.parametrize(("value", "fitted"), [(0.95, True), (0.9, True), (0.89, False)])

@@ -129,6 +129,22 @@ def test_report_is_self_contained(html, page):
     assert not re.search(r"\son[a-z]+=", html)
 
 
+def test_maps_of_scores_have_the_schemes_that_fitted():
+    results = make_results(seeds=2)
+    assert not plots.maps(results, "kback")  # Results of earlier versions.
+    for run in results["runs"]:
+        for e in run["evaluations"]:
+            if e["mode"] in ("plain", "nonoverlapping"):
+                e["places"] = [None] * 8 + [e["values"][0]] * 8
+    svg = plots.maps(results, "kback")
+    assert all(f">{name}<" in svg for name in ("learned", "rope", "MyScheme"))
+    assert ">none<" not in svg
+    html = render(results)
+    ElementTree.fromstring(plots.standalone(svg))
+    assert not {link for link in Page(html).loads if not link.startswith("#")}
+    assert html.count("by length and place") == 3 and html.count("Orange lines") == 3
+
+
 def test_ids_are_unique_and_references_resolve(page):
     assert len(set(page.ids)) == len(page.ids)
     assert {link[1:] for link in page.loads} <= set(page.ids)

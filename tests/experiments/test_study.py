@@ -23,11 +23,13 @@ test_lengths = [32, 48]
 [kback.train]
 steps = 100
 steps_per_call = 10
+warmup = 10
 
 [sizes.small]
 rates = [1e-3, 2e-3, 4e-3, 8e-3]
 seeds = 2
 equal_time = true
+budgets = [0.5, 2.0]
 own_rates.kerple = [10.0]
 
 [sizes.large]
@@ -85,12 +87,12 @@ def call(tmp_path, capsys, monkeypatch):
 
 
 def test_stages_follow_from_results(call, tmp_path):
-    assert call()[0] == 0 and "**0 of 35 runs" in call.page() and not call.plot.exists()
+    assert call()[0] == 0 and "**0 of 39 runs" in call.page() and not call.plot.exists()
     status, out, err = call("--run")
     assert (
         (status, err) == (0, "") and "12 of small are next" in out and "9 of large are next" in out
     )
-    assert len(call.made) == 35 == len({run.name for run in call.made})
+    assert len(call.made) == 39 == len({run.name for run in call.made})
     page = call.page()
     assert "runs have ended" not in page and "<svg" in call.plot.read_text()
     study, results = plan.load(tmp_path / "mine.toml"), known(call.results)
@@ -124,9 +126,9 @@ def test_finished_runs_are_not_run_again_and_shards_share_the_work(call):
     assert "| none | 0.3" not in call.page()  # There is no baseline yet.
     assert call("--run")[0] == 0
     before = call.page()
-    assert len(call.made) == 35 == len({run.name for run in call.made})
+    assert len(call.made) == 39 == len({run.name for run in call.made})
     assert call("--run", "--minutes", "0")[0] == 0
-    assert len(call.made) == 35 and call.page() == before
+    assert len(call.made) == 39 and call.page() == before
 
 
 def test_time_limits_and_failures_lose_nothing(call):
@@ -135,7 +137,7 @@ def test_time_limits_and_failures_lose_nothing(call):
     call.raises = ("none", 1e-3)
     status, out, _ = call("--run")
     assert status == 1 and "failed: RuntimeError: no memory" in out
-    assert len(call.made) == 35 - 5  # Without seeds and equal times of none.
+    assert len(call.made) == 39 - 5  # Without seeds and equal times of none.
     assert "| rope | 0.901" in call.page() and "runs have ended" in call.page()
     call.raises = None
     assert call("--run")[0] == 0 and "runs have ended" not in call.page()
@@ -166,6 +168,26 @@ def test_seeds_that_diverge_are_counted_and_a_score_of_zero_is_one(call, monkeyp
     assert "Seeds that diverged: none in 1 of 2." in call.page()
 
 
+def test_compute_gains(call, monkeypatch, tmp_path):
+    monkeypatch.setitem(HEIGHT, "none", 0.893)
+    assert call("--run")[0] == 0
+    study, results = plan.load(tmp_path / "mine.toml"), known(call.results)
+    steps = [
+        [run.task.train.steps for run in study.cells["small"]["rope"].budgeted(results, budget)]
+        for budget in (0.5, 2.0)
+    ]
+    assert steps == [[50, 50], [200, 200]]
+    # With 50 steps RoPE has 0.005 less, with 200 0.01 more; none with 160 has 0.002 less.
+    assert "by training time, at the rate that is best for 1 x: 0.5 x: 0.896, 1 x: 0.901" in (
+        call.page()
+    )
+    row = next(line for line in call.page().split("\n") if line.startswith("| none | 0.893"))
+    gain = 2 ** (-0.002 / 0.005)
+    assert row.endswith(f" | {gain:.2f} [< 0.5, > 2] |")
+    row = next(line for line in call.page().split("\n") if line.startswith("| kerple | 0.410"))
+    assert row.endswith(" | < 0.5 |")
+
+
 def test_the_order_with_half_of_the_grid(call):
     assert call("--run")[0] == 0
     lines = call.page().split("\n")
@@ -184,6 +206,7 @@ def test_the_order_with_half_of_the_grid(call):
         (("own_rates.kerple", "own_rates.t5"), "sizes.small: own_rates.t5: is not compared"),
         (("seeds = 2", "seed = 2"), "sizes.small: seed: unknown setting"),
         (("seeds = 2", "seeds = 101"), "seeds: must be up to grid_seed"),
+        (("[0.5, 2.0]", "[0.5, 1.0]"), "sizes.small: budgets: must grow, without 1"),
         (("[kback.train]", "[kback.trian]"), "kback.trian: unknown setting"),
         (('schemes = ["none", ', 'schemes = ["nnoe", '), "unknown scheme"),
     ],
