@@ -198,7 +198,10 @@ def cost(results: dict) -> str:
 
 
 def differences(
-    rows: Mapping[str, Mapping[str, tuple[float, float, float]]], unit: str, title: str
+    rows: Mapping[str, Mapping[str, tuple[float, float, float]]],
+    unit: str,
+    title: str,
+    name: str = "differences",
 ) -> str:
     """Returns a plot of means with their intervals, a row per scheme, around zero.
 
@@ -206,6 +209,7 @@ def differences(
       rows: by scheme, then by what was measured: mean, lower and upper bound (or NaN).
       unit: of the numbers.
       title: for readers who do not see it.
+      name: of the plot, unlike that of others on its page.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": title, "axes.grid.axis": "both"}):
         height = 0.85 + 0.34 * len(rows)
@@ -226,8 +230,9 @@ def differences(
         axes.axvline(0.0, color=INK, linewidth=0.8, alpha=0.6)
         axes.locator_params(axis="x", nbins=6)
         axes.set_xlabel(unit)
-        figure.legend(loc="center right", frameon=False)
-        return drawing(figure, "differences", title)
+        if len(kinds) > 1:
+            figure.legend(loc="center right", frameon=False)
+        return drawing(figure, name, title)
 
 
 def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.6):

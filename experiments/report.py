@@ -12,9 +12,10 @@ import jinja2
 from markupsafe import Markup
 
 from experiments import plots, tables
-from experiments.config_io import Parser, flatten
-from experiments.errors import ResultsError
+from experiments.config_io import Parser, flatten, near
+from experiments.errors import ConfigError, ResultsError
 from experiments.files import to_json, write_whole
+from experiments.intervals import in_words, interval
 from experiments.results_store import read_results
 
 
@@ -27,21 +28,31 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="such as results/compare")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write score against length: SVG")
     parser.add_argument("--task", help="of the plot (default: the last)")
+    parser.add_argument("--baseline", help="scheme of the paired differences (default: rope)")
     options = parser.parse_args(arguments)
     if options.plot:
         print(f"Plot: {write_plot(options.folder, options.plot, options.task)}")
     else:
-        print(f"Report: {write_report(options.folder)}")
+        print(f"Report: {write_report(options.folder, options.baseline)}")
     return 0
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, baseline: str | None = None) -> Path:
     """Writes `report.html` beside `results.json`, and returns its path.
 
+    Args:
+      folder: of the results.
+      baseline: the scheme that others are compared to; default: see `render`.
+
     Raises:
+      ConfigError: where no run has the baseline.
       ResultsError: where there are no results, or the report cannot be written.
     """
-    write_whole(folder / "report.html", render(read_results(folder)))
+    results = read_results(folder)
+    if baseline and baseline not in tables.schemes(results):
+        hint = near(baseline, tables.schemes(results))
+        raise ConfigError(f"--baseline: {baseline!r} is not among the runs{hint}")
+    write_whole(folder / "report.html", render(results, baseline))
     return folder / "report.html"
 
 
@@ -65,9 +76,16 @@ def write_plot(folder: Path, target: Path, task: str | None = None) -> Path:
     return target
 
 
-def render(results: dict) -> str:
-    """Returns the page for the content of results.json."""
+def render(results: dict, baseline: str | None = None) -> str:
+    """Returns the page for the content of results.json.
+
+    Args:
+      results: the content.
+      baseline: the scheme of the paired differences; default: rope, or else the first.
+    """
     runs = results["runs"]
+    schemes = tables.schemes(results)
+    baseline = baseline or ("rope" if "rope" in schemes else next(iter(schemes), ""))
     failed = [run for run in runs if run.get("status") == "failed"]
     seeds = max((len(run.get("seeds") or [0]) for run in runs), default=1)
     return fill(
@@ -79,6 +97,12 @@ def render(results: dict) -> str:
         done=sum(map(tables.done, runs)),
         failed=failed,
         seeds=seeds,
+        baseline=tables.label(baseline),
+        summaries=[
+            summary
+            for task in tables.tasks(results)
+            if seeds > 1 and (summary := _summary(results, task, baseline))
+        ],
         tasks=[_task(results, task) for task in tables.tasks(results)],
         curves=[
             (task, Markup(svg))
@@ -101,6 +125,53 @@ def fill(template: Path, **values: object) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(template.read_text(encoding="utf-8")).render(**values)
+
+
+def _summary(results: dict, task: str, baseline: str) -> dict | None:
+    """Scores and paired differences at the trained length and at the longest one."""
+    mode, trained = (
+        next(iter(tables.modes(results, task)), ""),
+        tables.trained_length(results, task),
+    )
+    runs = tables.runs_of(results, task).values()
+    lengths = sorted({n for run in runs for n in tables.evaluations(run, mode)})
+    if trained not in lengths:
+        return None
+    words = tables.labels(results, task)
+    shown = tables.ordered([trained, lengths[-1]])
+    columns = [tables.paired(results, task, mode, length, baseline) for length in shown]
+
+    def order(scheme: str) -> float:
+        return tables.mean(columns[0][scheme][0]) * (-1 if words.higher_is_better else 1)
+
+    digits = words.digits + 1
+    rows = []
+    for scheme in sorted(columns[0], key=order):
+        cells = []
+        for column in columns:
+            values, against = column.get(scheme, ([], []))
+            cells.append(in_words(values, digits) if values else "")
+            own = not against or scheme == baseline
+            cells.append("" if own else in_words(against, digits, "+"))
+        cells = [(middle, rest) for middle, _, rest in (cell.partition(" ") for cell in cells)]
+        rows.append(dict(label=tables.label(scheme), cells=cells))
+    differences = {
+        scheme: {"": interval(against)}
+        for scheme, (_, against) in columns[0].items()
+        if against and scheme != baseline
+    }
+    unit = f"{words.unit} at {trained}, difference to {tables.label(baseline)}"
+    svg = ""
+    if differences:
+        svg = plots.differences(differences, unit, f"{task}: {unit}", f"differences-{task}")
+    return dict(
+        name=task,
+        unit=words.unit,
+        better="higher" if words.higher_is_better else "lower",
+        lengths=shown,
+        rows=rows,
+        svg=Markup(svg),
+    )
 
 
 def _task(results: dict, task: str) -> dict:

@@ -169,6 +169,25 @@ def places(results: dict, task: str) -> dict[str, dict[int, list[float]]]:
     return found
 
 
+def paired(
+    results: dict, task: str, mode: str, length: int, baseline: str
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Returns the scores by seed and their differences to the baseline's, by scheme, at a length.
+
+    Schemes that did not fit the task have no scores beyond the training length.
+    """
+    found = {}
+    for scheme, run in runs_of(results, task).items():
+        item = evaluations(run, mode).get(length) if done(run) else None
+        if item and (run.get("fitted") or item.get("in_distribution")):
+            found[scheme] = numbers(item["values"])
+    own = found.get(baseline, [])
+    return {
+        scheme: (values, [a - b for a, b in zip(values, own, strict=False)])
+        for scheme, values in found.items()
+    }
+
+
 def trained_length(results: dict, task: str) -> int | None:
     """Returns the length at which a task was trained, None where no run says so."""
     found = (run.get("train_length") for run in runs_of(results, task).values())

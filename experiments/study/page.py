@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from experiments import plots
-from experiments.intervals import interval
+from experiments.intervals import in_words, interval
 from experiments.progress import duration
 from experiments.runs import Result, Run
 from experiments.study.plan import Cell, Lookup, Study, score
@@ -168,13 +168,13 @@ def _scores(
         train = row.run.task.train
         own = f" ({train.scheme_rate:g} x)" if train.scheme_rate != 1 else ""
         cells_of = [
-            _plain(row.values(main, trained)),
-            "" if scheme == baseline else _signed(row.against),
+            in_words(row.values(main, trained)),
+            "" if scheme == baseline else in_words(row.against, sign="+"),
             f"{train.learning_rate:g}{own}",
         ]
         if any(timed.values()):
             against = _differences(timed[scheme], rows[baseline].results) if timed[scheme] else []
-            cells_of.append(_signed(against) if against else "")
+            cells_of.append(in_words(against, sign="+") if against else "")
             cells_of += [_gain(against, curve) if against else ""] if curve else []
         yield f"| {label(scheme)} | {' | '.join(cells_of)} |"
     yield ""
@@ -322,18 +322,6 @@ def _provenance(results: Sequence[Result]) -> Iterator[str]:
     yield f"* {duration(cpu)} of processor time in training"
     facts = ordered(f"{k}: {v}" for r in results for k, v in r.environment.items() if "corpus" in k)
     yield from (f"* {fact}" for fact in facts)
-
-
-def _plain(values: Sequence[float]) -> str:
-    middle, low, high = interval(values)
-    return f"{middle:.3f}" if math.isnan(low) else f"{middle:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def _signed(values: Sequence[float]) -> str:
-    if diverged := sum(map(math.isnan, values)):
-        return f"diverged in {diverged} of {len(values)}"
-    middle, low, high = interval(values)
-    return f"{middle:+.3f}" if math.isnan(low) else f"{middle:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def _mean(values: Sequence[float]) -> str:

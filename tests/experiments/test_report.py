@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import pytest
 
 from experiments import plots, tables
-from experiments.errors import ResultsError
+from experiments.errors import ConfigError, ResultsError
 from experiments.plot_labels import spread
 from experiments.report import render, write_plot, write_report
 from experiments.tasks import TASKS
@@ -127,6 +127,29 @@ def test_report_is_self_contained(html, page):
     assert not re.search(r"https?://|@import|url\((?!#)", html)
     assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
     assert not re.search(r"\son[a-z]+=", html)
+
+
+def test_the_summary_has_paired_differences_with_intervals():
+    results = make_results(seeds=3)
+    for run in results["runs"]:
+        for e in run["evaluations"] if run["scheme"] == "learned" else []:
+            e["values"] = [e["values"][0] + x for x in (0.0, 0.03, 0.02)]
+    text = Page(render(results)).text
+    # learned - rope: -0.03 plus (0.00, 0.02, 0.00), whose mean has t * s / sqrt(3) = 0.0287.
+    assert "learned 0.847 [0.809, 0.885] -0.023 [-0.052, +0.005]" in text
+    none = text.index("none 0.870 [0.845, 0.895] +0.000")
+    assert none < text.index("MyScheme 0.720 [0.695, 0.745] -0.150 [-0.150, -0.150]")
+    assert "none 0.870 [0.845, 0.895] +0.000 [+0.000, +0.000] rope" in text  # Did not fit at 128.
+    text = Page(render(results, "learned")).text
+    assert "rope 0.870 [0.845, 0.895] +0.023 [-0.005, +0.052]" in text
+    assert "Summary" not in Page(render(make_results())).text  # One seed has no intervals.
+
+
+def test_a_baseline_without_runs_is_refused(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps(make_results(seeds=2)))
+    with pytest.raises(ConfigError, match=r"--baseline: 'rpoe' is not among the runs.*rope"):
+        write_report(tmp_path, "rpoe")
+    assert "minus learned" in write_report(tmp_path, "learned").read_text()
 
 
 def test_maps_of_scores_have_the_schemes_that_fitted():
