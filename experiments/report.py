@@ -144,9 +144,9 @@ def _summary(results: dict, task: str, baseline: str) -> dict | None:
     def order(scheme: str) -> float:
         return tables.mean(columns[0][scheme][0]) * (-1 if words.higher_is_better else 1)
 
-    digits = words.digits + 1
+    digits, schemes = max(words.digits, 3), sorted(columns[0], key=order)
     rows = []
-    for scheme in sorted(columns[0], key=order):
+    for scheme in schemes:
         cells = []
         for column in columns:
             values, against = column.get(scheme, ([], []))
@@ -156,9 +156,9 @@ def _summary(results: dict, task: str, baseline: str) -> dict | None:
         cells = [(middle, rest) for middle, _, rest in (cell.partition(" ") for cell in cells)]
         rows.append(dict(label=tables.label(scheme), cells=cells))
     differences = {
-        scheme: {"": interval(against)}
-        for scheme, (_, against) in columns[0].items()
-        if against and scheme != baseline
+        scheme: {"": interval(columns[0][scheme][1])}
+        for scheme in schemes
+        if columns[0][scheme][1] and scheme != baseline
     }
     unit = f"{words.unit} at {trained}, difference to {tables.label(baseline)}"
     svg = ""
