@@ -88,6 +88,7 @@ def render(results: dict, baseline: str | None = None) -> str:
     baseline = baseline or ("rope" if "rope" in schemes else next(iter(schemes), ""))
     failed = [run for run in runs if run.get("status") == "failed"]
     seeds = max((len(run.get("seeds") or [0]) for run in runs), default=1)
+    fewest = min((len(run.get("seeds") or [0]) for run in runs if tables.done(run)), default=seeds)
     return fill(
         Path(__file__).with_name("report.html.jinja"),
         mark=tables.note_mark,
@@ -97,6 +98,7 @@ def render(results: dict, baseline: str | None = None) -> str:
         done=sum(map(tables.done, runs)),
         failed=failed,
         seeds=seeds,
+        fewest=fewest,
         baseline=tables.label(baseline),
         summaries=[
             summary
@@ -168,6 +170,7 @@ def _summary(results: dict, task: str, baseline: str) -> dict | None:
         name=task,
         unit=words.unit,
         better="higher" if words.higher_is_better else "lower",
+        seeds=max((len(values) for values, _ in columns[0].values()), default=0),
         lengths=shown,
         rows=rows,
         svg=Markup(svg),
