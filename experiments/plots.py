@@ -87,11 +87,11 @@ def maps(results: dict, task: str) -> str:
     """Returns maps of a task's metric by length and place in the row, a map per fitted scheme."""
     found = tables.places(results, task)
     lengths = sorted({length for rows in found.values() for length in rows})
-    if not lengths:
-        return ""
-    words = tables.labels(results, task)
     everything = [x for rows in found.values() for row in rows.values() for x in row]
     values = [x for x in everything if math.isfinite(x)]
+    if not values:
+        return ""
+    words = tables.labels(results, task)
     limits = (0.0, 1.0) if words.higher_is_better else (min(values), max(values))
     marked = tables.trained_length(results, task) if words.places == tables.Labels.places else None
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"maps-{task}", "axes.grid": False}):
