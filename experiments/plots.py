@@ -128,7 +128,7 @@ def _small_multiples(count: int, height: float, across: int = 4):
     """A figure of `count` axes side by side, with room at the right for a scale; inches."""
     width, space, gap, left, bottom = 1.14, 0.2, 0.36, 0.5, 0.42
     down = math.ceil(count / across)
-    size = left + across * (width + space) + 0.8, down * (height + gap) + bottom
+    size = left + across * (width + space) + 1.0, down * (height + gap) + bottom
     figure = Figure(figsize=size)
     figure.patch.set_alpha(0.0)
     found = []

@@ -18,7 +18,7 @@ from experiments.queue import (
 from experiments.runs import Result, Run, RunFolder
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, load
-from experiments.study.report import lengths, report
+from experiments.study.report import lengths, maps, report
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
@@ -52,7 +52,11 @@ def main(arguments: list[str]) -> int:
     if options.run:
         status = run(study, folder, part, options.minutes, workers(options))
     results = known(folder)
-    pictures = {"": drawing(study, results), "-lengths": lengths(study, results)}
+    pictures = {
+        "": drawing(study, results),
+        "-lengths": lengths(study, results),
+        "-maps": maps(study, results),
+    }
     files = []
     for what, svg in pictures.items():
         if svg:

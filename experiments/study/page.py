@@ -34,7 +34,8 @@ def page(study: Study, results: Lookup, file: str, folder: str, pictures: Sequen
       study: the study.
       results: of its runs.
       file, folder: where the study and its results are.
-      pictures: files of the plots of differences and of lengths, as far as there are any.
+      pictures: files of the plots of differences, of lengths and of places, as far as there are
+        any.
     """
     about = study.about
     words = {"file": file, "results": folder, "baseline": label(about.baseline)}
@@ -45,7 +46,11 @@ def page(study: Study, results: Lookup, file: str, folder: str, pictures: Sequen
             f"**{done} of {study.count} runs have ended**; the tables have what is known.",
             "",
         ]
-    captions = f"Differences to {label(about.baseline)} with their intervals", "Scores by length"
+    captions = (
+        f"Differences to {label(about.baseline)} with their intervals",
+        "Scores by length",
+        f"Scores by length and place in the row, {[*study.cells][-1]}; lines: where training ended",
+    )
     for picture, caption in zip(pictures, captions, strict=False):
         lines += [f"![{caption}]({picture})", ""]
     for size, cells in study.cells.items():

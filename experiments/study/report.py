@@ -29,6 +29,13 @@ def lengths(study: Study, results: Lookup) -> str:
     return plots.lengths(_everything(study, results, ""), size, main)
 
 
+def maps(study: Study, results: Lookup) -> str:
+    """Returns the maps of scores by length and place at the last size that has them, as <svg>."""
+    everything = _everything(study, results, "")
+    found = (plots.maps(everything, size) for size in list(study.cells)[::-1])
+    return next((svg for svg in found if svg), "")
+
+
 def _everything(study: Study, results: Lookup, command: str) -> dict[str, Any]:
     runs, labels, facts = [], {}, {}
     for size, cells in study.cells.items():
