@@ -131,10 +131,8 @@ def fill(template: Path, **values: object) -> str:
 
 def _summary(results: dict, task: str, baseline: str) -> dict | None:
     """Scores and paired differences at the trained length and at the longest one."""
-    mode, trained = (
-        next(iter(tables.modes(results, task)), ""),
-        tables.trained_length(results, task),
-    )
+    mode = next(iter(tables.modes(results, task)), "")
+    trained = tables.trained_length(results, task)
     runs = tables.runs_of(results, task).values()
     lengths = sorted({n for run in runs for n in tables.evaluations(run, mode)})
     if trained not in lengths:

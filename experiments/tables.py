@@ -160,12 +160,17 @@ def evaluations(run: dict, mode: str, variant: str | None = None) -> dict[int, d
 
 
 def places(results: dict, task: str) -> dict[str, dict[int, list[float]]]:
-    """Returns the scores by scheme, length and place in the row, of runs that fitted the task."""
+    """Returns the scores by scheme, length and place in the row, of runs that fitted the task.
+
+    They are those of the mode with the most lengths.
+    """
+    mode = next(iter(modes(results, task)), "plain")
     found: dict[str, dict[int, list[float]]] = {}
     for scheme, run in runs_of(results, task).items():
-        for item in run.get("evaluations") or [] if done(run) and run.get("fitted") else []:
-            if item.get("places") and not item.get("variant"):
-                found.setdefault(scheme, {})[item["length"]] = numbers(item["places"])
+        items = evaluations(run, mode) if done(run) and run.get("fitted") else {}
+        rows = {n: numbers(item["places"]) for n, item in items.items() if item.get("places")}
+        if rows:
+            found[scheme] = rows
     return found
 
 
@@ -174,18 +179,22 @@ def paired(
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the scores by seed and their differences to the baseline's, by scheme, at a length.
 
-    Schemes that did not fit the task have no scores beyond the training length.
+    Schemes that did not fit the task have no scores beyond the training length; runs with other
+    seeds than the baseline's have no differences.
     """
-    found = {}
-    for scheme, run in runs_of(results, task).items():
+    runs, found = runs_of(results, task), {}
+    for scheme, run in runs.items():
         item = evaluations(run, mode).get(length) if done(run) else None
         if item and (run.get("fitted") or item.get("in_distribution")):
             found[scheme] = numbers(item["values"])
     own = found.get(baseline, [])
-    return {
-        scheme: (values, [a - b for a, b in zip(values, own, strict=False)])
-        for scheme, values in found.items()
-    }
+
+    def differences(scheme: str) -> list[float]:
+        if not own or runs[scheme].get("seeds") != runs[baseline].get("seeds"):
+            return []
+        return [a - b for a, b in zip(found[scheme], own, strict=True)]
+
+    return {scheme: (values, differences(scheme)) for scheme, values in found.items()}
 
 
 def trained_length(results: dict, task: str) -> int | None:

@@ -57,11 +57,9 @@ def main(arguments: list[str]) -> int:
         "-lengths": lengths(study, results),
         "-maps": maps(study, results),
     }
-    files = []
-    for what, svg in pictures.items():
-        if svg:
-            files.append(f"{target.stem}{what}.svg")
-            write_whole(target.with_name(files[-1]), plots.standalone(svg))
+    files = {what: f"{target.stem}{what}.svg" for what, svg in pictures.items() if svg}
+    for what, file in files.items():
+        write_whole(target.with_name(file), plots.standalone(pictures[what]))
     write_whole(target, page(study, results, str(options.file), str(folder), files))
     say(f"Page: {target}")
     if options.run:

@@ -27,15 +27,15 @@ scores of {baseline} with more and fewer steps at the same rate.
 """
 
 
-def page(study: Study, results: Lookup, file: str, folder: str, pictures: Sequence[str]) -> str:
+def page(study: Study, results: Lookup, file: str, folder: str, pictures: Mapping[str, str]) -> str:
     """Returns the page.
 
     Args:
       study: the study.
       results: of its runs.
       file, folder: where the study and its results are.
-      pictures: files of the plots of differences, of lengths and of places, as far as there are
-        any.
+      pictures: files of the plots of differences (""), of lengths ("-lengths") and of places
+        ("-maps"), as far as there are any.
     """
     about = study.about
     words = {"file": file, "results": folder, "baseline": label(about.baseline)}
@@ -46,13 +46,14 @@ def page(study: Study, results: Lookup, file: str, folder: str, pictures: Sequen
             f"**{done} of {study.count} runs have ended**; the tables have what is known.",
             "",
         ]
-    captions = (
-        f"Differences to {label(about.baseline)} with their intervals",
-        "Scores by length",
-        f"Scores by length and place in the row, {[*study.cells][-1]}; lines: where training ended",
-    )
-    for picture, caption in zip(pictures, captions, strict=False):
-        lines += [f"![{caption}]({picture})", ""]
+    captions = {
+        "": f"Differences to {label(about.baseline)} with their intervals",
+        "-lengths": "Scores by length, first size",
+        "-maps": "Scores by length and place in the row, last size that has them; lines: where "
+        "training ended",
+    }
+    for what, picture in pictures.items():
+        lines += [f"![{captions[what]}]({picture})", ""]
     for size, cells in study.cells.items():
         lines += _size(size, cells, about.baseline, results)
     lines += _provenance([r for run in study.runs(results) if (r := results(run))])

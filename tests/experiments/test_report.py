@@ -152,6 +152,26 @@ def test_a_baseline_without_runs_is_refused(tmp_path):
     assert "minus learned" in write_report(tmp_path, "learned").read_text()
 
 
+def test_maps_are_those_of_the_main_way_of_evaluating():
+    results = make_results()
+    for run in results["runs"]:
+        main = [e for e in run["evaluations"] if e["mode"] == "plain"]
+        run["evaluations"] += [dict(e, mode="sparse", places=[0.1] * 4) for e in main[1:]]
+        for e in main:
+            e["places"] = [0.9] * 4
+    found = tables.places(results, "kback")
+    assert found["rope"] == {length: [0.9] * 4 for length in LENGTHS["kback"]}
+
+
+def test_runs_with_other_seeds_are_not_paired():
+    results = make_results(seeds=3)
+    run = next(run for run in results["runs"] if run["scheme"] == "learned")
+    run["seeds"] = [0, 1, 7]
+    values, differences = tables.paired(results, "kback", "plain", 32, "rope")["learned"]
+    assert len(values) == 3 and differences == []
+    assert len(tables.paired(results, "kback", "plain", 32, "rope")["rope"][1]) == 3
+
+
 def test_maps_of_scores_have_the_schemes_that_fitted():
     results = make_results(seeds=2)
     assert not plots.maps(results, "kback")  # Results of earlier versions.

@@ -231,7 +231,7 @@ def test_the_committed_study_is_read(request):
 def test_the_committed_page_is_that_of_the_committed_results(request):
     root = request.config.rootpath
     study, results = plan.load(root / "configs" / "study.toml"), known(root / "results" / "study")
-    files = ["study.svg", "study-lengths.svg", "study-maps.svg"]
+    files = {what: f"study{what}.svg" for what in ("", "-lengths", "-maps")}
     made = page(study, results, "configs/study.toml", "results/study", files)
     assert (root / "docs" / "study.md").read_text() == made
     names = {run.name for run in study.runs(results)}
