@@ -7,7 +7,8 @@ import shutil
 import signal
 import time
 import zipfile
-from collections.abc import Callable, Generator
+import zlib
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,10 @@ class OrbaxCheckpoint:
                 found = self._manager.restore(step, args=arguments)
                 wall, cpu = found["facts"]["times"]
                 curve = found["facts"]["curve"]
-            except (OSError, ValueError, KeyError) as error:  # What damaged files make Orbax raise.
+                leaves = [found["state"][name] for name in like]
+                if _checksum(leaves) != found["facts"]["checksum"]:
+                    raise ValueError("the arrays are not those that were written")
+            except Exception as error:  # Damaged files of arrays make Orbax raise Exception itself.
                 what = type(error).__name__
                 self.say(
                     f"{self.path / str(step)}: cannot be used ({what}); continuing from what was "
@@ -104,7 +108,6 @@ class OrbaxCheckpoint:
                 )
                 self._manager.delete(step)
                 continue
-            leaves = [found["state"][name] for name in like]
             return jax.tree.unflatten(jax.tree.structure(state), leaves), curve, (wall, cpu)
         return None
 
@@ -115,7 +118,9 @@ class OrbaxCheckpoint:
         arguments = ocp.args.Composite(
             # Copies: the next steps are given the memory of `state`.
             state=ocp.args.StandardSave({k: jnp.copy(x) for k, x in _named(state).items()}),
-            facts=ocp.args.JsonSave({"curve": curve, "times": times}),
+            facts=ocp.args.JsonSave(
+                {"curve": curve, "times": times, "checksum": _checksum(jax.tree.leaves(state))}
+            ),
         )
         try:
             self._manager.save(curve["step"][-1], args=arguments)
@@ -139,6 +144,11 @@ class OrbaxCheckpoint:
 def _named(state: Any) -> dict[str, jax.Array]:
     """Returns the leaves by number: Orbax stores names, and need not know the types of the tree."""
     return {f"{i:04d}": x for i, x in enumerate(jax.tree.leaves(state))}
+
+
+def _checksum(leaves: Iterable[jax.Array]) -> int:
+    """Returns a checksum of arrays: Orbax does not notice that a byte on disk has changed."""
+    return functools.reduce(lambda crc, x: zlib.crc32(np.asarray(x).tobytes(), crc), leaves, 0)
 
 
 def write_arrays(path: Path, arrays: list[Any]) -> None:

@@ -286,6 +286,27 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
 
 
 @late_reads
+@pytest.mark.parametrize("how", ["truncated", "one bit", "deleted"])
+def test_a_state_with_a_damaged_array_is_never_used(tmp_path, how):
+    first, second = ({"x": jnp.arange(6144.0) * n} for n in (1, 2))
+    checkpoint = OrbaxCheckpoint(tmp_path / "c", Deadline(), print, every=0.0)
+    checkpoint.save(first, {"step": [1], "loss": [[1.0]]}, (1.0, 1.0))
+    checkpoint.save(second, {"step": [2], "loss": [[1.0]]}, (1.0, 1.0))
+    checkpoint._manager.close()
+    files = (path for path in (tmp_path / "c" / "2" / "state").rglob("*") if path.is_file())
+    path = max(files, key=lambda path: path.stat().st_size)  # That of the array.
+    data = bytearray(path.read_bytes())
+    assert len(data) > 1000
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data if how == "one bit" else data[:100])
+    if how == "deleted":
+        path.unlink()
+    said = []
+    state, curve, _ = OrbaxCheckpoint(tmp_path / "c", Deadline(), said.append).load(second)
+    np.testing.assert_array_equal(state["x"], first["x"])
+    assert curve["step"] == [1] and "2: cannot be used" in said[0]
+
+
 def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(tmp_path, monkeypatch):
     data = TASK.load()
     folder = RunFolder(tmp_path, make_run())
