@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import jax
+
 from experiments.checkpoints import Deadline, OutOfTime
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.progress import duration
@@ -38,13 +40,20 @@ def workers(options: argparse.Namespace) -> int | str:
     """Returns the address of a Ray cluster if one was given, otherwise how many processes to use.
 
     Raises:
-      ConfigError: if the number is below 1.
+      ConfigError: if the number is below 1, or above 1 on a machine with accelerators.
     """
     if options.ray is not None:
         return options.ray
-    if options.workers is not None and options.workers < 1:
+    if options.workers is None:
+        return default_count()
+    if options.workers < 1:
         raise ConfigError(f"--workers: must be at least 1, got {options.workers}")
-    return default_count() if options.workers is None else options.workers
+    if options.workers > 1 and (backend := jax.default_backend()) != "cpu":
+        raise ConfigError(
+            f"--workers: processes would share one {backend}; start a call per device that sees "
+            f"this device only (CUDA_VISIBLE_DEVICES), each with its --shard I/N, or use --ray"
+        )
+    return options.workers
 
 
 def shard(text: str) -> tuple[int, int]:

@@ -143,7 +143,8 @@ def _serve(pipe: Connection, processor: int, prepare: Any, arguments: tuple) -> 
 class RayWorkers:
     """Actors of a Ray cluster in place of processes, up to one per processor of the cluster.
 
-    Nodes need the same environment and the same folders. An actor that ends is not replaced.
+    On a cluster with GPUs there is up to one per GPU, which sees this GPU only. Nodes need the same
+    environment and the same folders. An actor that ends is not replaced.
 
     Args:
       address: of the cluster, such as "auto"; None starts one on this machine.
@@ -169,8 +170,10 @@ class RayWorkers:
             log_to_driver=False,
             runtime_env={"env_vars": environment},
         )
-        count = min(most, int(ray.cluster_resources()["CPU"]))
-        actor = ray.remote(num_cpus=1)(_Actor)
+        found = ray.cluster_resources()
+        gpus = int(found.get("GPU", 0))
+        count = min(most, gpus or int(found["CPU"]))
+        actor = ray.remote(num_cpus=1, num_gpus=min(gpus, 1))(_Actor)
         self._actors: list[Any] = [actor.remote(prepare, *arguments) for _ in range(count)]
 
     def __enter__(self):

@@ -21,6 +21,8 @@ def prepare(offset):
             os.kill(os.getpid(), signal.SIGKILL)
         while unit == "wait" and not stopped:
             time.sleep(0.01)
+        if unit == "gpu":
+            return os.environ.get("CUDA_VISIBLE_DEVICES"), os.getpid()
         return "stopped" if unit == "wait" else (unit + offset, os.getpid())
 
     yield work

@@ -268,28 +268,39 @@ def _grid(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
 
 
 def _orders(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
-    """Whether the order of the schemes depends on which half of the grid there is."""
-    halves: list[dict[str, float]] = [{}, {}]
+    """Whether the order of the schemes depends on the rates of the grid."""
+    odd, even = slice(0, None, 2), slice(1, None, 2)
+    text = "with every other rate of the grid only, from the first and from the second on"
+    yield from _order_with(cells, results, odd, even, text)
+    text = "with the grid shifted by one rate, all but the last and all but the first"
+    yield from _order_with(cells, results, slice(0, -1), slice(1, None), text)
+
+
+def _order_with(
+    cells: Mapping[str, Cell], results: Lookup, first: slice, second: slice, text: str
+) -> Iterator[str]:
+    """The order of the schemes with either of two parts of the grid."""
+    parts: list[dict[str, float]] = [{}, {}]
     for name, cell in cells.items():
-        for half, first in zip(halves, (0, 1), strict=True):
-            best = cell.best(cell.grid[first::2], results)
+        for part, kept in zip(parts, (first, second), strict=True):
+            best = cell.best(cell.grid[kept], results)
             value = score(results(best)) if best else None
             if value is None:
                 return
-            half[name] = value
+            part[name] = value
     task = next(iter(cells.values())).grid[0].task
-    orders = [sorted(h, key=lambda n: h[n], reverse=task.labels.higher_is_better) for h in halves]
+    orders = [sorted(p, key=lambda n: p[n], reverse=task.labels.higher_is_better) for p in parts]
     rates = next(iter(cells.values())).about.rates
-    yield "The order with every other rate of the grid only, from the first and from the second on:"
+    yield f"The order {text}:"
     yield ""
-    for first, order, half in zip((0, 1), orders, halves, strict=True):
-        shown = ", ".join(f"{label(name)} {half[name]:.3f}" for name in order)
-        yield f"* {', '.join(f'{rate:g}' for rate in rates[first::2])}: {shown}"
+    for kept, order, part in zip((first, second), orders, parts, strict=True):
+        shown = ", ".join(f"{label(name)} {part[name]:.3f}" for name in order)
+        yield f"* {', '.join(f'{rate:g}' for rate in rates[kept])}: {shown}"
     swapped = []
     for i, a in enumerate(orders[0]):
         for b in orders[0][i + 1 :]:
             if orders[1].index(a) > orders[1].index(b):
-                gaps = " and ".join(f"{abs(half[a] - half[b]):.3f}" for half in halves)
+                gaps = " and ".join(f"{abs(part[a] - part[b]):.3f}" for part in parts)
                 swapped.append(f"{label(a)} and {label(b)} ({gaps} apart)")
     yield ""
     same = "The order is the same."

@@ -188,12 +188,16 @@ def test_compute_gains(call, monkeypatch, tmp_path):
     assert row.endswith(" | < 0.5 |")
 
 
-def test_the_order_with_half_of_the_grid(call):
+def test_the_order_with_parts_of_the_grid(call):
     assert call("--run")[0] == 0
     lines = call.page().split("\n")
-    first, second = [line for line in lines if line.startswith("* 0.00")][:2]
-    assert first.endswith("rope 0.900, kerple 0.320, none 0.280")
-    assert second.endswith("rope 0.860, kerple 0.400, none 0.300")
+    orders = [line for line in lines if line.startswith("* 0.00")][:4]
+    assert orders == [
+        "* 0.001, 0.004: rope 0.900, kerple 0.320, none 0.280",
+        "* 0.002, 0.008: rope 0.860, kerple 0.400, none 0.300",
+        "* 0.001, 0.002, 0.004: rope 0.900, kerple 0.320, none 0.300",
+        "* 0.002, 0.004, 0.008: rope 0.900, kerple 0.400, none 0.300",
+    ]
     assert "The order is the same." in lines
 
 

@@ -1,6 +1,7 @@
 """Processes that carry out units of work side by side."""
 
 import argparse
+import functools
 import importlib.util
 import signal
 
@@ -37,7 +38,7 @@ def test_units_are_shared_and_errors_come_back():
         signal.signal(signal.SIGALRM, before)
 
 
-def test_the_number_of_processes():
+def test_the_number_of_processes(monkeypatch):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
 
@@ -48,15 +49,25 @@ def test_the_number_of_processes():
     assert count("--ray", "auto") == "auto"
     with pytest.raises(ConfigError, match="--workers: must be at least 1"):
         count("--workers", "0")
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    assert count() == count("--workers", "1") == 1
+    with pytest.raises(ConfigError, match="--workers: processes would share one gpu"):
+        count("--workers", "2")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # JAX's, of forks.
-def test_ray_actors_are_workers_too():
+def test_ray_actors_are_workers_too(monkeypatch):
     if importlib.util.find_spec("ray") is None:
         with pytest.raises(ConfigError, match='--ray: needs pip install "posenc_jax'):
             RayWorkers("local", 2, obedient.prepare, 10)
         return
-    with RayWorkers(None, 2, obedient.prepare, 10) as pool:
+    import ray
+
+    # Ray is told of two GPUs, and sets the variable by which CUDA finds one of them.
+    monkeypatch.setattr(ray, "init", functools.partial(ray.init, num_cpus=2, num_gpus=2))
+    with RayWorkers(None, 3, obedient.prepare, 10) as pool:
+        seen = answers(pool, "gpu", "gpu", kind=str)
+        assert sorted(number for number, _ in seen) == ["0", "1"]
         assert sorted(number for number, _ in answers(pool, *range(4))) == [10, 11, 12, 13]
         assert answers(pool, 1, 2, go_on=lambda: False) == []
         with pytest.raises(ResultsError, match="no"):
