@@ -166,35 +166,37 @@ def curves(results: dict, task: str) -> str:
         return drawing(figure, f"curves-{task}", f"{task}: training loss against steps")
 
 
-def cost(results: dict) -> str:
-    """Returns the plot of the time of a training step, relative to `none` where it ran."""
-    points = {task: tables.step_times(results, task) for task in tables.tasks(results)}
-    relative = any("none" in times for times in points.values())
-    if relative:
-        points = {
-            task: {scheme: value / times["none"] for scheme, value in times.items()}
-            for task, times in points.items()
-            if times.get("none")
-        }
-    names = tables.ordered(scheme for times in points.values() for scheme in times)
-    if not names:
+def cost(results: dict, task: str) -> str:
+    """Returns the plot of a task's metric at the trained length against the time of a step.
+
+    Times are relative to that of `none` where it ran.
+    """
+    times, trained = tables.step_times(results, task), tables.trained_length(results, task)
+    mode, points = next(iter(tables.modes(results, task)), "plain"), {}
+    for scheme, run in tables.runs_of(results, task).items():
+        item = tables.evaluations(run, mode).get(trained or 0)
+        if scheme in times and item and math.isfinite(score := tables.mean(item["values"])):
+            points[scheme] = times[scheme] / times.get("none", 1.0), score
+    if not points:
         return ""
-    with mpl.rc_context({**STYLE, "svg.hashsalt": "cost", "axes.grid.axis": "both"}):
-        height = 0.75 + 0.3 * len(names)
-        figure, axes = _figure(height, left=1.15, bottom=0.5, right=1.0)
-        for i, (task, times) in enumerate(points.items()):
-            y = [names.index(scheme) + 0.16 * (i - (len(points) - 1) / 2) for scheme in times]
-            values = list(times.values())
-            colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
-            axes.plot(values, y, marker, color=colour, label=task)
-        axes.set_yticks(range(len(names)), [tables.label(name) for name in names])
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        if relative:
-            axes.axvline(1.0, color=INK, linewidth=0.8, alpha=0.6)
-        unit = "relative to none" if relative else "in ms"
-        axes.set_xlabel(f"time of a training step, {unit}")
-        figure.legend(loc="center right", frameon=False)
-        return drawing(figure, "cost", "time of a training step by scheme")
+    words, styles = tables.labels(results, task), looks(tables.schemes(results))
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"cost-{task}", "axes.grid.axis": "both"}):
+        figure, axes = _figure()
+        for scheme, (x, y) in points.items():
+            colour, marker = styles[scheme]
+            axes.plot([x], [y], marker, color=colour, markersize=7.0, zorder=3)
+        axes.margins(0.08)
+        axes.set_xlim(axes.get_xlim())
+        for scheme, (x, y) in points.items():  # To the label.
+            edge = axes.get_xlim()[1]
+            axes.plot((x, edge), (y, y), color=styles[scheme][0], alpha=0.4, linewidth=0.8)
+        axes.set_xlabel(
+            f"time of a training step, {'relative to none' if 'none' in times else 'ms'}"
+        )
+        axes.set_ylabel(f"{words.unit} at {trained}")
+        ends = [(*at, styles[s][0], 1.0, tables.label(s)) for s, at in points.items()]
+        label_ends(axes, ends)
+        return drawing(figure, f"cost-{task}", f"{task}: {words.metric} against time of a step")
 
 
 def differences(

@@ -111,7 +111,7 @@ def render(results: dict, baseline: str | None = None) -> str:
             for task in tables.tasks(results)
             if (svg := plots.curves(results, task))
         ],
-        cost=Markup(plots.cost(results)),
+        cost=[(t, Markup(svg)) for t in tables.tasks(results) if (svg := plots.cost(results, t))],
         costs=list(_costs(results)),
         processor=(results.get("environment") or {}).get("processor", "an unnamed processor"),
         footnotes=tables.footnotes(results),
@@ -268,7 +268,7 @@ def _costs(results: dict) -> Iterator[dict]:
                 parameters=_number(run.get("parameters"), ",d"),
                 ms=_number(ms, ".1f"),
                 relative=_number(ms / base if ms and base else None, ".2f"),
-                rate=_number(run.get("steps_per_second"), ".1f"),
+                memory=_number((run.get("memory_bytes") or math.nan) / 2**20, ".1f"),
                 compile=_number(run.get("compile_seconds"), ".1f"),
                 train=_number(run.get("train_seconds"), ".1f"),
                 cpu=_number(run.get("cpu_seconds"), ".1f"),

@@ -66,6 +66,7 @@ class Result:
     finished: str
     error: str | None = None
     parameters: int | None = None
+    memory_bytes: int | None = None
     fitted: bool = False
     fit_rule: str = ""
     scores: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
@@ -253,6 +254,7 @@ class RunFolder:
             "done",
             data.facts,
             parameters=trained.parameters,
+            memory_bytes=trained.memory,
             fitted=run.task.fitted(found, data),
             fit_rule=run.task.fit_rule(data),
             scores=_scores(found),

@@ -143,12 +143,14 @@ class Trained:
     Attributes:
       params: leaves [seeds, ...].
       parameters: how many, per seed.
+      memory: bytes that the compiled call needs, for all seeds, with parameters and data.
       curve: "step" [points] and "loss" [points][seeds], means over the steps between points.
       compile_seconds, train_seconds, cpu_seconds: wall time of both, CPU time of training.
     """
 
     params: nnx.State
     parameters: int
+    memory: int
     curve: dict[str, list]
     compile_seconds: float
     train_seconds: float
@@ -200,6 +202,13 @@ def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any
         optimizer = make_optimizer(task.train, 1.0, 1.0)
         lowered = on_mesh.lower(advance, arguments, optimizer, task, position, mesh)
     return lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
+
+
+def _memory(call: Any) -> int:
+    """Returns the bytes of a compiled call: arguments, results and what lies between."""
+    found = call.memory_analysis()
+    size = found.argument_size_in_bytes + found.temp_size_in_bytes
+    return size + found.output_size_in_bytes - found.alias_size_in_bytes
 
 
 def train(
@@ -267,6 +276,7 @@ def train(
     return Trained(
         params=state[0] if mesh is None else on_mesh.gather(state[0], mesh),
         parameters=count_parameters(state[0]),
+        memory=_memory(call),
         curve=curve,
         compile_seconds=begun - started,
         train_seconds=train_seconds,

@@ -78,6 +78,7 @@ def _run(size: str, cell: Cell, made: Sequence[Run], found: Sequence[Result]) ->
         "fitted": all(result.fitted for result in found),
         "fit_rule": first.fit_rule,
         "parameters": first.parameters,
+        "memory_bytes": first.memory_bytes,
         "curve": {
             "step": first.curve.get("step", []),
             "loss": [list(x) for x in zip(*(r.curve.get("loss", []) for r in found), strict=False)],

@@ -89,6 +89,8 @@ def test_compare_writes_results_and_report_with_a_user_scheme(run, own_module):
         assert [e["in_distribution"] for e in r["evaluations"]] == [True, False]
         assert all(len(e["values"]) == 2 for e in r["evaluations"])
         assert r["parameters"] > 0 and r["train_seconds"] > 0 and r["cpu_seconds"] > 0
+        # Parameters and both moments of AdamW, of two seeds.
+        assert 2 * 3 * 4 * r["parameters"] < r["memory_bytes"] < 1e9
         assert r["fitted"] is False and "0.9" in r["fit_rule"]
     files = {f.name for f in run.folder.iterdir()}
     assert files == {

@@ -53,7 +53,7 @@ def make_run(task, scheme, seeds=1, fitted=True):
         compile_seconds=3.2,
         train_seconds=9.0 if scheme == "none" else 9.9,
         cpu_seconds=18.0,
-        steps_per_second=33.3,
+        memory_bytes=5 * 2**20,
         final_loss=[0.1] * seeds,
         curve=dict(step=[100, 200, 300], loss=[[2.0] * seeds, [1.0] * seeds, [0.1] * seeds]),
         fitted=fitted,
@@ -225,6 +225,12 @@ def test_variants_notes_and_own_schemes_are_rows(page):
     assert [row.label for row in grid.rows] == ["none", "learned", "rope", "rope + NTK", "MyScheme"]
     assert grid.rows[1].cells[1].note == 1
     assert "† rows never trained" in page.text
+
+
+def test_cost_is_a_table_and_a_plot_per_task(page):
+    assert "rope 12,345 33.0 1.10 5.0 3.2 9.9 18.0 0.100" in page.text
+    drawn = page.text.count("time of a training step, relative to none")
+    assert drawn == len(LENGTHS) and "accuracy at 32" in page.text
 
 
 def test_modes_share_one_range():
