@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -55,15 +56,21 @@ def page(study: Study, results: Lookup, file: str, folder: str, pictures: Mappin
     for what, picture in pictures.items():
         lines += [f"![{captions[what]}]({picture})", ""]
     for size, cells in study.cells.items():
-        lines += _size(size, cells, about.baseline, results)
+        lines += _size(size, cells, about, results)
     lines += _provenance([r for run in study.runs(results) if (r := results(run))])
     return "\n".join(lines).rstrip() + "\n"
 
 
 def drawing(study: Study, results: Lookup) -> str:
-    """Returns the plot of differences to the baseline at the trained length, as <svg>."""
+    """Returns the plot of differences to the baseline at the trained length, as <svg>.
+
+    It has the sizes whose task is that of the first one.
+    """
     rows: dict[str, dict[str, tuple[float, float, float]]] = {}
+    task = next(iter(next(iter(study.cells.values())).values())).grid[0].task
     for size, cells in study.cells.items():
+        if next(iter(cells.values())).grid[0].task.name != task.name:
+            continue
         for scheme, row in _rows(cells, study.about.baseline, results).items():
             if scheme != study.about.baseline:
                 found = interval(row.against)
@@ -71,7 +78,6 @@ def drawing(study: Study, results: Lookup) -> str:
                     rows.setdefault(scheme, {})[size] = found
     if not rows:
         return ""
-    task = next(iter(next(iter(study.cells.values())).values())).grid[0].task
     rows = dict(sorted(rows.items(), key=lambda row: next(iter(row[1].values()))[0]))
     name = label(study.about.baseline)
     unit = f"{task.labels.unit} at the trained length, difference to {name}"
@@ -129,7 +135,8 @@ def _ended(runs: Sequence[Run], results: Lookup) -> list[Result]:
     return found if len(found) == len(runs) else []
 
 
-def _size(size: str, cells: Mapping[str, Cell], baseline: str, results: Lookup) -> Iterator[str]:
+def _size(size: str, cells: Mapping[str, Cell], about: Any, results: Lookup) -> Iterator[str]:
+    baseline = about.baseline
     cell = cells[baseline]
     task = cell.grid[0].task
     model, train = task.model, task.train
@@ -137,6 +144,9 @@ def _size(size: str, cells: Mapping[str, Cell], baseline: str, results: Lookup) 
     counts = ordered(r.parameters for row in rows.values() for r in row.results if r.parameters)
     yield f"## {size.capitalize()}"
     yield ""
+    if task.name != about.task:
+        yield f"Task {task.name}: {task.labels.about}."
+        yield ""
     if counts:
         yield f"{min(counts) / 1e6:.2f} to {max(counts) / 1e6:.2f} million parameters,"
     yield (

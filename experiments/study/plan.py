@@ -12,6 +12,10 @@
     seeds = 5
     text.model.model_dim = 96               settings of a size
 
+    [sizes.order]
+    task = "kth"                            a size may have another task
+    rates = [1e-3, 2e-3, 4e-3]
+
 Runs follow from results, in stages: each scheme runs at each rate of the grid with a seed of its
 own; where `own_rates` names the scheme, the best of them runs again with other rates for the
 scheme's parameters; what had the best score at the trained length runs with all seeds; and with
@@ -45,6 +49,8 @@ class _Size:
 
     rates: tuple[PositiveFloat, ...]
     """Learning rates, at least three, growing."""
+    task: str = ""
+    """The task; empty: that of the study."""
     seeds: PositiveInt = 5
     """Paired seeds at the best rate: 0, 1, ..."""
     own_rates: dict[str, tuple[PositiveFloat, ...]] = dataclasses.field(default_factory=dict)
@@ -243,7 +249,7 @@ def _cells(size: str, table: Any, about: _File, common: dict[str, Any]) -> dict[
             if name not in about.schemes:
                 raise ConfigError(f"own_rates.{name}: is not compared{near(name, about.schemes)}")
         everything = merge(common, {k: v for k, v in table.items() if k not in own})
-        everything |= {"tasks": [about.task]}
+        everything |= {"tasks": [found.task or about.task]}
         schemes = merge(everything.get("schemes", {}), {"names": list(about.schemes)})
         experiment = from_file(everything | {"schemes": schemes})
         experiment.check()

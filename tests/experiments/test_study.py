@@ -201,9 +201,22 @@ def test_the_order_with_parts_of_the_grid(call):
     assert "The order is the same." in lines
 
 
+def test_a_size_may_have_another_task(call, tmp_path):
+    file = tmp_path / "mine.toml"
+    change = 'seeds = 1\ntask = "kth"\nkth.train.steps = 100\nkth.model.num_layers = 3'
+    file.write_text(STUDY.replace("seeds = 1\nkback.model.num_layers = 3", change))
+    assert call("--run")[0] == 0
+    large = call.page().partition("## Large")[2]
+    assert "Task kth: " in large and "Task k" not in call.page().partition("## Large")[0]
+    assert {run.task.name for run in call.made} == {"kback", "kth"}
+    assert "small" not in (tmp_path / "docs" / "mine.svg").read_text()  # One size: no legend.
+    assert "<h2>large</h2>" in (tmp_path / "results" / "mine" / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (("seeds = 1", 'task = "kht"'), "sizes.large: tasks: unknown task"),
         (("rates = [1e-3, 2e-3, 4e-3]", "rates = [1e-3, 2e-3]"), "large: rates: must be at least"),
         (("rates = [1e-3, 2e-3, 4e-3]", ""), "sizes.large: rates: is missing"),
         (('baseline = "rope"', 'baseline = "alibi"'), "baseline: must be one of the schemes"),
