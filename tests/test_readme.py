@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
+from experiments.scoreboard import claims
+from experiments.study import plan
+from experiments.tasks import TASKS
 from posenc_jax.hf.model_types import MODEL_TYPES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -48,6 +51,20 @@ def test_the_readme_counts_what_there_is():
     assert f"layers of {len(compared)} model types with numbers" in readme
     assert f"random configs of {len(MODEL_TYPES) - len(NOT_FUZZED)} model types" in readme
     assert f"[{len(re.findall(r'### [0-9]+[.]', faults))} faults in released" in readme
+
+
+def test_the_page_on_experiments_has_all_tasks_and_files_that_are_read(tmp_path):
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    table = re.search(r"\| task \|.*?\n\n", text, re.S)[0]
+    first = "".join(re.findall(r"(?m)^\| (.*?) \|", table))
+    assert set(re.findall(r"`(\w+)`", first)) == set(TASKS)
+    assert f"the {len(TASKS)} tasks" in " ".join((ROOT / "README.md").read_text().split())
+    study, claim = re.findall(r"```toml\n(.*?)```", text, re.S)
+    (tmp_path / "mine.toml").write_text(study)
+    sizes = plan.load(tmp_path / "mine.toml").cells
+    assert [cells["rope"].grid[0].task.name for cells in sizes.values()] == ["text", "kback"]
+    (tmp_path / "R99.toml").write_text(claim)
+    assert claims.load(tmp_path / "R99.toml").runs.keys() == {"rope", "none"}
 
 
 def test_the_own_scheme_runs_as_pasted():
