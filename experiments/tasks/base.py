@@ -35,7 +35,7 @@ class Data:
     Attributes:
       train: a pytree of arrays on the device for `Task.sample`.
       held_out: data for `Task.evaluate`.
-      baseline: the score that a fitted model beats, where the data decide it.
+      baseline: a score by which `fits` decides, where it depends on the data.
       facts: lines that identify the data, by what they describe.
     """
 

@@ -32,6 +32,9 @@ from experiments.tasks.base import PLACES, Data, Evaluation, Length, Task
 
 VARIANTS = {"ntk": pe.NTK, "pi": pe.PI}
 _TOKENS_PER_CALL = 4096
+_MARGIN = 0.3
+"""Bits per byte below a table of byte pairs from which on a model counts as fitted; models without
+position encodings, of the sizes of the study, come to 0.1 to 0.2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +153,14 @@ class Text(Task):
         return found
 
     def fits(self, score, data):
-        """Returns whether the score beats a table of byte pairs."""
-        return score < data.baseline
+        """Returns whether the score shows use of more context than a table of byte pairs has."""
+        return score <= data.baseline - _MARGIN
 
     def fit_rule(self, data):
         """Returns the rule of `fits` in words."""
         return (
-            "bits per byte at the training length below those of a table of byte pairs, "
-            f"{data.baseline:.3f}"
+            f"bits per byte at the training length at least {_MARGIN:g} below those of a table of "
+            f"byte pairs, {data.baseline:.3f}"
         )
 
     def block_starts(self, held_out: np.ndarray) -> np.ndarray:

@@ -316,6 +316,9 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     assert ("ntk", 8) not in changed
     windows, _ = task.windows(held_out, task.longest, "nonoverlapping")
     assert pair_bits(held_out, windows) < 8.1
+    data = Data(baseline=3.36)
+    assert task.fits(3.05, data) and not task.fits(3.07, data)
+    assert task.fit_rule(data).endswith("at least 0.3 below those of a table of byte pairs, 3.360")
 
 
 @pytest.mark.parametrize(
