@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import io
+import logging
 import shutil
 import signal
+import sys
 import time
 import zipfile
 import zlib
@@ -94,7 +96,8 @@ class OrbaxCheckpoint:
                 state=ocp.args.StandardRestore(like), facts=ocp.args.JsonRestore()
             )
             try:
-                found = self._manager.restore(step, args=arguments)
+                with _without_late_reads():
+                    found = self._manager.restore(step, args=arguments)
                 wall, cpu = found["facts"]["times"]
                 curve = found["facts"]["curve"]
                 leaves = [found["state"][name] for name in like]
@@ -139,6 +142,30 @@ class OrbaxCheckpoint:
             with contextlib.suppress(Exception):  # A write that failed is of no use any more.
                 self._manager.close()
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _without_late_reads() -> Generator[None]:
+    """Within it, and afterwards if it raises, reads that Orbax has left behind end without a word.
+
+    At the first array that cannot be read Orbax closes its event loop. The reads of others end
+    later, and Python would print a traceback for each.
+    """
+    hook, log = sys.unraisablehook, logging.getLogger("asyncio")
+
+    def other_errors(found: Any) -> None:
+        says = str(found.exc_value)
+        if says != "Event loop is closed" and "was never awaited" not in says:
+            hook(found)
+
+    def other_lines(record: logging.LogRecord) -> bool:
+        return "exception was never retrieved" not in record.getMessage()
+
+    sys.unraisablehook = other_errors
+    log.addFilter(other_lines)
+    yield
+    sys.unraisablehook = hook
+    log.removeFilter(other_lines)
 
 
 def _named(state: Any) -> dict[str, jax.Array]:

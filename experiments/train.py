@@ -143,14 +143,15 @@ class Trained:
     Attributes:
       params: leaves [seeds, ...].
       parameters: how many, per seed.
-      memory: bytes that the compiled call needs, for all seeds, with parameters and data.
+      memory: bytes that the compiled call needs on a device, for all seeds, with parameters and
+        data; None where it is not known.
       curve: "step" [points] and "loss" [points][seeds], means over the steps between points.
       compile_seconds, train_seconds, cpu_seconds: wall time of both, CPU time of training.
     """
 
     params: nnx.State
     parameters: int
-    memory: int
+    memory: int | None
     curve: dict[str, list]
     compile_seconds: float
     train_seconds: float
@@ -204,9 +205,10 @@ def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any
     return lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
 
 
-def _memory(call: Any) -> int:
+def _memory(call: Any) -> int | None:
     """Returns the bytes of a compiled call: arguments, results and what lies between."""
-    found = call.memory_analysis()
+    if (found := call.memory_analysis()) is None:  # Not all of JAX's backends say.
+        return None
     size = found.argument_size_in_bytes + found.temp_size_in_bytes
     return size + found.output_size_in_bytes - found.alias_size_in_bytes
 

@@ -307,7 +307,9 @@ def test_a_state_with_a_damaged_array_is_never_used(tmp_path, how):
     assert curve["step"] == [1] and "2: cannot be used" in said[0]
 
 
-def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(tmp_path, monkeypatch):
+def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(
+    tmp_path, monkeypatch, capfd
+):
     data = TASK.load()
     folder = RunFolder(tmp_path, make_run())
     said = []
@@ -317,6 +319,7 @@ def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(tmp_pa
     damage(folder, 2)
     found = folder.carry_out(lambda task: data, said.append)
     assert found.status == "done" and "checkpoints/2: cannot be used" in said[0]
+    assert "Traceback" not in capfd.readouterr().err
     (folder.path / "result.json").write_text("{")
     with pytest.raises(ResultsError, match=r"result\.json: cannot be read"):
         folder.result()
