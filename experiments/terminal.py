@@ -8,7 +8,7 @@ from rich.text import Text
 
 from experiments import tables
 
-TEXTS = {"waiting": "·", "missing": "", "failed": "failed", "unfitted": "not fitted"}
+TEXTS = {"waiting": "·", "missing": "", "failed": "failed", "unfitted": "-"}
 NARROW, WIDE = 80, 130
 STYLES = {"waiting": "dim", "failed": "red", "unfitted": "dim"}
 
@@ -89,7 +89,7 @@ def _notes(results: dict, grids: list[tables.Grid]):
         if tables.done(run) and not run.get("fitted")
     )
     if rules:
-        yield Text(f"not fitted: fails {' or '.join(rules)}.", "dim")
+        yield Text(f"- not fitted: fails {' or '.join(rules)}.", "dim")
     if (seeds := max((len(run.get("seeds") or [0]) for run in runs), default=1)) > 1:
         yield Text(f"Means of {seeds} seeds.", "dim")
     for i, note in enumerate(tables.footnotes(results), 1):
