@@ -237,7 +237,7 @@ def differences(
         return drawing(figure, name, title)
 
 
-def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.6):
+def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.8):
     """A figure with room at the right for the labels of lines; sizes in inches."""
     width = 6.2
     figure = Figure(figsize=(width, height))
