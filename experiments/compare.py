@@ -168,7 +168,8 @@ def _compare(
         guess = {name: t.seconds * experiment.seeds for name, t in experiment.tasks.items()}
         progress.start([run.key for run in runs], guess)
         try:
-            for run, result in zip(runs, found, strict=True):
+            # What was done before comes first: the time that is left is that of the others.
+            for run, result in sorted(zip(runs, found, strict=True), key=lambda pair: not pair[1]):
                 if result is None:
                     result = _attempt(run, store, progress, keep)
                     store.add(result)

@@ -81,6 +81,17 @@ class Result:
         """The versions that must be equal where runs are compared."""
         return tuple(f"{name} {self.environment.get(name)}" for name in VERSIONS)
 
+    @property
+    def seconds(self) -> float:
+        """Time of training: on CPUs that of the processor, which other programs disturb less."""
+        on_cpu = str(self.environment.get("device")).startswith("cpu")
+        return self.cpu_seconds if on_cpu else self.train_seconds
+
+    @property
+    def processor(self) -> str:
+        """The name of the processor."""
+        return str(self.environment.get("processor"))
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:

@@ -38,7 +38,7 @@ def parameters(experiment: Experiment, task: Task, scheme: str) -> nnx.State:
       ResultsError: if its parameters were not kept.
     """
     if scheme not in experiment.schemes:
-        raise ConfigError(f"--scheme: {scheme!r} is not there{near(scheme, experiment.schemes)}")
+        raise ConfigError(f"scheme: {scheme!r} is not there{near(scheme, experiment.schemes)}")
     position = experiment.scheme(task.name, scheme)
     like = jax.eval_shape(
         lambda k: initialize(task.model, position, task.vocab_size, k),

@@ -58,10 +58,11 @@ def _section(outcome: Outcome) -> Iterator[str]:
     yield f"* Protocol: {about.protocol}"
     file = f"configs/scoreboard/{claim.name}.toml"
     yield f"* Settings: [{file}]({file})"
-    limit = " --minutes 9" if about.device == "gpu" else ""
+    limit, where = (" --minutes 9", "a GPU") if about.device == "gpu" else ("", "two idle cores")
+    minutes = "1 minute" if about.minutes == 1 else f"{about.minutes:g} minutes"
     yield (
-        f"* Command: `python -m experiments scoreboard {claim.name} --run{limit}`, about "
-        f"{about.minutes:g} minutes on {'a GPU' if about.device == 'gpu' else 'two idle cores'}"
+        f"* Command: `python -m experiments scoreboard {claim.name} --run{limit}`, about {minutes} "
+        f"on {where}"
     )
     if about.needed:
         yield f"* Seeds that must hold: {about.needed} of {about.seeds}"
@@ -86,6 +87,7 @@ def _provenance(outcome: Outcome) -> Iterator[str]:
     seconds = sum(r.cpu_seconds for r in results)
     versions = ordered(", ".join(r.versions) for r in results)
     python = ordered(r.environment.get("python") for r in results)
+    processors = ordered(r.processor for r in results)
     commits = ordered(r.commit for r in results)
     diverged = [
         f"{name}, seed {seed}: {result.error}"
@@ -94,6 +96,7 @@ def _provenance(outcome: Outcome) -> Iterator[str]:
         if result.status != "done"
     ]
     yield f"* Versions: {'; '.join(versions)}; Python {', '.join(map(str, python))}"
+    yield f"* Processor: {'; '.join(processors)}"
     yield f"* Code: {', '.join(commits)}; {duration(seconds)} of CPU time in training"
     if diverged:
         yield f"* Diverged: {'; '.join(diverged)}"

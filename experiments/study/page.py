@@ -204,6 +204,11 @@ def _scores(
             yield f"| {label(scheme)} | {means} |"
         yield ""
     failed = {s: sum(r.status != "done" for r in row.results) for s, row in rows.items()}
+    processors = {r.processor for s in rows for run in cells[s].grid if (r := results(run))}
+    if any(timed.values()) and len(processors) > 1:
+        names = "; ".join(sorted(processors))
+        yield f"**Equal times are not equal**: times are of different processors, {names}."
+        yield ""
     if any(failed.values()):
         words = (f"{label(s)} in {n} of {len(rows[s].results)}" for s, n in failed.items() if n)
         yield f"Seeds that diverged: {', '.join(words)}."
@@ -342,6 +347,7 @@ def _provenance(results: Sequence[Result]) -> Iterator[str]:
     yield ""
     versions = ordered(", ".join(result.versions) for result in results)
     yield f"* Versions: {'; '.join(versions)}"
+    yield f"* Processor: {'; '.join(ordered(result.processor for result in results))}"
     yield f"* Code: {', '.join(ordered(result.commit for result in results))}"
     wall = sum(result.train_seconds + result.compile_seconds for result in results)
     cpu = sum(result.cpu_seconds for result in results)

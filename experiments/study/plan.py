@@ -131,7 +131,7 @@ class Cell:
     def timed(self, results: Lookup, baseline: "Cell") -> tuple[Run, ...]:
         """Returns those that train as long as the baseline; none before both have times.
 
-        Times are medians of the CPU time that the runs of the grid took per step.
+        Times are medians of those that the runs of the grid took, without those that diverged.
         """
         if not self.about.equal_time or self.scheme == baseline.scheme:
             return ()
@@ -139,8 +139,8 @@ class Cell:
         finals = self.finals(results)
         if not finals or any(result is None for result in (*own, *others)):
             return ()
-        ratio = _seconds(others) / _seconds(own)
-        return self._longer(finals, ratio)
+        times = _seconds(others), _seconds(own)
+        return self._longer(finals, times[0] / times[1] if all(times) else 1.0)
 
     def budgeted(self, results: Lookup, budget: float) -> tuple[Run, ...]:
         """Returns those with `budget` times the steps; none before a rate is chosen."""
@@ -281,4 +281,6 @@ def _at_rate(task: Any, rate: float) -> Any:
 
 
 def _seconds(results: list[Result | None]) -> float:
-    return statistics.median(result.cpu_seconds for result in results if result)
+    """Returns the median time of training, 0 if all diverged."""
+    found = [result.seconds for result in results if result and result.status == "done"]
+    return statistics.median(found) if found else 0.0

@@ -84,7 +84,7 @@ def _run(size: str, cell: Cell, made: Sequence[Run], found: Sequence[Result]) ->
             "loss": [list(x) for x in zip(*(r.curve.get("loss", []) for r in found), strict=False)],
         },
         "final_loss": [r.curve["loss"][-1] for r in found if r.curve.get("loss")],
-        "train_seconds": sum(r.cpu_seconds for r in found) / len(found),
+        "train_seconds": sum(r.seconds for r in found) / len(found),
         "compile_seconds": max(r.compile_seconds for r in found),
         "cpu_seconds": sum(r.cpu_seconds for r in found) / len(found),
         "evaluations": [] if diverged else list(_evaluations(made[0], found)),

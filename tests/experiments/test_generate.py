@@ -66,7 +66,7 @@ def test_greedy_bytes_are_those_of_whole_passes(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--scheme", "rope"], "--scheme: 'rope' is not there"),
+        (["--scheme", "rope"], "scheme: 'rope' is not there"),
         (["--scheme", "alibi", "--scaling", "ntk"], "--scaling: alibi has no frequencies"),
         (["--scaling", "nkt"], "--scaling: unknown map 'nkt'; did you mean 'ntk'?"),
         (["--bytes", "0"], "--bytes: must be at least 1"),
@@ -103,7 +103,7 @@ def test_attention_against_distance_of_kept_models(folder, capsys):
     for words, message in (
         (["--task", "kback"], "--task: 'kback' is not there"),
         (["--length", "2"], "--length must be at least 4"),
-        (["--schemes", "rope"], "'rope' is not there"),
+        (["--schemes", "rope"], "scheme: 'rope' is not there"),
     ):
         assert main(["attention", str(folder), *words]) == 2
         assert message in capsys.readouterr().err

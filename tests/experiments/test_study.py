@@ -1,5 +1,6 @@
 """Studies: stages, choices and pages, of runs that are not trained."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -7,8 +8,9 @@ import re
 import pytest
 
 from experiments.__main__ import main
+from experiments.config_io import convert
 from experiments.errors import ConfigError
-from experiments.runs import RunFolder
+from experiments.runs import Result, RunFolder
 from experiments.study import plan
 from experiments.study.command import known
 from experiments.study.page import page
@@ -61,7 +63,7 @@ def call(tmp_path, capsys, monkeypatch):
         made.append(self.run)
         if (self.run.scheme, self.run.task.train.learning_rate) == call.raises:
             raise RuntimeError("no memory")
-        if (self.run.scheme, self.run.task.train.learning_rate) == call.diverges:
+        if (self.run.scheme, self.run.task.train.learning_rate) in call.diverges:
             return self._write("diverged", error="the loss is not finite at step 10")
         score = measured(self.run)
         return self._write(
@@ -79,7 +81,7 @@ def call(tmp_path, capsys, monkeypatch):
         out, err = capsys.readouterr()
         return status, out, err
 
-    call.made, call.raises, call.diverges = made, None, None
+    call.made, call.raises, call.diverges = made, None, ()
     call.results = tmp_path / "results" / "mine"
     call.page = lambda: (tmp_path / "docs" / "mine.md").read_text()
     call.plot = tmp_path / "docs" / "mine.svg"
@@ -144,10 +146,10 @@ def test_time_limits_and_failures_lose_nothing(call):
 
 
 def test_rates_that_diverge_are_not_chosen(call, tmp_path):
-    call.diverges = ("rope", 8e-3)
+    call.diverges = [("rope", 8e-3)]
     assert call("--run")[0] == 0
     assert re.search(r"\| rope \|.*\*\*0\.900\*\* \| diverged \|", call.page())
-    call.diverges = ("rope", 4e-3)
+    call.diverges = [("rope", 4e-3)]
     for path in call.results.glob("*/result.json"):
         path.unlink()
     assert call("--run")[0] == 0
@@ -186,6 +188,37 @@ def test_compute_gains(call, monkeypatch, tmp_path):
     assert row.endswith(f" | {gain:.2f} [< 0.5, > 2] |")
     row = next(line for line in call.page().split("\n") if line.startswith("| kerple | 0.410"))
     assert row.endswith(" | < 0.5 |")
+
+
+def test_equal_times_leave_out_what_diverged(call, tmp_path):
+    call.diverges = [("none", 1e-3), ("none", 4e-3), ("none", 8e-3)]
+    call.diverges += [("kerple", rate) for rate in (1e-3, 2e-3, 4e-3, 8e-3)]
+    assert call("--run")[0] == 0 and "runs have ended" not in call.page()
+    study, results = plan.load(tmp_path / "mine.toml"), known(call.results)
+    small = study.cells["small"]
+    steps = [small[s].timed(results, small["rope"])[0].task.train.steps for s in ("none", "kerple")]
+    assert steps == [160, 100]  # Kerple has no times.
+
+
+def test_times_of_several_processors_are_told(call):
+    assert call("--run")[0] == 0 and "Equal times are not equal" not in call.page()
+    for path in call.results.glob("kback-none-s100-*/result.json"):
+        found = json.loads(path.read_text())
+        found["environment"]["processor"] = "Other 3"
+        path.write_text(json.dumps(found))
+    assert call()[0] == 0
+    assert call.page().count("Equal times are not equal") == 1  # The larger size has none.
+    assert re.search(r"\* Processor: .*Other 3", call.page())
+
+
+def test_on_other_devices_than_cpus_the_clock_counts(call):
+    assert call("--run")[0] == 0
+    path = next(call.results.glob("kback-rope-*/result.json"))
+    found = json.loads(path.read_text()) | {"train_seconds": 3.0}
+    result = convert(Result, found, "")
+    assert result.seconds == 8.0
+    gpu = result.environment | {"device": "gpu: NVIDIA H100"}
+    assert dataclasses.replace(result, environment=gpu).seconds == 3.0
 
 
 def test_the_order_with_parts_of_the_grid(call):
