@@ -11,6 +11,7 @@
 import argparse
 import dataclasses
 import difflib
+import functools
 import json
 import tomllib
 import typing
@@ -83,6 +84,9 @@ def from_tables(cls: type[T], tables: Any, path: str = "") -> T:
     return convert(cls, tables, path)
 
 
+_adapter = functools.cache(pydantic.TypeAdapter)
+
+
 def convert(hint: Any, value: Any, path: str) -> Any:
     """Returns a value from a table as the annotated type: lists as tuples, integers as floats.
 
@@ -91,7 +95,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     """
     try:
         # In JSON mode, strict types are those of TOML; in Python mode lists are no tuples.
-        return pydantic.TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+        return _adapter(hint).validate_json(json.dumps(value), strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
     except (TypeError, pydantic.PydanticSchemaGenerationError) as error:
@@ -210,6 +214,11 @@ def field_help(cls: type) -> dict[str, str]:
     """Returns the docstrings of the fields of a dataclass and its bases."""
     found: dict[str, str] = {}
     for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
-        for field in docstring_parser.parse_from_object(base).params:
-            found[field.arg_name] = " ".join((field.description or "").split())
+        found |= _own_help(base)
     return found
+
+
+@functools.cache
+def _own_help(cls: type) -> dict[str, str]:
+    fields = docstring_parser.parse_from_object(cls).params
+    return {field.arg_name: " ".join((field.description or "").split()) for field in fields}

@@ -139,7 +139,9 @@ def test_a_claim_is_run_decided_and_not_run_again(call):
     assert again[1] == kept[1] and len(again[0]) == len(kept[0])
 
 
-def test_runs_in_processes_of_their_own(call):
+def test_runs_in_processes_of_their_own(call, monkeypatch):
+    for name, value in (("DISABLE_MOST_OPTIMIZATIONS", "1"), ("NUM_CPU_DEVICES", "8")):
+        monkeypatch.setenv(f"JAX_{name}", value)  # As here: they use the programs of this process.
     assert call("--run", "--seeds", "1")[0] == 0
     known = {path: json.loads(path.read_text()) for path in call.results.glob("*/result.json")}
     for path in known:
@@ -149,9 +151,7 @@ def test_runs_in_processes_of_their_own(call):
     for path, before in known.items():
         after = json.loads(path.read_text())
         assert after["settings"] == before["settings"]
-        assert after["scores"]["plain"]["32"] == pytest.approx(
-            before["scores"]["plain"]["32"], abs=0.1
-        )
+        assert after["scores"] == before["scores"] and after["curve"] == before["curve"]
 
 
 def test_the_committed_page_is_that_of_the_committed_results(request):
