@@ -168,7 +168,7 @@ def _compare(
         guess = {name: t.seconds * experiment.seeds for name, t in experiment.tasks.items()}
         progress.start([run.key for run in runs], guess)
         try:
-            # What was done before comes first: the time that is left is that of the others.
+            # Finished runs come first, so that the estimate of the time left is of the others.
             for run, result in sorted(zip(runs, found, strict=True), key=lambda pair: not pair[1]):
                 if result is None:
                     result = _attempt(run, store, progress, keep)

@@ -84,7 +84,8 @@ def _provenance(outcome: Outcome) -> Iterator[str]:
     results = [result for row in outcome.results.values() for result in row]
     if not results:
         return
-    seconds = sum(r.cpu_seconds for r in results)
+    seconds = sum(r.seconds for r in results)
+    kind = "CPU" if all(r.on_cpu for r in results) else "wall"
     versions = ordered(", ".join(r.versions) for r in results)
     python = ordered(r.environment.get("python") for r in results)
     processors = ordered(r.processor for r in results)
@@ -97,7 +98,7 @@ def _provenance(outcome: Outcome) -> Iterator[str]:
     ]
     yield f"* Versions: {'; '.join(versions)}; Python {', '.join(map(str, python))}"
     yield f"* Processor: {'; '.join(processors)}"
-    yield f"* Code: {', '.join(commits)}; {duration(seconds)} of CPU time in training"
+    yield f"* Code: {', '.join(commits)}; {duration(seconds)} of {kind} time in training"
     if diverged:
         yield f"* Diverged: {'; '.join(diverged)}"
 

@@ -41,8 +41,9 @@ def page(study: Study, results: Lookup, file: str, folder: str, pictures: Mappin
     about = study.about
     words = {"file": file, "results": folder, "baseline": label(about.baseline)}
     lines = [_HEAD.format(**words, grid_seed=about.grid_seed)]
-    done = sum(results(run) is not None for run in study.runs(results))
-    if done < study.count:
+    runs = list(study.runs(results))
+    done = sum(results(run) is not None for run in runs)
+    if done < len(runs):
         lines += [
             f"**{done} of {study.count} runs have ended**; the tables have what is known.",
             "",
@@ -57,7 +58,7 @@ def page(study: Study, results: Lookup, file: str, folder: str, pictures: Mappin
         lines += [f"![{captions[what]}]({picture})", ""]
     for size, cells in study.cells.items():
         lines += _size(size, cells, about, results)
-    lines += _provenance([r for run in study.runs(results) if (r := results(run))])
+    lines += _provenance([r for run in runs if (r := results(run))])
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -204,10 +205,13 @@ def _scores(
             yield f"| {label(scheme)} | {means} |"
         yield ""
     failed = {s: sum(r.status != "done" for r in row.results) for s, row in rows.items()}
-    processors = {r.processor for s in rows for run in cells[s].grid if (r := results(run))}
+    grids = [r for s in rows for run in cells[s].grid if (r := results(run))]
+    processors = sorted({r.processor for r in grids if r.on_cpu})
     if any(timed.values()) and len(processors) > 1:
-        names = "; ".join(sorted(processors))
-        yield f"**Equal times are not equal**: times are of different processors, {names}."
+        yield (
+            "**Equal times and compute gains are not comparable**: training was timed on different "
+            f"processors: {'; '.join(processors)}."
+        )
         yield ""
     if any(failed.values()):
         words = (f"{label(s)} in {n} of {len(rows[s].results)}" for s, n in failed.items() if n)

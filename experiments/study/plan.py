@@ -129,9 +129,9 @@ class Cell:
         return tuple(self.variant(best, seed) for seed in range(self.about.seeds)) if best else ()
 
     def timed(self, results: Lookup, baseline: "Cell") -> tuple[Run, ...]:
-        """Returns those that train as long as the baseline; none before both have times.
+        """Returns those that train as long as the baseline; none unless both have times.
 
-        Times are medians of those that the runs of the grid took, without those that diverged.
+        Times are medians over the runs of the grid that did not diverge.
         """
         if not self.about.equal_time or self.scheme == baseline.scheme:
             return ()
@@ -139,8 +139,10 @@ class Cell:
         finals = self.finals(results)
         if not finals or any(result is None for result in (*own, *others)):
             return ()
-        times = _seconds(others), _seconds(own)
-        return self._longer(finals, times[0] / times[1] if all(times) else 1.0)
+        times, limits = _seconds(own), _seconds(others)
+        if not times or not limits:
+            return ()
+        return self._longer(finals, statistics.median(limits) / statistics.median(times))
 
     def budgeted(self, results: Lookup, budget: float) -> tuple[Run, ...]:
         """Returns those with `budget` times the steps; none before a rate is chosen."""
@@ -188,7 +190,7 @@ class Study:
 
     @property
     def count(self) -> int:
-        """How many runs there will be."""
+        """How many runs there will be, if no scheme diverges at all rates."""
         return sum(
             len(cell.grid)
             + len(cell.about.own_rates.get(name, ()))
@@ -280,7 +282,6 @@ def _at_rate(task: Any, rate: float) -> Any:
     return dataclasses.replace(task, train=dataclasses.replace(task.train, learning_rate=rate))
 
 
-def _seconds(results: list[Result | None]) -> float:
-    """Returns the median time of training, 0 if all diverged."""
-    found = [result.seconds for result in results if result and result.status == "done"]
-    return statistics.median(found) if found else 0.0
+def _seconds(results: list[Result | None]) -> list[float]:
+    """Returns the times of training of the runs that did not diverge."""
+    return [result.seconds for result in results if result and result.status == "done"]

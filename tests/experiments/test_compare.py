@@ -176,10 +176,11 @@ def test_finished_runs_are_skipped(run, monkeypatch):
         "train",
         lambda task, scheme, *a, **k: trained.append(scheme) or original(task, scheme, *a, **k),
     )
-    assert run("compare", "--schemes", "none,rope")[0] == 0
-    assert [type(s).__name__ for s in trained] == ["RoPE"]
+    status, out, _ = run("compare", "--schemes", "rope,none")
+    assert status == 0 and [type(s).__name__ for s in trained] == ["RoPE"]
+    assert "[1/2] kback none:" in out and "[2/2] kback rope:" in out  # Finished runs come first.
     runs = run.read()["runs"]
-    assert runs[0] == first and [r["scheme"] for r in runs] == ["none", "rope"]
+    assert first in runs and {r["scheme"] for r in runs} == {"none", "rope"}
     assert run("compare", "--schemes", "rope")[0] == 0
     assert len(trained) == 1 and len(run.read()["runs"]) == 2
     resolved = tomllib.loads((run.folder / "config.toml").read_text())
@@ -372,9 +373,13 @@ def test_damaged_results_are_not_overwritten(run, content):
     assert status == 2 and err.count("\n") == 1 and "cannot be read" in err
     assert main(["report", str(run.folder)]) == 2
     assert (run.folder / "results.json").read_text() == content
-    if content == "{":
-        assert run("compare", "--schemes", "none", "--fresh")[0] == 0
-        assert len(run.read()["runs"]) == 1
+
+
+def test_fresh_replaces_damaged_results(run):
+    run.folder.mkdir(parents=True)
+    (run.folder / "results.json").write_text("{")
+    assert run("compare", "--schemes", "none", "--fresh")[0] == 0
+    assert len(run.read()["runs"]) == 1
 
 
 def test_unwritable_folder_is_one_line(run):
