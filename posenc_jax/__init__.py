@@ -44,93 +44,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from posenc_jax import positions, sharding
-from posenc_jax.additive.fourier import LearnableFourier
-from posenc_jax.additive.learned import LearnedAbsolute, resize_learned
-from posenc_jax.additive.none import NoPE
-from posenc_jax.additive.sinusoidal import Sinusoidal, sinusoidal_encoding
-from posenc_jax.additive.sinusoidal_2d import Sinusoidal2D
 from posenc_jax.angles import cos_sin
-from posenc_jax.bias.alibi import ALiBi, alibi_slopes
-from posenc_jax.bias.bam import BAM
-from posenc_jax.bias.dape import DAPE
-from posenc_jax.bias.fire import FIRE
-from posenc_jax.bias.kerple import KERPLELog, KERPLEPower
-from posenc_jax.bias.sandwich import Sandwich
-from posenc_jax.bias.swin import Swin
-from posenc_jax.bias.swin_v2 import SwinV2
-from posenc_jax.bias.t5 import T5, t5_bucket
-from posenc_jax.bias.tupe import TUPE
-from posenc_jax.cache import KVCache
-from posenc_jax.combinators.chain import chain
-from posenc_jax.combinators.on_axis import on_axis
-from posenc_jax.combinators.on_distances import on_distances
-from posenc_jax.combinators.streaming import streaming
-from posenc_jax.combinators.with_positions import with_positions
-from posenc_jax.content.cable import CABLE
-from posenc_jax.content.cope import CoPE
-from posenc_jax.content.deberta import DeBERTa
-from posenc_jax.content.fox import FoX
-from posenc_jax.content.grape import GRAPEA
-from posenc_jax.content.inkling import Inkling
-from posenc_jax.content.partial_key_offset import PartialKeyOffset
-from posenc_jax.content.path import PaTH
-from posenc_jax.content.shaw import Shaw
-from posenc_jax.content.short_conv import ShortConv
-from posenc_jax.content.stick_breaking import StickBreaking
-from posenc_jax.content.transformer_xl import TransformerXL
-from posenc_jax.cross_attention import scheme_cross_attention
+from posenc_jax.cache.kv_cache import KVCache
+from posenc_jax.cache.paged import PagedKVCache
 from posenc_jax.engine.api import AttentionCall, attention
-from posenc_jax.flex_attention import score_mod
-from posenc_jax.functional import new_cache, scheme_attention, scheme_embedding, scheme_tables
-from posenc_jax.hf.api import (
-    attention_options_from_hf,
-    from_hf,
-    hf_logit_scale,
-    scheme_from_hf,
-    to_hf,
-)
-from posenc_jax.hf.weights import heads_from_linear, split_qkv
-from posenc_jax.layers import LayerSpec, in_chunks, layer_pattern
-from posenc_jax.logit_scale.ssmax import SSMax
-from posenc_jax.logit_scale.temperature import QueryTemperature, query_temperature
-from posenc_jax.ops.short_conv import short_convolution
-from posenc_jax.paged import PagedKVCache
-from posenc_jax.positions.image_grids import grid_coordinates, resize_grid
-from posenc_jax.positions.mrope import mrope_coordinates
-from posenc_jax.qk_norm import QKNorm
-from posenc_jax.rotary.axial import AxialRoPE, axial_frequencies
-from posenc_jax.rotary.base import Rotary
-from posenc_jax.rotary.comrope import ComRoPE
-from posenc_jax.rotary.dual_chunk import DualChunk
-from posenc_jax.rotary.fope import FoPE
-from posenc_jax.rotary.frequencies import FrequencyMap, rope_frequencies
-from posenc_jax.rotary.layouts import permute_qk
-from posenc_jax.rotary.learned_rope import LearnedRoPE
-from posenc_jax.rotary.liere import LieRE
-from posenc_jax.rotary.mrope import MRoPE
-from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
-from posenc_jax.rotary.pope import PoPE
-from posenc_jax.rotary.repo import RePo
-from posenc_jax.rotary.rerope import ReRoPE
-from posenc_jax.rotary.rope import RoPE, apply_rope, rope_matrix
-from posenc_jax.rotary.rope_mixed import RoPEMixed, mixed_frequencies
-from posenc_jax.rotary.rope_pp import RoPEPlusPlus
-from posenc_jax.rotary.rotate import apply_rotation
-from posenc_jax.rotary.scaling.clipped import ClippedFrequencies
-from posenc_jax.rotary.scaling.dynamic_ntk import DynamicNTK
-from posenc_jax.rotary.scaling.high_frequency import HighFrequenciesOnly
-from posenc_jax.rotary.scaling.interpolation import NTK, PI
-from posenc_jax.rotary.scaling.llama3 import Llama3
-from posenc_jax.rotary.scaling.longrope import LongRoPE
-from posenc_jax.rotary.scaling.ntk_by_parts import NTKByParts
-from posenc_jax.rotary.scaling.p_rope import Proportional
-from posenc_jax.rotary.scaling.resonance import Resonance
-from posenc_jax.rotary.scaling.yarn import YaRN, yarn_logit_scale
-from posenc_jax.rotary.selective import SelectiveRoPE
-from posenc_jax.rotary.self_extend import SelfExtend
-from posenc_jax.rotary.vo_rope import VORoPE
-from posenc_jax.rotary.xpos import XPos, xpos_decay
-from posenc_jax.rules import (
+from posenc_jax.engine.rules import (
     ContentBias,
     DenseBias,
     DotBias,
@@ -140,7 +58,94 @@ from posenc_jax.rules import (
     SeparableBias,
     ValueBias,
 )
-from posenc_jax.scheme import Acts, Scheme, Traits
+from posenc_jax.engine.score_mod import score_mod
+from posenc_jax.functional.attention import (
+    new_cache,
+    scheme_attention,
+    scheme_embedding,
+    scheme_tables,
+)
+from posenc_jax.functional.cross_attention import scheme_cross_attention
+from posenc_jax.hf.api import (
+    attention_options_from_hf,
+    from_hf,
+    hf_logit_scale,
+    scheme_from_hf,
+    to_hf,
+)
+from posenc_jax.hf.weights import heads_from_linear, split_qkv
+from posenc_jax.ops.short_conv import short_convolution
+from posenc_jax.positions.image_grids import grid_coordinates, resize_grid
+from posenc_jax.positions.mrope import mrope_coordinates
+from posenc_jax.qk_norm import QKNorm
+from posenc_jax.schemes.additive.fourier import LearnableFourier
+from posenc_jax.schemes.additive.learned import LearnedAbsolute, resize_learned
+from posenc_jax.schemes.additive.none import NoPE
+from posenc_jax.schemes.additive.sinusoidal import Sinusoidal, sinusoidal_encoding
+from posenc_jax.schemes.additive.sinusoidal_2d import Sinusoidal2D
+from posenc_jax.schemes.bias.alibi import ALiBi, alibi_slopes
+from posenc_jax.schemes.bias.bam import BAM
+from posenc_jax.schemes.bias.dape import DAPE
+from posenc_jax.schemes.bias.fire import FIRE
+from posenc_jax.schemes.bias.kerple import KERPLELog, KERPLEPower
+from posenc_jax.schemes.bias.sandwich import Sandwich
+from posenc_jax.schemes.bias.swin import Swin
+from posenc_jax.schemes.bias.swin_v2 import SwinV2
+from posenc_jax.schemes.bias.t5 import T5, t5_bucket
+from posenc_jax.schemes.bias.tupe import TUPE
+from posenc_jax.schemes.combinators.chain import chain
+from posenc_jax.schemes.combinators.on_axis import on_axis
+from posenc_jax.schemes.combinators.on_distances import on_distances
+from posenc_jax.schemes.combinators.streaming import streaming
+from posenc_jax.schemes.combinators.with_positions import with_positions
+from posenc_jax.schemes.content.cable import CABLE
+from posenc_jax.schemes.content.cope import CoPE
+from posenc_jax.schemes.content.deberta import DeBERTa
+from posenc_jax.schemes.content.fox import FoX
+from posenc_jax.schemes.content.grape import GRAPEA
+from posenc_jax.schemes.content.inkling import Inkling
+from posenc_jax.schemes.content.partial_key_offset import PartialKeyOffset
+from posenc_jax.schemes.content.path import PaTH
+from posenc_jax.schemes.content.shaw import Shaw
+from posenc_jax.schemes.content.short_conv import ShortConv
+from posenc_jax.schemes.content.stick_breaking import StickBreaking
+from posenc_jax.schemes.content.transformer_xl import TransformerXL
+from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks, layer_pattern
+from posenc_jax.schemes.logit_scale.ssmax import SSMax
+from posenc_jax.schemes.logit_scale.temperature import QueryTemperature, query_temperature
+from posenc_jax.schemes.rotary.axial import AxialRoPE, axial_frequencies
+from posenc_jax.schemes.rotary.base import Rotary
+from posenc_jax.schemes.rotary.comrope import ComRoPE
+from posenc_jax.schemes.rotary.dual_chunk import DualChunk
+from posenc_jax.schemes.rotary.fope import FoPE
+from posenc_jax.schemes.rotary.frequencies import FrequencyMap, rope_frequencies
+from posenc_jax.schemes.rotary.layouts import permute_qk
+from posenc_jax.schemes.rotary.learned_rope import LearnedRoPE
+from posenc_jax.schemes.rotary.liere import LieRE
+from posenc_jax.schemes.rotary.mrope import MRoPE
+from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength
+from posenc_jax.schemes.rotary.pope import PoPE
+from posenc_jax.schemes.rotary.repo import RePo
+from posenc_jax.schemes.rotary.rerope import ReRoPE
+from posenc_jax.schemes.rotary.rope import RoPE, apply_rope, rope_matrix
+from posenc_jax.schemes.rotary.rope_mixed import RoPEMixed, mixed_frequencies
+from posenc_jax.schemes.rotary.rope_pp import RoPEPlusPlus
+from posenc_jax.schemes.rotary.rotate import apply_rotation
+from posenc_jax.schemes.rotary.scaling.clipped import ClippedFrequencies
+from posenc_jax.schemes.rotary.scaling.dynamic_ntk import DynamicNTK
+from posenc_jax.schemes.rotary.scaling.high_frequency import HighFrequenciesOnly
+from posenc_jax.schemes.rotary.scaling.interpolation import NTK, PI
+from posenc_jax.schemes.rotary.scaling.llama3 import Llama3
+from posenc_jax.schemes.rotary.scaling.longrope import LongRoPE
+from posenc_jax.schemes.rotary.scaling.ntk_by_parts import NTKByParts
+from posenc_jax.schemes.rotary.scaling.p_rope import Proportional
+from posenc_jax.schemes.rotary.scaling.resonance import Resonance
+from posenc_jax.schemes.rotary.scaling.yarn import YaRN, yarn_logit_scale
+from posenc_jax.schemes.rotary.selective import SelectiveRoPE
+from posenc_jax.schemes.rotary.self_extend import SelfExtend
+from posenc_jax.schemes.rotary.vo_rope import VORoPE
+from posenc_jax.schemes.rotary.xpos import XPos, xpos_decay
+from posenc_jax.schemes.scheme import Acts, Scheme, Traits
 
 if TYPE_CHECKING:
     from posenc_jax import linen as linen

@@ -2,10 +2,10 @@
 
 from flax import linen as nn
 
-from posenc_jax.flax_attention_fn import attention_fn
-from posenc_jax.linen_attention import Attention
-from posenc_jax.linen_encoding import HeadNorm, PositionEncoding
-from posenc_jax.scheme import Scheme
+from posenc_jax.modules.attention_fn import attention_fn
+from posenc_jax.modules.linen_attention import Attention
+from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding
+from posenc_jax.schemes.scheme import Scheme
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
 

@@ -3,10 +3,10 @@
 import jax
 from flax import nnx
 
-from posenc_jax.flax_attention_fn import attention_fn
-from posenc_jax.nnx_attention import Attention
-from posenc_jax.nnx_encoding import HeadNorm, PositionEncoding
-from posenc_jax.scheme import Scheme, check_scheme
+from posenc_jax.modules.attention_fn import attention_fn
+from posenc_jax.modules.nnx_attention import Attention
+from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding
+from posenc_jax.schemes.scheme import Scheme, check_scheme
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
 

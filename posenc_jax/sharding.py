@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec
 from posenc_jax.checks import divides, one_of, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
 from posenc_jax.engine.problem import Implementation, Problem, vary_over
+from posenc_jax.engine.rules import as_tuple
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.ops.partition import combine, partition
-from posenc_jax.rules import as_tuple
 
 _OPTIONS = {
     *("rules", "q_coordinates", "k_coordinates", "q_segment_ids", "k_segment_ids", "is_causal"),

@@ -31,9 +31,9 @@ import numpy as np
 
 from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.functional import new_cache, scheme_attention, scheme_embedding
+from posenc_jax.functional.attention import new_cache, scheme_attention, scheme_embedding
 from posenc_jax.positions.packing import count_up, from_padding_mask, from_segment_ids
-from posenc_jax.scheme import Scheme
+from posenc_jax.schemes.scheme import Scheme
 
 BATCH, LENGTH = 2, 19  # 19 tokens are no multiple of a tile.
 LONG = 130  # Tokens where tiles matter: rules evaluated once per distance, several blocks.

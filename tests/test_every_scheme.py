@@ -27,7 +27,7 @@ def case(scheme):
 
 
 OF_KINDS = "ring_cache_equals_the_whole", "coordinates_travel_with_the_cache", "jit_equals_eager"
-"""Properties of what schemes of a kind share; tests/make_serving.py has caches of all."""
+"""Properties of what schemes of a kind share; tests/cache/make_serving.py has caches of all."""
 
 
 @pytest.mark.parametrize("name", testing.PROPERTIES)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.checks import positive_integers
-from posenc_jax.mask import add_saturated
+from posenc_jax.engine.mask import add_saturated
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,10 @@ from jax.sharding import AxisType, PartitionSpec
 from posenc_jax.checks import require
 from posenc_jax.engine.elements import element_of
 from posenc_jax.engine.lower import Lowered, lower
+from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import Grads, Operands, Spec, prepare
 from posenc_jax.engine.problem import Implementation, Problem, vary_over, zero_where
 from posenc_jax.engine.terms import Dot
-from posenc_jax.mask import MASK_VALUE
 from posenc_jax.ops.partition import combine, partition
 
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Visibility
+from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.engine.terms import Layout, Lowering, Term, ValueTable
-from posenc_jax.mask import MASK_VALUE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.mask import visible
-from posenc_jax.rules import STATIC, Rule, Sizes
+from posenc_jax.engine.mask import visible
+from posenc_jax.engine.rules import STATIC, Rule, Sizes
 
 _SIDES = {
     "q": (("q", "q_positions", "q_coordinates", "q_segment_ids", "q_slots"), 2),

@@ -38,6 +38,7 @@ from posenc_jax.engine.blocks import (
 )
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.lower import Lowered, lower
+from posenc_jax.engine.mask import MASK_VALUE, visible
 from posenc_jax.engine.problem import Implementation, Problem, keep_mask, vary_over
 from posenc_jax.engine.terms import (
     STATIC,
@@ -48,7 +49,6 @@ from posenc_jax.engine.terms import (
     toeplitz_tile,
     toeplitz_tile_vjp,
 )
-from posenc_jax.mask import MASK_VALUE, visible
 from posenc_jax.ops.partition import combine, partition
 
 

@@ -11,12 +11,12 @@ from posenc_jax.hf.attention_settings import logit_scale, with_attention_setting
 from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.rope import Rotary, write_rotary
-from posenc_jax.layers import LayerSpec
-from posenc_jax.rotary.layouts import rotary_dims
-from posenc_jax.rotary.mrope import MRoPE
-from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
-from posenc_jax.rotary.rope import RoPE
-from posenc_jax.scheme import Scheme
+from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.rotary.layouts import rotary_dims
+from posenc_jax.schemes.rotary.mrope import MRoPE
+from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength
+from posenc_jax.schemes.rotary.rope import RoPE
+from posenc_jax.schemes.scheme import Scheme
 
 
 class HasToDict(Protocol):

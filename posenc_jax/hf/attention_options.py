@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-from posenc_jax.additive.none import NoPE
 from posenc_jax.checks import divides, require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size
 from posenc_jax.hf.config_reader import is_decoder as _reads_decoder
 from posenc_jax.hf.layer_kinds import is_causal as _flag_of_causality
-from posenc_jax.layers import LayerSpec
+from posenc_jax.schemes.additive.none import NoPE
+from posenc_jax.schemes.layer_spec import LayerSpec
 
 PROJECTIONS = "query", "key", "value", "out"
 # Whether q, k, v and the output have biases, or the keys that say so, from the modeling files.

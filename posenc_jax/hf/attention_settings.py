@@ -5,11 +5,11 @@ import dataclasses
 from posenc_jax.checks import require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size
 from posenc_jax.hf.rope import rope_dict
-from posenc_jax.layers import LayerSpec
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.rotary.base import Rotary
-from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
-from posenc_jax.rotary.scaling.yarn import yarn_logit_scale
+from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.rotary.base import Rotary
+from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength
+from posenc_jax.schemes.rotary.scaling.yarn import yarn_logit_scale
 
 _SCALE_KEYS = {
     "query_pre_attn_scalar": (-0.5, {"gemma2", "gemma3_text"}),

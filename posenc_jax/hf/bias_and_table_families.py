@@ -3,28 +3,28 @@
 import dataclasses
 from collections.abc import Callable
 
-from posenc_jax.additive.learned import LearnedAbsolute
-from posenc_jax.additive.none import NoPE
-from posenc_jax.additive.sinusoidal import Sinusoidal
-from posenc_jax.bias.alibi import ALiBi
-from posenc_jax.bias.swin import Swin
-from posenc_jax.bias.swin_v2 import SwinV2
-from posenc_jax.bias.t5 import T5
 from posenc_jax.checks import require
-from posenc_jax.combinators.chain import chain
-from posenc_jax.content.deberta import DeBERTa
-from posenc_jax.content.inkling import Inkling
-from posenc_jax.content.shaw import Shaw
-from posenc_jax.content.transformer_xl import TransformerXL
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_decoder, layer_count
 from posenc_jax.hf.layer_kinds import declared, layer_of
 from posenc_jax.hf.rope import read_rotary, refuse_partial, rope_dict, take
 from posenc_jax.hf.rotary_families import Rotating, uniform
-from posenc_jax.layers import LayerSpec
-from posenc_jax.rotary.axial import AxialRoPE
-from posenc_jax.rotary.frequencies import FrequencyMap
-from posenc_jax.rotary.rope import RoPE
-from posenc_jax.scheme import Scheme
+from posenc_jax.schemes.additive.learned import LearnedAbsolute
+from posenc_jax.schemes.additive.none import NoPE
+from posenc_jax.schemes.additive.sinusoidal import Sinusoidal
+from posenc_jax.schemes.bias.alibi import ALiBi
+from posenc_jax.schemes.bias.swin import Swin
+from posenc_jax.schemes.bias.swin_v2 import SwinV2
+from posenc_jax.schemes.bias.t5 import T5
+from posenc_jax.schemes.combinators.chain import chain
+from posenc_jax.schemes.content.deberta import DeBERTa
+from posenc_jax.schemes.content.inkling import Inkling
+from posenc_jax.schemes.content.shaw import Shaw
+from posenc_jax.schemes.content.transformer_xl import TransformerXL
+from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.rotary.axial import AxialRoPE
+from posenc_jax.schemes.rotary.frequencies import FrequencyMap
+from posenc_jax.schemes.rotary.rope import RoPE
+from posenc_jax.schemes.scheme import Scheme
 
 Layers = tuple[LayerSpec, ...]
 

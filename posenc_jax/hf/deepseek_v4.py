@@ -9,9 +9,9 @@ from posenc_jax.checks import require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
 from posenc_jax.hf.layer_kinds import LOCAL
 from posenc_jax.hf.rope import read_rotary, refuse_by_length, rope_dict
-from posenc_jax.layers import LayerSpec
-from posenc_jax.rotary.vo_rope import VORoPE
-from posenc_jax.scheme import Scheme
+from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.rotary.vo_rope import VORoPE
+from posenc_jax.schemes.scheme import Scheme
 
 _KINDS = {0: LOCAL, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 _LABELS = "main", "compress"

@@ -7,10 +7,10 @@ from older keys as the config class of the model type does.
 from collections.abc import Callable
 
 from posenc_jax.checks import require
+from posenc_jax.engine.mask import Window
 from posenc_jax.hf.config_reader import TrackedConfig, layer_count
-from posenc_jax.layers import LayerSpec
-from posenc_jax.mask import Window
-from posenc_jax.scheme import Scheme
+from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.scheme import Scheme
 
 LayerKinds = Callable[[TrackedConfig], list[str]]
 

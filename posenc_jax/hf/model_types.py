@@ -28,7 +28,7 @@ from posenc_jax.hf.rotary_families import (
     Rotating,
     only_windows_rotate,
 )
-from posenc_jax.logit_scale.temperature import QueryTemperature
+from posenc_jax.schemes.logit_scale.temperature import QueryTemperature
 
 _PLAIN = """
 apertus arcee bitnet eurobert gemma granite granitemoe hyperclovax jais2 llama nomic_bert olmo

@@ -9,15 +9,15 @@ import math
 from typing import Any
 
 from posenc_jax.checks import require
+from posenc_jax.engine.rules import as_tuple
 from posenc_jax.hf.config_reader import TrackedConfig
-from posenc_jax.rotary.frequencies import FrequencyMap, PerSequenceMap
-from posenc_jax.rotary.scaling.dynamic_ntk import DynamicNTK
-from posenc_jax.rotary.scaling.interpolation import PI
-from posenc_jax.rotary.scaling.llama3 import Llama3
-from posenc_jax.rotary.scaling.longrope import LongRoPE
-from posenc_jax.rotary.scaling.p_rope import Proportional
-from posenc_jax.rotary.scaling.yarn import YaRN
-from posenc_jax.rules import as_tuple
+from posenc_jax.schemes.rotary.frequencies import FrequencyMap, PerSequenceMap
+from posenc_jax.schemes.rotary.scaling.dynamic_ntk import DynamicNTK
+from posenc_jax.schemes.rotary.scaling.interpolation import PI
+from posenc_jax.schemes.rotary.scaling.llama3 import Llama3
+from posenc_jax.schemes.rotary.scaling.longrope import LongRoPE
+from posenc_jax.schemes.rotary.scaling.p_rope import Proportional
+from posenc_jax.schemes.rotary.scaling.yarn import YaRN
 
 _TYPES = {"su": "longrope"}  # Other names.
 

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from posenc_jax.additive.none import NoPE
 from posenc_jax.checks import require
-from posenc_jax.combinators.chain import chain
+from posenc_jax.engine.mask import Window
 from posenc_jax.hf import layer_kinds
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
 from posenc_jax.hf.layer_kinds import (
@@ -27,16 +26,17 @@ from posenc_jax.hf.rope import (
     rope_dict,
     take,
 )
-from posenc_jax.layers import LayerSpec
-from posenc_jax.logit_scale.ssmax import SSMax
-from posenc_jax.logit_scale.temperature import QueryTemperature
-from posenc_jax.mask import Window
-from posenc_jax.rotary.frequencies import PerSequenceMap
-from posenc_jax.rotary.learned_rope import LearnedRoPE
-from posenc_jax.rotary.mrope import MRoPE
-from posenc_jax.rotary.per_sequence_scaling import RoPEByLength
-from posenc_jax.rotary.rope import RoPE
-from posenc_jax.scheme import Scheme
+from posenc_jax.schemes.additive.none import NoPE
+from posenc_jax.schemes.combinators.chain import chain
+from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.logit_scale.ssmax import SSMax
+from posenc_jax.schemes.logit_scale.temperature import QueryTemperature
+from posenc_jax.schemes.rotary.frequencies import PerSequenceMap
+from posenc_jax.schemes.rotary.learned_rope import LearnedRoPE
+from posenc_jax.schemes.rotary.mrope import MRoPE
+from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength
+from posenc_jax.schemes.rotary.rope import RoPE
+from posenc_jax.schemes.scheme import Scheme
 
 Family = Callable[[TrackedConfig], tuple[LayerSpec, ...]]
 

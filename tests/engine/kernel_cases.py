@@ -9,7 +9,7 @@ from engine.rules import KINDS, explicit_mask
 
 import posenc_jax as pe
 from posenc_jax.engine.problem import repeat_heads
-from posenc_jax.rules import ContentBias, LogitBias
+from posenc_jax.engine.rules import ContentBias, LogitBias
 
 B = 2
 

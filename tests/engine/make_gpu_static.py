@@ -45,7 +45,7 @@ from jax.sharding import SingleDeviceSharding
 
 import posenc_jax as pe
 from posenc_jax.engine.gpu.implementation import PallasGPU
-from posenc_jax.rules import SeparableBias
+from posenc_jax.engine.rules import SeparableBias
 
 COMMITTED = pathlib.Path(__file__).with_name("gpu_static.json")
 SPILLED = 64

@@ -60,9 +60,9 @@ from jax.sharding import (
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.rules import SeparableBias
 from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
-from posenc_jax.rules import SeparableBias
 
 COMMITTED = pathlib.Path(__file__).with_name("tpu_static.json")
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}

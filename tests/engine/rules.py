@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
-from posenc_jax.rules import (
+from posenc_jax.engine.rules import (
     ContentBias,
     DenseBias,
     DotBias,

@@ -18,7 +18,7 @@ from support import EVERY_CASE, one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.gpu.implementation import PallasGPU
-from posenc_jax.rules import LogitBias
+from posenc_jax.engine.rules import LogitBias
 
 KERNELS = PallasGPU(interpret=True)
 COMPILED = PallasGPU(cross_compile=True)

@@ -19,10 +19,10 @@ from support import build, make_batch, one_of_all, output
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.rules import DotBias, LogitBias
 from posenc_jax.engine.tpu.implementation import PallasTPU, _block
 from posenc_jax.engine.tpu.schedule import tile_order
 from posenc_jax.engine.tpu.strip import Strip, shear, sum_diagonals
-from posenc_jax.rules import DotBias, LogitBias
 
 TILES = Blocks(128, 128)
 KERNELS = PallasTPU(TILES, TILES, interpret=True)

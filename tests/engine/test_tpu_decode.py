@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support import build, decode, empty_cache, make_batch, output
 
 import posenc_jax as pe
+from posenc_jax.engine.rules import LogitBias
 from posenc_jax.engine.tpu.decode import _schedule
 from posenc_jax.engine.tpu.implementation import PallasTPU
-from posenc_jax.rules import LogitBias
 
 KERNEL = PallasTPU(decode=128, interpret=True)
 B, S = 3, 200

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
+from posenc_jax.engine.mask import visible
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.rotary_families import Rotating
-from posenc_jax.mask import visible
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

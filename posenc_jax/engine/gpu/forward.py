@@ -13,8 +13,8 @@ from posenc_jax.engine.gpu.by_query import ByQuery
 from posenc_jax.engine.gpu.pipe import launch, matrix, most_slots, operand, product, vector
 from posenc_jax.engine.gpu.spec import ROW, ROWS, TILE, Spec
 from posenc_jax.engine.gpu.tile import rows_to_tile, zeros
+from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import LOG2E, Operands
-from posenc_jax.mask import MASK_VALUE
 
 
 def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:

@@ -55,7 +55,7 @@ class PallasGPU(Kernels):
         from posenc_jax.engine.gpu.backward import backward
         from posenc_jax.engine.gpu.forward import forward
         from posenc_jax.engine.gpu.spec import Spec
-        from posenc_jax.rules import DotBias
+        from posenc_jax.engine.rules import DotBias
 
         p = without_hidden(problem)
         dim, value_dim = p.q.shape[3], p.v.shape[3]

@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.kinds import EMPTY, PLAIN, kinds, tile_kinds
+from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import Operands
 from posenc_jax.engine.operands import Spec as AnySpec
-from posenc_jax.mask import MASK_VALUE
 
 ROWS = 64
 """Rows of a warpgroup."""

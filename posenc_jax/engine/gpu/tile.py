@@ -20,8 +20,8 @@ from posenc_jax.engine.elements import evaluate, inner_jaxpr
 from posenc_jax.engine.gpu.gather import by_distance, places
 from posenc_jax.engine.gpu.spec import COLUMN, ROW, Spec, has_rules, load
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
+from posenc_jax.engine.mask import MASK_VALUE, add_saturated
 from posenc_jax.engine.operands import LOG2E, Operands
-from posenc_jax.mask import MASK_VALUE, add_saturated
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.blocks import pad_axis
+from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import LOG2E
 from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.rules import DotBias, LogitBias, Rule
 from posenc_jax.engine.tpu.layout import check_memory
 from posenc_jax.engine.tpu.strip import LANES
 from posenc_jax.engine.tpu.tile import dot, lanes, to_column
-from posenc_jax.mask import MASK_VALUE
-from posenc_jax.rules import DotBias, LogitBias, Rule
 
 MAX_QUERIES = 16
 _BLOCK_BYTES = 2 * 2**20  # Of keys and values.

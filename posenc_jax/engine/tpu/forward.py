@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.elements import evaluate
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
+from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import LOG2E, Operands
 from posenc_jax.engine.tpu.dots import added, part_of, place_products
 from posenc_jax.engine.tpu.layout import (
@@ -34,7 +35,6 @@ from posenc_jax.engine.tpu.schedule import (
 from posenc_jax.engine.tpu.spec import Spec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
 from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, to_column, to_row, visible
-from posenc_jax.mask import MASK_VALUE
 
 _SLICE = 512  # Keys of one product, at most.
 

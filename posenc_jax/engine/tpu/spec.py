@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import Operands
 from posenc_jax.engine.operands import Spec as AnySpec
 from posenc_jax.engine.tpu.schedule import schedule, tile_order
 from posenc_jax.engine.tpu.strip import Strip, line_of
-from posenc_jax.mask import MASK_VALUE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.engine.mask import add_saturated
 from posenc_jax.engine.operands import Spec
 from posenc_jax.engine.problem import is_kept
 from posenc_jax.engine.tpu.strip import LANES
-from posenc_jax.mask import add_saturated
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:

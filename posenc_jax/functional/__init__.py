@@ -1,0 +1,1 @@
+"""Attention with a scheme as pure functions."""

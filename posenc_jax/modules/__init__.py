@@ -1,0 +1,1 @@
+"""The Flax modules, NNX and Linen, and what they share."""

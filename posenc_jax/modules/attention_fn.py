@@ -1,0 +1,138 @@
+"""Attention with a scheme as an `attention_fn` of Flax's own attention layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import coordinate_values, require
+from posenc_jax.engine.api import AttentionCall
+from posenc_jax.positions import count_up
+from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
+
+
+def attention_fn(
+    scheme: Scheme,
+    params: Params,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    input_positions: jax.Array | None = None,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = True,
+    broadcast_dropout: bool = True,
+    dtype: Any = None,
+    precision: Any = None,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    module: Any = None,
+) -> jax.Array:
+    """Attention with a scheme, from the arguments of Flax's attention functions.
+
+    Queries and keys of the same number are taken for the same tokens. A single query and
+    more keys are a decode step: the keys are the cache, and the query is the last token that
+    its mask shows.
+
+    Args:
+      scheme: any scheme whose `features` does not read `x`.
+      params: its parameters.
+      query, key, value: [..., T, N, H], [..., S, K, H] and [..., S, K, V].
+      mask: bool, broadcast to [..., 1 or N, T, S]. Schemes with a running state (selective RoPE,
+        short convolutions, Partial Key Offset) do not read it: to them the tokens of a row are
+        one sequence without padding.
+      is_causal: whether to hide the keys of later slots.
+      input_positions: the coordinates of the T = S tokens, integers or float32 [..., T].
+        Masks go by slots.
+      dropout_rng, dropout_rate, deterministic: dropout of the weights.
+      broadcast_dropout: no effect: every weight is dropped independently.
+      dtype: no effect: the layer projects q, k and v to its dtype.
+      precision, force_fp32_for_softmax: no effect: products and softmax are exact to float32.
+      qk_attn_weights_einsum, attn_weights_value_einsum, module: must be None.
+
+    Raises:
+      ValueError: for several queries and another number of keys, a decode step without a mask
+        or with `input_positions`, and schemes that act on the token embedding alone or read x.
+      NotImplementedError: for quantized products, `sow_weights=True`, and a decode step with a
+        scheme that mixes tokens.
+    """
+    del broadcast_dropout, dtype, precision, force_fp32_for_softmax
+    if module is not None:
+        raise NotImplementedError("AttentionFn: sow_weights=True; the weights are not computed.")
+    if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
+        raise NotImplementedError("AttentionFn: products of attention cannot be replaced.")
+    require(
+        not scheme.traits.reads_x,
+        f"AttentionFn: {scheme!r} reads the layer's input x, which Flax's layers do not pass on; "
+        "use posenc_jax's Attention.",
+    )
+    check_acts_in_attention("AttentionFn", scheme)
+    lead, (length, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
+    q, k, v = (x.reshape(-1, *x.shape[len(lead) :]) for x in (query, key, value))
+    k_slots = count_up(q.shape[0], keys)
+    if mask is not None:
+        heads = mask.shape[-3] if mask.ndim > 2 else 1
+        mask = jnp.broadcast_to(mask, (*lead, heads, length, keys)).astype(bool)
+        mask = mask.reshape(-1, heads, length, keys)
+    if length == keys:
+        q_slots = k_slots
+    else:
+        if length > 1 or mask is None:
+            raise ValueError(
+                f"AttentionFn: {length} queries and {keys} keys"
+                f"{' without a mask' if mask is None else ''}: the positions of the queries are "
+                "known for self-attention, and for decode steps of one token with a mask. For "
+                "cross attention use posenc_jax.attention."
+            )
+        slots = jnp.arange(keys, dtype=jnp.int32)
+        q_slots = jnp.max(jnp.where(mask.any(1), slots[None, None], 0), axis=-1)
+    q_at, k_at = q_slots, k_slots
+    if input_positions is not None:
+        require(
+            length == keys,
+            "AttentionFn: input_positions in a decode step: Flax's cache has no positions of the "
+            "earlier keys; use posenc_jax's Attention.",
+        )
+        at = coordinate_values("AttentionFn", input_positions, "input_positions")
+        q_at = k_at = jnp.broadcast_to(at, (*lead, length)).reshape(-1, length)
+    tables = scheme.tables(params, q_at)
+    q, k, v, state = scheme.mix(params, q, k, v, None, None)
+    if length != keys and jax.tree.leaves(state):
+        raise NotImplementedError(
+            f"AttentionFn: a decode step with {scheme!r}, which reads the tokens before the query; "
+            "Flax's cache has no place for them. Use posenc_jax's Attention."
+        )
+    q_features, k_features, _ = scheme.features(params, None, q, k, q_at, None, None)
+    drop = dropout_rate > 0 and not deterministic
+    call = AttentionCall(
+        mask=mask,
+        q_positions=q_slots,
+        k_positions=k_slots,
+        contiguous=length == keys and input_positions is None,
+        is_causal=is_causal,
+        scale=scheme.logit_scale(q.shape[-1]),
+        dropout_rate=dropout_rate if drop else 0.0,
+        dropout_key=dropout_rng if drop else None,
+    )
+    if input_positions is not None:
+        call = call.replace(q_coordinates=q_at, k_coordinates=k_at)
+    q = scheme.query(params, q, q_at, q_features, tables)
+    k = scheme.key(params, k, k_at, k_features, tables if length == keys else None)
+    v = scheme.value(params, v, k_at, k_features, tables if length == keys else None)
+    out = scheme.attend(params, q, k, v, q_at, k_at, q_features, k_features, call)
+    out = scheme.output(params, out, q_at, q_features, tables)
+    return out.reshape(*lead, *out.shape[1:])
+
+
+def check_acts_in_attention(where: str, scheme: Scheme) -> None:
+    """Raises for a scheme that acts on the token embedding alone, and anything but a scheme."""
+    check_scheme(where, scheme)
+    require(
+        scheme.acts_in_attention or not scheme.acts,
+        f"{where}: {scheme!r} acts on the token embedding alone; put a PositionEncoding of it "
+        "before the first layer, and NoPE() into the layers.",
+    )

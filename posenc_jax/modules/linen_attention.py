@@ -1,0 +1,257 @@
+"""Attention as a Flax Linen module."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype as _promote_dtype
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from posenc_jax.cache.kv_cache import KVCache
+from posenc_jax.checks import require
+from posenc_jax.engine.mask import Window
+from posenc_jax.engine.problem import Implementation
+from posenc_jax.modules.attention_fn import check_acts_in_attention
+from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
+from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding, named
+from posenc_jax.modules.shared import (
+    AttentionLayer,
+    SequenceOptions,
+    has_bias,
+    layer_spec,
+    of_projection,
+    zeros_are_empty,
+)
+from posenc_jax.qk_norm import QKNorm
+from posenc_jax.schemes.additive.none import NoPE
+from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.scheme import Scheme
+
+_kernel_init = nn.initializers.lecun_normal()
+_Init = nn.initializers.Initializer
+
+
+class CallOptions(SequenceOptions, total=False):
+    """Arguments of a call of `Attention`, except the inputs and the cache."""
+
+    deterministic: bool | None
+    out_sharding: PartitionSpec | None
+    qkv_sharding: PartitionSpec | None
+    kv_sharding: PartitionSpec | None
+
+
+class Attention(AttentionLayer, nn.Module):
+    """Multi-head attention with any scheme, grouped heads, segments and a cache.
+
+    The parameters have the names of those of `posenc_jax.nnx.Attention`.
+
+    Attributes:
+      num_heads: N.
+      head_dim: H.
+      position: a scheme, whose parameters this layer then owns; a `LayerSpec`, which also has
+        `window`, `chunk_size`, `softcap`, `scale`, `qk_norm` and `sinks`; or a `PositionEncoding`
+        that several layers share.
+      num_kv_heads: K, a divisor of N. Default: N.
+      is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
+      scale: the factor on q . k. Default: the scheme's own.
+      qk_norm: the norm of queries and keys. Default: none.
+      sinks: whether each head has a learned logit without a value, as in gpt-oss.
+      dropout_rate: share of the attention weights that are dropped.
+      deterministic: whether to drop none; the argument of a call comes first.
+      decode: whether calls use and update a `KVCache` in the collection "cache", as in
+        `nn.MultiHeadDotProductAttention`. `init` makes it for as many tokens as its input has;
+        calls take any number. One of `new_cache` may take its place.
+      use_bias: whether the projections have biases: one answer, or a mapping from "query", "key",
+        "value" and "out" to one each.
+      dtype, param_dtype, precision, promote_dtype: of the projections, as in `nn.DenseGeneral`.
+        Parameters of the scheme are float32, and so is attention inside.
+      kernel_init, bias_init: initialisers of the projections: one for all, or a mapping from
+        "query", "key" and "value" to one each.
+      out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
+        `bias_init`, unless they are mappings.
+      axis_names: logical names of the axes of all parameters, from "model_dim", "num_heads",
+        "num_kv_heads" and "head_dim", as `nn.with_logical_partitioning` gives them. Initialisers
+        with names of their own keep these.
+
+    >>> import posenc_jax as pe
+    >>> layer = Attention(num_heads=4, head_dim=4, position=pe.RoPE(head_dim=4), is_causal=True)
+    >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 16)))
+    >>> y.shape
+    (2, 5, 16)
+    """
+
+    num_heads: int
+    head_dim: int
+    position: Scheme | LayerSpec | PositionEncoding = NoPE()
+    num_kv_heads: int | None = None
+    is_causal: bool = False
+    window: Window = None
+    softcap: float | None = None
+    scale: float | None = None
+    qk_norm: QKNorm | None = None
+    sinks: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    decode: bool = False
+    use_bias: bool | Mapping[str, bool] = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    promote_dtype: Any = _promote_dtype
+    kernel_init: _Init | Mapping[str, _Init] = _kernel_init
+    out_kernel_init: _Init | None = None
+    bias_init: _Init | Mapping[str, _Init] = nn.initializers.zeros
+    out_bias_init: _Init | None = None
+    axis_names: AxisNames | None = None
+    implementation: str | Implementation | None = None
+
+    def spec(self) -> LayerSpec:
+        """Returns the settings that a `LayerSpec` has."""
+        return layer_spec(
+            self.position, self.window, self.softcap, self.scale, self.qk_norm, self.sinks
+        )
+
+    @overload
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        cache: None = None,
+        **options: Unpack[CallOptions],
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        cache: KVCache,
+        **options: Unpack[CallOptions],
+    ) -> tuple[jax.Array, KVCache]: ...
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        cache: KVCache | None = None,
+        deterministic: bool | None = None,
+        out_sharding: PartitionSpec | None = None,
+        qkv_sharding: PartitionSpec | None = None,
+        kv_sharding: PartitionSpec | None = None,
+        **options: Unpack[SequenceOptions],
+    ) -> jax.Array | tuple[jax.Array, KVCache]:
+        """Returns [B, T, D], and with a cache also the new cache.
+
+        Args:
+          inputs_q: [B, T, D].
+          inputs_k, inputs_v: [B, S, any], for attention to another sequence; see
+            `posenc_jax.scheme_cross_attention`. Default: `inputs_q`, and `inputs_k`.
+          cache: keys and values of earlier tokens; see `new_cache`.
+          deterministic: whether to drop no weights; otherwise the "dropout" key is used.
+          out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
+            v [B, T, heads, H] are sharded.
+          kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
+          **options: `positions`, `coordinates`, `segment_ids`, `tables`, `mask`,
+            `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`; with `inputs_k` also
+            `k_positions`, `k_coordinates` and `k_segment_ids`.
+
+        Raises:
+          ValueError: for arguments that do not fit, and dropout without `deterministic` or key.
+        """
+        inputs = self.inputs(inputs_q, inputs_k, inputs_v)
+        heads, spec = self.heads(), self.spec()
+        check_axis_names("Attention", self.axis_names)
+
+        def project(name, features, axis, kernel_init, bias_init, sharding):
+            kernel_init = of_projection("kernel_init", kernel_init, name, _kernel_init)
+            bias_init = of_projection("bias_init", bias_init, name, nn.initializers.zeros)
+            sizes = KERNELS[name]
+            return nn.DenseGeneral(
+                features,
+                axis=axis,
+                use_bias=has_bias(self.use_bias, name),
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                precision=self.precision,
+                promote_dtype=self.promote_dtype,
+                kernel_init=named(kernel_init, self.axis_names, sizes),
+                bias_init=named(bias_init, self.axis_names, sizes[1 if name != "out" else 2 :]),
+                dot_general=functools.partial(jax.lax.dot_general, out_sharding=sharding),
+                name=name,
+            )
+
+        encoding = self.position
+        if not isinstance(encoding, PositionEncoding):
+            encoding = PositionEncoding(spec.scheme, self.axis_names, name="encoding")
+        check_acts_in_attention("Attention", encoding.scheme)
+        drop = self.drops(deterministic)
+        require(
+            not drop or self.has_rng("dropout"), 'Attention: dropout needs rngs={"dropout": key}.'
+        )
+        kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
+        shardings, inits = (
+            (qkv_sharding, kv_sharding, kv_sharding),
+            (self.kernel_init, self.bias_init),
+        )
+        q, k, v = (
+            project(name, (n, self.head_dim), -1, *inits, sharding)(x)
+            for (name, n), x, sharding in zip(heads.items(), inputs, shardings, strict=True)
+        )
+        norms = made = kept = None
+        if spec.qk_norm is not None:
+            norms = (
+                HeadNorm(spec.qk_norm, KERNELS["query"][1:], self.axis_names, name="query_norm"),
+                HeadNorm(spec.qk_norm, KERNELS["key"][1:], self.axis_names, name="key_norm"),
+            )
+        if spec.sinks:
+            init = named(nn.initializers.zeros, self.axis_names, ("num_heads",))
+            made = self.param("sinks", init, (self.num_heads,), jnp.float32)
+        if self.decode:
+            require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
+            kept, cache = self._kept_cache(
+                inputs_q,
+                position=encoding,
+                dtype=k.dtype,
+                coordinates=options.get("coordinates"),
+                qkv_sharding=kv_sharding,
+            )
+        out, new = self.attend(
+            encoding,
+            (q, k, v),
+            inputs_q,
+            inputs_k,
+            norms=norms,
+            sinks=made,
+            cache=cache,
+            dropout_key=self.make_rng("dropout") if drop else None,
+            options=dict(options),
+        )
+        kernel_init = self.kernel_init if self.out_kernel_init is None else self.out_kernel_init
+        bias_init = self.bias_init if self.out_bias_init is None else self.out_bias_init
+        project_out = project(
+            "out", inputs_q.shape[-1], (-2, -1), kernel_init, bias_init, out_sharding
+        )
+        y = checkpoint_name(project_out(out), "out_proj")
+        if kept is not None and new is not None:
+            kept.value = new
+            return y
+        return y if new is None else (y, new)
+
+    def _kept_cache(self, x: jax.Array, **options: Any) -> tuple[nn.Variable, KVCache | None]:
+        """Returns the variable of the cache, and the cache unless the variable is new."""
+        batch, length, width = x.shape
+        new = not self.has_variable("cache", "kv_cache")
+        make = functools.partial(self.new_cache, batch, length, model_dim=width, **options)
+        kept = self.variable("cache", "kv_cache", make)
+        return kept, None if new else zeros_are_empty(kept.value)

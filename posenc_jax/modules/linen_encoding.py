@@ -1,0 +1,111 @@
+"""Position encodings and norms of heads as Flax Linen modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import struct
+
+from posenc_jax.functional.attention import new_params
+from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names, sizes_of_params
+from posenc_jax.modules.shared import (
+    EncodingLayer,
+)
+from posenc_jax.qk_norm import QKNorm
+from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
+
+
+@struct.dataclass
+class AxisNamed(nn.LogicallyPartitioned):
+    """An array with the names of its axes.
+
+    `nn.DenseGeneral` makes a kernel with its axes merged in two, unboxes it and splits them. Until
+    then there is nothing to constrain.
+    """
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """Returns the array, sharded by its names where a mesh and rules are set."""
+        return super().unbox(apply_constraint and self.value.ndim == len(self.names))
+
+
+def boxed(x: Any, axis_names: AxisNames | None, sizes: tuple[str | None, ...]) -> Any:
+    """Returns an array with the names of its axes, unless it has some."""
+    if axis_names is None or isinstance(x, nn.meta.AxisMetadata):
+        return x
+    return AxisNamed(x, names(axis_names, sizes))
+
+
+def named(
+    init: Callable[..., Any], axis_names: AxisNames | None, sizes: tuple[str | None, ...]
+) -> Callable[..., Any]:
+    """Returns an initialiser that names the axes of what it makes."""
+    return lambda *args: boxed(init(*args), axis_names, sizes)
+
+
+class PositionEncoding(EncodingLayer, nn.Module):
+    """A scheme with its parameters; called, it encodes positions into token embeddings.
+
+    Attributes:
+      scheme: any scheme. Its parameters are the Linen parameter "parameters", float32.
+      axis_names: as in `Attention`.
+
+    >>> import posenc_jax as pe
+    >>> encoding = PositionEncoding(pe.LearnedAbsolute(max_length=8, model_dim=4))
+    >>> y, variables = encoding.init_with_output(jax.random.key(0), jnp.zeros((1, 3, 4)))
+    >>> variables["params"]["parameters"]["table"].shape
+    (8, 4)
+    """
+
+    scheme: Scheme
+    axis_names: AxisNames | None = None
+
+    def setup(self):
+        """Declares the parameters, if the scheme has any."""
+        check_scheme("PositionEncoding", self.scheme)
+        check_axis_names("PositionEncoding", self.axis_names)
+        self.shapes = jax.eval_shape(self.scheme.init, jax.random.key(0))
+        self.made = self.param("parameters", self._new) if jax.tree.leaves(self.shapes) else None
+
+    def _new(self, key: jax.Array) -> Params:
+        made = new_params(self.scheme, key)
+        if self.axis_names is None:
+            return made
+        leaves, structure = jax.tree.flatten(made)
+        sizes = sizes_of_params(self.scheme)
+        made = [boxed(x, self.axis_names, s) for x, s in zip(leaves, sizes, strict=True)]
+        return jax.tree.unflatten(structure, made)
+
+    def values(self) -> Params:
+        """Returns the parameters as arrays."""
+        if self.made is None:
+            return self.scheme.init(jax.random.key(0))
+        # NNX numbers the items of tuples.
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), jax.tree.leaves(self.made))
+
+    # Linen sets up the methods of the class itself, not those that it inherits.
+    __call__ = EncodingLayer.__call__
+    tables = EncodingLayer.tables
+
+
+class HeadNorm(nn.Module):
+    """The norm of the queries or the keys of a layer; see `posenc_jax.QKNorm`.
+
+    Attributes:
+      settings: the norm.
+      sizes: those of the two axes of its parameters, for `axis_names`.
+      axis_names: as in `Attention`.
+    """
+
+    settings: QKNorm
+    sizes: tuple[str, str] = ("num_heads", "head_dim")
+    axis_names: AxisNames | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns x [B, T, N, H] normalised."""
+        made = {
+            name: self.param(name, lambda _, p=p: boxed(p, self.axis_names, self.sizes[-p.ndim :]))
+            for name, p in self.settings.init(*x.shape[-2:]).items()
+        }
+        return self.settings(made, x)

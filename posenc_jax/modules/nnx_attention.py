@@ -1,0 +1,331 @@
+"""Attention as a Flax NNX module."""
+
+from collections.abc import Mapping
+from typing import Any, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype as _promote_dtype
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from posenc_jax.cache.kv_cache import KVCache
+from posenc_jax.checks import divides, require
+from posenc_jax.engine.mask import Window
+from posenc_jax.engine.problem import Implementation
+from posenc_jax.functional.attention import CacheOptions
+from posenc_jax.modules.attention_fn import check_acts_in_attention
+from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
+from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding, metadata_of
+from posenc_jax.modules.shared import (
+    AttentionLayer,
+    SequenceOptions,
+    has_bias,
+    layer_spec,
+    of_projection,
+)
+from posenc_jax.qk_norm import QKNorm
+from posenc_jax.schemes.additive.none import NoPE
+from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.scheme import Scheme
+
+_kernel_init = nnx.initializers.lecun_normal()
+_Inits = nnx.Initializer | Mapping[str, nnx.Initializer]
+
+
+class CallOptions(SequenceOptions, total=False):
+    """Arguments of a call of `Attention`, except the inputs and the cache."""
+
+    position: PositionEncoding | None
+    deterministic: bool | None
+    decode: bool | None
+    rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
+    out_sharding: PartitionSpec | None
+    qkv_sharding: PartitionSpec | None
+    kv_sharding: PartitionSpec | None
+
+
+class Attention(AttentionLayer, nnx.Module):
+    """Multi-head attention with any scheme, grouped heads, segments and a cache.
+
+    >>> import posenc_jax as pe
+    >>> layer = Attention(16, 4, position=pe.RoPE(head_dim=4), is_causal=True, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 5, 16))).shape
+    (2, 5, 16)
+    >>> y, cache = layer(jnp.ones((2, 5, 16)), cache=layer.new_cache(2, capacity=8))
+    >>> y, cache = layer(jnp.ones((2, 1, 16)), cache=cache)  # The sixth token.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        *,
+        position: Scheme | LayerSpec | PositionEncoding = NoPE(),  # noqa: B008, frozen
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        in_kv_features: int | None = None,
+        is_causal: bool = False,
+        window: Window = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        qk_norm: QKNorm | None = None,
+        sinks: bool = False,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        use_bias: bool | Mapping[str, bool] = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        promote_dtype: Any = _promote_dtype,
+        kernel_init: _Inits = _kernel_init,
+        out_kernel_init: nnx.Initializer | None = None,
+        bias_init: _Inits = nnx.initializers.zeros,
+        out_bias_init: nnx.Initializer | None = None,
+        axis_names: AxisNames | None = None,
+        implementation: str | Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the projections, and the scheme's parameters unless `position` owns them.
+
+        Args:
+          model_dim: D.
+          num_heads: N.
+          position: a scheme, whose parameters this layer then owns; a `LayerSpec`, which also
+            has `window`, `chunk_size`, `softcap`, `scale`, `qk_norm` and `sinks`; or a
+            `PositionEncoding` that several layers share.
+          num_kv_heads: K, a divisor of N. Default: N.
+          head_dim: H. Default: D / N.
+          in_kv_features: width of `inputs_k` and `inputs_v`. Default: D.
+          is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
+          scale: the factor on q . k. Default: the scheme's own.
+          qk_norm: the norm of queries and keys. Default: none.
+          sinks: whether each head has a learned logit without a value, as in gpt-oss.
+          dropout_rate: share of the attention weights that are dropped.
+          deterministic: whether to drop none, as in `nnx.MultiHeadAttention`; `train()` and
+            `eval()` set it, and the argument of a call comes first.
+          decode: whether calls use and update the cache that `init_cache` makes, as in
+            `nnx.MultiHeadAttention`; the argument of a call comes first. Default: no.
+          use_bias: whether the projections have biases: one answer, or a mapping from "query",
+            "key", "value" and "out" to one each.
+          dtype, param_dtype, precision, promote_dtype: of the projections, as in
+            `nnx.LinearGeneral`. Parameters of the scheme are float32, and so is attention inside.
+          kernel_init, bias_init: initialisers of the projections: one for all, or a mapping from
+            "query", "key" and "value" to one each.
+          out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
+            `bias_init`, unless they are mappings.
+          axis_names: names of the axes of all parameters, from "model_dim", "num_heads",
+            "num_kv_heads" and "head_dim" to a logical name, or an axis of the mesh. They become
+            `out_sharding` of each `nnx.Param`, which needs a mesh, as with `nnx.with_partitioning`.
+            Initialisers with names of their own keep these.
+          rngs: for the keys of parameters, and of dropout where calls give none.
+
+        Raises:
+          ValueError: for sizes that do not divide, a scheme that acts on the token embedding
+            alone, and a setting beside that of a `LayerSpec`.
+        """
+        self.settings = layer_spec(position, window, softcap, scale, qk_norm, sinks)
+        check_axis_names("Attention", axis_names)
+        if head_dim is None:
+            divides("Attention", model_dim=model_dim, num_heads=num_heads)
+            head_dim = model_dim // num_heads
+        self.model_dim, self.head_dim = model_dim, head_dim
+        self.in_kv_features = model_dim if in_kv_features is None else in_kv_features
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        heads = self.heads()
+        self.num_kv_heads = heads["key"]
+
+        def project(name, features, out_features, axis, kernel_init, bias_init):
+            sizes = KERNELS[name]
+            return nnx.LinearGeneral(
+                features,
+                out_features,
+                axis=axis,
+                use_bias=has_bias(use_bias, name),
+                dtype=dtype,
+                param_dtype=param_dtype,
+                precision=precision,
+                promote_dtype=promote_dtype,
+                kernel_init=of_projection("kernel_init", kernel_init, name, _kernel_init),
+                bias_init=of_projection("bias_init", bias_init, name, nnx.initializers.zeros),
+                kernel_metadata=metadata_of(axis_names, sizes),
+                bias_metadata=metadata_of(axis_names, sizes[1 if name != "out" else 2 :]),
+                rngs=rngs,
+            )
+
+        width = {"query": model_dim, "key": self.in_kv_features, "value": self.in_kv_features}
+        self.query, self.key, self.value = (
+            project(name, width[name], (n, head_dim), -1, kernel_init, bias_init)
+            for name, n in heads.items()
+        )
+        self.out = project(
+            "out",
+            (num_heads, head_dim),
+            model_dim,
+            (-2, -1),
+            kernel_init if out_kernel_init is None else out_kernel_init,
+            bias_init if out_bias_init is None else out_bias_init,
+        )
+        if not isinstance(position, PositionEncoding):
+            position = PositionEncoding(self.settings.scheme, axis_names=axis_names, rngs=rngs)
+        check_acts_in_attention("Attention", position.scheme)
+        self.encoding = position
+
+        def norm(name):
+            sizes, settings = KERNELS[name][1:], self.settings.qk_norm
+            return settings and HeadNorm(settings, heads[name], head_dim, sizes, axis_names)
+
+        self.query_norm, self.key_norm = norm("query"), norm("key")
+        metadata = metadata_of(axis_names, ("num_heads",))
+        logits = nnx.Param(jnp.zeros((num_heads,), jnp.float32), **metadata)
+        self.sinks = logits if self.settings.sinks else None
+        self.deterministic, self.decode = deterministic, decode
+        self.kv_cache: nnx.Cache[KVCache] | None = nnx.data(None)
+        self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
+        self.is_causal, self.dropout_rate = is_causal, dropout_rate
+        self.dtype = jnp.result_type(param_dtype if dtype is None else dtype)
+        self.implementation = implementation
+
+    def spec(self) -> LayerSpec:
+        """Returns the settings that a `LayerSpec` has."""
+        return self.settings
+
+    @overload
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        cache: None = None,
+        **options: Unpack[CallOptions],
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        cache: KVCache,
+        **options: Unpack[CallOptions],
+    ) -> tuple[jax.Array, KVCache]: ...
+
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        cache: KVCache | None = None,
+        position: PositionEncoding | None = None,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+        out_sharding: PartitionSpec | None = None,
+        qkv_sharding: PartitionSpec | None = None,
+        kv_sharding: PartitionSpec | None = None,
+        **options: Unpack[SequenceOptions],
+    ) -> jax.Array | tuple[jax.Array, KVCache]:
+        """Returns [B, T, D], and with a cache also the new cache.
+
+        Args:
+          inputs_q: [B, T, D].
+          inputs_k, inputs_v: [B, S, in_kv_features], for attention to another sequence; see
+            `posenc_jax.scheme_cross_attention`. Default: `inputs_q`, and `inputs_k`.
+          cache: keys and values of earlier tokens; see `new_cache`.
+          position: an encoding to use instead of the layer's own (for layers that share
+            one under `nnx.scan`).
+          deterministic: whether to drop no weights. Default: as the layer is set.
+          decode: whether to use and update the cache of `init_cache`. Default: as the layer is set.
+          rngs: for the dropout key. Default: those given to the constructor.
+          out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
+            v [B, T, heads, H] are sharded, as in `nnx.MultiHeadAttention`.
+          kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
+          **options: `positions`, `coordinates`, `segment_ids`, `tables`, `mask`,
+            `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`; with `inputs_k` also
+            `k_positions`, `k_coordinates` and `k_segment_ids`.
+
+        Raises:
+          ValueError: for arguments that do not fit, dropout without `deterministic` or rngs, and
+            decoding without a cache.
+        """
+        widths = self.model_dim, self.in_kv_features
+        inputs = self.inputs(inputs_q, inputs_k, inputs_v, widths)
+        if position is None:
+            position = self.encoding
+        elif not isinstance(position, PositionEncoding):
+            raise TypeError(
+                f"Attention: position must be a PositionEncoding in a call, got {position!r}."
+            )
+        else:
+            check_acts_in_attention("Attention", position.scheme)
+        kept = None
+        if self.decode if decode is None else decode:
+            require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
+            kept = self.kv_cache
+            if kept is None:
+                raise ValueError("Attention: decode=True needs a cache; call init_cache first.")
+            cache = kept.get_value()
+        dropout_key = self._dropout_key(rngs) if self.drops(deterministic) else None
+        kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
+        q = self.query(inputs[0], out_sharding=qkv_sharding)
+        k = self.key(inputs[1], out_sharding=kv_sharding)
+        v = self.value(inputs[2], out_sharding=kv_sharding)
+        out, new = self.attend(
+            position,
+            (q, k, v),
+            inputs_q,
+            inputs_k,
+            norms=None if self.query_norm is None else (self.query_norm, self.key_norm),
+            sinks=None if self.sinks is None else self.sinks[...],
+            cache=cache,
+            dropout_key=dropout_key,
+            options=dict(options),
+        )
+        y = checkpoint_name(self.out(out, out_sharding=out_sharding), "out_proj")
+        if kept is not None and new is not None:
+            kept.set_value(new)
+            return y
+        return y if new is None else (y, new)
+
+    def init_cache(
+        self, input_shape: tuple[int, ...], dtype: Any = None, **options: Unpack[CacheOptions]
+    ) -> None:
+        """Makes the cache for `decode=True`, as in `nnx.MultiHeadAttention`.
+
+        It is `layer.kv_cache`, an `nnx.Cache` of a `KVCache`; calls take any number of tokens.
+
+        Args:
+          input_shape: [B, S, ...], for up to S tokens in each row.
+          dtype: of k and v. Default: the layer's.
+          **options: as in `new_cache`.
+        """
+        batch, capacity = input_shape[:2]
+        self.kv_cache = nnx.Cache(self.new_cache(batch, capacity, dtype=dtype, **options))
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """What `nnx.view` calls; `decode` with sizes makes a cache, as in Flax's attention."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        if batch_size is not None and max_length is not None:
+            self.init_cache((batch_size, max_length))
+
+    def _dropout_key(self, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array:
+        """Returns the key of this call's dropout."""
+        rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
+            raise ValueError("Attention: dropout needs rngs, in the call or the constructor.")
+        stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+        return stream() if isinstance(stream, nnx.RngStream) else stream

@@ -1,0 +1,1 @@
+"""Position encodings, one file each, by what they act on."""

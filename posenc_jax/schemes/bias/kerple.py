@@ -1,0 +1,130 @@
+r"""KERPLE: a learned, concave or convex penalty on distance, one shape per head.
+
+    log      logits[n, i, j] = q_i . k_j / sqrt(H) - r1[n] * ln(1 + r2[n] |i - j|)
+    power    logits[n, i, j] = q_i . k_j / sqrt(H) - r1[n] * |i - j|^r2[n]       r2 <= 2
+
+Both are conditionally positive definite kernels for positive r1 and r2; power with r2 = 1
+is ALiBi with learned slopes. The log form extrapolates best in the paper.
+
+Parameters are kept positive as in the authors' code: before each use they are projected onto
+[0.01, inf), r2 of the power form onto [0.01, 2]. The gradient is that at the projected value
+(straight through), so a parameter at the bound can leave it. The authors write the projected
+value back after each step; here the parameter stays as the optimiser left it.
+
+The authors share one set of parameters between all layers. Left out: the third form in their
+code, which multiplies logits by exp(-r3 |i - j|^r4), of which nothing was released. NeMo's
+scheme of this name is -b ln(1 + a |i - j|^p), all three learned, initialised with ALiBi's slopes,
+1 and 1, and not projected; it contains the log form.
+
+Paper: Chi et al. KERPLE: Kernelized Relative Positional Embedding for Length
+Extrapolation. 2022. https://arxiv.org/abs/2205.09921
+Reference code: chijames/KERPLE, megatron/mpu/layers.py, ParallelKerpleLog and
+ParallelKerplePower (there, p and a are r1 and r2 of the log form, a and p of the power form).
+"""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import positive_fields
+from posenc_jax.engine.rules import LogitBias
+from posenc_jax.schemes.scheme import Scheme, Traits
+
+
+def _project(x, high=None):
+    """x clipped to [0.01, high] in float32, with the gradient of x (straight through)."""
+    x = x.astype(jnp.float32)
+    return jax.lax.stop_gradient(jnp.clip(x, 0.01, high)) + (x - jax.lax.stop_gradient(x))
+
+
+def _log_penalty(shared, head, q, k):
+    r1, r2 = head
+    return -r1 * jnp.log1p(r2 * jnp.abs(q - k).astype(jnp.float32))
+
+
+def _power_penalty(shared, head, q, k):
+    r1, r2 = head
+    distance = jnp.abs(q - k).astype(jnp.float32)
+    nonzero = distance > 0  # 0^r2 has no finite derivative.
+    return jnp.where(nonzero, -r1 * jnp.where(nonzero, distance, 1.0) ** r2, 0.0)
+
+
+def _uniform(key, num_heads, **limits):
+    keys = jax.random.split(key, len(limits))
+    return {
+        name: jax.random.uniform(k, (num_heads,), jnp.float32, maxval=limit)
+        for k, (name, limit) in zip(keys, limits.items(), strict=True)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _KERPLE(Scheme, abc.ABC):
+    """An abstract kernel with parameters r1 and r2 per head."""
+
+    num_heads: int
+
+    def __post_init__(self):
+        positive_fields(self, "num_heads")
+
+    @property
+    def traits(self):
+        return Traits(relative=True, shared_over_layers=True)
+
+    @abc.abstractmethod
+    def rules(self, params, q_features=None, k_features=None):
+        """Returns the penalty."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KERPLELog(_KERPLE):
+    """KERPLE's logarithmic kernel (Chi et al. 2022).
+
+    Attributes:
+      num_heads: N.
+
+    Raises:
+      ValueError: if `num_heads` is less than one.
+
+    >>> params = {"r1": jnp.array([1.0]), "r2": jnp.array([1.0])}
+    >>> KERPLELog(num_heads=1).rules(params).dense(jnp.array([2]), jnp.arange(3))[0]
+    Array([[-1.0986123, -0.6931472, -0.       ]], dtype=float32)
+    """
+
+    name: ClassVar[str] = "kerple"
+
+    def init(self, key):
+        """Returns {"r1": U(0, 2), "r2": U(0, 1)}, float32 [N] each."""
+        return _uniform(key, self.num_heads, r1=2.0, r2=1.0)
+
+    def rules(self, params, q_features=None, k_features=None):
+        heads = _project(params["r1"]), _project(params["r2"])
+        return LogitBias(_log_penalty, heads=heads, relative=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class KERPLEPower(_KERPLE):
+    """KERPLE's power kernel (Chi et al. 2022).
+
+    Attributes:
+      num_heads: N.
+
+    Raises:
+      ValueError: if `num_heads` is less than one.
+
+    >>> params = {"r1": jnp.array([0.5]), "r2": jnp.array([2.0])}
+    >>> KERPLEPower(num_heads=1).rules(params).dense(jnp.array([2]), jnp.arange(3))[0]
+    Array([[-2. , -0.5,  0. ]], dtype=float32)
+    """
+
+    name: ClassVar[str] = "kerple_power"
+
+    def init(self, key):
+        """Returns {"r1": U(0, 1), "r2": U(0, 2)}, float32 [N] each."""
+        return _uniform(key, self.num_heads, r1=1.0, r2=2.0)
+
+    def rules(self, params, q_features=None, k_features=None):
+        heads = _project(params["r1"]), _project(params["r2"], 2.0)
+        return LogitBias(_power_penalty, heads=heads, relative=True)

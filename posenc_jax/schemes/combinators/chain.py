@@ -1,0 +1,157 @@
+"""Several schemes in one."""
+
+import dataclasses
+
+import jax
+
+from posenc_jax.checks import require
+from posenc_jax.engine.rules import Rule, as_tuple
+from posenc_jax.schemes.scheme import Acts, Scheme, Traits
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chain(Scheme):
+    """See `chain`. Parameters, features, tables and states are tuples, one entry per scheme."""
+
+    schemes: tuple[Scheme, ...]
+
+    def __post_init__(self):
+        require(len(self.schemes) > 0, "chain: needs at least one scheme, got none.")
+        for scheme in self.schemes:
+            if not isinstance(scheme, Scheme):
+                raise TypeError(
+                    f"chain: takes schemes one by one, chain(RoPE(...), T5(...)), got {scheme!r}."
+                )
+        values = [s for s in self.schemes if Acts.VALUES in s.acts]
+        require(
+            len(values) < 2,
+            f"chain: only one scheme may add to the values, got {values}.",
+        )
+        turning = [s for s in self.schemes if Acts.OUTPUT in s.acts]
+        require(
+            not (values and turning),
+            f"chain: {turning} would also change at the output what {values} add to the values.",
+        )
+        rows = [s for s in self.schemes if s.traits.transforms_rows]
+        require(len(rows) < 2, f"chain: only one scheme may transform rows of logits, got {rows}.")
+        axes = {s.traits.num_axes for s in self.schemes if s.acts}
+        require(
+            len(axes) < 2,
+            f"chain: all schemes must read the same number of axes, got {self.schemes}.",
+        )
+        replacing = [s for s in self.schemes if Acts.ATTENTION in s.acts]
+        around = Acts.EMBEDDING | Acts.QK | Acts.V | Acts.OUTPUT
+        others = [s for s in self.schemes if s.acts & ~around]
+        require(
+            not replacing or len(others) == 1,
+            f"chain: {replacing} replace attention; one of them combines with schemes that act on "
+            f"the embedding, q, k, v and the output only, got {others}.",
+        )
+
+    def _each(self, params, *values):
+        """Yields (scheme, params, *entries); None for a value means None for all schemes."""
+        values = ((None,) * len(self.schemes) if v is None else v for v in values)
+        return zip(self.schemes, params, *values, strict=True)
+
+    @property
+    def traits(self):
+        return Traits.join(*(s.traits for s in self.schemes))
+
+    @property
+    def acts(self):
+        acts = Acts(0)
+        for s in self.schemes:
+            acts |= s.acts
+        return acts
+
+    def init(self, key):
+        keys = jax.random.split(key, len(self.schemes))
+        return tuple(s.init(k) for s, k in zip(self.schemes, keys, strict=True))
+
+    def embed(self, params, x, coordinates):
+        for s, p in self._each(params):
+            x = s.embed(p, x, coordinates)
+        return x
+
+    def tables(self, params, coordinates):
+        return tuple(s.tables(p, coordinates) for s, p in self._each(params))
+
+    def mix(self, params, q, k, v, segment_ids, state):
+        states = []
+        for s, p, old in self._each(params, state):
+            q, k, v, new = s.mix(p, q, k, v, segment_ids, old)
+            states.append(new)
+        return q, k, v, tuple(states)
+
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
+        made = [
+            s.features(p, x, q, k, coordinates, segment_ids, old)
+            for s, p, old in self._each(params, state)
+        ]
+        return tuple(zip(*made, strict=True))
+
+    def query(self, params, q, coordinates, features=None, tables=None):
+        for s, p, f, t in self._each(params, features, tables):
+            q = s.query(p, q, coordinates, f, t)
+        return q
+
+    def key(self, params, k, coordinates, features=None, tables=None):
+        for s, p, f, t in self._each(params, features, tables):
+            k = s.key(p, k, coordinates, f, t)
+        return k
+
+    def value(self, params, v, coordinates, features=None, tables=None):
+        for s, p, f, t in self._each(params, features, tables):
+            v = s.value(p, v, coordinates, f, t)
+        return v
+
+    def output(self, params, out, coordinates, features=None, tables=None):
+        """Applies the schemes in reverse order, so that what `value` did is undone."""
+        for s, p, f, t in reversed(list(self._each(params, features, tables))):
+            out = s.output(p, out, coordinates, f, t)
+        return out
+
+    def rules(self, params, q_features=None, k_features=None) -> tuple[Rule, ...]:
+        parts = self._each(params, q_features, k_features)
+        return tuple(rule for s, p, q, k in parts for rule in as_tuple(s.rules(p, q, k)))
+
+    def attend(
+        self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
+    ):
+        """Calls the scheme that replaces attention, or attention with all rules."""
+        at = q_coordinates, k_coordinates
+        for s, p, f, g in self._each(params, q_features, k_features):
+            if Acts.ATTENTION in s.acts:
+                return s.attend(p, q, k, v, *at, f, g, attention)
+        return attention(q, k, v, self.rules(params, q_features, k_features))
+
+    def logit_scale(self, head_dim):
+        """Returns the scale of the schemes that have one; None where none has.
+
+        Raises:
+          ValueError: if two of them differ.
+        """
+        scales = {s.logit_scale(head_dim) for s in self.schemes} - {None}
+        require(
+            len(scales) < 2,
+            f"chain: the schemes were published with different logit scales {scales}; "
+            "chain schemes that agree, or give attention a scale of your own.",
+        )
+        return scales.pop() if scales else None
+
+
+def chain(*schemes: Scheme) -> Scheme:
+    """Returns a scheme that applies all of `schemes`, in this order.
+
+    Raises:
+      ValueError: if there are none, more than one adds to the values or transforms rows of
+        logits, one adds to the values while another changes the output, or one replaces
+        attention while another acts on logits, values or attention.
+      TypeError: for an argument that is not a scheme.
+
+    >>> import posenc_jax as pe
+    >>> both = pe.chain(pe.RoPE(head_dim=64), pe.ALiBi(num_heads=8))
+    >>> len(both.rules(both.init(jax.random.key(0))))
+    1
+    """
+    return _Chain(schemes)

@@ -1,0 +1,140 @@
+r"""StreamingLLM: the first tokens of a sequence stay visible beside the window.
+
+A model with a sliding window that was trained without one fails once its first tokens leave
+the cache: heads use them as attention sinks. So they stay, and positions are counted within
+the cache. For a query at i, a window of w tokens before it and s first tokens:
+
+    key at j >= i - w        is i - j tokens before the query, as without streaming
+    key at j < s, older      is min(i, s + w) - j tokens before it
+    other keys               are hidden
+
+The authors renumber the cache at each step. For schemes that depend on the distance alone
+the rule above is equivalent, and keys are cached as the scheme transforms them: first tokens
+beyond the window are attended to by a second, rotated query, and the two parts are merged by
+their log-sum-exp. A ring cache keeps the first s slots, so s + w + 1 slots suffice to decode
+without end, one token at a time.
+
+Paper: Xiao et al. Efficient Streaming Language Models with Attention Sinks. 2023.
+https://arxiv.org/abs/2309.17453
+Reference code: mit-han-lab/streaming-llm, streaming_llm/kv_cache.py, pos_shift/modify_llama.py,
+examples/eval_long_ppl.py.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from posenc_jax.checks import require
+from posenc_jax.engine.mask import add_saturated, window_sides
+from posenc_jax.ops.lse import merge_partial_softmax
+from posenc_jax.positions import count_up
+from posenc_jax.schemes.combinators.wrapper import Wrapper
+from posenc_jax.schemes.scheme import Acts, Scheme, check_scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class _Streaming(Wrapper):
+    """See `streaming`."""
+
+    first: int
+
+    @property
+    def traits(self):
+        return dataclasses.replace(self.scheme.traits, num_sink_tokens=self.first)
+
+    @property
+    def acts(self):
+        return Acts.ATTENTION
+
+    def query(self, params, q, coordinates, features=None, tables=None):
+        return q  # Transformed in `attend`, at two coordinates.
+
+    def attend(
+        self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
+    ):
+        """Attends to the window and to older first tokens, and merges the two."""
+        left, _ = window_sides(attention.window) or (-1, -1)
+        require(
+            left >= 0 and attention.is_causal,
+            f"streaming: needs is_causal=True and a window, got window {attention.window}.",
+        )
+        require(not attention.return_lse, "streaming: return_lse is used internally.")
+        if attention.prefix_length is not None:
+            raise NotImplementedError("streaming: prefix_length; it would show keys twice.")
+
+        def places(given, x):
+            return count_up(*x.shape[:2]) if given is None else given
+
+        q_positions = places(attention.q_positions, q)
+        k_positions = places(attention.k_positions, k)
+        segments = attention.k_segment_ids
+        segments = jnp.zeros_like(k_positions) if segments is None else segments
+        clipped = jnp.minimum(q_coordinates, self.first + left)
+        near = attention.replace(return_lse=True)
+        older = near.replace(
+            window=None,
+            contiguous=False,
+            sinks=None,
+            # Causal from left + 1 tokens back, so that no key is in both parts.
+            q_positions=add_saturated(q_positions, -(left + 1)),
+            k_positions=k_positions,
+            q_coordinates=clipped,
+            k_coordinates=k_coordinates,
+            q_segment_ids=jnp.zeros_like(q_positions)
+            if attention.q_segment_ids is None
+            else attention.q_segment_ids,
+            k_segment_ids=jnp.where(k_positions < self.first, segments, -1),
+        )
+
+        def part(q_at, attention):
+            transformed = self.scheme.query(params, q, q_at, q_features)
+            return self.scheme.attend(
+                params, transformed, k, v, q_at, k_coordinates, q_features, k_features, attention
+            )
+
+        outs, lses = zip(part(q_coordinates, near), part(clipped, older), strict=True)
+        return merge_partial_softmax([x.astype(jnp.float32) for x in outs], lses).astype(q.dtype)
+
+
+def streaming(scheme: Scheme, first: int = 4) -> Scheme:
+    """Returns `scheme` for decoding without end: first tokens stay visible beside the window.
+
+    The window is that of attention, `window=(w, 0)` with `is_causal=True`.
+
+    Args:
+      scheme: one that depends on the distance alone: RoPE, ALiBi.
+      first: s, the number of first tokens of each sequence that stay, those at positions
+        below s.
+
+    Raises:
+      TypeError: if `scheme` is not a `Scheme`.
+      ValueError: for a scheme that does not depend on the distance alone, replaces attention or
+        changes its output, and `first` below one.
+
+    >>> import posenc_jax as pe
+    >>> q = k = v = jnp.ones((1, 9, 2, 8))
+    >>> scheme = streaming(pe.RoPE(head_dim=8), first=2)
+    >>> out, _ = pe.scheme_attention(scheme, {}, q, k, v, is_causal=True, window=(3, 0))
+    >>> out.shape
+    (1, 9, 2, 8)
+    """
+    check_scheme("streaming", scheme)
+    require(
+        bool(scheme.acts) and Acts.ATTENTION not in scheme.acts,
+        f"streaming: {scheme!r} must read positions and not replace attention.",
+    )
+    require(
+        Acts.OUTPUT not in scheme.acts,
+        f"streaming: {scheme!r} changes the output by the query's position, and first tokens are "
+        "attended to from another.",
+    )
+    traits = scheme.traits
+    require(
+        traits.relative and not traits.order_only and Acts.EMBEDDING not in scheme.acts,
+        f"streaming: {scheme!r} must depend on the distance of tokens alone.",
+    )
+    require(
+        isinstance(first, int) and first >= 1,
+        f"streaming: first must be at least 1 token, got {first}.",
+    )
+    return _Streaming(scheme, first)

@@ -1,0 +1,74 @@
+r"""Partial Key Offset: some dimensions of each key are those of the token before it.
+
+    k'[j, d] = k[j - 1, d]    for d >= start and j not the first token of its segment
+    k'[j, d] = k[j, d]        otherwise
+
+A query that resembles k[j - 1] there finds the token that followed it, so one layer suffices for
+induction, which otherwise takes two. `start` is H / 2 by default: modded-nanogpt rotates the other
+half, `chain(RoPE(head_dim=H, rotary_dim=H // 2), PartialKeyOffset(head_dim=H))`, after normalising
+q and k, and has this in layers with a long window only. In a chain with a scheme that rotates
+shifted dimensions as well, keys are shifted first.
+
+The state is one key per sequence. The published code shifts a packed row as a whole, so that the
+first token of each document gets dimensions of the document before it; here it keeps its own, as
+the first token of the row does there.
+
+Paper: none; the code is by Larry Dial, 2025. Induction is described by Olsson et al.
+In-context Learning and Induction Heads. 2022. https://arxiv.org/abs/2209.11895
+Reference code: KellerJordan/modded-nanogpt, train_gpt.py, CausalSelfAttention.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from posenc_jax.checks import positive_fields, require
+from posenc_jax.ops.short_conv import preceding_tokens
+from posenc_jax.schemes.scheme import Scheme, Traits
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialKeyOffset(Scheme):
+    """Keys shifted by one token in some dimensions (modded-nanogpt, 2025).
+
+    Attributes:
+      head_dim: H.
+      start: the first of the shifted dimensions; 0 for H // 2.
+
+    Raises:
+      ValueError: for a head dim below two, or a `start` that is not a dimension.
+
+    >>> k = jnp.arange(6.0).reshape(1, 3, 1, 2)
+    >>> PartialKeyOffset(head_dim=2).mix({}, k, k, k, None, None)[1][0, :, 0]
+    Array([[0., 1.],
+           [2., 1.],
+           [4., 3.]], dtype=float32)
+    """
+
+    head_dim: int
+    start: int = 0
+    name: ClassVar[str] = "partial_key_offset"
+
+    def __post_init__(self):
+        positive_fields(self, "head_dim")
+        require(
+            self.head_dim >= 2 and 0 <= self.start < self.head_dim,
+            f"partial_key_offset: start must be a dimension of a head of head_dim={self.head_dim} "
+            f">= 2, or 0 for the middle, got {self.start}.",
+        )
+
+    @property
+    def traits(self):
+        return Traits(relative=True, order_only=True)
+
+    def mix(self, params, q, k, v, segment_ids, state):
+        require(
+            k.shape[-1] == self.head_dim,
+            f"partial_key_offset: the scheme is for head_dim {self.head_dim}, got k of shape "
+            f"{k.shape}.",
+        )
+        kept, shifted = jnp.split(k, [self.start or self.head_dim // 2], -1)
+        [(before, has)], state = preceding_tokens(shifted, segment_ids, state, 1)
+        shifted = jnp.where(has[:, :, None, None], before, shifted)
+        return q, jnp.concatenate([kept, shifted], -1), v, state

@@ -1,0 +1,139 @@
+r"""Patterns of layers: which scheme and window each layer of a model has.
+
+Most layers of many models are local, with RoPE and a window; every few layers one is global,
+without positions or with a slower RoPE. For `num_layers` layers and head dim H:
+
+    SmolLM3     3 x RoPE(H, 2e6), NoPE
+    Cohere 2    3 x RoPE(H, layout="interleaved") in a window of 4096, NoPE
+    Llama 4     3 x RoPE(H, 5e5, layout="interleaved") in chunks of 8192,
+                QueryTemperature("llama4", 8192)
+    Gemma 3     5 x RoPE(H, 1e4) in a window, RoPE(H, 1e6), in larger ones with PI(8.0)
+    Gemma 4     5 x RoPE(H, 1e4) in a window, RoPE(H, 1e6, scaling=Proportional(0.25));
+                the last layer is global, too
+
+Attention within chunks is attention within segments and a window; `in_chunks` returns both.
+
+DroPE (Gelberg et al. 2025) is training with RoPE, then a short training with NoPE instead, in all
+layers and at the same length. Beyond that length `QueryTemperature` takes the place of NoPE. These
+schemes have no parameters, so the state of a model with one fits a model with another.
+
+Papers: Yang et al. Rope to Nope and Back Again. 2025. https://arxiv.org/abs/2501.18795
+DroPE: https://arxiv.org/abs/2512.12167
+Reference code: huggingface/transformers 5.23, configuration_*.py of these models.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.checks import finite, positive, require
+from posenc_jax.engine.mask import Window, window_sides
+from posenc_jax.qk_norm import QKNorm
+from posenc_jax.schemes.scheme import Scheme, check_scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """One attention layer: its position encoding, the tokens it attends to, how logits are made.
+
+    `Attention(position=layer)` takes all of it.
+
+    Attributes:
+      scheme: the position encoding.
+      window: sliding window, as in `attention`; None: all tokens.
+      chunk_size: number of positions in a chunk, if tokens attend only within theirs. None: no
+        chunks.
+      scale: the factor on q . k; None: the scheme's own.
+      softcap: as in `attention`; None: no cap.
+      sinks: whether a learned logit of each head takes part in the softmax, without a value.
+      qk_norm: the normalisation of queries and keys; None: none.
+
+    Raises:
+      TypeError: if scheme is not a `Scheme`, or qk_norm no `QKNorm`.
+      ValueError, TypeError: for an invalid window, chunk size, scale or softcap.
+
+    >>> LayerSpec(pe.RoPE(head_dim=8), window=512).window
+    512
+    """
+
+    scheme: Scheme
+    window: Window = None
+    chunk_size: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    qk_norm: QKNorm | None = None
+
+    def __post_init__(self):
+        check_scheme("LayerSpec", self.scheme)
+        window_sides(self.window)
+        if not isinstance(self.qk_norm, QKNorm | None):
+            raise TypeError(f"LayerSpec: qk_norm must be a QKNorm or None, got {self.qk_norm!r}.")
+        if self.scale is not None:
+            finite("LayerSpec", scale=self.scale)
+        if self.softcap is not None:
+            positive("LayerSpec", softcap=self.softcap)
+        size = self.chunk_size
+        require(
+            size is None or (isinstance(size, int) and size >= 1),
+            f"LayerSpec: chunk_size must be an integer from 1, got {size!r}.",
+        )
+
+
+def layer_pattern(
+    num_layers: int, *pattern: LayerSpec | Scheme, last: LayerSpec | Scheme | None = None
+) -> tuple[LayerSpec, ...]:
+    """A pattern of layers, repeated from the first layer on.
+
+    Args:
+      num_layers: number of layers.
+      *pattern: layers in their order; a scheme is a layer that attends to all tokens.
+      last: the last layer; None: as in the pattern.
+
+    Returns:
+      One layer for each of `num_layers`.
+
+    Raises:
+      ValueError: if num_layers is below 1, or the pattern is empty or longer than num_layers.
+      TypeError: if an item is neither a layer nor a scheme.
+
+    >>> local = LayerSpec(pe.RoPE(head_dim=8), window=512)
+    >>> [layer.window for layer in layer_pattern(6, local, local, pe.NoPE())]
+    [512, 512, None, 512, 512, None]
+    """
+    require(num_layers >= 1, f"layer_pattern: num_layers must be at least 1, got {num_layers}.")
+    require(
+        1 <= len(pattern) <= num_layers,
+        f"layer_pattern: the pattern must have from 1 to {num_layers} layers, got {len(pattern)}.",
+    )
+    layers = tuple(x if isinstance(x, LayerSpec) else LayerSpec(x) for x in pattern)
+    repeated = tuple(layers[i % len(layers)] for i in range(num_layers))
+    if last is None:
+        return repeated
+    return (*repeated[:-1], last if isinstance(last, LayerSpec) else LayerSpec(last))
+
+
+def in_chunks(
+    chunk_size: int, positions: jax.Array, segment_ids: jax.Array | None, window: Window = None
+) -> tuple[jax.Array, tuple[int, int]]:
+    """Returns `(segment_ids, window)` for attention within chunks of positions.
+
+    The window leaves a query its own chunk and its neighbours, which segments of even and of odd
+    chunks separate. So ids stay small, whatever the positions are.
+
+    Args:
+      chunk_size: C; positions [0, C) are the first chunk of a segment.
+      positions: integers, any shape.
+      segment_ids: integers of that shape, below zero for padding. None: one segment.
+      window: that of the layer, as in `attention`.
+
+    >>> in_chunks(4, jnp.arange(10), None)
+    (Array([0, 0, 0, 0, 1, 1, 1, 1, 0, 0], dtype=int32), (3, 3))
+    """
+    sides = (s if s >= 0 else chunk_size for s in window_sides(window) or (-1, -1))
+    left, right = (min(s, chunk_size - 1) for s in sides)
+    odd = (positions // chunk_size % 2).astype(jnp.int32)
+    if segment_ids is None:
+        return odd, (left, right)
+    return jnp.where(segment_ids < 0, -1, 2 * segment_ids.astype(jnp.int32) + odd), (left, right)

@@ -1,0 +1,132 @@
+r"""Axial RoPE: part of a head rotates by the row of an image patch, another part by its column.
+
+    angle of pair p of axis a = c[a] w_p,       w_p = theta^(-2p / (d / A)),   p < d / 2A
+
+for A axes: each has its own frequencies, those of RoPE on a head of d / A dimensions. q . k
+depends on the offset in rows and the offset in columns. Models differ in the rest:
+
+                          theta  axes    frequencies  layout           coordinates
+    RoPE-ViT                100  (1, 0)  "own"        "interleaved"    row and column
+    Llama 4                 1e4  (1, 0)  "own"        "interleaved"    both counted from 1
+    EVA-02 (timm)           1e4  (0, 1)  "own"        "interleaved"    scaled to the trained size
+    Qwen2-VL                1e4  (0, 1)  "own"        "half"           row and column
+    DINOv3 (default)        100  (0, 1)  "own"        "half"           centred, in turns
+    Gemma 4                 100  (0, 1)  "own"        "half_per_axis"  row and column
+    Pixtral                 1e4  (0, 1)  "dealt"      "half"           row and column
+
+"dealt" assigns the frequencies of one RoPE to the axes in turn, the first to the first axis.
+"half_per_axis" rotates the part of each axis as a separate head, with pairs (p, p + d / 2A).
+Tokens other than patches (CLS, registers) have coordinate 0 and are not rotated.
+`grid_coordinates` makes the coordinates of a grid, whole or centred. Coordinates [B, T] apply to
+all axes: the diagonal.
+
+Papers: Heo et al. Rotary Position Embedding for Vision Transformer. 2024.
+https://arxiv.org/abs/2403.13298
+Fang et al. EVA-02. 2023. https://arxiv.org/abs/2303.11331
+Simeoni et al. DINOv3. 2025. https://arxiv.org/abs/2508.10104
+Reference code: naver-ai/rope-vit, models/vit_rope.py; huggingface/pytorch-image-models,
+timm/layers/pos_embed_sincos.py; huggingface/transformers, models/*/modeling_*.py.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from posenc_jax.checks import one_of, require
+from posenc_jax.schemes.rotary.base import Rotary, check_heads
+from posenc_jax.schemes.rotary.frequencies import rope_frequencies
+from posenc_jax.schemes.rotary.multi_axis import axis_per_pair
+from posenc_jax.schemes.rotary.rotate import rotate_pairs
+from posenc_jax.schemes.scheme import Traits
+
+
+def axial_frequencies(
+    dim: int, theta: float = 100.0, num_axes: int = 2, frequencies: str = "own"
+) -> np.ndarray:
+    """Returns radians per unit, float64 [A, dim / 2A], of the pairs of each axis.
+
+    Args:
+      dim: the number of rotated dimensions, a multiple of 2A.
+      theta: the base.
+      num_axes: A.
+      frequencies: "own", or "dealt" for those of one RoPE assigned in turn.
+
+    Raises:
+      ValueError: for an unknown word, or a `dim` that is not a multiple of 2A.
+
+    >>> axial_frequencies(8, 1e4, frequencies="dealt")
+    array([[1.   , 0.01 ],
+           [0.1  , 0.001]])
+    """
+    one_of("axial_rope", ("own", "dealt"), frequencies=frequencies)
+    require(
+        num_axes >= 1 and dim % (2 * num_axes) == 0,
+        f"axial_rope: {num_axes} axes need a multiple of {2 * num_axes} dimensions, got {dim}.",
+    )
+    if frequencies == "dealt":
+        return rope_frequencies(dim, theta)[0].reshape(-1, num_axes).T
+    return np.tile(rope_frequencies(dim // num_axes, theta)[0], (num_axes, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class AxialRoPE(Rotary):
+    """Rotary position embedding of images, axis by axis (Heo et al. 2024).
+
+    Attributes:
+      head_dim: H.
+      theta: the base of the frequencies.
+      axes: which axis of the coordinates each part of the head reads, in the order of the parts.
+      frequencies: "own" for each axis, or "dealt" from one RoPE.
+      layout: what makes a pair: "half_per_axis", or see `posenc_jax.schemes.rotary.layouts`.
+      rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
+
+    Raises:
+      ValueError: for a rotary dim that is not a multiple of 2A, or an unknown word.
+
+    >>> q = jnp.ones((1, 6, 2, 8))
+    >>> AxialRoPE(head_dim=8).query({}, q, pe.grid_coordinates(1, 2, 3)).shape
+    (1, 6, 2, 8)
+    """
+
+    head_dim: int
+    theta: float = 100.0
+    axes: tuple[int, ...] = (0, 1)
+    frequencies: str = "own"
+    layout: str = "half"
+    rotary_dim: int = 0
+    name: ClassVar[str] = "axial_rope"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            len(self.axes) > 0 and min(self.axes) >= 0,
+            f"axial_rope: axes must be numbers of coordinate axes, got {self.axes}.",
+        )
+        _ = self._frequencies
+
+    def _check_layout(self):
+        if self.layout != "half_per_axis":
+            super()._check_layout()
+
+    @property
+    def traits(self):
+        return Traits(relative=True, num_axes=max(self.axes) + 1)
+
+    @property
+    def _frequencies(self) -> np.ndarray:
+        return axial_frequencies(self.num_rotated, self.theta, len(self.axes), self.frequencies)
+
+    def cos_sin(self, params, coordinates):
+        axes = np.repeat(self.axes, self._frequencies.shape[1]).tolist()
+        return axis_per_pair(coordinates, axes, self._frequencies.ravel())
+
+    def rotate(self, x, tables):
+        if self.layout != "half_per_axis":
+            return super().rotate(x, tables)
+        check_heads(self.name, x, self.head_dim)
+        count, pairs = self._frequencies.shape
+        for i in range(count):
+            part = [table[..., i * pairs : (i + 1) * pairs] for table in tables]
+            x = rotate_pairs(x, *part, layout="half", start=2 * i * pairs)
+        return x

@@ -1,0 +1,118 @@
+r"""RoPE: queries and keys rotate by an angle in proportion to their position.
+
+    (x_a, x_b) -> (x_a cos(m w_p) - x_b sin(m w_p),  x_b cos(m w_p) + x_a sin(m w_p))
+    w_p = theta^(-2p / d),      p = 0 .. d/2 - 1
+
+for the pair p of dimensions (a, b) at position m. Between q at m and k at n the angle is
+(m - n) w_p, so that q . k depends on the distance alone.
+
+Which dimensions make a pair, and the sign of the angle, differ between models: see `layout` in
+`posenc_jax.schemes.rotary.layouts`, which also converts weights from one layout to another.
+
+`rotary_dim` rotates the first d < H dimensions and leaves the rest (GPT-J, NeoX, Phi), with the
+frequencies of a head of d; with `rotary_start` = H - d it is the last ones (DeepSeek-V4). Rotated
+keys can be cached. Cosine and sine are exact at any int32 position, products are in float32.
+
+Paper: Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
+https://arxiv.org/abs/2104.09864
+Reference code: ZhuiyiTechnology/roformer; kingoflolz/mesh-transformer-jax,
+mesh_transformer/layers.py; EleutherAI/gpt-neox, megatron/model/positional_embeddings.py.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import numpy as np
+
+from posenc_jax.angles import cos_sin
+from posenc_jax.checks import array_of_rank, coordinate_values, require
+from posenc_jax.schemes.rotary.base import ScalableRotary
+from posenc_jax.schemes.rotary.frequencies import FrequencyMap, rope_frequencies
+
+
+def apply_rope(
+    x: jax.Array,
+    positions: jax.Array,
+    *,
+    theta: float = 10000.0,
+    layout: str = "half",
+    rotary_dim: int = 0,
+    rotary_start: int = 0,
+    scaling: FrequencyMap | tuple[FrequencyMap, ...] = (),
+) -> jax.Array:
+    """Returns x rotated by its positions, in the dtype of x.
+
+    Args:
+      x: queries or keys [B, T, N, H].
+      positions: integers or float32, [T] or [B, T].
+      theta: the base of the frequencies.
+      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
+      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
+      rotary_start: the first of them.
+      scaling: maps of the frequencies.
+
+    Raises:
+      TypeError: for positions of another type, and a traced `theta`.
+      ValueError: for another shape of x or positions, and as `RoPE`.
+
+    >>> x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+    >>> np.asarray(apply_rope(x, jnp.array([1])).ravel()).round(4)
+    array([-1.9841,  1.9599,  2.4624,  4.0198], dtype=float32)
+    """
+    array_of_rank("rope", "x", x, 4, "[B, T, N, H]")
+    rope = RoPE(x.shape[-1], theta, layout, rotary_dim, rotary_start, scaling)
+    positions = coordinate_values("rope", positions, "positions")
+    positions = positions[None] if positions.ndim == 1 else positions
+    require(
+        positions.ndim == 2
+        and positions.shape[0] in (1, x.shape[0])
+        and positions.shape[1] == x.shape[1],
+        f"rope: positions must be [T] or [B, T] for x {x.shape}, got {positions.shape}.",
+    )
+    return rope.query({}, x, positions)
+
+
+def rope_matrix(position: int, dim: int, theta: float = 10000.0) -> np.ndarray:
+    """Returns the rotation as the matrix of the paper's equation 15, float64 [dim, dim].
+
+    Pairs are interleaved, as in the paper. For reading and testing: `apply_rope` does the
+    same without the zeros.
+
+    >>> rope_matrix(0, 2)
+    array([[ 1., -0.],
+           [ 0.,  1.]])
+    """
+    frequencies, _ = rope_frequencies(dim, theta)
+    out = np.zeros((dim, dim))
+    for p, w in enumerate(frequencies):
+        c, s = np.cos(position * w), np.sin(position * w)
+        out[2 * p : 2 * p + 2, 2 * p : 2 * p + 2] = [[c, -s], [s, c]]
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class RoPE(ScalableRotary):
+    """Rotary position embedding (Su et al. 2021).
+
+    Attributes:
+      head_dim: H.
+      theta: the base of the frequencies.
+      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
+      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
+      rotary_start: the first of them.
+      scaling: a map of the frequencies, or a tuple of maps.
+
+    Raises:
+      ValueError: for an unknown layout, a rotary dim that is odd or exceeds H, or `theta` not
+        positive.
+      TypeError: for a traced `theta`, or a `head_dim` that is not an integer.
+
+    >>> RoPE(head_dim=4).query({}, jnp.ones((1, 1, 1, 4)), jnp.array([[0]]))
+    Array([[[[1., 1., 1., 1.]]]], dtype=float32)
+    """
+
+    name: ClassVar[str] = "rope"
+
+    def cos_sin(self, params, coordinates):
+        return cos_sin(coordinates, self.base_frequencies)

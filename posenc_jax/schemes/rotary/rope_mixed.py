@@ -1,0 +1,95 @@
+r"""RoPE-Mixed: each pair rotates by a learned combination of row and column.
+
+    angle of pair p = row f_p + column g_p,        (f_p, g_p) learned, for every layer and set
+
+Axial RoPE encodes offsets along the axes only; here each pair has its own direction. Initially
+it is r_p (sin a, cos a) for the first half of the pairs and the same rotated by 90 degrees for
+the second, r_p = theta^(-4p / d) in each half, with one random a per set. The authors have a set
+per head and layer, and train them without weight decay.
+
+Coordinates are [2, B, T], row and column; [B, T] applies to both.
+
+Paper: Heo et al. Rotary Position Embedding for Vision Transformer. 2024.
+https://arxiv.org/abs/2403.13298
+Reference code: naver-ai/rope-vit, models/vit_rope.py (init_random_2d_freqs, compute_mixed_cis);
+its frequencies [2, ...] have the column first.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.checks import positive, require
+from posenc_jax.schemes.rotary.base import Rotary
+from posenc_jax.schemes.rotary.frequencies import static_number
+from posenc_jax.schemes.rotary.multi_axis import sum_of_axes
+from posenc_jax.schemes.scheme import Traits
+
+
+def mixed_frequencies(
+    key: jax.Array, head_dim: int, groups: int = 1, theta: float = 10.0
+) -> jax.Array:
+    """Returns new frequencies, float32 [2, groups, head_dim / 2]: of the row and of the column.
+
+    Raises:
+      ValueError: for a head dim that is not a multiple of 4, or `theta` not positive.
+
+    >>> mixed_frequencies(jax.random.key(0), 8, groups=3).shape
+    (2, 3, 4)
+    """
+    require(
+        head_dim >= 4 and head_dim % 4 == 0,
+        f"rope_mixed: head_dim must be a multiple of 4, got {head_dim}.",
+    )
+    static_number("rope_mixed", "theta", theta)
+    positive("rope_mixed", theta=theta)
+    size = theta ** (-4.0 * np.arange(head_dim // 4) / head_dim)
+    size = jnp.asarray(np.tile(size, 2), jnp.float32)
+    quarter = jnp.asarray(np.repeat([0.0, np.pi / 2], head_dim // 4), jnp.float32)
+    angle = jax.random.uniform(key, (groups, 1), jnp.float32, maxval=2 * np.pi) + quarter[None]
+    return size[None, None] * jnp.stack([jnp.sin(angle), jnp.cos(angle)])
+
+
+@dataclasses.dataclass(frozen=True)
+class RoPEMixed(Rotary):
+    """Rotary embedding of images with learned frequencies for both axes (Heo et al. 2024).
+
+    Attributes:
+      head_dim: H.
+      groups: the number of sets of frequencies for consecutive heads; it divides the number of
+        key heads.
+      theta: the base of the initial frequencies.
+      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
+
+    Raises:
+      ValueError: for H that is not a multiple of 4, `groups` below one, or an unknown layout.
+
+    >>> scheme = RoPEMixed(head_dim=8)
+    >>> at, q = pe.grid_coordinates(1, 2, 3), jnp.ones((1, 6, 4, 8))
+    >>> scheme.query(scheme.init(jax.random.key(0)), q, at).shape
+    (1, 6, 4, 8)
+    """
+
+    head_dim: int
+    groups: int = 1
+    theta: float = 10.0
+    layout: str = "interleaved"
+    name: ClassVar[str] = "rope_mixed"
+
+    def __post_init__(self):
+        super().__post_init__()
+        jax.eval_shape(self.init, jax.random.key(0))
+
+    @property
+    def traits(self):
+        return Traits(num_axes=2, relative=True)
+
+    def init(self, key):
+        """Returns `{"frequencies": [2, groups, H / 2]}`."""
+        return {"frequencies": mixed_frequencies(key, self.head_dim, self.groups, self.theta)}
+
+    def cos_sin(self, params, coordinates):
+        return sum_of_axes(coordinates, params["frequencies"])

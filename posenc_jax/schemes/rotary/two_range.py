@@ -1,0 +1,116 @@
+r"""Range attention: rotary schemes that use other angles for far keys than for near ones.
+
+Keys are divided into ranges by their distance to the query. For each range, q and k are rotated in
+its own way and q attends to the keys of that range alone. The parts are merged exactly by the
+log-sum-exp of their logits (`posenc_jax.ops.lse`), so logits of several ranges are never held at
+once: memory stays linear, at the cost of one attention per range. Released code detaches the
+weights of the merge, which makes its gradient wrong.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.angles import cos_sin
+from posenc_jax.checks import require
+from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.mask import MASK_VALUE
+from posenc_jax.engine.rules import LogitBias
+from posenc_jax.ops.lse import merge_partial_softmax
+from posenc_jax.schemes.rotary.base import AttendRotary, check_coordinates
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfRange:
+    """The rule of a bias that masks the keys of all ranges but one.
+
+    Attributes:
+      range_of: `range_of(q, k) -> int32 scalar`: a module-level function or a frozen dataclass
+        with `__call__`.
+      index: the range whose keys stay visible.
+    """
+
+    range_of: Callable
+    index: int
+
+    def __call__(self, shared, head, q, k):
+        """Returns 0 or the mask value."""
+        inside = self.range_of(q, k) == self.index
+        # Finite: a query may have no key in a range.
+        return jnp.where(inside, 0.0, MASK_VALUE).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Far:
+    """Range 1 from a distance on, range 0 below."""
+
+    window: int
+
+    def __call__(self, q, k):
+        """Returns int32, 0 or 1."""
+        return (q - k >= self.window).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class RangeRotary(AttendRotary):
+    """An abstract scheme that rotates q and k once for each range of keys."""
+
+    def cos_sin(self, params, coordinates, slope=1.0, offset=0.0):
+        """Returns cosine and sine at the positions `slope * coordinates + offset`."""
+        frequencies = self.base_frequencies
+        cos, sin = cos_sin(coordinates, slope * frequencies)
+        if offset == 0.0:
+            return cos, sin
+        angle = offset * frequencies
+        c, s = (f(angle).astype(np.float32)[None, None] for f in (np.cos, np.sin))
+        return cos * c - sin * s, sin * c + cos * s
+
+    def rotated(
+        self, x: jax.Array, coordinates: jax.Array, *, slope: float = 1.0, offset: float = 0.0
+    ) -> jax.Array:
+        """Returns q or k [B, T, N, H] rotated by the positions `slope * coordinates + offset`.
+
+        Angles are exact at any int32 coordinate [B, T].
+        """
+        at = check_coordinates(self.name, coordinates, 1)
+        return self.rotate(x, self.finish(*self.cos_sin({}, at, slope, offset)))
+
+    def attend_ranges(
+        self,
+        ranges: Sequence[tuple[jax.Array, jax.Array]],
+        v: jax.Array,
+        range_of: Callable,
+        attention: AttentionCall,
+        *,
+        relative: bool = False,
+    ) -> jax.Array:
+        """Returns one softmax attention [B, T, N, V] over the keys of all ranges.
+
+        Args:
+          ranges: q [B, T, N, H] and k [B, S, K, H] for every range.
+          v: [B, S, K, V].
+          range_of: the range of a query and a key, as a function of their coordinates.
+          attention: as in `Scheme.attend`.
+          relative: whether `range_of` depends on the distance alone.
+
+        Raises:
+          NotImplementedError: with softcap, which would make masked keys visible.
+          ValueError: with `return_lse`.
+        """
+        if attention.softcap is not None:
+            raise NotImplementedError(
+                f"{self.name}: softcap bounds the mask values of other ranges; leave it out."
+            )
+        require(not attention.return_lse, f"{self.name}: return_lse is used internally.")
+        heads = jnp.zeros((ranges[0][0].shape[2],), jnp.float32)
+        outs, lses = [], []
+        for index, (q, k) in enumerate(ranges):
+            bias = LogitBias(OutOfRange(range_of, index), heads=heads, relative=relative)
+            sinks = attention.sinks if index == 0 else None
+            out, lse = attention.replace(sinks=sinks, return_lse=True)(q, k, v, bias)
+            outs.append(out.astype(jnp.float32))
+            lses.append(lse)
+        return merge_partial_softmax(outs, lses).astype(ranges[0][0].dtype)

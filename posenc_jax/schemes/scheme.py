@@ -1,0 +1,306 @@
+"""The base type of position encodings: a frozen dataclass of settings with pure hooks.
+
+Every hook has a default that does nothing, so a scheme overrides only what it needs:
+
+    embed         changes the token embedding                  learned, sinusoidal
+    mix           changes q, k and v by earlier tokens         short convolution
+    query, key    change q and k after their projection        RoPE
+    value, output change v and what attention returns          RoPE on values
+    rules         change logits or values                      ALiBi, T5, Shaw, CoPE
+    attend        replaces the attention call                  ReRoPE, PaTH
+
+`features` computes arrays per token from content (forget gates, second projections of q)
+that the other hooks read. Those of keys are cached beside k and v. `tables` computes arrays
+from coordinates alone, which q, k and all layers can share.
+
+Two arrays locate a token. Positions, int32 [B, T], order the tokens: masks, windows and
+caches use them, schemes never read them. Coordinates are what a scheme encodes: int32 or
+float32, [B, T], or [A, B, T] for a scheme of A axes. They default to the positions.
+"""
+
+import dataclasses
+import enum
+from typing import Any, ClassVar, Self
+
+import jax
+
+from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.rules import Rule
+
+Params = Any  # A pytree of arrays; {} where nothing is learned.
+
+
+class Acts(enum.Flag):
+    """Where a scheme acts."""
+
+    EMBEDDING = enum.auto()
+    QK = enum.auto()
+    V = enum.auto()  # v itself; VALUES is what rules add per pair.
+    LOGITS = enum.auto()
+    VALUES = enum.auto()
+    ATTENTION = enum.auto()
+    OUTPUT = enum.auto()
+
+    def __str__(self) -> str:
+        names = ("q, k" if place is Acts.QK else str(place.name).lower() for place in self)
+        return ", ".join(names) or "nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """Static facts about a scheme that layers, caches and models need.
+
+    Attributes:
+      relative: attention is invariant to adding a constant to all coordinates of a sequence.
+      num_axes: number A of coordinate axes. Coordinates [B, T] must be accepted too.
+      shared_over_layers: the authors share one set of parameters between all layers.
+      scale_embedding: the authors multiply token embeddings by sqrt(D) before `embed`.
+      order_only: only the order of coordinates matters, not their values.
+      reads_x: `features` reads x, which Flax's stock attention does not provide.
+      transforms_rows: a rule is a `LogitsTransform`, of which attention takes one.
+      cache_transformed_keys: k is cached after `key`. False: `key` depends on later tokens,
+        so k is cached as projected and transformed at every step.
+      num_sink_tokens: number of initial tokens of a sequence that stay visible outside the
+        window; a ring cache keeps them.
+    """
+
+    relative: bool = False
+    num_axes: int = 1
+    shared_over_layers: bool = False
+    scale_embedding: bool = False
+    order_only: bool = False
+    reads_x: bool = False
+    transforms_rows: bool = False
+    cache_transformed_keys: bool = True
+    num_sink_tokens: int = 0
+
+    @classmethod
+    def join(cls, *traits: "Traits") -> "Traits":
+        """Returns the traits of several schemes at once."""
+        return cls(
+            relative=all(t.relative for t in traits),
+            num_axes=max(t.num_axes for t in traits),
+            shared_over_layers=all(t.shared_over_layers for t in traits),
+            scale_embedding=any(t.scale_embedding for t in traits),
+            order_only=all(t.order_only for t in traits),
+            reads_x=any(t.reads_x for t in traits),
+            transforms_rows=any(t.transforms_rows for t in traits),
+            cache_transformed_keys=all(t.cache_transformed_keys for t in traits),
+            num_sink_tokens=max(t.num_sink_tokens for t in traits),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A position encoding. Subclass it and override the hooks that the scheme needs.
+
+    Fields are settings: numbers, strings, tuples and frozen dataclasses, so that a scheme
+    is hashable, compares by value and is static under `jit`. Fields without a default are
+    sizes that the model supplies, from one vocabulary: `num_heads`, `num_kv_heads`,
+    `head_dim`, `model_dim`, `max_length`, `trained_length`.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Shouting(Scheme):
+    ...     volume: float = 2.0
+    ...
+    ...     def embed(self, params, x, coordinates):
+    ...         return x * self.volume
+    >>> Shouting(volume=3.0).embed({}, jnp.ones((1, 1, 1)), jnp.zeros((1, 1), int)).item()
+    3.0
+    """
+
+    name: ClassVar[str] = ""
+    """Name in configs and tables; empty for a scheme that is not exported."""
+
+    @property
+    def traits(self) -> Traits:
+        """Static facts; see `Traits`."""
+        return Traits()
+
+    @property
+    def acts(self) -> Acts:
+        """Where the scheme acts, by default inferred from the hooks that it overrides.
+
+        Raises:
+          TypeError: if the scheme overrides none of them (a misspelt hook, for one).
+        """
+        places = {
+            Acts.EMBEDDING: ("embed",),
+            Acts.QK: ("mix", "query", "key"),
+            Acts.V: ("value",),
+            Acts.LOGITS: ("rules",),
+            Acts.ATTENTION: ("attend",),
+            Acts.OUTPUT: ("output",),
+        }
+        cls = type(self)
+        found = Acts(0)
+        for place, hooks in places.items():
+            if any(getattr(cls, hook) is not getattr(Scheme, hook) for hook in hooks):
+                found |= place
+        if not found:
+            raise TypeError(
+                f"{cls.__name__} overrides none of embed, mix, query, key, value, rules, attend "
+                "and output, so it encodes nothing; is a hook misspelt?"
+            )
+        return found
+
+    @property
+    def acts_in_attention(self) -> bool:
+        """Whether the scheme acts anywhere but on the embedding."""
+        return bool(self.acts & ~Acts.EMBEDDING)
+
+    def init(self, key: jax.Array) -> Params:
+        """Returns new parameters, float32."""
+        return {}
+
+    def embed(self, params: Params, x: jax.Array, coordinates: jax.Array) -> jax.Array:
+        """Returns token embeddings [B, T, D] with positions encoded."""
+        return x
+
+    def tables(self, params: Params, coordinates: jax.Array) -> Any:
+        """Returns arrays that depend on coordinates alone, or None.
+
+        Compute them once per step to share them between q, k and all layers; `query` and
+        `key` compute their own where none are given.
+        """
+        return None
+
+    def mix(
+        self,
+        params: Params,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array | None,
+        state: Any,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        """Returns `(q, k, v, state)`, changed by earlier tokens of their segment.
+
+        It comes before all other hooks but `embed`.
+
+        Args:
+          params: the scheme's parameters.
+          q, k, v: as projected, zero in padding.
+          segment_ids, state: as for `features`, with a state of its own.
+        """
+        return q, k, v, state
+
+    def features(
+        self,
+        params: Params,
+        x: jax.Array | None,
+        q: jax.Array,
+        k: jax.Array,
+        coordinates: jax.Array,
+        segment_ids: jax.Array | None,
+        state: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Returns `(q_features, k_features, state)`: arrays per query, key and sequence.
+
+        Args:
+          params: the scheme's parameters.
+          x: the activations that q and k were projected from, [B, T, D]. None in calls
+            without a layer.
+          q: [B, T, N, H], after `mix`, before `query`.
+          k: [B, T, K, H], after `mix`, before `key`.
+          coordinates: [B, T] or [A, B, T].
+          segment_ids: int32 [B, T], or None for one segment. Tokens below zero are padding,
+            which may be anywhere; x, q and k are zero there. They must not change `state`.
+            Other tokens of a segment are consecutive where there is a `state`.
+          state: the state returned for the preceding tokens (running sums), leaves
+            [B, ...]; None at sequence start, which must equal an all-zero state (caches are
+            zero-filled).
+        """
+        return None, None, state
+
+    def query(
+        self,
+        params: Params,
+        q: jax.Array,
+        coordinates: jax.Array,
+        features: Any = None,
+        tables: Any = None,
+    ) -> jax.Array:
+        """Returns q [B, T, N, H] with positions encoded; the last axis may change."""
+        return q
+
+    def key(
+        self,
+        params: Params,
+        k: jax.Array,
+        coordinates: jax.Array,
+        features: Any = None,
+        tables: Any = None,
+    ) -> jax.Array:
+        """Returns k [B, S, K, H] with positions encoded; its last axis is that of q."""
+        return k
+
+    def value(
+        self,
+        params: Params,
+        v: jax.Array,
+        coordinates: jax.Array,
+        features: Any = None,
+        tables: Any = None,
+    ) -> jax.Array:
+        """Returns v [B, S, K, V] with positions encoded, which is what a cache stores."""
+        return v
+
+    def output(
+        self,
+        params: Params,
+        out: jax.Array,
+        coordinates: jax.Array,
+        features: Any = None,
+        tables: Any = None,
+    ) -> jax.Array:
+        """Returns what attention returned, [B, T, N, V], changed by the query's position."""
+        return out
+
+    def rules(
+        self, params: Params, q_features: Any = None, k_features: Any = None
+    ) -> Rule | tuple[Rule, ...]:
+        """Returns the rules that attention applies to logits and values."""
+        return ()
+
+    def attend(
+        self,
+        params: Params,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        q_coordinates: jax.Array,
+        k_coordinates: jax.Array,
+        q_features: Any,
+        k_features: Any,
+        attention: AttentionCall,
+    ) -> jax.Array:
+        """Returns the output [B, T, N, V]; by default one attention call with `rules`.
+
+        Args:
+          params: the scheme's parameters.
+          q, k, v: queries and keys after `query` and `key`, and values. Keys may be those
+            of a cache, in any order.
+          q_coordinates, k_coordinates: [B, T] and [B, S], or [A, B, ...].
+          q_features, k_features: from `features`.
+          attention: the attention to call, with positions, masks and options set.
+        """
+        return attention(q, k, v, self.rules(params, q_features, k_features))
+
+    def logit_scale(self, head_dim: int) -> float | None:
+        """Returns the factor on q . k that the scheme was published with.
+
+        None: the scheme works with any. The default is 1/sqrt(H) for schemes that add to
+        the logits, and None for the others.
+        """
+        return head_dim**-0.5 if Acts.LOGITS in self.acts else None
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some settings changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def check_scheme(where: str, scheme: Any) -> None:
+    """Raises `TypeError` for anything but a scheme: its name, its class."""
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"{where}: scheme must be a Scheme, got {scheme!r}.")

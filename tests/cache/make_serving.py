@@ -1,0 +1,269 @@
+"""The table of docs/serving.md: every scheme in every kind of cache, in the situations of a server.
+
+An error is the largest difference of a decoded output from that of one pass over the same tokens.
+
+    PYTHONPATH=.:tests python tests/cache/make_serving.py               write the table in the page
+    PYTHONPATH=.:tests python tests/cache/make_serving.py --only fox,t5  some rows of it
+"""
+
+import argparse
+import collections
+import pathlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from support import SIZES, build
+
+import posenc_jax as pe
+from posenc_jax import testing
+
+PAGE = pathlib.Path(pe.__file__).parents[2] / "docs" / "serving.md"
+ROWS, LONGEST, WINDOW, SINKS, BACK = 3, 136, 8, 2, 7
+VOCABULARY = np.random.default_rng(0).normal(size=(64, SIZES["model_dim"])).astype(np.float32)
+OPTIONS = {"swin": {"window": (16, 16)}, "swin_v2": {"window": (16, 16), "width": 16}}
+POLICIES = {
+    "full": {},
+    "ring": {"ring": True},
+    "sinks": {"ring": True},
+    "paged": {"block_size": 8},
+}
+METHODS = "reset", "take", "insert", "rewind"
+CHANGES = {name: testing._jit(getattr(pe.KVCache, name)) for name in METHODS}
+Row = list[tuple[int, int, int] | None]  # Token, position and segment; None is padding.
+
+
+class Model:
+    """Embedding, projections and attention of 6 heads and 3 key heads, without or with a cache."""
+
+    def __init__(self, scheme: pe.Scheme, **policy: Any):
+        self.case = testing.Case(scheme, **{n: SIZES[n] for n in ("num_heads", "head_dim")})
+        self.scheme, self.policy = scheme, policy
+        self.window = WINDOW if policy.get("ring") else None
+        self.traces = collections.Counter()
+        self._jitted = testing._jit(self._call, donate_argnums=0)
+
+    def _call(self, cache, params, weights, x, **tokens):
+        self.traces[x.shape, cache and cache.positions.shape] += 1
+        case, how = self.case, {"window": self.window}
+        how["implementation"] = None if cache else "reference"
+        return case.model(self.scheme, params, weights, x, cache=cache, **tokens, **how)
+
+    def __call__(self, cache: pe.KVCache | None, rows: list[Row]):
+        """Returns outputs [B, T, N, H] and the cache."""
+        tokens, positions, segments = np.moveaxis(
+            np.array([[t or (0, 0, -1) for t in row] for row in rows], np.int32), -1, 0
+        )
+        x, case = VOCABULARY[tokens], self.case
+        where = {"positions": positions, "segment_ids": segments}
+        out, cache = self._jitted(cache, case.params, case.weights, x, **where)
+        return np.asarray(out), cache
+
+    def empty(self, chunk: int) -> pe.KVCache:
+        """Returns an empty cache for `chunk` tokens at a time."""
+        sinks = self.scheme.traits.num_sink_tokens
+        return pe.new_cache(
+            self.scheme,
+            ROWS,
+            sinks + self.window - 1 + chunk if self.window else LONGEST,
+            num_heads=self.case.num_heads,
+            num_kv_heads=self.case.num_kv_heads,
+            head_dim=self.case.head_dim,
+            model_dim=self.case.model_dim,
+            max_rewind=BACK,
+            **self.policy,
+        )
+
+
+class Server:
+    """A cache, and lists of the tokens that its rows should hold."""
+
+    def __init__(self, model: Model, chunk: int = 7):
+        self.model, self.chunk, self.cache = model, chunk, model.empty(chunk)
+        self.rows: list[Row] = [[] for _ in range(ROWS)]
+        self.outs = [{} for _ in range(ROWS)]
+        self.error = 0.0
+
+    def add(self, *new: Row) -> None:
+        """Appends tokens to each row, `chunk` at a time at most; short rows are padded."""
+        new = [*new, *[[]] * (ROWS - len(new))]
+        while any(new):
+            now = [row[: self.chunk] + [None] * (self.chunk - len(row)) for row in new]
+            new = [row[self.chunk :] for row in new]
+            out, self.cache = self.model(self.cache, now)
+            for row, outs, tokens, found in zip(self.rows, self.outs, now, out, strict=True):
+                for token, one in zip(tokens, found, strict=True):
+                    if token is not None:
+                        outs[len(row)] = one
+                        row.append(token)
+
+    def check(self) -> float:
+        """Returns the largest error so far."""
+        whole, _ = self.model(None, [row + [None] * (LONGEST - len(row)) for row in self.rows])
+        for outs, row in zip(self.outs, whole, strict=True):
+            errors = [np.abs(out - row[t]).max() for t, out in outs.items()]
+            self.error = float(np.max([self.error, *errors]))  # NaN where there is one.
+            outs.clear()
+        return self.error
+
+    def change(self, name: str, *arguments, rows: list[Row]) -> None:
+        """Calls a method of the cache, after which it should hold these rows."""
+        self.check()
+        self.cache = CHANGES[name](self.cache, *arguments)
+        self.rows = [list(row) for row in rows]
+
+
+def text(length: int, seed: int, segment: int = 0) -> Row:
+    """Returns random tokens of one sequence."""
+    numbers = np.random.default_rng(seed).integers(0, len(VOCABULARY), length)
+    return [(int(n), t, segment) for t, n in enumerate(numbers)]
+
+
+def chunks(size: int, length: int):
+    """Returns a situation: `size` tokens at a time."""
+
+    def situation(model: Model) -> float:
+        server = Server(model, size)
+        server.add(*(text(length - row, row) for row in range(ROWS)))
+        return server.check()
+
+    return situation
+
+
+def left_padding(model: Model) -> float:
+    server = Server(model)
+    server.add(*([None] * pad + text(21 - pad, pad) for pad in (0, 3, 9)))
+    return server.check()
+
+
+def packed(model: Model) -> float:
+    server = Server(model)
+    server.add(
+        text(9, 1) + text(17, 2, 1), text(3, 3) + text(4, 4, 1) + text(12, 5, 2), text(20, 6)
+    )
+    return server.check()
+
+
+def lengths_differ(model: Model) -> float:
+    server, rows = Server(model), [text(30, row) for row in range(ROWS)]
+    for parts in ((7, 3, 0), (1, 0, 5), (0, 7, 1), (7, 7, 7), (1, 1, 0)):
+        done = [len(row) for row in server.rows]
+        server.add(*(row[n : n + m] for row, n, m in zip(rows, done, parts, strict=True)))
+    return server.check()
+
+
+def reused(model: Model) -> float:
+    server = Server(model)
+    server.add(text(16, 1), text(9, 2), text(3, 3))
+    server.change("reset", np.array([True, False, True]), rows=[[], server.rows[1], []])
+    more = [(n, t + 9, 0) for n, t, _ in text(9, 5)]
+    server.add(text(19, 4), more, text(5, 6))
+    return server.check()
+
+
+def inserted(model: Model) -> float:
+    server, prompt = Server(model), text(7, 4)
+    server.add(text(16, 1), text(9, 2))
+    _, other = model(model.empty(7), [prompt, [None] * 7, [None] * 7])
+    rows = np.array([1, ROWS, ROWS])  # There is no row 3, so the others are left out.
+    server.change("insert", rows, other, rows=[server.rows[0], prompt, []])
+    server.add([(3, 16, 0)], [(n, t + 7, 0) for n, t, _ in text(12, 5)], text(4, 6))
+    return server.check()
+
+
+def beams(model: Model) -> float:
+    server = Server(model)
+    server.add(text(12, 1), text(9, 2), text(5, 3))
+    server.change("take", np.array([1, 1, 0]), rows=[server.rows[n] for n in (1, 1, 0)])
+    server.add(*([(n, t + len(row), 0) for n, t, _ in text(9, 7)] for row in server.rows))
+    return server.check()
+
+
+def rewound(model: Model) -> float:
+    server = Server(model)
+    server.add(text(14, 1), text(12, 2), text(7, 3))
+    counts = (2, 0, 7)
+    kept = [row[: len(row) - n] for row, n in zip(server.rows, counts, strict=True)]
+    server.change("rewind", np.array(counts), rows=kept)
+    server.add(*([(n, t + len(row), 0) for n, t, _ in text(9, 8)] for row in kept))
+    return server.check()
+
+
+SITUATIONS = {
+    "chunks of 1": chunks(1, 24),
+    "chunks of 7": chunks(7, 28),
+    "chunks of 64": chunks(64, 130),
+    "left padding": left_padding,
+    "packed": packed,
+    "rows of different lengths": lengths_differ,
+    "rows reused": reused,
+    "rows inserted": inserted,
+    "beams": beams,
+    "rewound": rewound,
+}
+
+
+def measure(scheme: pe.Scheme, policy: str, only: tuple[str, ...] = ()) -> dict[str, float]:
+    """Returns the largest error by situation.
+
+    Raises:
+      ValueError, NotImplementedError: for a scheme that this kind of cache has no meaning for.
+      AssertionError: if a step was traced more than once.
+    """
+    scheme = pe.streaming(scheme, SINKS) if policy == "sinks" else scheme
+    model = Model(scheme, **POLICIES[policy])
+    # The slots for sink tokens hold those of one sequence.
+    left_out = ("packed",) if policy == "sinks" else ()
+    names = [n for n in only or SITUATIONS if n not in left_out]
+    errors = {name: SITUATIONS[name](model) for name in names}
+    assert set(model.traces.values()) == {1}, f"traces by shape: {model.traces}"
+    return errors
+
+
+def scheme_of(name: str) -> pe.Scheme:
+    """Returns a scheme whose tables hold all positions."""
+    cls, options = pe.SCHEMES[name], OPTIONS.get(name, {})
+    with_table = {"max_length": 256} if "max_length" in cls.__dataclass_fields__ else {}
+    return build(cls, **options).replace(**with_table)
+
+
+def cell(name: str, policy: str) -> str:
+    """Returns the worst error of a scheme in a kind of cache, or that it raises; prints all."""
+    try:
+        errors = measure(scheme_of(name), policy)
+    except (ValueError, NotImplementedError) as error:
+        print(f"{name}, {policy}: raises {error}", flush=True)
+        return "raises"
+    found = ", ".join(f"{situation} {error:.0e}" for situation, error in errors.items())
+    print(f"{name}, {policy}: {found}", flush=True)
+    return f"{max(errors.values()):.0e}".replace("e-0", "e-")
+
+
+def main():
+    """Writes rows of the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="NAMES", help="write these rows, and keep the others")
+    only = parser.parse_args().only
+    names = only.split(",") if only else list(pe.SCHEMES)
+    unknown = [name for name in names if name not in pe.SCHEMES]
+    if unknown:
+        parser.error(f"--only: no scheme is called {unknown[0]!r}")
+    for name in names:
+        write({name: [cell(name, policy) for policy in POLICIES]})
+        jax.clear_caches()
+
+
+def write(new: dict[str, list[str]]) -> None:
+    """Writes rows into the table, and keeps the others."""
+    page = PAGE.read_text()
+    start = page.index("| scheme | full |")
+    cells = r" (\S+) \|" * len(POLICIES)
+    rows = {name: found for name, *found in re.findall(rf"(?m)^\| `(\w+)` \|{cells}$", page)} | new
+    head = ["scheme", *POLICIES], ["---"] * (1 + len(POLICIES))
+    lines = [*head, *([f"`{name}`", *rows[name]] for name in pe.SCHEMES if name in rows)]
+    PAGE.write_text(page[:start] + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()

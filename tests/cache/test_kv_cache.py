@@ -1,0 +1,407 @@
+"""The cache: what it stores, the slots it writes, and overflow."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+from posenc_jax.cache.ring import loses_visible
+
+
+def empty(capacity=5, **options):
+    shape = jax.ShapeDtypeStruct((2, 1, 3, 4), jnp.float32)
+    value = jax.ShapeDtypeStruct((2, 1, 3, 6), jnp.float32)
+    return pe.KVCache.empty(shape, value, capacity, **options)
+
+
+def tokens(count, start=0):
+    """k and v that number their tokens, positions and segments."""
+    at = start + np.arange(count)
+    number = np.broadcast_to(at[None, :, None, None] + 1.0, (2, count, 3, 1))
+    k, v = (jnp.asarray(np.broadcast_to(number, (2, count, 3, n)), "f4") for n in (4, 6))
+    at = jnp.asarray(np.broadcast_to(at, (2, count)), jnp.int32)
+    return k, v, at, jnp.zeros_like(at)
+
+
+def held(cache):
+    """Which tokens the slots hold, 0 for none."""
+    k, v = np.asarray(cache.k), np.asarray(cache.v)
+    assert (k == k[:1, :, :1, :1]).all() and (v == k[:1, :, :1, :1]).all()
+    used = np.asarray(cache.segment_ids) >= 0
+    k = np.where(used, k[..., 0, 0], 0)
+    np.testing.assert_array_equal(np.where(used, cache.positions, -1) + 1, k)
+    return k[0].tolist()
+
+
+def test_an_empty_cache_is_all_padding():
+    cache = empty(coordinates=jax.ShapeDtypeStruct((2, 2, 1), jnp.float32))
+    assert cache.capacity == 5 and not cache.overflowed.any()
+    np.testing.assert_array_equal(cache.length, [0, 0])
+    assert np.all(np.asarray(cache.segment_ids) == -1)
+    assert cache.k.shape == (2, 5, 3, 4) and cache.v.shape == (2, 5, 3, 6)
+    assert cache.coordinates.shape == (2, 2, 5) and cache.coordinates.dtype == jnp.float32
+    assert cache.k_features is None and cache.state is None
+
+
+def test_tokens_go_to_the_next_slots():
+    cache = empty().append(*tokens(2))
+    assert held(cache) == [1, 2, 0, 0, 0]
+    cache = cache.append(*tokens(1, start=2)).append(*tokens(2, start=3))
+    assert held(cache) == [1, 2, 3, 4, 5]
+    assert not cache.overflowed.any()
+    np.testing.assert_array_equal(cache.length, [5, 5])
+    np.testing.assert_array_equal(cache.next_positions, [5, 5])
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+def test_a_ring_holds_the_newest_tokens(chunk):
+    cache = empty(ring=True)
+    for start in range(0, 15, chunk):
+        cache = cache.append(*tokens(chunk, start))
+        written = start + chunk
+        assert sorted(held(cache))[-min(5, written) :] == [
+            *range(max(0, written - 5) + 1, written + 1)
+        ]
+    assert not cache.overflowed.any()
+    np.testing.assert_array_equal(cache.length, [written, written])
+
+
+def test_the_next_position_counts_tokens_not_slots():
+    k, v, at, _ = tokens(4)
+    segments = jnp.array([[-1, -1, 0, 0], [0, 0, 0, -1]])
+    cache = empty().append(k, v, jnp.array([[9, 9, 0, 1], [7, 8, 9, 20]]), segments)
+    np.testing.assert_array_equal(cache.next_positions, [2, 10])
+    nothing = jnp.full_like(segments, -1)
+    np.testing.assert_array_equal(empty().append(k, v, at, nothing).next_positions, [0, 0])
+    back = cache.append(k[:, :1], v[:, :1], jnp.array([[0], [0]]), jnp.array([[0], [0]]))
+    np.testing.assert_array_equal(back.next_positions, [2, 10])
+
+
+def test_coordinates_features_and_state_are_stored():
+    shapes = {"gate": jax.ShapeDtypeStruct((2, 1, 3), jnp.float32)}
+    state = {"sum": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+    at = jax.ShapeDtypeStruct((2, 1), jnp.float32)
+    cache = empty(coordinates=at, k_features=shapes, state=state)
+    assert np.all(np.asarray(cache.state["sum"]) == 0)
+    gate = jnp.arange(12.0).reshape(2, 2, 3)
+    where = jnp.array([[0.5, 1.0], [2.0, 2.5]])
+    for ring in (False, True):
+        cache = dataclasses.replace(cache, ring=ring)
+        new = cache.append(
+            *tokens(2),
+            coordinates=where,
+            k_features={"gate": gate},
+            state={"sum": jnp.ones((2, 3))},
+        )
+        np.testing.assert_array_equal(
+            new.k_features["gate"], np.pad(gate, ((0, 0), (0, 3), (0, 0)))
+        )
+        np.testing.assert_array_equal(new.coordinates, np.pad(where, ((0, 0), (0, 3))))
+        assert np.all(np.asarray(new.state["sum"]) == 1)
+
+
+def test_arrays_are_stored_in_the_dtype_of_the_cache():
+    shape = jax.ShapeDtypeStruct((2, 1, 3, 4), jnp.bfloat16)
+    cache = pe.KVCache.empty(shape, shape, 5)
+    k, _, at, segments = tokens(2)
+    assert cache.append(k, k, at, segments).k.dtype == jnp.bfloat16
+
+
+def test_a_full_cache_raises_and_overflows_under_jit():
+    cache = empty().append(*tokens(4))
+    with pytest.raises(
+        ValueError, match="KVCache: 4 of 5 slots of row 0 are used and 2 more tokens do not"
+    ):
+        cache.append(*tokens(2))
+    step = jax.jit(lambda c, *new: c.append(*new))
+    assert not step(cache, *tokens(1)).overflowed.any()
+    lost = step(cache, *tokens(2))
+    assert lost.overflowed.all() and step(lost, *tokens(1)).overflowed.all()
+    # All that is stored is right, so taking back what did not fit mends the row.
+    whole = lost.rewind(1)
+    assert held(whole) == [1, 2, 3, 4, 1] and not whole.overflowed.any()
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_more_tokens_than_slots_are_refused(ring):
+    with pytest.raises(ValueError, match="KVCache: 6 tokens do not fit a cache of 5 slots"):
+        jax.jit(lambda c, *new: c.append(*new))(empty(ring=ring), *tokens(6))
+
+
+def test_a_cache_needs_a_slot():
+    with pytest.raises(ValueError, match="KVCache: capacity must be at least 1 slot, got 0"):
+        empty(0)
+
+
+def test_coordinates_are_given_in_every_call_or_in_none():
+    at = jnp.zeros((2, 2), jnp.int32)
+    with pytest.raises(ValueError, match="KVCache: the cache was made for no coordinates; give"):
+        empty().append(*tokens(2), coordinates=at)
+    with pytest.raises(ValueError, match="KVCache: the cache was made for coordinates; give"):
+        empty(coordinates=at).append(*tokens(2))
+
+
+def test_float_coordinates_are_not_truncated_to_an_integer_cache():
+    at = jnp.zeros((2, 2), jnp.int32)
+    with pytest.raises(ValueError, match="made for int32 coordinates, got float32"):
+        empty(coordinates=at).append(*tokens(2), coordinates=jnp.full((2, 2), 0.5))
+    cache = empty(coordinates=at.astype(jnp.float32)).append(*tokens(2), coordinates=at + 3)
+    np.testing.assert_array_equal(cache.coordinates[:, :2], np.full((2, 2), 3.0))
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(
+    "index, name, shape",
+    [
+        (0, "k", (2, 2, 1, 4)),  # Fewer heads would fill some and leave zeros in the others.
+        (0, "k", (2, 2, 3, 2)),
+        (1, "v", (2, 2, 3, 4)),
+        (1, "v", (1, 2, 3, 6)),
+        (2, "positions", (1, 2)),
+        (3, "segment_ids", (2, 1)),
+    ],
+    ids=str,
+)
+def test_arrays_of_another_shape_are_refused(ring, index, name, shape):
+    new = list(tokens(2))
+    new[index] = jnp.zeros(shape, new[index].dtype)
+    with pytest.raises(ValueError, match=rf"KVCache: {name} must be \(2, 2.*got \({shape[0]}, "):
+        empty(ring=ring).append(*new)
+
+
+@pytest.mark.parametrize(
+    "scheme", [pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6), pe.T5(num_heads=6)], ids=lambda s: s.name
+)
+def test_relative_schemes_store_nothing_per_key(scheme):
+    def stored(scheme):
+        return jax.tree.map(jnp.shape, pe.new_cache(scheme, 2, 16, num_heads=6, head_dim=8))
+
+    cache = stored(scheme)
+    assert dataclasses.replace(cache, scheme=pe.NoPE()) == stored(pe.NoPE())
+    assert cache.k_features is cache.state is cache.coordinates is None
+    assert stored(pe.Shaw(num_heads=6, head_dim=8)).k_features in (None, ())
+
+
+def test_a_ring_keeps_its_sink_slots():
+    shape = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
+    cache = pe.KVCache.empty(shape, shape, 5, ring=True, num_sink_tokens=2)
+    for t in range(9):
+        x = jnp.full((1, 1, 1, 1), float(t))
+        at = jnp.full((1, 1), t, jnp.int32)
+        cache = cache.append(x, x, at, jnp.zeros_like(at))
+    np.testing.assert_array_equal(cache.k.ravel(), [0, 1, 8, 6, 7])
+    whole = jnp.arange(9, 12, dtype=jnp.float32).reshape(1, 3, 1, 1)
+    cache = cache.append(whole, whole, jnp.arange(9, 12)[None], jnp.zeros((1, 3), jnp.int32))
+    np.testing.assert_array_equal(cache.k.ravel(), [0, 1, 11, 9, 10])
+    with pytest.raises(ValueError, match="4 tokens do not fit a cache of 5 slots, of which 2"):
+        four = jnp.zeros((1, 4, 1, 1))
+        cache.append(four, four, jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 4), jnp.int32))
+    for options in ({"num_sink_tokens": 5, "ring": True}, {"num_sink_tokens": 1}):
+        with pytest.raises(ValueError, match="KVCache: num_sink_tokens must be below the 5 slots"):
+            pe.KVCache.empty(shape, shape, 5, **options)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_a_ring_forgets_what_is_taken_back(sinks):
+    """Of a row of `length` tokens, all that were not overwritten or taken back stay."""
+    cache = empty(ring=True, num_sink_tokens=sinks)
+    for length in range(1, 12):
+        cache = cache.append(*tokens(1, start=length - 1))
+        for count in range(length + 1):
+            kept = set(range(max(sinks, length - 5 + sinks), length - count))
+            kept |= set(range(min(sinks, length - count)))
+            assert set(held(cache.rewind(count))) - {0} == {i + 1 for i in kept}
+
+
+def test_positions_at_the_ends_of_int32_do_not_wrap():
+    low, high = -(2**31), 2**31 - 1
+    k, v, _, segments = tokens(5)
+    at = jnp.array([[low, low + 1, low + 2, low + 3, low + 4]] * 2, jnp.int32)
+    ring = empty(ring=True).append(k, v, at, segments)
+    new = jnp.array([[high], [low + 4]], jnp.int32)
+    after = ring.append(k[:, :1], v[:, :1], new, jnp.zeros_like(new))
+    lost = loses_visible(after, new, jnp.zeros_like(new), left=4)
+    np.testing.assert_array_equal(lost, [False, True])
+    one = [a[:, :1] for a in (k, v)]
+    full = empty().append(*one, jnp.full((2, 1), high), jnp.zeros((2, 1), jnp.int32))
+    np.testing.assert_array_equal(full.next_positions, [high, high])
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("lead", [(3,), (2, 3)])
+def test_stacked_caches_equal_the_caches_of_their_layers(lead, ring):
+    """Capacity, overflow and appending do not depend on the leading axes."""
+    many = int(np.prod(lead))
+
+    def stack(caches):
+        return jax.tree.map(lambda *a: jnp.stack(a).reshape(*lead, *a[0].shape), *caches)
+
+    # The last layers have up to five tokens; there two more do not fit.
+    full = [max(0, i + 6 - many) for i in range(many)]
+    caches = [empty(ring=ring).append(*tokens(n)) if n else empty(ring=ring) for n in full]
+    stacked = stack(caches)
+    assert stacked.capacity == 5
+    np.testing.assert_array_equal(stacked.overflowed, np.zeros((*lead, 2), bool))
+
+    def append(cache):
+        return cache.append(*tokens(2, start=9))
+
+    step = append
+    for _ in lead:
+        step = jax.vmap(step)
+    for new in (jax.jit(step)(stacked), step(stacked)):
+        each = [jax.jit(append)(c) for c in caches]
+        jax.tree.map(np.testing.assert_array_equal, new, stack(each))
+        assert new.capacity == 5 and new.overflowed.shape == (*lead, 2)
+        lost = np.array([not ring and n + 2 > 5 for n in full]).reshape(lead)
+        np.testing.assert_array_equal(new.overflowed.T, np.broadcast_to(lost.T, (2, *lost.T.shape)))
+
+
+def test_caches_under_scan_report_their_overflow():
+    stacked = jax.tree.map(lambda a: jnp.stack([a] * 3), empty())
+    _, new = jax.lax.scan(lambda _, c: (None, c.append(*tokens(4))), None, stacked)
+    np.testing.assert_array_equal(new.overflowed, [[False] * 2] * 3)
+    _, new = jax.lax.scan(lambda _, c: (None, c.append(*tokens(2))), None, new)
+    np.testing.assert_array_equal(new.overflowed, [[True] * 2] * 3)
+
+
+def everything(batch=3, capacity=5, **options):
+    """An empty cache with every kind of array."""
+    shape = jax.ShapeDtypeStruct((batch, 1, 3, 4), jnp.float32)
+    at = jax.ShapeDtypeStruct((2, batch, 1), jnp.float32)
+    state = {"sum": jax.ShapeDtypeStruct((batch, 2), jnp.float32)}
+    arrays = {"coordinates": at, "k_features": (shape,), "state": state}
+    return pe.KVCache.empty(shape, shape, capacity, **arrays, **options)
+
+
+def filled(cache, count, seed):
+    """The cache after `count` random tokens of each row."""
+    shapes = jax.tree.map(lambda x: x.shape, cache)
+    batch, numbers = shapes.length[0], np.random.default_rng(seed)
+
+    def random(old, axis=1):
+        shape = list(old.shape)
+        shape[axis] = count
+        return jnp.asarray(numbers.normal(size=shape), old.dtype)
+
+    at = jnp.broadcast_to(jnp.arange(count)[None] + 10 * seed, (batch, count))
+    return cache.append(
+        random(cache.k),
+        random(cache.v),
+        at,
+        jnp.zeros_like(at),
+        coordinates=random(cache.coordinates, -1),
+        k_features=jax.tree.map(random, cache.k_features),
+        state=jax.tree.map(lambda x: jnp.asarray(numbers.normal(size=x.shape), "f4"), cache.state),
+    )
+
+
+def row_of(cache, row):
+    """All arrays of a row, without the contents of empty slots."""
+    arrays = dataclasses.replace(cache, coordinates=np.moveaxis(cache.coordinates, 0, -1))
+    arrays = jax.tree.map(lambda x: np.asarray(x)[row], arrays)
+    used = arrays.segment_ids >= 0
+    slots = arrays.k, arrays.v, arrays.positions, arrays.coordinates, arrays.k_features
+    rows = arrays.state, arrays.length, arrays.written, arrays.next_positions, arrays.lost
+    return jax.tree.leaves((jax.tree.map(lambda x: x[used], slots), rows))
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_rows_move_with_all_that_belongs_to_them():
+    a, b = filled(everything(), 3, seed=1), filled(everything(2, capacity=4), 2, seed=2)
+    taken = a.take(np.array([2, 0, 0, 1]))
+    for new, old in enumerate([2, 0, 0, 1]):
+        same(row_of(taken, new), row_of(a, old))
+    put = a.insert([2, 0], b)
+    for new, old in [(2, row_of(b, 0)), (0, row_of(b, 1)), (1, row_of(a, 1))]:
+        same(row_of(put, new), old)
+    for rows in ([0, 2], np.array([True, False, True])):
+        freed = a.reset(rows)
+        for row, kept in enumerate([everything(), a, everything()]):
+            same(row_of(freed, row), row_of(kept, row))
+
+
+@pytest.mark.parametrize("ring, slots", [(False, 5), (True, 5), (True, 7)])
+def test_a_prefilled_cache_fits_a_larger_one_and_a_ring(ring, slots):
+    small = filled(everything(1, capacity=4), 3, seed=1)
+    into = filled(everything(capacity=slots, ring=ring), 4, seed=2)
+    same(row_of(into.insert(1, small), 1), row_of(small, 0))
+
+
+def test_rows_of_stacked_caches_are_changed_under_vmap():
+    layers = [filled(everything(), 3, seed) for seed in (1, 2)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *layers)
+    other = jax.tree.map(lambda *x: jnp.stack(x), *(c.take(np.array([1])) for c in layers))
+    changes = [
+        (lambda c, o: c.take(np.array([1, 1, 0]))),
+        (lambda c, o: c.reset(2)),
+        (lambda c, o: c.insert(0, o)),
+    ]
+    for change in changes:
+        found = jax.vmap(change)(stacked, other)
+        each = [change(c, c.take(np.array([1]))) for c in layers]
+        same(found, jax.tree.map(lambda *x: jnp.stack(x), *each))
+
+
+def test_rows_that_do_not_exist_are_refused_and_left_out_under_jit():
+    a, one = filled(everything(), 3, seed=1), filled(everything(1), 2, seed=2)
+    for rows in (3, -1):
+        at = np.array([0, rows, 1])
+        for name, arguments in {"take": (at,), "reset": (at,), "insert": (rows, one)}.items():
+            message = rf"KVCache.{name}: rows must be from 0 to 2, got .*{rows}"
+            with pytest.raises(ValueError, match=message):
+                getattr(a, name)(*arguments)
+        np.testing.assert_array_equal(
+            jax.jit(pe.KVCache.take)(a, at).overflowed, [False, True, False]
+        )
+        same(jax.jit(pe.KVCache.insert)(a, rows, one), a)
+        same(jax.jit(pe.KVCache.reset)(a, np.array([rows])), a)
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (lambda: everything(1, capacity=6), "must have at most 5 slots .* got 6 slots"),
+        (lambda: everything(1, ring=True), "or be the same ring, got 5 slots, a ring"),
+        (lambda: everything(2), "rows must be one for each of the 2 rows of the other cache"),
+        (lambda: everything(1, scheme=pe.NoPE()), r"is for None, the other for NoPE\(\)"),
+        (lambda: dataclasses.replace(everything(1), state=None), "arrays must be .* per row, got"),
+        (lambda: dataclasses.replace(everything(1), k=jnp.zeros((1, 5, 2, 4))), "got .*2, 4"),
+    ],
+)
+def test_a_cache_that_does_not_fit_is_not_inserted(other, message):
+    with pytest.raises(ValueError, match=f"KVCache.insert: .*{message}"):
+        everything().insert(0, other())
+
+
+def test_more_tokens_than_there_are_are_not_taken_back():
+    cache = empty().append(*tokens(3))
+    np.testing.assert_array_equal(cache.rewind([0, 2]).length, [3, 1])
+    np.testing.assert_array_equal(cache.rewind([0, 2]).next_positions, [3, 1])
+    for count, row, given in ((4, 0, 4), ([1, -1], 1, -1)):
+        with pytest.raises(ValueError, match=f"row {row} can lose from 0 to 3 tokens, got {given}"):
+            cache.rewind(count)
+    lost = jax.jit(pe.KVCache.rewind)(cache, np.array([4, 1]))
+    np.testing.assert_array_equal(lost.overflowed, [True, False])
+    np.testing.assert_array_equal(lost.reset(0).overflowed, [False, False])
+    with pytest.raises(ValueError, match="running state; make the cache with max_rewind"):
+        filled(everything(), 3, seed=1).rewind(1)
+    with pytest.raises(ValueError, match="max_rewind must not be negative, got -1"):
+        empty(max_rewind=-1)
+
+
+def test_rows_are_integers_or_one_boolean_for_each():
+    with pytest.raises(
+        ValueError, match=r"reset: rows must be \[B\] = \(2,\) or integers, got \(3"
+    ):
+        empty().reset(np.array([True, False, True]))
+    with pytest.raises(TypeError, match=r"KVCache.take: rows must be integers, got float"):
+        empty().take(np.array([0.0, 1.0]))
+    with pytest.raises(ValueError, match=r"KVCache.take: rows must be \[any\], got shape \(1, 2\)"):
+        empty().take(np.array([[0, 1]]))

@@ -1,0 +1,387 @@
+"""Rows of a cache that start, end, move and go back on their own, against lists of tokens."""
+
+import dataclasses
+import functools
+import pathlib
+import re
+
+import flax
+import jax
+import jax.numpy as jnp
+import make_serving
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import posenc_jax as pe
+from posenc_jax import nnx, testing
+
+ROWS, CHUNK, CAPACITY, DIM = 3, 3, 12, 8
+LONGEST = CAPACITY + 2 * CHUNK  # Tokens of the whole forward pass that outputs are compared with.
+WINDOW, SINKS, BACK, BLOCK = 4, 2, 4, 4
+VOCABULARY = np.random.default_rng(0).normal(size=(64, DIM)).astype(np.float32)
+SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "model_dim": DIM}
+# Rotated keys, arrays per key, running sums, and the last inputs of convolutions.
+SUMS = pe.chain(
+    pe.ShortConv(num_heads=2, num_kv_heads=1, head_dim=4),
+    pe.RoPE(head_dim=4),
+    pe.FoX(num_heads=2, model_dim=DIM),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A scheme, a kind of cache, and how many tokens it can take back."""
+
+    scheme: pe.Scheme
+    ring: bool
+    back: int
+    blocks: int = 0
+
+    @property
+    def window(self):
+        return WINDOW if self.ring else None
+
+    @property
+    def sinks(self):
+        return self.scheme.traits.num_sink_tokens
+
+    def empty(self, batch=ROWS):
+        # A ring with room to take back `BACK` tokens.
+        capacity = self.sinks + WINDOW - 1 + max(CHUNK, BACK) if self.ring else CAPACITY
+        options = {"ring": self.ring, "max_rewind": self.back}
+        if self.blocks:
+            options |= {"block_size": BLOCK, "num_blocks": self.blocks}
+        return pe.new_cache(self.scheme, batch, capacity, **SIZES, **options)
+
+
+POLICIES = {
+    "full": Policy(SUMS, False, BACK),
+    "ring": Policy(SUMS, True, BACK),
+    "sinks": Policy(pe.streaming(pe.RoPE(head_dim=4), SINKS), True, 0),
+    "paged": Policy(SUMS, False, BACK, blocks=7),  # Three full rows would have nine.
+}
+
+
+@functools.cache
+def parameters(scheme):
+    with jax.ensure_compile_time_eval():
+        return scheme.init(jax.random.key(1))
+
+
+@functools.cache
+def weights():
+    numbers = np.random.default_rng(1)
+    return [numbers.normal(size=(DIM, n, 4)).astype(np.float32) / 3 for n in (2, 1, 1)]
+
+
+def attend(policy, tokens, segment_ids, cache=None):
+    """Attention over tokens [B, T] that are indices of the vocabulary."""
+    x = jnp.asarray(VOCABULARY)[tokens]
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights())
+    options = {"is_causal": True, "window": policy.window, "x": x, "implementation": "reference"}
+    where = {"segment_ids": segment_ids, "cache": cache}  # Padding anywhere in a chunk.
+    return pe.scheme_attention(
+        policy.scheme, parameters(policy.scheme), q, k, v, **where, **options
+    )
+
+
+whole = testing._jit(lambda policy, *rows: attend(policy, *rows)[0], static_argnums=0)
+append = testing._jit(attend, static_argnums=0)
+empty = testing._jit(lambda policy: policy.empty(), static_argnums=0)
+prefill = testing._jit(
+    lambda policy, *tokens: attend(policy, *tokens, policy.empty(1))[1], static_argnums=0
+)
+take, insert, reset, rewind = (
+    testing._jit(getattr(pe.KVCache, name)) for name in ("take", "insert", "reset", "rewind")
+)
+
+
+class Row:
+    """What one row should hold: a list."""
+
+    def __init__(self, tokens=(), written=0, back=0, lost=False, blocks=()):
+        self.tokens, self.written, self.back, self.lost = list(tokens), written, back, lost
+        self.blocks = list(blocks)  # The numbers of its blocks, in a pool.
+
+    def copy(self):
+        return Row(self.tokens, self.written, self.back, self.lost, self.blocks)
+
+    def append(self, tokens, policy, capacity):
+        start = len(self.tokens)
+        self.tokens += tokens
+        self.back = min(self.back + len(tokens), policy.back)
+        self.written = max(self.written, len(self.tokens))
+        if policy.ring and tokens:
+            overwritten = range(policy.sinks, self.first(policy, capacity))
+            self.lost |= any(i > start - WINDOW for i in overwritten)
+
+    def first(self, policy, capacity):
+        """The first token after the sinks that a ring has not overwritten."""
+        return self.written - capacity + policy.sinks
+
+    def rewind(self, count, policy):
+        limit = self.back if policy.back else len(self.tokens)
+        if count > limit:
+            self.lost = True
+            return
+        del self.tokens[len(self.tokens) - count :]
+        self.back = max(self.back - count, 0)
+
+    def is_lost(self, policy):
+        room = len(self.blocks) * BLOCK if policy.blocks else CAPACITY
+        return self.lost or (not policy.ring and len(self.tokens) > room)
+
+
+def free_blocks(rows, policy):
+    return sorted(set(range(policy.blocks)) - {block for row in rows for block in row.blocks})
+
+
+def grow(rows, chosen, policy):
+    """Gives some rows the blocks that they need."""
+    for row in (row for row, grows in zip(rows, chosen, strict=True) if grows):
+        needed = -(-min(len(row.tokens), CAPACITY) // BLOCK) - len(row.blocks)
+        row.blocks += free_blocks(rows, policy)[:needed]
+
+
+def settle(rows, policy):
+    """Takes back unused blocks; of rows that would write to one block, all but one get another."""
+    for row in rows:
+        del row.blocks[-(-len(row.tokens) // BLOCK) :]
+    free = free_blocks(rows, policy)
+    full = {block for row in rows for block in row.blocks[: len(row.tokens) // BLOCK]}
+    written = set(full)
+    for row in rows:
+        if len(row.tokens) // BLOCK < len(row.blocks):
+            if row.blocks[-1] in written:
+                row.blocks[-1:] = [free.pop()] if free else []
+            written.update(row.blocks[len(row.tokens) // BLOCK :])
+
+
+def padded(rows):
+    tokens, segments = np.zeros((ROWS, LONGEST), np.int32), np.full((ROWS, LONGEST), -1, np.int32)
+    for row, (numbers, ids) in enumerate(zip(rows, segments, strict=True)):
+        tokens[row, : len(numbers)] = numbers
+        ids[: len(numbers)] = 0
+    return tokens, segments
+
+
+token = st.integers(0, len(VOCABULARY) - 1)
+chunk = st.lists(st.one_of(token, st.just(-1)), min_size=CHUNK, max_size=CHUNK)
+operation = st.one_of(
+    st.tuples(st.just("append"), st.lists(chunk, min_size=ROWS, max_size=ROWS)),
+    st.tuples(st.just("append"), st.lists(chunk, min_size=ROWS, max_size=ROWS)),
+    st.tuples(st.just("take"), st.lists(st.integers(0, ROWS - 1), min_size=ROWS, max_size=ROWS)),
+    st.tuples(st.just("insert"), st.tuples(st.integers(0, ROWS - 1), chunk)),
+    st.tuples(st.just("reset"), st.lists(st.booleans(), min_size=ROWS, max_size=ROWS)),
+    st.tuples(st.just("rewind"), st.lists(st.integers(0, BACK), min_size=ROWS, max_size=ROWS)),
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(operations=st.lists(operation, min_size=4, max_size=14))
+def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
+    """Appended, reordered, freed, reused and taken back at random; 1e-5."""
+    policy = POLICIES[name]
+    contiguous = dataclasses.replace(policy, blocks=0)  # Prompts are prefilled without blocks.
+    cache, rows = empty(policy), [Row() for _ in range(ROWS)]
+    capacity = cache.capacity
+    for what, value in operations:
+        if what == "append":
+            had_all = [not row.is_lost(policy) for row in rows]
+            numbers = np.array(value, np.int32)
+            out, cache = append(policy, np.maximum(numbers, 0), np.minimum(numbers, 0), cache)
+            for row, new in zip(rows, value, strict=True):
+                if len(row.tokens) > LONGEST - CHUNK:
+                    return
+                row.append([n for n in new if n >= 0], policy, capacity)
+            grow(rows, had_all, policy)
+            out, expected = map(
+                np.asarray, (out, whole(contiguous, *padded([r.tokens for r in rows])))
+            )
+            for i, (row, new) in enumerate(zip(rows, value, strict=True)):
+                real = [n >= 0 for n in new]
+                wanted = expected[i, len(row.tokens) - sum(real) : len(row.tokens)]
+                if row.is_lost(policy):
+                    assert np.isnan(out[i]).all()
+                else:
+                    np.testing.assert_allclose(out[i][np.array(real)], wanted, rtol=0, atol=1e-5)
+        elif what == "take":
+            cache, rows = take(cache, np.array(value)), [rows[i].copy() for i in value]
+            settle(rows, policy)
+        elif what == "insert":
+            row, new = value
+            numbers = np.array([new], np.int32)
+            one = prefill(contiguous, np.maximum(numbers, 0), np.minimum(numbers, 0))
+            cache, rows[row] = insert(cache, row, one), Row()
+            rows[row].append([n for n in new if n >= 0], policy, capacity)
+            grow(rows, [i == row for i in range(ROWS)], policy)
+        elif what == "reset":
+            cache = reset(cache, np.array(value))
+            rows = [Row() if freed else row for row, freed in zip(rows, value, strict=True)]
+        else:
+            cache = rewind(cache, np.array(value))
+            for row, count in zip(rows, value, strict=True):
+                row.rewind(count, policy)
+            settle(rows, policy)
+        if policy.blocks:
+            assert cache.num_free_blocks == len(free_blocks(rows, policy))
+        np.testing.assert_array_equal(cache.length, [len(row.tokens) for row in rows])
+        # The position of a row is known while the cache holds its last token.
+        beyond = [
+            policy.sinks < len(r.tokens) <= r.first(policy, capacity)
+            if policy.ring
+            else r.is_lost(policy)
+            for r in rows
+        ]
+        np.testing.assert_array_equal(
+            np.where(beyond, cache.length, cache.next_positions), cache.length
+        )
+        np.testing.assert_array_equal(cache.overflowed, [row.is_lost(policy) for row in rows])
+
+
+def test_the_documentation_runs():
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    names = {"__name__": "serving"}
+    exec(code, names)
+    assert names["step"].jitted_fn._cache_size() == 1
+    np.testing.assert_array_equal(names["cache"].length, [8, 4, 0])
+    alone = names["layer"](names["x"])
+    np.testing.assert_allclose(names["y"][0], alone[0], rtol=0, atol=1e-5)
+
+
+def buffers(cache):
+    """Shapes of the arrays that grow with the number of slots, as compiled programs print them."""
+    arrays = cache.k, cache.v, cache.positions, cache.coordinates, cache.k_features
+    return {str(list(x.shape)).replace(" ", "") for x in jax.tree.leaves(arrays)}
+
+
+@pytest.mark.parametrize("kind", [{}, {"ring": True}, {"block_size": 7}], ids=str)
+def test_a_donated_cache_is_written_in_place(kind):
+    """No array with all slots is copied, and appending takes the same memory for any S."""
+    fox = pe.FoX(num_heads=2, model_dim=DIM)
+    x, at = jnp.zeros((ROWS, 3, DIM)), jnp.zeros((ROWS, 3), jnp.int32)
+
+    def step(cache):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights())
+        options = {"is_causal": True, "window": 4, "cache": cache, "coordinates": at}
+        return pe.scheme_attention(fox, parameters(fox), q, k, v, x=x, **options)
+
+    def append(cache):
+        return step(cache)[1]
+
+    def compiled(function, capacity, **donated):
+        options = {"max_rewind": 2, "coordinates": at, **kind}
+        cache = pe.new_cache(fox, ROWS, capacity, **SIZES, **options)
+        program = jax.jit(function, **donated).lower(cache).compile()
+        shapes = (re.escape(shape) for shape in buffers(cache))
+        return program, re.search(rf"({'|'.join(shapes)})\S* copy\(", program.as_text())
+
+    if not kind:  # Without donation the old cache has to be copied.
+        assert compiled(append, 315)[1]
+    assert not compiled(step, 315, donate_argnums=0)[1]
+    sizes = []
+    for capacity in (315, 1260):
+        program, copied = compiled(append, capacity, donate_argnums=0)
+        assert not copied
+        sizes.append(program.memory_analysis().temp_size_in_bytes)
+    assert sizes[0] == sizes[1]
+
+
+def test_rows_and_heads_on_explicit_axes():
+    """Rows over four devices and heads over two: the same numbers, and rows stay where they are."""
+    scheme = pe.FoX(num_heads=4, model_dim=DIM)
+    layer = nnx.Attention(
+        DIM, 4, num_kv_heads=2, position=scheme, is_causal=True, rngs=flax.nnx.Rngs(0)
+    )
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, DIM)), jnp.float32)
+    whole = layer(x)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    of_qkv, of_x = P("data", None, "tensor", None), P("data", None, None)
+    with jax.set_mesh(mesh):
+        graph, state = flax.nnx.split(layer)
+        for name, spec in {"query": P(None, "tensor"), "out": P("tensor")}.items():
+            names = ("query", "key", "value") if name == "query" else (name,)
+            for each in names:
+                kernel = state[each]["kernel"]
+                kernel.set_value(jax.device_put(kernel.get_value(), spec))
+        x = jax.device_put(x, of_x)
+
+        @functools.partial(testing._jit, donate_argnums=1)
+        def step(x, cache):
+            specs = {"out_sharding": of_x, "qkv_sharding": of_qkv}
+            return flax.nnx.merge(graph, state)(x, cache=cache, **specs)
+
+        cache, outs = layer.new_cache(4, 8, qkv_sharding=of_qkv, max_rewind=2), []
+        for part in (slice(0, 3), slice(3, 6)):
+            out, cache = step(x[:, part], cache)
+            outs.append(out)
+        np.testing.assert_allclose(np.concatenate(outs, 1), whole, rtol=0, atol=1e-5)
+        one = layer.new_cache(1, 6, qkv_sharding=P(None, None, "tensor"), max_rewind=2)
+        changes = {"reset": np.array([1, 0]), "rewind": 1, "insert": (3, one), "take": [3, 2, 1, 1]}
+        for name, argument in changes.items():
+            rest = argument if isinstance(argument, tuple) else (np.asarray(argument),)
+            program = testing._jit(getattr(pe.KVCache, name)).lower(cache, *rest).compile()
+            new, text = program(cache, *rest), program.as_text()
+            assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, cache)
+            assert name == "take" or not re.search(r"all-|collective-|reduce-scatter", text)
+        replicated = layer.new_cache(4, 8)
+        with pytest.raises(
+            ValueError, match=r"k is sharded as .*'data'.*new_cache\(..., qkv_shard"
+        ):
+            step(x[:, :3], replicated)
+        with pytest.raises(
+            ValueError, match=r"PagedKVCache: .* not be sharded by row, got P\('data"
+        ):
+            layer.new_cache(4, 8, block_size=4, qkv_sharding=of_qkv)
+        # Blocks are sharded by heads.
+        of_heads = P(None, None, "tensor", None)
+        paged = layer.new_cache(4, 8, block_size=4, qkv_sharding=of_heads, max_rewind=2)
+        k = jax.random.normal(jax.random.key(0), (4, 6, 2, 2))
+        at = jnp.broadcast_to(jnp.arange(6), (4, 6))
+        more = {"k_features": jnp.zeros((4, 6, 4)), "state": paged.state}
+        more["past_states"] = jax.tree.map(lambda x: jnp.zeros((4, 2, *x.shape[1:])), paged.state)
+
+        @testing._jit
+        def rotated(cache, k):
+            cache = cache.append(k, k, at, 0 * at, **more).take(np.array([1, 1, 0, 2]))
+            return cache.contiguous().k
+
+        program = rotated.lower(paged, jax.device_put(k, of_heads)).compile()
+        found = program(paged, jax.device_put(k, of_heads))
+        np.testing.assert_array_equal(found[:, :6], k[jnp.array([1, 1, 0, 2])])
+        assert not re.search(r"all-|collective-|reduce-scatter", program.as_text())
+
+
+@pytest.mark.parametrize(
+    "name, policy, situations",
+    [
+        ("learned", "full", ("left padding", "rows of different lengths", "rows inserted")),
+        ("deberta", "ring", ("packed", "rows reused", "rewound")),
+        ("t5", "sinks", ("chunks of 64", "rows reused", "beams")),
+        ("shaw", "paged", ("left padding", "rows inserted", "beams", "rewound")),
+    ],
+)
+def test_situations_of_a_server(name, policy, situations):
+    """Some cells of the table in docs/serving.md; its program measures all."""
+    errors = make_serving.measure(make_serving.scheme_of(name), policy, situations)
+    assert max(errors.values()) < 1e-5, errors
+
+
+def test_the_documentation_has_every_scheme():
+    page = make_serving.PAGE.read_text()
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page)
+    assert [name for name, *_ in rows] == list(pe.SCHEMES), (
+        "run tests/cache/make_serving.py --only NAME"
+    )
+    for name, *cells in rows:
+        try:
+            pe.streaming(make_serving.scheme_of(name), 2)
+        except ValueError:
+            assert cells.pop(2) == "raises"
+        assert all(float(cell) <= 1e-5 for cell in cells), name

@@ -1,0 +1,176 @@
+"""A scheme as the `attention_fn` of Flax's layers: positions, dropout, and refusals."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from oracle import qkv
+
+import posenc_jax as pe
+import posenc_jax.linen as pl
+import posenc_jax.nnx as pn
+from posenc_jax.modules.attention_fn import attention_fn
+
+Q, K, V = qkv(batch=2, length=7)
+ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
+SHAW = pe.Shaw(num_heads=6, head_dim=8)
+NOT_READ = {
+    "broadcast_dropout": False,
+    "dtype": jnp.float32,
+    "precision": "highest",
+    "force_fp32_for_softmax": True,
+}
+
+
+def ours(scheme=ALIBI):
+    return pe.scheme_attention(scheme, scheme.init(jax.random.key(0)), Q, K, V, is_causal=True)[0]
+
+
+def causal_mask(length=7):
+    return jnp.tril(jnp.ones((1, 1, length, length), bool))
+
+
+def test_equals_scheme_attention():
+    for options in ({"mask": causal_mask()}, {"is_causal": True}):
+        out = attention_fn(ALIBI, {}, Q, K, V, **options)
+        np.testing.assert_allclose(out, ours(), atol=1e-5)
+    split = attention_fn(ALIBI, {}, *(a[:, None] for a in (Q, K, V)), mask=causal_mask()[None])
+    np.testing.assert_allclose(split[:, 0], ours(), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 7), (6, 7, 7), (2, 1, 1, 7), (1, 6, 1, 7)], ids=str)
+def test_masks_are_broadcast_as_in_flax(shape):
+    mask = np.random.default_rng(0).random(shape) > 0.3
+    mask[..., 0] = True
+    whole = np.broadcast_to(mask, (2, 6, 7, 7))
+    out = attention_fn(pe.NoPE(), {}, Q, K, V, mask=jnp.asarray(mask))
+    heads = (np.repeat(a, 2, axis=2) for a in (K, V))
+    wanted = nnx.dot_product_attention(Q, *heads, mask=jnp.asarray(whole))
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", [ROPE, ALIBI, SHAW], ids=lambda s: s.name)
+def test_a_decoded_query_is_the_last_token_of_its_mask(scheme):
+    params = scheme.init(jax.random.key(0))
+    mask = jnp.broadcast_to(jnp.arange(7) <= 4, (2, 1, 1, 7))  # Slots 5 and 6 are empty.
+    stock = jax.jit(functools.partial(attention_fn, scheme))
+    out = stock(params, Q[:, 4:5], K, V, mask=mask)
+    np.testing.assert_allclose(out, ours(scheme)[:, 4:5], atol=1e-5)
+
+
+def test_dropout_follows_deterministic():
+    options = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.5, "is_causal": True}
+    still = attention_fn(ALIBI, {}, Q, K, V, **options)
+    np.testing.assert_allclose(still, ours(), atol=1e-5)
+    dropped = attention_fn(ALIBI, {}, Q, K, V, deterministic=False, **options)
+    assert np.abs(dropped - still).max() > 0.1
+
+
+@pytest.mark.parametrize("scheme", [ROPE, ALIBI, SHAW], ids=lambda s: s.name)
+@pytest.mark.parametrize("at", [2 * np.arange(7), np.arange(14).reshape(2, 7) / 2])
+def test_input_positions_are_the_coordinates(scheme, at):
+    params = scheme.init(jax.random.key(0))
+    for options in ({"is_causal": True}, {"mask": causal_mask()}):
+        out = attention_fn(scheme, params, Q, K, V, input_positions=at, **options)
+        wanted, _ = pe.scheme_attention(scheme, params, Q, K, V, coordinates=at, is_causal=True)
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
+    assert np.abs(out - ours(scheme)).max() > 1e-3
+    split = [a[:, None] for a in (Q, K, V)]
+    rows = np.broadcast_to(at, (2, 7))[:, None]
+    out = attention_fn(scheme, params, *split, input_positions=rows, is_causal=True)
+    np.testing.assert_allclose(out[:, 0], wanted, atol=1e-5)
+
+
+def test_input_positions_of_stock_nnx_attention_reach_the_scheme():
+    """Later versions of Flax give `input_positions`; here they are also bound to the function."""
+    at = 2 * jnp.arange(7)
+    fn = pn.AttentionFn(ROPE)
+    layer = pn.Attention(
+        20, 6, head_dim=8, position=ROPE, is_causal=True, use_bias=True, rngs=nnx.Rngs(0)
+    )
+    x = jax.random.normal(jax.random.key(1), (2, 7, 20))
+    wanted = layer(x, positions=at)
+
+    def stock(function):
+        rngs = nnx.Rngs(0)
+        made = nnx.MultiHeadAttention(6, 20, 48, decode=False, attention_fn=function, rngs=rngs)
+        for name in ("query", "key", "value", "out"):
+            nnx.update(getattr(made, name), nnx.state(getattr(layer, name)))
+        return made
+
+    bound = stock(functools.partial(fn, input_positions=at))
+    np.testing.assert_allclose(bound(x, is_causal=True), wanted, atol=1e-5)
+    direct = stock(fn)
+    if "input_positions" in inspect.signature(direct).parameters:
+        out = direct(x, is_causal=True, input_positions=at)
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        direct.init_cache((2, 9, 20))
+        with pytest.raises(ValueError, match="input_positions in a decode step"):
+            direct(x[:, :1], decode=True, input_positions=at[:1])
+
+
+@pytest.mark.parametrize("name", sorted(NOT_READ))
+def test_options_without_effect_are_accepted(name):
+    out = attention_fn(ALIBI, {}, Q, K, V, is_causal=True, **{name: NOT_READ[name]})
+    np.testing.assert_allclose(out, ours(), atol=1e-5)
+
+
+def test_other_options_are_refused():
+    with pytest.raises(NotImplementedError, match="AttentionFn: sow_weights=True"):
+        attention_fn(ALIBI, {}, Q, K, V, module=object())
+    for name in ("qk_attn_weights_einsum", "attn_weights_value_einsum"):
+        with pytest.raises(NotImplementedError, match="products of attention cannot be replaced"):
+            attention_fn(ALIBI, {}, Q, K, V, **{name: jnp.einsum})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+        pn.AttentionFn(ALIBI)(Q, K, V, bias=jnp.zeros((1, 6, 7, 7)))
+
+
+def test_every_argument_of_flax_functions_is_known():
+    """Linen's layer drops arguments that are missing from the signature, so all must be there."""
+    not_given_by_layers = {"bias", "promote_dtype", "einsum_dot_general"}
+    for stock, ours in (
+        (nnx.dot_product_attention, attention_fn),
+        (nn.dot_product_attention, pl.AttentionFn(ALIBI)),
+    ):
+        names = {*inspect.signature(stock).parameters} - not_given_by_layers
+        assert names <= {*inspect.signature(ours).parameters}
+
+
+def test_sow_weights_is_refused_by_both_layers():
+    x = jnp.ones((1, 3, 12))
+    rngs = nnx.Rngs(0)
+    layer = nnx.MultiHeadAttention(
+        6, 12, decode=False, attention_fn=pn.AttentionFn(ALIBI), rngs=rngs
+    )
+    with pytest.raises(NotImplementedError, match="sow_weights"):
+        layer(x, sow_weights=True)
+    module = nn.MultiHeadDotProductAttention(num_heads=6, attention_fn=pl.AttentionFn(ALIBI))
+    with pytest.raises(NotImplementedError, match="sow_weights"):
+        module.init(jax.random.key(0), x, sow_weights=True)
+
+
+def test_unknown_positions_are_refused():
+    with pytest.raises(ValueError, match="AttentionFn: 1 queries and 7 keys without a mask"):
+        attention_fn(ALIBI, {}, Q[:, :1], K, V)
+    with pytest.raises(ValueError, match=r"AttentionFn: 3 queries and 7 keys: .* cross attention"):
+        attention_fn(ALIBI, {}, Q[:, :3], K, V, mask=jnp.ones((1, 1, 3, 7), bool))
+    with pytest.raises(ValueError, match="AttentionFn: input_positions in a decode step"):
+        mask = jnp.ones((1, 1, 1, 7), bool)
+        attention_fn(ALIBI, {}, Q[:, :1], K, V, mask=mask, input_positions=jnp.zeros((2, 1)))
+    waves = pe.Sinusoidal(model_dim=4)
+    with pytest.raises(ValueError, match=r"AttentionFn: Sinusoidal.* acts on the token embedding"):
+        attention_fn(waves, {}, Q, K, V)
+
+
+def test_parameters_need_rngs():
+    with pytest.raises(ValueError, match=r"AttentionFn: T5\(.* has parameters, so it needs rngs"):
+        pn.AttentionFn(pe.T5(num_heads=6))
+    rngs = nnx.Rngs(0)
+    first, second = (pn.AttentionFn(pe.T5(num_heads=6), rngs=rngs) for _ in range(2))
+    tables = [f.encoding.values()["table"] for f in (first, second)]
+    assert np.abs(tables[0] - tables[1]).max() > 1e-3

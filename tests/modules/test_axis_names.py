@@ -1,0 +1,171 @@
+"""Parameters of the layers: names of their axes, initialisers, and one tree for NNX and Linen."""
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from support import build
+
+import posenc_jax as pe
+import posenc_jax.linen as pl
+import posenc_jax.nnx as pn
+from posenc_jax.modules.axis_names import sizes_of_params
+
+N, K, H, D = 6, 3, 8, 20
+NAMES = {"model_dim": "embed", "num_heads": "heads", "num_kv_heads": "kv_heads"}
+WANTED = {
+    "query": {"kernel": P("embed", "heads", None), "bias": P("heads", None)},
+    "key": {"kernel": P("embed", "kv_heads", None), "bias": P("kv_heads", None)},
+    "value": {"kernel": P("embed", "kv_heads", None), "bias": P("kv_heads", None)},
+    "out": {"kernel": P("heads", None, "embed"), "bias": P("embed")},
+    "query_norm": {"scale": P("heads", None)},
+    "key_norm": {"scale": P("kv_heads", None)},
+    "sinks": P("heads"),
+    "encoding": {"parameters": {"table": P("heads", None)}},
+}
+LAYER = {
+    "position": pe.T5(N),
+    "num_kv_heads": K,
+    "head_dim": H,
+    "qk_norm": pe.QKNorm(scale="per_head"),
+    "sinks": True,
+    "use_bias": True,
+    "axis_names": NAMES,
+}
+X = np.random.default_rng(0).normal(size=(3, 7, D)).astype(np.float32)
+
+
+def eager(sharded):
+    return nnx.use_eager_sharding(sharded)
+
+
+def specs(tree):
+    return jax.tree.map(lambda v: v.get_value(), nnx.get_partition_spec(tree), is_leaf=is_variable)
+
+
+def is_variable(x):
+    return isinstance(x, nnx.Variable)
+
+
+def test_all_parameters_of_nnx_and_linen_have_names():
+    with eager(False):  # Without a mesh, as Flax's own modules.
+        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER)
+    found = nnx.to_pure_dict(specs(nnx.state(layer, nnx.Param)))
+    assert found == WANTED
+    module = pl.Attention(num_heads=N, **LAYER)
+    variables = jax.eval_shape(module.init, jax.random.key(0), X)
+    assert nn.get_partition_spec(variables)["params"] == WANTED
+    boxed = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+    assert all(isinstance(x, nn.LogicallyPartitioned) for x in boxed)
+
+
+def test_names_reach_the_mesh_by_the_rules_of_flax():
+    rules = [("heads", "tensor"), ("kv_heads", None), ("embed", None)]
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+        layer = nnx.jit(lambda: pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER))()
+    assert layer.query.kernel.get_value().sharding.spec == P(None, "tensor")
+    assert layer.key.kernel.get_value().sharding.spec in (P(), P(None, None, None))
+    assert layer.encoding.parameters["table"].get_value().sharding.spec == P("tensor")
+    module = pl.Attention(num_heads=N, **LAYER)
+    variables = jax.eval_shape(module.init, jax.random.key(0), X)
+    found = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)["params"]
+    assert found["query"]["kernel"].spec == P(None, "tensor", None)
+    assert found["encoding"]["parameters"]["table"].spec == P("tensor", None)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        # A kernel that `nn.DenseGeneral` makes with merged axes has another rank than its names.
+        assert jax.eval_shape(module.init, jax.random.key(0), X) == variables
+
+
+def test_layers_stacked_by_vmap_and_scan_get_one_more_name():
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def make(rngs):
+        return pn.Attention(D, N, rngs=rngs, **LAYER)
+
+    with eager(False):
+        found = nnx.to_pure_dict(specs(nnx.state(make(nnx.Rngs(0)), nnx.Param)))
+    wanted = jax.tree.map(lambda p: P("layers", *p), WANTED, is_leaf=lambda p: isinstance(p, P))
+    assert found == wanted
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + pl.Attention(num_heads=N, name="attention", **LAYER)(x), None
+
+    deep = nn.scan(
+        nn.remat(Block),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=2,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )()
+    variables = jax.eval_shape(deep.init, jax.random.key(0), X, None)
+    assert nn.get_partition_spec(variables)["params"]["attention"] == wanted
+
+
+def test_initialisers_with_names_keep_them():
+    own = nnx.with_partitioning(nnx.initializers.zeros, ("a", "b", "c"))
+    with eager(False):
+        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER, out_kernel_init=own)
+    assert layer.out.kernel.get_metadata("out_sharding") == ("a", "b", "c")
+    own = nn.with_partitioning(nn.initializers.zeros, ("a", "b", "c"))
+    module = pl.Attention(num_heads=N, **LAYER, out_kernel_init=own)
+    variables = jax.eval_shape(module.init, jax.random.key(0), X)
+    assert nn.get_partition_spec(variables)["params"]["out"]["kernel"] == P("a", "b", "c")
+
+
+def test_each_projection_has_an_initialiser():
+    """Deep-norm and muP scale the parts apart; Flax's names where Flax has one."""
+    constant = nnx.initializers.constant
+    inits = {
+        "kernel_init": {"query": constant(0.0), "value": constant(3.0)},
+        "out_kernel_init": constant(4.0),
+        "bias_init": {"key": constant(5.0)},
+        "out_bias_init": constant(6.0),
+    }
+    sizes = {"num_kv_heads": K, "head_dim": H, "use_bias": True}
+    layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **sizes, **inits)
+    variables = pl.Attention(num_heads=N, **sizes, **inits).init(jax.random.key(0), X)
+    for params in (nnx.to_pure_dict(nnx.state(layer, nnx.Param)), variables["params"]):
+        kernels = {name: np.unique(params[name]["kernel"]) for name in WANTED if name in params}
+        assert len(kernels.pop("key")) > 100  # Those left out have Flax's.
+        assert kernels == {"query": [0], "value": [3], "out": [4]}
+        biases = {name: np.unique(params[name]["bias"]).item() for name in params}
+        assert biases == {"query": 0, "key": 5, "value": 0, "out": 6}
+    same = pn.Attention(D, N, rngs=nnx.Rngs(0), kernel_init=constant(2.0), **sizes)
+    assert np.unique(same.out.kernel[...]) == [2.0]
+    with pytest.raises(ValueError, match=r"kernel_init has entries .*got \['out'\]; use out_kerne"):
+        pn.Attention(D, N, rngs=nnx.Rngs(0), kernel_init={"out": constant(1.0)}, **sizes)
+
+
+def test_axes_of_a_scheme_are_found_by_their_size():
+    sizes = dict(
+        zip(("bias", "keys", "queries", "table"), sizes_of_params(build(pe.DeBERTa)), strict=True)
+    )
+    assert sizes == {
+        "bias": ("num_heads", "head_dim"),
+        "keys": ("model_dim", "num_heads", "head_dim"),
+        "queries": ("model_dim", "num_heads", "head_dim"),
+        "table": (None, "model_dim"),
+    }
+    # Key heads divide query heads; N H is no axis of one size; numbers may be equal.
+    assert sizes_of_params(pe.ShortConv(2, 2, 2)) == (
+        (None, "num_kv_heads", "head_dim"),
+        (None, "num_heads", "head_dim"),
+        (None, "num_kv_heads", "head_dim"),
+    )
+    beta, _, conv, *_ = sizes_of_params(build(pe.PaTH))
+    assert beta == ("model_dim", "num_heads") and conv == (None, None)
+    nested = pe.on_axis(pe.chain(pe.RoPE(8), pe.T5(6), pe.SSMax(6)), 0)
+    assert sizes_of_params(nested) == (("num_heads", None), ("num_heads",))
+
+
+def test_names_of_anything_but_sizes_are_refused():
+    message = r"axis_names names axes by their size, num_heads, .*; got \['heads'\]"
+    with pytest.raises(ValueError, match=f"Attention: {message}"):
+        pn.Attention(D, N, head_dim=H, axis_names={"heads": "tensor"}, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=f"PositionEncoding: {message}"):
+        pl.PositionEncoding(pe.T5(N), axis_names={"heads": "tensor"}).init(jax.random.key(0), X)

@@ -1,0 +1,147 @@
+"""Learned positions: the row of each position, and NaN or an error outside the table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import embed
+from support import initial
+
+import posenc_jax as pe
+from posenc_jax.schemes.additive.learned import lookup
+
+OPTIONS = {pe.LearnedAbsolute: {"offset": 2, "stddev": initial(0.1)}}
+
+TABLE = np.arange(1.0, 41.0, dtype=np.float32).reshape(10, 4)
+
+
+@pytest.mark.parametrize("length", [1, 63])
+def test_adds_the_row_of_each_position(length):
+    scheme = pe.LearnedAbsolute(max_length=70, model_dim=6)
+    table = scheme.init(jax.random.key(0))["table"]
+    x = np.random.default_rng(1).normal(size=(2, length, 6)).astype(np.float32)
+    table = np.asarray(table)
+    at = np.random.default_rng(0).integers(0, 70, (2, length))
+    out = pe.scheme_embedding(scheme, {"table": table}, x, positions=jnp.asarray(at))
+    for b, t in np.ndindex(2, length):
+        np.testing.assert_array_equal(out[b, t], x[b, t] + table[at[b, t]])
+    default = pe.scheme_embedding(scheme, {"table": table}, x)
+    np.testing.assert_array_equal(default, x + table[None, :length])
+
+
+def test_default_options_are_those_of_bert():
+    table = pe.LearnedAbsolute(max_length=512, model_dim=768).init(jax.random.key(0))["table"]
+    assert table.shape == (512, 768)
+    np.testing.assert_allclose(table.std(), 0.02, rtol=0.01)  # initializer_range of BERT.
+    np.testing.assert_allclose(table.mean(), 0.0, atol=1e-4)
+
+
+def test_stddev_and_offset_shape_the_table():
+    # OPT: 2048 positions, embed_tokens at position + 2, so 2050 rows (modeling_opt.py).
+    table = pe.LearnedAbsolute(max_length=2048, model_dim=8, offset=2, stddev=0.5).init(
+        jax.random.key(0)
+    )
+    assert table["table"].shape == (2050, 8)
+    np.testing.assert_allclose(table["table"].std(), 0.5, rtol=0.02)
+
+
+def test_offset_skips_the_reserved_rows():
+    scheme = pe.LearnedAbsolute(max_length=8, model_dim=4, offset=2)
+    out = embed(scheme, {"table": TABLE}, np.zeros((1, 2, 4), "f4"), np.array([[0, 7]]))
+    np.testing.assert_array_equal(out[0], TABLE[[2, 9]])
+
+
+@pytest.mark.parametrize("offset, beyond", [(0, 10), (0, -1), (3, 7), (3, -1), (3, -3)])
+def test_positions_outside_the_table_raise(offset, beyond):
+    message = rf"learned: positions must be in \[0, {10 - offset}\).*got .*{beyond}"
+    with pytest.raises(ValueError, match=message):
+        lookup(TABLE, jnp.array([0, beyond]), offset)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_positions_outside_the_table_make_their_row_nan_and_no_other_under_jit(offset):
+    last = 10 - offset - 1
+    at = jnp.array([0, last + 1, last, -1, 1, 2**31 - 1, -(2**31), -2])
+    out = np.asarray(jax.jit(lookup, static_argnums=2)(jnp.asarray(TABLE), at, offset))
+    good = np.array([0, 2, 4])
+    np.testing.assert_array_equal(out[good], TABLE[np.array([0, last, 1]) + offset])
+    assert np.isnan(np.delete(out, good, 0)).all()
+
+
+def test_gradient_counts_the_reads_of_each_row():
+    scheme = pe.LearnedAbsolute(max_length=10, model_dim=4)
+    at = jnp.array([[0, 3, 3, 9]])
+    x = jnp.zeros((1, 4, 4))
+    grad = jax.grad(lambda table: embed(scheme, {"table": table}, x, at).sum())(TABLE)
+    np.testing.assert_array_equal(grad[:, 0], [1, 0, 0, 2, 0, 0, 0, 0, 0, 1])
+
+
+def test_sums_in_float32():
+    x = jnp.full((1, 1, 4), 256.0, jnp.bfloat16)
+    out = pe.LearnedAbsolute(max_length=10, model_dim=4).embed(
+        {"table": TABLE}, x, jnp.array([[0]])
+    )
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out[0, 0].astype(jnp.float32), [256, 258, 260, 260])
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64])
+def test_any_integer_dtype_is_accepted(dtype):
+    np.testing.assert_array_equal(lookup(TABLE, np.array([9, 0], dtype)), TABLE[[9, 0]])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])
+def test_positions_that_are_not_integers_raise(dtype):
+    with pytest.raises(TypeError, match="learned: coordinates must be integers, got"):
+        lookup(TABLE, jnp.zeros(3, dtype))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"max_length": 0}, "max_length must be >= 1, got 0"),
+        ({"model_dim": 0}, "model_dim must be >= 1, got 0"),
+        ({"offset": -1}, "offset must be >= 0, got -1"),
+        ({"stddev": 0.0}, "stddev must be positive, got 0.0"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"learned: {message}"):
+        pe.LearnedAbsolute(**{"max_length": 4, "model_dim": 4} | change)
+
+
+def test_errors_name_the_shapes():
+    scheme = pe.LearnedAbsolute(max_length=10, model_dim=1)  # One dimension would broadcast.
+    with pytest.raises(ValueError, match=r"x must be \[B, T, 1\].*got \(1, 2, 4\) and \(1, 2\)"):
+        scheme.embed({"table": TABLE[:, :1]}, jnp.zeros((1, 2, 4)), jnp.array([[0, 1]]))
+    scheme = pe.LearnedAbsolute(max_length=10, model_dim=4)
+    with pytest.raises(ValueError, match=r"coordinates \[B, T\], got .* and \(2, 1, 2\)"):
+        scheme.embed({"table": TABLE}, jnp.zeros((1, 2, 4)), jnp.zeros((2, 1, 2), jnp.int32))
+
+
+def test_concrete_positions_outside_the_table_raise_under_jit_too():
+    scheme = pe.LearnedAbsolute(max_length=4, model_dim=2)
+    params, at = scheme.init(jax.random.key(0)), jnp.array([[0, 4]])
+    with pytest.raises(ValueError, match=r"must be in \[0, 4\)"):
+        jax.jit(lambda x: scheme.embed(params, x, at))(jnp.zeros((1, 2, 2)))
+
+
+def test_resize_learned_interpolates_patches_and_keeps_the_prefix():
+    """As DeiT and MAE: [1, R, C, D] to [1, D, R, C], interpolate, and back."""
+    random = np.random.default_rng(0)
+    table = jnp.asarray(random.normal(size=(2 + 6, 5)), jnp.float32)
+    new = pe.resize_learned(table, (2, 3), (4, 5), prefix=2)
+    np.testing.assert_array_equal(new[:2], table[:2])
+    for d in range(5):
+        channel = pe.resize_grid(table[2:, d].reshape(2, 3), 4, 5)
+        np.testing.assert_allclose(new[2:, d].reshape(4, 5), channel, atol=1e-6)
+    same = pe.resize_learned(table, (2, 3), (2, 3), prefix=2)
+    np.testing.assert_allclose(same, table, atol=1e-6)
+    other = pe.resize_learned(
+        table, (2, 3), (4, 5), prefix=2, method="bilinear", align_corners=True
+    )
+    np.testing.assert_allclose(
+        other[jnp.array([2, 6])], table[jnp.array([2, 4])], atol=1e-6
+    )  # Corners.
+    with pytest.raises(ValueError, match=r"table must be \[7, D\] .*, got \(8, 5\)"):
+        pe.resize_learned(table, (2, 3), (4, 5), prefix=1)

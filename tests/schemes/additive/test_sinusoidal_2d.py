@@ -1,0 +1,80 @@
+"""Sinusoidal encodings of image patches against MAE's function and DETR's class."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import embed
+
+import posenc_jax as pe
+
+OPTIONS = {pe.Sinusoidal2D: {"theta": 100.0, "layout": "interleaved", "axes": (0, 1)}}
+
+PATH = pathlib.Path(__file__).parents[2] / "golden" / "sinusoidal_2d.json"
+GOLDEN = json.loads(PATH.read_text())
+
+
+def code(scheme, at):
+    return np.asarray(embed(scheme, {}, np.zeros((*at.shape[-2:], scheme.model_dim), "f4"), at)[0])
+
+
+def on_grid(rows, columns):
+    return np.indices((rows, columns)).reshape(2, 1, -1)
+
+
+def test_mae():
+    got = code(pe.Sinusoidal2D(model_dim=12), on_grid(3, 3))
+    np.testing.assert_allclose(got, GOLDEN["mae"], atol=1e-6)
+
+
+def test_the_half_that_mae_names_after_rows_holds_columns():
+    at = np.array([[[5, 5, 9]], [[1, 2, 1]]])
+    got = code(pe.Sinusoidal2D(model_dim=12), at)
+    assert np.abs(got[0, :6] - got[1, :6]).max() > 0.1  # Another column.
+    np.testing.assert_array_equal(got[0, :6], got[2, :6])  # Another row.
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_detr(normalize):
+    at = (on_grid(4, 5) + 1).astype(np.float64)
+    if normalize:
+        at = at / (np.array([4, 5])[:, None, None] + 1e-6) * 2 * np.pi
+    at = at.astype(np.float32) if normalize else at.astype(np.int32)
+    scheme = pe.Sinusoidal2D(model_dim=16, layout="interleaved", axes=(0, 1))
+    np.testing.assert_allclose(code(scheme, at), GOLDEN[f"detr_{normalize}"], atol=1e-6)
+
+
+def test_far_positions_are_exact():
+    at = np.array([[[257, 10**6]], [[10**6, 1]]])
+    angles = at[[1, 0], 0][..., None] / 10000.0 ** (np.arange(3) / 3)
+    wanted = np.concatenate([np.concatenate([np.sin(a), np.cos(a)], -1) for a in angles], -1)
+    np.testing.assert_allclose(code(pe.Sinusoidal2D(model_dim=12), at), wanted, atol=2e-6)
+
+
+def test_coordinates_without_axes_are_used_for_both_axes():
+    scheme, at = pe.Sinusoidal2D(model_dim=12), np.array([[0, 3, 7]])
+    np.testing.assert_array_equal(code(scheme, at), code(scheme, np.stack([at, at])))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_dim": 10}, "model_dim must be a multiple of 4, got 10"),
+        ({"layout": "t2t"}, "layout must be .*, got 't2t'"),
+        ({"axes": (0, 0)}, r"axes must be .*, got \(0, 0\)"),
+        ({"theta": 0.0}, "theta must be positive, got 0.0"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_argument_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"sinusoidal_2d: {message}"):
+        pe.Sinusoidal2D(**({"model_dim": 12} | change))
+
+
+def test_errors_name_the_shapes():
+    scheme = pe.Sinusoidal2D(model_dim=12)
+    with pytest.raises(ValueError, match=r"x must be \[B, T, 12\] .*\(1, 3, 8\)"):
+        jax.eval_shape(lambda: scheme.embed({}, jnp.zeros((1, 3, 8)), jnp.zeros((1, 3), jnp.int32)))

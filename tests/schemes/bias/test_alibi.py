@@ -1,0 +1,205 @@
+"""ALiBi against its authors' slopes and the paper's formula."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import attend, qkv, softmax_attention
+
+import posenc_jax as pe
+
+OPTIONS = {
+    pe.ALiBi: {"symmetry": "learned", "num_biased_heads": 3, "past_offset": 0.5, "scaled": True}
+}
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "alibi.json").read_text())
+SLOPES = {int(n): s for n, s in GOLDEN["slopes"].items()}  # Printed by the authors' get_slopes.
+ARRAYS = qkv()
+
+
+@pytest.mark.parametrize("heads", SLOPES)
+def test_slopes_are_those_of_the_authors_code(heads):
+    np.testing.assert_allclose(pe.alibi_slopes(heads), SLOPES[heads], rtol=1e-6)
+    np.testing.assert_array_equal(pe.ALiBi(num_heads=heads).rules({}).heads, pe.alibi_slopes(heads))
+
+
+def test_slopes_worked_out_by_hand():
+    np.testing.assert_array_equal(pe.alibi_slopes(8), [2.0**-h for h in range(1, 9)])  # Section 3.
+    six = [2.0**-h for h in (2, 4, 6, 8, 1, 3)]  # Of 4 heads, then of 8, every second.
+    np.testing.assert_array_equal(pe.alibi_slopes(6), six)
+    plain = 2.0 ** (-8 * np.arange(1, 13) / 12)  # OLMo's slopes for every N: a different model.
+    assert np.abs(pe.alibi_slopes(12) - plain).max() > 0.1
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_matches_the_paper(is_causal):
+    expected = softmax_attention(
+        *ARRAYS,
+        lambda q, k, n, i, j: q @ k / np.sqrt(8) - SLOPES[6][n] * abs(i - j),
+        sees=lambda i, j: j <= i or not is_causal,
+    )
+    out = attend(pe.ALiBi(num_heads=6), {}, *ARRAYS, is_causal=is_causal)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_the_penalty_at_far_positions():
+    at = np.array([1, 257, 10**6])
+    dense = pe.ALiBi(num_heads=12).rules({}).dense(jnp.asarray(at), jnp.asarray(at))
+    wanted = -np.array(SLOPES[12])[:, None, None] * abs(at[:, None] - at[None])
+    np.testing.assert_allclose(dense, wanted, rtol=1e-6)
+
+
+@settings(deadline=None, max_examples=10)
+@given(*[st.integers(0, 2**29)] * 3)
+def test_depends_on_the_distance_alone(i, j, shift):
+    def at(a, b):
+        return pe.ALiBi(num_heads=4).rules({}).dense(jnp.array([a]), jnp.array([b]))
+
+    np.testing.assert_array_equal(at(i, j), at(j, i))
+    np.testing.assert_array_equal(at(i, j), at(i + shift, j + shift))
+
+
+def test_errors_name_the_argument_and_the_value():
+    for make in (pe.alibi_slopes, lambda n: pe.ALiBi(num_heads=n)):
+        with pytest.raises(ValueError, match=r"alibi: num_heads must be .*1, got 0"):
+            make(0)
+    with pytest.raises(ValueError, match=r"LogitBias.heads must be .*6, .*got \(4,"):
+        pe.attention(*ARRAYS, rules=pe.ALiBi(num_heads=4).rules({}))
+
+
+def issue_five(heads, length, symmetry, past=None, future=None):
+    """The forms for encoders of issue 5 of the authors' repository, in float64: [N, T, T]."""
+    at = np.arange(length)
+    away = np.abs(at[None, :] - at[:, None])
+    if symmetry == "split":
+        hidden = np.full((length, length), -np.inf)
+        right, left = np.triu(hidden, 1), np.tril(hidden, -1)
+        half = -np.array(SLOPES[heads // 2])[:, None, None] * away
+        return np.concatenate([half + right, half + left])
+    past, future = (-1 / (1 + np.exp(-np.float64(x))) for x in (past, future))
+    return np.triu(future[:, None, None] * away) + np.tril(past[:, None, None] * away)
+
+
+@pytest.mark.parametrize("heads", [6, 12])
+def test_split_matches_the_authors(heads):
+    scheme = pe.ALiBi(num_heads=heads, symmetry="split")
+    got = np.array(scheme.rules({}).dense(jnp.arange(63), jnp.arange(63)))
+    wanted = issue_five(heads, 63, "split")
+    np.testing.assert_array_equal(got < -1e19, np.isinf(wanted))
+    np.testing.assert_allclose(np.where(got < -1e19, -np.inf, got), wanted, rtol=2e-6)
+    far = scheme.rules({}).dense(jnp.array([0, 2**31 - 1]), jnp.array([0, 2**31 - 1]))
+    assert np.isfinite(far).all()
+
+
+def test_learned_slopes_match_the_authors():
+    scheme = pe.ALiBi(num_heads=6, symmetry="learned")
+    params = scheme.init(jax.random.key(0))
+    at = np.array([0, 1, 62, 257, 10**6])
+    got = scheme.rules(params).dense(jnp.asarray(at), jnp.asarray(at))
+    short = issue_five(6, 63, "learned", **params)
+    np.testing.assert_allclose(got[:, :3, :3], short[:, at[:3]][:, :, at[:3]], rtol=2e-6)
+    past, future = (1 / (1 + np.exp(-np.float64(params[n]))) for n in ("past", "future"))
+    np.testing.assert_allclose(got[:, 4, 3], -past * (10**6 - 257), rtol=2e-6)
+    np.testing.assert_allclose(got[:, 3, 4], -future * (10**6 - 257), rtol=2e-6)
+    drawn = pe.ALiBi(num_heads=4000, symmetry="learned").init(jax.random.key(0))
+    assert abs(drawn["past"].mean() + 2) < 0.1 and abs(drawn["future"].std() - 1) < 0.1
+
+
+def test_split_in_causal_attention_leaves_half_of_the_heads_their_own_token():
+    out = {
+        symmetry: attend(pe.ALiBi(num_heads=6, symmetry=symmetry), {}, *ARRAYS, is_causal=True)
+        for symmetry in ("symmetric", "split")
+    }
+    three = np.array(SLOPES[3])
+    expected = softmax_attention(
+        *ARRAYS,
+        lambda q, k, n, i, j: (
+            q @ k / np.sqrt(8) - three[n % 3] * abs(i - j) if n < 3 or i <= j else -1e20
+        ),
+    )
+    np.testing.assert_allclose(out["split"], expected, atol=1e-5)
+    np.testing.assert_array_equal(
+        out["split"][:, :, 3:].reshape(1, 63, 3, 8), own_values()[:, :, 3:]
+    )
+    assert np.abs(out["symmetric"] - out["split"]).max() > 0.1
+
+
+def own_values():
+    return np.repeat(ARRAYS[2], 2, axis=2)
+
+
+def test_past_offset_matches_ruoss_et_al():
+    """google-deepmind/randomized_positional_encodings, compute_alibi_encodings_biases."""
+    alibi = np.zeros((63, 63))
+    alibi -= sum(np.tri(63, k=-i) for i in range(1, 63))
+    alibi -= sum(np.tri(63, k=-i).T for i in range(1, 63))
+    alibi += 0.5 * np.tri(63, k=-1)
+    scheme = pe.ALiBi(num_heads=12, past_offset=0.5)
+    got = scheme.rules({}).dense(jnp.arange(63), jnp.arange(63))
+    np.testing.assert_allclose(got, alibi * np.array(SLOPES[12])[:, None, None], rtol=2e-6)
+
+
+def test_num_biased_heads_leaves_the_other_heads_without_a_bias():
+    """lucidrains/x-transformers: slopes of that many heads, then zeros."""
+    got = pe.ALiBi(num_heads=12, num_biased_heads=6).rules({}).heads
+    np.testing.assert_allclose(got, [*SLOPES[6], *[0.0] * 6], rtol=1e-6)
+
+
+def test_scaled_matches_falcon():
+    """huggingface/transformers, models/falcon: attention_logits = (q k + alibi) / sqrt(H)."""
+    expected = softmax_attention(
+        *ARRAYS, lambda q, k, n, i, j: (q @ k + SLOPES[6][n] * j) / np.sqrt(8)
+    )
+    out = attend(pe.ALiBi(num_heads=6, scaled=True), {}, *ARRAYS, is_causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"symmetry": "none"},
+            r"alibi: symmetry must be one of \('symmetric', 'split', 'learned'\), got 'none'",
+        ),
+        ({"symmetry": "split", "num_heads": 5}, 'symmetry="split" needs an even num_heads, got 5'),
+        ({"symmetry": "split", "past_offset": 1.0}, "needs a past_offset below 1, got 1.0"),
+        (
+            {"num_biased_heads": 7},
+            "num_biased_heads must be 0 to 6 with symmetry='symmetric', got 7",
+        ),
+        (
+            {"num_biased_heads": 2, "symmetry": "learned"},
+            "num_biased_heads must be 0 to 0 .*'learned', got 2",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        pe.ALiBi(**({"num_heads": 6} | change))
+
+
+@pytest.mark.parametrize("symmetry", ["split", "learned"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_implementations_agree_on_asymmetric_slopes_and_their_gradients(symmetry, is_causal):
+    scheme = pe.ALiBi(num_heads=6, symmetry=symmetry)
+    params = scheme.init(jax.random.key(0))
+
+    def loss(params, arrays, implementation):
+        options = {"is_causal": is_causal, "implementation": implementation}
+        out, _ = pe.scheme_attention(scheme, params, *arrays, **options)
+        return (out**2).sum(), out
+
+    run = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
+    (a, out_a), (b, out_b) = (run(params, ARRAYS, i) for i in ("reference", "xla"))
+    np.testing.assert_allclose(out_a, out_b, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+    for name, slope in a[0].items():
+        unused = is_causal and name == "future"
+        assert np.all(np.asarray(slope) == 0) == unused

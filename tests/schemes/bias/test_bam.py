@@ -1,0 +1,72 @@
+"""BAM against runs of the authors' two priors, and against ALiBi."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+from support import Option, initial
+
+import posenc_jax as pe
+
+OPTIONS = {
+    pe.BAM: {"learn_location": Option(True), "scale_inside": True, "initial_shape": initial(0.5)}
+}
+GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "bam.json").read_text())
+BOTH = pytest.mark.parametrize("name", ["bam", "bam_inference"])
+
+
+def params(name):
+    return {n: jnp.asarray(GOLDEN[name][n], jnp.float32) for n in ("scale", "shape", "loc")}
+
+
+@BOTH
+def test_matches_the_prior_of_the_authors(name):
+    scheme = pe.BAM(num_heads=6, learn_location=True, scale_inside=name == "bam_inference")
+    bias = scheme.rules(params(name)).dense(jnp.arange(9), jnp.arange(9))
+    np.testing.assert_allclose(bias, GOLDEN[name]["bias"], rtol=2e-6, atol=2e-6)
+
+
+@BOTH
+def test_initial_prior_is_that_of_the_authors_and_alibi(name):
+    scheme, at = pe.BAM(num_heads=6, scale_inside=name == "bam_inference"), jnp.arange(9)
+    bias = scheme.rules(scheme.init(jax.random.key(0))).dense(at[-1:], at)
+    np.testing.assert_allclose(bias[:, 0], GOLDEN[name]["initial"], rtol=2e-6)
+    alibi = pe.ALiBi(num_heads=6).rules({}).dense(at[-1:], at)
+    np.testing.assert_allclose(bias, alibi, atol=1e-5)  # The epsilon is 1e-5.
+
+
+@pytest.mark.parametrize("scale_inside", [False, True])
+def test_attention_matches_the_paper(scale_inside):
+    p = {n: np.asarray(x, np.float64) for n, x in params("bam").items()}
+    arrays = qkv(length=40)
+
+    def logit(q, k, n, i, j):
+        scale, distance = np.exp(p["scale"][n]), abs(j - i - 2 * np.sinh(p["loc"][n]))
+        inner = (distance * scale if scale_inside else distance) + 1e-5
+        return q @ k / np.sqrt(8) - inner ** p["shape"][n] * (1 if scale_inside else scale)
+
+    scheme = pe.BAM(num_heads=6, learn_location=True, scale_inside=scale_inside)
+    for implementation in ("reference", "xla"):
+        out = attend(scheme, params("bam"), *arrays, is_causal=True, implementation=implementation)
+        np.testing.assert_allclose(out, softmax_attention(*arrays, logit), atol=5e-6)
+
+
+def test_gradients_are_finite_where_a_key_is_at_the_centre_of_the_prior():
+    """|j - i - m| is zero there, and its power has no derivative."""
+    scheme = pe.BAM(num_heads=6, learn_location=True)
+    learned = params("bam") | {"loc": jnp.zeros(6)}
+
+    def total(learned):
+        return scheme.rules(learned).dense(jnp.arange(5), jnp.arange(5)).sum()
+
+    for leaf in jax.tree.leaves(jax.grad(total)(learned)):
+        assert np.isfinite(leaf).all()
+
+
+def test_refuses_a_shape_that_is_no_number():
+    with pytest.raises(ValueError, match="initial_shape"):
+        pe.BAM(num_heads=2, initial_shape=float("nan"))

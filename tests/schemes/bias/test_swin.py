@@ -1,0 +1,85 @@
+"""Swin against the class of its authors."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend
+from support import initial
+
+import posenc_jax as pe
+
+OPTIONS = {pe.Swin: {"window": (5, 6), "stddev": initial(0.1)}}
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "swin.json").read_text())
+
+
+def on_grid(rows, columns):
+    return np.indices((rows, columns), np.int32).reshape(2, 1, -1)
+
+
+def waves(*shape):
+    return np.sin(1 + np.arange(np.prod(shape))).reshape(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_entries_are_those_of_the_authors(flat):
+    scheme = pe.Swin(num_heads=1, window=(3, 4))
+    numbers = {"table": jnp.arange(35, dtype=jnp.float32)[None]}
+    at = jnp.arange(12)[None] if flat else on_grid(3, 4)
+    index = scheme.rules(numbers).dense(at, at)[0, 0]
+    np.testing.assert_array_equal(index, GOLDEN["index_3_4"])
+
+
+def test_entries_of_two_by_two_worked_out_by_hand():
+    scheme = pe.Swin(num_heads=1, window=(2, 2))
+    numbers = {"table": jnp.arange(9, dtype=jnp.float32)[None]}
+    index = scheme.rules(numbers).dense(jnp.arange(4), jnp.arange(4))[0]
+    np.testing.assert_array_equal(index, [[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]])
+
+
+@pytest.mark.parametrize("moved", [0, 1, 257, 10**6])
+def test_attention_matches_the_authors(moved):
+    scheme = pe.Swin(num_heads=6, window=tuple(GOLDEN["window"]))
+    params = {"table": waves(15, 6).T}
+    q, k, v, wanted = (jnp.asarray(GOLDEN[n], jnp.float32)[None] for n in ("q", "k", "v", "out"))
+    at = jnp.asarray(on_grid(2, 3) + np.array([moved, 2 * moved], np.int32)[:, None, None])
+    out = attend(scheme, params, q, k, v, coordinates=at)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_offset_larger_than_the_window_makes_its_row_nan_and_no_other():
+    scheme = pe.Swin(num_heads=2, window=(2, 3))
+    params = scheme.init(jax.random.key(0))
+    row, column = np.array([[0, 1, 2], [0, 2, 0]], np.int32)
+    at = jnp.asarray(np.stack([row, column])[:, None])
+    bias = scheme.rules(params).dense(at, at)[0, 0]
+    np.testing.assert_array_equal(np.isnan(bias), np.abs(row[:, None] - row[None]) > 1)
+    q = k = v = jnp.ones((1, 3, 2, 4))
+    out = attend(scheme, params, q, k, v, coordinates=at, is_causal=True)
+    np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), [False, False, True])
+    segments = jnp.array([[0, 0, 1]])  # Masked keys have no effect.
+    out = attend(scheme, params, q, k, v, coordinates=at, segment_ids=segments)
+    assert np.isfinite(out).all()
+
+
+def test_starts_with_small_numbers():
+    table = pe.Swin(num_heads=40, stddev=0.5).init(jax.random.key(0))["table"]
+    assert np.abs(table).max() <= 1.0 and 0.4 < table.std() < 0.5
+
+
+def test_errors_name_the_argument_and_the_value():
+    with pytest.raises(ValueError, match=r"swin: window must be .*, got \(0, 2\)"):
+        pe.Swin(num_heads=2, window=(0, 2))
+    with pytest.raises(ValueError, match=r"swin: num_heads must be >= 1, got 0"):
+        pe.Swin(num_heads=0)
+    with pytest.raises(ValueError, match=r"swin: window must be .*, got 7"):
+        pe.Swin(num_heads=2, window=7)
+    bias = pe.Swin(num_heads=1).rules({"table": jnp.zeros((1, 169))})
+    with pytest.raises(TypeError, match="swin: coordinates must be integers, got float32"):
+        bias.dense(jnp.zeros(2), jnp.zeros(2))
+    with pytest.raises(ValueError, match="swin: coordinates must have 2 axes, got 3"):
+        bias.dense(*[jnp.zeros((3, 1, 2), jnp.int32)] * 2)

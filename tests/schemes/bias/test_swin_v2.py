@@ -1,0 +1,91 @@
+"""Swin V2 against the class of its authors."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend
+
+import posenc_jax as pe
+from posenc_jax.schemes.bias.swin_v2 import log_offsets
+
+OPTIONS = {
+    pe.SwinV2: {"window": (5, 6), "pretrained_window": (5, 5), "width": 5},
+}
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "swin_v2.json").read_text())
+CASES = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: str(c["pretrained"]))
+TAU = np.array([0.5, 1, 2, 3, 4, 5], np.float32)
+
+
+def on_grid(rows, columns):
+    return jnp.asarray(np.indices((rows, columns)).reshape(2, 1, -1), jnp.int32)
+
+
+def waves(*shape):
+    return np.sin(1 + np.arange(np.prod(shape))).reshape(shape).astype(np.float32)
+
+
+def scheme_of(case):
+    window, pretrained = tuple(case["window"]), tuple(case["pretrained"])
+    return pe.SwinV2(num_heads=6, window=window, pretrained_window=pretrained)
+
+
+@CASES
+def test_offsets_are_those_of_the_authors(case):
+    trained = case["window"] if case["pretrained"] == [0, 0] else case["pretrained"]
+    got = log_offsets(tuple(case["window"]), tuple(trained))
+    np.testing.assert_allclose(got, case["log_offsets"], rtol=2e-6)
+
+
+def test_offsets_printed_in_float64():
+    wanted = [-1.05664167, -0.773976032, 0.0, 0.773976032, 1.05664167]
+    np.testing.assert_allclose(log_offsets((3, 1), (3, 3))[:, 0], wanted, rtol=1e-6)
+    wanted = [-0.715613796, -0.572069011, -0.366511891, 0.0, 0.366511891, 0.572069011, 0.715613796]
+    np.testing.assert_allclose(log_offsets((4, 1), (8, 8))[:, 0], wanted, rtol=1e-6)
+
+
+@CASES
+@pytest.mark.parametrize("flat", [True, False])
+def test_attention_matches_the_authors(case, flat):
+    params = {"in": waves(512, 2), "in_bias": waves(512), "out": waves(6, 512) / 16, "tau": TAU}
+    q, k, v, wanted = (jnp.asarray(case[n], jnp.float32)[None] for n in ("q", "k", "v", "out"))
+    at = None if flat else on_grid(*case["window"])
+    out = attend(scheme_of(case), params, q, k, v, coordinates=at)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_invariant_to_the_norms_of_q_and_k_with_finite_gradients_at_zero():
+    scheme = pe.SwinV2(num_heads=2, window=(2, 2))
+    params = scheme.init(jax.random.key(0))
+    q, k, v = np.random.default_rng(1).normal(size=(3, 1, 4, 2, 8)).astype(np.float32)
+
+    @jax.jit
+    def out(q, k):
+        return pe.scheme_attention(scheme, params, q, k, v)[0]
+
+    np.testing.assert_allclose(out(3 * q, k / 10), out(q, k), atol=1e-5)
+    np.testing.assert_allclose(params["tau"], np.log(10), rtol=1e-6)
+    grad = jax.grad(lambda q: out(q, k).sum())(np.zeros_like(q))
+    assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"window": (1, 8)}, r"both sizes must be at least 2, got \(1, 8\)"),
+        ({"window": (0, 8)}, r"swin_v2: window must be .*, got \(0, 8\)"),
+        ({"pretrained_window": (8, 1)}, r"both sizes must be at least 2, got \(8, 1\)"),
+        ({"pretrained_window": 8}, "swin_v2: pretrained_window must be .*, got 8"),
+        ({"pretrained_window": (8, 8, 8)}, r"pretrained_window must be .*, got \(8, 8, 8\)"),
+        ({"width": 0}, "swin_v2: width must be >= 1, got 0"),
+        ({"num_heads": 0}, "swin_v2: num_heads must be >= 1, got 0"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_argument_and_the_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        pe.SwinV2(**({"num_heads": 2} | change))

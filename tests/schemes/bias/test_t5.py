@@ -1,0 +1,153 @@
+"""T5's buckets against the authors' code, its attention against the paper's formula."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+from support import initial
+
+import posenc_jax as pe
+from posenc_jax.schemes.bias.t5 import t5_boundaries
+
+OPTIONS = {
+    pe.T5: {"num_buckets": 8, "max_distance": 32, "bidirectional": True, "stddev": initial(0.1)}
+}
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "t5.json").read_text())
+ARRAYS = qkv()
+
+
+def authors_buckets(case):
+    """The bucket of every distance from -600 to 600, from run lengths."""
+    starts, buckets = np.array(case["runs"]).T
+    lengths = np.diff([*starts, GOLDEN["last"] + 1])
+    return np.repeat(buckets, lengths)
+
+
+def sizes(case):
+    return {name: case[name] for name in ("num_buckets", "max_distance", "bidirectional")}
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str([*sizes(case).values()]))
+def test_buckets_are_those_of_the_authors_code(case):
+    distance = jnp.arange(GOLDEN["first"], GOLDEN["last"] + 1)
+    np.testing.assert_array_equal(pe.t5_bucket(distance, **sizes(case)), authors_buckets(case))
+
+
+def test_far_distances_share_the_last_bucket():
+    far = jnp.array([113, 10**6, 2**31 - 1, -1, -(10**6)])
+    np.testing.assert_array_equal(pe.t5_bucket(far), [31, 31, 31, 0, 0])
+    both = pe.t5_bucket(far, bidirectional=True)
+    np.testing.assert_array_equal(both, [15, 15, 15, 17, 31])
+
+
+def test_bucket_16_of_32_is_unused_when_bidirectional():
+    used = set(np.asarray(pe.t5_bucket(jnp.arange(-600, 601), bidirectional=True)).tolist())
+    assert used == set(range(32)) - {16}
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_attention_matches_the_paper(bidirectional):
+    scheme = pe.T5(num_heads=6, bidirectional=bidirectional, num_buckets=32, stddev=1.0)
+    params = scheme.init(jax.random.key(0))
+    table = np.asarray(params["table"], np.float64)
+    case = next(c for c in GOLDEN["cases"] if sizes(c) == sizes(vars(scheme)))
+    bucket = authors_buckets(case)
+    expected = softmax_attention(  # T5 does not divide by sqrt(d).
+        *ARRAYS,
+        lambda q, k, n, i, j: q @ k + table[n, bucket[i - j + 600]],
+        sees=lambda i, j: j <= i or bidirectional,
+    )
+    out = attend(scheme, params, *ARRAYS, is_causal=not bidirectional)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    assert scheme.logit_scale(8) == scheme.logit_scale(64) == 1.0
+
+
+def test_the_bias_at_far_positions():
+    scheme = pe.T5(num_heads=6)
+    params = scheme.init(jax.random.key(0))
+    at = jnp.array([1, 257, 10**6])
+    dense = scheme.rules(params).dense(at, at)
+    bucket = np.array([[0, 0, 0], [31, 0, 0], [31, 31, 0]])
+    np.testing.assert_array_equal(dense, np.asarray(params["table"])[:, bucket])
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"][:6], ids=lambda c: str([*sizes(c).values()]))
+def test_the_bias_is_constant_beyond_its_bounds(case):
+    """The bounds are the tightest, as far tiles are skipped by them."""
+    scheme = pe.T5(num_heads=1, **sizes(case))
+    low, high = scheme.rules({"table": jnp.zeros((1, scheme.num_buckets))}).bounds
+    buckets = authors_buckets(case)
+    assert len(set(buckets[: low + 601])) == 1 and len(set(buckets[high + 600 :])) == 1
+    assert buckets[low + 601] != buckets[low + 600] and buckets[high + 599] != buckets[high + 600]
+
+
+def test_the_gradient_counts_the_pairs_of_each_bucket():
+    scheme = pe.T5(num_heads=2, num_buckets=8, max_distance=20)
+    at = jnp.arange(30)
+
+    def total(table):
+        return scheme.rules({"table": table}).dense(at, at).sum()
+
+    grad = jax.jit(jax.grad(total))(jnp.zeros((2, 8)))
+    distance = np.arange(30)[:, None] - np.arange(30)[None]
+    counts = np.bincount(np.asarray(pe.t5_bucket(distance, num_buckets=8, max_distance=20)).ravel())
+    np.testing.assert_array_equal(grad, [counts, counts])
+
+
+def test_options_change_the_bias():
+    def dense(**options):
+        scheme = pe.T5(num_heads=1, **options)
+        table = np.arange(scheme.num_buckets, dtype=np.float32)[None]
+        return np.asarray(scheme.rules({"table": table}).dense(np.arange(200), np.arange(200)))
+
+    for options in ({"num_buckets": 16}, {"max_distance": 64}, {"bidirectional": True}):
+        assert np.abs(dense(**options) - dense()).max() >= 1, options
+    params = pe.T5(num_heads=64, stddev=0.5).init(jax.random.key(0))
+    np.testing.assert_allclose(params["table"].std(), 0.5, rtol=0.05)
+    silent = pe.T5(num_heads=2, stddev=0.0).init(jax.random.key(0))
+    assert np.all(np.asarray(silent["table"]) == 0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
+        ({"stddev": -1.0}, "stddev must not be negative, got -1.0"),
+        ({"num_buckets": 1}, "num_buckets must be at least 2 and a multiple of 1, got 1"),
+        (
+            {"num_buckets": 5, "bidirectional": True},
+            "num_buckets must be at least 4 and a multiple of 2, got 5",
+        ),
+        ({"max_distance": 16}, "max_distance must exceed the 16 exact buckets, got 16"),
+        (
+            {"max_distance": 8, "bidirectional": True},
+            "max_distance must exceed the 8 exact buckets, got 8",
+        ),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"t5: {message}"):
+        pe.T5(**{"num_heads": 2} | change)
+    if not {"num_heads", "stddev"} & set(change):
+        with pytest.raises(ValueError, match=f"t5: {message}"):
+            pe.t5_bucket(jnp.arange(3), **change)
+
+
+def test_boundaries_of_a_long_context_are_found_at_once():
+    assert t5_boundaries(32, 2**30)[-2:] == (112863207, 348117718)
+
+
+def test_sizes_that_are_not_integers_are_refused():
+    with pytest.raises(TypeError, match=r"t5: max_distance must be an integer, got 100\.5"):
+        pe.T5(num_heads=2, max_distance=100.5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])
+def test_distances_that_are_not_integers_raise(dtype):
+    with pytest.raises(TypeError, match="t5: distance must be integers, got"):
+        pe.t5_bucket(jnp.zeros(3, dtype))

@@ -1,0 +1,155 @@
+"""TUPE against the encoder of its authors."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+from support import Option, initial
+
+import posenc_jax as pe
+
+OPTIONS = {
+    pe.TUPE: {
+        "untie_cls": False,
+        "num_buckets": 8,
+        "max_distance": Option(16, {"num_buckets": 16}),
+        "stddev": initial(0.1),
+    }
+}
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "tupe.json").read_text())
+ARRAYS = qkv()
+
+
+def waves(*shape):
+    return np.sin(1 + np.arange(np.prod(shape))).reshape(shape).astype(np.float32)
+
+
+def small(**options):
+    return pe.TUPE(**({"num_heads": 6, "head_dim": 8, "model_dim": 10, "max_length": 63} | options))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def dense(scheme, params, q, k):
+    """The sum of all terms, [N, T, S]."""
+    made = scheme.rules(params)
+    terms = made if isinstance(made, tuple) else (made,)
+    return sum(b.dense(q, k) for b in terms)
+
+
+def trained_like(scheme):
+    """Parameters with the magnitude of a trained model, so that the bias matters."""
+    params = scheme.init(jax.random.key(0))
+    return params | {n: 20 * np.asarray(params[n]) for n in ("query", "key")}
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: str(c["relative"]))
+def test_matches_the_authors(case):
+    """waves(48, 24) holds the weights of q, then the weights of k, [out, in]."""
+    options = {"num_buckets": 8, "max_distance": 10} if case["relative"] else {}
+    scheme = pe.TUPE(num_heads=6, head_dim=4, model_dim=24, max_length=12, **options)
+    weights = (waves(48, 24) / 4).reshape(2, 6, 4, 24).transpose(0, 3, 1, 2)
+    biases = (waves(48) / 4).reshape(2, 6, 4)
+    params = {
+        "table": waves(13, 24),
+        "norm": {"scale": 1 + waves(24) / 2, "bias": waves(24) / 2},
+        "query": weights[0],
+        "query_bias": biases[0],
+        "key": weights[1],
+        "key_bias": biases[1],
+    }
+    if case["relative"]:
+        params["buckets"] = waves(9, 6).T
+    assert jax.tree.structure(params) == jax.tree.structure(scheme.init(jax.random.key(0)))
+    got = dense(scheme, params, np.arange(12), np.arange(12))
+    np.testing.assert_allclose(got, case["bias"], rtol=2e-6, atol=2e-6)
+
+
+def reference(params, i, j, untied):
+    """The products of the paper's equations 8 and 12 for one pair, in float64: [N]."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+    def projected(name, row):
+        x = p["table"][row]
+        x = (x - x.mean()) / np.sqrt(x.var() + 1e-5) * p["norm"]["scale"] + p["norm"]["bias"]
+        return np.einsum("d,dnh->nh", x, p[name]) + p[f"{name}_bias"]
+
+    rows = i + untied, j + untied
+    if untied and i == 0:
+        rows = 0, 0
+    elif untied and j == 0:
+        rows = 1, 1
+    return (projected("query", rows[0]) * projected("key", rows[1])).sum(-1) / 4.0
+
+
+@pytest.mark.parametrize("untied", [True, False])
+def test_attention_matches_the_paper(untied):
+    scheme = small(untie_cls=untied)
+    params = trained_like(scheme)
+    bias = np.array([[reference(params, i, j, untied) for j in range(63)] for i in range(63)])
+    expected = softmax_attention(*ARRAYS, lambda q, k, n, i, j: q @ k / 4.0 + bias[i, j, n])
+    out = attend(scheme, params, *ARRAYS, is_causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_with_tied_cls_equals_a_chain_with_t5():
+    scheme = small(untie_cls=False, num_buckets=32)
+    params = trained_like(scheme)
+    params["buckets"] = waves(6, 32)
+    plain = small(untie_cls=False)
+    both = pe.chain(plain, pe.T5(num_heads=6, bidirectional=True))
+    rest = {n: leaf for n, leaf in params.items() if n != "buckets"}
+    chained = attend(both, (rest, {"table": params["buckets"]}), *ARRAYS, scale=0.25)
+    np.testing.assert_allclose(attend(scheme, params, *ARRAYS), chained, atol=1e-5)
+    assert np.abs(chained - attend(plain, rest, *ARRAYS)).max() > 0.1
+
+
+def test_each_packed_sequence_has_its_own_cls():
+    scheme = small(num_buckets=32)
+    params = trained_like(scheme)
+    q, k, v = (x[:, :20] for x in ARRAYS)
+    segments = jnp.array([[0] * 8 + [1] * 12])
+    at = jnp.array([[*range(8), *range(12)]])
+    out = attend(scheme, params, q, k, v, positions=at, segment_ids=segments)
+    alone = attend(scheme, params, *(x[:, 8:] for x in (q, k, v)))
+    np.testing.assert_allclose(out[:, 8:], alone, atol=1e-5)
+
+
+def test_positions_outside_the_table_raise_or_make_their_row_nan_and_no_other():
+    scheme = small(max_length=20)
+    params = scheme.init(jax.random.key(0))
+    q, k, v = (x[:, :5] for x in ARRAYS)
+    for bad in (20, -1):
+        at = jnp.array([[0, 1, 2, bad, 3]])
+        with pytest.raises(ValueError, match=r"tupe: positions must be in \[0, 20\), .* got"):
+            pe.scheme_attention(scheme, params, q, k, v, coordinates=at)
+        out = attend(scheme, params, q, k, v, coordinates=at, is_causal=True)
+        np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), [0, 0, 0, 1, 1])
+
+
+def test_float_coordinates_raise():
+    q, k, v = (x[:, :3] for x in ARRAYS)
+    scheme = small()
+    params = scheme.init(jax.random.key(0))
+    with pytest.raises(TypeError, match="tupe: coordinates must be integers, got float32"):
+        pe.scheme_attention(scheme, params, q, k, v, coordinates=jnp.zeros((1, 3)))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"head_dim": 0}, "tupe: head_dim must be >= 1, got 0"),
+        ({"max_length": 0}, "tupe: max_length must be >= 1, got 0"),
+        ({"stddev": 0.0}, "tupe: stddev must be positive, got 0.0"),
+        ({"num_buckets": 3}, "t5: num_buckets must be .*, got 3"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_argument_and_the_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        small(**change)

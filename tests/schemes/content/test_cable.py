@@ -1,0 +1,59 @@
+"""CABLE against a run of the authors' attention layer, and against FoX."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import close
+
+import posenc_jax as pe
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "cable.json").read_text())
+ARRAYS = {
+    name: np.asarray(values, np.float32) for name, values in GOLDEN.items() if name != "origin"
+}
+X, Q, K, V = (ARRAYS[name][None] for name in "xqkv")
+PARAMS = {name: ARRAYS[name] for name in "wb"}
+SCHEME = pe.CABLE(num_heads=6, model_dim=24)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_matches_the_layer_of_the_authors(implementation):
+    out, _ = pe.scheme_attention(
+        SCHEME, PARAMS, Q, K, V, x=X, is_causal=True, implementation=implementation
+    )
+    close(out[0], ARRAYS["out"], 2e-6)
+
+
+def test_is_fox_with_opposite_gates():
+    fox = pe.FoX(num_heads=6, model_dim=24)
+    gates = {"w": -PARAMS["w"], "b": -PARAMS["b"]}
+    out, _ = pe.scheme_attention(fox, gates, Q, K, V, x=X, is_causal=True, scale=1.0)
+    close(out[0], ARRAYS["out"], 2e-6)
+    for own, theirs in zip(*map(jax.tree.leaves, (SCHEME.init(KEY), fox.init(KEY))), strict=True):
+        np.testing.assert_array_equal(own, theirs)
+
+
+KEY = jax.random.key(0)
+
+
+def test_decoding_continues_the_sum():
+    step = jax.jit(
+        lambda cache, x, q, k, v: pe.scheme_attention(
+            SCHEME, PARAMS, q, k, v, x=x, cache=cache, is_causal=True
+        )
+    )
+    cache = pe.new_cache(SCHEME, 1, 16, num_heads=6, head_dim=4, model_dim=24)
+    outs = []
+    for t in range(X.shape[1]):
+        out, cache = step(cache, *(a[:, t : t + 1] for a in (X, Q, K, V)))
+        outs.append(out)
+    close(jnp.concatenate(outs, 1)[0], ARRAYS["out"], 2e-6)
+
+
+def test_refuses_sizes_below_one():
+    with pytest.raises(ValueError, match="num_heads"):
+        pe.CABLE(num_heads=0, model_dim=8)

@@ -1,0 +1,171 @@
+"""DeBERTa against the authors' code.
+
+`log_bucket` and `authors` are microsoft/DeBERTa, DeBERTa/deberta/da_utils.py,
+make_log_bucket_position, and disentangled_attention.py, disentangled_att_bias with the
+scores of forward, from torch to NumPy in float64, for one sequence.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import qkv
+from support import Option, initial
+
+import posenc_jax as pe
+from posenc_jax.schemes.content.deberta import deberta_boundaries
+
+OPTIONS = {
+    pe.DeBERTa: {
+        "span": Option(8, {"max_distance": 512}),
+        "max_distance": Option(20, {"span": 8}),
+        "content_to_position": False,
+        "position_to_content": False,
+        "projected": True,
+        "stddev": initial(0.1),
+    }
+}
+
+
+def log_bucket(relative_pos, bucket_size, max_position):
+    sign, mid = np.sign(relative_pos), bucket_size // 2
+    inside = (relative_pos < mid) & (relative_pos > -mid)
+    abs_pos = np.where(inside, mid - 1, np.abs(relative_pos)).astype(np.float64)
+    log_pos = np.log(abs_pos / mid) / np.log((max_position - 1) / mid) * (mid - 1)
+    return np.where(abs_pos <= mid, relative_pos, (np.ceil(log_pos) + mid) * sign).astype(int)
+
+
+def authors(q, k, pos_key, pos_query, span, max_position, positions):
+    """[T, N, H] twice and [2 span, N, H] twice, one None or neither: scores [N, T, T]."""
+    q, k = (np.moveaxis(np.asarray(a, np.float64), 1, 0) for a in (q, k))
+    scale_factor = 1 + (pos_key is not None) + (pos_query is not None)
+    relative_pos = positions[:, None] - positions[None, :]
+    if max_position is not None:
+        relative_pos = log_bucket(relative_pos, span, max_position)
+    query = q / np.sqrt(q.shape[-1] * scale_factor)
+    score = query @ np.swapaxes(k, 1, 2)
+    if pos_key is not None:
+        c2p_att = np.einsum("nih,rnh->nir", query, np.asarray(pos_key, np.float64))
+        c2p_pos = np.clip(relative_pos + span, 0, span * 2 - 1)
+        score = score + np.take_along_axis(c2p_att, c2p_pos[None].repeat(len(q), 0), -1)
+    if pos_query is not None:
+        pos_query = np.asarray(pos_query, np.float64) / np.sqrt(q.shape[-1] * scale_factor)
+        p2c_pos = np.clip(-relative_pos + span, 0, span * 2 - 1)
+        p2c_att = np.einsum("njh,rnh->njr", k, pos_query)
+        p2c_att = np.take_along_axis(p2c_att, p2c_pos[None].repeat(len(q), 0), -1)
+        score = score + np.swapaxes(p2c_att, 1, 2)
+    return score
+
+
+def make(**options):
+    scheme = pe.DeBERTa(num_heads=6, head_dim=8, model_dim=20, stddev=0.4, **options)
+    params = scheme.init(jax.random.key(0))
+    if "bias" in params:
+        params["bias"] = 0.3 * jax.random.normal(jax.random.key(1), (6, 8))
+    return scheme, params
+
+
+def projected(params):
+    """K and Q of the paper, [2 span, N, H]."""
+    tables = {}
+    for name in ("keys", "queries"):
+        if name in params:
+            tables[name] = params[name]
+            if "table" in params:
+                tables[name] = np.einsum("rd,dnh->rnh", params["table"], params[name])
+    if "bias" in params:
+        tables["queries"] = tables["queries"] + np.asarray(params["bias"])
+    return tables.get("keys"), tables.get("queries")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"span": 8, "max_distance": 20},
+        {"span": 6, "max_distance": 31, "projected": True},
+        {"span": 10, "max_distance": None},
+        {"span": 8, "max_distance": 20, "content_to_position": False},
+        {"span": 8, "max_distance": 20, "position_to_content": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("far", [False, True])
+def test_matches_the_code_of_the_authors(options, is_causal, far):
+    q, k, v = qkv(kv_heads=6)
+    scheme, params = make(**options)
+    positions = np.r_[1, 257, 10**6 + np.arange(61)] if far else np.arange(63)
+    sizes = scheme.span, scheme.max_distance, positions
+    scores = authors(q[0], k[0], *projected(params), *sizes)
+    if is_causal:
+        scores = np.where(np.tri(63) > 0, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("nij,jnv->inv", weights, np.asarray(v[0], np.float64))
+    places = {"positions": jnp.asarray(positions)} if far else {}
+    for implementation in ("reference", "xla"):
+        out = oracle.attend(
+            scheme, params, q, k, v, is_causal=is_causal, implementation=implementation, **places
+        )
+        np.testing.assert_allclose(out[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("span, last", [(256, 512), (8, 20), (6, 31), (32, 600), (4, 5)])
+def test_buckets_are_those_of_the_authors(span, last):
+    distances = np.arange(-3 * last, 3 * last)
+    rows = np.clip(log_bucket(distances, span, last) + span, 0, 2 * span - 1)
+    scheme = pe.DeBERTa(
+        num_heads=1, head_dim=1, model_dim=1, span=span, max_distance=last, projected=True
+    )
+    params = dict.fromkeys(("keys", "queries"), jnp.arange(2.0 * span)[:, None, None])
+    for term in scheme.rules(params, None, None):
+        np.testing.assert_array_equal(term.vectors(jnp.asarray(distances))[0, :, 0], rows)
+        assert term.bounds == (-last, last - 1)
+
+
+def test_buckets_printed_by_the_authors():
+    bounds = np.array(deberta_boundaries(256, 512))
+    for distance, bucket in ((129, 129), (140, 137), (200, 169), (400, 233), (511, 255)):
+        assert 128 + np.sum(bounds <= distance) == bucket
+
+
+def test_boundaries_of_a_long_context_are_found_at_once():
+    assert deberta_boundaries(8, 2**30)[-2:] == (1664511, 2**30)
+
+
+def test_initialisation_and_scale_follow_the_options():
+    def shapes(**options):
+        scheme, params = make(span=4, max_distance=9, **options)
+        return {name: x.shape for name, x in params.items()}, scheme.logit_scale(8)
+
+    dim, rows, bias = (20, 6, 8), (8, 6, 8), (6, 8)
+    table = {"table": (8, 20)}
+    assert shapes() == ({"keys": dim, "queries": dim, "bias": bias} | table, 24**-0.5)
+    assert shapes(position_to_content=False) == ({"keys": dim} | table, 0.25)
+    assert shapes(projected=True)[0] == {"keys": rows, "queries": rows}
+    params = pe.DeBERTa(num_heads=8, head_dim=64, model_dim=512).init(jax.random.key(0))
+    assert all(0.019 < params[name].std() < 0.021 for name in ("keys", "queries", "table"))
+    assert np.all(np.asarray(params["bias"]) == 0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"span": 0}, "span must be >= 1, got 0"),
+        ({"max_distance": 200}, "buckets need an even span >= 4 and a max_distance above it"),
+        ({"span": 7}, "buckets need an even .* got span=7 and max_distance=512; or"),
+        ({"stddev": -1.0}, "stddev must not be negative, got -1.0"),
+        ({"content_to_position": False, "position_to_content": False}, ".* must not both be False"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"deberta: {message}"):
+        pe.DeBERTa(**{"num_heads": 6, "head_dim": 8, "model_dim": 20} | change)
+
+
+def test_errors_name_the_shapes():
+    scheme, params = make()
+    with pytest.raises(ValueError, match=r"deberta: q must be \[B, T, 6, 8\], got"):
+        oracle.attend(scheme, params, *qkv(heads=12, kv_heads=6))

@@ -1,0 +1,272 @@
+"""PaTH against the authors' code and numbers from a run of it.
+
+`authors` is naive_path_attn of fla-org/flash-linear-attention, tests/ops/test_path_attn.py,
+and `layer` the projections of fla/layers/path_attn.py, from torch to NumPy in float64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import qkv
+
+import posenc_jax as pe
+from posenc_jax.schemes.content import path
+
+OPTIONS = {
+    pe.PaTH: {"num_kv_heads": 2, "rank": 4, "short_conv": False, "forget_gate": True},
+}
+
+
+def authors(q, k, v, w, beta, gates=None, *, chunk=16):
+    """[B, T, N, H] of all; beta and the logarithms of gates [B, T, N]."""
+    q, k, v, w = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, w))
+    beta = np.asarray(beta, np.float64).transpose(0, 2, 1)
+    b, h, length, d = q.shape
+    pad = -length % chunk
+    q, k, w = (np.pad(x, ((0, 0), (0, 0), (0, pad), (0, 0))) for x in (q, k, w))
+    w_beta = w * np.pad(beta, ((0, 0), (0, 0), (0, pad)))[..., None]
+    q, k, w, w_beta = (x.reshape(b, h, -1, chunk, d) for x in (q, k, w, w_beta))
+    t = -np.tril(w_beta @ w.swapaxes(-1, -2), -1)
+    for i in range(1, chunk):
+        t[..., i, :i] += (t[..., i, :, None] * t[..., :, :i]).sum(-2)
+    t += np.eye(chunk)
+    twbk = t @ np.tril(w_beta @ k.swapaxes(-1, -2), -1)
+    qw = np.tril(q @ w.swapaxes(-1, -2))
+    twb = t @ w_beta
+    local = np.tril(q @ k.swapaxes(-1, -2)) - qw @ twbk
+    q = q - qw @ twb
+    k = k - twbk.swapaxes(-1, -2) @ w
+    reflections = w.swapaxes(-1, -2) @ twb
+    count = q.shape[2]
+    a = np.zeros((b, h, count * chunk, count * chunk))
+    for i in range(count):
+        rows = slice(i * chunk, (i + 1) * chunk)
+        a[:, :, rows, rows] = local[:, :, i]
+        q_i = q[:, :, i]
+        for j in range(i - 1, -1, -1):
+            a[:, :, rows, j * chunk : (j + 1) * chunk] = q_i @ k[:, :, j].swapaxes(-1, -2)
+            q_i = q_i - q_i @ reflections[:, :, j]
+    a = np.where(np.tril(np.ones(a.shape[2:])) > 0, a, -np.inf)[:, :, :length, :length]
+    if gates is not None:
+        sums = np.cumsum(np.asarray(gates, np.float64), 1).transpose(0, 2, 1)
+        a = a + sums[..., None] - sums[..., None, :]
+    a = a * d**-0.5
+    a = np.exp(a - a.max(-1, keepdims=True))
+    return (a / a.sum(-1, keepdims=True) @ v).transpose(0, 2, 1, 3)
+
+
+def products(q, k, v, w, beta):
+    """The same as it is written in the paper: one head, one query and one key at a time."""
+    q, k, v, w, beta = (np.asarray(x, np.float64) for x in (q, k, v, w, beta))
+    out = np.zeros_like(v)
+    for b, n, i in np.ndindex(q.shape[0], q.shape[2], q.shape[1]):
+        path, logits = q[b, i, n], np.zeros(i + 1)
+        for j in range(i, -1, -1):
+            logits[j] = path @ k[b, j, n] / np.sqrt(q.shape[-1])
+            path = path - beta[b, j, n] * (path @ w[b, j, n]) * w[b, j, n]
+        weights = np.exp(logits - logits.max())
+        out[b, i, n] = weights / weights.sum() @ v[b, : i + 1, n]
+    return out
+
+
+def layer(params, x, head_dim):
+    """w and beta of tokens [B, T, D]."""
+    x, params = jax.tree.map(lambda a: np.asarray(a, np.float64), (x, params))
+    w = x
+    for matrix in params["w"]:
+        w = w @ matrix
+    if "conv" in params:
+        padded = np.pad(w, ((0, 0), (2, 0), (0, 0)))
+        w = sum(padded[:, i : i + x.shape[1]] * params["conv"][i] for i in range(3))
+        w = w / (1 + np.exp(-w))
+    w = w.reshape(*w.shape[:2], -1, head_dim)
+    w = w / np.sqrt((w**2).sum(-1, keepdims=True) + 1e-6)
+    return w, 2 / (1 + np.exp(-(x @ params["beta"] + params["beta_bias"])))
+
+
+def spread(x, heads):
+    return np.repeat(np.asarray(x, np.float64), heads // x.shape[2], 2)
+
+
+def embeddings(length=63, dim=10, batch=1):
+    x = np.random.default_rng(1).normal(size=(batch, length, dim))
+    return jnp.asarray(x, jnp.float32)
+
+
+def whole(scheme, params, x, arrays, function=products):
+    q, k, v = (spread(a, scheme.num_heads) for a in arrays)
+    w, beta = (spread(a, scheme.num_heads) for a in layer(params, x, scheme.head_dim))
+    return function(q, k, v, w, beta)
+
+
+VARIANTS = [{}, {"rank": 0, "num_kv_heads": 3}, {"rank": 4}, {"short_conv": False}]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_matches_the_code_of_the_authors(options, implementation, monkeypatch):
+    monkeypatch.setattr(path, "CHUNK", 8)
+    arrays, x = qkv(batch=2, heads=6, kv_heads=3), embeddings(batch=2)
+    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, **options)
+    params = scheme.init(jax.random.key(0))
+    out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation=implementation)
+    np.testing.assert_allclose(out, whole(scheme, params, x, arrays, authors), atol=1e-5)
+    np.testing.assert_allclose(out, whole(scheme, params, x, arrays), atol=1e-5)
+
+
+def test_matches_a_run_of_the_authors_code():
+    q = np.array([[1, 0], [0, 1], [1, 1], [0.5, -0.5]])
+    k = np.array([[1, 1], [0, 1], [-1, 0], [2, 0]])
+    w = np.array([[1, 0], [0, 1], [1, 1], [1, -1]], np.float64)
+    w /= np.linalg.norm(w, axis=-1, keepdims=True)
+    beta = np.array([0.5, 1, 1.5, 2])
+    weights = [
+        [1, 0, 0, 0],
+        [0.330238, 0.669762, 0, 0],
+        [0.37007, 0.37007, 0.259859, 0],
+        [0.125873, 0.255285, 0.255285, 0.363557],
+    ]
+    arrays = [x[None, :, None] for x in (q, k, np.eye(4), w)]
+    np.testing.assert_allclose(authors(*arrays, beta[None, :, None])[0, :, 0], weights, atol=1e-6)
+    arrays = [jnp.asarray(x, jnp.float32) for x in (*arrays, beta[None, :, None])]
+
+    attention = pe.AttentionCall(is_causal=True)
+    out = jax.jit(lambda *a: path.attend_along_path(*a, 2**-0.5, attention))(*arrays)
+    np.testing.assert_allclose(out[0, :, 0], weights, atol=1e-6)
+
+
+def test_gradients_match_finite_differences_of_the_paper(monkeypatch):
+    monkeypatch.setattr(path, "CHUNK", 2)
+    arrays, x = qkv(length=5, heads=2, kv_heads=1, dim=3), embeddings(5, 3)
+    weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
+    scheme = pe.PaTH(num_heads=2, head_dim=3, model_dim=3, num_kv_heads=1, rank=2)
+    inputs = (*arrays, x, scheme.init(jax.random.key(1)))
+
+    def loss(*inputs):
+        *arrays, x, params = inputs
+        out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation="xla")
+        return (out * jnp.asarray(weights, jnp.float32)).sum()
+
+    exact, tree = jax.tree.flatten(jax.tree.map(lambda a: np.asarray(a, np.float64), inputs))
+    grads = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))(*inputs))
+    for which, grad in enumerate(grads):
+        for index in np.ndindex(grad.shape):
+            ends = []
+            for step in (1e-6, -1e-6):
+                moved = [a.copy() for a in exact]
+                moved[which][index] += step
+                *arrays, x, params = jax.tree.unflatten(tree, moved)
+                ends.append((whole(scheme, params, x, arrays) * weights).sum())
+            np.testing.assert_allclose(grad[index], (ends[0] - ends[1]) / 2e-6, atol=1e-5)
+
+
+def test_reflections_over_many_chunks_keep_their_precision():
+    rng = np.random.default_rng(2)
+    q, k, v, w = (rng.normal(size=(1, 300, 2, 8)) for _ in range(4))
+    w = np.repeat(w[:, :1], 300, 1) + 0.1 * w  # Nearly equal vectors: the worst conditioned T.
+    w /= np.linalg.norm(w, axis=-1, keepdims=True)
+    beta = rng.uniform(1.5, 2.0, size=(1, 300, 2))
+
+    attention = pe.AttentionCall(is_causal=True)
+    arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v, w, beta)]
+    out = jax.jit(lambda *a: path.attend_along_path(*a, 8**-0.5, attention))(*arrays)
+    np.testing.assert_allclose(out, products(q, k, v, w, beta), atol=1e-5)
+
+
+def test_memory_is_linear_in_the_length():
+    def temporary(length):
+        q, k, v = (jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32),) * 3
+        x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
+        scheme = pe.PaTH(num_heads=2, head_dim=16, model_dim=16)
+        params = jax.eval_shape(scheme.init, jax.random.key(0))
+
+        def loss(params, q, k, v, x):
+            options = {"x": x, "is_causal": True, "implementation": "xla"}
+            return pe.scheme_attention(scheme, params, q, k, v, **options)[0].sum()
+
+        program = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).lower(params, q, k, v, x).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    half, whole = temporary(2048), temporary(4096)
+    assert whole <= 2.3 * half
+    assert whole < 4096 * 4096 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
+        ({"model_dim": 0}, "model_dim must be >= 1, got 0"),
+        ({"rank": -1}, "rank must not be negative, got -1"),
+        ({"num_kv_heads": 4}, "num_kv_heads must divide num_heads = 6, got 4"),
+        ({"head_dim": 4}, r"q must be \[B, T, 6, 4\], got \(1, 63, 6, 8\)"),
+        ({"x": None}, "w and beta are computed from x"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    settings = {"num_heads": 6, "head_dim": 8, "model_dim": 10} | change
+    x = settings.pop("x", embeddings())
+    with pytest.raises(ValueError, match=f"path: {message}"):
+        scheme = pe.PaTH(**settings)
+        pe.scheme_attention(scheme, scheme.init(jax.random.key(0)), *qkv(), x=x)
+
+
+def test_softcap_is_refused():
+    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10)
+    params = scheme.init(jax.random.key(0))
+    with pytest.raises(NotImplementedError, match="path: softcap is applied before"):
+        oracle.attend(scheme, params, *qkv(), x=embeddings(), softcap=2.0)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_forget_gate_matches_the_code_of_the_authors(implementation, monkeypatch):
+    monkeypatch.setattr(path, "CHUNK", 8)
+    arrays, x = qkv(batch=2, heads=6, kv_heads=3), embeddings(batch=2)
+    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
+    params = scheme.init(jax.random.key(0))
+    params["gate"] = {"w": 30 * params["gate"]["w"], "b": jnp.arange(6, dtype=jnp.float32) - 3}
+    z = np.asarray(x, np.float64) @ np.asarray(params["gate"]["w"], np.float64) + np.arange(6) - 3
+    function = functools.partial(authors, gates=-np.logaddexp(0, -z))
+    out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation=implementation)
+    np.testing.assert_allclose(out, whole(scheme, params, x, arrays, function), atol=1e-5)
+
+
+def test_forget_gate_decodes_after_left_padding_and_in_chunks():
+    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
+    params = scheme.init(jax.random.key(0))
+    params["gate"]["w"] *= 30
+    arrays, x = qkv(batch=1, heads=6, kv_heads=3, length=14), embeddings(length=14)
+    whole, _ = pe.scheme_attention(scheme, params, *arrays, x=x, is_causal=True)
+    pad = [(0, 0), (3, 0)]
+    padded = [jnp.pad(a, pad + [(0, 0)] * (a.ndim - 2)) for a in (*arrays, x)]
+    segments = (jnp.arange(17) >= 3).astype(jnp.int32)[None] - 1
+    positions = jnp.maximum(jnp.arange(17, dtype=jnp.int32) - 3, 0)[None]
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "model_dim": 10}
+    cache, outs = pe.new_cache(scheme, 1, 17, **sizes), []
+    for start, end in [(0, 9), (9, 15), (15, 16), (16, 17)]:
+        part = slice(start, end)
+        q, k, v, tokens = (a[:, part] for a in padded)
+        step = jax.jit(functools.partial(pe.scheme_attention, scheme, is_causal=True))
+        where = {"positions": positions[:, part], "segment_ids": segments[:, part]}
+        out, cache = step(params, q, k, v, x=tokens, cache=cache, **where)
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1)[:, 3:], whole, atol=2e-5)
+
+
+def test_implementations_agree_on_gradients_of_the_forget_gate():
+    arrays, x = qkv(batch=1, heads=6, kv_heads=3, length=40), embeddings(length=40)
+    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
+    params = scheme.init(jax.random.key(0))
+
+    def loss(params, implementation):
+        options = {"is_causal": True, "implementation": implementation}
+        return (pe.scheme_attention(scheme, params, *arrays, x=x, **options)[0] ** 2).sum()
+
+    a, b = (jax.jit(jax.grad(loss), static_argnums=1)(params, i) for i in ("reference", "xla"))
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(one).max())
+    assert np.abs(a["gate"]["w"]).max() > 1e-3

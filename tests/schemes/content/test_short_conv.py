@@ -1,0 +1,239 @@
+"""Short convolutions against the layer of the authors of Canon, and against loops."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from oracle import qkv, softmax_attention
+from support import build, close
+
+import posenc_jax as pe
+from posenc_jax.modules.attention_fn import attention_fn
+
+OPTIONS = {pe.ShortConv: {"on": "kv", "width": 3, "residual": False, "silu": True}}
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "short_conv.json").read_text())
+LAYERS = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(case["width"]))
+
+
+def convolved(x, kernel, segment_ids, residual=True, silu=False):
+    """[B, T, F] in float64, token by token; padding reads nothing and is read by none."""
+    x, kernel = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
+    out = np.zeros_like(x)
+    for b, t in np.ndindex(*x.shape[:2]):
+        own = [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t] >= 0]
+        for back, s in enumerate(own[::-1][: len(kernel)]):
+            out[b, t] += kernel[-1 - back] * x[b, s]
+    out = out / (1 + np.exp(-out)) if silu else out
+    return out + x if residual else out
+
+
+@LAYERS
+def test_matches_the_canon_layer(case):
+    x, kernel = (np.asarray(case[name], np.float32) for name in ("x", "kernel"))
+    out, _ = pe.short_convolution(x, kernel)
+    out = jax.nn.silu(out) if case["silu"] else out
+    close(x + out if case["residual"] else out, case["out"], 1e-6)
+
+
+@LAYERS
+def test_the_scheme_is_the_canon_layer_on_q_k_and_v(case):
+    """Their channels are those of q, then k, then v: here 2 heads, 2 and 1 of 2 channels."""
+    x, kernel = (np.asarray(case[name], np.float32) for name in ("x", "kernel"))
+    sizes = {name: case[name] for name in ("width", "residual", "silu")}
+    scheme = pe.ShortConv(num_heads=3, num_kv_heads=1, head_dim=2, **sizes)
+    parts, wanted, kernels = (
+        dict(zip("qkv", np.split(np.asarray(a, np.float32), [6, 8], -1), strict=True))
+        for a in (x, case["out"], kernel)
+    )
+    q, k, v = (a.reshape(2, 9, -1, 2) for a in parts.values())
+    kernels = {name: a.reshape(len(a), -1, 2) for name, a in kernels.items()}
+    *mixed, _ = jax.jit(scheme.mix)(kernels, q, k, v, None, None)
+    for got, name in zip(mixed, "qkv", strict=True):
+        close(got.reshape(2, 9, -1), wanted[name], 1e-6)
+
+
+SEGMENTS = np.zeros((2, 23), np.int32)
+SEGMENTS[0, [0, 1, 6, 7, 8]] = -1  # On the left and within the first segment.
+SEGMENTS[0, 12:] = 5
+SEGMENTS[1, 3:] = 1
+SEGMENTS[1, 20:] = -1
+X = np.random.default_rng(0).normal(size=(2, 23, 5)).astype("f4")
+KERNEL = np.random.default_rng(1).normal(size=(4, 5)).astype("f4")
+
+
+@pytest.mark.parametrize("chunk", [23, 1, 7])
+def test_convolution_matches_a_loop_whole_and_in_chunks(chunk):
+    expected = convolved(X, KERNEL, SEGMENTS, residual=False)
+    step, state, outs = jax.jit(pe.short_convolution), None, []
+    for start in range(0, 23, chunk):
+        part = slice(start, start + chunk)
+        out, state = step(X[:, part], KERNEL, SEGMENTS[:, part], state)
+        outs.append(out)
+    out, real = np.concatenate(outs, 1), SEGMENTS >= 0
+    np.testing.assert_allclose(out[real], expected[real], atol=1e-6)
+
+
+def test_gradients_equal_those_of_the_loop():
+    def loss(x, kernel):
+        out, _ = pe.short_convolution(x, kernel, SEGMENTS)
+        return jnp.where((SEGMENTS >= 0)[..., None], out**2, 0.0).sum()
+
+    def value(x, kernel):
+        return (convolved(x, kernel, SEGMENTS, residual=False)[SEGMENTS >= 0] ** 2).sum()
+
+    grads = jax.jit(jax.grad(loss, (0, 1)))(X, KERNEL)
+    rng = np.random.default_rng(2)
+    for grad, which in zip(grads, (0, 1), strict=True):
+        arrays = [X.astype(np.float64), KERNEL.astype(np.float64)]
+        direction = rng.normal(size=arrays[which].shape)
+        ends = []
+        for sign in (1, -1):
+            moved = list(arrays)
+            moved[which] = moved[which] + sign * 1e-4 * direction
+            ends.append(value(*moved))
+        slope = (ends[0] - ends[1]) / 2e-4
+        np.testing.assert_allclose((np.asarray(grad) * direction).sum(), slope, rtol=1e-5)
+
+
+def test_bfloat16_is_computed_in_float32():
+    x = jnp.asarray(X, jnp.bfloat16)
+    run = jax.jit(pe.short_convolution)
+    out, (kept, _) = run(x, KERNEL)
+    assert out.dtype == kept.dtype == jnp.bfloat16
+    exact, _ = run(x.astype(jnp.float32), KERNEL)
+    np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("on", "implementation"), [("qkv", "xla"), ("kv", "reference"), ("v", "xla")]
+)
+def test_attention_matches_a_loop_in_packed_rows(on, implementation):
+    scheme = pe.ShortConv(num_heads=6, num_kv_heads=3, head_dim=8, on=on, silu=True)
+    params = scheme.init(jax.random.key(0))
+    arrays = dict(zip("qkv", qkv(batch=1, length=21), strict=True))
+    segment_ids = np.repeat([0, 1], [9, 12])[None].astype(np.int32)
+    for name in on:
+        flat = arrays[name].reshape(1, 21, -1)
+        kernel = np.reshape(params[name], (4, -1))
+        made = convolved(flat, kernel, segment_ids, silu=True)
+        arrays[f"{name} convolved"] = made.reshape(arrays[name].shape)
+    expected = softmax_attention(
+        *(arrays.get(f"{name} convolved", arrays[name]) for name in "qkv"),
+        lambda q, k, n, i, j: q @ k / np.sqrt(8),
+        sees=lambda i, j: j <= i and segment_ids[0, i] == segment_ids[0, j],
+    )
+    out = oracle.attend(
+        scheme,
+        params,
+        *(arrays[name] for name in "qkv"),
+        positions=np.arange(21, dtype=np.int32)[None],
+        segment_ids=segment_ids,
+        is_causal=True,
+        implementation=implementation,
+    )
+    close(out, expected, 2e-6)
+
+
+@pytest.mark.parametrize("segment_ids", [None, SEGMENTS[:, :21]], ids=["one", "packed"])
+def test_heads_and_rows_may_be_sharded(segment_ids):
+    scheme = pe.chain(
+        pe.ShortConv(num_heads=6, num_kv_heads=2, head_dim=8), pe.PartialKeyOffset(head_dim=8)
+    )
+    arrays = qkv(batch=2, length=21, kv_heads=2)
+    params = scheme.init(jax.random.key(0))
+    mix = jax.jit(lambda params, ids, *qkv: scheme.mix(params, *qkv, ids, None)[:3])
+    wanted = mix(params, segment_ids, *arrays)
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        place = functools.partial(NamedSharding, mesh)
+        params = jax.device_put(params, place(PartitionSpec(None, "heads")))
+        ids = (
+            segment_ids
+            if segment_ids is None
+            else jax.device_put(segment_ids, place(PartitionSpec("rows")))
+        )
+        spread = (jax.device_put(x, place(PartitionSpec("rows", None, "heads"))) for x in arrays)
+        got = mix(params, ids, *spread)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.sharding.spec[:3] == ("rows", None, "heads")
+        close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache(left):
+    """Canon-A: x is convolved before q, k and v are projected from it."""
+    x = np.random.default_rng(3).normal(size=(2, 12, 6)).astype("f4")
+    kernel, rope = KERNEL.repeat(2, 1)[:, :6], pe.RoPE(head_dim=6)
+    mask = np.ones((2, 12), bool)
+    mask[1, :5] = not left
+    positions, segment_ids = pe.positions.from_padding_mask(jnp.asarray(mask))
+
+    @jax.jit
+    def layer(x, positions, segment_ids, state, cache):
+        canon, state = pe.short_convolution(x, kernel, segment_ids, state)
+        q = (x + canon)[:, :, None]
+        out, cache = pe.scheme_attention(
+            *(rope, {}, q, q, q),
+            positions=positions,
+            segment_ids=segment_ids,
+            is_causal=True,
+            cache=cache,
+        )
+        return out, state, cache
+
+    whole, *_ = layer(x, positions, segment_ids, None, None)
+    cache = pe.new_cache(rope, 2, 12, num_heads=1, head_dim=6)
+    state, outs = None, []
+    for part in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 12))):
+        here = (a[:, part] for a in (x, positions, segment_ids))
+        out, state, cache = layer(*here, state, cache)
+        outs.append(out)
+    out = np.concatenate(outs, 1)
+    close(out[mask], np.asarray(whole)[mask], 1e-6)
+
+
+def test_the_state_is_the_last_tokens():
+    scheme = build(pe.ShortConv)
+    cache = jax.eval_shape(
+        lambda: pe.new_cache(scheme, 2, 5, num_heads=6, num_kv_heads=3, head_dim=8)
+    )
+    mixed, rest = cache.state
+    assert rest is None and cache.k_features is None
+    assert {n: mixed[n][0].shape for n in mixed} == {
+        "q": (2, 3, 6, 8),
+        "k": (2, 3, 3, 8),
+        "v": (2, 3, 3, 8),
+    }
+
+
+def test_flax_layers_train_with_it_and_refuse_to_decode():
+    scheme = build(pe.ShortConv)
+    params = scheme.init(jax.random.key(0))
+    q, k, v = qkv(length=9)
+    run = jax.jit(functools.partial(attention_fn, scheme, is_causal=True))
+    close(run(params, q, k, v), oracle.attend(scheme, params, q, k, v, is_causal=True), 1e-6)
+    with pytest.raises(NotImplementedError, match="reads the tokens before the query"):
+        jax.eval_shape(run, params, q[:, :1], k, v, mask=jnp.ones((1, 1, 1, 9), bool))
+
+
+@pytest.mark.parametrize("on", ["", "vk", "qx", "qq"])
+def test_refuses_other_letters(on):
+    with pytest.raises(ValueError, match="some of the letters qkv"):
+        build(pe.ShortConv, on=on)
+
+
+def test_refuses_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"got \(2, 23, 5\) and \(4, 6\)"):
+        pe.short_convolution(X, np.ones((4, 6), "f4"))
+    with pytest.raises(ValueError, match="segment_ids must be"):
+        pe.short_convolution(X, KERNEL, SEGMENTS[:, :3])
+    q, k, v = qkv(length=3, kv_heads=2)
+    with pytest.raises(ValueError, match=r"k must be \[B, T, 3, 8\]"):
+        build(pe.ShortConv).mix({"q": np.ones((4, 6, 8), "f4")}, q, k, v, None, None)

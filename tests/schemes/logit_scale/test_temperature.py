@@ -1,0 +1,121 @@
+"""Six temperatures against numbers of released models, and beside other schemes.
+
+Numbers: the formulas of huggingface/transformers 5.23.0 (llama4, ministral3, beam, inkling)
+and bojone/rerope in float64, at positions on both sides of every step.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, softmax_attention
+from support import BATCH, Option, close, decode, empty_cache, output
+
+import posenc_jax as pe
+from posenc_jax import positions as at
+from posenc_jax.schemes.logit_scale.temperature import query_temperature
+
+OPTIONS = {
+    pe.QueryTemperature: {
+        "form": "log_n_clipped",
+        "length": 8,
+        "strength": Option(0.5, {"form": "beam"}),
+    }
+}
+
+GOLDEN = {
+    ("llama4", 8192): {
+        0: 1.0,
+        8190: 1.0,
+        8191: 1.0693147180559945,
+        16383: 1.109861228866811,
+        65535: 1.219722457733622,
+        1048575: 1.4859812404361672,
+    },
+    ("ministral3", 16384): {
+        0: 1.0,
+        16383: 1.0,
+        16384: 1.0693147180559945,
+        65535: 1.138629436111989,
+    },
+    ("beam", 2048): {
+        0: 1.0000488173994806,
+        2047: 1.0717734625362931,
+        131071: 1.5180683844287584,
+    },
+    ("inkling", 128000): {0: 1.0, 127999: 1.0, 1048575: 1.2103158068297153},
+    ("log_n_clipped", 4096): {0: 1.0, 4095: 1.0, 16383: 7 / 6},
+    ("log_n", 4096): {0: 0.0, 1: 1 / 12, 63: 0.5, 4095: 1.0, 16383: 7 / 6},
+}
+
+
+@pytest.mark.parametrize("form, length", GOLDEN)
+def test_matches_released_models(form, length):
+    positions, wanted = zip(*GOLDEN[form, length].items(), strict=True)
+    got = query_temperature(jnp.array(positions), form, length)
+    np.testing.assert_allclose(got, wanted, rtol=2e-6)
+    scheme = pe.QueryTemperature(form=form, length=length)
+    q = jnp.ones((1, len(positions), 6, 4))
+    out = scheme.query({}, q, jnp.array([positions]))
+    np.testing.assert_allclose(out[0, :, 5, 3], wanted, rtol=2e-6)
+
+
+def test_steps_are_exact_at_any_position():
+    """float32 counts to 2^24: further on a quotient is a step ahead."""
+    length = 2**23
+    for form, step in (("llama4", 3 * length - 1), ("ministral3", 3 * length)):
+        got = query_temperature(jnp.array([step - 1, step]), form, length, strength=1.0)
+        np.testing.assert_allclose(got, 1 + np.log([3.0, 4.0]), rtol=1e-6)
+
+
+def test_attention_with_rope_is_that_of_the_formula():
+    q, k, v = qkv()
+    w = 1e4 ** (-2.0 * np.arange(4) / 8)
+
+    def rotated(x, i):
+        a, b = np.split(x, 2)
+        c, s = np.cos(i * w), np.sin(i * w)
+        return np.concatenate([a * c - b * s, b * c + a * s])
+
+    def logit(q, k, n, i, j):
+        return max(np.log(i + 1) / np.log(16), 1) * rotated(q, i) @ rotated(k, j) / np.sqrt(8)
+
+    wanted = softmax_attention(q, k, v, logit)
+    heat = pe.QueryTemperature(form="log_n_clipped", length=16)
+    for scheme in (pe.chain(heat, pe.RoPE(head_dim=8)), pe.chain(pe.RoPE(head_dim=8), heat)):
+        out = attend(scheme, ({}, {}), q, k, v, is_causal=True)
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", [pe.ALiBi(num_heads=6), pe.ReRoPE(head_dim=8, window=4)])
+def test_decodes_and_packs_beside_another_scheme(other, tokens):
+    scheme = pe.chain(pe.QueryTemperature(form="beam", length=2, strength=0.7), other)
+    params = scheme.init(jax.random.key(0))
+    whole = output(scheme, params, tokens)
+    assert np.abs(whole - output(other, params[1], tokens)).max() > 0.01
+    out, _ = decode(scheme, params, tokens, [10, 1, 8], empty_cache(scheme))
+    close(out, whole)
+    segments = jnp.asarray([[0] * 8 + [1] * 11] * BATCH)
+    where = {"segment_ids": segments, "positions": at.from_segment_ids(segments)}
+    packed = output(scheme, params, tokens, **where)
+    close(packed[:, 8:], output(scheme, params, tokens[:, 8:]))
+
+
+def test_a_negative_position_is_nan_in_its_own_row():
+    out = query_temperature(jnp.array([-2, 3]), "log_n", 4)
+    assert np.isnan(out[0]) and out[1] == 1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"form": "yarn"}, "form must be one of .* got 'yarn'"),
+        ({"length": 1}, "length must be at least 2, got 1"),
+        ({"form": "beam", "length": 0}, "length must be at least 1, got 0"),
+        ({"form": "beam", "strength": float("nan")}, "strength must be finite, got nan"),
+        ({"strength": 0.2}, "'log_n' has no strength, got strength=0.2"),
+    ],
+)
+def test_errors_name_the_setting_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"temperature: {message}"):
+        pe.QueryTemperature(**change)

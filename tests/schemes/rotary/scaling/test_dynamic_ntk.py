@@ -1,0 +1,72 @@
+"""Dynamic NTK against transformers, at the lengths where its numbers were printed."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import key
+from support import Option
+
+import posenc_jax as pe
+
+_LONG = {"factor": 4.0, "original_max_position": 64, "length": 256}
+OPTIONS = {
+    pe.DynamicNTK: {
+        "factor": Option(2.0, _LONG),
+        "original_max_position": Option(32, _LONG),
+        "length": Option(128, _LONG),
+    }
+}
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+BASE = {"factor": 2.0, "original_max_position": 2048, "length": 4096}
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_matches_transformers(length):
+    case = GOLDEN["cases"][f"dynamic_{length}"]
+    got, factor = pe.rope_frequencies(16, scaling=pe.DynamicNTK(2.0, 2048, length))
+    np.testing.assert_allclose(got, case["frequencies"], rtol=1e-6)
+    assert factor == case["attention_factor"]
+
+
+def test_nothing_changes_up_to_the_trained_length():
+    plain, _ = pe.rope_frequencies(12)
+    for length in (1, 2047, 2048):
+        got, _ = pe.rope_frequencies(12, scaling=pe.DynamicNTK(2.0, 2048, length))
+        np.testing.assert_allclose(got, plain, rtol=1e-15)
+    assert pe.rope_frequencies(12, scaling=pe.DynamicNTK(2.0, 2048, 2049))[0][-1] < plain[-1]
+
+
+def test_with_factor_one_the_base_grows_with_the_length():
+    got, _ = pe.rope_frequencies(12, 500.0, pe.DynamicNTK(1.0, 100, 300))
+    np.testing.assert_allclose(got, pe.rope_frequencies(12, 500.0 * 3 ** (12 / 10))[0], rtol=1e-12)
+
+
+def test_cached_keys_stay_correct():
+    """The frequencies do not follow the length so far: parts of a sequence equal the whole."""
+    scheme = pe.RoPE(head_dim=8, scaling=pe.DynamicNTK(2.0, 8, 19))
+    k = jnp.asarray(np.random.default_rng(0).normal(size=(1, 19, 3, 8)), "f4")
+    at = jnp.arange(19)[None]
+    parts = [key(scheme, {}, k[:, s], at[:, s]) for s in (slice(12), slice(12, 19))]
+    np.testing.assert_array_equal(jnp.concatenate(parts, 1), key(scheme, {}, k, at))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
+        ({"original_max_position": 0}, "original_max_position must be the trained length"),
+        ({"length": 0}, "length must be at least 1, got 0"),
+    ],
+)
+def test_errors_name_the_option_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"DynamicNTK: {message}"):
+        pe.DynamicNTK(**(BASE | change))
+
+
+def test_needs_two_pairs():
+    with pytest.raises(ValueError, match="NTK: needs more than 2 rotary dimensions, got 2"):
+        pe.RoPE(head_dim=2, scaling=pe.DynamicNTK(**BASE))

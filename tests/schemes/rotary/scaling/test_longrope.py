@@ -1,0 +1,102 @@
+"""LongRoPE against transformers and the magnitudes of its authors' code."""
+
+import json
+import math
+import pathlib
+
+import numpy as np
+import pytest
+from support import Option
+
+import posenc_jax as pe
+
+_LISTS = {
+    "short_factor": (1.0,) * 32,
+    "long_factor": (2.0,) * 32,
+    "factor": 4.0,
+    "original_max_position": 64,
+}
+OPTIONS = {
+    pe.LongRoPE: {
+        "short_factor": Option((1.5,) * 32, _LISTS),
+        "long_factor": Option((3.0,) * 32, _LISTS | {"long": True}),
+        "factor": Option(2.0, _LISTS),
+        "original_max_position": Option(128, _LISTS),
+        "long": Option(True, _LISTS),
+        "magnitude": Option("yarn", _LISTS),
+        "attention_factor": Option(1.5, _LISTS),
+    }
+}
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+BASE = {
+    "short_factor": (1.0,) * 8,
+    "long_factor": (1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0),
+    "factor": 32.0,
+    "original_max_position": 4096,
+}
+
+
+@pytest.mark.parametrize("long, name", [(False, "longrope_short"), (True, "longrope_long")])
+def test_matches_transformers(long, name):
+    case = GOLDEN["cases"][name]
+    got, factor = pe.rope_frequencies(16, scaling=pe.LongRoPE(**BASE, long=long))
+    np.testing.assert_allclose(got, case["frequencies"], rtol=1e-6)
+    np.testing.assert_allclose(factor, case["attention_factor"], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "option, wanted",
+    [
+        ({}, math.sqrt(1 + math.log(32) / math.log(4096))),
+        ({"magnitude": "yarn"}, 0.1 * math.log(32) + 1),
+        ({"attention_factor": 1.243}, 1.243),
+        ({"factor": 8.0}, math.sqrt(1 + math.log(8) / math.log(4096))),
+        ({"original_max_position": 2048}, math.sqrt(1 + math.log(32) / math.log(2048))),
+        ({"factor": 1.0}, 1.0),
+    ],
+    ids=str,
+)
+def test_the_magnitude_is_that_of_the_authors_code(option, wanted):
+    _, factor = pe.rope_frequencies(16, scaling=pe.LongRoPE(**(BASE | option)))
+    np.testing.assert_allclose(factor, wanted, rtol=1e-12)
+
+
+def test_each_list_is_for_its_own_lengths():
+    short = tuple(1.0 + 0.1 * p for p in range(8))
+    plain, _ = pe.rope_frequencies(16)
+    scaling = pe.LongRoPE(**(BASE | {"short_factor": short}))
+    np.testing.assert_allclose(pe.rope_frequencies(16, scaling=scaling)[0], plain / short)
+    scaling = pe.LongRoPE(**(BASE | {"short_factor": short}), long=True)
+    got = pe.rope_frequencies(16, scaling=scaling)[0]
+    np.testing.assert_allclose(got, plain / BASE["long_factor"])
+
+
+def test_lists_from_a_file_are_accepted():
+    lists = {name: list(BASE[name]) for name in ("short_factor", "long_factor")}
+    scheme = pe.RoPE(head_dim=16, scaling=pe.LongRoPE(**(BASE | lists)))
+    assert hash(scheme) == hash(pe.RoPE(head_dim=16, scaling=pe.LongRoPE(**BASE)))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
+        ({"original_max_position": 0}, "original_max_position must be the trained length"),
+        ({"original_max_position": 1}, "original_max_position must exceed 1"),
+        ({"short_factor": ()}, r"short_factor must have a positive number per pair, got \(\)"),
+        ({"long_factor": (1.0, 0.0)}, r"long_factor must have a positive .*got \(1.0, 0.0\)"),
+        ({"long_factor": (1.0,)}, "differ in length: 8, 1"),
+        ({"magnitude": "none"}, "magnitude must be one of .* got 'none'"),
+        ({"attention_factor": -1.0}, "attention_factor=-1.0 must be positive"),
+        ({"attention_factor": 1.2, "magnitude": "yarn"}, "attention_factor=1.2 .*contradicts"),
+    ],
+)
+def test_errors_name_the_option_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"LongRoPE: .*{message}"):
+        pe.LongRoPE(**(BASE | change))
+
+
+def test_the_lists_must_fit_the_pairs():
+    with pytest.raises(ValueError, match="LongRoPE: has factors for 8 pairs, but 6 rotate"):
+        pe.RoPE(head_dim=12, scaling=pe.LongRoPE(**BASE))

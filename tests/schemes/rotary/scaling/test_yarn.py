@@ -1,0 +1,186 @@
+"""YaRN against transformers, the equation of the paper, and DeepSeek's factors."""
+
+import json
+import math
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import attend, qkv, query, softmax_attention
+from support import Option
+
+import posenc_jax as pe
+
+_LONGER = {"factor": 4.0, "original_max_position": 64}
+OPTIONS = {
+    pe.YaRN: {
+        "factor": Option(2.0, _LONGER),
+        "original_max_position": Option(512, _LONGER),
+        "beta_fast": Option(5.0, _LONGER),
+        "beta_slow": Option(0.05, _LONGER),
+        "ramp": Option("rotations", _LONGER),
+        "truncate": Option(False, _LONGER),
+        "attention_factor": Option(1.5, _LONGER),
+        "mscale": Option(0.5, _LONGER),
+        "mscale_all_dim": Option(0.5, _LONGER),
+    }
+}
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+BASE = {"factor": 4.0, "original_max_position": 2048}
+SHIPPED = {
+    "yarn": BASE,
+    "yarn_truncate_false": BASE | {"truncate": False},
+    "yarn_gpt_oss": {"factor": 32.0, "original_max_position": 4096, "truncate": False},
+    "yarn_deepseek_v3": {
+        "factor": 40.0,
+        "original_max_position": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+def mapped(dim=16, theta=1e4, **options):
+    return pe.rope_frequencies(dim, theta, pe.YaRN(**(BASE | options)))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_matches_transformers(name):
+    case = GOLDEN["cases"][name]
+    got, factor = mapped(case["dim"], case["theta"], **SHIPPED[name])
+    np.testing.assert_allclose(got, case["frequencies"], rtol=1e-6)
+    np.testing.assert_allclose(factor, case["attention_factor"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("dim, theta", [(16, 1e4), (12, 5e5), (64, 1e4)])
+@pytest.mark.parametrize("fast, slow", [(32.0, 1.0), (20.0, 3.0)])
+def test_the_ramp_over_rotations_is_that_of_the_paper(dim, theta, fast, slow):
+    """Equations 11 to 14, pair by pair."""
+    length, s = 2048, 4.0
+    got, factor = mapped(dim, theta, ramp="rotations", beta_fast=fast, beta_slow=slow)
+    for p, w in enumerate(got):
+        wanted = theta ** (-2 * p / dim)
+        r = length / (2 * math.pi / wanted)
+        gamma = 0.0 if r < slow else 1.0 if r > fast else (r - slow) / (fast - slow)
+        np.testing.assert_allclose(w, (1 - gamma) * wanted / s + gamma * wanted, rtol=1e-12)
+    np.testing.assert_allclose(factor, 0.1 * math.log(s) + 1, rtol=1e-12)  # Equation 15.
+
+
+def test_the_two_ramps_differ():
+    plain, _ = pe.rope_frequencies(16)
+    kept = [mapped(ramp=ramp)[0][3] / plain[3] for ramp in ("index", "rotations")]
+    np.testing.assert_allclose(kept, [0.8125, 0.4752], atol=5e-5)
+
+
+def test_the_ends_of_the_index_ramp_worked_out_by_hand():
+    """d = 20, L = 300, theta = 100: ends at 3.55 and 8.39 of the index, so 3 and 9."""
+    got, _ = mapped(20, 100.0, original_max_position=300, beta_fast=9.3, beta_slow=1.0)
+    plain, _ = pe.rope_frequencies(20, 100.0)
+    keep = 1 - np.clip((np.arange(10) - 3) / 6, 0, 1)
+    np.testing.assert_allclose(got, plain * (keep + (1 - keep) / 4), rtol=1e-12)
+
+
+def test_the_factor_is_on_what_rotates_and_squared_on_logits():
+    x = jnp.ones((1, 3, 1, 8))
+    scheme = pe.RoPE(head_dim=8, rotary_dim=4, scaling=pe.YaRN(**BASE))
+    out = query(scheme, {}, x, jnp.zeros((1, 3), int))
+    g = 0.1 * math.log(4.0) + 1
+    np.testing.assert_allclose(out[0, 0, 0], [g] * 4 + [1.0] * 4, rtol=1e-6)
+
+
+def test_mscale_as_deepseek_has_it():
+    def g(mscale):
+        return 0.1 * mscale * math.log(4.0) + 1
+
+    for top, bottom in [(1.0, 1.0), (0.707, 0.707), (1.0, 0.5), (0.707, 0.0)]:
+        _, factor = mapped(mscale=top, mscale_all_dim=bottom)
+        np.testing.assert_allclose(factor, g(top) / g(bottom), rtol=1e-12)
+    assert mapped(attention_factor=1.25)[1] == 1.25
+
+
+def test_the_logit_scale_of_deepseek_v3():
+    """Its 192 dimensions, factor 40 and mscale_all_dim 1: softmax_scale * mscale * mscale."""
+    np.testing.assert_allclose(pe.yarn_logit_scale(192, 40.0), 0.1352337788608801, rtol=1e-12)
+    assert pe.yarn_logit_scale(64, 40.0, 0.0) == pe.yarn_logit_scale(64, 1.0) == 0.125
+    assert pe.yarn_logit_scale(64, 40.0, 0.707) < pe.yarn_logit_scale(64, 40.0)
+
+
+@pytest.mark.parametrize("mscale, all_dim", [(1.0, 1.0), (0.707, 0.707), (1.0, 0.5)])
+def test_attention_of_deepseek(mscale, all_dim):
+    """transformers 5.23, models/deepseek_v3: `attention_factor` on q_pe and k_pe alone, and
+    `yarn_apply_mscale` on the scale of all dimensions."""
+    factor, dim, nope = 40.0, 12, 8
+    scaling = pe.YaRN(
+        factor=factor, original_max_position=64, mscale=mscale, mscale_all_dim=all_dim
+    )
+    scheme = pe.RoPE(head_dim=dim, layout="interleaved", rotary_start=nope, scaling=scaling)
+    w, _ = pe.rope_frequencies(dim - nope, scaling=scaling)
+    q, k, v = qkv(heads=6, kv_heads=6, dim=dim)
+    top, bottom = (0.1 * m * math.log(factor) + 1.0 for m in (mscale, all_dim))
+
+    def logit(q, k, n, i, j):
+        pairs = [(top / bottom) * (x[nope::2] + 1j * x[nope + 1 :: 2]) for x in (q, k)]
+        rotated = (pairs[0] * np.conj(pairs[1]) * np.exp(1j * (i - j) * w)).real.sum()
+        return (q[:nope] @ k[:nope] + rotated) * dim**-0.5 * bottom * bottom
+
+    wanted = softmax_attention(q, k, v, logit)
+    scale = pe.yarn_logit_scale(dim, factor, all_dim)
+    out = attend(scheme, {}, q, k, v, is_causal=True, scale=scale)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("at", [1, 257, 10**6])
+def test_angles_at_far_positions(at):
+    w, g = mapped(12)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 6, 12)), "f4")
+    out = pe.apply_rope(x, jnp.array([at]), scaling=pe.YaRN(**BASE))
+    a, b = np.split(np.asarray(x, np.float64), 2, -1)
+    c, s = np.cos(at * w), np.sin(at * w)
+    wanted = g * np.concatenate([a * c - b * s, b * c + a * s], -1)
+    np.testing.assert_allclose(out, wanted, atol=2e-6)
+
+
+def test_does_nothing_at_factor_one():
+    got, factor = mapped(factor=1.0)
+    np.testing.assert_allclose(got, pe.rope_frequencies(16)[0], rtol=1e-15)
+    assert factor == 1.0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
+        ({"factor": float("nan")}, "factor must be at least 1 and finite, got nan"),
+        ({"factor": float("inf")}, "factor must be at least 1 and finite, got inf"),
+        ({"original_max_position": 0}, "original_max_position must be the trained length"),
+        ({"beta_fast": 1.0}, r"0 < slow < fast, got \(1.0, 1.0\)"),
+        ({"beta_slow": 0.0}, r"0 < slow < fast, got \(32.0, 0.0\)"),
+        ({"ramp": "linear"}, "ramp must be .* got 'linear'"),
+        ({"ramp": "rotations", "truncate": False}, "truncate=False is about the index ramp"),
+        ({"mscale": -1.0}, "mscale must not be negative, got -1.0"),
+        ({"mscale_all_dim": -1.0}, "mscale_all_dim must not be negative, got -1.0"),
+        ({"attention_factor": 0.0}, "attention_factor must be positive, got 0.0"),
+        ({"attention_factor": 1.2, "mscale": 0.7}, "attention_factor=1.2 contradicts mscale=0.7"),
+        ({"attention_factor": 1.2, "mscale_all_dim": 1.0}, "contradicts .* mscale_all_dim=1.0"),
+    ],
+)
+def test_errors_name_the_option_and_the_value(change, message):
+    with pytest.raises(ValueError, match=f"YaRN: .*{message}"):
+        pe.YaRN(**(BASE | change))
+
+
+def test_a_ramp_without_pairs_is_refused():
+    """Released code then interpolates nothing, or everything."""
+    for options in ({"original_max_position": 2}, {"original_max_position": 10**12}):
+        with pytest.raises(ValueError, match=r"YaRN: .* no pair has between 32.0 and 1.0 rot"):
+            mapped(8, 10.0, **options)
+    with pytest.raises(ValueError, match=r"YaRN: needs theta above 1, got 1.0"):
+        pe.RoPE(head_dim=8, theta=1.0, scaling=pe.YaRN(**BASE))
+    with pytest.raises(ValueError, match="YaRN: head_dim must be at least 1, got 0"):
+        pe.yarn_logit_scale(0, 2.0)
+    with pytest.raises(ValueError, match="YaRN: factor must be at least 1"):
+        pe.yarn_logit_scale(8, 0.5)
+    with pytest.raises(ValueError, match="YaRN: mscale_all_dim must not be negative"):
+        pe.yarn_logit_scale(8, 2.0, -1.0)

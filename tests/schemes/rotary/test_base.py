@@ -1,0 +1,221 @@
+"""What the abstract base gives every rotary scheme: tables, checks, groups and padding."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import qkv
+from support import build, make_batch
+
+import posenc_jax as pe
+
+ROTARY = [n for n, c in pe.SCHEMES.items() if c.__module__.startswith("posenc_jax.schemes.rotary")]
+# Angles from content, or several rotations per key: these have no tables of coordinates.
+WITHOUT_TABLES = {
+    *("repo", "selective_rope"),
+    *("rerope", "self_extend", "dual_chunk", "rope_by_length"),
+}
+
+
+def of_scheme(name):
+    scheme = build(pe.SCHEMES[name])
+    axes = scheme.traits.num_axes
+    at = jnp.arange(19)[None] * jnp.ones((2, 1), jnp.int32)
+    return scheme, scheme.init(jax.random.key(0)), jnp.stack([at] * axes) if axes > 1 else at
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_query_and_key_with_tables_equal_those_without(name):
+    scheme, params, at = of_scheme(name)
+    tables = scheme.tables(params, at)
+    assert (tables is None) == (name in WITHOUT_TABLES)
+    if tables is None:
+        return
+    for leaf in jax.tree.leaves(tables):
+        assert leaf.dtype in (jnp.float32, jnp.complex64)
+    tokens = make_batch()
+    for hook, x in ((scheme.query, tokens.q), (scheme.key, tokens.k)):
+        np.testing.assert_array_equal(hook(params, x, at, None, tables), hook(params, x, at))
+
+
+def operations(jaxpr, name):
+    """The number of operations of one kind in a jaxpr and all that are nested in it."""
+    count = 0
+    for equation in jaxpr.eqns:
+        count += equation.primitive.name == name
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            count += operations(inner, name) if hasattr(inner, "eqns") else 0
+    return count
+
+
+def test_layers_that_share_tables_compute_them_once():
+    scheme, tokens = pe.RoPE(head_dim=8), make_batch()
+
+    def layers(q, k, v, at, count, share):
+        tables = scheme.tables({}, at) if share else None
+        for _ in range(count):
+            out, _ = pe.scheme_attention(
+                scheme, {}, q, k, v, positions=at, tables=tables, is_causal=True
+            )
+            q = q + out
+        return q
+
+    def fixed_point_operations(count, share):
+        at = jnp.arange(19)[None] * jnp.ones((2, 1), jnp.int32)
+        made = jax.make_jaxpr(layers, static_argnums=(4, 5))(
+            tokens.q, tokens.k, tokens.v, at, count, share
+        )
+        return operations(made.jaxpr, "shift_right_logical")
+
+    once = fixed_point_operations(1, True)
+    assert once > 0
+    assert fixed_point_operations(1, False) == once  # q and k of one layer share them too.
+    assert fixed_point_operations(3, True) == once
+    assert fixed_point_operations(3, False) == 3 * once
+    arrays = tokens.q, tokens.k, tokens.v, jnp.arange(19)[None] * jnp.ones((2, 1), jnp.int32)
+    run = jax.jit(layers, static_argnums=(4, 5))
+    np.testing.assert_array_equal(run(*arrays, 3, True), run(*arrays, 3, False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Damped(pe.Rotary):
+    """A rotary scheme of a user's own, with learned rates and two of the base's settings."""
+
+    layout: str = "interleaved"
+    groups: int = 1
+    rate: float = 0.5
+
+    def init(self, key):
+        return {"rates": jnp.full((self.groups, self.num_rotated // 2), self.rate, jnp.float32)}
+
+    def cos_sin(self, params, coordinates):
+        base = jnp.asarray(self.base_frequencies, jnp.float32)[None]
+        return pe.cos_sin(coordinates[..., None], params["rates"] * base)
+
+
+def test_a_rotary_scheme_is_its_tables():
+    scheme = Damped(head_dim=8, groups=3)
+    q, k, v = qkv(length=9)
+    params = scheme.init(jax.random.key(0))
+    out, _ = pe.scheme_attention(scheme, params, q, k, v, is_causal=True)
+    same = pe.RoPE(head_dim=8, layout="interleaved", scaling=pe.PI(factor=2.0))
+    wanted, _ = pe.scheme_attention(same, {}, q, k, v, is_causal=True)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    with pytest.raises(ValueError, match="number of heads must be a multiple of groups=4, got"):
+        Damped(head_dim=8, groups=4).query(params, q, jnp.arange(9)[None])
+    with pytest.raises(ValueError, match="groups must be >= 1, got 0"):
+        Damped(head_dim=8, groups=0)
+    with pytest.raises(TypeError, match=r"abstract class Rotary .*cos_sin"):
+        pe.Rotary(head_dim=8)
+
+
+@pytest.mark.parametrize("name", ["repo", "selective_rope", "xpos"])
+@pytest.mark.parametrize("layout", ["left", "between", "right"])
+def test_padding_changes_nothing_whatever_it_holds(name, layout):
+    """NaN as content and a far position, in the output of tokens and in all gradients."""
+    scheme = build(pe.SCHEMES[name])
+    params, tokens = scheme.init(jax.random.key(0)), make_batch(length=12)
+    padding = {"left": [0, 1, 2], "between": [3, 4, 8], "right": [9, 10, 11]}[layout]
+    segments = np.zeros((2, 12), np.int32)
+    segments[:, padding] = -1
+    real = jnp.asarray(segments >= 0)
+    order = jnp.cumsum(real, 1, dtype=jnp.int32) - 1
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 6, 8)), jnp.float32)
+
+    def loss(params, tokens, at):
+        out, _ = pe.scheme_attention(
+            scheme,
+            params,
+            tokens.q,
+            tokens.k,
+            tokens.v,
+            x=tokens.x,
+            positions=at,
+            segment_ids=jnp.asarray(segments),
+            is_causal=True,
+        )
+        out = jnp.where(real[:, :, None, None], out, 0.0)
+        return (out * weights).sum(), out
+
+    slopes = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+
+    def run(content, position):
+        # Keys, values and activations: attention reads queries of padding in its backward pass.
+        x, k, v = (
+            jnp.where(real.reshape(2, 12, *(1,) * (a.ndim - 2)), a, content)
+            for a in (tokens.x, tokens.k, tokens.v)
+        )
+        fill = dataclasses.replace(tokens, x=x, k=k, v=v)
+        at = jnp.where(real, order, position)
+        (dparams, dtokens), out = slopes(params, fill, at)
+        return out, dparams, dtokens
+
+    wanted = run(0.0, 0)
+    for content, position in ((jnp.nan, 0), (0.0, 2**30), (0.0, -(2**30)), (jnp.nan, 2**30)):
+        for a, b in zip(
+            jax.tree.leaves(wanted), jax.tree.leaves(run(content, position)), strict=True
+        ):
+            np.testing.assert_allclose(b, a, atol=1e-5, err_msg=f"{content}, {position}")
+
+
+def test_a_cached_xpos_origin_ignores_padding():
+    scheme = pe.XPos(head_dim=8)
+    q, k, _ = qkv(length=3)
+    at, ids = jnp.array([[5, 2**30, 6]]), jnp.array([[0, -1, 0]])
+    _, _, origin = scheme.features({}, None, q, k, at, ids, None)
+    assert origin.tolist() == [6]
+    _, _, origin = scheme.features({}, None, q, k, at, jnp.array([[-1, -1, -1]]), origin)
+    assert origin.tolist() == [6]
+
+
+@pytest.mark.parametrize("head_dim", ["8", 8.0, True])
+@pytest.mark.parametrize("cls", [pe.RoPE, pe.XPos, pe.ReRoPE, pe.MRoPE, pe.LieRE, pe.ComRoPE])
+def test_a_head_dim_that_is_not_an_integer_is_a_type_error(cls, head_dim):
+    with pytest.raises(
+        TypeError, match=f"{cls.name}: head_dim must be an integer, got {head_dim!r}"
+    ):
+        cls(head_dim=head_dim)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: pe.RoPE(head_dim=8, theta=x),
+        lambda x: pe.LearnedRoPE(head_dim=8, theta=x),
+        lambda x: pe.PoPE(num_heads=1, head_dim=8, theta=x),
+        lambda x: pe.RoPEMixed(head_dim=8, theta=x),
+        lambda x: pe.XPos(head_dim=8, scale_base=x),
+        lambda x: pe.PI(factor=x),
+        lambda x: pe.YaRN(factor=x, original_max_position=64),
+        lambda x: pe.rope_frequencies(8, theta=x),
+        lambda x: pe.apply_rope(jnp.ones((1, 3, 1, 8)), jnp.arange(3), theta=x),
+    ],
+)
+def test_a_traced_setting_is_a_type_error_that_names_the_way_to_sweep_it(make):
+    message = r"must be a number that is known while tracing, got a traced array of shape \(\)"
+    with pytest.raises(TypeError, match=f"{message}.*cos_sin.*apply_rotation"):
+        jax.jit(lambda x: jax.tree.leaves(make(x)))(1e4)
+
+
+def test_theta_is_swept_through_an_array_of_frequencies():
+    x, at = qkv(length=5)[0], jnp.arange(5)[None]
+
+    def at_theta(theta):
+        frequencies = theta ** (-jnp.arange(0, 8, 2, dtype=jnp.float32) / 8)
+        return pe.apply_rotation(x, *pe.cos_sin(at, frequencies))
+
+    swept = jax.jit(jax.vmap(at_theta))(jnp.array([1e2, 1e4]))
+    for out, theta in zip(swept, (1e2, 1e4), strict=True):
+        np.testing.assert_allclose(out, pe.apply_rope(x, at, theta=theta), atol=1e-5)
+
+
+def test_with_scaling_gives_frequency_maps_or_refuses():
+    yarn = pe.YaRN(factor=4.0, original_max_position=64)
+    assert pe.RoPE(head_dim=8).with_scaling(yarn) == pe.RoPE(head_dim=8, scaling=yarn)
+    with pytest.raises(ValueError, match=r"xpos: no frequency map applies .* got YaRN"):
+        pe.XPos(head_dim=8).with_scaling(yarn)
+    with pytest.raises(ValueError, match=r"rope_by_length: scaling must be per sequence"):
+        pe.RoPEByLength(head_dim=8).with_scaling(yarn)

@@ -1,0 +1,184 @@
+"""M-RoPE against transformers' axes and a loop over pairs, and RoPE on text."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import apply_rope, attend, key, qkv, query, softmax_attention
+
+import posenc_jax as pe
+from posenc_jax.schemes.rotary.mrope import mrope_axes
+
+OPTIONS = {
+    pe.MRoPE: {
+        "theta": 100.0,
+        "layout": "interleaved",
+        "scaling": pe.PI(factor=2.0),
+        "rotary_dim": 6,
+        "rotary_start": 2,
+        "sections": (1, 2, 1),
+        "order": "alternating",
+    }
+}
+
+T, H, W = range(3)
+# transformers 5.23: Qwen2VLTextRotaryEmbedding.forward; recomposition_frequencies of qwen3_vl and
+# ernie4_5_vl_moe.
+PUBLISHED = [
+    ((2, 3, 3), "contiguous", [T, T, H, H, H, W, W, W]),
+    ((4, 2, 2), "interleaved", [T, H, W, T, H, W, T, T]),
+    ((24, 20, 20), "interleaved", [T, H, W] * 20 + [T] * 4),
+    ((11, 11, 10), "interleaved", [T, H, W] * 10 + [T, H]),
+    ((2, 2, 2), "alternating", [H, W, H, W, T, T]),
+    # m_modify_forward of Wiselnn570/VideoRoPE, with its sections; vLLM's XDRotaryEmbedding.
+    ((16, 24, 24), "alternating", [H, W] * 24 + [T] * 16),
+    ((2, 2, 1, 3), "contiguous", [0, 0, 1, 1, 2, 3, 3, 3]),
+]
+ORDERS = ["contiguous", "interleaved", "alternating"]
+
+
+def rotate(x, place, axes, theta, layout):
+    """The rotation of transformers, pair by pair in float64."""
+    out, half = np.array(x, np.float64), len(axes)
+    for p, axis in enumerate(axes):
+        a, b = (2 * p, 2 * p + 1) if layout == "interleaved" else (p, p + half)
+        z = (out[a] + 1j * out[b]) * np.exp(1j * float(place[axis]) * theta ** (-p / half))
+        out[a], out[b] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("sections, order, axes", PUBLISHED)
+def test_axes_are_the_published_ones(sections, order, axes):
+    assert list(mrope_axes(sections, order)) == axes
+
+
+def test_four_axes_match_the_loop_over_pairs():
+    scheme = pe.MRoPE(head_dim=16, sections=(2, 2, 1, 3))
+    assert scheme.traits.num_axes == 4
+    random = np.random.default_rng(0)
+    at, x = random.integers(0, 10**6, size=(4, 2, 7)), random.normal(size=(2, 7, 6, 16))
+    x = x.astype(np.float32)
+    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(at))
+    for b, t, n in np.ndindex(2, 7, 6):
+        wanted = rotate(x[b, t, n], at[:, b, t], [0, 0, 1, 1, 2, 3, 3, 3], 1e4, "half")
+        np.testing.assert_allclose(out[b, t, n], wanted, rtol=0, atol=3e-6)
+    q = k = v = jnp.asarray(x)
+    out = attend(scheme, {}, q, k, v, is_causal=True, coordinates=jnp.asarray(at))
+    assert out.shape == q.shape
+    with pytest.raises(ValueError, match=r"coordinates of 4 axes.*got \(3, 2, 7\)"):
+        attend(scheme, {}, q, k, v, coordinates=jnp.asarray(at[:3]))
+
+
+def test_hope_of_vision_models_matches_the_code_of_its_authors():
+    """hrlics/HoPE, apply_hybrid_multimodal_rotary_pos_emb, from torch to NumPy in float64."""
+    scaling = pe.ClippedFrequencies(pairs=2, hard=True)
+    scheme = pe.MRoPE(head_dim=16, order="alternating", sections=(2, 3, 3), scaling=scaling)
+    random = np.random.default_rng(0)
+    at, x = random.integers(0, 2000, size=(3, 1, 7)), random.normal(size=(1, 7, 6, 16))
+    angles = np.tile(at[..., None] * 10000.0 ** (-np.arange(8) / 8), 2)
+    cos, sin = [], []
+    for start, section in ((0, 6), (6, 2), (8, 6), (14, 2)):
+        for i in range(start, start + section):
+            axis = 1 + (i - start) % 2
+            cos.append(np.cos(angles[axis, ..., i]) if section == 6 else np.ones((1, 7)))
+            sin.append(np.sin(angles[axis, ..., i]) if section == 6 else np.zeros((1, 7)))
+    cos, sin = (np.stack(c, -1)[:, :, None] for c in (cos, sin))
+    wanted = x * cos + np.concatenate([-x[..., 8:], x[..., :8]], -1) * sin
+    out = query(scheme, {}, jnp.asarray(x, jnp.float32), jnp.asarray(at))
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=3e-6)
+
+
+def test_default_sections_are_the_published_ones():
+    assert pe.MRoPE(head_dim=128).axes == mrope_axes((16, 24, 24))
+    qwen3 = pe.MRoPE(head_dim=128, order="interleaved")
+    assert qwen3.axes == mrope_axes((24, 20, 20), "interleaved")
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_matches_the_loop_over_pairs(layout, order, dtype):
+    scheme = pe.MRoPE(head_dim=20, theta=1e6, order=order, layout=layout, rotary_dim=16)
+    random = np.random.default_rng(0)
+    far = 10**6 if dtype == np.int32 else 300
+    at = random.integers(0, far, size=(3, 2, 7)).astype(dtype)
+    x = random.normal(size=(2, 7, 6, 20)).astype(np.float32)
+    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(at))
+    for b, t, n in np.ndindex(2, 7, 6):
+        wanted = rotate(x[b, t, n, :16], at[:, b, t], scheme.axes, 1e6, layout)
+        np.testing.assert_allclose(
+            out[b, t, n, :16], wanted, rtol=0, atol=3e-6 if dtype == np.int32 else 1e-4
+        )
+    np.testing.assert_array_equal(out[..., 16:], x[..., 16:])
+    np.testing.assert_array_equal(out, key(scheme, {}, jnp.asarray(x), jnp.asarray(at)))
+
+
+@pytest.mark.parametrize("shift", [0, 10**6])
+def test_attention_over_an_image_in_text(shift):
+    kinds, grids = np.zeros((1, 63), bool), np.array([[[2, 5, 4]]])
+    kinds[0, 9:49] = True
+    coordinates, _ = pe.mrope_coordinates(kinds, grids)
+    q, k, v = qkv()
+    scheme = pe.MRoPE(head_dim=8, sections=(1, 2, 1))
+    at = np.asarray(coordinates)[:, 0]
+    q_and_k = [
+        np.stack(
+            [[rotate(y, at[:, t], scheme.axes, 1e4, "half") for y in x] for t, x in enumerate(a[0])]
+        )[None]
+        for a in (q, k)
+    ]
+    wanted = softmax_attention(*q_and_k, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
+    out = attend(scheme, {}, q, k, v, is_causal=True, coordinates=coordinates + shift)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_text_is_plain_rope(order):
+    x, at = qkv(length=5)[0], jnp.array([[0, 1, 257, 4095, 10**6]])
+    scheme, plain = pe.MRoPE(head_dim=8, order=order), apply_rope(x, at)
+    np.testing.assert_array_equal(query(scheme, {}, x, at), plain)
+    on_all_axes = jnp.broadcast_to(at[None], (3, 1, 5))
+    np.testing.assert_array_equal(query(scheme, {}, x, on_all_axes), plain)
+
+
+def test_options_change_the_output():
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(1, 5, 6, 16)), "f4")
+    at = jnp.asarray(random.integers(0, 40, size=(3, 1, 5)))
+    plain = pe.MRoPE(head_dim=16)
+    changes = [
+        {"theta": 100.0},
+        {"sections": (4, 2, 2)},
+        {"order": "interleaved"},
+        {"order": "alternating"},
+        {"layout": "interleaved"},
+        {"rotary_dim": 8},
+        {"rotary_start": 2},
+        {"scaling": pe.YaRN(factor=4.0, original_max_position=64)},
+    ]
+    outs = [query(s, {}, x, at) for s in (plain, *(plain.replace(**c) for c in changes))]
+    for i, a in enumerate(outs):
+        assert all(np.abs(a - b).max() > 0.05 for b in outs[:i]), changes[i - 1]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"order": "zigzag"}, "order must be one of .*, got 'zigzag'"),
+        ({"sections": (2, 2)}, r"sections must be three positive numbers of pairs, got \(2, 2\)"),
+        ({"sections": (4, 4, 0)}, r"sections must be three positive .* got \(4, 4, 0\)"),
+        ({"sections": (2, 2, 2)}, r"sections must add up to 8 pairs, got \(2, 2, 2\)"),
+        ({"sections": (4, 3, 1), "order": "alternating"}, r"as many pairs for rows .* \(4, 3, 1\)"),
+        ({"sections": (2, 3, 3), "order": "interleaved"}, r"sections \(2, 3, 3\) need more"),
+        ({"layout": "neox"}, "layout must be one of"),
+        ({"rotary_dim": 5}, "rotary dim must be even and positive, got 5"),
+    ],
+)
+def test_errors_name_the_setting(change, message):
+    with pytest.raises(ValueError, match=f"mrope: .*{message}"):
+        pe.MRoPE(**{"head_dim": 16} | change)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5), (5,), (3, 5)])
+def test_coordinates_need_three_axes(shape):
+    with pytest.raises(ValueError, match=r"coordinates must be \[3, B, T\]|apply_rotation: cos"):
+        pe.MRoPE(head_dim=8).query({}, qkv(length=5)[0], jnp.zeros(shape, jnp.int32))
