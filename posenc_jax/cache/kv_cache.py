@@ -205,12 +205,12 @@ class KVCache:
         tokens = segment_ids >= 0
         added = tokens.sum(1, dtype=jnp.int32)
         length = self.length + added
-        cache = self._with_room(length, count)
+        self._check_room(length)
         index = self.length[:, None] + jnp.cumsum(tokens, 1, dtype=jnp.int32) - 1
         slots = self.slots(index)
         # What is not stored has slots beyond the end, all different.
         beyond = self.capacity + jnp.arange(count, dtype=jnp.int32)[None]
-        slots = jnp.where(tokens & (slots < cache.room[:, None]), slots, beyond)
+        slots = jnp.where(tokens & (slots < self.capacity), slots, beyond)
 
         def check(name, old, new):
             wanted = batch, count, *old.shape[2:]
@@ -229,9 +229,12 @@ class KVCache:
                 *(self.state, past, past_states),
             )
         after = jnp.where(tokens, add_saturated(positions, 1), 0).max(axis=1)
-        cache = cache._with_keys(slots, k, v, k_features)
+        features = functools.partial(write_slots, "k_features", slots=slots)
         return dataclasses.replace(
-            cache,
+            self,
+            k=write_slots("k", self.k, k, slots),
+            v=write_slots("v", self.v, v, slots),
+            k_features=jax.tree.map(features, self.k_features, k_features),
             positions=write_slots("positions", self.positions, positions, slots),
             segment_ids=write_slots("segment_ids", self.segment_ids, segment_ids, slots),
             coordinates=self._with_coordinates(coordinates, slots),
@@ -256,7 +259,7 @@ class KVCache:
         array_of_rank("KVCache.take", "rows", rows, 1, "[any]")
         inside = self._inside("take", rows)
         new = self._each(lambda x: x.at[rows].get(mode="clip", **same_sharding(x)))
-        return dataclasses.replace(new, lost=new.lost | ~inside)._freed()._unshared()
+        return dataclasses.replace(new, lost=new.lost | ~inside)
 
     def insert(self, rows: jax.Array | int, other: "KVCache") -> Self:
         """Returns the cache with rows replaced by those of another one, such as a prefilled one.
@@ -279,12 +282,17 @@ class KVCache:
         )
         into = jnp.where(self._inside("insert", rows), rows, self.length.shape[0])
         other = dataclasses.replace(
-            other.contiguous(),
+            other,
             lost=other.overflowed,
             ring=self.ring,
             num_sink_tokens=self.num_sink_tokens,
         )
-        return self.reset(rows)._inserted(into, other)
+
+        def put(old, new):
+            index = into if new.ndim == 1 else (into, slice(new.shape[1]))
+            return old.at[index].set(new.astype(old.dtype), mode="drop", **same_sharding(old))
+
+        return self.reset(rows)._each(put, other)
 
     def reset(self, rows: jax.Array | int) -> Self:
         """Returns the cache with empty rows, for new sequences.
@@ -321,7 +329,7 @@ class KVCache:
                 name: cleared(getattr(self, name))
                 for name in ("length", "written", "rewindable", "next_positions", "lost")
             },
-        )._freed()
+        )
 
     def rewind(self, count: jax.Array | int) -> Self:
         """Returns the cache without the last tokens of each row, such as rejected drafts.
@@ -366,7 +374,7 @@ class KVCache:
             back = count[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
             kept = jax.tree.map(lambda x, y: states_without(x, y, back), state, past)
             state, past = (jax.tree.map(lambda x, i=i: x[:, i], kept) for i in (0, slice(1, None)))
-        new = dataclasses.replace(
+        return dataclasses.replace(
             self,
             segment_ids=segment_ids,
             state=state,
@@ -376,7 +384,6 @@ class KVCache:
             next_positions=jnp.where(count > 0, following, self.next_positions),
             lost=self.lost | lost,
         )
-        return new._freed()._unshared()
 
     @property
     def overflowed(self) -> jax.Array:
@@ -385,16 +392,7 @@ class KVCache:
         That is so where more tokens were appended than there are slots, until they are taken
         back, and where a ring, `take` or `rewind` was used beyond its limits, until `reset`.
         """
-        return self.lost if self.ring else self.lost | (self.length > self.room)
-
-    @property
-    def room(self) -> jax.Array:
-        """Int32 [B]: the number of slots that rows have."""
-        return jnp.full_like(self.length, self.capacity)
-
-    def contiguous(self) -> "KVCache":
-        """Returns the cache with arrays per key as [B, S, ...], which attention reads."""
-        return self
+        return self.lost if self.ring else self.lost | (self.length > self.capacity)
 
     def slots(self, index: jax.Array) -> jax.Array:
         """Returns the slots of the tokens with these indices in their row."""
@@ -404,14 +402,10 @@ class KVCache:
         again = sinks + (index - sinks) % (self.capacity - sinks)
         return jnp.where(index < sinks, index, again)
 
-    def _with_room(self, length: jax.Array, added: int) -> Self:
-        """Returns the cache with slots for rows of these lengths, that grew by `added` at most.
-
-        Raises:
-          ValueError: if rows are known not to fit.
-        """
+    def _check_room(self, length: jax.Array) -> None:
+        """Raises `ValueError` if rows of these lengths are known not to fit."""
         if self.ring or isinstance(length, Tracer) or not (length > self.capacity).any():
-            return self
+            return
         row = int(length.argmax())
         used = int(self.length[row])
         raise ValueError(
@@ -419,33 +413,6 @@ class KVCache:
             f"{int(length[row]) - used} more tokens do not fit; make it larger, or a ring with a "
             "window."
         )
-
-    def _with_keys(self, slots: jax.Array, k: jax.Array, v: jax.Array, k_features: Any) -> Self:
-        """Returns the cache with keys [B, T, ...] in slots [B, T]."""
-        features = functools.partial(write_slots, "k_features", slots=slots)
-        return dataclasses.replace(
-            self,
-            k=write_slots("k", self.k, k, slots),
-            v=write_slots("v", self.v, v, slots),
-            k_features=jax.tree.map(features, self.k_features, k_features),
-        )
-
-    def _inserted(self, into: jax.Array, other: "KVCache") -> Self:
-        """Returns the cache with the rows of a contiguous one; rows at B are left out."""
-
-        def put(old, new):
-            index = into if new.ndim == 1 else (into, slice(new.shape[1]))
-            return old.at[index].set(new.astype(old.dtype), mode="drop", **same_sharding(old))
-
-        return self._each(put, other)
-
-    def _freed(self) -> Self:
-        """Returns the cache without memory that no row has tokens in, where rows share it."""
-        return self
-
-    def _unshared(self) -> Self:
-        """Returns the cache with memory of its own for what each row writes next."""
-        return self
 
     def _with_coordinates(self, new: jax.Array | None, slots: jax.Array) -> jax.Array | None:
         """Returns the coordinates with those of new tokens."""

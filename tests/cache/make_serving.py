@@ -19,7 +19,7 @@ from support import SIZES, build
 import posenc_jax as pe
 from posenc_jax import testing
 
-PAGE = pathlib.Path(pe.__file__).parents[2] / "docs" / "serving.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
 ROWS, LONGEST, WINDOW, SINKS, BACK = 3, 136, 8, 2, 7
 VOCABULARY = np.random.default_rng(0).normal(size=(64, SIZES["model_dim"])).astype(np.float32)
 OPTIONS = {"swin": {"window": (16, 16)}, "swin_v2": {"window": (16, 16), "width": 16}}
@@ -27,7 +27,6 @@ POLICIES = {
     "full": {},
     "ring": {"ring": True},
     "sinks": {"ring": True},
-    "paged": {"block_size": 8},
 }
 METHODS = "reset", "take", "insert", "rewind"
 CHANGES = {name: testing._jit(getattr(pe.KVCache, name)) for name in METHODS}

@@ -266,6 +266,9 @@ def test_caches_under_scan_report_their_overflow():
     np.testing.assert_array_equal(new.overflowed, [[False] * 2] * 3)
     _, new = jax.lax.scan(lambda _, c: (None, c.append(*tokens(2))), None, new)
     np.testing.assert_array_equal(new.overflowed, [[True] * 2] * 3)
+    back = jax.vmap(lambda c: c.rewind(1))(new)
+    np.testing.assert_array_equal(back.overflowed, [[False] * 2] * 3)
+    np.testing.assert_array_equal(back.length, [[5] * 2] * 3)
 
 
 def everything(batch=3, capacity=5, **options):
