@@ -34,10 +34,10 @@ from posenc_jax.engine.rules import as_tuple
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.ops.partition import combine, partition
 
-_OPTIONS = {
-    *("rules", "q_coordinates", "k_coordinates", "q_segment_ids", "k_segment_ids", "is_causal"),
-    *("window", "prefix_length", "scale", "softcap", "implementation"),
-}
+_BY_SLOT = "mask", "dropout_key", "contiguous", "return_lse"
+"""Arguments of `attention` about slots, of which a shard does not know the place."""
+_OPTIONS = {"rules", *(field.name for field in dataclasses.fields(AttentionCall))}
+_OPTIONS -= {*_BY_SLOT, "dropout_rate", "extra_rules", "finite_values"}
 """Arguments of `attention` that are passed on."""
 
 
@@ -78,7 +78,7 @@ def sequence_parallel_attention(
         method in ("ring", "all_gather"),
         f"sequence_parallel_attention: method must be 'ring' or 'all_gather', got {method!r}.",
     )
-    for name in ("mask", "dropout_key", "contiguous", "return_lse"):
+    for name in _BY_SLOT:
         if options.get(name) is not None:
             raise NotImplementedError(
                 f"sequence_parallel_attention: {name} is not supported; a shard does not know "

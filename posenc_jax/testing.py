@@ -31,7 +31,9 @@ import numpy as np
 
 from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.functional.attention import new_cache, scheme_attention, scheme_embedding
+from posenc_jax.functional.attention import scheme_attention, scheme_embedding
+from posenc_jax.functional.new_cache import new_cache
+from posenc_jax.functional.pipeline import Pipeline, Tokens
 from posenc_jax.positions.packing import count_up, from_padding_mask, from_segment_ids
 from posenc_jax.schemes.scheme import Scheme
 
@@ -614,26 +616,20 @@ def right_padded_rows_equal_rows_alone(case: Case) -> list[float]:
     in any order.""")
 def storage_order_does_not_matter(case: Case) -> float:
     """The order in which tokens are stored does not matter."""
-    scheme, params = case.scheme, case.params
-    at = count_up(BATCH, LENGTH)
+    positions = count_up(BATCH, LENGTH)
+    pipeline = Pipeline(case.scheme, case.params)
+    scale = case.scheme.logit_scale(case.head_dim)
 
     @_jit
-    def attend(pick):
-        x = scheme.embed(params, jnp.asarray(case.x), at)
+    def attend(order):
+        x = case.scheme.embed(case.params, jnp.asarray(case.x), positions)
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in case.weights)
-        # States follow the order of tokens, so `mix` and `features` come before the shuffle.
-        q, k, v, _ = scheme.mix(params, q, k, v, None, None)
-        q_features, k_features, _ = scheme.features(params, x, q, k, at, None, None)
-        q, k, v, here, q_features, k_features = jax.tree.map(
-            lambda a: a[:, pick], (q, k, v, at, q_features, k_features)
-        )
-        q = scheme.query(params, q, here, q_features)
-        k = scheme.key(params, k, here, k_features)
-        v = scheme.value(params, v, here, k_features)
-        call = AttentionCall(q_positions=here, k_positions=here, is_causal=True)
-        call = call.replace(scale=scheme.logit_scale(case.head_dim))
-        out = scheme.attend(params, q, k, v, here, here, q_features, k_features, call)
-        return scheme.output(params, out, here, q_features)
+        # States follow the order of tokens, so hooks that read content come before the shuffle.
+        tokens = pipeline.read(Tokens(q, k, v, x, positions)).replace(x=None, state=None)
+        tokens = pipeline.encode(jax.tree.map(lambda a: a[:, order], tokens))
+        at = tokens.coordinates
+        call = AttentionCall(q_positions=at, k_positions=at, is_causal=True, scale=scale)
+        return pipeline.attend(tokens, tokens, call)
 
     order = np.random.default_rng(0).permutation(LENGTH)
     return _difference(attend(order), attend(np.arange(LENGTH))[:, order])

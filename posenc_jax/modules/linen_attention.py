@@ -15,12 +15,15 @@ from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import require
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
+from posenc_jax.functional.attention import self_attention
+from posenc_jax.functional.cross_attention import cross_attention
+from posenc_jax.functional.pipeline import Pipeline, Tokens
 from posenc_jax.modules.attention_fn import check_acts_in_attention
 from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
 from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding, named
 from posenc_jax.modules.shared import (
     AttentionLayer,
-    SequenceOptions,
+    CallOptions,
     has_bias,
     layer_spec,
     of_projection,
@@ -33,15 +36,6 @@ from posenc_jax.schemes.scheme import Scheme
 
 _kernel_init = nn.initializers.lecun_normal()
 _Init = nn.initializers.Initializer
-
-
-class CallOptions(SequenceOptions, total=False):
-    """Arguments of a call of `Attention`, except the inputs and the cache."""
-
-    deterministic: bool | None
-    out_sharding: PartitionSpec | None
-    qkv_sharding: PartitionSpec | None
-    kv_sharding: PartitionSpec | None
 
 
 class Attention(AttentionLayer, nn.Module):
@@ -149,7 +143,7 @@ class Attention(AttentionLayer, nn.Module):
         out_sharding: PartitionSpec | None = None,
         qkv_sharding: PartitionSpec | None = None,
         kv_sharding: PartitionSpec | None = None,
-        **options: Unpack[SequenceOptions],
+        **options: Any,
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
 
@@ -173,7 +167,7 @@ class Attention(AttentionLayer, nn.Module):
         heads, spec = self.heads(), self.spec()
         check_axis_names("Attention", self.axis_names)
 
-        def project(name, features, axis, kernel_init, bias_init, sharding):
+        def dense(name, features, axis, kernel_init, bias_init, sharding):
             kernel_init = of_projection("kernel_init", kernel_init, name, _kernel_init)
             bias_init = of_projection("bias_init", bias_init, name, nn.initializers.zeros)
             sizes = KERNELS[name]
@@ -191,6 +185,12 @@ class Attention(AttentionLayer, nn.Module):
                 name=name,
             )
 
+        def project(name, x, norm, sharding):
+            features = heads[name], self.head_dim
+            y = dense(name, features, -1, self.kernel_init, self.bias_init, sharding)(x)
+            # The names that MaxText's policies of rematerialisation use.
+            return checkpoint_name(y if norm is None else norm(y), f"{name}_proj")
+
         encoding = self.position
         if not isinstance(encoding, PositionEncoding):
             encoding = PositionEncoding(spec.scheme, self.axis_names, name="encoding")
@@ -199,59 +199,61 @@ class Attention(AttentionLayer, nn.Module):
         require(
             not drop or self.has_rng("dropout"), 'Attention: dropout needs rngs={"dropout": key}.'
         )
-        kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
-        shardings, inits = (
-            (qkv_sharding, kv_sharding, kv_sharding),
-            (self.kernel_init, self.bias_init),
-        )
-        q, k, v = (
-            project(name, (n, self.head_dim), -1, *inits, sharding)(x)
-            for (name, n), x, sharding in zip(heads.items(), inputs, shardings, strict=True)
-        )
-        norms = made = kept = None
+        norms = sinks = variable = new = None
         if spec.qk_norm is not None:
             norms = (
                 HeadNorm(spec.qk_norm, KERNELS["query"][1:], self.axis_names, name="query_norm"),
                 HeadNorm(spec.qk_norm, KERNELS["key"][1:], self.axis_names, name="key_norm"),
             )
+        (q_norm, k_norm), norms = self.norms_around(norms)
+        kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
+        tokens = Tokens(
+            q=project("query", inputs[0], q_norm, qkv_sharding),
+            k=project("key", inputs[1], k_norm, kv_sharding),
+            v=project("value", inputs[2], None, kv_sharding),
+            x=inputs_q,
+            tables=options.get("tables"),
+        )
         if spec.sinks:
             init = named(nn.initializers.zeros, self.axis_names, ("num_heads",))
-            made = self.param("sinks", init, (self.num_heads,), jnp.float32)
+            sinks = self.param("sinks", init, (self.num_heads,), jnp.float32)
         if self.decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
-            kept, cache = self._kept_cache(
+            variable, cache = self._stored_cache(
                 inputs_q,
                 position=encoding,
-                dtype=k.dtype,
+                dtype=tokens.k.dtype,
                 coordinates=options.get("coordinates"),
                 qkv_sharding=kv_sharding,
             )
-        out, new = self.attend(
-            encoding,
-            (q, k, v),
-            inputs_q,
-            inputs_k,
-            norms=norms,
-            sinks=made,
+        call = self.attention_call(
+            options,
+            CallOptions.__annotations__,
+            inputs_q.shape[:2],
+            to_itself=inputs_k is None,
+            sinks=sinks,
             cache=cache,
             dropout_key=self.make_rng("dropout") if drop else None,
-            options=dict(options),
         )
+        pipeline = Pipeline(encoding.scheme, encoding.values(), norms)
+        if inputs_k is None:
+            out, new = self_attention(pipeline, tokens, call, cache)
+        else:
+            out = cross_attention(pipeline, tokens, inputs_k, call)
         kernel_init = self.kernel_init if self.out_kernel_init is None else self.out_kernel_init
         bias_init = self.bias_init if self.out_bias_init is None else self.out_bias_init
-        project_out = project(
-            "out", inputs_q.shape[-1], (-2, -1), kernel_init, bias_init, out_sharding
-        )
-        y = checkpoint_name(project_out(out), "out_proj")
-        if kept is not None and new is not None:
-            kept.value = new
-            return y
-        return y if new is None else (y, new)
+        width = inputs_q.shape[-1]
+        project_out = dense("out", width, (-2, -1), kernel_init, bias_init, out_sharding)
+        out = checkpoint_name(project_out(checkpoint_name(out, "context")), "out_proj")
+        if variable is not None and new is not None:
+            variable.value = new
+            return out
+        return out if new is None else (out, new)
 
-    def _kept_cache(self, x: jax.Array, **options: Any) -> tuple[nn.Variable, KVCache | None]:
+    def _stored_cache(self, x: jax.Array, **options: Any) -> tuple[nn.Variable, KVCache | None]:
         """Returns the variable of the cache, and the cache unless the variable is new."""
         batch, length, width = x.shape
         new = not self.has_variable("cache", "kv_cache")
-        make = functools.partial(self.new_cache, batch, length, model_dim=width, **options)
-        kept = self.variable("cache", "kv_cache", make)
-        return kept, None if new else zeros_are_empty(kept.value)
+        empty = functools.partial(self.new_cache, batch, length, model_dim=width, **options)
+        variable = self.variable("cache", "kv_cache", empty)
+        return variable, None if new else zeros_are_empty(variable.value)

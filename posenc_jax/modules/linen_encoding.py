@@ -7,11 +7,8 @@ import jax
 from flax import linen as nn
 from flax import struct
 
-from posenc_jax.functional.attention import new_params
 from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names, sizes_of_params
-from posenc_jax.modules.shared import (
-    EncodingLayer,
-)
+from posenc_jax.modules.shared import EncodingLayer, new_params
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
 

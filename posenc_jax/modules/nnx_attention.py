@@ -14,13 +14,16 @@ from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import divides, require
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
-from posenc_jax.functional.attention import CacheOptions
+from posenc_jax.functional.attention import self_attention
+from posenc_jax.functional.cross_attention import cross_attention
+from posenc_jax.functional.new_cache import CacheOptions
+from posenc_jax.functional.pipeline import Pipeline, Tokens
 from posenc_jax.modules.attention_fn import check_acts_in_attention
 from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
 from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding, metadata_of
 from posenc_jax.modules.shared import (
     AttentionLayer,
-    SequenceOptions,
+    CallOptions,
     has_bias,
     layer_spec,
     of_projection,
@@ -34,16 +37,12 @@ _kernel_init = nnx.initializers.lecun_normal()
 _Inits = nnx.Initializer | Mapping[str, nnx.Initializer]
 
 
-class CallOptions(SequenceOptions, total=False):
+class NNXCallOptions(CallOptions, total=False):
     """Arguments of a call of `Attention`, except the inputs and the cache."""
 
     position: PositionEncoding | None
-    deterministic: bool | None
     decode: bool | None
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
-    out_sharding: PartitionSpec | None
-    qkv_sharding: PartitionSpec | None
-    kv_sharding: PartitionSpec | None
 
 
 class Attention(AttentionLayer, nnx.Module):
@@ -200,7 +199,7 @@ class Attention(AttentionLayer, nnx.Module):
         inputs_v: jax.Array | None = None,
         *,
         cache: None = None,
-        **options: Unpack[CallOptions],
+        **options: Unpack[NNXCallOptions],
     ) -> jax.Array: ...
 
     @overload
@@ -211,7 +210,7 @@ class Attention(AttentionLayer, nnx.Module):
         inputs_v: jax.Array | None = None,
         *,
         cache: KVCache,
-        **options: Unpack[CallOptions],
+        **options: Unpack[NNXCallOptions],
     ) -> tuple[jax.Array, KVCache]: ...
 
     def __call__(
@@ -228,7 +227,7 @@ class Attention(AttentionLayer, nnx.Module):
         out_sharding: PartitionSpec | None = None,
         qkv_sharding: PartitionSpec | None = None,
         kv_sharding: PartitionSpec | None = None,
-        **options: Unpack[SequenceOptions],
+        **options: Any,
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
 
@@ -263,34 +262,49 @@ class Attention(AttentionLayer, nnx.Module):
             )
         else:
             check_acts_in_attention("Attention", position.scheme)
-        kept = None
+        stored = None
         if self.decode if decode is None else decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
-            kept = self.kv_cache
-            if kept is None:
+            stored = self.kv_cache
+            if stored is None:
                 raise ValueError("Attention: decode=True needs a cache; call init_cache first.")
-            cache = kept.get_value()
-        dropout_key = self._dropout_key(rngs) if self.drops(deterministic) else None
-        kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
-        q = self.query(inputs[0], out_sharding=qkv_sharding)
-        k = self.key(inputs[1], out_sharding=kv_sharding)
-        v = self.value(inputs[2], out_sharding=kv_sharding)
-        out, new = self.attend(
-            position,
-            (q, k, v),
-            inputs_q,
-            inputs_k,
-            norms=None if self.query_norm is None else (self.query_norm, self.key_norm),
+            cache = stored.get_value()
+        call = self.attention_call(
+            options,
+            NNXCallOptions.__annotations__,
+            inputs_q.shape[:2],
+            to_itself=inputs_k is None,
             sinks=None if self.sinks is None else self.sinks[...],
             cache=cache,
-            dropout_key=dropout_key,
-            options=dict(options),
+            dropout_key=self._dropout_key(rngs) if self.drops(deterministic) else None,
         )
-        y = checkpoint_name(self.out(out, out_sharding=out_sharding), "out_proj")
-        if kept is not None and new is not None:
-            kept.set_value(new)
-            return y
-        return y if new is None else (y, new)
+
+        def project(name, x, norm, sharding):
+            y = getattr(self, name)(x, out_sharding=sharding)
+            # The names that MaxText's policies of rematerialisation use.
+            return checkpoint_name(y if norm is None else norm(y), f"{name}_proj")
+
+        norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
+        (q_norm, k_norm), norms = self.norms_around(norms)
+        kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
+        tokens = Tokens(
+            q=project("query", inputs[0], q_norm, qkv_sharding),
+            k=project("key", inputs[1], k_norm, kv_sharding),
+            v=project("value", inputs[2], None, kv_sharding),
+            x=inputs_q,
+            tables=options.get("tables"),
+        )
+        pipeline, new = Pipeline(position.scheme, position.values(), norms), None
+        if inputs_k is None:
+            out, new = self_attention(pipeline, tokens, call, cache)
+        else:
+            out = cross_attention(pipeline, tokens, inputs_k, call)
+        out = self.out(checkpoint_name(out, "context"), out_sharding=out_sharding)
+        out = checkpoint_name(out, "out_proj")
+        if stored is not None and new is not None:
+            stored.set_value(new)
+            return out
+        return out if new is None else (out, new)
 
     def init_cache(
         self, input_shape: tuple[int, ...], dtype: Any = None, **options: Unpack[CacheOptions]

@@ -5,11 +5,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from posenc_jax.functional.attention import new_params
 from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names, sizes_of_params
-from posenc_jax.modules.shared import (
-    EncodingLayer,
-)
+from posenc_jax.modules.shared import EncodingLayer, new_params
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
 

@@ -1,38 +1,42 @@
 """What the modules of NNX and Linen share."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
+from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
-from posenc_jax.functional.attention import (
-    CacheOptions,
+from posenc_jax.functional.arguments import (
     TokenOptions,
-    new_cache,
-    scheme_attention,
-    scheme_embedding,
-    scheme_tables,
+    attention_call,
+    refuse_unknown,
+    token_positions,
 )
-from posenc_jax.functional.cross_attention import scheme_cross_attention
-from posenc_jax.functional.tokens import Norms, token_positions
+from posenc_jax.functional.attention import scheme_embedding, scheme_tables
+from posenc_jax.functional.new_cache import CacheOptions, new_cache
+from posenc_jax.functional.pipeline import Norm, Norms
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks
 from posenc_jax.schemes.scheme import Params, Scheme
 
 
-class SequenceOptions(TokenOptions, total=False):
-    """Arguments of a call of `Attention` about its tokens."""
+class CallOptions(TokenOptions, total=False):
+    """Arguments of a call of `Attention` of both frameworks, except the inputs and the cache."""
 
     k_positions: jax.Array | None
     k_coordinates: jax.Array | None
     k_segment_ids: jax.Array | None
+    deterministic: bool | None
+    out_sharding: PartitionSpec | None
+    qkv_sharding: PartitionSpec | None
+    kv_sharding: PartitionSpec | None
 
 
 class EncodingLayer:
@@ -208,66 +212,64 @@ class AttentionLayer:
             )
         return not deterministic
 
-    def attend(
+    def attention_call(
         self,
-        encoding: "EncodingLayer",
-        projected: tuple[jax.Array, jax.Array, jax.Array],
-        x: jax.Array,
-        memory: jax.Array | None,
+        options: Mapping[str, Any],
+        known: Iterable[str],
+        shape: tuple[int, ...],
         *,
-        norms: Norms | None,
+        to_itself: bool,
         sinks: jax.Array | None,
         cache: KVCache | None,
         dropout_key: jax.Array | None,
-        options: dict[str, Any],
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Returns the output [B, T, N, H] of a call, before its projection, and the new cache.
+    ) -> AttentionCall:
+        """Returns the attention of a call of the layer, from its settings and the call's options.
 
         Args:
-          encoding: the scheme with its parameters.
-          projected: q, k and v.
-          x: what q was projected from.
-          memory: what k was projected from, if that is another sequence.
-          norms: those of queries and keys.
-          sinks: the layer's own.
+          options: those of the call.
+          known: names of all options that calls take.
+          shape: (B, T) of the queries.
+          to_itself: whether the keys are those of the same sequence.
+          sinks: the layer's.
           cache: that of the call.
           dropout_key: None for no dropout.
-          options: `SequenceOptions`.
+
+        Raises:
+          TypeError: for unknown options.
+          ValueError: for a cache or chunks with keys of another sequence.
+          NotImplementedError: for a prefix in a layer with chunks.
         """
-        spec, (q, k, v) = self.spec(), projected
-        after = spec.qk_norm is not None and spec.qk_norm.after_rotation
-        if norms is not None and not after:
-            q, k = norms[0](q), norms[1](k)
-        # The names that MaxText's policies of rematerialisation use.
-        names = "query_proj", "key_proj", "value_proj"
-        q, k, v = map(checkpoint_name, (q, k, v), names)
-        options = {
+        other = {"k_positions", "k_coordinates", "k_segment_ids"} if to_itself else {"tables"}
+        refuse_unknown("Attention", options, set(known) - other)
+        spec = self.spec()
+        settings = {
             "sinks": sinks,
             "is_causal": self.is_causal,
             "window": spec.window,
             "softcap": spec.softcap,
             "scale": spec.scale,
-            "norms": norms if after else None,
             "dropout_rate": 0.0 if dropout_key is None else self.dropout_rate,
             "dropout_key": dropout_key,
             "implementation": self.implementation,
-        } | options
-        scheme, params = encoding.scheme, encoding.values()
-        if memory is None:
-            if spec.chunk_size is not None:
-                options |= _chunks(spec.chunk_size, spec.window, x, cache, options)
-            out, new = scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
-        else:
-            require(
-                cache is None and spec.chunk_size is None,
-                "Attention: keys of another sequence have no cache and no chunks; give a call "
-                "with inputs_k no cache, and decode=False.",
-            )
-            out, new = (
-                scheme_cross_attention(scheme, params, q, k, v, x=x, memory=memory, **options),
-                None,
-            )
-        return checkpoint_name(out, "context"), new
+        }
+        call = attention_call(**settings | {n: x for n, x in options.items() if n != "tables"})
+        require(
+            to_itself or (cache is None and spec.chunk_size is None),
+            "Attention: keys of another sequence have no cache and no chunks; give a call with "
+            "inputs_k no cache, and decode=False.",
+        )
+        if spec.chunk_size is None:
+            return call
+        return _within_chunks(spec.chunk_size, call, shape, cache)
+
+    def norms_around(
+        self, norms: Norms | None
+    ) -> tuple[tuple[Norm | None, Norm | None], Norms | None]:
+        """Returns the norms of q and k before the scheme's hooks, and those after them."""
+        qk_norm = self.spec().qk_norm
+        if norms is None or qk_norm is None:
+            return (None, None), None
+        return ((None, None), norms) if qk_norm.after_rotation else (norms, None)
 
     def new_cache(
         self,
@@ -314,18 +316,25 @@ class AttentionLayer:
         )
 
 
-def _chunks(
-    size: int, window: Window, x: jax.Array, cache: KVCache | None, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the segments and the window of a layer with chunks."""
-    if options.get("prefix_length") is not None:
+def _within_chunks(
+    size: int, call: AttentionCall, shape: tuple[int, ...], cache: KVCache | None
+) -> AttentionCall:
+    """Returns the call with the segments and the window of a layer with chunks."""
+    if call.prefix_length is not None:
         raise NotImplementedError("Attention: prefix_length in a layer with chunks.")
-    ids, shape = options.get("segment_ids"), x.shape[:2]
+    ids = call.q_segment_ids
     if ids is not None:
         ids = jnp.broadcast_to(jnp.atleast_2d(ids), shape)
-    at = token_positions("Attention", options.get("positions"), cache, *shape, ids)
-    ids, window = in_chunks(size, at, ids, window)
-    return {"segment_ids": ids, "window": window}
+    positions = token_positions("Attention", call.q_positions, cache, shape, ids)
+    ids, window = in_chunks(size, positions, ids, call.window)
+    return call.replace(q_segment_ids=ids, window=window)
+
+
+def new_params(scheme: Scheme, key: jax.Array) -> Params:
+    """Returns `scheme.init(key)`, float32 with 64-bit types enabled too."""
+    return jax.tree.map(
+        lambda a: a.astype(jnp.float32) if a.dtype == jnp.float64 else a, scheme.init(key)
+    )
 
 
 def zeros_are_empty(cache: KVCache) -> KVCache:

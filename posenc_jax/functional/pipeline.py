@@ -1,0 +1,145 @@
+"""The hooks of a scheme, in the order in which attention calls them.
+
+    read      mix, features             state of earlier tokens, padding as zeros
+    encode    query, key, value         and the norms that follow them
+    attend    attend, output
+
+Every function of a scheme on tokens calls them here: attention with and without a cache, attention
+to another sequence, Flax's `attention_fn`, the shapes of a new cache, and `posenc_jax.testing`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+
+from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.problem import zero_where
+from posenc_jax.schemes.scheme import Params, Scheme
+
+Norm = Callable[[jax.Array], jax.Array]
+Norms = tuple[Norm, Norm]
+"""Functions of q [B, T, N, H] and of k [B, S, K, H]."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Arrays of the tokens of one sequence, which the hooks read and change.
+
+    Attributes:
+      q, k, v: [B, T, N, H], [B, T, K, H], [B, T, K, V].
+      x: the activations that they were projected from, [B, T, D], or None.
+      coordinates: [B, T] or [A, B, T].
+      segment_ids: int32 [B, T], or None for one segment without padding.
+      tables: the scheme's `tables` of the coordinates; None: hooks compute their own.
+      q_features, k_features: from `features`.
+      state: the states of `mix` and `features` before these tokens; after `read`, with them.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    x: jax.Array | None = None
+    coordinates: Any = None
+    segment_ids: jax.Array | None = None
+    tables: Any = None
+    q_features: Any = None
+    k_features: Any = None
+    state: tuple[Any, Any] | None = None
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns the tokens with some arrays changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A scheme with its parameters, and the norms of q and k after its hooks."""
+
+    scheme: Scheme
+    params: Params
+    norms: Norms | None = None
+
+    def read(self, tokens: Tokens) -> Tokens:
+        """Calls `mix` and `features`, the hooks that read the content of tokens."""
+        scheme, params, ids = self.scheme, self.params, tokens.segment_ids
+        x, q, k, v = zero_padding((tokens.x, tokens.q, tokens.k, tokens.v), ids)
+        mixed, state = (None, None) if tokens.state is None else tokens.state
+        q, k, v, mixed = scheme.mix(params, q, k, v, ids, mixed)
+        q_features, k_features, state = scheme.features(
+            params, x, q, k, tokens.coordinates, ids, state
+        )
+        return tokens.replace(
+            q=q,
+            k=k,
+            v=v,
+            q_features=q_features,
+            k_features=k_features,
+            state=None if mixed is None and state is None else (mixed, state),
+        )
+
+    def query(self, tokens: Tokens) -> jax.Array:
+        """Returns q with positions encoded, and its norm."""
+        q = self.scheme.query(
+            self.params, tokens.q, tokens.coordinates, tokens.q_features, tokens.tables
+        )
+        return q if self.norms is None else self.norms[0](q)
+
+    def key(self, tokens: Tokens) -> jax.Array:
+        """Returns k with positions encoded, and its norm."""
+        k = self.scheme.key(
+            self.params, tokens.k, tokens.coordinates, tokens.k_features, tokens.tables
+        )
+        return k if self.norms is None else self.norms[1](k)
+
+    def value(self, tokens: Tokens) -> jax.Array:
+        """Returns v with positions encoded."""
+        return self.scheme.value(
+            self.params, tokens.v, tokens.coordinates, tokens.k_features, tokens.tables
+        )
+
+    def encode(self, tokens: Tokens) -> Tokens:
+        """Calls `query`, `key` and `value`."""
+        return tokens.replace(q=self.query(tokens), k=self.key(tokens), v=self.value(tokens))
+
+    def stored(self, tokens: Tokens) -> Tokens:
+        """Calls `value`, and `key` unless `loaded` does: k and v are those that a cache stores."""
+        encoded = self.scheme.traits.cache_transformed_keys
+        return tokens.replace(k=self.key(tokens) if encoded else tokens.k, v=self.value(tokens))
+
+    def loaded(self, tokens: Tokens) -> Tokens:
+        """Calls `key` on the slots of a cache that stores keys as projected."""
+        if self.scheme.traits.cache_transformed_keys:
+            return tokens
+        # `key` may read all slots at once; empty ones count as padding.
+        features = zero_padding(tokens.k_features, tokens.segment_ids)
+        return tokens.replace(k=self.key(tokens.replace(k_features=features)))
+
+    def attend(self, queries: Tokens, keys: Tokens, call: AttentionCall) -> jax.Array:
+        """Returns the output [B, T, N, V] of attention and of the hook `output`.
+
+        Args:
+          queries, keys: tokens after `encode`; the same ones in self-attention.
+          call: attention with positions, masks and options set.
+        """
+        out = self.scheme.attend(
+            self.params,
+            queries.q,
+            keys.k,
+            keys.v,
+            queries.coordinates,
+            keys.coordinates,
+            queries.q_features,
+            keys.k_features,
+            call,
+        )
+        return self.scheme.output(
+            self.params, out, queries.coordinates, queries.q_features, queries.tables
+        )
+
+
+def zero_padding(tree: Any, segment_ids: jax.Array | None) -> Any:
+    """Zeroes padding, which may hold NaN: gradients of hooks at NaN would be NaN too."""
+    return tree if segment_ids is None else zero_where(segment_ids < 0, tree)
