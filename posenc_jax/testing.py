@@ -35,7 +35,7 @@ from posenc_jax.functional.attention import scheme_attention, scheme_embedding
 from posenc_jax.functional.new_cache import new_cache
 from posenc_jax.functional.pipeline import Pipeline, Tokens
 from posenc_jax.positions.packing import count_up, from_padding_mask, from_segment_ids
-from posenc_jax.schemes.scheme import Scheme
+from posenc_jax.schemes.scheme import Scheme, param_axes
 
 BATCH, LENGTH = 2, 19  # 19 tokens are no multiple of a tile.
 LONG = 130  # Tokens where tiles matter: rules evaluated once per distance, several blocks.
@@ -424,6 +424,18 @@ def parameters_are_deterministic_and_float32(case: Case) -> float:
     for path, leaf in jax.tree.leaves_with_path(a):
         assert leaf.dtype == jnp.float32, f"params{jax.tree_util.keystr(path)} is {leaf.dtype}"
     return _difference(a, b)
+
+
+@_holds("`param_axes` with the word of another size, or not one word per axis.")
+def declared_axes_have_their_sizes(case: Case) -> None:
+    """Axes of parameters have the sizes that `param_axes` names."""
+    sizes = ("num_heads", "num_kv_heads", "head_dim", "model_dim")
+    sizes = {name: getattr(case, name) for name in sizes}
+    params = jax.tree.leaves_with_path(case.params)
+    for (path, param), words in zip(params, param_axes(case.scheme), strict=True):
+        for word, length in zip(words, param.shape, strict=True):
+            text = f"params{jax.tree_util.keystr(path)} has {length} on its axis {word}"
+            assert length == sizes.get(word, length), text
 
 
 @_holds("a hook that reads a value while it is traced, or keeps state outside its arguments.")

@@ -114,6 +114,15 @@ class Undecorated(Rotary):
 
 
 @dataclasses.dataclass(frozen=True)
+class Misnamed(pe.T5):
+    """The words of the axes of a parameter in another order."""
+
+    @property
+    def param_axes(self):
+        return {"table": "num_buckets num_heads"}
+
+
+@dataclasses.dataclass(frozen=True)
 class Unseeded(pe.T5):
     """Parameters that do not depend on the key alone."""
 
@@ -138,6 +147,7 @@ BROKEN = {
     "positions from slots": (Rotary(8, "slots"), "coordinates_change_the_output"),
     "unused parameter": (Rotary(8, "gradient"), "every_parameter_has_a_gradient"),
     "another source of randomness": (Unseeded(6), "parameters_are_deterministic_and_float32"),
+    "axes in another order": (Misnamed(6), "declared_axes_have_their_sizes"),
     "unhashable": (Unhashable(6), "hashable_and_equal_by_value"),
     "not decorated": (Undecorated(8), "hashable_and_equal_by_value"),
     "equal by identity": (ByIdentity(8), "hashable_and_equal_by_value"),

@@ -1,16 +1,16 @@
 """Position encodings and norms of heads as Flax Linen modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import linen as nn
 from flax import struct
 
-from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names, sizes_of_params
+from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names
 from posenc_jax.modules.shared import EncodingLayer, new_params
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
+from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, param_axes
 
 
 @struct.dataclass
@@ -26,7 +26,7 @@ class AxisNamed(nn.LogicallyPartitioned):
         return super().unbox(apply_constraint and self.value.ndim == len(self.names))
 
 
-def boxed(x: Any, axis_names: AxisNames | None, sizes: tuple[str | None, ...]) -> Any:
+def boxed(x: Any, axis_names: AxisNames | None, sizes: Sequence[str]) -> Any:
     """Returns an array with the names of its axes, unless it has some."""
     if axis_names is None or isinstance(x, nn.meta.AxisMetadata):
         return x
@@ -34,7 +34,7 @@ def boxed(x: Any, axis_names: AxisNames | None, sizes: tuple[str | None, ...]) -
 
 
 def named(
-    init: Callable[..., Any], axis_names: AxisNames | None, sizes: tuple[str | None, ...]
+    init: Callable[..., Any], axis_names: AxisNames | None, sizes: Sequence[str]
 ) -> Callable[..., Any]:
     """Returns an initialiser that names the axes of what it makes."""
     return lambda *args: boxed(init(*args), axis_names, sizes)
@@ -69,7 +69,7 @@ class PositionEncoding(EncodingLayer, nn.Module):
         if self.axis_names is None:
             return made
         leaves, structure = jax.tree.flatten(made)
-        sizes = sizes_of_params(self.scheme)
+        sizes = param_axes(self.scheme)
         made = [boxed(x, self.axis_names, s) for x, s in zip(leaves, sizes, strict=True)]
         return jax.tree.unflatten(structure, made)
 

@@ -1,21 +1,22 @@
 """Position encodings and norms of heads as Flax NNX modules."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
-from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names, sizes_of_params
+from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names
 from posenc_jax.modules.shared import EncodingLayer, new_params
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
+from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, param_axes
 
 
 def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def metadata_of(axis_names: AxisNames | None, sizes: tuple[str | None, ...]) -> dict[str, Any]:
+def metadata_of(axis_names: AxisNames | None, sizes: Sequence[str]) -> dict[str, Any]:
     """Returns the metadata of a parameter whose axes have these sizes."""
     return {} if axis_names is None else {"out_sharding": names(axis_names, sizes)}
 
@@ -48,7 +49,7 @@ class PositionEncoding(EncodingLayer, nnx.Module):
         check_axis_names("PositionEncoding", axis_names)
         self.scheme = scheme
         leaves, structure = jax.tree.flatten(new_params(scheme, rngs.params()))
-        sizes = [()] * len(leaves) if axis_names is None else sizes_of_params(scheme)
+        sizes = [()] * len(leaves) if axis_names is None else param_axes(scheme)
         made = [
             nnx.Param(x, **metadata_of(axis_names, s)) for x, s in zip(leaves, sizes, strict=True)
         ]

@@ -20,10 +20,12 @@ float32, [B, T], or [A, B, T] for a scheme of A axes. They default to the positi
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import jax
 
+from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.rules import Rule
 
@@ -151,6 +153,16 @@ class Scheme:
 
     def init(self, key: jax.Array) -> Params:
         """Returns new parameters, float32."""
+        return {}
+
+    @property
+    def param_axes(self) -> Any:
+        """The axes of parameters in words, nested as in `init`: {"table": "num_heads buckets"}.
+
+        Axes called "num_heads", "num_kv_heads", "head_dim" or "model_dim" can be sharded by
+        `axis_names` of the Flax layers. Other words are free. Parameters that are not mentioned
+        are replicated.
+        """
         return {}
 
     def embed(self, params: Params, x: jax.Array, coordinates: jax.Array) -> jax.Array:
@@ -304,3 +316,30 @@ def check_scheme(where: str, scheme: Any) -> None:
     """Raises `TypeError` for anything but a scheme: its name, its class."""
     if not isinstance(scheme, Scheme):
         raise TypeError(f"{where}: scheme must be a Scheme, got {scheme!r}.")
+
+
+def param_axes(scheme: Scheme) -> list[list[str]]:
+    """Returns the words of `Scheme.param_axes` for each parameter, in the order of its leaves.
+
+    Raises:
+      ValueError: if a parameter has another number of axes.
+    """
+    axes = []
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
+    for path, param in jax.tree.leaves_with_path(params):
+        words = _words(scheme.param_axes, path) or ["-"] * param.ndim
+        require(
+            len(words) == param.ndim,
+            f"{type(scheme).__name__}.param_axes: {jax.tree_util.keystr(path)} has shape "
+            f"{param.shape}, got {' '.join(words)!r}.",
+        )
+        axes.append(words)
+    return axes
+
+
+def _words(axes: Any, path: tuple[Any, ...]) -> list[str]:
+    """Returns the words at a path, none where there is no entry."""
+    for key in path:
+        index = getattr(key, "key", getattr(key, "idx", None))
+        axes = (axes if isinstance(axes, Mapping) else dict(enumerate(axes))).get(index, "")
+    return axes.split() if isinstance(axes, str) else []

@@ -64,6 +64,10 @@ class LearnableFourier(Scheme):
     def traits(self):
         return Traits(num_axes=self.axes)
 
+    @property
+    def param_axes(self):
+        return {"out": "width model_dim", "out_bias": "model_dim"}
+
     def init(self, key):
         """Returns {"waves": W [F / 2, A]} and the MLP, initialised as torch.nn.Linear."""
         waves, *keys = jax.random.split(key, 5)

@@ -114,6 +114,10 @@ class LearnedAbsolute(Scheme):
         require(self.offset >= 0, f"learned: offset must be >= 0, got {self.offset}.")
         positive("learned", stddev=self.stddev)
 
+    @property
+    def param_axes(self):
+        return {"table": "rows model_dim"}
+
     def init(self, key):
         """Returns {"table": float32 [max_length + offset, D]}."""
         shape = (self.max_length + self.offset, self.model_dim)

@@ -131,6 +131,10 @@ class ALiBi(Scheme):
     def traits(self):
         return Traits(relative=True)
 
+    @property
+    def param_axes(self):
+        return {"past": "num_heads", "future": "num_heads"}
+
     def init(self, key):
         """Returns {}, or {"past": ..., "future": ...}, float32 [N], where slopes are learned."""
         if self.symmetry != "learned":

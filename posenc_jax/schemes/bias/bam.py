@@ -77,6 +77,10 @@ class BAM(Scheme):
     def traits(self):
         return Traits(relative=True, shared_over_layers=True)
 
+    @property
+    def param_axes(self):
+        return {"scale": "num_heads", "shape": "num_heads", "loc": "num_heads"}
+
     def init(self, key):
         """Returns {"scale": logarithms of ALiBi's slopes, "shape"}, and "loc", float32 [N] each."""
         shape = jnp.full(self.num_heads, self.initial_shape, jnp.float32)

@@ -77,6 +77,10 @@ class FIRE(Scheme):
         positive_fields(self, "num_heads", "width")
         positive("fire", init_c=self.init_c, init_length=self.init_length, eps=self.eps)
 
+    @property
+    def param_axes(self):
+        return {"outer": "num_heads width"}
+
     def init(self, key):
         """Returns {"c", "multiplier": [], "inner", "inner_bias": [width], "outer": [N, width]}.
 

@@ -73,6 +73,10 @@ class _KERPLE(Scheme, abc.ABC):
     def traits(self):
         return Traits(relative=True, shared_over_layers=True)
 
+    @property
+    def param_axes(self):
+        return {"r1": "num_heads", "r2": "num_heads"}
+
     @abc.abstractmethod
     def rules(self, params, q_features=None, k_features=None):
         """Returns the penalty."""

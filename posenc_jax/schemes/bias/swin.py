@@ -99,6 +99,10 @@ class Swin(Scheme):
     def traits(self):
         return Traits(num_axes=2)
 
+    @property
+    def param_axes(self):
+        return {"table": "num_heads offsets"}
+
     def init(self, key):
         """Returns {"table": float32 [N, (2R - 1)(2C - 1)]}."""
         rows, columns = self.window

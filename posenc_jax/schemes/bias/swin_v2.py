@@ -95,6 +95,10 @@ class SwinV2(Scheme):
     def _trained(self):
         return self.window if self.pretrained_window == (0, 0) else self.pretrained_window
 
+    @property
+    def param_axes(self):
+        return {"out": "num_heads width", "tau": "num_heads"}
+
     def init(self, key):
         """Returns {"in", "in_bias", "out"}, initialised as torch.nn.Linear, and {"tau": [N]}."""
         network = {

@@ -170,6 +170,10 @@ class T5(Scheme):
     def traits(self):
         return Traits(relative=True, shared_over_layers=True)
 
+    @property
+    def param_axes(self):
+        return {"table": "num_heads num_buckets"}
+
     def init(self, key):
         """Returns {"table": float32 [N, num_buckets]}."""
         shape = (self.num_heads, self.num_buckets)

@@ -74,6 +74,10 @@ class CoPE(Scheme):
     def traits(self):
         return Traits(relative=True, order_only=True, transforms_rows=True)
 
+    @property
+    def param_axes(self):
+        return {"table": "num_positions head_dim"}
+
     def init(self, key):
         """Returns {"table": zeros, float32 [P, H]}, as the authors do."""
         return {"table": jnp.zeros((self.num_positions, self.head_dim), jnp.float32)}

@@ -90,6 +90,10 @@ class FoX(Scheme):
     def traits(self):
         return Traits(relative=True, order_only=True, reads_x=True)
 
+    @property
+    def param_axes(self):
+        return {"w": "model_dim num_heads", "b": "num_heads"}
+
     def init(self, key):
         """Returns {"w": [D, N], "b": [N]}, those that the gate learns; w is normal, 0.02."""
         if self.gate == "fixed":

@@ -70,6 +70,10 @@ class GRAPEA(Scheme):
     def traits(self):
         return Traits(relative=True)
 
+    @property
+    def param_axes(self):
+        return {"omega": "num_heads", "u": "num_heads head_dim", "v": "num_heads head_dim"}
+
     def init(self, key):
         """Returns {"omega": [N]} and, as the gate has them, "u" and "v" [N, H]: N(0, 1 / H)."""
         omega = jnp.full(self.num_heads, math.log(math.expm1(self.init_omega)), jnp.float32)

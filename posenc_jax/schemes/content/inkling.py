@@ -91,6 +91,10 @@ class Inkling(Scheme):
         """The logits, and q with log scaling."""
         return Acts.LOGITS if self.log_scaling_start is None else Acts.LOGITS | Acts.QK
 
+    @property
+    def param_axes(self):
+        return {"project": "model_dim num_heads rank"}
+
     def init(self, key):
         """Returns {"project": float32 [D, N, rank], "bank": float32 [rank, extent]}."""
         project = self.model_dim, self.num_heads, self.rank

@@ -53,6 +53,10 @@ class SSMax(Scheme):
             "ssmax: scale must not be 0 without an offset: all queries would be zero.",
         )
 
+    @property
+    def param_axes(self):
+        return {"scale": "num_heads", "offset": "num_heads"}
+
     def init(self, key):
         """Returns `scale` [N] and, if there is one, `offset` [N]."""
         params = {"scale": jnp.full((self.num_heads,), self.scale, jnp.float32)}

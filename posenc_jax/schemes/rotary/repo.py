@@ -65,6 +65,10 @@ class RePo(ContentRotary):
         )
         positive("repo", init_std=self.init_std)
 
+    @property
+    def param_axes(self):
+        return {"gate": "model_dim width", "content": "model_dim width"}
+
     def init(self, key):
         """Returns {"gate": [D, width], "content": [D, width], "out": [width, groups]}; normal."""
         width = self.width or self.model_dim // 8

@@ -69,6 +69,10 @@ class SelectiveRoPE(ContentRotary):
         )
         positive("selective_rope", temp_max=self.temp_max)
 
+    @property
+    def param_axes(self):
+        return {"down": "model_dim rank"}
+
     def init(self, key):
         """Returns {"down": [D, rank], "up": [rank, C], "conv": [width, C]}, torch's initial values.
 
