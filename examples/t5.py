@@ -44,14 +44,14 @@ class Block(nnx.Module):
     """Attention and MLP, and in the decoder attention to the encoder between them."""
 
     def __init__(
-        self, config: ModelConfig, position: PositionEncoding, is_decoder: bool, rngs: nnx.Rngs
+        self, config: ModelConfig, encoding: PositionEncoding, is_decoder: bool, rngs: nnx.Rngs
     ):
         self.attention_norm, self.mlp_norm = config.new_norm(rngs), config.new_norm(rngs)
         self.cross_norm = config.new_norm(rngs) if is_decoder else None
         self.attention = Attention(
             config.model_dim,
             config.num_heads,
-            position=position,
+            shared_encoding=encoding,
             head_dim=config.head_dim,
             is_causal=is_decoder,
             rngs=rngs,

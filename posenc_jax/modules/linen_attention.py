@@ -30,7 +30,6 @@ from posenc_jax.modules.shared import (
     zeros_are_empty,
 )
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.scheme import Scheme
 
@@ -46,9 +45,9 @@ class Attention(AttentionLayer, nn.Module):
     Attributes:
       num_heads: N.
       head_dim: H.
-      position: a scheme, whose parameters this layer then owns; a `LayerSpec`, which also has
-        `window`, `chunk_size`, `softcap`, `scale`, `qk_norm` and `sinks`; or a `PositionEncoding`
-        that several layers share.
+      position: a scheme; or a `LayerSpec`, which also has `window`, `chunk_size`, `softcap`,
+        `scale`, `qk_norm` and `sinks`. Default: the scheme of `shared_encoding`, or `NoPE`.
+      shared_encoding: parameters of the scheme that layers share. Default: the layer's own.
       num_kv_heads: K, a divisor of N. Default: N.
       is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
       scale: the factor on q . k. Default: the scheme's own.
@@ -80,7 +79,7 @@ class Attention(AttentionLayer, nn.Module):
 
     num_heads: int
     head_dim: int
-    position: Scheme | LayerSpec | PositionEncoding = NoPE()
+    position: Scheme | LayerSpec | None = None
     num_kv_heads: int | None = None
     is_causal: bool = False
     window: Window = None
@@ -102,11 +101,18 @@ class Attention(AttentionLayer, nn.Module):
     out_bias_init: _Init | None = None
     axis_names: AxisNames | None = None
     implementation: str | Implementation | None = None
+    shared_encoding: PositionEncoding | None = None
 
     def spec(self) -> LayerSpec:
         """Returns the settings that a `LayerSpec` has."""
         return layer_spec(
-            self.position, self.window, self.softcap, self.scale, self.qk_norm, self.sinks
+            self.position,
+            self.shared_encoding,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            qk_norm=self.qk_norm,
+            sinks=self.sinks,
         )
 
     @overload
@@ -191,10 +197,10 @@ class Attention(AttentionLayer, nn.Module):
             # The names that MaxText's policies of rematerialisation use.
             return checkpoint_name(y if norm is None else norm(y), f"{name}_proj")
 
-        encoding = self.position
-        if not isinstance(encoding, PositionEncoding):
+        check_acts_in_attention("Attention", spec.scheme)
+        encoding = self.shared_encoding
+        if encoding is None:
             encoding = PositionEncoding(spec.scheme, self.axis_names, name="encoding")
-        check_acts_in_attention("Attention", encoding.scheme)
         drop = self.drops(deterministic)
         require(
             not drop or self.has_rng("dropout"), 'Attention: dropout needs rngs={"dropout": key}.'
@@ -221,7 +227,7 @@ class Attention(AttentionLayer, nn.Module):
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
             variable, cache = self._stored_cache(
                 inputs_q,
-                position=encoding,
+                shared_encoding=encoding,
                 dtype=tokens.k.dtype,
                 coordinates=options.get("coordinates"),
                 qkv_sharding=kv_sharding,

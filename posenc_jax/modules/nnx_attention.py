@@ -24,12 +24,12 @@ from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding, metadata
 from posenc_jax.modules.shared import (
     AttentionLayer,
     CallOptions,
+    check_encoding,
     has_bias,
     layer_spec,
     of_projection,
 )
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.scheme import Scheme
 
@@ -40,7 +40,7 @@ _Inits = nnx.Initializer | Mapping[str, nnx.Initializer]
 class NNXCallOptions(CallOptions, total=False):
     """Arguments of a call of `Attention`, except the inputs and the cache."""
 
-    position: PositionEncoding | None
+    shared_encoding: PositionEncoding | None
     decode: bool | None
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
 
@@ -61,7 +61,8 @@ class Attention(AttentionLayer, nnx.Module):
         model_dim: int,
         num_heads: int,
         *,
-        position: Scheme | LayerSpec | PositionEncoding = NoPE(),  # noqa: B008, frozen
+        position: Scheme | LayerSpec | None = None,
+        shared_encoding: PositionEncoding | None = None,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         in_kv_features: int | None = None,
@@ -87,14 +88,14 @@ class Attention(AttentionLayer, nnx.Module):
         implementation: str | Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        """Makes the projections, and the scheme's parameters unless `position` owns them.
+        """Makes the projections, and the scheme's parameters unless layers share them.
 
         Args:
           model_dim: D.
           num_heads: N.
-          position: a scheme, whose parameters this layer then owns; a `LayerSpec`, which also
-            has `window`, `chunk_size`, `softcap`, `scale`, `qk_norm` and `sinks`; or a
-            `PositionEncoding` that several layers share.
+          position: a scheme; or a `LayerSpec`, which also has `window`, `chunk_size`, `softcap`,
+            `scale`, `qk_norm` and `sinks`. Default: the scheme of `shared_encoding`, or `NoPE`.
+          shared_encoding: parameters of the scheme that layers share. Default: the layer's own.
           num_kv_heads: K, a divisor of N. Default: N.
           head_dim: H. Default: D / N.
           in_kv_features: width of `inputs_k` and `inputs_v`. Default: D.
@@ -125,7 +126,15 @@ class Attention(AttentionLayer, nnx.Module):
           ValueError: for sizes that do not divide, a scheme that acts on the token embedding
             alone, and a setting beside that of a `LayerSpec`.
         """
-        self.settings = layer_spec(position, window, softcap, scale, qk_norm, sinks)
+        self.settings = layer_spec(
+            position,
+            shared_encoding,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            qk_norm=qk_norm,
+            sinks=sinks,
+        )
         check_axis_names("Attention", axis_names)
         if head_dim is None:
             divides("Attention", model_dim=model_dim, num_heads=num_heads)
@@ -167,10 +176,11 @@ class Attention(AttentionLayer, nnx.Module):
             kernel_init if out_kernel_init is None else out_kernel_init,
             bias_init if out_bias_init is None else out_bias_init,
         )
-        if not isinstance(position, PositionEncoding):
-            position = PositionEncoding(self.settings.scheme, axis_names=axis_names, rngs=rngs)
-        check_acts_in_attention("Attention", position.scheme)
-        self.encoding = position
+        scheme = self.settings.scheme
+        check_acts_in_attention("Attention", scheme)
+        if shared_encoding is None:
+            shared_encoding = PositionEncoding(scheme, axis_names=axis_names, rngs=rngs)
+        self.encoding = shared_encoding
 
         def norm(name):
             sizes, settings = KERNELS[name][1:], self.settings.qk_norm
@@ -220,7 +230,7 @@ class Attention(AttentionLayer, nnx.Module):
         inputs_v: jax.Array | None = None,
         *,
         cache: KVCache | None = None,
-        position: PositionEncoding | None = None,
+        shared_encoding: PositionEncoding | None = None,
         deterministic: bool | None = None,
         decode: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
@@ -236,7 +246,7 @@ class Attention(AttentionLayer, nnx.Module):
           inputs_k, inputs_v: [B, S, in_kv_features], for attention to another sequence; see
             `posenc_jax.scheme_cross_attention`. Default: `inputs_q`, and `inputs_k`.
           cache: keys and values of earlier tokens; see `new_cache`.
-          position: an encoding to use instead of the layer's own (for layers that share
+          shared_encoding: an encoding to use instead of the layer's own (for layers that share
             one under `nnx.scan`).
           deterministic: whether to drop no weights. Default: as the layer is set.
           decode: whether to use and update the cache of `init_cache`. Default: as the layer is set.
@@ -254,14 +264,11 @@ class Attention(AttentionLayer, nnx.Module):
         """
         widths = self.model_dim, self.in_kv_features
         inputs = self.inputs(inputs_q, inputs_k, inputs_v, widths)
-        if position is None:
-            position = self.encoding
-        elif not isinstance(position, PositionEncoding):
-            raise TypeError(
-                f"Attention: position must be a PositionEncoding in a call, got {position!r}."
-            )
-        else:
-            check_acts_in_attention("Attention", position.scheme)
+        encoding = self.encoding
+        if shared_encoding is not None:
+            check_encoding("Attention", shared_encoding)
+            check_acts_in_attention("Attention", shared_encoding.scheme)
+            encoding = shared_encoding
         stored = None
         if self.decode if decode is None else decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
@@ -294,7 +301,7 @@ class Attention(AttentionLayer, nnx.Module):
             x=inputs_q,
             tables=options.get("tables"),
         )
-        pipeline, new = Pipeline(position.scheme, position.values(), norms), None
+        pipeline, new = Pipeline(encoding.scheme, encoding.values(), norms), None
         if inputs_k is None:
             out, new = self_attention(pipeline, tokens, call, cache)
         else:

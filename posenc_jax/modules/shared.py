@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.arguments import (
     TokenOptions,
@@ -22,9 +21,9 @@ from posenc_jax.functional.arguments import (
 from posenc_jax.functional.attention import scheme_embedding, scheme_tables
 from posenc_jax.functional.new_cache import CacheOptions, new_cache
 from posenc_jax.functional.pipeline import Norm, Norms
-from posenc_jax.qk_norm import QKNorm
+from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks
-from posenc_jax.schemes.scheme import Params, Scheme
+from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
 
 
 class CallOptions(TokenOptions, total=False):
@@ -40,7 +39,7 @@ class CallOptions(TokenOptions, total=False):
 
 
 class EncodingLayer:
-    """A `PositionEncoding`: a scheme with its parameters."""
+    """Mixin of `PositionEncoding`: a scheme with its parameters."""
 
     scheme: Scheme
 
@@ -81,29 +80,64 @@ class EncodingLayer:
         return scheme_tables(self.scheme, self.values(), coordinates)
 
 
+def scheme_of(
+    caller: str,
+    position: Scheme | LayerSpec | None,
+    shared_encoding: "EncodingLayer | None",
+) -> Scheme:
+    """Returns the scheme of a layer, from what it encodes or from an encoding that layers share.
+
+    Raises:
+      TypeError: if an argument has another type.
+      ValueError: for two different schemes.
+    """
+    if isinstance(position, EncodingLayer):
+        raise TypeError(
+            f"{caller}: position must be a Scheme or a LayerSpec, got {position!r}; give an "
+            "encoding that layers share as shared_encoding."
+        )
+    if shared_encoding is not None:
+        check_encoding(caller, shared_encoding)
+    if position is None:
+        return NoPE() if shared_encoding is None else shared_encoding.scheme
+    scheme = position.scheme if isinstance(position, LayerSpec) else position
+    check_scheme(caller, scheme)
+    require(
+        shared_encoding is None or shared_encoding.scheme == scheme,
+        f"{caller}: shared_encoding must have the scheme of position, {scheme!r}, got "
+        f"{getattr(shared_encoding, 'scheme', None)!r}.",
+    )
+    return scheme
+
+
+def check_encoding(caller: str, shared_encoding: Any) -> None:
+    """Raises `TypeError` for anything but a `PositionEncoding`."""
+    if not isinstance(shared_encoding, EncodingLayer):
+        raise TypeError(
+            f"{caller}: shared_encoding must be a PositionEncoding, got {shared_encoding!r}."
+        )
+
+
 def layer_spec(
-    position: Any,
-    window: Window,
-    softcap: float | None,
-    scale: float | None,
-    qk_norm: QKNorm | None,
-    sinks: bool,
+    position: Scheme | LayerSpec | None, shared_encoding: "EncodingLayer | None", **settings: Any
 ) -> LayerSpec:
     """Returns the settings of an `Attention`, from its arguments or from a `LayerSpec`.
 
+    Args:
+      position, shared_encoding: as in `Attention`.
+      **settings: fields of `LayerSpec`.
+
     Raises:
-      TypeError: if position is no scheme, layer or encoding.
-      ValueError: for a setting beside that of a `LayerSpec`.
+      TypeError: if an argument has another type.
+      ValueError: for a setting that the `LayerSpec` has too, and for two different schemes.
     """
+    scheme = scheme_of("Attention", position, shared_encoding)
     if not isinstance(position, LayerSpec):
-        scheme = getattr(position, "scheme", position)
-        return LayerSpec(scheme, window, scale=scale, softcap=softcap, sinks=sinks, qk_norm=qk_norm)
-    given = {"window": window, "softcap": softcap, "scale": scale, "qk_norm": qk_norm}
-    given["sinks"] = sinks or None
-    both = [name for name, value in given.items() if value is not None]
+        return LayerSpec(scheme, **settings)
+    twice = [name for name, value in settings.items() if value not in (None, False)]
     require(
-        not both,
-        f"Attention: {', '.join(both)} beside position={position!r}, which has its own; use "
+        not twice,
+        f"Attention: {', '.join(twice)} beside position={position!r}, which has its own; use "
         "dataclasses.replace on the layer.",
     )
     return position
@@ -144,9 +178,8 @@ def has_bias(use_bias: bool | Mapping[str, bool], name: str) -> bool:
 
 
 class AttentionLayer:
-    """An `Attention`: settings, which the class itself documents, its inside, and caches."""
+    """Mixin of `Attention`: its settings, which the classes document, and its caches."""
 
-    position: Any
     num_heads: int
     num_kv_heads: int | None
     head_dim: int
@@ -276,7 +309,7 @@ class AttentionLayer:
         batch: int,
         capacity: int,
         *,
-        position: "EncodingLayer | None" = None,
+        shared_encoding: "EncodingLayer | None" = None,
         model_dim: int | None = None,
         dtype: Any = None,
         **options: Unpack[CacheOptions],
@@ -285,7 +318,7 @@ class AttentionLayer:
 
         Args:
           batch, capacity: B and the number of slots.
-          position: the encoding that calls of an NNX layer will be given, if one.
+          shared_encoding: the encoding that calls of an NNX layer will be given, if any.
           model_dim: D, which Linen layers need for schemes that read their input.
           dtype: of k and v. Default: the layer's.
           **options: `coordinates`, `ring`, `max_rewind` and `qkv_sharding`, as in
@@ -294,7 +327,7 @@ class AttentionLayer:
         Raises:
           NotImplementedError: for a ring of a layer with chunks.
         """
-        spec, encoding = self.spec(), position
+        spec, encoding = self.spec(), shared_encoding
         if encoding is None:  # A Linen layer has its parameters in `apply` only.
             encoding = getattr(self, "encoding", None)
         if spec.chunk_size is not None and options.get("ring"):

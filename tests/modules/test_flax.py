@@ -97,9 +97,9 @@ def test_a_scheme_that_acts_on_the_embedding_alone_is_refused(cls, x):
         linen_layer(scheme).init(jax.random.key(0), x)
     encoding = pn.PositionEncoding(scheme, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=message):
-        nnx_layer(encoding)
+        nnx_layer(None, shared_encoding=encoding)
     with pytest.raises(ValueError, match=message):
-        nnx_layer(pe.NoPE())(x, position=encoding)
+        nnx_layer(pe.NoPE())(x, shared_encoding=encoding)
 
 
 @pytest.mark.parametrize("cls", [pe.LearnedAbsolute, pe.Sinusoidal])
@@ -201,7 +201,7 @@ def test_nnx_parameters_train(kind, x):
 
 def test_one_encoding_shared_by_layers_is_one_set_of_parameters(x):
     shared = pn.PositionEncoding(build(pe.T5), rngs=nnx.Rngs(0))
-    layers = nnx.List([nnx_layer(shared), nnx_layer(shared)])
+    layers = nnx.List([nnx_layer(None, shared_encoding=shared) for _ in range(2)])
     params = nnx.state(layers, nnx.Param)
     tables = [
         leaf
@@ -209,6 +209,48 @@ def test_one_encoding_shared_by_layers_is_one_set_of_parameters(x):
         if "table" in jax.tree_util.keystr(path)
     ]
     assert len(tables) == 1
+
+
+def test_layers_share_an_encoding_and_differ_in_the_rest(x):
+    specs = [pe.LayerSpec(build(pe.T5), window=3), pe.LayerSpec(build(pe.T5), chunk_size=4)]
+    shared = pn.PositionEncoding(specs[0].scheme, rngs=nnx.Rngs(5))
+    outs = []
+    for spec in specs:
+        layer = nnx_layer(spec, shared_encoding=shared)
+        alone = nnx_layer(spec)
+        alone.encoding = shared
+        np.testing.assert_array_equal(layer(x), alone(x))
+        outs.append(layer(x))
+    assert np.abs(outs[0] - outs[1]).max() > 1e-3
+
+    class Pair(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            encoding = pl.PositionEncoding(specs[0].scheme, name="shared")
+            return [linen_layer(spec, shared_encoding=encoding)(x) for spec in specs]
+
+    variables = Pair().init(jax.random.key(0), x)["params"]
+    assert [path for path in variables if "encoding" in variables[path]] == []
+    assert variables["shared"]["parameters"]["table"].shape == (N, 32)
+    outs = Pair().apply({"params": variables}, x)
+    for i, (spec, out) in enumerate(zip(specs, outs, strict=True)):
+        params = variables[f"Attention_{i}"] | {"encoding": variables["shared"]}
+        np.testing.assert_array_equal(linen_layer(spec).apply({"params": params}, x), out)
+
+
+def test_shared_encodings_that_do_not_fit_are_refused(x):
+    rngs = nnx.Rngs(0)
+    shared = pn.PositionEncoding(pe.RoPE(H), rngs=rngs)
+    message = "give an encoding that layers share as shared_encoding"
+    for make in (nnx_layer, lambda position: pn.AttentionFn(position, rngs=rngs)):
+        with pytest.raises(TypeError, match=f"position must be a Scheme or .*{message}"):
+            make(shared)
+    with pytest.raises(ValueError, match=r"must have the scheme of position, ALiBi.*got RoPE"):
+        nnx_layer(build(pe.ALiBi), shared_encoding=shared)
+    with pytest.raises(TypeError, match=message):
+        linen_layer(pl.PositionEncoding(pe.RoPE(H))).init(jax.random.key(0), x)
+    for out in (nnx_layer(None, shared_encoding=shared), nnx_layer(pe.RoPE(H))):
+        assert out.settings == pe.LayerSpec(pe.RoPE(H))
 
 
 def test_layers_under_nnx_scan_with_remat(kind, x):
@@ -223,23 +265,23 @@ def test_layers_under_nnx_scan_with_remat(kind, x):
 
     layers = make(nnx.Rngs(0))
 
-    def run(layers, x, position):
+    def run(layers, x, shared):
         @nnx.remat
         def one(x, layer):
-            return x + layer(x, position=position)
+            return x + layer(x, shared_encoding=shared)
 
         return nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
 
     @nnx.jit
-    def one_layer(layers, x, i, position):
+    def one_layer(layers, x, i, shared):
         layer = jax.tree.map(lambda a: a[i], layers)
-        return x + layer(x, position=position)
+        return x + layer(x, shared_encoding=shared)
 
-    for position in (None, shared):
-        y = nnx.jit(run)(layers, x, position)
+    for encoding in (None, shared):
+        y = nnx.jit(run)(layers, x, encoding)
         wanted = x
         for i in range(3):
-            wanted = one_layer(layers, wanted, i, position)
+            wanted = one_layer(layers, wanted, i, encoding)
         np.testing.assert_allclose(y, wanted, atol=1e-5)
 
 
@@ -315,8 +357,8 @@ def test_errors_name_the_argument_and_the_value(x):
     for module in (pl.PositionEncoding("rope"), linen_layer("rope")):
         with pytest.raises(TypeError, match="scheme must be a Scheme, got 'rope'"):
             module.init(jax.random.key(0), x)
-    with pytest.raises(TypeError, match=r"position must be a PositionEncoding in .*got RoPE\("):
-        nnx_layer(pe.NoPE())(x, position=pe.RoPE(H))
+    with pytest.raises(TypeError, match=r"shared_encoding must be a PositionEncoding, got RoPE\("):
+        nnx_layer(pe.NoPE())(x, shared_encoding=pe.RoPE(H))
     for call in (
         nnx_layer(pe.NoPE()),
         lambda x, **rest: linen_layer(pe.NoPE()).init(KEY, x, **rest),
