@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.past_states import appended_states, states_without
 from posenc_jax.cache.slots import batch_first, same_sharding, sharded_axes, write_slots
+from posenc_jax.cache.storage import Ring, Slots
 from posenc_jax.checks import array_of_rank, integer_positions, require
-from posenc_jax.engine.mask import add_saturated
+from posenc_jax.engine.mask import Window, add_saturated
 from posenc_jax.schemes.scheme import Scheme
 
 
@@ -45,8 +46,7 @@ class KVCache:
       next_positions: int32 [B], the default position of the next token.
       lost: bool [B], rows that lost more than an overflow; see `overflowed`.
       scheme: the scheme whose arrays the cache holds, or None.
-      ring: whether a full cache overwrites its oldest slots.
-      num_sink_tokens: the number of leading slots that a ring does not overwrite.
+      storage: `Slots`, or a `Ring` that overwrites the oldest tokens of a full row.
     """
 
     k: jax.Array
@@ -63,13 +63,17 @@ class KVCache:
     next_positions: jax.Array
     lost: jax.Array
     scheme: Scheme | None = dataclasses.field(default=None, metadata={"static": True})
-    ring: bool = dataclasses.field(default=False, metadata={"static": True})
-    num_sink_tokens: int = dataclasses.field(default=0, metadata={"static": True})
+    storage: Slots | Ring = dataclasses.field(default=Slots(), metadata={"static": True})
 
     @property
     def capacity(self) -> int:
         """The number of slots S, also of stacked caches."""
         return self.positions.shape[-1]
+
+    @property
+    def ring(self) -> bool:
+        """Whether a full row overwrites its oldest tokens."""
+        return isinstance(self.storage, Ring)
 
     @property
     def max_rewind(self) -> int | None:
@@ -151,8 +155,7 @@ class KVCache:
             next_positions=zeros((batch,)),
             lost=zeros((batch,), bool),
             scheme=scheme,
-            ring=ring,
-            num_sink_tokens=num_sink_tokens,
+            storage=Ring(num_sink_tokens) if ring else Slots(),
         )
 
     def append(
@@ -166,6 +169,7 @@ class KVCache:
         k_features: Any = None,
         state: Any = None,
         past_states: Any = None,
+        window: Window = None,
     ) -> Self:
         """Returns the cache with T more tokens; arguments as the attributes, with T for S.
 
@@ -180,20 +184,18 @@ class KVCache:
           state: after these tokens.
           past_states: states without the last 1, 2, ... tokens of each row,
             [B, min(T - 1, max_rewind), ...].
+          window: the window of attention with these tokens, as in `attention`. In a ring, rows
+            that do not hold all keys it shows are lost. Default: not checked.
 
         Raises:
           ValueError: if the tokens are known not to fit, or an array differs in shape from
             those that the cache was made for.
         """
-        count = k.shape[1]
+        count, sinks = k.shape[1], self.storage.num_sink_tokens
         require(
-            count <= self.capacity - self.num_sink_tokens,
+            count <= self.capacity - sinks,
             f"KVCache: {count} tokens do not fit a cache of {self.capacity} slots"
-            + (
-                f", of which {self.num_sink_tokens} hold sink tokens."
-                if self.num_sink_tokens
-                else "."
-            ),
+            + (f", of which {sinks} hold sink tokens." if sinks else "."),
         )
         batch = self.length.shape[0]
         for name, x in (("positions", positions), ("segment_ids", segment_ids)):
@@ -230,7 +232,7 @@ class KVCache:
             )
         after = jnp.where(tokens, add_saturated(positions, 1), 0).max(axis=1)
         features = functools.partial(write_slots, "k_features", slots=slots)
-        return dataclasses.replace(
+        new = dataclasses.replace(
             self,
             k=write_slots("k", self.k, k, slots),
             v=write_slots("v", self.v, v, slots),
@@ -245,6 +247,16 @@ class KVCache:
             rewindable=jnp.minimum(self.rewindable + added, limit),
             next_positions=jnp.maximum(self.next_positions, after).astype(jnp.int32),
         )
+        if window is None:
+            return new
+        lost = self.storage.loses_visible(
+            (new.positions, new.segment_ids),
+            (positions, segment_ids),
+            self.length,
+            new.written,
+            window,
+        )
+        return dataclasses.replace(new, lost=new.lost | lost)
 
     def take(self, rows: jax.Array) -> Self:
         """Returns the cache whose row i is row `rows[i]` of this one, as beam search reorders.
@@ -281,12 +293,7 @@ class KVCache:
             f"the other cache, got {rows.shape}.",
         )
         into = jnp.where(self._inside("insert", rows), rows, self.length.shape[0])
-        other = dataclasses.replace(
-            other,
-            lost=other.overflowed,
-            ring=self.ring,
-            num_sink_tokens=self.num_sink_tokens,
-        )
+        other = dataclasses.replace(other, lost=other.overflowed, storage=self.storage)
 
         def put(old, new):
             index = into if new.ndim == 1 else (into, slice(new.shape[1]))
@@ -362,12 +369,8 @@ class KVCache:
             )
         count = jnp.where(lost, 0, count)
         length = self.length - count
-        slots = jnp.arange(self.capacity, dtype=jnp.int32)[None]
-        index = slots
-        if self.ring:  # The last token that was written to each slot.
-            last, again = self.length[:, None] - 1, self.capacity - self.num_sink_tokens
-            index = jnp.where(slots < self.num_sink_tokens, slots, last - (last - slots) % again)
-        segment_ids = jnp.where(index < length[:, None], self.segment_ids, -1)
+        tokens = self.storage.tokens(self.length, self.capacity)
+        segment_ids = jnp.where(tokens < length[:, None], self.segment_ids, -1)
         following = jnp.where(segment_ids >= 0, add_saturated(self.positions, 1), 0).max(1)
         state, past = self.state, self.past_states
         if most:
@@ -392,19 +395,16 @@ class KVCache:
         That is so where more tokens were appended than there are slots, until they are taken
         back, and where a ring, `take` or `rewind` was used beyond its limits, until `reset`.
         """
-        return self.lost if self.ring else self.lost | (self.length > self.capacity)
+        return self.lost | self.storage.overflowed(self.length, self.capacity)
 
     def slots(self, index: jax.Array) -> jax.Array:
         """Returns the slots of the tokens with these indices in their row."""
-        if not self.ring:
-            return index
-        sinks = self.num_sink_tokens
-        again = sinks + (index - sinks) % (self.capacity - sinks)
-        return jnp.where(index < sinks, index, again)
+        return self.storage.slots(index, self.capacity)
 
     def _check_room(self, length: jax.Array) -> None:
         """Raises `ValueError` if rows of these lengths are known not to fit."""
-        if self.ring or isinstance(length, Tracer) or not (length > self.capacity).any():
+        overflowed = self.storage.overflowed(length, self.capacity)
+        if isinstance(overflowed, Tracer) or not overflowed.any():
             return
         row = int(length.argmax())
         used = int(self.length[row])
@@ -460,10 +460,9 @@ class KVCache:
             other.scheme == self.scheme,
             f"KVCache.insert: the cache is for {self.scheme!r}, the other for {other.scheme!r}.",
         )
-        ring = self.ring and other.num_sink_tokens == self.num_sink_tokens
-        least = other.capacity if not other.ring else self.capacity
+        same_ring = (other.storage, other.capacity) == (self.storage, self.capacity)
         require(
-            other.capacity == least <= self.capacity and (ring or not other.ring),
+            same_ring if other.ring else other.capacity <= self.capacity,
             f"KVCache.insert: the other cache must have at most {self.capacity} slots or be the "
             f"same ring, got {other.capacity} slots{', a ring' if other.ring else ''}.",
         )

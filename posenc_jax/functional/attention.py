@@ -1,6 +1,5 @@
 """Embedding and attention with a scheme as pure functions, which the Flax layers call."""
 
-import dataclasses
 import functools
 from typing import Any, TypedDict, Unpack, overload
 
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.cache.ring import check_window, evicted_sinks, loses_visible
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
@@ -294,7 +292,7 @@ def scheme_attention(
         most = min(length - 1, cache.max_rewind)
         read = functools.partial(contents, scheme, params, projected, at, states=cache.state)
         past_states = _past_states(lambda kept: read(segment_ids=kept)[-1], segments, most)
-    left = check_window(cache, length, options.get("window")) if cache.ring else None
+    window = options.get("window")
     stored = None if cache.coordinates is None else at
     k, v = _finite_values(k, v)
     cache = cache.append(
@@ -306,12 +304,8 @@ def scheme_attention(
         k_features=k_features,
         state=states,
         past_states=past_states,
+        window=(-1, -1) if window is None else window,  # All keys, which a ring refuses.
     )
-    if left is not None:
-        lost = cache.lost | loses_visible(cache, positions, segments, left)
-        if cache.num_sink_tokens:
-            lost |= evicted_sinks(cache, positions, segments)
-        cache = dataclasses.replace(cache, lost=lost)
     call = AttentionCall(
         q_positions=positions,
         k_positions=cache.positions,

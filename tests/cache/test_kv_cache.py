@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.cache.ring import loses_visible
 
 
 def empty(capacity=5, **options):
@@ -84,12 +83,11 @@ def test_coordinates_features_and_state_are_stored():
     shapes = {"gate": jax.ShapeDtypeStruct((2, 1, 3), jnp.float32)}
     state = {"sum": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
     at = jax.ShapeDtypeStruct((2, 1), jnp.float32)
-    cache = empty(coordinates=at, k_features=shapes, state=state)
-    assert np.all(np.asarray(cache.state["sum"]) == 0)
     gate = jnp.arange(12.0).reshape(2, 2, 3)
     where = jnp.array([[0.5, 1.0], [2.0, 2.5]])
     for ring in (False, True):
-        cache = dataclasses.replace(cache, ring=ring)
+        cache = empty(coordinates=at, k_features=shapes, state=state, ring=ring)
+        assert np.all(np.asarray(cache.state["sum"]) == 0)
         new = cache.append(
             *tokens(2),
             coordinates=where,
@@ -222,9 +220,8 @@ def test_positions_at_the_ends_of_int32_do_not_wrap():
     at = jnp.array([[low, low + 1, low + 2, low + 3, low + 4]] * 2, jnp.int32)
     ring = empty(ring=True).append(k, v, at, segments)
     new = jnp.array([[high], [low + 4]], jnp.int32)
-    after = ring.append(k[:, :1], v[:, :1], new, jnp.zeros_like(new))
-    lost = loses_visible(after, new, jnp.zeros_like(new), left=4)
-    np.testing.assert_array_equal(lost, [False, True])
+    after = ring.append(k[:, :1], v[:, :1], new, jnp.zeros_like(new), window=5)
+    np.testing.assert_array_equal(after.overflowed, [False, True])
     one = [a[:, :1] for a in (k, v)]
     full = empty().append(*one, jnp.full((2, 1), high), jnp.zeros((2, 1), jnp.int32))
     np.testing.assert_array_equal(full.next_positions, [high, high])
