@@ -1,6 +1,6 @@
-"""Where a cache stores the tokens of a row: in slots that are filled once, or in a ring.
+"""Strategies of a cache to store the tokens of a row: in slots filled once, or in a ring.
 
-Methods count the tokens of a row from 0, without padding. `capacity` is the number of slots.
+Tokens of a row count from 0, without padding; `capacity` is the number of slots, S.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Slots:
         written: jax.Array,
         window: Window,
     ) -> jax.Array:
-        """Returns false for all rows, as nothing is overwritten; see `Ring.loses_visible`."""
+        """Returns false for all rows; see `Ring.loses_visible`."""
         return jnp.zeros_like(length, bool)
 
 
@@ -74,13 +74,13 @@ class Ring:
     ) -> jax.Array:
         """Returns bool [B]: rows that do not hold all keys that new tokens may see.
 
-        Such a row has tokens out of order, since segment ids and positions must grow from token to
-        token; or more tokens were taken back than the ring has spare slots; or its sink tokens are
-        those of another sequence.
+        Such a row has tokens out of order (segment ids and positions must grow from token to
+        token), or `rewind` took back more tokens than the ring has spare slots, or the reserved
+        slots hold the first tokens of another sequence.
 
         Args:
-          cached: positions and segment ids of all slots, int32 [B, S], with the new tokens: so a
-            donated cache is read after it was written.
+          cached: positions and segment ids of all slots, int32 [B, S], after the new tokens were
+            written. Reading the slots before that would copy a donated cache.
           new: positions and segment ids of the new tokens, int32 [B, T].
           length: int32 [B], the number of tokens before the new ones.
           written: int32 [B], the greatest length that the row has had.
