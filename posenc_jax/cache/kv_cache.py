@@ -41,10 +41,10 @@ class KVCache:
       state: the scheme's arrays per sequence, [B, ...].
       past_states: states without the last 1, 2, ... tokens, [B, max_rewind, ...], or None.
       length: int32 [B], the number of tokens.
-      written: int32 [B], the greatest length so far; `rewind` does not lower it.
+      written: int32 [B], the greatest length since `reset`; `rewind` does not lower it.
       rewindable: int32 [B], the number of tokens that `past_states` can take back.
       next_positions: int32 [B], the default position of the next token.
-      lost: bool [B], rows that lost tokens for good, until `reset`; see `overflowed`.
+      lost: bool [B], rows that recover in `reset` only; see `overflowed`.
       scheme: the scheme whose arrays the cache holds, or None.
       storage: `Slots`, or a `Ring` that overwrites the oldest tokens of a full row.
     """
@@ -334,9 +334,9 @@ class KVCache:
     def rewind(self, count: jax.Array | int) -> Self:
         """Returns the cache without the last tokens of each row, such as rejected drafts.
 
-        A ring has overwritten older tokens for them. To take back n tokens, its capacity must be n
-        plus the window's tokens before the query plus the sink tokens; a row that is taken back
-        further is lost in the next call.
+        In a ring, these tokens have overwritten older ones. To take back n tokens, its capacity
+        must be at least n, plus the tokens before its own that a query sees in the window, plus
+        the sink tokens; a row that is taken back further is lost in the next call.
 
         Args:
           count: number of tokens to take back, without padding: an integer or integers [B].
@@ -385,8 +385,8 @@ class KVCache:
     def overflowed(self) -> jax.Array:
         """Bool [B]: rows that lost tokens which later tokens may see; their outputs are NaN.
 
-        A row with more tokens than slots is one of them until tokens are taken back, and a row
-        where a ring, `take` or `rewind` was used beyond its limits until `reset`.
+        A row with more tokens than slots recovers when tokens are taken back. A row where a ring,
+        `take` or `rewind` was used beyond its limits recovers in `reset`.
         """
         return self.lost | self.storage.overflowed(self.length, self.capacity)
 

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from posenc_jax.checks import require
 from posenc_jax.engine.mask import Window, add_saturated, window_sides
 
+Tokens = tuple[jax.Array, jax.Array]
+"""Positions and segment ids of tokens, int32 [B, any] each."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
@@ -28,16 +31,11 @@ class Slots:
         return jnp.arange(capacity, dtype=jnp.int32)[None]
 
     def overflowed(self, length: jax.Array, capacity: int) -> jax.Array:
-        """Returns bool [B]: rows with more tokens than slots."""
+        """Returns bool [B]: rows of this length with more tokens than slots."""
         return length > capacity
 
     def loses_visible(
-        self,
-        cached: tuple[jax.Array, jax.Array],
-        new: tuple[jax.Array, jax.Array],
-        length: jax.Array,
-        written: jax.Array,
-        window: Window,
+        self, cached: Tokens, new: Tokens, length: jax.Array, written: jax.Array, window: Window
     ) -> jax.Array:
         """Returns false for all rows; see `Ring.loses_visible`."""
         return jnp.zeros_like(length, bool)
@@ -61,16 +59,11 @@ class Ring:
         return jnp.where(slots < sinks, slots, last - (last - slots) % (capacity - sinks))
 
     def overflowed(self, length: jax.Array, capacity: int) -> jax.Array:
-        """Returns false for all rows."""
+        """Returns false for all rows, of any length."""
         return jnp.zeros_like(length, bool)
 
     def loses_visible(
-        self,
-        cached: tuple[jax.Array, jax.Array],
-        new: tuple[jax.Array, jax.Array],
-        length: jax.Array,
-        written: jax.Array,
-        window: Window,
+        self, cached: Tokens, new: Tokens, length: jax.Array, written: jax.Array, window: Window
     ) -> jax.Array:
         """Returns bool [B]: rows that do not hold all keys that new tokens may see.
 
@@ -79,9 +72,9 @@ class Ring:
         slots hold the first tokens of another sequence.
 
         Args:
-          cached: positions and segment ids of all slots, int32 [B, S], after the new tokens were
-            written. Reading the slots before that would copy a donated cache.
-          new: positions and segment ids of the new tokens, int32 [B, T].
+          cached: all slots, [B, S], after the new tokens were written, so that a step reads a
+            donated cache after it wrote it.
+          new: the new tokens, [B, T].
           length: int32 [B], the number of tokens before the new ones.
           written: int32 [B], the greatest length that the row has had.
           window: the window of the attention.
@@ -93,7 +86,7 @@ class Ring:
         capacity, sinks = cached[0].shape[1], self.num_sink_tokens
         reach = self._reach(window, positions.shape[1], capacity)
         lost = jnp.zeros_like(length, bool)
-        if reach:
+        if reach:  # Otherwise no new token sees an older one.
             last = self.slots(jnp.maximum(length - 1, 0)[:, None], capacity)
             last_position, last_id = (jnp.take_along_axis(x, last, 1) for x in cached)
             last_id = jnp.where(length[:, None] > 0, last_id, -1)
@@ -142,9 +135,7 @@ def _out_of_order(positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
     return (segment_ids >= 0) & ~((segment_ids > id_before) | later)
 
 
-def _evicted_sinks(
-    cached: tuple[jax.Array, jax.Array], new: tuple[jax.Array, jax.Array], num_sink_tokens: int
-) -> jax.Array:
+def _evicted_sinks(cached: Tokens, new: Tokens, num_sink_tokens: int) -> jax.Array:
     """Returns bool [B]: rows where a sink token of a new token's sequence was evicted.
 
     It was evicted if another sequence of the row occupies the reserved slots.
