@@ -1,6 +1,5 @@
 """Embedding and attention with a scheme as pure functions, which the Flax layers call."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
@@ -8,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.cache.ring import check_window, evicted_sinks, loses_visible
 from posenc_jax.checks import array_of_rank, coordinate_values, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.functional.arguments import (
@@ -259,7 +257,6 @@ def _with_cache(
             segment_ids,
             min(positions.shape[1] - 1, cache.max_rewind),
         )
-    left = check_window(cache, positions.shape[1], call.window) if cache.ring else None
     read = pipeline.read(tokens)
     stored = pipeline.stored(read)
     k, v = _finite_values(stored.k, stored.v)
@@ -272,12 +269,8 @@ def _with_cache(
         k_features=stored.k_features,
         state=stored.state,
         past_states=past_states,
+        window=(-1, -1) if call.window is None else call.window,  # All keys: a ring refuses.
     )
-    if left is not None:
-        lost = cache.lost | loses_visible(cache, positions, segment_ids, left)
-        if cache.num_sink_tokens:
-            lost |= evicted_sinks(cache, positions, segment_ids)
-        cache = dataclasses.replace(cache, lost=lost)
     call = call.replace(
         q_coordinates=None if cache.coordinates is None else tokens.coordinates,
         q_segment_ids=segment_ids,

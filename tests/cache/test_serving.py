@@ -1,4 +1,4 @@
-"""Rows of a cache that start, end, move and go back on their own, against lists of tokens."""
+"""Rows of a cache that start, end, move and rewind independently, against lists of tokens."""
 
 import dataclasses
 import functools
@@ -79,10 +79,8 @@ def attend(policy, tokens, segment_ids, cache=None):
     x = jnp.asarray(VOCABULARY)[tokens]
     q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights())
     options = {"is_causal": True, "window": policy.window, "x": x, "implementation": "reference"}
-    where = {"segment_ids": segment_ids, "cache": cache}  # Padding anywhere in a chunk.
-    return pe.scheme_attention(
-        policy.scheme, parameters(policy.scheme), q, k, v, **where, **options
-    )
+    options |= {"segment_ids": segment_ids, "cache": cache}  # Padding anywhere in a chunk.
+    return pe.scheme_attention(policy.scheme, parameters(policy.scheme), q, k, v, **options)
 
 
 whole = testing._jit(lambda policy, *rows: attend(policy, *rows)[0], static_argnums=0)
@@ -97,7 +95,7 @@ take, insert, reset, rewind = (
 
 
 class Row:
-    """What one row should hold: a list."""
+    """The expected contents of one row, as a list."""
 
     def __init__(self, tokens=(), written=0, back=0, lost=False):
         self.tokens, self.written, self.back, self.lost = list(tokens), written, back, lost
@@ -158,8 +156,8 @@ def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
     policy = POLICIES[name]
     cache, rows = empty(policy), [Row() for _ in range(ROWS)]
     capacity = cache.capacity
-    for what, value in operations:
-        if what == "append":
+    for method, value in operations:
+        if method == "append":
             numbers = np.array(value, np.int32)
             out, cache = append(policy, np.maximum(numbers, 0), np.minimum(numbers, 0), cache)
             for row, new in zip(rows, value, strict=True):
@@ -169,20 +167,20 @@ def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
             out, expected = map(np.asarray, (out, whole(policy, *padded([r.tokens for r in rows]))))
             for i, (row, new) in enumerate(zip(rows, value, strict=True)):
                 real = [n >= 0 for n in new]
-                wanted = expected[i, len(row.tokens) - sum(real) : len(row.tokens)]
+                whole_row = expected[i, len(row.tokens) - sum(real) : len(row.tokens)]
                 if row.is_lost(policy):
                     assert np.isnan(out[i]).all()
                 else:
-                    np.testing.assert_allclose(out[i][np.array(real)], wanted, rtol=0, atol=1e-5)
-        elif what == "take":
+                    np.testing.assert_allclose(out[i][np.array(real)], whole_row, rtol=0, atol=1e-5)
+        elif method == "take":
             cache, rows = take(cache, np.array(value)), [rows[i].copy() for i in value]
-        elif what == "insert":
+        elif method == "insert":
             row, new = value
             numbers = np.array([new], np.int32)
-            one = prefill(policy, np.maximum(numbers, 0), np.minimum(numbers, 0))
-            cache, rows[row] = insert(cache, row, one), Row()
+            prompt = prefill(policy, np.maximum(numbers, 0), np.minimum(numbers, 0))
+            cache, rows[row] = insert(cache, row, prompt), Row()
             rows[row].append([n for n in new if n >= 0], policy, capacity)
-        elif what == "reset":
+        elif method == "reset":
             cache = reset(cache, np.array(value))
             rows = [Row() if freed else row for row, freed in zip(rows, value, strict=True)]
         else:
@@ -224,18 +222,18 @@ def buffers(cache):
 def test_a_donated_cache_is_written_in_place(kind):
     """No array with all slots is copied, and appending takes the same memory for any S."""
     fox = pe.FoX(num_heads=2, model_dim=DIM)
-    x, at = jnp.zeros((ROWS, 3, DIM)), jnp.zeros((ROWS, 3), jnp.int32)
+    x, coordinates = jnp.zeros((ROWS, 3, DIM)), jnp.zeros((ROWS, 3), jnp.int32)
 
     def step(cache):
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights())
-        options = {"is_causal": True, "window": 4, "cache": cache, "coordinates": at}
+        options = {"is_causal": True, "window": 4, "cache": cache, "coordinates": coordinates}
         return pe.scheme_attention(fox, parameters(fox), q, k, v, x=x, **options)
 
     def append(cache):
         return step(cache)[1]
 
     def compiled(function, capacity, **donated):
-        options = {"max_rewind": 2, "coordinates": at, **kind}
+        options = {"max_rewind": 2, "coordinates": coordinates, **kind}
         cache = pe.new_cache(fox, ROWS, capacity, **SIZES, **options)
         program = jax.jit(function, **donated).lower(cache).compile()
         shapes = (re.escape(shape) for shape in buffers(cache))
@@ -281,12 +279,17 @@ def test_rows_and_heads_on_explicit_axes():
             out, cache = step(x[:, part], cache)
             outs.append(out)
         np.testing.assert_allclose(np.concatenate(outs, 1), whole, rtol=0, atol=1e-5)
-        one = layer.new_cache(1, 6, qkv_sharding=P(None, None, "tensor"), max_rewind=2)
-        changes = {"reset": np.array([1, 0]), "rewind": 1, "insert": (3, one), "take": [3, 2, 1, 1]}
+        prompt = layer.new_cache(1, 6, qkv_sharding=P(None, None, "tensor"), max_rewind=2)
+        changes = {
+            "reset": np.array([1, 0]),
+            "rewind": 1,
+            "insert": (3, prompt),
+            "take": [3, 2, 1, 1],
+        }
         for name, argument in changes.items():
-            rest = argument if isinstance(argument, tuple) else (np.asarray(argument),)
-            program = testing._jit(getattr(pe.KVCache, name)).lower(cache, *rest).compile()
-            new, text = program(cache, *rest), program.as_text()
+            arguments = argument if isinstance(argument, tuple) else (np.asarray(argument),)
+            program = testing._jit(getattr(pe.KVCache, name)).lower(cache, *arguments).compile()
+            new, text = program(cache, *arguments), program.as_text()
             assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, cache)
             assert name == "take" or not re.search(r"all-|collective-|reduce-scatter", text)
         replicated = layer.new_cache(4, 8)
@@ -306,7 +309,7 @@ def test_rows_and_heads_on_explicit_axes():
     ],
 )
 def test_situations_of_a_server(name, policy, situations):
-    """Some cells of the table in docs/serving.md; its program measures all."""
+    """Some cells of the table in docs/serving.md, which make_serving.py measures."""
     errors = make_serving.measure(make_serving.scheme_of(name), policy, situations)
     assert max(errors.values()) < 1e-5, errors
 
