@@ -14,6 +14,7 @@ from support import KINDS
 import posenc_jax as pe
 from experiments.config import Experiment
 from experiments.corpus import pair_bits
+from experiments.errors import ConfigError
 from experiments.model import (
     LanguageModel,
     count_parameters,
@@ -102,6 +103,23 @@ def test_layers_attend_within_their_chunk_or_window(layer, first):
     reached = np.abs(out[0] - out[1]).max(-1) > 1e-5
     assert reached[4:8].all() and not reached[:4].any()
     assert reached[first - 1] and not reached[first:].any()
+
+
+def test_decoding_within_chunks_equals_whole_passes():
+    layers = (pe.LayerSpec(ROPE, chunk_size=8, window=5), pe.LayerSpec(pe.T5(2), chunk_size=4))
+    made = LanguageModel(SIZES, layers, TASK.vocab_size, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (2, 20))
+    whole, outs = jax.jit(made)(tokens), []
+    decode, caches = nnx.jit(LanguageModel.decode), made.new_caches(2, 20)
+    for part in (slice(0, 10), slice(10, 11), slice(11, 20)):
+        out, caches = decode(made, tokens[:, part], caches)
+        outs.append(out)
+    np.testing.assert_allclose(np.concatenate(outs, 1), whole, atol=1e-5)
+    convolved = LanguageModel(
+        dataclasses.replace(SIZES, conv_size=3), ROPE, TASK.vocab_size, jax.random.key(0)
+    )
+    with pytest.raises(ConfigError, match="models with conv_size are not decoded"):
+        convolved.decode(tokens, convolved.new_caches(2, 20))
 
 
 @pytest.mark.parametrize(
