@@ -1,0 +1,34 @@
+"""Checks that a position encoding works everywhere: under `jit`, in tiles, packed, in a cache.
+
+    from posenc_jax import testing
+
+    print(testing.check(MyScheme(num_heads=4)))
+
+Each property is measured on a small model: an embedding of random tokens, fixed projections
+and one attention with the scheme. All arrays that differ between properties are data, so
+that a scheme compiles few programs. The shipped schemes pass the same properties in the
+tests of this package.
+
+This module needs no test framework. To see the properties one by one in pytest:
+
+    CASE = testing.Case(MyScheme(num_heads=4))
+
+    @pytest.mark.parametrize("name", testing.PROPERTIES)
+    def test_my_scheme(name):
+        testing.PROPERTIES[name].check(CASE)
+"""
+
+from posenc_jax.testing.case import BATCH, LENGTH, Case, jit_fast
+from posenc_jax.testing.properties import PROPERTIES, Property, Report, Row, check
+
+__all__ = [
+    "BATCH",
+    "LENGTH",
+    "PROPERTIES",
+    "Case",
+    "Property",
+    "Report",
+    "Row",
+    "check",
+    "jit_fast",
+]
