@@ -3,9 +3,9 @@
 Pre-RMSNorm, GELU, no biases, an untied head, normal(0.02) weights with the outputs of each
 block scaled by 1/sqrt(2 layers). The logit scale is 1/sqrt(H) for every scheme, also for T5
 (its published scale of 1 belongs to another initialisation). Traits of the scheme decide
-whether token embeddings are multiplied by sqrt(D) first (`scale_embedding`: fixed waves of
-amplitude one would dominate embeddings of 0.02), and whether all layers share its parameters
-(`shared_over_layers`) or each has a set of its own.
+whether token embeddings are multiplied by sqrt(D) (`scale_embedding`: fixed waves of amplitude
+one would dominate embeddings of 0.02), and whether layers share its parameters
+(`shared_over_layers`).
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ from experiments.errors import ConfigError
 from experiments.settings import Model
 
 Position = pe.Scheme | tuple[pe.LayerSpec, ...]
-"""A scheme for all layers, or one layer each."""
+"""A scheme for all layers, or the settings of each layer."""
 MASK_TOKEN = 0
-"""What a model without causality reads in place of the tokens that it predicts."""
+"""Input of a model without causality at the tokens that it predicts."""
 _STDDEV = 0.02
 
 
@@ -205,7 +205,7 @@ class LanguageModel(nnx.Module):
         return [block.attention.new_cache(batch, capacity) for block in self.blocks]
 
     def inputs_and_targets(self, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns what the model reads and what it predicts there, int32 [B, T] each.
+        """Returns the inputs of the model and its targets, int32 [B, T].
 
         Args:
           tokens: int32 [B, T + 1].

@@ -40,8 +40,9 @@ def scheme_embedding(
       params: its parameters.
       x: token embeddings [B, T, D].
       positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
-      coordinates: what the scheme encodes, [T], [B, T] or [A, B, T]. Default: the positions.
-      cache: the cache of an attention layer, before it is given these tokens.
+      coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T]. Default: the
+        positions.
+      cache: the cache of an attention layer, before these tokens are appended.
 
     Raises:
       ValueError: for shapes or parameters that do not fit.
@@ -67,8 +68,8 @@ def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any
     Args:
       scheme: the position encoding.
       params: its parameters.
-      coordinates: those of the calls, which default to the positions: [T], [B, T] or
-        [A, B, T]. B = 1 serves any batch whose rows are alike.
+      coordinates: as the calls are given them, or the positions by default: [T], [B, T] or
+        [A, B, T]. B = 1 serves any batch with equal rows.
 
     Returns:
       A pytree of arrays, or None for a scheme without tables.
@@ -136,11 +137,12 @@ def scheme_attention(
       x: the activations that they were projected from, [B, T, D], which some schemes read.
       positions: integers [T] or [B, T]. Default: 0, 1, ...; with a cache, after the tokens in it,
         where padding does not count. Rows of several segments need them.
-      coordinates: what the scheme encodes, [T], [B, T] or [A, B, T]. Default: the positions.
+      coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T]. Default: the
+        positions.
       segment_ids: integers [T] or [B, T], below zero for padding. Default: one segment. Schemes
         with a running state (FoX, CABLE, PaTH, selective RoPE, short convolutions, Partial Key
-        Offset) need the tokens of a segment to be consecutive, but for padding, and in the order
-        of their positions, in the cache too.
+        Offset) need the tokens of a segment to be consecutive, except for padding, and in the
+        order of their positions, also in the cache.
       cache: keys and values of earlier tokens; see `new_cache`.
       tables: `scheme_tables` of these coordinates, to compute them once for all layers.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
@@ -148,8 +150,8 @@ def scheme_attention(
       scale: the factor on q . k. Default: the scheme's own.
       **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
         `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. With a cache, S
-        is its capacity, where the slots of a row hold its tokens in their order, without padding;
-        and all tokens of a prefix go into the first call.
+        is its capacity: the slots of a row hold its tokens in their order, without padding. All
+        tokens of a prefix go into the first call.
 
     Returns:
       The output [B, T, N, V], and the cache with these tokens in it, or None.
@@ -181,13 +183,14 @@ def scheme_attention(
 def self_attention(
     pipeline: Pipeline, tokens: Tokens, call: AttentionCall, cache: KVCache | None = None
 ) -> tuple[jax.Array, KVCache | None]:
-    """`scheme_attention` of arguments in groups, which it checks and completes.
+    """Computes `scheme_attention`; layers call it with their arguments in groups.
 
     Args:
       pipeline: the scheme with its parameters and norms.
       tokens: q, k, v, x and tables.
-      call: all options. Positions, coordinates and segments are those of queries, [T] or [B, T].
-      cache: of earlier tokens, or None.
+      call: all options, where the fields of queries hold positions, coordinates and segments,
+        [T] or [B, T].
+      cache: the cache of earlier tokens, or None.
 
     Returns:
       The output [B, T, N, V], and the cache with these tokens in it, or None.
@@ -222,7 +225,7 @@ def self_attention(
 
 
 def _without_cache(pipeline: Pipeline, tokens: Tokens, call: AttentionCall) -> jax.Array:
-    """Returns the output of attention of the tokens to each other."""
+    """Returns the output of attention between these tokens."""
     tokens = pipeline.encode(pipeline.read(tokens))
     call = call.replace(
         k_positions=call.q_positions,
@@ -235,7 +238,7 @@ def _without_cache(pipeline: Pipeline, tokens: Tokens, call: AttentionCall) -> j
 def _with_cache(
     pipeline: Pipeline, tokens: Tokens, positions: jax.Array, call: AttentionCall, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
-    """Appends the tokens to the cache; returns the output of attention to it, and the cache."""
+    """Appends the tokens to the cache, and returns the output of attention to it and the cache."""
     scheme = pipeline.scheme
     encoded_keys = scheme.traits.cache_transformed_keys
     reads_coordinates = not encoded_keys or bool(
@@ -321,17 +324,17 @@ def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> N
 
 
 def _finite_values(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns k and v of a cache, with NaN in the keys of values that are not finite.
+    """Returns k and v for a cache, with zeros and NaN keys for values that are not finite.
 
-    The logits of slots that a query does not see are masked, whatever their keys are; their values
-    have weight zero, and 0 * NaN is NaN.
+    Hidden slots have masked logits, even if their keys are NaN. Their values have weight zero, and
+    0 * NaN is NaN.
     """
     bad = ~jnp.isfinite(v).all(-1, keepdims=True)
     return jnp.where(bad, jnp.nan, k).astype(k.dtype), jnp.where(bad, 0, v).astype(v.dtype)
 
 
 def _check_tables(scheme: Scheme, params: Params, tables: Any, coordinates: jax.Array) -> None:
-    """Raises unless `tables` are shaped like those of the coordinates, for B or one row."""
+    """Raises unless `tables` have the shapes of `scheme.tables(coordinates)`, with B or one row."""
 
     def shapes(tree):
         leaves, structure = jax.tree.flatten(tree)

@@ -42,26 +42,26 @@ def scheme_cross_attention(
 ) -> jax.Array:
     """Attention of T tokens to S tokens of another sequence, with a scheme.
 
-    A scheme relates the tokens of both by their positions, which therefore must be given, unless it
-    is `NoPE`. They have a meaning where both sequences have a common axis, such as time.
+    Schemes other than `NoPE` need the positions of both sequences. Relating them makes sense where
+    the sequences have a common axis, such as time.
 
     Args:
       scheme: the position encoding.
       params: its parameters.
       q: [B, T, N, H], as projected.
       k, v: [B, S, K, H] and [B, S, K, V], as projected.
-      x, memory: the activations that q, and k and v were projected from, [B, T, D] and [B, S, D],
-        which some schemes read.
+      x: the activations that q was projected from, [B, T, D], which some schemes read.
+      memory: the activations that k and v were projected from, [B, S, D].
       positions, k_positions: integers [T] or [B, T], and [S] or [B, S].
-      coordinates, k_coordinates: what the scheme encodes, [T], [B, T] or [A, B, T], and with S for
-        T. Default: the positions.
+      coordinates, k_coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T],
+        with S in place of T for keys. Default: the positions.
       segment_ids, k_segment_ids: integers [T] or [B, T], and [S] or [B, S], below zero for padding.
         Tokens see their own segment. Default: one segment.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
       scale: the factor on q . k. Default: the scheme's own.
       **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
-        `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. Masks go by
-        positions.
+        `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. Causality and
+        windows compare positions.
 
     Returns:
       The output [B, T, N, V].
@@ -95,11 +95,11 @@ def scheme_cross_attention(
 def cross_attention(
     pipeline: Pipeline, tokens: Tokens, memory: jax.Array | None, call: AttentionCall
 ) -> jax.Array:
-    """`scheme_cross_attention` of arguments in groups, which it checks and completes.
+    """Computes `scheme_cross_attention`; layers call it with their arguments in groups.
 
     Args:
       pipeline: the scheme with its parameters and norms.
-      tokens: q and x of one sequence, k and v of the other one.
+      tokens: q and x of one sequence, k and v of the other sequence.
       memory: the activations that k and v were projected from, or None.
       call: all options.
     """
@@ -133,7 +133,8 @@ def cross_attention(
     def zeros(heads: jax.Array, sequence: jax.Array) -> jax.Array:
         return jnp.zeros((*sequence.shape[:2], *heads.shape[2:]), heads.dtype)
 
-    # Hooks that read content make arrays of queries from q and x, and of keys from k and memory.
+    # `read` needs q, k and v of one sequence: features of queries depend on q and x alone, those
+    # of keys on k and memory, so zeros stand for the other arrays.
     queries = read(
         queries.replace(k=zeros(k, q), v=zeros(v, q), coordinates=q_at, segment_ids=q_ids)
     )
@@ -153,7 +154,7 @@ def cross_attention(
 def _coordinates(
     scheme: Scheme, side: str, positions: Any, coordinates: Any, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Returns coordinates [B, T] or [A, B, T] of the tokens of one side."""
+    """Returns coordinates [B, T] or [A, B, T] of queries (side "") or keys (side "k_")."""
     caller = "scheme_cross_attention"
     if coordinates is not None:
         return token_coordinates(caller, scheme, coordinates, shape)

@@ -42,25 +42,26 @@ def new_cache(
     """Returns an empty cache for `scheme_attention` with this scheme.
 
     Args:
-      scheme: the position encoding; its hooks determine what is stored.
+      scheme: the position encoding; its hooks determine the arrays of the cache.
       batch: B.
-      capacity: number of slots, for the tokens of a row; padding takes none. A ring needs the
-        window, plus the tokens per call less one, plus the sink tokens.
+      capacity: number of slots for the tokens of a row; padding takes none. A ring needs
+        window + tokens per call - 1 + sink tokens.
       num_heads: N.
       head_dim: H.
       num_kv_heads: K. Default: N.
       value_dim: V, the head dim of v. Default: H.
       model_dim: D, for schemes that read `x`.
       dtype: of k and v.
-      coordinates: an array or shape [T], [B, T] or [A, B, T] like those that calls will give,
-        if they give coordinates: integers, or real numbers for float32.
+      coordinates: an array or shape [T], [B, T] or [A, B, T] with the axes and the kind of
+        numbers of the coordinates of calls: integers, or real numbers for float32. Default: calls
+        give positions only.
       ring: whether a full cache overwrites its oldest slots; needs a window.
       max_rewind: the most tokens that `rewind` of the cache takes back at once, if the scheme
         has a running state; other schemes take back any number.
       qkv_sharding: on explicit mesh axes, how q, k and v [B, T, heads, H] are sharded, as in
         `nnx.MultiHeadAttention`; all arrays of the cache follow. Needs `jax.set_mesh`.
-      params: the scheme's parameters, if they are sharded on explicit mesh axes: its own arrays in
-        the cache are sharded as it makes them from q, k and these.
+      params: the scheme's parameters, if they are sharded on explicit mesh axes: features and
+        states in the cache are sharded as the hooks return them.
 
     Raises:
       ValueError: without `model_dim` for a scheme that reads `x`, and for invalid sizes.
@@ -91,15 +92,14 @@ def new_cache(
     lead, real = (), False
     if coordinates is not None:
         lead, real = coordinates.shape[:-2], jnp.issubdtype(coordinates.dtype, jnp.floating)
-    at = array(
-        (*lead, batch, 1), jnp.float32 if real else jnp.int32, (*(None,) * len(lead), *spec[:1])
-    )
+    dtype_of_coordinates = jnp.float32 if real else jnp.int32
+    encoded = array((*lead, batch, 1), dtype_of_coordinates, (*(None,) * len(lead), *spec[:1]))
     tokens = Tokens(
         q=heads(num_heads, head_dim),
         k=heads(kv_heads, head_dim),
         v=heads(kv_heads, head_dim if value_dim is None else value_dim),
         x=None if model_dim is None else array((batch, 1, model_dim), dtype, spec[:1]),
-        coordinates=at,
+        coordinates=encoded,
     )
 
     def stored(params, tokens):
@@ -112,7 +112,7 @@ def new_cache(
         tokens.k,
         tokens.v,
         capacity,
-        coordinates=None if coordinates is None else at,
+        coordinates=None if coordinates is None else encoded,
         k_features=tokens.k_features,
         state=tokens.state,
         scheme=scheme,

@@ -1,11 +1,11 @@
 """The hooks of a scheme, in the order in which attention calls them.
 
-    read      mix, features             state of earlier tokens, padding as zeros
-    encode    query, key, value         and the norms that follow them
+    read      mix, features         padding is zero; states go from chunk to chunk
+    encode    query, key, value     followed by the norms of q and k
     attend    attend, output
 
-Every function of a scheme on tokens calls them here: attention with and without a cache, attention
-to another sequence, Flax's `attention_fn`, the shapes of a new cache, and `posenc_jax.testing`.
+All attention with a scheme goes through this file: with and without a cache, to another sequence,
+Flax's `attention_fn`, the shapes of a new cache, and `posenc_jax.testing`.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ Norms = tuple[Norm, Norm]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Arrays of the tokens of one sequence, which the hooks read and change.
+    """Arrays of the tokens of one sequence, as inputs and results of hooks.
 
     Attributes:
       q, k, v: [B, T, N, H], [B, T, K, H], [B, T, K, V].
       x: the activations that they were projected from, [B, T, D], or None.
       coordinates: [B, T] or [A, B, T].
       segment_ids: int32 [B, T], or None for one segment without padding.
-      tables: the scheme's `tables` of the coordinates; None: hooks compute their own.
+      tables: the scheme's `tables` of the coordinates. None: hooks compute them.
       q_features, k_features: from `features`.
       state: the states of `mix` and `features` before these tokens; after `read`, with them.
     """
@@ -56,14 +56,14 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A scheme with its parameters, and the norms of q and k after its hooks."""
+    """The hooks of a scheme with its parameters, and the norms of q and k after them."""
 
     scheme: Scheme
     params: Params
     norms: Norms | None = None
 
     def read(self, tokens: Tokens) -> Tokens:
-        """Calls `mix` and `features`, the hooks that read the content of tokens."""
+        """Calls `mix` and `features`, which read the content of tokens, and updates the state."""
         scheme, params, ids = self.scheme, self.params, tokens.segment_ids
         x, q, k, v = zero_padding((tokens.x, tokens.q, tokens.k, tokens.v), ids)
         mixed, state = (None, None) if tokens.state is None else tokens.state
@@ -81,14 +81,14 @@ class Pipeline:
         )
 
     def query(self, tokens: Tokens) -> jax.Array:
-        """Returns q with positions encoded, and its norm."""
+        """Returns q with positions encoded, normalised."""
         q = self.scheme.query(
             self.params, tokens.q, tokens.coordinates, tokens.q_features, tokens.tables
         )
         return q if self.norms is None else self.norms[0](q)
 
     def key(self, tokens: Tokens) -> jax.Array:
-        """Returns k with positions encoded, and its norm."""
+        """Returns k with positions encoded, normalised."""
         k = self.scheme.key(
             self.params, tokens.k, tokens.coordinates, tokens.k_features, tokens.tables
         )
@@ -105,12 +105,12 @@ class Pipeline:
         return tokens.replace(q=self.query(tokens), k=self.key(tokens), v=self.value(tokens))
 
     def stored(self, tokens: Tokens) -> Tokens:
-        """Calls `value`, and `key` unless `loaded` does: k and v are those that a cache stores."""
+        """Returns tokens with k and v as caches store them: `key` may be left to `loaded`."""
         encoded = self.scheme.traits.cache_transformed_keys
         return tokens.replace(k=self.key(tokens) if encoded else tokens.k, v=self.value(tokens))
 
     def loaded(self, tokens: Tokens) -> Tokens:
-        """Calls `key` on the slots of a cache that stores keys as projected."""
+        """Returns the slots of a cache with k encoded, by `key` if it is stored as projected."""
         if self.scheme.traits.cache_transformed_keys:
             return tokens
         # `key` may read all slots at once; empty ones count as padding.
@@ -121,7 +121,7 @@ class Pipeline:
         """Returns the output [B, T, N, V] of attention and of the hook `output`.
 
         Args:
-          queries, keys: tokens after `encode`; the same ones in self-attention.
+          queries, keys: tokens after `encode`, equal in self-attention.
           call: attention with positions, masks and options set.
         """
         out = self.scheme.attend(
@@ -141,5 +141,5 @@ class Pipeline:
 
 
 def zero_padding(tree: Any, segment_ids: jax.Array | None) -> Any:
-    """Zeroes padding, which may hold NaN: gradients of hooks at NaN would be NaN too."""
+    """Sets padding to zero: hooks would have NaN gradients where it holds NaN."""
     return tree if segment_ids is None else zero_where(segment_ids < 0, tree)

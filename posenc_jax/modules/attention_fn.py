@@ -35,20 +35,19 @@ def attention_fn(
 ) -> jax.Array:
     """Attention with a scheme, from the arguments of Flax's attention functions.
 
-    Queries and keys of the same number are taken for the same tokens. A single query and
-    more keys are a decode step: the keys are the cache, and the query is the last token that
-    its mask shows.
+    As many queries as keys are self-attention. A single query with more keys is a decode step: the
+    keys are the cache, and the query is the last token that its mask shows.
 
     Args:
       scheme: any scheme whose `features` does not read `x`.
       params: its parameters.
       query, key, value: [..., T, N, H], [..., S, K, H] and [..., S, K, V].
       mask: bool, broadcast to [..., 1 or N, T, S]. Schemes with a running state (selective RoPE,
-        short convolutions, Partial Key Offset) do not read it: to them the tokens of a row are
-        one sequence without padding.
+        short convolutions, Partial Key Offset) ignore it: they read a row as one sequence without
+        padding.
       is_causal: whether to hide the keys of later slots.
       input_positions: the coordinates of the T = S tokens, integers or float32 [..., T].
-        Masks go by slots.
+        Causality compares slots.
       dropout_rng, dropout_rate, deterministic: dropout of the weights.
       broadcast_dropout: no effect: every weight is dropped independently.
       dtype: no effect: the layer projects q, k and v to its dtype.
@@ -129,11 +128,11 @@ def attention_fn(
     return out.reshape(*lead, *out.shape[1:])
 
 
-def check_acts_in_attention(where: str, scheme: Scheme) -> None:
-    """Raises for a scheme that acts on the token embedding alone, and anything but a scheme."""
-    check_scheme(where, scheme)
+def check_acts_in_attention(caller: str, scheme: Scheme) -> None:
+    """Raises for a scheme that acts on the token embedding alone, and for other types."""
+    check_scheme(caller, scheme)
     require(
         scheme.acts_in_attention or not scheme.acts,
-        f"{where}: {scheme!r} acts on the token embedding alone; put a PositionEncoding of it "
+        f"{caller}: {scheme!r} acts on the token embedding alone; put a PositionEncoding of it "
         "before the first layer, and NoPE() into the layers.",
     )

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from posenc_jax.checks import require
 
 AxisNames = Mapping[str, str | tuple[str, ...] | None]
-"""From the sizes of a model to the names of the axes that have them."""
+"""Maps sizes of a model to names of the axes with these sizes."""
 
 SIZES = ("num_heads", "num_kv_heads", "head_dim", "model_dim")
 
@@ -15,11 +15,11 @@ KERNELS = {
     "value": ("model_dim", "num_kv_heads", "head_dim"),
     "out": ("num_heads", "head_dim", "model_dim"),
 }
-"""The sizes of the axes of kernels. Biases have those of the output."""
+"""The sizes of the axes of kernels. Biases have the axes of the output."""
 
 
 def check_axis_names(caller: str, axis_names: AxisNames | None) -> None:
-    """Raises for names of anything but the sizes."""
+    """Raises `ValueError` for keys other than sizes."""
     unknown = sorted(set(axis_names or ()) - set(SIZES))
     require(
         not unknown,

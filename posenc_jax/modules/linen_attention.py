@@ -25,8 +25,8 @@ from posenc_jax.modules.shared import (
     AttentionLayer,
     CallOptions,
     has_bias,
+    init_of_projection,
     layer_spec,
-    of_projection,
     zeros_are_empty,
 )
 from posenc_jax.qk_norm import QKNorm
@@ -40,7 +40,7 @@ _Init = nn.initializers.Initializer
 class Attention(AttentionLayer, nn.Module):
     """Multi-head attention with any scheme, grouped heads, segments and a cache.
 
-    The parameters have the names of those of `posenc_jax.nnx.Attention`.
+    Parameters have the same names as in `posenc_jax.nnx.Attention`.
 
     Attributes:
       num_heads: N.
@@ -54,21 +54,21 @@ class Attention(AttentionLayer, nn.Module):
       qk_norm: the norm of queries and keys. Default: none.
       sinks: whether each head has a learned logit without a value, as in gpt-oss.
       dropout_rate: share of the attention weights that are dropped.
-      deterministic: whether to drop none; the argument of a call comes first.
+      deterministic: whether to drop no weights; the argument of a call overrides it.
       decode: whether calls use and update a `KVCache` in the collection "cache", as in
-        `nn.MultiHeadDotProductAttention`. `init` makes it for as many tokens as its input has;
-        calls take any number. One of `new_cache` may take its place.
-      use_bias: whether the projections have biases: one answer, or a mapping from "query", "key",
-        "value" and "out" to one each.
+        `nn.MultiHeadDotProductAttention`. The length of the input of `init` is its capacity; calls
+        take any number of tokens. It may be replaced by a cache of `new_cache`.
+      use_bias: whether the projections have biases: a bool, or a mapping from "query", "key",
+        "value" and "out" to bools.
       dtype, param_dtype, precision, promote_dtype: of the projections, as in `nn.DenseGeneral`.
         Parameters of the scheme are float32, and so is attention inside.
-      kernel_init, bias_init: initialisers of the projections: one for all, or a mapping from
-        "query", "key" and "value" to one each.
+      kernel_init, bias_init: initialiser of the projections, or a mapping from "query", "key" and
+        "value" to initialisers.
       out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
         `bias_init`, unless they are mappings.
       axis_names: logical names of the axes of all parameters, from "model_dim", "num_heads",
-        "num_kv_heads" and "head_dim", as `nn.with_logical_partitioning` gives them. Initialisers
-        with names of their own keep these.
+        "num_kv_heads" and "head_dim", as `nn.with_logical_partitioning` gives them. Names that an
+        initialiser sets take precedence.
 
     >>> import posenc_jax as pe
     >>> layer = Attention(num_heads=4, head_dim=4, position=pe.RoPE(head_dim=4), is_causal=True)
@@ -158,7 +158,7 @@ class Attention(AttentionLayer, nn.Module):
           inputs_k, inputs_v: [B, S, any], for attention to another sequence; see
             `posenc_jax.scheme_cross_attention`. Default: `inputs_q`, and `inputs_k`.
           cache: keys and values of earlier tokens; see `new_cache`.
-          deterministic: whether to drop no weights; otherwise the "dropout" key is used.
+          deterministic: whether to drop no weights; if not, the "dropout" key is used.
           out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
             v [B, T, heads, H] are sharded.
           kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
@@ -174,8 +174,8 @@ class Attention(AttentionLayer, nn.Module):
         check_axis_names("Attention", self.axis_names)
 
         def dense(name, features, axis, kernel_init, bias_init, sharding):
-            kernel_init = of_projection("kernel_init", kernel_init, name, _kernel_init)
-            bias_init = of_projection("bias_init", bias_init, name, nn.initializers.zeros)
+            kernel_init = init_of_projection("kernel_init", kernel_init, name, _kernel_init)
+            bias_init = init_of_projection("bias_init", bias_init, name, nn.initializers.zeros)
             sizes = KERNELS[name]
             return nn.DenseGeneral(
                 features,

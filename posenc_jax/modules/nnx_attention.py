@@ -26,8 +26,8 @@ from posenc_jax.modules.shared import (
     CallOptions,
     check_encoding,
     has_bias,
+    init_of_projection,
     layer_spec,
-    of_projection,
 )
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.layer_spec import LayerSpec
@@ -88,7 +88,7 @@ class Attention(AttentionLayer, nnx.Module):
         implementation: str | Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        """Makes the projections, and the scheme's parameters unless layers share them.
+        """Makes the projections, and the parameters of the scheme unless layers share them.
 
         Args:
           model_dim: D.
@@ -104,27 +104,27 @@ class Attention(AttentionLayer, nnx.Module):
           qk_norm: the norm of queries and keys. Default: none.
           sinks: whether each head has a learned logit without a value, as in gpt-oss.
           dropout_rate: share of the attention weights that are dropped.
-          deterministic: whether to drop none, as in `nnx.MultiHeadAttention`; `train()` and
-            `eval()` set it, and the argument of a call comes first.
+          deterministic: whether to drop no weights, as in `nnx.MultiHeadAttention`; `train()` and
+            `eval()` set it, and the argument of a call overrides it.
           decode: whether calls use and update the cache that `init_cache` makes, as in
-            `nnx.MultiHeadAttention`; the argument of a call comes first. Default: no.
-          use_bias: whether the projections have biases: one answer, or a mapping from "query",
-            "key", "value" and "out" to one each.
+            `nnx.MultiHeadAttention`; the argument of a call overrides it. Default: no.
+          use_bias: whether the projections have biases: a bool, or a mapping from "query", "key",
+            "value" and "out" to bools.
           dtype, param_dtype, precision, promote_dtype: of the projections, as in
             `nnx.LinearGeneral`. Parameters of the scheme are float32, and so is attention inside.
-          kernel_init, bias_init: initialisers of the projections: one for all, or a mapping from
-            "query", "key" and "value" to one each.
+          kernel_init, bias_init: initialiser of the projections, or a mapping from "query", "key"
+            and "value" to initialisers.
           out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
             `bias_init`, unless they are mappings.
           axis_names: names of the axes of all parameters, from "model_dim", "num_heads",
             "num_kv_heads" and "head_dim" to a logical name, or an axis of the mesh. They become
             `out_sharding` of each `nnx.Param`, which needs a mesh, as with `nnx.with_partitioning`.
-            Initialisers with names of their own keep these.
-          rngs: for the keys of parameters, and of dropout where calls give none.
+            Names that an initialiser sets take precedence.
+          rngs: for the keys of parameters, and of dropout in calls without `rngs`.
 
         Raises:
           ValueError: for sizes that do not divide, a scheme that acts on the token embedding
-            alone, and a setting beside that of a `LayerSpec`.
+            alone, and a setting that the `LayerSpec` has too.
         """
         self.settings = layer_spec(
             position,
@@ -156,8 +156,8 @@ class Attention(AttentionLayer, nnx.Module):
                 param_dtype=param_dtype,
                 precision=precision,
                 promote_dtype=promote_dtype,
-                kernel_init=of_projection("kernel_init", kernel_init, name, _kernel_init),
-                bias_init=of_projection("bias_init", bias_init, name, nnx.initializers.zeros),
+                kernel_init=init_of_projection("kernel_init", kernel_init, name, _kernel_init),
+                bias_init=init_of_projection("bias_init", bias_init, name, nnx.initializers.zeros),
                 kernel_metadata=metadata_of(axis_names, sizes),
                 bias_metadata=metadata_of(axis_names, sizes[1 if name != "out" else 2 :]),
                 rngs=rngs,
@@ -246,11 +246,12 @@ class Attention(AttentionLayer, nnx.Module):
           inputs_k, inputs_v: [B, S, in_kv_features], for attention to another sequence; see
             `posenc_jax.scheme_cross_attention`. Default: `inputs_q`, and `inputs_k`.
           cache: keys and values of earlier tokens; see `new_cache`.
-          shared_encoding: an encoding to use instead of the layer's own (for layers that share
-            one under `nnx.scan`).
-          deterministic: whether to drop no weights. Default: as the layer is set.
-          decode: whether to use and update the cache of `init_cache`. Default: as the layer is set.
-          rngs: for the dropout key. Default: those given to the constructor.
+          shared_encoding: an encoding that replaces the layer's (for layers that share one under
+            `nnx.scan`).
+          deterministic: whether to drop no weights. Default: the setting of the layer.
+          decode: whether to use and update the cache of `init_cache`. Default: the setting of the
+            layer.
+          rngs: for the dropout key. Default: `rngs` of the constructor.
           out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
             v [B, T, heads, H] are sharded, as in `nnx.MultiHeadAttention`.
           kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
@@ -335,7 +336,7 @@ class Attention(AttentionLayer, nnx.Module):
         batch_size: int | None = None,
         max_length: int | None = None,
     ) -> None:
-        """What `nnx.view` calls; `decode` with sizes makes a cache, as in Flax's attention."""
+        """Sets modes for `nnx.view`; sizes make a cache, as in Flax's attention."""
         if deterministic is not None:
             self.deterministic = deterministic
         if decode is not None:

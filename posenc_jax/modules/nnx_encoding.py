@@ -49,11 +49,12 @@ class PositionEncoding(EncodingLayer, nnx.Module):
         check_axis_names("PositionEncoding", axis_names)
         self.scheme = scheme
         leaves, structure = jax.tree.flatten(new_params(scheme, rngs.params()))
-        sizes = [()] * len(leaves) if axis_names is None else param_axes(scheme)
-        made = [
-            nnx.Param(x, **metadata_of(axis_names, s)) for x, s in zip(leaves, sizes, strict=True)
+        axes = [()] * len(leaves) if axis_names is None else param_axes(scheme)
+        leaves = [
+            nnx.Param(x, **metadata_of(axis_names, words))
+            for x, words in zip(leaves, axes, strict=True)
         ]
-        self.parameters = nnx.data(jax.tree.unflatten(structure, made))
+        self.parameters = nnx.data(jax.tree.unflatten(structure, leaves))
 
     def values(self) -> Params:
         """Returns the parameters as arrays."""
@@ -65,7 +66,7 @@ class HeadNorm(nnx.Module):
 
     Attributes:
       settings: the norm; static.
-      scale, bias: its parameters as `nnx.Param`, None where there is none.
+      scale, bias: its parameters as `nnx.Param`, or None.
     """
 
     def __init__(
@@ -76,13 +77,13 @@ class HeadNorm(nnx.Module):
         sizes: tuple[str, str] = ("num_heads", "head_dim"),
         axis_names: AxisNames | None = None,
     ):
-        """Makes new parameters; `sizes` are those of the two axes for `axis_names`."""
+        """Makes new parameters; `sizes` names their sizes [N, H] for `axis_names`."""
         self.settings = settings
-        made = {
+        params = {
             name: nnx.Param(p, **metadata_of(axis_names, sizes[-p.ndim :]))
             for name, p in settings.init(num_heads, head_dim).items()
         }
-        self.scale, self.bias = (nnx.data(made.get(name)) for name in ("scale", "bias"))
+        self.scale, self.bias = (nnx.data(params.get(name)) for name in ("scale", "bias"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns x [B, T, N, H] normalised."""

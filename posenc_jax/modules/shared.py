@@ -1,4 +1,4 @@
-"""What the modules of NNX and Linen share."""
+"""Common parts of the modules of NNX and Linen: arguments, settings and caches."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
 
 
 class CallOptions(TokenOptions, total=False):
-    """Arguments of a call of `Attention` of both frameworks, except the inputs and the cache."""
+    """Arguments of a call of `Attention` in NNX and Linen, except the inputs and the cache."""
 
     k_positions: jax.Array | None
     k_coordinates: jax.Array | None
@@ -60,8 +60,8 @@ class EncodingLayer:
         Args:
           x: [B, T, D].
           positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
-          coordinates: what the scheme encodes. Default: the positions.
-          cache: the cache of an attention layer, before it is given these tokens.
+          coordinates: the numbers that the scheme encodes. Default: the positions.
+          cache: the cache of an attention layer, before these tokens are appended.
 
         Returns:
           [B, T, D]; x for a scheme that does not act on the embedding.
@@ -85,7 +85,7 @@ def scheme_of(
     position: Scheme | LayerSpec | None,
     shared_encoding: "EncodingLayer | None",
 ) -> Scheme:
-    """Returns the scheme of a layer, from what it encodes or from an encoding that layers share.
+    """Returns the scheme of a layer, from its `position` or from the encoding that layers share.
 
     Raises:
       TypeError: if an argument has another type.
@@ -143,35 +143,41 @@ def layer_spec(
     return position
 
 
-def of_projection(argument: str, given: Any, name: str, default: Any) -> Any:
-    """Returns the initialiser of a projection: `given`, or its entry there, or the default.
+def init_of_projection(argument: str, init: Any, name: str, default: Any) -> Any:
+    """Returns the initialiser of a projection, from one for all or from a mapping.
+
+    Args:
+      argument: the name of `init` in messages.
+      init: an initialiser, or a mapping from names of projections to initialisers.
+      name: the projection.
+      default: the initialiser of projections without an entry.
 
     Raises:
       ValueError: for entries of other projections.
     """
-    if not isinstance(given, Mapping):
-        return given
-    unknown = sorted(set(given) - {"query", "key", "value"})
+    if not isinstance(init, Mapping):
+        return init
+    unknown = sorted(set(init) - {"query", "key", "value"})
     require(
         not unknown,
         f"Attention: {argument} has entries for 'query', 'key' and 'value', got {unknown}"
         f"{f'; use out_{argument}' if 'out' in unknown else ''}.",
     )
-    return given.get(name, default)
+    return init.get(name, default)
 
 
 def has_bias(use_bias: bool | Mapping[str, bool], name: str) -> bool:
     """Returns whether a projection has a bias.
 
     Raises:
-      ValueError: for a mapping without an entry for each projection, or with others.
+      ValueError: for a mapping with missing or unknown projections.
     """
     if not isinstance(use_bias, Mapping):
         return use_bias
-    wanted = {"query", "key", "value", "out"}
+    projections = {"query", "key", "value", "out"}
     require(
-        set(use_bias) == wanted,
-        f"Attention: use_bias must be a bool or have entries for {sorted(wanted)}, got "
+        set(use_bias) == projections,
+        f"Attention: use_bias must be a bool or have entries for {sorted(projections)}, got "
         f"{dict(use_bias)}.",
     )
     return use_bias[name]
@@ -192,7 +198,7 @@ class AttentionLayer:
     implementation: str | Implementation | None
 
     def spec(self) -> LayerSpec:
-        """Returns the settings that a `LayerSpec` has."""
+        """Returns the settings as a `LayerSpec`."""
         raise NotImplementedError
 
     def inputs(
@@ -202,13 +208,13 @@ class AttentionLayer:
         inputs_v: jax.Array | None,
         widths: tuple[int | None, int | None] = (None, None),
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns what q, k and v are projected from.
+        """Returns the inputs of the projections to q, k and v, with defaults filled in.
 
         Raises:
-          ValueError: for other shapes, and widths other than those of queries and keys if known.
+          ValueError: for a wrong rank, and for other widths than those known (queries, keys).
         """
-        given = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
-        for (name, x), width in zip(given.items(), (*widths, widths[1]), strict=True):
+        inputs = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
+        for (name, x), width in zip(inputs.items(), (*widths, widths[1]), strict=True):
             if x is not None:
                 axes = f"[B, {'T' if x is inputs_q else 'S'}, {width or 'D'}]"
                 array_of_rank("Attention", name, x, 3, axes)
@@ -233,7 +239,7 @@ class AttentionLayer:
         """Returns whether a call drops weights.
 
         Raises:
-          ValueError: if neither the call nor the layer says whether to.
+          ValueError: if `deterministic` is set neither in the call nor in the layer.
         """
         if self.dropout_rate == 0:
             return False
@@ -259,12 +265,12 @@ class AttentionLayer:
         """Returns the attention of a call of the layer, from its settings and the call's options.
 
         Args:
-          options: those of the call.
+          options: options of the call.
           known: names of all options that calls take.
           shape: (B, T) of the queries.
-          to_itself: whether the keys are those of the same sequence.
-          sinks: the layer's.
-          cache: that of the call.
+          to_itself: whether queries and keys belong to one sequence.
+          sinks: the sinks of the layer.
+          cache: the cache of the call.
           dropout_key: None for no dropout.
 
         Raises:
@@ -318,7 +324,7 @@ class AttentionLayer:
 
         Args:
           batch, capacity: B and the number of slots.
-          shared_encoding: the encoding that calls of an NNX layer will be given, if any.
+          shared_encoding: the argument of that name in calls of an NNX layer.
           model_dim: D, which Linen layers need for schemes that read their input.
           dtype: of k and v. Default: the layer's.
           **options: `coordinates`, `ring`, `max_rewind` and `qkv_sharding`, as in
@@ -334,7 +340,8 @@ class AttentionLayer:
             raise NotImplementedError(
                 f"Attention.new_cache: a ring for chunk_size={spec.chunk_size}; use a full cache."
             )
-        own = self.param_dtype if self.dtype is None else self.dtype
+        if dtype is None:
+            dtype = self.param_dtype if self.dtype is None else self.dtype
         return new_cache(
             spec.scheme if encoding is None else encoding.scheme,
             batch,
@@ -343,7 +350,7 @@ class AttentionLayer:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             model_dim=self.model_dim if model_dim is None else model_dim,
-            dtype=own if dtype is None else dtype,
+            dtype=dtype,
             params=None if encoding is None else encoding.values(),
             **options,
         )
@@ -364,13 +371,13 @@ def _within_chunks(
 
 
 def new_params(scheme: Scheme, key: jax.Array) -> Params:
-    """Returns `scheme.init(key)`, float32 with 64-bit types enabled too."""
+    """Returns `scheme.init(key)` in float32, also with 64-bit types enabled."""
     return jax.tree.map(
         lambda a: a.astype(jnp.float32) if a.dtype == jnp.float64 else a, scheme.init(key)
     )
 
 
 def zeros_are_empty(cache: KVCache) -> KVCache:
-    """Returns the cache; one whose arrays are all zero, from their shapes alone, is empty."""
+    """Marks unused slots as empty: Flax makes caches of zeros from their shapes alone."""
     unused = jnp.arange(cache.capacity, dtype=jnp.int32)[None] >= cache.written[:, None]
     return dataclasses.replace(cache, segment_ids=jnp.where(unused, -1, cache.segment_ids))

@@ -6,8 +6,8 @@
 
 Each property is measured on a small model: an embedding of random tokens, fixed projections
 and one attention with the scheme. All arrays that differ between properties are data, so
-that a scheme compiles few programs. The shipped schemes pass the same properties in the
-tests of this package.
+that a scheme compiles few programs. The tests of this package check its schemes with the same
+properties.
 
 This module needs no test framework. To see the properties one by one in pytest:
 

@@ -1,4 +1,4 @@
-"""A scheme with parameters, tokens and compiled functions, to measure properties with."""
+"""The model on which properties are measured: a scheme, parameters, tokens, compiled functions."""
 
 import dataclasses
 import functools
@@ -16,21 +16,21 @@ from posenc_jax.positions.packing import count_up
 from posenc_jax.schemes.scheme import Scheme
 
 BATCH, LENGTH = 2, 19  # 19 tokens are no multiple of a tile.
-LONG = 130  # Tokens where tiles matter: rules evaluated once per distance, several blocks.
-PADDING = 4  # Padding tokens before the first row where attention in tiles is checked.
+LONG = 130  # Tokens for tiles: several blocks, and rules evaluated once per distance.
+PADDING = 4  # Padding tokens before the first row in checks of tiles.
 
 
 class Case:
     """A scheme with parameters, random tokens and compiled functions to measure it with.
 
     Coordinates go up to 129 (below `max_length`, if the scheme has one), and beyond a million
-    for a scheme that is relative.
+    for a relative scheme.
 
     Args:
       scheme: the scheme, an instance.
-      num_heads, num_kv_heads, head_dim, model_dim: sizes N, K, H and D. Default: those
-        among the fields of the scheme or of schemes inside it; else 6, N divided by its
-        smallest prime factor, 8 and 20.
+      num_heads, num_kv_heads, head_dim, model_dim: sizes N, K, H and D. Default: the fields of
+        these names of the scheme or of schemes inside it; else 6, N divided by its smallest
+        prime factor, 8 and 20.
 
     Attributes:
       params: new parameters.
@@ -56,14 +56,14 @@ class Case:
     ):
         if not isinstance(scheme, Scheme):
             raise TypeError(f"testing: scheme must be a Scheme instance, got {scheme!r}.")
-        sizes = list(_sizes(scheme))
-        found = dict(sizes)
+        fields = list(_sizes(scheme))
+        sizes = dict(fields)
         self.scheme = scheme
-        self.num_heads = num_heads or found.get("num_heads", 6)
-        self.num_kv_heads = num_kv_heads or found.get("num_kv_heads") or _grouped(self.num_heads)
-        self.head_dim = head_dim or found.get("head_dim", 8)
-        self.model_dim = model_dim or found.get("model_dim", 20)
-        self.max_length = min([n for name, n in sizes if name == "max_length"], default=2**20)
+        self.num_heads = num_heads or sizes.get("num_heads", 6)
+        self.num_kv_heads = num_kv_heads or sizes.get("num_kv_heads") or _grouped(self.num_heads)
+        self.head_dim = head_dim or sizes.get("head_dim", 8)
+        self.model_dim = model_dim or sizes.get("model_dim", 20)
+        self.max_length = min([n for name, n in fields if name == "max_length"], default=2**20)
         require(
             self.max_length >= 64,
             f"testing: max_length must be at least 64 to check a scheme, got {self.max_length}.",
@@ -101,8 +101,8 @@ class Case:
     ) -> tuple[jax.Array, Any]:
         """Returns the output [B, T, N, H] of embedding, projections and attention; the cache."""
         self.traces += 1
-        where = {name: options.get(name) for name in ("positions", "coordinates")}
-        x = scheme_embedding(scheme, params, x, cache=cache, **where)
+        places = {name: options.get(name) for name in ("positions", "coordinates")}
+        x = scheme_embedding(scheme, params, x, cache=cache, **places)
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
         options = {"is_causal": True} | options
         return scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
@@ -116,10 +116,7 @@ class Case:
     def placed(
         self, x: Any, positions: Any = None, segment_ids: Any = None, coordinates: Any = None
     ) -> np.ndarray:
-        """Returns the output for positions, segments and coordinates that are all data.
-
-        One program serves whatever differs in them alone.
-        """
+        """Returns the output; positions, segments and coordinates are data of one program."""
         positions = count_up(*x.shape[:2]) if positions is None else positions
         segment_ids = jnp.zeros_like(positions) if segment_ids is None else segment_ids
         coordinates = positions if coordinates is None else coordinates
@@ -129,7 +126,7 @@ class Case:
     def alone(self, row: np.ndarray) -> np.ndarray:
         """Returns the output [T, N, H] of one sequence [T, D], T at most 19, by itself.
 
-        The rest of the row is filled up behind it, where causal attention cannot see it.
+        Other tokens fill the row behind it, where causal attention cannot see them.
         """
         x = np.array(self.x)
         x[0, : len(row)] = row
@@ -155,7 +152,7 @@ class Case:
           segment_ids: `padded` or `packed`. Default: one segment.
           x: tokens [B, 130, D]. Default: `long_x`.
           params: parameters. Default: `params`.
-          weighted: the number of first tokens that the sum is over. Default: all.
+          weighted: the number of first tokens in the sum. Default: all.
         """
         x = self.long_x if x is None else x
         params = self.params if params is None else params
@@ -191,16 +188,16 @@ class Case:
         for size in chunks:
             part = slice(start, start + size)
             split = ("positions", "segment_ids", "coordinates")
-            here = {n: a[..., part] if n in split else a for n, a in options.items()}
-            here |= {"implementation": "xla" if size > 1 else None}
-            out, cache = self.run(x[:, part], cache=cache, **here)
+            options_of_part = {n: a[..., part] if n in split else a for n, a in options.items()}
+            options_of_part |= {"implementation": "xla" if size > 1 else None}
+            out, cache = self.run(x[:, part], cache=cache, **options_of_part)
             outs.append(np.asarray(out))
             start += size
         return np.concatenate(outs, 1), cache
 
 
 def jit_fast(function: Callable, **options: Any) -> Callable:
-    """`jax.jit` that compiles fast: programs of a check run a few times on small arrays."""
+    """Returns `jax.jit(function)` that compiles fast, for programs that run a few times."""
     if jax.default_backend() == "cpu":
         level = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
         options |= {"compiler_options": level}
@@ -222,7 +219,7 @@ def _sizes(value: Any) -> Iterator[tuple[str, int]]:
 
 
 def _grouped(num_heads: int) -> int:
-    """Returns a number of key heads below that of query heads, where one divides it."""
+    """Returns a number of key heads that divides the query heads, and is smaller if possible."""
     return next((num_heads // n for n in (2, 3, 5, 7) if num_heads % n == 0), 1)
 
 

@@ -27,25 +27,25 @@ def _difference(a: Any, b: Any) -> float:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         if x.size:
             errors.append(np.abs(x - y).max() / max(1.0, np.abs(y).max()))
-    return float(np.max(errors))  # NaN where there is one; Python's max would lose it.
+    return float(np.max(errors))  # Python's max would lose NaN.
 
 
 def _finite(name: str, *trees: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(trees):
-        where = jax.tree_util.keystr(path[1:])
-        assert np.isfinite(np.asarray(leaf)).all(), f"{name}{where} is not finite"
+        entry = jax.tree_util.keystr(path[1:])
+        assert np.isfinite(np.asarray(leaf)).all(), f"{name}{entry} is not finite"
 
 
 @dataclasses.dataclass(frozen=True)
 class Property:
-    """Something that every scheme keeps.
+    """A property of every scheme.
 
     Attributes:
-      name: what holds, in a few words.
-      measure: gets a `Case`; returns an error or several, or None where the property does not
-        apply. It raises AssertionError for what is no number.
+      name: the property, in a few words.
+      measure: takes a `Case`; returns an error or several, or None where the property does not
+        apply. Raises AssertionError for violations without a number.
       tolerance: the largest error that passes.
-      cause: what usually breaks it.
+      cause: the usual cause of a violation.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Property:
         """
         try:
             errors = self.measure(case)
-        except AssertionError as failed:
-            raise AssertionError(self._message(case, str(failed))) from failed
-        except Exception as raised:
-            text = f"raised {type(raised).__name__}: {raised}"
-            raise AssertionError(self._message(case, text)) from raised
+        except AssertionError as violation:
+            raise AssertionError(self._message(case, str(violation))) from violation
+        except Exception as error:
+            text = f"raised {type(error).__name__}: {error}"
+            raise AssertionError(self._message(case, text)) from error
         if errors is None:
             return None
         error = float(np.max(errors))
@@ -105,7 +105,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `check` measured; prints as a table."""
+    """The measurements of `check`; prints as a table."""
 
     scheme: Scheme
     rows: tuple[Row, ...]
@@ -126,7 +126,7 @@ def check(scheme: Scheme, **sizes: int) -> Report:
 
     Args:
       scheme: the scheme, an instance.
-      **sizes: of the model, where the scheme does not have them: see `Case`.
+      **sizes: sizes of the model that are no fields of the scheme; see `Case`.
 
     Returns:
       A report with the measured error of each property.
@@ -142,16 +142,16 @@ def check(scheme: Scheme, **sizes: int) -> Report:
     """
     case = Case(scheme, **sizes)
     rows, failures = [], []
-    for key, wanted in PROPERTIES.items():
+    for key, prop in PROPERTIES.items():
         start = time.perf_counter()
         try:
-            error = wanted.check(case)
-        except AssertionError as failed:
-            failures.append(str(failed))
+            error = prop.check(case)
+        except AssertionError as violation:
+            failures.append(str(violation))
             if key == "hashable_and_equal_by_value":  # Nothing else can run.
                 break
             continue
-        rows.append(Row(wanted.name, error, wanted.tolerance, time.perf_counter() - start))
+        rows.append(Row(prop.name, error, prop.tolerance, time.perf_counter() - start))
     if failures:
         raise AssertionError(
             "\n".join([f"{len(failures)} of {len(PROPERTIES)} properties fail.", *failures])
@@ -225,10 +225,10 @@ def second_call_does_not_retrace(case: Case) -> int:
     """A second call with an equal scheme does not trace again."""
     case.placed(case.x)
     before = case.traces
-    at = count_up(BATCH, LENGTH, 5)
-    segment_ids = jnp.zeros_like(at)
-    twin = dataclasses.replace(case.scheme)
-    case.run(case.x, scheme=twin, positions=at, segment_ids=segment_ids, coordinates=at)
+    positions = count_up(BATCH, LENGTH, 5)
+    places = {"positions": positions, "coordinates": positions}
+    places["segment_ids"] = jnp.zeros_like(positions)
+    case.run(case.x, scheme=dataclasses.replace(case.scheme), **places)
     return case.traces - before
 
 
@@ -239,13 +239,14 @@ def second_call_does_not_retrace(case: Case) -> int:
 )
 def bfloat16_is_near_float32(case: Case) -> float:
     """Bfloat16 in, bfloat16 out, near float32."""
-    at = count_up(BATCH, LENGTH, min(1000, case.max_length - LENGTH))
+    positions = count_up(BATCH, LENGTH, min(1000, case.max_length - LENGTH))
     x = jnp.asarray(case.x, jnp.bfloat16)
-    out, _ = case.run(x, positions=at)
+    out, _ = case.run(x, positions=positions)
     assert out.dtype == jnp.bfloat16, f"the output is {out.dtype}"
-    # The same rounded projections, so that only what the scheme does in bfloat16 differs.
+    # The same rounded projections, so that only the scheme computes in another dtype.
     weights = [w.astype(jnp.bfloat16).astype(np.float32) for w in case.weights]
-    exact, _ = case.model(case.scheme, case.params, weights, x.astype(jnp.float32), positions=at)
+    x = x.astype(jnp.float32)
+    exact, _ = case.model(case.scheme, case.params, weights, x, positions=positions)
     return _difference(out.astype(jnp.float32), exact)
 
 
@@ -259,16 +260,16 @@ def every_parameter_has_a_gradient(case: Case) -> None:
     numbers = np.random.default_rng(0)
     noise = jax.tree.map(lambda a: numbers.normal(0, 0.1, a.shape).astype("f4"), case.params)
     for implementation in IMPLEMENTATIONS:
-        _, found, _ = case.gradients(implementation)
-        _finite("gradient of params", found)
+        _, gradient, _ = case.gradients(implementation)
+        _finite("gradient of params", gradient)
         # A parameter that starts at zero may hide another.
-        if any(np.abs(leaf).max() <= 1e-4 for leaf in jax.tree.leaves(found)):
+        if any(np.abs(leaf).max() <= 1e-4 for leaf in jax.tree.leaves(gradient)):
             moved = jax.tree.map(lambda a, b: a + b, case.params, noise)
-            _, found, _ = case.gradients(implementation, params=moved)
-        for path, leaf in jax.tree.leaves_with_path(found):
+            _, gradient, _ = case.gradients(implementation, params=moved)
+        for path, leaf in jax.tree.leaves_with_path(gradient):
             largest = float(np.abs(leaf).max())
-            where = jax.tree_util.keystr(path)
-            assert largest > 1e-4, f"gradient of params{where} is {largest:.1e} ({implementation})"
+            name = f"params{jax.tree_util.keystr(path)}"
+            assert largest > 1e-4, f"gradient of {name} is {largest:.1e} ({implementation})"
 
 
 @_holds(
@@ -288,8 +289,8 @@ def later_tokens_have_no_influence(case: Case) -> list[float]:
 
 
 def _tiles(case: Case, segment_ids: np.ndarray | None = None) -> float:
-    expected, found = (case.gradients(i, segment_ids) for i in IMPLEMENTATIONS)
-    return _difference(found, expected)
+    expected, tiled = (case.gradients(i, segment_ids) for i in IMPLEMENTATIONS)
+    return _difference(tiled, expected)
 
 
 _TILES = """`relative=True` on a rule that depends on more than q - k, `bounds` beyond which the
@@ -317,10 +318,10 @@ def tiles_equal_the_reference_packed(case: Case) -> float:
 @_holds(_TILES)
 def tiles_equal_the_reference_in_an_encoder(case: Case) -> float:
     """Tiles equal the reference without causality."""
-    expected, found = (
+    expected, tiled = (
         case.run(case.long_x, is_causal=False, implementation=i)[0] for i in IMPLEMENTATIONS
     )
-    return _difference(found, expected)
+    return _difference(tiled, expected)
 
 
 @_holds("a hook that divides by a sum over visible keys or tokens, which may be zero.", tolerance=0)
@@ -405,8 +406,12 @@ def storage_order_does_not_matter(case: Case) -> float:
         # States follow the order of tokens, so hooks that read content come before the shuffle.
         tokens = pipeline.read(Tokens(q, k, v, x, positions)).replace(x=None, state=None)
         tokens = pipeline.encode(jax.tree.map(lambda a: a[:, order], tokens))
-        at = tokens.coordinates
-        call = AttentionCall(q_positions=at, k_positions=at, is_causal=True, scale=scale)
+        call = AttentionCall(
+            q_positions=tokens.coordinates,
+            k_positions=tokens.coordinates,
+            is_causal=True,
+            scale=scale,
+        )
         return pipeline.attend(tokens, tokens, call)
 
     order = np.random.default_rng(0).permutation(LENGTH)
@@ -418,8 +423,8 @@ def adding_a_constant_changes_nothing(case: Case) -> list[float] | None:
     """Adding a constant to all coordinates changes nothing (traits.relative)."""
     if not case.scheme.traits.relative:
         return None
-    at, here = count_up(BATCH, LENGTH), case.placed(case.x)
-    return [_difference(case.placed(case.x, at + n), here) for n in (1, 257, 1_000_000)]
+    positions, out = count_up(BATCH, LENGTH), case.placed(case.x)
+    return [_difference(case.placed(case.x, positions + n), out) for n in (1, 257, 1_000_000)]
 
 
 @_holds("""a hook that makes positions itself instead of reading `coordinates`; or a scheme that
@@ -457,12 +462,12 @@ def steps_from_an_empty_cache_equal_the_whole(case: Case) -> float:
 
 
 def _continued(case: Case, mask: Any, garbage: float) -> list[float]:
-    """Errors of one step after a prompt with padding, which holds any numbers."""
+    """Returns errors of one step after a prompt whose padding is multiplied by `garbage`."""
     x = np.array(case.x)
     x[:, :PROMPT][~mask] *= garbage
     positions, segment_ids = from_padding_mask(jnp.asarray(mask))
-    where = {"positions": positions, "segment_ids": segment_ids}
-    _, cache = case.decode(x[:, :PROMPT], [PROMPT], case.cache(), **where)
+    places = {"positions": positions, "segment_ids": segment_ids}
+    _, cache = case.decode(x[:, :PROMPT], [PROMPT], case.cache(), **places)
     out, _ = case.decode(x[:, PROMPT : PROMPT + 1], [1], cache)
     real = np.pad(mask, ((0, 0), (0, 1)), constant_values=True)
     rows = zip(out, x[:, : PROMPT + 1], real, strict=True)
