@@ -54,8 +54,8 @@ def is_variable(x):
 def test_all_parameters_of_nnx_and_linen_have_names():
     with eager(False):  # Without a mesh, as Flax's own modules.
         layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER)
-    found = nnx.to_pure_dict(specs(nnx.state(layer, nnx.Param)))
-    assert found == WANTED
+    names = nnx.to_pure_dict(specs(nnx.state(layer, nnx.Param)))
+    assert names == WANTED
     module = pl.Attention(num_heads=N, **LAYER)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
     assert nn.get_partition_spec(variables)["params"] == WANTED
@@ -73,9 +73,9 @@ def test_names_reach_the_mesh_by_the_rules_of_flax():
     assert layer.encoding.parameters["table"].get_value().sharding.spec == P("tensor")
     module = pl.Attention(num_heads=N, **LAYER)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
-    found = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)["params"]
-    assert found["query"]["kernel"].spec == P(None, "tensor", None)
-    assert found["encoding"]["parameters"]["table"].spec == P("tensor", None)
+    names = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)["params"]
+    assert names["query"]["kernel"].spec == P(None, "tensor", None)
+    assert names["encoding"]["parameters"]["table"].spec == P("tensor", None)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         # A kernel that `nn.DenseGeneral` makes with merged axes has another rank than its names.
         assert jax.eval_shape(module.init, jax.random.key(0), X) == variables
@@ -88,9 +88,9 @@ def test_layers_stacked_by_vmap_and_scan_get_one_more_name():
         return pn.Attention(D, N, rngs=rngs, **LAYER)
 
     with eager(False):
-        found = nnx.to_pure_dict(specs(nnx.state(make(nnx.Rngs(0)), nnx.Param)))
-    wanted = jax.tree.map(lambda p: P("layers", *p), WANTED, is_leaf=lambda p: isinstance(p, P))
-    assert found == wanted
+        names = nnx.to_pure_dict(specs(nnx.state(make(nnx.Rngs(0)), nnx.Param)))
+    expected = jax.tree.map(lambda p: P("layers", *p), WANTED, is_leaf=lambda p: isinstance(p, P))
+    assert names == expected
 
     class Block(nn.Module):
         @nn.compact
@@ -105,16 +105,16 @@ def test_layers_stacked_by_vmap_and_scan_get_one_more_name():
         metadata_params={nn.PARTITION_NAME: "layers"},
     )()
     variables = jax.eval_shape(deep.init, jax.random.key(0), X, None)
-    assert nn.get_partition_spec(variables)["params"]["attention"] == wanted
+    assert nn.get_partition_spec(variables)["params"]["attention"] == expected
 
 
 def test_initialisers_with_names_keep_them():
-    own = nnx.with_partitioning(nnx.initializers.zeros, ("a", "b", "c"))
+    init = nnx.with_partitioning(nnx.initializers.zeros, ("a", "b", "c"))
     with eager(False):
-        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER, out_kernel_init=own)
+        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER, out_kernel_init=init)
     assert layer.out.kernel.get_metadata("out_sharding") == ("a", "b", "c")
-    own = nn.with_partitioning(nn.initializers.zeros, ("a", "b", "c"))
-    module = pl.Attention(num_heads=N, **LAYER, out_kernel_init=own)
+    init = nn.with_partitioning(nn.initializers.zeros, ("a", "b", "c"))
+    module = pl.Attention(num_heads=N, **LAYER, out_kernel_init=init)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
     assert nn.get_partition_spec(variables)["params"]["out"]["kernel"] == P("a", "b", "c")
 
