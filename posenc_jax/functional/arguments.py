@@ -13,7 +13,7 @@ from posenc_jax.checks import array_of_rank, coordinate_values, integer_position
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
-from posenc_jax.functional.pipeline import Norms, Pipeline, Tokens
+from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
 from posenc_jax.positions import count_up, from_padding_mask
 from posenc_jax.schemes.scheme import Acts, Params, Scheme, check_scheme
 
@@ -60,7 +60,7 @@ def refuse_unknown(caller: str, options: Mapping[str, Any], known: Iterable[str]
         )
 
 
-def check_tokens(caller: str, tokens: Tokens) -> None:
+def check_tokens(caller: str, tokens: Projections) -> None:
     """Raises unless all arrays have the tokens of q; hooks would broadcast other shapes."""
     q = tokens.q
     for name, array, axes in (

@@ -20,7 +20,7 @@ from posenc_jax.functional.arguments import (
     token_integers,
     token_positions,
 )
-from posenc_jax.functional.pipeline import Norms, Pipeline, Tokens
+from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
 from posenc_jax.schemes.scheme import Acts, Params, Scheme
 
 
@@ -176,12 +176,12 @@ def scheme_attention(
         scale=scale,
         **options,
     )
-    tokens = Tokens(q, k, v, x, tables=tables)
+    tokens = Projections(q, k, v, x, tables=tables)
     return self_attention(Pipeline(scheme, params, norms), tokens, call, cache)
 
 
 def self_attention(
-    pipeline: Pipeline, tokens: Tokens, call: AttentionCall, cache: KVCache | None = None
+    pipeline: Pipeline, tokens: Projections, call: AttentionCall, cache: KVCache | None = None
 ) -> tuple[jax.Array, KVCache | None]:
     """Computes `scheme_attention`; layers call it with their arguments in groups.
 
@@ -224,7 +224,7 @@ def self_attention(
     return _with_cache(pipeline, tokens, positions, call, cache)
 
 
-def _without_cache(pipeline: Pipeline, tokens: Tokens, call: AttentionCall) -> jax.Array:
+def _without_cache(pipeline: Pipeline, tokens: Projections, call: AttentionCall) -> jax.Array:
     """Returns the output of attention between these tokens."""
     tokens = pipeline.encode(pipeline.read(tokens))
     call = call.replace(
@@ -236,14 +236,15 @@ def _without_cache(pipeline: Pipeline, tokens: Tokens, call: AttentionCall) -> j
 
 
 def _with_cache(
-    pipeline: Pipeline, tokens: Tokens, positions: jax.Array, call: AttentionCall, cache: KVCache
+    pipeline: Pipeline,
+    tokens: Projections,
+    positions: jax.Array,
+    call: AttentionCall,
+    cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
     """Appends the tokens to the cache, and returns the output of attention to it and the cache."""
-    scheme = pipeline.scheme
-    encoded_keys = scheme.traits.cache_transformed_keys
-    reads_coordinates = not encoded_keys or bool(
-        scheme.acts & (Acts.LOGITS | Acts.VALUES | Acts.ATTENTION)
-    )
+    scheme, inside = pipeline.scheme, Acts.LOGITS | Acts.VALUES | Acts.ATTENTION
+    reads_coordinates = not scheme.traits.cache_transformed_keys or bool(scheme.acts & inside)
     require(
         not reads_coordinates or call.q_coordinates is None or cache.coordinates is not None,
         "scheme_attention: the scheme reads the coordinates of cached keys and the cache has "

@@ -16,7 +16,7 @@ from posenc_jax.functional.arguments import (
     token_coordinates,
     token_integers,
 )
-from posenc_jax.functional.pipeline import Norms, Pipeline, Tokens
+from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
 from posenc_jax.positions import count_up
 from posenc_jax.schemes.scheme import Params, Scheme
 
@@ -89,11 +89,11 @@ def scheme_cross_attention(
         scale=scale,
         **options,
     )
-    return cross_attention(Pipeline(scheme, params, norms), Tokens(q, k, v, x), memory, call)
+    return cross_attention(Pipeline(scheme, params, norms), Projections(q, k, v, x), memory, call)
 
 
 def cross_attention(
-    pipeline: Pipeline, tokens: Tokens, memory: jax.Array | None, call: AttentionCall
+    pipeline: Pipeline, tokens: Projections, memory: jax.Array | None, call: AttentionCall
 ) -> jax.Array:
     """Computes `scheme_cross_attention`; layers call it with their arguments in groups.
 
@@ -105,7 +105,7 @@ def cross_attention(
     """
     caller = "scheme_cross_attention"
     q, k, v = tokens.q, tokens.k, tokens.v
-    queries, keys = tokens.replace(k=q, v=q), Tokens(k, k, v, memory)
+    queries, keys = tokens.replace(k=q, v=q), Projections(k, k, v, memory)
     check_tokens(caller, queries)
     check_tokens(caller, keys)
     check_pipeline(caller, pipeline)
@@ -122,7 +122,7 @@ def cross_attention(
     q_at = _coordinates(scheme, "", call.q_positions, call.q_coordinates, q.shape[:2])
     k_at = _coordinates(scheme, "k_", call.k_positions, call.k_coordinates, k.shape[:2])
 
-    def read(tokens: Tokens) -> Tokens:
+    def read(tokens: Projections) -> Projections:
         tokens = pipeline.read(tokens)
         if jax.tree.leaves(tokens.state):
             raise NotImplementedError(

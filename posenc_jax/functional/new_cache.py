@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import require
 from posenc_jax.functional.arguments import check_hooks
-from posenc_jax.functional.pipeline import Pipeline, Tokens
+from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.schemes.scheme import Params, Scheme
 
 
@@ -94,7 +94,7 @@ def new_cache(
         lead, real = coordinates.shape[:-2], jnp.issubdtype(coordinates.dtype, jnp.floating)
     dtype_of_coordinates = jnp.float32 if real else jnp.int32
     encoded = array((*lead, batch, 1), dtype_of_coordinates, (*(None,) * len(lead), *spec[:1]))
-    tokens = Tokens(
+    tokens = Projections(
         q=heads(num_heads, head_dim),
         k=heads(kv_heads, head_dim),
         v=heads(kv_heads, head_dim if value_dim is None else value_dim),

@@ -25,8 +25,8 @@ Norms = tuple[Norm, Norm]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Tokens:
-    """Arrays of the tokens of one sequence, as inputs and results of hooks.
+class Projections:
+    """q, k and v of the tokens of one sequence, with the arrays that hooks read and return.
 
     Attributes:
       q, k, v: [B, T, N, H], [B, T, K, H], [B, T, K, V].
@@ -62,7 +62,7 @@ class Pipeline:
     params: Params
     norms: Norms | None = None
 
-    def read(self, tokens: Tokens) -> Tokens:
+    def read(self, tokens: Projections) -> Projections:
         """Calls `mix` and `features`, which read the content of tokens, and updates the state."""
         scheme, params, ids = self.scheme, self.params, tokens.segment_ids
         x, q, k, v = zero_padding((tokens.x, tokens.q, tokens.k, tokens.v), ids)
@@ -80,36 +80,36 @@ class Pipeline:
             state=None if mixed is None and state is None else (mixed, state),
         )
 
-    def query(self, tokens: Tokens) -> jax.Array:
+    def query(self, tokens: Projections) -> jax.Array:
         """Returns q with positions encoded, normalised."""
         q = self.scheme.query(
             self.params, tokens.q, tokens.coordinates, tokens.q_features, tokens.tables
         )
         return q if self.norms is None else self.norms[0](q)
 
-    def key(self, tokens: Tokens) -> jax.Array:
+    def key(self, tokens: Projections) -> jax.Array:
         """Returns k with positions encoded, normalised."""
         k = self.scheme.key(
             self.params, tokens.k, tokens.coordinates, tokens.k_features, tokens.tables
         )
         return k if self.norms is None else self.norms[1](k)
 
-    def value(self, tokens: Tokens) -> jax.Array:
+    def value(self, tokens: Projections) -> jax.Array:
         """Returns v with positions encoded."""
         return self.scheme.value(
             self.params, tokens.v, tokens.coordinates, tokens.k_features, tokens.tables
         )
 
-    def encode(self, tokens: Tokens) -> Tokens:
+    def encode(self, tokens: Projections) -> Projections:
         """Calls `query`, `key` and `value`."""
         return tokens.replace(q=self.query(tokens), k=self.key(tokens), v=self.value(tokens))
 
-    def stored(self, tokens: Tokens) -> Tokens:
+    def stored(self, tokens: Projections) -> Projections:
         """Returns tokens with k and v as caches store them: `key` may be left to `loaded`."""
         encoded = self.scheme.traits.cache_transformed_keys
         return tokens.replace(k=self.key(tokens) if encoded else tokens.k, v=self.value(tokens))
 
-    def loaded(self, tokens: Tokens) -> Tokens:
+    def loaded(self, tokens: Projections) -> Projections:
         """Returns the slots of a cache with k encoded, by `key` if it is stored as projected."""
         if self.scheme.traits.cache_transformed_keys:
             return tokens
@@ -117,7 +117,7 @@ class Pipeline:
         features = zero_padding(tokens.k_features, tokens.segment_ids)
         return tokens.replace(k=self.key(tokens.replace(k_features=features)))
 
-    def attend(self, queries: Tokens, keys: Tokens, call: AttentionCall) -> jax.Array:
+    def attend(self, queries: Projections, keys: Projections, call: AttentionCall) -> jax.Array:
         """Returns the output [B, T, N, V] of attention and of the hook `output`.
 
         Args:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import coordinate_values, require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.functional.pipeline import Pipeline, Tokens
+from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.positions import count_up
 from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
 
@@ -102,7 +102,7 @@ def attention_fn(
         q_coordinates = k_coordinates = coordinates
     pipeline = Pipeline(scheme, params)
     tables = scheme.tables(params, q_coordinates)
-    tokens = pipeline.read(Tokens(q, k, v, coordinates=q_coordinates, tables=tables))
+    tokens = pipeline.read(Projections(q, k, v, coordinates=q_coordinates, tables=tables))
     mixed = None if tokens.state is None else tokens.state[0]
     if length != keys and jax.tree.leaves(mixed):
         raise NotImplementedError(

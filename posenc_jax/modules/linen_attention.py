@@ -17,7 +17,7 @@ from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.attention import self_attention
 from posenc_jax.functional.cross_attention import cross_attention
-from posenc_jax.functional.pipeline import Pipeline, Tokens
+from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.modules.attention_fn import check_acts_in_attention
 from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
 from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding, named
@@ -213,7 +213,7 @@ class Attention(AttentionLayer, nn.Module):
             )
         (q_norm, k_norm), norms = self.norms_around(norms)
         kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
-        tokens = Tokens(
+        tokens = Projections(
             q=project("query", inputs[0], q_norm, qkv_sharding),
             k=project("key", inputs[1], k_norm, kv_sharding),
             v=project("value", inputs[2], None, kv_sharding),

@@ -134,7 +134,7 @@ def layer_spec(
     scheme = scheme_of("Attention", position, shared_encoding)
     if not isinstance(position, LayerSpec):
         return LayerSpec(scheme, **settings)
-    twice = [name for name, value in settings.items() if value not in (None, False)]
+    twice = [n for n, value in settings.items() if value is not None and value is not False]
     require(
         not twice,
         f"Attention: {', '.join(twice)} beside position={position!r}, which has its own; use "

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.functional.pipeline import Pipeline, Tokens
+from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.positions.packing import count_up, from_padding_mask, from_segment_ids
 from posenc_jax.schemes.scheme import Scheme, param_axes
 from posenc_jax.testing.case import BATCH, LENGTH, PADDING, Case, jit_fast
@@ -404,7 +404,7 @@ def storage_order_does_not_matter(case: Case) -> float:
         x = case.scheme.embed(case.params, jnp.asarray(case.x), positions)
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in case.weights)
         # States follow the order of tokens, so hooks that read content come before the shuffle.
-        tokens = pipeline.read(Tokens(q, k, v, x, positions)).replace(x=None, state=None)
+        tokens = pipeline.read(Projections(q, k, v, x, positions)).replace(x=None, state=None)
         tokens = pipeline.encode(jax.tree.map(lambda a: a[:, order], tokens))
         call = AttentionCall(
             q_positions=tokens.coordinates,
