@@ -6,7 +6,7 @@ from flax import nnx
 from posenc_jax.modules.attention_fn import attention_fn
 from posenc_jax.modules.nnx_attention import Attention
 from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding
-from posenc_jax.modules.shared import scheme_of
+from posenc_jax.modules.shared import layer_spec
 from posenc_jax.schemes.scheme import Scheme
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
@@ -44,7 +44,7 @@ class AttentionFn(nnx.Module):
         Raises:
           ValueError: for a scheme with parameters without `rngs`.
         """
-        scheme = scheme_of("AttentionFn", position, shared_encoding)
+        scheme = layer_spec("AttentionFn", position, shared_encoding).scheme
         if shared_encoding is None:
             shapes = jax.eval_shape(scheme.init, jax.random.key(0))
             if rngs is None and jax.tree.leaves(shapes):

@@ -183,17 +183,10 @@ def scheme_attention(
 def self_attention(
     pipeline: Pipeline, tokens: Projections, call: AttentionCall, cache: KVCache | None = None
 ) -> tuple[jax.Array, KVCache | None]:
-    """Computes `scheme_attention`; layers call it with their arguments in groups.
+    """Computes `scheme_attention` of q, k, v, x and tables in `tokens`.
 
-    Args:
-      pipeline: the scheme with its parameters and norms.
-      tokens: q, k, v, x and tables.
-      call: all options, where the fields of queries hold positions, coordinates and segments,
-        [T] or [B, T].
-      cache: the cache of earlier tokens, or None.
-
-    Returns:
-      The output [B, T, N, V], and the cache with these tokens in it, or None.
+    In `call`, the fields of queries hold positions, coordinates and segments as the caller gave
+    them.
     """
     caller, scheme = "scheme_attention", pipeline.scheme
     check_tokens(caller, tokens)

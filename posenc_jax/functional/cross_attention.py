@@ -95,14 +95,7 @@ def scheme_cross_attention(
 def cross_attention(
     pipeline: Pipeline, tokens: Projections, memory: jax.Array | None, call: AttentionCall
 ) -> jax.Array:
-    """Computes `scheme_cross_attention`; layers call it with their arguments in groups.
-
-    Args:
-      pipeline: the scheme with its parameters and norms.
-      tokens: q and x of one sequence, k and v of the other sequence.
-      memory: the activations that k and v were projected from, or None.
-      call: all options.
-    """
+    """Computes `scheme_cross_attention` of q and x in `tokens` to k, v and `memory`."""
     caller = "scheme_cross_attention"
     q, k, v = tokens.q, tokens.k, tokens.v
     queries, keys = tokens.replace(k=q, v=q), Projections(k, k, v, memory)

@@ -82,23 +82,20 @@ class Pipeline:
 
     def query(self, tokens: Projections) -> jax.Array:
         """Returns q with positions encoded, normalised."""
-        q = self.scheme.query(
-            self.params, tokens.q, tokens.coordinates, tokens.q_features, tokens.tables
-        )
+        q = self._call(self.scheme.query, tokens, tokens.q, tokens.q_features)
         return q if self.norms is None else self.norms[0](q)
 
     def key(self, tokens: Projections) -> jax.Array:
         """Returns k with positions encoded, normalised."""
-        k = self.scheme.key(
-            self.params, tokens.k, tokens.coordinates, tokens.k_features, tokens.tables
-        )
+        k = self._call(self.scheme.key, tokens, tokens.k, tokens.k_features)
         return k if self.norms is None else self.norms[1](k)
 
     def value(self, tokens: Projections) -> jax.Array:
         """Returns v with positions encoded."""
-        return self.scheme.value(
-            self.params, tokens.v, tokens.coordinates, tokens.k_features, tokens.tables
-        )
+        return self._call(self.scheme.value, tokens, tokens.v, tokens.k_features)
+
+    def _call(self, hook: Any, tokens: Projections, x: jax.Array, features: Any) -> jax.Array:
+        return hook(self.params, x, tokens.coordinates, features, tokens.tables)
 
     def encode(self, tokens: Projections) -> Projections:
         """Calls `query`, `key` and `value`."""
@@ -124,20 +121,10 @@ class Pipeline:
           queries, keys: tokens after `encode`, equal in self-attention.
           call: attention with positions, masks and options set.
         """
-        out = self.scheme.attend(
-            self.params,
-            queries.q,
-            keys.k,
-            keys.v,
-            queries.coordinates,
-            keys.coordinates,
-            queries.q_features,
-            keys.k_features,
-            call,
-        )
-        return self.scheme.output(
-            self.params, out, queries.coordinates, queries.q_features, queries.tables
-        )
+        arrays = queries.q, keys.k, keys.v, queries.coordinates, keys.coordinates
+        features = queries.q_features, keys.k_features
+        out = self.scheme.attend(self.params, *arrays, *features, call)
+        return self._call(self.scheme.output, queries, out, queries.q_features)
 
 
 def zero_padding(tree: Any, segment_ids: jax.Array | None) -> Any:

@@ -105,15 +105,8 @@ class Attention(AttentionLayer, nn.Module):
 
     def spec(self) -> LayerSpec:
         """Returns the settings that a `LayerSpec` has."""
-        return layer_spec(
-            self.position,
-            self.shared_encoding,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            qk_norm=self.qk_norm,
-            sinks=self.sinks,
-        )
+        settings = {n: getattr(self, n) for n in ("window", "softcap", "scale", "qk_norm", "sinks")}
+        return layer_spec("Attention", self.position, self.shared_encoding, **settings)
 
     @overload
     def __call__(

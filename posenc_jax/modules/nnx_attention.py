@@ -126,15 +126,8 @@ class Attention(AttentionLayer, nnx.Module):
           ValueError: for sizes that do not divide, a scheme that acts on the token embedding
             alone, and a setting that the `LayerSpec` has too.
         """
-        self.settings = layer_spec(
-            position,
-            shared_encoding,
-            window=window,
-            softcap=softcap,
-            scale=scale,
-            qk_norm=qk_norm,
-            sinks=sinks,
-        )
+        settings = dict(window=window, softcap=softcap, scale=scale, qk_norm=qk_norm, sinks=sinks)
+        self.settings = layer_spec("Attention", position, shared_encoding, **settings)
         check_axis_names("Attention", axis_names)
         if head_dim is None:
             divides("Attention", model_dim=model_dim, num_heads=num_heads)

@@ -23,7 +23,7 @@ from posenc_jax.functional.new_cache import CacheOptions, new_cache
 from posenc_jax.functional.pipeline import Norm, Norms
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks
-from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
+from posenc_jax.schemes.scheme import Params, Scheme
 
 
 class CallOptions(TokenOptions, total=False):
@@ -80,34 +80,42 @@ class EncodingLayer:
         return scheme_tables(self.scheme, self.values(), coordinates)
 
 
-def scheme_of(
-    caller: str,
-    position: Scheme | LayerSpec | None,
-    shared_encoding: "EncodingLayer | None",
-) -> Scheme:
-    """Returns the scheme of a layer, from its `position` or from the encoding that layers share.
+def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any) -> LayerSpec:
+    """Returns the settings of a layer, from its arguments or from a `LayerSpec`.
+
+    Args:
+      caller: the layer, for messages.
+      position, shared_encoding: as in `Attention`.
+      **settings: fields of `LayerSpec`.
 
     Raises:
       TypeError: if an argument has another type.
-      ValueError: for two different schemes.
+      ValueError: for a setting that the `LayerSpec` has too, and for two different schemes.
     """
     if isinstance(position, EncodingLayer):
         raise TypeError(
             f"{caller}: position must be a Scheme or a LayerSpec, got {position!r}; give an "
             "encoding that layers share as shared_encoding."
         )
+    shared = None
     if shared_encoding is not None:
         check_encoding(caller, shared_encoding)
-    if position is None:
-        return NoPE() if shared_encoding is None else shared_encoding.scheme
-    scheme = position.scheme if isinstance(position, LayerSpec) else position
-    check_scheme(caller, scheme)
+        shared = shared_encoding.scheme
+    if not isinstance(position, LayerSpec):
+        position = LayerSpec(position or shared or NoPE(), **settings)
+        settings = {}
+    twice = [n for n, value in settings.items() if value is not None and value is not False]
     require(
-        shared_encoding is None or shared_encoding.scheme == scheme,
-        f"{caller}: shared_encoding must have the scheme of position, {scheme!r}, got "
-        f"{getattr(shared_encoding, 'scheme', None)!r}.",
+        not twice,
+        f"{caller}: {', '.join(twice)} beside position={position!r}, which has its own; use "
+        "dataclasses.replace on the layer.",
     )
-    return scheme
+    require(
+        shared in (None, position.scheme),
+        f"{caller}: shared_encoding must have the scheme of position, {position.scheme!r}, got "
+        f"{shared!r}.",
+    )
+    return position
 
 
 def check_encoding(caller: str, shared_encoding: Any) -> None:
@@ -116,31 +124,6 @@ def check_encoding(caller: str, shared_encoding: Any) -> None:
         raise TypeError(
             f"{caller}: shared_encoding must be a PositionEncoding, got {shared_encoding!r}."
         )
-
-
-def layer_spec(
-    position: Scheme | LayerSpec | None, shared_encoding: "EncodingLayer | None", **settings: Any
-) -> LayerSpec:
-    """Returns the settings of an `Attention`, from its arguments or from a `LayerSpec`.
-
-    Args:
-      position, shared_encoding: as in `Attention`.
-      **settings: fields of `LayerSpec`.
-
-    Raises:
-      TypeError: if an argument has another type.
-      ValueError: for a setting that the `LayerSpec` has too, and for two different schemes.
-    """
-    scheme = scheme_of("Attention", position, shared_encoding)
-    if not isinstance(position, LayerSpec):
-        return LayerSpec(scheme, **settings)
-    twice = [n for n, value in settings.items() if value is not None and value is not False]
-    require(
-        not twice,
-        f"Attention: {', '.join(twice)} beside position={position!r}, which has its own; use "
-        "dataclasses.replace on the layer.",
-    )
-    return position
 
 
 def init_of_projection(argument: str, init: Any, name: str, default: Any) -> Any:
@@ -272,11 +255,6 @@ class AttentionLayer:
           sinks: the sinks of the layer.
           cache: the cache of the call.
           dropout_key: None for no dropout.
-
-        Raises:
-          TypeError: for unknown options.
-          ValueError: for a cache or chunks with keys of another sequence.
-          NotImplementedError: for a prefix in a layer with chunks.
         """
         other = {"k_positions", "k_coordinates", "k_segment_ids"} if to_itself else {"tables"}
         refuse_unknown("Attention", options, set(known) - other)
@@ -299,7 +277,13 @@ class AttentionLayer:
         )
         if spec.chunk_size is None:
             return call
-        return _within_chunks(spec.chunk_size, call, shape, cache)
+        if call.prefix_length is not None:
+            raise NotImplementedError("Attention: prefix_length in a layer with chunks.")
+        ids = call.q_segment_ids
+        ids = None if ids is None else jnp.broadcast_to(jnp.atleast_2d(ids), shape)
+        positions = token_positions("Attention", call.q_positions, cache, shape, ids)
+        ids, window = in_chunks(spec.chunk_size, positions, ids, call.window)
+        return call.replace(q_segment_ids=ids, window=window)
 
     def norms_around(
         self, norms: Norms | None
@@ -354,20 +338,6 @@ class AttentionLayer:
             params=None if encoding is None else encoding.values(),
             **options,
         )
-
-
-def _within_chunks(
-    size: int, call: AttentionCall, shape: tuple[int, ...], cache: KVCache | None
-) -> AttentionCall:
-    """Returns the call with the segments and the window of a layer with chunks."""
-    if call.prefix_length is not None:
-        raise NotImplementedError("Attention: prefix_length in a layer with chunks.")
-    ids = call.q_segment_ids
-    if ids is not None:
-        ids = jnp.broadcast_to(jnp.atleast_2d(ids), shape)
-    positions = token_positions("Attention", call.q_positions, cache, shape, ids)
-    ids, window = in_chunks(size, positions, ids, call.window)
-    return call.replace(q_segment_ids=ids, window=window)
 
 
 def new_params(scheme: Scheme, key: jax.Array) -> Params:

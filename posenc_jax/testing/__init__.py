@@ -18,17 +18,7 @@ This module needs no test framework. To see the properties one by one in pytest:
         testing.PROPERTIES[name].check(CASE)
 """
 
-from posenc_jax.testing.case import BATCH, LENGTH, Case, jit_fast
+from posenc_jax.testing.case import Case, jit_fast
 from posenc_jax.testing.properties import PROPERTIES, Property, Report, Row, check
 
-__all__ = [
-    "BATCH",
-    "LENGTH",
-    "PROPERTIES",
-    "Case",
-    "Property",
-    "Report",
-    "Row",
-    "check",
-    "jit_fast",
-]
+__all__ = ["PROPERTIES", "Case", "Property", "Report", "Row", "check", "jit_fast"]

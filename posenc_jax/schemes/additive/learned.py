@@ -108,15 +108,12 @@ class LearnedAbsolute(Scheme):
     offset: int = 0
     stddev: float = 0.02
     name: ClassVar[str] = "learned"
+    param_axes: ClassVar = {"table": "rows model_dim"}
 
     def __post_init__(self):
         positive_fields(self, "max_length", "model_dim")
         require(self.offset >= 0, f"learned: offset must be >= 0, got {self.offset}.")
         positive("learned", stddev=self.stddev)
-
-    @property
-    def param_axes(self):
-        return {"table": "rows model_dim"}
 
     def init(self, key):
         """Returns {"table": float32 [max_length + offset, D]}."""

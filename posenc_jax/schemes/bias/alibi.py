@@ -106,6 +106,7 @@ class ALiBi(Scheme):
     past_offset: float = 0.0
     scaled: bool = False
     name: ClassVar[str] = "alibi"
+    param_axes: ClassVar = {"past": "num_heads", "future": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
@@ -130,10 +131,6 @@ class ALiBi(Scheme):
     @property
     def traits(self):
         return Traits(relative=True)
-
-    @property
-    def param_axes(self):
-        return {"past": "num_heads", "future": "num_heads"}
 
     def init(self, key):
         """Returns {}, or {"past": ..., "future": ...}, float32 [N], where slopes are learned."""

@@ -68,6 +68,7 @@ class BAM(Scheme):
     scale_inside: bool = False
     initial_shape: float = 1.0
     name: ClassVar[str] = "bam"
+    param_axes: ClassVar = {"scale": "num_heads", "shape": "num_heads", "loc": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
@@ -76,10 +77,6 @@ class BAM(Scheme):
     @property
     def traits(self):
         return Traits(relative=True, shared_over_layers=True)
-
-    @property
-    def param_axes(self):
-        return {"scale": "num_heads", "shape": "num_heads", "loc": "num_heads"}
 
     def init(self, key):
         """Returns {"scale": logarithms of ALiBi's slopes, "shape"}, and "loc", float32 [N] each."""

@@ -72,14 +72,11 @@ class FIRE(Scheme):
     init_length: float = 512.0
     eps: float = 1e-6
     name: ClassVar[str] = "fire"
+    param_axes: ClassVar = {"outer": "num_heads width"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")
         positive("fire", init_c=self.init_c, init_length=self.init_length, eps=self.eps)
-
-    @property
-    def param_axes(self):
-        return {"outer": "num_heads width"}
 
     def init(self, key):
         """Returns {"c", "multiplier": [], "inner", "inner_bias": [width], "outer": [N, width]}.

@@ -65,6 +65,7 @@ class _KERPLE(Scheme, abc.ABC):
     """An abstract kernel with parameters r1 and r2 per head."""
 
     num_heads: int
+    param_axes: ClassVar = {"r1": "num_heads", "r2": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
@@ -72,10 +73,6 @@ class _KERPLE(Scheme, abc.ABC):
     @property
     def traits(self):
         return Traits(relative=True, shared_over_layers=True)
-
-    @property
-    def param_axes(self):
-        return {"r1": "num_heads", "r2": "num_heads"}
 
     @abc.abstractmethod
     def rules(self, params, q_features=None, k_features=None):

@@ -89,6 +89,7 @@ class Swin(Scheme):
     window: tuple[int, int] = (7, 7)
     stddev: float = 0.02
     name: ClassVar[str] = "swin"
+    param_axes: ClassVar = {"table": "num_heads offsets"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
@@ -98,10 +99,6 @@ class Swin(Scheme):
     @property
     def traits(self):
         return Traits(num_axes=2)
-
-    @property
-    def param_axes(self):
-        return {"table": "num_heads offsets"}
 
     def init(self, key):
         """Returns {"table": float32 [N, (2R - 1)(2C - 1)]}."""

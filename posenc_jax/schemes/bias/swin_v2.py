@@ -76,6 +76,7 @@ class SwinV2(Scheme):
     pretrained_window: tuple[int, int] = (0, 0)
     width: int = 512
     name: ClassVar[str] = "swin_v2"
+    param_axes: ClassVar = {"out": "num_heads width", "tau": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")
@@ -94,10 +95,6 @@ class SwinV2(Scheme):
     @property
     def _trained(self):
         return self.window if self.pretrained_window == (0, 0) else self.pretrained_window
-
-    @property
-    def param_axes(self):
-        return {"out": "num_heads width", "tau": "num_heads"}
 
     def init(self, key):
         """Returns {"in", "in_bias", "out"}, initialised as torch.nn.Linear, and {"tau": [N]}."""

@@ -160,6 +160,7 @@ class T5(Scheme):
     bidirectional: bool = False
     stddev: float = 0.02
     name: ClassVar[str] = "t5"
+    param_axes: ClassVar = {"table": "num_heads num_buckets"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
@@ -169,10 +170,6 @@ class T5(Scheme):
     @property
     def traits(self):
         return Traits(relative=True, shared_over_layers=True)
-
-    @property
-    def param_axes(self):
-        return {"table": "num_heads num_buckets"}
 
     def init(self, key):
         """Returns {"table": float32 [N, num_buckets]}."""

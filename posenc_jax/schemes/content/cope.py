@@ -66,6 +66,7 @@ class CoPE(Scheme):
     num_positions: int = 64
     scaled: bool = True
     name: ClassVar[str] = "cope"
+    param_axes: ClassVar = {"table": "num_positions head_dim"}
 
     def __post_init__(self):
         positive_fields(self, "head_dim", "num_positions")
@@ -73,10 +74,6 @@ class CoPE(Scheme):
     @property
     def traits(self):
         return Traits(relative=True, order_only=True, transforms_rows=True)
-
-    @property
-    def param_axes(self):
-        return {"table": "num_positions head_dim"}
 
     def init(self, key):
         """Returns {"table": zeros, float32 [P, H]}, as the authors do."""

@@ -68,6 +68,7 @@ class FoX(Scheme):
     min_time: float = 0.0
     max_time: float = 0.0
     name: ClassVar[str] = "fox"
+    param_axes: ClassVar = {"w": "model_dim num_heads", "b": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim")
@@ -89,10 +90,6 @@ class FoX(Scheme):
     @property
     def traits(self):
         return Traits(relative=True, order_only=True, reads_x=True)
-
-    @property
-    def param_axes(self):
-        return {"w": "model_dim num_heads", "b": "num_heads"}
 
     def init(self, key):
         """Returns {"w": [D, N], "b": [N]}, those that the gate learns; w is normal, 0.02."""

@@ -60,6 +60,11 @@ class GRAPEA(Scheme):
     gate: str = "key"
     init_omega: float = 1.0
     name: ClassVar[str] = "grape_a"
+    param_axes: ClassVar = {
+        "omega": "num_heads",
+        "u": "num_heads head_dim",
+        "v": "num_heads head_dim",
+    }
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
@@ -69,10 +74,6 @@ class GRAPEA(Scheme):
     @property
     def traits(self):
         return Traits(relative=True)
-
-    @property
-    def param_axes(self):
-        return {"omega": "num_heads", "u": "num_heads head_dim", "v": "num_heads head_dim"}
 
     def init(self, key):
         """Returns {"omega": [N]} and, as the gate has them, "u" and "v" [N, H]: N(0, 1 / H)."""

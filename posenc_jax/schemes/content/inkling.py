@@ -72,6 +72,7 @@ class Inkling(Scheme):
     slope: float = 0.1
     stddev: float = 0.02
     name: ClassVar[str] = "inkling"
+    param_axes: ClassVar = {"project": "model_dim num_heads rank"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim", "rank", "extent")
@@ -90,10 +91,6 @@ class Inkling(Scheme):
     def acts(self):
         """The logits, and q with log scaling."""
         return Acts.LOGITS if self.log_scaling_start is None else Acts.LOGITS | Acts.QK
-
-    @property
-    def param_axes(self):
-        return {"project": "model_dim num_heads rank"}
 
     def init(self, key):
         """Returns {"project": float32 [D, N, rank], "bank": float32 [rank, extent]}."""

@@ -44,6 +44,7 @@ class SSMax(Scheme):
     scale: float = 0.43
     offset: float | None = None
     name: ClassVar[str] = "ssmax"
+    param_axes: ClassVar = {"scale": "num_heads", "offset": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
@@ -52,10 +53,6 @@ class SSMax(Scheme):
             self.offset is not None or self.scale != 0,
             "ssmax: scale must not be 0 without an offset: all queries would be zero.",
         )
-
-    @property
-    def param_axes(self):
-        return {"scale": "num_heads", "offset": "num_heads"}
 
     def init(self, key):
         """Returns `scale` [N] and, if there is one, `offset` [N]."""

@@ -54,6 +54,7 @@ class RePo(ContentRotary):
     layout: str = "half"
     init_std: float = 0.02
     name: ClassVar[str] = "repo"
+    param_axes: ClassVar = {"gate": "model_dim width", "content": "model_dim width"}
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,10 +65,6 @@ class RePo(ContentRotary):
             f"repo: model_dim={self.model_dim} is below 8; give a width.",
         )
         positive("repo", init_std=self.init_std)
-
-    @property
-    def param_axes(self):
-        return {"gate": "model_dim width", "content": "model_dim width"}
 
     def init(self, key):
         """Returns {"gate": [D, width], "content": [D, width], "out": [width, groups]}; normal."""

@@ -59,6 +59,7 @@ class SelectiveRoPE(ContentRotary):
     temp_max: float = 1.0
     learn_temperature: bool = False
     name: ClassVar[str] = "selective_rope"
+    param_axes: ClassVar = {"down": "model_dim rank"}
 
     def __post_init__(self):
         super().__post_init__()
@@ -68,10 +69,6 @@ class SelectiveRoPE(ContentRotary):
             f"selective_rope: groups={self.groups} must divide model_dim={self.model_dim}.",
         )
         positive("selective_rope", temp_max=self.temp_max)
-
-    @property
-    def param_axes(self):
-        return {"down": "model_dim rank"}
 
     def init(self, key):
         """Returns {"down": [D, rank], "up": [rank, C], "conv": [width, C]}, torch's initial values.
