@@ -11,6 +11,7 @@ from oracle import qkv
 from support import LENGTH, build, make_batch
 
 import posenc_jax as pe
+from posenc_jax.functional.arguments import AttentionOptions, attention_call
 from posenc_jax.positions import from_padding_mask
 
 Q, K, V = qkv(batch=2, length=7)
@@ -279,6 +280,13 @@ def test_tables_may_be_computed_once_for_all_calls(wrap, raw):
 def test_arguments_that_are_not_passed_on_are_refused(options, error, message):
     with pytest.raises(error, match=f"scheme_attention: {message}"):
         attend(**options)
+
+
+def test_options_are_fields_of_the_attention_call():
+    names = AttentionOptions.__annotations__.keys() - {"x", "norms", "tables"}
+    call = attention_call(**{name: name for name in names})
+    values = [getattr(call, field.name) for field in dataclasses.fields(call)]
+    assert {value for value in values if isinstance(value, str)} == names
 
 
 def test_contiguous_has_no_meaning_with_a_cache():
