@@ -339,6 +339,8 @@ def param_axes(scheme: Scheme) -> list[list[str]]:
 def _words(axes: Any, path: tuple[Any, ...]) -> list[str]:
     """Returns the words at a path, none where there is no entry."""
     for key in path:
+        if isinstance(axes, str):  # The same axes for all leaves below.
+            break
         index = getattr(key, "key", getattr(key, "idx", None))
         axes = (axes if isinstance(axes, Mapping) else dict(enumerate(axes))).get(index, "")
     return axes.split() if isinstance(axes, str) else []
