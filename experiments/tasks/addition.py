@@ -25,7 +25,6 @@ from experiments.settings import Train
 from experiments.tables import Labels
 from experiments.tasks.base import Length
 from experiments.tasks.lookup import Rows, question_and_answer
-from experiments.tasks.mqar import interleaved
 
 _PLUS, _DIGITS, _LETTERS = 3, 4, 14
 KINDS = ("plain", "hints", "abacus")
@@ -92,7 +91,7 @@ class Addition(Rows):
         letters = _LETTERS + bits[:, -2:-1] % starts + place
         size = 1
         if self.kind == "hints":
-            a, b, c = (interleaved(letters, _DIGITS + x) for x in (a, b, c))
+            a, b, c = (_interleaved(letters, _DIGITS + x) for x in (a, b, c))
             size = 2
         else:
             a, b, c = (_DIGITS + x for x in (a, b, c))
@@ -124,3 +123,9 @@ class Addition(Rows):
                 f"addition.coordinates: {self.coordinates!r}, but addition.kind = 'abacus' has its "
                 "own"
             )
+
+
+def _interleaved(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns a0 b0 a1 b1 ... int32 [B, W] for arrays [B, W]."""
+    both = jnp.stack([a.astype(jnp.int32), b.astype(jnp.int32)], 2)
+    return both.reshape(a.shape[0], -1)[:, : a.shape[1]]

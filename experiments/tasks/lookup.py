@@ -144,11 +144,6 @@ class Rows(Lookup):
 
     exact_match: ClassVar[bool] = True
 
-    @property
-    def different(self) -> int:
-        """The most symbols of one kind, each of which a row draws bits for."""
-        return self.symbols
-
     def most(self, length: int) -> int:
         """Returns the largest size n for `length` inputs."""
         raise NotImplementedError
@@ -157,7 +152,7 @@ class Rows(Lookup):
         """Returns tokens int32 [B, W] and mask float32 [B, W].
 
         Args:
-          bits: random uint32 [B, W]. W - 2 is at least the number of tokens and `different`;
+          bits: random uint32 [B, W]. W - 2 is at least the number of tokens and `symbols`;
             the last column made n, the one before it is for one more draw per row.
           count: n per row, int32 [B, 1].
         """
@@ -165,7 +160,7 @@ class Rows(Lookup):
 
     def _candidates(self, key, batch: int, length: int, purpose: str):
         """Returns random bits [B, C, W], to choose rows from, and a random n [B, C, 1]."""
-        width = max(length + 1, self.different) + 2
+        width = max(length + 1, self.symbols) + 2
         bits = jax.random.bits(key, (batch, _CANDIDATES[purpose], width))
         sizes = self.most(self.train_length) + 1 - self.shortest
         return bits, self.shortest + (bits[..., -1:] >> 3).astype(jnp.int32) % sizes

@@ -13,22 +13,17 @@ from experiments.config_io import from_tables, to_tables
 from experiments.errors import ConfigError
 from experiments.settings import Model
 from experiments.tasks import (
-    MQAR,
     TASKS,
     Addition,
     Copy,
-    Counting,
-    Dyck,
     FlipFlop,
     IndirectIndex,
     Induction,
     KBack,
     Majority,
     Masked,
-    Needle,
     Parity,
     Reverse,
-    SelectiveCopy,
     Sort,
 )
 from experiments.tasks.lookup import Rows, held_out
@@ -77,23 +72,6 @@ def induction(task, row):
     return wanted
 
 
-def mqar(task, row):
-    x, first = parts(row)
-    pairs = dict(zip(x[::2], x[1::2], strict=True))
-    assert len(pairs) == len(x) // 2
-    assert all(3 <= k < 3 + task.keys <= v < task.vocab_size for k, v in pairs.items())
-    asked = row[first::2]
-    assert sorted(asked) == sorted(pairs)
-    return {first + 2 * i + 1: pairs[key] for i, key in enumerate(asked)}
-
-
-def selective_copy(task, row):
-    x, _ = parts(row)
-    symbols = [token for token in x if token != 3]
-    assert len(symbols) == task.items and min(symbols) > 3
-    return answers(row, symbols)
-
-
 def parity(task, row):
     bits = [token - 3 for token in parts(row)[0]]
     assert set(bits) <= {0, 1}
@@ -104,12 +82,6 @@ def majority(task, row):
     x, _ = parts(row)
     assert len(x) % 2 == 1
     return answers(row, [max((3, 4), key=x.count)])
-
-
-def needle(task, row):
-    x, _ = parts(row)
-    assert x.count(3) == 1
-    return answers(row, [x[x.index(3) + 1]])
 
 
 def indirect_index(task, row):
@@ -152,36 +124,6 @@ def flip_flop(task, row):
     return found
 
 
-def counting(task, row):
-    values, found, asked = [0] * task.variables, {}, None
-    for i, token in enumerate(row):
-        if asked is not None:
-            found[i] = 2 + 3 * task.variables + values[asked]
-            asked = None
-            continue
-        assert 1 <= token < 2 + 3 * task.variables
-        variable, kind = divmod(token - 2, 3)
-        if token > 1 and kind == 0:
-            values[variable] = min(values[variable] + 1, task.largest)
-        elif token > 1 and kind == 1:
-            values[variable] = 0
-        elif token > 1:
-            asked = variable
-    return found
-
-
-def dyck(task, row):
-    stack, found, closing = [], {}, False
-    for i, token in enumerate(row):
-        if closing:
-            found[i] = stack.pop() + task.kinds
-        elif token != 1:
-            stack.append(token)
-            assert 2 <= token < 2 + task.kinds and len(stack) <= task.depth
-        closing = token == 1
-    return found
-
-
 CASES = {
     "copy": (Copy(), copy),
     "copy-unique": (Copy(kind="unique"), copy),
@@ -189,17 +131,12 @@ CASES = {
     "reverse": (Reverse(), reverse),
     "sort": (Sort(), sort),
     "induction": (Induction(), induction),
-    "mqar": (MQAR(), mqar),
-    "selective_copy": (SelectiveCopy(), selective_copy),
     "parity": (Parity(), parity),
     "majority": (Majority(), majority),
-    "needle": (Needle(test_lengths=(64, 96)), needle),
     "indirect_index": (IndirectIndex(), indirect_index),
     "addition": (Addition(), addition),
     "addition-hints": (Addition(kind="hints", train_length=63, test_lengths=(63, 93)), addition),
     "flip_flop": (FlipFlop(), flip_flop),
-    "counting": (Counting(variables=3), counting),
-    "dyck": (Dyck(depth=3), dyck),
 }
 
 
@@ -258,11 +195,11 @@ def test_held_out_rows_are_not_trained_on(name):
     assert answered.mean() > 0.95 and not np.asarray(held_out(tokens))[answered].any()
 
 
-def test_all_keys_occur_at_every_length():
-    """More keys than a row has tokens: those that longer rows hold are trained."""
-    task = MQAR(keys=64, train_length=17, test_lengths=(17, 64))
+def test_all_symbols_occur_at_every_length():
+    """With more symbols than a row has tokens, training rows hold those of longer rows too."""
+    task = Copy(kind="unique", symbols=64, train_length=17, test_lengths=(17, 64))
     tokens, _ = drawn(task.sample, 200, task.train_length)
-    assert set(tokens[:, 1:9:2].ravel()) >= {*range(3, 3 + task.keys)}
+    assert set(tokens[:, 1:5].ravel()) == {*range(3, 3 + task.symbols)}
 
 
 def test_masked_symbols_repeat():
@@ -270,18 +207,6 @@ def test_masked_symbols_repeat():
     tokens, mask = drawn(task.sample, 16, 32)
     assert (tokens[:, 8:] == tokens[:, :-8]).all() and tokens.min() >= 1
     assert 0.1 < mask.mean() < 0.2 and not mask[:, 0].any()
-
-
-def test_needles_lie_at_their_depth():
-    task = Needle(test_lengths=(64, 96), depth=1.0)
-    tokens, _, index = drawn(task.sample_test, 8)
-    for row in tokens[index[:, 0] == 1]:
-        assert list(row).index(3) == 96 - 3  # The last place with a symbol after it.
-    task = dataclasses.replace(task, depth=0.25)
-    tokens, _, index = drawn(task.sample_test, 8)
-    for row in tokens[index[:, 0] == 1]:
-        assert list(row).index(3) == 1 + round(0.25 * (96 - 2 - 2))
-    assert list(task.test_modes) == ["plain", *(f"depth_{d}" for d in (0, 25, 50, 75, 100))]
 
 
 def test_sparse_flip_flops_write_less_often():
@@ -363,10 +288,8 @@ def test_settings_survive_toml(name):
         (Copy(kind="uniqe"), "did you mean 'unique'?"),
         (Copy(kind="unique", symbols=20), "20 are too few for 63 different symbols"),
         (Sort(shortest=16), "sort.shortest: a problem of size 16 does not fit"),
-        (MQAR(keys=8), "mqar.keys: 8 are too few"),
         (Masked(model=Model()), "masked.model.is_causal: must be false"),
         (Masked(period=20), "masked.period: 20 does not repeat"),
-        (Needle(depths=(0.5, 2.0)), "needle.depths: must be from 0 to 1"),
         (Parity(eval_batch=30), "parity.eval_batch: 30 is not a multiple of the 4 test lengths"),
         (Induction(repeated=9), "induction.repeated: must be 2 to"),
         (IndirectIndex(largest_shift=8), "indirect_index.largest_shift: 8 is not below"),

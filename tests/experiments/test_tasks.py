@@ -1,12 +1,22 @@
 """Tasks against definitions written with loops."""
 
 import dataclasses
+import pathlib
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from experiments.tasks import KBack, Kth, Text
+from experiments.tasks import TASKS, KBack, Kth, Text
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+def test_a_study_a_claim_or_a_tour_uses_every_task():
+    texts = [path.read_text() for path in CONFIGS.rglob("*.toml")]
+    lines = [line for text in texts for line in re.findall(r"(?m)^tasks? = .*", text)]
+    assert not set(TASKS) - set(re.findall(r'"(\w+)"', "\n".join(lines)))
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 7])
