@@ -19,7 +19,7 @@ from support import SIZES, build
 import posenc_jax as pe
 from posenc_jax import testing
 
-PAGE = pathlib.Path(pe.__file__).parents[2] / "docs" / "serving.md"
+PAGE = pathlib.Path(pe.__file__).parents[1] / "docs" / "serving.md"
 ROWS, LONGEST, WINDOW, SINKS, BACK = 3, 136, 8, 2, 7
 VOCABULARY = np.random.default_rng(0).normal(size=(64, SIZES["model_dim"])).astype(np.float32)
 OPTIONS = {"swin": {"window": (16, 16)}, "swin_v2": {"window": (16, 16), "width": 16}}
@@ -240,11 +240,11 @@ def cell(name: str, policy: str) -> str:
     return f"{max(errors.values()):.0e}".replace("e-0", "e-")
 
 
-def main():
+def main(arguments: list[str] | None = None):
     """Writes rows of the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAMES", help="write these rows, and keep the others")
-    only = parser.parse_args().only
+    only = parser.parse_args(arguments).only
     names = only.split(",") if only else list(pe.SCHEMES)
     unknown = [name for name in names if name not in pe.SCHEMES]
     if unknown:
