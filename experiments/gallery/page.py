@@ -1,4 +1,4 @@
-"""The page gallery.html, self-contained, and the contact sheet."""
+"""Writes the self-contained page gallery.html and the contact sheet."""
 
 import io
 import sys
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     """Draws the gallery; returns the exit status."""
     parser = Parser(
         prog="python -m experiments gallery",
-        description="Draws the encoding of every scheme or what it adds to logits, by distance, "
+        description="Draws the encoding of every scheme or its effect on logits, by distance, "
         "over ten times the length, and the wavelengths of frequency maps.",
     )
     parser.add_argument(

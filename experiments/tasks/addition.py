@@ -4,11 +4,11 @@
     <begin> m 5 n 7 + m 6 n 1 <separator> m 1 n 9 o 0                           kind = "hints"
 
 All n + 1 digits of the sum count. With "hints" each digit comes after a letter for its place; the
-letters are consecutive, from a random one on, and those of the sum count too (Zhou et al. 2024,
-https://arxiv.org/abs/2402.09371). With "abacus" tokens are those of "plain" and the coordinates
-[2, B, T] are the positions and the places of digits in their numbers, from 1 on, which in training
-get one random offset per row (McLeish et al. 2024, https://arxiv.org/abs/2405.17399): chain
-schemes of one axis each, by `posenc_jax.on_axis`.
+letters are consecutive, the first is random, and letters of the sum count too (Zhou et al. 2024,
+https://arxiv.org/abs/2402.09371). "abacus" has the tokens of "plain", and coordinates [2, B, T]:
+the positions, and the places of digits in their numbers, from 1 on, with one random offset per row
+in training (McLeish et al. 2024, https://arxiv.org/abs/2405.17399). Chain schemes of one axis for
+them, by `posenc_jax.on_axis`.
 """
 
 import dataclasses

@@ -13,9 +13,9 @@ import posenc_jax as pe
 from experiments import bench
 from experiments.__main__ import main
 from experiments.bench import decode, llama, rope
-from experiments.bench.cases import attend_with, make_arguments, named_schemes, places
+from experiments.bench.cases import attend_with, make_arguments, named_schemes, token_orders
 from experiments.bench.heap import WARM_HEAP
-from experiments.bench.peers import Case, difference, those_that_agree
+from experiments.bench.peers import Case, agreeing, difference
 from experiments.bench.timing import side_by_side
 from experiments.environment import processor
 from experiments.errors import ConfigError
@@ -50,14 +50,15 @@ def test_explicit_positions_are_separate_cases(capsys):
     out = capsys.readouterr().out
     assert all(f"alibi, {place} " in out for place in ("in order", "shuffled", "4 texts"))
     scheme = pe.ALiBi(num_heads=2)
-    given = make_arguments(scheme, (1, 16, 2, 4), jnp.float32)
-    plain = attend_with(scheme)(*given)
-    at = places(16)
-    np.testing.assert_allclose(attend_with(scheme, **at["in order"])(*given), plain, atol=1e-6)
-    texts = attend_with(scheme, **at["4 texts"])(*given)
+    arguments = make_arguments(scheme, (1, 16, 2, 4), jnp.float32)
+    plain = attend_with(scheme)(*arguments)
+    orders = token_orders(16)
+    in_order = attend_with(scheme, **orders["in order"])(*arguments)
+    np.testing.assert_allclose(in_order, plain, atol=1e-6)
+    texts = attend_with(scheme, **orders["4 texts"])(*arguments)
     np.testing.assert_allclose(texts[:, :4], plain[:, :4], atol=1e-6)
     assert np.abs(texts[:, 4:] - plain[:, 4:]).max() > 0.1
-    shuffled = places(100)["shuffled"]["positions"][0].tolist()
+    shuffled = token_orders(100)["shuffled"]["positions"][0].tolist()
     assert shuffled != list(range(100)) and sorted(shuffled[:64]) == list(range(64))
     assert sorted(shuffled) == list(range(100))
 
@@ -90,7 +91,7 @@ def test_cases_with_other_numbers_are_left_out_with_the_reason(capsys):
         "wide": Case(lambda: (jnp.ones(4), jnp.ones(3)), like="none"),
         "nan": Case(lambda: (jnp.full(3, jnp.nan), jnp.ones(3)), like="none"),
     }
-    assert list(those_that_agree(found, {"none": ours}.get)) == ["near"]
+    assert list(agreeing(found, {"none": ours}.get)) == ["near"]
     out = capsys.readouterr().out
     assert "off is left out: the gradient of q differs by 1.0e-01 of its largest value" in out
     assert "short is left out: it gives 1 arrays, wanted 2" in out
