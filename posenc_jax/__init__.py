@@ -20,7 +20,7 @@ What to do with a scheme:
 
     Flax layers          nnx, linen: Attention, PositionEncoding, AttentionFn
     functions            scheme_attention, scheme_cross_attention, scheme_embedding, scheme_tables,
-                         new_cache (KVCache, PagedKVCache)
+                         new_cache (KVCache)
     attention itself     attention, AttentionCall, score_mod, and rules: LogitBias, ContentBias,
                          DotBias, SeparableBias, DenseBias, ValueBias, LogitsTransform
     sharded sequences    sharding: SequenceParallel, sequence_parallel_attention, zigzag
@@ -46,7 +46,6 @@ from typing import TYPE_CHECKING
 from posenc_jax import positions, sharding
 from posenc_jax.angles import cos_sin
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.cache.paged import PagedKVCache
 from posenc_jax.engine.api import AttentionCall, attention
 from posenc_jax.engine.rules import (
     ContentBias,
@@ -197,7 +196,6 @@ __all__ = [
     "NTKByParts",
     "NoPE",
     "PaTH",
-    "PagedKVCache",
     "PartialKeyOffset",
     "PoPE",
     "Proportional",

@@ -1,6 +1,5 @@
 """Embedding and attention with a scheme as pure functions, which the Flax layers call."""
 
-import dataclasses
 import functools
 from typing import Any, TypedDict, Unpack, overload
 
@@ -9,8 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.cache.paged import PagedKVCache
-from posenc_jax.cache.ring import check_window, evicted_sinks, loses_visible
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
@@ -69,8 +66,6 @@ class CacheOptions(TypedDict, total=False):
 
     coordinates: jax.Array | jax.ShapeDtypeStruct | None
     ring: bool
-    block_size: int | None
-    num_blocks: int | None
     max_rewind: int
     qkv_sharding: PartitionSpec | None
 
@@ -297,7 +292,7 @@ def scheme_attention(
         most = min(length - 1, cache.max_rewind)
         read = functools.partial(contents, scheme, params, projected, at, states=cache.state)
         past_states = _past_states(lambda kept: read(segment_ids=kept)[-1], segments, most)
-    left = check_window(cache, length, options.get("window")) if cache.ring else None
+    window = options.get("window")
     stored = None if cache.coordinates is None else at
     k, v = _finite_values(k, v)
     cache = cache.append(
@@ -309,12 +304,8 @@ def scheme_attention(
         k_features=k_features,
         state=states,
         past_states=past_states,
+        window=(-1, -1) if window is None else window,  # All keys, which a ring refuses.
     )
-    if left is not None:
-        lost = cache.lost | loses_visible(cache, positions, segments, left)
-        if cache.num_sink_tokens:
-            lost |= evicted_sinks(cache, positions, segments)
-        cache = dataclasses.replace(cache, lost=lost)
     call = AttentionCall(
         q_positions=positions,
         k_positions=cache.positions,
@@ -323,15 +314,14 @@ def scheme_attention(
         finite_values=True,
         **options,
     )
-    keys = cache.contiguous()
     k_at = cache.positions if cache.coordinates is None else cache.coordinates
     if stored is not None:
         call = call.replace(q_coordinates=at, k_coordinates=k_at)
-    k = keys.k
+    k = cache.k
     if not transformed:  # `key` may read all slots at once; empty ones count as padding.
-        features = zero_padding(keys.k_features, keys.segment_ids)
+        features = zero_padding(cache.k_features, cache.segment_ids)
         k = k_norm(scheme.key(params, k, k_at, features))
-    out = scheme.attend(params, q, k, keys.v, at, k_at, q_features, keys.k_features, call)
+    out = scheme.attend(params, q, k, cache.v, at, k_at, q_features, cache.k_features, call)
     out = scheme.output(params, out, at, q_features, tables)
     # Overflow cannot raise under jit: the rows concerned become NaN.
     lost = cache.overflowed[:, None, None, None]
@@ -351,8 +341,6 @@ def new_cache(
     dtype: Any = jnp.float32,
     coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
     ring: bool = False,
-    block_size: int | None = None,
-    num_blocks: int | None = None,
     max_rewind: int = 0,
     qkv_sharding: PartitionSpec | None = None,
     params: Params | None = None,
@@ -373,9 +361,6 @@ def new_cache(
       coordinates: an array or shape [T], [B, T] or [A, B, T] like those that calls will give,
         if they give coordinates: integers, or real numbers for float32.
       ring: whether a full cache overwrites its oldest slots; needs a window.
-      block_size: slots of a block, for rows that share a pool of blocks; see `PagedKVCache`.
-        Default: each row has its own slots.
-      num_blocks: blocks of the pool. Default: enough for all rows to be full.
       max_rewind: the most tokens that `rewind` of the cache takes back at once, if the scheme
         has a running state; other schemes take back any number.
       qkv_sharding: on explicit mesh axes, how q, k and v [B, T, heads, H] are sharded, as in
@@ -395,15 +380,6 @@ def new_cache(
     require(
         model_dim is not None or not scheme.traits.reads_x,
         f"new_cache: {scheme!r} reads x, so the cache needs model_dim.",
-    )
-    require(
-        block_size is not None or num_blocks is None,
-        f"new_cache: num_blocks={num_blocks} needs block_size.",
-    )
-    require(
-        block_size is None or not ring,
-        "new_cache: a ring has slots of its own for each row, so it has no blocks; give ring or "
-        "block_size.",
     )
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
 
@@ -439,18 +415,18 @@ def new_cache(
     if params is None:
         params = jax.eval_shape(scheme.init, jax.random.key(0))
     stored_k, stored_v, k_features, state = jax.eval_shape(stored, params, x, q, k, v, at)
-    made: dict[str, Any] = {
-        "coordinates": coordinates,
-        "k_features": k_features,
-        "state": state,
-        "scheme": scheme,
-        "max_rewind": max_rewind,
-    }
-    if block_size is not None:
-        made |= {"block_size": block_size, "num_blocks": num_blocks}
-        return PagedKVCache.empty(stored_k, stored_v, capacity, **made)
-    sinks = scheme.traits.num_sink_tokens if ring else 0
-    return KVCache.empty(stored_k, stored_v, capacity, **made, ring=ring, num_sink_tokens=sinks)
+    return KVCache.empty(
+        stored_k,
+        stored_v,
+        capacity,
+        coordinates=coordinates,
+        k_features=k_features,
+        state=state,
+        scheme=scheme,
+        max_rewind=max_rewind,
+        ring=ring,
+        num_sink_tokens=scheme.traits.num_sink_tokens if ring else 0,
+    )
 
 
 def _finite_values(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -286,8 +286,8 @@ class AttentionLayer:
           position: the encoding that calls of an NNX layer will be given, if one.
           model_dim: D, which Linen layers need for schemes that read their input.
           dtype: of k and v. Default: the layer's.
-          **options: `coordinates`, `ring`, `block_size`, `num_blocks`, `max_rewind` and
-            `qkv_sharding`, as in `posenc_jax.new_cache`.
+          **options: `coordinates`, `ring`, `max_rewind` and `qkv_sharding`, as in
+            `posenc_jax.new_cache`.
 
         Raises:
           NotImplementedError: for a ring of a layer with chunks.
