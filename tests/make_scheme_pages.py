@@ -8,6 +8,7 @@ schemes with kernels in docs/kernels.md, and docs/gallery.png, in three minutes.
 `tests/test_layout.py` calls `missing` for each scheme.
 """
 
+import argparse
 import dataclasses
 import functools
 import importlib
@@ -57,9 +58,10 @@ def facts(cls: type[pe.Scheme]) -> list[str]:
 
 
 def row(cls: type[pe.Scheme], text: str) -> str:
-    """Returns a scheme's row in README.md with its facts; paper and remarks are those in `text`."""
+    """Returns a scheme's row in README.md: its facts, with paper and remarks from `text`."""
     link = paper(cls)
-    cells = [f"`{cls.name}`", f"`{cls.__name__}`", "", "", "", f"[arXiv {link[1]}]({link[0]})"]
+    source = f"[arXiv {link[1]}]({link[0]})" if link else ""
+    cells = [f"`{cls.name}`", f"`{cls.__name__}`", "", "", "", source]
     if old := re.search(rf"(?m)^\| (`{cls.name}` \|.*) \|$", text):
         cells = old[1].split(" | ")
     return f"| {' | '.join([*cells[:2], *facts(cls), *cells[5:]])} |\n"
@@ -81,13 +83,13 @@ def has_kernels(cls: type[pe.Scheme]) -> bool:
 
 
 def paper(cls: type[pe.Scheme]) -> re.Match | None:
-    """Returns the match of the first link in a module's docstring; group 1 is its number."""
+    """Returns the match of the first link in a module's docstring; group 1 is the arXiv number."""
     doc = sys.modules[cls.__module__].__doc__ or ""
     return re.search(r"https://arxiv\.org/abs/([\d.]+\d)", doc)
 
 
 def missing(cls: type[pe.Scheme]) -> list[str]:
-    """Returns what a scheme lacks in the package, the tests and the documentation, as lines."""
+    """Returns a line for each part that a scheme lacks in package, tests and documentation."""
     family, file = cls.__module__.split(".")[2:]
     init, name = "posenc_jax/__init__.py", cls.__name__
     test = ROOT / f"tests/schemes/{family}/test_{file}.py"
@@ -126,7 +128,7 @@ def listed() -> list[str]:
 
 @functools.cache
 def pictured() -> list[str]:
-    """Returns the names that docs/gallery.png has as its text."""
+    """Returns the names in the text of docs/gallery.png."""
     with Image.open(SHEET) as image:
         return image.info.get("Schemes", "").split(", ")
 
@@ -140,8 +142,11 @@ def write_row(cls: type[pe.Scheme]) -> None:
     README.write_text(text.replace(table, table.replace(old[0], new) if old else table + new))
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Writes all pages."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("names", nargs="+", choices=pe.SCHEMES, metavar="NAME")
+    names = parser.parse_args().names
     for name in names:
         write_row(pe.SCHEMES[name])
     text = README.read_text()
@@ -155,4 +160,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,4 +1,4 @@
-"""The rules that keep the tree readable: who imports whom, and what a scheme must have."""
+"""The rules of the tree: imports between files, the parts of a scheme, names in the design."""
 
 import ast
 import dataclasses
@@ -56,9 +56,9 @@ def test_imports_have_no_cycles():
 
 
 def test_the_engine_imports_no_scheme():
-    for name, found in GRAPH.items():
+    for name, modules in GRAPH.items():
         if name.startswith("engine"):
-            assert not [n for n in found if n.split(".")[0] == "schemes"], name
+            assert not [n for n in modules if n.split(".")[0] == "schemes"], name
 
 
 @pytest.mark.parametrize("name", ["nnx_attention", "linen_attention"])
@@ -83,9 +83,9 @@ def test_experiments_use_public_names_only():
 def test_every_scheme_is_complete():
     lines = []
     for cls in make_scheme_pages.scheme_classes():
-        if found := make_scheme_pages.missing(cls):
+        if missing := make_scheme_pages.missing(cls):
             lines += [f"{cls.__name__} is not complete; CONTRIBUTING.md, Adding a scheme:"]
-            lines += [f"  {line}" for line in found]
+            lines += [f"  {line}" for line in missing]
     assert not lines, "\n".join(lines)
 
 
@@ -98,8 +98,8 @@ def test_required_settings_are_sizes_of_the_model():
 
 def test_classes_are_abstract_or_final():
     for cls in pe.SCHEMES.values():
-        own = [c for c in cls.__subclasses__() if c.__module__.startswith("posenc_jax.")]
-        assert not own, cls
+        subclasses = [c for c in cls.__subclasses__() if c.__module__.startswith("posenc_jax.")]
+        assert not subclasses, cls
 
 
 DESIGN = ROOT / "docs" / "design.md"
@@ -123,10 +123,10 @@ def test_imports_follow_the_layers_of_the_design():
         names = [f"{path}.py", *(f"{folder}/" for folder in (path, *path.parents))]
         return next((rows[name] for name in names if name in rows), None)
 
-    for name, found in GRAPH.items():
+    for name, modules in GRAPH.items():
         if name not in ("", "engine"):
             assert row(name) is not None, f"{name} is in no layer"
-            for other in found - {""}:
+            for other in modules - {""}:
                 assert row(name) <= row(other), f"{name} imports {other}"
 
 
@@ -165,13 +165,13 @@ def resolves(name):
     parts = name.split(".")
     for split in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:split]))
+            value = importlib.import_module(".".join(parts[:split]))
         except ModuleNotFoundError:
             continue
         for part in parts[split:]:
-            if not hasattr(found, part):
+            if not hasattr(value, part):
                 return False
-            found = getattr(found, part)
+            value = getattr(value, part)
         return True
     return False
 

@@ -27,7 +27,7 @@ def growth_plot(
     """Returns the plot as an SVG file's text.
 
     Args:
-      panels: those without lines are left out.
+      panels: to plot; panels without lines are left out.
       against: label of the horizontal axes.
       title: the plot in words, for screen readers.
       dashed: cases of other libraries.

@@ -1,7 +1,7 @@
 """The model of `experiments.model` and its training step in PyTorch, in the usual way.
 
 Without positions, or with RoPE. Parameters are copied from JAX, and the losses of the first steps
-must equal those of the JAX step; see `equal`.
+must equal the losses of the JAX step; see `equal`.
 """
 
 from collections.abc import Callable

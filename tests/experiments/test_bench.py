@@ -84,14 +84,14 @@ def test_cases_with_other_numbers_are_left_out_with_the_reason(capsys):
     ours = Case(lambda: (jnp.ones(3), jnp.ones(3)), like="none")
     near = Case(lambda: (jnp.ones(3), jnp.full(3, 1.0 + 1e-5)), like="none")
     assert difference(near, ours) == ""
-    found = {
+    others = {
         "near": near,
         "off": Case(lambda: (jnp.ones(3), jnp.full(3, 1.1)), like="none"),
         "short": Case(lambda: jnp.ones(3), like="none"),
         "wide": Case(lambda: (jnp.ones(4), jnp.ones(3)), like="none"),
         "nan": Case(lambda: (jnp.full(3, jnp.nan), jnp.ones(3)), like="none"),
     }
-    assert list(agreeing(found, {"none": ours}.get)) == ["near"]
+    assert list(agreeing(others, {"none": ours}.get)) == ["near"]
     out = capsys.readouterr().out
     assert "off is left out: the gradient of q differs by 1.0e-01 of its largest value" in out
     assert "short is left out: it gives 1 arrays, wanted 2" in out
@@ -122,14 +122,14 @@ def test_the_processor_is_named(tmp_path):
 
 def test_schemes_by_name_and_option():
     sizes = {"num_heads": 4, "head_dim": 8, "model_dim": 32, "max_length": 16}
-    found = named_schemes(
+    schemes = named_schemes(
         "shaw:values=false:clip=5, learned,posenc_jax:ALiBi,none,rope+alibi", sizes
     )
-    assert list(found)[:3] == ["none", "shaw:values=false:clip=5", "learned"]
-    assert found["shaw:values=false:clip=5"] == pe.Shaw(4, 8, clip=5, values=False)
-    assert found["rope+alibi"] == pe.chain(pe.RoPE(head_dim=8), pe.ALiBi(num_heads=4))
-    assert found["posenc_jax:ALiBi"] == pe.ALiBi(4)
-    assert found["learned"] == pe.LearnedAbsolute(max_length=16, model_dim=32)
+    assert list(schemes)[:3] == ["none", "shaw:values=false:clip=5", "learned"]
+    assert schemes["shaw:values=false:clip=5"] == pe.Shaw(4, 8, clip=5, values=False)
+    assert schemes["rope+alibi"] == pe.chain(pe.RoPE(head_dim=8), pe.ALiBi(num_heads=4))
+    assert schemes["posenc_jax:ALiBi"] == pe.ALiBi(4)
+    assert schemes["learned"] == pe.LearnedAbsolute(max_length=16, model_dim=32)
     for wrong, says in (
         ("rpoe", "unknown scheme 'rpoe'; did you mean 'rope'"),
         ("shaw:clp=5", "unknown option of Shaw; did you mean 'clip'"),

@@ -34,15 +34,15 @@ from experiments.tasks.lookup import Rows, held_out
 def parts(row):
     """Splits a row at its first separator; returns the question and the place of the answer."""
     assert row[0] == 1
-    at = row.index(2)
-    return row[1:at], at + 1
+    separator = row.index(2)
+    return row[1:separator], separator + 1
 
 
-def answers(row, wanted):
-    """The answers that fill a row after its separator."""
+def answers(row, tokens):
+    """Returns the answers that fill a row after its separator, by place."""
     _, first = parts(row)
-    assert len(row) == first + len(wanted)
-    return {first + i: token for i, token in enumerate(wanted)}
+    assert len(row) == first + len(tokens)
+    return {first + i: token for i, token in enumerate(tokens)}
 
 
 def copy(task, row):
@@ -67,9 +67,9 @@ def induction(task, row):
     x, first = parts(row)
     assert len(set(x)) == len(x)
     start = x.index(row[first])
-    wanted = answers(row, x[start : start + task.repeated])
-    del wanted[first]  # Given.
-    return wanted
+    by_place = answers(row, x[start : start + task.repeated])
+    del by_place[first]  # The first symbol is given.
+    return by_place
 
 
 def parity(task, row):
@@ -113,15 +113,15 @@ def addition(task, row):
 
 
 def flip_flop(task, row):
-    found, last = {}, None
+    by_place, last = {}, None
     for i in range(0, len(row) - 1, 2):
         kind, bit = row[i : i + 2]
         assert kind in (1, 2, 3) and bit in (4, 5) and (i or kind == 1)
         if kind == 3:
-            found[i + 1] = last
+            by_place[i + 1] = last
         if kind == 1:
             last = bit
-    return found
+    return by_place
 
 
 CASES = {
@@ -141,22 +141,22 @@ CASES = {
 
 
 def drawn(sample, *sizes):
-    """Returns what a task draws, as numpy arrays."""
+    """Returns the arrays that a task draws, as numpy arrays."""
     return [np.asarray(x) for x in jax.jit(lambda key: sample(key, *sizes))(jax.random.key(0))]
 
 
 def check(name, tokens, mask):
-    """Compares answers with those of the loop; returns the lengths of rows."""
+    """Compares the answers of a task with its loop; returns the lengths of rows."""
     task, loop = CASES[name]
     assert tokens.dtype == np.int32 and mask.dtype == np.float32
     assert 0 <= int(tokens.min()) and int(tokens.max()) < task.vocab_size
     sizes = []
     for row, counts in zip(tokens.tolist(), mask, strict=True):
         row = row[: row.index(0)] if isinstance(task, Rows) and 0 in row else row
-        wanted = loop(task, row)
+        expected = loop(task, row)
         if counts.any() or name in STREAMS:
-            assert set(np.flatnonzero(counts).tolist()) == set(wanted)
-        assert all(row[place] == token for place, token in wanted.items())
+            assert set(np.flatnonzero(counts).tolist()) == set(expected)
+        assert all(row[place] == token for place, token in expected.items())
         sizes.append(len(row))
     return np.asarray(sizes)
 
@@ -196,7 +196,7 @@ def test_held_out_rows_are_not_trained_on(name):
 
 
 def test_all_symbols_occur_at_every_length():
-    """With more symbols than a row has tokens, training rows hold those of longer rows too."""
+    """With more symbols than a row has tokens, training rows hold the symbols of longer rows."""
     task = Copy(kind="unique", symbols=64, train_length=17, test_lengths=(17, 64))
     tokens, _ = drawn(task.sample, 200, task.train_length)
     assert set(tokens[:, 1:5].ravel()) == {*range(3, 3 + task.symbols)}
@@ -237,9 +237,9 @@ def test_abacus_coordinates_count_digits_from_a_common_offset():
         positions, places = np.asarray(coordinates(jax.random.key(0), tokens))
         assert (positions == np.arange(33)).all()
         offsets = set()
-        for row, at in zip(np.asarray(tokens), places, strict=True):
+        for row, in_numbers in zip(np.asarray(tokens), places, strict=True):
             count = 0
-            for token, place in zip(row[:-1], at, strict=True):
+            for token, place in zip(row[:-1], in_numbers, strict=True):
                 count = count + 1 if token >= 4 else 0
                 if count:
                     offsets.add(int(place) - count)
@@ -253,11 +253,11 @@ def test_coordinates_are_ordered_and_reach_the_longest_length(kind):
     task = KBack(coordinates=kind, coordinate_range=200)
     task.check()
     tokens = np.zeros((500, 33), np.int32)
-    at = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=True))
-    assert at.shape == (500, 32) and (np.diff(at) > 0).all()
-    assert 0 <= at.min() < 5 and 195 < at.max() < 200
+    drawn = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=True))
+    assert drawn.shape == (500, 32) and (np.diff(drawn) > 0).all()
+    assert 0 <= drawn.min() < 5 and 195 < drawn.max() < 200
     if kind == "shifted":
-        assert (np.diff(at) == 1).all()
+        assert (np.diff(drawn) == 1).all()
         assert task.draw_coordinates(jax.random.key(0), tokens, training=False) is None
 
 
@@ -266,8 +266,8 @@ def test_floats_of_evaluation_are_spaced_by_the_length_of_each_row():
     tokens = np.zeros((3, 129), np.int32)
     for row, length in zip(tokens, (20, 65, 129), strict=True):
         row[:length] = 1
-    at = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=False))
-    for row, inputs in zip(at, (32, 64, 128), strict=True):  # At least the trained length.
+    coordinates = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=False))
+    for row, inputs in zip(coordinates, (32, 64, 128), strict=True):  # At least the trained length.
         np.testing.assert_allclose(row, (np.arange(128) + 0.5) * 256 / inputs, rtol=1e-6)
 
 
