@@ -123,7 +123,7 @@ def our_case(scheme: pe.Scheme, arguments: tuple, tokens: int) -> peers.Case:
 
     def step(cache, *arguments):
         out, after = attend(cache, *arguments)
-        # With the counters and the state of before, the next call writes the same slots again.
+        # With the old counters and state, the next call writes the same slots again.
         before = {"length": cache.length, "next_positions": cache.next_positions}
         return out, dataclasses.replace(after, state=cache.state, **before)
 
