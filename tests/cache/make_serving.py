@@ -238,11 +238,11 @@ def cell(name: str, policy: str) -> str:
     return f"{max(errors.values()):.0e}".replace("e-0", "e-")
 
 
-def main():
+def main(arguments: list[str] | None = None):
     """Writes rows of the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAMES", help="write these rows only")
-    only = parser.parse_args().only
+    only = parser.parse_args(arguments).only
     names = only.split(",") if only else list(pe.SCHEMES)
     unknown = [name for name in names if name not in pe.SCHEMES]
     if unknown:

@@ -1,17 +1,16 @@
 """`score_mod` against runs of PyTorch's FlexAttention, with gradients to what is captured."""
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import golden
 
 import posenc_jax as pe
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "score_mod.json").read_text())
+GOLDEN = golden("score_mod")
 Q, K, V = (np.asarray(GOLDEN[name], np.float32) for name in "qkv")
 B, T, N, H = Q.shape
 WEIGHTS = np.sin(1 + np.arange(B * N * T * H)).reshape(B, N, T, H).transpose(0, 2, 1, 3)

@@ -25,7 +25,7 @@ from experiments.model import (
 )
 from experiments.runs import Run
 from experiments.settings import Model, Train
-from experiments.tasks import Copy, KBack, Needle, Text
+from experiments.tasks import Copy, KBack, Text
 from experiments.tasks.base import Data, Evaluation
 from experiments.train import make_optimizer, train
 
@@ -368,19 +368,6 @@ def test_scores_by_place_equal_a_loop_over_tokens(task):
     for e in evaluations:
         assert e.places == [round(np.mean(x), 5) if x else None for x in right[e.length]]
         assert {x is None for x in e.places} == {True, False} or e.length == task.train_length
-
-
-def test_places_of_needles_are_their_depths():
-    task = Needle(
-        train_length=8, test_lengths=(8, 16), depths=(0.0, 1.0), symbols=2, shortest=2, model=SIZES
-    )
-    scheme = make("rope", task)
-    params = initialize(SIZES, scheme, task.vocab_size, seed_keys([0, 1], "parameters"))
-    evaluations = task.evaluate(scheme, params, [0, 1], Data())
-    score = {(e.mode, e.length): np.mean(e.values) for e in evaluations}
-    for e in evaluations:
-        depths = [score["depth_0", e.length], score["depth_100", e.length]]
-        assert e.places == (pytest.approx(depths, abs=1e-5) if e.mode == "plain" else None)
 
 
 @pytest.mark.parametrize(("value", "fitted"), [(0.95, True), (0.9, True), (0.89, False)])

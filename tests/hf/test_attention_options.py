@@ -3,7 +3,6 @@
 `attention_layers.npz` is written by `fuzz.py --golden`.
 """
 
-import json
 import pathlib
 import re
 
@@ -13,14 +12,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf.model_types_table import table
+from support import recorded
 
 import posenc_jax as pe
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.nnx import Attention
 
-with np.load(pathlib.Path(__file__).with_name("attention_layers.npz")) as file:
-    ARRAYS = dict(file)
-CONFIGS = json.loads(str(ARRAYS.pop("about")))["configs"]
+ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("attention_layers.npz"))
+CONFIGS = ABOUT["configs"]
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 

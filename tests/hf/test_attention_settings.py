@@ -1,19 +1,18 @@
 """Softcaps, sinks and norms of model types; `make_qk_norms.py` writes qk_norms.npz."""
 
-import json
 import math
 import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import recorded
 
 import posenc_jax as pe
 from posenc_jax.hf.model_types import MODEL_TYPES
 
-with np.load(pathlib.Path(__file__).with_name("qk_norms.npz")) as file:
-    ARRAYS = dict(file)
-NORMED = json.loads(str(ARRAYS.pop("about")))["model_types"]
+ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("qk_norms.npz"))
+NORMED = ABOUT["model_types"]
 
 
 @pytest.mark.parametrize("kind", NORMED)

@@ -4,7 +4,6 @@ The files are written by `make_golden.py`, from attention layers with random wei
 keys before and after rotation, the output, and the parameters of the position encoding.
 """
 
-import json
 import pathlib
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, embed
+from support import recorded
 
 import posenc_jax as pe
 
@@ -24,10 +24,8 @@ DENSE, ROTATED = 2e-6, 1e-6
 
 
 def read(name):
-    """What the file describes, its arrays, and the scheme of the layer."""
-    with np.load(FOLDER / f"{name}.npz") as file:
-        arrays = dict(file)
-    about = json.loads(str(arrays.pop("about")))
+    """Returns the description of a file, its arrays, and the scheme of the layer."""
+    about, arrays = recorded(FOLDER / f"{name}.npz")
     config = about["config"]
     decoder = config.get("is_decoder", False) if config.get("is_encoder_decoder") else None
     if config["model_type"] == "deberta-v2":

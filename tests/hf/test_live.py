@@ -42,10 +42,11 @@ def read(config):
 
 def test_model_types_that_rotate_a_part_of_a_head(maker):
     from hf.test_raw_configs import PARTIAL
+    from transformers import CONFIG_MAPPING
 
     found = []
     for kind in MODEL_TYPES:
-        module = maker.transformers.CONFIG_MAPPING[kind].__module__
+        module = CONFIG_MAPPING[kind].__module__
         path = importlib.util.find_spec(module.replace("configuration_", "modeling_")).origin
         with open(path, encoding="utf-8") as file:
             if "partial_rotary_factor" in file.read():
@@ -116,7 +117,9 @@ qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3 starcoder2
 @pytest.mark.parametrize("kind", WINDOWED.split())
 def test_windows_are_the_masks_of_a_whole_model(maker, kind):
     """Runs a small model, and compares the mask that each of its layers is given."""
-    torch, transformers = maker.torch, maker.transformers
+    import torch
+    import transformers
+
     cls = transformers.CONFIG_MAPPING[kind]
     fields = {field.name for field in dataclasses.fields(cls)} | {*cls.attribute_map}
     settings = {n: x for n, x in SMALL.items() if n in fields}

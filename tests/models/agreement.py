@@ -4,7 +4,6 @@
 files that it reads.
 """
 
-import json
 import pathlib
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from flax import nnx
 from examples import deberta, decoder, deepseek, families, qwen2_vl, swin, t5
 from tests.models.inputs import images, pictures
 from tests.models.weights import random_state
+from tests.support import recorded
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 NAMES = """
@@ -23,10 +23,8 @@ deepseek_v3 deepseek_v3_q qwen2_vl t5 t5_gated deberta_v2 swin
 
 
 def read(name):
-    """The description of a file, its arrays, and the weights of the model."""
-    with np.load(FOLDER / f"{name}.npz") as file:
-        arrays = dict(file)
-    about = json.loads(str(arrays.pop("about")))
+    """Returns the description of a file, its arrays, and the weights of the model."""
+    about, arrays = recorded(FOLDER / f"{name}.npz")
     return about, arrays, random_state(about["shapes"], about["seed"])
 
 

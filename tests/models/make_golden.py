@@ -4,7 +4,6 @@ Each model of transformers has random weights and runs in float64: the logits of
 batch, 64 greedy steps by `generate`, and the logits of every eighth of them.
 """
 
-import json
 import pathlib
 import sys
 
@@ -14,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import torch
 import transformers
-from hf.make_record import in_double
+from hf.make_record import about, in_double
 from models.inputs import IMAGE, VOCABULARY, images, pictures, prompts
 from models.weights import random_state
 
@@ -240,14 +239,8 @@ def make(name):
         places = [*range(prompt), *range(prompt + EVERY - 1, logits.shape[1], EVERY)]
         arrays |= {"new": new.astype(np.uint8), "at": np.array(places, np.int32)}
         logits = logits[:, places]
-    about = {
-        "origin": f"transformers {transformers.__version__}, {type(config).__module__}",
-        "torch": torch.__version__,
-        "config": json.loads(config.to_json_string(use_diff=False)),
-        "shapes": shapes,
-        "seed": seed,
-    }
-    return {"about": np.array(json.dumps(about)), "logits": logits.astype(np.float32)} | arrays
+    described = about(config, shapes=shapes, seed=seed)
+    return {"about": described, "logits": logits.astype(np.float32)} | arrays
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
 """Learnable Fourier features against the module of the reference code."""
 
-import json
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import embed
-from support import initial
+from support import golden, initial
 
 import posenc_jax as pe
 
 OPTIONS = {pe.LearnableFourier: {"axes": 3, "num_features": 6, "width": 5, "gamma": initial(1.0)}}
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "fourier.json").read_text())
+GOLDEN = golden("fourier")
 
 
 def waves(*shape):

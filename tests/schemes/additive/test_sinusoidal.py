@@ -1,21 +1,19 @@
 """Sinusoidal positions against the paper, tensor2tensor's code, and their own properties."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import golden
 
 import posenc_jax as pe
 from posenc_jax import sinusoidal_encoding as encode
 
 OPTIONS = {pe.Sinusoidal: {"theta": 100.0, "layout": "concat"}}
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "sinusoidal.json").read_text())
+GOLDEN = golden("sinusoidal")
 AT = np.array([0, 1, 2, 62, 257, 10**6, -3])
 
 

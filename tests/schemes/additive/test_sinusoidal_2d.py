@@ -1,20 +1,17 @@
 """Sinusoidal encodings of image patches against MAE's function and DETR's class."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import embed
+from support import golden
 
 import posenc_jax as pe
 
 OPTIONS = {pe.Sinusoidal2D: {"theta": 100.0, "layout": "interleaved", "axes": (0, 1)}}
 
-PATH = pathlib.Path(__file__).parents[2] / "golden" / "sinusoidal_2d.json"
-GOLDEN = json.loads(PATH.read_text())
+GOLDEN = golden("sinusoidal_2d")
 
 
 def code(scheme, at):

@@ -1,8 +1,5 @@
 """ALiBi against its authors' slopes and the paper's formula."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import attend, qkv, softmax_attention
+from support import golden
 
 import posenc_jax as pe
 
@@ -17,7 +15,7 @@ OPTIONS = {
     pe.ALiBi: {"symmetry": "learned", "num_biased_heads": 3, "past_offset": 0.5, "scaled": True}
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "alibi.json").read_text())
+GOLDEN = golden("alibi")
 SLOPES = {int(n): s for n, s in GOLDEN["slopes"].items()}  # Printed by the authors' get_slopes.
 ARRAYS = qkv()
 

@@ -1,21 +1,18 @@
 """BAM against runs of the authors' two priors, and against ALiBi."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import Option, initial
+from support import Option, golden, initial
 
 import posenc_jax as pe
 
 OPTIONS = {
     pe.BAM: {"learn_location": Option(True), "scale_inside": True, "initial_shape": initial(0.5)}
 }
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "bam.json").read_text())
+GOLDEN = golden("bam")
 BOTH = pytest.mark.parametrize("name", ["bam", "bam_inference"])
 
 

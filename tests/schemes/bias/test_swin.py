@@ -1,20 +1,17 @@
 """Swin against the class of its authors."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend
-from support import initial
+from support import golden, initial
 
 import posenc_jax as pe
 
 OPTIONS = {pe.Swin: {"window": (5, 6), "stddev": initial(0.1)}}
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "swin.json").read_text())
+GOLDEN = golden("swin")
 
 
 def on_grid(rows, columns):

@@ -1,13 +1,11 @@
 """Swin V2 against the class of its authors."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend
+from support import golden
 
 import posenc_jax as pe
 from posenc_jax.schemes.bias.swin_v2 import log_offsets
@@ -16,7 +14,7 @@ OPTIONS = {
     pe.SwinV2: {"window": (5, 6), "pretrained_window": (5, 5), "width": 5},
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "swin_v2.json").read_text())
+GOLDEN = golden("swin_v2")
 CASES = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: str(c["pretrained"]))
 TAU = np.array([0.5, 1, 2, 3, 4, 5], np.float32)
 

@@ -1,14 +1,11 @@
 """T5's buckets against the authors' code, its attention against the paper's formula."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import initial
+from support import golden, initial
 
 import posenc_jax as pe
 from posenc_jax.schemes.bias.t5 import t5_boundaries
@@ -17,7 +14,7 @@ OPTIONS = {
     pe.T5: {"num_buckets": 8, "max_distance": 32, "bidirectional": True, "stddev": initial(0.1)}
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "t5.json").read_text())
+GOLDEN = golden("t5")
 ARRAYS = qkv()
 
 

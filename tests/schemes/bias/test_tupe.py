@@ -1,15 +1,13 @@
 """TUPE against the encoder of its authors."""
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import Option, initial
+from support import Option, golden, initial
 
 import posenc_jax as pe
 
@@ -22,7 +20,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "tupe.json").read_text())
+GOLDEN = golden("tupe")
 ARRAYS = qkv()
 
 

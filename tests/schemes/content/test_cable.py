@@ -1,17 +1,14 @@
 """CABLE against a run of the authors' attention layer, and against FoX."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import close
+from support import close, golden
 
 import posenc_jax as pe
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "cable.json").read_text())
+GOLDEN = golden("cable")
 ARRAYS = {
     name: np.asarray(values, np.float32) for name, values in GOLDEN.items() if name != "origin"
 }

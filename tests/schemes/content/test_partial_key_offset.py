@@ -1,8 +1,6 @@
 """Partial Key Offset against modded-nanogpt's attention, and where it differs on purpose."""
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +8,14 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
-from support import close
+from support import close, golden
 
 import posenc_jax as pe
 from posenc_jax.modules.attention_fn import attention_fn
 
 OPTIONS = {pe.PartialKeyOffset: {"start": 3}}
 
-GOLDEN = json.loads(
-    (pathlib.Path(__file__).parents[2] / "golden" / "partial_key_offset.json").read_text()
-)
+GOLDEN = golden("partial_key_offset")
 H = 8
 # Their frequencies reach 1 / 1024, so the base of RoPE's is another.
 ROPE = pe.RoPE(H, theta=1024.0**2, layout="interleaved_negative", rotary_dim=H // 2)

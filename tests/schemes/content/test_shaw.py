@@ -1,14 +1,12 @@
 """Shaw et al. against tensor2tensor's code and the paper's equations."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
+from support import golden
 
 import posenc_jax as pe
 
@@ -16,7 +14,7 @@ OPTIONS = {
     pe.Shaw: {"clip": 3, "keys": False, "values": False, "per_head": True, "zero_beyond": True}
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "shaw.json").read_text())
+GOLDEN = golden("shaw")
 
 
 def paper(q, k, v, params, clip, **options):

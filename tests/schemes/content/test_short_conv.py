@@ -1,8 +1,6 @@
 """Short convolutions against the layer of the authors of Canon, and against loops."""
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +9,14 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import qkv, softmax_attention
-from support import build, close
+from support import build, close, golden
 
 import posenc_jax as pe
 from posenc_jax.modules.attention_fn import attention_fn
 
 OPTIONS = {pe.ShortConv: {"on": "kv", "width": 3, "residual": False, "silu": True}}
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "short_conv.json").read_text())
+GOLDEN = golden("short_conv")
 LAYERS = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(case["width"]))
 
 

@@ -1,8 +1,5 @@
 """RoPE against the code of GPT-NeoX and GPT-J, the paper's matrix, and its own properties."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import apply_rope, attend, key, qkv, query, softmax_attention
+from support import golden
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.rotate import apply_rotation
@@ -24,7 +22,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "rope.json").read_text())
+GOLDEN = golden("rope")
 LAYOUTS = pytest.mark.parametrize("layout", ["half", "interleaved"])
 
 

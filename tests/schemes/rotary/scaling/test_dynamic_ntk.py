@@ -1,13 +1,10 @@
 """Dynamic NTK against transformers, at the lengths where its numbers were printed."""
 
-import json
-import pathlib
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import key
-from support import Option
+from support import Option, golden
 
 import posenc_jax as pe
 
@@ -20,7 +17,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+GOLDEN = golden("frequency_maps")
 BASE = {"factor": 2.0, "original_max_position": 2048, "length": 4096}
 
 

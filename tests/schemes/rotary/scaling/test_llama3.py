@@ -1,12 +1,10 @@
 """Llama 3.1's scaling against transformers and the three cases of Meta's code."""
 
-import json
 import math
-import pathlib
 
 import numpy as np
 import pytest
-from support import Option
+from support import Option, golden
 
 import posenc_jax as pe
 
@@ -19,7 +17,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+GOLDEN = golden("frequency_maps")
 
 
 def cases(w, factor=8.0, length=8192, low=1.0, high=4.0):

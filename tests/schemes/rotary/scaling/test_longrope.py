@@ -1,12 +1,10 @@
 """LongRoPE against transformers and the magnitudes of its authors' code."""
 
-import json
 import math
-import pathlib
 
 import numpy as np
 import pytest
-from support import Option
+from support import Option, golden
 
 import posenc_jax as pe
 
@@ -28,7 +26,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+GOLDEN = golden("frequency_maps")
 BASE = {
     "short_factor": (1.0,) * 8,
     "long_factor": (1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0),

@@ -1,18 +1,16 @@
 """Proportional RoPE against transformers, and that pairs of frequency zero do not rotate."""
 
-import json
-import pathlib
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import apply_rope
+from support import golden
 
 import posenc_jax as pe
 
 OPTIONS = {pe.Proportional: {"fraction": 0.5}}
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+GOLDEN = golden("frequency_maps")
 
 
 def test_matches_transformers():

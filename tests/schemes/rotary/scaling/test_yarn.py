@@ -1,14 +1,12 @@
 """YaRN against transformers, the equation of the paper, and DeepSeek's factors."""
 
-import json
 import math
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, query, softmax_attention
-from support import Option
+from support import Option, golden
 
 import posenc_jax as pe
 
@@ -27,7 +25,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+GOLDEN = golden("frequency_maps")
 BASE = {"factor": 4.0, "original_max_position": 2048}
 SHIPPED = {
     "yarn": BASE,
