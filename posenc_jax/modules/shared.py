@@ -94,7 +94,7 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
     """
     if isinstance(position, EncodingLayer):
         raise TypeError(
-            f"{caller}: position must be a Scheme or a LayerSpec, got {position!r}; give an "
+            f"{caller}: position must be a Scheme or a LayerSpec, got a PositionEncoding; give an "
             "encoding that layers share as shared_encoding."
         )
     shared = None
