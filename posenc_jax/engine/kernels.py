@@ -14,9 +14,15 @@ from jax.sharding import AxisType, PartitionSpec
 from posenc_jax.checks import require
 from posenc_jax.engine.elements import element_of
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import Grads, Operands, Spec, prepare
-from posenc_jax.engine.problem import Implementation, Problem, vary_over, zero_where
+from posenc_jax.engine.problem import (
+    Implementation,
+    Problem,
+    lse_and_delta,
+    vary_over,
+    with_sinks,
+    zero_where,
+)
 from posenc_jax.engine.terms import Dot
 from posenc_jax.ops.partition import combine, partition
 
@@ -105,8 +111,7 @@ class Kernels(Implementation):
             return self.on_mesh(problem, mesh, PartitionSpec())
         if _open_axes(mesh) or self.batch_axes or self.head_axes:
             return self._sharded(problem, mesh, self.batch_axes or None, self.head_axes or None)
-        varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
-        return self.on_device(vary_over(frozenset().union(*varying), problem))
+        return self.on_device(vary_over(problem))
 
 
 def _mesh_of(problem: Problem) -> Any:
@@ -192,16 +197,6 @@ def _with_own_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
     return p.with_keys(
         keys | {name: jax.tree.map(own, keys[name], of[name]) for name in ("k", "v", "features")}
     )
-
-
-def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns output and log-sum-exp with the share that sinks take."""
-    if p.sinks is None:
-        return out.astype(p.q.dtype), lse
-    sinks = p.sinks.astype(jnp.float32)[None, None]
-    total = jnp.logaddexp(lse, sinks)
-    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
-    return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), total
 
 
 def without_hidden(p: Problem) -> Problem:
@@ -303,7 +298,7 @@ def compute(
     elements = tuple(_elements(p, lowered))
     spec, operands = prepare(p, lowered, elements, spec_of, mask_by_distance)
     out, lse = _attend(kernels, spec, *partition(operands))
-    out, lse = out[:, : p.length], lse[:, : p.length]
+    out, lse = out[:, : p.length], jnp.swapaxes(lse, 1, 2)[:, : p.length]
     if lowered.lse_shift is not None:
         lse += lowered.lse_shift
     return with_sinks(p, out, lse)
@@ -313,25 +308,22 @@ def compute(
 def _attend(
     kernels: tuple[Forward, Backward], spec: Spec, diff: Operands, nondiff: Operands
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, T, N]."""
+    """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     return _attend_forward(kernels, spec, diff, nondiff)[0]
 
 
 def _attend_forward(kernels, spec, diff, nondiff):
     out, lse = _first_order(kernels[0])(spec, combine(diff, nondiff))
-    return (out, jnp.swapaxes(lse, 1, 2)), (diff, nondiff, out, lse)
+    return (out, lse), (diff, nondiff, out, lse)
 
 
 def _attend_backward(kernels, spec, saved, cotangents):
     diff, nondiff, out, lse = saved
     d_out, d_lse = cotangents
     x = combine(diff, nondiff)
-    delta = jnp.einsum("btnv,btnv->btn", *(y.astype(jnp.float32) for y in (d_out, out))) - d_lse
-    # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
-    lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
+    lse, delta = lse_and_delta(out, lse, d_out, d_lse)
     if x.dropped is not None:
         lse, delta = lse + math.log1p(-spec.dropout_rate), delta * (1.0 - spec.dropout_rate)
-    delta = jnp.swapaxes(delta, 1, 2)
     grads = _first_order(kernels[1])(spec, x, d_out.astype(x.v.dtype), lse, delta)
     return dataclasses.replace(diff, **grads._asdict()), None
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.mask import visible
+from posenc_jax.engine.mask import MASK_VALUE, visible
 from posenc_jax.engine.rules import STATIC, Rule, Sizes
 
 _SIDES = {
@@ -250,17 +250,56 @@ def zero_where(hidden: jax.Array, tree: Any) -> Any:
     return jax.tree.map(clean, tree)
 
 
-def vary_over(axes: frozenset[str], tree: Any) -> Any:
-    """Inside `shard_map`, makes every array vary over the mesh axes of that shard_map.
+def vary_over(tree: Any, axes: frozenset[str] | None = None) -> Any:
+    """Makes every array vary over some mesh axes of `shard_map`; gradients are then summed.
 
-    Gradients of arrays that devices share are then summed.
+    Args:
+      tree: pytree of arrays.
+      axes: the mesh axes. Default: the axes that any of the arrays varies over; there are none
+        outside of `shard_map`.
     """
+    if axes is None:
+        axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
     def vary(x):
         missing = tuple(axes - jax.typeof(x).mat.varying)
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree) if axes else tree
+
+
+def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns output and log-sum-exp after the sinks of a problem took their share.
+
+    Args:
+      p: the problem.
+      out: the output without sinks, [B, T, N, V].
+      lse: its log-sum-exp, float32 [B, T, N].
+    """
+    if p.sinks is None:
+        return out.astype(p.q.dtype), lse
+    sinks = p.sinks[None, None]
+    total = jnp.logaddexp(lse, sinks)
+    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
+    return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), total
+
+
+def lse_and_delta(
+    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the numbers per query that tiles of the backward pass read, float32 [B, N, T].
+
+    The weights of a tile are p = exp(logits - lse), and the cotangent of its logits is
+    p * (dp - delta), with dp that of p. A query that sees no key has lse = -MASK_VALUE, so that
+    its weights are 0.
+
+    Args:
+      out, d_out: output and its cotangent, [B, T, N, V].
+      lse, d_lse: log-sum-exp and its cotangent, float32 [B, N, T].
+    """
+    products = (x.astype(jnp.float32) for x in (d_out, out))
+    delta = jnp.einsum("btnv,btnv->bnt", *products) - d_lse
+    return jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse), delta
 
 
 def repeat_heads(x: jax.Array, num_heads: int, axis: int = 2) -> jax.Array:
