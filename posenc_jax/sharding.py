@@ -29,8 +29,10 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.checks import divides, one_of, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
+from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.problem import Implementation, Problem, vary_over, with_sinks
 from posenc_jax.engine.rules import as_tuple
+from posenc_jax.engine.xla import FORWARD_MODE
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.ops.partition import combine, partition
 
@@ -202,6 +204,7 @@ def _over_shards(
         out, lse = run(problem.with_keys(keys), implementation)
     else:
         diff, nondiff = partition(vary_over(problem, frozenset((axis_name,))))
+        diff = limit_derivatives(diff, forward=FORWARD_MODE)
         out, lse = _ring(axis_name, implementation, diff, nondiff)
     return with_sinks(whole, out, lse)
 

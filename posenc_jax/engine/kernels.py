@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from posenc_jax.checks import require
+from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.elements import element_of
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.operands import Grads, Operands, Spec, prepare
@@ -260,20 +261,10 @@ def padded(count: int, *blocks: int) -> int:
     return -(-count // step) * step
 
 
-@functools.cache
-def _first_order(kernel: Callable) -> Callable:
-    """Returns a kernel whose derivative raises: JAX's own error about it has no message."""
-    wrapped = jax.custom_jvp(kernel, nondiff_argnums=(0,))
-
-    @wrapped.defjvp
-    def _(spec, primals, tangents):
-        raise NotImplementedError(
-            'attention: implementation="pallas" has first derivatives in reverse mode only; for '
-            'others use implementation="xla" or "reference".'
-        )
-
-    return wrapped
-
+_FIRST_ORDER = (
+    'attention: implementation="pallas" has first derivatives in reverse mode only; for others use '
+    'implementation="xla" or "reference".'
+)
 
 Forward = Callable[[Any, Operands], tuple[jax.Array, jax.Array]]
 Backward = Callable[[Any, Operands, jax.Array, jax.Array, jax.Array], Grads]
@@ -297,7 +288,8 @@ def compute(
     lowered = _lowered(p)
     elements = tuple(_elements(p, lowered))
     spec, operands = prepare(p, lowered, elements, spec_of, mask_by_distance)
-    out, lse = _attend(kernels, spec, *partition(operands))
+    diff, nondiff = partition(operands)
+    out, lse = _attend(kernels, spec, limit_derivatives(diff, forward=_FIRST_ORDER), nondiff)
     out, lse = out[:, : p.length], jnp.swapaxes(lse, 1, 2)[:, : p.length]
     if lowered.lse_shift is not None:
         lse += lowered.lse_shift
@@ -313,18 +305,20 @@ def _attend(
 
 
 def _attend_forward(kernels, spec, diff, nondiff):
-    out, lse = _first_order(kernels[0])(spec, combine(diff, nondiff))
+    operands = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
+    out, lse = kernels[0](spec, operands)
     return (out, lse), (diff, nondiff, out, lse)
 
 
 def _attend_backward(kernels, spec, saved, cotangents):
     diff, nondiff, out, lse = saved
     d_out, d_lse = cotangents
-    x = combine(diff, nondiff)
+    x = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
     lse, delta = lse_and_delta(out, lse, d_out, d_lse)
     if x.dropped is not None:
         lse, delta = lse + math.log1p(-spec.dropout_rate), delta * (1.0 - spec.dropout_rate)
-    grads = _first_order(kernels[1])(spec, x, d_out.astype(x.v.dtype), lse, delta)
+    of_queries = d_out.astype(x.v.dtype), lse, delta
+    grads = kernels[1](spec, x, *limit_derivatives(of_queries, both=_FIRST_ORDER))
     return dataclasses.replace(diff, **grads._asdict()), None
 
 

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from posenc_jax.engine.blocks import (
     Blocks,
@@ -39,6 +37,7 @@ from posenc_jax.engine.blocks import (
     zeros,
 )
 from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.mask import MASK_VALUE, visible
 from posenc_jax.engine.problem import (
@@ -59,6 +58,15 @@ from posenc_jax.engine.terms import (
     toeplitz_tile_vjp,
 )
 from posenc_jax.ops.partition import combine, partition
+
+FORWARD_MODE = (
+    "attention: tiles have reverse mode, and forward mode over it; for forward mode alone use "
+    'implementation="reference".'
+)
+_REVERSE_OVER_REVERSE = (
+    "attention: tiles have reverse mode, and forward mode over it; for reverse mode over "
+    'reverse mode use implementation="reference", or jax.jvp of jax.grad.'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +94,8 @@ class XLA(Implementation):
         heads = p.q.shape[0] * p.num_heads
         plan = make_plan(p.length, p.keys, heads, self.forward, self.backward)
         lowered = lower(p, plan.max_table, self.pairs_at_once)
-        out, lse = _attend(*partition(_prepare(p, lowered, plan)))
+        diff, nondiff = partition(_prepare(p, lowered, plan))
+        out, lse = _attend(limit_derivatives(diff, forward=FORWARD_MODE), nondiff)
         out, lse = out[:, : p.length], jnp.moveaxis(lse, 1, 2)[:, : p.length]
         if lowered.lse_shift is not None:
             lse += lowered.lse_shift
@@ -230,29 +239,11 @@ def _attend_forward(diff, nondiff):
 
 
 def _attend_backward(saved, cotangents):
-    grads = _backward(*saved, *cotangents)
-    return jax.tree.map(_irreversible.bind, grads), None
+    # The loops of the backward pass cannot be transposed.
+    return limit_derivatives(_backward(*saved, *cotangents), reverse=_REVERSE_OVER_REVERSE), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _refuse(cotangent, x):
-    raise NotImplementedError(
-        "attention: tiles have reverse mode, and forward mode over it; for reverse mode over "
-        'reverse mode use implementation="reference", or jax.jvp of jax.grad.'
-    )
-
-
-# The identity; it raises under reverse mode, since the loops of the backward pass cannot be
-# transposed and JAX's message about that names neither attention nor a way out. Forward mode,
-# vmap and shard_map pass.
-_irreversible = Primitive("irreversible")
-_irreversible.def_impl(lambda x: x)
-_irreversible.def_abstract_eval(lambda aval: aval)
-mlir.register_lowering(_irreversible, lambda context, x: [x])
-batching.defvectorized(_irreversible)
-ad.deflinear2(_irreversible, _refuse)
 
 
 class Softmax(NamedTuple):
