@@ -12,10 +12,11 @@ from jax.core import Tracer
 
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.pallas import Pallas
-from posenc_jax.engine.problem import Implementation, Problem, make_dropout_seeds
+from posenc_jax.engine.problem import Implementation, Problem
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.xla import XLA

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Blocks, TokenArrays, Visibility, pad_axis, padded_tokens
+from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.elements import Element, number_of_keys
 from posenc_jax.engine.lower import Lowered, masked_by_order
-from posenc_jax.engine.problem import Problem, dropout_rows, repeat_heads
+from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.engine.terms import STATIC, Dot
 
 LOG2E = 1.4426950408889634

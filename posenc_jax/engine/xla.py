@@ -38,12 +38,12 @@ from posenc_jax.engine.blocks import (
 )
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.derivatives import limit_derivatives
+from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.mask import MASK_VALUE, visible
 from posenc_jax.engine.problem import (
     Implementation,
     Problem,
-    keep_mask,
     lse_and_delta,
     vary_over,
     with_sinks,
@@ -54,9 +54,8 @@ from posenc_jax.engine.terms import (
     Term,
     Tokens,
     ValueTable,
-    toeplitz_tile,
-    toeplitz_tile_vjp,
 )
+from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 from posenc_jax.ops.partition import combine, partition
 
 FORWARD_MODE = (

@@ -12,7 +12,7 @@ from engine.rules import KINDS
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks, Visibility, make_plan
-from posenc_jax.engine.terms import _row_by_row_sums, _skewed_sums, toeplitz_tile_vjp
+from posenc_jax.engine.toeplitz import _row_by_row_sums, _skewed_sums, toeplitz_tile_vjp
 
 
 def _tokens(length, *, batch=1, heads=2, dim=8, seed=0):
