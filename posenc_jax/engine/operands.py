@@ -13,7 +13,7 @@ from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.elements import Element, number_of_keys
 from posenc_jax.engine.lower import Lowered, masked_by_order
 from posenc_jax.engine.problem import Problem, repeat_heads
-from posenc_jax.engine.terms import STATIC, Dot
+from posenc_jax.engine.terms import STATIC, DotTerm
 
 LOG2E = 1.4426950408889634
 _ROWS = 16  # F is padded to a multiple: rows of a register of bfloat16.
@@ -181,7 +181,7 @@ def prepare(
         visibility=lowered.visibility,
         by_slot=by_slot,
         rules_in_bias=lowered.bias is not None,
-        products=any(isinstance(term, Dot) for term in lowered.terms),
+        products=any(isinstance(x.term, DotTerm) for x in lowered.terms),
         prefix=p.prefix_length is not None,
         scale=p.scale,
         softcap=p.softcap,
@@ -213,11 +213,11 @@ def prepare(
         of_slots = {"slots": pad_axis(p.k_slots, 1, keys)[:, None]}
         dropped = pad_axis(dropout_rows(p.dropout_seeds, p.q_slots), 2, length)[:, :, None]
     products = []
-    for n, term in enumerate(lowered.terms):
-        if isinstance(term, Dot):
-            own, to = (lowered.k_features, keys) if term.of_keys else (lowered.q_features, length)
-            product, numbers = _product_of(term, lowered.strips[n], own[n], first, p.length)
-            padded = pad_axis(product.features, 3, to)
+    for term, q_features, k_features, strip in lowered.terms:
+        if isinstance(term, DotTerm):
+            features, count = (k_features, keys) if term.of_keys else (q_features, length)
+            product, numbers = _product_of(term, strip, features, first, p.length)
+            padded = pad_axis(product.features, 3, count)
             products.append(dataclasses.replace(product, features=padded))
             if numbers is not None:
                 elements = (*elements, number_of_keys(numbers))
@@ -245,7 +245,7 @@ def prepare(
 
 
 def _product_of(
-    term: Dot, strip: Any, features: jax.Array, first: int, stop: int
+    term: DotTerm, strip: Any, features: jax.Array, first: int, stop: int
 ) -> tuple[Product, jax.Array | None]:
     """Returns a term in this form, and what it adds per key at every distance, or None.
 
