@@ -204,7 +204,7 @@ def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, j
 
 
 def find(implementation: str | Implementation) -> Implementation:
-    """Returns the implementation of a word, or the value given.
+    """Returns the implementation of that name; an `Implementation` is returned unchanged.
 
     Raises:
       ValueError: for an unknown word.

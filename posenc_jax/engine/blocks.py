@@ -132,7 +132,7 @@ def add_block(tree: Any, block: Any, axis: int, index: jax.Array | int, size: in
 
 
 def join_blocks(x: jax.Array, axis: int) -> jax.Array:
-    """[n, ..., size, ...] to [..., n * size, ...], the size on `axis` of the result."""
+    """Joins blocks: [n, ..., size, ...] to [..., n * size, ...], with tokens on `axis`."""
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
@@ -151,7 +151,7 @@ def for_each_block(
     """Runs `carry = body(i, carry)` for every i with `chosen[i]`, a bool [n].
 
     With a row, `chosen` is a NumPy array [rows, n]: the blocks of each row are then listed while
-    tracing, and a program without any has no loop.
+    tracing, and a program without blocks has no loop.
     """
     if row is not None:
         counts = np.sum(chosen, 1, dtype=np.int32)
@@ -242,7 +242,7 @@ class Visibility:
       mask_in_bias: causality and window are mask values in the bias by distance: they make
         tiles empty, but tiles need no mask for them.
       bias_everywhere: interior tiles add the bias by distance too.
-      segments, prefix, mask: whether there are any.
+      segments, prefix, mask: whether the problem has segments, prefix lengths, a mask.
       has_terms: whether rules add anything.
       horizon: tiles with all distances of coordinates at or beyond it are interior; None:
         none is.
@@ -296,7 +296,7 @@ class Visibility:
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns `classify` of all tiles, NumPy bool [blocks of queries, blocks of keys] twice.
 
-        None where positions or segments decide, and for more than 2^14 tiles.
+        None if they depend on positions or segments, and for more than 2^14 tiles.
         """
         shape = length // blocks.q, keys // blocks.k
         if not self.by_slot or self.segments or self.prefix or math.prod(shape) > 2**14:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.blocks import pad_axis
+from posenc_jax.engine.blocks import join_blocks, pad_axis
 from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.problem import Implementation, Problem, zero_where
 
@@ -131,7 +131,7 @@ def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array,
         return one_block(bare, row_features, queries)
 
     parts = jax.lax.map(block_of, jax.tree.map(blocked, queries))
-    return jax.tree.map(lambda x: _joined(x, length), parts)
+    return jax.tree.map(lambda x: join_blocks(x, 1)[:, :length], parts)
 
 
 def _products(p: Problem) -> jax.Array:
@@ -233,9 +233,3 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
         values = jax.vmap(rule.added_values)(weights, *coordinates)
         out = out if values is None else out + values
     return out.astype(p.q.dtype), jnp.moveaxis(lse, 1, 2)
-
-
-def _joined(x: jax.Array, length: int) -> jax.Array:
-    """[count, B, size, ...] to [B, length, ...]."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

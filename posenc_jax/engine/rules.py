@@ -92,11 +92,11 @@ class Rule(abc.ABC):
         """
 
     def with_features(self, q_features: Any, k_features: Any) -> Self:
-        """Returns the rule with other features, where it has any."""
+        """Returns the rule with other features; a rule without features returns itself."""
         return self
 
     def with_pairs(self, pairs: Any) -> Self:
-        """Returns the rule with another array of pairs, where it has one."""
+        """Returns the rule with another array of pairs; a rule without one returns itself."""
         return self
 
     def check(self, sizes: Sizes) -> None:
@@ -233,7 +233,7 @@ class _OnCoordinates:
 
 @dataclasses.dataclass(frozen=True)
 class _Then:
-    """One function of coordinates after another."""
+    """The composition of two functions of coordinates."""
 
     first: Callable
     second: Callable
@@ -433,7 +433,7 @@ class _VectorOfPair:
 def _between(
     bounds: tuple[int | None, int | None], evaluate: Callable, first: int, stop: int
 ) -> jax.Array:
-    """Returns `at(distances)`, [N, R, ...], for the distances from `first` to before `stop`.
+    """Returns `evaluate(distances)`, [N, R, ...], for the distances from `first` to before `stop`.
 
     A rule is evaluated between its bounds only, and repeated beyond: the gradient of a table is
     a scatter, which takes a TPU microseconds per distance.
@@ -579,7 +579,7 @@ class DotBias(_FeatureRule):
         return Lowering(term, strip=vectors if distances is None else None, dropped=dropped)
 
     def _reads_one_axis(self, context: LoweringContext) -> bool:
-        """Whether the transform makes one integer of coordinates of several axes."""
+        """Whether the transform maps coordinates of several axes to one integer."""
         if self.transform is None:
             return False
         out = jax.eval_shape(self.transform, jax.ShapeDtypeStruct((context.axes,), jnp.int32))

@@ -374,7 +374,7 @@ class ValueTable:
 
     @property
     def horizon(self) -> int | None:
-        """The distance from which on nothing is added; None: there is none."""
+        """The distance from which on nothing is added, or None."""
         return None if self.distances is None else self.distances.high
 
     def spread(
@@ -427,7 +427,7 @@ def table_tile(
 
 
 def _products(tokens: jax.Array, vectors: jax.Array, *, transposed: bool) -> jax.Array:
-    """[Q, F] and [R, F]: float32 [Q, R], or [R, Q] transposed."""
+    """Returns the dot products of [Q, F] and [R, F], float32 [Q, R], or [R, Q] transposed."""
     tokens = tokens.astype(jnp.float32)
     form, pair = (
         ("rf,qf->rq", (vectors, tokens)) if transposed else ("qf,rf->qr", (tokens, vectors))

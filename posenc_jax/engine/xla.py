@@ -45,6 +45,7 @@ from posenc_jax.engine.problem import (
     Implementation,
     Problem,
     lse_and_delta,
+    repeat_heads,
     vary_over,
     with_sinks,
 )
@@ -298,7 +299,7 @@ def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, *, interior: bool) ->
 
 
 class QueryGrads(NamedTuple):
-    """Cotangents that all blocks of keys add to: of queries, and of arrays without tokens."""
+    """Sums over all blocks of keys: cotangents of queries and of arrays without tokens."""
 
     q: jax.Array
     tokens: TokenArrays
@@ -353,7 +354,7 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
     k_t = jnp.swapaxes(x.k, 2, 3)
 
     def key_block(grads, j):
-        k_t_block = repeat_groups(take_block(k_t, 3, j, tiles.blocks.k), x.heads)
+        k_t_block = repeat_heads(take_block(k_t, 3, j, tiles.blocks.k), x.heads, axis=1)
         block = KeyBlock(tiles, queries, j, k_t_block)
         tokens = take_block(diff.keys, 2, j, tiles.blocks.k)
 
@@ -482,10 +483,10 @@ class Tiles:
     def key_values(self, j) -> tuple[jax.Array, jax.Array]:
         """Returns k and v of a block, [B, N, K, ...]."""
         k, v = (take_block(y, 2, j, self.blocks.k) for y in (self.operands.k, self.operands.v))
-        return repeat_groups(k, self.operands.heads), repeat_groups(v, self.operands.heads)
+        return self._per_query_head(k), self._per_query_head(v)
 
     def tokens(self, i, j, interior: bool) -> tuple[TokenArrays, TokenArrays, Any, Any]:
-        """Returns the queries and keys of a tile, which pairs are visible and which keys are."""
+        """Returns queries and keys of a tile, and the masks of visible pairs and of live keys."""
         q = take_block(self.operands.queries, 2, i, self.blocks.q)
         k = take_block(self.operands.keys, 2, j, self.blocks.k)
         seen = None if interior else self.seen(i, j, q, k)
@@ -521,7 +522,7 @@ class Tiles:
         return take_block(rows, 3, j, self.blocks.k)
 
     def with_pairs(self, grads: Any, tiles: Any, i, j) -> Any:
-        """Writes the cotangents of `pairs` in their places; every tile is visited once."""
+        """Writes a tile of the cotangents of `pairs`; every tile is visited once."""
         zero = jnp.zeros((), jnp.int32)
         start = zero, zero, i * self.blocks.q, j * self.blocks.k
 
@@ -547,7 +548,7 @@ class Tiles:
             tile = term.factor * term.pairs.astype(jnp.float32)
             tile = jnp.swapaxes(tile, 2, 3) if self.transposed else tile
             out = tile if out is None else out + tile
-        k = k._replace(features=jax.tree.map(self._repeat, k.features))
+        k = k._replace(features=jax.tree.map(self._per_query_head, k.features))
         for n, (term, strip) in enumerate(zip(terms, strips, strict=True)):
             if interior and not term.has_interior:
                 continue
@@ -589,8 +590,8 @@ class Tiles:
             )
         return Tokens(slots, coordinates, None if term is None else block.features[term])
 
-    def _repeat(self, x: jax.Array) -> jax.Array:
-        return repeat_groups(x, self.operands.heads)
+    def _per_query_head(self, x: jax.Array) -> jax.Array:
+        return repeat_heads(x, self.operands.heads, axis=1)
 
     def seen(self, i, j, q: TokenArrays, k: TokenArrays) -> jax.Array | None:
         """Returns bool, broadcastable to the tile, or None where all pairs are visible."""
@@ -716,20 +717,15 @@ def zero_keys(live: jax.Array | None, tree: Any, axis: int = 2) -> Any:
     return jax.tree.map(clean, tree)
 
 
-def repeat_groups(x: jax.Array, heads: int) -> jax.Array:
-    """[B, K, ...] to [B, N, ...]: repeats key heads for their query heads."""
-    return x if x.shape[1] == heads else jnp.repeat(x, heads // x.shape[1], axis=1)
-
-
 def _sum_groups(x: jax.Array, kv_heads: int) -> jax.Array:
-    """[B, N, ...] to [B, K, ...]: sums the query heads of each key head."""
+    """Sums the query heads of each key head: [B, N, ...] to [B, K, ...]."""
     if x.shape[1] == kv_heads:
         return x
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(2)
 
 
 def _scan_blocks(step: Callable, carry: Any, count: int) -> tuple[Any, Any]:
-    """`lax.scan` over block numbers; a single block needs no loop."""
+    """Runs `lax.scan` over block numbers; a single block needs no loop."""
     if count == 1:
         carry, out = step(carry, jnp.int32(0))
         return carry, jax.tree.map(lambda x: x[None], out)
@@ -737,13 +733,13 @@ def _scan_blocks(step: Callable, carry: Any, count: int) -> tuple[Any, Any]:
 
 
 def _einsum(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product that accumulates in float32, and is exact to float32 for such inputs."""
+    """Returns a product accumulated in float32, at full precision for float32 inputs."""
     exact = "highest" if x.dtype == jnp.float32 else None
     return jnp.einsum(form, x, y, precision=exact, preferred_element_type=jnp.float32)
 
 
 def _add_by_distance(strips: Any, by_distance: Any, start: jax.Array) -> Any:
-    """Adds parts of strips in their places; None adds nothing."""
+    """Adds parts of strips, from index `start` on; None adds nothing."""
 
     def add(part, strip):
         if part is None:
