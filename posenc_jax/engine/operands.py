@@ -145,6 +145,11 @@ class Operands:
     first: int = dataclasses.field(metadata=STATIC)
 
 
+def out_struct(like: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    """Returns the type of a result of a kernel; inside `shard_map`, it varies as `like` does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).mat)
+
+
 class Grads(NamedTuple):
     """Cotangents of the differentiable operands, in their forms."""
 
@@ -222,7 +227,7 @@ def prepare(
         out = {}
         if visibility.ordered and not by_slot:
             out["positions"] = x.positions
-        if any(element.places for element in elements):
+        if any(element.reads_coordinates for element in elements):
             out["coordinates"] = x.coordinates
         return out if x.segments is None else out | {"segments": x.segments}
 
@@ -256,8 +261,8 @@ def prepare(
         elements=tuple(
             dataclasses.replace(
                 x,
-                q_numbers=tuple(pad_axis(y, 3, length) for y in x.q_numbers),
-                k_numbers=tuple(pad_axis(y, 3, keys) for y in x.k_numbers),
+                q_scalars=tuple(pad_axis(y, 3, length) for y in x.q_scalars),
+                k_scalars=tuple(pad_axis(y, 3, keys) for y in x.k_scalars),
             )
             for x in elements
         ),
