@@ -12,10 +12,11 @@ from jax.core import Tracer
 
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.pallas import Pallas
-from posenc_jax.engine.problem import Implementation, Problem, make_dropout_seeds
+from posenc_jax.engine.problem import Implementation, Problem
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.xla import XLA
@@ -113,27 +114,8 @@ def attention(
     >>> pe.attention(q, k, v, rules=pe.ALiBi(num_heads=2).rules({}), is_causal=True).shape
     (1, 5, 2, 4)
     """
-    call = AttentionCall(
-        mask=mask,
-        q_positions=q_positions,
-        k_positions=k_positions,
-        q_coordinates=q_coordinates,
-        k_coordinates=k_coordinates,
-        q_segment_ids=q_segment_ids,
-        k_segment_ids=k_segment_ids,
-        contiguous=contiguous,
-        is_causal=is_causal,
-        window=window,
-        prefix_length=prefix_length,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        return_lse=return_lse,
-        implementation=implementation,
-    )
-    return call(q, k, v, rules)
+    options = {n: x for n, x in locals().items() if n not in ("q", "k", "v", "rules")}
+    return AttentionCall(**options)(q, k, v, rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,15 +183,7 @@ def run(
     reason = chosen.supports(problem)
     if reason is not None:
         raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
-    try:
-        return _run(chosen, problem)
-    except TypeError as error:
-        if "custom_vjp" not in str(error):
-            raise
-        raise NotImplementedError(
-            "attention: tiles have reverse mode, and forward mode over it; for forward mode "
-            'alone use implementation="reference".'
-        ) from error
+    return _run(chosen, problem)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

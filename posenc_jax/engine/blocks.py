@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 
 from posenc_jax.checks import positive_integers
 from posenc_jax.engine.mask import add_saturated
+from posenc_jax.engine.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +175,24 @@ def for_each_block(
     return jax.lax.fori_loop(jnp.int32(0), counts[-1], step, carry)
 
 
+class TokenArrays(NamedTuple):
+    """The arrays of queries or of keys that masks and rules read, with tokens on axis 2.
+
+    Attributes:
+      slots: int32 [1, 1, T].
+      positions: int32 [1 or B, 1, T].
+      coordinates: [1 or B, 1, T] or [1 or B, 1, T, A].
+      segments: int32 [1 or B, 1, T], or None.
+      features: for each term, a pytree with leaves [B, N or K, T, ...].
+    """
+
+    slots: Any
+    positions: Any
+    coordinates: Any
+    segments: Any
+    features: tuple[Any, ...] = ()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockRange:
@@ -240,20 +259,20 @@ class Visibility:
     horizon: int | None
     by_slot: bool
 
-    def summary(self, tokens: Any, size: int) -> BlockSummary:
-        """Returns the ranges of blocks of tokens, whose arrays are [B or 1, 1, T]."""
+    def summary(self, tokens: TokenArrays, size: int) -> BlockSummary:
+        """Returns the ranges of blocks of tokens."""
         slots, positions, coordinates, segments = jax.tree.map(lambda x: x[:, 0], tokens[:4])
-        at: Any = None
+        coordinate_range: Any = None
         valid: Any = None
         if segments is not None:
             valid = segments >= 0
         if self.has_terms and self.horizon is not None:
-            at = BlockRange.of(slots if self.by_slot else coordinates, size)
+            coordinate_range = BlockRange.of(slots if self.by_slot else coordinates, size)
         return BlockSummary(
             BlockRange.of(positions, size, valid),
             None if segments is None else BlockRange.of(segments, size, valid),
             None if valid is None else valid.reshape(valid.shape[0], -1, size).all(-1),
-            at,
+            coordinate_range,
         )
 
     @property
@@ -325,3 +344,40 @@ class Visibility:
         if self.none_interior:
             full = np.zeros(live.shape, bool)
         return live, live & full
+
+
+def padded_tokens(
+    p: Problem, visibility: Visibility, length: int, keys: int
+) -> tuple[TokenArrays, TokenArrays, Visibility]:
+    """Returns the queries and keys of a problem, padded to whole blocks, and their masks.
+
+    Padding has segment -1. A problem without segments gets segment 0 for its tokens, unless
+    causality by slot hides the padding.
+
+    Args:
+      p: the problem.
+      visibility: the masks of the problem.
+      length, keys: T and S, rounded up to whole blocks.
+    """
+    # Contiguous tokens are ordered by slot.
+    by_slot = p.contiguous and p.prefix_length is None
+    q_segments, k_segments = p.q_segment_ids, p.k_segment_ids
+    has_padding = length > p.length or keys > p.keys
+    causality_hides_it = by_slot and p.is_causal and p.length == p.keys
+    if has_padding and q_segments is None and not causality_hides_it:
+        q_segments, k_segments = (jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
+        visibility = dataclasses.replace(visibility, segments=True)
+
+    def padded(count, positions, coordinates, segments):
+        slots = jnp.arange(count, dtype=jnp.int32)[None]
+        coordinates = coordinates[:1] if p.same_rows else coordinates
+        arrays = TokenArrays(
+            slots=slots,
+            positions=slots if by_slot else pad_axis(positions, 1, count, mode="edge"),
+            coordinates=pad_axis(coordinates, 1, count, mode="edge"),
+            segments=None if segments is None else pad_axis(segments + 1, 1, count) - 1,
+        )
+        return jax.tree.map(lambda x: x[:, None], arrays)
+
+    queries = padded(length, p.q_positions, p.q_coordinates, q_segments)
+    return queries, padded(keys, p.k_positions, p.k_coordinates, k_segments), visibility

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import pad_axis
-from posenc_jax.engine.problem import Implementation, Problem, keep_mask, zero_where
+from posenc_jax.engine.dropout import keep_mask
+from posenc_jax.engine.problem import Implementation, Problem, zero_where
 
 
 @dataclasses.dataclass(frozen=True)

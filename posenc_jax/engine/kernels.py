@@ -12,11 +12,18 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from posenc_jax.checks import require
+from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.elements import element_of
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import Grads, Operands, Spec, prepare
-from posenc_jax.engine.problem import Implementation, Problem, vary_over, zero_where
+from posenc_jax.engine.problem import (
+    Implementation,
+    Problem,
+    lse_and_delta,
+    vary_over,
+    with_sinks,
+    zero_where,
+)
 from posenc_jax.engine.terms import Dot
 from posenc_jax.ops.partition import combine, partition
 
@@ -105,8 +112,7 @@ class Kernels(Implementation):
             return self.on_mesh(problem, mesh, PartitionSpec())
         if _open_axes(mesh) or self.batch_axes or self.head_axes:
             return self._sharded(problem, mesh, self.batch_axes or None, self.head_axes or None)
-        varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
-        return self.on_device(vary_over(frozenset().union(*varying), problem))
+        return self.on_device(vary_over(problem))
 
 
 def _mesh_of(problem: Problem) -> Any:
@@ -194,16 +200,6 @@ def _with_own_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
     )
 
 
-def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns output and log-sum-exp with the share that sinks take."""
-    if p.sinks is None:
-        return out.astype(p.q.dtype), lse
-    sinks = p.sinks.astype(jnp.float32)[None, None]
-    total = jnp.logaddexp(lse, sinks)
-    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
-    return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), total
-
-
 def without_hidden(p: Problem) -> Problem:
     """Returns the problem with zeros for keys that no query sees: NaN times zero is NaN."""
     if not p.contiguous:
@@ -265,20 +261,10 @@ def padded(count: int, *blocks: int) -> int:
     return -(-count // step) * step
 
 
-@functools.cache
-def _first_order(kernel: Callable) -> Callable:
-    """Returns a kernel whose derivative raises: JAX's own error about it has no message."""
-    wrapped = jax.custom_jvp(kernel, nondiff_argnums=(0,))
-
-    @wrapped.defjvp
-    def _(spec, primals, tangents):
-        raise NotImplementedError(
-            'attention: implementation="pallas" has first derivatives in reverse mode only; for '
-            'others use implementation="xla" or "reference".'
-        )
-
-    return wrapped
-
+_FIRST_ORDER = (
+    'attention: implementation="pallas" has first derivatives in reverse mode only; for others use '
+    'implementation="xla" or "reference".'
+)
 
 Forward = Callable[[Any, Operands], tuple[jax.Array, jax.Array]]
 Backward = Callable[[Any, Operands, jax.Array, jax.Array, jax.Array], Grads]
@@ -302,8 +288,9 @@ def compute(
     lowered = _lowered(p)
     elements = tuple(_elements(p, lowered))
     spec, operands = prepare(p, lowered, elements, spec_of, mask_by_distance)
-    out, lse = _attend(kernels, spec, *partition(operands))
-    out, lse = out[:, : p.length], lse[:, : p.length]
+    diff, nondiff = partition(operands)
+    out, lse = _attend(kernels, spec, limit_derivatives(diff, forward=_FIRST_ORDER), nondiff)
+    out, lse = out[:, : p.length], jnp.swapaxes(lse, 1, 2)[:, : p.length]
     if lowered.lse_shift is not None:
         lse += lowered.lse_shift
     return with_sinks(p, out, lse)
@@ -313,26 +300,25 @@ def compute(
 def _attend(
     kernels: tuple[Forward, Backward], spec: Spec, diff: Operands, nondiff: Operands
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, T, N]."""
+    """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     return _attend_forward(kernels, spec, diff, nondiff)[0]
 
 
 def _attend_forward(kernels, spec, diff, nondiff):
-    out, lse = _first_order(kernels[0])(spec, combine(diff, nondiff))
-    return (out, jnp.swapaxes(lse, 1, 2)), (diff, nondiff, out, lse)
+    operands = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
+    out, lse = kernels[0](spec, operands)
+    return (out, lse), (diff, nondiff, out, lse)
 
 
 def _attend_backward(kernels, spec, saved, cotangents):
     diff, nondiff, out, lse = saved
     d_out, d_lse = cotangents
-    x = combine(diff, nondiff)
-    delta = jnp.einsum("btnv,btnv->btn", *(y.astype(jnp.float32) for y in (d_out, out))) - d_lse
-    # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
-    lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
+    x = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
+    lse, delta = lse_and_delta(out, lse, d_out, d_lse)
     if x.dropped is not None:
         lse, delta = lse + math.log1p(-spec.dropout_rate), delta * (1.0 - spec.dropout_rate)
-    delta = jnp.swapaxes(delta, 1, 2)
-    grads = _first_order(kernels[1])(spec, x, d_out.astype(x.v.dtype), lse, delta)
+    of_queries = d_out.astype(x.v.dtype), lse, delta
+    grads = kernels[1](spec, x, *limit_derivatives(of_queries, both=_FIRST_ORDER))
     return dataclasses.replace(diff, **grads._asdict()), None
 
 

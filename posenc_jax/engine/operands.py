@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.blocks import Blocks, Visibility, pad_axis
+from posenc_jax.engine.blocks import Blocks, TokenArrays, Visibility, pad_axis, padded_tokens
+from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.elements import Element, number_of_keys
 from posenc_jax.engine.lower import Lowered, masked_by_order
-from posenc_jax.engine.problem import Problem, dropout_rows, repeat_heads
+from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.engine.terms import STATIC, Dot
 
 LOG2E = 1.4426950408889634
@@ -161,15 +162,6 @@ class Grads(NamedTuple):
     products: tuple[Product, ...]
 
 
-class _Tokens(NamedTuple):
-    """The arrays that `Visibility.summary` reads, [B or 1, 1, T]."""
-
-    slots: jax.Array
-    positions: jax.Array
-    coordinates: jax.Array
-    segments: jax.Array | None
-
-
 def prepare(
     p: Problem,
     lowered: Lowered,
@@ -202,28 +194,12 @@ def prepare(
         dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
     )
     length, keys, visibility = spec.length, spec.keys, spec.visibility
-    segments = p.q_segment_ids, p.k_segment_ids
-    padded = length > p.length or keys > p.keys
-    if padded and segments[0] is None and not (by_slot and p.is_causal and p.length == p.keys):
-        segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
-        visibility = dataclasses.replace(visibility, segments=True)
+    queries, of_keys, visibility = padded_tokens(p, visibility, length, keys)
     if mask_by_distance and by_slot and visibility.ordered and p.softcap is None:
         visibility = dataclasses.replace(visibility, mask_in_bias=True)
     spec = dataclasses.replace(spec, visibility=visibility)
 
-    def tokens(to, positions, coordinates, ids):
-        slots = jnp.arange(to, dtype=jnp.int32)[None]
-        coordinates = coordinates[:1] if p.same_rows else coordinates
-        positions = slots if by_slot else pad_axis(positions, 1, to, mode="edge")
-        ids = None if ids is None else pad_axis(ids + 1, 1, to) - 1
-        coordinates = pad_axis(coordinates, 1, to, mode="edge")
-        made = _Tokens(slots, positions, coordinates, ids)
-        return jax.tree.map(lambda x: x[:, None], made)
-
-    queries = tokens(length, p.q_positions, p.q_coordinates, segments[0])
-    of_keys = tokens(keys, p.k_positions, p.k_coordinates, segments[1])
-
-    def named(x: _Tokens) -> dict[str, jax.Array]:
+    def named(x: TokenArrays) -> dict[str, jax.Array]:
         out = {}
         if visibility.ordered and not by_slot:
             out["positions"] = x.positions
@@ -298,7 +274,7 @@ def _product_of(
     return Product(features, vectors, term.of_keys), numbers
 
 
-def _padding_apart(keys: _Tokens) -> dict[str, jax.Array]:
+def _padding_apart(keys: TokenArrays) -> dict[str, jax.Array]:
     """Returns segments of keys in which padding equals no segment of a query."""
     if keys.segments is None:
         return {}

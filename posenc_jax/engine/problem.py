@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.mask import visible
+from posenc_jax.engine.mask import MASK_VALUE, visible
 from posenc_jax.engine.rules import STATIC, Rule, Sizes
 
 _SIDES = {
@@ -250,11 +250,16 @@ def zero_where(hidden: jax.Array, tree: Any) -> Any:
     return jax.tree.map(clean, tree)
 
 
-def vary_over(axes: frozenset[str], tree: Any) -> Any:
-    """Inside `shard_map`, makes every array vary over the mesh axes of that shard_map.
+def vary_over(tree: Any, axes: frozenset[str] | None = None) -> Any:
+    """Makes every array vary over some mesh axes of `shard_map`; gradients are then summed.
 
-    Gradients of arrays that devices share are then summed.
+    Args:
+      tree: pytree of arrays.
+      axes: the mesh axes. Default: the axes that any of the arrays varies over; there are none
+        outside of `shard_map`.
     """
+    if axes is None:
+        axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
     def vary(x):
         missing = tuple(axes - jax.typeof(x).mat.varying)
@@ -263,48 +268,41 @@ def vary_over(axes: frozenset[str], tree: Any) -> Any:
     return jax.tree.map(vary, tree) if axes else tree
 
 
+def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns output and log-sum-exp after the sinks of a problem took their share.
+
+    Args:
+      p: the problem.
+      out: the output without sinks, [B, T, N, V].
+      lse: its log-sum-exp, float32 [B, T, N].
+    """
+    if p.sinks is None:
+        return out.astype(p.q.dtype), lse
+    sinks = p.sinks[None, None]
+    total = jnp.logaddexp(lse, sinks)
+    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
+    return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), total
+
+
+def lse_and_delta(
+    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the numbers per query that tiles of the backward pass read, float32 [B, N, T].
+
+    The weights of a tile are p = exp(logits - lse), and the cotangent of its logits is
+    p * (dp - delta), with dp that of p. A query that sees no key has lse = -MASK_VALUE, so that
+    its weights are 0.
+
+    Args:
+      out, d_out: output and its cotangent, [B, T, N, V].
+      lse, d_lse: log-sum-exp and its cotangent, float32 [B, N, T].
+    """
+    products = (x.astype(jnp.float32) for x in (d_out, out))
+    delta = jnp.einsum("btnv,btnv->bnt", *products) - d_lse
+    return jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse), delta
+
+
 def repeat_heads(x: jax.Array, num_heads: int, axis: int = 2) -> jax.Array:
     """Repeats key/value heads for their query heads: [B, S, K, ...] to [B, S, N, ...]."""
     groups = num_heads // x.shape[axis]
     return x if groups == 1 else jnp.repeat(x, groups, axis)
-
-
-def make_dropout_seeds(key: jax.Array, batch: int, heads: int) -> jax.Array:
-    """Returns uint32 [B, N, 2]: two words for each batch row and head."""
-    seed = jax.random.bits(key, (2,), jnp.uint32)
-    b, n = (jnp.arange(count, dtype=jnp.uint32) for count in (batch, heads))
-    words = _mix(_mix(seed[0] ^ b)[:, None] + n[None])
-    return jnp.stack([words, jnp.full_like(words, seed[1])], -1)
-
-
-def keep_mask(seeds: jax.Array, rate: float, q_slots: jax.Array, k_slots: jax.Array) -> jax.Array:
-    """Returns bool [B, N, T, S], false for the weights that dropout removes.
-
-    A hash of seed, batch row, head, query slot and key slot: every implementation drops the
-    same weights, whatever its tiles and devices, and stores nothing.
-
-    Args:
-      seeds: uint32 [B, N, 2].
-      rate: the share that is dropped.
-      q_slots: int32 [1, T], the slots of the queries.
-      k_slots: int32 [1 or B, S], the slots of the keys.
-    """
-    rows = dropout_rows(seeds, q_slots)[..., None]
-    return is_kept(rows, k_slots.astype(jnp.uint32)[:, None, None], rate)
-
-
-def dropout_rows(seeds: jax.Array, q_slots: jax.Array) -> jax.Array:
-    """Returns uint32 [B, N, T], the hash of a query without its keys."""
-    return _mix(seeds[..., :1] + q_slots.astype(jnp.uint32)[:, None]) ^ seeds[..., 1:]
-
-
-def is_kept(rows: jax.Array, k_slots: jax.Array, rate: float) -> jax.Array:
-    """Returns `keep_mask` of `dropout_rows` and uint32 slots of keys, which broadcast."""
-    return _mix(rows + k_slots) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
-
-
-def _mix(h: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3: every input bit changes half of the output bits."""
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)

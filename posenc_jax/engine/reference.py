@@ -8,7 +8,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.problem import Implementation, Problem, keep_mask, repeat_heads
+from posenc_jax.engine.dropout import keep_mask
+from posenc_jax.engine.problem import Implementation, Problem, repeat_heads
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,37 +19,53 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from posenc_jax.engine.blocks import (
     Blocks,
     Plan,
+    TokenArrays,
     Visibility,
     add_block,
     for_each_block,
     join_blocks,
     make_plan,
     pad_axis,
+    padded_tokens,
     put_slice,
     take_block,
     take_slice,
     zeros,
 )
 from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.derivatives import limit_derivatives
+from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.mask import MASK_VALUE, visible
-from posenc_jax.engine.problem import Implementation, Problem, keep_mask, vary_over
+from posenc_jax.engine.problem import (
+    Implementation,
+    Problem,
+    lse_and_delta,
+    vary_over,
+    with_sinks,
+)
 from posenc_jax.engine.terms import (
     STATIC,
     AllPairs,
     Term,
     Tokens,
     ValueTable,
-    toeplitz_tile,
-    toeplitz_tile_vjp,
 )
+from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 from posenc_jax.ops.partition import combine, partition
+
+FORWARD_MODE = (
+    "attention: tiles have reverse mode, and forward mode over it; for forward mode alone use "
+    'implementation="reference".'
+)
+_REVERSE_OVER_REVERSE = (
+    "attention: tiles have reverse mode, and forward mode over it; for reverse mode over "
+    'reverse mode use implementation="reference", or jax.jvp of jax.grad.'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,41 +87,18 @@ class XLA(Implementation):
     name = "xla"
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
-        p = vary_over(frozenset().union(*varying), problem)
+        p = vary_over(problem)
         if p.whole_rows:
             return Dense(self.row_block)(p)
         heads = p.q.shape[0] * p.num_heads
         plan = make_plan(p.length, p.keys, heads, self.forward, self.backward)
         lowered = lower(p, plan.max_table, self.pairs_at_once)
-        out, lse = _attend(*partition(_prepare(p, lowered, plan)))
+        diff, nondiff = partition(_prepare(p, lowered, plan))
+        out, lse = _attend(limit_derivatives(diff, forward=FORWARD_MODE), nondiff)
         out, lse = out[:, : p.length], jnp.moveaxis(lse, 1, 2)[:, : p.length]
         if lowered.lse_shift is not None:
             lse += lowered.lse_shift
-        if p.sinks is None:
-            return out, lse
-        sinks = p.sinks[None, None]
-        total = jnp.logaddexp(lse, sinks)
-        share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
-        return (out * share[..., None]).astype(p.q.dtype), total
-
-
-class Block(NamedTuple):
-    """Tokens, all or those of a block, with the token axis in third place.
-
-    Attributes:
-      slots: int32 [1, 1, T].
-      positions: int32 [1 or B, 1, T].
-      coordinates: [1 or B, 1, T] or [1 or B, 1, T, A].
-      segments: int32 [1 or B, 1, T], or None.
-      features: for each term, leaves [B, N or K, T, ...].
-    """
-
-    slots: Any
-    positions: Any
-    coordinates: Any
-    segments: Any
-    features: tuple[Any, ...]
+        return with_sinks(p, out, lse)
 
 
 @jax.tree_util.register_dataclass
@@ -140,8 +133,8 @@ class Operands:
     pairs: tuple[Any, ...]
     terms: tuple[Term, ...]
     values: ValueTable | None
-    queries: Block
-    keys: Block
+    queries: TokenArrays
+    keys: TokenArrays
     mask: Any
     prefix: Any
     seeds: Any
@@ -164,24 +157,14 @@ class Operands:
 def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
     """Pads a lowered problem to whole blocks."""
     lowered, pairs = _without_pairs(lowered)
-    visibility, length, keys = lowered.visibility, plan.length, plan.keys
-    # Contiguous tokens are ordered by slot.
-    by_slot = p.contiguous and p.prefix_length is None
-    segments = p.q_segment_ids, p.k_segment_ids
-    padded = length > p.length or keys > p.keys
-    if padded and segments[0] is None and not (by_slot and p.is_causal and p.length == p.keys):
-        segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
-        visibility = dataclasses.replace(visibility, segments=True)
+    length, keys = plan.length, plan.keys
+    queries, key_tokens, visibility = padded_tokens(p, lowered.visibility, length, keys)
 
-    def block(to, positions, coordinates, ids, features):
-        slots = jnp.arange(to, dtype=jnp.int32)[None]
-        coordinates = coordinates[:1] if p.same_rows else coordinates
-        positions = slots if by_slot else pad_axis(positions, 1, to, mode="edge")
-        coordinates = pad_axis(coordinates, 1, to, mode="edge")
-        ids = None if ids is None else pad_axis(ids + 1, 1, to) - 1
-        places = jax.tree.map(lambda x: x[:, None], (slots, positions, coordinates, ids))
-        features = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), features)
-        return Block(*places, jax.tree.map(lambda x: pad_axis(x, 2, to, mode="edge"), features))
+    def padded_features(features, count):
+        def padded(x):
+            return pad_axis(jnp.swapaxes(x, 1, 2), 2, count, mode="edge")
+
+        return jax.tree.map(padded, features)
 
     mask = p.mask
     if mask is not None:
@@ -214,8 +197,8 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         pairs=tuple(pad_axis(pad_axis(x.pairs, 2, length), 3, keys) for x in pairs),
         terms=lowered.terms,
         values=lowered.values,
-        queries=block(length, p.q_positions, p.q_coordinates, segments[0], lowered.q_features),
-        keys=block(keys, p.k_positions, p.k_coordinates, segments[1], lowered.k_features),
+        queries=queries._replace(features=padded_features(lowered.q_features, length)),
+        keys=key_tokens._replace(features=padded_features(lowered.k_features, keys)),
         mask=mask,
         prefix=p.prefix_length,
         seeds=p.dropout_seeds,
@@ -255,29 +238,11 @@ def _attend_forward(diff, nondiff):
 
 
 def _attend_backward(saved, cotangents):
-    grads = _backward(*saved, *cotangents)
-    return jax.tree.map(_irreversible.bind, grads), None
+    # The loops of the backward pass cannot be transposed.
+    return limit_derivatives(_backward(*saved, *cotangents), reverse=_REVERSE_OVER_REVERSE), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _refuse(cotangent, x):
-    raise NotImplementedError(
-        "attention: tiles have reverse mode, and forward mode over it; for reverse mode over "
-        'reverse mode use implementation="reference", or jax.jvp of jax.grad.'
-    )
-
-
-# The identity; it raises under reverse mode, since the loops of the backward pass cannot be
-# transposed and JAX's message about that names neither attention nor a way out. Forward mode,
-# vmap and shard_map pass.
-_irreversible = Primitive("irreversible")
-_irreversible.def_impl(lambda x: x)
-_irreversible.def_abstract_eval(lambda aval: aval)
-mlir.register_lowering(_irreversible, lambda context, x: [x])
-batching.defvectorized(_irreversible)
-ad.deflinear2(_irreversible, _refuse)
 
 
 class Softmax(NamedTuple):
@@ -343,7 +308,7 @@ class QueryGrads(NamedTuple):
     """Cotangents that all blocks of keys add to: of queries, and of arrays without tokens."""
 
     q: jax.Array
-    tokens: Block
+    tokens: TokenArrays
     terms: Any
     strips: Any
     pairs: Any
@@ -355,7 +320,7 @@ class KeyGrads(NamedTuple):
 
     k: jax.Array
     v: jax.Array
-    tokens: Block
+    tokens: TokenArrays
 
 
 class Saved(NamedTuple):
@@ -371,14 +336,9 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
     """Returns the cotangents of `diff`."""
     x = combine(diff, nondiff)
     tiles = Tiles(x, x.plan.backward, transposed=True)
-    delta = jnp.einsum("btnv,btnv->bnt", _f32(d_out), _f32(out)) - d_lse
-    saved = Saved(
-        q=tiles.scaled(x.q),
-        d_out=jnp.swapaxes(d_out, 1, 2).astype(x.v.dtype),
-        # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
-        lse=jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse),
-        delta=delta,
-    )
+    lse, delta = lse_and_delta(out, lse, d_out, d_lse)
+    d_out = jnp.swapaxes(d_out, 1, 2).astype(x.v.dtype)
+    saved = Saved(tiles.scaled(x.q), d_out, lse, delta)
     # Transposed once: the product with it is twice as fast.
     k_t = jnp.swapaxes(x.k, 2, 3)
 
@@ -503,7 +463,7 @@ class Tiles:
         k, v = (take_block(y, 2, j, self.blocks.k) for y in (self.all.k, self.all.v))
         return repeat_groups(k, self.all.heads), repeat_groups(v, self.all.heads)
 
-    def tokens(self, i, j, interior: bool) -> tuple[Block, Block, Any, Any]:
+    def tokens(self, i, j, interior: bool) -> tuple[TokenArrays, TokenArrays, Any, Any]:
         """Returns the queries and keys of a tile, which pairs are visible and which keys are."""
         q = take_block(self.all.queries, 2, i, self.blocks.q)
         k = take_block(self.all.keys, 2, j, self.blocks.k)
@@ -550,7 +510,9 @@ class Tiles:
 
         return jax.tree.map(write, grads, tiles)
 
-    def added(self, windows, pairs, terms, q: Block, k: Block, interior: bool) -> jax.Array | None:
+    def added(
+        self, windows, pairs, terms, q: TokenArrays, k: TokenArrays, interior: bool
+    ) -> jax.Array | None:
         """Returns what rules add to the logits, broadcastable to the tile, or None."""
         bias, strips = windows
         out = None
@@ -585,7 +547,7 @@ class Tiles:
         heads, strip = jax.tree.map(lambda x: x[None], (term.heads, strip))
         return vmap_rows_and_heads(evaluate, heads, strip, q, k)
 
-    def of_values(self, method: str, x: jax.Array, q: Block, k: Block) -> jax.Array:
+    def of_values(self, method: str, x: jax.Array, q: TokenArrays, k: TokenArrays) -> jax.Array:
         """Calls `ValueTable.spread` or `collect` for all rows and heads of x [B, N, ...]."""
         values: Any = self.all.values
 
@@ -596,7 +558,7 @@ class Tiles:
         tokens = self._tokens(True, q), self._tokens(True, k)
         return vmap_rows_and_heads(one, x, values.table[None], *tokens)
 
-    def _tokens(self, gathers: bool, block: Block, term: int | None = None) -> Tokens:
+    def _tokens(self, gathers: bool, block: TokenArrays, term: int | None = None) -> Tokens:
         """Returns tokens as a term reads them, [B or 1, N or 1, T, ...]."""
         slots, coordinates = block.slots, block.coordinates
         if gathers:
@@ -609,7 +571,7 @@ class Tiles:
     def _repeat(self, x: jax.Array) -> jax.Array:
         return repeat_groups(x, self.all.heads)
 
-    def seen(self, i, j, q: Block, k: Block) -> jax.Array | None:
+    def seen(self, i, j, q: TokenArrays, k: TokenArrays) -> jax.Array | None:
         """Returns bool, broadcastable to the tile, or None where all pairs are visible."""
         see, out = self.all.visibility, None
         if see.ordered or see.segments:
@@ -636,7 +598,7 @@ class Tiles:
             return None
         return jnp.any(seen, axis=3 if self.transposed else 2)
 
-    def dropout_scale(self, q: Block, k: Block) -> jax.Array | None:
+    def dropout_scale(self, q: TokenArrays, k: TokenArrays) -> jax.Array | None:
         """Returns the factor of dropout on every weight, or None."""
         if self.all.seeds is None:
             return None

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from posenc_jax.checks import require
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
-from posenc_jax.engine.kernels import Kernels, compute, padded, refusal, with_sinks, without_hidden
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.kernels import Kernels, compute, padded, refusal, without_hidden
+from posenc_jax.engine.problem import Problem, with_sinks
 from posenc_jax.engine.tpu.backward import backward
 from posenc_jax.engine.tpu.decode import decode, decodes
 from posenc_jax.engine.tpu.forward import forward

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.engine.dropout import is_kept
 from posenc_jax.engine.mask import MASK_VALUE, add_saturated
 from posenc_jax.engine.operands import LOG2E, Spec
-from posenc_jax.engine.problem import is_kept
 from posenc_jax.engine.tpu.strip import LANES
 
 
