@@ -1,4 +1,4 @@
-"""Terms evaluated for every pair of a tile: numbers per query, per key and per head.
+"""Elementwise terms: functions of scalars per query, per key and per head, for every pair.
 
 A term enters the kernels if its rule of one query and one key is a composition of elementwise
 operations on scalars. The kernels evaluate it on whole tiles, and differentiate it there.
@@ -24,7 +24,7 @@ _CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """A term by pairs, and the arrays that it reads.
+    """An elementwise term, and the arrays that it reads.
 
     Attributes:
       scalars: float32 arrays [N], those of heads before shared ones.
@@ -53,20 +53,20 @@ class _Scalars:
 
     def __call__(self, scalars, q_scalars, k_scalars, q, k):
         term = jax.tree.unflatten(self.term, scalars)
-        at = Tokens(None, q, jax.tree.unflatten(self.q_features, q_scalars))
-        to = Tokens(None, k, jax.tree.unflatten(self.k_features, k_scalars))
-        return term.pair(at, to)
+        query = Tokens(None, q, jax.tree.unflatten(self.q_features, q_scalars))
+        key = Tokens(None, k, jax.tree.unflatten(self.k_features, k_scalars))
+        return term.pair(query, key)
 
 
 def element_of(
     term: Term, q_features: Any, k_features: Any, coordinates: jax.Array, heads: int
 ) -> Element | str:
-    """Returns a term in this form, or why it has none.
+    """Returns a term as an element, or why it is not elementwise.
 
     Args:
       term: the term.
       q_features, k_features: leaves [B, T, N, ...] and [B, S, K or N, ...].
-      coordinates: those of the queries, [B, T] or [B, T, A].
+      coordinates: of the queries, [B, T] or [B, T, A].
       heads: N.
     """
     if coordinates.ndim != 2 or coordinates.dtype != jnp.int32:
@@ -81,16 +81,10 @@ def element_of(
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
         return "a rule with arrays that are not floating point"
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    coordinate = jax.ShapeDtypeStruct((), jnp.int32)
     rule = _Scalars(jax.tree.structure(term), structure_q, structure_k)
-    number = (scalar,) * (len(of_heads) + len(shared))
-    place = jax.ShapeDtypeStruct((), jnp.int32)
-    arguments = (
-        number,
-        (scalar,) * len(q_scalars),
-        (scalar,) * len(k_scalars),
-        place,
-        place,
-    )
+    counts = len(of_heads) + len(shared), len(q_scalars), len(k_scalars)
+    arguments = (*((scalar,) * count for count in counts), coordinate, coordinate)
     if jax.eval_shape(rule, *arguments) is None:
         return "a rule that is no function of one query and one key"
     jaxpr = jax.make_jaxpr(rule)(*arguments)
@@ -107,12 +101,12 @@ def element_of(
     )
 
 
-def number_of_keys(numbers: jax.Array) -> Element:
-    """Returns the term that adds a number per key, [B, S, K or N], to every logit."""
-    return Element((), (), (_rows(numbers),), False, _of_key, everywhere=True)
+def scalar_per_key(scalars: jax.Array) -> Element:
+    """Returns the term that adds a scalar per key, [B, S, K or N], to every logit."""
+    return Element((), (), (_rows(scalars),), False, _first_of_key, everywhere=True)
 
 
-def _of_key(scalars, q_scalars, k_scalars, q, k):
+def _first_of_key(scalars, q_scalars, k_scalars, q, k):
     return k_scalars[0]
 
 
@@ -156,12 +150,12 @@ def evaluate(
     queries: dict[str, jax.Array],
     keys: dict[str, jax.Array],
 ) -> tuple[jax.Array, Callable]:
-    """Returns a term on a tile, and the function of its cotangent to those of its numbers.
+    """Returns a term on a tile, and its pullback: from its cotangent to those of its scalars.
 
     Args:
       element: the term.
       shape: of the tile.
-      numbers: scalars.
+      scalars: of the head.
       q_scalars, k_scalars: arrays that broadcast to the tile.
       queries, keys: "coordinates" of the tokens, which broadcast to the tile.
     """
@@ -169,8 +163,8 @@ def evaluate(
     def wide(x):
         return jnp.broadcast_to(x, shape)
 
-    places = [jnp.zeros(shape, jnp.int32)] * 2
+    coordinates = [jnp.zeros(shape, jnp.int32)] * 2
     if element.reads_coordinates:
-        places = [wide(x["coordinates"]) for x in (queries, keys)]
+        coordinates = [wide(x["coordinates"]) for x in (queries, keys)]
     arrays = jax.tree.map(wide, (tuple(scalars), tuple(q_scalars), tuple(k_scalars)))
-    return jax.vjp(lambda *x: jax.vmap(jax.vmap(element.rule))(*x, *places), *arrays)
+    return jax.vjp(lambda *x: jax.vmap(jax.vmap(element.rule))(*x, *coordinates), *arrays)

@@ -518,7 +518,7 @@ class Step:
         if self.spec.softcap is not None:
             bounded = jnp.tanh(s)
             slope = 1.0 - bounded * bounded
-            s = soft_cap(self.spec, s, bounded, ruled and self._may_hide)
+            s = soft_cap(self.spec.softcap, s, bounded, ruled and self._may_hide)
         return _Logits(s, slope, bias_lanes, bands, pulls, q_tokens, k_tokens)
 
     def _add_to_d_strip(self, ds: jax.Array, bias_lanes: list[Any]) -> None:

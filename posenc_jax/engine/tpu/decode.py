@@ -70,7 +70,8 @@ def decode(
     q = p.q.astype(jnp.float32) * (p.scale * unit)
     q = jnp.swapaxes(q.astype(p.q.dtype), 1, 2).reshape(batch, kv_heads, -1, dim)
     count, schedule = _schedule(seen, size, grid.steps)
-    arrays, specs = {"q": q, "added": added}, {}
+    arrays: dict[str, Any] = {"q": q, "added": added}
+    specs: dict[str, Any] = {}
     specs["q"] = pl.BlockSpec((None, *q.shape[1:]), lambda b, *_: (b, 0, 0, 0))
     specs["added"] = pl.BlockSpec((None, added.shape[1], size), grid.added_block)
     arrays["k"], specs["k"] = grid.cache_blocks(k, grid.k_order)
@@ -137,7 +138,8 @@ class Grid:
     def cache_blocks(self, x: jax.Array, order: str) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
         """Returns keys or values in an order of axes, and their blocks, once for each part of H."""
         x = jnp.transpose(x, tuple(map("BSKH".index, order)))
-        shape = dict(zip(order, x.shape, strict=True)) | {"B": None, "S": self.size}
+        shape: dict[str, Any] = dict(zip(order, x.shape, strict=True))
+        shape |= {"B": None, "S": self.size}
         if order == "BSKH":
             shape["H"] = LANES
         parts = x.shape[order.index("H")] // shape["H"]

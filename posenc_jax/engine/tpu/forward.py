@@ -305,7 +305,7 @@ class Step:
                 s += spec.unit * term
         if spec.softcap is not None:
             may_hide = ruled and (spec.rules_in_bias or bool(refs["elements"]))
-            s = soft_cap(spec, s, jnp.tanh(s), may_hide)
+            s = soft_cap(spec.softcap, s, jnp.tanh(s), may_hide)
         if masked:
             offset = self.offset - start
             see = visible(spec, s.shape, 0, offset, q_tokens, k_tokens, self.limit)

@@ -46,16 +46,16 @@ def kept_pairs(spec: Spec, rows: jax.Array, slots: jax.Array) -> jax.Array:
     return is_kept(rows, jax.lax.bitcast_convert_type(slots, jnp.uint32), spec.dropout_rate)
 
 
-def soft_cap(spec: Spec, s: jax.Array, bounded: jax.Array, may_hide: bool) -> jax.Array:
+def soft_cap(softcap: float, s: jax.Array, bounded: jax.Array, may_hide: bool) -> jax.Array:
     """Returns capped logits in units of log 2.
 
     Args:
-      spec: the static part.
-      s: the logits.
+      softcap: the cap.
+      s: the logits, divided by the cap.
       bounded: tanh(s).
       may_hide: whether logits may be -inf, which stays.
     """
-    capped = spec.softcap * LOG2E * bounded
+    capped = softcap * LOG2E * bounded
     return jnp.where(s == -jnp.inf, s, capped) if may_hide else capped
 
 
