@@ -15,7 +15,7 @@ from posenc_jax.checks import require
 from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.elements import element_of
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.operands import Grads, Operands, Spec, prepare
+from posenc_jax.engine.operands import Grads, Operands, prepare, spec_fields
 from posenc_jax.engine.problem import (
     Implementation,
     Problem,
@@ -48,6 +48,8 @@ class Kernels(Implementation):
     name = "pallas"
     platform: ClassVar[str]
     """As `jax.default_backend` names it."""
+    mask_by_distance: ClassVar[bool] = False
+    """Whether causality and windows by slot are a bias by distance."""
 
     @abc.abstractmethod
     def refuses(self, problem: Problem) -> str | None:
@@ -56,6 +58,42 @@ class Kernels(Implementation):
     @abc.abstractmethod
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         """Computes a problem on one device, or one device's part of it."""
+
+    @abc.abstractmethod
+    def make_spec(self, problem: Problem, **fields: Any) -> Any:
+        """Returns the platform's `Spec`, with the fields of `spec_fields`."""
+
+    @abc.abstractmethod
+    def run_forward(self, spec: Any, x: Operands) -> tuple[jax.Array, jax.Array]:
+        """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
+
+    @abc.abstractmethod
+    def run_backward(
+        self, spec: Any, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
+    ) -> Grads:
+        """Returns the cotangents of the operands.
+
+        Args:
+          spec: the static part.
+          x: the operands.
+          d_out: cotangent of the output, [B, T, N, V], in the dtype of v.
+          lse: float32 [B, N, T], finite. With dropout at rate r, log(1 - r) is added.
+          delta: float32 [B, N, T]: the sum of d_out * out over V minus the cotangent of the
+            log-sum-exp. With dropout, times 1 - r.
+        """
+
+    def run(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        """Computes a problem of one device by the kernels of both passes."""
+        p, lowered = problem, _lowered(problem)
+        elements = tuple(_elements(p, lowered))
+        spec = self.make_spec(p, **spec_fields(p, lowered))
+        spec, operands = prepare(p, lowered, elements, spec, self.mask_by_distance)
+        diff, nondiff = partition(operands)
+        out, lse = _attend(self, spec, limit_derivatives(diff, forward=_FIRST_ORDER), nondiff)
+        out, lse = out[:, : p.length], jnp.swapaxes(lse, 1, 2)[:, : p.length]
+        if lowered.lse_shift is not None:
+            lse += lowered.lse_shift
+        return with_sinks(p, out, lse)
 
     def supports(self, problem: Problem) -> str | None:
         anywhere = self.interpret or self.cross_compile
@@ -97,7 +135,7 @@ class Kernels(Implementation):
         out = PartitionSpec(batch, None, heads)
         alone = dataclasses.replace(self, batch_axes=None, head_axes=None)
         run = jax.shard_map(
-            lambda p: alone(_with_own_key_head(p, specs, heads)),
+            lambda p: alone(_with_local_key_head(p, specs, heads)),
             mesh=mesh,
             in_specs=(specs,),
             out_specs=(out, out),
@@ -165,39 +203,31 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
         f"({heads}).",
     )
 
-    def spec(path, x):
-        name = next(key.name for key in reversed(path) if hasattr(key, "name"))
-        row = None if x.shape[:1] == (1,) else batch
-        if name in ("k", "v", "k_features") and x.shape[2] == kv_heads and not by_key_head:
-            return PartitionSpec(row)
-        if name in ("heads", "sinks"):
-            return PartitionSpec(heads)
-        if name in ("q", "k", "v", "q_features", "k_features"):
-            return PartitionSpec(row, None, heads)
-        if name == "dropout_seeds":
-            return PartitionSpec(row, heads)
-        if name == "mask":
-            return PartitionSpec(row, None if x.shape[1] == 1 else heads)
-        if name == "shared":
-            return PartitionSpec()
-        return PartitionSpec(row)  # Positions, coordinates, segments, slots, prefix lengths.
+    names = {"B": batch, "N": heads, "K": heads}
 
-    return jax.tree_util.tree_map_with_path(spec, problem)
+    def spec(axes, x):
+        if "K" in axes and x.shape[2] == kv_heads and not by_key_head:
+            axes = axes.replace("K", "-")
+        pairs = zip(axes, x.shape, strict=False)
+        return PartitionSpec(
+            *(None if size == 1 and axis != "K" else names.get(axis) for axis, size in pairs)
+        )
+
+    return problem.map_arrays(spec)
 
 
-def _with_own_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
+def _with_local_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
     """Returns the problem with the key head of this device's queries, of arrays with all."""
 
-    def own(x, spec):
-        if heads is None or len(spec) > 1:
+    def take(x, spec):
+        if heads is None or spec[2] is not None:
             return x
         sharing = jax.lax.axis_size(heads) // x.shape[2]
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(heads) // sharing, 1, 2)
 
-    keys, of = p.key_arrays(), dataclasses.replace(specs, mask=None).key_arrays()
-    return p.with_keys(
-        keys | {name: jax.tree.map(own, keys[name], of[name]) for name in ("k", "v", "features")}
-    )
+    keys, specs = p.key_arrays(), dataclasses.replace(specs, mask=None).key_arrays()
+    names = "k", "v", "features"
+    return p.with_keys(keys | {n: jax.tree.map(take, keys[n], specs[n]) for n in names})
 
 
 def without_hidden(p: Problem) -> Problem:
@@ -265,39 +295,10 @@ _FIRST_ORDER = (
     'implementation="xla" or "reference".'
 )
 
-Forward = Callable[[Any, Operands], tuple[jax.Array, jax.Array]]
-Backward = Callable[[Any, Operands, jax.Array, jax.Array, jax.Array], Grads]
-
-
-def compute(
-    kernels: tuple[Forward, Backward],
-    spec_of: Callable[..., Spec],
-    p: Problem,
-    mask_by_distance: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns what an implementation returns, computed by kernels.
-
-    Args:
-      kernels: `forward(spec, x)` returns the output, [B, T, N, V], and the log-sum-exp, float32
-        [B, N, T]; `backward(spec, x, d_out, lse, delta)` returns cotangents.
-      spec_of: returns the `Spec`, from those of its fields that a problem decides.
-      p: the problem.
-      mask_by_distance: see `prepare`.
-    """
-    lowered = _lowered(p)
-    elements = tuple(_elements(p, lowered))
-    spec, operands = prepare(p, lowered, elements, spec_of, mask_by_distance)
-    diff, nondiff = partition(operands)
-    out, lse = _attend(kernels, spec, limit_derivatives(diff, forward=_FIRST_ORDER), nondiff)
-    out, lse = out[:, : p.length], jnp.swapaxes(lse, 1, 2)[:, : p.length]
-    if lowered.lse_shift is not None:
-        lse += lowered.lse_shift
-    return with_sinks(p, out, lse)
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    kernels: tuple[Forward, Backward], spec: Spec, diff: Operands, nondiff: Operands
+    kernels: Kernels, spec: Any, diff: Operands, nondiff: Operands
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     return _attend_forward(kernels, spec, diff, nondiff)[0]
@@ -305,7 +306,7 @@ def _attend(
 
 def _attend_forward(kernels, spec, diff, nondiff):
     operands = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
-    out, lse = kernels[0](spec, operands)
+    out, lse = kernels.run_forward(spec, operands)
     return (out, lse), (diff, nondiff, out, lse)
 
 
@@ -317,7 +318,7 @@ def _attend_backward(kernels, spec, saved, cotangents):
     if x.dropped is not None:
         lse, delta = lse + math.log1p(-spec.dropout_rate), delta * (1.0 - spec.dropout_rate)
     of_queries = d_out.astype(x.v.dtype), lse, delta
-    grads = kernels[1](spec, x, *limit_derivatives(of_queries, both=_FIRST_ORDER))
+    grads = kernels.run_backward(spec, x, *limit_derivatives(of_queries, both=_FIRST_ORDER))
     return dataclasses.replace(diff, **grads._asdict()), None
 
 

@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -15,6 +17,25 @@ _SIDES = {
     "k": (("k", "v", "k_positions", "k_coordinates", "k_segment_ids", "k_slots"), 3),
 }
 """Arrays that belong to queries and to keys, and the axis of the mask that does."""
+
+_AXES = {
+    "q": "BTNH",
+    "k": "BSKH",
+    "v": "BSKV",
+    "mask": "BNTS",
+    "q_positions": "BT",
+    "k_positions": "BS",
+    "q_coordinates": "BTA",
+    "k_coordinates": "BSA",
+    "q_segment_ids": "BT",
+    "k_segment_ids": "BS",
+    "prefix_length": "B",
+    "sinks": "N",
+    "dropout_seeds": "BN",
+    "q_slots": "BT",
+    "k_slots": "BS",
+}
+"""The axes of every array of `Problem`, or its first ones, by which meshes shard it."""
 
 
 @jax.tree_util.register_dataclass
@@ -151,6 +172,14 @@ class Problem:
             **{name: tokens[name] for name in names},
         )
 
+    def map_arrays(self, function: Callable[[str, jax.Array], Any]) -> Self:
+        """Returns the problem with `function(axes, x)` in place of each array.
+
+        `axes` are letters of the first axes of x, as in `_AXES` and `Rule.axes`.
+        """
+        rules = tuple(_map_fields(rule, rule.axes, function) for rule in self.rules)
+        return dataclasses.replace(_map_fields(self, _AXES, function, ("rules",)), rules=rules)
+
     def visible(self) -> jax.Array:
         """Returns bool [B, 1 or N, T, S], true where the query sees the key."""
         seen = visible(
@@ -238,6 +267,18 @@ class Implementation(abc.ABC):
         (`problem.normalized` is false), and where it is not asked for (`problem.needs_lse`),
         the log-sum-exp has no meaning.
         """
+
+
+def _map_fields(
+    tree: Any, axes: Mapping[str, str], function: Callable, skipped: tuple[str, ...] = ()
+) -> Any:
+    """Replaces the arrays of a dataclass; each field must have its axes."""
+    fields = (x.name for x in dataclasses.fields(tree) if not x.metadata.get("static"))
+    arrays = {name: getattr(tree, name) for name in fields if name not in skipped}
+    mapped = {
+        name: jax.tree.map(functools.partial(function, axes[name]), x) for name, x in arrays.items()
+    }
+    return dataclasses.replace(tree, **mapped)
 
 
 def zero_where(hidden: jax.Array, tree: Any) -> Any:

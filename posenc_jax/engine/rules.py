@@ -19,8 +19,8 @@ import abc
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,16 @@ class Rule(abc.ABC):
     whole_rows: bool = False
     adds_values: bool = False
     normalized: bool = True
+
+    axes: ClassVar[Mapping[str, str]] = {
+        "heads": "N",
+        "shared": "",
+        "q_features": "BTN",
+        "k_features": "BSK",
+        "pairs": "BNTS",
+        "table": "N",
+    }
+    """The first axes of the arrays by field, by which meshes shard them."""
 
     @abc.abstractmethod
     def on(self, transform: Callable[[jax.Array], jax.Array]) -> Self:
