@@ -199,16 +199,16 @@ def _check_function(
     rule: Rule, field: str, signature: str, arguments: tuple, sizes: Sizes, shape: tuple = ()
 ) -> Any:
     """Returns the type of a rule's function of `arguments`; raises unless it has this shape."""
-    function, name_of_field = getattr(rule, field), f"{type(rule).__name__}.{field}"
+    function, qualified_name = getattr(rule, field), f"{type(rule).__name__}.{field}"
     name = getattr(function, "__name__", repr(function))
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise TypeError(
-            f"attention: {name_of_field} must be {field}{signature}, got {name}: {error}."
+            f"attention: {qualified_name} must be {field}{signature}, got {name}: {error}."
         ) from None
     axes = f" for coordinates of {sizes.axes} axes" if sizes.axes else ""
-    message = f"attention: {name_of_field} {name} must return {shape or 'one number'}{axes}"
+    message = f"attention: {qualified_name} {name} must return {shape or 'one number'}{axes}"
     try:
         out = jax.eval_shape(function, *arguments)
     except (TypeError, ValueError, IndexError) as error:
