@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from posenc_jax.checks import require
 from posenc_jax.hf.attention_options import attention_options
-from posenc_jax.hf.attention_settings import logit_scale, with_attention_settings
+from posenc_jax.hf.attention_settings import with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.rope import Rotary, write_rotary
@@ -249,28 +249,3 @@ def _parameters(scheme: Scheme) -> dict[str, Any]:
         elif scheme.order == "interleaved":
             out["mrope_interleaved"] = True
     return out
-
-
-def hf_logit_scale(config: Mapping[str, Any] | HasToDict) -> float | None:
-    """The factor on q . k that the model of a config uses; None: the scheme's own.
-
-    The `scale` of each layer that `from_hf` returns. Where a model type changes it: Gemma's
-    `query_pre_attn_scalar`, Granite's `attention_multiplier`, MPT's `softmax_scale`, GPT-2's
-    `scale_attn_weights`, and the `mscale_all_dim` of DeepSeek's YaRN.
-
-    Args:
-      config: see `from_hf`.
-
-    Raises:
-      ValueError: as `from_hf`, and for a GPT-2 whose factor differs by layer.
-
-    >>> pe.hf_logit_scale({"model_type": "gemma3_text", "query_pre_attn_scalar": 64})
-    0.125
-    """
-    with _reading("hf_logit_scale", config) as tracked:
-        first, second = logit_scale(tracked, 0), logit_scale(tracked, 1)
-        require(
-            first == second,
-            "the factor differs by layer, use from_hf: scale_attn_by_inverse_layer_idx is true.",
-        )
-        return first

@@ -50,7 +50,7 @@ def bloom(config: TrackedConfig) -> Layers:
 def mpt(config: TrackedConfig) -> Layers:
     """ALiBi, or a learned table."""
     part = TrackedConfig(config.get("attn_config") or {}, f"{config.where} in attn_config")
-    part.get("softmax_scale")  # `hf_logit_scale` returns it.
+    part.get("softmax_scale")  # The scale of every layer.
     learned, rope = config.get("learned_pos_emb", True), part.get("rope", False)
     require(not rope, f"{part.where} has rope, which transformers does not read.")
     if not part.get("alibi", True):

@@ -61,7 +61,6 @@ def test_released_configs_with_keys_left_out():
     local = pe.LayerSpec(pe.RoPE(head_dim=256), 1024, **gemma)
     far = pe.LayerSpec(pe.RoPE(head_dim=256, theta=1e6, scaling=pe.PI(8.0)), **gemma)
     assert pe.from_hf(gemma_3_4b) == pe.layer_pattern(34, *[local] * 5, far)
-    assert pe.hf_logit_scale(gemma_3_4b) == 256**-0.5
 
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
     yarn |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -210,7 +209,8 @@ class Config:
 
 def test_config_objects_are_read():
     assert pe.from_hf(Config(**LLAMA)) == pe.from_hf(LLAMA)
-    assert pe.hf_logit_scale(Config(model_type="gemma2", query_pre_attn_scalar=64)) == 0.125
+    gemma = Config(model_type="gemma2", query_pre_attn_scalar=64)
+    assert pe.from_hf(gemma)[0].scale == 0.125
     with pytest.raises(TypeError, match="from_hf: config must be a dict or have to_dict, got 'a"):
         pe.from_hf("a/path/config.json")  # ty: ignore[invalid-argument-type]
 
@@ -222,7 +222,7 @@ def test_the_text_part_of_a_multimodal_config_is_read():
     text = {"num_hidden_layers": 2, "sliding_window": 7}
     gemma = pe.from_hf({"model_type": "gemma3_text"} | text)
     assert pe.from_hf({"model_type": "gemma3", "text_config": text}) == gemma
-    assert pe.hf_logit_scale({"model_type": "gemma3", "text_config": text}) == 256**-0.5
+    assert gemma[0].scale == 256**-0.5
 
 
 def test_text_keys_at_the_top_of_a_multimodal_config_are_read():
@@ -241,7 +241,7 @@ def test_a_key_beside_the_text_part_is_named():
         pe.from_hf({"model_type": "llava", "text_config": {"hidden_size": 64}})
 
 
-@pytest.mark.parametrize("read", [pe.from_hf, pe.scheme_from_hf, pe.hf_logit_scale])
+@pytest.mark.parametrize("read", [pe.from_hf, pe.scheme_from_hf])
 def test_an_unknown_model_type_gives_a_short_error_with_similar_ones(read):
     with pytest.raises(ValueError, match="model_type 'lama'; did you mean 'llama'") as error:
         read({"model_type": "lama"})
@@ -383,7 +383,7 @@ def test_what_versions_or_attention_functions_read_differently_is_refused(messag
 
 def test_logit_scales_of_model_types():
     def of(**settings):
-        return pe.hf_logit_scale(settings)
+        return pe.from_hf(settings)[0].scale
 
     assert of(model_type="llama") is None
     assert of(model_type="granite", attention_multiplier=0.5) == 0.5
@@ -400,8 +400,6 @@ def test_logit_scales_of_model_types():
         of(model_type="llama", attention_multiplier=0.5)
     assert of(model_type="gpt2") is None
     assert of(model_type="gpt2", scale_attn_weights=False) == 1.0
-    with pytest.raises(ValueError, match="differs by layer, use from_hf: scale_attn_by_inverse_"):
-        of(model_type="gpt2", scale_attn_by_inverse_layer_idx=True)
     layers = pe.from_hf({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True})
     assert [layer.scale for layer in layers] == [0.125 / (i + 1) for i in range(12)]
 

@@ -77,7 +77,8 @@ def test_layers_with_the_defaults_of_a_model_type(maker, kind):
             options = {"layer": layer} | NEEDS.get(kind, {})
             config, _, is_causal, arrays = make_rotary.rotated(kind, **options)
         config = json.loads(config.to_json_string(use_diff=False))
-        scheme = pe.from_hf(config)[layer].scheme
+        spec = pe.from_hf(config)[layer]
+        scheme = spec.scheme
         arrays = {n: jnp.asarray(x) for n, x in arrays.items()}
         at = arrays["positions"]
         for rotate, x in ((scheme.query, "q"), (scheme.key, "k")):
@@ -88,7 +89,7 @@ def test_layers_with_the_defaults_of_a_model_type(maker, kind):
             *(arrays[n] for n in "qkv"),
             positions=at,
             is_causal=is_causal,
-            scale=pe.hf_logit_scale(config),
+            scale=spec.scale,
             sinks=arrays.get("sinks"),
             softcap=config.get("attn_logit_softcapping"),
         )

@@ -59,10 +59,9 @@ def read(model_type, config):
     config = {"model_type": model_type} | config
     several = model_type_defaults()[model_type].get("is_encoder_decoder")
     try:
-        layers = pe.from_hf(config, decoder=False if several else None)
+        return pe.from_hf(config, decoder=False if several else None)
     except ValueError as error:
-        layers = str(error)
-    return layers, pe.hf_logit_scale(config)
+        return str(error)
 
 
 def completed(model_type, case):
@@ -194,7 +193,6 @@ def keys_read(model_type, config, decoder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrackedConfig, "given", record)
         pe.from_hf(config, decoder=decoder)
-        pe.hf_logit_scale(config)
     return found
 
 
@@ -239,15 +237,14 @@ def test_a_value_of_the_wrong_type_is_an_error_of_one_line(model_type):
                     continue
                 inner = (config.get(where) or {}) | {key: wrong} if where else wrong
                 broken = config | {where or key: inner}
-                with pytest.raises(ValueError, match=r"\A(from_hf|hf_logit_scale): .*\Z"):
+                with pytest.raises(ValueError, match=r"\Afrom_hf: .*\Z"):
                     pe.from_hf(broken, decoder=decoder)
-                    pe.hf_logit_scale(broken)
                     pytest.fail(f"{where} {key}={wrong!r} is accepted")
 
 
-@pytest.mark.parametrize("read", [pe.from_hf, pe.hf_logit_scale])
+@pytest.mark.parametrize("read", [pe.from_hf, pe.attention_options_from_hf])
 def test_errors_begin_with_the_function_that_was_called(read):
-    name = "from_hf" if read is pe.from_hf else "hf_logit_scale"
+    name = read.__name__
     for config in (
         {"model_type": "lama"},
         {"model_type": ["llama"]},

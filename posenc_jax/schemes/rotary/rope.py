@@ -23,12 +23,11 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import array_of_rank, coordinate_values, require
 from posenc_jax.schemes.rotary.base import ScalableRotary
-from posenc_jax.schemes.rotary.frequencies import FrequencyMap, rope_frequencies
+from posenc_jax.schemes.rotary.frequencies import FrequencyMap
 
 
 def apply_rope(
@@ -71,24 +70,6 @@ def apply_rope(
         f"rope: positions must be [T] or [B, T] for x {x.shape}, got {positions.shape}.",
     )
     return rope.query({}, x, positions)
-
-
-def rope_matrix(position: int, dim: int, theta: float = 10000.0) -> np.ndarray:
-    """Returns the rotation as the matrix of the paper's equation 15, float64 [dim, dim].
-
-    Pairs are interleaved, as in the paper. For reading and testing: `apply_rope` does the
-    same without the zeros.
-
-    >>> rope_matrix(0, 2)
-    array([[ 1., -0.],
-           [ 0.,  1.]])
-    """
-    frequencies, _ = rope_frequencies(dim, theta)
-    out = np.zeros((dim, dim))
-    for p, w in enumerate(frequencies):
-        c, s = np.cos(position * w), np.sin(position * w)
-        out[2 * p : 2 * p + 2, 2 * p : 2 * p + 2] = [[c, -s], [s, c]]
-    return out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 from oracle import attend, qkv
 
 import posenc_jax as pe
+from posenc_jax.schemes.rotary.axial import axial_frequencies
 
 ARRAYS = qkv(length=40)
 Q, K, V = (np.asarray(x[0], np.float64) for x in ARRAYS)
@@ -171,7 +172,7 @@ def test_softcap_bounds_the_logits_of_both_parts():
 def test_several_axes_of_coordinates(implementation):
     """First tokens are those of the first positions; beyond the window both axes are clipped."""
     grid = np.stack([np.arange(40) // 5, np.arange(40) % 5])
-    frequencies = pe.axial_frequencies(8)
+    frequencies = axial_frequencies(8)
 
     def rotated(x, at):
         angles = (np.minimum(at, 4 + 8)[:, None] * frequencies).ravel()

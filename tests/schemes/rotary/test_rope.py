@@ -45,6 +45,16 @@ def rotated(x, position, theta=10000.0, layout="half", dim=None):
     return out
 
 
+def rotation_matrix(position, dim, theta):
+    """Equation 15 of the paper, in float64."""
+    out = np.zeros((dim, dim))
+    for p in range(dim // 2):
+        angle = position * theta ** (-2 * p / dim)
+        c, s = np.cos(angle), np.sin(angle)
+        out[2 * p : 2 * p + 2, 2 * p : 2 * p + 2] = [[c, -s], [s, c]]
+    return out
+
+
 @LAYOUTS
 def test_matches_the_code_of_gpt_neox_and_gpt_j(layout):
     x = jnp.array(GOLDEN["x"])[None]
@@ -68,7 +78,7 @@ def test_matches_the_paper_at_any_position(layout, theta, dim):
 
 @pytest.mark.parametrize("position", [1, 257, 10**6])
 def test_equals_the_matrix_of_the_paper(position):
-    matrix = pe.rope_matrix(position, 12, theta=500.0)
+    matrix = rotation_matrix(position, 12, theta=500.0)
     x = np.random.default_rng(0).normal(size=(12,)).astype(np.float32)
     out = apply_rope(
         x.reshape(1, 1, 1, 12), jnp.array([position]), theta=500.0, layout="interleaved"

@@ -8,6 +8,7 @@ from oracle import attend, key, qkv, query, softmax_attention
 from support import initial
 
 import posenc_jax as pe
+from posenc_jax.schemes.rotary.rope_mixed import mixed_frequencies
 
 OPTIONS = {
     pe.RoPEMixed: {"groups": 2, "theta": initial(100.0), "layout": "half"},
@@ -46,7 +47,7 @@ def test_matches_rope_vit(heads, count):
 
 
 def test_initialises_as_rope_vit_with_one_angle_per_head():
-    rows, columns = pe.mixed_frequencies(jax.random.key(0), 8, groups=4)
+    rows, columns = mixed_frequencies(jax.random.key(0), 8, groups=4)
     angles = np.arctan2(rows[:, 0], columns[:, 0])[:, None]
     assert np.ptp(angles) > 0.5
     back = np.cos(angles) * columns + np.sin(angles) * rows
