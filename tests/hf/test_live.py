@@ -64,7 +64,7 @@ NEEDS = {
 }
 # Called differently; the golden files have Beam and Gemma 4.
 APART = {"beam", "gemma4_text"}
-ROTATING = {kind for kind, family in MODEL_TYPES.items() if isinstance(family, Rotating)}
+ROTATING = {kind for kind, model in MODEL_TYPES.items() if isinstance(model.layers, Rotating)}
 ROTATING |= {"gpt_neox", "minimax_m2"}
 
 
