@@ -257,7 +257,8 @@ def swin_v2(config: TrackedConfig) -> Layers:
     )
 
     def make(heads, stage):
-        return SwinV2(num_heads=heads, window=window, pretrained_window=(pretrained[stage],) * 2)
+        size = pretrained[stage]
+        return SwinV2(heads, window, pretrained_window=(size, size) if size else None)
 
     return _stages(config, make)
 

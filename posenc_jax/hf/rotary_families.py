@@ -55,7 +55,7 @@ def rotation(
     scaling = settings.scaling
     dim = int(head_dim * settings.fraction)
     fields: dict[str, Any] = {"head_dim": head_dim, "theta": settings.theta, "layout": layout}
-    fields["rotary_dim"] = 0 if dim == head_dim else dim
+    fields["rotary_dim"] = None if dim == head_dim else dim
     if isinstance(scaling, PerSequenceMap) and scaling.per_sequence:
         return RoPEByLength(scaling=scaling, **fields)
     return RoPE(scaling=scaling, **fields)
@@ -230,7 +230,7 @@ def smollm3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
 
 def gptj(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """Reads interleaved RoPE on the first dimensions."""
-    dim, rotary_dim = head_size(config), config.get("rotary_dim", 0)
+    dim, rotary_dim = head_size(config), config.get("rotary_dim")
     return uniform(config, RoPE(head_dim=dim, layout="interleaved", rotary_dim=rotary_dim))
 
 

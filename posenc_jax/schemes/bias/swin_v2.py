@@ -60,7 +60,7 @@ class SwinV2(Scheme):
     Attributes:
       num_heads: N.
       window: rows and columns of a window.
-      pretrained_window: rows and columns of the window in training; (0, 0) for `window`.
+      pretrained_window: rows and columns of the window in training. Default: `window`.
       width: number of hidden units.
 
     Raises:
@@ -73,7 +73,7 @@ class SwinV2(Scheme):
 
     num_heads: int
     window: tuple[int, int] = (8, 8)
-    pretrained_window: tuple[int, int] = (0, 0)
+    pretrained_window: tuple[int, int] | None = None
     width: int = 512
     name: ClassVar[str] = "swin_v2"
 
@@ -93,7 +93,7 @@ class SwinV2(Scheme):
 
     @property
     def _trained(self):
-        return self.window if self.pretrained_window == (0, 0) else self.pretrained_window
+        return self.window if self.pretrained_window is None else self.pretrained_window
 
     def init(self, key):
         """Returns {"in", "in_bias", "out"}, initialised as torch.nn.Linear, and {"tau": [N]}."""

@@ -70,7 +70,7 @@ class TUPE(Scheme):
       model_dim: D, the size of the table's rows.
       max_length: number of positions.
       untie_cls: whether the logits from and to the first token have values of their own.
-      num_buckets: of T5's bidirectional bias; 0 for none (TUPE-A).
+      num_buckets: the number of buckets of T5's bidirectional bias; None: no such bias (TUPE-A).
       max_distance: distance from which on all are in T5's last bucket.
       stddev: standard deviation of the initial table and projections.
 
@@ -87,7 +87,7 @@ class TUPE(Scheme):
     model_dim: int
     max_length: int
     untie_cls: bool = True
-    num_buckets: int = 0
+    num_buckets: int | None = None
     max_distance: int = 128
     stddev: float = 0.02
     name: ClassVar[str] = "tupe"
@@ -95,7 +95,7 @@ class TUPE(Scheme):
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim", "max_length")
         positive("tupe", stddev=self.stddev)
-        if self.num_buckets:
+        if self.num_buckets is not None:
             check_buckets(self.num_buckets, self.max_distance, bidirectional=True)
 
     @property
@@ -119,7 +119,7 @@ class TUPE(Scheme):
             "key": normal(key, *project),
             "key_bias": jnp.zeros(project[1:], jnp.float32),
         }
-        if self.num_buckets:
+        if self.num_buckets is not None:
             params["buckets"] = normal(buckets, self.num_heads, self.num_buckets + self.untie_cls)
         return params
 
@@ -144,7 +144,7 @@ class TUPE(Scheme):
             cls_logits = (q_table[:, :2] * k_table[:, :2]).sum(-1)
             heads = q_table[:, 1:], k_table[:, 1:], cls_logits[:, 0], cls_logits[:, 1]
         products = LogitBias(_products, heads=heads)
-        if not self.num_buckets:
+        if self.num_buckets is None:
             return products
         sizes = self.num_buckets, self.max_distance, True
         if not self.untie_cls:

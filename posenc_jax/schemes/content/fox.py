@@ -65,8 +65,8 @@ class FoX(Scheme):
     model_dim: int
     gate: str = "full"
     init_bias: float = 0.0
-    min_time: float = 0.0
-    max_time: float = 0.0
+    min_time: float | None = None
+    max_time: float | None = None
     name: ClassVar[str] = "fox"
 
     def __post_init__(self):
@@ -75,10 +75,11 @@ class FoX(Scheme):
         times = (self.min_time, self.max_time)
         if self.gate == "full":
             finite("fox", init_bias=self.init_bias)
-            require(times == (0.0, 0.0), f'fox: gate="full" has no decay times, got {times}.')
+            require(times == (None, None), f'fox: gate="full" has no decay times, got {times}.')
             return
+        low, high = self._times
         require(
-            0 < self.min_time <= self.max_time < math.inf,
+            0 < low <= high < math.inf,
             f"fox: gate={self.gate!r} needs 0 < min_time <= max_time, got {times}.",
         )
         require(
@@ -116,8 +117,12 @@ class FoX(Scheme):
     def rules(self, params, q_features=None, k_features=None):
         return SeparableBias(q_features=q_features, k_features=k_features, symmetric=True)
 
+    @property
+    def _times(self) -> tuple[float, float]:
+        return self.min_time or 0.0, self.max_time or 0.0
+
     def _bias(self):
-        times = np.geomspace(self.min_time, self.max_time, self.num_heads)
+        times = np.geomspace(*self._times, self.num_heads)
         return jnp.asarray(-np.log(np.expm1(1 / times)), jnp.float32)
 
     def _logits(self, params, x, q):

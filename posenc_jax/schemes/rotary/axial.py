@@ -79,7 +79,7 @@ class AxialRoPE(Rotary):
       axes: which axis of the coordinates each part of the head reads, in the order of the parts.
       frequencies: "own" for each axis, or "dealt" from one RoPE.
       layout: what makes a pair: "half_per_axis", or see `posenc_jax.schemes.rotary.layouts`.
-      rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
+      rotary_dim: d, the number of leading dimensions to rotate. Default: all.
 
     Raises:
       ValueError: for a rotary dim that is not a multiple of 2A, or an unknown word.
@@ -94,7 +94,7 @@ class AxialRoPE(Rotary):
     axes: tuple[int, ...] = (0, 1)
     frequencies: str = "own"
     layout: str = "half"
-    rotary_dim: int = 0
+    rotary_dim: int | None = None
     name: ClassVar[str] = "axial_rope"
 
     def __post_init__(self):

@@ -81,7 +81,7 @@ class Rotary(Scheme, abc.ABC):
 
     theta = 10000.0
     layout = "half"
-    rotary_dim = 0
+    rotary_dim = None
     rotary_start = 0
     scaling = FrequencyMap()
     groups = 1
@@ -160,7 +160,7 @@ class ScalableRotary(Rotary):
 
     theta: float = 10000.0
     layout: str = "half"
-    rotary_dim: int = 0
+    rotary_dim: int | None = None
     rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
 

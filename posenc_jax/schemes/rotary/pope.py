@@ -39,7 +39,7 @@ class PoPE(Scheme):
       num_heads: N.
       head_dim: H.
       theta: the base of the frequencies.
-      rotary_dim: d, the number of leading dimensions to map; 0 for all.
+      rotary_dim: d, the number of leading dimensions to map. Default: all.
       uniform: whether delta is initially uniform in [-2 pi, 0] instead of zero.
 
     Raises:
@@ -54,15 +54,15 @@ class PoPE(Scheme):
     num_heads: int
     head_dim: int
     theta: float = 10000.0
-    rotary_dim: int = 0
+    rotary_dim: int | None = None
     uniform: bool = False
     name: ClassVar[str] = "pope"
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
         require(
-            0 <= self.rotary_dim <= self.head_dim,
-            f"pope: rotary_dim must be in [0, head_dim={self.head_dim}], got {self.rotary_dim}.",
+            1 <= self._dim <= self.head_dim,
+            f"pope: rotary_dim must be in [1, head_dim={self.head_dim}], got {self.rotary_dim}.",
         )
         static_number("pope", "theta", self.theta)
         positive("pope", theta=self.theta)
@@ -104,7 +104,7 @@ class PoPE(Scheme):
 
     @property
     def _dim(self):
-        return self.rotary_dim or self.head_dim
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def _per_head(self, params, coordinates, tables):
         cos, sin = self.tables(params, coordinates) if tables is None else tables

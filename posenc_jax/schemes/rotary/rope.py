@@ -36,7 +36,7 @@ def apply_rope(
     *,
     theta: float = 10000.0,
     layout: str = "half",
-    rotary_dim: int = 0,
+    rotary_dim: int | None = None,
     rotary_start: int = 0,
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = (),
 ) -> jax.Array:
@@ -47,7 +47,7 @@ def apply_rope(
       positions: integers or float32, [T] or [B, T].
       theta: the base of the frequencies.
       layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
-      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
+      rotary_dim: d, the number of dimensions to rotate. Default: all from `rotary_start` on.
       rotary_start: the first of them.
       scaling: maps of the frequencies.
 
@@ -80,7 +80,7 @@ class RoPE(ScalableRotary):
       head_dim: H.
       theta: the base of the frequencies.
       layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
-      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
+      rotary_dim: d, the number of dimensions to rotate. Default: all from `rotary_start` on.
       rotary_start: the first of them.
       scaling: a map of the frequencies, or a tuple of maps.
 

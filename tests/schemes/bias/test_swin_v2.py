@@ -31,6 +31,7 @@ def waves(*shape):
 
 def scheme_of(case):
     window, pretrained = tuple(case["window"]), tuple(case["pretrained"])
+    pretrained = None if pretrained == (0, 0) else pretrained
     return pe.SwinV2(num_heads=6, window=window, pretrained_window=pretrained)
 
 

@@ -138,8 +138,8 @@ def test_initialised_as_the_authors_do():
         ({"model_dim": 0}, "model_dim must be >= 1, got 0"),
         ({"gate": "open"}, "gate must be .*, got 'open'"),
         ({"init_bias": float("nan")}, "init_bias must be finite, got nan"),
-        ({"min_time": 1.0}, r'gate="full" has no decay times, got \(1.0, 0.0\)'),
-        ({"gate": "bias"}, r"gate='bias' needs 0 < min_time <= max_time, got \(0.0, 0.0\)"),
+        ({"min_time": 1.0}, r'gate="full" has no decay times, got \(1.0, None\)'),
+        ({"gate": "bias"}, r"gate='bias' needs 0 < min_time <= max_time, got \(None, None\)"),
         (
             {"gate": "fixed", "min_time": 2.0, "max_time": 4.0, "init_bias": 1.0},
             "gate='fixed' starts from its times, not from init_bias=1.0",

@@ -59,7 +59,7 @@ def test_packed_documents_match_but_for_the_leak():
     assert np.abs(out - leaking)[SPLIT:].max() > 1e-2
 
 
-@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("start", [None, 3])
 def test_matches_a_loop_with_padding_within_the_segment(start):
     q, k, v = qkv(batch=1, length=21)
     segment_ids = np.zeros((1, 21), np.int32)
@@ -113,7 +113,7 @@ def test_flax_layers_train_with_it_and_refuse_to_decode():
         jax.eval_shape(run, {}, Q[:, :1], K, V, mask=mask)
 
 
-@pytest.mark.parametrize("start", [-1, H])
+@pytest.mark.parametrize("start", [-1, 0, H])
 def test_refuses_what_is_no_dimension(start):
     with pytest.raises(ValueError, match="start must be a dimension"):
         pe.PartialKeyOffset(H, start=start)

@@ -103,7 +103,7 @@ def whole(scheme, params, x, arrays, function=products):
     return function(q, k, v, w, beta)
 
 
-VARIANTS = [{}, {"rank": 0, "num_kv_heads": 3}, {"rank": 4}, {"short_conv": False}]
+VARIANTS = [{}, {"rank": None, "num_kv_heads": 3}, {"rank": 4}, {"short_conv": False}]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -201,7 +201,7 @@ def test_memory_is_linear_in_the_length():
     [
         ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
         ({"model_dim": 0}, "model_dim must be >= 1, got 0"),
-        ({"rank": -1}, "rank must not be negative, got -1"),
+        ({"rank": 0}, "rank must be >= 1, got 0"),
         ({"num_kv_heads": 4}, "num_kv_heads must divide num_heads = 6, got 4"),
         ({"head_dim": 4}, r"q must be \[B, T, 6, 4\], got \(1, 63, 6, 8\)"),
         ({"x": None}, "w and beta are computed from x"),

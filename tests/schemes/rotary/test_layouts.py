@@ -19,7 +19,7 @@ AT_ONE = {
     "interleaved_to_half": [-1.14263966, 2.95985067, 1.9220756, 4.0297995],
 }
 LAYOUTS = [*AT_ONE, "interleaved_negative"]
-PARTS = [(0, 0), (8, 0), (8, 4), (0, 2)]
+PARTS = [(None, 0), (8, 0), (8, 4), (None, 2)]
 
 
 def rotated(x, position, layout, start, dim):

@@ -221,6 +221,7 @@ def test_gradients_with_stopped_and_second_derivatives():
     "change, message",
     [
         ({"head_dim": 7}, "rotary dim must be even and positive, got 7"),
+        ({"rotary_dim": 0}, "rotary dim must be even and positive, got 0"),
         ({"rotary_dim": 3}, "rotary dim must be even and positive, got 3"),
         ({"rotary_dim": 10}, r"rotary_dim must be in \[0, head_dim=8\], got 10"),
         ({"rotary_dim": -2}, r"rotary_dim must be in \[0, head_dim=8\], got -2"),
