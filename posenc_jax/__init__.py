@@ -1,7 +1,7 @@
 """Position encodings for transformers in JAX: every scheme, one interface, exact numbers.
 
-A scheme is a frozen dataclass of settings with pure functions, `SCHEMES` has them by name, and
-`help(posenc_jax.RoPE)` is the page of one:
+A scheme is a frozen dataclass of settings with pure functions, `SCHEMES` is the dict of schemes by
+name, and `help(posenc_jax.RoPE)` describes one:
 
     embedding   NoPE (none), LearnedAbsolute, Sinusoidal, Sinusoidal2D, LearnableFourier
     rotary      RoPE, LearnedRoPE, SelectiveRoPE, AxialRoPE, RoPEMixed, MRoPE, LieRE, ComRoPE, XPos,
@@ -16,7 +16,7 @@ A scheme is a frozen dataclass of settings with pure functions, `SCHEMES` has th
     combinations         chain, with_positions, on_axis, on_distances, streaming
     layers of a model    LayerSpec, QKNorm, layer_pattern
 
-What to do with a scheme:
+Functions and modules that use schemes:
 
     Flax layers          nnx, linen: Attention, PositionEncoding, AttentionFn
     functions            scheme_attention, scheme_cross_attention, scheme_embedding, scheme_tables,
@@ -30,7 +30,7 @@ What to do with a scheme:
                          heads_from_linear, split_qkv, permute_qk
     parts of schemes     apply_rope, apply_rotation, cos_sin, rope_frequencies, alibi_slopes,
                          sinusoidal_encoding, t5_bucket, short_convolution, yarn_logit_scale
-    a scheme of yours    Scheme, Rotary, Rule, Acts, Traits; testing.check
+    your own schemes     Scheme, Rotary, Rule, Acts, Traits; testing.check
 
 Letters, in all shapes: B batch, T queries, S keys, N query heads, K key/value heads,
 H head dim, D model dim, A coordinate axes.
@@ -268,7 +268,7 @@ __version__ = "0.1.0"
 
 
 class _Schemes(dict[str, type[Scheme]]):
-    """Scheme classes by name; an unknown name is answered with the nearest."""
+    """Scheme classes by name; the error for an unknown name suggests a similar one."""
 
     def __missing__(self, name):
         near = difflib.get_close_matches(str(name), self, 1)
@@ -292,5 +292,5 @@ if not TYPE_CHECKING:  # A type checker would take every name for a module.
         raise AttributeError(f"module 'posenc_jax' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        """Names that there are, those of modules that are imported on first use too."""
+        """Returns all names, including modules that are imported on first use."""
         return sorted({*globals(), "linen", "nnx", "testing"})

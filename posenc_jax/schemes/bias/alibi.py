@@ -17,11 +17,11 @@ three forms (`symmetry`):
                  other side is hidden by a large penalty, which a softcap would bound
     "learned"    each head learns one slope for the past and one for the future, as sigmoids
 
-`past_offset` is subtracted from the distance of past keys, which tells left from right: 0.5 in the
-encoders of Ruoss et al. With `num_biased_heads`, only the first heads have slopes, those of a
-model of that many heads, and the others have no bias. The penalty is added after the 1/sqrt(H)
-scale; Falcon divides it by sqrt(H) as well (`scaled`), and rounds it to bfloat16, which is not
-reproduced.
+`past_offset` is subtracted from the distance of past keys, which tells past from future: 0.5 in the
+encoders of Ruoss et al. With `num_biased_heads`, only the first heads have slopes, the slopes of a
+model with that number of heads, and the others have no bias. The penalty is added after the
+1/sqrt(H) scale; Falcon divides it by sqrt(H) as well (`scaled`), and rounds it to bfloat16, which
+is not reproduced.
 
 Paper: Press, Smith, Lewis. Train Short, Test Long: Attention with Linear Biases Enables
 Input Length Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
@@ -87,7 +87,7 @@ class ALiBi(Scheme):
     Attributes:
       num_heads: N.
       symmetry: "symmetric", "split" or "learned"; see the top of the file.
-      num_biased_heads: number of heads with a slope, counted from the first. Default: all.
+      num_biased_heads: number of heads with a slope, from the first on. Default: all.
       past_offset: subtracted from the distance of past keys.
       scaled: whether the penalty is multiplied by the logit scale, as q . k is.
 
@@ -132,7 +132,7 @@ class ALiBi(Scheme):
         return Traits(relative=True)
 
     def init(self, key):
-        """Returns {}, or {"past": ..., "future": ...}, float32 [N], where slopes are learned."""
+        """Returns {}, or {"past": ..., "future": ...}, float32 [N], for learned slopes."""
         if self.symmetry != "learned":
             return {}
         past, future = jax.random.normal(key, (2, self.num_heads), jnp.float32) - 2.0

@@ -5,7 +5,7 @@ r"""Swin V2: a bias computed from 2-D offsets by a network, and cosine attention
 
 f is a network 2 -> 512 -> N with ReLU and no bias in its last layer. The logarithm maps offsets
 into [-1.06, 1.06], so that a model fine-tuned with a larger window extrapolates little; R and C in
-l then stay those of the window in training (`pretrained_window`).
+l are then the sizes of the window in training (`pretrained_window`).
 
 cos(q, k) is the dot product of unit vectors, and g[n] = exp(min(tau[n], ln 100)) is learned,
 initially 10. The logit scale is therefore 1.

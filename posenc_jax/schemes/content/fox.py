@@ -5,14 +5,14 @@ r"""FoX, the forgetting transformer: a forget gate per token and head decays the
 
 so that the weight of a key is multiplied by all gates after it. This is ALiBi with a slope,
 -log f, that depends on the token; x-transformers calls it data-dependent ALiBi and initialises
-b = 5, almost no decay, where the authors have 0. No other position encoding is needed.
+b = 5, almost no decay; the authors have b = 0. No other position encoding is needed.
 
 The paper is causal, where |c_i - c_j| = c_j - c_i. The symmetric form used here is the same there,
 and decays in both directions where attention is bidirectional.
 
     gate="full" (default)   f depends on the token
     gate="bias"             one learned f per head: ALiBi with learned slopes
-    gate="fixed"            the same, not learned
+    gate="fixed"            one fixed f per head
 
 Without w, heads are initialised with f = exp(-1 / t), for decay times t spaced geometrically from
 `min_time` to `max_time`. The authors can also initialise "bias" with f = 1/2 in every head.
@@ -92,7 +92,7 @@ class FoX(Scheme):
         return Traits(relative=True, order_only=True, reads_x=True)
 
     def init(self, key):
-        """Returns {"w": [D, N], "b": [N]}, those that the gate learns; w is normal, 0.02."""
+        """Returns {"w": normal [D, N], "b": [N]} for "full", {"b"} for "bias", {} for "fixed"."""
         if self.gate == "fixed":
             return {}
         if self.gate == "bias":

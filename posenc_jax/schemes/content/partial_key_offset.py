@@ -1,4 +1,4 @@
-r"""Partial Key Offset: some dimensions of each key are those of the token before it.
+r"""Partial Key Offset: each key takes some dimensions from the key before it.
 
     k'[j, d] = k[j - 1, d]    for d >= start and j not the first token of its segment
     k'[j, d] = k[j, d]        otherwise
@@ -10,8 +10,8 @@ q and k, and has this in layers with a long window only. In a chain with a schem
 shifted dimensions as well, keys are shifted first.
 
 The state is one key per sequence. The published code shifts a packed row as a whole, so that the
-first token of each document gets dimensions of the document before it; here it keeps its own, as
-the first token of the row does there.
+first token of each document gets dimensions of the document before it; here it is unchanged, as is
+the first token of a row there.
 
 Paper: none; the code is by Larry Dial, 2025. Induction is described by Olsson et al.
 In-context Learning and Induction Heads. 2022. https://arxiv.org/abs/2209.11895

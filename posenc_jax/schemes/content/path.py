@@ -4,7 +4,7 @@ r"""PaTH: a product of Householder-like reflections between key and query, one p
 
 w_t is a unit vector and beta_t = 2 sigmoid(.) a scalar, both computed from token t, so that the
 product along the path from j to i can rotate, reflect or attenuate k_j depending on the tokens
-between them. w is a projection of x (of rank 32 where every query head has its own, as published),
+in between. w is a projection of x (of rank 32 if each query head has one, as published),
 a causal convolution over 3 tokens of a segment and SiLU. Keys at later coordinates are masked,
 whether or not attention is causal.
 
@@ -14,8 +14,8 @@ With L the strictly lower part of diag(beta) W W^T, the reflections of a chunk o
 
 and for a path that ends within the chunk, the rows of W after its end are zero. T is computed once
 for all queries, and a scan over the chunks, last to first, applies them to each query. Keys are
-cached untransformed, with w and beta beside them, so that each decode step computes T again; the
-authors rewrite all cached keys at every step.
+cached untransformed, together with w and beta, and each decode step computes T again; the authors
+rewrite all cached keys at every step.
 
 `forget_gate` is PaTH-FoX: the gates of FoX, whose sums are multiplied by the logit scale as in
 the authors' kernels; FoX itself adds them after the scale.

@@ -1,4 +1,4 @@
-r"""Which dimensions of a head make a pair, the sign of the angle, and conversion between layouts.
+r"""Layouts: the dimensions of each pair, the sign of the angle, and conversion of weights.
 
     layout                  pair p       angle      written to     used by
     "half"                  (p, p + P)    m w_p     (p, p + P)     GPT-NeoX, HF Llama, Gemma
@@ -32,13 +32,13 @@ _LAYOUTS = (
 )
 
 
-def check_layout(where: str, layout: str) -> None:
+def check_layout(caller: str, layout: str) -> None:
     """Raises `ValueError` for an unknown layout."""
-    one_of(where, _LAYOUTS, layout=layout)
+    one_of(caller, _LAYOUTS, layout=layout)
 
 
 def read_and_write(layout: str) -> tuple[str, str, bool]:
-    """Returns where pairs are read and written, "half" or "interleaved", and if by -m w.
+    """Returns the layouts of reads and of writes, and whether the angle is -m w.
 
     >>> read_and_write("interleaved_to_half")
     ('interleaved', 'half', False)
@@ -48,7 +48,7 @@ def read_and_write(layout: str) -> tuple[str, str, bool]:
 
 
 def _pairs(layout: str, dim: int) -> np.ndarray:
-    """The two dimensions [2, P] of each pair, in the order in which they rotate by +m w."""
+    """Returns the two dimensions [2, P] of each pair, in the order that rotates by +m w."""
     read, _, negative = read_and_write(layout)
     pairs = np.arange(dim).reshape(2, -1) if read == "half" else np.arange(dim).reshape(-1, 2).T
     return pairs[::-1] if negative else pairs

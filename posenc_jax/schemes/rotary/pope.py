@@ -5,10 +5,10 @@ r"""PoPE: content sets the magnitude of a pair, position alone its angle.
     q . k = sum_c softplus(q_c) softplus(k_c) cos((m - n) w_c - delta_c)
 
 for each of the d rotated dimensions c, not for pairs: there are d frequencies, and q, k and cached
-keys become twice as wide. In RoPE the angle between q and k depends on content and position; here
-on position alone. delta is a learned phase per head and dimension, clipped to [-2 pi, 0], with no
-gradient outside. The reference adds it to the angle of k; subtracting it from that of q gives the
-same logits for any number of key heads. The logit scale is that of H dimensions.
+keys become twice as wide. The angle between q and k depends on content and position in RoPE, and on
+position alone in PoPE. delta is a learned phase per head and dimension, clipped to [-2 pi, 0], with
+no gradient outside. The reference adds it to the angle of k; subtracting it from the angle of q
+gives the same logits for any number of key heads. The logit scale is 1/sqrt(H).
 
 Paper: Gopalakrishnan et al. Decoupling the "What" and "Where" With Polar Coordinate
 Positional Embeddings. 2025. https://arxiv.org/abs/2509.10534

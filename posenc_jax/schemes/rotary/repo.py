@@ -4,7 +4,7 @@ r"""RePo: RoPE at positions that are predicted from content.
     q, k rotate by z[t] w_p              w_p as in RoPE
 
 Coordinates are not read: the order of tokens enters by the causal mask alone, and the authors
-keep RoPE in the first layers (5 of 16) and have a z per head. The z of a key is cached beside it,
+keep RoPE in the first layers (5 of 16) and have a z per head. The z of a key is cached with it,
 `groups` numbers, though only `key` reads it.
 
 Angles are float32 products: z is small, unlike token positions.
@@ -37,7 +37,7 @@ class RePo(ContentRotary):
         heads.
       width: the width of the gated layer. Default: D / 8.
       theta: the base of the frequencies.
-      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
+      layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
       init_std: the standard deviation of the initial weights.
 
     Raises:

@@ -9,8 +9,8 @@ for the pair p of dimensions (a, b) at position m. Between q at m and k at n the
 Which dimensions make a pair, and the sign of the angle, differ between models: see `layout` in
 `posenc_jax.schemes.rotary.layouts`, which also converts weights from one layout to another.
 
-`rotary_dim` rotates the first d < H dimensions and leaves the rest (GPT-J, NeoX, Phi), with the
-frequencies of a head of d; with `rotary_start` = H - d it is the last ones (DeepSeek-V4). Rotated
+`rotary_dim` rotates the first d < H dimensions alone (GPT-J, NeoX, Phi), with the frequencies of a
+head of d; `rotary_start` = H - d rotates the last d (DeepSeek-V4). Rotated
 keys can be cached. Cosine and sine are exact at any int32 position, products are in float32.
 
 Paper: Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
@@ -46,9 +46,9 @@ def apply_rope(
       x: queries or keys [B, T, N, H].
       positions: integers or float32, [T] or [B, T].
       theta: the base of the frequencies.
-      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
+      layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
       rotary_dim: d, the number of dimensions to rotate. Default: all from `rotary_start` on.
-      rotary_start: the first of them.
+      rotary_start: the first of these dimensions.
       scaling: maps of the frequencies.
 
     Raises:
@@ -79,9 +79,9 @@ class RoPE(ScalableRotary):
     Attributes:
       head_dim: H.
       theta: the base of the frequencies.
-      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
+      layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
       rotary_dim: d, the number of dimensions to rotate. Default: all from `rotary_start` on.
-      rotary_start: the first of them.
+      rotary_start: the first of these dimensions.
       scaling: a map of the frequencies, or a tuple of maps.
 
     Raises:

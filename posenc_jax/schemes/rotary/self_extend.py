@@ -1,4 +1,4 @@
-r"""Self-Extend: near keys at their own distance, far keys at the distance of their groups.
+r"""Self-Extend: exact distances to near keys, distances of groups of tokens to far keys.
 
     g(i, j) = i - j                                  i - j < W
     g(i, j) = i // G - j // G + W - W / G            i - j >= W

@@ -1,4 +1,4 @@
-r"""Clipped RoPE: the frequencies of the slowest pairs are reduced to zero, by a cosine or at once.
+r"""Clipped RoPE: the frequencies of the slowest pairs are reduced to zero, by a cosine or a step.
 
     w'_p = w_p * (1 + cos(pi j / (n - 1))) / 2,     j = p - (P - n), for the last n of P pairs
 

@@ -1,4 +1,4 @@
-r"""LongRoPE: every pair has its own divisor, found by a search.
+r"""LongRoPE: a search determines a divisor for the frequency of every pair.
 
     w'_p = w_p / lambda_p,     q, k -> g q, g k,     g = sqrt(1 + ln s / ln L)
 
