@@ -41,8 +41,8 @@ def from_hf(
     type, from `posenc_jax/hf/defaults.json`. Names of transformers 4 and 5 are read. A key about
     positions or windows that is not read raises.
 
-    Layers have separate parameters, unless `scheme.traits.shared_over_layers`; UMT5 has a `T5`
-    table in each layer all the same. Schemes that act on the embedding, such as
+    Layers have separate parameters, unless `scheme.traits.shared_over_layers`; UMT5 is an
+    exception, with a `T5` table in each layer. Schemes that act on the embedding, such as
     `LearnedAbsolute`, are applied once, at the input of the model, though every layer names them.
     Layers of linear attention have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and
     the window of tokens; the model adds compressed entries.

@@ -223,7 +223,7 @@ def continuous(
 
     The coordinate of position p is (p + d + e) s. Each segment draws d uniformly from
     +-global_shift and ln s from +-ln max_scaling; each token draws e from +-local_shift.
-    Defaults are those for text; evaluation uses the positions. For audio the authors subtract
+    Defaults are for text; evaluation uses the positions. For audio the authors subtract
     the mean of each sequence from its positions first.
 
     Args:

@@ -1,4 +1,4 @@
-"""Configs of DeepSeek-V4 as released, whose keys differ from those that transformers writes."""
+"""Configs of DeepSeek-V4 as released, whose keys differ from the keys that transformers writes."""
 
 import math
 

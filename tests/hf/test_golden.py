@@ -17,14 +17,14 @@ import posenc_jax as pe
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.npz"))
-# Learned frequencies, and those that depend on the length of a row, are float32. Swin V2 scales
+# Learned frequencies and frequencies by the length of a row are float32. Swin V2 scales
 # cosines by up to 100.
 TOLERANCE = {"llama_dynamic": 5e-5, "mistral_large4": 6e-5, "swinv2": 2e-5, "xlnet": 1e-5}
 DENSE, ROTATED = 2e-6, 1e-6
 
 
 def read(name):
-    """What the file describes, its arrays, and the layer."""
+    """The description in the file, its arrays, and the layer."""
     with np.load(FOLDER / f"{name}.npz") as file:
         arrays = dict(file)
     about = json.loads(str(arrays.pop("about")))
@@ -59,10 +59,10 @@ def places(arrays):
         return jnp.arange(grid.shape[-1], dtype=jnp.int32)[None], grid
     if "positions" not in arrays:
         return None, None
-    at = arrays["positions"]
-    if at.ndim == 2:
-        return at, at
-    return jnp.arange(at.shape[-1], dtype=jnp.int32)[None], at
+    positions = arrays["positions"]
+    if positions.ndim == 2:
+        return positions, positions
+    return jnp.arange(positions.shape[-1], dtype=jnp.int32)[None], positions
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("opt", "roberta", "whisper")])

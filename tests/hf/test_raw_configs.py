@@ -20,7 +20,7 @@ from posenc_jax.hf.model_types import MODEL_TYPES
 GOLDEN = pathlib.Path(__file__).with_name("golden") / "raw_configs.json"
 CASES = json.loads(GOLDEN.read_text())["model_types"]
 
-# Keys beside the rotary dict that transformers ignores where it has a dict of its own: they raise.
+# Keys outside the rotary dict that transformers ignores if there is a dict: they raise.
 IGNORED = {
     **dict.fromkeys(("apertus", "cwm", "ministral3", "mistral_large4_text"), ("rope_theta",)),
     **dict.fromkeys(("beam", "gemma4_text", "gpt_neox"), ("rope_theta",)),
@@ -44,7 +44,7 @@ stablelm
 
 
 def refusal(model_type, raw):
-    """What the message says of a raw config that describes no model."""
+    """A part of the message for a raw config that describes no model."""
     if model_type == "gemma3_text" and raw.get("attn_logit_softcapping"):
         return "attn_logit_softcapping=30.0, which transformers ignores"
     if raw.get("partial_rotary_factor") == 0.25 and model_type not in PARTIAL.split():
@@ -150,8 +150,8 @@ NEEDED = {
 
 @pytest.mark.parametrize("model_type", sorted(set(MODEL_TYPES) - {*WINDOWED}))
 def test_a_window_that_transformers_ignores_is_refused(model_type):
-    found = complaint(model_type, sliding_window=17)
-    assert found.endswith("has ['sliding_window'], which nothing here reads.")
+    message = complaint(model_type, sliding_window=17)
+    assert message.endswith("has ['sliding_window'], which nothing here reads.")
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
@@ -162,8 +162,8 @@ def test_a_key_that_is_not_read_is_named(model_type):
 
 @pytest.mark.parametrize("model_type", sorted(set(MODEL_TYPES) - {"llama4_text"}))
 def test_a_chunk_that_transformers_ignores_is_refused(model_type):
-    found = complaint(model_type, attention_chunk_size=17)
-    assert found.endswith("has ['attention_chunk_size'], which nothing here reads.")
+    message = complaint(model_type, attention_chunk_size=17)
+    assert message.endswith("has ['attention_chunk_size'], which nothing here reads.")
 
 
 def test_windows_of_other_model_types_are_refused_or_ignored():
@@ -226,17 +226,17 @@ def test_a_value_of_the_wrong_type_is_an_error_of_one_line(model_type):
     """No other exception, no number made of a string, for every key that a reader looks up."""
     decoder = False if model_type_defaults()[model_type].get("is_encoder_decoder") else None
     for config in whole_configs(model_type):
-        for where, key in sorted(keys_read(model_type, config, decoder), key=str):
+        for section, key in sorted(keys_read(model_type, config, decoder), key=str):
             if key in FREE or "every_n" in key or "interval" in key:
                 continue
             for wrong in WRONG:
                 if isinstance(wrong, dict) and key in DICTS:
                     continue
-                inner = (config.get(where) or {}) | {key: wrong} if where else wrong
-                broken = config | {where or key: inner}
+                inner = (config.get(section) or {}) | {key: wrong} if section else wrong
+                broken = config | {section or key: inner}
                 with pytest.raises(ValueError, match=r"\Afrom_hf: .*\Z"):
                     pe.from_hf(broken, decoder=decoder)
-                    pytest.fail(f"{where} {key}={wrong!r} is accepted")
+                    pytest.fail(f"{section} {key}={wrong!r} is accepted")
 
 
 @pytest.mark.parametrize("read", [pe.from_hf, pe.attention_options_from_hf])
@@ -290,8 +290,8 @@ def test_contradicting_sizes_are_refused(message, config):
 @pytest.mark.filterwarnings("ignore")
 def test_the_files_are_what_transformers_gives():
     pytest.importorskip("transformers", minversion="5.23")
-    made = importlib.import_module("hf.make_configs")
-    if made.ORIGIN.split(",")[0] != json.loads(GOLDEN.read_text())["origin"].split(",")[0]:
+    module = importlib.import_module("hf.make_configs")
+    if module.ORIGIN.split(",")[0] != json.loads(GOLDEN.read_text())["origin"].split(",")[0]:
         pytest.skip("another version of transformers than the files are made with")
-    assert json.loads(json.dumps(made.golden()["model_types"])) == CASES
-    assert made.all_defaults()["model_types"] == model_type_defaults()
+    assert json.loads(json.dumps(module.golden()["model_types"])) == CASES
+    assert module.all_defaults()["model_types"] == model_type_defaults()

@@ -116,7 +116,7 @@ def _inverse_of_unit_lower(low):
 class _ApplyReflections:
     """Adds to one query's logits, [N, S], the difference that the reflections make.
 
-    `q_feature` is q_i, [N, H]; `chunks` is what `_chunk_products` returns.
+    `q_feature` is q_i, [N, H]; `chunks` is the result of `_chunk_products`.
     """
 
     scale: float

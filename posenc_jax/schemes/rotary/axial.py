@@ -103,7 +103,7 @@ class AxialRoPE(Rotary):
             len(self.axes) > 0 and min(self.axes) >= 0,
             f"axial_rope: axes must be numbers of coordinate axes, got {self.axes}.",
         )
-        _ = self._frequencies
+        _ = self._frequencies  # Raises for an invalid number of dimensions or word.
 
     def _check_layout(self):
         if self.layout != "half_per_axis":

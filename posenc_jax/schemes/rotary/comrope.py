@@ -10,7 +10,7 @@ a block are multiples of one matrix, so rotations commute and logits depend on o
 
 A_b is decomposed into its planes of rotation once per call, by the eigenvectors of i A_b, instead
 of a matrix exponential per token: angles are then exact at any int32 position. The authors have a
-set of A per head; heads share m. Their positions are in [0, 1] for images: give those as float32
+set of A per head; heads share m. Their positions are in [0, 1] for images: give them as float32
 coordinates [2, B, T]; [B, T] applies to both axes. `LieRE` has one matrix per axis, which do not
 commute.
 

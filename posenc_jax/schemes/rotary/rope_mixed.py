@@ -81,7 +81,7 @@ class RoPEMixed(Rotary):
 
     def __post_init__(self):
         super().__post_init__()
-        jax.eval_shape(self.init, jax.random.key(0))
+        jax.eval_shape(self.init, jax.random.key(0))  # Raises for an invalid size or theta.
 
     @property
     def traits(self):

@@ -86,10 +86,10 @@ def rotate_pairs(
         cos, sin = cos[:, :, None], sin[:, :, None]
     elif cos.shape[2] > 1:
         cos, sin = (jnp.repeat(t, x.shape[2] // t.shape[2], 2) for t in (cos, sin))
-    return _rotate(x, cos, sin, _Rotation(read, write, start, 1))
+    return _rotate(x, cos, sin, Rotation(read, write, start, 1))
 
 
-class _Rotation(NamedTuple):
+class Rotation(NamedTuple):
     """The static settings of a rotation.
 
     Attributes:
@@ -104,8 +104,9 @@ class _Rotation(NamedTuple):
     sign: int
 
     @property
-    def inverse(self) -> "_Rotation":
-        return _Rotation(self.write, self.read, self.start, -self.sign)
+    def inverse(self) -> "Rotation":
+        """The rotation by the negative angle, from the output to the input."""
+        return Rotation(self.write, self.read, self.start, -self.sign)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -251,8 +251,8 @@ def test_forget_gate_decodes_after_left_padding_and_in_chunks():
         part = slice(start, end)
         q, k, v, tokens = (a[:, part] for a in padded)
         step = jax.jit(functools.partial(pe.scheme_attention, scheme, is_causal=True))
-        where = {"positions": positions[:, part], "segment_ids": segments[:, part]}
-        out, cache = step(params, q, k, v, x=tokens, cache=cache, **where)
+        placement = {"positions": positions[:, part], "segment_ids": segments[:, part]}
+        out, cache = step(params, q, k, v, x=tokens, cache=cache, **placement)
         outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, 1)[:, 3:], whole, atol=2e-5)
 
@@ -267,6 +267,6 @@ def test_implementations_agree_on_gradients_of_the_forget_gate():
         return (pe.scheme_attention(scheme, params, *arrays, x=x, **options)[0] ** 2).sum()
 
     a, b = (jax.jit(jax.grad(loss), static_argnums=1)(params, i) for i in ("reference", "xla"))
-    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(one).max())
+    for leaf, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=2e-5 * np.abs(leaf).max())
     assert np.abs(a["gate"]["w"]).max() > 1e-3

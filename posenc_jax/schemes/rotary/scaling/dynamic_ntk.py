@@ -10,7 +10,7 @@ over the same text.
 Here T is a setting, `length`: set it to the length that the run will reach, as inference engines
 do that precompute one table for their maximal length. Keys can be cached, and a prompt followed by
 steps equals the whole; each length is a new program. With `length=None`, for `RoPEByLength`, each
-sequence has the frequencies of its own length so far, in float32 (up to 1e-6 off).
+sequence has the frequencies for its length so far, in float32 (up to 1e-6 off).
 
 Paper: emozilla, 2023, as written down in Peng et al. YaRN. https://arxiv.org/abs/2309.00071
 Reference code: jquesnelle/yarn, scaled_rope/LlamaDynamicScaledRotaryEmbedding.py;
