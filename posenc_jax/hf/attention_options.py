@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from posenc_jax.checks import divides, require
-from posenc_jax.hf.config_reader import TrackedConfig, head_size
+from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_causal, is_decoder
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec
@@ -52,7 +52,7 @@ def attention_options(
         "num_kv_heads": num_kv_heads,
         "head_dim": size,
         "use_bias": _use_bias(config, model_type.biases),
-        "is_causal": model_type.is_causal(config),
+        "is_causal": _is_causal(config, model_type.causality),
     }
     return tuple(options | {"position": _inside_attention(layer)} for layer in layers)
 
@@ -61,6 +61,17 @@ def _use_bias(config: TrackedConfig, biases: tuple[bool | str, ...]) -> bool | d
     """Returns whether the projections have biases: one bool, or one for each projection."""
     flags = [bool(config.get(x, False)) if isinstance(x, str) else x for x in biases]
     return flags[0] if len(set(flags)) == 1 else dict(zip(PROJECTIONS, flags, strict=True))
+
+
+def _is_causal(config: TrackedConfig, causality: str) -> bool:
+    key = "use_bidirectional_attention"
+    if causality == "decoder":
+        causal = is_decoder(config)
+    elif causality == "is_decoder":
+        causal = config.get("is_decoder", False)
+    else:
+        causal = causality == "causal" and not (key in config.defaults and config.get(key))
+    return causal and is_causal(config)
 
 
 def _inside_attention(layer: LayerSpec) -> LayerSpec:

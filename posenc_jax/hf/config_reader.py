@@ -320,26 +320,6 @@ def is_causal(config: TrackedConfig) -> bool:
     return config.get("is_causal", True)
 
 
-def never_causal(config: TrackedConfig) -> bool:
-    """Returns False, for encoders."""
-    return False
-
-
-def is_causal_if_decoder(config: TrackedConfig) -> bool:
-    """Returns whether an encoder with `is_decoder` is causal."""
-    return config.get("is_decoder", False) and is_causal(config)
-
-
-def is_causal_decoder(config: TrackedConfig) -> bool:
-    """Returns whether the chosen half of an encoder and a decoder is causal."""
-    return is_decoder(config) and is_causal(config)
-
-
-def is_causal_unless_bidirectional(config: TrackedConfig) -> bool:
-    """Returns whether a model type with `use_bidirectional_attention` is causal."""
-    return is_causal(config) and not config.get("use_bidirectional_attention")
-
-
 def key_heads(config: TrackedConfig, num_heads: int) -> int:
     """Returns the number of key heads K of N heads."""
     return config.get("num_key_value_heads", num_heads)

@@ -10,16 +10,7 @@ from typing import Any
 from posenc_jax.hf import bias_and_table_families as other
 from posenc_jax.hf import layer_kinds, rotary_families
 from posenc_jax.hf.bias_and_table_families import Table
-from posenc_jax.hf.config_reader import (
-    TrackedConfig,
-    as_many_key_heads,
-    is_causal,
-    is_causal_decoder,
-    is_causal_if_decoder,
-    is_causal_unless_bidirectional,
-    key_heads,
-    never_causal,
-)
+from posenc_jax.hf.config_reader import TrackedConfig, as_many_key_heads, key_heads
 from posenc_jax.hf.deepseek_v4 import deepseek_v4
 from posenc_jax.hf.layer_kinds import (
     FULL,
@@ -61,7 +52,8 @@ class ModelType:
       sinks: whether attention has sinks.
       scale_key: the key for the factor on q . k, see `SCALE_POWERS`.
       scale: reads the factor of a layer in another way; None: the scheme's own.
-      is_causal: whether tokens see only those before them.
+      causality: "causal"; "bidirectional"; "is_decoder", causal with this key; or "decoder", causal
+        in the decoder of an encoder and a decoder.
       key_heads: reads the number of key heads.
       ignores_head_dim: whether H is always D / N.
       clips_projections: whether `clip_qkv` clips q, k and v.
@@ -77,7 +69,7 @@ class ModelType:
     sinks: bool = False
     scale_key: str | None = None
     scale: ScaleReader | None = None
-    is_causal: Callable[[TrackedConfig], bool] = is_causal
+    causality: str = "causal"
     key_heads: Callable[[TrackedConfig, int], int] = key_heads
     ignores_head_dim: bool = False
     clips_projections: bool = False
@@ -119,18 +111,18 @@ MODEL_TYPES: dict[str, ModelType] = {
     **_alike("arcee jais2 llama", ModelType(_ROPE, _BY_KEY)),
     "apertus": ModelType(_ROPE, _BY_KEY, qk_norm=_RMS),
     "bitnet": ModelType(_ROPE, unsupported="a norm before the output projection"),
-    "eurobert": ModelType(_ROPE, _BY_KEY, is_causal=never_causal),
+    "eurobert": ModelType(_ROPE, _BY_KEY, causality="bidirectional"),
     "gemma": ModelType(_ROPE, _BY_KEY, ambiguous_keys=_BIDIRECTIONAL),
     **_alike(
         "granite granitemoe hyperclovax",
         ModelType(_ROPE, _BY_KEY, scale_key="attention_multiplier"),
     ),
-    "nomic_bert": ModelType(_ROPE, _NONE, is_causal=never_causal, key_heads=as_many_key_heads),
+    "nomic_bert": ModelType(_ROPE, _NONE, causality="bidirectional", key_heads=as_many_key_heads),
     "olmo": ModelType(_ROPE, _BY_KEY, clips_projections=True),
     **_alike("flex_olmo olmo2", ModelType(_ROPE, _BY_KEY, qk_norm=_PROJECTED)),
     "olmoe": ModelType(_ROPE, _BY_KEY, qk_norm=_PROJECTED, clips_projections=True),
     "seed_oss": ModelType(_ROPE, (*("attention_bias",) * 3, "attention_out_bias")),
-    "roformer": _multi_head(other.roformer, _ALL, is_causal=is_causal_if_decoder),
+    "roformer": _multi_head(other.roformer, _ALL, causality="is_decoder"),
     **_alike("codegen gptj", _multi_head(rotary_families.gptj, _NONE)),
     # RoPE on a part of each head.
     "persimmon": _multi_head(_PARTIAL, _ALL, qk_norm=_WITH_BIAS, qk_norm_key="qk_layernorm"),
@@ -181,7 +173,6 @@ MODEL_TYPES: dict[str, ModelType] = {
         _BY_KEY,
         qk_norm=QKNorm(scale_offset=1.0),
         scale_key="query_pre_attn_scalar",
-        is_causal=is_causal_unless_bidirectional,
     ),
     "gemma4_text": ModelType(
         Rotating(kinds=layer_kinds.gemma4, window=two_sided_window_of),
@@ -198,7 +189,7 @@ MODEL_TYPES: dict[str, ModelType] = {
             null_rotates=True,
         ),
         _BY_KEY,
-        is_causal=never_causal,
+        causality="bidirectional",
     ),
     # RoPE in some layers.
     "beam": ModelType(
@@ -254,12 +245,12 @@ MODEL_TYPES: dict[str, ModelType] = {
     # Biases.
     **_alike(
         "mt5 t5 umt5",
-        ModelType(other.t5, _NONE, is_causal=is_causal_decoder, key_heads=as_many_key_heads),
+        ModelType(other.t5, _NONE, causality="decoder", key_heads=as_many_key_heads),
     ),
     "bloom": _multi_head(other.bloom, _ALL),
     "mpt": _multi_head(other.mpt, _NONE, scale=other.mpt_scale, clips_projections=True),
     "falcon": ModelType(other.falcon, ("bias",) * 4, key_heads=other.falcon_key_heads),
-    "deberta-v2": _multi_head(other.deberta_v2, _ALL, is_causal=never_causal),
+    "deberta-v2": _multi_head(other.deberta_v2, _ALL, causality="bidirectional"),
     "xlnet": ModelType(other.xlnet, unsupported="two streams"),
     "wav2vec2-bert": ModelType(
         other.wav2vec2_bert, unsupported="a table that ends earlier in the future"
@@ -271,16 +262,16 @@ MODEL_TYPES: dict[str, ModelType] = {
     "swinv2": ModelType(other.swin_v2, unsupported="stages of different widths"),
     # Tables of positions.
     "gpt2": _multi_head(Table(), _ALL, scale=other.gpt2_scale),
-    "bert": _multi_head(Table(), _ALL, is_causal=is_causal_if_decoder),
-    "distilbert": _multi_head(Table(), _ALL, is_causal=never_causal),
-    "albert": _multi_head(Table(width="embedding_size"), _ALL, is_causal=never_causal),
-    "electra": _multi_head(Table(width="embedding_size"), _ALL, is_causal=is_causal_if_decoder),
+    "bert": _multi_head(Table(), _ALL, causality="is_decoder"),
+    "distilbert": _multi_head(Table(), _ALL, causality="bidirectional"),
+    "albert": _multi_head(Table(width="embedding_size"), _ALL, causality="bidirectional"),
+    "electra": _multi_head(Table(width="embedding_size"), _ALL, causality="is_decoder"),
     "opt": _multi_head(Table(offset=2), ("enable_bias",) * 4),
     **_alike(
         "camembert roberta xlm-roberta",
-        _multi_head(Table(reserved=True), _ALL, is_causal=is_causal_if_decoder),
+        _multi_head(Table(reserved=True), _ALL, causality="is_decoder"),
     ),
-    "whisper": _multi_head(other.whisper, (True, False, True, True), is_causal=is_causal_decoder),
+    "whisper": _multi_head(other.whisper, (True, False, True, True), causality="decoder"),
     # Image grids.
     "pixtral": ModelType(other.pixtral, unsupported="a grid of an image as its input"),
     "dinov3_vit": ModelType(other.dinov3, unsupported="a grid of an image as its input"),
