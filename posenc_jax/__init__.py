@@ -56,13 +56,9 @@ from posenc_jax.engine.rules import (
     ValueBias,
 )
 from posenc_jax.engine.score_mod import score_mod
-from posenc_jax.functional.attention import (
-    new_cache,
-    scheme_attention,
-    scheme_embedding,
-    scheme_tables,
-)
+from posenc_jax.functional.attention import scheme_attention, scheme_embedding, scheme_tables
 from posenc_jax.functional.cross_attention import scheme_cross_attention
+from posenc_jax.functional.new_cache import new_cache
 from posenc_jax.hf.api import (
     attention_options_from_hf,
     from_hf,

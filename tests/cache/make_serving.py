@@ -29,7 +29,7 @@ POLICIES = {
     "sinks": {"ring": True},
 }
 METHODS = "reset", "take", "insert", "rewind"
-CHANGES = {name: testing._jit(getattr(pe.KVCache, name)) for name in METHODS}
+CHANGES = {name: testing.jit_fast(getattr(pe.KVCache, name)) for name in METHODS}
 Row = list[tuple[int, int, int] | None]  # Token, position and segment; None is padding.
 
 
@@ -41,7 +41,7 @@ class Model:
         self.scheme, self.policy = scheme, policy
         self.window = WINDOW if policy.get("ring") else None
         self.traces = collections.Counter()
-        self._jitted = testing._jit(self._call, donate_argnums=0)
+        self._jitted = testing.jit_fast(self._call, donate_argnums=0)
 
     def _call(self, cache, params, weights, x, **tokens):
         self.traces[x.shape, cache and cache.positions.shape] += 1

@@ -83,14 +83,14 @@ def attend(policy, tokens, segment_ids, cache=None):
     return pe.scheme_attention(policy.scheme, parameters(policy.scheme), q, k, v, **options)
 
 
-whole = testing._jit(lambda policy, *rows: attend(policy, *rows)[0], static_argnums=0)
-append = testing._jit(attend, static_argnums=0)
-empty = testing._jit(lambda policy: policy.empty(), static_argnums=0)
-prefill = testing._jit(
+whole = testing.jit_fast(lambda policy, *rows: attend(policy, *rows)[0], static_argnums=0)
+append = testing.jit_fast(attend, static_argnums=0)
+empty = testing.jit_fast(lambda policy: policy.empty(), static_argnums=0)
+prefill = testing.jit_fast(
     lambda policy, *tokens: attend(policy, *tokens, policy.empty(1))[1], static_argnums=0
 )
 take, insert, reset, rewind = (
-    testing._jit(getattr(pe.KVCache, name)) for name in ("take", "insert", "reset", "rewind")
+    testing.jit_fast(getattr(pe.KVCache, name)) for name in ("take", "insert", "reset", "rewind")
 )
 
 
@@ -269,7 +269,7 @@ def test_rows_and_heads_on_explicit_axes():
                 kernel.set_value(jax.device_put(kernel.get_value(), spec))
         x = jax.device_put(x, of_x)
 
-        @functools.partial(testing._jit, donate_argnums=1)
+        @functools.partial(testing.jit_fast, donate_argnums=1)
         def step(x, cache):
             specs = {"out_sharding": of_x, "qkv_sharding": of_qkv}
             return flax.nnx.merge(graph, state)(x, cache=cache, **specs)
@@ -288,7 +288,7 @@ def test_rows_and_heads_on_explicit_axes():
         }
         for name, argument in changes.items():
             arguments = argument if isinstance(argument, tuple) else (np.asarray(argument),)
-            program = testing._jit(getattr(pe.KVCache, name)).lower(cache, *arguments).compile()
+            program = testing.jit_fast(getattr(pe.KVCache, name)).lower(cache, *arguments).compile()
             new, text = program(cache, *arguments), program.as_text()
             assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, cache)
             assert name == "take" or not re.search(r"all-|collective-|reduce-scatter", text)

@@ -36,12 +36,12 @@ def agreement(name):
     about, arrays, state = read(name)
     config = about["config"]
     if name == "swin":
-        run = nnx.jit(lambda model, *given: model(*given))
+        run = nnx.jit(lambda model, *inputs: model(*inputs))
         logits = run(swin.load(config, state), jnp.asarray(pictures(), jnp.float32))
         return float(np.abs(logits - arrays["logits"]).max()), None
     tokens, mask = (jnp.asarray(arrays[n]) for n in ("tokens", "mask"))
     if name == "deberta_v2":
-        run = nnx.jit(lambda model, *given: model(*given))
+        run = nnx.jit(lambda model, *inputs: model(*inputs))
         logits = run(deberta.load(config, state), tokens, mask)
         return float(np.abs(logits - arrays["logits"])[mask].max()), None
     steps = arrays["new"].shape[1]
@@ -52,8 +52,8 @@ def agreement(name):
         return compare(arrays, *run(model, tokens, mask, steps, jnp.asarray(patches), grids), mask)
     if name.startswith("t5"):
         run = nnx.jit(t5.greedy, static_argnums=3)
-        made = run(t5.load(config, state), tokens, mask, steps)
-        return compare(arrays, *made, mask[:, -1:])  # One token before the first.
+        outputs = run(t5.load(config, state), tokens, mask, steps)
+        return compare(arrays, *outputs, mask[:, -1:])  # One token before the first.
     run = nnx.jit(decoder.greedy, static_argnums=3)
     load = deepseek.load if name.startswith("deepseek") else families.load
     return compare(arrays, *run(load(config, state), tokens, mask, steps), mask)

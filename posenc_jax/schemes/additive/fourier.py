@@ -51,6 +51,7 @@ class LearnableFourier(Scheme):
     width: int = 32
     gamma: float = 10.0
     name: ClassVar[str] = "fourier"
+    param_axes: ClassVar = {"out": "width model_dim", "out_bias": "model_dim"}
 
     def __post_init__(self):
         positive_fields(self, "model_dim", "axes", "num_features", "width")

@@ -107,6 +107,7 @@ class LearnedAbsolute(Scheme):
     offset: int = 0
     stddev: float = 0.02
     name: ClassVar[str] = "learned"
+    param_axes: ClassVar = {"table": "rows model_dim"}
 
     def __post_init__(self):
         positive_fields(self, "max_length", "model_dim")

@@ -106,6 +106,7 @@ class ALiBi(Scheme):
     past_offset: float = 0.0
     scaled: bool = False
     name: ClassVar[str] = "alibi"
+    param_axes: ClassVar = {"past": "num_heads", "future": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

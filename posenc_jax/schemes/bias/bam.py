@@ -67,6 +67,7 @@ class BAM(Scheme):
     scale_inside: bool = False
     initial_shape: float = 1.0
     name: ClassVar[str] = "bam"
+    param_axes: ClassVar = {"scale": "num_heads", "shape": "num_heads", "loc": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

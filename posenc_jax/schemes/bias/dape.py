@@ -83,6 +83,10 @@ class DAPE(Scheme):
     def _base(self):
         return {"kerple": KERPLELog, "alibi": ALiBi}[self.base](self.num_heads)
 
+    @property
+    def param_axes(self):
+        return {"base": self._base.param_axes, "out": "num_heads width"}
+
     def init(self, key):
         """Returns {"base": parameters of the bias, "in", "in_bias", "out": of the network}.
 

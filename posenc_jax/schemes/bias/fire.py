@@ -72,6 +72,7 @@ class FIRE(Scheme):
     init_length: float = 512.0
     eps: float = 1e-6
     name: ClassVar[str] = "fire"
+    param_axes: ClassVar = {"outer": "num_heads width"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")

@@ -65,6 +65,7 @@ class _KERPLE(Scheme, abc.ABC):
     """An abstract kernel with parameters r1 and r2 per head."""
 
     num_heads: int
+    param_axes: ClassVar = {"r1": "num_heads", "r2": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

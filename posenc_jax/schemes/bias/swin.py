@@ -89,6 +89,7 @@ class Swin(Scheme):
     window: tuple[int, int] = (7, 7)
     stddev: float = 0.02
     name: ClassVar[str] = "swin"
+    param_axes: ClassVar = {"table": "num_heads offsets"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

@@ -76,6 +76,7 @@ class SwinV2(Scheme):
     pretrained_window: tuple[int, int] | None = None
     width: int = 512
     name: ClassVar[str] = "swin_v2"
+    param_axes: ClassVar = {"out": "num_heads width", "tau": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")

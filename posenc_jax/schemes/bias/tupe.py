@@ -102,6 +102,19 @@ class TUPE(Scheme):
     def traits(self):
         return Traits(shared_over_layers=True)
 
+    @property
+    def param_axes(self):
+        kernel, bias = "model_dim num_heads head_dim", "num_heads head_dim"
+        return {
+            "norm": {"scale": "model_dim", "bias": "model_dim"},
+            "table": "rows model_dim",
+            "query": kernel,
+            "query_bias": bias,
+            "key": kernel,
+            "key_bias": bias,
+            "buckets": "num_heads num_buckets",
+        }
+
     def init(self, key):
         """Returns the table, LayerNorm and projections, and "buckets" with `num_buckets`."""
         table, query, key, buckets = jax.random.split(key, 4)

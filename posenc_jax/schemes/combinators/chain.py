@@ -64,6 +64,10 @@ class _Chain(Scheme):
             acts |= s.acts
         return acts
 
+    @property
+    def param_axes(self):
+        return tuple(s.param_axes for s in self.schemes)
+
     def init(self, key):
         keys = jax.random.split(key, len(self.schemes))
         return tuple(s.init(k) for s, k in zip(self.schemes, keys, strict=True))

@@ -36,6 +36,10 @@ class Wrapper(Scheme):
     def acts(self):
         return self.scheme.acts
 
+    @property
+    def param_axes(self):
+        return self.scheme.param_axes
+
     def init(self, key):
         return self.scheme.init(key)
 

@@ -48,6 +48,10 @@ class CABLE(Scheme):
     def traits(self):
         return Traits(relative=True, order_only=True, reads_x=True)
 
+    @property
+    def param_axes(self):
+        return self._fox.param_axes
+
     def init(self, key):
         """Returns {"w": normal [D, N] of deviation 0.02, "b": zeros [N]}."""
         return self._fox.init(key)

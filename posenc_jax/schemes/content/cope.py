@@ -66,6 +66,7 @@ class CoPE(Scheme):
     num_positions: int = 64
     scaled: bool = True
     name: ClassVar[str] = "cope"
+    param_axes: ClassVar = {"table": "num_positions head_dim"}
 
     def __post_init__(self):
         positive_fields(self, "head_dim", "num_positions")

@@ -129,6 +129,12 @@ class DeBERTa(Scheme):
     def traits(self):
         return Traits(relative=True)
 
+    @property
+    def param_axes(self):
+        kernel = f"{'rows' if self.projected else 'model_dim'} num_heads head_dim"
+        bias, table = "num_heads head_dim", "rows model_dim"
+        return {"keys": kernel, "queries": kernel, "bias": bias, "table": table}
+
     def init(self, key):
         """Returns {"keys", "queries"} [D, N, H], "table" [2 span, D] and "bias" [N, H] of Q.
 

@@ -68,6 +68,7 @@ class FoX(Scheme):
     min_time: float | None = None
     max_time: float | None = None
     name: ClassVar[str] = "fox"
+    param_axes: ClassVar = {"w": "model_dim num_heads", "b": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim")

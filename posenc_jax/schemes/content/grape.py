@@ -60,6 +60,11 @@ class GRAPEA(Scheme):
     gate: str = "key"
     init_omega: float = 1.0
     name: ClassVar[str] = "grape_a"
+    param_axes: ClassVar = {
+        "omega": "num_heads",
+        "u": "num_heads head_dim",
+        "v": "num_heads head_dim",
+    }
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")

@@ -72,6 +72,7 @@ class Inkling(Scheme):
     slope: float = 0.1
     stddev: float = 0.02
     name: ClassVar[str] = "inkling"
+    param_axes: ClassVar = {"project": "model_dim num_heads rank"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim", "rank", "extent")

@@ -191,6 +191,12 @@ class PaTH(Scheme):
     def traits(self):
         return Traits(relative=True, order_only=True, reads_x=True)
 
+    @property
+    def param_axes(self):
+        heads = "num_kv_heads" if self.num_kv_heads else "num_heads"
+        axes = {"w": ("model_dim rank",), "beta": f"model_dim {heads}", "beta_bias": heads}
+        return axes | {"gate": self._fox.param_axes}
+
     def init(self, key):
         """Returns {"w": matrices [in, out], "beta": [D, heads], "beta_bias": [heads], ...}.
 

@@ -96,6 +96,11 @@ class Shaw(Scheme):
         """The logits for a table of keys, the values for a table of values."""
         return (Acts.LOGITS if self.keys else Acts(0)) | (Acts.VALUES if self.values else Acts(0))
 
+    @property
+    def param_axes(self):
+        axes = f"{'num_heads' if self.per_head else 'one'} distances head_dim"
+        return {"keys": axes, "values": axes}
+
     def init(self, key):
         """Returns {"keys": ..., "values": ...}, float32 [1 or N, 2 clip + 1, H]; Glorot uniform."""
         shape = (

@@ -80,6 +80,11 @@ class ShortConv(Scheme):
         """q and k, v, or both, by `on`."""
         return (Acts.QK if self.on != "v" else Acts(0)) | (Acts.V if "v" in self.on else Acts(0))
 
+    @property
+    def param_axes(self):
+        kernel = "width num_kv_heads head_dim"
+        return {"q": "width num_heads head_dim", "k": kernel, "v": kernel}
+
     def init(self, key):
         """Returns the kernels {"q": [width, N, H], "k", "v": [width, K, H]} of the letters in `on`.
 

@@ -104,6 +104,11 @@ class TransformerXL(Scheme):
     def traits(self):
         return Traits(relative=True)
 
+    @property
+    def param_axes(self):
+        vector = "num_heads head_dim"
+        return {"u": vector, "v": vector, "project": "num_heads model_dim head_dim"}
+
     def init(self, key):
         """Returns {"u", "v": float32 [N, H], "project": float32 [N, D, H]}."""
         heads, dim = self.num_heads, self.head_dim

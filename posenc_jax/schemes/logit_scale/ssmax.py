@@ -44,6 +44,7 @@ class SSMax(Scheme):
     scale: float = 0.43
     offset: float | None = None
     name: ClassVar[str] = "ssmax"
+    param_axes: ClassVar = {"scale": "num_heads", "offset": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

@@ -71,6 +71,10 @@ class PoPE(Scheme):
     def traits(self):
         return Traits(relative=True)
 
+    @property
+    def param_axes(self):
+        return {"delta": f"num_heads {'rotary_dim' if self.rotary_dim else 'head_dim'}"}
+
     def init(self, key):
         """Returns {"delta": [N, d]}."""
         shape = (self.num_heads, self._dim)

@@ -59,6 +59,7 @@ class SelectiveRoPE(ContentRotary):
     temp_max: float = 1.0
     learn_temperature: bool = False
     name: ClassVar[str] = "selective_rope"
+    param_axes: ClassVar = {"down": "model_dim rank"}
 
     def __post_init__(self):
         super().__post_init__()
