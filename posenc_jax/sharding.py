@@ -28,8 +28,10 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.checks import divides, one_of, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
-from posenc_jax.engine.problem import Implementation, Problem, vary_over
+from posenc_jax.engine.derivatives import limit_derivatives
+from posenc_jax.engine.problem import Implementation, Problem, vary_over, with_sinks
 from posenc_jax.engine.rules import as_tuple
+from posenc_jax.engine.xla import FORWARD_MODE
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.ops.partition import combine, partition
 
@@ -193,23 +195,17 @@ def _over_shards(
     problem: Problem, axis_name: str, method: str, implementation: "Choice"
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output and log-sum-exp of this device's queries and the keys of all devices."""
-    dtype, sinks = problem.q.dtype, problem.sinks
-    problem = dataclasses.replace(problem, sinks=None, needs_lse=True)
+    whole, problem = problem, dataclasses.replace(problem, sinks=None, needs_lse=True)
     if method == "all_gather":
         keys = jax.tree.map(
             lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), problem.key_arrays()
         )
         out, lse = run(problem.with_keys(keys), implementation)
     else:
-        diff, nondiff = partition(vary_over(frozenset((axis_name,)), problem))
+        diff, nondiff = partition(vary_over(problem, frozenset((axis_name,))))
+        diff = limit_derivatives(diff, forward=FORWARD_MODE)
         out, lse = _ring(axis_name, implementation, diff, nondiff)
-    if sinks is not None:
-        # Sinks are a partial softmax whose values are zero.
-        sinks = jnp.broadcast_to(sinks[None, None], lse.shape)
-        out = out.astype(jnp.float32)
-        out = merge_partial_softmax([out, jnp.zeros_like(out)], [lse, sinks])
-        lse = jnp.logaddexp(lse, sinks)
-    return out.astype(dtype), lse
+    return with_sinks(whole, out, lse)
 
 
 def _onwards(tree: Any, axis_name: str) -> Any:

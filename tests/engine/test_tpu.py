@@ -18,7 +18,8 @@ from support import one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.rules import DotBias, LogitBias
+from posenc_jax.engine.problem import _AXES, Problem
+from posenc_jax.engine.rules import DotBias, LogitBias, Rule
 from posenc_jax.engine.tpu.implementation import PallasTPU, _block
 from posenc_jax.engine.tpu.schedule import tile_order
 from posenc_jax.engine.tpu.strip import Strip, shear, sum_diagonals
@@ -442,3 +443,12 @@ def test_a_ring_of_kernels_equals_one_device():
         return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
 
     assert_close(outcome(ring), outcome(one))
+
+
+def test_every_array_of_a_problem_is_sharded_by_its_axes():
+    """By letters that fields declare: a field without them is an error, not sharded by row."""
+    fields = (x for x in dataclasses.fields(Problem) if not x.metadata.get("static"))
+    assert {x.name for x in fields} == {*_AXES, "rules"}
+    for rule in Rule.__subclasses__():
+        for field in dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ():
+            assert field.metadata.get("static") or field.name in rule.axes, (rule, field.name)

@@ -52,10 +52,10 @@ def converted(kind, arrays, options):
 def test_layers_equal_those_of_transformers(kind):
     arrays, options = arrays_of(kind), pe.attention_options_from_hf(CONFIGS[kind])[0]
     graph, empty = nnx.split(nnx.eval_shape(lambda: Attention(**options, rngs=nnx.Rngs(0))))
-    wanted = {path: x for path, x in nnx.to_flat_state(empty) if path[0] != "rngs"}
-    made = dict(converted(kind, arrays, options))
-    assert made.keys() == wanted.keys()
-    state = [(path, x.replace(made[path].reshape(x.shape))) for path, x in wanted.items()]
+    expected = {path: x for path, x in nnx.to_flat_state(empty) if path[0] != "rngs"}
+    params = dict(converted(kind, arrays, options))
+    assert params.keys() == expected.keys()
+    state = [(path, x.replace(params[path].reshape(x.shape))) for path, x in expected.items()]
     layer = nnx.merge(graph, nnx.from_flat_state(state))
     y = jax.jit(lambda layer, x: layer(x))(layer, arrays["x"])
     np.testing.assert_allclose(y, arrays["y"], atol=1e-5 * np.abs(arrays["y"]).max())
@@ -69,7 +69,7 @@ def test_which_layers_are_causal(kind):
     def causal(decoder=None, **more):
         return pe.attention_options_from_hf(config | more, decoder=decoder)[0]["is_causal"]
 
-    found = {
+    patterns = {
         "bert": lambda: (causal(), causal(is_decoder=True)),
         "modernbert": lambda: (causal(), True),
         "t5": lambda: (
@@ -79,7 +79,7 @@ def test_which_layers_are_causal(kind):
         "gemma3_text": lambda: (causal(use_bidirectional_attention=True), causal()),
         "llama": lambda: (causal(is_causal=False), causal()),
     }
-    assert found[kind]() == (False, True)
+    assert patterns[kind]() == (False, True)
 
 
 def test_biases_of_each_projection():

@@ -19,16 +19,16 @@ NORMED = ABOUT["model_types"]
 def test_norms_of_queries_and_keys_equal_transformers(kind):
     sections = {"rope_parameters": {"mrope_section": [2, 1, 1]}} if "_vl_" in kind else {}
     layers = pe.from_hf(NORMED[kind]["config"] | sections)
-    found = [i for i, layer in enumerate(layers) if layer.qk_norm is not None]
-    assert found == NORMED[kind]["layers"]
-    norm = layers[found[0]].qk_norm
+    with_norm = [i for i, layer in enumerate(layers) if layer.qk_norm is not None]
+    assert with_norm == NORMED[kind]["layers"]
+    norm = layers[with_norm[0]].qk_norm
     for which, heads in (("q", 4), ("k", 2)):
         fresh = norm.init(heads, 8)
         shapes = [(1, 2, heads, 8)] * 2 + [x.shape for x in fresh.values()]
         ends = np.cumsum([math.prod(shape) for shape in shapes])
-        *parts, rest = np.split(ARRAYS[f"{kind}.{which}"], ends)
+        *parts, remainder = np.split(ARRAYS[f"{kind}.{which}"], ends)
         x, y, *params = (jnp.asarray(p).reshape(s) for p, s in zip(parts, shapes, strict=True))
-        assert rest.size == 0
+        assert remainder.size == 0
         got = norm(dict(zip(fresh, params, strict=True)), x)
         np.testing.assert_allclose(got, y, atol=1e-6)
 

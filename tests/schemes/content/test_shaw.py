@@ -58,8 +58,8 @@ def test_logits_worked_out_by_hand():
         {}, None, jnp.asarray(q)[None, :, None], None, None, None, None
     )
     rule = scheme.rules({"keys": jnp.asarray(a)[None]}, q_features, k_features)[0]
-    at = jnp.arange(3)
-    terms = rule.added_logits(rule.q_features[0], None, at, at)[0]
+    positions = jnp.arange(3)
+    terms = rule.added_logits(rule.q_features[0], None, positions, positions)[0]
     got = (q @ k.T + terms) / np.sqrt(2)
     np.testing.assert_allclose(got, np.array(dots) / np.sqrt(2), rtol=1e-6)
     printed = [

@@ -46,9 +46,9 @@ def test_cached_keys_stay_correct():
     """The frequencies do not follow the length so far: parts of a sequence equal the whole."""
     scheme = pe.RoPE(head_dim=8, scaling=pe.DynamicNTK(2.0, 8, 19))
     k = jnp.asarray(np.random.default_rng(0).normal(size=(1, 19, 3, 8)), "f4")
-    at = jnp.arange(19)[None]
-    parts = [key(scheme, {}, k[:, s], at[:, s]) for s in (slice(12), slice(12, 19))]
-    np.testing.assert_array_equal(jnp.concatenate(parts, 1), key(scheme, {}, k, at))
+    positions = jnp.arange(19)[None]
+    parts = [key(scheme, {}, k[:, s], positions[:, s]) for s in (slice(12), slice(12, 19))]
+    np.testing.assert_array_equal(jnp.concatenate(parts, 1), key(scheme, {}, k, positions))
 
 
 @pytest.mark.parametrize(

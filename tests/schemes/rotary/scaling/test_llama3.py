@@ -55,8 +55,8 @@ def test_matches_the_three_cases_and_every_option_counts(dim, option):
     short |= {"low_freq_factor": "low", "high_freq_factor": "high"}
     got, _ = pe.rope_frequencies(dim, 5e5, pe.Llama3(**option))
     plain, _ = pe.rope_frequencies(dim, 5e5)
-    wanted = [cases(w, **{short[k]: v for k, v in option.items()}) for w in plain]
-    np.testing.assert_allclose(got, wanted, rtol=1e-12)
+    expected = [cases(w, **{short[k]: v for k, v in option.items()}) for w in plain]
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
     if option:
         assert np.abs(got / pe.rope_frequencies(dim, 5e5, pe.Llama3())[0] - 1).max() > 0.01
 

@@ -44,7 +44,7 @@ def test_matches_transformers(long, name):
 
 
 @pytest.mark.parametrize(
-    "option, wanted",
+    "option, expected",
     [
         ({}, math.sqrt(1 + math.log(32) / math.log(4096))),
         ({"magnitude": "yarn"}, 0.1 * math.log(32) + 1),
@@ -55,9 +55,9 @@ def test_matches_transformers(long, name):
     ],
     ids=str,
 )
-def test_the_magnitude_is_that_of_the_authors_code(option, wanted):
+def test_the_magnitude_is_that_of_the_authors_code(option, expected):
     _, factor = pe.rope_frequencies(16, scaling=pe.LongRoPE(**(BASE | option)))
-    np.testing.assert_allclose(factor, wanted, rtol=1e-12)
+    np.testing.assert_allclose(factor, expected, rtol=1e-12)
 
 
 def test_each_list_is_for_its_own_lengths():
