@@ -55,10 +55,10 @@ def make_plan(
 ) -> Plan:
     """Returns the blocks for T queries and S keys, and `heads` = B * N heads.
 
-    Given blocks are used as they are, those of one pass for both. The others were measured on
-    CPU, where a matrix product uses two cores only if it is wide enough, and where a tile of
-    all heads should stay in the cache. On TPU many heads do not make them smaller: by its
-    compiler's estimate, 128 x 128 takes 1.3 to 1.4 times as long.
+    The arguments `forward` and `backward` are used as they are; one alone serves both passes. The
+    defaults were measured on CPU, where a matrix product uses two cores only if it is wide enough,
+    and where a tile of all heads should stay in the cache. On TPU many heads do not make blocks
+    smaller: by its compiler's estimate, 128 x 128 takes 1.3 to 1.4 times as long.
 
     >>> make_plan(2000, 2000, 8).forward
     Blocks(q=512, k=256)
@@ -83,15 +83,15 @@ def _measured(length: int, keys: int, heads: int) -> tuple[Blocks, Blocks]:
     return Blocks(256, 256), Blocks(256, 512)
 
 
-def _divide(count: int, wanted: tuple[int, int]) -> tuple[int, int, int]:
-    """Returns two block sizes of at most the wanted ones, and the length to pad to."""
-    largest = max(wanted)
+def _divide(count: int, sizes: tuple[int, int]) -> tuple[int, int, int]:
+    """Returns two block sizes, at most `sizes`, and the length to pad to."""
+    largest = max(sizes)
     blocks = -(-count // largest)
     size = -(-count // blocks)
     if size > 8:
         size = -(-size // 16) * 16
-    small = size if size % 16 or size <= min(wanted) else size * min(wanted) // largest
-    first, second = (size if w == largest else small for w in wanted)
+    small = size if size % 16 or size <= min(sizes) else size * min(sizes) // largest
+    first, second = (size if w == largest else small for w in sizes)
     return first, second, blocks * size
 
 
@@ -132,7 +132,7 @@ def add_block(tree: Any, block: Any, axis: int, index: jax.Array | int, size: in
 
 
 def join_blocks(x: jax.Array, axis: int) -> jax.Array:
-    """[n, ..., size, ...] to [..., n * size, ...], the size on `axis` of the result."""
+    """Joins blocks: [n, ..., size, ...] to [..., n * size, ...], with tokens on `axis`."""
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
@@ -151,7 +151,7 @@ def for_each_block(
     """Runs `carry = body(i, carry)` for every i with `chosen[i]`, a bool [n].
 
     With a row, `chosen` is a NumPy array [rows, n]: the blocks of each row are then listed while
-    tracing, and a program without any has no loop.
+    tracing, and a program without blocks has no loop.
     """
     if row is not None:
         counts = np.sum(chosen, 1, dtype=np.int32)
@@ -205,7 +205,8 @@ class BlockRange:
     def of(cls, x: jax.Array, size: int, valid: jax.Array | None = None) -> "BlockRange":
         """Returns the range of [B, T] by blocks, of the valid tokens only.
 
-        A block without any has an empty range: low is the greatest number, high the least.
+        A block without valid tokens has an empty range: low is the greatest number, high the
+        least.
         """
         low = high = x
         if valid is not None:
@@ -241,11 +242,11 @@ class Visibility:
       mask_in_bias: causality and window are mask values in the bias by distance: they make
         tiles empty, but tiles need no mask for them.
       bias_everywhere: interior tiles add the bias by distance too.
-      segments, prefix, mask: whether there are any.
+      segments, prefix, mask: whether the problem has segments, prefix lengths, a mask.
       has_terms: whether rules add anything.
       horizon: tiles with all distances of coordinates at or beyond it are interior; None:
         none is.
-      by_slot: whether distances are those of slots.
+      by_slot: whether distances are between slots.
     """
 
     is_causal: bool
@@ -295,7 +296,7 @@ class Visibility:
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns `classify` of all tiles, NumPy bool [blocks of queries, blocks of keys] twice.
 
-        None where positions or segments decide, and for more than 2^14 tiles.
+        None if they depend on positions or segments, and for more than 2^14 tiles.
         """
         shape = length // blocks.q, keys // blocks.k
         if not self.by_slot or self.segments or self.prefix or math.prod(shape) > 2**14:
@@ -319,8 +320,12 @@ class Visibility:
         live = full = np.ones(
             np.broadcast_shapes(q.positions.low.shape, k.positions.low.shape), bool
         )
-        left, right = self.window or (-1, -1)
-        limits = [(self.is_causal, 0, k, q), (left >= 0, left, q, k), (right >= 0, right, k, q)]
+        left_side, right_side = self.window or (-1, -1)
+        limits = [
+            (self.is_causal, 0, k, q),
+            (left_side >= 0, left_side, q, k),
+            (right_side >= 0, right_side, k, q),
+        ]
         for applies, limit, late, early in limits:
             if applies:  # late - early <= limit, without overflow.
                 late, early = late.positions, early.positions
@@ -336,11 +341,11 @@ class Visibility:
             full = full & (a.low == b.high) & (b.low == a.high) & (a.low == a.high)
             full = full & q.whole & k.whole
         if self.has_terms and self.horizon is not None:
-            at, to = q.coordinates.low, k.coordinates.high
-            if at.dtype == to.dtype == jnp.int32:  # at - to > horizon - 1, without overflow.
-                full = full & (at > add_saturated(to, self.horizon - 1))
+            q_low, k_high = q.coordinates.low, k.coordinates.high
+            if q_low.dtype == k_high.dtype == jnp.int32:  # q - k > horizon - 1, without overflow.
+                full = full & (q_low > add_saturated(k_high, self.horizon - 1))
             else:
-                full = full & (at >= to + self.horizon)
+                full = full & (q_low >= k_high + self.horizon)
         if self.none_interior:
             full = np.zeros(live.shape, bool)
         return live, live & full

@@ -37,7 +37,7 @@ def _jvp(primals, tangents, *, messages):
         return x, tangent
     if both is not None:
         raise NotImplementedError(both)
-    # x without `_limited`, whose derivatives of higher order are those of x.
+    # Not `_limited` of x: derivatives of higher order would meet it once more.
     return x, _limited_tangent.bind(tangent, messages=messages)
 
 

@@ -20,7 +20,7 @@ def keep_mask(seeds: jax.Array, rate: float, q_slots: jax.Array, k_slots: jax.Ar
 
     Args:
       seeds: uint32 [B, N, 2].
-      rate: the share that is dropped.
+      rate: the share of the weights that is dropped.
       q_slots: int32 [1, T], the slots of the queries.
       k_slots: int32 [1 or B, S], the slots of the keys.
     """
@@ -34,7 +34,7 @@ def dropout_rows(seeds: jax.Array, q_slots: jax.Array) -> jax.Array:
 
 
 def is_kept(rows: jax.Array, k_slots: jax.Array, rate: float) -> jax.Array:
-    """Returns `keep_mask` of `dropout_rows` and uint32 slots of keys, which broadcast."""
+    """Returns `keep_mask` from `dropout_rows` and uint32 slots of keys, which broadcast."""
     return _mix(rows + k_slots) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
 
 

@@ -24,7 +24,7 @@ from posenc_jax.engine.problem import (
     with_sinks,
     zero_where,
 )
-from posenc_jax.engine.terms import Dot
+from posenc_jax.engine.terms import DotTerm
 from posenc_jax.ops.partition import combine, partition
 
 
@@ -257,9 +257,9 @@ def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | Non
         lowered = _lowered(p)
         refused.extend(x for x in _elements(p, lowered) if isinstance(x, str))
         counts = [
-            (lowered.k_features if term.of_keys else lowered.q_features)[n].shape[3]
-            for n, term in enumerate(lowered.terms)
-            if isinstance(term, Dot) and lowered.strips[n] is not None
+            (x.k_features if x.term.of_keys else x.q_features).shape[3]
+            for x in lowered.terms
+            if isinstance(x.term, DotTerm) and x.strip is not None
         ]
         refused.extend(filter(None, [no_room(counts)]))
 
@@ -270,19 +270,18 @@ def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | Non
 
 def _elements(p: Problem, lowered: Lowered) -> list[Any]:
     """Returns the terms by pairs, or why the kernels cannot evaluate them."""
-    terms = zip(lowered.terms, lowered.strips, lowered.q_features, lowered.k_features, strict=True)
     return [
         "a vector per distance, where positions are given,"
-        if isinstance(term, Dot)
-        else element_of(term, q, k, p.q_coordinates, p.num_heads)
-        for term, strip, q, k in terms
-        if strip is None
+        if isinstance(x.term, DotTerm)
+        else element_of(x.term, x.q_features, x.k_features, p.q_coordinates, p.num_heads)
+        for x in lowered.terms
+        if x.strip is None
     ]
 
 
 def _lowered(p: Problem) -> Lowered:
     """Lowers the rules of a problem; vectors per distance are strips wherever they can be."""
-    return lower(p, 0, 1)
+    return lower(p, max_table=0)
 
 
 def padded(count: int, *blocks: int) -> int:

@@ -12,7 +12,7 @@ from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.elements import Element, scalar_per_key
 from posenc_jax.engine.lower import Lowered, masked_by_order
 from posenc_jax.engine.problem import Problem, repeat_heads
-from posenc_jax.engine.terms import STATIC, Dot
+from posenc_jax.engine.terms import STATIC, DotTerm
 
 LOG2E = 1.4426950408889634
 _ROWS = 16  # F is padded to a multiple: rows of a register of bfloat16.
@@ -175,7 +175,7 @@ def spec_fields(p: Problem, lowered: Lowered) -> dict[str, Any]:
         "visibility": lowered.visibility,
         "by_slot": p.contiguous and p.prefix_length is None,
         "rules_in_bias": lowered.bias is not None,
-        "products": any(isinstance(term, Dot) for term in lowered.terms),
+        "products": any(isinstance(x.term, DotTerm) for x in lowered.terms),
         "prefix": p.prefix_length is not None,
         "scale": p.scale,
         "softcap": p.softcap,
@@ -267,13 +267,11 @@ def _products(
 ) -> tuple[tuple[Product, ...], list[Element]]:
     """Returns the products, and the terms that hold their scalars per key, if there are any."""
     products, per_key = [], []
-    for n, term in enumerate(lowered.terms):
-        if not isinstance(term, Dot):
+    for term, q_features, k_features, strip in lowered.terms:
+        if not isinstance(term, DotTerm):
             continue
-        features, length = lowered.q_features[n], spec.length
-        if term.of_keys:
-            features, length = lowered.k_features[n], spec.keys
-        product, scalars = _product(term, lowered.strips[n], features, first, p.length)
+        features, length = (k_features, spec.keys) if term.of_keys else (q_features, spec.length)
+        product, scalars = _product(term, strip, features, first, p.length)
         padded = pad_axis(product.features, 3, length)
         products.append(dataclasses.replace(product, features=padded))
         if scalars is not None:
@@ -282,7 +280,7 @@ def _products(
 
 
 def _product(
-    term: Dot, strip: Any, features: jax.Array, first: int, stop: int
+    term: DotTerm, strip: Any, features: jax.Array, first: int, stop: int
 ) -> tuple[Product, jax.Array | None]:
     """Returns a term as a product, and the scalar per key that it adds at any distance, or None.
 

@@ -1,4 +1,4 @@
-"""One attention problem, checked and in one form, and the type of what computes it."""
+"""`Problem`: one checked attention call; `Implementation`: the base class for computing it."""
 
 import abc
 import dataclasses
@@ -41,7 +41,7 @@ _AXES = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What to attend to. Arrays are pytree leaves; the rest is static.
+    """The arguments of one attention call. Arrays are pytree leaves, other fields are static.
 
     Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head dim,
     V value dim, A coordinate axes.
@@ -161,8 +161,8 @@ class Problem:
     def _with_tokens(self, side: str, tokens: dict[str, Any]) -> Self:
         names, mask_axis = _SIDES[side]
         mask, rules = tokens["mask"], []
-        for rule, own, pairs in zip(self.rules, tokens["features"], tokens["pairs"], strict=True):
-            features = (own, rule.k_features) if side == "q" else (rule.q_features, own)
+        for rule, new, pairs in zip(self.rules, tokens["features"], tokens["pairs"], strict=True):
+            features = (new, rule.k_features) if side == "q" else (rule.q_features, new)
             pairs = None if pairs is None else jnp.moveaxis(pairs, 1, mask_axis)
             rules.append(rule.with_features(*features).with_pairs(pairs))
         return dataclasses.replace(
@@ -216,13 +216,13 @@ class Problem:
 
     def sorted_keys(self) -> Self:
         """Returns the problem with its keys sorted by segment and position."""
-        by = [x for x in (self.k_positions, self.k_segment_ids) if x is not None]
-        order = jnp.lexsort(by, axis=-1).astype(jnp.int32)
+        sort_keys = [x for x in (self.k_positions, self.k_segment_ids) if x is not None]
+        order = jnp.lexsort(sort_keys, axis=-1).astype(jnp.int32)
 
         def pick(x):
             x = jnp.broadcast_to(x, (order.shape[0], *x.shape[1:]))
-            at = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
-            return jnp.take_along_axis(x, at, 1)
+            indices = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
+            return jnp.take_along_axis(x, indices, 1)
 
         return self.with_keys(jax.tree.map(pick, self.key_arrays()))
 
@@ -245,13 +245,13 @@ class Implementation(abc.ABC):
     """The word for `attention(implementation=...)`."""
 
     def supports(self, problem: Problem) -> str | None:
-        """Returns None, or why the problem cannot be computed and what to use instead."""
+        """Returns None, or why the problem is not supported and the remedy."""
         return None
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
         """Computes a problem on an explicit mesh; q and the results are sharded by `spec`.
 
-        By default the inside is left to the compiler: rules are written for scalars and have
+        By default the compiler partitions the computation: rules are written for scalars and have
         no sharding.
         """
         rows = jax.sharding.PartitionSpec(*spec[:3])
@@ -285,8 +285,8 @@ def zero_where(hidden: jax.Array, tree: Any) -> Any:
     """Returns arrays [B, T, ...] with zeros where `hidden`, bool [1 or B, T], is true."""
 
     def clean(x):
-        at = hidden.reshape(*hidden.shape, *(1,) * (x.ndim - 2))
-        return jnp.where(at, jnp.zeros((), x.dtype), x)
+        mask = hidden.reshape(*hidden.shape, *(1,) * (x.ndim - 2))
+        return jnp.where(mask, jnp.zeros((), x.dtype), x)
 
     return jax.tree.map(clean, tree)
 
@@ -330,9 +330,8 @@ def lse_and_delta(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the numbers per query that tiles of the backward pass read, float32 [B, N, T].
 
-    The weights of a tile are p = exp(logits - lse), and the cotangent of its logits is
-    p * (dp - delta), with dp that of p. A query that sees no key has lse = -MASK_VALUE, so that
-    its weights are 0.
+    With weights p = exp(logits - lse) and their cotangent dp, the cotangent of the logits is
+    p * (dp - delta). A query that sees no key has lse = -MASK_VALUE, so that its weights are 0.
 
     Args:
       out, d_out: output and its cotangent, [B, T, N, V].

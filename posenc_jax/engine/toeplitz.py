@@ -43,8 +43,8 @@ def _toeplitz_backward(shape, transposed, _, tile):
 def _skewed_sums(tile: jax.Array) -> jax.Array:
     """Sums the diagonals of [R, C], from the last row's first entry on: [R + C - 1].
 
-    With R zeros after every row, and read as rows that are one shorter, every row is one further
-    to the right than the row above.
+    The rows are padded with R zeros and read again as rows that are shorter by one, which shifts
+    every row to the right by one more entry than the row above it.
     """
     rows, columns = tile.shape
     padded = jnp.pad(tile[::-1], ((0, 0), (0, rows))).reshape(-1)
@@ -52,7 +52,7 @@ def _skewed_sums(tile: jax.Array) -> jax.Array:
 
 
 def _row_by_row_sums(tile: jax.Array) -> jax.Array:
-    """`_skewed_sums`, faster on CPU; on TPU, a loop over rows is slow."""
+    """Returns `_skewed_sums` by a loop over rows: faster on CPU, slow on TPU."""
     rows, columns = tile.shape
 
     def add_row(r, sums):
