@@ -76,7 +76,7 @@ class DistanceSums:
         inputs: dict[str, Any] = {
             "x": direct_operands(x),
             "cotangents": cotangents,
-            "dots": bands.inputs,
+            "bands": bands.inputs,
         }
         inputs |= {"entries": entries, "counts": counts}
         if x.bias is not None:
@@ -185,7 +185,7 @@ class DistanceSums:
     def _d_logits(
         self, wg: Warpgroup, rows: Int, accs: tuple[Ref, ...], t: Int, b: Int, entry: jax.Array
     ) -> jax.Array:
-        """Returns the cotangents of the logits of a tile, and adds those of a band to accumulators.
+        """Returns the cotangents of the logits of a tile, and adds band cotangents to accumulators.
 
         Args:
           wg: the warpgroup.

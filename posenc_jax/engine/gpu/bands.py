@@ -184,7 +184,7 @@ class Bands:
         skewed = vector(COMPUTE, len(self.x.products), ROWS, PITCH)
         if spec.interpret:
             resident["halves"] = operand(ROWS, dtype)
-        return resident | {"dots": pipe(spec, slots, dtype, **piped), "turned": skewed}
+        return resident | {"bands": pipe(spec, slots, dtype, **piped), "skewed": skewed}
 
     @property
     def accumulators(self) -> list[Any]:
@@ -242,19 +242,19 @@ class Bands:
             return step
         sizes, sources = (self.blocks.q, self.blocks.k), {}
         for band in self:
-            vectors = self.spec.line_of(wg.refs["dots"][band.vectors], head)
+            vectors = self.spec.line_of(wg.refs["bands"][band.vectors], head)
             sources[band.vectors] = vectors.at[pl.ds(line, sum(sizes))]
             if not self._is_resident(band):
                 start, count = first[band.of_keys], sizes[band.of_keys]
                 sources[band.features] = self._features(wg, band, b, head, start, count)
         ruled = has_rules(self.spec, kind)
-        pl.when(ruled)(lambda: wg.scratch["dots"].fill(step, **sources))
+        pl.when(ruled)(lambda: wg.scratch["bands"].fill(step, **sources))
         return next_step(step, ruled)
 
     def _features(
         self, wg: Warpgroup, band: Band, b: Int, head: Int, start: Int, count: int
     ) -> Ref:
-        y = wg.refs["dots"][band.features]
+        y = wg.refs["bands"][band.features]
         return y.at[b, head // (self.spec.heads // y.shape[1]), pl.ds(start, count)]
 
     def prepare(self, wg: Warpgroup, tile: Tile, step: Int) -> None:
@@ -264,21 +264,21 @@ class Bands:
 
         @pl.when(tile.ruled)
         def _():
-            wg.scratch["dots"].wait(step)
+            wg.scratch["bands"].wait(step)
             for band in self:
-                skewed = wg.scratch["turned"].at[wg.number, band.number]
+                skewed = wg.scratch["skewed"].at[wg.number, band.number]
                 band.write_skewed(*self._operands(wg, step, band), skewed)
 
     def release(self, wg: Warpgroup, tile: Tile, step: Int) -> Int:
         """Releases the features and vectors of a tile, and returns the next step."""
         if self.x.products:
-            pl.when(tile.ruled)(lambda: wg.scratch["dots"].release(step))
+            pl.when(tile.ruled)(lambda: wg.scratch["bands"].release(step))
         return next_step(step, tile.ruled)
 
     def logits(self, wg: Warpgroup) -> tuple[Callable[[], jax.Array], ...]:
         """Returns functions that read the logits of each product, after `prepare`."""
         return tuple(
-            functools.partial(band.logits, wg.scratch["turned"].at[wg.number, band.number])
+            functools.partial(band.logits, wg.scratch["skewed"].at[wg.number, band.number])
             for band in self
         )
 
@@ -317,7 +317,7 @@ class Bands:
 
     def _write_cotangent(self, wg: Warpgroup, ds: jax.Array) -> Ref:
         """Writes the cotangent of the logits over the first skewed band."""
-        ds_ref = wg.scratch["turned"].at[wg.number, 0]
+        ds_ref = wg.scratch["skewed"].at[wg.number, 0]
         warpgroup_barrier(self.spec.interpret)
         store(ds_ref, ds, 0, self.spec.interpret)
         warpgroup_barrier(self.spec.interpret)
@@ -325,7 +325,7 @@ class Bands:
 
     def _operands(self, wg: Warpgroup, step: Int, band: Band) -> tuple[Ref, Ref]:
         """Returns references to a warpgroup's features, [64, F], and vectors, [128, F]."""
-        blocks = wg.scratch["dots"].blocks(step)
+        blocks = wg.scratch["bands"].blocks(step)
         before = pl.multiple_of(wg.number * ROWS, ROWS)
         if self._is_resident(band):
             zero = opaque_zero(self.spec.interpret)

@@ -76,7 +76,7 @@ class Forward(ByQuery):
 
     @property
     def parts(self) -> list[Any]:
-        """Slices of V: registers hold the new sums of a part beside the old ones of all."""
+        """Slices of V: registers have room for the new sums of a slice and the old ones of all."""
         size = min(self.spec.value_dim, 128)
         return [
             pl.Slice(start, min(size, self.spec.value_dim - start))

@@ -167,5 +167,5 @@ def bias_line(spec: Spec, bias: jax.Array, first: int, blocks: Blocks) -> jax.Ar
 
 
 def direct_operands(x: Operands) -> Operands:
-    """Returns the operands without those that kernels read in another form."""
+    """Returns the operands that kernels read as they are."""
     return dataclasses.replace(x, bias=None, schedules=(), products=(), dropped=None)

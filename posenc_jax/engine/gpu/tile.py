@@ -181,22 +181,22 @@ class Tile:
         spec, x, tests = self.spec, self.x, []
         q_axis, k_axis = self.q_axis, 1 - self.q_axis
         if spec.visibility.ordered:
-            left, right = spec.sides
+            before, after = spec.sides
             if spec.by_slot:
                 index = indices(self.shape, spec.interpret)
                 q, k = index[q_axis] + (self.q - self.k), index[k_axis]
-                if right >= 0:
-                    tests.append(k <= q + right)
-                if left >= 0:
-                    tests.append(q <= k + left)
+                if after >= 0:
+                    tests.append(k <= q + after)
+                if before >= 0:
+                    tests.append(q <= k + before)
             else:
                 q = self._of_q(x.rows["positions"], wide=False)
                 k = self._of_k(x.columns["positions"], wide=False)
-                if right >= 0:
-                    latest = self._wide(add_saturated(q, right), q_axis)
+                if after >= 0:
+                    latest = self._wide(add_saturated(q, after), q_axis)
                     tests.append(self._wide(k, k_axis) <= latest)
-                if left >= 0:
-                    latest = self._wide(add_saturated(k, left), k_axis)
+                if before >= 0:
+                    latest = self._wide(add_saturated(k, before), k_axis)
                     tests.append(self._wide(q, q_axis) <= latest)
                 if spec.prefix:
                     seen = functools.reduce(jnp.logical_and, tests)

@@ -330,7 +330,7 @@ def _kernel(
 
 
 class _Logits(NamedTuple):
-    """The logits of a tile in units of log 2, and what their cotangents need.
+    """The logits of a tile in units of log 2, and the inputs of their cotangents.
 
     Attributes:
       s: [K, Q].
@@ -572,7 +572,7 @@ class Step:
 
 
 def _bias_grad(grid: Grid, x: Operands, d_line: jax.Array | None) -> jax.Array | None:
-    """Returns the cotangent of the bias from that of its line, [B or 1, N, 1, L]."""
+    """Returns the cotangent of the bias; `d_line` is the line's, [B or 1, N, 1, L]."""
     if x.bias is None:
         return None
     if d_line is None:

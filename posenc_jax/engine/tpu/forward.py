@@ -154,7 +154,7 @@ def _scratch_shapes(grid: Grid, x: Operands, bands: BandInputs) -> dict[str, Any
         "l": column(jnp.float32),
         "out": pltpu.VMEM((spec.forward.q, spec.value_dim), jnp.float32),
         "rows": {name: column(jnp.int32) for name in x.rows},
-        "numbers": [[column(jnp.float32) for _ in e.q_scalars] for e in x.elements],
+        "q_scalars": [[column(jnp.float32) for _ in e.q_scalars] for e in x.elements],
         "steps": bands.columns,
     }
     if x.dropped is not None:
@@ -235,7 +235,7 @@ class Step:
         shear(strip, self.refs["line"], self.scratch["strip"], rotate=rotate)
 
     def start_queries(self) -> None:
-        """Prepares a block of queries, and sets its softmax to that of no keys."""
+        """Prepares a block of queries, and starts its softmax."""
         refs, scratch = self.refs, self.scratch
         start_softmax(scratch)
         q = refs["q"][...].astype(jnp.float32) * (self.spec.scale * self.spec.unit)
@@ -244,7 +244,7 @@ class Step:
             scratch["rows"][name][...] = to_column(row[...])
         if "dropped" in refs:
             scratch["dropped"][...] = to_column(refs["dropped"][...])
-        for element, columns in zip(refs["elements"], scratch["numbers"], strict=True):
+        for element, columns in zip(refs["elements"], scratch["q_scalars"], strict=True):
             for row, column in zip(element.q_scalars, columns, strict=True):
                 column[...] = to_column(row[...])
         for product, columns in zip(refs["products"], scratch["steps"], strict=True):
@@ -294,7 +294,7 @@ class Step:
         if ruled or masked:
             q_tokens = {name: lanes(y[...], size) for name, y in scratch["rows"].items()}
             k_tokens = {name: y[:, start : start + size] for name, y in refs["columns"].items()}
-        for element, columns in zip(refs["elements"], scratch["numbers"], strict=True):
+        for element, columns in zip(refs["elements"], scratch["q_scalars"], strict=True):
             if ruled or element.everywhere:
                 scalars = [y[self.h] for y in element.scalars]
                 q_scalars = [lanes(y[...], size) for y in columns]
