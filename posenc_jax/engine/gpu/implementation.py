@@ -34,7 +34,10 @@ class PallasGPU(Kernels):
         if jax.default_backend() == "gpu" and not (self.interpret or self.cross_compile):
             capability = jax.local_devices()[0].compute_capability
             if capability != _CAPABILITY:
-                return f"kernels for GPUs need compute capability {_CAPABILITY}, and this is {capability}"
+                return (
+                    f"kernels for GPUs need compute capability {_CAPABILITY}, and this is "
+                    f"{capability}"
+                )
             if _cuda_version() in _MISCOMPILED:
                 return "kernels for GPUs need CUDA 12.9.1 or later, whose ptxas is right"
         return super().supports(problem)
