@@ -26,15 +26,7 @@ from posenc_jax.engine.operands import LOG2E, Grads, Operands, Product, out_stru
 
 
 def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> Grads:
-    """Returns the cotangents of the operands.
-
-    Args:
-      spec: the static part.
-      x: the operands.
-      d_out: cotangent of the output, [B, T, N, V], in the dtype of v.
-      lse: float32 [B, N, T], finite.
-      delta: float32 [B, N, T]: the sum of d_out * out over V minus the cotangent of lse.
-    """
+    """Returns the cotangents of the operands; see `Kernels.run_backward`."""
     scale: Any = d_logits_scale(x, d_out, delta) if x.products else None
     cotangents = Cotangents(d_out, lse * LOG2E, delta, scale)
     d_q, sums_of_q, q_features = _query_grads(spec, x, cotangents)

@@ -46,16 +46,7 @@ from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, soft_cap, to_colu
 
 
 def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> Grads:
-    """Returns the cotangents of the operands.
-
-    Args:
-      spec: the static part.
-      x: the operands.
-      d_out: cotangent of the output, [B, T, N, V], in the dtype of v.
-      lse: float32 [B, N, T], finite. With dropout at rate r, log(1 - r) is added.
-      delta: float32 [B, N, T]: the sum of d_out * out over V minus the cotangent of lse. With
-        dropout, times 1 - r.
-    """
+    """Returns the cotangents of the operands; see `Kernels.run_backward`."""
     x, d_out = heads_first(x), heads_before_tokens(d_out)
     grid = Grid(spec, shared_schedule=x.schedules[1].shape[0] == 1)
     bands = band_inputs(spec, x, spec.backward, 1, grid.query_block, grid.key_block_of_query_head)
