@@ -48,7 +48,9 @@ def _evaluate(x, *, messages):
 
 
 def _evaluate_batch(arguments, axes, *, messages):
-    return _limited_tangent.bind(_evaluate(*arguments, messages=messages), messages=messages), *axes
+    """Raises while `vmap` traces, as in `jax.jacfwd`, before JAX's own error about `custom_vjp`."""
+    (x,), (axis,) = arguments, axes
+    return _limited_tangent.bind(_evaluate(x, messages=messages), messages=messages), axis
 
 
 def _transpose(cotangent, x, *, messages):

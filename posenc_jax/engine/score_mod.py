@@ -163,10 +163,13 @@ def _outcome(closed: ClosedJaxpr, inputs: list[_Kind]) -> list[_Kind]:
 
 
 def _of_equation(eqn: Any, kinds: list[_Kind]) -> _Kind:
+    """Returns the kind of the results of an equation for the kinds of its operands."""
     name = eqn.primitive.name
+    is_free = set(kinds) <= {_Kind.FREE, _Kind.HIDING}
+    other = _Kind.FREE if is_free else _Kind.OTHER
     if name in ("convert_element_type", "broadcast_in_dim", "copy"):
         is_float = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
-        return kinds[0] if is_float else _free_or_other(kinds)
+        return kinds[0] if is_float else other
     if name == "add" and sorted(x.name for x in kinds) == ["FREE", "SCORE"]:
         return _Kind.SCORE
     if name == "sub" and kinds == [_Kind.SCORE, _Kind.FREE]:
@@ -175,11 +178,7 @@ def _of_equation(eqn: Any, kinds: list[_Kind]) -> _Kind:
         cases = set(kinds[1:])
         if _Kind.SCORE in cases and cases <= {_Kind.SCORE, _Kind.HIDING}:
             return _Kind.SCORE
-    return _free_or_other(kinds)
-
-
-def _free_or_other(kinds: list[_Kind]) -> _Kind:
-    return _Kind.FREE if set(kinds) <= {_Kind.FREE, _Kind.HIDING} else _Kind.OTHER
+    return other
 
 
 def _is_relative(closed: ClosedJaxpr) -> bool:
