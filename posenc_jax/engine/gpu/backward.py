@@ -20,12 +20,14 @@ from posenc_jax.engine.gpu.backward_keys import key_grads
 from posenc_jax.engine.gpu.band_arrays import d_logits_scale, feature_grads
 from posenc_jax.engine.gpu.by_query import ByQuery
 from posenc_jax.engine.gpu.pipe import Warpgroup, launch, matrix, most_slots, operand, vector
-from posenc_jax.engine.gpu.spec import ROW, ROWS, Cotangents, Int, Ref, Spec
+from posenc_jax.engine.gpu.spec import ROW, ROWS, Cotangents, GPUSpec, Int, Ref
 from posenc_jax.engine.gpu.tile import d_logits, row_scalar_count, rows_to_tile, zeros
 from posenc_jax.engine.operands import LOG2E, Grads, Operands, Product, out_struct
 
 
-def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> Grads:
+def backward(
+    spec: GPUSpec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
+) -> Grads:
     """Returns the cotangents of the operands; see `Kernels.run_backward`."""
     scale: Any = d_logits_scale(x, d_out, delta) if x.products else None
     cotangents = Cotangents(d_out, lse * LOG2E, delta, scale)
@@ -65,7 +67,7 @@ def _element(element: Element, of_q: list[jax.Array], of_k: list[jax.Array]) -> 
 
 
 def _query_grads(
-    spec: Spec, x: Operands, cotangents: Cotangents
+    spec: GPUSpec, x: Operands, cotangents: Cotangents
 ) -> tuple[jax.Array, list[list[jax.Array]], list[jax.Array]]:
     """Returns dq, for each element sums of its cotangents over keys, [B, N, T], and of features."""
     kernel = QueryGrads(spec, x, spec.backward, x.schedules[1])

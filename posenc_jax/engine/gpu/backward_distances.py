@@ -22,9 +22,9 @@ from posenc_jax.engine.gpu.spec import (
     ROWS,
     TILE,
     Cotangents,
+    GPUSpec,
     Int,
     Ref,
-    Spec,
     bias_line,
     column_of,
     direct_operands,
@@ -36,7 +36,7 @@ from posenc_jax.engine.operands import Operands, out_struct
 _MIN_BLOCKS = 256  # Of threads: fewer do not fill a GPU.
 
 
-def bias_grads(spec: Spec, x: Operands, bias: jax.Array, cotangents: Cotangents) -> jax.Array:
+def bias_grads(spec: GPUSpec, x: Operands, bias: jax.Array, cotangents: Cotangents) -> jax.Array:
     """Returns the cotangent of `Operands.bias`."""
     d_line = sum_diagonals(DistanceSums(spec, x).run(cotangents)) / spec.unit
     d_line = d_line.sum(0, keepdims=True) if bias.shape[0] == 1 else d_line
@@ -45,7 +45,7 @@ def bias_grads(spec: Spec, x: Operands, bias: jax.Array, cotangents: Cotangents)
     return d_bias
 
 
-def vector_grads(spec: Spec, x: Operands, number: int, cotangents: Cotangents) -> jax.Array:
+def vector_grads(spec: GPUSpec, x: Operands, number: int, cotangents: Cotangents) -> jax.Array:
     """Returns the cotangent of the vectors of a product, [N or 1, F, R]."""
     d_bands = DistanceSums(spec, x, number).run(cotangents)
     return sum_bands(spec, x, x.products[number], d_bands, cotangents.scale)
@@ -62,7 +62,7 @@ class DistanceSums:
         cotangents of logits are summed.
     """
 
-    spec: Spec
+    spec: GPUSpec
     x: Operands
     number: int | None = None
 

@@ -25,9 +25,9 @@ from posenc_jax.engine.gpu.spec import (
     ROW,
     ROWS,
     Cotangents,
+    GPUSpec,
     Int,
     Ref,
-    Spec,
     bias_line,
     column_of,
     direct_operands,
@@ -44,7 +44,7 @@ from posenc_jax.engine.operands import Operands, out_struct
 
 
 def key_grads(
-    spec: Spec, x: Operands, cotangents: Cotangents
+    spec: GPUSpec, x: Operands, cotangents: Cotangents
 ) -> tuple[jax.Array, jax.Array, list[list[jax.Array]], list[jax.Array]]:
     """Returns dk, dv, sums of the elements' cotangents over queries, and cotangents of features.
 
@@ -75,7 +75,7 @@ class KeyGrads:
       features: whether it computes the cotangents of features of keys, alone.
     """
 
-    spec: Spec
+    spec: GPUSpec
     x: Operands
     k: bool = False
     v: bool = False

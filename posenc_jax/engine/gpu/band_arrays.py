@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.gpu.gather import PITCH
-from posenc_jax.engine.gpu.spec import ROWS, Spec, line
+from posenc_jax.engine.gpu.spec import ROWS, GPUSpec, line
 from posenc_jax.engine.kernels import padded
 from posenc_jax.engine.operands import Operands, Product
 
@@ -39,7 +39,7 @@ def d_logits_scale(x: Operands, d_out: jax.Array, delta: jax.Array) -> jax.Array
 
 
 def feature_grads(
-    spec: Spec, product: Product, d_features: jax.Array, scale: jax.Array
+    spec: GPUSpec, product: Product, d_features: jax.Array, scale: jax.Array
 ) -> jax.Array:
     """Returns the cotangent of features from the kernels' sums, [B, N or K, T or S, F]."""
     shape = product.features.shape
@@ -50,7 +50,7 @@ def feature_grads(
 
 
 def sum_bands(
-    spec: Spec, x: Operands, product: Product, d_bands: jax.Array, scale: jax.Array
+    spec: GPUSpec, x: Operands, product: Product, d_bands: jax.Array, scale: jax.Array
 ) -> jax.Array:
     """Returns the cotangent of the vectors of a product.
 
@@ -75,7 +75,7 @@ def sum_bands(
     return jax.linear_transpose(to_line, product.vectors)(d_line)[0]
 
 
-def line_maker(spec: Spec, first: int, blocks: Blocks) -> Callable[[jax.Array], jax.Array]:
+def line_maker(spec: GPUSpec, first: int, blocks: Blocks) -> Callable[[jax.Array], jax.Array]:
     """Returns the function from vectors, [N or 1, F, R], to their line, [N or 1, L, F]."""
     return lambda vectors: line(spec, jnp.swapaxes(vectors, 1, 2), first, blocks)
 

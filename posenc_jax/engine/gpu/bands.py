@@ -36,7 +36,7 @@ from posenc_jax.engine.gpu.gather import (
     warpgroup_barrier,
 )
 from posenc_jax.engine.gpu.pipe import COMPUTE, Warpgroup, matrix, operand, pipe, vector
-from posenc_jax.engine.gpu.spec import ROWS, Int, Ref, Spec, has_rules, next_step
+from posenc_jax.engine.gpu.spec import ROWS, GPUSpec, Int, Ref, has_rules, next_step
 from posenc_jax.engine.gpu.tile import Tile, products
 from posenc_jax.engine.kernels import padded
 from posenc_jax.engine.operands import Operands, out_struct
@@ -136,7 +136,7 @@ class Bands:
       keep_rows: whether a block of threads keeps its rows, so that their features are read once.
     """
 
-    spec: Spec
+    spec: GPUSpec
     x: Operands
     blocks: Blocks
     q_axis: int

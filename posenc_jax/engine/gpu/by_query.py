@@ -13,8 +13,8 @@ from posenc_jax.engine.gpu.bands import Bands
 from posenc_jax.engine.gpu.pipe import Warpgroup, pipe
 from posenc_jax.engine.gpu.spec import (
     ROWS,
+    GPUSpec,
     Int,
-    Spec,
     bias_line,
     column_of,
     direct_operands,
@@ -35,7 +35,7 @@ class ByQuery:
       tiles: `spec.tiles` by queries.
     """
 
-    spec: Spec
+    spec: GPUSpec
     x: Operands
     blocks: Blocks
     tiles: tuple[jax.Array, jax.Array]

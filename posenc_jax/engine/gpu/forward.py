@@ -14,13 +14,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posenc_jax.engine.gpu.by_query import ByQuery
 from posenc_jax.engine.gpu.pipe import Warpgroup, launch, matrix, most_slots, operand, vector
-from posenc_jax.engine.gpu.spec import ROW, ROWS, TILE, Int, Spec
+from posenc_jax.engine.gpu.spec import ROW, ROWS, TILE, GPUSpec, Int
 from posenc_jax.engine.gpu.tile import rows_to_tile, zeros
 from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import LOG2E, Operands, out_struct
 
 
-def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(spec: GPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     kernel = Forward(spec, x, spec.forward, x.schedules[0])
     shape = spec.batch, spec.length, spec.heads, spec.value_dim

@@ -71,11 +71,11 @@ class PallasGPU(Kernels):
         return out[..., :value_dim], lse
 
     def make_spec(self, problem: Problem, **fields: Any) -> Any:
-        from posenc_jax.engine.gpu.spec import Spec
+        from posenc_jax.engine.gpu.spec import GPUSpec
 
         wide = max(fields["dim"], fields["value_dim"]) > 128
         narrow_keys = 64 if fields["products"] else 128
-        return Spec(
+        return GPUSpec(
             **fields,
             length=padded(problem.length, 128),
             keys=padded(problem.keys, 128),

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posenc_jax.engine.gpu.gather import opaque_zero
-from posenc_jax.engine.gpu.spec import ROWS, Int, Ref, Spec
+from posenc_jax.engine.gpu.spec import ROWS, GPUSpec, Int, Ref
 from posenc_jax.engine.kernels import padded
 
 COMPUTE = 2
@@ -75,7 +75,7 @@ class Pipe:
         plgpu.barrier_arrive(self.free.at[self._slot(step)])
 
 
-def pipe(spec: Spec, slots: int, dtype: Any, **blocks: tuple[int, ...]) -> dict[str, Any]:
+def pipe(spec: GPUSpec, slots: int, dtype: Any, **blocks: tuple[int, ...]) -> dict[str, Any]:
     """Returns the scratch types of a `Pipe`.
 
     Args:
@@ -111,7 +111,7 @@ def most_slots(make: Callable[[int, int], dict[str, Any]]) -> dict[str, Any]:
     return next((types for types in options if size(types) <= _ROOM), options[-1])
 
 
-def matrix(spec: Spec, *shape: int, dtype: Any) -> Any:
+def matrix(spec: GPUSpec, *shape: int, dtype: Any) -> Any:
     """Returns the type of matrices in shared memory, operands of products."""
     swizzle = 64 if spec.wide or shape[-1] % 64 else 128
     columns = swizzle // jnp.dtype(dtype).itemsize

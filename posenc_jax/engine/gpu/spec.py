@@ -14,8 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.kinds import EMPTY, PLAIN, kinds, tile_kinds
 from posenc_jax.engine.mask import MASK_VALUE
-from posenc_jax.engine.operands import Operands
-from posenc_jax.engine.operands import Spec as AnySpec
+from posenc_jax.engine.operands import Operands, Spec
 
 ROWS = 64
 """Rows of a warpgroup."""
@@ -34,7 +33,7 @@ Ref = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec(AnySpec):
+class GPUSpec(Spec):
     """The static part of a problem; `backward` are the tiles of dq and of the bias."""
 
     def line_of(self, line: Ref, head: Int) -> Ref:
@@ -133,7 +132,7 @@ def kind_of(entry: jax.Array) -> jax.Array:
     return entry & ((1 << _KIND) - 1)
 
 
-def has_rules(spec: Spec, kind: jax.Array) -> bool | jax.Array:
+def has_rules(spec: GPUSpec, kind: jax.Array) -> bool | jax.Array:
     """Returns whether a tile has rules; True if every tile does."""
     return kind != PLAIN if PLAIN in kinds(spec.visibility) else True
 
@@ -143,7 +142,9 @@ def next_step(step: Int, ruled: bool | jax.Array) -> Int:
     return step + (1 if isinstance(ruled, bool) else ruled.astype(jnp.int32))
 
 
-def line(spec: Spec, values: jax.Array, first: int, blocks: Blocks, fill: float = 0.0) -> jax.Array:
+def line(
+    spec: GPUSpec, values: jax.Array, first: int, blocks: Blocks, fill: float = 0.0
+) -> jax.Array:
     """Returns scalars or vectors by distance, [N or 1, L, ...], from the least of a tile on.
 
     Args:
@@ -160,7 +161,7 @@ def line(spec: Spec, values: jax.Array, first: int, blocks: Blocks, fill: float 
     return jax.lax.pad(values, jnp.float32(fill), pad)
 
 
-def bias_line(spec: Spec, bias: jax.Array, first: int, blocks: Blocks) -> jax.Array:
+def bias_line(spec: GPUSpec, bias: jax.Array, first: int, blocks: Blocks) -> jax.Array:
     """Returns the `line` of the bias, [N or 1, L]."""
     fill = spec.unit * MASK_VALUE if spec.visibility.mask_in_bias else 0.0
     return line(spec, bias, first, blocks, fill)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posenc_jax.engine.elements import Element, evaluate, inner_jaxpr
 from posenc_jax.engine.gpu.gather import by_distance, indices
-from posenc_jax.engine.gpu.spec import COLUMN, ROW, Int, Ref, Spec, has_rules, load
+from posenc_jax.engine.gpu.spec import COLUMN, ROW, GPUSpec, Int, Ref, has_rules, load
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
 from posenc_jax.engine.mask import MASK_VALUE, add_saturated
 from posenc_jax.engine.operands import LOG2E, Operands
@@ -41,7 +41,7 @@ class Tile:
       band_logits: functions that return the logits of products of tokens and distances.
     """
 
-    spec: Spec
+    spec: GPUSpec
     x: Operands
     shape: tuple[int, int]
     q_axis: int

@@ -62,7 +62,7 @@ def decode(
     unit = LOG2E if p.softcap is None else 1.0 / p.softcap
     k, v = (pad_axis(x, 1, max(LANES, p.keys)) for x in (p.k, p.v))
     size = block or _block(k.shape[1], kv_heads * (dim + value_dim) * k.dtype.itemsize)
-    grid = Grid(size, -(-p.keys // size), _order(k), _order(v))
+    grid = DecodeGrid(size, -(-p.keys // size), _order(k), _order(v))
     seen, added = p.visible(), _added(p, unit)
     added = jnp.where(seen, added, -jnp.inf).reshape(batch, -1, p.keys)
     missing = (0, 0, 0), (0, 0, 0), (0, grid.steps * size - p.keys, 0)
@@ -108,7 +108,7 @@ def decode(
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class DecodeGrid:
     """The blocks of the cache.
 
     Attributes:
@@ -156,7 +156,7 @@ class Grid:
 
 
 def _kernel(
-    grid: Grid,
+    grid: DecodeGrid,
     softcap: float | None,
     schedule_ref: Any,
     refs: dict[str, Any],
@@ -187,7 +187,7 @@ def _kernel(
 
 
 def _attend(
-    grid: Grid,
+    grid: DecodeGrid,
     softcap: float | None,
     refs: dict[str, Any],
     scratch: dict[str, Any],
