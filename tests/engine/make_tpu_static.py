@@ -458,7 +458,7 @@ def read_kernels(names: Iterable[str]) -> dict[str, Kernel]:
     for path in DUMP.iterdir():
         match = re.fullmatch(r"\d+-(.*?)(?:\.\d+)?-\d+-(.*)\.txt", path.name)
         for which in names:
-            if match and re.match(KERNELS[which], match[1]):
+            if match and re.search(KERNELS[which], match[1]):
                 files[which][match[2]] = path
     if sorted(files) != sorted(names):
         raise UnreadableError(f"schedules of {sorted(files)} in place of {sorted(names)}")
