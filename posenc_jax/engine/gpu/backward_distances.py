@@ -76,7 +76,7 @@ class DistanceSums:
         inputs: dict[str, Any] = {
             "x": direct_operands(x),
             "cotangents": cotangents,
-            "bands": bands.inputs,
+            "distances": bands.inputs,
         }
         inputs |= {"entries": entries, "counts": counts}
         if x.bias is not None:

@@ -86,7 +86,7 @@ class KeyGrads:
         spec, x, blocks = self.spec, self.x, self.spec.by_key
         entries, counts = x.schedules[2]
         inputs: dict[str, Any] = {"x": direct_operands(x), "cotangents": cotangents}
-        inputs |= {"entries": entries, "counts": counts, "bands": self.bands.inputs}
+        inputs |= {"entries": entries, "counts": counts, "distances": self.bands.inputs}
         if x.bias is not None:
             inputs["line"] = bias_line(spec, x.bias, x.first, blocks)
         return launch(

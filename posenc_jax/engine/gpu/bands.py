@@ -6,9 +6,9 @@ vectors of all distances between the two is a band,
     band[token, x] = feature[token] . vector[x]             x = 64 + query - key
 
 Each token needs 64 distances in a row, all different modulo 64. The two halves of the band
-therefore are one matrix, `skewed[token, x % 64]`, which goes to shared memory, and each pair reads
-the number at its distance. Cotangents go back the same way: the cotangent of the logits goes to
-shared memory, is read by token and distance modulo 64, and multiplied, as two halves, with the
+therefore are one matrix, `unskewed[token, x % 64]`, which goes to shared memory, and each pair
+reads the number at its distance. Cotangents go back the same way: the cotangent of the logits goes
+to shared memory, is read by token and distance modulo 64, and multiplied, as two halves, with the
 vectors or the features.
 
 Features, vectors and the cotangents are float16 here, whatever the dtype of q, in units of powers
@@ -75,13 +75,13 @@ class Band:
         """The axis of the tokens with features in tiles."""
         return 1 - self.q_axis if self.of_keys else self.q_axis
 
-    def write_skewed(self, features: Ref, vectors: Ref, skewed: Ref) -> None:
+    def write_unskewed(self, features: Ref, vectors: Ref, unskewed: Ref) -> None:
         """Writes float32 [64, 64], by token and distance modulo 64.
 
         Args:
           features: [64, F].
           vectors: [128, F].
-          skewed: the destination.
+          unskewed: the destination.
         """
         warpgroup_barrier(self.interpret)
         for start in range(0, ROWS, _CHUNK):
@@ -89,17 +89,17 @@ class Band:
             shape = ROWS, _CHUNK
             lower, upper = products(shape, *((features, part) for part in parts))
             is_upper = self._is_upper(*indices(shape, self.interpret), start)
-            store(skewed, jnp.where(is_upper, upper, lower), start, self.interpret)
+            store(unskewed, jnp.where(is_upper, upper, lower), start, self.interpret)
         warpgroup_barrier(self.interpret)
 
-    def logits(self, skewed: Ref) -> jax.Array:
+    def logits(self, unskewed: Ref) -> jax.Array:
         """Returns the logits that the product adds to a tile."""
 
         def index(*place):
             distance = place[self.q_axis] - place[1 - self.q_axis]
             return place[self.axis], distance & (ROWS - 1)
 
-        return gather(skewed, (ROWS, ROWS), index, self.interpret)
+        return gather(unskewed, (ROWS, ROWS), index, self.interpret)
 
     def half_cotangents(self, ds: Ref, axis: int) -> tuple[jax.Array, jax.Array]:
         """Returns the cotangents of the lower and the upper half of the band.
@@ -114,13 +114,13 @@ class Band:
             other = (token + x if self.of_keys else token - x) & (ROWS - 1)
             return (token, other) if self.axis == 0 else (other, token)
 
-        d_skewed = gather(ds, (ROWS, ROWS), index, self.interpret)
+        d_unskewed = gather(ds, (ROWS, ROWS), index, self.interpret)
         place = indices((ROWS, ROWS), self.interpret)
         upper = self._is_upper(place[axis], place[1 - axis])
-        return jnp.where(upper, 0.0, d_skewed), jnp.where(upper, d_skewed, 0.0)
+        return jnp.where(upper, 0.0, d_unskewed), jnp.where(upper, d_unskewed, 0.0)
 
     def _is_upper(self, token: jax.Array, x: jax.Array, first: int = 0) -> jax.Array:
-        """Returns whether elements of `skewed` are of the upper half of the band."""
+        """Returns whether elements of `unskewed` are of the upper half of the band."""
         return token + x < ROWS - first if self.of_keys else x + first <= token
 
 
@@ -181,10 +181,10 @@ class Bands:
                 resident[band.features] = matrix(spec, COMPUTE, ROWS, width, dtype=dtype)
             else:
                 piped[band.features] = sizes[band.of_keys], width
-        skewed = vector(COMPUTE, len(self.x.products), ROWS, PITCH)
+        unskewed = vector(COMPUTE, len(self.x.products), ROWS, PITCH)
         if spec.interpret:
             resident["halves"] = operand(ROWS, dtype)
-        return resident | {"bands": pipe(spec, slots, dtype, **piped), "skewed": skewed}
+        return resident | {"distances": pipe(spec, slots, dtype, **piped), "unskewed": unskewed}
 
     @property
     def accumulators(self) -> list[Any]:
@@ -242,43 +242,43 @@ class Bands:
             return step
         sizes, sources = (self.blocks.q, self.blocks.k), {}
         for band in self:
-            vectors = self.spec.line_of(wg.refs["bands"][band.vectors], head)
+            vectors = self.spec.line_of(wg.refs["distances"][band.vectors], head)
             sources[band.vectors] = vectors.at[pl.ds(line, sum(sizes))]
             if not self._is_resident(band):
                 start, count = first[band.of_keys], sizes[band.of_keys]
                 sources[band.features] = self._features(wg, band, b, head, start, count)
         ruled = has_rules(self.spec, kind)
-        pl.when(ruled)(lambda: wg.scratch["bands"].fill(step, **sources))
+        pl.when(ruled)(lambda: wg.scratch["distances"].fill(step, **sources))
         return next_step(step, ruled)
 
     def _features(
         self, wg: Warpgroup, band: Band, b: Int, head: Int, start: Int, count: int
     ) -> Ref:
-        y = wg.refs["bands"][band.features]
+        y = wg.refs["distances"][band.features]
         return y.at[b, head // (self.spec.heads // y.shape[1]), pl.ds(start, count)]
 
     def prepare(self, wg: Warpgroup, tile: Tile, step: Int) -> None:
-        """Writes the skewed bands of a tile, if it has rules."""
+        """Writes the unskewed bands of a tile, if it has rules."""
         if not self.x.products:
             return
 
         @pl.when(tile.ruled)
         def _():
-            wg.scratch["bands"].wait(step)
+            wg.scratch["distances"].wait(step)
             for band in self:
-                skewed = wg.scratch["skewed"].at[wg.number, band.number]
-                band.write_skewed(*self._operands(wg, step, band), skewed)
+                unskewed = wg.scratch["unskewed"].at[wg.number, band.number]
+                band.write_unskewed(*self._operands(wg, step, band), unskewed)
 
     def release(self, wg: Warpgroup, tile: Tile, step: Int) -> Int:
         """Releases the features and vectors of a tile, and returns the next step."""
         if self.x.products:
-            pl.when(tile.ruled)(lambda: wg.scratch["bands"].release(step))
+            pl.when(tile.ruled)(lambda: wg.scratch["distances"].release(step))
         return next_step(step, tile.ruled)
 
     def logits(self, wg: Warpgroup) -> tuple[Callable[[], jax.Array], ...]:
         """Returns functions that read the logits of each product, after `prepare`."""
         return tuple(
-            functools.partial(band.logits, wg.scratch["skewed"].at[wg.number, band.number])
+            functools.partial(band.logits, wg.scratch["unskewed"].at[wg.number, band.number])
             for band in self
         )
 
@@ -316,8 +316,8 @@ class Bands:
         plgpu.wgmma_wait(0)
 
     def _write_cotangent(self, wg: Warpgroup, ds: jax.Array) -> Ref:
-        """Writes the cotangent of the logits over the first skewed band."""
-        ds_ref = wg.scratch["skewed"].at[wg.number, 0]
+        """Writes the cotangent of the logits over the first unskewed band."""
+        ds_ref = wg.scratch["unskewed"].at[wg.number, 0]
         warpgroup_barrier(self.spec.interpret)
         store(ds_ref, ds, 0, self.spec.interpret)
         warpgroup_barrier(self.spec.interpret)
@@ -325,7 +325,7 @@ class Bands:
 
     def _operands(self, wg: Warpgroup, step: Int, band: Band) -> tuple[Ref, Ref]:
         """Returns references to a warpgroup's features, [64, F], and vectors, [128, F]."""
-        blocks = wg.scratch["bands"].blocks(step)
+        blocks = wg.scratch["distances"].blocks(step)
         before = pl.multiple_of(wg.number * ROWS, ROWS)
         if self._is_resident(band):
             zero = opaque_zero(self.spec.interpret)

@@ -51,7 +51,7 @@ class ByQuery:
         """The arrays that the kernel reads."""
         x = self.x
         inputs = {"x": direct_operands(x), "entries": self.tiles[0], "counts": self.tiles[1]}
-        inputs["bands"] = self.bands.inputs
+        inputs["distances"] = self.bands.inputs
         if x.bias is not None:
             inputs["line"] = bias_line(self.spec, x.bias, x.first, self.blocks)
         return inputs
