@@ -27,7 +27,7 @@ class Element:
     """An elementwise term, and the arrays that it reads.
 
     Attributes:
-      scalars: float32 arrays [N], those of heads before shared ones.
+      scalars: float32 arrays [N], first per head, then shared.
       q_scalars: float32 arrays [B, N, 1, T].
       k_scalars: float32 arrays [B, K or N, 1, S].
       reads_coordinates: whether the rule reads coordinates.
@@ -150,7 +150,7 @@ def evaluate(
     queries: dict[str, jax.Array],
     keys: dict[str, jax.Array],
 ) -> tuple[jax.Array, Callable]:
-    """Returns a term on a tile, and its pullback: from its cotangent to those of its scalars.
+    """Returns a term on a tile, and the pullback to its scalars.
 
     Args:
       element: the term.

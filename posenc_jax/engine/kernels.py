@@ -1,4 +1,4 @@
-"""What implementations with kernels share: meshes, sinks, derivatives."""
+"""The base of implementations with kernels: meshes, derivatives, and refusals."""
 
 import abc
 import dataclasses
@@ -53,7 +53,7 @@ class Kernels(Implementation):
 
     @abc.abstractmethod
     def refuses(self, problem: Problem) -> str | None:
-        """Returns why the kernels cannot compute a problem, beyond what none of them can."""
+        """Returns why the kernels of this platform cannot compute a problem, or None."""
 
     @abc.abstractmethod
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
@@ -140,7 +140,7 @@ class Kernels(Implementation):
             in_specs=(specs,),
             out_specs=(out, out),
             axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-            check_vma=not self.interpret,  # The interpreter mixes what varies with what does not.
+            check_vma=not self.interpret,  # The interpreter mixes varying arrays with others.
         )
         return run(problem)
 
@@ -167,7 +167,7 @@ def _open_axes(mesh: Any, *kinds: AxisType) -> tuple[str, ...]:
 
 
 def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
-    """Returns how the arrays of a problem are sharded over batch and heads, as a problem.
+    """Returns a problem of partition specs, with arrays sharded over batch and heads.
 
     Every device has all key heads if there are fewer of them than devices for the heads.
 
@@ -187,13 +187,13 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
         return math.prod(mesh.shape[name] for name in axes)
 
     sizes = problem.sizes()
-    for count, by, what in (
+    for count, axes, noun in (
         (sizes.batch, batch, "rows of the batch"),
         (sizes.num_heads, heads, "query heads"),
     ):
         require(
-            count % devices(by) == 0,
-            f"attention: {count} {what} cannot be sharded over {devices(by)} devices ({by}).",
+            count % devices(axes) == 0,
+            f"attention: {count} {noun} cannot be sharded over {devices(axes)} devices ({axes}).",
         )
     kv_heads = sizes.kv_heads
     by_key_head = kv_heads % devices(heads) == 0
@@ -217,7 +217,7 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
 
 
 def _with_local_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
-    """Returns the problem with the key head of this device's queries, of arrays with all."""
+    """Returns the problem with the one key head of this device's queries, where it has all."""
 
     def take(x, spec):
         if heads is None or spec[2] is not None:
@@ -242,12 +242,12 @@ def without_hidden(p: Problem) -> Problem:
 
 
 def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | None:
-    """Returns why kernels of whole sequences cannot compute a problem, from shapes alone.
+    """Returns why the kernels of training cannot compute a problem, from shapes alone, or None.
 
     Args:
       p: the problem.
-      no_room: returns why there are no kernels for products of vectors of tokens and vectors
-        per distance with so many numbers each, or None.
+      no_room: returns why there are no kernels for vectors per distance, from the sizes of the
+        vectors, or None.
     """
     if p.mask is not None:
         return 'a given mask needs implementation="xla"; segment_ids and window are supported'
@@ -263,13 +263,13 @@ def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | Non
         ]
         refused.extend(filter(None, [no_room(counts)]))
 
-    # Without shardings: arrays are not yet those of one device.
+    # Without shardings: arrays are not yet divided over devices.
     jax.eval_shape(look, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p))
     return f'{refused[0]} needs implementation="xla"' if refused else None
 
 
 def _elements(p: Problem, lowered: Lowered) -> list[Any]:
-    """Returns the terms by pairs, or why the kernels cannot evaluate them."""
+    """Returns the elementwise terms, or for a term why the kernels cannot evaluate it."""
     return [
         "a vector per distance, where positions are given,"
         if isinstance(x.term, DotTerm)

@@ -73,8 +73,8 @@ class Spec:
     @property
     def sides(self) -> tuple[int, int]:
         """How many keys a query sees before it and after it; negative for no limit."""
-        left, right = self.visibility.window or (-1, -1)
-        return left, 0 if self.visibility.is_causal else right
+        before, after = self.visibility.window or (-1, -1)
+        return before, 0 if self.visibility.is_causal else after
 
     def reach(self, blocks: Blocks) -> tuple[int, int]:
         """Returns the least and greatest difference, first query minus first key, of tiles.
@@ -83,14 +83,14 @@ class Spec:
         """
         see, q, k = self.visibility, blocks.q, blocks.k
         step = math.gcd(q, k, 128)
-        left, right = self.sides
+        before, after = self.sides
         low, high = k - self.keys, self.length - q
-        if right >= 0 and not self.prefix:
-            low = max(low, -((right + q - 1) // step * step))
-        if left >= 0 and not self.prefix:
-            high = min(high, (left + k - 1) // step * step)
+        if after >= 0 and not self.prefix:
+            low = max(low, -((after + q - 1) // step * step))
+        if before >= 0 and not self.prefix:
+            high = min(high, (before + k - 1) // step * step)
         constant_from = see.horizon if self.rules_in_bias or self.products else 0
-        windowed = see.mask_in_bias and left >= 0
+        windowed = see.mask_in_bias and before >= 0
         if constant_from is not None and not see.bias_everywhere and not windowed:
             high = min(high, -(-(constant_from + k) // step) * step)
         return low, max(low, high)
@@ -245,7 +245,7 @@ def _by_name(spec: Spec, x: TokenArrays, reads_coordinates: bool) -> dict[str, j
 
 
 def _distinct_padding(keys: TokenArrays) -> dict[str, jax.Array]:
-    """Returns the segments of keys, where padding differs from that of queries."""
+    """Returns the segments of keys, where padding differs from padding of queries."""
     if keys.segments is None:
         return {}
     least = jnp.iinfo(jnp.int32).min

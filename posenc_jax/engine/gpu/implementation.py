@@ -32,10 +32,11 @@ class PallasGPU(Kernels):
         if jax.__version_info__ < (0, 11, 2):
             return f"kernels for GPUs need jax 0.11.2 or later, and this is {jax.__version__}"
         if jax.default_backend() == "gpu" and not (self.interpret or self.cross_compile):
-            found = jax.local_devices()[0].compute_capability
-            if found != _CAPABILITY:
+            capability = jax.local_devices()[0].compute_capability
+            if capability != _CAPABILITY:
                 return (
-                    f"kernels for GPUs need compute capability {_CAPABILITY}, and this is {found}"
+                    f"kernels for GPUs need compute capability {_CAPABILITY}, and this is "
+                    f"{capability}"
                 )
             if _cuda_version() in _MISCOMPILED:
                 return "kernels for GPUs need CUDA 12.9.1 or later, whose ptxas is right"
@@ -70,11 +71,11 @@ class PallasGPU(Kernels):
         return out[..., :value_dim], lse
 
     def make_spec(self, problem: Problem, **fields: Any) -> Any:
-        from posenc_jax.engine.gpu.spec import Spec
+        from posenc_jax.engine.gpu.spec import GPUSpec
 
         wide = max(fields["dim"], fields["value_dim"]) > 128
         narrow_keys = 64 if fields["products"] else 128
-        return Spec(
+        return GPUSpec(
             **fields,
             length=padded(problem.length, 128),
             keys=padded(problem.keys, 128),
@@ -103,8 +104,8 @@ def _cuda_version() -> int | None:
 
 
 def _no_room(p: Problem, counts: list[int]) -> str | None:
-    """Returns why there is no kernel for vectors per distance with so many numbers each."""
-    from posenc_jax.engine.gpu.dot_arrays import fits
+    """Returns why there is no kernel for vectors of `counts` numbers per distance, or None."""
+    from posenc_jax.engine.gpu.band_arrays import fits
 
     dims = p.q.shape[3], p.v.shape[3]
     if counts and (max(*dims, *counts) > 128 or not fits(*dims, counts)):
@@ -113,5 +114,5 @@ def _no_room(p: Problem, counts: list[int]) -> str | None:
 
 
 def _padded_dim(x: jax.Array) -> jax.Array:
-    """Returns vectors with zeros up to a multiple of 32 numbers, rows of shared memory."""
+    """Pads vectors with zeros to a multiple of 32 numbers, rows of shared memory."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[3] % 32)))

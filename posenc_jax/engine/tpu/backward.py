@@ -40,24 +40,17 @@ from posenc_jax.engine.tpu.block_specs import (
     matrix_spec,
     squeezed_spec,
 )
-from posenc_jax.engine.tpu.spec import Spec, bias_line, heads_before_tokens, heads_first
+from posenc_jax.engine.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
 from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, soft_cap, to_column, visible
 
 
-def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> Grads:
-    """Returns the cotangents of the operands.
-
-    Args:
-      spec: the static part.
-      x: the operands.
-      d_out: cotangent of the output, [B, T, N, V], in the dtype of v.
-      lse: float32 [B, N, T], finite. With dropout at rate r, log(1 - r) is added.
-      delta: float32 [B, N, T]: the sum of d_out * out over V minus the cotangent of lse. With
-        dropout, times 1 - r.
-    """
+def backward(
+    spec: TPUSpec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
+) -> Grads:
+    """Returns the cotangents of the operands; see `Kernels.run_backward`."""
     x, d_out = heads_first(x), heads_before_tokens(d_out)
-    grid = Grid(spec, shared_schedule=x.schedules[1].shape[0] == 1)
+    grid = BackwardGrid(spec, shared_schedule=x.schedules[1].shape[0] == 1)
     bands = band_inputs(spec, x, spec.backward, 1, grid.query_block, grid.key_block_of_query_head)
     arrays, specs = _inputs(grid, x, bands, {"d_out": d_out, "lse": lse, "delta": delta})
     out_shapes, out_specs = _outputs(grid, x, bands)
@@ -95,7 +88,7 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class BackwardGrid:
     """The steps of the backward kernel, and the blocks of the arrays at each step.
 
     Index maps take the five indices of the grid, the schedule and the prefix lengths, and return
@@ -106,7 +99,7 @@ class Grid:
       shared_schedule: whether all rows of the batch have one schedule.
     """
 
-    spec: Spec
+    spec: TPUSpec
     shared_schedule: bool
 
     @functools.cached_property
@@ -126,6 +119,7 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The numbers of steps: key heads, rows of the batch, heads of a group, and tiles."""
         spec, q_blocks = self.spec, self.q_blocks
         last = (self.tiles // q_blocks, q_blocks) if self.is_dense else (1, self.tiles)
         return spec.kv_heads, spec.batch, spec.group, *last
@@ -160,6 +154,7 @@ class Grid:
         return self.spec.keys if self.sums_per_row else self.spec.backward.k
 
     def entry(self, schedule_ref, b, j, i):
+        """Returns the schedule's entry of a step."""
         row = 0 if self.shared_schedule else b
         return schedule_ref[row * self.tiles + j * self.shape[4] + i]
 
@@ -190,7 +185,7 @@ class Grid:
 
 
 def _inputs(
-    grid: Grid, x: Operands, bands: BandInputs, cotangents: dict[str, jax.Array]
+    grid: BackwardGrid, x: Operands, bands: BandInputs, cotangents: dict[str, jax.Array]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays that the kernel reads, and their block specs."""
     spec, query = grid.spec, grid.query_block
@@ -212,7 +207,7 @@ def _inputs(
     return arrays, specs
 
 
-def _outputs(grid: Grid, x: Operands, bands: BandInputs) -> tuple[Any, Any]:
+def _outputs(grid: BackwardGrid, x: Operands, bands: BandInputs) -> tuple[Any, Any]:
     """Returns the types of the results, and their block specs."""
     spec, key = grid.spec, grid.key_block_of_query_head
     bq, bk = spec.backward.q, spec.backward.k
@@ -260,7 +255,8 @@ def _outputs(grid: Grid, x: Operands, bands: BandInputs) -> tuple[Any, Any]:
     return part(0), part(1)
 
 
-def _scratch_shapes(grid: Grid, x: Operands, bands: BandInputs) -> dict[str, Any]:
+def _scratch_shapes(grid: BackwardGrid, x: Operands, bands: BandInputs) -> dict[str, Any]:
+    """Returns the types of scratch memory, by name."""
     spec = grid.spec
     bk, keys = spec.backward.k, grid.accumulated_keys
     column = functools.partial(pltpu.VMEM, (bk, LANES))
@@ -283,7 +279,7 @@ def _scratch_shapes(grid: Grid, x: Operands, bands: BandInputs) -> dict[str, Any
 
 
 def _kernel(
-    grid: Grid,
+    grid: BackwardGrid,
     bands: tuple[BandStrip, ...],
     schedule_ref: Any,
     prefix_ref: Any,
@@ -313,7 +309,7 @@ def _kernel(
     keys = pl.ds(0, spec.backward.k)
     if grid.sums_per_row:
         keys = pl.ds(pl.multiple_of(j * spec.backward.k, LANES), spec.backward.k)
-    step = Step(grid, bands, refs, out_refs, scratch, h, g, offset, limit, queries, keys)
+    step = BackwardStep(grid, bands, refs, out_refs, scratch, h, g, offset, limit, queries, keys)
     pl.when(head_starts)(step.start_head)
     pl.when(sums_start)(step.start_sums)
     pl.when(schedule.is_first(entry))(step.start_keys)
@@ -330,7 +326,7 @@ def _kernel(
 
 
 class _Logits(NamedTuple):
-    """The logits of a tile in units of log 2, and what their cotangents need.
+    """The logits of a tile in units of log 2, and the inputs of their cotangents.
 
     Attributes:
       s: [K, Q].
@@ -351,7 +347,7 @@ class _Logits(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class BackwardStep:
     """A step of the grid: one tile of a query head.
 
     Attributes:
@@ -364,7 +360,7 @@ class Step:
       queries, keys: the slices of dq, and of dk and dv, in scratch.
     """
 
-    grid: Grid
+    grid: BackwardGrid
     bands: tuple[BandStrip, ...]
     refs: dict[str, Any]
     out_refs: dict[str, Any]
@@ -377,7 +373,7 @@ class Step:
     keys: Any
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> TPUSpec:
         return self.grid.spec
 
     @property
@@ -571,8 +567,8 @@ class Step:
         sum_diagonals(self.grid.strip, self.scratch["d_strip"], self.out_refs["line"])
 
 
-def _bias_grad(grid: Grid, x: Operands, d_line: jax.Array | None) -> jax.Array | None:
-    """Returns the cotangent of the bias from that of its line, [B or 1, N, 1, L]."""
+def _bias_grad(grid: BackwardGrid, x: Operands, d_line: jax.Array | None) -> jax.Array | None:
+    """Returns the cotangent of the bias; `d_line` is the line's, [B or 1, N, 1, L]."""
     if x.bias is None:
         return None
     if d_line is None:

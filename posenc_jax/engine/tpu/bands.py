@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.operands import Operands, Product
 from posenc_jax.engine.tpu.block_specs import BlockIndex, feature_spec
-from posenc_jax.engine.tpu.spec import Spec
+from posenc_jax.engine.tpu.spec import TPUSpec
 from posenc_jax.engine.tpu.strip import LANES, Strip, line_of
 from posenc_jax.engine.tpu.tile import dot, lanes
 
@@ -74,7 +74,7 @@ class BandInputs(NamedTuple):
 
 
 def band_inputs(
-    spec: Spec, x: Operands, blocks: Blocks, q_axis: int, queries: BlockIndex, keys: BlockIndex
+    spec: TPUSpec, x: Operands, blocks: Blocks, q_axis: int, queries: BlockIndex, keys: BlockIndex
 ) -> BandInputs:
     """Returns the products of a pass.
 
@@ -114,7 +114,7 @@ def band_slices(band: BandStrip, offset: Any, queries: range, keys: range) -> Ba
 
 
 def _arrays(
-    spec: Spec, product: Product, band: BandStrip, first: int, dtype: Any
+    spec: TPUSpec, product: Product, band: BandStrip, first: int, dtype: Any
 ) -> dict[str, jax.Array]:
     """Returns the arrays that the kernels read.
 
@@ -252,7 +252,7 @@ def feature_cotangents(
 
 
 def product_grads(
-    spec: Spec,
+    spec: TPUSpec,
     product: Product,
     band: BandStrip,
     first: int,

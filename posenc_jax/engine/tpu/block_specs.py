@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.elements import Element
 from posenc_jax.engine.operands import Operands
-from posenc_jax.engine.tpu.spec import Spec
+from posenc_jax.engine.tpu.spec import TPUSpec
 from posenc_jax.engine.tpu.strip import LANES
 
 BlockIndex = Callable[..., tuple[Any, Any, Any]]
@@ -25,7 +25,7 @@ BlockIndex = Callable[..., tuple[Any, Any, Any]]
 
 
 def input_specs(
-    spec: Spec,
+    spec: TPUSpec,
     x: Operands,
     blocks: Blocks,
     queries: BlockIndex,

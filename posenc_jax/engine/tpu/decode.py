@@ -1,9 +1,9 @@
 """The decode kernel: a few queries against a long cache, for TPU.
 
 Grid (B, the most blocks of keys that a row sees). A step reads a block of keys and values of all
-heads, and the queries of all heads attend to it. What rules add is [B, N, T, S], which few queries
-keep small beside the cache, so it is computed outside of the kernel, by any rule, with the mask in
-it. Blocks without a visible key are not read.
+heads, and the queries of all heads attend to it. The logits that rules add are [B, N, T, S], which
+is small against the cache for few queries, so they are computed outside of the kernel, by any rule,
+with the mask in them. Blocks without a visible key are not read.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from posenc_jax.engine.blocks import pad_axis
 from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import LOG2E, out_struct
 from posenc_jax.engine.problem import Problem
-from posenc_jax.engine.rules import DotBias, LogitBias, Rule
+from posenc_jax.engine.rules import Rule
 from posenc_jax.engine.tpu.block_specs import check_memory
 from posenc_jax.engine.tpu.strip import LANES
 from posenc_jax.engine.tpu.tile import (
@@ -33,7 +33,7 @@ from posenc_jax.engine.tpu.tile import (
 
 MAX_QUERIES = 16
 _BLOCK_BYTES = 2 * 2**20  # Of keys and values.
-_MOST_DISTANCES = 1280  # Of a table whose entries are picked by products.
+_MAX_DISTANCES = 1280  # Of a table whose entries are picked by products.
 _EMPTY, _WHOLE, _PARTIAL = 0, 1, 2
 """Kinds of blocks: skipped; all keys are seen by a query; some are not, and may hold NaN."""
 _KINDS = 3
@@ -62,7 +62,7 @@ def decode(
     unit = LOG2E if p.softcap is None else 1.0 / p.softcap
     k, v = (pad_axis(x, 1, max(LANES, p.keys)) for x in (p.k, p.v))
     size = block or _block(k.shape[1], kv_heads * (dim + value_dim) * k.dtype.itemsize)
-    grid = Grid(size, -(-p.keys // size), _order(k), _order(v))
+    grid = DecodeGrid(size, -(-p.keys // size), _order(k), _order(v))
     seen, added = p.visible(), _added(p, unit)
     added = jnp.where(seen, added, -jnp.inf).reshape(batch, -1, p.keys)
     missing = (0, 0, 0), (0, 0, 0), (0, grid.steps * size - p.keys, 0)
@@ -108,7 +108,7 @@ def decode(
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class DecodeGrid:
     """The blocks of the cache.
 
     Attributes:
@@ -156,7 +156,7 @@ class Grid:
 
 
 def _kernel(
-    grid: Grid,
+    grid: DecodeGrid,
     softcap: float | None,
     schedule_ref: Any,
     refs: dict[str, Any],
@@ -187,7 +187,7 @@ def _kernel(
 
 
 def _attend(
-    grid: Grid,
+    grid: DecodeGrid,
     softcap: float | None,
     refs: dict[str, Any],
     scratch: dict[str, Any],
@@ -232,22 +232,22 @@ def _block(keys: int, bytes_of_key: int) -> int:
 
 
 def _added(p: Problem, unit: float) -> jax.Array:
-    """Returns what rules add to the products, float32 [B, N or 1, T, S], or zero."""
-    at, total = (p.q_coordinates, p.k_coordinates), jnp.float32(0)
+    """Returns the logits that rules add to the products, float32 [B, N or 1, T, S], or zero."""
+    coordinates, total = (p.q_coordinates, p.k_coordinates), jnp.float32(0)
     for rule in p.per_query_head().rules:
-        term = _picked(rule, *at)
+        term = _from_table(rule, *coordinates)
         if term is None:
-            term = rule.added_to_rows(*at)
+            term = rule.added_to_rows(*coordinates)
         if term is not None:
             total += unit * (p.scale if rule.scaled else 1.0) * term
     return total
 
 
-def _picked(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array | None:
-    """Returns what a rule on bounded distances adds, [B, N or 1, T, S]; None for other rules.
+def _from_table(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array | None:
+    """Returns the logits of a rule on bounded distances, [B, N or 1, T, S]; None for other rules.
 
-    The numbers are made once per distance, and picked by products with zeros and ones, which are
-    exact. XLA picks entries of a table one by one, which takes about as long as the kernel.
+    They are computed once per distance, and picked from this table by products with zeros and
+    ones, which are exact. XLA picks entries one by one, which takes about as long as the kernel.
 
     Args:
       rule: the rule.
@@ -255,37 +255,32 @@ def _picked(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array | None:
     """
     low, high = rule.bounds
     integer = q.ndim == 2 and q.dtype == k.dtype == jnp.int32
-    if low is None or high is None or high - low >= _MOST_DISTANCES or not integer:
+    if low is None or high is None or high - low >= _MAX_DISTANCES or not integer:
         return None
     distances = jnp.arange(low, high + 1, dtype=jnp.int32)
-    if isinstance(rule, LogitBias) and rule.relative:
-        axes, table = "nr", rule.added_logits(None, None, distances, jnp.zeros(1, jnp.int32))
-        table = table[:, :, 0]
-    elif isinstance(rule, DotBias) and rule.q_features is not None and rule.transform is None:
-        axes, vectors = "btnr", rule.vectors(distances)
-        features = rule.q_features.astype(jnp.float32)
-        vectors = jnp.broadcast_to(vectors, (features.shape[2], *vectors.shape[1:]))
-        table = jnp.einsum("btnf,nrf->btnr", features, vectors, precision="highest")
-    else:
+    table = rule.logits_by_distance(distances)
+    if table is None:
         return None
+    axes = "nr" if table.ndim == 2 else "btnr"
     entry = jnp.clip(q[:, :, None] - k[:, None], low, high) - low
     entries = jax.lax.broadcasted_iota(jnp.int32, (1, 1, len(distances), 1), 2)
-    chosen = (entry[:, :, None] == entries).astype(jnp.float32)
+    one_hot = (entry[:, :, None] == entries).astype(jnp.float32)
     table, parts = jnp.maximum(table, MASK_VALUE), []  # -inf times zero is NaN.
-    for _ in range(3):  # Of the 24 bits, 8 each: a product of default precision has no more.
+    for _ in range(3):  # 8 of the 24 bits at a time, as products of default precision have.
         parts.append(jax.lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7))
         table -= parts[-1]
     subscripts = f"p{axes},btrs->pbnts"
-    out = jnp.einsum(subscripts, jnp.stack(parts), chosen, precision="default").sum(0)
+    out = jnp.einsum(subscripts, jnp.stack(parts), one_hot, precision="default").sum(0)
     return jnp.where(out <= MASK_VALUE / 2, -jnp.inf, out)
 
 
 def _schedule(seen: jax.Array, size: int, steps: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the most blocks with a visible key of any row, at least 1, and the blocks.
+    """Returns the number of steps per row, and the entries of all steps, int32 [B * steps].
 
-    They are int32 [B * steps], the kind of a block and the block to have in memory. In each row,
-    those with a visible key come first. The others have the next one with a visible key in memory,
-    of any row, so that it is copied while the last one is computed, and once.
+    The number counts the blocks with a visible key, in the row with most, and is at least 1. An
+    entry is the kind of a block, and the block to have in memory. In each row, blocks with a
+    visible key come first. Later steps name the next block with a visible key, of any row, so that
+    it is copied once, while the last one is computed.
 
     Args:
       seen: bool [B, N or 1, T, S], which keys are visible.
@@ -294,8 +289,8 @@ def _schedule(seen: jax.Array, size: int, steps: int) -> tuple[jax.Array, jax.Ar
     """
     used = pad_axis(jnp.any(seen, axis=(1, 2)), 1, steps * size).reshape(-1, steps, size)
     live, none = used.any(2), jnp.iinfo(jnp.int32).max
-    at = jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
-    entries = _KINDS * at + jnp.where(used.all(2), _WHOLE, _PARTIAL)
+    blocks = jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
+    entries = _KINDS * blocks + jnp.where(used.all(2), _WHOLE, _PARTIAL)
     ordered = jnp.sort(jnp.where(live, entries, none), axis=1).reshape(-1)
     last = jnp.max(jnp.where(live, entries, _EMPTY))
     following = jax.lax.cummin(jnp.minimum(ordered, last), reverse=True)
@@ -318,7 +313,7 @@ def _head(parts: list, order: str, head: int) -> jax.Array:
     Args:
       parts: references to the block, by 128 of H in the order BSKH, else one.
       order: of the axes.
-      head: which.
+      head: the index of the head.
     """
     if order != "BSKH":
         return parts[0][head]

@@ -27,7 +27,7 @@ from posenc_jax.engine.tpu.bands import (
     band_slices,
 )
 from posenc_jax.engine.tpu.block_specs import check_memory, feature_spec, input_specs, matrix_spec
-from posenc_jax.engine.tpu.spec import Spec, bias_line, heads_before_tokens, heads_first
+from posenc_jax.engine.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
 from posenc_jax.engine.tpu.tile import (
     dot,
@@ -45,10 +45,10 @@ from posenc_jax.engine.tpu.tile import (
 _MAX_SLICE = 512  # Keys of one product.
 
 
-def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     x = heads_first(x)
-    grid = Grid(spec, shared_schedule=x.schedules[0].shape[0] == 1)
+    grid = ForwardGrid(spec, shared_schedule=x.schedules[0].shape[0] == 1)
     bands = band_inputs(spec, x, spec.forward, 0, grid.query_block, grid.key_block_of_query_head)
     arrays, specs = _inputs(grid, x, bands)
     scratch_shapes = _scratch_shapes(grid, x, bands)
@@ -80,7 +80,7 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class ForwardGrid:
     """The steps of the forward kernel, and the blocks of the arrays at each step.
 
     Index maps take the three indices of the grid, the schedule and the prefix lengths, and return
@@ -91,7 +91,7 @@ class Grid:
       shared_schedule: whether all rows of the batch have one schedule.
     """
 
-    spec: Spec
+    spec: TPUSpec
     shared_schedule: bool
 
     @functools.cached_property
@@ -111,6 +111,7 @@ class Grid:
         return Strip.of(-high, -low, self.spec.forward.q, self.spec.forward.k)
 
     def entry(self, schedule_ref, b, t):
+        """Returns the schedule's entry of a step."""
         row = 0 if self.shared_schedule else b
         return schedule_ref[row * self.tiles + t]
 
@@ -125,7 +126,9 @@ class Grid:
         return b, jax.lax.div(h, jnp.int32(self.spec.group)), block
 
 
-def _inputs(grid: Grid, x: Operands, bands: BandInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+def _inputs(
+    grid: ForwardGrid, x: Operands, bands: BandInputs
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays that the kernel reads, and their block specs."""
     arrays, specs = input_specs(
         grid.spec,
@@ -145,7 +148,8 @@ def _inputs(grid: Grid, x: Operands, bands: BandInputs) -> tuple[dict[str, Any],
     return arrays, specs
 
 
-def _scratch_shapes(grid: Grid, x: Operands, bands: BandInputs) -> dict[str, Any]:
+def _scratch_shapes(grid: ForwardGrid, x: Operands, bands: BandInputs) -> dict[str, Any]:
+    """Returns the types of scratch memory, by name."""
     spec = grid.spec
     column = functools.partial(pltpu.VMEM, (spec.forward.q, LANES))
     shapes = {
@@ -154,7 +158,7 @@ def _scratch_shapes(grid: Grid, x: Operands, bands: BandInputs) -> dict[str, Any
         "l": column(jnp.float32),
         "out": pltpu.VMEM((spec.forward.q, spec.value_dim), jnp.float32),
         "rows": {name: column(jnp.int32) for name in x.rows},
-        "numbers": [[column(jnp.float32) for _ in e.q_scalars] for e in x.elements],
+        "q_scalars": [[column(jnp.float32) for _ in e.q_scalars] for e in x.elements],
         "steps": bands.columns,
     }
     if x.dropped is not None:
@@ -165,7 +169,7 @@ def _scratch_shapes(grid: Grid, x: Operands, bands: BandInputs) -> dict[str, Any
 
 
 def _kernel(
-    grid: Grid,
+    grid: ForwardGrid,
     bands: tuple[BandStrip, ...],
     schedule_ref: Any,
     prefix_ref: Any,
@@ -190,7 +194,7 @@ def _kernel(
     kind, i, j = schedule.kind_of(entry), schedule.row_of(entry), schedule.column_of(entry)
     offset = i * spec.forward.q - j * spec.forward.k
     limit = prefix_ref[b] if spec.prefix else None
-    step = Step(grid, bands, refs, scratch, h, offset, limit)
+    step = ForwardStep(grid, bands, refs, scratch, h, offset, limit)
     if "line" in refs:
         pl.when((b == 0) & (t == 0))(step.start_head)
     pl.when(schedule.is_first(entry))(step.start_queries)
@@ -205,7 +209,7 @@ def _kernel(
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ForwardStep:
     """A step of the grid: one tile of a query head.
 
     Attributes:
@@ -217,7 +221,7 @@ class Step:
       limit: the prefix length, or None.
     """
 
-    grid: Grid
+    grid: ForwardGrid
     bands: tuple[BandStrip, ...]
     refs: dict[str, Any]
     scratch: dict[str, Any]
@@ -226,7 +230,7 @@ class Step:
     limit: Any
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> TPUSpec:
         return self.grid.spec
 
     def start_head(self) -> None:
@@ -235,7 +239,7 @@ class Step:
         shear(strip, self.refs["line"], self.scratch["strip"], rotate=rotate)
 
     def start_queries(self) -> None:
-        """Prepares a block of queries, and sets its softmax to that of no keys."""
+        """Prepares a block of queries, and starts its softmax."""
         refs, scratch = self.refs, self.scratch
         start_softmax(scratch)
         q = refs["q"][...].astype(jnp.float32) * (self.spec.scale * self.spec.unit)
@@ -244,7 +248,7 @@ class Step:
             scratch["rows"][name][...] = to_column(row[...])
         if "dropped" in refs:
             scratch["dropped"][...] = to_column(refs["dropped"][...])
-        for element, columns in zip(refs["elements"], scratch["numbers"], strict=True):
+        for element, columns in zip(refs["elements"], scratch["q_scalars"], strict=True):
             for row, column in zip(element.q_scalars, columns, strict=True):
                 column[...] = to_column(row[...])
         for product, columns in zip(refs["products"], scratch["steps"], strict=True):
@@ -294,7 +298,7 @@ class Step:
         if ruled or masked:
             q_tokens = {name: lanes(y[...], size) for name, y in scratch["rows"].items()}
             k_tokens = {name: y[:, start : start + size] for name, y in refs["columns"].items()}
-        for element, columns in zip(refs["elements"], scratch["numbers"], strict=True):
+        for element, columns in zip(refs["elements"], scratch["q_scalars"], strict=True):
             if ruled or element.everywhere:
                 scalars = [y[self.h] for y in element.scalars]
                 q_scalars = [lanes(y[...], size) for y in columns]

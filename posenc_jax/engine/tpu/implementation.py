@@ -15,7 +15,7 @@ from posenc_jax.engine.problem import Problem, with_sinks
 from posenc_jax.engine.tpu.backward import backward
 from posenc_jax.engine.tpu.decode import decode, decodes
 from posenc_jax.engine.tpu.forward import forward
-from posenc_jax.engine.tpu.spec import Spec
+from posenc_jax.engine.tpu.spec import TPUSpec
 from posenc_jax.engine.tpu.strip import LANES
 
 
@@ -63,11 +63,11 @@ class PallasTPU(Kernels):
             return _decode(self, problem)
         return self.run(without_hidden(problem))
 
-    def make_spec(self, problem: Problem, **fields: Any) -> Spec:
+    def make_spec(self, problem: Problem, **fields: Any) -> TPUSpec:
         p = problem
         blocks = Blocks(_block(p.length, p.q.dtype), _block(p.keys, p.q.dtype))
         ahead, back = self.forward or blocks, self.backward or blocks
-        return Spec(
+        return TPUSpec(
             **fields,
             length=padded(p.length, ahead.q, back.q),
             keys=padded(p.keys, ahead.k, back.k),

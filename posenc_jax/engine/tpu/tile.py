@@ -13,7 +13,7 @@ from posenc_jax.engine.tpu.strip import LANES
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Returns a float32 product over the two axes; that of float32 arrays is exact."""
+    """Returns a float32 product over the two axes, exact for float32 arrays."""
     return jax.lax.dot_general(
         a,
         b,
@@ -60,7 +60,7 @@ def soft_cap(softcap: float, s: jax.Array, bounded: jax.Array, may_hide: bool) -
 
 
 def start_softmax(scratch: dict[str, Any]) -> None:
-    """Sets the running maximum, sum and output to those of no keys."""
+    """Sets the running maximum, sum and output before the first key."""
     scratch["m"][...] = jnp.full(scratch["m"].shape, MASK_VALUE, jnp.float32)
     for name in ("l", "out"):
         scratch[name][...] = jnp.zeros(scratch[name].shape, jnp.float32)
@@ -115,8 +115,7 @@ def visible(
     """
     tests = []
     if spec.visibility.ordered:
-        left, right = spec.visibility.window or (-1, -1)
-        right = 0 if spec.visibility.is_causal else right
+        before, after = spec.sides
         if spec.by_slot:
             # One operation per pair, the comparison: indices have one axis, not two.
             sizes = [1, 1]
@@ -125,16 +124,16 @@ def visible(
             sizes = [1, 1]
             sizes[1 - q_axis] = shape[1 - q_axis]
             k = jax.lax.broadcasted_iota(jnp.int32, sizes, 1 - q_axis)
-            if right >= 0:
-                tests.append(k - right <= q)
-            if left >= 0:
-                tests.append(q <= k + left)
+            if after >= 0:
+                tests.append(k - after <= q)
+            if before >= 0:
+                tests.append(q <= k + before)
         else:
             q, k = queries["positions"], keys["positions"]
-            if right >= 0:
-                tests.append(k <= add_saturated(q, right))
-            if left >= 0:
-                tests.append(q <= add_saturated(k, left))
+            if after >= 0:
+                tests.append(k <= add_saturated(q, after))
+            if before >= 0:
+                tests.append(q <= add_saturated(k, before))
             if prefix is not None:
                 tests = [functools.reduce(jnp.logical_and, tests) | (k < prefix)]
     if spec.visibility.segments:
