@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     tokens, _ = task.sample(key, options.sequences, length, task.load().train)
     found, learned = {}, {}
     for scheme in options.schemes or experiment.schemes:
-        params = trained.parameters(experiment, task, scheme)
+        params = trained.parameters(experiment, task.name, scheme)
         model = trained.model(task, experiment.scheme(name, scheme), params)
         found[scheme] = by_distance(model, tokens[:, :-1])
         if (added := biases(model, length // 2)) is not None:

@@ -178,24 +178,17 @@ def _checksum(leaves: Iterable[jax.Array]) -> int:
     return functools.reduce(lambda crc, x: zlib.crc32(np.asarray(x).tobytes(), crc), leaves, 0)
 
 
-def write_arrays(path: Path, arrays: list[Any]) -> None:
-    """Writes arrays to a file in their order, atomically."""
+def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """Writes named arrays to a file, atomically."""
     buffer = io.BytesIO()
-    named: dict[str, Any] = {f"{i:04d}": np.asarray(x) for i, x in enumerate(arrays)}
-    np.savez(buffer, **named)
+    np.savez(buffer, **arrays)
     write_whole(path, buffer.getvalue())
 
 
-def read_arrays(path: Path) -> list[np.ndarray] | None:
-    """Returns the arrays of a file in their order; None if it is missing or damaged."""
+def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
+    """Returns the named arrays of a file; None if it is missing or damaged."""
     try:
         with np.load(io.BytesIO(path.read_bytes())) as file:
-            return [file[name] for name in sorted(file.files)]
+            return {name: file[name] for name in file.files}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-
-
-def fits(arrays: list[np.ndarray], like: Any) -> bool:
-    """Returns whether arrays have the shapes and dtypes of the leaves of a tree."""
-    wanted = [(x.shape, x.dtype) for x in jax.tree.leaves(like)]
-    return [(x.shape, x.dtype) for x in arrays] == wanted

@@ -1,259 +1,229 @@
-"""The runs of an experiment in sequence: train, evaluate, store, show."""
+"""Commands on experiments: `compare` and `train` carry out a plan, `evaluate` measures it again.
 
-import contextlib
-import dataclasses
-from collections.abc import Callable
-from typing import Any
+The folder results/<name>/ has
 
-import jax
+config.toml        every setting, with the tasks and schemes of all calls
+<run>/             a folder per task, scheme and seed (`experiments.runs`)
+report.html        tables and plots of all results with these settings
+"""
 
-from experiments import mesh as on_mesh
-from experiments.config import Experiment
-from experiments.errors import ExperimentError, ResultsError
-from experiments.files import locked
-from experiments.model import Position, initialize, seed_keys
-from experiments.progress import Progress
-from experiments.report import write_report
-from experiments.results_store import ResultsStore
-from experiments.schemes import has_table
-from experiments.tasks.base import Data, Task
-from experiments.train import train
+import argparse
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
+import tomli_w
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A scheme on a task, with the data that all schemes share."""
+from experiments import plots, tables
+from experiments.config import Experiment, from_file
+from experiments.config_io import Parser, near, read_toml
+from experiments.errors import ConfigError, ResultsError
+from experiments.files import locked, write_whole
+from experiments.progress import Progress, by_scheme
+from experiments.queue import (
+    Ended,
+    carry_out,
+    number_of_workers,
+    of_shard,
+    refuse_other_versions,
+    shard,
+)
+from experiments.report import render
+from experiments.runs import Run, RunFolder, load_data
+from experiments.trained import experiment_of, refuse_earlier_versions
 
-    task: Task
-    data: Data
-    name: str
-    position: Position
-    seeds: list[int]
-    mesh: jax.sharding.Mesh | None = None
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The names of the task and the scheme."""
-        return self.task.name, self.name
-
-    def describe(self) -> dict[str, Any]:
-        """Returns the entries of results.json that are known before the run."""
-        task = self.task
-        return {
-            "task": task.name,
-            "scheme": self.name,
-            "scheme_repr": repr(self.position),
-            "status": "failed",
-            "error": None,
-            "seeds": self.seeds,
-            "steps": task.train.steps,
-            "learning_rate": task.train.learning_rate,
-            "train_length": task.train_length,
-            "fitted": False,
-            "fit_rule": task.fit_rule(self.data),
-            "evaluations": [],
-            **({"mesh": on_mesh.describe(self.mesh)} if self.mesh else {}),
-        }
-
-    def train(
-        self, report: Callable[[int, list[float]], None], keep: Callable[[Any], None]
-    ) -> dict[str, Any]:
-        """Trains and evaluates the scheme; returns the entries of results.json."""
-        trained = train(
-            self.task, self.position, self.seeds, self.data.train, report, mesh=self.mesh
-        )
-        keep(trained.params)
-        return {
-            **self.describe(),
-            "status": "done",
-            "parameters": trained.parameters,
-            "memory_bytes": trained.memory,
-            "compile_seconds": round(trained.compile_seconds, 3),
-            "train_seconds": round(trained.train_seconds, 3),
-            "cpu_seconds": round(trained.cpu_seconds, 3),
-            "final_loss": trained.curve["loss"][-1],
-            "curve": trained.curve,
-            **self.evaluate(trained.params),
-        }
-
-    def evaluate(self, params: Any) -> dict[str, Any]:
-        """Returns the entries of results.json that depend on trained parameters."""
-        found = self.task.evaluate(self.position, params, self.seeds, self.data)
-        if has_table(self.position):
-            last = self.task.train_length - 1
-            note = f"rows beyond position {last} were never trained"
-            found = [
-                dataclasses.replace(e, note=e.note or (None if e.in_distribution else note))
-                for e in found
-            ]
-        return {
-            "fitted": self.task.fitted(found, self.data),
-            "fit_rule": self.task.fit_rule(self.data),
-            "evaluations": [dataclasses.asdict(e) for e in found],
-        }
-
-
-def plan_runs(experiment: Experiment, mesh: jax.sharding.Mesh | None = None) -> list[Run]:
-    """Returns all runs of an experiment with their data, in order.
-
-    Raises:
-      CorpusError: if data are missing or damaged.
-    """
-    data = {name: task.load() for name, task in experiment.tasks.items()}
-    return [
-        Run(
-            experiment.tasks[task],
-            data[task],
-            name,
-            experiment.scheme(task, name),
-            experiment.seed_list,
-            mesh,
-        )
-        for task, name in experiment.plan()
-    ]
+_EARLIER = ("results.json", "metrics.jsonl", "environment.json", "parameters")
+"""Files that earlier versions wrote."""
 
 
 def compare(
-    experiment: Experiment,
-    *,
-    fresh: bool = False,
-    keep: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
+    experiment: Experiment, options: argparse.Namespace, fresh: bool = False, keep: bool = False
 ) -> int:
     """Carries out the plan of an experiment and returns the exit status.
 
     Finished runs are skipped, unless `keep` and their parameters were not kept. A run that raises
-    is stored as failed and the others continue. Ctrl-C keeps finished runs. Of several processes,
-    the first writes the results.
+    does not stop the others. Ctrl-C keeps finished runs.
 
     Args:
-      experiment: what to run.
+      experiment: the experiment.
+      options: of `queue.add_arguments`.
       fresh: whether to remove the results of an earlier experiment of that name.
       keep: whether to keep the trained parameters.
-      mesh: of `experiments.mesh`, to train on all its devices; default: on one.
 
     Returns:
       0, or 1 if a run failed, or 130 after Ctrl-C.
 
     Raises:
-      CorpusError, ResultsError: with one line; files written before are complete.
+      ConfigError, CorpusError, ResultsError: with one line; files written before are complete.
     """
-    runs = plan_runs(experiment, mesh)
-    if jax.process_index() > 0:
-        return _take_part(runs)
-    with contextlib.ExitStack() as held:
-        missing = [False] * len(runs)
-        try:
-            held.enter_context(locked(experiment.folder))
-            store = ResultsStore(experiment, fresh=fresh)
-            store.open(_facts(runs))
-            found = [store.finished(*run.key, kept=keep) for run in runs]
-            missing = [result is None for result in found]
-        finally:  # Other processes wait for it.
-            on_mesh.agreed(missing)
-        return _compare(experiment, runs, found, store, keep)
+    part, folder, errors = shard(options.shard), experiment.folder, {}
+    with Progress() as progress:
 
+        def stages() -> Iterator[list[Run]]:
+            runs = of_shard(experiment.all_runs(), part)
+            if not fresh:
+                refuse_earlier_versions(folder)
+                refuse_other_versions(
+                    runs, folder, str(folder), "choose another --name, or --fresh"
+                )
+            waiting = {r.task: r for r in runs if fresh or RunFolder(folder, r).missing(keep)}
+            facts = {name: v for task in waiting for name, v in load_data(task).facts.items()}
+            if fresh:
+                _clear(folder)
+            write_config(_joined(experiment))
+            for name, text in facts.items():
+                progress.message(f"{name}: {text}")
+            results = {r.name: RunFolder(folder, r).result() for r in runs}
+            progress.plan(runs, results, number_of_workers(options))
+            yield runs
 
-def _compare(
-    experiment: Experiment,
-    runs: list[Run],
-    found: list[dict[str, Any] | None],
-    store: ResultsStore,
-    keep: bool,
-) -> int:
-    status = 0
-    with _progress(experiment) as progress:
-        for name, words in _facts(runs).items():
-            progress.message(f"{name}: {words}")
-        guess = {name: t.seconds * experiment.seeds for name, t in experiment.tasks.items()}
-        progress.start([run.key for run in runs], guess)
         try:
-            # Finished runs come first, so that the estimate of the time left is of the others.
-            for run, result in sorted(zip(runs, found, strict=True), key=lambda pair: not pair[1]):
-                if result is None:
-                    result = _attempt(run, store, progress, keep)
-                    store.add(result)
-                if result["status"] == "failed":
-                    status = 1
-                progress.finish(result)
+            tasks = experiment.tasks.values()
+            queue = carry_out(options, folder, tasks, stages(), keep, progress)
+            status, errors = queue.status, queue.errors
         except KeyboardInterrupt:
+            if not (folder / "config.toml").exists():
+                raise
             status = 130
-    print(f"Report: {write_report(store.path)}")
+    print(f"Report: {write_report(folder, errors=errors)}")
     if status == 130:
         print("Stopped; finished runs are kept, and the same command continues with the others.")
     return status
 
 
-def _take_part(runs: list[Run]) -> int:
-    """Computes what process 0 computes; returns the exit status."""
-    status = 0
-    for run, missing in zip(runs, on_mesh.agreed([False] * len(runs)), strict=True):
-        try:
-            if missing:
-                run.train(lambda step, loss: None, lambda params: None)
-        except Exception:  # Process 0 has it in its results.
-            status = 1
-    return status
-
-
-def evaluate_again(experiment: Experiment) -> int:
-    """Measures kept parameters again, and replaces the earlier numbers.
+def evaluate(experiment: Experiment) -> int:
+    """Measures kept parameters again, and replaces the earlier numbers in the report.
 
     Raises:
       CorpusError, ResultsError: with one line; files written before are complete.
     """
-    store = ResultsStore(experiment, measure=True)
-    for task, name in experiment.plan():
-        if store.finished(task, name) is None:
-            raise ResultsError(
-                f"{store.path}: holds no finished run of {name} on {task}; make it with "
-                "`python -m experiments train`"
-            )
-    runs = plan_runs(experiment)
-    params = {run.key: _kept(run, store) for run in runs}
-    store.open(_facts(runs))
-    with _progress(experiment) as progress:
-        progress.start([run.key for run in runs])
+    runs, folder = experiment.all_runs(), experiment.folder
+    refuse_earlier_versions(folder)
+    for run in runs:
+        RunFolder(folder, run).parameters()  # Raises if there are none.
+    with Progress() as progress:
+        progress.plan(runs, {})
         for run in runs:
-            result = {**(store.finished(*run.key) or {}), **run.evaluate(params[run.key])}
-            store.add(result)
-            progress.finish(result)
-    print(f"Report: {write_report(store.path)}")
+            result = RunFolder(folder, run).evaluate(load_data(run.task))
+            progress.finish(Ended(run.name, result, "", 0.0))
+    write_config(_joined(experiment))
+    print(f"Report: {write_report(folder)}")
     return 0
 
 
-def _progress(experiment: Experiment) -> Progress:
-    return Progress({name: task.labels for name, task in experiment.tasks.items()})
+def report(arguments: list[str]) -> int:
+    """Writes the report or one plot again; returns the exit status."""
+    parser = Parser(
+        prog="python -m experiments report",
+        description="Writes report.html again from the results of runs, or one of its plots.",
+    )
+    parser.add_argument("folder", type=Path, help="such as results/compare")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write score against length: SVG")
+    parser.add_argument("--task", help="of the plot (default: the last)")
+    parser.add_argument("--baseline", help="scheme of the paired differences (default: rope)")
+    options = parser.parse_args(arguments)
+    if options.plot:
+        print(f"Plot: {write_plot(options.folder, options.plot, options.task)}")
+    else:
+        print(f"Report: {write_report(options.folder, options.baseline)}")
+    return 0
 
 
-def _facts(runs: list[Run]) -> dict[str, str]:
-    return {name: words for run in runs for name, words in run.data.facts.items()}
+def write_report(
+    folder: Path, baseline: str | None = None, errors: dict[str, str] | None = None
+) -> Path:
+    """Writes `report.html` in a folder of results, and returns its path.
+
+    Args:
+      folder: the folder.
+      baseline: the scheme that others are compared to; default: rope, or else the first.
+      errors: of runs that raised, by name.
+
+    Raises:
+      ConfigError: if there are no results, or none of the baseline.
+      ResultsError: if results cannot be read, or the report cannot be written.
+    """
+    experiment, results = _results(folder, errors)
+    schemes = tables.schemes(results)
+    if baseline and baseline not in schemes:
+        hint = near(baseline, schemes)
+        raise ConfigError(f"--baseline: {baseline!r} is not among the runs{hint}")
+    command = f"python -m experiments compare {folder / 'config.toml'}"
+    page = render(experiment.name, results, command, experiment.to_tables(), baseline)
+    write_whole(folder / "report.html", page)
+    return folder / "report.html"
 
 
-def _kept(run: Run, store: ResultsStore) -> Any:
-    keys, task = seed_keys(run.seeds, "parameters"), run.task
-    like = jax.eval_shape(lambda k: initialize(task.model, run.position, task.vocab_size, k), keys)
-    return store.load_parameters(*run.key, like)
+def write_plot(folder: Path, target: Path, task: str | None = None) -> Path:
+    """Writes the plot of a task's score against length to a file.
+
+    Args:
+      folder: of the results.
+      target: the SVG file.
+      task: its name; default: the last in the results.
+
+    Raises:
+      ResultsError: if there are no results of the task, or the file cannot be written.
+    """
+    _, results = _results(folder)
+    task = task or next(reversed(tables.sections(results)), "")
+    svg = plots.lengths(results, task, next(iter(tables.modes(results, task)), ""))
+    if not svg:
+        raise ResultsError(f"{folder}: has no evaluation of {task or 'any task'} to draw")
+    write_whole(target, plots.standalone(svg))
+    return target
 
 
-def _attempt(run: Run, store: ResultsStore, progress: Progress, keep: bool) -> dict[str, Any]:
-    """Returns a run, done or failed; only errors of the folder are raised."""
-    task, name = run.key
-    steps = run.task.train.steps
+def _results(
+    folder: Path, errors: dict[str, str] | None = None
+) -> tuple[Experiment, list[tables.SchemeResults]]:
+    """Returns the experiment of a folder, and its results as far as there are any."""
+    experiment = experiment_of(folder)
+    runs = experiment.all_runs()
+    results = {run.name: RunFolder(folder, run).result() for run in runs}
+    rows = by_scheme(runs, results, errors or {})
+    return experiment, [row for row in rows if not row.waiting]
 
-    def report(step: int, loss: list[float]) -> None:
-        store.log(task=task, scheme=name, step=step, loss=loss)
-        progress.update(task, name, step, steps, sum(loss) / len(loss))
 
-    def save(params: Any) -> None:
-        if keep:
-            store.save_parameters(task, name, params)
-
+def _joined(experiment: Experiment) -> Experiment:
+    """Returns the experiment with the tasks and schemes of earlier calls."""
+    file = experiment.folder / "config.toml"
+    if not file.exists():
+        return experiment
+    old, new = read_toml(file), json.loads(json.dumps(experiment.to_tables()))
+    schemes = old.get("schemes", {})
+    names = [*schemes.get("names", []), *new["schemes"]["names"]]
+    options = {k: v for k, v in schemes.items() if k not in new["schemes"]["names"]}
+    both = {
+        "tasks": list(dict.fromkeys([*old.get("tasks", []), *new["tasks"]])),
+        "schemes": options | new["schemes"] | {"names": list(dict.fromkeys(names))},
+    }
     try:
-        return run.train(report, save)
-    except ExperimentError:
-        raise
-    except Exception as error:
-        progress.update(task, name, 0, steps, float("nan"))
-        words = " ".join(str(error).split())[:300]
-        return {**run.describe(), "error": f"{type(error).__name__}: {words}"}
+        joined = from_file(old | new | both, both["tasks"])
+        joined.check()
+    except ConfigError as error:
+        raise ResultsError(
+            f"{file}: {error}; choose another --name, or --fresh to begin anew"
+        ) from None
+    return joined
+
+
+def write_config(experiment: Experiment) -> None:
+    """Writes the settings of an experiment to its folder."""
+    text = tomli_w.dumps(json.loads(json.dumps(experiment.to_tables())))
+    write_whole(experiment.folder / "config.toml", text)
+
+
+def _clear(folder: Path) -> None:
+    """Removes what an experiment has written, and nothing else."""
+    try:
+        for path in list(folder.iterdir()) if folder.exists() else ():
+            if re.fullmatch(r".+-s\d+-[0-9a-f]{12}", path.name) or path.name == "parameters":
+                with locked(path):
+                    shutil.rmtree(path)
+            elif path.name in ("config.toml", "report.html", *_EARLIER):
+                path.unlink()
+    except OSError as error:
+        raise ResultsError(f"{error.filename}: cannot be removed: {error.strerror}") from None

@@ -23,6 +23,7 @@ from experiments.config_io import (
 )
 from experiments.errors import ConfigError
 from experiments.model import Position
+from experiments.runs import Run
 from experiments.schemes import build, find, import_object
 from experiments.tasks import TASKS, Task
 
@@ -39,7 +40,7 @@ class Experiment:
     results: str = "results"
     """Where folders of results are."""
     seeds: PositiveInt = 1
-    """Seeds per run; they train together, paired across schemes."""
+    """Seeds per scheme, paired across schemes."""
     first_seed: NonNegativeInt = 0
     """The first seed."""
     schemes: tuple[str, ...] = ("none", "learned", "sinusoidal", "shaw", "t5", "alibi", "rope")
@@ -65,6 +66,15 @@ class Experiment:
     def plan(self) -> list[tuple[str, str]]:
         """Returns all (task, scheme) pairs, in the order in which they run."""
         return [(task, scheme) for task in self.tasks for scheme in self.schemes]
+
+    def run(self, task_name: str, scheme: str, seed: int) -> Run:
+        """Returns the run of a scheme on a task with a seed."""
+        task, options = self.tasks[task_name], self.options_of(task_name, scheme)
+        return Run(task, scheme, options, self.scheme(task_name, scheme), seed)
+
+    def all_runs(self) -> list[Run]:
+        """Returns the runs of all tasks, schemes and seeds, in order."""
+        return [self.run(task, name, s) for task, name in self.plan() for s in self.seed_list]
 
     def options_of(self, task_name: str, scheme: str) -> dict[str, Any]:
         """Returns the settings of a scheme for a task, by the names that a chain is made of."""
@@ -133,12 +143,14 @@ class Experiment:
 
 
 _EPILOG = """\
-Defaults are those of the file. --quick applies its table [quick]; --fresh, of compare and train,
-removes the results of an earlier experiment of that name. Of both, too: --mesh data=4,tensor=2 runs
-on all devices, whose axes are data (sequences), tensor (heads) and sequence (tokens), and with it
---distributed on those of several processes, which Slurm, Open MPI, Kubernetes or TPU pods start, or
-you do with --coordinator HOST:PORT --num-processes N --process-id I. Settings of schemes:
+Defaults are those of the file. --quick applies its table [quick]. Settings of schemes:
 --schemes.t5.num-buckets 16, and for one task --text.schemes.t5.num-buckets 16.
+
+Of compare and train: --fresh removes the results of an earlier experiment of that name. --workers N
+runs at a time, --shard I/N for several machines, --minutes M as a limit. --mesh data=4,tensor=2
+uses all devices; axes are data (sequences), tensor (heads) and sequence (tokens). With it,
+--distributed uses the devices of several processes, which Slurm, Open MPI, Kubernetes or TPU pods
+start, or you do with --coordinator HOST:PORT --num-processes N --process-id I.
 """
 _SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
 

@@ -153,7 +153,7 @@ def _load(
     if not isinstance(task, Text):
         raise ConfigError(f"{folder}: holds no model of text, but {', '.join(experiment.tasks)}")
     scheme = experiment.schemes[0] if scheme is None else scheme
-    params = trained.parameters(experiment, task, scheme)
+    params = trained.parameters(experiment, task.name, scheme)
     position = experiment.scheme("text", scheme)
     if scaling is not None:
         if scaling not in VARIANTS:

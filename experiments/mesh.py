@@ -10,8 +10,10 @@ derives all others. The training text of a task is whole on every device. Next t
 may draw all sequences of a batch on every device before each takes its part.
 """
 
+import argparse
 import math
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -23,10 +25,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.config_io import Parser, near
+from experiments.config_io import near
 from experiments.errors import ConfigError
-from experiments.model import LanguageModel, Position
-from experiments.tasks import Task
+from experiments.model import LanguageModel
 from posenc_jax.sharding import SequenceParallel
 
 AXES = ("data", "tensor", "sequence")
@@ -34,21 +35,23 @@ _AXIS_NAMES = {"num_heads": "tensor", "num_kv_heads": "tensor"}
 _OTHER_KERNELS = {"up": P(None, "tensor"), "down": P("tensor"), "head": P(None, "tensor")}
 
 
-def from_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Returns the mesh in words, if one is given, and the other arguments.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a mesh and of several processes."""
+    parser.add_argument("--mesh", metavar="AXES", help="train on all devices: data=4,tensor=2")
+    parser.add_argument(
+        "--distributed", action="store_true", help="with --mesh: on the devices of all processes"
+    )
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of the processes")
+    parser.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
+    parser.add_argument("--process-id", type=int, metavar="I", help="number of this process")
 
-    With --distributed it connects this process with the others, before anything uses a device.
+
+def connect(options: argparse.Namespace) -> None:
+    """Connects this process with the others, before anything uses a device.
 
     Raises:
-      ConfigError: for flags that do not belong together, or if the others are not found.
+      ConfigError: for flags that do not belong together, or if the others are not reached.
     """
-    parser = Parser(add_help=False)
-    parser.add_argument("--mesh")
-    parser.add_argument("--distributed", action="store_true")
-    parser.add_argument("--coordinator")
-    parser.add_argument("--num-processes", type=int)
-    parser.add_argument("--process-id", type=int)
-    options, others = parser.parse_known_args(arguments)
     of_process = options.coordinator, options.num_processes, options.process_id
     if options.distributed and options.mesh is None:
         raise ConfigError("--distributed: needs --mesh, such as --mesh data=8")
@@ -63,15 +66,15 @@ def from_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
                 f"--distributed: {words:.200} (where JAX does not know the cluster, give "
                 "--coordinator, --num-processes and --process-id)"
             ) from None
-    return options.mesh, others
 
 
-def make(text: str, tasks: Mapping[str, Task]) -> Mesh:
+def make(text: str, sharded: Iterable[tuple[str, str, int]]) -> Mesh:
     """Returns a mesh of all devices with the axes `AXES`; one that is not named has size 1.
 
     Args:
       text: such as "data=4,tensor=2".
-      tasks: that are to be trained on it, by name.
+      sharded: axis, setting and size of everything to be sharded over the mesh, such as
+        ("tensor", "text.model.num_heads", 4).
 
     Raises:
       ConfigError: for unknown axes, sizes whose product is not the number of devices, and axes
@@ -88,17 +91,9 @@ def make(text: str, tasks: Mapping[str, Task]) -> Mesh:
     if (count := math.prod(given.values())) != jax.device_count():
         raise ConfigError(f"--mesh: {text} is for {count} devices, there are {jax.device_count()}")
     sizes = {name: given.get(name, 1) for name in AXES}
-    for task, settings in tasks.items():
-        train, model = settings.train, settings.model
-        for axis, setting, size in (
-            ("data", "train.batch", train.batch),
-            ("tensor", "model.num_heads", model.num_heads),
-            ("sequence", "train_length", settings.train_length),
-        ):
-            if size % sizes[axis]:
-                raise ConfigError(
-                    f"--mesh: {axis}={sizes[axis]} does not divide {task}.{setting} = {size}"
-                )
+    for axis, setting, size in sharded:
+        if size % sizes[axis]:
+            raise ConfigError(f"--mesh: {axis}={sizes[axis]} does not divide {setting} = {size}")
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -116,7 +111,12 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
 
 
 def lower(
-    advance: Any, arguments: Any, optimizer: Any, task: Task, position: Position, mesh: Mesh
+    advance: Any,
+    arguments: Any,
+    optimizer: Any,
+    new_model: Callable[..., LanguageModel],
+    mesh: Mesh,
+    **static: Any,
 ) -> jax.stages.Lowered:
     """Returns `train.advance` lowered for a mesh.
 
@@ -124,48 +124,46 @@ def lower(
       advance: the jitted function.
       arguments: its arguments, as shapes.
       optimizer: the optimiser whose state is among them.
-      task, position, mesh: what is trained, and where.
+      new_model: returns the model that is trained, from a key and names of axes.
+      mesh: the mesh.
+      static: other static arguments than `graphdef`.
     """
     state, *others = arguments
     whole = NamedSharding(mesh, P())
-    shardings = _of_state(state, optimizer, task, position, mesh)
+    shardings = _of_state(state, optimizer, new_model, mesh)
     jitted = jax.jit(
         advance.__wrapped__,
-        static_argnames=("graphdef", "task"),
+        static_argnames=("graphdef", *static),
         donate_argnames="state",
         out_shardings=(shardings, whole),
     )
     state = jax.tree.map(_sharded, state, shardings)
     others = jax.tree.map(lambda x: _sharded(x, whole), others)
     with jax.set_mesh(mesh):
-        return jitted.lower(state, *others, graphdef=_structure(task, position, mesh), task=task)
+        return jitted.lower(state, *others, graphdef=_structure(new_model, mesh), **static)
 
 
 def _sharded(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _structure(task: Task, position: Position, mesh: Mesh) -> Any:
+def _structure(new_model: Callable[..., LanguageModel], mesh: Mesh) -> Any:
     """Returns the model's graph definition; its attention knows whether tokens are sharded."""
-    model = _abstract_model(task, position)
+    model = nnx.eval_shape(new_model, jax.random.key(0))
     if mesh.shape["sequence"] > 1:
         for block in model.blocks:
             block.attention.implementation = SequenceParallel("sequence")
     return nnx.graphdef(model)
 
 
-def _abstract_model(task: Task, position: Position, axis_names: Any = None) -> LanguageModel:
-    def make(key):
-        return LanguageModel(task.model, position, task.vocab_size, key, axis_names)
-
-    return nnx.eval_shape(make, jax.random.key(0))
-
-
-def _of_state(state: Any, optimizer: Any, task: Task, position: Position, mesh: Mesh) -> Any:
+def _of_state(
+    state: Any, optimizer: Any, new_model: Callable[..., LanguageModel], mesh: Mesh
+) -> Any:
     """Returns the shardings of parameters and the optimiser's state, leaves [seeds, ...]."""
     params, moments = state
     with jax.set_mesh(mesh):
-        named = nnx.state(_abstract_model(task, position, _AXIS_NAMES))
+        model = nnx.eval_shape(lambda key: new_model(key, _AXIS_NAMES), jax.random.key(0))
+    named = nnx.state(model)
     specs = jax.tree.leaves(nnx.get_partition_spec(named))
     found = [
         NamedSharding(mesh, P(None, *_spec(path, leaf, spec, mesh)))
@@ -204,6 +202,16 @@ def gather(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), place(tree, NamedSharding(mesh, P())))
 
 
-def agreed(answers: list[bool]) -> list[bool]:
-    """Returns the answers of process 0 in all processes."""
-    return [bool(x) for x in multihost_utils.broadcast_one_to_all(np.array(answers))]
+def tell_others(message: Any) -> None:
+    """Sends an object from process 0 to `heard` in all others; without others it does nothing."""
+    if jax.process_count() > 1:
+        content = np.frombuffer(pickle.dumps(jax.device_get(message)), np.uint8)
+        multihost_utils.broadcast_one_to_all(np.int32(len(content)))
+        multihost_utils.broadcast_one_to_all(content)
+
+
+def heard() -> Any:
+    """Waits for the next object that process 0 sends by `tell_others`, and returns it."""
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(0)))
+    content = multihost_utils.broadcast_one_to_all(np.zeros(size, np.uint8))
+    return pickle.loads(np.asarray(content, np.uint8).tobytes())

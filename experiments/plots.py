@@ -17,6 +17,9 @@ from matplotlib.figure import Figure
 
 from experiments import tables
 from experiments.plot_labels import label_ends
+from experiments.scheme_results import mean
+from experiments.tables import Results
+from experiments.tasks.labels import Labels
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d08f00", "#3d9fdb", "#8a63d2", "#a6761d")
 BASELINE = "#8c8c8c"
@@ -52,67 +55,68 @@ def looks(names: Sequence[str], baseline: str = "none") -> dict[str, tuple[str, 
     return out
 
 
-def lengths(results: dict, task: str, mode: str) -> str:
-    """Returns the plot of a task's metric against length."""
-    with mpl.rc_context({**STYLE, "svg.hashsalt": f"lengths-{task}-{mode}"}):
+def lengths(results: Results, section: str, mode: str) -> str:
+    """Returns the plot of a section's scores against length."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"lengths-{section}-{mode}"}):
         figure, axes = _figure()
-        runs, ends = tables.runs_of(results, task), []
-        words, ticks, trained = tables.labels(results, task), set(), set()
-        styles = looks(tables.schemes(results))
-        for scheme, run in runs.items():
-            for variant in (None, *tables.variants(run)):
-                found = tables.evaluations(run, mode, variant) if tables.done(run) else {}
-                if not found:
+        rows, ends = tables.of_section(results, section), []
+        ticks, trained, styles = set(), set(), looks(tables.schemes(results))
+        for scheme, row in rows.items():
+            for shown, variant in row.views:
+                if shown != mode:
                     continue
-                ticks |= set(found)
-                trained |= {n for n, item in found.items() if item.get("in_distribution")}
-                values = [item["values"] for item in found.values()]
-                fitted = bool(run.get("fitted"))
-                end = _line(axes, list(found), values, styles[scheme], variant, fitted)
-                name = tables.label(scheme, variant) + ("" if fitted else " (not fitted)")
+                scores = row.scores(mode, variant)
+                ticks |= set(scores)
+                trained |= {n for n, score in scores.items() if score.in_distribution}
+                values = [score.values for score in scores.values()]
+                end = _line(axes, list(scores), values, styles[scheme], variant, row.fitted)
+                name = tables.label(scheme, variant) + ("" if row.fitted else " (not fitted)")
                 ends.append((*end, name))
         if not ends:
             return ""
+        labels = next(iter(rows.values())).labels
         axes.set_xscale("log", base=2)
         _length_ticks(axes, sorted(ticks), trained)
-        axes.set_xlabel(f"length in {words.length_unit}")
-        axes.set_ylabel(words.unit)
-        axes.set_ylim(*(words.limits or _common_limits(results, task)))
+        axes.set_xlabel(f"length in {labels.length_unit}")
+        axes.set_ylabel(labels.unit)
+        axes.set_ylim(*(labels.limits or _common_limits(results, section)))
         label_ends(axes, ends)
-        title = f"{task}: {words.metric} against length, {mode}"
-        return drawing(figure, f"lengths-{task}-{mode}", title)
+        title = f"{section}: {labels.metric} against length, {mode}"
+        return drawing(figure, f"lengths-{section}-{mode}", title)
 
 
-def maps(results: dict, task: str) -> str:
-    """Returns maps of a task's metric by length and place in the row, a map per fitted scheme."""
-    found = tables.places(results, task)
-    lengths = sorted({length for rows in found.values() for length in rows})
-    everything = [x for rows in found.values() for row in rows.values() for x in row]
-    values = [x for x in everything if math.isfinite(x)]
+def maps(results: Results, section: str) -> str:
+    """Returns maps of scores by length and place in the row, a map per fitted scheme."""
+    places = tables.places(results, section)
+    lengths = sorted({length for rows in places.values() for length in rows})
+    scores = [x for rows in places.values() for row in rows.values() for x in row]
+    values = [x for x in scores if math.isfinite(x)]
     if not values:
         return ""
-    words = tables.labels(results, task)
-    limits = (0.0, 1.0) if words.higher_is_better else (min(values), max(values))
-    marked = tables.trained_length(results, task) if words.places == tables.Labels.places else None
-    with mpl.rc_context({**STYLE, "svg.hashsalt": f"maps-{task}", "axes.grid": False}):
-        figure, all_axes = _small_multiples(len(found), 0.18 * len(lengths))
-        for axes, (scheme, rows) in zip(all_axes, found.items(), strict=True):
+    first = next(iter(tables.of_section(results, section).values()))
+    labels, trained = first.labels, None
+    if labels.places == Labels.places:
+        trained = first.runs[0].task.train_length
+    limits = (0.0, 1.0) if labels.higher_is_better else (min(values), max(values))
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"maps-{section}", "axes.grid": False}):
+        figure, all_axes = _small_multiples(len(places), 0.18 * len(lengths))
+        for axes, (scheme, rows) in zip(all_axes, places.items(), strict=True):
             axes.set_title(tables.label(scheme), fontsize=9.5, pad=3.0)
             for y, length in enumerate(lengths):
                 if length in rows:
-                    _map_row(axes, y, rows[length], limits, marked and marked / length)
+                    _map_row(axes, y, rows[length], limits, trained and trained / length)
             axes.set_ylim(len(lengths) - 0.5, -0.5)
             axes.set_yticks(range(len(lengths)), lengths)
             axes.tick_params(length=0, labelsize=8.5)
-        figure.text(0.42, 0.0, words.places, va="bottom", ha="center")
+        figure.text(0.42, 0.0, labels.places, va="bottom", ha="center")
         scale = figure.add_axes((0.9, 0.3, 0.018, 0.5))
         colours = mpl.cm.ScalarMappable(mpl.colors.Normalize(*limits), _MAP)
         figure.colorbar(colours, cax=scale)
-        scale.set_title(words.unit, fontsize=8.5)
-        return drawing(figure, f"maps-{task}", f"{task}: {words.metric} by length and place")
+        scale.set_title(labels.unit, fontsize=8.5)
+        return drawing(figure, f"maps-{section}", f"{section}: {labels.metric} by length and place")
 
 
-def _map_row(axes, y: int, row: list[float], limits: tuple[float, float], mark: float | None):
+def _map_row(axes, y: int, row: Sequence[float], limits: tuple[float, float], mark: float | None):
     """Draws the scores of one length as cells, and a line where training ended."""
     edges = np.linspace(0.0, 1.0, len(row) + 1)
     heights = y - 0.45, y + 0.45
@@ -144,43 +148,42 @@ def _small_multiples(count: int, height: float, across: int = 4):
     return figure, found
 
 
-def curves(results: dict, task: str) -> str:
-    """Returns the plot of a task's training loss against steps."""
-    with mpl.rc_context({**STYLE, "svg.hashsalt": f"curves-{task}"}):
+def curves(results: Results, section: str) -> str:
+    """Returns the plot of a section's training loss against steps."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"curves-{section}"}):
         figure, axes = _figure()
         styles, ends = looks(tables.schemes(results)), []
-        for scheme, run in tables.runs_of(results, task).items():
-            curve = run.get("curve") or {}
-            if not curve.get("step") or not curve.get("loss"):
+        for scheme, row in tables.of_section(results, section).items():
+            curves = [result.curve for _, result in row.ended if result.curve]
+            if not curves:
                 continue
-            values = curve["loss"]  # one list of seeds per point
-            look = (styles[scheme][0], "")
-            steps = curve["step"][: len(values)]
-            ends.append((*_line(axes, steps, values, look, None, True), tables.label(scheme)))
+            values = list(zip(*(curve["loss"] for curve in curves), strict=False))
+            steps, style = curves[0]["step"][: len(values)], (styles[scheme][0], "")
+            ends.append((*_line(axes, steps, values, style, "", True), tables.label(scheme)))
         if not ends:
             return ""
         axes.set_xlabel("optimiser steps")
         axes.set_ylabel("training loss in nats")
         axes.set_xlim(left=0)
         label_ends(axes, ends)
-        return drawing(figure, f"curves-{task}", f"{task}: training loss against steps")
+        return drawing(figure, f"curves-{section}", f"{section}: training loss against steps")
 
 
-def cost(results: dict, task: str) -> str:
-    """Returns the plot of a task's metric at the trained length against the time of a step.
+def cost(results: Results, section: str) -> str:
+    """Returns the plot of a section's scores at the trained length against the time of a step.
 
-    Times are relative to that of `none` where it ran.
+    Times are relative to `none` if it ran.
     """
-    times, trained = tables.step_times(results, task), tables.trained_length(results, task)
-    mode, points = next(iter(tables.modes(results, task)), "plain"), {}
-    for scheme, run in tables.runs_of(results, task).items():
-        item = tables.evaluations(run, mode).get(trained or 0)
-        if scheme in times and item and math.isfinite(score := tables.mean(item["values"])):
-            points[scheme] = times[scheme] / times.get("none", 1.0), score
+    times, rows = tables.step_times(results, section), tables.of_section(results, section)
+    mode, points = next(iter(tables.modes(results, section)), ""), {}
+    for scheme, row in rows.items():
+        score = row.scores(mode).get(row.runs[0].task.train_length)
+        if scheme in times and score and math.isfinite(value := mean(score.values)):
+            points[scheme] = times[scheme] / times.get("none", 1.0), value
     if not points:
         return ""
-    words, styles = tables.labels(results, task), looks(tables.schemes(results))
-    with mpl.rc_context({**STYLE, "svg.hashsalt": f"cost-{task}", "axes.grid.axis": "both"}):
+    first, styles = next(iter(rows.values())), looks(tables.schemes(results))
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"cost-{section}", "axes.grid.axis": "both"}):
         figure, axes = _figure()
         for scheme, (x, y) in points.items():
             colour, marker = styles[scheme]
@@ -193,10 +196,11 @@ def cost(results: dict, task: str) -> str:
         axes.set_xlabel(
             f"time of a training step, {'relative to none' if 'none' in times else 'ms'}"
         )
-        axes.set_ylabel(f"{words.unit} at {trained}")
-        ends = [(*at, styles[s][0], 1.0, tables.label(s)) for s, at in points.items()]
+        axes.set_ylabel(f"{first.labels.unit} at {first.runs[0].task.train_length}")
+        ends = [(*point, styles[s][0], 1.0, tables.label(s)) for s, point in points.items()]
         label_ends(axes, ends)
-        return drawing(figure, f"cost-{task}", f"{task}: {words.metric} against time of a step")
+        title = f"{section}: {first.labels.metric} against time of a step"
+        return drawing(figure, f"cost-{section}", title)
 
 
 def differences(
@@ -248,19 +252,18 @@ def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right:
     return figure, axes
 
 
-def _line(axes, x: Sequence[int], values, look, variant, fitted: bool):
+def _line(axes, x: Sequence[Any], values, look, variant, fitted: bool):
     """Draws a line with a band from least to greatest seed; returns its end and its style."""
     colour, marker = look
-    means = [tables.mean(row) for row in values]
+    means = [mean(row) for row in values]
     style = "-" if fitted and not variant else (":" if variant else "--")
     alpha = 1.0 if fitted else 0.45
     face = "none" if variant else colour
     axes.plot(
         x, means, style, color=colour, marker=marker, markerfacecolor=face, alpha=alpha, zorder=3
     )
-    rows = [tables.numbers(row) for row in values]
-    if any(len(row) > 1 for row in rows):
-        low, high = [min(row) for row in rows], [max(row) for row in rows]
+    if any(len(row) > 1 for row in values):
+        low, high = [min(row) for row in values], [max(row) for row in values]
         axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
     real = [(a, b) for a, b in zip(x, means, strict=True) if math.isfinite(b)]
     return (*(real[-1] if real else (x[-1], math.nan)), colour, alpha)
@@ -279,13 +282,14 @@ def _length_ticks(axes, ticks: list[int], trained: set[int]):
         axes.axvline(n, color=INK, linestyle=":", linewidth=1.0, alpha=0.6)
 
 
-def _common_limits(results: dict, task: str) -> tuple[float, float]:
-    """One range for all modes of a task, so that plots side by side can be compared."""
+def _common_limits(results: Results, section: str) -> tuple[float, float]:
+    """One range for all modes of a section, so that adjacent plots can be compared."""
     values = [
         value
-        for run in tables.runs_of(results, task).values()
-        for item in run.get("evaluations") or []
-        for value in tables.numbers(item["values"])
+        for row in tables.of_section(results, section).values()
+        for mode, variant in row.views
+        for score in row.scores(mode, variant).values()
+        for value in score.values
         if math.isfinite(value)
     ]
     low, high = min(values, default=0.0), max(values, default=1.0)

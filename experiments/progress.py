@@ -13,25 +13,14 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from experiments import tables
-from experiments.terminal import final_table as final_table
-
-
-def duration(seconds: float) -> str:
-    """Returns seconds in words.
-
-    >>> duration(8.4), duration(75), duration(3700)
-    ('8 s', '1 min 15 s', '1 h 1 min')
-    """
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds} s"
-    if seconds < 3600:
-        return f"{seconds // 60} min {seconds % 60:d} s"
-    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
+from experiments.queue import Ended, Step, duration
+from experiments.runs import Result, Run
+from experiments.scheme_results import collect, mean
+from experiments.terminal import final_table
 
 
 class TimeLeft:
-    """Estimates what remains of a plan, and learns from each run that ends.
+    """Estimates the remaining time of a plan, and learns from each run that ends.
 
     A bar of `rich.progress` extrapolates one speed; here runs of different tasks take different
     times, and the first estimate is made before any has ended.
@@ -44,48 +33,45 @@ class TimeLeft:
         self._guess = guess
         self._seen: dict[str, list[float]] = {}
 
-    def learn(self, task: str, seconds: float):
+    def learn(self, task: str, seconds: float) -> None:
         """Records the time of a run."""
         self._seen.setdefault(task, []).append(seconds)
 
     def of_run(self, task: str) -> float:
         """Returns the mean of this task's runs, or the guess times the error of other tasks'."""
         if seen := self._seen.get(task):
-            return tables.mean(seen)
+            return mean(seen)
         took = sum(sum(seen) for seen in self._seen.values())
         guessed = sum(self._guess.get(name, 0.0) * len(seen) for name, seen in self._seen.items())
         return self._guess.get(task, 0.0) * (took / guessed if guessed else 1.0)
 
-    def of_plan(self, waiting: Sequence[str], elapsed=0.0, fraction=0.0) -> float:
-        """Returns the seconds left: the first of the waiting tasks runs since `elapsed`."""
+    def of_plan(self, waiting: Sequence[str], fractions: Sequence[float] = ()) -> float:
+        """Returns the seconds of computation left.
+
+        Args:
+          waiting: tasks of the runs that have not ended.
+          fractions: the completed part of the first of them.
+        """
         total = sum(self.of_run(task) for task in waiting)
-        if not waiting:
-            return 0.0
-        first = self.of_run(waiting[0])
-        current = max(first - elapsed, first * (1 - fraction) * 0.5 if fraction else 0.0, 0.0)
-        return total - first + current
+        done = zip(waiting, fractions, strict=False)
+        return total - sum(self.of_run(task) * fraction for task, fraction in done)
 
 
 class Progress:
-    """Shows a plan of runs while it is carried out.
+    """Shows a plan of runs while a queue carries it out.
 
-    >>> with Progress() as progress:  # doctest: +SKIP
-    ...     progress.start([("kback", "rope")], {"kback": 10.0})
-    ...     progress.update("kback", "rope", step=25, steps=300, loss=2.1)
-    ...     progress.finish(run)
+    Args:
+      console: where to print; default: the terminal.
     """
 
-    def __init__(
-        self, labels: Mapping[str, tables.Labels] | None = None, console: Console | None = None
-    ):
-        """Takes the labels of tasks by name, and where to print."""
+    def __init__(self, console: Console | None = None):
         self.console = console or Console()
-        self._tasks = {task: vars(words) for task, words in (labels or {}).items()}
-        self._plan: list[tuple[str, str]] = []
-        self._runs: dict[tuple[str, str], dict] = {}
-        self._left = TimeLeft({})
-        self._current: dict | None = None
-        self._since = self._began = time.monotonic()
+        self._rows: list[tuple[str, list[Run]]] = []
+        self._runs: dict[str, Run] = {}
+        self._results: dict[str, Result | None] = {}
+        self._errors: dict[str, str] = {}
+        self._steps: dict[str, Step] = {}
+        self._workers, self._began, self._left = 1, time.monotonic(), TimeLeft({})
         self._live: Live | None = None
 
     def __enter__(self):
@@ -94,16 +80,22 @@ class Progress:
     def __exit__(self, *exception):
         self.stop()
 
-    def start(self, plan: Sequence[tuple[str, str]], seconds: Mapping[str, float] | None = None):
+    def plan(
+        self, runs: Sequence[Run], results: Mapping[str, Result | None], workers: int = 1
+    ) -> None:
         """Begins to show a plan.
 
         Args:
-          plan: (task, scheme) of each run, in order.
-          seconds: a guess of what a run takes, by task.
+          runs: all runs, with several seeds.
+          results: of runs that have ended, by name.
+          workers: how many runs are carried out at a time.
         """
-        self._plan = list(plan)
-        self._left = TimeLeft(seconds or {})
-        self._since = self._began = time.monotonic()
+        self._runs = {run.name: run for run in runs}
+        self._results = {name: result for name, result in results.items() if result}
+        self._workers, self._began = workers, time.monotonic()
+        self._left = TimeLeft({run.task.name: run.task.seconds for run in runs})
+        if self._results:
+            self.message(f"{len(self._results)} of {len(runs)} runs were done before.")
         if self.console.is_interactive and self._live is None:
             self._live = Live(
                 console=self.console,
@@ -113,75 +105,119 @@ class Progress:
             )
             self._live.start()
 
-    def update(self, task: str, scheme: str, step: int, steps: int, loss: float):
-        """Records the step and the loss of the current run."""
-        self._current = dict(task=task, scheme=scheme, step=step, steps=steps, loss=loss)
+    def start(self, runs: Sequence[Run]) -> None:
+        """Begins with runs of the plan that have no result."""
 
-    def finish(self, run: dict):
-        """Records the result of a run; one without an update was done by an earlier call."""
-        key, now = (run["task"], run["scheme"]), time.monotonic()
-        ran = self._current is not None and key == (self._current["task"], self._current["scheme"])
-        seconds = now - self._since if ran else None
-        if seconds is not None:
-            self._left.learn(run["task"], seconds)
-        self._runs[key], self._current, self._since = run, None, now
+    def update(self, step: Step) -> None:
+        """Records the progress of a run."""
+        self._steps[step.run] = step
+
+    def finish(self, ended: Ended) -> None:
+        """Records the end of a run."""
+        run = self._runs[ended.run]
+        self._left.learn(run.task.name, ended.seconds)
+        self._steps.pop(ended.run, None)
+        if ended.result:
+            self._results[ended.run] = ended.result
+        else:
+            self._errors[ended.run] = ended.error
         if self._live is None:
-            self.console.print(Text(self._line(run, seconds)))
+            self.console.print(Text(self._line(run, ended)))
 
-    def message(self, text: str):
+    def message(self, text: str) -> None:
         """Prints a line above the display."""
         self.console.print(Text(text, no_wrap=True, overflow="ellipsis"))
 
-    def stop(self):
+    def stop(self) -> None:
         """Ends the display and prints the table, once."""
-        live, self._live, plan, self._plan = self._live, None, self._plan, []
-        self._current = None
+        live, self._live = self._live, None
+        self._steps.clear()
         if live is not None:
             live.stop()
-        elif plan and self._runs:
+        elif self._runs and (self._results or self._errors):
             self.console.print(self.table())
+        self._runs = {} if live is None else self._runs
+
+    def results(self) -> list[tables.SchemeResults]:
+        """Returns the results by scheme, with those to come."""
+        return by_scheme(list(self._runs.values()), self._results, self._errors)
 
     def table(self) -> Group:
         """Returns the table of all runs, with empty cells for those to come."""
-        plan = tables.ordered([*self._plan, *self._runs])
-        waiting = {"status": "waiting"}
-        runs = [self._runs.get(key, dict(waiting, task=key[0], scheme=key[1])) for key in plan]
-        return final_table({"runs": runs, "tasks": self._tasks}, self.console.width)
+        return final_table(self.results(), self.console.width)
 
-    def _waiting(self) -> list[str]:
-        return [task for task, scheme in self._plan if (task, scheme) not in self._runs]
+    def _waiting(self) -> list[Run]:
+        """Runs that have not ended, those in training first."""
+        ended = self._results.keys() | self._errors.keys()
+        waiting = [run for name, run in self._runs.items() if name not in ended]
+        return sorted(waiting, key=lambda run: run.name not in self._steps)
+
+    def _fraction(self, run: Run) -> float:
+        step = self._steps.get(run.name)
+        return step.step / run.task.train.steps if step else 0.0
 
     def _seconds_left(self) -> float:
-        now, current = self._current, time.monotonic() - self._since
-        return self._left.of_plan(
-            self._waiting(), current, now["step"] / max(1, now["steps"]) if now else 0.0
-        )
+        waiting = self._waiting()
+        tasks, fractions = [run.task.name for run in waiting], list(map(self._fraction, waiting))
+        return self._left.of_plan(tasks, fractions) / min(self._workers, max(1, len(waiting)))
 
-    def _line(self, run: dict, seconds: float | None) -> str:
-        parts = [f"[{len(self._runs)}/{len(self._plan)}] {run['task']} {run['scheme']}:"]
-        if not tables.done(run):
-            parts.append(f"failed: {tables.one_line(run.get('error'))};")
-        elif run.get("final_loss"):
-            parts.append(f"loss {tables.mean(run['final_loss']):.3f};")
-        parts.append(duration(seconds) if seconds is not None else "done before")
+    def _title(self, run: Run) -> str:
+        several = len({run.seed for run in self._runs.values()}) > 1
+        return f"{run.task.name} {run.scheme}" + (f", seed {run.seed}" if several else "")
+
+    def _line(self, run: Run, ended: Ended) -> str:
+        count = len(self._results) + len(self._errors)
+        parts = [f"[{count}/{len(self._runs)}] {self._title(run)}:"]
+        result = ended.result
+        if result is None or result.status != "done":
+            parts.append(f"failed: {tables.one_line(result.error if result else ended.error)};")
+        elif result.curve:
+            parts.append(f"loss {result.curve['loss'][-1]:.3f};")
+        parts.append(duration(ended.seconds))
         if self._waiting():
             parts.append(f"(about {duration(self._seconds_left())} left)")
         return " ".join(parts)
 
     def _render(self) -> Group:
-        if not self._plan:
+        if self._live is None:
             return self.table()
-        finished, total = len(self._plan) - len(self._waiting()), len(self._plan)
-        head = [Text(f"{finished} of {total} runs, {duration(time.monotonic() - self._began)}")]
+        waiting, total = self._waiting(), len(self._runs)
+        ended = total - len(waiting)
+        took = duration(time.monotonic() - self._began)
+        head = [Text(f"{ended} of {total} runs, {took}")]
         if left := self._seconds_left():
             head[0].append(f", about {duration(left)} left", "bold")
-        if now := self._current:
-            where = f"{now['task']} {now['scheme']}: step {now['step']} of {now['steps']}"
-            then = ", evaluating ..." if now["step"] >= now["steps"] else ""
-            head.append(Text(f"{where}, loss {now['loss']:.3f}{then}", "cyan"))
-            done = (finished + now["step"] / max(1, now["steps"])) / max(1, total)
-        else:
-            head.append(Text("compiling ..." if finished < total else "", "dim"))
-            done = finished / max(1, total)
+        for name, step in self._steps.items():
+            run, steps = self._runs[name], self._runs[name].task.train.steps
+            then = ", evaluating ..." if step.step >= steps else ""
+            text = f"{self._title(run)}: step {step.step} of {steps}, loss {step.loss:.3f}{then}"
+            head.append(Text(text, "cyan"))
+        if not self._steps:
+            head.append(Text("compiling ..." if waiting else "", "dim"))
+        done = (ended + sum(map(self._fraction, waiting))) / max(1, total)
         bar = ProgressBar(total=1.0, completed=min(1.0, done), width=min(60, self.console.width))
         return Group(*head, bar, self.table())
+
+
+def by_scheme(
+    runs: Sequence[Run], results: Mapping[str, Result | None], errors: Mapping[str, str]
+) -> list[tables.SchemeResults]:
+    """Returns runs with their results, by task and scheme.
+
+    Args:
+      runs: with several seeds.
+      results: by name of the run, as far as there are any.
+      errors: of runs that raised, by name.
+    """
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.task.name, run.scheme), []).append(run)
+    return [
+        collect(
+            task,
+            seeds,
+            lambda run: results.get(run.name),
+            next((errors[run.name] for run in seeds if run.name in errors), ""),
+        )
+        for (task, _), seeds in groups.items()
+    ]

@@ -1,8 +1,8 @@
 """Single runs: a scheme on a task with one seed, in a folder named by the hash of its settings.
 
-result.json       scores and how they were made; written once, when the run has ended
+result.json       scores and provenance; written once, when the run has ended
 checkpoints/      states of training, about one a minute, until the run has ended; the latest two
-parameters.npz    trained parameters, where other runs begin with them
+parameters.npz    trained parameters, if `train` keeps them or another run begins with them
 
 A run that was stopped at any time continues from its checkpoint with equal bits. Only result.json
 is worth committing.
@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from flax import nnx
 
+from experiments import mesh as on_mesh
 from experiments.checkpoints import (
     Deadline,
     OrbaxCheckpoint,
     OutOfTime,
-    fits,
     read_arrays,
     write_arrays,
 )
@@ -34,9 +36,8 @@ from experiments.environment import environment
 from experiments.errors import ResultsError
 from experiments.files import locked, to_json, write_whole
 from experiments.model import Position, initialize, seed_keys
-from experiments.tasks import Task
 from experiments.tasks.base import Data, Evaluation
-from experiments.train import train
+from experiments.train import Trained, train
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "device")
 """Entries of the environment that must be equal where runs are compared."""
@@ -102,15 +103,15 @@ class Run:
     """A scheme on a task with one seed.
 
     Attributes:
-      task: the task.
-      scheme: its name in settings.
-      options: of the scheme, as given.
+      task: the task, or settings of a benchmark.
+      scheme: the name of the scheme in settings.
+      options: settings of the scheme.
       position: the scheme, or its layers.
       seed: of parameters and data.
       start: the run whose trained parameters this one begins with, None for new ones.
     """
 
-    task: Task
+    task: Any
     scheme: str
     options: dict[str, Any] = dataclasses.field(hash=False)
     position: Position
@@ -155,12 +156,51 @@ class Run:
         """The run without a start from which this one descends."""
         return self.start.root if self.start else self
 
+    def train(self, data: Data, **options: Any) -> Trained | None:
+        """Trains the model; options are those of `train.train`."""
+        before = self.batches_before
+        return train(
+            self.task, self.position, [self.seed], data.train, batches_before=before, **options
+        )
+
+    def measure(self, trained: Any, data: Data) -> dict[str, Any]:
+        """Returns the entries of a result that training and evaluation determine."""
+        every = max(1, len(trained.curve["step"]) // _POINTS)
+        points = slice(every - 1, None, every)
+        return self.evaluate(trained.params, data) | {
+            "parameters": trained.parameters,
+            "memory_bytes": trained.memory,
+            "curve": {
+                "step": trained.curve["step"][points],
+                "loss": [x for (x,) in trained.curve["loss"][points]],
+            },
+            "compile_seconds": round(trained.compile_seconds, 2),
+            "train_seconds": round(trained.train_seconds, 2),
+            "cpu_seconds": round(trained.cpu_seconds, 2),
+        }
+
+    def evaluate(self, params: Any, data: Data) -> dict[str, Any]:
+        """Returns the entries of a result that the evaluation determines.
+
+        Args:
+          params: trained parameters, leaves [1, ...].
+          data: of the task.
+        """
+        task = self.task
+        evaluations = task.evaluate(self.position, params, [self.seed], data)
+        return {
+            "fitted": task.fitted(evaluations, data),
+            "fit_rule": task.fit_rule(data),
+            "scores": _scores(evaluations),
+            "places": _places(evaluations, task.views[0]),
+        }
+
 
 class RunFolder:
     """The folder of a run.
 
     Args:
-      parent: where folders of runs are.
+      parent: the folder of folders of runs.
       run: the run.
     """
 
@@ -172,39 +212,41 @@ class RunFolder:
         """Returns the result; None if the run has not ended.
 
         Raises:
-          ResultsError: if it cannot be read, or is that of other settings.
+          ResultsError: if it cannot be read, or has the settings of another run.
         """
-        source = self.path / "result.json"
-        try:
-            found = convert(Result, json.loads(source.read_text(encoding="utf-8")), "")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise ResultsError(f"{source}: cannot be read: {error}") from None
-        if found.settings != self.run.settings:
-            raise ResultsError(f"{source}: has other settings than its name says")
-        return found
+        result = _read(self.path / "result.json")
+        if result and result.settings != self.run.settings:
+            raise ResultsError(
+                f"{self.path / 'result.json'}: has other settings than its name says"
+            )
+        return result
 
     def forget(self) -> None:
-        """Removes the result and what was kept for it."""
+        """Removes the result, the states and the parameters."""
         for name in ("result.json", "parameters.npz"):
             (self.path / name).unlink(missing_ok=True)
-        self._checkpoint().remove()
+        OrbaxCheckpoint(self.path / "checkpoints", Deadline(), print).remove()
+
+    def missing(self, keep: bool) -> bool:
+        """Returns whether the run has no result or, with `keep`, no parameters."""
+        return self.result() is None or (keep and self._parameters() is None)
 
     def carry_out(
         self,
-        data: Callable[[Task], Data],
         say: Callable[[str], None] = lambda line: None,
         deadline: Deadline | None = None,
         keep: bool = False,
+        mesh: jax.sharding.Mesh | None = None,
+        report: Callable[[int, list[float]], None] = lambda step, loss: None,
     ) -> Result:
         """Returns the result, of an earlier call or of training and evaluation now.
 
         Args:
-          data: loads the data of a task.
           say: shows a line.
           deadline: when to stop; default: never.
           keep: whether the trained parameters must be there afterwards.
+          mesh: devices to train on; default: one.
+          report: called with the step and the loss during training.
 
         Raises:
           OutOfTime: at the deadline; the next call continues.
@@ -212,84 +254,90 @@ class RunFolder:
         """
         deadline = Deadline() if deadline is None else deadline
         with locked(self.path):
-            found = self.result()
-            if found and (not keep or (self.path / "parameters.npz").exists()):
-                return found
+            before = self.result()
+            if before and not self.missing(keep):
+                return before
             params = None
             if self.run.start:
                 parent = RunFolder(self.path.parent, self.run.start)
-                if parent.carry_out(data, say, deadline, keep=True).status != "done":
-                    return found or self._write("diverged", error="the run before it diverged")
+                result = parent.carry_out(say, deadline, True, mesh, report)
+                if result.status != "done":
+                    return before or self._write("diverged", error="the run before it diverged")
                 params = parent.parameters()
             if deadline.over():
                 raise OutOfTime
-            return self._train(found, data(self.run.task), params, say, deadline, keep)
-
-    def parameters(self) -> Any:
-        """Returns the kept parameters, leaves [1, ...]."""
-        like = _new_parameters(self.run)
-        arrays = read_arrays(self.path / "parameters.npz")
-        if arrays is None or not fits(arrays, like):
-            raise ResultsError(f"{self.path / 'parameters.npz'}: cannot be read; remove it")
-        return jax.tree.unflatten(jax.tree.structure(like), arrays)
+            checkpoint = None
+            if jax.process_count() == 1:  # Otherwise all processes would have to write.
+                checkpoint = OrbaxCheckpoint(self.path / "checkpoints", deadline, say)
+            data = load_data(self.run.task)
+            on_mesh.tell_others((self.run, params))
+            options = {"params": params, "report": report, "mesh": mesh, "checkpoint": checkpoint}
+            result = self._train(before, data, keep, options)
+            if checkpoint:
+                checkpoint.remove()
+            return result
 
     def _train(
-        self,
-        before: Result | None,
-        data: Data,
-        params: Any,
-        say: Callable[[str], None],
-        deadline: Deadline,
-        keep: bool,
+        self, before: Result | None, data: Data, keep: bool, options: dict[str, Any]
     ) -> Result:
-        run = self.run
-        checkpoint = self._checkpoint(deadline, say)
         try:
-            trained = train(
-                run.task,
-                run.position,
-                [run.seed],
-                data.train,
-                params=params,
-                batches_before=run.batches_before,
-                checkpoint=checkpoint,
-            )
+            trained = self.run.train(data, **options)
         except FloatingPointError as error:
-            checkpoint.remove()
             return before or self._write("diverged", error=str(error))
-        if keep:
-            write_arrays(self.path / "parameters.npz", jax.tree.leaves(trained.params))
+        if keep and trained:
+            arrays = {name: np.asarray(x) for name, x in named(trained.params).items()}
+            write_arrays(self.path / "parameters.npz", arrays)
         if before:
-            checkpoint.remove()
             return before
-        found = run.task.evaluate(run.position, trained.params, [run.seed], data)
-        every = max(1, len(trained.curve["step"]) // _POINTS)
-        points = slice(every - 1, None, every)
-        result = self._write(
-            "done",
-            data.facts,
-            parameters=trained.parameters,
-            memory_bytes=trained.memory,
-            fitted=run.task.fitted(found, data),
-            fit_rule=run.task.fit_rule(data),
-            scores=_scores(found),
-            places=_places(found, run.task.views[0]),
-            curve={
-                "step": trained.curve["step"][points],
-                "loss": [x for (x,) in trained.curve["loss"][points]],
-            },
-            compile_seconds=round(trained.compile_seconds, 2),
-            train_seconds=round(trained.train_seconds, 2),
-            cpu_seconds=round(trained.cpu_seconds, 2),
-        )
-        checkpoint.remove()
-        return result
+        mesh = options["mesh"]
+        facts = {**data.facts, **({"mesh": on_mesh.describe(mesh)} if mesh else {})}
+        return self._write("done", facts, **self.run.measure(trained, data))
 
-    def _checkpoint(
-        self, deadline: Deadline | None = None, say: Callable[[str], None] = lambda line: None
-    ) -> OrbaxCheckpoint:
-        deadline = Deadline() if deadline is None else deadline
-        return OrbaxCheckpoint(self.path / "checkpoints", deadline, say)
+    def evaluate(self, data: Data) -> Result:
+        """Measures the kept parameters again, and replaces the scores.
+
+        Raises:
+          ResultsError: if there are no parameters, or they cannot be read.
+        """
+        params, file = self.parameters(), self._parameters()
+        assert file is not None
+        with locked(self.path):
+            measured = self.run.evaluate(params, data)
+            before = _read(file.parent / "result.json")
+            if before is None:
+                raise ResultsError(f"{file.parent}: holds no result; train again")
+            return self._put(dataclasses.replace(before, settings=self.run.settings, **measured))
+
+    def parameters(self) -> Any:
+        """Returns the kept parameters, leaves [1, ...].
+
+        Raises:
+          ResultsError: if there are none, or they cannot be read.
+        """
+        run, file = self.run, self._parameters()
+        if file is None:
+            raise ResultsError(
+                f"{self.path.parent}: holds no parameters of {run.scheme} on {run.task.name} with "
+                "these settings; make them with `python -m experiments train`"
+            )
+        arrays, like = read_arrays(file), _new_parameters(run)
+        if arrays is None:
+            raise ResultsError(f"{file}: cannot be read; remove it and train again")
+        if (other := _first_difference(arrays, named(like))) is not None:
+            raise ResultsError(f"{file}: holds another model: {other}")
+        return jax.tree.unflatten(jax.tree.structure(like), [arrays[n] for n in named(like)])
+
+    def _parameters(self) -> Path | None:
+        """Returns the file of parameters, of this run or of one with the same training."""
+        file, run = self.path / "parameters.npz", self.run
+        if file.exists():
+            return file
+        training = _training(run.settings, run.task)
+        for other in sorted(self.path.parent.glob(f"{run.name.rpartition('-')[0]}-*/{file.name}")):
+            result = _read(other.parent / "result.json")
+            if result and _training(result.settings, run.task) == training:
+                return other
+        return None
 
     def _write(
         self, status: str, facts: Mapping[str, str] | None = None, **measured: Any
@@ -303,8 +351,47 @@ class RunFolder:
             finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **measured,
         )
+        return self._put(result)
+
+    def _put(self, result: Result) -> Result:
         write_whole(self.path / "result.json", text(result))
         return result
+
+
+def _read(file: Path) -> Result | None:
+    """Returns the result in a file; None if there is no file."""
+    try:
+        return convert(Result, json.loads(file.read_text(encoding="utf-8")), "")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ResultsError(f"{file}: cannot be read: {error}") from None
+
+
+def _training(settings: dict[str, Any], task: Any) -> dict[str, Any]:
+    """Returns settings of a run without those of the evaluation alone."""
+    table = {k: v for k, v in settings[task.name].items() if k not in task.measure_settings}
+    return settings | {task.name: table}
+
+
+@functools.lru_cache(maxsize=8)
+def load_data(task: Any) -> Data:
+    """Returns the data of a task, loaded once."""
+    return task.load()
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds in words.
+
+    >>> duration(8.4), duration(75), duration(3700)
+    ('8 s', '1 min 15 s', '1 h 1 min')
+    """
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:d} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
 
 
 def here() -> dict[str, Any]:
@@ -324,17 +411,33 @@ def _new_parameters(run: Run) -> Any:
     return jax.eval_shape(lambda k: initialize(task.model, run.position, task.vocab_size, k), keys)
 
 
-def _scores(found: list[Evaluation]) -> dict[str, dict[str, float | None]]:
+def named(params: Any) -> dict[str, Any]:
+    """Returns the leaves by their paths, such as blocks/0/up/kernel/value."""
+    leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(params))
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def _first_difference(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> str | None:
+    """Returns in words the first array that two sets do not share, None if there is none."""
+    for name in sorted(arrays.keys() | like.keys()):
+        shapes = [x[name].shape if name in x else "nothing" for x in (arrays, like)]
+        if shapes[0] != shapes[1]:
+            return f"{name} is {shapes[0]}, expected {shapes[1]}"
+    return None
+
+
+def _scores(evaluations: list[Evaluation]) -> dict[str, dict[str, float | None]]:
     """Returns scores of one seed by view and length."""
     scores: dict[str, dict[str, float | None]] = {}
-    for e in found:
+    for e in evaluations:
         scores.setdefault(e.variant or e.mode, {})[str(e.length)] = e.values[0]
     return scores
 
 
-def _places(found: list[Evaluation], view: str) -> dict[str, list[float | None]]:
+def _places(evaluations: list[Evaluation], view: str) -> dict[str, list[float | None]]:
     """Returns the scores of a view by place in the row, by length."""
-    return {str(e.length): e.places for e in found if (e.variant or e.mode) == view and e.places}
+    shown = (e for e in evaluations if (e.variant or e.mode) == view)
+    return {str(e.length): e.places for e in shown if e.places}
 
 
 @functools.cache

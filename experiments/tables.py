@@ -7,41 +7,12 @@ fitted the task at the training length.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
 
-from experiments.config_io import STRICT
+from experiments.scheme_results import SchemeResults, mean
+from experiments.tasks.labels import Labels
 
-
-@dataclasses.dataclass(frozen=True)
-class Labels:
-    """How tables and plots show the results of a task.
-
-    Attributes:
-      about: what is learned, a phrase.
-      metric: name of the score.
-      unit: the score in words.
-      digits: of the score behind the point.
-      higher_is_better: whether a higher score is.
-      limits: the range of scores in plots; None: from the data.
-      length_unit: what lengths count.
-      every_length: whether narrow tables show all lengths, rather than the first and the last.
-      modes: ways of evaluating by name, with an explanation of each.
-      places: what `Evaluation.places` are, from the first (0) to the last (1).
-    """
-
-    __pydantic_config__: ClassVar[Any] = STRICT
-
-    about: str = ""
-    metric: str = "accuracy"
-    unit: str = "accuracy"
-    digits: int = 2
-    higher_is_better: bool = True
-    limits: tuple[float, float] | None = (-0.03, 1.05)
-    length_unit: str = "symbols"
-    every_length: bool = False
-    modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    places: str = "place in the row"
+Results = Sequence[SchemeResults]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,29 +50,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """One task under one way of evaluating."""
+    """One section under one way of evaluating."""
 
-    task: str
+    section: str
     labels: Labels
     mode: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
-
-
-def numbers(values: Iterable) -> list[float]:
-    """Returns values as floats, NaN for anything else."""
-    ok = (int, float)
-    return [float(v) if isinstance(v, ok) and math.isfinite(v) else math.nan for v in values]
-
-
-def mean(values: Iterable) -> float:
-    """Returns the mean; NaN for no values, or if one is not finite.
-
-    >>> mean([1, 2]), mean([])
-    (1.5, nan)
-    """
-    values = numbers(values)
-    return sum(values) / len(values) if values else math.nan
 
 
 def ordered(items: Iterable) -> list:
@@ -115,100 +70,67 @@ def one_line(text: object, width: int = 160) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def tasks(results: dict) -> list[str]:
-    """Returns the tasks of the results in order of first appearance."""
-    return ordered(run["task"] for run in results.get("runs", []))
+def sections(results: Results) -> list[str]:
+    """Returns the sections of the results in order of first appearance."""
+    return ordered(row.section for row in results)
 
 
-def labels(results: dict, task: str) -> Labels:
-    """Returns the labels of a task."""
-    return Labels(**results.get("tasks", {}).get(task, {}))
-
-
-def schemes(results: dict) -> list[str]:
+def schemes(results: Results) -> list[str]:
     """Returns the schemes of the results in order of first appearance."""
-    return ordered(run["scheme"] for run in results.get("runs", []))
+    return ordered(row.scheme for row in results)
 
 
-def runs_of(results: dict, task: str) -> dict[str, dict]:
-    """Returns the runs of a task by scheme; the last one where there are several."""
-    return {run["scheme"]: run for run in results.get("runs", []) if run["task"] == task}
+def of_section(results: Results, section: str) -> dict[str, SchemeResults]:
+    """Returns the results of a section by scheme."""
+    return {row.scheme: row for row in results if row.section == section}
 
 
-def done(run: dict | None) -> bool:
-    """Whether a run ended well."""
-    return run is not None and run.get("status") == "done"
+def modes(results: Results, section: str) -> list[str]:
+    """Returns the modes in which a section was evaluated, those with most lengths first."""
+    lengths: dict[str, set[int]] = {}
+    for row in of_section(results, section).values():
+        for mode, variant in row.views:
+            lengths.setdefault(mode, set()).update(row.scores(mode, variant))
+    return sorted(lengths, key=lambda mode: -len(lengths[mode]))
 
 
-def modes(results: dict, task: str) -> list[str]:
-    """Returns the modes in which a task was evaluated, those with most lengths first."""
-    seen: dict[str, set[int]] = {}
-    for run in runs_of(results, task).values():
-        for evaluation in run.get("evaluations") or []:
-            seen.setdefault(evaluation.get("mode") or "plain", set()).add(evaluation["length"])
-    return sorted(seen, key=lambda mode: -len(seen[mode]))
-
-
-def evaluations(run: dict, mode: str, variant: str | None = None) -> dict[int, dict]:
-    """Returns a run's evaluations of one mode and variant by length, ascending."""
-    found = {
-        item["length"]: item
-        for item in run.get("evaluations") or []
-        if (item.get("mode") or "plain") == mode and item.get("variant") == variant
-    }
-    return dict(sorted(found.items()))
-
-
-def places(results: dict, task: str) -> dict[str, dict[int, list[float]]]:
-    """Returns the scores by scheme, length and place in the row, of runs that fitted the task.
+def places(results: Results, section: str) -> dict[str, dict[int, tuple[float, ...]]]:
+    """Returns the scores by scheme, length and place in the row, of schemes that fitted.
 
     They are those of the mode with the most lengths.
     """
-    mode = next(iter(modes(results, task)), "plain")
-    found: dict[str, dict[int, list[float]]] = {}
-    for scheme, run in runs_of(results, task).items():
-        items = evaluations(run, mode) if done(run) and run.get("fitted") else {}
-        rows = {n: numbers(item["places"]) for n, item in items.items() if item.get("places")}
-        if rows:
-            found[scheme] = rows
-    return found
+    mode, out = next(iter(modes(results, section)), ""), {}
+    for scheme, row in of_section(results, section).items():
+        scores = row.scores(mode) if row.fitted else {}
+        if by_place := {n: score.places for n, score in scores.items() if score.places}:
+            out[scheme] = by_place
+    return out
 
 
 def paired(
-    results: dict, task: str, mode: str, length: int, baseline: str
+    results: Results, section: str, mode: str, length: int, baseline: str
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Returns the scores by seed and their differences to the baseline's, by scheme, at a length.
 
-    Schemes that did not fit the task have no scores beyond the training length; runs with other
+    Schemes that did not fit the task have no scores beyond the training length; schemes with other
     seeds than the baseline's have no differences.
     """
-    runs, found = runs_of(results, task), {}
-    for scheme, run in runs.items():
-        item = evaluations(run, mode).get(length) if done(run) else None
-        if item and (run.get("fitted") or item.get("in_distribution")):
-            found[scheme] = numbers(item["values"])
-    own = found.get(baseline, [])
+    rows, scores = of_section(results, section), {}
+    for scheme, row in rows.items():
+        score = row.scores(mode).get(length)
+        if score and (row.fitted or score.in_distribution):
+            scores[scheme] = list(score.values)
+    of_baseline = scores.get(baseline, [])
 
     def differences(scheme: str) -> list[float]:
-        if not own or runs[scheme].get("seeds") != runs[baseline].get("seeds"):
+        if not of_baseline or rows[scheme].seeds != rows[baseline].seeds:
             return []
-        return [a - b for a, b in zip(found[scheme], own, strict=True)]
+        return [a - b for a, b in zip(scores[scheme], of_baseline, strict=True)]
 
-    return {scheme: (values, differences(scheme)) for scheme, values in found.items()}
-
-
-def trained_length(results: dict, task: str) -> int | None:
-    """Returns the length at which a task was trained, None where no run says so."""
-    found = (run.get("train_length") for run in runs_of(results, task).values())
-    return next((length for length in found if length), None)
+    return {scheme: (values, differences(scheme)) for scheme, values in scores.items()}
 
 
-def variants(run: dict) -> list[str]:
-    """Returns the zero-shot variants under which a run was evaluated."""
-    return ordered(item["variant"] for item in run.get("evaluations") or [] if item.get("variant"))
-
-
-def label(scheme: str, variant: str | None = None) -> str:
+def label(scheme: str, variant: str = "") -> str:
     """Returns the label of a scheme, or of a zero-shot variant of it.
 
     >>> label("rope"), label("rope", "ntk"), label("mypkg.mine:MyScheme")
@@ -218,23 +140,21 @@ def label(scheme: str, variant: str | None = None) -> str:
     return f"{name} + {variant.upper()}" if variant else name
 
 
-def footnotes(results: dict) -> list[str]:
-    """Returns the distinct notes of all evaluations; a cell's `note` counts them from one."""
+def footnotes(results: Results) -> list[str]:
+    """Returns the distinct notes of all scores; a cell's `note` counts them from one."""
     return ordered(
-        item["note"]
-        for run in results.get("runs", [])
-        for item in run.get("evaluations") or []
-        if item.get("note")
+        score.note
+        for row in results
+        for mode, variant in row.views
+        for score in row.scores(mode, variant).values()
+        if score.note
     )
 
 
-def step_times(results: dict, task: str) -> dict[str, float]:
-    """Returns milliseconds per training step by scheme, of finished runs."""
-    return {
-        scheme: 1e3 * run["train_seconds"] / run["steps"]
-        for scheme, run in runs_of(results, task).items()
-        if done(run) and run.get("train_seconds") and run.get("steps")
-    }
+def step_times(results: Results, section: str) -> dict[str, float]:
+    """Returns milliseconds per training step by scheme."""
+    rows = of_section(results, section)
+    return {s: row.step_time for s, row in rows.items() if math.isfinite(row.step_time)}
 
 
 def note_mark(number: int) -> str:
@@ -246,77 +166,74 @@ def note_mark(number: int) -> str:
     return "†‡§¶"[number - 1 : number] or f"[{number}]" if number else ""
 
 
-def grid(results: dict, task: str, mode: str | None = None) -> Grid | None:
-    """Returns the grid of a task, in the mode with the most lengths unless one is named.
+def grid(results: Results, section: str, mode: str | None = None) -> Grid | None:
+    """Returns the grid of a section, in the mode with the most lengths unless one is named.
 
-    None where nothing of that task was evaluated.
+    None where nothing of that section was evaluated.
     """
-    runs = runs_of(results, task)
-    mode = mode or next(iter(modes(results, task)), "plain")
-    items = [
-        (run, item)
-        for run in runs.values()
-        for item in run.get("evaluations") or []
-        if (item.get("mode") or "plain") == mode
+    rows = of_section(results, section)
+    mode = mode or next(iter(modes(results, section)), "")
+    scores = [
+        (length, score)
+        for row in rows.values()
+        for shown, variant in row.views
+        if shown == mode
+        for length, score in row.scores(mode, variant).items()
     ]
-    if not items:
+    if not scores:
         return None
-    words = labels(results, task)
-    trained = {item["length"] for run, item in items if item.get("in_distribution")}
-    lengths = sorted({item["length"] for _, item in items})
-    columns = tuple(Column(length, length in trained) for length in lengths)
+    labels = next(iter(rows.values())).labels
+    trained = {length for length, score in scores if score.in_distribution}
+    columns = tuple(Column(n, n in trained) for n in sorted({length for length, _ in scores}))
     notes = footnotes(results)
-    rows = [
-        _row(run, words, mode, variant, columns, notes)
-        for run in runs.values()
-        for variant in (None, *variants(run))
-        if not variant or evaluations(run, mode, variant)
+    lines = [
+        _row(row, labels, mode, variant, columns, notes)
+        for row in rows.values()
+        for variant in ("", *(v for m, v in row.views if v and m == mode))
     ]
-    return Grid(task, words, mode, columns, _mark_best(rows, words, len(columns)))
+    return Grid(section, labels, mode, columns, _mark_best(lines, labels, len(columns)))
 
 
 def _row(
-    run: dict,
-    words: Labels,
+    row: SchemeResults,
+    labels: Labels,
     mode: str,
-    variant: str | None,
+    variant: str,
     columns: Sequence[Column],
     notes: list[str],
 ) -> Row:
-    name = label(run["scheme"], variant)
-    if run.get("status") == "waiting":
-        return Row(name, run["scheme"], (Cell("waiting"),) * len(columns))
-    if not done(run):
+    name = label(row.scheme, variant)
+    if row.waiting:
+        return Row(name, row.scheme, (Cell("waiting"),) * len(columns))
+    if not row.done:
         failed = (Cell("failed", "failed"),) * len(columns)
-        return Row(name, run["scheme"], failed, one_line(run.get("error") or "failed"))
-    found = evaluations(run, mode, variant)
-    cells = []
+        return Row(name, row.scheme, failed, one_line(row.error))
+    scores, cells, digits = row.scores(mode, variant), [], labels.digits
     for column in columns:
-        item = found.get(column.length)
-        if item is None:
+        score = scores.get(column.length)
+        if score is None:
             cells.append(Cell())
             continue
-        values, digits = numbers(item["values"]), words.digits
-        note = notes.index(item["note"]) + 1 if item.get("note") else 0
-        text, spread = f"{mean(values):.{digits}f}", ""
-        if len(values) > 1:
-            spread = f"{min(values):.{digits}f}\u2013{max(values):.{digits}f}"
-        kind = "value" if run.get("fitted") or item.get("in_distribution") else "unfitted"
+        note = notes.index(score.note) + 1 if score.note else 0
+        text, spread = f"{mean(score.values):.{digits}f}", ""
+        if len(score.values) > 1:
+            spread = f"{min(score.values):.{digits}f}\u2013{max(score.values):.{digits}f}"
+        kind = "value" if row.fitted or score.in_distribution else "unfitted"
         cells.append(Cell(kind, text, spread, note))
-    return Row(name, run["scheme"], tuple(cells), variant=variant or "")
+    return Row(name, row.scheme, tuple(cells), variant=variant)
 
 
-def _mark_best(rows: list[Row], words: Labels, count: int) -> tuple[Row, ...]:
+def _mark_best(rows: list[Row], labels: Labels, count: int) -> tuple[Row, ...]:
     """Marks the best number of each column, as printed: ties are all marked."""
-    for at in range(count):
-        texts = [row.cells[at].text for row in rows if row.cells[at].kind == "value"]
+    for column in range(count):
+        texts = [row.cells[column].text for row in rows if row.cells[column].kind == "value"]
         texts = [text for text in texts if text != "nan"]
         if len(set(texts)) < 2:
             continue
-        best = (max if words.higher_is_better else min)(texts, key=float)
+        best = (max if labels.higher_is_better else min)(texts, key=float)
         for i, row in enumerate(rows):
-            if row.cells[at].kind == "value" and row.cells[at].text == best:
+            if row.cells[column].kind == "value" and row.cells[column].text == best:
                 cells = list(row.cells)
-                cells[at] = dataclasses.replace(cells[at], best=True)
+                cells[column] = dataclasses.replace(cells[column], best=True)
                 rows[i] = dataclasses.replace(row, cells=tuple(cells))
     return tuple(rows)

@@ -13,15 +13,15 @@ NARROW, WIDE = 80, 130
 STYLES = {"waiting": "dim", "failed": "red", "unfitted": "dim"}
 
 
-def final_table(results: dict, width: int = 80) -> Group:
+def final_table(results: tables.Results, width: int = 80) -> Group:
     """Returns the results as tables with their footnotes, for `Console.print`.
 
     Args:
-      results: what results.json holds, whole or in part.
+      results: complete or in part.
       width: of the terminal. Narrow: one table per task. Wide: all lengths of all tasks;
         otherwise some tasks show the training length and the longest (`Labels.every_length`).
     """
-    grids = [grid for task in tables.tasks(results) if (grid := tables.grid(results, task))]
+    grids = [grid for name in tables.sections(results) if (grid := tables.grid(results, name))]
     groups = [grids] if width >= NARROW else [[grid] for grid in grids]
     lines = []
     for group in groups:
@@ -29,14 +29,14 @@ def final_table(results: dict, width: int = 80) -> Group:
     return Group(*lines, *_notes(results, grids))
 
 
-def _table(results: dict, grids: list[tables.Grid], every: bool) -> Table:
+def _table(results: tables.Results, grids: list[tables.Grid], every: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     table.add_column("\nscheme", no_wrap=True)
     keep = [_columns(grid, every) for grid in grids]
     for grid, places in zip(grids, keep, strict=True):
-        for at in places:
-            column = grid.columns[at]
-            name = escape(grid.task) if at == places[0] else ""
+        for place in places:
+            column = grid.columns[place]
+            name = escape(grid.section) if place == places[0] else ""
             length = f"[bold]{column.length}*[/]" if column.trained else f"{column.length}"
             table.add_column(f"{name}\n{length}", justify="right", no_wrap=True)
     rows = {
@@ -50,7 +50,7 @@ def _table(results: dict, grids: list[tables.Grid], every: bool) -> Table:
         cells = []
         for grid, places in zip(grids, keep, strict=True):
             row = next((row for row in grid.rows if (row.scheme, row.variant) == key), None)
-            cells += [_text(row.cells[at]) if row else Text("") for at in places]
+            cells += [_text(row.cells[place]) if row else Text("") for place in places]
         table.add_row(Text(label), *cells)
     return table
 
@@ -59,7 +59,7 @@ def _columns(grid: tables.Grid, every: bool) -> list[int]:
     places = list(range(len(grid.columns)))
     if every or grid.labels.every_length:
         return places
-    trained = [at for at in places if grid.columns[at].trained]
+    trained = [place for place in places if grid.columns[place].trained]
     return sorted({*trained[-1:], places[-1]})
 
 
@@ -70,31 +70,25 @@ def _text(cell: tables.Cell) -> Text:
     return Text.assemble((cell.text, "bold" if cell.best else ""), (mark, "dim"))
 
 
-def _notes(results: dict, grids: list[tables.Grid]):
+def _notes(results: tables.Results, grids: list[tables.Grid]):
     """The lines below the table."""
-    runs = results.get("runs", [])
     units: dict[str, list[str]] = {}
     for grid in grids:
         mode = "" if grid.mode == "plain" else f" ({grid.mode})"
         better = "higher" if grid.labels.higher_is_better else "lower"
         unit = f"{grid.labels.unit}{mode} at each length, {better} is better"
-        units.setdefault(unit, []).append(grid.task)
+        units.setdefault(unit, []).append(grid.section)
     for unit, names in units.items():
         yield Text(f"{', '.join(names)}: {unit}.", "dim")
     if any(column.trained for grid in grids for column in grid.columns):
         yield Text("* the training length.", "dim")
-    rules = tables.ordered(
-        run.get("fit_rule") or "fitted"
-        for run in runs
-        if tables.done(run) and not run.get("fitted")
-    )
-    if rules:
+    unfitted = [row.first for row in results if row.done and not row.fitted]
+    if rules := tables.ordered(result.fit_rule for result in unfitted if result):
         yield Text(f"- not fitted: fails {' or '.join(rules)}.", "dim")
-    if (seeds := max((len(run.get("seeds") or [0]) for run in runs), default=1)) > 1:
+    if (seeds := max((len(row.seeds) for row in results), default=1)) > 1:
         yield Text(f"Means of {seeds} seeds.", "dim")
     for i, note in enumerate(tables.footnotes(results), 1):
         yield Text(f"{tables.note_mark(i)} {note}", "dim")
-    for run in runs:
-        if run.get("status") == "failed":
-            reason = tables.one_line(run.get("error") or "no reason was given")
-            yield Text(f"{run['task']}, {run['scheme']} failed: {reason}", "red")
+    for row in results:
+        if row.error:
+            yield Text(f"{row.section}, {row.scheme} failed: {tables.one_line(row.error)}", "red")

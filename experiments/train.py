@@ -18,6 +18,7 @@ from flax import nnx
 
 from experiments import mesh as on_mesh
 from experiments.model import (
+    LanguageModel,
     Position,
     count_parameters,
     initialize,
@@ -201,7 +202,11 @@ def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any
         lowered = advance.lower(*arguments, graphdef=graphdef, task=task)
     else:
         optimizer = make_optimizer(task.train, 1.0, 1.0)
-        lowered = on_mesh.lower(advance, arguments, optimizer, task, position, mesh)
+
+        def new_model(key: jax.Array, axis_names: Any = None) -> LanguageModel:
+            return LanguageModel(task.model, position, task.vocab_size, key, axis_names)
+
+        lowered = on_mesh.lower(advance, arguments, optimizer, new_model, mesh, task=task)
     return lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
 
 

@@ -1,4 +1,4 @@
-"""Models that `python -m experiments train` has kept."""
+"""Experiments of earlier calls, and models with the parameters that `train` has kept."""
 
 import dataclasses
 from pathlib import Path
@@ -9,10 +9,21 @@ from flax import nnx
 
 from experiments.config import Experiment, load
 from experiments.config_io import near
-from experiments.errors import ConfigError
-from experiments.model import LanguageModel, Position, initialize, seed_keys, structure
-from experiments.results_store import ResultsStore
+from experiments.errors import ConfigError, ResultsError
+from experiments.model import LanguageModel, Position, structure
+from experiments.runs import RunFolder
 from experiments.tasks import Task
+
+
+def refuse_earlier_versions(folder: Path) -> None:
+    """Raises ResultsError if a folder of results was written before runs had folders."""
+    if folder.exists() and not folder.is_dir():
+        raise ResultsError(f"{folder}: is not a folder; choose another --name")
+    if (folder / "results.json").exists():
+        raise ResultsError(
+            f"{folder / 'results.json'}: cannot be read: an earlier version wrote it; choose "
+            "another --name, or run compare or train with --fresh to begin anew"
+        )
 
 
 def experiment_of(folder: Path) -> Experiment:
@@ -20,17 +31,19 @@ def experiment_of(folder: Path) -> Experiment:
 
     Raises:
       ConfigError: if it holds none.
+      ResultsError: if an earlier version wrote them.
     """
-    if not (folder / "results.json").exists():
+    refuse_earlier_versions(folder)
+    if not (folder / "config.toml").exists():
         raise ConfigError(
             f"{folder}: holds no results; make them with "
             "`python -m experiments train --tasks text --name mine`"
         )
-    found = load(folder / "config.toml")
-    return dataclasses.replace(found, results=str(folder.parent), name=folder.name)
+    experiment = load(folder / "config.toml")
+    return dataclasses.replace(experiment, results=str(folder.parent), name=folder.name)
 
 
-def parameters(experiment: Experiment, task: Task, scheme: str) -> nnx.State:
+def parameters(experiment: Experiment, task: str, scheme: str) -> nnx.State:
     """Returns the kept parameters of the first seed.
 
     Raises:
@@ -39,12 +52,8 @@ def parameters(experiment: Experiment, task: Task, scheme: str) -> nnx.State:
     """
     if scheme not in experiment.schemes:
         raise ConfigError(f"scheme: {scheme!r} is not there{near(scheme, experiment.schemes)}")
-    position = experiment.scheme(task.name, scheme)
-    like = jax.eval_shape(
-        lambda k: initialize(task.model, position, task.vocab_size, k),
-        seed_keys(experiment.seed_list, "parameters"),
-    )
-    params = ResultsStore(experiment, measure=True).load_parameters(task.name, scheme, like)
+    run = experiment.run(task, scheme, experiment.first_seed)
+    params = RunFolder(experiment.folder, run).parameters()
     return jax.tree.map(lambda x: jnp.asarray(x[0]), params)
 
 

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from experiments.intervals import interval
-from experiments.progress import duration
+from experiments.runs import duration
+from experiments.scheme_results import mean
 from experiments.scoreboard.outcomes import Check, Outcome
-from experiments.tables import mean, ordered
+from experiments.tables import ordered
 
 _HEAD = """\
 # Claims of the literature, tested

@@ -8,10 +8,10 @@ import numpy as np
 
 from experiments import plots
 from experiments.intervals import in_words, interval
-from experiments.progress import duration
-from experiments.runs import Result, Run
-from experiments.study.plan import Cell, Lookup, Study, score
-from experiments.tables import label, mean, ordered
+from experiments.runs import Result, Run, duration
+from experiments.scheme_results import Lookup, mean
+from experiments.study.plan import Cell, Study, score
+from experiments.tables import label, ordered
 
 _HEAD = """\
 # Which scheme? A study

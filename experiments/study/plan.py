@@ -26,7 +26,7 @@ the baseline runs with more and fewer steps too, at the same rate: what its scor
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,9 +36,7 @@ from experiments.config import from_file
 from experiments.config_io import STRICT, convert, merge, near, read_toml
 from experiments.errors import ConfigError
 from experiments.runs import Result, Run
-
-Lookup = Callable[[Run], Result | None]
-"""Returns the result of a run, None if it has none."""
+from experiments.scheme_results import Lookup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,18 +259,10 @@ def _cells(size: str, table: Any, about: _File, common: dict[str, Any]) -> dict[
                 size,
                 scheme,
                 found,
-                tuple(
-                    Run(
-                        _at_rate(task, rate),
-                        scheme,
-                        experiment.options_of(task.name, scheme),
-                        experiment.scheme(task.name, scheme),
-                        about.grid_seed,
-                    )
-                    for rate in found.rates
-                ),
+                tuple(dataclasses.replace(run, task=_at_rate(task, rate)) for rate in found.rates),
             )
             for scheme in about.schemes
+            for run in [experiment.run(task.name, scheme, about.grid_seed)]
         }
     except ConfigError as error:
         raise ConfigError(f"sizes.{size}: {error}") from None

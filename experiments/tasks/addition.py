@@ -22,8 +22,8 @@ import posenc_jax as pe
 from experiments.config_io import near
 from experiments.errors import ConfigError
 from experiments.settings import Train
-from experiments.tables import Labels
 from experiments.tasks.base import Length
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
 from experiments.tasks.mqar import interleaved
 

@@ -19,7 +19,7 @@ from pydantic import PositiveInt
 from experiments.config_io import near
 from experiments.errors import ConfigError
 from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import SEPARATOR, Rows, permutation, question_and_answer
 
 KINDS = ("random", "unique", "same")

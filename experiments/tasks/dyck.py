@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from pydantic import PositiveInt
 
 from experiments.settings import Train
-from experiments.tables import Labels
 from experiments.tasks.base import Length
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup
 
 _CLOSE = 1

@@ -17,7 +17,7 @@ from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, permutation, question_and_answer
 
 

@@ -15,7 +15,7 @@ from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup
 
 _PAD, _BEGIN = 0, 1

@@ -51,6 +51,10 @@ class Lookup(Task):
         """The ways of evaluating."""
         return (*self.test_modes, *(("exact",) if self.exact_match else ()))
 
+    def in_distribution(self, view, length):
+        """Returns whether the way of evaluating and the length are those of training."""
+        return view in ("plain", "exact") and super().in_distribution(view, length)
+
     def sample_test(self, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns a batch of the longest length whose answers belong to the test lengths.
 
@@ -99,7 +103,7 @@ class Lookup(Task):
                 mode,
                 length,
                 [round(float(x), 5) for x in values[:, i]],
-                in_distribution=length == self.train_length and mode in ("plain", "exact"),
+                in_distribution=self.in_distribution(mode, length),
                 places=None
                 if by_place is None
                 else [

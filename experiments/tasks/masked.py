@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.settings import Model
-from experiments.tables import Labels
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup
 
 

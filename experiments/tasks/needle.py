@@ -15,8 +15,8 @@ from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.settings import Train
-from experiments.tables import Labels
 from experiments.tasks.base import Length
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
 
 _NEEDLE = 3

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pydantic import PositiveInt
 
 from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
 
 

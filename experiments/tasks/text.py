@@ -27,8 +27,8 @@ from experiments.errors import ConfigError
 from experiments.model import Position, structure, token_losses
 from experiments.schemes import with_scaling
 from experiments.settings import Model, Train
-from experiments.tables import Labels
 from experiments.tasks.base import PLACES, Data, Evaluation, Length, Task
+from experiments.tasks.labels import Labels
 
 VARIANTS = {"ntk": pe.NTK, "pi": pe.PI}
 _TOKENS_PER_CALL = 4096
@@ -100,6 +100,11 @@ class Text(Task):
     def views(self):
         """The ways of evaluating, and the variants."""
         return (*self.labels.modes, *self.variants)
+
+    @property
+    def zero_shot(self):
+        """The variants."""
+        return self.variants
 
     def load(self) -> Data:
         """Returns the corpus, the training text on the device as uint8 [bytes]."""

@@ -7,8 +7,8 @@ import pytest
 import posenc_jax as pe
 from experiments.attention import attention_weights, biases, by_distance
 from experiments.model import LanguageModel
+from experiments.scoreboard.speed import Speed, SpeedRun
 from experiments.settings import Model
-from experiments.tasks import Speed
 
 SIZES = Model(model_dim=12, num_layers=2, num_heads=3)
 LENGTH = 10
@@ -59,6 +59,6 @@ def test_biases_of_alibi_are_its_slopes(measured):
 
 def test_speed_measures_the_step_of_each_length():
     task = Speed(train_length=8, test_lengths=(8, 16), model=SIZES, tokens=16, rounds=2)
-    found = task.evaluate(pe.ALiBi(3), None, [0, 1], None)
-    assert [e.length for e in found] == [8, 16] and found[0].in_distribution
-    assert all(len(e.values) == 2 and 0 < e.values[0] == e.values[1] < 100 for e in found)
+    run = SpeedRun(task, "alibi", {}, pe.ALiBi(3), 0)
+    scores = run.measure(None, task.load())["scores"]["plain"]
+    assert scores.keys() == {"8", "16"} and all(0 < x < 100 for x in scores.values())

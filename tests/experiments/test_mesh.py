@@ -20,6 +20,8 @@ from experiments.__main__ import main
 from experiments.checkpoints import Deadline, OrbaxCheckpoint
 from experiments.config import from_file
 from experiments.errors import ConfigError
+from experiments.queue import sharded
+from experiments.runs import RunFolder
 from experiments.settings import Train
 from experiments.train import compiled, new_state, train
 
@@ -67,14 +69,14 @@ def assert_equal_to_one_device(trained):
 
 def program(text):
     """The compiled program on a mesh, and the kinds of its collectives."""
-    call = compiled(TASK, POSITION, 2, None, mesh.make(text, EXPERIMENT.tasks))
+    call = compiled(TASK, POSITION, 2, None, mesh.make(text, sharded(TASK)))
     found = re.findall(rf" ({COLLECTIVES})(?:-start)?\(", call.as_text())
     return call, set(found)
 
 
 @pytest.mark.parametrize("text", ["data=8", "data=4,tensor=2", "sequence=8"])
 def test_training_on_a_mesh_equals_that_on_one_device(text):
-    on = mesh.make(text, EXPERIMENT.tasks)
+    on = mesh.make(text, sharded(TASK))
     assert_equal_to_one_device(train(TASK, POSITION, SEEDS, None, mesh=on))
 
 
@@ -117,7 +119,7 @@ def test_a_run_continues_on_another_number_of_devices(tmp_path):
     def checkpoint():
         return OrbaxCheckpoint(tmp_path / "states", Deadline(), pytest.fail, every=0.0)
 
-    on, kept = mesh.make("data=4,tensor=2", EXPERIMENT.tasks), checkpoint()
+    on, kept = mesh.make("data=4,tensor=2", sharded(TASK)), checkpoint()
     with pytest.raises(KeyboardInterrupt):
         train(TASK, POSITION, SEEDS, None, stop, checkpoint=kept, mesh=on)
     kept._manager.close()
@@ -164,12 +166,14 @@ def test_two_processes_equal_one_device(tmp_path):
             _, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
     assert not list((tmp_path / "1").iterdir())
-    (run,) = json.loads((tmp_path / "0/results/small/results.json").read_text())["runs"]
-    assert run["status"] == "done" and run["mesh"] == "data=4,tensor=2, processes: 2"
-    wanted = on_one_device()
-    np.testing.assert_allclose(run["curve"]["loss"], wanted.curve["loss"], atol=NOISE)
+    parent, wanted = tmp_path / "0/results/small", on_one_device()
     (found,) = TASK.evaluate(POSITION, wanted.params, SEEDS, TASK.load())
-    assert run["evaluations"][0]["values"] == found.values
+    for i, run in enumerate(EXPERIMENT.all_runs()):
+        result = RunFolder(parent, run).result()
+        assert result.environment["mesh"] == "data=4,tensor=2, processes: 2"
+        losses = [loss[i] for loss in wanted.curve["loss"]]
+        np.testing.assert_allclose(result.curve["loss"], losses, atol=NOISE)
+        assert result.scores["plain"]["32"] == found.values[i]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +190,7 @@ def test_two_processes_equal_one_device(tmp_path):
 )
 def test_a_mesh_that_does_not_fit_is_refused(text, changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        mesh.make(text, {"kback": dataclasses.replace(TASK, **changes)})
+        mesh.make(text, sharded(dataclasses.replace(TASK, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +203,6 @@ def test_a_mesh_that_does_not_fit_is_refused(text, changes, message):
 )
 def test_bad_flags_are_one_line(flags, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.compare.compare", lambda *_, **__: 0)
     file = str(ROOT / "configs" / "compare.toml")
     assert main(["compare", file, *flags.split(), "--name", "mine"]) == 2
     err = capsys.readouterr().err

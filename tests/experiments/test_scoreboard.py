@@ -217,18 +217,17 @@ def test_sigterm_writes_the_state_and_the_same_command_continues(call, monkeypat
 
 @late_reads
 def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
-    data = TASK.load()
-    whole = RunFolder(tmp_path / "whole", make_run()).carry_out(lambda task: data, keep=True)
+    whole = RunFolder(tmp_path / "whole", make_run()).carry_out(keep=True)
     folder = RunFolder(tmp_path / "parts", make_run())
     said = []
     for _ in range(2):  # At the deadline the state is written after one call of two steps.
         with pytest.raises(OutOfTime):
             monkeypatch.setattr(OrbaxCheckpoint, "save", stop_after_saving)
-            folder.carry_out(lambda task: data, said.append, keep=True)
+            folder.carry_out(said.append, keep=True)
     monkeypatch.undo()
     assert steps(folder) == [2, 4] and folder.result() is None
     damage(folder, 4)  # The one before it is used.
-    parts = folder.carry_out(lambda task: data, said.append, keep=True)
+    parts = folder.carry_out(said.append, keep=True)
     assert parts.curve == whole.curve and parts.scores == whole.scores
     assert len(said) == 1 and "checkpoints/4: cannot be used" in said[0]
     a, b = ((tmp_path / d / folder.run.name / "parameters.npz") for d in ("whole", "parts"))
@@ -310,14 +309,13 @@ def test_a_state_with_a_damaged_array_is_never_used(tmp_path, how):
 def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(
     tmp_path, monkeypatch, capfd
 ):
-    data = TASK.load()
     folder = RunFolder(tmp_path, make_run())
     said = []
     with monkeypatch.context() as patch, pytest.raises(OutOfTime):
         patch.setattr(OrbaxCheckpoint, "save", stop_after_saving)
-        folder.carry_out(lambda task: data, said.append)
+        folder.carry_out(said.append)
     damage(folder, 2)
-    found = folder.carry_out(lambda task: data, said.append)
+    found = folder.carry_out(said.append)
     assert found.status == "done" and "checkpoints/2: cannot be used" in said[0]
     assert "Traceback" not in capfd.readouterr().err
     (folder.path / "result.json").write_text("{")

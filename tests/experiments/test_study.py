@@ -59,7 +59,7 @@ def call(tmp_path, capsys, monkeypatch):
     (tmp_path / "mine.toml").write_text(STUDY)
     made = []
 
-    def pretend(self, *rest):
+    def pretend(self, *arguments):
         made.append(self.run)
         if (self.run.scheme, self.run.task.train.learning_rate) == call.raises:
             raise RuntimeError("no memory")
