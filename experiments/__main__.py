@@ -51,14 +51,14 @@ _EXPERIMENTS = {
     "evaluate": "configs/kback.toml",
 }
 _OTHERS = {
-    "generate": "experiments.generate",
-    "attention": "experiments.attention",
-    "report": "experiments.compare:report",
+    "generate": "experiments.commands.generate",
+    "attention": "experiments.commands.attention",
+    "report": "experiments.commands.compare:report",
     "study": "experiments.study.command",
     "scoreboard": "experiments.scoreboard.command",
     "bench": "experiments.bench",
     "gallery": "experiments.gallery.page",
-    "schemes": "experiments.scheme_table",
+    "schemes": "experiments.commands.scheme_table",
 }
 
 
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         if name in _OTHERS:
             module, _, function = _OTHERS[name].partition(":")
             return getattr(_module(module), function or "main")(arguments[1:])
-        near = _module("experiments.config_io").near(name, [*_EXPERIMENTS, *_OTHERS])
+        near = _module("experiments.settings.config_io").near(name, [*_EXPERIMENTS, *_OTHERS])
         raise ConfigError(f"unknown command {name!r}{near}")
     except ExperimentError as error:
         kind = "config error" if isinstance(error, ConfigError) else "error"
@@ -103,20 +103,20 @@ def _run(command: str, arguments: list[str]) -> int:
     arguments = [a for a in arguments if a not in flags]
     options = None
     if command != "evaluate":
-        parser = _module("experiments.config_io").Parser(add_help=False)
-        _module("experiments.queue").add_arguments(parser)
+        parser = _module("experiments.settings.config_io").Parser(add_help=False)
+        _module("experiments.runs.run_queue").add_arguments(parser)
         options, arguments = parser.parse_known_args(arguments)
-        _module("experiments.mesh").connect(options)
+        _module("experiments.training.mesh").connect(options)
     file = _EXPERIMENTS[command]
     if arguments and not arguments[0].startswith("-"):
         file = arguments.pop(0)
-    experiment = _module("experiments.config").load(
+    experiment = _module("experiments.runs.experiment").load(
         Path(file),
         arguments,
         quick="--quick" in flags,
         program=f"python -m experiments {command} [{file}] {' '.join(f'[{x}]' for x in known)}",
     )
-    compare = _module("experiments.compare")
+    compare = _module("experiments.commands.compare")
     if options is None:
         return compare.evaluate(experiment)
     return compare.compare(experiment, options, "--fresh" in flags, keep=command == "train")

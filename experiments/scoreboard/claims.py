@@ -31,12 +31,12 @@ from typing import Any, ClassVar
 
 from pydantic import PositiveFloat, PositiveInt
 
-from experiments.config import Experiment, from_file
-from experiments.config_io import STRICT, convert, from_tables, merge, near, read_toml
 from experiments.errors import ConfigError
-from experiments.runs import Run
+from experiments.runs.experiment import Experiment, from_file
+from experiments.runs.run import Run
 from experiments.scoreboard.criteria import Condition, parse
 from experiments.scoreboard.speed import Speed, SpeedRun
+from experiments.settings.config_io import STRICT, convert, from_tables, merge, near, read_toml
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import jax
 
-from experiments.config_io import Parser
 from experiments.errors import ConfigError, ResultsError
-from experiments.files import write_whole
-from experiments.mesh import connect
-from experiments.queue import (
+from experiments.runs.files import write_whole
+from experiments.runs.run import Run, RunFolder
+from experiments.runs.run_queue import (
     add_arguments,
     carry_out,
     of_shard,
@@ -17,11 +16,12 @@ from experiments.queue import (
     say,
     shard,
 )
-from experiments.runs import Run, RunFolder
 from experiments.scoreboard.claims import Claim, load_all
 from experiments.scoreboard.outcomes import Outcome, judge
 from experiments.scoreboard.page import page
 from experiments.scoreboard.speed import SpeedRun
+from experiments.settings.config_io import Parser
+from experiments.training.mesh import connect
 
 _EPILOG = """\
 python -m experiments scoreboard                          outcomes of all claims

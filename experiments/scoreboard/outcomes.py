@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.queue import differences
-from experiments.runs import Result, RunFolder
+from experiments.runs.run import Result, RunFolder
+from experiments.runs.run_queue import differences
 from experiments.scoreboard.claims import Claim
 from experiments.scoreboard.criteria import Condition
 

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from experiments.intervals import interval
-from experiments.runs import duration
-from experiments.scheme_results import mean
+from experiments.pages.intervals import interval
+from experiments.pages.scheme_results import mean
+from experiments.pages.tables import ordered
+from experiments.runs.run import duration
 from experiments.scoreboard.outcomes import Check, Outcome
-from experiments.tables import ordered
 
 _HEAD = """\
 # Claims of the literature, tested

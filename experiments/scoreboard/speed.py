@@ -16,13 +16,13 @@ from pydantic import PositiveInt
 
 import posenc_jax as pe
 from experiments.bench.timing import side_by_side
-from experiments.config_io import STRICT, to_tables
-from experiments.model import Position, initialize, seed_keys, structure
-from experiments.runs import Run
-from experiments.settings import Model, Train
+from experiments.models.model import Position, initialize, seed_keys, structure
+from experiments.runs.run import Run
+from experiments.settings.common import Model, Train
+from experiments.settings.config_io import STRICT, to_tables
 from experiments.tasks.base import Data, Length
 from experiments.tasks.labels import Labels
-from experiments.train import mean_loss
+from experiments.training.train import mean_loss
 
 _VOCABULARY = 256
 

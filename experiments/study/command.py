@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments import plots
-from experiments.config_io import Parser
 from experiments.errors import ConfigError
-from experiments.files import write_whole
-from experiments.mesh import connect
-from experiments.queue import add_arguments, carry_out, refuse_other_versions, say, shard
-from experiments.report import render
-from experiments.runs import Result, Run, RunFolder
-from experiments.scheme_results import Lookup, SchemeResults, collect
+from experiments.pages import plots
+from experiments.pages.report import render
+from experiments.pages.scheme_results import Lookup, SchemeResults, collect
+from experiments.runs.files import write_whole
+from experiments.runs.run import Result, Run, RunFolder
+from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
+from experiments.settings.config_io import Parser
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, load
+from experiments.training.mesh import connect
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plots
-from experiments.intervals import in_words, interval
-from experiments.runs import Result, Run, duration
-from experiments.scheme_results import Lookup, mean
+from experiments.pages import plots
+from experiments.pages.intervals import in_words, interval
+from experiments.pages.scheme_results import Lookup, mean
+from experiments.pages.tables import label, ordered
+from experiments.runs.run import Result, Run, duration
 from experiments.study.plan import Cell, Study, score
-from experiments.tables import label, ordered
 
 _HEAD = """\
 # Which scheme? A study

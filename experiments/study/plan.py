@@ -32,11 +32,11 @@ from typing import Any, ClassVar
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from experiments.config import from_file
-from experiments.config_io import STRICT, convert, merge, near, read_toml
 from experiments.errors import ConfigError
-from experiments.runs import Result, Run
-from experiments.scheme_results import Lookup
+from experiments.pages.scheme_results import Lookup
+from experiments.runs.experiment import from_file
+from experiments.runs.run import Result, Run
+from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ from flax import nnx
 from pydantic import Field, NonNegativeInt
 
 import posenc_jax as pe
-from experiments.config_io import STRICT, near
 from experiments.errors import ConfigError
-from experiments.model import Position
-from experiments.settings import Model, Train
+from experiments.models.model import Position
+from experiments.settings.common import Model, Train
+from experiments.settings.config_io import STRICT, near
 from experiments.tasks.labels import Labels
 
 Length = Annotated[int, Field(ge=2)]

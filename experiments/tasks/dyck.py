@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from pydantic import PositiveInt
 
-from experiments.settings import Train
+from experiments.settings.common import Train
 from experiments.tasks.base import Length
 from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from experiments.config_io import STRICT
+from experiments.settings.config_io import STRICT
 
 
 @dataclasses.dataclass(frozen=True)

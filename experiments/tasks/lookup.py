@@ -15,7 +15,7 @@ from flax import nnx
 from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.model import seed_keys, structure
+from experiments.models.model import seed_keys, structure
 from experiments.tasks.base import PLACES, Evaluation, Task
 
 PAD, BEGIN, SEPARATOR = 0, 1, 2

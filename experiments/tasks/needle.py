@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.settings import Train
+from experiments.settings.common import Train
 from experiments.tasks.base import Length
 from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, question_and_answer

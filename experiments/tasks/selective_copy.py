@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.settings import Train
+from experiments.settings.common import Train
 from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
 

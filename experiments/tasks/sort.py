@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from experiments.settings import Train
+from experiments.settings.common import Train
 from experiments.tasks.copy import Copy
 from experiments.tasks.labels import Labels
 

@@ -21,13 +21,13 @@ from flax import nnx
 from pydantic import NonNegativeInt, PositiveInt
 
 import posenc_jax as pe
-from experiments.config_io import near
-from experiments.corpus import load_corpus, pair_bits
 from experiments.errors import ConfigError
-from experiments.model import Position, structure, token_losses
-from experiments.schemes import with_scaling
-from experiments.settings import Model, Train
+from experiments.models.model import Position, structure, token_losses
+from experiments.models.schemes import with_scaling
+from experiments.settings.common import Model, Train
+from experiments.settings.config_io import near
 from experiments.tasks.base import PLACES, Data, Evaluation, Length, Task
+from experiments.tasks.corpus import load_corpus, pair_bits
 from experiments.tasks.labels import Labels
 
 VARIANTS = {"ntk": pe.NTK, "pi": pe.PI}

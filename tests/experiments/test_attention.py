@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from experiments.attention import attention_weights, biases, by_distance
-from experiments.model import LanguageModel
+from experiments.commands.attention import attention_weights, biases, by_distance
+from experiments.models.model import LanguageModel
 from experiments.scoreboard.speed import Speed, SpeedRun
-from experiments.settings import Model
+from experiments.settings.common import Model
 
 SIZES = Model(model_dim=12, num_layers=2, num_heads=3)
 LENGTH = 10

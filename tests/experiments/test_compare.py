@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from experiments import runs as runs_module
 from experiments.__main__ import main
-from experiments.runs import RunFolder
-from experiments.train import train
-from experiments.trained import experiment_of
+from experiments.runs import run as runs_module
+from experiments.runs.run import RunFolder
+from experiments.runs.trained import experiment_of
+from experiments.training.train import train
 
 SMALL = """
 tasks = ["kback"]
@@ -56,7 +56,7 @@ def run(tmp_path, capsys, monkeypatch):
     file = tmp_path / "small.toml"
     file.write_text(SMALL)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.queue.default_count", lambda: 1)
+    monkeypatch.setattr("experiments.runs.run_queue.default_count", lambda: 1)
 
     def call(command, *arguments):
         status = main([command, str(file), "--name", "small", *arguments])
@@ -331,7 +331,7 @@ def test_damaged_parameters_are_one_line(run):
     assert run.results() == before
 
 
-@pytest.mark.parametrize("function", ["experiments.compare.RunFolder", "os.fsync"])
+@pytest.mark.parametrize("function", ["experiments.commands.compare.RunFolder", "os.fsync"])
 def test_interrupt_at_any_time_ends_without_traceback(run, monkeypatch, function):
     assert run("train", "--schemes", "none")[0] == 0
     before = run.files()

@@ -6,10 +6,10 @@ import pytest
 import tomli_w
 
 from experiments.__main__ import main
-from experiments.config import Experiment, from_file, load
-from experiments.config_io import near
 from experiments.errors import ConfigError
-from experiments.schemes import has_table
+from experiments.models.schemes import has_table
+from experiments.runs.experiment import Experiment, from_file, load
+from experiments.settings.config_io import near
 
 MINE = "experiments_mine:Parity"
 

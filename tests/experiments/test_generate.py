@@ -9,13 +9,13 @@ import pytest
 from flax import nnx
 
 from experiments.__main__ import main
-from experiments.checkpoints import write_arrays
-from experiments.compare import write_config
-from experiments.config import Experiment
-from experiments.generate import generate
-from experiments.model import initialize, seed_keys, structure
-from experiments.runs import named
-from experiments.settings import Model
+from experiments.commands.compare import write_config
+from experiments.commands.generate import generate
+from experiments.models.model import initialize, seed_keys, structure
+from experiments.runs.checkpoints import write_arrays
+from experiments.runs.experiment import Experiment
+from experiments.runs.run import named
+from experiments.settings.common import Model
 from experiments.tasks import KBack, Text
 
 TASK = Text(

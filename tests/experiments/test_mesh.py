@@ -15,15 +15,15 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import mesh
 from experiments.__main__ import main
-from experiments.checkpoints import Deadline, OrbaxCheckpoint
-from experiments.config import from_file
 from experiments.errors import ConfigError
-from experiments.queue import sharded
-from experiments.runs import RunFolder
-from experiments.settings import Train
-from experiments.train import compiled, new_state, train
+from experiments.runs.checkpoints import Deadline, OrbaxCheckpoint
+from experiments.runs.experiment import from_file
+from experiments.runs.run import RunFolder
+from experiments.runs.run_queue import sharded
+from experiments.settings.common import Train
+from experiments.training import mesh
+from experiments.training.train import compiled, new_state, train
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCHEME = "rope+t5+alibi"

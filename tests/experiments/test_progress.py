@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 from typed_results import make_row
 
-from experiments.progress import Progress, TimeLeft
-from experiments.queue import Ended, Step
-from experiments.terminal import final_table
+from experiments.pages.progress import Progress, TimeLeft
+from experiments.pages.terminal import final_table
+from experiments.runs.run_queue import Ended, Step
 
 PLAN = [("kback", "none"), ("kback", "rope"), ("text", "none"), ("text", "rope")]
 

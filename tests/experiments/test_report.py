@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 import pytest
 from typed_results import LENGTHS, make_row
 
-from experiments import plots, tables
-from experiments.plot_labels import spread
-from experiments.report import render as whole_page
+from experiments.pages import plots, tables
+from experiments.pages.plot_labels import spread
+from experiments.pages.report import render as whole_page
 
 ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\nTraceback </pre>'
 

@@ -15,18 +15,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.__main__ import main
-from experiments.checkpoints import Deadline, OrbaxCheckpoint, OutOfTime
-from experiments.config import Experiment
 from experiments.errors import ConfigError, ResultsError
-from experiments.files import locked
-from experiments.intervals import interval
-from experiments.runs import Result, Run, RunFolder
+from experiments.pages.intervals import interval
+from experiments.runs.checkpoints import Deadline, OrbaxCheckpoint, OutOfTime
+from experiments.runs.experiment import Experiment
+from experiments.runs.files import locked
+from experiments.runs.run import Result, Run, RunFolder
 from experiments.scoreboard import claims as claims_module
 from experiments.scoreboard.command import _plan
 from experiments.scoreboard.criteria import parse
 from experiments.scoreboard.outcomes import judge
 from experiments.scoreboard.page import page
-from experiments.settings import Model, Train
+from experiments.settings.common import Model, Train
 from experiments.tasks import KBack
 from experiments.tasks.base import Data
 
@@ -83,7 +83,7 @@ late_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 def call(tmp_path, capsys, monkeypatch):
     """Runs `scoreboard` on claims in a folder of their own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.queue.default_count", lambda: 1)
+    monkeypatch.setattr("experiments.runs.run_queue.default_count", lambda: 1)
     folder = tmp_path / "configs" / "scoreboard"
     folder.mkdir(parents=True)
     (folder / "T1.toml").write_text(CLAIM)

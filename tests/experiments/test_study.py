@@ -8,9 +8,9 @@ import re
 import pytest
 
 from experiments.__main__ import main
-from experiments.config_io import convert
 from experiments.errors import ConfigError
-from experiments.runs import Result, RunFolder
+from experiments.runs.run import Result, RunFolder
+from experiments.settings.config_io import convert
 from experiments.study import plan
 from experiments.study.command import known
 from experiments.study.page import page
@@ -55,7 +55,7 @@ def measured(run):
 def call(tmp_path, capsys, monkeypatch):
     """Runs `study` with scores from `measured`, and counts what it runs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.queue.default_count", lambda: 1)
+    monkeypatch.setattr("experiments.runs.run_queue.default_count", lambda: 1)
     (tmp_path / "mine.toml").write_text(STUDY)
     made = []
 

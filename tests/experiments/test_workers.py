@@ -7,8 +7,8 @@ import obedient
 import pytest
 
 from experiments.errors import ConfigError, ResultsError
-from experiments.queue import add_arguments, number_of_workers
-from experiments.workers import Workers
+from experiments.runs.run_queue import add_arguments, number_of_workers
+from experiments.runs.workers import Workers
 
 
 def answers(pool, *units, kind=None, go_on=lambda: True):

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from experiments import mesh as on_mesh
-from experiments.checkpoints import Deadline, OutOfTime
 from experiments.errors import ConfigError, ExperimentError, ResultsError
-from experiments.runs import VERSIONS, Result, Run, RunFolder, commit, duration, here, load_data
-from experiments.workers import Workers, default_count
+from experiments.runs.checkpoints import Deadline, OutOfTime
+from experiments.runs.run import VERSIONS, Result, Run, RunFolder, commit, duration, here, load_data
+from experiments.runs.workers import Workers, default_count
+from experiments.training import mesh as on_mesh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,11 +12,11 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from experiments import tables
-from experiments.queue import Ended, Step, duration
-from experiments.runs import Result, Run
-from experiments.scheme_results import collect, mean
-from experiments.terminal import final_table
+from experiments.pages import tables
+from experiments.pages.scheme_results import collect, mean
+from experiments.pages.terminal import final_table
+from experiments.runs.run import Result, Run
+from experiments.runs.run_queue import Ended, Step, duration
 
 
 class TimeLeft:

@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from experiments.errors import ResultsError
-from experiments.files import write_whole
+from experiments.runs.files import write_whole
 
 
 class OutOfTime(Exception):

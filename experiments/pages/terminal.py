@@ -6,7 +6,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from experiments import tables
+from experiments.pages import tables
 
 TEXTS = {"waiting": "·", "missing": "", "failed": "failed", "unfitted": "-"}
 NARROW, WIDE = 80, 130

@@ -5,8 +5,8 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from experiments.runs import Result, Run
-from experiments.schemes import has_table
+from experiments.models.schemes import has_table
+from experiments.runs.run import Result, Run
 from experiments.tasks.labels import Labels
 
 Lookup = Callable[[Run], Result | None]

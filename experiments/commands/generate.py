@@ -14,11 +14,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text as Words
 
-from experiments import trained
-from experiments.config_io import Parser, near
 from experiments.errors import ConfigError, ResultsError
-from experiments.model import LanguageModel
-from experiments.schemes import with_scaling
+from experiments.models.model import LanguageModel
+from experiments.models.schemes import with_scaling
+from experiments.runs import trained
+from experiments.settings.config_io import Parser, near
 from experiments.tasks.text import VARIANTS, Text
 
 _PER_CALL = 16

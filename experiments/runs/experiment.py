@@ -9,7 +9,11 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from experiments.config_io import (
+from experiments.errors import ConfigError
+from experiments.models.model import Position
+from experiments.models.schemes import build, find, import_object
+from experiments.runs.run import Run
+from experiments.settings.config_io import (
     Parser,
     convert,
     field_help,
@@ -21,10 +25,6 @@ from experiments.config_io import (
     read_toml,
     to_tables,
 )
-from experiments.errors import ConfigError
-from experiments.model import Position
-from experiments.runs import Run
-from experiments.schemes import build, find, import_object
 from experiments.tasks import TASKS, Task
 
 DEFAULT_TASKS = ("kback", "kth", "text")

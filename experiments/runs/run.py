@@ -23,21 +23,21 @@ import jax
 import numpy as np
 from flax import nnx
 
-from experiments import mesh as on_mesh
-from experiments.checkpoints import (
+from experiments.errors import ResultsError
+from experiments.models.model import Position, initialize, seed_keys
+from experiments.runs.checkpoints import (
     Deadline,
     OrbaxCheckpoint,
     OutOfTime,
     read_arrays,
     write_arrays,
 )
-from experiments.config_io import convert, to_tables
-from experiments.environment import environment
-from experiments.errors import ResultsError
-from experiments.files import locked, to_json, write_whole
-from experiments.model import Position, initialize, seed_keys
+from experiments.runs.environment import environment
+from experiments.runs.files import locked, to_json, write_whole
+from experiments.settings.config_io import convert, to_tables
 from experiments.tasks.base import Data, Evaluation
-from experiments.train import Trained, train
+from experiments.training import mesh as on_mesh
+from experiments.training.train import Trained, train
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "device")
 """Entries of the environment that must be equal where runs are compared."""
@@ -446,14 +446,14 @@ def commit() -> str:
 
     The answer is that of the first call. Outside a repository it is "unknown".
     """
-    folder = Path(__file__).parent
+    root = Path(__file__).parents[2]
 
     def git(*words: str) -> str:
-        call = ["git", "-C", str(folder), *words]
+        call = ["git", "-C", str(root), *words]
         return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", ".", "../posenc_jax", "../configs")
+        changed = git("status", "--porcelain", "--", "experiments", "posenc_jax", "configs")
         return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

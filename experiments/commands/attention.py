@@ -13,14 +13,15 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 import posenc_jax as pe
-from experiments import plots, trained
-from experiments.config_io import Parser, names, near
 from experiments.errors import ConfigError
-from experiments.files import write_whole
 from experiments.gallery.probe import log_weights
-from experiments.model import Block, LanguageModel, seed_keys
-from experiments.queue import say
-from experiments.tables import label
+from experiments.models.model import Block, LanguageModel, seed_keys
+from experiments.pages import plots
+from experiments.pages.tables import label
+from experiments.runs import trained
+from experiments.runs.files import write_whole
+from experiments.runs.run_queue import say
+from experiments.settings.config_io import Parser, names, near
 
 _PER_OCTAVE = 6
 _LEAST = -12.0

@@ -16,8 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from experiments import mesh as on_mesh
-from experiments.model import (
+from experiments.models.model import (
     LanguageModel,
     Position,
     count_parameters,
@@ -26,8 +25,9 @@ from experiments.model import (
     seed_keys,
     structure,
 )
-from experiments.settings import Train
+from experiments.settings.common import Train
 from experiments.tasks import Task
+from experiments.training import mesh as on_mesh
 
 
 def make_optimizer(
@@ -241,7 +241,7 @@ def train(
       params: to begin with, leaves [seeds, ...]; default: new ones.
       batches_before: how many batches these have seen, which are not drawn again.
       checkpoint: keeps the state, and has that of an earlier call that was stopped.
-      mesh: of `experiments.mesh`, to compute on all its devices; default: on one.
+      mesh: of `experiments.training.mesh`, to compute on all its devices; default: on one.
 
     Raises:
       FloatingPointError: if a loss is not finite.

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from experiments.scheme_results import SchemeResults, mean
+from experiments.pages.scheme_results import SchemeResults, mean
 from experiments.tasks.labels import Labels
 
 Results = Sequence[SchemeResults]

@@ -3,7 +3,7 @@
 The folder results/<name>/ has
 
 config.toml        every setting, with the tasks and schemes of all calls
-<run>/             a folder per task, scheme and seed (`experiments.runs`)
+<run>/             a folder per task, scheme and seed (`experiments.runs.run`)
 report.html        tables and plots of all results with these settings
 """
 
@@ -16,13 +16,14 @@ from pathlib import Path
 
 import tomli_w
 
-from experiments import plots, tables
-from experiments.config import Experiment, from_file
-from experiments.config_io import Parser, near, read_toml
 from experiments.errors import ConfigError, ResultsError
-from experiments.files import locked, write_whole
-from experiments.progress import Progress, by_scheme
-from experiments.queue import (
+from experiments.pages import plots, tables
+from experiments.pages.progress import Progress, by_scheme
+from experiments.pages.report import render
+from experiments.runs.experiment import Experiment, from_file
+from experiments.runs.files import locked, write_whole
+from experiments.runs.run import Run, RunFolder, load_data
+from experiments.runs.run_queue import (
     Ended,
     carry_out,
     number_of_workers,
@@ -30,9 +31,8 @@ from experiments.queue import (
     refuse_other_versions,
     shard,
 )
-from experiments.report import render
-from experiments.runs import Run, RunFolder, load_data
-from experiments.trained import experiment_of, refuse_earlier_versions
+from experiments.runs.trained import experiment_of, refuse_earlier_versions
+from experiments.settings.config_io import Parser, near, read_toml
 
 _EARLIER = ("results.json", "metrics.jsonl", "environment.json", "parameters")
 """Files that earlier versions wrote."""

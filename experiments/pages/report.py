@@ -13,12 +13,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from experiments import plots, tables
-from experiments.config_io import flatten
-from experiments.files import to_json
-from experiments.intervals import in_words, interval
-from experiments.scheme_results import SchemeResults, mean
-from experiments.tables import Results
+from experiments.pages import plots, tables
+from experiments.pages.intervals import in_words, interval
+from experiments.pages.scheme_results import SchemeResults, mean
+from experiments.pages.tables import Results
+from experiments.runs.files import to_json
+from experiments.settings.config_io import flatten
 
 
 def render(

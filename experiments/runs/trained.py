@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.config import Experiment, load
-from experiments.config_io import near
 from experiments.errors import ConfigError, ResultsError
-from experiments.model import LanguageModel, Position, structure
-from experiments.runs import RunFolder
+from experiments.models.model import LanguageModel, Position, structure
+from experiments.runs.experiment import Experiment, load
+from experiments.runs.run import RunFolder
+from experiments.settings.config_io import near
 from experiments.tasks import Task
 
 

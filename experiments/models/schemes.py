@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import posenc_jax as pe
-from experiments.config_io import convert, near
 from experiments.errors import ConfigError
-from experiments.model import Position
+from experiments.models.model import Position
+from experiments.settings.config_io import convert, near
 
 SIZES = (
     *("num_heads", "num_kv_heads", "head_dim", "model_dim"),

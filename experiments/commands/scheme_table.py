@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from experiments.config_io import Parser
-from experiments.schemes import paper_link, with_sizes
+from experiments.models.schemes import paper_link, with_sizes
+from experiments.settings.config_io import Parser
 
 SIZES = {
     **dict.fromkeys(("num_heads", "num_kv_heads"), 4),

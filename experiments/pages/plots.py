@@ -15,10 +15,10 @@ import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from experiments import tables
-from experiments.plot_labels import label_ends
-from experiments.scheme_results import mean
-from experiments.tables import Results
+from experiments.pages import tables
+from experiments.pages.plot_labels import label_ends
+from experiments.pages.scheme_results import mean
+from experiments.pages.tables import Results
 from experiments.tasks.labels import Labels
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d08f00", "#3d9fdb", "#8a63d2", "#a6761d")

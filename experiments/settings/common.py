@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from experiments.config_io import STRICT
 from experiments.errors import ConfigError
+from experiments.settings.config_io import STRICT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flax import nnx
 import posenc_jax as pe
 import posenc_jax.nnx as pnnx
 from experiments.errors import ConfigError
-from experiments.settings import Model
+from experiments.settings.common import Model
 
 Position = pe.Scheme | tuple[pe.LayerSpec, ...]
 """A scheme for all layers, or one layer each."""

@@ -25,9 +25,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.config_io import near
 from experiments.errors import ConfigError
-from experiments.model import LanguageModel
+from experiments.models.model import LanguageModel
+from experiments.settings.config_io import near
 from posenc_jax.sharding import SequenceParallel
 
 AXES = ("data", "tensor", "sequence")
