@@ -1,4 +1,4 @@
-"""`python -m experiments attention`: where trained models look, by distance."""
+"""`python -m experiments attention`: attention of trained models against distance."""
 
 import functools
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from experiments.settings.config_io import Parser, names, near
 
 _PER_OCTAVE = 6
 _LEAST = -12.0
-"""Keys with less added to their logits get next to no weight."""
+"""Keys with lower biases get next to no weight."""
 _EPILOG = """\
 python -m experiments train --tasks text --schemes rope,alibi,t5,none --name mine
 python -m experiments attention results/mine
@@ -33,8 +33,8 @@ python -m experiments attention results/mine --schemes rope,alibi --length 1024
 
 A row of the picture is a layer, a line is a head: the mean share of its attention that a token at
 each distance gets, over queries in the second half of sequences of that length. Sequences are those
-of training. Beyond the dotted line there were none. Where all that a scheme does is
-to add to logits, a second picture has what it adds, relative to the query's own token.
+of training, none of which reached beyond the dotted line. If a scheme only adds to logits, a second
+picture has its biases, relative to the bias of the query's token.
 """
 
 
@@ -62,16 +62,16 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("--length must be at least 4 and --sequences at least 1")
     (key,) = seed_keys([0], "test")
     tokens, _ = task.sample(key, options.sequences, length, task.load().train)
-    found, learned = {}, {}
+    weights, learned = {}, {}
     for scheme in options.schemes or experiment.schemes:
         params = trained.parameters(experiment, task.name, scheme)
         model = trained.model(task, experiment.scheme(name, scheme), params)
-        found[scheme] = by_distance(model, tokens[:, :-1])
+        weights[scheme] = by_distance(model, tokens[:, :-1])
         if (added := biases(model, length // 2)) is not None:
             learned[scheme] = added
         say(f"{label(scheme)}: measured")
     target = options.out or options.folder / "attention.svg"
-    write_whole(target, plots.standalone(picture(found, task.train_length)))
+    write_whole(target, plots.standalone(picture(weights, task.train_length)))
     say(f"Picture: {target}")
     if learned:
         target = target.with_name(f"{target.stem}-biases.svg")
@@ -96,48 +96,48 @@ def _by_distance(params: Any, tokens: jax.Array, *, graphdef: Any) -> jax.Array:
     model, length = nnx.merge(graphdef, params), tokens.shape[1]
     query = jnp.arange(length - length // 2, length)
     key = query[:, None] - jnp.arange(length // 2)[None]
-    found = []
+    means = []
     for weights in attention_weights(model, tokens):
         near = jnp.take_along_axis(weights[:, query], key[None, :, None, :], axis=3)
-        found.append(near.mean((0, 1)))
-    return jnp.stack(found)
+        means.append(near.mean((0, 1)))
+    return jnp.stack(means)
 
 
 def attention_weights(model: LanguageModel, tokens: jax.Array) -> list[jax.Array]:
     """Returns the weights [B, T, N, T] of each layer, for tokens [B, T]."""
-    x, found = model.embed(tokens) * model.embed_scale, []
+    x, weights = model.embed(tokens) * model.embed_scale, []
     for position in model.positions:
         x = position(x)
     for block in model.blocks:
-        found.append(_weights(block, x))
+        weights.append(_weights(block, x))
         x = block(x)
-    return found
+    return weights
 
 
 def _weights(block: Block, x: jax.Array) -> jax.Array:
-    """The weights of a layer: its output where values are unit vectors, one per key."""
-    layer, found = block.attention, []
+    """Returns the weights of a layer: its output for values that are unit vectors, one per key."""
+    layer, recorded = block.attention, []
     value, out = layer.value, layer.out
     units = jnp.broadcast_to(
         jnp.eye(x.shape[1])[None, :, None], (*x.shape[:2], layer.num_kv_heads, x.shape[1])
     )
 
     def record(weights: jax.Array, **_: Any) -> jax.Array:
-        found.append(weights)
+        recorded.append(weights)
         return jnp.zeros_like(x)
 
     layer.value, layer.out = (lambda *_, **__: units), record
     block(x)
     layer.value, layer.out = value, out
-    return found[0]
+    return recorded[0]
 
 
 def biases(model: LanguageModel, length: int) -> np.ndarray | None:
-    """Returns what each layer's scheme adds to logits [layers, N, length] by distance.
+    """Returns the biases of each layer's scheme [layers, N, length] by distance.
 
-    None where it does anything else. Tokens are all alike.
+    None if a scheme does anything but add to logits. All tokens are equal.
     """
-    found = []
+    by_layer = []
     for block in model.blocks:
         layer = block.attention
         scheme = layer.encoding.scheme
@@ -145,51 +145,54 @@ def biases(model: LanguageModel, length: int) -> np.ndarray | None:
             return None
         sizes = {n: getattr(layer, n) for n in ("num_heads", "head_dim", "model_dim")}
         added = log_weights(scheme, length, layer.encoding.values(), sizes=sizes)
-        found.append(added[:, -1, ::-1])
-    return np.stack(found)
+        by_layer.append(added[:, -1, ::-1])
+    return np.stack(by_layer)
 
 
-def picture(found: Mapping[str, np.ndarray], train_length: int, what: str = "weight") -> str:
+def picture(values: Mapping[str, np.ndarray], train_length: int, title: str = "weight") -> str:
     """Returns a grid of plots as <svg>: a row per layer, a column per scheme, a line per head.
 
     Args:
-      found: by scheme, what `by_distance` or `biases` returns.
-      train_length: where the dotted line is.
-      what: is drawn; the axis of "weight" is logarithmic.
+      values: by scheme, of `by_distance` or `biases`.
+      train_length: position of the dotted line.
+      title: of the values; the axis of "weight" is logarithmic.
     """
-    layers = max(len(x) for x in found.values())
-    title = f"Attention against distance: {what}"
-    with mpl.rc_context({**plots.STYLE, "svg.hashsalt": title, "font.size": 8.0}):
-        figure = Figure(figsize=(0.6 + 1.75 * len(found), 0.6 + 1.5 * layers), layout="constrained")
+    layers = max(len(x) for x in values.values())
+    label_of_plot = f"Attention against distance: {title}"
+    with mpl.rc_context({**plots.STYLE, "svg.hashsalt": label_of_plot, "font.size": 8.0}):
+        figure = Figure(
+            figsize=(0.6 + 1.75 * len(values), 0.6 + 1.5 * layers), layout="constrained"
+        )
         figure.patch.set_alpha(0.0)
-        grid = figure.subplots(layers, len(found), sharex=True, sharey=True, squeeze=False)
-        for column, (scheme, weights) in enumerate(found.items()):
+        grid = figure.subplots(layers, len(values), sharex=True, sharey=True, squeeze=False)
+        for column, (scheme, weights) in enumerate(values.items()):
             for layer, heads in enumerate(weights):
                 axes = grid[layer, column]
                 axes.patch.set_alpha(0.0)
                 for i, head in enumerate(heads):
-                    at, mean = _smooth(head)
-                    axes.plot(at, mean, color=plots.PALETTE[i % len(plots.PALETTE)], linewidth=1.2)
+                    distances, mean = _smooth(head)
+                    colour = plots.PALETTE[i % len(plots.PALETTE)]
+                    axes.plot(distances, mean, color=colour, linewidth=1.2)
                 axes.set_xscale("log", base=2)
-                axes.set_yscale("log" if what == "weight" else "linear")
+                axes.set_yscale("log" if title == "weight" else "linear")
                 axes.axvline(train_length, color=plots.INK, linestyle=":", linewidth=1.0, alpha=0.7)
             grid[0, column].set_title(label(scheme), fontsize=9.0)
         for layer in range(layers):
-            grid[layer, 0].set_ylabel(f"layer {layer + 1}\n{what}")
+            grid[layer, 0].set_ylabel(f"layer {layer + 1}\n{title}")
         for axes in grid[-1]:
             axes.set_xlabel("distance + 1")
-        if what == "weight":
-            least = min(np.nanmin(x[x > 0]) for x in found.values())
+        if title == "weight":
+            least = min(np.nanmin(x[x > 0]) for x in values.values())
             grid[0, 0].set_ylim(max(least / 2, 1e-6), 1.3)
-        elif min(np.nanmin(x) for x in found.values()) < _LEAST:
+        elif min(np.nanmin(x) for x in values.values()) < _LEAST:
             grid[0, 0].set_ylim(bottom=1.05 * _LEAST)
-        return plots.drawing(figure, "attention", title)
+        return plots.drawing(figure, "attention", label_of_plot)
 
 
 def _smooth(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns distances + 1 and mean weights, with fewer points at larger distances."""
-    at = np.arange(1, len(weights) + 1)
-    place = np.round(np.log2(at) * _PER_OCTAVE).astype(int)
+    distances = np.arange(1, len(weights) + 1)
+    place = np.round(np.log2(distances) * _PER_OCTAVE).astype(int)
     _, index = np.unique(place, return_inverse=True)
     count = np.bincount(index)
-    return np.bincount(index, at) / count, np.bincount(index, weights) / count
+    return np.bincount(index, distances) / count, np.bincount(index, weights) / count

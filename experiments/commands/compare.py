@@ -217,7 +217,7 @@ def write_config(experiment: Experiment) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Removes what an experiment has written, and nothing else."""
+    """Removes the files of an experiment, and no others."""
     try:
         for path in list(folder.iterdir()) if folder.exists() else ():
             if re.fullmatch(r".+-s\d+-[0-9a-f]{12}", path.name) or path.name == "parameters":

@@ -96,15 +96,17 @@ def generate(
     done = 0
     while done < count:
         steps = min(_PER_CALL, count - done)
-        key, own = jax.random.split(key)
-        found, logits, caches = _sample(params, logits, caches, own, steps=steps, **options)
+        key, sample_key = jax.random.split(key)
+        sampled, logits, caches = _sample(
+            params, logits, caches, sample_key, steps=steps, **options
+        )
         done += steps
         if not bool(jnp.isfinite(logits).all()):
             raise ResultsError(
                 f"the logits are not finite by byte {longest + done}; the scheme does not reach "
                 "that far"
             )
-        yield np.asarray(found).T
+        yield np.asarray(sampled).T
 
 
 @functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="caches")
@@ -140,8 +142,8 @@ def _sample(
         logits, caches = model.decode(token[:, None].astype(jnp.int32), caches)
         return (logits[:, -1], caches), token.astype(jnp.uint8)
 
-    (logits, caches), found = jax.lax.scan(step, (logits, caches), jax.random.split(key, steps))
-    return found, logits, caches
+    (logits, caches), sampled = jax.lax.scan(step, (logits, caches), jax.random.split(key, steps))
+    return sampled, logits, caches
 
 
 def _load(

@@ -31,12 +31,12 @@ SIZES = (
 of rows of a table; `trained_length` the longest in training."""
 
 
-def import_object(name: str, what: str) -> Any:
+def import_object(name: str, setting: str) -> Any:
     """Returns the object that `package.module:object` names.
 
     Args:
       name: of the object.
-      what: the setting that holds the name, for messages.
+      setting: the setting that holds the name, for messages.
 
     Raises:
       ConfigError: if it cannot be imported.
@@ -46,11 +46,13 @@ def import_object(name: str, what: str) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(
-            f"{what}: cannot import {module_name!r}: {type(error).__name__}: {error}"
+            f"{setting}: cannot import {module_name!r}: {type(error).__name__}: {error}"
         ) from None
     if not hasattr(module, attribute):
         public = [n for n in vars(module) if not n.startswith("_")]
-        raise ConfigError(f"{what}: {module_name!r} has no {attribute!r}{near(attribute, public)}")
+        raise ConfigError(
+            f"{setting}: {module_name!r} has no {attribute!r}{near(attribute, public)}"
+        )
     return getattr(module, attribute)
 
 
@@ -64,14 +66,14 @@ def find(name: str) -> Any:
         if name not in pe.SCHEMES:
             raise ConfigError(f"schemes: unknown scheme {name!r}{near(name, pe.SCHEMES)}")
         return pe.SCHEMES[name]
-    found = import_object(name, "schemes")
-    is_scheme = issubclass(found, pe.Scheme) if inspect.isclass(found) else callable(found)
-    if not is_scheme and not isinstance(found, pe.Scheme | tuple):
+    scheme = import_object(name, "schemes")
+    is_scheme = issubclass(scheme, pe.Scheme) if inspect.isclass(scheme) else callable(scheme)
+    if not is_scheme and not isinstance(scheme, pe.Scheme | tuple):
         raise ConfigError(
             f"schemes: {name!r} must be a Scheme or a subclass of it, a tuple of layers, or a "
-            f"function that returns one, got {found!r}"
+            f"function that returns one, got {scheme!r}"
         )
-    return found
+    return scheme
 
 
 def with_sizes(make: Any, sizes: Mapping[str, int]) -> Any:
@@ -92,58 +94,66 @@ def build(
       name: as at the top of this file.
       sizes: of the model, by the names in `SIZES`. Without `num_layers`, layers are refused.
       tables: options of schemes, by path and scheme such as "schemes.t5"; later ones win. A chain
-        has those of its parts.
+        has the options of its parts.
       whose: whose model it is, for messages.
 
     Raises:
       ConfigError: for an unknown name or option, or a value that is refused.
     """
     if "+" not in name:
-        made = _make(name.strip(), sizes, tables, whose)
+        position = _make(name.strip(), sizes, tables, whose)
     else:
-        made = _called(
+        position = _called(
             pe.chain, [_make(n.strip(), sizes, tables, whose) for n in name.split("+")], {}, name
         )
-    if isinstance(made, pe.Scheme):
-        _called(lambda: made.acts, [], {}, name)  # Raises for a misspelt hook.
-        return made
-    layers = isinstance(made, tuple) and all(isinstance(x, pe.Scheme | pe.LayerSpec) for x in made)
+    if isinstance(position, pe.Scheme):
+        _called(lambda: position.acts, [], {}, name)  # Raises for a misspelt hook.
+        return position
+    layers = isinstance(position, tuple) and all(
+        isinstance(x, pe.Scheme | pe.LayerSpec) for x in position
+    )
     if not layers or "num_layers" not in sizes:
-        wanted = "a Scheme or a tuple of layers" if "num_layers" in sizes else "one Scheme"
-        raise ConfigError(f"schemes.{name}: {whose} needs {wanted}, got {made!r}")
-    return _called(pe.layer_pattern, [sizes["num_layers"], *made], {}, name)
+        expected = "a Scheme or a tuple of layers" if "num_layers" in sizes else "one Scheme"
+        raise ConfigError(f"schemes.{name}: {whose} needs {expected}, got {position!r}")
+    return _called(pe.layer_pattern, [sizes["num_layers"], *position], {}, name)
 
 
 def _make(name: str, sizes: Mapping[str, int], tables: Mapping, whose: str) -> Any:
-    found = find(name)
-    given = {p: t for p, t in tables.items() if p.endswith(f"schemes.{name}")}
-    if isinstance(found, pe.Scheme | tuple):
-        for path in (f"{path}.{option}" for path, table in given.items() for option in table):
+    make = find(name)
+    options_by_path = {p: t for p, t in tables.items() if p.endswith(f"schemes.{name}")}
+    if isinstance(make, pe.Scheme | tuple):
+        for path in (
+            f"{path}.{option}" for path, table in options_by_path.items() for option in table
+        ):
             raise ConfigError(f"{path}: {name} is an object, options are for classes and functions")
-        return found
+        return make
     # Partials and other callables have no annotations to look up.
-    annotated = inspect.isclass(found) or inspect.isfunction(found)
-    hints = typing.get_type_hints(found) if annotated else {}
-    known = list(inspect.signature(found).parameters)
+    annotated = inspect.isclass(make) or inspect.isfunction(make)
+    hints = typing.get_type_hints(make) if annotated else {}
+    known = list(inspect.signature(make).parameters)
     values: dict[str, Any] = {n: sizes[n] for n in known if n in sizes}
-    for path, table in given.items():
+    for path, table in options_by_path.items():
         for option, value in table.items():
-            at = f"{path}.{option}"
+            option_path = f"{path}.{option}"
             if option not in known:
-                title = found.__name__ if annotated else name
+                title = make.__name__ if annotated else name
                 options = [n for n in known if n not in sizes]
-                raise ConfigError(f"{at}: unknown option of {title}{near(option, options)}")
-            values[option] = convert(hints.get(option, Any), value, at)
+                raise ConfigError(
+                    f"{option_path}: unknown option of {title}{near(option, options)}"
+                )
+            values[option] = convert(hints.get(option, Any), value, option_path)
             if option in sizes and values[option] != sizes[option]:
-                raise ConfigError(f"{at}: {value}, but the model of {whose} has {sizes[option]}")
-    return _called(found, [], values, f"{name}: {whose}")
+                raise ConfigError(
+                    f"{option_path}: {value}, but the model of {whose} has {sizes[option]}"
+                )
+    return _called(make, [], values, f"{name}: {whose}")
 
 
-def _called(make: Any, arguments: list, values: Mapping[str, Any], where: str) -> Any:
+def _called(make: Any, arguments: list, values: Mapping[str, Any], title: str) -> Any:
     try:
         return make(*arguments, **values)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"schemes.{where}: {error}") from None
+        raise ConfigError(f"schemes.{title}: {error}") from None
 
 
 def paper_link(cls: type) -> str:
@@ -153,7 +163,7 @@ def paper_link(cls: type) -> str:
 
 
 def schemes_in(position: Any) -> Iterator[pe.Scheme]:
-    """Yields the schemes of layers, chains and wrappers, and those that hold no other."""
+    """Yields a scheme, or the schemes of layers, and all their inner schemes."""
     if isinstance(position, pe.Scheme):
         yield position
     if isinstance(position, tuple):
@@ -181,12 +191,12 @@ def with_scaling(position: Position, scaling: pe.FrequencyMap) -> Position | Non
     True
     """
     if isinstance(position, tuple):
-        made = [with_scaling(layer.scheme, scaling) for layer in position]
-        if not any(made):
+        scaled = [with_scaling(layer.scheme, scaling) for layer in position]
+        if not any(scaled):
             return None
         return tuple(
             layer if new is None else dataclasses.replace(layer, scheme=new)
-            for layer, new in zip(position, made, strict=True)
+            for layer, new in zip(position, scaled, strict=True)
         )
     defaults = {f.name: f.default for f in dataclasses.fields(position)}
     if defaults.get("scaling") != pe.FrequencyMap():

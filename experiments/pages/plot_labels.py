@@ -1,11 +1,11 @@
-"""Labels beside the ends of lines, in place of a legend."""
+"""Labels at the ends of lines, in place of a legend."""
 
 import math
 from collections.abc import Sequence
 
 
 def label_ends(axes, ends):
-    """Writes a label beside the end of each line, moved apart where they would overlap.
+    """Writes a label next to the end of each line; labels that would overlap move apart.
 
     Args:
       axes: of the lines.
@@ -35,21 +35,21 @@ def label_ends(axes, ends):
         )
 
 
-def spread(wanted: Sequence[float], gap: float, room: float) -> list[float]:
-    """Returns ascending places at least `gap` apart, near the wanted ones and within [0, room].
+def spread(preferred: Sequence[float], gap: float, room: float) -> list[float]:
+    """Returns ascending places at least `gap` apart, near the preferred ones and within [0, room].
 
     Places that are too close form a block around their mean. More places than fit exceed the room.
 
     >>> spread([1.0, 5.0, 5.0, 9.9], gap=1.0, room=10.0)
     [1.0, 4.5, 5.5, 9.9]
     """
-    blocks: list[list[float]] = []  # the wanted place of each member, less its rank in the block
+    blocks: list[list[float]] = []  # preferred places minus gap x rank in the block
 
     def start(block):
         highest = max(0.0, room - gap * (len(block) - 1))
         return min(max(sum(block) / len(block), 0.0), highest)
 
-    for place in wanted:
+    for place in preferred:
         blocks.append([place])
         while len(blocks) > 1:
             low, high = blocks[-2], blocks[-1]

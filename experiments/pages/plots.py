@@ -135,7 +135,7 @@ def _small_multiples(count: int, height: float, across: int = 4):
     size = left + across * (width + space) + 1.0, down * (height + gap) + bottom
     figure = Figure(figsize=size)
     figure.patch.set_alpha(0.0)
-    found = []
+    panels = []
     for i in range(count):
         x, y = left + i % across * (width + space), size[1] - (i // across + 1) * (height + gap)
         axes = figure.add_axes((x / size[0], y / size[1], width / size[0], height / size[1]))
@@ -144,8 +144,8 @@ def _small_multiples(count: int, height: float, across: int = 4):
         axes.set_xlim(0.0, 1.0)
         axes.set_xticks((0.0, 0.5, 1.0), ("0", "0.5", "1"))
         axes.tick_params(labelleft=i % across == 0, labelbottom=i + across >= count)
-        found.append(axes)
-    return figure, found
+        panels.append(axes)
+    return figure, panels
 
 
 def curves(results: Results, section: str) -> str:
@@ -212,10 +212,10 @@ def differences(
     """Returns a plot of means with their intervals, a row per scheme, around zero.
 
     Args:
-      rows: by scheme, then by what was measured: mean, lower and upper bound (or NaN).
+      rows: by scheme, then by size: mean, lower and upper bound (or NaN).
       unit: of the numbers.
       title: for readers who do not see it.
-      name: of the plot, unlike that of others on its page.
+      name: of the plot, unique on its page.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": title, "axes.grid.axis": "both"}):
         height = 0.85 + 0.34 * len(rows)
@@ -223,10 +223,10 @@ def differences(
         kinds = tables.ordered(kind for row in rows.values() for kind in row)
         for i, kind in enumerate(kinds):
             colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
-            found = {y: row[kind] for y, row in enumerate(rows.values()) if kind in row}
-            heights = [y + 0.2 * (i - (len(kinds) - 1) / 2) for y in found]
-            means = [mean for mean, _, _ in found.values()]
-            reach = [[max(m - low, 0.0), max(high - m, 0.0)] for m, low, high in found.values()]
+            shown = {y: row[kind] for y, row in enumerate(rows.values()) if kind in row}
+            heights = [y + 0.2 * (i - (len(kinds) - 1) / 2) for y in shown]
+            means = [mean for mean, _, _ in shown.values()]
+            reach = [[max(m - low, 0.0), max(high - m, 0.0)] for m, low, high in shown.values()]
             bars = np.nan_to_num(np.array(reach, float)).T.reshape(2, -1)
             axes.errorbar(
                 means, heights, xerr=bars, fmt=marker, color=colour, label=kind, elinewidth=1.4
@@ -271,12 +271,12 @@ def _line(axes, x: Sequence[Any], values, look, variant, fitted: bool):
 
 def _length_ticks(axes, ticks: list[int], trained: set[int]):
     """Ticks at the lengths, the training length marked; of two that are too close, one."""
-    kept: list[int] = []
+    shown: list[int] = []
     for n in sorted(ticks, key=lambda n: (n not in trained, -n)):
-        if all(abs(math.log2(n / other)) >= 0.3 for other in kept):
-            kept.append(n)
-    names = [f"{n}\n(trained)" if n in trained else f"{n}" for n in kept]
-    axes.set_xticks(kept, names)
+        if all(abs(math.log2(n / other)) >= 0.3 for other in shown):
+            shown.append(n)
+    names = [f"{n}\n(trained)" if n in trained else f"{n}" for n in shown]
+    axes.set_xticks(shown, names)
     axes.set_xticks([], minor=True)
     for n in trained:
         axes.axvline(n, color=INK, linestyle=":", linewidth=1.0, alpha=0.6)

@@ -185,8 +185,8 @@ class Progress:
         ended = total - len(waiting)
         took = duration(time.monotonic() - self._began)
         head = [Text(f"{ended} of {total} runs, {took}")]
-        if left := self._seconds_left():
-            head[0].append(f", about {duration(left)} left", "bold")
+        if seconds := self._seconds_left():
+            head[0].append(f", about {duration(seconds)} left", "bold")
         for name, step in self._steps.items():
             run, steps = self._runs[name], self._runs[name].task.train.steps
             then = ", evaluating ..." if step.step >= steps else ""

@@ -42,7 +42,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class SchemeResults:
-    """A scheme on a task: its runs, one per seed, and the results of those that have ended.
+    """A scheme on a task: its runs, one per seed, and their results.
 
     Attributes:
       section: of the report: the name of the task, or of a size of a study.

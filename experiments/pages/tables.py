@@ -1,8 +1,8 @@
 """Tables of results without formatting, for the terminal and the report.
 
 A grid is one task under one way of evaluating: rows are schemes (and zero-shot variants of
-them), columns are lengths. Beyond the training length a cell has a number only where the scheme
-fitted the task at the training length.
+them), columns are lengths. A cell beyond the training length has a number only if the scheme fitted
+the task at the training length.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def of_section(results: Results, section: str) -> dict[str, SchemeResults]:
 
 
 def modes(results: Results, section: str) -> list[str]:
-    """Returns the modes in which a section was evaluated, those with most lengths first."""
+    """Returns the modes in which a section was evaluated, by descending number of lengths."""
     lengths: dict[str, set[int]] = {}
     for row in of_section(results, section).values():
         for mode, variant in row.views:
@@ -97,7 +97,7 @@ def modes(results: Results, section: str) -> list[str]:
 def places(results: Results, section: str) -> dict[str, dict[int, tuple[float, ...]]]:
     """Returns the scores by scheme, length and place in the row, of schemes that fitted.
 
-    They are those of the mode with the most lengths.
+    The mode is the one with the most lengths.
     """
     mode, out = next(iter(modes(results, section)), ""), {}
     for scheme, row in of_section(results, section).items():

@@ -97,17 +97,17 @@ class OrbaxCheckpoint:
             )
             try:
                 with _without_late_reads():
-                    found = self._manager.restore(step, args=arguments)
-                wall, cpu = found["facts"]["times"]
-                curve = found["facts"]["curve"]
-                leaves = [found["state"][name] for name in like]
-                if _checksum(leaves) != found["facts"]["checksum"]:
+                    restored = self._manager.restore(step, args=arguments)
+                wall, cpu = restored["facts"]["times"]
+                curve = restored["facts"]["curve"]
+                leaves = [restored["state"][name] for name in like]
+                if _checksum(leaves) != restored["facts"]["checksum"]:
                     raise ValueError("the arrays are not those that were written")
             except Exception as error:  # Damaged files of arrays make Orbax raise Exception itself.
-                what = type(error).__name__
+                reason = type(error).__name__
                 self.say(
-                    f"{self.path / str(step)}: cannot be used ({what}); continuing from what was "
-                    "written before it"
+                    f"{self.path / str(step)}: cannot be used ({reason}); continuing from the "
+                    "state before it"
                 )
                 self._manager.delete(step)
                 continue
@@ -153,10 +153,10 @@ def _without_late_reads() -> Generator[None]:
     """
     hook, log = sys.unraisablehook, logging.getLogger("asyncio")
 
-    def other_errors(found: Any) -> None:
-        says = str(found.exc_value)
+    def other_errors(unraisable: Any) -> None:
+        says = str(unraisable.exc_value)
         if says != "Event loop is closed" and "was never awaited" not in says:
-            hook(found)
+            hook(unraisable)
 
     def other_lines(record: logging.LogRecord) -> bool:
         return "exception was never retrieved" not in record.getMessage()

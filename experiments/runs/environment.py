@@ -27,7 +27,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Returns the versions of packages, "not installed" for what is not."""
+    """Returns the versions of packages, "not installed" for missing ones."""
     out = {}
     for name in packages:
         try:
@@ -48,7 +48,7 @@ def usable_cores() -> int:
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Returns the processor's name and its vector and matrix instructions, or the architecture.
 
-    On virtual machines the name may be that of a whole family, hence family and model.
+    On virtual machines the name may stand for a whole family, hence family and model.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()

@@ -77,7 +77,7 @@ class Experiment:
         return [self.run(task, name, s) for task, name in self.plan() for s in self.seed_list]
 
     def options_of(self, task_name: str, scheme: str) -> dict[str, Any]:
-        """Returns the settings of a scheme for a task, by the names that a chain is made of."""
+        """Returns the settings of a scheme for a task, by name of each part of a chain."""
         task: Task = self.tasks[task_name]
         parts = [part.strip() for part in scheme.split("+")]
         options = {p: self.options.get(p, {}) | task.schemes.get(p, {}) for p in parts}
@@ -106,15 +106,15 @@ class Experiment:
         for name in (part.strip() for part in scheme.split("+")):
             options = self.options.get(name, {}), task.schemes.get(name, {})
             tables |= {f"schemes.{name}": options[0], f"{task_name}.schemes.{name}": options[1]}
-            given = {**options[0], **options[1]}.get("max_distance")
-            if isinstance(given, int) and given > task.train_length:
+            max_distance = {**options[0], **options[1]}.get("max_distance")
+            if isinstance(max_distance, int) and max_distance > task.train_length:
                 raise ConfigError(
-                    f"schemes.{name}.max_distance: {given} exceeds {task_name}.train_length = "
-                    f"{task.train_length}, so its furthest distances would never be trained; set "
-                    f"{task_name}.schemes.{name}.max_distance"
+                    f"schemes.{name}.max_distance: {max_distance} exceeds "
+                    f"{task_name}.train_length = {task.train_length}, so its furthest distances "
+                    f"would never be trained; set {task_name}.schemes.{name}.max_distance"
                 )
             default = getattr(find(name), "max_distance", None)
-            if given is None and isinstance(default, int) and default > task.train_length:
+            if max_distance is None and isinstance(default, int) and default > task.train_length:
                 tables[f"schemes.{name}"] = {**options[0], "max_distance": task.train_length}
         return build(scheme, sizes, tables, f"task {task_name}")
 
@@ -181,10 +181,10 @@ def find_task(name: str) -> type[Task]:
         if name not in TASKS:
             raise ConfigError(f"tasks: unknown task {name!r}{near(name, TASKS)}")
         return TASKS[name]
-    found = import_object(name, "tasks")
-    if not (isinstance(found, type) and issubclass(found, Task) and found.name):
+    task = import_object(name, "tasks")
+    if not (isinstance(task, type) and issubclass(task, Task) and task.name):
         raise ConfigError(f"tasks: {name!r} is no subclass of Task with a name")
-    return found
+    return task
 
 
 def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experiment:
@@ -269,18 +269,18 @@ def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict
         metavar="A,B",
         help=f"{field_help(Experiment)['tasks']} (default: {','.join(experiment.tasks)})",
     )
-    given = {name: type(task) for name, task in experiment.tasks.items()}
+    running = {name: type(task) for name, task in experiment.tasks.items()}
     asked = {"-h", "--help"} & set(arguments)  # The help is on the tasks that run.
     others = {task.name: task for task in map(find_task, named)} if asked else _known(named)
-    for name, task in (others | given).items():
+    for name, task in (others | running).items():
         parser.add_settings(experiment.tasks.get(name, task()), f"task {name}", f"{name}.")
-    found, rest = parser.parse_known_args(arguments)
+    known, unknown = parser.parse_known_args(arguments)
     # Options of schemes, and unknown flags, which `from_file` refuses.
     more = Parser(add_help=False)
-    for flag in dict.fromkeys(a.partition("=")[0] for a in rest if a.startswith("--")):
+    for flag in dict.fromkeys(a.partition("=")[0] for a in unknown if a.startswith("--")):
         more.add_argument(flag, dest=flag.removeprefix("--"), type=literal, nargs="?", const="")
     out: dict[str, Any] = {}
-    for flag, value in {**vars(found), **vars(more.parse_args(rest))}.items():
+    for flag, value in {**vars(known), **vars(more.parse_args(unknown))}.items():
         for key in reversed(_path(flag)):
             value = {key: value}
         out = merge(out, value)

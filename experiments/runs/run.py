@@ -46,7 +46,7 @@ _POINTS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What result.json holds.
+    """The content of result.json.
 
     Attributes:
       settings: of the run, all of them.
@@ -141,12 +141,12 @@ class Run:
 
     @property
     def batches_before(self) -> int:
-        """How many batches the parameters have seen that it begins with."""
+        """The number of batches on which the initial parameters were trained."""
         return self.start.batches_before + self.start.task.train.steps if self.start else 0
 
     @functools.cached_property
     def program(self) -> str:
-        """The same for all runs that one compiled program serves: other seeds, other rates."""
+        """Identifies the compiled program, which runs with other seeds and rates share."""
         train = {"learning_rate": 1.0, "scheme_rate": 1.0}
         task = dataclasses.replace(self.task, train=dataclasses.replace(self.task.train, **train))
         return dataclasses.replace(self, task=task, seed=0, start=None).name
@@ -157,7 +157,7 @@ class Run:
         return self.start.root if self.start else self
 
     def train(self, data: Data, **options: Any) -> Trained | None:
-        """Trains the model; options are those of `train.train`."""
+        """Trains the model; for options see `train.train`."""
         before = self.batches_before
         return train(
             self.task, self.position, [self.seed], data.train, batches_before=before, **options
@@ -369,7 +369,7 @@ def _read(file: Path) -> Result | None:
 
 
 def _training(settings: dict[str, Any], task: Any) -> dict[str, Any]:
-    """Returns settings of a run without those of the evaluation alone."""
+    """Returns the settings of a run that its training depends on."""
     table = {k: v for k, v in settings[task.name].items() if k not in task.measure_settings}
     return settings | {task.name: table}
 
@@ -402,7 +402,7 @@ def here() -> dict[str, Any]:
 def text(result: Result) -> str:
     """Returns a result as JSON, with lists on one line each."""
     words = to_json(dataclasses.asdict(result), indent=1)
-    return re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), words) + "\n"
+    return re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), words) + "\n"
 
 
 def _new_parameters(run: Run) -> Any:
@@ -444,7 +444,7 @@ def _places(evaluations: list[Evaluation], view: str) -> dict[str, list[float | 
 def commit() -> str:
     """Returns the commit of the code and settings, with a plus where files differ from it.
 
-    The answer is that of the first call. Outside a repository it is "unknown".
+    Later calls return the result of the first. Outside a repository it is "unknown".
     """
     root = Path(__file__).parents[2]
 

@@ -65,7 +65,7 @@ class Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stops the processes, and waits until they have written what they have."""
+        """Stops the processes, and waits until they have written their states."""
         if any(error):
             self.stop()
         for pipe, process in self._processes.items():

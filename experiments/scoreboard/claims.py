@@ -2,9 +2,9 @@
 
     claim = "RoPE learns an exact relative offset; ALiBi and no encoding do not"
     source = "Barbero et al. 2024, https://arxiv.org/abs/2410.06205, Theorem 5.3"
-    protocol = "What is trained and measured, in words."
+    protocol = "Training and measurement, in words."
     gate = ["rope[32] >= 0.9"]                    the task was learned, else the rest says nothing
-    criteria = ["alibi[32] <= 0.4"]               what the claim predicts
+    criteria = ["alibi[32] <= 0.4"]               predictions of the claim
     seeds = 5
     minutes = 3                                   on two idle cores, or on one GPU
 
@@ -41,7 +41,7 @@ from experiments.settings.config_io import STRICT, convert, from_tables, merge, 
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """The settings of a claim, without those of its runs."""
+    """The settings of a claim without settings of runs."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -75,7 +75,7 @@ class Claim:
       name: of the file, such as R08.
       about: the other entries of the file.
       gate, criteria: conditions on scores.
-      runs: by name, with seed 0; `of_seed` has those of other seeds.
+      runs: by name, with seed 0; for other seeds see `of_seed`.
     """
 
     name: str
@@ -131,12 +131,12 @@ def load(path: Path) -> Claim:
     return Claim(path.stem, about, gate, criteria, runs)
 
 
-def load_all(folder: Path, wanted: list[str]) -> list[Claim]:
+def load_all(folder: Path, chosen: list[str]) -> list[Claim]:
     """Returns the claims of a folder in alphabetical order.
 
     Args:
       folder: of the files.
-      wanted: names of claims; all if empty.
+      chosen: names of claims; all if empty.
 
     Raises:
       ConfigError: for an unknown name or a file that is wrong.
@@ -144,10 +144,10 @@ def load_all(folder: Path, wanted: list[str]) -> list[Claim]:
     files = {path.stem: path for path in sorted(folder.glob("*.toml"))}
     if not files:
         raise ConfigError(f"{folder}: has no files of claims")
-    for name in wanted:
+    for name in chosen:
         if name not in files:
             raise ConfigError(f"unknown claim {name!r}{near(name, files)}")
-    return [load(path) for name, path in files.items() if not wanted or name in wanted]
+    return [load(path) for name, path in files.items() if not chosen or name in chosen]
 
 
 def _runs(tables: Mapping[str, dict[str, Any]], common: dict[str, Any]) -> dict[str, Run]:

@@ -1,4 +1,4 @@
-"""`python -m experiments scoreboard`: runs what claims need, and writes their outcomes."""
+"""`python -m experiments scoreboard`: carries out the runs of claims, and writes outcomes."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -107,8 +107,8 @@ def _stages(
 
 def _plan(claims: Sequence[Claim], seeds: int | None, part: tuple[int, int]) -> list[Run]:
     """Returns the runs of a shard, each once."""
-    wanted = [(claim, min(seeds or claim.about.seeds, claim.about.seeds)) for claim in claims]
-    return of_shard((run for claim, count in wanted for run in _all(claim, count)), part)
+    counts = [(claim, min(seeds or claim.about.seeds, claim.about.seeds)) for claim in claims]
+    return of_shard((run for claim, count in counts for run in _all(claim, count)), part)
 
 
 def _all(claim: Claim, seeds: int) -> Iterator[Run]:
@@ -118,5 +118,5 @@ def _all(claim: Claim, seeds: int) -> Iterator[Run]:
 
 def _show(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
-        what = f"{outcome.word} ({outcome.reason})"
-        print(f"{outcome.claim.name:5} {what:36} {outcome.claim.about.claim}")
+        summary = f"{outcome.word} ({outcome.reason})"
+        print(f"{outcome.claim.name:5} {summary:36} {outcome.claim.about.claim}")

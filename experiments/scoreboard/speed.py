@@ -65,7 +65,7 @@ class Speed:
         return Data()
 
     def ratio(self, position: Position, seed: int, length: int) -> float:
-        """Returns the time of a step at a length, as a multiple of that without encodings."""
+        """Returns the time of a step at a length, as a multiple of the time without encodings."""
         key = seed_keys([seed], "test")[0]
         shape = max(1, self.tokens // length), length + 1
         tokens = jax.random.randint(key, shape, 0, _VOCABULARY)
@@ -90,7 +90,7 @@ class SpeedRun(Run):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings, and those of training that names of committed results have."""
+        """All settings, and constants that are part of the names of committed results."""
         settings = super().settings
         train = Train(steps=1, steps_per_call=1, warmup=0, batch=1)
         constant = {"coordinates": "positions", "coordinate_range": 0, "train": to_tables(train)}
@@ -98,7 +98,7 @@ class SpeedRun(Run):
 
     @property
     def program(self) -> str:
-        """The same for all repetitions."""
+        """Identifies the compiled programs, which all repetitions share."""
         return dataclasses.replace(self, seed=0).name
 
     def train(self, data: Data, **options: Any) -> None:

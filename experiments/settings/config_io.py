@@ -94,7 +94,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
       ConfigError: for a value of another type.
     """
     try:
-        # In JSON mode, strict types are those of TOML; in Python mode lists are no tuples.
+        # In JSON mode strict types match TOML; in Python mode lists are no tuples.
         return _adapter(hint).validate_json(json.dumps(value), strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
@@ -109,9 +109,9 @@ def convert(hint: Any, value: Any, path: str) -> Any:
             path += f".{key}" if path else key
             hint = typing.get_type_hints(hint)[key]
     if unknown:
-        at = f"{path}.{name}" if path else name
+        setting = f"{path}.{name}" if path else name
         raise ConfigError(
-            f"{at}: unknown setting of {hint.__name__}{near(str(name), _names(hint))}"
+            f"{setting}: unknown setting of {hint.__name__}{near(str(name), _names(hint))}"
         )
     rule = first["msg"].replace("Input should be", "must be")
     rule = rule.replace("an object", "a table").replace("array", "list")
@@ -212,13 +212,13 @@ def _from_text(hint: Any) -> Any:
 
 def field_help(cls: type) -> dict[str, str]:
     """Returns the docstrings of the fields of a dataclass and its bases."""
-    found: dict[str, str] = {}
+    helps: dict[str, str] = {}
     for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
-        found |= _own_help(base)
-    return found
+        helps |= _help_of_class(base)
+    return helps
 
 
 @functools.cache
-def _own_help(cls: type) -> dict[str, str]:
+def _help_of_class(cls: type) -> dict[str, str]:
     fields = docstring_parser.parse_from_object(cls).params
     return {field.arg_name: " ".join((field.description or "").split()) for field in fields}

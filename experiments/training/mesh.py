@@ -1,7 +1,7 @@
 """Training on many devices: the mesh, how arrays are sharded on it, and processes on many hosts.
 
 data        sequences of a batch: each device draws and computes its own
-tensor      heads of attention, with what a scheme learns per head; the MLP's inner width; logits,
+tensor      heads of attention, with a scheme's parameters per head; the MLP's inner width; logits,
             where the axis divides the vocabulary (embeddings are whole on every device)
 sequence    tokens, with keys that travel between devices (`posenc_jax.sharding`)
 
@@ -78,7 +78,7 @@ def make(text: str, sharded: Iterable[tuple[str, str, int]]) -> Mesh:
 
     Raises:
       ConfigError: for unknown axes, sizes whose product is not the number of devices, and axes
-        that do not divide what is sharded over them.
+        that do not divide a sharded size.
     """
     given: dict[str, int] = {}
     for part in text.split(","):
@@ -165,11 +165,11 @@ def _of_state(
         model = nnx.eval_shape(lambda key: new_model(key, _AXIS_NAMES), jax.random.key(0))
     named = nnx.state(model)
     specs = jax.tree.leaves(nnx.get_partition_spec(named))
-    found = [
+    shardings = [
         NamedSharding(mesh, P(None, *_spec(path, leaf, spec, mesh)))
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(params), specs, strict=True)
     ]
-    of_params = jax.tree.unflatten(jax.tree.structure(params), found)
+    of_params = jax.tree.unflatten(jax.tree.structure(params), shardings)
     of_moments = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,

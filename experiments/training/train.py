@@ -38,7 +38,7 @@ def make_optimizer(
     Args:
       train: all settings but the two rates.
       learning_rate: the highest; may be traced.
-      scheme_rate: what steps of the scheme's parameters are multiplied by; may be traced.
+      scheme_rate: factor of steps of the scheme's parameters; may be traced.
     """
     shape = optax.warmup_cosine_decay_schedule(
         0.0, 1.0, train.warmup, train.steps, train.final_rate
@@ -53,7 +53,7 @@ def make_optimizer(
 
 
 def without_rates(task: Task) -> Task:
-    """Returns the task with rates of 1: what a program depends on."""
+    """Returns the task with rates of 1: a compiled program does not depend on rates."""
     train = dataclasses.replace(task.train, learning_rate=1.0, scheme_rate=1.0)
     return dataclasses.replace(task, train=train)
 
@@ -81,7 +81,7 @@ def mean_loss(
 
 
 # On a CPU the lower level compiles a quarter faster to code of the same speed, and XLA's own loops
-# are a fifth faster than what it gives to YNNPACK (jaxlib 0.10.2; the option lists what it gives).
+# are a fifth faster than YNNPACK, to which the empty option gives no operations (jaxlib 0.10.2).
 _COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
     "cpu": {"xla_backend_optimization_level": "1", "xla_cpu_experimental_ynn_fusion_type": ""}
 }
@@ -103,7 +103,7 @@ def advance(
     Args:
       state: parameters and optimiser state, leaves [seeds, ...].
       keys: [seeds], of the data.
-      rates: [seeds, 2], the learning rate and that of the scheme relative to it.
+      rates: [seeds, 2], the learning rate and the relative rate of the scheme.
       first: the number of the first batch, int32.
       data: `Data.train` of the task.
       graphdef: structure of the model.
@@ -118,8 +118,8 @@ def advance(
         drawn = jax.random.fold_in(key, number)
         tokens, mask = task.sample(drawn, task.train.batch, task.train_length, data)
         tokens, mask = (on_mesh.constrain(x, "data") for x in (tokens, mask))
-        at = task.draw_coordinates(drawn, tokens, training=True)
-        loss, gradient = jax.value_and_grad(mean_loss)(params, graphdef, tokens, mask, at)
+        coordinates = task.draw_coordinates(drawn, tokens, training=True)
+        loss, gradient = jax.value_and_grad(mean_loss)(params, graphdef, tokens, mask, coordinates)
         updates, moments = optimizer.update(gradient, moments, params)
         return ((optax.apply_updates(params, updates), moments), key), loss
 
@@ -165,7 +165,7 @@ class Checkpoint(Protocol):
     def load(self, state: Any) -> tuple[Any, dict[str, list], tuple[float, float]] | None:
         """Returns a state like `state`, its curve and its times; None if there is none.
 
-        The last step of the curve is that of the state. Times are seconds of the clock and of the
+        The last step of the curve belongs to the state. Times are seconds of the clock and of the
         processors.
         """
         ...
@@ -211,11 +211,11 @@ def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any
 
 
 def _memory(call: Any) -> int | None:
-    """Returns the bytes of a compiled call: arguments, results and what lies between."""
-    if (found := call.memory_analysis()) is None:  # Not all of JAX's backends say.
+    """Returns the bytes of a compiled call: arguments, results and temporaries."""
+    if (analysis := call.memory_analysis()) is None:  # Not all of JAX's backends say.
         return None
-    size = found.argument_size_in_bytes + found.temp_size_in_bytes
-    return size + found.output_size_in_bytes - found.alias_size_in_bytes
+    size = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    return size + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
 def train(
@@ -233,14 +233,14 @@ def train(
     """Trains one model per seed.
 
     Args:
-      task: says what to learn, how long and with which model.
+      task: the data, the model and the settings of training.
       position: the scheme, or one layer each.
       seeds: of parameters and data.
       data: `Data.train` of what `task.load` returned.
       report: called with the step and the losses [seeds] after each compiled call.
       params: to begin with, leaves [seeds, ...]; default: new ones.
       batches_before: how many batches these have seen, which are not drawn again.
-      checkpoint: keeps the state, and has that of an earlier call that was stopped.
+      checkpoint: stores the state, and returns the state of an interrupted call.
       mesh: of `experiments.training.mesh`, to compute on all its devices; default: on one.
 
     Raises:
@@ -261,8 +261,8 @@ def train(
     begun, cpu = time.perf_counter(), time.process_time()
     curve: dict[str, list] = {"step": [], "loss": []}
     before = 0.0, 0.0
-    if checkpoint and (kept := checkpoint.load(state)):
-        state, curve, before = kept
+    if checkpoint and (stored := checkpoint.load(state)):
+        state, curve, before = stored
 
     def times() -> tuple[float, float]:
         wall, processors = time.perf_counter() - begun, time.process_time() - cpu
