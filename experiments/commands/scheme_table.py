@@ -51,7 +51,7 @@ def row(name: str) -> tuple[str, ...]:
     return (
         f"`{name}`",
         f"`{cls.__name__}`",
-        cls.__module__.split(".")[1],
+        cls.__module__.split(".")[-2],
         str(scheme.acts),
         f"{learned:,}" if learned else "no",
         _cached(scheme),

@@ -3,11 +3,12 @@
 Pre-RMSNorm, GELU, no biases, an untied head, normal(0.02) weights with the outputs of each
 block scaled by 1/sqrt(2 layers). The logit scale is 1/sqrt(H) for every scheme, also for T5
 (its published scale of 1 belongs to another initialisation). Traits of the scheme decide
-whether token embeddings are multiplied by sqrt(D) first (`scale_embedding`: fixed waves of
-amplitude one would dominate embeddings of 0.02), and whether all layers share its parameters
-(`shared_over_layers`) or each has a set of its own.
+whether token embeddings are multiplied by sqrt(D) (`scale_embedding`: fixed waves of amplitude
+one would dominate embeddings of 0.02), and whether layers share its parameters
+(`shared_over_layers`).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,9 +23,9 @@ from experiments.errors import ConfigError
 from experiments.settings.common import Model
 
 Position = pe.Scheme | tuple[pe.LayerSpec, ...]
-"""A scheme for all layers, or one layer each."""
+"""A scheme for all layers, or the settings of each layer."""
 MASK_TOKEN = 0
-"""What a model without causality reads in place of the tokens that it predicts."""
+"""Input of a model without causality at the tokens that it predicts."""
 _STDDEV = 0.02
 
 
@@ -49,18 +50,18 @@ class Block(nnx.Module):
     def __init__(
         self,
         sizes: Model,
-        position: pe.Scheme | pnnx.PositionEncoding,
         layer: pe.LayerSpec,
         key: jax.Array,
+        shared_encoding: pnnx.PositionEncoding | None = None,
         axis_names: Mapping[str, str] | None = None,
     ):
-        """Makes parameters from `key`, the same for every scheme.
+        """Draws parameters from `key`, the same for every scheme.
 
         Args:
           sizes: of the model.
-          position: the encoding; the scheme of `layer`, or one with parameters for all layers.
-          layer: has all else that attention needs.
+          layer: the settings of attention.
           key: of the parameters.
+          shared_encoding: the scheme with parameters for all layers, if they share them.
           axis_names: of the axes of parameters of attention, as in `pnnx.Attention`.
         """
         rngs = nnx.Rngs(key)
@@ -74,46 +75,34 @@ class Block(nnx.Module):
         self.convs = nnx.List(
             [ShortConv(width, sizes.conv_size, rngs) for _ in range(2 if sizes.conv_size else 0)]
         )
-        self.attention = pnnx.Attention(  # Last: a scheme draws after everything else has.
+        if layer.scale is None:
+            layer = dataclasses.replace(layer, scale=sizes.head_dim**-0.5)
+        self.attention = pnnx.Attention(  # Last: schemes draw different numbers of parameters.
             width,
             sizes.num_heads,
-            position=position,
+            position=layer,
+            shared_encoding=shared_encoding,
             is_causal=sizes.is_causal,
-            window=layer.window,
-            scale=sizes.head_dim**-0.5 if layer.scale is None else layer.scale,
-            softcap=layer.softcap,
-            sinks=layer.sinks,
-            qk_norm=layer.qk_norm,
             kernel_init=weights,
             out_kernel_init=outputs,
             axis_names=axis_names,
             rngs=rngs,
         )
-        self.chunk_size = layer.chunk_size
 
-    def __call__(self, x: jax.Array, coordinates: jax.Array | None = None) -> jax.Array:
-        """Returns [B, T, D] for x [B, T, D]."""
-        chunks = None
-        if self.chunk_size is not None:
-            chunks = pe.positions.count_up(*x.shape[:2]) // self.chunk_size
-        y = self.norm1(x)
-        if self.convs:
-            y = self.convs[0](y)
-        x = x + self.attention(y, segment_ids=chunks, coordinates=coordinates)
-        return self._mlp(x)
+    def __call__(self, x: jax.Array, **tokens: Any) -> jax.Array:
+        """Returns [B, T, D] for x [B, T, D]; `tokens` are options of `pnnx.Attention`."""
+        return self._mlp(x + self.attention(self._attention_input(x), **tokens))
 
     def decode(
-        self,
-        x: jax.Array,
-        cache: pe.KVCache,
-        positions: jax.Array | None,
-        segment_ids: jax.Array | None,
+        self, x: jax.Array, cache: pe.KVCache, **tokens: Any
     ) -> tuple[jax.Array, pe.KVCache]:
         """Returns [B, T, D] for x [B, T, D] after the tokens in the cache, and the new cache."""
-        y, cache = self.attention(
-            self.norm1(x), cache=cache, positions=positions, segment_ids=segment_ids
-        )
+        y, cache = self.attention(self._attention_input(x), cache=cache, **tokens)
         return self._mlp(x + y), cache
+
+    def _attention_input(self, x: jax.Array) -> jax.Array:
+        y = self.norm1(x)
+        return self.convs[0](y) if self.convs else y
 
     def _mlp(self, x: jax.Array) -> jax.Array:
         z = self.norm2(x)
@@ -133,7 +122,7 @@ class LanguageModel(nnx.Module):
         key: jax.Array,
         axis_names: Mapping[str, str] | None = None,
     ):
-        """Makes parameters from `key`; all but the schemes' are the same for every scheme."""
+        """Draws parameters from `key`; all but the schemes' are the same for every scheme."""
         keys = jax.random.split(key, sizes.num_layers + 3)
         weights = nnx.initializers.normal(_STDDEV)
         self.embed = nnx.Embed(
@@ -150,21 +139,21 @@ class LanguageModel(nnx.Module):
         layers = position if isinstance(position, tuple) else (position,)
         layers = pe.layer_pattern(sizes.num_layers, *layers)
         schemes, rngs = list(dict.fromkeys(layer.scheme for layer in layers)), nnx.Rngs(keys[2])
-        shared = {s for s in schemes if s.traits.shared_over_layers}
         encodings = {
             s: pnnx.PositionEncoding(s, axis_names=axis_names, rngs=rngs)
             for s in schemes
-            if s in shared or pe.Acts.EMBEDDING in s.acts
+            if s.traits.shared_over_layers or pe.Acts.EMBEDDING in s.acts
         }
         self.positions = nnx.List(list(encodings.values()))
-        own = {s: s if s.acts_in_attention else pe.NoPE() for s in schemes}
-        in_layers = own | {s: encodings[s] for s in shared}
-        self.blocks = nnx.List(
-            [
-                Block(sizes, in_layers[layer.scheme], layer, k, axis_names)
-                for layer, k in zip(layers, keys[3:], strict=True)
-            ]
-        )
+
+        def block(layer, key):
+            scheme = layer.scheme
+            if not scheme.acts_in_attention:
+                layer = dataclasses.replace(layer, scheme=pe.NoPE())
+            shared = encodings[scheme] if scheme.traits.shared_over_layers else None
+            return Block(sizes, layer, key, shared, axis_names)
+
+        self.blocks = nnx.List(map(block, layers, keys[3:]))
         scaled = any(s.traits.scale_embedding for s in schemes)
         self.embed_scale = sizes.model_dim**0.5 if scaled else 1.0
         self.is_causal = sizes.is_causal
@@ -174,13 +163,13 @@ class LanguageModel(nnx.Module):
 
         Args:
           tokens: int32 [B, T].
-          coordinates: what the scheme encodes, [B, T] or [A, B, T]. Default: the positions.
+          coordinates: input of the scheme, [B, T] or [A, B, T]. Default: the positions.
         """
         x = self.embed(tokens) * self.embed_scale
-        for position in self.positions:
-            x = position(x, coordinates=coordinates)
+        for encoding in self.positions:
+            x = encoding(x, coordinates=coordinates)
         for block in self.blocks:
-            x = block(x, coordinates)
+            x = block(x, coordinates=coordinates)
         return by_rows(self.head, self.norm(x))
 
     def decode(
@@ -199,16 +188,15 @@ class LanguageModel(nnx.Module):
           segment_ids: int32 [B, T], below zero for padding.
 
         Raises:
-          ConfigError: for models with convolutions or layers with chunks.
+          ConfigError: for models with convolutions.
         """
-        for block in self.blocks:
-            if block.convs or block.chunk_size is not None:
-                raise ConfigError("models with conv_size or chunks of tokens are not decoded")
+        if any(block.convs for block in self.blocks):
+            raise ConfigError("models with conv_size are not decoded")
         x, new = self.embed(tokens) * self.embed_scale, []
-        for position in self.positions:
-            x = position(x, positions, cache=caches[0])
+        for encoding in self.positions:
+            x = encoding(x, positions, cache=caches[0])
         for block, cache in zip(self.blocks, caches, strict=True):
-            x, cache = block.decode(x, cache, positions, segment_ids)
+            x, cache = block.decode(x, cache, positions=positions, segment_ids=segment_ids)
             new.append(cache)
         return by_rows(self.head, self.norm(x)), new
 
@@ -217,7 +205,7 @@ class LanguageModel(nnx.Module):
         return [block.attention.new_cache(batch, capacity) for block in self.blocks]
 
     def inputs_and_targets(self, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns what the model reads and what it predicts there, int32 [B, T] each.
+        """Returns the inputs of the model and its targets, int32 [B, T].
 
         Args:
           tokens: int32 [B, T + 1].

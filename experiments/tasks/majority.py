@@ -1,4 +1,4 @@
-"""majority: which of two symbols is more frequent.
+"""majority: the more frequent of two symbols.
 
     <begin> 1 0 1 1 0 <separator> 1
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 import re
 
 import chex
@@ -15,11 +14,12 @@ from engine.rules import KINDS
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import build, make_batch, one_of_all, output
+from support import one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.rules import DotBias, LogitBias
+from posenc_jax.engine.problem import _AXES, Problem
+from posenc_jax.engine.rules import DotBias, LogitBias, Rule
 from posenc_jax.engine.tpu.implementation import PallasTPU, _block
 from posenc_jax.engine.tpu.schedule import tile_order
 from posenc_jax.engine.tpu.strip import Strip, shear, sum_diagonals
@@ -445,21 +445,10 @@ def test_a_ring_of_kernels_equals_one_device():
     assert_close(outcome(ring), outcome(one))
 
 
-def test_the_documentation_names_the_schemes_that_have_kernels():
-    def supported(name):
-        scheme = build(pe.SCHEMES[name])
-        tokens = jax.eval_shape(lambda: make_batch(length=40))
-        params = jax.eval_shape(scheme.init, jax.random.key(0))
-        try:
-            jax.eval_shape(
-                lambda params, tokens: output(scheme, params, tokens, implementation=KERNELS),
-                params,
-                tokens,
-            )
-        except NotImplementedError:
-            return False
-        return True
-
-    text = pathlib.Path(pe.__file__).parents[1].joinpath("docs", "kernels.md").read_text()
-    listed = re.search(r"Schemes that run:(.*?)\.\n", text, re.DOTALL)[1]
-    assert re.findall(r"`(\w+)`", listed) == [name for name in pe.SCHEMES if supported(name)]
+def test_every_array_of_a_problem_is_sharded_by_its_axes():
+    """By letters that fields declare: a field without them is an error, not sharded by row."""
+    fields = (x for x in dataclasses.fields(Problem) if not x.metadata.get("static"))
+    assert {x.name for x in fields} == {*_AXES, "rules"}
+    for rule in Rule.__subclasses__():
+        for field in dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ():
+            assert field.metadata.get("static") or field.name in rule.axes, (rule, field.name)

@@ -72,16 +72,16 @@ def backward(spec: Spec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: j
 
 def _element(element: Element, of_q: list[jax.Array], of_k: list[jax.Array]) -> Element:
     """Returns the cotangents of a term, from sums over keys, [B, N, T], and over queries."""
-    count = len(element.numbers)
+    count = len(element.scalars)
 
     def by_key_head(d, like):
         return d.reshape(d.shape[0], like.shape[1], -1, 1, d.shape[2]).sum(2)
 
     return dataclasses.replace(
         element,
-        numbers=tuple(d.sum((0, 2)) for d in of_q[:count]),
-        q_numbers=tuple(d[:, :, None] for d in of_q[count:]),
-        k_numbers=tuple(map(by_key_head, of_k, element.k_numbers)),
+        scalars=tuple(d.sum((0, 2)) for d in of_q[:count]),
+        q_scalars=tuple(d[:, :, None] for d in of_q[count:]),
+        k_scalars=tuple(map(by_key_head, of_k, element.k_scalars)),
     )
 
 

@@ -151,9 +151,9 @@ class Tile:
             for side, of in ((self._of_q, self.x.rows), (self._of_k, self.x.columns))
         ]
         return (
-            [y[self.head] for y in element.numbers],
-            [self._of_q(y, self.head) for y in element.q_numbers],
-            [self._of_k(y, self.head // (heads // y.shape[1])) for y in element.k_numbers],
+            [y[self.head] for y in element.scalars],
+            [self._of_q(y, self.head) for y in element.q_scalars],
+            [self._of_k(y, self.head // (heads // y.shape[1])) for y in element.k_scalars],
             *places,
         )
 
@@ -269,7 +269,7 @@ def _evaluate(jaxpr: Any, consts: Any, arguments: Any) -> list[Any]:
 
 def number_count(element: Any, q_axis: int) -> int:
     """Returns of how many numbers the cotangents are sums over columns."""
-    return len(element.numbers) + len(element.q_numbers) if q_axis == 0 else len(element.k_numbers)
+    return len(element.scalars) + len(element.q_scalars) if q_axis == 0 else len(element.k_scalars)
 
 
 def of_rows(cotangents: Any, q_axis: int) -> list[jax.Array]:

@@ -1,255 +1,23 @@
-"""Checks that a position encoding works everywhere: under `jit`, in tiles, packed, in a cache.
-
-    from posenc_jax import testing
-
-    print(testing.check(MyScheme(num_heads=4)))
-
-Each property is measured on a small model: an embedding of random tokens, fixed projections
-and one attention with the scheme. All arrays that differ between properties are data, so
-that a scheme compiles few programs. The shipped schemes pass the same properties in the
-tests of this package.
-
-This module needs no test framework. To see the properties one by one in pytest:
-
-    CASE = testing.Case(MyScheme(num_heads=4))
-
-    @pytest.mark.parametrize("name", testing.PROPERTIES)
-    def test_my_scheme(name):
-        testing.PROPERTIES[name].check(CASE)
-"""
+"""Properties that every scheme keeps."""
 
 import dataclasses
-import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.functional.attention import new_cache, scheme_attention, scheme_embedding
+from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.positions.packing import count_up, from_padding_mask, from_segment_ids
-from posenc_jax.schemes.scheme import Scheme
+from posenc_jax.schemes.scheme import Scheme, param_axes
+from posenc_jax.testing.case import BATCH, LENGTH, PADDING, Case, jit_fast
 
-BATCH, LENGTH = 2, 19  # 19 tokens are no multiple of a tile.
-LONG = 130  # Tokens where tiles matter: rules evaluated once per distance, several blocks.
 PROMPT = 12  # Tokens that decoding continues.
-PADDING = 4  # Padding tokens before the first row where attention in tiles is checked.
-IMPLEMENTATIONS = "reference", "xla"  # Those that have to agree.
-
-
-class Case:
-    """A scheme with parameters, random tokens and compiled functions to measure it with.
-
-    Coordinates go up to 129 (below `max_length`, if the scheme has one), and beyond a million
-    for a scheme that is relative.
-
-    Args:
-      scheme: the scheme, an instance.
-      num_heads, num_kv_heads, head_dim, model_dim: sizes N, K, H and D. Default: those
-        among the fields of the scheme or of schemes inside it; else 6, N divided by its
-        smallest prime factor, 8 and 20.
-
-    Attributes:
-      params: new parameters.
-      weights: projections to queries, keys and values, [D, N or K, H].
-      x, long_x: token embeddings, float32 [B, 19, D] and [B, 130, D].
-      padded, packed: segments of 130 tokens: padding at the left of the first row, and two
-        sequences in each row.
-      traces: how often `model` was traced.
-
-    Raises:
-      TypeError: for anything but a scheme.
-      ValueError: if the scheme has a `max_length` below 64.
-    """
-
-    def __init__(
-        self,
-        scheme: Scheme,
-        *,
-        num_heads: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        model_dim: int | None = None,
-    ):
-        if not isinstance(scheme, Scheme):
-            raise TypeError(f"testing: scheme must be a Scheme instance, got {scheme!r}.")
-        sizes = list(_sizes(scheme))
-        found = dict(sizes)
-        self.scheme = scheme
-        self.num_heads = num_heads or found.get("num_heads", 6)
-        self.num_kv_heads = num_kv_heads or found.get("num_kv_heads") or _grouped(self.num_heads)
-        self.head_dim = head_dim or found.get("head_dim", 8)
-        self.model_dim = model_dim or found.get("model_dim", 20)
-        self.max_length = min([n for name, n in sizes if name == "max_length"], default=2**20)
-        require(
-            self.max_length >= 64,
-            f"testing: max_length must be at least 64 to check a scheme, got {self.max_length}.",
-        )
-        self.long = min(LONG, self.max_length)
-        self.x = _normal(3, BATCH, LENGTH, self.model_dim)
-        self.long_x = _normal(4, BATCH, self.long, self.model_dim)
-        self.padded, self.packed = np.zeros((2, BATCH, self.long), np.int32)
-        self.padded[0, :PADDING] = -1
-        self.packed[:, self.long // 3 :] = 1
-        heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        self.weights = [
-            _normal(i, self.model_dim, n, self.head_dim) / np.float32(self.model_dim**0.5)
-            for i, n in enumerate(heads)
-        ]
-        self.traces = 0
-        static = ("scheme", "is_causal", "window", "implementation")
-        self._model = _jit(self.model, static_argnames=static)
-        self._slopes = _jit(jax.grad(self._loss, (0, 1), has_aux=True), static_argnames=static)
-
-    @functools.cached_property
-    def params(self) -> Any:
-        """New parameters."""
-        return jax.jit(self.scheme.init)(jax.random.key(7))
-
-    def model(
-        self,
-        scheme: Scheme,
-        params: Any,
-        weights: Any,
-        x: Any,
-        *,
-        cache: Any = None,
-        **options: Any,
-    ) -> tuple[jax.Array, Any]:
-        """Returns the output [B, T, N, H] of embedding, projections and attention; the cache."""
-        self.traces += 1
-        where = {name: options.get(name) for name in ("positions", "coordinates")}
-        x = scheme_embedding(scheme, params, x, cache=cache, **where)
-        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
-        options = {"is_causal": True} | options
-        return scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
-
-    def run(self, x: Any, *, scheme: Scheme | None = None, **options: Any) -> tuple[jax.Array, Any]:
-        """Returns `model` of tokens x, compiled."""
-        weights = [w.astype(x.dtype) for w in self.weights]
-        options = {"implementation": "reference"} | options
-        return self._model(scheme or self.scheme, self.params, weights, x, **options)
-
-    def placed(
-        self, x: Any, positions: Any = None, segment_ids: Any = None, coordinates: Any = None
-    ) -> np.ndarray:
-        """Returns the output for positions, segments and coordinates that are all data.
-
-        One program serves whatever differs in them alone.
-        """
-        positions = count_up(*x.shape[:2]) if positions is None else positions
-        segment_ids = jnp.zeros_like(positions) if segment_ids is None else segment_ids
-        coordinates = positions if coordinates is None else coordinates
-        out, _ = self.run(x, positions=positions, segment_ids=segment_ids, coordinates=coordinates)
-        return np.asarray(out)
-
-    def alone(self, row: np.ndarray) -> np.ndarray:
-        """Returns the output [T, N, H] of one sequence [T, D], T at most 19, by itself.
-
-        The rest of the row is filled up behind it, where causal attention cannot see it.
-        """
-        x = np.array(self.x)
-        x[0, : len(row)] = row
-        return self.placed(x)[0, : len(row)]
-
-    def _loss(self, params, x, out_weights, **options):
-        out, _ = self.model(self.scheme, params, self.weights, x, **options)
-        return (out * out_weights).sum(), out
-
-    def gradients(
-        self,
-        implementation: str,
-        segment_ids: np.ndarray | None = None,
-        *,
-        x: np.ndarray | None = None,
-        params: Any = None,
-        weighted: int | None = None,
-    ) -> tuple[np.ndarray, Any, np.ndarray]:
-        """Returns the output for 130 tokens, and gradients of its weighted sum to params and x.
-
-        Args:
-          implementation: of `attention`.
-          segment_ids: `padded` or `packed`. Default: one segment.
-          x: tokens [B, 130, D]. Default: `long_x`.
-          params: parameters. Default: `params`.
-          weighted: the number of first tokens that the sum is over. Default: all.
-        """
-        x = self.long_x if x is None else x
-        params = self.params if params is None else params
-        segment_ids = np.zeros_like(self.padded) if segment_ids is None else segment_ids
-        out_weights = _normal(5, BATCH, self.long, self.num_heads, self.head_dim)
-        out_weights[:, weighted or self.long :] = 0
-        options = {"segment_ids": segment_ids, "implementation": implementation}
-        (params, x), out = self._slopes(params, x, out_weights, **options)
-        return np.asarray(out), params, np.asarray(x)
-
-    def cache(self, capacity: int = LENGTH + 5, **options: Any):
-        """Returns an empty cache."""
-        return new_cache(
-            self.scheme,
-            BATCH,
-            capacity,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            model_dim=self.model_dim,
-            **options,
-        )
-
-    def decode(
-        self, x: Any, chunks: list[int], cache: Any, **options: Any
-    ) -> tuple[np.ndarray, Any]:
-        """Returns the output of chunks of tokens that pass through a cache, and the cache.
-
-        Chunks of several tokens run in tiles. Positions, coordinates and segments are split
-        with the tokens.
-        """
-        outs, start = [], 0
-        for size in chunks:
-            part = slice(start, start + size)
-            split = ("positions", "segment_ids", "coordinates")
-            here = {n: a[..., part] if n in split else a for n, a in options.items()}
-            here |= {"implementation": "xla" if size > 1 else None}
-            out, cache = self.run(x[:, part], cache=cache, **here)
-            outs.append(np.asarray(out))
-            start += size
-        return np.concatenate(outs, 1), cache
-
-
-def _jit(function: Callable, **options: Any) -> Callable:
-    """`jax.jit` that compiles fast: programs of a check run a few times on small arrays."""
-    if jax.default_backend() == "cpu":
-        level = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        options |= {"compiler_options": level}
-    return jax.jit(function, **options)
-
-
-def _sizes(value: Any) -> Iterator[tuple[str, int]]:
-    """Yields the sizes among the fields of a scheme and of the schemes inside it."""
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _sizes(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            inner = getattr(value, field.name)
-            if isinstance(inner, int):
-                yield field.name, inner
-            else:
-                yield from _sizes(inner)
-
-
-def _grouped(num_heads: int) -> int:
-    """Returns a number of key heads below that of query heads, where one divides it."""
-    return next((num_heads // n for n in (2, 3, 5, 7) if num_heads % n == 0), 1)
-
-
-def _normal(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+IMPLEMENTATIONS = "reference", "xla"  # They have to agree.
 
 
 def _difference(a: Any, b: Any) -> float:
@@ -259,25 +27,25 @@ def _difference(a: Any, b: Any) -> float:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         if x.size:
             errors.append(np.abs(x - y).max() / max(1.0, np.abs(y).max()))
-    return float(np.max(errors))  # NaN where there is one; Python's max would lose it.
+    return float(np.max(errors))  # Python's max would lose NaN.
 
 
 def _finite(name: str, *trees: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(trees):
-        where = jax.tree_util.keystr(path[1:])
-        assert np.isfinite(np.asarray(leaf)).all(), f"{name}{where} is not finite"
+        entry = jax.tree_util.keystr(path[1:])
+        assert np.isfinite(np.asarray(leaf)).all(), f"{name}{entry} is not finite"
 
 
 @dataclasses.dataclass(frozen=True)
 class Property:
-    """Something that every scheme keeps.
+    """A property of every scheme.
 
     Attributes:
-      name: what holds, in a few words.
-      measure: gets a `Case`; returns an error or several, or None where the property does not
-        apply. It raises AssertionError for what is no number.
+      name: the property, in a few words.
+      measure: takes a `Case`; returns an error or several, or None where the property does not
+        apply. Raises AssertionError for violations without a number.
       tolerance: the largest error that passes.
-      cause: what usually breaks it.
+      cause: the usual cause of a violation.
     """
 
     name: str
@@ -293,11 +61,11 @@ class Property:
         """
         try:
             errors = self.measure(case)
-        except AssertionError as failed:
-            raise AssertionError(self._message(case, str(failed))) from failed
-        except Exception as raised:
-            text = f"raised {type(raised).__name__}: {raised}"
-            raise AssertionError(self._message(case, text)) from raised
+        except AssertionError as violation:
+            raise AssertionError(self._message(case, str(violation))) from violation
+        except Exception as error:
+            text = f"raised {type(error).__name__}: {error}"
+            raise AssertionError(self._message(case, text)) from error
         if errors is None:
             return None
         error = float(np.max(errors))
@@ -337,7 +105,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `check` measured; prints as a table."""
+    """The measurements of `check`; prints as a table."""
 
     scheme: Scheme
     rows: tuple[Row, ...]
@@ -358,7 +126,7 @@ def check(scheme: Scheme, **sizes: int) -> Report:
 
     Args:
       scheme: the scheme, an instance.
-      **sizes: of the model, where the scheme does not have them: see `Case`.
+      **sizes: sizes of the model that are no fields of the scheme; see `Case`.
 
     Returns:
       A report with the measured error of each property.
@@ -374,16 +142,16 @@ def check(scheme: Scheme, **sizes: int) -> Report:
     """
     case = Case(scheme, **sizes)
     rows, failures = [], []
-    for key, wanted in PROPERTIES.items():
+    for key, prop in PROPERTIES.items():
         start = time.perf_counter()
         try:
-            error = wanted.check(case)
-        except AssertionError as failed:
-            failures.append(str(failed))
+            error = prop.check(case)
+        except AssertionError as violation:
+            failures.append(str(violation))
             if key == "hashable_and_equal_by_value":  # Nothing else can run.
                 break
             continue
-        rows.append(Row(wanted.name, error, wanted.tolerance, time.perf_counter() - start))
+        rows.append(Row(prop.name, error, prop.tolerance, time.perf_counter() - start))
     if failures:
         raise AssertionError(
             "\n".join([f"{len(failures)} of {len(PROPERTIES)} properties fail.", *failures])
@@ -424,6 +192,18 @@ def parameters_are_deterministic_and_float32(case: Case) -> float:
     return _difference(a, b)
 
 
+@_holds("`param_axes` with the word of another size, or not one word per axis.")
+def declared_axes_have_their_sizes(case: Case) -> None:
+    """Axes of parameters have the sizes that `param_axes` names."""
+    sizes = ("num_heads", "num_kv_heads", "head_dim", "model_dim")
+    sizes = {name: getattr(case, name) for name in sizes}
+    params = jax.tree.leaves_with_path(case.params)
+    for (path, param), words in zip(params, param_axes(case.scheme), strict=True):
+        for word, length in zip(words, param.shape, strict=True):
+            text = f"params{jax.tree_util.keystr(path)} has {length} on its axis {word}"
+            assert length == sizes.get(word, length), text
+
+
 @_holds("a hook that reads a value while it is traced, or keeps state outside its arguments.")
 def jit_equals_eager(case: Case) -> float:
     """`jit` equals eager."""
@@ -445,10 +225,10 @@ def second_call_does_not_retrace(case: Case) -> int:
     """A second call with an equal scheme does not trace again."""
     case.placed(case.x)
     before = case.traces
-    at = count_up(BATCH, LENGTH, 5)
-    segment_ids = jnp.zeros_like(at)
-    twin = dataclasses.replace(case.scheme)
-    case.run(case.x, scheme=twin, positions=at, segment_ids=segment_ids, coordinates=at)
+    positions = count_up(BATCH, LENGTH, 5)
+    places = {"positions": positions, "coordinates": positions}
+    places["segment_ids"] = jnp.zeros_like(positions)
+    case.run(case.x, scheme=dataclasses.replace(case.scheme), **places)
     return case.traces - before
 
 
@@ -459,13 +239,14 @@ def second_call_does_not_retrace(case: Case) -> int:
 )
 def bfloat16_is_near_float32(case: Case) -> float:
     """Bfloat16 in, bfloat16 out, near float32."""
-    at = count_up(BATCH, LENGTH, min(1000, case.max_length - LENGTH))
+    positions = count_up(BATCH, LENGTH, min(1000, case.max_length - LENGTH))
     x = jnp.asarray(case.x, jnp.bfloat16)
-    out, _ = case.run(x, positions=at)
+    out, _ = case.run(x, positions=positions)
     assert out.dtype == jnp.bfloat16, f"the output is {out.dtype}"
-    # The same rounded projections, so that only what the scheme does in bfloat16 differs.
+    # The same rounded projections, so that only the scheme computes in another dtype.
     weights = [w.astype(jnp.bfloat16).astype(np.float32) for w in case.weights]
-    exact, _ = case.model(case.scheme, case.params, weights, x.astype(jnp.float32), positions=at)
+    x = x.astype(jnp.float32)
+    exact, _ = case.model(case.scheme, case.params, weights, x, positions=positions)
     return _difference(out.astype(jnp.float32), exact)
 
 
@@ -479,16 +260,16 @@ def every_parameter_has_a_gradient(case: Case) -> None:
     numbers = np.random.default_rng(0)
     noise = jax.tree.map(lambda a: numbers.normal(0, 0.1, a.shape).astype("f4"), case.params)
     for implementation in IMPLEMENTATIONS:
-        _, found, _ = case.gradients(implementation)
-        _finite("gradient of params", found)
+        _, gradient, _ = case.gradients(implementation)
+        _finite("gradient of params", gradient)
         # A parameter that starts at zero may hide another.
-        if any(np.abs(leaf).max() <= 1e-4 for leaf in jax.tree.leaves(found)):
+        if any(np.abs(leaf).max() <= 1e-4 for leaf in jax.tree.leaves(gradient)):
             moved = jax.tree.map(lambda a, b: a + b, case.params, noise)
-            _, found, _ = case.gradients(implementation, params=moved)
-        for path, leaf in jax.tree.leaves_with_path(found):
+            _, gradient, _ = case.gradients(implementation, params=moved)
+        for path, leaf in jax.tree.leaves_with_path(gradient):
             largest = float(np.abs(leaf).max())
-            where = jax.tree_util.keystr(path)
-            assert largest > 1e-4, f"gradient of params{where} is {largest:.1e} ({implementation})"
+            name = f"params{jax.tree_util.keystr(path)}"
+            assert largest > 1e-4, f"gradient of {name} is {largest:.1e} ({implementation})"
 
 
 @_holds(
@@ -508,8 +289,8 @@ def later_tokens_have_no_influence(case: Case) -> list[float]:
 
 
 def _tiles(case: Case, segment_ids: np.ndarray | None = None) -> float:
-    expected, found = (case.gradients(i, segment_ids) for i in IMPLEMENTATIONS)
-    return _difference(found, expected)
+    expected, tiled = (case.gradients(i, segment_ids) for i in IMPLEMENTATIONS)
+    return _difference(tiled, expected)
 
 
 _TILES = """`relative=True` on a rule that depends on more than q - k, `bounds` beyond which the
@@ -537,10 +318,10 @@ def tiles_equal_the_reference_packed(case: Case) -> float:
 @_holds(_TILES)
 def tiles_equal_the_reference_in_an_encoder(case: Case) -> float:
     """Tiles equal the reference without causality."""
-    expected, found = (
+    expected, tiled = (
         case.run(case.long_x, is_causal=False, implementation=i)[0] for i in IMPLEMENTATIONS
     )
-    return _difference(found, expected)
+    return _difference(tiled, expected)
 
 
 @_holds("a hook that divides by a sum over visible keys or tokens, which may be zero.", tolerance=0)
@@ -614,26 +395,24 @@ def right_padded_rows_equal_rows_alone(case: Case) -> list[float]:
     in any order.""")
 def storage_order_does_not_matter(case: Case) -> float:
     """The order in which tokens are stored does not matter."""
-    scheme, params = case.scheme, case.params
-    at = count_up(BATCH, LENGTH)
+    positions = count_up(BATCH, LENGTH)
+    pipeline = Pipeline(case.scheme, case.params)
+    scale = case.scheme.logit_scale(case.head_dim)
 
-    @_jit
-    def attend(pick):
-        x = scheme.embed(params, jnp.asarray(case.x), at)
+    @jit_fast
+    def attend(order):
+        x = case.scheme.embed(case.params, jnp.asarray(case.x), positions)
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in case.weights)
-        # States follow the order of tokens, so `mix` and `features` come before the shuffle.
-        q, k, v, _ = scheme.mix(params, q, k, v, None, None)
-        q_features, k_features, _ = scheme.features(params, x, q, k, at, None, None)
-        q, k, v, here, q_features, k_features = jax.tree.map(
-            lambda a: a[:, pick], (q, k, v, at, q_features, k_features)
+        # States follow the order of tokens, so hooks that read content come before the shuffle.
+        tokens = pipeline.read(Projections(q, k, v, x, positions)).replace(x=None, state=None)
+        tokens = pipeline.encode(jax.tree.map(lambda a: a[:, order], tokens))
+        call = AttentionCall(
+            q_positions=tokens.coordinates,
+            k_positions=tokens.coordinates,
+            is_causal=True,
+            scale=scale,
         )
-        q = scheme.query(params, q, here, q_features)
-        k = scheme.key(params, k, here, k_features)
-        v = scheme.value(params, v, here, k_features)
-        call = AttentionCall(q_positions=here, k_positions=here, is_causal=True)
-        call = call.replace(scale=scheme.logit_scale(case.head_dim))
-        out = scheme.attend(params, q, k, v, here, here, q_features, k_features, call)
-        return scheme.output(params, out, here, q_features)
+        return pipeline.attend(tokens, tokens, call)
 
     order = np.random.default_rng(0).permutation(LENGTH)
     return _difference(attend(order), attend(np.arange(LENGTH))[:, order])
@@ -644,8 +423,8 @@ def adding_a_constant_changes_nothing(case: Case) -> list[float] | None:
     """Adding a constant to all coordinates changes nothing (traits.relative)."""
     if not case.scheme.traits.relative:
         return None
-    at, here = count_up(BATCH, LENGTH), case.placed(case.x)
-    return [_difference(case.placed(case.x, at + n), here) for n in (1, 257, 1_000_000)]
+    positions, out = count_up(BATCH, LENGTH), case.placed(case.x)
+    return [_difference(case.placed(case.x, positions + n), out) for n in (1, 257, 1_000_000)]
 
 
 @_holds("""a hook that makes positions itself instead of reading `coordinates`; or a scheme that
@@ -683,12 +462,12 @@ def steps_from_an_empty_cache_equal_the_whole(case: Case) -> float:
 
 
 def _continued(case: Case, mask: Any, garbage: float) -> list[float]:
-    """Errors of one step after a prompt with padding, which holds any numbers."""
+    """Returns errors of one step after a prompt whose padding is multiplied by `garbage`."""
     x = np.array(case.x)
     x[:, :PROMPT][~mask] *= garbage
     positions, segment_ids = from_padding_mask(jnp.asarray(mask))
-    where = {"positions": positions, "segment_ids": segment_ids}
-    _, cache = case.decode(x[:, :PROMPT], [PROMPT], case.cache(), **where)
+    places = {"positions": positions, "segment_ids": segment_ids}
+    _, cache = case.decode(x[:, :PROMPT], [PROMPT], case.cache(), **places)
     out, _ = case.decode(x[:, PROMPT : PROMPT + 1], [1], cache)
     real = np.pad(mask, ((0, 0), (0, 1)), constant_values=True)
     rows = zip(out, x[:, : PROMPT + 1], real, strict=True)
