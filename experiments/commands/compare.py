@@ -48,7 +48,7 @@ def compare(
 
     Args:
       experiment: the experiment.
-      options: of `queue.add_arguments`.
+      options: of `run_queue.add_arguments`.
       fresh: whether to remove the results of an earlier experiment of that name.
       keep: whether to keep the trained parameters.
 
@@ -58,7 +58,7 @@ def compare(
     Raises:
       ConfigError, CorpusError, ResultsError: with one line; files written before are complete.
     """
-    part, folder, errors = shard(options.shard), experiment.folder, {}
+    part, folder = shard(options.shard), experiment.folder
     with Progress() as progress:
 
         def stages() -> Iterator[list[Run]]:
@@ -81,13 +81,12 @@ def compare(
 
         try:
             tasks = experiment.tasks.values()
-            queue = carry_out(options, folder, tasks, stages(), keep, progress)
-            status, errors = queue.status, queue.errors
+            status = carry_out(options, folder, tasks, stages(), keep, progress).status
         except KeyboardInterrupt:
             if not (folder / "config.toml").exists():
                 raise
             status = 130
-    print(f"Report: {write_report(folder, errors=errors)}")
+    print(f"Report: {write_report(folder, errors=progress.errors)}")
     if status == 130:
         print("Stopped; finished runs are kept, and the same command continues with the others.")
     return status

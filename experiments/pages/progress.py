@@ -62,6 +62,9 @@ class Progress:
 
     Args:
       console: where to print; default: the terminal.
+
+    Attributes:
+      errors: of runs that raised, by name.
     """
 
     def __init__(self, console: Console | None = None):
@@ -69,7 +72,7 @@ class Progress:
         self._rows: list[tuple[str, list[Run]]] = []
         self._runs: dict[str, Run] = {}
         self._results: dict[str, Result | None] = {}
-        self._errors: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
         self._steps: dict[str, Step] = {}
         self._workers, self._began, self._left = 1, time.monotonic(), TimeLeft({})
         self._live: Live | None = None
@@ -120,7 +123,7 @@ class Progress:
         if ended.result:
             self._results[ended.run] = ended.result
         else:
-            self._errors[ended.run] = ended.error
+            self.errors[ended.run] = ended.error
         if self._live is None:
             self.console.print(Text(self._line(run, ended)))
 
@@ -134,13 +137,13 @@ class Progress:
         self._steps.clear()
         if live is not None:
             live.stop()
-        elif self._runs and (self._results or self._errors):
+        elif self._runs and (self._results or self.errors):
             self.console.print(self.table())
         self._runs = {} if live is None else self._runs
 
     def results(self) -> list[tables.SchemeResults]:
         """Returns the results by scheme, with those to come."""
-        return by_scheme(list(self._runs.values()), self._results, self._errors)
+        return by_scheme(list(self._runs.values()), self._results, self.errors)
 
     def table(self) -> Group:
         """Returns the table of all runs, with empty cells for those to come."""
@@ -148,7 +151,7 @@ class Progress:
 
     def _waiting(self) -> list[Run]:
         """Runs that have not ended, those in training first."""
-        ended = self._results.keys() | self._errors.keys()
+        ended = self._results.keys() | self.errors.keys()
         waiting = [run for name, run in self._runs.items() if name not in ended]
         return sorted(waiting, key=lambda run: run.name not in self._steps)
 
@@ -166,7 +169,7 @@ class Progress:
         return f"{run.task.name} {run.scheme}" + (f", seed {run.seed}" if several else "")
 
     def _line(self, run: Run, ended: Ended) -> str:
-        count = len(self._results) + len(self._errors)
+        count = len(self._results) + len(self.errors)
         parts = [f"[{count}/{len(self._runs)}] {self._title(run)}:"]
         result = ended.result
         if result is None or result.status != "done":

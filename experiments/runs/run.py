@@ -229,7 +229,10 @@ class RunFolder:
 
     def missing(self, keep: bool) -> bool:
         """Returns whether the run has no result or, with `keep`, no parameters."""
-        return self.result() is None or (keep and self._parameters() is None)
+        result = self.result()
+        if result is None or not keep or result.status != "done":
+            return result is None
+        return self._parameters() is None
 
     def carry_out(
         self,

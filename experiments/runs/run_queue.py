@@ -162,7 +162,6 @@ class Queue:
     Attributes:
       status: 0, or 1 once a run failed.
       over: whether the time is over.
-      errors: of runs that raised, by name.
     """
 
     def __init__(
@@ -187,7 +186,6 @@ class Queue:
         commit()  # Files may change while runs go on.
         self.folder, self.workers, self.mesh, self.keep = folder, workers, mesh, keep
         self.status, self.over = 0, False
-        self.errors: dict[str, str] = {}
         self.show = show or Lines()
         self.deadline = Deadline(minutes)
         self._ended = 0
@@ -227,8 +225,7 @@ class Queue:
             self.show.update(event)
         elif isinstance(event, Ended):
             self._ended += 1
-            if event.result is None:
-                self.status, self.errors[event.run] = 1, event.error
+            self.status |= event.result is None
             self.show.finish(event)
         else:
             self.show.message(event)

@@ -154,6 +154,21 @@ def test_runs_in_processes_of_their_own(call, monkeypatch):
         assert after["scores"] == before["scores"] and after["curve"] == before["curve"]
 
 
+def test_a_claim_trains_on_a_mesh(call):
+    assert call("--run", "--seeds", "1")[0] == 0
+    known = {path: json.loads(path.read_text()) for path in call.results.glob("*/result.json")}
+    fresh = "--run", "T1", "--fresh", "--seeds", "1"
+    assert call(*fresh, "--mesh", "data=4,tensor=2")[0] == 0
+    for path, before in known.items():
+        after = json.loads(path.read_text())
+        assert after["environment"]["mesh"] == "data=4,tensor=2, processes: 1"
+        np.testing.assert_allclose(after["curve"]["loss"], before["curve"]["loss"], atol=1.5e-5)
+    assert (
+        "--mesh: data=8 does not divide kback.train.batch = 4"
+        in call(*fresh, "--mesh", "data=8")[2]
+    )
+
+
 def test_the_committed_page_is_that_of_the_committed_results(request):
     root = request.config.rootpath
     claims = claims_module.load_all(root / "configs" / "scoreboard", [])
