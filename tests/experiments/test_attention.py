@@ -22,11 +22,11 @@ def measured():
 
 
 def test_weights_are_those_of_a_softmax(measured):
-    model, tokens, found = measured
+    model, tokens, by_layer = measured
     x = np.asarray(model.embed(tokens), np.float64)
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     slopes = np.asarray(pe.alibi_slopes(3), np.float64)
-    for block, weights in zip(model.blocks, found, strict=True):
+    for block, weights in zip(model.blocks, by_layer, strict=True):
         layer, y = block.attention, np.asarray(block.norm1(np.float32(x)), np.float64)
         q, k = (
             np.einsum("btd,dnh->btnh", y, np.asarray(p.kernel[...]))
@@ -40,21 +40,21 @@ def test_weights_are_those_of_a_softmax(measured):
 
 
 def test_means_by_distance(measured):
-    model, tokens, found = measured
+    model, tokens, by_layer = measured
     half = LENGTH // 2
-    for got, weights in zip(by_distance(model, tokens), np.asarray(found), strict=True):
-        wanted = [
+    for got, weights in zip(by_distance(model, tokens), np.asarray(by_layer), strict=True):
+        expected = [
             [weights[:, t, n, t - d].mean() for d in range(half)]
             for n in range(3)
             for t in range(half, LENGTH)
         ]
-        wanted = np.reshape(wanted, (3, half, half)).mean(1)
-        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+        expected = np.reshape(expected, (3, half, half)).mean(1)
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def test_biases_of_alibi_are_its_slopes(measured):
-    wanted = -np.asarray(pe.alibi_slopes(3))[:, None] * np.arange(5)
-    np.testing.assert_allclose(biases(measured[0], 5), [wanted, wanted], atol=1e-5)
+    expected = -np.asarray(pe.alibi_slopes(3))[:, None] * np.arange(5)
+    np.testing.assert_allclose(biases(measured[0], 5), [expected, expected], atol=1e-5)
 
 
 def test_speed_measures_the_step_of_each_length():

@@ -109,21 +109,21 @@ def test_compare_writes_results_and_report_with_a_user_scheme(run, own_module):
 
 def test_seeds_side_by_side_in_one_program_have_equal_scores(run):
     assert run("compare", "--schemes", "rope", "--seeds", "2")[0] == 0
-    found = run.results()
+    results_before = run.results()
     task = experiment_of(run.folder).tasks["kback"]
     trained = train(task, pe.RoPE(8), [0, 1], None)
     (evaluation, _) = task.evaluate(pe.RoPE(8), trained.params, [0, 1], task.load())
     for seed in (0, 1):
-        result = found["kback", "rope", seed]
+        result = results_before["kback", "rope", seed]
         assert result.curve["loss"] == [loss[seed] for loss in trained.curve["loss"]]
         assert result.scores["plain"]["32"] == evaluation.values[seed]
 
 
 def test_user_task_is_one_file(run, own_module):
-    given = ["--tasks", "kback,my_schemes:Repeat", "--schemes", "none", "--repeat.eval-batch", "4"]
+    flags = ["--tasks", "kback,my_schemes:Repeat", "--schemes", "none", "--repeat.eval-batch", "4"]
     small = [f"--repeat.{x}" for x in ("train.steps=2", "train.steps-per-call=1", "train.warmup=1")]
-    given += [*small, "--repeat.model.model-dim=16", "--repeat.model.num-heads=2"]
-    status, out, err = run("compare", *given)
+    flags += [*small, "--repeat.model.model-dim=16", "--repeat.model.num-heads=2"]
+    status, out, err = run("compare", *flags)
     assert (status, err) == (0, "")
     assert "repeat: share of echoes at each length" in " ".join(out.split())
     repeat = run.results()["repeat", "none", 0]
@@ -132,9 +132,9 @@ def test_user_task_is_one_file(run, own_module):
     assert "Say it again." in page and "length in words" in page
     assert run.settings()["tasks"] == ["kback", "my_schemes:Repeat"]
     assert run.settings()["repeat"]["eval_batch"] == 4 and run.settings()["repeat"]["pause"] == 1
-    assert "2 of 2 runs were done before" in run("compare", *given)[1]
+    assert "2 of 2 runs were done before" in run("compare", *flags)[1]
     assert run.results()["repeat", "none", 0] == repeat
-    status, _, err = run("compare", *given, "--repeat.puase", "2")
+    status, _, err = run("compare", *flags, "--repeat.puase", "2")
     assert status == 2 and "repeat.puase: unknown setting of Repeat; did you mean 'pause'?" in err
     with pytest.raises(SystemExit):
         main(["compare", str(run.file), "--tasks", "my_schemes:Repeat", "--help"])
@@ -250,7 +250,7 @@ def test_failing_scheme_does_not_stop_the_others(run, own_module):
 def test_text_variants_and_evaluate_on_kept_parameters(run, tmp_path):
     rng = np.random.default_rng(0)
     (tmp_path / "own.txt").write_bytes(rng.integers(97, 105, 4000).astype(np.uint8).tobytes())
-    given = [
+    flags = [
         "--tasks",
         "text",
         "--text.corpus",
@@ -258,7 +258,7 @@ def test_text_variants_and_evaluate_on_kept_parameters(run, tmp_path):
         "--schemes",
         "rope,learned",
     ]
-    assert run("train", *given)[0] == 0
+    assert run("train", *flags)[0] == 0
     rope = run.results()["text", "rope", 0]
     assert {(view, n) for view, row in rope.scores.items() for n in row} == {
         *(("nonoverlapping", "16"), ("nonoverlapping", "32"), ("ntk", "32"), ("pi", "32")),
@@ -268,23 +268,23 @@ def test_text_variants_and_evaluate_on_kept_parameters(run, tmp_path):
     assert "rows beyond position 15 were never trained" in page
     assert "table of byte pairs" in rope.fit_rule and "corpus" in str(rope.environment)
 
-    status, _, err = run("evaluate", *given)
+    status, _, err = run("evaluate", *flags)
     assert (status, err) == (0, "") and run.results()["text", "rope", 0].scores == rope.scores
     more = ["--text.eval-bytes", "128", "--text.variants", ","]
-    assert run("evaluate", *given, *more)[0] == 0
+    assert run("evaluate", *flags, *more)[0] == 0
     again = run.results()["text", "rope", 0]
     assert again.scores.keys() == {"nonoverlapping", "sliding"} and again.curve == rope.curve
     assert again.scores["sliding"] != rope.scores["sliding"]
-    assert "2 of 2 runs were done before" in run("train", *given, *more)[1]
-    status, _, err = run("evaluate", *given, "--text.train.steps", "6")
+    assert "2 of 2 runs were done before" in run("train", *flags, *more)[1]
+    status, _, err = run("evaluate", *flags, "--text.train.steps", "6")
     assert status == 2 and "holds no parameters of rope on text with these settings" in err
 
 
 def test_parameters_are_stored_by_path(run):
     assert run("train", "--schemes", "none")[0] == 0
     (file,) = run.folder.glob("*/parameters.npz")
-    with np.load(file) as kept:
-        arrays = dict(kept)
+    with np.load(file) as file_of_arrays:
+        arrays = dict(file_of_arrays)
     query, key = (f"blocks/0/attention/{x}/kernel" for x in ("query", "key"))
     assert arrays[query].shape == arrays[key].shape
     before = run.results()
@@ -298,8 +298,8 @@ def test_parameters_are_stored_by_path(run):
 
 def test_per_sequence_scaling_has_no_zero_shot_variants(run, tmp_path):
     (tmp_path / "own.txt").write_bytes(bytes(range(97, 105)) * 500)
-    given = ["--tasks", "text", "--text.corpus", str(tmp_path / "own.txt")]
-    assert run("compare", *given, "--schemes", "rope_by_length")[0] == 0
+    flags = ["--tasks", "text", "--text.corpus", str(tmp_path / "own.txt")]
+    assert run("compare", *flags, "--schemes", "rope_by_length")[0] == 0
     (done,) = run.results().values()
     assert done.scores.keys() == {"nonoverlapping", "sliding"}
 

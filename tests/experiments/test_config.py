@@ -176,33 +176,33 @@ def test_missing_file_and_unknown_command(capsys):
 def test_command_line_overrides_the_file(file):
     path = file(T5 + "num_buckets = 24\n[kback]\noffset = 3\n[kback.train]\nbatch = 7\n")
     changes = ["--tasks=kback", "--kback.train.batch", "9", "--schemes.t5.num-buckets", "16"]
-    found = load(path, changes)
-    assert found.tasks["kback"].offset == 3 and found.tasks["kback"].train.batch == 9
-    assert found.scheme("kback", "t5").num_buckets == 16
-    assert found.scheme("kback", "t5").max_distance == 32
+    experiment = load(path, changes)
+    assert experiment.tasks["kback"].offset == 3 and experiment.tasks["kback"].train.batch == 9
+    assert experiment.scheme("kback", "t5").num_buckets == 16
+    assert experiment.scheme("kback", "t5").max_distance == 32
 
 
 def test_options_of_a_task_override_common_options(file):
-    found = load(file(T5 + "[text.schemes.t5]\nmax_distance = 100\n"))
-    assert found.scheme("text", "t5").max_distance == 100
-    assert found.scheme("kback", "t5").max_distance == 32
+    experiment = load(file(T5 + "[text.schemes.t5]\nmax_distance = 100\n"))
+    assert experiment.scheme("text", "t5").max_distance == 100
+    assert experiment.scheme("kback", "t5").max_distance == 32
 
 
 def test_sizes_come_from_the_model(file):
-    found = load(file(T5), ["--schemes", f"learned,rope,{MINE}"])
-    learned = found.scheme("text", "learned")
+    experiment = load(file(T5), ["--schemes", f"learned,rope,{MINE}"])
+    learned = experiment.scheme("text", "learned")
     assert (learned.max_length, learned.model_dim) == (1024, 96)
-    assert found.scheme("kback", "rope").head_dim == 16
-    assert found.scheme("kback", MINE).model_dim == 64
+    assert experiment.scheme("kback", "rope").head_dim == 16
+    assert experiment.scheme("kback", MINE).model_dim == 64
 
 
 def test_max_length_is_the_longest_and_trained_length_the_trained_one(file):
-    found = load(file(T5), ["--schemes", "experiments_mine:Lengths"])
-    lengths = found.scheme("text", "experiments_mine:Lengths")
+    experiment = load(file(T5), ["--schemes", "experiments_mine:Lengths"])
+    lengths = experiment.scheme("text", "experiments_mine:Lengths")
     assert (lengths.max_length, lengths.trained_length) == (1024, 128)
     fope = load(file(T5), ["--schemes", "fope"]).scheme("text", "fope")
     assert fope.trained_length == 128
-    assert not has_table(fope) and has_table(found.scheme("text", "experiments_mine:Lengths"))
+    assert not has_table(fope) and has_table(experiment.scheme("text", "experiments_mine:Lengths"))
 
 
 def test_partials_are_factories(file):
@@ -221,8 +221,9 @@ def test_chain_parts_have_their_own_options(file):
 
 def test_user_task_in_a_file_has_flags(file):
     path = file("tasks = ['experiments_mine:Repeat']\n[repeat]\npause = 2\n")
-    found = load(path, ["--schemes", "none", "--repeat.test-lengths", "32, 40"]).tasks["repeat"]
-    assert found.test_lengths == (32, 40) and found.pause == 2
+    flags = ["--schemes", "none", "--repeat.test-lengths", "32, 40"]
+    repeat = load(path, flags).tasks["repeat"]
+    assert repeat.test_lengths == (32, 40) and repeat.pause == 2
     assert list(load(path, ["--schemes", "none", "--tasks", "kback"]).tasks) == ["kback"]
 
 
@@ -238,10 +239,10 @@ def test_quick_applies_its_table(file):
         "seeds = 2\n[kback]\noffset = 3\n[quick]\ntasks = ['kback']\n[quick.kback.model]\n"
         "model_dim = 32\n[quick.schemes]\nnames = ['rope']\n"
     )
-    found = load(path, [], quick=True)
-    assert list(found.tasks) == ["kback"] and found.schemes == ("rope",)
-    kback = found.tasks["kback"]
-    assert kback.offset == 3 and kback.model.model_dim == 32 and found.seeds == 2
+    experiment = load(path, [], quick=True)
+    assert list(experiment.tasks) == ["kback"] and experiment.schemes == ("rope",)
+    kback = experiment.tasks["kback"]
+    assert kback.offset == 3 and kback.model.model_dim == 32 and experiment.seeds == 2
 
 
 def test_near():

@@ -33,13 +33,13 @@ SCHEMES = "learned+rope", "alibi"
 def folder(tmp_path_factory):
     """Results of a training that did not take place."""
     place = tmp_path_factory.mktemp("results")
-    made = Experiment(name="mine", results=str(place), tasks={"text": TASK}, schemes=SCHEMES)
-    write_config(made)
+    experiment = Experiment(name="mine", results=str(place), tasks={"text": TASK}, schemes=SCHEMES)
+    write_config(experiment)
     for scheme in SCHEMES:
-        run = made.run("text", scheme, 0)
+        run = experiment.run("text", scheme, 0)
         params = initialize(TASK.model, run.position, 256, seed_keys([0], "parameters"))
         arrays = {name: 8 * np.asarray(x) for name, x in named(params).items()}
-        write_arrays(made.folder / run.name / "parameters.npz", arrays)
+        write_arrays(experiment.folder / run.name / "parameters.npz", arrays)
     return place / "mine"
 
 
@@ -85,11 +85,13 @@ def test_wrong_arguments_are_one_line(folder, capsys, arguments, message):
 def test_folders_without_a_model_are_one_line(tmp_path, capsys):
     assert main(["generate", str(tmp_path)]) == 2
     assert "holds no results; make them with" in capsys.readouterr().err
-    made = Experiment(name="k", results=str(tmp_path), tasks={"kback": KBack()}, schemes=("rope",))
-    write_config(made)
+    experiment = Experiment(
+        name="k", results=str(tmp_path), tasks={"kback": KBack()}, schemes=("rope",)
+    )
+    write_config(experiment)
     assert main(["generate", str(tmp_path / "k")]) == 2
     assert "holds no model of text, but kback" in capsys.readouterr().err
-    text = dataclasses.replace(made, name="t", tasks={"text": TASK})
+    text = dataclasses.replace(experiment, name="t", tasks={"text": TASK})
     write_config(text)
     assert main(["generate", str(tmp_path / "t")]) == 2
     assert "make them with `python -m experiments train`" in capsys.readouterr().err

@@ -60,10 +60,10 @@ def on_one_device():
 
 
 def assert_equal_to_one_device(trained):
-    wanted = on_one_device()
-    np.testing.assert_allclose(trained.curve["loss"], wanted.curve["loss"], atol=NOISE)
-    assert trained.curve["step"] == [2, 4] and trained.parameters == wanted.parameters
-    for a, b in zip(*(jax.tree.leaves(x.params) for x in (trained, wanted)), strict=True):
+    expected = on_one_device()
+    np.testing.assert_allclose(trained.curve["loss"], expected.curve["loss"], atol=NOISE)
+    assert trained.curve["step"] == [2, 4] and trained.parameters == expected.parameters
+    for a, b in zip(*(jax.tree.leaves(x.params) for x in (trained, expected)), strict=True):
         np.testing.assert_allclose(a, b, atol=NOISE)
 
 
@@ -94,7 +94,7 @@ def test_devices_draw_and_compute_their_own_sequences_and_heads():
         jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): sizes
         for path, sizes in jax.tree.leaves_with_path(shapes[0])
     }
-    wanted = {
+    expected = {
         "blocks/0/attention/query/kernel": (2, 16, 1, 8),
         "blocks/0/attention/out/kernel": (2, 1, 8, 16),
         "blocks/0/attention/encoding/parameters/1/table": (2, 1, 32),
@@ -102,7 +102,7 @@ def test_devices_draw_and_compute_their_own_sequences_and_heads():
         "blocks/0/down/kernel": (2, 32, 16),
         "head/kernel": (2, 16, 17),  # No multiple of 2.
     }
-    assert {name: named[name].sizes for name in wanted} == wanted
+    assert {name: named[name].sizes for name in expected} == expected
     found = [x.sizes for x in jax.tree.leaves(shapes[1]) if x.sizes != (2,)]  # Without the counts.
     assert found == 2 * [x.sizes for x in named.values()]
     assert all(x.is_fully_replicated for x in jax.tree.leaves(others))
@@ -119,10 +119,10 @@ def test_a_run_continues_on_another_number_of_devices(tmp_path):
     def checkpoint():
         return OrbaxCheckpoint(tmp_path / "states", Deadline(), pytest.fail, every=0.0)
 
-    on, kept = mesh.make("data=4,tensor=2", sharded(TASK)), checkpoint()
+    on, checkpoint_of_run = mesh.make("data=4,tensor=2", sharded(TASK)), checkpoint()
     with pytest.raises(KeyboardInterrupt):
-        train(TASK, POSITION, SEEDS, None, stop, checkpoint=kept, mesh=on)
-    kept._manager.close()
+        train(TASK, POSITION, SEEDS, None, stop, checkpoint=checkpoint_of_run, mesh=on)
+    checkpoint_of_run._manager.close()
     assert_equal_to_one_device(train(TASK, POSITION, SEEDS, None, checkpoint=checkpoint()))
 
 
@@ -166,12 +166,12 @@ def test_two_processes_equal_one_device(tmp_path):
             _, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
     assert not list((tmp_path / "1").iterdir())
-    parent, wanted = tmp_path / "0/results/small", on_one_device()
-    (found,) = TASK.evaluate(POSITION, wanted.params, SEEDS, TASK.load())
+    parent, expected = tmp_path / "0/results/small", on_one_device()
+    (found,) = TASK.evaluate(POSITION, expected.params, SEEDS, TASK.load())
     for i, run in enumerate(EXPERIMENT.all_runs()):
         result = RunFolder(parent, run).result()
         assert result.environment["mesh"] == "data=4,tensor=2, processes: 2"
-        losses = [loss[i] for loss in wanted.curve["loss"]]
+        losses = [loss[i] for loss in expected.curve["loss"]]
         np.testing.assert_allclose(result.curve["loss"], losses, atol=NOISE)
         assert result.scores["plain"]["32"] == found.values[i]
 

@@ -17,9 +17,9 @@ def answers(pool, *units, kind=None, go_on=lambda: True):
 
 def test_units_are_shared_and_errors_come_back():
     with Workers(2, obedient.prepare, 10) as pool:
-        found = answers(pool, *range(8))
-        assert sorted(number for number, _ in found) == list(range(10, 18))
-        assert len({process for _, process in found}) == 2
+        received = answers(pool, *range(8))
+        assert sorted(number for number, _ in received) == list(range(10, 18))
+        assert len({process for _, process in received}) == 2
         assert answers(pool, 1, 2, go_on=lambda: False) == []
         with pytest.raises(ResultsError, match="no"):
             answers(pool, "raise", kind=str)
