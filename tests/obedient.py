@@ -14,16 +14,14 @@ def prepare(offset):
     stopped = []
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 
-    def work(unit):
+    def work(unit, send):
         if unit == "raise":
             raise ResultsError("no")
         if unit == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         while unit == "wait" and not stopped:
             time.sleep(0.01)
-        if unit == "gpu":
-            return os.environ.get("CUDA_VISIBLE_DEVICES"), os.getpid()
-        return "stopped" if unit == "wait" else (unit + offset, os.getpid())
+        send("stopped" if unit == "wait" else (unit + offset, os.getpid()))
 
     yield work
     signal.signal(signal.SIGTERM, before)

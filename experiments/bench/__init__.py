@@ -9,8 +9,8 @@ import importlib
 from pathlib import Path
 
 from experiments.bench.heap import heap, load, use_devices, use_warm_heap
-from experiments.environment import environment, versions
-from experiments.files import to_json, write_whole
+from experiments.runs.environment import environment, versions
+from experiments.runs.files import to_json, write_whole
 
 BENCHMARKS = ("attention", "rope", "decode", "memory", "step", "llama")
 PEERS = ("torch", "transformers", "equinox", "rotary-embedding-torch", "tokamax")
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     Raises:
       ConfigError: for wrong arguments.
     """
-    from experiments.config_io import Parser  # `accelerator` runs without its libraries.
+    from experiments.settings.config_io import Parser  # `accelerator` runs without its libraries.
 
     parser = Parser(prog="python -m experiments bench", description=__doc__)
     commands = parser.add_subparsers(

@@ -46,9 +46,9 @@ from experiments.bench.accelerator_peers import Case, peers
 from experiments.bench.cases import attend_with, positive, positives, sizes_of
 from experiments.bench.compile import compile_program, with_gradients
 from experiments.bench.decode import our_case
-from experiments.environment import environment, usable_cores, versions
 from experiments.errors import ConfigError, ExperimentError
-from experiments.files import to_json, write_whole
+from experiments.runs.environment import environment, usable_cores, versions
+from experiments.runs.files import to_json, write_whole
 from posenc_jax.engine.api import IMPLEMENTATIONS
 
 SCHEMES = (

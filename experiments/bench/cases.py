@@ -21,7 +21,7 @@ def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
 
     Args:
       words: names with commas between; options follow a name after colons.
-      sizes: of the model, by the names in `experiments.schemes.SIZES`.
+      sizes: of the model, by the names in `experiments.models.schemes.SIZES`.
 
     Raises:
       ConfigError: for unknown schemes and options, and for values that a scheme refuses.
@@ -30,8 +30,8 @@ def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
     16
     """
     # `accelerator` runs without the libraries that these import.
-    from experiments.config_io import literal
-    from experiments.schemes import build
+    from experiments.models.schemes import build
+    from experiments.settings.config_io import literal
 
     out: dict[str, pe.Scheme] = {"none": pe.NoPE()}
     for word in re.split(r",(?![^(\[]*[)\]])", words):  # A comma in brackets is a value's.

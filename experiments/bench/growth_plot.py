@@ -10,8 +10,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from experiments.plot_labels import label_ends
-from experiments.plots import STYLE, drawing, looks, standalone
+from experiments.pages.plot_labels import label_ends
+from experiments.pages.plots import STYLE, drawing, looks, standalone
 
 
 class Panel(NamedTuple):

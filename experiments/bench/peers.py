@@ -12,7 +12,7 @@ import numpy as np
 
 import posenc_jax as pe
 from experiments.bench.compile import compile_program, with_gradients
-from experiments.environment import usable_cores
+from experiments.runs.environment import usable_cores
 
 FOREIGN = ("jax.nn", "torch", "tokamax")
 """Prefixes of the names of other libraries' cases."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.peers import Case, from_torch, jax_case, working
-from experiments.environment import usable_cores
+from experiments.runs.environment import usable_cores
 
 
 def rope_peers(arrays: Sequence[jax.Array], theta: float) -> dict[str, Case]:

@@ -19,7 +19,7 @@ from experiments.bench.cases import add_common_arguments, positive
 from experiments.bench.peers import installed
 from experiments.bench.step_peers import SCHEMES, equal, torch_steps
 from experiments.bench.timing import show, side_by_side
-from experiments.config_io import names
+from experiments.settings.config_io import names
 
 CONFIG = Path("configs/compare.toml")
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict:
     """Measures every scheme; returns the numbers."""
-    from experiments.config import load
+    from experiments.runs.experiment import load
 
     experiment = load(options.config, ["--tasks", options.task])
     schemes = ["none", *(s for s in options.schemes or experiment.schemes if s != "none")]
@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> dict:
 
 def prepare(task, position, data):
     """Returns a function of some training steps, and the seconds of its preparation."""
-    from experiments.model import initialize, seed_keys
-    from experiments.train import compiled, new_state, rates_of
+    from experiments.models.model import initialize, seed_keys
+    from experiments.training.train import compiled, new_state, rates_of
 
     began = time.perf_counter()
     call = compiled(task, position, 1, data)
@@ -95,7 +95,7 @@ def prepare(task, position, data):
 
 def _peers(task, name, position, data):
     """Returns PyTorch's steps and the seconds of their preparation, by name."""
-    from experiments.model import initialize, seed_keys
+    from experiments.models.model import initialize, seed_keys
 
     if not installed("torch"):
         return {}, {}

@@ -1,4 +1,4 @@
-"""The model of `experiments.model` and its training step in PyTorch, in the usual way.
+"""The model of `experiments.models.model` and its training step in PyTorch, in the usual way.
 
 Without positions, or with RoPE. Parameters are copied from JAX, and the losses of the first steps
 must equal the losses of the JAX step; see `equal`.
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.environment import usable_cores
-from experiments.settings import Train
+from experiments.runs.environment import usable_cores
+from experiments.settings.common import Train
 from experiments.tasks import Task
 
 SCHEMES = ("none", "rope")

@@ -12,12 +12,12 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import posenc_jax as pe
-from experiments.config_io import Parser, names, near
 from experiments.errors import ConfigError
-from experiments.files import write_whole
 from experiments.gallery.pictures import pictures, thumbnail
 from experiments.gallery.probe import Probe, frequency_maps, probe, probe_map
-from experiments.report import fill
+from experiments.pages.report import fill
+from experiments.runs.files import write_whole
+from experiments.settings.config_io import Parser, names, near
 
 
 def main(arguments: list[str]) -> int:

@@ -5,7 +5,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.gallery.probe import LENGTH, Probe
-from experiments.plots import INK, PALETTE, STYLE, drawing
+from experiments.pages.plots import INK, PALETTE, STYLE, drawing
 
 COLOURS = "RdBu"
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
-from experiments.schemes import paper_link, with_sizes
+from experiments.models.schemes import paper_link, with_sizes
 from posenc_jax import positions
 
 LENGTH = 64

@@ -13,7 +13,6 @@ from experiments.tasks.masked import Masked as Masked
 from experiments.tasks.parity import Parity as Parity
 from experiments.tasks.reverse import Reverse as Reverse
 from experiments.tasks.sort import Sort as Sort
-from experiments.tasks.speed import Speed as Speed
 from experiments.tasks.text import Text as Text
 
 TASKS: dict[str, type[Task]] = {

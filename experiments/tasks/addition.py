@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from pydantic import PositiveInt
 
 import posenc_jax as pe
-from experiments.config_io import near
 from experiments.errors import ConfigError
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
+from experiments.settings.config_io import near
 from experiments.tasks.base import Length
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
 
 _PLUS, _DIGITS, _LETTERS = 3, 4, 14

@@ -16,11 +16,11 @@ from flax import nnx
 from pydantic import Field, NonNegativeInt
 
 import posenc_jax as pe
-from experiments.config_io import STRICT, near
 from experiments.errors import ConfigError
-from experiments.model import Position
-from experiments.settings import Model, Train
-from experiments.tables import Labels
+from experiments.models.model import Position
+from experiments.settings.common import Model, Train
+from experiments.settings.config_io import STRICT, near
+from experiments.tasks.labels import Labels
 
 Length = Annotated[int, Field(ge=2)]
 PLACES = 16
@@ -56,7 +56,6 @@ class Evaluation:
       values: one per seed.
       in_distribution: whether the length is the training length.
       variant: the change of the scheme after training, None for none.
-      note: a remark for readers.
       places: the mean score over seeds in each of `PLACES` parts of the row, or by
         `Labels.places`; None for parts without scored tokens. Default: not measured.
     """
@@ -67,7 +66,6 @@ class Evaluation:
     values: list[float]
     in_distribution: bool
     variant: str | None = None
-    note: str | None = None
     places: list[float | None] | None = None
 
 
@@ -122,6 +120,15 @@ class Task:
     def views(self) -> tuple[str, ...]:
         """The names of the scores at each length, modes and variants; the main score is first."""
         return ("plain",)
+
+    def in_distribution(self, view: str, length: int) -> bool:
+        """Returns whether models are trained with what a view has at a length."""
+        return length == self.train_length
+
+    @property
+    def zero_shot(self) -> tuple[str, ...]:
+        """The views that are zero-shot variants of schemes."""
+        return ()
 
     def load(self) -> Data:
         """Returns the data of the task; empty by default, for tasks that draw their data.

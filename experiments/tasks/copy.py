@@ -16,10 +16,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from pydantic import PositiveInt
 
-from experiments.config_io import near
 from experiments.errors import ConfigError
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
+from experiments.settings.config_io import near
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import SEPARATOR, Rows, permutation, question_and_answer
 
 KINDS = ("random", "unique", "same")

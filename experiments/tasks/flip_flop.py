@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from pydantic import Field
 
-from experiments.tables import Labels
 from experiments.tasks.base import Length
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup
 
 _WRITE, _IGNORE, _READ, _BITS = 1, 2, 3, 4

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, permutation, question_and_answer
 
 

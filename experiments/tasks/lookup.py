@@ -15,7 +15,7 @@ from flax import nnx
 from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.model import seed_keys, structure
+from experiments.models.model import seed_keys, structure
 from experiments.tasks.base import PLACES, Evaluation, Task
 
 PAD, BEGIN, SEPARATOR = 0, 1, 2
@@ -50,6 +50,10 @@ class Lookup(Task):
     def views(self):
         """The modes of evaluation."""
         return (*self.test_modes, *(("exact",) if self.exact_match else ()))
+
+    def in_distribution(self, view, length):
+        """Returns whether the way of evaluating and the length are those of training."""
+        return view in ("plain", "exact") and super().in_distribution(view, length)
 
     def sample_test(self, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns a batch of the longest length whose answers belong to the test lengths.
@@ -99,7 +103,7 @@ class Lookup(Task):
                 mode,
                 length,
                 [round(float(x), 5) for x in values[:, i]],
-                in_distribution=length == self.train_length and mode in ("plain", "exact"),
+                in_distribution=self.in_distribution(mode, length),
                 places=None
                 if by_place is None
                 else [

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.settings import Model
-from experiments.tables import Labels
+from experiments.settings.common import Model
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup
 
 

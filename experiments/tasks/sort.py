@@ -12,9 +12,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
 from experiments.tasks.copy import Copy
+from experiments.tasks.labels import Labels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,14 +20,14 @@ from flax import nnx
 from pydantic import NonNegativeInt, PositiveInt
 
 import posenc_jax as pe
-from experiments.config_io import near
-from experiments.corpus import load_corpus, pair_bits
 from experiments.errors import ConfigError
-from experiments.model import Position, structure, token_losses
-from experiments.schemes import with_scaling
-from experiments.settings import Model, Train
-from experiments.tables import Labels
+from experiments.models.model import Position, structure, token_losses
+from experiments.models.schemes import with_scaling
+from experiments.settings.common import Model, Train
+from experiments.settings.config_io import near
 from experiments.tasks.base import PLACES, Data, Evaluation, Length, Task
+from experiments.tasks.corpus import load_corpus, pair_bits
+from experiments.tasks.labels import Labels
 
 VARIANTS = {"ntk": pe.NTK, "pi": pe.PI}
 _TOKENS_PER_CALL = 4096
@@ -99,6 +99,11 @@ class Text(Task):
     def views(self):
         """The modes of evaluation, and the variants."""
         return (*self.labels.modes, *self.variants)
+
+    @property
+    def zero_shot(self):
+        """The variants."""
+        return self.variants
 
     def load(self) -> Data:
         """Returns the corpus, the training text on the device as uint8 [bytes]."""

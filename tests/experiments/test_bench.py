@@ -17,8 +17,8 @@ from experiments.bench.cases import attend_with, make_arguments, named_schemes, 
 from experiments.bench.heap import WARM_HEAP
 from experiments.bench.peers import Case, agreeing, difference
 from experiments.bench.timing import side_by_side
-from experiments.environment import processor
 from experiments.errors import ConfigError
+from experiments.runs.environment import processor
 
 
 def test_ratios_are_to_the_first_case():

@@ -9,11 +9,13 @@ import pytest
 from flax import nnx
 
 from experiments.__main__ import main
-from experiments.config import Experiment
-from experiments.generate import generate
-from experiments.model import initialize, seed_keys, structure
-from experiments.results_store import ResultsStore
-from experiments.settings import Model
+from experiments.commands.compare import write_config
+from experiments.commands.generate import generate
+from experiments.models.model import initialize, seed_keys, structure
+from experiments.runs.checkpoints import write_arrays
+from experiments.runs.experiment import Experiment
+from experiments.runs.run import named
+from experiments.settings.common import Model
 from experiments.tasks import KBack, Text
 
 TASK = Text(
@@ -32,13 +34,12 @@ def folder(tmp_path_factory):
     """Results of a training that did not take place."""
     place = tmp_path_factory.mktemp("results")
     experiment = Experiment(name="mine", results=str(place), tasks={"text": TASK}, schemes=SCHEMES)
-    store = ResultsStore(experiment)
-    store.open({})
+    write_config(experiment)
     for scheme in SCHEMES:
-        params = initialize(
-            TASK.model, experiment.scheme("text", scheme), 256, seed_keys([0], "parameters")
-        )
-        store.save_parameters("text", scheme, jax.tree.map(lambda x: 8 * x, params))
+        run = experiment.run("text", scheme, 0)
+        params = initialize(TASK.model, run.position, 256, seed_keys([0], "parameters"))
+        arrays = {name: 8 * np.asarray(x) for name, x in named(params).items()}
+        write_arrays(experiment.folder / run.name / "parameters.npz", arrays)
     return place / "mine"
 
 
@@ -87,13 +88,16 @@ def test_folders_without_a_model_are_one_line(tmp_path, capsys):
     experiment = Experiment(
         name="k", results=str(tmp_path), tasks={"kback": KBack()}, schemes=("rope",)
     )
-    ResultsStore(experiment).open({})
+    write_config(experiment)
     assert main(["generate", str(tmp_path / "k")]) == 2
     assert "holds no model of text, but kback" in capsys.readouterr().err
     text = dataclasses.replace(experiment, name="t", tasks={"text": TASK})
-    ResultsStore(text).open({})
+    write_config(text)
     assert main(["generate", str(tmp_path / "t")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "make them with `python -m experiments train`" in capsys.readouterr().err
+    (tmp_path / "t" / "results.json").write_text("{}")
+    assert main(["generate", str(tmp_path / "t")]) == 2
+    assert "an earlier version wrote it" in capsys.readouterr().err
 
 
 def test_attention_against_distance_of_kept_models(folder, capsys):

@@ -12,10 +12,8 @@ from flax import nnx
 from support import KINDS
 
 import posenc_jax as pe
-from experiments.config import Experiment
-from experiments.corpus import pair_bits
 from experiments.errors import ConfigError
-from experiments.model import (
+from experiments.models.model import (
     LanguageModel,
     count_parameters,
     initialize,
@@ -23,11 +21,13 @@ from experiments.model import (
     structure,
     token_losses,
 )
-from experiments.runs import Run
-from experiments.settings import Model, Train
+from experiments.runs.experiment import Experiment
+from experiments.runs.run import Run
+from experiments.settings.common import Model, Train
 from experiments.tasks import Copy, KBack, Text
 from experiments.tasks.base import Data, Evaluation
-from experiments.train import make_optimizer, train
+from experiments.tasks.corpus import pair_bits
+from experiments.training.train import make_optimizer, train
 
 SIZES = Model(model_dim=16, num_layers=2, num_heads=2)
 ROPE = pe.RoPE(head_dim=8)

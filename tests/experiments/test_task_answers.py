@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tomli_w
 
-from experiments.config_io import from_tables, to_tables
 from experiments.errors import ConfigError
-from experiments.settings import Model
+from experiments.settings.common import Model
+from experiments.settings.config_io import from_tables, to_tables
 from experiments.tasks import (
     TASKS,
     Addition,
