@@ -66,13 +66,10 @@ class _KERPLE(Scheme, abc.ABC):
 
     num_heads: int
     param_axes: ClassVar = {"r1": "num_heads", "r2": "num_heads"}
+    traits: ClassVar = Traits(relative=True, shared_over_layers=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
-
-    @property
-    def traits(self):
-        return Traits(relative=True, shared_over_layers=True)
 
     @abc.abstractmethod
     def rules(self, params, q_features=None, k_features=None):

@@ -91,16 +91,13 @@ class TUPE(Scheme):
     max_distance: int = 128
     stddev: float = 0.02
     name: ClassVar[str] = "tupe"
+    traits: ClassVar = Traits(shared_over_layers=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim", "max_length")
         positive("tupe", stddev=self.stddev)
         if self.num_buckets is not None:
             check_buckets(self.num_buckets, self.max_distance, bidirectional=True)
-
-    @property
-    def traits(self):
-        return Traits(shared_over_layers=True)
 
     @property
     def param_axes(self):

@@ -40,13 +40,10 @@ class CABLE(Scheme):
     num_heads: int
     model_dim: int
     name: ClassVar[str] = "cable"
+    traits: ClassVar = Traits(relative=True, order_only=True, reads_x=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim")
-
-    @property
-    def traits(self):
-        return Traits(relative=True, order_only=True, reads_x=True)
 
     @property
     def param_axes(self):

@@ -81,15 +81,12 @@ class Shaw(Scheme):
     per_head: bool = False
     zero_beyond: bool = False
     name: ClassVar[str] = "shaw"
+    traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
         not_negative("shaw", clip=self.clip)
         require(self.keys or self.values, "shaw: keys and values must not both be False.")
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
 
     @property
     def acts(self):

@@ -11,7 +11,7 @@ and lets q, k and all layers share one computation of the tables.
 
 import abc
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -87,6 +87,7 @@ class Rotary(Scheme, abc.ABC):
     rotary_start = 0
     scaling = FrequencyMap()
     groups = 1
+    traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
         positive_fields(self, "head_dim", "groups")
@@ -95,10 +96,6 @@ class Rotary(Scheme, abc.ABC):
 
     def _check_layout(self) -> None:
         check_layout(self.name, self.layout)
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
 
     @property
     def num_rotated(self) -> int:
@@ -174,22 +171,9 @@ class ScalableRotary(Rotary):
 class AttendRotary(ScalableRotary):
     """An abstract rotary scheme whose `attend` rotates q and k, by the coordinates of both."""
 
-    @property
-    def traits(self):
-        return Traits(cache_transformed_keys=False)
-
-    @property
-    def acts(self):
-        return Acts.ATTENTION
-
-    def tables(self, params, coordinates):
-        return None
-
-    def query(self, params, q, coordinates, features=None, tables=None):
-        return q
-
-    def key(self, params, k, coordinates, features=None, tables=None):
-        return k
+    traits: ClassVar = Traits(cache_transformed_keys=False)
+    acts: ClassVar = Acts.ATTENTION
+    tables, query, key = Scheme.tables, Scheme.query, Scheme.key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,12 +184,8 @@ class ContentRotary(Rotary):
     queries or keys.
     """
 
-    @property
-    def traits(self):
-        return Traits(relative=True, order_only=True, reads_x=True)
-
-    def tables(self, params, coordinates):
-        return None
+    traits: ClassVar = Traits(relative=True, order_only=True, reads_x=True)
+    tables = Scheme.tables
 
     def query(self, params, q, coordinates, features: Any = None, tables=None):
         return self.rotate(q, self.finish(*self.cos_sin(params, features)))

@@ -73,14 +73,11 @@ class XPos(Rotary):
     gamma: float = 0.4
     layout: str = "interleaved"
     name: ClassVar[str] = "xpos"
+    traits: ClassVar = Traits(relative=True, cache_transformed_keys=False)
 
     def __post_init__(self):
         super().__post_init__()
         xpos_decay(self.head_dim, self.scale_base, self.gamma)
-
-    @property
-    def traits(self):
-        return Traits(relative=True, cache_transformed_keys=False)
 
     def cos_sin(self, params, coordinates):
         return cos_sin(coordinates, self.base_frequencies)
