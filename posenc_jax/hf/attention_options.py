@@ -28,22 +28,22 @@ def attention_options(
     )
     for part in (config.values, config.values.get("attn_config") or {}):
         clip = part.get("clip_qkv")
-        require(
+        config.check(
             clip is None or not model_type.clips_projections,
-            f"{config.label} has clip_qkv={clip}, and Attention clips no projections.",
+            f"clip_qkv={clip}, and Attention clips no projections",
         )
-    require(
+    config.check(
         config.explicit("per_layer_config") is None,
-        f"{config.label} has per_layer_config: its layers have different sizes.",
+        "per_layer_config: its layers have different sizes",
     )
     dim, num_heads = config.need("hidden_size"), config.need("num_attention_heads")
     if config.decoder and "decoder_attention_heads" in config.defaults:
         num_heads = config.need("decoder_attention_heads")
     size, num_kv_heads = head_size(config), model_type.key_heads(config, num_heads)
-    require(
+    config.check_ignored(
         not model_type.ignores_head_dim
         or config.values.get("head_dim") in (None, dim // num_heads),
-        f"{config.label} has head_dim={size}, which transformers ignores for its type.",
+        f"head_dim={size}",
     )
     divides("num_kv_heads", num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
     options = {

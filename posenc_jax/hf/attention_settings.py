@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from posenc_jax.checks import require
 from posenc_jax.hf.config_reader import TrackedConfig
 from posenc_jax.hf.model_types import MODEL_TYPES, SCALE_POWERS, ModelType
 from posenc_jax.qk_norm import QKNorm
@@ -22,10 +21,10 @@ def with_attention_settings(
     """
     model_type = MODEL_TYPES[config.model_type]
     for key in model_type.ambiguous_keys:
-        require(
+        config.check(
             not config.explicit(key),
-            f"{config.label} has {key}={config.values.get(key)}, which some attention functions of "
-            "transformers read and others do not.",
+            f"{key}={config.values.get(key)}, which some attention functions of transformers read "
+            "and others do not",
         )
     softcap, qk_norm = _softcap(config), _qk_norm(config, model_type)
     return tuple(
@@ -44,10 +43,9 @@ def with_attention_settings(
 
 def _softcap(config: TrackedConfig) -> float | None:
     value = config.get("attn_logit_softcapping")
-    require(
+    config.check_ignored(
         value is None or "attn_logit_softcapping" in config.defaults,
-        f"{config.label} has attn_logit_softcapping={value}, which transformers ignores for its "
-        "type.",
+        f"attn_logit_softcapping={value}",
     )
     return None if value is None else float(value)
 
@@ -56,9 +54,9 @@ def _qk_norm(config: TrackedConfig, model_type: ModelType) -> QKNorm | None:
     norm = model_type.qk_norm
     for key in _QK_NORM_KEYS:
         value = config.explicit(key)
-        require(
+        config.check_ignored(
             value is None or key == model_type.qk_norm_key or value == (norm is not None),
-            f"{config.label} has {key}={value}, which transformers ignores for its type.",
+            f"{key}={value}",
         )
     if norm is None or (model_type.qk_norm_key and not config.need(model_type.qk_norm_key)):
         return None
@@ -70,10 +68,7 @@ def _logit_scale(config: TrackedConfig, model_type: ModelType, layer: int) -> fl
     """Returns the factor on q . k in a layer, counted from 0; None: the scheme's own."""
     for key, power in SCALE_POWERS.items():
         value = config.get(key)
-        require(
-            value is None or key == model_type.scale_key,
-            f"{config.label} has {key}={value}, which transformers ignores for its type.",
-        )
+        config.check_ignored(value is None or key == model_type.scale_key, f"{key}={value}")
         if value is not None:
             return float(value) ** power
     return None if model_type.scale is None else model_type.scale(config, layer)

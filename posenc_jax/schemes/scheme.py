@@ -116,7 +116,7 @@ class Scheme:
 
     @property
     def traits(self) -> Traits:
-        """Static facts; see `Traits`. A class attribute where they are the same for all settings."""
+        """Static facts; see `Traits`. A class attribute if they are alike for all settings."""
         return Traits()
 
     @property
