@@ -87,7 +87,6 @@ class Rotary(Scheme, abc.ABC):
     rotary_start = 0
     scaling = FrequencyMap()
     groups = 1
-    traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
         positive_fields(self, "head_dim", "groups")
@@ -96,6 +95,10 @@ class Rotary(Scheme, abc.ABC):
 
     def _check_layout(self) -> None:
         check_layout(self.name, self.layout)
+
+    @property
+    def traits(self):
+        return Traits(relative=True)
 
     @property
     def num_rotated(self) -> int:
