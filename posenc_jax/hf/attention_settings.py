@@ -26,12 +26,16 @@ def with_attention_settings(
             f"{key}={config.values.get(key)}, which some attention functions of transformers read "
             "and others do not",
         )
-    softcap, qk_norm = _softcap(config), _qk_norm(config, model_type)
+    softcap, qk_norm = config.get("attn_logit_softcapping"), _qk_norm(config, model_type)
+    config.check_ignored(
+        softcap is None or "attn_logit_softcapping" in config.defaults,
+        f"attn_logit_softcapping={softcap}",
+    )
     return tuple(
         dataclasses.replace(
             layer,
             scale=_logit_scale(config, model_type, i),
-            softcap=softcap,
+            softcap=None if softcap is None else float(softcap),
             sinks=model_type.sinks,
             qk_norm=qk_norm
             if isinstance(layer.scheme, Rotary) or not model_type.qk_norm_rotating_only
@@ -39,15 +43,6 @@ def with_attention_settings(
         )
         for i, layer in enumerate(layers)
     )
-
-
-def _softcap(config: TrackedConfig) -> float | None:
-    value = config.get("attn_logit_softcapping")
-    config.check_ignored(
-        value is None or "attn_logit_softcapping" in config.defaults,
-        f"attn_logit_softcapping={value}",
-    )
-    return None if value is None else float(value)
 
 
 def _qk_norm(config: TrackedConfig, model_type: ModelType) -> QKNorm | None:

@@ -172,16 +172,10 @@ def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:
     return out
 
 
-def only_windows_rotate(layout: str, kinds: LayerKinds) -> LayersReader:
-    """Returns a reader of RoPE in layers with a window, and NoPE in the others."""
-    return Rotating(layout, kinds=kinds, window=window_of, unrotated=(FULL,))
-
-
 def exaone4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """Reads RoPE in layers with a window; in all layers if none has a window."""
-    if config.get("sliding_window") is None:
-        return Rotating(kinds=layer_kinds.exaone4, window=window_of)(config)
-    return only_windows_rotate("half", layer_kinds.exaone4)(config)
+    unrotated = (LINEAR if config.get("sliding_window") is None else FULL,)
+    return Rotating(kinds=layer_kinds.exaone4, window=window_of, unrotated=unrotated)(config)
 
 
 def uniform(config: TrackedConfig, scheme: Scheme) -> tuple[LayerSpec, ...]:
