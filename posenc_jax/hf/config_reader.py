@@ -199,11 +199,7 @@ class TrackedConfig:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Checks the values of keys that transformers ignores, and marks the keys as read.
-
-        Raises:
-          ValueError: as `explicit`.
-        """
+        """Marks keys that transformers ignores as read; raises as `explicit` for their values."""
         for name in names:
             self.explicit(name)
 
@@ -228,11 +224,7 @@ class TrackedConfig:
         return value
 
     def only(self, name: str, *values: Any) -> None:
-        """Checks that a key is absent or has one of these values.
-
-        Raises:
-          ValueError: for any other value.
-        """
+        """Raises `ValueError` unless a key is absent or has one of these values."""
         value = self.get(name)
         self.check(value is None or value in values, f"{name}={value!r}; supported: {values}")
 

@@ -67,20 +67,12 @@ def pop_keys(
 
 
 def refuse_partial(config: TrackedConfig, settings: RopeSettings) -> None:
-    """Checks that all of a head rotates, for model types that never rotate a part.
-
-    Raises:
-      ValueError: otherwise.
-    """
+    """Raises `ValueError` for a part of a head, for model types that never rotate a part."""
     config.check_ignored(settings.fraction == 1.0, f"partial_rotary_factor={settings.fraction}")
 
 
 def refuse_by_length(config: TrackedConfig, settings: RopeSettings) -> None:
-    """Checks that frequencies do not depend on the length of each row.
-
-    Raises:
-      ValueError: otherwise.
-    """
+    """Raises `ValueError` for frequencies that depend on the length of each row."""
     scaling = settings.scaling
     config.check(
         not (isinstance(scaling, PerSequenceMap) and scaling.per_sequence),
@@ -149,10 +141,6 @@ def _factor(part: TrackedConfig, config: TrackedConfig, length: int) -> float:
     return float(config.need("max_position_embeddings") / length if factor is None else factor)
 
 
-def _linear(part, config):
-    return PI(factor=float(part.need("factor")))
-
-
 def _dynamic(part, config):
     """Returns dynamic NTK, whose trained length is `max_position_embeddings` in transformers."""
     name, length = "original_max_position_embeddings", config.need("max_position_embeddings")
@@ -219,7 +207,7 @@ def _proportional(part, fraction):
 
 _READERS = {
     "default": lambda part, config: FrequencyMap(),
-    "linear": _linear,
+    "linear": lambda part, config: PI(factor=float(part.need("factor"))),
     "dynamic": _dynamic,
     "yarn": _yarn,
     "longrope": _longrope,
