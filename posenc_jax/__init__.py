@@ -41,222 +41,130 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from posenc_jax import positions, sharding
-from posenc_jax.angles import cos_sin
-from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.engine.api import AttentionCall, attention
-from posenc_jax.engine.rules import (
-    ContentBias,
-    DenseBias,
-    DotBias,
-    LogitBias,
-    LogitsTransform,
-    Rule,
-    SeparableBias,
-    ValueBias,
+from posenc_jax import positions as positions
+from posenc_jax import sharding as sharding
+from posenc_jax.angles import cos_sin as cos_sin
+from posenc_jax.cache.kv_cache import KVCache as KVCache
+from posenc_jax.engine.api import AttentionCall as AttentionCall
+from posenc_jax.engine.api import attention as attention
+from posenc_jax.engine.rules import ContentBias as ContentBias
+from posenc_jax.engine.rules import DenseBias as DenseBias
+from posenc_jax.engine.rules import DotBias as DotBias
+from posenc_jax.engine.rules import LogitBias as LogitBias
+from posenc_jax.engine.rules import LogitsTransform as LogitsTransform
+from posenc_jax.engine.rules import Rule as Rule
+from posenc_jax.engine.rules import SeparableBias as SeparableBias
+from posenc_jax.engine.rules import ValueBias as ValueBias
+from posenc_jax.engine.score_mod import score_mod as score_mod
+from posenc_jax.functional.attention import scheme_attention as scheme_attention
+from posenc_jax.functional.attention import scheme_embedding as scheme_embedding
+from posenc_jax.functional.attention import scheme_tables as scheme_tables
+from posenc_jax.functional.cross_attention import scheme_cross_attention as scheme_cross_attention
+from posenc_jax.functional.new_cache import new_cache as new_cache
+from posenc_jax.hf.api import attention_options_from_hf as attention_options_from_hf
+from posenc_jax.hf.api import from_hf as from_hf
+from posenc_jax.hf.api import scheme_from_hf as scheme_from_hf
+from posenc_jax.hf.api import to_hf as to_hf
+from posenc_jax.hf.weights import heads_from_linear as heads_from_linear
+from posenc_jax.hf.weights import split_qkv as split_qkv
+from posenc_jax.ops.short_conv import short_convolution as short_convolution
+from posenc_jax.positions.image_grids import grid_coordinates as grid_coordinates
+from posenc_jax.positions.image_grids import resize_grid as resize_grid
+from posenc_jax.positions.mrope import mrope_coordinates as mrope_coordinates
+from posenc_jax.qk_norm import QKNorm as QKNorm
+from posenc_jax.schemes.additive.fourier import LearnableFourier as LearnableFourier
+from posenc_jax.schemes.additive.learned import LearnedAbsolute as LearnedAbsolute
+from posenc_jax.schemes.additive.learned import resize_learned as resize_learned
+from posenc_jax.schemes.additive.none import NoPE as NoPE
+from posenc_jax.schemes.additive.sinusoidal import Sinusoidal as Sinusoidal
+from posenc_jax.schemes.additive.sinusoidal import sinusoidal_encoding as sinusoidal_encoding
+from posenc_jax.schemes.additive.sinusoidal_2d import Sinusoidal2D as Sinusoidal2D
+from posenc_jax.schemes.bias.alibi import ALiBi as ALiBi
+from posenc_jax.schemes.bias.alibi import alibi_slopes as alibi_slopes
+from posenc_jax.schemes.bias.bam import BAM as BAM
+from posenc_jax.schemes.bias.dape import DAPE as DAPE
+from posenc_jax.schemes.bias.fire import FIRE as FIRE
+from posenc_jax.schemes.bias.kerple import KERPLELog as KERPLELog
+from posenc_jax.schemes.bias.kerple import KERPLEPower as KERPLEPower
+from posenc_jax.schemes.bias.sandwich import Sandwich as Sandwich
+from posenc_jax.schemes.bias.swin import Swin as Swin
+from posenc_jax.schemes.bias.swin_v2 import SwinV2 as SwinV2
+from posenc_jax.schemes.bias.t5 import T5 as T5
+from posenc_jax.schemes.bias.t5 import t5_bucket as t5_bucket
+from posenc_jax.schemes.bias.tupe import TUPE as TUPE
+from posenc_jax.schemes.combinators.chain import chain as chain
+from posenc_jax.schemes.combinators.on_axis import on_axis as on_axis
+from posenc_jax.schemes.combinators.on_distances import on_distances as on_distances
+from posenc_jax.schemes.combinators.streaming import streaming as streaming
+from posenc_jax.schemes.combinators.with_positions import with_positions as with_positions
+from posenc_jax.schemes.content.cable import CABLE as CABLE
+from posenc_jax.schemes.content.cope import CoPE as CoPE
+from posenc_jax.schemes.content.deberta import DeBERTa as DeBERTa
+from posenc_jax.schemes.content.fox import FoX as FoX
+from posenc_jax.schemes.content.grape import GRAPEA as GRAPEA
+from posenc_jax.schemes.content.inkling import Inkling as Inkling
+from posenc_jax.schemes.content.partial_key_offset import PartialKeyOffset as PartialKeyOffset
+from posenc_jax.schemes.content.path import PaTH as PaTH
+from posenc_jax.schemes.content.shaw import Shaw as Shaw
+from posenc_jax.schemes.content.short_conv import ShortConv as ShortConv
+from posenc_jax.schemes.content.stick_breaking import StickBreaking as StickBreaking
+from posenc_jax.schemes.content.transformer_xl import TransformerXL as TransformerXL
+from posenc_jax.schemes.layer_spec import LayerSpec as LayerSpec
+from posenc_jax.schemes.layer_spec import layer_pattern as layer_pattern
+from posenc_jax.schemes.logit_scale.ssmax import SSMax as SSMax
+from posenc_jax.schemes.logit_scale.temperature import QueryTemperature as QueryTemperature
+from posenc_jax.schemes.rotary.axial import AxialRoPE as AxialRoPE
+from posenc_jax.schemes.rotary.base import Rotary as Rotary
+from posenc_jax.schemes.rotary.comrope import ComRoPE as ComRoPE
+from posenc_jax.schemes.rotary.dual_chunk import DualChunk as DualChunk
+from posenc_jax.schemes.rotary.fope import FoPE as FoPE
+from posenc_jax.schemes.rotary.frequencies import FrequencyMap as FrequencyMap
+from posenc_jax.schemes.rotary.frequencies import rope_frequencies as rope_frequencies
+from posenc_jax.schemes.rotary.layouts import permute_qk as permute_qk
+from posenc_jax.schemes.rotary.learned_rope import LearnedRoPE as LearnedRoPE
+from posenc_jax.schemes.rotary.liere import LieRE as LieRE
+from posenc_jax.schemes.rotary.mrope import MRoPE as MRoPE
+from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength as RoPEByLength
+from posenc_jax.schemes.rotary.pope import PoPE as PoPE
+from posenc_jax.schemes.rotary.repo import RePo as RePo
+from posenc_jax.schemes.rotary.rerope import ReRoPE as ReRoPE
+from posenc_jax.schemes.rotary.rope import RoPE as RoPE
+from posenc_jax.schemes.rotary.rope import apply_rope as apply_rope
+from posenc_jax.schemes.rotary.rope_mixed import RoPEMixed as RoPEMixed
+from posenc_jax.schemes.rotary.rope_pp import RoPEPlusPlus as RoPEPlusPlus
+from posenc_jax.schemes.rotary.rotate import apply_rotation as apply_rotation
+from posenc_jax.schemes.rotary.scaling.clipped import ClippedFrequencies as ClippedFrequencies
+from posenc_jax.schemes.rotary.scaling.dynamic_ntk import DynamicNTK as DynamicNTK
+from posenc_jax.schemes.rotary.scaling.high_frequency import (
+    HighFrequenciesOnly as HighFrequenciesOnly,
 )
-from posenc_jax.engine.score_mod import score_mod
-from posenc_jax.functional.attention import scheme_attention, scheme_embedding, scheme_tables
-from posenc_jax.functional.cross_attention import scheme_cross_attention
-from posenc_jax.functional.new_cache import new_cache
-from posenc_jax.hf.api import (
-    attention_options_from_hf,
-    from_hf,
-    scheme_from_hf,
-    to_hf,
-)
-from posenc_jax.hf.weights import heads_from_linear, split_qkv
-from posenc_jax.ops.short_conv import short_convolution
-from posenc_jax.positions.image_grids import grid_coordinates, resize_grid
-from posenc_jax.positions.mrope import mrope_coordinates
-from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.additive.fourier import LearnableFourier
-from posenc_jax.schemes.additive.learned import LearnedAbsolute, resize_learned
-from posenc_jax.schemes.additive.none import NoPE
-from posenc_jax.schemes.additive.sinusoidal import Sinusoidal, sinusoidal_encoding
-from posenc_jax.schemes.additive.sinusoidal_2d import Sinusoidal2D
-from posenc_jax.schemes.bias.alibi import ALiBi, alibi_slopes
-from posenc_jax.schemes.bias.bam import BAM
-from posenc_jax.schemes.bias.dape import DAPE
-from posenc_jax.schemes.bias.fire import FIRE
-from posenc_jax.schemes.bias.kerple import KERPLELog, KERPLEPower
-from posenc_jax.schemes.bias.sandwich import Sandwich
-from posenc_jax.schemes.bias.swin import Swin
-from posenc_jax.schemes.bias.swin_v2 import SwinV2
-from posenc_jax.schemes.bias.t5 import T5, t5_bucket
-from posenc_jax.schemes.bias.tupe import TUPE
-from posenc_jax.schemes.combinators.chain import chain
-from posenc_jax.schemes.combinators.on_axis import on_axis
-from posenc_jax.schemes.combinators.on_distances import on_distances
-from posenc_jax.schemes.combinators.streaming import streaming
-from posenc_jax.schemes.combinators.with_positions import with_positions
-from posenc_jax.schemes.content.cable import CABLE
-from posenc_jax.schemes.content.cope import CoPE
-from posenc_jax.schemes.content.deberta import DeBERTa
-from posenc_jax.schemes.content.fox import FoX
-from posenc_jax.schemes.content.grape import GRAPEA
-from posenc_jax.schemes.content.inkling import Inkling
-from posenc_jax.schemes.content.partial_key_offset import PartialKeyOffset
-from posenc_jax.schemes.content.path import PaTH
-from posenc_jax.schemes.content.shaw import Shaw
-from posenc_jax.schemes.content.short_conv import ShortConv
-from posenc_jax.schemes.content.stick_breaking import StickBreaking
-from posenc_jax.schemes.content.transformer_xl import TransformerXL
-from posenc_jax.schemes.layer_spec import LayerSpec, layer_pattern
-from posenc_jax.schemes.logit_scale.ssmax import SSMax
-from posenc_jax.schemes.logit_scale.temperature import QueryTemperature
-from posenc_jax.schemes.rotary.axial import AxialRoPE
-from posenc_jax.schemes.rotary.base import Rotary
-from posenc_jax.schemes.rotary.comrope import ComRoPE
-from posenc_jax.schemes.rotary.dual_chunk import DualChunk
-from posenc_jax.schemes.rotary.fope import FoPE
-from posenc_jax.schemes.rotary.frequencies import FrequencyMap, rope_frequencies
-from posenc_jax.schemes.rotary.layouts import permute_qk
-from posenc_jax.schemes.rotary.learned_rope import LearnedRoPE
-from posenc_jax.schemes.rotary.liere import LieRE
-from posenc_jax.schemes.rotary.mrope import MRoPE
-from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength
-from posenc_jax.schemes.rotary.pope import PoPE
-from posenc_jax.schemes.rotary.repo import RePo
-from posenc_jax.schemes.rotary.rerope import ReRoPE
-from posenc_jax.schemes.rotary.rope import RoPE, apply_rope
-from posenc_jax.schemes.rotary.rope_mixed import RoPEMixed
-from posenc_jax.schemes.rotary.rope_pp import RoPEPlusPlus
-from posenc_jax.schemes.rotary.rotate import apply_rotation
-from posenc_jax.schemes.rotary.scaling.clipped import ClippedFrequencies
-from posenc_jax.schemes.rotary.scaling.dynamic_ntk import DynamicNTK
-from posenc_jax.schemes.rotary.scaling.high_frequency import HighFrequenciesOnly
-from posenc_jax.schemes.rotary.scaling.interpolation import NTK, PI
-from posenc_jax.schemes.rotary.scaling.llama3 import Llama3
-from posenc_jax.schemes.rotary.scaling.longrope import LongRoPE
-from posenc_jax.schemes.rotary.scaling.ntk_by_parts import NTKByParts
-from posenc_jax.schemes.rotary.scaling.p_rope import Proportional
-from posenc_jax.schemes.rotary.scaling.resonance import Resonance
-from posenc_jax.schemes.rotary.scaling.yarn import YaRN, yarn_logit_scale
-from posenc_jax.schemes.rotary.selective import SelectiveRoPE
-from posenc_jax.schemes.rotary.self_extend import SelfExtend
-from posenc_jax.schemes.rotary.vo_rope import VORoPE
-from posenc_jax.schemes.rotary.xpos import XPos
-from posenc_jax.schemes.scheme import Acts, Scheme, Traits
+from posenc_jax.schemes.rotary.scaling.interpolation import NTK as NTK
+from posenc_jax.schemes.rotary.scaling.interpolation import PI as PI
+from posenc_jax.schemes.rotary.scaling.llama3 import Llama3 as Llama3
+from posenc_jax.schemes.rotary.scaling.longrope import LongRoPE as LongRoPE
+from posenc_jax.schemes.rotary.scaling.ntk_by_parts import NTKByParts as NTKByParts
+from posenc_jax.schemes.rotary.scaling.p_rope import Proportional as Proportional
+from posenc_jax.schemes.rotary.scaling.resonance import Resonance as Resonance
+from posenc_jax.schemes.rotary.scaling.yarn import YaRN as YaRN
+from posenc_jax.schemes.rotary.scaling.yarn import yarn_logit_scale as yarn_logit_scale
+from posenc_jax.schemes.rotary.selective import SelectiveRoPE as SelectiveRoPE
+from posenc_jax.schemes.rotary.self_extend import SelfExtend as SelfExtend
+from posenc_jax.schemes.rotary.vo_rope import VORoPE as VORoPE
+from posenc_jax.schemes.rotary.xpos import XPos as XPos
+from posenc_jax.schemes.scheme import Acts as Acts
+from posenc_jax.schemes.scheme import Scheme as Scheme
+from posenc_jax.schemes.scheme import Traits as Traits
 
 if TYPE_CHECKING:
     from posenc_jax import linen as linen
     from posenc_jax import nnx as nnx
     from posenc_jax import testing as testing
 
-__all__ = [
-    "BAM",
-    "CABLE",
-    "DAPE",
-    "FIRE",
-    "GRAPEA",
-    "NTK",
-    "PI",
-    "SCHEMES",
-    "T5",
-    "TUPE",
-    "ALiBi",
-    "Acts",
-    "AttentionCall",
-    "AxialRoPE",
-    "ClippedFrequencies",
-    "CoPE",
-    "ComRoPE",
-    "ContentBias",
-    "DeBERTa",
-    "DenseBias",
-    "DotBias",
-    "DualChunk",
-    "DynamicNTK",
-    "FoPE",
-    "FoX",
-    "FrequencyMap",
-    "HighFrequenciesOnly",
-    "Inkling",
-    "KERPLELog",
-    "KERPLEPower",
-    "KVCache",
-    "LayerSpec",
-    "LearnableFourier",
-    "LearnedAbsolute",
-    "LearnedRoPE",
-    "LieRE",
-    "Llama3",
-    "LogitBias",
-    "LogitsTransform",
-    "LongRoPE",
-    "MRoPE",
-    "NTKByParts",
-    "NoPE",
-    "PaTH",
-    "PartialKeyOffset",
-    "PoPE",
-    "Proportional",
-    "QKNorm",
-    "QueryTemperature",
-    "RePo",
-    "ReRoPE",
-    "Resonance",
-    "RoPE",
-    "RoPEByLength",
-    "RoPEMixed",
-    "RoPEPlusPlus",
-    "Rotary",
-    "Rule",
-    "SSMax",
-    "Sandwich",
-    "Scheme",
-    "SelectiveRoPE",
-    "SelfExtend",
-    "SeparableBias",
-    "Shaw",
-    "ShortConv",
-    "Sinusoidal",
-    "Sinusoidal2D",
-    "StickBreaking",
-    "Swin",
-    "SwinV2",
-    "Traits",
-    "TransformerXL",
-    "VORoPE",
-    "ValueBias",
-    "XPos",
-    "YaRN",
-    "alibi_slopes",
-    "apply_rope",
-    "apply_rotation",
-    "attention",
-    "attention_options_from_hf",
-    "chain",
-    "cos_sin",
-    "from_hf",
-    "grid_coordinates",
-    "heads_from_linear",
-    "layer_pattern",
-    "mrope_coordinates",
-    "new_cache",
-    "on_axis",
-    "on_distances",
-    "permute_qk",
-    "positions",
-    "resize_grid",
-    "resize_learned",
-    "rope_frequencies",
-    "scheme_attention",
-    "scheme_cross_attention",
-    "scheme_embedding",
-    "scheme_from_hf",
-    "scheme_tables",
-    "score_mod",
-    "sharding",
-    "short_convolution",
-    "sinusoidal_encoding",
-    "split_qkv",
-    "streaming",
-    "t5_bucket",
-    "to_hf",
-    "with_positions",
-    "yarn_logit_scale",
+__all__ = ["SCHEMES", "positions", "sharding"]
+__all__ += [
+    name
+    for name, thing in list(globals().items())
+    if getattr(thing, "__module__", "").startswith("posenc_jax.")
 ]
 __version__ = "0.1.0"
 

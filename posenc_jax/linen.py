@@ -50,21 +50,7 @@ class AttentionFn(nn.Module):
         attn_weights_value_einsum=None,
     ):
         """Attends as `linen.dot_product_attention` does, with the scheme."""
-        return attention_fn(
-            self.scheme,
-            PositionEncoding(self.scheme, name="encoding").values(),
-            query,
-            key,
-            value,
-            mask=mask,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            module=module,
-            force_fp32_for_softmax=force_fp32_for_softmax,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
-        )
+        options = locals()  # The layer gives only options that the signature names.
+        del options["self"]
+        params = PositionEncoding(self.scheme, name="encoding").values()
+        return attention_fn(self.scheme, params, **options)

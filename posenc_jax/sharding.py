@@ -174,15 +174,15 @@ class SequenceParallel(Implementation):
             f"SequenceParallel: the {size} devices of axis {self.axis!r} must divide T and S, got "
             f"{problem.length} queries and {problem.keys} keys.",
         )
-        queries, keys = problem.queries(), problem.key_arrays()
+        queries, keys = problem.tokens("q"), problem.tokens("k")
         bare = dataclasses.replace(problem, contiguous=False)
-        bare = bare.with_queries(jax.tree.map(lambda _: None, queries))
-        bare = bare.with_keys(jax.tree.map(lambda _: None, keys))
+        bare = bare.with_tokens("q", jax.tree.map(lambda _: None, queries))
+        bare = bare.with_tokens("k", jax.tree.map(lambda _: None, keys))
 
         method = self.method or ("all_gather" if problem.whole_rows else "ring")
 
         def local(bare, queries, keys):
-            shard = bare.with_queries(queries).with_keys(keys)
+            shard = bare.with_tokens("q", queries).with_tokens("k", keys)
             return _over_shards(shard, self.axis, method, self.implementation)
 
         spread = PartitionSpec(None, self.axis)
@@ -198,9 +198,9 @@ def _over_shards(
     whole, problem = problem, dataclasses.replace(problem, sinks=None, needs_lse=True)
     if method == "all_gather":
         keys = jax.tree.map(
-            lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), problem.key_arrays()
+            lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), problem.tokens("k")
         )
-        out, lse = run(problem.with_keys(keys), implementation)
+        out, lse = run(problem.with_tokens("k", keys), implementation)
     else:
         diff, nondiff = partition(vary_over(problem, frozenset((axis_name,))))
         diff = limit_derivatives(diff, forward=FORWARD_MODE)
@@ -225,12 +225,12 @@ def _ring(axis_name: str, implementation: Choice, diff: Problem, nondiff: Proble
     def step(carry, _):
         keys, out, lse = carry
         keys = _onwards(keys, axis_name)
-        part, part_lse = run(problem.with_keys(keys), implementation)
+        part, part_lse = run(problem.with_tokens("k", keys), implementation)
         out = merge_partial_softmax([out, part.astype(jnp.float32)], [lse, part_lse])
         return (keys, out, jnp.logaddexp(lse, part_lse)), None
 
     out, lse = run(problem, implementation)
-    carry = problem.key_arrays(), out.astype(jnp.float32), lse
+    carry = problem.tokens("k"), out.astype(jnp.float32), lse
     rounds = jax.lax.axis_size(axis_name) - 1
     (_, out, lse), _ = jax.lax.scan(step, carry, length=rounds)
     return out, lse
@@ -254,7 +254,7 @@ def _ring_backward(axis_name, implementation, saved, cotangents):
 
     def step(keys, fixed_keys):
         def attend(mine, keys):
-            problem = combine(mine.with_keys(keys), nondiff.with_keys(fixed_keys))
+            problem = combine(mine.with_tokens("k", keys), nondiff.with_tokens("k", fixed_keys))
             return run(problem, implementation)
 
         (part, part_lse), pull = jax.vjp(attend, diff, keys)
@@ -270,11 +270,11 @@ def _ring_backward(axis_name, implementation, saved, cotangents):
         d_mine, d_keys = jax.tree.map(jnp.add, (d_mine, d_keys), more)
         return (keys, fixed_keys, d_mine, d_keys), None
 
-    keys, fixed_keys = diff.key_arrays(), nondiff.key_arrays()
+    keys, fixed_keys = diff.tokens("k"), nondiff.tokens("k")
     carry = keys, fixed_keys, *step(keys, fixed_keys)
     rounds = jax.lax.axis_size(axis_name) - 1
     (*_, d_mine, d_keys), _ = jax.lax.scan(again, carry, length=rounds)
-    return d_mine.with_keys(_onwards(d_keys, axis_name)), None
+    return d_mine.with_tokens("k", _onwards(d_keys, axis_name)), None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

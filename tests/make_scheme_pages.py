@@ -99,8 +99,7 @@ def missing(cls: type[pe.Scheme]) -> list[str]:
     options = f"OPTIONS = {{pe.{name}: {{{values}}}}}, another value of each setting"
     checks = [
         (paper(cls), f"posenc_jax/schemes/{family}/{file}.py: a link to arxiv.org/abs"),
-        (hasattr(pe, name), f"{init}: from {cls.__module__} import {name}"),
-        (name in pe.__all__, f'{init}: "{name}" in __all__'),
+        (hasattr(pe, name), f"{init}: from {cls.__module__} import {name} as {name}"),
         (re.search(rf"\b{name}\b", str(pe.__doc__)), f"{init}: {name} in the docstring"),
         (text, f"{test.relative_to(ROOT)}: a test with numbers from outside"),
         (not settings or f"pe.{name}: {{" in text, f"{test.relative_to(ROOT)}: {options}"),

@@ -109,8 +109,7 @@ def test_the_list_of_missing_parts_is_complete(monkeypatch):
     monkeypatch.setitem(sys.modules, path, module)
     toy = type("Toy", (LogDistance,), {"name": "toy", "__module__": path})
     assert make_scheme_pages.missing(toy) == [
-        f"posenc_jax/__init__.py: from {path} import Toy",
-        'posenc_jax/__init__.py: "Toy" in __all__',
+        f"posenc_jax/__init__.py: from {path} import Toy as Toy",
         "posenc_jax/__init__.py: Toy in the docstring",
         "tests/schemes/bias/test_toy.py: a test with numbers from outside",
         "PYTHONPATH=.:tests python tests/make_scheme_pages.py toy writes its row in README.md, "

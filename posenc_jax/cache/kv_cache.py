@@ -244,7 +244,7 @@ class KVCache:
             rewindable=jnp.minimum(self.rewindable + added, limit),
             next_positions=jnp.maximum(self.next_positions, after).astype(jnp.int32),
         )
-        if window is None:
+        if window is None or isinstance(self.storage, Slots):
             return new
         cached, appended = (new.positions, new.segment_ids), (positions, segment_ids)
         lost = self.storage.loses_visible(cached, appended, self.length, new.written, window)

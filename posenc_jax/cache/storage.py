@@ -34,12 +34,6 @@ class Slots:
         """Returns bool [B]: rows of this length with more tokens than slots."""
         return length > capacity
 
-    def loses_visible(
-        self, cached: Tokens, new: Tokens, length: jax.Array, written: jax.Array, window: Window
-    ) -> jax.Array:
-        """Returns false for all rows; see `Ring.loses_visible`."""
-        return jnp.zeros_like(length, bool)
-
 
 @dataclasses.dataclass(frozen=True)
 class Ring:

@@ -264,9 +264,7 @@ class Visibility:
         """Returns the ranges of blocks of tokens."""
         slots, positions, coordinates, segments = jax.tree.map(lambda x: x[:, 0], tokens[:4])
         coordinate_range: Any = None
-        valid: Any = None
-        if segments is not None:
-            valid = segments >= 0
+        valid: Any = None if segments is None else segments >= 0
         if self.has_terms and self.horizon is not None:
             coordinate_range = BlockRange.of(slots if self.by_slot else coordinates, size)
         return BlockSummary(

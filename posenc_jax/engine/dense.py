@@ -36,8 +36,8 @@ class Dense(Implementation):
             p = p.sorted_keys()
         parts = []
         for (start, end), (low, high) in _causal_bands(p):
-            keys = jax.tree.map(lambda x, a=low, b=high: x[:, a:b], p.key_arrays())
-            band = (p.with_keys(keys) if (low, high) != (0, p.keys) else p).per_query_head()
+            keys = jax.tree.map(lambda x, a=low, b=high: x[:, a:b], p.tokens("k"))
+            band = (p.with_tokens("k", keys) if (low, high) != (0, p.keys) else p).per_query_head()
             parts.append(_by_blocks(band, start, end, self.block))
         outs, lses = zip(*parts, strict=True)
         return jnp.concatenate(outs, 1), jnp.concatenate(lses, 1)
@@ -120,12 +120,12 @@ def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array,
     p = dataclasses.replace(p, rules=tuple(rules), contiguous=False)
     if (start, end) == (0, p.length) and count == 1:
         return _attend(p.without_unseen_keys(), row_features)
-    queries = p.queries()
-    bare = p.with_queries(jax.tree.map(lambda x: None, queries))
+    queries = p.tokens("q")
+    bare = p.with_tokens("q", jax.tree.map(lambda x: None, queries))
 
     @jax.checkpoint
     def one_block(bare, row_features, queries):
-        return _attend(bare.with_queries(queries).without_unseen_keys(), row_features)
+        return _attend(bare.with_tokens("q", queries).without_unseen_keys(), row_features)
 
     def block_of(queries):
         return one_block(bare, row_features, queries)

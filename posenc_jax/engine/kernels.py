@@ -225,9 +225,9 @@ def _with_local_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
         sharing = jax.lax.axis_size(heads) // x.shape[2]
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(heads) // sharing, 1, 2)
 
-    keys, specs = p.key_arrays(), dataclasses.replace(specs, mask=None).key_arrays()
+    keys, specs = p.tokens("k"), dataclasses.replace(specs, mask=None).tokens("k")
     names = "k", "v", "features"
-    return p.with_keys(keys | {n: jax.tree.map(take, keys[n], specs[n]) for n in names})
+    return p.with_tokens("k", keys | {n: jax.tree.map(take, keys[n], specs[n]) for n in names})
 
 
 def without_hidden(p: Problem) -> Problem:
@@ -236,9 +236,9 @@ def without_hidden(p: Problem) -> Problem:
         return p.without_unseen_keys()
     if p.k_segment_ids is None:
         return p
-    keys = p.key_arrays()
+    keys = p.tokens("k")
     cleaned = {name: keys[name] for name in ("k", "v", "features")}
-    return p.with_keys(keys | zero_where(p.k_segment_ids < 0, cleaned))
+    return p.with_tokens("k", keys | zero_where(p.k_segment_ids < 0, cleaned))
 
 
 def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | None:

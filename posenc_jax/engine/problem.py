@@ -131,23 +131,8 @@ class Problem:
             dtype=jnp.int32 if q.dtype == k.dtype == jnp.int32 else jnp.float32,
         )
 
-    def queries(self) -> dict[str, Any]:
-        """Returns all arrays that belong to queries, with the tokens on axis 1."""
-        return self._tokens("q")
-
-    def with_queries(self, queries: dict[str, Any]) -> Self:
-        """Returns the problem with other queries."""
-        return self._with_tokens("q", queries)
-
-    def key_arrays(self) -> dict[str, Any]:
-        """Returns all arrays that belong to keys, with the tokens on axis 1."""
-        return self._tokens("k")
-
-    def with_keys(self, keys: dict[str, Any]) -> Self:
-        """Returns the problem with other keys."""
-        return self._with_tokens("k", keys)
-
-    def _tokens(self, side: str) -> dict[str, Any]:
+    def tokens(self, side: str) -> dict[str, Any]:
+        """Returns all arrays of the queries ("q") or the keys ("k"), with the tokens on axis 1."""
         names, mask_axis = _SIDES[side]
         return {name: getattr(self, name) for name in names} | {
             "features": tuple(getattr(rule, f"{side}_features") for rule in self.rules),
@@ -158,7 +143,8 @@ class Problem:
             ),
         }
 
-    def _with_tokens(self, side: str, tokens: dict[str, Any]) -> Self:
+    def with_tokens(self, side: str, tokens: dict[str, Any]) -> Self:
+        """Returns the problem with other queries or keys."""
         names, mask_axis = _SIDES[side]
         mask, rules = tokens["mask"], []
         for rule, new, pairs in zip(self.rules, tokens["features"], tokens["pairs"], strict=True):
@@ -200,9 +186,9 @@ class Problem:
         """
         if self.q_segment_ids is None:
             return self
-        queries = self.queries()
+        queries = self.tokens("q")
         cleaned = {name: queries[name] for name in ("q", "features")}
-        return self.with_queries(queries | zero_where(self.q_segment_ids < 0, cleaned))
+        return self.with_tokens("q", queries | zero_where(self.q_segment_ids < 0, cleaned))
 
     def without_unseen_keys(self) -> Self:
         """Returns the problem with zeros for keys, values and features that no query sees.
@@ -210,9 +196,9 @@ class Problem:
         They may hold anything, and 0 * NaN is NaN.
         """
         unseen = ~jnp.any(self.visible(), axis=(1, 2))
-        keys = self.key_arrays()
+        keys = self.tokens("k")
         cleaned = {name: keys[name] for name in ("k", "v", "features")}
-        return self.with_keys(keys | zero_where(unseen, cleaned))
+        return self.with_tokens("k", keys | zero_where(unseen, cleaned))
 
     def sorted_keys(self) -> Self:
         """Returns the problem with its keys sorted by segment and position."""
@@ -224,13 +210,13 @@ class Problem:
             indices = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
             return jnp.take_along_axis(x, indices, 1)
 
-        return self.with_keys(jax.tree.map(pick, self.key_arrays()))
+        return self.with_tokens("k", jax.tree.map(pick, self.tokens("k")))
 
     def per_query_head(self) -> Self:
         """Returns the problem with key features of every query head, [B, S, N, ...]."""
-        keys = self.key_arrays()
+        keys = self.tokens("k")
         features = jax.tree.map(lambda x: repeat_heads(x, self.num_heads), keys["features"])
-        return self.with_keys(keys | {"features": features})
+        return self.with_tokens("k", keys | {"features": features})
 
 
 @dataclasses.dataclass(frozen=True)

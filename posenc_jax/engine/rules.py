@@ -259,6 +259,19 @@ class _Then:
         return self.second(self.first(x))
 
 
+def _pair_term(rule: Any, context: LoweringContext, horizon: int | None = None) -> PairTerm:
+    """Returns a `LogitBias` or `ContentBias`, evaluated for every pair."""
+    return PairTerm(
+        heads=rule.heads,
+        shared=rule.shared,
+        factor=context.scale if rule.scaled else 1.0,
+        horizon=horizon,
+        rule=rule.rule,
+        of_content=isinstance(rule, ContentBias),
+        pairs_at_once=context.pairs_at_once,
+    )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogitBias(Rule):
@@ -303,23 +316,15 @@ class LogitBias(Rule):
         _check_function(self, "rule", "(shared, head, q, k) -> scalar", arguments, sizes)
 
     def lower(self, context):
-        factor = context.scale if self.scaled else 1.0
         by_distance = self.relative and not context.axes
         if by_distance and context.contiguous:
+            factor = context.scale if self.scaled else 1.0
             values = functools.partial(self._of_distances, factor=factor, dtype=context.dtype)
             return Lowering(by_distance=values, high=context.horizon(self.bounds[1], by_slot=True))
         horizon = None
         if by_distance and context.drop_constants:
             horizon = context.horizon(self.bounds[1], by_slot=False)
-        term = PairTerm(
-            heads=self.heads,
-            shared=self.shared,
-            factor=factor,
-            horizon=horizon,
-            rule=self.rule,
-            of_content=False,
-            pairs_at_once=context.pairs_at_once,
-        )
+        term = _pair_term(self, context, horizon)
         return Lowering(term, dropped=term.dropped(context.dtype))
 
     def _of_distances(self, first: int, stop: int, factor: float, dtype: Any) -> jax.Array:
@@ -421,16 +426,7 @@ class ContentBias(_FeatureRule):
         _check_function(self, "rule", signature, arguments, sizes)
 
     def lower(self, context):
-        factor = context.scale if self.scaled else 1.0
-        term = PairTerm(
-            heads=self.heads,
-            shared=self.shared,
-            factor=factor,
-            rule=self.rule,
-            of_content=True,
-            pairs_at_once=context.pairs_at_once,
-        )
-        return Lowering(term)
+        return Lowering(_pair_term(self, context))
 
     def added_logits(self, q_features, k_features, q, k):
         over = jax.vmap(self.rule, (None, None, None, 0, None, 0))

@@ -40,21 +40,16 @@ ScoreMod = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Added:
-    """The number that a function adds to any score, as a rule for pairs."""
+    """The number that a function adds to any score, as a rule for pairs.
+
+    If the function reads the row of the batch, the row is a feature of the query.
+    """
 
     function: ScoreMod
 
-    def __call__(self, arrays, head, q, k):
-        return self.function(jnp.float32(0), jnp.int32(0), head, q, k, *arrays)
-
-
-@dataclasses.dataclass(frozen=True)
-class _AddedByRow:
-    """`_Added` for a function that reads the row of the batch, which is a feature of the query."""
-
-    function: ScoreMod
-
-    def __call__(self, arrays, head, row, col, q, k):
+    def __call__(self, arrays, head, *features_and_coordinates):
+        *features, q, k = features_and_coordinates
+        row = features[0] if features else jnp.int32(0)
         return self.function(jnp.float32(0), row, head, q, k, *arrays)
 
 
@@ -127,7 +122,7 @@ def score_mod(
             row = jnp.zeros((batch, length, num_heads), jnp.int32)
         return LogitsTransform(_OfScores(function), heads, arrays, q_features=row)
     if reads_batch:
-        return ContentBias(_AddedByRow(function), heads, arrays, q_features=row)
+        return ContentBias(_Added(function), heads, arrays, q_features=row)
     return LogitBias(_Added(function), heads, arrays, relative=_is_relative(closed))
 
 

@@ -262,7 +262,7 @@ def _forward(x: Operands) -> tuple[jax.Array, jax.Array]:
             zeros(x.q, shape),
             zeros(x.q, (*shape, x.v.shape[3])),
         )
-        m, l, out = tiles.visit_keys(i, key_block, state)
+        m, l, out = tiles.visit("k", i, key_block, state)
         # jnp.maximum drops NaN, the sum keeps it.
         blind = ((m <= MASK_VALUE / 2) | (l == 0)) & ~jnp.isnan(l)
         l = jnp.where(blind, 1.0, l)
@@ -326,23 +326,6 @@ class QueryArrays(NamedTuple):
     delta: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyBlock:
-    """A block of keys of the backward pass.
-
-    Attributes:
-      tiles: the tiles of all blocks.
-      queries: arrays of all queries.
-      j: the number of the block.
-      k_t: its keys, transposed: [B, N, H, K].
-    """
-
-    tiles: "Tiles"
-    queries: QueryArrays
-    j: jax.Array
-    k_t: jax.Array
-
-
 def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Operands:
     """Returns the cotangents of `diff`."""
     x = combine(diff, nondiff)
@@ -355,15 +338,16 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
 
     def key_block(grads, j):
         k_t_block = repeat_heads(take_block(k_t, 3, j, tiles.blocks.k), x.heads, axis=1)
-        block = KeyBlock(tiles, queries, j, k_t_block)
         tokens = take_block(diff.keys, 2, j, tiles.blocks.k)
 
         def query_block(interior):
-            return lambda i, carry: _backward_tile(block, i, *carry, interior=interior)
+            return lambda i, carry: _backward_tile(
+                tiles, i, j, queries, k_t_block, *carry, interior=interior
+            )
 
         k, v = tiles.key_values(j)
         key_grads = KeyGrads(zeros(x.q, k.shape), zeros(x.q, v.shape), _blank(tokens))
-        grads, key_grads = tiles.visit_queries(j, query_block, (grads, key_grads))
+        grads, key_grads = tiles.visit("q", j, query_block, (grads, key_grads))
         key_grads = KeyGrads(
             _sum_groups(key_grads.k, x.k.shape[1]).astype(x.k.dtype),
             _sum_groups(key_grads.v, x.v.shape[1]).astype(x.v.dtype),
@@ -399,12 +383,22 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
 
 
 def _backward_tile(
-    block: KeyBlock, i: jax.Array, grads: QueryGrads, key_grads: KeyGrads, *, interior: bool
+    tiles: "Tiles",
+    i,
+    j,
+    arrays: QueryArrays,
+    k_t: jax.Array,
+    grads: QueryGrads,
+    key_grads: KeyGrads,
+    *,
+    interior: bool,
 ) -> tuple[QueryGrads, KeyGrads]:
-    """Adds the cotangents of one tile; ds is the cotangent of its logits, [B, N, K, Q]."""
-    tiles, j, k_t = block.tiles, block.j, block.k_t
+    """Adds the cotangents of one tile; ds is the cotangent of its logits, [B, N, K, Q].
+
+    `k_t` are the keys of the tile, transposed, [B, N, H, K].
+    """
     x = tiles.operands
-    q, do, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in block.queries)
+    q, do, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in arrays)
     k, v = tiles.key_values(j)
     queries, keys, seen, live = tiles.tokens(i, j, interior)
     k, v, k_t = zero_keys(live, k), zero_keys(live, v), zero_keys(live, k_t, axis=3)
@@ -427,10 +421,11 @@ def _backward_tile(
     dropout = tiles.dropout_scale(queries, keys)
     dropped = p if dropout is None else p * dropout
     if x.values is not None and not interior:
-        entries = _einsum("nrv,bnqv->bnrq", x.values.table, _f32(do))
+        do_f32 = do.astype(jnp.float32)
+        entries = _einsum("nrv,bnqv->bnrq", x.values.table, do_f32)
         dp += tiles.of_values("spread", entries, queries, keys)
         mass = tiles.of_values("collect", dropped, queries, keys)
-        table = grads.table + _einsum("bnrq,bnqv->nrv", mass, _f32(do))
+        table = grads.table + _einsum("bnrq,bnqv->nrv", mass, do_f32)
         grads = grads._replace(table=table)
     dp = dp if dropout is None else dp * dropout
     ds = p * (dp - delta[:, :, None])
@@ -459,22 +454,13 @@ class Tiles:
     Attributes:
       operands: the arrays of all blocks.
       blocks: queries and keys per tile.
-      backward: whether these are tiles of the backward pass.
+      backward: whether these are tiles of the backward pass, which are transposed, and whose terms
+        are evaluated inside of `jax.vjp`.
     """
 
     operands: Operands
     blocks: Blocks
     backward: bool
-
-    @property
-    def transposed(self) -> bool:
-        """Whether tiles are [B, N, K, Q]."""
-        return self.backward
-
-    @property
-    def in_vjp(self) -> bool:
-        """Whether terms are evaluated inside of `jax.vjp`."""
-        return self.backward
 
     def scaled(self, q: jax.Array) -> jax.Array:
         """Returns [B, N, Q, H] of [B, Q, N, H], times the factor on q."""
@@ -494,7 +480,7 @@ class Tiles:
 
     def products(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns float32 q . k of [B, N, Q, H] and [B, N, K, H]."""
-        if self.transposed:
+        if self.backward:
             return _einsum("bnkh,bnqh->bnkq", k, q)
         return _einsum("bnqh,bnkh->bnqk", q, k)
 
@@ -539,14 +525,14 @@ class Tiles:
         bias, strips = by_distance
         out = None
         if bias is not None:
-            expand = toeplitz_tile_vjp if self.in_vjp else toeplitz_tile
+            expand = toeplitz_tile_vjp if self.backward else toeplitz_tile
             shape = self.blocks.q, self.blocks.k
-            out = jax.vmap(lambda values: expand(values, shape, self.transposed))(bias)[None]
+            out = jax.vmap(lambda values: expand(values, shape, self.backward))(bias)[None]
             # One tile per row: XLA would otherwise sum rows inside the loop over diagonals.
             out = jnp.broadcast_to(out, (self.operands.q.shape[0], *out.shape[1:]))
         for term in pairs:
             tile = term.factor * term.pairs.astype(jnp.float32)
-            tile = jnp.swapaxes(tile, 2, 3) if self.transposed else tile
+            tile = jnp.swapaxes(tile, 2, 3) if self.backward else tile
             out = tile if out is None else out + tile
         k = k._replace(features=jax.tree.map(self._per_query_head, k.features))
         for n, (term, strip) in enumerate(zip(terms, strips, strict=True)):
@@ -563,8 +549,8 @@ class Tiles:
         def evaluate(heads, strip, q, k):
             of_head = dataclasses.replace(term, heads=heads)
             if interior:
-                return of_head.interior(q, k, transposed=self.transposed)
-            return of_head.tile(strip, q, k, transposed=self.transposed, in_vjp=self.in_vjp)
+                return of_head.interior(q, k, transposed=self.backward)
+            return of_head.tile(strip, q, k, transposed=self.backward, in_vjp=self.backward)
 
         heads, strip = jax.tree.map(lambda x: x[None], (term.heads, strip))
         return vmap_rows_and_heads(evaluate, heads, strip, q, k)
@@ -575,7 +561,7 @@ class Tiles:
 
         def evaluate(x, table, q, k):
             of_head = dataclasses.replace(values, table=table)
-            return getattr(of_head, method)(x, q, k, transposed=self.transposed)
+            return getattr(of_head, method)(x, q, k, transposed=self.backward)
 
         tokens = self._tokens(True, q), self._tokens(True, k)
         return vmap_rows_and_heads(evaluate, x, values.table[None], *tokens)
@@ -608,7 +594,7 @@ class Tiles:
             mask = take_block(self.operands.mask, 2, i, self.blocks.q)
             mask = take_block(mask, 3, j, self.blocks.k)
             out = mask if out is None else out & mask
-        return jnp.swapaxes(out, 2, 3) if out is not None and self.transposed else out
+        return jnp.swapaxes(out, 2, 3) if out is not None and self.backward else out
 
     def live_keys(self, seen: jax.Array | None) -> jax.Array | None:
         """Returns bool [B or 1, N or 1, K], the keys that some query of the tile sees.
@@ -618,7 +604,7 @@ class Tiles:
         see = self.operands.visibility
         if seen is None or (see.by_slot and not see.segments and not see.mask):
             return None
-        return jnp.any(seen, axis=3 if self.transposed else 2)
+        return jnp.any(seen, axis=3 if self.backward else 2)
 
     def dropout_scale(self, q: TokenArrays, k: TokenArrays) -> jax.Array | None:
         """Returns the factor of dropout on every weight, or None."""
@@ -627,7 +613,7 @@ class Tiles:
         rate = self.operands.dropout_rate
         keep = keep_mask(self.operands.seeds, rate, q.slots[:, 0], k.slots[:, 0])
         scale = jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
-        return jnp.swapaxes(scale, 2, 3) if self.transposed else scale
+        return jnp.swapaxes(scale, 2, 3) if self.backward else scale
 
     def logits(self, products, added, seen) -> tuple[jax.Array, jax.Array | None]:
         """Returns masked logits, and the derivative of the softcap if there is one."""
@@ -645,31 +631,29 @@ class Tiles:
             x, softcap_grad = self.operands.softcap * bounded, 1.0 - bounded * bounded
         return x if seen is None else jnp.where(seen, x, MASK_VALUE), softcap_grad
 
-    def visit_keys(self, i, body: Callable, carry: Any) -> Any:
-        """Runs `body(interior)(j, carry)` over the blocks of keys that block i sees."""
-        see, x = self.operands.visibility, self.operands
-        if self.operands.plan.keys == self.blocks.k:
+    def visit(self, side: str, number, body: Callable, carry: Any) -> Any:
+        """Runs `body(interior)(n, carry)` over the blocks of one side that a block may see.
+
+        Args:
+          side: "k" for the blocks n of keys that a block of queries sees, "q" for the blocks n of
+            queries that see a block of keys.
+          number: the number of the block of the other side.
+          body: the function of a kind of tiles, interior or not.
+          carry: the state that it changes.
+        """
+        see, x, of_keys = self.operands.visibility, self.operands, side == "k"
+        if (x.plan.keys if of_keys else x.plan.length) == getattr(self.blocks, side):
             return body(interior=see.all_interior)(jnp.int32(0), carry)
         known = see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
         if known is not None:
-            return self._visit(*known, body, carry, i)
-        q = take_block(see.summary(x.queries, self.blocks.q), 1, i, 1)
-        return self._visit_seen(q, see.summary(x.keys, self.blocks.k), body, carry)
-
-    def visit_queries(self, j, body: Callable, carry: Any) -> Any:
-        """Runs `body(interior)(i, carry)` over the blocks of queries that see block j."""
-        see, x = self.operands.visibility, self.operands
-        if self.operands.plan.length == self.blocks.q:
-            return body(interior=see.all_interior)(jnp.int32(0), carry)
-        known = see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
-        if known is not None:
-            live, interior = known
-            return self._visit(live.T, interior.T, body, carry, j)
-        k = take_block(see.summary(x.keys, self.blocks.k), 1, j, 1)
-        return self._visit_seen(see.summary(x.queries, self.blocks.q), k, body, carry)
-
-    def _visit_seen(self, q, k, body: Callable, carry: Any) -> Any:
-        live, interior = self.operands.visibility.classify(q, k, self.operands.prefix)
+            live, interior = known if of_keys else (tiles.T for tiles in known)
+            return self._visit(live, interior, body, carry, number)
+        q, k = see.summary(x.queries, self.blocks.q), see.summary(x.keys, self.blocks.k)
+        if of_keys:
+            q = take_block(q, 1, number, 1)
+        else:
+            k = take_block(k, 1, number, 1)
+        live, interior = see.classify(q, k, x.prefix)
         return self._visit(jnp.any(live, 0), jnp.all(interior, 0), body, carry)
 
     def _visit(self, live, interior, body: Callable, carry: Any, row=None) -> Any:
@@ -748,10 +732,6 @@ def _add_by_distance(strips: Any, by_distance: Any, start: jax.Array) -> Any:
         return put_slice(strip, old + part, start, 1)
 
     return jax.tree.map(add, by_distance, strips, is_leaf=lambda x: x is None)
-
-
-def _f32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
 
 
 def _blank(tree: Any) -> Any:

@@ -212,20 +212,15 @@ def self_attention(
         tables = tokens.tables
         _check_tables(scheme, pipeline.params, tables, coordinates)
     tokens = tokens.replace(coordinates=coordinates, segment_ids=call.q_segment_ids, tables=tables)
-    if cache is None:
-        return _without_cache(pipeline, tokens, call), None
-    return _with_cache(pipeline, tokens, positions, call, cache)
-
-
-def _without_cache(pipeline: Pipeline, tokens: Projections, call: AttentionCall) -> jax.Array:
-    """Returns the output of attention between these tokens."""
+    if cache is not None:
+        return _with_cache(pipeline, tokens, positions, call, cache)
     tokens = pipeline.encode(pipeline.read(tokens))
     call = call.replace(
         k_positions=call.q_positions,
         k_coordinates=call.q_coordinates,
         k_segment_ids=call.q_segment_ids,
     )
-    return pipeline.attend(tokens, tokens, call)
+    return pipeline.attend(tokens, tokens, call), None
 
 
 def _with_cache(

@@ -6,8 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from posenc_jax.checks import require
-from posenc_jax.hf.attention_options import attention_options
-from posenc_jax.hf.attention_settings import with_attention_settings
+from posenc_jax.hf.attention_options import attention_options, with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.rope import RopeSettings, write_rope

@@ -1,15 +1,80 @@
-"""The arguments of `Attention`: sizes, biases of projections and causality of model types."""
+"""Settings of attention other than scheme and window, and all arguments of `Attention`.
+
+The settings of a layer are its logit scale, softcap, sinks and QK-norm; the other arguments are
+sizes, biases of projections and causality.
+"""
 
 import dataclasses
 from typing import Any
 
 from posenc_jax.checks import divides, require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_causal, is_decoder
-from posenc_jax.hf.model_types import MODEL_TYPES
+from posenc_jax.hf.model_types import MODEL_TYPES, SCALE_POWERS, ModelType
+from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.rotary.base import Rotary
 
 PROJECTIONS = "query", "key", "value", "out"
+_QK_NORM_KEYS = "use_qk_norm", "qk_layernorm"
+
+
+def with_attention_settings(
+    config: TrackedConfig, layers: tuple[LayerSpec, ...]
+) -> tuple[LayerSpec, ...]:
+    """Returns the layers with scale, softcap, sinks and norms.
+
+    Raises:
+      ValueError: for a setting that the model type does not have.
+    """
+    model_type = MODEL_TYPES[config.model_type]
+    for key in model_type.ambiguous_keys:
+        config.check(
+            not config.explicit(key),
+            f"{key}={config.values.get(key)}, which some attention functions of transformers read "
+            "and others do not",
+        )
+    softcap, qk_norm = config.get("attn_logit_softcapping"), _qk_norm(config, model_type)
+    config.check_ignored(
+        softcap is None or "attn_logit_softcapping" in config.defaults,
+        f"attn_logit_softcapping={softcap}",
+    )
+    return tuple(
+        dataclasses.replace(
+            layer,
+            scale=_logit_scale(config, model_type, i),
+            softcap=None if softcap is None else float(softcap),
+            sinks=model_type.sinks,
+            qk_norm=qk_norm
+            if isinstance(layer.scheme, Rotary) or not model_type.qk_norm_rotating_only
+            else None,
+        )
+        for i, layer in enumerate(layers)
+    )
+
+
+def _qk_norm(config: TrackedConfig, model_type: ModelType) -> QKNorm | None:
+    norm = model_type.qk_norm
+    for key in _QK_NORM_KEYS:
+        value = config.explicit(key)
+        config.check_ignored(
+            value is None or key == model_type.qk_norm_key or value == (norm is not None),
+            f"{key}={value}",
+        )
+    if norm is None or (model_type.qk_norm_key and not config.need(model_type.qk_norm_key)):
+        return None
+    epsilon = "layer_norm_eps" if norm.kind == "layer" else "rms_norm_eps"
+    return dataclasses.replace(norm, epsilon=float(config.need(epsilon)))
+
+
+def _logit_scale(config: TrackedConfig, model_type: ModelType, layer: int) -> float | None:
+    """Returns the factor on q . k in a layer, counted from 0; None: the scheme's own."""
+    for key, power in SCALE_POWERS.items():
+        value = config.get(key)
+        config.check_ignored(value is None or key == model_type.scale_key, f"{key}={value}")
+        if value is not None:
+            return float(value) ** power
+    return None if model_type.scale is None else model_type.scale(config, layer)
 
 
 def attention_options(
@@ -28,22 +93,22 @@ def attention_options(
     )
     for part in (config.values, config.values.get("attn_config") or {}):
         clip = part.get("clip_qkv")
-        require(
+        config.check(
             clip is None or not model_type.clips_projections,
-            f"{config.label} has clip_qkv={clip}, and Attention clips no projections.",
+            f"clip_qkv={clip}, and Attention clips no projections",
         )
-    require(
+    config.check(
         config.explicit("per_layer_config") is None,
-        f"{config.label} has per_layer_config: its layers have different sizes.",
+        "per_layer_config: its layers have different sizes",
     )
     dim, num_heads = config.need("hidden_size"), config.need("num_attention_heads")
     if config.decoder and "decoder_attention_heads" in config.defaults:
         num_heads = config.need("decoder_attention_heads")
     size, num_kv_heads = head_size(config), model_type.key_heads(config, num_heads)
-    require(
+    config.check_ignored(
         not model_type.ignores_head_dim
         or config.values.get("head_dim") in (None, dim // num_heads),
-        f"{config.label} has head_dim={size}, which transformers ignores for its type.",
+        f"head_dim={size}",
     )
     divides("num_kv_heads", num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
     options = {

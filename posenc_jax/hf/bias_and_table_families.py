@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 
-from posenc_jax.checks import require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_decoder, layer_count
 from posenc_jax.hf.layer_kinds import declared, layer_of
 from posenc_jax.hf.rope import pop_keys, read_rope, refuse_partial
@@ -51,9 +50,9 @@ def mpt(config: TrackedConfig) -> Layers:
     """Reads ALiBi, or a learned table."""
     part = TrackedConfig(config.get("attn_config") or {}, f"{config.label} in attn_config")
     learned, rope = config.get("learned_pos_emb", True), part.get("rope", False)
-    require(not rope, f"{part.label} has rope, which transformers does not read.")
+    part.check(not rope, "rope, which transformers does not read")
     if not part.get("alibi", True):
-        require(learned, f"{config.label} has neither ALiBi nor learned positions.")
+        config.check(learned, "neither ALiBi nor learned positions")
         length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
         return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim))
     part.only("alibi_bias_max", 8)
@@ -84,10 +83,10 @@ def falcon_key_heads(config: TrackedConfig, num_heads: int) -> int:
 def deberta_v2(config: TrackedConfig) -> Layers:
     """Reads disentangled attention, after a learned table at the input if the config has one."""
     relative = config.get("relative_attention", False)
-    require(relative, f"{config.label} has relative_attention={relative}.")
+    config.check(relative, f"relative_attention={relative}")
     terms = config.get("pos_att_type") or ()
     terms = terms.lower().split("|") if isinstance(terms, str) else terms
-    require(set(terms) <= {"c2p", "p2c"}, f"{config.label} has pos_att_type={terms}.")
+    config.check(set(terms) <= {"c2p", "p2c"}, f"pos_att_type={terms}")
     longest = config.get("max_relative_positions", -1)
     longest = longest if longest >= 1 else config.need("max_position_embeddings")
     buckets = config.get("position_buckets", -1)
@@ -110,7 +109,7 @@ def deberta_v2(config: TrackedConfig) -> Layers:
 
 def xlnet(config: TrackedConfig) -> Layers:
     """Reads Transformer-XL's terms, in both directions and without terms for pairs of segments."""
-    require(not config.get("bi_data", False), f"{config.label} has bi_data.")
+    config.check(not config.get("bi_data", False), "bi_data")
     clamp = config.get("clamp_len", -1)
     scheme = TransformerXL(
         num_heads=config.need("num_attention_heads"),
@@ -132,10 +131,9 @@ def wav2vec2_bert(config: TrackedConfig) -> Layers:
     past = config.need("left_max_position_embeddings")
     future = config.need("right_max_position_embeddings")
     config.ignore("rotary_embedding_base", "max_source_positions")
-    require(
+    config.check(
         kind in ("relative_key", "relative", "none"),
-        f"{config.label} has position_embeddings_type={kind!r}, which rotates x before "
-        "the projections.",
+        f"position_embeddings_type={kind!r}, which rotates x before the projections",
     )
     scheme: Scheme = NoPE()
     if kind == "relative_key":
@@ -165,7 +163,7 @@ def inkling(config: TrackedConfig) -> Layers:
     )
     schemes = {"hybrid_sliding": local, "hybrid": far}
     unknown = sorted(set(kinds) - set(schemes))
-    require(not unknown, f"{config.label} has layer_types {unknown}.")
+    config.check(not unknown, f"layer_types {unknown}")
     return tuple(layer_of(config, kind, schemes[kind], window) for kind in kinds)
 
 
@@ -188,10 +186,9 @@ class Table:
         kind = config.get("position_embedding_type", "absolute")
         length, dim = config.need("max_position_embeddings"), config.need(self.width)
         config.only("sinusoidal_pos_embds", False)  # DistilBERT: a fixed table.
-        require(
+        config.check(
             kind == "absolute",
-            f"{config.label} has position_embedding_type={kind!r}, which transformers "
-            "5 does not read any more.",
+            f"position_embedding_type={kind!r}, which transformers 5 does not read any more",
         )
         offset = self.offset
         if self.reserved:  # RoBERTa: position 0 follows the row of padding.
@@ -233,9 +230,9 @@ def dinov3(config: TrackedConfig) -> Layers:
 def _grid(config, **settings):
     rope = read_rope(config, pop_keys(config, default="axial")[0])
     refuse_partial(config, rope)
-    require(
+    config.check(
         rope.scaling == FrequencyMap(),
-        f"{config.label} has {rope.scaling}, and no rope scaling is supported for its type.",
+        f"{rope.scaling}, and no rope scaling is supported for its type",
     )
     return uniform(config, AxialRoPE(head_dim=head_size(config), theta=rope.theta, **settings))
 
@@ -251,9 +248,8 @@ def swin_v2(config: TrackedConfig) -> Layers:
     window = (config.need("window_size"),) * 2
     stages = len(config.need("depths"))
     pretrained = config.get("pretrained_window_sizes") or [0] * stages
-    require(
-        len(pretrained) == stages,
-        f"{config.label} has {stages} depths and pretrained_window_sizes={pretrained}.",
+    config.check(
+        len(pretrained) == stages, f"{stages} depths and pretrained_window_sizes={pretrained}"
     )
 
     def make(heads, stage):
@@ -264,15 +260,12 @@ def swin_v2(config: TrackedConfig) -> Layers:
 
 
 def _stages(config: TrackedConfig, make: Callable[[int, int], Scheme]) -> Layers:
-    require(
+    config.check(
         not config.get("use_absolute_embeddings", False),
-        f"{config.label} has use_absolute_embeddings, a table at the input as well.",
+        "use_absolute_embeddings, a table at the input as well",
     )
     per_stage, depths = config.need("num_heads"), config.need("depths")
-    require(
-        len(per_stage) == len(depths),
-        f"{config.label} has {len(depths)} depths and num_heads={per_stage}.",
-    )
+    config.check(len(per_stage) == len(depths), f"{len(depths)} depths and num_heads={per_stage}")
     stages = zip(per_stage, depths, range(len(depths)), strict=True)
     return tuple(LayerSpec(make(n, i)) for n, depth, i in stages for _ in range(depth))
 

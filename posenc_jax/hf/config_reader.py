@@ -167,6 +167,14 @@ class TrackedConfig:
         """The model type."""
         return self.values["model_type"]
 
+    def check(self, condition: bool, text: str) -> None:
+        """Raises `ValueError`, "the config has `text`", unless `condition` holds."""
+        require(condition, f"{self.label} has {text}.")
+
+    def check_ignored(self, condition: bool, text: str) -> None:
+        """Raises for a setting that transformers ignores, unless `condition` holds."""
+        self.check(condition, f"{text}, which transformers ignores for its type")
+
     def explicit(self, name: str) -> Any:
         """Returns the value in the config under any name of the key, or None.
 
@@ -179,9 +187,9 @@ class TrackedConfig:
         if not values:
             return None
         key, value = next(iter(values.items()))
-        require(
+        self.check(
             all(x == value for x in values.values()),
-            f"{self.label} has {' and '.join(f'{n}={x!r}' for n, x in values.items())}.",
+            " and ".join(f"{n}={x!r}" for n, x in values.items()),
         )
         kind = _KIND_OF.get(name)
         require(
@@ -191,11 +199,7 @@ class TrackedConfig:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Checks the values of keys that transformers ignores, and marks the keys as read.
-
-        Raises:
-          ValueError: as `explicit`.
-        """
+        """Marks keys that transformers ignores as read; raises as `explicit` for their values."""
         for name in names:
             self.explicit(name)
 
@@ -220,16 +224,9 @@ class TrackedConfig:
         return value
 
     def only(self, name: str, *values: Any) -> None:
-        """Checks that a key is absent or has one of these values.
-
-        Raises:
-          ValueError: for any other value.
-        """
+        """Raises `ValueError` unless a key is absent or has one of these values."""
         value = self.get(name)
-        require(
-            value is None or value in values,
-            f"{self.label} has {name}={value!r}; supported: {values}.",
-        )
+        self.check(value is None or value in values, f"{name}={value!r}; supported: {values}")
 
     def finish(self, all_keys: bool = False) -> None:
         """Checks that every key about positions was read.
@@ -251,9 +248,7 @@ class TrackedConfig:
             and value not in _HARMLESS_VALUES.get(key, ())
             and key not in unused
         ]
-        require(
-            not unread, f"{self.label} has {sorted(unread, key=str)}, which nothing here reads."
-        )
+        self.check(not unread, f"{sorted(unread, key=str)}, which nothing here reads")
         require(
             self.decoder is None or "is_decoder" in self.read,
             f"decoder={self.decoder}, but {self.label} does not describe an encoder and a decoder.",
@@ -270,10 +265,7 @@ def head_size(config: TrackedConfig) -> int:
     if head_dim is not None:
         return head_dim
     size, heads = config.need("hidden_size"), config.need("num_attention_heads")
-    require(
-        size % heads == 0,
-        f"{config.label} has no head_dim, and {heads} heads do not divide {size}.",
-    )
+    config.check(size % heads == 0, f"no head_dim, and {heads} heads do not divide {size}")
     return size // heads
 
 
@@ -286,9 +278,8 @@ def layer_count(config: TrackedConfig) -> int:
     kinds, count = config.explicit("layer_types"), config.explicit("num_hidden_layers")
     if kinds is None:
         return config.need("num_hidden_layers")
-    require(
-        count in (None, len(kinds)),
-        f"{config.label} has {len(kinds)} layer_types and num_hidden_layers={count}.",
+    config.check(
+        count in (None, len(kinds)), f"{len(kinds)} layer_types and num_hidden_layers={count}"
     )
     return len(kinds)
 
@@ -332,8 +323,5 @@ def as_many_key_heads(config: TrackedConfig, num_heads: int) -> int:
       ValueError: for another `num_key_value_heads`.
     """
     count = config.explicit("num_key_value_heads")
-    require(
-        count in (None, num_heads),
-        f"{config.label} has num_key_value_heads={count}, which transformers ignores for its type.",
-    )
+    config.check_ignored(count in (None, num_heads), f"num_key_value_heads={count}")
     return num_heads

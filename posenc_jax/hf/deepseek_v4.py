@@ -5,7 +5,6 @@ The model applies its norms, of q without weights and of the array that is both 
 
 from typing import Any
 
-from posenc_jax.checks import require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
 from posenc_jax.hf.layer_kinds import LOCAL
 from posenc_jax.hf.rope import read_rope, refuse_by_length, rope_dict
@@ -25,30 +24,28 @@ def deepseek_v4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """
     rope = rope_dict(config) or {}
     if any(label in rope for label in _LABELS):
-        require(
+        config.check(
             set(rope) - {"rope_type", "type"} == {*_LABELS},
-            f"{config.label} has rope parameters for {sorted(rope)}; wanted those of {_LABELS}.",
+            f"rope parameters for {sorted(rope)}; wanted those of {_LABELS}",
         )
         parts = {label: rope[label] for label in _LABELS}
         for label, part in parts.items():
-            require(
+            config.check(
                 isinstance(part, dict) and part.get("partial_rotary_factor") is not None,
-                f"{config.label} has no partial_rotary_factor in its {label!r} rope parameters.",
+                f"no partial_rotary_factor in its {label!r} rope parameters",
             )
     else:
         theta, compress_theta = rope.get("rope_theta"), config.get("compress_rope_theta")
-        require(
+        config.check(
             theta in (None, compress_theta),
-            f"{config.label} has rope_theta={theta} in its rope parameters, for which transformers "
-            f"takes compress_rope_theta={compress_theta}; give rope parameters for each of "
-            f"{_LABELS}.",
+            f"rope_theta={theta} in its rope parameters, for which transformers takes "
+            f"compress_rope_theta={compress_theta}; give rope parameters for each of {_LABELS}",
         )
         kind = rope.get("rope_type", rope.get("type"))
         compress = {"attention_factor": 1.0} | rope if kind == "yarn" else rope
         parts = {"main": {}, "compress": compress}
-    require(
-        all(part.get("truncate", True) for part in parts.values()),
-        f"{config.label} has truncate=false, which transformers ignores for its type.",
+    config.check_ignored(
+        all(part.get("truncate", True) for part in parts.values()), "truncate=false"
     )
     schemes = {
         "main": _scheme(config, parts["main"], "rope_theta"),
@@ -67,10 +64,9 @@ def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
     refuse_by_length(config, settings)
     dim, fraction = config.explicit("qk_rope_head_dim"), config.explicit("partial_rotary_factor")
     fraction = part.get("partial_rotary_factor", fraction)
-    require(
+    config.check(
         None in (dim, fraction) or int(head_dim * fraction) == dim,
-        f"{config.label} has qk_rope_head_dim={dim} and partial_rotary_factor={fraction} for a "
-        f"head of {head_dim}.",
+        f"qk_rope_head_dim={dim} and partial_rotary_factor={fraction} for a head of {head_dim}",
     )
     if fraction is None:
         fraction = config.defaults["partial_rotary_factor"]
@@ -91,17 +87,17 @@ def _kinds(config: TrackedConfig) -> list[str]:
     ratios = config.explicit("compress_ratios")
     if ratios is not None:
         unknown = sorted(set(ratios) - set(_KINDS))
-        require(not unknown, f"{config.label} has compress_ratios {unknown}; known: {[*_KINDS]}.")
+        config.check(not unknown, f"compress_ratios {unknown}; known: {[*_KINDS]}")
         by_ratio = [_KINDS[ratio] for ratio in ratios]
-        require(
+        config.check(
             kinds is None or kinds[:count] == by_ratio[:count],
-            f"{config.label} has layer_types and compress_ratios that contradict each other.",
+            "layer_types and compress_ratios that contradict each other",
         )
         kinds = by_ratio
     if kinds is None:
         kinds = [_KINDS[128]] * 2 + [_KINDS[4 if i % 2 else 128] for i in range(count)]
     kinds = kinds[:count]
-    require(len(kinds) == count, f"{config.label} has {len(kinds)} layer_types for {count} layers.")
+    config.check(len(kinds) == count, f"{len(kinds)} layer_types for {count} layers")
     unknown = sorted(set(kinds) - set(_KINDS.values()))
-    require(not unknown, f"{config.label} has layer_types {unknown}.")
+    config.check(not unknown, f"layer_types {unknown}")
     return kinds

@@ -6,7 +6,6 @@ older keys as the config class of the model type does.
 
 from collections.abc import Callable
 
-from posenc_jax.checks import require
 from posenc_jax.engine.mask import Window
 from posenc_jax.hf.config_reader import TrackedConfig, is_causal, layer_count
 from posenc_jax.schemes.layer_spec import LayerSpec
@@ -42,10 +41,10 @@ def all_windowed(config: TrackedConfig) -> list[str]:
 def _undeclared(config, kind):
     """Returns `kind` for each layer of a model type that does not read `layer_types`."""
     kinds = declared(config) or [kind] * layer_count(config)
-    require(
+    config.check(
         {kind} >= {FULL if k in _GLOBAL - {LINEAR} else k for k in kinds},
-        f"{config.label} has layer_types={sorted(set(kinds))}, which transformers ignores "
-        f"for its type: all its layers are {kind!r}.",
+        f"layer_types={sorted(set(kinds))}, which transformers ignores for its type: all its "
+        f"layers are {kind!r}",
     )
     return [kind] * len(kinds)
 
@@ -73,10 +72,9 @@ def every(
         kinds = declared(config)
         if kinds is not None:
             return kinds
-        require(
+        config.check(
             type(length) is int and length >= 1,
-            f"{config.label} has {key}={length!r}; without layer_types it must be an "
-            "integer from 1.",
+            f"{key}={length!r}; without layer_types it must be an integer from 1",
         )
         position = 0 if first else length - 1
         kinds = [FULL if i % length == position else other for i in range(count)]
@@ -122,10 +120,7 @@ def rotating_flags(config: TrackedConfig, period: int = 4) -> list[bool]:
     count = layer_count(config)
     period = config.get("no_rope_layer_interval", period)
     flags = config.explicit("no_rope_layers") or [(i + 1) % period != 0 for i in range(count)]
-    require(
-        len(flags) == count,
-        f"{config.label} has {len(flags)} no_rope_layers for {count} layers.",
-    )
+    config.check(len(flags) == count, f"{len(flags)} no_rope_layers for {count} layers")
     return [bool(flag) for flag in flags]
 
 
@@ -134,10 +129,10 @@ def smollm3(config: TrackedConfig) -> list[str]:
     window = window_of(config)
     local = [window is not None and not flag for flag in rotating_flags(config)]
     kinds = declared(config) or [LOCAL if x else FULL for x in local]
-    require(
+    config.check(
         LOCAL not in kinds or config.get("use_sliding_window", False),
-        f"{config.label} has layers of type {LOCAL!r} without use_sliding_window, which some "
-        "attention functions of transformers mask and others do not.",
+        f"layers of type {LOCAL!r} without use_sliding_window, which some attention functions of "
+        "transformers mask and others do not",
     )
     return kinds
 
@@ -162,17 +157,15 @@ def layer_of(config: TrackedConfig, kind: str, scheme: Scheme, window: Window = 
     if kind in _GLOBAL:
         return LayerSpec(scheme)
     if kind in (LOCAL, "hybrid_sliding"):
-        require(window is not None, f"{config.label} has {kind!r} and no sliding_window.")
-        require(
+        config.check(window is not None, f"{kind!r} and no sliding_window")
+        config.check_ignored(
             config.get("use_sliding_window", True),
-            f"{config.label} has sliding_window={window} and use_sliding_window=False, "
-            "which transformers ignores for its type.",
+            f"sliding_window={window} and use_sliding_window=False",
         )
         return LayerSpec(scheme, window)
-    require(kind == CHUNKED, f"{config.label} has layers of type {kind!r}.")
-    require(
-        is_causal(config),
-        f"{config.label} has is_causal=false, which transformers ignores in layers with chunks.",
+    config.check(kind == CHUNKED, f"layers of type {kind!r}")
+    config.check(
+        is_causal(config), "is_causal=false, which transformers ignores in layers with chunks"
     )
     return LayerSpec(scheme, chunk_size=config.need("attention_chunk_size"))
 

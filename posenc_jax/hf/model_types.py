@@ -29,7 +29,6 @@ from posenc_jax.hf.rotary_families import (
     Multimodal,
     Rotating,
     latent_scale,
-    only_windows_rotate,
 )
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.logit_scale.temperature import QueryTemperature
@@ -204,7 +203,8 @@ MODEL_TYPES: dict[str, ModelType] = {
         qk_norm_rotating_only=True,
     ),
     "cohere2": ModelType(
-        only_windows_rotate("interleaved", every(4, "sliding_window_pattern")), _BY_KEY
+        _windowed(every(4, "sliding_window_pattern"), layout="interleaved", unrotated=(FULL,)),
+        _BY_KEY,
     ),
     **_alike("exaone4 exaone_moe", ModelType(rotary_families.exaone4, _NONE, qk_norm=_RMS)),
     "llama4_text": ModelType(

@@ -44,10 +44,7 @@ def rope_dict(config: TrackedConfig) -> dict[str, Any] | None:
       ValueError: if there are both and they differ.
     """
     new, old = config.explicit("rope_parameters"), config.explicit("rope_scaling")
-    require(
-        not (new and old and new != old),
-        f"{config.label} has rope_parameters={new} and rope_scaling={old}.",
-    )
+    config.check(not (new and old and new != old), f"rope_parameters={new} and rope_scaling={old}")
     rope = old or new
     return config.defaults.get("rope_parameters") if rope is None else rope
 
@@ -70,29 +67,17 @@ def pop_keys(
 
 
 def refuse_partial(config: TrackedConfig, settings: RopeSettings) -> None:
-    """Checks that all of a head rotates, for model types that never rotate a part.
-
-    Raises:
-      ValueError: otherwise.
-    """
-    require(
-        settings.fraction == 1.0,
-        f"{config.label} has partial_rotary_factor={settings.fraction}, which transformers ignores "
-        "for its type.",
-    )
+    """Raises `ValueError` for a part of a head, for model types that never rotate a part."""
+    config.check_ignored(settings.fraction == 1.0, f"partial_rotary_factor={settings.fraction}")
 
 
 def refuse_by_length(config: TrackedConfig, settings: RopeSettings) -> None:
-    """Checks that frequencies do not depend on the length of each row.
-
-    Raises:
-      ValueError: otherwise.
-    """
+    """Raises `ValueError` for frequencies that depend on the length of each row."""
     scaling = settings.scaling
-    require(
+    config.check(
         not (isinstance(scaling, PerSequenceMap) and scaling.per_sequence),
-        f"{config.label} has {type(scaling).__name__}, whose frequencies depend on the "
-        "length of each row, which is not supported for its type.",
+        f"{type(scaling).__name__}, whose frequencies depend on the length of each row, which is "
+        "not supported for its type",
     )
 
 
@@ -116,16 +101,13 @@ def read_rope(
     fraction = _agree(part, "partial_rotary_factor", config, *names)
     require(theta is not None, f"{config.label} must have {base!r}.")
     kinds = [part.get("rope_type"), part.get("type")]
-    require(
+    part.check(
         None in kinds or kinds[0] == kinds[1] or _OTHER_NAMES.get(kinds[1]) == kinds[0],
-        f"{part.label} has rope_type={kinds[0]!r} and type={kinds[1]!r}.",
+        f"rope_type={kinds[0]!r} and type={kinds[1]!r}",
     )
     kind = kinds[0] or kinds[1] or "default"
     kind = _OTHER_NAMES.get(kind, kind)
-    require(
-        kind in _READERS,
-        f"{part.label} has rope_type={kind!r}; supported: {sorted(_READERS)}.",
-    )
+    part.check(kind in _READERS, f"rope_type={kind!r}; supported: {sorted(_READERS)}")
     config.ignore("original_max_position_embeddings")  # Phi-3's configs have it with any map.
     fraction = 1.0 if fraction is None else fraction
     if kind == "proportional":
@@ -140,10 +122,7 @@ def _agree(part, name, config, *names):
     """Returns a number from the dict or the config, else the model type's default."""
     values = [part.get(name), *(config.explicit(n) for n in names)]
     values = [x for x in values if x is not None]
-    require(
-        len(set(values)) < 2,
-        f"{config.label} has {name} as {' and as '.join(map(str, values))}.",
-    )
+    config.check(len(set(values)) < 2, f"{name} as {' and as '.join(map(str, values))}")
     value = values[0] if values else config.get(names[0])
     return None if value is None else float(value)
 
@@ -152,10 +131,7 @@ def _length(part: TrackedConfig, config: TrackedConfig) -> int:
     """Returns the trained length, from the dict or the config, else `max_position_embeddings`."""
     name = "original_max_position_embeddings"
     inside, outside = part.get(name), config.get(name)
-    require(
-        None in (inside, outside) or inside == outside,
-        f"{config.label} has {name} {inside} and {outside}.",
-    )
+    config.check(None in (inside, outside) or inside == outside, f"{name} {inside} and {outside}")
     return int(inside or outside or config.need("max_position_embeddings"))
 
 
@@ -165,17 +141,13 @@ def _factor(part: TrackedConfig, config: TrackedConfig, length: int) -> float:
     return float(config.need("max_position_embeddings") / length if factor is None else factor)
 
 
-def _linear(part, config):
-    return PI(factor=float(part.need("factor")))
-
-
 def _dynamic(part, config):
     """Returns dynamic NTK, whose trained length is `max_position_embeddings` in transformers."""
     name, length = "original_max_position_embeddings", config.need("max_position_embeddings")
-    require(
+    part.check(
         part.get(name, length) == length,
-        f"{part.label} has {name}={part.get(name)}, and max_position_embeddings={length} "
-        "is the trained length with rope_type='dynamic'.",
+        f"{name}={part.get(name)}, and max_position_embeddings={length} is the trained length "
+        "with rope_type='dynamic'",
     )
     return DynamicNTK(float(part.need("factor")), int(length), length=None)
 
@@ -203,10 +175,10 @@ def _longrope(part, config):
     length = _length(part, config)
     overall = part.get("attention_factor")
     short, long = (part.get(f"{kind}_mscale", overall) for kind in ("short", "long"))  # Phi-3.5-MoE
-    require(
+    part.check(
         short == long and overall in (None, short),
-        f"{part.label} has a factor on attention of {short} for short texts, {long} for "
-        f"long ones and {overall} for all; LongRoPE has one.",
+        f"a factor on attention of {short} for short texts, {long} for long ones and {overall} "
+        "for all; LongRoPE has one",
     )
     return LongRoPE(
         short_factor=tuple(map(float, part.need("short_factor"))),
@@ -235,7 +207,7 @@ def _proportional(part, fraction):
 
 _READERS = {
     "default": lambda part, config: FrequencyMap(),
-    "linear": _linear,
+    "linear": lambda part, config: PI(factor=float(part.need("factor"))),
     "dynamic": _dynamic,
     "yarn": _yarn,
     "longrope": _longrope,

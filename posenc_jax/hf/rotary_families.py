@@ -109,27 +109,21 @@ class Rotating:
         known = {FULL, LOCAL} | kinds
         if rope is not None and known & rope.keys():
             other = sorted(rope.keys() - known, key=str)
-            require(
-                not other,
-                f"{config.label} has rope parameters for {other} beside those for kinds of layers.",
-            )
+            config.check(not other, f"rope parameters for {other} beside those for kinds of layers")
             missing = sorted(kinds - rope.keys() - {*self.unrotated})
-            require(
-                not missing,
-                f"{config.label} has layers {missing} without rope parameters.",
-            )
+            config.check(not missing, f"layers {missing} without rope parameters")
             for part in filter(None, rope.values()):
-                require(
+                config.check(
                     not isinstance(part, dict) or part.get("truncate", True),
-                    f"{config.label} has truncate=false in rope parameters by the kind of layers, "
-                    "where transformers ignores it.",
+                    "truncate=false in rope parameters by the kind of layers, where transformers "
+                    "ignores it",
                 )
             null = {} if self.null_rotates else None
             out = {kind: null if rope.get(kind) is None else rope[kind] for kind in kinds}
         else:
-            require(
+            config.check(
                 not self.scaled or config.explicit("rope_parameters") is None,
-                f"{config.label} has rope_parameters without an entry for each of {sorted(kinds)}.",
+                f"rope_parameters without an entry for each of {sorted(kinds)}",
             )
             if self.scaled:
                 self._check_old(config, rope or {})
@@ -138,20 +132,17 @@ class Rotating:
 
     def _check_old(self, config, rope):
         """Checks that transformers 4 and 5 read an old config alike."""
-        require(
+        config.check(
             "type" not in rope or "rope_type" in rope,
-            f"{config.label} has rope_scaling with 'type', which transformers 5 ignores for its "
-            "type; the key is 'rope_type'.",
+            "rope_scaling with 'type', which transformers 5 ignores for its type; the key is "
+            "'rope_type'",
         )
-        require(
-            rope.get("truncate", True),
-            f"{config.label} has truncate=false, which transformers ignores for its type.",
-        )
+        config.check_ignored(rope.get("truncate", True), "truncate=false")
         theta = config.get("rope_theta")
-        require(
+        config.check(
             bool(self.bases) or theta == config.defaults["rope_theta"],
-            f"{config.label} has rope_theta={theta}, which transformers 5 gives full attention "
-            "alone and transformers 4 all layers; give rope_parameters for each kind.",
+            f"rope_theta={theta}, which transformers 5 gives full attention alone and "
+            "transformers 4 all layers; give rope_parameters for each kind",
         )
 
     def _scheme(self, config, kind, rope, head_dim):
@@ -181,16 +172,10 @@ def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:
     return out
 
 
-def only_windows_rotate(layout: str, kinds: LayerKinds) -> LayersReader:
-    """Returns a reader of RoPE in layers with a window, and NoPE in the others."""
-    return Rotating(layout, kinds=kinds, window=window_of, unrotated=(FULL,))
-
-
 def exaone4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """Reads RoPE in layers with a window; in all layers if none has a window."""
-    if config.get("sliding_window") is None:
-        return Rotating(kinds=layer_kinds.exaone4, window=window_of)(config)
-    return only_windows_rotate("half", layer_kinds.exaone4)(config)
+    unrotated = (LINEAR if config.get("sliding_window") is None else FULL,)
+    return Rotating(kinds=layer_kinds.exaone4, window=window_of, unrotated=unrotated)(config)
 
 
 def uniform(config: TrackedConfig, scheme: Scheme) -> tuple[LayerSpec, ...]:
@@ -238,10 +223,10 @@ def gpt_neox(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     """Reads RoPE with the base `rotary_emb_base`."""
     base, theta = config.get("rotary_emb_base"), config.explicit("rope_theta")
     base = (rope_dict(config) or {}).get("rope_theta", base)
-    require(
+    config.check(
         theta in (None, base),
-        f"{config.label} has rope_theta={theta}, which transformers ignores for its "
-        f"type; the base is rotary_emb_base={base}.",
+        f"rope_theta={theta}, which transformers ignores for its type; the base is "
+        f"rotary_emb_base={base}",
     )
     return Rotating(partial=True, bases=((FULL, "rotary_emb_base"),))(config)
 
@@ -252,10 +237,9 @@ def minimax_m2(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     settings = read_rope(config, rope_dict(config))
     if dim is not None:
         fraction = settings.fraction
-        require(
+        config.check(
             fraction in (1.0, dim / head_dim),
-            f"{config.label} has rotary_dim={dim} and partial_rotary_factor={fraction} for "
-            f"a head of {head_dim}.",
+            f"rotary_dim={dim} and partial_rotary_factor={fraction} for a head of {head_dim}",
         )
         settings = dataclasses.replace(settings, fraction=dim / head_dim)
     return uniform(config, rotation(config, settings, head_dim, partial=True))
@@ -276,7 +260,7 @@ def _with_temperature(config: TrackedConfig, make: Callable[[RopeSettings], Sche
     if strength is None:
         return make(settings)
     length = int(rope.get("original_max_position_embeddings") or 0)
-    require(length > 0, f"{config.label} has llama_4_scaling_beta and no length.")
+    config.check(length > 0, "llama_4_scaling_beta and no length")
     temperature = QueryTemperature(form="ministral3", length=length, strength=float(strength))
     return chain(make(settings), temperature)
 
@@ -303,10 +287,10 @@ class Latent:
         refuse_by_length(config, settings)
         start, dim = config.need("qk_nope_head_dim"), config.need("qk_rope_head_dim")
         config.ignore("head_dim")
-        require(
+        config.check(
             settings.fraction in (1.0, dim / (start + dim)),
-            f"{config.label} has partial_rotary_factor={settings.fraction}, and a rotary "
-            f"part of {dim} out of {start + dim} dimensions.",
+            f"partial_rotary_factor={settings.fraction}, and a rotary part of {dim} out of "
+            f"{start + dim} dimensions",
         )
         interleave = self.interleave
         if interleave is None:
@@ -365,9 +349,9 @@ class Multimodal:
         names = "mrope_section", "mrope_interleaved"
         rope, (sections, interleaved) = pop_keys(config, *names, default="mrope")
         sections = self.sections if sections is None else tuple(sections)
-        require(
+        config.check(
             interleaved in (None, self.order == "interleaved"),
-            f"{config.label} has mrope_interleaved={interleaved}; its type is {self.order}.",
+            f"mrope_interleaved={interleaved}; its type is {self.order}",
         )
         settings = read_rope(config, rope)
         refuse_partial(config, settings)

@@ -116,7 +116,7 @@ class Scheme:
 
     @property
     def traits(self) -> Traits:
-        """Static facts; see `Traits`."""
+        """Static facts; see `Traits`. A class attribute if they are alike for all settings."""
         return Traits()
 
     @property

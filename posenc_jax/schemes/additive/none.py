@@ -26,11 +26,5 @@ class NoPE(Scheme):
     """
 
     name: ClassVar[str] = "none"
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
-
-    @property
-    def acts(self):
-        return Acts(0)
+    traits: ClassVar = Traits(relative=True)
+    acts: ClassVar = Acts(0)

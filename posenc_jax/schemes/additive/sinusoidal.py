@@ -101,13 +101,10 @@ class Sinusoidal(Scheme):
     theta: float = 10000.0
     layout: str = "interleaved"
     name: ClassVar[str] = "sinusoidal"
+    traits: ClassVar = Traits(scale_embedding=True)
 
     def __post_init__(self):
         _check(self.model_dim, self.theta, self.layout)
-
-    @property
-    def traits(self):
-        return Traits(scale_embedding=True)
 
     def embed(self, params, x, coordinates):
         encoding = sinusoidal_encoding(

@@ -55,6 +55,7 @@ class Sinusoidal2D(Scheme):
     layout: str = "concat"
     axes: tuple[int, int] = (1, 0)
     name: ClassVar[str] = "sinusoidal_2d"
+    traits: ClassVar = Traits(num_axes=2)
 
     def __post_init__(self):
         require(
@@ -67,10 +68,6 @@ class Sinusoidal2D(Scheme):
             f"sinusoidal_2d: axes must be (0, 1) or (1, 0), got {self.axes}.",
         )
         positive("sinusoidal_2d", theta=self.theta)
-
-    @property
-    def traits(self):
-        return Traits(num_axes=2)
 
     def embed(self, params, x, coordinates):
         given_shape = jnp.shape(coordinates)

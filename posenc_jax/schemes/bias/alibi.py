@@ -107,6 +107,7 @@ class ALiBi(Scheme):
     scaled: bool = False
     name: ClassVar[str] = "alibi"
     param_axes: ClassVar = {"past": "num_heads", "future": "num_heads"}
+    traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
@@ -127,10 +128,6 @@ class ALiBi(Scheme):
             f"alibi: num_biased_heads must be 1 to {self.num_heads}, or None with a symmetry other "
             f"than 'symmetric', got {count} with symmetry={self.symmetry!r}.",
         )
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
 
     def init(self, key):
         """Returns {}, or {"past": ..., "future": ...}, float32 [N], for learned slopes."""

@@ -68,14 +68,11 @@ class BAM(Scheme):
     initial_shape: float = 1.0
     name: ClassVar[str] = "bam"
     param_axes: ClassVar = {"scale": "num_heads", "shape": "num_heads", "loc": "num_heads"}
+    traits: ClassVar = Traits(relative=True, shared_over_layers=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
         finite("bam", initial_shape=self.initial_shape)
-
-    @property
-    def traits(self):
-        return Traits(relative=True, shared_over_layers=True)
 
     def init(self, key):
         """Returns {"scale": logarithms of ALiBi's slopes, "shape"}, and "loc", float32 [N] each."""

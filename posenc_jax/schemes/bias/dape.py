@@ -70,14 +70,11 @@ class DAPE(Scheme):
     base: str = "kerple"
     width: int = 32
     name: ClassVar[str] = "dape"
+    traits: ClassVar = Traits(relative=True, transforms_rows=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")
         one_of("dape", ("kerple", "alibi"), base=self.base)
-
-    @property
-    def traits(self):
-        return Traits(relative=True, transforms_rows=True)
 
     @property
     def _base(self):

@@ -22,7 +22,6 @@ Reference code: chijames/KERPLE, megatron/mpu/layers.py, ParallelKerpleLog and
 ParallelKerplePower (there, p and a are r1 and r2 of the log form, a and p of the power form).
 """
 
-import abc
 import dataclasses
 from typing import ClassVar
 
@@ -52,31 +51,24 @@ def _power_penalty(shared, head, q, k):
     return jnp.where(nonzero, -r1 * jnp.where(nonzero, distance, 1.0) ** r2, 0.0)
 
 
-def _uniform(key, num_heads, **limits):
-    keys = jax.random.split(key, len(limits))
-    return {
-        name: jax.random.uniform(k, (num_heads,), jnp.float32, maxval=limit)
-        for k, (name, limit) in zip(keys, limits.items(), strict=True)
-    }
-
-
 @dataclasses.dataclass(frozen=True)
-class _KERPLE(Scheme, abc.ABC):
-    """An abstract kernel with parameters r1 and r2 per head."""
+class _KERPLE(Scheme):
+    """A kernel with parameters r1 and r2 per head, initially uniform from 0 to `initial`."""
 
     num_heads: int
+    initial: ClassVar[dict[str, float]] = {}
     param_axes: ClassVar = {"r1": "num_heads", "r2": "num_heads"}
+    traits: ClassVar = Traits(relative=True, shared_over_layers=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
 
-    @property
-    def traits(self):
-        return Traits(relative=True, shared_over_layers=True)
-
-    @abc.abstractmethod
-    def rules(self, params, q_features=None, k_features=None):
-        """Returns the penalty."""
+    def init(self, key):
+        """Returns {"r1": U(0, initial["r1"]), "r2": U(0, initial["r2"])}, float32 [N] each."""
+        return {
+            name: jax.random.uniform(k, (self.num_heads,), jnp.float32, maxval=limit)
+            for k, (name, limit) in zip(jax.random.split(key), self.initial.items(), strict=True)
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +87,7 @@ class KERPLELog(_KERPLE):
     """
 
     name: ClassVar[str] = "kerple"
-
-    def init(self, key):
-        """Returns {"r1": U(0, 2), "r2": U(0, 1)}, float32 [N] each."""
-        return _uniform(key, self.num_heads, r1=2.0, r2=1.0)
+    initial: ClassVar[dict[str, float]] = {"r1": 2.0, "r2": 1.0}
 
     def rules(self, params, q_features=None, k_features=None):
         heads = _project(params["r1"]), _project(params["r2"])
@@ -121,10 +110,7 @@ class KERPLEPower(_KERPLE):
     """
 
     name: ClassVar[str] = "kerple_power"
-
-    def init(self, key):
-        """Returns {"r1": U(0, 1), "r2": U(0, 2)}, float32 [N] each."""
-        return _uniform(key, self.num_heads, r1=1.0, r2=2.0)
+    initial: ClassVar[dict[str, float]] = {"r1": 1.0, "r2": 2.0}
 
     def rules(self, params, q_features=None, k_features=None):
         heads = _project(params["r1"]), _project(params["r2"], 2.0)

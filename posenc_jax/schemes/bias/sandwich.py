@@ -65,6 +65,7 @@ class Sandwich(Scheme):
     dim: int = 128
     centred: bool = True
     name: ClassVar[str] = "sandwich"
+    traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
@@ -72,10 +73,6 @@ class Sandwich(Scheme):
             self.dim >= 2 and self.dim % 2 == 0,
             f"sandwich: dim must be even and positive, got {self.dim}.",
         )
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
 
     def rules(self, params, q_features=None, k_features=None):
         weights = self.num_heads / (8.0 * np.arange(1, self.num_heads + 1))

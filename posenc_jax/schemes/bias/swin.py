@@ -90,15 +90,12 @@ class Swin(Scheme):
     stddev: float = 0.02
     name: ClassVar[str] = "swin"
     param_axes: ClassVar = {"table": "num_heads offsets"}
+    traits: ClassVar = Traits(num_axes=2)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
         not_negative("swin", stddev=self.stddev)
         check_window("swin: window", self.window)
-
-    @property
-    def traits(self):
-        return Traits(num_axes=2)
 
     def init(self, key):
         """Returns {"table": float32 [N, (2R - 1)(2C - 1)]}."""

@@ -77,6 +77,7 @@ class SwinV2(Scheme):
     width: int = 512
     name: ClassVar[str] = "swin_v2"
     param_axes: ClassVar = {"out": "num_heads width", "tau": "num_heads"}
+    traits: ClassVar = Traits(num_axes=2)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")
@@ -87,10 +88,6 @@ class SwinV2(Scheme):
             "swin_v2: offsets are divided by the size of the window in training minus one; both "
             f"sizes must be at least 2, got {self._trained}.",
         )
-
-    @property
-    def traits(self):
-        return Traits(num_axes=2)
 
     @property
     def _trained(self):

@@ -161,15 +161,12 @@ class T5(Scheme):
     stddev: float = 0.02
     name: ClassVar[str] = "t5"
     param_axes: ClassVar = {"table": "num_heads num_buckets"}
+    traits: ClassVar = Traits(relative=True, shared_over_layers=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
         not_negative("t5", stddev=self.stddev)
         check_buckets(self.num_buckets, self.max_distance, self.bidirectional)
-
-    @property
-    def traits(self):
-        return Traits(relative=True, shared_over_layers=True)
 
     def init(self, key):
         """Returns {"table": float32 [N, num_buckets]}."""

@@ -91,29 +91,22 @@ class TUPE(Scheme):
     max_distance: int = 128
     stddev: float = 0.02
     name: ClassVar[str] = "tupe"
+    traits: ClassVar = Traits(shared_over_layers=True)
+    param_axes: ClassVar = {
+        "norm": {"scale": "model_dim", "bias": "model_dim"},
+        "table": "rows model_dim",
+        "query": "model_dim num_heads head_dim",
+        "query_bias": "num_heads head_dim",
+        "key": "model_dim num_heads head_dim",
+        "key_bias": "num_heads head_dim",
+        "buckets": "num_heads num_buckets",
+    }
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim", "max_length")
         positive("tupe", stddev=self.stddev)
         if self.num_buckets is not None:
             check_buckets(self.num_buckets, self.max_distance, bidirectional=True)
-
-    @property
-    def traits(self):
-        return Traits(shared_over_layers=True)
-
-    @property
-    def param_axes(self):
-        kernel, bias = "model_dim num_heads head_dim", "num_heads head_dim"
-        return {
-            "norm": {"scale": "model_dim", "bias": "model_dim"},
-            "table": "rows model_dim",
-            "query": kernel,
-            "query_bias": bias,
-            "key": kernel,
-            "key_bias": bias,
-            "buckets": "num_heads num_buckets",
-        }
 
     def init(self, key):
         """Returns the table, LayerNorm and projections, and "buckets" with `num_buckets`."""

@@ -21,6 +21,7 @@ examples/eval_long_ppl.py.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -37,14 +38,11 @@ class _Streaming(Wrapper):
     """See `streaming`."""
 
     first: int
+    acts: ClassVar = Acts.ATTENTION
 
     @property
     def traits(self):
         return dataclasses.replace(self.scheme.traits, num_sink_tokens=self.first)
-
-    @property
-    def acts(self):
-        return Acts.ATTENTION
 
     def query(self, params, q, coordinates, features=None, tables=None):
         return q  # Transformed in `attend`, at two coordinates.

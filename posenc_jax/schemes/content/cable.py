@@ -40,17 +40,11 @@ class CABLE(Scheme):
     num_heads: int
     model_dim: int
     name: ClassVar[str] = "cable"
+    param_axes: ClassVar = FoX.param_axes
+    traits: ClassVar = Traits(relative=True, order_only=True, reads_x=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim")
-
-    @property
-    def traits(self):
-        return Traits(relative=True, order_only=True, reads_x=True)
-
-    @property
-    def param_axes(self):
-        return self._fox.param_axes
 
     def init(self, key):
         """Returns {"w": normal [D, N] of deviation 0.02, "b": zeros [N]}."""

@@ -67,13 +67,10 @@ class CoPE(Scheme):
     scaled: bool = True
     name: ClassVar[str] = "cope"
     param_axes: ClassVar = {"table": "num_positions head_dim"}
+    traits: ClassVar = Traits(relative=True, order_only=True, transforms_rows=True)
 
     def __post_init__(self):
         positive_fields(self, "head_dim", "num_positions")
-
-    @property
-    def traits(self):
-        return Traits(relative=True, order_only=True, transforms_rows=True)
 
     def init(self, key):
         """Returns {"table": zeros, float32 [P, H]}, as the authors do."""

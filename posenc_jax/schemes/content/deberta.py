@@ -109,6 +109,7 @@ class DeBERTa(Scheme):
     projected: bool = False
     stddev: float = 0.02
     name: ClassVar[str] = "deberta"
+    traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim", "span")
@@ -124,10 +125,6 @@ class DeBERTa(Scheme):
                 "deberta: buckets need an even span >= 4 and a max_distance above it, got "
                 f"span={self.span} and max_distance={self.max_distance}; or max_distance=None.",
             )
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
 
     @property
     def param_axes(self):

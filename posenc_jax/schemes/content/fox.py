@@ -69,6 +69,7 @@ class FoX(Scheme):
     max_time: float | None = None
     name: ClassVar[str] = "fox"
     param_axes: ClassVar = {"w": "model_dim num_heads", "b": "num_heads"}
+    traits: ClassVar = Traits(relative=True, order_only=True, reads_x=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim")
@@ -87,10 +88,6 @@ class FoX(Scheme):
             self.init_bias == 0.0,
             f"fox: gate={self.gate!r} starts from its times, not from init_bias={self.init_bias}.",
         )
-
-    @property
-    def traits(self):
-        return Traits(relative=True, order_only=True, reads_x=True)
 
     def init(self, key):
         """Returns {"w": normal [D, N], "b": [N]} for "full", {"b"} for "bias", {} for "fixed"."""

@@ -65,15 +65,12 @@ class GRAPEA(Scheme):
         "u": "num_heads head_dim",
         "v": "num_heads head_dim",
     }
+    traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
         one_of("grape_a", ("key", "query", "both"), gate=self.gate)
         positive("grape_a", init_omega=self.init_omega)
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
 
     def init(self, key):
         """Returns {"omega": [N]} and, as the gate has them, "u" and "v" [N, H]: N(0, 1 / H)."""

@@ -49,6 +49,7 @@ class PartialKeyOffset(Scheme):
     head_dim: int
     start: int | None = None
     name: ClassVar[str] = "partial_key_offset"
+    traits: ClassVar = Traits(relative=True, order_only=True)
 
     def __post_init__(self):
         positive_fields(self, "head_dim")
@@ -57,10 +58,6 @@ class PartialKeyOffset(Scheme):
             f"partial_key_offset: start must be a dimension of a head of head_dim={self.head_dim} "
             f">= 2, from 1 on, got {self.start}.",
         )
-
-    @property
-    def traits(self):
-        return Traits(relative=True, order_only=True)
 
     def mix(self, params, q, k, v, segment_ids, state):
         require(

@@ -176,6 +176,7 @@ class PaTH(Scheme):
     short_conv: bool = True
     forget_gate: bool = False
     name: ClassVar[str] = "path"
+    traits: ClassVar = Traits(relative=True, order_only=True, reads_x=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim")
@@ -186,10 +187,6 @@ class PaTH(Scheme):
             f"path: num_kv_heads must divide num_heads = {self.num_heads}, "
             f"got {self.num_kv_heads}.",
         )
-
-    @property
-    def traits(self):
-        return Traits(relative=True, order_only=True, reads_x=True)
 
     @property
     def param_axes(self):

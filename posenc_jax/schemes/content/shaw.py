@@ -81,15 +81,12 @@ class Shaw(Scheme):
     per_head: bool = False
     zero_beyond: bool = False
     name: ClassVar[str] = "shaw"
+    traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
         not_negative("shaw", clip=self.clip)
         require(self.keys or self.values, "shaw: keys and values must not both be False.")
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
 
     @property
     def acts(self):
@@ -103,12 +100,9 @@ class Shaw(Scheme):
 
     def init(self, key):
         """Returns {"keys": ..., "values": ...}, float32 [1 or N, 2 clip + 1, H]; Glorot uniform."""
-        shape = (
-            self.num_heads if self.per_head else 1,
-            2 * self.clip + 1,
-            self.head_dim,
-        )
-        limit = (6.0 / (shape[1] + shape[2])) ** 0.5
+        rows, dim = 2 * self.clip + 1, self.head_dim
+        shape = (self.num_heads if self.per_head else 1, rows, dim)
+        limit = (6.0 / (rows + dim)) ** 0.5
         used = [name for name in ("keys", "values") if getattr(self, name)]
         keys = jax.random.split(key, 2)
         return {

@@ -63,6 +63,7 @@ class ShortConv(Scheme):
     residual: bool = True
     silu: bool = False
     name: ClassVar[str] = "short_conv"
+    traits: ClassVar = Traits(relative=True, order_only=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "num_kv_heads", "head_dim", "width")
@@ -70,10 +71,6 @@ class ShortConv(Scheme):
             bool(self.on) and self.on == "".join(c for c in "qkv" if c in self.on),
             f"short_conv: on must be some of the letters qkv in this order, got {self.on!r}.",
         )
-
-    @property
-    def traits(self):
-        return Traits(relative=True, order_only=True)
 
     @property
     def acts(self):

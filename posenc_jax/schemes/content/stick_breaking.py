@@ -70,10 +70,7 @@ class StickBreaking(Scheme):
     remainder: bool = True
     attend_current: bool = False
     name: ClassVar[str] = "stick_breaking"
-
-    @property
-    def traits(self):
-        return Traits(relative=True, order_only=True, transforms_rows=True)
+    traits: ClassVar = Traits(relative=True, order_only=True, transforms_rows=True)
 
     def rules(self, params, q_features=None, k_features=None):
         return LogitsTransform(_LogWeights(self.attend_current, self.remainder), normalized=False)

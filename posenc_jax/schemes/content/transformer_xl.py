@@ -91,6 +91,7 @@ class TransformerXL(Scheme):
     clamp: int | None = None
     stddev: float = 0.02
     name: ClassVar[str] = "transformer_xl"
+    traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim")
@@ -99,10 +100,6 @@ class TransformerXL(Scheme):
             f"transformer_xl: model_dim must be even, got {self.model_dim}.",
         )
         not_negative("transformer_xl", clamp=self.clamp or 0, stddev=self.stddev)
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
 
     @property
     def param_axes(self):

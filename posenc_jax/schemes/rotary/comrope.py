@@ -58,6 +58,7 @@ class ComRoPE(Scheme):
     groups: int = 1
     init_std: float = 1.0
     name: ClassVar[str] = "comrope"
+    traits: ClassVar = Traits(num_axes=2, relative=True)
 
     def __post_init__(self):
         positive_fields(self, "head_dim", "size", "groups")
@@ -71,10 +72,6 @@ class ComRoPE(Scheme):
             f"comrope: both axes need blocks of size={self.size} in head_dim={self.head_dim}.",
         )
         positive("comrope", init_std=self.init_std)
-
-    @property
-    def traits(self):
-        return Traits(num_axes=2, relative=True)
 
     def init(self, key):
         """Returns {"matrix": [groups, blocks, size, size]}, normal.

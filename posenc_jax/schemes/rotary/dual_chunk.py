@@ -60,6 +60,8 @@ class DualChunk(RangeRotary):
     chunk: int = 3072
     local: int = 512
     name: ClassVar[str] = "dual_chunk"
+    traits: ClassVar = Traits()
+    acts: ClassVar = Acts.QK | Acts.ATTENTION
 
     def __post_init__(self):
         super().__post_init__()
@@ -68,14 +70,6 @@ class DualChunk(RangeRotary):
             f"dual_chunk: local must be from 1 to chunk - 1, got local={self.local} and "
             f"chunk={self.chunk}.",
         )
-
-    @property
-    def traits(self):
-        return Traits()
-
-    @property
-    def acts(self):
-        return Acts.QK | Acts.ATTENTION
 
     def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], rotated by its index in its chunk."""

@@ -65,6 +65,7 @@ class FoPE(Rotary):
     learned: bool = False
     seed: int = 0
     name: ClassVar[str] = "fope"
+    traits: ClassVar = Traits()
 
     def __post_init__(self):
         super().__post_init__()
@@ -88,10 +89,6 @@ class FoPE(Rotary):
     def coefficients(self, params) -> dict[str, jax.Array]:
         """Returns A as "cos" and B as "sin", learned or fixed."""
         return params if self.learned else self._random(jax.random.key(self.seed))
-
-    @property
-    def traits(self):
-        return Traits()
 
     def cos_sin(self, params, coordinates):
         parts = cos_sin(coordinates, self._frequencies())

@@ -79,6 +79,7 @@ class LieRE(Scheme):
     size: int = 2
     groups: int = 1
     name: ClassVar[str] = "liere"
+    traits: ClassVar = Traits(num_axes=2)
 
     def __post_init__(self):
         positive_fields(self, "head_dim", "size", "groups")
@@ -86,10 +87,6 @@ class LieRE(Scheme):
             2 <= self.size <= self.head_dim,
             f"liere: size must be in [2, head_dim={self.head_dim}], got {self.size}.",
         )
-
-    @property
-    def traits(self):
-        return Traits(num_axes=2)
 
     def init(self, key):
         """Returns {"upper": [2, groups, blocks, size (size - 1) / 2]}, the rows of U."""

@@ -57,6 +57,7 @@ class PoPE(Scheme):
     rotary_dim: int | None = None
     uniform: bool = False
     name: ClassVar[str] = "pope"
+    traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
@@ -66,10 +67,6 @@ class PoPE(Scheme):
         )
         static_number("pope", "theta", self.theta)
         positive("pope", theta=self.theta)
-
-    @property
-    def traits(self):
-        return Traits(relative=True)
 
     @property
     def param_axes(self):

@@ -52,16 +52,13 @@ class ReRoPE(RangeRotary):
     leak: float = 0.0
     restart: int | None = None
     name: ClassVar[str] = "rerope"
+    traits: ClassVar = Traits(relative=True, cache_transformed_keys=False)
 
     def __post_init__(self):
         super().__post_init__()
         require(self.window >= 1, f"rerope: window must be at least 1, got {self.window}.")
         require(0 <= self.leak <= 1, f"rerope: leak must be from 0 to 1, got {self.leak}.")
         not_negative("rerope", restart=self.restart or 0)
-
-    @property
-    def traits(self):
-        return Traits(relative=True, cache_transformed_keys=False)
 
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention

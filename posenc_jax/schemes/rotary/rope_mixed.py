@@ -78,14 +78,11 @@ class RoPEMixed(Rotary):
     theta: float = 10.0
     layout: str = "interleaved"
     name: ClassVar[str] = "rope_mixed"
+    traits: ClassVar = Traits(num_axes=2, relative=True)
 
     def __post_init__(self):
         super().__post_init__()
         jax.eval_shape(self.init, jax.random.key(0))  # Raises for an invalid size or theta.
-
-    @property
-    def traits(self):
-        return Traits(num_axes=2, relative=True)
 
     def init(self, key):
         """Returns `{"frequencies": [2, groups, H / 2]}`."""

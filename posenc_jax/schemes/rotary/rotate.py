@@ -103,11 +103,6 @@ class Rotation(NamedTuple):
     start: int
     sign: int
 
-    @property
-    def inverse(self) -> "Rotation":
-        """The rotation by the negative angle, from the output to the input."""
-        return Rotation(self.write, self.read, self.start, -self.sign)
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _rotate(x, cos, sin, rotation):
@@ -125,16 +120,16 @@ def _forward(x, cos, sin, rotation):
 
 
 def _backward(rotation, residuals, g):
-    x, cos, sin = residuals
-    dx = _rotate(g, cos, sin, rotation.inverse)
+    (x, cos, sin), (read, write, start, sign) = residuals, rotation
+    dx = _rotate(g, cos, sin, Rotation(write, read, start, -sign))
     if x is None:
         return dx, jnp.zeros_like(cos), jnp.zeros_like(sin)
-    start, end = rotation.start, rotation.start + 2 * cos.shape[-1]
-    a, b = _split(x[..., start:end], rotation.read)
-    ga, gb = _split(g[..., start:end], rotation.write)
+    end = start + 2 * cos.shape[-1]
+    a, b = _split(x[..., start:end], read)
+    ga, gb = _split(g[..., start:end], write)
     # Padding has no cotangent and may hold NaN: it must not reach the gradient of the tables.
     a, b = (jnp.where((ga == 0) & (gb == 0), 0.0, part) for part in (a, b))
-    return dx, _sum_like(cos, ga * a + gb * b), _sum_like(sin, rotation.sign * (gb * a - ga * b))
+    return dx, _sum_like(cos, ga * a + gb * b), _sum_like(sin, sign * (gb * a - ga * b))
 
 
 _rotate.defvjp(_forward, _backward, symbolic_zeros=True)
