@@ -140,7 +140,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> DeBERTa:
     for name, values in _SUPPORTED.items():
         if config.get(name) not in values:
             raise ValueError(f"load: {name} must be one of {values}, got {config.get(name)!r}.")
-    made = ModelConfig(
+    settings = ModelConfig(
         layers=pe.from_hf(config),
         vocabulary=config["vocab_size"],
         model_dim=config["hidden_size"],
@@ -152,5 +152,5 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> DeBERTa:
         epsilon=config["layer_norm_eps"],
         activation=config["hidden_act"],
     )
-    weights = DeBERTaWeights(State(state), _NAMES, made.num_heads, made.num_heads)
-    return fill(lambda rngs: DeBERTa(made, rngs), weights)
+    weights = DeBERTaWeights(State(state), _NAMES, settings.num_heads, settings.num_heads)
+    return fill(lambda rngs: DeBERTa(settings, rngs), weights)

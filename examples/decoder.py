@@ -1,7 +1,7 @@
 """One decoder for many families, from GPT-2 to Gemma 3 and gpt-oss.
 
-All that attention needs comes from `pe.from_hf`, one `LayerSpec` per layer; `families.py` has what
-else differs between them.
+Attention follows from `pe.from_hf`, one `LayerSpec` per layer; `families.py` has the other
+differences between them.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ ACTIVATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What a transformer is made of.
+    """Settings of a transformer.
 
     Attributes:
       layers: the attention of each layer.
@@ -206,7 +206,7 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: integers [B, T].
-          caches: those of earlier tokens; see `new_caches`.
+          caches: caches of earlier tokens; see `new_caches`.
           inputs: [B, T, D] instead of `embed(tokens)`, as with images in the text.
           positions: integers [B, T]. Default: 0, 1, ... after the tokens in the caches.
           **options: `segment_ids` and `coordinates`, as in `posenc_jax.scheme_attention`.
@@ -242,7 +242,7 @@ def greedy(
       tokens: prompts [B, T], padded on the left.
       mask: bool [B, T], true for tokens.
       steps: number of new tokens.
-      delta: what coordinates of new tokens have more than positions, [B]. Default: they are equal.
+      delta: coordinates minus positions of new tokens, [B]. Default: zero.
       **options: `inputs` and `coordinates` of the prompts, as calls of a `Decoder` take them.
 
     Returns:
@@ -256,8 +256,8 @@ def greedy(
 
     def step(carry, _):
         token, caches = carry
-        at = None if delta is None else (caches[0].next_positions + delta)[:, None]
-        logits, caches = model(token[:, None], caches, coordinates=at)
+        moved = None if delta is None else (caches[0].next_positions + delta)[:, None]
+        logits, caches = model(token[:, None], caches, coordinates=moved)
         return (jnp.argmax(logits[:, 0], -1), caches), (token, logits[:, 0])
 
     start = jnp.argmax(first[:, -1], -1), caches

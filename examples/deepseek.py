@@ -36,7 +36,7 @@ class LatentRoPE(pe.RoPE):
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
     ):
-        """Returns [B, T, N, H], of which the first numbers are the sum of latents."""
+        """Returns [B, T, N, H], whose first numbers are the sum of latents."""
         return attention.replace(finite_values=False)(q, k, k)
 
 
@@ -70,6 +70,11 @@ class DeepSeekConfig(ModelConfig):
     normalized: bool = True
     expert_scale: float = 1.0
 
+    @property
+    def nope_dim(self) -> int:
+        """Numbers of a head that are not rotated."""
+        return self.head_dim - self.rope_dim
+
     def new_attention(self, layer: pe.LayerSpec, rngs: nnx.Rngs) -> Any:
         """Returns latent attention."""
         return LatentAttention(self, layer, rngs)
@@ -84,7 +89,7 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: DeepSeekConfig, layer: pe.LayerSpec, rngs: nnx.Rngs):
         heads, dim, rank = config.num_heads, config.model_dim, config.latent_dim
-        self.config, self.scheme, own = config, layer.scheme, config.head_dim - config.rope_dim
+        self.config, self.scheme = config, layer.scheme
         sizes = {"head_dim": rank + config.rope_dim, "rotary_start": rank}
         settings: dict[str, Any] = {**vars(layer.scheme), **sizes}
         self.latent_scheme = LatentRoPE(**settings)
@@ -99,7 +104,7 @@ class LatentAttention(nnx.Module):
         self.latent_down = nnx.Linear(dim, rank + config.rope_dim, use_bias=bias, rngs=rngs)
         self.latent_norm = nnx.RMSNorm(rank, rngs=rngs)
         self.latent_up = nnx.LinearGeneral(
-            rank, (heads, own + config.value_dim), use_bias=False, rngs=rngs
+            rank, (heads, config.nope_dim + config.value_dim), use_bias=False, rngs=rngs
         )
         self.out = nnx.LinearGeneral(
             (heads, config.value_dim), dim, axis=(-2, -1), use_bias=bias, rngs=rngs
@@ -121,7 +126,7 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x, *, cache=None, **tokens):
         """Returns [B, T, D], and with a cache also the new cache."""
-        config, own = self.config, self.config.head_dim - self.config.rope_dim
+        config, nope_dim = self.config, self.config.nope_dim
         tokens |= {"is_causal": True, "scale": self.scale}
         if self.query_down is None or self.query_norm is None:
             q = self.query(x)
@@ -130,12 +135,12 @@ class LatentAttention(nnx.Module):
         latent, end = jnp.split(self.latent_down(x), [config.latent_dim], -1)
         latent = self.latent_norm(latent)
         if cache is None:
-            k, v = jnp.split(self.latent_up(latent), [own], -1)
+            k, v = jnp.split(self.latent_up(latent), [nope_dim], -1)
             end = jnp.broadcast_to(end[:, :, None], (*q.shape[:3], config.rope_dim))
             k = jnp.concatenate([k, end], -1)
             return self.out(pe.scheme_attention(self.scheme, {}, q, k, v, **tokens)[0])
-        up_k, up_v = jnp.split(self.latent_up.kernel[...], [own], -1)
-        q, q_end = jnp.split(q, [own], -1)
+        up_k, up_v = jnp.split(self.latent_up.kernel[...], [nope_dim], -1)
+        q, q_end = jnp.split(q, [nope_dim], -1)
         q = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", q, up_k), q_end], -1)
         k = jnp.concatenate([latent, end], -1)[:, :, None]
         latents, cache = pe.scheme_attention(
@@ -146,7 +151,7 @@ class LatentAttention(nnx.Module):
 
 
 class Router(nnx.Module):
-    """The choice of experts for each token, with groups of which only some are used."""
+    """The choice of experts for each token, from a few groups of experts."""
 
     def __init__(self, config: DeepSeekConfig, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal()
@@ -155,14 +160,14 @@ class Router(nnx.Module):
         self.config = config
 
     def __call__(self, x):
-        """Returns the weights of experts [B, T, E], zero for those that are not chosen."""
+        """Returns the weights of experts [B, T, E], zero for experts that are not chosen."""
         config, (groups, used) = self.config, self.config.groups
         scores = jax.nn.sigmoid(x @ self.kernel[...])
         choice = scores + self.e_score_correction_bias[None, None]
         in_groups = choice.reshape(*choice.shape[:2], groups, -1)
         of_groups = jax.lax.top_k(in_groups, 2)[0].sum(-1)
-        kept = jax.nn.one_hot(jax.lax.top_k(of_groups, used)[1], groups).sum(-2)
-        choice = jnp.where(kept[..., None] > 0, in_groups, -jnp.inf).reshape(choice.shape)
+        is_used = jax.nn.one_hot(jax.lax.top_k(of_groups, used)[1], groups).sum(-2)
+        choice = jnp.where(is_used[..., None] > 0, in_groups, -jnp.inf).reshape(choice.shape)
         chosen = jax.lax.top_k(choice, config.experts_per_token)[1]
         weights = scores * jax.nn.one_hot(chosen, config.num_experts).sum(-2)
         if config.normalized:
@@ -223,7 +228,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
       ValueError: for weights that are missing, of another shape, or left.
     """
     rope, rank = config["qk_rope_head_dim"], config["q_lora_rank"]
-    made = DeepSeekConfig(
+    settings = DeepSeekConfig(
         **vars(families.model_config(config)) | {"head_dim": config["qk_nope_head_dim"] + rope},
         rope_dim=rope,
         value_dim=config["v_head_dim"],
@@ -241,5 +246,5 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
     names = families.FAMILIES["deepseek_v3"].names
     if rank is None:
         names = {**names, "query": "q_proj"}
-    weights = DeepSeekWeights(State(state), names, made.num_heads, made.num_heads)
-    return fill(lambda rngs: Decoder(made, rngs=rngs), weights)
+    weights = DeepSeekWeights(State(state), names, settings.num_heads, settings.num_heads)
+    return fill(lambda rngs: Decoder(settings, rngs=rngs), weights)

@@ -1,4 +1,4 @@
-"""What differs between families of decoders beside attention, and where their weights are."""
+"""Differences between families of decoders other than attention, and names of their weights."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ class Family:
     Attributes:
       names: {name in `Decoder`: name in transformers} of modules, where they differ.
       norm, gated, post_norms, embedding_norm: as in `ModelConfig`.
-      norm_offset: what the norms over D add to their scale.
+      norm_offset: number that the norms over D add to their scale.
       scaled_embedding: whether token embeddings are multiplied by sqrt(D).
       biases: (attention, MLP): whether they have biases where the config does not say.
       qkv: how one projection holds queries, keys and values; see `posenc_jax.split_qkv`.
@@ -217,8 +217,8 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
     Raises:
       ValueError: as `model_config`, and for weights that are missing, of another shape, or left.
     """
-    made, family = model_config(config), FAMILIES[config["model_type"]]
-    return fill(lambda rngs: Decoder(made, rngs=rngs), weights(family, made, State(state)))
+    settings, family = model_config(config), FAMILIES[config["model_type"]]
+    return fill(lambda rngs: Decoder(settings, rngs=rngs), weights(family, settings, State(state)))
 
 
 def weights(family: Family, config: ModelConfig, state: State) -> Weights:

@@ -87,7 +87,7 @@ class Qwen2VL(nnx.Module):
         Args:
           tokens: integers [B, T], an image token for each token of an image.
           mask: bool [B, T], true for tokens.
-          patches: those of all images of the batch, [P, numbers of a patch].
+          patches: the patches of all images of the batch, [P, numbers of a patch].
           grids: for each row its images, in patches: frames, rows and columns.
 
         Returns:
@@ -97,15 +97,17 @@ class Qwen2VL(nnx.Module):
         is_image = (tokens == self.image_token) & mask
         images = self.vision(patches, [grid for row in grids for grid in row])
         index = (jnp.cumsum(is_image.ravel()) - 1).reshape(is_image.shape)
-        own = images[jnp.maximum(index, 0)]
-        x = jnp.where(is_image[..., None], own, self.language.embed(tokens))
+        pixels = images[jnp.maximum(index, 0)]
+        x = jnp.where(is_image[..., None], pixels, self.language.embed(tokens))
         sizes = np.zeros((len(grids), max(map(len, grids)), 3), np.int32)
         for b, row in enumerate(grids):
             for i, (time, rows, columns) in enumerate(row):
                 sizes[b, i] = time, rows // self.vision.merge, columns // self.vision.merge
         _, segment_ids = pe.positions.from_padding_mask(mask)
-        made = pe.mrope_coordinates(is_image, jnp.asarray(sizes), segment_ids=segment_ids)
-        return {"inputs": x, "coordinates": made[0], "delta": made[1]}
+        coordinates, delta = pe.mrope_coordinates(
+            is_image, jnp.asarray(sizes), segment_ids=segment_ids
+        )
+        return {"inputs": x, "coordinates": coordinates, "delta": delta}
 
 
 def greedy(model: Qwen2VL, tokens, mask, steps: int, patches, grids):
@@ -155,25 +157,25 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Qwen2VL:
     """
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]}
     language = families.model_config(tied | config["text_config"])
-    of = config["vision_config"]
-    head_dim = of["embed_dim"] // of["num_heads"]
+    tower = config["vision_config"]
+    head_dim = tower["embed_dim"] // tower["num_heads"]
     rope = pe.AxialRoPE(head_dim=head_dim, theta=1e4, axes=(0, 1), layout="half")
     vision = ModelConfig(
-        layers=(pe.LayerSpec(rope),) * of["depth"],
+        layers=(pe.LayerSpec(rope),) * tower["depth"],
         vocabulary=0,
-        model_dim=of["embed_dim"],
-        num_heads=of["num_heads"],
-        num_kv_heads=of["num_heads"],
+        model_dim=tower["embed_dim"],
+        num_heads=tower["num_heads"],
+        num_kv_heads=tower["num_heads"],
         head_dim=head_dim,
-        mlp_dim=int(of["embed_dim"] * of["mlp_ratio"]),
+        mlp_dim=int(tower["embed_dim"] * tower["mlp_ratio"]),
         norm="layer",
-        activation=of["hidden_act"],
+        activation=tower["hidden_act"],
         gated=False,
         attention_bias=True,
         mlp_bias=True,
         is_causal=False,
     )
-    patch_dim = of["in_channels"] * of["temporal_patch_size"] * of["patch_size"] ** 2
-    sizes = patch_dim, of["spatial_merge_size"], config["image_token_id"]
+    patch_dim = tower["in_channels"] * tower["temporal_patch_size"] * tower["patch_size"] ** 2
+    sizes = patch_dim, tower["spatial_merge_size"], config["image_token_id"]
     weights = QwenWeights(State(state), language, vision)
     return fill(lambda rngs: Qwen2VL(language, vision, *sizes, rngs), weights)

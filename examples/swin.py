@@ -17,9 +17,9 @@ from posenc_jax.nnx import Attention
 
 def to_windows(x: jax.Array, size: int) -> jax.Array:
     """Returns windows [B * R / size * C / size, size^2, ...] of a grid [B, R, C, ...]."""
-    batch, rows, columns, *rest = x.shape
-    x = x.reshape(batch, rows // size, size, columns // size, size, *rest)
-    return jnp.moveaxis(x, 2, 3).reshape(-1, size * size, *rest)
+    batch, rows, columns, *features = x.shape
+    x = x.reshape(batch, rows // size, size, columns // size, size, *features)
+    return jnp.moveaxis(x, 2, 3).reshape(-1, size * size, *features)
 
 
 def from_windows(x: jax.Array, size: int, rows: int, columns: int) -> jax.Array:
@@ -29,13 +29,13 @@ def from_windows(x: jax.Array, size: int, rows: int, columns: int) -> jax.Array:
 
 
 def regions(rows: int, columns: int, size: int, shift: int) -> np.ndarray:
-    """Returns int32 [1, R, C]: patches that a cyclic shift put side by side differ."""
+    """Returns int32 [1, R, C], different for neighbours that a cyclic shift brought together."""
 
-    def of(length):
+    def along(length):
         index = np.arange(length)
         return (index >= length - size).astype(np.int32) + (index >= length - shift)
 
-    return (of(rows)[:, None] * 3 + of(columns))[None]
+    return (along(rows)[:, None] * 3 + along(columns))[None]
 
 
 class Block(nnx.Module):
@@ -70,7 +70,7 @@ class Block(nnx.Module):
 
 
 class Stage(nnx.Module):
-    """Blocks, then four patches become one, but in the last stage."""
+    """Blocks; all stages except the last then merge four patches into one."""
 
     def __init__(self, config: ModelConfig, is_last: bool, rngs: nnx.Rngs):
         layers = enumerate(config.layers)

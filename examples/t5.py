@@ -44,14 +44,14 @@ class Block(nnx.Module):
     """Attention and MLP, and in the decoder attention to the encoder between them."""
 
     def __init__(
-        self, config: ModelConfig, position: PositionEncoding, is_decoder: bool, rngs: nnx.Rngs
+        self, config: ModelConfig, encoding: PositionEncoding, is_decoder: bool, rngs: nnx.Rngs
     ):
         self.attention_norm, self.mlp_norm = config.new_norm(rngs), config.new_norm(rngs)
         self.cross_norm = config.new_norm(rngs) if is_decoder else None
         self.attention = Attention(
             config.model_dim,
             config.num_heads,
-            position=position,
+            shared_encoding=encoding,
             head_dim=config.head_dim,
             is_causal=is_decoder,
             rngs=rngs,
@@ -76,8 +76,8 @@ class Stack(nnx.Module):
     """The encoder or the decoder."""
 
     def __init__(self, config: ModelConfig, is_decoder: bool, rngs: nnx.Rngs):
-        position = PositionEncoding(config.layers[0].scheme, rngs=rngs)
-        self.blocks = nnx.List(Block(config, position, is_decoder, rngs) for _ in config.layers)
+        encoding = PositionEncoding(config.layers[0].scheme, rngs=rngs)
+        self.blocks = nnx.List(Block(config, encoding, is_decoder, rngs) for _ in config.layers)
         self.norm = config.new_norm(rngs)
 
     def __call__(self, x, caches=None, memories=None, **tokens):
@@ -104,7 +104,7 @@ class T5(nnx.Module):
         self.output_scale = output_scale
 
     def encode(self, tokens: jax.Array, mask: jax.Array) -> list[Any]:
-        """Returns what each decoder layer needs of the tokens [B, S] where mask is true."""
+        """Returns keys, values and segments of the tokens [B, S] for each decoder layer."""
         positions, segment_ids = pe.positions.from_padding_mask(mask)
         x, _ = self.encoder(self.embedding(tokens), positions=positions, segment_ids=segment_ids)
         cross = [block.cross for block in self.decoder.blocks if block.cross is not None]

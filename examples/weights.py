@@ -39,16 +39,16 @@ def fill(make: Callable[[nnx.Rngs], Any], weights: "Weights") -> Any:
       ValueError: for weights that are missing, of another shape, or left.
     """
     graph, parameters = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    made = []
+    leaves = []
     for path, variable in nnx.to_flat_state(parameters):
         array = weights(path)
         if array.shape != variable.shape:
             raise ValueError(f"load: {path} must be {variable.shape}, got {array.shape}.")
-        made.append((path, variable.replace(jnp.asarray(array, jnp.float32))))
-    left = sorted(set(weights.state.arrays) - weights.state.used)
-    if left:
-        raise ValueError(f"load: the model has no place for {left}.")
-    return nnx.merge(graph, nnx.from_flat_state(made))
+        leaves.append((path, variable.replace(jnp.asarray(array, jnp.float32))))
+    unused = sorted(set(weights.state.arrays) - weights.state.used)
+    if unused:
+        raise ValueError(f"load: the model has no place for {unused}.")
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
 class Weights:
@@ -58,7 +58,7 @@ class Weights:
       state: the state dict.
       names: {our name: name in transformers} of modules, where they differ.
       num_heads, num_kv_heads: of attention.
-      norm_offset: what the norms over D add to their scale.
+      norm_offset: number that the norms over D add to their scale.
       qkv: how one projection holds queries, keys and values; see `posenc_jax.split_qkv`.
       inputs_first: whether the weights of projections have their inputs first.
       out_bias: whether the output of attention has a bias where its inputs have one.
@@ -105,7 +105,7 @@ class Weights:
         return x + self.norm_offset if over_model else x
 
     def _linear(self, name):
-        """The weight of a projection, [outputs, inputs]; those of a patch are one axis."""
+        """The weight of a projection, [outputs, inputs]; inputs of a patch are one axis."""
         x = self.state.take(name)
         return x.T if self.inputs_first else x.reshape(len(x), -1)
 

@@ -21,7 +21,7 @@ python -m experiments <command> [file.toml] [changes]
   generate   print text of a model that train has made       a folder of results
   attention  draw attention against distance of models that
              train has made, beyond the trained length too   a folder of results
-  report     write report.html again from results.json       a folder of results
+  report     write report.html again from results of runs    a folder of results
   bench      measure speed as ratios
   gallery    draw the effect of every scheme, on one page
   schemes    print a table of all schemes
@@ -37,11 +37,12 @@ A file describes one experiment; any setting of it can be changed on the command
   python -m experiments compare --tasks mypkg.mine:MyTask --name my-task
   python -m experiments report results/compare
 
-compare and train run on all devices with --mesh data=4,tensor=2 or --mesh sequence=8, in any
-combination; over several hosts, start the same command on each and add --distributed.
+compare, train, study and scoreboard run on all devices with --mesh data=4,tensor=2 or
+--mesh sequence=8, in any combination; over several hosts, start the same command on each and add
+--distributed. --workers, --shard I/N and --minutes divide the work.
 
-Results go to results/<name>/. Ctrl-C keeps finished runs; the same command continues with the
-others. `python -m experiments compare --help` lists every setting.
+Results go to results/<name>/. Ctrl-C keeps finished runs; the same command continues.
+`python -m experiments compare --help` lists every setting.
 """
 
 _EXPERIMENTS = {
@@ -50,14 +51,14 @@ _EXPERIMENTS = {
     "evaluate": "configs/kback.toml",
 }
 _OTHERS = {
-    "generate": "experiments.generate",
-    "attention": "experiments.attention",
-    "report": "experiments.report",
+    "generate": "experiments.commands.generate",
+    "attention": "experiments.commands.attention",
+    "report": "experiments.commands.compare:report",
     "study": "experiments.study.command",
     "scoreboard": "experiments.scoreboard.command",
     "bench": "experiments.bench",
     "gallery": "experiments.gallery.page",
-    "schemes": "experiments.scheme_table",
+    "schemes": "experiments.commands.scheme_table",
 }
 
 
@@ -66,13 +67,14 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
-    name, rest = arguments[0], arguments[1:]
+    name = arguments[0]
     try:
         if name in _EXPERIMENTS:
-            return _run(name, rest)
+            return _run(name, arguments[1:])
         if name in _OTHERS:
-            return _module(_OTHERS[name]).main(rest)
-        near = _module("experiments.config_io").near(name, [*_EXPERIMENTS, *_OTHERS])
+            module, _, function = _OTHERS[name].partition(":")
+            return getattr(_module(module), function or "main")(arguments[1:])
+        near = _module("experiments.settings.config_io").near(name, [*_EXPERIMENTS, *_OTHERS])
         raise ConfigError(f"unknown command {name!r}{near}")
     except ExperimentError as error:
         kind = "config error" if isinstance(error, ConfigError) else "error"
@@ -95,27 +97,29 @@ def _module(name: str):
 
 
 def _run(command: str, arguments: list[str]) -> int:
-    """Reads the experiment before anything slow is imported, and carries it out."""
+    """Reads an experiment and carries it out."""
     known = ("--quick",) if command == "evaluate" else ("--quick", "--fresh")
     flags = {flag for flag in known if flag in arguments}
     arguments = [a for a in arguments if a not in flags]
-    text = None
+    options = None
     if command != "evaluate":
-        text, arguments = _module("experiments.mesh").from_arguments(arguments)
+        parser = _module("experiments.settings.config_io").Parser(add_help=False)
+        _module("experiments.runs.run_queue").add_arguments(parser)
+        options, arguments = parser.parse_known_args(arguments)
+        _module("experiments.training.mesh").connect(options)
     file = _EXPERIMENTS[command]
     if arguments and not arguments[0].startswith("-"):
         file = arguments.pop(0)
-    experiment = _module("experiments.config").load(
+    experiment = _module("experiments.runs.experiment").load(
         Path(file),
         arguments,
         quick="--quick" in flags,
         program=f"python -m experiments {command} [{file}] {' '.join(f'[{x}]' for x in known)}",
     )
-    compare = _module("experiments.compare")
-    if command == "evaluate":
-        return compare.evaluate_again(experiment)
-    mesh = None if text is None else _module("experiments.mesh").make(text, experiment.tasks)
-    return compare.compare(experiment, fresh="--fresh" in flags, keep=command == "train", mesh=mesh)
+    compare = _module("experiments.commands.compare")
+    if options is None:
+        return compare.evaluate(experiment)
+    return compare.compare(experiment, options, "--fresh" in flags, keep=command == "train")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Position encodings for transformers in JAX: every scheme, one interface, exact numbers.
 
-A scheme is a frozen dataclass of settings with pure functions, `SCHEMES` has them by name, and
-`help(posenc_jax.RoPE)` is the page of one:
+A scheme is a frozen dataclass of settings with pure functions, `SCHEMES` is the dict of schemes by
+name, and `help(posenc_jax.RoPE)` describes one:
 
     embedding   NoPE (none), LearnedAbsolute, Sinusoidal, Sinusoidal2D, LearnableFourier
     rotary      RoPE, LearnedRoPE, SelectiveRoPE, AxialRoPE, RoPEMixed, MRoPE, LieRE, ComRoPE, XPos,
@@ -14,25 +14,23 @@ A scheme is a frozen dataclass of settings with pure functions, `SCHEMES` has th
     frequencies of RoPE  PI, NTK, NTKByParts, YaRN, Llama3, LongRoPE, DynamicNTK, Proportional,
                          ClippedFrequencies, HighFrequenciesOnly, Resonance (FrequencyMap)
     combinations         chain, with_positions, on_axis, on_distances, streaming
-    layers of a model    LayerSpec, QKNorm, layer_pattern, in_chunks
+    layers of a model    LayerSpec, QKNorm, layer_pattern
 
-What to do with a scheme:
+Functions and modules that use schemes:
 
     Flax layers          nnx, linen: Attention, PositionEncoding, AttentionFn
     functions            scheme_attention, scheme_cross_attention, scheme_embedding, scheme_tables,
-                         new_cache (KVCache, PagedKVCache)
+                         new_cache (KVCache)
     attention itself     attention, AttentionCall, score_mod, and rules: LogitBias, ContentBias,
                          DotBias, SeparableBias, DenseBias, ValueBias, LogitsTransform
     sharded sequences    sharding: SequenceParallel, sequence_parallel_attention, zigzag
     positions            positions: padding, packing, random and other positions;
                          grid_coordinates, mrope_coordinates, resize_grid, resize_learned
-    Hugging Face         from_hf, scheme_from_hf, attention_options_from_hf, hf_logit_scale, to_hf,
+    Hugging Face         from_hf, scheme_from_hf, attention_options_from_hf, to_hf,
                          heads_from_linear, split_qkv, permute_qk
-    parts of schemes     apply_rope, apply_rotation, cos_sin, rope_matrix, rope_frequencies,
-                         axial_frequencies, mixed_frequencies, sinusoidal_encoding, alibi_slopes,
-                         t5_bucket, query_temperature, short_convolution, xpos_decay,
-                         yarn_logit_scale
-    a scheme of yours    Scheme, Rotary, Rule, Acts, Traits; testing.check
+    parts of schemes     apply_rope, apply_rotation, cos_sin, rope_frequencies, alibi_slopes,
+                         sinusoidal_encoding, t5_bucket, short_convolution, yarn_logit_scale
+    your own schemes     Scheme, Rotary, Rule, Acts, Traits; testing.check
 
 Letters, in all shapes: B batch, T queries, S keys, N query heads, K key/value heads,
 H head dim, D model dim, A coordinate axes.
@@ -46,7 +44,6 @@ from typing import TYPE_CHECKING
 from posenc_jax import positions, sharding
 from posenc_jax.angles import cos_sin
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.cache.paged import PagedKVCache
 from posenc_jax.engine.api import AttentionCall, attention
 from posenc_jax.engine.rules import (
     ContentBias,
@@ -59,17 +56,12 @@ from posenc_jax.engine.rules import (
     ValueBias,
 )
 from posenc_jax.engine.score_mod import score_mod
-from posenc_jax.functional.attention import (
-    new_cache,
-    scheme_attention,
-    scheme_embedding,
-    scheme_tables,
-)
+from posenc_jax.functional.attention import scheme_attention, scheme_embedding, scheme_tables
 from posenc_jax.functional.cross_attention import scheme_cross_attention
+from posenc_jax.functional.new_cache import new_cache
 from posenc_jax.hf.api import (
     attention_options_from_hf,
     from_hf,
-    hf_logit_scale,
     scheme_from_hf,
     to_hf,
 )
@@ -110,10 +102,10 @@ from posenc_jax.schemes.content.shaw import Shaw
 from posenc_jax.schemes.content.short_conv import ShortConv
 from posenc_jax.schemes.content.stick_breaking import StickBreaking
 from posenc_jax.schemes.content.transformer_xl import TransformerXL
-from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks, layer_pattern
+from posenc_jax.schemes.layer_spec import LayerSpec, layer_pattern
 from posenc_jax.schemes.logit_scale.ssmax import SSMax
-from posenc_jax.schemes.logit_scale.temperature import QueryTemperature, query_temperature
-from posenc_jax.schemes.rotary.axial import AxialRoPE, axial_frequencies
+from posenc_jax.schemes.logit_scale.temperature import QueryTemperature
+from posenc_jax.schemes.rotary.axial import AxialRoPE
 from posenc_jax.schemes.rotary.base import Rotary
 from posenc_jax.schemes.rotary.comrope import ComRoPE
 from posenc_jax.schemes.rotary.dual_chunk import DualChunk
@@ -127,8 +119,8 @@ from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.schemes.rotary.pope import PoPE
 from posenc_jax.schemes.rotary.repo import RePo
 from posenc_jax.schemes.rotary.rerope import ReRoPE
-from posenc_jax.schemes.rotary.rope import RoPE, apply_rope, rope_matrix
-from posenc_jax.schemes.rotary.rope_mixed import RoPEMixed, mixed_frequencies
+from posenc_jax.schemes.rotary.rope import RoPE, apply_rope
+from posenc_jax.schemes.rotary.rope_mixed import RoPEMixed
 from posenc_jax.schemes.rotary.rope_pp import RoPEPlusPlus
 from posenc_jax.schemes.rotary.rotate import apply_rotation
 from posenc_jax.schemes.rotary.scaling.clipped import ClippedFrequencies
@@ -144,7 +136,7 @@ from posenc_jax.schemes.rotary.scaling.yarn import YaRN, yarn_logit_scale
 from posenc_jax.schemes.rotary.selective import SelectiveRoPE
 from posenc_jax.schemes.rotary.self_extend import SelfExtend
 from posenc_jax.schemes.rotary.vo_rope import VORoPE
-from posenc_jax.schemes.rotary.xpos import XPos, xpos_decay
+from posenc_jax.schemes.rotary.xpos import XPos
 from posenc_jax.schemes.scheme import Acts, Scheme, Traits
 
 if TYPE_CHECKING:
@@ -197,7 +189,6 @@ __all__ = [
     "NTKByParts",
     "NoPE",
     "PaTH",
-    "PagedKVCache",
     "PartialKeyOffset",
     "PoPE",
     "Proportional",
@@ -236,27 +227,21 @@ __all__ = [
     "apply_rotation",
     "attention",
     "attention_options_from_hf",
-    "axial_frequencies",
     "chain",
     "cos_sin",
     "from_hf",
     "grid_coordinates",
     "heads_from_linear",
-    "hf_logit_scale",
-    "in_chunks",
     "layer_pattern",
-    "mixed_frequencies",
     "mrope_coordinates",
     "new_cache",
     "on_axis",
     "on_distances",
     "permute_qk",
     "positions",
-    "query_temperature",
     "resize_grid",
     "resize_learned",
     "rope_frequencies",
-    "rope_matrix",
     "scheme_attention",
     "scheme_cross_attention",
     "scheme_embedding",
@@ -271,14 +256,13 @@ __all__ = [
     "t5_bucket",
     "to_hf",
     "with_positions",
-    "xpos_decay",
     "yarn_logit_scale",
 ]
 __version__ = "0.1.0"
 
 
 class _Schemes(dict[str, type[Scheme]]):
-    """Scheme classes by name; an unknown name is answered with the nearest."""
+    """Scheme classes by name; the error for an unknown name suggests a similar one."""
 
     def __missing__(self, name):
         near = difflib.get_close_matches(str(name), self, 1)
@@ -302,5 +286,5 @@ if not TYPE_CHECKING:  # A type checker would take every name for a module.
         raise AttributeError(f"module 'posenc_jax' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        """Names that there are, those of modules that are imported on first use too."""
+        """Returns all names, including modules that are imported on first use."""
         return sorted({*globals(), "linen", "nnx", "testing"})

@@ -42,7 +42,7 @@ def fixed_point_turns(frequencies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _high_word(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The upper 32 bits of the 64-bit product of two uint32."""
+    """Returns the upper 32 bits of the 64-bit product of two uint32."""
     a0, a1, b0, b1 = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
     middle = a1 * b0 + (a0 * b0 >> 16)
     other = a0 * b1 + (middle & 0xFFFF)
@@ -50,10 +50,10 @@ def _high_word(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _cos_sin_of_turns(phase: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of `phase` / 2^32 turns."""
+    """Returns cosine and sine of `phase` / 2^32 turns."""
     quarter = (phase + np.uint32(1 << 29)) >> 30  # The nearest quarter of a turn, 0 to 4.
-    rest = (phase - (quarter << 30)).astype(jnp.int32).astype(jnp.float32)
-    r = rest * np.float32(2 * np.pi / 2**32)  # At most pi / 4 in magnitude.
+    remainder = (phase - (quarter << 30)).astype(jnp.int32).astype(jnp.float32)
+    r = remainder * np.float32(2 * np.pi / 2**32)  # At most pi / 4 in magnitude.
     r2 = r * r
     sin = r + r * r2 * (-1.6666654611e-1 + r2 * (8.3321608736e-3 + r2 * -1.9515295891e-4))
     cos = 4.166664568298827e-2 + r2 * (-1.388731625493765e-3 + r2 * 2.443315711809948e-5)
@@ -66,7 +66,7 @@ def _cos_sin_of_turns(phase: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _phase(coordinates: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
-    """Integers times 2^-64 turns, in units of 2^-32 turns, modulo one turn."""
+    """Returns integers times 2^-64 turns, in units of 2^-32 turns, modulo one turn."""
     p = coordinates.astype(jnp.uint32)
     borrow = jnp.where(coordinates < 0, low, np.uint32(0))  # p stands for p - 2^32 there.
     return p * high + _high_word(p, low) - borrow
@@ -74,7 +74,7 @@ def _phase(coordinates: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array
 
 @_as_one
 def _counted(coordinates: jax.Array, high: jax.Array, low: jax.Array):
-    """Cosine and sine of integers times 2^-64 turns."""
+    """Returns cosine and sine of integers times 2^-64 turns."""
     return _cos_sin_of_turns(_phase(coordinates, high, low))
 
 
@@ -91,19 +91,19 @@ def _fixed_point_turns_of_float32(frequencies: jax.Array) -> tuple[jax.Array, ja
         carry = _high_word(mantissa, digit) + (word < carry).astype(jnp.uint32)
         words.append(word)
     words += [carry] + [jnp.zeros_like(carry)] * 4
-    # The value is mantissa * 2^(exponent - 150), and 64 of the 160 digits are wanted.
+    # The value is mantissa * 2^(exponent - 150); 64 of the 160 digits are needed.
     shift = np.uint32(246) - jnp.minimum(exponent, 246)
     a, b, c = (
         sum(jnp.where(shift >> 5 == k, words[k + j], np.uint32(0)) for k in range(8))
         for j in range(3)
     )
-    right, left = shift & 31, 31 - (shift & 31)
-    return (b >> right) | (c << 1 << left), (a >> right) | (b << 1 << left)
+    down, up = shift & 31, 31 - (shift & 31)
+    return (b >> down) | (c << 1 << up), (a >> down) | (b << 1 << up)
 
 
 @jax.custom_jvp
 def _learned(coordinates: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of integers times float32 radians, below 2^96."""
+    """Returns cosine and sine of integers times float32 radians, below 2^96."""
     phase = _phase(coordinates, *_fixed_point_turns_of_float32(frequencies))
     cos, sin = _cos_sin_of_turns(phase)
     finite = jnp.abs(frequencies) < 2.0**96

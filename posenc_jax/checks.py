@@ -14,23 +14,23 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def array_of_rank(where: str, name: str, x, rank: int, axes: str) -> None:
+def array_of_rank(caller: str, name: str, x, rank: int, axes: str) -> None:
     """Raises `ValueError` unless `x` has `rank` axes, called `axes` in the message."""
     if jnp.ndim(x) != rank:
-        raise ValueError(f"{where}: {name} must be {axes}, got shape {jnp.shape(x)}.")
+        raise ValueError(f"{caller}: {name} must be {axes}, got shape {jnp.shape(x)}.")
 
 
-def positive_integers(where: str, **sizes) -> None:
+def positive_integers(caller: str, **sizes) -> None:
     """Raises unless all named sizes are integers of at least one.
 
     Raises:
-      TypeError: for a size that is no integer.
+      TypeError: for a size that is not an integer.
       ValueError: for a size below one.
     """
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise TypeError(f"{where}: {name} must be an integer, got {size!r}.")
-        require(size >= 1, f"{where}: {name} must be >= 1, got {size}.")
+            raise TypeError(f"{caller}: {name} must be an integer, got {size!r}.")
+        require(size >= 1, f"{caller}: {name} must be >= 1, got {size}.")
 
 
 def positive_fields(scheme, *names: str) -> None:
@@ -38,48 +38,48 @@ def positive_fields(scheme, *names: str) -> None:
     positive_integers(scheme.name, **{name: getattr(scheme, name) for name in names})
 
 
-def finite(where: str, **numbers: float) -> None:
+def finite(caller: str, **numbers: float) -> None:
     """Raises `ValueError` unless all named numbers are finite."""
     for name, number in numbers.items():
-        require(math.isfinite(number), f"{where}: {name} must be finite, got {number}.")
+        require(math.isfinite(number), f"{caller}: {name} must be finite, got {number}.")
 
 
-def positive(where: str, **numbers: float) -> None:
+def positive(caller: str, **numbers: float) -> None:
     """Raises `ValueError` unless all named numbers are positive and finite."""
     for name, number in numbers.items():
-        require(number > 0, f"{where}: {name} must be positive, got {number}.")
-    finite(where, **numbers)
+        require(number > 0, f"{caller}: {name} must be positive, got {number}.")
+    finite(caller, **numbers)
 
 
-def not_negative(where: str, **numbers: float) -> None:
+def not_negative(caller: str, **numbers: float) -> None:
     """Raises `ValueError` unless all named numbers are zero or positive, and finite."""
     for name, number in numbers.items():
-        require(number >= 0, f"{where}: {name} must not be negative, got {number}.")
-    finite(where, **numbers)
+        require(number >= 0, f"{caller}: {name} must not be negative, got {number}.")
+    finite(caller, **numbers)
 
 
-def one_of(where: str, choices: tuple[str, ...], **words: str) -> None:
+def one_of(caller: str, choices: tuple[str, ...], **words: str) -> None:
     """Raises `ValueError` unless every named word is one of `choices`."""
     for name, word in words.items():
-        require(word in choices, f"{where}: {name} must be one of {choices}, got {word!r}.")
+        require(word in choices, f"{caller}: {name} must be one of {choices}, got {word!r}.")
 
 
-def divides(where: str, **sizes: int) -> None:
+def divides(caller: str, **sizes: int) -> None:
     """Raises `ValueError` unless the second of two named sizes divides the first."""
     (a, x), (b, y) = sizes.items()
     if y < 1 or x % y:
-        raise ValueError(f"{where}: {a}={x} must be a multiple of {b}={y}.")
+        raise ValueError(f"{caller}: {a}={x} must be a multiple of {b}={y}.")
 
 
-def query_heads(where: str, q: jax.Array, num_heads: int, head_dim: int) -> None:
+def query_heads(caller: str, q: jax.Array, num_heads: int, head_dim: int) -> None:
     """Raises `ValueError` unless q [B, T, N, H] has these heads."""
     require(
         q.shape[2:] == (num_heads, head_dim),
-        f"{where}: q must be [B, T, {num_heads}, {head_dim}], got {q.shape}.",
+        f"{caller}: q must be [B, T, {num_heads}, {head_dim}], got {q.shape}.",
     )
 
 
-def in_table(where: str, positions, rows: int) -> None:
+def in_table(caller: str, positions, rows: int) -> None:
     """Raises `ValueError` if concrete positions lie outside a table of `rows` rows."""
     if isinstance(positions, Tracer) or not positions.size:
         return
@@ -87,26 +87,26 @@ def in_table(where: str, positions, rows: int) -> None:
     low, high = known.min(), known.max()
     require(
         0 <= low and high < rows,
-        f"{where}: positions must be in [0, {rows}), the rows of the table, got {low} to {high}.",
+        f"{caller}: positions must be in [0, {rows}), the rows of the table, got {low} to {high}.",
     )
 
 
-def activations(where: str, x: jax.Array | None, model_dim: int, what: str) -> jax.Array:
-    """Returns x [B, T, D], which `what` are computed from, as float32.
+def activations(caller: str, x: jax.Array | None, model_dim: int, quantity: str) -> jax.Array:
+    """Returns x [B, T, D] as float32; a scheme computes `quantity` from it.
 
     Raises:
       ValueError: for a missing x, or another width than D.
     """
     if x is None:
         raise ValueError(
-            f"{where}: {what} are computed from x [B, T, {model_dim}], got None; pass x to "
+            f"{caller}: {quantity} are computed from x [B, T, {model_dim}], got None; pass x to "
             "scheme_attention."
         )
-    require(x.shape[-1] == model_dim, f"{where}: x must be [B, T, {model_dim}], got {x.shape}.")
+    require(x.shape[-1] == model_dim, f"{caller}: x must be [B, T, {model_dim}], got {x.shape}.")
     return x.astype(jnp.float32)
 
 
-def integer_positions(where: str, positions, name: str = "positions") -> jax.Array:
+def integer_positions(caller: str, positions, name: str = "positions") -> jax.Array:
     """Returns integers of any dtype as int32.
 
     Raises:
@@ -119,31 +119,31 @@ def integer_positions(where: str, positions, name: str = "positions") -> jax.Arr
     if wide and positions.size and not isinstance(positions, Tracer):
         low, high = int(positions.min()), int(positions.max())
         if low < -(2**31) or high >= 2**31:
-            raise ValueError(f"{where}: {name} must fit int32, got {low} to {high}.")
+            raise ValueError(f"{caller}: {name} must fit int32, got {low} to {high}.")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         real = jnp.issubdtype(positions.dtype, jnp.floating) and name.endswith("positions")
         raise TypeError(
-            f"{where}: {name} must be integers, got {positions.dtype}"
+            f"{caller}: {name} must be integers, got {positions.dtype}"
             + ("; give real numbers as coordinates." if real else ".")
         )
     return jnp.asarray(positions, jnp.int32)
 
 
-def segments(where: str, segment_ids, shape: tuple[int, ...]) -> jax.Array:
+def segments(caller: str, segment_ids, shape: tuple[int, ...]) -> jax.Array:
     """Returns segment ids [B, T] as int32; None stands for one segment.
 
     Raises:
-      ValueError: for another shape than that of the tokens.
+      ValueError: for a shape other than [B, T].
       TypeError: for ids that are not integers.
     """
     if segment_ids is None:
         return jnp.zeros(shape, jnp.int32)
-    given = jnp.shape(segment_ids)
-    require(given == shape, f"{where}: segment_ids must be [B, T] = {shape}, got {given}.")
-    return integer_positions(where, segment_ids, "segment_ids")
+    got = jnp.shape(segment_ids)
+    require(got == shape, f"{caller}: segment_ids must be [B, T] = {shape}, got {got}.")
+    return integer_positions(caller, segment_ids, "segment_ids")
 
 
-def coordinate_values(where: str, coordinates, name: str = "coordinates") -> jax.Array:
+def coordinate_values(caller: str, coordinates, name: str = "coordinates") -> jax.Array:
     """Returns coordinates as int32 or float32.
 
     Concrete float64 values that float32 represents exactly are converted, as are Python's
@@ -162,12 +162,12 @@ def coordinate_values(where: str, coordinates, name: str = "coordinates") -> jax
             single = exact.astype(np.float32)
         if not rounds and not np.array_equal(single, exact, equal_nan=True):
             raise TypeError(
-                f"{where}: {name} are float64 and not exact in float32; round them with "
+                f"{caller}: {name} are float64 and not exact in float32; round them with "
                 ".astype(np.float32)."
             )
         return jnp.asarray(single)
     if dtype == jnp.float32:
         return jnp.asarray(coordinates)
     if jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{where}: {name} must be integers or float32, got {dtype}.")
-    return integer_positions(where, coordinates, name)
+        raise TypeError(f"{caller}: {name} must be integers or float32, got {dtype}.")
+    return integer_positions(caller, coordinates, name)

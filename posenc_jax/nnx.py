@@ -6,7 +6,8 @@ from flax import nnx
 from posenc_jax.modules.attention_fn import attention_fn
 from posenc_jax.modules.nnx_attention import Attention
 from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding
-from posenc_jax.schemes.scheme import Scheme, check_scheme
+from posenc_jax.modules.shared import layer_spec
+from posenc_jax.schemes.scheme import Scheme
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
 
@@ -26,23 +27,30 @@ class AttentionFn(nnx.Module):
     (2, 5, 16)
     """
 
-    def __init__(self, position: Scheme | PositionEncoding, *, rngs: nnx.Rngs | None = None):
-        """Makes the scheme's parameters, unless `position` owns them.
+    def __init__(
+        self,
+        position: Scheme | None = None,
+        *,
+        shared_encoding: PositionEncoding | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        """Makes the scheme's parameters, unless layers share them.
 
         Args:
-          position: a scheme, or a `PositionEncoding` that several layers share.
-          rngs: for the parameters of a scheme that has any.
+          position: a scheme, unless there is a `shared_encoding`.
+          shared_encoding: a scheme with parameters that layers share.
+          rngs: for the parameters of `position`, if it has any.
 
         Raises:
           ValueError: for a scheme with parameters without `rngs`.
         """
-        if not isinstance(position, PositionEncoding):
-            check_scheme("AttentionFn", position)
-            shapes = jax.eval_shape(position.init, jax.random.key(0))
+        scheme = layer_spec("AttentionFn", position, shared_encoding).scheme
+        if shared_encoding is None:
+            shapes = jax.eval_shape(scheme.init, jax.random.key(0))
             if rngs is None and jax.tree.leaves(shapes):
-                raise ValueError(f"AttentionFn: {position!r} has parameters, so it needs rngs.")
-            position = PositionEncoding(position, rngs=nnx.Rngs(0) if rngs is None else rngs)
-        self.encoding = position
+                raise ValueError(f"AttentionFn: {scheme!r} has parameters, so it needs rngs.")
+            shared_encoding = PositionEncoding(scheme, rngs=nnx.Rngs(0) if rngs is None else rngs)
+        self.encoding = shared_encoding
 
     def __call__(self, query, key, value, **options):
         """Attends as `nnx.dot_product_attention` does, with the scheme."""

@@ -10,7 +10,7 @@ https://arxiv.org/abs/2010.04245
 Dehghani et al. Scaling Vision Transformers to 22 Billion Parameters. 2023.
 https://arxiv.org/abs/2302.05442
 Reference code: huggingface/transformers 5.23, modeling_*.py of the model types in
-`posenc_jax/hf/attention_settings.py`.
+`posenc_jax/hf/model_types.py`.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ class QKNorm:
 
     Attributes:
       kind: "rms" or "layer", with the mean subtracted.
-      over: what the mean is over: "head", H numbers, or "projection", the N H numbers of a token.
+      over: extent of the mean: "head", H numbers, or "projection", the N H numbers of a token.
       scale: the shape of the learned scale: "shared" by heads, [H]; "per_head", [N, H]; "none".
-      scale_offset: what is added to the scale; 1 where weights are stored less one (Gemma).
+      scale_offset: a number added to the scale; 1 where weights store the scale minus 1 (Gemma).
       use_bias: whether there is a learned bias, shaped like the scale.
-      epsilon: what is added to the mean square.
-      after_rotation: whether it comes after the position encoding of q and k (HunYuan), and not
-        before it.
+      epsilon: a number added to the mean square.
+      after_rotation: whether it follows the position encoding of q and k (HunYuan) instead of
+        preceding it.
 
     Raises:
       ValueError: for unknown words, a negative epsilon, a bias without a scale, and one scale
@@ -70,7 +70,7 @@ class QKNorm:
         )
 
     def init(self, num_heads: int, head_dim: int) -> dict[str, jax.Array]:
-        """Returns {"scale", "bias"}, float32 [H] or [N, H], as far as there are any.
+        """Returns {"scale", "bias"}, float32 [H] or [N, H], as far as they are learned.
 
         Args:
           num_heads: N of queries, K of keys.

@@ -3,15 +3,14 @@
 Batch and heads need nothing: shard the arrays and `attention` follows. A sharded sequence
 needs the keys of all devices. There are two ways, exact, gradients included:
 
-    "all_gather"   every device gets all keys at once: the least waiting, T x K x H memory
-    "ring"         keys travel from device to device: partial results are merged by their
-                   log-sum-exp, and no device ever holds more than two shards of keys
+    "all_gather"   every device gets all keys at once: least latency, memory T x K x H
+    "ring"         keys travel from device to device, partial results are merged by their
+                   log-sum-exp, and no device holds more than two shards of keys
 
 `SequenceParallel` is an implementation for layers and `attention`, of whole arrays on a mesh.
 `sequence_parallel_attention` is called inside `jax.shard_map`, where q, k and v hold this device's
-tokens. What a rule reads travels with the keys: positions, coordinates, segments and the scheme's
-own arrays. So tokens may be dealt out in any order; `zigzag` deals them so that causal work is
-even.
+tokens. Positions, coordinates, segments and features travel with the keys. So tokens may be dealt
+out in any order; `zigzag` deals them so that causal work is even.
 
 Papers: Liu, Zaharia, Abbeel. Ring Attention with Blockwise Transformers for Near-Infinite
 Context. 2023. https://arxiv.org/abs/2310.01889
@@ -29,15 +28,17 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.checks import divides, one_of, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
-from posenc_jax.engine.problem import Implementation, Problem, vary_over
+from posenc_jax.engine.derivatives import limit_derivatives
+from posenc_jax.engine.problem import Implementation, Problem, vary_over, with_sinks
 from posenc_jax.engine.rules import as_tuple
+from posenc_jax.engine.xla import FORWARD_MODE
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.ops.partition import combine, partition
 
-_OPTIONS = {
-    *("rules", "q_coordinates", "k_coordinates", "q_segment_ids", "k_segment_ids", "is_causal"),
-    *("window", "prefix_length", "scale", "softcap", "implementation"),
-}
+_BY_SLOT = "mask", "dropout_key", "contiguous", "return_lse"
+"""Arguments of `attention` about slots, whose place in the sequence a shard does not know."""
+_OPTIONS = {"rules", *(field.name for field in dataclasses.fields(AttentionCall))}
+_OPTIONS -= {*_BY_SLOT, "dropout_rate", "extra_rules", "finite_values"}
 """Arguments of `attention` that are passed on."""
 
 
@@ -78,7 +79,7 @@ def sequence_parallel_attention(
         method in ("ring", "all_gather"),
         f"sequence_parallel_attention: method must be 'ring' or 'all_gather', got {method!r}.",
     )
-    for name in ("mask", "dropout_key", "contiguous", "return_lse"):
+    for name in _BY_SLOT:
         if options.get(name) is not None:
             raise NotImplementedError(
                 f"sequence_parallel_attention: {name} is not supported; a shard does not know "
@@ -117,17 +118,17 @@ _WHOLE_ROWS = (
 class SequenceParallel(Implementation):
     """Attention of a sequence that is sharded over an axis of the mesh (context parallelism).
 
-    It is called on whole arrays, with the mesh of `jax.set_mesh`; other axes of it shard batch and
-    heads as they did. So are the hooks of a scheme: running sums need no care on automatic axes,
-    and JAX refuses them on explicit ones. Tokens may be in any order if positions are given. What
-    goes by slots is refused: masks, dropout and dense biases. A decode step has one token, so that
-    a model decodes with another implementation.
+    It is called on whole arrays under the mesh of `jax.set_mesh`, whose other axes shard batch and
+    heads as usual. Hooks of schemes see whole arrays too: running sums need no care on automatic
+    axes, and JAX refuses them on explicit axes. Tokens may be in any order if positions are given.
+    Masks, dropout and dense biases, which go by slots, are refused. A decode step has one token, so
+    that a model decodes with another implementation.
 
     Attributes:
       axis: the mesh axis; its size divides T and S.
       method: "ring" or "all_gather"; see the top of the file. Default: "ring", but "all_gather"
         for rules on whole rows of logits.
-      implementation: what computes the attention of shards, as in `attention`.
+      implementation: the implementation of attention within shards, as in `attention`.
 
     >>> import posenc_jax as pe
     >>> ring = SequenceParallel("sequence")
@@ -147,14 +148,14 @@ class SequenceParallel(Implementation):
             one_of("SequenceParallel", ("ring", "all_gather"), method=self.method)
 
     def supports(self, problem: Problem) -> str | None:
-        """Returns None, or why the problem cannot be computed and what to use instead."""
-        for what, given in (
-            ("mask", problem.mask),
-            ("dropout", problem.dropout_seeds),
-            ("DenseBias", next((r for r in problem.rules if r.pairs is not None), None)),
+        """Returns None, or the reason why it does not support the problem, and an alternative."""
+        for name, is_set in (
+            ("mask", problem.mask is not None),
+            ("dropout", problem.dropout_seeds is not None),
+            ("DenseBias", any(rule.pairs is not None for rule in problem.rules)),
         ):
-            if given is not None:
-                return f"{what} goes by slots, and tokens may be in any order"
+            if is_set:
+                return f"{name} goes by slots, and tokens may be in any order"
         return _WHOLE_ROWS if self.method == "ring" and problem.whole_rows else None
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
@@ -165,7 +166,7 @@ class SequenceParallel(Implementation):
             f"SequenceParallel: {self.axis!r} must be an axis of the mesh of jax.set_mesh, which "
             f"has {mesh.axis_names}; inside shard_map use sequence_parallel_attention.",
         )
-        if self.axis in mesh.explicit_axes:  # q is not sharded, and so is not the output.
+        if self.axis in mesh.explicit_axes:  # q is not sharded, and neither is the output.
             return self.on_mesh(problem, mesh, (None,) * 4)
         size = mesh.shape[self.axis]
         require(
@@ -181,8 +182,8 @@ class SequenceParallel(Implementation):
         method = self.method or ("all_gather" if problem.whole_rows else "ring")
 
         def local(bare, queries, keys):
-            mine = bare.with_queries(queries).with_keys(keys)
-            return _over_shards(mine, self.axis, method, self.implementation)
+            shard = bare.with_queries(queries).with_keys(keys)
+            return _over_shards(shard, self.axis, method, self.implementation)
 
         spread = PartitionSpec(None, self.axis)
         specs = PartitionSpec(), spread, spread
@@ -194,23 +195,17 @@ def _over_shards(
     problem: Problem, axis_name: str, method: str, implementation: "Choice"
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output and log-sum-exp of this device's queries and the keys of all devices."""
-    dtype, sinks = problem.q.dtype, problem.sinks
-    problem = dataclasses.replace(problem, sinks=None, needs_lse=True)
+    whole, problem = problem, dataclasses.replace(problem, sinks=None, needs_lse=True)
     if method == "all_gather":
         keys = jax.tree.map(
             lambda x: jax.lax.all_gather(x, axis_name, axis=1, tiled=True), problem.key_arrays()
         )
         out, lse = run(problem.with_keys(keys), implementation)
     else:
-        diff, nondiff = partition(vary_over(frozenset((axis_name,)), problem))
+        diff, nondiff = partition(vary_over(problem, frozenset((axis_name,))))
+        diff = limit_derivatives(diff, forward=FORWARD_MODE)
         out, lse = _ring(axis_name, implementation, diff, nondiff)
-    if sinks is not None:
-        # Sinks are a part of the softmax without values.
-        sinks = jnp.broadcast_to(sinks[None, None], lse.shape)
-        out = out.astype(jnp.float32)
-        out = merge_partial_softmax([out, jnp.zeros_like(out)], [lse, sinks])
-        lse = jnp.logaddexp(lse, sinks)
-    return out.astype(dtype), lse
+    return with_sinks(whole, out, lse)
 
 
 def _onwards(tree: Any, axis_name: str) -> Any:
@@ -247,7 +242,7 @@ def _ring_forward(axis_name, implementation, diff, nondiff):
 
 
 def _ring_backward(axis_name, implementation, saved, cotangents):
-    """Sends the keys around again, and with them what is known of their gradients.
+    """Sends the keys around again, together with partial sums of their gradients.
 
     With w the share of a shard in the softmax, out = sum w out_s and w = exp(lse_s - lse),
     so the attention of each shard has the cotangents w d_out and
@@ -309,14 +304,14 @@ def zigzag(length: int, shards: int) -> np.ndarray:
 def carried_in(total: jax.Array, axis_name: str) -> jax.Array:
     """Returns the sum of `total` over the devices before this one (0 on the first).
 
-    The start of a running sum, such as FoX's, on a contiguous shard: call `Scheme.features`
-    without a state for `total`, and again with this as its state.
+    It starts a running sum, such as FoX's, on a contiguous shard: call `Scheme.features` without a
+    state for `total`, and again with the result as its state.
 
     Args:
-      total: what this device's tokens add, any shape.
+      total: the sum over this device's tokens, any shape.
       axis_name: the mesh axis over which the sequence is spread.
     """
-    everyone = jax.lax.all_gather(total, axis_name)
-    before = jnp.arange(everyone.shape[0]) < jax.lax.axis_index(axis_name)
+    totals = jax.lax.all_gather(total, axis_name)
+    before = jnp.arange(totals.shape[0]) < jax.lax.axis_index(axis_name)
     before = before.reshape(-1, *(1,) * total.ndim)
-    return jnp.where(before, everyone, jnp.zeros((), total.dtype)).sum(0)
+    return jnp.where(before, totals, jnp.zeros((), total.dtype)).sum(0)

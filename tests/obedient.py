@@ -1,4 +1,4 @@
-"""What the processes of tests of workers do. It does not import JAX, which takes seconds."""
+"""The work of processes in tests of workers, without the import of JAX, which takes seconds."""
 
 import contextlib
 import os
@@ -10,20 +10,18 @@ from experiments.errors import ResultsError
 
 @contextlib.contextmanager
 def prepare(offset):
-    """Yields what workers call: a string is obeyed, a number is answered by a larger one."""
+    """Yields the function of workers: it obeys strings, and returns larger numbers."""
     stopped = []
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 
-    def work(unit):
+    def work(unit, send):
         if unit == "raise":
             raise ResultsError("no")
         if unit == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         while unit == "wait" and not stopped:
             time.sleep(0.01)
-        if unit == "gpu":
-            return os.environ.get("CUDA_VISIBLE_DEVICES"), os.getpid()
-        return "stopped" if unit == "wait" else (unit + offset, os.getpid())
+        send("stopped" if unit == "wait" else (unit + offset, os.getpid()))
 
     yield work
     signal.signal(signal.SIGTERM, before)

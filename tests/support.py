@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import os
+import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +162,20 @@ def decode(scheme, params, tokens, chunks, cache, **options):
 
 def close(a, b, tolerance=2e-5):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
+
+
+def golden(name: str) -> dict[str, Any]:
+    """Returns the content of tests/golden/<name>.json."""
+    return json.loads(
+        pathlib.Path(__file__).with_name("golden").joinpath(f"{name}.json").read_text()
+    )
+
+
+def recorded(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the description of a golden .npz file, its entry `about`, and its other arrays."""
+    with np.load(path) as file:
+        arrays = dict(file)
+    return json.loads(str(arrays.pop("about"))), arrays
 
 
 EVERY_CASE = os.environ.get("CASES") == "all"

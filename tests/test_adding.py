@@ -1,14 +1,17 @@
-"""Adding things from outside the package, with public names only.
+"""Additions from outside the package, with public names only, and the list for those inside.
 
 A backend is added in tests/engine/test_implementations.py, a task in
 tests/experiments/test_tasks.py.
 """
 
 import dataclasses
+import sys
+import types
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import make_scheme_pages
 import numpy as np
 import pytest
 from flax import nnx
@@ -98,3 +101,18 @@ def test_added_frequency_map_composes():
     plain, _ = pe.rope_frequencies(8)
     np.testing.assert_allclose(frequencies, plain)
     assert factor == 1.0
+
+
+def test_the_list_of_missing_parts_is_complete(monkeypatch):
+    path = "posenc_jax.schemes.bias.toy"
+    module = types.ModuleType(path, "Toy: https://arxiv.org/abs/2601.00001")
+    monkeypatch.setitem(sys.modules, path, module)
+    toy = type("Toy", (LogDistance,), {"name": "toy", "__module__": path})
+    assert make_scheme_pages.missing(toy) == [
+        f"posenc_jax/__init__.py: from {path} import Toy",
+        'posenc_jax/__init__.py: "Toy" in __all__',
+        "posenc_jax/__init__.py: Toy in the docstring",
+        "tests/schemes/bias/test_toy.py: a test with numbers from outside",
+        "PYTHONPATH=.:tests python tests/make_scheme_pages.py toy writes its row in README.md, "
+        "its row in docs/serving.md, the list in docs/kernels.md, its picture in docs/gallery.png",
+    ]

@@ -57,7 +57,7 @@ def test_any_position_and_frequency(position, frequency):
 
 
 def test_float32_angles_are_not_exact():
-    """What this module is for: the plain product is wrong by then."""
+    """The reason for this module: the plain product is wrong by then."""
     angle = np.float32(10**6 + 1) * np.float32(10000 ** (-1 / 3))
     assert abs(np.cos(angle) - exact(np.array([10**6 + 1]), FREQUENCIES)[0][0, 2]) > 1e-3
 
@@ -95,8 +95,8 @@ def test_under_jit_and_with_any_number_of_axes():
 
 
 def test_fractions_are_float32_products():
-    at = jnp.array([0.5, -3.25], jnp.float32)
-    cos, sin = cos_sin(at, np.array([1.0, 0.5]))
+    positions = jnp.array([0.5, -3.25], jnp.float32)
+    cos, sin = cos_sin(positions, np.array([1.0, 0.5]))
     angle = np.outer([0.5, -3.25], [1.0, 0.5])
     np.testing.assert_allclose(cos, np.cos(angle), atol=1e-6)
     np.testing.assert_allclose(sin, np.sin(angle), atol=1e-6)
@@ -127,9 +127,9 @@ def test_learned_frequencies_have_the_slope_of_the_formula():
         cos, sin = cos_sin(jnp.array(positions), frequencies)
         return (2 * cos + 3 * sin).sum()
 
-    at, w = np.array([7, 10**6]), np.array([0.25, -1.0, 0.0], np.float32)
-    cos, sin = exact(at, w)
-    slope = (at[:, None] * (3 * cos - 2 * sin)).sum(0)
+    coordinates, w = np.array([7, 10**6]), np.array([0.25, -1.0, 0.0], np.float32)
+    cos, sin = exact(coordinates, w)
+    slope = (coordinates[:, None] * (3 * cos - 2 * sin)).sum(0)
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(w), slope, rtol=1e-5)
     np.testing.assert_allclose(jax.jit(jax.jacfwd(loss))(w), slope, rtol=1e-5)
     curved = np.diag(jax.jit(jax.hessian(lambda w: loss(w, (7,))))(w))

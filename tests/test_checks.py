@@ -1,4 +1,4 @@
-"""Errors at the public boundary name the function, the argument, what was wanted and given."""
+"""Errors at the public boundary name the function, the argument, its value and valid values."""
 
 import dataclasses
 import math
@@ -133,9 +133,11 @@ def test_coordinates_that_round_are_refused(dtype):
         coordinate_values("f", np.zeros(3, dtype))
 
 
-@pytest.mark.parametrize("given", [jnp.array([0.5, 2], "f4"), np.array([0.5, 2], "f4"), [0.5, 2]])
-def test_coordinates_may_be_float32(given):
-    got = coordinate_values("f", given)
+@pytest.mark.parametrize(
+    "coordinates", [jnp.array([0.5, 2], "f4"), np.array([0.5, 2], "f4"), [0.5, 2]]
+)
+def test_coordinates_may_be_float32(coordinates):
+    got = coordinate_values("f", coordinates)
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, [0.5, 2.0])
 

@@ -18,6 +18,7 @@ from support import EVERY_CASE, KINDS, build, close, output
 
 import posenc_jax as pe
 from posenc_jax import testing
+from posenc_jax.testing.case import BATCH, LENGTH
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +41,8 @@ def test_property(case, name):
 
 def test_sharded_over_eight_devices_gives_the_same_numbers(case):
     # On an explicit mesh; on an automatic one the compiler splits any program.
-    x = np.random.default_rng(0).normal(size=(8, testing.LENGTH, case.model_dim)).astype("f4")
-    pairs = np.split(x, 8 // testing.BATCH)  # The properties have compiled a batch of this size.
+    x = np.random.default_rng(0).normal(size=(8, LENGTH, case.model_dim)).astype("f4")
+    pairs = np.split(x, 8 // BATCH)  # The properties have compiled a batch of this size.
     whole = np.concatenate([case.run(pair)[0] for pair in pairs])
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):

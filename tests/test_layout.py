@@ -1,21 +1,18 @@
-"""The rules that keep the tree readable: who imports whom, and what a scheme must have."""
+"""The rules of the tree: imports between files, the parts of a scheme, names in the design."""
 
 import ast
 import dataclasses
 import importlib
 import pathlib
 import re
-import sys
 
-import jax
-import pytest
-from support import build
+import make_scheme_pages
+from make_scheme_pages import FAMILIES
 
 import posenc_jax as pe
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "posenc_jax"
-FAMILIES = ("additive", "rotary", "bias", "content", "logit_scale")
 VOCABULARY = {"num_heads", "num_kv_heads", "head_dim", "model_dim", "max_length", "trained_length"}
 
 
@@ -58,14 +55,14 @@ def test_imports_have_no_cycles():
 
 
 def test_the_engine_imports_no_scheme():
-    for name, found in GRAPH.items():
+    for name, modules in GRAPH.items():
         if name.startswith("engine"):
-            assert not [n for n in found if n.split(".")[0] == "schemes"], name
+            assert not [n for n in modules if n.split(".")[0] == "schemes"], name
 
 
-@pytest.mark.parametrize("name", ["nnx_attention", "linen_attention"])
-def test_flax_modules_import_no_scheme_but_none(name):
-    families = {n for n in GRAPH[f"modules.{name}"] if n.split(".")[1:2] in [[f] for f in FAMILIES]}
+def test_flax_modules_import_no_scheme_but_none():
+    modules = {n for name in GRAPH if name.startswith("modules.") for n in GRAPH[name]}
+    families = {n for n in modules if n.split(".")[1:2] in [[f] for f in FAMILIES]}
     assert families == {"schemes.additive.none"}
 
 
@@ -83,31 +80,12 @@ def test_experiments_use_public_names_only():
 
 
 def test_every_scheme_is_complete():
-    readme = (ROOT / "README.md").read_text()
-    for name, cls in pe.SCHEMES.items():
-        module = sys.modules[cls.__module__]
-        schemes, family, file = cls.__module__.split(".")[1:]
-        assert schemes == "schemes" and family in FAMILIES
-        assert getattr(pe, cls.__name__) is cls
-        link = re.search(r"https://arxiv.org/abs/[\d.]+\d", module.__doc__)
-        assert link, f"{file} cites no paper"
-        row = next((r for r in readme.splitlines() if r.startswith(f"| `{name}` |")), None)
-        assert row, f"README has no row for {name}"
-        assert f"`{cls.__name__}`" in row
-        assert ROOT.joinpath("tests", "schemes", family, f"test_{file}.py").exists()
-
-
-def test_the_readme_table_says_what_the_schemes_do():
-    readme = (ROOT / "README.md").read_text()
-    for name, cls in pe.SCHEMES.items():
-        scheme = build(cls)
-        row = next(r for r in readme.splitlines() if r.startswith(f"| `{name}` |"))
-        acts, learned, relative = (cell.strip() for cell in row.split("|")[3:6])
-        assert acts == str(scheme.acts)
-        assert learned == (
-            "yes" if jax.tree.leaves(jax.eval_shape(scheme.init, jax.random.key(0))) else "no"
-        )
-        assert relative == ("yes" if scheme.traits.relative else "no")
+    lines = []
+    for cls in make_scheme_pages.scheme_classes():
+        if missing := make_scheme_pages.missing(cls):
+            lines += [f"{cls.__name__} is not complete; CONTRIBUTING.md, Adding a scheme:"]
+            lines += [f"  {line}" for line in missing]
+    assert not lines, "\n".join(lines)
 
 
 def test_required_settings_are_sizes_of_the_model():
@@ -119,8 +97,8 @@ def test_required_settings_are_sizes_of_the_model():
 
 def test_classes_are_abstract_or_final():
     for cls in pe.SCHEMES.values():
-        own = [c for c in cls.__subclasses__() if c.__module__.startswith("posenc_jax.")]
-        assert not own, cls
+        subclasses = [c for c in cls.__subclasses__() if c.__module__.startswith("posenc_jax.")]
+        assert not subclasses, cls
 
 
 DESIGN = ROOT / "docs" / "design.md"
@@ -144,10 +122,10 @@ def test_imports_follow_the_layers_of_the_design():
         names = [f"{path}.py", *(f"{folder}/" for folder in (path, *path.parents))]
         return next((rows[name] for name in names if name in rows), None)
 
-    for name, found in GRAPH.items():
+    for name, modules in GRAPH.items():
         if name not in ("", "engine"):
             assert row(name) is not None, f"{name} is in no layer"
-            for other in found - {""}:
+            for other in modules - {""}:
                 assert row(name) <= row(other), f"{name} imports {other}"
 
 
@@ -186,13 +164,13 @@ def resolves(name):
     parts = name.split(".")
     for split in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:split]))
+            value = importlib.import_module(".".join(parts[:split]))
         except ModuleNotFoundError:
             continue
         for part in parts[split:]:
-            if not hasattr(found, part):
+            if not hasattr(value, part):
                 return False
-            found = getattr(found, part)
+            value = getattr(value, part)
         return True
     return False
 

@@ -1,4 +1,4 @@
-"""The names of the package: what is exported, and what is imported on first use."""
+"""The exported names of the package, and modules imported on first use."""
 
 import re
 import subprocess

@@ -128,7 +128,7 @@ def test_arguments_are_those_of_a_layer():
     other = pn.Attention(D, N, position=ROPE, rngs=nnx.Rngs(0), **common, **settings)
     np.testing.assert_array_equal(one(x), other(x))
     encoding = pn.PositionEncoding(ROPE, rngs=nnx.Rngs(0))
-    shared = pn.Attention(D, N, position=encoding, rngs=nnx.Rngs(0), **common, **settings)
+    shared = pn.Attention(D, N, shared_encoding=encoding, rngs=nnx.Rngs(0), **common, **settings)
     np.testing.assert_array_equal(one(x), shared(x))
 
 

@@ -1,4 +1,4 @@
-"""The code in the README runs and prints what it says."""
+"""The code in the README runs, and its output and counts are right."""
 
 import pathlib
 import re

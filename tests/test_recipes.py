@@ -1,4 +1,4 @@
-"""The code of docs/recipes runs, and what is before and after gives the same numbers."""
+"""The code of docs/recipes runs, with the same numbers before and after."""
 
 import pathlib
 import re
@@ -43,9 +43,9 @@ def test_lm1b(capsys):
     variables, tokens = names["variables"], names["tokens"]
     ids = np.repeat([[0, 1, 2]], [3, 7, 2], 1).repeat(3, 0).astype(np.int32)
     packed = variables, tokens, pe.positions.from_segment_ids(ids), ids
-    wanted = apply(before(), *packed)[0]
-    close(apply(names["sinusoidal"], *packed)[0], wanted)
-    assert np.abs(apply(names["rotary"], *packed)[0] - wanted).max() > 0.1
+    expected = apply(before(), *packed)[0]
+    close(apply(names["sinusoidal"], *packed)[0], expected)
+    assert np.abs(apply(names["rotary"], *packed)[0] - expected).max() > 0.1
     both = before(decode=True), after(names["sinusoidal"].scheme, decode=True)
     close(*(names["decode"](model, variables, tokens[:, :3]) for model in both))
     shapes = jax.eval_shape(names["learned"].init, jax.random.key(0), tokens)
@@ -57,21 +57,21 @@ def test_gemma(capsys):
     names = run(blocks_of("flax_gemma"))
     assert capsys.readouterr().out == "True\n"
     x, window, length = names["x"], names["WINDOW"], 12
-    at = jnp.tile(jnp.arange(length), (3, 1))
+    positions = jnp.tile(jnp.arange(length), (3, 1))
     mask = jnp.tril(jnp.ones((3, length, length), bool))
-    attend = nnx.jit(lambda layer, *given: layer(*given))
+    attend = nnx.jit(lambda layer, *arguments: layer(*arguments))
     for layer, settings in (("local", (1e4, 1.0, window)), ("whole", (1e6, 8.0, None))):
         before = names["Before"](*settings, rngs=nnx.Rngs(2))
         before.query_norm.scale[...] = jnp.linspace(-0.5, 0.5, 8)
         before.key_norm.scale[...] = jnp.linspace(0.5, -0.5, 8)
-        wanted = attend(before, x, at, mask)[0]
-        close(attend(names["with_weights"](before, names[layer]), x), wanted)
+        expected = attend(before, x, positions, mask)[0]
+        close(attend(names["with_weights"](before, names[layer]), x), expected)
     before.window = window
-    wanted = attend(before, x, at, mask)[0]
+    expected = attend(before, x, positions, mask)[0]
     cache = {name: jnp.zeros((3, length, 2, 8)) for name in "kv"} | {"end": 0}
     for t in range(length):
-        y, cache = attend(before, *(a[:, t : t + 1] for a in (x, at, mask)), cache)
-        off = np.abs(y[:, 0] - wanted[:, t]).max()
+        y, cache = attend(before, *(a[:, t : t + 1] for a in (x, positions, mask)), cache)
+        off = np.abs(y[:, 0] - expected[:, t]).max()
         assert off < 1e-5 if t < window else off > 0.01
 
 
@@ -117,9 +117,9 @@ def test_nnx_llama():
     x = np.random.RandomState(0).standard_normal((2, 24, 48)).astype(np.float32)
     is_token = segments >= 0
     mask = np.tril((segments[:, :, None] == segments[:, None]) & is_token[:, None])[:, None]
-    attend = nnx.jit(lambda layer, x, *given, **where: layer(x, *given, **where))
-    wanted = attend(before, x, names["where"]["positions"], mask)[0]
-    close(attend(attention, x, **names["where"])[is_token], wanted[is_token])
+    attend = nnx.jit(lambda layer, x, *arguments, **tokens: layer(x, *arguments, **tokens))
+    expected = attend(before, x, names["options"]["positions"], mask)[0]
+    close(attend(attention, x, **names["options"])[is_token], expected[is_token])
 
     caches = names["free"](names["caches"], np.ones(3, bool))
     new = iter(np.random.RandomState(0).randint(1, 64, 100))
@@ -134,10 +134,10 @@ def test_nnx_llama():
     whole = np.zeros((3, 24), np.int32)
     for row, history in zip(whole, rows, strict=True):
         row[: len(history)] = history
-    wanted = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(whole))
-    for step, kept in zip(logits, ((0, 1, 2), (0, 1, 2), (0, 2)), strict=True):
-        for (t, out), b in zip(step, kept, strict=True):
-            close(out, wanted[b, t], atol=2e-5)
+    expected = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(whole))
+    for step, rows_of_step in zip(logits, ((0, 1, 2), (0, 1, 2), (0, 2)), strict=True):
+        for (t, out), b in zip(step, rows_of_step, strict=True):
+            close(out, expected[b, t], atol=2e-5)
 
 
 def test_plain_jax_and_equinox(capsys):
@@ -161,8 +161,8 @@ def test_flex_attention():
     s = np.einsum("btnh,bsnh->bnts", q, k) / 4.0 + table[:, distance + 16]
     s -= np.asarray(names["slopes"])[:, None, None] * np.abs(distance)
     w = np.exp(s) * np.tri(24)
-    wanted = np.einsum("bnts,bsnh->btnh", w / w.sum(-1, keepdims=True), v)
-    close(names["y"], wanted)
+    expected = np.einsum("bnts,bsnh->btnh", w / w.sum(-1, keepdims=True), v)
+    close(names["y"], expected)
     assert all(np.abs(gradient).max() > 0.01 for gradient in names["gradients"])
 
 
@@ -176,13 +176,13 @@ def test_flex_attention_of_pytorch():
 
 def test_bias_array():
     names = run(blocks_of("bias_array"))
-    given = [names[name] for name in ("q", "k", "v", "bias")]
-    wanted, pull = jax.vjp(jax.jit(names["before"]), *given)
-    close(names["y"], wanted)
+    inputs = [names[name] for name in ("q", "k", "v", "bias")]
+    expected, pull = jax.vjp(jax.jit(names["before"]), *inputs)
+    close(names["y"], expected)
     for got, gradient in zip(names["gradients"], pull(jnp.cos(names["y"])), strict=True):
         close(got, gradient)
     rules = names["rule"], names["same"]
-    close(*(jax.jit(pe.attention)(*given[:3], rules=rule) for rule in rules))
+    close(*(jax.jit(pe.attention)(*inputs[:3], rules=rule) for rule in rules))
 
 
 def test_the_index_has_every_page():

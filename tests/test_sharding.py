@@ -1,4 +1,4 @@
-"""A sequence over eight devices: outputs and all gradients are those of one device."""
+"""A sequence over eight devices: outputs and all gradients equal one device's."""
 
 import functools
 
@@ -96,11 +96,11 @@ def test_a_sharded_sequence_gives_the_same_numbers(name, method, kind):
         return (out * weights).sum(), out
 
     f = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
-    (_, wanted), wanted_grads = f(params, tokens, None)
+    (_, expected), expected_grads = f(params, tokens, None)
     with eight(kind):
         (_, out), grads = f(params, tokens, method)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
-    chex.assert_trees_all_close(jax.device_get(grads), jax.device_get(wanted_grads), atol=5e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(grads), jax.device_get(expected_grads), atol=5e-5)
 
 
 def test_window_sinks_and_softcap_over_a_ring():
@@ -113,24 +113,24 @@ def test_window_sinks_and_softcap_over_a_ring():
         args = positions, segments, *how
         return jax.jit(lambda tokens: run(scheme, {}, tokens, *args, **options))(tokens)
 
-    wanted = compiled(None, None, None)
+    expected = compiled(None, None, None)
     with eight(AxisType.Auto):
         out = compiled(np.arange(LENGTH), "ring", AxisType.Auto)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_running_sums_start_where_the_shard_before_ended():
     scheme, tokens = build(pe.FoX), make_batch(length=LENGTH)
     params = scheme.init(jax.random.key(0))
-    wanted = attend(scheme, params, tokens.q, tokens.k, tokens.v, x=tokens.x, is_causal=True)
+    expected = attend(scheme, params, tokens.q, tokens.k, tokens.v, x=tokens.x, is_causal=True)
     spread = PartitionSpec(None, "sequence")
 
     @jax.jit
     @functools.partial(jax.shard_map, in_specs=(spread, spread), out_specs=spread)
     def local(tokens, positions):
-        given = params, tokens.x, tokens.q, tokens.k, positions, None
-        _, _, total = scheme.features(*given, None)
-        rows, cols, _ = scheme.features(*given, carried_in(total, "sequence"))
+        arguments = params, tokens.x, tokens.q, tokens.k, positions, None
+        _, _, total = scheme.features(*arguments, None)
+        rows, cols, _ = scheme.features(*arguments, carried_in(total, "sequence"))
         return sequence_parallel_attention(
             tokens.q,
             tokens.k,
@@ -143,7 +143,7 @@ def test_running_sums_start_where_the_shard_before_ended():
         )
 
     with eight(AxisType.Auto):
-        np.testing.assert_allclose(local(tokens, at.count_up(2, LENGTH)), wanted, atol=1e-5)
+        np.testing.assert_allclose(local(tokens, at.count_up(2, LENGTH)), expected, atol=1e-5)
 
 
 LAYERS = {
@@ -173,17 +173,17 @@ def test_layers_over_a_sharded_sequence(case):
     ]
     x = jax.random.normal(jax.random.key(1), (2, LENGTH, 16))
     segments = jnp.asarray([[0] * 13 + [1] * 17 + [-1] * 2, [0] * LENGTH])
-    where = {"segment_ids": segments, "positions": at.from_segment_ids(segments)}
+    placed = {"segment_ids": segments, "positions": at.from_segment_ids(segments)}
 
     @nnx.jit
     def run(layer, x):
         def loss(layer, x):
-            y = layer(x, **where)
+            y = layer(x, **placed)
             return (y**2).sum(), y
 
         return nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
 
-    (_, wanted), wanted_grads = run(layers[0], x)
+    (_, expected), expected_grads = run(layers[0], x)
     mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh):
         sharded = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec("data", "sequence")))
@@ -191,8 +191,8 @@ def test_layers_over_a_sharded_sequence(case):
         assert out.sharding.spec[:2] == ("data", "sequence")
         with pytest.raises(ValueError, match="the 4 devices of axis 'sequence' must divide"):
             jax.eval_shape(layers[1], x[:, :1])
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
-    pure = (jax.device_get(jax.tree.leaves(g)) for g in (grads, wanted_grads))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    pure = (jax.device_get(jax.tree.leaves(g)) for g in (grads, expected_grads))
     chex.assert_trees_all_close(*pure, atol=2e-4)
 
 
@@ -210,11 +210,11 @@ def test_what_a_sharded_sequence_has_no_slots_for():
             travelling = SequenceParallel("sequence", "ring")
             pe.attention(x, x, x, rules=rules, is_causal=True, implementation=travelling)
         y = jax.random.normal(jax.random.key(0), x.shape)
-        found, wanted = (
+        out, expected = (
             pe.attention(y, y, y, rules=rules, is_causal=True, implementation=way)
             for way in (ring, "reference")
         )  # By default these keys are gathered.
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+        np.testing.assert_allclose(out, expected, atol=1e-6)
         # Results of shards are merged by a log-sum-exp, which this one rounds.
         with pytest.raises(NotImplementedError, match="no exact log-sum-exp"):
             pe.attention(x, x, x, implementation=SequenceParallel("sequence", "ring", "jax"))
@@ -238,13 +238,13 @@ def test_heads_over_more_devices_than_key_heads():
         return (out**2).sum()
 
     f = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
-    wanted = f(params, q, k, v)
+    expected = f(params, q, k, v)
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((8,), ("heads",), axis_types=(kind,))
         by_head = jax.NamedSharding(mesh, PartitionSpec(None, None, "heads"))
         with jax.set_mesh(mesh):
             chex.assert_trees_all_close(
-                f(params, jax.device_put(q, by_head), k, v), wanted, rtol=1e-4, atol=1e-4
+                f(params, jax.device_put(q, by_head), k, v), expected, rtol=1e-4, atol=1e-4
             )
 
 

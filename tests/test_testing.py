@@ -114,6 +114,15 @@ class Undecorated(Rotary):
 
 
 @dataclasses.dataclass(frozen=True)
+class Misnamed(pe.T5):
+    """The words of the axes of a parameter in another order."""
+
+    @property
+    def param_axes(self):
+        return {"table": "num_buckets num_heads"}
+
+
+@dataclasses.dataclass(frozen=True)
 class Unseeded(pe.T5):
     """Parameters that do not depend on the key alone."""
 
@@ -138,6 +147,7 @@ BROKEN = {
     "positions from slots": (Rotary(8, "slots"), "coordinates_change_the_output"),
     "unused parameter": (Rotary(8, "gradient"), "every_parameter_has_a_gradient"),
     "another source of randomness": (Unseeded(6), "parameters_are_deterministic_and_float32"),
+    "axes in another order": (Misnamed(6), "declared_axes_have_their_sizes"),
     "unhashable": (Unhashable(6), "hashable_and_equal_by_value"),
     "not decorated": (Undecorated(8), "hashable_and_equal_by_value"),
     "equal by identity": (ByIdentity(8), "hashable_and_equal_by_value"),
@@ -146,13 +156,13 @@ BROKEN = {
 
 @pytest.mark.parametrize("scheme, name", BROKEN.values(), ids=BROKEN)
 def test_broken_scheme_fails_the_property(scheme, name):
-    wanted = testing.PROPERTIES[name]
+    prop = testing.PROPERTIES[name]
     with pytest.raises(AssertionError) as raised:
-        wanted.check(testing.Case(scheme))
+        prop.check(testing.Case(scheme))
     message = str(raised.value)
     assert repr(scheme) in message
-    assert wanted.name in message
-    assert wanted.cause in message
+    assert prop.name in message
+    assert prop.cause in message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +172,8 @@ class NaN(Rotary):
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         padding = jnp.zeros_like(coordinates) if segment_ids is None else segment_ids < 0
         row = jnp.broadcast_to(padding.any(1, keepdims=True), padding.shape)
-        found = {"far": coordinates > 500_000, "padding": padding, "row": row}[self.broken]
-        return jnp.where(found, jnp.nan, 0.0), None, state
+        is_nan = {"far": coordinates > 500_000, "padding": padding, "row": row}[self.broken]
+        return jnp.where(is_nan, jnp.nan, 0.0), None, state
 
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention

@@ -1,16 +1,16 @@
 """Benchmarks: times as ratios to a reference in the same process.
 
 Each benchmark is one file with `add_arguments(parser)` and `run(options) -> dict`, and with
-`plot(numbers) -> svg` where something grows with length. The first line of its docstring is its
-help. A new one is that file and its name in `BENCHMARKS`.
+`plot(numbers) -> svg` if its numbers grow with length. The first line of its docstring is its
+help. A new benchmark is a file, and its name in `BENCHMARKS`.
 """
 
 import importlib
 from pathlib import Path
 
 from experiments.bench.heap import heap, load, use_devices, use_warm_heap
-from experiments.environment import environment, versions
-from experiments.files import to_json, write_whole
+from experiments.runs.environment import environment, versions
+from experiments.runs.files import to_json, write_whole
 
 BENCHMARKS = ("attention", "rope", "decode", "memory", "step", "llama")
 PEERS = ("torch", "transformers", "equinox", "rotary-embedding-torch", "tokamax")
@@ -22,21 +22,21 @@ def main(arguments: list[str]) -> int:
     Raises:
       ConfigError: for wrong arguments.
     """
-    from experiments.config_io import Parser  # `accelerator` runs without its libraries.
+    from experiments.settings.config_io import Parser  # `accelerator` runs without its libraries.
 
     parser = Parser(prog="python -m experiments bench", description=__doc__)
-    which = parser.add_subparsers(
+    commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{" + ",".join(BENCHMARKS) + "}"
     )
     modules = {name: importlib.import_module(f"experiments.bench.{name}") for name in BENCHMARKS}
     for name, module in modules.items():
         words = (module.__doc__ or "").strip().splitlines()[0]
-        one = which.add_parser(name, help=words, description=module.__doc__)
-        module.add_arguments(one)
-        one.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+        command = commands.add_parser(name, help=words, description=module.__doc__)
+        module.add_arguments(command)
+        command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
         if hasattr(module, "plot"):
-            one.add_argument("--plot", type=Path, metavar="FILE", help="draw them there as SVG")
-        one.add_argument(
+            command.add_argument("--plot", type=Path, metavar="FILE", help="draw them there as SVG")
+        command.add_argument(
             "--cold-heap",
             action="store_true",
             help="leave the allocator as it is; large outputs then cost page faults on every call",

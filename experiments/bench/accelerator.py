@@ -2,22 +2,22 @@
 
     python3 -m experiments.bench.accelerator --json results/gpu.json
 
-It needs jax and numpy alone. Every result is written to the JSON file at once; what --minutes
-leave no time for is recorded as skipped. A program that fails to compile or to run is recorded
-with its error, and not tried at a larger T.
+It needs jax and numpy alone. Every result is written to the JSON file at once; a measurement
+beyond --minutes is recorded as skipped. A program that fails to compile or to run is recorded with
+its error, and not tried at a larger T.
 
-1. Device, versions, and the rate of a bfloat16 matmul, of which `share` is a part.
+1. Device, versions, and the rate of a bfloat16 matmul; `share` is relative to it.
 2. Checks: the output and gradients of each scheme by each implementation that supports it against
    "reference" in float32 with exact products: the greatest error of each array as a part of its
    largest value, and whether two runs give the same bits. Then in bfloat16, where the row of
-   "reference" shows what rounding alone costs.
+   "reference" shows the error of rounding alone.
 3. Times of causal attention, forward and forward+backward (gradients of everything learned; a
-   scheme's projections are included), beside those of other libraries. Programs of one T are timed
-   in rounds, each once per round: --inner-ms worth of calls, of which the last is waited for.
-   The median of the rounds is reported. The work counted is 2 B N T^2 H FLOP forward, and 3.5 times
-   that with the backward pass. `/none` is the ratio to the same without a scheme. `compile s` is
-   tracing and compiling, while --threads programs are compiled at once.
-4. One token against a cache of --slots, one program after the other; its rate is that of reading
+   scheme's projections are included), and of other libraries. Programs of one T are timed in
+   rounds, each once per round, by --inner-ms of calls that end when the last one is ready. The
+   median of the rounds is reported. The work counted is 2 B N T^2 H FLOP forward, and 3.5 times
+   as much with the backward pass. `/none` is the ratio to the time without a scheme. `compile s`
+   is tracing and compiling, while --threads programs are compiled at once.
+4. One token against a cache of --slots, one program after the other; its rate counts the bytes of
    keys and values. All times are of bfloat16.
 """
 
@@ -46,9 +46,9 @@ from experiments.bench.accelerator_peers import Case, peers
 from experiments.bench.cases import attend_with, positive, positives, sizes_of
 from experiments.bench.compile import compile_program, with_gradients
 from experiments.bench.decode import our_case
-from experiments.environment import environment, usable_cores, versions
 from experiments.errors import ConfigError, ExperimentError
-from experiments.files import to_json, write_whole
+from experiments.runs.environment import environment, usable_cores, versions
+from experiments.runs.files import to_json, write_whole
 from posenc_jax.engine.api import IMPLEMENTATIONS
 
 SCHEMES = (
@@ -70,7 +70,7 @@ class Job(NamedTuple):
 
 
 class Report:
-    """What was measured, kept in a file."""
+    """The measurements, kept in a file."""
 
     def __init__(self, path: Path | None, minutes: float):
         self.path, self.began, self.seconds = path, time.monotonic(), 60 * minutes
@@ -115,12 +115,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = _Parser(
+    parser = _Parser(
         prog="python -m experiments.bench.accelerator",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = made.add_argument
+    add = parser.add_argument
     add("--minutes", type=float, default=8.0, help="time in all (default: 8)")
     add("--on", choices=("cpu", "gpu", "tpu"), help="an error where JAX runs on another platform")
     lengths = 2048, 4096, 8192, 16384, 32768
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write the numbers there")
     add("--plot", type=Path, metavar="FILE", help="draw them there as SVG, with matplotlib")
     add("--replot", type=Path, metavar="JSON", help="measure nothing, draw the numbers of a file")
-    return made
+    return parser
 
 
 def _read(path: Path) -> dict:
@@ -275,8 +275,8 @@ def time_rounds(
         _finish(report, row, [once])
         calls.append((row, call, max(1, min(200, int(options.inner_ms / 1e3 / once))), []))
     for i in range(options.rounds if calls else 0):
-        at = i % len(calls)
-        for row, call, inner, took in calls[at:] + calls[:at]:
+        first = i % len(calls)
+        for row, call, inner, took in calls[first:] + calls[:first]:
             if time.monotonic() + inner * row["ms"] / 1e3 > end:
                 continue
             took.append(_seconds(call, inner))
@@ -317,8 +317,8 @@ def check(report: Report, options: argparse.Namespace, cases: list[Case], end: f
     """Compares every implementation with the reference."""
     shape = min(options.batch, 2), options.check_length, options.heads, options.head_dim
     exact = inputs(shape, jnp.float32)
-    given = {"float32": exact, "bfloat16": tuple(x.astype(jnp.bfloat16) for x in exact)}
-    wanted: dict[tuple[str, str], dict] = {}
+    by_dtype = {"float32": exact, "bfloat16": tuple(x.astype(jnp.bfloat16) for x in exact)}
+    expected: dict[tuple[str, str], dict] = {}
     rounding: dict[tuple[str, str], dict] = {}
 
     def both(attend: Callable, *arguments):
@@ -334,7 +334,7 @@ def check(report: Report, options: argparse.Namespace, cases: list[Case], end: f
     names = [case.name for case in cases]
     cases = sorted(cases, key=lambda case: (names.index(case.name), case.by != "reference"))
     jobs = []
-    for dtype, arrays in given.items():
+    for dtype, arrays in by_dtype.items():
         for case in cases:
             row = {"name": case.name, "by": case.by, "what": dtype, "T": options.check_length}
             f = functools.partial(both, case.attend)
@@ -348,8 +348,8 @@ def check(report: Report, options: argparse.Namespace, cases: list[Case], end: f
                     rounded = [x.astype(jnp.bfloat16).astype(x.dtype) for x in exact]
                     rounded.insert(3, arguments[3])  # The parameters.
                     exactly = results(program, tuple(rounded[: len(arguments)]))
-                    wanted |= {(name, "float32"): got, (name, "bfloat16"): exactly}
-                row["errors"] = differences(got, wanted[name, dtype])
+                    expected |= {(name, "float32"): got, (name, "bfloat16"): exactly}
+                row["errors"] = differences(got, expected[name, dtype])
                 if row["by"] == "reference":
                     rounding[name, dtype] = row["errors"]
                 row["allowed"] = allowed(dtype, rounding[name, dtype])
@@ -360,32 +360,32 @@ def check(report: Report, options: argparse.Namespace, cases: list[Case], end: f
         report.add("checks", row)
 
 
-def differences(got: dict, wanted: dict) -> dict[str, float]:
+def differences(got: dict, expected: dict) -> dict[str, float]:
     """Returns the greatest error of each array, as a part of its largest value; or NaN."""
 
     def error(a: np.ndarray, b: np.ndarray) -> float:
         a, b = a.astype(np.float32), b.astype(np.float32)
         return float(np.abs(a - b).max() / (np.abs(b).max() or 1.0))
 
-    return {what: error(a, wanted[what]) for what, a in got.items()}
+    return {array: error(a, expected[array]) for array, a in got.items()}
 
 
 def allowed(dtype: str, rounding: dict[str, float]) -> dict[str, float]:
     """Returns the greatest error of each array that is no fault.
 
     Gradients of parameters are sums over all pairs, which cancel: in float32 they may have ten
-    times the error of others, and in bfloat16 four times that of the reference in bfloat16.
+    times the error of others, and in bfloat16 four times the error of the reference in bfloat16.
     """
     if dtype == "float32":
-        return {what: 1e-3 if "params" in what else 1e-4 for what in rounding}
-    return {what: max(4e-2, 4 * error) for what, error in rounding.items()}
+        return {array: 1e-3 if "params" in array else 1e-4 for array in rounding}
+    return {array: max(4e-2, 4 * error) for array, error in rounding.items()}
 
 
 def failed(row: dict) -> bool:
     """Returns whether a check found something wrong."""
     if "errors" not in row:
         return "error" in row
-    close = all(error <= row["allowed"][what] for what, error in row["errors"].items())
+    close = all(error <= row["allowed"][array] for array, error in row["errors"].items())
     return not close or not row["same bits"]
 
 
@@ -427,7 +427,7 @@ def measure(
         report.add("times", job.row)
         if program is not None:
             running.append((job.row, functools.partial(prepare, program, job.case)))
-    # What compiles last can take long; what is compiled is timed all the same.
+    # The last programs can take long to compile; compiled programs are timed all the same.
     end = max(end, min(time.monotonic() + 0.4 * share, report.until(0.9)))
     time_rounds(report, running, options, end)
     for row, _ in running:
@@ -458,11 +458,11 @@ def decode(report: Report, options: argparse.Namespace, cases: list[Case], end: 
             report.add("times", row | {"skipped": "out of time"})
             continue
         try:
-            made = make().values()
+            steps = make().values()
         except Exception as error:
             report.add("times", row | reason(error))
             continue
-        for case in made:
+        for case in steps:
             timed = row | {"name": case.like or name, **case.facts}
             time_rounds(report, [(timed, lambda call=case.call: call)], options, end)
             report.add("times", timed)
@@ -471,9 +471,9 @@ def decode(report: Report, options: argparse.Namespace, cases: list[Case], end: 
 def line(row: dict) -> str:
     """Returns a row of the table."""
     start = f"{row['name']:15s} {row['by']:13s} {row['what']:17s} {row['T']:6d}"
-    for what in ("error", "unsupported", "skipped"):
-        if what in row:
-            return f"{start}  {what}: {row[what][:120]}"
+    for reason in ("error", "unsupported", "skipped"):
+        if reason in row:
+            return f"{start}  {reason}: {row[reason][:120]}"
     start += f" {row.get('compile_seconds', 0):9.1f} {row.get('megabytes', 0):9.1f}"
     if "errors" in row:
         bits = "same bits" if row["same bits"] else "OTHER BITS"
@@ -485,7 +485,7 @@ def line(row: dict) -> str:
 
 
 def show(report: Report) -> None:
-    """Prints all that was measured, and the number of what was not."""
+    """Prints all measurements, and the number of skipped ones."""
     rows = report.numbers["times"]
     none = {(row["by"], row["what"], row["T"]): row for row in rows if row["name"] == "none"}
     for row in rows:

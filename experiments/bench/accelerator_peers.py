@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def peers(length: int, heads: int, table: jax.Array, platform: str) -> list[Case]:
-    """Returns the cases for a length and a table of T5's; those without a bias first."""
+    """Returns the cases for a length and a table of T5's; cases without a bias come first."""
     matrix = jax.ShapeDtypeStruct((1, heads, length, length), jnp.bfloat16)
     biases: dict[str, tuple[Any, Callable]] = {
         "none": ({}, lambda params: None),
@@ -79,8 +79,8 @@ def _einsum(q, k, v, bias):
     logits = logits / math.sqrt(q.shape[-1])
     if bias is not None:
         logits += bias
-    at = jnp.arange(q.shape[1])
-    weights = jax.nn.softmax(jnp.where(at[:, None] >= at, logits, -jnp.inf))
+    slots = jnp.arange(q.shape[1])
+    weights = jax.nn.softmax(jnp.where(slots[:, None] >= slots, logits, -jnp.inf))
     return jnp.einsum("bnts,bsnh->btnh", weights.astype(q.dtype), v)
 
 

@@ -1,10 +1,10 @@
 """Attention with each scheme against attention without positions, and against other libraries.
 
-Causal, forward, or forward and backward with the gradients of everything learned; every case with
-the same logit scale. Beside the times are the temporary memory of the compiled program and the
-seconds of compiling it. `jax.nn` is given a T5 bias as a matrix. `--peers` adds torch's SDPA and
-FlexAttention and tokamax, where installed. A library whose numbers differ from ours is left out.
-All lengths take some minutes.
+Attention is causal, with one logit scale for all cases; the backward pass has the gradients of all
+learned arrays. Also prints the temporary memory of the compiled program and the seconds of
+compiling it. `jax.nn` takes T5's bias as a matrix. `--peers` adds torch's SDPA and FlexAttention
+and tokamax, if installed. A library whose numbers differ from ours is left out. All lengths take
+some minutes.
 """
 
 import argparse
@@ -22,16 +22,16 @@ from experiments.bench.cases import (
     attend_with,
     make_arguments,
     named_schemes,
-    places,
     positive,
     sizes_of,
+    token_orders,
 )
 from experiments.bench.growth_plot import Panel, growth_plot
 from experiments.bench.timing import show, side_by_side
 
 TINY = ((32, 128, 4, 32), (16, 256, 4, 32), (8, 512, 4, 32))
 SCHEMES = "t5,alibi,shaw:values=false"
-"""Shaw with keys alone, as most uses have it."""
+"""Shaw has vectors on the keys alone, as in most models."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,25 +44,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--naive-to",
         type=int,
         default=4096,
-        help="longest T for what holds T x S; 0 leaves it out (default: 4096)",
+        help="longest T for arrays of T x S; 0 leaves them out (default: 4096)",
     )
     parser.add_argument(
         "--positions",
         action="store_true",
-        help="add the same with positions given: in order, shuffled by 64, four packed texts",
+        help="add cases with given positions: in order, shuffled by 64, four packed texts",
     )
     parser.add_argument(
         "--devices",
         type=positive,
         default=1,
-        help="add heads over that many host devices, memory that of each",
+        help="add heads sharded over that many host devices, with the memory of each",
     )
 
 
 def run(options: argparse.Namespace) -> dict:
     """Measures every shape; returns the numbers."""
     shapes = [(options.batch, n, options.heads, options.head_dim) for n in options.lengths]
-    what = "forward" if options.forward else "forward+backward"
+    passes = "forward" if options.forward else "forward+backward"
     results = []
     for shape in TINY if options.tiny else shapes:
         print(f"\ncompiling {shape} ...", flush=True)
@@ -72,14 +72,14 @@ def run(options: argparse.Namespace) -> dict:
             rounds=options.rounds,
             seconds=options.seconds,
         )
-        show(f"attention {shape} {options.dtype} {what}", timings)
+        show(f"attention {shape} {options.dtype} {passes}", timings)
         print(f"\n  {'':34s} {'memory MB':>10s} {'compile s':>10s}")
         for name, case in cases.items():
             if case.facts:
                 megabytes, seconds = case.facts["megabytes"], case.facts["compile_seconds"]
                 print(f"  {name:34s} {megabytes:10.1f} {seconds:10.2f}", flush=True)
         rows = [dataclasses.asdict(t) | dict(cases[t.name].facts) for t in timings]
-        results.append({"shape": shape, "dtype": options.dtype, "what": what, "rows": rows})
+        results.append({"shape": shape, "dtype": options.dtype, "what": passes, "rows": rows})
     return {"results": results}
 
 
@@ -94,11 +94,11 @@ def plot(numbers: dict) -> str:
             time.setdefault(row["name"], {})[length] = row["median"] * 1e3
             if "megabytes" in row:
                 memory.setdefault(row["name"], {})[length] = row["megabytes"]
-    what = f"{results[0]['what']}, {results[0]['dtype']}"
+    measured = f"{results[0]['what']}, {results[0]['dtype']}"
     return growth_plot(
-        [Panel(f"time in ms ({what})", time), Panel("temporary memory in MB", memory)],
+        [Panel(f"time in ms ({measured})", time), Panel("temporary memory in MB", memory)],
         against="length T",
-        title=f"Time and memory of causal attention against length: {what}",
+        title=f"Time and memory of causal attention against length: {measured}",
         dashed=[name for name in time if name.startswith(peers.FOREIGN)],
     )
 
@@ -109,35 +109,35 @@ def all_cases(shape: tuple[int, int, int, int], options: argparse.Namespace) -> 
     backward = not options.forward
     dtype = DTYPES[options.dtype]
 
-    def case(scheme, arguments, **where):
-        return peers.jax_case(attend_with(scheme, **where), arguments, backward)
+    def case(scheme, arguments, **tokens):
+        return peers.jax_case(attend_with(scheme, **tokens), arguments, backward)
 
     cases = {}
     for name, scheme in named_schemes(options.schemes, sizes_of(heads, dim, length)).items():
         arguments = make_arguments(scheme, shape, dtype)
         cases[name] = case(scheme, arguments)
-        for place, where in places(length).items() if options.positions else ():
-            cases[f"{name}, {place}"] = case(scheme, arguments, **where)
+        for order, tokens in token_orders(length).items() if options.positions else ():
+            cases[f"{name}, {order}"] = case(scheme, arguments, **tokens)
         if options.devices > 1:
             spread = _over_devices(arguments, options.devices)
             cases[f"{name}, {options.devices} devices"] = case(scheme, spread)
     t5 = pe.T5(num_heads=heads)
     *inputs, params = make_arguments(t5, shape, dtype)
     table = params["table"]
-    found = peers.naive(inputs, table, backward) if length <= options.naive_to else {}
+    others = peers.naive(inputs, table, backward) if length <= options.naive_to else {}
     if options.peers:
-        found |= peers.attention_peers(inputs, table, backward)
+        others |= peers.attention_peers(inputs, table, backward)
 
     @functools.cache
     def ours(like: str) -> peers.Case:
         scheme = t5 if like == "t5" else pe.NoPE()
         return case(scheme, make_arguments(scheme, shape, dtype))
 
-    return cases | peers.those_that_agree(found, ours)
+    return cases | peers.agreeing(others, ours)
 
 
 def _over_devices(arguments: tuple, count: int) -> tuple:
-    """Shards q, k and v over devices by heads, and replicates the rest."""
+    """Shards q, k and v over devices by heads, and replicates the other arrays."""
     devices = jax.devices()[:count]
     mesh = jax.make_mesh((count,), ("heads",), axis_types=(AxisType.Auto,), devices=devices)
     by_head = NamedSharding(mesh, PartitionSpec(None, None, "heads"))

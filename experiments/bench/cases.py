@@ -1,4 +1,4 @@
-"""Schemes named on the command line, and attention with one.
+"""Schemes named on the command line, and attention with a scheme.
 
 For instance `t5,shaw:clip=16:values=false,mypkg.mine:Own`.
 """
@@ -20,8 +20,8 @@ def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
     """Returns schemes by name and options, `none` first.
 
     Args:
-      words: names with commas between, each with options if need be.
-      sizes: of the model, by the names in `experiments.schemes.SIZES`.
+      words: names with commas between; options follow a name after colons.
+      sizes: of the model, by the names in `experiments.models.schemes.SIZES`.
 
     Raises:
       ConfigError: for unknown schemes and options, and for values that a scheme refuses.
@@ -29,23 +29,23 @@ def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
     >>> named_schemes("alibi,t5:num_buckets=16", {"num_heads": 4})["t5:num_buckets=16"].num_buckets
     16
     """
-    # `accelerator` runs without the libraries of these.
-    from experiments.config_io import literal
-    from experiments.schemes import build
+    # `accelerator` runs without the libraries that these import.
+    from experiments.models.schemes import build
+    from experiments.settings.config_io import literal
 
     out: dict[str, pe.Scheme] = {"none": pe.NoPE()}
     for word in re.split(r",(?![^(\[]*[)\]])", words):  # A comma in brackets is a value's.
         word = word.strip()
-        first, *rest = word.split(":")
-        name = ":".join([first, *(part for part in rest if "=" not in part)])
+        first, *parts = word.split(":")
+        name = ":".join([first, *(part for part in parts if "=" not in part)])
         table: dict[str, Any] = {}
-        for part in rest:
+        for part in parts:
             option, equals, value = part.partition("=")
             if equals:
                 table[option] = None if value == "none" else literal(value)
-        made = build(name, sizes, {f"schemes.{name}": table}, "the benchmark")
-        assert isinstance(made, pe.Scheme)  # Without `num_layers`.
-        out[word] = made
+        scheme = build(name, sizes, {f"schemes.{name}": table}, "the benchmark")
+        assert isinstance(scheme, pe.Scheme)  # No layers, as `num_layers` is not passed.
+        out[word] = scheme
     return out
 
 
@@ -60,26 +60,26 @@ def sizes_of(heads: int, dim: int, length: int) -> dict[str, int]:
     }
 
 
-def attend_with(scheme: pe.Scheme, implementation: str = "xla", **where: jax.Array) -> Callable:
-    """Returns causal attention with a scheme, a function of what `make_arguments` returns.
+def attend_with(scheme: pe.Scheme, implementation: str = "xla", **tokens: jax.Array) -> Callable:
+    """Returns causal attention with a scheme, a function of the arrays of `make_arguments`.
 
-    The logit scale is the same for all, so that they differ only in the scheme. Positions are
-    hidden from the compiler as constants.
+    The logit scale is the same for all schemes. `tokens` are positions and segments; the compiler
+    does not see their values.
     """
 
     def attend(q, k, v, params, x=None):
         options: dict[str, Any] = {"is_causal": True, "implementation": implementation}
-        options |= jax.lax.optimization_barrier(where)
+        options |= jax.lax.optimization_barrier(tokens)
         scale = q.shape[-1] ** -0.5
         return pe.scheme_attention(scheme, params, q, k, v, x=x, scale=scale, **options)[0]
 
     return attend
 
 
-def places(length: int) -> dict[str, dict[str, jax.Array]]:
-    """Returns positions of tokens, by name, as arguments of `attend_with`.
+def token_orders(length: int) -> dict[str, dict[str, jax.Array]]:
+    """Returns positions and segments of tokens, by name, as arguments of `attend_with`.
 
-    >>> {name: sorted(where) for name, where in places(8).items()}
+    >>> {name: sorted(tokens) for name, tokens in token_orders(8).items()}
     {'in order': ['positions'], 'shuffled': ['positions'], '4 texts': ['positions', 'segment_ids']}
     """
     slots = jnp.arange(length, dtype=jnp.int32)[None]
@@ -93,7 +93,7 @@ def places(length: int) -> dict[str, dict[str, jax.Array]]:
 
 
 def make_arguments(scheme: pe.Scheme, shape: tuple[int, int, int, int], dtype: Any) -> tuple:
-    """Returns q, k, v of a shape [B, T, N, H], parameters, and x where the scheme reads it."""
+    """Returns q, k, v of a shape [B, T, N, H], parameters, and x if the scheme reads it."""
     keys = jax.random.split(jax.random.key(0), 5)
     q, k, v = (jax.random.normal(key, shape, dtype) for key in keys[:3])
     params = scheme.init(keys[3])
@@ -104,7 +104,7 @@ def make_arguments(scheme: pe.Scheme, shape: tuple[int, int, int, int], dtype: A
 
 
 def positive(text: str) -> int:
-    """Returns an integer from 1."""
+    """Returns a positive integer."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer from 1, got {text!r}")
     return int(text)
@@ -123,14 +123,14 @@ def add_common_arguments(
     peers: bool = False,
     seconds: float | None = None,
 ) -> None:
-    """Adds the settings that benchmarks have in common.
+    """Adds the settings that benchmarks share.
 
     Args:
       parser: of the benchmark.
-      sizes: flag, default and meaning of what grows; adds the other sizes of attention too.
-      schemes: the default, where schemes are compared.
+      sizes: flag, default and meaning of the size that grows; adds the other sizes of attention.
+      schemes: the default; empty for a benchmark without schemes.
       peers: whether other libraries can be added.
-      seconds: the default time beyond the rounds, where something is timed.
+      seconds: the default time beyond the rounds; None for a benchmark without times.
     """
     if sizes:
         flag, default, meaning = sizes

@@ -1,4 +1,4 @@
-"""Compiled programs and their figures."""
+"""Compiles functions, and reads the memory of the programs."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]+)\]")
 
 
 def with_gradients(f: Callable) -> Callable:
-    """Returns a function that gives f's output and its gradients, pulled back from the output."""
+    """Returns a function of f's output and gradients, with the output as its cotangent."""
 
     def both(*arguments):
         out, pull = jax.vjp(f, *arguments)
@@ -22,16 +22,16 @@ def with_gradients(f: Callable) -> Callable:
 
 
 def compile_program(f: Callable, arguments: tuple, **options: Any) -> tuple[Any, dict]:
-    """Returns the compiled program of f, and its figures.
+    """Compiles a function.
 
     Args:
-      f: what to compile.
+      f: a function of arrays.
       arguments: arrays, or shapes with dtypes.
       **options: of `jax.jit`.
 
     Returns:
-      The program, and seconds of tracing and compiling, megabytes that it holds beside its
-      arguments and results, and the number of megabytes of its largest array.
+      The program, and its figures: seconds of tracing and compiling, megabytes of temporary memory
+      (without arguments and results), and megabytes of its largest array.
     """
     began = time.perf_counter()
     program = jax.jit(f, **options).lower(*arguments).compile()

@@ -1,9 +1,9 @@
-"""One new token, and a chunk of them, after a cache of keys and values, with each scheme.
+"""One new token, or a chunk of tokens, attending to a cache of keys and values, with each scheme.
 
-The cache has room for the new tokens only, and is donated: every call writes them into the same
-slots. The reference is the same without positions. `jax.nn` attends to its own cache of the same
-layout with the slots masked by position, with T5's bias as a row; `--peers` adds torch's SDPA.
-A library whose numbers differ from ours is left out.
+The cache has room for the new tokens only, and is donated: every call writes the same slots. The
+reference is attention without positions. `jax.nn` attends to a cache of the same layout, with slots
+masked by position and T5's bias as a row; `--peers` adds torch's SDPA. A library whose numbers
+differ from ours is left out.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slots = "--slots", (1024, 2048, 4096, 8192, 16384, 32768), "sizes of the cache"
     add_common_arguments(parser, sizes=slots, schemes=SCHEMES, peers=True, seconds=4.0)
     parser.add_argument(
-        "--tokens", type=positives, default=(1, 64), help="new ones (default: 1,64)"
+        "--tokens", type=positives, default=(1, 64), help="new tokens (default: 1,64)"
     )
 
 
@@ -90,31 +90,31 @@ def all_cases(tokens: int, slots: int, options: argparse.Namespace) -> dict[str,
         for name, scheme in schemes.items()
     }
     t5 = pe.T5(num_heads=options.heads)
-    given = make_arguments(t5, shape, dtype)
-    found = decode_peers.jax_nn(given, tokens)
+    arguments = make_arguments(t5, shape, dtype)
+    others = decode_peers.jax_nn(arguments, tokens)
     if options.peers and peers.installed("torch"):
-        found |= decode_peers.torch_sdpa(given, tokens)
+        others |= decode_peers.torch_sdpa(arguments, tokens)
 
     @functools.cache
     def ours(like: str) -> peers.Case:
-        return cases["none"] if like == "none" else our_case(t5, given, tokens)
+        return cases["none"] if like == "none" else our_case(t5, arguments, tokens)
 
-    return cases | peers.those_that_agree(found, ours)
+    return cases | peers.agreeing(others, ours)
 
 
 def our_case(scheme: pe.Scheme, arguments: tuple, tokens: int) -> peers.Case:
-    """Returns attention of the last tokens to a cache that holds those before them."""
-    q, k, v, params, *rest = arguments
+    """Returns attention of the last `tokens` tokens to a cache of the earlier ones."""
+    q, k, v, params, *inputs = arguments
     batch, slots, heads, dim = q.shape
-    x = rest[0] if rest else None
+    x = inputs[0] if inputs else None
     cache = pe.new_cache(
         scheme, batch, slots, num_heads=heads, head_dim=dim, model_dim=heads * dim, dtype=q.dtype
     )
     scale = dim**-0.5
     first, last = slice(None, slots - tokens), slice(slots - tokens, None)
 
-    def part(at: slice) -> tuple:
-        return tuple(None if y is None else y[:, at] for y in (q, k, v, x))
+    def part(slots: slice) -> tuple:
+        return tuple(None if y is None else y[:, slots] for y in (q, k, v, x))
 
     def attend(cache, params, q, k, v, x):
         return pe.scheme_attention(
@@ -123,9 +123,9 @@ def our_case(scheme: pe.Scheme, arguments: tuple, tokens: int) -> peers.Case:
 
     def step(cache, *arguments):
         out, after = attend(cache, *arguments)
-        # The length stays as it was: the next call writes the same slots again.
-        kept = {"length": cache.length, "next_positions": cache.next_positions}
-        return out, dataclasses.replace(after, state=cache.state, **kept)
+        # With the old counters and state, the next call writes the same slots again.
+        before = {"length": cache.length, "next_positions": cache.next_positions}
+        return out, dataclasses.replace(after, state=cache.state, **before)
 
     fill = jax.jit(lambda *arguments: attend(*arguments)[1], donate_argnums=0)
     cache = fill(cache, params, *part(first))

@@ -1,4 +1,4 @@
-"""Other libraries' attention to a cache, for `decode`."""
+"""Attention to a cache by `jax.nn` and by torch, for `decode`."""
 
 from collections.abc import Callable
 
@@ -14,16 +14,16 @@ def jax_nn(arguments: tuple, tokens: int) -> dict[str, peers.Case]:
     """Returns `jax.nn` on a cache [B, S, N, H], without a bias and with T5's as rows."""
     q, k, v, params = arguments
     slots = q.shape[1]
-    at = jnp.int32(slots - tokens)
+    start = jnp.int32(slots - tokens)
     new = tuple(y[:, slots - tokens :] for y in (q, k, v))
 
-    def write(cache, new, at):
-        return jax.lax.dynamic_update_slice_in_dim(cache, new, at, 1)
+    def write(cache, new, start):
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, start, 1)
 
     def case(like: str, bias_of: Callable) -> peers.Case:
-        def step(cache, at, table, q, k, v):
-            keys, values = write(cache[0], k, at), write(cache[1], v, at)
-            distance = (at + jnp.arange(tokens, dtype=jnp.int32))[:, None] - jnp.arange(
+        def step(cache, start, table, q, k, v):
+            keys, values = write(cache[0], k, start), write(cache[1], v, start)
+            distance = (start + jnp.arange(tokens, dtype=jnp.int32))[:, None] - jnp.arange(
                 slots, dtype=jnp.int32
             )[None]
             out = jax.nn.dot_product_attention(
@@ -32,12 +32,12 @@ def jax_nn(arguments: tuple, tokens: int) -> dict[str, peers.Case]:
             return out, (keys, values)
 
         cache = tuple(y.at[:, slots - tokens :].set(0) for y in (k, v))
-        given = at, params["table"], *new
-        program, facts = compile_program(step, (cache, *given), donate_argnums=0)
+        inputs = start, params["table"], *new
+        program, facts = compile_program(step, (cache, *inputs), donate_argnums=0)
 
         def call():
             nonlocal cache
-            out, cache = program(cache, *given)
+            out, cache = program(cache, *inputs)
             return out
 
         return peers.Case(call, facts, like)
@@ -55,20 +55,20 @@ def torch_sdpa(arguments: tuple, tokens: int) -> dict[str, peers.Case]:
     """Returns torch's SDPA on a cache [B, N, S, H], without a bias and with T5's as rows."""
     import torch
 
-    given = peers.torch_inputs(arguments[:3], arguments[3]["table"], False)
+    copied = peers.torch_inputs(arguments[:3], arguments[3]["table"], False)
     slots = arguments[0].shape[1]
     start = slots - tokens
-    q, k, v = (x[:, :, start:].clone() for x in given.inputs)
-    keys, values = given.inputs[1:]
+    q, k, v = (x[:, :, start:].clone() for x in copied.inputs)
+    keys, values = copied.inputs[1:]
     distance = torch.arange(start, slots)[:, None] - torch.arange(slots)[None]
-    later, bucket = distance < 0, given.buckets[distance.clamp(min=0)]
+    later, bucket = distance < 0, copied.buckets[distance.clamp(min=0)]
     causal = None if tokens == 1 else ~later
 
     def attend(biased):
         keys[:, :, start:], values[:, :, start:] = k, v
         mask = causal
         if biased:
-            mask = given.table[:, bucket].masked_fill(later, -torch.inf)[None].to(q.dtype)
+            mask = copied.table[:, bucket].masked_fill(later, -torch.inf)[None].to(q.dtype)
         with torch.no_grad():
             return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 

@@ -1,6 +1,6 @@
-"""Plots of growth with length: logarithmic axes side by side, one labelled line per case.
+"""Plots growth with length: logarithmic axes next to each other, one labelled line per case.
 
-A scheme has the same colour in all panels. Cases of other libraries and forms are dashed.
+A scheme has the same colour in all panels. Lines of other libraries are dashed.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from experiments.plot_labels import label_ends
-from experiments.plots import STYLE, drawing, looks, standalone
+from experiments.pages.plot_labels import label_ends
+from experiments.pages.plots import STYLE, drawing, looks, standalone
 
 
 class Panel(NamedTuple):
-    """One pair of axes: values by the number that grows, for each case."""
+    """One pair of axes: values by length, for each case."""
 
     title: str
     lines: dict[str, dict[int, float]]
@@ -27,8 +27,8 @@ def growth_plot(
     """Returns the plot as an SVG file's text.
 
     Args:
-      panels: what to plot; panels without lines are left out.
-      against: what the horizontal axes count.
+      panels: to plot; panels without lines are left out.
+      against: label of the horizontal axes.
       title: the plot in words, for screen readers.
       dashed: cases of other libraries.
     """
@@ -36,17 +36,17 @@ def growth_plot(
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     style: Any = {**STYLE, "axes.grid.axis": "both", "axes.titlesize": 10.5, "svg.hashsalt": title}
     with mpl.rc_context(style):
-        wide, names_wide, left = 3.0, 0.25 + 0.077 * max(map(len, names)), 0.62
-        one, height, bottom, top = left + wide + names_wide, 4.0, 0.55, 0.35
-        width = one * len(panels)
+        plot_width, names_width, margin = 3.0, 0.25 + 0.077 * max(map(len, names)), 0.62
+        panel_width, height, bottom, top = margin + plot_width + names_width, 4.0, 0.55, 0.35
+        width = panel_width * len(panels)
         figure = Figure(figsize=(width, height))
         figure.patch.set_alpha(0.0)
         for i, panel in enumerate(panels):
             axes = figure.add_axes(
                 (
-                    (i * one + left) / width,
+                    (i * panel_width + margin) / width,
                     bottom / height,
-                    wide / width,
+                    plot_width / width,
                     (height - bottom - top) / height,
                 )
             )

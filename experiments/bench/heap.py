@@ -1,4 +1,4 @@
-"""An allocator without page faults, which would dominate the times of large outputs.
+"""Avoids page faults of the allocator, which would dominate the times of large outputs.
 
 XLA on CPU allocates the output of every call anew. glibc maps allocations of 32 MB and more
 from the system, with a page fault for every 4 KB: ten times the cost of adding one to such an
@@ -49,7 +49,7 @@ def use_warm_heap(arguments: list[str]) -> None:
 
 
 def use_devices(devices: int) -> None:
-    """Makes JAX see at least so many host devices, all on the cores there are."""
+    """Sets the least number of host devices of JAX; they share the cores."""
     import jax
 
     config: Any = jax.config
@@ -58,7 +58,7 @@ def use_devices(devices: int) -> None:
 
 
 def heap() -> str:
-    """Returns which allocator this process has, in words."""
+    """Returns a description of the allocator of this process."""
     warm = "warm (kept by the allocator: started again with GLIBC_TUNABLES)"
     return warm if os.environ.get(_STARTED) else "as the system has it"
 

@@ -1,13 +1,12 @@
-"""An NNX Llama with this library, against the same with a rope written by hand.
+"""A training step of an NNX Llama with this library, against a rotation written by hand.
 
 The three models have the same weights and give the same loss. "by hand" rotates q and k by cosines
-and sines of `positions * theta ** (-2p / H)` and calls `jax.nn.dot_product_attention`; the others
-have `posenc_jax.nnx.Attention(position=RoPE(...))`, once with `implementation="jax"`, which calls
-the same function, and once with the default. A step is a loss with its gradients and an update by
-SGD.
+and sines of `positions * theta ** (-2p / H)` and calls `jax.nn.dot_product_attention`. The others
+have `posenc_jax.nnx.Attention(position=RoPE(...))`: one with `implementation="jax"`, which calls
+the same function, and one with the default. A step is a loss, its gradients and an update by SGD.
 
-Tracing, lowering and compiling are seconds of processor time of all threads, which other processes
-disturb less: the least of several times from empty caches, the models in turns.
+Tracing, lowering and compiling are seconds of processor time of all threads, which other load
+disturbs less: the least of several times from empty caches, the models in turns.
 """
 
 import argparse
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, size in (("layers", 4), ("heads", 8), ("kv-heads", 2), ("head-dim", 32)):
         parser.add_argument(f"--{name}", type=positive, default=size, help=f"default: {size}")
     parser.add_argument("--batch", type=positive, default=1, help="default: 1")
-    parser.add_argument("--compilations", type=positive, default=5, help="of each (default: 5)")
+    parser.add_argument("--compilations", type=positive, default=5, help="per model (default: 5)")
     words = "run the layers by nnx.scan with nnx.remat, rather than one after the other"
     parser.add_argument("--scan", action="store_true", help=words)
     add_common_arguments(parser, seconds=20.0)
@@ -75,14 +74,14 @@ def run(options: argparse.Namespace) -> dict:
     )
     results = []
     for length in options.lengths:
-        given = {
+        arguments = {
             name: (*nnx.split(model), tokens[:, : length + 1]) for name, model in models.items()
         }
-        compiled, figures = compile_in_turns(given, options.compilations)
-        losses = {n: compiled[n](*given[n][1:])[0] for n in given}
+        compiled, figures = compile_in_turns(arguments, options.compilations)
+        losses = {n: compiled[n](*arguments[n][1:])[0] for n in arguments}
         check_losses(losses)
         cases: dict[str, Callable] = {
-            n: functools.partial(compiled[n], *given[n][1:]) for n in given
+            n: functools.partial(compiled[n], *arguments[n][1:]) for n in arguments
         }
         timings = side_by_side(cases, rounds=options.rounds, seconds=options.seconds)
         how = "scanned, with remat" if sizes.scanned else "one after the other"
@@ -112,14 +111,19 @@ def train_step(graph: Any, state: Any, tokens: jax.Array) -> tuple[jax.Array, An
     return value, jax.tree.map(lambda p, g: p - 0.01 * g, state, gradients)
 
 
-def compile_in_turns(given: dict[str, tuple], times: int) -> tuple[dict[str, Callable], dict]:
-    """Returns compiled steps, and for each the least seconds of its stages and its sizes."""
-    compiled, figures = {}, {name: {} for name in given}
-    names = list(given)
+def compile_in_turns(models: dict[str, tuple], times: int) -> tuple[dict[str, Callable], dict]:
+    """Returns the compiled steps, and the least seconds and the sizes of each by name.
+
+    Args:
+      models: graph, state and tokens of each model, by name.
+      times: number of compilations of each.
+    """
+    compiled, figures = {}, {name: {} for name in models}
+    names = list(models)
     for i in range(times):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             jax.clear_caches()
-            graph, *arguments = given[name]
+            graph, *arguments = models[name]
             step = jax.jit(functools.partial(train_step, graph))
             clock = [time.process_time()]
             traced = step.trace(*arguments)
@@ -141,7 +145,7 @@ def compile_in_turns(given: dict[str, tuple], times: int) -> tuple[dict[str, Cal
 
 
 def count_equations(jaxpr: Any) -> int:
-    """Returns the number of equations of a jaxpr, with those of the jaxprs inside of it.
+    """Returns the number of equations of a jaxpr and of all jaxprs inside it.
 
     >>> count_equations(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) + 1))(1.0).jaxpr)
     3
@@ -152,19 +156,19 @@ def count_equations(jaxpr: Any) -> int:
 
 
 def show_compilation(figures: dict[str, dict]) -> None:
-    """Prints what compiling took as a table."""
+    """Prints the times and sizes of compilation as a table."""
     heads = ("trace s", "lower s", "compile s", "sum s", "ratio", "equations", "instructions")
     print("\n" + " " * 36 + " ".join(f"{head:>12s}" for head in heads))
-    for name, made in figures.items():
+    for name, figure in figures.items():
         stages = ("trace", "lower", "compile", "all stages")
-        numbers = [f"{made[f'{stage}_seconds']:12.3f}" for stage in stages]
-        numbers += [f"{made['compile_ratio']:12.2f}"]
-        numbers += [f"{made[size]:12d}" for size in ("equations", "instructions")]
+        numbers = [f"{figure[f'{stage}_seconds']:12.3f}" for stage in stages]
+        numbers += [f"{figure['compile_ratio']:12.2f}"]
+        numbers += [f"{figure[size]:12d}" for size in ("equations", "instructions")]
         print(f"  {name:34s}" + " ".join(numbers), flush=True)
 
 
 class ByHand(nnx.Module):
-    """Grouped attention with RoPE as many models write it."""
+    """Grouped attention with RoPE, written as in many models."""
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         self.theta = THETA
@@ -194,7 +198,7 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
 
 def with_rope(**settings: Any) -> Callable[[Sizes, nnx.Rngs], nnx.Module]:
-    """Returns a function that makes the library's attention."""
+    """Returns a constructor of `posenc_jax.nnx.Attention` with RoPE."""
 
     def make(sizes, rngs):
         return Attention(

@@ -1,8 +1,8 @@
-"""Memory of attention with each scheme as the length grows, from the compiled programs.
+"""Memory of attention with each scheme against length, from the compiled programs.
 
-Nothing runs. Temporary memory excludes arguments and results; the largest array is the largest
-that the program's text names. Where no array grows with T x S, doubling the length at most doubles
-both; `jax.nn` holds all logits and needs four times as much.
+Nothing runs. Temporary memory excludes arguments and results; the largest array is read from the
+program's text. If no array grows with T x S, twice the length needs at most twice the memory;
+`jax.nn` holds all logits and needs four times the memory.
 """
 
 import argparse
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict:
     """Compiles everything; returns the numbers."""
     results = []
-    for what, made in PASSES.items():
-        print(f"\n{what}: temporary memory in MB, causal, {options.dtype}")
+    for passes, transform in PASSES.items():
+        print(f"\n{passes}: temporary memory in MB, causal, {options.dtype}")
         heads = "".join(f"{f'T = {n}':>9s}" for n in options.lengths)
         print(f"  {'':24s}{heads} {'a doubling':>11s} {'largest array':>14s} {'compile s':>10s}")
         words = named_schemes(options.schemes, sizes_of(options.heads, options.head_dim, 1))
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> dict:
             facts = {}
             for length in options.lengths:
                 f, arguments = _function(name, length, options)
-                _, facts[length] = compile_program(made(f), arguments)
+                _, facts[length] = compile_program(transform(f), arguments)
                 print(f"{facts[length]['megabytes']:9.1f}", end="", flush=True)
             last, growth = facts[options.lengths[-1]], _growth(facts)
             print(
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> dict:
                 f" {last['compile_seconds']:10.2f}",
                 flush=True,
             )
-            results.append({"name": name, "what": what, "growth": growth, "lengths": facts})
+            results.append({"name": name, "what": passes, "growth": growth, "lengths": facts})
     shape = {"batch": options.batch, "heads": options.heads, "head_dim": options.head_dim}
     return {**shape, "dtype": options.dtype, "results": results}
 
@@ -62,13 +62,13 @@ def run(options: argparse.Namespace) -> dict:
 def plot(numbers: dict) -> str:
     """Returns memory against length as an SVG file's text."""
     panels = []
-    for what in PASSES:
+    for passes in PASSES:
         lines = {
             row["name"]: {int(n): fact["megabytes"] for n, fact in row["lengths"].items()}
             for row in numbers["results"]
-            if row["what"] == what
+            if row["what"] == passes
         }
-        panels.append(Panel(f"temporary memory in MB, {what}", lines))
+        panels.append(Panel(f"temporary memory in MB, {passes}", lines))
     return growth_plot(
         panels,
         against="length T",
@@ -78,7 +78,7 @@ def plot(numbers: dict) -> str:
 
 
 def _function(name: str, length: int, options: argparse.Namespace) -> tuple:
-    """Returns attention and the shapes of its arguments."""
+    """Returns an attention function and the shapes of its arguments."""
     dtype = DTYPES[options.dtype]
     shape = options.batch, length, options.heads, options.head_dim
     sizes = sizes_of(options.heads, options.head_dim, length)

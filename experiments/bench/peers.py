@@ -1,4 +1,4 @@
-"""Other libraries' attention, compared with ours before it is timed."""
+"""Attention of other libraries, compared with ours before it is timed."""
 
 import importlib.util
 import sys
@@ -12,19 +12,19 @@ import numpy as np
 
 import posenc_jax as pe
 from experiments.bench.compile import compile_program, with_gradients
-from experiments.environment import usable_cores
+from experiments.runs.environment import usable_cores
 
 FOREIGN = ("jax.nn", "torch", "tokamax")
 """Prefixes of the names of other libraries' cases."""
 
 
 class Case(NamedTuple):
-    """Something to time.
+    """A function to time.
 
     Attributes:
-      call: gives the output [B, T, N, H], or it and the gradients of q, k, v and the table.
+      call: returns the output [B, T, N, H], or the output and the gradients of q, k, v and table.
       facts: figures of the compiled program.
-      like: the scheme whose numbers it must give.
+      like: the scheme whose numbers the results must equal.
       arrays: converts the result to a list of arrays in our layout.
     """
 
@@ -41,39 +41,40 @@ def jax_case(f: Callable, arguments: tuple, backward: bool, like: str = "") -> C
 
 
 def difference(case: Case, ours: Case, tolerance: float = 2e-4) -> str:
-    """Returns how a case differs from ours, or nothing if it does not.
+    """Returns the difference between a case and ours in words; empty if they agree.
 
     Args:
-      case, ours: what to compare.
-      tolerance: greatest error that is no difference, as a part of the largest value.
+      case: of another library.
+      ours: the case with the expected numbers.
+      tolerance: the greatest accepted error, relative to the largest value.
     """
-    got, wanted = case.arrays(case.call()), ours.arrays(ours.call())
-    if len(got) != len(wanted):
-        return f"it gives {len(got)} arrays, wanted {len(wanted)}"
-    coarse = wanted[0].dtype == jnp.bfloat16
+    arrays, expected = case.arrays(case.call()), ours.arrays(ours.call())
+    if len(arrays) != len(expected):
+        return f"it gives {len(arrays)} arrays, wanted {len(expected)}"
+    coarse = expected[0].dtype == jnp.bfloat16
     names = ["the output", *(f"the gradient of {x}" for x in ("q", "k", "v", "the table"))]
-    for what, a, b in zip(names, got, wanted, strict=False):
+    for name, a, b in zip(names, arrays, expected, strict=False):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         if a.shape != b.shape:
-            return f"{what} has shape {a.shape}, wanted {b.shape}"
+            return f"{name} has shape {a.shape}, wanted {b.shape}"
         error = np.abs(a - b).max() / np.abs(b).max()
         if not error <= (4e-2 if coarse else tolerance):
-            return f"{what} differs by {error:.1e} of its largest value"
+            return f"{name} differs by {error:.1e} of its largest value"
     return ""
 
 
-def those_that_agree(
-    found: Mapping[str, Case], ours: Callable[[str], Case], tolerance: float = 2e-4
+def agreeing(
+    cases: Mapping[str, Case], ours: Callable[[str], Case], tolerance: float = 2e-4
 ) -> dict[str, Case]:
-    """Returns the cases that give our numbers; prints why any other is left out.
+    """Returns the cases with our numbers; prints the reason for leaving others out.
 
     Args:
-      found: other libraries' cases, by name.
-      ours: gives our case for the `like` of another.
+      cases: of other libraries, by name.
+      ours: returns our case for `Case.like`.
       tolerance: as in `difference`.
     """
     out = {}
-    for name, case in found.items():
+    for name, case in cases.items():
         differs = difference(case, ours(case.like), tolerance)
         if differs:
             print(f"  {name} is left out: {differs}")
@@ -88,15 +89,15 @@ def without_bias(q, k, v):
 
 
 def with_matrix(q, k, v, table):
-    """The same with T5's bias as a matrix of all queries and keys."""
+    """Attention by `jax.nn` with T5's bias as a matrix of all queries and keys."""
     bias = t5_matrix(table, q.shape[1]).astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
 
 
 def t5_matrix(table: jax.Array, length: int) -> jax.Array:
     """Returns T5's bias of all queries and keys, [1, N, T, T], from its table [N, buckets]."""
-    at = jnp.arange(length, dtype=jnp.int32)
-    bucket = pe.t5_bucket(at[:, None] - at[None])
+    positions = jnp.arange(length, dtype=jnp.int32)
+    bucket = pe.t5_bucket(positions[:, None] - positions[None])
     return jnp.moveaxis(table.T[bucket], -1, 0)[None]
 
 
@@ -104,7 +105,7 @@ NAIVE = {"jax.nn without bias": without_bias, "jax.nn with T5 matrix": with_matr
 
 
 def naive(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict[str, Case]:
-    """Returns `jax.nn`, without a bias and with T5's as a matrix."""
+    """Returns the cases of `jax.nn`: without a bias, and with T5's as a matrix."""
     without, matrix = NAIVE
     return {
         without: jax_case(without_bias, tuple(inputs), backward, "none"),
@@ -113,37 +114,37 @@ def naive(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict
 
 
 def installed(library: str) -> bool:
-    """Returns whether a library is installed; prints if it is not."""
-    found = importlib.util.find_spec(library) is not None
-    if not found:
+    """Returns whether a library is installed; prints a line if not."""
+    present = importlib.util.find_spec(library) is not None
+    if not present:
         print(f"  {library} is left out: not installed")
-    return found
+    return present
 
 
 def attention_peers(
     inputs: Sequence[jax.Array], table: jax.Array, backward: bool
 ) -> dict[str, Case]:
-    """Returns the attention of the libraries that are installed."""
+    """Returns the cases of the installed libraries."""
     makers = {"torch SDPA": _sdpa, "torch FlexAttention": _flex, "tokamax": _tokamax}
-    return those_that_work(makers, inputs, table, backward)
+    return working(makers, inputs, table, backward)
 
 
-def those_that_work(makers: Mapping[str, Callable], *arguments: Any) -> dict[str, Case]:
-    """Returns the cases of all makers; prints why one has none.
+def working(makers: Mapping[str, Callable], *arguments: Any) -> dict[str, Case]:
+    """Returns the cases of all makers; prints the errors of makers that fail.
 
     Args:
-      makers: by name, which begins with the module of the library.
+      makers: functions of `arguments`, by a name that begins with the module of the library.
       *arguments: of the makers.
     """
     out = {}
-    for what, make in makers.items():
-        if not installed(what.partition(" ")[0]):
+    for name, make in makers.items():
+        if not installed(name.partition(" ")[0]):
             continue
         try:
             out |= make(*arguments)
-        except Exception as error:  # Whatever the library raises.
+        except Exception as error:  # Of any library.
             says = f"{error}".strip().partition("\n")[0][:200]
-            print(f"  {what} is left out: {type(error).__name__}: {says}")
+            print(f"  {name} is left out: {type(error).__name__}: {says}")
     return out
 
 
@@ -186,24 +187,24 @@ def from_torch(result: Any) -> list:
 def _sdpa(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict[str, Case]:
     import torch
 
-    given = torch_inputs(inputs, table, backward)
+    copied = torch_inputs(inputs, table, backward)
     length = inputs[0].shape[1]
-    at = torch.arange(length)
-    bucket = given.buckets[(at[:, None] - at[None]).clamp(min=0)]
+    positions = torch.arange(length)
+    bucket = copied.buckets[(positions[:, None] - positions[None]).clamp(min=0)]
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
 
     def attend(biased):
         mask = None
         with torch.set_grad_enabled(backward):
             if biased:
-                mask = given.table[:, bucket].masked_fill(later, -torch.inf)[None]
-                mask = mask.to(given.inputs[0].dtype)
+                mask = copied.table[:, bucket].masked_fill(later, -torch.inf)[None]
+                mask = mask.to(copied.inputs[0].dtype)
             out = torch.nn.functional.scaled_dot_product_attention(
-                *given.inputs, attn_mask=mask, is_causal=not biased
+                *copied.inputs, attn_mask=mask, is_causal=not biased
             )
         if not backward:
             return out
-        learned = [*given.inputs, given.table] if biased else given.inputs
+        learned = [*copied.inputs, copied.table] if biased else copied.inputs
         return (out, *torch.autograd.grad(out, learned, out.detach()))
 
     return {
@@ -218,8 +219,8 @@ def _flex(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    given = torch_inputs(inputs, table, backward)
-    by_distance, length = given.by_distance(), inputs[0].shape[1]
+    copied = torch_inputs(inputs, table, backward)
+    by_distance, length = copied.by_distance(), inputs[0].shape[1]
     causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cpu")
     torch.compiler.reset()  # Otherwise it stops compiling after some shapes.
     call = torch.compile(flex_attention, dynamic=False)
@@ -229,7 +230,7 @@ def _flex(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict
 
     def attend(rule):
         with torch.no_grad():
-            return call(*given.inputs, score_mod=rule, block_mask=causal)
+            return call(*copied.inputs, score_mod=rule, block_mask=causal)
 
     cases = {
         "torch Flex without bias": Case(lambda: attend(None), like="none", arrays=from_torch),

@@ -1,10 +1,10 @@
 """RoPE against `x + 1` on the same arrays, and its tables against `jnp.cos` and `jnp.sin`.
 
-Adding one reads and writes each element once: no rotation can be faster, so the ratio says how
-much is lost. Forward+backward is measured against `x + 1, y + 1`. Tables are made inside the
-rotation, or given to it, as where layers share them. The table alone is measured near position
-1 000 000, with its error against float64. `--peers` adds the usual way in JAX, equinox, Hugging
-Face's transformers and rotary-embedding-torch; one whose numbers differ from ours is left out.
+Adding one reads and writes each element once, so no rotation can be faster. Forward+backward is
+measured against `x + 1, y + 1`. Tables are computed inside the rotation, or passed to it, as by
+layers that share them. The table alone is measured near position 1 000 000, with its error against
+float64. `--peers` adds the usual way in JAX, equinox, Hugging Face's transformers and
+rotary-embedding-torch; a library whose numbers differ from ours is left out.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import numpy as np
 
 import posenc_jax as pe
 from experiments.bench.cases import DTYPES, add_common_arguments
-from experiments.bench.peers import Case, those_that_agree
+from experiments.bench.peers import Case, agreeing
 from experiments.bench.rope_peers import both, rope_peers
 from experiments.bench.timing import show, side_by_side
 
@@ -39,14 +39,14 @@ def run(options: argparse.Namespace) -> dict:
     for shape in SHAPES:
         for name, dtype in DTYPES.items():
             title = f"{shape} {name}"
-            for backward, what in enumerate(("forward", "forward+backward")):
+            for backward, passes in enumerate(("forward", "forward+backward")):
                 cases = all_cases(shape, dtype, options.theta, bool(backward))
                 if options.peers:
                     arrays = arrays_of(shape, dtype)[: 1 + backward]
                     cases |= _peers(cases, arrays, options.theta)
                 timings = timed(cases)
-                show(f"rope {title} {what}", timings)
-                out.append(_record(timings, shape=shape, dtype=name, what=what))
+                show(f"rope {title} {passes}", timings)
+                out.append(_record(timings, shape=shape, dtype=name, what=passes))
     timings, errors = table(options.theta, timed)
     show(f"cos and sin {TABLE} at positions from {FAR}", timings)
     for name, error in errors.items():
@@ -59,38 +59,38 @@ def rotations(length: int, dim: int, theta: float) -> dict:
     """Returns the rotations to measure, by name."""
     positions = jnp.arange(length, dtype=jnp.int32)
     layouts = ("half", "interleaved")
-    made = {
+    plain = {
         layout: functools.partial(pe.apply_rope, positions=positions, theta=theta, layout=layout)
         for layout in layouts
     }
     cos, sin = pe.cos_sin(positions[None], pe.rope_frequencies(dim, theta)[0])
-    given = {
+    with_tables = {
         f"{layout}, tables given": functools.partial(
             pe.apply_rotation, cos=cos, sin=sin, layout=layout
         )
         for layout in layouts
     }
-    return made | given
+    return plain | with_tables
 
 
 def arrays_of(shape, dtype) -> list[jax.Array]:
-    """Returns what to rotate, and the cotangent of the result."""
+    """Returns the array to rotate, and the cotangent of the result."""
     return [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i in range(2)]
 
 
 def _peers(cases: dict, arrays: list[jax.Array], theta: float) -> dict:
-    """Returns other libraries' rotations that give our numbers."""
+    """Returns the rotations of other libraries whose numbers equal ours."""
     # Angles in float32 are off by some 1e-3 at position 8192.
-    found = those_that_agree(
+    cases_of_peers = agreeing(
         rope_peers(arrays, theta), lambda like: Case(cases[like]), tolerance=3e-3
     )
-    return {name: case.call for name, case in found.items()}
+    return {name: case.call for name, case in cases_of_peers.items()}
 
 
 def all_cases(shape, dtype, theta: float, backward: bool) -> dict:
     """Returns the cases, forward or forward and backward, the reference first."""
-    one, count = jnp.asarray(1, dtype), 2 if backward else 1
-    functions = {"x + 1, y + 1" if backward else "x + 1": lambda *xs: [x + one for x in xs]}
+    unit, count = jnp.asarray(1, dtype), 2 if backward else 1
+    functions = {"x + 1, y + 1" if backward else "x + 1": lambda *xs: [x + unit for x in xs]}
     functions |= {name: both(f) for name, f in rotations(shape[1], shape[3], theta).items()}
     arrays = arrays_of(shape, dtype)[:count]
     return {name: functools.partial(jax.jit(f), *arrays) for name, f in functions.items()}

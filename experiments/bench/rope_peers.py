@@ -1,4 +1,4 @@
-"""Other libraries' rotations for `rope`, as they are used, tables included.
+"""Rotations of other libraries for `rope`, tables included.
 
 equinox and rotary-embedding-torch cache their tables; the others compute them in each call.
 """
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.peers import Case, from_torch, jax_case, those_that_work
-from experiments.environment import usable_cores
+from experiments.bench.peers import Case, from_torch, jax_case, working
+from experiments.runs.environment import usable_cores
 
 
 def rope_peers(arrays: Sequence[jax.Array], theta: float) -> dict[str, Case]:
@@ -27,7 +27,7 @@ def rope_peers(arrays: Sequence[jax.Array], theta: float) -> dict[str, Case]:
         "transformers": _transformers,
         "rotary_embedding_torch": _lucidrains,
     }
-    return those_that_work(makers, arrays, theta)
+    return working(makers, arrays, theta)
 
 
 def both(rotate: Callable) -> Callable:
@@ -47,9 +47,9 @@ def _concatenating(arrays: Sequence[jax.Array], theta: float) -> dict[str, Case]
 
     def rotate(x):
         half = x.shape[-1] // 2
-        at = jnp.arange(x.shape[1], dtype=jnp.int32).astype(jnp.float32)
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32).astype(jnp.float32)
         steps = theta ** -(jnp.arange(half, dtype=jnp.int32).astype(jnp.float32) / half)
-        angles = (at[:, None] * steps[None])[None, :, None]
+        angles = (positions[:, None] * steps[None])[None, :, None]
         cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -80,10 +80,10 @@ def _transformers(arrays: Sequence[jax.Array], theta: float) -> dict[str, Case]:
         rope_parameters={"rope_type": "default", "rope_theta": theta},
     )
     torch.compiler.reset()  # Otherwise it stops compiling after some shapes.
-    table, at = llama.LlamaRotaryEmbedding(config), torch.arange(length)[None]
+    table, positions = llama.LlamaRotaryEmbedding(config), torch.arange(length)[None]
 
     def rotate(x):
-        return llama.apply_rotary_pos_emb(x, x[:, :0], *table(x, at))[0]
+        return llama.apply_rotary_pos_emb(x, x[:, :0], *table(x, positions))[0]
 
     return {
         "transformers": _torch_case(rotate, arrays, "half"),
@@ -100,7 +100,7 @@ def _lucidrains(arrays: Sequence[jax.Array], theta: float) -> dict[str, Case]:
 
 
 def _torch_case(rotate: Callable, arrays: Sequence[jax.Array], like: str) -> Case:
-    """Returns a rotation of [B, N, T, H], and its gradient where there is a cotangent."""
+    """Returns a rotation of [B, N, T, H], and its gradient if there is a cotangent."""
     import torch
 
     torch.set_num_threads(usable_cores())

@@ -1,9 +1,9 @@
-"""A training step of a task's model with each scheme, against the same without positions.
+"""A training step of a task's model with each scheme, against a model without positions.
 
-Each measurement is one compiled call of several optimiser steps, as training makes them; the
-schemes alternate. Compile seconds include initialisation and tracing; those of the first scheme
-include the compilation of shared functions. With --peers, PyTorch trains the same model, without
-positions and with RoPE, from the same parameters on the same batches.
+Each measurement is one compiled call of several optimiser steps, as in training; the schemes
+alternate. Compile seconds include initialisation and tracing, and for the first scheme the
+compilation of shared functions. With --peers, PyTorch trains the same model, without positions and
+with RoPE, from the same parameters on the same batches.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from experiments.bench.cases import add_common_arguments, positive
 from experiments.bench.peers import installed
 from experiments.bench.step_peers import SCHEMES, equal, torch_steps
 from experiments.bench.timing import show, side_by_side
-from experiments.config_io import names
+from experiments.settings.config_io import names
 
 CONFIG = Path("configs/compare.toml")
 
@@ -27,8 +27,8 @@ CONFIG = Path("configs/compare.toml")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
     parser.add_argument("--config", type=Path, default=CONFIG, help=f"default: {CONFIG}")
-    parser.add_argument("--task", default="text", help="one of the file's (default: text)")
-    parser.add_argument("--schemes", type=names, metavar="A,B", help="default: those of the file")
+    parser.add_argument("--task", default="text", help="a task of the file (default: text)")
+    parser.add_argument("--schemes", type=names, metavar="A,B", help="default: all of the file")
     parser.add_argument(
         "--steps", type=positive, default=5, help="optimiser steps a call (default: 5)"
     )
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict:
     """Measures every scheme; returns the numbers."""
-    from experiments.config import load
+    from experiments.runs.experiment import load
 
     experiment = load(options.config, ["--tasks", options.task])
     schemes = ["none", *(s for s in options.schemes or experiment.schemes if s != "none")]
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> dict:
         position = experiment.scheme(task.name, name)
         cases[name], compiled[name] = prepare(task, position, data)
         if options.peers and name in SCHEMES:
-            own, seconds = _peers(task, name, position, data)
-            cases |= own
+            torch_cases, seconds = _peers(task, name, position, data)
+            cases |= torch_cases
             compiled |= seconds
     timings = side_by_side(cases, rounds=options.rounds, seconds=options.seconds)
     sizes = (
@@ -74,9 +74,9 @@ def run(options: argparse.Namespace) -> dict:
 
 
 def prepare(task, position, data):
-    """Returns a function that makes some training steps, and the seconds of preparing it."""
-    from experiments.model import initialize, seed_keys
-    from experiments.train import compiled, new_state, rates_of
+    """Returns a function of some training steps, and the seconds of its preparation."""
+    from experiments.models.model import initialize, seed_keys
+    from experiments.training.train import compiled, new_state, rates_of
 
     began = time.perf_counter()
     call = compiled(task, position, 1, data)
@@ -94,8 +94,8 @@ def prepare(task, position, data):
 
 
 def _peers(task, name, position, data):
-    """Returns PyTorch's steps, and the seconds of preparing them, by name."""
-    from experiments.model import initialize, seed_keys
+    """Returns PyTorch's steps and the seconds of their preparation, by name."""
+    from experiments.models.model import initialize, seed_keys
 
     if not installed("torch"):
         return {}, {}
@@ -106,13 +106,13 @@ def _peers(task, name, position, data):
     batches = [task.sample(k, task.train.batch, task.train_length, data)[0] for k in keys]
     ours = np.asarray(prepare(task, position, data)[0]())[0]
     cases, seconds = {}, {}
-    for what, compiled in (("eager", False), ("compiled", True)):
+    for mode, compiled in (("eager", False), ("compiled", True)):
         began = time.perf_counter()
         steps = torch_steps(task, name, params, np.stack(batches), compiled=compiled)
         differs = equal(ours, steps())
         if differs:
-            print(f"  torch {what}, {name}, is left out: {differs}")
+            print(f"  torch {mode}, {name}, is left out: {differs}")
             continue
-        cases[f"torch {what}, {name}"] = steps
-        seconds[f"torch {what}, {name}"] = time.perf_counter() - began
+        cases[f"torch {mode}, {name}"] = steps
+        seconds[f"torch {mode}, {name}"] = time.perf_counter() - began
     return cases, seconds

@@ -1,7 +1,7 @@
-"""The model of `experiments.model` and its training step in PyTorch, as it is usually written.
+"""The model of `experiments.models.model` and its training step in PyTorch, in the usual way.
 
-Without positions and with RoPE. Parameters are copied, and the losses of the first steps are those
-of the JAX step; see `equal`.
+Without positions, or with RoPE. Parameters are copied from JAX, and the losses of the first steps
+must equal the losses of the JAX step; see `equal`.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.environment import usable_cores
-from experiments.settings import Train
+from experiments.runs.environment import usable_cores
+from experiments.settings.common import Train
 from experiments.tasks import Task
 
 SCHEMES = ("none", "rope")
@@ -21,13 +21,13 @@ _KERNELS = {"query": "q", "key": "k", "value": "v", "out": "o"}
 def torch_steps(
     task: Task, scheme: str, params: Any, tokens: np.ndarray, *, compiled: bool
 ) -> Callable[[], np.ndarray]:
-    """Returns a function that makes a step with each of the batches and returns their losses.
+    """Returns a function that takes one step per batch and returns the losses.
 
     Args:
       task: sizes and settings of training.
       scheme: one of SCHEMES.
-      params: of one seed, the state of a `LanguageModel`.
-      tokens: the batches, int [steps, B, T + 1]; they are used in turn.
+      params: the state of a `LanguageModel`, of one seed.
+      tokens: the batches, int [steps, B, T + 1].
       compiled: whether `torch.compile` compiles the model.
     """
     import torch
@@ -154,6 +154,6 @@ def _copy(model: Any, params: Any) -> None:
 
 
 def equal(ours: np.ndarray, theirs: np.ndarray) -> str:
-    """Returns how losses of the first steps differ, or nothing if they do not."""
+    """Returns the difference between losses of the first steps in words; empty if small."""
     error = np.abs(ours - theirs).max()
     return "" if error <= 2e-3 else f"losses differ by {error:.1e}"

@@ -1,7 +1,7 @@
-"""Interleaved timing: every case once per round, in an order rotated by one each time.
+"""Interleaved timing: every case once per round, in an order that rotates by one per round.
 
-Other load of the machine then affects all cases alike. The least time of all rounds is closest
-to an undisturbed one; the median shows how much they were disturbed.
+Other load of the machine then affects all cases alike. The least time is closest to an undisturbed
+run; the median shows the disturbance.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one case over all rounds, and how they compare to the first case."""
+    """Seconds of one case over all rounds, and their ratios to the first case."""
 
     name: str
     least: float
@@ -32,8 +32,8 @@ def side_by_side(
     """Returns the timings of cases; the first is the reference.
 
     Args:
-      cases: functions without arguments, their results arrays (or trees of them).
-      rounds: at least this many, and more while `seconds` are not over, up to four times.
+      cases: functions without arguments that return arrays, or trees of arrays.
+      rounds: the least number; up to four times that number until `seconds` are over.
       seconds: time to continue beyond `rounds`.
       inner: calls per measurement, for cases shorter than the resolution of the clock.
     """

@@ -1,4 +1,4 @@
-"""The page gallery.html, self-contained, and the contact sheet."""
+"""Writes the self-contained page gallery.html and the contact sheet."""
 
 import io
 import sys
@@ -9,21 +9,22 @@ from markupsafe import Markup
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import posenc_jax as pe
-from experiments.config_io import Parser, names, near
 from experiments.errors import ConfigError
-from experiments.files import write_whole
 from experiments.gallery.pictures import pictures, thumbnail
 from experiments.gallery.probe import Probe, frequency_maps, probe, probe_map
-from experiments.report import fill
+from experiments.pages.report import fill
+from experiments.runs.files import write_whole
+from experiments.settings.config_io import Parser, names, near
 
 
 def main(arguments: list[str]) -> int:
     """Draws the gallery; returns the exit status."""
     parser = Parser(
         prog="python -m experiments gallery",
-        description="Draws the encoding of every scheme or what it adds to logits, by distance, "
+        description="Draws the encoding of every scheme or its effect on logits, by distance, "
         "over ten times the length, and the wavelengths of frequency maps.",
     )
     parser.add_argument(
@@ -59,7 +60,7 @@ def render(probes: list[Probe]) -> str:
 
 
 def contact_sheet(probes: list[Probe], columns: int = 9) -> bytes:
-    """Returns a PNG with one small picture per scheme."""
+    """Returns a PNG with one small picture per scheme; its text "Schemes" has their names."""
     rows = -(-len(probes) // columns)
     figure = Figure(figsize=(1.5 * columns, 1.75 * rows), layout="constrained")
     for number, p in enumerate(probes, 1):
@@ -72,5 +73,7 @@ def contact_sheet(probes: list[Probe], columns: int = 9) -> bytes:
     # A palette: a third of the bytes, and every redrawing stays in git.
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(256)
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG", optimize=True)
+    text = PngInfo()
+    text.add_text("Schemes", ", ".join(p.name for p in probes))
+    image.save(buffer, format="PNG", optimize=True, pnginfo=text)
     return buffer.getvalue()

@@ -5,23 +5,24 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.gallery.probe import LENGTH, Probe
-from experiments.plots import INK, PALETTE, STYLE, drawing
+from experiments.pages.plots import INK, PALETTE, STYLE, drawing
 
 COLOURS = "RdBu"
 
 
 def pictures(p: Probe) -> list[tuple[str, str]]:
     """Returns pairs of an <svg> element and its caption."""
-    made = []
+    elements = []
     with mpl.rc_context({**STYLE, "font.size": 9.0, "lines.linewidth": 1.4}):
         for draw in (_encoding, _image, _picture, _heads, _decay, _wavelengths):
             mpl.rcParams["svg.hashsalt"] = f"{draw.__name__}-{p.name}"
-            found = draw(p)
-            if found is not None:
-                figure, kind, caption = found
+            drawn = draw(p)
+            if drawn is not None:
+                figure, kind, caption = drawn
                 title = f"{p.name}: {kind}"
-                made.append((drawing(figure, f"{kind}-{p.name}".replace(" ", "-"), title), caption))
-    return made
+                svg = drawing(figure, f"{kind}-{p.name}".replace(" ", "-"), title)
+                elements.append((svg, caption))
+    return elements
 
 
 def thumbnail(axes, p: Probe) -> None:
@@ -85,8 +86,8 @@ def _heads(p: Probe):
     if len(p.heads) > 1:
         axes.plot(distance, p.heads.T, color=PALETTE[5], linewidth=0.8, alpha=0.55)
     axes.plot(distance, p.heads.mean(0), color=PALETTE[0], linewidth=2.2)
-    what = "cosine similarity" if p.encoding is not None else "added to the logit"
-    axes.set(xlabel="distance of the key, tokens", ylabel=what, xlim=(0, distance[-1]))
+    label = "cosine similarity" if p.encoding is not None else "added to the logit"
+    axes.set(xlabel="distance of the key, tokens", ylabel=label, xlim=(0, distance[-1]))
     if p.encoding is not None:
         return figure, "similarity", "Cosine similarity of the codes of two positions, by distance."
     spread = float(np.ptp(p.heads, axis=1).max())

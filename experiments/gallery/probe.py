@@ -1,8 +1,8 @@
-"""The effect of a scheme on attention, measured through its interface.
+"""Measures the effect of a scheme on attention through its interface.
 
-All tokens have the same q, k and x, so that without positions all logits of a query are equal.
-Values are unit vectors, one per key, so that the output is the attention weights. Their logarithm,
-minus that of the query's own key, is what positions add to a logit.
+All tokens have the same q, k and x, so without positions all logits of a query are equal. Values
+are unit vectors, one per key, so the output is the attention weights. The effect of positions on a
+logit is the logarithm of its weight, minus the logarithm at the query's own key.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
-from experiments.schemes import paper_link, with_sizes
+from experiments.models.schemes import paper_link, with_sizes
 from posenc_jax import positions
 
 LENGTH = 64
-"""T of the pictures; the decay is drawn for 10 T."""
+"""T of the pictures; the decay has 10 T."""
 GRID = 11
 """Side of the image for schemes with two axes or more."""
 SIZES = {
@@ -37,16 +37,16 @@ DRAWS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """The numbers of the pictures of one scheme; None: no such picture.
+    """The numbers in the pictures of one scheme; None for a picture that it does not have.
 
     Attributes:
-      name, title: its name and its class.
-      about, formula, paper: from the header of its file.
-      encoding: [T, D], what is added to embeddings.
-      picture: [T, T], mean of what is added to logits, NaN for masked keys.
-      image: [rows, columns], the same for the query in the middle of an image.
-      heads: [N, T], what is added at distances 0 .. T - 1, by head.
-      decay: [N, 10 T], weight by distance of the last of 10 T tokens.
+      name, title: the name and the class of the scheme.
+      about, formula, paper: from the module docstring of the scheme.
+      encoding: [T, D], the vector added to the embedding at each position.
+      picture: [T, T], the effect on logits, mean over heads; NaN for masked keys.
+      image: [rows, columns], the effect on the logits of the query in the middle of an image.
+      heads: [N, T], the effect on logits at distances 0 .. T - 1, by head.
+      decay: [N, 10 T], weights of the last of 10 T tokens, by distance.
       wavelengths: tokens per turn of every pair, without and with a frequency map.
     """
 
@@ -89,7 +89,7 @@ def probe_map(cls: type[pe.FrequencyMap]) -> Probe:
     """Returns the numbers of a frequency map of RoPE: 4096 tokens extended by a factor of 8."""
     pairs = SIZES["head_dim"] // 2
     ramp = tuple(float(x) for x in np.linspace(1.0, 8.0, pairs))
-    wanted = {
+    settings = {
         "factor": 8.0,
         "original_max_position": 4096,
         "length": 8 * 4096,
@@ -97,8 +97,8 @@ def probe_map(cls: type[pe.FrequencyMap]) -> Probe:
         "long_factor": ramp,
         "long": True,
     }
-    own = {f.name for f in dataclasses.fields(cls)}
-    mapped = cls(**{n: x for n, x in wanted.items() if n in own})
+    fields = {f.name for f in dataclasses.fields(cls)}
+    mapped = cls(**{n: x for n, x in settings.items() if n in fields})
     plain, _ = pe.rope_frequencies(SIZES["head_dim"])
     scaled, _ = pe.rope_frequencies(SIZES["head_dim"], scaling=mapped)
     about = _words(cls, cls.__name__, cls.__name__)
@@ -118,30 +118,30 @@ def frequency_maps() -> list[type[pe.FrequencyMap]]:
 
 
 def _words(cls: type, name: str, title: str) -> Probe:
-    """The header of the file of a scheme: first paragraph, equations and paper."""
+    """Returns a probe with the first paragraph, equations and paper of a module docstring."""
     text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
-    about, _, rest = text.partition("\n\n")
-    formula = next((p for p in rest.split("\n\n") if p.startswith("    ")), "")
+    about, _, body = text.partition("\n\n")
+    formula = next((p for p in body.split("\n\n") if p.startswith("    ")), "")
     about = " ".join(about.split())
     return Probe(name, title, about, inspect.cleandoc(formula), paper_link(cls))
 
 
 def _embedding(scheme: pe.Scheme, params) -> tuple[np.ndarray, np.ndarray]:
-    """The table, and the mean cosine similarity of its rows by distance."""
+    """Returns the table, and the mean cosine similarity of its rows by distance."""
     x = jnp.zeros((1, LENGTH, SIZES["model_dim"]))
     table = np.asarray(pe.scheme_embedding(scheme, params, x)[0])
     unit = table / np.maximum(np.linalg.norm(table, axis=-1, keepdims=True), 1e-9)
     alike = unit @ unit.T
-    at = np.arange(LENGTH)
-    means = [alike[at[:, None] - at[None] == d].mean() for d in at]
+    place = np.arange(LENGTH)
+    means = [alike[place[:, None] - place[None] == d].mean() for d in place]
     return table, np.asarray(means)[None]
 
 
 def _image(scheme: pe.Scheme, params) -> np.ndarray:
     row, column = np.divmod(np.arange(GRID * GRID), GRID)
-    at = np.zeros((scheme.traits.num_axes, DRAWS, GRID * GRID), np.int32)
-    at[-2], at[-1] = row, column
-    effect = log_weights(scheme, GRID * GRID, params, jnp.asarray(at), is_causal=False)
+    coordinates = np.zeros((scheme.traits.num_axes, DRAWS, GRID * GRID), np.int32)
+    coordinates[-2], coordinates[-1] = row, column
+    effect = log_weights(scheme, GRID * GRID, params, jnp.asarray(coordinates), is_causal=False)
     return effect.mean(0)[GRID * GRID // 2].reshape(GRID, GRID)
 
 
@@ -154,7 +154,7 @@ def log_weights(
     is_causal: bool = True,
     sizes: Mapping[str, int] = MappingProxyType(SIZES),
 ) -> np.ndarray:
-    """Returns [N, T, T], what positions add to logits, relative to each query's own key.
+    """Returns the effect of positions on logits [N, T, T], relative to each query's own key.
 
     Args:
       scheme, params: the scheme and its parameters.
@@ -178,26 +178,26 @@ def log_weights(
     seen = np.tri(length, dtype=bool) if is_causal else np.ones((length, length), bool)
     with np.errstate(divide="ignore"):
         logs = np.where(seen, np.log(np.maximum(weights, 1e-30)), np.nan)
-    own = np.diagonal(logs, axis1=-2, axis2=-1)[..., None]
-    return (logs - own).mean(0)
+    own_key = np.diagonal(logs, axis1=-2, axis2=-1)[..., None]
+    return (logs - own_key).mean(0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(scheme, is_causal, params, q, k, v, x, coordinates):
     batch, length = q.shape[:2]
-    at = positions.count_up(batch, length) if coordinates is None else coordinates
+    places = positions.count_up(batch, length) if coordinates is None else coordinates
     q, k, _, _ = scheme.mix(params, q, k, k, None, None)
-    rows, cols, _ = scheme.features(params, x, q, k, at, None, None)
+    rows, cols, _ = scheme.features(params, x, q, k, places, None, None)
 
     call = _LogitsOnly(is_causal=is_causal, scale=scheme.logit_scale(q.shape[-1]))
     if coordinates is not None:
-        call = call.replace(q_coordinates=at, k_coordinates=at)
-    q, k = scheme.query(params, q, at, rows), scheme.key(params, k, at, cols)
-    return scheme.attend(params, q, k, v, at, at, rows, cols, call)
+        call = call.replace(q_coordinates=places, k_coordinates=places)
+    q, k = scheme.query(params, q, places, rows), scheme.key(params, k, places, cols)
+    return scheme.attend(params, q, k, v, places, places, rows, cols, call)
 
 
 class _LogitsOnly(pe.AttentionCall):
-    """Leaves out rules on values: here values are not vectors of a model."""
+    """Leaves out rules on values, since values here are no vectors of a model."""
 
     def __call__(self, q, k, v, rules=()):
         rules = rules if isinstance(rules, tuple) else (rules,)

@@ -2,9 +2,9 @@
 
     claim = "RoPE learns an exact relative offset; ALiBi and no encoding do not"
     source = "Barbero et al. 2024, https://arxiv.org/abs/2410.06205, Theorem 5.3"
-    protocol = "What is trained and measured, in words."
+    protocol = "Training and measurement, in words."
     gate = ["rope[32] >= 0.9"]                    the task was learned, else the rest says nothing
-    criteria = ["alibi[32] <= 0.4"]               what the claim predicts
+    criteria = ["alibi[32] <= 0.4"]               predictions of the claim
     seeds = 5
     minutes = 3                                   on two idle cores, or on one GPU
 
@@ -20,7 +20,8 @@
     scheme = "alibi"
     kback.train.steps = 400                       settings of one run
 
-`start = "rope"` begins a run with the trained parameters of another.
+`start = "rope"` begins a run with the trained parameters of another. `bench = "speed"` in place of
+`task` measures the time of a training step (`experiments.scoreboard.speed`) and trains nothing.
 """
 
 import dataclasses
@@ -30,16 +31,17 @@ from typing import Any, ClassVar
 
 from pydantic import PositiveFloat, PositiveInt
 
-from experiments.config import from_file
-from experiments.config_io import STRICT, convert, merge, near, read_toml
 from experiments.errors import ConfigError
-from experiments.runs import Run
+from experiments.runs.experiment import Experiment, from_file
+from experiments.runs.run import Run
 from experiments.scoreboard.criteria import Condition, parse
+from experiments.scoreboard.speed import Speed, SpeedRun
+from experiments.settings.config_io import STRICT, convert, from_tables, merge, near, read_toml
 
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """The settings of a claim, without those of its runs."""
+    """The settings of a claim without settings of runs."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -73,7 +75,7 @@ class Claim:
       name: of the file, such as R08.
       about: the other entries of the file.
       gate, criteria: conditions on scores.
-      runs: by name, with seed 0; `of_seed` has those of other seeds.
+      runs: by name, with seed 0; for other seeds see `of_seed`.
     """
 
     name: str
@@ -129,12 +131,12 @@ def load(path: Path) -> Claim:
     return Claim(path.stem, about, gate, criteria, runs)
 
 
-def load_all(folder: Path, wanted: list[str]) -> list[Claim]:
+def load_all(folder: Path, chosen: list[str]) -> list[Claim]:
     """Returns the claims of a folder in alphabetical order.
 
     Args:
       folder: of the files.
-      wanted: names of claims; all if empty.
+      chosen: names of claims; all if empty.
 
     Raises:
       ConfigError: for an unknown name or a file that is wrong.
@@ -142,47 +144,58 @@ def load_all(folder: Path, wanted: list[str]) -> list[Claim]:
     files = {path.stem: path for path in sorted(folder.glob("*.toml"))}
     if not files:
         raise ConfigError(f"{folder}: has no files of claims")
-    for name in wanted:
+    for name in chosen:
         if name not in files:
             raise ConfigError(f"unknown claim {name!r}{near(name, files)}")
-    return [load(path) for name, path in files.items() if not wanted or name in wanted]
+    return [load(path) for name, path in files.items() if not chosen or name in chosen]
 
 
 def _runs(tables: Mapping[str, dict[str, Any]], common: dict[str, Any]) -> dict[str, Run]:
-    made: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
     for name, table in tables.items():
         if not name.isidentifier():
             raise ConfigError(f"runs.{name}: must be a name as in Python, since conditions have it")
         table = dict(table)
         try:
-            for key in ("task", "scheme"):
+            kind = "bench" if "bench" in table else "task"
+            for key in (kind, "scheme"):
                 if key not in table:
                     raise ConfigError(f"{key}: is missing")
-            task, scheme = (convert(str, table.pop(key), key) for key in ("task", "scheme"))
+            subject, scheme = (convert(str, table.pop(key), key) for key in (kind, "scheme"))
             start = table.pop("start", None)
-            if start is not None and start not in made:
-                raise ConfigError(f"start: must be a run above{near(str(start), made)}")
-            everything = merge(common, table) | {"tasks": [task]}
-            everything = merge(everything, {"schemes": {"names": [scheme]}})
-            experiment = from_file(everything)
-            experiment.check()
-            (found,) = experiment.tasks.values()
-            run = Run(
-                found,
-                scheme,
-                experiment.options_of(found.name, scheme),
-                experiment.scheme(found.name, scheme),
-                0,
-                made[start] if start is not None else None,
-            )
-            if run.start and run.start.task.model != found.model:
+            if start is not None and start not in runs:
+                raise ConfigError(f"start: must be a run above{near(str(start), runs)}")
+            tables = merge(common, table)
+            if kind == "bench":
+                run = _measurement(subject, scheme, tables)
+            else:
+                tables = merge(tables, {"tasks": [subject], "schemes": {"names": [scheme]}})
+                experiment = from_file(tables)
+                experiment.check()
+                run = experiment.run(next(iter(experiment.tasks)), scheme, 0)
+            run = dataclasses.replace(run, start=runs[start] if start is not None else None)
+            if run.start and run.start.task.model != run.task.model:
                 raise ConfigError(f"start: the run {start} has a model of other sizes")
         except ConfigError as error:
             raise ConfigError(f"runs.{name}: {error}") from None
-        made[name] = run
-    if not made:
+        runs[name] = run
+    if not runs:
         raise ConfigError("runs: must hold at least one")
-    return made
+    return runs
+
+
+def _measurement(bench: str, scheme: str, tables: dict[str, Any]) -> Run:
+    """Returns the run of a benchmark."""
+    if bench != Speed.name:
+        raise ConfigError(f"bench: unknown benchmark{near(bench, [Speed.name])}")
+    speed = from_tables(Speed, tables.pop(bench, {}), bench)
+    experiment = Experiment(
+        schemes=(scheme,), options=tables.pop("schemes", {}), tasks={bench: speed}
+    )
+    if tables:
+        raise ConfigError(f"{next(iter(tables))}: is no setting of a benchmark")
+    experiment.check()
+    return SpeedRun(**vars(experiment.run(bench, scheme, 0)))
 
 
 def _check_scores(conditions: tuple[Condition, ...], runs: Mapping[str, Run]) -> None:

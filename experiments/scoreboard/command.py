@@ -1,26 +1,27 @@
-"""`python -m experiments scoreboard`: runs what claims need, and writes their outcomes."""
+"""`python -m experiments scoreboard`: carries out the runs of claims, and writes outcomes."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 
-from experiments.config_io import Parser
 from experiments.errors import ConfigError, ResultsError
-from experiments.files import write_whole
-from experiments.queue import (
-    Queue,
+from experiments.runs.files import write_whole
+from experiments.runs.run import Run, RunFolder
+from experiments.runs.run_queue import (
     add_arguments,
+    carry_out,
     of_shard,
     refuse_other_versions,
     say,
     shard,
-    workers,
 )
-from experiments.runs import Run, RunFolder
 from experiments.scoreboard.claims import Claim, load_all
 from experiments.scoreboard.outcomes import Outcome, judge
 from experiments.scoreboard.page import page
+from experiments.scoreboard.speed import SpeedRun
+from experiments.settings.config_io import Parser
+from experiments.training.mesh import connect
 
 _EPILOG = """\
 python -m experiments scoreboard                          outcomes of all claims
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> int:
         epilog=_EPILOG,
     )
     parser.add_argument("claims", nargs="*", metavar="R01", help="names of claims (default: all)")
+    parser.add_argument("--run", action="store_true", help="run what has no result yet")
     add_arguments(parser)
     parser.add_argument("--seeds", type=int, help="seeds to run now (default: as the claim says)")
     parser.add_argument("--fresh", action="store_true", help="remove earlier results of the claims")
@@ -48,6 +50,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--results", type=Path, default=Path("results/scoreboard"))
     parser.add_argument("--page", type=Path, default=Path("RESULTS.md"), help="file to write")
     options = parser.parse_args(arguments)
+    connect(options)
     part = shard(options.shard)
     if options.seeds is not None and options.seeds < 1:
         raise ConfigError(f"--seeds: must be at least 1, got {options.seeds}")
@@ -61,15 +64,14 @@ def main(arguments: list[str]) -> int:
         if not options.claims:
             device = "cpu" if jax.default_backend() == "cpu" else "gpu"
             chosen = [claim for claim in chosen if claim.about.device == device]
-        status = run(
-            chosen,
-            options.results,
-            options.seeds,
-            part,
-            options.minutes,
-            options.fresh,
-            workers(options),
-        )
+        tasks = [
+            run.task
+            for claim in chosen
+            for run in claim.runs.values()
+            if not isinstance(run, SpeedRun)
+        ]
+        stages = _stages(chosen, options.results, options.seeds, part, options.fresh)
+        status = carry_out(options, options.results, tasks, stages).status
     outcomes = [judge(claim, options.results) for claim in everything]
     write_whole(options.page, page(outcomes))
     _show([outcome for outcome in outcomes if outcome.claim in chosen])
@@ -80,49 +82,33 @@ def main(arguments: list[str]) -> int:
     return status
 
 
-def run(
-    claims: Sequence[Claim],
-    folder: Path,
-    seeds: int | None = None,
-    part: tuple[int, int] = (1, 1),
-    minutes: float = float("inf"),
-    fresh: bool = False,
-    workers: int | str = 1,
-) -> int:
-    """Runs what claims need and has no result; a run that raises does not stop the others.
+def _stages(
+    claims: Sequence[Claim], folder: Path, seeds: int | None, part: tuple[int, int], fresh: bool
+) -> Iterator[list[Run]]:
+    """Yields the runs that claims need.
 
     Args:
-      claims: to run.
+      claims: the claims.
       folder: of the folders of runs.
       seeds: how many; None: as each claim states.
       part: (i, n): the i-th of n parts, from 1.
-      minutes: after which it stops, with the state of the current run written.
       fresh: whether to remove earlier results first.
-      workers: how many runs at a time, or the address of a Ray cluster.
-
-    Returns:
-      0, or 1 if a run failed.
-
-    Raises:
-      ResultsError: where results of other versions are in the folder, or another process.
     """
-    queue = Queue(folder, minutes, workers)
     plan = _plan(claims, seeds, part)
     if fresh:
         for each in plan:
             RunFolder(folder, each).forget()
     for claim in claims:
         refuse_other_versions(_all(claim, claim.about.seeds), folder, claim.name)
-    waiting = [each for each in plan if RunFolder(folder, each).result() is None]
-    say(f"{len(plan)} runs, {len(plan) - len(waiting)} with a result.")
-    queue.work(waiting)
-    return queue.status
+    ended = sum(RunFolder(folder, each).result() is not None for each in plan)
+    say(f"{len(plan)} runs, {ended} with a result.")
+    yield plan
 
 
 def _plan(claims: Sequence[Claim], seeds: int | None, part: tuple[int, int]) -> list[Run]:
     """Returns the runs of a shard, each once."""
-    wanted = [(claim, min(seeds or claim.about.seeds, claim.about.seeds)) for claim in claims]
-    return of_shard((run for claim, count in wanted for run in _all(claim, count)), part)
+    counts = [(claim, min(seeds or claim.about.seeds, claim.about.seeds)) for claim in claims]
+    return of_shard((run for claim, count in counts for run in _all(claim, count)), part)
 
 
 def _all(claim: Claim, seeds: int) -> Iterator[Run]:
@@ -132,5 +118,5 @@ def _all(claim: Claim, seeds: int) -> Iterator[Run]:
 
 def _show(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
-        what = f"{outcome.word} ({outcome.reason})"
-        print(f"{outcome.claim.name:5} {what:36} {outcome.claim.about.claim}")
+        summary = f"{outcome.word} ({outcome.reason})"
+        print(f"{outcome.claim.name:5} {summary:36} {outcome.claim.about.claim}")

@@ -101,21 +101,21 @@ def _check(node: ast.expr, path: str, text: str) -> None:
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         _check(node.operand, path, text)
     elif isinstance(node, ast.Subscript):
-        index, of = node.slice, node.value
-        of = of.value if isinstance(of, ast.Attribute) else of
+        index, score = node.slice, node.value
+        score = score.value if isinstance(score, ast.Attribute) else score
         whole = isinstance(index, ast.Constant) and type(index.value) is int
-        if not (whole and isinstance(of, ast.Name)):
+        if not (whole and isinstance(score, ast.Name)):
             raise ConfigError(f"{path}: scores are run[length] or run.view[length], got {text!r}")
     elif not (isinstance(node, ast.Constant) and type(node.value) in (int, float)):
         raise ConfigError(f"{path}: has {ast.unparse(node)!r}, which is no score, in {text!r}")
 
 
 def _parts(node: ast.Subscript) -> tuple[str, str | None, int]:
-    of, view = node.value, None
-    if isinstance(of, ast.Attribute):
-        of, view = of.value, of.attr
-    assert isinstance(of, ast.Name) and isinstance(node.slice, ast.Constant)
-    return of.id, view, int(str(node.slice.value))
+    score, view = node.value, None
+    if isinstance(score, ast.Attribute):
+        score, view = score.value, score.attr
+    assert isinstance(score, ast.Name) and isinstance(node.slice, ast.Constant)
+    return score.id, view, int(str(node.slice.value))
 
 
 def _value(node: ast.expr, score: Score) -> float:

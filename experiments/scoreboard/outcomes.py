@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.queue import differences
-from experiments.runs import Result, RunFolder
+from experiments.runs.run import Result, RunFolder
+from experiments.runs.run_queue import differences
 from experiments.scoreboard.claims import Claim
 from experiments.scoreboard.criteria import Condition
 
@@ -16,10 +16,10 @@ NOT_FITTED, NOT_RUN = "not fitted", "not run"
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A condition with what was measured.
+    """A condition with its measurements.
 
     Attributes:
-      condition: what was to hold.
+      condition: the comparison.
       margins: left side minus right side, one per seed.
       held: in how many seeds it holds.
     """
@@ -31,14 +31,14 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a claim.
+    """The outcome of a claim.
 
     Attributes:
       claim: the claim.
       word: reproduced, not reproduced, not fitted or not run.
       reason: why, a phrase.
       seeds: those for which all runs have ended.
-      gate, criteria: every condition with what was measured in these seeds.
+      gate, criteria: every condition with measurements in these seeds.
       results: of these seeds, by the name of the run.
       mixed: whether the results are of several versions.
     """
@@ -56,8 +56,8 @@ class Outcome:
 def judge(claim: Claim, folder: Path) -> Outcome:
     """Returns the outcome of a claim.
 
-    Fewer seeds than the claim states are "not run", with what was measured, and so are conditions
-    on scores that runs do not have. A seed in which a run diverged counts as not fitted.
+    With fewer seeds than the claim states, or without a score that a condition names, it is "not
+    run". A seed in which a run diverged counts as not fitted.
 
     Args:
       claim: the claim.
@@ -68,9 +68,11 @@ def judge(claim: Claim, folder: Path) -> Outcome:
     """
     by_seed: dict[int, dict[str, Result]] = {}
     for seed in range(claim.about.seeds):
-        found = {name: RunFolder(folder, run).result() for name, run in claim.of_seed(seed).items()}
-        done = {name: result for name, result in found.items() if result}
-        if len(done) == len(found):
+        results = {
+            name: RunFolder(folder, run).result() for name, run in claim.of_seed(seed).items()
+        }
+        done = {name: result for name, result in results.items() if result}
+        if len(done) == len(results):
             by_seed[seed] = done
     seeds = tuple(by_seed)
     results = {name: tuple(by_seed[s][name] for s in seeds) for name in claim.runs}

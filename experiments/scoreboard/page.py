@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from experiments.intervals import interval
-from experiments.progress import duration
+from experiments.pages.intervals import interval
+from experiments.pages.markdown import provenance, table
+from experiments.pages.scheme_results import mean
+from experiments.pages.tables import ordered
+from experiments.runs.run import duration
 from experiments.scoreboard.outcomes import Check, Outcome
-from experiments.tables import mean, ordered
 
 _HEAD = """\
 # Claims of the literature, tested
@@ -14,7 +16,7 @@ _HEAD = """\
 This page is made by `python -m experiments scoreboard` from the files in `configs/scoreboard/`,
 which were written before anything was run, and the results in `results/scoreboard/`; it is not
 edited by hand. Models are tiny and train for minutes: effects below about 0.03 bits per byte or
-0.05 accuracy are not resolved. An outcome is about the protocol that stands beside it.
+0.05 accuracy are not resolved. An outcome holds for its protocol only.
 
 * **reproduced**: in as many paired seeds as the claim asks for, the gate and all criteria hold.
 * **not reproduced**: the gate holds, a criterion does not.
@@ -31,16 +33,17 @@ def page(outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         counts[outcome.word] = counts.get(outcome.word, 0) + 1
     total = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
-    lines = [_HEAD, f"{len(outcomes)} claims: {total}.", "", "| | claim | outcome | seeds |"]
-    lines.append("|---|---|---|---|")
+    rows = []
     for outcome in outcomes:
         name, about = outcome.claim.name, outcome.claim.about
         seeds = f"{len(outcome.seeds)} of {about.seeds}"
-        link = f"[{name}](#{name.lower()})"
-        lines.append(f"| {link} | {_cell(about.claim)} | {outcome.word} | {seeds} |")
+        claim = about.claim.replace("|", "\\|")
+        rows.append([f"[{name}](#{name.lower()})", claim, outcome.word, seeds])
+    lines = [_HEAD, f"{len(outcomes)} claims: {total}.", ""]
+    lines += table(["", "claim", "outcome", "seeds"], rows, words=4)
     for outcome in outcomes:
-        lines += ["", *_section(outcome)]
-    return "\n".join(lines) + "\n"
+        lines += ["\n".join(_section(outcome)).rstrip(), ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _section(outcome: Outcome) -> Iterator[str]:
@@ -58,25 +61,24 @@ def _section(outcome: Outcome) -> Iterator[str]:
     yield f"* Protocol: {about.protocol}"
     file = f"configs/scoreboard/{claim.name}.toml"
     yield f"* Settings: [{file}]({file})"
-    limit, where = (" --minutes 9", "a GPU") if about.device == "gpu" else ("", "two idle cores")
+    limit, machine = (" --minutes 9", "a GPU") if about.device == "gpu" else ("", "two idle cores")
     minutes = "1 minute" if about.minutes == 1 else f"{about.minutes:g} minutes"
     yield (
         f"* Command: `python -m experiments scoreboard {claim.name} --run{limit}`, about {minutes} "
-        f"on {where}"
+        f"on {machine}"
     )
     if about.needed:
         yield f"* Seeds that must hold: {about.needed} of {about.seeds}"
     yield from _provenance(outcome)
     yield ""
     count = len(outcome.seeds)
-    yield "| | condition | left side - right side | seeds |"
-    yield "|---|---|---|---|"
+    rows = []
     for kind, checks in (("gate", outcome.gate), ("criterion", outcome.criteria)):
         for check in checks:
             held = f"{check.held} of {count}" if count else ""
-            yield f"| {kind} | `{check.condition.text}` | {_margin(check)} | {held} |"
+            rows.append([kind, f"`{check.condition.text}`", _margin(check), held])
+    yield from table(["", "condition", "left side - right side", "seeds"], rows, words=4)
     if count:
-        yield ""
         yield from _scores(outcome)
 
 
@@ -86,19 +88,16 @@ def _provenance(outcome: Outcome) -> Iterator[str]:
         return
     seconds = sum(r.seconds for r in results)
     kind = "CPU" if all(r.on_cpu for r in results) else "wall"
-    versions = ordered(", ".join(r.versions) for r in results)
-    python = ordered(r.environment.get("python") for r in results)
-    processors = ordered(r.processor for r in results)
-    commits = ordered(r.commit for r in results)
     diverged = [
         f"{name}, seed {seed}: {result.error}"
         for name, row in outcome.results.items()
         for seed, result in zip(outcome.seeds, row, strict=True)
         if result.status != "done"
     ]
-    yield f"* Versions: {'; '.join(versions)}; Python {', '.join(map(str, python))}"
-    yield f"* Processor: {'; '.join(processors)}"
-    yield f"* Code: {', '.join(commits)}; {duration(seconds)} of {kind} time in training"
+    origin = provenance(results)
+    yield f"* Versions: {origin.versions}; Python {origin.python}"
+    yield f"* Processor: {origin.processors}"
+    yield f"* Code: {origin.commits}; {duration(seconds)} of {kind} time in training"
     if diverged:
         yield f"* Diverged: {'; '.join(diverged)}"
 
@@ -124,18 +123,16 @@ def _scores(outcome: Outcome) -> Iterator[str]:
     main = [(name, None) for name in outcome.results]
     rows = sorted(ordered([*main, *named]), key=lambda row: list(outcome.results).index(row[0]))
     lengths = sorted({n for run in outcome.claim.runs.values() for n in run.task.test_lengths})
-    heads = [f"{n}" for n in lengths]
-    yield f"| run | scheme | {' | '.join(heads)} |"
-    yield f"|---|---|{'---:|' * len(lengths)}"
+    lines = []
     for name, view in rows:
         run = outcome.claim.runs[name]
-        found = [r.scores.get(view or run.task.views[0], {}) for r in outcome.results[name]]
-        cells = [_score([scores.get(str(n)) for scores in found]) for n in lengths]
+        by_seed = [r.scores.get(view or run.task.views[0], {}) for r in outcome.results[name]]
+        cells = [_score([scores.get(str(n)) for scores in by_seed]) for n in lengths]
         label = f"{name}.{view}" if view else name
-        yield f"| {label} | {run.scheme.rpartition(':')[2]} | {' | '.join(cells)} |"
+        lines.append([label, run.scheme.rpartition(":")[2], *cells])
+    yield from table(["run", "scheme", *map(str, lengths)], lines, words=2)
     units = ordered(run.task.labels.unit for run in outcome.claim.runs.values())
     spread = " (least to greatest)" if len(outcome.seeds) > 1 else ""
-    yield ""
     yield f"Mean {' and '.join(units)} at each length{spread}."
 
 
@@ -145,7 +142,3 @@ def _score(values: list) -> str:
         return ""
     text = f"{mean(known):.3f}"
     return text if len(known) == 1 else f"{text} ({min(known):.3f} to {max(known):.3f})"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -1,24 +1,19 @@
 """`python -m experiments study`: runs a study, and writes its page and plot."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from experiments import plots
-from experiments.config_io import Parser
 from experiments.errors import ConfigError
-from experiments.files import write_whole
-from experiments.queue import (
-    Queue,
-    add_arguments,
-    of_shard,
-    refuse_other_versions,
-    say,
-    shard,
-    workers,
-)
-from experiments.runs import Result, Run, RunFolder
+from experiments.pages import plots
+from experiments.pages.report import render
+from experiments.pages.scheme_results import Lookup, SchemeResults, collect
+from experiments.runs.files import write_whole
+from experiments.runs.run import Result, Run, RunFolder
+from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
+from experiments.settings.config_io import Parser
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, load
-from experiments.study.report import lengths, maps, report
+from experiments.training.mesh import connect
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
@@ -38,10 +33,12 @@ def main(arguments: list[str]) -> int:
         epilog=_EPILOG,
     )
     parser.add_argument("file", nargs="?", type=Path, default=Path("configs/study.toml"))
+    parser.add_argument("--run", action="store_true", help="run what has no result yet")
     add_arguments(parser)
     parser.add_argument("--results", type=Path, help="folder (default: results/<name of the file>)")
     parser.add_argument("--page", type=Path, help="file to write (default: docs/<name>.md)")
     options = parser.parse_args(arguments)
+    connect(options)
     part = shard(options.shard)
     study = load(options.file)
     folder = options.results or Path("results") / study.name
@@ -50,76 +47,88 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
     status = 0
     if options.run:
-        status = run(study, folder, part, options.minutes, workers(options))
+        tasks = [cell.grid[0].task for cells in study.cells.values() for cell in cells.values()]
+        status = carry_out(options, folder, tasks, _stages(study, folder, part)).status
     results = known(folder)
+    rows = by_scheme(study, results)
     pictures = {
         "": drawing(study, results),
-        "-lengths": lengths(study, results),
-        "-maps": maps(study, results),
+        "-lengths": lengths(study, rows),
+        "-maps": maps(study, rows),
     }
-    files = {what: f"{target.stem}{what}.svg" for what, svg in pictures.items() if svg}
-    for what, file in files.items():
-        write_whole(target.with_name(file), plots.standalone(pictures[what]))
+    files = {suffix: f"{target.stem}{suffix}.svg" for suffix, svg in pictures.items() if svg}
+    for suffix, file in files.items():
+        write_whole(target.with_name(file), plots.standalone(pictures[suffix]))
     write_whole(target, page(study, results, str(options.file), str(folder), files))
     say(f"Page: {target}")
     if options.run:
         command = f"python -m experiments study {options.file} --run"
-        write_whole(folder / "report.html", report(study, results, command))
+        write_whole(folder / "report.html", render(study.name, rows, command))
         say(f"Report: {folder / 'report.html'}")
     return status
 
 
-def run(
-    study: Study,
-    folder: Path,
-    part: tuple[int, int] = (1, 1),
-    minutes: float = float("inf"),
-    workers: int | str = 1,
-) -> int:
-    """Runs what has no result, one size after the other, until no more follows from the results.
+def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[Run]]:
+    """Yields runs without a result, one size after the other, until the results require no more.
 
     Args:
       study: the study.
       folder: of the folders of runs.
       part: (i, n): the i-th of n parts of the schemes, from 1.
-      minutes: after which it stops, with the state of the current run written.
-      workers: how many runs at a time, or the address of a Ray cluster.
-
-    Returns:
-      0, or 1 if a run failed.
-
-    Raises:
-      ResultsError: where results of other versions are in the folder, or another process.
     """
-    queue, failed = Queue(folder, minutes, workers), set()
-    while not queue.over:
+    schemes, failed = study.about.schemes[part[0] - 1 :: part[1]], set()
+    while True:
         results = known(folder)
         runs = list(study.runs(results))
         refuse_other_versions(runs, folder, study.name)
         ended = sum(results(each) is not None for each in runs)
-        schemes = study.about.schemes[part[0] - 1 :: part[1]]
         for size in study.cells:
-            mine = (each for each in study.runs_of(size, results) if each.scheme in schemes)
-            mine = of_shard(mine, (1, 1))
-            waiting = [e for e in mine if results(e) is None and e.name not in failed]
+            of_size = {each.name: each for each in study.runs_of(size, results)}
+            waiting = [
+                each
+                for name, each in of_size.items()
+                if each.scheme in schemes and results(each) is None and name not in failed
+            ]
             if waiting:
                 break
         else:
-            break
+            return
         say(f"{ended} of {study.count} runs have ended, {len(waiting)} of {size} are next.")
-        queue.work(waiting)
+        yield waiting
         results = known(folder)
         failed |= {each.name for each in waiting if results(each) is None}
-    return queue.status
 
 
-def known(folder: Path):
+def by_scheme(study: Study, results: Lookup) -> list[SchemeResults]:
+    """Returns the results of schemes whose seeds have all ended, each size as a section."""
+    rows = [
+        collect(size, runs, results)
+        for size, cells in study.cells.items()
+        for cell in cells.values()
+        if (runs := cell.finals(results))
+    ]
+    return [row for row in rows if len(row.ended) == len(row.runs)]
+
+
+def lengths(study: Study, rows: list[SchemeResults]) -> str:
+    """Returns the plot of scores against length at the first size, as <svg>, or nothing."""
+    size, cells = next(iter(study.cells.items()))
+    return plots.lengths(rows, size, next(iter(cells.values())).grid[0].task.views[0])
+
+
+def maps(study: Study, rows: list[SchemeResults]) -> str:
+    """Returns the maps of scores by length and place at the last size that has them, as <svg>."""
+    drawn = (plots.maps(rows, size) for size in list(study.cells)[::-1])
+    return next((svg for svg in drawn if svg), "")
+
+
+def known(folder: Path) -> Lookup:
     """Returns a function that reads the result of a run once."""
-    found: dict[str, Result] = {}
+    known: dict[str, Result] = {}
 
     def result(run: Run) -> Result | None:
-        if run.name not in found and (read := RunFolder(folder, run).result()):
-            found[run.name] = read
-        return found.get(run.name)
+        if run.name not in known and (read := RunFolder(folder, run).result()):
+            known[run.name] = read
+        return known.get(run.name)
 
     return result

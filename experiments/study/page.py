@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plots
-from experiments.intervals import in_words, interval
-from experiments.progress import duration
-from experiments.runs import Result, Run
-from experiments.study.plan import Cell, Lookup, Study, score
-from experiments.tables import label, mean, ordered
+from experiments.pages import plots
+from experiments.pages.intervals import in_words, interval
+from experiments.pages.markdown import provenance, table
+from experiments.pages.scheme_results import Lookup, mean
+from experiments.pages.tables import label, ordered
+from experiments.runs.run import Result, Run, duration
+from experiments.study.plan import Cell, Study, score
 
 _HEAD = """\
 # Which scheme? A study
@@ -22,9 +23,9 @@ steps. Its learning rate is the best of a grid that is the same for all, chosen 
 trained length with seed {grid_seed}; the seeds that are reported took no part in that.
 Intervals are 95 % intervals over seeds by Student's t, of the mean or of the mean of paired
 differences to {baseline}. Differences whose interval holds 0 are not resolved. In equal time, a
-scheme has so many more or fewer steps that its training takes as long as that of {baseline}. Its
-compute gain is how many times that time {baseline} needs for the same score, read off the mean
-scores of {baseline} with more and fewer steps at the same rate.
+scheme has more or fewer steps, so that its training takes as long as the training of {baseline}.
+Its compute gain is the training time in which {baseline} reaches the same score, divided by that
+equal time; it is read off the mean scores of {baseline} with more and fewer steps at the same rate.
 """
 
 
@@ -45,7 +46,7 @@ def page(study: Study, results: Lookup, file: str, folder: str, pictures: Mappin
     done = sum(results(run) is not None for run in runs)
     if done < len(runs):
         lines += [
-            f"**{done} of {study.count} runs have ended**; the tables have what is known.",
+            f"**{done} of {study.count} runs have ended**; the tables are incomplete.",
             "",
         ]
     captions = {
@@ -54,8 +55,8 @@ def page(study: Study, results: Lookup, file: str, folder: str, pictures: Mappin
         "-maps": "Scores by length and place in the row, last size that has them; lines: where "
         "training ended",
     }
-    for what, picture in pictures.items():
-        lines += [f"![{captions[what]}]({picture})", ""]
+    for suffix, picture in pictures.items():
+        lines += [f"![{captions[suffix]}]({picture})", ""]
     for size, cells in study.cells.items():
         lines += _size(size, cells, about, results)
     lines += _provenance([r for run in runs if (r := results(run))])
@@ -65,7 +66,7 @@ def page(study: Study, results: Lookup, file: str, folder: str, pictures: Mappin
 def drawing(study: Study, results: Lookup) -> str:
     """Returns the plot of differences to the baseline at the trained length, as <svg>.
 
-    It has the sizes whose task is that of the first one.
+    It has the sizes with the task of the first size.
     """
     rows: dict[str, dict[str, tuple[float, float, float]]] = {}
     task = next(iter(next(iter(study.cells.values())).values())).grid[0].task
@@ -74,9 +75,9 @@ def drawing(study: Study, results: Lookup) -> str:
             continue
         for scheme, row in _rows(cells, study.about.baseline, results).items():
             if scheme != study.about.baseline:
-                found = interval(row.against)
-                if not math.isnan(found[0]):
-                    rows.setdefault(scheme, {})[size] = found
+                bounds = interval(row.against)
+                if not math.isnan(bounds[0]):
+                    rows.setdefault(scheme, {})[size] = bounds
     if not rows:
         return ""
     rows = dict(sorted(rows.items(), key=lambda row: next(iter(row[1].values()))[0]))
@@ -99,22 +100,22 @@ class _Row:
         self.against = _differences(results, baseline)
 
     def values(self, view: str, length: int) -> list[float]:
-        """Returns the scores of a view at a length, those that there are."""
-        found = (result.scores.get(view, {}).get(str(length)) for result in self.results)
-        return [x for x in found if x is not None]
+        """Returns the scores of a view at a length, without missing ones."""
+        scores = (result.scores.get(view, {}).get(str(length)) for result in self.results)
+        return [x for x in scores if x is not None]
 
 
 def _rows(cells: Mapping[str, Cell], baseline: str, results: Lookup) -> dict[str, _Row]:
     """Returns the schemes whose seeds have all ended, where the baseline's have; best first."""
-    own = _ended(cells[baseline].finals(results), results)
-    if not own:
+    of_baseline = _ended(cells[baseline].finals(results), results)
+    if not of_baseline:
         return {}
-    found = {}
+    rows = {}
     for scheme, cell in cells.items():
         runs = cell.finals(results)
         if ended := _ended(runs, results):
-            found[scheme] = _Row(runs, ended, own)
-    return dict(sorted(found.items(), key=lambda item: _order(item[1])))
+            rows[scheme] = _Row(runs, ended, of_baseline)
+    return dict(sorted(rows.items(), key=lambda item: _order(item[1])))
 
 
 def _differences(results: Sequence[Result], baseline: Sequence[Result]) -> list[float]:
@@ -125,15 +126,14 @@ def _differences(results: Sequence[Result], baseline: Sequence[Result]) -> list[
 
 def _order(row: _Row) -> float:
     sign = -1.0 if row.run.task.labels.higher_is_better else 1.0
-    found = [score(result) for result in row.results]
-    values = [x for x in found if x is not None]
-    return sign * mean(values) if len(values) == len(found) else math.inf
+    scores = [score(result) for result in row.results]
+    return math.inf if None in scores else sign * mean(scores)
 
 
 def _ended(runs: Sequence[Run], results: Lookup) -> list[Result]:
     """Returns the results of runs, none unless all have ended."""
-    found = [result for run in runs if (result := results(run))]
-    return found if len(found) == len(runs) else []
+    ended = [result for run in runs if (result := results(run))]
+    return ended if len(ended) == len(runs) else []
 
 
 def _size(size: str, cells: Mapping[str, Cell], about: Any, results: Lookup) -> Iterator[str]:
@@ -160,7 +160,7 @@ def _size(size: str, cells: Mapping[str, Cell], about: Any, results: Lookup) -> 
         yield from _budgets(rows[baseline], cells[baseline], results)
     yield from _grid(cells, results)
     yield from _orders(cells, results)
-    yield from _own(cells, results)
+    yield from _scheme_rates(cells, results)
 
 
 def _scores(
@@ -179,31 +179,29 @@ def _scores(
     heads += ["in equal time, difference"] if any(timed.values()) else []
     curve = _curve(rows[baseline], cells[baseline], results) if any(timed.values()) else {}
     heads += ["compute gain"] if curve else []
-    yield f"| scheme | {' | '.join(heads)} |"
-    yield f"|---|{'---:|' * len(heads)}"
+    lines = []
     for scheme, row in rows.items():
         train = row.run.task.train
-        own = f" ({train.scheme_rate:g} x)" if train.scheme_rate != 1 else ""
+        scheme_rate = f" ({train.scheme_rate:g} x)" if train.scheme_rate != 1 else ""
         cells_of = [
             in_words(row.values(main, trained)),
             "" if scheme == baseline else in_words(row.against, sign="+"),
-            f"{train.learning_rate:g}{own}",
+            f"{train.learning_rate:g}{scheme_rate}",
         ]
         if any(timed.values()):
             against = _differences(timed[scheme], rows[baseline].results) if timed[scheme] else []
             cells_of.append(in_words(against, sign="+") if against else "")
             cells_of += [_gain(against, curve) if against else ""] if curve else []
-        yield f"| {label(scheme)} | {' | '.join(cells_of)} |"
-    yield ""
+        lines.append([label(scheme), *cells_of])
+    yield from table(["scheme", *heads], lines)
     if columns:
         yield "Other lengths and ways of evaluating, means over seeds:"
         yield ""
-        yield f"| scheme | {' | '.join(f'{view} {n}' for view, n in columns)} |"
-        yield f"|---|{'---:|' * len(columns)}"
-        for scheme, row in rows.items():
-            means = " | ".join(_mean(row.values(view, n)) for view, n in columns)
-            yield f"| {label(scheme)} | {means} |"
-        yield ""
+        lines = [
+            [label(scheme), *(_mean(row.values(view, n)) for view, n in columns)]
+            for scheme, row in rows.items()
+        ]
+        yield from table(["scheme", *(f"{view} {n}" for view, n in columns)], lines)
     failed = {s: sum(r.status != "done" for r in row.results) for s, row in rows.items()}
     grids = [r for s in rows for run in cells[s].grid if (r := results(run))]
     processors = sorted({r.processor for r in grids if r.on_cpu})
@@ -221,18 +219,18 @@ def _scores(
 
 def _curve(row: _Row, cell: Cell, results: Lookup) -> dict[float, float]:
     """Returns the baseline's mean score by budget, ascending; nothing before all have ended."""
-    found = {1.0: mean(row.values(row.run.task.views[0], row.run.task.train_length))}
+    curve = {1.0: mean(row.values(row.run.task.views[0], row.run.task.train_length))}
     for budget in cell.about.budgets:
         runs = cell.budgeted(results, budget)
         scores = [score(result) for result in _ended(runs, results)]
         steps = runs[0].task.train.steps / row.run.task.train.steps  # At least the warm-up.
-        found[steps] = mean([math.nan if x is None else x for x in scores])
-    known = len(found) > 1 and all(map(math.isfinite, found.values()))
-    return dict(sorted(found.items())) if known else {}
+        curve[steps] = mean([math.nan if x is None else x for x in scores])
+    known = len(curve) > 1 and all(map(math.isfinite, curve.values()))
+    return dict(sorted(curve.items())) if known else {}
 
 
 def _gain(against: Sequence[float], curve: Mapping[float, float]) -> str:
-    """Returns the budgets at which a curve has the differences to its score at 1, in words."""
+    """Returns in words the budgets at which a curve differs from its score at 1 by `against`."""
     budgets = np.log2(list(curve))
     scores = np.array(list(curve.values())) - curve[1.0]
     sign = 1.0 if scores[-1] > scores[0] else -1.0  # Of lower budgets, the scores are worse.
@@ -240,13 +238,13 @@ def _gain(against: Sequence[float], curve: Mapping[float, float]) -> str:
         return "-"
     words = []
     for difference in interval(against):
-        at = sign * difference
-        if at < sign * scores[0]:
+        change = sign * difference
+        if change < sign * scores[0]:
             words.append(f"< {min(curve):g}")
-        elif at > sign * scores[-1]:
+        elif change > sign * scores[-1]:
             words.append(f"> {max(curve):g}")
         else:
-            words.append(f"{2 ** np.interp(at, sign * scores, budgets):.2f}")
+            words.append(f"{2 ** np.interp(change, sign * scores, budgets):.2f}")
     middle, low, high = words if sign > 0 else (words[0], *words[:0:-1])
     return middle if low == high or len(against) < 2 else f"{middle} [{low}, {high}]"
 
@@ -261,16 +259,14 @@ def _budgets(row: _Row, cell: Cell, results: Lookup) -> Iterator[str]:
 
 
 def _grid(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
-    found = {name: [results(run) for run in cell.grid] for name, cell in cells.items()}
-    if not any(r for row in found.values() for r in row):
+    results_by_scheme = {n: [results(run) for run in cell.grid] for n, cell in cells.items()}
+    if not any(r for row in results_by_scheme.values() for r in row):
         return
     rates = next(iter(cells.values())).about.rates
     yield "The grid of learning rates (one seed, score at the trained length; the best is bold):"
     yield ""
-    yield f"| scheme | {' | '.join(f'{rate:g}' for rate in rates)} |"
-    yield f"|---|{'---:|' * len(rates)}"
-    edges = []
-    for name, row in found.items():
+    lines, edges = [], []
+    for name, row in results_by_scheme.items():
         best = cells[name].best(cells[name].grid, results)
         texts = []
         for run, result in zip(cells[name].grid, row, strict=True):
@@ -279,8 +275,8 @@ def _grid(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
             texts.append(f"**{text}**" if run is best else text)
         if best in (cells[name].grid[0], cells[name].grid[-1]):
             edges.append(label(name))
-        yield f"| {label(name)} | {' | '.join(texts)} |"
-    yield ""
+        lines.append([label(name), *texts])
+    yield from table(["scheme", *(f"{rate:g}" for rate in rates)], lines)
     if edges:
         yield f"The best rate lies at the edge of the grid for {', '.join(edges)}."
         yield ""
@@ -301,8 +297,8 @@ def _order_with(
     """The order of the schemes with either of two parts of the grid."""
     parts: list[dict[str, float]] = [{}, {}]
     for name, cell in cells.items():
-        for part, kept in zip(parts, (first, second), strict=True):
-            best = cell.best(cell.grid[kept], results)
+        for part, rates in zip(parts, (first, second), strict=True):
+            best = cell.best(cell.grid[rates], results)
             value = score(results(best)) if best else None
             if value is None:
                 return
@@ -312,9 +308,9 @@ def _order_with(
     rates = next(iter(cells.values())).about.rates
     yield f"The order {text}:"
     yield ""
-    for kept, order, part in zip((first, second), orders, parts, strict=True):
+    for chosen, order, part in zip((first, second), orders, parts, strict=True):
         shown = ", ".join(f"{label(name)} {part[name]:.3f}" for name in order)
-        yield f"* {', '.join(f'{rate:g}' for rate in rates[kept])}: {shown}"
+        yield f"* {', '.join(f'{rate:g}' for rate in rates[chosen])}: {shown}"
     swapped = []
     for i, a in enumerate(orders[0]):
         for b in orders[0][i + 1 :]:
@@ -327,7 +323,7 @@ def _order_with(
     yield ""
 
 
-def _own(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
+def _scheme_rates(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
     lines = []
     for name, cell in cells.items():
         best = cell.best(cell.grid, results)
@@ -349,10 +345,10 @@ def _provenance(results: Sequence[Result]) -> Iterator[str]:
         return
     yield "## How it was made"
     yield ""
-    versions = ordered(", ".join(result.versions) for result in results)
-    yield f"* Versions: {'; '.join(versions)}"
-    yield f"* Processor: {'; '.join(ordered(result.processor for result in results))}"
-    yield f"* Code: {', '.join(ordered(result.commit for result in results))}"
+    origin = provenance(results)
+    yield f"* Versions: {origin.versions}"
+    yield f"* Processor: {origin.processors}"
+    yield f"* Code: {origin.commits}"
     wall = sum(result.train_seconds + result.compile_seconds for result in results)
     cpu = sum(result.cpu_seconds for result in results)
     yield f"* {len(results)} runs; {duration(wall)} in training and compilation one after the other"

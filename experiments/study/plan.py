@@ -17,33 +17,31 @@
     rates = [1e-3, 2e-3, 4e-3]
 
 Runs follow from results, in stages: each scheme runs at each rate of the grid with a seed of its
-own; where `own_rates` names the scheme, the best of them runs again with other rates for the
-scheme's parameters; what had the best score at the trained length runs with all seeds; and with
-`equal_time`, so often fewer steps that training takes as long as the baseline's. With `budgets`,
-the baseline runs with more and fewer steps too, at the same rate: what its score is worth in time.
+own; where `own_rates` names the scheme, the best run is repeated with other rates for the scheme's
+parameters; the run with the best score at the trained length is repeated with all seeds and, with
+`equal_time`, with as many steps as take the baseline's training time. With `budgets`, the baseline
+runs with more and fewer steps too, at the same rate, so that scores translate into time.
 """
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from experiments.config import from_file
-from experiments.config_io import STRICT, convert, merge, near, read_toml
 from experiments.errors import ConfigError
-from experiments.runs import Result, Run
-
-Lookup = Callable[[Run], Result | None]
-"""Returns the result of a run, None if it has none."""
+from experiments.pages.scheme_results import Lookup
+from experiments.runs.experiment import from_file
+from experiments.runs.run import Result, Run
+from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
 
 
 @dataclasses.dataclass(frozen=True)
 class _Size:
-    """Settings of a size, without those of its runs."""
+    """Settings of a size without settings of runs."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -115,11 +113,11 @@ class Cell:
 
     def best(self, runs: tuple[Run, ...], results: Lookup) -> Run | None:
         """Returns the run with the best score; None before all have ended."""
-        found = [results(run) for run in runs]
-        if any(result is None for result in found):
+        ended = [results(run) for run in runs]
+        if any(result is None for result in ended):
             return None
         worst = -math.inf if runs[0].task.labels.higher_is_better else math.inf
-        scores = [worst if (x := score(result)) is None else x for result in found]
+        scores = [worst if (x := score(result)) is None else x for result in ended]
         pick = max if runs[0].task.labels.higher_is_better else min
         return runs[scores.index(pick(scores))]
 
@@ -129,23 +127,23 @@ class Cell:
         return tuple(self.variant(best, seed) for seed in range(self.about.seeds)) if best else ()
 
     def timed(self, results: Lookup, baseline: "Cell") -> tuple[Run, ...]:
-        """Returns those that train as long as the baseline; none unless both have times.
+        """Returns the runs that train as long as the baseline; none unless both have times.
 
         Times are medians over the runs of the grid that did not diverge.
         """
         if not self.about.equal_time or self.scheme == baseline.scheme:
             return ()
-        own, others = ([results(run) for run in cell.grid] for cell in (self, baseline))
+        of_scheme, of_baseline = ([results(run) for run in cell.grid] for cell in (self, baseline))
         finals = self.finals(results)
-        if not finals or any(result is None for result in (*own, *others)):
+        if not finals or any(result is None for result in (*of_scheme, *of_baseline)):
             return ()
-        times, limits = _seconds(own), _seconds(others)
+        times, limits = _seconds(of_scheme), _seconds(of_baseline)
         if not times or not limits:
             return ()
         return self._longer(finals, statistics.median(limits) / statistics.median(times))
 
     def budgeted(self, results: Lookup, budget: float) -> tuple[Run, ...]:
-        """Returns those with `budget` times the steps; none before a rate is chosen."""
+        """Returns the runs with `budget` times the steps; none before a rate is chosen."""
         return self._longer(self.finals(results), budget)
 
     def _longer(self, runs: tuple[Run, ...], ratio: float) -> tuple[Run, ...]:
@@ -237,21 +235,23 @@ def load(path: Path) -> Study:
 def _cells(size: str, table: Any, about: _File, common: dict[str, Any]) -> dict[str, Cell]:
     try:
         table = convert(dict[str, Any], table, "")
-        own = {f.name for f in dataclasses.fields(_Size)}
+        settings = {f.name for f in dataclasses.fields(_Size)}
         if "rates" not in table:
             raise ConfigError("rates: is missing")
-        found = convert(_Size, {k: v for k, v in table.items() if k in own}, "")
-        if len(found.rates) < 3 or list(found.rates) != sorted(set(found.rates)):
-            raise ConfigError(f"rates: must be at least three that grow, got {list(found.rates)}")
-        if found.seeds > about.grid_seed:
+        about_size = convert(_Size, {k: v for k, v in table.items() if k in settings}, "")
+        if len(about_size.rates) < 3 or list(about_size.rates) != sorted(set(about_size.rates)):
+            raise ConfigError(
+                f"rates: must be at least three that grow, got {list(about_size.rates)}"
+            )
+        if about_size.seeds > about.grid_seed:
             raise ConfigError(f"seeds: must be up to grid_seed = {about.grid_seed}")
-        if 1.0 in found.budgets or list(found.budgets) != sorted(set(found.budgets)):
-            raise ConfigError(f"budgets: must grow, without 1, got {list(found.budgets)}")
-        for name in found.own_rates:
+        if 1.0 in about_size.budgets or list(about_size.budgets) != sorted(set(about_size.budgets)):
+            raise ConfigError(f"budgets: must grow, without 1, got {list(about_size.budgets)}")
+        for name in about_size.own_rates:
             if name not in about.schemes:
                 raise ConfigError(f"own_rates.{name}: is not compared{near(name, about.schemes)}")
-        everything = merge(common, {k: v for k, v in table.items() if k not in own})
-        everything |= {"tasks": [found.task or about.task]}
+        everything = merge(common, {k: v for k, v in table.items() if k not in settings})
+        everything |= {"tasks": [about_size.task or about.task]}
         schemes = merge(everything.get("schemes", {}), {"names": list(about.schemes)})
         experiment = from_file(everything | {"schemes": schemes})
         experiment.check()
@@ -260,19 +260,13 @@ def _cells(size: str, table: Any, about: _File, common: dict[str, Any]) -> dict[
             scheme: Cell(
                 size,
                 scheme,
-                found,
+                about_size,
                 tuple(
-                    Run(
-                        _at_rate(task, rate),
-                        scheme,
-                        experiment.options_of(task.name, scheme),
-                        experiment.scheme(task.name, scheme),
-                        about.grid_seed,
-                    )
-                    for rate in found.rates
+                    dataclasses.replace(run, task=_at_rate(task, rate)) for rate in about_size.rates
                 ),
             )
             for scheme in about.schemes
+            for run in [experiment.run(task.name, scheme, about.grid_seed)]
         }
     except ConfigError as error:
         raise ConfigError(f"sizes.{size}: {error}") from None

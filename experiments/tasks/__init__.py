@@ -3,8 +3,6 @@
 from experiments.tasks.addition import Addition as Addition
 from experiments.tasks.base import Task as Task
 from experiments.tasks.copy import Copy as Copy
-from experiments.tasks.counting import Counting as Counting
-from experiments.tasks.dyck import Dyck as Dyck
 from experiments.tasks.flip_flop import FlipFlop as FlipFlop
 from experiments.tasks.indirect_index import IndirectIndex as IndirectIndex
 from experiments.tasks.induction import Induction as Induction
@@ -12,13 +10,9 @@ from experiments.tasks.kback import KBack as KBack
 from experiments.tasks.kth import Kth as Kth
 from experiments.tasks.majority import Majority as Majority
 from experiments.tasks.masked import Masked as Masked
-from experiments.tasks.mqar import MQAR as MQAR
-from experiments.tasks.needle import Needle as Needle
 from experiments.tasks.parity import Parity as Parity
 from experiments.tasks.reverse import Reverse as Reverse
-from experiments.tasks.selective_copy import SelectiveCopy as SelectiveCopy
 from experiments.tasks.sort import Sort as Sort
-from experiments.tasks.speed import Speed as Speed
 from experiments.tasks.text import Text as Text
 
 TASKS: dict[str, type[Task]] = {

@@ -4,11 +4,11 @@
     <begin> m 5 n 7 + m 6 n 1 <separator> m 1 n 9 o 0                           kind = "hints"
 
 All n + 1 digits of the sum count. With "hints" each digit comes after a letter for its place; the
-letters are consecutive, from a random one on, and those of the sum count too (Zhou et al. 2024,
-https://arxiv.org/abs/2402.09371). With "abacus" tokens are those of "plain" and the coordinates
-[2, B, T] are the positions and the places of digits in their numbers, from 1 on, which in training
-get one random offset per row (McLeish et al. 2024, https://arxiv.org/abs/2405.17399): chain
-schemes of one axis each, by `posenc_jax.on_axis`.
+letters are consecutive, the first is random, and letters of the sum count too (Zhou et al. 2024,
+https://arxiv.org/abs/2402.09371). "abacus" has the tokens of "plain", and coordinates [2, B, T]:
+the positions, and the places of digits in their numbers, from 1 on, with one random offset per row
+in training (McLeish et al. 2024, https://arxiv.org/abs/2405.17399). Chain schemes of one axis for
+them, by `posenc_jax.on_axis`.
 """
 
 import dataclasses
@@ -19,13 +19,12 @@ import jax.numpy as jnp
 from pydantic import PositiveInt
 
 import posenc_jax as pe
-from experiments.config_io import near
 from experiments.errors import ConfigError
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
+from experiments.settings.config_io import near
 from experiments.tasks.base import Length
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
-from experiments.tasks.mqar import interleaved
 
 _PLUS, _DIGITS, _LETTERS = 3, 4, 14
 KINDS = ("plain", "hints", "abacus")
@@ -92,7 +91,7 @@ class Addition(Rows):
         letters = _LETTERS + bits[:, -2:-1] % starts + place
         size = 1
         if self.kind == "hints":
-            a, b, c = (interleaved(letters, _DIGITS + x) for x in (a, b, c))
+            a, b, c = (_interleaved(letters, _DIGITS + x) for x in (a, b, c))
             size = 2
         else:
             a, b, c = (_DIGITS + x for x in (a, b, c))
@@ -124,3 +123,9 @@ class Addition(Rows):
                 f"addition.coordinates: {self.coordinates!r}, but addition.kind = 'abacus' has its "
                 "own"
             )
+
+
+def _interleaved(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns a0 b0 a1 b1 ... int32 [B, W] for arrays [B, W]."""
+    both = jnp.stack([a.astype(jnp.int32), b.astype(jnp.int32)], 2)
+    return both.reshape(a.shape[0], -1)[:, : a.shape[1]]

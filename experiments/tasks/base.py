@@ -1,8 +1,8 @@
-"""The interface of a task: settings, batches made on the device, evaluation, and labels.
+"""The interface of a task: settings, sampling on the device, evaluation, and labels.
 
 Batches are tokens int32 [B, T + 1] for T inputs of the model: it reads tokens[:, :-1] and
 predicts tokens[:, 1:]. The mask float32 [B, T + 1] is 1 on the tokens that count. A model without
-causality (`Model.is_causal`) reads tokens[:, 1:], with 0 in place of those that count.
+causality (`Model.is_causal`) reads tokens[:, 1:], with 0 for the tokens that count.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ from flax import nnx
 from pydantic import Field, NonNegativeInt
 
 import posenc_jax as pe
-from experiments.config_io import STRICT, near
 from experiments.errors import ConfigError
-from experiments.model import Position
-from experiments.settings import Model, Train
-from experiments.tables import Labels
+from experiments.models.model import Position
+from experiments.settings.common import Model, Train
+from experiments.settings.config_io import STRICT, near
+from experiments.tasks.labels import Labels
 
 Length = Annotated[int, Field(ge=2)]
 PLACES = 16
-"""Parts of a row that are scored one by one, of equal length."""
+"""Number of parts of a row, of equal length, with a score each."""
 COORDINATES = ("positions", "shifted", "randomized", "random_floats")
 
 
@@ -35,8 +35,8 @@ class Data:
     Attributes:
       train: a pytree of arrays on the device for `Task.sample`.
       held_out: data for `Task.evaluate`.
-      baseline: a score by which `fits` decides, where it depends on the data.
-      facts: lines that identify the data, by what they describe.
+      baseline: the score that `fits` compares with, if it depends on the data.
+      facts: lines that identify the data, by subject.
     """
 
     train: Any = None
@@ -47,7 +47,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One score per seed, and how it was measured.
+    """One score per seed, and the conditions of the measurement.
 
     Attributes:
       metric: its name, `Labels.metric` of the task.
@@ -56,9 +56,8 @@ class Evaluation:
       values: one per seed.
       in_distribution: whether the length is the training length.
       variant: the change of the scheme after training, None for none.
-      note: a remark for readers.
-      places: the mean score over seeds of each of `PLACES` parts of the row, or of what
-        `Labels.places` names; None for parts in which nothing is scored. Default: not measured.
+      places: the mean score over seeds in each of `PLACES` parts of the row, or by
+        `Labels.places`; None for parts without scored tokens. Default: not measured.
     """
 
     metric: str
@@ -67,7 +66,6 @@ class Evaluation:
     values: list[float]
     in_distribution: bool
     variant: str | None = None
-    note: str | None = None
     places: list[float | None] | None = None
 
 
@@ -86,9 +84,9 @@ class Task:
     train: Train = dataclasses.field(default_factory=Train)
     """How the model is trained."""
     coordinates: str = "positions"
-    """What the scheme encodes: positions; shifted (positions plus a random offset per sequence, in
-    training only); randomized (sorted random integers, in evaluation too); random_floats (sorted
-    random numbers, in evaluation evenly spaced ones)."""
+    """Coordinates of the scheme: positions; shifted (positions plus a random offset per sequence,
+    in training only); randomized (sorted random integers, in evaluation too); random_floats (sorted
+    random numbers, evenly spaced in evaluation)."""
     coordinate_range: NonNegativeInt = 0
     """All coordinates are below this; 0: the longest test length."""
     schemes: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
@@ -97,7 +95,7 @@ class Task:
     name: ClassVar[str] = ""
     """The name in files, flags, tables and plots."""
     labels: ClassVar[Labels] = Labels()
-    """How tables and plots show the results."""
+    """Words and units of tables and plots."""
     seconds: ClassVar[float] = 15.0
     """Time of a run on two idle cores, for the first estimate of the time left."""
     measure_settings: ClassVar[frozenset[str]] = frozenset()
@@ -120,14 +118,23 @@ class Task:
 
     @property
     def views(self) -> tuple[str, ...]:
-        """The names of the scores at each length, modes and variants; the first is the main one."""
+        """The names of the scores at each length, modes and variants; the main score is first."""
         return ("plain",)
+
+    def in_distribution(self, view: str, length: int) -> bool:
+        """Returns whether models are trained with what a view has at a length."""
+        return length == self.train_length
+
+    @property
+    def zero_shot(self) -> tuple[str, ...]:
+        """The views that are zero-shot variants of schemes."""
+        return ()
 
     def load(self) -> Data:
         """Returns the data of the task; empty by default, for tasks that draw their data.
 
         Raises:
-          CorpusError: if they are missing or damaged.
+          CorpusError: for missing or damaged data.
         """
         return Data()
 
@@ -140,14 +147,14 @@ class Task:
           key: of this batch.
           batch: B.
           length: inputs per sequence.
-          data: `Data.train` of what `load` returned.
+          data: `Data.train` from `load`.
         """
         raise NotImplementedError
 
     def draw_coordinates(
         self, key: jax.Array, tokens: jax.Array, *, training: bool
     ) -> jax.Array | None:
-        """Returns what the scheme encodes [B, T], for tokens [B, T + 1]; None: the positions.
+        """Returns coordinates [B, T] for tokens [B, T + 1]; None for the positions.
 
         Args:
           key: of this batch.
@@ -166,7 +173,7 @@ class Task:
         if training:
             return pe.positions.random_floats(key, positions, float(limit))
         place = jnp.arange(tokens.shape[1])
-        inputs = jnp.where(tokens > 0, place, 0).max(1, keepdims=True)  # Without the padding.
+        inputs = jnp.where(tokens > 0, place, 0).max(1, keepdims=True)  # The padding is left out.
         spaced = pe.positions.spaced_floats(positions, 1, float(limit))
         return spaced / jnp.maximum(inputs, self.train_length)
 
@@ -176,50 +183,50 @@ class Task:
         """Returns the scores of trained parameters; the first at the training length.
 
         Args:
-          position: the scheme, or the layers, that they were trained with.
+          position: the scheme, or the layers, of the training.
           params: leaves [seeds, ...].
           seeds: of the test data.
-          data: what `load` returned.
+          data: from `load`.
         """
         raise NotImplementedError
 
     def fits(self, score: float, data: Data) -> bool:
-        """Returns whether a score at the training length shows that the task was learned."""
+        """Returns whether a score at the training length means a learned task."""
         raise NotImplementedError
 
     def fit_rule(self, data: Data) -> str:
         """Returns the rule of `fits` in words."""
         raise NotImplementedError
 
-    def fitted(self, found: list[Evaluation], data: Data) -> bool:
+    def fitted(self, evaluations: list[Evaluation], data: Data) -> bool:
         """Returns whether the mean over seeds at the training length fits."""
-        trained = next(e for e in found if e.in_distribution and e.variant is None)
+        trained = next(e for e in evaluations if e.in_distribution and e.variant is None)
         return self.fits(float(np.mean(trained.values)), data)
 
     def check(self) -> None:
         """Raises ConfigError for settings that contradict one another."""
-        at = self.name
-        self.model.check(f"{at}.model")
-        self.train.check(f"{at}.train")
+        name = self.name
+        self.model.check(f"{name}.model")
+        self.train.check(f"{name}.train")
         lengths = self.test_lengths
         if not lengths or list(lengths) != sorted(set(lengths)):
-            raise ConfigError(f"{at}.test_lengths: must grow, got {list(lengths)}")
+            raise ConfigError(f"{name}.test_lengths: must grow, got {list(lengths)}")
         if lengths[0] != self.train_length:
             less = "shorter than" if lengths[0] < self.train_length else "beyond"
             raise ConfigError(
-                f"{at}.test_lengths: begins with {lengths[0]}, {less} the training length "
+                f"{name}.test_lengths: begins with {lengths[0]}, {less} the training length "
                 f"{self.train_length}; the first must be that length"
             )
         if self.coordinates not in COORDINATES:
             hint = near(self.coordinates, COORDINATES)
-            raise ConfigError(f"{at}.coordinates: unknown kind {self.coordinates!r}{hint}")
+            raise ConfigError(f"{name}.coordinates: unknown kind {self.coordinates!r}{hint}")
         if self.coordinates == "positions" and self.coordinate_range:
             raise ConfigError(
-                f"{at}.coordinate_range: {self.coordinate_range} is for random coordinates, but "
-                f"{at}.coordinates are positions"
+                f"{name}.coordinate_range: {self.coordinate_range} is for random coordinates, but "
+                f"{name}.coordinates are positions"
             )
         if self.num_coordinates < self.longest:
             raise ConfigError(
-                f"{at}.coordinate_range: {self.coordinate_range} is below the longest test length "
-                f"{self.longest}"
+                f"{name}.coordinate_range: {self.coordinate_range} is below the longest test "
+                f"length {self.longest}"
             )

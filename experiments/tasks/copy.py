@@ -4,7 +4,7 @@
     <begin> c a b d <separator> c a b d <separator>         kind = "unique": no symbol twice
     <begin> c c c c <separator> c c c c <separator>         kind = "same": how many is the question
 
-Everything after the first separator counts; the second one says that the answer ends. "same" is
+All tokens after the first separator count; the second separator ends the answer. "same" is
 repeat_single_char of Kazemnejad et al. (2023, https://arxiv.org/abs/2305.19466), "unique" is
 unique_copy of Huang et al. (2025, https://arxiv.org/abs/2410.02140), in which the token before
 the one to be copied can be found by content.
@@ -16,10 +16,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from pydantic import PositiveInt
 
-from experiments.config_io import near
 from experiments.errors import ConfigError
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
+from experiments.settings.config_io import near
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import SEPARATOR, Rows, permutation, question_and_answer
 
 KINDS = ("random", "unique", "same")

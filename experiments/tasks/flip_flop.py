@@ -2,10 +2,10 @@
 
     w 1 i 0 i 1 r 1 w 0 i 1 r 0 ...
 
-Instructions write, ignore and read, each followed by a bit. Bits after w and i are random, a bit
-after r is the one after the last w, and only these count. The first instruction is w. In the mode
-"sparse" instructions are ignored more often than in training. The language is that of Liu et al.
-(2023, https://arxiv.org/abs/2306.00946).
+Instructions write, ignore and read; a bit follows each. Bits after w and i are random; a bit after
+r repeats the bit after the last w, and only bits after r count. The first instruction is w. The
+mode "sparse" has more ignored instructions than training. The language is from Liu et al. (2023,
+https://arxiv.org/abs/2306.00946).
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from pydantic import Field
 
-from experiments.tables import Labels
 from experiments.tasks.base import Length
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup
 
 _WRITE, _IGNORE, _READ, _BITS = 1, 2, 3, 4
@@ -32,11 +32,11 @@ class FlipFlop(Lookup):
     test_lengths: tuple[int, ...] = (64, 128, 256)
     """Lengths of the evaluation; the first is the training length."""
     ignore_rate: Rate = 0.8
-    """Probability of i; w and r share the rest."""
+    """Probability of i; w and r are equally probable."""
     sparse_rate: Rate = 0.98
     """Probability of i in the mode "sparse"."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.99
-    """Accuracy at the training length from which on a model counts as fitted."""
+    """Least accuracy of a fitted model at the training length."""
 
     name: ClassVar[str] = "flip_flop"
     labels: ClassVar[Labels] = Labels(

@@ -1,10 +1,10 @@
-"""indirect_index: the symbol at a given distance from a given one.
+"""indirect_index: the symbol at a given distance from a given symbol.
 
     <begin> c a b d e <separator> b -1 a        one to the left of b is a
     <begin> c a b d e <separator> b +2 e
 
 All symbols of a row differ. The source is found by content and the answer by its distance from the
-source. The task is that of PoPE (Gopalakrishnan et al. 2025, https://arxiv.org/abs/2509.10534).
+source. The task is from PoPE (Gopalakrishnan et al. 2025, https://arxiv.org/abs/2509.10534).
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, permutation, question_and_answer
 
 
@@ -59,8 +59,8 @@ class IndirectIndex(Rows):
         # The source leaves room for the shift.
         low, high = jnp.maximum(-shift, 0), count - jnp.maximum(shift, 0)
         source = low + ((bits[:, -2:-1] >> 12) % (high - low).astype(jnp.uint32)).astype(jnp.int32)
-        given, answer = (jnp.take_along_axis(x, at, 1) for at in (source, source + shift))
-        asked = jnp.concatenate([given, 3 + index, answer], 1)
+        question, answer = (jnp.take_along_axis(x, i, 1) for i in (source, source + shift))
+        asked = jnp.concatenate([question, 3 + index, answer], 1)
         asked = jnp.pad(asked, ((0, 0), (0, width - 3)))
         tokens, mask = question_and_answer(x, asked, count, 3)
         return tokens, jnp.where(jnp.arange(width)[None] < count + 4, 0.0, mask)

@@ -2,11 +2,10 @@
 
     <begin> c a b d e <separator> a b d e ...
 
-The symbols before the separator are all different. After it, a piece of them is repeated from a
-random place on; its first symbol is given, the others count. Each answer is the symbol that came
-after the last occurrence of the previous one: an induction head (Olsson et al. 2022,
-https://arxiv.org/abs/2209.11895) attends to the token after it, which needs a head for the previous
-token.
+All symbols before the separator differ. After it, a piece of them is repeated from a random place;
+its first symbol is given, the others count. Each answer is the symbol after the earlier occurrence
+of the previous symbol: an induction head (Olsson et al. 2022, https://arxiv.org/abs/2209.11895)
+attends there, and needs a head for the previous token.
 """
 
 import dataclasses
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, permutation, question_and_answer
 
 
@@ -53,11 +52,11 @@ class Induction(Rows):
         x = jnp.pad(x, ((0, 0), (0, bits.shape[1])))[:, : bits.shape[1]]
         starts = (count - self.repeated + 1).astype(jnp.uint32)
         start = (bits[:, -2:-1] % starts).astype(jnp.int32)
-        at = jnp.minimum(start + jnp.arange(bits.shape[1])[None], bits.shape[1] - 1)
-        again = jnp.take_along_axis(x, at, 1)
+        places = jnp.minimum(start + jnp.arange(bits.shape[1])[None], bits.shape[1] - 1)
+        again = jnp.take_along_axis(x, places, 1)
         tokens, mask = question_and_answer(x, again, count, self.repeated)
-        given = jnp.arange(bits.shape[1])[None] == count + 2
-        return tokens, jnp.where(given, 0.0, mask)
+        first = jnp.arange(bits.shape[1])[None] == count + 2
+        return tokens, jnp.where(first, 0.0, mask)
 
     def check(self) -> None:
         """Raises ConfigError for settings that contradict one another."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.tables import Labels
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup
 
 _QUERY = 0

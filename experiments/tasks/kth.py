@@ -2,8 +2,8 @@
 
     <begin> x_0 x_1 ... x_{n-1} <index j> x_j
 
-n is random, and so is j, among the first symbols. The distance from the index token to its
-answer varies with n, the position of the answer does not.
+n and j are random. The distance from the index token to its answer varies with n; the position of
+the answer does not.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup
 
 _PAD, _BEGIN = 0, 1
@@ -51,11 +51,11 @@ class Kth(Lookup):
           count: int32 [B, 1], at most T - 2.
         """
         symbols = (2 + bits % self.symbols).astype(jnp.int32)
-        wanted = (bits[:, :1] >> 1).astype(jnp.int32) % jnp.minimum(self.indices, count)
-        answer = jnp.take_along_axis(symbols, wanted + 1, 1)
+        index = (bits[:, :1] >> 1).astype(jnp.int32) % jnp.minimum(self.indices, count)
+        answer = jnp.take_along_axis(symbols, index + 1, 1)
         place = jnp.arange(bits.shape[1])[None]
         tokens = jnp.where(place == 0, _BEGIN, symbols)
-        tokens = jnp.where(place == count + 1, 2 + self.symbols + wanted, tokens)
+        tokens = jnp.where(place == count + 1, 2 + self.symbols + index, tokens)
         tokens = jnp.where(place == count + 2, answer, tokens)
         tokens = jnp.where(place > count + 2, _PAD, tokens)
         return tokens.astype(jnp.int32), (place == count + 2).astype(jnp.float32)

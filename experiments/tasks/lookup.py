@@ -1,4 +1,4 @@
-"""Bases of tasks with exact answers, scored by the share of right ones per length.
+"""Bases of tasks with exact answers, scored by the share of right answers per length.
 
 `Lookup` is for streams, whose answers lie anywhere; `Rows` for rows with one problem each.
 """
@@ -15,7 +15,7 @@ from flax import nnx
 from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.model import seed_keys, structure
+from experiments.models.model import seed_keys, structure
 from experiments.tasks.base import PLACES, Evaluation, Task
 
 PAD, BEGIN, SEPARATOR = 0, 1, 2
@@ -35,21 +35,25 @@ class Lookup(Task):
     eval_batches: PositiveInt = 2
     """Batches of the evaluation."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Accuracy at the training length from which on a model counts as fitted."""
+    """Least accuracy of a fitted model at the training length."""
 
     measure_settings: ClassVar[frozenset[str]] = frozenset({"eval_batch", "eval_batches"})
     exact_match: ClassVar[bool] = False
-    """Whether sequences are scored as a whole too, in the mode "exact"."""
+    """Whether the mode "exact" scores whole sequences too."""
 
     @property
     def test_modes(self) -> Mapping[str, "Lookup"]:
-        """The task by way of evaluating; a subclass may add tasks with other settings."""
+        """The task by mode of evaluation; a subclass may add tasks with other settings."""
         return {"plain": self}
 
     @property
     def views(self):
-        """The ways of evaluating."""
+        """The modes of evaluation."""
         return (*self.test_modes, *(("exact",) if self.exact_match else ()))
+
+    def in_distribution(self, view, length):
+        """Returns whether the way of evaluating and the length are those of training."""
+        return view in ("plain", "exact") and super().in_distribution(view, length)
 
     def sample_test(self, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns a batch of the longest length whose answers belong to the test lengths.
@@ -62,14 +66,14 @@ class Lookup(Task):
           the index of its test length, int32 of the same shape.
         """
         tokens, mask = self.sample(key, batch, self.longest)
-        at = jnp.arange(self.longest + 1) - 1
-        index = jnp.searchsorted(jnp.asarray(self.test_lengths), at, side="right")
+        places = jnp.arange(self.longest + 1) - 1
+        index = jnp.searchsorted(jnp.asarray(self.test_lengths), places, side="right")
         return tokens, mask, jnp.broadcast_to(index.astype(jnp.int32), tokens.shape)
 
     def evaluate(self, position, params, seeds, data):
         """Returns the accuracy at each test length in each mode."""
         graphdef = structure(self.model, position, self.vocab_size)
-        keys, found = seed_keys(seeds, "test"), []
+        keys, evaluations = seed_keys(seeds, "test"), []
         for mode, task in self.test_modes.items():
             tokens: Any = 0.0
             rows: Any = 0.0
@@ -77,10 +81,10 @@ class Lookup(Task):
                 batch_keys = jax.vmap(lambda k, i=i: jax.random.fold_in(k, i))(keys)
                 counts = _count_right(params, batch_keys, graphdef=graphdef, task=task)
                 tokens, rows = tokens + np.asarray(counts[0]), rows + np.asarray(counts[1])
-            found += self._evaluations(mode, tokens.sum(-1), tokens.sum(0))
+            evaluations += self._evaluations(mode, tokens.sum(-1), tokens.sum(0))
             if self.exact_match and mode == "plain":
-                found += self._evaluations("exact", rows)
-        return found
+                evaluations += self._evaluations("exact", rows)
+        return evaluations
 
     def _evaluations(
         self, mode: str, counts: np.ndarray, by_place: np.ndarray | None = None
@@ -88,9 +92,9 @@ class Lookup(Task):
         """Returns right answers as shares of all.
 
         Args:
-          mode: the way of evaluating.
-          counts: right ones and all, [seeds, 2, lengths].
-          by_place: the same, [2, lengths, PLACES].
+          mode: of the evaluation.
+          counts: numbers of right answers and of all, [seeds, 2, lengths].
+          by_place: the same numbers summed over seeds, [2, lengths, PLACES].
         """
         values = counts[:, 0] / np.maximum(counts[:, 1], 1)
         return [
@@ -99,7 +103,7 @@ class Lookup(Task):
                 mode,
                 length,
                 [round(float(x), 5) for x in values[:, i]],
-                in_distribution=length == self.train_length and mode in ("plain", "exact"),
+                in_distribution=self.in_distribution(mode, length),
                 places=None
                 if by_place is None
                 else [
@@ -144,11 +148,6 @@ class Rows(Lookup):
 
     exact_match: ClassVar[bool] = True
 
-    @property
-    def different(self) -> int:
-        """The most symbols of one kind, each of which a row draws bits for."""
-        return self.symbols
-
     def most(self, length: int) -> int:
         """Returns the largest size n for `length` inputs."""
         raise NotImplementedError
@@ -157,26 +156,26 @@ class Rows(Lookup):
         """Returns tokens int32 [B, W] and mask float32 [B, W].
 
         Args:
-          bits: random uint32 [B, W]. W - 2 is at least the number of tokens and `different`;
-            the last column made n, the one before it is for one more draw per row.
+          bits: random uint32 [B, W]. W - 2 is at least the number of tokens and `symbols`. n comes
+            from the last column; the last but one is for another draw per row.
           count: n per row, int32 [B, 1].
         """
         raise NotImplementedError
 
     def _candidates(self, key, batch: int, length: int, purpose: str):
         """Returns random bits [B, C, W], to choose rows from, and a random n [B, C, 1]."""
-        width = max(length + 1, self.different) + 2
+        width = max(length + 1, self.symbols) + 2
         bits = jax.random.bits(key, (batch, _CANDIDATES[purpose], width))
         sizes = self.most(self.train_length) + 1 - self.shortest
         return bits, self.shortest + (bits[..., -1:] >> 3).astype(jnp.int32) % sizes
 
     def _chosen(self, bits, count, length: int, usable: Callable[[jax.Array], jax.Array]):
-        """Returns the first usable candidate of each row; one with a mask of zeros if none is.
+        """Returns the first usable candidate of each row; a mask of zeros if no candidate is.
 
         Args:
           bits, count: of `_candidates`.
           length: inputs T.
-          usable: from whether candidates are held out, bool [B, C], to whether they are usable.
+          usable: maps whether candidates are held out, bool [B, C], to whether they are usable.
         """
         flat = (x.reshape(-1, x.shape[-1]) for x in (bits, count))
         tokens, mask = (
@@ -240,8 +239,8 @@ def question_and_answer(
     """Returns rows `<begin> question <separator> answer`, padded, and the mask of the answers.
 
     Args:
-      question: int32 [B, W], of which the first `count` tokens are used.
-      answer: int32 [B, W], of which the first `answers` tokens are used.
+      question: int32 [B, W]; the first `count` tokens are used.
+      answer: int32 [B, W]; the first `answers` tokens are used.
       count: int32 [B, 1].
       answers: int32 [B, 1], or one number.
 
@@ -271,7 +270,7 @@ def permutation(bits: jax.Array, count: int) -> jax.Array:
 def _count_right(
     params: nnx.State, keys: jax.Array, *, graphdef: Any, task: Lookup
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns right answers and all by place, and right rows and all, per test length.
+    """Returns numbers of right answers and of all by place, and of rows, per test length.
 
     Returns:
       [seeds, 2, lengths, PLACES] and [seeds, 2, lengths].
@@ -284,8 +283,8 @@ def _count_right(
         inputs, targets = model.inputs_and_targets(tokens, mask)
         coordinates = task.draw_coordinates(key, tokens, training=False)
         right = (model(inputs, coordinates).argmax(-1) == targets) * mask[:, 1:]
-        at = jnp.arange(right.shape[1]) * PLACES // lengths[index[:, 1:]]  # Padding lies beyond.
-        cells = index[:, 1:], jnp.minimum(at, PLACES - 1)
+        places = jnp.arange(right.shape[1]) * PLACES // lengths[index[:, 1:]]
+        cells = index[:, 1:], jnp.minimum(places, PLACES - 1)  # Padding lies beyond PLACES.
         none = jnp.zeros((len(lengths), PLACES))
         tokens = jnp.stack([none.at[cells].add(x) for x in (right, mask[:, 1:])])
         rows = jax.nn.one_hot(index[:, -1], len(lengths)) * mask.any(1)[:, None]

@@ -1,4 +1,4 @@
-"""majority: which of two symbols is more frequent.
+"""majority: the more frequent of two symbols.
 
     <begin> 1 0 1 1 0 <separator> 1
 
@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from pydantic import PositiveInt
 
-from experiments.tables import Labels
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
 
 

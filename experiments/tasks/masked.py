@@ -3,9 +3,9 @@
     c a ? d c a b d ? a b d        period = 4
 
 The first `period` symbols are random and are repeated to the end. A share of the tokens is masked,
-and counts. Any token at a multiple of the period away is the answer, but the set of all tokens
-tells only which symbols occur: without positions, an encoder cannot do better than to guess among
-them (as masked language models of Haviv et al. 2022, https://arxiv.org/abs/2203.16634, Table 4).
+and counts. Tokens at multiples of the period hold the answer, but the set of all tokens tells only
+which symbols occur: without positions, an encoder can only guess among them (as masked language
+models of Haviv et al. 2022, https://arxiv.org/abs/2203.16634, Table 4).
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.settings import Model
-from experiments.tables import Labels
+from experiments.settings.common import Model
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup
 
 

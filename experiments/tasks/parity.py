@@ -12,8 +12,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from pydantic import PositiveInt
 
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
 
 

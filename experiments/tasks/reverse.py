@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
 from experiments.tasks.copy import Copy
+from experiments.tasks.labels import Labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,5 +28,5 @@ class Reverse(Copy):
 
     def order(self, x, count):
         """Returns the first `count` tokens of x backwards."""
-        at = count - 1 - jnp.arange(x.shape[1])[None]
-        return jnp.take_along_axis(x, jnp.maximum(at, 0), 1)
+        places = count - 1 - jnp.arange(x.shape[1])[None]
+        return jnp.take_along_axis(x, jnp.maximum(places, 0), 1)

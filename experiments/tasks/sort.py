@@ -3,8 +3,8 @@
     <begin> c a d b <separator> a b c d <separator>
 
 With `kind` "unique" (the default) no symbol occurs twice, as in the task sort of Huang et al.
-(2025, https://arxiv.org/abs/2410.02140). The next answer follows from the last one and the set of
-symbols: no position is needed.
+(2025, https://arxiv.org/abs/2410.02140). The next answer follows from the last answer and the set
+of symbols: no position is needed.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from experiments.settings import Train
-from experiments.tables import Labels
+from experiments.settings.common import Train
 from experiments.tasks.copy import Copy
+from experiments.tasks.labels import Labels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """text: a byte-level language model on real text, measured at several context lengths.
 
-Every length scores the same bytes of held-out text. `eval_bytes` of them lie in blocks as
-long as the longest test length, spread evenly over the held-out text; before each there is
-as much again that serves as context only.
+Every length scores the same `eval_bytes` bytes of held-out text. They lie in blocks as long as the
+longest test length, spread evenly over the held-out text, after a context of the same length.
 
-    non-overlapping   windows of the length, side by side: each byte once, with the bytes
-                      before it in the window as context (0 to length - 1)
+    non-overlapping   adjacent windows of the length: each byte once, with the bytes before it in
+                      the window as context (0 to length - 1)
     sliding           windows of the length that end every `stride` bytes; only the last
                       `stride` bytes of each count, so all have nearly the full context
 """
@@ -21,20 +20,20 @@ from flax import nnx
 from pydantic import NonNegativeInt, PositiveInt
 
 import posenc_jax as pe
-from experiments.config_io import near
-from experiments.corpus import load_corpus, pair_bits
 from experiments.errors import ConfigError
-from experiments.model import Position, structure, token_losses
-from experiments.schemes import with_scaling
-from experiments.settings import Model, Train
-from experiments.tables import Labels
+from experiments.models.model import Position, structure, token_losses
+from experiments.models.schemes import with_scaling
+from experiments.settings.common import Model, Train
+from experiments.settings.config_io import near
 from experiments.tasks.base import PLACES, Data, Evaluation, Length, Task
+from experiments.tasks.corpus import load_corpus, pair_bits
+from experiments.tasks.labels import Labels
 
 VARIANTS = {"ntk": pe.NTK, "pi": pe.PI}
 _TOKENS_PER_CALL = 4096
 _MARGIN = 0.3
-"""Bits per byte below a table of byte pairs from which on a model counts as fitted; models without
-position encodings, of the sizes of the study, come to 0.1 to 0.2."""
+"""Least distance of a fitted model below a table of byte pairs, in bits per byte; models without
+position encodings, of the sizes of the study, reach 0.1 to 0.2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +97,13 @@ class Text(Task):
 
     @property
     def views(self):
-        """The ways of evaluating, and the variants."""
+        """The modes of evaluation, and the variants."""
         return (*self.labels.modes, *self.variants)
+
+    @property
+    def zero_shot(self):
+        """The variants."""
+        return self.variants
 
     def load(self) -> Data:
         """Returns the corpus, the training text on the device as uint8 [bytes]."""
@@ -125,7 +129,7 @@ class Text(Task):
 
     def evaluate(self, position, params, seeds, data):
         """Returns bits per byte at each test length, in each mode and with each variant."""
-        found = []
+        evaluations = []
         for length in self.test_lengths:
             trained = length == self.train_length
             variants: dict[str | None, Position | None] = {None: position}
@@ -146,14 +150,14 @@ class Text(Task):
                         parts |= {"repeated": again, "new": ~again}
                     for part, scored in parts.items():
                         mean = [round(float(x), 5) for x in bits[:, scored].mean(1)]
-                        one = Evaluation(self.labels.metric, part, length, mean, trained, variant)
+                        score = Evaluation(self.labels.metric, part, length, mean, trained, variant)
                         if part == "nonoverlapping":
-                            one = dataclasses.replace(one, places=_by_place(bits))
-                        found.append(one)
-        return found
+                            score = dataclasses.replace(score, places=_by_place(bits))
+                        evaluations.append(score)
+        return evaluations
 
     def fits(self, score, data):
-        """Returns whether the score shows use of more context than a table of byte pairs has."""
+        """Returns whether the score is below a table of byte pairs by the margin."""
         return score <= data.baseline - _MARGIN
 
     def fit_rule(self, data):
@@ -164,13 +168,13 @@ class Text(Task):
         )
 
     def block_starts(self, held_out: np.ndarray) -> np.ndarray:
-        """Returns where the scored blocks begin in the held-out text, int [blocks]."""
+        """Returns the starts of the scored blocks in the held-out text, int [blocks]."""
         blocks = self.eval_bytes // self.longest
         room = len(held_out) // blocks
         return np.arange(blocks) * room + self.longest + (room - 2 * self.longest - 1) // 2
 
     def windows(self, held_out: np.ndarray, length: int, mode: str) -> tuple[np.ndarray, int]:
-        """Returns the windows of one evaluation, and how many of their last bytes count.
+        """Returns the windows of one evaluation, and the number of scored bytes at their ends.
 
         Args:
           held_out: uint8 [bytes].
@@ -178,7 +182,7 @@ class Text(Task):
           mode: "nonoverlapping" or "sliding".
 
         Returns:
-          uint8 [windows, length + 1], of which the last `count` bytes are scored.
+          uint8 [windows, length + 1], and `count`: the last `count` bytes are scored.
         """
         count = length if mode == "nonoverlapping" else self.stride
         ends = np.arange(count, self.longest + 1, count)
@@ -248,7 +252,7 @@ def _by_place(bits: np.ndarray) -> list[float | None]:
 
 
 def repeated(windows: np.ndarray, count: int, n: int) -> np.ndarray:
-    """Returns which of the last `count` bytes end an n-gram that occurs earlier in the window.
+    """Returns whether the last `count` bytes end an n-gram that occurs earlier in the window.
 
     Args:
       windows: uint8 [windows, length + 1].
@@ -261,12 +265,12 @@ def repeated(windows: np.ndarray, count: int, n: int) -> np.ndarray:
     >>> repeated(np.frombuffer(b"abcabx", np.uint8)[None], 3, 2)[0].tolist()
     [False, True, False]
     """
-    found = np.zeros((len(windows), count), bool)
+    ends = np.zeros((len(windows), count), bool)
     for row, window in enumerate(windows):
         text, seen = window.tobytes(), set()
         for end in range(n, len(text) + 1):
             gram, place = text[end - n : end], end - 1 - (len(text) - count)
             if place >= 0:
-                found[row, place] = gram in seen
+                ends[row, place] = gram in seen
             seen.add(gram)
-    return found
+    return ends

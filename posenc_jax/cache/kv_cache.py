@@ -1,4 +1,4 @@
-"""The key/value cache of one layer: keys and values with their positions."""
+"""The cache of one attention layer: keys and values with their positions."""
 
 import dataclasses
 import functools
@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.past_states import appended_states, states_without
 from posenc_jax.cache.slots import batch_first, same_sharding, sharded_axes, write_slots
+from posenc_jax.cache.storage import Ring, Slots
 from posenc_jax.checks import array_of_rank, integer_positions, require
-from posenc_jax.engine.mask import add_saturated
+from posenc_jax.engine.mask import Window, add_saturated
 from posenc_jax.schemes.scheme import Scheme
 
 
@@ -24,12 +25,12 @@ class KVCache:
     """Keys and values with their positions, for one layer. A pytree; methods return a new one.
 
     Each row holds its own number of tokens, so rows of a batch start and end independently.
-    A token goes to the next slot of its row; padding takes none. Methods run under `jit`, and
-    write in place where the cache is donated: `append` writes T slots per row, whatever S is.
+    A token takes the next slot of its row, and padding takes none. Methods run under `jit`. They
+    write a donated cache in place: `append` writes T slots per row, whatever S is.
 
-    `take`, `insert`, `reset` and `rewind` change rows with all that belongs to them, the arrays
-    and running sums of the scheme too. Caches of several layers can be stacked along leading
-    axes, for `scan` and `vmap`; there methods are called under `jax.vmap`.
+    `take`, `insert`, `reset` and `rewind` change all arrays of a row, the scheme's arrays and
+    running sums included. Caches of several layers can be stacked along leading axes, for `scan`
+    and `vmap`; call the methods of a stacked cache under `jax.vmap`.
 
     Attributes:
       k, v: [B, S, K, H] and [B, S, K, V].
@@ -39,14 +40,13 @@ class KVCache:
       k_features: the scheme's arrays per key, [B, S, ...].
       state: the scheme's arrays per sequence, [B, ...].
       past_states: states without the last 1, 2, ... tokens, [B, max_rewind, ...], or None.
-      length: int32 [B], the number of tokens appended, less those taken back.
-      written: int32 [B], the greatest length so far, whose tokens a ring has written.
-      rewindable: int32 [B], the number of last tokens whose states are in `past_states`.
+      length: int32 [B], the number of tokens.
+      written: int32 [B], the greatest length since `reset`; `rewind` does not lower it.
+      rewindable: int32 [B], the number of tokens that `past_states` can take back.
       next_positions: int32 [B], the default position of the next token.
-      lost: bool [B], rows that lost more than an overflow; see `overflowed`.
+      lost: bool [B], rows that recover in `reset` only; see `overflowed`.
       scheme: the scheme whose arrays the cache holds, or None.
-      ring: whether a full cache overwrites its oldest slots.
-      num_sink_tokens: the number of leading slots that a ring does not overwrite.
+      storage: `Slots`, or a `Ring` that overwrites the oldest tokens of a full row.
     """
 
     k: jax.Array
@@ -63,21 +63,25 @@ class KVCache:
     next_positions: jax.Array
     lost: jax.Array
     scheme: Scheme | None = dataclasses.field(default=None, metadata={"static": True})
-    ring: bool = dataclasses.field(default=False, metadata={"static": True})
-    num_sink_tokens: int = dataclasses.field(default=0, metadata={"static": True})
+    storage: Slots | Ring = dataclasses.field(default=Slots(), metadata={"static": True})
 
     @property
     def capacity(self) -> int:
-        """The number of slots S, also of stacked caches."""
+        """Number of slots S."""
         return self.positions.shape[-1]
 
     @property
+    def ring(self) -> bool:
+        """Whether a full row overwrites its oldest tokens."""
+        return isinstance(self.storage, Ring)
+
+    @property
     def max_rewind(self) -> int | None:
-        """The most tokens that `rewind` takes back at once; None for any number."""
-        past = jax.tree.leaves(self.past_states)
+        """Maximum number of tokens that `rewind` takes back at once; None: any number."""
         if not jax.tree.leaves(self.state):
             return None
-        return past[0].shape[1] if past else 0
+        past_states = jax.tree.leaves(self.past_states)
+        return past_states[0].shape[1] if past_states else 0
 
     @classmethod
     def empty(
@@ -94,19 +98,19 @@ class KVCache:
         ring: bool = False,
         num_sink_tokens: int = 0,
     ) -> Self:
-        """Returns an empty cache of `capacity` slots for arrays shaped like these.
+        """Returns an empty cache of `capacity` slots.
 
         Args:
-          k, v: shapes [B, any, K, H] and [B, any, K, V], with dtypes, and shardings on explicit
-            mesh axes, as for the other shapes.
-          capacity: number of slots S. It must hold all tokens, or for a ring the window.
+          k, v: shapes [B, any, K, H] and [B, any, K, V] with dtypes. These and the other shapes
+            may have shardings on explicit mesh axes.
+          capacity: number of slots S, for all tokens of a row, or in a ring for its window.
           coordinates: shape [B, any] or [A, B, any] to store coordinates, or None.
           k_features: pytree of shapes [B, any, ...].
           state: pytree of shapes [B, ...].
           scheme: the scheme whose arrays the cache holds.
-          max_rewind: the number of tokens whose states are kept for `rewind`.
-          ring: whether a full cache overwrites its oldest slots.
-          num_sink_tokens: the number of leading slots that a ring does not overwrite.
+          max_rewind: maximum number of tokens that `rewind` takes back, if there is a `state`.
+          ring: whether a full row overwrites its oldest tokens.
+          num_sink_tokens: number of first tokens of a row that a ring does not overwrite.
 
         Raises:
           ValueError: if `capacity` is below one, `max_rewind` is negative, or a ring has no slot
@@ -123,9 +127,8 @@ class KVCache:
         rows = sharded_axes(k)[:1]
 
         def zeros(shape, dtype=jnp.int32, spec=rows, value=0):
-            # Without a mesh there is no sharding to name.
-            at = {"out_sharding": PartitionSpec(*spec)} if any(spec) else {}
-            return jnp.full(shape, value, dtype, **at)
+            sharding = {"out_sharding": PartitionSpec(*spec)} if any(spec) else {}
+            return jnp.full(shape, value, dtype, **sharding)
 
         def slots(x, axis=1):
             shape = list(x.shape)
@@ -151,8 +154,7 @@ class KVCache:
             next_positions=zeros((batch,)),
             lost=zeros((batch,), bool),
             scheme=scheme,
-            ring=ring,
-            num_sink_tokens=num_sink_tokens,
+            storage=Ring(num_sink_tokens) if ring else Slots(),
         )
 
     def append(
@@ -166,88 +168,93 @@ class KVCache:
         k_features: Any = None,
         state: Any = None,
         past_states: Any = None,
+        window: Window = None,
     ) -> Self:
-        """Returns the cache with T more tokens; arguments as the attributes, with T for S.
+        """Returns the cache with T more tokens.
 
-        Tokens with a segment id below zero are padding: they take no slot. A row whose tokens
-        are all padding stays as it is.
+        Tokens with a segment id below zero are padding: they take no slot. A row of padding does
+        not change.
 
         Under `jit` the number of used slots is unknown: tokens that do not fit are not stored,
         and `overflowed` of the returned cache is true for their row.
 
         Args:
-          k, v, positions, segment_ids, coordinates, k_features: of these tokens.
-          state: after these tokens.
+          k, v, positions, segment_ids, coordinates, k_features: arrays of the new tokens, with
+            the shapes of the attributes and T for S.
+          state: the scheme's arrays per sequence, after these tokens.
           past_states: states without the last 1, 2, ... tokens of each row,
             [B, min(T - 1, max_rewind), ...].
+          window: the window of the attention, as in `attention`. A row of a ring is lost if it
+            does not hold all keys in the window of these tokens. Default: not checked.
 
         Raises:
-          ValueError: if the tokens are known not to fit, or an array differs in shape from
-            those that the cache was made for.
+          ValueError: if the tokens are known not to fit; if an array does not have the shape that
+            the cache was made for; and if a ring has too few slots for `window`.
         """
-        count = k.shape[1]
+        count, sinks = k.shape[1], self.storage.num_sink_tokens
         require(
-            count <= self.capacity - self.num_sink_tokens,
+            count <= self.capacity - sinks,
             f"KVCache: {count} tokens do not fit a cache of {self.capacity} slots"
-            + (
-                f", of which {self.num_sink_tokens} hold sink tokens."
-                if self.num_sink_tokens
-                else "."
-            ),
+            + (f", of which {sinks} hold sink tokens." if sinks else "."),
         )
         batch = self.length.shape[0]
-        for name, x in (("positions", positions), ("segment_ids", segment_ids)):
-            wanted = batch, count
+
+        def check(name, x, *axes):
+            shape = batch, count, *axes
             require(
-                x.shape == wanted,
-                f"KVCache: {name} must be {wanted} for this cache, got {x.shape}.",
+                x.shape == shape, f"KVCache: {name} must be {shape} for this cache, got {x.shape}."
             )
+
+        check("positions", positions)
+        check("segment_ids", segment_ids)
+        check("k", k, *self.k.shape[2:])
+        check("v", v, *self.v.shape[2:])
+        jax.tree.map(
+            lambda old, x: check("k_features", x, *old.shape[2:]), self.k_features, k_features
+        )
         tokens = segment_ids >= 0
         added = tokens.sum(1, dtype=jnp.int32)
         length = self.length + added
-        cache = self._with_room(length, count)
+        self._check_room(length)
         index = self.length[:, None] + jnp.cumsum(tokens, 1, dtype=jnp.int32) - 1
         slots = self.slots(index)
-        # What is not stored has slots beyond the end, all different.
-        beyond = self.capacity + jnp.arange(count, dtype=jnp.int32)[None]
-        slots = jnp.where(tokens & (slots < cache.room[:, None]), slots, beyond)
-
-        def check(name, old, new):
-            wanted = batch, count, *old.shape[2:]
-            require(
-                new.shape == wanted,
-                f"KVCache: {name} must be {wanted} for this cache, got {new.shape}.",
-            )
-
-        check("k", self.k, k)
-        check("v", self.v, v)
-        jax.tree.map(functools.partial(check, "k_features"), self.k_features, k_features)
-        past, limit = self.past_states, self.max_rewind or 0
+        # Tokens that are not stored have different slots past the end, which are not written.
+        past_end = self.capacity + jnp.arange(count, dtype=jnp.int32)[None]
+        slots = jnp.where(tokens & (slots < self.capacity), slots, past_end)
+        limit = self.max_rewind or 0
         if limit:
-            past = jax.tree.map(
-                lambda old, *others: appended_states(old, others[0], added, others[1]),
-                *(self.state, past, past_states),
+            past_states = jax.tree.map(
+                lambda state, past, new: appended_states(state, past, added, new),
+                *(self.state, self.past_states, past_states),
             )
         after = jnp.where(tokens, add_saturated(positions, 1), 0).max(axis=1)
-        cache = cache._with_keys(slots, k, v, k_features)
-        return dataclasses.replace(
-            cache,
+        features = functools.partial(write_slots, "k_features", slots=slots)
+        new = dataclasses.replace(
+            self,
+            k=write_slots("k", self.k, k, slots),
+            v=write_slots("v", self.v, v, slots),
+            k_features=jax.tree.map(features, self.k_features, k_features),
             positions=write_slots("positions", self.positions, positions, slots),
             segment_ids=write_slots("segment_ids", self.segment_ids, segment_ids, slots),
             coordinates=self._with_coordinates(coordinates, slots),
             state=state,
-            past_states=past,
+            past_states=past_states if limit else self.past_states,
             length=length,
             written=jnp.maximum(self.written, length),
             rewindable=jnp.minimum(self.rewindable + added, limit),
             next_positions=jnp.maximum(self.next_positions, after).astype(jnp.int32),
         )
+        if window is None:
+            return new
+        cached, appended = (new.positions, new.segment_ids), (positions, segment_ids)
+        lost = self.storage.loses_visible(cached, appended, self.length, new.written, window)
+        return dataclasses.replace(new, lost=new.lost | lost)
 
     def take(self, rows: jax.Array) -> Self:
-        """Returns the cache whose row i is row `rows[i]` of this one, as beam search reorders.
+        """Returns the cache whose row i is row `rows[i]` of this one, as in beam search.
 
         Args:
-          rows: integers [any], from 0 to B - 1; rows may be left out and repeated.
+          rows: integers [any], from 0 to B - 1, in any order and number.
 
         Raises:
           ValueError: for rows that are known to be out of range; under `jit` they are lost.
@@ -256,10 +263,10 @@ class KVCache:
         array_of_rank("KVCache.take", "rows", rows, 1, "[any]")
         inside = self._inside("take", rows)
         new = self._each(lambda x: x.at[rows].get(mode="clip", **same_sharding(x)))
-        return dataclasses.replace(new, lost=new.lost | ~inside)._freed()._unshared()
+        return dataclasses.replace(new, lost=new.lost | ~inside)
 
     def insert(self, rows: jax.Array | int, other: "KVCache") -> Self:
-        """Returns the cache with rows replaced by those of another one, such as a prefilled one.
+        """Returns the cache with rows replaced by the rows of another one, such as a prefilled one.
 
         Args:
           rows: an integer or integers [any], the row of this cache for each row of `other`.
@@ -278,13 +285,14 @@ class KVCache:
             f"the other cache, got {rows.shape}.",
         )
         into = jnp.where(self._inside("insert", rows), rows, self.length.shape[0])
-        other = dataclasses.replace(
-            other.contiguous(),
-            lost=other.overflowed,
-            ring=self.ring,
-            num_sink_tokens=self.num_sink_tokens,
-        )
-        return self.reset(rows)._inserted(into, other)
+        other = dataclasses.replace(other, lost=other.overflowed, storage=self.storage)
+
+        def put(old, new):
+            # `new` may have fewer slots.
+            index = into if new.ndim == 1 else (into, slice(new.shape[1]))
+            return old.at[index].set(new.astype(old.dtype), mode="drop", **same_sharding(old))
+
+        return self.reset(rows)._each(put, other)
 
     def reset(self, rows: jax.Array | int) -> Self:
         """Returns the cache with empty rows, for new sequences.
@@ -297,16 +305,16 @@ class KVCache:
           ValueError: for rows that are known to be out of range.
         """
         batch = self.length.shape[0]
-        given = rows if isinstance(rows, jax.Array) else np.asarray(rows)
-        if given.dtype == jnp.bool_:
-            chosen = jnp.asarray(given)
+        array = rows if isinstance(rows, jax.Array) else np.asarray(rows)
+        if array.dtype == jnp.bool_:
+            chosen = jnp.asarray(array)
             require(
                 chosen.shape == (batch,),
                 f"KVCache.reset: rows must be [B] = ({batch},) or integers, got {chosen.shape}.",
             )
         else:
-            rows = jnp.atleast_1d(integer_positions("KVCache.reset", given, "rows"))
-            into = jnp.where(self._inside("reset", rows), rows, batch)
+            array = jnp.atleast_1d(integer_positions("KVCache.reset", array, "rows"))
+            into = jnp.where(self._inside("reset", array), array, batch)
             chosen = jnp.zeros((batch,), bool).at[into].set(True, mode="drop")
 
         def cleared(x, value=0):
@@ -321,97 +329,76 @@ class KVCache:
                 name: cleared(getattr(self, name))
                 for name in ("length", "written", "rewindable", "next_positions", "lost")
             },
-        )._freed()
+        )
 
     def rewind(self, count: jax.Array | int) -> Self:
         """Returns the cache without the last tokens of each row, such as rejected drafts.
 
-        A ring does not hold the tokens that were overwritten since. With the tokens that the
-        window shows before a query's own, and the sink tokens, in C - n of its C slots, n tokens
-        can be taken back; a row that is taken back further is lost in the next call.
+        In a ring, these tokens have overwritten older ones. To take back n tokens, its capacity
+        must be at least n, plus the tokens before its own that a query sees in the window, plus
+        the sink tokens; a row that is taken back further is lost in the next call.
 
         Args:
-          count: how many tokens to take back, without padding: an integer or integers [B].
+          count: number of tokens to take back, without padding: an integer or integers [B].
 
         Raises:
           ValueError: for more tokens than the row is known to hold, and for a scheme with a
             running state for more than `max_rewind`. Under `jit` such rows are lost.
         """
-        where, batch = "KVCache.rewind", self.length.shape[0]
-        most = self.max_rewind
         require(
-            most != 0,
-            f"{where}: the scheme has a running state; make the cache with max_rewind.",
+            self.max_rewind != 0,
+            "KVCache.rewind: the scheme has a running state; make the cache with max_rewind.",
         )
-        count = jnp.broadcast_to(integer_positions(where, count, "count"), (batch,))
-        limit = self.length if most is None else self.rewindable
+        count = integer_positions("KVCache.rewind", count, "count")
+        count = jnp.broadcast_to(count, self.length.shape)
+        limit = self.length if self.max_rewind is None else self.rewindable
         lost = (count < 0) | (count > limit)
         if not isinstance(lost, Tracer) and lost.any():
             row = int(lost.argmax())
             raise ValueError(
-                f"{where}: row {row} can lose from 0 to {int(limit[row])} tokens, got "
+                f"KVCache.rewind: row {row} can lose from 0 to {int(limit[row])} tokens, got "
                 f"{int(count[row])}."
             )
         count = jnp.where(lost, 0, count)
         length = self.length - count
-        slots = jnp.arange(self.capacity, dtype=jnp.int32)[None]
-        index = slots
-        if self.ring:  # The last token that was written to each slot.
-            last, again = self.length[:, None] - 1, self.capacity - self.num_sink_tokens
-            index = jnp.where(slots < self.num_sink_tokens, slots, last - (last - slots) % again)
-        segment_ids = jnp.where(index < length[:, None], self.segment_ids, -1)
-        following = jnp.where(segment_ids >= 0, add_saturated(self.positions, 1), 0).max(1)
-        state, past = self.state, self.past_states
-        if most:
-            back = count[:, None] + jnp.arange(most + 1, dtype=jnp.int32)[None]
-            kept = jax.tree.map(lambda x, y: states_without(x, y, back), state, past)
-            state, past = (jax.tree.map(lambda x, i=i: x[:, i], kept) for i in (0, slice(1, None)))
-        new = dataclasses.replace(
+        tokens = self.storage.tokens(self.length, self.capacity)
+        segment_ids = jnp.where(tokens < length[:, None], self.segment_ids, -1)
+        after = jnp.where(segment_ids >= 0, add_saturated(self.positions, 1), 0).max(1)
+        state, past_states = self.state, self.past_states
+        if self.max_rewind:
+            counts = count[:, None] + jnp.arange(self.max_rewind + 1, dtype=jnp.int32)[None]
+            states = jax.tree.map(lambda x, y: states_without(x, y, counts), state, past_states)
+            state = jax.tree.map(lambda x: x[:, 0], states)
+            past_states = jax.tree.map(lambda x: x[:, 1:], states)
+        return dataclasses.replace(
             self,
             segment_ids=segment_ids,
             state=state,
-            past_states=past,
+            past_states=past_states,
             length=length,
             rewindable=jnp.maximum(self.rewindable - count, 0),
-            next_positions=jnp.where(count > 0, following, self.next_positions),
+            next_positions=jnp.where(count > 0, after, self.next_positions),
             lost=self.lost | lost,
         )
-        return new._freed()._unshared()
 
     @property
     def overflowed(self) -> jax.Array:
-        """Bool [B]: rows that lost tokens which later ones may see; their outputs are NaN.
+        """Bool [B]: rows that lost tokens which later tokens may see; their outputs are NaN.
 
-        That is so where more tokens were appended than there are slots, until they are taken
-        back, and where a ring, `take` or `rewind` was used beyond its limits, until `reset`.
+        A row with more tokens than slots recovers when tokens are taken back. A row where a ring,
+        `take` or `rewind` was used beyond its limits recovers in `reset`.
         """
-        return self.lost if self.ring else self.lost | (self.length > self.room)
-
-    @property
-    def room(self) -> jax.Array:
-        """Int32 [B]: the number of slots that rows have."""
-        return jnp.full_like(self.length, self.capacity)
-
-    def contiguous(self) -> "KVCache":
-        """Returns the cache with arrays per key as [B, S, ...], which attention reads."""
-        return self
+        return self.lost | self.storage.overflowed(self.length, self.capacity)
 
     def slots(self, index: jax.Array) -> jax.Array:
-        """Returns the slots of the tokens with these indices in their row."""
-        if not self.ring:
-            return index
-        sinks = self.num_sink_tokens
-        again = sinks + (index - sinks) % (self.capacity - sinks)
-        return jnp.where(index < sinks, index, again)
+        """Returns the slots of tokens, by their index in the row."""
+        return self.storage.slots(index, self.capacity)
 
-    def _with_room(self, length: jax.Array, added: int) -> Self:
-        """Returns the cache with slots for rows of these lengths, that grew by `added` at most.
-
-        Raises:
-          ValueError: if rows are known not to fit.
-        """
-        if self.ring or isinstance(length, Tracer) or not (length > self.capacity).any():
-            return self
+    def _check_room(self, length: jax.Array) -> None:
+        """Raises `ValueError` if rows of these lengths are known not to fit."""
+        overflowed = self.storage.overflowed(length, self.capacity)
+        if isinstance(overflowed, Tracer) or not overflowed.any():
+            return
         row = int(length.argmax())
         used = int(self.length[row])
         raise ValueError(
@@ -420,35 +407,8 @@ class KVCache:
             "window."
         )
 
-    def _with_keys(self, slots: jax.Array, k: jax.Array, v: jax.Array, k_features: Any) -> Self:
-        """Returns the cache with keys [B, T, ...] in slots [B, T]."""
-        features = functools.partial(write_slots, "k_features", slots=slots)
-        return dataclasses.replace(
-            self,
-            k=write_slots("k", self.k, k, slots),
-            v=write_slots("v", self.v, v, slots),
-            k_features=jax.tree.map(features, self.k_features, k_features),
-        )
-
-    def _inserted(self, into: jax.Array, other: "KVCache") -> Self:
-        """Returns the cache with the rows of a contiguous one; rows at B are left out."""
-
-        def put(old, new):
-            index = into if new.ndim == 1 else (into, slice(new.shape[1]))
-            return old.at[index].set(new.astype(old.dtype), mode="drop", **same_sharding(old))
-
-        return self._each(put, other)
-
-    def _freed(self) -> Self:
-        """Returns the cache without memory that no row has tokens in, where rows share it."""
-        return self
-
-    def _unshared(self) -> Self:
-        """Returns the cache with memory of its own for what each row writes next."""
-        return self
-
     def _with_coordinates(self, new: jax.Array | None, slots: jax.Array) -> jax.Array | None:
-        """Returns the coordinates with those of new tokens."""
+        """Returns the coordinates after new ones [B, T] or [A, B, T] are written into slots."""
         old = self.coordinates
         if old is None or new is None:
             has = "no coordinates" if old is None else "coordinates"
@@ -460,58 +420,55 @@ class KVCache:
             jnp.can_cast(new.dtype, old.dtype, "same_kind"),
             f"KVCache: the cache was made for {old.dtype} coordinates, got {new.dtype}.",
         )
-        wanted = (*old.shape[:-1], slots.shape[1])
+        shape = (*old.shape[:-1], slots.shape[1])
         require(
-            new.shape == wanted,
-            f"KVCache: coordinates must be {wanted} for this cache, got {new.shape}.",
+            new.shape == shape,
+            f"KVCache: coordinates must be {shape} for this cache, got {new.shape}.",
         )
         return write_slots("coordinates", old, new, slots, batch=old.ndim - 2)
 
-    def _inside(self, where: str, rows: jax.Array) -> jax.Array:
-        """Returns whether rows are in range; raises if they are known not to be."""
+    def _inside(self, method: str, rows: jax.Array) -> jax.Array:
+        """Returns whether rows are in range; raises `ValueError` if they are known not to be."""
         batch = self.length.shape[0]
         inside = (rows >= 0) & (rows < batch)
-        require(
-            isinstance(inside, Tracer) or bool(inside.all()),
-            f"KVCache.{where}: rows must be from 0 to {batch - 1}, got {rows}.",
-        )
+        if not isinstance(inside, Tracer) and not inside.all():
+            raise ValueError(f"KVCache.{method}: rows must be from 0 to {batch - 1}, got {rows}.")
         return inside
 
     def _each(self, function: Callable[..., jax.Array], *others: "KVCache") -> Self:
-        """Returns the cache with a function applied to its arrays, all with the batch first."""
+        """Returns the cache with a function applied to its arrays, with the batch axis first."""
         caches = (self, *others)
-        at = [None if c.coordinates is None else batch_first(c.coordinates) for c in caches]
         new = jax.tree.map(function, *(dataclasses.replace(c, coordinates=None) for c in caches))
-        if at[0] is None:
+        coordinates = [batch_first(c.coordinates) for c in caches if c.coordinates is not None]
+        if not coordinates:
             return new
-        coordinates = jnp.moveaxis(function(*at), (0, 1), (-2, -1))
-        return dataclasses.replace(new, coordinates=coordinates)
+        changed = jnp.moveaxis(function(*coordinates), (0, 1), (-2, -1))
+        return dataclasses.replace(new, coordinates=changed)
 
     def _check_like(self, other: "KVCache") -> None:
-        """Raises unless rows of `other` can be rows of this cache."""
+        """Raises `ValueError` unless rows of `other` can be rows of this cache."""
+        if other.scheme != self.scheme:
+            raise ValueError(
+                f"KVCache.insert: the cache is for {self.scheme!r}, the other for {other.scheme!r}."
+            )
+        same_ring = (other.storage, other.capacity) == (self.storage, self.capacity)
         require(
-            other.scheme == self.scheme,
-            f"KVCache.insert: the cache is for {self.scheme!r}, the other for {other.scheme!r}.",
-        )
-        ring = self.ring and other.num_sink_tokens == self.num_sink_tokens
-        least = other.capacity if not other.ring else self.capacity
-        require(
-            other.capacity == least <= self.capacity and (ring or not other.ring),
+            same_ring if other.ring else other.capacity <= self.capacity,
             f"KVCache.insert: the other cache must have at most {self.capacity} slots or be the "
             f"same ring, got {other.capacity} slots{', a ring' if other.ring else ''}.",
         )
 
         def sizes(cache):
-            at = None if cache.coordinates is None else batch_first(cache.coordinates)
-            per_key = cache.k, cache.v, at, cache.k_features
+            coordinates = None if cache.coordinates is None else batch_first(cache.coordinates)
+            per_key = cache.k, cache.v, coordinates, cache.k_features
             per_row = cache.state, cache.past_states
             return [
                 jax.tree.map(lambda x, n=axes: x.shape[n:], tree)
                 for axes, tree in ((2, per_key), (1, per_row))
             ]
 
-        require(
-            sizes(self) == sizes(other),
-            f"KVCache.insert: arrays must be {sizes(self)} per key and per row, got "
-            f"{sizes(other)}.",
-        )
+        expected, actual = sizes(self), sizes(other)
+        if actual != expected:
+            raise ValueError(
+                f"KVCache.insert: arrays must be {expected} per key and per row, got {actual}."
+            )

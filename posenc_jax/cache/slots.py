@@ -1,4 +1,4 @@
-"""Arrays with slots for tokens: how they are written, moved and sharded."""
+"""Writes and reshards arrays with slots for tokens."""
 
 from typing import Any
 
@@ -12,50 +12,50 @@ from posenc_jax.checks import require
 def write_slots(
     name: str, old: jax.Array, new: jax.Array, slots: jax.Array, batch: int = 0
 ) -> jax.Array:
-    """Returns `old` [B, S, ...] with new tokens [B, T, ...]; slots beyond the end are not written.
+    """Returns `old` [B, S, ...] with new tokens [B, T, ...] in their slots.
 
     Args:
-      name: of the array, for messages.
-      old, new: the arrays, with B at the axis `batch` and slots behind it.
-      slots: int32 [B, T], different in a row.
+      name: name of the array, for messages.
+      old, new: the arrays, with B at axis `batch` and the slots or tokens at the next one.
+      slots: int32 [B, T], different in each row; slots past the end are not written.
       batch: 0, or 1 for [A, B, S].
     """
-    new = resharded(name, new, sharded_axes(old))
+    new = _resharded(name, new, old)
 
-    def of_row(old, new, slots):
-        at = (slice(None),) * batch + (slots,)
-        return old.at[at].set(new, mode="drop", unique_indices=True)
+    def write_row(old, new, slots):
+        index = (slice(None),) * batch + (slots,)
+        return old.at[index].set(new, mode="drop", unique_indices=True)
 
-    # By row, so that devices that hold some of the rows write theirs.
-    put = jax.vmap(of_row, (batch, batch, 0), batch)
-    return put(old, new.astype(old.dtype), slots)
+    # One row at a time, so that a device with some of the rows writes only these.
+    write = jax.vmap(write_row, (batch, batch, 0), batch)
+    return write(old, new.astype(old.dtype), slots)
 
 
-def resharded(name: str, new: jax.Array, wanted: tuple) -> jax.Array:
-    """Returns new tokens sharded over these axes, as those of the cache are.
+def _resharded(name: str, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns new tokens with the sharding of the array `old` in the cache.
 
     Raises:
-      ValueError: for keys or values, which would have to move between devices in each step.
+      ValueError: for keys or values of another sharding: each step would move them between devices.
     """
-    given = sharded_axes(new)
-    if given == wanted:
+    new_axes, old_axes = sharded_axes(new), sharded_axes(old)
+    if new_axes == old_axes:
         return new
     require(
         name not in "kv",
-        f"KVCache: {name} is sharded as {PartitionSpec(*given)}, and the cache as "
-        f"{PartitionSpec(*wanted)}; make it with new_cache(..., qkv_sharding=...).",
+        f"KVCache: {name} is sharded as {PartitionSpec(*new_axes)}, and the cache as "
+        f"{PartitionSpec(*old_axes)}; make it with new_cache(..., qkv_sharding=...).",
     )
-    return jax.sharding.reshard(new, PartitionSpec(*wanted))
+    return jax.sharding.reshard(new, PartitionSpec(*old_axes))
 
 
 def sharded_axes(x: Any) -> tuple:
-    """Returns the axes of an explicit mesh that the axes of an array or shape are sharded over."""
+    """Returns the mesh axes that shard each axis of an array or shape, on an explicit mesh."""
     sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
     return (None,) * x.ndim if sharding is None else tuple(sharding.spec)
 
 
 def same_sharding(x: jax.Array) -> dict[str, Any]:
-    """Returns options of `x.at[rows]` that keep the sharding of rows on an explicit mesh."""
+    """Returns the options with which `x.at[rows]` keeps the sharding of x on an explicit mesh."""
     return {"out_sharding": PartitionSpec(*sharded_axes(x))} if any(sharded_axes(x)) else {}
 
 

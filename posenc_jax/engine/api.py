@@ -12,16 +12,17 @@ from jax.core import Tracer
 
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.pallas import Pallas
-from posenc_jax.engine.problem import Implementation, Problem, make_dropout_seeds
+from posenc_jax.engine.problem import Implementation, Problem
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.xla import XLA
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    made.name: made for made in (Reference(), Dense(), XLA(), Pallas(), JaxNN(), CuDNN())
+    x.name: x for x in (Reference(), Dense(), XLA(), Pallas(), JaxNN(), CuDNN())
 }
 """Implementations by the word for `attention(implementation=...)`."""
 
@@ -69,17 +70,17 @@ def attention(
       q: queries [B, T, N, H].
       k: keys [B, S, K, H]; K divides N (grouped-query attention).
       v: values [B, S, K, V].
-      rules: what is added to logits and values: a scheme's `rules(...)`, or rules of your
-        own. At most one may transform whole rows of logits, and at most one add to values.
-      mask: bool [B or 1, N or 1, T, S], true where the query may see the key; it narrows
-        what the other arguments allow.
+      rules: terms added to logits and values, such as a scheme's `rules(...)` or your own.
+        At most one may transform whole rows of logits, and at most one add to values.
+      mask: bool [B or 1, N or 1, T, S], true where the query may see the key; a query sees
+        the keys that neither it nor another argument hides.
       q_positions: integers [T] or [B, T], the order of tokens. Default 0 .. T - 1.
       k_positions: integers [S] or [B, S]. Default 0 .. S - 1.
-      q_coordinates: what the rules read; integers or float32 [T], [B, T], or [A, B, T]
-        for A axes. Default: the positions.
+      q_coordinates: coordinates for the rules, integers or float32 [T], [B, T], or
+        [A, B, T] for A axes. Default: the positions.
       k_coordinates: [S], [B, S] or [A, B, S].
       q_segment_ids: integers [B, T]; tokens see their own segment, below zero is padding.
-      k_segment_ids: integers [B, S]. Default for T = S: those of the queries.
+      k_segment_ids: integers [B, S]. Default for T = S: `q_segment_ids`.
       contiguous: promise that q and k have the same coordinates and that these grow by one
         per slot inside a segment: rules are then evaluated once per distance. Default:
         true exactly where neither positions nor coordinates were given.
@@ -93,12 +94,12 @@ def attention(
       dropout_rate: share of the weights that are dropped; needs `dropout_key`.
       dropout_key: a JAX random key.
       return_lse: whether to return the log-sum-exp of the logits too.
-      implementation: "reference" (materialises T x S, defines what is correct), "dense" (whole
-        rows of logits in blocks of queries), "xla" (tiles), "pallas" (kernels for TPU and
+      implementation: "reference" (materialises T x S, defines correct results), "dense"
+        (whole rows of logits in blocks of queries), "xla" (tiles), "pallas" (kernels for TPU and
         for NVIDIA GPUs), "jax" (`jax.nn.dot_product_attention`: no rules and no log-sum-exp),
         "cudnn" (the same with NVIDIA's kernel), an `Implementation` such as
-        `posenc_jax.engine.xla.XLA(...)` with settings of your own, or None to choose. A given
-        one is used or raises; it never falls back.
+        `posenc_jax.engine.xla.XLA(...)` with settings of your own, or None to choose. An
+        implementation that is named is used or raises; it never falls back.
 
     Returns:
       [B, T, N, V] in q's dtype, and with `return_lse` also float32 [B, T, N].
@@ -106,44 +107,26 @@ def attention(
     Raises:
       ValueError: for shapes, head counts and options that do not fit together.
       TypeError: for positions that are not integers.
-      NotImplementedError: if the asked for implementation cannot do what is asked.
+      NotImplementedError: if the implementation that is named does not support the call.
 
     >>> import posenc_jax as pe
     >>> q = k = v = jnp.ones((1, 5, 2, 4))
     >>> pe.attention(q, k, v, rules=pe.ALiBi(num_heads=2).rules({}), is_causal=True).shape
     (1, 5, 2, 4)
     """
-    call = AttentionCall(
-        mask=mask,
-        q_positions=q_positions,
-        k_positions=k_positions,
-        q_coordinates=q_coordinates,
-        k_coordinates=k_coordinates,
-        q_segment_ids=q_segment_ids,
-        k_segment_ids=k_segment_ids,
-        contiguous=contiguous,
-        is_causal=is_causal,
-        window=window,
-        prefix_length=prefix_length,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        return_lse=return_lse,
-        implementation=implementation,
-    )
-    return call(q, k, v, rules)
+    options = {n: x for n, x in locals().items() if n not in ("q", "k", "v", "rules")}
+    return AttentionCall(**options)(q, k, v, rules)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """`attention` with everything but q, k, v and rules set; what `Scheme.attend` is given.
+    """The options of a call of `attention`, which `Scheme.attend` gets as one argument.
 
-    Fields are the arguments of `attention`. A scheme that cannot honour one raises for it.
+    Fields are the arguments of `attention` except q, k, v and rules. A scheme that cannot honour
+    one raises for it.
 
     Attributes:
-      extra_rules: rules added to those of every call.
+      extra_rules: rules added to the rules of every call.
       finite_values: promise that v is finite, also where no query sees it.
     """
 
@@ -201,15 +184,7 @@ def run(
     reason = chosen.supports(problem)
     if reason is not None:
         raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
-    try:
-        return _run(chosen, problem)
-    except TypeError as error:
-        if "custom_vjp" not in str(error):
-            raise
-        raise NotImplementedError(
-            "attention: tiles have reverse mode, and forward mode over it; for forward mode "
-            'alone use implementation="reference".'
-        ) from error
+    return _run(chosen, problem)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -229,7 +204,7 @@ def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, j
 
 
 def find(implementation: str | Implementation) -> Implementation:
-    """Returns the implementation of a word, or the value given.
+    """Returns the implementation of that name; an `Implementation` is returned unchanged.
 
     Raises:
       ValueError: for an unknown word.
@@ -253,14 +228,14 @@ def find(implementation: str | Implementation) -> Implementation:
 def choose(problem: Problem, platform: str) -> Implementation:
     """Returns the implementation that `None` stands for.
 
-    Whole rows for a decode step and for what is smaller than any tile worth compiling, tiles
-    for all else; measured on CPU, forward and backward with a learned bias, tiles are ahead
-    from T = 32 on. On GPUs cuDNN comes before tiles where it serves the call, as `jax.nn` users
-    choose it; that was not measured here. The kernels of this package have to be named until
-    they have run on hardware. docs/kernels.md has what is known.
+    Decode steps and sizes below the smallest tile use whole rows, all others use tiles: measured
+    on CPU, forward and backward with a learned bias, tiles are faster from T = 32 on. On GPUs
+    cuDNN comes before tiles where it supports the call, as `jax.nn` users choose it; that was not
+    measured here. The kernels of this package have to be named until they have run on hardware;
+    see docs/kernels.md.
 
     Args:
-      problem: what to compute.
+      problem: the problem.
       platform: "cpu", "gpu" or "tpu".
     """
     small = problem.length == 1 or problem.length * problem.keys < 32 * 32
@@ -268,11 +243,11 @@ def choose(problem: Problem, platform: str) -> Implementation:
     if platform == "gpu" and not small:
         order = ("cudnn", *order)
     candidates = (IMPLEMENTATIONS[name] for name in order)
-    return next(found for found in candidates if found.supports(problem) is None)
+    return next(candidate for candidate in candidates if candidate.supports(problem) is None)
 
 
 def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Problem:
-    """Checks the arguments of `attention` and brings them to one form."""
+    """Checks the arguments of `attention` and returns them in one form."""
     _check_arrays(q, k, v)
     _check_rules(rules)
     _check_numbers(call)
@@ -283,10 +258,8 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     sinks, prefix, key = call.sinks, call.prefix_length, call.dropout_key
     if sinks is not None:
         sinks = jnp.asarray(sinks, jnp.float32)
-        wanted = (num_heads,)
-        require(
-            sinks.shape == wanted, f"attention: sinks must be [N] = {wanted}, got {sinks.shape}."
-        )
+        shape = (num_heads,)
+        require(sinks.shape == shape, f"attention: sinks must be [N] = {shape}, got {sinks.shape}.")
         if not all(rule.normalized for rule in rules):
             raise NotImplementedError(
                 "attention: a rule replaces the softmax, so there is none for sinks to take a "
@@ -363,24 +336,24 @@ def _check_rules(rules: tuple) -> None:
             f"attention: rules must be rules such as LogitBias, got {type(rule).__name__}; of a "
             "scheme, give scheme.rules(params), or use scheme_attention."
         )
-    for trait, what in (
+    for trait, effect in (
         ("whole_rows", "transforms whole rows of logits"),
         ("adds_values", "adds to the values"),
     ):
-        found = [rule for rule in rules if getattr(rule, trait)]
-        require(len(found) < 2, f"attention: more than one rule {what}: {found}.")
+        matches = [rule for rule in rules if getattr(rule, trait)]
+        require(len(matches) < 2, f"attention: more than one rule {effect}: {matches}.")
 
 
-def _check_mask(mask, wanted: tuple[int, int, int, int]) -> None:
+def _check_mask(mask, shape: tuple[int, int, int, int]) -> None:
     if not jnp.issubdtype(_dtype("mask", mask), jnp.bool_):
         raise TypeError(
             f"attention: mask must be bool, got {mask.dtype}; add numbers to logits by `rules`."
         )
     require(
         mask.ndim == 4
-        and all(m in (1, w) for m, w in zip(mask.shape[:2], wanted, strict=False))
-        and mask.shape[2:] == wanted[2:],
-        f"attention: mask must be [B or 1, N or 1, T, S] = {wanted}, got {mask.shape}; padding "
+        and all(m in (1, w) for m, w in zip(mask.shape[:2], shape, strict=False))
+        and mask.shape[2:] == shape[2:],
+        f"attention: mask must be [B or 1, N or 1, T, S] = {shape}, got {mask.shape}; padding "
         "goes into segment_ids, see posenc_jax.positions.from_padding_mask.",
     )
 
@@ -417,17 +390,17 @@ def _tokens(
 ) -> dict[str, Any]:
     """Returns positions, coordinates and segments of queries and keys, [B, ...]."""
 
-    def given(what: str) -> dict[str, str]:
-        """The argument that queries and keys have theirs from; one serves both where T = S."""
-        names = {side: f"{side}_{what}" for side in "qk"}
+    def arguments(kind: str) -> dict[str, str]:
+        """Returns the name of the argument for each side; one serves both where T = S."""
+        names = {side: f"{side}_{kind}" for side in "qk"}
         names = {s: name for s, name in names.items() if getattr(call, name) is not None}
         if len(names) == 1 and length == keys:
             return dict.fromkeys("qk", *names.values())
         return names
 
-    positions, coordinates, segments = map(given, ("positions", "coordinates", "segment_ids"))
-    for what, names in (("positions", positions), ("coordinates", coordinates)):
-        require(len(names) != 1, f"attention: {what} were given for {''.join(names)} only.")
+    positions, coordinates, segments = map(arguments, ("positions", "coordinates", "segment_ids"))
+    for kind, names in (("positions", positions), ("coordinates", coordinates)):
+        require(len(names) != 1, f"attention: {kind} were given for {''.join(names)} only.")
     require(
         len(segments) != 1,
         "attention: q_segment_ids and k_segment_ids go together where T and S differ.",
@@ -446,14 +419,14 @@ def _tokens(
     )
     out: dict[str, Any] = {}
     for side, count in (("q", length), ("k", keys)):
-        at = jnp.arange(count, dtype=jnp.int32)
+        x = jnp.arange(count, dtype=jnp.int32)
         if name := positions.get(side):
-            at = integer_positions("attention", getattr(call, name), name)
-        out[f"{side}_positions"] = at = _per_row(name, at, batch, count)
+            x = integer_positions("attention", getattr(call, name), name)
+        out[f"{side}_positions"] = x = _per_row(name, x, batch, count)
         if name := coordinates.get(side):
-            at = coordinate_values("attention", getattr(call, name), name)
-            at = _per_row(name, at, batch, count, axes=True)
-        out[f"{side}_coordinates"] = at
+            x = coordinate_values("attention", getattr(call, name), name)
+            x = _per_row(name, x, batch, count, axes=True)
+        out[f"{side}_coordinates"] = x
         ids = None
         if name := segments.get(side):
             ids = integer_positions("attention", getattr(call, name), name)
@@ -494,10 +467,12 @@ def _check_reach(tokens: dict[str, Any]) -> None:
     """Raises for known coordinates of tokens whose differences overflow int32."""
     low, high = 2**31, -(2**31)
     for side in "qk":
-        at, segments = tokens[f"{side}_coordinates"], tokens[f"{side}_segment_ids"]
-        if isinstance(at, Tracer) or isinstance(segments, Tracer) or at.dtype != jnp.int32:
+        coordinates, segments = tokens[f"{side}_coordinates"], tokens[f"{side}_segment_ids"]
+        if isinstance(coordinates, Tracer) or isinstance(segments, Tracer):
             return
-        known = np.asarray(at)
+        if coordinates.dtype != jnp.int32:
+            return
+        known = np.asarray(coordinates)
         if segments is not None:
             known = known[np.asarray(segments) >= 0]
         if known.size:

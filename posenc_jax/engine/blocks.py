@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 
 from posenc_jax.checks import positive_integers
 from posenc_jax.engine.mask import add_saturated
+from posenc_jax.engine.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +55,10 @@ def make_plan(
 ) -> Plan:
     """Returns the blocks for T queries and S keys, and `heads` = B * N heads.
 
-    Given blocks are used as they are, those of one pass for both. The others were measured on
-    CPU, where a matrix product uses two cores only if it is wide enough, and where a tile of
-    all heads should stay in the cache. On TPU many heads do not make them smaller: by its
-    compiler's estimate, 128 x 128 takes 1.3 to 1.4 times as long.
+    The arguments `forward` and `backward` are used as they are; one alone serves both passes. The
+    defaults were measured on CPU, where a matrix product uses two cores only if it is wide enough,
+    and where a tile of all heads should stay in the cache. On TPU many heads do not make blocks
+    smaller: by its compiler's estimate, 128 x 128 takes 1.3 to 1.4 times as long.
 
     >>> make_plan(2000, 2000, 8).forward
     Blocks(q=512, k=256)
@@ -82,15 +83,15 @@ def _measured(length: int, keys: int, heads: int) -> tuple[Blocks, Blocks]:
     return Blocks(256, 256), Blocks(256, 512)
 
 
-def _divide(count: int, wanted: tuple[int, int]) -> tuple[int, int, int]:
-    """Returns two block sizes of at most the wanted ones, and the length to pad to."""
-    largest = max(wanted)
+def _divide(count: int, sizes: tuple[int, int]) -> tuple[int, int, int]:
+    """Returns two block sizes, at most `sizes`, and the length to pad to."""
+    largest = max(sizes)
     blocks = -(-count // largest)
     size = -(-count // blocks)
     if size > 8:
         size = -(-size // 16) * 16
-    small = size if size % 16 or size <= min(wanted) else size * min(wanted) // largest
-    first, second = (size if w == largest else small for w in wanted)
+    small = size if size % 16 or size <= min(sizes) else size * min(sizes) // largest
+    first, second = (size if w == largest else small for w in sizes)
     return first, second, blocks * size
 
 
@@ -131,7 +132,7 @@ def add_block(tree: Any, block: Any, axis: int, index: jax.Array | int, size: in
 
 
 def join_blocks(x: jax.Array, axis: int) -> jax.Array:
-    """[n, ..., size, ...] to [..., n * size, ...], the size on `axis` of the result."""
+    """Joins blocks: [n, ..., size, ...] to [..., n * size, ...], with tokens on `axis`."""
     x = jnp.moveaxis(x, 0, axis)
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
@@ -150,7 +151,7 @@ def for_each_block(
     """Runs `carry = body(i, carry)` for every i with `chosen[i]`, a bool [n].
 
     With a row, `chosen` is a NumPy array [rows, n]: the blocks of each row are then listed while
-    tracing, and a program without any has no loop.
+    tracing, and a program without blocks has no loop.
     """
     if row is not None:
         counts = np.sum(chosen, 1, dtype=np.int32)
@@ -174,6 +175,24 @@ def for_each_block(
     return jax.lax.fori_loop(jnp.int32(0), counts[-1], step, carry)
 
 
+class TokenArrays(NamedTuple):
+    """The arrays of queries or of keys that masks and rules read, with tokens on axis 2.
+
+    Attributes:
+      slots: int32 [1, 1, T].
+      positions: int32 [1 or B, 1, T].
+      coordinates: [1 or B, 1, T] or [1 or B, 1, T, A].
+      segments: int32 [1 or B, 1, T], or None.
+      features: for each term, a pytree with leaves [B, N or K, T, ...].
+    """
+
+    slots: Any
+    positions: Any
+    coordinates: Any
+    segments: Any
+    features: tuple[Any, ...] = ()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockRange:
@@ -186,7 +205,8 @@ class BlockRange:
     def of(cls, x: jax.Array, size: int, valid: jax.Array | None = None) -> "BlockRange":
         """Returns the range of [B, T] by blocks, of the valid tokens only.
 
-        A block without any has an empty range: low is the greatest number, high the least.
+        A block without valid tokens has an empty range: low is the greatest number, high the
+        least.
         """
         low = high = x
         if valid is not None:
@@ -222,11 +242,11 @@ class Visibility:
       mask_in_bias: causality and window are mask values in the bias by distance: they make
         tiles empty, but tiles need no mask for them.
       bias_everywhere: interior tiles add the bias by distance too.
-      segments, prefix, mask: whether there are any.
+      segments, prefix, mask: whether the problem has segments, prefix lengths, a mask.
       has_terms: whether rules add anything.
       horizon: tiles with all distances of coordinates at or beyond it are interior; None:
         none is.
-      by_slot: whether distances are those of slots.
+      by_slot: whether distances are between slots.
     """
 
     is_causal: bool
@@ -240,20 +260,20 @@ class Visibility:
     horizon: int | None
     by_slot: bool
 
-    def summary(self, tokens: Any, size: int) -> BlockSummary:
-        """Returns the ranges of blocks of tokens, whose arrays are [B or 1, 1, T]."""
+    def summary(self, tokens: TokenArrays, size: int) -> BlockSummary:
+        """Returns the ranges of blocks of tokens."""
         slots, positions, coordinates, segments = jax.tree.map(lambda x: x[:, 0], tokens[:4])
-        at: Any = None
+        coordinate_range: Any = None
         valid: Any = None
         if segments is not None:
             valid = segments >= 0
         if self.has_terms and self.horizon is not None:
-            at = BlockRange.of(slots if self.by_slot else coordinates, size)
+            coordinate_range = BlockRange.of(slots if self.by_slot else coordinates, size)
         return BlockSummary(
             BlockRange.of(positions, size, valid),
             None if segments is None else BlockRange.of(segments, size, valid),
             None if valid is None else valid.reshape(valid.shape[0], -1, size).all(-1),
-            at,
+            coordinate_range,
         )
 
     @property
@@ -276,7 +296,7 @@ class Visibility:
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns `classify` of all tiles, NumPy bool [blocks of queries, blocks of keys] twice.
 
-        None where positions or segments decide, and for more than 2^14 tiles.
+        None if they depend on positions or segments, and for more than 2^14 tiles.
         """
         shape = length // blocks.q, keys // blocks.k
         if not self.by_slot or self.segments or self.prefix or math.prod(shape) > 2**14:
@@ -300,8 +320,12 @@ class Visibility:
         live = full = np.ones(
             np.broadcast_shapes(q.positions.low.shape, k.positions.low.shape), bool
         )
-        left, right = self.window or (-1, -1)
-        limits = [(self.is_causal, 0, k, q), (left >= 0, left, q, k), (right >= 0, right, k, q)]
+        left_side, right_side = self.window or (-1, -1)
+        limits = [
+            (self.is_causal, 0, k, q),
+            (left_side >= 0, left_side, q, k),
+            (right_side >= 0, right_side, k, q),
+        ]
         for applies, limit, late, early in limits:
             if applies:  # late - early <= limit, without overflow.
                 late, early = late.positions, early.positions
@@ -317,11 +341,48 @@ class Visibility:
             full = full & (a.low == b.high) & (b.low == a.high) & (a.low == a.high)
             full = full & q.whole & k.whole
         if self.has_terms and self.horizon is not None:
-            at, to = q.coordinates.low, k.coordinates.high
-            if at.dtype == to.dtype == jnp.int32:  # at - to > horizon - 1, without overflow.
-                full = full & (at > add_saturated(to, self.horizon - 1))
+            q_low, k_high = q.coordinates.low, k.coordinates.high
+            if q_low.dtype == k_high.dtype == jnp.int32:  # q - k > horizon - 1, without overflow.
+                full = full & (q_low > add_saturated(k_high, self.horizon - 1))
             else:
-                full = full & (at >= to + self.horizon)
+                full = full & (q_low >= k_high + self.horizon)
         if self.none_interior:
             full = np.zeros(live.shape, bool)
         return live, live & full
+
+
+def padded_tokens(
+    p: Problem, visibility: Visibility, length: int, keys: int
+) -> tuple[TokenArrays, TokenArrays, Visibility]:
+    """Returns the queries and keys of a problem, padded to whole blocks, and their masks.
+
+    Padding has segment -1. A problem without segments gets segment 0 for its tokens, unless
+    causality by slot hides the padding.
+
+    Args:
+      p: the problem.
+      visibility: the masks of the problem.
+      length, keys: T and S, rounded up to whole blocks.
+    """
+    # Contiguous tokens are ordered by slot.
+    by_slot = p.contiguous and p.prefix_length is None
+    q_segments, k_segments = p.q_segment_ids, p.k_segment_ids
+    has_padding = length > p.length or keys > p.keys
+    causality_hides_it = by_slot and p.is_causal and p.length == p.keys
+    if has_padding and q_segments is None and not causality_hides_it:
+        q_segments, k_segments = (jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
+        visibility = dataclasses.replace(visibility, segments=True)
+
+    def padded(count, positions, coordinates, segments):
+        slots = jnp.arange(count, dtype=jnp.int32)[None]
+        coordinates = coordinates[:1] if p.same_rows else coordinates
+        arrays = TokenArrays(
+            slots=slots,
+            positions=slots if by_slot else pad_axis(positions, 1, count, mode="edge"),
+            coordinates=pad_axis(coordinates, 1, count, mode="edge"),
+            segments=None if segments is None else pad_axis(segments + 1, 1, count) - 1,
+        )
+        return jax.tree.map(lambda x: x[:, None], arrays)
+
+    queries = padded(length, p.q_positions, p.q_coordinates, q_segments)
+    return queries, padded(keys, p.k_positions, p.k_coordinates, k_segments), visibility

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.blocks import pad_axis
-from posenc_jax.engine.problem import Implementation, Problem, keep_mask, zero_where
+from posenc_jax.engine.blocks import join_blocks, pad_axis
+from posenc_jax.engine.dropout import keep_mask
+from posenc_jax.engine.problem import Implementation, Problem, zero_where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Dense(Implementation):
     """All keys at once, for blocks of queries.
 
     Attributes:
-      block: logits per block; 2**20 are 4 MB, of which a backward pass holds several.
+      block: logits per block; 2**20 are 4 MB, and a backward pass holds several such arrays.
     """
 
     block: int = 2**20
@@ -44,11 +45,11 @@ class Dense(Implementation):
 
 @jax.custom_jvp
 def _decode(p: Problem) -> tuple[jax.Array, jax.Array]:
-    """One query: reads the cache once; zeroing its unused slots would cost ten times as much.
+    """Attention of one query, reading the cache once; zeroing unused slots takes ten times longer.
 
-    Values that the query does not see may hold NaN, which spoils sums with weight zero: where the
-    output is not finite they are zeroed and it is computed again. Values of a cache are finite,
-    which spares sharded ones the all-reduce of that test. Derivatives always zero them.
+    Values that the query does not see may hold NaN, and 0 * NaN is NaN: if the output is not
+    finite, it is computed again with these values zeroed. A cache has finite values and skips that
+    test, which is an all-reduce where it is sharded. Derivatives always zero them.
     """
     out, lse = _attend_row(p)
     if p.finite_values:
@@ -76,14 +77,14 @@ def _causal_bands(p: Problem) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     by_slot = p.contiguous and p.prefix_length is None and length == keys
     if not by_slot or not (p.is_causal or p.window) or length < 1024:
         return [((0, length), (0, keys))]
-    left, right = p.window or (-1, -1)
-    right = 0 if p.is_causal else right
+    left_side, right_side = p.window or (-1, -1)
+    right_side = 0 if p.is_causal else right_side
     step = math.ceil(length / 4)
     bands = []
     for start in range(0, length, step):
         end = min(start + step, length)
-        low = 0 if left < 0 else max(0, start - left)
-        bands.append(((start, end), (low, keys if right < 0 else min(keys, end + right))))
+        low = 0 if left_side < 0 else max(0, start - left_side)
+        bands.append(((start, end), (low, keys if right_side < 0 else min(keys, end + right_side))))
     return bands
 
 
@@ -97,11 +98,11 @@ def _row_features(p: Problem) -> tuple:
     if p.k_segment_ids is not None:
         seen &= p.k_segment_ids >= 0
 
-    made = []
+    row_features = []
     for rule in p.rules:
         rule = rule.with_features(rule.q_features, zero_where(~seen, rule.k_features))
-        made.append(rule.expanded().k_features if rule.whole_rows else None)
-    return tuple(made)
+        row_features.append(rule.expanded().k_features if rule.whole_rows else None)
+    return tuple(row_features)
 
 
 def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array, jax.Array]:
@@ -130,7 +131,7 @@ def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array,
         return one_block(bare, row_features, queries)
 
     parts = jax.lax.map(block_of, jax.tree.map(blocked, queries))
-    return jax.tree.map(lambda x: _joined(x, length), parts)
+    return jax.tree.map(lambda x: join_blocks(x, 1)[:, :length], parts)
 
 
 def _products(p: Problem) -> jax.Array:
@@ -171,8 +172,8 @@ def _products_of_token(q: jax.Array, k: jax.Array) -> jax.Array:
       k: [B, S, K, H].
     """
     batch, _, heads, group, _ = q.shape
-    own = jnp.eye(heads, dtype=bool)[:, None, :, None]
-    q = jnp.where(own, jnp.moveaxis(q, 1, 3), 0).reshape(batch, heads * group, -1)
+    own_head = jnp.eye(heads, dtype=bool)[:, None, :, None]
+    q = jnp.where(own_head, jnp.moveaxis(q, 1, 3), 0).reshape(batch, heads * group, -1)
     k = k.reshape(*k.shape[:2], -1)
     out = jnp.einsum("bsc,bnc->bsn", k, q, precision="highest")
     out = jnp.swapaxes(jax.lax.optimization_barrier(out), 1, 2)  # Products have S in front.
@@ -196,12 +197,12 @@ def _sums_of_token(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
     """Attention of all queries of a problem; `row_features` has an entry for each rule."""
-    seen, at = p.visible(), (p.q_coordinates, p.k_coordinates)
+    seen, coordinates = p.visible(), (p.q_coordinates, p.k_coordinates)
     scaled, unscaled = _products(p), None
     for rule in p.rules:
         if rule.whole_rows:
             continue
-        term = rule.added_to_rows(*at)
+        term = rule.added_to_rows(*coordinates)
         if term is not None and rule.scaled:
             scaled += term
         elif term is not None:
@@ -216,7 +217,7 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
     for rule, features in zip(p.rules, row_features, strict=True):
         if rule.whole_rows:
             x = jnp.where(seen, x, 0.0)
-            x = jax.vmap(rule.transformed_logits)(x, seen, rule.q_features, features, *at)
+            x = jax.vmap(rule.transformed_logits)(x, seen, rule.q_features, features, *coordinates)
     # Rules on whole rows hide keys by -inf, too; a row of them has no gradient.
     x = jnp.where(seen & ~jnp.isneginf(x), x, -jnp.inf)
     lse = jax.nn.logsumexp(x, -1)
@@ -229,12 +230,6 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
         weights = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)
     out = _sums(p, weights)
     for rule in p.rules:
-        values = jax.vmap(rule.added_values)(weights, *at)
+        values = jax.vmap(rule.added_values)(weights, *coordinates)
         out = out if values is None else out + values
     return out.astype(p.q.dtype), jnp.moveaxis(lse, 1, 2)
-
-
-def _joined(x: jax.Array, length: int) -> jax.Array:
-    """[count, B, size, ...] to [B, length, ...]."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

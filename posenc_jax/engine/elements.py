@@ -1,4 +1,4 @@
-"""Terms evaluated for every pair of a tile: numbers per query, per key and per head.
+"""Elementwise terms: functions of scalars per query, per key and per head, for every pair.
 
 A term enters the kernels if its rule of one query and one key is a composition of elementwise
 operations on scalars. The kernels evaluate it on whole tiles, and differentiate it there.
@@ -24,21 +24,21 @@ _CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """A term by pairs, and the arrays that it reads.
+    """An elementwise term, and the arrays that it reads.
 
     Attributes:
-      numbers: float32 [N], each, of heads and shared.
-      q_numbers: float32 [B, N, 1, T], each.
-      k_numbers: float32 [B, K or N, 1, S], each.
-      places: whether the rule reads coordinates.
+      scalars: float32 arrays [N], first per head, then shared.
+      q_scalars: float32 arrays [B, N, 1, T].
+      k_scalars: float32 arrays [B, K or N, 1, S].
+      reads_coordinates: whether the rule reads coordinates.
       everywhere: whether tiles beyond the horizon have it too.
-      rule: `rule(numbers, q_numbers, k_numbers, q, k)` of scalars, a float32 number.
+      rule: `rule(scalars, q_scalars, k_scalars, q, k)`, a float32 number of scalars.
     """
 
-    numbers: tuple[jax.Array, ...]
-    q_numbers: tuple[jax.Array, ...]
-    k_numbers: tuple[jax.Array, ...]
-    places: bool = dataclasses.field(metadata=STATIC)
+    scalars: tuple[jax.Array, ...]
+    q_scalars: tuple[jax.Array, ...]
+    k_scalars: tuple[jax.Array, ...]
+    reads_coordinates: bool = dataclasses.field(metadata=STATIC)
     rule: Callable = dataclasses.field(metadata=STATIC)
     everywhere: bool = dataclasses.field(default=False, metadata=STATIC)
 
@@ -51,69 +51,63 @@ class _Scalars:
     q_features: Any
     k_features: Any
 
-    def __call__(self, numbers, q_numbers, k_numbers, q, k):
-        term = jax.tree.unflatten(self.term, numbers)
-        at = Tokens(None, q, jax.tree.unflatten(self.q_features, q_numbers))
-        to = Tokens(None, k, jax.tree.unflatten(self.k_features, k_numbers))
-        return term.pair(at, to)
+    def __call__(self, scalars, q_scalars, k_scalars, q, k):
+        term = jax.tree.unflatten(self.term, scalars)
+        query = Tokens(None, q, jax.tree.unflatten(self.q_features, q_scalars))
+        key = Tokens(None, k, jax.tree.unflatten(self.k_features, k_scalars))
+        return term.pair(query, key)
 
 
 def element_of(
     term: Term, q_features: Any, k_features: Any, coordinates: jax.Array, heads: int
 ) -> Element | str:
-    """Returns a term in this form, or why it has none.
+    """Returns a term as an element, or why it is not elementwise.
 
     Args:
       term: the term.
       q_features, k_features: leaves [B, T, N, ...] and [B, S, K or N, ...].
-      coordinates: those of the queries, [B, T] or [B, T, A].
+      coordinates: of the queries, [B, T] or [B, T, A].
       heads: N.
     """
     if coordinates.ndim != 2 or coordinates.dtype != jnp.int32:
         return "coordinates of several axes, or not integers"
     of_heads, shared = jax.tree.leaves(term.heads), jax.tree.leaves(term.shared)
-    q_numbers, structure_q = jax.tree.flatten(q_features)
-    k_numbers, structure_k = jax.tree.flatten(k_features)
+    q_scalars, structure_q = jax.tree.flatten(q_features)
+    k_scalars, structure_k = jax.tree.flatten(k_features)
     small = all(x.ndim == 1 for x in of_heads) and all(x.ndim == 0 for x in shared)
-    if not (small and all(x.ndim == 3 for x in (*q_numbers, *k_numbers))):
+    if not (small and all(x.ndim == 3 for x in (*q_scalars, *k_scalars))):
         return "a rule whose arrays are more than a number per head, query or key"
-    leaves = (*of_heads, *shared, *q_numbers, *k_numbers)
+    leaves = (*of_heads, *shared, *q_scalars, *k_scalars)
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
         return "a rule with arrays that are not floating point"
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    coordinate = jax.ShapeDtypeStruct((), jnp.int32)
     rule = _Scalars(jax.tree.structure(term), structure_q, structure_k)
-    number = (scalar,) * (len(of_heads) + len(shared))
-    place = jax.ShapeDtypeStruct((), jnp.int32)
-    arguments = (
-        number,
-        (scalar,) * len(q_numbers),
-        (scalar,) * len(k_numbers),
-        place,
-        place,
-    )
+    counts = len(of_heads) + len(shared), len(q_scalars), len(k_scalars)
+    arguments = (*((scalar,) * count for count in counts), coordinate, coordinate)
     if jax.eval_shape(rule, *arguments) is None:
         return "a rule that is no function of one query and one key"
     jaxpr = jax.make_jaxpr(rule)(*arguments)
     other = _not_elementwise(jaxpr.jaxpr)
     if other is not None:
         return f"a rule with the operation {other}, which is not elementwise"
-    numbers = (*of_heads, *shared)
+    scalars = (*of_heads, *shared)
     return Element(
-        numbers=tuple(jnp.broadcast_to(x.astype(jnp.float32), (heads,)) for x in numbers),
-        q_numbers=tuple(_rows(x) for x in q_numbers),
-        k_numbers=tuple(_rows(x) for x in k_numbers),
-        places=_reads(jaxpr.jaxpr, jaxpr.jaxpr.invars[-2:]),
+        scalars=tuple(jnp.broadcast_to(x.astype(jnp.float32), (heads,)) for x in scalars),
+        q_scalars=tuple(_rows(x) for x in q_scalars),
+        k_scalars=tuple(_rows(x) for x in k_scalars),
+        reads_coordinates=_reads(jaxpr.jaxpr, jaxpr.jaxpr.invars[-2:]),
         rule=rule,
     )
 
 
-def number_of_keys(numbers: jax.Array) -> Element:
-    """Returns the term that adds a number per key, [B, S, K or N], to every logit."""
-    return Element((), (), (_rows(numbers),), False, _of_key, everywhere=True)
+def scalar_per_key(scalars: jax.Array) -> Element:
+    """Returns the term that adds a scalar per key, [B, S, K or N], to every logit."""
+    return Element((), (), (_rows(scalars),), False, _first_of_key, everywhere=True)
 
 
-def _of_key(numbers, q_numbers, k_numbers, q, k):
-    return k_numbers[0]
+def _first_of_key(scalars, q_scalars, k_scalars, q, k):
+    return k_scalars[0]
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -150,27 +144,27 @@ def _not_elementwise(jaxpr: Any) -> str | None:
 def evaluate(
     element: Element,
     shape: tuple[int, ...],
-    numbers: Any,
-    q_numbers: Any,
-    k_numbers: Any,
+    scalars: Any,
+    q_scalars: Any,
+    k_scalars: Any,
     queries: dict[str, jax.Array],
     keys: dict[str, jax.Array],
 ) -> tuple[jax.Array, Callable]:
-    """Returns a term on a tile, and the function of its cotangent to those of its numbers.
+    """Returns a term on a tile, and the pullback to its scalars.
 
     Args:
       element: the term.
       shape: of the tile.
-      numbers: scalars.
-      q_numbers, k_numbers: arrays that broadcast to the tile.
+      scalars: of the head.
+      q_scalars, k_scalars: arrays that broadcast to the tile.
       queries, keys: "coordinates" of the tokens, which broadcast to the tile.
     """
 
     def wide(x):
         return jnp.broadcast_to(x, shape)
 
-    places = [jnp.zeros(shape, jnp.int32)] * 2
-    if element.places:
-        places = [wide(x["coordinates"]) for x in (queries, keys)]
-    arrays = jax.tree.map(wide, (tuple(numbers), tuple(q_numbers), tuple(k_numbers)))
-    return jax.vjp(lambda *x: jax.vmap(jax.vmap(element.rule))(*x, *places), *arrays)
+    coordinates = [jnp.zeros(shape, jnp.int32)] * 2
+    if element.reads_coordinates:
+        coordinates = [wide(x["coordinates"]) for x in (queries, keys)]
+    arrays = jax.tree.map(wide, (tuple(scalars), tuple(q_scalars), tuple(k_scalars)))
+    return jax.vjp(lambda *x: jax.vmap(jax.vmap(element.rule))(*x, *coordinates), *arrays)

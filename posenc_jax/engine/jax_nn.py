@@ -1,7 +1,7 @@
-"""Attention by `jax.nn.dot_product_attention`: what it can do exactly, and nothing else.
+"""Attention by `jax.nn.dot_product_attention`, for the calls that it computes exactly.
 
 It takes no rules; rotary schemes need none. It rounds the log-sum-exp to the dtype of the keys and
-gives it no gradient, so calls that return one are refused.
+gives it no gradient, so calls that return a log-sum-exp are refused.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ class JaxNN(Implementation):
             "values of another head dim than keys": p.q.shape[3] != p.v.shape[3],
             "exact log-sum-exp": p.needs_lse,
         }
-        found = [what for what, is_there in refused.items() if is_there]
+        names = [name for name, is_there in refused.items() if is_there]
         return (
-            f'it has no {" and no ".join(found)}; use "xla", or None to choose' if found else None
+            f'it has no {" and no ".join(names)}; use "xla", or None to choose' if names else None
         )
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
@@ -44,7 +44,7 @@ class JaxNN(Implementation):
             window = tuple(p.k.shape[1] if side < 0 else side for side in window)
         k, v, sees = p.k.astype(p.q.dtype), p.v.astype(p.q.dtype), None
         if p.mask is not None:
-            # It lets a query that sees nothing look at everything, and multiplies 0 and NaN.
+            # A query that sees no key gets the mean of all values there, and 0 * NaN is NaN.
             visible = p.visible()
             sees = jnp.moveaxis(visible.any(-1), 1, 2)
             used = visible.any((1, 2))[:, :, None, None]

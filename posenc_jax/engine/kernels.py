@@ -1,4 +1,4 @@
-"""What implementations with kernels share: meshes, sinks, derivatives."""
+"""The base of implementations with kernels: meshes, derivatives, and refusals."""
 
 import abc
 import dataclasses
@@ -12,12 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from posenc_jax.checks import require
+from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.elements import element_of
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.mask import MASK_VALUE
-from posenc_jax.engine.operands import Grads, Operands, Spec, prepare
-from posenc_jax.engine.problem import Implementation, Problem, vary_over, zero_where
-from posenc_jax.engine.terms import Dot
+from posenc_jax.engine.operands import Grads, Operands, prepare, spec_fields
+from posenc_jax.engine.problem import (
+    Implementation,
+    Problem,
+    lse_and_delta,
+    vary_over,
+    with_sinks,
+    zero_where,
+)
+from posenc_jax.engine.terms import DotTerm
 from posenc_jax.ops.partition import combine, partition
 
 
@@ -41,14 +48,52 @@ class Kernels(Implementation):
     name = "pallas"
     platform: ClassVar[str]
     """As `jax.default_backend` names it."""
+    mask_by_distance: ClassVar[bool] = False
+    """Whether causality and windows by slot are a bias by distance."""
 
     @abc.abstractmethod
     def refuses(self, problem: Problem) -> str | None:
-        """Returns why the kernels cannot compute a problem, beyond what none of them can."""
+        """Returns why the kernels of this platform cannot compute a problem, or None."""
 
     @abc.abstractmethod
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         """Computes a problem on one device, or one device's part of it."""
+
+    @abc.abstractmethod
+    def make_spec(self, problem: Problem, **fields: Any) -> Any:
+        """Returns the platform's `Spec`, with the fields of `spec_fields`."""
+
+    @abc.abstractmethod
+    def run_forward(self, spec: Any, x: Operands) -> tuple[jax.Array, jax.Array]:
+        """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
+
+    @abc.abstractmethod
+    def run_backward(
+        self, spec: Any, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
+    ) -> Grads:
+        """Returns the cotangents of the operands.
+
+        Args:
+          spec: the static part.
+          x: the operands.
+          d_out: cotangent of the output, [B, T, N, V], in the dtype of v.
+          lse: float32 [B, N, T], finite. With dropout at rate r, log(1 - r) is added.
+          delta: float32 [B, N, T]: the sum of d_out * out over V minus the cotangent of the
+            log-sum-exp. With dropout, times 1 - r.
+        """
+
+    def run(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        """Computes a problem of one device by the kernels of both passes."""
+        p, lowered = problem, _lowered(problem)
+        elements = tuple(_elements(p, lowered))
+        spec = self.make_spec(p, **spec_fields(p, lowered))
+        spec, operands = prepare(p, lowered, elements, spec, self.mask_by_distance)
+        diff, nondiff = partition(operands)
+        out, lse = _attend(self, spec, limit_derivatives(diff, forward=_FIRST_ORDER), nondiff)
+        out, lse = out[:, : p.length], jnp.swapaxes(lse, 1, 2)[:, : p.length]
+        if lowered.lse_shift is not None:
+            lse += lowered.lse_shift
+        return with_sinks(p, out, lse)
 
     def supports(self, problem: Problem) -> str | None:
         anywhere = self.interpret or self.cross_compile
@@ -90,12 +135,12 @@ class Kernels(Implementation):
         out = PartitionSpec(batch, None, heads)
         alone = dataclasses.replace(self, batch_axes=None, head_axes=None)
         run = jax.shard_map(
-            lambda p: alone(_with_own_key_head(p, specs, heads)),
+            lambda p: alone(_with_local_key_head(p, specs, heads)),
             mesh=mesh,
             in_specs=(specs,),
             out_specs=(out, out),
             axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-            check_vma=not self.interpret,  # The interpreter mixes what varies with what does not.
+            check_vma=not self.interpret,  # The interpreter mixes varying arrays with others.
         )
         return run(problem)
 
@@ -105,8 +150,7 @@ class Kernels(Implementation):
             return self.on_mesh(problem, mesh, PartitionSpec())
         if _open_axes(mesh) or self.batch_axes or self.head_axes:
             return self._sharded(problem, mesh, self.batch_axes or None, self.head_axes or None)
-        varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
-        return self.on_device(vary_over(frozenset().union(*varying), problem))
+        return self.on_device(vary_over(problem))
 
 
 def _mesh_of(problem: Problem) -> Any:
@@ -123,7 +167,7 @@ def _open_axes(mesh: Any, *kinds: AxisType) -> tuple[str, ...]:
 
 
 def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
-    """Returns how the arrays of a problem are sharded over batch and heads, as a problem.
+    """Returns a problem of partition specs, with arrays sharded over batch and heads.
 
     Every device has all key heads if there are fewer of them than devices for the heads.
 
@@ -143,13 +187,13 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
         return math.prod(mesh.shape[name] for name in axes)
 
     sizes = problem.sizes()
-    for count, by, what in (
+    for count, axes, noun in (
         (sizes.batch, batch, "rows of the batch"),
         (sizes.num_heads, heads, "query heads"),
     ):
         require(
-            count % devices(by) == 0,
-            f"attention: {count} {what} cannot be sharded over {devices(by)} devices ({by}).",
+            count % devices(axes) == 0,
+            f"attention: {count} {noun} cannot be sharded over {devices(axes)} devices ({axes}).",
         )
     kv_heads = sizes.kv_heads
     by_key_head = kv_heads % devices(heads) == 0
@@ -159,49 +203,31 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
         f"({heads}).",
     )
 
-    def spec(path, x):
-        name = next(key.name for key in reversed(path) if hasattr(key, "name"))
-        row = None if x.shape[:1] == (1,) else batch
-        if name in ("k", "v", "k_features") and x.shape[2] == kv_heads and not by_key_head:
-            return PartitionSpec(row)
-        if name in ("heads", "sinks"):
-            return PartitionSpec(heads)
-        if name in ("q", "k", "v", "q_features", "k_features"):
-            return PartitionSpec(row, None, heads)
-        if name == "dropout_seeds":
-            return PartitionSpec(row, heads)
-        if name == "mask":
-            return PartitionSpec(row, None if x.shape[1] == 1 else heads)
-        if name == "shared":
-            return PartitionSpec()
-        return PartitionSpec(row)  # Positions, coordinates, segments, slots, prefix lengths.
+    names = {"B": batch, "N": heads, "K": heads}
 
-    return jax.tree_util.tree_map_with_path(spec, problem)
+    def spec(axes, x):
+        if "K" in axes and x.shape[2] == kv_heads and not by_key_head:
+            axes = axes.replace("K", "-")
+        pairs = zip(axes, x.shape, strict=False)
+        return PartitionSpec(
+            *(None if size == 1 and axis != "K" else names.get(axis) for axis, size in pairs)
+        )
+
+    return problem.map_arrays(spec)
 
 
-def _with_own_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
-    """Returns the problem with the key head of this device's queries, of arrays with all."""
+def _with_local_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
+    """Returns the problem with the one key head of this device's queries, where it has all."""
 
-    def own(x, spec):
-        if heads is None or len(spec) > 1:
+    def take(x, spec):
+        if heads is None or spec[2] is not None:
             return x
         sharing = jax.lax.axis_size(heads) // x.shape[2]
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(heads) // sharing, 1, 2)
 
-    keys, of = p.key_arrays(), dataclasses.replace(specs, mask=None).key_arrays()
-    return p.with_keys(
-        keys | {name: jax.tree.map(own, keys[name], of[name]) for name in ("k", "v", "features")}
-    )
-
-
-def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns output and log-sum-exp with the share that sinks take."""
-    if p.sinks is None:
-        return out.astype(p.q.dtype), lse
-    sinks = p.sinks.astype(jnp.float32)[None, None]
-    total = jnp.logaddexp(lse, sinks)
-    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
-    return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), total
+    keys, specs = p.key_arrays(), dataclasses.replace(specs, mask=None).key_arrays()
+    names = "k", "v", "features"
+    return p.with_keys(keys | {n: jax.tree.map(take, keys[n], specs[n]) for n in names})
 
 
 def without_hidden(p: Problem) -> Problem:
@@ -216,12 +242,12 @@ def without_hidden(p: Problem) -> Problem:
 
 
 def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | None:
-    """Returns why kernels of whole sequences cannot compute a problem, from shapes alone.
+    """Returns why the kernels of training cannot compute a problem, from shapes alone, or None.
 
     Args:
       p: the problem.
-      no_room: returns why there are no kernels for products of vectors of tokens and vectors
-        per distance with so many numbers each, or None.
+      no_room: returns why there are no kernels for vectors per distance, from the sizes of the
+        vectors, or None.
     """
     if p.mask is not None:
         return 'a given mask needs implementation="xla"; segment_ids and window are supported'
@@ -231,32 +257,31 @@ def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | Non
         lowered = _lowered(p)
         refused.extend(x for x in _elements(p, lowered) if isinstance(x, str))
         counts = [
-            (lowered.k_features if term.of_keys else lowered.q_features)[n].shape[3]
-            for n, term in enumerate(lowered.terms)
-            if isinstance(term, Dot) and lowered.strips[n] is not None
+            (x.k_features if x.term.of_keys else x.q_features).shape[3]
+            for x in lowered.terms
+            if isinstance(x.term, DotTerm) and x.strip is not None
         ]
         refused.extend(filter(None, [no_room(counts)]))
 
-    # Without shardings: arrays are not yet those of one device.
+    # Without shardings: arrays are not yet divided over devices.
     jax.eval_shape(look, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p))
     return f'{refused[0]} needs implementation="xla"' if refused else None
 
 
 def _elements(p: Problem, lowered: Lowered) -> list[Any]:
-    """Returns the terms by pairs, or why the kernels cannot evaluate them."""
-    terms = zip(lowered.terms, lowered.strips, lowered.q_features, lowered.k_features, strict=True)
+    """Returns the elementwise terms, or for a term why the kernels cannot evaluate it."""
     return [
         "a vector per distance, where positions are given,"
-        if isinstance(term, Dot)
-        else element_of(term, q, k, p.q_coordinates, p.num_heads)
-        for term, strip, q, k in terms
-        if strip is None
+        if isinstance(x.term, DotTerm)
+        else element_of(x.term, x.q_features, x.k_features, p.q_coordinates, p.num_heads)
+        for x in lowered.terms
+        if x.strip is None
     ]
 
 
 def _lowered(p: Problem) -> Lowered:
     """Lowers the rules of a problem; vectors per distance are strips wherever they can be."""
-    return lower(p, 0, 1)
+    return lower(p, max_table=0)
 
 
 def padded(count: int, *blocks: int) -> int:
@@ -265,74 +290,35 @@ def padded(count: int, *blocks: int) -> int:
     return -(-count // step) * step
 
 
-@functools.cache
-def _first_order(kernel: Callable) -> Callable:
-    """Returns a kernel whose derivative raises: JAX's own error about it has no message."""
-    wrapped = jax.custom_jvp(kernel, nondiff_argnums=(0,))
-
-    @wrapped.defjvp
-    def _(spec, primals, tangents):
-        raise NotImplementedError(
-            'attention: implementation="pallas" has first derivatives in reverse mode only; for '
-            'others use implementation="xla" or "reference".'
-        )
-
-    return wrapped
-
-
-Forward = Callable[[Any, Operands], tuple[jax.Array, jax.Array]]
-Backward = Callable[[Any, Operands, jax.Array, jax.Array, jax.Array], Grads]
-
-
-def compute(
-    kernels: tuple[Forward, Backward],
-    spec_of: Callable[..., Spec],
-    p: Problem,
-    mask_by_distance: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns what an implementation returns, computed by kernels.
-
-    Args:
-      kernels: `forward(spec, x)` returns the output, [B, T, N, V], and the log-sum-exp, float32
-        [B, N, T]; `backward(spec, x, d_out, lse, delta)` returns cotangents.
-      spec_of: returns the `Spec`, from those of its fields that a problem decides.
-      p: the problem.
-      mask_by_distance: see `prepare`.
-    """
-    lowered = _lowered(p)
-    elements = tuple(_elements(p, lowered))
-    spec, operands = prepare(p, lowered, elements, spec_of, mask_by_distance)
-    out, lse = _attend(kernels, spec, *partition(operands))
-    out, lse = out[:, : p.length], lse[:, : p.length]
-    if lowered.lse_shift is not None:
-        lse += lowered.lse_shift
-    return with_sinks(p, out, lse)
+_FIRST_ORDER = (
+    'attention: implementation="pallas" has first derivatives in reverse mode only; for others use '
+    'implementation="xla" or "reference".'
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    kernels: tuple[Forward, Backward], spec: Spec, diff: Operands, nondiff: Operands
+    kernels: Kernels, spec: Any, diff: Operands, nondiff: Operands
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, T, N]."""
+    """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     return _attend_forward(kernels, spec, diff, nondiff)[0]
 
 
 def _attend_forward(kernels, spec, diff, nondiff):
-    out, lse = _first_order(kernels[0])(spec, combine(diff, nondiff))
-    return (out, jnp.swapaxes(lse, 1, 2)), (diff, nondiff, out, lse)
+    operands = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
+    out, lse = kernels.run_forward(spec, operands)
+    return (out, lse), (diff, nondiff, out, lse)
 
 
 def _attend_backward(kernels, spec, saved, cotangents):
     diff, nondiff, out, lse = saved
     d_out, d_lse = cotangents
-    x = combine(diff, nondiff)
-    delta = jnp.einsum("btnv,btnv->btn", *(y.astype(jnp.float32) for y in (d_out, out))) - d_lse
-    # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
-    lse = jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse)
+    x = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
+    lse, delta = lse_and_delta(out, lse, d_out, d_lse)
     if x.dropped is not None:
         lse, delta = lse + math.log1p(-spec.dropout_rate), delta * (1.0 - spec.dropout_rate)
-    delta = jnp.swapaxes(delta, 1, 2)
-    grads = _first_order(kernels[1])(spec, x, d_out.astype(x.v.dtype), lse, delta)
+    of_queries = d_out.astype(x.v.dtype), lse, delta
+    grads = kernels.run_backward(spec, x, *limit_derivatives(of_queries, both=_FIRST_ORDER))
     return dataclasses.replace(diff, **grads._asdict()), None
 
 

@@ -1,4 +1,4 @@
-"""Kinds of tiles: which a kernel skips, and which need rules or masks."""
+"""Kinds of tiles: skipped, plain, with rules, with rules and masks."""
 
 import dataclasses
 from typing import Any
@@ -13,11 +13,14 @@ EMPTY, PLAIN, RULED, MASKED = 0, 1, 2, 3
 
 
 def kinds(see: Visibility) -> tuple[int, ...]:
-    """Returns the kinds of tiles that there may be, less `EMPTY`."""
-    made = () if _ruled_everywhere(see) else (PLAIN,)
-    ruled = see.has_terms or see.bias_everywhere or see.mask_in_bias
-    made += (RULED,) if ruled else ()
-    return (*made, MASKED) if see.ordered or see.segments else made
+    """Returns the kinds of tiles that may occur, without `EMPTY`."""
+    has_rules = see.has_terms or see.bias_everywhere or see.mask_in_bias
+    possible = {
+        PLAIN: not _ruled_everywhere(see),
+        RULED: has_rules,
+        MASKED: see.ordered or see.segments,
+    }
+    return tuple(kind for kind, occurs in possible.items() if occurs)
 
 
 def _ruled_everywhere(see: Visibility) -> bool:
@@ -31,7 +34,7 @@ def tile_kinds(
 
     Args:
       see: the masks.
-      q, k: what `Visibility.summary` reads, of whole blocks of tokens.
+      q, k: inputs of `Visibility.summary`, in whole blocks of tokens.
       prefix: int32 [B], or None.
       blocks: queries and keys per tile.
     """

@@ -1,13 +1,13 @@
 """Lowering: from the rules of a problem to terms, a bias per distance, and one mask plan.
 
-Any backend starts here. Constants that are the same for all logits of a query cancel in the
-softmax, so they may be dropped: tiles beyond the horizon of every rule then need no rule at
-all. `lse_shift` is what was dropped; the log-sum-exp gets it back.
+Any backend starts here. A constant that is added to all logits of a query cancels in the softmax
+and may be dropped, so that tiles beyond the horizon of every rule need no rule at all. The
+log-sum-exp gets the dropped constants back as `lse_shift`.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,23 @@ import jax.numpy as jnp
 from posenc_jax.engine.blocks import Visibility
 from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.problem import Problem, repeat_heads
-from posenc_jax.engine.terms import Layout, Lowering, Term, ValueTable
+from posenc_jax.engine.rules import Rule
+from posenc_jax.engine.terms import Lowering, LoweringContext, Term, ValueTable
+
+
+class LoweredTerm(NamedTuple):
+    """A term with the arrays that it reads.
+
+    Attributes:
+      term: evaluated on tiles.
+      q_features, k_features: pytrees [B, T, N, ...] and [B, S, K or N, ...].
+      strip: `strip(first, stop) -> float32 [1 or N, L, F]`, or None.
+    """
+
+    term: Term
+    q_features: Any
+    k_features: Any
+    strip: Callable[[int, int], jax.Array] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,38 +39,32 @@ class Lowered:
     """The rules of a problem, as a backend evaluates them.
 
     Attributes:
-      bias: `bias(first, stop) -> float32 [N or 1, L]`, added at every distance, less its
-        constant; with `visibility.mask_in_bias`, distances that causality or the window hides
-        have the mask value. None: nothing is added by distance alone.
-      terms: evaluated on tiles; `features` and `strips` have an entry for each.
-      q_features, k_features: pytrees [B, T, N, ...] and [B, S, K or N, ...].
-      strips: `strip(first, stop) -> float32 [1 or N, L, F]`, or None.
+      bias: `bias(first, stop) -> float32 [N or 1, L]`, the sum of rules by distance minus its
+        constant, with the mask value at hidden distances if `visibility.mask_in_bias`. None: no
+        rule goes by distance alone.
+      terms: one per rule that is neither in `bias` nor in `values`.
       values: a table on the values, or None.
       v: the values, with the constant of the table added, [B, S, K or N, V].
-      visibility: which tiles need what.
+      visibility: the masks, and which tiles need rules.
       lse_shift: dropped constants, [1 or B, 1 or T, N or 1], or None.
     """
 
     bias: Callable[[int, int], jax.Array] | None
-    terms: tuple[Term, ...]
-    q_features: tuple[Any, ...]
-    k_features: tuple[Any, ...]
-    strips: tuple[Callable[[int, int], jax.Array] | None, ...]
+    terms: tuple[LoweredTerm, ...]
     values: ValueTable | None
     v: jax.Array
     visibility: Visibility
     lse_shift: jax.Array | None
 
 
-def lower(p: Problem, max_table: int, pairs_at_once: int) -> Lowered:
+def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
     """Lowers the rules of a problem; rules on whole rows are left to the caller.
 
     Args:
       p: the problem.
-      max_table: distances of the largest tile.
-      pairs_at_once: pairs of a rule that are differentiated at once.
+      max_table, pairs_at_once: see `LoweringContext`.
     """
-    layout = Layout(
+    context = LoweringContext(
         length=p.length,
         keys=p.keys,
         contiguous=p.contiguous,
@@ -67,20 +77,28 @@ def lower(p: Problem, max_table: int, pairs_at_once: int) -> Lowered:
         pairs_at_once=pairs_at_once,
     )
     rules = [rule for rule in p.rules if not rule.whole_rows]
-    lowered = _lower_rules(rules, layout)
-    terms: list[tuple[Any, Any]] = [
-        (rule, x) for rule, x in zip(rules, lowered, strict=True) if x.term is not None
-    ]
-    by_distance = [x for x in lowered if x.by_distance is not None]
-    values, v = _lower_values(p, lowered)
-    horizons: list[Any] = [x.term.horizon for _, x in terms]
+    lowerings = _lower_rules(rules, context)
+    terms = tuple(
+        LoweredTerm(x.term, rule.q_features, rule.k_features, x.strip)
+        for rule, x in zip(rules, lowerings, strict=True)
+        if x.term is not None
+    )
+    by_distance = [x for x in lowerings if x.by_distance is not None]
+    values, v = _lower_values(p, lowerings)
+
+    # Rules by distance         none   constant dropped   constant kept
+    # added by interior tiles   no     no                 yes: bias_everywhere
+    # raises the horizon        no     yes                no
+    horizons: list[int | None] = [x.term.horizon for x in terms]
     highs = [x.high for x in by_distance]
     drop = p.softcap is None and None not in horizons + highs
     if values is not None:
         horizons.append(values.horizon)
     if drop:
         horizons += highs
-    # A mask joins in only where nothing else decides which keys a query sees.
+    known_horizons = [x for x in horizons if x is not None]
+
+    # Causality and the window join the bias only where nothing else hides keys.
     mask_in_bias = (
         bool(by_distance)
         and p.softcap is None
@@ -91,13 +109,10 @@ def lower(p: Problem, max_table: int, pairs_at_once: int) -> Lowered:
     bias = constant = None
     if by_distance:
         bias, constant = _sum_by_distance(p, by_distance, drop, mask_in_bias)
-    dropped = [x for x in (*(x.dropped for _, x in terms), constant) if x is not None]
+    dropped = [x for x in (*(x.dropped for x in lowerings), constant) if x is not None]
     return Lowered(
         bias=bias,
-        terms=tuple(x.term for _, x in terms),
-        q_features=tuple(rule.q_features for rule, _ in terms),
-        k_features=tuple(rule.k_features for rule, _ in terms),
-        strips=tuple(x.strip for _, x in terms),
+        terms=terms,
         values=values,
         v=v,
         visibility=Visibility(
@@ -109,41 +124,41 @@ def lower(p: Problem, max_table: int, pairs_at_once: int) -> Lowered:
             prefix=p.prefix_length is not None,
             mask=p.mask is not None,
             has_terms=bool(horizons),
-            horizon=None if None in horizons else max(horizons, default=None),
+            horizon=None if None in horizons else max(known_horizons, default=None),
             by_slot=p.contiguous,
         ),
         lse_shift=sum(dropped[1:], dropped[0]) if dropped else None,
     )
 
 
-def _lower_rules(rules: list, layout: Layout) -> list[Lowering]:
+def _lower_rules(rules: list[Rule], context: LoweringContext) -> list[Lowering]:
     """Lowers rules; constants are dropped only where every term has a horizon."""
-    lowered = [rule.lower(layout) for rule in rules]
-    if any(x.term is not None and x.term.horizon is None for x in lowered):
-        layout = dataclasses.replace(layout, drop_constants=False)
-        lowered = [rule.lower(layout) for rule in rules]
-    return lowered
+    lowerings = [rule.lower(context) for rule in rules]
+    if any(x.term is not None and x.term.horizon is None for x in lowerings):
+        context = dataclasses.replace(context, drop_constants=False)
+        lowerings = [rule.lower(context) for rule in rules]
+    return lowerings
 
 
-def _lower_values(p: Problem, lowered: list[Lowering]) -> tuple[ValueTable | None, jax.Array]:
+def _lower_values(p: Problem, lowerings: list[Lowering]) -> tuple[ValueTable | None, jax.Array]:
     """Returns the table on the values, and the values with its constant added."""
-    found = [x for x in lowered if x.values is not None]
-    if not found:
+    # At most one rule adds to the values: `attention` refuses more.
+    lowering = next((x for x in lowerings if x.values is not None), None)
+    if lowering is None:
         return None, p.v
-    (one,) = found
-    if one.far_value is None:
-        return one.values, p.v
-    v = repeat_heads(p.v, p.num_heads).astype(jnp.float32) + one.far_value[None, None]
-    return one.values, v.astype(p.v.dtype)
+    if lowering.far_value is None:
+        return lowering.values, p.v
+    v = repeat_heads(p.v, p.num_heads).astype(jnp.float32) + lowering.far_value[None, None]
+    return lowering.values, v.astype(p.v.dtype)
 
 
 def _sum_by_distance(
-    p: Problem, lowered: list[Any], drop: bool, mask_in_bias: bool
+    p: Problem, lowerings: list[Any], drop: bool, mask_in_bias: bool
 ) -> tuple[Callable[[int, int], jax.Array], jax.Array | None]:
     """Returns the bias of distances, and the constant dropped from it, [1, 1, N or 1]."""
 
     def total(first, stop):
-        parts = [x.by_distance(first, stop) for x in lowered]
+        parts = [x.by_distance(first, stop) for x in lowerings]
         return sum(parts[1:], parts[0])
 
     constant = total(p.length - 1, p.length) if drop else None
@@ -160,8 +175,8 @@ def _sum_by_distance(
 
 def masked_by_order(p: Problem, distances: jax.Array, bias: jax.Array) -> jax.Array:
     """Returns a bias [N or 1, L] with the mask value at distances that are not visible."""
-    left, right = p.window or (-1, -1)
-    right = 0 if p.is_causal else right
-    seen = (distances <= left) | (left < 0)
-    seen &= (-distances <= right) | (right < 0)
+    left_side, right_side = p.window or (-1, -1)
+    right_side = 0 if p.is_causal else right_side
+    seen = (distances <= left_side) | (left_side < 0)
+    seen &= (-distances <= right_side) | (right_side < 0)
     return jnp.where(seen[None], bias, MASK_VALUE)

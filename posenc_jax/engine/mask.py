@@ -83,11 +83,11 @@ def visible(
         seen &= j <= i
     sides = window_sides(window)
     if sides is not None:
-        left, right = sides
-        if left >= 0:
-            seen &= i <= add_saturated(j, left)
-        if right >= 0:
-            seen &= j <= add_saturated(i, right)
+        left_side, right_side = sides
+        if left_side >= 0:
+            seen &= i <= add_saturated(j, left_side)
+        if right_side >= 0:
+            seen &= j <= add_saturated(i, right_side)
     if prefix_length is not None:
         seen |= j < prefix_length[:, None, None]
     if q_segment_ids is not None:

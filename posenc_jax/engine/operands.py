@@ -1,18 +1,18 @@
-"""What kernels are given: the arrays of a problem, padded to whole tiles, and a schedule."""
+"""The inputs of kernels: the arrays of a problem, padded to whole tiles, and a schedule."""
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.blocks import Blocks, Visibility, pad_axis
-from posenc_jax.engine.elements import Element, number_of_keys
+from posenc_jax.engine.blocks import Blocks, TokenArrays, Visibility, pad_axis, padded_tokens
+from posenc_jax.engine.dropout import dropout_rows
+from posenc_jax.engine.elements import Element, scalar_per_key
 from posenc_jax.engine.lower import Lowered, masked_by_order
-from posenc_jax.engine.problem import Problem, dropout_rows, repeat_heads
-from posenc_jax.engine.terms import STATIC, Dot
+from posenc_jax.engine.problem import Problem, repeat_heads
+from posenc_jax.engine.terms import STATIC, DotTerm
 
 LOG2E = 1.4426950408889634
 _ROWS = 16  # F is padded to a multiple: rows of a register of bfloat16.
@@ -26,7 +26,7 @@ class Spec:
       batch, length, keys: B, and T and S padded to whole blocks.
       heads, kv_heads, dim, value_dim: N, K, H, V.
       forward, backward: queries and keys per tile.
-      visibility: which tiles need what.
+      visibility: which tiles need masks and rules.
       by_slot: whether masks compare slots; else positions, which are operands.
       rules_in_bias: whether the bias has rules; else it has causality and the window alone.
       products: whether there are vectors per distance.
@@ -63,7 +63,7 @@ class Spec:
 
     @property
     def unit(self) -> float:
-        """What logits are multiplied by before they enter exp2, or the softcap's tanh."""
+        """The factor of logits before they enter exp2, or the softcap's tanh."""
         return LOG2E if self.softcap is None else 1.0 / self.softcap
 
     def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
@@ -73,38 +73,41 @@ class Spec:
     @property
     def sides(self) -> tuple[int, int]:
         """How many keys a query sees before it and after it; negative for no limit."""
-        left, right = self.visibility.window or (-1, -1)
-        return left, 0 if self.visibility.is_causal else right
+        before, after = self.visibility.window or (-1, -1)
+        return before, 0 if self.visibility.is_causal else after
 
     def reach(self, blocks: Blocks) -> tuple[int, int]:
-        """Returns the least and greatest first query less first key of a tile by distance.
+        """Returns the least and greatest difference, first query minus first key, of tiles.
 
-        What tiles beyond the greatest add is that of the greatest: zero, or masked.
+        Tiles beyond the greatest read the bias of the greatest, which is zero there, or masked.
         """
         see, q, k = self.visibility, blocks.q, blocks.k
         step = math.gcd(q, k, 128)
-        left, right = self.sides
+        before, after = self.sides
         low, high = k - self.keys, self.length - q
-        if right >= 0 and not self.prefix:
-            low = max(low, -((right + q - 1) // step * step))
-        if left >= 0 and not self.prefix:
-            high = min(high, (left + k - 1) // step * step)
+        if after >= 0 and not self.prefix:
+            low = max(low, -((after + q - 1) // step * step))
+        if before >= 0 and not self.prefix:
+            high = min(high, (before + k - 1) // step * step)
         constant_from = see.horizon if self.rules_in_bias or self.products else 0
-        windowed = see.mask_in_bias and left >= 0
+        windowed = see.mask_in_bias and before >= 0
         if constant_from is not None and not see.bias_everywhere and not windowed:
             high = min(high, -(-(constant_from + k) // step) * step)
         return low, max(low, high)
 
 
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """Features of the queries or keys and the vectors per distance.
+    """A term that adds features of queries or keys, dot a vector per distance.
 
     Attributes:
       features: [B, N or K, F, T or S].
       vectors: float32 [N or 1, F, R], by ascending distance from `Operands.first`.
-      of_keys: whether the features are those of keys.
+      of_keys: whether keys have the features.
     """
 
     features: jax.Array
@@ -122,9 +125,9 @@ class Operands:
       bias: float32 [N or 1, R], times `Spec.unit`, by ascending distance from `first`, or
         None.
       rows: int32 [B or 1, 1, T] of queries by name: "positions", "coordinates", "segments".
-      columns: int32 [B or 1, 1, S] of keys, the same, and with dropout "slots".
+      columns: int32 [B or 1, 1, S] of keys by the same names, and with dropout "slots".
       prefix: int32 [B]; zeros if there is none.
-      elements: terms by pairs.
+      elements: elementwise terms.
       dropped: of queries, uint32 [B, N, 1, T], see `dropout_rows`, or None without dropout.
       products: vectors of tokens, dot a vector per distance.
       schedules: of the forward and the backward pass, as the kernels need them.
@@ -145,8 +148,13 @@ class Operands:
     first: int = dataclasses.field(metadata=STATIC)
 
 
+def out_struct(like: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    """Returns the type of a result of a kernel; inside `shard_map`, it varies as `like` does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).mat)
+
+
 class Grads(NamedTuple):
-    """Cotangents of the differentiable operands, in their forms."""
+    """Cotangents of the differentiable operands."""
 
     q: jax.Array
     k: jax.Array
@@ -156,122 +164,125 @@ class Grads(NamedTuple):
     products: tuple[Product, ...]
 
 
-class _Tokens(NamedTuple):
-    """The arrays that `Visibility.summary` reads, [B or 1, 1, T]."""
-
-    slots: jax.Array
-    positions: jax.Array
-    coordinates: jax.Array
-    segments: jax.Array | None
+def spec_fields(p: Problem, lowered: Lowered) -> dict[str, Any]:
+    """Returns the fields of `Spec` that do not depend on the platform."""
+    return {
+        "batch": p.q.shape[0],
+        "heads": p.num_heads,
+        "kv_heads": p.k.shape[2],
+        "dim": p.q.shape[3],
+        "value_dim": p.v.shape[3],
+        "visibility": lowered.visibility,
+        "by_slot": p.contiguous and p.prefix_length is None,
+        "rules_in_bias": lowered.bias is not None,
+        "products": any(isinstance(x.term, DotTerm) for x in lowered.terms),
+        "prefix": p.prefix_length is not None,
+        "scale": p.scale,
+        "softcap": p.softcap,
+        "dropout_rate": p.dropout_rate,
+        "dtype": jnp.float32 if p.sinks is not None else p.q.dtype,
+    }
 
 
 def prepare(
     p: Problem,
     lowered: Lowered,
     elements: tuple[Element, ...],
-    spec_of: Callable[..., Spec],
+    spec: SpecT,
     mask_by_distance: bool,
-) -> tuple[Any, Operands]:
-    """Pads a lowered problem to the lengths of its `Spec`.
+) -> tuple[SpecT, Operands]:
+    """Pads a lowered problem to the lengths of its `Spec`, and returns both.
 
     Args:
-      p, lowered, elements: the problem, its lowering and its terms by pairs.
-      spec_of: returns the `Spec`, from those of its fields that a problem decides.
+      p, lowered, elements: the problem, its lowering and its elementwise terms.
+      spec: the static part, before padding.
       mask_by_distance: whether causality and windows by slot are a bias by distance.
     """
-    by_slot = p.contiguous and p.prefix_length is None
-    spec = spec_of(
-        batch=p.q.shape[0],
-        heads=p.num_heads,
-        kv_heads=p.k.shape[2],
-        dim=p.q.shape[3],
-        value_dim=p.v.shape[3],
-        visibility=lowered.visibility,
-        by_slot=by_slot,
-        rules_in_bias=lowered.bias is not None,
-        products=any(isinstance(term, Dot) for term in lowered.terms),
-        prefix=p.prefix_length is not None,
-        scale=p.scale,
-        softcap=p.softcap,
-        dropout_rate=p.dropout_rate,
-        dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
-    )
-    length, keys, visibility = spec.length, spec.keys, spec.visibility
-    segments = p.q_segment_ids, p.k_segment_ids
-    padded = length > p.length or keys > p.keys
-    if padded and segments[0] is None and not (by_slot and p.is_causal and p.length == p.keys):
-        segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
-        visibility = dataclasses.replace(visibility, segments=True)
-    if mask_by_distance and by_slot and visibility.ordered and p.softcap is None:
+    length, keys = spec.length, spec.keys
+    q_tokens, k_tokens, visibility = padded_tokens(p, spec.visibility, length, keys)
+    if mask_by_distance and spec.by_slot and visibility.ordered and p.softcap is None:
         visibility = dataclasses.replace(visibility, mask_in_bias=True)
     spec = dataclasses.replace(spec, visibility=visibility)
-
-    def tokens(to, positions, coordinates, ids):
-        slots = jnp.arange(to, dtype=jnp.int32)[None]
-        coordinates = coordinates[:1] if p.same_rows else coordinates
-        positions = slots if by_slot else pad_axis(positions, 1, to, mode="edge")
-        ids = None if ids is None else pad_axis(ids + 1, 1, to) - 1
-        coordinates = pad_axis(coordinates, 1, to, mode="edge")
-        made = _Tokens(slots, positions, coordinates, ids)
-        return jax.tree.map(lambda x: x[:, None], made)
-
-    queries = tokens(length, p.q_positions, p.q_coordinates, segments[0])
-    of_keys = tokens(keys, p.k_positions, p.k_coordinates, segments[1])
-
-    def named(x: _Tokens) -> dict[str, jax.Array]:
-        out = {}
-        if visibility.ordered and not by_slot:
-            out["positions"] = x.positions
-        if any(element.places for element in elements):
-            out["coordinates"] = x.coordinates
-        return out if x.segments is None else out | {"segments": x.segments}
-
-    bias, first = None, 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
-    distances = jnp.arange(first, p.length, dtype=jnp.int32)
-    if lowered.bias is not None:
-        bias = spec.unit * lowered.bias(first, p.length)
-    elif visibility.mask_in_bias:
-        bias = masked_by_order(p, distances, jnp.zeros((1, distances.shape[0]), jnp.float32))
-    of_slots, dropped = {}, None
+    first = 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
+    products, per_key = _products(p, lowered, spec, first)
+    reads_coordinates = any(element.reads_coordinates for element in elements)
+    columns = _by_name(spec, k_tokens, reads_coordinates) | _distinct_padding(k_tokens)
+    dropped = None
     if p.dropout_seeds is not None:
-        of_slots = {"slots": pad_axis(p.k_slots, 1, keys)[:, None]}
+        columns["slots"] = pad_axis(p.k_slots, 1, keys)[:, None]
         dropped = pad_axis(dropout_rows(p.dropout_seeds, p.q_slots), 2, length)[:, :, None]
-    products = []
-    for n, term in enumerate(lowered.terms):
-        if isinstance(term, Dot):
-            own, to = (lowered.k_features, keys) if term.of_keys else (lowered.q_features, length)
-            product, numbers = _product_of(term, lowered.strips[n], own[n], first, p.length)
-            padded = pad_axis(product.features, 3, to)
-            products.append(dataclasses.replace(product, features=padded))
-            if numbers is not None:
-                elements = (*elements, number_of_keys(numbers))
     return spec, Operands(
         q=pad_axis(p.q, 1, length),
         k=pad_axis(p.k, 1, keys),
         v=pad_axis(lowered.v, 1, keys),
-        bias=bias,
-        rows=named(queries),
-        columns=named(of_keys) | _padding_apart(of_keys) | of_slots,
+        bias=_bias(p, lowered, spec, first),
+        rows=_by_name(spec, q_tokens, reads_coordinates),
+        columns=columns,
         prefix=jnp.zeros((1,), jnp.int32) if p.prefix_length is None else p.prefix_length,
         elements=tuple(
             dataclasses.replace(
-                x,
-                q_numbers=tuple(pad_axis(y, 3, length) for y in x.q_numbers),
-                k_numbers=tuple(pad_axis(y, 3, keys) for y in x.k_numbers),
+                element,
+                q_scalars=tuple(pad_axis(y, 3, length) for y in element.q_scalars),
+                k_scalars=tuple(pad_axis(y, 3, keys) for y in element.k_scalars),
             )
-            for x in elements
+            for element in (*elements, *per_key)
         ),
         dropped=dropped,
-        products=tuple(products),
-        schedules=spec.schedules(queries, of_keys, p.prefix_length),
+        products=products,
+        schedules=spec.schedules(q_tokens, k_tokens, p.prefix_length),
         first=first,
     )
 
 
-def _product_of(
-    term: Dot, strip: Any, features: jax.Array, first: int, stop: int
+def _by_name(spec: Spec, x: TokenArrays, reads_coordinates: bool) -> dict[str, jax.Array]:
+    """Returns `Operands.rows` or `columns`, without slots."""
+    arrays = {}
+    if spec.visibility.ordered and not spec.by_slot:
+        arrays["positions"] = x.positions
+    if reads_coordinates:
+        arrays["coordinates"] = x.coordinates
+    return arrays if x.segments is None else arrays | {"segments": x.segments}
+
+
+def _distinct_padding(keys: TokenArrays) -> dict[str, jax.Array]:
+    """Returns the segments of keys, where padding differs from padding of queries."""
+    if keys.segments is None:
+        return {}
+    least = jnp.iinfo(jnp.int32).min
+    return {"segments": jnp.where(keys.segments < 0, least, keys.segments)}
+
+
+def _bias(p: Problem, lowered: Lowered, spec: Spec, first: int) -> jax.Array | None:
+    """Returns `Operands.bias`, of distances first to T - 1."""
+    if lowered.bias is not None:
+        return spec.unit * lowered.bias(first, p.length)
+    if not spec.visibility.mask_in_bias:
+        return None
+    distances = jnp.arange(first, p.length, dtype=jnp.int32)
+    return masked_by_order(p, distances, jnp.zeros((1, distances.shape[0]), jnp.float32))
+
+
+def _products(
+    p: Problem, lowered: Lowered, spec: Spec, first: int
+) -> tuple[tuple[Product, ...], list[Element]]:
+    """Returns the products, and the terms that hold their scalars per key, if there are any."""
+    products, per_key = [], []
+    for term, q_features, k_features, strip in lowered.terms:
+        if not isinstance(term, DotTerm):
+            continue
+        features, length = (k_features, spec.keys) if term.of_keys else (q_features, spec.length)
+        product, scalars = _product(term, strip, features, first, p.length)
+        padded = pad_axis(product.features, 3, length)
+        products.append(dataclasses.replace(product, features=padded))
+        if scalars is not None:
+            per_key.append(scalar_per_key(scalars))
+    return tuple(products), per_key
+
+
+def _product(
+    term: DotTerm, strip: Any, features: jax.Array, first: int, stop: int
 ) -> tuple[Product, jax.Array | None]:
-    """Returns a term in this form, and what it adds per key at every distance, or None.
+    """Returns a term as a product, and the scalar per key that it adds at any distance, or None.
 
     Args:
       term: the term.
@@ -279,23 +290,16 @@ def _product_of(
       features: [B, T, N or K, F].
       first, stop: the distances, of integers first to stop - 1.
     """
-    vectors, numbers = term.factor * strip(first, stop), None
+    vectors, scalars = term.factor * strip(first, stop), None
     far = {**term.shared, **term.heads}.get("far")
     if far is not None:
         far = term.factor * far.reshape(vectors.shape[0], 1, -1)
         vectors -= far
-        own = repeat_heads(features, max(features.shape[2], far.shape[0]))
-        far = jnp.broadcast_to(far[:, 0], own.shape[2:])
-        numbers = jnp.einsum("bsnf,nf->bsn", own.astype(jnp.float32), far, precision="highest")
+        repeated = repeat_heads(features, max(features.shape[2], far.shape[0]))
+        far = jnp.broadcast_to(far[:, 0], repeated.shape[2:])
+        repeated = repeated.astype(jnp.float32)
+        scalars = jnp.einsum("bsnf,nf->bsn", repeated, far, precision="highest")
     pad = (0, 0), (0, 0), (0, -features.shape[3] % _ROWS), (0, 0)
     features = jnp.pad(jnp.transpose(features, (0, 2, 3, 1)), pad)
     vectors = jnp.pad(jnp.swapaxes(vectors, 1, 2), pad[1:])
-    return Product(features, vectors, term.of_keys), numbers
-
-
-def _padding_apart(keys: _Tokens) -> dict[str, jax.Array]:
-    """Returns segments of keys in which padding equals no segment of a query."""
-    if keys.segments is None:
-        return {}
-    least = jnp.iinfo(jnp.int32).min
-    return {"segments": jnp.where(keys.segments < 0, least, keys.segments)}
+    return Product(features, vectors, term.of_keys), scalars

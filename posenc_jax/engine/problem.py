@@ -1,13 +1,15 @@
-"""One attention problem, checked and in one form, and the type of what computes it."""
+"""`Problem`: one checked attention call; `Implementation`: the base class for computing it."""
 
 import abc
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.mask import visible
+from posenc_jax.engine.mask import MASK_VALUE, visible
 from posenc_jax.engine.rules import STATIC, Rule, Sizes
 
 _SIDES = {
@@ -16,11 +18,30 @@ _SIDES = {
 }
 """Arrays that belong to queries and to keys, and the axis of the mask that does."""
 
+_AXES = {
+    "q": "BTNH",
+    "k": "BSKH",
+    "v": "BSKV",
+    "mask": "BNTS",
+    "q_positions": "BT",
+    "k_positions": "BS",
+    "q_coordinates": "BTA",
+    "k_coordinates": "BSA",
+    "q_segment_ids": "BT",
+    "k_segment_ids": "BS",
+    "prefix_length": "B",
+    "sinks": "N",
+    "dropout_seeds": "BN",
+    "q_slots": "BT",
+    "k_slots": "BS",
+}
+"""The axes of every array of `Problem`, or its first ones, by which meshes shard it."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What to attend to. Arrays are pytree leaves; the rest is static.
+    """The arguments of one attention call. Arrays are pytree leaves, other fields are static.
 
     Letters: B batch, T queries, S keys, N query heads, K key/value heads, H head dim,
     V value dim, A coordinate axes.
@@ -140,8 +161,8 @@ class Problem:
     def _with_tokens(self, side: str, tokens: dict[str, Any]) -> Self:
         names, mask_axis = _SIDES[side]
         mask, rules = tokens["mask"], []
-        for rule, own, pairs in zip(self.rules, tokens["features"], tokens["pairs"], strict=True):
-            features = (own, rule.k_features) if side == "q" else (rule.q_features, own)
+        for rule, new, pairs in zip(self.rules, tokens["features"], tokens["pairs"], strict=True):
+            features = (new, rule.k_features) if side == "q" else (rule.q_features, new)
             pairs = None if pairs is None else jnp.moveaxis(pairs, 1, mask_axis)
             rules.append(rule.with_features(*features).with_pairs(pairs))
         return dataclasses.replace(
@@ -150,6 +171,14 @@ class Problem:
             mask=None if mask is None else jnp.moveaxis(mask, 1, mask_axis),
             **{name: tokens[name] for name in names},
         )
+
+    def map_arrays(self, function: Callable[[str, jax.Array], Any]) -> Self:
+        """Returns the problem with `function(axes, x)` in place of each array.
+
+        `axes` are letters of the first axes of x, as in `_AXES` and `Rule.axes`.
+        """
+        rules = tuple(_map_fields(rule, rule.axes, function) for rule in self.rules)
+        return dataclasses.replace(_map_fields(self, _AXES, function, ("rules",)), rules=rules)
 
     def visible(self) -> jax.Array:
         """Returns bool [B, 1 or N, T, S], true where the query sees the key."""
@@ -187,13 +216,13 @@ class Problem:
 
     def sorted_keys(self) -> Self:
         """Returns the problem with its keys sorted by segment and position."""
-        by = [x for x in (self.k_positions, self.k_segment_ids) if x is not None]
-        order = jnp.lexsort(by, axis=-1).astype(jnp.int32)
+        sort_keys = [x for x in (self.k_positions, self.k_segment_ids) if x is not None]
+        order = jnp.lexsort(sort_keys, axis=-1).astype(jnp.int32)
 
         def pick(x):
             x = jnp.broadcast_to(x, (order.shape[0], *x.shape[1:]))
-            at = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
-            return jnp.take_along_axis(x, at, 1)
+            indices = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
+            return jnp.take_along_axis(x, indices, 1)
 
         return self.with_keys(jax.tree.map(pick, self.key_arrays()))
 
@@ -216,13 +245,13 @@ class Implementation(abc.ABC):
     """The word for `attention(implementation=...)`."""
 
     def supports(self, problem: Problem) -> str | None:
-        """Returns None, or why the problem cannot be computed and what to use instead."""
+        """Returns None, or why the problem is not supported and the remedy."""
         return None
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
         """Computes a problem on an explicit mesh; q and the results are sharded by `spec`.
 
-        By default the inside is left to the compiler: rules are written for scalars and have
+        By default the compiler partitions the computation: rules are written for scalars and have
         no sharding.
         """
         rows = jax.sharding.PartitionSpec(*spec[:3])
@@ -240,21 +269,38 @@ class Implementation(abc.ABC):
         """
 
 
+def _map_fields(
+    tree: Any, axes: Mapping[str, str], function: Callable, skipped: tuple[str, ...] = ()
+) -> Any:
+    """Replaces the arrays of a dataclass; each field must have its axes."""
+    fields = (x.name for x in dataclasses.fields(tree) if not x.metadata.get("static"))
+    arrays = {name: getattr(tree, name) for name in fields if name not in skipped}
+    mapped = {
+        name: jax.tree.map(functools.partial(function, axes[name]), x) for name, x in arrays.items()
+    }
+    return dataclasses.replace(tree, **mapped)
+
+
 def zero_where(hidden: jax.Array, tree: Any) -> Any:
     """Returns arrays [B, T, ...] with zeros where `hidden`, bool [1 or B, T], is true."""
 
     def clean(x):
-        at = hidden.reshape(*hidden.shape, *(1,) * (x.ndim - 2))
-        return jnp.where(at, jnp.zeros((), x.dtype), x)
+        mask = hidden.reshape(*hidden.shape, *(1,) * (x.ndim - 2))
+        return jnp.where(mask, jnp.zeros((), x.dtype), x)
 
     return jax.tree.map(clean, tree)
 
 
-def vary_over(axes: frozenset[str], tree: Any) -> Any:
-    """Inside `shard_map`, makes every array vary over the mesh axes of that shard_map.
+def vary_over(tree: Any, axes: frozenset[str] | None = None) -> Any:
+    """Makes every array vary over some mesh axes of `shard_map`; gradients are then summed.
 
-    Gradients of arrays that devices share are then summed.
+    Args:
+      tree: pytree of arrays.
+      axes: the mesh axes. Default: the axes that any of the arrays varies over; there are none
+        outside of `shard_map`.
     """
+    if axes is None:
+        axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
     def vary(x):
         missing = tuple(axes - jax.typeof(x).mat.varying)
@@ -263,48 +309,40 @@ def vary_over(axes: frozenset[str], tree: Any) -> Any:
     return jax.tree.map(vary, tree) if axes else tree
 
 
+def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns output and log-sum-exp after the sinks of a problem took their share.
+
+    Args:
+      p: the problem.
+      out: the output without sinks, [B, T, N, V].
+      lse: its log-sum-exp, float32 [B, T, N].
+    """
+    if p.sinks is None:
+        return out.astype(p.q.dtype), lse
+    sinks = p.sinks[None, None]
+    total = jnp.logaddexp(lse, sinks)
+    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
+    return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), total
+
+
+def lse_and_delta(
+    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the numbers per query that tiles of the backward pass read, float32 [B, N, T].
+
+    With weights p = exp(logits - lse) and their cotangent dp, the cotangent of the logits is
+    p * (dp - delta). A query that sees no key has lse = -MASK_VALUE, so that its weights are 0.
+
+    Args:
+      out, d_out: output and its cotangent, [B, T, N, V].
+      lse, d_lse: log-sum-exp and its cotangent, float32 [B, N, T].
+    """
+    products = (x.astype(jnp.float32) for x in (d_out, out))
+    delta = jnp.einsum("btnv,btnv->bnt", *products) - d_lse
+    return jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse), delta
+
+
 def repeat_heads(x: jax.Array, num_heads: int, axis: int = 2) -> jax.Array:
     """Repeats key/value heads for their query heads: [B, S, K, ...] to [B, S, N, ...]."""
     groups = num_heads // x.shape[axis]
     return x if groups == 1 else jnp.repeat(x, groups, axis)
-
-
-def make_dropout_seeds(key: jax.Array, batch: int, heads: int) -> jax.Array:
-    """Returns uint32 [B, N, 2]: two words for each batch row and head."""
-    seed = jax.random.bits(key, (2,), jnp.uint32)
-    b, n = (jnp.arange(count, dtype=jnp.uint32) for count in (batch, heads))
-    words = _mix(_mix(seed[0] ^ b)[:, None] + n[None])
-    return jnp.stack([words, jnp.full_like(words, seed[1])], -1)
-
-
-def keep_mask(seeds: jax.Array, rate: float, q_slots: jax.Array, k_slots: jax.Array) -> jax.Array:
-    """Returns bool [B, N, T, S], false for the weights that dropout removes.
-
-    A hash of seed, batch row, head, query slot and key slot: every implementation drops the
-    same weights, whatever its tiles and devices, and stores nothing.
-
-    Args:
-      seeds: uint32 [B, N, 2].
-      rate: the share that is dropped.
-      q_slots: int32 [1, T], the slots of the queries.
-      k_slots: int32 [1 or B, S], the slots of the keys.
-    """
-    rows = dropout_rows(seeds, q_slots)[..., None]
-    return is_kept(rows, k_slots.astype(jnp.uint32)[:, None, None], rate)
-
-
-def dropout_rows(seeds: jax.Array, q_slots: jax.Array) -> jax.Array:
-    """Returns uint32 [B, N, T], the hash of a query without its keys."""
-    return _mix(seeds[..., :1] + q_slots.astype(jnp.uint32)[:, None]) ^ seeds[..., 1:]
-
-
-def is_kept(rows: jax.Array, k_slots: jax.Array, rate: float) -> jax.Array:
-    """Returns `keep_mask` of `dropout_rows` and uint32 slots of keys, which broadcast."""
-    return _mix(rows + k_slots) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
-
-
-def _mix(h: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3: every input bit changes half of the output bits."""
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)

@@ -1,4 +1,4 @@
-"""Attention as it is written down: all logits, one softmax. It defines what is correct.
+"""Attention by its formula: all logits, one softmax. It defines correct results.
 
 Only `engine.api` imports this file, to list it; tests compare the other implementations with it.
 """
@@ -8,7 +8,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.problem import Implementation, Problem, keep_mask, repeat_heads
+from posenc_jax.engine.dropout import keep_mask
+from posenc_jax.engine.problem import Implementation, Problem, repeat_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Reference(Implementation):
         scaled = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
         unscaled = jnp.zeros_like(scaled)
         for rule in p.rules:
-            at = p.q_coordinates, p.k_coordinates
-            term = rule.added_to_rows(*at)
+            coordinates = p.q_coordinates, p.k_coordinates
+            term = rule.added_to_rows(*coordinates)
             if term is not None and rule.scaled:
                 scaled += term
             elif term is not None:
@@ -60,12 +61,12 @@ class Reference(Implementation):
 
 
 def _transformed(p: Problem, logits: jax.Array, seen: jax.Array) -> jax.Array:
-    """Applies the rules on whole rows; what a query does not see is zero there."""
-    at = p.q_coordinates, p.k_coordinates
+    """Applies the rules on whole rows, to logits that are zero for keys that are not seen."""
+    coordinates = p.q_coordinates, p.k_coordinates
     for rule in p.rules:
         if rule.whole_rows:
             rule = rule.expanded()
             features = rule.q_features, rule.k_features
             logits = jnp.where(seen, logits, 0.0)
-            logits = jax.vmap(rule.transformed_logits)(logits, seen, *features, *at)
+            logits = jax.vmap(rule.transformed_logits)(logits, seen, *features, *coordinates)
     return logits

@@ -19,8 +19,8 @@ import abc
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,13 @@ import jax.numpy as jnp
 from posenc_jax.checks import coordinate_values, require
 from posenc_jax.engine.terms import (
     STATIC,
-    AllPairs,
-    Dot,
-    Layout,
+    AllPairsTerm,
+    DistanceRange,
+    DotTerm,
     Lowering,
-    Pair,
-    Separable,
+    LoweringContext,
+    PairTerm,
+    SeparableTerm,
     ValueTable,
     over_heads,
 )
@@ -81,6 +82,23 @@ class Rule(abc.ABC):
     adds_values: bool = False
     normalized: bool = True
 
+    axes: ClassVar[Mapping[str, str]] = {
+        "heads": "N",
+        "shared": "",
+        "q_features": "BTN",
+        "k_features": "BSK",
+        "pairs": "BNTS",
+        "table": "N",
+    }
+    """The first axes of the arrays by field, by which meshes shard them."""
+
+    def logits_by_distance(self, distances: jax.Array) -> jax.Array | None:
+        """Returns the logits at int32 distances [R], [N or 1, R] or [B, T, N, R].
+
+        None for a rule that reads more than the distance and the query.
+        """
+        return None
+
     @abc.abstractmethod
     def on(self, transform: Callable[[jax.Array], jax.Array]) -> Self:
         """Returns the rule reading `transform(coordinate)` for the coordinates of each token.
@@ -91,11 +109,11 @@ class Rule(abc.ABC):
         """
 
     def with_features(self, q_features: Any, k_features: Any) -> Self:
-        """Returns the rule with other features, where it has any."""
+        """Returns the rule with other features; a rule without features returns itself."""
         return self
 
     def with_pairs(self, pairs: Any) -> Self:
-        """Returns the rule with another array of pairs, where it has one."""
+        """Returns the rule with another array of pairs; a rule without one returns itself."""
         return self
 
     def check(self, sizes: Sizes) -> None:
@@ -112,27 +130,27 @@ class Rule(abc.ABC):
             low is None or high is None or low <= high,
             f"attention: {name}.bounds must be (low, high) with low <= high, got {self.bounds}.",
         )
-        wanted = sizes.batch, sizes.length, heads
+        expected = sizes.batch, sizes.length, heads
         for leaf in jax.tree.leaves(self.q_features):
             require(
-                leaf.shape[:3] == wanted,
-                f"attention: {name}.q_features must be [B, T, N, ...] = {wanted}, "
+                leaf.shape[:3] == expected,
+                f"attention: {name}.q_features must be [B, T, N, ...] = {expected}, "
                 f"got {leaf.shape}.",
             )
-        wanted = sizes.batch, sizes.keys
+        expected = sizes.batch, sizes.keys
         for leaf in jax.tree.leaves(self.k_features):
             require(
-                leaf.shape[:2] == wanted and leaf.shape[2:3] in ((sizes.kv_heads,), (heads,)),
+                leaf.shape[:2] == expected and leaf.shape[2:3] in ((sizes.kv_heads,), (heads,)),
                 f"attention: {name}.k_features must be [B, S, K or N, ...] = "
-                f"({wanted[0]}, {wanted[1]}, {sizes.kv_heads} or {heads}), got {leaf.shape}.",
+                f"({expected[0]}, {expected[1]}, {sizes.kv_heads} or {heads}), got {leaf.shape}.",
             )
 
-    def lower(self, layout: Layout) -> Lowering:
+    def lower(self, context: LoweringContext) -> Lowering:
         """Returns the rule as a backend evaluates it; empty for a rule on whole rows."""
         return Lowering()
 
     def expanded(self) -> Self:
-        """Returns a rule on whole rows with `k_features` as it reads them."""
+        """Returns a rule on whole rows after its `expand` of `k_features`, if it has one."""
         return self
 
     def added_logits(
@@ -173,39 +191,39 @@ class _FeatureRule(Rule):
 
 
 def as_tuple(x: Any) -> tuple:
-    """Returns None, one thing or a tuple or list of things as a tuple."""
+    """Returns None, a value, or a tuple or list of values as a tuple."""
     if x is None:
         return ()
     return tuple(x) if isinstance(x, tuple | list) else (x,)
 
 
 def _slice(tree: Any, axes: int) -> Any:
-    """Shapes of arrays without their first axes."""
+    """Returns the shapes of arrays without their first axes."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[axes:], x.dtype), tree)
 
 
 def _check_function(
-    rule: Rule, field: str, signature: str, arguments: tuple, sizes: Sizes, wanted: tuple = ()
+    rule: Rule, field: str, signature: str, arguments: tuple, sizes: Sizes, shape: tuple = ()
 ) -> Any:
-    """Returns the type of a rule's function of `arguments`; raises unless its shape is `wanted`."""
-    function, what = getattr(rule, field), f"{type(rule).__name__}.{field}"
+    """Returns the type of a rule's function of `arguments`; raises unless it has this shape."""
+    function, qualified_name = getattr(rule, field), f"{type(rule).__name__}.{field}"
     name = getattr(function, "__name__", repr(function))
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise TypeError(
-            f"attention: {what} must be {field}{signature}, got {name}: {error}."
+            f"attention: {qualified_name} must be {field}{signature}, got {name}: {error}."
         ) from None
     axes = f" for coordinates of {sizes.axes} axes" if sizes.axes else ""
-    said = f"attention: {what} {name} must return {wanted or 'one number'}{axes}"
+    message = f"attention: {qualified_name} {name} must return {shape or 'one number'}{axes}"
     try:
         out = jax.eval_shape(function, *arguments)
     except (TypeError, ValueError, IndexError) as error:
         if not sizes.axes or isinstance(error, jax.errors.JAXTypeError):
             raise
-        raise ValueError(f"{said}: {error}") from error
+        raise ValueError(f"{message}: {error}") from error
     got = getattr(out, "shape", None)
-    require(got == wanted, f"{said}, got {'no array' if got is None else f'shape {got}'}.")
+    require(got == shape, f"{message}, got {'no array' if got is None else f'shape {got}'}.")
     return out
 
 
@@ -217,7 +235,7 @@ def _coordinates(sizes: Sizes, *lead: int) -> jax.ShapeDtypeStruct:
 class _OnCoordinates:
     """A function whose last two arguments, coordinates of a query and a key, are transformed.
 
-    With `all_keys` the last are those of all keys.
+    With `all_keys` the last argument has the coordinates of all keys.
     """
 
     rule: Callable
@@ -225,14 +243,14 @@ class _OnCoordinates:
     all_keys: bool = False
 
     def __call__(self, *arguments):
-        *rest, q, k = arguments
+        *others, q, k = arguments
         of_keys = jax.vmap(self.transform) if self.all_keys else self.transform
-        return self.rule(*rest, self.transform(q), of_keys(k))
+        return self.rule(*others, self.transform(q), of_keys(k))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Then:
-    """One function of coordinates after another."""
+    """The composition of two functions of coordinates."""
 
     first: Callable
     second: Callable
@@ -284,43 +302,48 @@ class LogitBias(Rule):
         arguments = _slice(self.shared, 0), _slice(self.heads, 1), token, token
         _check_function(self, "rule", "(shared, head, q, k) -> scalar", arguments, sizes)
 
-    def lower(self, layout):
-        factor = layout.scale if self.scaled else 1.0
-        by_distance = self.relative and not layout.axes
-        if by_distance and layout.contiguous:
-            values = functools.partial(self._of_distances, factor=factor, dtype=layout.dtype)
-            return Lowering(by_distance=values, high=layout.horizon(self.bounds[1], by_slot=True))
+    def lower(self, context):
+        factor = context.scale if self.scaled else 1.0
+        by_distance = self.relative and not context.axes
+        if by_distance and context.contiguous:
+            values = functools.partial(self._of_distances, factor=factor, dtype=context.dtype)
+            return Lowering(by_distance=values, high=context.horizon(self.bounds[1], by_slot=True))
         horizon = None
-        if by_distance and layout.drop_constants:
-            horizon = layout.horizon(self.bounds[1], by_slot=False)
-        term = Pair(
+        if by_distance and context.drop_constants:
+            horizon = context.horizon(self.bounds[1], by_slot=False)
+        term = PairTerm(
             heads=self.heads,
             shared=self.shared,
             factor=factor,
             horizon=horizon,
             rule=self.rule,
             of_content=False,
-            pairs_at_once=layout.pairs_at_once,
+            pairs_at_once=context.pairs_at_once,
         )
-        return Lowering(term, dropped=term.dropped(layout.dtype))
+        return Lowering(term, dropped=term.dropped(context.dtype))
 
     def _of_distances(self, first: int, stop: int, factor: float, dtype: Any) -> jax.Array:
         """Returns float32 [N or 1, stop - first]."""
         over = jax.vmap(self.rule, (None, None, 0, None))
         zero = jnp.zeros((), dtype)
 
-        def at(distances):
+        def evaluate(distances):
             distances = distances.astype(dtype)
-            made = over_heads(lambda head: over(self.shared, head, distances, zero), self.heads)
-            return factor * made.astype(jnp.float32)
+            out = over_heads(lambda head: over(self.shared, head, distances, zero), self.heads)
+            return factor * out.astype(jnp.float32)
 
-        return _between(self.bounds, at, first, stop)
+        return _between(self.bounds, evaluate, first, stop)
 
     def added_logits(self, q_features, k_features, q, k):
         over_k = jax.vmap(self.rule, (None, None, None, 0))
         over = jax.vmap(over_k, (None, None, 0, None))
         out = over_heads(lambda head: over(self.shared, head, q, k), self.heads)
         return out.astype(jnp.float32)
+
+    def logits_by_distance(self, distances):
+        if not self.relative:
+            return None
+        return self.added_logits(None, None, distances, jnp.zeros(1, jnp.int32))[:, :, 0]
 
     def dense(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
         """Returns the bias as an array, for any other attention.
@@ -337,12 +360,12 @@ class LogitBias(Rule):
           ValueError: for shapes that do not go together, or a rule that does not read them.
           TypeError: for positions of another dtype.
         """
-        where = "LogitBias.dense"
-        q = coordinate_values(where, q_positions, "q_positions")
-        k = coordinate_values(where, k_positions, "k_positions")
+        caller = "LogitBias.dense"
+        q = coordinate_values(caller, q_positions, "q_positions")
+        k = coordinate_values(caller, k_positions, "k_positions")
         require(
             q.ndim in (1, 2, 3) and q.shape[:-1] == k.shape[:-1],
-            f"{where}: q_positions and k_positions must be [T] and [S], [B, T] and [B, S], or "
+            f"{caller}: q_positions and k_positions must be [T] and [S], [B, T] and [B, S], or "
             f"[A, B, T] and [A, B, S], got {q.shape} and {k.shape}.",
         )
         return self._dense(q, k)
@@ -397,15 +420,15 @@ class ContentBias(_FeatureRule):
         signature = "(shared, head, q_feature, k_feature, q, k) -> scalar"
         _check_function(self, "rule", signature, arguments, sizes)
 
-    def lower(self, layout):
-        factor = layout.scale if self.scaled else 1.0
-        term = Pair(
+    def lower(self, context):
+        factor = context.scale if self.scaled else 1.0
+        term = PairTerm(
             heads=self.heads,
             shared=self.shared,
             factor=factor,
             rule=self.rule,
             of_content=True,
-            pairs_at_once=layout.pairs_at_once,
+            pairs_at_once=context.pairs_at_once,
         )
         return Lowering(term)
 
@@ -417,7 +440,7 @@ class ContentBias(_FeatureRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dot:
+class _VectorOfPair:
     """The rule of a DotBias for one pair."""
 
     vector: Callable
@@ -425,14 +448,14 @@ class _Dot:
 
     def __call__(self, shared, head, row, col, q, k):
         q, k = (x if self.transform is None else self.transform(x) for x in (q, k))
-        own = (col if row is None else row).astype(jnp.float32)
-        return jnp.dot(own, self.vector(shared, head, q - k), precision="highest")
+        features = (col if row is None else row).astype(jnp.float32)
+        return jnp.dot(features, self.vector(shared, head, q - k), precision="highest")
 
 
 def _between(
-    bounds: tuple[int | None, int | None], at: Callable, first: int, stop: int
+    bounds: tuple[int | None, int | None], evaluate: Callable, first: int, stop: int
 ) -> jax.Array:
-    """Returns `at(distances)`, [N, R, ...], for the distances from `first` to before `stop`.
+    """Returns `evaluate(distances)`, [N, R, ...], for the distances from `first` to before `stop`.
 
     A rule is evaluated between its bounds only, and repeated beyond: the gradient of a table is
     a scatter, which takes a TPU microseconds per distance.
@@ -440,13 +463,13 @@ def _between(
     low, high = bounds
     start = first if low is None else min(max(first, low), stop - 1)
     end = stop if high is None else max(min(stop, high + 1), start + 1)
-    made = at(jnp.arange(start, end, dtype=jnp.int32))
+    out = evaluate(jnp.arange(start, end, dtype=jnp.int32))
 
     def repeated(x, count):
         return jnp.broadcast_to(x, (x.shape[0], count, *x.shape[2:]))
 
-    before, after = repeated(made[:, :1], start - first), repeated(made[:, -1:], stop - end)
-    return jnp.concatenate([before, made, after], 1)
+    before, after = repeated(out[:, :1], start - first), repeated(out[:, -1:], stop - end)
+    return jnp.concatenate([before, out, after], 1)
 
 
 @jax.tree_util.register_dataclass
@@ -465,8 +488,8 @@ class DotBias(_FeatureRule):
       k_features: [B, S, K or N, F], or None; exactly one of the two is given.
       bounds: as for `LogitBias`.
       scaled: as for `LogitBias`.
-      pair: the same as a `ContentBias.rule`; used where distances have no bounds and
-        coordinates are not contiguous. Default: `vector` is evaluated for every pair there.
+      pair: an equal `ContentBias.rule`, used where distances have no bounds and coordinates are
+        not contiguous. Default: `vector` is evaluated for every pair there.
       transform: function of a token's coordinates, applied before distances are taken.
     """
 
@@ -493,12 +516,12 @@ class DotBias(_FeatureRule):
             "attention: a DotBias has either q_features or k_features, got "
             f"{'neither' if self.q_features is None else 'both'}.",
         )
-        own: Any = self.k_features if self.q_features is None else self.q_features
-        one = jax.eval_shape(self.vectors, jax.ShapeDtypeStruct((1,), sizes.dtype))
+        features: Any = self.k_features if self.q_features is None else self.q_features
+        vectors = jax.eval_shape(self.vectors, jax.ShapeDtypeStruct((1,), sizes.dtype))
         require(
-            own.ndim == 4 and one.shape[2:] == own.shape[3:],
-            f"attention: the vectors of a DotBias have shape {one.shape[2:]} per distance and "
-            f"{own.shape} of tokens; the last axes must be equal.",
+            features.ndim == 4 and vectors.shape[2:] == features.shape[3:],
+            f"attention: the vectors of a DotBias have shape {vectors.shape[2:]} per distance and "
+            f"{features.shape} of tokens; the last axes must be equal.",
         )
         if sizes.axes:
             self.by_pair().check(sizes)
@@ -506,83 +529,104 @@ class DotBias(_FeatureRule):
     def vectors(self, distances: jax.Array) -> jax.Array:
         """Returns float32 [N, R, F] for distances [R]; [1, R, F] where heads share them."""
         over = jax.vmap(self.vector, (None, None, 0))
-        made = over_heads(lambda head: over(self.shared, head, distances), self.heads)
-        return made.astype(jnp.float32)
+        out = over_heads(lambda head: over(self.shared, head, distances), self.heads)
+        return out.astype(jnp.float32)
+
+    def logits_by_distance(self, distances):
+        if self.q_features is None or self.transform is not None:
+            return None
+        vectors, features = self.vectors(distances), self.q_features.astype(jnp.float32)
+        vectors = jnp.broadcast_to(vectors, (features.shape[2], *vectors.shape[1:]))
+        return jnp.einsum("btnf,nrf->btnr", features, vectors, precision="highest")
 
     def by_pair(self) -> ContentBias:
-        """Returns the same as a rule on every pair."""
-        rule = self.pair or _Dot(self.vector, self.transform)
+        """Returns an equal rule that is evaluated for every pair."""
+        rule = self.pair or _VectorOfPair(self.vector, self.transform)
         features = self.q_features, self.k_features
         return ContentBias(rule, self.heads, self.shared, *features, self.scaled)
 
-    def lower(self, layout):
-        if not (layout.integer and (layout.axes == 0 or self._reads_one_axis(layout))):
-            return self.by_pair().lower(layout)
-        layout = dataclasses.replace(layout, axes=0)
-        of_keys, by_slot = self.q_features is None, layout.contiguous and self.transform is None
+    def lower(self, context):
+        if not (context.integer and (context.axes == 0 or self._reads_one_axis(context))):
+            return self.by_pair().lower(context)
+        context = dataclasses.replace(context, axes=0)
+        of_keys = self.q_features is None
+        by_slot = context.contiguous and self.transform is None
         # Beyond the horizon a key adds one number, and a query a constant that may be dropped.
-        far: Any = None
         horizon = None
-        if self.transform is None and (of_keys or layout.drop_constants):
-            horizon = layout.horizon(self.bounds[1], by_slot)
+        if self.transform is None and (of_keys or context.drop_constants):
+            horizon = context.horizon(self.bounds[1], by_slot)
+        table = context.table_range(
+            self.bounds, by_slot=by_slot, drop_high=horizon is not None and not of_keys
+        )
+        if by_slot and table is not None and table.size > context.max_table:
+            table = None  # A strip is smaller on each tile.
+        if table is None and not by_slot:
+            return self.by_pair().lower(context)
+        return self._lower_to_dot(context.scale if self.scaled else 1.0, horizon, table)
+
+    def _lower_to_dot(
+        self, factor: float, horizon: int | None, distances: DistanceRange | None
+    ) -> Lowering:
+        """Lowers to products with a table of the vectors at some distances, or with a strip.
+
+        Args:
+          factor: the factor on the term.
+          horizon: the distance from which on the vectors are constant, or None.
+          distances: the distances of the table; None: a strip, one vector per distance.
+        """
+        of_keys, arrays, dropped = self.q_features is None, {}, None
+        far: Any = None
         if horizon is not None:
             far = self.vectors(jnp.full((1,), horizon, jnp.int32))
         drop = far is not None and not of_keys
 
         def vectors(first, stop):
-            made = _between(self.bounds, self.vectors, first, stop)
-            return made - far if drop else made
+            out = _between(self.bounds, self.vectors, first, stop)
+            return out - far if drop else out
 
-        by = layout.table_range(self.bounds, by_slot=by_slot, drop_high=drop)
-        if by_slot and (by is None or by.size > layout.max_table):
-            arrays, strip, by = {}, vectors, None
-        elif by is None:
-            return self.by_pair().lower(layout)
-        else:
-            table, strip = vectors(by.low, by.high + 1), None
+        if distances is not None:
+            arrays["vectors"] = vectors(distances.low, distances.high + 1)
             if of_keys:
-                table, by = table[:, ::-1], by.mirrored()
-            arrays = {"vectors": table}
-        factor = layout.scale if self.scaled else 1.0
-        dropped = None
+                distances = distances.mirrored()
+                arrays["vectors"] = arrays["vectors"][:, ::-1]
         if drop:
-            own: Any = jnp.asarray(self.q_features, jnp.float32)
-            far = jnp.broadcast_to(far, (own.shape[2], *far.shape[1:]))
-            dropped = factor * jnp.einsum("btnf,nrf->btn", own, far, precision="highest")
+            features: Any = jnp.asarray(self.q_features, jnp.float32)
+            far = jnp.broadcast_to(far, (features.shape[2], *far.shape[1:]))
+            dropped = factor * jnp.einsum("btnf,nrf->btn", features, far, precision="highest")
         elif far is not None:
             arrays["far"] = far[:, 0]
         per_head = bool(jax.tree.leaves(self.heads))
-        term = Dot(
+        term = DotTerm(
             heads=arrays if per_head else {},
             shared={} if per_head else {name: x[0] for name, x in arrays.items()},
             factor=factor,
             horizon=horizon,
             of_keys=of_keys,
-            by=by,
+            distances=distances,
             transform=self.transform,
         )
-        return Lowering(term, strip=strip, dropped=dropped)
+        return Lowering(term, strip=vectors if distances is None else None, dropped=dropped)
 
-    def _reads_one_axis(self, layout: Layout) -> bool:
-        """Whether the transform makes one integer of coordinates of several axes."""
+    def _reads_one_axis(self, context: LoweringContext) -> bool:
+        """Whether the transform maps coordinates of several axes to one integer."""
         if self.transform is None:
             return False
-        made = jax.eval_shape(self.transform, jax.ShapeDtypeStruct((layout.axes,), jnp.int32))
-        return made.shape == () and made.dtype == jnp.int32
+        out = jax.eval_shape(self.transform, jax.ShapeDtypeStruct((context.axes,), jnp.int32))
+        return out.shape == () and out.dtype == jnp.int32
 
     def added_logits(self, q_features, k_features, q, k):
         low, high = self.bounds
-        at, to = self._transformed(q), self._transformed(k)
-        if low is None or high is None or at.ndim > 1 or at.dtype != jnp.int32:
+        q_at, k_at = self._transformed(q), self._transformed(k)
+        if low is None or high is None or q_at.ndim > 1 or q_at.dtype != jnp.int32:
             return self.by_pair().added_logits(q_features, k_features, q, k)
         vectors = self.vectors(jnp.arange(low, high + 1, dtype=jnp.int32))
-        entry = jnp.clip(at[:, None] - to[None], low, high) - low
-        if q_features is None and len(at) == 1:  # A vector for each key, not all for each.
-            own = jnp.moveaxis(vectors, 0, 1)[entry[0]]
-            return (k_features.astype(jnp.float32) * own).sum(-1).T[:, None]
-        own = jnp.moveaxis(k_features if q_features is None else q_features, 1, 0)
+        entry = jnp.clip(q_at[:, None] - k_at[None], low, high) - low
+        if q_features is None and len(q_at) == 1:  # A vector for each key, not all for each.
+            features = jnp.moveaxis(vectors, 0, 1)[entry[0]]
+            return (k_features.astype(jnp.float32) * features).sum(-1).T[:, None]
+        features = jnp.moveaxis(k_features if q_features is None else q_features, 1, 0)
         table = jnp.matmul(
-            own.astype(jnp.float32), jnp.swapaxes(vectors, 1, 2), precision="highest"
+            features.astype(jnp.float32), jnp.swapaxes(vectors, 1, 2), precision="highest"
         )
         if q_features is None:
             return jnp.swapaxes(jnp.take_along_axis(table, entry.T[None], 2), 1, 2)
@@ -623,10 +667,10 @@ class SeparableBias(_FeatureRule):
                 f"{'T, N' if name[0] == 'q' else 'S, K or N'}], got {jnp.shape(x)}.",
             )
 
-    def lower(self, layout):
-        factor = layout.scale if self.scaled else 1.0
-        symmetric = self.symmetric and not layout.is_causal
-        return Lowering(Separable(factor=factor, symmetric=symmetric))
+    def lower(self, context):
+        factor = context.scale if self.scaled else 1.0
+        symmetric = self.symmetric and not context.is_causal
+        return Lowering(SeparableTerm(factor=factor, symmetric=symmetric))
 
     def added_logits(self, q_features, k_features, q, k):
         a, b = (x.T.astype(jnp.float32) for x in (q_features, k_features))
@@ -637,12 +681,12 @@ class SeparableBias(_FeatureRule):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseBias(Rule):
-    """An array that is added to the logits: a bias that is already there, or comes from a network.
+    """An array that is added to the logits, such as a pair bias from a network.
 
-    It belongs to slots, as `mask` does, not to coordinates. Attention in tiles reads a tile of it
-    at a time, and its gradient is an array of the same shape; nothing else grows with T x S. A bias
-    that is a function of positions, or of features of query and key, takes less memory as
-    one of the other rules.
+    It belongs to slots, as `mask` does, not to coordinates. Attention in tiles reads one tile of
+    it at a time; the bias and its gradient are the only arrays that grow with T x S. A bias that is
+    a function of positions, or of features of query and key, takes less memory as one of the other
+    rules.
 
     Attributes:
       pairs: [B or 1, N or 1, T, S], float. Entries of -inf hide a key, as `mask` does.
@@ -665,16 +709,16 @@ class DenseBias(Rule):
 
     def check(self, sizes):
         super().check(sizes)
-        wanted = sizes.batch, sizes.num_heads, sizes.length, sizes.keys
+        expected = sizes.batch, sizes.num_heads, sizes.length, sizes.keys
         shape = jnp.shape(self.pairs)
         fits = len(shape) == 4 and all(
             n == full or (n == 1 and axis < 2)
-            for axis, (n, full) in enumerate(zip(shape, wanted, strict=True))
+            for axis, (n, full) in enumerate(zip(shape, expected, strict=True))
         )
         require(
             fits,
             "attention: DenseBias.pairs must be [B or 1, N or 1, T, S] with B, N, T, S = "
-            f"{wanted}, got {shape}.",
+            f"{expected}, got {shape}.",
         )
         if not jnp.issubdtype(self.pairs.dtype, jnp.floating):
             raise TypeError(
@@ -682,8 +726,9 @@ class DenseBias(Rule):
                 "array is a mask."
             )
 
-    def lower(self, layout):
-        return Lowering(AllPairs(pairs=self.pairs, factor=layout.scale if self.scaled else 1.0))
+    def lower(self, context):
+        factor = context.scale if self.scaled else 1.0
+        return Lowering(AllPairsTerm(pairs=self.pairs, factor=factor))
 
     def added_to_rows(self, q, k):
         return self.pairs.astype(jnp.float32)
@@ -698,7 +743,7 @@ class LogitsTransform(_FeatureRule):
 
     Attributes:
       rule: `rule(shared, heads, q_feature, k_features, logits, seen, q, k) -> [N, S]`, written
-        for one query: `q_feature` leaves [N, ...]; `k_features` those of all keys, leaves
+        for one query: `q_feature` leaves [N, ...]; `k_features` of all keys, leaves
         [S, N, ...]; `logits` float32 [N, S], 0 for keys that the query does not see; `seen`
         bool [N or 1, S]; `q` and `k` coordinates, a scalar and [S], or [A] and [S, A]. Keys of
         a segment are sorted by position. Results for keys that are not seen have no effect.
@@ -706,9 +751,9 @@ class LogitsTransform(_FeatureRule):
       shared: pytree of arrays that all heads share, or None.
       q_features: pytree of arrays [B, T, N, ...] that belong to the queries, or None.
       k_features: pytree of arrays [B, S, K or N, ...] that belong to the keys, or None.
-      expand: `expand(shared, heads, k_features) -> k_features`: what the rule is given as
-        `k_features`, of any shapes, computed once for all queries. Padding keys are zeros, and
-        so are keys that `mask` hides from all queries of the call.
+      expand: `expand(shared, heads, k_features) -> k_features`: computes, once for all queries,
+        the `k_features` of the rule, of any shapes. Padding keys are zeros, and so are keys that
+        `mask` hides from all queries of the call.
       normalized: whether weights are the softmax of the result. False: its exponential.
     """
 
@@ -733,11 +778,11 @@ class LogitsTransform(_FeatureRule):
         )
         logits = jax.ShapeDtypeStruct((heads, keys), jnp.float32)
         seen = jax.ShapeDtypeStruct((1, keys), bool)
-        own = _slice(self.shared, 0), _slice(self.heads, 0), _slice(self.q_features, 2)
+        arrays = _slice(self.shared, 0), _slice(self.heads, 0), _slice(self.q_features, 2)
         if self.expand is not None:
-            k_features = jax.eval_shape(self.expand, *own[:2], k_features)
-        at = _coordinates(sizes), _coordinates(sizes, keys)
-        arguments = *own, k_features, logits, seen, *at
+            k_features = jax.eval_shape(self.expand, *arrays[:2], k_features)
+        coordinates = _coordinates(sizes), _coordinates(sizes, keys)
+        arguments = *arrays, k_features, logits, seen, *coordinates
         signature = "(shared, heads, q_feature, k_features, logits, seen, q, k) -> [N, S]"
         _check_function(self, "rule", signature, arguments, sizes, (heads, keys))
 
@@ -781,10 +826,10 @@ class ValueBias(Rule):
 
     def check(self, sizes):
         super().check(sizes)
-        wanted = (sizes.num_heads, self.table.shape[1], sizes.value_dim)
+        expected = (sizes.num_heads, self.table.shape[1], sizes.value_dim)
         require(
-            self.table.shape == wanted,
-            f"attention: ValueBias.table must be [N, R, V] = {wanted}, got {self.table.shape}.",
+            self.table.shape == expected,
+            f"attention: ValueBias.table must be [N, R, V] = {expected}, got {self.table.shape}.",
         )
         token = _coordinates(sizes)
         out = _check_function(self, "bucket", "(q, k) -> int32 scalar", (token, token), sizes)
@@ -793,17 +838,17 @@ class ValueBias(Rule):
             f"attention: ValueBias.bucket must return an integer, got {out.dtype}.",
         )
 
-    def lower(self, layout):
-        table, by = self.table.astype(jnp.float32), None
+    def lower(self, context):
+        table, span = self.table.astype(jnp.float32), None
         if self.relative:
-            by = layout.table_range(self.bounds, by_slot=layout.contiguous, drop_high=True)
-        if by is None:
+            span = context.table_range(self.bounds, by_slot=context.contiguous, drop_high=True)
+        if span is None:
             return Lowering(values=ValueTable(table, None, self.bucket))
-        distances = jnp.arange(by.low, by.high + 1, dtype=jnp.int32)
+        distances = jnp.arange(span.low, span.high + 1, dtype=jnp.int32)
         buckets = jax.vmap(self.bucket, (0, None))(distances, jnp.int32(0))
         table = jnp.take(table, buckets, axis=1, mode="clip")
         far = table[:, -1]
-        return Lowering(values=ValueTable(table - far[:, None], by, self.bucket), far_value=far)
+        return Lowering(values=ValueTable(table - far[:, None], span, self.bucket), far_value=far)
 
     def added_values(self, weights, q, k):
         buckets = jax.vmap(jax.vmap(self.bucket, (None, 0)), (0, None))(q, k)

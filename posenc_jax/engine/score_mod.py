@@ -6,7 +6,8 @@
     pe.attention(q, k, v, rules=pe.score_mod(alibi, q, slopes), is_causal=True)
 
 PyTorch's functions capture arrays by closing over them; here they are arguments behind the others,
-so that they have gradients. The rule depends on what the function computes:
+so that they have gradients. The type of the rule follows from the operations of the function, so
+that no claim about it can be wrong; an operation that is not recognised makes the rule slower:
 
     adds to the score, by q_idx - kv_idx alone    `LogitBias`, evaluated once per distance
     adds to the score                             `LogitBias`, evaluated for pairs of tiles
@@ -14,7 +15,7 @@ so that they have gradients. The rule depends on what the function computes:
     anything else, such as a tanh of the score    `LogitsTransform`, on whole rows of logits
 
 A `mask_mod` is `jnp.where(mask_mod(b, h, q_idx, kv_idx), score, -jnp.inf)`; `is_causal`, `window`,
-`prefix_length` and segment ids of `attention` also skip what they hide.
+`prefix_length` and segment ids of `attention` also skip the tiles that they hide.
 
 Paper: Dong et al. Flex Attention: A Programming Model for Generating Optimized Attention Kernels.
 2024. https://arxiv.org/abs/2412.05496
@@ -39,7 +40,7 @@ ScoreMod = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Added:
-    """What a function adds to any score, as a rule for pairs."""
+    """The number that a function adds to any score, as a rule for pairs."""
 
     function: ScoreMod
 
@@ -49,7 +50,7 @@ class _Added:
 
 @dataclasses.dataclass(frozen=True)
 class _AddedByRow:
-    """The same where it depends on the row of the batch, a feature of the query."""
+    """`_Added` for a function that reads the row of the batch, which is a feature of the query."""
 
     function: ScoreMod
 
@@ -63,11 +64,11 @@ class _OfScores:
 
     function: ScoreMod
 
-    def __call__(self, arrays, heads, row, cols, logits, seen, q, k):
-        def one(score, b, h, at):
-            return jnp.asarray(self.function(score, b, h, q, at, *arrays), jnp.float32)
+    def __call__(self, arrays, heads, row, cols, logits, seen, q_idx, k):
+        def of_key(score, b, h, kv_idx):
+            return jnp.asarray(self.function(score, b, h, q_idx, kv_idx, *arrays), jnp.float32)
 
-        of_keys = jax.vmap(one, (0, None, None, 0))
+        of_keys = jax.vmap(of_key, (0, None, None, 0))
         return jax.vmap(of_keys, (0, 0, 0, None))(logits, row, heads, k)
 
 
@@ -81,7 +82,7 @@ def score_mod(
         float32, after the logit scale; the others are int32. A module-level function, so that
         equal calls share one compilation.
       q: the queries [B, T, N, H]; only the shape is read.
-      *arrays: what the function captures, pytrees of arrays. They have gradients.
+      *arrays: captured arrays, as pytrees. They have gradients.
 
     Returns:
       The rule; see the top of the file. `q_idx` and `kv_idx` are coordinates of `attention`, which
@@ -103,35 +104,35 @@ def score_mod(
     index = jax.ShapeDtypeStruct((), jnp.int32)
     score = jax.ShapeDtypeStruct((), jnp.float32)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), arrays)
-    made = jax.make_jaxpr(function)(score, *(index,) * 4, *shapes)
+    closed = jax.make_jaxpr(function)(score, *(index,) * 4, *shapes)
     name = getattr(function, "__name__", repr(function))
     require(
-        [x.aval.shape for x in made.jaxpr.outvars] == [()],
-        f"score_mod: {name} must return one number, got {[str(x) for x in made.out_avals]}.",
+        [x.aval.shape for x in closed.jaxpr.outvars] == [()],
+        f"score_mod: {name} must return one number, got {[str(x) for x in closed.out_avals]}.",
     )
     require(
-        not any(isinstance(x, Tracer) for x in made.consts),
+        not any(isinstance(x, Tracer) for x in closed.consts),
         f"score_mod: {name} closes over an array that is traced; give it as an argument, "
         "score_mod(function, q, array), so that it has a gradient.",
     )
     heads = jnp.arange(num_heads, dtype=jnp.int32)
-    row, of_b = None, made.jaxpr.invars[1]
-    reads_batch = any(of_b in _inputs(eqn) for eqn in made.jaxpr.eqns)
+    row, of_b = None, closed.jaxpr.invars[1]
+    reads_batch = any(of_b in _inputs(eqn) for eqn in closed.jaxpr.eqns)
     if reads_batch:
         row = jnp.broadcast_to(
             jnp.arange(batch, dtype=jnp.int32)[:, None, None], (batch, length, num_heads)
         )
-    if _outcome(made, [_Kind.SCORE] + [_Kind.FREE] * (len(made.in_avals) - 1)) != [_Kind.SCORE]:
+    if _outcome(closed, [_Kind.SCORE] + [_Kind.FREE] * (len(closed.in_avals) - 1)) != [_Kind.SCORE]:
         if row is None:
             row = jnp.zeros((batch, length, num_heads), jnp.int32)
         return LogitsTransform(_OfScores(function), heads, arrays, q_features=row)
     if reads_batch:
         return ContentBias(_AddedByRow(function), heads, arrays, q_features=row)
-    return LogitBias(_Added(function), heads, arrays, relative=_is_relative(made))
+    return LogitBias(_Added(function), heads, arrays, relative=_is_relative(closed))
 
 
 class _Kind(enum.Enum):
-    """What a number in a function is, by its dependence on the score."""
+    """How a number in a function depends on the score."""
 
     FREE = "independent of the score"
     HIDING = "-inf"
@@ -151,34 +152,33 @@ def _outcome(closed: ClosedJaxpr, inputs: list[_Kind]) -> list[_Kind]:
         return kinds.get(x, _Kind.FREE)  # A constant.
 
     for eqn in jaxpr.eqns:
-        given = [kind(x) for x in eqn.invars]
+        operands = [kind(x) for x in eqn.invars]
         inner = eqn.params.get("jaxpr")
         if eqn.primitive.name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
-            made = _outcome(inner, given)
+            results = _outcome(inner, operands)
         else:
-            made = [_of_equation(eqn, given)] * len(eqn.outvars)
-        kinds |= dict(zip(eqn.outvars, made, strict=True))
+            results = [_of_equation(eqn, operands)] * len(eqn.outvars)
+        kinds |= dict(zip(eqn.outvars, results, strict=True))
     return [kind(x) for x in jaxpr.outvars]
 
 
-def _of_equation(eqn: Any, given: list[_Kind]) -> _Kind:
+def _of_equation(eqn: Any, kinds: list[_Kind]) -> _Kind:
+    """Returns the kind of the results of an equation for the kinds of its operands."""
     name = eqn.primitive.name
+    is_free = set(kinds) <= {_Kind.FREE, _Kind.HIDING}
+    other = _Kind.FREE if is_free else _Kind.OTHER
     if name in ("convert_element_type", "broadcast_in_dim", "copy"):
         is_float = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
-        return given[0] if is_float else _free_or_other(given)
-    if name == "add" and sorted(x.name for x in given) == ["FREE", "SCORE"]:
+        return kinds[0] if is_float else other
+    if name == "add" and sorted(x.name for x in kinds) == ["FREE", "SCORE"]:
         return _Kind.SCORE
-    if name == "sub" and given == [_Kind.SCORE, _Kind.FREE]:
+    if name == "sub" and kinds == [_Kind.SCORE, _Kind.FREE]:
         return _Kind.SCORE
-    if name == "select_n" and given[0] is _Kind.FREE:
-        cases = set(given[1:])
+    if name == "select_n" and kinds[0] is _Kind.FREE:
+        cases = set(kinds[1:])
         if _Kind.SCORE in cases and cases <= {_Kind.SCORE, _Kind.HIDING}:
             return _Kind.SCORE
-    return _free_or_other(given)
-
-
-def _free_or_other(given: list[_Kind]) -> _Kind:
-    return _Kind.FREE if set(given) <= {_Kind.FREE, _Kind.HIDING} else _Kind.OTHER
+    return other
 
 
 def _is_relative(closed: ClosedJaxpr) -> bool:

@@ -4,8 +4,9 @@ The unit is one head and one row of the batch: a tile is [Q, K], or [K, Q] with 
 Backends add the head and batch axes: XLA by vmap, kernels by their grid. Leaves of `heads`
 have a head axis [N, ...] outside; inside a tile a term holds the slice of one head.
 
-Functions named `*_vjp` have a custom VJP: deterministic sums in place of scatters. Forward
-mode cannot pass them, so use them only where `jax.vjp` is applied at once.
+Functions named `*_vjp` have a custom VJP: deterministic sums in place of scatters. Forward mode
+cannot pass them, so they are used only where `jax.vjp` is applied at once; the argument `in_vjp`
+says so.
 """
 
 import abc
@@ -22,7 +23,7 @@ STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
 
 
 class Tokens(NamedTuple):
-    """The arrays of a block of queries or keys that a term reads, for one head.
+    """Queries or keys of a tile, as a term reads them for one head.
 
     Attributes:
       slots: int32 [T], consecutive.
@@ -43,7 +44,7 @@ class DistanceRange:
 
     Attributes:
       low, high: the first and the last.
-      by_slot: whether distances are those of slots; else those of coordinates.
+      by_slot: whether distances are between slots, or else between coordinates.
       open_low, open_high: whether the cotangent of distances beyond an end is needed.
     """
 
@@ -69,8 +70,8 @@ class DistanceRange:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """The facts about a problem that a rule needs to lower itself.
+class LoweringContext:
+    """The properties of a problem that a rule needs to lower itself.
 
     Attributes:
       length, keys: T and S.
@@ -80,7 +81,8 @@ class Layout:
       integer: whether coordinates are int32.
       scale: the logit scale.
       drop_constants: whether terms may drop a constant per query from all its logits.
-      max_table: distances of the largest tile; larger tables are cut to each tile's part.
+      max_table: distances of the largest tile. Each tile reads its part of a strip in place of a
+        table with more distances; 0: no rule has a table where there can be a strip.
       pairs_at_once: pairs of a rule that are differentiated at once.
     """
 
@@ -113,7 +115,7 @@ class Layout:
 
         Args:
           bounds: of the rule.
-          by_slot: whether distances are those of slots.
+          by_slot: whether distances are between slots.
           drop_high: whether the value beyond the upper end is dropped.
         """
         if self.axes or not self.integer:
@@ -137,7 +139,7 @@ class Term(abc.ABC):
     Attributes:
       heads: pytree of arrays [N, ...].
       shared: pytree of arrays without a head axis.
-      factor: what the term is multiplied by.
+      factor: a factor on the term.
       horizon: int or None; tiles with every q - k at or beyond it are interior: the term adds
         nothing there, or `interior`. None: no such distance.
       gathers: whether slots and coordinates should be given per head and row, as indices of
@@ -152,13 +154,16 @@ class Term(abc.ABC):
     gathers: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def tile(self, strip: Any, q: Tokens, k: Tokens, *, transposed: bool) -> jax.Array:
-        """Returns float32 [Q, K], or [K, Q]; transposed, to be differentiated by `jax.vjp` only.
+    def tile(
+        self, strip: Any, q: Tokens, k: Tokens, *, transposed: bool, in_vjp: bool
+    ) -> jax.Array:
+        """Returns float32 [Q, K], or [K, Q].
 
         Args:
           strip: the part of `strip` that the tile covers, [Q + K - 1, F], or None.
           q, k: tokens of the tile.
-          transposed: the layout.
+          transposed: whether to return [K, Q].
+          in_vjp: whether `jax.vjp` is applied at once.
         """
 
     def pair(self, q: Tokens, k: Tokens) -> jax.Array | None:
@@ -170,7 +175,7 @@ class Term(abc.ABC):
         return None
 
     def interior(self, q: Tokens, k: Tokens, *, transposed: bool) -> jax.Array | None:
-        """Returns what is added beyond the horizon; None for nothing."""
+        """Returns the tile that is added beyond the horizon, or None."""
         return None
 
     @property
@@ -187,9 +192,9 @@ class Lowering(NamedTuple):
       by_distance: `by_distance(first, stop) -> float32 [N or 1, L]`: the rule is this number
         per distance, of integers first to stop - 1.
       high: upper bound of `by_distance`, from which on it is constant.
-      strip: `strip(first, stop) -> float32 [1 or N, L, F]`, of which `term.tile` reads a part.
+      strip: `strip(first, stop) -> float32 [1 or N, L, F]`; `term.tile` reads a part of it.
       dropped: constant dropped from all logits of a query, [1, 1, N] or [B, T, N].
-      values: a table on the values, less `far_value`.
+      values: a table on the values, minus `far_value`.
       far_value: float32 [N, V], to be added to all values.
     """
 
@@ -204,7 +209,7 @@ class Lowering(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair(Term):
+class PairTerm(Term):
     """A rule evaluated for every pair.
 
     Attributes:
@@ -228,7 +233,7 @@ class Pair(Term):
         features = (q.features, k.features) if self.of_content else ()
         return self.rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
 
-    def tile(self, strip, q, k, *, transposed):
+    def tile(self, strip, q, k, *, transposed, in_vjp):
         def tile(k):
             over_q, over_k = (0, None), (None, 0)
             inner, outer = (over_q, over_k) if transposed else (over_k, over_q)
@@ -236,30 +241,30 @@ class Pair(Term):
 
         length, keys = q.slots.shape[0], k.slots.shape[0]
         size = math.gcd(keys, max(self.pairs_at_once // length, 1))
-        if self.of_content or not transposed or size == keys:
-            out = tile(k)
-        else:
+        if transposed and in_vjp and not self.of_content and size < keys:
             parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), k)
             out = jax.lax.map(jax.checkpoint(tile), parts).reshape(keys, length)
+        else:
+            out = tile(k)
         if self.horizon is not None:
             out -= self._far(self.heads, q.coordinates.dtype)
         return self.factor * out.astype(jnp.float32)
 
     def dropped(self, dtype: Any) -> jax.Array | None:
-        """Returns what `tile` drops, [1, 1, N], for coordinates of a dtype."""
+        """Returns the constant that `tile` drops, [1, 1, N], for coordinates of a dtype."""
         if self.horizon is None:
             return None
         far = over_heads(functools.partial(self._far, dtype=dtype), self.heads)
         return self.factor * far.astype(jnp.float32)[None, None]
 
     def _far(self, head, dtype):
-        at, zero = jnp.asarray(self.horizon, dtype), jnp.zeros((), dtype)
-        return self.rule(self.shared, head, at, zero)
+        distance, zero = jnp.asarray(self.horizon, dtype), jnp.zeros((), dtype)
+        return self.rule(self.shared, head, distance, zero)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AllPairs(Term):
+class AllPairsTerm(Term):
     """An array of all pairs, [B or 1, N or 1, T, S]; backends read its tiles themselves.
 
     It is not a term of one head and row, so there is no `tile`.
@@ -267,13 +272,13 @@ class AllPairs(Term):
 
     pairs: Any
 
-    def tile(self, strip, q, k, *, transposed):
-        raise NotImplementedError("AllPairs has no tile of one head.")
+    def tile(self, strip, q, k, *, transposed, in_vjp):
+        raise NotImplementedError("AllPairsTerm has no tile of one head.")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Separable(Term):
+class SeparableTerm(Term):
     """A number per query plus a number per key: features [T] and [S].
 
     Attributes:
@@ -286,7 +291,7 @@ class Separable(Term):
         out = q.features.astype(jnp.float32) + k.features.astype(jnp.float32)
         return self.factor * (-jnp.abs(out) if self.symmetric else out)
 
-    def tile(self, strip, q, k, *, transposed):
+    def tile(self, strip, q, k, *, transposed, in_vjp):
         a, b = (x.features.astype(jnp.float32) for x in (q, k))
         out = a[None, :] + b[:, None] if transposed else a[:, None] + b[None, :]
         return self.factor * (-jnp.abs(out) if self.symmetric else out)
@@ -294,25 +299,22 @@ class Separable(Term):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dot(Term):
-    """A vector of the query or key, dot one of the distance.
+class DotTerm(Term):
+    """The features of the query or key, dot a vector of the distance.
 
-    Vectors are those of the distance of the token from its counterpart: query from key, or
-    key from query where the token is the key.
+    Distances are query from key, or key from query for features of keys.
 
     Attributes:
       heads, shared: {"vectors": [N, R, F], "far": [N, F]}, in `shared` without the head
-        axis. Vectors are those of the distances of `by`; without it, tiles are given a strip.
-        "far" are the vectors of keys beyond the horizon.
-      of_keys: whether tokens are keys.
-      by: the distances of the vectors, or None.
-      horizon: beyond it a query has nothing to add (its constant is dropped), and a key one
-        number.
+        axis: a table of the vectors, and the vector beyond the horizon for features of keys.
+      of_keys: whether features belong to keys.
+      distances: of the table. None: there is no table, and tiles get a strip of vectors.
+      horizon: beyond it a query adds nothing (its constant is dropped), and a key one number.
       transform: function of a token's coordinates, applied before distances are taken.
     """
 
     of_keys: bool = dataclasses.field(metadata=STATIC)
-    by: DistanceRange | None = dataclasses.field(metadata=STATIC)
+    distances: DistanceRange | None = dataclasses.field(metadata=STATIC)
     transform: Callable | None = dataclasses.field(metadata=STATIC)
 
     gathers: ClassVar[bool] = True
@@ -321,24 +323,34 @@ class Dot(Term):
     def has_interior(self):
         return self.of_keys
 
-    def tile(self, strip, q, k, *, transposed):
-        own, other, flip = (k, q, not transposed) if self.of_keys else (q, k, transposed)
-        if self.by is None:
+    def tile(self, strip, q, k, *, transposed, in_vjp):
+        # The tokens with the features are in the place of the queries.
+        tokens, others = (k, q) if self.of_keys else (q, k)
+        transposed = transposed != self.of_keys
+        if self.distances is None:
             vectors = strip[::-1] if self.of_keys else strip
-            length, others = own.slots.shape[0], other.slots.shape[0]
-            by = DistanceRange(1 - others, length - 1, True, open_low=False, open_high=False)
-            slots = (jnp.arange(n, dtype=jnp.int32) for n in (length, others))
-            table = _products(own.features, vectors, flip)
-            out = (slot_tile_vjp if transposed else slot_tile)(table, *slots, by, flip)
+            length, count = (x.slots.shape[0] for x in (tokens, others))
+            distances = DistanceRange(1 - count, length - 1, True, open_low=False, open_high=False)
+            table = _products(tokens.features, vectors, transposed=transposed)
+            slots = (jnp.arange(n, dtype=jnp.int32) for n in (length, count))
+            out = (slot_tile_vjp if in_vjp else slot_tile)(table, *slots, distances, transposed)
         else:
-            table = _products(own.features, self._array("vectors"), flip)
-            out = table_tile(table, own, other, self.by, flip, transposed, self.transform)
+            table = _products(tokens.features, self._array("vectors"), transposed=transposed)
+            out = table_tile(
+                table,
+                tokens,
+                others,
+                self.distances,
+                transposed=transposed,
+                in_vjp=in_vjp,
+                transform=self.transform,
+            )
         return self.factor * out
 
     def interior(self, q, k, *, transposed):
         if not self.of_keys:
             return None
-        out = _products(k.features, self._array("far")[None], not transposed)
+        out = _products(k.features, self._array("far")[None], transposed=not transposed)
         return self.factor * out
 
     def _array(self, name):
@@ -351,26 +363,26 @@ class ValueTable:
     """A table on the values, for one head: [R, V] inside a tile, [N, R, V] outside.
 
     Attributes:
-      table: float32, per distance of `by`, or per bucket.
-      by: the distances of the table, whose last value is zero; None: `bucket` gives the entry.
+      table: float32, per distance or per bucket.
+      distances: of the table, whose last value is zero; None: `bucket` returns the entry.
       bucket: `bucket(q, k) -> int32`.
     """
 
     table: jax.Array
-    by: DistanceRange | None = dataclasses.field(metadata=STATIC)
+    distances: DistanceRange | None = dataclasses.field(metadata=STATIC)
     bucket: Callable = dataclasses.field(metadata=STATIC)
 
     @property
     def horizon(self) -> int | None:
-        """The distance from which on nothing is added; None: there is none."""
-        return None if self.by is None else self.by.high
+        """The distance from which on nothing is added, or None."""
+        return None if self.distances is None else self.distances.high
 
     def spread(
-        self, entries: jax.Array, q: Tokens, k: Tokens, *, transposed: bool, pulled: bool = False
+        self, entries: jax.Array, q: Tokens, k: Tokens, *, transposed: bool, in_vjp: bool = False
     ) -> jax.Array:
         """Expands [Q, R] to [Q, K]; transposed [R, Q] to [K, Q]."""
-        if self.by is not None:
-            return table_tile(entries, q, k, self.by, transposed, pulled)
+        if self.distances is not None:
+            return table_tile(entries, q, k, self.distances, transposed=transposed, in_vjp=in_vjp)
         first, second = ((0, None), (None, 0)) if transposed else ((None, 0), (0, None))
         buckets = jax.vmap(jax.vmap(self.bucket, first), second)(q.coordinates, k.coordinates)
         return gather_tile(entries, buckets, transposed)
@@ -382,7 +394,7 @@ class ValueTable:
         shape[axis] = self.table.shape[0]
 
         def spread(entries):
-            return self.spread(entries, q, k, transposed=transposed, pulled=True)
+            return self.spread(entries, q, k, transposed=transposed, in_vjp=True)
 
         return jax.vjp(spread, jax.lax.full_like(tile, 0.0, shape=shape))[1](tile)[0]
 
@@ -398,26 +410,24 @@ def table_tile(
     table: jax.Array,
     q: Tokens,
     k: Tokens,
-    by: DistanceRange,
+    distances: DistanceRange,
+    *,
     transposed: bool,
-    pulled: bool,
+    in_vjp: bool,
     transform: Callable | None = None,
 ) -> jax.Array:
-    """Returns the tile of a table [Q, R], or [R, Q] transposed, for the distances of `by`.
-
-    `pulled` says that `jax.vjp` is applied at once.
-    """
-    if by.by_slot:
-        spread = slot_tile_vjp if pulled else slot_tile
-        return spread(table, q.slots, k.slots, by, transposed)
-    at, to = q.coordinates, k.coordinates
+    """Returns the tile of a table [Q, R], or [R, Q] transposed."""
+    if distances.by_slot:
+        spread = slot_tile_vjp if in_vjp else slot_tile
+        return spread(table, q.slots, k.slots, distances, transposed)
+    coordinates = q.coordinates, k.coordinates
     if transform is not None:
-        at, to = jax.vmap(transform)(at), jax.vmap(transform)(to)
-    return gather_tile(table, by.entries(at, to, transposed), transposed)
+        coordinates = tuple(jax.vmap(transform)(x) for x in coordinates)
+    return gather_tile(table, distances.entries(*coordinates, transposed), transposed)
 
 
-def _products(tokens: jax.Array, vectors: jax.Array, transposed: bool) -> jax.Array:
-    """[Q, F] and [R, F]: float32 [Q, R], or [R, Q] transposed."""
+def _products(tokens: jax.Array, vectors: jax.Array, *, transposed: bool) -> jax.Array:
+    """Returns the dot products of [Q, F] and [R, F], float32 [Q, R], or [R, Q] transposed."""
     tokens = tokens.astype(jnp.float32)
     form, pair = (
         ("rf,qf->rq", (vectors, tokens)) if transposed else ("qf,rf->qr", (tokens, vectors))
@@ -431,50 +441,54 @@ def gather_tile(table: jax.Array, entries: jax.Array, transposed: bool) -> jax.A
     Args:
       table: [Q, R], or [R, Q] transposed.
       entries: int32 [Q, K], or [K, Q] transposed, in [0, R).
-      transposed: the layout.
+      transposed: whether to return [K, Q].
     """
     return jnp.take_along_axis(table, entries, 0 if transposed else 1, mode="clip")
 
 
 def slot_tile(
-    table: jax.Array, q_slots: jax.Array, k_slots: jax.Array, by: DistanceRange, transposed: bool
+    table: jax.Array,
+    q_slots: jax.Array,
+    k_slots: jax.Array,
+    distances: DistanceRange,
+    transposed: bool,
 ) -> jax.Array:
-    """`gather_tile` for slots that grow by one.
+    """Returns `gather_tile` for slots that grow by one.
 
-    Each key then has its own distance from a query, so the cotangent of the table is a
-    gather; that of `gather_tile` is a scatter, many times slower.
+    No two keys then have the same distance from a query, so that the cotangent of the table is a
+    gather; `gather_tile` alone has a scatter, which is many times slower.
 
     Args:
-      table: [Q, R], or [R, Q] transposed, for the distances of `by`.
+      table: [Q, R], or [R, Q] transposed.
       q_slots, k_slots: int32 [Q], [K], consecutive.
-      by: the distances of the table.
-      transposed: the layout.
+      distances: of the table.
+      transposed: whether to return [K, Q].
     """
-    return gather_tile(table, by.entries(q_slots, k_slots, transposed), transposed)
+    return gather_tile(table, distances.entries(q_slots, k_slots, transposed), transposed)
 
 
-def _slot_forward(table, q_slots, k_slots, by, transposed):
-    return slot_tile(table, q_slots, k_slots, by, transposed), (q_slots, k_slots)
+def _slot_forward(table, q_slots, k_slots, distances, transposed):
+    return slot_tile(table, q_slots, k_slots, distances, transposed), (q_slots, k_slots)
 
 
-def _slot_backward(by, transposed, slots, tile):
+def _slot_backward(distances, transposed, slots, tile):
     q_slots, k_slots = slots
     axis = 0 if transposed else 1
-    entries = jnp.arange(by.size, dtype=jnp.int32)
+    entries = jnp.arange(distances.size, dtype=jnp.int32)
     # The one key at each distance from each query.
-    keys = _distances(q_slots - k_slots[:1] - by.low, entries, transposed)
+    keys = _distances(q_slots - k_slots[:1] - distances.low, entries, transposed)
     last = k_slots.shape[0] - 1
     out = gather_tile(tile, jnp.clip(keys, 0, last), transposed)
     out = jnp.where((keys >= 0) & (keys <= last), out, 0.0)
-    distances = _distances(q_slots, k_slots, transposed)
+    of_pairs = _distances(q_slots, k_slots, transposed)
     entries = jnp.expand_dims(entries, 1 - axis)
     for is_open, entry, beyond in (
-        (by.open_low, 0, distances < by.low),
-        (by.open_high, by.size - 1, distances > by.high),
+        (distances.open_low, 0, of_pairs < distances.low),
+        (distances.open_high, distances.size - 1, of_pairs > distances.high),
     ):
         if is_open:
-            rest = jnp.where(beyond, tile, 0.0).sum(axis, keepdims=True)
-            out += jnp.where(entries == entry, rest, 0.0)
+            total = jnp.where(beyond, tile, 0.0).sum(axis, keepdims=True)
+            out += jnp.where(entries == entry, total, 0.0)
     return out, None, None
 
 
@@ -483,70 +497,5 @@ slot_tile_vjp.defvjp(_slot_forward, _slot_backward)
 
 
 def _distances(q, k, transposed):
-    """Of [Q] and [K]: [Q, K], or [K, Q]."""
+    """Returns q - k for [Q] and [K], [Q, K], or [K, Q] transposed."""
     return q[None, :] - k[:, None] if transposed else q[:, None] - k[None, :]
-
-
-def toeplitz_tile(values: jax.Array, shape: tuple[int, int], transposed: bool) -> jax.Array:
-    """Returns the tile that is constant along its diagonals.
-
-    Args:
-      values: [Q + K - 1], by ascending distance of query from key.
-      shape: (Q, K).
-      transposed: whether to return [K, Q].
-    """
-    rows, columns = shape[::-1] if transposed else shape
-    values = values if transposed else values[::-1]
-    # Sixteen rows at once are read faster than single ones; eight at once are slower.
-    group = 1 if rows % 16 else 16
-    width = rows + columns - group
-
-    def shifted(i):
-        return jax.lax.dynamic_slice_in_dim(values, group - 1 - i, width)
-
-    shifts = jax.vmap(shifted)(jnp.arange(group, dtype=jnp.int32))
-    shifts = jax.lax.optimization_barrier(shifts)
-
-    def row_group(i):
-        return jax.lax.dynamic_slice_in_dim(shifts, rows - group * (i + 1), columns, 1)
-
-    out = jax.vmap(row_group)(jnp.arange(rows // group, dtype=jnp.int32))
-    return out.reshape(rows, columns)
-
-
-def _toeplitz_forward(values, shape, transposed):
-    return toeplitz_tile(values, shape, transposed), None
-
-
-def _toeplitz_backward(shape, transposed, _, tile):
-    sums = jax.lax.platform_dependent(tile, tpu=_skewed_sums, default=_row_by_row_sums)
-    return (sums if transposed else sums[::-1],)
-
-
-def _skewed_sums(tile: jax.Array) -> jax.Array:
-    """Sums the diagonals of [R, C], from the last row's first entry on: [R + C - 1].
-
-    With R zeros after every row, and read as rows that are one shorter, every row is one further
-    to the right than the row above.
-    """
-    rows, columns = tile.shape
-    padded = jnp.pad(tile[::-1], ((0, 0), (0, rows))).reshape(-1)
-    return padded[:-rows].reshape(rows, rows + columns - 1).sum(0)
-
-
-def _row_by_row_sums(tile: jax.Array) -> jax.Array:
-    """`_skewed_sums`, faster on CPU; on TPU, a loop over rows is slow."""
-    rows, columns = tile.shape
-
-    def add_row(r, sums):
-        start = rows - 1 - r
-        old = jax.lax.dynamic_slice_in_dim(sums, start, columns)
-        new = old + jax.lax.dynamic_index_in_dim(tile, r, keepdims=False)
-        return jax.lax.dynamic_update_slice_in_dim(sums, new, start, 0)
-
-    sums = jnp.pad(jnp.zeros_like(tile[0]), (rows - 1, 0))
-    return jax.lax.fori_loop(0, rows, add_row, sums)
-
-
-toeplitz_tile_vjp = jax.custom_vjp(toeplitz_tile, nondiff_argnums=(1, 2))
-toeplitz_tile_vjp.defvjp(_toeplitz_forward, _toeplitz_backward)

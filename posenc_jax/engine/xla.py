@@ -19,37 +19,54 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from posenc_jax.engine.blocks import (
     Blocks,
     Plan,
+    TokenArrays,
     Visibility,
     add_block,
     for_each_block,
     join_blocks,
     make_plan,
     pad_axis,
+    padded_tokens,
     put_slice,
     take_block,
     take_slice,
     zeros,
 )
 from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.derivatives import limit_derivatives
+from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.mask import MASK_VALUE, visible
-from posenc_jax.engine.problem import Implementation, Problem, keep_mask, vary_over
+from posenc_jax.engine.problem import (
+    Implementation,
+    Problem,
+    lse_and_delta,
+    repeat_heads,
+    vary_over,
+    with_sinks,
+)
 from posenc_jax.engine.terms import (
     STATIC,
-    AllPairs,
+    AllPairsTerm,
     Term,
     Tokens,
     ValueTable,
-    toeplitz_tile,
-    toeplitz_tile_vjp,
 )
+from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 from posenc_jax.ops.partition import combine, partition
+
+FORWARD_MODE = (
+    "attention: tiles have reverse mode, and forward mode over it; for forward mode alone use "
+    'implementation="reference".'
+)
+_REVERSE_OVER_REVERSE = (
+    "attention: tiles have reverse mode, and forward mode over it; for reverse mode over "
+    'reverse mode use implementation="reference", or jax.jvp of jax.grad.'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,41 +88,18 @@ class XLA(Implementation):
     name = "xla"
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        varying = (jax.typeof(x).mat.varying for x in jax.tree.leaves(problem))
-        p = vary_over(frozenset().union(*varying), problem)
+        p = vary_over(problem)
         if p.whole_rows:
             return Dense(self.row_block)(p)
         heads = p.q.shape[0] * p.num_heads
         plan = make_plan(p.length, p.keys, heads, self.forward, self.backward)
-        lowered = lower(p, plan.max_table, self.pairs_at_once)
-        out, lse = _attend(*partition(_prepare(p, lowered, plan)))
+        lowered = lower(p, max_table=plan.max_table, pairs_at_once=self.pairs_at_once)
+        diff, nondiff = partition(_prepare(p, lowered, plan))
+        out, lse = _attend(limit_derivatives(diff, forward=FORWARD_MODE), nondiff)
         out, lse = out[:, : p.length], jnp.moveaxis(lse, 1, 2)[:, : p.length]
         if lowered.lse_shift is not None:
             lse += lowered.lse_shift
-        if p.sinks is None:
-            return out, lse
-        sinks = p.sinks[None, None]
-        total = jnp.logaddexp(lse, sinks)
-        share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
-        return (out * share[..., None]).astype(p.q.dtype), total
-
-
-class Block(NamedTuple):
-    """Tokens, all or those of a block, with the token axis in third place.
-
-    Attributes:
-      slots: int32 [1, 1, T].
-      positions: int32 [1 or B, 1, T].
-      coordinates: [1 or B, 1, T] or [1 or B, 1, T, A].
-      segments: int32 [1 or B, 1, T], or None.
-      features: for each term, leaves [B, N or K, T, ...].
-    """
-
-    slots: Any
-    positions: Any
-    coordinates: Any
-    segments: Any
-    features: tuple[Any, ...]
+        return with_sinks(p, out, lse)
 
 
 @jax.tree_util.register_dataclass
@@ -113,19 +107,22 @@ class Block(NamedTuple):
 class Operands:
     """A lowered problem, padded to whole blocks.
 
+    Arrays are grouped by the part of them that a tile reads: a block of the tokens, a range of the
+    distances, a tile of the pairs, or the whole.
+
     Attributes:
       q, k, v: [B, T, N, H], [B, K, S, H], [B, K, S, V].
       bias: float32 [N or 1, L], added at every distance, or None.
       strips: for each term, float32 [1 or N, L, F], or None.
-      pairs: arrays of all pairs, [B or 1, N or 1, T, S], with `pair_factors`.
-      terms: one per rule that is not in `bias` or `pairs`.
+      pairs: arrays of all pairs, [B or 1, N or 1, T, S].
+      terms: one per rule that is neither in `bias` nor in `pairs`.
       values: a table on the values, or None.
-      queries, keys: what belongs to tokens.
+      queries, keys: positions, segments, coordinates and features of tokens.
       mask: bool, [B or 1, N or 1, T, S], or None.
       prefix: int32 [B], or None.
       seeds: of dropout, uint32 [B, N, 2], or None.
       plan: block sizes.
-      visibility: which tiles need what.
+      visibility: the masks, and which tiles need rules.
       q_factor, logit_factor: factors on q, and on q . k after it; their product is the scale.
       softcap, dropout_rate: as in `attention`.
       origin: index of distance 0 in `bias` and `strips`.
@@ -137,17 +134,16 @@ class Operands:
     v: Any
     bias: Any
     strips: tuple[Any, ...]
-    pairs: tuple[Any, ...]
+    pairs: tuple[AllPairsTerm, ...]
     terms: tuple[Term, ...]
     values: ValueTable | None
-    queries: Block
-    keys: Block
+    queries: TokenArrays
+    keys: TokenArrays
     mask: Any
     prefix: Any
     seeds: Any
     plan: Plan = dataclasses.field(metadata=STATIC)
     visibility: Visibility = dataclasses.field(metadata=STATIC)
-    pair_factors: tuple[float, ...] = dataclasses.field(metadata=STATIC)
     q_factor: float = dataclasses.field(metadata=STATIC)
     logit_factor: float = dataclasses.field(metadata=STATIC)
     softcap: float | None = dataclasses.field(metadata=STATIC)
@@ -163,25 +159,16 @@ class Operands:
 
 def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
     """Pads a lowered problem to whole blocks."""
-    lowered, pairs = _without_pairs(lowered)
-    visibility, length, keys = lowered.visibility, plan.length, plan.keys
-    # Contiguous tokens are ordered by slot.
-    by_slot = p.contiguous and p.prefix_length is None
-    segments = p.q_segment_ids, p.k_segment_ids
-    padded = length > p.length or keys > p.keys
-    if padded and segments[0] is None and not (by_slot and p.is_causal and p.length == p.keys):
-        segments = tuple(jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
-        visibility = dataclasses.replace(visibility, segments=True)
+    pairs = [x.term for x in lowered.terms if isinstance(x.term, AllPairsTerm)]
+    terms = [x for x in lowered.terms if not isinstance(x.term, AllPairsTerm)]
+    length, keys = plan.length, plan.keys
+    queries, key_tokens, visibility = padded_tokens(p, lowered.visibility, length, keys)
 
-    def block(to, positions, coordinates, ids, features):
-        slots = jnp.arange(to, dtype=jnp.int32)[None]
-        coordinates = coordinates[:1] if p.same_rows else coordinates
-        positions = slots if by_slot else pad_axis(positions, 1, to, mode="edge")
-        coordinates = pad_axis(coordinates, 1, to, mode="edge")
-        ids = None if ids is None else pad_axis(ids + 1, 1, to) - 1
-        places = jax.tree.map(lambda x: x[:, None], (slots, positions, coordinates, ids))
-        features = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), features)
-        return Block(*places, jax.tree.map(lambda x: pad_axis(x, 2, to, mode="edge"), features))
+    def padded_features(features, count):
+        def padded(x):
+            return pad_axis(jnp.swapaxes(x, 1, 2), 2, count, mode="edge")
+
+        return jax.tree.map(padded, tuple(features))
 
     mask = p.mask
     if mask is not None:
@@ -195,9 +182,9 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
     if p.is_causal and p.prefix_length is None:
         first, before = 0, plan.max_table + 1
 
-    def padded_strip(made, fill=0.0):
-        widths = [(before, after) if axis == 1 else (0, 0) for axis in range(made.ndim)]
-        return jnp.pad(made, widths, constant_values=fill)
+    def padded_strip(strip, fill=0.0):
+        widths = [(before, after) if axis == 1 else (0, 0) for axis in range(strip.ndim)]
+        return jnp.pad(strip, widths, constant_values=fill)
 
     bias = None
     if lowered.bias is not None:
@@ -209,19 +196,21 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         v=pad_axis(jnp.swapaxes(lowered.v, 1, 2), 2, keys),
         bias=bias,
         strips=tuple(
-            None if of is None else padded_strip(of(first, p.length)) for of in lowered.strips
+            None if x.strip is None else padded_strip(x.strip(first, p.length)) for x in terms
         ),
-        pairs=tuple(pad_axis(pad_axis(x.pairs, 2, length), 3, keys) for x in pairs),
-        terms=lowered.terms,
+        pairs=tuple(
+            dataclasses.replace(x, pairs=pad_axis(pad_axis(x.pairs, 2, length), 3, keys))
+            for x in pairs
+        ),
+        terms=tuple(x.term for x in terms),
         values=lowered.values,
-        queries=block(length, p.q_positions, p.q_coordinates, segments[0], lowered.q_features),
-        keys=block(keys, p.k_positions, p.k_coordinates, segments[1], lowered.k_features),
+        queries=queries._replace(features=padded_features((x.q_features for x in terms), length)),
+        keys=key_tokens._replace(features=padded_features((x.k_features for x in terms), keys)),
         mask=mask,
         prefix=p.prefix_length,
         seeds=p.dropout_seeds,
         plan=plan,
         visibility=visibility,
-        pair_factors=tuple(x.factor for x in pairs),
         q_factor=q_factor,
         logit_factor=logit_factor,
         softcap=p.softcap,
@@ -229,19 +218,6 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         origin=before - first,
         dtype=jnp.float32 if p.sinks is not None else p.q.dtype,
     )
-
-
-def _without_pairs(lowered: Lowered) -> tuple[Lowered, list[AllPairs]]:
-    """Returns the rules less arrays of all pairs, and these."""
-    columns = lowered.terms, lowered.q_features, lowered.k_features, lowered.strips
-    rows = list(zip(*columns, strict=True))
-    pairs = [row[0] for row in rows if isinstance(row[0], AllPairs)]
-    if not pairs:
-        return lowered, pairs
-    kept = [row for row in rows if not isinstance(row[0], AllPairs)]
-    names = "terms", "q_features", "k_features", "strips"
-    rest = zip(*kept, strict=True) if kept else ((),) * len(names)
-    return dataclasses.replace(lowered, **dict(zip(names, rest, strict=True))), pairs
 
 
 @jax.custom_vjp
@@ -255,29 +231,11 @@ def _attend_forward(diff, nondiff):
 
 
 def _attend_backward(saved, cotangents):
-    grads = _backward(*saved, *cotangents)
-    return jax.tree.map(_irreversible.bind, grads), None
+    # The loops of the backward pass cannot be transposed.
+    return limit_derivatives(_backward(*saved, *cotangents), reverse=_REVERSE_OVER_REVERSE), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _refuse(cotangent, x):
-    raise NotImplementedError(
-        "attention: tiles have reverse mode, and forward mode over it; for reverse mode over "
-        'reverse mode use implementation="reference", or jax.jvp of jax.grad.'
-    )
-
-
-# The identity; it raises under reverse mode, since the loops of the backward pass cannot be
-# transposed and JAX's message about that names neither attention nor a way out. Forward mode,
-# vmap and shard_map pass.
-_irreversible = Primitive("irreversible")
-_irreversible.def_impl(lambda x: x)
-_irreversible.def_abstract_eval(lambda aval: aval)
-mlir.register_lowering(_irreversible, lambda context, x: [x])
-batching.defvectorized(_irreversible)
-ad.deflinear2(_irreversible, _refuse)
 
 
 class Softmax(NamedTuple):
@@ -290,13 +248,13 @@ class Softmax(NamedTuple):
 
 def _forward(x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
-    tiles = Tiles(x, x.plan.forward, transposed=False)
+    tiles = Tiles(x, x.plan.forward, backward=False)
 
     def query_block(_, i):
         q = tiles.scaled(take_block(x.q, 1, i, tiles.blocks.q))
 
         def key_block(interior):
-            return lambda j, state: _forward_tile(tiles, i, j, q, state, interior)
+            return lambda j, state: _forward_tile(tiles, i, j, q, state, interior=interior)
 
         shape = q.shape[:3]
         state = Softmax(
@@ -316,15 +274,16 @@ def _forward(x: Operands) -> tuple[jax.Array, jax.Array]:
     return join_blocks(out, 1), join_blocks(lse, 2)
 
 
-def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, interior: bool) -> Softmax:
+def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, *, interior: bool) -> Softmax:
+    """Returns the state after one more tile."""
     m, l, out = state
-    x = tiles.all
+    x = tiles.operands
     k, v = tiles.key_values(j)
     queries, keys, seen, live = tiles.tokens(i, j, interior)
     v = zero_keys(live, v)
     keys = keys._replace(features=zero_keys(live, keys.features))
-    windows, pairs = tiles.windows(i, j, interior), tiles.pairs(i, j)
-    added = tiles.added(windows, pairs, x.terms, queries, keys, interior)
+    by_distance, pairs = tiles.by_distance(i, j, interior), tiles.pairs(i, j)
+    added = tiles.added(by_distance, pairs, x.terms, queries, keys, interior)
     s, _ = tiles.logits(tiles.products(q, k), added, seen)
     # The maximum only stabilises; its JVP would divide by the number of ties.
     m_new = jnp.maximum(m, jax.lax.stop_gradient(s).max(3))
@@ -340,10 +299,10 @@ def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, interior: bool) -> So
 
 
 class QueryGrads(NamedTuple):
-    """Cotangents that all blocks of keys add to: of queries, and of arrays without tokens."""
+    """Sums over all blocks of keys: cotangents of queries and of arrays without tokens."""
 
     q: jax.Array
-    tokens: Block
+    tokens: TokenArrays
     terms: Any
     strips: Any
     pairs: Any
@@ -355,10 +314,10 @@ class KeyGrads(NamedTuple):
 
     k: jax.Array
     v: jax.Array
-    tokens: Block
+    tokens: TokenArrays
 
 
-class Saved(NamedTuple):
+class QueryArrays(NamedTuple):
     """Arrays of all queries for the backward pass, heads first: [B, N, T, ...]."""
 
     q: jax.Array
@@ -367,37 +326,50 @@ class Saved(NamedTuple):
     delta: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class KeyBlock:
+    """A block of keys of the backward pass.
+
+    Attributes:
+      tiles: the tiles of all blocks.
+      queries: arrays of all queries.
+      j: the number of the block.
+      k_t: its keys, transposed: [B, N, H, K].
+    """
+
+    tiles: "Tiles"
+    queries: QueryArrays
+    j: jax.Array
+    k_t: jax.Array
+
+
 def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Operands:
     """Returns the cotangents of `diff`."""
     x = combine(diff, nondiff)
-    tiles = Tiles(x, x.plan.backward, transposed=True)
-    delta = jnp.einsum("btnv,btnv->bnt", _f32(d_out), _f32(out)) - d_lse
-    saved = Saved(
-        q=tiles.scaled(x.q),
-        d_out=jnp.swapaxes(d_out, 1, 2).astype(x.v.dtype),
-        # A query that sees nothing has no weights: exp(anything - 1e30) is zero.
-        lse=jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse),
-        delta=delta,
-    )
+    tiles = Tiles(x, x.plan.backward, backward=True)
+    lse, delta = lse_and_delta(out, lse, d_out, d_lse)
+    d_out = jnp.swapaxes(d_out, 1, 2).astype(x.v.dtype)
+    queries = QueryArrays(tiles.scaled(x.q), d_out, lse, delta)
     # Transposed once: the product with it is twice as fast.
     k_t = jnp.swapaxes(x.k, 2, 3)
 
     def key_block(grads, j):
-        k_t_block = repeat_groups(take_block(k_t, 3, j, tiles.blocks.k), x.heads)
+        k_t_block = repeat_heads(take_block(k_t, 3, j, tiles.blocks.k), x.heads, axis=1)
+        block = KeyBlock(tiles, queries, j, k_t_block)
         tokens = take_block(diff.keys, 2, j, tiles.blocks.k)
 
         def query_block(interior):
-            return lambda i, carry: _backward_tile(tiles, i, j, saved, k_t_block, *carry, interior)
+            return lambda i, carry: _backward_tile(block, i, *carry, interior=interior)
 
         k, v = tiles.key_values(j)
-        own = KeyGrads(zeros(x.q, k.shape), zeros(x.q, v.shape), _blank(tokens))
-        grads, own = tiles.visit_queries(j, query_block, (grads, own))
-        own = KeyGrads(
-            _sum_groups(own.k, x.k.shape[1]).astype(x.k.dtype),
-            _sum_groups(own.v, x.v.shape[1]).astype(x.v.dtype),
-            _cast(own.tokens, tokens),
+        key_grads = KeyGrads(zeros(x.q, k.shape), zeros(x.q, v.shape), _blank(tokens))
+        grads, key_grads = tiles.visit_queries(j, query_block, (grads, key_grads))
+        key_grads = KeyGrads(
+            _sum_groups(key_grads.k, x.k.shape[1]).astype(x.k.dtype),
+            _sum_groups(key_grads.v, x.v.shape[1]).astype(x.v.dtype),
+            _cast(key_grads.tokens, tokens),
         )
-        return grads, own
+        return grads, key_grads
 
     batch, dim = x.q.shape[0], x.q.shape[3]
     grads = QueryGrads(
@@ -408,53 +380,47 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
         pairs=_blank(diff.pairs),
         table=None if x.values is None else _blank(x.values.table),
     )
-    grads, own = _scan_blocks(key_block, grads, x.plan.keys // tiles.blocks.k)
+    grads, key_grads = _scan_blocks(key_block, grads, x.plan.keys // tiles.blocks.k)
     bias, strips = grads.strips
     values = diff.values
     return dataclasses.replace(
         diff,
         q=(jnp.transpose(grads.q, (0, 3, 1, 2)) * x.q_factor).astype(x.q.dtype),
-        k=join_blocks(own.k, 2),
-        v=join_blocks(own.v, 2),
+        k=join_blocks(key_grads.k, 2),
+        v=join_blocks(key_grads.v, 2),
         bias=bias,
         strips=strips,
         pairs=_cast(grads.pairs, diff.pairs),
         terms=_cast(grads.terms, diff.terms),
         values=None if values is None else dataclasses.replace(values, table=grads.table),
         queries=_cast(grads.tokens, diff.queries),
-        keys=jax.tree.map(lambda y: join_blocks(y, 2), own.tokens),
+        keys=jax.tree.map(lambda y: join_blocks(y, 2), key_grads.tokens),
     )
 
 
 def _backward_tile(
-    tiles: "Tiles",
-    i: jax.Array,
-    j: jax.Array,
-    saved: Saved,
-    k_t: jax.Array,
-    grads: QueryGrads,
-    own: KeyGrads,
-    interior: bool,
+    block: KeyBlock, i: jax.Array, grads: QueryGrads, key_grads: KeyGrads, *, interior: bool
 ) -> tuple[QueryGrads, KeyGrads]:
     """Adds the cotangents of one tile; ds is the cotangent of its logits, [B, N, K, Q]."""
-    x = tiles.all
-    q, do, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in saved)
+    tiles, j, k_t = block.tiles, block.j, block.k_t
+    x = tiles.operands
+    q, do, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in block.queries)
     k, v = tiles.key_values(j)
     queries, keys, seen, live = tiles.tokens(i, j, interior)
     k, v, k_t = zero_keys(live, k), zero_keys(live, v), zero_keys(live, k_t, axis=3)
-    diff, rest = partition((x.terms, queries, keys))
+    diff, nondiff = partition((x.terms, queries, keys))
 
-    def added(windows, pairs, diff):
-        terms, queries, keys = combine(diff, rest)
+    def added(by_distance, pairs, diff):
+        terms, queries, keys = combine(diff, nondiff)
         keys = keys._replace(features=zero_keys(live, keys.features))
-        return tiles.added(windows, pairs, terms, queries, keys, interior)
+        return tiles.added(by_distance, pairs, terms, queries, keys, interior)
 
     has_terms = any(term.has_interior or not interior for term in x.terms)
-    windows, pairs = tiles.windows(i, j, interior), tiles.pairs(i, j)
+    by_distance, pairs = tiles.by_distance(i, j, interior), tiles.pairs(i, j)
     extra: Any = None
     pull: Any = None
-    if windows[0] is not None or has_terms or pairs:
-        extra, pull = jax.vjp(added, windows, pairs, diff)
+    if by_distance[0] is not None or has_terms or pairs:
+        extra, pull = jax.vjp(added, by_distance, pairs, diff)
     s, softcap_grad = tiles.logits(tiles.products(q, k), extra, seen)
     p = jnp.exp(s - lse[:, :, None])
     dp = _einsum("bnkv,bnqv->bnkq", v, do)
@@ -470,43 +436,59 @@ def _backward_tile(
     ds = p * (dp - delta[:, :, None])
     ds = ds if softcap_grad is None else ds * softcap_grad
     if pull is not None:
-        d_windows, d_pairs, (d_terms, d_queries, d_keys) = pull(_sum_to(ds, extra))
-        strips = _add_windows(grads.strips, d_windows, tiles.window_start(i, j))
+        d_by_distance, d_pairs, (d_terms, d_queries, d_keys) = pull(_sum_to(ds, extra))
+        strips = _add_by_distance(grads.strips, d_by_distance, tiles.strip_start(i, j))
         grads = grads._replace(strips=strips, pairs=tiles.with_pairs(grads.pairs, d_pairs, i, j))
         if has_terms:
             tokens = add_block(grads.tokens, d_queries, 2, i, tiles.blocks.q)
             grads = grads._replace(terms=_sum(grads.terms, d_terms), tokens=tokens)
-            own = own._replace(tokens=_sum(own.tokens, d_keys))
+            key_grads = key_grads._replace(tokens=_sum(key_grads.tokens, d_keys))
     ds = (ds if x.logit_factor == 1.0 else ds * x.logit_factor).astype(q.dtype)
-    own = own._replace(
-        v=own.v + _einsum("bnkq,bnqv->bnkv", dropped.astype(v.dtype), do),
-        k=own.k + _einsum("bnkq,bnqh->bnkh", ds, q),
+    key_grads = key_grads._replace(
+        v=key_grads.v + _einsum("bnkq,bnqv->bnkv", dropped.astype(v.dtype), do),
+        k=key_grads.k + _einsum("bnkq,bnqh->bnkh", ds, q),
     )
     dq = add_block(grads.q, _einsum("bnhk,bnkq->bnhq", k_t, ds), 3, i, tiles.blocks.q)
-    return grads._replace(q=dq), own
+    return grads._replace(q=dq), key_grads
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tiles of block i of queries and block j of keys, [B, N, Q, K], or transposed."""
+    """Tiles of block i of queries and block j of keys, [B, N, Q, K], or transposed.
 
-    all: Operands
+    Attributes:
+      operands: the arrays of all blocks.
+      blocks: queries and keys per tile.
+      backward: whether these are tiles of the backward pass.
+    """
+
+    operands: Operands
     blocks: Blocks
-    transposed: bool
+    backward: bool
+
+    @property
+    def transposed(self) -> bool:
+        """Whether tiles are [B, N, K, Q]."""
+        return self.backward
+
+    @property
+    def in_vjp(self) -> bool:
+        """Whether terms are evaluated inside of `jax.vjp`."""
+        return self.backward
 
     def scaled(self, q: jax.Array) -> jax.Array:
         """Returns [B, N, Q, H] of [B, Q, N, H], times the factor on q."""
-        return jnp.swapaxes(q, 1, 2) * jnp.asarray(self.all.q_factor, q.dtype)
+        return jnp.swapaxes(q, 1, 2) * jnp.asarray(self.operands.q_factor, q.dtype)
 
     def key_values(self, j) -> tuple[jax.Array, jax.Array]:
         """Returns k and v of a block, [B, N, K, ...]."""
-        k, v = (take_block(y, 2, j, self.blocks.k) for y in (self.all.k, self.all.v))
-        return repeat_groups(k, self.all.heads), repeat_groups(v, self.all.heads)
+        k, v = (take_block(y, 2, j, self.blocks.k) for y in (self.operands.k, self.operands.v))
+        return self._per_query_head(k), self._per_query_head(v)
 
-    def tokens(self, i, j, interior: bool) -> tuple[Block, Block, Any, Any]:
-        """Returns the queries and keys of a tile, which pairs are visible and which keys are."""
-        q = take_block(self.all.queries, 2, i, self.blocks.q)
-        k = take_block(self.all.keys, 2, j, self.blocks.k)
+    def tokens(self, i, j, interior: bool) -> tuple[TokenArrays, TokenArrays, Any, Any]:
+        """Returns queries and keys of a tile, and the masks of visible pairs and of live keys."""
+        q = take_block(self.operands.queries, 2, i, self.blocks.q)
+        k = take_block(self.operands.keys, 2, j, self.blocks.k)
         seen = None if interior else self.seen(i, j, q, k)
         return q, k, seen, self.live_keys(seen)
 
@@ -516,31 +498,31 @@ class Tiles:
             return _einsum("bnkh,bnqh->bnkq", k, q)
         return _einsum("bnqh,bnkh->bnqk", q, k)
 
-    def window_start(self, i, j) -> jax.Array:
+    def strip_start(self, i, j) -> jax.Array:
         """Returns the index of the last key's distance from the first query, in the strips."""
-        return self.all.origin + i * self.blocks.q - j * self.blocks.k - (self.blocks.k - 1)
+        return self.operands.origin + i * self.blocks.q - j * self.blocks.k - (self.blocks.k - 1)
 
-    def windows(self, i, j, interior: bool) -> tuple[Any, Any]:
+    def by_distance(self, i, j, interior: bool) -> tuple[Any, Any]:
         """Returns the parts of the bias and of the strips that the tile covers."""
-        start, count = self.window_start(i, j), self.blocks.q + self.blocks.k - 1
+        start, count = self.strip_start(i, j), self.blocks.q + self.blocks.k - 1
 
         def part(x):
             return take_slice(x, start, count, 1)
 
-        bias = self.all.bias
+        bias = self.operands.bias
         if bias is not None:
-            used = not interior or self.all.visibility.bias_everywhere
+            used = not interior or self.operands.visibility.bias_everywhere
             bias = part(bias) if used else None
-        strips = self.all.strips
+        strips = self.operands.strips
         return bias, (None,) * len(strips) if interior else jax.tree.map(part, strips)
 
-    def pairs(self, i, j) -> tuple[jax.Array, ...]:
+    def pairs(self, i, j) -> tuple[AllPairsTerm, ...]:
         """Returns the tile of every array of all pairs, [B or 1, N or 1, Q, K]."""
-        rows = take_block(self.all.pairs, 2, i, self.blocks.q)
+        rows = take_block(self.operands.pairs, 2, i, self.blocks.q)
         return take_block(rows, 3, j, self.blocks.k)
 
     def with_pairs(self, grads: Any, tiles: Any, i, j) -> Any:
-        """Writes the cotangents of `pairs` in their places; every tile is visited once."""
+        """Writes a tile of the cotangents of `pairs`; every tile is visited once."""
         zero = jnp.zeros((), jnp.int32)
         start = zero, zero, i * self.blocks.q, j * self.blocks.k
 
@@ -550,21 +532,23 @@ class Tiles:
 
         return jax.tree.map(write, grads, tiles)
 
-    def added(self, windows, pairs, terms, q: Block, k: Block, interior: bool) -> jax.Array | None:
-        """Returns what rules add to the logits, broadcastable to the tile, or None."""
-        bias, strips = windows
+    def added(
+        self, by_distance, pairs, terms, q: TokenArrays, k: TokenArrays, interior: bool
+    ) -> jax.Array | None:
+        """Returns the sum of the rules, broadcastable to the tile, or None."""
+        bias, strips = by_distance
         out = None
         if bias is not None:
-            expand = toeplitz_tile_vjp if self.transposed else toeplitz_tile
+            expand = toeplitz_tile_vjp if self.in_vjp else toeplitz_tile
             shape = self.blocks.q, self.blocks.k
             out = jax.vmap(lambda values: expand(values, shape, self.transposed))(bias)[None]
             # One tile per row: XLA would otherwise sum rows inside the loop over diagonals.
-            out = jnp.broadcast_to(out, (self.all.q.shape[0], *out.shape[1:]))
-        for tile, factor in zip(pairs, self.all.pair_factors, strict=True):
-            tile = factor * tile.astype(jnp.float32)
+            out = jnp.broadcast_to(out, (self.operands.q.shape[0], *out.shape[1:]))
+        for term in pairs:
+            tile = term.factor * term.pairs.astype(jnp.float32)
             tile = jnp.swapaxes(tile, 2, 3) if self.transposed else tile
             out = tile if out is None else out + tile
-        k = k._replace(features=jax.tree.map(self._repeat, k.features))
+        k = k._replace(features=jax.tree.map(self._per_query_head, k.features))
         for n, (term, strip) in enumerate(zip(terms, strips, strict=True)):
             if interior and not term.has_interior:
                 continue
@@ -577,51 +561,51 @@ class Tiles:
         """Evaluates a term for all rows and heads: [B or 1, N or 1, Q, K], or transposed."""
 
         def evaluate(heads, strip, q, k):
-            one = dataclasses.replace(term, heads=heads)
+            of_head = dataclasses.replace(term, heads=heads)
             if interior:
-                return one.interior(q, k, transposed=self.transposed)
-            return one.tile(strip, q, k, transposed=self.transposed)
+                return of_head.interior(q, k, transposed=self.transposed)
+            return of_head.tile(strip, q, k, transposed=self.transposed, in_vjp=self.in_vjp)
 
         heads, strip = jax.tree.map(lambda x: x[None], (term.heads, strip))
         return vmap_rows_and_heads(evaluate, heads, strip, q, k)
 
-    def of_values(self, method: str, x: jax.Array, q: Block, k: Block) -> jax.Array:
+    def of_values(self, method: str, x: jax.Array, q: TokenArrays, k: TokenArrays) -> jax.Array:
         """Calls `ValueTable.spread` or `collect` for all rows and heads of x [B, N, ...]."""
-        values: Any = self.all.values
+        values: Any = self.operands.values
 
-        def one(x, table, q, k):
-            own = dataclasses.replace(values, table=table)
-            return getattr(own, method)(x, q, k, transposed=self.transposed)
+        def evaluate(x, table, q, k):
+            of_head = dataclasses.replace(values, table=table)
+            return getattr(of_head, method)(x, q, k, transposed=self.transposed)
 
         tokens = self._tokens(True, q), self._tokens(True, k)
-        return vmap_rows_and_heads(one, x, values.table[None], *tokens)
+        return vmap_rows_and_heads(evaluate, x, values.table[None], *tokens)
 
-    def _tokens(self, gathers: bool, block: Block, term: int | None = None) -> Tokens:
+    def _tokens(self, gathers: bool, block: TokenArrays, term: int | None = None) -> Tokens:
         """Returns tokens as a term reads them, [B or 1, N or 1, T, ...]."""
         slots, coordinates = block.slots, block.coordinates
         if gathers:
-            shape = self.all.q.shape[0], self.all.heads
+            shape = self.operands.q.shape[0], self.operands.heads
             slots, coordinates = (
                 jnp.broadcast_to(x, (*shape, *x.shape[2:])) for x in (slots, coordinates)
             )
         return Tokens(slots, coordinates, None if term is None else block.features[term])
 
-    def _repeat(self, x: jax.Array) -> jax.Array:
-        return repeat_groups(x, self.all.heads)
+    def _per_query_head(self, x: jax.Array) -> jax.Array:
+        return repeat_heads(x, self.operands.heads, axis=1)
 
-    def seen(self, i, j, q: Block, k: Block) -> jax.Array | None:
+    def seen(self, i, j, q: TokenArrays, k: TokenArrays) -> jax.Array | None:
         """Returns bool, broadcastable to the tile, or None where all pairs are visible."""
-        see, out = self.all.visibility, None
+        see, out = self.operands.visibility, None
         if see.ordered or see.segments:
-            at = q.positions, k.positions, q.segments, k.segments
+            order = q.positions, k.positions, q.segments, k.segments
             out = visible(
-                *jax.tree.map(lambda x: x[:, 0], at),
+                *jax.tree.map(lambda x: x[:, 0], order),
                 is_causal=see.is_causal and not see.mask_in_bias,
                 window=None if see.mask_in_bias else see.window,
-                prefix_length=self.all.prefix,
+                prefix_length=self.operands.prefix,
             )[:, None]
-        if self.all.mask is not None:
-            mask = take_block(self.all.mask, 2, i, self.blocks.q)
+        if self.operands.mask is not None:
+            mask = take_block(self.operands.mask, 2, i, self.blocks.q)
             mask = take_block(mask, 3, j, self.blocks.k)
             out = mask if out is None else out & mask
         return jnp.swapaxes(out, 2, 3) if out is not None and self.transposed else out
@@ -631,40 +615,40 @@ class Tiles:
 
         None where every key is visible to the query in its own slot.
         """
-        see = self.all.visibility
+        see = self.operands.visibility
         if seen is None or (see.by_slot and not see.segments and not see.mask):
             return None
         return jnp.any(seen, axis=3 if self.transposed else 2)
 
-    def dropout_scale(self, q: Block, k: Block) -> jax.Array | None:
+    def dropout_scale(self, q: TokenArrays, k: TokenArrays) -> jax.Array | None:
         """Returns the factor of dropout on every weight, or None."""
-        if self.all.seeds is None:
+        if self.operands.seeds is None:
             return None
-        rate = self.all.dropout_rate
-        keep = keep_mask(self.all.seeds, rate, q.slots[:, 0], k.slots[:, 0])
+        rate = self.operands.dropout_rate
+        keep = keep_mask(self.operands.seeds, rate, q.slots[:, 0], k.slots[:, 0])
         scale = jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
         return jnp.swapaxes(scale, 2, 3) if self.transposed else scale
 
     def logits(self, products, added, seen) -> tuple[jax.Array, jax.Array | None]:
         """Returns masked logits, and the derivative of the softcap if there is one."""
         x, softcap_grad = products, None
-        if self.all.logit_factor != 1.0:
-            x *= self.all.logit_factor
+        if self.operands.logit_factor != 1.0:
+            x *= self.operands.logit_factor
         if added is not None:
             x += added
-        if self.all.softcap is not None:
+        if self.operands.softcap is not None:
             if added is not None:  # Rules hide keys by -inf.
-                kept = ~jnp.isneginf(x)
-                seen = kept if seen is None else seen & kept
+                finite = ~jnp.isneginf(x)
+                seen = finite if seen is None else seen & finite
                 x = jnp.where(seen, x, 0.0)
-            bounded = jnp.tanh(x / self.all.softcap)
-            x, softcap_grad = self.all.softcap * bounded, 1.0 - bounded * bounded
+            bounded = jnp.tanh(x / self.operands.softcap)
+            x, softcap_grad = self.operands.softcap * bounded, 1.0 - bounded * bounded
         return x if seen is None else jnp.where(seen, x, MASK_VALUE), softcap_grad
 
     def visit_keys(self, i, body: Callable, carry: Any) -> Any:
         """Runs `body(interior)(j, carry)` over the blocks of keys that block i sees."""
-        see, x = self.all.visibility, self.all
-        if self.all.plan.keys == self.blocks.k:
+        see, x = self.operands.visibility, self.operands
+        if self.operands.plan.keys == self.blocks.k:
             return body(interior=see.all_interior)(jnp.int32(0), carry)
         known = see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
         if known is not None:
@@ -674,8 +658,8 @@ class Tiles:
 
     def visit_queries(self, j, body: Callable, carry: Any) -> Any:
         """Runs `body(interior)(i, carry)` over the blocks of queries that see block j."""
-        see, x = self.all.visibility, self.all
-        if self.all.plan.length == self.blocks.q:
+        see, x = self.operands.visibility, self.operands
+        if self.operands.plan.length == self.blocks.q:
             return body(interior=see.all_interior)(jnp.int32(0), carry)
         known = see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
         if known is not None:
@@ -685,11 +669,11 @@ class Tiles:
         return self._visit_seen(see.summary(x.queries, self.blocks.q), k, body, carry)
 
     def _visit_seen(self, q, k, body: Callable, carry: Any) -> Any:
-        live, interior = self.all.visibility.classify(q, k, self.all.prefix)
+        live, interior = self.operands.visibility.classify(q, k, self.operands.prefix)
         return self._visit(jnp.any(live, 0), jnp.all(interior, 0), body, carry)
 
     def _visit(self, live, interior, body: Callable, carry: Any, row=None) -> Any:
-        see = self.all.visibility
+        see = self.operands.visibility
         if not see.all_interior:
             carry = for_each_block(live & ~interior, body(interior=False), carry, row)
         if not see.none_interior:
@@ -700,8 +684,8 @@ class Tiles:
 def vmap_rows_and_heads(f: Callable, *arguments: Any) -> jax.Array:
     """Returns `f` for all rows and heads, [B or 1, N or 1, ...].
 
-    Leaves of the arguments are [B or 1, N or 1, ...]. What all rows or heads share is computed
-    once; a batch axis of one would cost FIRE's gradient twice the time.
+    Leaves of the arguments are [B or 1, N or 1, ...]. Axes of length one are not mapped over, which
+    would double the time of FIRE's gradient.
     """
     return _vmap_leading(functools.partial(_vmap_leading, f), *arguments)
 
@@ -723,30 +707,25 @@ def zero_keys(live: jax.Array | None, tree: Any, axis: int = 2) -> Any:
     def clean(x):
         shape = [1] * x.ndim
         shape[0], shape[1], shape[axis] = live.shape
-        kept = live.reshape(shape)
+        mask = live.reshape(shape)
         if live.shape[1] not in (1, x.shape[1]):  # A mask by query head, features by key head.
-            kept = jnp.any(live.reshape(live.shape[0], x.shape[1], -1, live.shape[2]), 2)
+            mask = jnp.any(live.reshape(live.shape[0], x.shape[1], -1, live.shape[2]), 2)
             shape[1] = x.shape[1]
-            kept = kept.reshape(shape)
-        return jnp.where(kept, x, jnp.zeros((), x.dtype))
+            mask = mask.reshape(shape)
+        return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
     return jax.tree.map(clean, tree)
 
 
-def repeat_groups(x: jax.Array, heads: int) -> jax.Array:
-    """[B, K, ...] to [B, N, ...]: repeats key heads for their query heads."""
-    return x if x.shape[1] == heads else jnp.repeat(x, heads // x.shape[1], axis=1)
-
-
 def _sum_groups(x: jax.Array, kv_heads: int) -> jax.Array:
-    """[B, N, ...] to [B, K, ...]: sums the query heads of each key head."""
+    """Sums the query heads of each key head: [B, N, ...] to [B, K, ...]."""
     if x.shape[1] == kv_heads:
         return x
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(2)
 
 
 def _scan_blocks(step: Callable, carry: Any, count: int) -> tuple[Any, Any]:
-    """`lax.scan` over block numbers; a single block needs no loop."""
+    """Runs `lax.scan` over block numbers; a single block needs no loop."""
     if count == 1:
         carry, out = step(carry, jnp.int32(0))
         return carry, jax.tree.map(lambda x: x[None], out)
@@ -754,13 +733,13 @@ def _scan_blocks(step: Callable, carry: Any, count: int) -> tuple[Any, Any]:
 
 
 def _einsum(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product that accumulates in float32, and is exact to float32 for such inputs."""
+    """Returns a product accumulated in float32, at full precision for float32 inputs."""
     exact = "highest" if x.dtype == jnp.float32 else None
     return jnp.einsum(form, x, y, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _add_windows(strips: Any, windows: Any, start: jax.Array) -> Any:
-    """Adds parts of strips in their places; None adds nothing."""
+def _add_by_distance(strips: Any, by_distance: Any, start: jax.Array) -> Any:
+    """Adds parts of strips, from index `start` on; None adds nothing."""
 
     def add(part, strip):
         if part is None:
@@ -768,7 +747,7 @@ def _add_windows(strips: Any, windows: Any, start: jax.Array) -> Any:
         old = take_slice(strip, start, part.shape[1], 1)
         return put_slice(strip, old + part, start, 1)
 
-    return jax.tree.map(add, windows, strips, is_leaf=lambda x: x is None)
+    return jax.tree.map(add, by_distance, strips, is_leaf=lambda x: x is None)
 
 
 def _f32(x: jax.Array) -> jax.Array:

@@ -1,78 +1,27 @@
 """Embedding and attention with a scheme as pure functions, which the Flax layers call."""
 
-import dataclasses
-import functools
-from typing import Any, TypedDict, Unpack, overload
+from collections.abc import Callable
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.cache.paged import PagedKVCache
-from posenc_jax.cache.ring import check_window, evicted_sinks, loses_visible
-from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
+from posenc_jax.checks import array_of_rank, coordinate_values, require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.mask import Window
-from posenc_jax.engine.problem import Implementation
-from posenc_jax.functional.tokens import (
-    Norms,
-    axis_coordinates,
-    by_row,
-    check_hooks,
-    check_norms,
+from posenc_jax.functional.arguments import (
+    AttentionOptions,
+    attention_call,
     check_params,
+    check_pipeline,
     check_tokens,
-    contents,
-    same,
+    refuse_unknown,
+    token_coordinates,
+    token_integers,
     token_positions,
-    zero_padding,
 )
+from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
 from posenc_jax.schemes.scheme import Acts, Params, Scheme
-
-
-class TokenOptions(TypedDict, total=False):
-    """Arguments of `scheme_attention` that attention layers take in a call."""
-
-    positions: jax.Array | None
-    coordinates: jax.Array | None
-    segment_ids: jax.Array | None
-    tables: Any
-    mask: jax.Array | None
-    prefix_length: jax.Array | None
-    sinks: jax.Array | None
-
-
-class LayerOptions(TypedDict, total=False):
-    """Arguments of `scheme_attention` that attention layers have as settings."""
-
-    norms: Norms | None
-
-    is_causal: bool
-    window: Window
-    softcap: float | None
-    scale: float | None
-    dropout_rate: float
-    dropout_key: jax.Array | None
-    implementation: str | Implementation | None
-
-
-class AttentionOptions(TokenOptions, LayerOptions, total=False):
-    """Optional arguments of `scheme_attention`, except the cache."""
-
-    x: jax.Array | None
-    contiguous: bool | None
-
-
-class CacheOptions(TypedDict, total=False):
-    """Arguments of `new_cache` that attention layers pass on."""
-
-    coordinates: jax.Array | jax.ShapeDtypeStruct | None
-    ring: bool
-    block_size: int | None
-    num_blocks: int | None
-    max_rewind: int
-    qkv_sharding: PartitionSpec | None
 
 
 def scheme_embedding(
@@ -91,8 +40,9 @@ def scheme_embedding(
       params: its parameters.
       x: token embeddings [B, T, D].
       positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
-      coordinates: what the scheme encodes, [T], [B, T] or [A, B, T]. Default: the positions.
-      cache: the cache of an attention layer, before it is given these tokens.
+      coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T]. Default: the
+        positions.
+      cache: the cache of an attention layer, before these tokens are appended.
 
     Raises:
       ValueError: for shapes or parameters that do not fit.
@@ -102,14 +52,14 @@ def scheme_embedding(
     >>> pe.scheme_embedding(pe.Sinusoidal(model_dim=2), {}, jnp.zeros((1, 1, 2)))
     Array([[[0., 1.]]], dtype=float32)
     """
-    where = "scheme_embedding"
-    array_of_rank(where, "x", x, 3, "[B, T, D]")
-    check_params(where, scheme, params)
-    batch, length = x.shape[:2]
-    at = token_positions(where, positions, cache, batch, length)
+    caller = "scheme_embedding"
+    array_of_rank(caller, "x", x, 3, "[B, T, D]")
+    check_params(caller, scheme, params)
+    shape = x.shape[:2]
+    encoded = token_positions(caller, positions, cache, shape)
     if coordinates is not None:
-        at = axis_coordinates(where, scheme, coordinates, batch, length)
-    return scheme.embed(params, x, at)
+        encoded = token_coordinates(caller, scheme, coordinates, shape)
+    return scheme.embed(params, x, encoded)
 
 
 def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any:
@@ -118,8 +68,8 @@ def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any
     Args:
       scheme: the position encoding.
       params: its parameters.
-      coordinates: those of the calls, which default to the positions: [T], [B, T] or
-        [A, B, T]. B = 1 serves any batch whose rows are alike.
+      coordinates: as the calls are given them, or the positions by default: [T], [B, T] or
+        [A, B, T]. B = 1 serves any batch with equal rows.
 
     Returns:
       A pytree of arrays, or None for a scheme without tables.
@@ -130,8 +80,8 @@ def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any
     >>> out, _ = pe.scheme_attention(rope, {}, q, q, q, tables=tables)
     """
     check_params("scheme_tables", scheme, params)
-    at = coordinate_values("scheme_tables", coordinates)
-    return scheme.tables(params, at[None] if at.ndim == 1 else at)
+    coordinates = coordinate_values("scheme_tables", coordinates)
+    return scheme.tables(params, coordinates[None] if coordinates.ndim == 1 else coordinates)
 
 
 @overload
@@ -187,11 +137,12 @@ def scheme_attention(
       x: the activations that they were projected from, [B, T, D], which some schemes read.
       positions: integers [T] or [B, T]. Default: 0, 1, ...; with a cache, after the tokens in it,
         where padding does not count. Rows of several segments need them.
-      coordinates: what the scheme encodes, [T], [B, T] or [A, B, T]. Default: the positions.
+      coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T]. Default: the
+        positions.
       segment_ids: integers [T] or [B, T], below zero for padding. Default: one segment. Schemes
         with a running state (FoX, CABLE, PaTH, selective RoPE, short convolutions, Partial Key
-        Offset) need the tokens of a segment to be consecutive, but for padding, and in the order
-        of their positions, in the cache too.
+        Offset) need the tokens of a segment to be consecutive, except for padding, and in the
+        order of their positions, also in the cache.
       cache: keys and values of earlier tokens; see `new_cache`.
       tables: `scheme_tables` of these coordinates, to compute them once for all layers.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
@@ -199,8 +150,8 @@ def scheme_attention(
       scale: the factor on q . k. Default: the scheme's own.
       **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
         `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. With a cache, S
-        is its capacity, where the slots of a row hold its tokens in their order, without padding;
-        and all tokens of a prefix go into the first call.
+        is its capacity: the slots of a row hold its tokens in their order, without padding. All
+        tokens of a prefix go into the first call.
 
     Returns:
       The output [B, T, N, V], and the cache with these tokens in it, or None.
@@ -216,286 +167,193 @@ def scheme_attention(
     >>> out.shape
     (1, 3, 2, 4)
     """
-    where = "scheme_attention"
-    check_tokens(where, q, k, v, x)
-    check_params(where, scheme, params)
-    known = {"cache", *AttentionOptions.__annotations__}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise TypeError(
-            f"{where}: unknown argument {unknown[0]!r}; it takes {', '.join(sorted(known))}."
-        )
-    require(
-        cache is None or contiguous is None,
-        f"{where}: contiguous has no meaning with a cache, got contiguous={contiguous}.",
+    refuse_unknown("scheme_attention", options, {"cache", *AttentionOptions.__annotations__})
+    call = attention_call(
+        positions=positions,
+        coordinates=coordinates,
+        segment_ids=segment_ids,
+        contiguous=contiguous,
+        scale=scale,
+        **options,
     )
-    mask = options.get("mask")
-    if mask is not None and jnp.ndim(mask) != 4:
-        raise ValueError(
-            f"{where}: mask must be [B or 1, N or 1, T, S], got shape {jnp.shape(mask)}; padding "
-            "goes into segment_ids, see posenc_jax.positions.from_padding_mask."
-        )
-    if cache is not None:
-        require(
-            cache.scheme in (None, scheme),
-            f"{where}: the cache was made for {cache.scheme!r}, and the scheme is {scheme!r}.",
-        )
-    batch, length = q.shape[:2]
-    if scale is None:
-        scale = scheme.logit_scale(q.shape[-1])
-    default = positions is None and coordinates is None and cache is None
-    if segment_ids is not None:
-        segment_ids = integer_positions(where, segment_ids, "segment_ids")
-        segment_ids = by_row(where, segment_ids, batch, length, "segment_ids")
-    at = positions = token_positions(where, positions, cache, batch, length, segment_ids)
-    if coordinates is not None:
-        at = coordinates = axis_coordinates(where, scheme, coordinates, batch, length)
-    if tables is None:
-        tables = scheme.tables(params, at)
+    tokens = Projections(q, k, v, x, tables=tables)
+    return self_attention(Pipeline(scheme, params, norms), tokens, call, cache)
+
+
+def self_attention(
+    pipeline: Pipeline, tokens: Projections, call: AttentionCall, cache: KVCache | None = None
+) -> tuple[jax.Array, KVCache | None]:
+    """Computes `scheme_attention` of q, k, v, x and tables in `tokens`.
+
+    In `call`, the fields of queries hold positions, coordinates and segments as the caller gave
+    them.
+    """
+    caller, scheme = "scheme_attention", pipeline.scheme
+    check_tokens(caller, tokens)
+    check_pipeline(caller, pipeline)
+    _check_call(call, cache, scheme)
+    shape = tokens.q.shape[:2]
+    default = call.q_positions is None and call.q_coordinates is None and cache is None
+    if call.scale is None:
+        call = call.replace(scale=scheme.logit_scale(tokens.q.shape[-1]))
+    if call.q_segment_ids is not None:
+        segment_ids = token_integers(caller, call.q_segment_ids, shape, "segment_ids")
+        call = call.replace(q_segment_ids=segment_ids)
+    positions = token_positions(caller, call.q_positions, cache, shape, call.q_segment_ids)
+    coordinates = positions
+    if not default:  # By default positions are slots, so that rules are evaluated per distance.
+        call = call.replace(q_positions=positions)
+    if call.q_coordinates is not None:
+        coordinates = token_coordinates(caller, scheme, call.q_coordinates, shape)
+        call = call.replace(q_coordinates=coordinates)
+    if tokens.tables is None:
+        tables = scheme.tables(pipeline.params, coordinates)
     else:
-        _check_tables(scheme, params, tables, at)
-
-    projected, states = (x, q, k, v), None if cache is None else cache.state
-    made = contents(scheme, params, projected, at, segment_ids, states)
-    (q, k, v), q_features, k_features, states = made
-    check_norms(where, scheme, norms)
-    q_norm, k_norm = norms or (same, same)
-    q = q_norm(scheme.query(params, q, at, q_features, tables))
-    transformed = scheme.traits.cache_transformed_keys
-    if transformed or cache is None:
-        k = k_norm(scheme.key(params, k, at, k_features, tables))
-    v = scheme.value(params, v, at, k_features, tables)
-
-    options["scale"] = scale
+        tables = tokens.tables
+        _check_tables(scheme, pipeline.params, tables, coordinates)
+    tokens = tokens.replace(coordinates=coordinates, segment_ids=call.q_segment_ids, tables=tables)
     if cache is None:
-        call = AttentionCall(
-            q_segment_ids=segment_ids,
-            k_segment_ids=segment_ids,
-            contiguous=contiguous,
-            **options,
-        )
-        if not default:
-            call = call.replace(q_positions=positions, k_positions=positions)
-        if coordinates is not None:
-            call = call.replace(q_coordinates=at, k_coordinates=at)
-        out = scheme.attend(params, q, k, v, at, at, q_features, k_features, call)
-        return scheme.output(params, out, at, q_features, tables), None
+        return _without_cache(pipeline, tokens, call), None
+    return _with_cache(pipeline, tokens, positions, call, cache)
 
-    reads = not transformed or bool(scheme.acts & (Acts.LOGITS | Acts.VALUES | Acts.ATTENTION))
-    if reads and coordinates is not None and cache.coordinates is None:
-        raise ValueError(
-            f"{where}: the scheme reads the coordinates of cached keys and the cache has "
-            "none; make it with new_cache(..., coordinates=...)."
-        )
-    segments = jnp.zeros_like(positions) if segment_ids is None else segment_ids
-    require(
-        not cache.ring or options.get("prefix_length") is None,
-        f"{where}: every query sees the keys of prefix_length, which a ring cache evicts.",
+
+def _without_cache(pipeline: Pipeline, tokens: Projections, call: AttentionCall) -> jax.Array:
+    """Returns the output of attention between these tokens."""
+    tokens = pipeline.encode(pipeline.read(tokens))
+    call = call.replace(
+        k_positions=call.q_positions,
+        k_coordinates=call.q_coordinates,
+        k_segment_ids=call.q_segment_ids,
     )
+    return pipeline.attend(tokens, tokens, call)
+
+
+def _with_cache(
+    pipeline: Pipeline,
+    tokens: Projections,
+    positions: jax.Array,
+    call: AttentionCall,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """Appends the tokens to the cache, and returns the output of attention to it and the cache."""
+    scheme, inside = pipeline.scheme, Acts.LOGITS | Acts.VALUES | Acts.ATTENTION
+    reads_coordinates = not scheme.traits.cache_transformed_keys or bool(scheme.acts & inside)
+    require(
+        not reads_coordinates or call.q_coordinates is None or cache.coordinates is not None,
+        "scheme_attention: the scheme reads the coordinates of cached keys and the cache has "
+        "none; make it with new_cache(..., coordinates=...).",
+    )
+    tokens = tokens.replace(state=cache.state)
+    segment_ids = tokens.segment_ids
+    if segment_ids is None:
+        segment_ids = jnp.zeros_like(positions)
     past_states = None
     if cache.max_rewind:
-        most = min(length - 1, cache.max_rewind)
-        read = functools.partial(contents, scheme, params, projected, at, states=cache.state)
-        past_states = _past_states(lambda kept: read(segment_ids=kept)[-1], segments, most)
-    left = check_window(cache, length, options.get("window")) if cache.ring else None
-    stored = None if cache.coordinates is None else at
-    k, v = _finite_values(k, v)
+        past_states = _past_states(
+            lambda ids: pipeline.read(tokens.replace(segment_ids=ids)).state,
+            segment_ids,
+            min(positions.shape[1] - 1, cache.max_rewind),
+        )
+    read = pipeline.read(tokens)
+    stored = pipeline.stored(read)
+    k, v = _finite_values(stored.k, stored.v)
     cache = cache.append(
         k,
         v,
         positions,
-        segments,
-        coordinates=stored,
-        k_features=k_features,
-        state=states,
+        segment_ids,
+        coordinates=None if cache.coordinates is None else tokens.coordinates,
+        k_features=stored.k_features,
+        state=stored.state,
         past_states=past_states,
+        window=(-1, -1) if call.window is None else call.window,  # All keys: a ring refuses.
     )
-    if left is not None:
-        lost = cache.lost | loses_visible(cache, positions, segments, left)
-        if cache.num_sink_tokens:
-            lost |= evicted_sinks(cache, positions, segments)
-        cache = dataclasses.replace(cache, lost=lost)
-    call = AttentionCall(
-        q_positions=positions,
+    call = call.replace(
+        q_coordinates=None if cache.coordinates is None else tokens.coordinates,
+        q_segment_ids=segment_ids,
         k_positions=cache.positions,
-        q_segment_ids=segments,
+        k_coordinates=cache.coordinates,
         k_segment_ids=cache.segment_ids,
         finite_values=True,
-        **options,
     )
-    keys = cache.contiguous()
-    k_at = cache.positions if cache.coordinates is None else cache.coordinates
-    if stored is not None:
-        call = call.replace(q_coordinates=at, k_coordinates=k_at)
-    k = keys.k
-    if not transformed:  # `key` may read all slots at once; empty ones count as padding.
-        features = zero_padding(keys.k_features, keys.segment_ids)
-        k = k_norm(scheme.key(params, k, k_at, features))
-    out = scheme.attend(params, q, k, keys.v, at, k_at, q_features, keys.k_features, call)
-    out = scheme.output(params, out, at, q_features, tables)
+    queries = read.replace(q=pipeline.query(read))
+    keys = tokens.replace(
+        k=cache.k,
+        v=cache.v,
+        coordinates=cache.positions if cache.coordinates is None else cache.coordinates,
+        segment_ids=cache.segment_ids,
+        k_features=cache.k_features,
+        tables=None,
+    )
+    out = pipeline.attend(queries, pipeline.loaded(keys), call)
     # Overflow cannot raise under jit: the rows concerned become NaN.
-    lost = cache.overflowed[:, None, None, None]
-    return jnp.where(lost, jnp.nan, out).astype(out.dtype), cache
+    overflowed = cache.overflowed[:, None, None, None]
+    return jnp.where(overflowed, jnp.nan, out).astype(out.dtype), cache
 
 
-def new_cache(
-    scheme: Scheme,
-    batch: int,
-    capacity: int,
-    *,
-    num_heads: int,
-    head_dim: int,
-    num_kv_heads: int | None = None,
-    value_dim: int | None = None,
-    model_dim: int | None = None,
-    dtype: Any = jnp.float32,
-    coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
-    ring: bool = False,
-    block_size: int | None = None,
-    num_blocks: int | None = None,
-    max_rewind: int = 0,
-    qkv_sharding: PartitionSpec | None = None,
-    params: Params | None = None,
-) -> KVCache:
-    """Returns an empty cache for `scheme_attention` with this scheme.
-
-    Args:
-      scheme: the position encoding; its hooks determine what is stored.
-      batch: B.
-      capacity: number of slots, for the tokens of a row; padding takes none. A ring needs the
-        window, plus the tokens per call less one, plus the sink tokens.
-      num_heads: N.
-      head_dim: H.
-      num_kv_heads: K. Default: N.
-      value_dim: V, the head dim of v. Default: H.
-      model_dim: D, for schemes that read `x`.
-      dtype: of k and v.
-      coordinates: an array or shape [T], [B, T] or [A, B, T] like those that calls will give,
-        if they give coordinates: integers, or real numbers for float32.
-      ring: whether a full cache overwrites its oldest slots; needs a window.
-      block_size: slots of a block, for rows that share a pool of blocks; see `PagedKVCache`.
-        Default: each row has its own slots.
-      num_blocks: blocks of the pool. Default: enough for all rows to be full.
-      max_rewind: the most tokens that `rewind` of the cache takes back at once, if the scheme
-        has a running state; other schemes take back any number.
-      qkv_sharding: on explicit mesh axes, how q, k and v [B, T, heads, H] are sharded, as in
-        `nnx.MultiHeadAttention`; all arrays of the cache follow. Needs `jax.set_mesh`.
-      params: the scheme's parameters, if they are sharded on explicit mesh axes: its own arrays in
-        the cache are sharded as it makes them from q, k and these.
-
-    Raises:
-      ValueError: without `model_dim` for a scheme that reads `x`, and for invalid sizes.
-
-    >>> import posenc_jax as pe
-    >>> cache = pe.new_cache(pe.RoPE(head_dim=8), 2, 16, num_heads=4, head_dim=8)
-    >>> cache.k.shape
-    (2, 16, 4, 8)
-    """
-    check_hooks("new_cache", scheme)
-    require(
-        model_dim is not None or not scheme.traits.reads_x,
-        f"new_cache: {scheme!r} reads x, so the cache needs model_dim.",
-    )
-    require(
-        block_size is not None or num_blocks is None,
-        f"new_cache: num_blocks={num_blocks} needs block_size.",
-    )
-    require(
-        block_size is None or not ring,
-        "new_cache: a ring has slots of its own for each row, so it has no blocks; give ring or "
-        "block_size.",
-    )
-    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-
-    def shape(sizes, dtype, spec):
-        if qkv_sharding is None:
-            return jax.ShapeDtypeStruct(sizes, dtype)
-        spec = PartitionSpec(*spec, *(None,) * (len(sizes) - len(spec)))
-        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), spec)
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
-
-    spec = () if qkv_sharding is None else tuple(qkv_sharding)
-    q = shape((batch, 1, num_heads, head_dim), dtype, spec)
-    k = shape((batch, 1, kv_heads, head_dim), dtype, spec)
-    v = shape((batch, 1, kv_heads, head_dim if value_dim is None else value_dim), dtype, spec)
-    x = None if model_dim is None else shape((batch, 1, model_dim), dtype, spec[:1])
-    at = shape((batch, 1), jnp.int32, spec[:1])
-    if coordinates is not None:
-        real = jnp.issubdtype(coordinates.dtype, jnp.floating)
-        lead = coordinates.shape[:-2]
-        at = shape(
-            (*lead, batch, 1), jnp.float32 if real else jnp.int32, (*(None,) * len(lead), *spec[:1])
+def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> None:
+    """Raises for options that do not go together."""
+    mask = call.mask
+    if mask is not None and jnp.ndim(mask) != 4:
+        raise ValueError(
+            f"scheme_attention: mask must be [B or 1, N or 1, T, S], got shape {jnp.shape(mask)}; "
+            "padding goes into segment_ids, see posenc_jax.positions.from_padding_mask."
         )
-        coordinates = at
-
-    def stored(params, x, q, k, v, at):
-        made = contents(scheme, params, (x, q, k, v), at, None, None)
-        (_, k, v), _, k_features, states = made
-        v = scheme.value(params, v, at, k_features)
-        if scheme.traits.cache_transformed_keys:
-            k = scheme.key(params, k, at, k_features)
-        return k, v, k_features, states
-
-    if params is None:
-        params = jax.eval_shape(scheme.init, jax.random.key(0))
-    stored_k, stored_v, k_features, state = jax.eval_shape(stored, params, x, q, k, v, at)
-    made: dict[str, Any] = {
-        "coordinates": coordinates,
-        "k_features": k_features,
-        "state": state,
-        "scheme": scheme,
-        "max_rewind": max_rewind,
-    }
-    if block_size is not None:
-        made |= {"block_size": block_size, "num_blocks": num_blocks}
-        return PagedKVCache.empty(stored_k, stored_v, capacity, **made)
-    sinks = scheme.traits.num_sink_tokens if ring else 0
-    return KVCache.empty(stored_k, stored_v, capacity, **made, ring=ring, num_sink_tokens=sinks)
+    if cache is None:
+        return
+    require(
+        call.contiguous is None,
+        "scheme_attention: contiguous has no meaning with a cache, got contiguous="
+        f"{call.contiguous}.",
+    )
+    if cache.scheme not in (None, scheme):
+        raise ValueError(
+            f"scheme_attention: the cache was made for {cache.scheme!r}, and the scheme is "
+            f"{scheme!r}."
+        )
+    require(
+        not cache.ring or call.prefix_length is None,
+        "scheme_attention: every query sees the keys of prefix_length, which a ring cache evicts.",
+    )
 
 
 def _finite_values(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns k and v of a cache, with NaN in the keys of values that are not finite.
+    """Returns k and v for a cache, with zeros and NaN keys for values that are not finite.
 
-    The logits of slots that a query does not see are masked, whatever their keys are; their values
-    have weight zero, and 0 * NaN is NaN.
+    Hidden slots have masked logits, even if their keys are NaN. Their values have weight zero, and
+    0 * NaN is NaN.
     """
     bad = ~jnp.isfinite(v).all(-1, keepdims=True)
     return jnp.where(bad, jnp.nan, k).astype(k.dtype), jnp.where(bad, 0, v).astype(v.dtype)
 
 
-def new_params(scheme: Scheme, key: jax.Array) -> Params:
-    """Returns `scheme.init(key)`, float32 with 64-bit types enabled too."""
-    return jax.tree.map(
-        lambda a: a.astype(jnp.float32) if a.dtype == jnp.float64 else a, scheme.init(key)
-    )
-
-
-def _check_tables(scheme: Scheme, params: Params, tables: Any, at: jax.Array) -> None:
-    """Raises unless `tables` are shaped like those of coordinates `at`, for B or one row."""
+def _check_tables(scheme: Scheme, params: Params, tables: Any, coordinates: jax.Array) -> None:
+    """Raises unless `tables` have the shapes of `scheme.tables(coordinates)`, with B or one row."""
 
     def shapes(tree):
         leaves, structure = jax.tree.flatten(tree)
         return structure, [jnp.shape(leaf) for leaf in leaves]
 
-    whole, row = (shapes(jax.eval_shape(scheme.tables, params, a)) for a in (at, at[..., :1, :]))
+    rows = coordinates, coordinates[..., :1, :]
+    whole, row = (shapes(jax.eval_shape(scheme.tables, params, x)) for x in rows)
     require(
         shapes(tables) in (whole, row),
-        f"scheme_attention: tables must be scheme_tables of coordinates {at.shape}, with leaves "
-        f"{whole[1]}, got {shapes(tables)[1]}.",
+        f"scheme_attention: tables must be scheme_tables of coordinates {coordinates.shape}, with "
+        f"leaves {whole[1]}, got {shapes(tables)[1]}.",
     )
 
 
-def _past_states(states_of: Any, segments: jax.Array, most: int) -> Any:
-    """Returns the states without the last 1 .. `most` tokens of each row, [B, most, ...].
+def _past_states(states_of: Callable[[jax.Array], Any], segment_ids: jax.Array, count: int) -> Any:
+    """Returns the states without the last 1 .. `count` tokens of each row, [B, count, ...].
 
     Args:
       states_of: a function of segment ids that returns the states.
-      segments: int32 [B, T].
-      most: how many states.
+      segment_ids: int32 [B, T].
+      count: number of states.
     """
-    from_end = jnp.cumsum((segments >= 0)[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
+    from_end = jnp.cumsum((segment_ids >= 0)[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
 
-    def without(count):
-        return states_of(jnp.where(from_end > count, segments, -1))
+    def without(last):
+        return states_of(jnp.where(from_end > last, segment_ids, -1))
 
-    return jax.vmap(without, out_axes=1)(jnp.arange(1, most + 1, dtype=jnp.int32))
+    return jax.vmap(without, out_axes=1)(jnp.arange(1, count + 1, dtype=jnp.int32))

@@ -5,18 +5,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import integer_positions, require
+from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.functional.tokens import (
-    Norms,
-    axis_coordinates,
-    by_row,
-    check_norms,
-    check_params,
+from posenc_jax.functional.arguments import (
+    AttentionOptions,
+    attention_call,
+    check_pipeline,
     check_tokens,
-    contents,
-    same,
+    refuse_unknown,
+    token_coordinates,
+    token_integers,
 )
+from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
 from posenc_jax.positions import count_up
 from posenc_jax.schemes.scheme import Params, Scheme
 
@@ -42,26 +42,26 @@ def scheme_cross_attention(
 ) -> jax.Array:
     """Attention of T tokens to S tokens of another sequence, with a scheme.
 
-    A scheme relates the tokens of both by their positions, which therefore must be given, unless it
-    is `NoPE`. They have a meaning where both sequences have a common axis, such as time.
+    Schemes other than `NoPE` need the positions of both sequences. Relating them makes sense where
+    the sequences have a common axis, such as time.
 
     Args:
       scheme: the position encoding.
       params: its parameters.
       q: [B, T, N, H], as projected.
       k, v: [B, S, K, H] and [B, S, K, V], as projected.
-      x, memory: the activations that q, and k and v were projected from, [B, T, D] and [B, S, D],
-        which some schemes read.
+      x: the activations that q was projected from, [B, T, D], which some schemes read.
+      memory: the activations that k and v were projected from, [B, S, D].
       positions, k_positions: integers [T] or [B, T], and [S] or [B, S].
-      coordinates, k_coordinates: what the scheme encodes, [T], [B, T] or [A, B, T], and with S for
-        T. Default: the positions.
+      coordinates, k_coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T],
+        with S in place of T for keys. Default: the positions.
       segment_ids, k_segment_ids: integers [T] or [B, T], and [S] or [B, S], below zero for padding.
         Tokens see their own segment. Default: one segment.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
       scale: the factor on q . k. Default: the scheme's own.
       **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
-        `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. Masks go by
-        positions.
+        `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. Causality and
+        windows compare positions.
 
     Returns:
       The output [B, T, N, V].
@@ -76,70 +76,86 @@ def scheme_cross_attention(
     >>> pe.scheme_cross_attention(pe.RoPE(head_dim=4), {}, q, k, k, **at).shape
     (1, 3, 2, 4)
     """
-    where = "scheme_cross_attention"
-    check_tokens(where, q, q, q, x)
-    check_tokens(where, k, k, v, memory)
-    check_params(where, scheme, params)
-    check_norms(where, scheme, norms)
-    (batch, length), keys = q.shape[:2], k.shape[1]
-    require(k.shape[0] == batch, f"{where}: q {q.shape} and k {k.shape} differ in batch size.")
-    if segment_ids is None and k_segment_ids is not None:
-        segment_ids = jnp.zeros((length,), jnp.int32)
-    if k_segment_ids is None and segment_ids is not None:
-        k_segment_ids = jnp.zeros((keys,), jnp.int32)
-    q_at = _placed(scheme, "", positions, coordinates, batch, length)
-    k_at = _placed(scheme, "k_", k_positions, k_coordinates, batch, keys)
-    if segment_ids is not None and k_segment_ids is not None:
-        segment_ids = integer_positions(where, segment_ids, "segment_ids")
-        segment_ids = by_row(where, segment_ids, batch, length, "segment_ids")
-        k_segment_ids = integer_positions(where, k_segment_ids, "k_segment_ids")
-        k_segment_ids = by_row(where, k_segment_ids, batch, keys, "k_segment_ids")
-
-    def read(projected, at, segment_ids):
-        *made, states = contents(scheme, params, projected, at, segment_ids, None)
-        if jax.tree.leaves(states):
-            raise NotImplementedError(
-                f"{where}: {scheme!r} has a running state of one sequence, and there are two."
-            )
-        return made
-
-    # Hooks that read content make arrays of queries from q and x, and of keys from k and memory.
-    no_keys = (jnp.zeros((batch, length, *a.shape[2:]), a.dtype) for a in (k, v))
-    no_queries = jnp.zeros((batch, keys, *q.shape[2:]), q.dtype)
-    (q, _, _), q_features, _ = read((x, q, *no_keys), q_at, segment_ids)
-    (_, k, v), _, k_features = read((memory, no_queries, k, v), k_at, k_segment_ids)
-    q_norm, k_norm = norms or (same, same)
-    q = q_norm(scheme.query(params, q, q_at, q_features))
-    k = k_norm(scheme.key(params, k, k_at, k_features))
-    v = scheme.value(params, v, k_at, k_features)
-    call = AttentionCall(
-        q_segment_ids=segment_ids,
+    known = {"memory", "k_positions", "k_coordinates", "k_segment_ids"}
+    known |= AttentionOptions.__annotations__.keys() - {"contiguous", "tables"}
+    refuse_unknown("scheme_cross_attention", options, known)
+    call = attention_call(
+        positions=positions,
+        k_positions=k_positions,
+        coordinates=coordinates,
+        k_coordinates=k_coordinates,
+        segment_ids=segment_ids,
         k_segment_ids=k_segment_ids,
-        contiguous=False,
-        scale=scheme.logit_scale(q.shape[-1]) if scale is None else scale,
+        scale=scale,
         **options,
     )
-    if positions is not None or k_positions is not None:
-        call = call.replace(q_positions=positions, k_positions=k_positions)
-    if scheme.acts_in_attention:
-        call = call.replace(q_coordinates=q_at, k_coordinates=k_at)
-    out = scheme.attend(params, q, k, v, q_at, k_at, q_features, k_features, call)
-    return scheme.output(params, out, q_at, q_features)
+    return cross_attention(Pipeline(scheme, params, norms), Projections(q, k, v, x), memory, call)
 
 
-def _placed(
-    scheme: Scheme, side: str, positions: Any, coordinates: Any, batch: int, count: int
+def cross_attention(
+    pipeline: Pipeline, tokens: Projections, memory: jax.Array | None, call: AttentionCall
 ) -> jax.Array:
-    """Returns coordinates [B, count] or [A, B, count] of the tokens of one side."""
-    where = "scheme_cross_attention"
+    """Computes `scheme_cross_attention` of q and x in `tokens` to k, v and `memory`."""
+    caller = "scheme_cross_attention"
+    q, k, v = tokens.q, tokens.k, tokens.v
+    queries, keys = tokens.replace(k=q, v=q), Projections(k, k, v, memory)
+    check_tokens(caller, queries)
+    check_tokens(caller, keys)
+    check_pipeline(caller, pipeline)
+    require(
+        k.shape[0] == q.shape[0], f"{caller}: q {q.shape} and k {k.shape} differ in batch size."
+    )
+    q_ids, k_ids = call.q_segment_ids, call.k_segment_ids
+    if q_ids is not None or k_ids is not None:
+        q_ids = jnp.zeros(q.shape[1], jnp.int32) if q_ids is None else q_ids
+        k_ids = jnp.zeros(k.shape[1], jnp.int32) if k_ids is None else k_ids
+        q_ids = token_integers(caller, q_ids, q.shape[:2], "segment_ids")
+        k_ids = token_integers(caller, k_ids, k.shape[:2], "k_segment_ids")
+    scheme = pipeline.scheme
+    q_at = _coordinates(scheme, "", call.q_positions, call.q_coordinates, q.shape[:2])
+    k_at = _coordinates(scheme, "k_", call.k_positions, call.k_coordinates, k.shape[:2])
+
+    def read(tokens: Projections) -> Projections:
+        tokens = pipeline.read(tokens)
+        if jax.tree.leaves(tokens.state):
+            raise NotImplementedError(
+                f"{caller}: {scheme!r} has a running state of one sequence, and there are two."
+            )
+        return tokens
+
+    def zeros(heads: jax.Array, sequence: jax.Array) -> jax.Array:
+        return jnp.zeros((*sequence.shape[:2], *heads.shape[2:]), heads.dtype)
+
+    # `read` needs q, k and v of one sequence: features of queries depend on q and x alone, those
+    # of keys on k and memory, so zeros stand for the other arrays.
+    queries = read(
+        queries.replace(k=zeros(k, q), v=zeros(v, q), coordinates=q_at, segment_ids=q_ids)
+    )
+    keys = read(keys.replace(q=zeros(q, k), coordinates=k_at, segment_ids=k_ids))
+    queries = queries.replace(q=pipeline.query(queries))
+    keys = keys.replace(k=pipeline.key(keys), v=pipeline.value(keys))
+    call = call.replace(q_segment_ids=q_ids, k_segment_ids=k_ids, contiguous=False)
+    call = call.replace(
+        q_coordinates=q_at if scheme.acts_in_attention else None,
+        k_coordinates=k_at if scheme.acts_in_attention else None,
+    )
+    if call.scale is None:
+        call = call.replace(scale=scheme.logit_scale(q.shape[-1]))
+    return pipeline.attend(queries, keys, call)
+
+
+def _coordinates(
+    scheme: Scheme, side: str, positions: Any, coordinates: Any, shape: tuple[int, ...]
+) -> jax.Array:
+    """Returns coordinates [B, T] or [A, B, T] of queries (side "") or keys (side "k_")."""
+    caller = "scheme_cross_attention"
     if coordinates is not None:
-        return axis_coordinates(where, scheme, coordinates, batch, count)
+        return token_coordinates(caller, scheme, coordinates, shape)
     if positions is None:
         require(
             not scheme.acts_in_attention,
-            f"{where}: {scheme!r} relates the tokens of both sequences by their positions; give "
+            f"{caller}: {scheme!r} relates the tokens of both sequences by their positions; give "
             f"{side}positions or {side}coordinates.",
         )
-        return count_up(batch, count)
-    positions = integer_positions(where, positions, f"{side}positions")
-    return by_row(where, positions, batch, count, f"{side}positions")
+        return count_up(*shape)
+    return token_integers(caller, positions, shape, f"{side}positions")

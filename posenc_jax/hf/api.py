@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from posenc_jax.checks import require
 from posenc_jax.hf.attention_options import attention_options
-from posenc_jax.hf.attention_settings import logit_scale, with_attention_settings
+from posenc_jax.hf.attention_settings import with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
-from posenc_jax.hf.rope import Rotary, write_rotary
+from posenc_jax.hf.rope import RopeSettings, write_rope
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.rotary.layouts import rotary_dims
 from posenc_jax.schemes.rotary.mrope import MRoPE
@@ -23,26 +23,26 @@ class HasToDict(Protocol):
     """A config object of transformers."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as a dict."""
+        """Returns the config as a dict."""
         ...
 
 
 def from_hf(
     config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None
 ) -> tuple[LayerSpec, ...]:
-    """What the attention of each layer needs that a Hugging Face config describes.
+    """Returns the attention of each layer that a Hugging Face config describes.
 
     A `LayerSpec` has the scheme, the window, the factor on q . k, the softcap, and whether there
     are sinks and QK-norm; temperatures are schemes. It has neither norms of values (Gemma 4) and of
     latent projections (DeepSeek) nor clipped projections (`clip_qkv`).
 
-    The model type decides what the config does not say: the layout of pairs, which layers rotate
-    or have a window, slopes, buckets. A key that is left out has the value that transformers
-    gives it for this model type, in `posenc_jax/hf/defaults.json`. Names of transformers 4 and 5
-    are read. A key about positions or windows that is not read raises.
+    The model type implies settings that no key holds: the layout of pairs, the layers that rotate
+    or have a window, slopes, buckets. A missing key has the default of transformers for this model
+    type, from `posenc_jax/hf/defaults.json`. Names of transformers 4 and 5 are read. A key about
+    positions or windows that is not read raises.
 
-    Every layer has parameters of its own, except where `scheme.traits.shared_over_layers`; UMT5
-    has a `T5` table in each layer all the same. Schemes that act on the embedding, such as
+    Layers have separate parameters, unless `scheme.traits.shared_over_layers`; UMT5 is an
+    exception, with a `T5` table in each layer. Schemes that act on the embedding, such as
     `LearnedAbsolute`, are applied once, at the input of the model, though every layer names them.
     Layers of linear attention have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and
     the window of tokens; the model adds compressed entries.
@@ -54,7 +54,7 @@ def from_hf(
         UMT5, Whisper), whose position encodings differ. Required for these, refused for others.
 
     Returns:
-      One layer for each of the model's. `scheme_from_hf` gives the scheme if they are alike.
+      The layers of the model. If they are alike, `scheme_from_hf` returns their scheme.
 
     Raises:
       ValueError: for an unknown model type; for keys about positions that are unknown, missing, of
@@ -72,7 +72,7 @@ def from_hf(
 
 
 def _layers(tracked: TrackedConfig) -> tuple[LayerSpec, ...]:
-    layers = MODEL_TYPES[tracked.values["model_type"]](tracked)
+    layers = MODEL_TYPES[tracked.model_type].layers(tracked)
     layers = with_attention_settings(tracked, layers)
     tracked.finish()
     return layers
@@ -81,12 +81,12 @@ def _layers(tracked: TrackedConfig) -> tuple[LayerSpec, ...]:
 def attention_options_from_hf(
     config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None
 ) -> tuple[dict[str, Any], ...]:
-    """The arguments of `posenc_jax.nnx.Attention` for each layer of a model.
+    """Returns the arguments of `posenc_jax.nnx.Attention` for each layer of a model.
 
-    They are `model_dim`, `num_heads`, `num_kv_heads`, `head_dim`, `use_bias`, `is_causal`, and as
-    `position` what `from_hf` returns. `heads_from_linear` and `split_qkv` convert the weights.
-    Dropout and dtypes are left to the caller. Schemes that act on the embedding, such as
-    `LearnedAbsolute`, are left out: they belong to the input of the model.
+    They are `model_dim`, `num_heads`, `num_kv_heads`, `head_dim`, `use_bias`, `is_causal`, and
+    `position`, the layer that `from_hf` returns. `heads_from_linear` and `split_qkv` convert the
+    weights. The caller chooses dropout and dtypes. Schemes that act on the embedding, such as
+    `LearnedAbsolute`, are omitted: they belong to the input of the model.
 
     Args:
       config: see `from_hf`.
@@ -97,8 +97,8 @@ def attention_options_from_hf(
       "out" if they differ.
 
     Raises:
-      ValueError: as `from_hf`, and for model types whose attention has what `Attention` has not,
-        such as latent projections; the message says what.
+      ValueError: as `from_hf`, and for model types whose attention `Attention` does not support,
+        such as latent projections; the message gives the reason.
 
     >>> config = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4}
     >>> config |= {"num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -111,17 +111,16 @@ def attention_options_from_hf(
 
 
 def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None) -> Scheme:
-    """The scheme of a model whose layers are alike and attend to all tokens.
+    """Returns the scheme of a model whose layers are alike and attend to all tokens.
 
-    Without the other settings of attention that `from_hf` returns.
+    `from_hf` returns the other settings of attention.
 
     Args:
       config: see `from_hf`.
       decoder: see `from_hf`.
 
     Raises:
-      ValueError: if layers differ or have a window, which a scheme does not hold; the message
-        names the layers. And as `from_hf`.
+      ValueError: as `from_hf`, and if layers differ or have a window; the message names them.
 
     >>> pe.scheme_from_hf({"model_type": "bloom", "n_head": 4}) == pe.ALiBi(num_heads=4)
     True
@@ -130,16 +129,16 @@ def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | Non
     groups: dict[LayerSpec, list[int]] = {}
     for i, layer in enumerate(layers):
         groups.setdefault(layer, []).append(i)
-    one = layers[0]
-    if len(groups) == 1 and one.window is None and one.chunk_size is None:
-        return one.scheme
-    found = "; ".join(f"layers {_ranges(i)}: {_text(layer)}" for layer, i in groups.items())
-    why = "layers differ" if len(groups) > 1 else "a scheme holds no window"
-    raise ValueError(f"scheme_from_hf: {why}, use from_hf: {found}.")
+    first = layers[0]
+    if len(groups) == 1 and first.window is None and first.chunk_size is None:
+        return first.scheme
+    texts = "; ".join(f"layers {_ranges(i)}: {_text(layer)}" for layer, i in groups.items())
+    reason = "layers differ" if len(groups) > 1 else "a scheme holds no window"
+    raise ValueError(f"scheme_from_hf: {reason}, use from_hf: {texts}.")
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 4] as 0-2, 4."""
+    """Returns [0, 1, 2, 4] as "0-2, 4"."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     pairs = zip(starts, ends, strict=True)
@@ -152,16 +151,16 @@ def _text(layer: LayerSpec) -> str:
     return f"{layer.scheme}{window}{chunk}"
 
 
-def _as_dict(what: str, config: Any) -> Mapping[str, Any]:
+def _as_dict(label: str, config: Any) -> Mapping[str, Any]:
     values = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping):
-        raise TypeError(f"{what} must be a dict or have to_dict, got {config!r:.80}.")
+        raise TypeError(f"{label} must be a dict or have to_dict, got {config!r:.80}.")
     return values
 
 
 @contextlib.contextmanager
 def _reading(function: str, config: Any, decoder: bool | None = None) -> Generator[TrackedConfig]:
-    """The config; errors of readers and of schemes become a `ValueError` of the function."""
+    """Yields the config; errors of readers and schemes become a `ValueError` of the function."""
     values = _as_dict(f"{function}: config", config)
     try:
         yield _tracked(values, decoder)
@@ -170,7 +169,7 @@ def _reading(function: str, config: Any, decoder: bool | None = None) -> Generat
 
 
 def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
-    """The config of the text model, under a supported model type."""
+    """Returns the config of the text model, under a supported model type."""
     kind, inner = config.get("model_type"), config.get("text_config")
     require(
         kind is None or isinstance(kind, str),
@@ -201,13 +200,13 @@ def to_hf(
     scheme: Scheme | LayerSpec | Sequence[Scheme | LayerSpec],
     layer_types: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The `rope_parameters` of RoPE or M-RoPE, as configs of transformers 5 have them.
+    """Returns the `rope_parameters` of RoPE or M-RoPE, as in configs of transformers 5.
 
-    They hold neither layout nor head size nor windows: those belong to the model type and to
-    other keys. `from_hf(config | {"rope_parameters": to_hf(layers)})` has the same schemes.
+    Layout, head size and windows belong to the model type and to other keys.
+    `from_hf(config | {"rope_parameters": to_hf(layers)})` has the same schemes.
 
     Args:
-      scheme: a scheme, or those of all layers.
+      scheme: a scheme, or the schemes of all layers.
       layer_types: the kind of each layer, as in the config. The dict then has one entry for
         each kind, None where layers have no positions. None: all layers are alike.
 
@@ -217,22 +216,25 @@ def to_hf(
     >>> pe.to_hf(pe.RoPE(head_dim=64, theta=5e5, scaling=pe.PI(4.0)))
     {'rope_type': 'linear', 'rope_theta': 500000.0, 'factor': 4.0}
     """
-    given = scheme if isinstance(scheme, Sequence) else [scheme]
-    layers = [x.scheme if isinstance(x, LayerSpec) else x for x in given]
+    layers = scheme if isinstance(scheme, Sequence) else [scheme]
+    schemes = [x.scheme if isinstance(x, LayerSpec) else x for x in layers]
     if layer_types is None:
         require(
-            len(set(layers)) == 1,
+            len(set(schemes)) == 1,
             f"to_hf: schemes that differ need layer_types, got {scheme!r}.",
         )
-        return _parameters(layers[0])
+        return _parameters(schemes[0])
     require(
-        isinstance(scheme, Sequence) and len(layers) == len(layer_types),
+        isinstance(scheme, Sequence) and len(schemes) == len(layer_types),
         f"to_hf: {len(layer_types)} layer_types need as many schemes, got {scheme!r}.",
     )
     out: dict[str, Any] = {}
-    for one, kind in zip(layers, layer_types, strict=True):
-        made = _parameters(one) if one.acts else None
-        require(out.setdefault(kind, made) == made, f"to_hf: layers of type {kind!r} differ.")
+    for layer, kind in zip(schemes, layer_types, strict=True):
+        parameters = _parameters(layer) if layer.acts else None
+        require(
+            out.setdefault(kind, parameters) == parameters,
+            f"to_hf: layers of type {kind!r} differ.",
+        )
     return out
 
 
@@ -241,7 +243,7 @@ def _parameters(scheme: Scheme) -> dict[str, Any]:
         raise ValueError(f"to_hf: only RoPE and MRoPE have rope parameters, got {scheme!r}.")
     dim = rotary_dims("to_hf", scheme.head_dim, scheme.rotary_dim, scheme.rotary_start)
     fraction = 1.0 if scheme.rotary_start else dim / scheme.head_dim
-    out = write_rotary(Rotary(scheme.theta, fraction, scheme.scaling))
+    out = write_rope(RopeSettings(scheme.theta, fraction, scheme.scaling))
     if isinstance(scheme, MRoPE):
         out["mrope_section"] = [scheme.axes.count(axis) for axis in range(3)]
         if scheme.order == "alternating":
@@ -249,28 +251,3 @@ def _parameters(scheme: Scheme) -> dict[str, Any]:
         elif scheme.order == "interleaved":
             out["mrope_interleaved"] = True
     return out
-
-
-def hf_logit_scale(config: Mapping[str, Any] | HasToDict) -> float | None:
-    """The factor on q . k that the model of a config uses; None: the scheme's own.
-
-    The `scale` of each layer that `from_hf` returns. Where a model type changes it: Gemma's
-    `query_pre_attn_scalar`, Granite's `attention_multiplier`, MPT's `softmax_scale`, GPT-2's
-    `scale_attn_weights`, and the `mscale_all_dim` of DeepSeek's YaRN.
-
-    Args:
-      config: see `from_hf`.
-
-    Raises:
-      ValueError: as `from_hf`, and for a GPT-2 whose factor differs by layer.
-
-    >>> pe.hf_logit_scale({"model_type": "gemma3_text", "query_pre_attn_scalar": 64})
-    0.125
-    """
-    with _reading("hf_logit_scale", config) as tracked:
-        first, second = logit_scale(tracked, 0), logit_scale(tracked, 1)
-        require(
-            first == second,
-            "the factor differs by layer, use from_hf: scale_attn_by_inverse_layer_idx is true.",
-        )
-        return first

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from posenc_jax.checks import require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_decoder, layer_count
 from posenc_jax.hf.layer_kinds import declared, layer_of
-from posenc_jax.hf.rope import read_rotary, refuse_partial, rope_dict, take
+from posenc_jax.hf.rope import pop_keys, read_rope, refuse_partial
 from posenc_jax.hf.rotary_families import Rotating, uniform
 from posenc_jax.schemes.additive.learned import LearnedAbsolute
 from posenc_jax.schemes.additive.none import NoPE
@@ -30,7 +30,7 @@ Layers = tuple[LayerSpec, ...]
 
 
 def t5(config: TrackedConfig) -> Layers:
-    """T5, mT5 and UMT5: buckets of both sides for the encoder, of the past for the decoder."""
+    """Reads T5's buckets: of both directions for the encoder, of the past for the decoder."""
     decoder = is_decoder(config)
     count = config.need("num_hidden_layers")
     scheme = T5(
@@ -43,39 +43,51 @@ def t5(config: TrackedConfig) -> Layers:
 
 
 def bloom(config: TrackedConfig) -> Layers:
-    """ALiBi."""
+    """Reads ALiBi."""
     return uniform(config, ALiBi(num_heads=config.need("num_attention_heads")))
 
 
 def mpt(config: TrackedConfig) -> Layers:
-    """ALiBi, or a learned table."""
-    part = TrackedConfig(config.get("attn_config") or {}, f"{config.where} in attn_config")
-    part.get("softmax_scale")  # `hf_logit_scale` returns it.
+    """Reads ALiBi, or a learned table."""
+    part = TrackedConfig(config.get("attn_config") or {}, f"{config.label} in attn_config")
     learned, rope = config.get("learned_pos_emb", True), part.get("rope", False)
-    require(not rope, f"{part.where} has rope, which transformers does not read.")
+    require(not rope, f"{part.label} has rope, which transformers does not read.")
     if not part.get("alibi", True):
-        require(learned, f"{config.where} has neither ALiBi nor learned positions.")
+        require(learned, f"{config.label} has neither ALiBi nor learned positions.")
         length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
         return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim))
     part.only("alibi_bias_max", 8)
     return uniform(config, ALiBi(num_heads=config.need("num_attention_heads")))
 
 
+def mpt_scale(config: TrackedConfig, layer: int) -> float | None:
+    """Returns the factor on q . k."""
+    part = TrackedConfig(config.get("attn_config") or {}, f"{config.label} in attn_config")
+    return part.get("softmax_scale")
+
+
 def falcon(config: TrackedConfig) -> Layers:
-    """ALiBi inside the logit scale, or RoPE."""
+    """Reads ALiBi inside the logit scale, or RoPE."""
     if config.get("alibi", False):
-        rope_dict(config), config.given("rope_theta")  # Ignored with ALiBi.
+        config.ignore("rope_parameters", "rope_scaling", "rope_theta")
         return uniform(config, ALiBi(num_heads=config.need("num_attention_heads"), scaled=True))
     return Rotating()(config)
 
 
+def falcon_key_heads(config: TrackedConfig, num_heads: int) -> int:
+    """Returns the number of key heads K of N heads."""
+    if config.get("new_decoder_architecture", False):
+        return config.get("num_kv_heads", num_heads)
+    return 1 if config.get("multi_query", True) else num_heads
+
+
 def deberta_v2(config: TrackedConfig) -> Layers:
-    """Disentangled attention, after a learned table at the input if the config has one."""
+    """Reads disentangled attention, after a learned table at the input if the config has one."""
     relative = config.get("relative_attention", False)
-    require(relative, f"{config.where} has relative_attention={relative}.")
+    require(relative, f"{config.label} has relative_attention={relative}.")
     terms = config.get("pos_att_type") or ()
     terms = terms.lower().split("|") if isinstance(terms, str) else terms
-    require(set(terms) <= {"c2p", "p2c"}, f"{config.where} has pos_att_type={terms}.")
+    require(set(terms) <= {"c2p", "p2c"}, f"{config.label} has pos_att_type={terms}.")
     longest = config.get("max_relative_positions", -1)
     longest = longest if longest >= 1 else config.need("max_position_embeddings")
     buckets = config.get("position_buckets", -1)
@@ -97,8 +109,8 @@ def deberta_v2(config: TrackedConfig) -> Layers:
 
 
 def xlnet(config: TrackedConfig) -> Layers:
-    """Transformer-XL's, in both directions; the term for pairs of segments is not supported."""
-    require(not config.get("bi_data", False), f"{config.where} has bi_data.")
+    """Reads Transformer-XL's terms, in both directions and without terms for pairs of segments."""
+    require(not config.get("bi_data", False), f"{config.label} has bi_data.")
     clamp = config.get("clamp_len", -1)
     scheme = TransformerXL(
         num_heads=config.need("num_attention_heads"),
@@ -110,24 +122,24 @@ def xlnet(config: TrackedConfig) -> Layers:
 
 
 def wav2vec2_bert(config: TrackedConfig) -> Layers:
-    """By `position_embeddings_type`: vectors on keys by distance, or Transformer-XL's.
+    """Reads vectors on keys by distance or Transformer-XL's terms, by `position_embeddings_type`.
 
-    Shaw's table ends equally far in both directions, these end earlier in the future: repeat
-    its last row.
+    Shaw's table ends equally far in both directions, the tables of these models end earlier in
+    the future: repeat the last row.
     """
     heads, head_dim = config.need("num_attention_heads"), head_size(config)
     kind = config.get("position_embeddings_type", "none")
-    left = config.need("left_max_position_embeddings")
-    right = config.need("right_max_position_embeddings")
-    config.given("rotary_embedding_base"), config.given("max_source_positions")
+    past = config.need("left_max_position_embeddings")
+    future = config.need("right_max_position_embeddings")
+    config.ignore("rotary_embedding_base", "max_source_positions")
     require(
         kind in ("relative_key", "relative", "none"),
-        f"{config.where} has position_embeddings_type={kind!r}, which rotates x before "
+        f"{config.label} has position_embeddings_type={kind!r}, which rotates x before "
         "the projections.",
     )
     scheme: Scheme = NoPE()
     if kind == "relative_key":
-        scheme = Shaw(num_heads=heads, head_dim=head_dim, clip=max(left, right), values=False)
+        scheme = Shaw(num_heads=heads, head_dim=head_dim, clip=max(past, future), values=False)
     elif kind == "relative":
         dim = config.need("hidden_size")
         scheme = TransformerXL(num_heads=heads, head_dim=head_dim, model_dim=dim)
@@ -135,11 +147,12 @@ def wav2vec2_bert(config: TrackedConfig) -> Layers:
 
 
 def inkling(config: TrackedConfig) -> Layers:
-    """Profiles of distance: in a window, and over all tokens with a temperature."""
-    count, chosen = layer_count(config), config.get("local_layer_ids")
-    chosen = {i for i in range(count) if (i + 1) % 6} if chosen is None else {*chosen}
-    made = ["hybrid_sliding" if i in chosen else "hybrid" for i in range(count)]
-    kinds = declared(config) or made
+    """Reads biases by distance: in a window, and over all tokens with a temperature."""
+    count, local_ids = layer_count(config), config.get("local_layer_ids")
+    local_ids = {i for i in range(count) if (i + 1) % 6} if local_ids is None else {*local_ids}
+    kinds = declared(config)
+    if kinds is None:
+        kinds = ["hybrid_sliding" if i in local_ids else "hybrid" for i in range(count)]
     common = {"model_dim": config.need("hidden_size"), "rank": config.need("d_rel")}
     window, heads = config.need("sliding_window_size"), config.need("num_attention_heads")
     local = Inkling(num_heads=config.need("swa_num_attention_heads"), extent=window, **common)
@@ -152,13 +165,13 @@ def inkling(config: TrackedConfig) -> Layers:
     )
     schemes = {"hybrid_sliding": local, "hybrid": far}
     unknown = sorted(set(kinds) - set(schemes))
-    require(not unknown, f"{config.where} has layer_types {unknown}.")
+    require(not unknown, f"{config.label} has layer_types {unknown}.")
     return tuple(layer_of(config, kind, schemes[kind], window) for kind in kinds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A learned table of positions, added to the embedding.
+    """Reads a learned table of positions, added to the embedding.
 
     Attributes:
       offset: rows before position 0.
@@ -171,13 +184,13 @@ class Table:
     width: str = "hidden_size"
 
     def __call__(self, config: TrackedConfig) -> Layers:
-        """The table, named by every layer though the input has it."""
+        """Returns the table for every layer, though it is added at the input."""
         kind = config.get("position_embedding_type", "absolute")
         length, dim = config.need("max_position_embeddings"), config.need(self.width)
         config.only("sinusoidal_pos_embds", False)  # DistilBERT: a fixed table.
         require(
             kind == "absolute",
-            f"{config.where} has position_embedding_type={kind!r}, which transformers "
+            f"{config.label} has position_embedding_type={kind!r}, which transformers "
             "5 does not read any more.",
         )
         offset = self.offset
@@ -187,10 +200,18 @@ class Table:
         return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim, offset=offset))
 
 
+def gpt2_scale(config: TrackedConfig, layer: int) -> float | None:
+    """Returns the factor on q . k of a layer, counted from 0; None: the scheme's own."""
+    scaled = config.get("scale_attn_weights", True)
+    if config.get("scale_attn_by_inverse_layer_idx", False):
+        return (head_size(config) ** -0.5 if scaled else 1.0) / (layer + 1)
+    return None if scaled else 1.0
+
+
 def whisper(config: TrackedConfig) -> Layers:
-    """Sines and cosines for the encoder, a learned table for the decoder."""
+    """Reads sines and cosines for the encoder, a learned table for the decoder."""
     dim, length = config.need("hidden_size"), config.need("max_target_positions")
-    config.given("max_source_positions")
+    config.ignore("max_source_positions")
     if is_decoder(config):
         scheme = LearnedAbsolute(max_length=length, model_dim=dim)
         return (LayerSpec(scheme),) * config.need("num_decoder_layers")
@@ -198,45 +219,46 @@ def whisper(config: TrackedConfig) -> Layers:
 
 
 def pixtral(config: TrackedConfig) -> Layers:
-    """RoPE over rows and columns of an image, which take turns among the frequencies."""
+    """Reads RoPE over rows and columns of an image, with frequencies dealt to them in turn."""
     return _grid(config, frequencies="dealt")
 
 
 def dinov3(config: TrackedConfig) -> Layers:
-    """RoPE over rows and columns of an image."""
-    for name in ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"):
-        config.given(name)  # Augmentation in training.
+    """Reads RoPE over rows and columns of an image."""
+    # Augmentation in training.
+    config.ignore("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
     return _grid(config)
 
 
 def _grid(config, **settings):
-    rotary = read_rotary(config, take(config, default="axial")[0])
-    refuse_partial(config, rotary)
+    rope = read_rope(config, pop_keys(config, default="axial")[0])
+    refuse_partial(config, rope)
     require(
-        rotary.scaling == FrequencyMap(),
-        f"{config.where} has {rotary.scaling}, and no rope scaling is supported for its type.",
+        rope.scaling == FrequencyMap(),
+        f"{config.label} has {rope.scaling}, and no rope scaling is supported for its type.",
     )
-    return uniform(config, AxialRoPE(head_dim=head_size(config), theta=rotary.theta, **settings))
+    return uniform(config, AxialRoPE(head_dim=head_size(config), theta=rope.theta, **settings))
 
 
 def swin(config: TrackedConfig) -> Layers:
-    """A table of offsets in every layer; stages have different numbers of heads."""
+    """Reads a table of offsets for every layer; stages have different numbers of heads."""
     window = (config.need("window_size"),) * 2
     return _stages(config, lambda heads, stage: Swin(num_heads=heads, window=window))
 
 
 def swin_v2(config: TrackedConfig) -> Layers:
-    """A network of offsets in every layer."""
+    """Reads a network of offsets for every layer."""
     window = (config.need("window_size"),) * 2
     stages = len(config.need("depths"))
-    before = config.get("pretrained_window_sizes") or [0] * stages
+    pretrained = config.get("pretrained_window_sizes") or [0] * stages
     require(
-        len(before) == stages,
-        f"{config.where} has {stages} depths and pretrained_window_sizes={before}.",
+        len(pretrained) == stages,
+        f"{config.label} has {stages} depths and pretrained_window_sizes={pretrained}.",
     )
 
     def make(heads, stage):
-        return SwinV2(num_heads=heads, window=window, pretrained_window=(before[stage],) * 2)
+        size = pretrained[stage]
+        return SwinV2(heads, window, pretrained_window=(size, size) if size else None)
 
     return _stages(config, make)
 
@@ -244,18 +266,18 @@ def swin_v2(config: TrackedConfig) -> Layers:
 def _stages(config: TrackedConfig, make: Callable[[int, int], Scheme]) -> Layers:
     require(
         not config.get("use_absolute_embeddings", False),
-        f"{config.where} has use_absolute_embeddings, a table at the input as well.",
+        f"{config.label} has use_absolute_embeddings, a table at the input as well.",
     )
     per_stage, depths = config.need("num_heads"), config.need("depths")
     require(
         len(per_stage) == len(depths),
-        f"{config.where} has {len(depths)} depths and num_heads={per_stage}.",
+        f"{config.label} has {len(depths)} depths and num_heads={per_stage}.",
     )
     stages = zip(per_stage, depths, range(len(depths)), strict=True)
     return tuple(LayerSpec(make(n, i)) for n, depth, i in stages for _ in range(depth))
 
 
 def roformer(config: TrackedConfig) -> Layers:
-    """RoPE, interleaved."""
+    """Reads interleaved RoPE."""
     config.only("rotary_value", False)
     return uniform(config, RoPE(head_dim=head_size(config), layout="interleaved"))

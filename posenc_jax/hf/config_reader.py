@@ -23,7 +23,7 @@ _HARMLESS = {
     "mlp_layer_types",
     "mtp_layer_types",
 }
-# Values that change nothing, or repeat what the model type implies.
+# Values without effect, or that the model type implies.
 _HARMLESS_VALUES = {
     "position_embedding_type": ("absolute", "rope_gptj"),  # ModernBERT's and Cohere 2's.
     "rotary": (True,),  # GPT-J's.
@@ -55,7 +55,7 @@ def _list_of(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, list | tuple) and all(map(item, x))
 
 
-# What a value must be, and the keys that it holds for.
+# Checks of values, by their description in messages, and the keys that they are for.
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a positive integer": (
         lambda x: _integer(x) and x > 0,
@@ -125,7 +125,7 @@ _KIND_OF = {name: kind for kind, (_, names) in _KINDS.items() for name in names.
 
 @functools.cache
 def model_type_defaults() -> dict[str, dict[str, Any]]:
-    """Values of keys that a config leaves out, for each model type.
+    """Returns the values of keys that a config leaves out, for each model type.
 
     `defaults.json` names the version of transformers whose config classes they come from;
     `tests/hf/make_configs.py` writes it.
@@ -141,53 +141,67 @@ class TrackedConfig:
 
     Attributes:
       values: the config.
-      where: its name in error messages.
+      label: its name in error messages.
       defaults: values of missing keys.
-      decoder: whether the caller wants the decoder, or the encoder; None: no choice.
+      decoder: whether to read the decoder, or the encoder; None: the caller did not choose.
       read: the keys that were looked up.
 
     Raises:
-      ValueError: if the values are no dict.
+      ValueError: if `values` is not a dict.
     """
 
     def __init__(
         self,
         values: Mapping[str, Any],
-        where: str,
+        label: str,
         defaults: Mapping[str, Any] | None = None,
         decoder: bool | None = None,
     ):
-        require(isinstance(values, Mapping), f"{where} must be a dict, got {values!r:.80}.")
-        self.values, self.where, self.decoder = values, where, decoder
+        require(isinstance(values, Mapping), f"{label} must be a dict, got {values!r:.80}.")
+        self.values, self.label, self.decoder = values, label, decoder
         self.defaults = defaults or {}
         self.read: set[str] = set()
 
-    def given(self, name: str) -> Any:
-        """The value in the config under any name of the key, or None.
+    @property
+    def model_type(self) -> str:
+        """The model type."""
+        return self.values["model_type"]
+
+    def explicit(self, name: str) -> Any:
+        """Returns the value in the config under any name of the key, or None.
 
         Raises:
           ValueError: if it has the wrong type, or its names have different values.
         """
         names = (name, *_OTHER_NAMES.get(name, ()))
         self.read.update(names)
-        found = {n: self.values[n] for n in names if self.values.get(n) is not None}
-        if not found:
+        values = {n: self.values[n] for n in names if self.values.get(n) is not None}
+        if not values:
             return None
-        key, value = next(iter(found.items()))
+        key, value = next(iter(values.items()))
         require(
-            all(x == value for x in found.values()),
-            f"{self.where} has {' and '.join(f'{n}={x!r}' for n, x in found.items())}.",
+            all(x == value for x in values.values()),
+            f"{self.label} has {' and '.join(f'{n}={x!r}' for n, x in values.items())}.",
         )
         kind = _KIND_OF.get(name)
         require(
             kind is None or _KINDS[kind][0](value),
-            f"{self.where} must have {kind} as {key}, got {value!r:.80}.",
+            f"{self.label} must have {kind} as {key}, got {value!r:.80}.",
         )
         return value
 
+    def ignore(self, *names: str) -> None:
+        """Checks the values of keys that transformers ignores, and marks the keys as read.
+
+        Raises:
+          ValueError: as `explicit`.
+        """
+        for name in names:
+            self.explicit(name)
+
     def get(self, name: str, default: Any = None) -> Any:
-        """The value in the config; if the key is missing, the default of the model type."""
-        value = self.given(name)
+        """Returns the value in the config; if the key is missing, the model type's default."""
+        value = self.explicit(name)
         if value is not None:
             return value
         names = (name, *_OTHER_NAMES.get(name, ()))
@@ -196,13 +210,13 @@ class TrackedConfig:
         return next((self.defaults[n] for n in names if n in self.defaults), default)
 
     def need(self, name: str) -> Any:
-        """A required value.
+        """Returns a required value.
 
         Raises:
           ValueError: if neither the config nor the model type has one.
         """
         value = self.get(name)
-        require(value is not None, f"{self.where} must have {name!r}.")
+        require(value is not None, f"{self.label} must have {name!r}.")
         return value
 
     def only(self, name: str, *values: Any) -> None:
@@ -214,7 +228,7 @@ class TrackedConfig:
         value = self.get(name)
         require(
             value is None or value in values,
-            f"{self.where} has {name}={value!r}; supported: {values}.",
+            f"{self.label} has {name}={value!r}; supported: {values}.",
         )
 
     def finish(self, all_keys: bool = False) -> None:
@@ -224,11 +238,11 @@ class TrackedConfig:
           all_keys: whether every key of this dict is about positions.
 
         Raises:
-          ValueError: with the keys that were not read; if the caller chose between encoder and
+          ValueError: for keys that were not read, and if the caller chose between encoder and
             decoder and the model type does not have both.
         """
         unused = _WINDOW if self.values.get("use_sliding_window") is False else ()
-        left = [
+        unread = [
             key
             for key, value in self.values.items()
             if key not in self.read
@@ -237,48 +251,50 @@ class TrackedConfig:
             and value not in _HARMLESS_VALUES.get(key, ())
             and key not in unused
         ]
-        require(not left, f"{self.where} has {sorted(left, key=str)}, which nothing here reads.")
+        require(
+            not unread, f"{self.label} has {sorted(unread, key=str)}, which nothing here reads."
+        )
         require(
             self.decoder is None or "is_decoder" in self.read,
-            f"decoder={self.decoder}, but {self.where} does not describe an encoder and a decoder.",
+            f"decoder={self.decoder}, but {self.label} does not describe an encoder and a decoder.",
         )
 
 
 def head_size(config: TrackedConfig) -> int:
-    """The head dim H: `head_dim`, or the hidden size divided by the number of heads.
+    """Returns the head dim H: `head_dim`, or the hidden size divided by the number of heads.
 
     Raises:
       ValueError: if the heads do not divide the hidden size.
     """
-    given = config.get("head_dim")
-    if given is not None:
-        return given
+    head_dim = config.get("head_dim")
+    if head_dim is not None:
+        return head_dim
     size, heads = config.need("hidden_size"), config.need("num_attention_heads")
     require(
         size % heads == 0,
-        f"{config.where} has no head_dim, and {heads} heads do not divide {size}.",
+        f"{config.label} has no head_dim, and {heads} heads do not divide {size}.",
     )
     return size // heads
 
 
 def layer_count(config: TrackedConfig) -> int:
-    """The number of layers: the length of `layer_types`, else `num_hidden_layers`.
+    """Returns the number of layers: the length of `layer_types`, else `num_hidden_layers`.
 
     Raises:
       ValueError: if the config has both and they differ.
     """
-    kinds, count = config.given("layer_types"), config.given("num_hidden_layers")
+    kinds, count = config.explicit("layer_types"), config.explicit("num_hidden_layers")
     if kinds is None:
         return config.need("num_hidden_layers")
     require(
         count in (None, len(kinds)),
-        f"{config.where} has {len(kinds)} layer_types and num_hidden_layers={count}.",
+        f"{config.label} has {len(kinds)} layer_types and num_hidden_layers={count}.",
     )
     return len(kinds)
 
 
 def is_decoder(config: TrackedConfig) -> bool:
-    """Whether to read the decoder of a model type with an encoder and a decoder.
+    """Returns whether to read the decoder of a model type with an encoder and a decoder.
 
     Raises:
       ValueError: if the config describes both and the caller chose neither, or if the caller
@@ -287,13 +303,37 @@ def is_decoder(config: TrackedConfig) -> bool:
     flag, choice = config.get("is_decoder", False), config.decoder
     require(
         not (flag and choice is False),
-        f"decoder=False, but {config.where} has is_decoder=True.",
+        f"decoder=False, but {config.label} has is_decoder=True.",
     )
     if flag or choice is not None:
         return bool(flag or choice)
     require(
         not config.get("is_encoder_decoder", False),
-        f"{config.where} describes an encoder and a decoder, whose positions differ: "
+        f"{config.label} describes an encoder and a decoder, whose positions differ: "
         "give decoder=False or decoder=True.",
     )
     return False
+
+
+def is_causal(config: TrackedConfig) -> bool:
+    """Returns whether tokens see only those before them: a key that all model types read."""
+    return config.get("is_causal", True)
+
+
+def key_heads(config: TrackedConfig, num_heads: int) -> int:
+    """Returns the number of key heads K of N heads."""
+    return config.get("num_key_value_heads", num_heads)
+
+
+def as_many_key_heads(config: TrackedConfig, num_heads: int) -> int:
+    """Returns N, for model types with one key head per query head.
+
+    Raises:
+      ValueError: for another `num_key_value_heads`.
+    """
+    count = config.explicit("num_key_value_heads")
+    require(
+        count in (None, num_heads),
+        f"{config.label} has num_key_value_heads={count}, which transformers ignores for its type.",
+    )
+    return num_heads

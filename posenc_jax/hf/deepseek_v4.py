@@ -1,6 +1,6 @@
 """The config of DeepSeek-V4, whose layers have one of two rotations, and rotate values too.
 
-Its norms, of q without weights and of the array that is both k and v, are left to the model.
+The model applies its norms, of q without weights and of the array that is both k and v.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from posenc_jax.checks import require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
 from posenc_jax.hf.layer_kinds import LOCAL
-from posenc_jax.hf.rope import read_rotary, refuse_by_length, rope_dict
+from posenc_jax.hf.rope import read_rope, refuse_by_length, rope_dict
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.rotary.vo_rope import VORoPE
 from posenc_jax.schemes.scheme import Scheme
@@ -18,36 +18,37 @@ _LABELS = "main", "compress"
 
 
 def deepseek_v4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """Values and keys rotate in all layers, with a base of their own in compressing layers.
+    """Reads RoPE on q, k and v, with another base in compressing layers.
 
-    Every layer has the window. A compressing layer attends to compressed entries beside it, whose
-    keys and values the same scheme rotates by the position of their first token.
+    Every layer has the window. A compressing layer also attends to compressed entries, whose keys
+    and values the same scheme rotates by the position of their first token.
     """
-    given = rope_dict(config) or {}
-    if any(label in given for label in _LABELS):
+    rope = rope_dict(config) or {}
+    if any(label in rope for label in _LABELS):
         require(
-            set(given) - {"rope_type", "type"} == {*_LABELS},
-            f"{config.where} has rope parameters for {sorted(given)}; wanted those of {_LABELS}.",
+            set(rope) - {"rope_type", "type"} == {*_LABELS},
+            f"{config.label} has rope parameters for {sorted(rope)}; wanted those of {_LABELS}.",
         )
-        parts = {label: given[label] for label in _LABELS}
+        parts = {label: rope[label] for label in _LABELS}
         for label, part in parts.items():
             require(
                 isinstance(part, dict) and part.get("partial_rotary_factor") is not None,
-                f"{config.where} has no partial_rotary_factor in its {label!r} rope parameters.",
+                f"{config.label} has no partial_rotary_factor in its {label!r} rope parameters.",
             )
     else:
-        theta, own = given.get("rope_theta"), config.get("compress_rope_theta")
+        theta, compress_theta = rope.get("rope_theta"), config.get("compress_rope_theta")
         require(
-            theta in (None, own),
-            f"{config.where} has rope_theta={theta} in its rope parameters, for which transformers "
-            f"takes compress_rope_theta={own}; give rope parameters for each of {_LABELS}.",
+            theta in (None, compress_theta),
+            f"{config.label} has rope_theta={theta} in its rope parameters, for which transformers "
+            f"takes compress_rope_theta={compress_theta}; give rope parameters for each of "
+            f"{_LABELS}.",
         )
-        kind = given.get("rope_type", given.get("type"))
-        compress = {"attention_factor": 1.0} | given if kind == "yarn" else given
+        kind = rope.get("rope_type", rope.get("type"))
+        compress = {"attention_factor": 1.0} | rope if kind == "yarn" else rope
         parts = {"main": {}, "compress": compress}
     require(
         all(part.get("truncate", True) for part in parts.values()),
-        f"{config.where} has truncate=false, which transformers ignores for its type.",
+        f"{config.label} has truncate=false, which transformers ignores for its type.",
     )
     schemes = {
         "main": _scheme(config, parts["main"], "rope_theta"),
@@ -61,45 +62,46 @@ def deepseek_v4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
 
 
 def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
-    """RoPE on the last dimensions of q, k and v."""
-    rotary, head_dim = read_rotary(config, part, base=base), head_size(config)
-    refuse_by_length(config, rotary)
-    dim, own = config.given("qk_rope_head_dim"), config.given("partial_rotary_factor")
-    share = part.get("partial_rotary_factor", own)
+    """Returns RoPE on the last dimensions of q, k and v."""
+    settings, head_dim = read_rope(config, part, base=base), head_size(config)
+    refuse_by_length(config, settings)
+    dim, fraction = config.explicit("qk_rope_head_dim"), config.explicit("partial_rotary_factor")
+    fraction = part.get("partial_rotary_factor", fraction)
     require(
-        None in (dim, share) or int(head_dim * share) == dim,
-        f"{config.where} has qk_rope_head_dim={dim} and partial_rotary_factor={share} for a head "
-        f"of {head_dim}.",
+        None in (dim, fraction) or int(head_dim * fraction) == dim,
+        f"{config.label} has qk_rope_head_dim={dim} and partial_rotary_factor={fraction} for a "
+        f"head of {head_dim}.",
     )
-    share = config.defaults["partial_rotary_factor"] if share is None else share  # If null, too.
-    dim = int(head_dim * share) if dim is None else dim
+    if fraction is None:
+        fraction = config.defaults["partial_rotary_factor"]
+    dim = int(head_dim * fraction) if dim is None else dim
     return VORoPE(
         head_dim=head_dim,
-        theta=rotary.theta,
+        theta=settings.theta,
         layout="interleaved",
         rotary_dim=dim,
         rotary_start=head_dim - dim,
-        scaling=rotary.scaling,
+        scaling=settings.scaling,
     )
 
 
 def _kinds(config: TrackedConfig) -> list[str]:
-    """The kind of each layer: `layer_types`, else `compress_ratios` as released."""
-    count, kinds = layer_count(config), config.given("layer_types")
-    ratios = config.given("compress_ratios")
+    """Returns the kind of each layer: `layer_types`, else `compress_ratios` as released."""
+    count, kinds = layer_count(config), config.explicit("layer_types")
+    ratios = config.explicit("compress_ratios")
     if ratios is not None:
         unknown = sorted(set(ratios) - set(_KINDS))
-        require(not unknown, f"{config.where} has compress_ratios {unknown}; known: {[*_KINDS]}.")
+        require(not unknown, f"{config.label} has compress_ratios {unknown}; known: {[*_KINDS]}.")
         by_ratio = [_KINDS[ratio] for ratio in ratios]
         require(
             kinds is None or kinds[:count] == by_ratio[:count],
-            f"{config.where} has layer_types and compress_ratios that contradict each other.",
+            f"{config.label} has layer_types and compress_ratios that contradict each other.",
         )
         kinds = by_ratio
     if kinds is None:
         kinds = [_KINDS[128]] * 2 + [_KINDS[4 if i % 2 else 128] for i in range(count)]
     kinds = kinds[:count]
-    require(len(kinds) == count, f"{config.where} has {len(kinds)} layer_types for {count} layers.")
+    require(len(kinds) == count, f"{config.label} has {len(kinds)} layer_types for {count} layers.")
     unknown = sorted(set(kinds) - set(_KINDS.values()))
-    require(not unknown, f"{config.where} has layer_types {unknown}.")
+    require(not unknown, f"{config.label} has layer_types {unknown}.")
     return kinds

@@ -1,14 +1,16 @@
-"""Every model type that `from_hf` reads, and the reader of its config.
+"""Every model type that `from_hf` reads: its layers, and settings that configs do not have.
 
-What these readers do not say, bases, sizes and windows that a config leaves out, is in
-`defaults.json`.
+Bases, sizes and windows that a config leaves out are in `defaults.json`.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from posenc_jax.hf import bias_and_table_families as other
 from posenc_jax.hf import layer_kinds, rotary_families
 from posenc_jax.hf.bias_and_table_families import Table
+from posenc_jax.hf.config_reader import TrackedConfig, as_many_key_heads, key_heads
 from posenc_jax.hf.deepseek_v4 import deepseek_v4
 from posenc_jax.hf.layer_kinds import (
     FULL,
@@ -22,105 +24,255 @@ from posenc_jax.hf.layer_kinds import (
     window_of,
 )
 from posenc_jax.hf.rotary_families import (
-    Family,
     Latent,
+    LayersReader,
     Multimodal,
     Rotating,
+    latent_scale,
     only_windows_rotate,
 )
+from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.logit_scale.temperature import QueryTemperature
 
-_PLAIN = """
-apertus arcee bitnet eurobert gemma granite granitemoe hyperclovax jais2 llama nomic_bert olmo
-olmo2 olmoe flex_olmo seed_oss
-"""
-_PARTIAL = "persimmon phi stablelm glm4_moe nemotron solar_open"
-_INTERLEAVED = "cohere ernie4_5 ernie4_5_moe helium"
-_WINDOW_IN_ALL_LAYERS = "mistral mixtral starcoder2 phimoe qwen3_moe"
-_WINDOW_IN_LAST_LAYERS = "qwen2 qwen3 dots1"
+ScaleReader = Callable[[TrackedConfig, int], float | None]
 
 
-def _windowed(kinds: LayerKinds, **settings: Any) -> Family:
+@dataclasses.dataclass(frozen=True)
+class ModelType:
+    """The layers and the settings of attention of a model type.
+
+    Attributes:
+      layers: reads the scheme and the window of each layer.
+      biases: whether the projections to q, k, v and the output have biases, as bools or as the
+        keys that say so; empty if `Attention` does not have the attention of the model type.
+      unsupported: the reason for empty `biases`.
+      qk_norm: the normalisation of queries and keys, whose epsilon the config has.
+      qk_norm_key: the key that switches the norm on; None: it is always on.
+      qk_norm_rotating_only: whether only layers that rotate have the norm.
+      sinks: whether attention has sinks.
+      scale_key: the key for the factor on q . k, see `SCALE_POWERS`.
+      scale: reads the factor of a layer in another way; None: the scheme's own.
+      causality: "causal"; "bidirectional"; "is_decoder", causal with this key; or "decoder", causal
+        in the decoder of an encoder and a decoder.
+      key_heads: reads the number of key heads.
+      ignores_head_dim: whether H is always D / N.
+      clips_projections: whether `clip_qkv` clips q, k and v.
+      ambiguous_keys: keys that only some attention functions of transformers read.
+    """
+
+    layers: LayersReader
+    biases: tuple[bool | str, ...] = ()
+    unsupported: str = ""
+    qk_norm: QKNorm | None = None
+    qk_norm_key: str | None = None
+    qk_norm_rotating_only: bool = False
+    sinks: bool = False
+    scale_key: str | None = None
+    scale: ScaleReader | None = None
+    causality: str = "causal"
+    key_heads: Callable[[TrackedConfig, int], int] = key_heads
+    ignores_head_dim: bool = False
+    clips_projections: bool = False
+    ambiguous_keys: tuple[str, ...] = ()
+
+
+SCALE_POWERS = {"query_pre_attn_scalar": -0.5, "attention_multiplier": 1.0}
+"""The keys for the factor on q . k, and the power of the value that it is."""
+
+_NONE, _ALL, _QKV = (False,) * 4, (True,) * 4, (True, True, True, False)
+_BY_KEY = ("attention_bias",) * 4
+_QKV_BY_KEY = (*("attention_bias",) * 3, False)
+_LATENT = "latent projections"
+_RMS = QKNorm()
+_PROJECTED = QKNorm(over="projection", scale="per_head")
+_PER_HEAD = QKNorm("layer", scale="per_head")
+_WITH_BIAS = QKNorm("layer", use_bias=True)
+_BIDIRECTIONAL = ("use_bidirectional_attention",)
+
+
+def _windowed(kinds: LayerKinds, **settings: Any) -> LayersReader:
     return Rotating(kinds=kinds, window=window_of, **settings)
 
 
-MODEL_TYPES: dict[str, Family] = {
-    **dict.fromkeys(_PLAIN.split(), Rotating()),
-    **dict.fromkeys(_PARTIAL.split(), Rotating(partial=True)),
-    **dict.fromkeys(_INTERLEAVED.split(), Rotating("interleaved")),
-    **dict.fromkeys(("glm", "glm4"), Rotating("interleaved", partial=True)),
-    **dict.fromkeys(_WINDOW_IN_ALL_LAYERS.split(), _windowed(all_windowed)),
-    **dict.fromkeys(_WINDOW_IN_LAST_LAYERS.split(), _windowed(from_max_window_layers)),
-    "phi3": _windowed(all_windowed, partial=True),
-    "qwen2_moe": _windowed(layer_kinds.qwen2_moe),
-    "ministral": _windowed(layer_kinds.ministral),
-    "ministral3": rotary_families.ministral3,
-    "gemma2": _windowed(every(2)),
-    "gpt_oss": _windowed(every(2)),
-    "cwm": _windowed(every(4, first=True)),
-    "olmo3": _windowed(every(4), scaled=(FULL,), null_rotates=True),
-    "gemma3_text": Rotating(
-        kinds=every(6, "sliding_window_pattern"),
-        window=two_sided_window_of,
-        bases=((FULL, "rope_theta"), (LOCAL, "rope_local_base_freq")),
-        scaled=(FULL,),
-        null_rotates=True,
+def _multi_head(layers: LayersReader, biases: tuple[bool | str, ...], **settings: Any) -> ModelType:
+    """A model type with one key head per query head, and H = D / N."""
+    return ModelType(layers, biases, key_heads=as_many_key_heads, ignores_head_dim=True, **settings)
+
+
+def _alike(names: str, model_type: ModelType) -> dict[str, ModelType]:
+    return dict.fromkeys(names.split(), model_type)
+
+
+_ROPE, _PARTIAL, _INTERLEAVED = Rotating(), Rotating(partial=True), Rotating("interleaved")
+_WINDOWED, _LAST_WINDOWED = _windowed(all_windowed), _windowed(from_max_window_layers)
+
+MODEL_TYPES: dict[str, ModelType] = {
+    # RoPE, alike in all layers.
+    **_alike("arcee jais2 llama", ModelType(_ROPE, _BY_KEY)),
+    "apertus": ModelType(_ROPE, _BY_KEY, qk_norm=_RMS),
+    "bitnet": ModelType(_ROPE, unsupported="a norm before the output projection"),
+    "eurobert": ModelType(_ROPE, _BY_KEY, causality="bidirectional"),
+    "gemma": ModelType(_ROPE, _BY_KEY, ambiguous_keys=_BIDIRECTIONAL),
+    **_alike(
+        "granite granitemoe hyperclovax",
+        ModelType(_ROPE, _BY_KEY, scale_key="attention_multiplier"),
     ),
-    "gemma4_text": Rotating(kinds=layer_kinds.gemma4, window=two_sided_window_of),
-    "modernbert": Rotating(
-        kinds=every(3, "global_attn_every_n_layers", first=True),
-        window=layer_kinds.modernbert_window,
-        bases=((FULL, "global_rope_theta"), (LOCAL, "local_rope_theta")),
-        scaled=(FULL, LOCAL),
-        null_rotates=True,
+    "nomic_bert": ModelType(_ROPE, _NONE, causality="bidirectional", key_heads=as_many_key_heads),
+    "olmo": ModelType(_ROPE, _BY_KEY, clips_projections=True),
+    **_alike("flex_olmo olmo2", ModelType(_ROPE, _BY_KEY, qk_norm=_PROJECTED)),
+    "olmoe": ModelType(_ROPE, _BY_KEY, qk_norm=_PROJECTED, clips_projections=True),
+    "seed_oss": ModelType(_ROPE, (*("attention_bias",) * 3, "attention_out_bias")),
+    "roformer": _multi_head(other.roformer, _ALL, causality="is_decoder"),
+    **_alike("codegen gptj", _multi_head(rotary_families.gptj, _NONE)),
+    # RoPE on a part of each head.
+    "persimmon": _multi_head(_PARTIAL, _ALL, qk_norm=_WITH_BIAS, qk_norm_key="qk_layernorm"),
+    "phi": ModelType(_PARTIAL, _ALL, qk_norm=_WITH_BIAS, qk_norm_key="qk_layernorm"),
+    "stablelm": ModelType(
+        _PARTIAL, (*("use_qkv_bias",) * 3, False), qk_norm=_PER_HEAD, qk_norm_key="qk_layernorm"
     ),
-    "beam": _windowed(every(6, last=True), instead=QueryTemperature(form="beam", length=2048)),
-    "qwen3_next": Rotating(partial=True, kinds=every(4, "full_attention_interval", other=LINEAR)),
-    "cohere2": only_windows_rotate("interleaved", every(4, "sliding_window_pattern")),
-    "exaone4": rotary_families.exaone4,
-    "exaone_moe": rotary_families.exaone4,
-    "llama4_text": rotary_families.llama4,
-    "smollm3": rotary_families.smollm3,
-    "gptj": rotary_families.gptj,
-    "codegen": rotary_families.gptj,
-    "gpt_neox": rotary_families.gpt_neox,
-    "minimax_m2": rotary_families.minimax_m2,
-    "deepseek_v2": Latent(interleave=True, in_place=True),
-    "deepseek_v3": Latent(),
-    "deepseek_v32": Latent(),
-    "deepseek_v4": deepseek_v4,
-    "mistral4": Latent(),
-    "mistral_large4_text": rotary_families.mistral_large4,
-    "qwen2_vl_text": Multimodal(kinds=from_max_window_layers, sections=(16, 24, 24)),
-    "qwen2_5_vl_text": Multimodal(kinds=from_max_window_layers, sections=(16, 24, 24)),
-    "qwen3_vl_text": Multimodal("interleaved", sections=(24, 20, 20)),
-    "qwen3_vl_moe_text": Multimodal("interleaved", sections=(24, 20, 20)),
-    "ernie4_5_vl_moe_text": Multimodal(
-        "alternating", "interleaved", sections=(22, 22, 20), time_last=True
+    "glm4_moe": ModelType(_PARTIAL, _QKV_BY_KEY, qk_norm=_RMS, qk_norm_key="use_qk_norm"),
+    "nemotron": ModelType(_PARTIAL, _BY_KEY),
+    "solar_open": ModelType(_PARTIAL, _QKV_BY_KEY),
+    **_alike("glm glm4", ModelType(Rotating("interleaved", partial=True), _QKV_BY_KEY)),
+    "gpt_neox": _multi_head(rotary_families.gpt_neox, _BY_KEY),
+    "minimax_m2": ModelType(rotary_families.minimax_m2, _NONE, qk_norm=_PROJECTED),
+    # Interleaved RoPE.
+    "cohere": ModelType(_INTERLEAVED, _BY_KEY, qk_norm=_PER_HEAD, qk_norm_key="use_qk_norm"),
+    **_alike("ernie4_5 ernie4_5_moe", ModelType(_INTERLEAVED, ("use_bias",) * 4)),
+    "helium": ModelType(_INTERLEAVED, _QKV_BY_KEY),
+    # RoPE, and a window in some or all layers.
+    **_alike("mistral mixtral", ModelType(_WINDOWED, _NONE)),
+    "starcoder2": ModelType(_WINDOWED, ("use_bias",) * 4),
+    "phi3": ModelType(_windowed(all_windowed, partial=True), _NONE),
+    "phimoe": ModelType(_WINDOWED, _BY_KEY),
+    "qwen3_moe": ModelType(_WINDOWED, _BY_KEY, qk_norm=_RMS),
+    "qwen2": ModelType(_LAST_WINDOWED, _QKV),
+    **_alike("dots1 qwen3", ModelType(_LAST_WINDOWED, _BY_KEY, qk_norm=_RMS)),
+    "qwen2_moe": ModelType(_windowed(layer_kinds.qwen2_moe), (*("qkv_bias",) * 3, False)),
+    "ministral": ModelType(_windowed(layer_kinds.ministral), _NONE),
+    "ministral3": ModelType(rotary_families.ministral3, _NONE),
+    "gemma2": ModelType(
+        _windowed(every(2)),
+        _BY_KEY,
+        scale_key="query_pre_attn_scalar",
+        ambiguous_keys=_BIDIRECTIONAL,
     ),
-    "roformer": other.roformer,
-    "t5": other.t5,
-    "mt5": other.t5,
-    "umt5": other.t5,
-    "bloom": other.bloom,
-    "mpt": other.mpt,
-    "falcon": other.falcon,
-    "deberta-v2": other.deberta_v2,
-    "xlnet": other.xlnet,
-    "wav2vec2-bert": other.wav2vec2_bert,
-    "inkling_text": other.inkling,
-    "gpt2": Table(),
-    "bert": Table(),
-    "distilbert": Table(),
-    "albert": Table(width="embedding_size"),
-    "electra": Table(width="embedding_size"),
-    "opt": Table(offset=2),
-    "roberta": Table(reserved=True),
-    "camembert": Table(reserved=True),
-    "xlm-roberta": Table(reserved=True),
-    "whisper": other.whisper,
-    "pixtral": other.pixtral,
-    "dinov3_vit": other.dinov3,
-    "swin": other.swin,
-    "swinv2": other.swin_v2,
+    "gpt_oss": ModelType(_windowed(every(2)), _BY_KEY, sinks=True),
+    "cwm": ModelType(_windowed(every(4, first=True)), _NONE),
+    "olmo3": ModelType(
+        _windowed(every(4), scaled=(FULL,), null_rotates=True), _BY_KEY, qk_norm=_PROJECTED
+    ),
+    "gemma3_text": ModelType(
+        Rotating(
+            kinds=every(6, "sliding_window_pattern"),
+            window=two_sided_window_of,
+            bases=((FULL, "rope_theta"), (LOCAL, "rope_local_base_freq")),
+            scaled=(FULL,),
+            null_rotates=True,
+        ),
+        _BY_KEY,
+        qk_norm=QKNorm(scale_offset=1.0),
+        scale_key="query_pre_attn_scalar",
+    ),
+    "gemma4_text": ModelType(
+        Rotating(kinds=layer_kinds.gemma4, window=two_sided_window_of),
+        unsupported="a norm of values, and heads whose size differs by layer",
+        qk_norm=_RMS,
+        scale=lambda config, layer: 1.0,
+    ),
+    "modernbert": _multi_head(
+        Rotating(
+            kinds=every(3, "global_attn_every_n_layers", first=True),
+            window=layer_kinds.modernbert_window,
+            bases=((FULL, "global_rope_theta"), (LOCAL, "local_rope_theta")),
+            scaled=(FULL, LOCAL),
+            null_rotates=True,
+        ),
+        _BY_KEY,
+        causality="bidirectional",
+    ),
+    # RoPE in some layers.
+    "beam": ModelType(
+        _windowed(every(6, last=True), instead=QueryTemperature(form="beam", length=2048)),
+        unsupported="a gate on its output",
+        qk_norm=_RMS,
+    ),
+    "qwen3_next": ModelType(
+        Rotating(partial=True, kinds=every(4, "full_attention_interval", other=LINEAR)),
+        unsupported="a gate on its output",
+        qk_norm=QKNorm(scale_offset=1.0),
+        qk_norm_rotating_only=True,
+    ),
+    "cohere2": ModelType(
+        only_windows_rotate("interleaved", every(4, "sliding_window_pattern")), _BY_KEY
+    ),
+    **_alike("exaone4 exaone_moe", ModelType(rotary_families.exaone4, _NONE, qk_norm=_RMS)),
+    "llama4_text": ModelType(
+        rotary_families.llama4,
+        _BY_KEY,
+        qk_norm=QKNorm(scale="none", after_rotation=True),
+        qk_norm_key="use_qk_norm",
+        qk_norm_rotating_only=True,
+    ),
+    "smollm3": ModelType(rotary_families.smollm3, _BY_KEY),
+    # Multi-head latent attention.
+    "deepseek_v2": ModelType(
+        Latent(interleave=True, in_place=True), unsupported=_LATENT, scale=latent_scale
+    ),
+    **_alike(
+        "deepseek_v3 deepseek_v32 mistral4",
+        ModelType(Latent(), unsupported=_LATENT, scale=latent_scale),
+    ),
+    "deepseek_v4": ModelType(
+        deepseek_v4, unsupported="one array for keys and values, and compressed entries", sinks=True
+    ),
+    "mistral_large4_text": ModelType(
+        rotary_families.mistral_large4, unsupported=_LATENT, scale=latent_scale
+    ),
+    # M-RoPE.
+    **_alike(
+        "qwen2_vl_text qwen2_5_vl_text",
+        ModelType(Multimodal(kinds=from_max_window_layers, sections=(16, 24, 24)), _QKV),
+    ),
+    **_alike(
+        "qwen3_vl_text qwen3_vl_moe_text",
+        ModelType(Multimodal("interleaved", sections=(24, 20, 20)), _BY_KEY, qk_norm=_RMS),
+    ),
+    "ernie4_5_vl_moe_text": ModelType(
+        Multimodal("alternating", "interleaved", sections=(22, 22, 20), time_last=True),
+        ("use_bias",) * 4,
+    ),
+    # Biases.
+    **_alike(
+        "mt5 t5 umt5",
+        ModelType(other.t5, _NONE, causality="decoder", key_heads=as_many_key_heads),
+    ),
+    "bloom": _multi_head(other.bloom, _ALL),
+    "mpt": _multi_head(other.mpt, _NONE, scale=other.mpt_scale, clips_projections=True),
+    "falcon": ModelType(other.falcon, ("bias",) * 4, key_heads=other.falcon_key_heads),
+    "deberta-v2": _multi_head(other.deberta_v2, _ALL, causality="bidirectional"),
+    "xlnet": ModelType(other.xlnet, unsupported="two streams"),
+    "wav2vec2-bert": ModelType(
+        other.wav2vec2_bert, unsupported="a table that ends earlier in the future"
+    ),
+    "inkling_text": ModelType(
+        other.inkling, unsupported="convolutions of keys and values", qk_norm=_RMS
+    ),
+    "swin": ModelType(other.swin, unsupported="stages of different widths"),
+    "swinv2": ModelType(other.swin_v2, unsupported="stages of different widths"),
+    # Tables of positions.
+    "gpt2": _multi_head(Table(), _ALL, scale=other.gpt2_scale),
+    "bert": _multi_head(Table(), _ALL, causality="is_decoder"),
+    "distilbert": _multi_head(Table(), _ALL, causality="bidirectional"),
+    "albert": _multi_head(Table(width="embedding_size"), _ALL, causality="bidirectional"),
+    "electra": _multi_head(Table(width="embedding_size"), _ALL, causality="is_decoder"),
+    "opt": _multi_head(Table(offset=2), ("enable_bias",) * 4),
+    **_alike(
+        "camembert roberta xlm-roberta",
+        _multi_head(Table(reserved=True), _ALL, causality="is_decoder"),
+    ),
+    "whisper": _multi_head(other.whisper, (True, False, True, True), causality="decoder"),
+    # Image grids.
+    "pixtral": ModelType(other.pixtral, unsupported="a grid of an image as its input"),
+    "dinov3_vit": ModelType(other.dinov3, unsupported="a grid of an image as its input"),
 }

@@ -1,7 +1,7 @@
 """The rotary part of a config: base, rotated fraction of a head, and frequency map.
 
-Configs of transformers 4 have `rope_theta` and `rope_scaling` side by side, those of version 5
-have both in `rope_parameters`. Every key is read or refused, and so are contradictions.
+Configs of transformers 4 have the keys `rope_theta` and `rope_scaling`, configs of version 5 have
+both in `rope_parameters`. Every key is read or refused, and contradictions are refused.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from posenc_jax.schemes.rotary.scaling.longrope import LongRoPE
 from posenc_jax.schemes.rotary.scaling.p_rope import Proportional
 from posenc_jax.schemes.rotary.scaling.yarn import YaRN
 
-_TYPES = {"su": "longrope"}  # Other names.
+_OTHER_NAMES = {"su": "longrope"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotary:
+class RopeSettings:
     """The rotary settings of a config.
 
     Attributes:
@@ -38,127 +38,129 @@ class Rotary:
 
 
 def rope_dict(config: TrackedConfig) -> dict[str, Any] | None:
-    """The dict under `rope_parameters` or its older name, or None.
+    """Returns the dict under `rope_parameters` or its older name, or None.
 
     Raises:
       ValueError: if there are both and they differ.
     """
-    new, old = config.given("rope_parameters"), config.given("rope_scaling")
+    new, old = config.explicit("rope_parameters"), config.explicit("rope_scaling")
     require(
         not (new and old and new != old),
-        f"{config.where} has rope_parameters={new} and rope_scaling={old}.",
+        f"{config.label} has rope_parameters={new} and rope_scaling={old}.",
     )
-    given = old or new
-    return config.defaults.get("rope_parameters") if given is None else given
+    rope = old or new
+    return config.defaults.get("rope_parameters") if rope is None else rope
 
 
-def take(
+def pop_keys(
     config: TrackedConfig, *names: str, default: str = "default"
 ) -> tuple[dict[str, Any], list[Any]]:
-    """The rotary dict without some keys, and their values; None for those that are missing.
+    """Returns the rotary dict without some keys, and the values of these keys or None.
 
     Args:
       config: has the dict.
       *names: the keys.
-      default: the model type's own `rope_type`, which changes coordinates but not frequencies; it
+      default: a `rope_type` of this model type, which changes coordinates but not frequencies; it
         becomes "default".
     """
-    part = TrackedConfig(rope_dict(config) or {}, f"{config.where} in its rope parameters")
-    rest = {key: value for key, value in part.values.items() if key not in names}
-    own = {key: "default" for key in ("rope_type", "type") if rest.get(key) == default}
-    return rest | own, [part.given(name) for name in names]
+    part = TrackedConfig(rope_dict(config) or {}, f"{config.label} in its rope parameters")
+    rope = {key: value for key, value in part.values.items() if key not in names}
+    types = {key: "default" for key in ("rope_type", "type") if rope.get(key) == default}
+    return rope | types, [part.explicit(name) for name in names]
 
 
-def refuse_partial(config: TrackedConfig, rotary: Rotary) -> None:
+def refuse_partial(config: TrackedConfig, settings: RopeSettings) -> None:
     """Checks that all of a head rotates, for model types that never rotate a part.
 
     Raises:
       ValueError: otherwise.
     """
     require(
-        rotary.fraction == 1.0,
-        f"{config.where} has partial_rotary_factor={rotary.fraction}, which transformers ignores "
+        settings.fraction == 1.0,
+        f"{config.label} has partial_rotary_factor={settings.fraction}, which transformers ignores "
         "for its type.",
     )
 
 
-def refuse_by_length(config: TrackedConfig, rotary: Rotary) -> None:
+def refuse_by_length(config: TrackedConfig, settings: RopeSettings) -> None:
     """Checks that frequencies do not depend on the length of each row.
 
     Raises:
       ValueError: otherwise.
     """
-    scaling = rotary.scaling
+    scaling = settings.scaling
     require(
         not (isinstance(scaling, PerSequenceMap) and scaling.per_sequence),
-        f"{config.where} has {type(scaling).__name__}, whose frequencies depend on the "
+        f"{config.label} has {type(scaling).__name__}, whose frequencies depend on the "
         "length of each row, which is not supported for its type.",
     )
 
 
-def read_rotary(config: TrackedConfig, given: dict | None, *, base: str = "rope_theta") -> Rotary:
-    """The rotary settings in a config and its rotary dict.
+def read_rope(
+    config: TrackedConfig, rope: dict | None, *, base: str = "rope_theta"
+) -> RopeSettings:
+    """Returns the rotary settings in a config and its rotary dict.
 
     Args:
       config: has base, fraction and lengths if the dict does not.
-      given: the dict; None for an old config without one.
+      rope: the dict; None for an old config without one.
       base: the key of the base outside the dict.
 
     Raises:
       ValueError: if a key is unknown or missing, or two contradict each other.
     """
-    part = TrackedConfig({} if given is None else given, f"{config.where} in its rope parameters")
+    part = TrackedConfig({} if rope is None else rope, f"{config.label} in its rope parameters")
     theta = _agree(part, "rope_theta", config, base)
     names = ["partial_rotary_factor"]
     names += ["rotary_pct"] if "rotary_emb_base" in config.defaults else []  # GPT-NeoX.
-    share = _agree(part, "partial_rotary_factor", config, *names)
-    require(theta is not None, f"{config.where} must have {base!r}.")
+    fraction = _agree(part, "partial_rotary_factor", config, *names)
+    require(theta is not None, f"{config.label} must have {base!r}.")
     kinds = [part.get("rope_type"), part.get("type")]
     require(
-        None in kinds or kinds[0] == kinds[1] or _TYPES.get(kinds[1]) == kinds[0],
-        f"{part.where} has rope_type={kinds[0]!r} and type={kinds[1]!r}.",
+        None in kinds or kinds[0] == kinds[1] or _OTHER_NAMES.get(kinds[1]) == kinds[0],
+        f"{part.label} has rope_type={kinds[0]!r} and type={kinds[1]!r}.",
     )
     kind = kinds[0] or kinds[1] or "default"
-    kind = _TYPES.get(kind, kind)
+    kind = _OTHER_NAMES.get(kind, kind)
     require(
         kind in _READERS,
-        f"{part.where} has rope_type={kind!r}; supported: {sorted(_READERS)}.",
+        f"{part.label} has rope_type={kind!r}; supported: {sorted(_READERS)}.",
     )
-    config.given("original_max_position_embeddings")  # Phi-3 has it with any map, or none.
-    share = 1.0 if share is None else share
+    config.ignore("original_max_position_embeddings")  # Phi-3's configs have it with any map.
+    fraction = 1.0 if fraction is None else fraction
     if kind == "proportional":
-        rotary = Rotary(theta, 1.0, _proportional(part, share))
+        settings = RopeSettings(theta, 1.0, _proportional(part, fraction))
     else:
-        rotary = Rotary(theta, share, _READERS[kind](part, config))
+        settings = RopeSettings(theta, fraction, _READERS[kind](part, config))
     part.finish(all_keys=True)
-    return rotary
+    return settings
 
 
 def _agree(part, name, config, *names):
-    """A number from the dict or the config, else the model type's default."""
-    found = [part.get(name), *(config.given(n) for n in names)]
-    found = [x for x in found if x is not None]
+    """Returns a number from the dict or the config, else the model type's default."""
+    values = [part.get(name), *(config.explicit(n) for n in names)]
+    values = [x for x in values if x is not None]
     require(
-        len(set(found)) < 2,
-        f"{config.where} has {name} as {' and as '.join(map(str, found))}.",
+        len(set(values)) < 2,
+        f"{config.label} has {name} as {' and as '.join(map(str, values))}.",
     )
-    value = found[0] if found else config.get(names[0])
+    value = values[0] if values else config.get(names[0])
     return None if value is None else float(value)
 
 
 def _length(part: TrackedConfig, config: TrackedConfig) -> int:
-    """The trained length, from the dict or the config, else `max_position_embeddings`."""
+    """Returns the trained length, from the dict or the config, else `max_position_embeddings`."""
     name = "original_max_position_embeddings"
-    inside, beside = part.get(name), config.get(name)
+    inside, outside = part.get(name), config.get(name)
     require(
-        None in (inside, beside) or inside == beside,
-        f"{config.where} has {name} {inside} and {beside}.",
+        None in (inside, outside) or inside == outside,
+        f"{config.label} has {name} {inside} and {outside}.",
     )
-    return int(inside or beside or config.need("max_position_embeddings"))
+    return int(inside or outside or config.need("max_position_embeddings"))
 
 
 def _factor(part: TrackedConfig, config: TrackedConfig, length: int) -> float:
-    """The factor; by default the greatest length divided by the trained one."""
+    """Returns the factor, by default the greatest length divided by the trained one."""
     factor = part.get("factor")
     return float(config.need("max_position_embeddings") / length if factor is None else factor)
 
@@ -168,11 +170,11 @@ def _linear(part, config):
 
 
 def _dynamic(part, config):
-    """Dynamic NTK, whose trained length is `max_position_embeddings` in transformers."""
+    """Returns dynamic NTK, whose trained length is `max_position_embeddings` in transformers."""
     name, length = "original_max_position_embeddings", config.need("max_position_embeddings")
     require(
         part.get(name, length) == length,
-        f"{part.where} has {name}={part.get(name)}, and max_position_embeddings={length} "
+        f"{part.label} has {name}={part.get(name)}, and max_position_embeddings={length} "
         "is the trained length with rope_type='dynamic'.",
     )
     return DynamicNTK(float(part.need("factor")), int(length), length=None)
@@ -181,38 +183,38 @@ def _dynamic(part, config):
 def _yarn(part, config):
     length = _length(part, config)
     factor = _factor(part, config, length)
-    of, by = part.get("mscale", 0.0), part.get("mscale_all_dim", 0.0)
-    of, by = (of, by) if of and by else (1.0, 0.0)  # transformers reads both or none.
-    given = part.get("attention_factor")
-    made = YaRN(
+    mscale, mscale_all_dim = part.get("mscale", 0.0), part.get("mscale_all_dim", 0.0)
+    if not (mscale and mscale_all_dim):  # transformers reads both or none.
+        mscale, mscale_all_dim = 1.0, 0.0
+    attention_factor = part.get("attention_factor")
+    yarn = YaRN(
         factor=factor,
         original_max_position=length,
         beta_fast=float(part.get("beta_fast") or 32.0),
         beta_slow=float(part.get("beta_slow") or 1.0),
         truncate=part.get("truncate", True),
     )
-    if given is not None:
-        return dataclasses.replace(made, attention_factor=float(given))
-    return dataclasses.replace(made, mscale=float(of), mscale_all_dim=float(by))
+    if attention_factor is not None:
+        return dataclasses.replace(yarn, attention_factor=float(attention_factor))
+    return dataclasses.replace(yarn, mscale=float(mscale), mscale_all_dim=float(mscale_all_dim))
 
 
 def _longrope(part, config):
     length = _length(part, config)
-    given = part.get("attention_factor")
-    short, long = (part.get(f"{kind}_mscale", given) for kind in ("short", "long"))  # Phi-3.5-MoE
+    overall = part.get("attention_factor")
+    short, long = (part.get(f"{kind}_mscale", overall) for kind in ("short", "long"))  # Phi-3.5-MoE
     require(
-        short == long and given in (None, short),
-        f"{part.where} has a factor on attention of {short} for short texts, {long} for "
-        f"long ones and {given} for all; LongRoPE has one.",
+        short == long and overall in (None, short),
+        f"{part.label} has a factor on attention of {short} for short texts, {long} for "
+        f"long ones and {overall} for all; LongRoPE has one.",
     )
-    given = short
     return LongRoPE(
         short_factor=tuple(map(float, part.need("short_factor"))),
         long_factor=tuple(map(float, part.need("long_factor"))),
         factor=_factor(part, config, length),
         original_max_position=length,
         long=None,
-        attention_factor=None if given is None else float(given),
+        attention_factor=None if short is None else float(short),
     )
 
 
@@ -225,9 +227,9 @@ def _llama3(part, config):
     )
 
 
-def _proportional(part, share):
+def _proportional(part, fraction):
     factor = float(part.get("factor", 1.0))
-    proportional = Proportional(fraction=share)
+    proportional = Proportional(fraction=fraction)
     return proportional if factor == 1.0 else (proportional, PI(factor=factor))
 
 
@@ -242,16 +244,16 @@ _READERS = {
 }
 
 
-def write_rotary(rotary: Rotary) -> dict[str, Any]:
-    """The dict that `read_rotary` reads, as in transformers 5.
+def write_rope(settings: RopeSettings) -> dict[str, Any]:
+    """Returns the dict that `read_rope` reads, as in transformers 5.
 
     Raises:
       ValueError: for frequency maps that transformers does not have.
     """
-    maps = tuple(m for m in as_tuple(rotary.scaling) if m != FrequencyMap())
-    out = {"rope_type": "default", "rope_theta": rotary.theta}
-    if rotary.fraction != 1.0:
-        out["partial_rotary_factor"] = rotary.fraction
+    maps = tuple(m for m in as_tuple(settings.scaling) if m != FrequencyMap())
+    out = {"rope_type": "default", "rope_theta": settings.theta}
+    if settings.fraction != 1.0:
+        out["partial_rotary_factor"] = settings.fraction
     if not maps:
         return out
     writer = _WRITERS.get(type(maps[0]))

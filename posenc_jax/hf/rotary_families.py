@@ -19,12 +19,12 @@ from posenc_jax.hf.layer_kinds import (
     window_of,
 )
 from posenc_jax.hf.rope import (
-    Rotary,
-    read_rotary,
+    RopeSettings,
+    pop_keys,
+    read_rope,
     refuse_by_length,
     refuse_partial,
     rope_dict,
-    take,
 )
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.combinators.chain import chain
@@ -36,36 +36,41 @@ from posenc_jax.schemes.rotary.learned_rope import LearnedRoPE
 from posenc_jax.schemes.rotary.mrope import MRoPE
 from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.schemes.rotary.rope import RoPE
+from posenc_jax.schemes.rotary.scaling.yarn import yarn_logit_scale
 from posenc_jax.schemes.scheme import Scheme
 
-Family = Callable[[TrackedConfig], tuple[LayerSpec, ...]]
+LayersReader = Callable[[TrackedConfig], tuple[LayerSpec, ...]]
 
 
 def rotation(
-    config: TrackedConfig, rotary: Rotary, head_dim: int, layout: str = "half", partial=False
+    config: TrackedConfig,
+    settings: RopeSettings,
+    head_dim: int,
+    layout: str = "half",
+    partial: bool = False,
 ) -> Scheme:
-    """RoPE as a config says, with frequencies for each sequence where the map needs them."""
+    """Returns RoPE, or `RoPEByLength` for a map that depends on the length of each sequence."""
     if not partial:
-        refuse_partial(config, rotary)
-    scaling = rotary.scaling
-    dim = int(head_dim * rotary.fraction)
-    settings: dict[str, Any] = {"head_dim": head_dim, "theta": rotary.theta, "layout": layout}
-    settings["rotary_dim"] = 0 if dim == head_dim else dim
+        refuse_partial(config, settings)
+    scaling = settings.scaling
+    dim = int(head_dim * settings.fraction)
+    fields: dict[str, Any] = {"head_dim": head_dim, "theta": settings.theta, "layout": layout}
+    fields["rotary_dim"] = None if dim == head_dim else dim
     if isinstance(scaling, PerSequenceMap) and scaling.per_sequence:
-        return RoPEByLength(scaling=scaling, **settings)
-    return RoPE(scaling=scaling, **settings)
+        return RoPEByLength(scaling=scaling, **fields)
+    return RoPE(scaling=scaling, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotating:
-    """Models with RoPE: alike in all layers, or by the kind of the layer.
+    """Reads models with RoPE: alike in all layers, or by the kind of the layer.
 
     Attributes:
       layout: which dimensions form a pair.
       partial: whether the model type reads `partial_rotary_factor`.
       kinds: the kind of each layer.
-      window: reads the window of the layers that have one; None: no layer has.
-      bases: (kind, key) where kinds of layers have keys of their own for the base.
+      window: reads the window of the layers that have one; None: no layer has a window.
+      bases: (kind, key) for kinds of layers with a separate key for the base.
       scaled: kinds that `rope_scaling` of an old config applies to; empty: all.
       unrotated: kinds that never rotate.
       instead: the scheme of layers that do not rotate.
@@ -83,14 +88,14 @@ class Rotating:
     null_rotates: bool = False
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
-        """A layer for each of the config's."""
+        """Returns the layers."""
         kinds = self.kinds(config)
         window = None if self.window is None else self.window(config)
-        given = self._by_kind(config, set(kinds))
-        for key in ("rope_theta", "partial_rotary_factor", *(key for _, key in self.bases)):
-            config.given(key)  # Read, even if no layer rotates.
+        ropes = self._by_kind(config, set(kinds))
+        # If no layer rotates.
+        config.ignore("rope_theta", "partial_rotary_factor", *(key for _, key in self.bases))
         schemes = (
-            self._scheme(config, kind, given[kind], head_dim)
+            self._scheme(config, kind, ropes[kind], head_dim)
             for kind, head_dim in zip(kinds, _head_sizes(config, kinds), strict=True)
         )
         return tuple(
@@ -99,104 +104,104 @@ class Rotating:
         )
 
     def _by_kind(self, config: TrackedConfig, kinds: set[str]) -> dict[str, dict | None]:
-        """The rotary dict of each kind; None: these layers do not rotate."""
-        given = rope_dict(config)
+        """Returns the rotary dict of each kind; None for layers that do not rotate."""
+        rope = rope_dict(config)
         known = {FULL, LOCAL} | kinds
-        if given is not None and known & given.keys():
-            other = sorted(given.keys() - known, key=str)
+        if rope is not None and known & rope.keys():
+            other = sorted(rope.keys() - known, key=str)
             require(
                 not other,
-                f"{config.where} has rope parameters for {other} beside those for kinds of layers.",
+                f"{config.label} has rope parameters for {other} beside those for kinds of layers.",
             )
-            missing = sorted(kinds - given.keys() - {*self.unrotated})
+            missing = sorted(kinds - rope.keys() - {*self.unrotated})
             require(
                 not missing,
-                f"{config.where} has layers {missing} without rope parameters.",
+                f"{config.label} has layers {missing} without rope parameters.",
             )
-            for part in filter(None, given.values()):
+            for part in filter(None, rope.values()):
                 require(
                     not isinstance(part, dict) or part.get("truncate", True),
-                    f"{config.where} has truncate=false in rope parameters by the kind of layers, "
+                    f"{config.label} has truncate=false in rope parameters by the kind of layers, "
                     "where transformers ignores it.",
                 )
             null = {} if self.null_rotates else None
-            out = {kind: null if given.get(kind) is None else given[kind] for kind in kinds}
+            out = {kind: null if rope.get(kind) is None else rope[kind] for kind in kinds}
         else:
             require(
-                not self.scaled or config.given("rope_parameters") is None,
-                f"{config.where} has rope_parameters without an entry for each of {sorted(kinds)}.",
+                not self.scaled or config.explicit("rope_parameters") is None,
+                f"{config.label} has rope_parameters without an entry for each of {sorted(kinds)}.",
             )
             if self.scaled:
-                self._check_old(config, given or {})
-            out = {kind: given or {} if kind in (self.scaled or kinds) else {} for kind in kinds}
+                self._check_old(config, rope or {})
+            out = {kind: rope or {} if kind in (self.scaled or kinds) else {} for kind in kinds}
         return {kind: None if kind in self.unrotated else x for kind, x in out.items()}
 
-    def _check_old(self, config, given):
-        """Checks that transformers 4 and 5 make the same of an old config."""
+    def _check_old(self, config, rope):
+        """Checks that transformers 4 and 5 read an old config alike."""
         require(
-            "type" not in given or "rope_type" in given,
-            f"{config.where} has rope_scaling with 'type', which transformers 5 ignores for its "
+            "type" not in rope or "rope_type" in rope,
+            f"{config.label} has rope_scaling with 'type', which transformers 5 ignores for its "
             "type; the key is 'rope_type'.",
         )
         require(
-            given.get("truncate", True),
-            f"{config.where} has truncate=false, which transformers ignores for its type.",
+            rope.get("truncate", True),
+            f"{config.label} has truncate=false, which transformers ignores for its type.",
         )
         theta = config.get("rope_theta")
         require(
             bool(self.bases) or theta == config.defaults["rope_theta"],
-            f"{config.where} has rope_theta={theta}, which transformers 5 gives full attention "
+            f"{config.label} has rope_theta={theta}, which transformers 5 gives full attention "
             "alone and transformers 4 all layers; give rope_parameters for each kind.",
         )
 
-    def _scheme(self, config, kind, given, head_dim):
-        if given is None:
+    def _scheme(self, config, kind, rope, head_dim):
+        if rope is None:
             return self.instead
-        rotary = read_rotary(config, given, base=dict(self.bases).get(kind, "rope_theta"))
-        return rotation(config, rotary, head_dim, self.layout, self.partial)
+        settings = read_rope(config, rope, base=dict(self.bases).get(kind, "rope_theta"))
+        return rotation(config, settings, head_dim, self.layout, self.partial)
 
 
 def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:
-    """H of each layer: Gemma 4 has another for global layers, or gives single layers theirs."""
-    size, single = head_size(config), config.get("per_layer_config")
-    if single is None:
+    """Returns H of each layer, which Gemma 4 sets for global layers or for single ones."""
+    size, per_layer = head_size(config), config.get("per_layer_config")
+    if per_layer is None:
         # Other model types ignore the key.
-        of_global = config.get("global_head_dim") if "global_head_dim" in config.defaults else None
-        return [of_global if of_global and kind == FULL else size for kind in kinds]
+        full = config.get("global_head_dim") if "global_head_dim" in config.defaults else None
+        return [full if full and kind == FULL else size for kind in kinds]
     out = [size] * len(kinds)
-    for index, changes in single.items():
-        where = f"{config.where} in per_layer_config of layer {index}"
+    for index, changes in per_layer.items():
+        label = f"{config.label} in per_layer_config of layer {index}"
         require(
             str(index).isdecimal() and int(index) < len(kinds),
-            f"{where} is for none of its {len(kinds)} layers.",
+            f"{label} is for none of its {len(kinds)} layers.",
         )
-        part = TrackedConfig(changes, where)
+        part = TrackedConfig(changes, label)
         out[int(index)] = part.get("head_dim", size)
         part.finish()
     return out
 
 
-def only_windows_rotate(layout: str, kinds: LayerKinds) -> Family:
-    """RoPE in layers with a window; the others have no positions."""
+def only_windows_rotate(layout: str, kinds: LayerKinds) -> LayersReader:
+    """Returns a reader of RoPE in layers with a window, and NoPE in the others."""
     return Rotating(layout, kinds=kinds, window=window_of, unrotated=(FULL,))
 
 
 def exaone4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """RoPE in layers with a window; in all layers where none has one."""
+    """Reads RoPE in layers with a window; in all layers if none has a window."""
     if config.get("sliding_window") is None:
         return Rotating(kinds=layer_kinds.exaone4, window=window_of)(config)
     return only_windows_rotate("half", layer_kinds.exaone4)(config)
 
 
 def uniform(config: TrackedConfig, scheme: Scheme) -> tuple[LayerSpec, ...]:
-    """The same scheme without a window in every layer."""
+    """Returns layers with one scheme and no window."""
     return tuple(layer_of(config, kind, scheme) for kind in all_global(config))
 
 
 def by_flags(
     config: TrackedConfig, kinds: list[str], rotating: Scheme, other: Scheme, window: Window = None
 ) -> tuple[LayerSpec, ...]:
-    """One of two schemes for each layer, by `no_rope_layers`."""
+    """Returns layers with one of two schemes, by `no_rope_layers`."""
     return tuple(
         layer_of(config, kind, rotating if flag else other, window)
         for kind, flag in zip(kinds, rotating_flags(config), strict=True)
@@ -204,79 +209,81 @@ def by_flags(
 
 
 def llama4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """RoPE within chunks, and every fourth layer a temperature without RoPE."""
-    rotary = read_rotary(config, rope_dict(config))
+    """Reads RoPE within chunks, and a temperature without RoPE in every fourth layer."""
+    settings = read_rope(config, rope_dict(config))
     bare = NoPE()
     if config.get("attn_temperature_tuning", True):
         floor, strength = config.need("floor_scale"), config.need("attn_scale")
         bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
     if config.get("use_qk_norm"):  # A norm after the rotation.
-        refuse_by_length(config, rotary)
-    rotating = rotation(config, rotary, head_size(config), "interleaved")
+        refuse_by_length(config, settings)
+    rotating = rotation(config, settings, head_size(config), "interleaved")
     return by_flags(config, layer_kinds.llama4(config), rotating, bare)
 
 
 def smollm3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """RoPE, and every fourth layer nothing."""
-    rotary = read_rotary(config, rope_dict(config))
-    rotating, window = rotation(config, rotary, head_size(config)), window_of(config)
+    """Reads RoPE, and NoPE in every fourth layer."""
+    settings = read_rope(config, rope_dict(config))
+    rotating, window = rotation(config, settings, head_size(config)), window_of(config)
     return by_flags(config, layer_kinds.smollm3(config), rotating, NoPE(), window)
 
 
 def gptj(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """The first dimensions, interleaved."""
-    dim, rotary_dim = head_size(config), config.get("rotary_dim", 0)
+    """Reads interleaved RoPE on the first dimensions."""
+    dim, rotary_dim = head_size(config), config.get("rotary_dim")
     return uniform(config, RoPE(head_dim=dim, layout="interleaved", rotary_dim=rotary_dim))
 
 
 def gpt_neox(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """RoPE, whose base transformers reads under a name of its own."""
-    base, beside = config.get("rotary_emb_base"), config.given("rope_theta")
+    """Reads RoPE with the base `rotary_emb_base`."""
+    base, theta = config.get("rotary_emb_base"), config.explicit("rope_theta")
     base = (rope_dict(config) or {}).get("rope_theta", base)
     require(
-        beside in (None, base),
-        f"{config.where} has rope_theta={beside}, which transformers ignores for its "
+        theta in (None, base),
+        f"{config.label} has rope_theta={theta}, which transformers ignores for its "
         f"type; the base is rotary_emb_base={base}.",
     )
     return Rotating(partial=True, bases=((FULL, "rotary_emb_base"),))(config)
 
 
 def minimax_m2(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """The first `rotary_dim` dimensions."""
-    dim, head_dim = config.given("rotary_dim"), head_size(config)
-    rotary = read_rotary(config, rope_dict(config))
+    """Reads RoPE on the first `rotary_dim` dimensions."""
+    dim, head_dim = config.explicit("rotary_dim"), head_size(config)
+    settings = read_rope(config, rope_dict(config))
     if dim is not None:
+        fraction = settings.fraction
         require(
-            rotary.fraction in (1.0, dim / head_dim),
-            f"{config.where} has rotary_dim={dim} and partial_rotary_factor={rotary.fraction} for "
+            fraction in (1.0, dim / head_dim),
+            f"{config.label} has rotary_dim={dim} and partial_rotary_factor={fraction} for "
             f"a head of {head_dim}.",
         )
-        rotary = dataclasses.replace(rotary, fraction=dim / head_dim)
-    return uniform(config, rotation(config, rotary, head_dim, partial=True))
+        settings = dataclasses.replace(settings, fraction=dim / head_dim)
+    return uniform(config, rotation(config, settings, head_dim, partial=True))
 
 
 def ministral3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """RoPE with YaRN, and a temperature on queries."""
-    scheme = _with_temperature(config, lambda rotary: rotation(config, rotary, head_size(config)))
+    """Reads RoPE with YaRN, and a temperature on queries."""
+    head_dim = head_size(config)
+    scheme = _with_temperature(config, lambda settings: rotation(config, settings, head_dim))
     window = window_of(config)
     kind = FULL if window is None else LOCAL
     return (layer_of(config, kind, scheme, window),) * layer_count(config)
 
 
-def _with_temperature(config: TrackedConfig, make: Callable[[Rotary], Scheme]) -> Scheme:
-    given, (strength, _) = take(config, "llama_4_scaling_beta", "max_position_embeddings")
-    rotary = read_rotary(config, given)
+def _with_temperature(config: TrackedConfig, make: Callable[[RopeSettings], Scheme]) -> Scheme:
+    rope, (strength, _) = pop_keys(config, "llama_4_scaling_beta", "max_position_embeddings")
+    settings = read_rope(config, rope)
     if strength is None:
-        return make(rotary)
-    length = int(given.get("original_max_position_embeddings") or 0)
-    require(length > 0, f"{config.where} has llama_4_scaling_beta and no length.")
-    heat = QueryTemperature(form="ministral3", length=length, strength=float(strength))
-    return chain(make(rotary), heat)
+        return make(settings)
+    length = int(rope.get("original_max_position_embeddings") or 0)
+    require(length > 0, f"{config.label} has llama_4_scaling_beta and no length.")
+    temperature = QueryTemperature(form="ministral3", length=length, strength=float(strength))
+    return chain(make(settings), temperature)
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention: the last dimensions of a query and a key rotate.
+    """Reads multi-head latent attention: the last dimensions of a query and a key rotate.
 
     Attributes:
       interleave: whether pairs are neighbours; None: the config says.
@@ -287,19 +294,19 @@ class Latent:
     in_place: bool = False
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
-        """RoPE on the end of a head, and a temperature if the config has one."""
-        scheme = _with_temperature(config, lambda rotary: RoPE(**self.settings(config, rotary)))
+        """Returns RoPE on the end of a head, and a temperature if the config has one."""
+        scheme = _with_temperature(config, lambda settings: RoPE(**self.fields(config, settings)))
         return uniform(config, scheme)
 
-    def settings(self, config: TrackedConfig, rotary: Rotary) -> dict[str, Any]:
-        """The fields of RoPE."""
-        refuse_by_length(config, rotary)
-        rest, dim = config.need("qk_nope_head_dim"), config.need("qk_rope_head_dim")
-        config.given("head_dim")
+    def fields(self, config: TrackedConfig, settings: RopeSettings) -> dict[str, Any]:
+        """Returns the fields of RoPE."""
+        refuse_by_length(config, settings)
+        start, dim = config.need("qk_nope_head_dim"), config.need("qk_rope_head_dim")
+        config.ignore("head_dim")
         require(
-            rotary.fraction in (1.0, dim / (rest + dim)),
-            f"{config.where} has partial_rotary_factor={rotary.fraction}, and a rotary "
-            f"part of {dim} out of {rest + dim} dimensions.",
+            settings.fraction in (1.0, dim / (start + dim)),
+            f"{config.label} has partial_rotary_factor={settings.fraction}, and a rotary "
+            f"part of {dim} out of {start + dim} dimensions.",
         )
         interleave = self.interleave
         if interleave is None:
@@ -309,32 +316,42 @@ class Latent:
         if interleave:
             layout = "interleaved" if self.in_place else "interleaved_to_half"
         return {
-            "head_dim": rest + dim,
-            "theta": rotary.theta,
+            "head_dim": start + dim,
+            "theta": settings.theta,
             "layout": layout,
-            "rotary_start": rest,
-            "scaling": rotary.scaling,
+            "rotary_start": start,
+            "scaling": settings.scaling,
         }
 
 
+def latent_scale(config: TrackedConfig, layer: int) -> float | None:
+    """Returns the factor on q . k of multi-head latent attention with DeepSeek's YaRN."""
+    rope = TrackedConfig(rope_dict(config) or {}, f"{config.label} in its rope parameters")
+    mscale = rope.get("mscale_all_dim")
+    if not mscale:
+        return None
+    size = config.need("qk_nope_head_dim") + config.need("qk_rope_head_dim")
+    return yarn_logit_scale(size, rope.need("factor"), mscale)
+
+
 def mistral_large4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """Learned frequencies in three layers of four, and a learned logit scale in all."""
-    rotary = read_rotary(config, rope_dict(config))
-    heat = SSMax(num_heads=config.need("num_attention_heads"), scale=0.0, offset=1.0)
-    rotating = LearnedRoPE(**Latent(interleave=True).settings(config, rotary))
-    return by_flags(config, all_global(config), chain(rotating, heat), heat)
+    """Reads learned frequencies in three layers of four, and a learned logit scale in all."""
+    settings = read_rope(config, rope_dict(config))
+    logit_scale = SSMax(num_heads=config.need("num_attention_heads"), scale=0.0, offset=1.0)
+    rotating = LearnedRoPE(**Latent(interleave=True).fields(config, settings))
+    return by_flags(config, all_global(config), chain(rotating, logit_scale), logit_scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class Multimodal:
-    """M-RoPE: pairs divided among time, row and column.
+    """Reads M-RoPE: pairs divided among time, row and column.
 
     Attributes:
       order: how pairs of the three axes alternate.
       layout: which dimensions form a pair.
       kinds: the kind of each layer.
-      sections: number of pairs of each axis where the config does not say.
-      time_last: whether the config has the sections of time last.
+      sections: number of pairs of each axis, for configs without them.
+      time_last: whether time is the last axis of the config's sections.
     """
 
     order: str = "contiguous"
@@ -344,24 +361,24 @@ class Multimodal:
     time_last: bool = False
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
-        """M-RoPE in every layer."""
+        """Returns M-RoPE in every layer."""
         names = "mrope_section", "mrope_interleaved"
-        given, (sections, interleaved) = take(config, *names, default="mrope")
+        rope, (sections, interleaved) = pop_keys(config, *names, default="mrope")
         sections = self.sections if sections is None else tuple(sections)
         require(
             interleaved in (None, self.order == "interleaved"),
-            f"{config.where} has mrope_interleaved={interleaved}; its type is {self.order}.",
+            f"{config.label} has mrope_interleaved={interleaved}; its type is {self.order}.",
         )
-        rotary = read_rotary(config, given)
-        refuse_partial(config, rotary)
-        refuse_by_length(config, rotary)
+        settings = read_rope(config, rope)
+        refuse_partial(config, settings)
+        refuse_by_length(config, settings)
         scheme = MRoPE(
             head_dim=head_size(config),
-            theta=rotary.theta,
+            theta=settings.theta,
             sections=sections[-1:] + sections[:-1] if self.time_last else sections,
             order=self.order,
             layout=self.layout,
-            scaling=rotary.scaling,
+            scaling=settings.scaling,
         )
         window = None if self.kinds is all_global else window_of(config)
         return tuple(layer_of(config, kind, scheme, window) for kind in self.kinds(config))

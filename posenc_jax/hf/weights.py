@@ -1,4 +1,4 @@
-"""Weights of the projections of attention, from PyTorch's layout to that of `Attention`."""
+"""Weights of the projections of attention, from PyTorch's layout to the layout of `Attention`."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,9 @@ from posenc_jax.checks import divides, one_of, require
 
 
 def heads_from_linear(weight: jax.Array, num_heads: int, *, output: bool = False) -> jax.Array:
-    """The weight or bias of a `torch.nn.Linear` as the kernel or bias of a projection.
+    """Returns a weight or bias of `torch.nn.Linear` as the kernel or bias of a projection.
 
-    The weights of GPT-2's `Conv1D` have their inputs first: transpose them before.
+    The weights of GPT-2's `Conv1D` have their inputs first: transpose them.
 
     Args:
       weight: [N*H, D] or [N*H] of a projection to queries, keys or values; [D, N*H] of the
@@ -27,17 +27,17 @@ def heads_from_linear(weight: jax.Array, num_heads: int, *, output: bool = False
     >>> heads_from_linear(jnp.zeros((12, 5)), num_heads=3).shape
     (5, 3, 4)
     """
-    where = "heads_from_linear"
+    name = "heads_from_linear"
     shape = jnp.shape(weight)
     require(
         len(shape) in ((2,) if output else (1, 2)),
-        f"{where}: weight must be {'[D, N*H]' if output else '[N*H, D] or [N*H]'}, got {shape}.",
+        f"{name}: weight must be {'[D, N*H]' if output else '[N*H, D] or [N*H]'}, got {shape}.",
     )
     kernel = weight.T if len(shape) == 2 else weight
     if output:
-        divides(where, inputs=kernel.shape[0], num_heads=num_heads)
+        divides(name, inputs=kernel.shape[0], num_heads=num_heads)
         return kernel.reshape(num_heads, -1, kernel.shape[-1])
-    divides(where, outputs=kernel.shape[-1], num_heads=num_heads)
+    divides(name, outputs=kernel.shape[-1], num_heads=num_heads)
     return kernel.reshape(*kernel.shape[:-1], num_heads, -1)
 
 
@@ -48,7 +48,7 @@ def split_qkv(
     *,
     order: str = "concatenated",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cuts the weight or bias of one projection to queries, keys and values into three.
+    """Splits the weight or bias of one projection to queries, keys and values into three.
 
     Args:
       weight: [(N + 2 K) H, D] or [(N + 2 K) H].
@@ -70,11 +70,11 @@ def split_qkv(
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     divides("split_qkv", num_heads=num_heads, num_kv_heads=kv_heads)
     divides("split_qkv", outputs=weight.shape[0], heads=num_heads + 2 * kv_heads)
-    rest = weight.shape[1:]
+    columns = weight.shape[1:]
     if order == "concatenated":
         size = weight.shape[0] // (num_heads + 2 * kv_heads)
         cuts = num_heads * size, (num_heads + kv_heads) * size
         return weight[: cuts[0]], weight[cuts[0] : cuts[1]], weight[cuts[1] :]
-    group = weight.reshape(kv_heads, num_heads // kv_heads + 2, -1, *rest)
+    group = weight.reshape(kv_heads, num_heads // kv_heads + 2, -1, *columns)
     q, k, v = group[:, :-2], group[:, -2], group[:, -1]
-    return q.reshape(-1, *rest), k.reshape(-1, *rest), v.reshape(-1, *rest)
+    return q.reshape(-1, *columns), k.reshape(-1, *columns), v.reshape(-1, *columns)

@@ -1,1 +1,1 @@
-"""The Flax modules, NNX and Linen, and what they share."""
+"""The Flax modules of NNX and Linen, and their common parts."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import coordinate_values, require
 from posenc_jax.engine.api import AttentionCall
+from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.positions import count_up
 from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
 
@@ -34,20 +35,19 @@ def attention_fn(
 ) -> jax.Array:
     """Attention with a scheme, from the arguments of Flax's attention functions.
 
-    Queries and keys of the same number are taken for the same tokens. A single query and
-    more keys are a decode step: the keys are the cache, and the query is the last token that
-    its mask shows.
+    As many queries as keys are self-attention. A single query with more keys is a decode step: the
+    keys are the cache, and the query is the last token that its mask shows.
 
     Args:
       scheme: any scheme whose `features` does not read `x`.
       params: its parameters.
       query, key, value: [..., T, N, H], [..., S, K, H] and [..., S, K, V].
       mask: bool, broadcast to [..., 1 or N, T, S]. Schemes with a running state (selective RoPE,
-        short convolutions, Partial Key Offset) do not read it: to them the tokens of a row are
-        one sequence without padding.
+        short convolutions, Partial Key Offset) ignore it: they read a row as one sequence without
+        padding.
       is_causal: whether to hide the keys of later slots.
       input_positions: the coordinates of the T = S tokens, integers or float32 [..., T].
-        Masks go by slots.
+        Causality compares slots.
       dropout_rng, dropout_rate, deterministic: dropout of the weights.
       broadcast_dropout: no effect: every weight is dropped independently.
       dtype: no effect: the layer projects q, k and v to its dtype.
@@ -90,23 +90,25 @@ def attention_fn(
             )
         slots = jnp.arange(keys, dtype=jnp.int32)
         q_slots = jnp.max(jnp.where(mask.any(1), slots[None, None], 0), axis=-1)
-    q_at, k_at = q_slots, k_slots
+    q_coordinates, k_coordinates = q_slots, k_slots
     if input_positions is not None:
         require(
             length == keys,
             "AttentionFn: input_positions in a decode step: Flax's cache has no positions of the "
             "earlier keys; use posenc_jax's Attention.",
         )
-        at = coordinate_values("AttentionFn", input_positions, "input_positions")
-        q_at = k_at = jnp.broadcast_to(at, (*lead, length)).reshape(-1, length)
-    tables = scheme.tables(params, q_at)
-    q, k, v, state = scheme.mix(params, q, k, v, None, None)
-    if length != keys and jax.tree.leaves(state):
+        coordinates = coordinate_values("AttentionFn", input_positions, "input_positions")
+        coordinates = jnp.broadcast_to(coordinates, (*lead, length)).reshape(-1, length)
+        q_coordinates = k_coordinates = coordinates
+    pipeline = Pipeline(scheme, params)
+    tables = scheme.tables(params, q_coordinates)
+    tokens = pipeline.read(Projections(q, k, v, coordinates=q_coordinates, tables=tables))
+    mixed = None if tokens.state is None else tokens.state[0]
+    if length != keys and jax.tree.leaves(mixed):
         raise NotImplementedError(
             f"AttentionFn: a decode step with {scheme!r}, which reads the tokens before the query; "
             "Flax's cache has no place for them. Use posenc_jax's Attention."
         )
-    q_features, k_features, _ = scheme.features(params, None, q, k, q_at, None, None)
     drop = dropout_rate > 0 and not deterministic
     call = AttentionCall(
         mask=mask,
@@ -114,25 +116,23 @@ def attention_fn(
         k_positions=k_slots,
         contiguous=length == keys and input_positions is None,
         is_causal=is_causal,
-        scale=scheme.logit_scale(q.shape[-1]),
+        scale=scheme.logit_scale(query.shape[-1]),
         dropout_rate=dropout_rate if drop else 0.0,
         dropout_key=dropout_rng if drop else None,
     )
     if input_positions is not None:
-        call = call.replace(q_coordinates=q_at, k_coordinates=k_at)
-    q = scheme.query(params, q, q_at, q_features, tables)
-    k = scheme.key(params, k, k_at, k_features, tables if length == keys else None)
-    v = scheme.value(params, v, k_at, k_features, tables if length == keys else None)
-    out = scheme.attend(params, q, k, v, q_at, k_at, q_features, k_features, call)
-    out = scheme.output(params, out, q_at, q_features, tables)
+        call = call.replace(q_coordinates=q_coordinates, k_coordinates=k_coordinates)
+    slots = tokens.replace(coordinates=k_coordinates, tables=tables if length == keys else None)
+    slots = slots.replace(k=pipeline.key(slots), v=pipeline.value(slots))
+    out = pipeline.attend(tokens.replace(q=pipeline.query(tokens)), slots, call)
     return out.reshape(*lead, *out.shape[1:])
 
 
-def check_acts_in_attention(where: str, scheme: Scheme) -> None:
-    """Raises for a scheme that acts on the token embedding alone, and anything but a scheme."""
-    check_scheme(where, scheme)
+def check_acts_in_attention(caller: str, scheme: Scheme) -> None:
+    """Raises for a scheme that acts on the token embedding alone, and for other types."""
+    check_scheme(caller, scheme)
     require(
         scheme.acts_in_attention or not scheme.acts,
-        f"{where}: {scheme!r} acts on the token embedding alone; put a PositionEncoding of it "
+        f"{caller}: {scheme!r} acts on the token embedding alone; put a PositionEncoding of it "
         "before the first layer, and NoPE() into the layers.",
     )

@@ -15,19 +15,21 @@ from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import require
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
+from posenc_jax.functional.attention import self_attention
+from posenc_jax.functional.cross_attention import cross_attention
+from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.modules.attention_fn import check_acts_in_attention
 from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
 from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding, named
 from posenc_jax.modules.shared import (
     AttentionLayer,
-    SequenceOptions,
+    CallOptions,
     has_bias,
+    init_of_projection,
     layer_spec,
-    of_projection,
     zeros_are_empty,
 )
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.scheme import Scheme
 
@@ -35,47 +37,38 @@ _kernel_init = nn.initializers.lecun_normal()
 _Init = nn.initializers.Initializer
 
 
-class CallOptions(SequenceOptions, total=False):
-    """Arguments of a call of `Attention`, except the inputs and the cache."""
-
-    deterministic: bool | None
-    out_sharding: PartitionSpec | None
-    qkv_sharding: PartitionSpec | None
-    kv_sharding: PartitionSpec | None
-
-
 class Attention(AttentionLayer, nn.Module):
     """Multi-head attention with any scheme, grouped heads, segments and a cache.
 
-    The parameters have the names of those of `posenc_jax.nnx.Attention`.
+    Parameters have the same names as in `posenc_jax.nnx.Attention`.
 
     Attributes:
       num_heads: N.
       head_dim: H.
-      position: a scheme, whose parameters this layer then owns; a `LayerSpec`, which also has
-        `window`, `chunk_size`, `softcap`, `scale`, `qk_norm` and `sinks`; or a `PositionEncoding`
-        that several layers share.
+      position: a scheme; or a `LayerSpec`, which also has `window`, `chunk_size`, `softcap`,
+        `scale`, `qk_norm` and `sinks`. Default: the scheme of `shared_encoding`, or `NoPE`.
+      shared_encoding: parameters of the scheme that layers share. Default: the layer's own.
       num_kv_heads: K, a divisor of N. Default: N.
       is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
       scale: the factor on q . k. Default: the scheme's own.
       qk_norm: the norm of queries and keys. Default: none.
       sinks: whether each head has a learned logit without a value, as in gpt-oss.
       dropout_rate: share of the attention weights that are dropped.
-      deterministic: whether to drop none; the argument of a call comes first.
+      deterministic: whether to drop no weights; the argument of a call overrides it.
       decode: whether calls use and update a `KVCache` in the collection "cache", as in
-        `nn.MultiHeadDotProductAttention`. `init` makes it for as many tokens as its input has;
-        calls take any number. One of `new_cache` may take its place.
-      use_bias: whether the projections have biases: one answer, or a mapping from "query", "key",
-        "value" and "out" to one each.
+        `nn.MultiHeadDotProductAttention`. The length of the input of `init` is its capacity; calls
+        take any number of tokens. It may be replaced by a cache of `new_cache`.
+      use_bias: whether the projections have biases: a bool, or a mapping from "query", "key",
+        "value" and "out" to bools.
       dtype, param_dtype, precision, promote_dtype: of the projections, as in `nn.DenseGeneral`.
         Parameters of the scheme are float32, and so is attention inside.
-      kernel_init, bias_init: initialisers of the projections: one for all, or a mapping from
-        "query", "key" and "value" to one each.
+      kernel_init, bias_init: initialiser of the projections, or a mapping from "query", "key" and
+        "value" to initialisers.
       out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
         `bias_init`, unless they are mappings.
       axis_names: logical names of the axes of all parameters, from "model_dim", "num_heads",
-        "num_kv_heads" and "head_dim", as `nn.with_logical_partitioning` gives them. Initialisers
-        with names of their own keep these.
+        "num_kv_heads" and "head_dim", as `nn.with_logical_partitioning` gives them. Names that an
+        initialiser sets take precedence.
 
     >>> import posenc_jax as pe
     >>> layer = Attention(num_heads=4, head_dim=4, position=pe.RoPE(head_dim=4), is_causal=True)
@@ -86,7 +79,7 @@ class Attention(AttentionLayer, nn.Module):
 
     num_heads: int
     head_dim: int
-    position: Scheme | LayerSpec | PositionEncoding = NoPE()
+    position: Scheme | LayerSpec | None = None
     num_kv_heads: int | None = None
     is_causal: bool = False
     window: Window = None
@@ -108,12 +101,12 @@ class Attention(AttentionLayer, nn.Module):
     out_bias_init: _Init | None = None
     axis_names: AxisNames | None = None
     implementation: str | Implementation | None = None
+    shared_encoding: PositionEncoding | None = None
 
     def spec(self) -> LayerSpec:
         """Returns the settings that a `LayerSpec` has."""
-        return layer_spec(
-            self.position, self.window, self.softcap, self.scale, self.qk_norm, self.sinks
-        )
+        settings = {n: getattr(self, n) for n in ("window", "softcap", "scale", "qk_norm", "sinks")}
+        return layer_spec("Attention", self.position, self.shared_encoding, **settings)
 
     @overload
     def __call__(
@@ -149,7 +142,7 @@ class Attention(AttentionLayer, nn.Module):
         out_sharding: PartitionSpec | None = None,
         qkv_sharding: PartitionSpec | None = None,
         kv_sharding: PartitionSpec | None = None,
-        **options: Unpack[SequenceOptions],
+        **options: Any,
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
 
@@ -158,7 +151,7 @@ class Attention(AttentionLayer, nn.Module):
           inputs_k, inputs_v: [B, S, any], for attention to another sequence; see
             `posenc_jax.scheme_cross_attention`. Default: `inputs_q`, and `inputs_k`.
           cache: keys and values of earlier tokens; see `new_cache`.
-          deterministic: whether to drop no weights; otherwise the "dropout" key is used.
+          deterministic: whether to drop no weights; if not, the "dropout" key is used.
           out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
             v [B, T, heads, H] are sharded.
           kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
@@ -173,9 +166,9 @@ class Attention(AttentionLayer, nn.Module):
         heads, spec = self.heads(), self.spec()
         check_axis_names("Attention", self.axis_names)
 
-        def project(name, features, axis, kernel_init, bias_init, sharding):
-            kernel_init = of_projection("kernel_init", kernel_init, name, _kernel_init)
-            bias_init = of_projection("bias_init", bias_init, name, nn.initializers.zeros)
+        def dense(name, features, axis, kernel_init, bias_init, sharding):
+            kernel_init = init_of_projection("kernel_init", kernel_init, name, _kernel_init)
+            bias_init = init_of_projection("bias_init", bias_init, name, nn.initializers.zeros)
             sizes = KERNELS[name]
             return nn.DenseGeneral(
                 features,
@@ -191,67 +184,75 @@ class Attention(AttentionLayer, nn.Module):
                 name=name,
             )
 
-        encoding = self.position
-        if not isinstance(encoding, PositionEncoding):
+        def project(name, x, norm, sharding):
+            features = heads[name], self.head_dim
+            y = dense(name, features, -1, self.kernel_init, self.bias_init, sharding)(x)
+            # The names that MaxText's policies of rematerialisation use.
+            return checkpoint_name(y if norm is None else norm(y), f"{name}_proj")
+
+        check_acts_in_attention("Attention", spec.scheme)
+        encoding = self.shared_encoding
+        if encoding is None:
             encoding = PositionEncoding(spec.scheme, self.axis_names, name="encoding")
-        check_acts_in_attention("Attention", encoding.scheme)
         drop = self.drops(deterministic)
         require(
             not drop or self.has_rng("dropout"), 'Attention: dropout needs rngs={"dropout": key}.'
         )
-        kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
-        shardings, inits = (
-            (qkv_sharding, kv_sharding, kv_sharding),
-            (self.kernel_init, self.bias_init),
-        )
-        q, k, v = (
-            project(name, (n, self.head_dim), -1, *inits, sharding)(x)
-            for (name, n), x, sharding in zip(heads.items(), inputs, shardings, strict=True)
-        )
-        norms = made = kept = None
+        norms = sinks = variable = new = None
         if spec.qk_norm is not None:
             norms = (
                 HeadNorm(spec.qk_norm, KERNELS["query"][1:], self.axis_names, name="query_norm"),
                 HeadNorm(spec.qk_norm, KERNELS["key"][1:], self.axis_names, name="key_norm"),
             )
+        (q_norm, k_norm), norms = self.norms_around(norms)
+        kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
+        tokens = Projections(
+            q=project("query", inputs[0], q_norm, qkv_sharding),
+            k=project("key", inputs[1], k_norm, kv_sharding),
+            v=project("value", inputs[2], None, kv_sharding),
+            x=inputs_q,
+            tables=options.get("tables"),
+        )
         if spec.sinks:
             init = named(nn.initializers.zeros, self.axis_names, ("num_heads",))
-            made = self.param("sinks", init, (self.num_heads,), jnp.float32)
+            sinks = self.param("sinks", init, (self.num_heads,), jnp.float32)
         if self.decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
-            kept, cache = self._kept_cache(
+            variable, cache = self._stored_cache(
                 inputs_q,
-                position=encoding,
-                dtype=k.dtype,
+                shared_encoding=encoding,
+                dtype=tokens.k.dtype,
                 coordinates=options.get("coordinates"),
                 qkv_sharding=kv_sharding,
             )
-        out, new = self.attend(
-            encoding,
-            (q, k, v),
-            inputs_q,
-            inputs_k,
-            norms=norms,
-            sinks=made,
+        call = self.attention_call(
+            options,
+            CallOptions.__annotations__,
+            inputs_q.shape[:2],
+            to_itself=inputs_k is None,
+            sinks=sinks,
             cache=cache,
             dropout_key=self.make_rng("dropout") if drop else None,
-            options=dict(options),
         )
+        pipeline = Pipeline(encoding.scheme, encoding.values(), norms)
+        if inputs_k is None:
+            out, new = self_attention(pipeline, tokens, call, cache)
+        else:
+            out = cross_attention(pipeline, tokens, inputs_k, call)
         kernel_init = self.kernel_init if self.out_kernel_init is None else self.out_kernel_init
         bias_init = self.bias_init if self.out_bias_init is None else self.out_bias_init
-        project_out = project(
-            "out", inputs_q.shape[-1], (-2, -1), kernel_init, bias_init, out_sharding
-        )
-        y = checkpoint_name(project_out(out), "out_proj")
-        if kept is not None and new is not None:
-            kept.value = new
-            return y
-        return y if new is None else (y, new)
+        width = inputs_q.shape[-1]
+        project_out = dense("out", width, (-2, -1), kernel_init, bias_init, out_sharding)
+        out = checkpoint_name(project_out(checkpoint_name(out, "context")), "out_proj")
+        if variable is not None and new is not None:
+            variable.value = new
+            return out
+        return out if new is None else (out, new)
 
-    def _kept_cache(self, x: jax.Array, **options: Any) -> tuple[nn.Variable, KVCache | None]:
+    def _stored_cache(self, x: jax.Array, **options: Any) -> tuple[nn.Variable, KVCache | None]:
         """Returns the variable of the cache, and the cache unless the variable is new."""
         batch, length, width = x.shape
         new = not self.has_variable("cache", "kv_cache")
-        make = functools.partial(self.new_cache, batch, length, model_dim=width, **options)
-        kept = self.variable("cache", "kv_cache", make)
-        return kept, None if new else zeros_are_empty(kept.value)
+        empty = functools.partial(self.new_cache, batch, length, model_dim=width, **options)
+        variable = self.variable("cache", "kv_cache", empty)
+        return variable, None if new else zeros_are_empty(variable.value)

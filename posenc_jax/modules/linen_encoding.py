@@ -1,27 +1,24 @@
 """Position encodings and norms of heads as Flax Linen modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import linen as nn
 from flax import struct
 
-from posenc_jax.functional.attention import new_params
-from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names, sizes_of_params
-from posenc_jax.modules.shared import (
-    EncodingLayer,
-)
+from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names
+from posenc_jax.modules.shared import EncodingLayer, new_params
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
+from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, param_axes
 
 
 @struct.dataclass
 class AxisNamed(nn.LogicallyPartitioned):
     """An array with the names of its axes.
 
-    `nn.DenseGeneral` makes a kernel with its axes merged in two, unboxes it and splits them. Until
-    then there is nothing to constrain.
+    `nn.DenseGeneral` initialises a kernel with two merged axes, unboxes it and splits the axes; its
+    sharding is constrained after that only.
     """
 
     def unbox(self, apply_constraint: bool = True) -> Any:
@@ -29,17 +26,17 @@ class AxisNamed(nn.LogicallyPartitioned):
         return super().unbox(apply_constraint and self.value.ndim == len(self.names))
 
 
-def boxed(x: Any, axis_names: AxisNames | None, sizes: tuple[str | None, ...]) -> Any:
-    """Returns an array with the names of its axes, unless it has some."""
+def boxed(x: Any, axis_names: AxisNames | None, sizes: Sequence[str]) -> Any:
+    """Returns an array with the names of its axes; names that it has are kept."""
     if axis_names is None or isinstance(x, nn.meta.AxisMetadata):
         return x
     return AxisNamed(x, names(axis_names, sizes))
 
 
 def named(
-    init: Callable[..., Any], axis_names: AxisNames | None, sizes: tuple[str | None, ...]
+    init: Callable[..., Any], axis_names: AxisNames | None, sizes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Returns an initialiser that names the axes of what it makes."""
+    """Returns the initialiser with names for the axes of its arrays."""
     return lambda *args: boxed(init(*args), axis_names, sizes)
 
 
@@ -65,25 +62,26 @@ class PositionEncoding(EncodingLayer, nn.Module):
         check_scheme("PositionEncoding", self.scheme)
         check_axis_names("PositionEncoding", self.axis_names)
         self.shapes = jax.eval_shape(self.scheme.init, jax.random.key(0))
-        self.made = self.param("parameters", self._new) if jax.tree.leaves(self.shapes) else None
+        has_params = jax.tree.leaves(self.shapes)
+        self.learned = self.param("parameters", self._new) if has_params else None
 
     def _new(self, key: jax.Array) -> Params:
-        made = new_params(self.scheme, key)
+        params = new_params(self.scheme, key)
         if self.axis_names is None:
-            return made
-        leaves, structure = jax.tree.flatten(made)
-        sizes = sizes_of_params(self.scheme)
-        made = [boxed(x, self.axis_names, s) for x, s in zip(leaves, sizes, strict=True)]
-        return jax.tree.unflatten(structure, made)
+            return params
+        leaves, structure = jax.tree.flatten(params)
+        axes = param_axes(self.scheme)
+        leaves = [boxed(x, self.axis_names, words) for x, words in zip(leaves, axes, strict=True)]
+        return jax.tree.unflatten(structure, leaves)
 
     def values(self) -> Params:
         """Returns the parameters as arrays."""
-        if self.made is None:
+        if self.learned is None:
             return self.scheme.init(jax.random.key(0))
         # NNX numbers the items of tuples.
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), jax.tree.leaves(self.made))
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), jax.tree.leaves(self.learned))
 
-    # Linen sets up the methods of the class itself, not those that it inherits.
+    # Linen does not call `setup` before inherited methods.
     __call__ = EncodingLayer.__call__
     tables = EncodingLayer.tables
 
@@ -93,7 +91,7 @@ class HeadNorm(nn.Module):
 
     Attributes:
       settings: the norm.
-      sizes: those of the two axes of its parameters, for `axis_names`.
+      sizes: names of the sizes [N, H] of its parameters, for `axis_names`.
       axis_names: as in `Attention`.
     """
 
@@ -104,8 +102,8 @@ class HeadNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns x [B, T, N, H] normalised."""
-        made = {
+        params = {
             name: self.param(name, lambda _, p=p: boxed(p, self.axis_names, self.sizes[-p.ndim :]))
             for name, p in self.settings.init(*x.shape[-2:]).items()
         }
-        return self.settings(made, x)
+        return self.settings(params, x)

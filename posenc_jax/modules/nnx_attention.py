@@ -14,19 +14,22 @@ from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import divides, require
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
-from posenc_jax.functional.attention import CacheOptions
+from posenc_jax.functional.attention import self_attention
+from posenc_jax.functional.cross_attention import cross_attention
+from posenc_jax.functional.new_cache import CacheOptions
+from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.modules.attention_fn import check_acts_in_attention
 from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
 from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding, metadata_of
 from posenc_jax.modules.shared import (
     AttentionLayer,
-    SequenceOptions,
+    CallOptions,
+    check_encoding,
     has_bias,
+    init_of_projection,
     layer_spec,
-    of_projection,
 )
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.scheme import Scheme
 
@@ -34,16 +37,12 @@ _kernel_init = nnx.initializers.lecun_normal()
 _Inits = nnx.Initializer | Mapping[str, nnx.Initializer]
 
 
-class CallOptions(SequenceOptions, total=False):
+class NNXCallOptions(CallOptions, total=False):
     """Arguments of a call of `Attention`, except the inputs and the cache."""
 
-    position: PositionEncoding | None
-    deterministic: bool | None
+    shared_encoding: PositionEncoding | None
     decode: bool | None
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
-    out_sharding: PartitionSpec | None
-    qkv_sharding: PartitionSpec | None
-    kv_sharding: PartitionSpec | None
 
 
 class Attention(AttentionLayer, nnx.Module):
@@ -62,7 +61,8 @@ class Attention(AttentionLayer, nnx.Module):
         model_dim: int,
         num_heads: int,
         *,
-        position: Scheme | LayerSpec | PositionEncoding = NoPE(),  # noqa: B008, frozen
+        position: Scheme | LayerSpec | None = None,
+        shared_encoding: PositionEncoding | None = None,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         in_kv_features: int | None = None,
@@ -88,14 +88,14 @@ class Attention(AttentionLayer, nnx.Module):
         implementation: str | Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        """Makes the projections, and the scheme's parameters unless `position` owns them.
+        """Makes the projections, and the parameters of the scheme unless layers share them.
 
         Args:
           model_dim: D.
           num_heads: N.
-          position: a scheme, whose parameters this layer then owns; a `LayerSpec`, which also
-            has `window`, `chunk_size`, `softcap`, `scale`, `qk_norm` and `sinks`; or a
-            `PositionEncoding` that several layers share.
+          position: a scheme; or a `LayerSpec`, which also has `window`, `chunk_size`, `softcap`,
+            `scale`, `qk_norm` and `sinks`. Default: the scheme of `shared_encoding`, or `NoPE`.
+          shared_encoding: parameters of the scheme that layers share. Default: the layer's own.
           num_kv_heads: K, a divisor of N. Default: N.
           head_dim: H. Default: D / N.
           in_kv_features: width of `inputs_k` and `inputs_v`. Default: D.
@@ -104,29 +104,30 @@ class Attention(AttentionLayer, nnx.Module):
           qk_norm: the norm of queries and keys. Default: none.
           sinks: whether each head has a learned logit without a value, as in gpt-oss.
           dropout_rate: share of the attention weights that are dropped.
-          deterministic: whether to drop none, as in `nnx.MultiHeadAttention`; `train()` and
-            `eval()` set it, and the argument of a call comes first.
+          deterministic: whether to drop no weights, as in `nnx.MultiHeadAttention`; `train()` and
+            `eval()` set it, and the argument of a call overrides it.
           decode: whether calls use and update the cache that `init_cache` makes, as in
-            `nnx.MultiHeadAttention`; the argument of a call comes first. Default: no.
-          use_bias: whether the projections have biases: one answer, or a mapping from "query",
-            "key", "value" and "out" to one each.
+            `nnx.MultiHeadAttention`; the argument of a call overrides it. Default: no.
+          use_bias: whether the projections have biases: a bool, or a mapping from "query", "key",
+            "value" and "out" to bools.
           dtype, param_dtype, precision, promote_dtype: of the projections, as in
             `nnx.LinearGeneral`. Parameters of the scheme are float32, and so is attention inside.
-          kernel_init, bias_init: initialisers of the projections: one for all, or a mapping from
-            "query", "key" and "value" to one each.
+          kernel_init, bias_init: initialiser of the projections, or a mapping from "query", "key"
+            and "value" to initialisers.
           out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
             `bias_init`, unless they are mappings.
           axis_names: names of the axes of all parameters, from "model_dim", "num_heads",
             "num_kv_heads" and "head_dim" to a logical name, or an axis of the mesh. They become
             `out_sharding` of each `nnx.Param`, which needs a mesh, as with `nnx.with_partitioning`.
-            Initialisers with names of their own keep these.
-          rngs: for the keys of parameters, and of dropout where calls give none.
+            Names that an initialiser sets take precedence.
+          rngs: for the keys of parameters, and of dropout in calls without `rngs`.
 
         Raises:
           ValueError: for sizes that do not divide, a scheme that acts on the token embedding
-            alone, and a setting beside that of a `LayerSpec`.
+            alone, and a setting that the `LayerSpec` has too.
         """
-        self.settings = layer_spec(position, window, softcap, scale, qk_norm, sinks)
+        settings = dict(window=window, softcap=softcap, scale=scale, qk_norm=qk_norm, sinks=sinks)
+        self.settings = layer_spec("Attention", position, shared_encoding, **settings)
         check_axis_names("Attention", axis_names)
         if head_dim is None:
             divides("Attention", model_dim=model_dim, num_heads=num_heads)
@@ -148,8 +149,8 @@ class Attention(AttentionLayer, nnx.Module):
                 param_dtype=param_dtype,
                 precision=precision,
                 promote_dtype=promote_dtype,
-                kernel_init=of_projection("kernel_init", kernel_init, name, _kernel_init),
-                bias_init=of_projection("bias_init", bias_init, name, nnx.initializers.zeros),
+                kernel_init=init_of_projection("kernel_init", kernel_init, name, _kernel_init),
+                bias_init=init_of_projection("bias_init", bias_init, name, nnx.initializers.zeros),
                 kernel_metadata=metadata_of(axis_names, sizes),
                 bias_metadata=metadata_of(axis_names, sizes[1 if name != "out" else 2 :]),
                 rngs=rngs,
@@ -168,10 +169,11 @@ class Attention(AttentionLayer, nnx.Module):
             kernel_init if out_kernel_init is None else out_kernel_init,
             bias_init if out_bias_init is None else out_bias_init,
         )
-        if not isinstance(position, PositionEncoding):
-            position = PositionEncoding(self.settings.scheme, axis_names=axis_names, rngs=rngs)
-        check_acts_in_attention("Attention", position.scheme)
-        self.encoding = position
+        scheme = self.settings.scheme
+        check_acts_in_attention("Attention", scheme)
+        if shared_encoding is None:
+            shared_encoding = PositionEncoding(scheme, axis_names=axis_names, rngs=rngs)
+        self.encoding = shared_encoding
 
         def norm(name):
             sizes, settings = KERNELS[name][1:], self.settings.qk_norm
@@ -200,7 +202,7 @@ class Attention(AttentionLayer, nnx.Module):
         inputs_v: jax.Array | None = None,
         *,
         cache: None = None,
-        **options: Unpack[CallOptions],
+        **options: Unpack[NNXCallOptions],
     ) -> jax.Array: ...
 
     @overload
@@ -211,7 +213,7 @@ class Attention(AttentionLayer, nnx.Module):
         inputs_v: jax.Array | None = None,
         *,
         cache: KVCache,
-        **options: Unpack[CallOptions],
+        **options: Unpack[NNXCallOptions],
     ) -> tuple[jax.Array, KVCache]: ...
 
     def __call__(
@@ -221,14 +223,14 @@ class Attention(AttentionLayer, nnx.Module):
         inputs_v: jax.Array | None = None,
         *,
         cache: KVCache | None = None,
-        position: PositionEncoding | None = None,
+        shared_encoding: PositionEncoding | None = None,
         deterministic: bool | None = None,
         decode: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         out_sharding: PartitionSpec | None = None,
         qkv_sharding: PartitionSpec | None = None,
         kv_sharding: PartitionSpec | None = None,
-        **options: Unpack[SequenceOptions],
+        **options: Any,
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Returns [B, T, D], and with a cache also the new cache.
 
@@ -237,11 +239,12 @@ class Attention(AttentionLayer, nnx.Module):
           inputs_k, inputs_v: [B, S, in_kv_features], for attention to another sequence; see
             `posenc_jax.scheme_cross_attention`. Default: `inputs_q`, and `inputs_k`.
           cache: keys and values of earlier tokens; see `new_cache`.
-          position: an encoding to use instead of the layer's own (for layers that share
-            one under `nnx.scan`).
-          deterministic: whether to drop no weights. Default: as the layer is set.
-          decode: whether to use and update the cache of `init_cache`. Default: as the layer is set.
-          rngs: for the dropout key. Default: those given to the constructor.
+          shared_encoding: an encoding that replaces the layer's (for layers that share one under
+            `nnx.scan`).
+          deterministic: whether to drop no weights. Default: the setting of the layer.
+          decode: whether to use and update the cache of `init_cache`. Default: the setting of the
+            layer.
+          rngs: for the dropout key. Default: `rngs` of the constructor.
           out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
             v [B, T, heads, H] are sharded, as in `nnx.MultiHeadAttention`.
           kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
@@ -255,42 +258,54 @@ class Attention(AttentionLayer, nnx.Module):
         """
         widths = self.model_dim, self.in_kv_features
         inputs = self.inputs(inputs_q, inputs_k, inputs_v, widths)
-        if position is None:
-            position = self.encoding
-        elif not isinstance(position, PositionEncoding):
-            raise TypeError(
-                f"Attention: position must be a PositionEncoding in a call, got {position!r}."
-            )
-        else:
-            check_acts_in_attention("Attention", position.scheme)
-        kept = None
+        encoding = self.encoding
+        if shared_encoding is not None:
+            check_encoding("Attention", shared_encoding)
+            check_acts_in_attention("Attention", shared_encoding.scheme)
+            encoding = shared_encoding
+        stored = None
         if self.decode if decode is None else decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
-            kept = self.kv_cache
-            if kept is None:
+            stored = self.kv_cache
+            if stored is None:
                 raise ValueError("Attention: decode=True needs a cache; call init_cache first.")
-            cache = kept.get_value()
-        dropout_key = self._dropout_key(rngs) if self.drops(deterministic) else None
-        kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
-        q = self.query(inputs[0], out_sharding=qkv_sharding)
-        k = self.key(inputs[1], out_sharding=kv_sharding)
-        v = self.value(inputs[2], out_sharding=kv_sharding)
-        out, new = self.attend(
-            position,
-            (q, k, v),
-            inputs_q,
-            inputs_k,
-            norms=None if self.query_norm is None else (self.query_norm, self.key_norm),
+            cache = stored.get_value()
+        call = self.attention_call(
+            options,
+            NNXCallOptions.__annotations__,
+            inputs_q.shape[:2],
+            to_itself=inputs_k is None,
             sinks=None if self.sinks is None else self.sinks[...],
             cache=cache,
-            dropout_key=dropout_key,
-            options=dict(options),
+            dropout_key=self._dropout_key(rngs) if self.drops(deterministic) else None,
         )
-        y = checkpoint_name(self.out(out, out_sharding=out_sharding), "out_proj")
-        if kept is not None and new is not None:
-            kept.set_value(new)
-            return y
-        return y if new is None else (y, new)
+
+        def project(name, x, norm, sharding):
+            y = getattr(self, name)(x, out_sharding=sharding)
+            # The names that MaxText's policies of rematerialisation use.
+            return checkpoint_name(y if norm is None else norm(y), f"{name}_proj")
+
+        norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
+        (q_norm, k_norm), norms = self.norms_around(norms)
+        kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
+        tokens = Projections(
+            q=project("query", inputs[0], q_norm, qkv_sharding),
+            k=project("key", inputs[1], k_norm, kv_sharding),
+            v=project("value", inputs[2], None, kv_sharding),
+            x=inputs_q,
+            tables=options.get("tables"),
+        )
+        pipeline, new = Pipeline(encoding.scheme, encoding.values(), norms), None
+        if inputs_k is None:
+            out, new = self_attention(pipeline, tokens, call, cache)
+        else:
+            out = cross_attention(pipeline, tokens, inputs_k, call)
+        out = self.out(checkpoint_name(out, "context"), out_sharding=out_sharding)
+        out = checkpoint_name(out, "out_proj")
+        if stored is not None and new is not None:
+            stored.set_value(new)
+            return out
+        return out if new is None else (out, new)
 
     def init_cache(
         self, input_shape: tuple[int, ...], dtype: Any = None, **options: Unpack[CacheOptions]
@@ -314,7 +329,7 @@ class Attention(AttentionLayer, nnx.Module):
         batch_size: int | None = None,
         max_length: int | None = None,
     ) -> None:
-        """What `nnx.view` calls; `decode` with sizes makes a cache, as in Flax's attention."""
+        """Sets modes for `nnx.view`; sizes make a cache, as in Flax's attention."""
         if deterministic is not None:
             self.deterministic = deterministic
         if decode is not None:

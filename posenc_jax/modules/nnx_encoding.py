@@ -1,24 +1,22 @@
 """Position encodings and norms of heads as Flax NNX modules."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
-from posenc_jax.functional.attention import new_params
-from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names, sizes_of_params
-from posenc_jax.modules.shared import (
-    EncodingLayer,
-)
+from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names
+from posenc_jax.modules.shared import EncodingLayer, new_params
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
+from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, param_axes
 
 
 def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def metadata_of(axis_names: AxisNames | None, sizes: tuple[str | None, ...]) -> dict[str, Any]:
+def metadata_of(axis_names: AxisNames | None, sizes: Sequence[str]) -> dict[str, Any]:
     """Returns the metadata of a parameter whose axes have these sizes."""
     return {} if axis_names is None else {"out_sharding": names(axis_names, sizes)}
 
@@ -51,11 +49,12 @@ class PositionEncoding(EncodingLayer, nnx.Module):
         check_axis_names("PositionEncoding", axis_names)
         self.scheme = scheme
         leaves, structure = jax.tree.flatten(new_params(scheme, rngs.params()))
-        sizes = [()] * len(leaves) if axis_names is None else sizes_of_params(scheme)
-        made = [
-            nnx.Param(x, **metadata_of(axis_names, s)) for x, s in zip(leaves, sizes, strict=True)
+        axes = [()] * len(leaves) if axis_names is None else param_axes(scheme)
+        leaves = [
+            nnx.Param(x, **metadata_of(axis_names, words))
+            for x, words in zip(leaves, axes, strict=True)
         ]
-        self.parameters = nnx.data(jax.tree.unflatten(structure, made))
+        self.parameters = nnx.data(jax.tree.unflatten(structure, leaves))
 
     def values(self) -> Params:
         """Returns the parameters as arrays."""
@@ -67,7 +66,7 @@ class HeadNorm(nnx.Module):
 
     Attributes:
       settings: the norm; static.
-      scale, bias: its parameters as `nnx.Param`, None where there is none.
+      scale, bias: its parameters as `nnx.Param`, or None.
     """
 
     def __init__(
@@ -78,13 +77,13 @@ class HeadNorm(nnx.Module):
         sizes: tuple[str, str] = ("num_heads", "head_dim"),
         axis_names: AxisNames | None = None,
     ):
-        """Makes new parameters; `sizes` are those of the two axes for `axis_names`."""
+        """Makes new parameters; `sizes` names their sizes [N, H] for `axis_names`."""
         self.settings = settings
-        made = {
+        params = {
             name: nnx.Param(p, **metadata_of(axis_names, sizes[-p.ndim :]))
             for name, p in settings.init(num_heads, head_dim).items()
         }
-        self.scale, self.bias = (nnx.data(made.get(name)) for name in ("scale", "bias"))
+        self.scale, self.bias = (nnx.data(params.get(name)) for name in ("scale", "bias"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns x [B, T, N, H] normalised."""

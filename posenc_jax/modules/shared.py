@@ -1,42 +1,45 @@
-"""What the modules of NNX and Linen share."""
+"""Common parts of the modules of NNX and Linen: arguments, settings and caches."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
-from posenc_jax.engine.mask import Window
+from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.problem import Implementation
-from posenc_jax.functional.attention import (
-    CacheOptions,
+from posenc_jax.functional.arguments import (
     TokenOptions,
-    new_cache,
-    scheme_attention,
-    scheme_embedding,
-    scheme_tables,
+    attention_call,
+    refuse_unknown,
+    token_positions,
 )
-from posenc_jax.functional.cross_attention import scheme_cross_attention
-from posenc_jax.functional.tokens import Norms, token_positions
-from posenc_jax.qk_norm import QKNorm
+from posenc_jax.functional.attention import scheme_embedding, scheme_tables
+from posenc_jax.functional.new_cache import CacheOptions, new_cache
+from posenc_jax.functional.pipeline import Norm, Norms
+from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks
 from posenc_jax.schemes.scheme import Params, Scheme
 
 
-class SequenceOptions(TokenOptions, total=False):
-    """Arguments of a call of `Attention` about its tokens."""
+class CallOptions(TokenOptions, total=False):
+    """Arguments of a call of `Attention` in NNX and Linen, except the inputs and the cache."""
 
     k_positions: jax.Array | None
     k_coordinates: jax.Array | None
     k_segment_ids: jax.Array | None
+    deterministic: bool | None
+    out_sharding: PartitionSpec | None
+    qkv_sharding: PartitionSpec | None
+    kv_sharding: PartitionSpec | None
 
 
 class EncodingLayer:
-    """A `PositionEncoding`: a scheme with its parameters."""
+    """Mixin of `PositionEncoding`: a scheme with its parameters."""
 
     scheme: Scheme
 
@@ -57,8 +60,8 @@ class EncodingLayer:
         Args:
           x: [B, T, D].
           positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
-          coordinates: what the scheme encodes. Default: the positions.
-          cache: the cache of an attention layer, before it is given these tokens.
+          coordinates: the numbers that the scheme encodes. Default: the positions.
+          cache: the cache of an attention layer, before these tokens are appended.
 
         Returns:
           [B, T, D]; x for a scheme that does not act on the embedding.
@@ -77,72 +80,95 @@ class EncodingLayer:
         return scheme_tables(self.scheme, self.values(), coordinates)
 
 
-def layer_spec(
-    position: Any,
-    window: Window,
-    softcap: float | None,
-    scale: float | None,
-    qk_norm: QKNorm | None,
-    sinks: bool,
-) -> LayerSpec:
-    """Returns the settings of an `Attention`, from its arguments or from a `LayerSpec`.
+def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any) -> LayerSpec:
+    """Returns the settings of a layer, from its arguments or from a `LayerSpec`.
+
+    Args:
+      caller: the layer, for messages.
+      position, shared_encoding: as in `Attention`.
+      **settings: fields of `LayerSpec`.
 
     Raises:
-      TypeError: if position is no scheme, layer or encoding.
-      ValueError: for a setting beside that of a `LayerSpec`.
+      TypeError: if an argument has another type.
+      ValueError: for a setting that the `LayerSpec` has too, and for two different schemes.
     """
+    if isinstance(position, EncodingLayer):
+        raise TypeError(
+            f"{caller}: position must be a Scheme or a LayerSpec, got a PositionEncoding; give an "
+            "encoding that layers share as shared_encoding."
+        )
+    shared = None
+    if shared_encoding is not None:
+        check_encoding(caller, shared_encoding)
+        shared = shared_encoding.scheme
     if not isinstance(position, LayerSpec):
-        scheme = getattr(position, "scheme", position)
-        return LayerSpec(scheme, window, scale=scale, softcap=softcap, sinks=sinks, qk_norm=qk_norm)
-    given = {"window": window, "softcap": softcap, "scale": scale, "qk_norm": qk_norm}
-    given["sinks"] = sinks or None
-    both = [name for name, value in given.items() if value is not None]
+        position = LayerSpec(position or shared or NoPE(), **settings)
+        settings = {}
+    twice = [n for n, value in settings.items() if value is not None and value is not False]
     require(
-        not both,
-        f"Attention: {', '.join(both)} beside position={position!r}, which has its own; use "
+        not twice,
+        f"{caller}: {', '.join(twice)} beside position={position!r}, which has its own; use "
         "dataclasses.replace on the layer.",
+    )
+    require(
+        shared in (None, position.scheme),
+        f"{caller}: shared_encoding must have the scheme of position, {position.scheme!r}, got "
+        f"{shared!r}.",
     )
     return position
 
 
-def of_projection(argument: str, given: Any, name: str, default: Any) -> Any:
-    """Returns the initialiser of a projection: `given`, or its entry there, or the default.
+def check_encoding(caller: str, shared_encoding: Any) -> None:
+    """Raises `TypeError` for anything but a `PositionEncoding`."""
+    if not isinstance(shared_encoding, EncodingLayer):
+        raise TypeError(
+            f"{caller}: shared_encoding must be a PositionEncoding, got {shared_encoding!r}."
+        )
+
+
+def init_of_projection(argument: str, init: Any, name: str, default: Any) -> Any:
+    """Returns the initialiser of a projection, from one for all or from a mapping.
+
+    Args:
+      argument: the name of `init` in messages.
+      init: an initialiser, or a mapping from names of projections to initialisers.
+      name: the projection.
+      default: the initialiser of projections without an entry.
 
     Raises:
       ValueError: for entries of other projections.
     """
-    if not isinstance(given, Mapping):
-        return given
-    unknown = sorted(set(given) - {"query", "key", "value"})
+    if not isinstance(init, Mapping):
+        return init
+    unknown = sorted(set(init) - {"query", "key", "value"})
     require(
         not unknown,
         f"Attention: {argument} has entries for 'query', 'key' and 'value', got {unknown}"
         f"{f'; use out_{argument}' if 'out' in unknown else ''}.",
     )
-    return given.get(name, default)
+    return init.get(name, default)
 
 
 def has_bias(use_bias: bool | Mapping[str, bool], name: str) -> bool:
     """Returns whether a projection has a bias.
 
     Raises:
-      ValueError: for a mapping without an entry for each projection, or with others.
+      ValueError: for a mapping with missing or unknown projections.
     """
     if not isinstance(use_bias, Mapping):
         return use_bias
-    wanted = {"query", "key", "value", "out"}
+    projections = {"query", "key", "value", "out"}
     require(
-        set(use_bias) == wanted,
-        f"Attention: use_bias must be a bool or have entries for {sorted(wanted)}, got "
+        set(use_bias) == projections,
+        f"Attention: use_bias must be a bool or have entries for {sorted(projections)}, got "
         f"{dict(use_bias)}.",
     )
     return use_bias[name]
 
 
 class AttentionLayer:
-    """An `Attention`: settings, which the class itself documents, its inside, and caches."""
+    """Mixin of `Attention`: its settings, which the classes document, and its caches."""
 
-    position: Any
     num_heads: int
     num_kv_heads: int | None
     head_dim: int
@@ -155,7 +181,7 @@ class AttentionLayer:
     implementation: str | Implementation | None
 
     def spec(self) -> LayerSpec:
-        """Returns the settings that a `LayerSpec` has."""
+        """Returns the settings as a `LayerSpec`."""
         raise NotImplementedError
 
     def inputs(
@@ -165,13 +191,13 @@ class AttentionLayer:
         inputs_v: jax.Array | None,
         widths: tuple[int | None, int | None] = (None, None),
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns what q, k and v are projected from.
+        """Returns the inputs of the projections to q, k and v, with defaults filled in.
 
         Raises:
-          ValueError: for other shapes, and widths other than those of queries and keys if known.
+          ValueError: for a wrong rank, and for other widths than those known (queries, keys).
         """
-        given = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
-        for (name, x), width in zip(given.items(), (*widths, widths[1]), strict=True):
+        inputs = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
+        for (name, x), width in zip(inputs.items(), (*widths, widths[1]), strict=True):
             if x is not None:
                 axes = f"[B, {'T' if x is inputs_q else 'S'}, {width or 'D'}]"
                 array_of_rank("Attention", name, x, 3, axes)
@@ -196,7 +222,7 @@ class AttentionLayer:
         """Returns whether a call drops weights.
 
         Raises:
-          ValueError: if neither the call nor the layer says whether to.
+          ValueError: if `deterministic` is set neither in the call nor in the layer.
         """
         if self.dropout_rate == 0:
             return False
@@ -208,73 +234,72 @@ class AttentionLayer:
             )
         return not deterministic
 
-    def attend(
+    def attention_call(
         self,
-        encoding: "EncodingLayer",
-        projected: tuple[jax.Array, jax.Array, jax.Array],
-        x: jax.Array,
-        memory: jax.Array | None,
+        options: Mapping[str, Any],
+        known: Iterable[str],
+        shape: tuple[int, ...],
         *,
-        norms: Norms | None,
+        to_itself: bool,
         sinks: jax.Array | None,
         cache: KVCache | None,
         dropout_key: jax.Array | None,
-        options: dict[str, Any],
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Returns the output [B, T, N, H] of a call, before its projection, and the new cache.
+    ) -> AttentionCall:
+        """Returns the attention of a call of the layer, from its settings and the call's options.
 
         Args:
-          encoding: the scheme with its parameters.
-          projected: q, k and v.
-          x: what q was projected from.
-          memory: what k was projected from, if that is another sequence.
-          norms: those of queries and keys.
-          sinks: the layer's own.
-          cache: that of the call.
+          options: options of the call.
+          known: names of all options that calls take.
+          shape: (B, T) of the queries.
+          to_itself: whether queries and keys belong to one sequence.
+          sinks: the sinks of the layer.
+          cache: the cache of the call.
           dropout_key: None for no dropout.
-          options: `SequenceOptions`.
         """
-        spec, (q, k, v) = self.spec(), projected
-        after = spec.qk_norm is not None and spec.qk_norm.after_rotation
-        if norms is not None and not after:
-            q, k = norms[0](q), norms[1](k)
-        # The names that MaxText's policies of rematerialisation use.
-        names = "query_proj", "key_proj", "value_proj"
-        q, k, v = map(checkpoint_name, (q, k, v), names)
-        options = {
+        other = {"k_positions", "k_coordinates", "k_segment_ids"} if to_itself else {"tables"}
+        refuse_unknown("Attention", options, set(known) - other)
+        spec = self.spec()
+        settings = {
             "sinks": sinks,
             "is_causal": self.is_causal,
             "window": spec.window,
             "softcap": spec.softcap,
             "scale": spec.scale,
-            "norms": norms if after else None,
             "dropout_rate": 0.0 if dropout_key is None else self.dropout_rate,
             "dropout_key": dropout_key,
             "implementation": self.implementation,
-        } | options
-        scheme, params = encoding.scheme, encoding.values()
-        if memory is None:
-            if spec.chunk_size is not None:
-                options |= _chunks(spec.chunk_size, spec.window, x, cache, options)
-            out, new = scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
-        else:
-            require(
-                cache is None and spec.chunk_size is None,
-                "Attention: keys of another sequence have no cache and no chunks; give a call "
-                "with inputs_k no cache, and decode=False.",
-            )
-            out, new = (
-                scheme_cross_attention(scheme, params, q, k, v, x=x, memory=memory, **options),
-                None,
-            )
-        return checkpoint_name(out, "context"), new
+        }
+        call = attention_call(**settings | {n: x for n, x in options.items() if n != "tables"})
+        require(
+            to_itself or (cache is None and spec.chunk_size is None),
+            "Attention: keys of another sequence have no cache and no chunks; give a call with "
+            "inputs_k no cache, and decode=False.",
+        )
+        if spec.chunk_size is None:
+            return call
+        if call.prefix_length is not None:
+            raise NotImplementedError("Attention: prefix_length in a layer with chunks.")
+        ids = call.q_segment_ids
+        ids = None if ids is None else jnp.broadcast_to(jnp.atleast_2d(ids), shape)
+        positions = token_positions("Attention", call.q_positions, cache, shape, ids)
+        ids, window = in_chunks(spec.chunk_size, positions, ids, call.window)
+        return call.replace(q_segment_ids=ids, window=window)
+
+    def norms_around(
+        self, norms: Norms | None
+    ) -> tuple[tuple[Norm | None, Norm | None], Norms | None]:
+        """Returns the norms of q and k before the scheme's hooks, and those after them."""
+        qk_norm = self.spec().qk_norm
+        if norms is None or qk_norm is None:
+            return (None, None), None
+        return ((None, None), norms) if qk_norm.after_rotation else (norms, None)
 
     def new_cache(
         self,
         batch: int,
         capacity: int,
         *,
-        position: "EncodingLayer | None" = None,
+        shared_encoding: "EncodingLayer | None" = None,
         model_dim: int | None = None,
         dtype: Any = None,
         **options: Unpack[CacheOptions],
@@ -283,23 +308,24 @@ class AttentionLayer:
 
         Args:
           batch, capacity: B and the number of slots.
-          position: the encoding that calls of an NNX layer will be given, if one.
+          shared_encoding: the argument of that name in calls of an NNX layer.
           model_dim: D, which Linen layers need for schemes that read their input.
           dtype: of k and v. Default: the layer's.
-          **options: `coordinates`, `ring`, `block_size`, `num_blocks`, `max_rewind` and
-            `qkv_sharding`, as in `posenc_jax.new_cache`.
+          **options: `coordinates`, `ring`, `max_rewind` and `qkv_sharding`, as in
+            `posenc_jax.new_cache`.
 
         Raises:
           NotImplementedError: for a ring of a layer with chunks.
         """
-        spec, encoding = self.spec(), position
+        spec, encoding = self.spec(), shared_encoding
         if encoding is None:  # A Linen layer has its parameters in `apply` only.
             encoding = getattr(self, "encoding", None)
         if spec.chunk_size is not None and options.get("ring"):
             raise NotImplementedError(
                 f"Attention.new_cache: a ring for chunk_size={spec.chunk_size}; use a full cache."
             )
-        own = self.param_dtype if self.dtype is None else self.dtype
+        if dtype is None:
+            dtype = self.param_dtype if self.dtype is None else self.dtype
         return new_cache(
             spec.scheme if encoding is None else encoding.scheme,
             batch,
@@ -308,27 +334,20 @@ class AttentionLayer:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             model_dim=self.model_dim if model_dim is None else model_dim,
-            dtype=own if dtype is None else dtype,
+            dtype=dtype,
             params=None if encoding is None else encoding.values(),
             **options,
         )
 
 
-def _chunks(
-    size: int, window: Window, x: jax.Array, cache: KVCache | None, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the segments and the window of a layer with chunks."""
-    if options.get("prefix_length") is not None:
-        raise NotImplementedError("Attention: prefix_length in a layer with chunks.")
-    ids, shape = options.get("segment_ids"), x.shape[:2]
-    if ids is not None:
-        ids = jnp.broadcast_to(jnp.atleast_2d(ids), shape)
-    at = token_positions("Attention", options.get("positions"), cache, *shape, ids)
-    ids, window = in_chunks(size, at, ids, window)
-    return {"segment_ids": ids, "window": window}
+def new_params(scheme: Scheme, key: jax.Array) -> Params:
+    """Returns `scheme.init(key)` in float32, also with 64-bit types enabled."""
+    return jax.tree.map(
+        lambda a: a.astype(jnp.float32) if a.dtype == jnp.float64 else a, scheme.init(key)
+    )
 
 
 def zeros_are_empty(cache: KVCache) -> KVCache:
-    """Returns the cache; one whose arrays are all zero, from their shapes alone, is empty."""
+    """Marks unused slots as empty: Flax makes caches of zeros from their shapes alone."""
     unused = jnp.arange(cache.capacity, dtype=jnp.int32)[None] >= cache.written[:, None]
     return dataclasses.replace(cache, segment_ids=jnp.where(unused, -1, cache.segment_ids))

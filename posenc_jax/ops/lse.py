@@ -1,4 +1,4 @@
-"""Merging softmax attention over parts of the keys, by the log-sum-exp of their logits.
+"""Merges softmax attention over parts of the keys, by the log-sum-exp of their logits.
 
 out = sum_p exp(lse_p - lse) out_p,     lse = log sum_p exp(lse_p)
 """

@@ -1,4 +1,4 @@
-"""Pytrees split into differentiable leaves and the others."""
+"""Splits pytrees into differentiable leaves and the others."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def partition(tree: Any) -> tuple[Any, Any]:
-    """Returns the differentiable leaves and the others; None takes their places.
+    """Returns the tree of differentiable leaves and the tree of the others, with None elsewhere.
 
     >>> partition({"x": jnp.float32(1), "i": jnp.int32(2)})[1]["x"] is None
     True

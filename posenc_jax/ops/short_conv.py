@@ -1,4 +1,4 @@
-"""The last few tokens of a segment before each token, and a convolution over them."""
+"""The tokens of a segment before each token, and a convolution over them."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def preceding_tokens(
     """
     padded = segment_ids is not None
     if segment_ids is None:
-        # Zeros that are sharded as x is, also where its other axes are.
+        # Zeros sharded as x, whose other axes may be sharded too.
         segment_ids = jnp.zeros_like(jnp.sum(x, range(2, x.ndim)), jnp.int32)
     if state is None:
         zeros, ids = (jnp.zeros_like(a[:, :1]) for a in (x, segment_ids))
@@ -38,12 +38,12 @@ def preceding_tokens(
     ids = jnp.concatenate([state[1] - 1, segment_ids], 1)
     if not padded:
         past = [slice(count - back, count - back + length) for back in range(1, count + 1)]
-        found = [(rows[:, at], ids[:, at] == segment_ids) for at in past]
+        tokens = [(rows[:, part], ids[:, part] == segment_ids) for part in past]
         state = rows[:, length:], ids[:, length:] + 1
-        return [(_where(same, x), same) for x, same in found], state
+        return [(_where(same, x), same) for x, same in tokens], state
 
     def take(array, index):
-        """Rows at `index` [B, any]; rows at -1 are anything."""
+        """Returns the rows at `index` [B, any]; rows at -1 are undefined."""
         index = index.reshape(*index.shape, *(1,) * (array.ndim - 2))
         return jnp.take_along_axis(array, jnp.maximum(index, 0), 1)
 
@@ -59,16 +59,16 @@ def preceding_tokens(
         same = (there(index) == segment_ids) & (segment_ids >= 0)
         out.append((_where(same, take(rows, index)), same))
         index = jnp.where(index < 0, -1, take(before, index))
-    kept, index = [], last[:, -1:]
+    newest, index = [], last[:, -1:]
     for _ in range(count):
-        kept.append(index)
+        newest.append(index)
         index = jnp.where(index < 0, -1, take(before, index))
-    index = jnp.concatenate([last[:, :0], *kept[::-1]], 1)
+    index = jnp.concatenate([last[:, :0], *newest[::-1]], 1)
     return out, (_where(index >= 0, take(rows, index)), there(index) + 1)
 
 
 def _where(condition: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` [B, any, ...] where `condition` [B, any], else zeros."""
+    """Returns `x` [B, any, ...] where `condition` [B, any], else zeros."""
     return jnp.where(condition.reshape(*condition.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
@@ -96,21 +96,21 @@ def short_convolution(
       The convolution, shaped as x and in its dtype, computed in float32, and the new state.
 
     Raises:
-      ValueError: for shapes that do not go together.
+      ValueError: for shapes that do not match.
       TypeError: for segment ids that are not integers.
 
     >>> x, ids = jnp.array([[[1.0], [9.0], [2.0]]]), jnp.array([[0, -1, 0]])
     >>> short_convolution(x, jnp.array([[10.0], [1.0]]), ids)[0][0, [0, 2], 0]
     Array([ 1., 12.], dtype=float32)
     """
-    where = "short_convolution"
+    name = "short_convolution"
     require(
         x.ndim >= 3 and kernel.shape[:1] > (0,) and kernel.shape[1:] == x.shape[2:],
-        f"{where}: x and kernel must be [B, T, F] and [W, F], or with more axes than F, got "
+        f"{name}: x and kernel must be [B, T, F] and [W, F], or with more axes than F, got "
         f"{x.shape} and {kernel.shape}.",
     )
     if segment_ids is not None:
-        segment_ids = segments(where, segment_ids, x.shape[:2])
+        segment_ids = segments(name, segment_ids, x.shape[:2])
     before = kernel.shape[0] - 1
     past, state = preceding_tokens(x, segment_ids, state, before)
     kernel = kernel.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Rows of tables."""
+"""Lookup of table rows."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ def take_row(table: jax.Array, index: jax.Array) -> jax.Array:
     """Returns `table[index]` of a table [R, F] and an int32 number, 0 <= index < R.
 
     On TPU it is a product with zeros and ones, which is exact: the gradient of indexing would be
-    a scatter, a loop over all distances that takes microseconds for each.
+    a scatter, which loops over all distances and takes microseconds for each.
 
     >>> take_row(jnp.arange(6.0).reshape(3, 2), jnp.int32(1))
     Array([2., 3.], dtype=float32)

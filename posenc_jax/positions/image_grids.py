@@ -11,12 +11,12 @@ def _weights(size: int, new: int, method: str, align_corners: bool) -> np.ndarra
     """Returns interpolation weights, float64 [new, size]."""
     steps = np.arange(new)
     if align_corners:
-        at = steps * ((size - 1) / max(new - 1, 1))
+        x = steps * ((size - 1) / max(new - 1, 1))
     else:
-        at = (steps + 0.5) * (size / new) - 0.5
-        at = at if method == "bicubic" else np.maximum(at, 0.0)
-    first = np.floor(at).astype(int)
-    part = at - first
+        x = (steps + 0.5) * (size / new) - 0.5
+        x = x if method == "bicubic" else np.maximum(x, 0.0)
+    first = np.floor(x).astype(int)
+    part = x - first
     if method == "bilinear":
         around = {0: 1 - part, 1: part}
     else:

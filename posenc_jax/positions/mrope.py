@@ -1,11 +1,11 @@
-r"""Coordinates of text with images and videos in it, for M-RoPE.
+r"""Coordinates of text with images and videos, for M-RoPE.
 
     text token           c = (n, n, n),  and n grows by 1
     patch (t, h, w)      c = (n + t, n + h, n + w),  and after a T x H x W grid n grows by
                          max(T, H, W)
 
 so an image takes max(H, W) coordinates, not H W. After it a token's coordinate is less than its
-position; the difference, `delta`, is what a decode step adds to positions, per row.
+position; decode steps add the difference, `delta`, to the positions of a row.
 
 transformers 5 lets n grow by max(H, W), with which a video of more frames than rows and columns
 shares coordinates with the text after it; Qwen's own code and transformers 4 count time too.
@@ -40,15 +40,15 @@ def mrope_coordinates(
     Args:
       is_vision: bool [B, T], true for patches of images and videos.
       grids: integers [B, G, 3]: time, rows and columns of each image or video of a row, in
-        order, counted in tokens (after merging patches), padded with zeros. Where text
-        separates the frames of a video (Qwen3-VL), each frame is a grid of its own.
+        order, counted in tokens (after merging patches), padded with zeros. If text separates
+        the frames of a video (Qwen3-VL), each frame is a grid.
       segment_ids: integers [B, T]; coordinates restart with each segment, and are 0 in padding,
         below zero.
-      time_step: how far apart frames are, a number or [B, G]; rounded down per frame.
-        Qwen2.5-VL has seconds per frame times its tokens per second here.
+      time_step: the distance between frames, a number or [B, G]; times are rounded down. For
+        Qwen2.5-VL, seconds per frame times tokens per second.
 
     Raises:
-      ValueError: for shapes that do not fit, or concrete grids that are not those of the tokens.
+      ValueError: for shapes that do not match, or concrete grids of another number of patches.
 
     >>> text_image_text = jnp.array([[False, True, True, False]])
     >>> coordinates, delta = mrope_coordinates(text_image_text, jnp.array([[[1, 1, 2]]]))
@@ -71,7 +71,7 @@ def mrope_coordinates(
     _check(vision, grids)
     step = jnp.broadcast_to(jnp.asarray(time_step), grids.shape[:2])
     step = step.astype(jnp.float32 if jnp.issubdtype(step.dtype, jnp.floating) else jnp.int32)
-    grids = jnp.pad(grids, ((0, 0), (0, 1), (0, 0)))  # What follows the last grid is none.
+    grids = jnp.pad(grids, ((0, 0), (0, 1), (0, 0)))  # The grid of tokens after the last grid.
     step = jnp.pad(step, ((0, 0), (0, 1)))
 
     def frame(t, step):
@@ -106,7 +106,7 @@ def mrope_coordinates(
 
 
 def _check(vision, grids) -> None:
-    """Raises unless concrete grids have as many patches as their rows."""
+    """Raises unless concrete grids have the number of patches of their rows."""
     if isinstance(vision, Tracer) or isinstance(grids, Tracer):
         return
     have, want = np.asarray(vision).sum(1), np.asarray(grids).prod(-1).sum(1)

@@ -1,4 +1,4 @@
-"""Positions of packed and padded batches, and coordinates that are computed from text.
+"""Positions of packed and padded batches, and coordinates computed from text.
 
 Positions, int32 [B, T], order the tokens. Segment ids, int32 [B, T], group them: tokens attend
 to their own segment, and ids below zero mark padding. Coordinates, which schemes encode,
@@ -43,7 +43,7 @@ def from_segment_ids(segment_ids: jax.Array) -> jax.Array:
 
 
 def changes(ids: jax.Array) -> jax.Array:
-    """Returns bool [B, T]: whether a token differs from the one before. The first does."""
+    """Returns bool [B, T]: whether the id differs from the previous one; true for the first."""
     changed = ids[:, 1:] != ids[:, :-1]
     return jnp.pad(changed, ((0, 0), (1, 0)), constant_values=True)
 
@@ -57,7 +57,7 @@ def since(starts: jax.Array) -> jax.Array:
 def from_padding_mask(mask: jax.Array, start: jax.Array | int = 0) -> tuple[jax.Array, jax.Array]:
     """Returns `(positions, segment_ids)` for rows with padding on the left, right or in between.
 
-    Padding has segment id -1, and does not count.
+    Padding has segment id -1, and positions do not count it.
 
     Args:
       mask: bool [B, T], true for tokens.
@@ -116,7 +116,7 @@ def bilevel(
     start: tuple[jax.Array | int, jax.Array | int] = (0, 0),
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the index within the sentence and that of the sentence (BiPE), int32 [2, B, T].
+    """Returns the index within the sentence and the index of the sentence (BiPE), int32 [2, B, T].
 
     The two axes are for two schemes (`posenc_jax.on_axis`). The authors clip the first index
     to the last row of their table, and multiply ALiBi's slopes by 96.

@@ -1,7 +1,7 @@
 """Coordinates drawn at random, so that short sequences train the positions of longer ones.
 
 Functions take a random key and positions [B, T] and return coordinates [B, T]; masks and
-windows use the positions as before. Rows, and segments of packed rows, draw independently,
+windows still use the positions. Rows, and segments of packed rows, draw independently,
 by the key, the row and the segment id; for one draw per batch give `positions[:1]`. Reusing
 the key continues a draw while decoding. Exceptions are `randomized`, `random_floats` and
 `skip_wise`, which draw for all positions at once: draw for the prompt and the tokens to come, then
@@ -33,11 +33,11 @@ from posenc_jax.checks import array_of_rank, integer_positions, require
 
 
 def _checked(
-    where: str, positions: jax.Array, segment_ids: jax.Array | None
+    caller: str, positions: jax.Array, segment_ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    array_of_rank(where, "positions", positions, 2, "[B, T]")
-    positions = integer_positions(where, positions)
-    return positions, checks.segments(where, segment_ids, positions.shape)
+    array_of_rank(caller, "positions", positions, 2, "[B, T]")
+    positions = integer_positions(caller, positions)
+    return positions, checks.segments(caller, segment_ids, positions.shape)
 
 
 def _by_segment(key: jax.Array, segments: jax.Array, draw: Callable, *arrays: jax.Array):
@@ -53,9 +53,8 @@ def _sizes(segments: jax.Array) -> jax.Array:
 
     def of_row(ids):
         order = jnp.sort(ids)
-        ends = (jnp.searchsorted(order, ids, side=side) for side in ("right", "left"))
-        right, left = ends
-        return (right - left).astype(jnp.int32)
+        end, start = (jnp.searchsorted(order, ids, side=side) for side in ("right", "left"))
+        return (end - start).astype(jnp.int32)
 
     return jax.vmap(of_row)(segments)
 
@@ -80,8 +79,8 @@ def randomized(
     Raises:
       ValueError: if `max_length` is below T, or shapes differ.
 
-    >>> at = jnp.arange(4)[None]
-    >>> bool((jnp.diff(randomized(jax.random.key(0), at, 2048)[0]) > 0).all())
+    >>> positions = jnp.arange(4)[None]
+    >>> bool((jnp.diff(randomized(jax.random.key(0), positions, 2048)[0]) > 0).all())
     True
     """
     positions, segments = _checked("randomized", positions, segment_ids)
@@ -126,8 +125,8 @@ def random_floats(
     Raises:
       ValueError: if `high` is not positive, or shapes differ.
 
-    >>> at = jnp.arange(4)[None]
-    >>> bool((jnp.diff(random_floats(jax.random.key(0), at, 64.0)[0]) > 0).all())
+    >>> positions = jnp.arange(4)[None]
+    >>> bool((jnp.diff(random_floats(jax.random.key(0), positions, 64.0)[0]) > 0).all())
     True
     """
     positions, segments = _checked("random_floats", positions, segment_ids)
@@ -137,10 +136,10 @@ def random_floats(
 
 
 def spaced_floats(positions: jax.Array, length: int, high: float) -> jax.Array:
-    """Returns (position + 1/2) high / length, what evaluation uses after `random_floats`.
+    """Returns (position + 1/2) high / length, for evaluation after `random_floats`.
 
     A sequence of `length` tokens thus covers [0, high) evenly. Coordinates change with `length`:
-    for decoding, it is that of the prompt and all tokens to come.
+    for decoding, count the prompt and all tokens to come.
 
     Args:
       positions: int32 [B, T].
@@ -224,7 +223,7 @@ def continuous(
 
     The coordinate of position p is (p + d + e) s. Each segment draws d uniformly from
     +-global_shift and ln s from +-ln max_scaling; each token draws e from +-local_shift.
-    Defaults are those for text; evaluation uses the positions. For audio the authors subtract
+    Defaults are for text; evaluation uses the positions. For audio the authors subtract
     the mean of each sequence from its positions first.
 
     Args:
@@ -249,12 +248,12 @@ def continuous(
     require(max_scaling >= 1, f"continuous: max_scaling must be at least 1, got {max_scaling}.")
 
     def draw(key, position):
-        of_segment, of_token = jax.random.split(key)
-        shift, scale = jax.random.uniform(of_segment, (2,), jnp.float32, minval=-1.0)
-        of_token = jax.random.fold_in(of_token, position)
-        jitter = jax.random.uniform(of_token, (), jnp.float32, minval=-1.0)
-        at = position.astype(jnp.float32) + global_shift * shift + local_shift * jitter
-        return at * jnp.exp(math.log(max_scaling) * scale)
+        segment_key, token_key = jax.random.split(key)
+        shift, scale = jax.random.uniform(segment_key, (2,), jnp.float32, minval=-1.0)
+        token_key = jax.random.fold_in(token_key, position)
+        jitter = jax.random.uniform(token_key, (), jnp.float32, minval=-1.0)
+        moved = position.astype(jnp.float32) + global_shift * shift + local_shift * jitter
+        return moved * jnp.exp(math.log(max_scaling) * scale)
 
     return _by_segment(key, segments, draw, positions)
 
@@ -268,9 +267,9 @@ def skip_wise(
 ) -> jax.Array:
     """Returns positions with one gap (PoSE), int32 [B, T], all below `max_length`.
 
-    Of n tokens, a random number from 1 to (n + 1) // 2 keep their positions; 0 to
-    `max_length - n` is added to those of the others. The authors may also take the two chunks
-    from different places of a text, which is up to the caller.
+    Of n tokens, a random number from 1 to (n + 1) // 2 keep their positions; a random number from
+    0 to `max_length - n` is added to the positions of the others. The authors may also take the
+    two chunks from different places of a text; the caller can.
 
     Args:
       key: a random key.
@@ -293,9 +292,9 @@ def skip_wise(
     )
 
     def draw(key, position, size):
-        of_cut, of_gap = jax.random.split(key)
-        cut = jax.random.randint(of_cut, (), 1, (size + 1) // 2 + 1, jnp.int32)
-        gap = jax.random.randint(of_gap, (), 0, max_length - size + 1, jnp.int32)
+        cut_key, gap_key = jax.random.split(key)
+        cut = jax.random.randint(cut_key, (), 1, (size + 1) // 2 + 1, jnp.int32)
+        gap = jax.random.randint(gap_key, (), 0, max_length - size + 1, jnp.int32)
         return position + jnp.where(position >= cut, gap, 0)
 
     return _by_segment(key, segments, draw, positions, _sizes(segments))

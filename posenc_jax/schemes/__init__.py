@@ -1,1 +1,1 @@
-"""Position encodings, one file each, by what they act on."""
+"""Position encodings, one file per scheme, in folders by the part of a layer they act on."""

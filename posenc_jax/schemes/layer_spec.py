@@ -13,9 +13,9 @@ without positions or with a slower RoPE. For `num_layers` layers and head dim H:
 
 Attention within chunks is attention within segments and a window; `in_chunks` returns both.
 
-DroPE (Gelberg et al. 2025) is training with RoPE, then a short training with NoPE instead, in all
-layers and at the same length. Beyond that length `QueryTemperature` takes the place of NoPE. These
-schemes have no parameters, so the state of a model with one fits a model with another.
+DroPE (Gelberg et al. 2025) trains with RoPE, and then briefly with NoPE in its place, in all layers
+and at the same length. Beyond that length `QueryTemperature` replaces NoPE. These schemes have no
+parameters, so that models with them have states of one structure.
 
 Papers: Yang et al. Rope to Nope and Back Again. 2025. https://arxiv.org/abs/2501.18795
 DroPE: https://arxiv.org/abs/2512.12167
@@ -35,18 +35,18 @@ from posenc_jax.schemes.scheme import Scheme, check_scheme
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One attention layer: its position encoding, the tokens it attends to, how logits are made.
+    """Settings of one attention layer: its scheme, its window, the form of its logits.
 
-    `Attention(position=layer)` takes all of it.
+    `Attention(position=layer)` takes them.
 
     Attributes:
       scheme: the position encoding.
       window: sliding window, as in `attention`; None: all tokens.
-      chunk_size: number of positions in a chunk, if tokens attend only within theirs. None: no
-        chunks.
+      chunk_size: number of positions in a chunk, if tokens attend within their chunk only. None:
+        no chunks.
       scale: the factor on q . k; None: the scheme's own.
       softcap: as in `attention`; None: no cap.
-      sinks: whether a learned logit of each head takes part in the softmax, without a value.
+      sinks: whether the softmax includes a learned logit of each head, without a value.
       qk_norm: the normalisation of queries and keys; None: none.
 
     Raises:
@@ -119,14 +119,14 @@ def in_chunks(
 ) -> tuple[jax.Array, tuple[int, int]]:
     """Returns `(segment_ids, window)` for attention within chunks of positions.
 
-    The window leaves a query its own chunk and its neighbours, which segments of even and of odd
-    chunks separate. So ids stay small, whatever the positions are.
+    The window limits a query to its chunk and the neighbours, and segments separate even from odd
+    chunks. So ids stay small for any positions.
 
     Args:
       chunk_size: C; positions [0, C) are the first chunk of a segment.
       positions: integers, any shape.
       segment_ids: integers of that shape, below zero for padding. None: one segment.
-      window: that of the layer, as in `attention`.
+      window: the window of the layer, as in `attention`.
 
     >>> in_chunks(4, jnp.arange(10), None)
     (Array([0, 0, 0, 0, 1, 1, 1, 1, 0, 0], dtype=int32), (3, 3))

@@ -1,29 +1,31 @@
 """The base type of position encodings: a frozen dataclass of settings with pure hooks.
 
-Every hook has a default that does nothing, so a scheme overrides only what it needs:
+Every hook has a default that does nothing, so a scheme overrides only those that it needs:
 
     embed         changes the token embedding                  learned, sinusoidal
     mix           changes q, k and v by earlier tokens         short convolution
     query, key    change q and k after their projection        RoPE
-    value, output change v and what attention returns          RoPE on values
+    value, output change v and the output of attention         RoPE on values
     rules         change logits or values                      ALiBi, T5, Shaw, CoPE
     attend        replaces the attention call                  ReRoPE, PaTH
 
 `features` computes arrays per token from content (forget gates, second projections of q)
-that the other hooks read. Those of keys are cached beside k and v. `tables` computes arrays
-from coordinates alone, which q, k and all layers can share.
+that the other hooks read. Caches store the arrays of keys together with k and v. `tables` computes
+arrays from coordinates alone, which q, k and all layers can share.
 
 Two arrays locate a token. Positions, int32 [B, T], order the tokens: masks, windows and
-caches use them, schemes never read them. Coordinates are what a scheme encodes: int32 or
-float32, [B, T], or [A, B, T] for a scheme of A axes. They default to the positions.
+caches use them, schemes never read them. Coordinates are the numbers that a scheme encodes: int32
+or float32, [B, T], or [A, B, T] for a scheme of A axes. They default to the positions.
 """
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import jax
 
+from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.rules import Rule
 
@@ -35,7 +37,7 @@ class Acts(enum.Flag):
 
     EMBEDDING = enum.auto()
     QK = enum.auto()
-    V = enum.auto()  # v itself; VALUES is what rules add per pair.
+    V = enum.auto()  # v itself; VALUES are terms that rules add per pair.
     LOGITS = enum.auto()
     VALUES = enum.auto()
     ATTENTION = enum.auto()
@@ -55,9 +57,9 @@ class Traits:
       num_axes: number A of coordinate axes. Coordinates [B, T] must be accepted too.
       shared_over_layers: the authors share one set of parameters between all layers.
       scale_embedding: the authors multiply token embeddings by sqrt(D) before `embed`.
-      order_only: only the order of coordinates matters, not their values.
+      order_only: the order of coordinates matters, not their values.
       reads_x: `features` reads x, which Flax's stock attention does not provide.
-      transforms_rows: a rule is a `LogitsTransform`, of which attention takes one.
+      transforms_rows: a rule is a `LogitsTransform`; attention takes only one.
       cache_transformed_keys: k is cached after `key`. False: `key` depends on later tokens,
         so k is cached as projected and transformed at every step.
       num_sink_tokens: number of initial tokens of a sequence that stay visible outside the
@@ -133,16 +135,16 @@ class Scheme:
             Acts.OUTPUT: ("output",),
         }
         cls = type(self)
-        found = Acts(0)
+        acts = Acts(0)
         for place, hooks in places.items():
             if any(getattr(cls, hook) is not getattr(Scheme, hook) for hook in hooks):
-                found |= place
-        if not found:
+                acts |= place
+        if not acts:
             raise TypeError(
                 f"{cls.__name__} overrides none of embed, mix, query, key, value, rules, attend "
                 "and output, so it encodes nothing; is a hook misspelt?"
             )
-        return found
+        return acts
 
     @property
     def acts_in_attention(self) -> bool:
@@ -153,6 +155,16 @@ class Scheme:
         """Returns new parameters, float32."""
         return {}
 
+    @property
+    def param_axes(self) -> Any:
+        """The axes of parameters in words, nested as in `init`: {"table": "num_heads buckets"}.
+
+        Axes called "num_heads", "num_kv_heads", "head_dim" or "model_dim" can be sharded by
+        `axis_names` of the Flax layers. Other words are free. Parameters that are not mentioned
+        are replicated.
+        """
+        return {}
+
     def embed(self, params: Params, x: jax.Array, coordinates: jax.Array) -> jax.Array:
         """Returns token embeddings [B, T, D] with positions encoded."""
         return x
@@ -161,7 +173,7 @@ class Scheme:
         """Returns arrays that depend on coordinates alone, or None.
 
         Compute them once per step to share them between q, k and all layers; `query` and
-        `key` compute their own where none are given.
+        `key` compute them if they get None.
         """
         return None
 
@@ -176,12 +188,12 @@ class Scheme:
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         """Returns `(q, k, v, state)`, changed by earlier tokens of their segment.
 
-        It comes before all other hooks but `embed`.
+        It precedes all other hooks except `embed`.
 
         Args:
           params: the scheme's parameters.
           q, k, v: as projected, zero in padding.
-          segment_ids, state: as for `features`, with a state of its own.
+          segment_ids, state: as for `features`, with a separate state.
         """
         return q, k, v, state
 
@@ -232,7 +244,7 @@ class Scheme:
         features: Any = None,
         tables: Any = None,
     ) -> jax.Array:
-        """Returns k [B, S, K, H] with positions encoded; its last axis is that of q."""
+        """Returns k [B, S, K, H] with positions encoded; q and k have equal last axes."""
         return k
 
     def value(
@@ -243,7 +255,7 @@ class Scheme:
         features: Any = None,
         tables: Any = None,
     ) -> jax.Array:
-        """Returns v [B, S, K, V] with positions encoded, which is what a cache stores."""
+        """Returns v [B, S, K, V] with positions encoded; caches store the result."""
         return v
 
     def output(
@@ -254,7 +266,7 @@ class Scheme:
         features: Any = None,
         tables: Any = None,
     ) -> jax.Array:
-        """Returns what attention returned, [B, T, N, V], changed by the query's position."""
+        """Returns the output of attention [B, T, N, V], changed by the query's position."""
         return out
 
     def rules(
@@ -279,11 +291,10 @@ class Scheme:
 
         Args:
           params: the scheme's parameters.
-          q, k, v: queries and keys after `query` and `key`, and values. Keys may be those
-            of a cache, in any order.
+          q, k, v: arrays after `query`, `key` and `value`. Keys of a cache may be in any order.
           q_coordinates, k_coordinates: [B, T] and [B, S], or [A, B, ...].
           q_features, k_features: from `features`.
-          attention: the attention to call, with positions, masks and options set.
+          attention: the attention function, with positions, masks and options set.
         """
         return attention(q, k, v, self.rules(params, q_features, k_features))
 
@@ -300,7 +311,36 @@ class Scheme:
         return dataclasses.replace(self, **changes)
 
 
-def check_scheme(where: str, scheme: Any) -> None:
-    """Raises `TypeError` for anything but a scheme: its name, its class."""
+def check_scheme(caller: str, scheme: Any) -> None:
+    """Raises `TypeError` for other types, such as the name or the class of a scheme."""
     if not isinstance(scheme, Scheme):
-        raise TypeError(f"{where}: scheme must be a Scheme, got {scheme!r}.")
+        raise TypeError(f"{caller}: scheme must be a Scheme, got {scheme!r}.")
+
+
+def param_axes(scheme: Scheme) -> list[list[str]]:
+    """Returns the words of `Scheme.param_axes` for each parameter, in the order of its leaves.
+
+    Raises:
+      ValueError: if a parameter has another number of axes.
+    """
+    axes = []
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
+    for path, param in jax.tree.leaves_with_path(params):
+        words = _words(scheme.param_axes, path) or ["-"] * param.ndim
+        require(
+            len(words) == param.ndim,
+            f"{type(scheme).__name__}.param_axes: {jax.tree_util.keystr(path)} has shape "
+            f"{param.shape}, got {' '.join(words)!r}.",
+        )
+        axes.append(words)
+    return axes
+
+
+def _words(axes: Any, path: tuple[Any, ...]) -> list[str]:
+    """Returns the words at a path, none where there is no entry."""
+    for key in path:
+        if isinstance(axes, str):  # The same axes for all leaves below.
+            break
+        index = getattr(key, "key", getattr(key, "idx", None))
+        axes = (axes if isinstance(axes, Mapping) else dict(enumerate(axes))).get(index, "")
+    return axes.split() if isinstance(axes, str) else []

@@ -1,9 +1,9 @@
-"""The table of docs/serving.md: every scheme in every kind of cache, in the situations of a server.
+"""Writes the table of docs/serving.md: every scheme in every kind of cache, as a server uses it.
 
-An error is the largest difference of a decoded output from that of one pass over the same tokens.
+An error is the largest difference between a decoded output and one pass over the same tokens.
 
-    PYTHONPATH=.:tests python tests/cache/make_serving.py               write the table in the page
-    PYTHONPATH=.:tests python tests/cache/make_serving.py --only fox,t5  some rows of it
+    PYTHONPATH=.:tests python tests/cache/make_serving.py                write the whole table
+    PYTHONPATH=.:tests python tests/cache/make_serving.py --only fox,t5  write these rows only
 """
 
 import argparse
@@ -19,7 +19,7 @@ from support import SIZES, build
 import posenc_jax as pe
 from posenc_jax import testing
 
-PAGE = pathlib.Path(pe.__file__).parents[2] / "docs" / "serving.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
 ROWS, LONGEST, WINDOW, SINKS, BACK = 3, 136, 8, 2, 7
 VOCABULARY = np.random.default_rng(0).normal(size=(64, SIZES["model_dim"])).astype(np.float32)
 OPTIONS = {"swin": {"window": (16, 16)}, "swin_v2": {"window": (16, 16), "width": 16}}
@@ -27,10 +27,9 @@ POLICIES = {
     "full": {},
     "ring": {"ring": True},
     "sinks": {"ring": True},
-    "paged": {"block_size": 8},
 }
 METHODS = "reset", "take", "insert", "rewind"
-CHANGES = {name: testing._jit(getattr(pe.KVCache, name)) for name in METHODS}
+CHANGES = {name: testing.jit_fast(getattr(pe.KVCache, name)) for name in METHODS}
 Row = list[tuple[int, int, int] | None]  # Token, position and segment; None is padding.
 
 
@@ -42,13 +41,12 @@ class Model:
         self.scheme, self.policy = scheme, policy
         self.window = WINDOW if policy.get("ring") else None
         self.traces = collections.Counter()
-        self._jitted = testing._jit(self._call, donate_argnums=0)
+        self._jitted = testing.jit_fast(self._call, donate_argnums=0)
 
     def _call(self, cache, params, weights, x, **tokens):
         self.traces[x.shape, cache and cache.positions.shape] += 1
-        case, how = self.case, {"window": self.window}
-        how["implementation"] = None if cache else "reference"
-        return case.model(self.scheme, params, weights, x, cache=cache, **tokens, **how)
+        options = {"window": self.window, "implementation": None if cache else "reference"}
+        return self.case.model(self.scheme, params, weights, x, cache=cache, **tokens, **options)
 
     def __call__(self, cache: pe.KVCache | None, rows: list[Row]):
         """Returns outputs [B, T, N, H] and the cache."""
@@ -56,8 +54,8 @@ class Model:
             np.array([[t or (0, 0, -1) for t in row] for row in rows], np.int32), -1, 0
         )
         x, case = VOCABULARY[tokens], self.case
-        where = {"positions": positions, "segment_ids": segments}
-        out, cache = self._jitted(cache, case.params, case.weights, x, **where)
+        segmentation = {"positions": positions, "segment_ids": segments}
+        out, cache = self._jitted(cache, case.params, case.weights, x, **segmentation)
         return np.asarray(out), cache
 
     def empty(self, chunk: int) -> pe.KVCache:
@@ -77,7 +75,7 @@ class Model:
 
 
 class Server:
-    """A cache, and lists of the tokens that its rows should hold."""
+    """A cache, and for each row the list of its tokens."""
 
     def __init__(self, model: Model, chunk: int = 7):
         self.model, self.chunk, self.cache = model, chunk, model.empty(chunk)
@@ -92,10 +90,10 @@ class Server:
             now = [row[: self.chunk] + [None] * (self.chunk - len(row)) for row in new]
             new = [row[self.chunk :] for row in new]
             out, self.cache = self.model(self.cache, now)
-            for row, outs, tokens, found in zip(self.rows, self.outs, now, out, strict=True):
-                for token, one in zip(tokens, found, strict=True):
+            for row, outs, tokens, outputs in zip(self.rows, self.outs, now, out, strict=True):
+                for token, output in zip(tokens, outputs, strict=True):
                     if token is not None:
-                        outs[len(row)] = one
+                        outs[len(row)] = output
                         row.append(token)
 
     def check(self) -> float:
@@ -108,7 +106,7 @@ class Server:
         return self.error
 
     def change(self, name: str, *arguments, rows: list[Row]) -> None:
-        """Calls a method of the cache, after which it should hold these rows."""
+        """Calls a method of the cache, which should then hold `rows`."""
         self.check()
         self.cache = CHANGES[name](self.cache, *arguments)
         self.rows = [list(row) for row in rows]
@@ -121,7 +119,7 @@ def text(length: int, seed: int, segment: int = 0) -> Row:
 
 
 def chunks(size: int, length: int):
-    """Returns a situation: `size` tokens at a time."""
+    """Returns the situation of `size` tokens at a time."""
 
     def situation(model: Model) -> float:
         server = Server(model, size)
@@ -184,9 +182,9 @@ def rewound(model: Model) -> float:
     server = Server(model)
     server.add(text(14, 1), text(12, 2), text(7, 3))
     counts = (2, 0, 7)
-    kept = [row[: len(row) - n] for row, n in zip(server.rows, counts, strict=True)]
-    server.change("rewind", np.array(counts), rows=kept)
-    server.add(*([(n, t + len(row), 0) for n, t, _ in text(9, 8)] for row in kept))
+    rows = [row[: len(row) - n] for row, n in zip(server.rows, counts, strict=True)]
+    server.change("rewind", np.array(counts), rows=rows)
+    server.add(*([(n, t + len(row), 0) for n, t, _ in text(9, 8)] for row in rows))
     return server.check()
 
 
@@ -205,17 +203,17 @@ SITUATIONS = {
 
 
 def measure(scheme: pe.Scheme, policy: str, only: tuple[str, ...] = ()) -> dict[str, float]:
-    """Returns the largest error by situation.
+    """Returns the largest error of each situation.
 
     Raises:
-      ValueError, NotImplementedError: for a scheme that this kind of cache has no meaning for.
+      ValueError, NotImplementedError: for a scheme that does not support this kind of cache.
       AssertionError: if a step was traced more than once.
     """
     scheme = pe.streaming(scheme, SINKS) if policy == "sinks" else scheme
     model = Model(scheme, **POLICIES[policy])
-    # The slots for sink tokens hold those of one sequence.
-    left_out = ("packed",) if policy == "sinks" else ()
-    names = [n for n in only or SITUATIONS if n not in left_out]
+    # The reserved slots hold the sink tokens of one sequence.
+    skipped = ("packed",) if policy == "sinks" else ()
+    names = [n for n in only or SITUATIONS if n not in skipped]
     errors = {name: SITUATIONS[name](model) for name in names}
     assert set(model.traces.values()) == {1}, f"traces by shape: {model.traces}"
     return errors
@@ -229,22 +227,22 @@ def scheme_of(name: str) -> pe.Scheme:
 
 
 def cell(name: str, policy: str) -> str:
-    """Returns the worst error of a scheme in a kind of cache, or that it raises; prints all."""
+    """Returns the largest error of a scheme in a kind of cache, or "raises"; prints all errors."""
     try:
         errors = measure(scheme_of(name), policy)
     except (ValueError, NotImplementedError) as error:
         print(f"{name}, {policy}: raises {error}", flush=True)
         return "raises"
-    found = ", ".join(f"{situation} {error:.0e}" for situation, error in errors.items())
-    print(f"{name}, {policy}: {found}", flush=True)
+    numbers = ", ".join(f"{situation} {error:.0e}" for situation, error in errors.items())
+    print(f"{name}, {policy}: {numbers}", flush=True)
     return f"{max(errors.values()):.0e}".replace("e-0", "e-")
 
 
-def main():
+def main(arguments: list[str] | None = None):
     """Writes rows of the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="NAMES", help="write these rows, and keep the others")
-    only = parser.parse_args().only
+    parser.add_argument("--only", metavar="NAMES", help="write these rows only")
+    only = parser.parse_args(arguments).only
     names = only.split(",") if only else list(pe.SCHEMES)
     unknown = [name for name in names if name not in pe.SCHEMES]
     if unknown:
@@ -255,11 +253,12 @@ def main():
 
 
 def write(new: dict[str, list[str]]) -> None:
-    """Writes rows into the table, and keeps the others."""
+    """Replaces these rows of the table."""
     page = PAGE.read_text()
     start = page.index("| scheme | full |")
     cells = r" (\S+) \|" * len(POLICIES)
-    rows = {name: found for name, *found in re.findall(rf"(?m)^\| `(\w+)` \|{cells}$", page)} | new
+    old = re.findall(rf"(?m)^\| `(\w+)` \|{cells}$", page)
+    rows = {name: values for name, *values in old} | new
     head = ["scheme", *POLICIES], ["---"] * (1 + len(POLICIES))
     lines = [*head, *([f"`{name}`", *rows[name]] for name in pe.SCHEMES if name in rows)]
     PAGE.write_text(page[:start] + "".join(f"| {' | '.join(line)} |\n" for line in lines))

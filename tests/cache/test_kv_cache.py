@@ -1,4 +1,4 @@
-"""The cache: what it stores, the slots it writes, and overflow."""
+"""The cache: its arrays, the slots that it writes, overflow, and changes of rows."""
 
 import dataclasses
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.cache.ring import loses_visible
 
 
 def empty(capacity=5, **options):
@@ -19,11 +18,11 @@ def empty(capacity=5, **options):
 
 def tokens(count, start=0):
     """k and v that number their tokens, positions and segments."""
-    at = start + np.arange(count)
-    number = np.broadcast_to(at[None, :, None, None] + 1.0, (2, count, 3, 1))
+    positions = start + np.arange(count)
+    number = np.broadcast_to(positions[None, :, None, None] + 1.0, (2, count, 3, 1))
     k, v = (jnp.asarray(np.broadcast_to(number, (2, count, 3, n)), "f4") for n in (4, 6))
-    at = jnp.asarray(np.broadcast_to(at, (2, count)), jnp.int32)
-    return k, v, at, jnp.zeros_like(at)
+    positions = jnp.asarray(np.broadcast_to(positions, (2, count)), jnp.int32)
+    return k, v, positions, jnp.zeros_like(positions)
 
 
 def held(cache):
@@ -70,12 +69,12 @@ def test_a_ring_holds_the_newest_tokens(chunk):
 
 
 def test_the_next_position_counts_tokens_not_slots():
-    k, v, at, _ = tokens(4)
+    k, v, positions, _ = tokens(4)
     segments = jnp.array([[-1, -1, 0, 0], [0, 0, 0, -1]])
     cache = empty().append(k, v, jnp.array([[9, 9, 0, 1], [7, 8, 9, 20]]), segments)
     np.testing.assert_array_equal(cache.next_positions, [2, 10])
     nothing = jnp.full_like(segments, -1)
-    np.testing.assert_array_equal(empty().append(k, v, at, nothing).next_positions, [0, 0])
+    np.testing.assert_array_equal(empty().append(k, v, positions, nothing).next_positions, [0, 0])
     back = cache.append(k[:, :1], v[:, :1], jnp.array([[0], [0]]), jnp.array([[0], [0]]))
     np.testing.assert_array_equal(back.next_positions, [2, 10])
 
@@ -83,31 +82,30 @@ def test_the_next_position_counts_tokens_not_slots():
 def test_coordinates_features_and_state_are_stored():
     shapes = {"gate": jax.ShapeDtypeStruct((2, 1, 3), jnp.float32)}
     state = {"sum": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
-    at = jax.ShapeDtypeStruct((2, 1), jnp.float32)
-    cache = empty(coordinates=at, k_features=shapes, state=state)
-    assert np.all(np.asarray(cache.state["sum"]) == 0)
+    shape = jax.ShapeDtypeStruct((2, 1), jnp.float32)
     gate = jnp.arange(12.0).reshape(2, 2, 3)
-    where = jnp.array([[0.5, 1.0], [2.0, 2.5]])
+    coordinates = jnp.array([[0.5, 1.0], [2.0, 2.5]])
     for ring in (False, True):
-        cache = dataclasses.replace(cache, ring=ring)
+        cache = empty(coordinates=shape, k_features=shapes, state=state, ring=ring)
+        assert np.all(np.asarray(cache.state["sum"]) == 0)
         new = cache.append(
             *tokens(2),
-            coordinates=where,
+            coordinates=coordinates,
             k_features={"gate": gate},
             state={"sum": jnp.ones((2, 3))},
         )
         np.testing.assert_array_equal(
             new.k_features["gate"], np.pad(gate, ((0, 0), (0, 3), (0, 0)))
         )
-        np.testing.assert_array_equal(new.coordinates, np.pad(where, ((0, 0), (0, 3))))
+        np.testing.assert_array_equal(new.coordinates, np.pad(coordinates, ((0, 0), (0, 3))))
         assert np.all(np.asarray(new.state["sum"]) == 1)
 
 
 def test_arrays_are_stored_in_the_dtype_of_the_cache():
     shape = jax.ShapeDtypeStruct((2, 1, 3, 4), jnp.bfloat16)
     cache = pe.KVCache.empty(shape, shape, 5)
-    k, _, at, segments = tokens(2)
-    assert cache.append(k, k, at, segments).k.dtype == jnp.bfloat16
+    k, _, positions, segments = tokens(2)
+    assert cache.append(k, k, positions, segments).k.dtype == jnp.bfloat16
 
 
 def test_a_full_cache_raises_and_overflows_under_jit():
@@ -120,7 +118,7 @@ def test_a_full_cache_raises_and_overflows_under_jit():
     assert not step(cache, *tokens(1)).overflowed.any()
     lost = step(cache, *tokens(2))
     assert lost.overflowed.all() and step(lost, *tokens(1)).overflowed.all()
-    # All that is stored is right, so taking back what did not fit mends the row.
+    # Without the token that did not fit, the row is whole again.
     whole = lost.rewind(1)
     assert held(whole) == [1, 2, 3, 4, 1] and not whole.overflowed.any()
 
@@ -137,18 +135,18 @@ def test_a_cache_needs_a_slot():
 
 
 def test_coordinates_are_given_in_every_call_or_in_none():
-    at = jnp.zeros((2, 2), jnp.int32)
+    coordinates = jnp.zeros((2, 2), jnp.int32)
     with pytest.raises(ValueError, match="KVCache: the cache was made for no coordinates; give"):
-        empty().append(*tokens(2), coordinates=at)
+        empty().append(*tokens(2), coordinates=coordinates)
     with pytest.raises(ValueError, match="KVCache: the cache was made for coordinates; give"):
-        empty(coordinates=at).append(*tokens(2))
+        empty(coordinates=coordinates).append(*tokens(2))
 
 
 def test_float_coordinates_are_not_truncated_to_an_integer_cache():
-    at = jnp.zeros((2, 2), jnp.int32)
+    zeros = jnp.zeros((2, 2), jnp.int32)
     with pytest.raises(ValueError, match="made for int32 coordinates, got float32"):
-        empty(coordinates=at).append(*tokens(2), coordinates=jnp.full((2, 2), 0.5))
-    cache = empty(coordinates=at.astype(jnp.float32)).append(*tokens(2), coordinates=at + 3)
+        empty(coordinates=zeros).append(*tokens(2), coordinates=jnp.full((2, 2), 0.5))
+    cache = empty(coordinates=zeros.astype(jnp.float32)).append(*tokens(2), coordinates=zeros + 3)
     np.testing.assert_array_equal(cache.coordinates[:, :2], np.full((2, 2), 3.0))
 
 
@@ -190,8 +188,8 @@ def test_a_ring_keeps_its_sink_slots():
     cache = pe.KVCache.empty(shape, shape, 5, ring=True, num_sink_tokens=2)
     for t in range(9):
         x = jnp.full((1, 1, 1, 1), float(t))
-        at = jnp.full((1, 1), t, jnp.int32)
-        cache = cache.append(x, x, at, jnp.zeros_like(at))
+        position = jnp.full((1, 1), t, jnp.int32)
+        cache = cache.append(x, x, position, jnp.zeros_like(position))
     np.testing.assert_array_equal(cache.k.ravel(), [0, 1, 8, 6, 7])
     whole = jnp.arange(9, 12, dtype=jnp.float32).reshape(1, 3, 1, 1)
     cache = cache.append(whole, whole, jnp.arange(9, 12)[None], jnp.zeros((1, 3), jnp.int32))
@@ -211,22 +209,21 @@ def test_a_ring_forgets_what_is_taken_back(sinks):
     for length in range(1, 12):
         cache = cache.append(*tokens(1, start=length - 1))
         for count in range(length + 1):
-            kept = set(range(max(sinks, length - 5 + sinks), length - count))
-            kept |= set(range(min(sinks, length - count)))
-            assert set(held(cache.rewind(count))) - {0} == {i + 1 for i in kept}
+            expected = set(range(max(sinks, length - 5 + sinks), length - count))
+            expected |= set(range(min(sinks, length - count)))
+            assert set(held(cache.rewind(count))) - {0} == {i + 1 for i in expected}
 
 
 def test_positions_at_the_ends_of_int32_do_not_wrap():
     low, high = -(2**31), 2**31 - 1
     k, v, _, segments = tokens(5)
-    at = jnp.array([[low, low + 1, low + 2, low + 3, low + 4]] * 2, jnp.int32)
-    ring = empty(ring=True).append(k, v, at, segments)
+    positions = jnp.array([[low, low + 1, low + 2, low + 3, low + 4]] * 2, jnp.int32)
+    ring = empty(ring=True).append(k, v, positions, segments)
     new = jnp.array([[high], [low + 4]], jnp.int32)
-    after = ring.append(k[:, :1], v[:, :1], new, jnp.zeros_like(new))
-    lost = loses_visible(after, new, jnp.zeros_like(new), left=4)
-    np.testing.assert_array_equal(lost, [False, True])
-    one = [a[:, :1] for a in (k, v)]
-    full = empty().append(*one, jnp.full((2, 1), high), jnp.zeros((2, 1), jnp.int32))
+    after = ring.append(k[:, :1], v[:, :1], new, jnp.zeros_like(new), window=5)
+    np.testing.assert_array_equal(after.overflowed, [False, True])
+    first = [a[:, :1] for a in (k, v)]
+    full = empty().append(*first, jnp.full((2, 1), high), jnp.zeros((2, 1), jnp.int32))
     np.testing.assert_array_equal(full.next_positions, [high, high])
 
 
@@ -266,14 +263,17 @@ def test_caches_under_scan_report_their_overflow():
     np.testing.assert_array_equal(new.overflowed, [[False] * 2] * 3)
     _, new = jax.lax.scan(lambda _, c: (None, c.append(*tokens(2))), None, new)
     np.testing.assert_array_equal(new.overflowed, [[True] * 2] * 3)
+    back = jax.vmap(lambda c: c.rewind(1))(new)
+    np.testing.assert_array_equal(back.overflowed, [[False] * 2] * 3)
+    np.testing.assert_array_equal(back.length, [[5] * 2] * 3)
 
 
 def everything(batch=3, capacity=5, **options):
     """An empty cache with every kind of array."""
     shape = jax.ShapeDtypeStruct((batch, 1, 3, 4), jnp.float32)
-    at = jax.ShapeDtypeStruct((2, batch, 1), jnp.float32)
+    coordinates = jax.ShapeDtypeStruct((2, batch, 1), jnp.float32)
     state = {"sum": jax.ShapeDtypeStruct((batch, 2), jnp.float32)}
-    arrays = {"coordinates": at, "k_features": (shape,), "state": state}
+    arrays = {"coordinates": coordinates, "k_features": (shape,), "state": state}
     return pe.KVCache.empty(shape, shape, capacity, **arrays, **options)
 
 
@@ -287,12 +287,12 @@ def filled(cache, count, seed):
         shape[axis] = count
         return jnp.asarray(numbers.normal(size=shape), old.dtype)
 
-    at = jnp.broadcast_to(jnp.arange(count)[None] + 10 * seed, (batch, count))
+    positions = jnp.broadcast_to(jnp.arange(count)[None] + 10 * seed, (batch, count))
     return cache.append(
         random(cache.k),
         random(cache.v),
-        at,
-        jnp.zeros_like(at),
+        positions,
+        jnp.zeros_like(positions),
         coordinates=random(cache.coordinates, -1),
         k_features=jax.tree.map(random, cache.k_features),
         state=jax.tree.map(lambda x: jnp.asarray(numbers.normal(size=x.shape), "f4"), cache.state),
@@ -323,8 +323,8 @@ def test_rows_move_with_all_that_belongs_to_them():
         same(row_of(put, new), old)
     for rows in ([0, 2], np.array([True, False, True])):
         freed = a.reset(rows)
-        for row, kept in enumerate([everything(), a, everything()]):
-            same(row_of(freed, row), row_of(kept, row))
+        for row, expected in enumerate([everything(), a, everything()]):
+            same(row_of(freed, row), row_of(expected, row))
 
 
 @pytest.mark.parametrize("ring, slots", [(False, 5), (True, 5), (True, 7)])
@@ -344,23 +344,27 @@ def test_rows_of_stacked_caches_are_changed_under_vmap():
         (lambda c, o: c.insert(0, o)),
     ]
     for change in changes:
-        found = jax.vmap(change)(stacked, other)
+        changed = jax.vmap(change)(stacked, other)
         each = [change(c, c.take(np.array([1]))) for c in layers]
-        same(found, jax.tree.map(lambda *x: jnp.stack(x), *each))
+        same(changed, jax.tree.map(lambda *x: jnp.stack(x), *each))
 
 
 def test_rows_that_do_not_exist_are_refused_and_left_out_under_jit():
-    a, one = filled(everything(), 3, seed=1), filled(everything(1), 2, seed=2)
+    a, prompt = filled(everything(), 3, seed=1), filled(everything(1), 2, seed=2)
     for rows in (3, -1):
-        at = np.array([0, rows, 1])
-        for name, arguments in {"take": (at,), "reset": (at,), "insert": (rows, one)}.items():
+        three = np.array([0, rows, 1])
+        for name, arguments in {
+            "take": (three,),
+            "reset": (three,),
+            "insert": (rows, prompt),
+        }.items():
             message = rf"KVCache.{name}: rows must be from 0 to 2, got .*{rows}"
             with pytest.raises(ValueError, match=message):
                 getattr(a, name)(*arguments)
         np.testing.assert_array_equal(
-            jax.jit(pe.KVCache.take)(a, at).overflowed, [False, True, False]
+            jax.jit(pe.KVCache.take)(a, three).overflowed, [False, True, False]
         )
-        same(jax.jit(pe.KVCache.insert)(a, rows, one), a)
+        same(jax.jit(pe.KVCache.insert)(a, rows, prompt), a)
         same(jax.jit(pe.KVCache.reset)(a, np.array([rows])), a)
 
 
@@ -384,8 +388,10 @@ def test_more_tokens_than_there_are_are_not_taken_back():
     cache = empty().append(*tokens(3))
     np.testing.assert_array_equal(cache.rewind([0, 2]).length, [3, 1])
     np.testing.assert_array_equal(cache.rewind([0, 2]).next_positions, [3, 1])
-    for count, row, given in ((4, 0, 4), ([1, -1], 1, -1)):
-        with pytest.raises(ValueError, match=f"row {row} can lose from 0 to 3 tokens, got {given}"):
+    for count, row, refused in ((4, 0, 4), ([1, -1], 1, -1)):
+        with pytest.raises(
+            ValueError, match=f"row {row} can lose from 0 to 3 tokens, got {refused}"
+        ):
             cache.rewind(count)
     lost = jax.jit(pe.KVCache.rewind)(cache, np.array([4, 1]))
     np.testing.assert_array_equal(lost.overflowed, [True, False])

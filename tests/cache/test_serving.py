@@ -1,4 +1,4 @@
-"""Rows of a cache that start, end, move and go back on their own, against lists of tokens."""
+"""Rows of a cache that start, end, move and rewind independently, against lists of tokens."""
 
 import dataclasses
 import functools
@@ -8,9 +8,9 @@ import re
 import flax
 import jax
 import jax.numpy as jnp
-import make_serving
 import numpy as np
 import pytest
+from cache import make_serving
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -21,7 +21,7 @@ from posenc_jax import nnx, testing
 
 ROWS, CHUNK, CAPACITY, DIM = 3, 3, 12, 8
 LONGEST = CAPACITY + 2 * CHUNK  # Tokens of the whole forward pass that outputs are compared with.
-WINDOW, SINKS, BACK, BLOCK = 4, 2, 4, 4
+WINDOW, SINKS, BACK = 4, 2, 4
 VOCABULARY = np.random.default_rng(0).normal(size=(64, DIM)).astype(np.float32)
 SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "model_dim": DIM}
 # Rotated keys, arrays per key, running sums, and the last inputs of convolutions.
@@ -39,7 +39,6 @@ class Policy:
     scheme: pe.Scheme
     ring: bool
     back: int
-    blocks: int = 0
 
     @property
     def window(self):
@@ -53,8 +52,6 @@ class Policy:
         # A ring with room to take back `BACK` tokens.
         capacity = self.sinks + WINDOW - 1 + max(CHUNK, BACK) if self.ring else CAPACITY
         options = {"ring": self.ring, "max_rewind": self.back}
-        if self.blocks:
-            options |= {"block_size": BLOCK, "num_blocks": self.blocks}
         return pe.new_cache(self.scheme, batch, capacity, **SIZES, **options)
 
 
@@ -62,7 +59,6 @@ POLICIES = {
     "full": Policy(SUMS, False, BACK),
     "ring": Policy(SUMS, True, BACK),
     "sinks": Policy(pe.streaming(pe.RoPE(head_dim=4), SINKS), True, 0),
-    "paged": Policy(SUMS, False, BACK, blocks=7),  # Three full rows would have nine.
 }
 
 
@@ -83,32 +79,29 @@ def attend(policy, tokens, segment_ids, cache=None):
     x = jnp.asarray(VOCABULARY)[tokens]
     q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights())
     options = {"is_causal": True, "window": policy.window, "x": x, "implementation": "reference"}
-    where = {"segment_ids": segment_ids, "cache": cache}  # Padding anywhere in a chunk.
-    return pe.scheme_attention(
-        policy.scheme, parameters(policy.scheme), q, k, v, **where, **options
-    )
+    options |= {"segment_ids": segment_ids, "cache": cache}  # Padding anywhere in a chunk.
+    return pe.scheme_attention(policy.scheme, parameters(policy.scheme), q, k, v, **options)
 
 
-whole = testing._jit(lambda policy, *rows: attend(policy, *rows)[0], static_argnums=0)
-append = testing._jit(attend, static_argnums=0)
-empty = testing._jit(lambda policy: policy.empty(), static_argnums=0)
-prefill = testing._jit(
+whole = testing.jit_fast(lambda policy, *rows: attend(policy, *rows)[0], static_argnums=0)
+append = testing.jit_fast(attend, static_argnums=0)
+empty = testing.jit_fast(lambda policy: policy.empty(), static_argnums=0)
+prefill = testing.jit_fast(
     lambda policy, *tokens: attend(policy, *tokens, policy.empty(1))[1], static_argnums=0
 )
 take, insert, reset, rewind = (
-    testing._jit(getattr(pe.KVCache, name)) for name in ("take", "insert", "reset", "rewind")
+    testing.jit_fast(getattr(pe.KVCache, name)) for name in ("take", "insert", "reset", "rewind")
 )
 
 
 class Row:
-    """What one row should hold: a list."""
+    """The expected contents of one row, as a list."""
 
-    def __init__(self, tokens=(), written=0, back=0, lost=False, blocks=()):
+    def __init__(self, tokens=(), written=0, back=0, lost=False):
         self.tokens, self.written, self.back, self.lost = list(tokens), written, back, lost
-        self.blocks = list(blocks)  # The numbers of its blocks, in a pool.
 
     def copy(self):
-        return Row(self.tokens, self.written, self.back, self.lost, self.blocks)
+        return Row(self.tokens, self.written, self.back, self.lost)
 
     def append(self, tokens, policy, capacity):
         start = len(self.tokens)
@@ -132,33 +125,7 @@ class Row:
         self.back = max(self.back - count, 0)
 
     def is_lost(self, policy):
-        room = len(self.blocks) * BLOCK if policy.blocks else CAPACITY
-        return self.lost or (not policy.ring and len(self.tokens) > room)
-
-
-def free_blocks(rows, policy):
-    return sorted(set(range(policy.blocks)) - {block for row in rows for block in row.blocks})
-
-
-def grow(rows, chosen, policy):
-    """Gives some rows the blocks that they need."""
-    for row in (row for row, grows in zip(rows, chosen, strict=True) if grows):
-        needed = -(-min(len(row.tokens), CAPACITY) // BLOCK) - len(row.blocks)
-        row.blocks += free_blocks(rows, policy)[:needed]
-
-
-def settle(rows, policy):
-    """Takes back unused blocks; of rows that would write to one block, all but one get another."""
-    for row in rows:
-        del row.blocks[-(-len(row.tokens) // BLOCK) :]
-    free = free_blocks(rows, policy)
-    full = {block for row in rows for block in row.blocks[: len(row.tokens) // BLOCK]}
-    written = set(full)
-    for row in rows:
-        if len(row.tokens) // BLOCK < len(row.blocks):
-            if row.blocks[-1] in written:
-                row.blocks[-1:] = [free.pop()] if free else []
-            written.update(row.blocks[len(row.tokens) // BLOCK :])
+        return self.lost or (not policy.ring and len(self.tokens) > CAPACITY)
 
 
 def padded(rows):
@@ -187,49 +154,39 @@ operation = st.one_of(
 def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
     """Appended, reordered, freed, reused and taken back at random; 1e-5."""
     policy = POLICIES[name]
-    contiguous = dataclasses.replace(policy, blocks=0)  # Prompts are prefilled without blocks.
     cache, rows = empty(policy), [Row() for _ in range(ROWS)]
     capacity = cache.capacity
-    for what, value in operations:
-        if what == "append":
-            had_all = [not row.is_lost(policy) for row in rows]
+    for method, value in operations:
+        if method == "append":
             numbers = np.array(value, np.int32)
             out, cache = append(policy, np.maximum(numbers, 0), np.minimum(numbers, 0), cache)
             for row, new in zip(rows, value, strict=True):
                 if len(row.tokens) > LONGEST - CHUNK:
                     return
                 row.append([n for n in new if n >= 0], policy, capacity)
-            grow(rows, had_all, policy)
-            out, expected = map(
-                np.asarray, (out, whole(contiguous, *padded([r.tokens for r in rows])))
-            )
+            out, expected = map(np.asarray, (out, whole(policy, *padded([r.tokens for r in rows]))))
             for i, (row, new) in enumerate(zip(rows, value, strict=True)):
                 real = [n >= 0 for n in new]
-                wanted = expected[i, len(row.tokens) - sum(real) : len(row.tokens)]
+                whole_row = expected[i, len(row.tokens) - sum(real) : len(row.tokens)]
                 if row.is_lost(policy):
                     assert np.isnan(out[i]).all()
                 else:
-                    np.testing.assert_allclose(out[i][np.array(real)], wanted, rtol=0, atol=1e-5)
-        elif what == "take":
+                    np.testing.assert_allclose(out[i][np.array(real)], whole_row, rtol=0, atol=1e-5)
+        elif method == "take":
             cache, rows = take(cache, np.array(value)), [rows[i].copy() for i in value]
-            settle(rows, policy)
-        elif what == "insert":
+        elif method == "insert":
             row, new = value
             numbers = np.array([new], np.int32)
-            one = prefill(contiguous, np.maximum(numbers, 0), np.minimum(numbers, 0))
-            cache, rows[row] = insert(cache, row, one), Row()
+            prompt = prefill(policy, np.maximum(numbers, 0), np.minimum(numbers, 0))
+            cache, rows[row] = insert(cache, row, prompt), Row()
             rows[row].append([n for n in new if n >= 0], policy, capacity)
-            grow(rows, [i == row for i in range(ROWS)], policy)
-        elif what == "reset":
+        elif method == "reset":
             cache = reset(cache, np.array(value))
             rows = [Row() if freed else row for row, freed in zip(rows, value, strict=True)]
         else:
             cache = rewind(cache, np.array(value))
             for row, count in zip(rows, value, strict=True):
                 row.rewind(count, policy)
-            settle(rows, policy)
-        if policy.blocks:
-            assert cache.num_free_blocks == len(free_blocks(rows, policy))
         np.testing.assert_array_equal(cache.length, [len(row.tokens) for row in rows])
         # The position of a row is known while the cache holds its last token.
         beyond = [
@@ -261,22 +218,22 @@ def buffers(cache):
     return {str(list(x.shape)).replace(" ", "") for x in jax.tree.leaves(arrays)}
 
 
-@pytest.mark.parametrize("kind", [{}, {"ring": True}, {"block_size": 7}], ids=str)
+@pytest.mark.parametrize("kind", [{}, {"ring": True}], ids=str)
 def test_a_donated_cache_is_written_in_place(kind):
     """No array with all slots is copied, and appending takes the same memory for any S."""
     fox = pe.FoX(num_heads=2, model_dim=DIM)
-    x, at = jnp.zeros((ROWS, 3, DIM)), jnp.zeros((ROWS, 3), jnp.int32)
+    x, coordinates = jnp.zeros((ROWS, 3, DIM)), jnp.zeros((ROWS, 3), jnp.int32)
 
     def step(cache):
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights())
-        options = {"is_causal": True, "window": 4, "cache": cache, "coordinates": at}
+        options = {"is_causal": True, "window": 4, "cache": cache, "coordinates": coordinates}
         return pe.scheme_attention(fox, parameters(fox), q, k, v, x=x, **options)
 
     def append(cache):
         return step(cache)[1]
 
     def compiled(function, capacity, **donated):
-        options = {"max_rewind": 2, "coordinates": at, **kind}
+        options = {"max_rewind": 2, "coordinates": coordinates, **kind}
         cache = pe.new_cache(fox, ROWS, capacity, **SIZES, **options)
         program = jax.jit(function, **donated).lower(cache).compile()
         shapes = (re.escape(shape) for shape in buffers(cache))
@@ -312,7 +269,7 @@ def test_rows_and_heads_on_explicit_axes():
                 kernel.set_value(jax.device_put(kernel.get_value(), spec))
         x = jax.device_put(x, of_x)
 
-        @functools.partial(testing._jit, donate_argnums=1)
+        @functools.partial(testing.jit_fast, donate_argnums=1)
         def step(x, cache):
             specs = {"out_sharding": of_x, "qkv_sharding": of_qkv}
             return flax.nnx.merge(graph, state)(x, cache=cache, **specs)
@@ -322,12 +279,17 @@ def test_rows_and_heads_on_explicit_axes():
             out, cache = step(x[:, part], cache)
             outs.append(out)
         np.testing.assert_allclose(np.concatenate(outs, 1), whole, rtol=0, atol=1e-5)
-        one = layer.new_cache(1, 6, qkv_sharding=P(None, None, "tensor"), max_rewind=2)
-        changes = {"reset": np.array([1, 0]), "rewind": 1, "insert": (3, one), "take": [3, 2, 1, 1]}
+        prompt = layer.new_cache(1, 6, qkv_sharding=P(None, None, "tensor"), max_rewind=2)
+        changes = {
+            "reset": np.array([1, 0]),
+            "rewind": 1,
+            "insert": (3, prompt),
+            "take": [3, 2, 1, 1],
+        }
         for name, argument in changes.items():
-            rest = argument if isinstance(argument, tuple) else (np.asarray(argument),)
-            program = testing._jit(getattr(pe.KVCache, name)).lower(cache, *rest).compile()
-            new, text = program(cache, *rest), program.as_text()
+            arguments = argument if isinstance(argument, tuple) else (np.asarray(argument),)
+            program = testing.jit_fast(getattr(pe.KVCache, name)).lower(cache, *arguments).compile()
+            new, text = program(cache, *arguments), program.as_text()
             assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, cache)
             assert name == "take" or not re.search(r"all-|collective-|reduce-scatter", text)
         replicated = layer.new_cache(4, 8)
@@ -335,27 +297,6 @@ def test_rows_and_heads_on_explicit_axes():
             ValueError, match=r"k is sharded as .*'data'.*new_cache\(..., qkv_shard"
         ):
             step(x[:, :3], replicated)
-        with pytest.raises(
-            ValueError, match=r"PagedKVCache: .* not be sharded by row, got P\('data"
-        ):
-            layer.new_cache(4, 8, block_size=4, qkv_sharding=of_qkv)
-        # Blocks are sharded by heads.
-        of_heads = P(None, None, "tensor", None)
-        paged = layer.new_cache(4, 8, block_size=4, qkv_sharding=of_heads, max_rewind=2)
-        k = jax.random.normal(jax.random.key(0), (4, 6, 2, 2))
-        at = jnp.broadcast_to(jnp.arange(6), (4, 6))
-        more = {"k_features": jnp.zeros((4, 6, 4)), "state": paged.state}
-        more["past_states"] = jax.tree.map(lambda x: jnp.zeros((4, 2, *x.shape[1:])), paged.state)
-
-        @testing._jit
-        def rotated(cache, k):
-            cache = cache.append(k, k, at, 0 * at, **more).take(np.array([1, 1, 0, 2]))
-            return cache.contiguous().k
-
-        program = rotated.lower(paged, jax.device_put(k, of_heads)).compile()
-        found = program(paged, jax.device_put(k, of_heads))
-        np.testing.assert_array_equal(found[:, :6], k[jnp.array([1, 1, 0, 2])])
-        assert not re.search(r"all-|collective-|reduce-scatter", program.as_text())
 
 
 @pytest.mark.parametrize(
@@ -364,18 +305,18 @@ def test_rows_and_heads_on_explicit_axes():
         ("learned", "full", ("left padding", "rows of different lengths", "rows inserted")),
         ("deberta", "ring", ("packed", "rows reused", "rewound")),
         ("t5", "sinks", ("chunks of 64", "rows reused", "beams")),
-        ("shaw", "paged", ("left padding", "rows inserted", "beams", "rewound")),
+        ("shaw", "full", ("beams", "rewound")),
     ],
 )
 def test_situations_of_a_server(name, policy, situations):
-    """Some cells of the table in docs/serving.md; its program measures all."""
+    """Some cells of the table in docs/serving.md, which make_serving.py measures."""
     errors = make_serving.measure(make_serving.scheme_of(name), policy, situations)
     assert max(errors.values()) < 1e-5, errors
 
 
 def test_the_documentation_has_every_scheme():
     page = make_serving.PAGE.read_text()
-    rows = re.findall(r"(?m)^\| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|$", page)
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \|$", page)
     assert [name for name, *_ in rows] == list(pe.SCHEMES), (
         "run tests/cache/make_serving.py --only NAME"
     )

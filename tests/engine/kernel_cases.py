@@ -1,4 +1,4 @@
-"""Problems for the kernels of any platform, and what is compared with the reference."""
+"""Problems for the kernels of any platform, and their outcomes."""
 
 import functools
 
@@ -130,7 +130,7 @@ def outcome(implementation, rule, options, arrays, dynamic):
 
     def loss(arrays):
         q, k, v = (arrays[n] for n in "qkv")
-        given = dict(options) | dynamic
+        all_options = dict(options) | dynamic
         sinks = arrays.get("sinks")
         rules = RULES[rule][1](arrays["params"], q, k)
         out, lse = pe.attention(
@@ -141,7 +141,7 @@ def outcome(implementation, rule, options, arrays, dynamic):
             sinks=sinks,
             return_lse=True,
             implementation=implementation,
-            **given,
+            **all_options,
         )
         seen = jnp.isfinite(lse)
         lse = jnp.where(seen, lse, 0.0)
@@ -165,7 +165,7 @@ def case_of(
 ):
     """Returns the rule, the static options, the arrays and the dynamic options of a case.
 
-    `explicit` gives what is seen as a mask: then features share a program of the reference.
+    `explicit` passes the visible pairs as a mask: features then share a program of the reference.
     """
     options = FEATURES[feature](length)
     options = explicit_mask(options, B, heads, length) if explicit else options
@@ -186,15 +186,15 @@ def case_of(
     return rule, static, arrays, dynamic
 
 
-def assert_close(got, wanted, tolerance=3e-5):
+def assert_close(got, expected, tolerance=3e-5):
     """To 3e-5 of the largest number of each array."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max()))
 
 
 def _by_query_head(params, q, k):
-    """Features of the keys that are those of a query head each."""
+    """Adds logits from features of keys per query head."""
     features = repeat_heads(k, q.shape[2])
     heads = jnp.linspace(0.5, 1.5, q.shape[2])[None, None, :, None].astype(q.dtype)
     return KINDS["wide"].rules(params, q, features * heads)[1:]

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels for GPUs, on a machine without a GPU.
+"""Spills and memory of the GPU kernels by the compiler, on a machine without a GPU.
 
 XLA compiles for an H100 that is only described, down to machine code: NVIDIA's assembler, ptxas,
 says how many registers each kernel takes and how many bytes it spills to memory, the kernel how
@@ -8,7 +8,7 @@ with 1 if a kernel spills 64 bytes more or needs more memory, and with 2 if ther
 compare with.
 
     make gpu-static                       compile and compare
-    make gpu-static ARGS=--write          and write down what came out, for this version of jax
+    make gpu-static ARGS=--write          and write the numbers down, for this version of jax
     make gpu-static ARGS="--cases 'none;t5'"
     make gpu-static ARGS=--table          print the table of docs/kernels.md from gpu_static.json
 
@@ -121,8 +121,8 @@ def program(case: Case, sharding):
     def attend(q, k, v, x, params, row, column, positions, segments):
         rules = ()
         if scheme is not None:
-            at = jnp.arange(T)[None] if positions is None else positions[None]
-            features = scheme.features(params, x, q, k, at, None, None)[:2]
+            q_positions = jnp.arange(T)[None] if positions is None else positions[None]
+            features = scheme.features(params, x, q, k, q_positions, None, None)[:2]
             rules = scheme.rules(params, *features)
         if case.rule == "separable":
             rules = SeparableBias(q_features=row, k_features=column)
@@ -151,8 +151,8 @@ def program(case: Case, sharding):
     q, k = spec((B, T, N, case.dim), dtype), spec((B, T, case.kv_heads, case.dim), dtype)
     params = {}
     if scheme is not None:
-        made = jax.eval_shape(scheme.init, jax.random.key(0))
-        params = jax.tree.map(lambda x: spec(x.shape, x.dtype), made)
+        shapes = jax.eval_shape(scheme.init, jax.random.key(0))
+        params = jax.tree.map(lambda x: spec(x.shape, x.dtype), shapes)
     gates = [spec((B, T, N)) if case.rule == "separable" else None] * 2
     positions = spec((T,), jnp.int32) if case.positions else None
     segments = spec((B, T), jnp.int32) if case.segments else None
@@ -169,14 +169,14 @@ def described():
 
 
 def measured(case: Case) -> dict[str, int]:
-    """Returns what was found: spilled bytes and shared memory per kernel, temporary bytes.
+    """Returns registers, spilled bytes and shared memory per kernel, and temporary bytes.
 
     It needs a process of its own: a kernel that is equal to an earlier one is not compiled again.
     """
     function, arguments = program(case, described())
     compiled = jax.jit(function).lower(*arguments).compile()
-    found = {"temporary bytes": compiled.memory_analysis().temp_size_in_bytes}
-    for what, pattern, files in (
+    results = {"temporary bytes": compiled.memory_analysis().temp_size_in_bytes}
+    for metric, pattern, files in (
         ("registers", r"Used (\d+) registers", "*.ptxas"),
         ("spilled bytes", r"(\d+) bytes spill stores", "*.ptxas"),
         ("shared memory", r"smem_scratch_bytes=(\d+)", "*.resources.txt"),
@@ -185,10 +185,10 @@ def measured(case: Case) -> dict[str, int]:
             kernel = re.match(r"attention_(\w+)_\d+\.", path.name)
             numbers = re.findall(pattern, path.read_text(errors="replace"))
             if kernel is not None and numbers:
-                found[f"{kernel[1]}: {what}"] = int(numbers[0])
-    if not any("registers" in what for what in found):
+                results[f"{kernel[1]}: {metric}"] = int(numbers[0])
+    if not any("registers" in metric for metric in results):
         raise RuntimeError(f"the compiler wrote nothing of the kernels to {DUMP}")
-    return found
+    return results
 
 
 def table(known: dict[str, dict[str, int]]) -> str:
@@ -196,10 +196,10 @@ def table(known: dict[str, dict[str, int]]) -> str:
     kernels = ["forward"] + [f"backward_{x}" for x in ("q", "kv", "k", "v", "f", "bias", "vectors")]
     head = ("", *(name.replace("_", ", ") for name in kernels), "shared memory", "temporary memory")
     lines = [f"| {' | '.join(head)} |", "|---|" + "---|" * (len(head) - 1)]
-    for name, found in known.items():
-        spilled = [str(found.get(f"{kernel}: spilled bytes", "")) for kernel in kernels]
-        shared = max(number for what, number in found.items() if "shared" in what)
-        temporary = f"{found['temporary bytes'] / 2**20:.1f} MiB"
+    for name, results in known.items():
+        spilled = [str(results.get(f"{kernel}: spilled bytes", "")) for kernel in kernels]
+        shared = max(number for metric, number in results.items() if "shared" in metric)
+        temporary = f"{results['temporary bytes'] / 2**20:.1f} MiB"
         lines.append(f"| {' | '.join((name, *spilled, f'{shared:,}', temporary))} |")
     return "\n".join(lines)
 
@@ -209,7 +209,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", help="names, with semicolons between them; default: all")
-    parser.add_argument("--write", action="store_true", help="write down what came out")
+    parser.add_argument("--write", action="store_true", help="write the numbers down")
     parser.add_argument("--table", action="store_true", help="print the table of docs/kernels.md")
     arguments = parser.parse_args()
     names = arguments.cases.split(";") if arguments.cases else list(CASES)
@@ -236,20 +236,20 @@ def main() -> int:
     for name in names:
         start = time.perf_counter()
         with ProcessPoolExecutor(1, mp_context=apart) as pool:
-            found = pool.submit(measured, CASES[name]).result()
+            results = pool.submit(measured, CASES[name]).result()
         seconds = time.perf_counter() - start
         print(f"{name} ({seconds:.0f} s)", flush=True)
-        for what, number in found.items():
-            old = known.get(name, {}).get(what)
-            slack = SPILLED if "spilled" in what else 0.05 * (old or 0)
+        for metric, number in results.items():
+            old = known.get(name, {}).get(metric)
+            slack = SPILLED if "spilled" in metric else 0.05 * (old or 0)
             bad = old is not None and number > old + slack
-            worse += [f"{name}, {what}: {old} before, {number} now"] if bad else []
+            worse += [f"{name}, {metric}: {old} before, {number} now"] if bad else []
             print(
-                f"  {what:<36}{number:>12,}"
+                f"  {metric:<36}{number:>12,}"
                 + (f"   {old:,} before" if old not in (None, number) else "")
             )
         if arguments.write:
-            known[name] = found
+            known[name] = results
     if arguments.write:
         COMMITTED.write_text(json.dumps(committed, indent=1) + "\n")
         return 0

@@ -41,7 +41,7 @@ class OfAnyVersion(PallasGPU):
     supports = Kernels.supports
 
 
-COLUMNS = {f'"{name}"': made for name, made in IMPLEMENTATIONS.items()}
+COLUMNS = {f'"{name}"': implementation for name, implementation in IMPLEMENTATIONS.items()}
 del COLUMNS['"reference"']  # It computes everything.
 del COLUMNS['"pallas"'], COLUMNS['"cudnn"']  # Their answers depend on the platform.
 COLUMNS |= {
@@ -52,8 +52,8 @@ B, T, N, K, H = 2, 32, 4, 2, 8  # More queries than the decode kernel takes.
 
 
 def features():
-    """Returns q, k and v, and by feature what else is given, or given in their place."""
-    at, ids = jnp.arange(T), jnp.zeros((B, T), jnp.int32)
+    """Returns q, k and v, and the options of each feature, which may replace q, k and v."""
+    positions, ids = jnp.arange(T), jnp.zeros((B, T), jnp.int32)
     shapes = {"q": (B, T, N, H), "k": (B, T, K, H), "v": (B, T, K, H)}
     arrays = {name: jnp.zeros(shape) for name, shape in shapes.items()}
 
@@ -61,8 +61,8 @@ def features():
         return {name: x.astype(dtype) for name, x in arrays.items()}
 
     def later(queries):
-        given = {"q_positions": at[-queries:], "k_positions": at, "is_causal": True}
-        return {"q": arrays["q"][:, -queries:]} | given
+        options = {"q_positions": positions[-queries:], "k_positions": positions, "is_causal": True}
+        return {"q": arrays["q"][:, -queries:]} | options
 
     return arrays, {
         "causality": {"is_causal": True},
@@ -70,7 +70,7 @@ def features():
         "`prefix_length`": {"is_causal": True, "prefix_length": jnp.zeros(B, jnp.int32)},
         "packed rows": {"q_segment_ids": ids, "is_causal": True, "contiguous": True},
         "padding": {"q_segment_ids": ids, "contiguous": True},
-        "given positions": {"q_positions": at, "k_positions": at, "is_causal": True},
+        "given positions": {"q_positions": positions, "k_positions": positions, "is_causal": True},
         "T < S": later(20),
         "a decode step": later(1),
         "as many key heads": {name: jnp.zeros((B, T, N, H)) for name in "kv"},
@@ -87,19 +87,21 @@ def features():
 
 def refused(kind: str) -> dict[str, list[str]]:
     """Returns the features that each implementation refuses for a kind of rule."""
-    made = KINDS[kind]
+    rule_kind = KINDS[kind]
     out = {name: [] for name in COLUMNS}
 
     def ask():
-        arrays, given = features()
-        for feature, options in ({"": {}} | given).items():
+        arrays, by_feature = features()
+        for feature, options in ({"": {}} | by_feature).items():
             q, k, v = (options.get(name, arrays[name]) for name in "qkv")
             options = {name: x for name, x in options.items() if name not in arrays}
-            if made.axes:
+            if rule_kind.axes:
                 counts = {"q_coordinates": q.shape[1], "k_coordinates": k.shape[1]}
-                at = {name: jnp.zeros((made.axes, B, n), jnp.int32) for name, n in counts.items()}
-                options = at | options
-            rules = made.rules(made.make(jax.random.key(0), N, H), q, k)
+                coordinates = {
+                    name: jnp.zeros((rule_kind.axes, B, n), jnp.int32) for name, n in counts.items()
+                }
+                options = coordinates | options
+            rules = rule_kind.rules(rule_kind.make(jax.random.key(0), N, H), q, k)
             problem = dataclasses.replace(
                 make_problem(q, k, v, rules, AttentionCall(**options)),
                 needs_lse=feature == "log-sum-exp",
@@ -123,12 +125,14 @@ def table() -> str:
     lines = [f"| rule | {' | '.join(names)} |"]
     lines += [f"|---|{'---|' * len(names)}"]
     for label, kind in RULES.items():
-        found = refused(kind)
+        by_implementation = refused(kind)
         cells = []
         for name in names:
-            without = ", ".join(found[name])
-            if "" in found[name]:
-                cells.append("no" if "a decode step" in found[name] else "a decode step")
+            without = ", ".join(by_implementation[name])
+            if "" in by_implementation[name]:
+                cells.append(
+                    "no" if "a decode step" in by_implementation[name] else "a decode step"
+                )
             else:
                 cells.append(f"all but {without}" if without else "yes")
         lines.append(f"| {label} | {' | '.join(cells)} |")

@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of the kernels, on a machine without a TPU.
+"""Cycles of the TPU kernels by the compiler's schedule, on a machine without a TPU.
 
 libtpu compiles for a chip that is only described, and can write down its schedule: one line per
 cycle, with the units in use, by region (a branch of a kernel). Regions of straight code are
@@ -8,10 +8,10 @@ with the numbers in tpu_static.json. It exits with 1 if a number is 5 % worse, a
 there was nothing to compare with or the compiler's files could not be read.
 
     make tpu-static                       compile and compare
-    make tpu-static ARGS=--write          and write down what came out, for this libtpu
+    make tpu-static ARGS=--write          and write the numbers down, for this libtpu
     make tpu-static ARGS="--chips v6e --cases 'none;t5'"
 
-Left out are trip counts, waits on memory, and all that XLA adds around the kernels.
+Trip counts, waits on memory, and the programs of XLA around the kernels are left out.
 """
 
 import argparse
@@ -219,19 +219,19 @@ def program(case: Case, implementation=None, **settings):
     def attend(q, k, v, params, integers):
         rules = SeparableBias(**params) if params and not scheme else ()
         if scheme:
-            at = integers if case.positions else jnp.arange(case.length)[None]
-            own, features = {n: x for n, x in params.items() if n != "x"}, params["x"]
-            features = scheme.features(own, features, q, k, at, None, None)[:2]
-            rules = scheme.rules(own, *features)
-        given = dict(case.options)
+            positions = integers if case.positions else jnp.arange(case.length)[None]
+            weights, features = {n: x for n, x in params.items() if n != "x"}, params["x"]
+            features = scheme.features(weights, features, q, k, positions, None, None)[:2]
+            rules = scheme.rules(weights, *features)
+        options = dict(case.options)
         if case.segments:
-            given |= {"q_segment_ids": integers, "contiguous": True}
-        if "dropout_rate" in given:
-            given["dropout_key"] = jax.random.key(0)
+            options |= {"q_segment_ids": integers, "contiguous": True}
+        if "dropout_rate" in options:
+            options["dropout_key"] = jax.random.key(0)
         if case.positions:
-            given |= {"q_positions": integers, "k_positions": integers}
+            options |= {"q_positions": integers, "k_positions": integers}
         return pe.attention(
-            q, k, v, rules=rules, is_causal=True, implementation=implementation, **given
+            q, k, v, rules=rules, is_causal=True, implementation=implementation, **options
         )
 
     def step(q, k, v, params, integers, d_out):
@@ -247,7 +247,7 @@ def decode_step(case: Case, implementation):
     params = jax.eval_shape(scheme.init, jax.random.key(0)) if scheme else {}
     q = jax.ShapeDtypeStruct((8, case.queries, case.heads, case.dim), case.dtype)
     k = jax.ShapeDtypeStruct((8, case.length, case.kv_heads, case.dim), case.dtype)
-    at, to = (jax.ShapeDtypeStruct(x.shape[:2], jnp.int32) for x in (q, k))
+    q_tokens, k_tokens = (jax.ShapeDtypeStruct(x.shape[:2], jnp.int32) for x in (q, k))
 
     def step(q, k, v, params, q_positions, k_positions, k_segment_ids):
         return pe.attention(
@@ -263,7 +263,7 @@ def decode_step(case: Case, implementation):
             implementation=implementation,
         )
 
-    return step, (q, k, k, params, at, to, to)
+    return step, (q, k, k, params, q_tokens, k_tokens, k_tokens)
 
 
 def read_cycles(case: Case, chip: str) -> int:
@@ -379,16 +379,16 @@ def collectives(case: Case, kind: AxisType) -> list[str]:
 def rotary(layout: str | None, chip: str) -> list[int]:
     """Returns MiB that XLA reads and writes in a layer with RoPE: forward, and with backward."""
     length, heads, dim, width = 2048, 16, 128, 2048
-    rope, at = pe.RoPE(head_dim=dim, layout=layout or "half"), jnp.arange(length)[None]
+    rope, positions = pe.RoPE(head_dim=dim, layout=layout or "half"), jnp.arange(length)[None]
     kernels = PallasTPU(cross_compile=True)
     sharding = SingleDeviceSharding(device(chip))
 
     def layer(x, q, k, v, out):
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in (q, k, v))
         if layout is not None:
-            q, k = rope.query({}, q, at), rope.key({}, k, at)
-        made = pe.attention(q, k, v, is_causal=True, implementation=kernels)
-        return jnp.einsum("btnh,nhd->btd", made, out)
+            q, k = rope.query({}, q, positions), rope.key({}, k, positions)
+        attended = pe.attention(q, k, v, is_causal=True, implementation=kernels)
+        return jnp.einsum("btnh,nhd->btd", attended, out)
 
     def step(d_out, *arguments):
         return jax.vjp(layer, *arguments)[1](d_out)
@@ -398,11 +398,11 @@ def rotary(layout: str | None, chip: str) -> list[int]:
 
     x, w = array(4, length, width), array(width, heads, dim)
     arguments = x, w, w, w, array(heads, dim, width)
-    found = []
-    for program_, given in ((layer, arguments), (step, (x, *arguments))):
-        cost = jax.jit(program_).lower(*given).compile().cost_analysis()
-        found.append(round(cost["bytes accessed"] / 2**20))
-    return found
+    sizes = []
+    for program_, inputs in ((layer, arguments), (step, (x, *arguments))):
+        cost = jax.jit(program_).lower(*inputs).compile().cost_analysis()
+        sizes.append(round(cost["bytes accessed"] / 2**20))
+    return sizes
 
 
 def without_kernels(rule: str, implementation: str, chip: str) -> str:
@@ -427,8 +427,8 @@ def without_kernels(rule: str, implementation: str, chip: str) -> str:
     tiles = []
 
     def cycles(name):
-        found = re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(lines[name]))
-        total = sum(int(x) for x in found if int(x) < 2**62)
+        estimates = re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(lines[name]))
+        total = sum(int(x) for x in estimates if int(x) < 2**62)
         for line in lines[name]:
             loop = re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)
             if loop:
@@ -444,25 +444,25 @@ def without_kernels(rule: str, implementation: str, chip: str) -> str:
 
 
 def whole_step(rule: str, implementation, chip: str) -> tuple[int, int]:
-    """Returns what XLA says of a decode step less its kernel: MiB accessed, and cycles."""
+    """Returns XLA's estimates of a decode step without its kernel: MiB accessed, and cycles."""
     step = decode_step(dataclasses.replace(CASES["decode"], rule=rule), implementation)
-    made, _ = compile_program(*step, chip)
-    entry = made.as_text().split("\nENTRY")[1]
+    compiled, _ = compile_program(*step, chip)
+    entry = compiled.as_text().split("\nENTRY")[1]
     cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry)))
-    return round(made.cost_analysis()["bytes accessed"] / 2**20), cycles
+    return round(compiled.cost_analysis()["bytes accessed"] / 2**20), cycles
 
 
-def read_kernels(wanted: Iterable[str]) -> dict[str, Kernel]:
+def read_kernels(names: Iterable[str]) -> dict[str, Kernel]:
     """Returns the kernels that the compiler just wrote down."""
     files = collections.defaultdict(dict)
     for path in DUMP.iterdir():
-        found = re.fullmatch(r"\d+-(.*?)(?:\.\d+)?-\d+-(.*)\.txt", path.name)
-        for which in wanted:
-            if found and re.match(KERNELS[which], found[1]):
-                files[which][found[2]] = path
-    if sorted(files) != sorted(wanted):
-        raise UnreadableError(f"schedules of {sorted(files)} in place of {sorted(wanted)}")
-    return {name: read_kernel(name, files[name]) for name in wanted}
+        match = re.fullmatch(r"\d+-(.*?)(?:\.\d+)?-\d+-(.*)\.txt", path.name)
+        for which in names:
+            if match and re.search(KERNELS[which], match[1]):
+                files[which][match[2]] = path
+    if sorted(files) != sorted(names):
+        raise UnreadableError(f"schedules of {sorted(files)} in place of {sorted(names)}")
+    return {name: read_kernel(name, files[name]) for name in names}
 
 
 def read_kernel(name: str, files: dict[str, pathlib.Path]) -> Kernel:
@@ -477,7 +477,7 @@ def read_kernel(name: str, files: dict[str, pathlib.Path]) -> Kernel:
     if "MXU" not in units or sum(map(len, regions.values())) > len(rows):
         raise UnreadableError(f"{name}: units {units}, {len(rows)} rows of units")
     mxu = units.index("MXU")
-    busy = {n: sum(rows[at][mxu] for at in lines) for n, lines in regions.items()}
+    busy = {n: sum(rows[line][mxu] for line in lines) for n, lines in regions.items()}
     tiles = [n for n in regions if busy[n]]
     if not tiles:
         raise UnreadableError(f"{name}: no region uses the matrix unit")
@@ -488,7 +488,7 @@ def read_kernel(name: str, files: dict[str, pathlib.Path]) -> Kernel:
         rest=sum(len(lines) for n, lines in regions.items() if n not in tiles),
         step=read_step(schedule, regions, tiles[0]),
         mxu=busy[first] / len(regions[first]) / capacity[mxu],
-        vmem=max((int(size, 16) + int(at, 16) for size, at in vmem), default=0),
+        vmem=max((int(size, 16) + int(offset, 16) for size, offset in vmem), default=0),
     )
 
 
@@ -506,18 +506,18 @@ def read_use(text: str) -> tuple[list[str], list[int], list[list[int]]]:
 
 
 def read_regions(text: str) -> dict[int, list[int]]:
-    """Returns the cycles of each region, without those of regions inside it."""
-    regions, open_, closing, at = collections.defaultdict(list), [0], [], -1
+    """Returns the cycles of each region, without regions inside it."""
+    regions, open_, closing, cycle = collections.defaultdict(list), [0], [], -1
     for line in text.splitlines():
         bundle = re.match(r"\s*(0x[0-9a-f]+|\d+)\s+(?:[A-Z]{2})?:", line)
         if bundle:
             # The mark of an end stands after the last bundle of its region.
             open_ = [n for n in open_ if n not in closing]
-            closing, at = [], int(bundle[1], 0)
+            closing, cycle = [], int(bundle[1], 0)
         for mark, number in re.findall(r"(Start|End) region (\d+)", line):
             (open_ if mark == "Start" else closing).append(int(number))
         if bundle:
-            regions[open_[-1] if open_ else 0].append(at)
+            regions[open_[-1] if open_ else 0].append(cycle)
     return dict(regions)
 
 
@@ -528,47 +528,45 @@ def read_step(text: str, regions: dict[int, list[int]], tile: int) -> int:
     regions holds the tiles and all else.
     """
     branch = r"(0x[0-9a-f]+) .*sbr\.rel \(.*target bundleno = (\d+) .*region = (\d+)"
-    branches = [(int(at, 0), int(to), int(n)) for at, to, n in re.findall(branch, text)]
-    start, end = next(((to, at) for at, to, _ in branches if to < at), (0, 0))
-    inside = [n - 1 for at, to, n in branches if at < to and not at < regions[tile][0] < to]
+    branches = [(int(i, 0), int(j), int(n)) for i, j, n in re.findall(branch, text)]
+    start, end = next(((j, i) for i, j, _ in branches if j < i), (0, 0))
+    inside = [n - 1 for i, j, n in branches if i < j and not i < regions[tile][0] < j]
     skipped = {tile, *inside}
-    return sum(start <= at <= end for n, x in regions.items() if n not in skipped for at in x)
+    return sum(start <= cycle <= end for n, x in regions.items() if n not in skipped for cycle in x)
 
 
 def base_of(name: str) -> str:
     """Returns the case without a rule that a case is compared with."""
     case = dataclasses.replace(CASES[name], length=CASES["none"].length)
     softcap = tuple(x for x in case.options if x[0] == "softcap" and case.rule != "none")
-    wanted = dataclasses.replace(
-        case, rule="none", segments=False, positions=False, options=softcap
-    )
+    plain = dataclasses.replace(case, rule="none", segments=False, positions=False, options=softcap)
     if not case.queries:
-        wanted = dataclasses.replace(wanted, kv_heads=wanted.heads)
-    return next(other for other, x in CASES.items() if x == wanted)
+        plain = dataclasses.replace(plain, kv_heads=plain.heads)
+    return next(other for other, x in CASES.items() if x == plain)
 
 
-def describe(name: str, found: dict, base: dict | None) -> str:
+def describe(name: str, kernels: dict, base: dict | None) -> str:
     parts = []
-    for which in found:
-        tiles = found[which]["tiles"]
+    for which in kernels:
+        tiles = kernels[which]["tiles"]
         ratio = f" x{max(tiles) / base[which]['tiles'][0]:.2f}" if base else ""
-        extra = found[which]["rest"] - base[which]["rest"] if base else 0
+        extra = kernels[which]["rest"] - base[which]["rest"] if base else 0
         parts.append(
-            f"{'/'.join(map(str, tiles)):>15}{ratio:7} MXU {found[which]['mxu']:3.0%} "
-            f"and {max(extra, 0):+6d} VMEM {found[which]['vmem'] / 2**20:5.1f}"
+            f"{'/'.join(map(str, tiles)):>15}{ratio:7} MXU {kernels[which]['mxu']:3.0%} "
+            f"and {max(extra, 0):+6d} VMEM {kernels[which]['vmem'] / 2**20:5.1f}"
         )
     return f"{name:18} {'  |  '.join(parts)}"
 
 
-def compare(committed: dict, found: dict) -> list[str]:
-    """Returns what became more than 5 % worse."""
+def compare(committed: dict, kernels: dict) -> list[str]:
+    """Returns the numbers that grew by more than 5 %."""
     worse = []
-    for which in found:
-        for what in ("tiles", "rest"):
-            old, new = committed[which][what], found[which][what]
+    for which in kernels:
+        for region in ("tiles", "rest"):
+            old, new = committed[which][region], kernels[which][region]
             old, new = (sum(x) if isinstance(x, list) else x for x in (old, new))
             if new > WORSE * old:
-                worse.append(f"{which} {what}: {new} cycles, {old} committed")
+                worse.append(f"{which} {region}: {new} cycles, {old} committed")
     return worse
 
 
@@ -590,8 +588,8 @@ def table(known: dict) -> str:
             continue
         cells = []
         for chip, which in columns:
-            found = known[chip].get(name)
-            cells.append("/".join(map(str, found[which]["tiles"])) if found else "")
+            kernels = known[chip].get(name)
+            cells.append("/".join(map(str, kernels[which]["tiles"])) if kernels else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     heads = [f"{chip} | {chip}, to read" for chip in chips]
     lines += ["", f"| | keys | {' | '.join(heads)} |", f"|---|---|{'---|' * 2 * len(chips)}"]
@@ -600,8 +598,8 @@ def table(known: dict) -> str:
             continue
         cells = [str(case.tile)]
         for chip in chips:
-            found = known[chip].get(name)
-            cells.append("/".join(map(str, found["decode"]["tiles"])) if found else "")
+            kernels = known[chip].get(name)
+            cells.append("/".join(map(str, kernels["decode"]["tiles"])) if kernels else "")
             cells.append(str(read_cycles(case, chip)))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -613,7 +611,7 @@ def main() -> int:
     )
     parser.add_argument("--chips", default=",".join(CHIPS), help=f"some of {', '.join(CHIPS)}")
     parser.add_argument("--cases", default="", help="names of cases, separated by ';' (all)")
-    parser.add_argument("--write", action="store_true", help="write down what came out")
+    parser.add_argument("--write", action="store_true", help="write the numbers down")
     parser.add_argument("--rotary", action="store_true", help="measure RoPE, no more")
     parser.add_argument("--sharded", action="store_true", help="list collectives, no more")
     parser.add_argument("--xla", action="store_true", help="estimate programs without kernels")
@@ -674,8 +672,8 @@ def main() -> int:
     if arguments.sharded:
         for case in (Case(), Case(kv_heads=2), Case("t5"), Case("separable")):
             for kind in (AxisType.Auto, AxisType.Explicit):
-                found, what = collectives(case, kind), f"{case.rule}, {case.kv_heads} key heads"
-                print(f"v5e, 2 x 4 devices, {kind}, {what}: {len(found)} collectives {found}")
+                sent, problem = collectives(case, kind), f"{case.rule}, {case.kv_heads} key heads"
+                print(f"v5e, 2 x 4 devices, {kind}, {problem}: {len(sent)} collectives {sent}")
         return 0
     failed, skipped, refused, compared = [], [], [], 0
     print(f"jax {jax.__version__}, libtpu {libtpu}; T = 8192, causal, B = 2")
@@ -695,21 +693,21 @@ def main() -> int:
                 refused.append(f"{chip}, {name}")
                 print(f"{name:18} does not compile: {refusal[0] if refusal else error}")
                 continue
-            found = {which: vars(kernel) for which, kernel in kernels.items()}
-            results[name] = found
+            cycles = {which: vars(kernel) for which, kernel in kernels.items()}
+            results[name] = cycles
             base = results.get(base_of(name)) if name != base_of(name) else None
             read = f" of {read_cycles(CASES[name], chip)} to read" if CASES[name].queries else ""
             print(
-                f"{describe(name, found, base)}{read} | {seconds:4.0f} s, "
+                f"{describe(name, cycles, base)}{read} | {seconds:4.0f} s, "
                 f"{temp / 2**20:4.0f} MiB HBM"
             )
             sys.stdout.flush()
             if name in known.get(chip, {}):
                 compared += 1
-                worse = compare(known[chip][name], found)
+                worse = compare(known[chip][name], cycles)
                 failed += [f"{chip}, {name}: {x}" for x in worse]
             if arguments.write:
-                known.setdefault(chip, {})[name] = found
+                known.setdefault(chip, {})[name] = cycles
     if arguments.write:
         COMMITTED.write_text(json.dumps(committed, indent=1, sort_keys=True) + "\n")
         print(f"\nwrote {COMMITTED.name}")

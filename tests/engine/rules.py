@@ -19,7 +19,7 @@ from posenc_jax.engine.rules import (
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """How to make a rule's parameters, and what to give `attention` for them.
+    """How to make the parameters of a rule, and the rule from them.
 
     Attributes:
       make: `make(key, heads, dim) -> params`.
@@ -135,17 +135,17 @@ class _Waves:
     high: int = 10**6
 
     def __call__(self, shared, head, distance):
-        at = jnp.clip(distance, self.low, self.high).astype(jnp.float32)
-        waves = jnp.sin(at * shared + 0.3)
+        clipped = jnp.clip(distance, self.low, self.high).astype(jnp.float32)
+        waves = jnp.sin(clipped * shared + 0.3)
         return waves if head is None else head * waves
 
 
 def _waves_of_pair(shared, head, row, col, q, k):
-    """What `_Waves` makes of a query, by angle addition."""
-    at, to = (x.astype(jnp.float32) * shared for x in (q, k))
+    """Returns the product of a query with `_Waves`, by angle addition."""
+    q_angles, k_angles = (x.astype(jnp.float32) * shared for x in (q, k))
     weight = row.astype(jnp.float32) * head
-    both = weight * jnp.sin(at + 0.3), -weight * jnp.cos(at + 0.3)
-    return jnp.dot(both[0], jnp.cos(to)) + jnp.dot(both[1], jnp.sin(to))
+    both = weight * jnp.sin(q_angles + 0.3), -weight * jnp.cos(q_angles + 0.3)
+    return jnp.dot(both[0], jnp.cos(k_angles)) + jnp.dot(both[1], jnp.sin(k_angles))
 
 
 def _dots(key, heads, dim):
@@ -219,9 +219,9 @@ KINDS = {
 
 
 def explicit_mask(options, batch, heads, length):
-    """Options of `attention`, with what is seen given as a mask [B, N, T, S], in NumPy.
+    """Returns options of `attention` with one explicit mask [B, N, T, S], made by NumPy alone.
 
-    It shares nothing with the library, and all that differ in what is seen have one program.
+    It shares no code with the library, and options that differ in the mask share one program.
     """
     options = dict(options)
 
@@ -229,8 +229,8 @@ def explicit_mask(options, batch, heads, length):
         value = options.pop(name, default)
         return value if value is default or isinstance(value, bool | tuple) else np.asarray(value)
 
-    at = np.arange(length, dtype=np.int32)
-    q_at, k_at = take("q_positions", at), take("k_positions", at)
+    slots = np.arange(length, dtype=np.int32)
+    q_at, k_at = take("q_positions", slots), take("k_positions", slots)
     window, prefix, ids = take("window"), take("prefix_length"), take("q_segment_ids")
     take("contiguous")
     distance = q_at[:, None] - k_at
@@ -238,8 +238,8 @@ def explicit_mask(options, batch, heads, length):
     if take("is_causal", False):
         seen &= distance >= 0
     if window is not None:
-        left, right = window if isinstance(window, tuple) else (window - 1, window - 1)
-        seen &= (distance <= left) & (distance >= -right)
+        left_side, right_side = window if isinstance(window, tuple) else (window - 1, window - 1)
+        seen &= (distance <= left_side) & (distance >= -right_side)
     if prefix is not None:
         seen |= (k_at < prefix[:, None])[:, None]
     if ids is not None:

@@ -45,9 +45,11 @@ RULES = {
 @pytest.mark.parametrize("implementation", ["reference", "xla", None])
 @pytest.mark.parametrize("name", RULES)
 def test_rules_of_one_axis_are_refused_three(name, implementation):
-    at = jnp.zeros((3, 2, 7), jnp.int32)
+    coordinates = jnp.zeros((3, 2, 7), jnp.int32)
     with pytest.raises(ValueError, match=r"attention: .* for coordinates of 3 axes"):
-        pe.attention(Q, K, V, q_coordinates=at, implementation=implementation, rules=RULES[name])
+        pe.attention(
+            Q, K, V, q_coordinates=coordinates, implementation=implementation, rules=RULES[name]
+        )
 
 
 @pytest.mark.parametrize(
@@ -62,13 +64,13 @@ def test_rules_of_one_axis_are_refused_three(name, implementation):
     ids=["content", "value", "row that reads none", "bias", "row"],
 )
 def test_rules_that_read_them_are_not(rule):
-    at = jax.random.randint(jax.random.key(0), (3, 2, 7), 0, 9)
-    tiles, dense, wanted = (
-        pe.attention(Q, K, V, q_coordinates=at, rules=rule, implementation=implementation)
+    coordinates = jax.random.randint(jax.random.key(0), (3, 2, 7), 0, 9)
+    tiles, dense, expected = (
+        pe.attention(Q, K, V, q_coordinates=coordinates, rules=rule, implementation=implementation)
         for implementation in (XLA(Blocks(4, 4)), "dense", "reference")
     )
-    np.testing.assert_allclose(tiles, wanted, atol=1e-5)
-    np.testing.assert_allclose(dense, wanted, atol=1e-5)
+    np.testing.assert_allclose(tiles, expected, atol=1e-5)
+    np.testing.assert_allclose(dense, expected, atol=1e-5)
 
 
 def waves(shared, head, q, k):
@@ -76,15 +78,19 @@ def waves(shared, head, q, k):
 
 
 def test_rules_are_checked_with_the_dtype_of_coordinates():
-    at = jnp.linspace(0.0, 3.0, 7)
+    coordinates = jnp.linspace(0.0, 3.0, 7)
     rule = pe.LogitBias(waves)
-    places = {"q_coordinates": at, "k_coordinates": at}
-    tiles, wanted = (
+    places = {"q_coordinates": coordinates, "k_coordinates": coordinates}
+    tiles, expected = (
         pe.attention(Q, K, V, rules=rule, implementation=implementation, **places)
         for implementation in (XLA(Blocks(4, 4)), "reference")
     )
-    np.testing.assert_allclose(tiles, wanted, atol=1e-5)
-    np.testing.assert_allclose(rule.dense(at, at)[0], np.sin(at[:, None] - at[None]), atol=1e-6)
+    np.testing.assert_allclose(tiles, expected, atol=1e-5)
+    np.testing.assert_allclose(
+        rule.dense(coordinates, coordinates)[0],
+        np.sin(coordinates[:, None] - coordinates[None]),
+        atol=1e-6,
+    )
 
 
 def test_axes_of_queries_and_keys_are_as_many():

@@ -1,4 +1,4 @@
-"""Rules on whole rows of logits: what they are given, and what the blocks of queries keep."""
+"""Rules on whole rows of logits: their arguments, and equality across blocks of queries."""
 
 import dataclasses
 import re
@@ -45,8 +45,8 @@ def test_queries_meet_only_ranges_of_keys_that_they_may_see(options):
         return jnp.sum(jnp.sin(out)), out
 
     run = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True), static_argnums=4)
-    wanted, got = (run(q, k, v, params, i) for i in ("reference", "xla"))
-    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=3e-5)
+    expected, got = (run(q, k, v, params, i) for i in ("reference", "xla"))
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=3e-5)
 
 
 def test_causal_work_is_less(monkeypatch):
@@ -84,8 +84,8 @@ def test_a_rule_may_take_the_place_of_the_softmax(extra):
         return jnp.sum(jnp.sin(out)), out
 
     run = jax.grad(loss, (0, 1, 2, 3), has_aux=True)
-    wanted, got = (run(q, k, v, _rule().heads, i) for i in ("reference", XLA(row_block=300)))
-    chex.assert_trees_all_close(got, wanted, atol=1e-5)
+    expected, got = (run(q, k, v, _rule().heads, i) for i in ("reference", XLA(row_block=300)))
+    chex.assert_trees_all_close(got, expected, atol=1e-5)
     if not extra:  # By hand, for one query.
         i = int(np.argmax(order))
         by_position = np.argsort(order)
@@ -95,7 +95,7 @@ def test_a_rule_may_take_the_place_of_the_softmax(extra):
 
 
 def _listing(shared, heads, row, cols, logits, seen, q, k):
-    """Tells the order of keys by what it returns for the first and the last of those seen."""
+    """Returns 1 for the first visible key and 2 for the last, which tells the order of keys."""
     count = jnp.cumsum(seen, 1)
     first, last = seen & (count == 1), seen & (count == count[:, -1:])
     return jnp.where(first, 1.0, jnp.where(last, 2.0, -jnp.inf)) + 0.0 * logits
@@ -118,9 +118,20 @@ def test_keys_of_a_segment_come_in_the_order_of_their_positions(implementation):
         implementation=implementation,
     )[0, :, 0]
     first, last = np.exp(1.0), np.exp(2.0)
-    zero = [0, first, 0, 0, last, 0]  # Segment 0 is in slots 1, 3, 4.
-    one = [last, 0, 0, 0, 0, first]  # Segment 1 is in slots 5, 2, 0.
-    np.testing.assert_allclose(out, [one, zero, one, zero, zero, one], rtol=1e-6)
+    zeroth_segment = [0, first, 0, 0, last, 0]  # Segment 0 is in slots 1, 3, 4.
+    first_segment = [last, 0, 0, 0, 0, first]  # Segment 1 is in slots 5, 2, 0.
+    np.testing.assert_allclose(
+        out,
+        [
+            first_segment,
+            zeroth_segment,
+            first_segment,
+            zeroth_segment,
+            zeroth_segment,
+            first_segment,
+        ],
+        rtol=1e-6,
+    )
 
 
 def test_derivatives_of_any_order_and_mode():
@@ -136,8 +147,8 @@ def test_derivatives_of_any_order_and_mode():
         lambda f: jax.grad(lambda q: jnp.vdot(jax.grad(f)(q), direction))(q),
         lambda f: jax.jvp(f, (q,), (direction,))[1],
     ):
-        got, wanted = twice(loss), twice(lambda q: loss(q, "reference"))
-        np.testing.assert_allclose(got, wanted, atol=2e-5)
+        got, expected = twice(loss), twice(lambda q: loss(q, "reference"))
+        np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 def test_gradients_are_the_same_bits_in_every_run():
@@ -177,11 +188,11 @@ def test_schemes_are_combined():
         return pe.scheme_attention(scheme, scheme.init(jax.random.key(0)), q, k, v, **options)[0]
 
     doubled = pe.with_positions(Whole(), double)
-    wanted = attend(Whole(), coordinates=2 * jnp.arange(9))
-    np.testing.assert_allclose(attend(doubled), wanted, atol=1e-6)
+    expected = attend(Whole(), coordinates=2 * jnp.arange(9))
+    np.testing.assert_allclose(attend(doubled), expected, atol=1e-6)
     out = attend(pe.chain(rope, doubled, pe.NoPE()))
-    at = jnp.arange(9)
-    q, k = pe.apply_rope(q, at), pe.apply_rope(k, at)
+    positions = jnp.arange(9)
+    q, k = pe.apply_rope(q, positions), pe.apply_rope(k, positions)
     np.testing.assert_allclose(out, attend(doubled), atol=1e-6)
     with pytest.raises(ValueError, match="attention: more than one rule transforms whole rows"):
         attend(pe.chain(Whole(), Whole()))
@@ -191,13 +202,13 @@ def test_a_sharded_sequence_gathers_its_keys():
     q, k, v = _tokens(16)
     positions = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32)[::-1], (2, 16))
     places = {"q_positions": positions, "k_positions": positions, "is_causal": True}
-    wanted = pe.attention(q, k, v, rules=_rule(), **places)
+    expected = pe.attention(q, k, v, rules=_rule(), **places)
     spread = PartitionSpec(None, "sequence")
 
     def run(method):
         @jax.shard_map(in_specs=(spread, PartitionSpec()), out_specs=spread)
-        def local(mine, rule):
-            q, k, v, at = mine
+        def local(shards, rule):
+            q, k, v, positions = shards
             return sequence_parallel_attention(
                 q,
                 k,
@@ -205,8 +216,8 @@ def test_a_sharded_sequence_gathers_its_keys():
                 axis_name="sequence",
                 method=method,
                 rules=rule,
-                q_positions=at,
-                k_positions=at,
+                q_positions=positions,
+                k_positions=positions,
                 is_causal=True,
                 implementation="xla",
             )
@@ -214,7 +225,7 @@ def test_a_sharded_sequence_gathers_its_keys():
         return jax.jit(local)((q, k, v, positions), _rule())
 
     with jax.set_mesh(jax.make_mesh((8,), ("sequence",), axis_types=(AxisType.Auto,))):
-        np.testing.assert_allclose(run("all_gather"), wanted, atol=1e-5)
+        np.testing.assert_allclose(run("all_gather"), expected, atol=1e-5)
         with pytest.raises(NotImplementedError, match=r'all keys .* use method="all_gather"'):
             run("ring")
 
@@ -243,7 +254,7 @@ def test_one_query_reads_the_keys_of_all_heads_together():
     """On CPU without a mesh, where a product for each head copies all keys and values."""
     shapes = (3, 1, 6, 10), (3, 63, 3, 10), (3, 63, 3, 5)
     numbers = np.random.default_rng(0)
-    given = [jnp.asarray(numbers.normal(size=shape), jnp.float32) for shape in shapes]
+    arrays = [jnp.asarray(numbers.normal(size=shape), jnp.float32) for shape in shapes]
     segments = jnp.asarray(np.arange(63)[None] < [[63], [20], [1]], jnp.int32) - 1
     options = {
         "q_positions": jnp.array([[62], [19], [0]]),
@@ -258,17 +269,17 @@ def test_one_query_reads_the_keys_of_all_heads_together():
         return jnp.sum(jnp.sin(out)), out
 
     run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True), static_argnums=3)
-    (_, wanted), wanted_grads = run(*given, "reference")
-    (_, out), grads = run(*given, "dense")
-    chex.assert_trees_all_close((out, grads), (wanted, wanted_grads), rtol=0, atol=1e-5)
+    (_, expected), expected_grads = run(*arrays, "reference")
+    (_, out), grads = run(*arrays, "dense")
+    chex.assert_trees_all_close((out, grads), (expected, expected_grads), rtol=0, atol=1e-5)
 
-    forward = jax.jit(lambda *given: loss(*given, "dense")[1])
+    forward = jax.jit(lambda *arrays: loss(*arrays, "dense")[1])
     assert not re.search(
-        r"\[3,3,63,\d+\]|\[3,3,\d+,63\]", forward.lower(*given).compile().as_text()
+        r"\[3,3,63,\d+\]|\[3,3,\d+,63\]", forward.lower(*arrays).compile().as_text()
     )
 
     def merges(platform):
-        text = forward.trace(*given).lower(lowering_platforms=(platform,)).as_text()
+        text = forward.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
         return "tensor<3x63x30xf32>" in text
 
     assert merges("cpu") and not merges("tpu")

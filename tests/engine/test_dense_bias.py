@@ -46,13 +46,13 @@ def test_output_and_gradients_equal_jax_nn(shape, implementation):
     def theirs(bias, q, k, v):
         return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
 
-    (value, grads), (wanted, wanted_grads) = gradients(own, bias), gradients(theirs, bias)
-    np.testing.assert_allclose(value, wanted, rtol=2e-5)
-    for got, expected in zip(grads, wanted_grads, strict=True):
+    (value, grads), (expected_value, expected_grads) = gradients(own, bias), gradients(theirs, bias)
+    np.testing.assert_allclose(value, expected_value, rtol=2e-5)
+    for got, expected in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-def test_attention_matches_a_float64_softmax_beside_another_rule():
+def test_attention_matches_a_float64_softmax_with_another_rule():
     """With a softcap, segments, and an array of bfloat16 that is multiplied by the scale."""
     bias = jnp.asarray(array(1, N), jnp.bfloat16)
     exact, slopes = np.asarray(bias[0], np.float64), np.asarray(pe.alibi_slopes(N), np.float64)
@@ -87,7 +87,7 @@ def test_attention_matches_a_float64_softmax_beside_another_rule():
     ids=str,
 )
 def test_minus_infinity_hides_keys(implementation, softcap):
-    """As `mask` does, a query without keys too; gradients are finite, also beside hidden NaN."""
+    """As `mask` does, also for a query without keys; hidden NaN leave gradients finite."""
     later = np.triu(np.ones((T, T), bool), 1)
     hidden = RANDOM.random((B, 1, T, T)) < 0.5
     hidden[1, 0, 7] = True
@@ -110,14 +110,16 @@ def test_it_belongs_to_slots_when_a_rule_sorts_the_keys():
     """Stick-breaking needs keys in the order of their positions."""
     order = RANDOM.permutation(T)
     bias, rule = array(1, N), pe.StickBreaking().rules({})
-    at = np.arange(T, dtype=np.int32)[None]
+    positions = np.arange(T, dtype=np.int32)[None]
 
-    def attend(bias, q, k, v, at):
+    def attend(bias, q, k, v, positions):
         rules = pe.DenseBias(bias), rule
-        return pe.attention(q, k, v, rules=rules, q_positions=at, k_positions=at, is_causal=True)
+        return pe.attention(
+            q, k, v, rules=rules, q_positions=positions, k_positions=positions, is_causal=True
+        )
 
-    straight = attend(bias, Q, K, V, at)
-    shuffled = [x[:, order] for x in (Q, K, V, at.repeat(B, 0))]
+    straight = attend(bias, Q, K, V, positions)
+    shuffled = [x[:, order] for x in (Q, K, V, positions.repeat(B, 0))]
     moved = attend(bias[:, :, order][..., order], *shuffled)
     np.testing.assert_allclose(moved, straight[:, order], atol=1e-5)
 

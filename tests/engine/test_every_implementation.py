@@ -154,11 +154,11 @@ def _reference(kind, feature):
     [(*case, "xla") for case in CASES] + [(*case, "dense") for case in DENSE_CASES],
 )
 def test_equals_the_reference(kind, feature, implementation):
-    wanted = _reference(kind, feature)
+    expected = _reference(kind, feature)
     static, *arrays = _case(kind, FEATURES[feature]())
     got = _outcome(IMPLEMENTATIONS[implementation], kind, static, *arrays)
     chex.assert_tree_all_finite(got[0])
-    chex.assert_trees_all_close(got, wanted, atol=3e-5, rtol=1e-4)
+    chex.assert_trees_all_close(got, expected, atol=3e-5, rtol=1e-4)
     # Neither is the test blind: every gradient is there.
     for leaf in jax.tree.leaves(got[0]):
         assert np.any(np.asarray(leaf) != 0)

@@ -1,7 +1,7 @@
 """Gradients against central differences of the function itself, along random directions.
 
-The function is float32, so steps are large and the differences are Richardson's: what is left of
-their error is less than a thousandth of the slope.
+The function is float32, so steps are large and the differences are Richardson's: their error is
+less than a thousandth of the slope.
 """
 
 import jax
@@ -33,8 +33,8 @@ def test_the_gradient_is_the_slope(kind, implementation):
 
     places = {}
     if kind.axes:
-        at = jax.random.normal(keys[4], (kind.axes, B, T)) * 3
-        places = {"q_coordinates": at, "k_coordinates": at + 0.25}
+        coordinates = jax.random.normal(keys[4], (kind.axes, B, T)) * 3
+        places = {"q_coordinates": coordinates, "k_coordinates": coordinates + 0.25}
 
     @jax.jit
     def loss(point):
@@ -53,14 +53,14 @@ def test_the_gradient_is_the_slope(kind, implementation):
             way /= jnp.linalg.norm(way)
 
             def moved(step, path=path, way=way):
-                def move(at, x):
-                    return x + jnp.float32(step) * way if at == path else x
+                def move(leaf_path, x):
+                    return x + jnp.float32(step) * way if leaf_path == path else x
 
                 return total(jax.tree.map_with_path(move, point))
 
             def difference(step, moved=moved):
                 return (moved(step) - moved(-step)) / (2 * step)
 
-            wanted = (4 * difference(STEP) - difference(2 * STEP)) / 3
+            expected = (4 * difference(STEP) - difference(2 * STEP)) / 3
             got = float((slope * way).sum())
-            np.testing.assert_allclose(got, wanted, atol=3e-4, rtol=1e-3, err_msg=str(path))
+            np.testing.assert_allclose(got, expected, atol=3e-4, rtol=1e-3, err_msg=str(path))

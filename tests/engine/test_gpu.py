@@ -50,16 +50,16 @@ def test_equals_the_reference(rule, feature, length):
     kv_heads = 1 if feature in ("segments", "permuted") else 2
     sizes = {"length": length, "kv_heads": kv_heads}
     got = outcome(KERNELS, *case_of(feature, rule, **sizes))
-    wanted = outcome("reference", *case_of(feature, rule, explicit=True, **sizes))
-    assert_close(got, wanted, TOLERANCE.get(rule, 3e-5))
+    expected = outcome("reference", *case_of(feature, rule, explicit=True, **sizes))
+    assert_close(got, expected, TOLERANCE.get(rule, 3e-5))
     for leaf in jax.tree.leaves(got[0]):
         assert np.any(np.asarray(leaf) != 0)
 
 
 def _one_row(case):
-    rule, static, *given = case
+    rule, static, *inputs = case
     rows = ("q", "k", "v", "weights", "lse_weights", "q_segment_ids")
-    return rule, static, *({n: x[:1] if n in rows else x for n, x in y.items()} for y in given)
+    return rule, static, *({n: x[:1] if n in rows else x for n, x in y.items()} for y in inputs)
 
 
 @interpreted
@@ -82,8 +82,8 @@ def test_the_checking_interpreter_finds_nothing(rule, heads):
     checked = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
     case = _one_row(case_of("segments", rule, heads=heads, kv_heads=1, length=300))
     kernels = dataclasses.replace(KERNELS, interpret=checked)
-    wanted = outcome("reference", *case)
-    assert_close(outcome(kernels, *case), wanted, TOLERANCE.get(rule, 3e-5))
+    expected = outcome("reference", *case)
+    assert_close(outcome(kernels, *case), expected, TOLERANCE.get(rule, 3e-5))
 
 
 @interpreted

@@ -76,10 +76,10 @@ def test_sizes_of_blocks_are_positive_integers(sizes, error):
 
 
 def test_settings_change_speed_not_numbers():
-    wanted = pe.attention(Q, K, V, is_causal=True, implementation="reference")
+    expected = pe.attention(Q, K, V, is_causal=True, implementation="reference")
     for tiles in (XLA(), XLA(Blocks(16, 16), Blocks(8, 8)), XLA(forward=Blocks(40, 8))):
         out = pe.attention(Q, K, V, is_causal=True, implementation=tiles)
-        np.testing.assert_allclose(out, wanted, atol=1e-6)
+        np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_settings_change_speed_not_numbers():
 )
 def test_the_choice_goes_by_size(length, keys, name):
     q, k = jnp.ones((1, length, 2, 4)), jnp.ones((1, keys, 2, 4))
-    at = {"q_positions": jnp.arange(length), "k_positions": jnp.arange(keys)}
-    problem = make_problem(q, k, k, (), pe.AttentionCall(is_causal=True, **at))
+    places = {"q_positions": jnp.arange(length), "k_positions": jnp.arange(keys)}
+    problem = make_problem(q, k, k, (), pe.AttentionCall(is_causal=True, **places))
     assert choose(problem, "cpu").name == name
 
 
@@ -138,6 +138,6 @@ def test_a_rule_without_heads_serves_all():
     )
     for relative in (False, True):
         for name in ("reference", "dense", XLA(Blocks(16, 8), Blocks(8, 16))):
-            made = (dataclasses.replace(r, relative=relative) for r in (shared, per_head))
-            a, b = (pe.attention(Q, K, V, rules=r, implementation=name) for r in made)
+            rules_of_kind = (dataclasses.replace(r, relative=relative) for r in (shared, per_head))
+            a, b = (pe.attention(Q, K, V, rules=r, implementation=name) for r in rules_of_kind)
             np.testing.assert_allclose(a, b, atol=1e-6)

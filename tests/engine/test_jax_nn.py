@@ -47,7 +47,7 @@ def test_equals_the_reference(options, masked):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"rules": pe.ALiBi(num_heads=4).rules({})}, "rules"),
         ({"sinks": jnp.zeros(4)}, "sinks"),
@@ -57,8 +57,8 @@ def test_equals_the_reference(options, masked):
         ({"is_causal": True, "q_positions": np.arange(12), "k_positions": np.arange(12)}, "posi"),
     ],
 )
-def test_refuses_what_it_cannot_do(options, said):
-    with pytest.raises(NotImplementedError, match=said):
+def test_refuses_what_it_cannot_do(options, message):
+    with pytest.raises(NotImplementedError, match=message):
         pe.attention(Q, K, V, **options, implementation="jax")
 
 
@@ -86,41 +86,41 @@ def _problem(q, k, v, **options):
 def test_cudnn_is_asked_for_the_same_attention(on_gpu, options):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (Q, K, V))
     run = functools.partial(pe.attention, q, k, v, **options)
-    found, wanted = run(implementation="cudnn"), run(implementation="reference")
+    got, expected = run(implementation="cudnn"), run(implementation="reference")
     assert on_gpu == ["cudnn"]
-    chex.assert_trees_all_close(found, wanted, atol=2e-2)
+    chex.assert_trees_all_close(got, expected, atol=2e-2)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"mask": _blind()}, "mask"),
         ({"window": 4}, "windows only with is_causal"),
         ({"rules": pe.ALiBi(num_heads=4).rules({})}, "rules"),
     ],
 )
-def test_cudnn_refuses_what_it_cannot_do(on_gpu, options, said):
+def test_cudnn_refuses_what_it_cannot_do(on_gpu, options, message):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (Q, K, V))
-    with pytest.raises(NotImplementedError, match=said):
+    with pytest.raises(NotImplementedError, match=message):
         pe.attention(q, k, v, **options, implementation="cudnn")
 
 
 def test_cudnn_needs_a_gpu_of_its_dtypes_and_head_dims(on_gpu, monkeypatch):
-    def said(q, **options):
+    def message(q, **options):
         problem = _problem(q, q, q, **options)
         return jax_nn.CuDNN().supports(dataclasses.replace(problem, needs_lse=False))
 
     half = jnp.zeros((1, 64, 2, 136), jnp.bfloat16)
-    assert said(half[..., :128]) is None
-    assert "at most 128" in said(half)
-    assert "multiple of 8" in said(half[..., :36])
-    assert "bfloat16" in said(half[..., :128].astype(jnp.float32))
+    assert message(half[..., :128]) is None
+    assert "at most 128" in message(half)
+    assert "multiple of 8" in message(half[..., :36])
+    assert "bfloat16" in message(half[..., :128].astype(jnp.float32))
     monkeypatch.setattr(jax_nn, "_compute_capability", lambda: 9.0)
-    assert said(half) is None
+    assert message(half) is None
     monkeypatch.setattr(jax_nn, "_compute_capability", lambda: 7.5)
-    assert "8.0 or later" in said(half)
+    assert "8.0 or later" in message(half)
     monkeypatch.undo()
-    assert "NVIDIA GPU" in said(half)
+    assert "NVIDIA GPU" in message(half)
 
 
 def test_none_chooses_cudnn_on_gpus_where_it_serves(on_gpu):

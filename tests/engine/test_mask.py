@@ -15,8 +15,12 @@ def sees(i, j, *, causal, window, prefix, a, b):
     if isinstance(window, int):  # W tokens with the query's own among them.
         seen = seen and abs(i - j) < window
     elif window is not None:  # Inclusive on both sides; negative for no limit.
-        left, right = window
-        seen = seen and (left < 0 or i - j <= left) and (right < 0 or j - i <= right)
+        left_side, right_side = window
+        seen = (
+            seen
+            and (left_side < 0 or i - j <= left_side)
+            and (right_side < 0 or j - i <= right_side)
+        )
     seen = seen or (prefix is not None and j < prefix)
     return seen and a == b and a >= 0
 
@@ -38,20 +42,22 @@ def test_matches_the_rule(causal, window, prefix, seed):
     )
     for r, t, s in np.ndindex(2, 5, 7):
         options = {"causal": causal, "window": window, "prefix": prefix}
-        wanted = sees(i[r, t], j[r, s], **options, a=a[r, t], b=b[r, s])
-        assert got[r, t, s] == wanted
+        expected = sees(i[r, t], j[r, s], **options, a=a[r, t], b=b[r, s])
+        assert got[r, t, s] == expected
 
 
 def test_segments_of_queries_or_keys_alone_hide_only_padding():
-    at = jnp.arange(3, dtype=jnp.int32)[None]
+    positions = jnp.arange(3, dtype=jnp.int32)[None]
     ids = jnp.array([[0, -1, 5]], jnp.int32)
-    np.testing.assert_array_equal(visible(at, at, ids)[0], [[1, 1, 1], [0, 0, 0], [1, 1, 1]])
-    np.testing.assert_array_equal(visible(at, at, None, ids)[0], [[1, 0, 1]] * 3)
+    np.testing.assert_array_equal(
+        visible(positions, positions, ids)[0], [[1, 1, 1], [0, 0, 0], [1, 1, 1]]
+    )
+    np.testing.assert_array_equal(visible(positions, positions, None, ids)[0], [[1, 0, 1]] * 3)
 
 
 def test_each_row_has_its_own_prefix():
-    at = jnp.tile(jnp.arange(3, dtype=jnp.int32), (2, 1))
-    got = visible(at, at, is_causal=True, prefix_length=jnp.array([0, 2], jnp.int32))
+    positions = jnp.tile(jnp.arange(3, dtype=jnp.int32), (2, 1))
+    got = visible(positions, positions, is_causal=True, prefix_length=jnp.array([0, 2], jnp.int32))
     np.testing.assert_array_equal(got[0], np.tri(3))
     np.testing.assert_array_equal(got[1], [[1, 1, 0], [1, 1, 0], [1, 1, 1]])
 

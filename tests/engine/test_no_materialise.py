@@ -27,7 +27,7 @@ def _step(kind, length):
 
 
 def _largest(jaxpr):
-    """The number of elements of the largest array in a jaxpr and in those inside it."""
+    """Returns the number of elements of the largest array in a jaxpr, nested ones included."""
     sizes = [math.prod(v.aval.shape) for e in jaxpr.eqns for v in e.outvars]
     inner = (x for e in jaxpr.eqns for x in jax.tree.leaves(list(e.params.values())))
     for x in inner:
@@ -43,7 +43,7 @@ def test_no_array_of_all_pairs_in_the_jaxpr(kind):
         step, arguments = _step(kind, length)
         return _largest(jax.make_jaxpr(step)(*arguments).jaxpr)
 
-    assert largest(8192) <= 8 * largest(1024)  # All pairs would be 64 times as many.
+    assert largest(8192) <= 8 * largest(1024)  # All pairs would grow by 64.
     assert largest(8192) < 8192 * 8192 // 4
 
 

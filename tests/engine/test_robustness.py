@@ -34,8 +34,8 @@ def test_biases_that_vary_on_one_side_only_keep_their_term(bounds, contiguous):
 
     bias = pe.LogitBias(rule, heads=jnp.array([0.3, -0.2]), relative=True, bounds=bounds)
     q, k, v = tokens()
-    at = jnp.arange(T)[None]
-    places = {} if contiguous else {"q_positions": at, "k_positions": at}
+    positions = jnp.arange(T)[None]
+    places = {} if contiguous else {"q_positions": positions, "k_positions": positions}
     run = [pe.attention(q, k, v, rules=bias, implementation=i, **places)
            for i in ("reference", SMALL_TILES)]  # fmt: skip
     np.testing.assert_allclose(run[1], run[0], atol=1e-5)
@@ -44,10 +44,12 @@ def test_biases_that_vary_on_one_side_only_keep_their_term(bounds, contiguous):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint32, np.int64, np.float32])
 def test_a_dense_bias_is_the_same_for_positions_of_every_dtype(dtype):
-    alibi, at = pe.ALiBi(num_heads=N).rules({}), np.arange(5)
+    alibi, positions = pe.ALiBi(num_heads=N).rules({}), np.arange(5)
     slopes = np.array([2.0**-4, 2.0**-8])[:, None, None]
-    wanted = -slopes * np.abs(at[:, None] - at[None])
-    np.testing.assert_allclose(alibi.dense(at.astype(dtype), at.astype(dtype)), wanted)
+    expected = -slopes * np.abs(positions[:, None] - positions[None])
+    np.testing.assert_allclose(
+        alibi.dense(positions.astype(dtype), positions.astype(dtype)), expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,18 +73,24 @@ def test_a_dense_bias_refuses_positions_that_it_would_misread(q, k, error, messa
 def test_positions_of_padding_and_of_other_segments_empty_no_tile(far, window):
     q, k, v = tokens()
     segments = jnp.zeros((1, T), jnp.int32).at[0, 5].set(-1).at[0, 20].set(1)
-    at = jnp.arange(T, dtype=jnp.int32)[None]
-    moved = at.at[0, 5].set(far).at[0, 20].set(far)
+    positions = jnp.arange(T, dtype=jnp.int32)[None]
+    moved = positions.at[0, 5].set(far).at[0, 20].set(far)
 
     @jax.jit
-    def run(at):
+    def run(positions):
         options = {"is_causal": True, "window": window, "q_segment_ids": segments}
         return pe.attention(
-            q, k, v, q_positions=at, k_positions=at, implementation=SMALL_TILES, **options
+            q,
+            k,
+            v,
+            q_positions=positions,
+            k_positions=positions,
+            implementation=SMALL_TILES,
+            **options,
         )
 
     keep = np.asarray(segments[0] == 0)
-    np.testing.assert_array_equal(run(moved)[:, keep], run(at)[:, keep])
+    np.testing.assert_array_equal(run(moved)[:, keep], run(positions)[:, keep])
 
 
 @pytest.mark.parametrize("end", [2**31 - 1, -(2**31)])
@@ -91,18 +99,18 @@ def test_biases_are_right_at_the_ends_of_int32(end, side):
     """Blocks all of whose coordinates are the last number of int32, next to that number."""
     q, k, v = tokens()
     near = end + jnp.arange(T, dtype=jnp.int32) - (T - 1 if end > 0 else 0)
-    at = {"q_coordinates": near, "k_coordinates": near}
-    at[f"{side}_coordinates"] = jnp.full(T, end, jnp.int32)
+    coordinates = {"q_coordinates": near, "k_coordinates": near}
+    coordinates[f"{side}_coordinates"] = jnp.full(T, end, jnp.int32)
 
     def rule(shared, slope, q, k):
         return slope * jnp.clip(q - k, -3, 5).astype(jnp.float32)
 
     bias = pe.LogitBias(rule, heads=jnp.array([0.3, -0.2]), relative=True, bounds=(-3, 5))
-    tiles, wanted = (
-        pe.attention(q, k, v, rules=bias, implementation=i, **at)
+    tiles, expected = (
+        pe.attention(q, k, v, rules=bias, implementation=i, **coordinates)
         for i in (SMALL_TILES, "reference")
     )
-    np.testing.assert_allclose(tiles, wanted, atol=1e-5)
+    np.testing.assert_allclose(tiles, expected, atol=1e-5)
 
 
 @each_implementation
@@ -125,18 +133,18 @@ def test_windows_are_right_at_any_int32_distance(implementation):
 
 def test_distances_beyond_int32_raise_where_a_rule_would_read_them():
     q, k, v = tokens(length=2)
-    at = jnp.array([[-(2**31), 2**31 - 1]])
+    positions = jnp.array([[-(2**31), 2**31 - 1]])
     alibi = pe.ALiBi(num_heads=N).rules({})
     with pytest.raises(ValueError, match=r"attention: rules need distances .* that fit int32, got"):
-        pe.attention(q, k, v, rules=alibi, q_positions=at, k_positions=at)
+        pe.attention(q, k, v, rules=alibi, q_positions=positions, k_positions=positions)
     padded = jnp.array([[0, -1]])
     out = pe.attention(
         q,
         k,
         v,
         rules=alibi,
-        q_positions=at,
-        k_positions=at,
+        q_positions=positions,
+        k_positions=positions,
         q_segment_ids=padded,
     )
     np.testing.assert_allclose(out[:, 0], v[:, 0], atol=1e-6)
@@ -243,9 +251,9 @@ def times(shared, head, row, col, q, k):
 
 @pytest.mark.parametrize("implementation", [None, "reference", "dense", "xla"])
 @pytest.mark.parametrize("kind", ["none", "pair", "dot", "separable"])
-@pytest.mark.parametrize("where", ["features", "all"])
+@pytest.mark.parametrize("garbage_in", ["features", "all"])
 def test_nan_in_keys_that_a_decode_step_does_not_see_reaches_no_gradient(
-    kind, where, implementation
+    kind, garbage_in, implementation
 ):
     q, k, v = tokens(6)
     q, slopes = q[:, 3:4], jnp.array([0.3, -0.2])
@@ -261,8 +269,8 @@ def test_nan_in_keys_that_a_decode_step_does_not_see_reaches_no_gradient(
         }
         out = pe.attention(
             q,
-            bad_k if where == "all" else k,
-            bad_v if where == "all" else v,
+            bad_k if garbage_in == "all" else k,
+            bad_v if garbage_in == "all" else v,
             rules=rules[kind],
             q_positions=jnp.array([3]),
             k_positions=jnp.arange(6),
@@ -277,8 +285,8 @@ def test_nan_in_keys_that_a_decode_step_does_not_see_reaches_no_gradient(
 
 
 def waves(shared, slope, distance):
-    at = jnp.clip(distance, 0, 3).astype(jnp.float32)
-    return slope * jnp.sin(at + jnp.arange(8.0))
+    clipped = jnp.clip(distance, 0, 3).astype(jnp.float32)
+    return slope * jnp.sin(clipped + jnp.arange(8.0))
 
 
 @pytest.mark.parametrize(
@@ -314,9 +322,9 @@ def test_calls_outside_jit_compile_once(length):
 
     def call(seed):
         rules = pe.T5(num_heads=N).rules({"table": jnp.full((N, 32), float(seed))})
-        at = jnp.full((1, length), seed, jnp.int32)
+        positions = jnp.full((1, length), seed, jnp.int32)
         return pe.attention(
-            q, k, v, rules=rules, q_positions=at, k_positions=at, is_causal=True
+            q, k, v, rules=rules, q_positions=positions, k_positions=positions, is_causal=True
         ).block_until_ready()
 
     call(0)

@@ -1,17 +1,16 @@
-"""`score_mod` against runs of PyTorch's FlexAttention, with gradients to what is captured."""
+"""`score_mod` against runs of PyTorch's FlexAttention, with gradients to captured arrays."""
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import golden
 
 import posenc_jax as pe
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "score_mod.json").read_text())
+GOLDEN = golden("score_mod")
 Q, K, V = (np.asarray(GOLDEN[name], np.float32) for name in "qkv")
 B, T, N, H = Q.shape
 WEIGHTS = np.sin(1 + np.arange(B * N * T * H)).reshape(B, N, T, H).transpose(0, 2, 1, 3)
@@ -77,8 +76,8 @@ def test_output_and_gradients_equal_flex_attention(function, implementation):
     captured = tuple(np.asarray(x, np.float32) for x in case["captured"])
     grads, out = run(function, implementation, captured)
     np.testing.assert_allclose(out, case["out"], atol=2e-6)
-    for got, wanted in zip(grads, case["grads"], strict=True):
-        np.testing.assert_allclose(got, wanted, atol=2e-5)
+    for got, expected in zip(grads, case["grads"], strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("function", MODS, ids=lambda f: f.__name__)
@@ -170,8 +169,8 @@ def test_positions_that_are_read_alone_make_no_relative_rule(function):
 def test_a_chunk_of_queries_reads_positions_not_slots():
     (slopes,) = GOLDEN["cases"]["alibi"]["captured"]
     rule = pe.score_mod(alibi, Q[:, 7:], jnp.asarray(slopes))
-    at = {"q_positions": jnp.arange(7, T), "k_positions": jnp.arange(T)}
-    out = pe.attention(Q[:, 7:], K, V, rules=rule, **at)
+    places = {"q_positions": jnp.arange(7, T), "k_positions": jnp.arange(T)}
+    out = pe.attention(Q[:, 7:], K, V, rules=rule, **places)
     np.testing.assert_allclose(out, np.asarray(GOLDEN["cases"]["alibi"]["out"])[:, 7:], atol=2e-6)
 
 

@@ -1,6 +1,6 @@
 """Batch and heads over devices, by sharding the arrays alone: the numbers of one device.
 
-All rules are in one program per mesh, since compiling is what takes the time.
+All rules are in one program per mesh, since compilation takes most of the time.
 """
 
 import functools
@@ -101,9 +101,9 @@ def test_explicit_arrays_are_enough_without_their_mesh_around():
 def assert_those_of_one_device(got, names, implementation):
     for out in got[1].values():
         assert [n for n in out.sharding.spec if n] == list(names)
-    wanted = unsharded(implementation)
+    expected = unsharded(implementation)
     for rule in RULES:
-        mine, alone = (jax.device_get((x[0][rule], x[1][rule])) for x in (got, wanted))
+        mine, alone = (jax.device_get((x[0][rule], x[1][rule])) for x in (got, expected))
         chex.assert_trees_all_close(mine, alone, atol=5e-5, rtol=1e-4)
         assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(alone))
 

@@ -1,4 +1,4 @@
-"""The tables of docs/kernels.md are those that the programs print."""
+"""docs/kernels.md has the tables that the programs print."""
 
 from engine import make_support, tpu_forecast
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 import re
 
 import chex
@@ -15,11 +14,12 @@ from engine.rules import KINDS
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import build, make_batch, one_of_all, output
+from support import one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.rules import DotBias, LogitBias
+from posenc_jax.engine.problem import _AXES, Problem
+from posenc_jax.engine.rules import DotBias, LogitBias, Rule
 from posenc_jax.engine.tpu.implementation import PallasTPU, _block
 from posenc_jax.engine.tpu.schedule import tile_order
 from posenc_jax.engine.tpu.strip import Strip, shear, sum_diagonals
@@ -43,9 +43,9 @@ CASES += [("unbounded", "window"), ("wide", "prefix"), ("hiding", "softcap")]
 @pytest.mark.parametrize(("rule", "feature"), CASES)
 def test_equals_the_reference(rule, feature):
     got = outcome(KERNELS, *case_of(feature, rule))
-    wanted = outcome("reference", *case_of(feature, rule, explicit=True))
+    expected = outcome("reference", *case_of(feature, rule, explicit=True))
     # The reference adds angles of up to 200 in float32, the rule takes their differences.
-    assert_close(got, wanted, 1e-4 if rule == "unbounded" else 3e-5)
+    assert_close(got, expected, 1e-4 if rule == "unbounded" else 3e-5)
     for leaf in jax.tree.leaves(got[0]):
         assert np.any(np.asarray(leaf) != 0)
 
@@ -66,17 +66,17 @@ def test_equals_the_reference(rule, feature):
 def test_sizes_and_grouped_heads_equal_the_reference(rule, feature, sizes, blocks):
     case = case_of(feature, rule, **sizes)
     implementation = PallasTPU(Blocks(blocks.k, blocks.q), blocks, interpret=True)
-    got, wanted = outcome(implementation, *case), outcome("reference", *case)
-    assert_close(got, wanted)
+    got, expected = outcome(implementation, *case), outcome("reference", *case)
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("sides", [(-1, -1), (-1, 0), (70, 0), (60, 3), (0, 129), (300, -1)])
 def test_tiles_without_a_visible_pair_have_no_step(sides, by_key):
-    blocks, (left, right) = Blocks(128, 384), sides
+    blocks, (before, after) = Blocks(128, 384), sides
     distance = np.arange(768)[:, None] - np.arange(1152)
-    seen = (distance <= left) | (left < 0)
-    seen &= (distance >= -right) | (right < 0)
+    seen = (distance <= before) | (before < 0)
+    seen &= (distance >= -after) | (after < 0)
     live = seen.reshape(6, 128, 3, 384).any((1, 3))
     live = live.T if by_key else live
     live[-1] |= by_key  # Where the gradients of queries are written.
@@ -115,7 +115,7 @@ def test_under_x64():
 def test_bfloat16_is_close_to_float32(rule, dim, times):
     """At most twice the rounding of the reference; scaled queries and weights are bfloat16.
 
-    With vectors per distance, gradients at most three times: those of the logits are bfloat16.
+    With vectors per distance, gradients at most three times: cotangents of logits are bfloat16.
     """
     rule, static, arrays, dynamic = case_of("causal", rule, dtype=jnp.bfloat16, dim=dim)
     got = outcome(KERNELS, rule, static, arrays, dynamic)
@@ -135,9 +135,9 @@ def _vectors(shared, head, distance):
 
 def test_large_features_do_not_round_those_of_other_tokens():
     """Tiles of bfloat16 move as integers of 16 bits, in units of each token."""
-    shared, at = jnp.linspace(0.1, 1.0, 16), jax.random.split(jax.random.key(0), 2)
-    q = jax.random.normal(at[0], (B, 256, 2, 64)).astype(jnp.bfloat16)
-    features = jax.random.normal(at[1], (B, 256, 2, 16))
+    shared, keys = jnp.linspace(0.1, 1.0, 16), jax.random.split(jax.random.key(0), 2)
+    q = jax.random.normal(keys[0], (B, 256, 2, 64)).astype(jnp.bfloat16)
+    features = jax.random.normal(keys[1], (B, 256, 2, 16))
 
     def attend(features, q=q, implementation=KERNELS):
         rule = DotBias(_vectors, shared=shared, q_features=features, bounds=(-5, 90))
@@ -152,9 +152,9 @@ def test_large_features_do_not_round_those_of_other_tokens():
 
 def test_results_are_bitwise_reproducible():
     case = case_of("segments", "t5", heads=4, kv_heads=2)
-    one = outcome(KERNELS, *case)
-    two = outcome(dataclasses.replace(KERNELS, vmem_limit=KERNELS.vmem_limit - 1), *case)
-    chex.assert_trees_all_equal(one, two)
+    first = outcome(KERNELS, *case)
+    second = outcome(dataclasses.replace(KERNELS, vmem_limit=KERNELS.vmem_limit - 1), *case)
+    chex.assert_trees_all_equal(first, second)
 
 
 def _attend(rules, *, length=256, heads=2, changed=lambda x: x, **options):
@@ -184,8 +184,8 @@ def test_a_bias_of_zeros_changes_no_bit():
 
 def test_a_rule_by_distance_equals_the_rule_by_pair():
     alibi = pe.ALiBi(num_heads=2).rules({})
-    at = jnp.arange(256, dtype=jnp.int32)
-    by_pair = _attend(alibi, q_positions=at, k_positions=at)
+    positions = jnp.arange(256, dtype=jnp.int32)
+    by_pair = _attend(alibi, q_positions=positions, k_positions=positions)
     chex.assert_trees_all_close(_attend(alibi), by_pair, atol=1e-5, rtol=1e-5)
 
 
@@ -242,9 +242,9 @@ def test_strided_rotation_equals_rotation_in_steps():
     shape = tile, tile, jax.ShapeDtypeStruct(line.shape, jnp.float32)
     steps, rotated, back = pl.pallas_call(kernel, out_shape=shape, interpret=True)(line)
     r, x = np.arange(128)[:, None], np.arange(strip.width)[None]
-    wanted = np.asarray(line)[0, x + 127 - r]
-    np.testing.assert_array_equal(steps, wanted)
-    np.testing.assert_array_equal(rotated, wanted)
+    expected = np.asarray(line)[0, x + 127 - r]
+    np.testing.assert_array_equal(steps, expected)
+    np.testing.assert_array_equal(rotated, expected)
     # The transpose: each entry of the line once for every pair that reads it.
     count = np.bincount((x + 127 - r).ravel(), minlength=strip.line)
     np.testing.assert_array_equal(back[0], np.asarray(line)[0] * count)
@@ -290,13 +290,13 @@ def _refusals():
     fire = pe.FIRE(num_heads=2)
     shaw = pe.Shaw(num_heads=2, head_dim=64)
     assert "a number per head" in _refusal(fire.rules(fire.init(jax.random.key(0))))
-    at = {"q_positions": jnp.arange(64), "k_positions": jnp.arange(64)}
-    for name, part, given in (
+    positions = {"q_positions": jnp.arange(64), "k_positions": jnp.arange(64)}
+    for name, part, options in (
         ("whole", "whole rows", {}),
-        ("narrow", "per distance, where positions", at),
+        ("narrow", "per distance, where positions", positions),
     ):
         rules = KINDS[name].rules(KINDS[name].make(jax.random.key(0), 2, 64), q, q)
-        assert part in _refusal(rules, **given)
+        assert part in _refusal(rules, **options)
     params = shaw.init(jax.random.key(0))
     features = shaw.features(params, None, q, q, None, None, None)[:2]
     assert "values" in _refusal(shaw.rules(params, *features))
@@ -311,7 +311,7 @@ def _refusals():
 
 
 def test_a_backward_pass_that_exceeds_the_memory_is_refused():
-    """The gradients of a head's queries stay in memory, and with groups those of its keys."""
+    """The gradients of a head's queries stay in memory, and with groups its keys' gradients."""
     q = jax.ShapeDtypeStruct((1, 2**17, 4, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, 2**17, 1, 128), jnp.bfloat16)
     compiled = PallasTPU(cross_compile=True)
@@ -399,8 +399,11 @@ def test_what_cannot_be_sharded_is_refused():
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(AUTO,))
     q = jax.device_put(jnp.zeros((2, 128, 12, 64)), NamedSharding(mesh, PartitionSpec()))
     k = q[:, :, :6]
-    for axes, said in ((("heads",), "6 key heads .* 4 devices"), ("model", "'model' is no axis")):
-        with pytest.raises(ValueError, match=said):
+    for axes, message in (
+        (("heads",), "6 key heads .* 4 devices"),
+        ("model", "'model' is no axis"),
+    ):
+        with pytest.raises(ValueError, match=message):
             pe.attention(q, k, k, implementation=dataclasses.replace(KERNELS, head_axes=axes))
     with pytest.raises(NotImplementedError, match=r"automatic axes \('heads',\).*batch_axes="):
         pe.attention(q, k, k, implementation=KERNELS)
@@ -410,34 +413,34 @@ def test_a_ring_of_kernels_equals_one_device():
     """The keys of a sequence over devices, merged by their log-sum-exp."""
     length = 256
     q, k, v = (jax.random.normal(key, (1, length, 2, 64)) for key in jax.random.split(KEY, 3))
-    at = jnp.arange(length, dtype=jnp.int32)[None]
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
     mesh = jax.make_mesh((2,), ("sequence",), axis_types=(AxisType.Auto,))
-    of = PartitionSpec(None, "sequence")
+    spec = PartitionSpec(None, "sequence")
 
     # The interpreter mixes arrays that vary over devices with loop counters that do not.
-    on_mesh = {"mesh": mesh, "in_specs": (of,) * 4, "out_specs": of, "check_vma": False}
+    on_mesh = {"mesh": mesh, "in_specs": (spec,) * 4, "out_specs": spec, "check_vma": False}
 
     @functools.partial(jax.shard_map, **on_mesh)
-    def ring(q, k, v, at):
+    def ring(q, k, v, positions):
         return pe.sharding.sequence_parallel_attention(
             q,
             k,
             v,
             axis_name="sequence",
-            q_positions=at,
-            k_positions=at,
+            q_positions=positions,
+            k_positions=positions,
             rules=pe.ALiBi(num_heads=2).rules({}),
             is_causal=True,
             implementation=KERNELS,
         )
 
-    def one(q, k, v, at):
+    def one(q, k, v, positions):
         rules = pe.ALiBi(num_heads=2).rules({})
         return pe.attention(q, k, v, rules=rules, is_causal=True, implementation="reference")
 
     def outcome(attend):
         def loss(q, k, v):
-            out = attend(q, k, v, at)
+            out = attend(q, k, v, positions)
             return jnp.sum(out**2), out
 
         return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
@@ -445,21 +448,10 @@ def test_a_ring_of_kernels_equals_one_device():
     assert_close(outcome(ring), outcome(one))
 
 
-def test_the_documentation_names_the_schemes_that_have_kernels():
-    def supported(name):
-        scheme = build(pe.SCHEMES[name])
-        tokens = jax.eval_shape(lambda: make_batch(length=40))
-        params = jax.eval_shape(scheme.init, jax.random.key(0))
-        try:
-            jax.eval_shape(
-                lambda params, tokens: output(scheme, params, tokens, implementation=KERNELS),
-                params,
-                tokens,
-            )
-        except NotImplementedError:
-            return False
-        return True
-
-    text = pathlib.Path(pe.__file__).parents[1].joinpath("docs", "kernels.md").read_text()
-    listed = re.search(r"Schemes that run:(.*?)\.\n", text, re.DOTALL)[1]
-    assert re.findall(r"`(\w+)`", listed) == [name for name in pe.SCHEMES if supported(name)]
+def test_every_array_of_a_problem_is_sharded_by_its_axes():
+    """By letters that fields declare: a field without them is an error, not sharded by row."""
+    fields = (x for x in dataclasses.fields(Problem) if not x.metadata.get("static"))
+    assert {x.name for x in fields} == {*_AXES, "rules"}
+    for rule in Rule.__subclasses__():
+        for field in dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ():
+            assert field.metadata.get("static") or field.name in rule.axes, (rule, field.name)

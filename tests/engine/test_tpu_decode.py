@@ -60,14 +60,16 @@ def _arrays(case):
     tokens += ((case.keys, case.kv_heads, case.value_dim or case.dim),)
     q, k, v = (numbers.normal(size=(B, *shape)).astype(np.float32) for shape in tokens)
     lengths = np.minimum(LENGTHS, case.keys)[:, None].astype(np.int32)
-    at = np.repeat(np.arange(case.keys, dtype=np.int32)[None], B, 0)
-    ids = np.where(at >= lengths, -1, (at >= 40).astype(np.int32) if case.packed else 0)
+    positions = np.repeat(np.arange(case.keys, dtype=np.int32)[None], B, 0)
+    ids = np.where(
+        positions >= lengths, -1, (positions >= 40).astype(np.int32) if case.packed else 0
+    )
     k, v = (np.where((ids < 0)[..., None, None], np.nan, x) for x in (k, v))
     if case.ring:
         order = numbers.permutation(case.keys)
-        at, ids, k, v = (x[:, order] for x in (at, ids, k, v))
+        positions, ids, k, v = (x[:, order] for x in (positions, ids, k, v))
     q_at = lengths - case.length + np.arange(case.length, dtype=np.int32)[None]
-    dynamic = {"q_positions": q_at, "k_positions": at, "k_segment_ids": ids.astype(np.int32)}
+    dynamic = {"q_positions": q_at, "k_positions": positions, "k_segment_ids": ids.astype(np.int32)}
     dynamic["q_segment_ids"] = np.full_like(q_at, int(case.packed))
     if case.sinks:
         dynamic["sinks"] = np.linspace(-1.0, 1.0, case.heads)
@@ -92,9 +94,9 @@ def _outcome(implementation, case, arrays, dynamic):
     )
 
 
-def _assert_close(got, wanted):
+def _assert_close(got, expected):
     """To 1e-5 of the largest number of each array."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         finite = np.isfinite(b)
         np.testing.assert_array_equal(np.isfinite(a), finite)
@@ -121,9 +123,9 @@ CASES = {
 def test_equals_the_reference(name):
     case = CASES[name]
     arrays, dynamic = _arrays(case)
-    got, wanted = (_outcome(x, case, arrays, dynamic) for x in (KERNEL, "reference"))
-    _assert_close(got, wanted)
-    assert np.all(np.isneginf(np.asarray(wanted[1])[2])) == (not case.sinks)
+    got, expected = (_outcome(x, case, arrays, dynamic) for x in (KERNEL, "reference"))
+    _assert_close(got, expected)
+    assert np.all(np.isneginf(np.asarray(expected[1])[2])) == (not case.sinks)
     assert not np.any(np.asarray(got[0])[2])
 
 
@@ -142,12 +144,12 @@ def test_rules_may_hide_distances(softcap):
 
     @functools.partial(jax.jit, static_argnums=0)
     def outcome(implementation):
-        given = {"rules": rule, "is_causal": True, "return_lse": True} | dynamic
-        return pe.attention(q, k, v, softcap=softcap, implementation=implementation, **given)
+        options = {"rules": rule, "is_causal": True, "return_lse": True} | dynamic
+        return pe.attention(q, k, v, softcap=softcap, implementation=implementation, **options)
 
-    got, wanted = outcome(KERNEL), outcome("reference")
-    assert np.all(np.isneginf(np.asarray(wanted[1])[1]))
-    _assert_close(got, wanted)
+    got, expected = outcome(KERNEL), outcome("reference")
+    assert np.all(np.isneginf(np.asarray(expected[1])[1]))
+    _assert_close(got, expected)
 
 
 def test_bfloat16_is_close_to_float32():
@@ -164,7 +166,7 @@ def test_bfloat16_is_close_to_float32():
 
 
 def test_the_same_bits_and_no_races():
-    """In the interpreter that checks for races and reads of what was never written.
+    """The interpreter checks for races and for reads of memory that was never written.
 
     It cannot reshape references, so the cache is in another order of axes than for H = 128.
     """
@@ -190,7 +192,7 @@ def test_the_schedule_reads_each_live_block_once():
 
 
 def test_derivatives_equal_the_reference():
-    """They are those of whole rows of logits; unused slots hold NaN here too."""
+    """ "dense" computes them; unused slots hold NaN here too."""
     case = Case("t5", 2, heads=4, dim=64)
     arrays, dynamic = _arrays(case)
 
@@ -226,14 +228,14 @@ def test_steps_with_a_cache_equal_one_pass(scheme, chunk, ring):
 def test_batch_and_heads_over_devices(kind):
     case = Case("t5", heads=4, dim=64, masked=True)
     mesh = jax.make_mesh((3, 2), ("data", "heads"), axis_types=(kind,) * 2)
-    given = {"batch_axes": "data", "head_axes": "heads"} if kind == AxisType.Auto else {}
+    options = {"batch_axes": "data", "head_axes": "heads"} if kind == AxisType.Auto else {}
     (params, *qkv), dynamic = _arrays(case)
     on = functools.partial(NamedSharding, mesh)
     by_token, by_row = on(PartitionSpec("data", None, "heads")), on(PartitionSpec("data"))
     arrays = jax.device_put(params, on(PartitionSpec())), *(jax.device_put(qkv, by_token))
     placed = {name: jax.device_put(x, by_row) for name, x in dynamic.items()}
     with jax.set_mesh(mesh):
-        got = jax.device_get(_outcome(dataclasses.replace(KERNEL, **given), case, arrays, placed))
+        got = jax.device_get(_outcome(dataclasses.replace(KERNEL, **options), case, arrays, placed))
     _assert_close(got, _outcome("reference", case, (params, *qkv), dynamic))
 
 
@@ -260,10 +262,10 @@ def test_more_queries_go_to_the_forward_kernel():
 
 def test_what_decodes_with_other_implementations_is_refused():
     q, k = jnp.zeros((1, 1, 2, 64)), jnp.zeros((1, 64, 2, 64))
-    at = {"q_positions": jnp.array([63]), "k_positions": jnp.arange(64)}
+    positions = {"q_positions": jnp.array([63]), "k_positions": jnp.arange(64)}
     for name, reason in (("shaw", "add to values"), ("whole", "whole rows")):
         rules = KINDS[name].rules(KINDS[name].make(jax.random.key(0), 2, 64), q, k)
         with pytest.raises(NotImplementedError, match=reason):
-            pe.attention(q, k, k, rules=rules, implementation=KERNEL, **at)
+            pe.attention(q, k, k, rules=rules, implementation=KERNEL, **positions)
     with pytest.raises(ValueError, match="decode must be a multiple of 128 keys, got 100"):
         PallasTPU(decode=100)

@@ -1,9 +1,9 @@
-"""Times forecast from the compiler's schedule, beside times that were measured on TPUs.
+"""Forecasts of times from the compiler's schedule, and times that were measured on TPUs.
 
 tokamax (github.com/openxla/tokamax, Apache-2.0) has kernels of splash attention, and commits the
-times that it measured on TPUs with the sizes of their tiles. tokamax_times.json has all those of
-its forward kernel on v6e and v5p with B * T = 16384 and no bias or softcap, the median of five runs
-each, and the cycles that the schedule of the same kernel with the same tiles has.
+times that it measured on TPUs with the sizes of their tiles. tokamax_times.json has all times of
+its forward kernel on v6e and v5p with B * T = 16384 and no bias or softcap, medians of five runs,
+and the cycles in the schedule of the same kernel with the same tiles.
 `make tpu-static ARGS=--forecast` prints the table of docs/kernels.md from this file.
 """
 
@@ -29,11 +29,11 @@ class Measured:
       chip, batch, length, heads, dim, causal: the problem, in bfloat16.
       q, k, compute: queries and keys per tile, and keys per product.
       layouts: of q, k and v, by tokamax's numbers.
-      scheduler: whether the compiler's other scheduler is asked for.
+      scheduler: whether it uses the compiler's experimental scheduler.
       ms: milliseconds, with the transpositions of q, k, v and the output.
-      tiles: cycles of a tile: without and with a mask, of those that there are.
+      tiles: cycles of a tile without and with a mask, where these occur.
       rest: cycles of all other regions.
-      bytes: that XLA says the program reads and writes.
+      bytes: read and written by the program, by XLA's count.
     """
 
     chip: str
@@ -61,13 +61,13 @@ class Measured:
         rows, columns = self.length // self.q, self.length // self.k
         plain, masked = rows * columns, 0
         if self.causal:
-            at = [(i * self.q, j * self.k) for i in range(rows) for j in range(columns)]
-            plain = sum(to + self.k - 1 <= first for first, to in at)
-            masked = sum(to < first + self.q for first, to in at) - plain
+            corners = [(i * self.q, j * self.k) for i in range(rows) for j in range(columns)]
+            plain = sum(key + self.k - 1 <= first for first, key in corners)
+            masked = sum(key < first + self.q for first, key in corners) - plain
         cycles = plain * self.tiles[0] + masked * self.tiles[-1] + rows * self.rest
         cycles *= self.batch * self.heads / CORES[self.chip]
-        own = 4 * 2 * self.batch * self.length * self.heads * self.dim
-        return 1e3 * (cycles / CLOCK + (self.bytes - own) / BANDWIDTH[self.chip])
+        operand_bytes = 4 * 2 * self.batch * self.length * self.heads * self.dim
+        return 1e3 * (cycles / CLOCK + (self.bytes - operand_bytes) / BANDWIDTH[self.chip])
 
 
 def read() -> list[Measured]:
@@ -95,8 +95,10 @@ def table() -> str:
             cells = []
             for column in columns:
                 case = cases.get((*column, length, causal))
-                made = case.forecast() if case else 0.0
-                cells.append(f"{made:.2f} / {case.ms:.2f} = {made / case.ms:.2f}" if case else "")
+                forecast = case.forecast() if case else 0.0
+                cells.append(
+                    f"{forecast:.2f} / {case.ms:.2f} = {forecast / case.ms:.2f}" if case else ""
+                )
             mask = "causal" if causal else "full"
             lines.append(f"| {length} | {mask} | {' | '.join(cells)} |")
     return "\n".join(lines)

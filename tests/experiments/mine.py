@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from experiments.tables import Labels
+from experiments.tasks.labels import Labels
 from experiments.tasks.lookup import Lookup
 
 

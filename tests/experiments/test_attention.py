@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from experiments.attention import attention_weights, biases, by_distance
-from experiments.model import LanguageModel
-from experiments.settings import Model
-from experiments.tasks import Speed
+from experiments.commands.attention import attention_weights, biases, by_distance
+from experiments.models.model import LanguageModel
+from experiments.scoreboard.speed import Speed, SpeedRun
+from experiments.settings.common import Model
 
 SIZES = Model(model_dim=12, num_layers=2, num_heads=3)
 LENGTH = 10
@@ -22,11 +22,11 @@ def measured():
 
 
 def test_weights_are_those_of_a_softmax(measured):
-    model, tokens, found = measured
+    model, tokens, by_layer = measured
     x = np.asarray(model.embed(tokens), np.float64)
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     slopes = np.asarray(pe.alibi_slopes(3), np.float64)
-    for block, weights in zip(model.blocks, found, strict=True):
+    for block, weights in zip(model.blocks, by_layer, strict=True):
         layer, y = block.attention, np.asarray(block.norm1(np.float32(x)), np.float64)
         q, k = (
             np.einsum("btd,dnh->btnh", y, np.asarray(p.kernel[...]))
@@ -40,25 +40,25 @@ def test_weights_are_those_of_a_softmax(measured):
 
 
 def test_means_by_distance(measured):
-    model, tokens, found = measured
+    model, tokens, by_layer = measured
     half = LENGTH // 2
-    for got, weights in zip(by_distance(model, tokens), np.asarray(found), strict=True):
-        wanted = [
+    for got, weights in zip(by_distance(model, tokens), np.asarray(by_layer), strict=True):
+        expected = [
             [weights[:, t, n, t - d].mean() for d in range(half)]
             for n in range(3)
             for t in range(half, LENGTH)
         ]
-        wanted = np.reshape(wanted, (3, half, half)).mean(1)
-        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+        expected = np.reshape(expected, (3, half, half)).mean(1)
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def test_biases_of_alibi_are_its_slopes(measured):
-    wanted = -np.asarray(pe.alibi_slopes(3))[:, None] * np.arange(5)
-    np.testing.assert_allclose(biases(measured[0], 5), [wanted, wanted], atol=1e-5)
+    expected = -np.asarray(pe.alibi_slopes(3))[:, None] * np.arange(5)
+    np.testing.assert_allclose(biases(measured[0], 5), [expected, expected], atol=1e-5)
 
 
 def test_speed_measures_the_step_of_each_length():
     task = Speed(train_length=8, test_lengths=(8, 16), model=SIZES, tokens=16, rounds=2)
-    found = task.evaluate(pe.ALiBi(3), None, [0, 1], None)
-    assert [e.length for e in found] == [8, 16] and found[0].in_distribution
-    assert all(len(e.values) == 2 and 0 < e.values[0] == e.values[1] < 100 for e in found)
+    run = SpeedRun(task, "alibi", {}, pe.ALiBi(3), 0)
+    scores = run.measure(None, task.load())["scores"]["plain"]
+    assert scores.keys() == {"8", "16"} and all(0 < x < 100 for x in scores.values())

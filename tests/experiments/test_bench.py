@@ -13,12 +13,12 @@ import posenc_jax as pe
 from experiments import bench
 from experiments.__main__ import main
 from experiments.bench import decode, llama, rope
-from experiments.bench.cases import attend_with, make_arguments, named_schemes, places
+from experiments.bench.cases import attend_with, make_arguments, named_schemes, token_orders
 from experiments.bench.heap import WARM_HEAP
-from experiments.bench.peers import Case, difference, those_that_agree
+from experiments.bench.peers import Case, agreeing, difference
 from experiments.bench.timing import side_by_side
-from experiments.environment import processor
 from experiments.errors import ConfigError
+from experiments.runs.environment import processor
 
 
 def test_ratios_are_to_the_first_case():
@@ -50,14 +50,15 @@ def test_explicit_positions_are_separate_cases(capsys):
     out = capsys.readouterr().out
     assert all(f"alibi, {place} " in out for place in ("in order", "shuffled", "4 texts"))
     scheme = pe.ALiBi(num_heads=2)
-    given = make_arguments(scheme, (1, 16, 2, 4), jnp.float32)
-    plain = attend_with(scheme)(*given)
-    at = places(16)
-    np.testing.assert_allclose(attend_with(scheme, **at["in order"])(*given), plain, atol=1e-6)
-    texts = attend_with(scheme, **at["4 texts"])(*given)
+    arguments = make_arguments(scheme, (1, 16, 2, 4), jnp.float32)
+    plain = attend_with(scheme)(*arguments)
+    orders = token_orders(16)
+    in_order = attend_with(scheme, **orders["in order"])(*arguments)
+    np.testing.assert_allclose(in_order, plain, atol=1e-6)
+    texts = attend_with(scheme, **orders["4 texts"])(*arguments)
     np.testing.assert_allclose(texts[:, :4], plain[:, :4], atol=1e-6)
     assert np.abs(texts[:, 4:] - plain[:, 4:]).max() > 0.1
-    shuffled = places(100)["shuffled"]["positions"][0].tolist()
+    shuffled = token_orders(100)["shuffled"]["positions"][0].tolist()
     assert shuffled != list(range(100)) and sorted(shuffled[:64]) == list(range(64))
     assert sorted(shuffled) == list(range(100))
 
@@ -83,14 +84,14 @@ def test_cases_with_other_numbers_are_left_out_with_the_reason(capsys):
     ours = Case(lambda: (jnp.ones(3), jnp.ones(3)), like="none")
     near = Case(lambda: (jnp.ones(3), jnp.full(3, 1.0 + 1e-5)), like="none")
     assert difference(near, ours) == ""
-    found = {
+    others = {
         "near": near,
         "off": Case(lambda: (jnp.ones(3), jnp.full(3, 1.1)), like="none"),
         "short": Case(lambda: jnp.ones(3), like="none"),
         "wide": Case(lambda: (jnp.ones(4), jnp.ones(3)), like="none"),
         "nan": Case(lambda: (jnp.full(3, jnp.nan), jnp.ones(3)), like="none"),
     }
-    assert list(those_that_agree(found, {"none": ours}.get)) == ["near"]
+    assert list(agreeing(others, {"none": ours}.get)) == ["near"]
     out = capsys.readouterr().out
     assert "off is left out: the gradient of q differs by 1.0e-01 of its largest value" in out
     assert "short is left out: it gives 1 arrays, wanted 2" in out
@@ -121,14 +122,14 @@ def test_the_processor_is_named(tmp_path):
 
 def test_schemes_by_name_and_option():
     sizes = {"num_heads": 4, "head_dim": 8, "model_dim": 32, "max_length": 16}
-    found = named_schemes(
+    schemes = named_schemes(
         "shaw:values=false:clip=5, learned,posenc_jax:ALiBi,none,rope+alibi", sizes
     )
-    assert list(found)[:3] == ["none", "shaw:values=false:clip=5", "learned"]
-    assert found["shaw:values=false:clip=5"] == pe.Shaw(4, 8, clip=5, values=False)
-    assert found["rope+alibi"] == pe.chain(pe.RoPE(head_dim=8), pe.ALiBi(num_heads=4))
-    assert found["posenc_jax:ALiBi"] == pe.ALiBi(4)
-    assert found["learned"] == pe.LearnedAbsolute(max_length=16, model_dim=32)
+    assert list(schemes)[:3] == ["none", "shaw:values=false:clip=5", "learned"]
+    assert schemes["shaw:values=false:clip=5"] == pe.Shaw(4, 8, clip=5, values=False)
+    assert schemes["rope+alibi"] == pe.chain(pe.RoPE(head_dim=8), pe.ALiBi(num_heads=4))
+    assert schemes["posenc_jax:ALiBi"] == pe.ALiBi(4)
+    assert schemes["learned"] == pe.LearnedAbsolute(max_length=16, model_dim=32)
     for wrong, says in (
         ("rpoe", "unknown scheme 'rpoe'; did you mean 'rope'"),
         ("shaw:clp=5", "unknown option of Shaw; did you mean 'clip'"),

@@ -1,16 +1,20 @@
 """compare at tiny size: files, resumption, refusals, user schemes and tasks."""
 
-import json
 import os
 import re
 import textwrap
 import tomllib
+import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
 
-from experiments import compare as compare_module
+import posenc_jax as pe
 from experiments.__main__ import main
+from experiments.runs import run as runs_module
+from experiments.runs.run import RunFolder
+from experiments.runs.trained import experiment_of
+from experiments.training.train import train
 
 SMALL = """
 tasks = ["kback"]
@@ -52,15 +56,23 @@ def run(tmp_path, capsys, monkeypatch):
     file = tmp_path / "small.toml"
     file.write_text(SMALL)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("experiments.runs.run_queue.default_count", lambda: 1)
 
     def call(command, *arguments):
         status = main([command, str(file), "--name", "small", *arguments])
         out, err = capsys.readouterr()
         return status, out, err
 
+    def results():
+        experiment = experiment_of(call.folder)
+        runs = [(r, RunFolder(call.folder, r).result()) for r in experiment.all_runs()]
+        return {(r.task.name, r.scheme, r.seed): result for r, result in runs if result}
+
     call.file = file
     call.folder = tmp_path / "results" / "small"
-    call.read = lambda: json.loads((call.folder / "results.json").read_text())
+    call.results = results
+    call.settings = lambda: tomllib.loads((call.folder / "config.toml").read_text())
+    call.files = lambda: {f: f.read_bytes() for f in call.folder.rglob("*") if f.is_file()}
     return call
 
 
@@ -78,61 +90,51 @@ def test_compare_writes_results_and_report_with_a_user_scheme(run, own_module):
     mine = "my_schemes:Parity"
     status, out, err = run("compare", "--schemes", f"rope,{mine}", "--seeds", "2")
     assert (status, err) == (0, "")
-    results = run.read()
-    assert {"name", "created", "config", "environment", "runs"} <= results.keys()
-    assert [r["scheme"] for r in results["runs"]] == ["rope", mine]
-    for r in results["runs"]:
-        assert r["status"] == "done" and r["error"] is None and r["seeds"] == [0, 1]
-        assert r["curve"]["step"] == [2, 4]
-        assert np.shape(r["curve"]["loss"]) == (2, 2) and r["final_loss"] == r["curve"]["loss"][-1]
-        assert [e["length"] for e in r["evaluations"]] == [32, 48]
-        assert [e["in_distribution"] for e in r["evaluations"]] == [True, False]
-        assert all(len(e["values"]) == 2 for e in r["evaluations"])
-        assert r["parameters"] > 0 and r["train_seconds"] > 0 and r["cpu_seconds"] > 0
-        # Parameters and both moments of AdamW, of two seeds.
-        assert 2 * 3 * 4 * r["parameters"] < r["memory_bytes"] < 1e9
-        assert r["fitted"] is False and "0.9" in r["fit_rule"]
-    files = {f.name for f in run.folder.iterdir()}
-    assert files == {
-        "config.toml",
-        "environment.json",
-        "metrics.jsonl",
-        "results.json",
-        "report.html",
-    }
-    resolved = tomllib.loads((run.folder / "config.toml").read_text())
-    assert resolved["schemes"]["names"] == ["rope", mine] and resolved["seeds"] == 2
-    assert json.loads((run.folder / "environment.json").read_text())["jax"]
-    lines = [json.loads(x) for x in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(x["scheme"], x["step"]) for x in lines] == [
-        ("rope", 2),
-        ("rope", 4),
-        (mine, 2),
-        (mine, 4),
-    ]
-    assert "report.html" in out
+    results = run.results()
+    assert list(results) == [("kback", s, seed) for s in ("rope", mine) for seed in (0, 1)]
+    for r in results.values():
+        assert r.status == "done" and r.error is None and r.environment["jax"]
+        assert r.curve["step"] == [2, 4] and len(r.curve["loss"]) == 2
+        assert r.scores["plain"].keys() == {"32", "48"}
+        assert r.parameters > 0 and r.train_seconds >= 0 and r.cpu_seconds >= 0
+        # Parameters and both moments of AdamW.
+        assert 3 * 4 * r.parameters < r.memory_bytes < 1e9
+        assert r.fitted is False and "0.9" in r.fit_rule
+    files = {f.name for f in run.folder.rglob("*") if f.is_file()}
+    assert files == {"config.toml", "report.html", "result.json"}
+    assert run.settings()["schemes"]["names"] == ["rope", mine] and run.settings()["seeds"] == 2
+    assert "report.html" in out and "Means of 2 seeds." in out
+    assert "my_schemes:Parity" in (run.folder / "report.html").read_text()
+
+
+def test_seeds_side_by_side_in_one_program_have_equal_scores(run):
+    assert run("compare", "--schemes", "rope", "--seeds", "2")[0] == 0
+    results_before = run.results()
+    task = experiment_of(run.folder).tasks["kback"]
+    trained = train(task, pe.RoPE(8), [0, 1], None)
+    (evaluation, _) = task.evaluate(pe.RoPE(8), trained.params, [0, 1], task.load())
+    for seed in (0, 1):
+        result = results_before["kback", "rope", seed]
+        assert result.curve["loss"] == [loss[seed] for loss in trained.curve["loss"]]
+        assert result.scores["plain"]["32"] == evaluation.values[seed]
 
 
 def test_user_task_is_one_file(run, own_module):
-    given = ["--tasks", "kback,my_schemes:Repeat", "--schemes", "none", "--repeat.eval-batch", "4"]
+    flags = ["--tasks", "kback,my_schemes:Repeat", "--schemes", "none", "--repeat.eval-batch", "4"]
     small = [f"--repeat.{x}" for x in ("train.steps=2", "train.steps-per-call=1", "train.warmup=1")]
-    given += [*small, "--repeat.model.model-dim=16", "--repeat.model.num-heads=2"]
-    status, out, err = run("compare", *given)
+    flags += [*small, "--repeat.model.model-dim=16", "--repeat.model.num-heads=2"]
+    status, out, err = run("compare", *flags)
     assert (status, err) == (0, "")
     assert "repeat: share of echoes at each length" in " ".join(out.split())
-    _, repeat = run.read()["runs"]
-    assert repeat["task"] == "repeat" and repeat["status"] == "done"
-    assert [e["length"] for e in repeat["evaluations"]] == [32, 48, 64, 128]
+    repeat = run.results()["repeat", "none", 0]
+    assert repeat.scores["plain"].keys() == {"32", "48", "64", "128"}
     page = (run.folder / "report.html").read_text()
     assert "Say it again." in page and "length in words" in page
-    resolved = tomllib.loads((run.folder / "config.toml").read_text())
-    assert resolved["tasks"] == ["kback", "my_schemes:Repeat"]
-    assert resolved["repeat"]["eval_batch"] == 4 and resolved["repeat"]["pause"] == 1
-    assert run("compare", *given)[0] == 0  # Settings are those of before: nothing runs again.
-    assert run.read()["runs"][1] == repeat
-    status, _, err = run("compare", *given, "--repeat.pause", "2")
-    assert status == 2 and "repeat.pause (1 there, 2 here)" in err
-    status, _, err = run("compare", *given, "--repeat.puase", "2")
+    assert run.settings()["tasks"] == ["kback", "my_schemes:Repeat"]
+    assert run.settings()["repeat"]["eval_batch"] == 4 and run.settings()["repeat"]["pause"] == 1
+    assert "2 of 2 runs were done before" in run("compare", *flags)[1]
+    assert run.results()["repeat", "none", 0] == repeat
+    status, _, err = run("compare", *flags, "--repeat.puase", "2")
     assert status == 2 and "repeat.puase: unknown setting of Repeat; did you mean 'pause'?" in err
     with pytest.raises(SystemExit):
         main(["compare", str(run.file), "--tasks", "my_schemes:Repeat", "--help"])
@@ -156,81 +158,99 @@ def test_compare_takes_chains_patterns_and_factories(run, own_module):
         "--kback.model.num-layers", "2",
     )  # fmt: skip
     assert (status, err) == (0, "")
-    runs = run.read()["runs"]
-    assert [r["scheme"] for r in runs] == names
-    assert {r["status"] for r in runs} == {"done"}
-    chained, both, layers, biased = (r["scheme_repr"] for r in runs)
+    results = run.results().values()
+    assert [r.settings["scheme"] for r in results] == names
+    assert {r.status for r in results} == {"done"}
+    chained, both, layers, biased = (r.scheme_repr for r in results)
     assert chained == both and "RoPE(head_dim=8" in both and "ALiBi(num_heads=2" in both
-    assert runs[0]["final_loss"] == runs[1]["final_loss"]
     assert "window=16" in layers and "NoPE()" in layers
     assert "theta=100.0" in biased and "T5(num_heads=2" in biased
 
 
-def test_finished_runs_are_skipped(run, monkeypatch):
+def test_finished_runs_are_skipped_and_schemes_join(run, monkeypatch):
     assert run("compare", "--schemes", "none")[0] == 0
-    first = run.read()["runs"][0]
-    trained = []
-    original = compare_module.train
+    first, trained, original = run.results(), [], runs_module.train
     monkeypatch.setattr(
-        compare_module,
+        runs_module,
         "train",
         lambda task, scheme, *a, **k: trained.append(scheme) or original(task, scheme, *a, **k),
     )
     status, out, _ = run("compare", "--schemes", "rope,none")
     assert status == 0 and [type(s).__name__ for s in trained] == ["RoPE"]
-    assert "[1/2] kback none:" in out and "[2/2] kback rope:" in out  # Finished runs come first.
-    runs = run.read()["runs"]
-    assert first in runs and {r["scheme"] for r in runs} == {"none", "rope"}
+    assert "1 of 2 runs were done before." in out and "[2/2] kback rope:" in out
+    assert first.items() <= run.results().items() and len(run.results()) == 2
     assert run("compare", "--schemes", "rope")[0] == 0
-    assert len(trained) == 1 and len(run.read()["runs"]) == 2
-    resolved = tomllib.loads((run.folder / "config.toml").read_text())
-    assert resolved["schemes"]["names"] == ["none", "rope"]
+    assert len(trained) == 1 and run.settings()["schemes"]["names"] == ["none", "rope"]
+    assert run("compare", "--schemes", "rope", "--seeds", "2")[0] == 0
+    assert len(trained) == 2 and ("kback", "none", 0) in run.results()
 
 
 def test_interrupt_keeps_finished_runs(run, monkeypatch):
-    original = compare_module.train
+    original = runs_module.train
 
-    def stop_at_rope(task, scheme, *rest, **options):
+    def stop_at_rope(task, scheme, *arguments, **options):
         if type(scheme).__name__ == "RoPE":
             raise KeyboardInterrupt
-        return original(task, scheme, *rest, **options)
+        return original(task, scheme, *arguments, **options)
 
-    monkeypatch.setattr(compare_module, "train", stop_at_rope)
+    monkeypatch.setattr(runs_module, "train", stop_at_rope)
     status, out, _ = run("compare")
     assert status == 130 and "continues with the others" in out
-    assert [r["scheme"] for r in run.read()["runs"]] == ["none"]
+    assert list(run.results()) == [("kback", "none", 0)]
     assert (run.folder / "report.html").exists()
-    monkeypatch.setattr(compare_module, "train", original)
+    monkeypatch.setattr(runs_module, "train", original)
     assert run("compare")[0] == 0
-    assert [r["scheme"] for r in run.read()["runs"]] == ["none", "rope"]
+    assert list(run.results()) == [("kback", "none", 0), ("kback", "rope", 0)]
 
 
-def test_other_configuration_is_refused_without_loss(run):
+def test_a_stop_within_a_run_continues_there(run):
+    assert run("compare", "--schemes", "none", "--name", "whole")[0] == 0
+    status, out, _ = run("compare", "--schemes", "none", "--minutes", "0")
+    assert status == 0 and "Time is over with 1 runs left; the same command continues." in out
+    (whole,) = experiment_of(run.folder.parent / "whole").all_runs()
     assert run("compare", "--schemes", "none")[0] == 0
-    before = {f.name: f.read_bytes() for f in run.folder.iterdir()}
-    status, _, err = run("compare", "--schemes", "none", "--kback.train.batch", "5")
-    assert status == 2 and err.count("\n") == 1
-    assert "kback.train.batch (4 there, 5 here)" in err
-    assert "--name" in err and "--fresh" in err
-    assert {f.name: f.read_bytes() for f in run.folder.iterdir()} == before
-    assert run("compare", "--schemes", "none", "--kback.train.batch", "5", "--fresh")[0] == 0
-    assert run.read()["config"]["kback"]["train"]["batch"] == 5
+    result = RunFolder(run.folder.parent / "whole", whole).result()
+    (again,) = run.results().values()
+    assert (again.curve, again.scores) == (result.curve, result.scores)
+
+
+def test_another_configuration_loses_nothing(run):
+    assert run("compare", "--schemes", "none")[0] == 0
+    before = run.results()
+    other = ["--schemes", "none", "--kback.train.batch", "5"]
+    status, out, _ = run("compare", *other)
+    assert status == 0 and "done before" not in out and run.results() != before
+    assert "1 of 1 runs were done before" in run("compare", "--schemes", "none")[1]
+    assert run.results() == before
+    assert run("compare", *other, "--fresh")[0] == 0
+    assert run.settings()["kback"]["train"]["batch"] == 5
+    assert len(list(run.folder.glob("*/result.json"))) == 1
+
+
+def test_results_of_other_versions_are_refused(run):
+    assert run("compare", "--schemes", "none")[0] == 0
+    (path,) = run.folder.glob("*/result.json")
+    path.write_text(path.read_text().replace('"jax": "0.', '"jax": "9.'))
+    before = run.files()
+    status, _, err = run("compare", "--schemes", "none")
+    assert status == 2 and err.count("\n") == 1 and "versions: jax" in err and "--fresh" in err
+    assert run.files() == before
+    assert run("compare", "--schemes", "none", "--fresh")[0] == 0
 
 
 def test_failing_scheme_does_not_stop_the_others(run, own_module):
     status, out, _ = run("compare", "--schemes", "my_schemes:Broken,none")
     assert status == 1
-    broken, none = run.read()["runs"]
-    assert broken["status"] == "failed" and none["status"] == "done"
-    assert broken["error"] == "RuntimeError: this scheme is broken"
-    assert "this scheme is broken" in out
-    assert run("compare", "--schemes", "none")[0] == 0  # What was not asked for is no failure.
+    assert list(run.results()) == [("kback", "none", 0)]
+    assert "kback, my_schemes:Broken failed: RuntimeError: this scheme is broken" in out
+    assert "RuntimeError: this scheme is broken" in (run.folder / "report.html").read_text()
+    assert run("compare", "--schemes", "none")[0] == 0  # Runs of other calls are no failure.
 
 
 def test_text_variants_and_evaluate_on_kept_parameters(run, tmp_path):
     rng = np.random.default_rng(0)
     (tmp_path / "own.txt").write_bytes(rng.integers(97, 105, 4000).astype(np.uint8).tobytes())
-    given = [
+    flags = [
         "--tasks",
         "text",
         "--text.corpus",
@@ -238,107 +258,95 @@ def test_text_variants_and_evaluate_on_kept_parameters(run, tmp_path):
         "--schemes",
         "rope,learned",
     ]
-    assert run("train", *given)[0] == 0
-    rope, learned = run.read()["runs"]
-    found = {(e["mode"], e["variant"], e["length"]): e for e in rope["evaluations"]}
-    assert set(found) == {
-        ("nonoverlapping", None, 16),
-        ("nonoverlapping", None, 32),
-        ("nonoverlapping", "ntk", 32),
-        ("nonoverlapping", "pi", 32),
-        ("sliding", None, 16),
-        ("sliding", None, 32),
+    assert run("train", *flags)[0] == 0
+    rope = run.results()["text", "rope", 0]
+    assert {(view, n) for view, row in rope.scores.items() for n in row} == {
+        *(("nonoverlapping", "16"), ("nonoverlapping", "32"), ("ntk", "32"), ("pi", "32")),
+        *(("sliding", "16"), ("sliding", "32")),
     }
-    beyond = [e for e in learned["evaluations"] if not e["in_distribution"]]
-    assert {e["note"] for e in beyond} == {"rows beyond position 15 were never trained"}
-    assert "table of byte pairs" in rope["fit_rule"]
-    assert "corpus" in str(run.read()["environment"])
+    page = (run.folder / "report.html").read_text()
+    assert "rows beyond position 15 were never trained" in page
+    assert "table of byte pairs" in rope.fit_rule and "corpus" in str(rope.environment)
 
-    status, _, err = run("evaluate", *given)
-    assert (status, err) == (0, "")
-    assert run.read()["runs"][0]["evaluations"] == rope["evaluations"]
-    assert run("evaluate", *given, "--text.eval-bytes", "128", "--text.variants", ",")[0] == 0
-    again = run.read()["runs"][0]["evaluations"]
-    assert {e["variant"] for e in again} == {None}
-    assert again[0]["values"] != rope["evaluations"][0]["values"]
-    status, _, err = run("evaluate", *given, "--text.train.steps", "6")
-    assert status == 2 and "text.train.steps (4 there, 6 here)" in err
+    status, _, err = run("evaluate", *flags)
+    assert (status, err) == (0, "") and run.results()["text", "rope", 0].scores == rope.scores
+    more = ["--text.eval-bytes", "128", "--text.variants", ","]
+    assert run("evaluate", *flags, *more)[0] == 0
+    again = run.results()["text", "rope", 0]
+    assert again.scores.keys() == {"nonoverlapping", "sliding"} and again.curve == rope.curve
+    assert again.scores["sliding"] != rope.scores["sliding"]
+    assert "2 of 2 runs were done before" in run("train", *flags, *more)[1]
+    status, _, err = run("evaluate", *flags, "--text.train.steps", "6")
+    assert status == 2 and "holds no parameters of rope on text with these settings" in err
 
 
 def test_parameters_are_stored_by_path(run):
     assert run("train", "--schemes", "none")[0] == 0
-    file = run.folder / "parameters" / "kback-none.npz"
-    with np.load(file) as kept:
-        arrays = dict(kept)
-    assert "blocks/0/attention/query/kernel" in arrays
+    (file,) = run.folder.glob("*/parameters.npz")
+    with np.load(file) as file_of_arrays:
+        arrays = dict(file_of_arrays)
     query, key = (f"blocks/0/attention/{x}/kernel" for x in ("query", "key"))
     assert arrays[query].shape == arrays[key].shape
-    assert run("evaluate", "--schemes", "none")[0] == 0
-    before = run.read()["runs"][0]["evaluations"]
+    before = run.results()
     np.savez(file, **dict(reversed(arrays.items())))
     assert run("evaluate", "--schemes", "none")[0] == 0
-    assert run.read()["runs"][0]["evaluations"] == before
+    assert [r.scores for r in run.results().values()] == [r.scores for r in before.values()]
     np.savez(file, **{k: v for k, v in arrays.items() if k != key})
     status, _, err = run("evaluate", "--schemes", "none")
-    assert status == 2 and f"{key} is nothing, wanted" in err and err.count("\n") == 1
+    assert status == 2 and f"{key} is nothing, expected" in err and err.count("\n") == 1
 
 
 def test_per_sequence_scaling_has_no_zero_shot_variants(run, tmp_path):
     (tmp_path / "own.txt").write_bytes(bytes(range(97, 105)) * 500)
-    given = ["--tasks", "text", "--text.corpus", str(tmp_path / "own.txt")]
-    assert run("compare", *given, "--schemes", "rope_by_length")[0] == 0
-    (done,) = run.read()["runs"]
-    assert done["status"] == "done" and {e["variant"] for e in done["evaluations"]} == {None}
+    flags = ["--tasks", "text", "--text.corpus", str(tmp_path / "own.txt")]
+    assert run("compare", *flags, "--schemes", "rope_by_length")[0] == 0
+    (done,) = run.results().values()
+    assert done.scores.keys() == {"nonoverlapping", "sliding"}
 
 
-def test_evaluate_needs_kept_parameters(run):
+def test_evaluate_needs_parameters_that_train_makes(run):
     status, _, err = run("evaluate", "--schemes", "none")
-    assert status == 2 and "holds no finished run" in err
+    assert status == 2 and "holds no parameters of none on kback" in err
     assert not run.folder.exists()
     assert run("compare", "--schemes", "none")[0] == 0
+    first = run.results()
     status, _, err = run("evaluate", "--schemes", "none")
     assert status == 2 and "python -m experiments train" in err
     status, _, err = run("evaluate", "--schemes", "none", "--fresh")
     assert status == 2 and "fresh: unknown setting of Experiment" in err
-
-
-def test_train_makes_the_parameters_that_a_comparison_did_not_keep(run):
-    assert run("compare", "--schemes", "none")[0] == 0
-    (first,) = run.read()["runs"]
     assert run("train", "--schemes", "none")[0] == 0
+    assert run.results() == first
     assert run("evaluate", "--schemes", "none")[0] == 0
-    (again,) = run.read()["runs"]
-    assert again["evaluations"] == first["evaluations"]
+    assert run.results() == first
 
 
 def test_damaged_parameters_are_one_line(run):
     assert run("train", "--schemes", "none")[0] == 0
-    file, before = run.folder / "parameters" / "kback-none.npz", run.read()
+    (file,), before = run.folder.glob("*/parameters.npz"), run.results()
     whole = file.read_bytes()
     for content in (whole[:1000], b"", b"parameters"):
         file.write_bytes(content)
         status, _, err = run("evaluate", "--schemes", "none")
         assert status == 2 and err.count("\n") == 1 and f"{file.name}: cannot be read" in err
-    assert run.read() == before
+    assert run.results() == before
 
 
-@pytest.mark.parametrize("where", ["experiments.compare.plan_runs", "os.fsync"])
-def test_interrupt_at_any_time_ends_without_traceback(run, monkeypatch, where):
+@pytest.mark.parametrize("function", ["experiments.commands.compare.RunFolder", "os.fsync"])
+def test_interrupt_at_any_time_ends_without_traceback(run, monkeypatch, function):
     assert run("train", "--schemes", "none")[0] == 0
-    before = run.read()
+    before = run.files()
 
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(where, stop)
+    monkeypatch.setattr(function, stop)
     for command in ("compare", "evaluate"):
         status, _, err = run(command, "--schemes", "none")
         assert (status, err) == (130, "Stopped.\n")
-    assert run.read() == before
-    assert not [f for f in run.folder.iterdir() if f.name.endswith(".part")]
+    assert run.files() == before
 
 
-def test_fresh_leaves_no_parameters_of_another_configuration(run, monkeypatch):
+def test_fresh_leaves_no_results_of_another_configuration(run, monkeypatch):
     assert run("train", "--schemes", "none")[0] == 0
 
     def refuse(path):
@@ -346,7 +354,7 @@ def test_fresh_leaves_no_parameters_of_another_configuration(run, monkeypatch):
 
     monkeypatch.setattr("shutil.rmtree", refuse)
     status, _, err = run("compare", "--schemes", "none", "--kback.train.batch", "5", "--fresh")
-    assert status == 2 and err.count("\n") == 1 and "parameters: cannot be removed" in err
+    assert status == 2 and err.count("\n") == 1 and "cannot be removed" in err
 
 
 def test_missing_corpus_writes_nothing(run):
@@ -355,42 +363,50 @@ def test_missing_corpus_writes_nothing(run):
     assert not run.folder.exists()
 
 
-DAMAGED = [
-    *("{", "[]", '{"runs": 3}', '{"runs": [{"task": "kback"}]}', '{"runs": [{}]}', '{"runs": [3]}'),
-    '{"runs": [{"task": ["kback"], "scheme": "none", "status": "done"}]}',
-    '{"runs": [], "tasks": []}',
-    '{"runs": [], "tasks": {"kback": {"colour": "red"}}}',
-    '{"runs": [{"task": "kback", "scheme": "none", "status": "done", "evaluations": [{}]}], '
-    '"tasks": {"kback": {}}}',
-]
-
-
-@pytest.mark.parametrize("content", DAMAGED)
-def test_damaged_results_are_not_overwritten(run, content):
+def test_results_of_earlier_versions_are_one_line(run):
     run.folder.mkdir(parents=True)
-    (run.folder / "results.json").write_text(content)
+    (run.folder / "results.json").write_text('{"runs": []}')
+    for command in ("compare", "train", "evaluate"):
+        status, _, err = run(command, "--schemes", "none")
+        assert status == 2 and err.count("\n") == 1
+        assert "results.json: cannot be read: an earlier version wrote it" in err
+    assert main(["report", str(run.folder)]) == 2
+    assert run("compare", "--schemes", "none", "--fresh")[0] == 0
+    assert len(run.results()) == 1 and not (run.folder / "results.json").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"settings": {}}', "", "tasks = 3"])
+def test_damaged_results_are_not_overwritten(run, capsys, content):
+    assert run("compare", "--schemes", "none")[0] == 0
+    (path,) = run.folder.glob("*/result.json")
+    path.write_text(content)
+    before = run.files()
     status, _, err = run("compare", "--schemes", "none")
     assert status == 2 and err.count("\n") == 1 and "cannot be read" in err
     assert main(["report", str(run.folder)]) == 2
-    assert (run.folder / "results.json").read_text() == content
+    assert run.files() == before
+    assert run("compare", "--schemes", "none", "--fresh")[0] == 0 and len(run.results()) == 1
 
 
-def test_fresh_replaces_damaged_results(run):
-    run.folder.mkdir(parents=True)
-    (run.folder / "results.json").write_text("{")
-    assert run("compare", "--schemes", "none", "--fresh")[0] == 0
-    assert len(run.read()["runs"]) == 1
+def test_damaged_settings_are_one_line(run, capsys):
+    assert run("compare", "--schemes", "none")[0] == 0
+    for content in ("seeds = = 1", "[kbak]"):
+        (run.folder / "config.toml").write_text(content)
+        status, _, err = run("compare", "--schemes", "none")
+        assert status == 2 and err.count("\n") == 1 and "config.toml" in err
+        assert main(["report", str(run.folder)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_unwritable_folder_is_one_line(run):
-    run.folder.parent.write_text("a file where the folder should be")
+    run.folder.parent.write_text("a file in place of the folder")
     status, _, err = run("compare", "--schemes", "none")
     assert status == 2 and err.count("\n") == 1 and "cannot be written" in err
 
 
 def test_full_disk_keeps_earlier_results(run, monkeypatch):
     assert run("compare", "--schemes", "none")[0] == 0
-    before = run.read()
+    before = run.files()
 
     def full(file):
         raise OSError(28, "No space left on device")
@@ -398,14 +414,28 @@ def test_full_disk_keeps_earlier_results(run, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     status, _, err = run("compare", "--schemes", "none,rope")
     assert status == 2 and err.count("\n") == 1 and "No space left on device" in err
-    assert run.read() == before
-    assert not [f for f in run.folder.iterdir() if f.name.endswith(".part")]
+    assert before.items() <= run.files().items()
+    assert not list(run.folder.rglob("*.part"))
 
 
-def test_report_is_rewritten_from_results(run, capsys):
-    assert run("compare", "--schemes", "none")[0] == 0
+def test_report_and_plot_are_written_again(run, capsys, tmp_path):
+    assert run("compare", "--schemes", "none,rope", "--seeds", "2")[0] == 0
+    before = (run.folder / "report.html").read_text()
     (run.folder / "report.html").unlink()
-    assert main(["report", str(run.folder)]) == 0
-    assert (run.folder / "report.html").exists()
-    assert main(["report", "nowhere"]) == 2
-    assert "nowhere" in capsys.readouterr().err
+    assert main(["report", "results/small"]) == 0
+    assert (run.folder / "report.html").read_text() == before
+    assert main(["report", str(run.folder), "--baseline", "none"]) == 0
+    assert "minus none" in (run.folder / "report.html").read_text()
+    plot = tmp_path / "docs" / "length.svg"
+    assert main(["report", str(run.folder), "--plot", str(plot)]) == 0
+    assert ElementTree.fromstring(plot.read_text()).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "currentColor" not in plot.read_text()
+    capsys.readouterr()
+    for arguments, message in (
+        (["nowhere"], "nowhere: holds no results"),
+        ([str(run.folder), "--baseline", "rpoe"], "--baseline: 'rpoe' is not among the runs"),
+        ([str(run.folder), "--plot", str(plot), "--task", "kth"], "has no evaluation of kth"),
+    ):
+        assert main(["report", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1

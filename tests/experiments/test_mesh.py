@@ -15,13 +15,15 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import mesh
 from experiments.__main__ import main
-from experiments.checkpoints import Deadline, OrbaxCheckpoint
-from experiments.config import from_file
 from experiments.errors import ConfigError
-from experiments.settings import Train
-from experiments.train import compiled, new_state, train
+from experiments.runs.checkpoints import Deadline, OrbaxCheckpoint
+from experiments.runs.experiment import from_file
+from experiments.runs.run import RunFolder
+from experiments.runs.run_queue import sharded
+from experiments.settings.common import Train
+from experiments.training import mesh
+from experiments.training.train import compiled, new_state, train
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCHEME = "rope+t5+alibi"
@@ -58,23 +60,23 @@ def on_one_device():
 
 
 def assert_equal_to_one_device(trained):
-    wanted = on_one_device()
-    np.testing.assert_allclose(trained.curve["loss"], wanted.curve["loss"], atol=NOISE)
-    assert trained.curve["step"] == [2, 4] and trained.parameters == wanted.parameters
-    for a, b in zip(*(jax.tree.leaves(x.params) for x in (trained, wanted)), strict=True):
+    expected = on_one_device()
+    np.testing.assert_allclose(trained.curve["loss"], expected.curve["loss"], atol=NOISE)
+    assert trained.curve["step"] == [2, 4] and trained.parameters == expected.parameters
+    for a, b in zip(*(jax.tree.leaves(x.params) for x in (trained, expected)), strict=True):
         np.testing.assert_allclose(a, b, atol=NOISE)
 
 
 def program(text):
     """The compiled program on a mesh, and the kinds of its collectives."""
-    call = compiled(TASK, POSITION, 2, None, mesh.make(text, EXPERIMENT.tasks))
+    call = compiled(TASK, POSITION, 2, None, mesh.make(text, sharded(TASK)))
     found = re.findall(rf" ({COLLECTIVES})(?:-start)?\(", call.as_text())
     return call, set(found)
 
 
 @pytest.mark.parametrize("text", ["data=8", "data=4,tensor=2", "sequence=8"])
 def test_training_on_a_mesh_equals_that_on_one_device(text):
-    on = mesh.make(text, EXPERIMENT.tasks)
+    on = mesh.make(text, sharded(TASK))
     assert_equal_to_one_device(train(TASK, POSITION, SEEDS, None, mesh=on))
 
 
@@ -92,7 +94,7 @@ def test_devices_draw_and_compute_their_own_sequences_and_heads():
         jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): sizes
         for path, sizes in jax.tree.leaves_with_path(shapes[0])
     }
-    wanted = {
+    expected = {
         "blocks/0/attention/query/kernel": (2, 16, 1, 8),
         "blocks/0/attention/out/kernel": (2, 1, 8, 16),
         "blocks/0/attention/encoding/parameters/1/table": (2, 1, 32),
@@ -100,7 +102,7 @@ def test_devices_draw_and_compute_their_own_sequences_and_heads():
         "blocks/0/down/kernel": (2, 32, 16),
         "head/kernel": (2, 16, 17),  # No multiple of 2.
     }
-    assert {name: named[name].sizes for name in wanted} == wanted
+    assert {name: named[name].sizes for name in expected} == expected
     found = [x.sizes for x in jax.tree.leaves(shapes[1]) if x.sizes != (2,)]  # Without the counts.
     assert found == 2 * [x.sizes for x in named.values()]
     assert all(x.is_fully_replicated for x in jax.tree.leaves(others))
@@ -117,10 +119,10 @@ def test_a_run_continues_on_another_number_of_devices(tmp_path):
     def checkpoint():
         return OrbaxCheckpoint(tmp_path / "states", Deadline(), pytest.fail, every=0.0)
 
-    on, kept = mesh.make("data=4,tensor=2", EXPERIMENT.tasks), checkpoint()
+    on, checkpoint_of_run = mesh.make("data=4,tensor=2", sharded(TASK)), checkpoint()
     with pytest.raises(KeyboardInterrupt):
-        train(TASK, POSITION, SEEDS, None, stop, checkpoint=kept, mesh=on)
-    kept._manager.close()
+        train(TASK, POSITION, SEEDS, None, stop, checkpoint=checkpoint_of_run, mesh=on)
+    checkpoint_of_run._manager.close()
     assert_equal_to_one_device(train(TASK, POSITION, SEEDS, None, checkpoint=checkpoint()))
 
 
@@ -164,12 +166,14 @@ def test_two_processes_equal_one_device(tmp_path):
             _, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
     assert not list((tmp_path / "1").iterdir())
-    (run,) = json.loads((tmp_path / "0/results/small/results.json").read_text())["runs"]
-    assert run["status"] == "done" and run["mesh"] == "data=4,tensor=2, processes: 2"
-    wanted = on_one_device()
-    np.testing.assert_allclose(run["curve"]["loss"], wanted.curve["loss"], atol=NOISE)
-    (found,) = TASK.evaluate(POSITION, wanted.params, SEEDS, TASK.load())
-    assert run["evaluations"][0]["values"] == found.values
+    parent, expected = tmp_path / "0/results/small", on_one_device()
+    (found,) = TASK.evaluate(POSITION, expected.params, SEEDS, TASK.load())
+    for i, run in enumerate(EXPERIMENT.all_runs()):
+        result = RunFolder(parent, run).result()
+        assert result.environment["mesh"] == "data=4,tensor=2, processes: 2"
+        losses = [loss[i] for loss in expected.curve["loss"]]
+        np.testing.assert_allclose(result.curve["loss"], losses, atol=NOISE)
+        assert result.scores["plain"]["32"] == found.values[i]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +190,7 @@ def test_two_processes_equal_one_device(tmp_path):
 )
 def test_a_mesh_that_does_not_fit_is_refused(text, changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        mesh.make(text, {"kback": dataclasses.replace(TASK, **changes)})
+        mesh.make(text, sharded(dataclasses.replace(TASK, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +203,6 @@ def test_a_mesh_that_does_not_fit_is_refused(text, changes, message):
 )
 def test_bad_flags_are_one_line(flags, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.compare.compare", lambda *_, **__: 0)
     file = str(ROOT / "configs" / "compare.toml")
     assert main(["compare", file, *flags.split(), "--name", "mine"]) == 2
     err = capsys.readouterr().err

@@ -12,9 +12,8 @@ from flax import nnx
 from support import KINDS
 
 import posenc_jax as pe
-from experiments.config import Experiment
-from experiments.corpus import pair_bits
-from experiments.model import (
+from experiments.errors import ConfigError
+from experiments.models.model import (
     LanguageModel,
     count_parameters,
     initialize,
@@ -22,11 +21,13 @@ from experiments.model import (
     structure,
     token_losses,
 )
-from experiments.runs import Run
-from experiments.settings import Model, Train
-from experiments.tasks import Copy, KBack, Needle, Text
+from experiments.runs.experiment import Experiment
+from experiments.runs.run import Run
+from experiments.settings.common import Model, Train
+from experiments.tasks import Copy, KBack, Text
 from experiments.tasks.base import Data, Evaluation
-from experiments.train import make_optimizer, train
+from experiments.tasks.corpus import pair_bits
+from experiments.training.train import make_optimizer, train
 
 SIZES = Model(model_dim=16, num_layers=2, num_heads=2)
 ROPE = pe.RoPE(head_dim=8)
@@ -77,8 +78,8 @@ def test_other_parameters_do_not_depend_on_the_scheme(name):
 )
 def test_parameters_of_a_scheme(name, extra):
     def count(scheme):
-        made = functools.partial(initialize, SIZES, scheme, TASK.vocab_size)
-        return count_parameters(jax.eval_shape(made, seed_keys([0], "data")))
+        init = functools.partial(initialize, SIZES, scheme, TASK.vocab_size)
+        return count_parameters(jax.eval_shape(init, seed_keys([0], "data")))
 
     assert count(make(name)) - count(make("none")) == extra
 
@@ -95,25 +96,42 @@ def test_model_is_causal(name):
 @pytest.mark.parametrize(("layer", "first"), [({"chunk_size": 8}, 8), ({"window": 6}, 15)])
 def test_layers_attend_within_their_chunk_or_window(layer, first):
     layers = (pe.LayerSpec(ROPE, **layer),)
-    made = LanguageModel(SIZES, layers, TASK.vocab_size, jax.random.key(0))
+    network = LanguageModel(SIZES, layers, TASK.vocab_size, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (1, 20)).repeat(2, 0)
     tokens[1, 4] = 0  # Two windows of 6 reach 10 tokens further.
-    out = np.asarray(jax.jit(made)(tokens))
+    out = np.asarray(jax.jit(network)(tokens))
     reached = np.abs(out[0] - out[1]).max(-1) > 1e-5
     assert reached[4:8].all() and not reached[:4].any()
     assert reached[first - 1] and not reached[first:].any()
+
+
+def test_decoding_within_chunks_equals_whole_passes():
+    layers = (pe.LayerSpec(ROPE, chunk_size=8, window=5), pe.LayerSpec(pe.T5(2), chunk_size=4))
+    network = LanguageModel(SIZES, layers, TASK.vocab_size, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (2, 20))
+    whole, outs = jax.jit(network)(tokens), []
+    decode, caches = nnx.jit(LanguageModel.decode), network.new_caches(2, 20)
+    for part in (slice(0, 10), slice(10, 11), slice(11, 20)):
+        out, caches = decode(network, tokens[:, part], caches)
+        outs.append(out)
+    np.testing.assert_allclose(np.concatenate(outs, 1), whole, atol=1e-5)
+    convolved = LanguageModel(
+        dataclasses.replace(SIZES, conv_size=3), ROPE, TASK.vocab_size, jax.random.key(0)
+    )
+    with pytest.raises(ConfigError, match="models with conv_size are not decoded"):
+        convolved.decode(tokens, convolved.new_caches(2, 20))
 
 
 @pytest.mark.parametrize(
     "setting", [{"scale": 9.0}, {"softcap": 1e-3}, {"sinks": True}, {"qk_norm": pe.QKNorm()}]
 )
 def test_settings_of_layers_change_the_model(setting):
-    made = [
+    networks = [
         LanguageModel(SIZES, (pe.LayerSpec(ROPE, **layer),), TASK.vocab_size, jax.random.key(0))
         for layer in ({}, setting)
     ]
     tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (1, 9))
-    out, other = (np.asarray(one(tokens)) for one in made)
+    out, other = (np.asarray(network(tokens)) for network in networks)
     assert np.abs(out - other).max() > 1e-5
 
 
@@ -124,16 +142,16 @@ def test_logit_scale_does_not_depend_on_the_scheme(name):
 
 def test_a_model_without_causality_sees_all_but_what_it_predicts():
     sizes = dataclasses.replace(SIZES, is_causal=False)
-    made = LanguageModel(sizes, make("rope"), 256, jax.random.key(0))
+    network = LanguageModel(sizes, make("rope"), 256, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(1, 256, (1, 9)).repeat(3, 0)
     tokens[1, 8] = 7  # A later token that is seen.
     tokens[2, 4] = 7  # One that is masked.
     mask = np.zeros((3, 9))
     mask[:, 4] = 1
-    inputs, targets = made.inputs_and_targets(tokens, mask)
+    inputs, targets = network.inputs_and_targets(tokens, mask)
     np.testing.assert_array_equal(targets, tokens[:, 1:])
     assert (np.asarray(inputs)[:, 3] == 0).all() and (np.asarray(inputs)[:, :3] != 0).all()
-    out = np.asarray(made(inputs))
+    out = np.asarray(network(inputs))
     assert np.abs(out[0, 3] - out[1, 3]).max() > 1e-5
     np.testing.assert_array_equal(out[0], out[2])
 
@@ -158,17 +176,17 @@ def test_convolutions_reach_earlier_tokens_only():
 
 def test_the_model_encodes_the_coordinates_that_it_is_given():
     tokens = np.random.default_rng(0).integers(0, 256, (2, 12))
-    at = np.arange(12)[None].repeat(2, 0)
+    coordinates = np.arange(12)[None].repeat(2, 0)
     rope, learned = (
         LanguageModel(SIZES, make(name), 256, jax.random.key(0)) for name in ("rope", "learned")
     )
     plain = np.asarray(rope(tokens))
-    np.testing.assert_array_equal(rope(tokens, at), plain)
-    np.testing.assert_allclose(rope(tokens, at + 9), plain, atol=1e-5)
-    assert np.abs(rope(tokens, 2 * at) - plain).max() > 1e-4
+    np.testing.assert_array_equal(rope(tokens, coordinates), plain)
+    np.testing.assert_allclose(rope(tokens, coordinates + 9), plain, atol=1e-5)
+    assert np.abs(rope(tokens, 2 * coordinates) - plain).max() > 1e-4
     first = learned.positions[0].parameters["table"]
     first[...] = jax.numpy.roll(first[...], 9, axis=0)
-    moved = np.asarray(learned(tokens, at + 9))
+    moved = np.asarray(learned(tokens, coordinates + 9))
     first[...] = jax.numpy.roll(first[...], -9, axis=0)
     np.testing.assert_allclose(moved, learned(tokens), atol=1e-6)
 
@@ -244,9 +262,9 @@ def test_the_learning_rate_of_a_scheme_is_its_own():
         _, state = optimizer.update(gradient, state, params)  # The warm-up begins at zero.
         changes.append(optimizer.update(gradient, state, params)[0])
     ratios = jax.tree.map(lambda a, b: float((b / a).mean()), *changes)
-    found = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(ratios)}
-    assert {round(x, 3) for name, x in found.items() if "'encoding'" in name} == {10.0}
-    assert {round(x, 3) for name, x in found.items() if "'encoding'" not in name} == {1.0}
+    rates = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(ratios)}
+    assert {round(x, 3) for name, x in rates.items() if "'encoding'" in name} == {10.0}
+    assert {round(x, 3) for name, x in rates.items() if "'encoding'" not in name} == {1.0}
 
 
 def test_seeds_are_independent():
@@ -280,7 +298,7 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     scheme = make("rope", task)
     params = initialize(SIZES, scheme, 256, seed_keys([0, 1], "parameters"))
     params = jax.tree.map(lambda x: 5 * x, params)  # Large enough for positions to matter.
-    found = task.evaluate(scheme, params, [0, 1], data)
+    evaluations = task.evaluate(scheme, params, [0, 1], data)
     starts = task.block_starts(held_out)
     graphdef = structure(SIZES, scheme, 256)
 
@@ -288,30 +306,32 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     def logp_of(params, tokens):
         return jax.nn.log_softmax(nnx.merge(graphdef, params)(tokens[None])[0])
 
-    for e in [e for e in found if e.variant is None]:
+    for e in [e for e in evaluations if e.variant is None]:
         by_place = []
         for seed, value in enumerate(e.values):
-            one = jax.tree.map(lambda x, s=seed: x[s], params)
+            params_of_seed = jax.tree.map(lambda x, s=seed: x[s], params)
             bits, again = [], []
             for start in starts:
                 step = e.length if e.mode == "nonoverlapping" else task.stride
                 for end in range(start + step, start + 16 + 1, step):
                     window = held_out[end - e.length : end + 1].astype(np.int32)
-                    logp = np.asarray(logp_of(one, window[:-1]))[np.arange(e.length), window[1:]]
+                    logp = np.asarray(logp_of(params_of_seed, window[:-1]))[
+                        np.arange(e.length), window[1:]
+                    ]
                     bits += list(-logp[e.length - step :])
                     pairs = [tuple(window[i - 1 : i + 1]) for i in range(1, e.length + 1)]
                     again += [pairs[i] in pairs[:i] for i in range(e.length - step, e.length)]
             assert len(bits) == 32 and 0 < sum(again) < 32
-            kept = {"repeated": np.array(again), "new": ~np.array(again)}.get(e.mode, slice(None))
-            assert value == pytest.approx(np.array(bits)[kept].mean() / np.log(2), abs=2e-4)
+            scored = {"repeated": np.array(again), "new": ~np.array(again)}.get(e.mode, slice(None))
+            assert value == pytest.approx(np.array(bits)[scored].mean() / np.log(2), abs=2e-4)
             by_place.append(np.reshape(bits, (-1, step)).mean(0) / np.log(2))
         if e.mode == "nonoverlapping":
             assert e.places[e.length :] == [None] * (16 - e.length)
             np.testing.assert_allclose(e.places[: e.length], np.mean(by_place, 0), atol=2e-4)
         else:
             assert e.places is None
-    assert {e.mode for e in found} == {"nonoverlapping", "sliding", "repeated", "new"}
-    changed = {(e.variant, e.length): e.values for e in found if e.mode == "nonoverlapping"}
+    assert {e.mode for e in evaluations} == {"nonoverlapping", "sliding", "repeated", "new"}
+    changed = {(e.variant, e.length): e.values for e in evaluations if e.mode == "nonoverlapping"}
     assert changed["ntk", 16] != changed[None, 16] != changed["pi", 16]
     assert ("ntk", 8) not in changed
     windows, _ = task.windows(held_out, task.longest, "nonoverlapping")
@@ -332,39 +352,28 @@ def test_text_evaluation_equals_a_loop_over_bytes():
 def test_scores_by_place_equal_a_loop_over_tokens(task):
     scheme = make("rope", task)
     params = initialize(task.model, scheme, task.vocab_size, seed_keys([0], "parameters"))
-    found = [e for e in task.evaluate(scheme, params, [0], Data()) if e.mode == "plain"]
+    evaluations = [e for e in task.evaluate(scheme, params, [0], Data()) if e.mode == "plain"]
     key = jax.random.fold_in(seed_keys([0], "test")[0], 0)
     tokens, mask, index = map(np.asarray, task.sample_test(key, task.eval_batch))
-    one = nnx.merge(
+    network = nnx.merge(
         structure(task.model, scheme, task.vocab_size), jax.tree.map(lambda x: x[0], params)
     )
-    guesses = np.asarray(one(tokens[:, :-1])).argmax(-1)
-    right = {e.length: [[] for _ in range(16)] for e in found}
-    for row, at in zip(*np.nonzero(mask), strict=True):
-        length = task.test_lengths[index[row, at]]
-        right[length][(at - 1) * 16 // length].append(guesses[row, at - 1] == tokens[row, at])
-    for e in found:
+    guesses = np.asarray(network(tokens[:, :-1])).argmax(-1)
+    right = {e.length: [[] for _ in range(16)] for e in evaluations}
+    for row, place in zip(*np.nonzero(mask), strict=True):
+        length = task.test_lengths[index[row, place]]
+        right[length][(place - 1) * 16 // length].append(
+            guesses[row, place - 1] == tokens[row, place]
+        )
+    for e in evaluations:
         assert e.places == [round(np.mean(x), 5) if x else None for x in right[e.length]]
         assert {x is None for x in e.places} == {True, False} or e.length == task.train_length
 
 
-def test_places_of_needles_are_their_depths():
-    task = Needle(
-        train_length=8, test_lengths=(8, 16), depths=(0.0, 1.0), symbols=2, shortest=2, model=SIZES
-    )
-    scheme = make("rope", task)
-    params = initialize(SIZES, scheme, task.vocab_size, seed_keys([0, 1], "parameters"))
-    found = task.evaluate(scheme, params, [0, 1], Data())
-    score = {(e.mode, e.length): np.mean(e.values) for e in found}
-    for e in found:
-        depths = [score["depth_0", e.length], score["depth_100", e.length]]
-        assert e.places == (pytest.approx(depths, abs=1e-5) if e.mode == "plain" else None)
-
-
 @pytest.mark.parametrize(("value", "fitted"), [(0.95, True), (0.9, True), (0.89, False)])
 def test_fitted_is_decided_at_the_training_length(value, fitted):
-    found = [
+    evaluations = [
         Evaluation("accuracy", "plain", 32, [value, value], True),
         Evaluation("accuracy", "plain", 48, [1 - value], False),
     ]
-    assert TASK.fitted(found, Data()) is fitted
+    assert TASK.fitted(evaluations, Data()) is fitted

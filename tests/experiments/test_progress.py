@@ -4,178 +4,138 @@ import io
 
 import pytest
 from rich.console import Console
+from typed_results import make_row
 
-from experiments.progress import Progress, TimeLeft, final_table
-from experiments.tasks import TASKS
+from experiments.pages.progress import Progress, TimeLeft
+from experiments.pages.terminal import final_table
+from experiments.runs.run_queue import Ended, Step
 
-LABELS = {name: task.labels for name, task in TASKS.items()}
-TABLES = {name: vars(labels) for name, labels in LABELS.items()}
-GUESS = {"kback": 15.0, "text": 15.0}
 PLAN = [("kback", "none"), ("kback", "rope"), ("text", "none"), ("text", "rope")]
 
 
-def make_run(task, scheme, fitted=True, **changes):
-    lengths, metric = ((32, 128), "accuracy") if task == "kback" else ((128, 256), "bits_per_byte")
-    values = (0.97, 0.41) if task == "kback" else (3.125, 3.456)
-    evaluations = [
-        dict(
-            metric=metric,
-            mode="plain",
-            length=length,
-            values=[value],
-            in_distribution=length == lengths[0],
-            variant=None,
-            note=None,
-        )
-        for length, value in zip(lengths, values, strict=True)
-    ]
-    run = dict(task=task, scheme=scheme, status="done", seeds=[0], final_loss=[0.25])
-    return run | dict(fitted=fitted, fit_rule="accuracy >= 0.9", evaluations=evaluations) | changes
-
-
-def failed(task, scheme):
-    return dict(task=task, scheme=scheme, status="failed", error="ValueError: [red]NaN\nmore")
-
-
-def printed(thing, width=80, **options):
+def printed(text, width=80, **options):
     console = Console(file=io.StringIO(), width=width, **options)
-    console.print(thing)
+    console.print(text)
     return console.file.getvalue()
 
 
-def follow(console, runs, plan=PLAN):
-    with Progress(LABELS, console) as progress:
-        progress.start(plan, GUESS)
+def make_rows(**options):
+    return [make_row(*key, **options) for key in PLAN]
+
+
+def failed():
+    return make_row("kback", "rope", raised="ValueError: [red]NaN\nmore")
+
+
+def follow(console, rows, known=()):
+    runs = [run for row in rows for run in row.runs]
+    results = {run.name: result for row in rows for run, result in row.ended}
+    with Progress(console) as progress:
+        progress.plan(runs, {name: results[name] for name in known})
         for run in runs:
-            progress.update(run["task"], run["scheme"], step=150, steps=300, loss=2.5)
-            progress.finish(run)
+            if run.name not in known:
+                progress.update(Step(run.name, step=150, loss=2.5))
+                progress.finish(Ended(run.name, results.get(run.name), "ValueError: NaN", 10.0))
         progress.message("a [message]")
     return console.file.getvalue()
 
 
 def test_pipe_prints_lines_and_one_table():
-    out = follow(Console(file=io.StringIO(), width=80), [make_run(*key) for key in PLAN])
+    out = follow(Console(file=io.StringIO(), width=80), make_rows())
     lines = out.splitlines()
-    assert lines[0].startswith("[1/4] kback none: loss 0.250;") and lines[0].endswith("left)")
+    assert lines[0].startswith("[1/4] kback none: loss 0.100; 10 s (about ")
+    assert lines[0].endswith("left)")
     assert lines[3].startswith("[4/4] text rope:") and "left" not in lines[3]
     assert lines[4] == "a [message]"
-    assert out.count("kback") == 2 + 2  # two lines, the table's head, one note
+    assert out.count("kback") == 2 + 2  # Two lines, the table's head, one note.
     assert "\x1b" not in out and "\r" not in out
-    assert "0.97" in out and "3.456" in out
+    assert "0.86" in out and "0.860" in out
+
+
+def test_seeds_are_runs_and_earlier_ones_are_counted():
+    rows = [make_row("kback", scheme, seeds=2) for scheme in ("none", "rope")]
+    known = [rows[0].runs[0].name]
+    out = follow(Console(file=io.StringIO(), width=80), rows, known)
+    assert out.startswith("1 of 4 runs were done before.\n[2/4] kback none, seed 1: loss")
+    assert "Means of 2 seeds." in out
 
 
 def test_terminal_shows_live_table(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     console = Console(file=io.StringIO(), width=80, height=40, force_terminal=True)
-    with Progress(LABELS, console) as progress:
-        progress.start(PLAN, GUESS)
-        progress.update("kback", "none", step=100, steps=300, loss=2.5)
+    runs = [run for row in make_rows() for run in row.runs]
+    with Progress(console) as progress:
+        progress.plan(runs, {})
+        progress.update(Step(runs[0].name, step=100, loss=2.5))
         shown = printed(progress._render())
         assert "0 of 4 runs" in shown and "left" in shown
         assert "kback none: step 100 of 300, loss 2.500" in shown
-        progress.finish(make_run("kback", "none"))
+        progress.finish(Ended(runs[0].name, make_rows()[0].first, "", 10.0))
         shown = printed(progress._render())
-        assert "1 of 4 runs" in shown and "0.97" in shown
+        assert "1 of 4 runs" in shown and "0.86" in shown
         assert any("rope" in line and "·" in line for line in shown.splitlines())
     end = printed(progress._render())
-    assert "runs" not in end and "0.97" in end
+    assert "runs" not in end and "0.86" in end
     assert "\x1b[?25h" in console.file.getvalue(), "the cursor was not given back"
 
 
 def test_no_color_disables_colours(monkeypatch):
-    results = dict(tasks=TABLES, runs=[make_run("kback", "none"), failed("kback", "rope")])
+    results = [make_row("kback", "none"), failed()]
     console = dict(force_terminal=True, color_system="standard")
     assert "\x1b[31m" in printed(final_table(results), **console, no_color=False)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[31m" not in printed(final_table(results), **console)
 
 
-def test_interrupt_prints_finished_runs():
+def test_an_interrupt_prints_finished_runs_once():
     console = Console(file=io.StringIO(), width=80)
-    with pytest.raises(KeyboardInterrupt), Progress(LABELS, console) as progress:
-        progress.start(PLAN, GUESS)
-        progress.finish(make_run("kback", "none"))
+    (run,) = make_rows()[0].runs
+    with pytest.raises(KeyboardInterrupt), Progress(console) as progress:
+        progress.plan([run], {})
+        progress.finish(Ended(run.name, make_rows()[0].first, "", 10.0))
         raise KeyboardInterrupt
-    assert "0.97" in console.file.getvalue()
-
-
-def test_stop_twice_prints_once():
-    console = Console(file=io.StringIO(), width=80)
-    progress = Progress(LABELS, console)
-    progress.start(PLAN[:1])
-    progress.finish(make_run("kback", "none"))
-    progress.stop()
     once = console.file.getvalue()
     progress.stop()
-    assert console.file.getvalue() == once
+    assert "0.86" in once and console.file.getvalue() == once
 
 
 def test_not_fitted_replaces_scores_beyond_the_training_length():
-    out = printed(final_table(dict(tasks=TABLES, runs=[make_run("kback", "none", fitted=False)])))
-    assert "0.97" in out and "0.41" not in out
-    assert "not fitted: fails accuracy >= 0.9." in out
+    out = printed(final_table([make_row("kback", "none", fitted=False)]))
+    assert "0.86" in out and "0.66" not in out
+    assert "not fitted: fails accuracy at the training length >= 0.9." in out
 
 
 def test_failures_are_listed_with_their_error():
-    out = printed(
-        final_table(dict(tasks=TABLES, runs=[make_run("kback", "none"), failed("kback", "rope")]))
-    )
+    out = printed(final_table([make_row("kback", "none"), failed()]))
     assert "kback, rope failed: ValueError: [red]NaN" in out and "more" not in out
-
-
-def test_table_of_failures_only():
-    assert "failed: ValueError" in printed(
-        final_table(dict(tasks=TABLES, runs=[failed("kback", "rope")]))
-    )
-    assert printed(final_table(dict(tasks=TABLES, runs=[]))).strip() == ""
+    diverged = make_row("kback", "rope", seeds=2, error="the loss is not finite")
+    out = printed(final_table([make_row("kback", "none", seeds=2), diverged]))
+    assert "kback, rope failed: 2 of 2 seeds: the loss is not finite" in out
+    assert "failed: ValueError" in printed(final_table([failed()]))
+    assert printed(final_table([])).strip() == ""
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
 def test_table_fits_any_width(width):
-    results = dict(tasks=TABLES, runs=[make_run(*key) for key in PLAN])
-    out = printed(final_table(results, width), width=width)
+    out = printed(final_table(make_rows(), width), width=width)
     assert max(map(len, out.splitlines())) <= width
     if width >= 40:
-        assert "0.97" in out and "3.456" in out and "…" not in out
+        assert "0.86" in out and "0.660" in out and "…" not in out
 
 
 def test_seven_schemes_fit_eighty_columns():
     schemes = ("none", "learned", "sinusoidal", "shaw", "t5", "alibi", "rope")
-    runs = [make_run(task, s, fitted=s != "t5") for task in ("kback", "text") for s in schemes]
-    assert "…" not in printed(final_table(dict(tasks=TABLES, runs=runs)))
+    rows = [make_row(task, s, fitted=s != "t5") for task in ("kback", "text") for s in schemes]
+    assert "…" not in printed(final_table(rows))
 
 
 def test_time_left_follows_measured_times():
     left = TimeLeft({"kback": 10.0, "text": 10.0})
     assert left.of_plan(["kback", "kback", "text", "text"]) == pytest.approx(40)
-    left.learn("kback", 20.0)  # twice as long as was guessed
+    left.learn("kback", 20.0)  # Twice as long as was guessed.
     assert left.of_plan(["kback", "text", "text"]) == pytest.approx(60)
-    assert left.of_plan(["kback", "text"], elapsed=15.0) == pytest.approx(25)
-    assert left.of_plan(["kback"], elapsed=90.0, fraction=0.5) > 0
+    assert left.of_plan(["kback", "text"], [0.75]) == pytest.approx(25)
     assert left.of_plan([]) == 0
-
-
-def test_time_left_by_task():
     left = TimeLeft({"kback": 5.0, "text": 30.0})
     assert left.of_plan(["kback", "text"]) == pytest.approx(35)
-
-
-def test_earlier_runs_do_not_change_the_estimate():
-    console = Console(file=io.StringIO(), width=80)
-    with Progress(LABELS, console) as progress:
-        progress.start(PLAN, {"kback": 100.0, "text": 100.0})
-        progress.finish(make_run("kback", "none"))
-        assert "done before (about 5 min 0 s left)" in console.file.getvalue()
-
-
-def test_elapsed_time_restarts_with_each_run(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("experiments.progress.time.monotonic", lambda: now[0])
-    console = Console(file=io.StringIO(), width=80)
-    with Progress(LABELS, console) as progress:
-        progress.start(PLAN[:2], {"kback": 30.0})
-        progress.update("kback", "none", step=1, steps=2, loss=1.0)
-        now[0] = 10.0
-        progress.finish(make_run("kback", "none"))
-    assert "loss 0.250; 10 s (about 10 s left)" in console.file.getvalue()

@@ -1,82 +1,35 @@
 """The report: one self-contained page, with captions computed from results."""
 
-import copy
 import itertools
 import json
 import math
-import os
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 import pytest
+from typed_results import LENGTHS, make_row
 
-from experiments import plots, tables
-from experiments.errors import ConfigError, ResultsError
-from experiments.plot_labels import spread
-from experiments.report import render, write_plot, write_report
-from experiments.tasks import TASKS
+from experiments.pages import plots, tables
+from experiments.pages.plot_labels import spread
+from experiments.pages.report import render as whole_page
 
-LENGTHS = {"kback": (32, 64, 128), "kth": (32, 64, 128), "text": (128, 256, 512)}
 ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\nTraceback </pre>'
 
 
-def make_run(task, scheme, seeds=1, fitted=True):
-    """A run that worked, with numbers made up from the names."""
-    level = 0.9 - 0.01 * len(scheme)
-    evaluations = []
-    for mode in ("nonoverlapping", "sliding") if task == "text" else ("plain",):
-        for variant in (None, "ntk") if (task, scheme) == ("text", "rope") else (None,):
-            for i, length in enumerate(LENGTHS[task]):
-                evaluations.append(
-                    dict(
-                        metric="bits_per_byte" if task == "text" else "accuracy",
-                        mode=mode,
-                        length=length,
-                        values=[level - 0.1 * i + 0.01 * seed for seed in range(seeds)],
-                        in_distribution=i == 0,
-                        variant=variant,
-                        note="rows never trained" if scheme == "learned" and i else None,
-                    )
-                )
-    return dict(
-        task=task,
-        scheme=scheme,
-        scheme_repr=f"{scheme}(num_heads=4)",
-        status="done",
-        error=None,
-        seeds=list(range(seeds)),
-        steps=300,
-        learning_rate=0.003,
-        train_length=LENGTHS[task][0],
-        parameters=12345,
-        compile_seconds=3.2,
-        train_seconds=9.0 if scheme == "none" else 9.9,
-        cpu_seconds=18.0,
-        memory_bytes=5 * 2**20,
-        final_loss=[0.1] * seeds,
-        curve=dict(step=[100, 200, 300], loss=[[2.0] * seeds, [1.0] * seeds, [0.1] * seeds]),
-        fitted=fitted,
-        fit_rule="accuracy at the training length >= 0.9",
-        evaluations=evaluations,
-    )
-
-
 def make_results(seeds=1):
-    runs = [
-        make_run(task, scheme, seeds, fitted=(task, scheme) != ("kback", "none"))
+    """Returns the rows of a comparison, with one scheme that raised."""
+    rows = [
+        make_row(task, scheme, seeds, fitted=(task, scheme) != ("kback", "none"))
         for task in LENGTHS
         for scheme in ("none", "learned", "rope", "mypkg.mine:MyScheme")
     ]
-    failed = dict(task="kth", scheme="shaw", status="failed", error=ERROR, evaluations=[])
-    return dict(
-        name="compare",
-        created="2026-01-02T03:04:05+00:00",
-        tasks={name: json.loads(json.dumps(vars(t.labels))) for name, t in TASKS.items()},
-        config=dict(seeds=seeds, kback=dict(k=4)),
-        environment=dict(command="python -m experiments compare", jax="0.10.2"),
-        runs=[*runs, failed],
-    )
+    return [*rows, make_row("kth", "shaw", raised=ERROR)]
+
+
+def render(results, baseline=None):
+    settings = {"seeds": 1, "kback": {"k": 4}}
+    return whole_page("compare", results, "python -m experiments compare", settings, baseline)
 
 
 class Page(HTMLParser):
@@ -131,9 +84,10 @@ def test_report_is_self_contained(html, page):
 
 def test_the_summary_has_paired_differences_with_intervals():
     results = make_results(seeds=3)
-    for run in results["runs"]:
-        for e in run["evaluations"] if run["scheme"] == "learned" else []:
-            e["values"] = [e["values"][0] + x for x in (0.0, 0.03, 0.02)]
+    for i, row in enumerate(results):
+        if row.scheme == "learned":
+            scores = lambda view, i, n: 0.83 + (0.0, 0.03, 0.02)[n]  # noqa: E731
+            results[i] = make_row(row.section, "learned", 3, scores=scores)
     text = Page(render(results)).text
     # learned - rope: -0.03 plus (0.00, 0.02, 0.00), whose mean has t * s / sqrt(3) = 0.0287.
     assert "learned 0.847 [0.809, 0.885] -0.023 [-0.052, +0.005]" in text
@@ -145,28 +99,8 @@ def test_the_summary_has_paired_differences_with_intervals():
     assert "Summary" not in Page(render(make_results())).text  # One seed has no intervals.
 
 
-def test_a_baseline_without_runs_is_refused(tmp_path):
-    (tmp_path / "results.json").write_text(json.dumps(make_results(seeds=2)))
-    with pytest.raises(ConfigError, match=r"--baseline: 'rpoe' is not among the runs.*rope"):
-        write_report(tmp_path, "rpoe")
-    assert "minus learned" in write_report(tmp_path, "learned").read_text()
-
-
-def test_maps_are_those_of_the_main_way_of_evaluating():
-    results = make_results()
-    for run in results["runs"]:
-        main = [e for e in run["evaluations"] if e["mode"] == "plain"]
-        run["evaluations"] += [dict(e, mode="sparse", places=[0.1] * 4) for e in main[1:]]
-        for e in main:
-            e["places"] = [0.9] * 4
-    found = tables.places(results, "kback")
-    assert found["rope"] == {length: [0.9] * 4 for length in LENGTHS["kback"]}
-
-
-def test_runs_with_other_seeds_are_not_paired():
-    results = make_results(seeds=3)
-    run = next(run for run in results["runs"] if run["scheme"] == "learned")
-    run["seeds"] = [0, 1, 7]
+def test_schemes_with_other_seeds_are_not_paired():
+    results = [make_row("kback", "rope", 3), make_row("kback", "learned", [0, 1, 7])]
     values, differences = tables.paired(results, "kback", "plain", 32, "rope")["learned"]
     assert len(values) == 3 and differences == []
     assert len(tables.paired(results, "kback", "plain", 32, "rope")["rope"][1]) == 3
@@ -174,11 +108,14 @@ def test_runs_with_other_seeds_are_not_paired():
 
 def test_maps_of_scores_have_the_schemes_that_fitted():
     results = make_results(seeds=2)
-    assert not plots.maps(results, "kback")  # Results of earlier versions.
-    for run in results["runs"]:
-        for e in run["evaluations"]:
-            if e["mode"] in ("plain", "nonoverlapping"):
-                e["places"] = [None] * 8 + [e["values"][0]] * 8
+    assert not plots.maps(results, "kback")
+    results = []
+    for row in make_results(seeds=2)[:-1]:
+        places = {
+            str(n): [None] * 8 + [0.9 - 0.1 * i] * 8 for i, n in enumerate(LENGTHS[row.section])
+        }
+        results.append(make_row(row.section, row.scheme, 2, fitted=row.fitted, places=places))
+    assert tables.places(results, "kback")["rope"][64][8:] == pytest.approx((0.8,) * 8)
     svg = plots.maps(results, "kback")
     assert all(f">{name}<" in svg for name in ("learned", "rope", "MyScheme"))
     assert ">none<" not in svg
@@ -194,7 +131,8 @@ def test_ids_are_unique_and_references_resolve(page):
 
 
 def test_report_embeds_results_as_json(page):
-    assert json.loads(page.json) == make_results()
+    results = json.loads(page.json)
+    assert len(results) == 12 and results[0]["scores"]["plain"]["32"] == pytest.approx(0.86)
 
 
 def test_report_names_command_and_runs(page):
@@ -221,10 +159,12 @@ def test_captions_are_computed_from_results(page):
 
 
 def test_variants_notes_and_own_schemes_are_rows(page):
-    grid = tables.grid(make_results(), "text", "sliding")
+    grid = tables.grid(make_results(), "text")
     assert [row.label for row in grid.rows] == ["none", "learned", "rope", "rope + NTK", "MyScheme"]
-    assert grid.rows[1].cells[1].note == 1
-    assert "† rows never trained" in page.text
+    assert grid.rows[1].cells[1].note == 2
+    assert (
+        "† rows beyond position 31 were never trained" in page.text and "position 127" in page.text
+    )
 
 
 def test_cost_is_a_table_and_a_plot_per_task(page):
@@ -263,64 +203,29 @@ def test_colours_and_markers_are_unique():
 
 
 @pytest.mark.parametrize(
-    "change",
+    "results",
     [
-        lambda r: r.update(runs=[]),
-        lambda r: r.update(runs=r["runs"][:1]),
-        lambda r: r.update(runs=r["runs"][-1:]),
-        lambda r: r.update(runs=[run for run in r["runs"] if run["scheme"] != "none"]),
-        lambda r: [run.update(evaluations=[], curve=None, final_loss=None) for run in r["runs"]],
-        lambda r: [run.pop(key, None) for run in r["runs"] for key in ("cpu_seconds", "fit_rule")],
-        lambda r: [r.pop(key) for key in ("created", "config", "environment", "name")],
+        [],
+        make_results()[:1],
+        make_results()[-1:],
+        [row for row in make_results() if row.scheme != "none"],
+        [make_row("kback", "rope", curve={}, parameters=None, memory_bytes=None, fit_rule="")],
+        [make_row("kback", "rope", error="the loss is not finite at step 10")],
     ],
-    ids=["nothing", "one run", "one failure", "no baseline", "no numbers", "old", "no header"],
+    ids=["nothing", "one run", "one failure", "no baseline", "no numbers", "diverged"],
 )
-def test_incomplete_results_render(change):
-    results = make_results()
-    change(results)
+def test_incomplete_results_render(results):
     page = Page(render(results))
-    assert json.loads(page.json) == results
+    assert len(json.loads(page.json)) == sum(len(row.ended) for row in results)
     assert "None" not in page.text and "nan" not in page.text
 
 
 def test_non_finite_numbers_render_as_nan():
-    results = make_results()
-    run = copy.deepcopy(results["runs"][1])
-    run["evaluations"][1]["values"] = [math.nan]
-    run["curve"]["loss"] = [[2.0], [math.inf], [math.nan]]
-    results["runs"][1] = run
+    loss = {"step": [100, 200, 300], "loss": [2.0, math.inf, math.nan]}
+    results = [make_row("kback", "rope", scores=lambda view, i, n: math.nan, curve=loss)]
     page = Page(render(results))
-    data = json.loads(page.json, parse_constant=pytest.fail)
-    assert data["runs"][1]["evaluations"][1]["values"] == [None]
-    assert "nan" in page.text
-
-
-def test_write_report(tmp_path):
-    (tmp_path / "results.json").write_text(json.dumps(make_results()), encoding="utf-8")
-    path = write_report(tmp_path)
-    assert path == tmp_path / "report.html"
-    assert path.read_text(encoding="utf-8") == render(make_results())
-    assert sorted(os.listdir(tmp_path)) == ["report.html", "results.json"]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"runs": 3}', ""])
-def test_damaged_results_keep_the_old_report(tmp_path, text):
-    (tmp_path / "report.html").write_text("old")
-    (tmp_path / "results.json").write_text(text)
-    with pytest.raises(ResultsError, match=r"results\.json"):
-        write_report(tmp_path)
-    assert (tmp_path / "report.html").read_text() == "old"
-    assert len(os.listdir(tmp_path)) == 2
-
-
-def test_failed_write_keeps_the_old_report(tmp_path, monkeypatch):
-    (tmp_path / "report.html").write_text("old")
-    (tmp_path / "results.json").write_text(json.dumps(dict(runs=[])))
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(ResultsError, match="disk full"):
-        write_report(tmp_path)
-    assert (tmp_path / "report.html").read_text() == "old"
-    assert len(os.listdir(tmp_path)) == 2
+    (data,) = json.loads(page.json, parse_constant=pytest.fail)
+    assert data["scores"]["plain"]["64"] is None and "nan" in page.text
 
 
 @pytest.mark.parametrize(
@@ -330,15 +235,3 @@ def test_spread_keeps_labels_apart(wanted):
     places = spread(wanted, gap=1.0, room=10.0)
     assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(places))
     assert all(-1e-9 <= place <= 10.0 + 1e-9 for place in places)
-
-
-def test_plot_is_a_standalone_svg(tmp_path):
-    results = make_results()
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    target = write_plot(tmp_path, tmp_path / "docs" / "length.svg")
-    root = ElementTree.fromstring(target.read_text())
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert "currentColor" not in target.read_text()
-    (tmp_path / "results.json").write_text(json.dumps(results | {"runs": []}))
-    with pytest.raises(ResultsError, match="no evaluation of any task"):
-        write_plot(tmp_path, target)

@@ -2,7 +2,7 @@
 
 import posenc_jax as pe
 from experiments.__main__ import main
-from experiments.scheme_table import COLUMNS, row
+from experiments.commands.scheme_table import COLUMNS, row
 
 
 def test_every_scheme_has_a_row(capsys):

@@ -15,18 +15,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.__main__ import main
-from experiments.checkpoints import Deadline, OrbaxCheckpoint, OutOfTime
-from experiments.config import Experiment
 from experiments.errors import ConfigError, ResultsError
-from experiments.files import locked
-from experiments.intervals import interval
-from experiments.runs import Result, Run, RunFolder
+from experiments.pages.intervals import interval
+from experiments.runs.checkpoints import Deadline, OrbaxCheckpoint, OutOfTime
+from experiments.runs.experiment import Experiment
+from experiments.runs.files import locked
+from experiments.runs.run import Result, Run, RunFolder
 from experiments.scoreboard import claims as claims_module
 from experiments.scoreboard.command import _plan
 from experiments.scoreboard.criteria import parse
 from experiments.scoreboard.outcomes import judge
 from experiments.scoreboard.page import page
-from experiments.settings import Model, Train
+from experiments.settings.common import Model, Train
 from experiments.tasks import KBack
 from experiments.tasks.base import Data
 
@@ -83,7 +83,7 @@ late_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 def call(tmp_path, capsys, monkeypatch):
     """Runs `scoreboard` on claims in a folder of their own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.queue.default_count", lambda: 1)
+    monkeypatch.setattr("experiments.runs.run_queue.default_count", lambda: 1)
     folder = tmp_path / "configs" / "scoreboard"
     folder.mkdir(parents=True)
     (folder / "T1.toml").write_text(CLAIM)
@@ -125,18 +125,18 @@ def test_a_claim_is_run_decided_and_not_run_again(call):
     runs = claims_module.load(call.claims / "T1.toml").runs
     params = RunFolder(call.results, runs["rope"]).parameters()
     late, rope = (RunFolder(call.results, runs[name]).result() for name in ("late", "rope"))
-    for run, found in ((runs["late"], late), (runs["rope"], rope)):
+    for run, content in ((runs["late"], late), (runs["rope"], rope)):
         measured = run.task.evaluate(run.position, params, [0], Data())
-        assert found.scores["plain"] == {str(e.length): e.values[0] for e in measured}
+        assert content.scores["plain"] == {str(e.length): e.values[0] for e in measured}
     # In a clone there are results only: what the run began with is trained again.
     parent, child = (RunFolder(call.results, runs[name]).path for name in ("rope", "late"))
-    kept = (parent / "parameters.npz").read_bytes(), (parent / "result.json").read_bytes()
+    before_removal = (parent / "parameters.npz").read_bytes(), (parent / "result.json").read_bytes()
     (parent / "parameters.npz").unlink()
     (child / "result.json").unlink()
     assert "6 runs, 5 with a result" in call("--run")[1]
     assert RunFolder(call.results, runs["late"]).result().scores == late.scores
     again = (parent / "parameters.npz").read_bytes(), (parent / "result.json").read_bytes()
-    assert again[1] == kept[1] and len(again[0]) == len(kept[0])
+    assert again[1] == before_removal[1] and len(again[0]) == len(before_removal[0])
 
 
 def test_runs_in_processes_of_their_own(call, monkeypatch):
@@ -154,6 +154,21 @@ def test_runs_in_processes_of_their_own(call, monkeypatch):
         assert after["scores"] == before["scores"] and after["curve"] == before["curve"]
 
 
+def test_a_claim_trains_on_a_mesh(call):
+    assert call("--run", "--seeds", "1")[0] == 0
+    known = {path: json.loads(path.read_text()) for path in call.results.glob("*/result.json")}
+    fresh = "--run", "T1", "--fresh", "--seeds", "1"
+    assert call(*fresh, "--mesh", "data=4,tensor=2")[0] == 0
+    for path, before in known.items():
+        after = json.loads(path.read_text())
+        assert after["environment"]["mesh"] == "data=4,tensor=2, processes: 1"
+        np.testing.assert_allclose(after["curve"]["loss"], before["curve"]["loss"], atol=1.5e-5)
+    assert (
+        "--mesh: data=8 does not divide kback.train.batch = 4"
+        in call(*fresh, "--mesh", "data=8")[2]
+    )
+
+
 def test_the_committed_page_is_that_of_the_committed_results(request):
     root = request.config.rootpath
     claims = claims_module.load_all(root / "configs" / "scoreboard", [])
@@ -169,9 +184,9 @@ def test_the_committed_page_is_that_of_the_committed_results(request):
 def test_other_versions_are_not_mixed(call):
     assert call("--run", "--seeds", "1")[0] == 0
     path = next(call.results.glob("kback-rope-s0-*/result.json"))
-    found = json.loads(path.read_text())
-    found["environment"]["jax"] = "0.1"
-    path.write_text(json.dumps(found))
+    content = json.loads(path.read_text())
+    content["environment"]["jax"] = "0.1"
+    path.write_text(json.dumps(content))
     for arguments in ((), ("--run",)):
         status, _, err = call(*arguments)
         assert status == 2 and err.count("\n") == 1 and "T1" in err
@@ -217,20 +232,19 @@ def test_sigterm_writes_the_state_and_the_same_command_continues(call, monkeypat
 
 @late_reads
 def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
-    data = TASK.load()
-    whole = RunFolder(tmp_path / "whole", make_run()).carry_out(lambda task: data, keep=True)
+    whole = RunFolder(tmp_path / "whole", make_run()).carry_out(keep=True)
     folder = RunFolder(tmp_path / "parts", make_run())
-    said = []
+    messages = []
     for _ in range(2):  # At the deadline the state is written after one call of two steps.
         with pytest.raises(OutOfTime):
             monkeypatch.setattr(OrbaxCheckpoint, "save", stop_after_saving)
-            folder.carry_out(lambda task: data, said.append, keep=True)
+            folder.carry_out(messages.append, keep=True)
     monkeypatch.undo()
     assert steps(folder) == [2, 4] and folder.result() is None
     damage(folder, 4)  # The one before it is used.
-    parts = folder.carry_out(lambda task: data, said.append, keep=True)
+    parts = folder.carry_out(messages.append, keep=True)
     assert parts.curve == whole.curve and parts.scores == whole.scores
-    assert len(said) == 1 and "checkpoints/4: cannot be used" in said[0]
+    assert len(messages) == 1 and "checkpoints/4: cannot be used" in messages[0]
     a, b = ((tmp_path / d / folder.run.name / "parameters.npz") for d in ("whole", "parts"))
     with np.load(a) as a, np.load(b) as b:
         assert a.files == b.files
@@ -269,9 +283,9 @@ def test_a_state_is_read_on_another_number_of_devices(tmp_path):
     checkpoint = OrbaxCheckpoint(tmp_path / "c", Deadline(), print, every=0.0)
     checkpoint.save(states[0], {"step": [1], "loss": [[0.5]]}, (1.0, 2.0))
     checkpoint._manager.wait_until_finished()
-    found, curve, times = OrbaxCheckpoint(tmp_path / "c", Deadline(), print).load(states[1])
-    assert found["x"].sharding == states[1]["x"].sharding and curve["step"] == [1]
-    np.testing.assert_array_equal(found["x"], x)
+    content, curve, times = OrbaxCheckpoint(tmp_path / "c", Deadline(), print).load(states[1])
+    assert content["x"].sharding == states[1]["x"].sharding and curve["step"] == [1]
+    np.testing.assert_array_equal(content["x"], x)
     assert tuple(times) == (1.0, 2.0)
 
 
@@ -301,29 +315,28 @@ def test_a_state_with_a_damaged_array_is_never_used(tmp_path, how):
     path.write_bytes(data if how == "one bit" else data[:100])
     if how == "deleted":
         path.unlink()
-    said = []
-    state, curve, _ = OrbaxCheckpoint(tmp_path / "c", Deadline(), said.append).load(second)
+    messages = []
+    state, curve, _ = OrbaxCheckpoint(tmp_path / "c", Deadline(), messages.append).load(second)
     np.testing.assert_array_equal(state["x"], first["x"])
-    assert curve["step"] == [1] and "2: cannot be used" in said[0]
+    assert curve["step"] == [1] and "2: cannot be used" in messages[0]
 
 
 def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(
     tmp_path, monkeypatch, capfd
 ):
-    data = TASK.load()
     folder = RunFolder(tmp_path, make_run())
-    said = []
+    messages = []
     with monkeypatch.context() as patch, pytest.raises(OutOfTime):
         patch.setattr(OrbaxCheckpoint, "save", stop_after_saving)
-        folder.carry_out(lambda task: data, said.append)
+        folder.carry_out(messages.append)
     damage(folder, 2)
-    found = folder.carry_out(lambda task: data, said.append)
-    assert found.status == "done" and "checkpoints/2: cannot be used" in said[0]
+    content = folder.carry_out(messages.append)
+    assert content.status == "done" and "checkpoints/2: cannot be used" in messages[0]
     assert "Traceback" not in capfd.readouterr().err
     (folder.path / "result.json").write_text("{")
     with pytest.raises(ResultsError, match=r"result\.json: cannot be read"):
         folder.result()
-    changed = dataclasses.replace(found, settings={**found.settings, "seed": 7})
+    changed = dataclasses.replace(content, settings={**content.settings, "seed": 7})
     (folder.path / "result.json").write_text(json.dumps(dataclasses.asdict(changed)))
     with pytest.raises(ResultsError, match="other settings than its name says"):
         folder.result()
@@ -438,11 +451,11 @@ def test_a_score_that_a_run_does_not_have_decides_nothing(tmp_path):
     (tmp_path / "T1.toml").write_text(text.replace("seeds = 2", "seeds = 1"))
     claim = claims_module.load(tmp_path / "T1.toml")
     for name, run in claim.of_seed(0).items():
-        found = dataclasses.asdict(result(run, 0.5))
+        content = dataclasses.asdict(result(run, 0.5))
         if name == "none":
-            del found["scores"]["plain"]["48"]
+            del content["scores"]["plain"]["48"]
         (tmp_path / run.name).mkdir()
-        (tmp_path / run.name / "result.json").write_text(json.dumps(found))
+        (tmp_path / run.name / "result.json").write_text(json.dumps(content))
     outcome = judge(claim, tmp_path)
     assert (outcome.word, outcome.reason) == ("not run", "runs have no score none.plain[48]")
 
@@ -470,9 +483,11 @@ def test_outcomes(tmp_path, needed, rope, none, word):
     claim = claims_module.load(tmp_path / "T1.toml")
     for seed, scores in enumerate(zip(rope, none, strict=True)):
         for run, score in zip(claim.of_seed(seed).values(), scores, strict=True):
-            found = result(run, score, "done" if score is not None else "diverged")
+            content = result(run, score, "done" if score is not None else "diverged")
             (tmp_path / run.name).mkdir()
-            (tmp_path / run.name / "result.json").write_text(json.dumps(dataclasses.asdict(found)))
+            (tmp_path / run.name / "result.json").write_text(
+                json.dumps(dataclasses.asdict(content))
+            )
     outcome = judge(claim, tmp_path)
     assert outcome.word == word and not outcome.mixed
     assert outcome.seeds == tuple(range(len(rope)))

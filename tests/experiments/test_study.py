@@ -8,9 +8,9 @@ import re
 import pytest
 
 from experiments.__main__ import main
-from experiments.config_io import convert
 from experiments.errors import ConfigError
-from experiments.runs import Result, RunFolder
+from experiments.runs.run import Result, RunFolder
+from experiments.settings.config_io import convert
 from experiments.study import plan
 from experiments.study.command import known
 from experiments.study.page import page
@@ -55,12 +55,12 @@ def measured(run):
 def call(tmp_path, capsys, monkeypatch):
     """Runs `study` with scores from `measured`, and counts what it runs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.queue.default_count", lambda: 1)
+    monkeypatch.setattr("experiments.runs.run_queue.default_count", lambda: 1)
     (tmp_path / "mine.toml").write_text(STUDY)
-    made = []
+    carried_out = []
 
-    def pretend(self, *rest):
-        made.append(self.run)
+    def pretend(self, *arguments):
+        carried_out.append(self.run)
         if (self.run.scheme, self.run.task.train.learning_rate) == call.raises:
             raise RuntimeError("no memory")
         if (self.run.scheme, self.run.task.train.learning_rate) in call.diverges:
@@ -81,7 +81,7 @@ def call(tmp_path, capsys, monkeypatch):
         out, err = capsys.readouterr()
         return status, out, err
 
-    call.made, call.raises, call.diverges = made, None, ()
+    call.made, call.raises, call.diverges = carried_out, None, ()
     call.results = tmp_path / "results" / "mine"
     call.page = lambda: (tmp_path / "docs" / "mine.md").read_text()
     call.plot = tmp_path / "docs" / "mine.svg"
@@ -164,8 +164,8 @@ def test_seeds_that_diverge_are_counted_and_a_score_of_zero_is_one(call, monkeyp
     page = call.page()
     assert re.search(r"\| none \| 0\.000 \[.* \| -0\.901 \[", page)
     for path in call.results.glob("kback-none-s1-*/result.json"):
-        found = json.loads(path.read_text())
-        path.write_text(json.dumps(found | {"status": "diverged", "scores": {}}))
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"status": "diverged", "scores": {}}))
     assert call()[0] == 0 and re.search(r"\| none \|.*\| diverged in 1 of 2 \|", call.page())
     assert "Seeds that diverged: none in 1 of 2." in call.page()
 
@@ -203,9 +203,9 @@ def test_equal_times_leave_out_what_diverged(call, tmp_path):
 def test_times_of_several_processors_are_told(call):
     assert call("--run")[0] == 0 and "not comparable" not in call.page()
     for path in call.results.glob("kback-none-s100-*/result.json"):
-        found = json.loads(path.read_text())
-        found["environment"]["processor"] = "Other 3"
-        path.write_text(json.dumps(found))
+        content = json.loads(path.read_text())
+        content["environment"]["processor"] = "Other 3"
+        path.write_text(json.dumps(content))
     assert call()[0] == 0
     assert call.page().count("compute gains are not comparable") == 1  # The larger size has none.
     assert re.search(r"\* Processor: .*Other 3", call.page())
@@ -214,8 +214,8 @@ def test_times_of_several_processors_are_told(call):
 def test_training_time_is_wall_time_on_accelerators(call):
     assert call("--run")[0] == 0
     path = next(call.results.glob("kback-rope-*/result.json"))
-    found = json.loads(path.read_text()) | {"train_seconds": 3.0}
-    result = convert(Result, found, "")
+    content = json.loads(path.read_text()) | {"train_seconds": 3.0}
+    result = convert(Result, content, "")
     assert result.seconds == 8.0
     gpu = result.environment | {"device": "gpu: NVIDIA H100"}
     assert dataclasses.replace(result, environment=gpu).seconds == 3.0
@@ -247,7 +247,7 @@ def test_a_size_may_have_another_task(call, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (("seeds = 1", 'task = "kht"'), "sizes.large: tasks: unknown task"),
         (("rates = [1e-3, 2e-3, 4e-3]", "rates = [1e-3, 2e-3]"), "large: rates: must be at least"),
@@ -261,12 +261,12 @@ def test_a_size_may_have_another_task(call, tmp_path):
         (('schemes = ["none", ', 'schemes = ["nnoe", '), "unknown scheme"),
     ],
 )
-def test_wrong_files_are_one_line(tmp_path, change, said):
+def test_wrong_files_are_one_line(tmp_path, change, message):
     path = tmp_path / "wrong.toml"
     path.write_text(STUDY.replace(*change))
     with pytest.raises(ConfigError) as caught:
         plan.load(path)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_the_committed_study_is_read(request):
@@ -282,8 +282,8 @@ def test_the_committed_page_is_that_of_the_committed_results(request):
     root = request.config.rootpath
     study, results = plan.load(root / "configs" / "study.toml"), known(root / "results" / "study")
     files = {what: f"study{what}.svg" for what in ("", "-lengths", "-maps")}
-    made = page(study, results, "configs/study.toml", "results/study", files)
-    assert (root / "docs" / "study.md").read_text() == made
+    carried_out = page(study, results, "configs/study.toml", "results/study", files)
+    assert (root / "docs" / "study.md").read_text() == carried_out
     names = {run.name for run in study.runs(results)}
-    found = {path.parent.name for path in (root / "results" / "study").glob("*/result.json")}
-    assert found <= names  # A result that no run has any more would never be read.
+    content = {path.parent.name for path in (root / "results" / "study").glob("*/result.json")}
+    assert content <= names  # A result that no run has any more would never be read.

@@ -9,26 +9,21 @@ import numpy as np
 import pytest
 import tomli_w
 
-from experiments.config_io import from_tables, to_tables
 from experiments.errors import ConfigError
-from experiments.settings import Model
+from experiments.settings.common import Model
+from experiments.settings.config_io import from_tables, to_tables
 from experiments.tasks import (
-    MQAR,
     TASKS,
     Addition,
     Copy,
-    Counting,
-    Dyck,
     FlipFlop,
     IndirectIndex,
     Induction,
     KBack,
     Majority,
     Masked,
-    Needle,
     Parity,
     Reverse,
-    SelectiveCopy,
     Sort,
 )
 from experiments.tasks.lookup import Rows, held_out
@@ -39,15 +34,15 @@ from experiments.tasks.lookup import Rows, held_out
 def parts(row):
     """Splits a row at its first separator; returns the question and the place of the answer."""
     assert row[0] == 1
-    at = row.index(2)
-    return row[1:at], at + 1
+    separator = row.index(2)
+    return row[1:separator], separator + 1
 
 
-def answers(row, wanted):
-    """The answers that fill a row after its separator."""
+def answers(row, tokens):
+    """Returns the answers that fill a row after its separator, by place."""
     _, first = parts(row)
-    assert len(row) == first + len(wanted)
-    return {first + i: token for i, token in enumerate(wanted)}
+    assert len(row) == first + len(tokens)
+    return {first + i: token for i, token in enumerate(tokens)}
 
 
 def copy(task, row):
@@ -72,26 +67,9 @@ def induction(task, row):
     x, first = parts(row)
     assert len(set(x)) == len(x)
     start = x.index(row[first])
-    wanted = answers(row, x[start : start + task.repeated])
-    del wanted[first]  # Given.
-    return wanted
-
-
-def mqar(task, row):
-    x, first = parts(row)
-    pairs = dict(zip(x[::2], x[1::2], strict=True))
-    assert len(pairs) == len(x) // 2
-    assert all(3 <= k < 3 + task.keys <= v < task.vocab_size for k, v in pairs.items())
-    asked = row[first::2]
-    assert sorted(asked) == sorted(pairs)
-    return {first + 2 * i + 1: pairs[key] for i, key in enumerate(asked)}
-
-
-def selective_copy(task, row):
-    x, _ = parts(row)
-    symbols = [token for token in x if token != 3]
-    assert len(symbols) == task.items and min(symbols) > 3
-    return answers(row, symbols)
+    by_place = answers(row, x[start : start + task.repeated])
+    del by_place[first]  # The first symbol is given.
+    return by_place
 
 
 def parity(task, row):
@@ -104,12 +82,6 @@ def majority(task, row):
     x, _ = parts(row)
     assert len(x) % 2 == 1
     return answers(row, [max((3, 4), key=x.count)])
-
-
-def needle(task, row):
-    x, _ = parts(row)
-    assert x.count(3) == 1
-    return answers(row, [x[x.index(3) + 1]])
 
 
 def indirect_index(task, row):
@@ -141,45 +113,15 @@ def addition(task, row):
 
 
 def flip_flop(task, row):
-    found, last = {}, None
+    by_place, last = {}, None
     for i in range(0, len(row) - 1, 2):
         kind, bit = row[i : i + 2]
         assert kind in (1, 2, 3) and bit in (4, 5) and (i or kind == 1)
         if kind == 3:
-            found[i + 1] = last
+            by_place[i + 1] = last
         if kind == 1:
             last = bit
-    return found
-
-
-def counting(task, row):
-    values, found, asked = [0] * task.variables, {}, None
-    for i, token in enumerate(row):
-        if asked is not None:
-            found[i] = 2 + 3 * task.variables + values[asked]
-            asked = None
-            continue
-        assert 1 <= token < 2 + 3 * task.variables
-        variable, kind = divmod(token - 2, 3)
-        if token > 1 and kind == 0:
-            values[variable] = min(values[variable] + 1, task.largest)
-        elif token > 1 and kind == 1:
-            values[variable] = 0
-        elif token > 1:
-            asked = variable
-    return found
-
-
-def dyck(task, row):
-    stack, found, closing = [], {}, False
-    for i, token in enumerate(row):
-        if closing:
-            found[i] = stack.pop() + task.kinds
-        elif token != 1:
-            stack.append(token)
-            assert 2 <= token < 2 + task.kinds and len(stack) <= task.depth
-        closing = token == 1
-    return found
+    return by_place
 
 
 CASES = {
@@ -189,37 +131,32 @@ CASES = {
     "reverse": (Reverse(), reverse),
     "sort": (Sort(), sort),
     "induction": (Induction(), induction),
-    "mqar": (MQAR(), mqar),
-    "selective_copy": (SelectiveCopy(), selective_copy),
     "parity": (Parity(), parity),
     "majority": (Majority(), majority),
-    "needle": (Needle(test_lengths=(64, 96)), needle),
     "indirect_index": (IndirectIndex(), indirect_index),
     "addition": (Addition(), addition),
     "addition-hints": (Addition(kind="hints", train_length=63, test_lengths=(63, 93)), addition),
     "flip_flop": (FlipFlop(), flip_flop),
-    "counting": (Counting(variables=3), counting),
-    "dyck": (Dyck(depth=3), dyck),
 }
 
 
 def drawn(sample, *sizes):
-    """Returns what a task draws, as numpy arrays."""
+    """Returns the arrays that a task draws, as numpy arrays."""
     return [np.asarray(x) for x in jax.jit(lambda key: sample(key, *sizes))(jax.random.key(0))]
 
 
 def check(name, tokens, mask):
-    """Compares answers with those of the loop; returns the lengths of rows."""
+    """Compares the answers of a task with its loop; returns the lengths of rows."""
     task, loop = CASES[name]
     assert tokens.dtype == np.int32 and mask.dtype == np.float32
     assert 0 <= int(tokens.min()) and int(tokens.max()) < task.vocab_size
     sizes = []
     for row, counts in zip(tokens.tolist(), mask, strict=True):
         row = row[: row.index(0)] if isinstance(task, Rows) and 0 in row else row
-        wanted = loop(task, row)
+        expected = loop(task, row)
         if counts.any() or name in STREAMS:
-            assert set(np.flatnonzero(counts).tolist()) == set(wanted)
-        assert all(row[place] == token for place, token in wanted.items())
+            assert set(np.flatnonzero(counts).tolist()) == set(expected)
+        assert all(row[place] == token for place, token in expected.items())
         sizes.append(len(row))
     return np.asarray(sizes)
 
@@ -258,11 +195,11 @@ def test_held_out_rows_are_not_trained_on(name):
     assert answered.mean() > 0.95 and not np.asarray(held_out(tokens))[answered].any()
 
 
-def test_all_keys_occur_at_every_length():
-    """More keys than a row has tokens: those that longer rows hold are trained."""
-    task = MQAR(keys=64, train_length=17, test_lengths=(17, 64))
+def test_all_symbols_occur_at_every_length():
+    """With more symbols than a row has tokens, training rows hold the symbols of longer rows."""
+    task = Copy(kind="unique", symbols=64, train_length=17, test_lengths=(17, 64))
     tokens, _ = drawn(task.sample, 200, task.train_length)
-    assert set(tokens[:, 1:9:2].ravel()) >= {*range(3, 3 + task.keys)}
+    assert set(tokens[:, 1:5].ravel()) == {*range(3, 3 + task.symbols)}
 
 
 def test_masked_symbols_repeat():
@@ -270,18 +207,6 @@ def test_masked_symbols_repeat():
     tokens, mask = drawn(task.sample, 16, 32)
     assert (tokens[:, 8:] == tokens[:, :-8]).all() and tokens.min() >= 1
     assert 0.1 < mask.mean() < 0.2 and not mask[:, 0].any()
-
-
-def test_needles_lie_at_their_depth():
-    task = Needle(test_lengths=(64, 96), depth=1.0)
-    tokens, _, index = drawn(task.sample_test, 8)
-    for row in tokens[index[:, 0] == 1]:
-        assert list(row).index(3) == 96 - 3  # The last place with a symbol after it.
-    task = dataclasses.replace(task, depth=0.25)
-    tokens, _, index = drawn(task.sample_test, 8)
-    for row in tokens[index[:, 0] == 1]:
-        assert list(row).index(3) == 1 + round(0.25 * (96 - 2 - 2))
-    assert list(task.test_modes) == ["plain", *(f"depth_{d}" for d in (0, 25, 50, 75, 100))]
 
 
 def test_sparse_flip_flops_write_less_often():
@@ -312,9 +237,9 @@ def test_abacus_coordinates_count_digits_from_a_common_offset():
         positions, places = np.asarray(coordinates(jax.random.key(0), tokens))
         assert (positions == np.arange(33)).all()
         offsets = set()
-        for row, at in zip(np.asarray(tokens), places, strict=True):
+        for row, in_numbers in zip(np.asarray(tokens), places, strict=True):
             count = 0
-            for token, place in zip(row[:-1], at, strict=True):
+            for token, place in zip(row[:-1], in_numbers, strict=True):
                 count = count + 1 if token >= 4 else 0
                 if count:
                     offsets.add(int(place) - count)
@@ -328,11 +253,11 @@ def test_coordinates_are_ordered_and_reach_the_longest_length(kind):
     task = KBack(coordinates=kind, coordinate_range=200)
     task.check()
     tokens = np.zeros((500, 33), np.int32)
-    at = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=True))
-    assert at.shape == (500, 32) and (np.diff(at) > 0).all()
-    assert 0 <= at.min() < 5 and 195 < at.max() < 200
+    drawn = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=True))
+    assert drawn.shape == (500, 32) and (np.diff(drawn) > 0).all()
+    assert 0 <= drawn.min() < 5 and 195 < drawn.max() < 200
     if kind == "shifted":
-        assert (np.diff(at) == 1).all()
+        assert (np.diff(drawn) == 1).all()
         assert task.draw_coordinates(jax.random.key(0), tokens, training=False) is None
 
 
@@ -341,8 +266,8 @@ def test_floats_of_evaluation_are_spaced_by_the_length_of_each_row():
     tokens = np.zeros((3, 129), np.int32)
     for row, length in zip(tokens, (20, 65, 129), strict=True):
         row[:length] = 1
-    at = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=False))
-    for row, inputs in zip(at, (32, 64, 128), strict=True):  # At least the trained length.
+    coordinates = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=False))
+    for row, inputs in zip(coordinates, (32, 64, 128), strict=True):  # At least the trained length.
         np.testing.assert_allclose(row, (np.arange(128) + 0.5) * 256 / inputs, rtol=1e-6)
 
 
@@ -363,10 +288,8 @@ def test_settings_survive_toml(name):
         (Copy(kind="uniqe"), "did you mean 'unique'?"),
         (Copy(kind="unique", symbols=20), "20 are too few for 63 different symbols"),
         (Sort(shortest=16), "sort.shortest: a problem of size 16 does not fit"),
-        (MQAR(keys=8), "mqar.keys: 8 are too few"),
         (Masked(model=Model()), "masked.model.is_causal: must be false"),
         (Masked(period=20), "masked.period: 20 does not repeat"),
-        (Needle(depths=(0.5, 2.0)), "needle.depths: must be from 0 to 1"),
         (Parity(eval_batch=30), "parity.eval_batch: 30 is not a multiple of the 4 test lengths"),
         (Induction(repeated=9), "induction.repeated: must be 2 to"),
         (IndirectIndex(largest_shift=8), "indirect_index.largest_shift: 8 is not below"),

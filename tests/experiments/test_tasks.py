@@ -1,12 +1,22 @@
 """Tasks against definitions written with loops."""
 
 import dataclasses
+import pathlib
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from experiments.tasks import KBack, Kth, Text
+from experiments.tasks import TASKS, KBack, Kth, Text
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+def test_a_study_a_claim_or_a_tour_uses_every_task():
+    texts = [path.read_text() for path in CONFIGS.rglob("*.toml")]
+    lines = [line for text in texts for line in re.findall(r"(?m)^tasks? = .*", text)]
+    assert not set(TASKS) - set(re.findall(r'"(\w+)"', "\n".join(lines)))
 
 
 @pytest.mark.parametrize("offset", [1, 2, 4, 7])
@@ -99,7 +109,7 @@ def test_text_samples_windows_of_the_data():
 def test_all_lengths_and_modes_score_the_same_bytes(size):
     task = small_text()
     held_out = np.arange(size) % 65536
-    wanted = None
+    expected = None
     for length in task.test_lengths:
         for mode in ("nonoverlapping", "sliding"):
             windows, count = task.windows(held_out, length, mode)
@@ -107,7 +117,7 @@ def test_all_lengths_and_modes_score_the_same_bytes(size):
             np.testing.assert_array_equal(windows, windows[:, :1] + np.arange(length + 1))
             scored = np.sort(windows[:, -count:].ravel())
             assert len(set(scored)) == len(scored) == task.eval_bytes
-            wanted = scored if wanted is None else wanted
-            np.testing.assert_array_equal(scored, wanted)
+            expected = scored if expected is None else expected
+            np.testing.assert_array_equal(scored, expected)
             least = length - task.stride if mode == "sliding" else 0
             assert windows.shape[1] - count - 1 >= least

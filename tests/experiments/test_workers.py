@@ -1,16 +1,14 @@
 """Processes that carry out units of work side by side."""
 
 import argparse
-import functools
-import importlib.util
 import signal
 
 import obedient
 import pytest
 
 from experiments.errors import ConfigError, ResultsError
-from experiments.queue import add_arguments, workers
-from experiments.workers import RayWorkers, Workers
+from experiments.runs.run_queue import add_arguments, number_of_workers
+from experiments.runs.workers import Workers
 
 
 def answers(pool, *units, kind=None, go_on=lambda: True):
@@ -19,9 +17,9 @@ def answers(pool, *units, kind=None, go_on=lambda: True):
 
 def test_units_are_shared_and_errors_come_back():
     with Workers(2, obedient.prepare, 10) as pool:
-        found = answers(pool, *range(8))
-        assert sorted(number for number, _ in found) == list(range(10, 18))
-        assert len({process for _, process in found}) == 2
+        received = answers(pool, *range(8))
+        assert sorted(number for number, _ in received) == list(range(10, 18))
+        assert len({process for _, process in received}) == 2
         assert answers(pool, 1, 2, go_on=lambda: False) == []
         with pytest.raises(ResultsError, match="no"):
             answers(pool, "raise", kind=str)
@@ -43,32 +41,15 @@ def test_the_number_of_processes(monkeypatch):
     add_arguments(parser)
 
     def count(*words):
-        return workers(parser.parse_args(words))
+        return number_of_workers(parser.parse_args(words))
 
     assert count("--workers", "3") == 3 and count() >= 1
-    assert count("--ray", "auto") == "auto"
+    assert count("--mesh", "data=8") == 1
+    with pytest.raises(ConfigError, match="--workers: must be 1 with --mesh"):
+        count("--mesh", "data=8", "--workers", "2")
     with pytest.raises(ConfigError, match="--workers: must be at least 1"):
         count("--workers", "0")
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     assert count() == count("--workers", "1") == 1
     with pytest.raises(ConfigError, match="--workers: processes would share one gpu"):
         count("--workers", "2")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # JAX's, of forks.
-def test_ray_actors_are_workers_too(monkeypatch):
-    if importlib.util.find_spec("ray") is None:
-        with pytest.raises(ConfigError, match='--ray: needs pip install "posenc_jax'):
-            RayWorkers("local", 2, obedient.prepare, 10)
-        return
-    import ray
-
-    # Ray is told of two GPUs, and sets the variable by which CUDA finds one of them.
-    monkeypatch.setattr(ray, "init", functools.partial(ray.init, num_cpus=2, num_gpus=2))
-    with RayWorkers(None, 3, obedient.prepare, 10) as pool:
-        seen = answers(pool, "gpu", "gpu", kind=str)
-        assert sorted(number for number, _ in seen) == ["0", "1"]
-        assert sorted(number for number, _ in answers(pool, *range(4))) == [10, 11, 12, 13]
-        assert answers(pool, 1, 2, go_on=lambda: False) == []
-        with pytest.raises(ResultsError, match="no"):
-            answers(pool, "raise", kind=str)

@@ -1,4 +1,4 @@
-"""One attention of a scheme: the path of positions, the cache, and what is refused."""
+"""One attention of a scheme: the path of positions, the cache, and refusals."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ from oracle import qkv
 from support import LENGTH, build, make_batch
 
 import posenc_jax as pe
+from posenc_jax.functional.arguments import AttentionOptions, attention_call
 from posenc_jax.positions import from_padding_mask
 
 Q, K, V = qkv(batch=2, length=7)
@@ -33,8 +34,8 @@ def new_cache(scheme=ALIBI, capacity=9, **options):
 def test_default_positions_count_from_zero_and_continue_after_the_cache():
     whole, no_cache = attend()
     assert no_cache is None
-    for at in (jnp.arange(7), jnp.arange(7)[None], np.tile(np.arange(7), (2, 1))):
-        np.testing.assert_allclose(attend(positions=at)[0], whole, atol=1e-6)
+    for positions in (jnp.arange(7), jnp.arange(7)[None], np.tile(np.arange(7), (2, 1))):
+        np.testing.assert_allclose(attend(positions=positions)[0], whole, atol=1e-6)
     _, cache = attend(part=slice(0, 4), cache=new_cache())
     out, cache = attend(part=slice(4, 7), cache=cache)
     np.testing.assert_allclose(out, whole[:, 4:], atol=1e-5)
@@ -91,16 +92,16 @@ class RawKeys(pe.Scheme):
 
 @pytest.mark.parametrize("coordinates", [None, 3 * np.arange(7)[None] * np.array([[1], [2]])])
 def test_raw_cached_keys_are_transformed_at_each_step(coordinates):
-    where = [{}, {}] if coordinates is None else [{"coordinates": coordinates}] * 2
+    placed = [{}, {}] if coordinates is None else [{"coordinates": coordinates}] * 2
     cache = new_cache(RawKeys(), coordinates=coordinates)
     parts = (slice(0, 5), slice(5, 7))
     outs = []
-    for part, options in zip(parts, where, strict=True):
-        options = {name: at[:, part] for name, at in options.items()}
+    for part, options in zip(parts, placed, strict=True):
+        options = {name: x[:, part] for name, x in options.items()}
         out, cache = attend(RawKeys(), part, cache=cache, **options)
         outs.append(out)
     np.testing.assert_array_equal(cache.k[:, :7], K)
-    np.testing.assert_allclose(jnp.concatenate(outs, 1), attend(ROPE, **where[0])[0], atol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), attend(ROPE, **placed[0])[0], atol=1e-5)
 
 
 def test_values_may_have_a_head_dim_of_their_own():
@@ -126,9 +127,9 @@ def test_a_new_cache_stores_coordinates_as_calls_give_them(lead, dtype, stored):
 
 
 def test_a_cache_takes_the_coordinates_that_it_was_made_for():
-    at = np.arange(7) / 2
-    out, _ = attend(coordinates=at, cache=new_cache(coordinates=at))
-    np.testing.assert_allclose(out, attend(coordinates=at)[0], atol=1e-5)
+    coordinates = np.arange(7) / 2
+    out, _ = attend(coordinates=coordinates, cache=new_cache(coordinates=coordinates))
+    np.testing.assert_allclose(out, attend(coordinates=coordinates)[0], atol=1e-5)
 
 
 def test_a_new_cache_of_a_scheme_that_reads_x_needs_its_width():
@@ -149,7 +150,7 @@ def test_an_overflowing_cache_raises_and_is_nan_under_jit():
 
 
 def test_nan_of_a_request_ends_with_it():
-    """A step of one token tests no value: those of a cache are finite, and their keys are NaN."""
+    """A cache has finite values and NaN keys in their place, so that steps need no test."""
     q, k, v = Q, K, jnp.asarray(V).at[0, 2, 1].set(jnp.nan).at[1, 1, 0, 3].set(jnp.inf)
 
     @jax.jit
@@ -164,8 +165,8 @@ def test_nan_of_a_request_ends_with_it():
     assert seen[0, 2:4].all() and seen[1, :2].all()
     cache = used.reset(jnp.array([True, False])).rewind(jnp.array([0, 7]))
     out, _ = run(q[:, :1], k[:, :1], v[:, :1], cache)
-    wanted, _ = run(q[:, :1], k[:, :1], v[:, :1], new_cache(SHAW))
-    np.testing.assert_array_equal(out, wanted)
+    expected, _ = run(q[:, :1], k[:, :1], v[:, :1], new_cache(SHAW))
+    np.testing.assert_array_equal(out, expected)
     grad = jax.grad(lambda q: run(q, k[:, :1], v[:, :1], cache)[0].sum())(q[:, :1])
     assert np.isfinite(grad).all()
 
@@ -218,13 +219,13 @@ def test_a_cache_of_another_batch_or_of_several_layers_is_refused(function):
 
 def test_the_embedding_continues_after_the_cache():
     x, waves = jnp.zeros((2, 3, 4)), pe.Sinusoidal(model_dim=4)
-    where = {"positions": np.array([[5, 6], [0, 1]])}
+    placed = {"positions": np.array([[5, 6], [0, 1]])}
     sizes = {"num_heads": 1, "head_dim": 4}
     q = jnp.ones((2, 2, 1, 4))
     empty = pe.new_cache(pe.NoPE(), 2, 9, **sizes)
-    _, cache = pe.scheme_attention(pe.NoPE(), {}, q, q, q, cache=empty, **where)
-    wanted = pe.sinusoidal_encoding(jnp.array([[7, 8, 9], [2, 3, 4]]), 4)
-    np.testing.assert_array_equal(pe.scheme_embedding(waves, {}, x, cache=cache), wanted)
+    _, cache = pe.scheme_attention(pe.NoPE(), {}, q, q, q, cache=empty, **placed)
+    expected = pe.sinusoidal_encoding(jnp.array([[7, 8, 9], [2, 3, 4]]), 4)
+    np.testing.assert_array_equal(pe.scheme_embedding(waves, {}, x, cache=cache), expected)
     first = pe.scheme_embedding(waves, {}, x, cache=empty)
     np.testing.assert_array_equal(first, pe.scheme_embedding(waves, {}, x))
 
@@ -255,17 +256,17 @@ class Shared(pe.Scheme):
 def test_tables_may_be_computed_once_for_all_calls(wrap, raw):
     scheme, same = wrap(Shared(raw)), wrap(ROPE)
     params = scheme.init(jax.random.key(0))
-    at = 3 * jnp.arange(7)
-    wanted, _ = attend(same, positions=at)
+    positions = 3 * jnp.arange(7)
+    expected, _ = attend(same, positions=positions)
     cache = new_cache(scheme)
-    for rows in (at, jnp.stack([at, at])):
+    for rows in (positions, jnp.stack([positions, positions])):
         tables = pe.scheme_tables(scheme, params, rows)
-        out, _ = attend(scheme, positions=at, tables=tables)
-        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        out, _ = attend(scheme, positions=positions, tables=tables)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
     for part in (slice(0, 4), slice(4, 7)):
-        tables = pe.scheme_tables(scheme, params, at[part])
-        out, cache = attend(scheme, part, cache=cache, positions=at[part], tables=tables)
-        np.testing.assert_allclose(out, wanted[:, part], atol=1e-5)
+        tables = pe.scheme_tables(scheme, params, positions[part])
+        out, cache = attend(scheme, part, cache=cache, positions=positions[part], tables=tables)
+        np.testing.assert_allclose(out, expected[:, part], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +280,13 @@ def test_tables_may_be_computed_once_for_all_calls(wrap, raw):
 def test_arguments_that_are_not_passed_on_are_refused(options, error, message):
     with pytest.raises(error, match=f"scheme_attention: {message}"):
         attend(**options)
+
+
+def test_options_are_fields_of_the_attention_call():
+    names = AttentionOptions.__annotations__.keys() - {"x", "norms", "tables"}
+    call = attention_call(**{name: name for name in names})
+    values = [getattr(call, field.name) for field in dataclasses.fields(call)]
+    assert {value for value in values if isinstance(value, str)} == names
 
 
 def test_contiguous_has_no_meaning_with_a_cache():
@@ -312,12 +320,12 @@ def test_schemes_with_tables_use_those_of_the_call(cls):
             scheme, params, *arrays, x=tokens.x, tables=tables, is_causal=True
         )[0]
 
-    at = jnp.arange(LENGTH)
-    tables = pe.scheme_tables(scheme, params, at)
-    wanted = run(None)
-    np.testing.assert_allclose(run(tables), wanted, atol=1e-5)
-    still = pe.scheme_tables(scheme, params, jnp.zeros_like(at))
-    assert np.abs(run(still) - wanted).max() > 1e-3
+    positions = jnp.arange(LENGTH)
+    tables = pe.scheme_tables(scheme, params, positions)
+    expected = run(None)
+    np.testing.assert_allclose(run(tables), expected, atol=1e-5)
+    still = pe.scheme_tables(scheme, params, jnp.zeros_like(positions))
+    assert np.abs(run(still) - expected).max() > 1e-3
 
 
 def test_tables_of_other_coordinates_are_refused():
@@ -376,21 +384,21 @@ def test_malformed_schemes_and_parameters_are_named(scheme, params, error, messa
 
 @pytest.mark.parametrize("axes", [2, 3])
 def test_axes_that_a_scheme_does_not_read_are_refused(axes):
-    at = jnp.zeros((axes, 2, 7))
+    coordinates = jnp.zeros((axes, 2, 7))
     with pytest.raises(ValueError, match=r"ALiBi.* reads coordinates of 1 axes, .*got \("):
-        attend(ALIBI, coordinates=at)
+        attend(ALIBI, coordinates=coordinates)
     with pytest.raises(ValueError, match=r"scheme_embedding: .* reads coordinates of 1 axes"):
-        pe.scheme_embedding(pe.Sinusoidal(8), {}, jnp.zeros((2, 7, 8)), coordinates=at)
+        pe.scheme_embedding(pe.Sinusoidal(8), {}, jnp.zeros((2, 7, 8)), coordinates=coordinates)
 
 
 def test_coordinates_of_cached_keys_must_be_stored():
-    at = 2 * jnp.arange(7)
+    coordinates = 2 * jnp.arange(7)
     with pytest.raises(
         ValueError, match=r"scheme_attention: .*make it with new_cache\(\.\.\., coo"
     ):
-        attend(ALIBI, cache=new_cache(), coordinates=at)
-    out, _ = attend(ROPE, cache=new_cache(ROPE), coordinates=at)  # Rotated keys need none.
-    np.testing.assert_allclose(out, attend(ROPE, coordinates=at)[0], atol=1e-5)
+        attend(ALIBI, cache=new_cache(), coordinates=coordinates)
+    out, _ = attend(ROPE, cache=new_cache(ROPE), coordinates=coordinates)  # Rotated keys need none.
+    np.testing.assert_allclose(out, attend(ROPE, coordinates=coordinates)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -444,8 +452,8 @@ def test_arrays_of_other_tokens_than_those_of_q_are_refused(name, array, message
 def test_errors_of_the_embedding():
     x, waves = jnp.zeros((2, 7, 4)), pe.Sinusoidal(model_dim=4)
 
-    def embed(x=x, **where):
-        return pe.scheme_embedding(waves, {}, x, **where)
+    def embed(x=x, **placed):
+        return pe.scheme_embedding(waves, {}, x, **placed)
 
     with pytest.raises(ValueError, match=r"scheme_embedding: x must be \[B, T, D\].*\(7, 4\)"):
         embed(x[0])
@@ -461,10 +469,13 @@ def test_errors_of_the_embedding():
 
 def test_the_embedding_reads_coordinates_before_positions():
     x, waves = jnp.zeros((2, 7, 4)), pe.Sinusoidal(model_dim=4)
-    at = 5 + jnp.arange(7)
-    for where in ({"positions": at}, {"positions": jnp.arange(7), "coordinates": at}):
-        out = pe.scheme_embedding(waves, {}, x, **where)
-        np.testing.assert_array_equal(out[1], pe.sinusoidal_encoding(at, 4))
+    positions = 5 + jnp.arange(7)
+    for placed in (
+        {"positions": positions},
+        {"positions": jnp.arange(7), "coordinates": positions},
+    ):
+        out = pe.scheme_embedding(waves, {}, x, **placed)
+        np.testing.assert_array_equal(out[1], pe.sinusoidal_encoding(positions, 4))
 
 
 def content(heads=6, q_features=Q, k_features=None):
@@ -622,21 +633,21 @@ def test_cross_attention_needs_no_positions():
 
 
 def test_padding_takes_no_slot_of_a_ring():
-    """A right-padded prompt, then as many tokens at a time as the ring has room for."""
+    """A right-padded prompt, then chunks as long as the room of the ring."""
     q, k, v = qkv(batch=2, length=14)
     cache = new_cache(pe.NoPE(), 11, ring=True)
     real = (jnp.arange(14)[None] < jnp.array([[3], [8]])) | (jnp.arange(14)[None] >= 8)
     positions, segments = from_padding_mask(real)
     options = {"is_causal": True, "window": 4}
-    where = {"positions": positions, "segment_ids": segments}
-    whole, _ = pe.scheme_attention(pe.NoPE(), {}, q, k, v, **where, **options)
+    placed = {"positions": positions, "segment_ids": segments}
+    whole, _ = pe.scheme_attention(pe.NoPE(), {}, q, k, v, **placed, **options)
 
     @jax.jit
-    def step(cache, where, *arrays):
-        return pe.scheme_attention(pe.NoPE(), {}, *arrays, cache=cache, **where, **options)
+    def step(cache, placed, *arrays):
+        return pe.scheme_attention(pe.NoPE(), {}, *arrays, cache=cache, **placed, **options)
 
     for part in (slice(0, 8), slice(8, 14)):
-        here = {name: x[:, part] for name, x in where.items()}
+        here = {name: x[:, part] for name, x in placed.items()}
         out, cache = step(cache, here, *(a[:, part] for a in (q, k, v)))
         np.testing.assert_allclose(out, whole[:, part], atol=1e-5)
     np.testing.assert_array_equal(cache.length, [9, 14])
@@ -656,9 +667,9 @@ def test_tokens_out_of_order_in_a_ring_are_nan(segments, positions):
 
     @jax.jit
     def step(cache, positions, segments, *arrays):
-        where = {"positions": positions, "segment_ids": segments}
+        placed = {"positions": positions, "segment_ids": segments}
         return pe.scheme_attention(
-            pe.NoPE(), {}, *arrays, cache=cache, is_causal=True, window=3, **where
+            pe.NoPE(), {}, *arrays, cache=cache, is_causal=True, window=3, **placed
         )
 
     cache, outs = new_cache(pe.NoPE(), 4, ring=True), []

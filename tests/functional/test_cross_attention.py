@@ -18,19 +18,19 @@ SCHEMES = ["rope", "shaw", "inkling", "vo_rope"]
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_last_tokens_of_a_sequence_as_another_one(name):
-    """Of two sequences that are parts of one, the numbers are those of the one."""
+    """Attention of the end of a sequence to all of it equals self-attention there."""
     scheme = build(pe.SCHEMES[name])
     params, tokens = scheme.init(jax.random.key(0)), TOKENS
-    at = jnp.asarray(np.stack([5 + np.arange(LENGTH), 2 * np.arange(LENGTH)]), jnp.int32)
+    positions = jnp.asarray(np.stack([5 + np.arange(LENGTH), 2 * np.arange(LENGTH)]), jnp.int32)
     ids = jnp.asarray([[0] * LENGTH, [0] * 9 + [1] * 8 + [-1] * 2], jnp.int32)
     last = slice(LENGTH - T, None)
 
     @jax.jit
     def run(tokens):
-        own = tokens.x, tokens.q, tokens.k, tokens.v
-        x, q, k, v = own
+        arrays = tokens.x, tokens.q, tokens.k, tokens.v
+        x, q, k, v = arrays
         whole, _ = pe.scheme_attention(
-            scheme, params, q, k, v, x=x, positions=at, segment_ids=ids, is_causal=True
+            scheme, params, q, k, v, x=x, positions=positions, segment_ids=ids, is_causal=True
         )
         cross = pe.scheme_cross_attention(
             scheme,
@@ -40,16 +40,16 @@ def test_the_last_tokens_of_a_sequence_as_another_one(name):
             v,
             x=x[:, last],
             memory=x,
-            positions=at[:, last],
-            k_positions=at,
+            positions=positions[:, last],
+            k_positions=positions,
             segment_ids=ids[:, last],
             k_segment_ids=ids,
             is_causal=True,
         )
         return whole[:, last], cross
 
-    wanted, out = run(tokens)
-    close(out, wanted)
+    expected, out = run(tokens)
+    close(out, expected)
 
 
 def test_layers_attend_to_a_memory_as_flax_does():
@@ -75,30 +75,30 @@ def test_layers_attend_to_a_memory_as_flax_does():
     padded = jnp.arange(11)[None] < jnp.array([[11], [6]])
 
     @jax.jit
-    def run(*given):
+    def run(*inputs):
         options = {"k_segment_ids": jnp.where(padded, 0, -1)}
         return (
-            stock(*given, mask=padded[:, None, None]),
-            layer(*given, **options),
-            module.apply(params, *given, **options),
+            stock(*inputs, mask=padded[:, None, None]),
+            layer(*inputs, **options),
+            module.apply(params, *inputs, **options),
         )
 
-    for given in ((x, keys), (x, keys, values)):
-        wanted, *outs = run(*given)
+    for inputs in ((x, keys), (x, keys, values)):
+        expected, *outs = run(*inputs)
         for out in outs:
-            close(out, wanted)
+            close(out, expected)
 
 
 def test_a_layer_with_a_scheme_needs_the_positions_of_both():
     x = RNG.normal(size=(BATCH, T, D)).astype(np.float32)
     layer = pn.Attention(D, N, head_dim=H, position=pe.RoPE(H), rngs=nnx.Rngs(0))
     frames = jnp.arange(T) / 2
-    run = jax.jit(lambda *inputs, **at: layer(*inputs, **at))
+    run = jax.jit(lambda *inputs, **places: layer(*inputs, **places))
     close(run(x, x, coordinates=frames, k_coordinates=frames), run(x, coordinates=frames))
-    for given, missing in (({}, ""), ({"positions": jnp.arange(T)}, "k_")):
+    for places, missing in (({}, ""), ({"positions": jnp.arange(T)}, "k_")):
         message = rf"RoPE\(.*by their positions; give {missing}positions or {missing}coordinates"
         with pytest.raises(ValueError, match=message):
-            jax.eval_shape(lambda x, given=given: layer(x, x, **given), x)
+            jax.eval_shape(lambda x, places=places: layer(x, x, **places), x)
 
 
 def test_what_has_no_meaning_is_refused():
@@ -116,8 +116,8 @@ def test_what_has_no_meaning_is_refused():
         call(x, x, cache=layer.new_cache(BATCH, T))
     with pytest.raises(ValueError, match=r"q \(2, 7, 6, 8\) and k \(1, 7, 3, 8\) differ in batch"):
         call(x, x[:1])
-    at = {"positions": jnp.arange(T), "k_positions": jnp.arange(T)}
+    places = {"positions": jnp.arange(T), "k_positions": jnp.arange(T)}
     for cls in (pe.FoX, pe.ShortConv):
         layer.encoding = pn.PositionEncoding(build(cls), rngs=nnx.Rngs(0))
         with pytest.raises(NotImplementedError, match=f"{cls.__name__}.* a running state of one"):
-            call(x, x, **at)
+            call(x, x, **places)

@@ -1,8 +1,8 @@
 """Makes the golden files from the authors' own code, run over NumPy.
 
-    python tests/golden/make_golden.py FOLDER
+    python tests/golden/make_golden.py FOLDER [NAME ...]
 
-FOLDER holds clones of the repositories in SOURCES. Functions are taken out of their files as
+FOLDER holds clones of the repositories in `sources.py`. Functions are taken out of their files as
 they stand and run with stand-ins for TensorFlow, Mesh TensorFlow and PyTorch: each stand-in
 is the NumPy function of the same meaning, in float32 where theirs is. So the numbers are
 those of the authors' text, not of a second reading of the paper. The commits that were read
@@ -10,59 +10,25 @@ are in the files.
 """
 
 import ast
-import json
 import math
-import pathlib
-import sys
 import textwrap
 from types import SimpleNamespace
 
 import numpy as np
+from sources import main, origin, rounded, source_text
 
-SOURCES = {
-    "alibi": (
-        "ofirpress/attention_with_linear_biases",
-        "4b92f28a005ead2567abe2359f633e73e08f3833",
-        "fairseq/models/transformer.py",
-    ),
-    "t5": (
-        "tensorflow/mesh",
-        "da907937e68aa421186f1178d71eb5f736fcb069",
-        "mesh_tensorflow/transformer/transformer_layers.py",
-    ),
-    "t2t": (
-        "tensorflow/tensor2tensor",
-        "bafdc1b67730430d38d6ab802cbd51f9d053ba2e",
-        "tensor2tensor/layers/common_attention.py",
-    ),
-    "neox": (
-        "EleutherAI/gpt-neox",
-        "ea7aefd8f8e183256992d9fede4d7c71a46d67a5",
-        "megatron/model/positional_embeddings.py",
-    ),
-    "gptj": (
-        "kingoflolz/mesh-transformer-jax",
-        "f8315e3003033b23f21d78361b288953064e0e76",
-        "mesh_transformer/layers.py",
-    ),
-}
 T5_SIZES = [(32, 128), (64, 256), (32, 512), (16, 20), (20, 100), (6, 33)]
 
 
 def authors(folder, source, *names, **stand_ins):
     """Functions of a file, run in a namespace of stand-ins."""
-    repository, _, path = SOURCES[source]
-    text = (folder / repository.split("/")[1] / path).read_text()
-    found = {n.name: n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)}
+    text = source_text(folder, source)
+    definitions = {n.name: n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)}
     space = dict(stand_ins, math=math, np=np)
     for name in names:
-        start, end = found[name].lineno - 1, found[name].end_lineno
+        start, end = definitions[name].lineno - 1, definitions[name].end_lineno
         exec(textwrap.dedent("\n".join(text.splitlines()[start:end])), space)
     return SimpleNamespace(**{name: space[name] for name in names})
-
-
-def origin(source):
-    return "{} at {}, {}".format(*SOURCES[source])
 
 
 def alibi(folder):
@@ -189,15 +155,5 @@ def rope(folder):
     } | {name: rounded(y) for name, y in made.items()}
 
 
-def rounded(x):
-    return np.vectorize(lambda a: float(f"{a:.9g}"))(np.asarray(x)).tolist()
-
-
-def main(folder):
-    for make in (alibi, t5, sinusoidal, shaw, rope):
-        path = pathlib.Path(__file__).with_name(f"{make.__name__}.json")
-        path.write_text(json.dumps(make(folder)) + "\n")
-
-
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(alibi, t5, sinusoidal, shaw, rope)

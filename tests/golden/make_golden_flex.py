@@ -3,12 +3,9 @@
 python tests/golden/make_golden_flex.py
 """
 
-import json
-import pathlib
-
 import torch
-from make_golden import rounded
 from make_golden_torch import waves
+from sources import rounded, write
 from torch.nn.attention.flex_attention import flex_attention
 
 B, T, N, H = 2, 11, 3, 4
@@ -77,6 +74,5 @@ if __name__ == "__main__":
     arrays = {name: first[name] for name in "qkv"}
     for made in cases.values():
         assert all(made.pop(name) == arrays[name] for name in "qkv")
-    made = {"origin": f"torch {torch.__version__}, flex_attention", **arrays, "cases": cases}
-    path = pathlib.Path(__file__).with_name("score_mod.json")
-    path.write_text(json.dumps(made) + "\n")
+    origin = f"torch {torch.__version__}, flex_attention"
+    write("score_mod", {"origin": origin, **arrays, "cases": cases})

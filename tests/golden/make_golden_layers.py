@@ -2,37 +2,17 @@
 
     python tests/golden/make_golden_layers.py FOLDER [NAME ...]
 
-FOLDER holds a clone of each repository in SOURCES; PyTorch 2.15 made the numbers that are here.
+FOLDER holds clones of the repositories in `sources.py`. PyTorch 2.15 made the committed numbers.
 """
 
 import itertools
-import json
-import pathlib
-import sys
 import types
 import warnings
 
 import torch
 import torch.nn.functional as F
-from make_golden import rounded
-from make_golden_torch import SOURCES, authors, origin, waves
-
-_BAM = "ArthurSBianchessi/BAM", "5a6579d9cb0a15e14fbb240078e7494292a1815f"
-SOURCES |= {
-    "canon": (
-        "facebookresearch/PhysicsLM4",
-        "75806965208c55e9f7f2e2363d3793d2da75d2e4",
-        "huggingface/canon_helper.py",
-    ),
-    "modded_nanogpt": (
-        "KellerJordan/modded-nanogpt",
-        "f411b3d346aa52d3504324ca93c230fd84c6c07f",
-        "train_gpt.py",
-    ),
-    "cable": ("axiomlab/Cable", "8bc6b83e872899c50827e6940344350c37fadaa8", "src/Cable.py"),
-    "bam": (*_BAM, "models/bam.py"),
-    "bam_inference": (*_BAM, "inference_models/bam.py"),
-}
+from make_golden_torch import authors, waves
+from sources import main, origin, rounded
 
 
 def short_conv(folder):
@@ -147,13 +127,6 @@ def bam(folder):
     return out
 
 
-def main(folder, *names):
-    for make in (short_conv, partial_key_offset, cable, bam):
-        if not names or make.__name__ in names:
-            path = pathlib.Path(__file__).with_name(f"{make.__name__}.json")
-            with torch.no_grad():
-                path.write_text(json.dumps(make(folder)) + "\n")
-
-
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])
+    with torch.no_grad():
+        main(short_conv, partial_key_offset, cable, bam)

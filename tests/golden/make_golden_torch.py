@@ -1,55 +1,22 @@
 """Makes more golden files from the authors' own classes, run by PyTorch.
 
-    python tests/golden/make_golden_torch.py FOLDER
+    python tests/golden/make_golden_torch.py FOLDER [NAME ...]
 
-FOLDER holds a clone of each repository in SOURCES; PyTorch 2.13 made the numbers that are here.
+FOLDER holds clones of the repositories in `sources.py`. PyTorch 2.13 made the committed numbers.
 """
 
 import ast
-import json
 import math
-import pathlib
-import sys
 from typing import Optional
 
 import numpy as np
 import torch
-from make_golden import rounded
-
-SOURCES = {
-    "swin": (
-        "microsoft/Swin-Transformer",
-        "f82860bfb5225915aca09c3227159ee9e1df874d",
-        "models/swin_transformer.py",
-    ),
-    "swin_v2": (
-        "microsoft/Swin-Transformer",
-        "f82860bfb5225915aca09c3227159ee9e1df874d",
-        "models/swin_transformer_v2.py",
-    ),
-    "mae": (
-        "facebookresearch/mae",
-        "efb2a8062c206524e35e47d04501ed4f544c0ae8",
-        "util/pos_embed.py",
-    ),
-    "fourier": (
-        "willGuimont/learnable_fourier_positional_encoding",
-        "1fe87e28b41616bad875d2eeb3a488dfe3fbf698",
-        "src/learnable_fourier_positional_encoding/learnable_fourier_pos_encoding.py",
-    ),
-    "tupe": (
-        "guolinke/TUPE",
-        "4c64ff748a7039be4918429f05bbb43d81357107",
-        "fairseq/modules/transformer_sentence_encoder.py",
-    ),
-}
+from sources import SOURCES, main, origin, rounded, source_text
 
 
 def authors(folder, source, name, functions=None, **stand_ins):
     """A class or function of a file, as it stands, with all functions beside it or those named."""
-    repository, _, path = SOURCES[source]
-    text = (folder / repository.split("/")[1] / path).read_text()
-    tree = ast.parse(text)
+    tree = ast.parse(source_text(folder, source))
     functions = [
         n
         for n in tree.body
@@ -60,12 +27,8 @@ def authors(folder, source, name, functions=None, **stand_ins):
     space |= {"trunc_normal_": torch.nn.init.trunc_normal_, "Optional": Optional, "Tuple": tuple}
     space |= {"Tensor": torch.Tensor}
     space |= stand_ins
-    exec(compile(tree, path, "exec"), space)
+    exec(compile(tree, SOURCES[source][2], "exec"), space)
     return space[name]
-
-
-def origin(source):
-    return "{} at {}, {}".format(*SOURCES[source])
 
 
 def waves(*shape):
@@ -194,11 +157,5 @@ def grids(_):
     return {"origin": f"torch {torch.__version__}, interpolate", "cases": cases}
 
 
-def main(folder):
-    for make in (swin, swin_v2, tupe, sinusoidal_2d, fourier, grids):
-        path = pathlib.Path(__file__).with_name(f"{make.__name__}.json")
-        path.write_text(json.dumps(make(folder)) + "\n")
-
-
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(swin, swin_v2, tupe, sinusoidal_2d, fourier, grids)

@@ -4,10 +4,10 @@
 
 needs the extra `parity`. A draw is the raw config of a small model, most of whose keys are left
 out, under the names of transformers 4 or 5. transformers completes it, builds a model with random
-weights and runs it in float64. Each of its attention layers is then computed from what it projected
+weights and runs it in float64. Each of its attention layers is then computed from its projections
 by the `LayerSpec` that `from_hf` gives for the raw config, and tables of positions at the input by
-its scheme; sizes, biases and causality are those of `attention_options_from_hf`. Draws that
-transformers refuses do not count, those that `from_hf` refuses are listed by message.
+its scheme; sizes, biases and causality are from `attention_options_from_hf`. Draws that
+transformers refuses do not count, draws that `from_hf` refuses are listed by message.
 
 First, every other model type of transformers must be refused by name. The command ends with code 1
 if anything differs. With `--golden` it writes `attention_layers.npz`, layers for the suite.
@@ -92,16 +92,19 @@ def options_of(config, decoder):
 
 
 def compare(specs, options, layers, tables, model, offset):
-    """What differs, or an empty text."""
+    """Returns the differences, or an empty text."""
     if not layers and {spec.scheme for spec in specs} != {pe.NoPE()}:
         return "no attention found"
-    at = jnp.arange(fuzz_models.TOKENS, dtype=jnp.int32)[None] + offset
+    positions = jnp.arange(fuzz_models.TOKENS, dtype=jnp.int32)[None] + offset
     seen = {"alpha": getattr(getattr(model, "rotary_emb", None), "alpha", None)}
-    found, scheme, used = [], specs[0].scheme, set()
+    messages, scheme, used = [], specs[0].scheme, set()
     if bool(tables) != (pe.Acts.EMBEDDING in scheme.acts):
         return f"{len(tables)} tables at the input, and {scheme}"
-    if tables and not (error := fuzz_layers.embedding_error(scheme, tables[0], at)) <= TOLERANCE:
-        found.append(f"input: {error:.2e} {scheme}")
+    if (
+        tables
+        and not (error := fuzz_layers.embedding_error(scheme, tables[0], positions)) <= TOLERANCE
+    ):
+        messages.append(f"input: {error:.2e} {scheme}")
     for i, layer in enumerate(layers):
         index = getattr(layer["module"], "layer_idx", None)
         index = i if index is None else index
@@ -109,14 +112,14 @@ def compare(specs, options, layers, tables, model, offset):
         if index >= len(specs):
             return f"{len(specs)} layers, and there is layer {index}"
         if options and (text := fuzz_layers.option_error(options[index], layer, model.config)):
-            found.append(f"layer {index}: {text}")
+            messages.append(f"layer {index}: {text}")
         want = fuzz_layers.wanted(layer)
-        made = fuzz_layers.output(specs[index], layer, model.config, at, seen)
-        error = np.abs(np.asarray(made).reshape(want.shape) - want).max() / np.abs(want).max()
+        out = fuzz_layers.output(specs[index], layer, model.config, positions, seen)
+        error = np.abs(np.asarray(out).reshape(want.shape) - want).max() / np.abs(want).max()
         if not error <= TOLERANCE:
-            found.append(f"layer {index}: {error:.2e} {specs[index]}")
+            messages.append(f"layer {index}: {error:.2e} {specs[index]}")
     bare = [i for i, spec in enumerate(specs) if i not in used and spec.scheme != pe.NoPE()]
-    return "; ".join(found + ([f"no attention in layers {bare}"] if bare else []))
+    return "; ".join(messages + ([f"no attention in layers {bare}"] if bare else []))
 
 
 def message(config):
@@ -163,8 +166,8 @@ def golden():
     for kind, raw in GOLDEN.items():
         outcome = check(kind, raw, 0, 0)
         assert outcome == ("same", ""), (kind, outcome)
-        made = fuzz_layers.weights(fuzz_models.run(kind, raw, 0)[1][0])
-        arrays |= {f"{kind}.{name}": x for name, x in made.items()}
+        weights = fuzz_layers.weights(fuzz_models.run(kind, raw, 0)[1][0])
+        arrays |= {f"{kind}.{name}": x for name, x in weights.items()}
     origin = f"transformers {transformers.__version__}, attention layers in float64"
     configs = {kind: {"model_type": kind} | raw for kind, raw in GOLDEN.items()}
     about = {"origin": origin, "configs": configs}

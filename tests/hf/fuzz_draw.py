@@ -186,8 +186,8 @@ def _draw_rope(cls, raw, layers, rng):
     new = rng.random() < 0.5
     filled = getattr(cls(), "rope_parameters", None) or {}
     nested = [n for n, x in filled.items() if isinstance(x, dict)]
-    own = None if "qk_rope_head_dim" in raw else getattr(cls, "head_dim", None)
-    head_dim = raw.get("head_dim") or (own if isinstance(own, int) else 8)
+    default = None if "qk_rope_head_dim" in raw else getattr(cls, "head_dim", None)
+    head_dim = raw.get("head_dim") or (default if isinstance(default, int) else 8)
     if not new:
         if rng.random() < 0.7:
             raw["rope_theta"] = rng.choice((1e3, 5e5))

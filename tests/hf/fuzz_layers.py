@@ -17,11 +17,13 @@ def array(x):
     return jnp.asarray(x.detach().numpy(), jnp.float32)
 
 
-def output(spec, layer, config, at, seen):
+def output(spec, layer, config, positions, seen):
     """The output of attention by our layer [B, T, N, H], for positions `at`."""
     q, k = projected(layer, config)
     if config.model_type == "deepseek_v4":  # Its layers attend to compressed entries, too.
-        return jnp.concatenate([spec.scheme.query({}, q, at), spec.scheme.key({}, k, at)], 2)
+        return jnp.concatenate(
+            [spec.scheme.query({}, q, positions), spec.scheme.key({}, k, positions)], 2
+        )
     v = values(layer, config)
     norm, norms = spec.qk_norm, None
     if config.model_type == "inkling_text":  # Between projection and norm there is a convolution.
@@ -38,13 +40,15 @@ def output(spec, layer, config, at, seen):
     options["norms"] = norms
     if spec.chunk_size is not None:
         # Chunks of transformers begin at the first token.
-        options["segment_ids"] = (at - at[:, :1]) // spec.chunk_size
+        options["segment_ids"] = (positions - positions[:, :1]) // spec.chunk_size
     if spec.sinks:
         options["sinks"] = array(layer["module"].sinks)
     scheme = spec.scheme if spec.scheme.acts_in_attention else pe.NoPE()
     params = scheme_params(scheme, layer, seen)
     x = array(layer["x"])
-    return attend(scheme, params, q, k, v, x=x, positions=at, is_causal=is_causal(layer), **options)
+    return attend(
+        scheme, params, q, k, v, x=x, positions=positions, is_causal=is_causal(layer), **options
+    )
 
 
 def wanted(layer):
@@ -71,7 +75,7 @@ def is_causal(layer):
 def option_error(options, layer, config):
     """Arguments of `Attention` that the layer of transformers has not, or an empty text."""
     (q, k), v, roles = projected(layer, config), values(layer, config), layer["roles"]
-    found = {
+    arrays = {
         "model_dim": layer["x"].shape[-1],
         "num_heads": q.shape[2],
         "num_kv_heads": k.shape[2],
@@ -81,19 +85,19 @@ def option_error(options, layer, config):
     names = {"query": ("q", "qkv"), "key": ("k", "qkv"), "value": ("v", "qkv"), "out": ("out",)}
     biases = options["use_bias"]
     options = options | (biases if isinstance(biases, dict) else dict.fromkeys(names, biases))
-    options["v"], found["v"] = (options["num_kv_heads"], options["head_dim"]), v.shape[2:]
+    options["v"], arrays["v"] = (options["num_kv_heads"], options["head_dim"]), v.shape[2:]
     for name, parts in names.items():
         part = next((roles[p] for p in parts if p in roles), None)
         if part is not None:
-            found[name] = part.bias is not None
+            arrays[name] = part.bias is not None
     return ", ".join(
-        f"{n}={options[n]}, {x} in transformers" for n, x in found.items() if options[n] != x
+        f"{n}={options[n]}, {x} in transformers" for n, x in arrays.items() if options[n] != x
     )
 
 
 def projected(layer, config):
     """q and k [B, T, heads, H] as projected, before norms and rotation."""
-    kind, given = config.model_type, layer.get("given")
+    kind, arguments = config.model_type, layer.get("given")
     if "qkv" in layer:
         return _fused(array(layer["qkv"]), config)[:2]
     if hasattr(layer["module"], "kv_b_proj"):
@@ -101,10 +105,10 @@ def projected(layer, config):
     heads = config.num_attention_heads
     if kind == "deepseek_v4":
         return array(layer["q_norm"].transpose(1, 2)), array(layer["k_norm"][:, :, None])
-    if given is None:
+    if arguments is None:
         dim = layer["q"].shape[-1] if layer["q"].ndim == 4 else layer["q"].shape[-1] // heads
     else:
-        dim = given["query"].shape[-1]
+        dim = arguments["query"].shape[-1]
     q, k = array(layer["q"]), array(layer["k"])
     if kind == "qwen3_next":  # Beside the queries, a gate.
         q = q.reshape(*q.shape[:2], heads, 2, dim)[..., 0, :]
@@ -113,9 +117,9 @@ def projected(layer, config):
 
 def values(layer, config):
     """v [B, T, K, H]."""
-    given = layer.get("given")
-    if given is not None:
-        return array(given["value"].transpose(1, 2))
+    arguments = layer.get("given")
+    if arguments is not None:
+        return array(arguments["value"].transpose(1, 2))
     if "qkv" in layer:
         return _fused(array(layer["qkv"]), config)[2]
     v, k = array(layer["v"]), projected(layer, config)[1]
@@ -146,13 +150,13 @@ def _fused(x, config):
 
 
 def _latent(layer):
-    """q and k of latent attention: their ends are what was rotated."""
+    """q and k of latent attention, rotated at their ends."""
     query, key = (layer["given"][n] for n in ("query", "key"))
     q = layer["q"].reshape(*query.shape[:1], query.shape[2], query.shape[1], -1)
     k = key.transpose(1, 2)
     calls = [args for name, args in layer["rotations"] if name.endswith("interleave")]
     calls = calls or [args for _, args in layer["rotations"]]
-    if calls:  # Of the queries and keys; those of an indexer follow.
+    if calls:  # Of the queries and keys; an indexer has further ones.
         part = calls[0][1] if isinstance(calls[0][1], torch.Tensor) else calls[1][0]
         part = part if part.shape[2] == k.shape[1] else part.transpose(1, 2)
         end = part.transpose(1, 2).expand(*k.shape[:3], -1)
@@ -166,8 +170,8 @@ def _norm_params(norm, layer, which, heads, dim):
     out = {}
     for name, like in shapes.items():
         parts = part.norms if hasattr(part, "norms") else [part]
-        found = [array(getattr(p, "weight" if name == "scale" else name)) for p in parts]
-        out[name] = jnp.stack(found).reshape(like.shape)
+        arrays = [array(getattr(p, "weight" if name == "scale" else name)) for p in parts]
+        out[name] = jnp.stack(arrays).reshape(like.shape)
     return out
 
 
@@ -198,19 +202,19 @@ def _deberta_params(scheme, layer):
     module, table = layer["module"], layer["rel_embeddings"][: 2 * scheme.span]
     heads = (scheme.num_heads, scheme.head_dim)
     if scheme.projected:
-        made = {"keys": module.key_proj(table), "queries": module.query_proj(table)}
-        made = {n: array(x).reshape(-1, *heads) for n, x in made.items()}
+        params = {"keys": module.key_proj(table), "queries": module.query_proj(table)}
+        params = {n: array(x).reshape(-1, *heads) for n, x in params.items()}
     else:
-        made = {"table": array(table)}
+        params = {"table": array(table)}
         for name, part in (("keys", "pos_key_proj"), ("queries", "pos_query_proj")):
             if hasattr(module, part):
-                made[name] = array(getattr(module, part).weight).T.reshape(-1, *heads)
-                made["bias"] = array(getattr(module, part).bias).reshape(heads)  # Of the last.
-    return {n: made[n] for n in jax.eval_shape(lambda: scheme.init(jax.random.key(0)))}
+                params[name] = array(getattr(module, part).weight).T.reshape(-1, *heads)
+                params["bias"] = array(getattr(module, part).bias).reshape(heads)  # Of the last.
+    return {n: params[n] for n in jax.eval_shape(lambda: scheme.init(jax.random.key(0)))}
 
 
-def embedding_error(scheme, table, at):
-    """The greatest difference of what a scheme adds to the input, relative to the greatest."""
+def embedding_error(scheme, table, positions):
+    """The greatest error of the embedding, relative to its greatest value."""
     weight, rows = table
     scheme = getattr(scheme, "schemes", (scheme,))[0]
     want = rows.reshape(1, -1, rows.shape[-1]).numpy()
@@ -218,23 +222,23 @@ def embedding_error(scheme, table, at):
     params = {"table": array(weight)} if "table" in shapes else {}
     if {n: x.shape for n, x in params.items()} != {n: x.shape for n, x in shapes.items()}:
         return np.inf
-    got = scheme.embed(params, jnp.zeros(want.shape, jnp.float32), at)
+    got = scheme.embed(params, jnp.zeros(want.shape, jnp.float32), positions)
     return np.abs(np.asarray(got) - want).max() / np.abs(want).max()
 
 
 def weights(layer):
     """The input and the output of a layer, and its weights as PyTorch has them."""
-    found = {"x": layer["x"], "y": layer["y"]}
+    arrays = {"x": layer["x"], "y": layer["y"]}
     names = {"q": "query", "k": "key", "v": "value", "qkv": "qkv", "out": "out"}
     for role, part in layer["roles"].items():
         if role in names:
-            found |= {f"{names[role]}.{n}": p for n, p in part.named_parameters()}
+            arrays |= {f"{names[role]}.{n}": p for n, p in part.named_parameters()}
         else:
             parts = part.norms if hasattr(part, "norms") else [part]
             for name, ours in (("weight", "scale"), ("bias", "bias")):
                 if getattr(parts[0], name, None) is not None:
                     which = "query_norm" if role == "q_norm" else "key_norm"
-                    found[f"{which}.{ours}"] = torch.stack([getattr(p, name) for p in parts])
+                    arrays[f"{which}.{ours}"] = torch.stack([getattr(p, name) for p in parts])
     if hasattr(layer["module"], "sinks"):
-        found["sinks"] = layer["module"].sinks
-    return {n: x.detach().numpy().astype(np.float32) for n, x in found.items()}
+        arrays["sinks"] = layer["module"].sinks
+    return {n: x.detach().numpy().astype(np.float32) for n, x in arrays.items()}

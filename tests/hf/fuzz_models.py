@@ -1,4 +1,4 @@
-"""Runs a small model of transformers, and records what each of its attention layers computes."""
+"""Runs a small model of transformers, and records the calls of each of its attention layers."""
 
 import contextlib
 import copy
@@ -57,21 +57,21 @@ def recorded(model, file):
         return wrapped
 
     names = [n for n in vars(file) if n.startswith(("eager_attention_forward", "apply_rotary"))]
-    kept = {name: getattr(file, name) for name in names}
+    originals = {name: getattr(file, name) for name in names}
     hooks = [m.register_forward_hook(called, with_kwargs=True) for m in model.modules()]
     try:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(file, name, watched(name, function))
         yield events
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(file, name, function)
         for hook in hooks:
             hook.remove()
 
 
 def run(kind, raw, seed, offset=0):
-    """A model, and what its attention layers and its tables of positions computed."""
+    """A model, and the calls of its attention layers and of its tables of positions."""
     with in_double(), torch.no_grad():
         model, file = build(kind, raw)
         names = inspect.signature(model.forward).parameters
@@ -87,21 +87,21 @@ def run(kind, raw, seed, offset=0):
 def layers(model, events):
     """The layers that attended to their own input, in order, as dicts.
 
-    "module"; "roles", its parts by the keys of `ROLES`, and under the same keys what they returned;
-    "x" and "y", its input and output; "before_out", what its output projection was given. Of the
+    "module"; "roles", its parts by the keys of `ROLES`, and under the same keys their outputs;
+    "x" and "y", its input and output; "before_out", the input of its output projection. Of the
     eager function of attention: "given", its arguments, and "out"; "rotations", (name, arguments)
     of the functions that rotated before.
     """
-    made, rotations = {}, []
+    records, rotations = {}, []
     for name, _, args, options, result in events:
         if name.startswith("apply_rotary"):
             rotations.append((name, args))
         elif name == "eager_attention_forward":
             names = ("query", "key", "value", "attention_mask", "scaling")
-            given = dict(zip(names, args[1:], strict=False)) | options
-            layer = made.setdefault(id(args[0]), {"module": args[0]})
+            arguments = dict(zip(names, args[1:], strict=False)) | options
+            layer = records.setdefault(id(args[0]), {"module": args[0]})
             if "out" not in layer:  # Albert's layers are one.
-                layer |= {"given": given, "out": result[0], "rotations": rotations}
+                layer |= {"given": arguments, "out": result[0], "rotations": rotations}
             rotations = []
     for module in model.modules():
         children = dict(module.named_children())
@@ -111,32 +111,34 @@ def layers(model, events):
             for word in words
             if word in children
         }
-        if ("q" in roles and "k" in roles) or "qkv" in roles or id(module) in made:
-            made.setdefault(id(module), {"module": module})["roles"] = roles
+        if ("q" in roles and "k" in roles) or "qkv" in roles or id(module) in records:
+            records.setdefault(id(module), {"module": module})["roles"] = roles
     names = {id(module): name for name, module in model.named_modules()}
-    for layer in made.values():
+    for layer in records.values():
         layer["name"] = names[id(layer["module"])]
         _add_calls(layer, events)
     cross = "EncDecAttention", "encoder_attn", "crossattention"
-    found = [x for x in made.values() if "order" in x and not any(c in x["name"] for c in cross)]
-    return sorted(found, key=lambda x: x["order"])
+    called = [
+        x for x in records.values() if "order" in x and not any(c in x["name"] for c in cross)
+    ]
+    return sorted(called, key=lambda x: x["order"])
 
 
 def tables(model, events):
     """(weight or `None`, rows) of the tables of positions that were used at the input."""
     names = {id(module): name for name, module in model.named_modules()}
-    wanted = "position_embeddings", "embed_positions", "wpe"
+    suffixes = "position_embeddings", "embed_positions", "wpe"
     if model.config.model_type == "roformer":
         return []  # Its table has the sines and cosines of the rotation.
     return [
         (getattr(part, "weight", None), result)
         for kind, part, _, _, result in events
-        if kind == "call" and names.get(id(part), "").endswith(wanted) and result.ndim < 4
+        if kind == "call" and names.get(id(part), "").endswith(suffixes) and result.ndim < 4
     ]
 
 
 def _add_calls(layer, events):
-    """Adds what was projected, and what the module returned."""
+    """Adds the projections, and the output of the module."""
     by_part = {id(part): role for role, part in layer["roles"].items()}
     for i, (kind, part, args, options, result) in enumerate(events):
         if kind == "call" and part is layer["module"] and "order" not in layer:

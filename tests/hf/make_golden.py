@@ -1,6 +1,5 @@
 """Makes the golden files: python tests/hf/make_golden.py [NAME ...], with the parity extra."""
 
-import json
 import pathlib
 import sys
 
@@ -12,8 +11,7 @@ import make_mixed
 import make_others
 import make_rotary
 import torch
-import transformers
-from make_record import in_double
+from make_record import about, in_double
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 CASES = {case.__name__: case for case in make_rotary.CASES + make_mixed.CASES + make_others.CASES}
@@ -23,14 +21,7 @@ def make(name):
     """{"about": json, array name: array} of a case."""
     with in_double(), torch.no_grad():
         config, layer, is_causal, arrays = CASES[name]()
-    about = {
-        "origin": f"transformers {transformers.__version__}, {type(config).__module__}",
-        "torch": torch.__version__,
-        "config": json.loads(config.to_json_string(use_diff=False)),
-        "layer": layer,
-        "is_causal": is_causal,
-    }
-    return {"about": np.array(json.dumps(about))} | arrays
+    return {"about": about(config, layer=layer, is_causal=is_causal)} | arrays
 
 
 if __name__ == "__main__":

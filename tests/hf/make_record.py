@@ -7,11 +7,13 @@ mean float64 while they run; no line of their code is replaced.
 
 import contextlib
 import importlib
+import json
 import re
 import sys
 
 import numpy as np
 import torch
+import transformers
 from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -140,3 +142,13 @@ def arrays(**named):
             x = x.detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
             out[name] = x.astype(np.int32 if x.dtype.kind in "iu" else np.float32)
     return out
+
+
+def about(config, **facts):
+    """Returns the description that a golden file has as its array `about`: JSON."""
+    described = {
+        "origin": f"transformers {transformers.__version__}, {type(config).__module__}",
+        "torch": torch.__version__,
+        "config": json.loads(config.to_json_string(use_diff=False)),
+    }
+    return np.array(json.dumps(described | facts))

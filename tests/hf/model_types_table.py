@@ -7,7 +7,7 @@ from posenc_jax.hf.model_types import MODEL_TYPES
 # Their inputs are images or sounds, and XLNet has attention of its own; golden files have layers of
 # them.
 NOT_FUZZED = "dinov3_vit pixtral swin swinv2 wav2vec2-bert whisper xlnet".split()
-# What a config needs beside the defaults of its model type.
+# Keys that a config needs in addition to the defaults of its model type.
 NEEDED = {
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"]},
     "glm4_moe": {"head_dim": 128},
@@ -30,13 +30,13 @@ def layer_text(layer):
 
 def settings_text(layers):
     """Settings of attention that some layer has."""
-    found = {
+    settings = {
         "scale": any(x.scale is not None for x in layers),
         "softcap": any(x.softcap is not None for x in layers),
         "sinks": any(x.sinks for x in layers),
         "QK-norm": any(x.qk_norm is not None for x in layers),
     }
-    return ", ".join(name for name, present in found.items() if present)
+    return ", ".join(name for name, present in settings.items() if present)
 
 
 def row(kind):

@@ -3,7 +3,6 @@
 `attention_layers.npz` is written by `fuzz.py --golden`.
 """
 
-import json
 import pathlib
 import re
 
@@ -13,14 +12,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf.model_types_table import table
+from support import recorded
 
 import posenc_jax as pe
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.nnx import Attention
 
-with np.load(pathlib.Path(__file__).with_name("attention_layers.npz")) as file:
-    ARRAYS = dict(file)
-CONFIGS = json.loads(str(ARRAYS.pop("about")))["configs"]
+ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("attention_layers.npz"))
+CONFIGS = ABOUT["configs"]
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -53,10 +52,10 @@ def converted(kind, arrays, options):
 def test_layers_equal_those_of_transformers(kind):
     arrays, options = arrays_of(kind), pe.attention_options_from_hf(CONFIGS[kind])[0]
     graph, empty = nnx.split(nnx.eval_shape(lambda: Attention(**options, rngs=nnx.Rngs(0))))
-    wanted = {path: x for path, x in nnx.to_flat_state(empty) if path[0] != "rngs"}
-    made = dict(converted(kind, arrays, options))
-    assert made.keys() == wanted.keys()
-    state = [(path, x.replace(made[path].reshape(x.shape))) for path, x in wanted.items()]
+    expected = {path: x for path, x in nnx.to_flat_state(empty) if path[0] != "rngs"}
+    params = dict(converted(kind, arrays, options))
+    assert params.keys() == expected.keys()
+    state = [(path, x.replace(params[path].reshape(x.shape))) for path, x in expected.items()]
     layer = nnx.merge(graph, nnx.from_flat_state(state))
     y = jax.jit(lambda layer, x: layer(x))(layer, arrays["x"])
     np.testing.assert_allclose(y, arrays["y"], atol=1e-5 * np.abs(arrays["y"]).max())
@@ -70,7 +69,7 @@ def test_which_layers_are_causal(kind):
     def causal(decoder=None, **more):
         return pe.attention_options_from_hf(config | more, decoder=decoder)[0]["is_causal"]
 
-    found = {
+    patterns = {
         "bert": lambda: (causal(), causal(is_decoder=True)),
         "modernbert": lambda: (causal(), True),
         "t5": lambda: (
@@ -80,7 +79,7 @@ def test_which_layers_are_causal(kind):
         "gemma3_text": lambda: (causal(use_bidirectional_attention=True), causal()),
         "llama": lambda: (causal(is_causal=False), causal()),
     }
-    assert found[kind]() == (False, True)
+    assert patterns[kind]() == (False, True)
 
 
 def test_biases_of_each_projection():

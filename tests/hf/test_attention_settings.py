@@ -1,35 +1,34 @@
 """Softcaps, sinks and norms of model types; `make_qk_norms.py` writes qk_norms.npz."""
 
-import json
 import math
 import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import recorded
 
 import posenc_jax as pe
 from posenc_jax.hf.model_types import MODEL_TYPES
 
-with np.load(pathlib.Path(__file__).with_name("qk_norms.npz")) as file:
-    ARRAYS = dict(file)
-NORMED = json.loads(str(ARRAYS.pop("about")))["model_types"]
+ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("qk_norms.npz"))
+NORMED = ABOUT["model_types"]
 
 
 @pytest.mark.parametrize("kind", NORMED)
 def test_norms_of_queries_and_keys_equal_transformers(kind):
     sections = {"rope_parameters": {"mrope_section": [2, 1, 1]}} if "_vl_" in kind else {}
     layers = pe.from_hf(NORMED[kind]["config"] | sections)
-    found = [i for i, layer in enumerate(layers) if layer.qk_norm is not None]
-    assert found == NORMED[kind]["layers"]
-    norm = layers[found[0]].qk_norm
+    with_norm = [i for i, layer in enumerate(layers) if layer.qk_norm is not None]
+    assert with_norm == NORMED[kind]["layers"]
+    norm = layers[with_norm[0]].qk_norm
     for which, heads in (("q", 4), ("k", 2)):
         fresh = norm.init(heads, 8)
         shapes = [(1, 2, heads, 8)] * 2 + [x.shape for x in fresh.values()]
         ends = np.cumsum([math.prod(shape) for shape in shapes])
-        *parts, rest = np.split(ARRAYS[f"{kind}.{which}"], ends)
+        *parts, remainder = np.split(ARRAYS[f"{kind}.{which}"], ends)
         x, y, *params = (jnp.asarray(p).reshape(s) for p, s in zip(parts, shapes, strict=True))
-        assert rest.size == 0
+        assert remainder.size == 0
         got = norm(dict(zip(fresh, params, strict=True)), x)
         np.testing.assert_allclose(got, y, atol=1e-6)
 

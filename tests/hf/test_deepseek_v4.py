@@ -1,4 +1,4 @@
-"""Configs of DeepSeek-V4 as released, whose keys differ from those that transformers writes."""
+"""Configs of DeepSeek-V4 as released, whose keys differ from the keys that transformers writes."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_reads_the_released_config():
         assert isinstance(scheme, pe.VORoPE) and scheme.layout == "interleaved"
         assert (scheme.rotary_start, scheme.num_rotated, scheme.attention_factor) == (448, 64, 1.0)
         np.testing.assert_allclose(scheme.base_frequencies, released(*arguments), rtol=1e-6)
-    assert pe.hf_logit_scale(RELEASED) is None
+    assert {layer.scale for layer in pe.from_hf(RELEASED)} == {None}
 
 
 @pytest.mark.parametrize(

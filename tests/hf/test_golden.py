@@ -4,7 +4,6 @@ The files are written by `make_golden.py`, from attention layers with random wei
 keys before and after rotation, the output, and the parameters of the position encoding.
 """
 
-import json
 import pathlib
 
 import jax
@@ -12,28 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, embed
+from support import recorded
 
 import posenc_jax as pe
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.npz"))
-# Learned frequencies, and those that depend on the length of a row, are float32. Swin V2 scales
+# Learned frequencies and frequencies by the length of a row are float32. Swin V2 scales
 # cosines by up to 100.
 TOLERANCE = {"llama_dynamic": 5e-5, "mistral_large4": 6e-5, "swinv2": 2e-5, "xlnet": 1e-5}
 DENSE, ROTATED = 2e-6, 1e-6
 
 
 def read(name):
-    """What the file describes, its arrays, and the scheme of the layer."""
-    with np.load(FOLDER / f"{name}.npz") as file:
-        arrays = dict(file)
-    about = json.loads(str(arrays.pop("about")))
+    """Returns the description of a file, its arrays, and the layer."""
+    about, arrays = recorded(FOLDER / f"{name}.npz")
     config = about["config"]
     decoder = config.get("is_decoder", False) if config.get("is_encoder_decoder") else None
     if config["model_type"] == "deberta-v2":
         config["position_biased_input"] = False  # The layer, without the table at the input.
     layer = pe.from_hf(config, decoder=decoder)[about["layer"]]
-    return about, {n: jnp.asarray(x) for n, x in arrays.items()}, layer.scheme
+    return about, {n: jnp.asarray(x) for n, x in arrays.items()}, layer
 
 
 def parameters(scheme, arrays):
@@ -59,15 +57,16 @@ def places(arrays):
         return jnp.arange(grid.shape[-1], dtype=jnp.int32)[None], grid
     if "positions" not in arrays:
         return None, None
-    at = arrays["positions"]
-    if at.ndim == 2:
-        return at, at
-    return jnp.arange(at.shape[-1], dtype=jnp.int32)[None], at
+    positions = arrays["positions"]
+    if positions.ndim == 2:
+        return positions, positions
+    return jnp.arange(positions.shape[-1], dtype=jnp.int32)[None], positions
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("opt", "roberta", "whisper")])
 def test_attention_output_equals_transformers(name):
-    about, arrays, scheme = read(name)
+    about, arrays, layer = read(name)
+    scheme = layer.scheme
     params = parameters(scheme, arrays)
     positions, coordinates = places(arrays)
     out = attend(
@@ -78,7 +77,7 @@ def test_attention_output_equals_transformers(name):
         positions=positions,
         coordinates=coordinates,
         is_causal=about["is_causal"],
-        scale=pe.hf_logit_scale(about["config"]),
+        scale=layer.scale,
         sinks=arrays.get("sinks"),
     )
     np.testing.assert_allclose(out, arrays["out"], atol=TOLERANCE.get(name, DENSE))
@@ -91,24 +90,25 @@ def test_attention_output_equals_transformers(name):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("t5", "mt5", "umt5"))])
 def test_buckets_of_far_keys_equal_transformers(name):
-    _, arrays, scheme = read(name)
-    bias = scheme.rules(parameters(scheme, arrays)).dense(jnp.array([4095]), arrays["far_keys"])
+    _, arrays, layer = read(name)
+    params = parameters(layer.scheme, arrays)
+    bias = layer.scheme.rules(params).dense(jnp.array([4095]), arrays["far_keys"])
     np.testing.assert_array_equal(bias[:, 0], arrays["far"])
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt"])
 def test_slopes_of_far_keys_equal_transformers(name):
-    _, arrays, scheme = read(name)
-    bias = scheme.rules({}).dense(jnp.array([4095]), arrays["far_keys"])
+    _, arrays, layer = read(name)
+    bias = layer.scheme.rules({}).dense(jnp.array([4095]), arrays["far_keys"])
     np.testing.assert_allclose(bias[:, 0], arrays["far"], rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["opt", "roberta", "whisper"])
 def test_embeddings_equal_transformers(name):
-    _, arrays, scheme = read(name)
+    _, arrays, layer = read(name)
     params = {"table": arrays["table"]} if "table" in arrays else {}
     empty = jnp.zeros_like(arrays["embedded"])
-    out = embed(scheme, params, empty, arrays["positions"])
+    out = embed(layer.scheme, params, empty, arrays["positions"])
     np.testing.assert_allclose(out, arrays["embedded"], atol=1e-6)
 
 

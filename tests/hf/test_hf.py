@@ -1,4 +1,4 @@
-"""What `from_hf` reads, what it refuses, and `to_hf` back again."""
+"""Configs that `from_hf` reads or refuses, and `to_hf` back again."""
 
 import numpy as np
 import pytest
@@ -22,10 +22,10 @@ def test_keys_of_transformers_4_and_5_are_equivalent():
     new = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}
     new |= {"original_max_position_embeddings": 2048}
     old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-    wanted = pe.RoPE(head_dim=16, theta=5e5, scaling=pe.YaRN(4.0, 2048))
-    assert llama(rope_parameters=new) == wanted
-    assert llama(rope_theta=5e5, rope_scaling=old) == wanted
-    assert llama(rope_theta=5e5, rope_scaling=old | {"rope_type": "yarn"}) == wanted
+    expected = pe.RoPE(head_dim=16, theta=5e5, scaling=pe.YaRN(4.0, 2048))
+    assert llama(rope_parameters=new) == expected
+    assert llama(rope_theta=5e5, rope_scaling=old) == expected
+    assert llama(rope_theta=5e5, rope_scaling=old | {"rope_type": "yarn"}) == expected
     assert llama(rope_theta=5e5, rope_scaling=None) == pe.RoPE(head_dim=16, theta=5e5)
 
 
@@ -48,12 +48,12 @@ def test_model_type_decides_what_the_config_leaves_out():
 
 
 def test_released_configs_with_keys_left_out():
-    """Parts of config.json of four releases, and what transformers runs."""
+    """Parts of config.json of four releases, and the layers that transformers runs."""
     command_r7b = {"model_type": "cohere2", "head_dim": 128, "rope_theta": 50000}
     command_r7b |= {"num_hidden_layers": 32, "sliding_window": 4096, "sliding_window_pattern": 4}
     rope = pe.RoPE(head_dim=128, theta=5e4, layout="interleaved")
-    wanted = pe.layer_pattern(32, *[pe.LayerSpec(rope, 4096)] * 3, pe.NoPE())
-    assert pe.from_hf(command_r7b) == wanted
+    expected = pe.layer_pattern(32, *[pe.LayerSpec(rope, 4096)] * 3, pe.NoPE())
+    assert pe.from_hf(command_r7b) == expected
 
     gemma_3_4b = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
     gemma_3_4b |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
@@ -61,7 +61,6 @@ def test_released_configs_with_keys_left_out():
     local = pe.LayerSpec(pe.RoPE(head_dim=256), 1024, **gemma)
     far = pe.LayerSpec(pe.RoPE(head_dim=256, theta=1e6, scaling=pe.PI(8.0)), **gemma)
     assert pe.from_hf(gemma_3_4b) == pe.layer_pattern(34, *[local] * 5, far)
-    assert pe.hf_logit_scale(gemma_3_4b) == 256**-0.5
 
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
     yarn |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -96,13 +95,13 @@ def test_keys_of_released_configs_that_change_nothing():
 
 
 def test_scaling_of_llama_4_scout_has_no_blend():
-    given = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
-    given |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
-    config = {"model_type": "llama4_text", "head_dim": 128, "rope_scaling": given}
+    rope = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    config = {"model_type": "llama4_text", "head_dim": 128, "rope_scaling": rope}
     scheme = pe.from_hf(config)[0].scheme
     plain = 5e5 ** -(np.arange(64) / 64)
-    wanted = np.where(2 * np.pi / plain > 8192, plain / 16, plain)
-    np.testing.assert_allclose(scheme.scaling(plain, 128, 5e5)[0], wanted, rtol=1e-12)
+    expected = np.where(2 * np.pi / plain > 8192, plain / 16, plain)
+    np.testing.assert_allclose(scheme.scaling(plain, 128, 5e5)[0], expected, rtol=1e-12)
 
 
 def test_layers_that_differ():
@@ -189,8 +188,8 @@ def test_encoder_and_decoder_of_t5_have_different_schemes(kind):
 def test_encoder_and_decoder_of_whisper_have_different_schemes():
     config = {"model_type": "whisper", "d_model": 8, "max_target_positions": 9}
     assert pe.scheme_from_hf(config, decoder=False) == pe.Sinusoidal(model_dim=8, layout="t2t")
-    wanted = pe.LearnedAbsolute(max_length=9, model_dim=8)
-    assert pe.scheme_from_hf(config, decoder=True) == wanted
+    expected = pe.LearnedAbsolute(max_length=9, model_dim=8)
+    assert pe.scheme_from_hf(config, decoder=True) == expected
     with pytest.raises(ValueError, match="give decoder=False or decoder=True"):
         pe.from_hf(config)
 
@@ -210,27 +209,28 @@ class Config:
 
 def test_config_objects_are_read():
     assert pe.from_hf(Config(**LLAMA)) == pe.from_hf(LLAMA)
-    assert pe.hf_logit_scale(Config(model_type="gemma2", query_pre_attn_scalar=64)) == 0.125
+    gemma = Config(model_type="gemma2", query_pre_attn_scalar=64)
+    assert pe.from_hf(gemma)[0].scale == 0.125
     with pytest.raises(TypeError, match="from_hf: config must be a dict or have to_dict, got 'a"):
         pe.from_hf("a/path/config.json")  # ty: ignore[invalid-argument-type]
 
 
 def test_the_text_part_of_a_multimodal_config_is_read():
-    wanted = pe.from_hf(LLAMA)
-    assert pe.from_hf({"model_type": "llava", "text_config": LLAMA}) == wanted
-    assert pe.from_hf({"model_type": "llava", "text_config": Config(**LLAMA)}) == wanted
+    expected = pe.from_hf(LLAMA)
+    assert pe.from_hf({"model_type": "llava", "text_config": LLAMA}) == expected
+    assert pe.from_hf({"model_type": "llava", "text_config": Config(**LLAMA)}) == expected
     text = {"num_hidden_layers": 2, "sliding_window": 7}
     gemma = pe.from_hf({"model_type": "gemma3_text"} | text)
     assert pe.from_hf({"model_type": "gemma3", "text_config": text}) == gemma
-    assert pe.hf_logit_scale({"model_type": "gemma3", "text_config": text}) == 256**-0.5
+    assert gemma[0].scale == 256**-0.5
 
 
 def test_text_keys_at_the_top_of_a_multimodal_config_are_read():
     text = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     text["rope_scaling"] = {"type": "mrope", "mrope_section": [16, 24, 24]}
-    wanted = pe.MRoPE(head_dim=128, theta=1e6, sections=(16, 24, 24))
+    expected = pe.MRoPE(head_dim=128, theta=1e6, sections=(16, 24, 24))
     for kind in ("qwen2_5_vl", "qwen2_5_vl_text"):
-        assert pe.scheme_from_hf({"model_type": kind, "vision_config": {}} | text) == wanted
+        assert pe.scheme_from_hf({"model_type": kind, "vision_config": {}} | text) == expected
 
 
 def test_a_key_beside_the_text_part_is_named():
@@ -241,7 +241,7 @@ def test_a_key_beside_the_text_part_is_named():
         pe.from_hf({"model_type": "llava", "text_config": {"hidden_size": 64}})
 
 
-@pytest.mark.parametrize("read", [pe.from_hf, pe.scheme_from_hf, pe.hf_logit_scale])
+@pytest.mark.parametrize("read", [pe.from_hf, pe.scheme_from_hf])
 def test_an_unknown_model_type_gives_a_short_error_with_similar_ones(read):
     with pytest.raises(ValueError, match="model_type 'lama'; did you mean 'llama'") as error:
         read({"model_type": "lama"})
@@ -253,8 +253,8 @@ def test_an_unknown_model_type_gives_a_short_error_with_similar_ones(read):
 def test_one_scheme_stands_only_for_layers_that_are_alike():
     assert pe.scheme_from_hf(LLAMA) == pe.RoPE(head_dim=16)
     config = {"model_type": "gemma2", "num_hidden_layers": 6, "head_dim": 16}
-    found = r"layers differ, .* 0, 2, 4: RoPE.* in a window of 4096; layers 1, 3, 5: RoPE"
-    with pytest.raises(ValueError, match=found):
+    message = r"layers differ, .* 0, 2, 4: RoPE.* in a window of 4096; layers 1, 3, 5: RoPE"
+    with pytest.raises(ValueError, match=message):
         pe.scheme_from_hf(config)
     config = LLAMA | {"model_type": "mistral", "sliding_window": 9}
     with pytest.raises(ValueError, match=r"a scheme holds no window, .* 0-1: .* window of 9"):
@@ -278,24 +278,24 @@ def test_a_single_layer_may_have_another_head_dim():
 
 def test_rope_parameters_of_another_kind_of_layer_are_refused():
     local, other = {"rope_theta": 1e4}, {"rope_theta": 1e5}
-    given = {"sliding_attention": local, "full_attention": local, "block_attention": other}
+    rope = {"sliding_attention": local, "full_attention": local, "block_attention": other}
     with pytest.raises(ValueError, match=r"rope parameters for \['block_attention'\]"):
-        pe.from_hf({"model_type": "gemma3_text", "rope_parameters": given})
+        pe.from_hf({"model_type": "gemma3_text", "rope_parameters": rope})
 
 
 def test_widths_of_learned_tables():
     config = {"hidden_size": 64, "embedding_size": 16, "num_hidden_layers": 2}
     for kind in ("albert", "electra"):
-        wanted = pe.LearnedAbsolute(max_length=512, model_dim=16)
-        assert pe.scheme_from_hf({"model_type": kind} | config) == wanted
-    wanted = pe.LearnedAbsolute(max_length=512, model_dim=64)
-    assert pe.scheme_from_hf({"model_type": "distilbert", "dim": 64}) == wanted
+        expected = pe.LearnedAbsolute(max_length=512, model_dim=16)
+        assert pe.scheme_from_hf({"model_type": kind} | config) == expected
+    expected = pe.LearnedAbsolute(max_length=512, model_dim=64)
+    assert pe.scheme_from_hf({"model_type": "distilbert", "dim": 64}) == expected
     with pytest.raises(ValueError, match="sinusoidal_pos_embds=True; supported"):
         pe.from_hf({"model_type": "distilbert", "sinusoidal_pos_embds": True})
     for kind in ("roberta", "camembert", "xlm-roberta"):
-        wanted = pe.LearnedAbsolute(max_length=512, model_dim=64, offset=2)
+        expected = pe.LearnedAbsolute(max_length=512, model_dim=64, offset=2)
         config = {"model_type": kind, "hidden_size": 64, "max_position_embeddings": 514}
-        assert pe.scheme_from_hf(config) == wanted
+        assert pe.scheme_from_hf(config) == expected
 
 
 def test_tables_at_the_input_beside_other_schemes():
@@ -340,7 +340,7 @@ def test_windows_to_both_sides():
 
 
 def test_keys_that_are_null():
-    """By the modeling files: false, or what the class puts there."""
+    """By the modeling files: false, or the default of the class."""
     config = {"model_type": "mistral4", "num_hidden_layers": 1, "rope_interleave": None}
     assert pe.from_hf(config)[0].scheme.schemes[0].layout == "half"
     config = {"model_type": "deepseek_v4", "num_hidden_layers": 1, "partial_rotary_factor": None}
@@ -383,7 +383,7 @@ def test_what_versions_or_attention_functions_read_differently_is_refused(messag
 
 def test_logit_scales_of_model_types():
     def of(**settings):
-        return pe.hf_logit_scale(settings)
+        return pe.from_hf(settings)[0].scale
 
     assert of(model_type="llama") is None
     assert of(model_type="granite", attention_multiplier=0.5) == 0.5
@@ -400,8 +400,6 @@ def test_logit_scales_of_model_types():
         of(model_type="llama", attention_multiplier=0.5)
     assert of(model_type="gpt2") is None
     assert of(model_type="gpt2", scale_attn_weights=False) == 1.0
-    with pytest.raises(ValueError, match="differs by layer, use from_hf: scale_attn_by_inverse_"):
-        of(model_type="gpt2", scale_attn_by_inverse_layer_idx=True)
     layers = pe.from_hf({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True})
     assert [layer.scale for layer in layers] == [0.125 / (i + 1) for i in range(12)]
 
@@ -457,9 +455,9 @@ def test_from_hf_inverts_to_hf_for_layers_that_differ():
     assert [layer.window for layer in layers] == [4, None]
     assert isinstance(layers[1].scheme, pe.QueryTemperature)
     bare = pe.layer_pattern(2, pe.RoPE(head_dim=16, theta=10.0), pe.NoPE())
-    made = pe.to_hf(bare, kinds)
-    assert made == {kinds[0]: {"rope_type": "default", "rope_theta": 10.0}, kinds[1]: None}
-    assert pe.from_hf(config | {"rope_parameters": made}) == layers
+    written = pe.to_hf(bare, kinds)
+    assert written == {kinds[0]: {"rope_type": "default", "rope_theta": 10.0}, kinds[1]: None}
+    assert pe.from_hf(config | {"rope_parameters": written}) == layers
 
 
 REFUSED = {
@@ -511,8 +509,8 @@ def test_settings_without_a_scheme_are_refused():
         kind = {"position_embedding_type": "relative_key"}
         pe.from_hf({"model_type": "bert"} | sizes | kind)
     with pytest.raises(ValueError, match="mrope_interleaved=True; its type is contiguous"):
-        given = {"mrope_section": [2, 3, 3], "mrope_interleaved": True}
-        pe.from_hf({"model_type": "qwen2_vl_text", "head_dim": 16, "rope_scaling": given})
+        rope = {"mrope_section": [2, 3, 3], "mrope_interleaved": True}
+        pe.from_hf({"model_type": "qwen2_vl_text", "head_dim": 16, "rope_scaling": rope})
 
 
 def test_schemes_without_rope_parameters_are_refused():

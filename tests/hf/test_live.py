@@ -25,12 +25,12 @@ def maker():
 
 def test_the_files_are_what_transformers_gives(maker):
     for name in maker.CASES:
-        made = maker.make(name)
+        made_again = maker.make(name)
         with np.load(maker.FOLDER / f"{name}.npz") as file:
-            assert sorted(file) == sorted(made), name
-            for key in made.keys() - {"about"}:
-                np.testing.assert_allclose(made[key], file[key], rtol=1e-6, atol=1e-6)
-            was, is_now = (json.loads(str(x["about"])) for x in (file, made))
+            assert sorted(file) == sorted(made_again), name
+            for key in made_again.keys() - {"about"}:
+                np.testing.assert_allclose(made_again[key], file[key], rtol=1e-6, atol=1e-6)
+            was, is_now = (json.loads(str(x["about"])) for x in (file, made_again))
             assert was["layer"] == is_now["layer"]
             assert read(was["config"]) == read(is_now["config"])
 
@@ -42,15 +42,16 @@ def read(config):
 
 def test_model_types_that_rotate_a_part_of_a_head(maker):
     from hf.test_raw_configs import PARTIAL
+    from transformers import CONFIG_MAPPING
 
-    found = []
+    partial = []
     for kind in MODEL_TYPES:
-        module = maker.transformers.CONFIG_MAPPING[kind].__module__
+        module = CONFIG_MAPPING[kind].__module__
         path = importlib.util.find_spec(module.replace("configuration_", "modeling_")).origin
         with open(path, encoding="utf-8") as file:
             if "partial_rotary_factor" in file.read():
-                found.append(kind)
-    assert sorted(found) == PARTIAL.split()
+                partial.append(kind)
+    assert sorted(partial) == PARTIAL.split()
 
 
 NEEDS = {
@@ -64,7 +65,7 @@ NEEDS = {
 }
 # Called differently; the golden files have Beam and Gemma 4.
 APART = {"beam", "gemma4_text"}
-ROTATING = {kind for kind, family in MODEL_TYPES.items() if isinstance(family, Rotating)}
+ROTATING = {kind for kind, model in MODEL_TYPES.items() if isinstance(model.layers, Rotating)}
 ROTATING |= {"gpt_neox", "minimax_m2"}
 
 
@@ -77,18 +78,21 @@ def test_layers_with_the_defaults_of_a_model_type(maker, kind):
             options = {"layer": layer} | NEEDS.get(kind, {})
             config, _, is_causal, arrays = make_rotary.rotated(kind, **options)
         config = json.loads(config.to_json_string(use_diff=False))
-        scheme = pe.from_hf(config)[layer].scheme
+        spec = pe.from_hf(config)[layer]
+        scheme = spec.scheme
         arrays = {n: jnp.asarray(x) for n, x in arrays.items()}
-        at = arrays["positions"]
+        positions = arrays["positions"]
         for rotate, x in ((scheme.query, "q"), (scheme.key, "k")):
-            np.testing.assert_allclose(rotate({}, arrays[x], at), arrays[f"{x}_rot"], atol=1e-6)
+            np.testing.assert_allclose(
+                rotate({}, arrays[x], positions), arrays[f"{x}_rot"], atol=1e-6
+            )
         out, _ = pe.scheme_attention(
             scheme,
             {},
             *(arrays[n] for n in "qkv"),
-            positions=at,
+            positions=positions,
             is_causal=is_causal,
-            scale=pe.hf_logit_scale(config),
+            scale=spec.scale,
             sinks=arrays.get("sinks"),
             softcap=config.get("attn_logit_softcapping"),
         )
@@ -116,7 +120,9 @@ qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3 starcoder2
 @pytest.mark.parametrize("kind", WINDOWED.split())
 def test_windows_are_the_masks_of_a_whole_model(maker, kind):
     """Runs a small model, and compares the mask that each of its layers is given."""
-    torch, transformers = maker.torch, maker.transformers
+    import torch
+    import transformers
+
     cls = transformers.CONFIG_MAPPING[kind]
     fields = {field.name for field in dataclasses.fields(cls)} | {*cls.attribute_map}
     settings = {n: x for n, x in SMALL.items() if n in fields}
@@ -141,13 +147,15 @@ def test_windows_are_the_masks_of_a_whole_model(maker, kind):
             module.register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad():
         model(input_ids=torch.arange(1, 17)[None])
-    at = jnp.arange(16)[None]
+    positions = jnp.arange(16)[None]
     layers = pe.from_hf(json.loads(config.to_json_string(use_diff=False)))
     assert any(layer.window or layer.chunk_size for layer in layers)
     for i, layer in enumerate(layers):
-        chunks = None if layer.chunk_size is None else at // layer.chunk_size
+        chunks = None if layer.chunk_size is None else positions // layer.chunk_size
         is_causal = kind != "modernbert"
-        seen = visible(at, at, chunks, chunks, is_causal=is_causal, window=layer.window)[0]
+        seen = visible(
+            positions, positions, chunks, chunks, is_causal=is_causal, window=layer.window
+        )[0]
         mask = np.ones((16, 16), bool)
         if masks[i] is not None:
             mask = masks[i][0, 0].numpy()

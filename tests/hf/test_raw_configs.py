@@ -20,7 +20,7 @@ from posenc_jax.hf.model_types import MODEL_TYPES
 GOLDEN = pathlib.Path(__file__).with_name("golden") / "raw_configs.json"
 CASES = json.loads(GOLDEN.read_text())["model_types"]
 
-# Keys beside the rotary dict that transformers ignores where it has a dict of its own: they raise.
+# Keys outside the rotary dict that transformers ignores if there is a dict: they raise.
 IGNORED = {
     **dict.fromkeys(("apertus", "cwm", "ministral3", "mistral_large4_text"), ("rope_theta",)),
     **dict.fromkeys(("beam", "gemma4_text", "gpt_neox"), ("rope_theta",)),
@@ -44,7 +44,7 @@ stablelm
 
 
 def refusal(model_type, raw):
-    """What the message says of a raw config that describes no model."""
+    """A part of the message for a raw config that describes no model."""
     if model_type == "gemma3_text" and raw.get("attn_logit_softcapping"):
         return "attn_logit_softcapping=30.0, which transformers ignores"
     if raw.get("partial_rotary_factor") == 0.25 and model_type not in PARTIAL.split():
@@ -55,14 +55,13 @@ def refusal(model_type, raw):
 
 
 def read(model_type, config):
-    """The layers, or the message of the error; and the logit scale."""
+    """The layers, or the message of the error."""
     config = {"model_type": model_type} | config
     several = model_type_defaults()[model_type].get("is_encoder_decoder")
     try:
-        layers = pe.from_hf(config, decoder=False if several else None)
+        return pe.from_hf(config, decoder=False if several else None)
     except ValueError as error:
-        layers = str(error)
-    return layers, pe.hf_logit_scale(config)
+        return str(error)
 
 
 def completed(model_type, case):
@@ -82,32 +81,29 @@ def test_every_model_type_has_defaults_and_raw_configs():
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
 def test_a_raw_config_reads_as_transformers_completes_it(model_type):
     for case in CASES[model_type]:
-        layers, scale = read(model_type, case["raw"])
+        layers = read(model_type, case["raw"])
         if names := ignored(model_type, case["raw"]):
             assert isinstance(layers, str) and any(name in layers for name in names)
             continue
-        wanted, wanted_scale = read(model_type, completed(model_type, case))
+        expected = read(model_type, completed(model_type, case))
         if model_type == "olmo3" and "rope_theta" in case["raw"]:
             # 5.23 gives the base to global layers alone; version 4, which wrote such configs, to
             # all.
             assert "transformers 5 gives full attention " in layers
             continue
-        if model_type == "hyperclovax" and scale is None and not isinstance(layers, str):
+        if model_type == "hyperclovax" and not isinstance(layers, str) and layers[0].scale is None:
             # Its class writes the usual factor.
-            assert wanted_scale == layers[0].scheme.head_dim ** -0.5
-            wanted = tuple(dataclasses.replace(layer, scale=None) for layer in wanted)
-            wanted_scale = None
-        assert layers == wanted, case["raw"]
+            assert expected[0].scale == layers[0].scheme.head_dim ** -0.5
+            expected = tuple(dataclasses.replace(layer, scale=None) for layer in expected)
+        assert layers == expected, case["raw"]
         if isinstance(layers, str):
             assert refusal(model_type, case["raw"]) in layers, case["raw"]
-        else:
-            assert scale == wanted_scale
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
 def test_layers_have_the_windows_of_the_masks_of_transformers(model_type):
     for case in CASES[model_type]:
-        layers, _ = read(model_type, case["raw"])
+        layers = read(model_type, case["raw"])
         if isinstance(layers, str) or "windows" not in case:
             continue
         windows = [list(y.window) if isinstance(y.window, tuple) else y.window for y in layers]
@@ -154,8 +150,8 @@ NEEDED = {
 
 @pytest.mark.parametrize("model_type", sorted(set(MODEL_TYPES) - {*WINDOWED}))
 def test_a_window_that_transformers_ignores_is_refused(model_type):
-    found = complaint(model_type, sliding_window=17)
-    assert found.endswith("has ['sliding_window'], which nothing here reads.")
+    message = complaint(model_type, sliding_window=17)
+    assert message.endswith("has ['sliding_window'], which nothing here reads.")
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
@@ -166,8 +162,8 @@ def test_a_key_that_is_not_read_is_named(model_type):
 
 @pytest.mark.parametrize("model_type", sorted(set(MODEL_TYPES) - {"llama4_text"}))
 def test_a_chunk_that_transformers_ignores_is_refused(model_type):
-    found = complaint(model_type, attention_chunk_size=17)
-    assert found.endswith("has ['attention_chunk_size'], which nothing here reads.")
+    message = complaint(model_type, attention_chunk_size=17)
+    assert message.endswith("has ['attention_chunk_size'], which nothing here reads.")
 
 
 def test_windows_of_other_model_types_are_refused_or_ignored():
@@ -183,19 +179,18 @@ def test_windows_of_other_model_types_are_refused_or_ignored():
 
 def keys_read(model_type, config, decoder):
     """{(dict, key)} that the readers look up; dict: None, or where it is in the config."""
-    found = set()
-    given = TrackedConfig.given
+    keys = set()
+    explicit = TrackedConfig.explicit
 
     def record(self, name):
         inner = {"rope parameters": "rope_parameters", "attn_config": "attn_config"}
-        found.add((next((inner[x] for x in inner if self.where.endswith(x)), None), name))
-        return given(self, name)
+        keys.add((next((inner[x] for x in inner if self.label.endswith(x)), None), name))
+        return explicit(self, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrackedConfig, "given", record)
+        patch.setattr(TrackedConfig, "explicit", record)
         pe.from_hf(config, decoder=decoder)
-        pe.hf_logit_scale(config)
-    return found
+    return keys
 
 
 ROPES = [
@@ -231,23 +226,22 @@ def test_a_value_of_the_wrong_type_is_an_error_of_one_line(model_type):
     """No other exception, no number made of a string, for every key that a reader looks up."""
     decoder = False if model_type_defaults()[model_type].get("is_encoder_decoder") else None
     for config in whole_configs(model_type):
-        for where, key in sorted(keys_read(model_type, config, decoder), key=str):
+        for section, key in sorted(keys_read(model_type, config, decoder), key=str):
             if key in FREE or "every_n" in key or "interval" in key:
                 continue
             for wrong in WRONG:
                 if isinstance(wrong, dict) and key in DICTS:
                     continue
-                inner = (config.get(where) or {}) | {key: wrong} if where else wrong
-                broken = config | {where or key: inner}
-                with pytest.raises(ValueError, match=r"\A(from_hf|hf_logit_scale): .*\Z"):
+                inner = (config.get(section) or {}) | {key: wrong} if section else wrong
+                broken = config | {section or key: inner}
+                with pytest.raises(ValueError, match=r"\Afrom_hf: .*\Z"):
                     pe.from_hf(broken, decoder=decoder)
-                    pe.hf_logit_scale(broken)
-                    pytest.fail(f"{where} {key}={wrong!r} is accepted")
+                    pytest.fail(f"{section} {key}={wrong!r} is accepted")
 
 
-@pytest.mark.parametrize("read", [pe.from_hf, pe.hf_logit_scale])
+@pytest.mark.parametrize("read", [pe.from_hf, pe.attention_options_from_hf])
 def test_errors_begin_with_the_function_that_was_called(read):
-    name = "from_hf" if read is pe.from_hf else "hf_logit_scale"
+    name = read.__name__
     for config in (
         {"model_type": "lama"},
         {"model_type": ["llama"]},
@@ -296,8 +290,8 @@ def test_contradicting_sizes_are_refused(message, config):
 @pytest.mark.filterwarnings("ignore")
 def test_the_files_are_what_transformers_gives():
     pytest.importorskip("transformers", minversion="5.23")
-    made = importlib.import_module("hf.make_configs")
-    if made.ORIGIN.split(",")[0] != json.loads(GOLDEN.read_text())["origin"].split(",")[0]:
+    module = importlib.import_module("hf.make_configs")
+    if module.ORIGIN.split(",")[0] != json.loads(GOLDEN.read_text())["origin"].split(",")[0]:
         pytest.skip("another version of transformers than the files are made with")
-    assert json.loads(json.dumps(made.golden()["model_types"])) == CASES
-    assert made.all_defaults()["model_types"] == model_type_defaults()
+    assert json.loads(json.dumps(module.golden()["model_types"])) == CASES
+    assert module.all_defaults()["model_types"] == model_type_defaults()

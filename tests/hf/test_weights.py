@@ -1,4 +1,4 @@
-"""Weights of `torch.nn.Linear`, whose outputs are W x + b, as those of `Attention`."""
+"""Weights of `torch.nn.Linear`, whose outputs are W x + b, as weights of `Attention`."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +17,12 @@ def draws():
 def test_heads_are_those_of_the_linear_layer(draws):
     x = draws.standard_normal((3, D))
     weight, bias = draws.standard_normal((N * H, D)), draws.standard_normal(N * H)
-    made = np.einsum("td,dnh->tnh", x, pe.heads_from_linear(weight, N))
-    wanted = (x @ weight.T + bias).reshape(3, N, H)
-    np.testing.assert_allclose(made + pe.heads_from_linear(bias, N), wanted, atol=1e-12)
+    out = np.einsum("td,dnh->tnh", x, pe.heads_from_linear(weight, N))
+    expected = (x @ weight.T + bias).reshape(3, N, H)
+    np.testing.assert_allclose(out + pe.heads_from_linear(bias, N), expected, atol=1e-12)
     heads, weight = draws.standard_normal((3, N, H)), draws.standard_normal((D, N * H))
-    made = np.einsum("tnh,nhd->td", heads, pe.heads_from_linear(weight, N, output=True))
-    np.testing.assert_allclose(made, heads.reshape(3, -1) @ weight.T, atol=1e-12)
+    out = np.einsum("tnh,nhd->td", heads, pe.heads_from_linear(weight, N, output=True))
+    np.testing.assert_allclose(out, heads.reshape(3, -1) @ weight.T, atol=1e-12)
 
 
 def test_one_projection_is_cut_into_three(draws):
@@ -31,11 +31,11 @@ def test_one_projection_is_cut_into_three(draws):
     groups = [x for i in range(K) for x in (*q[3 * i : 3 * i + 3], k[i], v[i])]
     by_group = np.stack(groups).reshape(-1, D)
     for order, weight in (("concatenated", concatenated), ("by_group", by_group)):
-        for given, part in ((weight, slice(None)), (weight[:, 0], 0)):
-            parts = pe.split_qkv(jnp.asarray(given), N, K, order=order)
-            for made, wanted in zip(parts, (q, k, v), strict=True):
-                wanted = wanted[..., part].reshape(made.shape)
-                np.testing.assert_array_equal(made, jnp.asarray(wanted))
+        for source, part in ((weight, slice(None)), (weight[:, 0], 0)):
+            parts = pe.split_qkv(jnp.asarray(source), N, K, order=order)
+            for out, expected in zip(parts, (q, k, v), strict=True):
+                expected = expected[..., part].reshape(out.shape)
+                np.testing.assert_array_equal(out, jnp.asarray(expected))
 
 
 def test_sizes_that_do_not_fit():

@@ -4,7 +4,6 @@
 files that it reads.
 """
 
-import json
 import pathlib
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from flax import nnx
 from examples import deberta, decoder, deepseek, families, qwen2_vl, swin, t5
 from tests.models.inputs import images, pictures
 from tests.models.weights import random_state
+from tests.support import recorded
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 NAMES = """
@@ -23,10 +23,8 @@ deepseek_v3 deepseek_v3_q qwen2_vl t5 t5_gated deberta_v2 swin
 
 
 def read(name):
-    """What a file describes, its arrays, and the weights of the model."""
-    with np.load(FOLDER / f"{name}.npz") as file:
-        arrays = dict(file)
-    about = json.loads(str(arrays.pop("about")))
+    """Returns the description of a file, its arrays, and the weights of the model."""
+    about, arrays = recorded(FOLDER / f"{name}.npz")
     return about, arrays, random_state(about["shapes"], about["seed"])
 
 
@@ -38,12 +36,12 @@ def agreement(name):
     about, arrays, state = read(name)
     config = about["config"]
     if name == "swin":
-        run = nnx.jit(lambda model, *given: model(*given))
+        run = nnx.jit(lambda model, *inputs: model(*inputs))
         logits = run(swin.load(config, state), jnp.asarray(pictures(), jnp.float32))
         return float(np.abs(logits - arrays["logits"]).max()), None
     tokens, mask = (jnp.asarray(arrays[n]) for n in ("tokens", "mask"))
     if name == "deberta_v2":
-        run = nnx.jit(lambda model, *given: model(*given))
+        run = nnx.jit(lambda model, *inputs: model(*inputs))
         logits = run(deberta.load(config, state), tokens, mask)
         return float(np.abs(logits - arrays["logits"])[mask].max()), None
     steps = arrays["new"].shape[1]
@@ -54,8 +52,8 @@ def agreement(name):
         return compare(arrays, *run(model, tokens, mask, steps, jnp.asarray(patches), grids), mask)
     if name.startswith("t5"):
         run = nnx.jit(t5.greedy, static_argnums=3)
-        made = run(t5.load(config, state), tokens, mask, steps)
-        return compare(arrays, *made, mask[:, -1:])  # One token before the first.
+        outputs = run(t5.load(config, state), tokens, mask, steps)
+        return compare(arrays, *outputs, mask[:, -1:])  # One token before the first.
     run = nnx.jit(decoder.greedy, static_argnums=3)
     load = deepseek.load if name.startswith("deepseek") else families.load
     return compare(arrays, *run(load(config, state), tokens, mask, steps), mask)

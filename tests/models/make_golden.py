@@ -4,7 +4,6 @@ Each model of transformers has random weights and runs in float64: the logits of
 batch, 64 greedy steps by `generate`, and the logits of every eighth of them.
 """
 
-import json
 import pathlib
 import sys
 
@@ -14,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import torch
 import transformers
-from hf.make_record import in_double
+from hf.make_record import about, in_double
 from models.inputs import IMAGE, VOCABULARY, images, pictures, prompts
 from models.weights import random_state
 
@@ -119,9 +118,9 @@ CASES = {
 
 def load(model, seed):
     """Gives a model its random weights; returns their shapes."""
-    tied, kept = set(model.all_tied_weights_keys), [*model.named_parameters()]
-    kept += [(n, b) for n, b in model.named_buffers() if n.endswith("correction_bias")]
-    shapes = {n: tuple(p.shape) for n, p in kept if n not in tied}
+    tied, tensors = set(model.all_tied_weights_keys), [*model.named_parameters()]
+    tensors += [(n, b) for n, b in model.named_buffers() if n.endswith("correction_bias")]
+    shapes = {n: tuple(p.shape) for n, p in tensors if n not in tied}
     state = random_state(shapes, seed)
     missing, unexpected = model.load_state_dict(
         {n: torch.from_numpy(x).double() for n, x in state.items()}, strict=False
@@ -138,14 +137,14 @@ def decoder(model_type, settings, seed):
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     shapes = load(model, seed)
     tokens, mask = (torch.from_numpy(x) for x in prompts())
-    given = {"input_ids": tokens, "attention_mask": mask.long()}
-    whole = model.generate(**given, do_sample=False, max_new_tokens=STEPS)
+    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
+    whole = model.generate(**inputs, do_sample=False, max_new_tokens=STEPS)
     assert whole.shape[1] == tokens.shape[1] + STEPS
     mask = torch.nn.functional.pad(mask.long(), (0, STEPS), value=1)
-    given = {"input_ids": whole, "attention_mask": mask}
+    inputs = {"input_ids": whole, "attention_mask": mask}
     if model_type != "bloom":
-        given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = model(**given, use_cache=False).logits.numpy()
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(**inputs, use_cache=False).logits.numpy()
     return config, shapes, whole.numpy(), logits
 
 
@@ -156,10 +155,10 @@ def encoder_decoder(model_type, settings, seed):
     model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
     shapes = load(model, seed)
     tokens, mask = (torch.from_numpy(x) for x in prompts())
-    given = {"input_ids": tokens, "attention_mask": mask.long()}
-    whole = model.generate(**given, do_sample=False, max_new_tokens=STEPS)
+    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
+    whole = model.generate(**inputs, do_sample=False, max_new_tokens=STEPS)
     assert whole.shape[1] == 1 + STEPS
-    logits = model(**given, decoder_input_ids=whole, use_cache=False).logits.numpy()
+    logits = model(**inputs, decoder_input_ids=whole, use_cache=False).logits.numpy()
     return config, shapes, whole.numpy(), logits
 
 
@@ -173,7 +172,7 @@ def with_images(model_type, settings, seed):
     shapes = load(model, seed)
     tokens, mask, patches, grids = images()
     tokens, mask = torch.from_numpy(tokens), torch.from_numpy(mask)
-    given = {
+    inputs = {
         "pixel_values": torch.from_numpy(patches).double(),
         "image_grid_thw": torch.tensor([grid for row in grids for grid in row]),
     }
@@ -182,7 +181,7 @@ def with_images(model_type, settings, seed):
         input_ids=tokens,
         attention_mask=mask.long(),
         mm_token_type_ids=kinds,
-        **given,
+        **inputs,
         do_sample=False,
         max_new_tokens=STEPS,
     )
@@ -192,7 +191,7 @@ def with_images(model_type, settings, seed):
         input_ids=whole,
         attention_mask=pad(mask.long(), (0, STEPS), value=1),
         mm_token_type_ids=pad(kinds, (0, STEPS)),
-        **given,
+        **inputs,
         use_cache=False,
     ).logits.numpy()
     return config, shapes, whole.numpy(), logits
@@ -237,17 +236,11 @@ def make(name):
         new, logits = whole[:, -STEPS:], logits[:, :-1]
         check(name, logits, new)
         prompt = logits.shape[1] - STEPS + 1
-        at = [*range(prompt), *range(prompt + EVERY - 1, logits.shape[1], EVERY)]
-        arrays |= {"new": new.astype(np.uint8), "at": np.array(at, np.int32)}
-        logits = logits[:, at]
-    about = {
-        "origin": f"transformers {transformers.__version__}, {type(config).__module__}",
-        "torch": torch.__version__,
-        "config": json.loads(config.to_json_string(use_diff=False)),
-        "shapes": shapes,
-        "seed": seed,
-    }
-    return {"about": np.array(json.dumps(about)), "logits": logits.astype(np.float32)} | arrays
+        places = [*range(prompt), *range(prompt + EVERY - 1, logits.shape[1], EVERY)]
+        arrays |= {"new": new.astype(np.uint8), "at": np.array(places, np.int32)}
+        logits = logits[:, places]
+    described = about(config, shapes=shapes, seed=seed)
+    return {"about": described, "logits": logits.astype(np.float32)} | arrays
 
 
 if __name__ == "__main__":

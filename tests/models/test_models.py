@@ -43,9 +43,9 @@ def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding(name, lo
     run = nnx.jit(lambda model, tokens, **options: model(tokens, **options))
     logits = run(model, packed, positions=positions, segment_ids=jnp.asarray(segment_ids))[0]
     for b, part in zip((2, 1), np.split(np.asarray(logits), [len(parts[0])]), strict=True):
-        at = arrays["at"][arrays["at"] >= start[b]]
-        wanted = arrays["logits"][b, len(arrays["at"]) - len(at) :]
-        np.testing.assert_allclose(part[at - start[b]], wanted, atol=1e-4)
+        places = arrays["at"][arrays["at"] >= start[b]]
+        expected = arrays["logits"][b, len(arrays["at"]) - len(places) :]
+        np.testing.assert_allclose(part[places - start[b]], expected, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -54,9 +54,9 @@ def test_the_files_are_what_transformers_gives():
     pytest.importorskip("transformers", minversion="5.23")
     maker = importlib.import_module("models.make_golden")
     for name in maker.CASES:
-        made, file = maker.make(name), read(name)[1]
-        for key in made.keys() - {"about"}:
-            np.testing.assert_allclose(made[key], file[key], rtol=1e-5, atol=1e-5)
+        golden, file = maker.make(name), read(name)[1]
+        for key in golden.keys() - {"about"}:
+            np.testing.assert_allclose(golden[key], file[key], rtol=1e-5, atol=1e-5)
 
 
 def test_latent_attention_caches_latents_alone():

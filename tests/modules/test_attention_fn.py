@@ -50,8 +50,8 @@ def test_masks_are_broadcast_as_in_flax(shape):
     whole = np.broadcast_to(mask, (2, 6, 7, 7))
     out = attention_fn(pe.NoPE(), {}, Q, K, V, mask=jnp.asarray(mask))
     heads = (np.repeat(a, 2, axis=2) for a in (K, V))
-    wanted = nnx.dot_product_attention(Q, *heads, mask=jnp.asarray(whole))
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    expected = nnx.dot_product_attention(Q, *heads, mask=jnp.asarray(whole))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("scheme", [ROPE, ALIBI, SHAW], ids=lambda s: s.name)
@@ -72,46 +72,48 @@ def test_dropout_follows_deterministic():
 
 
 @pytest.mark.parametrize("scheme", [ROPE, ALIBI, SHAW], ids=lambda s: s.name)
-@pytest.mark.parametrize("at", [2 * np.arange(7), np.arange(14).reshape(2, 7) / 2])
-def test_input_positions_are_the_coordinates(scheme, at):
+@pytest.mark.parametrize("coordinates", [2 * np.arange(7), np.arange(14).reshape(2, 7) / 2])
+def test_input_positions_are_the_coordinates(scheme, coordinates):
     params = scheme.init(jax.random.key(0))
     for options in ({"is_causal": True}, {"mask": causal_mask()}):
-        out = attention_fn(scheme, params, Q, K, V, input_positions=at, **options)
-        wanted, _ = pe.scheme_attention(scheme, params, Q, K, V, coordinates=at, is_causal=True)
-        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        out = attention_fn(scheme, params, Q, K, V, input_positions=coordinates, **options)
+        expected, _ = pe.scheme_attention(
+            scheme, params, Q, K, V, coordinates=coordinates, is_causal=True
+        )
+        np.testing.assert_allclose(out, expected, atol=1e-5)
     assert np.abs(out - ours(scheme)).max() > 1e-3
     split = [a[:, None] for a in (Q, K, V)]
-    rows = np.broadcast_to(at, (2, 7))[:, None]
+    rows = np.broadcast_to(coordinates, (2, 7))[:, None]
     out = attention_fn(scheme, params, *split, input_positions=rows, is_causal=True)
-    np.testing.assert_allclose(out[:, 0], wanted, atol=1e-5)
+    np.testing.assert_allclose(out[:, 0], expected, atol=1e-5)
 
 
 def test_input_positions_of_stock_nnx_attention_reach_the_scheme():
     """Later versions of Flax give `input_positions`; here they are also bound to the function."""
-    at = 2 * jnp.arange(7)
+    coordinates = 2 * jnp.arange(7)
     fn = pn.AttentionFn(ROPE)
     layer = pn.Attention(
         20, 6, head_dim=8, position=ROPE, is_causal=True, use_bias=True, rngs=nnx.Rngs(0)
     )
     x = jax.random.normal(jax.random.key(1), (2, 7, 20))
-    wanted = layer(x, positions=at)
+    expected = layer(x, positions=coordinates)
 
     def stock(function):
         rngs = nnx.Rngs(0)
-        made = nnx.MultiHeadAttention(6, 20, 48, decode=False, attention_fn=function, rngs=rngs)
+        module = nnx.MultiHeadAttention(6, 20, 48, decode=False, attention_fn=function, rngs=rngs)
         for name in ("query", "key", "value", "out"):
-            nnx.update(getattr(made, name), nnx.state(getattr(layer, name)))
-        return made
+            nnx.update(getattr(module, name), nnx.state(getattr(layer, name)))
+        return module
 
-    bound = stock(functools.partial(fn, input_positions=at))
-    np.testing.assert_allclose(bound(x, is_causal=True), wanted, atol=1e-5)
+    bound = stock(functools.partial(fn, input_positions=coordinates))
+    np.testing.assert_allclose(bound(x, is_causal=True), expected, atol=1e-5)
     direct = stock(fn)
     if "input_positions" in inspect.signature(direct).parameters:
-        out = direct(x, is_causal=True, input_positions=at)
-        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        out = direct(x, is_causal=True, input_positions=coordinates)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
         direct.init_cache((2, 9, 20))
         with pytest.raises(ValueError, match="input_positions in a decode step"):
-            direct(x[:, :1], decode=True, input_positions=at[:1])
+            direct(x[:, :1], decode=True, input_positions=coordinates[:1])
 
 
 @pytest.mark.parametrize("name", sorted(NOT_READ))

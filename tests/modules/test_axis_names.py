@@ -1,5 +1,7 @@
 """Parameters of the layers: names of their axes, initialisers, and one tree for NNX and Linen."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from support import build
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
-from posenc_jax.modules.axis_names import sizes_of_params
+from posenc_jax.schemes.scheme import param_axes
 
 N, K, H, D = 6, 3, 8, 20
 NAMES = {"model_dim": "embed", "num_heads": "heads", "num_kv_heads": "kv_heads"}
@@ -52,8 +54,8 @@ def is_variable(x):
 def test_all_parameters_of_nnx_and_linen_have_names():
     with eager(False):  # Without a mesh, as Flax's own modules.
         layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER)
-    found = nnx.to_pure_dict(specs(nnx.state(layer, nnx.Param)))
-    assert found == WANTED
+    names = nnx.to_pure_dict(specs(nnx.state(layer, nnx.Param)))
+    assert names == WANTED
     module = pl.Attention(num_heads=N, **LAYER)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
     assert nn.get_partition_spec(variables)["params"] == WANTED
@@ -71,9 +73,9 @@ def test_names_reach_the_mesh_by_the_rules_of_flax():
     assert layer.encoding.parameters["table"].get_value().sharding.spec == P("tensor")
     module = pl.Attention(num_heads=N, **LAYER)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
-    found = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)["params"]
-    assert found["query"]["kernel"].spec == P(None, "tensor", None)
-    assert found["encoding"]["parameters"]["table"].spec == P("tensor", None)
+    names = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)["params"]
+    assert names["query"]["kernel"].spec == P(None, "tensor", None)
+    assert names["encoding"]["parameters"]["table"].spec == P("tensor", None)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         # A kernel that `nn.DenseGeneral` makes with merged axes has another rank than its names.
         assert jax.eval_shape(module.init, jax.random.key(0), X) == variables
@@ -86,9 +88,9 @@ def test_layers_stacked_by_vmap_and_scan_get_one_more_name():
         return pn.Attention(D, N, rngs=rngs, **LAYER)
 
     with eager(False):
-        found = nnx.to_pure_dict(specs(nnx.state(make(nnx.Rngs(0)), nnx.Param)))
-    wanted = jax.tree.map(lambda p: P("layers", *p), WANTED, is_leaf=lambda p: isinstance(p, P))
-    assert found == wanted
+        names = nnx.to_pure_dict(specs(nnx.state(make(nnx.Rngs(0)), nnx.Param)))
+    expected = jax.tree.map(lambda p: P("layers", *p), WANTED, is_leaf=lambda p: isinstance(p, P))
+    assert names == expected
 
     class Block(nn.Module):
         @nn.compact
@@ -103,16 +105,16 @@ def test_layers_stacked_by_vmap_and_scan_get_one_more_name():
         metadata_params={nn.PARTITION_NAME: "layers"},
     )()
     variables = jax.eval_shape(deep.init, jax.random.key(0), X, None)
-    assert nn.get_partition_spec(variables)["params"]["attention"] == wanted
+    assert nn.get_partition_spec(variables)["params"]["attention"] == expected
 
 
 def test_initialisers_with_names_keep_them():
-    own = nnx.with_partitioning(nnx.initializers.zeros, ("a", "b", "c"))
+    init = nnx.with_partitioning(nnx.initializers.zeros, ("a", "b", "c"))
     with eager(False):
-        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER, out_kernel_init=own)
+        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER, out_kernel_init=init)
     assert layer.out.kernel.get_metadata("out_sharding") == ("a", "b", "c")
-    own = nn.with_partitioning(nn.initializers.zeros, ("a", "b", "c"))
-    module = pl.Attention(num_heads=N, **LAYER, out_kernel_init=own)
+    init = nn.with_partitioning(nn.initializers.zeros, ("a", "b", "c"))
+    module = pl.Attention(num_heads=N, **LAYER, out_kernel_init=init)
     variables = jax.eval_shape(module.init, jax.random.key(0), X)
     assert nn.get_partition_spec(variables)["params"]["out"]["kernel"] == P("a", "b", "c")
 
@@ -141,26 +143,48 @@ def test_each_projection_has_an_initialiser():
         pn.Attention(D, N, rngs=nnx.Rngs(0), kernel_init={"out": constant(1.0)}, **sizes)
 
 
-def test_axes_of_a_scheme_are_found_by_their_size():
-    sizes = dict(
-        zip(("bias", "keys", "queries", "table"), sizes_of_params(build(pe.DeBERTa)), strict=True)
-    )
-    assert sizes == {
-        "bias": ("num_heads", "head_dim"),
-        "keys": ("model_dim", "num_heads", "head_dim"),
-        "queries": ("model_dim", "num_heads", "head_dim"),
-        "table": (None, "model_dim"),
+def test_schemes_declare_the_axes_of_their_parameters():
+    def axes(scheme):
+        paths = jax.tree.leaves_with_path(jax.eval_shape(scheme.init, jax.random.key(0)))
+        words = [" ".join(words) for words in param_axes(scheme)]
+        return dict(zip((jax.tree_util.keystr(path) for path, _ in paths), words, strict=True))
+
+    assert axes(build(pe.DeBERTa)) == {
+        "['bias']": "num_heads head_dim",
+        "['keys']": "model_dim num_heads head_dim",
+        "['queries']": "model_dim num_heads head_dim",
+        "['table']": "rows model_dim",
     }
-    # Key heads divide query heads; N H is no axis of one size; numbers may be equal.
-    assert sizes_of_params(pe.ShortConv(2, 2, 2)) == (
-        (None, "num_kv_heads", "head_dim"),
-        (None, "num_heads", "head_dim"),
-        (None, "num_kv_heads", "head_dim"),
-    )
-    beta, _, conv, *_ = sizes_of_params(build(pe.PaTH))
-    assert beta == ("model_dim", "num_heads") and conv == (None, None)
+    assert axes(pe.ShortConv(2, 2, 2, on="k")) == {"['k']": "width num_kv_heads head_dim"}
+    path = axes(pe.chain(pe.RoPE(8), build(pe.PaTH, num_kv_heads=3)))
+    assert path["[1]['beta']"] == "model_dim num_kv_heads" and path["[1]['conv']"] == "- -"
+    assert path["[1]['w'][0]"] == "model_dim rank" and path["[1]['w'][1]"] == "- -"
     nested = pe.on_axis(pe.chain(pe.RoPE(8), pe.T5(6), pe.SSMax(6)), 0)
-    assert sizes_of_params(nested) == (("num_heads", None), ("num_heads",))
+    assert [*axes(nested).values()] == ["num_heads num_buckets", "num_heads"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Undeclared(pe.T5):
+    """Of a user: its parameters are replicated."""
+
+    param_axes = pe.Scheme.param_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Misdeclared(pe.T5):
+    @property
+    def param_axes(self):
+        return {"table": "num_heads"}
+
+
+def test_a_scheme_without_a_declaration_is_replicated():
+    assert param_axes(Undeclared(N)) == [["-", "-"]]
+    with eager(False):
+        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER | {"position": Undeclared(N)})
+    assert layer.encoding.parameters["table"].get_metadata("out_sharding") == (None, None)
+    message = r"Misdeclared.param_axes: \['table'\] has shape \(6, 32\), got 'num_heads'"
+    with pytest.raises(ValueError, match=message):
+        param_axes(Misdeclared(N))
 
 
 def test_names_of_anything_but_sizes_are_refused():

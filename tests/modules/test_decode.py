@@ -27,34 +27,36 @@ def parts():
 
 def test_steps_with_coordinates_equal_the_whole():
     """test_flax.py has the steps of every kind of scheme."""
-    at = 3 * jnp.arange(T)
+    coordinates = 3 * jnp.arange(T)
     layer = pn.Attention(D, N, position=build(pe.FoX), rngs=nnx.Rngs(0), **LAYER)
     layer.encoding = pn.PositionEncoding(pe.chain(pe.RoPE(H), build(pe.FoX)), rngs=nnx.Rngs(1))
-    wanted = jax.jit(lambda x: layer(x, coordinates=at))(X)
-    layer.init_cache((BATCH, T, D), coordinates=at)
+    expected = jax.jit(lambda x: layer(x, coordinates=coordinates))(X)
+    layer.init_cache((BATCH, T, D), coordinates=coordinates)
     traces = []
 
     @nnx.jit
-    def step(layer, x, at):
+    def step(layer, x, coordinates):
         traces.append(x.shape)
-        return layer(x, coordinates=at, decode=True)
+        return layer(x, coordinates=coordinates, decode=True)
 
     for part in parts():
-        np.testing.assert_allclose(step(layer, X[:, part], at[part]), wanted[:, part], atol=1e-5)
+        np.testing.assert_allclose(
+            step(layer, X[:, part], coordinates[part]), expected[:, part], atol=1e-5
+        )
     assert len(traces) == len(set(CHUNKS))
     np.testing.assert_array_equal(layer.kv_cache.get_value().length, [T, T])
     module = pl.Attention(num_heads=N, position=pe.RoPE(H), decode=True, **LAYER)
-    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), X, coordinates=at))
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), X, coordinates=coordinates))
     assert shapes["cache"]["kv_cache"].coordinates.shape == (BATCH, T)
 
 
 def test_the_first_call_of_linen_makes_a_cache_and_uses_none():
-    """As in Flax: `init` with as many tokens as the cache is to hold."""
+    """As in Flax: the length of the input of `init` is the capacity."""
     module = pl.Attention(num_heads=N, position=pe.T5(N), decode=True, **LAYER)
     y, variables = jax.jit(module.init_with_output)(jax.random.key(0), X)
     plain = module.clone(decode=False)
-    wanted = jax.jit(lambda x: plain.apply({"params": variables["params"]}, x))(X)
-    np.testing.assert_allclose(y, wanted, atol=1e-6)
+    expected = jax.jit(lambda x: plain.apply({"params": variables["params"]}, x))(X)
+    np.testing.assert_allclose(y, expected, atol=1e-6)
     cache = variables["cache"]["kv_cache"]
     assert cache.k.shape == (BATCH, T, KV_HEADS, H) and not cache.length.any()
     with pytest.raises(ValueError, match="decode=True has its own cache; give no cache="):
@@ -65,23 +67,23 @@ def test_a_ring_takes_the_place_of_the_cache():
     module = pl.Attention(num_heads=N, position=pe.T5(N), window=3, decode=True, **LAYER)
     variables = jax.jit(module.init)(jax.random.key(0), X)
     plain = module.clone(decode=False)
-    wanted = jax.jit(lambda x: plain.apply({"params": variables["params"]}, x))(X)
+    expected = jax.jit(lambda x: plain.apply({"params": variables["params"]}, x))(X)
     step = jax.jit(lambda v, x: module.apply(v, x, mutable=["cache"]))
     variables["cache"] = {"kv_cache": module.new_cache(BATCH, 3, ring=True)}
     for t in range(T):
         y, updated = step(variables, X[:, t : t + 1])
         variables |= updated
-        np.testing.assert_allclose(y[:, 0], wanted[:, t], atol=1e-5)
+        np.testing.assert_allclose(y[:, 0], expected[:, t], atol=1e-5)
 
 
 def test_views_of_a_model_decode():
     """`nnx.view` makes the caches of all layers; the model itself has none."""
     model = nnx.Sequential(pn.Attention(D, N, position=pe.T5(N), rngs=nnx.Rngs(0), **LAYER))
-    wanted = jax.jit(lambda x: model(x))(X)
+    expected = jax.jit(lambda x: model(x))(X)
     decoder = nnx.view(model, decode=True, batch_size=BATCH, max_length=T)
     step = nnx.jit(lambda model, x: model(x))
     for part in parts():
-        np.testing.assert_allclose(step(decoder, X[:, part]), wanted[:, part], atol=1e-5)
+        np.testing.assert_allclose(step(decoder, X[:, part]), expected[:, part], atol=1e-5)
     assert model.layers[0].kv_cache is None
     np.testing.assert_array_equal(decoder.layers[0].kv_cache.get_value().length, [T, T])
 
@@ -106,10 +108,10 @@ def test_stacked_layers_decode_under_scan():
 
         return over(x, layers)
 
-    wanted = run(layers, X, decode=False)
+    expected = run(layers, X, decode=False)
     for t in range(T):
         y = run(layers, X[:, t : t + 1], decode=True)
-        np.testing.assert_allclose(y[:, 0], wanted[:, t], atol=1e-5)
+        np.testing.assert_allclose(y[:, 0], expected[:, t], atol=1e-5)
 
     class Block(nn.Module):
         decode: bool
@@ -125,12 +127,12 @@ def test_stacked_layers_decode_under_scan():
 
     variables = jax.jit(deep(True).init)(jax.random.key(0), X, None)
     params = {"params": variables["params"]}
-    wanted, _ = jax.jit(lambda x: deep(False).apply(params, x, None))(X)
+    expected, _ = jax.jit(lambda x: deep(False).apply(params, x, None))(X)
     step = jax.jit(lambda v, x: deep(True).apply(v, x, None, mutable=["cache"]))
     for t in range(T):
         (y, _), updated = step(variables, X[:, t : t + 1])
         variables |= updated
-        np.testing.assert_allclose(y[:, 0], wanted[:, t], atol=1e-5)
+        np.testing.assert_allclose(y[:, 0], expected[:, t], atol=1e-5)
 
 
 def test_decoding_without_a_cache_is_refused():

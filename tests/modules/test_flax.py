@@ -71,7 +71,7 @@ def test_layers_equal_scheme_attention(kind, x):
 
 def test_encodings_equal_scheme_embedding(scheme, params, x):
     positions = jnp.arange(3, 3 + T)
-    wanted = pe.scheme_embedding(scheme, params, x, positions=positions)
+    expected = pe.scheme_embedding(scheme, params, x, positions=positions)
     encoding = pn.PositionEncoding(scheme, rngs=nnx.Rngs(0))
     for leaf, value in zip(
         jax.tree.leaves(encoding.parameters, is_leaf=lambda v: isinstance(v, nnx.Variable)),
@@ -79,9 +79,11 @@ def test_encodings_equal_scheme_embedding(scheme, params, x):
         strict=True,
     ):
         leaf[...] = value
-    chex.assert_trees_all_equal(encoding(x, positions), wanted)
+    chex.assert_trees_all_equal(encoding(x, positions), expected)
     variables = {"params": {"parameters": params}} if params else {}
-    chex.assert_trees_all_equal(pl.PositionEncoding(scheme).apply(variables, x, positions), wanted)
+    chex.assert_trees_all_equal(
+        pl.PositionEncoding(scheme).apply(variables, x, positions), expected
+    )
 
 
 EMBEDDING_ONLY = [cls for cls in pe.SCHEMES.values() if build(cls).acts == pe.Acts.EMBEDDING]
@@ -97,9 +99,9 @@ def test_a_scheme_that_acts_on_the_embedding_alone_is_refused(cls, x):
         linen_layer(scheme).init(jax.random.key(0), x)
     encoding = pn.PositionEncoding(scheme, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=message):
-        nnx_layer(encoding)
+        nnx_layer(None, shared_encoding=encoding)
     with pytest.raises(ValueError, match=message):
-        nnx_layer(pe.NoPE())(x, position=encoding)
+        nnx_layer(pe.NoPE())(x, shared_encoding=encoding)
 
 
 @pytest.mark.parametrize("cls", [pe.LearnedAbsolute, pe.Sinusoidal])
@@ -139,16 +141,16 @@ def test_tables_of_an_encoding_serve_all_layers(x):
     """Rotary tables: computed once, given to every layer, in NNX and Linen."""
     rope = pe.RoPE(head_dim=H)
     encoding = pn.PositionEncoding(rope, rngs=nnx.Rngs(0))
-    at = 3 * jnp.arange(T)
+    positions = 3 * jnp.arange(T)
     layer = nnx_layer(rope)
-    wanted = layer(x, positions=at)
-    tables = encoding.tables(at)
-    np.testing.assert_allclose(layer(x, positions=at, tables=tables), wanted, atol=1e-6)
+    expected = layer(x, positions=positions)
+    tables = encoding.tables(positions)
+    np.testing.assert_allclose(layer(x, positions=positions, tables=tables), expected, atol=1e-6)
     module, variables = linen_layer(rope), from_nnx(layer)
-    of_linen = pl.PositionEncoding(rope).apply({}, at, method="tables")
+    of_linen = pl.PositionEncoding(rope).apply({}, positions, method="tables")
     chex.assert_trees_all_equal(of_linen, tables)
-    out = module.apply(variables, x, positions=at, tables=of_linen)
-    np.testing.assert_allclose(out, wanted, atol=1e-6)
+    out = module.apply(variables, x, positions=positions, tables=of_linen)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -170,20 +172,20 @@ def test_decoding_in_nnx_and_linen(kind, x):
     """NNX with a cache that calls are given, Linen with its collection."""
     layer = nnx_layer(kind)
     module, params = linen_layer(kind, decode=True), from_nnx(layer)
-    # A collection of zeros is an empty cache, as those of Flax's attention are.
+    # A collection of zeros is an empty cache, as in Flax's attention.
     shapes = jax.eval_shape(module.init, KEY, x)["cache"]
-    kept = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    collection = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     cache = layer.new_cache(BATCH, T)
     step = jax.jit(lambda x, c: layer(x, cache=c))
     apply = jax.jit(lambda x, c: module.apply({**params, "cache": c}, x, mutable=["cache"]))
-    wanted, start = jax.jit(lambda x: layer(x))(x), 0
+    expected, start = jax.jit(lambda x: layer(x))(x), 0
     for size in [5, 1, 1, 1, 1]:
         part = slice(start, start + size)
         y, cache = step(x[:, part], cache)
-        z, updated = apply(x[:, part], kept)
-        kept = updated["cache"]
-        np.testing.assert_allclose(y, wanted[:, part], atol=1e-5)
-        np.testing.assert_allclose(z, wanted[:, part], atol=1e-5)
+        z, updated = apply(x[:, part], collection)
+        collection = updated["cache"]
+        np.testing.assert_allclose(y, expected[:, part], atol=1e-5)
+        np.testing.assert_allclose(z, expected[:, part], atol=1e-5)
         start += size
 
 
@@ -201,7 +203,7 @@ def test_nnx_parameters_train(kind, x):
 
 def test_one_encoding_shared_by_layers_is_one_set_of_parameters(x):
     shared = pn.PositionEncoding(build(pe.T5), rngs=nnx.Rngs(0))
-    layers = nnx.List([nnx_layer(shared), nnx_layer(shared)])
+    layers = nnx.List([nnx_layer(None, shared_encoding=shared) for _ in range(2)])
     params = nnx.state(layers, nnx.Param)
     tables = [
         leaf
@@ -209,6 +211,48 @@ def test_one_encoding_shared_by_layers_is_one_set_of_parameters(x):
         if "table" in jax.tree_util.keystr(path)
     ]
     assert len(tables) == 1
+
+
+def test_layers_share_an_encoding_and_differ_in_the_rest(x):
+    specs = [pe.LayerSpec(build(pe.T5), window=3), pe.LayerSpec(build(pe.T5), chunk_size=4)]
+    shared = pn.PositionEncoding(specs[0].scheme, rngs=nnx.Rngs(5))
+    outs = []
+    for spec in specs:
+        layer = nnx_layer(spec, shared_encoding=shared)
+        alone = nnx_layer(spec)
+        alone.encoding = shared
+        np.testing.assert_array_equal(layer(x), alone(x))
+        outs.append(layer(x))
+    assert np.abs(outs[0] - outs[1]).max() > 1e-3
+
+    class Pair(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            encoding = pl.PositionEncoding(specs[0].scheme, name="shared")
+            return [linen_layer(spec, shared_encoding=encoding)(x) for spec in specs]
+
+    variables = Pair().init(jax.random.key(0), x)["params"]
+    assert [path for path in variables if "encoding" in variables[path]] == []
+    assert variables["shared"]["parameters"]["table"].shape == (N, 32)
+    outs = Pair().apply({"params": variables}, x)
+    for i, (spec, out) in enumerate(zip(specs, outs, strict=True)):
+        params = variables[f"Attention_{i}"] | {"encoding": variables["shared"]}
+        np.testing.assert_array_equal(linen_layer(spec).apply({"params": params}, x), out)
+
+
+def test_shared_encodings_that_do_not_fit_are_refused(x):
+    rngs = nnx.Rngs(0)
+    shared = pn.PositionEncoding(pe.RoPE(H), rngs=rngs)
+    message = "give an encoding that layers share as shared_encoding"
+    for make in (nnx_layer, lambda position: pn.AttentionFn(position, rngs=rngs)):
+        with pytest.raises(TypeError, match=f"position must be a Scheme or .*{message}"):
+            make(shared)
+    with pytest.raises(ValueError, match=r"must have the scheme of position, ALiBi.*got RoPE"):
+        nnx_layer(build(pe.ALiBi), shared_encoding=shared)
+    with pytest.raises(TypeError, match=message):
+        linen_layer(pl.PositionEncoding(pe.RoPE(H))).init(jax.random.key(0), x)
+    for out in (nnx_layer(None, shared_encoding=shared), nnx_layer(pe.RoPE(H))):
+        assert out.settings == pe.LayerSpec(pe.RoPE(H))
 
 
 def test_layers_under_nnx_scan_with_remat(kind, x):
@@ -223,24 +267,24 @@ def test_layers_under_nnx_scan_with_remat(kind, x):
 
     layers = make(nnx.Rngs(0))
 
-    def run(layers, x, position):
+    def run(layers, x, shared):
         @nnx.remat
-        def one(x, layer):
-            return x + layer(x, position=position)
+        def block(x, layer):
+            return x + layer(x, shared_encoding=shared)
 
-        return nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
+        return nnx.scan(block, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
 
     @nnx.jit
-    def one_layer(layers, x, i, position):
+    def one_layer(layers, x, i, shared):
         layer = jax.tree.map(lambda a: a[i], layers)
-        return x + layer(x, position=position)
+        return x + layer(x, shared_encoding=shared)
 
-    for position in (None, shared):
-        y = nnx.jit(run)(layers, x, position)
-        wanted = x
+    for encoding in (None, shared):
+        y = nnx.jit(run)(layers, x, encoding)
+        expected = x
         for i in range(3):
-            wanted = one_layer(layers, wanted, i, position)
-        np.testing.assert_allclose(y, wanted, atol=1e-5)
+            expected = one_layer(layers, expected, i, encoding)
+        np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
 def test_layers_under_linen_scan_with_remat(kind, x):
@@ -254,11 +298,11 @@ def test_layers_under_linen_scan_with_remat(kind, x):
     )()
     variables = jax.jit(deep.init)(jax.random.key(0), x, None)
     y, _ = jax.jit(deep.apply)(variables, x, None)
-    wanted, block = x, jax.jit(Block().apply)
+    expected, block = x, jax.jit(Block().apply)
     for i in range(3):
-        one = jax.tree.map(lambda a, i=i: a[i], variables)
-        wanted, _ = block(one, wanted, None)
-    np.testing.assert_allclose(y, wanted, atol=1e-5)
+        params = jax.tree.map(lambda a, i=i: a[i], variables)
+        expected, _ = block(params, expected, None)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", IN_STOCK)
@@ -315,11 +359,11 @@ def test_errors_name_the_argument_and_the_value(x):
     for module in (pl.PositionEncoding("rope"), linen_layer("rope")):
         with pytest.raises(TypeError, match="scheme must be a Scheme, got 'rope'"):
             module.init(jax.random.key(0), x)
-    with pytest.raises(TypeError, match=r"position must be a PositionEncoding in .*got RoPE\("):
-        nnx_layer(pe.NoPE())(x, position=pe.RoPE(H))
+    with pytest.raises(TypeError, match=r"shared_encoding must be a PositionEncoding, got RoPE\("):
+        nnx_layer(pe.NoPE())(x, shared_encoding=pe.RoPE(H))
     for call in (
         nnx_layer(pe.NoPE()),
-        lambda x, **rest: linen_layer(pe.NoPE()).init(KEY, x, **rest),
+        lambda x, **options: linen_layer(pe.NoPE()).init(KEY, x, **options),
     ):
         with pytest.raises(TypeError, match=r"unknown argument 'postions'; it takes .*positions"):
             call(x, postions=jnp.arange(T))
@@ -363,12 +407,12 @@ def test_dropout_needs_to_know_whether_to_drop(x):
 
 def test_linen_dropout_follows_deterministic(x):
     variables = from_nnx(nnx_layer(pe.NoPE()))
-    wanted = linen_layer(pe.NoPE()).apply(variables, x)
+    expected = linen_layer(pe.NoPE()).apply(variables, x)
     module = linen_layer(pe.NoPE(), dropout_rate=0.5)
     rngs = {"dropout": jax.random.key(0)}
-    np.testing.assert_array_equal(module.apply(variables, x, deterministic=True), wanted)
+    np.testing.assert_array_equal(module.apply(variables, x, deterministic=True), expected)
     dropped = module.apply(variables, x, deterministic=False, rngs=rngs)
-    assert np.abs(dropped - wanted).max() > 1e-3
+    assert np.abs(dropped - expected).max() > 1e-3
     set_in_module = module.clone(deterministic=False).apply(variables, x, rngs=rngs)
     np.testing.assert_array_equal(set_in_module, dropped)
 
@@ -434,6 +478,8 @@ def test_precision_and_promotion_are_those_of_the_projections(x):
     for call in (layer, lambda x: module.apply(from_nnx(layer), x)):
         program = jax.make_jaxpr(call)(x)
         products = [e for e in program.eqns if e.primitive.name == "dot_general"]
-        found = [e.params for e in products if e.outvars[0].aval.dtype == jnp.float16]
-        assert len(found) == 4  # The two of attention are float32.
-        assert {p for params in found for p in params["precision"]} == {jax.lax.Precision.HIGHEST}
+        settings = [e.params for e in products if e.outvars[0].aval.dtype == jnp.float16]
+        assert len(settings) == 4  # The two of attention are float32.
+        assert {p for params in settings for p in params["precision"]} == {
+            jax.lax.Precision.HIGHEST
+        }

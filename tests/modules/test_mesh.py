@@ -37,10 +37,10 @@ def put(x, *spec):
 
 
 def collectives(f, *args):
-    """The collectives of a program, and what it returns."""
+    """The collectives of a program, and its results."""
     program = f.lower(*args).compile()
-    found = re.findall(rf" ({COLLECTIVES})(?:-start)?\(", program.as_text())
-    return Counter(found), program(*args)
+    names = re.findall(rf" ({COLLECTIVES})(?:-start)?\(", program.as_text())
+    return Counter(names), program(*args)
 
 
 @jax.numpy_rank_promotion("allow")
@@ -60,8 +60,8 @@ def by_hand(w, x, cache=None, *, heads=None, tokens=None):
 
     q, k, v = map(project, ("query", "key", "value"))
     start = 0 if cache is None else cache[2]
-    at = start + jnp.arange(x.shape[1])
-    angles = at[:, None].astype(jnp.float32) * 1e4 ** (-np.arange(0, H, 2, np.float32) / H)
+    positions = start + jnp.arange(x.shape[1])
+    angles = positions[:, None].astype(jnp.float32) * 1e4 ** (-np.arange(0, H, 2, np.float32) / H)
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
 
     def rotate(y):
@@ -74,12 +74,12 @@ def by_hand(w, x, cache=None, *, heads=None, tokens=None):
         k, v = update(cache[0], k), update(cache[1], v)
         cache = k, v, start + x.shape[1]
     keys = jnp.arange(k.shape[1])
-    buckets = pe.t5_bucket(at[:, None] - keys[None])
+    buckets = pe.t5_bucket(positions[:, None] - keys[None])
     table = w["encoding"]["parameters"][1]["table"]
     spec = None if heads is None else P("tensor", None, None)
     bias = table.at[:, buckets].get(out_sharding=spec).reshape(K, N // K, *buckets.shape)
     logits = einsum("btkgh,bskh->bkgts", q.reshape(B, -1, K, N // K, H), k) + bias
-    logits = jnp.where(keys[None] <= at[:, None], logits, -jnp.inf)
+    logits = jnp.where(keys[None] <= positions[:, None], logits, -jnp.inf)
     out = einsum("bkgts,bskh->btkgh", jax.nn.softmax(logits), v).reshape(B, -1, N, H)
     y = einsum("btnh,nhd->btd", out, w["out"]["kernel"], out_sharding=tokens)
     return y if cache is None else (y, cache)
@@ -109,7 +109,7 @@ def documented(row):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_training_prefill_and_decode_have_the_collectives_of_a_layer_by_hand(kind):
-    _, (loss, grads), wanted = on_one_device()
+    _, (loss, grads), expected = on_one_device()
     explicit = kind == AxisType.Explicit
     shardings = {"qkv_sharding": HEADS, "out_sharding": TOKENS} if explicit else {}
     with mesh_of(kind):
@@ -128,10 +128,12 @@ def test_training_prefill_and_decode_have_the_collectives_of_a_layer_by_hand(kin
         def run(state, x, cache=None):
             return nnx.merge(graph, state)(x, cache=cache, **shardings)
 
-        counts, (value, (found, d_x)) = collectives(gradients(run), state, put(X, "data"))
+        counts, (value, (grads_of_state, d_x)) = collectives(gradients(run), state, put(X, "data"))
         assert counts == documented("training step")
-        found = jax.device_get((value, nnx.to_pure_dict(found), d_x))
-        chex.assert_trees_all_close(found, jax.device_get((loss, *grads)), rtol=1e-4, atol=1e-4)
+        grads_of_state = jax.device_get((value, nnx.to_pure_dict(grads_of_state), d_x))
+        chex.assert_trees_all_close(
+            grads_of_state, jax.device_get((loss, *grads)), rtol=1e-4, atol=1e-4
+        )
         cache = layer.new_cache(B, S, qkv_sharding=HEADS if explicit else None)
         if not explicit:
             cache = jax.tree.map(lambda a: put(a, *(HEADS if a.ndim == 4 else ("data",))), cache)
@@ -139,13 +141,13 @@ def test_training_prefill_and_decode_have_the_collectives_of_a_layer_by_hand(kin
         for phase, part in (("prefill", slice(0, 33)), ("decode step", slice(33, 34))):
             counts, (y, cache) = collectives(step, state, put(X[:, part], "data"), cache)
             assert counts == documented(phase), phase
-            np.testing.assert_allclose(y, wanted[:, part], atol=2e-5)
+            np.testing.assert_allclose(y, expected[:, part], atol=2e-5)
 
 
 def test_a_layer_by_hand_has_the_documented_collectives():
     w, _, _ = on_one_device()
     with mesh_of(AxisType.Explicit):
-        own = functools.partial(by_hand, heads=HEADS, tokens=TOKENS)
+        layer_by_hand = functools.partial(by_hand, heads=HEADS, tokens=TOKENS)
         first = ("out", "encoding")  # The heads are the first axis, elsewhere the second.
         w = {
             name: jax.tree.map(
@@ -154,16 +156,16 @@ def test_a_layer_by_hand_has_the_documented_collectives():
             for name, part in w.items()
         }
         x = put(X, "data")
-        assert collectives(gradients(own), w, x)[0] == documented("training step")
+        assert collectives(gradients(layer_by_hand), w, x)[0] == documented("training step")
         cache = *(put(jnp.zeros((B, S, K, H)), *HEADS) for _ in "kv"), jnp.int32(0)
-        step = jax.jit(own, donate_argnums=2)
+        step = jax.jit(layer_by_hand, donate_argnums=2)
         for phase, length in (("prefill", 33), ("decode step", 1)):
             counts, (_, cache) = collectives(step, w, put(X[:, :length], "data"), cache)
             assert counts == documented(phase), phase
 
 
 def test_state_and_features_of_a_scheme_are_sharded_by_heads():
-    """FoX has a sum per head in the cache, beside an array per key and head."""
+    """FoX has a sum per head in the cache, and an array per key and head."""
     with mesh_of(AxisType.Explicit):
         options = LAYER | {"position": pe.FoX(N, D), "axis_names": NAMES}
         layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
@@ -178,7 +180,7 @@ def test_state_and_features_of_a_scheme_are_sharded_by_heads():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_linen_layers_take_logical_names(kind):
-    w, _, wanted = on_one_device()
+    w, _, expected = on_one_device()
     names = {"num_heads": "heads", "num_kv_heads": "kv_heads", "model_dim": "embed"}
     rules = [("heads", "tensor"), ("kv_heads", "tensor"), ("embed", None)]
     module = pl.Attention(N, position=SCHEME, scale=1.0, axis_names=names, **LAYER)
@@ -193,12 +195,12 @@ def test_linen_layers_take_logical_names(kind):
         run = jax.jit(lambda w, x: module.apply({"params": w}, x, **options))
         counts, y = collectives(run, w, put(X, "data"))
     assert counts == documented("prefill")
-    np.testing.assert_allclose(y, wanted, atol=2e-5)
+    np.testing.assert_allclose(y, expected, atol=2e-5)
 
 
 def test_a_linen_cache_on_explicit_axes():
     """The collection "cache" is sharded as `init` is told to shard k and v."""
-    _, _, wanted = on_one_device()
+    _, _, expected = on_one_device()
     options = LAYER | {"position": SCHEME, "scale": 1.0, "implementation": "reference"}
     module = pl.Attention(N, decode=True, **options)
     plain = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
@@ -217,23 +219,23 @@ def test_a_linen_cache_on_explicit_axes():
         for part in (slice(0, 33), slice(33, 34)):
             y, updated = step(cache, put(X[:, part], "data"))
             cache = updated["cache"]
-            np.testing.assert_allclose(y, wanted[:, part], atol=2e-5)
+            np.testing.assert_allclose(y, expected[:, part], atol=2e-5)
 
 
 def test_more_devices_than_key_heads():
     """Key heads that do not divide the axis are not sharded: they have another name."""
-    names, own = {"num_heads": "tensor"}, P("data", None, None, None)
+    names, batch_only = {"num_heads": "tensor"}, P("data", None, None, None)
     options = LAYER | {"num_kv_heads": 2, "position": pe.T5(N)}
     plain = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
-    wanted = jax.jit(lambda x: plain(x))(X)
+    expected = jax.jit(lambda x: plain(x))(X)
     with mesh_of(AxisType.Explicit):
         layer = pn.Attention(D, N, axis_names=names, rngs=nnx.Rngs(0), **options)
-        shardings = {"qkv_sharding": HEADS, "kv_sharding": own, "out_sharding": TOKENS}
-        cache = layer.new_cache(B, S, qkv_sharding=own)
+        shardings = {"qkv_sharding": HEADS, "kv_sharding": batch_only, "out_sharding": TOKENS}
+        cache = layer.new_cache(B, S, qkv_sharding=batch_only)
         run = nnx.jit(lambda layer, x, cache: layer(x, cache=cache, **shardings))
         for part in (slice(0, 33), slice(33, 34)):
             y, cache = run(layer, put(X[:, part], "data"), cache)
-            np.testing.assert_allclose(y, wanted[:, part], atol=2e-5)
+            np.testing.assert_allclose(y, expected[:, part], atol=2e-5)
         with pytest.raises(ValueError, match=r"axis 1 is partitioned 4 times.* dimension size 2"):
             pn.Attention(D, N, axis_names=NAMES, rngs=nnx.Rngs(0), **options)
         with pytest.raises(ValueError, match=r"axis 2 is partitioned 4 times.* dimension size 2"):
@@ -243,7 +245,7 @@ def test_more_devices_than_key_heads():
 
 
 def test_rows_on_devices_of_shard_map_need_no_collective():
-    _, (loss, grads), wanted = on_one_device()
+    _, (loss, grads), expected = on_one_device()
     options = LAYER | {"position": SCHEME, "scale": 1.0, "implementation": "reference"}
     layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
     graph, state = nnx.split(layer)
@@ -261,12 +263,12 @@ def test_rows_on_devices_of_shard_map_need_no_collective():
         mapped = jax.jit(jax.shard_map(decode, in_specs=(P(), rows), out_specs=rows))
         counts, y = collectives(mapped, state, put(X, "data"))
         assert not counts
-        np.testing.assert_allclose(y, wanted, atol=2e-5)
+        np.testing.assert_allclose(y, expected, atol=2e-5)
         mapped = jax.shard_map(run, in_specs=(P(), rows), out_specs=rows)
-        counts, (value, (found, _)) = collectives(gradients(mapped), state, put(X, "data"))
+        counts, (value, (grads_of_state, _)) = collectives(gradients(mapped), state, put(X, "data"))
         assert set(counts) == {"all-reduce"}
     chex.assert_trees_all_close(
-        jax.device_get((value, nnx.to_pure_dict(found))),
+        jax.device_get((value, nnx.to_pure_dict(grads_of_state))),
         jax.device_get((loss, grads[0])),
         rtol=1e-4,
         atol=1e-4,
@@ -277,5 +279,5 @@ def test_the_code_of_the_page_runs_and_prints_what_it_says(capsys):
     code = re.search(r"```python\n(.*?)```", DOCS, re.S)[1]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(code, {})
-    said = re.findall(r"print\(.*\)  # (.*)", code)
-    assert capsys.readouterr().out.splitlines() == said
+    comments = re.findall(r"print\(.*\)  # (.*)", code)
+    assert capsys.readouterr().out.splitlines() == comments

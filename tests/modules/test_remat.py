@@ -1,4 +1,4 @@
-"""Rematerialisation and scan: what policies can save by name, and tables outside of the loop."""
+"""Rematerialisation and scan: names that policies can save, and tables outside of the loop."""
 
 import re
 
@@ -29,7 +29,7 @@ def is_program(x):
 
 
 def primitives(program):
-    """Names of the primitives of a program, those of inner ones too."""
+    """Names of the primitives of a program and of its inner programs."""
     for equation in program.eqns:
         yield equation.primitive.name
         for value in jax.tree.leaves(equation.params, is_leaf=is_program):
@@ -71,21 +71,21 @@ def test_tables_are_computed_once_for_layers_under_scan_and_remat():
 
     graph, state = nnx.split(make(nnx.Rngs(0)))
     encoding = pn.PositionEncoding(pe.RoPE(H), rngs=nnx.Rngs(0))
-    at = jnp.arange(3, 3 + T)
+    positions = jnp.arange(3, 3 + T)
 
-    def loss(x, at, shared):
-        tables = encoding.tables(at) if shared else None
+    def loss(x, positions, shared):
+        tables = encoding.tables(positions) if shared else None
 
         @jax.checkpoint
         def over(x, state):
-            return x + nnx.merge(graph, state)(x, positions=at, tables=tables), None
+            return x + nnx.merge(graph, state)(x, positions=positions, tables=tables), None
 
         return (jax.lax.scan(over, x, state)[0] ** 2).sum()
 
     def step(shared):
-        return jax.grad(lambda x, at: loss(x, at, shared))
+        return jax.grad(lambda x, positions: loss(x, positions, shared))
 
     exact = "shift_right_logical"  # Of the reduction of angles, which is in integers.
-    once = count(encoding.tables, exact, at)
-    assert count(step(shared=True), exact, X, at) == once > 0
-    assert count(step(shared=False), exact, X, at) > once
+    once = count(encoding.tables, exact, positions)
+    assert count(step(shared=True), exact, X, positions) == once > 0
+    assert count(step(shared=False), exact, X, positions) > once

@@ -1,15 +1,13 @@
 """Interpolated grids against PyTorch."""
 
-import json
-import pathlib
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import golden
 
 import posenc_jax as pe
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "grids.json").read_text())
+GOLDEN = golden("grids")
 GRID = np.sin(1 + np.arange(70)).reshape(2, 5, 7).astype(np.float32)
 
 

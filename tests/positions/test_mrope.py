@@ -17,17 +17,17 @@ def qwen(kinds, grids, step=1):
 
     `kinds` is text, True where a patch is; every run of patches is one grid.
     """
-    out, grids, at = [], list(grids), 0
-    while at < len(kinds):
+    out, grids, token = [], list(grids), 0
+    while token < len(kinds):
         start = max((max(c) for c in out), default=-1) + 1
-        if not kinds[at]:
+        if not kinds[token]:
             out.append((start, start, start))
-            at += 1
+            token += 1
             continue
         frames, rows, columns = grids.pop(0)
         for t, h, w in np.ndindex(frames, rows, columns):
             out.append((start + int(t * step), start + h, start + w))
-        at += frames * rows * columns
+        token += frames * rows * columns
     return np.array(out).T, max(max(c) for c in out) + 1 - len(kinds)
 
 
@@ -58,8 +58,12 @@ def test_matches_the_example_of_transformers():
     # transformers 5.23, qwen2_vl, get_rope_index: three words, an image of 2 x 2, two words.
     kinds, grids = ROWS[0]
     coordinates, delta = pe.mrope_coordinates(kinds[None], grids[None])
-    wanted = [[0, 1, 2, 3, 3, 3, 3, 5, 6], [0, 1, 2, 3, 3, 4, 4, 5, 6], [0, 1, 2, 3, 4, 3, 4, 5, 6]]
-    np.testing.assert_array_equal(coordinates[:, 0], wanted)
+    expected = [
+        [0, 1, 2, 3, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 3, 4, 4, 5, 6],
+        [0, 1, 2, 3, 4, 3, 4, 5, 6],
+    ]
+    np.testing.assert_array_equal(coordinates[:, 0], expected)
     assert delta.tolist() == [-2]
     assert coordinates.dtype == delta.dtype == jnp.int32
 
@@ -75,9 +79,9 @@ def test_matches_the_loop_of_qwen(step):
     stacked = map(np.stack, zip(*rows, strict=True))
     got, delta = map(np.asarray, coordinates_of(*stacked, time_step=step))
     for b, (kinds, grids) in enumerate(rows):
-        wanted, wanted_delta = qwen(kinds, grids, step)
-        np.testing.assert_array_equal(got[:, b], wanted)
-        assert delta[b] == wanted_delta
+        expected, expected_delta = qwen(kinds, grids, step)
+        np.testing.assert_array_equal(got[:, b], expected)
+        assert delta[b] == expected_delta
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -91,9 +95,9 @@ def test_rows_of_a_padded_batch_are_rows_alone(side):
         kinds[b, places[b]], segments[b, places[b]], grids[b, : len(g)] = k, 0, g
     coordinates, delta = map(np.asarray, coordinates_of(kinds, grids, segment_ids=segments))
     for b, (k, g) in enumerate(ROWS):
-        wanted, wanted_delta = qwen(k, g)
-        np.testing.assert_array_equal(coordinates[:, b, places[b]], wanted)
-        assert delta[b] == wanted_delta
+        expected, expected_delta = qwen(k, g)
+        np.testing.assert_array_equal(coordinates[:, b, places[b]], expected)
+        assert delta[b] == expected_delta
     assert np.all(coordinates[:, segments < 0] == 0)
 
 
@@ -102,9 +106,9 @@ def test_packed_segments_restart():
     grids = np.concatenate([g for _, g in ROWS])[None]
     segments = np.concatenate([np.full(len(k), i) for i, (k, _) in enumerate(ROWS)])[None]
     coordinates, delta = coordinates_of(kinds, grids, segment_ids=segments)
-    wanted = [qwen(k, g) for k, g in ROWS]
-    np.testing.assert_array_equal(coordinates[:, 0], np.concatenate([w for w, _ in wanted], 1))
-    assert delta.tolist() == [wanted[-1][1]]
+    expected = [qwen(k, g) for k, g in ROWS]
+    np.testing.assert_array_equal(coordinates[:, 0], np.concatenate([w for w, _ in expected], 1))
+    assert delta.tolist() == [expected[-1][1]]
 
 
 def test_time_steps_per_grid():
@@ -132,11 +136,13 @@ def test_decoding_with_delta_equals_the_whole():
     whole = attend(scheme, {}, q, k, v, coordinates=everything, **part)
 
     @jax.jit
-    def step(q, k, v, cache, delta, **where):
+    def step(q, k, v, cache, delta, **placement):
         if delta is not None:
-            where["coordinates"] = cache.next_positions[:, None] + delta[:, None]
-        out, cache = pe.scheme_attention(scheme, {}, q, k, v, cache=cache, is_causal=True, **where)
-        return out, cache, where["coordinates"]
+            placement["coordinates"] = cache.next_positions[:, None] + delta[:, None]
+        out, cache = pe.scheme_attention(
+            scheme, {}, q, k, v, cache=cache, is_causal=True, **placement
+        )
+        return out, cache, placement["coordinates"]
 
     coordinates, delta = coordinates_of(kinds, grids, segment_ids=segments)
     cache = pe.new_cache(scheme, 2, 19, num_heads=6, num_kv_heads=3, head_dim=8)
@@ -146,8 +152,8 @@ def test_decoding_with_delta_equals_the_whole():
     np.testing.assert_allclose(out, whole[:, :15], atol=1e-5)
     for t in range(15, 19):
         now = (a[:, t : t + 1] for a in (q, k, v))
-        out, cache, at = step(*now, cache, delta)
-        assert (np.asarray(at)[:, 0] == everything[:, :, t]).all()
+        out, cache, grid = step(*now, cache, delta)
+        assert (np.asarray(grid)[:, 0] == everything[:, :, t]).all()
         np.testing.assert_allclose(out[:, 0], whole[:, t], atol=1e-5)
     # Without it the image's size is counted twice.
     wrong = attend(scheme, {}, q, k, v, coordinates=np.stack([positions] * 3), **part)

@@ -31,12 +31,12 @@ def test_positions_restart_with_each_segment(lengths, padding):
     lengths[-1] += total - sum(lengths) if sum(lengths) <= total else 0
     segments = np.repeat(ids, lengths)[:total][None]
     segments = np.pad(segments, ((0, 0), (0, total - segments.shape[1])), constant_values=-1)
-    wanted, before = [], None
+    expected, before = [], None
     for segment in segments[0]:
-        wanted.append(wanted[-1] + 1 if segment == before else 0)
+        expected.append(expected[-1] + 1 if segment == before else 0)
         before = segment
     got = from_segment_ids(jnp.asarray(segments, jnp.int32))
-    np.testing.assert_array_equal(got[0], wanted)
+    np.testing.assert_array_equal(got[0], expected)
     assert got.dtype == jnp.int32
 
 
@@ -102,10 +102,10 @@ def test_digit_places_match_the_authors(mask, cut, shift):
 
 def test_digit_places_by_hand():
     digits = jnp.array([[0, 1, 1, 0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 1]])
-    wanted = [[0, 1, 2, 0, 1, 2, 3, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 2]]
-    np.testing.assert_array_equal(digit_places(digits), wanted)
+    expected = [[0, 1, 2, 0, 1, 2, 3, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 2]]
+    np.testing.assert_array_equal(digit_places(digits), expected)
     per_row = digit_places(digits, shift=jnp.array([0, 7]), before=jnp.array([3, 4]))
-    np.testing.assert_array_equal(per_row, [wanted[0], [12, 0, 0, 0, 0, 0, 0, 8, 9]])
+    np.testing.assert_array_equal(per_row, [expected[0], [12, 0, 0, 0, 0, 0, 0, 8, 9]])
 
 
 @settings(deadline=None, max_examples=25)

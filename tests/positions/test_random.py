@@ -1,4 +1,4 @@
-"""Coordinates drawn at random: what they keep, and the authors' own lines where these can run."""
+"""Coordinates drawn at random: their invariants, and lines of the authors' code that can run."""
 
 import collections
 
@@ -12,17 +12,17 @@ from oracle import attend, qkv
 from support import SIZES, build, close, make_batch
 
 import posenc_jax as pe
-from posenc_jax import positions as at
+from posenc_jax import positions as pos
 
 KEY = jax.random.key(3)
 PACKED = jnp.array([[0] * 5 + [1] * 11 + [-1] * 3, [7] * 12 + [8] * 7])
-PLACES = at.from_segment_ids(PACKED)
+PLACES = pos.from_segment_ids(PACKED)
 DRAWS = {
-    "randomized": lambda key, p, **o: at.randomized(key, p, 50, **o),
-    "random_floats": lambda key, p, **o: at.random_floats(key, p, 50.0, **o),
-    "shifted": lambda key, p, **o: at.shifted(key, p, 40, **o),
-    "continuous": at.continuous,
-    "skip_wise": lambda key, p, **o: at.skip_wise(key, p, 60, **o),
+    "randomized": lambda key, p, **o: pos.randomized(key, p, 50, **o),
+    "random_floats": lambda key, p, **o: pos.random_floats(key, p, 50.0, **o),
+    "shifted": lambda key, p, **o: pos.shifted(key, p, 40, **o),
+    "continuous": pos.continuous,
+    "skip_wise": lambda key, p, **o: pos.skip_wise(key, p, 60, **o),
 }
 COMPILED = [jax.jit(draw) for draw in DRAWS.values()]
 ALL = pytest.mark.parametrize("draw", COMPILED, ids=DRAWS.keys())
@@ -57,19 +57,19 @@ def test_rows_segments_and_keys_draw_independently_also_under_jit(name):
 @pytest.mark.parametrize("name", ["shifted", "continuous"])
 def test_a_decode_step_continues_the_draw(name):
     draw = jax.jit(DRAWS[name])
-    whole = draw(KEY, at.count_up(2, 12))
-    step = draw(KEY, at.count_up(2, 3, 9))
+    whole = draw(KEY, pos.count_up(2, 12))
+    step = draw(KEY, pos.count_up(2, 3, 9))
     np.testing.assert_allclose(step, whole[:, 9:], atol=1e-6)
 
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 1000))
 def test_randomized_numbers_are_distinct_and_below_the_maximum(seed):
-    draw = jax.jit(at.randomized, static_argnums=2)
+    draw = jax.jit(pos.randomized, static_argnums=2)
     out = np.asarray(draw(jax.random.key(seed), PLACES, 19, segment_ids=PACKED))
     assert out.dtype == jnp.int32 and out.min() >= 0 and out.max() < 19
     assert all(len(set(row.tolist())) == 19 for row in out)
-    whole = draw(jax.random.key(seed), at.count_up(1, 19), 19)
+    whole = draw(jax.random.key(seed), pos.count_up(1, 19), 19)
     np.testing.assert_array_equal(whole[0], np.arange(19))
 
 
@@ -77,7 +77,7 @@ def test_random_floats_are_the_order_statistics_of_uniform_numbers():
     """The k-th of n has mean k / (n + 1) and variance k (n + 1 - k) / ((n + 1)^2 (n + 2))."""
     positions, segments = jnp.array([[0, 0, 1, 2, 1]]), jnp.array([[0, 1, 0, 0, 1]])
     keys = jax.random.split(KEY, 4000)
-    out = jax.vmap(lambda k: at.random_floats(k, positions, 8.0, segment_ids=segments)[0])(keys)
+    out = jax.vmap(lambda k: pos.random_floats(k, positions, 8.0, segment_ids=segments)[0])(keys)
     assert out.dtype == jnp.float32 and out.min() >= 0 and out.max() < 8
     k, n = np.array([1, 1, 2, 3, 2]), np.array([3, 2, 3, 3, 2])
     mean, variance = k / (n + 1), k * (n + 1 - k) / ((n + 1) ** 2 * (n + 2))
@@ -90,17 +90,17 @@ def test_random_floats_are_the_order_statistics_of_uniform_numbers():
 
 def test_spaced_floats_fill_the_range_of_the_paper():
     """(2 i - 1) / (2 n) for i from 1, times the range."""
-    out = at.spaced_floats(jnp.arange(10)[None], 10, 1.0)
+    out = pos.spaced_floats(jnp.arange(10)[None], 10, 1.0)
     np.testing.assert_allclose(out[0], [(2 * i - 1) / 20 for i in range(1, 11)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("length, high", [(0, 1.0), (4, 0.0), (4, -1.0)])
 def test_random_floats_refuse_an_empty_range(length, high):
     with pytest.raises(ValueError, match=r"(length|high)"):
-        at.spaced_floats(PLACES, length, high)
+        pos.spaced_floats(PLACES, length, high)
     if length:
         with pytest.raises(ValueError, match="high"):
-            at.random_floats(KEY, PLACES, high)
+            pos.random_floats(KEY, PLACES, high)
 
 
 def test_randomized_sets_are_equally_likely():
@@ -108,7 +108,7 @@ def test_randomized_sets_are_equally_likely():
     segments = jnp.array([[0, 1, 0, 1]])  # Segments need not be contiguous.
     positions = jnp.array([[0, 0, 1, 1]])
     keys = jax.random.split(KEY, 4000)
-    draw = jax.vmap(lambda k: at.randomized(k, positions, 5, segment_ids=segments)[0])
+    draw = jax.vmap(lambda k: pos.randomized(k, positions, 5, segment_ids=segments)[0])
     out = np.asarray(jax.jit(draw)(keys))
     for first in (0, 1):
         seen = collections.Counter(map(tuple, out[:, first::2].tolist()))
@@ -117,17 +117,17 @@ def test_randomized_sets_are_equally_likely():
 
 def test_randomized_is_ordered_by_positions_not_by_slots():
     order = jax.random.permutation(KEY, 19)
-    out = at.randomized(KEY, at.count_up(1, 19)[:, order], 100)
+    out = pos.randomized(KEY, pos.count_up(1, 19)[:, order], 100)
     assert (np.diff(out[0, jnp.argsort(order)]) > 0).all()
 
 
-def noisy_alibi(slopes, length, drawn, left=None):
+def noisy_alibi(slopes, length, drawn, future=None):
     """google-deepmind/randomized_positional_encodings, compute_noisy_alibi_encodings_biases.
 
-    `drawn` are its sorted positions, `left` those of the left side with randomize_both_sides.
+    `drawn` are its sorted positions, `future` the left side with randomize_both_sides.
     """
     right = -np.float64(drawn)
-    before = np.flip(right) if left is None else np.sort(-np.float64(left))
+    before = np.flip(right) if future is None else np.sort(-np.float64(future))
     row = np.concatenate([[np.nan], before + 0.5, [0.0], right])
     bias = np.zeros((length, length))
     for i in range(length):  # relative_shift: keys from i back to i on.
@@ -137,13 +137,15 @@ def noisy_alibi(slopes, length, drawn, left=None):
 
 @pytest.mark.parametrize("both", [False, True])
 def test_randomized_distances_match_the_authors(both):
-    drawn, left = (at.randomized_distances(k, 62, 2048) for k in jax.random.split(KEY))
+    drawn, future = (pos.randomized_distances(k, 62, 2048) for k in jax.random.split(KEY))
     assert (np.diff(drawn) > 0).all() and drawn[0] >= 1 and drawn[-1] < 2048
     alibi = pe.ALiBi(num_heads=6, past_offset=0.5)
-    bias = pe.on_distances(alibi.rules({}), left if both else drawn, drawn)
-    wanted = noisy_alibi(pe.alibi_slopes(6), 63, drawn, left if both else None)
-    np.testing.assert_allclose(bias.dense(jnp.arange(63), jnp.arange(63)), wanted, rtol=2e-6)
-    np.testing.assert_allclose(bias.dense(jnp.arange(100, 163), jnp.arange(100, 163)), wanted, 2e-6)
+    bias = pe.on_distances(alibi.rules({}), future if both else drawn, drawn)
+    expected = noisy_alibi(pe.alibi_slopes(6), 63, drawn, future if both else None)
+    np.testing.assert_allclose(bias.dense(jnp.arange(63), jnp.arange(63)), expected, rtol=2e-6)
+    np.testing.assert_allclose(
+        bias.dense(jnp.arange(100, 163), jnp.arange(100, 163)), expected, 2e-6
+    )
     run = jax.jit(pe.attention, static_argnames="implementation")
     out, again = (run(*qkv(), rules=bias, implementation=i) for i in ("reference", "xla"))
     plain = run(*qkv(), rules=alibi.rules({}), implementation="xla")
@@ -164,7 +166,7 @@ def test_distances_beyond_the_draw_are_nan_and_others_exact():
 
 def test_shifts_cover_their_range_and_keep_distances():
     keys = jax.random.split(KEY, 300)
-    draw = jax.vmap(lambda k: at.shifted(k, PLACES, 7, segment_ids=PACKED))
+    draw = jax.vmap(lambda k: pos.shifted(k, PLACES, 7, segment_ids=PACKED))
     out = np.asarray(jax.jit(draw)(keys)) - np.asarray(PLACES)[None]
     assert set(out[:, 0, 0].tolist()) == set(range(7))
     for moved in out[:20]:
@@ -172,11 +174,11 @@ def test_shifts_cover_their_range_and_keep_distances():
 
 
 def test_continuous_draws_cover_their_bounds():
-    keys, positions = jax.random.split(KEY, 2000), at.count_up(1, 3, 100)
+    keys, positions = jax.random.split(KEY, 2000), pos.count_up(1, 3, 100)
 
     def of(**options):
         none = {"global_shift": 0.0, "local_shift": 0.0, "max_scaling": 1.0}
-        draw = jax.vmap(lambda k: at.continuous(k, positions, **(none | options))[0])
+        draw = jax.vmap(lambda k: pos.continuous(k, positions, **(none | options))[0])
         return np.asarray(jax.jit(draw)(keys))
 
     np.testing.assert_array_equal(of(), np.tile(positions, (2000, 1)))
@@ -203,7 +205,7 @@ def test_gaps_match_the_authors():
     np.testing.assert_array_equal(pose(8, 3, 20), [0, 1, 2, 23, 24, 25, 26, 27])
     cuts, gaps = set(), set()
     keys = jax.random.split(KEY, 400)
-    draw = jax.vmap(lambda k: at.skip_wise(k, PLACES, 30, segment_ids=PACKED))
+    draw = jax.vmap(lambda k: pos.skip_wise(k, PLACES, 30, segment_ids=PACKED))
     outs = jax.jit(draw)(keys)
     for out in np.asarray(outs):
         for part in parts(out):
@@ -223,19 +225,19 @@ def test_packed_segments_equal_segments_alone(draw, name):
     scheme, tokens = build(pe.SCHEMES[name]), make_batch()
     params = scheme.init(KEY)
     coordinates = draw(KEY, PLACES, segment_ids=PACKED)
-    where = {"positions": PLACES, "segment_ids": PACKED, "coordinates": coordinates}
+    placement = {"positions": PLACES, "segment_ids": PACKED, "coordinates": coordinates}
 
     @jax.jit
-    def run(part, where):
-        x = pe.scheme_embedding(scheme, params, part.x, coordinates=where["coordinates"])
+    def run(part, placement):
+        x = pe.scheme_embedding(scheme, params, part.x, coordinates=placement["coordinates"])
         q = part.q + x[..., None, :8]
-        options = {"is_causal": True, **where}
+        options = {"is_causal": True, **placement}
         return pe.scheme_attention(scheme, params, q, part.k, part.v, **options)[0]
 
     if name == "t5" and coordinates.dtype == jnp.float32:
         coordinates = coordinates.astype(jnp.int32)  # Buckets count whole distances.
-        where["coordinates"] = coordinates
-    whole = run(tokens, where)
+        placement["coordinates"] = coordinates
+    whole = run(tokens, placement)
     second = slice(5, 16)
     alone = run(tokens[:1, second], {"coordinates": coordinates[:1, second]})
     close(whole[:1, second], alone)
@@ -245,20 +247,20 @@ def test_decoding_after_left_padding():
     tokens, scheme = make_batch(), pe.RoPE(head_dim=SIZES["head_dim"])
     q, k, v = map(np.asarray, (tokens.q, tokens.k, tokens.v))
     real = jnp.arange(19)[None] >= jnp.array([[0], [4]])
-    positions, segments = at.from_padding_mask(real)
-    coordinates = at.randomized(KEY, positions, 500, segment_ids=segments)
-    where = {"positions": positions, "segment_ids": segments, "coordinates": coordinates}
-    whole = attend(scheme, {}, q, k, v, is_causal=True, **where)
+    positions, segments = pos.from_padding_mask(real)
+    coordinates = pos.randomized(KEY, positions, 500, segment_ids=segments)
+    placement = {"positions": positions, "segment_ids": segments, "coordinates": coordinates}
+    whole = attend(scheme, {}, q, k, v, is_causal=True, **placement)
     cache = pe.new_cache(
         scheme, 2, 19, num_heads=6, num_kv_heads=3, head_dim=8, coordinates=coordinates
     )
 
     @jax.jit
-    def step(cache, where, *arrays):
-        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, is_causal=True, **where)
+    def step(cache, placement, *arrays):
+        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, is_causal=True, **placement)
 
     for part in (slice(0, 12), slice(12, 18), slice(18, 19)):
-        here = {name: np.asarray(x)[:, part] for name, x in where.items()}
+        here = {name: np.asarray(x)[:, part] for name, x in placement.items()}
         out, cache = step(cache, here, *(x[:, part] for x in (q, k, v)))
         close(out, whole[:, part])
 
@@ -266,14 +268,29 @@ def test_decoding_after_left_padding():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda p: at.randomized(KEY, p, 18), "randomized: max_length must be .* 19 .*, got 18"),
-        (lambda p: at.randomized(KEY, p[0], 30), r"positions must be \[B, T\], got .*\(19,\)"),
-        (lambda p: at.randomized_distances(KEY, 5, 5), "count must be 1 to 4 .*, got 5"),
-        (lambda p: at.shifted(KEY, p, 0), "shifted: max_shift must be at least 1, got 0"),
-        (lambda p: at.skip_wise(KEY, p, 18), "skip_wise: max_length .* 19 .*, got 18"),
-        (lambda p: at.continuous(KEY, p, local_shift=-1.0), "must not be negative, got 5.0 and -1"),
-        (lambda p: at.continuous(KEY, p, max_scaling=0.5), "max_scaling must be .*, got 0.5"),
-        (lambda p: at.shifted(KEY, p, 3, segment_ids=p[:1]), r"segment_ids must be .*\(1, 19\)"),
+        (
+            lambda p: pos.randomized(KEY, p, 18),
+            "randomized: max_length must be .* 19 .*, got 18",
+        ),
+        (
+            lambda p: pos.randomized(KEY, p[0], 30),
+            r"positions must be \[B, T\], got .*\(19,\)",
+        ),
+        (lambda p: pos.randomized_distances(KEY, 5, 5), "count must be 1 to 4 .*, got 5"),
+        (lambda p: pos.shifted(KEY, p, 0), "shifted: max_shift must be at least 1, got 0"),
+        (lambda p: pos.skip_wise(KEY, p, 18), "skip_wise: max_length .* 19 .*, got 18"),
+        (
+            lambda p: pos.continuous(KEY, p, local_shift=-1.0),
+            "must not be negative, got 5.0 and -1",
+        ),
+        (
+            lambda p: pos.continuous(KEY, p, max_scaling=0.5),
+            "max_scaling must be .*, got 0.5",
+        ),
+        (
+            lambda p: pos.shifted(KEY, p, 3, segment_ids=p[:1]),
+            r"segment_ids must be .*\(1, 19\)",
+        ),
     ],
 )
 def test_errors_name_the_argument_and_the_value(call, message):

@@ -43,13 +43,13 @@ class Stack(nnx.Module):
             for y in layers
         )
 
-    def __call__(self, x, caches=None, **where):
+    def __call__(self, x, caches=None, **tokens):
         new = []
         for i, layer in enumerate(self.layers):
             if caches is None:
-                x = x + layer(x, **where)
+                x = x + layer(x, **tokens)
             else:
-                out, cache = layer(x, cache=caches[i], **where)
+                out, cache = layer(x, cache=caches[i], **tokens)
                 x = x + out
                 new.append(cache)
         return x if caches is None else (x, new)
@@ -93,11 +93,13 @@ def test_chunks_hide_what_a_mask_would(is_causal, window):
     )
     x = jax.random.normal(jax.random.key(1), (2, 19, 16))
     ids = jnp.array([[-1] * 2 + [0] * 17, [0] * 11 + [1] * 6 + [-1] * 2])
-    at = pe.positions.from_segment_ids(ids) + jnp.array([[0], [6]])
-    mask = (at[:, :, None] // 4 == at[:, None] // 4)[:, None]
+    positions = pe.positions.from_segment_ids(ids) + jnp.array([[0], [6]])
+    mask = (positions[:, :, None] // 4 == positions[:, None] // 4)[:, None]
     run = nnx.jit(lambda layer, x, **options: layer(x, **options))
-    wanted = run(masked, x, positions=at, segment_ids=ids, mask=mask)
-    np.testing.assert_allclose(run(layer, x, positions=at, segment_ids=ids), wanted, atol=2e-6)
+    expected = run(masked, x, positions=positions, segment_ids=ids, mask=mask)
+    np.testing.assert_allclose(
+        run(layer, x, positions=positions, segment_ids=ids), expected, atol=2e-6
+    )
     first = np.arange(19) // 4  # Without positions, they count from zero.
     mask = jnp.asarray(first[:, None] == first)[None, None]
     np.testing.assert_allclose(run(layer, x), run(masked, x, mask=mask), atol=2e-6)
@@ -106,13 +108,13 @@ def test_chunks_hide_what_a_mask_would(is_causal, window):
     cache, outs = layer.new_cache(2, 19), []
     for part in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 12)), slice(12, 19)):
         y, cache = run(
-            layer, x[:, part], cache=cache, positions=at[:, part], segment_ids=ids[:, part]
+            layer, x[:, part], cache=cache, positions=positions[:, part], segment_ids=ids[:, part]
         )
         outs.append(y)
     real = ids >= 0
-    np.testing.assert_allclose(jnp.concatenate(outs, 1)[real], wanted[real], atol=2e-6)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1)[real], expected[real], atol=2e-6)
     y, cache = run(layer, x[:1], cache=layer.new_cache(1, 19), segment_ids=ids[:1])
-    np.testing.assert_allclose(y[:, 2:], wanted[:1, 2:], atol=2e-6)  # Padding has no positions.
+    np.testing.assert_allclose(y[:, 2:], expected[:1, 2:], atol=2e-6)  # Padding has no positions.
 
 
 def test_what_chunks_do_not_go_with():
@@ -127,12 +129,12 @@ def test_what_chunks_do_not_go_with():
 def test_drope_replaces_a_trained_rope_by_nope():
     """Train with RoPE, then without, then evaluate longer sequences with a temperature."""
     x = jax.random.normal(jax.random.key(1), (4, 12, 16))
-    wanted = jnp.roll(x, 1, axis=1)
+    expected = jnp.roll(x, 1, axis=1)
 
     @nnx.jit
     def train(model):
         def loss(model):
-            return ((model(x) - wanted)[:, 1:] ** 2).mean()
+            return ((model(x) - expected)[:, 1:] ** 2).mean()
 
         value, grads = nnx.value_and_grad(loss)(model)
         params = nnx.state(model, nnx.Param)

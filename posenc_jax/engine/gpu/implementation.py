@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.kernels import Kernels, compute, padded, refusal, without_hidden
+from posenc_jax.engine.kernels import Kernels, padded, refusal, without_hidden
 from posenc_jax.engine.problem import Problem, repeat_heads
 
 _CAPABILITY = "9.0"  # Only these GPUs have the products that the kernels use.
@@ -31,10 +32,11 @@ class PallasGPU(Kernels):
         if jax.__version_info__ < (0, 11, 2):
             return f"kernels for GPUs need jax 0.11.2 or later, and this is {jax.__version__}"
         if jax.default_backend() == "gpu" and not (self.interpret or self.cross_compile):
-            found = jax.local_devices()[0].compute_capability
-            if found != _CAPABILITY:
+            capability = jax.local_devices()[0].compute_capability
+            if capability != _CAPABILITY:
                 return (
-                    f"kernels for GPUs need compute capability {_CAPABILITY}, and this is {found}"
+                    f"kernels for GPUs need compute capability {_CAPABILITY}, and this is "
+                    f"{capability}"
                 )
             if _cuda_version() in _MISCOMPILED:
                 return "kernels for GPUs need CUDA 12.9.1 or later, whose ptxas is right"
@@ -52,14 +54,10 @@ class PallasGPU(Kernels):
         return refusal(p, functools.partial(_no_room, p))
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        from posenc_jax.engine.gpu.backward import backward
-        from posenc_jax.engine.gpu.forward import forward
-        from posenc_jax.engine.gpu.spec import Spec
         from posenc_jax.engine.rules import DotBias
 
         p = without_hidden(problem)
-        dim, value_dim = p.q.shape[3], p.v.shape[3]
-        wide = max(dim, value_dim) > 128
+        value_dim = p.v.shape[3]
         q, k, v = (_padded_dim(x) for x in (p.q, p.k, p.v))
         if any(
             isinstance(rule, DotBias)
@@ -69,21 +67,32 @@ class PallasGPU(Kernels):
         ):
             # A block of threads has the features of its keys, of one head.
             k, v = (repeat_heads(x, p.num_heads) for x in (k, v))
-        p = dataclasses.replace(p, q=q, k=k, v=v)
-
-        def spec_of(products, **static):
-            return Spec(
-                length=padded(p.length, 128),
-                keys=padded(p.keys, 128),
-                forward=Blocks(128, 32 if wide else 64 if products else 128),
-                backward=Blocks(128, 32 if wide else 64),
-                products=products,
-                interpret=self.interpret,
-                **static,
-            )
-
-        out, lse = compute((forward, backward), spec_of, p)
+        out, lse = self.run(dataclasses.replace(p, q=q, k=k, v=v))
         return out[..., :value_dim], lse
+
+    def make_spec(self, problem: Problem, **fields: Any) -> Any:
+        from posenc_jax.engine.gpu.spec import GPUSpec
+
+        wide = max(fields["dim"], fields["value_dim"]) > 128
+        narrow_keys = 64 if fields["products"] else 128
+        return GPUSpec(
+            **fields,
+            length=padded(problem.length, 128),
+            keys=padded(problem.keys, 128),
+            forward=Blocks(128, 32 if wide else narrow_keys),
+            backward=Blocks(128, 32 if wide else 64),
+            interpret=self.interpret,
+        )
+
+    def run_forward(self, spec, x):
+        from posenc_jax.engine.gpu.forward import forward
+
+        return forward(spec, x)
+
+    def run_backward(self, spec, x, d_out, lse, delta):
+        from posenc_jax.engine.gpu.backward import backward
+
+        return backward(spec, x, d_out, lse, delta)
 
 
 def _cuda_version() -> int | None:
@@ -95,8 +104,8 @@ def _cuda_version() -> int | None:
 
 
 def _no_room(p: Problem, counts: list[int]) -> str | None:
-    """Returns why there is no kernel for vectors per distance with so many numbers each."""
-    from posenc_jax.engine.gpu.dot_arrays import fits
+    """Returns why there is no kernel for vectors of `counts` numbers per distance, or None."""
+    from posenc_jax.engine.gpu.band_arrays import fits
 
     dims = p.q.shape[3], p.v.shape[3]
     if counts and (max(*dims, *counts) > 128 or not fits(*dims, counts)):
@@ -105,5 +114,5 @@ def _no_room(p: Problem, counts: list[int]) -> str | None:
 
 
 def _padded_dim(x: jax.Array) -> jax.Array:
-    """Returns vectors with zeros up to a multiple of 32 numbers, rows of shared memory."""
+    """Pads vectors with zeros to a multiple of 32 numbers, rows of shared memory."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[3] % 32)))

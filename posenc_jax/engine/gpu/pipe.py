@@ -1,7 +1,7 @@
-"""What a warpgroup that copies and two that compute have between them.
+"""Pipes from the warpgroup that copies to the two that compute, and the launch of kernels.
 
-A pipe has slots in shared memory. The warpgroup that copies waits until a slot is free, fills it
-and goes on; those that compute wait until it is full, and free it.
+A pipe has slots in shared memory. The copying warpgroup waits until a slot is free, fills it and
+goes on; the computing ones wait until it is full, and release it.
 """
 
 import dataclasses
@@ -14,39 +14,39 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from posenc_jax.engine.gpu.gather import unknown_zero
-from posenc_jax.engine.gpu.spec import ROWS, Spec
+from posenc_jax.engine.gpu.gather import opaque_zero
+from posenc_jax.engine.gpu.spec import ROWS, GPUSpec, Int, Ref
 from posenc_jax.engine.kernels import padded
 
 COMPUTE = 2
-"""Warpgroups that compute; the one after them copies."""
-_ROOM = 227 * 1024 - 2048  # Bytes of shared memory, less those of barriers.
+"""The number of warpgroups that compute; the one after them copies."""
+_ROOM = 227 * 1024 - 2048  # Bytes of shared memory without barriers.
 _ALIGNED = 1024  # Bytes: each array starts at a multiple.
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipe:
-    """Copies of a step.
+    """Blocks that one warpgroup copies and two read, step by step.
 
     Attributes:
       slots: references [slots, ...], by name.
       full, free: barriers [slots].
-      interpret: as for `unknown_zero`.
+      interpret: as for `opaque_zero`.
     """
 
-    slots: dict[str, Any]
-    full: Any
-    free: Any
+    slots: dict[str, Ref]
+    full: Ref
+    free: Ref
     interpret: Any
 
     @property
     def _count(self) -> int:
         return next(iter(self.slots.values())).shape[0]
 
-    def _slot(self, step: Any) -> Any:
+    def _slot(self, step: Int) -> jax.Array:
         return jax.lax.rem(step, jnp.int32(self._count))
 
-    def fill(self, step: Any, **sources: Any) -> None:
+    def fill(self, step: Int, **sources: Ref) -> None:
         """Copies from global memory, for step 0, 1, ..."""
         slot = self._slot(step)
 
@@ -54,33 +54,33 @@ class Pipe:
         def _():
             plgpu.barrier_wait(self.free.at[slot])
 
-        for name, to in self.slots.items():
-            plgpu.copy_gmem_to_smem(sources[name], to.at[slot], self.full.at[slot])
+        for name, ref in self.slots.items():
+            plgpu.copy_gmem_to_smem(sources[name], ref.at[slot], self.full.at[slot])
 
-    def wait(self, step: Any) -> dict[str, Any]:
-        """Returns the blocks of a step, when they are there."""
+    def wait(self, step: Int) -> dict[str, Ref]:
+        """Waits for the blocks of a step, and returns them."""
         plgpu.barrier_wait(self.full.at[self._slot(step)])
         return self.blocks(step)
 
-    def blocks(self, step: Any) -> dict[str, Any]:
+    def blocks(self, step: Int) -> dict[str, Ref]:
         """Returns the blocks of a step that was waited for."""
-        slot = self._slot(step) if self._count > 1 else unknown_zero(self.interpret)
+        slot = self._slot(step) if self._count > 1 else opaque_zero(self.interpret)
         return {name: x.at[slot] for name, x in self.slots.items()}
 
-    def release(self, step: Any) -> None:
-        """Gives the slot of a step back."""
+    def release(self, step: Int) -> None:
+        """Releases the slot of a step."""
         if any(len(x.shape) == 2 for x in self.slots.values()):
-            # Vectors are read by threads, not by the tensor cores: copies must come after that.
+            # Threads read vectors, not the tensor cores: the next copy must wait for their reads.
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.free.at[self._slot(step)])
 
 
-def pipe(spec: Spec, slots: int, dtype: Any, **blocks: tuple[int, ...]) -> dict[str, Any]:
-    """Returns what a kernel allocates for a `Pipe`.
+def pipe(spec: GPUSpec, slots: int, dtype: Any, **blocks: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the scratch types of a `Pipe`.
 
     Args:
       spec: the static part.
-      slots: how many blocks there are of each.
+      slots: the number of slots of each block.
       dtype: of matrices; vectors are float32.
       **blocks: shapes of matrices and vectors by name.
     """
@@ -96,22 +96,22 @@ def pipe(spec: Spec, slots: int, dtype: Any, **blocks: tuple[int, ...]) -> dict[
 
 
 def most_slots(make: Callable[[int, int], dict[str, Any]]) -> dict[str, Any]:
-    """Returns what a kernel allocates, with as many slots as there is room for.
+    """Returns the scratch types with the most slots for which there is room.
 
     Args:
-      make: `make(slots, of_dots)` allocates so many slots for tokens, and for vectors per distance.
+      make: `make(slots, band_slots)` returns scratch types, for slots of tokens and of bands.
     """
 
-    def size(made):
-        leaves = (x for x in jax.tree.leaves(made) if hasattr(x, "dtype"))
+    def size(types):
+        leaves = (x for x in jax.tree.leaves(types) if hasattr(x, "dtype"))
         sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
         return sum(padded(n, _ALIGNED) for n in sizes)
 
-    most = [make(*slots) for slots in ((2, 2), (2, 1), (1, 1))]
-    return next((made for made in most if size(made) <= _ROOM), most[-1])
+    options = [make(*slots) for slots in ((2, 2), (2, 1), (1, 1))]
+    return next((types for types in options if size(types) <= _ROOM), options[-1])
 
 
-def matrix(spec: Spec, *shape: int, dtype: Any) -> Any:
+def matrix(spec: GPUSpec, *shape: int, dtype: Any) -> Any:
     """Returns the type of matrices in shared memory, operands of products."""
     swizzle = 64 if spec.wide or shape[-1] % 64 else 128
     columns = swizzle // jnp.dtype(dtype).itemsize
@@ -124,83 +124,110 @@ def vector(*shape: int) -> Any:
     return plgpu.SMEM(shape, jnp.float32)
 
 
-def product(acc: Any, a: jax.Array, b: Any, scratch: Any, warpgroup: Any) -> None:
-    """Adds a @ b to an accumulator, where a is in registers.
-
-    Pallas' interpreter reads operands from shared memory alone; there, `scratch` is an `operand`.
-    """
-    if scratch is None:
-        plgpu.wgmma(acc, a, b)
-    else:
-        scratch.at[warpgroup][...] = a
-        plgpu.wgmma(acc, scratch.at[warpgroup], b)
-
-
 def operand(columns: int, dtype: Any) -> Any:
-    """Returns the type of `scratch` of `product`."""
+    """Returns the type of the staging memory of `product`."""
     return plgpu.SMEM((COMPUTE, ROWS, columns), dtype)
 
 
-def write_rows(numbers: Any, outs: Any, staged: Any, b: Any, head: Any, start: Any) -> None:
-    """Writes numbers per row, pytrees of [64], to arrays [B, N, T]."""
-    for y, out in zip(jax.tree.leaves(numbers), jax.tree.leaves(outs), strict=True):
-        staged[...] = y
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, out.at[b, head, pl.ds(start, ROWS)])
-        plgpu.wait_smem_to_gmem(0)
+@dataclasses.dataclass(frozen=True)
+class Warpgroup:
+    """The place of a warpgroup, and its references.
+
+    Attributes:
+      number: 0 or 1, or 2 for the warpgroup that copies.
+      grid: the indices of its block of threads, by name.
+      refs, out_refs: references to inputs and outputs in global memory.
+      scratch: references to shared memory and barriers, and pipes, by name.
+    """
+
+    number: jax.Array
+    grid: dict[str, jax.Array]
+    refs: dict[str, Any]
+    out_refs: Any
+    scratch: dict[str, Any]
+
+    def part(self, name: str) -> Ref:
+        """Returns the part of scratch memory or of barriers that belongs to the warpgroup."""
+        return self.scratch[name].at[self.number]
+
+    def product(self, acc: Ref, a: jax.Array, b: Ref, staging: str = "operand") -> None:
+        """Adds a @ b to an accumulator, where a is in registers.
+
+        Pallas' interpreter reads operands from shared memory alone: there, `staging` names an
+        `operand`.
+        """
+        if staging not in self.scratch:
+            plgpu.wgmma(acc, a, b)
+        else:
+            self.part(staging)[...] = a
+            plgpu.wgmma(acc, self.part(staging), b)
+
+    def write_rows(
+        self, rows: Any, out_refs: Any, staging: str, b: Int, head: Int, start: Int
+    ) -> None:
+        """Writes scalars per row, a pytree of [64], to arrays [B, N, T]."""
+        staged = self.part(staging)
+        for y, out_ref in zip(jax.tree.leaves(rows), jax.tree.leaves(out_refs), strict=True):
+            staged[...] = y
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged, out_ref.at[b, head, pl.ds(start, ROWS)])
+            plgpu.wait_smem_to_gmem(0)
 
 
 def launch(
     name: str,
-    compute: Callable[..., None],
-    copy: Callable[..., None],
+    compute: Callable[[Warpgroup], None],
+    copy: Callable[[Warpgroup], None],
     *,
     grid: dict[str, int],
-    given: Any,
-    outs: Any,
-    scratch: dict[str, Any],
+    inputs: dict[str, Any],
+    out_types: Any,
+    scratch_types: dict[str, Any],
     interpret: Any,
 ) -> Any:
-    """Runs a kernel.
+    """Runs a kernel, and returns its results.
 
     Args:
       name: of the kernel.
-      compute: `compute(at, own, out, kept, warpgroup)`: what warpgroups 0 and 1 do; `at` is the
-        place in the grid.
-      copy: `copy(at, own, kept)`: what the third one does.
-      grid: the number of blocks of threads by name; those of the last are neighbours.
-      given: pytree of arrays.
-      outs: pytree of the types of the results.
-      scratch: what is allocated; of a `pipe`, a `Pipe` is kept.
+      compute: the code of warpgroups 0 and 1.
+      copy: the code of warpgroup 2.
+      grid: the number of blocks of threads by name; neighbours differ in the last index.
+      inputs: pytrees of arrays, by name.
+      out_types: pytree of the types of the results.
+      scratch_types: by name; scratch of type `pipe` is a `Pipe` inside.
       interpret: parameters of the interpreter, or False.
     """
-    leaves, tree = jax.tree.flatten(given)
-    types, out_tree = jax.tree.flatten(outs)
+    leaves, tree = jax.tree.flatten(inputs)
+    types, out_tree = jax.tree.flatten(out_types)
 
-    def kernel(*refs: Any, **kept: Any) -> None:
-        own = jax.tree.unflatten(tree, refs[: len(leaves)])
-        out = jax.tree.unflatten(out_tree, refs[len(leaves) :])
-        kept = {
-            n: Pipe(**x, interpret=interpret) if isinstance(x, dict) else x for n, x in kept.items()
-        }
-        at = {n: jax.lax.axis_index(n) for n in grid}
-        warpgroup = jax.lax.axis_index("warpgroup")
+    def kernel(*refs: Ref, **scratch: Any) -> None:
+        indices = {n: jax.lax.axis_index(n) for n in grid}
+        warpgroup = Warpgroup(
+            jax.lax.axis_index("warpgroup"),
+            indices,
+            jax.tree.unflatten(tree, refs[: len(leaves)]),
+            jax.tree.unflatten(out_tree, refs[len(leaves) :]),
+            {
+                n: Pipe(**x, interpret=interpret) if isinstance(x, dict) else x
+                for n, x in scratch.items()
+            },
+        )
 
-        @pl.when(warpgroup < COMPUTE)
+        @pl.when(warpgroup.number < COMPUTE)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            compute(at, own, out, kept, warpgroup)
+            compute(warpgroup)
 
-        @pl.when(warpgroup == COMPUTE)
+        @pl.when(warpgroup.number == COMPUTE)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            copy(at, own, kept)
+            copy(warpgroup)
 
     kernel.__name__ = name
-    made = plgpu.kernel(
+    results = plgpu.kernel(
         kernel,
         out_type=types,
-        scratch_types=scratch,
+        scratch_types=scratch_types,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=COMPUTE + 1,
@@ -208,7 +235,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=_interpreter(interpret),
     )(*leaves)
-    return jax.tree.unflatten(out_tree, made)
+    return jax.tree.unflatten(out_tree, results)
 
 
 def _interpreter(interpret: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The static part of a problem for GPUs, and which tiles each kernel goes through.
+"""The static part of a problem for GPUs, and the list of tiles of each kernel.
 
 All kernels have two warpgroups that compute, of 64 rows of a tile each, and one that copies.
 """
@@ -14,8 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.kinds import EMPTY, PLAIN, kinds, tile_kinds
 from posenc_jax.engine.mask import MASK_VALUE
-from posenc_jax.engine.operands import Operands
-from posenc_jax.engine.operands import Spec as AnySpec
+from posenc_jax.engine.operands import Operands, Spec
 
 ROWS = 64
 """Rows of a warpgroup."""
@@ -26,13 +25,19 @@ ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
 
 _KIND = 2  # Bits of an entry.
 
+Int = int | jax.Array
+"""An integer, traced or not."""
+
+Ref = Any
+"""A reference to memory or barriers, or to a part of them: the type of Pallas is private."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Spec(AnySpec):
+class GPUSpec(Spec):
     """The static part of a problem; `backward` are the tiles of dq and of the bias."""
 
-    def line_of(self, line: Any, head: Any) -> Any:
-        """Returns the line of a head, of a reference to `bias_line`."""
+    def line_of(self, line: Ref, head: Int) -> Ref:
+        """Returns the line of a head, of a reference to `line`."""
         return line.at[head if line.shape[0] > 1 else 0]
 
     @property
@@ -42,42 +47,40 @@ class Spec(AnySpec):
 
     @property
     def wide(self) -> bool:
-        """Whether heads are wider than what the tiles of narrow ones leave room for."""
+        """Whether heads have more than 128 numbers, for which tiles are smaller."""
         return max(self.dim, self.value_dim) > 128
-
-    def struct(self, x: Operands, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns the type of a result; inside `shard_map`, it varies as q does."""
-        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x.q).mat)
 
     @property
     def offsets(self) -> range:
-        """Of tiles of the bias: first query less first key."""
+        """First query minus first key of the tiles of the bias."""
         low, high = self.reach(self.backward)
         return range(low, high + 1, self.backward.k)
 
     def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
-        """Returns `tiles` by queries, for dq, by keys, and by distance."""
-        made = [
+        """Returns `tiles` by queries, for the output and for dq, by keys, and by distance."""
+        kinds_of_passes = [
             tile_kinds(self.visibility, q, k, prefix, blocks)
             for blocks in (self.forward, self.backward, self.by_key)
         ]
-        lists = [tiles(x) for x in (*made[:2], jnp.swapaxes(made[2], 1, 2))]
+        forward, backward, by_key = kinds_of_passes
+        lists = [tiles(x) for x in (forward, backward, jnp.swapaxes(by_key, 1, 2))]
         if not (self.rules_in_bias or self.products):
             return (*lists, None)
-        # By distance: of the tiles with rules, the block of keys follows from that of queries.
-        q_blocks, k_blocks = made[1].shape[1:]
+        # By distance, tiles with rules alone: the offset and the block of queries give the block
+        # of keys.
+        q_blocks, k_blocks = backward.shape[1:]
         i = jnp.arange(q_blocks, dtype=jnp.int32)
         offset = jnp.asarray(self.offsets, jnp.int32)[:, None]
         j = (i[None] * self.backward.q - offset) // self.backward.k
         inside = (j >= 0) & (j < k_blocks)
-        kind = made[1][:, i[None], jnp.clip(j, 0, k_blocks - 1)]
+        kind = backward[:, i[None], jnp.clip(j, 0, k_blocks - 1)]
         return (*lists, tiles(jnp.where(inside[None] & (kind != PLAIN), kind, EMPTY)))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cotangents:
-    """What the backward kernels are given, beside the operands.
+    """Inputs of the backward kernels that are not operands: arrays, or references to them.
 
     Attributes:
       d_out: [B, T, N, V].
@@ -91,30 +94,25 @@ class Cotangents:
     delta: Any
     scale: Any
 
-    @property
-    def numbers(self) -> tuple[Any, Any]:
-        """The numbers per query."""
-        return self.lse, self.delta
-
-    def of_rows(self, b: Any, head: Any, start: Any) -> list[jax.Array]:
-        """Returns the numbers of a warpgroup's rows, [64] each, of references."""
-        return [load(y.at[b, head, pl.ds(start, ROWS)], ROW) for y in self.numbers]
+    def rows(self, b: Int, head: Int, start: Int) -> list[jax.Array]:
+        """Returns lse and delta of a warpgroup's rows, [64], of references."""
+        return [load(y.at[b, head, pl.ds(start, ROWS)], ROW) for y in (self.lse, self.delta)]
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
-    """Returns numbers in registers, of a reference to global or shared memory."""
+def load(ref: Ref, layout: Any) -> jax.Array:
+    """Returns an array in registers, read from global or shared memory."""
     read: Any = plgpu.load  # Before jax 0.11 it has another argument.
     return read(ref, layout=layout, optimized=False)
 
 
 def tiles(kinds: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the tiles of every row that are not empty, and how many there are.
+    """Returns the tiles of every row that are not empty, and their number.
 
     Args:
       kinds: int32 [B or 1, rows, columns].
 
     Returns:
-      int32 [B or 1, rows, columns], of which the first hold columns and kinds, in order; and
+      int32 [B or 1, rows, columns], columns and kinds in order, then arbitrary entries; and
       int32 [B or 1, rows].
     """
     column = jax.lax.broadcasted_iota(jnp.int32, kinds.shape, 2)
@@ -124,28 +122,30 @@ def tiles(kinds: jax.Array) -> tuple[jax.Array, jax.Array]:
     return entries, live.sum(2, dtype=jnp.int32)
 
 
-def column_of(entry: Any) -> Any:
+def column_of(entry: jax.Array) -> jax.Array:
     """Returns the column of an entry of `tiles`."""
     return entry >> _KIND
 
 
-def kind_of(entry: Any) -> Any:
+def kind_of(entry: jax.Array) -> jax.Array:
     """Returns the kind of an entry of `tiles`."""
     return entry & ((1 << _KIND) - 1)
 
 
-def has_rules(spec: Spec, kind: Any) -> Any:
+def has_rules(spec: GPUSpec, kind: jax.Array) -> bool | jax.Array:
     """Returns whether a tile has rules; True if every tile does."""
     return kind != PLAIN if PLAIN in kinds(spec.visibility) else True
 
 
-def after(step: Any, ruled: Any) -> Any:
-    """Returns how many tiles have rules, of so many before and this one."""
-    return step + (1 if ruled is True else ruled.astype(jnp.int32))
+def next_step(step: Int, ruled: bool | jax.Array) -> Int:
+    """Returns the number of tiles with rules after this one; `step` is that before it."""
+    return step + (1 if isinstance(ruled, bool) else ruled.astype(jnp.int32))
 
 
-def line(spec: Spec, values: jax.Array, first: int, blocks: Blocks, fill: float = 0.0) -> jax.Array:
-    """Returns numbers or vectors by distance, [N or 1, L, ...], from the least of a tile on.
+def line(
+    spec: GPUSpec, values: jax.Array, first: int, blocks: Blocks, fill: float = 0.0
+) -> jax.Array:
+    """Returns scalars or vectors by distance, [N or 1, L, ...], from the least of a tile on.
 
     Args:
       spec: the static part.
@@ -161,12 +161,12 @@ def line(spec: Spec, values: jax.Array, first: int, blocks: Blocks, fill: float 
     return jax.lax.pad(values, jnp.float32(fill), pad)
 
 
-def bias_line(spec: Spec, bias: jax.Array, first: int, blocks: Blocks) -> jax.Array:
-    """Returns the bias by distance as `line`, [N or 1, L]."""
+def bias_line(spec: GPUSpec, bias: jax.Array, first: int, blocks: Blocks) -> jax.Array:
+    """Returns the `line` of the bias, [N or 1, L]."""
     fill = spec.unit * MASK_VALUE if spec.visibility.mask_in_bias else 0.0
     return line(spec, bias, first, blocks, fill)
 
 
-def read_by_kernels(x: Operands) -> Operands:
-    """Returns the operands less those that kernels read in another form."""
+def direct_operands(x: Operands) -> Operands:
+    """Returns the operands that kernels read as they are."""
     return dataclasses.replace(x, bias=None, schedules=(), products=(), dropped=None)

@@ -1,8 +1,8 @@
 """Rules and masks on a tile of logits in registers.
 
-A tile is [queries, keys] or, for dk and dv, [keys, queries]. Numbers per token are read from
-global memory, where they are in the cache; the bias of a tile is a vector in shared memory, of
-which every pair reads the number at its distance.
+A tile is [queries, keys] or, for dk and dv, [keys, queries]. Scalars per token are read from
+global memory, through its cache; the bias of a tile is a vector in shared memory, where every pair
+reads the number at its distance.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from posenc_jax.engine.elements import evaluate, inner_jaxpr
-from posenc_jax.engine.gpu.gather import by_distance, places
-from posenc_jax.engine.gpu.spec import COLUMN, ROW, Spec, has_rules, load
+from posenc_jax.engine.elements import Element, evaluate, inner_jaxpr
+from posenc_jax.engine.gpu.gather import by_distance, indices
+from posenc_jax.engine.gpu.spec import COLUMN, ROW, GPUSpec, Int, Ref, has_rules, load
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
 from posenc_jax.engine.mask import MASK_VALUE, add_saturated
 from posenc_jax.engine.operands import LOG2E, Operands
@@ -36,26 +36,26 @@ class Tile:
       b, head: row of the batch and query head.
       q, k: first query and first key.
       kind: of the tile.
-      bias: reference to the bias, `number at [at + query - key]`, or None.
-      at: the index of the first query and the first key.
-      added: functions that return what products of tokens and distances add.
+      bias: reference to the bias by index `origin` + query - key, or None.
+      origin: the index of the bias of the first query and the first key.
+      band_logits: functions that return the logits of products of tokens and distances.
     """
 
-    spec: Spec
+    spec: GPUSpec
     x: Operands
     shape: tuple[int, int]
     q_axis: int
-    b: Any
-    head: Any
-    q: Any
-    k: Any
-    kind: Any
-    bias: Any
-    at: int
-    added: tuple[Callable[[], jax.Array], ...]
+    b: Int
+    head: Int
+    q: Int
+    k: Int
+    kind: jax.Array
+    bias: Ref | None
+    origin: int
+    band_logits: tuple[Callable[[], jax.Array], ...]
 
     @property
-    def ruled(self) -> Any:
+    def ruled(self) -> bool | jax.Array:
         """Whether rules add to the logits."""
         return has_rules(self.spec, self.kind)
 
@@ -77,16 +77,16 @@ class Tile:
         return self._by_kind(hide, s), slope
 
     def weights(
-        self, lse: jax.Array, *pairs: tuple[Any, Any]
+        self, lse: jax.Array, *pairs: tuple[Ref, Ref]
     ) -> tuple[jax.Array, jax.Array | None, list[jax.Array]]:
         """Returns the weights, the slope of the cap, and other products.
 
         Args:
           lse: log-sum-exp in units of log 2, on the tile.
-          *pairs: operands of `products`: those of the logits, and others.
+          *pairs: operands of `products`: first q and k, then others.
         """
-        # There are no registers for all beside what products of vectors take.
-        at_once = 1 if self.added else len(pairs)
+        # With bands, there are no registers for all products at once.
+        at_once = 1 if self.band_logits else len(pairs)
         s, *others = products(self.shape, *pairs[:at_once])
         logits, slope = self.logits(s)
         p = jnp.exp2(logits - lse)
@@ -94,12 +94,12 @@ class Tile:
             others += products(self.shape, pair)
         return p, slope, others
 
-    def pull(self, ds: jax.Array, carry: Any) -> Any:
-        """Adds to sums over columns the cotangents of the numbers of terms by pairs.
+    def add_element_grads(self, ds: jax.Array, carry: Any) -> Any:
+        """Adds the cotangents of the scalars of rows to sums over columns.
 
         Args:
           ds: cotangent of the logits.
-          carry: a list for each term, of `number_count` sums [rows].
+          carry: for each element, a list of `row_scalar_count` sums [rows].
         """
         if not self.x.elements:
             return carry
@@ -109,10 +109,10 @@ class Tile:
             for n, element in enumerate(self.x.elements):
                 if not (ruled or element.everywhere):
                     continue
-                given = self._numbers(element)
-                back = inlined(lambda ds, *x, e=element: evaluate(e, ds.shape, *x)[1](ds))
-                found = of_rows(back(ds, *given), self.q_axis)
-                carry[n] = [c + d.sum(axis=1) for c, d in zip(carry[n], found, strict=True)]
+                arguments = self._scalars(element)
+                pull = inlined(lambda ds, *x, e=element: evaluate(e, ds.shape, *x)[1](ds))
+                grads = row_scalars(pull(ds, *arguments), self.q_axis)
+                carry[n] = [c + d.sum(axis=1) for c, d in zip(carry[n], grads, strict=True)]
             return carry
 
         return self._by_kind(add, carry)
@@ -131,45 +131,47 @@ class Tile:
         return jax.lax.switch(index, branches, operand)
 
     def _add(self, s: jax.Array, ruled: bool) -> jax.Array:
-        """Returns logits plus what rules add to them."""
+        """Adds the terms of the rules to logits."""
         if ruled and self.bias is not None:
-            s = s + by_distance(self.bias, self.shape, self.q_axis, self.at, self.spec.interpret)
-        for added in self.added if ruled else ():
-            s = s + added()
+            s = s + by_distance(
+                self.bias, self.shape, self.q_axis, self.origin, self.spec.interpret
+            )
+        for logits in self.band_logits if ruled else ():
+            s = s + logits()
         for element in self.x.elements:
             if not (ruled or element.everywhere):
                 continue
-            added = inlined(lambda *x, e=element: evaluate(e, self.shape, *x)[0])
-            s = s + self.spec.unit * added(*self._numbers(element))
+            term = inlined(lambda *x, e=element: evaluate(e, self.shape, *x)[0])
+            s = s + self.spec.unit * term(*self._scalars(element))
         return s
 
-    def _numbers(self, element: Any) -> tuple[Any, ...]:
+    def _scalars(self, element: Element) -> tuple[Any, ...]:
         """Returns the arguments of `evaluate` after the shape."""
         heads = self.spec.heads
-        places = [
-            {name: side(y) for name, y in of.items() if name == "coordinates"}
-            for side, of in ((self._of_q, self.x.rows), (self._of_k, self.x.columns))
+        coordinates = [
+            {name: side(y) for name, y in refs.items() if name == "coordinates"}
+            for side, refs in ((self._of_q, self.x.rows), (self._of_k, self.x.columns))
         ]
         return (
-            [y[self.head] for y in element.numbers],
-            [self._of_q(y, self.head) for y in element.q_numbers],
-            [self._of_k(y, self.head // (heads // y.shape[1])) for y in element.k_numbers],
-            *places,
+            [y[self.head] for y in element.scalars],
+            [self._of_q(y, self.head) for y in element.q_scalars],
+            [self._of_k(y, self.head // (heads // y.shape[1])) for y in element.k_scalars],
+            *coordinates,
         )
 
-    def _of_q(self, y: Any, head: Any = 0, wide: bool = True) -> jax.Array:
-        """Returns numbers of queries, [B or 1, 1, T] or [B, N, 1, T], on the tile."""
+    def _of_q(self, y: Any, head: Int = 0, wide: bool = True) -> jax.Array:
+        """Returns scalars of queries, [B or 1, 1, T] or [B, N, 1, T], on the tile."""
         return self._read(y, head, self.q, self.q_axis, wide)
 
-    def _of_k(self, y: Any, head: Any = 0, wide: bool = True) -> jax.Array:
+    def _of_k(self, y: Any, head: Int = 0, wide: bool = True) -> jax.Array:
         return self._read(y, head, self.k, 1 - self.q_axis, wide)
 
-    def _read(self, y: Any, head: Any, start: Any, axis: int, wide: bool) -> jax.Array:
+    def _read(self, y: Any, head: Int, start: Int, axis: int, wide: bool) -> jax.Array:
         row = self.b if y.shape[0] > 1 else 0
-        at = (row, head, 0) if len(y.shape) == 4 else (row, 0)
-        source = y.at[(*at, pl.ds(start, self.shape[axis]))]
-        found = load(source, (ROW, COLUMN)[axis])
-        return self._wide(found, axis) if wide else found
+        index = (row, head, 0) if len(y.shape) == 4 else (row, 0)
+        source = y.at[(*index, pl.ds(start, self.shape[axis]))]
+        scalars = load(source, (ROW, COLUMN)[axis])
+        return self._wide(scalars, axis) if wide else scalars
 
     def _wide(self, y: jax.Array, axis: int) -> jax.Array:
         return jax.lax.broadcast_in_dim(y, self.shape, (axis,))
@@ -179,22 +181,22 @@ class Tile:
         spec, x, tests = self.spec, self.x, []
         q_axis, k_axis = self.q_axis, 1 - self.q_axis
         if spec.visibility.ordered:
-            left, right = spec.sides
+            before, after = spec.sides
             if spec.by_slot:
-                index = places(self.shape, spec.interpret)
+                index = indices(self.shape, spec.interpret)
                 q, k = index[q_axis] + (self.q - self.k), index[k_axis]
-                if right >= 0:
-                    tests.append(k <= q + right)
-                if left >= 0:
-                    tests.append(q <= k + left)
+                if after >= 0:
+                    tests.append(k <= q + after)
+                if before >= 0:
+                    tests.append(q <= k + before)
             else:
                 q = self._of_q(x.rows["positions"], wide=False)
                 k = self._of_k(x.columns["positions"], wide=False)
-                if right >= 0:
-                    latest = self._wide(add_saturated(q, right), q_axis)
+                if after >= 0:
+                    latest = self._wide(add_saturated(q, after), q_axis)
                     tests.append(self._wide(k, k_axis) <= latest)
-                if left >= 0:
-                    latest = self._wide(add_saturated(k, left), k_axis)
+                if before >= 0:
+                    latest = self._wide(add_saturated(k, before), k_axis)
                     tests.append(self._wide(q, q_axis) <= latest)
                 if spec.prefix:
                     seen = functools.reduce(jnp.logical_and, tests)
@@ -204,15 +206,15 @@ class Tile:
         return functools.reduce(jnp.logical_and, tests)
 
 
-def products(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> tuple[jax.Array, ...]:
+def products(shape: tuple[int, int], *pairs: tuple[Ref, Ref]) -> tuple[jax.Array, ...]:
     """Returns a @ b.T for pairs of references."""
 
-    def all_of(*totals):
-        for total, (a, b) in zip(totals, pairs, strict=True):
-            plgpu.wgmma(total, a, b.transpose((1, 0)))
-        return tuple(total[...] for total in totals)
+    def accumulate(*accs):
+        for acc, (a, b) in zip(accs, pairs, strict=True):
+            plgpu.wgmma(acc, a, b.transpose((1, 0)))
+        return tuple(acc[...] for acc in accs)
 
-    return pl.run_scoped(all_of, *[plgpu.ACC(shape, jnp.float32)] * len(pairs))
+    return pl.run_scoped(accumulate, *[plgpu.ACC(shape, jnp.float32)] * len(pairs))
 
 
 def d_logits(p: jax.Array, d_p: jax.Array, delta: jax.Array, slope: jax.Array | None) -> jax.Array:
@@ -222,57 +224,62 @@ def d_logits(p: jax.Array, d_p: jax.Array, delta: jax.Array, slope: jax.Array | 
 
 
 def rows_to_tile(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a number per row on a tile."""
+    """Broadcasts a scalar per row to a tile."""
     return jax.lax.broadcast_in_dim(x, shape, (0,))
 
 
-def columns_to_tile(ref: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a number per column, of a reference, on a tile."""
+def columns_to_tile(ref: Ref, shape: tuple[int, ...]) -> jax.Array:
+    """Reads a scalar per column, and broadcasts it to a tile."""
     return jax.lax.broadcast_in_dim(load(ref, COLUMN), shape, (1,))
 
 
-def zeros(shape: tuple[Any, ...], layout: Any) -> jax.Array:
+def zeros(shape: tuple[int, ...], layout: Any) -> jax.Array:
     """Returns float32 zeros in registers."""
     return plgpu.layout_cast(jnp.full(shape, 0.0, jnp.float32), layout)
 
 
 def inlined(function: Callable) -> Callable:
-    """Returns a function of the same values, of operations that Mosaic lowers."""
+    """Returns the same function without calls, and with operations that Mosaic lowers."""
 
     def run(*arguments):
-        made, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        out = _evaluate(made.jaxpr, made.consts, jax.tree.leaves(arguments))
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        out = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     return run
 
 
 def _evaluate(jaxpr: Any, consts: Any, arguments: Any) -> list[Any]:
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
     def read(x):
-        return x.val if isinstance(x, jax.extend.core.Literal) else known[x]
+        return x.val if isinstance(x, jax.extend.core.Literal) else values[x]
 
     for eqn in jaxpr.eqns:
-        given = [read(x) for x in eqn.invars]
+        inputs = [read(x) for x in eqn.invars]
         inner = inner_jaxpr(eqn)
         if inner is not None:
-            made = _evaluate(inner.jaxpr, inner.consts, given)
+            out = _evaluate(inner.jaxpr, inner.consts, inputs)
         elif eqn.primitive.name == "log1p":
-            made = [jnp.log(1.0 + given[0])]
+            out = [jnp.log(1.0 + inputs[0])]
         else:
-            made = eqn.primitive.bind(*given, **eqn.params)
-            made = made if eqn.primitive.multiple_results else [made]
-        known.update(zip(eqn.outvars, made, strict=True))
+            out = eqn.primitive.bind(*inputs, **eqn.params)
+            out = out if eqn.primitive.multiple_results else [out]
+        values.update(zip(eqn.outvars, out, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
-def number_count(element: Any, q_axis: int) -> int:
-    """Returns of how many numbers the cotangents are sums over columns."""
-    return len(element.numbers) + len(element.q_numbers) if q_axis == 0 else len(element.k_numbers)
+def row_scalar_count(element: Element, q_axis: int) -> int:
+    """Returns the number of an element's scalars whose cotangents are sums over columns.
+
+    Where rows are queries, these are the scalars per query and per head; else those per key.
+    """
+    if q_axis == 0:
+        return len(element.scalars) + len(element.q_scalars)
+    return len(element.k_scalars)
 
 
-def of_rows(cotangents: Any, q_axis: int) -> list[jax.Array]:
-    """Returns those of the cotangents of a term that are summed over columns."""
+def row_scalars(cotangents: Any, q_axis: int) -> list[jax.Array]:
+    """Returns the cotangents of an element that are summed over columns, as in the count."""
     of_head, of_q, of_k = cotangents
     return [*of_head, *of_q] if q_axis == 0 else list(of_k)

@@ -1,11 +1,12 @@
 """The decode kernel: a few queries against a long cache, for TPU.
 
 Grid (B, the most blocks of keys that a row sees). A step reads a block of keys and values of all
-heads, and the queries of all heads attend to it. What rules add is [B, N, T, S], which few queries
-keep small beside the cache, so it is computed outside of the kernel, by any rule, with the mask in
-it. Blocks without a visible key are not read.
+heads, and the queries of all heads attend to it. The logits that rules add are [B, N, T, S], which
+is small against the cache for few queries, so they are computed outside of the kernel, by any rule,
+with the mask in them. Blocks without a visible key are not read.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,16 +17,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.blocks import pad_axis
 from posenc_jax.engine.mask import MASK_VALUE
-from posenc_jax.engine.operands import LOG2E
+from posenc_jax.engine.operands import LOG2E, out_struct
 from posenc_jax.engine.problem import Problem
-from posenc_jax.engine.rules import DotBias, LogitBias, Rule
-from posenc_jax.engine.tpu.layout import check_memory
+from posenc_jax.engine.rules import Rule
+from posenc_jax.engine.tpu.block_specs import check_memory
 from posenc_jax.engine.tpu.strip import LANES
-from posenc_jax.engine.tpu.tile import dot, lanes, to_column
+from posenc_jax.engine.tpu.tile import (
+    dot,
+    finish_softmax,
+    lanes,
+    start_softmax,
+    to_column,
+    update_softmax,
+)
 
 MAX_QUERIES = 16
 _BLOCK_BYTES = 2 * 2**20  # Of keys and values.
-_MOST_DISTANCES = 1280  # Of a table whose entries are picked by products.
+_MAX_DISTANCES = 1280  # Of a table whose entries are picked by products.
 _EMPTY, _WHOLE, _PARTIAL = 0, 1, 2
 """Kinds of blocks: skipped; all keys are seen by a query; some are not, and may hold NaN."""
 _KINDS = 3
@@ -54,123 +62,40 @@ def decode(
     unit = LOG2E if p.softcap is None else 1.0 / p.softcap
     k, v = (pad_axis(x, 1, max(LANES, p.keys)) for x in (p.k, p.v))
     size = block or _block(k.shape[1], kv_heads * (dim + value_dim) * k.dtype.itemsize)
-    steps = -(-p.keys // size)
+    grid = DecodeGrid(size, -(-p.keys // size), _order(k), _order(v))
     seen, added = p.visible(), _added(p, unit)
-    added = jnp.where(seen, added, -jnp.inf)
-    shared = added.shape[1] == 1
-    added = added.reshape(batch, -1, p.keys)
-    missing = (0, 0, 0), (0, 0, 0), (0, steps * size - p.keys, 0)
+    added = jnp.where(seen, added, -jnp.inf).reshape(batch, -1, p.keys)
+    missing = (0, 0, 0), (0, 0, 0), (0, grid.steps * size - p.keys, 0)
     added = jax.lax.pad(added, jnp.float32(-jnp.inf), missing)
     q = p.q.astype(jnp.float32) * (p.scale * unit)
     q = jnp.swapaxes(q.astype(p.q.dtype), 1, 2).reshape(batch, kv_heads, -1, dim)
-    k_order, v_order = _order(k), _order(v)
-    count, schedule = _schedule(seen, size, steps)
-
-    def step_of(entry, b, j):
-        at = jax.lax.div(entry[b * steps + j], jnp.int32(_KINDS))
-        return jax.lax.div(at, jnp.int32(steps)), jax.lax.rem(at, jnp.int32(steps))
-
-    def added_index(b, j, entry):
-        row, at = step_of(entry, b, j)
-        return row, 0, at
-
-    def blocks_of(x, order):
-        """Returns the cache in an order of axes, and its blocks, once for each part of H."""
-        x = jnp.transpose(x, tuple(map("BSKH".index, order)))
-        shape = dict(zip(order, x.shape, strict=True)) | {"B": None, "S": size}
-        if order == "BSKH":
-            shape["H"] = LANES
-        parts = x.shape[order.index("H")] // shape["H"]
-
-        def spec(part):
-            def index(b, j, entry):
-                row, at = step_of(entry, b, j)
-                where = {"B": row, "S": at, "K": 0, "H": part}
-                return tuple(where[axis] for axis in order)
-
-            return pl.BlockSpec(tuple(shape[axis] for axis in order), index)
-
-        return [x] * parts, [spec(part) for part in range(parts)]
-
-    arrays, specs = {"q": q, "added": added}, {}
+    count, schedule = _schedule(seen, size, grid.steps)
+    arrays: dict[str, Any] = {"q": q, "added": added}
+    specs: dict[str, Any] = {}
     specs["q"] = pl.BlockSpec((None, *q.shape[1:]), lambda b, *_: (b, 0, 0, 0))
-    specs["added"] = pl.BlockSpec((None, added.shape[1], size), added_index)
-    arrays["k"], specs["k"] = blocks_of(k, k_order)
-    arrays["v"], specs["v"] = blocks_of(v, v_order)
-    scratch = {
+    specs["added"] = pl.BlockSpec((None, added.shape[1], size), grid.added_block)
+    arrays["k"], specs["k"] = grid.cache_blocks(k, grid.k_order)
+    arrays["v"], specs["v"] = grid.cache_blocks(v, grid.v_order)
+    scratch_shapes = {
         "m": pltpu.VMEM((rows, LANES), jnp.float32),
         "l": pltpu.VMEM((rows, LANES), jnp.float32),
         "out": pltpu.VMEM((rows, value_dim), jnp.float32),
     }
-    what = f"a decode step of T = {length}, N = {heads}, H = {dim} by {size} keys"
-    check_memory(what, vmem_limit, scratch, arrays, specs)
-
-    def kernel(entry, own, out_ref, lse_ref, kept):
-        b, j = pl.program_id(0), pl.program_id(1)
-        kind = jax.lax.rem(entry[b * steps + j], jnp.int32(_KINDS))
-
-        @pl.when(j == 0)
-        def _():
-            kept["m"][...] = jnp.full((rows, LANES), MASK_VALUE, jnp.float32)
-            kept["l"][...] = jnp.zeros((rows, LANES), jnp.float32)
-            kept["out"][...] = jnp.zeros((rows, value_dim), jnp.float32)
-
-        def attend(clean):
-            added = own["added"][...]
-            used = jnp.max(added, 0, keepdims=True) != -jnp.inf
-            added = jnp.concatenate([added] * heads) if shared and length > 1 else added
-            axis = 0 if k_order[-1] == "S" else 1
-            k = (_head(own["k"], k_order, n) for n in range(kv_heads))
-            s = jnp.concatenate([dot(own["q"][n], x, (1, axis)) for n, x in enumerate(k)])
-            s += added
-            if p.softcap is not None:
-                s = p.softcap * LOG2E * jnp.tanh(s)
-            s = jnp.where(added != -jnp.inf, s, MASK_VALUE)
-            m = kept["m"][...]
-            m_new = jnp.maximum(m, jnp.max(s, 1, keepdims=True))
-            weights, decay = jnp.exp2(s - lanes(m_new, size)), jnp.exp2(m - m_new)
-            kept["m"][...] = m_new
-            kept["l"][...] = kept["l"][...] * decay + jnp.sum(weights, 1, keepdims=True)
-            axis = 1 if v_order[-1] == "S" else 0
-            if clean and axis == 0:
-                used = lanes(to_column(used.astype(jnp.float32)), value_dim) > 0
-            out = []
-            for n, part in enumerate(jnp.split(weights.astype(p.v.dtype), kv_heads)):
-                x = _head(own["v"], v_order, n)
-                if clean:
-                    x = jnp.where(used, x.astype(jnp.float32), 0.0).astype(x.dtype)
-                out.append(dot(part, x, (1, axis)))
-            kept["out"][...] = kept["out"][...] * lanes(decay, value_dim) + jnp.concatenate(out)
-
-        for one in (_WHOLE, _PARTIAL):
-            pl.when(kind == one)(functools.partial(attend, clean=one == _PARTIAL))
-
-        @pl.when(j == pl.num_programs(1) - 1)
-        def _():
-            m, total = kept["m"][...], kept["l"][...]
-            blind = m <= MASK_VALUE / 2
-            total = jnp.where(blind, 1.0, total)
-            share = jnp.where(blind, 0.0, 1.0 / total)
-            out_ref[...] = kept["out"][...] * lanes(share, value_dim)
-            lse_ref[...] = jnp.where(blind, -jnp.inf, (m + jnp.log2(total)) / LOG2E)
-
-    def result(width):
-        varying = jax.typeof(p.q).mat  # Inside `shard_map`.
-        shape = batch, rows, width
-        out = jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying)
-        return out, pl.BlockSpec((None, *shape[1:]), lambda b, *_: (b, 0, 0))
-
-    shapes, out_specs = zip(result(value_dim), result(LANES), strict=True)
+    sizes = f"a decode step of T = {length}, N = {heads}, H = {dim} by {size} keys"
+    check_memory(sizes, vmem_limit, scratch_shapes, arrays, specs)
+    out_shapes = tuple(out_struct(p.q, (batch, rows, width)) for width in (value_dim, LANES))
     out, lse = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, grid, p.softcap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, count),
             in_specs=[specs],
-            out_specs=out_specs,
-            scratch_shapes=[scratch],
+            out_specs=tuple(
+                pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b, 0, 0)) for x in out_shapes
+            ),
+            scratch_shapes=[scratch_shapes],
         ),
-        out_shape=shapes,
+        out_shape=out_shapes,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
         ),
@@ -182,6 +107,123 @@ def decode(
     return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeGrid:
+    """The blocks of the cache.
+
+    Attributes:
+      size: keys per block.
+      steps: blocks per row.
+      k_order, v_order: the order of axes of keys and values, "BSKH", "BKSH" or "BKHS".
+    """
+
+    size: int
+    steps: int
+    k_order: str
+    v_order: str
+
+    def kind(self, schedule_ref: Any, b: Any, j: Any) -> Any:
+        """Returns the kind of the block of a step."""
+        return jax.lax.rem(schedule_ref[b * self.steps + j], jnp.int32(_KINDS))
+
+    def block(self, schedule_ref: Any, b: Any, j: Any) -> tuple[Any, Any]:
+        """Returns the row and the block that a step has in memory."""
+        entry = jax.lax.div(schedule_ref[b * self.steps + j], jnp.int32(_KINDS))
+        return jax.lax.div(entry, jnp.int32(self.steps)), jax.lax.rem(entry, jnp.int32(self.steps))
+
+    def added_block(self, b: Any, j: Any, schedule_ref: Any) -> tuple[Any, ...]:
+        row, block = self.block(schedule_ref, b, j)
+        return row, 0, block
+
+    def cache_blocks(self, x: jax.Array, order: str) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+        """Returns keys or values in an order of axes, and their blocks, once for each part of H."""
+        x = jnp.transpose(x, tuple(map("BSKH".index, order)))
+        shape: dict[str, Any] = dict(zip(order, x.shape, strict=True))
+        shape |= {"B": None, "S": self.size}
+        if order == "BSKH":
+            shape["H"] = LANES
+        parts = x.shape[order.index("H")] // shape["H"]
+
+        def spec(part):
+            def index(b, j, schedule_ref):
+                row, block = self.block(schedule_ref, b, j)
+                indices = {"B": row, "S": block, "K": 0, "H": part}
+                return tuple(indices[axis] for axis in order)
+
+            return pl.BlockSpec(tuple(shape[axis] for axis in order), index)
+
+        return [x] * parts, [spec(part) for part in range(parts)]
+
+
+def _kernel(
+    grid: DecodeGrid,
+    softcap: float | None,
+    schedule_ref: Any,
+    refs: dict[str, Any],
+    out_ref: Any,
+    lse_ref: Any,
+    scratch: dict[str, Any],
+) -> None:
+    """Computes a step of the grid.
+
+    Args:
+      grid: the blocks.
+      softcap: as in `attention`.
+      schedule_ref: the schedule, in SMEM.
+      refs: blocks of the inputs, by name.
+      out_ref, lse_ref: blocks of the results.
+      scratch: memory, by name.
+    """
+    b, j = pl.program_id(0), pl.program_id(1)
+    kind = grid.kind(schedule_ref, b, j)
+    pl.when(j == 0)(functools.partial(start_softmax, scratch))
+    for one_kind in (_WHOLE, _PARTIAL):
+        tile = functools.partial(_attend, grid, softcap, refs, scratch, one_kind == _PARTIAL)
+        pl.when(kind == one_kind)(tile)
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _():
+        lse_ref[...] = finish_softmax(scratch, out_ref)
+
+
+def _attend(
+    grid: DecodeGrid,
+    softcap: float | None,
+    refs: dict[str, Any],
+    scratch: dict[str, Any],
+    has_unseen: bool,
+) -> None:
+    """Adds a block of the cache to the softmax.
+
+    Args:
+      grid, softcap, refs, scratch: as in `_kernel`.
+      has_unseen: whether no query sees some of the keys, whose values may be NaN.
+    """
+    added, q = refs["added"][...], refs["q"]
+    seen = jnp.max(added, 0, keepdims=True) != -jnp.inf
+    rows, value_dim = scratch["out"].shape
+    if added.shape[0] > 1:  # Else heads and queries share a row.
+        added = jnp.concatenate([added] * (rows // added.shape[0]))
+    axis = 0 if grid.k_order[-1] == "S" else 1
+    k = (_head(refs["k"], grid.k_order, n) for n in range(q.shape[0]))
+    s = jnp.concatenate([dot(q[n], x, (1, axis)) for n, x in enumerate(k)])
+    s += added
+    if softcap is not None:
+        s = softcap * LOG2E * jnp.tanh(s)
+    s = jnp.where(added != -jnp.inf, s, MASK_VALUE)
+    p, decay = update_softmax(scratch, s)
+    axis = 1 if grid.v_order[-1] == "S" else 0
+    if has_unseen and axis == 0:
+        seen = lanes(to_column(seen.astype(jnp.float32)), value_dim) > 0
+    out = []
+    for n, weights in enumerate(jnp.split(p.astype(refs["v"][0].dtype), q.shape[0])):
+        v = _head(refs["v"], grid.v_order, n)
+        if has_unseen:
+            v = jnp.where(seen, v.astype(jnp.float32), 0.0).astype(v.dtype)
+        out.append(dot(weights, v, (1, axis)))
+    scratch["out"][...] = scratch["out"][...] * lanes(decay, value_dim) + jnp.concatenate(out)
+
+
 def _block(keys: int, bytes_of_key: int) -> int:
     """Returns the keys of a step: a power of two, at least 128, at most S or 2048."""
     sizes = (2048, 1024, 512, 256)
@@ -190,22 +232,22 @@ def _block(keys: int, bytes_of_key: int) -> int:
 
 
 def _added(p: Problem, unit: float) -> jax.Array:
-    """Returns what rules add to the products, float32 [B, N or 1, T, S], or zero."""
-    at, total = (p.q_coordinates, p.k_coordinates), jnp.float32(0)
+    """Returns the logits that rules add to the products, float32 [B, N or 1, T, S], or zero."""
+    coordinates, total = (p.q_coordinates, p.k_coordinates), jnp.float32(0)
     for rule in p.per_query_head().rules:
-        term = _picked(rule, *at)
+        term = _from_table(rule, *coordinates)
         if term is None:
-            term = rule.added_to_rows(*at)
+            term = rule.added_to_rows(*coordinates)
         if term is not None:
             total += unit * (p.scale if rule.scaled else 1.0) * term
     return total
 
 
-def _picked(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array | None:
-    """Returns what a rule on bounded distances adds, [B, N or 1, T, S]; None for other rules.
+def _from_table(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array | None:
+    """Returns the logits of a rule on bounded distances, [B, N or 1, T, S]; None for other rules.
 
-    The numbers are made once per distance, and picked by products with zeros and ones, which are
-    exact. XLA picks entries of a table one by one, which takes about as long as the kernel.
+    They are computed once per distance, and picked from this table by products with zeros and
+    ones, which are exact. XLA picks entries one by one, which takes about as long as the kernel.
 
     Args:
       rule: the rule.
@@ -213,37 +255,32 @@ def _picked(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array | None:
     """
     low, high = rule.bounds
     integer = q.ndim == 2 and q.dtype == k.dtype == jnp.int32
-    if low is None or high is None or high - low >= _MOST_DISTANCES or not integer:
+    if low is None or high is None or high - low >= _MAX_DISTANCES or not integer:
         return None
     distances = jnp.arange(low, high + 1, dtype=jnp.int32)
-    if isinstance(rule, LogitBias) and rule.relative:
-        axes, table = "nr", rule.added_logits(None, None, distances, jnp.zeros(1, jnp.int32))
-        table = table[:, :, 0]
-    elif isinstance(rule, DotBias) and rule.q_features is not None and rule.transform is None:
-        axes, vectors = "btnr", rule.vectors(distances)
-        features = rule.q_features.astype(jnp.float32)
-        vectors = jnp.broadcast_to(vectors, (features.shape[2], *vectors.shape[1:]))
-        table = jnp.einsum("btnf,nrf->btnr", features, vectors, precision="highest")
-    else:
+    table = rule.logits_by_distance(distances)
+    if table is None:
         return None
+    axes = "nr" if table.ndim == 2 else "btnr"
     entry = jnp.clip(q[:, :, None] - k[:, None], low, high) - low
     entries = jax.lax.broadcasted_iota(jnp.int32, (1, 1, len(distances), 1), 2)
-    chosen = (entry[:, :, None] == entries).astype(jnp.float32)
+    one_hot = (entry[:, :, None] == entries).astype(jnp.float32)
     table, parts = jnp.maximum(table, MASK_VALUE), []  # -inf times zero is NaN.
-    for _ in range(3):  # Of the 24 bits, 8 each: a product of default precision has no more.
+    for _ in range(3):  # 8 of the 24 bits at a time, as products of default precision have.
         parts.append(jax.lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7))
         table -= parts[-1]
     subscripts = f"p{axes},btrs->pbnts"
-    out = jnp.einsum(subscripts, jnp.stack(parts), chosen, precision="default").sum(0)
+    out = jnp.einsum(subscripts, jnp.stack(parts), one_hot, precision="default").sum(0)
     return jnp.where(out <= MASK_VALUE / 2, -jnp.inf, out)
 
 
 def _schedule(seen: jax.Array, size: int, steps: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the most blocks with a visible key of any row, at least 1, and the blocks.
+    """Returns the number of steps per row, and the entries of all steps, int32 [B * steps].
 
-    They are int32 [B * steps], the kind of a block and the block to have in memory. In each row,
-    those with a visible key come first. The others have the next one with a visible key in memory,
-    of any row, so that it is copied while the last one is computed, and once.
+    The number counts the blocks with a visible key, in the row with most, and is at least 1. An
+    entry is the kind of a block, and the block to have in memory. In each row, blocks with a
+    visible key come first. Later steps name the next block with a visible key, of any row, so that
+    it is copied once, while the last one is computed.
 
     Args:
       seen: bool [B, N or 1, T, S], which keys are visible.
@@ -252,8 +289,8 @@ def _schedule(seen: jax.Array, size: int, steps: int) -> tuple[jax.Array, jax.Ar
     """
     used = pad_axis(jnp.any(seen, axis=(1, 2)), 1, steps * size).reshape(-1, steps, size)
     live, none = used.any(2), jnp.iinfo(jnp.int32).max
-    at = jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
-    entries = _KINDS * at + jnp.where(used.all(2), _WHOLE, _PARTIAL)
+    blocks = jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
+    entries = _KINDS * blocks + jnp.where(used.all(2), _WHOLE, _PARTIAL)
     ordered = jnp.sort(jnp.where(live, entries, none), axis=1).reshape(-1)
     last = jnp.max(jnp.where(live, entries, _EMPTY))
     following = jax.lax.cummin(jnp.minimum(ordered, last), reverse=True)
@@ -276,7 +313,7 @@ def _head(parts: list, order: str, head: int) -> jax.Array:
     Args:
       parts: references to the block, by 128 of H in the order BSKH, else one.
       order: of the axes.
-      head: which.
+      head: the index of the head.
     """
     if order != "BSKH":
         return parts[0][head]

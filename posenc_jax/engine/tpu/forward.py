@@ -4,6 +4,7 @@ Grid (N, B, tiles), tiles by blocks of queries. The running maximum m, sum l and
 block of queries stay in VMEM over its blocks of keys, the strip of a head over the batch.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -16,199 +17,56 @@ from jax.experimental.pallas import tpu as pltpu
 from posenc_jax.engine.elements import evaluate
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
 from posenc_jax.engine.mask import MASK_VALUE
-from posenc_jax.engine.operands import LOG2E, Operands
-from posenc_jax.engine.tpu.dots import added, part_of, place_products
-from posenc_jax.engine.tpu.layout import (
-    check_memory,
-    element_specs,
-    matrix_spec,
-    number_spec,
-    row_spec,
+from posenc_jax.engine.operands import Operands, out_struct
+from posenc_jax.engine.tpu import schedule
+from posenc_jax.engine.tpu.bands import (
+    BandInputs,
+    BandStrip,
+    band_inputs,
+    band_logits,
+    band_slices,
 )
-from posenc_jax.engine.tpu.schedule import (
-    column_of,
-    is_first,
-    is_last,
-    kind_of,
-    row_of,
-)
-from posenc_jax.engine.tpu.spec import Spec, bias_line, heads_before_tokens, heads_first
+from posenc_jax.engine.tpu.block_specs import check_memory, feature_spec, input_specs, matrix_spec
+from posenc_jax.engine.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
-from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, to_column, to_row, visible
+from posenc_jax.engine.tpu.tile import (
+    dot,
+    finish_softmax,
+    kept_pairs,
+    lanes,
+    soft_cap,
+    start_softmax,
+    to_column,
+    to_row,
+    update_softmax,
+    visible,
+)
 
-_SLICE = 512  # Keys of one product, at most.
+_MAX_SLICE = 512  # Keys of one product.
 
 
-def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     x = heads_first(x)
-    bq, bk = spec.forward.q, spec.forward.k
-    inner = math.gcd(bk, _SLICE)
-    tiles = spec.order(by_key=False)[0].size
-    low, high = spec.reach(spec.forward)
-    strip = Strip.of(-high, -low, bq, bk)
-
-    def entry(schedule, b, t):
-        row = b if x.schedules[0].shape[0] > 1 else 0
-        return schedule[row * tiles + t]
-
-    def query(h, b, t, schedule, prefix):
-        return b, h, row_of(entry(schedule, b, t))
-
-    def key_of_head(h, b, t, schedule, prefix):
-        return b, h, column_of(entry(schedule, b, t))
-
-    def key(*ids):
-        b, h, block = key_of_head(*ids)
-        return b, jax.lax.div(h, jnp.int32(spec.group)), block
-
-    arrays: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v, "rows": x.rows, "columns": x.columns}
-    specs = {
-        "q": matrix_spec(x.q, bq, query),
-        "k": matrix_spec(x.k, bk, key),
-        "v": matrix_spec(x.v, bk, key),
-        "rows": jax.tree.map(lambda y: row_spec(y, bq, query), x.rows),
-        "columns": jax.tree.map(lambda y: row_spec(y, bk, key), x.columns),
-    }
-    arrays["elements"] = x.elements
-    specs["elements"] = element_specs(x.elements, spec.heads, (bq, query), (bk, key_of_head))
-    column = functools.partial(pltpu.VMEM, (bq, LANES))
-    scratch = {
-        "q": pltpu.VMEM((bq, spec.dim), x.q.dtype),
-        "m": column(jnp.float32),
-        "l": column(jnp.float32),
-        "out": pltpu.VMEM((bq, spec.value_dim), jnp.float32),
-        "rows": {name: column(jnp.int32) for name in x.rows},
-        "numbers": [[column(jnp.float32) for _ in e.q_numbers] for e in x.elements],
-    }
-    if x.dropped is not None:
-        arrays["dropped"], specs["dropped"] = x.dropped, number_spec(x.dropped, bq, query)
-        scratch["dropped"] = column(jnp.uint32)
-    if x.bias is not None:
-        arrays["line"] = bias_line(spec, x.bias, x.first, strip, -1)
-        one = x.bias.shape[0] == 1
-        specs["line"] = pl.BlockSpec((None, 1, strip.line), lambda h, *_: (0 if one else h, 0, 0))
-        scratch["strip"] = pltpu.VMEM((LANES, strip.width), jnp.float32)
-    products = place_products(spec, x, spec.forward, 0, query, key_of_head)
-    arrays["products"], specs["products"] = products.arrays, products.specs
-    scratch["steps"] = products.columns
-
-    what = f"the forward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
-    check_memory(what, spec.vmem_limit, scratch, arrays, specs)
-
-    may_hide = spec.rules_in_bias or bool(x.elements)  # Rules hide keys by -inf.
-
-    def kernel(schedule, prefix, own, out_ref, lse_ref, kept):
-        h, b, t = (pl.program_id(axis) for axis in range(3))
-        step = entry(schedule, b, t)
-        kind, i, j = kind_of(step), row_of(step), column_of(step)
-        offset = i * bq - j * bk
-        limit = prefix[b] if spec.prefix else None
-
-        if x.bias is not None:
-
-            @pl.when((b == 0) & (t == 0))
-            def _():
-                shear(strip, own["line"], kept["strip"], rotate=not spec.interpret)
-
-        @pl.when(is_first(step))
-        def _():
-            kept["m"][...] = jnp.full((bq, LANES), MASK_VALUE, jnp.float32)
-            kept["l"][...] = jnp.zeros((bq, LANES), jnp.float32)
-            kept["out"][...] = jnp.zeros((bq, spec.value_dim), jnp.float32)
-            q = own["q"][...].astype(jnp.float32) * (spec.scale * spec.unit)
-            kept["q"][...] = q.astype(x.q.dtype)
-            for name, row in own["rows"].items():
-                kept["rows"][name][...] = to_column(row[...])
-            if x.dropped is not None:
-                kept["dropped"][...] = to_column(own["dropped"][...])
-            for element, columns in zip(own["elements"], kept["numbers"], strict=True):
-                for row, to in zip(element.q_numbers, columns, strict=True):
-                    to[...] = to_column(row[...])
-            for y, columns in zip(own["products"], kept["steps"], strict=True):
-                for to in columns:
-                    to[...] = to_column(y["steps"][...])
-
-        def added_of(c):
-            keys, made = range(c, c + inner), []
-            for at, y, steps_of_q in zip(
-                products.places, own["products"], kept["steps"], strict=True
-            ):
-                made.append(added(at, y, steps_of_q, part_of(at, offset, range(bq), keys)))
-            return made
-
-        def tile(ruled, masked):
-            # All rotations first: they overlap with the matrix products that come after them.
-            slices = range(0, bk, inner)
-            terms = [added_of(c) if ruled else [] for c in slices]
-            for c, terms_of_slice in zip(slices, terms, strict=True):
-                s = dot(kept["q"][...], own["k"][c : c + inner], (1, 1))
-                if ruled and x.bias is not None:
-                    parts = []
-                    for r in range(0, bq, LANES):
-                        lane = pl.multiple_of(strip.lane(-offset, r) + c, LANES)
-                        parts.append(s[r : r + LANES] + kept["strip"][:, pl.ds(lane, inner)])
-                    s = jnp.concatenate(parts)
-                s = sum(terms_of_slice, s)
-                q, k = {}, {}
-                if ruled or masked:
-                    q = {name: lanes(y[...], inner) for name, y in kept["rows"].items()}
-                    k = {name: y[:, c : c + inner] for name, y in own["columns"].items()}
-                for element, columns in zip(own["elements"], kept["numbers"], strict=True):
-                    if ruled or element.everywhere:
-                        numbers = [y[h] for y in element.numbers]
-                        of_q = [lanes(y[...], inner) for y in columns]
-                        of_k = [y[:, c : c + inner] for y in element.k_numbers]
-                        s += spec.unit * evaluate(element, s.shape, numbers, of_q, of_k, q, k)[0]
-                if spec.softcap is not None:
-                    capped = spec.softcap * LOG2E * jnp.tanh(s)
-                    s = jnp.where(s == -jnp.inf, s, capped) if ruled and may_hide else capped
-                if masked:
-                    see = visible(spec, s.shape, 0, offset - c, q, k, limit)
-                    s = jnp.where(see, s, MASK_VALUE)
-                m = kept["m"][...]
-                m_new = jnp.maximum(m, jnp.max(s, 1, keepdims=True))
-                p, decay = jnp.exp2(s - lanes(m_new, inner)), jnp.exp2(m - m_new)
-                kept["m"][...] = m_new
-                kept["l"][...] = kept["l"][...] * decay + jnp.sum(p, 1, keepdims=True)
-                if x.dropped is not None:  # The sum of weights counts all pairs.
-                    slots = own["columns"]["slots"][:, c : c + inner]
-                    hashed = lanes(kept["dropped"][...], inner)
-                    p = jnp.where(kept_pairs(spec, hashed, slots), p, 0.0)
-                v = own["v"][c : c + inner]
-                out = kept["out"][...] * lanes(decay, spec.value_dim)
-                kept["out"][...] = out + dot(p.astype(v.dtype), v)
-
-        for one_kind in kinds(spec.visibility):
-            body = functools.partial(tile, one_kind != PLAIN, one_kind == MASKED)
-            pl.when(kind == one_kind)(body)
-
-        @pl.when(is_last(step))
-        def _():
-            m, total = kept["m"][...], kept["l"][...]
-            blind = m <= MASK_VALUE / 2
-            total = jnp.where(blind, 1.0, total)
-            share = jnp.where(blind, 0.0, 1.0 / total)
-            share = share if x.dropped is None else share / (1.0 - spec.dropout_rate)
-            out_ref[...] = (kept["out"][...] * lanes(share, spec.value_dim)).astype(spec.dtype)
-            lse_ref[...] = to_row(jnp.where(blind, -jnp.inf, (m + jnp.log2(total)) / LOG2E))
-
-    shape = spec.batch, spec.heads, spec.length, spec.value_dim
-    of_head = spec.batch, spec.heads, 1, spec.length
-    varying = jax.typeof(x.q).mat  # Inside `shard_map`.
-    out = jax.ShapeDtypeStruct(shape, spec.dtype, manual_axis_type=varying)
-    lse = jax.ShapeDtypeStruct(of_head, jnp.float32, manual_axis_type=varying)
+    grid = ForwardGrid(spec, shared_schedule=x.schedules[0].shape[0] == 1)
+    bands = band_inputs(spec, x, spec.forward, 0, grid.query_block, grid.key_block_of_query_head)
+    arrays, specs = _inputs(grid, x, bands)
+    scratch_shapes = _scratch_shapes(grid, x, bands)
+    sizes = f"the forward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
+    check_memory(sizes, spec.vmem_limit, scratch_shapes, arrays, specs)
+    out = out_struct(x.q, (spec.batch, spec.heads, spec.length, spec.value_dim), spec.dtype)
+    lse = out_struct(x.q, (spec.batch, spec.heads, 1, spec.length))
     out, lse = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, grid, tuple(bands.strips)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(spec.heads, spec.batch, tiles),
+            grid=(spec.heads, spec.batch, grid.tiles),
             in_specs=[specs],
             out_specs=(
-                matrix_spec(out, bq, query),
-                number_spec(lse, bq, query),
+                matrix_spec(out, spec.forward.q, grid.query_block),
+                feature_spec(lse, spec.forward.q, grid.query_block),
             ),
-            scratch_shapes=[scratch],
+            scratch_shapes=[scratch_shapes],
         ),
         out_shape=(out, lse),
         compiler_params=pltpu.CompilerParams(
@@ -219,3 +77,241 @@ def forward(spec: Spec, x: Operands) -> tuple[jax.Array, jax.Array]:
         name="attention_forward",
     )(x.schedules[0].reshape(-1), x.prefix, arrays)
     return heads_before_tokens(out), lse[:, :, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardGrid:
+    """The steps of the forward kernel, and the blocks of the arrays at each step.
+
+    Index maps take the three indices of the grid, the schedule and the prefix lengths, and return
+    the row of the batch, the head and the block of tokens.
+
+    Attributes:
+      spec: the static part.
+      shared_schedule: whether all rows of the batch have one schedule.
+    """
+
+    spec: TPUSpec
+    shared_schedule: bool
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        """The number of tiles per head and row of the batch."""
+        return self.spec.order(by_key=False)[0].size
+
+    @property
+    def slice(self) -> int:
+        """The number of keys of one matrix product."""
+        return math.gcd(self.spec.forward.k, _MAX_SLICE)
+
+    @functools.cached_property
+    def strip(self) -> Strip:
+        """The strip of the bias."""
+        low, high = self.spec.reach(self.spec.forward)
+        return Strip.of(-high, -low, self.spec.forward.q, self.spec.forward.k)
+
+    def entry(self, schedule_ref, b, t):
+        """Returns the schedule's entry of a step."""
+        row = 0 if self.shared_schedule else b
+        return schedule_ref[row * self.tiles + t]
+
+    def query_block(self, h, b, t, schedule_ref, prefix_ref):
+        return b, h, schedule.row_of(self.entry(schedule_ref, b, t))
+
+    def key_block_of_query_head(self, h, b, t, schedule_ref, prefix_ref):
+        return b, h, schedule.column_of(self.entry(schedule_ref, b, t))
+
+    def key_block(self, *indices):
+        b, h, block = self.key_block_of_query_head(*indices)
+        return b, jax.lax.div(h, jnp.int32(self.spec.group)), block
+
+
+def _inputs(
+    grid: ForwardGrid, x: Operands, bands: BandInputs
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arrays that the kernel reads, and their block specs."""
+    arrays, specs = input_specs(
+        grid.spec,
+        x,
+        grid.spec.forward,
+        grid.query_block,
+        grid.key_block,
+        grid.key_block_of_query_head,
+    )
+    if x.bias is not None:
+        arrays["line"] = bias_line(grid.spec, x.bias, x.first, grid.strip, -1)
+        one_head = x.bias.shape[0] == 1
+        specs["line"] = pl.BlockSpec(
+            (None, 1, grid.strip.line), lambda h, *_: (0 if one_head else h, 0, 0)
+        )
+    arrays["products"], specs["products"] = bands.arrays, bands.specs
+    return arrays, specs
+
+
+def _scratch_shapes(grid: ForwardGrid, x: Operands, bands: BandInputs) -> dict[str, Any]:
+    """Returns the types of scratch memory, by name."""
+    spec = grid.spec
+    column = functools.partial(pltpu.VMEM, (spec.forward.q, LANES))
+    shapes = {
+        "q": pltpu.VMEM((spec.forward.q, spec.dim), x.q.dtype),
+        "m": column(jnp.float32),
+        "l": column(jnp.float32),
+        "out": pltpu.VMEM((spec.forward.q, spec.value_dim), jnp.float32),
+        "rows": {name: column(jnp.int32) for name in x.rows},
+        "q_scalars": [[column(jnp.float32) for _ in e.q_scalars] for e in x.elements],
+        "steps": bands.columns,
+    }
+    if x.dropped is not None:
+        shapes["dropped"] = column(jnp.uint32)
+    if x.bias is not None:
+        shapes["strip"] = pltpu.VMEM((LANES, grid.strip.width), jnp.float32)
+    return shapes
+
+
+def _kernel(
+    grid: ForwardGrid,
+    bands: tuple[BandStrip, ...],
+    schedule_ref: Any,
+    prefix_ref: Any,
+    refs: dict[str, Any],
+    out_ref: Any,
+    lse_ref: Any,
+    scratch: dict[str, Any],
+) -> None:
+    """Computes a step of the grid.
+
+    Args:
+      grid: the steps.
+      bands: the geometry of the products.
+      schedule_ref, prefix_ref: the schedule and the prefix lengths, in SMEM.
+      refs: blocks of the inputs, by name.
+      out_ref, lse_ref: blocks of the output and the log-sum-exp.
+      scratch: memory, by name.
+    """
+    spec = grid.spec
+    h, b, t = (pl.program_id(axis) for axis in range(3))
+    entry = grid.entry(schedule_ref, b, t)
+    kind, i, j = schedule.kind_of(entry), schedule.row_of(entry), schedule.column_of(entry)
+    offset = i * spec.forward.q - j * spec.forward.k
+    limit = prefix_ref[b] if spec.prefix else None
+    step = ForwardStep(grid, bands, refs, scratch, h, offset, limit)
+    if "line" in refs:
+        pl.when((b == 0) & (t == 0))(step.start_head)
+    pl.when(schedule.is_first(entry))(step.start_queries)
+    for one_kind in kinds(spec.visibility):
+        tile = functools.partial(step.tile, one_kind != PLAIN, one_kind == MASKED)
+        pl.when(kind == one_kind)(tile)
+
+    @pl.when(schedule.is_last(entry))
+    def _():
+        rate = spec.dropout_rate if "dropped" in refs else None
+        lse_ref[...] = to_row(finish_softmax(scratch, out_ref, rate))
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardStep:
+    """A step of the grid: one tile of a query head.
+
+    Attributes:
+      grid: all steps.
+      bands: the geometry of the products.
+      refs, scratch: references by name.
+      h: the query head.
+      offset: the first query minus the first key of the tile.
+      limit: the prefix length, or None.
+    """
+
+    grid: ForwardGrid
+    bands: tuple[BandStrip, ...]
+    refs: dict[str, Any]
+    scratch: dict[str, Any]
+    h: Any
+    offset: Any
+    limit: Any
+
+    @property
+    def spec(self) -> TPUSpec:
+        return self.grid.spec
+
+    def start_head(self) -> None:
+        """Writes the strip of the bias."""
+        strip, rotate = self.grid.strip, not self.spec.interpret
+        shear(strip, self.refs["line"], self.scratch["strip"], rotate=rotate)
+
+    def start_queries(self) -> None:
+        """Prepares a block of queries, and starts its softmax."""
+        refs, scratch = self.refs, self.scratch
+        start_softmax(scratch)
+        q = refs["q"][...].astype(jnp.float32) * (self.spec.scale * self.spec.unit)
+        scratch["q"][...] = q.astype(refs["q"].dtype)
+        for name, row in refs["rows"].items():
+            scratch["rows"][name][...] = to_column(row[...])
+        if "dropped" in refs:
+            scratch["dropped"][...] = to_column(refs["dropped"][...])
+        for element, columns in zip(refs["elements"], scratch["q_scalars"], strict=True):
+            for row, column in zip(element.q_scalars, columns, strict=True):
+                column[...] = to_column(row[...])
+        for product, columns in zip(refs["products"], scratch["steps"], strict=True):
+            for column in columns:
+                column[...] = to_column(product["steps"][...])
+
+    def tile(self, ruled: bool, masked: bool) -> None:
+        """Adds the keys of a tile to the softmax, a slice at a time."""
+        size = self.grid.slice
+        starts = range(0, self.spec.forward.k, size)
+        # All rotations first: they overlap with the matrix products that come after them.
+        added = [self._products(start) if ruled else [] for start in starts]
+        for start, terms in zip(starts, added, strict=True):
+            s = self._logits(start, terms, ruled, masked)
+            p, decay = update_softmax(self.scratch, s)
+            if "dropped" in self.refs:  # The sum of weights counts all pairs.
+                slots = self.refs["columns"]["slots"][:, start : start + size]
+                hashed = lanes(self.scratch["dropped"][...], size)
+                p = jnp.where(kept_pairs(self.spec, hashed, slots), p, 0.0)
+            v = self.refs["v"][start : start + size]
+            out = self.scratch["out"][...] * lanes(decay, self.spec.value_dim)
+            self.scratch["out"][...] = out + dot(p.astype(v.dtype), v)
+
+    def _products(self, start: int) -> list[jax.Array]:
+        """Returns the logits that products add to the slice of keys from `start` on."""
+        queries, keys = range(self.spec.forward.q), range(start, start + self.grid.slice)
+        steps = zip(self.bands, self.refs["products"], self.scratch["steps"], strict=True)
+        return [
+            band_logits(band, product, columns, band_slices(band, self.offset, queries, keys))
+            for band, product, columns in steps
+        ]
+
+    def _logits(self, start: int, terms: list[jax.Array], ruled: bool, masked: bool) -> jax.Array:
+        """Returns the logits of a slice of keys, in units of log 2."""
+        refs, scratch, spec = self.refs, self.scratch, self.spec
+        size = self.grid.slice
+        s = dot(scratch["q"][...], refs["k"][start : start + size], (1, 1))
+        if ruled and "line" in refs:
+            parts = []
+            for r in range(0, spec.forward.q, LANES):
+                lane = self.grid.strip.lane(-self.offset, r) + start
+                lane = pl.multiple_of(lane, LANES)
+                parts.append(s[r : r + LANES] + scratch["strip"][:, pl.ds(lane, size)])
+            s = jnp.concatenate(parts)
+        s = sum(terms, s)
+        q_tokens, k_tokens = {}, {}
+        if ruled or masked:
+            q_tokens = {name: lanes(y[...], size) for name, y in scratch["rows"].items()}
+            k_tokens = {name: y[:, start : start + size] for name, y in refs["columns"].items()}
+        for element, columns in zip(refs["elements"], scratch["q_scalars"], strict=True):
+            if ruled or element.everywhere:
+                scalars = [y[self.h] for y in element.scalars]
+                q_scalars = [lanes(y[...], size) for y in columns]
+                k_scalars = [y[:, start : start + size] for y in element.k_scalars]
+                term, _ = evaluate(
+                    element, s.shape, scalars, q_scalars, k_scalars, q_tokens, k_tokens
+                )
+                s += spec.unit * term
+        if spec.softcap is not None:
+            may_hide = ruled and (spec.rules_in_bias or bool(refs["elements"]))
+            s = soft_cap(spec.softcap, s, jnp.tanh(s), may_hide)
+        if masked:
+            offset = self.offset - start
+            see = visible(spec, s.shape, 0, offset, q_tokens, k_tokens, self.limit)
+            s = jnp.where(see, s, MASK_VALUE)
+        return s

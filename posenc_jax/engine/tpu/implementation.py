@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from posenc_jax.checks import require
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
-from posenc_jax.engine.kernels import Kernels, compute, padded, refusal, with_sinks, without_hidden
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.kernels import Kernels, padded, refusal, without_hidden
+from posenc_jax.engine.problem import Problem, with_sinks
 from posenc_jax.engine.tpu.backward import backward
 from posenc_jax.engine.tpu.decode import decode, decodes
 from posenc_jax.engine.tpu.forward import forward
-from posenc_jax.engine.tpu.spec import Spec
+from posenc_jax.engine.tpu.spec import TPUSpec
 from posenc_jax.engine.tpu.strip import LANES
 
 
@@ -25,9 +25,9 @@ class PallasTPU(Kernels):
 
     Attributes:
       forward, backward: queries and keys per tile, multiples of 128. Default: 1024 x 1024,
-        512 x 512 in float32, less where that takes less.
+        512 x 512 in float32, and smaller tiles where these take less time.
       decode: keys per block where there are at most 16 queries, a multiple of 128. Default:
-        those of 2 MiB of keys and values.
+        2 MiB of keys and values.
       vmem_limit: bytes of VMEM that a kernel may use.
       interpret, cross_compile, batch_axes, head_axes: see `Kernels`; parameters of the
         interpreter are `jax.experimental.pallas.tpu.InterpretParams`.
@@ -38,6 +38,7 @@ class PallasTPU(Kernels):
     decode: int | None = None
     vmem_limit: int = 100 * 2**20
     platform = "tpu"
+    mask_by_distance = True  # Then a mask takes one operation per pair.
 
     def __post_init__(self):
         for name in ("forward", "backward"):
@@ -60,11 +61,14 @@ class PallasTPU(Kernels):
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         if decodes(problem):
             return _decode(self, problem)
-        p = without_hidden(problem)
+        return self.run(without_hidden(problem))
+
+    def make_spec(self, problem: Problem, **fields: Any) -> TPUSpec:
+        p = problem
         blocks = Blocks(_block(p.length, p.q.dtype), _block(p.keys, p.q.dtype))
         ahead, back = self.forward or blocks, self.backward or blocks
-        spec_of = functools.partial(
-            Spec,
+        return TPUSpec(
+            **fields,
             length=padded(p.length, ahead.q, back.q),
             keys=padded(p.keys, ahead.k, back.k),
             forward=ahead,
@@ -72,13 +76,17 @@ class PallasTPU(Kernels):
             interpret=self.interpret,
             vmem_limit=self.vmem_limit,
         )
-        # Added by distance, a mask takes one operation a pair.
-        return compute((forward, backward), spec_of, p, mask_by_distance=True)
+
+    def run_forward(self, spec, x):
+        return forward(spec, x)
+
+    def run_backward(self, spec, x, d_out, lse, delta):
+        return backward(spec, x, d_out, lse, delta)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _decode(settings: PallasTPU, p: Problem) -> tuple[jax.Array, jax.Array]:
-    """A decode step, whose derivatives are those of whole rows of logits."""
+    """Computes a decode step; derivatives are computed by `Dense`."""
     out, lse = decode(p, settings.decode, settings.interpret, settings.vmem_limit)
     return with_sinks(p, out, lse)
 
@@ -89,10 +97,10 @@ def _(settings, primals, tangents):
 
 
 def _block(count: int, dtype: Any) -> int:
-    """Returns the size of tiles that take least for `count` queries and as many keys.
+    """Returns the size of tiles that takes the least time for `count` queries and `count` keys.
 
     By the compiler's schedule, a step of the grid takes as long as 2**16 pairs of a large tile.
-    Exact products of float32 have too much code for the largest.
+    Exact products of float32 have too much code for tiles of 1024.
     """
-    sizes = (1024, 512, 256, 128)[dtype == jnp.float32 :]
+    sizes = (512, 256, 128) if dtype == jnp.float32 else (1024, 512, 256, 128)
     return min(sizes, key=lambda size: (-(-count // size)) ** 2 * (size * size + 2**16))

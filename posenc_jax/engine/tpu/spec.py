@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.engine.mask import MASK_VALUE
-from posenc_jax.engine.operands import Operands
-from posenc_jax.engine.operands import Spec as AnySpec
+from posenc_jax.engine.operands import Operands, Spec
 from posenc_jax.engine.tpu.schedule import schedule, tile_order
 from posenc_jax.engine.tpu.strip import Strip, line_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec(AnySpec):
+class TPUSpec(Spec):
     """The static part of a problem.
 
     Attributes:
@@ -47,7 +46,7 @@ def heads_before_tokens(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 1, 2)
 
 
-def bias_line(spec: Spec, bias: jax.Array, first: int, strip: Strip, sign: int) -> jax.Array:
+def bias_line(spec: TPUSpec, bias: jax.Array, first: int, strip: Strip, sign: int) -> jax.Array:
     """Returns the line of the bias of `Operands`, [N or 1, 1, L]."""
     fill = spec.unit * MASK_VALUE if spec.visibility.mask_in_bias else 0.0
     return line_of(bias[:, None], first, strip, sign, fill)

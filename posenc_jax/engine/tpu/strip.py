@@ -25,13 +25,13 @@ _CHUNK = 512  # Lanes that are sheared at once.
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """Where a strip has which offset.
+    """The offsets of a strip.
 
     Attributes:
       low: offset of `line[0]`; 1 modulo 128.
       width: lanes of the strip, a multiple of 128; a line has 128 more.
-      first, last: the least and greatest difference, lane token less row token, of the first
-        tokens of a tile; others are read as the nearer of the two.
+      first, last: the least and greatest offset of the first tokens of a tile; tiles beyond them
+        read the nearer of the two.
     """
 
     low: int
@@ -41,7 +41,7 @@ class Strip:
 
     @classmethod
     def of(cls, first: int, last: int, rows: int, lanes: int) -> "Strip":
-        """Returns the strip for tiles of so many rows and lanes."""
+        """Returns the strip for tiles of `rows` x `lanes`."""
         low = first - rows + 1
         width = last - (LANES - 1) - low + lanes
         return cls(low, -(-width // LANES) * LANES, first, last)
@@ -52,14 +52,14 @@ class Strip:
         return self.width + LANES
 
     def lane(self, offset: Any, row: int) -> Any:
-        """Returns the lane at which 128 rows from `row` on of a tile start.
+        """Returns the lane of the strip where 128 rows of a tile start.
 
         Args:
-          offset: first lane token less first row token of the tile.
+          offset: first lane token minus first row token of the tile.
           row: the first of the 128 rows.
         """
-        at = jnp.clip(offset, self.first, self.last) - row - (LANES - 1) - self.low
-        return pl.multiple_of(at, LANES)
+        lane = jnp.clip(offset, self.first, self.last) - row - (LANES - 1) - self.low
+        return pl.multiple_of(lane, LANES)
 
 
 def line_of(values: jax.Array, first: int, strip: Strip, sign: int, fill: float = 0.0) -> jax.Array:
@@ -120,9 +120,9 @@ def sum_diagonals(strip: Strip, tiles: Any, out: Any) -> None:
 
 def _within_eight(x: jax.Array, sign: int) -> jax.Array:
     """Rotates row r of [8, W] by `sign * (7 - r)` lanes."""
-    by = 7 - jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    shift = 7 - jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     for bit in (1, 2, 4):
-        x = jnp.where((by & bit) != 0, _roll(x, bit if sign > 0 else x.shape[1] - bit), x)
+        x = jnp.where((shift & bit) != 0, _roll(x, bit if sign > 0 else x.shape[1] - bit), x)
     return x
 
 

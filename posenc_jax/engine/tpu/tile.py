@@ -1,4 +1,4 @@
-"""What both kernels do inside a tile."""
+"""Operations on a tile: products, layouts, masks and the running softmax."""
 
 import functools
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.mask import add_saturated
-from posenc_jax.engine.operands import Spec
-from posenc_jax.engine.problem import is_kept
+from posenc_jax.engine.dropout import is_kept
+from posenc_jax.engine.mask import MASK_VALUE, add_saturated
+from posenc_jax.engine.operands import LOG2E, Spec
 from posenc_jax.engine.tpu.strip import LANES
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Returns a float32 product over the two axes; exact products for float32."""
+    """Returns a float32 product over the two axes, exact for float32 arrays."""
     return jax.lax.dot_general(
         a,
         b,
@@ -46,6 +46,54 @@ def kept_pairs(spec: Spec, rows: jax.Array, slots: jax.Array) -> jax.Array:
     return is_kept(rows, jax.lax.bitcast_convert_type(slots, jnp.uint32), spec.dropout_rate)
 
 
+def soft_cap(softcap: float, s: jax.Array, bounded: jax.Array, may_hide: bool) -> jax.Array:
+    """Returns capped logits in units of log 2.
+
+    Args:
+      softcap: the cap.
+      s: the logits, divided by the cap.
+      bounded: tanh(s).
+      may_hide: whether logits may be -inf, which stays.
+    """
+    capped = softcap * LOG2E * bounded
+    return jnp.where(s == -jnp.inf, s, capped) if may_hide else capped
+
+
+def start_softmax(scratch: dict[str, Any]) -> None:
+    """Sets the running maximum, sum and output before the first key."""
+    scratch["m"][...] = jnp.full(scratch["m"].shape, MASK_VALUE, jnp.float32)
+    for name in ("l", "out"):
+        scratch[name][...] = jnp.zeros(scratch[name].shape, jnp.float32)
+
+
+def update_softmax(scratch: dict[str, Any], s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Updates the running maximum and sum; returns the weights and the decay of earlier ones.
+
+    Args:
+      scratch: float32 [T, 128]: "m" and "l", equal in all lanes.
+      s: logits [T, K] in units of log 2.
+    """
+    m = scratch["m"][...]
+    m_new = jnp.maximum(m, jnp.max(s, 1, keepdims=True))
+    p, decay = jnp.exp2(s - lanes(m_new, s.shape[1])), jnp.exp2(m - m_new)
+    scratch["m"][...] = m_new
+    scratch["l"][...] = scratch["l"][...] * decay + jnp.sum(p, 1, keepdims=True)
+    return p, decay
+
+
+def finish_softmax(
+    scratch: dict[str, Any], out_ref: Any, dropout_rate: float | None = None
+) -> jax.Array:
+    """Writes the output, and returns the log-sum-exp, [T, 128]."""
+    m, total = scratch["m"][...], scratch["l"][...]
+    blind = m <= MASK_VALUE / 2
+    total = jnp.where(blind, 1.0, total)
+    share = jnp.where(blind, 0.0, 1.0 / total)
+    share = share if dropout_rate is None else share / (1.0 - dropout_rate)
+    out_ref[...] = (scratch["out"][...] * lanes(share, out_ref.shape[1])).astype(out_ref.dtype)
+    return jnp.where(blind, -jnp.inf, (m + jnp.log2(total)) / LOG2E)
+
+
 def visible(
     spec: Spec,
     shape: tuple[int, ...],
@@ -61,35 +109,34 @@ def visible(
       spec: the static part.
       shape: of the tile.
       q_axis: the axis of the queries.
-      offset: slot of the first query less that of the first key.
+      offset: slot of the first query minus slot of the first key.
       queries, keys: positions and segments of the tokens, of shapes that broadcast.
       prefix: the prefix length of the row, or None.
     """
     tests = []
     if spec.visibility.ordered:
-        left, right = spec.visibility.window or (-1, -1)
-        right = 0 if spec.visibility.is_causal else right
+        before, after = spec.sides
         if spec.by_slot:
-            # One comparison a pair: what varies over one axis is made for that axis alone.
+            # One operation per pair, the comparison: indices have one axis, not two.
             sizes = [1, 1]
             sizes[q_axis] = shape[q_axis]
             q = jax.lax.broadcasted_iota(jnp.int32, sizes, q_axis) + offset
             sizes = [1, 1]
             sizes[1 - q_axis] = shape[1 - q_axis]
             k = jax.lax.broadcasted_iota(jnp.int32, sizes, 1 - q_axis)
-            if right >= 0:
-                tests.append(k - right <= q)
-            if left >= 0:
-                tests.append(q <= k + left)
+            if after >= 0:
+                tests.append(k - after <= q)
+            if before >= 0:
+                tests.append(q <= k + before)
         else:
             q, k = queries["positions"], keys["positions"]
-            if right >= 0:
-                tests.append(k <= add_saturated(q, right))
-            if left >= 0:
-                tests.append(q <= add_saturated(k, left))
+            if after >= 0:
+                tests.append(k <= add_saturated(q, after))
+            if before >= 0:
+                tests.append(q <= add_saturated(k, before))
             if prefix is not None:
                 tests = [functools.reduce(jnp.logical_and, tests) | (k < prefix)]
     if spec.visibility.segments:
         q, k = queries["segments"], keys["segments"]
-        tests.append(q == k)  # Padding has other ids there than here.
+        tests.append(q == k)  # Padding of queries and of keys has different ids.
     return functools.reduce(jnp.logical_and, tests)

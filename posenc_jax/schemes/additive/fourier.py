@@ -51,6 +51,7 @@ class LearnableFourier(Scheme):
     width: int = 32
     gamma: float = 10.0
     name: ClassVar[str] = "fourier"
+    param_axes: ClassVar = {"out": "width model_dim", "out_bias": "model_dim"}
 
     def __post_init__(self):
         positive_fields(self, "model_dim", "axes", "num_features", "width")
@@ -77,16 +78,18 @@ class LearnableFourier(Scheme):
         return {"waves": self.gamma**-2 * normal, **torch_uniforms(keys, network)}
 
     def embed(self, params, x, coordinates):
-        at = coordinate_values("fourier", coordinates)
-        at = jnp.broadcast_to(at[None], (self.axes, *at.shape)) if at.ndim == 2 else at
+        given_shape = jnp.shape(coordinates)
+        coordinates = coordinate_values("fourier", coordinates)
+        if coordinates.ndim == 2:
+            coordinates = jnp.broadcast_to(coordinates[None], (self.axes, *coordinates.shape))
         require(
-            at.shape == (self.axes, *x.shape[:2]) and x.shape[2:] == (self.model_dim,),
+            coordinates.shape == (self.axes, *x.shape[:2]) and x.shape[2:] == (self.model_dim,),
             f"fourier: x must be [B, T, {self.model_dim}] and coordinates [{self.axes}, B, T], "
-            f"got {x.shape} and {jnp.shape(coordinates)}.",
+            f"got {x.shape} and {given_shape}.",
         )
-        cos, sin = cos_sin(at[0], params["waves"][:, 0])
+        cos, sin = cos_sin(coordinates[0], params["waves"][:, 0])
         for a in range(1, self.axes):  # cos and sin of a sum of angles, each of them exact.
-            c, s = cos_sin(at[a], params["waves"][:, a])
+            c, s = cos_sin(coordinates[a], params["waves"][:, a])
             cos, sin = cos * c - sin * s, sin * c + cos * s
         features = jnp.concatenate([cos, sin], -1) * self.num_features**-0.5
         hidden = (

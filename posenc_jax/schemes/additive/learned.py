@@ -62,9 +62,8 @@ def resize_learned(
 
     Args:
       table: [prefix + R * C, D].
-      grid, new_grid: (R, C) of the given and of the new table.
-      prefix: number of initial rows that belong to other tokens ([CLS], registers); they are
-        kept as they are.
+      grid, new_grid: (R, C) of the old and of the new table.
+      prefix: number of initial rows for other tokens ([CLS], registers), which stay unchanged.
       method, align_corners: as in `posenc_jax.resize_grid`; ViT, DeiT and MAE use the defaults,
         Qwen3-VL "bilinear" with aligned corners.
 
@@ -108,6 +107,7 @@ class LearnedAbsolute(Scheme):
     offset: int = 0
     stddev: float = 0.02
     name: ClassVar[str] = "learned"
+    param_axes: ClassVar = {"table": "rows model_dim"}
 
     def __post_init__(self):
         positive_fields(self, "max_length", "model_dim")

@@ -1,8 +1,9 @@
 """NoPE: no position encoding at all.
 
 Without a mask, self-attention is permutation-equivariant, so an encoder with this scheme does not
-depend on the order of its tokens. A causal mask breaks the symmetry: each token attends to one more
-than the token before it, and causal models trained without position encodings learn positions.
+depend on the order of its tokens. A causal mask breaks the symmetry: each token attends to one
+token more than the previous one, and causal models trained without position encodings learn
+positions.
 
 Papers: Haviv et al. Transformer Language Models without Positional Encodings Still Learn
 Positional Information. 2022. https://arxiv.org/abs/2203.16634

@@ -37,7 +37,7 @@ class Sinusoidal2D(Scheme):
     Attributes:
       model_dim: D, a multiple of 4.
       theta: base of the wavelengths.
-      layout: of each half, "concat" or "interleaved"; see `posenc_jax.schemes.additive.sinusoidal`.
+      layout: the layout of each half, "concat" or "interleaved", as in `Sinusoidal`.
       axes: coordinate axes of the first and of the second half, (0, 1) or (1, 0).
 
     Raises:
@@ -45,8 +45,8 @@ class Sinusoidal2D(Scheme):
         theta that is not positive.
 
     >>> scheme = Sinusoidal2D(model_dim=4)
-    >>> at = jnp.array([[[0]], [[1]]])
-    >>> scheme.embed({}, jnp.zeros((1, 1, 4)), at).round(4)
+    >>> coordinates = jnp.array([[[0]], [[1]]])
+    >>> scheme.embed({}, jnp.zeros((1, 1, 4)), coordinates).round(4)
     Array([[[0.8415, 0.5403, 0.    , 1.    ]]], dtype=float32)
     """
 
@@ -73,16 +73,18 @@ class Sinusoidal2D(Scheme):
         return Traits(num_axes=2)
 
     def embed(self, params, x, coordinates):
-        at = coordinate_values("sinusoidal_2d", coordinates)
-        at = jnp.broadcast_to(at[None], (2, *at.shape)) if at.ndim == 2 else at
+        given_shape = jnp.shape(coordinates)
+        coordinates = coordinate_values("sinusoidal_2d", coordinates)
+        if coordinates.ndim == 2:
+            coordinates = jnp.broadcast_to(coordinates[None], (2, *coordinates.shape))
         require(
-            at.shape == (2, *x.shape[:2]) and x.shape[2:] == (self.model_dim,),
+            coordinates.shape == (2, *x.shape[:2]) and x.shape[2:] == (self.model_dim,),
             f"sinusoidal_2d: x must be [B, T, {self.model_dim}] and coordinates [2, B, T], "
-            f"got {x.shape} and {jnp.shape(coordinates)}.",
+            f"got {x.shape} and {given_shape}.",
         )
         half = self.model_dim // 2
         encodings = [
-            sinusoidal_encoding(at[a], half, theta=self.theta, layout=self.layout)
+            sinusoidal_encoding(coordinates[a], half, theta=self.theta, layout=self.layout)
             for a in self.axes
         ]
         return (x.astype(jnp.float32) + jnp.concatenate(encodings, -1)).astype(x.dtype)

@@ -17,11 +17,11 @@ three forms (`symmetry`):
                  other side is hidden by a large penalty, which a softcap would bound
     "learned"    each head learns one slope for the past and one for the future, as sigmoids
 
-`past_offset` is subtracted from the distance of past keys, which tells left from right: 0.5 in the
-encoders of Ruoss et al. With `num_biased_heads`, only the first heads have slopes, those of a
-model of that many heads, and the others have no bias. The penalty is added after the 1/sqrt(H)
-scale; Falcon divides it by sqrt(H) as well (`scaled`), and rounds it to bfloat16, which is not
-reproduced.
+`past_offset` is subtracted from the distance of past keys, which tells past from future: 0.5 in the
+encoders of Ruoss et al. With `num_biased_heads`, only the first heads have slopes, the slopes of a
+model with that number of heads, and the others have no bias. The penalty is added after the
+1/sqrt(H) scale; Falcon divides it by sqrt(H) as well (`scaled`), and rounds it to bfloat16, which
+is not reproduced.
 
 Paper: Press, Smith, Lewis. Train Short, Test Long: Attention with Linear Biases Enables
 Input Length Extrapolation. ICLR 2022. https://arxiv.org/abs/2108.12409
@@ -87,7 +87,7 @@ class ALiBi(Scheme):
     Attributes:
       num_heads: N.
       symmetry: "symmetric", "split" or "learned"; see the top of the file.
-      num_biased_heads: number of heads with a slope, counted from the first; 0 for all.
+      num_biased_heads: number of heads with a slope, from the first on. Default: all.
       past_offset: subtracted from the distance of past keys.
       scaled: whether the penalty is multiplied by the logit scale, as q . k is.
 
@@ -102,10 +102,11 @@ class ALiBi(Scheme):
 
     num_heads: int
     symmetry: str = "symmetric"
-    num_biased_heads: int = 0
+    num_biased_heads: int | None = None
     past_offset: float = 0.0
     scaled: bool = False
     name: ClassVar[str] = "alibi"
+    param_axes: ClassVar = {"past": "num_heads", "future": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
@@ -120,11 +121,11 @@ class ALiBi(Scheme):
                 self.past_offset < 1,
                 f'alibi: symmetry="split" needs a past_offset below 1, got {self.past_offset}.',
             )
-        most = self.num_heads if self.symmetry == "symmetric" else 0
+        count = self.num_biased_heads
         require(
-            0 <= self.num_biased_heads <= most,
-            f"alibi: num_biased_heads must be 0 to {most} with symmetry={self.symmetry!r}, "
-            f"got {self.num_biased_heads}.",
+            count is None or (self.symmetry == "symmetric" and 1 <= count <= self.num_heads),
+            f"alibi: num_biased_heads must be 1 to {self.num_heads}, or None with a symmetry other "
+            f"than 'symmetric', got {count} with symmetry={self.symmetry!r}.",
         )
 
     @property
@@ -132,7 +133,7 @@ class ALiBi(Scheme):
         return Traits(relative=True)
 
     def init(self, key):
-        """Returns {}, or {"past": ..., "future": ...}, float32 [N], where slopes are learned."""
+        """Returns {}, or {"past": ..., "future": ...}, float32 [N], for learned slopes."""
         if self.symmetry != "learned":
             return {}
         past, future = jax.random.normal(key, (2, self.num_heads), jnp.float32) - 2.0
@@ -146,7 +147,7 @@ class ALiBi(Scheme):
             hidden = jnp.full_like(half, _HIDING_SLOPE)
             slopes = jnp.concatenate([half, hidden]), jnp.concatenate([hidden, half])
         else:
-            count = self.num_biased_heads or self.num_heads
+            count = self.num_heads if self.num_biased_heads is None else self.num_biased_heads
             slope = jnp.pad(alibi_slopes(count), (0, self.num_heads - count))
             if not self.past_offset:
                 return LogitBias(_penalty, heads=slope, relative=True, scaled=self.scaled)

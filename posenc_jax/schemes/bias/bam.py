@@ -5,9 +5,8 @@ r"""BAM: the logarithm of a generalized Gaussian prior on the distance, learned 
 
 Shape 1 and location 0 are ALiBi with slopes exp(scale), as it is initialised; shape 2 is a
 Gaussian, and shape 0 adds a constant. Below zero, far keys are preferred to near ones. With
-`scale_inside` the scale is within the power, (exp(scale) |j - i - m| + e)^shape: that is how the
-authors' file for evaluation computes what their file for training does not. The two agree where
-shape is 1.
+`scale_inside` the scale is within the power, (exp(scale) |j - i - m| + e)^shape, as in the authors'
+file for evaluation; their file for training has it outside. The two agree for shape 1.
 
 The authors' models share one prior between all layers, and pair it with scalable softmax:
 `chain(BAM(...), SSMax(...))`. The location is 0 and not learned by default in their classes, and
@@ -33,7 +32,7 @@ EPSILON = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class _LogPrior:
-    """The logarithm of the prior for one pair, but for a constant."""
+    """The logarithm of the prior for one pair, up to a constant."""
 
     scale_inside: bool
 
@@ -53,7 +52,7 @@ class BAM(Scheme):
       num_heads: N.
       learn_location: whether heads learn where their prior is centred, from zero.
       scale_inside: whether the scale is within the power; see the top of the file.
-      initial_shape: the shape to start from.
+      initial_shape: the initial shape.
 
     Raises:
       ValueError: if `num_heads` is less than one, or the shape is not finite.
@@ -68,6 +67,7 @@ class BAM(Scheme):
     scale_inside: bool = False
     initial_shape: float = 1.0
     name: ClassVar[str] = "bam"
+    param_axes: ClassVar = {"scale": "num_heads", "shape": "num_heads", "loc": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

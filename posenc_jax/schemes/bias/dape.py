@@ -6,10 +6,10 @@ r"""DAPE: a bias adapted to content by a network over the logits of all heads.
 For each pair of tokens, a small network reads the logits and the biases of all N heads and
 adds one number per head, so that content can override the penalty on distance. LeakyReLU has
 the slope 0.01 below zero. The authors' last layer adds a constant per head, which cancels in
-the softmax; it is left out.
+the softmax; it is omitted.
 
-The bias is that of KERPLE, which the authors found best, or of ALiBi. Their third, FIRE, has
-LeakyReLU in this code and ReLU elsewhere; it is not offered. The network mixes heads, so heads
+The bias is KERPLE's, the best in the paper, or ALiBi's. The third bias of the authors, FIRE, has
+LeakyReLU in this code and ReLU elsewhere; it is not supported. The network mixes heads, so heads
 sharded over devices must communicate their logits. Version 2, which convolves along the keys,
 is another scheme.
 
@@ -83,8 +83,12 @@ class DAPE(Scheme):
     def _base(self):
         return {"kerple": KERPLELog, "alibi": ALiBi}[self.base](self.num_heads)
 
+    @property
+    def param_axes(self):
+        return {"base": self._base.param_axes, "out": "num_heads width"}
+
     def init(self, key):
-        """Returns {"base": the bias's parameters, "in", "in_bias" and "out": the network's}.
+        """Returns {"base": parameters of the bias, "in", "in_bias", "out": of the network}.
 
         Kernels are [out, in], initialised as torch.nn.Linear is.
         """

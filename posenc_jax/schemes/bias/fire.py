@@ -12,10 +12,10 @@ FIRE reads the position of the query, so shifting all positions changes the outp
 should restart at 0 in each sequence, as they do for packed sequences here, and decoding needs the
 true positions.
 
-The authors released no code; the paper prints some. That listing and two implementations put
+The authors released no code; a listing in the paper and two implementations put
 eps outside of the logarithm. Their last layer adds a constant per head, which cancels in the
-softmax and has no gradient; it is left out. Keys after the query are at distance |i - j|; one
-implementation uses 0.
+softmax and has no gradient; it is omitted. Keys after the query are at distance |i - j|; one
+implementation uses distance 0.
 
 Paper: Li et al. Functional Interpolation for Relative Positions Improves Long Context
 Transformers. 2023. https://arxiv.org/abs/2310.04418
@@ -72,6 +72,7 @@ class FIRE(Scheme):
     init_length: float = 512.0
     eps: float = 1e-6
     name: ClassVar[str] = "fire"
+    param_axes: ClassVar = {"outer": "num_heads width"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")

@@ -7,12 +7,12 @@ Both are conditionally positive definite kernels for positive r1 and r2; power w
 is ALiBi with learned slopes. The log form extrapolates best in the paper.
 
 Parameters are kept positive as in the authors' code: before each use they are projected onto
-[0.01, inf), r2 of the power form onto [0.01, 2]. The gradient is that at the projected value
+[0.01, inf), r2 of the power form onto [0.01, 2]. The gradient is taken at the projected value
 (straight through), so a parameter at the bound can leave it. The authors write the projected
-value back after each step; here the parameter stays as the optimiser left it.
+value back after each step; here the optimiser's value stays.
 
-The authors share one set of parameters between all layers. Left out: the third form in their
-code, which multiplies logits by exp(-r3 |i - j|^r4), of which nothing was released. NeMo's
+The authors share one set of parameters between all layers. The third form in their code, which
+multiplies logits by exp(-r3 |i - j|^r4) and has no released results, is omitted. NeMo's
 scheme of this name is -b ln(1 + a |i - j|^p), all three learned, initialised with ALiBi's slopes,
 1 and 1, and not projected; it contains the log form.
 
@@ -35,7 +35,7 @@ from posenc_jax.schemes.scheme import Scheme, Traits
 
 
 def _project(x, high=None):
-    """x clipped to [0.01, high] in float32, with the gradient of x (straight through)."""
+    """Returns x clipped to [0.01, high] in float32, with the gradient of x (straight through)."""
     x = x.astype(jnp.float32)
     return jax.lax.stop_gradient(jnp.clip(x, 0.01, high)) + (x - jax.lax.stop_gradient(x))
 
@@ -65,6 +65,7 @@ class _KERPLE(Scheme, abc.ABC):
     """An abstract kernel with parameters r1 and r2 per head."""
 
     num_heads: int
+    param_axes: ClassVar = {"r1": "num_heads", "r2": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

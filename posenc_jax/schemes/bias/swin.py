@@ -2,7 +2,7 @@ r"""Swin: a learned number for every offset between two patches of a window.
 
     logits[n, i, j] = q_i . k_j / sqrt(H) + table[n, (dr + R - 1)(2C - 1) + dc + C - 1]
 
-for a window of R x C patches and dr, dc the row and column of the query minus those of the key.
+for a window of R x C patches and dr, dc the offsets of row and column from the key to the query.
 The table has (2R - 1)(2C - 1) entries per head; each layer has its own.
 
 Coordinates are rows and columns, [2, B, T], of patches anywhere in an image; only their offsets
@@ -58,13 +58,13 @@ class WindowEntry:
         return x[0], x[1]
 
 
-def check_window(where: str, window: tuple[int, int]) -> None:
+def check_window(name: str, window: tuple[int, int]) -> None:
     """Raises `ValueError` unless a window is a pair of positive integers."""
     require(
         isinstance(window, tuple | list)
         and len(window) == 2
         and all(isinstance(n, int) and n >= 1 for n in window),
-        f"{where} must be (rows, columns), both at least 1, got {window}.",
+        f"{name} must be (rows, columns), both at least 1, got {window}.",
     )
 
 
@@ -89,6 +89,7 @@ class Swin(Scheme):
     window: tuple[int, int] = (7, 7)
     stddev: float = 0.02
     name: ClassVar[str] = "swin"
+    param_axes: ClassVar = {"table": "num_heads offsets"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

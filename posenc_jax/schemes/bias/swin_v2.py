@@ -5,7 +5,7 @@ r"""Swin V2: a bias computed from 2-D offsets by a network, and cosine attention
 
 f is a network 2 -> 512 -> N with ReLU and no bias in its last layer. The logarithm maps offsets
 into [-1.06, 1.06], so that a model fine-tuned with a larger window extrapolates little; R and C in
-l then stay those of the window in training (`pretrained_window`).
+l are then the sizes of the window in training (`pretrained_window`).
 
 cos(q, k) is the dot product of unit vectors, and g[n] = exp(min(tau[n], ln 100)) is learned,
 initially 10. The logit scale is therefore 1.
@@ -60,7 +60,7 @@ class SwinV2(Scheme):
     Attributes:
       num_heads: N.
       window: rows and columns of a window.
-      pretrained_window: rows and columns of the window in training; (0, 0) for `window`.
+      pretrained_window: rows and columns of the window in training. Default: `window`.
       width: number of hidden units.
 
     Raises:
@@ -73,9 +73,10 @@ class SwinV2(Scheme):
 
     num_heads: int
     window: tuple[int, int] = (8, 8)
-    pretrained_window: tuple[int, int] = (0, 0)
+    pretrained_window: tuple[int, int] | None = None
     width: int = 512
     name: ClassVar[str] = "swin_v2"
+    param_axes: ClassVar = {"out": "num_heads width", "tau": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")
@@ -93,7 +94,7 @@ class SwinV2(Scheme):
 
     @property
     def _trained(self):
-        return self.window if self.pretrained_window == (0, 0) else self.pretrained_window
+        return self.window if self.pretrained_window is None else self.pretrained_window
 
     def init(self, key):
         """Returns {"in", "in_bias", "out"}, initialised as torch.nn.Linear, and {"tau": [N]}."""

@@ -160,6 +160,7 @@ class T5(Scheme):
     bidirectional: bool = False
     stddev: float = 0.02
     name: ClassVar[str] = "t5"
+    param_axes: ClassVar = {"table": "num_heads num_buckets"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

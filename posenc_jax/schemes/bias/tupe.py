@@ -1,4 +1,4 @@
-r"""TUPE: attention between positions, with projections of its own, beside that between words.
+r"""TUPE: attention between words plus attention between positions, with separate projections.
 
     logits[n, i, j] = q_i . k_j / sqrt(2H) + (U_Q p_i)_n . (U_K p_j)_n / sqrt(2H)
     p_i = LayerNorm(table[i + 1])
@@ -9,10 +9,10 @@ TUPE-R adds T5's bidirectional bias (`num_buckets=32`).
 
 The first token of a sequence, at coordinate 0, is [CLS], which has no meaningful position.
 `untie_cls` gives all logits from it one value per head and all logits to it another: p . p of two
-rows of the table that are otherwise unused, the first row (from [CLS]) and that of position 0 (to
-[CLS]). T5's bias has two such values as well: the bucket that no distance has (from [CLS]) and one
-additional bucket (to [CLS]). Each packed sequence has its own [CLS]. Positions past the table raise
-where they are concrete; under jit their rows are NaN.
+rows of the table that are otherwise unused, the first row (from [CLS]) and the row of position 0
+(to [CLS]). T5's bias also has two such values: the bucket of no distance (from [CLS]) and an
+additional bucket (to [CLS]). Each packed sequence has a separate [CLS]. Positions past the table
+raise if they are concrete; under jit their rows are NaN.
 
 Paper: Ke, He, Liu. Rethinking Positional Encoding in Language Pre-training. 2020.
 https://arxiv.org/abs/2006.15595
@@ -43,7 +43,7 @@ def _untie_cls(q, k, from_cls, to_cls, other):
 
 
 def _products(shared, head, q, k):
-    """p_i . p_j of one head, with the values from and to [CLS] where it is untied."""
+    """Returns p_i . p_j of one head, or the values from and to an untied [CLS]."""
     q_table, k_table, *cls_logits = head
     product = jnp.dot(_lookup(q_table, q), _lookup(k_table, k), precision="highest")
     return _untie_cls(q, k, *cls_logits, product) if cls_logits else product
@@ -69,8 +69,8 @@ class TUPE(Scheme):
       head_dim: H.
       model_dim: D, the size of the table's rows.
       max_length: number of positions.
-      untie_cls: whether the logits from and to the first token have values of their own.
-      num_buckets: of T5's bidirectional bias; 0 for none (TUPE-A).
+      untie_cls: whether the logits from and to the first token have separate values.
+      num_buckets: buckets of T5's bidirectional bias (TUPE-R); None: no such bias (TUPE-A).
       max_distance: distance from which on all are in T5's last bucket.
       stddev: standard deviation of the initial table and projections.
 
@@ -87,7 +87,7 @@ class TUPE(Scheme):
     model_dim: int
     max_length: int
     untie_cls: bool = True
-    num_buckets: int = 0
+    num_buckets: int | None = None
     max_distance: int = 128
     stddev: float = 0.02
     name: ClassVar[str] = "tupe"
@@ -95,12 +95,25 @@ class TUPE(Scheme):
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim", "max_length")
         positive("tupe", stddev=self.stddev)
-        if self.num_buckets:
+        if self.num_buckets is not None:
             check_buckets(self.num_buckets, self.max_distance, bidirectional=True)
 
     @property
     def traits(self):
         return Traits(shared_over_layers=True)
+
+    @property
+    def param_axes(self):
+        kernel, bias = "model_dim num_heads head_dim", "num_heads head_dim"
+        return {
+            "norm": {"scale": "model_dim", "bias": "model_dim"},
+            "table": "rows model_dim",
+            "query": kernel,
+            "query_bias": bias,
+            "key": kernel,
+            "key_bias": bias,
+            "buckets": "num_heads num_buckets",
+        }
 
     def init(self, key):
         """Returns the table, LayerNorm and projections, and "buckets" with `num_buckets`."""
@@ -119,7 +132,7 @@ class TUPE(Scheme):
             "key": normal(key, *project),
             "key_bias": jnp.zeros(project[1:], jnp.float32),
         }
-        if self.num_buckets:
+        if self.num_buckets is not None:
             params["buckets"] = normal(buckets, self.num_heads, self.num_buckets + self.untie_cls)
         return params
 
@@ -144,7 +157,7 @@ class TUPE(Scheme):
             cls_logits = (q_table[:, :2] * k_table[:, :2]).sum(-1)
             heads = q_table[:, 1:], k_table[:, 1:], cls_logits[:, 0], cls_logits[:, 1]
         products = LogitBias(_products, heads=heads)
-        if not self.num_buckets:
+        if self.num_buckets is None:
             return products
         sizes = self.num_buckets, self.max_distance, True
         if not self.untie_cls:

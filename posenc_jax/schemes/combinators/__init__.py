@@ -1,1 +1,1 @@
-"""Schemes made of other schemes."""
+"""Schemes that combine or wrap other schemes."""

@@ -1,4 +1,4 @@
-"""Several schemes in one."""
+"""A chain of schemes, applied in order."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ class _Chain(Scheme):
         )
 
     def _each(self, params, *values):
-        """Yields (scheme, params, *entries); None for a value means None for all schemes."""
+        """Yields (scheme, params, *entries); a value of None is None for all schemes."""
         values = ((None,) * len(self.schemes) if v is None else v for v in values)
         return zip(self.schemes, params, *values, strict=True)
 
@@ -63,6 +63,10 @@ class _Chain(Scheme):
         for s in self.schemes:
             acts |= s.acts
         return acts
+
+    @property
+    def param_axes(self):
+        return tuple(s.param_axes for s in self.schemes)
 
     def init(self, key):
         keys = jax.random.split(key, len(self.schemes))
@@ -84,11 +88,11 @@ class _Chain(Scheme):
         return q, k, v, tuple(states)
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        made = [
+        features = [
             s.features(p, x, q, k, coordinates, segment_ids, old)
             for s, p, old in self._each(params, state)
         ]
-        return tuple(zip(*made, strict=True))
+        return tuple(zip(*features, strict=True))
 
     def query(self, params, q, coordinates, features=None, tables=None):
         for s, p, f, t in self._each(params, features, tables):
@@ -106,7 +110,7 @@ class _Chain(Scheme):
         return v
 
     def output(self, params, out, coordinates, features=None, tables=None):
-        """Applies the schemes in reverse order, so that what `value` did is undone."""
+        """Applies the schemes in reverse order, to undo `value`."""
         for s, p, f, t in reversed(list(self._each(params, features, tables))):
             out = s.output(p, out, coordinates, f, t)
         return out
@@ -119,17 +123,17 @@ class _Chain(Scheme):
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
     ):
         """Calls the scheme that replaces attention, or attention with all rules."""
-        at = q_coordinates, k_coordinates
+        coordinates = q_coordinates, k_coordinates
         for s, p, f, g in self._each(params, q_features, k_features):
             if Acts.ATTENTION in s.acts:
-                return s.attend(p, q, k, v, *at, f, g, attention)
+                return s.attend(p, q, k, v, *coordinates, f, g, attention)
         return attention(q, k, v, self.rules(params, q_features, k_features))
 
     def logit_scale(self, head_dim):
-        """Returns the scale of the schemes that have one; None where none has.
+        """Returns the logit scale of the schemes that have one, else None.
 
         Raises:
-          ValueError: if two of them differ.
+          ValueError: if two scales differ.
         """
         scales = {s.logit_scale(head_dim) for s in self.schemes} - {None}
         require(

@@ -39,9 +39,8 @@ class _OnAxis(Wrapper):
 def on_axis(scheme: Scheme, axis: int, num_axes: int = 2) -> Scheme:
     """Returns `scheme` reading one axis of coordinates [A, B, T].
 
-    In a chain, schemes of one axis can so read different axes: BiPE encodes the position
-    within a sentence by a learned table and the sentence by RoPE. Coordinates [B, T] are read
-    unchanged.
+    Schemes of a chain can thus read different axes: BiPE encodes the position within a sentence
+    by a learned table and the sentence by RoPE. Coordinates [B, T] are read unchanged.
 
     Args:
       scheme: a scheme of one axis.

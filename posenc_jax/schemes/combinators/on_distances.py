@@ -1,4 +1,4 @@
-"""A relative bias on given distances."""
+"""A relative bias that reads its distances from a table."""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def on_distances(bias: LogitBias, past: jax.Array, future: jax.Array | None = No
     """Returns a relative bias that reads the distance `past[n - 1]` for a key n tokens back.
 
     Ruoss et al. randomize distances rather than positions for ALiBi and Transformer-XL:
-    distances then do not add up along the sequence. `positions.randomized_distances` draws
+    such distances do not add up along the sequence. `positions.randomized_distances` draws
     them. The bias is NaN for pairs more than L tokens apart.
 
     Args:

@@ -1,18 +1,18 @@
-r"""StreamingLLM: the first tokens of a sequence stay visible beside the window.
+r"""StreamingLLM: the first tokens of a sequence stay visible outside the window.
 
-A model with a sliding window that was trained without one fails once its first tokens leave
-the cache: heads use them as attention sinks. So they stay, and positions are counted within
-the cache. For a query at i, a window of w tokens before it and s first tokens:
+A model that was trained without a sliding window fails with one once its first tokens leave the
+cache: heads use them as attention sinks. StreamingLLM keeps them, and counts positions within the
+cache. For a query at i, a window of w tokens before it and s first tokens:
 
     key at j >= i - w        is i - j tokens before the query, as without streaming
     key at j < s, older      is min(i, s + w) - j tokens before it
     other keys               are hidden
 
 The authors renumber the cache at each step. For schemes that depend on the distance alone
-the rule above is equivalent, and keys are cached as the scheme transforms them: first tokens
-beyond the window are attended to by a second, rotated query, and the two parts are merged by
-their log-sum-exp. A ring cache keeps the first s slots, so s + w + 1 slots suffice to decode
-without end, one token at a time.
+the rule above is equivalent, and keys are cached as the scheme transforms them: a second query,
+rotated by another angle, attends to the first tokens outside the window, and the two parts are
+merged by their log-sum-exp. A ring cache keeps the first s slots, so s + w + 1 slots suffice to
+decode without end, one token at a time.
 
 Paper: Xiao et al. Efficient Streaming Language Models with Attention Sinks. 2023.
 https://arxiv.org/abs/2309.17453
@@ -53,30 +53,30 @@ class _Streaming(Wrapper):
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
     ):
         """Attends to the window and to older first tokens, and merges the two."""
-        left, _ = window_sides(attention.window) or (-1, -1)
+        past, _ = window_sides(attention.window) or (-1, -1)
         require(
-            left >= 0 and attention.is_causal,
+            past >= 0 and attention.is_causal,
             f"streaming: needs is_causal=True and a window, got window {attention.window}.",
         )
         require(not attention.return_lse, "streaming: return_lse is used internally.")
         if attention.prefix_length is not None:
             raise NotImplementedError("streaming: prefix_length; it would show keys twice.")
 
-        def places(given, x):
-            return count_up(*x.shape[:2]) if given is None else given
+        def positions_of(x, positions):
+            return count_up(*x.shape[:2]) if positions is None else positions
 
-        q_positions = places(attention.q_positions, q)
-        k_positions = places(attention.k_positions, k)
+        q_positions = positions_of(q, attention.q_positions)
+        k_positions = positions_of(k, attention.k_positions)
         segments = attention.k_segment_ids
         segments = jnp.zeros_like(k_positions) if segments is None else segments
-        clipped = jnp.minimum(q_coordinates, self.first + left)
+        clipped = jnp.minimum(q_coordinates, self.first + past)
         near = attention.replace(return_lse=True)
         older = near.replace(
             window=None,
             contiguous=False,
             sinks=None,
-            # Causal from left + 1 tokens back, so that no key is in both parts.
-            q_positions=add_saturated(q_positions, -(left + 1)),
+            # Causal from past + 1 tokens back, so that no key is in both parts.
+            q_positions=add_saturated(q_positions, -(past + 1)),
             k_positions=k_positions,
             q_coordinates=clipped,
             k_coordinates=k_coordinates,
@@ -86,25 +86,23 @@ class _Streaming(Wrapper):
             k_segment_ids=jnp.where(k_positions < self.first, segments, -1),
         )
 
-        def part(q_at, attention):
-            transformed = self.scheme.query(params, q, q_at, q_features)
-            return self.scheme.attend(
-                params, transformed, k, v, q_at, k_coordinates, q_features, k_features, attention
-            )
+        def part(coordinates, attention):
+            transformed = self.scheme.query(params, q, coordinates, q_features)
+            arrays = transformed, k, v, coordinates, k_coordinates, q_features, k_features
+            return self.scheme.attend(params, *arrays, attention)
 
         outs, lses = zip(part(q_coordinates, near), part(clipped, older), strict=True)
         return merge_partial_softmax([x.astype(jnp.float32) for x in outs], lses).astype(q.dtype)
 
 
 def streaming(scheme: Scheme, first: int = 4) -> Scheme:
-    """Returns `scheme` for decoding without end: first tokens stay visible beside the window.
+    """Returns `scheme` for decoding without end: first tokens stay visible outside the window.
 
-    The window is that of attention, `window=(w, 0)` with `is_causal=True`.
+    Attention must have the window, `window=(w, 0)` with `is_causal=True`.
 
     Args:
-      scheme: one that depends on the distance alone: RoPE, ALiBi.
-      first: s, the number of first tokens of each sequence that stay, those at positions
-        below s.
+      scheme: a scheme that depends on the distance alone: RoPE, ALiBi.
+      first: s; the tokens of a sequence at positions below s stay.
 
     Raises:
       TypeError: if `scheme` is not a `Scheme`.

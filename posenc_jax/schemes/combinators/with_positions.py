@@ -28,7 +28,7 @@ class _WithPositions(Wrapper):
 def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) -> Scheme:
     """Returns `scheme` reading `transform(coordinates)` instead of the coordinates.
 
-    Masks and windows use the positions as before. Coordinates that differ between calls
+    Masks and windows still use the positions. Coordinates that differ between calls
     (random offsets, image grids) are data: give them to the model as `coordinates`.
 
     Args:

@@ -21,7 +21,7 @@ class Wrapper(Scheme):
 
     @property
     def transform(self) -> Callable[[jax.Array], jax.Array] | None:
-        """The function of coordinates, hashable; None: coordinates are read as they are."""
+        """The function of coordinates, hashable; None: coordinates are not transformed."""
         return None
 
     def transformed(self, coordinates: jax.Array) -> jax.Array:
@@ -36,6 +36,10 @@ class Wrapper(Scheme):
     def acts(self):
         return self.scheme.acts
 
+    @property
+    def param_axes(self):
+        return self.scheme.param_axes
+
     def init(self, key):
         return self.scheme.init(key)
 
@@ -49,8 +53,8 @@ class Wrapper(Scheme):
         return self.scheme.mix(params, q, k, v, segment_ids, state)
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        at = self.transformed(coordinates)
-        return self.scheme.features(params, x, q, k, at, segment_ids, state)
+        coordinates = self.transformed(coordinates)
+        return self.scheme.features(params, x, q, k, coordinates, segment_ids, state)
 
     def query(self, params, q, coordinates, features=None, tables=None):
         return self.scheme.query(params, q, self.transformed(coordinates), features, tables)
@@ -75,9 +79,9 @@ class Wrapper(Scheme):
     ):
         if Acts.ATTENTION not in self.scheme.acts:
             return attention(q, k, v, self.rules(params, q_features, k_features))
-        at = self.transformed(q_coordinates), self.transformed(k_coordinates)
-        attention = attention.replace(q_coordinates=at[0], k_coordinates=at[1])
-        return self.scheme.attend(params, q, k, v, *at, q_features, k_features, attention)
+        both = self.transformed(q_coordinates), self.transformed(k_coordinates)
+        attention = attention.replace(q_coordinates=both[0], k_coordinates=both[1])
+        return self.scheme.attend(params, q, k, v, *both, q_features, k_features, attention)
 
     def logit_scale(self, head_dim):
         return self.scheme.logit_scale(head_dim)

@@ -3,9 +3,9 @@ r"""CABLE: a bias per token and head that accumulates along the sequence.
     logits[n, i, j] = q_i . k_j - |c[n, i] - c[n, j]|
     c[n, t] = -sum_{s <= t} softplus(w_n . x_s + b_n)
 
-As log sigmoid(z) = -softplus(-z), this is FoX with the signs of w and b turned, and with the logit
-scale of the released code: that divides q . k by sqrt(C / C) = 1. FoX's file says what holds for
-sums, padding and attention in both directions, which the authors' code does not have.
+As log sigmoid(z) = -softplus(-z), this is FoX with the signs of w and b flipped, and with the logit
+scale of the released code, which divides q . k by sqrt(C / C) = 1. The file of FoX describes sums,
+padding, and attention in both directions, which the authors' code does not have.
 
 Paper: Veisi et al. Context-aware Biases for Length Extrapolation. 2025.
 https://arxiv.org/abs/2503.08067
@@ -48,14 +48,18 @@ class CABLE(Scheme):
     def traits(self):
         return Traits(relative=True, order_only=True, reads_x=True)
 
+    @property
+    def param_axes(self):
+        return self._fox.param_axes
+
     def init(self, key):
         """Returns {"w": normal [D, N] of deviation 0.02, "b": zeros [N]}."""
         return self._fox.init(key)
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns c for queries and -c for keys, [B, T, N]."""
-        turned = jax.tree.map(lambda a: -a, params)
-        return self._fox.features(turned, x, q, k, coordinates, segment_ids, state)
+        negated = jax.tree.map(lambda a: -a, params)
+        return self._fox.features(negated, x, q, k, coordinates, segment_ids, state)
 
     def rules(self, params, q_features=None, k_features=None):
         return self._fox.rules(params, q_features, k_features)

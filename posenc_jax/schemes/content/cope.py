@@ -10,8 +10,8 @@ interpolated linearly between two rows. Gates get their gradients through the in
 weights.
 
 In a `chain`, gates are computed from the logits that include the terms of the other schemes; the
-authors' code adds its relative bias after the gates. Left out: gates from a separate key
-projection or from the values. The listing in the paper computes gates from masked logits; the
+authors' code adds its relative bias after the gates. Gates from a separate key projection or from
+the values are omitted. The listing in the paper computes gates from masked logits; the
 code does not.
 
 Paper: Golovneva et al. Contextual Position Encoding: Learning to Count What's Important.
@@ -66,6 +66,7 @@ class CoPE(Scheme):
     num_positions: int = 64
     scaled: bool = True
     name: ClassVar[str] = "cope"
+    param_axes: ClassVar = {"table": "num_positions head_dim"}
 
     def __post_init__(self):
         positive_fields(self, "head_dim", "num_positions")

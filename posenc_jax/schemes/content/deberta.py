@@ -4,15 +4,15 @@ r"""DeBERTa: disentangled content-to-position and position-to-content terms.
     c = clip(bucket(i - j) + span, 0, 2 span - 1)
 
 K are the keys of the content-to-position term and Q the queries of the position-to-content term.
-Both are projections, different in each layer, of one table of 2 span rows that all layers share;
-Q has a bias. 3 is the number of terms: with one of the two it is sqrt(2 H). The last row of the
-table is that of the furthest past.
+Both are projections, different in each layer, of one table of 2 span rows that all layers share; Q
+has a bias. 3 is the number of terms: with one of the two the divisor is sqrt(2 H). The last row of
+the table is for the furthest past.
 
 The third term uses the row of i - j, as both implementations do; the paper writes j - i. Buckets
-are those of DeBERTa-v2, with boundaries computed exactly in integers: distances up to span / 2 have
+are as in DeBERTa-v2, with boundaries computed exactly in integers: distances up to span / 2 have
 one bucket each, larger ones share buckets that grow logarithmically up to `max_distance`.
-DeBERTa-v2 projects the table, after a layer norm, with the weights of its own q and k: `projected`
-takes the results, K and Q, as parameters.
+DeBERTa-v2 projects the table, after a layer norm, with the weights of q and k: with `projected` the
+results, K and Q, are the parameters.
 
 Paper: He et al. DeBERTa: Decoding-enhanced BERT with Disentangled Attention. 2020.
 https://arxiv.org/abs/2006.03654
@@ -55,7 +55,7 @@ def deberta_boundaries(span: int, max_distance: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _TableRow:
-    """The row of K or Q for a distance; its fields are those of `DeBERTa`."""
+    """The row of K or Q for a distance; fields as in `DeBERTa`."""
 
     span: int
     max_distance: int | None
@@ -128,6 +128,12 @@ class DeBERTa(Scheme):
     @property
     def traits(self):
         return Traits(relative=True)
+
+    @property
+    def param_axes(self):
+        kernel = f"{'rows' if self.projected else 'model_dim'} num_heads head_dim"
+        bias, table = "num_heads head_dim", "rows model_dim"
+        return {"keys": kernel, "queries": kernel, "bias": bias, "table": table}
 
     def init(self, key):
         """Returns {"keys", "queries"} [D, N, H], "table" [2 span, D] and "bias" [N, H] of Q.

@@ -5,14 +5,14 @@ r"""FoX, the forgetting transformer: a forget gate per token and head decays the
 
 so that the weight of a key is multiplied by all gates after it. This is ALiBi with a slope,
 -log f, that depends on the token; x-transformers calls it data-dependent ALiBi and initialises
-b = 5, almost no decay, where the authors have 0. No other position encoding is needed.
+b = 5, almost no decay; the authors have b = 0. No other position encoding is needed.
 
 The paper is causal, where |c_i - c_j| = c_j - c_i. The symmetric form used here is the same there,
 and decays in both directions where attention is bidirectional.
 
     gate="full" (default)   f depends on the token
     gate="bias"             one learned f per head: ALiBi with learned slopes
-    gate="fixed"            the same, not learned
+    gate="fixed"            one fixed f per head
 
 Without w, heads are initialised with f = exp(-1 / t), for decay times t spaced geometrically from
 `min_time` to `max_time`. The authors can also initialise "bias" with f = 1/2 in every head.
@@ -65,9 +65,10 @@ class FoX(Scheme):
     model_dim: int
     gate: str = "full"
     init_bias: float = 0.0
-    min_time: float = 0.0
-    max_time: float = 0.0
+    min_time: float | None = None
+    max_time: float | None = None
     name: ClassVar[str] = "fox"
+    param_axes: ClassVar = {"w": "model_dim num_heads", "b": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim")
@@ -75,10 +76,11 @@ class FoX(Scheme):
         times = (self.min_time, self.max_time)
         if self.gate == "full":
             finite("fox", init_bias=self.init_bias)
-            require(times == (0.0, 0.0), f'fox: gate="full" has no decay times, got {times}.')
+            require(times == (None, None), f'fox: gate="full" has no decay times, got {times}.')
             return
+        low, high = self._times
         require(
-            0 < self.min_time <= self.max_time < math.inf,
+            0 < low <= high < math.inf,
             f"fox: gate={self.gate!r} needs 0 < min_time <= max_time, got {times}.",
         )
         require(
@@ -91,7 +93,7 @@ class FoX(Scheme):
         return Traits(relative=True, order_only=True, reads_x=True)
 
     def init(self, key):
-        """Returns {"w": [D, N], "b": [N]}, those that the gate learns; w is normal, 0.02."""
+        """Returns {"w": normal [D, N], "b": [N]} for "full", {"b"} for "bias", {} for "fixed"."""
         if self.gate == "fixed":
             return {}
         if self.gate == "bias":
@@ -116,8 +118,12 @@ class FoX(Scheme):
     def rules(self, params, q_features=None, k_features=None):
         return SeparableBias(q_features=q_features, k_features=k_features, symmetric=True)
 
+    @property
+    def _times(self) -> tuple[float, float]:
+        return self.min_time or 0.0, self.max_time or 0.0
+
     def _bias(self):
-        times = np.geomspace(self.min_time, self.max_time, self.num_heads)
+        times = np.geomspace(*self._times, self.num_heads)
         return jnp.asarray(-np.log(np.expm1(1 / times)), jnp.float32)
 
     def _logits(self, params, x, q):

@@ -11,7 +11,7 @@ distance. q and k are read before `query` and `key`; the authors RMS-normalise b
 paper is causal; the symmetric form used here is the same there.
 
 Of the other encodings of the paper, commuting GRAPE-M, which learns rotary frequencies, is
-`LearnedRoPE`; GRAPE-AP, whose bias sums over all tokens between two, is left out.
+`LearnedRoPE`; GRAPE-AP, whose bias sums over all tokens between two, is omitted.
 
 Paper: Zhang et al. Group Representational Position Encoding. 2025.
 https://arxiv.org/abs/2512.07805
@@ -44,7 +44,7 @@ class GRAPEA(Scheme):
     Attributes:
       num_heads: N.
       head_dim: H.
-      gate: "key", "query" or "both": what the slope is computed from.
+      gate: "key", "query" or "both", the source of the slope.
       init_omega: initial value of softplus(omega).
 
     Raises:
@@ -60,6 +60,11 @@ class GRAPEA(Scheme):
     gate: str = "key"
     init_omega: float = 1.0
     name: ClassVar[str] = "grape_a"
+    param_axes: ClassVar = {
+        "omega": "num_heads",
+        "u": "num_heads head_dim",
+        "v": "num_heads head_dim",
+    }
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
@@ -82,10 +87,10 @@ class GRAPEA(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the slopes of queries and keys, float32 [B, T, N], or None without a gate."""
-        wanted = (self.num_heads, self.head_dim)
+        heads, dim = self.num_heads, self.head_dim
         require(
-            q.shape[2:] == wanted and k.shape[3] == self.head_dim,
-            f"grape_a: q must be [B, T, {wanted[0]}, {wanted[1]}] and k of the same head dim, "
+            q.shape[2:] == (heads, dim) and k.shape[3] == dim,
+            f"grape_a: q must be [B, T, {heads}, {dim}] and k of the same head dim, "
             f"got {q.shape} and {k.shape}.",
         )
         omega = params["omega"].astype(jnp.float32)

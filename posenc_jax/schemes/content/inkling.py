@@ -3,8 +3,8 @@ r"""Inkling: a bias that each query mixes from a few learned functions of the di
     logits[n, i, j] = t_i (q_i . k_j / H + r[n, i] . bank[:, i - j])    for 0 <= i - j < extent
     r[i] = x_i W,        t_i = 1 + slope ln(max((i + 1) / log_scaling_start, 1))
 
-The bias is zero at other distances, and no rotation is used beside it. All heads of a layer
-share the bank; W, which projects the same x as q, is different for each head. The model
+The bias is zero at other distances, and the model has no rotation. All heads of a layer share
+the bank; W, which projects the same x as q, is different for each head. The model
 RMS-normalises q and k per head, hence 1 / H. Layers with global attention have the log scaling
 t; without `log_scaling_start`, t is 1. In layers with a window, the extent is the window.
 
@@ -72,6 +72,7 @@ class Inkling(Scheme):
     slope: float = 0.1
     stddev: float = 0.02
     name: ClassVar[str] = "inkling"
+    param_axes: ClassVar = {"project": "model_dim num_heads rank"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim", "rank", "extent")

@@ -1,4 +1,4 @@
-r"""Partial Key Offset: some dimensions of each key are those of the token before it.
+r"""Partial Key Offset: each key takes some dimensions from the key before it.
 
     k'[j, d] = k[j - 1, d]    for d >= start and j not the first token of its segment
     k'[j, d] = k[j, d]        otherwise
@@ -10,8 +10,8 @@ q and k, and has this in layers with a long window only. In a chain with a schem
 shifted dimensions as well, keys are shifted first.
 
 The state is one key per sequence. The published code shifts a packed row as a whole, so that the
-first token of each document gets dimensions of the document before it; here it keeps its own, as
-the first token of the row does there.
+first token of each document gets dimensions of the document before it; here it is unchanged, as is
+the first token of a row there.
 
 Paper: none; the code is by Larry Dial, 2025. Induction is described by Olsson et al.
 In-context Learning and Induction Heads. 2022. https://arxiv.org/abs/2209.11895
@@ -34,10 +34,10 @@ class PartialKeyOffset(Scheme):
 
     Attributes:
       head_dim: H.
-      start: the first of the shifted dimensions; 0 for H // 2.
+      start: the first of the shifted dimensions, from 1 on. Default: H // 2.
 
     Raises:
-      ValueError: for a head dim below two, or a `start` that is not a dimension.
+      ValueError: for a head dim below two, or a `start` outside of [1, H).
 
     >>> k = jnp.arange(6.0).reshape(1, 3, 1, 2)
     >>> PartialKeyOffset(head_dim=2).mix({}, k, k, k, None, None)[1][0, :, 0]
@@ -47,15 +47,15 @@ class PartialKeyOffset(Scheme):
     """
 
     head_dim: int
-    start: int = 0
+    start: int | None = None
     name: ClassVar[str] = "partial_key_offset"
 
     def __post_init__(self):
         positive_fields(self, "head_dim")
         require(
-            self.head_dim >= 2 and 0 <= self.start < self.head_dim,
+            1 <= self._start < self.head_dim,
             f"partial_key_offset: start must be a dimension of a head of head_dim={self.head_dim} "
-            f">= 2, or 0 for the middle, got {self.start}.",
+            f">= 2, from 1 on, got {self.start}.",
         )
 
     @property
@@ -68,7 +68,11 @@ class PartialKeyOffset(Scheme):
             f"partial_key_offset: the scheme is for head_dim {self.head_dim}, got k of shape "
             f"{k.shape}.",
         )
-        kept, shifted = jnp.split(k, [self.start or self.head_dim // 2], -1)
+        unchanged, shifted = jnp.split(k, [self._start], -1)
         [(before, has)], state = preceding_tokens(shifted, segment_ids, state, 1)
         shifted = jnp.where(has[:, :, None, None], before, shifted)
-        return q, jnp.concatenate([kept, shifted], -1), v, state
+        return q, jnp.concatenate([unchanged, shifted], -1), v, state
+
+    @property
+    def _start(self) -> int:
+        return self.head_dim // 2 if self.start is None else self.start

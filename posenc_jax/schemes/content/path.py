@@ -4,7 +4,7 @@ r"""PaTH: a product of Householder-like reflections between key and query, one p
 
 w_t is a unit vector and beta_t = 2 sigmoid(.) a scalar, both computed from token t, so that the
 product along the path from j to i can rotate, reflect or attenuate k_j depending on the tokens
-between them. w is a projection of x (of rank 32 where every query head has its own, as published),
+in between. w is a projection of x (of rank 32 if each query head has one, as published),
 a causal convolution over 3 tokens of a segment and SiLU. Keys at later coordinates are masked,
 whether or not attention is causal.
 
@@ -14,8 +14,8 @@ With L the strictly lower part of diag(beta) W W^T, the reflections of a chunk o
 
 and for a path that ends within the chunk, the rows of W after its end are zero. T is computed once
 for all queries, and a scan over the chunks, last to first, applies them to each query. Keys are
-cached untransformed, with w and beta beside them, so that each decode step computes T again; the
-authors rewrite all cached keys at every step.
+cached untransformed, together with w and beta, and each decode step computes T again; the authors
+rewrite all cached keys at every step.
 
 `forget_gate` is PaTH-FoX: the gates of FoX, whose sums are multiplied by the logit scale as in
 the authors' kernels; FoX itself adds them after the scale.
@@ -32,7 +32,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import activations, not_negative, positive_fields, query_heads, require
+from posenc_jax.checks import activations, positive_fields, query_heads, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.rules import LogitsTransform
 from posenc_jax.ops.init import torch_uniform
@@ -116,7 +116,7 @@ def _inverse_of_unit_lower(low):
 class _ApplyReflections:
     """Adds to one query's logits, [N, S], the difference that the reflections make.
 
-    `q_feature` is q_i, [N, H]; `chunks` is what `_chunk_products` returns.
+    `q_feature` is q_i, [N, H]; `chunks` is the result of `_chunk_products`.
     """
 
     scale: float
@@ -154,14 +154,13 @@ class PaTH(Scheme):
       num_heads: N.
       head_dim: H.
       model_dim: D.
-      num_kv_heads: number of heads with their own reflections, K or N; 0 for N.
-      rank: rank of the projection to w; 0 for a full matrix.
+      num_kv_heads: number of heads with separate reflections, K or N. Default: N.
+      rank: rank of the projection to w; None: a full matrix.
       short_conv: whether w is convolved over 3 tokens.
       forget_gate: whether to add FoX's forget gate per token and query head.
 
     Raises:
-      ValueError: for sizes below one, a negative rank, or a `num_kv_heads` that does not
-        divide `num_heads`.
+      ValueError: for sizes below one, or a `num_kv_heads` that does not divide `num_heads`.
 
     >>> scheme = PaTH(num_heads=4, head_dim=16, model_dim=64)
     >>> params = scheme.init(jax.random.key(0))
@@ -172,17 +171,18 @@ class PaTH(Scheme):
     num_heads: int
     head_dim: int
     model_dim: int
-    num_kv_heads: int = 0
-    rank: int = 32
+    num_kv_heads: int | None = None
+    rank: int | None = 32
     short_conv: bool = True
     forget_gate: bool = False
     name: ClassVar[str] = "path"
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim")
-        not_negative("path", rank=self.rank)
+        if self.rank is not None:
+            positive_fields(self, "rank")
         require(
-            self.num_kv_heads >= 0 and self.num_heads % (self.num_kv_heads or 1) == 0,
+            self._kv_heads >= 1 and self.num_heads % self._kv_heads == 0,
             f"path: num_kv_heads must divide num_heads = {self.num_heads}, "
             f"got {self.num_kv_heads}.",
         )
@@ -191,16 +191,22 @@ class PaTH(Scheme):
     def traits(self):
         return Traits(relative=True, order_only=True, reads_x=True)
 
+    @property
+    def param_axes(self):
+        heads = "num_kv_heads" if self.num_kv_heads else "num_heads"
+        axes = {"w": ("model_dim rank",), "beta": f"model_dim {heads}", "beta_bias": heads}
+        return axes | {"gate": self._fox.param_axes}
+
     def init(self, key):
         """Returns {"w": matrices [in, out], "beta": [D, heads], "beta_bias": [heads], ...}.
 
         "conv" [3, heads * H] with `short_conv`, and FoX's parameters "gate" with `forget_gate`.
         All are initialised as torch.nn.Linear and Conv1d, but for "gate".
         """
-        heads = self.num_kv_heads or self.num_heads
+        heads = self._kv_heads
         dim, width = self.model_dim, heads * self.head_dim
         keys = jax.random.split(key, 5)
-        if self.rank:
+        if self.rank is not None:
             down = torch_uniform(keys[0], (dim, self.rank), dim)
             w = down, torch_uniform(keys[1], (self.rank, width), self.rank)
         else:
@@ -250,6 +256,10 @@ class PaTH(Scheme):
             gates = dataclasses.replace(self._fox.rules({}, q_features, k_sums), scaled=True)
             attention = attention.replace(extra_rules=(*attention.extra_rules, gates))
         return attend_along_path(q, k, v, w, beta, scale, attention)
+
+    @property
+    def _kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def _fox(self) -> FoX:

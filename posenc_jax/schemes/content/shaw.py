@@ -7,7 +7,7 @@ The first relative position encoding. The tables have 2 clip + 1 rows, from the 
 past to the furthest future; each layer has its own. The authors share them between heads
 (`per_head=False`). Causal attention does not use the rows of the future.
 
-Music Transformer has the table of keys only, and zeros at distances beyond it in place of its last
+Music Transformer has the table of keys only, and zeros at distances beyond it in place of the last
 row (`zero_beyond`): its table of M rows is the past half of a table with `clip=M - 1`.
 
 The term of the keys is inside the 1/sqrt(H) scale, as q . k is. No [T, S, H] array is needed:
@@ -93,8 +93,13 @@ class Shaw(Scheme):
 
     @property
     def acts(self):
-        """The logits with a table of keys, the values with a table of values."""
+        """The logits for a table of keys, the values for a table of values."""
         return (Acts.LOGITS if self.keys else Acts(0)) | (Acts.VALUES if self.values else Acts(0))
+
+    @property
+    def param_axes(self):
+        axes = f"{'num_heads' if self.per_head else 'one'} distances head_dim"
+        return {"keys": axes, "values": axes}
 
     def init(self, key):
         """Returns {"keys": ..., "values": ...}, float32 [1 or N, 2 clip + 1, H]; Glorot uniform."""

@@ -1,4 +1,4 @@
-r"""Short convolution: q, k and v of a token also read those of the few tokens before it.
+r"""Short convolution: a causal convolution of q, k and v over a few tokens.
 
     k'[t] = k[t] + act(sum_{s < width} kernel[width - 1 - s] * k[t - s])
 
@@ -12,7 +12,7 @@ of tokens is thus known to attention without another position encoding.
 This convolves the q, k and v that attention gets: after a layer's QK norm, as in Canon-B. Where a
 model normalises after the convolution, or convolves the activations x (Canon-A, before q, k and v
 are projected; C and D around the MLP), call `posenc_jax.short_convolution` there and keep its state
-beside the cache.
+with the cache.
 
 The state is the last width - 1 tokens of q, k and v.
 
@@ -80,8 +80,13 @@ class ShortConv(Scheme):
         """q and k, v, or both, by `on`."""
         return (Acts.QK if self.on != "v" else Acts(0)) | (Acts.V if "v" in self.on else Acts(0))
 
+    @property
+    def param_axes(self):
+        kernel = "width num_kv_heads head_dim"
+        return {"q": "width num_heads head_dim", "k": kernel, "v": kernel}
+
     def init(self, key):
-        """Returns the kernels {"q": [width, N, H], "k", "v": [width, K, H]} of those in `on`.
+        """Returns the kernels {"q": [width, N, H], "k", "v": [width, K, H]} of the letters in `on`.
 
         They are initialised as torch.nn.Conv1d.
         """
@@ -94,10 +99,10 @@ class ShortConv(Scheme):
     def mix(self, params, q, k, v, segment_ids, state):
         arrays, states = {"q": q, "k": k, "v": v}, {}
         for name in self.on:
-            x, wanted = arrays[name], (self._heads(name), self.head_dim)
+            x, heads, dim = arrays[name], self._heads(name), self.head_dim
             require(
-                x.shape[2:] == wanted,
-                f"short_conv: {name} must be [B, T, {wanted[0]}, {wanted[1]}], got {x.shape}.",
+                x.shape[2:] == (heads, dim),
+                f"short_conv: {name} must be [B, T, {heads}, {dim}], got {x.shape}.",
             )
             old = None if state is None else state[name]
             out, states[name] = short_convolution(x, params[name], segment_ids, old)

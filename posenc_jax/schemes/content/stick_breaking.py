@@ -7,8 +7,8 @@ r"""Stick-breaking attention: weights from a stick-breaking process over the key
 There is no softmax: going back from the query, each key takes the fraction b of the remaining
 weight, so that recent keys have precedence without any encoding of distance.
 
-The query's own token gets the remaining weight (`remainder=False`: no token does, and the output
-of the first token of a sequence is zero). With `attend_current` the own token also takes the first
+The query's token gets the remaining weight (`remainder=False`: no token gets it, and the output of
+the first token of a sequence is zero). With `attend_current` the query's token also takes the first
 fraction. Only the order of coordinates matters: later tokens are masked, whether or not attention
 is causal, and distances are not read. Coordinates of a sequence must differ: the remaining weight
 goes to every key at the coordinate of the query. Products are sums of float32 logarithms.
@@ -38,16 +38,16 @@ class _LogWeights:
 
     def __call__(self, shared, heads, q_feature, k_features, logits, seen, q, k):
         attended = seen & (k <= q if self.attend_current else k < q)[None]
-        log_rest = jnp.where(attended, -jax.nn.softplus(logits), 0.0)  # log(1 - b).
-        log_rest = jax.lax.cumsum(log_rest, axis=1, reverse=True)
-        remainder = log_rest[:, :1]
-        log_rest = jnp.pad(log_rest[:, 1:], ((0, 0), (0, 1)))  # Left by the keys after each.
-        weights = jnp.where(attended, log_rest - jax.nn.softplus(-logits), -jnp.inf)
+        log_remaining = jnp.where(attended, -jax.nn.softplus(logits), 0.0)  # log(1 - b).
+        log_remaining = jax.lax.cumsum(log_remaining, axis=1, reverse=True)
+        remainder = log_remaining[:, :1]
+        log_remaining = jnp.pad(log_remaining[:, 1:], ((0, 0), (0, 1)))  # After all later keys.
+        weights = jnp.where(attended, log_remaining - jax.nn.softplus(-logits), -jnp.inf)
         if not self.remainder:
             return weights
-        own = seen & (k == q)[None]
-        own_weight = jnp.logaddexp(weights, remainder) if self.attend_current else remainder
-        return jnp.where(own, own_weight, weights)
+        is_query = seen & (k == q)[None]
+        query_weight = jnp.logaddexp(weights, remainder) if self.attend_current else remainder
+        return jnp.where(is_query, query_weight, weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ class StickBreaking(Scheme):
     """Stick-breaking attention (Tan et al. 2024), in place of the softmax.
 
     Attributes:
-      remainder: whether the query's own token gets the remaining weight.
-      attend_current: whether the query's own token takes the first fraction.
+      remainder: whether the query's token gets the remaining weight.
+      attend_current: whether the query's token takes the first fraction.
 
     >>> q = k = jnp.zeros((1, 3, 1, 2))  # Each key takes half of the remaining weight.
     >>> import posenc_jax as pe

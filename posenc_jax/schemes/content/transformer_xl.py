@@ -9,7 +9,7 @@ authors clamp for long memories in evaluation.
 
 For tokens that are not in order, angle addition gives sin((i - j) w) from the angles i w and j w:
 W^T (q_i + v), rotated by the angles of i, is multiplied with the encoding of j. XLNet has the same
-two terms for distances of both signs; its term for pairs of segments is left out.
+two terms for distances of both signs; its term for pairs of segments is omitted.
 
 Paper: Dai et al. Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context.
 2019. https://arxiv.org/abs/1901.02860
@@ -74,7 +74,7 @@ class TransformerXL(Scheme):
       num_heads: N.
       head_dim: H.
       model_dim: D, the size of the encodings; even.
-      clamp: largest distance, at which others are clipped; None for no clipping.
+      clamp: largest distance, to which larger ones are clipped; None: no clipping.
       stddev: standard deviation of the initial parameters.
 
     Raises:
@@ -103,6 +103,11 @@ class TransformerXL(Scheme):
     @property
     def traits(self):
         return Traits(relative=True)
+
+    @property
+    def param_axes(self):
+        vector = "num_heads head_dim"
+        return {"u": vector, "v": vector, "project": "num_heads model_dim head_dim"}
 
     def init(self, key):
         """Returns {"u", "v": float32 [N, H], "project": float32 [N, D, H]}."""

@@ -3,14 +3,14 @@ r"""Scalable-Softmax: the logits of each head grow with the number of keys, at a
     q_i -> (s ln(i + 1) + b) q_i
 
 i + 1 is the number of keys visible to a decoder's query; s and b are learned per head. The softmax
-of s ln(n) z is that of z with base n^s instead of e. The paper's main form has no b; other
+of s ln(n) z is the softmax of z with base n^s instead of e. The paper's main form has no b; other
 implementations initialise s = 0.43. Mistral Large 4 initialises s = 0, b = 1, the identity.
 Products are float32; transformers rounds ln(i + 1), s and b to the model's dtype first.
 
 Paper: Nakanishi. Scalable-Softmax Is Superior for Attention. 2025.
 https://arxiv.org/abs/2501.19399
 Reference code: huggingface/transformers 5.23, models/mistral_large4
-(MistralLarge4TextSoftmaxScaling). The author released none.
+(MistralLarge4TextSoftmaxScaling). The author released no code.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class SSMax(Scheme):
     Attributes:
       num_heads: N.
       scale: the initial s.
-      offset: the initial b; None for no b.
+      offset: the initial b; None: no b.
 
     Raises:
       ValueError: for `num_heads` below one, numbers that are not finite, or a scale of 0 without
@@ -44,6 +44,7 @@ class SSMax(Scheme):
     scale: float = 0.43
     offset: float | None = None
     name: ClassVar[str] = "ssmax"
+    param_axes: ClassVar = {"scale": "num_heads", "offset": "num_heads"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
@@ -54,7 +55,7 @@ class SSMax(Scheme):
         )
 
     def init(self, key):
-        """Returns `scale` [N] and, if there is one, `offset` [N]."""
+        """Returns {"scale": [N]}, and "offset" [N] with an offset."""
         params = {"scale": jnp.full((self.num_heads,), self.scale, jnp.float32)}
         if self.offset is not None:
             params["offset"] = jnp.full((self.num_heads,), self.offset, jnp.float32)

@@ -4,15 +4,16 @@ r"""Query temperature: a query is multiplied by a factor that grows with its pos
 
     form              t(i)                              where
     "log_n"           ln(i + 1) / ln L                  Su 2021, BiPE
-    "log_n_clipped"   the same, at least 1              ReRoPE, Self-Extend
+    "log_n_clipped"   max(ln(i + 1) / ln L, 1)          ReRoPE, Self-Extend
     "llama4"          1 + s ln(1 + floor((i + 1) / L))  Llama 4, in layers without RoPE
     "ministral3"      1 + s ln(1 + floor(i / L))        Ministral 3, Mistral 4
     "beam"            (1 + (i + 1) / L)^s               Beam, in layers without RoPE
     "inkling"         1 + s ln(max((i + 1) / L, 1))     Inkling
 
 so that attention over many keys is as sharp as over few. Combine it with any scheme by `chain`. In
-a packed batch it restarts with the positions; negative positions give NaN. Inkling multiplies its
-learned logits by t(i) too; here it is q alone. `SSMax` is the learned form of Scalable-Softmax.
+a packed batch it restarts with the positions; negative positions give NaN. Inkling also multiplies
+its learned logits by t(i); this scheme multiplies q alone. `SSMax` is the learned form of
+Scalable-Softmax.
 
 Paper: Nakanishi. Scalable-Softmax Is Superior for Attention. 2025.
 https://arxiv.org/abs/2501.19399
@@ -53,13 +54,13 @@ def query_temperature(
     Array([1.       , 1.0693147], dtype=float32)
     """
     one_of("temperature", _FORMS, form=form)
-    at = coordinate_values("temperature", positions, "positions")
-    count = at.astype(jnp.float32) + 1.0
+    positions = coordinate_values("temperature", positions, "positions")
+    count = positions.astype(jnp.float32) + 1.0
     if form in _LOG_N:
         out = jnp.log(count) / np.float32(np.log(length))
         return out if form == "log_n" else jnp.maximum(out, 1.0)
     if form in ("llama4", "ministral3"):  # Whole numbers: a rounded quotient may be one off.
-        steps = (at + int(form == "llama4")) // length
+        steps = (positions + int(form == "llama4")) // length
         return 1.0 + strength * jnp.log1p(steps.astype(jnp.float32))
     if form == "beam":
         return jnp.exp(strength * jnp.log1p(count / length))

@@ -2,8 +2,8 @@ r"""Axial RoPE: part of a head rotates by the row of an image patch, another par
 
     angle of pair p of axis a = c[a] w_p,       w_p = theta^(-2p / (d / A)),   p < d / 2A
 
-for A axes: each has its own frequencies, those of RoPE on a head of d / A dimensions. q . k
-depends on the offset in rows and the offset in columns. Models differ in the rest:
+for A axes: the frequencies of each axis are RoPE's for a head of d / A dimensions. q . k depends
+on the offset in rows and the offset in columns. Models differ in other settings:
 
                           theta  axes    frequencies  layout           coordinates
     RoPE-ViT                100  (1, 0)  "own"        "interleaved"    row and column
@@ -17,8 +17,8 @@ depends on the offset in rows and the offset in columns. Models differ in the re
 "dealt" assigns the frequencies of one RoPE to the axes in turn, the first to the first axis.
 "half_per_axis" rotates the part of each axis as a separate head, with pairs (p, p + d / 2A).
 Tokens other than patches (CLS, registers) have coordinate 0 and are not rotated.
-`grid_coordinates` makes the coordinates of a grid, whole or centred. Coordinates [B, T] apply to
-all axes: the diagonal.
+`grid_coordinates` returns the coordinates of a grid, whole or centred. Coordinates [B, T] apply to
+all axes.
 
 Papers: Heo et al. Rotary Position Embedding for Vision Transformer. 2024.
 https://arxiv.org/abs/2403.13298
@@ -50,7 +50,7 @@ def axial_frequencies(
       dim: the number of rotated dimensions, a multiple of 2A.
       theta: the base.
       num_axes: A.
-      frequencies: "own", or "dealt" for those of one RoPE assigned in turn.
+      frequencies: "own", or "dealt" for the frequencies of one RoPE assigned in turn.
 
     Raises:
       ValueError: for an unknown word, or a `dim` that is not a multiple of 2A.
@@ -78,8 +78,8 @@ class AxialRoPE(Rotary):
       theta: the base of the frequencies.
       axes: which axis of the coordinates each part of the head reads, in the order of the parts.
       frequencies: "own" for each axis, or "dealt" from one RoPE.
-      layout: what makes a pair: "half_per_axis", or see `posenc_jax.schemes.rotary.layouts`.
-      rotary_dim: d, the number of leading dimensions to rotate; 0 for all.
+      layout: the dimensions of a pair: "half_per_axis", or see `posenc_jax.schemes.rotary.layouts`.
+      rotary_dim: d, the number of leading dimensions to rotate. Default: all.
 
     Raises:
       ValueError: for a rotary dim that is not a multiple of 2A, or an unknown word.
@@ -94,7 +94,7 @@ class AxialRoPE(Rotary):
     axes: tuple[int, ...] = (0, 1)
     frequencies: str = "own"
     layout: str = "half"
-    rotary_dim: int = 0
+    rotary_dim: int | None = None
     name: ClassVar[str] = "axial_rope"
 
     def __post_init__(self):
@@ -103,7 +103,7 @@ class AxialRoPE(Rotary):
             len(self.axes) > 0 and min(self.axes) >= 0,
             f"axial_rope: axes must be numbers of coordinate axes, got {self.axes}.",
         )
-        _ = self._frequencies
+        _ = self._frequencies  # Raises for an invalid number of dimensions or word.
 
     def _check_layout(self):
         if self.layout != "half_per_axis":
@@ -125,8 +125,8 @@ class AxialRoPE(Rotary):
         if self.layout != "half_per_axis":
             return super().rotate(x, tables)
         check_heads(self.name, x, self.head_dim)
-        count, pairs = self._frequencies.shape
-        for i in range(count):
+        num_axes, pairs = self._frequencies.shape
+        for i in range(num_axes):
             part = [table[..., i * pairs : (i + 1) * pairs] for table in tables]
             x = rotate_pairs(x, *part, layout="half", start=2 * i * pairs)
         return x

@@ -1,4 +1,4 @@
-"""The base of rotary schemes: a subclass makes the tables, the rest is written once here.
+"""The base of rotary schemes: a subclass computes cosine and sine, the base rotates by them.
 
 A rotary scheme rotates pairs of dimensions of q and k by angles that depend on the position:
 
@@ -46,21 +46,23 @@ def check_coordinates(name: str, coordinates: jax.Array, num_axes: int) -> jax.A
       ValueError: for another rank or number of axes.
       TypeError: for coordinates that are neither integers nor float32.
     """
-    at = coordinate_values(name, coordinates)
-    wanted = f"[{num_axes}, B, T] or [B, T]" if num_axes > 1 else "[B, T]"
+    coordinates = coordinate_values(name, coordinates)
+    ndim, shape = coordinates.ndim, coordinates.shape
+    axes = f"[{num_axes}, B, T] or [B, T]" if num_axes > 1 else "[B, T]"
     require(
-        at.ndim == 2 or (num_axes > 1 and at.ndim == 3 and at.shape[0] == num_axes),
-        f"{name}: coordinates must be {wanted}, got {at.shape}.",
+        ndim == 2 or (num_axes > 1 and ndim == 3 and shape[0] == num_axes),
+        f"{name}: coordinates must be {axes}, got {shape}.",
     )
-    return at
+    return coordinates
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotary(Scheme, abc.ABC):
     """An abstract rotary scheme. Subclass it and override `cos_sin`.
 
-    The settings below `head_dim` are constants, without annotation; a subclass annotates those
-    that its users may set, which makes them fields.
+    `theta` to `groups` are constants of the class: a dataclass makes no fields of names without an
+    annotation. A subclass that repeats one with an annotation, `theta: float = 100.0`, makes it a
+    field; without the annotation it sets another constant.
 
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`.
@@ -81,7 +83,7 @@ class Rotary(Scheme, abc.ABC):
 
     theta = 10000.0
     layout = "half"
-    rotary_dim = 0
+    rotary_dim = None
     rotary_start = 0
     scaling = FrequencyMap()
     groups = 1
@@ -89,7 +91,7 @@ class Rotary(Scheme, abc.ABC):
     def __post_init__(self):
         positive_fields(self, "head_dim", "groups")
         self._check_layout()
-        _ = self.base_frequencies
+        _ = self.base_frequencies  # Raises for an invalid theta, size or scaling.
 
     def _check_layout(self) -> None:
         check_layout(self.name, self.layout)
@@ -110,7 +112,7 @@ class Rotary(Scheme, abc.ABC):
 
     @property
     def attention_factor(self) -> float:
-        """What `scaling` multiplies rotated q and k by."""
+        """The factor of `scaling` on rotated q and k."""
         return rope_frequencies(self.num_rotated, self.theta, self.scaling)[1]
 
     @abc.abstractmethod
@@ -160,7 +162,7 @@ class ScalableRotary(Rotary):
 
     theta: float = 10000.0
     layout: str = "half"
-    rotary_dim: int = 0
+    rotary_dim: int | None = None
     rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
 
@@ -194,8 +196,8 @@ class AttendRotary(ScalableRotary):
 class ContentRotary(Rotary):
     """An abstract rotary scheme whose angles depend on content, not on coordinates.
 
-    A subclass overrides `features`, and `cos_sin`, which gets the features of the queries or keys
-    in place of coordinates.
+    A subclass overrides `features`, and `cos_sin`, whose `coordinates` are the features of the
+    queries or keys.
     """
 
     @property

@@ -10,7 +10,7 @@ a block are multiples of one matrix, so rotations commute and logits depend on o
 
 A_b is decomposed into its planes of rotation once per call, by the eigenvectors of i A_b, instead
 of a matrix exponential per token: angles are then exact at any int32 position. The authors have a
-set of A per head; heads share m. Their positions are in [0, 1] for images: give those as float32
+set of A per head; heads share m. Their positions are in [0, 1] for images: give them as float32
 coordinates [2, B, T]; [B, T] applies to both axes. `LieRE` has one matrix per axis, which do not
 commute.
 
@@ -81,17 +81,17 @@ class ComRoPE(Scheme):
 
         For scaled axes there is "multiplier" [2, blocks] too.
         """
-        one, other = jax.random.split(key)
+        matrix_key, multiplier_key = jax.random.split(key)
         blocks = self.head_dim // self.size
         shape = (self.groups, blocks, self.size, self.size)
-        params = {"matrix": self.init_std * jax.random.normal(one, shape, jnp.float32)}
+        params = {"matrix": self.init_std * jax.random.normal(matrix_key, shape, jnp.float32)}
         if self.axes == "scaled":
-            params["multiplier"] = jax.random.normal(other, (2, blocks), jnp.float32)
+            params["multiplier"] = jax.random.normal(multiplier_key, (2, blocks), jnp.float32)
         return params
 
     def tables(self, params, coordinates):
         """Returns cosine and sine [B, T, G, blocks, rates], and the planes of rotation."""
-        at = check_coordinates(self.name, coordinates, 2)
+        coordinates = check_coordinates(self.name, coordinates, 2)
         matrix = params["matrix"].astype(jnp.float32)
         skew = matrix - matrix.mT
         rates, planes = jnp.linalg.eigh(jax.lax.complex(jnp.zeros_like(skew), skew))
@@ -103,7 +103,7 @@ class ComRoPE(Scheme):
         else:
             block = np.arange(rates.shape[1])[None]
             factors = jnp.asarray(block % 2 == np.arange(2)[:, None], jnp.float32)
-        cos, sin = sum_of_axes(at, factors[:, None, :, None] * rates[None])
+        cos, sin = sum_of_axes(coordinates, factors[:, None, :, None] * rates[None])
         return cos, sin, planes[..., half:]
 
     def query(self, params, q, coordinates, features=None, tables=None):

@@ -4,8 +4,8 @@ r"""Dual chunk attention: distances are never longer than a chunk.
     g(i, j) = min(i % c + c, C) - j % c          the chunk before: exact for near keys
     g(i, j) = min(2c - 1, C) - j % c             any earlier chunk
 
-with C = `chunk` and c = C - `local`: the last `local` tokens before a query are at their own
-distance even across the end of a chunk. This extends the context of a model trained with RoPE at
+with C = `chunk` and c = C - `local`: the distance to the last `local` tokens before a query is
+exact, even across the end of a chunk. This extends the context of a model trained with RoPE at
 a length above C (the authors take C = 3/4 of it, and local = 1/8) without training.
 
 A key is rotated by j % c in all three ranges, so rotated keys are cached. The scheme is for
@@ -46,7 +46,7 @@ class DualChunk(RangeRotary):
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`.
       chunk: C, the longest distance.
-      local: the number of tokens before a query that are always at their own distance.
+      local: the number of tokens before a query whose distance is always exact.
 
     Raises:
       ValueError: unless 0 < local < chunk, and as `RoPE`.
@@ -88,5 +88,5 @@ class DualChunk(RangeRotary):
         inside = q_coordinates % length
         last = jnp.full_like(inside, min(2 * length - 1, self.chunk))
         positions = inside, jnp.minimum(inside + length, self.chunk), last
-        ranges = tuple((self.rotated(q, at), k) for at in positions)
+        ranges = tuple((self.rotated(q, x), k) for x in positions)
         return self.attend_ranges(ranges, v, ChunksBetween(length), attention)

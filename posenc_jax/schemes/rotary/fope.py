@@ -4,7 +4,7 @@ r"""FoPE: every pair is mapped by a Fourier series of frequencies instead of a s
     (a, b) -> (a cos_p - b sin_p,  b cos_p + a sin_p)
 
 over the frequencies w_f of RoPE that complete a period within the trained length L; slower ones
-are dropped. There are min(#f, H / 4) such pairs. A and B are one entry of 1 per pair, spread over
+are dropped. There are min(#f, H / 4) such pairs. A and B have one entry of 1 per pair, spread over
 the frequencies, plus normal noise; they are random and fixed, or learned with `learned=True`. The
 map is not a rotation: logits depend on positions, not on distances alone.
 
@@ -43,14 +43,14 @@ class FoPE(Rotary):
       trained_length: L; positions may exceed it.
       groups: the number of sets of coefficients for consecutive heads; it divides the number of
         key heads.
-      gain: of the noise in the coefficients (0.3 to 0.6, larger for larger models).
+      gain: the scale of the noise in the coefficients (0.3 to 0.6, larger for larger models).
       theta: the base of the frequencies.
       rotate_clipped: whether pairs without position are rotated by 45 degrees.
       learned: whether coefficients are learned.
-      seed: of the fixed coefficients.
+      seed: the seed of the fixed coefficients.
 
     Raises:
-      ValueError: for sizes out of range, an L without frequencies, or a seed beside `learned`.
+      ValueError: for sizes out of range, an L without frequencies, or a seed with `learned`.
 
     >>> FoPE(head_dim=8, trained_length=64).coefficients({})["cos"].shape
     (1, 2, 2)
@@ -100,9 +100,9 @@ class FoPE(Rotary):
             jnp.einsum("btf,gfp->btgp", x, series[name], precision="highest")
             for name, x in zip(("cos", "sin"), parts, strict=True)
         )
-        rest = ((0, 0), (0, 0), (0, 0), (0, self.head_dim // 2 - cos.shape[-1]))
-        cos = jnp.pad(cos, rest, constant_values=1.0)
-        return cos, jnp.pad(sin, rest, constant_values=float(self.rotate_clipped))
+        padding = ((0, 0), (0, 0), (0, 0), (0, self.head_dim // 2 - cos.shape[-1]))
+        cos = jnp.pad(cos, padding, constant_values=1.0)
+        return cos, jnp.pad(sin, padding, constant_values=float(self.rotate_clipped))
 
     def _frequencies(self):
         frequencies = self.base_frequencies
@@ -112,9 +112,9 @@ class FoPE(Rotary):
         count = len(self._frequencies())
         pairs = min(count, self.head_dim // 4)
         ones = np.zeros((count, pairs), np.float32)
-        at = np.arange(pairs) * math.ceil(count / pairs)
-        ones[at[at < count], np.arange(pairs)[at < count]] = 1.0
-        # What torch's xavier_normal_ makes of two and of three axes.
+        rows = np.arange(pairs) * math.ceil(count / pairs)
+        ones[rows[rows < count], np.arange(pairs)[rows < count]] = 1.0
+        # The fans of torch's xavier_normal_ for two and for three axes.
         spread = count + pairs if self.groups == 1 else (count + self.groups) * pairs
         std = self.gain * math.sqrt(2 / spread)
         shape = (self.groups, count, pairs)

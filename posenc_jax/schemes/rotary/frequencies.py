@@ -3,8 +3,8 @@ r"""RoPE frequencies, and the base of the maps in `posenc_jax.schemes.rotary.sca
     (frequencies, head_dim, theta) -> (frequencies, attention_factor)
 
 is a map: from the frequencies of all pairs to new ones and a factor on rotated q and k, in
-float64, on the host, once. Maps compose as a tuple, left to right. Each is a subclass in a file
-of its own. At most one map of a tuple extends the context.
+float64, on the host, once. Maps compose as a tuple, left to right. Each is a subclass in a
+separate file. At most one map of a tuple extends the context.
 
 Paper: Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
 https://arxiv.org/abs/2104.09864
@@ -25,27 +25,29 @@ from posenc_jax.checks import positive, positive_integers, require
 from posenc_jax.engine.rules import as_tuple
 
 
-def static_number(where: str, name: str, value: Any) -> None:
+def static_number(caller: str, name: str, value: Any) -> None:
     """Raises `TypeError` unless a setting is a Python or NumPy number."""
     if isinstance(value, jax.Array):
         kind = "a traced array" if isinstance(value, Tracer) else "Array"
         raise TypeError(
-            f"{where}: {name} must be a number that is known while tracing, got {kind} of shape "
+            f"{caller}: {name} must be a number that is known while tracing, got {kind} of shape "
             f"{value.shape}. To sweep it, compute frequencies as an array and use "
             "`cos_sin(positions, frequencies)` with `apply_rotation`."
         )
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{where}: {name} must be a number, got {value!r}.")
+        raise TypeError(f"{caller}: {name} must be a number, got {value!r}.")
 
 
-def check_stretch(where: str, factor: float, original_max_position: float) -> None:
+def check_stretch(caller: str, factor: float, original_max_position: float) -> None:
     """Raises `ValueError` for a factor below one or a missing trained length."""
-    static_number(where, "factor", factor)
-    static_number(where, "original_max_position", original_max_position)
-    require(1 <= factor < math.inf, f"{where}: factor must be at least 1 and finite, got {factor}.")
+    static_number(caller, "factor", factor)
+    static_number(caller, "original_max_position", original_max_position)
+    require(
+        1 <= factor < math.inf, f"{caller}: factor must be at least 1 and finite, got {factor}."
+    )
     require(
         1 <= original_max_position < math.inf,
-        f"{where}: original_max_position must be the trained length, got {original_max_position}.",
+        f"{caller}: original_max_position must be the trained length, got {original_max_position}.",
     )
 
 
@@ -68,7 +70,7 @@ class FrequencyMap:
         Args:
           frequencies: radians per position, float64 [P].
           head_dim: the number of dimensions that these frequencies rotate.
-          theta: the base that they were made from.
+          theta: the base of these frequencies.
         """
         return frequencies, 1.0
 
@@ -81,7 +83,7 @@ class PerSequenceMap(FrequencyMap, abc.ABC):
     @property
     @abc.abstractmethod
     def per_sequence(self) -> bool:
-        """Whether it does. False: the map is fixed to one length, for all sequences."""
+        """Whether it depends on the length. False: the map is fixed to one length."""
 
     @abc.abstractmethod
     def frozen(self, length: int) -> FrequencyMap:
@@ -100,7 +102,7 @@ class PerSequenceMap(FrequencyMap, abc.ABC):
 
         Args:
           coordinates: int32 or float32 [B, T].
-          lengths: of the sequences of these tokens, [B, T] or [B, 1].
+          lengths: the lengths of the sequences of these tokens, [B, T] or [B, 1].
           frequencies, head_dim, theta: as for the map itself.
         """
 

@@ -1,4 +1,4 @@
-r"""Which dimensions of a head make a pair, the sign of the angle, and conversion between layouts.
+r"""Layouts: the dimensions of each pair, the sign of the angle, and conversion of weights.
 
     layout                  pair p       angle      written to     used by
     "half"                  (p, p + P)    m w_p     (p, p + P)     GPT-NeoX, HF Llama, Gemma
@@ -32,13 +32,13 @@ _LAYOUTS = (
 )
 
 
-def check_layout(where: str, layout: str) -> None:
+def check_layout(caller: str, layout: str) -> None:
     """Raises `ValueError` for an unknown layout."""
-    one_of(where, _LAYOUTS, layout=layout)
+    one_of(caller, _LAYOUTS, layout=layout)
 
 
 def read_and_write(layout: str) -> tuple[str, str, bool]:
-    """Returns where pairs are read and written, "half" or "interleaved", and if by -m w.
+    """Returns the layouts of reads and of writes, and whether the angle is -m w.
 
     >>> read_and_write("interleaved_to_half")
     ('interleaved', 'half', False)
@@ -48,7 +48,7 @@ def read_and_write(layout: str) -> tuple[str, str, bool]:
 
 
 def _pairs(layout: str, dim: int) -> np.ndarray:
-    """The two dimensions [2, P] of each pair, in the order in which they rotate by +m w."""
+    """Returns the two dimensions [2, P] of each pair, in the order that rotates by +m w."""
     read, _, negative = read_and_write(layout)
     pairs = np.arange(dim).reshape(2, -1) if read == "half" else np.arange(dim).reshape(-1, 2).T
     return pairs[::-1] if negative else pairs
@@ -60,7 +60,7 @@ def permute_qk(
     target: str,
     *,
     head_dim: int,
-    rotary_dim: int = 0,
+    rotary_dim: int | None = None,
     rotary_start: int = 0,
     axis: int = -1,
 ) -> jax.Array:
@@ -100,27 +100,28 @@ def permute_qk(
     return weights[(slice(None),) * axis + (order,)]
 
 
-def rotary_dims(where: str, head_dim: int, rotary_dim: int, rotary_start: int) -> int:
-    """Returns the number of dimensions to rotate: `rotary_dim`, or for 0 all after the start.
+def rotary_dims(caller: str, head_dim: int, rotary_dim: int | None, rotary_start: int) -> int:
+    """Returns the number of dimensions to rotate: `rotary_dim`, or by default all after the start.
 
     Raises:
       ValueError: for an odd number, or dimensions that the head does not have.
 
-    >>> rotary_dims("rope", 8, 0, 2)
+    >>> rotary_dims("rope", 8, None, 2)
     6
     """
+    least = 0 if rotary_dim is None else rotary_dim
     require(
-        0 <= rotary_dim <= head_dim,
-        f"{where}: rotary_dim must be in [0, head_dim={head_dim}], got {rotary_dim}.",
+        0 <= least <= head_dim,
+        f"{caller}: rotary_dim must be in [0, head_dim={head_dim}], got {rotary_dim}.",
     )
     require(
-        0 <= rotary_start <= head_dim - rotary_dim,
-        f"{where}: rotary_start must be in [0, {head_dim - rotary_dim}] for head_dim {head_dim} "
+        0 <= rotary_start <= head_dim - least,
+        f"{caller}: rotary_start must be in [0, {head_dim - least}] for head_dim {head_dim} "
         f"and rotary_dim {rotary_dim}, got {rotary_start}.",
     )
-    dim = rotary_dim or head_dim - rotary_start
+    dim = head_dim - rotary_start if rotary_dim is None else rotary_dim
     require(
         dim >= 2 and dim % 2 == 0,
-        f"{where}: rotary dim must be even and positive, got {dim}.",
+        f"{caller}: rotary dim must be even and positive, got {dim}.",
     )
     return dim

@@ -2,8 +2,8 @@ r"""RoPE with learned frequencies.
 
     w'[g, p] = w_p exp(alpha[g, p] / alpha_scale),     alpha = 0 at first
 
-for the w_p of RoPE, after `scaling`, and the set g of a head. Frequencies stay positive, and are
-the same for queries and keys of a head, so that logits depend on the distance alone.
+for the w_p of RoPE, after `scaling`, and the set g of a head. Frequencies stay positive, and
+queries and keys of a head share them, so that logits depend on the distance alone.
 
 Mistral-Large-4 has one set per layer, on top of `YaRN`. The commuting GRAPE-M has one set, or
 one per head, rotates by the negative angle (`layout="half_negative"`), and stores 16 ln w', which
@@ -38,10 +38,10 @@ class LearnedRoPE(ScalableRotary):
         frequencies.
       groups: the number of sets of frequencies for consecutive heads; it divides the number of
         key heads.
-      alpha_scale: what alpha is divided by.
+      alpha_scale: the divisor of alpha.
 
     Raises:
-      ValueError: for what `RoPE` refuses, fewer than one set, or a scale not positive.
+      ValueError: as `RoPE`, for fewer than one set, or a scale that is not positive.
 
     >>> LearnedRoPE(head_dim=8, groups=2).init(jax.random.key(0))["alpha"].shape
     (2, 4)

@@ -33,13 +33,13 @@ from posenc_jax.schemes.scheme import Scheme, Traits
 
 
 def _planes(skew):
-    """Rates [..., size] and planes [..., size, size] of rotation."""
+    """Returns rates [..., size] and planes [..., size, size] of rotation."""
     return jnp.linalg.eigh(jax.lax.complex(jnp.zeros_like(skew), skew))
 
 
 @jax.custom_jvp
 def _exponential(skew):
-    """exp of skew-symmetric matrices [..., size, size]; its derivative is finite at equal rates."""
+    """Returns exp of skew-symmetric matrices [..., size, size], differentiable at equal rates."""
     rates, planes = _planes(skew)
     rotated = planes * jnp.exp(jax.lax.complex(jnp.zeros_like(rates), -rates))[..., None, :]
     return jnp.matmul(rotated, planes.conj().mT, precision="highest").real
@@ -92,22 +92,22 @@ class LieRE(Scheme):
         return Traits(num_axes=2)
 
     def init(self, key):
-        """Returns {"upper": [2, groups, blocks, size (size - 1) / 2]}, rows of U one by one."""
+        """Returns {"upper": [2, groups, blocks, size (size - 1) / 2]}, the rows of U."""
         entries = self.size * (self.size - 1) // 2
         shape = (2, self.groups, self.head_dim // self.size, entries)
         return {"upper": jax.random.uniform(key, shape, jnp.float32, maxval=2 * math.pi)}
 
     def tables(self, params, coordinates):
         """Returns cosine and sine for blocks of two, else rotations [B, T, G, blocks, ...]."""
-        at = check_coordinates(self.name, coordinates, 2)
+        coordinates = check_coordinates(self.name, coordinates, 2)
         upper = params["upper"]
         if self.size == 2:
-            return materialize(*sum_of_axes(at, upper[..., 0]))
+            return materialize(*sum_of_axes(coordinates, upper[..., 0]))
         entry = jnp.triu_indices(self.size, 1)
         matrix = jnp.zeros((*upper.shape[:3], self.size, self.size), jnp.float32)
         matrix = matrix.at[..., *entry].set(upper)
         matrix = (matrix - matrix.mT)[:, None, None]
-        both = jnp.broadcast_to(at.astype(jnp.float32), (2, *at.shape[-2:]))
+        both = jnp.broadcast_to(coordinates.astype(jnp.float32), (2, *coordinates.shape[-2:]))
         row, column = both[..., None, None, None, None]
         return _exponential(row * matrix[0] + column * matrix[1])
 

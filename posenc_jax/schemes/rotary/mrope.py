@@ -2,8 +2,8 @@ r"""M-RoPE: each pair of RoPE reads time, row or column of image and video patch
 
     angle of pair p = c[axis(p)] w_p,      w_p = theta^(-2p / d),      c = (time, row, column)
 
-The frequencies are those of RoPE; where all three coordinates are equal, as in text, it is
-RoPE. `sections` is the number of pairs of each axis, `order` their arrangement:
+The frequencies are RoPE's; for tokens with three equal coordinates, as in text, M-RoPE is RoPE.
+`sections` is the number of pairs of each axis, `order` their arrangement:
 
     "contiguous" (default)  t t t h h h w w w    Qwen2-VL, Qwen2.5-VL, GLM-4V
     "interleaved"           t h w t h w t t t    Qwen3-VL: every axis has fast and slow pairs
@@ -80,7 +80,7 @@ class MRoPE(ScalableRotary):
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`.
       sections: numbers of pairs for time, row and column. Default: the shares of Qwen2-VL in
-        order "contiguous", those of Qwen3-VL otherwise. More than three for more axes.
+        order "contiguous", else of Qwen3-VL. More than three for more axes.
       order: "contiguous", "interleaved" or "alternating"; see the top of the file.
 
     Raises:

@@ -25,8 +25,8 @@ def axis_per_pair(
       axes: the axis that each pair reads, P numbers.
       frequencies: radians per unit, [P].
 
-    >>> at = jnp.array([[[1]], [[2]]])
-    >>> axis_per_pair(at, (0, 1), np.array([0.0, 1.0]))[0]
+    >>> coordinates = jnp.array([[[1]], [[2]]])
+    >>> axis_per_pair(coordinates, (0, 1), np.array([0.0, 1.0]))[0]
     Array([[[ 1.        , -0.41614684]]], dtype=float32)
     """
     if coordinates.ndim == 2:
@@ -52,7 +52,7 @@ def sum_of_axes(
     """
     both = (coordinates, coordinates) if coordinates.ndim == 2 else coordinates
     (cos, sin), (cos2, sin2) = (
-        cos_sin(at.reshape(*at.shape, *(1,) * (f.ndim - 1)), f)
-        for at, f in zip(both, frequencies, strict=True)
+        cos_sin(c.reshape(*c.shape, *(1,) * (f.ndim - 1)), f)
+        for c, f in zip(both, frequencies, strict=True)
     )
     return cos * cos2 - sin * sin2, sin * cos2 + cos * sin2

@@ -2,14 +2,14 @@ r"""RoPE whose frequencies follow the length of each sequence: LongRoPE and dyna
 
     w_p = map(T),     T = the greatest position of the sequence so far, plus one
 
-for each sequence separately: a row of a batch, or a segment of a packed row. T counts the tokens
-up to those of the call, so a decode step rotates all keys, cached ones too, by the frequencies of
-its own T: keys are cached as projected and rotated at every step. The output of a step equals that
-of the last token in one pass over the same text.
+for each sequence separately: a row of a batch, or a segment of a packed row. T includes the tokens
+of the call, so a decode step rotates all keys, cached ones too, by the frequencies of the new T:
+keys are cached as projected and rotated at every step. The output of a step equals the output at
+the last token of one pass over the same text.
 
-For earlier tokens the two differ: in one pass all have the length of the whole, in decoding each
-had its own. This is inherent in the method, and the reason to train on whole sequences of one
-length. To make both equal and to cache rotated keys, freeze the length:
+For earlier tokens the two differ: one pass uses the length of the whole text for all tokens,
+decoding uses the length so far. This is inherent in the method, and the reason to train on whole
+sequences of one length. To make both equal and to cache rotated keys, freeze the length:
 `RoPE(scaling=map.frozen(T))`.
 
 transformers chooses by the longest row of a batch, so that the output of a row depends on the
@@ -37,32 +37,32 @@ from posenc_jax.schemes.rotary.scaling.dynamic_ntk import DynamicNTK
 
 
 def segment_lengths(
-    coordinates: jax.Array, segments: jax.Array | None, of: jax.Array | None
+    coordinates: jax.Array, segment_ids: jax.Array | None, queried: jax.Array | None
 ) -> jax.Array:
     """Returns the length of the sequence of each token: its greatest coordinate, plus one.
 
     Args:
-      coordinates: [B, T], of tokens among which is the last of every sequence.
-      segments: their sequences, int32 [B, T]; None if each row is one.
-      of: the sequences [B, S] whose lengths to return. The length of one that is not among
-        `segments` is undefined.
+      coordinates: [B, T], of tokens that include the last of every sequence.
+      segment_ids: their sequences, int32 [B, T]; None if each row is one sequence.
+      queried: the sequences [B, S] whose lengths to return. The length of a sequence that is not
+        in `segment_ids` is undefined.
 
     Returns:
-      [B, S], or [B, 1] where each row is one sequence.
+      [B, S], or [B, 1] if each row is one sequence.
     """
-    if segments is None or of is None:
+    if segment_ids is None or queried is None:
         return coordinates.max(1, keepdims=True) + 1
 
-    def longest(ids, at, of):
-        ids, at = jax.lax.sort((ids, at), num_keys=2)
-        last = jnp.searchsorted(ids, of, side="right") - 1
-        return at[jnp.maximum(last, 0)] + 1
+    def longest(ids, coordinates, queried):
+        ids, coordinates = jax.lax.sort((ids, coordinates), num_keys=2)
+        last = jnp.searchsorted(ids, queried, side="right") - 1
+        return coordinates[jnp.maximum(last, 0)] + 1
 
     run = jax.vmap(longest)
-    spec = jax.typeof(of).sharding.spec
+    spec = jax.typeof(queried).sharding.spec
     if any(spec):  # An explicit mesh: rows stay where they are.
         run = jax.sharding.auto_axes(run, out_sharding=spec)
-    return run(segments, coordinates, of)
+    return run(segment_ids, coordinates, queried)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,5 +122,5 @@ class RoPEByLength(AttendRotary):
         return attention(q, k, v)
 
     def _rotated(self, params, x, coordinates, lengths):
-        at = check_coordinates(self.name, coordinates, 1)
-        return self.rotate(x, materialize(*self.cos_sin(params, at, lengths)))
+        coordinates = check_coordinates(self.name, coordinates, 1)
+        return self.rotate(x, materialize(*self.cos_sin(params, coordinates, lengths)))

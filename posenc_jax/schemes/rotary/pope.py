@@ -5,10 +5,10 @@ r"""PoPE: content sets the magnitude of a pair, position alone its angle.
     q . k = sum_c softplus(q_c) softplus(k_c) cos((m - n) w_c - delta_c)
 
 for each of the d rotated dimensions c, not for pairs: there are d frequencies, and q, k and cached
-keys become twice as wide. In RoPE the angle between q and k depends on content and position; here
-on position alone. delta is a learned phase per head and dimension, clipped to [-2 pi, 0], with no
-gradient outside. The reference adds it to the angle of k; subtracting it from that of q gives the
-same logits for any number of key heads. The logit scale is that of H dimensions.
+keys become twice as wide. The angle between q and k depends on content and position in RoPE, and on
+position alone in PoPE. delta is a learned phase per head and dimension, clipped to [-2 pi, 0], with
+no gradient outside. The reference adds it to the angle of k; subtracting it from the angle of q
+gives the same logits for any number of key heads. The logit scale is 1/sqrt(H).
 
 Paper: Gopalakrishnan et al. Decoupling the "What" and "Where" With Polar Coordinate
 Positional Embeddings. 2025. https://arxiv.org/abs/2509.10534
@@ -39,7 +39,7 @@ class PoPE(Scheme):
       num_heads: N.
       head_dim: H.
       theta: the base of the frequencies.
-      rotary_dim: d, the number of leading dimensions to map; 0 for all.
+      rotary_dim: d, the number of leading dimensions to map. Default: all.
       uniform: whether delta is initially uniform in [-2 pi, 0] instead of zero.
 
     Raises:
@@ -54,15 +54,15 @@ class PoPE(Scheme):
     num_heads: int
     head_dim: int
     theta: float = 10000.0
-    rotary_dim: int = 0
+    rotary_dim: int | None = None
     uniform: bool = False
     name: ClassVar[str] = "pope"
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
         require(
-            0 <= self.rotary_dim <= self.head_dim,
-            f"pope: rotary_dim must be in [0, head_dim={self.head_dim}], got {self.rotary_dim}.",
+            1 <= self._dim <= self.head_dim,
+            f"pope: rotary_dim must be in [1, head_dim={self.head_dim}], got {self.rotary_dim}.",
         )
         static_number("pope", "theta", self.theta)
         positive("pope", theta=self.theta)
@@ -70,6 +70,10 @@ class PoPE(Scheme):
     @property
     def traits(self):
         return Traits(relative=True)
+
+    @property
+    def param_axes(self):
+        return {"delta": f"num_heads {'rotary_dim' if self.rotary_dim else 'head_dim'}"}
 
     def init(self, key):
         """Returns {"delta": [N, d]}."""
@@ -104,7 +108,7 @@ class PoPE(Scheme):
 
     @property
     def _dim(self):
-        return self.rotary_dim or self.head_dim
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def _per_head(self, params, coordinates, tables):
         cos, sin = self.tables(params, coordinates) if tables is None else tables

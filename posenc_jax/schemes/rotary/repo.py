@@ -4,7 +4,7 @@ r"""RePo: RoPE at positions that are predicted from content.
     q, k rotate by z[t] w_p              w_p as in RoPE
 
 Coordinates are not read: the order of tokens enters by the causal mask alone, and the authors
-keep RoPE in the first layers (5 of 16) and have a z per head. The z of a key is cached beside it,
+keep RoPE in the first layers (5 of 16) and have a z per head. The z of a key is cached with it,
 `groups` numbers, though only `key` reads it.
 
 Angles are float32 products: z is small, unlike token positions.
@@ -35,9 +35,9 @@ class RePo(ContentRotary):
       model_dim: D.
       groups: the number of sets of positions for consecutive heads; it divides the number of key
         heads.
-      width: the width of the gated layer; 0 for D / 8.
+      width: the width of the gated layer. Default: D / 8.
       theta: the base of the frequencies.
-      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
+      layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
       init_std: the standard deviation of the initial weights.
 
     Raises:
@@ -49,25 +49,27 @@ class RePo(ContentRotary):
 
     model_dim: int
     groups: int = 1
-    width: int = 0
+    width: int | None = None
     theta: float = 10000.0
     layout: str = "half"
     init_std: float = 0.02
     name: ClassVar[str] = "repo"
+    param_axes: ClassVar = {"gate": "model_dim width", "content": "model_dim width"}
 
     def __post_init__(self):
         super().__post_init__()
         positive_fields(self, "model_dim")
-        require(self.width >= 0, f"repo: width must be >= 0, got {self.width}.")
         require(
-            bool(self.width) or self.model_dim >= 8,
+            self.width is not None or self.model_dim >= 8,
             f"repo: model_dim={self.model_dim} is below 8; give a width.",
         )
+        if self.width is not None:
+            positive_fields(self, "width")
         positive("repo", init_std=self.init_std)
 
     def init(self, key):
         """Returns {"gate": [D, width], "content": [D, width], "out": [width, groups]}; normal."""
-        width = self.width or self.model_dim // 8
+        width = self.model_dim // 8 if self.width is None else self.width
         wide = self.model_dim, width
         shapes = {"gate": wide, "content": wide, "out": (width, self.groups)}
         return normals(jax.random.split(key, 3), self.init_std, shapes)

@@ -9,8 +9,8 @@ for the pair p of dimensions (a, b) at position m. Between q at m and k at n the
 Which dimensions make a pair, and the sign of the angle, differ between models: see `layout` in
 `posenc_jax.schemes.rotary.layouts`, which also converts weights from one layout to another.
 
-`rotary_dim` rotates the first d < H dimensions and leaves the rest (GPT-J, NeoX, Phi), with the
-frequencies of a head of d; with `rotary_start` = H - d it is the last ones (DeepSeek-V4). Rotated
+`rotary_dim` rotates the first d < H dimensions alone (GPT-J, NeoX, Phi), with the frequencies of a
+head of d; `rotary_start` = H - d rotates the last d (DeepSeek-V4). Rotated
 keys can be cached. Cosine and sine are exact at any int32 position, products are in float32.
 
 Paper: Su et al. RoFormer: Enhanced Transformer with Rotary Position Embedding. 2021.
@@ -23,12 +23,11 @@ import dataclasses
 from typing import ClassVar
 
 import jax
-import numpy as np
 
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import array_of_rank, coordinate_values, require
 from posenc_jax.schemes.rotary.base import ScalableRotary
-from posenc_jax.schemes.rotary.frequencies import FrequencyMap, rope_frequencies
+from posenc_jax.schemes.rotary.frequencies import FrequencyMap
 
 
 def apply_rope(
@@ -37,7 +36,7 @@ def apply_rope(
     *,
     theta: float = 10000.0,
     layout: str = "half",
-    rotary_dim: int = 0,
+    rotary_dim: int | None = None,
     rotary_start: int = 0,
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = (),
 ) -> jax.Array:
@@ -47,9 +46,9 @@ def apply_rope(
       x: queries or keys [B, T, N, H].
       positions: integers or float32, [T] or [B, T].
       theta: the base of the frequencies.
-      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
-      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
-      rotary_start: the first of them.
+      layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
+      rotary_dim: d, the number of dimensions to rotate. Default: all from `rotary_start` on.
+      rotary_start: the first of these dimensions.
       scaling: maps of the frequencies.
 
     Raises:
@@ -73,24 +72,6 @@ def apply_rope(
     return rope.query({}, x, positions)
 
 
-def rope_matrix(position: int, dim: int, theta: float = 10000.0) -> np.ndarray:
-    """Returns the rotation as the matrix of the paper's equation 15, float64 [dim, dim].
-
-    Pairs are interleaved, as in the paper. For reading and testing: `apply_rope` does the
-    same without the zeros.
-
-    >>> rope_matrix(0, 2)
-    array([[ 1., -0.],
-           [ 0.,  1.]])
-    """
-    frequencies, _ = rope_frequencies(dim, theta)
-    out = np.zeros((dim, dim))
-    for p, w in enumerate(frequencies):
-        c, s = np.cos(position * w), np.sin(position * w)
-        out[2 * p : 2 * p + 2, 2 * p : 2 * p + 2] = [[c, -s], [s, c]]
-    return out
-
-
 @dataclasses.dataclass(frozen=True)
 class RoPE(ScalableRotary):
     """Rotary position embedding (Su et al. 2021).
@@ -98,9 +79,9 @@ class RoPE(ScalableRotary):
     Attributes:
       head_dim: H.
       theta: the base of the frequencies.
-      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
-      rotary_dim: d, the number of dimensions to rotate; 0 for all from `rotary_start` on.
-      rotary_start: the first of them.
+      layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
+      rotary_dim: d, the number of dimensions to rotate. Default: all from `rotary_start` on.
+      rotary_start: the first of these dimensions.
       scaling: a map of the frequencies, or a tuple of maps.
 
     Raises:

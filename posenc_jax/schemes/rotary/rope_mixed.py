@@ -62,14 +62,14 @@ class RoPEMixed(Rotary):
       groups: the number of sets of frequencies for consecutive heads; it divides the number of
         key heads.
       theta: the base of the initial frequencies.
-      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
+      layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
 
     Raises:
       ValueError: for H that is not a multiple of 4, `groups` below one, or an unknown layout.
 
     >>> scheme = RoPEMixed(head_dim=8)
-    >>> at, q = pe.grid_coordinates(1, 2, 3), jnp.ones((1, 6, 4, 8))
-    >>> scheme.query(scheme.init(jax.random.key(0)), q, at).shape
+    >>> coordinates, q = pe.grid_coordinates(1, 2, 3), jnp.ones((1, 6, 4, 8))
+    >>> scheme.query(scheme.init(jax.random.key(0)), q, coordinates).shape
     (1, 6, 4, 8)
     """
 
@@ -81,7 +81,7 @@ class RoPEMixed(Rotary):
 
     def __post_init__(self):
         super().__post_init__()
-        jax.eval_shape(self.init, jax.random.key(0))
+        jax.eval_shape(self.init, jax.random.key(0))  # Raises for an invalid size or theta.
 
     @property
     def traits(self):

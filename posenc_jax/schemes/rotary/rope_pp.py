@@ -1,17 +1,17 @@
 r"""RoPE++: some heads use the imaginary part of the rotary product, which RoPE discards.
 
     real heads        Re(q conj(k) e^(i (m - n) w))    as in RoPE
-    imaginary heads   Im of the same
+    imaginary heads   Im(q conj(k) e^(i (m - n) w))
 
-In an imaginary head q is rotated by m w - pi / 2 and k by n w; all else is RoPE, and rotated keys
+In an imaginary head q is rotated by m w - pi / 2; k is rotated by n w as in RoPE, and rotated keys
 are cached. Such heads give larger weights to distant tokens.
 
     heads="second_half" (default)  the second half of the query heads     "imagh"
-    heads="odd"                    every second one                       "imagx"
+    heads="odd"                    every second head                      "imagx"
     heads="all"                    all                                    "imago"
     heads="added"                  each head, real and then imaginary     "imag1", "imag2"
 
-On the right is the authors' name. With "added", `query` and attention return twice the heads,
+The names on the right are the authors'. With "added", `query` and attention return twice the heads,
 [B, T, 2 N, V], the paper's RoPE++. Keys and values are unchanged; the output projection reads 2 N
 heads. The Flax layers have no such projection: use `scheme_attention`.
 

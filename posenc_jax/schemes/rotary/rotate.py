@@ -1,15 +1,15 @@
 """Rotation of pairs of dimensions, in the form that each backend runs fastest.
 
-All forms give the same numbers. On CPU they differ up to forty-fold in speed: XLA vectorises a
-sum of padded halves, but neither concatenation nor `rotate_half`; for interleaved pairs it
-vectorises swapped neighbours times tables that hold every number twice. On TPU, where lanes are
-expensive to move, partners of 16 bits are brought by a product with a matrix of zeros and ones,
-which is exact: XLA then reads a third to a half as many bytes. The backward pass is the rotation
-by the negative angle; autodiff of the padded sum in bfloat16 would be four to thirteen times
-slower.
+All forms give the same numbers. On CPU they differ up to forty-fold in speed: XLA vectorises a sum
+of padded halves, but neither concatenation nor `rotate_half`; for interleaved pairs it vectorises
+swapped neighbours times tables that hold every number twice. On TPU, where lanes are expensive to
+move, the partner of each 16-bit dimension comes from a product with a matrix of zeros and ones,
+which is exact: XLA then reads a third to a half of the bytes. The backward pass is the rotation by
+the negative angle; autodiff of the padded sum in bfloat16 would be four to thirteen times slower.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,15 @@ def apply_rotation(
 ) -> jax.Array:
     """Returns x with 2P of its dimensions rotated, in its own dtype.
 
-    For tables that several layers share, or that come from elsewhere; `apply_rope` makes
-    its own. Differentiable in x and in the tables (Su et al. 2021).
+    For tables that several layers share or another function computes; `apply_rope` computes
+    them from positions. Differentiable in x and in the tables (Su et al. 2021).
 
     Args:
       x: [B, T, N, H] with H >= start + 2P.
       cos: float32 [B or 1, T, P], as from `cos_sin`; [B or 1, T, G, P] for G sets of tables, of
         which head n of N has the set n * G // N.
       sin: float32, as `cos`.
-      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
+      layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
       start: the first of the dimensions to rotate.
 
     Raises:
@@ -52,9 +52,9 @@ def apply_rotation(
 def materialize(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the tables as float32 arrays that a compiled program computes only once.
 
-    XLA on CPU would otherwise fuse what computes them into the loop over heads and compute
-    every entry N times: 17 to 60 times slower, with or without an optimization barrier. Writing
-    them into one array prevents that. Tables that are concrete need no copy.
+    XLA on CPU would otherwise fuse their computation into the loop over heads and compute every
+    entry N times: 17 to 60 times slower, with or without an optimization barrier. Writing them
+    into one array prevents the fusion. Concrete tables need no copy.
     """
     cos, sin = jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32)
     if not any(isinstance(table, Tracer) for table in (cos, sin)) or cos.shape != sin.shape:
@@ -67,7 +67,7 @@ def materialize(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
 def rotate_pairs(
     x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str, start: int
 ) -> jax.Array:
-    """Returns what `apply_rotation` does, for tables from `materialize`."""
+    """Returns x rotated as by `apply_rotation`, for tables from `materialize`."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"apply_rotation: x must be floating, got {x.dtype}.")
     require(
@@ -86,61 +86,79 @@ def rotate_pairs(
         cos, sin = cos[:, :, None], sin[:, :, None]
     elif cos.shape[2] > 1:
         cos, sin = (jnp.repeat(t, x.shape[2] // t.shape[2], 2) for t in (cos, sin))
-    return _rotate(x, cos, sin, (read, write, start, 1))
+    return _rotate(x, cos, sin, Rotation(read, write, start, 1))
+
+
+class Rotation(NamedTuple):
+    """The static settings of a rotation.
+
+    Attributes:
+      read, write: the layouts of the input and of the output, "half" or "interleaved".
+      start: the first of the dimensions to rotate.
+      sign: 1, or -1 to rotate by the negative angle.
+    """
+
+    read: str
+    write: str
+    start: int
+    sign: int
+
+    @property
+    def inverse(self) -> "Rotation":
+        """The rotation by the negative angle, from the output to the input."""
+        return Rotation(self.write, self.read, self.start, -self.sign)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _rotate(x, cos, sin, how):
-    read, write, start, sign = how
-    end = start + 2 * cos.shape[-1]
-    rotated = _rotate_all(x[..., start:end], cos, sin, sign, read, write)
+def _rotate(x, cos, sin, rotation):
+    start, end = rotation.start, rotation.start + 2 * cos.shape[-1]
+    rotated = _rotate_all(x[..., start:end], cos, sin, rotation)
     if rotated.shape == x.shape:
         return rotated
     return jnp.concatenate([x[..., :start], rotated, x[..., end:]], -1)
 
 
-def _forward(x, cos, sin, how):
+def _forward(x, cos, sin, rotation):
     learned = cos.perturbed or sin.perturbed
     residuals = (x.value if learned else None, cos.value, sin.value)
-    return _rotate(x.value, cos.value, sin.value, how), residuals
+    return _rotate(x.value, cos.value, sin.value, rotation), residuals
 
 
-def _backward(how, residuals, g):
+def _backward(rotation, residuals, g):
     x, cos, sin = residuals
-    read, write, start, sign = how
-    dx = _rotate(g, cos, sin, (write, read, start, -sign))
+    dx = _rotate(g, cos, sin, rotation.inverse)
     if x is None:
         return dx, jnp.zeros_like(cos), jnp.zeros_like(sin)
-    end = start + 2 * cos.shape[-1]
-    a, b = _split(x[..., start:end], read)
-    ga, gb = _split(g[..., start:end], write)
+    start, end = rotation.start, rotation.start + 2 * cos.shape[-1]
+    a, b = _split(x[..., start:end], rotation.read)
+    ga, gb = _split(g[..., start:end], rotation.write)
     # Padding has no cotangent and may hold NaN: it must not reach the gradient of the tables.
     a, b = (jnp.where((ga == 0) & (gb == 0), 0.0, part) for part in (a, b))
-    return dx, _sum_like(cos, ga * a + gb * b), _sum_like(sin, sign * (gb * a - ga * b))
+    return dx, _sum_like(cos, ga * a + gb * b), _sum_like(sin, rotation.sign * (gb * a - ga * b))
 
 
 _rotate.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _sum_like(table, x):
-    """Sums x over the axes along which the table was broadcast."""
+    """Returns x summed over the axes along which the table was broadcast."""
     axes = tuple(i for i, n in enumerate(table.shape) if n != x.shape[i])
     return x.sum(axes, keepdims=True)
 
 
-def _rotate_all(x, cos, sin, sign, read, write):
-    if read != write or x.dtype.itemsize > 2:
-        return _by_parts(x, cos, sin, sign, read, write)
-    ways = {"tpu": _by_product, "default": _by_parts}
-    ways = {
-        name: functools.partial(way, sign=sign, read=read, write=write)
-        for name, way in ways.items()
+def _rotate_all(x, cos, sin, rotation):
+    if rotation.read != rotation.write or x.dtype.itemsize > 2:
+        return _by_parts(x, cos, sin, rotation)
+    by_platform = {
+        "tpu": functools.partial(_by_product, rotation=rotation),
+        "default": functools.partial(_by_parts, rotation=rotation),
     }
-    return jax.lax.platform_dependent(x, cos, sin, **ways)
+    return jax.lax.platform_dependent(x, cos, sin, **by_platform)
 
 
-def _by_product(x, cos, sin, sign, read, write):
-    """Partners by a product: exact, since each sum has one term that is not zero."""
+def _by_product(x, cos, sin, rotation):
+    """Multiplies by a matrix of partners: exact, since each sum has one nonzero term."""
+    read, write, _, sign = rotation
     size = x.shape[-1]
     axis = np.stack([*_split(np.arange(size), read)]).astype(int)
     partners = np.zeros((size, size), np.float32)
@@ -150,7 +168,9 @@ def _by_product(x, cos, sin, sign, read, write):
     return (x.astype(jnp.float32) * cos + other.astype(jnp.float32) * sin).astype(x.dtype)
 
 
-def _by_parts(x, cos, sin, sign, read, write):
+def _by_parts(x, cos, sin, rotation):
+    """Multiplies the two dimensions of each pair, and joins the results."""
+    read, write, _, sign = rotation
     a, b = _split(x, read)
     enough = 32 if x.dtype == jnp.float32 else 4  # Rows of x for each row of the tables.
     if read == write == "interleaved" and x.size >= enough * 2 * cos.size:

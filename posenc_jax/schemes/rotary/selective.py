@@ -8,9 +8,9 @@ after the key. RoPE is phi = 1. The convolution is over the last `width` tokens,
 channel; x is normalised in `groups` parts of D / groups. The authors have a set of angles per head.
 
 Padding contributes neither to c nor to the convolution. c runs on over packed segments: only its
-differences within one count. It is float32: angles lose precision as it grows, as the authors' do.
-It is cached beside each key, `groups` times H / 2 numbers. Gates and biases, which the authors'
-configurations leave off, are not implemented.
+differences within one matter. It is float32: angles lose precision as it grows, also in the
+authors' code. It is cached with each key, `groups` times H / 2 numbers. Gates and biases, which the
+authors' configurations leave off, are not implemented.
 
 Paper: Movahedi, Carstensen et al. Selective Rotary Position Embedding. 2025.
 https://arxiv.org/abs/2511.17388
@@ -59,6 +59,7 @@ class SelectiveRoPE(ContentRotary):
     temp_max: float = 1.0
     learn_temperature: bool = False
     name: ClassVar[str] = "selective_rope"
+    param_axes: ClassVar = {"down": "model_dim rank"}
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,4 +1,4 @@
-r"""Self-Extend: near keys at their own distance, far keys at the distance of their groups.
+r"""Self-Extend: exact distances to near keys, distances of groups of tokens to far keys.
 
     g(i, j) = i - j                                  i - j < W
     g(i, j) = i // G - j // G + W - W / G            i - j >= W
@@ -6,7 +6,7 @@ r"""Self-Extend: near keys at their own distance, far keys at the distance of th
 Groups of G tokens share a position, which extends the context of a model trained with RoPE about
 G times without training. The far distance is not a function of i - j alone. W / G is a true
 division: where G does not divide W, far positions are fractions. The flash-attention decode step
-of the reference code rounds it down, and then differs from its own prompt.
+of the reference code rounds it down, and then differs from its prompts.
 
 Far keys have a second rotated query; keys are cached as projected. The scheme is for decoders:
 keys after a query count as near. The authors may also multiply q by ln(i + 1) / ln(L), at least 1.

@@ -1,7 +1,7 @@
-r"""Range attention: rotary schemes that use other angles for far keys than for near ones.
+r"""Range attention: rotary schemes that use different angles for far keys and near keys.
 
-Keys are divided into ranges by their distance to the query. For each range, q and k are rotated in
-its own way and q attends to the keys of that range alone. The parts are merged exactly by the
+Keys are divided into ranges by their distance to the query. Each range has its rotation of q and
+k, and q attends to the keys of that range alone. The parts are merged exactly by the
 log-sum-exp of their logits (`posenc_jax.ops.lse`), so logits of several ranges are never held at
 once: memory stays linear, at the cost of one attention per range. Released code detaches the
 weights of the merge, which makes its gradient wrong.
@@ -25,7 +25,7 @@ from posenc_jax.schemes.rotary.base import AttendRotary, check_coordinates
 
 @dataclasses.dataclass(frozen=True)
 class OutOfRange:
-    """The rule of a bias that masks the keys of all ranges but one.
+    """The rule of a bias that masks the keys of all other ranges.
 
     Attributes:
       range_of: `range_of(q, k) -> int32 scalar`: a module-level function or a frozen dataclass
@@ -45,7 +45,7 @@ class OutOfRange:
 
 @dataclasses.dataclass(frozen=True)
 class Far:
-    """Range 1 from a distance on, range 0 below."""
+    """The range of a key: 1 from the distance `window` on, else 0."""
 
     window: int
 
@@ -75,8 +75,8 @@ class RangeRotary(AttendRotary):
 
         Angles are exact at any int32 coordinate [B, T].
         """
-        at = check_coordinates(self.name, coordinates, 1)
-        return self.rotate(x, self.finish(*self.cos_sin({}, at, slope, offset)))
+        coordinates = check_coordinates(self.name, coordinates, 1)
+        return self.rotate(x, self.finish(*self.cos_sin({}, coordinates, slope, offset)))
 
     def attend_ranges(
         self,

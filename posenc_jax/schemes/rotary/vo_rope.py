@@ -37,9 +37,10 @@ class VORoPE(ScalableRotary):
       ValueError: for a scaling with an attention factor other than one, and as `RoPE`.
 
     >>> import jax.numpy as jnp
-    >>> v, at = jnp.ones((1, 3, 1, 4)), jnp.arange(3)[None]
-    >>> scheme = VORoPE(head_dim=4)
-    >>> bool(jnp.allclose(scheme.output({}, scheme.value({}, v, at), at), v, atol=1e-6))
+    >>> scheme, positions = VORoPE(head_dim=4), jnp.arange(3)[None]
+    >>> v = jnp.ones((1, 3, 1, 4))
+    >>> out = scheme.output({}, scheme.value({}, v, positions), positions)
+    >>> bool(jnp.allclose(out, v, atol=1e-6))
     True
     """
 
@@ -57,7 +58,7 @@ class VORoPE(ScalableRotary):
 
     @property
     def acts(self):
-        """v and the output, and with `qk` q and k."""
+        """v and the output, and q and k with `qk`."""
         return Acts.V | Acts.OUTPUT | (Acts.QK if self.qk else Acts(0))
 
     def cos_sin(self, params, coordinates):

@@ -3,14 +3,14 @@ r"""xPos: RoPE whose products decay with the distance, fast pairs more than slow
     q at m -> z^(m / b) R_m q,       k at n -> z^(-n / b) R_n k
     z_p = (2p + gamma d) / (d + gamma d),    b = scale_base,    p = 0 .. d/2 - 1
 
-so that the part of pair p in q . k is multiplied by z_p^((m - n) / b), at most 1 for keys in the
-past. It is for causal attention: later keys would have larger weights than near ones.
+so that the part of pair p in q . k is multiplied by z_p^((m - n) / b), at most 1 for past keys. It
+is for causal attention: keys after the query would have larger weights than near keys.
 
 The factors overflow when computed separately: z^(-m / b) exceeds float16 at position 4500 and
-float32 at 36000. Only their product counts, so m and n may be counted from any common origin. The
-authors use the middle of the present keys, which moves while decoding; a key cached with its
-factor is then wrong by every step since. Here the origin is the greatest coordinate so far, kept
-per row (padding does not count), and keys are cached without rotation: the factor of a key never
+float32 at 36000. Only their product matters, so m and n may be counted from any common origin. The
+authors use the middle of the present keys, which moves while decoding, so that the factor of a
+cached key is wrong after each step. Here the origin is the greatest coordinate so far of each row
+(padding does not count), and keys are cached without rotation: the factor of a key never
 exceeds 1 at any int32 position. The queries of one call must lie within 30000 coordinates (4000
 in float16), or their output is NaN; give longer prompts in chunks.
 
@@ -55,14 +55,14 @@ class XPos(Rotary):
       head_dim: H.
       theta: the base of the frequencies.
       scale_base: b; the larger, the slower q . k decays.
-      gamma: the larger, the less the decay of the pairs differs.
-      layout: what makes a pair; see `posenc_jax.schemes.rotary.layouts`.
+      gamma: the larger, the more alike the decay of the pairs.
+      layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
 
     Raises:
       ValueError: for an odd head dim, an unknown layout, or numbers that are not positive.
 
-    >>> at, x = jnp.array([[10**6, 10**6 + 512]]), jnp.ones((1, 2, 1, 2))
-    >>> k = XPos(head_dim=2).key({}, x, at)  # The older key has 0.2857 of the norm.
+    >>> positions, x = jnp.array([[10**6, 10**6 + 512]]), jnp.ones((1, 2, 1, 2))
+    >>> k = XPos(head_dim=2).key({}, x, positions)  # The older key has 0.2857 of the norm.
     >>> round(float(jnp.linalg.norm(k[0, 0]) / jnp.linalg.norm(k[0, 1])), 4)
     0.2857
     """
@@ -90,35 +90,36 @@ class XPos(Rotary):
 
         Padding has its own coordinate as the origin of its query, which makes its factor 1.
         """
-        at = check_coordinates(self.name, coordinates, 1)
+        coordinates = check_coordinates(self.name, coordinates, 1)
         if segment_ids is None:
-            segment_ids = jnp.zeros_like(at, jnp.int32)
+            segment_ids = jnp.zeros_like(coordinates, jnp.int32)
         tokens = segment_ids >= 0
-        lowest = -jnp.inf if at.dtype == jnp.float32 else jnp.iinfo(jnp.int32).min
-        origin = jnp.where(tokens, at, lowest).max(1)
+        lowest = -jnp.inf if coordinates.dtype == jnp.float32 else jnp.iinfo(jnp.int32).min
+        origin = jnp.where(tokens, coordinates, lowest).max(1)
         origin = jnp.where(tokens.any(1), origin, 0 if state is None else state)
         if state is not None:
             origin = jnp.maximum(state, origin)
         # Per key too: in a ring cache only the newest slots are certain to be present.
-        every = jnp.broadcast_to(origin[:, None], at.shape)
-        return jnp.where(tokens, every, at), every, origin
+        origins = jnp.broadcast_to(origin[:, None], coordinates.shape)
+        return jnp.where(tokens, origins, coordinates), origins, origin
 
     def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], rotated and scaled from the origin `features`."""
-        at = check_coordinates(self.name, coordinates, 1)
-        origin = at.max(1, keepdims=True) if features is None else features
-        return self._scaled(params, q, at, at - origin, -1, tables)
+        coordinates = check_coordinates(self.name, coordinates, 1)
+        origin = coordinates.max(1, keepdims=True) if features is None else features
+        return self._scaled(params, q, coordinates, coordinates - origin, -1, tables)
 
     def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], rotated and scaled from the greatest origin in `features`."""
-        at = check_coordinates(self.name, coordinates, 1)
-        origin = (at if features is None else features).max(1, keepdims=True)
+        coordinates = check_coordinates(self.name, coordinates, 1)
+        origin = (coordinates if features is None else features).max(1, keepdims=True)
         # Only padding and unused slots are beyond the origin.
-        return self._scaled(params, k, at, jnp.minimum(at - origin, 0), 1, tables)
+        offset = jnp.minimum(coordinates - origin, 0)
+        return self._scaled(params, k, coordinates, offset, 1, tables)
 
-    def _scaled(self, params, x, at, since, sign, tables):
-        cos, sin = self.tables(params, at) if tables is None else tables
+    def _scaled(self, params, x, coordinates, offset, sign, tables):
+        cos, sin = self.tables(params, coordinates) if tables is None else tables
         decay = xpos_decay(self.head_dim, self.scale_base, self.gamma)
         decay = jnp.asarray(sign * decay, jnp.float32)
-        scale = jnp.exp(since.astype(jnp.float32)[..., None] * decay[None, None])
+        scale = jnp.exp(offset.astype(jnp.float32)[..., None] * decay[None, None])
         return self.rotate(x, materialize(scale * cos, scale * sin))

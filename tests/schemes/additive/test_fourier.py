@@ -1,30 +1,28 @@
 """Learnable Fourier features against the module of the reference code."""
 
-import json
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import embed
-from support import initial
+from support import golden, initial
 
 import posenc_jax as pe
 
 OPTIONS = {pe.LearnableFourier: {"axes": 3, "num_features": 6, "width": 5, "gamma": initial(1.0)}}
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "fourier.json").read_text())
+GOLDEN = golden("fourier")
 
 
 def waves(*shape):
     return jnp.asarray(np.sin(1 + np.arange(np.prod(shape))).reshape(shape), jnp.float32)
 
 
-def code(scheme, params, at):
-    x = np.zeros((*np.shape(at)[-2:], scheme.model_dim), np.float32)
-    return embed(scheme, params, x, at)[0]
+def code(scheme, params, coordinates):
+    x = np.zeros((*np.shape(coordinates)[-2:], scheme.model_dim), np.float32)
+    return embed(scheme, params, x, coordinates)[0]
 
 
 def test_matches_the_reference_code():
@@ -38,11 +36,11 @@ def test_matches_the_reference_code():
     }
     shapes = jax.tree.map(jnp.shape, scheme.init(jax.random.key(0)))
     assert shapes == jax.tree.map(jnp.shape, params)
-    at = np.array(GOLDEN["at"], np.float32).T[:, None]
-    got = code(scheme, params, at)
+    coordinates = np.array(GOLDEN["at"], np.float32).T[:, None]
+    got = code(scheme, params, coordinates)
     np.testing.assert_allclose(got, GOLDEN["values"], atol=2e-5)  # Angles of 300 in float32.
     whole = [0, 1, 2, 4]
-    got = code(scheme, params, at[:, :, whole].astype(np.int32))
+    got = code(scheme, params, coordinates[:, :, whole].astype(np.int32))
     np.testing.assert_allclose(got, np.array(GOLDEN["values"])[whole], atol=2e-6)
 
 
@@ -50,22 +48,22 @@ def test_matches_the_reference_code():
 def test_far_positions_are_exact(axes):
     scheme = pe.LearnableFourier(model_dim=6, axes=axes, num_features=8, width=4)
     params = scheme.init(jax.random.key(0))
-    at = np.array([[1, 257, 10**6]]) * np.arange(1, axes + 1)[:, None]
+    coordinates = np.array([[1, 257, 10**6]]) * np.arange(1, axes + 1)[:, None]
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    angle = np.einsum("at,fa->tf", at, p["waves"])
+    angle = np.einsum("at,fa->tf", coordinates, p["waves"])
     f = np.concatenate([np.cos(angle), np.sin(angle)], -1) / np.sqrt(8)
     hidden = f @ p["in"] + p["in_bias"]
     cdf = 0.5 * (1 + np.vectorize(math.erf)(hidden / np.sqrt(2)))
-    wanted = (hidden * cdf) @ p["out"] + p["out_bias"]
-    got = code(scheme, params, at[:, None] if axes > 1 else at)
-    np.testing.assert_allclose(got, wanted, atol=2e-6)
+    expected = (hidden * cdf) @ p["out"] + p["out_bias"]
+    got = code(scheme, params, coordinates[:, None] if axes > 1 else coordinates)
+    np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
 def test_coordinates_without_axes_are_used_for_all_axes():
     scheme = pe.LearnableFourier(model_dim=6, num_features=32)
-    params, at = scheme.init(jax.random.key(0)), np.array([[0, 3, 7]])
-    same = code(scheme, params, np.stack([at, at]))
-    np.testing.assert_array_equal(code(scheme, params, at), same)
+    params, coordinates = scheme.init(jax.random.key(0)), np.array([[0, 3, 7]])
+    same = code(scheme, params, np.stack([coordinates, coordinates]))
+    np.testing.assert_array_equal(code(scheme, params, coordinates), same)
     assert (
         scheme.traits.num_axes == 2
         and pe.LearnableFourier(model_dim=6, axes=3).traits.num_axes == 3

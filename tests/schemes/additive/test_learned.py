@@ -21,10 +21,10 @@ def test_adds_the_row_of_each_position(length):
     table = scheme.init(jax.random.key(0))["table"]
     x = np.random.default_rng(1).normal(size=(2, length, 6)).astype(np.float32)
     table = np.asarray(table)
-    at = np.random.default_rng(0).integers(0, 70, (2, length))
-    out = pe.scheme_embedding(scheme, {"table": table}, x, positions=jnp.asarray(at))
+    positions = np.random.default_rng(0).integers(0, 70, (2, length))
+    out = pe.scheme_embedding(scheme, {"table": table}, x, positions=jnp.asarray(positions))
     for b, t in np.ndindex(2, length):
-        np.testing.assert_array_equal(out[b, t], x[b, t] + table[at[b, t]])
+        np.testing.assert_array_equal(out[b, t], x[b, t] + table[positions[b, t]])
     default = pe.scheme_embedding(scheme, {"table": table}, x)
     np.testing.assert_array_equal(default, x + table[None, :length])
 
@@ -61,8 +61,8 @@ def test_positions_outside_the_table_raise(offset, beyond):
 @pytest.mark.parametrize("offset", [0, 3])
 def test_positions_outside_the_table_make_their_row_nan_and_no_other_under_jit(offset):
     last = 10 - offset - 1
-    at = jnp.array([0, last + 1, last, -1, 1, 2**31 - 1, -(2**31), -2])
-    out = np.asarray(jax.jit(lookup, static_argnums=2)(jnp.asarray(TABLE), at, offset))
+    positions = jnp.array([0, last + 1, last, -1, 1, 2**31 - 1, -(2**31), -2])
+    out = np.asarray(jax.jit(lookup, static_argnums=2)(jnp.asarray(TABLE), positions, offset))
     good = np.array([0, 2, 4])
     np.testing.assert_array_equal(out[good], TABLE[np.array([0, last, 1]) + offset])
     assert np.isnan(np.delete(out, good, 0)).all()
@@ -70,9 +70,9 @@ def test_positions_outside_the_table_make_their_row_nan_and_no_other_under_jit(o
 
 def test_gradient_counts_the_reads_of_each_row():
     scheme = pe.LearnedAbsolute(max_length=10, model_dim=4)
-    at = jnp.array([[0, 3, 3, 9]])
+    positions = jnp.array([[0, 3, 3, 9]])
     x = jnp.zeros((1, 4, 4))
-    grad = jax.grad(lambda table: embed(scheme, {"table": table}, x, at).sum())(TABLE)
+    grad = jax.grad(lambda table: embed(scheme, {"table": table}, x, positions).sum())(TABLE)
     np.testing.assert_array_equal(grad[:, 0], [1, 0, 0, 2, 0, 0, 0, 0, 0, 1])
 
 
@@ -121,9 +121,9 @@ def test_errors_name_the_shapes():
 
 def test_concrete_positions_outside_the_table_raise_under_jit_too():
     scheme = pe.LearnedAbsolute(max_length=4, model_dim=2)
-    params, at = scheme.init(jax.random.key(0)), jnp.array([[0, 4]])
+    params, positions = scheme.init(jax.random.key(0)), jnp.array([[0, 4]])
     with pytest.raises(ValueError, match=r"must be in \[0, 4\)"):
-        jax.jit(lambda x: scheme.embed(params, x, at))(jnp.zeros((1, 2, 2)))
+        jax.jit(lambda x: scheme.embed(params, x, positions))(jnp.zeros((1, 2, 2)))
 
 
 def test_resize_learned_interpolates_patches_and_keeps_the_prefix():

@@ -1,21 +1,19 @@
 """Sinusoidal positions against the paper, tensor2tensor's code, and their own properties."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import golden
 
 import posenc_jax as pe
 from posenc_jax import sinusoidal_encoding as encode
 
 OPTIONS = {pe.Sinusoidal: {"theta": 100.0, "layout": "concat"}}
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "sinusoidal.json").read_text())
+GOLDEN = golden("sinusoidal")
 AT = np.array([0, 1, 2, 62, 257, 10**6, -3])
 
 
@@ -36,8 +34,8 @@ def test_matches_the_paper(dim, theta):
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(case["dim"]))
 def test_t2t_matches_the_code_of_tensor2tensor(case):
-    at = case["start"] + jnp.arange(4)
-    got = encode(at, case["dim"], layout="t2t")
+    positions = case["start"] + jnp.arange(4)
+    got = encode(positions, case["dim"], layout="t2t")
     np.testing.assert_allclose(got, case["values"], rtol=0, atol=3e-5)  # Their float32 angles.
 
 
@@ -45,17 +43,17 @@ def test_t2t_matches_the_code_of_tensor2tensor(case):
 def test_t2t_matches_its_formula(dim):
     pairs = dim // 2  # log_timescale_increment of get_timing_signal_1d, in float64.
     waves = AT[:, None] * np.exp(-np.arange(pairs) * np.log(10000) / max(pairs - 1, 1))
-    wanted = np.concatenate([np.sin(waves), np.cos(waves), np.zeros((len(AT), dim % 2))], 1)
+    expected = np.concatenate([np.sin(waves), np.cos(waves), np.zeros((len(AT), dim % 2))], 1)
     got = encode(jnp.asarray(AT), dim, layout="t2t")
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-7)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=3e-7)
 
 
 def test_concat_matches_transformer_xl():
     inv_freq = 1 / 10000 ** (np.arange(0.0, 12, 2.0) / 12)  # PositionalEmbedding, float64.
     wave = np.outer(AT, inv_freq)
-    wanted = np.concatenate([np.sin(wave), np.cos(wave)], -1)
+    expected = np.concatenate([np.sin(wave), np.cos(wave)], -1)
     got = encode(jnp.asarray(AT), 12, layout="concat")
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=3e-7)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=3e-7)
 
 
 def test_a_widely_copied_worked_example_is_wrong():
@@ -96,12 +94,12 @@ def test_layouts_agree_only_at_two_dimensions():
 
 
 def test_embed_adds_the_encoding_with_the_same_options():
-    x, at = jnp.zeros((1, 3, 6)), jnp.arange(3)[None]
-    plain = pe.Sinusoidal(model_dim=6).embed({}, x, at)
-    np.testing.assert_array_equal(plain, encode(at, 6))
+    x, positions = jnp.zeros((1, 3, 6)), jnp.arange(3)[None]
+    plain = pe.Sinusoidal(model_dim=6).embed({}, x, positions)
+    np.testing.assert_array_equal(plain, encode(positions, 6))
     for options in ({"theta": 100.0}, {"layout": "concat"}, {"layout": "t2t"}):
-        changed = pe.Sinusoidal(model_dim=6, **options).embed({}, x, at)
-        np.testing.assert_array_equal(changed, encode(at, 6, **options))
+        changed = pe.Sinusoidal(model_dim=6, **options).embed({}, x, positions)
+        np.testing.assert_array_equal(changed, encode(positions, 6, **options))
         assert np.abs(changed - plain).max() > 0.05
 
 

@@ -1,24 +1,22 @@
 """Sinusoidal encodings of image patches against MAE's function and DETR's class."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import embed
+from support import golden
 
 import posenc_jax as pe
 
 OPTIONS = {pe.Sinusoidal2D: {"theta": 100.0, "layout": "interleaved", "axes": (0, 1)}}
 
-PATH = pathlib.Path(__file__).parents[2] / "golden" / "sinusoidal_2d.json"
-GOLDEN = json.loads(PATH.read_text())
+GOLDEN = golden("sinusoidal_2d")
 
 
-def code(scheme, at):
-    return np.asarray(embed(scheme, {}, np.zeros((*at.shape[-2:], scheme.model_dim), "f4"), at)[0])
+def code(scheme, coordinates):
+    x = np.zeros((*coordinates.shape[-2:], scheme.model_dim), "f4")
+    return np.asarray(embed(scheme, {}, x, coordinates)[0])
 
 
 def on_grid(rows, columns):
@@ -31,32 +29,36 @@ def test_mae():
 
 
 def test_the_half_that_mae_names_after_rows_holds_columns():
-    at = np.array([[[5, 5, 9]], [[1, 2, 1]]])
-    got = code(pe.Sinusoidal2D(model_dim=12), at)
+    coordinates = np.array([[[5, 5, 9]], [[1, 2, 1]]])
+    got = code(pe.Sinusoidal2D(model_dim=12), coordinates)
     assert np.abs(got[0, :6] - got[1, :6]).max() > 0.1  # Another column.
     np.testing.assert_array_equal(got[0, :6], got[2, :6])  # Another row.
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_detr(normalize):
-    at = (on_grid(4, 5) + 1).astype(np.float64)
+    coordinates = (on_grid(4, 5) + 1).astype(np.float64)
     if normalize:
-        at = at / (np.array([4, 5])[:, None, None] + 1e-6) * 2 * np.pi
-    at = at.astype(np.float32) if normalize else at.astype(np.int32)
+        coordinates = coordinates / (np.array([4, 5])[:, None, None] + 1e-6) * 2 * np.pi
+    coordinates = coordinates.astype(np.float32) if normalize else coordinates.astype(np.int32)
     scheme = pe.Sinusoidal2D(model_dim=16, layout="interleaved", axes=(0, 1))
-    np.testing.assert_allclose(code(scheme, at), GOLDEN[f"detr_{normalize}"], atol=1e-6)
+    np.testing.assert_allclose(code(scheme, coordinates), GOLDEN[f"detr_{normalize}"], atol=1e-6)
 
 
 def test_far_positions_are_exact():
-    at = np.array([[[257, 10**6]], [[10**6, 1]]])
-    angles = at[[1, 0], 0][..., None] / 10000.0 ** (np.arange(3) / 3)
-    wanted = np.concatenate([np.concatenate([np.sin(a), np.cos(a)], -1) for a in angles], -1)
-    np.testing.assert_allclose(code(pe.Sinusoidal2D(model_dim=12), at), wanted, atol=2e-6)
+    coordinates = np.array([[[257, 10**6]], [[10**6, 1]]])
+    angles = coordinates[[1, 0], 0][..., None] / 10000.0 ** (np.arange(3) / 3)
+    expected = np.concatenate([np.concatenate([np.sin(a), np.cos(a)], -1) for a in angles], -1)
+    np.testing.assert_allclose(
+        code(pe.Sinusoidal2D(model_dim=12), coordinates), expected, atol=2e-6
+    )
 
 
 def test_coordinates_without_axes_are_used_for_both_axes():
-    scheme, at = pe.Sinusoidal2D(model_dim=12), np.array([[0, 3, 7]])
-    np.testing.assert_array_equal(code(scheme, at), code(scheme, np.stack([at, at])))
+    scheme, coordinates = pe.Sinusoidal2D(model_dim=12), np.array([[0, 3, 7]])
+    np.testing.assert_array_equal(
+        code(scheme, coordinates), code(scheme, np.stack([coordinates, coordinates]))
+    )
 
 
 @pytest.mark.parametrize(

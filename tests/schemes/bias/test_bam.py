@@ -1,21 +1,18 @@
 """BAM against runs of the authors' two priors, and against ALiBi."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import Option, initial
+from support import Option, golden, initial
 
 import posenc_jax as pe
 
 OPTIONS = {
     pe.BAM: {"learn_location": Option(True), "scale_inside": True, "initial_shape": initial(0.5)}
 }
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "bam.json").read_text())
+GOLDEN = golden("bam")
 BOTH = pytest.mark.parametrize("name", ["bam", "bam_inference"])
 
 
@@ -32,10 +29,10 @@ def test_matches_the_prior_of_the_authors(name):
 
 @BOTH
 def test_initial_prior_is_that_of_the_authors_and_alibi(name):
-    scheme, at = pe.BAM(num_heads=6, scale_inside=name == "bam_inference"), jnp.arange(9)
-    bias = scheme.rules(scheme.init(jax.random.key(0))).dense(at[-1:], at)
+    scheme, positions = pe.BAM(num_heads=6, scale_inside=name == "bam_inference"), jnp.arange(9)
+    bias = scheme.rules(scheme.init(jax.random.key(0))).dense(positions[-1:], positions)
     np.testing.assert_allclose(bias[:, 0], GOLDEN[name]["initial"], rtol=2e-6)
-    alibi = pe.ALiBi(num_heads=6).rules({}).dense(at[-1:], at)
+    alibi = pe.ALiBi(num_heads=6).rules({}).dense(positions[-1:], positions)
     np.testing.assert_allclose(bias, alibi, atol=1e-5)  # The epsilon is 1e-5.
 
 

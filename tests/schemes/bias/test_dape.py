@@ -19,13 +19,13 @@ OPTIONS = {pe.DAPE: {"base": "alibi", "width": 5}}
 def slopes(n):
     power = 2 ** int(np.floor(np.log2(n)))
     start = 2 ** (-(2 ** -(np.log2(power) - 3)))
-    found = [start * start**i for i in range(power)]
-    return found if n == power else found + slopes(2 * power)[0::2][: n - power]
+    powers = [start * start**i for i in range(power)]
+    return powers if n == power else powers + slopes(2 * power)[0::2][: n - power]
 
 
-def authors(x, params, base, at):
+def authors(x, params, base, positions):
     """x float64 [B, N, T, S]; future keys are masked by the caller."""
-    diff = np.tril(at[:, None] - at[None, :]).astype(np.float64)
+    diff = np.tril(positions[:, None] - positions[None, :]).astype(np.float64)
     if base == "alibi":
         bias = -diff * np.array(slopes(x.shape[1]))[:, None, None]
     else:
@@ -38,12 +38,12 @@ def authors(x, params, base, at):
     return x + bias + mixed.transpose(0, 3, 1, 2)
 
 
-def attention(q, k, v, params, base, at=None):
-    at = np.arange(q.shape[1]) if at is None else at
+def attention(q, k, v, params, base, positions=None):
+    positions = np.arange(q.shape[1]) if positions is None else positions
     q, k, v, params = jax.tree.map(lambda a: np.asarray(a, np.float64), (q, k, v, params))
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     x = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
-    x = np.where(np.tril(np.ones(x.shape[2:])) > 0, authors(x, params, base, at), -np.inf)
+    x = np.where(np.tril(np.ones(x.shape[2:])) > 0, authors(x, params, base, positions), -np.inf)
     weights = np.exp(x - x.max(-1, keepdims=True))
     return np.einsum("bnts,bsnv->btnv", weights / weights.sum(-1, keepdims=True), v)
 
@@ -65,9 +65,9 @@ def test_matches_the_code_of_the_authors(options, heads, implementation):
 
 def test_matches_the_code_of_the_authors_at_far_positions():
     arrays, scheme = qkv(length=21), pe.DAPE(num_heads=6)
-    params, at = scheme.init(jax.random.key(0)), np.r_[1, 257, 10**6 + np.arange(19)]
-    out = attend(scheme, params, *arrays, positions=jnp.asarray(at))
-    np.testing.assert_allclose(out, attention(*arrays, params, "kerple", at), atol=1e-5)
+    params, positions = scheme.init(jax.random.key(0)), np.r_[1, 257, 10**6 + np.arange(19)]
+    out = attend(scheme, params, *arrays, positions=jnp.asarray(positions))
+    np.testing.assert_allclose(out, attention(*arrays, params, "kerple", positions), atol=1e-5)
 
 
 def test_logits_worked_out_by_hand():

@@ -38,10 +38,10 @@ def dense(scheme, params, q, k):
 def test_matches_the_reference_at_far_positions(heads):
     scheme = pe.FIRE(num_heads=heads)
     params = scheme.init(jax.random.key(0))
-    at = [0, 1, 257, 511, 512, 513, 5000, 10**6]
-    got = dense(scheme, params, at, at)
-    for a, i in enumerate(at):
-        for b, j in enumerate(at):
+    positions = [0, 1, 257, 511, 512, 513, 5000, 10**6]
+    got = dense(scheme, params, positions, positions)
+    for a, i in enumerate(positions):
+        for b, j in enumerate(positions):
             np.testing.assert_allclose(got[:, a, b], reference(params, i, j), atol=2e-6)
 
 
@@ -57,7 +57,7 @@ def test_normalised_distances_worked_out_by_hand():
     got = dense(
         pe.FIRE(num_heads=1, width=1, init_length=4.0), params, jnp.arange(11), [0, 1, 3, 4]
     )
-    wanted = {  # ln(1 + 0.1 n) / (ln(1 + 0.1 max(i, 4)) + 1e-6), printed in float64.
+    expected = {  # ln(1 + 0.1 n) / (ln(1 + 0.1 max(i, 4)) + 1e-6), printed in float64.
         (0, 0): 0.0,
         (2, 0): 0.5418605016695708,
         (3, 1): 0.5418605016695708,
@@ -65,7 +65,7 @@ def test_normalised_distances_worked_out_by_hand():
         (6, 4): 0.38791438519774707,
         (10, 3): 0.7655336419313883,
     }
-    for (i, j), x in wanted.items():
+    for (i, j), x in expected.items():
         np.testing.assert_allclose(got[0, i, [0, 1, 3, 4].index(j)], x, rtol=1e-6)
 
 
@@ -98,9 +98,11 @@ def test_depends_on_the_position_of_the_query_beyond_l():
 def test_invariant_to_the_signs_of_c_and_multiplier(name, value):
     scheme = pe.FIRE(num_heads=2)
     params = scheme.init(jax.random.key(0))
-    at = np.arange(0, 1000, 100)
+    positions = np.arange(0, 1000, 100)
     other = params | {name: jnp.float32(value)}
-    np.testing.assert_array_equal(dense(scheme, params, at, at), dense(scheme, other, at, at))
+    np.testing.assert_array_equal(
+        dense(scheme, params, positions, positions), dense(scheme, other, positions, positions)
+    )
 
 
 def test_initialised_as_torch_linear():

@@ -23,13 +23,13 @@ def authors(cls, params, distance):
     return -(np.float64(distance) ** r2) * r1
 
 
-def dense(cls, r1, r2, at):
+def dense(cls, r1, r2, positions):
     r1, r2 = (jnp.asarray(r, jnp.float32) for r in (r1, r2))
-    return cls(num_heads=len(r1)).rules({"r1": r1, "r2": r2}).dense(at, at)
+    return cls(num_heads=len(r1)).rules({"r1": r1, "r2": r2}).dense(positions, positions)
 
 
 @pytest.mark.parametrize(
-    "cls, r1, r2, wanted",
+    "cls, r1, r2, expected",
     [
         (pe.KERPLELog, 1.0, 1.0, [0.0, -0.693147181, -1.09861229, -1.38629436, -1.60943791]),
         (pe.KERPLELog, 1.0, 2.0, [0.0, -np.log(3), -np.log(5), -np.log(7), -np.log(9)]),
@@ -37,19 +37,19 @@ def dense(cls, r1, r2, at):
         (pe.KERPLEPower, 0.5, 1.5, [0.0, -0.5, -1.41421356, -2.59807621, -4.0]),
     ],
 )
-def test_kernels_worked_out_by_hand(cls, r1, r2, wanted):
+def test_kernels_worked_out_by_hand(cls, r1, r2, expected):
     got = dense(cls, [r1], [r2], jnp.arange(5))
-    np.testing.assert_allclose(got[0, :, 0], wanted, rtol=2e-6)
+    np.testing.assert_allclose(got[0, :, 0], expected, rtol=2e-6)
     np.testing.assert_array_equal(got[0], got[0].T)
 
 
 @BOTH
 def test_matches_the_authors_code_at_far_positions(cls):
     params = cls(num_heads=12).init(jax.random.key(0))
-    at = np.array([1, 2, 257, 10**6])
-    got = cls(num_heads=12).rules(params).dense(jnp.asarray(at), jnp.asarray(at))
-    wanted = authors(cls, params, abs(at[:, None] - at[None]))
-    np.testing.assert_allclose(got, wanted, rtol=2e-6)
+    positions = np.array([1, 2, 257, 10**6])
+    got = cls(num_heads=12).rules(params).dense(jnp.asarray(positions), jnp.asarray(positions))
+    expected = authors(cls, params, abs(positions[:, None] - positions[None]))
+    np.testing.assert_allclose(got, expected, rtol=2e-6)
 
 
 @BOTH
@@ -68,33 +68,36 @@ def test_attention_matches_the_paper(cls, is_causal):
 
 @BOTH
 def test_parameters_are_projected_as_in_the_authors_code(cls):
-    at, wild = jnp.arange(5), {"r1": jnp.array([-1.0, 3.0, 0.0]), "r2": jnp.array([0.0, 3.0, -9.0])}
-    wanted = authors(cls, wild, abs(np.arange(5)[:, None] - np.arange(5)))
-    np.testing.assert_allclose(dense(cls, wild["r1"], wild["r2"], at), wanted, rtol=2e-6)
-    assert np.all(np.asarray(dense(cls, wild["r1"], wild["r2"], at)) <= 0)
+    positions, wild = (
+        jnp.arange(5),
+        {"r1": jnp.array([-1.0, 3.0, 0.0]), "r2": jnp.array([0.0, 3.0, -9.0])},
+    )
+    expected = authors(cls, wild, abs(np.arange(5)[:, None] - np.arange(5)))
+    np.testing.assert_allclose(dense(cls, wild["r1"], wild["r2"], positions), expected, rtol=2e-6)
+    assert np.all(np.asarray(dense(cls, wild["r1"], wild["r2"], positions)) <= 0)
 
 
 @BOTH
 def test_the_gradient_is_that_of_the_projected_value(cls):
     """Their update is outside of the graph: a parameter below the bound has a gradient."""
-    at = jnp.arange(5)
-    slopes = jax.jit(jax.grad(lambda r: dense(cls, r[:1], r[1:], at).sum()))
+    positions = jnp.arange(5)
+    slopes = jax.jit(jax.grad(lambda r: dense(cls, r[:1], r[1:], positions).sum()))
     below, bound = (np.asarray(slopes(jnp.full(2, r))) for r in (-4.0, 0.01))
     np.testing.assert_allclose(below, bound, rtol=1e-4)
     assert np.all(np.abs(below) > 0)
 
 
 def test_power_one_is_alibi_with_learned_slopes():
-    at, slopes = jnp.arange(63), np.asarray(pe.alibi_slopes(6))
-    got = dense(pe.KERPLEPower, slopes.clip(0.01), np.ones(6), at)
-    alibi = pe.ALiBi(num_heads=6).rules({}).dense(at, at)
+    positions, slopes = jnp.arange(63), np.asarray(pe.alibi_slopes(6))
+    got = dense(pe.KERPLEPower, slopes.clip(0.01), np.ones(6), positions)
+    alibi = pe.ALiBi(num_heads=6).rules({}).dense(positions, positions)
     steep = slopes >= 0.01
     np.testing.assert_allclose(np.asarray(got)[steep], np.asarray(alibi)[steep], rtol=2e-6)
 
 
 def test_gradients_are_finite_at_distance_zero():
-    def total(params, at):
-        return pe.KERPLEPower(num_heads=2).rules(params).dense(at, at).sum()
+    def total(params, positions):
+        return pe.KERPLEPower(num_heads=2).rules(params).dense(positions, positions).sum()
 
     params = {"r1": jnp.ones(2), "r2": jnp.full(2, 0.5)}
     for grad in jax.tree.leaves(jax.jit(jax.grad(total, (0, 1)))(params, jnp.arange(3.0))):

@@ -20,8 +20,8 @@ def reference(heads, distance, dim=128):
     return np.multiply.outer(heads / (8.0 * np.arange(1, heads + 1)), total)
 
 
-def dense(at, **options):
-    return pe.Sandwich(**options).rules({}).dense(jnp.asarray(at), jnp.asarray(at))
+def dense(positions, **options):
+    return pe.Sandwich(**options).rules({}).dense(jnp.asarray(positions), jnp.asarray(positions))
 
 
 def test_numbers_worked_out_beforehand():
@@ -36,12 +36,12 @@ def test_numbers_worked_out_beforehand():
 
 @pytest.mark.parametrize("heads, dim", [(6, 128), (12, 128), (6, 10)])
 def test_matches_the_reference_at_far_positions(heads, dim):
-    at = np.array([0, 1, 257, 10**6])
-    wanted = reference(heads, at[:, None] - at[None], dim)
-    scale = wanted[:, :1, :1]
+    positions = np.array([0, 1, 257, 10**6])
+    expected = reference(heads, positions[:, None] - positions[None], dim)
+    scale = expected[:, :1, :1]
     for centred, less in ((True, scale), (False, 0.0)):
-        got = dense(at, num_heads=heads, dim=dim, centred=centred)
-        np.testing.assert_allclose(got / scale, (wanted - less) / scale, atol=2e-6)
+        got = dense(positions, num_heads=heads, dim=dim, centred=centred)
+        np.testing.assert_allclose(got / scale, (expected - less) / scale, atol=2e-6)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -59,15 +59,15 @@ def test_attention_matches_the_paper(is_causal):
 
 
 def test_is_the_inner_product_of_sinusoidal_codes():
-    at = np.arange(63)
-    code = np.asarray(pe.sinusoidal_encoding(jnp.asarray(at), 32), np.float64)
-    got = dense(at, num_heads=8, dim=32, centred=False)
+    positions = np.arange(63)
+    code = np.asarray(pe.sinusoidal_encoding(jnp.asarray(positions), 32), np.float64)
+    got = dense(positions, num_heads=8, dim=32, centred=False)
     np.testing.assert_allclose(got[0], code @ code.T, atol=1e-5)
 
 
 def test_bias_is_zero_on_the_diagonal():
-    at = np.arange(20)
-    assert np.all(np.asarray(dense(at, num_heads=6))[:, at, at] == 0)
+    positions = np.arange(20)
+    assert np.all(np.asarray(dense(positions, num_heads=6))[:, positions, positions] == 0)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,17 @@
 """Swin against the class of its authors."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend
-from support import initial
+from support import golden, initial
 
 import posenc_jax as pe
 
 OPTIONS = {pe.Swin: {"window": (5, 6), "stddev": initial(0.1)}}
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "swin.json").read_text())
+GOLDEN = golden("swin")
 
 
 def on_grid(rows, columns):
@@ -29,8 +26,8 @@ def waves(*shape):
 def test_entries_are_those_of_the_authors(flat):
     scheme = pe.Swin(num_heads=1, window=(3, 4))
     numbers = {"table": jnp.arange(35, dtype=jnp.float32)[None]}
-    at = jnp.arange(12)[None] if flat else on_grid(3, 4)
-    index = scheme.rules(numbers).dense(at, at)[0, 0]
+    coordinates = jnp.arange(12)[None] if flat else on_grid(3, 4)
+    index = scheme.rules(numbers).dense(coordinates, coordinates)[0, 0]
     np.testing.assert_array_equal(index, GOLDEN["index_3_4"])
 
 
@@ -45,24 +42,24 @@ def test_entries_of_two_by_two_worked_out_by_hand():
 def test_attention_matches_the_authors(moved):
     scheme = pe.Swin(num_heads=6, window=tuple(GOLDEN["window"]))
     params = {"table": waves(15, 6).T}
-    q, k, v, wanted = (jnp.asarray(GOLDEN[n], jnp.float32)[None] for n in ("q", "k", "v", "out"))
-    at = jnp.asarray(on_grid(2, 3) + np.array([moved, 2 * moved], np.int32)[:, None, None])
-    out = attend(scheme, params, q, k, v, coordinates=at)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    q, k, v, expected = (jnp.asarray(GOLDEN[n], jnp.float32)[None] for n in ("q", "k", "v", "out"))
+    coordinates = jnp.asarray(on_grid(2, 3) + np.array([moved, 2 * moved], np.int32)[:, None, None])
+    out = attend(scheme, params, q, k, v, coordinates=coordinates)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_offset_larger_than_the_window_makes_its_row_nan_and_no_other():
     scheme = pe.Swin(num_heads=2, window=(2, 3))
     params = scheme.init(jax.random.key(0))
     row, column = np.array([[0, 1, 2], [0, 2, 0]], np.int32)
-    at = jnp.asarray(np.stack([row, column])[:, None])
-    bias = scheme.rules(params).dense(at, at)[0, 0]
+    coordinates = jnp.asarray(np.stack([row, column])[:, None])
+    bias = scheme.rules(params).dense(coordinates, coordinates)[0, 0]
     np.testing.assert_array_equal(np.isnan(bias), np.abs(row[:, None] - row[None]) > 1)
     q = k = v = jnp.ones((1, 3, 2, 4))
-    out = attend(scheme, params, q, k, v, coordinates=at, is_causal=True)
+    out = attend(scheme, params, q, k, v, coordinates=coordinates, is_causal=True)
     np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), [False, False, True])
     segments = jnp.array([[0, 0, 1]])  # Masked keys have no effect.
-    out = attend(scheme, params, q, k, v, coordinates=at, segment_ids=segments)
+    out = attend(scheme, params, q, k, v, coordinates=coordinates, segment_ids=segments)
     assert np.isfinite(out).all()
 
 

@@ -1,14 +1,11 @@
 """T5's buckets against the authors' code, its attention against the paper's formula."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import initial
+from support import golden, initial
 
 import posenc_jax as pe
 from posenc_jax.schemes.bias.t5 import t5_boundaries
@@ -17,7 +14,7 @@ OPTIONS = {
     pe.T5: {"num_buckets": 8, "max_distance": 32, "bidirectional": True, "stddev": initial(0.1)}
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "t5.json").read_text())
+GOLDEN = golden("t5")
 ARRAYS = qkv()
 
 
@@ -70,8 +67,8 @@ def test_attention_matches_the_paper(bidirectional):
 def test_the_bias_at_far_positions():
     scheme = pe.T5(num_heads=6)
     params = scheme.init(jax.random.key(0))
-    at = jnp.array([1, 257, 10**6])
-    dense = scheme.rules(params).dense(at, at)
+    positions = jnp.array([1, 257, 10**6])
+    dense = scheme.rules(params).dense(positions, positions)
     bucket = np.array([[0, 0, 0], [31, 0, 0], [31, 31, 0]])
     np.testing.assert_array_equal(dense, np.asarray(params["table"])[:, bucket])
 
@@ -88,10 +85,10 @@ def test_the_bias_is_constant_beyond_its_bounds(case):
 
 def test_the_gradient_counts_the_pairs_of_each_bucket():
     scheme = pe.T5(num_heads=2, num_buckets=8, max_distance=20)
-    at = jnp.arange(30)
+    positions = jnp.arange(30)
 
     def total(table):
-        return scheme.rules({"table": table}).dense(at, at).sum()
+        return scheme.rules({"table": table}).dense(positions, positions).sum()
 
     grad = jax.jit(jax.grad(total))(jnp.zeros((2, 8)))
     distance = np.arange(30)[:, None] - np.arange(30)[None]

@@ -1,15 +1,13 @@
 """TUPE against the encoder of its authors."""
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import Option, initial
+from support import Option, golden, initial
 
 import posenc_jax as pe
 
@@ -22,7 +20,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "tupe.json").read_text())
+GOLDEN = golden("tupe")
 ARRAYS = qkv()
 
 
@@ -37,8 +35,8 @@ def small(**options):
 @functools.partial(jax.jit, static_argnums=0)
 def dense(scheme, params, q, k):
     """The sum of all terms, [N, T, S]."""
-    made = scheme.rules(params)
-    terms = made if isinstance(made, tuple) else (made,)
+    rules = scheme.rules(params)
+    terms = rules if isinstance(rules, tuple) else (rules,)
     return sum(b.dense(q, k) for b in terms)
 
 
@@ -103,10 +101,10 @@ def test_with_tied_cls_equals_a_chain_with_t5():
     params["buckets"] = waves(6, 32)
     plain = small(untie_cls=False)
     both = pe.chain(plain, pe.T5(num_heads=6, bidirectional=True))
-    rest = {n: leaf for n, leaf in params.items() if n != "buckets"}
-    chained = attend(both, (rest, {"table": params["buckets"]}), *ARRAYS, scale=0.25)
+    others = {n: leaf for n, leaf in params.items() if n != "buckets"}
+    chained = attend(both, (others, {"table": params["buckets"]}), *ARRAYS, scale=0.25)
     np.testing.assert_allclose(attend(scheme, params, *ARRAYS), chained, atol=1e-5)
-    assert np.abs(chained - attend(plain, rest, *ARRAYS)).max() > 0.1
+    assert np.abs(chained - attend(plain, others, *ARRAYS)).max() > 0.1
 
 
 def test_each_packed_sequence_has_its_own_cls():
@@ -114,8 +112,8 @@ def test_each_packed_sequence_has_its_own_cls():
     params = trained_like(scheme)
     q, k, v = (x[:, :20] for x in ARRAYS)
     segments = jnp.array([[0] * 8 + [1] * 12])
-    at = jnp.array([[*range(8), *range(12)]])
-    out = attend(scheme, params, q, k, v, positions=at, segment_ids=segments)
+    positions = jnp.array([[*range(8), *range(12)]])
+    out = attend(scheme, params, q, k, v, positions=positions, segment_ids=segments)
     alone = attend(scheme, params, *(x[:, 8:] for x in (q, k, v)))
     np.testing.assert_allclose(out[:, 8:], alone, atol=1e-5)
 
@@ -125,10 +123,10 @@ def test_positions_outside_the_table_raise_or_make_their_row_nan_and_no_other():
     params = scheme.init(jax.random.key(0))
     q, k, v = (x[:, :5] for x in ARRAYS)
     for bad in (20, -1):
-        at = jnp.array([[0, 1, 2, bad, 3]])
+        positions = jnp.array([[0, 1, 2, bad, 3]])
         with pytest.raises(ValueError, match=r"tupe: positions must be in \[0, 20\), .* got"):
-            pe.scheme_attention(scheme, params, q, k, v, coordinates=at)
-        out = attend(scheme, params, q, k, v, coordinates=at, is_causal=True)
+            pe.scheme_attention(scheme, params, q, k, v, coordinates=positions)
+        out = attend(scheme, params, q, k, v, coordinates=positions, is_causal=True)
         np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), [0, 0, 0, 1, 1])
 
 

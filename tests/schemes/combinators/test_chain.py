@@ -60,9 +60,9 @@ def test_a_chain_applies_all_of_its_schemes():
     rope, alibi = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6)
     slopes = np.asarray(pe.alibi_slopes(6), np.float64)
     q, k, v = ARRAYS
-    at = jnp.arange(21)
+    positions = jnp.arange(21)
     expected = softmax_attention(
-        *(pe.apply_rope(x, at) for x in (q, k)),
+        *(pe.apply_rope(x, positions) for x in (q, k)),
         v,
         lambda q, k, n, i, j: q @ k / np.sqrt(8) - slopes[n] * (i - j),
     )
@@ -78,8 +78,8 @@ def test_a_chain_embeds_in_order_with_separate_parameters():
     first, last = params[0]["table"], params[2]["table"]
     assert np.abs(first - last).max() > 1e-3
     out = pe.scheme_embedding(scheme, params, jnp.zeros((1, 5, 4)))
-    wanted = first[:5] + pe.sinusoidal_encoding(jnp.arange(5), 4) + last[:5]
-    np.testing.assert_allclose(out[0], wanted, atol=1e-6)
+    expected = first[:5] + pe.sinusoidal_encoding(jnp.arange(5), 4) + last[:5]
+    np.testing.assert_allclose(out[0], expected, atol=1e-6)
     with pytest.raises(ValueError, match=r"params lack \[2\]\['table'\]"):
         pe.scheme_embedding(scheme, params[:2], jnp.zeros((1, 5, 4)))
 
@@ -139,7 +139,7 @@ def test_schemes_without_a_logit_scale_leave_it_to_the_others():
 def test_schemes_that_add_to_the_logits_have_a_scale(name):
     """A term is of the size that its paper's scale of q . k calls for; others work with any."""
     scheme = build(pe.SCHEMES[name])
-    widens_heads = name == "pope"  # Attention's default would be that of the widened head.
+    widens_heads = name == "pope"  # Attention's default would be 1/sqrt of the widened head.
     has = scheme.logit_scale(16) is not None
     assert has == (pe.Acts.LOGITS in scheme.acts or widens_heads)
 
@@ -181,10 +181,10 @@ def test_refusals_reach_wrapped_attention_calls(wrap):
     path = pe.PaTH(num_heads=6, head_dim=8, model_dim=20)
     scheme = wrap(path)
     params = scheme.init(jax.random.key(0))
-    at = jnp.arange(21)[None]
+    positions = jnp.arange(21)[None]
     x = jnp.ones((1, 21, 20))
-    made = scheme.features(params, x, *ARRAYS[:2], at, None, None)[:2]
-    arrays = (params, *ARRAYS, at, at, *made)
+    features = scheme.features(params, x, *ARRAYS[:2], positions, None, None)[:2]
+    arrays = (params, *ARRAYS, positions, positions, *features)
     call = Counted(is_causal=True, softcap=5.0)
     with pytest.raises(NotImplementedError, match="softcap"):
         scheme.attend(*arrays, call)
@@ -212,20 +212,22 @@ def test_chains_and_wrappers_nest():
     ids=lambda s: s.name or "chain",
 )
 def test_transformed_positions_equal_given_coordinates(scheme):
-    at = jnp.arange(21)
+    positions = jnp.arange(21)
     wrapped = pe.with_positions(scheme, Times(3))
-    np.testing.assert_allclose(attend(wrapped), attend(scheme, coordinates=3 * at), atol=1e-5)
+    np.testing.assert_allclose(
+        attend(wrapped), attend(scheme, coordinates=3 * positions), atol=1e-5
+    )
     assert np.abs(attend(wrapped) - attend(scheme)).max() > 1e-4
-    moved = attend(wrapped, positions=at + 7)  # Order follows positions: nothing is hidden.
-    np.testing.assert_allclose(moved, attend(scheme, coordinates=3 * (at + 7)), atol=1e-5)
+    moved = attend(wrapped, positions=positions + 7)  # Order follows positions: nothing is hidden.
+    np.testing.assert_allclose(moved, attend(scheme, coordinates=3 * (positions + 7)), atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_the_outer_of_two_transforms_applies_first(implementation):
     scheme = pe.Shaw(num_heads=6, head_dim=8, clip=3, values=False)
     wrapped = pe.with_positions(pe.with_positions(scheme, grouped), Times(3))
-    wanted = attend(scheme, coordinates=3 * jnp.arange(21) // 4, implementation=implementation)
-    np.testing.assert_allclose(attend(wrapped, implementation=implementation), wanted, atol=1e-5)
+    expected = attend(scheme, coordinates=3 * jnp.arange(21) // 4, implementation=implementation)
+    np.testing.assert_allclose(attend(wrapped, implementation=implementation), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +239,8 @@ def test_transformed_positions_reach_the_embedding(make):
     wrapped = pe.with_positions(scheme, Times(2))
     params = wrapped.init(jax.random.key(0))
     out = pe.scheme_embedding(wrapped, params, x)
-    wanted = pe.scheme_embedding(scheme, params, x, positions=2 * jnp.arange(5))
-    np.testing.assert_array_equal(out, wanted)
+    expected = pe.scheme_embedding(scheme, params, x, positions=2 * jnp.arange(5))
+    np.testing.assert_array_equal(out, expected)
     assert wrapped.traits.scale_embedding == scheme.traits.scale_embedding
     assert wrapped.acts == scheme.acts == pe.Acts.EMBEDDING
 

@@ -7,6 +7,7 @@ import pytest
 from oracle import attend, qkv
 
 import posenc_jax as pe
+from posenc_jax.schemes.rotary.axial import axial_frequencies
 
 ARRAYS = qkv(length=40)
 Q, K, V = (np.asarray(x[0], np.float64) for x in ARRAYS)
@@ -33,8 +34,8 @@ def authors(logit, start, recent):
     return out
 
 
-def rotation(x, at):
-    z = (x[:4] + 1j * x[4:]) * np.exp(1j * at * 1e4 ** (-np.arange(4) / 4))
+def rotation(x, positions):
+    z = (x[:4] + 1j * x[4:]) * np.exp(1j * positions * 1e4 ** (-np.arange(4) / 4))
     return np.concatenate([z.real, z.imag])
 
 
@@ -116,16 +117,16 @@ def test_a_ring_loses_the_sink_tokens_of_a_second_sequence():
     q, k, v = (np.concatenate([x, x]) for x in ARRAYS)
     segments = np.where(np.arange(40)[None] >= np.array([[40], [3]]), 1, 0)
     positions = np.asarray(pe.positions.from_segment_ids(segments))
-    where = {"positions": positions, "segment_ids": segments}
-    whole, _ = pe.scheme_attention(scheme, {}, q, k, v, **where, **options)
+    placement = {"positions": positions, "segment_ids": segments}
+    whole, _ = pe.scheme_attention(scheme, {}, q, k, v, **placement, **options)
 
     @jax.jit
-    def step(cache, where, *arrays):
-        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, **where, **options)
+    def step(cache, placement, *arrays):
+        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, **placement, **options)
 
     cache = pe.new_cache(scheme, 2, 16, num_heads=6, num_kv_heads=3, head_dim=8, ring=True)
     for t in range(30):
-        here = {name: x[:, t : t + 1] for name, x in where.items()}
+        here = {name: x[:, t : t + 1] for name, x in placement.items()}
         out, cache = step(cache, here, *(x[:, t : t + 1] for x in (q, k, v)))
         # Slot 4 holds the position 1 of the second sequence, and is the first to be reused.
         assert np.isnan(out[1]).all() == (t >= 16)
@@ -139,8 +140,8 @@ def test_every_packed_sequence_keeps_its_first_tokens(name):
     scheme = pe.streaming(SCHEMES[name][0], 2)
     options = {"is_causal": True, "window": (5, 0)}
     segments = jnp.array([[0] * 17 + [1] * 20 + [-1] * 3])
-    at = pe.positions.from_segment_ids(segments)
-    out = attend(scheme, {}, *ARRAYS, positions=at, segment_ids=segments, **options)
+    positions = pe.positions.from_segment_ids(segments)
+    out = attend(scheme, {}, *ARRAYS, positions=positions, segment_ids=segments, **options)
     alone = attend(scheme, {}, *(a[:, 17:37] for a in ARRAYS), **options)
     np.testing.assert_allclose(out[:, 17:37], alone, atol=1e-5)
     assert np.all(np.asarray(out)[:, 37:] == 0)
@@ -154,8 +155,8 @@ def test_content_and_value_rules_stream():
     out = attend(pe.streaming(shaw, 4), params, *ARRAYS, **options)
     i, j = np.arange(40)[:, None], np.arange(40)[None]
     seen = (i - j <= 8) | (j < 4)
-    wanted = attend(shaw, params, *ARRAYS, is_causal=True, mask=jnp.asarray(seen)[None, None])
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    expected = attend(shaw, params, *ARRAYS, is_causal=True, mask=jnp.asarray(seen)[None, None])
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_softcap_bounds_the_logits_of_both_parts():
@@ -169,28 +170,28 @@ def test_softcap_bounds_the_logits_of_both_parts():
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_several_axes_of_coordinates(implementation):
-    """First tokens are those of the first positions; beyond the window both axes are clipped."""
+    """First tokens are at the first positions; outside the window both axes are clipped."""
     grid = np.stack([np.arange(40) // 5, np.arange(40) % 5])
-    frequencies = pe.axial_frequencies(8)
+    frequencies = axial_frequencies(8)
 
-    def rotated(x, at):
-        angles = (np.minimum(at, 4 + 8)[:, None] * frequencies).ravel()
+    def rotated(x, positions):
+        angles = (np.minimum(positions, 4 + 8)[:, None] * frequencies).ravel()
         z = (x[:4] + 1j * x[4:]) * np.exp(1j * angles)
         return np.concatenate([z.real, z.imag])
 
-    wanted = np.zeros((40, 6, 8))
+    expected = np.zeros((40, 6, 8))
     for i in range(40):
         for n in range(6):
             seen = [j for j in range(i + 1) if i - j <= 8 or j < 4]
             x = [rotated(Q[i, n], grid[:, i]) @ rotated(K[j, n // 2], grid[:, j]) for j in seen]
             weights = np.exp(np.array(x) / np.sqrt(8))
-            wanted[i, n] = weights @ V[seen, n // 2] / weights.sum()
+            expected[i, n] = weights @ V[seen, n // 2] / weights.sum()
     scheme = pe.streaming(pe.AxialRoPE(head_dim=8, axes=(0, 1)), 4)
     assert scheme.traits.num_axes == 2
-    at = jnp.asarray(grid[:, None])
+    positions = jnp.asarray(grid[:, None])
     options = {"is_causal": True, "window": (8, 0), "implementation": implementation}
-    out = attend(scheme, {}, *ARRAYS, coordinates=at, **options)
-    np.testing.assert_allclose(out[0], wanted, atol=1e-5)
+    out = attend(scheme, {}, *ARRAYS, coordinates=positions, **options)
+    np.testing.assert_allclose(out[0], expected, atol=1e-5)
     text = jnp.arange(40)
     both = attend(scheme, {}, *ARRAYS, coordinates=jnp.stack([text, text])[:, None], **options)
     np.testing.assert_allclose(attend(scheme, {}, *ARRAYS, **options), both, atol=1e-6)

@@ -50,8 +50,8 @@ def test_a_scheme_on_an_axis_reads_that_axis(name):
         options = {"coordinates": coordinates, "is_causal": True}
         return embedded, pe.scheme_attention(scheme, params, *ARRAYS, x=x, **options)[0]
 
-    wanted = run(scheme, COORDINATES[1])
-    for got, other in zip(run(pe.on_axis(scheme, 1), COORDINATES), wanted, strict=True):
+    expected = run(scheme, COORDINATES[1])
+    for got, other in zip(run(pe.on_axis(scheme, 1), COORDINATES), expected, strict=True):
         np.testing.assert_allclose(got, other, atol=1e-5)
 
 
@@ -65,13 +65,13 @@ def test_bipe(kind):
     learned = pe.with_positions(pe.LearnedAbsolute(max_length=4, model_dim=20), Capped(3))
     bipe = pe.chain(pe.on_axis(learned, 0), pe.on_axis(inner, 1))
     params = bipe.init(jax.random.key(0))
-    at = pe.positions.bilevel(np.isin(np.arange(21), [2, 3, 11])[None])
+    positions = pe.positions.bilevel(np.isin(np.arange(21), [2, 3, 11])[None])
     places = [0, 1, 2, 0, *range(8), *range(9)]
     sentences = [0] * 3 + [1] + [2] * 8 + [3] * 9
-    np.testing.assert_array_equal(at[:, 0], [places, sentences])
+    np.testing.assert_array_equal(positions[:, 0], [places, sentences])
     x = jnp.zeros((1, 21, 20))
-    embed = jax.jit(lambda at: pe.scheme_embedding(bipe, params, x, coordinates=at))
-    embedded = embed(at)
+    embed = jax.jit(lambda positions: pe.scheme_embedding(bipe, params, x, coordinates=positions))
+    embedded = embed(positions)
     rows = np.minimum(places, 3)
     np.testing.assert_allclose(embedded[0], np.asarray(params[0]["table"])[rows], atol=1e-6)
     slopes = 96 * np.asarray(pe.alibi_slopes(6), np.float64)
@@ -84,17 +84,19 @@ def test_bipe(kind):
         rotated = (q[:4] + 1j * q[4:]) * np.conj((k[:4] + 1j * k[4:]) * np.exp(-1j * angle))
         return rotated.real.sum() / np.sqrt(8)
 
-    out = attend(bipe, params, *ARRAYS, coordinates=at, is_causal=True)
+    out = attend(bipe, params, *ARRAYS, coordinates=positions, is_causal=True)
     np.testing.assert_allclose(out, softmax_attention(*ARRAYS, logit), atol=1e-5)
-    cache = pe.new_cache(bipe, 1, 21, num_heads=6, num_kv_heads=3, head_dim=8, coordinates=at)
+    cache = pe.new_cache(
+        bipe, 1, 21, num_heads=6, num_kv_heads=3, head_dim=8, coordinates=positions
+    )
 
     @jax.jit
-    def step(cache, at, *arrays):
-        options = {"coordinates": at, "cache": cache, "is_causal": True}
+    def step(cache, positions, *arrays):
+        options = {"coordinates": positions, "cache": cache, "is_causal": True}
         return pe.scheme_attention(bipe, params, *arrays, **options)
 
     for part in (slice(0, 13), slice(13, 20), slice(20, 21)):
-        here, cache = step(cache, np.asarray(at)[:, :, part], *(a[:, part] for a in ARRAYS))
+        here, cache = step(cache, np.asarray(positions)[:, :, part], *(a[:, part] for a in ARRAYS))
         np.testing.assert_allclose(here, out[:, part], atol=2e-5)
 
 

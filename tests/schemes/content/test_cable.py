@@ -1,17 +1,14 @@
 """CABLE against a run of the authors' attention layer, and against FoX."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import close
+from support import close, golden
 
 import posenc_jax as pe
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "cable.json").read_text())
+GOLDEN = golden("cable")
 ARRAYS = {
     name: np.asarray(values, np.float32) for name, values in GOLDEN.items() if name != "origin"
 }
@@ -33,8 +30,8 @@ def test_is_fox_with_opposite_gates():
     gates = {"w": -PARAMS["w"], "b": -PARAMS["b"]}
     out, _ = pe.scheme_attention(fox, gates, Q, K, V, x=X, is_causal=True, scale=1.0)
     close(out[0], ARRAYS["out"], 2e-6)
-    for own, theirs in zip(*map(jax.tree.leaves, (SCHEME.init(KEY), fox.init(KEY))), strict=True):
-        np.testing.assert_array_equal(own, theirs)
+    for leaf, theirs in zip(*map(jax.tree.leaves, (SCHEME.init(KEY), fox.init(KEY))), strict=True):
+        np.testing.assert_array_equal(leaf, theirs)
 
 
 KEY = jax.random.key(0)

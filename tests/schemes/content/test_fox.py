@@ -62,8 +62,8 @@ def test_decays_in_both_directions_when_bidirectional():
     scheme = pe.FoX(num_heads=6, model_dim=10)
     params = scheme.init(jax.random.key(0))
     tokens = arrays(6, length=21)
-    wanted = authors(params, *tokens, sees=lambda i, j: True)
-    np.testing.assert_allclose(attend(scheme, params, *tokens), wanted, atol=1e-5)
+    expected = authors(params, *tokens, sees=lambda i, j: True)
+    np.testing.assert_allclose(attend(scheme, params, *tokens), expected, atol=1e-5)
 
 
 def test_sums_worked_out_by_hand():
@@ -73,15 +73,15 @@ def test_sums_worked_out_by_hand():
     x = jnp.asarray([0.0, 1.0, -1.0, 2.0]).reshape(1, 4, 1)
     q = jnp.zeros((1, 4, 1, 1))
     q_features, k_features, state = scheme.features(params, x, q, q, None, None, None)
-    rule, at = scheme.rules(params, q_features, k_features), jnp.arange(4)
-    bias = rule.added_logits(rule.q_features[0], rule.k_features[0], at, at)
-    wanted = [
+    rule, positions = scheme.rules(params, q_features, k_features), jnp.arange(4)
+    bias = rule.added_logits(rule.q_features[0], rule.k_features[0], positions, positions)
+    expected = [
         [0, 0, 0, 0],
         [-0.313262, 0, 0, 0],
         [-1.626523, -1.313262, 0, 0],
         [-1.753451, -1.440190, -0.126928, 0],
     ]
-    np.testing.assert_allclose(np.tril(bias[0]), wanted, atol=1e-6)
+    np.testing.assert_allclose(np.tril(bias[0]), expected, atol=1e-6)
     np.testing.assert_allclose(state, [[-0.6931472 - 1.753451]], rtol=1e-6)
 
 
@@ -92,24 +92,24 @@ def test_gates_independent_of_tokens_equal_alibi_with_other_slopes(gate):
     assert list(params) == (["b"] if gate == "bias" else [])
     times = 2.0 ** np.arange(1, 7)  # sigmoid(b) = exp(-1 / t): a penalty of 1 / t per token.
     q, k, v, _ = arrays(6)
-    wanted = softmax_attention(
+    expected = softmax_attention(
         q, k, v, lambda q, k, n, i, j: q @ k / np.sqrt(8) - (i - j) / times[n]
     )
     out = attend(scheme, params, q, k, v, None, is_causal=True)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_padding_does_not_contribute_and_its_nan_does_not_reach_other_rows():
     scheme = pe.FoX(num_heads=6, model_dim=10)
     params = scheme.init(jax.random.key(0))
     tokens = arrays(6, length=12)
-    kept = np.array([0, 1, 2, 6, 7, 11])
-    segments = jnp.full(12, -1).at[kept].set(0)
-    positions = jnp.zeros(12, int).at[kept].set(jnp.arange(6))
+    real = np.array([0, 1, 2, 6, 7, 11])
+    segments = jnp.full(12, -1).at[real].set(0)
+    positions = jnp.zeros(12, int).at[real].set(jnp.arange(6))
     x = tokens[3].at[0, 4].set(jnp.nan)
-    where = {"positions": positions, "segment_ids": segments, "is_causal": True}
-    out = attend(scheme, params, *tokens[:3], x, **where)[:, kept]
-    alone = attend(scheme, params, *(a[:, kept] for a in tokens), is_causal=True)
+    placement = {"positions": positions, "segment_ids": segments, "is_causal": True}
+    out = attend(scheme, params, *tokens[:3], x, **placement)[:, real]
+    alone = attend(scheme, params, *(a[:, real] for a in tokens), is_causal=True)
     np.testing.assert_allclose(out, alone, atol=1e-6)
 
 
@@ -120,8 +120,8 @@ def test_padding_does_not_contribute_through_combinators():
     q, k, v, x = arrays(6, length=8)
     segments = jnp.asarray([-1, -1, 0, 0, 0, 0, 0, 0])
     positions = jnp.maximum(jnp.arange(8) - 2, 0)
-    where = {"positions": positions, "segment_ids": segments, "is_causal": True}
-    out = attend(both, params, q, k, v, x.at[:, :2].set(jnp.nan), **where)[:, 2:]
+    placement = {"positions": positions, "segment_ids": segments, "is_causal": True}
+    out = attend(both, params, q, k, v, x.at[:, :2].set(jnp.nan), **placement)[:, 2:]
     alone = attend(both, params, *(a[:, 2:] for a in (q, k, v, x)), is_causal=True)
     np.testing.assert_allclose(out, alone, atol=1e-6)
 
@@ -138,8 +138,8 @@ def test_initialised_as_the_authors_do():
         ({"model_dim": 0}, "model_dim must be >= 1, got 0"),
         ({"gate": "open"}, "gate must be .*, got 'open'"),
         ({"init_bias": float("nan")}, "init_bias must be finite, got nan"),
-        ({"min_time": 1.0}, r'gate="full" has no decay times, got \(1.0, 0.0\)'),
-        ({"gate": "bias"}, r"gate='bias' needs 0 < min_time <= max_time, got \(0.0, 0.0\)"),
+        ({"min_time": 1.0}, r'gate="full" has no decay times, got \(1.0, None\)'),
+        ({"gate": "bias"}, r"gate='bias' needs 0 < min_time <= max_time, got \(None, None\)"),
         (
             {"gate": "fixed", "min_time": 2.0, "max_time": 4.0, "init_bias": 1.0},
             "gate='fixed' starts from its times, not from init_bias=1.0",

@@ -53,9 +53,9 @@ def test_attention_matches_the_authors(gate, heads):
     params = spread(scheme.init(jax.random.key(0)))
     arrays = qkv(heads=heads)
     bias = authors(params, *arrays[:2], gate)
-    wanted = softmax_attention(*arrays, lambda q, k, n, i, j: q @ k / np.sqrt(8) + bias[n, i, j])
+    expected = softmax_attention(*arrays, lambda q, k, n, i, j: q @ k / np.sqrt(8) + bias[n, i, j])
     out = attend(scheme, params, *arrays, is_causal=True)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("gate", ["key", "both"])
@@ -63,15 +63,15 @@ def test_the_bias_at_far_positions(gate):
     scheme = pe.GRAPEA(num_heads=12, head_dim=8, gate=gate)
     params = spread(scheme.init(jax.random.key(0)))
     q, k, _ = qkv(length=3, heads=12)
-    at = np.array([1, 257, 10**6])
+    positions = np.array([1, 257, 10**6])
     q_features, k_features, _ = scheme.features(params, None, q, k, None, None, None)
     q_features, k_features = jax.tree.map(lambda a: a[0], (q_features, k_features))
     got = scheme.rules(params, q_features, k_features).added_logits(
-        q_features, k_features, jnp.asarray(at), jnp.asarray(at)
+        q_features, k_features, jnp.asarray(positions), jnp.asarray(positions)
     )
     near = authors(params, q, k, gate)
     steps = abs(np.arange(3)[:, None] - np.arange(3)[None])
-    far = abs(at[:, None] - at[None]) / np.maximum(steps, 1)
+    far = abs(positions[:, None] - positions[None]) / np.maximum(steps, 1)
     np.testing.assert_allclose(got, near * far, rtol=2e-6)
 
 
@@ -86,8 +86,8 @@ def test_slopes_worked_out_by_hand():
     bias = scheme.rules(params, None, k_features).added_logits(
         None, k_features[0], jnp.arange(3), jnp.arange(3)
     )
-    wanted = [[0, 0, 0], [-0.00432789183, 0, 0], [-0.00865578365, -0.00270760617, 0]]
-    np.testing.assert_allclose(np.tril(bias[0]), wanted, rtol=1e-6)
+    expected = [[0, 0, 0], [-0.00432789183, 0, 0], [-0.00865578365, -0.00270760617, 0]]
+    np.testing.assert_allclose(np.tril(bias[0]), expected, rtol=1e-6)
 
 
 def test_initialised_as_the_authors_do():

@@ -93,8 +93,8 @@ def test_logits_worked_out_by_hand():
     scheme = pe.Inkling(num_heads=1, model_dim=2, rank=2, extent=3)
     r = jnp.array([[1.0, 0], [0, 1], [1, 1], [2, -1]])[:, None]
     params = {"bank": jnp.array([[1, 0.5, 0.25], [0, -1, 2]])}
-    at = jnp.arange(4)
-    bias = scheme.rules(params, r[None], None).added_logits(r, None, at, at)[0]
+    positions = jnp.arange(4)
+    bias = scheme.rules(params, r[None], None).added_logits(r, None, positions, positions)[0]
     expected = [[1, 0, 0, 0], [-1, 0, 0, 0], [2.25, -0.5, 1, 0], [0, -1.5, 2, 2]]
     np.testing.assert_allclose(bias, expected, atol=1e-6)
 

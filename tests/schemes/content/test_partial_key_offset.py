@@ -1,8 +1,6 @@
 """Partial Key Offset against modded-nanogpt's attention, and where it differs on purpose."""
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +8,14 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
-from support import close
+from support import close, golden
 
 import posenc_jax as pe
 from posenc_jax.modules.attention_fn import attention_fn
 
 OPTIONS = {pe.PartialKeyOffset: {"start": 3}}
 
-GOLDEN = json.loads(
-    (pathlib.Path(__file__).parents[2] / "golden" / "partial_key_offset.json").read_text()
-)
+GOLDEN = golden("partial_key_offset")
 H = 8
 # Their frequencies reach 1 / 1024, so the base of RoPE's is another.
 ROPE = pe.RoPE(H, theta=1024.0**2, layout="interleaved_negative", rotary_dim=H // 2)
@@ -29,11 +25,11 @@ SPLIT = 7
 SEGMENTS = np.repeat([0, 1], [SPLIT, Q.shape[1] - SPLIT])[None].astype(np.int32)
 
 
-def shifted(k, own, start=H // 2):
+def shifted(k, starts, start=H // 2):
     """Keys [B, T, K, H] as a loop shifts them; tokens of `own` keep their own."""
     out = np.array(k)
     for t in range(1, k.shape[1]):
-        if t not in own:
+        if t not in starts:
             out[:, t, :, start:] = k[:, t - 1, :, start:]
     return out
 
@@ -52,52 +48,50 @@ def test_packed_documents_match_but_for_the_leak():
     options = {"positions": positions, "segment_ids": SEGMENTS}
     out = attend(BOTH, Q, K, V, **options)[0]
     np.testing.assert_allclose(out[:SPLIT], np.asarray(GOLDEN["packed"])[:SPLIT], atol=1e-6)
-    leaking = attend(ROPE, Q, shifted(K, own=()), V, **options)[0]
+    leaking = attend(ROPE, Q, shifted(K, starts=()), V, **options)[0]
     close(leaking, GOLDEN["packed"], 1e-6)
-    safe = attend(ROPE, Q, shifted(K, own=(SPLIT,)), V, **options)[0]
+    safe = attend(ROPE, Q, shifted(K, starts=(SPLIT,)), V, **options)[0]
     close(out, safe, 1e-6)
     assert np.abs(out - leaking)[SPLIT:].max() > 1e-2
 
 
-@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("start", [None, 3])
 def test_matches_a_loop_with_padding_within_the_segment(start):
     q, k, v = qkv(batch=1, length=21)
     segment_ids = np.zeros((1, 21), np.int32)
     segment_ids[0, [0, 1, 9, 10, 11]] = -1
     segment_ids[0, 14:] = 3
     real = segment_ids[0] >= 0
-    own = (0, int(real[:14].sum()))
-    moved = shifted(k[:, real], own, start or H // 2)
-    kept, places = segment_ids[0, real], np.arange(real.sum())
+    starts = (0, int(real[:14].sum()))
+    moved = shifted(k[:, real], starts, start or H // 2)
+    ids, places = segment_ids[0, real], np.arange(real.sum())
     expected = softmax_attention(
         q[:, real],
         moved,
         v[:, real],
         lambda q, k, n, i, j: q @ k / np.sqrt(H),
         positions=places,
-        sees=lambda i, j: j <= i and kept[i] == kept[j],
+        sees=lambda i, j: j <= i and ids[i] == ids[j],
     )
-    at = np.arange(21, dtype=np.int32)[None]
+    placement = {"positions": np.arange(21, dtype=np.int32)[None], "segment_ids": segment_ids}
     scheme = pe.PartialKeyOffset(H, start=start)
-    out = oracle.attend(
-        scheme, {}, q, k, v, positions=at, segment_ids=segment_ids, is_causal=True, scale=H**-0.5
-    )
+    out = oracle.attend(scheme, {}, q, k, v, is_causal=True, scale=H**-0.5, **placement)
     close(out[:, real], expected, 1e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
 def test_decoding_two_documents_in_one_cache_equals_the_whole(chunk):
-    at, length = np.arange(Q.shape[1], dtype=np.int32)[None], Q.shape[1]
-    where = {"positions": at, "segment_ids": SEGMENTS}
-    whole = oracle.attend(BOTH, ({}, {}), Q, K, V, is_causal=True, **where)
+    positions, length = np.arange(Q.shape[1], dtype=np.int32)[None], Q.shape[1]
+    placement = {"positions": positions, "segment_ids": SEGMENTS}
+    whole = oracle.attend(BOTH, ({}, {}), Q, K, V, is_causal=True, **placement)
     cache = pe.new_cache(BOTH, 1, length, num_heads=3, head_dim=H)
     assert cache.k_features == (None, None)
     outs = []
     for start in range(0, length, chunk):
         part = slice(start, start + chunk)
         arrays = (x[:, part] for x in (Q, K, V))
-        where = {"positions": at[:, part], "segment_ids": SEGMENTS[:, part]}
-        out, cache = oracle.decode(BOTH, ({}, {}), cache, *arrays, **where)
+        placement = {"positions": positions[:, part], "segment_ids": SEGMENTS[:, part]}
+        out, cache = oracle.decode(BOTH, ({}, {}), cache, *arrays, **placement)
         outs.append(out)
     close(jnp.concatenate(outs, 1), whole, 1e-6)
     # The state is one key of H / 2 numbers per key head, and its segment.
@@ -113,7 +107,7 @@ def test_flax_layers_train_with_it_and_refuse_to_decode():
         jax.eval_shape(run, {}, Q[:, :1], K, V, mask=mask)
 
 
-@pytest.mark.parametrize("start", [-1, H])
+@pytest.mark.parametrize("start", [-1, 0, H])
 def test_refuses_what_is_no_dimension(start):
     with pytest.raises(ValueError, match="start must be a dimension"):
         pe.PartialKeyOffset(H, start=start)

@@ -103,7 +103,7 @@ def whole(scheme, params, x, arrays, function=products):
     return function(q, k, v, w, beta)
 
 
-VARIANTS = [{}, {"rank": 0, "num_kv_heads": 3}, {"rank": 4}, {"short_conv": False}]
+VARIANTS = [{}, {"rank": None, "num_kv_heads": 3}, {"rank": 4}, {"short_conv": False}]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -201,7 +201,7 @@ def test_memory_is_linear_in_the_length():
     [
         ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
         ({"model_dim": 0}, "model_dim must be >= 1, got 0"),
-        ({"rank": -1}, "rank must not be negative, got -1"),
+        ({"rank": 0}, "rank must be >= 1, got 0"),
         ({"num_kv_heads": 4}, "num_kv_heads must divide num_heads = 6, got 4"),
         ({"head_dim": 4}, r"q must be \[B, T, 6, 4\], got \(1, 63, 6, 8\)"),
         ({"x": None}, "w and beta are computed from x"),
@@ -251,8 +251,8 @@ def test_forget_gate_decodes_after_left_padding_and_in_chunks():
         part = slice(start, end)
         q, k, v, tokens = (a[:, part] for a in padded)
         step = jax.jit(functools.partial(pe.scheme_attention, scheme, is_causal=True))
-        where = {"positions": positions[:, part], "segment_ids": segments[:, part]}
-        out, cache = step(params, q, k, v, x=tokens, cache=cache, **where)
+        placement = {"positions": positions[:, part], "segment_ids": segments[:, part]}
+        out, cache = step(params, q, k, v, x=tokens, cache=cache, **placement)
         outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, 1)[:, 3:], whole, atol=2e-5)
 
@@ -267,6 +267,6 @@ def test_implementations_agree_on_gradients_of_the_forget_gate():
         return (pe.scheme_attention(scheme, params, *arrays, x=x, **options)[0] ** 2).sum()
 
     a, b = (jax.jit(jax.grad(loss), static_argnums=1)(params, i) for i in ("reference", "xla"))
-    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(one).max())
+    for leaf, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=2e-5 * np.abs(leaf).max())
     assert np.abs(a["gate"]["w"]).max() > 1e-3

@@ -1,14 +1,12 @@
 """Shaw et al. against tensor2tensor's code and the paper's equations."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
+from support import golden
 
 import posenc_jax as pe
 
@@ -16,7 +14,7 @@ OPTIONS = {
     pe.Shaw: {"clip": 3, "keys": False, "values": False, "per_head": True, "zero_beyond": True}
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "shaw.json").read_text())
+GOLDEN = golden("shaw")
 
 
 def paper(q, k, v, params, clip, **options):
@@ -60,8 +58,8 @@ def test_logits_worked_out_by_hand():
         {}, None, jnp.asarray(q)[None, :, None], None, None, None, None
     )
     rule = scheme.rules({"keys": jnp.asarray(a)[None]}, q_features, k_features)[0]
-    at = jnp.arange(3)
-    terms = rule.added_logits(rule.q_features[0], None, at, at)[0]
+    positions = jnp.arange(3)
+    terms = rule.added_logits(rule.q_features[0], None, positions, positions)[0]
     got = (q @ k.T + terms) / np.sqrt(2)
     np.testing.assert_allclose(got, np.array(dots) / np.sqrt(2), rtol=1e-6)
     printed = [

@@ -1,8 +1,6 @@
 """Short convolutions against the layer of the authors of Canon, and against loops."""
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +9,14 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import qkv, softmax_attention
-from support import build, close
+from support import build, close, golden
 
 import posenc_jax as pe
 from posenc_jax.modules.attention_fn import attention_fn
 
 OPTIONS = {pe.ShortConv: {"on": "kv", "width": 3, "residual": False, "silu": True}}
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "short_conv.json").read_text())
+GOLDEN = golden("short_conv")
 LAYERS = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(case["width"]))
 
 
@@ -27,8 +25,8 @@ def convolved(x, kernel, segment_ids, residual=True, silu=False):
     x, kernel = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
     out = np.zeros_like(x)
     for b, t in np.ndindex(*x.shape[:2]):
-        own = [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t] >= 0]
-        for back, s in enumerate(own[::-1][: len(kernel)]):
+        segment = [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t] >= 0]
+        for back, s in enumerate(segment[::-1][: len(kernel)]):
             out[b, t] += kernel[-1 - back] * x[b, s]
     out = out / (1 + np.exp(-out)) if silu else out
     return out + x if residual else out
@@ -44,11 +42,11 @@ def test_matches_the_canon_layer(case):
 
 @LAYERS
 def test_the_scheme_is_the_canon_layer_on_q_k_and_v(case):
-    """Their channels are those of q, then k, then v: here 2 heads, 2 and 1 of 2 channels."""
+    """Their channels are q, then k, then v: here 2 heads, 2 and 1 of 2 channels."""
     x, kernel = (np.asarray(case[name], np.float32) for name in ("x", "kernel"))
     sizes = {name: case[name] for name in ("width", "residual", "silu")}
     scheme = pe.ShortConv(num_heads=3, num_kv_heads=1, head_dim=2, **sizes)
-    parts, wanted, kernels = (
+    parts, expected, kernels = (
         dict(zip("qkv", np.split(np.asarray(a, np.float32), [6, 8], -1), strict=True))
         for a in (x, case["out"], kernel)
     )
@@ -56,7 +54,7 @@ def test_the_scheme_is_the_canon_layer_on_q_k_and_v(case):
     kernels = {name: a.reshape(len(a), -1, 2) for name, a in kernels.items()}
     *mixed, _ = jax.jit(scheme.mix)(kernels, q, k, v, None, None)
     for got, name in zip(mixed, "qkv", strict=True):
-        close(got.reshape(2, 9, -1), wanted[name], 1e-6)
+        close(got.reshape(2, 9, -1), expected[name], 1e-6)
 
 
 SEGMENTS = np.zeros((2, 23), np.int32)
@@ -105,8 +103,8 @@ def test_gradients_equal_those_of_the_loop():
 def test_bfloat16_is_computed_in_float32():
     x = jnp.asarray(X, jnp.bfloat16)
     run = jax.jit(pe.short_convolution)
-    out, (kept, _) = run(x, KERNEL)
-    assert out.dtype == kept.dtype == jnp.bfloat16
+    out, (tokens, _) = run(x, KERNEL)
+    assert out.dtype == tokens.dtype == jnp.bfloat16
     exact, _ = run(x.astype(jnp.float32), KERNEL)
     np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
 
@@ -122,8 +120,8 @@ def test_attention_matches_a_loop_in_packed_rows(on, implementation):
     for name in on:
         flat = arrays[name].reshape(1, 21, -1)
         kernel = np.reshape(params[name], (4, -1))
-        made = convolved(flat, kernel, segment_ids, silu=True)
-        arrays[f"{name} convolved"] = made.reshape(arrays[name].shape)
+        out = convolved(flat, kernel, segment_ids, silu=True)
+        arrays[f"{name} convolved"] = out.reshape(arrays[name].shape)
     expected = softmax_attention(
         *(arrays.get(f"{name} convolved", arrays[name]) for name in "qkv"),
         lambda q, k, n, i, j: q @ k / np.sqrt(8),
@@ -149,7 +147,7 @@ def test_heads_and_rows_may_be_sharded(segment_ids):
     arrays = qkv(batch=2, length=21, kv_heads=2)
     params = scheme.init(jax.random.key(0))
     mix = jax.jit(lambda params, ids, *qkv: scheme.mix(params, *qkv, ids, None)[:3])
-    wanted = mix(params, segment_ids, *arrays)
+    expected = mix(params, segment_ids, *arrays)
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         place = functools.partial(NamedSharding, mesh)
@@ -161,18 +159,18 @@ def test_heads_and_rows_may_be_sharded(segment_ids):
         )
         spread = (jax.device_put(x, place(PartitionSpec("rows", None, "heads"))) for x in arrays)
         got = mix(params, ids, *spread)
-    for a, b in zip(got, wanted, strict=True):
+    for a, b in zip(got, expected, strict=True):
         assert a.sharding.spec[:3] == ("rows", None, "heads")
         close(a, b, 1e-6)
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache(left):
+@pytest.mark.parametrize("left_padding", [False, True])
+def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache(left_padding):
     """Canon-A: x is convolved before q, k and v are projected from it."""
     x = np.random.default_rng(3).normal(size=(2, 12, 6)).astype("f4")
     kernel, rope = KERNEL.repeat(2, 1)[:, :6], pe.RoPE(head_dim=6)
     mask = np.ones((2, 12), bool)
-    mask[1, :5] = not left
+    mask[1, :5] = not left_padding
     positions, segment_ids = pe.positions.from_padding_mask(jnp.asarray(mask))
 
     @jax.jit
@@ -204,8 +202,8 @@ def test_the_state_is_the_last_tokens():
     cache = jax.eval_shape(
         lambda: pe.new_cache(scheme, 2, 5, num_heads=6, num_kv_heads=3, head_dim=8)
     )
-    mixed, rest = cache.state
-    assert rest is None and cache.k_features is None
+    mixed, state = cache.state
+    assert state is None and cache.k_features is None
     assert {n: mixed[n][0].shape for n in mixed} == {
         "q": (2, 3, 6, 8),
         "k": (2, 3, 3, 8),

@@ -1,7 +1,7 @@
 """Stick-breaking against the authors' reference and numbers from a run of it.
 
-`authors` is shawntan/stickbreaking-attention, sb_ref.py, and what tests/test_attn.py there
-does with it (strict or not, and the remainder), from torch to NumPy in float64.
+`authors` is shawntan/stickbreaking-attention, sb_ref.py, with the options of its
+tests/test_attn.py (strict or not, and the remainder), from torch to NumPy in float64.
 """
 
 import jax
@@ -26,8 +26,8 @@ def authors(q, k, v, *, attend_current=False, remainder=True):
     log_z = np.where(mask, -1e5, -np.logaddexp(0, -logits))
     log_beta = np.where(mask, 0.0, -np.logaddexp(0, logits))
     weights = np.exp(log_z + log_beta @ later)
-    rest = 1 - weights.sum(-1)
-    return weights @ v + (rest[:, None] * v if remainder else 0.0), weights, rest
+    remaining = 1 - weights.sum(-1)
+    return weights @ v + (remaining[:, None] * v if remainder else 0.0), weights, remaining
 
 
 def by_head(q, k, v, **options):
@@ -62,13 +62,13 @@ def test_matches_a_run_of_the_authors_code():
         [0.265654, 0.669762, 0, 0],
         [0.172566, 0.242347, 0.412521, 0],
     ]
-    rest = [1, 0.330238, 0.064585, 0.172566]
+    remainder = [1, 0.330238, 0.064585, 0.172566]
     arrays = [jnp.asarray(x, jnp.float32)[None, :, None] for x in (q, k, np.eye(4))]
     out = oracle.attend(pe.StickBreaking(remainder=False), {}, *arrays, is_causal=True)
     np.testing.assert_allclose(out[0, :, 0], weights, atol=1e-6)
     out = oracle.attend(pe.StickBreaking(), {}, *arrays, is_causal=True)
-    np.testing.assert_allclose(out[0, :, 0], weights + np.diag(rest), atol=1e-6)
-    for mine, theirs in zip(authors(q, k, np.eye(4))[1:], (weights, rest), strict=True):
+    np.testing.assert_allclose(out[0, :, 0], weights + np.diag(remainder), atol=1e-6)
+    for mine, theirs in zip(authors(q, k, np.eye(4))[1:], (weights, remainder), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 

@@ -82,14 +82,16 @@ def test_logits_worked_out_by_hand():
         "v": jnp.array([[0.25, 0.25]]),
         "project": jnp.eye(2)[None],
     }
-    at = jnp.arange(3)
-    q_features, _, _ = scheme.features(params, None, q, k, at[None], None, None)
-    term = scheme.rules(params, q_features, None).added_logits(q_features[0], None, at, at)[0]
-    dots = scheme.query(params, q, at[None])[0, :, 0] @ k[0, :, 0].T
+    positions = jnp.arange(3)
+    q_features, _, _ = scheme.features(params, None, q, k, positions[None], None, None)
+    term = scheme.rules(params, q_features, None).added_logits(
+        q_features[0], None, positions, positions
+    )[0]
+    dots = scheme.query(params, q, positions[None])[0, :, 0] @ k[0, :, 0].T
     scores = (np.asarray(dots) + np.asarray(term)) / np.sqrt(2)
     expected = [[0.883883], [1.333423, 1.237437], [1.850101, 1.57488, -0.176777]]
-    for row, wanted in zip(scores, expected, strict=True):
-        np.testing.assert_allclose(row[: len(wanted)], wanted, atol=2e-6)
+    for row, reference in zip(scores, expected, strict=True):
+        np.testing.assert_allclose(row[: len(reference)], reference, atol=2e-6)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -116,11 +118,13 @@ def test_distances_of_both_signs_are_clamped():
     q, k, _ = qkv(length=21)
     plain, params = make()
     clamped, _ = make(clamp=4)
-    at = jnp.arange(21)
-    q_features = clamped.features(params, None, q, k, at[None], None, None)[0]
+    positions = jnp.arange(21)
+    q_features = clamped.features(params, None, q, k, positions[None], None, None)[0]
 
     def entries(scheme):
-        return scheme.rules(params, q_features, None).added_logits(q_features[0], None, at, at)
+        return scheme.rules(params, q_features, None).added_logits(
+            q_features[0], None, positions, positions
+        )
 
     for i, j, same in ((10, 2, 6), (2, 10, 6), (9, 8, 8)):
         np.testing.assert_allclose(

@@ -22,11 +22,13 @@ def test_matches_transformers(heads):
     random = np.random.default_rng(0)
     q = random.normal(size=(1, 4, heads, 8)).astype("f4")
     scale, bias = random.normal(size=(2, heads)).astype("f4")
-    at = np.array([[0, 1, 257, 10**6]])
+    positions = np.array([[0, 1, 257, 10**6]])
     scheme = pe.SSMax(num_heads=heads, offset=1.0)
     params = {"scale": jnp.asarray(scale), "offset": jnp.asarray(bias)}
-    out = scheme.query(params, jnp.asarray(q), jnp.asarray(at))
-    np.testing.assert_allclose(out, softmax_scaling(q, at, scale, bias), rtol=2e-6, atol=1e-5)
+    out = scheme.query(params, jnp.asarray(q), jnp.asarray(positions))
+    np.testing.assert_allclose(
+        out, softmax_scaling(q, positions, scale, bias), rtol=2e-6, atol=1e-5
+    )
 
 
 def test_is_initially_the_identity_as_in_mistral_large_4(tokens):

@@ -1,4 +1,4 @@
-"""Six temperatures against numbers of released models, and beside other schemes.
+"""Six temperatures against numbers of released models, and chained with other schemes.
 
 Numbers: the formulas of huggingface/transformers 5.23.0 (llama4, ministral3, beam, inkling)
 and bojone/rerope in float64, at positions on both sides of every step.
@@ -12,7 +12,6 @@ from oracle import attend, qkv, softmax_attention
 from support import BATCH, Option, close, decode, empty_cache, output
 
 import posenc_jax as pe
-from posenc_jax import positions as at
 from posenc_jax.schemes.logit_scale.temperature import query_temperature
 
 OPTIONS = {
@@ -51,13 +50,13 @@ GOLDEN = {
 
 @pytest.mark.parametrize("form, length", GOLDEN)
 def test_matches_released_models(form, length):
-    positions, wanted = zip(*GOLDEN[form, length].items(), strict=True)
+    positions, expected = zip(*GOLDEN[form, length].items(), strict=True)
     got = query_temperature(jnp.array(positions), form, length)
-    np.testing.assert_allclose(got, wanted, rtol=2e-6)
+    np.testing.assert_allclose(got, expected, rtol=2e-6)
     scheme = pe.QueryTemperature(form=form, length=length)
     q = jnp.ones((1, len(positions), 6, 4))
     out = scheme.query({}, q, jnp.array([positions]))
-    np.testing.assert_allclose(out[0, :, 5, 3], wanted, rtol=2e-6)
+    np.testing.assert_allclose(out[0, :, 5, 3], expected, rtol=2e-6)
 
 
 def test_steps_are_exact_at_any_position():
@@ -80,11 +79,11 @@ def test_attention_with_rope_is_that_of_the_formula():
     def logit(q, k, n, i, j):
         return max(np.log(i + 1) / np.log(16), 1) * rotated(q, i) @ rotated(k, j) / np.sqrt(8)
 
-    wanted = softmax_attention(q, k, v, logit)
+    expected = softmax_attention(q, k, v, logit)
     heat = pe.QueryTemperature(form="log_n_clipped", length=16)
     for scheme in (pe.chain(heat, pe.RoPE(head_dim=8)), pe.chain(pe.RoPE(head_dim=8), heat)):
         out = attend(scheme, ({}, {}), q, k, v, is_causal=True)
-        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("other", [pe.ALiBi(num_heads=6), pe.ReRoPE(head_dim=8, window=4)])
@@ -96,8 +95,8 @@ def test_decodes_and_packs_beside_another_scheme(other, tokens):
     out, _ = decode(scheme, params, tokens, [10, 1, 8], empty_cache(scheme))
     close(out, whole)
     segments = jnp.asarray([[0] * 8 + [1] * 11] * BATCH)
-    where = {"segment_ids": segments, "positions": at.from_segment_ids(segments)}
-    packed = output(scheme, params, tokens, **where)
+    placement = {"segment_ids": segments, "positions": pe.positions.from_segment_ids(segments)}
+    packed = output(scheme, params, tokens, **placement)
     close(packed[:, 8:], output(scheme, params, tokens[:, 8:]))
 
 

@@ -104,17 +104,17 @@ def test_matches_the_models(name, number):
     random = np.random.default_rng(0)
     x = random.normal(size=(2, 7, 6, 12)).astype(np.float32)
     far = 10**6 if number == np.int32 else 50
-    at = random.integers(0, far, size=(2, 2, 7)).astype(number)
-    at += np.asarray(0.37, number)
+    coordinates = random.integers(0, far, size=(2, 2, 7)).astype(number)
+    coordinates += np.asarray(0.37, number)
     scheme = pe.AxialRoPE(head_dim=12, **LIKE[name])
-    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(moved(name, at)))
+    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(moved(name, coordinates)))
     np.testing.assert_array_equal(
-        out, key(scheme, {}, jnp.asarray(x), jnp.asarray(moved(name, at)))
+        out, key(scheme, {}, jnp.asarray(x), jnp.asarray(moved(name, coordinates)))
     )
     for b, t, n in np.ndindex(2, 7, 6):
-        wanted = MODELS[name](x[b, t, n].astype(float), *at[:, b, t].astype(float))
+        expected = MODELS[name](x[b, t, n].astype(float), *coordinates[:, b, t].astype(float))
         tolerance = 3e-6 if number == np.int32 else 3e-5
-        np.testing.assert_allclose(out[b, t, n], wanted, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(out[b, t, n], expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -129,64 +129,67 @@ def test_matches_the_models(name, number):
     ],
 )
 def test_angles_are_those_that_the_models_compute(name, angles, pairs):
-    at = moved(name, jnp.array([1, 2]).reshape(2, 1, 1))
+    coordinates = moved(name, jnp.array([1, 2]).reshape(2, 1, 1))
     x = jnp.zeros(8).at[np.array([a for a, _ in pairs])].set(1.0).reshape(1, 1, 1, 8)
-    out = np.asarray(query(pe.AxialRoPE(head_dim=8, **LIKE[name]), {}, x, at)).ravel()
+    out = np.asarray(query(pe.AxialRoPE(head_dim=8, **LIKE[name]), {}, x, coordinates)).ravel()
     got = [np.arctan2(out[b], out[a]) for a, b in pairs]
     np.testing.assert_allclose(got, angles, atol=2e-6)
 
 
 def test_centred_coordinates_are_those_of_dinov3():
     # DINOv3's RopePositionEmbedding, run for 2 x 2 patches and a head of 8.
-    wanted = np.pi * np.array([[-1, -1], [-1, 1], [1, -1], [1, 1]])
-    at = pe.grid_coordinates(1, 2, 2, centred=True)
-    np.testing.assert_allclose(at[:, 0].T, wanted, rtol=1e-6)
+    expected = np.pi * np.array([[-1, -1], [-1, 1], [1, -1], [1, 1]])
+    coordinates = pe.grid_coordinates(1, 2, 2, centred=True)
+    np.testing.assert_allclose(coordinates[:, 0].T, expected, rtol=1e-6)
     # get_patches_center_coordinates for 3 x 5, times 2 pi.
-    at = pe.grid_coordinates(3, 3, 5, prefix=2, centred=True)
-    assert at.shape == (2, 3, 17) and at.dtype == jnp.float32
-    assert np.all(np.asarray(at)[:, :, :2] == 0)
+    coordinates = pe.grid_coordinates(3, 3, 5, prefix=2, centred=True)
+    assert coordinates.shape == (2, 3, 17) and coordinates.dtype == jnp.float32
+    assert np.all(np.asarray(coordinates)[:, :, :2] == 0)
     for i, (row, column) in enumerate(np.ndindex(3, 5)):
-        wanted = [2 * np.pi * (2 * (row + 0.5) / 3 - 1), 2 * np.pi * (2 * (column + 0.5) / 5 - 1)]
-        np.testing.assert_allclose(at[:, 1, 2 + i], wanted, rtol=1e-6, atol=1e-6)
+        expected = [2 * np.pi * (2 * (row + 0.5) / 3 - 1), 2 * np.pi * (2 * (column + 0.5) / 5 - 1)]
+        np.testing.assert_allclose(coordinates[:, 1, 2 + i], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_attention_over_a_grid_with_a_class_token():
     q, k, v = qkv(length=64)
-    at = pe.grid_coordinates(1, 7, 9, prefix=1)
+    coordinates = pe.grid_coordinates(1, 7, 9, prefix=1)
     rotated = [
         np.stack(
             [
-                [gemma4(y.astype(float), *np.asarray(at[:, 0, t])) for y in np.asarray(x)]
+                [gemma4(y.astype(float), *np.asarray(coordinates[:, 0, t])) for y in np.asarray(x)]
                 for t, x in enumerate(a[0])
             ]
         )[None]
         for a in (q, k)
     ]
-    wanted = softmax_attention(
+    expected = softmax_attention(
         *rotated, v, lambda q, k, n, i, j: q @ k / np.sqrt(8), sees=lambda i, j: True
     )
     scheme = pe.AxialRoPE(head_dim=8, layout="half_per_axis")
-    out = attend(scheme, {}, q, k, v, coordinates=at)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
-    far = attend(scheme, {}, q, k, v, coordinates=at + jnp.array([10**6, 257]).reshape(2, 1, 1))
-    np.testing.assert_allclose(far, wanted, atol=1e-5)
+    out = attend(scheme, {}, q, k, v, coordinates=coordinates)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    far = attend(
+        scheme, {}, q, k, v, coordinates=coordinates + jnp.array([10**6, 257]).reshape(2, 1, 1)
+    )
+    np.testing.assert_allclose(far, expected, atol=1e-5)
 
 
 def test_a_plain_position_applies_to_every_axis():
-    x, at = qkv(length=5)[0], jnp.array([[0, 1, 257, 4095, 10**6]])
+    x, coordinates = qkv(length=5)[0], jnp.array([[0, 1, 257, 4095, 10**6]])
     scheme = pe.AxialRoPE(head_dim=8)
     np.testing.assert_array_equal(
-        query(scheme, {}, x, at), query(scheme, {}, x, jnp.stack([at, at]))
+        query(scheme, {}, x, coordinates),
+        query(scheme, {}, x, jnp.stack([coordinates, coordinates])),
     )
 
 
 def test_three_axes_and_leading_dimensions_alone():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 16)), "f4")
-    at = jnp.arange(15).reshape(3, 1, 5) ** 2
-    out = query(pe.AxialRoPE(head_dim=16, axes=(0, 1, 2), rotary_dim=12), {}, x, at)
+    coordinates = jnp.arange(15).reshape(3, 1, 5) ** 2
+    out = query(pe.AxialRoPE(head_dim=16, axes=(0, 1, 2), rotary_dim=12), {}, x, coordinates)
     for i in range(3):  # Each part is RoPE on its axis, layout aside.
         dims = np.array([2 * i, 2 * i + 1, 6 + 2 * i, 7 + 2 * i])
-        part = pe.apply_rope(x[..., dims], at[i], theta=100.0)
+        part = pe.apply_rope(x[..., dims], coordinates[i], theta=100.0)
         np.testing.assert_allclose(out[..., dims], part, atol=1e-6)
     np.testing.assert_array_equal(out[..., 12:], x[..., 12:])
 

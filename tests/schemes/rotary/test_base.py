@@ -1,4 +1,4 @@
-"""What the abstract base gives every rotary scheme: tables, checks, groups and padding."""
+"""Tables, checks, groups and padding of the abstract base of rotary schemes."""
 
 import dataclasses
 
@@ -22,14 +22,15 @@ WITHOUT_TABLES = {
 def of_scheme(name):
     scheme = build(pe.SCHEMES[name])
     axes = scheme.traits.num_axes
-    at = jnp.arange(19)[None] * jnp.ones((2, 1), jnp.int32)
-    return scheme, scheme.init(jax.random.key(0)), jnp.stack([at] * axes) if axes > 1 else at
+    positions = jnp.arange(19)[None] * jnp.ones((2, 1), jnp.int32)
+    coordinates = jnp.stack([positions] * axes) if axes > 1 else positions
+    return scheme, scheme.init(jax.random.key(0)), coordinates
 
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_query_and_key_with_tables_equal_those_without(name):
-    scheme, params, at = of_scheme(name)
-    tables = scheme.tables(params, at)
+    scheme, params, positions = of_scheme(name)
+    tables = scheme.tables(params, positions)
     assert (tables is None) == (name in WITHOUT_TABLES)
     if tables is None:
         return
@@ -37,7 +38,9 @@ def test_query_and_key_with_tables_equal_those_without(name):
         assert leaf.dtype in (jnp.float32, jnp.complex64)
     tokens = make_batch()
     for hook, x in ((scheme.query, tokens.q), (scheme.key, tokens.k)):
-        np.testing.assert_array_equal(hook(params, x, at, None, tables), hook(params, x, at))
+        np.testing.assert_array_equal(
+            hook(params, x, positions, None, tables), hook(params, x, positions)
+        )
 
 
 def operations(jaxpr, name):
@@ -54,21 +57,21 @@ def operations(jaxpr, name):
 def test_layers_that_share_tables_compute_them_once():
     scheme, tokens = pe.RoPE(head_dim=8), make_batch()
 
-    def layers(q, k, v, at, count, share):
-        tables = scheme.tables({}, at) if share else None
+    def layers(q, k, v, positions, count, share):
+        tables = scheme.tables({}, positions) if share else None
         for _ in range(count):
             out, _ = pe.scheme_attention(
-                scheme, {}, q, k, v, positions=at, tables=tables, is_causal=True
+                scheme, {}, q, k, v, positions=positions, tables=tables, is_causal=True
             )
             q = q + out
         return q
 
     def fixed_point_operations(count, share):
-        at = jnp.arange(19)[None] * jnp.ones((2, 1), jnp.int32)
-        made = jax.make_jaxpr(layers, static_argnums=(4, 5))(
-            tokens.q, tokens.k, tokens.v, at, count, share
+        positions = jnp.arange(19)[None] * jnp.ones((2, 1), jnp.int32)
+        jaxpr = jax.make_jaxpr(layers, static_argnums=(4, 5))(
+            tokens.q, tokens.k, tokens.v, positions, count, share
         )
-        return operations(made.jaxpr, "shift_right_logical")
+        return operations(jaxpr.jaxpr, "shift_right_logical")
 
     once = fixed_point_operations(1, True)
     assert once > 0
@@ -102,8 +105,8 @@ def test_a_rotary_scheme_is_its_tables():
     params = scheme.init(jax.random.key(0))
     out, _ = pe.scheme_attention(scheme, params, q, k, v, is_causal=True)
     same = pe.RoPE(head_dim=8, layout="interleaved", scaling=pe.PI(factor=2.0))
-    wanted, _ = pe.scheme_attention(same, {}, q, k, v, is_causal=True)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    expected, _ = pe.scheme_attention(same, {}, q, k, v, is_causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
     with pytest.raises(ValueError, match="number of heads must be a multiple of groups=4, got"):
         Damped(head_dim=8, groups=4).query(params, q, jnp.arange(9)[None])
     with pytest.raises(ValueError, match="groups must be >= 1, got 0"):
@@ -125,7 +128,7 @@ def test_padding_changes_nothing_whatever_it_holds(name, layout):
     order = jnp.cumsum(real, 1, dtype=jnp.int32) - 1
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 6, 8)), jnp.float32)
 
-    def loss(params, tokens, at):
+    def loss(params, tokens, positions):
         out, _ = pe.scheme_attention(
             scheme,
             params,
@@ -133,7 +136,7 @@ def test_padding_changes_nothing_whatever_it_holds(name, layout):
             tokens.k,
             tokens.v,
             x=tokens.x,
-            positions=at,
+            positions=positions,
             segment_ids=jnp.asarray(segments),
             is_causal=True,
         )
@@ -149,14 +152,14 @@ def test_padding_changes_nothing_whatever_it_holds(name, layout):
             for a in (tokens.x, tokens.k, tokens.v)
         )
         fill = dataclasses.replace(tokens, x=x, k=k, v=v)
-        at = jnp.where(real, order, position)
-        (dparams, dtokens), out = slopes(params, fill, at)
+        positions = jnp.where(real, order, position)
+        (dparams, dtokens), out = slopes(params, fill, positions)
         return out, dparams, dtokens
 
-    wanted = run(0.0, 0)
+    expected = run(0.0, 0)
     for content, position in ((jnp.nan, 0), (0.0, 2**30), (0.0, -(2**30)), (jnp.nan, 2**30)):
         for a, b in zip(
-            jax.tree.leaves(wanted), jax.tree.leaves(run(content, position)), strict=True
+            jax.tree.leaves(expected), jax.tree.leaves(run(content, position)), strict=True
         ):
             np.testing.assert_allclose(b, a, atol=1e-5, err_msg=f"{content}, {position}")
 
@@ -164,10 +167,10 @@ def test_padding_changes_nothing_whatever_it_holds(name, layout):
 def test_a_cached_xpos_origin_ignores_padding():
     scheme = pe.XPos(head_dim=8)
     q, k, _ = qkv(length=3)
-    at, ids = jnp.array([[5, 2**30, 6]]), jnp.array([[0, -1, 0]])
-    _, _, origin = scheme.features({}, None, q, k, at, ids, None)
+    positions, ids = jnp.array([[5, 2**30, 6]]), jnp.array([[0, -1, 0]])
+    _, _, origin = scheme.features({}, None, q, k, positions, ids, None)
     assert origin.tolist() == [6]
-    _, _, origin = scheme.features({}, None, q, k, at, jnp.array([[-1, -1, -1]]), origin)
+    _, _, origin = scheme.features({}, None, q, k, positions, jnp.array([[-1, -1, -1]]), origin)
     assert origin.tolist() == [6]
 
 
@@ -201,15 +204,15 @@ def test_a_traced_setting_is_a_type_error_that_names_the_way_to_sweep_it(make):
 
 
 def test_theta_is_swept_through_an_array_of_frequencies():
-    x, at = qkv(length=5)[0], jnp.arange(5)[None]
+    x, positions = qkv(length=5)[0], jnp.arange(5)[None]
 
     def at_theta(theta):
         frequencies = theta ** (-jnp.arange(0, 8, 2, dtype=jnp.float32) / 8)
-        return pe.apply_rotation(x, *pe.cos_sin(at, frequencies))
+        return pe.apply_rotation(x, *pe.cos_sin(positions, frequencies))
 
     swept = jax.jit(jax.vmap(at_theta))(jnp.array([1e2, 1e4]))
     for out, theta in zip(swept, (1e2, 1e4), strict=True):
-        np.testing.assert_allclose(out, pe.apply_rope(x, at, theta=theta), atol=1e-5)
+        np.testing.assert_allclose(out, pe.apply_rope(x, positions, theta=theta), atol=1e-5)
 
 
 def test_with_scaling_gives_frequency_maps_or_refuses():

@@ -28,7 +28,7 @@ def matrix_exp(a):
     return out
 
 
-def authors(x, at, params, axes):
+def authors(x, coordinates, params, axes):
     """Longin-Yu/ComRoPE at 7aeef08, get_exponent_matrix and get_rotation_matrix, with R @ x.
 
     `at` is [2, T].
@@ -45,7 +45,7 @@ def authors(x, at, params, axes):
     x = np.asarray(x, np.float64)
     out = np.zeros(x.shape)
     for t, n, b in np.ndindex(x.shape[1], x.shape[2], blocks):
-        scaled = sum(factors[a, b] * float(at[a][t]) for a in range(2))
+        scaled = sum(factors[a, b] * float(coordinates[a][t]) for a in range(2))
         rotation = matrix_exp(scaled * skew[n * groups // x.shape[2], b])
         part = slice(b * size, (b + 1) * size)
         out[:, t, n, part] = x[:, t, n, part] @ rotation.T
@@ -59,20 +59,22 @@ def test_attention_on_a_grid_matches_the_authors(axes, size, groups):
     scheme = pe.ComRoPE(head_dim=dim, size=size, axes=axes, groups=groups, init_std=0.3)
     params = scheme.init(jax.random.key(0))
     q, k, v = qkv(dim=dim, kv_heads=6)
-    at = np.asarray(GRID)[:, 0]
-    mapped = (authors(x, at, params, axes) for x in (q, k))
-    wanted = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(dim))
+    coordinates = np.asarray(GRID)[:, 0]
+    mapped = (authors(x, coordinates, params, axes) for x in (q, k))
+    expected = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(dim))
     out = attend(scheme, params, q, k, v, coordinates=GRID, is_causal=True)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_fractions_as_the_authors_have_them():
     scheme = pe.ComRoPE(head_dim=8)
     params = scheme.init(jax.random.key(0))
     (q, _, _) = qkv()
-    at = (jnp.asarray(GRID, jnp.float32) + 0.5) / 9
-    got = query(scheme, params, q, at)
-    np.testing.assert_allclose(got, authors(q, np.asarray(at)[:, 0], params, "scaled"), atol=1e-5)
+    coordinates = (jnp.asarray(GRID, jnp.float32) + 0.5) / 9
+    got = query(scheme, params, q, coordinates)
+    np.testing.assert_allclose(
+        got, authors(q, np.asarray(coordinates)[:, 0], params, "scaled"), atol=1e-5
+    )
 
 
 def test_logits_depend_on_offsets_at_any_position():
@@ -94,19 +96,19 @@ def test_a_block_of_two_is_rope():
     params = {"matrix": matrix, "multiplier": jnp.asarray([[1.0, 1.0], [0.0, 0.0]])}
     (q, _, _) = qkv(length=5, dim=4)
     got = query(scheme, params, q, jnp.arange(5)[None])
-    wanted = apply_rope(q, jnp.arange(5), layout="interleaved")
-    np.testing.assert_allclose(got, wanted, atol=2e-6)
+    expected = apply_rope(q, jnp.arange(5), layout="interleaved")
+    np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
 def test_gradients_are_slopes_of_the_authors_code():
     scheme = pe.ComRoPE(head_dim=4)
     params = scheme.init(jax.random.key(0))
     (q, _, _) = qkv(length=4, heads=2, kv_heads=2, dim=4)
-    at = np.array([[0, 1, 2, 0], [1, 0, 1, 2]])
+    coordinates = np.array([[0, 1, 2, 0], [1, 0, 1, 2]])
     weights = np.random.default_rng(0).normal(size=q.shape)
 
     def loss(params):
-        out = scheme.query(params, q, jnp.asarray(at)[:, None])
+        out = scheme.query(params, q, jnp.asarray(coordinates)[:, None])
         return (out * jnp.asarray(weights, jnp.float32)).sum()
 
     grads = jax.device_get(jax.jit(jax.grad(loss))(params))
@@ -115,7 +117,9 @@ def test_gradients_are_slopes_of_the_authors_code():
             step = np.zeros(leaf.shape)
             step[index] = 1e-5
             up, down = (
-                (authors(q, at, params | {name: np.asarray(leaf, float) + s}, "scaled")).ravel()
+                (
+                    authors(q, coordinates, params | {name: np.asarray(leaf, float) + s}, "scaled")
+                ).ravel()
                 for s in (step, -step)
             )
             slope = (up - down) @ weights.ravel() / 2e-5

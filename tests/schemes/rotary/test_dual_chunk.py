@@ -48,15 +48,15 @@ def dual_chunk(q, k, i, j, w, chunk_size, local_window):
 def test_matches_the_authors_code(chunk, local, heads, kv_heads, start):
     q, k, v = qkv(heads=heads, kv_heads=kv_heads, dim=12)
     w = 1e4 ** (-2.0 * np.arange(6) / 12)
-    at = start + np.arange(63)
+    positions = start + np.arange(63)
 
     def logit(q, k, n, i, j):
         return dual_chunk(q, k, i, j, w, chunk, local) / np.sqrt(12)
 
-    wanted = softmax_attention(q, k, v, logit, positions=at)
+    expected = softmax_attention(q, k, v, logit, positions=positions)
     scheme = pe.DualChunk(head_dim=12, chunk=chunk, local=local)
-    out = attend(scheme, {}, q, k, v, positions=jnp.asarray(at), is_causal=True)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    out = attend(scheme, {}, q, k, v, positions=jnp.asarray(positions), is_causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("shift", [0, 3])

@@ -47,26 +47,26 @@ def test_attention_matches_the_authors(groups, dim, trained_length):
     q, k, v = qkv(dim=dim)
     series = scheme.coefficients({})
     q_, k_ = (authors(x, np.arange(63), series, trained_length) for x in (q, k))
-    wanted = softmax_attention(q_, k_, v, lambda q, k, n, i, j: q @ k / np.sqrt(dim))
+    expected = softmax_attention(q_, k_, v, lambda q, k, n, i, j: q @ k / np.sqrt(dim))
     out = attend(scheme, {}, q, k, v, is_causal=True)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_queries_at_far_positions_with_learned_coefficients():
     scheme = pe.FoPE(head_dim=32, trained_length=4096, groups=12, learned=True, theta=5e5)
     params = scheme.init(jax.random.key(1))
     (q, _, _) = qkv(length=4, heads=12, dim=32)
-    at = np.array([1, 257, 10**6, 2**31 - 1])
-    got = query(scheme, params, q, jnp.asarray(at)[None])
-    np.testing.assert_allclose(got, authors(q, at, params, 4096, theta=5e5), atol=1e-5)
+    positions = np.array([1, 257, 10**6, 2**31 - 1])
+    got = query(scheme, params, q, jnp.asarray(positions)[None])
+    np.testing.assert_allclose(got, authors(q, positions, params, 4096, theta=5e5), atol=1e-5)
 
 
 def test_pairs_without_position_as_shipped_and_as_written():
     """H = 4 has one pair with position; the other gets cosine and sine 1, or stays."""
     x = jnp.array([0.0, 1.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
-    for rotate_clipped, wanted in ((True, [-1.0, 3.0]), (False, [1.0, 2.0])):
+    for rotate_clipped, expected in ((True, [-1.0, 3.0]), (False, [1.0, 2.0])):
         scheme = pe.FoPE(head_dim=4, trained_length=64, rotate_clipped=rotate_clipped)
-        np.testing.assert_allclose(query(scheme, {}, x, jnp.array([[5]]))[0, 0, 0, 1::2], wanted)
+        np.testing.assert_allclose(query(scheme, {}, x, jnp.array([[5]]))[0, 0, 0, 1::2], expected)
 
 
 def test_coefficients_are_ones_and_noise():
@@ -75,9 +75,9 @@ def test_coefficients_are_ones_and_noise():
     for name in ("cos", "sin"):
         np.testing.assert_array_equal(scheme.coefficients({})[name][0], np.eye(4))
     many = pe.FoPE(head_dim=16, trained_length=10**6, gain=0.0)  # 8 frequencies, every second.
-    wanted = np.zeros((8, 4))
-    wanted[[0, 2, 4, 6], np.arange(4)] = 1
-    np.testing.assert_array_equal(many.coefficients({})["sin"][0], wanted)
+    expected = np.zeros((8, 4))
+    expected[[0, 2, 4, 6], np.arange(4)] = 1
+    np.testing.assert_array_equal(many.coefficients({})["sin"][0], expected)
     for groups, spread in ((1, 64 + 32), (8, (64 + 8) * 32)):
         noisy = pe.FoPE(head_dim=128, trained_length=10**6, gain=0.5, groups=groups)
         series = noisy.coefficients({})

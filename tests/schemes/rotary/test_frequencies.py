@@ -55,13 +55,13 @@ def test_frequencies_are_the_powers_of_the_paper(dim, theta):
 
 
 @pytest.mark.parametrize(
-    "scaling, wanted",
+    "scaling, expected",
     [(pe.PI(factor=4.0), LINEAR_4), (pe.NTK(factor=3.0), NTK_3), (pe.NTK(factor=7.0), NTK_7)],
     ids=str,
 )
-def test_maps_match_transformers(scaling, wanted):
+def test_maps_match_transformers(scaling, expected):
     got, factor = pe.rope_frequencies(16, scaling=scaling)
-    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert factor == 1.0
 
 
@@ -73,9 +73,9 @@ def test_ntk_divides_only_the_slowest_pair_by_the_whole_factor():
 
 
 def test_ntk_counts_the_rotary_dimensions():
-    x, at = jnp.ones((1, 1, 1, 16)), jnp.array([1000])
-    partial = apply_rope(x, at, rotary_dim=8, scaling=pe.NTK(factor=8.0))[..., :8]
-    alone = apply_rope(x[..., :8], at, scaling=pe.NTK(factor=8.0))
+    x, positions = jnp.ones((1, 1, 1, 16)), jnp.array([1000])
+    partial = apply_rope(x, positions, rotary_dim=8, scaling=pe.NTK(factor=8.0))[..., :8]
+    alone = apply_rope(x[..., :8], positions, scaling=pe.NTK(factor=8.0))
     np.testing.assert_array_equal(partial, alone)
 
 
@@ -95,9 +95,9 @@ def test_maps_compose_from_left_to_right():
 
 
 def test_the_factor_multiplies_what_was_rotated_and_nothing_else():
-    x, at = jnp.ones((1, 3, 1, 8)), jnp.arange(3)
-    out = apply_rope(x, at, rotary_dim=4, scaling=Shift(by=0.0))
-    plain = apply_rope(x, at, rotary_dim=4)
+    x, positions = jnp.ones((1, 3, 1, 8)), jnp.arange(3)
+    out = apply_rope(x, positions, rotary_dim=4, scaling=Shift(by=0.0))
+    plain = apply_rope(x, positions, rotary_dim=4)
     np.testing.assert_allclose(out[..., :4], 1.5 * plain[..., :4], rtol=1e-6)
     np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
 

@@ -19,7 +19,7 @@ AT_ONE = {
     "interleaved_to_half": [-1.14263966, 2.95985067, 1.9220756, 4.0297995],
 }
 LAYOUTS = [*AT_ONE, "interleaved_negative"]
-PARTS = [(0, 0), (8, 0), (8, 4), (0, 2)]
+PARTS = [(None, 0), (8, 0), (8, 4), (None, 2)]
 
 
 def rotated(x, position, layout, start, dim):
@@ -47,15 +47,15 @@ def test_matches_the_models_at_position_one(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dim, start", PARTS)
 def test_matches_complex_numbers_at_any_position(layout, dim, start):
-    at = np.array([[1, 62, 257, 10**6]])
+    positions = np.array([[1, 62, 257, 10**6]])
     x = np.random.default_rng(0).normal(size=(1, 4, 6, 12)).astype(np.float32)
-    out = apply_rope(x, at, layout=layout, rotary_dim=dim, rotary_start=start)
+    out = apply_rope(x, positions, layout=layout, rotary_dim=dim, rotary_start=start)
     dim = dim or 12 - start
     for t, n in np.ndindex(4, 6):
-        wanted = rotated(x[0, t, n], at[0, t], layout, start, dim)
-        np.testing.assert_allclose(out[0, t, n], wanted, rtol=0, atol=3e-6)
-    rest = np.r_[:start, start + dim : 12]
-    np.testing.assert_array_equal(out[..., rest], x[..., rest])
+        expected = rotated(x[0, t, n], positions[0, t], layout, start, dim)
+        np.testing.assert_allclose(out[0, t, n], expected, rtol=0, atol=3e-6)
+    unrotated = np.r_[:start, start + dim : 12]
+    np.testing.assert_array_equal(out[..., unrotated], x[..., unrotated])
 
 
 @pytest.mark.parametrize("source, target", [*itertools.permutations(LAYOUTS, 2)])
@@ -74,10 +74,10 @@ def test_permuted_weights_give_the_same_scores(source, target, dim, start):
         return np.einsum("btnh,bsnh->bnts", np.asarray(q[:, :, ::2], "f8"), np.asarray(k, "f8"))
 
     moved = [pe.permute_qk(w, source, target, head_dim=12, **part) for w in weights]
-    wanted = scores(source, weights)
-    np.testing.assert_allclose(scores(target, moved), wanted, atol=1e-4)
+    expected = scores(source, weights)
+    np.testing.assert_allclose(scores(target, moved), expected, atol=1e-4)
     same = {source, target} == {"interleaved", "interleaved_to_half"}  # Pairs are read alike.
-    assert (np.abs(scores(target, weights) - wanted).max() > 0.1) != same
+    assert (np.abs(scores(target, weights) - expected).max() > 0.1) != same
 
 
 def test_a_permutation_and_its_reverse_leave_the_weights():

@@ -86,20 +86,20 @@ def test_attention_depends_on_the_distance_at_any_position():
         return rotated.real.sum() / np.sqrt(8)
 
     arrays = qkv()
-    wanted = softmax_attention(*arrays, logit)
+    expected = softmax_attention(*arrays, logit)
     for start in (0, 10**6, 2**30):
-        at = jnp.arange(63) + start
-        out = attend(scheme, params, *arrays, is_causal=True, positions=at)
-        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        positions = jnp.arange(63) + start
+        out = attend(scheme, params, *arrays, is_causal=True, positions=positions)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_is_rope_before_training():
     q, _, _ = qkv(length=63)
-    at = jnp.arange(63)[None]
+    positions = jnp.arange(63)[None]
     for options in ({}, {"rotary_dim": 4, "rotary_start": 2, "theta": 100.0}, {"scaling": YARN}):
         scheme = pe.LearnedRoPE(head_dim=8, **options)
-        got = scheme.query(scheme.init(jax.random.key(0)), q, at)
-        plain = query(pe.RoPE(head_dim=8, **options), {}, q, at)
+        got = scheme.query(scheme.init(jax.random.key(0)), q, positions)
+        plain = query(pe.RoPE(head_dim=8, **options), {}, q, positions)
         np.testing.assert_allclose(got, plain, atol=2e-5)
 
 

@@ -27,7 +27,7 @@ def matrix_exp(a):
     return out
 
 
-def authors(x, at, upper, size):
+def authors(x, coordinates, upper, size):
     """StanfordMIMI/LieRE at b27b41b, LierePositionEncoder and apply_transforms; `at` [2, T]."""
     upper, x = np.asarray(upper, np.float64), np.asarray(x, np.float64)
     groups, blocks = upper.shape[1:3]
@@ -37,7 +37,9 @@ def authors(x, at, upper, size):
     bases = triangle - np.swapaxes(triangle, -1, -2)
     out = x.copy()
     for t, n, b in np.ndindex(x.shape[1], x.shape[2], blocks):
-        generator = sum(float(at[a][t]) * bases[a, n * groups // x.shape[2], b] for a in range(2))
+        generator = sum(
+            float(coordinates[a][t]) * bases[a, n * groups // x.shape[2], b] for a in range(2)
+        )
         part = slice(b * size, (b + 1) * size)
         out[:, t, n, part] = x[:, t, n, part] @ matrix_exp(generator).T
     return out
@@ -50,25 +52,25 @@ def test_attention_on_an_image_matches_the_authors(size, groups, dim):
     scheme = pe.LieRE(head_dim=dim, size=size, groups=groups)
     params = scheme.init(jax.random.key(0))
     q, k, v = qkv(kv_heads=6)
-    at = np.asarray(GRID)[:, 0]
-    mapped = (authors(x, at, params["upper"], size) for x in (q, k))
-    wanted = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(8))
+    coordinates = np.asarray(GRID)[:, 0]
+    mapped = (authors(x, coordinates, params["upper"], size) for x in (q, k))
+    expected = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(8))
     out = attend(scheme, params, q, k, v, coordinates=GRID, is_causal=True)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_blocks_of_two_rotate_exactly_at_far_positions():
     scheme = pe.LieRE(head_dim=4)
     params = scheme.init(jax.random.key(0))
     (q, _, _) = qkv(length=4, dim=4)
-    at = np.array([[1, 257, 10**6, 2**31 - 1], [0, 3, -5, 10**9]])
-    got = query(scheme, params, q, jnp.asarray(at)[:, None])
+    coordinates = np.array([[1, 257, 10**6, 2**31 - 1], [0, 3, -5, 10**9]])
+    got = query(scheme, params, q, jnp.asarray(coordinates)[:, None])
     rates = np.asarray(params["upper"], np.float64)[:, 0, :, 0]
-    rotation = np.exp(-1j * (at.astype(np.float64).T @ rates))[None, :, None]
+    rotation = np.exp(-1j * (coordinates.astype(np.float64).T @ rates))[None, :, None]
     pairs = np.asarray(q, np.float64).reshape(1, 4, 6, 2, 2)
-    wanted = (pairs[..., 0] + 1j * pairs[..., 1]) * rotation
-    np.testing.assert_allclose(got[..., 0::2], wanted.real, atol=5e-6)
-    np.testing.assert_allclose(got[..., 1::2], wanted.imag, atol=5e-6)
+    expected = (pairs[..., 0] + 1j * pairs[..., 1]) * rotation
+    np.testing.assert_allclose(got[..., 0::2], expected.real, atol=5e-6)
+    np.testing.assert_allclose(got[..., 1::2], expected.imag, atol=5e-6)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -76,11 +78,13 @@ def test_gradients_are_slopes_of_the_authors_code(size):
     scheme = pe.LieRE(head_dim=size, size=size)
     upper = scheme.init(jax.random.key(0))["upper"]
     (q, _, _) = qkv(length=4, heads=2, kv_heads=2, dim=size)
-    at = np.array([[0.0, 0.5, 1.0, 0.0], [0.0, 1.0, 0.25, 0.5]])  # The first has no rotation.
+    coordinates = np.array(
+        [[0.0, 0.5, 1.0, 0.0], [0.0, 1.0, 0.25, 0.5]]
+    )  # The first has no rotation.
     weights = np.random.default_rng(0).normal(size=q.shape)
 
     def loss(upper):
-        out = scheme.query({"upper": upper}, q, jnp.asarray(at, jnp.float32)[:, None])
+        out = scheme.query({"upper": upper}, q, jnp.asarray(coordinates, jnp.float32)[:, None])
         return (out * jnp.asarray(weights, jnp.float32)).sum()
 
     grad = np.asarray(jax.jit(jax.grad(loss))(upper))
@@ -88,7 +92,8 @@ def test_gradients_are_slopes_of_the_authors_code(size):
         step = np.zeros(upper.shape)
         step[index] = 1e-5
         up, down = (
-            authors(q, at, np.asarray(upper, float) + s, size).ravel() for s in (step, -step)
+            authors(q, coordinates, np.asarray(upper, float) + s, size).ravel()
+            for s in (step, -step)
         )
         slope = (up - down) @ weights.ravel() / 2e-5
         np.testing.assert_allclose(grad[index], slope, atol=5e-5, rtol=1e-4)

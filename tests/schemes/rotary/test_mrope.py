@@ -55,17 +55,17 @@ def test_four_axes_match_the_loop_over_pairs():
     scheme = pe.MRoPE(head_dim=16, sections=(2, 2, 1, 3))
     assert scheme.traits.num_axes == 4
     random = np.random.default_rng(0)
-    at, x = random.integers(0, 10**6, size=(4, 2, 7)), random.normal(size=(2, 7, 6, 16))
+    coordinates, x = random.integers(0, 10**6, size=(4, 2, 7)), random.normal(size=(2, 7, 6, 16))
     x = x.astype(np.float32)
-    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(at))
+    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(coordinates))
     for b, t, n in np.ndindex(2, 7, 6):
-        wanted = rotate(x[b, t, n], at[:, b, t], [0, 0, 1, 1, 2, 3, 3, 3], 1e4, "half")
-        np.testing.assert_allclose(out[b, t, n], wanted, rtol=0, atol=3e-6)
+        expected = rotate(x[b, t, n], coordinates[:, b, t], [0, 0, 1, 1, 2, 3, 3, 3], 1e4, "half")
+        np.testing.assert_allclose(out[b, t, n], expected, rtol=0, atol=3e-6)
     q = k = v = jnp.asarray(x)
-    out = attend(scheme, {}, q, k, v, is_causal=True, coordinates=jnp.asarray(at))
+    out = attend(scheme, {}, q, k, v, is_causal=True, coordinates=jnp.asarray(coordinates))
     assert out.shape == q.shape
     with pytest.raises(ValueError, match=r"coordinates of 4 axes.*got \(3, 2, 7\)"):
-        attend(scheme, {}, q, k, v, coordinates=jnp.asarray(at[:3]))
+        attend(scheme, {}, q, k, v, coordinates=jnp.asarray(coordinates[:3]))
 
 
 def test_hope_of_vision_models_matches_the_code_of_its_authors():
@@ -73,8 +73,8 @@ def test_hope_of_vision_models_matches_the_code_of_its_authors():
     scaling = pe.ClippedFrequencies(pairs=2, hard=True)
     scheme = pe.MRoPE(head_dim=16, order="alternating", sections=(2, 3, 3), scaling=scaling)
     random = np.random.default_rng(0)
-    at, x = random.integers(0, 2000, size=(3, 1, 7)), random.normal(size=(1, 7, 6, 16))
-    angles = np.tile(at[..., None] * 10000.0 ** (-np.arange(8) / 8), 2)
+    coordinates, x = random.integers(0, 2000, size=(3, 1, 7)), random.normal(size=(1, 7, 6, 16))
+    angles = np.tile(coordinates[..., None] * 10000.0 ** (-np.arange(8) / 8), 2)
     cos, sin = [], []
     for start, section in ((0, 6), (6, 2), (8, 6), (14, 2)):
         for i in range(start, start + section):
@@ -82,9 +82,9 @@ def test_hope_of_vision_models_matches_the_code_of_its_authors():
             cos.append(np.cos(angles[axis, ..., i]) if section == 6 else np.ones((1, 7)))
             sin.append(np.sin(angles[axis, ..., i]) if section == 6 else np.zeros((1, 7)))
     cos, sin = (np.stack(c, -1)[:, :, None] for c in (cos, sin))
-    wanted = x * cos + np.concatenate([-x[..., 8:], x[..., :8]], -1) * sin
-    out = query(scheme, {}, jnp.asarray(x, jnp.float32), jnp.asarray(at))
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=3e-6)
+    expected = x * cos + np.concatenate([-x[..., 8:], x[..., :8]], -1) * sin
+    out = query(scheme, {}, jnp.asarray(x, jnp.float32), jnp.asarray(coordinates))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=3e-6)
 
 
 def test_default_sections_are_the_published_ones():
@@ -100,16 +100,16 @@ def test_matches_the_loop_over_pairs(layout, order, dtype):
     scheme = pe.MRoPE(head_dim=20, theta=1e6, order=order, layout=layout, rotary_dim=16)
     random = np.random.default_rng(0)
     far = 10**6 if dtype == np.int32 else 300
-    at = random.integers(0, far, size=(3, 2, 7)).astype(dtype)
+    coordinates = random.integers(0, far, size=(3, 2, 7)).astype(dtype)
     x = random.normal(size=(2, 7, 6, 20)).astype(np.float32)
-    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(at))
+    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(coordinates))
     for b, t, n in np.ndindex(2, 7, 6):
-        wanted = rotate(x[b, t, n, :16], at[:, b, t], scheme.axes, 1e6, layout)
+        expected = rotate(x[b, t, n, :16], coordinates[:, b, t], scheme.axes, 1e6, layout)
         np.testing.assert_allclose(
-            out[b, t, n, :16], wanted, rtol=0, atol=3e-6 if dtype == np.int32 else 1e-4
+            out[b, t, n, :16], expected, rtol=0, atol=3e-6 if dtype == np.int32 else 1e-4
         )
     np.testing.assert_array_equal(out[..., 16:], x[..., 16:])
-    np.testing.assert_array_equal(out, key(scheme, {}, jnp.asarray(x), jnp.asarray(at)))
+    np.testing.assert_array_equal(out, key(scheme, {}, jnp.asarray(x), jnp.asarray(coordinates)))
 
 
 @pytest.mark.parametrize("shift", [0, 10**6])
@@ -119,31 +119,34 @@ def test_attention_over_an_image_in_text(shift):
     coordinates, _ = pe.mrope_coordinates(kinds, grids)
     q, k, v = qkv()
     scheme = pe.MRoPE(head_dim=8, sections=(1, 2, 1))
-    at = np.asarray(coordinates)[:, 0]
+    grid = np.asarray(coordinates)[:, 0]
     q_and_k = [
         np.stack(
-            [[rotate(y, at[:, t], scheme.axes, 1e4, "half") for y in x] for t, x in enumerate(a[0])]
+            [
+                [rotate(y, grid[:, t], scheme.axes, 1e4, "half") for y in x]
+                for t, x in enumerate(a[0])
+            ]
         )[None]
         for a in (q, k)
     ]
-    wanted = softmax_attention(*q_and_k, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
+    expected = softmax_attention(*q_and_k, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
     out = attend(scheme, {}, q, k, v, is_causal=True, coordinates=coordinates + shift)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_text_is_plain_rope(order):
-    x, at = qkv(length=5)[0], jnp.array([[0, 1, 257, 4095, 10**6]])
-    scheme, plain = pe.MRoPE(head_dim=8, order=order), apply_rope(x, at)
-    np.testing.assert_array_equal(query(scheme, {}, x, at), plain)
-    on_all_axes = jnp.broadcast_to(at[None], (3, 1, 5))
+    x, coordinates = qkv(length=5)[0], jnp.array([[0, 1, 257, 4095, 10**6]])
+    scheme, plain = pe.MRoPE(head_dim=8, order=order), apply_rope(x, coordinates)
+    np.testing.assert_array_equal(query(scheme, {}, x, coordinates), plain)
+    on_all_axes = jnp.broadcast_to(coordinates[None], (3, 1, 5))
     np.testing.assert_array_equal(query(scheme, {}, x, on_all_axes), plain)
 
 
 def test_options_change_the_output():
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(1, 5, 6, 16)), "f4")
-    at = jnp.asarray(random.integers(0, 40, size=(3, 1, 5)))
+    coordinates = jnp.asarray(random.integers(0, 40, size=(3, 1, 5)))
     plain = pe.MRoPE(head_dim=16)
     changes = [
         {"theta": 100.0},
@@ -155,7 +158,7 @@ def test_options_change_the_output():
         {"rotary_start": 2},
         {"scaling": pe.YaRN(factor=4.0, original_max_position=64)},
     ]
-    outs = [query(s, {}, x, at) for s in (plain, *(plain.replace(**c) for c in changes))]
+    outs = [query(s, {}, x, coordinates) for s in (plain, *(plain.replace(**c) for c in changes))]
     for i, a in enumerate(outs):
         assert all(np.abs(a - b).max() > 0.05 for b in outs[:i]), changes[i - 1]
 

@@ -11,7 +11,6 @@ from oracle import attend, qkv, softmax_attention
 from support import LENGTH, close, decode, empty_cache, make_batch, output
 
 import posenc_jax as pe
-from posenc_jax import positions as at
 from posenc_jax.schemes.rotary.per_sequence_scaling import segment_lengths
 
 OPTIONS = {
@@ -58,9 +57,9 @@ def test_matches_transformers_for_a_single_sequence(scaling, length, heads, kv_h
         a, b = (g * (x[:4] + 1j * x[4:]) for x in (q, k))
         return (a * np.conj(b) * np.exp(1j * (i - j) * w)).real.sum() / np.sqrt(8)
 
-    wanted = softmax_attention(q, k, v, logit)
+    expected = softmax_attention(q, k, v, logit)
     out = attend(pe.RoPEByLength(head_dim=8, scaling=scaling), {}, q, k, v, is_causal=True)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
     frozen = pe.RoPE(head_dim=8, scaling=scaling.frozen(length))
     close(out, attend(frozen, {}, q, k, v, is_causal=True), 1e-5)
 
@@ -70,8 +69,8 @@ def test_angles_at_far_positions(scaling):
     """Relative error 1e-6 of the frequencies of dynamic NTK grows with the position."""
     base, _ = pe.rope_frequencies(8)
     for position in (1, 257, 10**6):
-        where = jnp.array([[position]])
-        cos, sin = scaling.cos_sin(where, where + 1, base, 8, 1e4)
+        positions = jnp.array([[position]])
+        cos, sin = scaling.cos_sin(positions, positions + 1, base, 8, 1e4)
         w, g = released(scaling, position + 1)
         tolerance = 2e-6 if scaling is LONG else 2e-6 + 1e-6 * position * w
         assert np.all(np.abs(cos[0, 0] - g * np.cos(position * w)) < tolerance)
@@ -83,16 +82,16 @@ def test_rows_and_segments_of_different_length_equal_rows_alone(scaling, tokens)
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
     # Row 0 is long. Row 1 is short, and padded on the left. The same rows again, packed.
     segments = jnp.asarray([[0] * 19, [-1] * 9 + [0] * 10])
-    where = {"segment_ids": segments, "positions": at.from_segment_ids(segments)}
-    out = output(scheme, {}, tokens, **where)
+    placement = {"segment_ids": segments, "positions": pe.positions.from_segment_ids(segments)}
+    out = output(scheme, {}, tokens, **placement)
     close(out[0], output(scheme, {}, tokens[:1])[0])
     close(out[1, 9:], output(scheme, {}, tokens[1:, 9:])[0])
     frozen = pe.RoPE(head_dim=8, scaling=scaling.frozen(19))
     assert np.abs(out[1, 9:] - output(frozen, {}, tokens[1:, 9:])[0]).max() > 1e-3
 
     segments = jnp.asarray([[5] * 14 + [2] * 5, [0] * 5 + [1] * 14])
-    where = {"segment_ids": segments, "positions": at.from_segment_ids(segments)}
-    packed = output(scheme, {}, tokens, **where)
+    placement = {"segment_ids": segments, "positions": pe.positions.from_segment_ids(segments)}
+    packed = output(scheme, {}, tokens, **placement)
     for row, cut in enumerate((14, 5)):
         for part in (slice(0, cut), slice(cut, 19)):
             close(packed[row, part], output(scheme, {}, tokens[row : row + 1, part])[0])
@@ -102,9 +101,9 @@ def test_rows_and_segments_of_different_length_equal_rows_alone(scaling, tokens)
 def test_a_step_past_the_trained_length_equals_the_whole_so_far(scaling, tokens):
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
     out, _ = decode(scheme, {}, tokens, [10] + [1] * 9, empty_cache(scheme))
-    out, where = np.asarray(out), np.arange(LENGTH)[None].repeat(2, 0)
+    out, positions = np.asarray(out), np.arange(LENGTH)[None].repeat(2, 0)
     for length in (10, 11, 12, 13, 14, LENGTH):
-        so_far = {"positions": where, "segment_ids": np.where(where < length, 0, -1)}
+        so_far = {"positions": positions, "segment_ids": np.where(positions < length, 0, -1)}
         whole = output(scheme, {}, tokens, **{n: jnp.asarray(x) for n, x in so_far.items()})
         whole = np.asarray(whole)
         close(out[:, length - 1], whole[:, length - 1])
@@ -115,9 +114,11 @@ def test_a_step_past_the_trained_length_equals_the_whole_so_far(scaling, tokens)
 def test_rows_cross_the_trained_length_at_their_own_step(scaling, tokens):
     """Row 0 begins with 11 tokens, row 1 with 7, in one padded prompt."""
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
-    positions, segments = at.from_padding_mask(jnp.arange(11)[None] >= jnp.array([[0], [4]]))
-    where = {"positions": positions, "segment_ids": segments}
-    _, cache = decode(scheme, {}, tokens[:, :11], [11], empty_cache(scheme), **where)
+    positions, segments = pe.positions.from_padding_mask(
+        jnp.arange(11)[None] >= jnp.array([[0], [4]])
+    )
+    placement = {"positions": positions, "segment_ids": segments}
+    _, cache = decode(scheme, {}, tokens[:, :11], [11], empty_cache(scheme), **placement)
     out, _ = decode(scheme, {}, tokens[:, 11:], [1] * 8, cache)
     out, index = np.asarray(out), np.arange(LENGTH)[None]
     starts = np.array([[0], [4]])
@@ -135,10 +136,10 @@ def test_implementations_agree_and_gradients_are_finite(scaling):
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
     tokens = make_batch(length=63)
     segments = jnp.asarray([[0] * 53 + [1] * 10, [0] * 9 + [1] * 54])
-    where = {"segment_ids": segments, "positions": at.from_segment_ids(segments)}
+    placement = {"segment_ids": segments, "positions": pe.positions.from_segment_ids(segments)}
 
     def loss(tokens, implementation):
-        return (output(scheme, {}, tokens, implementation=implementation, **where) ** 2).sum()
+        return (output(scheme, {}, tokens, implementation=implementation, **placement) ** 2).sum()
 
     a, b = (
         jax.jit(jax.grad(functools.partial(loss, implementation=i)))(tokens)
@@ -150,11 +151,11 @@ def test_implementations_agree_and_gradients_are_finite(scaling):
 
 def test_lengths_on_an_explicit_mesh():
     ids = jnp.asarray([[0] * 14 + [1] * 5] * 8)
-    where = at.from_segment_ids(ids)
+    positions = pe.positions.from_segment_ids(ids)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         spread = NamedSharding(mesh, PartitionSpec("data"))
-        moved = jax.device_put((where, ids, ids), spread)
+        moved = jax.device_put((positions, ids, ids), spread)
         out = jax.jit(segment_lengths)(*moved)
     assert out.sharding.spec[0] == "data"
     np.testing.assert_array_equal(out, [[14] * 14 + [5] * 5] * 8)
@@ -162,10 +163,10 @@ def test_lengths_on_an_explicit_mesh():
 
 def test_lengths_of_sequences():
     ids = jnp.array([[0, 0, 7, 7, 7, -1]])
-    where = jnp.array([[0, 1, 4, 6, 5, 90]])
-    np.testing.assert_array_equal(segment_lengths(where, ids, ids), [[2, 2, 7, 7, 7, 91]])
-    np.testing.assert_array_equal(segment_lengths(where, ids, jnp.array([[7, 0]])), [[7, 2]])
-    np.testing.assert_array_equal(segment_lengths(where, None, None), [[91]])
+    positions = jnp.array([[0, 1, 4, 6, 5, 90]])
+    np.testing.assert_array_equal(segment_lengths(positions, ids, ids), [[2, 2, 7, 7, 7, 91]])
+    np.testing.assert_array_equal(segment_lengths(positions, ids, jnp.array([[7, 0]])), [[7, 2]])
+    np.testing.assert_array_equal(segment_lengths(positions, None, None), [[91]])
 
 
 def test_contradictions_are_errors():

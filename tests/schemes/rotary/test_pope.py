@@ -58,12 +58,14 @@ def test_only_the_leading_dimensions_are_mapped():
 def test_angles_at_far_positions():
     scheme = pe.PoPE(num_heads=6, head_dim=8)
     q, k, _ = qkv(length=4)
-    at = np.array([1, 257, 10**6, 2**31 - 1])
+    positions = np.array([1, 257, 10**6, 2**31 - 1])
     delta = -jnp.arange(48.0).reshape(6, 8) / 10
-    got = query(scheme, {"delta": delta}, q, jnp.asarray(at)[None])
-    np.testing.assert_allclose(got, reference(q, at, -np.asarray(delta, np.float64)), atol=2e-6)
-    got = key(scheme, {"delta": delta}, k, jnp.asarray(at)[None])
-    np.testing.assert_allclose(got, reference(k, at, 0.0), atol=2e-6)
+    got = query(scheme, {"delta": delta}, q, jnp.asarray(positions)[None])
+    np.testing.assert_allclose(
+        got, reference(q, positions, -np.asarray(delta, np.float64)), atol=2e-6
+    )
+    got = key(scheme, {"delta": delta}, k, jnp.asarray(positions)[None])
+    np.testing.assert_allclose(got, reference(k, positions, 0.0), atol=2e-6)
 
 
 def test_a_token_worked_out_by_hand():
@@ -102,7 +104,7 @@ def test_delta_is_initially_zero_or_uniform_and_clipped():
     [
         ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
         ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
-        ({"rotary_dim": 9}, r"rotary_dim must be in \[0, head_dim=8\], got 9"),
+        ({"rotary_dim": 9}, r"rotary_dim must be in \[1, head_dim=8\], got 9"),
         ({"theta": 0.0}, "theta must be positive, got 0.0"),
     ],
 )

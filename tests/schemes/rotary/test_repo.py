@@ -84,7 +84,7 @@ def test_initial_parameters_are_normal():
     "change, message",
     [
         ({"groups": 0}, "repo: groups must be >= 1, got 0"),
-        ({"width": -1}, "repo: width must be >= 0, got -1"),
+        ({"width": 0}, "repo: width must be >= 1, got 0"),
         ({"model_dim": -24, "width": 3}, "repo: model_dim must be >= 1, got -24"),
         ({"model_dim": 7}, "repo: model_dim=7 is below 8; give a width"),
         ({"init_std": 0.0}, "repo: init_std must be positive, got 0.0"),

@@ -66,34 +66,34 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("heads, kv_heads, start", [(6, 3, 0), (12, 12, 257), (6, 2, 10**6)])
 def test_matches_the_authors_code(name, heads, kv_heads, start):
-    scheme, port, (window, *rest) = CASES[name]
+    scheme, port, (window, *options) = CASES[name]
     q, k, v = qkv(heads=heads, kv_heads=kv_heads, dim=12)
     w = 1e4 ** (-2.0 * np.arange(6) / 12)
-    at = start + np.arange(63)
+    positions = start + np.arange(63)
 
     def logit(q, k, n, i, j):
-        return port(q, k, i, j, window, w, *rest) / np.sqrt(12)
+        return port(q, k, i, j, window, w, *options) / np.sqrt(12)
 
-    wanted = softmax_attention(q, k, v, logit, positions=at)
-    out = attend(scheme, {}, q, k, v, positions=jnp.asarray(at), is_causal=True)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    expected = softmax_attention(q, k, v, logit, positions=positions)
+    out = attend(scheme, {}, q, k, v, positions=jnp.asarray(positions), is_causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "options, wanted",
+    "options, expected",
     [
         ({"window": 4}, [0, 1, 2, 3, 4, 4, 4, 4]),
         ({"window": 4, "leak": 0.5}, [0, 1, 2, 3, 4, 4.5, 5, 5.5]),
         ({"window": 4, "leak": 1.0, "restart": 2}, [0, 1, 2, 3, 2, 3, 4, 5]),
     ],
 )
-def test_effective_distances(options, wanted):
+def test_effective_distances(options, expected):
     """Read off the angle between q and k of one pair, theta = 1: one radian per position."""
     scheme = pe.ReRoPE(head_dim=2, theta=1.0, **options)
     spread = np.eye(2, dtype="f4")  # Reads cosine and sine off.
     logits = [[measured(scheme, k, n) for k in spread] for n in range(8)]
     distances = [np.arctan2(sine, cosine) % (2 * np.pi) for cosine, sine in logits]
-    np.testing.assert_allclose(distances, wanted, atol=1e-4)
+    np.testing.assert_allclose(distances, expected, atol=1e-4)
 
 
 def measured(scheme, k, distance):

@@ -1,8 +1,5 @@
 """RoPE against the code of GPT-NeoX and GPT-J, the paper's matrix, and its own properties."""
 
-import json
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import apply_rope, attend, key, qkv, query, softmax_attention
+from support import golden
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.rotate import apply_rotation
@@ -24,7 +22,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[2] / "golden" / "rope.json").read_text())
+GOLDEN = golden("rope")
 LAYOUTS = pytest.mark.parametrize("layout", ["half", "interleaved"])
 
 
@@ -45,30 +43,40 @@ def rotated(x, position, theta=10000.0, layout="half", dim=None):
     return out
 
 
+def rotation_matrix(position, dim, theta):
+    """Equation 15 of the paper, in float64."""
+    out = np.zeros((dim, dim))
+    for p in range(dim // 2):
+        angle = position * theta ** (-2 * p / dim)
+        c, s = np.cos(angle), np.sin(angle)
+        out[2 * p : 2 * p + 2, 2 * p : 2 * p + 2] = [[c, -s], [s, c]]
+    return out
+
+
 @LAYOUTS
 def test_matches_the_code_of_gpt_neox_and_gpt_j(layout):
     x = jnp.array(GOLDEN["x"])[None]
     out = apply_rope(x, jnp.arange(7), layout=layout, rotary_dim=8)
-    wanted = GOLDEN[layout]
-    np.testing.assert_allclose(out[0], wanted, rtol=0, atol=1e-6)
+    expected = GOLDEN[layout]
+    np.testing.assert_allclose(out[0], expected, rtol=0, atol=1e-6)
 
 
 @LAYOUTS
 @pytest.mark.parametrize("theta, dim", [(1e4, 12), (5e5, 8)])
 def test_matches_the_paper_at_any_position(layout, theta, dim):
-    at = np.array([[0, 1, 62, 257, 10**6, 2**31 - 1, -(2**31)]])
+    positions = np.array([[0, 1, 62, 257, 10**6, 2**31 - 1, -(2**31)]])
     x = np.random.default_rng(0).normal(size=(1, 7, 6, 12)).astype(np.float32)
-    out = apply_rope(x, at, theta=theta, layout=layout, rotary_dim=dim)
+    out = apply_rope(x, positions, theta=theta, layout=layout, rotary_dim=dim)
     for t, n in np.ndindex(7, 6):
-        wanted = rotated(x[0, t, n], at[0, t], theta, layout, dim)
-        np.testing.assert_allclose(out[0, t, n], wanted, rtol=0, atol=3e-6)
+        expected = rotated(x[0, t, n], positions[0, t], theta, layout, dim)
+        np.testing.assert_allclose(out[0, t, n], expected, rtol=0, atol=3e-6)
     np.testing.assert_array_equal(out[0, 0], x[0, 0])  # Position 0 leaves everything.
     np.testing.assert_array_equal(out[..., dim:], x[..., dim:])
 
 
 @pytest.mark.parametrize("position", [1, 257, 10**6])
 def test_equals_the_matrix_of_the_paper(position):
-    matrix = pe.rope_matrix(position, 12, theta=500.0)
+    matrix = rotation_matrix(position, 12, theta=500.0)
     x = np.random.default_rng(0).normal(size=(12,)).astype(np.float32)
     out = apply_rope(
         x.reshape(1, 1, 1, 12), jnp.array([position]), theta=500.0, layout="interleaved"
@@ -88,8 +96,8 @@ def test_attention_matches_the_paper(layout, shift):
     ]
     expected = softmax_attention(*q_and_k, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
     scheme = pe.RoPE(head_dim=8, layout=layout)
-    where = {"positions": shift + jnp.arange(63)} if shift else {}
-    out = attend(scheme, {}, q, k, v, is_causal=True, **where)
+    placement = {"positions": shift + jnp.arange(63)} if shift else {}
+    out = attend(scheme, {}, q, k, v, is_causal=True, **placement)
     np.testing.assert_allclose(out, expected, atol=1e-5)  # At any common shift.
 
 
@@ -98,9 +106,9 @@ def test_attention_matches_the_paper(layout, shift):
 def test_scores_depend_on_the_distance_alone(i, j, shift):
     x = np.random.default_rng(0).normal(size=(1, 1, 2, 8)).astype(np.float32)
 
-    def score(at):
-        q, k = np.asarray(apply_rope(x, np.array([[at[0]]])))[0, 0, 0], x[0, 0, 1]
-        k = np.asarray(apply_rope(x, np.array([[at[1]]])))[0, 0, 1]
+    def score(positions):
+        q, k = np.asarray(apply_rope(x, np.array([[positions[0]]])))[0, 0, 0], x[0, 0, 1]
+        k = np.asarray(apply_rope(x, np.array([[positions[1]]])))[0, 0, 1]
         return q @ k
 
     np.testing.assert_allclose(score((i + shift, j + shift)), score((i, j)), atol=5e-6)
@@ -114,10 +122,10 @@ def test_scores_depend_on_the_distance_at_all():
 
 @LAYOUTS
 def test_bfloat16_is_the_float32_result_rounded_once(layout):
-    at = np.array([[255, 256, 257, 4095, 131071]])  # bfloat16 cannot count past 256.
+    positions = np.array([[255, 256, 257, 4095, 131071]])  # bfloat16 cannot count past 256.
     x = jax.random.normal(jax.random.key(0), (1, 5, 6, 12), jnp.bfloat16)
-    out = pe.apply_rope(x, at, layout=layout, rotary_dim=8)
-    exact = pe.apply_rope(x.astype(jnp.float32), at, layout=layout, rotary_dim=8)
+    out = pe.apply_rope(x, positions, layout=layout, rotary_dim=8)
+    exact = pe.apply_rope(x.astype(jnp.float32), positions, layout=layout, rotary_dim=8)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
 
@@ -125,16 +133,16 @@ def test_bfloat16_is_the_float32_result_rounded_once(layout):
 @pytest.mark.parametrize("dim", [64, 66, 128, 192])
 def test_wide_heads_in_16_bits_are_those_of_32(dim):
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, dim), jnp.bfloat16)
-    at, options = 257 + jnp.arange(5), {"layout": "interleaved"}
-    exact, pull = jax.vjp(lambda x: pe.apply_rope(x, at, **options), x.astype(jnp.float32))
-    out, pull_half = jax.vjp(lambda x: pe.apply_rope(x, at, **options), x)
+    positions, options = 257 + jnp.arange(5), {"layout": "interleaved"}
+    exact, pull = jax.vjp(lambda x: pe.apply_rope(x, positions, **options), x.astype(jnp.float32))
+    out, pull_half = jax.vjp(lambda x: pe.apply_rope(x, positions, **options), x)
     np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
     back = pull(x.astype(jnp.float32))[0].astype(jnp.bfloat16)
     np.testing.assert_array_equal(pull_half(x)[0], back)
 
 
 def test_options_change_queries_and_keys_alike():
-    x, at = qkv(length=5, kv_heads=6)[0], jnp.arange(5)[None]
+    x, positions = qkv(length=5, kv_heads=6)[0], jnp.arange(5)[None]
     plain = pe.RoPE(head_dim=8)
     changes = [
         {"theta": 100.0},
@@ -146,10 +154,10 @@ def test_options_change_queries_and_keys_alike():
     ]
     for change in changes:
         scheme = plain.replace(**change)
-        out = query(scheme, {}, x, at)
-        assert np.abs(out - query(plain, {}, x, at)).max() > 0.1, change
-        np.testing.assert_array_equal(out, key(scheme, {}, x, at))
-        np.testing.assert_array_equal(out, apply_rope(x, at, **change))
+        out = query(scheme, {}, x, positions)
+        assert np.abs(out - query(plain, {}, x, positions)).max() > 0.1, change
+        np.testing.assert_array_equal(out, key(scheme, {}, x, positions))
+        np.testing.assert_array_equal(out, apply_rope(x, positions, **change))
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved_to_half", "half_negative"])
@@ -161,7 +169,7 @@ def test_gradients_are_those_of_the_formula(layout, dim, start, table):
     x, g = (jnp.asarray(random.normal(size=(2, 5, 3, 8)), "f4") for _ in range(2))
     cos, sin = (jnp.asarray(random.normal(size=(*table, dim // 2)), "f4") for _ in range(2))
     first, second = start + np.array(pairs(dim, layout.split("_")[0])).T
-    to, onto = (
+    inward, onto = (
         start + np.array(pairs(dim, "half")).T if layout.endswith("half") else (first, second)
     )
 
@@ -169,7 +177,7 @@ def test_gradients_are_those_of_the_formula(layout, dim, start, table):
         shape = (*table, dim // 2) if len(table) == 3 else (*table, 1, dim // 2)
         a, b, c, s = x[..., first], x[..., second], cos.reshape(shape), sin.reshape(shape)
         s = -s if layout.endswith("negative") else s
-        return x.at[..., to].set(a * c - b * s).at[..., onto].set(b * c + a * s)
+        return x.at[..., inward].set(a * c - b * s).at[..., onto].set(b * c + a * s)
 
     def ours(x, cos, sin):
         return apply_rotation(x, cos, sin, layout=layout, start=start)
@@ -177,24 +185,26 @@ def test_gradients_are_those_of_the_formula(layout, dim, start, table):
     @jax.jit
     def outcome(x, cos, sin):
         out, of_x = (f(x, cos, sin) for f in (ours, jax.grad(lambda *a: (ours(*a) * g).sum())))
-        got, wanted = (jax.vjp(f, x, cos, sin)[1](g) for f in (ours, formula))
-        return (out, of_x, *got), (formula(x, cos, sin), wanted[0], *wanted)
+        got, expected = (jax.vjp(f, x, cos, sin)[1](g) for f in (ours, formula))
+        return (out, of_x, *got), (formula(x, cos, sin), expected[0], *expected)
 
-    got, wanted = outcome(x, cos, sin)
-    np.testing.assert_allclose(got[0], wanted[0], atol=1e-6)
-    for a, b in zip(got, wanted, strict=True):
+    got, expected = outcome(x, cos, sin)
+    np.testing.assert_allclose(got[0], expected[0], atol=1e-6)
+    for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_gradients_with_stopped_and_second_derivatives():
-    x, at = qkv(length=5)[0], jnp.arange(5)
-    kept = jax.grad(lambda x: (jax.lax.stop_gradient(pe.apply_rope(x, at)) * x).sum())(x)
-    np.testing.assert_allclose(kept, pe.apply_rope(x, at), atol=1e-6)
-    half = jax.grad(lambda x: pe.apply_rope(x, at).astype(jnp.float32).sum())(x.astype("bfloat16"))
+    x, positions = qkv(length=5)[0], jnp.arange(5)
+    fixed = jax.grad(lambda x: (jax.lax.stop_gradient(pe.apply_rope(x, positions)) * x).sum())(x)
+    np.testing.assert_allclose(fixed, pe.apply_rope(x, positions), atol=1e-6)
+    half = jax.grad(lambda x: pe.apply_rope(x, positions).astype(jnp.float32).sum())(
+        x.astype("bfloat16")
+    )
     assert half.dtype == jnp.bfloat16
 
     def energy(x):
-        return (pe.apply_rope(x, at) ** 3).sum()
+        return (pe.apply_rope(x, positions) ** 3).sum()
 
     @jax.jit
     def slope(x):
@@ -211,6 +221,7 @@ def test_gradients_with_stopped_and_second_derivatives():
     "change, message",
     [
         ({"head_dim": 7}, "rotary dim must be even and positive, got 7"),
+        ({"rotary_dim": 0}, "rotary dim must be even and positive, got 0"),
         ({"rotary_dim": 3}, "rotary dim must be even and positive, got 3"),
         ({"rotary_dim": 10}, r"rotary_dim must be in \[0, head_dim=8\], got 10"),
         ({"rotary_dim": -2}, r"rotary_dim must be in \[0, head_dim=8\], got -2"),
@@ -225,7 +236,7 @@ def test_errors_name_the_setting_and_the_value(change, message):
 
 
 @pytest.mark.parametrize(
-    "shape, at, options, message",
+    "shape, positions, options, message",
     [
         ((2, 5, 8), (5,), {}, r"x must be \[B, T, N, H\], got shape \(2, 5, 8\)"),
         ((2, 5, 1, 8), (4,), {}, r"positions must be \[T\] or \[B, T\].*got \(1, 4\)"),
@@ -240,9 +251,9 @@ def test_errors_name_the_setting_and_the_value(change, message):
         ((2, 5, 1, 7), (5,), {}, "rotary dim must be even and positive, got 7"),
     ],
 )
-def test_errors_name_the_shapes(shape, at, options, message):
+def test_errors_name_the_shapes(shape, positions, options, message):
     with pytest.raises(ValueError, match=f"rope: {message}"):
-        pe.apply_rope(jnp.zeros(shape), jnp.zeros(at, jnp.int32), **options)
+        pe.apply_rope(jnp.zeros(shape), jnp.zeros(positions, jnp.int32), **options)
 
 
 def test_another_head_dim_is_refused():

@@ -8,6 +8,7 @@ from oracle import attend, key, qkv, query, softmax_attention
 from support import initial
 
 import posenc_jax as pe
+from posenc_jax.schemes.rotary.rope_mixed import mixed_frequencies
 
 OPTIONS = {
     pe.RoPEMixed: {"groups": 2, "theta": initial(100.0), "layout": "half"},
@@ -36,17 +37,17 @@ def test_matches_rope_vit(heads, count):
     scheme = pe.RoPEMixed(head_dim=12, groups=heads)
     params, f = scheme.init(jax.random.key(3)), frequencies_of(scheme)
     x = np.random.default_rng(0).normal(size=(2, 63, count, 12)).astype(np.float32)
-    at = pe.grid_coordinates(2, 7, 9)
-    out = query(scheme, params, jnp.asarray(x), at)
-    np.testing.assert_array_equal(out, key(scheme, params, jnp.asarray(x), at))
+    grid = pe.grid_coordinates(2, 7, 9)
+    out = query(scheme, params, jnp.asarray(x), grid)
+    np.testing.assert_array_equal(out, key(scheme, params, jnp.asarray(x), grid))
     for b, t, n in np.ndindex(2, 63, count):
-        place = np.asarray(at[:, b, t], float)
-        wanted = rope_vit(x[b, t, n].astype(float), place, f[:, n * heads // count])
-        np.testing.assert_allclose(out[b, t, n], wanted, rtol=0, atol=3e-6)
+        place = np.asarray(grid[:, b, t], float)
+        expected = rope_vit(x[b, t, n].astype(float), place, f[:, n * heads // count])
+        np.testing.assert_allclose(out[b, t, n], expected, rtol=0, atol=3e-6)
 
 
 def test_initialises_as_rope_vit_with_one_angle_per_head():
-    rows, columns = pe.mixed_frequencies(jax.random.key(0), 8, groups=4)
+    rows, columns = mixed_frequencies(jax.random.key(0), 8, groups=4)
     angles = np.arctan2(rows[:, 0], columns[:, 0])[:, None]
     assert np.ptp(angles) > 0.5
     back = np.cos(angles) * columns + np.sin(angles) * rows
@@ -59,8 +60,8 @@ def test_attention_over_a_grid():
     scheme = pe.RoPEMixed(head_dim=8, groups=3)
     params, f = scheme.init(jax.random.key(3)), frequencies_of(scheme)
     q, k, v = qkv()
-    at = pe.grid_coordinates(1, 7, 9)
-    places = np.asarray(at[:, 0].T, float)
+    grid = pe.grid_coordinates(1, 7, 9)
+    places = np.asarray(grid[:, 0].T, float)
     rotated = [
         np.stack(
             [
@@ -70,42 +71,42 @@ def test_attention_over_a_grid():
         )[None]
         for a in (q, k)
     ]
-    wanted = softmax_attention(
+    expected = softmax_attention(
         *rotated, v, lambda q, k, n, i, j: q @ k / np.sqrt(8), sees=lambda i, j: True
     )
-    out = attend(scheme, params, q, k, v, coordinates=at)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
-    moved = at + jnp.array([10**6, 257])[:, None, None]
+    out = attend(scheme, params, q, k, v, coordinates=grid)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    moved = grid + jnp.array([10**6, 257])[:, None, None]
     out = attend(scheme, params, q, k, v, coordinates=moved)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)  # Offsets alone count.
+    np.testing.assert_allclose(out, expected, atol=1e-5)  # Offsets alone count.
 
 
 def test_axial_frequencies_are_a_special_case():
     # Without the random angle, columns rotate the first half of the pairs, rows the second.
     params = {"frequencies": jnp.array([FREQS_Y, FREQS_X])[:, None]}
-    x, at = qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
+    x, grid = qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
     axial = pe.AxialRoPE(head_dim=8, theta=10.0, axes=(1, 0), layout="interleaved")
-    out = query(pe.RoPEMixed(head_dim=8), params, x, at)
-    np.testing.assert_allclose(out, query(axial, {}, x, at), atol=2e-6)
+    out = query(pe.RoPEMixed(head_dim=8), params, x, grid)
+    np.testing.assert_allclose(out, query(axial, {}, x, grid), atol=2e-6)
 
 
 def test_a_plain_position_applies_to_both_axes():
     scheme = pe.RoPEMixed(head_dim=8)
-    params, x, at = scheme.init(jax.random.key(0)), qkv(length=5)[0], jnp.arange(5)[None]
-    out = query(scheme, params, x, at)
-    np.testing.assert_array_equal(out, query(scheme, params, x, jnp.stack([at, at])))
+    params, x, grid = scheme.init(jax.random.key(0)), qkv(length=5)[0], jnp.arange(5)[None]
+    out = query(scheme, params, x, grid)
+    np.testing.assert_array_equal(out, query(scheme, params, x, jnp.stack([grid, grid])))
 
 
 def test_gradients_of_the_frequencies_are_those_of_the_formula():
     scheme = pe.RoPEMixed(head_dim=8, groups=3)
-    params, x, at = scheme.init(jax.random.key(0)), qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
+    params, x, grid = scheme.init(jax.random.key(0)), qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), "f4")
 
     def loss(params):
-        return (scheme.query(params, x, at) * weights).sum()
+        return (scheme.query(params, x, grid) * weights).sum()
 
     got = np.asarray(jax.jit(jax.grad(loss))(params)["frequencies"])
-    f, step, places = frequencies_of(scheme, 0), 1e-5, np.asarray(at[:, 0].T, float)
+    f, step, places = frequencies_of(scheme, 0), 1e-5, np.asarray(grid[:, 0].T, float)
 
     def exact(f):
         return sum(
@@ -117,8 +118,8 @@ def test_gradients_of_the_frequencies_are_those_of_the_formula():
     for i in [(0, 0, 0), (1, 2, 3), (1, 0, 1)]:
         change = np.zeros_like(f)
         change[i] = step
-        wanted = (exact(f + change) - exact(f - change)) / (2 * step)
-        np.testing.assert_allclose(got[i], wanted, rtol=1e-3, atol=1e-4)
+        expected = (exact(f + change) - exact(f - change)) / (2 * step)
+        np.testing.assert_allclose(got[i], expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,11 @@ def test_attention_matches_the_authors(heads, count):
 @pytest.mark.parametrize("heads", MODES)
 def test_queries_at_far_positions(heads):
     q, k, _ = qkv(length=4)
-    at = np.array([1, 257, 10**6, 2**31 - 1])
+    positions = np.array([1, 257, 10**6, 2**31 - 1])
     scheme = pe.RoPEPlusPlus(head_dim=8, heads=heads, theta=50.0)
-    wanted = authors(q, k, at, MODES[heads], theta=50.0)
-    got = (f(scheme, {}, x, jnp.asarray(at)[None]) for f, x in ((query, q), (key, k)))
-    for a, b in zip(got, wanted, strict=True):
+    expected = authors(q, k, positions, MODES[heads], theta=50.0)
+    got = (f(scheme, {}, x, jnp.asarray(positions)[None]) for f, x in ((query, q), (key, k)))
+    for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
@@ -102,8 +102,8 @@ def test_errors_name_the_setting_and_the_value(change, message):
 
 def test_errors_name_the_shapes():
     q, _, _ = qkv(length=5)
-    at = jnp.arange(5)[None]
+    positions = jnp.arange(5)[None]
     with pytest.raises(ValueError, match=r"rope_pp: .* head_dim 4, got q or k of .*\(1, 5, 6, 8\)"):
-        pe.RoPEPlusPlus(head_dim=4).query({}, q, at)
+        pe.RoPEPlusPlus(head_dim=4).query({}, q, positions)
     with pytest.raises(ValueError, match="rope_pp: needs an even number of heads, got 5"):
-        pe.RoPEPlusPlus(head_dim=8).query({}, q[:, :, :5], at)
+        pe.RoPEPlusPlus(head_dim=8).query({}, q[:, :, :5], positions)

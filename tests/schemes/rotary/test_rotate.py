@@ -14,10 +14,10 @@ def test_each_set_of_tables_rotates_consecutive_heads():
     cos, sin = jax.random.normal(jax.random.key(1), (2, 2, 5, 3, 4))
     whole = pe.apply_rotation(x, cos, sin)
     for head in range(6):
-        one = pe.apply_rotation(
+        alone = pe.apply_rotation(
             x[:, :, head : head + 1], cos[:, :, head // 2], sin[:, :, head // 2]
         )
-        np.testing.assert_array_equal(whole[:, :, head], one[:, :, 0])
+        np.testing.assert_array_equal(whole[:, :, head], alone[:, :, 0])
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 4, 4), (2, 4, 4), (3, 5, 4), (2, 5, 5), (5, 4)])
@@ -39,10 +39,10 @@ def test_integers_are_refused(dtype):
 def test_concrete_tables_are_not_copied_and_traced_ones_are_materialised():
     x = jnp.ones((1, 5, 2, 8))
     cos, sin = pe.cos_sin(jnp.arange(5)[None], pe.rope_frequencies(8)[0])
-    given = jax.make_jaxpr(lambda x: pe.apply_rotation(x, cos, sin))(x)
-    made = jax.make_jaxpr(pe.apply_rotation)(x, cos, sin)
-    assert "scatter" not in str(given)
-    assert "scatter" in str(made)
+    closed = jax.make_jaxpr(lambda x: pe.apply_rotation(x, cos, sin))(x)
+    traced_tables = jax.make_jaxpr(pe.apply_rotation)(x, cos, sin)
+    assert "scatter" not in str(closed)
+    assert "scatter" in str(traced_tables)
     np.testing.assert_allclose(
         jax.jit(pe.apply_rotation)(x, cos, sin), pe.apply_rotation(x, cos, sin), rtol=1e-6
     )
@@ -83,10 +83,10 @@ def test_all_forms_of_the_rotation_agree(layout, dtype, rows):
 def test_the_product_that_tpus_run_has_the_same_bits(layout, sign):
     x = jax.random.normal(jax.random.key(0), (2, 9, 3, 12)).astype(jnp.bfloat16)
     tables = [t[:, :, None] for t in pe.cos_sin(jnp.arange(9)[None], np.geomspace(1, 1e-3, 6))]
-    how = {"sign": sign, "read": layout, "write": layout}
+    rotation = rotate.Rotation(read=layout, write=layout, start=0, sign=sign)
     np.testing.assert_array_equal(
-        np.float32(rotate._by_product(x, *tables, **how)),
-        np.float32(rotate._by_parts(x, *tables, **how)),
+        np.float32(rotate._by_product(x, *tables, rotation)),
+        np.float32(rotate._by_parts(x, *tables, rotation)),
     )
 
 
@@ -95,5 +95,7 @@ def test_only_tpus_rotate_16_bits_by_a_product(dtype):
     x = jax.ShapeDtypeStruct((2, 9, 3, 12), dtype)
     tables = [jax.ShapeDtypeStruct((1, 9, 6), jnp.float32)] * 2
     traced = jax.jit(pe.apply_rotation).trace(x, *tables)
-    found = ["dot" in traced.lower(lowering_platforms=(on,)).as_text() for on in ("tpu", "cpu")]
-    assert found == [dtype == jnp.bfloat16, False]
+    has_product = [
+        "dot" in traced.lower(lowering_platforms=(on,)).as_text() for on in ("tpu", "cpu")
+    ]
+    assert has_product == [dtype == jnp.bfloat16, False]

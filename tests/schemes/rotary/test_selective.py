@@ -116,8 +116,8 @@ def test_sequences_with_padding_between_are_independent(chunks):
 
     @jax.jit
     def step(arrays, x, cache, positions, segment_ids):
-        where = {"x": x, "positions": positions, "segment_ids": segment_ids, "cache": cache}
-        return pe.scheme_attention(scheme, params, *arrays, is_causal=True, **where)
+        placement = {"x": x, "positions": positions, "segment_ids": segment_ids, "cache": cache}
+        return pe.scheme_attention(scheme, params, *arrays, is_causal=True, **placement)
 
     cache = pe.new_cache(scheme, 1, 12, num_heads=6, num_kv_heads=3, head_dim=8, model_dim=12)
     outs, start = [], 0

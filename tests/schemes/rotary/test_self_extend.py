@@ -44,15 +44,15 @@ def self_extend(q, k, i, j, w, group_size_1, group_size_2):
 def test_matches_the_authors_code(window, group, heads, kv_heads, start):
     q, k, v = qkv(heads=heads, kv_heads=kv_heads, dim=12)
     w = 1e4 ** (-2.0 * np.arange(6) / 12)
-    at = start + np.arange(63)
+    positions = start + np.arange(63)
 
     def logit(q, k, n, i, j):
         return self_extend(q, k, i, j, w, group, window) / np.sqrt(12)
 
-    wanted = softmax_attention(q, k, v, logit, positions=at)
+    expected = softmax_attention(q, k, v, logit, positions=positions)
     scheme = pe.SelfExtend(head_dim=12, window=window, group=group)
-    out = attend(scheme, {}, q, k, v, positions=jnp.asarray(at), is_causal=True)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    out = attend(scheme, {}, q, k, v, positions=jnp.asarray(positions), is_causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("option", [{"window": 19}, {"group": 1, "window": 4}], ids=str)

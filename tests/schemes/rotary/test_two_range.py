@@ -12,7 +12,6 @@ import pytest
 from support import BATCH, LENGTH, close, decode, empty_cache, make_batch, output
 
 import posenc_jax as pe
-from posenc_jax import positions as at
 from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.schemes.rotary.two_range import Far, OutOfRange
 
@@ -42,7 +41,7 @@ def test_decode_equals_the_whole(scheme, tokens, chunks):
 @each
 def test_packed_and_padded_rows_equal_rows_alone(scheme, tokens):
     segments = jnp.asarray([[0] * 8 + [1] * 11, [-1] * 8 + [0] * 11])
-    positions = at.from_segment_ids(segments)
+    positions = pe.positions.from_segment_ids(segments)
     out = output(scheme, {}, tokens, positions=positions, segment_ids=segments)
     alone = output(scheme, {}, tokens[:, 8:])
     close(out[:, 8:], alone)
@@ -59,22 +58,22 @@ def test_implementations_agree_with_their_gradients(scheme, options):
     tokens = make_batch(length=63)
     sinks = jnp.linspace(-1.0, 1.0, 6)
     segments = jnp.asarray(np.repeat([0, 1, -1], [40, 20, 3]))[None] * jnp.ones((BATCH, 1), int)
-    where = {"segment_ids": segments, "positions": at.from_segment_ids(segments)}
+    placement = {"segment_ids": segments, "positions": pe.positions.from_segment_ids(segments)}
 
     def loss(arrays, implementation):
         tokens, sinks = arrays
         out = output(
-            scheme, {}, tokens, sinks=sinks, implementation=implementation, **where, **options
+            scheme, {}, tokens, sinks=sinks, implementation=implementation, **placement, **options
         )
         return (out**2).sum(), out
 
-    made = [
+    parts = [
         jax.jit(jax.value_and_grad(functools.partial(loss, implementation=i), has_aux=True))(
             (tokens, sinks)
         )
         for i in ("reference", "xla")
     ]
-    ((_, a), da), ((_, b), db) = made
+    ((_, a), da), ((_, b), db) = parts
     close(a, b, 1e-5)
     for x, y in zip(jax.tree.leaves(da), jax.tree.leaves(db), strict=True):
         assert np.isfinite(x).all()
@@ -94,8 +93,8 @@ def test_sinks_count_once_and_dropout_drops_the_same_weights(scheme, tokens, imp
     options |= {"dropout_rate": 0.3, "dropout_key": jax.random.key(3), "window": 7}
     close(output(same, {}, tokens, **options), output(pe.RoPE(head_dim=8), {}, tokens, **options))
     dropped = output(scheme, {}, tokens, **options)
-    kept = output(scheme, {}, tokens, sinks=options["sinks"], window=7)
-    assert np.abs(dropped - kept).max() > 0.01
+    with_sinks = output(scheme, {}, tokens, sinks=options["sinks"], window=7)
+    assert np.abs(dropped - with_sinks).max() > 0.01
 
 
 @IMPLEMENTATIONS
@@ -110,9 +109,9 @@ def test_two_ranges_with_equal_angles_are_one_attention(tokens, implementation):
         return (out**2).sum(), out
 
     run = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
-    got, wanted = (run(tokens, options["sinks"], s) for s in (scheme, pe.RoPE(head_dim=8)))
-    close(got[1], wanted[1], 1e-5)
-    for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(wanted[0]), strict=True):
+    got, expected = (run(tokens, options["sinks"], s) for s in (scheme, pe.RoPE(head_dim=8)))
+    close(got[1], expected[1], 1e-5)
+    for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(expected[0]), strict=True):
         close(a, b, 1e-4)
 
 
@@ -134,9 +133,9 @@ def test_softcap_is_refused(scheme, tokens):
     with pytest.raises(NotImplementedError, match=f"{scheme.name}: softcap"):
         output(scheme, {}, tokens, softcap=20.0)
     with pytest.raises(ValueError, match=f"{scheme.name}: return_lse"):
-        at = jnp.arange(tokens.q.shape[1])[None]
+        positions = jnp.arange(tokens.q.shape[1])[None]
         call = pe.AttentionCall(return_lse=True)
-        scheme.attend({}, tokens.q, tokens.k, tokens.v, at, at, None, None, call)
+        scheme.attend({}, tokens.q, tokens.k, tokens.v, positions, positions, None, None, call)
 
 
 @each
@@ -162,5 +161,5 @@ def test_rotation_at_a_slope_and_an_offset_is_exact_at_any_distance():
         angle = (slope * position + offset) * frequencies
         a, b = np.split(x.astype(np.float64), 2, -1)
         c, s = 1.25 * np.cos(angle), 1.25 * np.sin(angle)
-        wanted = np.concatenate([a * c - b * s, b * c + a * s], -1)
-        np.testing.assert_allclose(out, wanted, atol=2e-6)
+        expected = np.concatenate([a * c - b * s, b * c + a * s], -1)
+        np.testing.assert_allclose(out, expected, atol=2e-6)

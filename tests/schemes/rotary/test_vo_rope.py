@@ -40,8 +40,8 @@ def paper(q, k, v, qk, layout, **options):
         return q @ (turned(k, j - i, layout=layout) if qk else k) / np.sqrt(H)
 
     def added(n, i, j):
-        own = v[0, j, n * v.shape[2] // q.shape[2]]
-        return turned(own, j - i, layout=layout) - own
+        value = v[0, j, n * v.shape[2] // q.shape[2]]
+        return turned(value, j - i, layout=layout) - value
 
     return softmax_attention(q, k, v, logit, value=added, **options)
 
@@ -86,12 +86,14 @@ def test_output_far_from_zero_is_exact():
 
 def test_a_chain_undoes_values_in_reverse():
     """The two rotate other pairs of the same dimensions, which do not commute."""
-    one, two = pe.VORoPE(H), pe.VORoPE(H, layout="interleaved")
-    at, (_, _, v) = jnp.arange(5)[None], qkv(length=5)
-    both = pe.chain(one, two)
-    rotated = both.value(({}, {}), v, at)
-    np.testing.assert_allclose(rotated, two.value({}, one.value({}, v, at), at), atol=1e-6)
-    np.testing.assert_allclose(both.output(({}, {}), rotated, at), v, atol=1e-6)
+    half, interleaved = pe.VORoPE(H), pe.VORoPE(H, layout="interleaved")
+    positions, (_, _, v) = jnp.arange(5)[None], qkv(length=5)
+    both = pe.chain(half, interleaved)
+    rotated = both.value(({}, {}), v, positions)
+    np.testing.assert_allclose(
+        rotated, interleaved.value({}, half.value({}, v, positions), positions), atol=1e-6
+    )
+    np.testing.assert_allclose(both.output(({}, {}), rotated, positions), v, atol=1e-6)
     assert str(both.acts) == "q, k, v, output"
     assert str(pe.VORoPE(H, qk=False).acts) == "v, output"
 

@@ -7,6 +7,7 @@ import pytest
 from oracle import attend, decode, qkv, softmax_attention
 
 import posenc_jax as pe
+from posenc_jax.schemes.rotary.xpos import xpos_decay
 
 OPTIONS = {pe.XPos: {"theta": 100.0, "scale_base": 64.0, "gamma": 0.8, "layout": "half"}}
 
@@ -34,21 +35,21 @@ def logit(q, k, n, i, j, base=512, gamma=0.4, theta=1e4):
     return (q * k.conj() * rotation).sum().real / np.sqrt(dim)
 
 
-def scores(scheme, q, k, at):
-    rows, cols, _ = scheme.features({}, None, q, k, at, None, None)
-    q, k = scheme.query({}, q, at, rows), scheme.key({}, k, at, cols)
+def scores(scheme, q, k, positions):
+    rows, cols, _ = scheme.features({}, None, q, k, positions, None, None)
+    q, k = scheme.query({}, q, positions, rows), scheme.key({}, k, positions, cols)
     return np.einsum("bthd,bshd->bts", np.asarray(q, float), np.asarray(k, float))[0]
 
 
 def test_matches_torchscale():
     x = np.random.default_rng(0).normal(size=(2, 63, 12)).astype(np.float32)
-    wanted = torchscale(x[0].astype(float)) @ torchscale(x[1].astype(float), downscale=True).T
+    expected = torchscale(x[0].astype(float)) @ torchscale(x[1].astype(float), downscale=True).T
     scheme = pe.XPos(head_dim=12)
     q, k = (jnp.asarray(a)[None, :, None] for a in x)
     for start in (0, 1, 257, 10**6):
-        at = start + jnp.arange(63)[None]
+        positions = start + jnp.arange(63)[None]
         past = np.tril(np.ones((63, 63)), 0) > 0
-        np.testing.assert_allclose(scores(scheme, q, k, at)[past], wanted[past], atol=5e-5)
+        np.testing.assert_allclose(scores(scheme, q, k, positions)[past], expected[past], atol=5e-5)
 
 
 def test_matches_the_numbers_of_torchscale():
@@ -56,7 +57,7 @@ def test_matches_the_numbers_of_torchscale():
     x = jnp.tile(jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4), (1, 6, 1, 1))
     got = scores(pe.XPos(head_dim=4), x, x, jnp.arange(6)[None])
     np.testing.assert_allclose([got[2, 0], got[5, 0]], [22.88132095, 26.26231766], rtol=2e-6)
-    np.testing.assert_allclose(np.exp(-512 * pe.xpos_decay(4)), [0.2857142857, 0.6428571429])
+    np.testing.assert_allclose(np.exp(-512 * xpos_decay(4)), [0.2857142857, 0.6428571429])
 
 
 def test_cached_keys_do_not_drift_as_those_of_torchscale():
@@ -76,53 +77,53 @@ def test_cached_keys_do_not_drift_as_those_of_torchscale():
 @pytest.mark.parametrize("shift", [0, 1, 257, 10**6, 2**30])
 def test_attention_matches_the_paper(shift):
     q, k, v = qkv(dim=12)
-    wanted = softmax_attention(q, k, v, logit)
+    expected = softmax_attention(q, k, v, logit)
     positions = {"positions": shift + jnp.arange(63)} if shift else {}
     out = attend(pe.XPos(head_dim=12), {}, q, k, v, is_causal=True, **positions)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_decoding_a_million_tokens_after_the_prompt():
     scheme = pe.XPos(head_dim=8)
     q, k, v = qkv(length=15)
-    at = np.r_[0:4, 3000:3003, 40_000:40_004, 10**6 : 10**6 + 4]
-    wanted = softmax_attention(q, k, v, logit, positions=at)
+    positions = np.r_[0:4, 3000:3003, 40_000:40_004, 10**6 : 10**6 + 4]
+    expected = softmax_attention(q, k, v, logit, positions=positions)
     cache = pe.new_cache(scheme, 1, 15, num_heads=6, num_kv_heads=3, head_dim=8)
     for t in (slice(0, 4), slice(4, 7), slice(7, 11), slice(11, 14), slice(14, 15)):
         parts = (x[:, t] for x in (q, k, v))
-        out, cache = decode(scheme, {}, cache, *parts, positions=at[None, t])
-        np.testing.assert_allclose(out, wanted[:, t], atol=1e-5)
+        out, cache = decode(scheme, {}, cache, *parts, positions=positions[None, t])
+        np.testing.assert_allclose(out, expected[:, t], atol=1e-5)
     assert cache.state[1].tolist() == [10**6 + 3]
 
 
 @pytest.mark.parametrize("span", [4000, 30_000])
 def test_queries_far_apart_in_one_call(span):
     q, k, v = qkv(length=9)
-    at = np.linspace(0, span, 9).astype(int) + 10**6
-    wanted = softmax_attention(q, k, v, logit, positions=at)
-    scheme, options = pe.XPos(head_dim=8), {"positions": at, "is_causal": True}
+    positions = np.linspace(0, span, 9).astype(int) + 10**6
+    expected = softmax_attention(q, k, v, logit, positions=positions)
+    scheme, options = pe.XPos(head_dim=8), {"positions": positions, "is_causal": True}
     out = attend(scheme, {}, q, k, v, **options)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
     grads = jax.grad(lambda *a: (attend(scheme, {}, *a, **options) ** 2).sum(), (0, 1, 2))(q, k, v)
     assert all(np.isfinite(g).all() for g in grads)
 
 
 def test_queries_too_far_apart_give_nan():
     q, k, v = qkv(length=9)
-    at = np.r_[0:4, 100_000:100_005]
-    wanted = softmax_attention(q, k, v, logit, positions=at)
-    out = np.asarray(attend(pe.XPos(head_dim=8), {}, q, k, v, positions=at, is_causal=True))
-    np.testing.assert_allclose(out[:, 4:], wanted[:, 4:], atol=1e-5)
+    positions = np.r_[0:4, 100_000:100_005]
+    expected = softmax_attention(q, k, v, logit, positions=positions)
+    out = np.asarray(attend(pe.XPos(head_dim=8), {}, q, k, v, positions=positions, is_causal=True))
+    np.testing.assert_allclose(out[:, 4:], expected[:, 4:], atol=1e-5)
     assert np.isnan(out[:, :4]).all()
 
 
 def test_float16_within_four_thousand():
     q, k, v = (a.astype(jnp.float16) for a in qkv(length=9))
-    at = np.linspace(0, 4000, 9).astype(int) + 10**6
-    wanted = softmax_attention(q, k, v, logit, positions=at)
-    out = attend(pe.XPos(head_dim=8), {}, q, k, v, positions=at, is_causal=True)
+    positions = np.linspace(0, 4000, 9).astype(int) + 10**6
+    expected = softmax_attention(q, k, v, logit, positions=positions)
+    out = attend(pe.XPos(head_dim=8), {}, q, k, v, positions=positions, is_causal=True)
     assert out.dtype == jnp.float16
-    np.testing.assert_allclose(out.astype("f4"), wanted, atol=5e-3)
+    np.testing.assert_allclose(out.astype("f4"), expected, atol=5e-3)
 
 
 def test_without_decay_it_is_rope():

@@ -1,11 +1,11 @@
-r"""Clipped RoPE: the frequencies of the slowest pairs are reduced to zero, by a cosine or at once.
+r"""Clipped RoPE: the frequencies of the slowest pairs are reduced to zero, by a cosine or a step.
 
     w'_p = w_p * (1 + cos(pi j / (n - 1))) / 2,     j = p - (P - n), for the last n of P pairs
 
 Pairs that do not complete a period within the trained length cause the failure beyond it. The
 first of the n pairs is unchanged and the last has frequency zero. `hard=True` sets all n to zero;
 the steps in the spectrum then show as ripples over distance. The authors take 20 of the 64 pairs
-of Llama-3-8B, after its own scaling: `(Llama3(), ClippedFrequencies(pairs=20))`. For fewer pairs
+of Llama-3-8B, after Llama's scaling: `(Llama3(), ClippedFrequencies(pairs=20))`. For fewer pairs
 than n their code clips all of them; here that is an error.
 
 The paper calls it CoPE, as is contextual position encoding.

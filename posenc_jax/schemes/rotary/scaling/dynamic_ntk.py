@@ -3,14 +3,14 @@ r"""Dynamic NTK: NTK-aware scaling that grows with the length of the sequence.
     theta -> theta * u^(d / (d - 2)),     u = factor * T / L - (factor - 1) for T > L, else 1
 
 T is the length of the sequence and L the trained length; at T = L frequencies are unchanged. With
-factor 1 the base grows as T / L, as in the YaRN paper. In released code T is the length so far, so
-every decode step has other frequencies, and keys cached with earlier ones no longer fit:
-generation differs from one pass over the same text.
+factor 1 the base grows as T / L, as in the YaRN paper. T is the length so far in released code, so
+every decode step has other frequencies than the cached keys, and generation differs from one pass
+over the same text.
 
 Here T is a setting, `length`: set it to the length that the run will reach, as inference engines
 do that precompute one table for their maximal length. Keys can be cached, and a prompt followed by
 steps equals the whole; each length is a new program. With `length=None`, for `RoPEByLength`, each
-sequence has the frequencies of its own length so far, in float32 (up to 1e-6 off).
+sequence has the frequencies for its length so far, in float32 (up to 1e-6 off).
 
 Paper: emozilla, 2023, as written down in Peng et al. YaRN. https://arxiv.org/abs/2309.00071
 Reference code: jquesnelle/yarn, scaled_rope/LlamaDynamicScaledRotaryEmbedding.py;
@@ -36,7 +36,7 @@ class DynamicNTK(PerSequenceMap):
     Attributes:
       factor: the growth of the base beyond the trained length; at least 1.
       original_max_position: L, the trained length.
-      length: T, for all sequences; None for the own length of each.
+      length: T, for all sequences; None: the length of each sequence.
 
     Raises:
       ValueError: for a factor below one, a missing length, or fewer than four rotary

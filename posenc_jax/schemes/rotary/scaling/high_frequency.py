@@ -4,12 +4,12 @@ r"""High-frequency RoPE: pairs that complete no period within the trained length
 
 In training, slower pairs go through a part of their period only, and reach unseen angles beyond L.
 HoPE finds that they cause the preference for the beginning and the end of a context, and trains
-without their rotation, so that they encode content alone. FoPE's code chooses its frequencies so.
+without their rotation, so that they encode content alone. FoPE's code has the same boundary.
 Other maps select a number of pairs (`ClippedFrequencies(hard=True)`) or a part of them
 (`Proportional`). RoPE-ID, high frequencies on some of the dimensions, is
 `RoPE(rotary_dim=..., theta=...)` with a small theta.
 
-The authors of HoPE released no code; the boundary is that of FoPE's.
+The authors of HoPE released no code; the boundary is as in FoPE's.
 
 Paper: Chen et al. HoPE: A Novel Positional Encoding Without Long-Term Decay for Enhanced
 Context Awareness and Extrapolation. 2024. https://arxiv.org/abs/2410.21216

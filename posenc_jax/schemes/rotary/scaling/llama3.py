@@ -1,4 +1,4 @@
-r"""Llama 3.1's scaling: long wavelengths are multiplied by the factor, short ones are kept.
+r"""Llama 3.1's scaling: long wavelengths are multiplied by the factor, short ones unchanged.
 
 With s the factor, L the trained length and r_p = L w_p / 2 pi, the rotations of pair p within L,
 
@@ -32,7 +32,7 @@ class Llama3(FrequencyMap):
       factor: s, the factor on long wavelengths; at least 1.
       original_max_position: L, the trained length.
       low_freq_factor: pairs with fewer rotations within L are divided by s.
-      high_freq_factor: pairs with more rotations within L are kept.
+      high_freq_factor: pairs with more rotations within L are unchanged.
 
     Raises:
       ValueError: for a factor below one, no trained length, or low above high.

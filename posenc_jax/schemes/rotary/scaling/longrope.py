@@ -1,4 +1,4 @@
-r"""LongRoPE: every pair has its own divisor, found by a search.
+r"""LongRoPE: a search determines a divisor for the frequency of every pair.
 
     w'_p = w_p / lambda_p,     q, k -> g q, g k,     g = sqrt(1 + ln s / ln L)
 
@@ -7,7 +7,7 @@ sequences of up to L tokens and for longer ones; g belongs to both. `magnitude="
 g = 0.1 ln s + 1, and `attention_factor` gives g itself (Phi-3.5-MoE).
 
 `long` selects one of the two lists for all sequences, for runs whose length is known. With
-`long=None`, for `RoPEByLength`, each sequence has the list of its own length.
+`long=None`, for `RoPEByLength`, each sequence has the list for its length.
 
 Paper: Ding et al. LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens. 2024.
 https://arxiv.org/abs/2402.13753

@@ -1,12 +1,12 @@
-r"""NTK-by-parts: fast pairs are kept, slow pairs interpolated, those between blended.
+r"""NTK-by-parts: fast pairs are unchanged, slow pairs interpolated, pairs between blended.
 
 With s the factor, L the trained length, w_p = theta^(-2p/d) and two ramps over pairs,
 
     n_p  = (theta s^(d / (d - 2)))^(-2p/d)          NTK-aware
     a_p  = beta_p n_p + (1 - beta_p) w_p / s        from NTK-aware to interpolation
-    w'_p = gamma_p w_p + (1 - gamma_p) a_p          from the original to that
+    w'_p = gamma_p w_p + (1 - gamma_p) a_p          from the original to a_p
 
-where a ramp is 1 for pairs with more than `fast` rotations within L, 0 for those with fewer than
+where a ramp is 1 for pairs with more than `fast` rotations within L, 0 for pairs with fewer than
 `slow`, and linear in the pair's *index* between. The code uses 16 and 2 rotations for gamma, 1.25
 and 0.75 for beta. The paper's equation of the same name has no NTK-aware part and a ramp linear in
 the number of rotations: that is `YaRN(ramp="rotations", attention_factor=1.0)`.
@@ -31,7 +31,7 @@ from posenc_jax.schemes.rotary.scaling.interpolation import NTK
 
 
 def index_ramp(
-    where: str,
+    caller: str,
     rotations: tuple[float, float],
     length: float,
     head_dim: int,
@@ -42,7 +42,7 @@ def index_ramp(
     """Returns 1 for fast pairs, 0 for slow ones, and a line over the index between them.
 
     Args:
-      where: the name for messages.
+      caller: the name for messages.
       rotations: `(fast, slow)`, the rotations of a pair at the ends of the line.
       length: the number of positions that rotations are counted in.
       head_dim: the number of rotated dimensions.
@@ -52,7 +52,7 @@ def index_ramp(
     Raises:
       ValueError: if no pair lies at or below the end of the line, or all lie above it.
     """
-    require(theta > 1, f"{where}: needs theta above 1, got {theta}.")
+    require(theta > 1, f"{caller}: needs theta above 1, got {theta}.")
 
     def pair(count):
         return head_dim * math.log(length / (2 * math.pi * count)) / (2 * math.log(theta))
@@ -63,18 +63,18 @@ def index_ramp(
     low, high = max(low, 0), min(high, head_dim - 1)
     require(
         low <= high,
-        f"{where}: with {head_dim} rotary dimensions, theta {theta} and a length of {length}, "
+        f"{caller}: with {head_dim} rotary dimensions, theta {theta} and a length of {length}, "
         f"no pair has between {rotations[0]} and {rotations[1]} rotations.",
     )
     width = high - low or 0.001  # As in all code.
     return 1 - np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
 
 
-def check_rotations(where: str, name: str, fast: float, slow: float) -> None:
+def check_rotations(caller: str, name: str, fast: float, slow: float) -> None:
     """Raises `ValueError` unless 0 < slow < fast."""
     require(
         0 < slow < fast < math.inf,
-        f"{where}: {name} must be rotations (fast, slow), 0 < slow < fast, got ({fast}, {slow}).",
+        f"{caller}: {name} must be rotations (fast, slow), 0 < slow < fast, got ({fast}, {slow}).",
     )
 
 
@@ -86,7 +86,7 @@ class NTKByParts(FrequencyMap):
       factor: s, new length divided by trained length; at least 1.
       original_max_position: L, the trained length.
       beta: rotations between which NTK-aware scaling is blended with interpolation.
-      gamma: rotations between which the original frequencies are blended with those.
+      gamma: rotations between which the original frequencies are blended with the result.
 
     Raises:
       ValueError: for a factor below one, no trained length, rotations out of order, or sizes

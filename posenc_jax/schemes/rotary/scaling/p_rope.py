@@ -3,8 +3,8 @@ r"""Proportional RoPE (p-RoPE): the fastest pairs rotate, the slow ones carry no
     w'_p = w_p   for p < floor(fraction * d / 2),     else 0
 
 Slow pairs carry content, which rotation over long contexts disturbs. The exponent of w_p and the
-distance within a pair are those of the whole head. `RoPE(rotary_dim=...)`, the partial factor of
-GPT-NeoX and Phi, is different: it rotates the first dimensions as a small head, with all of its
+distance within a pair are as in RoPE on the whole head. `RoPE(rotary_dim=...)`, the partial factor
+of GPT-NeoX and Phi, is different: it rotates the first dimensions as a small head, with all of its
 wavelengths. A fraction of 0 is no position encoding, 1 is RoPE. Gemma 4 uses 0.25 in its global
 layers; the paper trains 0.25 and 0.75. Configs that divide by a factor as well are
 `(Proportional(), PI(factor=8.0))`.
@@ -46,5 +46,5 @@ class Proportional(FrequencyMap):
         )
 
     def __call__(self, frequencies, head_dim, theta):
-        kept = int(self.fraction * head_dim // 2)
-        return np.where(np.arange(len(frequencies)) < kept, frequencies, 0.0), 1.0
+        count = int(self.fraction * head_dim // 2)
+        return np.where(np.arange(len(frequencies)) < count, frequencies, 0.0), 1.0

@@ -1,16 +1,16 @@
-r"""YaRN: fast pairs are kept, slow pairs interpolated, and attention is sharpened.
+r"""YaRN: fast pairs are unchanged, slow pairs interpolated, and attention is sharpened.
 
     w'_p = m_p w_p + (1 - m_p) w_p / s         s = new length / trained length L
-    q, k -> g q, g k                           g = 0.1 ln s + 1, on what is rotated
+    q, k -> g q, g k                           g = 0.1 ln s + 1, on rotated dimensions
 
 so that logits grow by g^2. m_p is 1 for pairs with more than `beta_fast` rotations within L, 0 for
-those with fewer than `beta_slow`, and between them linear in
+pairs with fewer than `beta_slow`, and between them linear in
 
     ramp="index" (default)       the pair's index p               all code and released models
     ramp="rotations"             its number of rotations in L     the paper, equation 13
 
-At d = 16, L = 2048, s = 4 pair 3 keeps 0.81 of its frequency with one ramp and 0.48 with the
-other. The ends of the index ramp are rounded outwards to whole pairs, which
+At d = 16, L = 2048, s = 4, pair 3 keeps 0.81 of its frequency with "index" and 0.48 with
+"rotations". The ends of the index ramp are rounded outwards to whole pairs, which
 gpt-oss does not do (`truncate=False`).
 
 DeepSeek rotates only some dimensions of a head, and has another g:
@@ -67,9 +67,9 @@ class YaRN(FrequencyMap):
     Attributes:
       factor: s, new length divided by trained length; at least 1.
       original_max_position: L, the trained length.
-      beta_fast: pairs with more rotations within L are kept.
+      beta_fast: pairs with more rotations within L are unchanged.
       beta_slow: pairs with fewer rotations within L are interpolated.
-      ramp: "index" or "rotations", what the ramp between them is linear in.
+      ramp: "index" or "rotations"; see the top of the file.
       truncate: whether the ends of the index ramp are rounded to whole pairs.
       attention_factor: g itself.
       mscale: m of the numerator of g.

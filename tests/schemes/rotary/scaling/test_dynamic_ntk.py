@@ -1,13 +1,10 @@
 """Dynamic NTK against transformers, at the lengths where its numbers were printed."""
 
-import json
-import pathlib
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import key
-from support import Option
+from support import Option, golden
 
 import posenc_jax as pe
 
@@ -20,7 +17,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+GOLDEN = golden("frequency_maps")
 BASE = {"factor": 2.0, "original_max_position": 2048, "length": 4096}
 
 
@@ -49,9 +46,9 @@ def test_cached_keys_stay_correct():
     """The frequencies do not follow the length so far: parts of a sequence equal the whole."""
     scheme = pe.RoPE(head_dim=8, scaling=pe.DynamicNTK(2.0, 8, 19))
     k = jnp.asarray(np.random.default_rng(0).normal(size=(1, 19, 3, 8)), "f4")
-    at = jnp.arange(19)[None]
-    parts = [key(scheme, {}, k[:, s], at[:, s]) for s in (slice(12), slice(12, 19))]
-    np.testing.assert_array_equal(jnp.concatenate(parts, 1), key(scheme, {}, k, at))
+    positions = jnp.arange(19)[None]
+    parts = [key(scheme, {}, k[:, s], positions[:, s]) for s in (slice(12), slice(12, 19))]
+    np.testing.assert_array_equal(jnp.concatenate(parts, 1), key(scheme, {}, k, positions))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 """Llama 3.1's scaling against transformers and the three cases of Meta's code."""
 
-import json
 import math
-import pathlib
 
 import numpy as np
 import pytest
-from support import Option
+from support import Option, golden
 
 import posenc_jax as pe
 
@@ -19,7 +17,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+GOLDEN = golden("frequency_maps")
 
 
 def cases(w, factor=8.0, length=8192, low=1.0, high=4.0):
@@ -57,8 +55,8 @@ def test_matches_the_three_cases_and_every_option_counts(dim, option):
     short |= {"low_freq_factor": "low", "high_freq_factor": "high"}
     got, _ = pe.rope_frequencies(dim, 5e5, pe.Llama3(**option))
     plain, _ = pe.rope_frequencies(dim, 5e5)
-    wanted = [cases(w, **{short[k]: v for k, v in option.items()}) for w in plain]
-    np.testing.assert_allclose(got, wanted, rtol=1e-12)
+    expected = [cases(w, **{short[k]: v for k, v in option.items()}) for w in plain]
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
     if option:
         assert np.abs(got / pe.rope_frequencies(dim, 5e5, pe.Llama3())[0] - 1).max() > 0.01
 

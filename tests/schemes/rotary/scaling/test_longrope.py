@@ -1,12 +1,10 @@
 """LongRoPE against transformers and the magnitudes of its authors' code."""
 
-import json
 import math
-import pathlib
 
 import numpy as np
 import pytest
-from support import Option
+from support import Option, golden
 
 import posenc_jax as pe
 
@@ -28,7 +26,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+GOLDEN = golden("frequency_maps")
 BASE = {
     "short_factor": (1.0,) * 8,
     "long_factor": (1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0),
@@ -46,7 +44,7 @@ def test_matches_transformers(long, name):
 
 
 @pytest.mark.parametrize(
-    "option, wanted",
+    "option, expected",
     [
         ({}, math.sqrt(1 + math.log(32) / math.log(4096))),
         ({"magnitude": "yarn"}, 0.1 * math.log(32) + 1),
@@ -57,9 +55,9 @@ def test_matches_transformers(long, name):
     ],
     ids=str,
 )
-def test_the_magnitude_is_that_of_the_authors_code(option, wanted):
+def test_the_magnitude_is_that_of_the_authors_code(option, expected):
     _, factor = pe.rope_frequencies(16, scaling=pe.LongRoPE(**(BASE | option)))
-    np.testing.assert_allclose(factor, wanted, rtol=1e-12)
+    np.testing.assert_allclose(factor, expected, rtol=1e-12)
 
 
 def test_each_list_is_for_its_own_lengths():

@@ -58,17 +58,17 @@ def test_a_ramp_may_end_beyond_the_last_pair():
     for theta, length, turns in [(100.0, 4096, {}), (10.0, 2048, wide)]:
         scaling = pe.NTKByParts(4.0, length, **turns)
         got, _ = pe.rope_frequencies(12, theta, scaling)
-        wanted = authors(12, theta, 4.0, length, **turns)
-        np.testing.assert_allclose(got, wanted, rtol=1e-12)
+        expected = authors(12, theta, 4.0, length, **turns)
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("beta, gamma", [((3.0, 0.1), (16.0, 2.0)), ((1.25, 0.75), (8.0, 4.0))])
 def test_matches_for_other_rotations(beta, gamma):
     scaling = pe.NTKByParts(**BASE, beta=beta, gamma=gamma)
-    wanted = authors(64, 1e4, 4.0, 2048, beta, gamma)
-    np.testing.assert_allclose(pe.rope_frequencies(64, scaling=scaling)[0], wanted, rtol=1e-12)
+    expected = authors(64, 1e4, 4.0, 2048, beta, gamma)
+    np.testing.assert_allclose(pe.rope_frequencies(64, scaling=scaling)[0], expected, rtol=1e-12)
     plain = pe.rope_frequencies(64, scaling=pe.NTKByParts(**BASE))[0]
-    assert np.abs(plain / wanted - 1).max() > 0.01
+    assert np.abs(plain / expected - 1).max() > 0.01
 
 
 def test_fast_pairs_are_kept_and_slow_ones_interpolated():

@@ -1,18 +1,16 @@
 """Proportional RoPE against transformers, and that pairs of frequency zero do not rotate."""
 
-import json
-import pathlib
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import apply_rope
+from support import golden
 
 import posenc_jax as pe
 
 OPTIONS = {pe.Proportional: {"fraction": 0.5}}
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+GOLDEN = golden("frequency_maps")
 
 
 def test_matches_transformers():
@@ -26,29 +24,31 @@ def test_matches_transformers():
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.3, 0.5, 0.75, 1.0])
 def test_keeps_as_many_pairs_as_transformers(dim, fraction):
     got, _ = pe.rope_frequencies(dim, scaling=pe.Proportional(fraction=fraction))
-    kept = int(fraction * dim // 2)
+    count = int(fraction * dim // 2)
     plain, _ = pe.rope_frequencies(dim)
-    np.testing.assert_array_equal(got, [*plain[:kept], *np.zeros(dim // 2 - kept)])
+    np.testing.assert_array_equal(got, [*plain[:count], *np.zeros(dim // 2 - count)])
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_pairs_beyond_the_fraction_do_not_rotate(layout):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 6, 16)), "f4")
-    at = jnp.array([1, 257, 10**6])
-    out = apply_rope(x, at, scaling=pe.Proportional(fraction=0.5), layout=layout)
-    plain = apply_rope(x, at, layout=layout)
+    positions = jnp.array([1, 257, 10**6])
+    out = apply_rope(x, positions, scaling=pe.Proportional(fraction=0.5), layout=layout)
+    plain = apply_rope(x, positions, layout=layout)
     pair = np.arange(16) // 2 if layout == "interleaved" else np.arange(16) % 8
     np.testing.assert_array_equal(out[..., pair < 4], plain[..., pair < 4])
     np.testing.assert_array_equal(out[..., pair >= 4], x[..., pair >= 4])
-    other = apply_rope(x, at, rotary_dim=8, layout=layout)
+    other = apply_rope(x, positions, rotary_dim=8, layout=layout)
     assert np.abs(out - other).max() > 0.1  # The other thing of that name.
 
 
 def test_the_ends_are_no_encoding_and_rope():
-    x, at = jnp.ones((1, 2, 1, 8)), jnp.array([3, 300])
-    np.testing.assert_array_equal(apply_rope(x, at, scaling=pe.Proportional(fraction=0.0)), x)
+    x, positions = jnp.ones((1, 2, 1, 8)), jnp.array([3, 300])
     np.testing.assert_array_equal(
-        apply_rope(x, at, scaling=pe.Proportional(fraction=1.0)), apply_rope(x, at)
+        apply_rope(x, positions, scaling=pe.Proportional(fraction=0.0)), x
+    )
+    np.testing.assert_array_equal(
+        apply_rope(x, positions, scaling=pe.Proportional(fraction=1.0)), apply_rope(x, positions)
     )
 
 

@@ -8,13 +8,13 @@ import posenc_jax as pe
 
 
 def test_wavelengths_worked_out_by_hand():
-    """2 pi times 1, 10, 100, 1000; and those of 12 dimensions, rounded one by one."""
+    """2 pi times 1, 10, 100, 1000; and wavelengths of 12 dimensions, each rounded."""
     got, factor = pe.rope_frequencies(8, scaling=pe.Resonance())
     np.testing.assert_allclose(2 * np.pi / got, [6, 63, 628, 6283], rtol=1e-15)
     assert factor == 1.0
     got, _ = pe.rope_frequencies(12, scaling=pe.Resonance())
-    wanted = [round(2 * np.pi * 1e4 ** (2 * p / 12)) for p in range(6)]
-    np.testing.assert_allclose(2 * np.pi / got, wanted, rtol=1e-14)
+    expected = [round(2 * np.pi * 1e4 ** (2 * p / 12)) for p in range(6)]
+    np.testing.assert_allclose(2 * np.pi / got, expected, rtol=1e-14)
 
 
 def test_angles_repeat_at_multiples_of_the_wavelength():

@@ -1,14 +1,12 @@
 """YaRN against transformers, the equation of the paper, and DeepSeek's factors."""
 
-import json
 import math
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, query, softmax_attention
-from support import Option
+from support import Option, golden
 
 import posenc_jax as pe
 
@@ -27,7 +25,7 @@ OPTIONS = {
     }
 }
 
-GOLDEN = json.loads((pathlib.Path(__file__).parents[3] / "golden/frequency_maps.json").read_text())
+GOLDEN = golden("frequency_maps")
 BASE = {"factor": 4.0, "original_max_position": 2048}
 SHIPPED = {
     "yarn": BASE,
@@ -61,17 +59,17 @@ def test_the_ramp_over_rotations_is_that_of_the_paper(dim, theta, fast, slow):
     length, s = 2048, 4.0
     got, factor = mapped(dim, theta, ramp="rotations", beta_fast=fast, beta_slow=slow)
     for p, w in enumerate(got):
-        wanted = theta ** (-2 * p / dim)
-        r = length / (2 * math.pi / wanted)
+        expected = theta ** (-2 * p / dim)
+        r = length / (2 * math.pi / expected)
         gamma = 0.0 if r < slow else 1.0 if r > fast else (r - slow) / (fast - slow)
-        np.testing.assert_allclose(w, (1 - gamma) * wanted / s + gamma * wanted, rtol=1e-12)
+        np.testing.assert_allclose(w, (1 - gamma) * expected / s + gamma * expected, rtol=1e-12)
     np.testing.assert_allclose(factor, 0.1 * math.log(s) + 1, rtol=1e-12)  # Equation 15.
 
 
 def test_the_two_ramps_differ():
     plain, _ = pe.rope_frequencies(16)
-    kept = [mapped(ramp=ramp)[0][3] / plain[3] for ramp in ("index", "rotations")]
-    np.testing.assert_allclose(kept, [0.8125, 0.4752], atol=5e-5)
+    ratios = [mapped(ramp=ramp)[0][3] / plain[3] for ramp in ("index", "rotations")]
+    np.testing.assert_allclose(ratios, [0.8125, 0.4752], atol=5e-5)
 
 
 def test_the_ends_of_the_index_ramp_worked_out_by_hand():
@@ -125,21 +123,21 @@ def test_attention_of_deepseek(mscale, all_dim):
         rotated = (pairs[0] * np.conj(pairs[1]) * np.exp(1j * (i - j) * w)).real.sum()
         return (q[:nope] @ k[:nope] + rotated) * dim**-0.5 * bottom * bottom
 
-    wanted = softmax_attention(q, k, v, logit)
+    expected = softmax_attention(q, k, v, logit)
     scale = pe.yarn_logit_scale(dim, factor, all_dim)
     out = attend(scheme, {}, q, k, v, is_causal=True, scale=scale)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("at", [1, 257, 10**6])
-def test_angles_at_far_positions(at):
+@pytest.mark.parametrize("position", [1, 257, 10**6])
+def test_angles_at_far_position(position):
     w, g = mapped(12)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 6, 12)), "f4")
-    out = pe.apply_rope(x, jnp.array([at]), scaling=pe.YaRN(**BASE))
+    out = pe.apply_rope(x, jnp.array([position]), scaling=pe.YaRN(**BASE))
     a, b = np.split(np.asarray(x, np.float64), 2, -1)
-    c, s = np.cos(at * w), np.sin(at * w)
-    wanted = g * np.concatenate([a * c - b * s, b * c + a * s], -1)
-    np.testing.assert_allclose(out, wanted, atol=2e-6)
+    c, s = np.cos(position * w), np.sin(position * w)
+    expected = g * np.concatenate([a * c - b * s, b * c + a * s], -1)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 def test_does_nothing_at_factor_one():

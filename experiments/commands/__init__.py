@@ -1,0 +1,1 @@
+"""Commands of `python -m experiments` without a room of their own."""

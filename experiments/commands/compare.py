@@ -1,0 +1,228 @@
+"""Commands on experiments: `compare` and `train` carry out a plan, `evaluate` measures it again.
+
+The folder results/<name>/ has
+
+config.toml        every setting, with the tasks and schemes of all calls
+<run>/             a folder per task, scheme and seed (`experiments.runs.run`)
+report.html        tables and plots of all results with these settings
+"""
+
+import argparse
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import tomli_w
+
+from experiments.errors import ConfigError, ResultsError
+from experiments.pages import plots, tables
+from experiments.pages.progress import Progress, by_scheme
+from experiments.pages.report import render
+from experiments.runs.experiment import Experiment, from_file
+from experiments.runs.files import locked, write_whole
+from experiments.runs.run import Run, RunFolder, load_data
+from experiments.runs.run_queue import (
+    Ended,
+    carry_out,
+    number_of_workers,
+    of_shard,
+    refuse_other_versions,
+    shard,
+)
+from experiments.runs.trained import experiment_of, refuse_earlier_versions
+from experiments.settings.config_io import Parser, near, read_toml
+
+_EARLIER = ("results.json", "metrics.jsonl", "environment.json", "parameters")
+"""Files that earlier versions wrote."""
+
+
+def compare(
+    experiment: Experiment, options: argparse.Namespace, fresh: bool = False, keep: bool = False
+) -> int:
+    """Carries out the plan of an experiment and returns the exit status.
+
+    Finished runs are skipped, unless `keep` and their parameters were not kept. A run that raises
+    does not stop the others. Ctrl-C keeps finished runs.
+
+    Args:
+      experiment: the experiment.
+      options: of `run_queue.add_arguments`.
+      fresh: whether to remove the results of an earlier experiment of that name.
+      keep: whether to keep the trained parameters.
+
+    Returns:
+      0, or 1 if a run failed, or 130 after Ctrl-C.
+
+    Raises:
+      ConfigError, CorpusError, ResultsError: with one line; files written before are complete.
+    """
+    part, folder = shard(options.shard), experiment.folder
+    with Progress() as progress:
+
+        def stages() -> Iterator[list[Run]]:
+            runs = of_shard(experiment.all_runs(), part)
+            if not fresh:
+                refuse_earlier_versions(folder)
+                refuse_other_versions(
+                    runs, folder, str(folder), "choose another --name, or --fresh"
+                )
+            waiting = {r.task: r for r in runs if fresh or RunFolder(folder, r).missing(keep)}
+            facts = {name: v for task in waiting for name, v in load_data(task).facts.items()}
+            if fresh:
+                _clear(folder)
+            write_config(_joined(experiment))
+            for name, text in facts.items():
+                progress.message(f"{name}: {text}")
+            results = {r.name: RunFolder(folder, r).result() for r in runs}
+            progress.plan(runs, results, number_of_workers(options))
+            yield runs
+
+        try:
+            tasks = experiment.tasks.values()
+            status = carry_out(options, folder, tasks, stages(), keep, progress).status
+        except KeyboardInterrupt:
+            if not (folder / "config.toml").exists():
+                raise
+            status = 130
+    print(f"Report: {write_report(folder, errors=progress.errors)}")
+    if status == 130:
+        print("Stopped; finished runs are kept, and the same command continues with the others.")
+    return status
+
+
+def evaluate(experiment: Experiment) -> int:
+    """Measures kept parameters again, and replaces the earlier numbers in the report.
+
+    Raises:
+      CorpusError, ResultsError: with one line; files written before are complete.
+    """
+    runs, folder = experiment.all_runs(), experiment.folder
+    refuse_earlier_versions(folder)
+    for run in runs:
+        RunFolder(folder, run).parameters()  # Raises if there are none.
+    with Progress() as progress:
+        progress.plan(runs, {})
+        for run in runs:
+            result = RunFolder(folder, run).evaluate(load_data(run.task))
+            progress.finish(Ended(run.name, result, "", 0.0))
+    write_config(_joined(experiment))
+    print(f"Report: {write_report(folder)}")
+    return 0
+
+
+def report(arguments: list[str]) -> int:
+    """Writes the report or one plot again; returns the exit status."""
+    parser = Parser(
+        prog="python -m experiments report",
+        description="Writes report.html again from the results of runs, or one of its plots.",
+    )
+    parser.add_argument("folder", type=Path, help="such as results/compare")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write score against length: SVG")
+    parser.add_argument("--task", help="of the plot (default: the last)")
+    parser.add_argument("--baseline", help="scheme of the paired differences (default: rope)")
+    options = parser.parse_args(arguments)
+    if options.plot:
+        print(f"Plot: {write_plot(options.folder, options.plot, options.task)}")
+    else:
+        print(f"Report: {write_report(options.folder, options.baseline)}")
+    return 0
+
+
+def write_report(
+    folder: Path, baseline: str | None = None, errors: dict[str, str] | None = None
+) -> Path:
+    """Writes `report.html` in a folder of results, and returns its path.
+
+    Args:
+      folder: the folder.
+      baseline: the scheme that others are compared to; default: rope, or else the first.
+      errors: of runs that raised, by name.
+
+    Raises:
+      ConfigError: if there are no results, or none of the baseline.
+      ResultsError: if results cannot be read, or the report cannot be written.
+    """
+    experiment, results = _results(folder, errors)
+    schemes = tables.schemes(results)
+    if baseline and baseline not in schemes:
+        hint = near(baseline, schemes)
+        raise ConfigError(f"--baseline: {baseline!r} is not among the runs{hint}")
+    command = f"python -m experiments compare {folder / 'config.toml'}"
+    page = render(experiment.name, results, command, experiment.to_tables(), baseline)
+    write_whole(folder / "report.html", page)
+    return folder / "report.html"
+
+
+def write_plot(folder: Path, target: Path, task: str | None = None) -> Path:
+    """Writes the plot of a task's score against length to a file.
+
+    Args:
+      folder: of the results.
+      target: the SVG file.
+      task: its name; default: the last in the results.
+
+    Raises:
+      ResultsError: if there are no results of the task, or the file cannot be written.
+    """
+    _, results = _results(folder)
+    task = task or next(reversed(tables.sections(results)), "")
+    svg = plots.lengths(results, task, next(iter(tables.modes(results, task)), ""))
+    if not svg:
+        raise ResultsError(f"{folder}: has no evaluation of {task or 'any task'} to draw")
+    write_whole(target, plots.standalone(svg))
+    return target
+
+
+def _results(
+    folder: Path, errors: dict[str, str] | None = None
+) -> tuple[Experiment, list[tables.SchemeResults]]:
+    """Returns the experiment of a folder, and its results as far as there are any."""
+    experiment = experiment_of(folder)
+    runs = experiment.all_runs()
+    results = {run.name: RunFolder(folder, run).result() for run in runs}
+    rows = by_scheme(runs, results, errors or {})
+    return experiment, [row for row in rows if not row.waiting]
+
+
+def _joined(experiment: Experiment) -> Experiment:
+    """Returns the experiment with the tasks and schemes of earlier calls."""
+    file = experiment.folder / "config.toml"
+    if not file.exists():
+        return experiment
+    old, new = read_toml(file), json.loads(json.dumps(experiment.to_tables()))
+    schemes = old.get("schemes", {})
+    names = [*schemes.get("names", []), *new["schemes"]["names"]]
+    options = {k: v for k, v in schemes.items() if k not in new["schemes"]["names"]}
+    both = {
+        "tasks": list(dict.fromkeys([*old.get("tasks", []), *new["tasks"]])),
+        "schemes": options | new["schemes"] | {"names": list(dict.fromkeys(names))},
+    }
+    try:
+        joined = from_file(old | new | both, both["tasks"])
+        joined.check()
+    except ConfigError as error:
+        raise ResultsError(
+            f"{file}: {error}; choose another --name, or --fresh to begin anew"
+        ) from None
+    return joined
+
+
+def write_config(experiment: Experiment) -> None:
+    """Writes the settings of an experiment to its folder."""
+    text = tomli_w.dumps(json.loads(json.dumps(experiment.to_tables())))
+    write_whole(experiment.folder / "config.toml", text)
+
+
+def _clear(folder: Path) -> None:
+    """Removes the files of an experiment, and no others."""
+    try:
+        for path in list(folder.iterdir()) if folder.exists() else ():
+            if re.fullmatch(r".+-s\d+-[0-9a-f]{12}", path.name) or path.name == "parameters":
+                with locked(path):
+                    shutil.rmtree(path)
+            elif path.name in ("config.toml", "report.html", *_EARLIER):
+                path.unlink()
+    except OSError as error:
+        raise ResultsError(f"{error.filename}: cannot be removed: {error.strerror}") from None

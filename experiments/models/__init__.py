@@ -1,0 +1,1 @@
+"""The language model of the experiments, and its schemes by name."""

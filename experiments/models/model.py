@@ -1,0 +1,271 @@
+"""A decoder-only transformer with any position encoding.
+
+Pre-RMSNorm, GELU, no biases, an untied head, normal(0.02) weights with the outputs of each
+block scaled by 1/sqrt(2 layers). The logit scale is 1/sqrt(H) for every scheme, also for T5
+(its published scale of 1 belongs to another initialisation). Traits of the scheme decide
+whether token embeddings are multiplied by sqrt(D) (`scale_embedding`: fixed waves of amplitude
+one would dominate embeddings of 0.02), and whether layers share its parameters
+(`shared_over_layers`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import posenc_jax as pe
+import posenc_jax.nnx as pnnx
+from experiments.errors import ConfigError
+from experiments.settings.common import Model
+
+Position = pe.Scheme | tuple[pe.LayerSpec, ...]
+"""A scheme for all layers, or the settings of each layer."""
+MASK_TOKEN = 0
+"""Input of a model without causality at the tokens that it predicts."""
+_STDDEV = 0.02
+
+
+class ShortConv(nnx.Module):
+    """A causal depthwise convolution, added to its input."""
+
+    def __init__(self, width: int, size: int, rngs: nnx.Rngs):
+        """Draws the kernel [K, D] from within 1 / sqrt(K), as PyTorch does."""
+        bound = size**-0.5
+        self.kernel = nnx.Param(
+            jax.random.uniform(rngs.params(), (size, width), minval=-bound, maxval=bound)
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns [B, T, D] for x [B, T, D]; the last row of the kernel is for the same token."""
+        return x + pe.short_convolution(x, self.kernel[...])[0]
+
+
+class Block(nnx.Module):
+    """Attention and an MLP, each added to the stream."""
+
+    def __init__(
+        self,
+        sizes: Model,
+        layer: pe.LayerSpec,
+        key: jax.Array,
+        shared_encoding: pnnx.PositionEncoding | None = None,
+        axis_names: Mapping[str, str] | None = None,
+    ):
+        """Draws parameters from `key`, the same for every scheme.
+
+        Args:
+          sizes: of the model.
+          layer: the settings of attention.
+          key: of the parameters.
+          shared_encoding: the scheme with parameters for all layers, if they share them.
+          axis_names: of the axes of parameters of attention, as in `pnnx.Attention`.
+        """
+        rngs = nnx.Rngs(key)
+        width, inner = sizes.model_dim, sizes.mlp_factor * sizes.model_dim
+        weights = nnx.initializers.normal(_STDDEV)
+        outputs = nnx.initializers.normal(_STDDEV / (2 * sizes.num_layers) ** 0.5)
+        self.norm1 = nnx.RMSNorm(width, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, inner, use_bias=False, kernel_init=weights, rngs=rngs)
+        self.down = nnx.Linear(inner, width, use_bias=False, kernel_init=outputs, rngs=rngs)
+        self.convs = nnx.List(
+            [ShortConv(width, sizes.conv_size, rngs) for _ in range(2 if sizes.conv_size else 0)]
+        )
+        if layer.scale is None:
+            layer = dataclasses.replace(layer, scale=sizes.head_dim**-0.5)
+        self.attention = pnnx.Attention(  # Last: schemes draw different numbers of parameters.
+            width,
+            sizes.num_heads,
+            position=layer,
+            shared_encoding=shared_encoding,
+            is_causal=sizes.is_causal,
+            kernel_init=weights,
+            out_kernel_init=outputs,
+            axis_names=axis_names,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: jax.Array, **tokens: Any) -> jax.Array:
+        """Returns [B, T, D] for x [B, T, D]; `tokens` are options of `pnnx.Attention`."""
+        return self._mlp(x + self.attention(self._attention_input(x), **tokens))
+
+    def decode(
+        self, x: jax.Array, cache: pe.KVCache, **tokens: Any
+    ) -> tuple[jax.Array, pe.KVCache]:
+        """Returns [B, T, D] for x [B, T, D] after the tokens in the cache, and the new cache."""
+        y, cache = self.attention(self._attention_input(x), cache=cache, **tokens)
+        return self._mlp(x + y), cache
+
+    def _attention_input(self, x: jax.Array) -> jax.Array:
+        y = self.norm1(x)
+        return self.convs[0](y) if self.convs else y
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        z = self.norm2(x)
+        if self.convs:
+            z = self.convs[1](z)
+        return x + by_rows(lambda rows: self.down(jax.nn.gelu(self.up(rows))), z)
+
+
+class LanguageModel(nnx.Module):
+    """Tokens to logits of the next tokens; without causality, of the tokens that are masked."""
+
+    def __init__(
+        self,
+        sizes: Model,
+        position: Position,
+        vocab_size: int,
+        key: jax.Array,
+        axis_names: Mapping[str, str] | None = None,
+    ):
+        """Draws parameters from `key`; all but the schemes' are the same for every scheme."""
+        keys = jax.random.split(key, sizes.num_layers + 3)
+        weights = nnx.initializers.normal(_STDDEV)
+        self.embed = nnx.Embed(
+            vocab_size, sizes.model_dim, embedding_init=weights, rngs=nnx.Rngs(keys[0])
+        )
+        self.head = nnx.Linear(
+            sizes.model_dim,
+            vocab_size,
+            use_bias=False,
+            kernel_init=weights,
+            rngs=nnx.Rngs(keys[1]),
+        )
+        self.norm = nnx.RMSNorm(sizes.model_dim, rngs=nnx.Rngs(keys[1]))
+        layers = position if isinstance(position, tuple) else (position,)
+        layers = pe.layer_pattern(sizes.num_layers, *layers)
+        schemes, rngs = list(dict.fromkeys(layer.scheme for layer in layers)), nnx.Rngs(keys[2])
+        encodings = {
+            s: pnnx.PositionEncoding(s, axis_names=axis_names, rngs=rngs)
+            for s in schemes
+            if s.traits.shared_over_layers or pe.Acts.EMBEDDING in s.acts
+        }
+        self.positions = nnx.List(list(encodings.values()))
+
+        def block(layer, key):
+            scheme = layer.scheme
+            if not scheme.acts_in_attention:
+                layer = dataclasses.replace(layer, scheme=pe.NoPE())
+            shared = encodings[scheme] if scheme.traits.shared_over_layers else None
+            return Block(sizes, layer, key, shared, axis_names)
+
+        self.blocks = nnx.List(map(block, layers, keys[3:]))
+        scaled = any(s.traits.scale_embedding for s in schemes)
+        self.embed_scale = sizes.model_dim**0.5 if scaled else 1.0
+        self.is_causal = sizes.is_causal
+
+    def __call__(self, tokens: jax.Array, coordinates: jax.Array | None = None) -> jax.Array:
+        """Returns logits [B, T, V].
+
+        Args:
+          tokens: int32 [B, T].
+          coordinates: input of the scheme, [B, T] or [A, B, T]. Default: the positions.
+        """
+        x = self.embed(tokens) * self.embed_scale
+        for encoding in self.positions:
+            x = encoding(x, coordinates=coordinates)
+        for block in self.blocks:
+            x = block(x, coordinates=coordinates)
+        return by_rows(self.head, self.norm(x))
+
+    def decode(
+        self,
+        tokens: jax.Array,
+        caches: list[pe.KVCache],
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> tuple[jax.Array, list[pe.KVCache]]:
+        """Returns logits [B, T, V] after the tokens in the caches, and the new caches.
+
+        Args:
+          tokens: int32 [B, T].
+          caches: of the blocks, at first `new_caches`.
+          positions: int32 [B, T]. Default: after those in the caches.
+          segment_ids: int32 [B, T], below zero for padding.
+
+        Raises:
+          ConfigError: for models with convolutions.
+        """
+        if any(block.convs for block in self.blocks):
+            raise ConfigError("models with conv_size are not decoded")
+        x, new = self.embed(tokens) * self.embed_scale, []
+        for encoding in self.positions:
+            x = encoding(x, positions, cache=caches[0])
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x, cache = block.decode(x, cache, positions=positions, segment_ids=segment_ids)
+            new.append(cache)
+        return by_rows(self.head, self.norm(x)), new
+
+    def new_caches(self, batch: int, capacity: int) -> list[pe.KVCache]:
+        """Returns empty caches of the blocks."""
+        return [block.attention.new_cache(batch, capacity) for block in self.blocks]
+
+    def inputs_and_targets(self, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the inputs of the model and its targets, int32 [B, T].
+
+        Args:
+          tokens: int32 [B, T + 1].
+          mask: [B, T + 1], 1 on the tokens to predict.
+        """
+        targets = tokens[:, 1:]
+        if self.is_causal:
+            return tokens[:, :-1], targets
+        return jnp.where(mask[:, 1:] > 0, MASK_TOKEN, targets), targets
+
+
+def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Returns function(x) [B, T, F] for x [B, T, D], computed on rows [B * T, D].
+
+    On CPU, XLA computes gradients of kernels 1.5 times as fast from rows: it transposes neither.
+    On a mesh tokens may be sharded, so that rows cannot be.
+    """
+    if not jax.sharding.get_abstract_mesh().empty:
+        return function(x)
+    out = function(x.reshape(-1, x.shape[-1]))
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def of_scheme(params: Any) -> Any:
+    """Returns a tree of booleans, true at the parameters of position encodings."""
+    names = {"positions", "encoding"}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: any(getattr(key, "key", None) in names for key in path), params
+    )
+
+
+def structure(sizes: Model, position: Position, vocab_size: int) -> Any:
+    """Returns the model's graph definition, without making parameters."""
+    make = nnx.eval_shape(
+        lambda k: LanguageModel(sizes, position, vocab_size, k), jax.random.key(0)
+    )
+    return nnx.graphdef(make)
+
+
+def initialize(sizes: Model, position: Position, vocab_size: int, keys: jax.Array) -> nnx.State:
+    """Returns parameters for each of the keys [seeds], leaves [seeds, ...]."""
+
+    def one(key):
+        return nnx.state(LanguageModel(sizes, position, vocab_size, key))
+
+    return jax.vmap(one)(keys)
+
+
+def count_parameters(params: nnx.State) -> int:
+    """Returns the number of parameters of one seed, for leaves [seeds, ...]."""
+    return sum(leaf.size // leaf.shape[0] for leaf in jax.tree.leaves(params))
+
+
+def seed_keys(seeds: list[int], purpose: str) -> jax.Array:
+    """Returns a key per seed [seeds], different for each purpose."""
+    number = {"parameters": 0, "data": 1, "test": 2}[purpose]
+    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s), number))(jnp.asarray(seeds))
+
+
+def token_losses(graphdef: Any, params: nnx.State, tokens: jax.Array) -> jax.Array:
+    """Returns -log p of each token after the first, nats [B, T], for tokens [B, T + 1]."""
+    logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])

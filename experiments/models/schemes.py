@@ -1,0 +1,204 @@
+"""Position encodings by name: sizes come from the model, options from tables.
+
+    rope                a name of `posenc_jax.SCHEMES`
+    rope+alibi          a chain of two
+    mypkg.mine:Thing    an object of your own: a subclass of `posenc_jax.Scheme`, a scheme (such as
+                        a chain), a tuple with a scheme or layer for each layer of the model (a
+                        shorter one is repeated), or a function that returns one of these
+
+Classes and functions are called with the sizes and options that their signatures name.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import posenc_jax as pe
+from experiments.errors import ConfigError
+from experiments.models.model import Position
+from experiments.settings.config_io import convert, near
+
+SIZES = (
+    *("num_heads", "num_kv_heads", "head_dim", "model_dim"),
+    *("max_length", "trained_length", "num_layers"),
+)
+"""Parameters that are given by the model. `max_length` is the longest sequence of all, the number
+of rows of a table; `trained_length` the longest in training."""
+
+
+def import_object(name: str, setting: str) -> Any:
+    """Returns the object that `package.module:object` names.
+
+    Args:
+      name: of the object.
+      setting: the setting that holds the name, for messages.
+
+    Raises:
+      ConfigError: if it cannot be imported.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}: cannot import {module_name!r}: {type(error).__name__}: {error}"
+        ) from None
+    if not hasattr(module, attribute):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise ConfigError(
+            f"{setting}: {module_name!r} has no {attribute!r}{near(attribute, public)}"
+        )
+    return getattr(module, attribute)
+
+
+def find(name: str) -> Any:
+    """Returns the class, function, scheme or tuple of layers behind a name without `+`.
+
+    Raises:
+      ConfigError: if there is none.
+    """
+    if ":" not in name:
+        if name not in pe.SCHEMES:
+            raise ConfigError(f"schemes: unknown scheme {name!r}{near(name, pe.SCHEMES)}")
+        return pe.SCHEMES[name]
+    scheme = import_object(name, "schemes")
+    is_scheme = issubclass(scheme, pe.Scheme) if inspect.isclass(scheme) else callable(scheme)
+    if not is_scheme and not isinstance(scheme, pe.Scheme | tuple):
+        raise ConfigError(
+            f"schemes: {name!r} must be a Scheme or a subclass of it, a tuple of layers, or a "
+            f"function that returns one, got {scheme!r}"
+        )
+    return scheme
+
+
+def with_sizes(make: Any, sizes: Mapping[str, int]) -> Any:
+    """Returns `make` called with the sizes that it requires.
+
+    >>> with_sizes(pe.ALiBi, {"num_heads": 4, "head_dim": 16}).num_heads
+    4
+    """
+    return make(**{n: sizes[n] for n in inspect.signature(make).parameters if n in sizes})
+
+
+def build(
+    name: str, sizes: Mapping[str, int], tables: Mapping[str, Mapping[str, Any]], whose: str
+) -> Position:
+    """Returns the scheme, or the layers, that a name stands for.
+
+    Args:
+      name: as at the top of this file.
+      sizes: of the model, by the names in `SIZES`. Without `num_layers`, layers are refused.
+      tables: options of schemes, by path and scheme such as "schemes.t5"; later ones win. A chain
+        has the options of its parts.
+      whose: whose model it is, for messages.
+
+    Raises:
+      ConfigError: for an unknown name or option, or a value that is refused.
+    """
+    if "+" not in name:
+        position = _make(name.strip(), sizes, tables, whose)
+    else:
+        position = _called(
+            pe.chain, [_make(n.strip(), sizes, tables, whose) for n in name.split("+")], {}, name
+        )
+    if isinstance(position, pe.Scheme):
+        _called(lambda: position.acts, [], {}, name)  # Raises for a misspelt hook.
+        return position
+    layers = isinstance(position, tuple) and all(
+        isinstance(x, pe.Scheme | pe.LayerSpec) for x in position
+    )
+    if not layers or "num_layers" not in sizes:
+        expected = "a Scheme or a tuple of layers" if "num_layers" in sizes else "one Scheme"
+        raise ConfigError(f"schemes.{name}: {whose} needs {expected}, got {position!r}")
+    return _called(pe.layer_pattern, [sizes["num_layers"], *position], {}, name)
+
+
+def _make(name: str, sizes: Mapping[str, int], tables: Mapping, whose: str) -> Any:
+    make = find(name)
+    options_by_path = {p: t for p, t in tables.items() if p.endswith(f"schemes.{name}")}
+    if isinstance(make, pe.Scheme | tuple):
+        for path in (
+            f"{path}.{option}" for path, table in options_by_path.items() for option in table
+        ):
+            raise ConfigError(f"{path}: {name} is an object, options are for classes and functions")
+        return make
+    # Partials and other callables have no annotations to look up.
+    annotated = inspect.isclass(make) or inspect.isfunction(make)
+    hints = typing.get_type_hints(make) if annotated else {}
+    known = list(inspect.signature(make).parameters)
+    values: dict[str, Any] = {n: sizes[n] for n in known if n in sizes}
+    for path, table in options_by_path.items():
+        for option, value in table.items():
+            option_path = f"{path}.{option}"
+            if option not in known:
+                title = make.__name__ if annotated else name
+                options = [n for n in known if n not in sizes]
+                raise ConfigError(
+                    f"{option_path}: unknown option of {title}{near(option, options)}"
+                )
+            values[option] = convert(hints.get(option, Any), value, option_path)
+            if option in sizes and values[option] != sizes[option]:
+                raise ConfigError(
+                    f"{option_path}: {value}, but the model of {whose} has {sizes[option]}"
+                )
+    return _called(make, [], values, f"{name}: {whose}")
+
+
+def _called(make: Any, arguments: list, values: Mapping[str, Any], title: str) -> Any:
+    try:
+        return make(*arguments, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"schemes.{title}: {error}") from None
+
+
+def paper_link(cls: type) -> str:
+    """Returns the first link to arXiv in the docstring of a class's module, or nothing."""
+    link = re.search(r"https://arxiv\.org/abs/[\d.]+\d", sys.modules[cls.__module__].__doc__ or "")
+    return link[0] if link else ""
+
+
+def schemes_in(position: Any) -> Iterator[pe.Scheme]:
+    """Yields a scheme, or the schemes of layers, and all their inner schemes."""
+    if isinstance(position, pe.Scheme):
+        yield position
+    if isinstance(position, tuple):
+        for item in position:
+            yield from schemes_in(item)
+    elif isinstance(position, pe.Scheme | pe.LayerSpec):
+        for field in dataclasses.fields(position):
+            yield from schemes_in(getattr(position, field.name))
+
+
+def has_table(position: Position) -> bool:
+    """Returns whether a scheme has a table with one row per position."""
+    fields = (f.name for s in schemes_in(position) for f in dataclasses.fields(s))
+    return "max_length" in fields
+
+
+def with_scaling(position: Position, scaling: pe.FrequencyMap) -> Position | None:
+    """Returns the scheme, or the layers, with other rotary frequencies; None if it has none.
+
+    A scheme can be scaled if it has a setting `scaling` that is no scaling by default.
+
+    >>> with_scaling(pe.RoPE(head_dim=8), pe.PI(2.0)).scaling
+    PI(factor=2.0)
+    >>> with_scaling(pe.NoPE(), pe.PI(2.0)) is None
+    True
+    """
+    if isinstance(position, tuple):
+        scaled = [with_scaling(layer.scheme, scaling) for layer in position]
+        if not any(scaled):
+            return None
+        return tuple(
+            layer if new is None else dataclasses.replace(layer, scheme=new)
+            for layer, new in zip(position, scaled, strict=True)
+        )
+    defaults = {f.name: f.default for f in dataclasses.fields(position)}
+    if defaults.get("scaling") != pe.FrequencyMap():
+        return None
+    return position.replace(scaling=scaling)

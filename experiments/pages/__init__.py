@@ -1,0 +1,1 @@
+"""Tables, plots, reports and progress, made from the results of runs."""

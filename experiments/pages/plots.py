@@ -1,0 +1,318 @@
+"""The report's plots, as inline SVG: text stays text, equal numbers give equal bytes.
+
+A scheme has the same colour and marker in every plot. The colours suit colour-blind readers
+(after Okabe and Ito) and light and dark pages; lines are labelled at their ends, without a legend.
+"""
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from experiments.pages import tables
+from experiments.pages.plot_labels import label_ends
+from experiments.pages.scheme_results import mean
+from experiments.pages.tables import Results
+from experiments.tasks.labels import Labels
+
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d08f00", "#3d9fdb", "#8a63d2", "#a6761d")
+BASELINE = "#8c8c8c"
+MARKERS = "osD^vP*X"
+INK = "#010203"  # replaced by the page's own text colour
+_MAP = mpl.colormaps["viridis"].resampled(32)
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10.0,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": INK,
+    "grid.alpha": 0.12,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5.0,
+}
+
+
+def looks(names: Sequence[str], baseline: str = "none") -> dict[str, tuple[str, str]]:
+    """Returns the colour and the marker of each name; grey is reserved for the baseline."""
+    out = {baseline: (BASELINE, MARKERS[-1])}
+    for i, name in enumerate(n for n in names if n != baseline):
+        marker = MARKERS[(i + i // len(PALETTE)) % (len(MARKERS) - 1)]
+        out[name] = (PALETTE[i % len(PALETTE)], marker)
+    return out
+
+
+def lengths(results: Results, section: str, mode: str) -> str:
+    """Returns the plot of a section's scores against length."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"lengths-{section}-{mode}"}):
+        figure, axes = _figure()
+        rows, ends = tables.of_section(results, section), []
+        ticks, trained, styles = set(), set(), looks(tables.schemes(results))
+        for scheme, row in rows.items():
+            for shown, variant in row.views:
+                if shown != mode:
+                    continue
+                scores = row.scores(mode, variant)
+                ticks |= set(scores)
+                trained |= {n for n, score in scores.items() if score.in_distribution}
+                values = [score.values for score in scores.values()]
+                end = _line(axes, list(scores), values, styles[scheme], variant, row.fitted)
+                name = tables.label(scheme, variant) + ("" if row.fitted else " (not fitted)")
+                ends.append((*end, name))
+        if not ends:
+            return ""
+        labels = next(iter(rows.values())).labels
+        axes.set_xscale("log", base=2)
+        _length_ticks(axes, sorted(ticks), trained)
+        axes.set_xlabel(f"length in {labels.length_unit}")
+        axes.set_ylabel(labels.unit)
+        axes.set_ylim(*(labels.limits or _common_limits(results, section)))
+        label_ends(axes, ends)
+        title = f"{section}: {labels.metric} against length, {mode}"
+        return drawing(figure, f"lengths-{section}-{mode}", title)
+
+
+def maps(results: Results, section: str) -> str:
+    """Returns maps of scores by length and place in the row, a map per fitted scheme."""
+    places = tables.places(results, section)
+    lengths = sorted({length for rows in places.values() for length in rows})
+    scores = [x for rows in places.values() for row in rows.values() for x in row]
+    values = [x for x in scores if math.isfinite(x)]
+    if not values:
+        return ""
+    first = next(iter(tables.of_section(results, section).values()))
+    labels, trained = first.labels, None
+    if labels.places == Labels.places:
+        trained = first.runs[0].task.train_length
+    limits = (0.0, 1.0) if labels.higher_is_better else (min(values), max(values))
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"maps-{section}", "axes.grid": False}):
+        figure, all_axes = _small_multiples(len(places), 0.18 * len(lengths))
+        for axes, (scheme, rows) in zip(all_axes, places.items(), strict=True):
+            axes.set_title(tables.label(scheme), fontsize=9.5, pad=3.0)
+            for y, length in enumerate(lengths):
+                if length in rows:
+                    _map_row(axes, y, rows[length], limits, trained and trained / length)
+            axes.set_ylim(len(lengths) - 0.5, -0.5)
+            axes.set_yticks(range(len(lengths)), lengths)
+            axes.tick_params(length=0, labelsize=8.5)
+        figure.text(0.42, 0.0, labels.places, va="bottom", ha="center")
+        scale = figure.add_axes((0.9, 0.3, 0.018, 0.5))
+        colours = mpl.cm.ScalarMappable(mpl.colors.Normalize(*limits), _MAP)
+        figure.colorbar(colours, cax=scale)
+        scale.set_title(labels.unit, fontsize=8.5)
+        return drawing(figure, f"maps-{section}", f"{section}: {labels.metric} by length and place")
+
+
+def _map_row(axes, y: int, row: Sequence[float], limits: tuple[float, float], mark: float | None):
+    """Draws the scores of one length as cells, and a line where training ended."""
+    edges = np.linspace(0.0, 1.0, len(row) + 1)
+    heights = y - 0.45, y + 0.45
+    cells = np.ma.masked_invalid([row])
+    axes.pcolormesh(
+        edges, heights, cells, vmin=limits[0], vmax=limits[1], cmap=_MAP, ec="face", lw=0.2
+    )
+    if mark and mark < 1:
+        axes.plot((mark, mark), heights, color=PALETTE[1], linewidth=1.6)
+
+
+def _small_multiples(count: int, height: float, across: int = 4):
+    """A figure of `count` axes side by side, with room at the right for a scale; inches."""
+    width, space, gap, left, bottom = 1.14, 0.2, 0.36, 0.5, 0.42
+    down = math.ceil(count / across)
+    size = left + across * (width + space) + 1.0, down * (height + gap) + bottom
+    figure = Figure(figsize=size)
+    figure.patch.set_alpha(0.0)
+    panels = []
+    for i in range(count):
+        x, y = left + i % across * (width + space), size[1] - (i // across + 1) * (height + gap)
+        axes = figure.add_axes((x / size[0], y / size[1], width / size[0], height / size[1]))
+        axes.patch.set_alpha(0.0)
+        axes.spines[:].set_visible(False)
+        axes.set_xlim(0.0, 1.0)
+        axes.set_xticks((0.0, 0.5, 1.0), ("0", "0.5", "1"))
+        axes.tick_params(labelleft=i % across == 0, labelbottom=i + across >= count)
+        panels.append(axes)
+    return figure, panels
+
+
+def curves(results: Results, section: str) -> str:
+    """Returns the plot of a section's training loss against steps."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"curves-{section}"}):
+        figure, axes = _figure()
+        styles, ends = looks(tables.schemes(results)), []
+        for scheme, row in tables.of_section(results, section).items():
+            curves = [result.curve for _, result in row.ended if result.curve]
+            if not curves:
+                continue
+            values = list(zip(*(curve["loss"] for curve in curves), strict=False))
+            steps, style = curves[0]["step"][: len(values)], (styles[scheme][0], "")
+            ends.append((*_line(axes, steps, values, style, "", True), tables.label(scheme)))
+        if not ends:
+            return ""
+        axes.set_xlabel("optimiser steps")
+        axes.set_ylabel("training loss in nats")
+        axes.set_xlim(left=0)
+        label_ends(axes, ends)
+        return drawing(figure, f"curves-{section}", f"{section}: training loss against steps")
+
+
+def cost(results: Results, section: str) -> str:
+    """Returns the plot of a section's scores at the trained length against the time of a step.
+
+    Times are relative to `none` if it ran.
+    """
+    times, rows = tables.step_times(results, section), tables.of_section(results, section)
+    mode, points = next(iter(tables.modes(results, section)), ""), {}
+    for scheme, row in rows.items():
+        score = row.scores(mode).get(row.runs[0].task.train_length)
+        if scheme in times and score and math.isfinite(value := mean(score.values)):
+            points[scheme] = times[scheme] / times.get("none", 1.0), value
+    if not points:
+        return ""
+    first, styles = next(iter(rows.values())), looks(tables.schemes(results))
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"cost-{section}", "axes.grid.axis": "both"}):
+        figure, axes = _figure()
+        for scheme, (x, y) in points.items():
+            colour, marker = styles[scheme]
+            axes.plot([x], [y], marker, color=colour, markersize=7.0, zorder=3)
+        axes.margins(0.08)
+        axes.set_xlim(axes.get_xlim())
+        for scheme, (x, y) in points.items():  # To the label.
+            edge = axes.get_xlim()[1]
+            axes.plot((x, edge), (y, y), color=styles[scheme][0], alpha=0.4, linewidth=0.8)
+        axes.set_xlabel(
+            f"time of a training step, {'relative to none' if 'none' in times else 'ms'}"
+        )
+        axes.set_ylabel(f"{first.labels.unit} at {first.runs[0].task.train_length}")
+        ends = [(*point, styles[s][0], 1.0, tables.label(s)) for s, point in points.items()]
+        label_ends(axes, ends)
+        title = f"{section}: {first.labels.metric} against time of a step"
+        return drawing(figure, f"cost-{section}", title)
+
+
+def differences(
+    rows: Mapping[str, Mapping[str, tuple[float, float, float]]],
+    unit: str,
+    title: str,
+    name: str = "differences",
+) -> str:
+    """Returns a plot of means with their intervals, a row per scheme, around zero.
+
+    Args:
+      rows: by scheme, then by size: mean, lower and upper bound (or NaN).
+      unit: of the numbers.
+      title: for readers who do not see it.
+      name: of the plot, unique on its page.
+    """
+    with mpl.rc_context({**STYLE, "svg.hashsalt": title, "axes.grid.axis": "both"}):
+        height = 0.85 + 0.34 * len(rows)
+        figure, axes = _figure(height, left=1.15, bottom=0.6, right=1.3)
+        kinds = tables.ordered(kind for row in rows.values() for kind in row)
+        for i, kind in enumerate(kinds):
+            colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
+            shown = {y: row[kind] for y, row in enumerate(rows.values()) if kind in row}
+            heights = [y + 0.2 * (i - (len(kinds) - 1) / 2) for y in shown]
+            means = [mean for mean, _, _ in shown.values()]
+            reach = [[max(m - low, 0.0), max(high - m, 0.0)] for m, low, high in shown.values()]
+            bars = np.nan_to_num(np.array(reach, float)).T.reshape(2, -1)
+            axes.errorbar(
+                means, heights, xerr=bars, fmt=marker, color=colour, label=kind, elinewidth=1.4
+            )
+        axes.set_yticks(range(len(rows)), [tables.label(name) for name in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.axvline(0.0, color=INK, linewidth=0.8, alpha=0.6)
+        axes.locator_params(axis="x", nbins=6)
+        axes.set_xlabel(unit)
+        if len(kinds) > 1:
+            figure.legend(loc="center right", frameon=False)
+        return drawing(figure, name, title)
+
+
+def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.8):
+    """A figure with room at the right for the labels of lines; sizes in inches."""
+    width = 6.2
+    figure = Figure(figsize=(width, height))
+    figure.patch.set_alpha(0.0)
+    size = (width - left - right) / width, (height - bottom - 0.15) / height
+    axes = figure.add_axes((left / width, bottom / height, *size))
+    axes.patch.set_alpha(0.0)
+    return figure, axes
+
+
+def _line(axes, x: Sequence[Any], values, look, variant, fitted: bool):
+    """Draws a line with a band from least to greatest seed; returns its end and its style."""
+    colour, marker = look
+    means = [mean(row) for row in values]
+    style = "-" if fitted and not variant else (":" if variant else "--")
+    alpha = 1.0 if fitted else 0.45
+    face = "none" if variant else colour
+    axes.plot(
+        x, means, style, color=colour, marker=marker, markerfacecolor=face, alpha=alpha, zorder=3
+    )
+    if any(len(row) > 1 for row in values):
+        low, high = [min(row) for row in values], [max(row) for row in values]
+        axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
+    real = [(a, b) for a, b in zip(x, means, strict=True) if math.isfinite(b)]
+    return (*(real[-1] if real else (x[-1], math.nan)), colour, alpha)
+
+
+def _length_ticks(axes, ticks: list[int], trained: set[int]):
+    """Ticks at the lengths, the training length marked; of two that are too close, one."""
+    shown: list[int] = []
+    for n in sorted(ticks, key=lambda n: (n not in trained, -n)):
+        if all(abs(math.log2(n / other)) >= 0.3 for other in shown):
+            shown.append(n)
+    names = [f"{n}\n(trained)" if n in trained else f"{n}" for n in shown]
+    axes.set_xticks(shown, names)
+    axes.set_xticks([], minor=True)
+    for n in trained:
+        axes.axvline(n, color=INK, linestyle=":", linewidth=1.0, alpha=0.6)
+
+
+def _common_limits(results: Results, section: str) -> tuple[float, float]:
+    """One range for all modes of a section, so that adjacent plots can be compared."""
+    values = [
+        value
+        for row in tables.of_section(results, section).values()
+        for mode, variant in row.views
+        for score in row.scores(mode, variant).values()
+        for value in score.values
+        if math.isfinite(value)
+    ]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    room = 0.05 * (high - low) or 0.1
+    return low - room, high + room
+
+
+def drawing(figure, name: str, title: str) -> str:
+    """Returns a figure as an <svg> element whose ids are unique on a page of many."""
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    svg = svg.replace(INK, "currentColor")
+    words = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
+
+
+def standalone(svg: str) -> str:
+    """Returns an <svg> element as the text of a file, in a colour for light and dark pages."""
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return svg.replace("<svg", f"<svg {spaces}", 1).replace("currentColor", "#7d8590") + "\n"

@@ -1,0 +1,1 @@
+"""Runs with their folders, queues, workers and states."""

@@ -1,0 +1,64 @@
+"""Versions, device, processor and cores, for results and benchmarks."""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+_VECTORS = ("avx512f", "avx2", "sve2", "sve", "asimd")  # The widest first.
+
+
+def environment() -> dict[str, Any]:
+    """Returns versions, device, processor and cores."""
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        **versions(PACKAGES),
+        "platform": platform.platform(),
+        "device": f"{device.platform}: {device.device_kind}",
+        "processor": processor(),
+        "cores": usable_cores(),
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Returns the versions of packages, "not installed" for missing ones."""
+    out = {}
+    for name in packages:
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            out[name] = "not installed"
+    return out
+
+
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the processor's name and its vector and matrix instructions, or the architecture.
+
+    On virtual machines the name may stand for a whole family, hence family and model.
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.machine()
+    facts = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    parts = [facts.get("model name", platform.machine())]
+    if "cpu family" in facts:
+        parts.append(f"family {facts['cpu family']} model {facts.get('model', '?')}")
+    flags = {*facts.get("flags", "").split(), *facts.get("Features", "").split()}
+    parts += [name for name in _VECTORS if name in flags][:1]
+    parts += ["amx_tile"] if "amx_tile" in flags else []
+    return ", ".join(parts)

@@ -1,0 +1,304 @@
+"""An experiment as a frozen dataclass: from a TOML file, with changes on the command line."""
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from experiments.errors import ConfigError
+from experiments.models.model import Position
+from experiments.models.schemes import build, find, import_object
+from experiments.runs.run import Run
+from experiments.settings.config_io import (
+    Parser,
+    convert,
+    field_help,
+    from_tables,
+    literal,
+    merge,
+    names,
+    near,
+    read_toml,
+    to_tables,
+)
+from experiments.tasks import TASKS, Task
+
+DEFAULT_TASKS = ("kback", "kth", "text")
+"""What a file without `tasks` runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Every scheme on every task, with the same data and the same initial parameters."""
+
+    name: str = "compare"
+    """Name of the folder of results."""
+    results: str = "results"
+    """Where folders of results are."""
+    seeds: PositiveInt = 1
+    """Seeds per scheme, paired across schemes."""
+    first_seed: NonNegativeInt = 0
+    """The first seed."""
+    schemes: tuple[str, ...] = ("none", "learned", "sinusoidal", "shaw", "t5", "alibi", "rope")
+    """Schemes to compare: names, chains such as rope+alibi, or package.module:object for a class,
+    a scheme, a tuple of layers or a function of your own."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of schemes by scheme; on the command line --schemes.t5.num-buckets."""
+    tasks: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: {name: TASKS[name]() for name in DEFAULT_TASKS}
+    )
+    """Tasks to run with their settings, by name."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return Path(self.results) / self.name
+
+    @property
+    def seed_list(self) -> list[int]:
+        """The seeds of each run."""
+        return list(range(self.first_seed, self.first_seed + self.seeds))
+
+    def plan(self) -> list[tuple[str, str]]:
+        """Returns all (task, scheme) pairs, in the order in which they run."""
+        return [(task, scheme) for task in self.tasks for scheme in self.schemes]
+
+    def run(self, task_name: str, scheme: str, seed: int) -> Run:
+        """Returns the run of a scheme on a task with a seed."""
+        task, options = self.tasks[task_name], self.options_of(task_name, scheme)
+        return Run(task, scheme, options, self.scheme(task_name, scheme), seed)
+
+    def all_runs(self) -> list[Run]:
+        """Returns the runs of all tasks, schemes and seeds, in order."""
+        return [self.run(task, name, s) for task, name in self.plan() for s in self.seed_list]
+
+    def options_of(self, task_name: str, scheme: str) -> dict[str, Any]:
+        """Returns the settings of a scheme for a task, by name of each part of a chain."""
+        task: Task = self.tasks[task_name]
+        parts = [part.strip() for part in scheme.split("+")]
+        options = {p: self.options.get(p, {}) | task.schemes.get(p, {}) for p in parts}
+        return {part: table for part, table in options.items() if table}
+
+    def scheme(self, task_name: str, scheme: str) -> Position:
+        """Returns a scheme, or one layer each, for the model of a task.
+
+        A default `max_distance` beyond the training length is reduced to it, since parameters of
+        longer distances would stay as they were initialised.
+
+        Raises:
+          ConfigError: for options that the scheme does not have, or values that it refuses.
+        """
+        task: Task = self.tasks[task_name]
+        sizes = {
+            "num_heads": task.model.num_heads,
+            "num_kv_heads": task.model.num_heads,
+            "head_dim": task.model.head_dim,
+            "model_dim": task.model.model_dim,
+            "num_layers": task.model.num_layers,
+            "max_length": task.num_coordinates,
+            "trained_length": task.train_length,
+        }
+        tables: dict[str, dict[str, Any]] = {}
+        for name in (part.strip() for part in scheme.split("+")):
+            options = self.options.get(name, {}), task.schemes.get(name, {})
+            tables |= {f"schemes.{name}": options[0], f"{task_name}.schemes.{name}": options[1]}
+            max_distance = {**options[0], **options[1]}.get("max_distance")
+            if isinstance(max_distance, int) and max_distance > task.train_length:
+                raise ConfigError(
+                    f"schemes.{name}.max_distance: {max_distance} exceeds "
+                    f"{task_name}.train_length = {task.train_length}, so its furthest distances "
+                    f"would never be trained; set {task_name}.schemes.{name}.max_distance"
+                )
+            default = getattr(find(name), "max_distance", None)
+            if max_distance is None and isinstance(default, int) and default > task.train_length:
+                tables[f"schemes.{name}"] = {**options[0], "max_distance": task.train_length}
+        return build(scheme, sizes, tables, f"task {task_name}")
+
+    def check(self) -> None:
+        """Raises ConfigError for invalid settings."""
+        if self.name in ("", "..") or Path(self.name).name != self.name:
+            raise ConfigError(f"name: must be the name of a folder, got {self.name!r}")
+        if not self.schemes or len(set(self.schemes)) != len(self.schemes):
+            raise ConfigError(f"schemes: must name some, each once, got {list(self.schemes)}")
+        for name in {part.strip() for scheme in self.schemes for part in scheme.split("+")}:
+            find(name)
+        _check_options("schemes", self.options)
+        for name, task in self.tasks.items():
+            task.check()
+            _check_options(f"{name}.schemes", task.schemes)
+        for task, scheme in self.plan():
+            self.scheme(task, scheme)
+
+    def to_tables(self) -> dict[str, Any]:
+        """Returns the tables of a file with these settings."""
+        return {name: getattr(self, name) for name in _SETTINGS} | {
+            "tasks": [_reference(type(task)) for task in self.tasks.values()],
+            "schemes": {"names": list(self.schemes), **self.options},
+            **{name: to_tables(task) for name, task in self.tasks.items()},
+        }
+
+
+_EPILOG = """\
+Defaults are those of the file. --quick applies its table [quick]. Settings of schemes:
+--schemes.t5.num-buckets 16, and for one task --text.schemes.t5.num-buckets 16.
+
+Of compare and train: --fresh removes the results of an earlier experiment of that name. --workers N
+runs at a time, --shard I/N for several machines, --minutes M as a limit. --mesh data=4,tensor=2
+uses all devices; axes are data (sequences), tensor (heads) and sequence (tokens). With it,
+--distributed uses the devices of several processes, which Slurm, Open MPI, Kubernetes or TPU pods
+start, or you do with --coordinator HOST:PORT --num-processes N --process-id I.
+"""
+_SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
+
+
+def _check_options(path: str, options: Mapping[str, Any]) -> None:
+    for name, table in options.items():
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{path}.{name}: must be a table of options, got {table!r}")
+        find(name)
+
+
+def _reference(task: type[Task]) -> str:
+    """The name by which `find_task` finds a task."""
+    known = TASKS.get(task.name) is task
+    return task.name if known else f"{task.__module__}:{task.__qualname__}"
+
+
+def find_task(name: str) -> type[Task]:
+    """Returns a task class.
+
+    Args:
+      name: a key of `experiments.tasks.TASKS`, or `package.module:Class`.
+
+    Raises:
+      ConfigError: if there is no such task.
+    """
+    if ":" not in name:
+        if name not in TASKS:
+            raise ConfigError(f"tasks: unknown task {name!r}{near(name, TASKS)}")
+        return TASKS[name]
+    task = import_object(name, "tasks")
+    if not (isinstance(task, type) and issubclass(task, Task) and task.name):
+        raise ConfigError(f"tasks: {name!r} is no subclass of Task with a name")
+    return task
+
+
+def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experiment:
+    """Returns the experiment that a file describes, unchecked.
+
+    Args:
+      tables: `tasks` names those to run, and a table of a task's name has its settings; the table
+        `schemes` has `names`, and a table of options for each scheme.
+      others: tasks that may have a table though they do not run.
+
+    Raises:
+      ConfigError: for unknown settings and wrong types.
+    """
+    tables = dict(tables)
+    run = convert(list[str], tables.pop("tasks", list(DEFAULT_TASKS)), "tasks")
+    if not run or len(set(run)) != len(run):
+        raise ConfigError(f"tasks: must name some, each once, got {run}")
+    known = _known([*others, *run])
+    running = [find_task(name).name for name in run]
+    if len(set(running)) != len(running):
+        raise ConfigError(f"tasks: two have one name, got {run}")
+    tasks = {n: from_tables(task, tables.pop(n, {}), n) for n, task in known.items()}
+    schemes = convert(dict[str, Any], tables.pop("schemes", {}), "schemes")
+    if "names" in schemes:
+        tables["schemes"] = schemes.pop("names")
+    _check_options("schemes", schemes)
+    hints = typing.get_type_hints(Experiment, include_extras=True)
+    for name in tables:
+        if name not in _SETTINGS:
+            hint = near(name, [*_SETTINGS, *known])
+            raise ConfigError(f"{name}: unknown setting of Experiment{hint}")
+    return Experiment(
+        **{name: convert(hints[name], value, name) for name, value in tables.items()},
+        options=schemes,
+        tasks={name: tasks[name] for name in running},
+    )
+
+
+def _known(references: Iterable[str]) -> dict[str, type[Task]]:
+    return TASKS | {task.name: task for task in map(find_task, references)}
+
+
+def load(
+    path: Path, arguments: Sequence[str] = (), *, quick: bool = False, program: str = ""
+) -> Experiment:
+    """Returns the checked experiment of a file with changes from the command line.
+
+    Args:
+      path: a TOML file.
+      arguments: such as `--seeds 3 --text.train.steps 800 --schemes.t5.num-buckets 16`.
+      quick: whether to apply the table [quick] of the file.
+      program: how the program was called, for its help.
+
+    Raises:
+      ConfigError: with a message of one line.
+      SystemExit: after printing help, if that was asked for.
+    """
+    tables = read_toml(path)
+    overlay = tables.pop("quick", None)
+    others = convert(list[str], tables.get("tasks", []), "tasks")
+    if quick:
+        if overlay is None:
+            raise ConfigError(f"{path}: has no table [quick], which --quick needs")
+        tables = merge(tables, overlay)
+    tables = merge(tables, _changes(from_file(tables, others), list(arguments), program))
+    experiment = from_file(tables, others)
+    experiment.check()
+    return experiment
+
+
+def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict[str, Any]:
+    """Returns the tables that the command line describes."""
+    tasks = Parser(add_help=False)
+    tasks.add_argument("--tasks", type=names, default=[])
+    named = tasks.parse_known_args(arguments)[0].tasks
+    parser = Parser(usage=f"{program} [settings]", description=Experiment.__doc__, epilog=_EPILOG)
+    parser.add_settings(experiment, "experiment")
+    parser.add_argument(
+        "--tasks",
+        type=names,
+        default=argparse.SUPPRESS,
+        metavar="A,B",
+        help=f"{field_help(Experiment)['tasks']} (default: {','.join(experiment.tasks)})",
+    )
+    running = {name: type(task) for name, task in experiment.tasks.items()}
+    asked = {"-h", "--help"} & set(arguments)  # The help is on the tasks that run.
+    others = {task.name: task for task in map(find_task, named)} if asked else _known(named)
+    for name, task in (others | running).items():
+        parser.add_settings(experiment.tasks.get(name, task()), f"task {name}", f"{name}.")
+    known, unknown = parser.parse_known_args(arguments)
+    # Options of schemes, and unknown flags, which `from_file` refuses.
+    more = Parser(add_help=False)
+    for flag in dict.fromkeys(a.partition("=")[0] for a in unknown if a.startswith("--")):
+        more.add_argument(flag, dest=flag.removeprefix("--"), type=literal, nargs="?", const="")
+    out: dict[str, Any] = {}
+    for flag, value in {**vars(known), **vars(more.parse_args(unknown))}.items():
+        for key in reversed(_path(flag)):
+            value = {key: value}
+        out = merge(out, value)
+    return out
+
+
+def _path(flag: str) -> list[str]:
+    """Returns the path of a flag in the tables.
+
+    >>> _path("text.train.batch"), _path("text.schemes.mypkg.mine:My.rate-of-x")
+    (['text', 'train', 'batch'], ['text', 'schemes', 'mypkg.mine:My', 'rate_of_x'])
+    """
+    if flag == "schemes":
+        return ["schemes", "names"]
+    head, schemes, tail = flag.partition("schemes.")
+    if not schemes:
+        return flag.replace("-", "_").split(".")
+    scheme, _, option = tail.rpartition(".")
+    if not scheme:
+        raise ConfigError(f"--{flag}: write --schemes.<scheme>.<option> <value>")
+    return [*head.split(".")[:-1], "schemes", scheme, option.replace("-", "_")]

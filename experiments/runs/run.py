@@ -1,0 +1,462 @@
+"""Single runs: a scheme on a task with one seed, in a folder named by the hash of its settings.
+
+result.json       scores and provenance; written once, when the run has ended
+checkpoints/      states of training, about one a minute, until the run has ended; the latest two
+parameters.npz    trained parameters, if `train` keeps them or another run begins with them
+
+A run that was stopped at any time continues from its checkpoint with equal bits. Only result.json
+is worth committing.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from experiments.errors import ResultsError
+from experiments.models.model import Position, initialize, seed_keys
+from experiments.runs.checkpoints import (
+    Deadline,
+    OrbaxCheckpoint,
+    OutOfTime,
+    read_arrays,
+    write_arrays,
+)
+from experiments.runs.environment import environment
+from experiments.runs.files import locked, to_json, write_whole
+from experiments.settings.config_io import convert, to_tables
+from experiments.tasks.base import Data, Evaluation
+from experiments.training import mesh as on_mesh
+from experiments.training.train import Trained, train
+
+VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "device")
+"""Entries of the environment that must be equal where runs are compared."""
+_POINTS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The content of result.json.
+
+    Attributes:
+      settings: of the run, all of them.
+      status: "done", or "diverged" where the loss was not finite.
+      scores: by view (`Task.views`), then by length.
+      places: of the first view, by length, as `Evaluation.places` has them.
+      curve: some points of the curve of the loss, "step" and "loss".
+      environment: versions and the machine.
+      commit: of the code, with a plus where files differed from it.
+      finished: when, ISO 8601.
+    """
+
+    settings: dict[str, Any]
+    status: str
+    scheme_repr: str
+    environment: dict[str, Any]
+    commit: str
+    finished: str
+    error: str | None = None
+    parameters: int | None = None
+    memory_bytes: int | None = None
+    fitted: bool = False
+    fit_rule: str = ""
+    scores: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
+    places: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
+    curve: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
+    compile_seconds: float = 0.0
+    train_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions that must be equal where runs are compared."""
+        return tuple(f"{name} {self.environment.get(name)}" for name in VERSIONS)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it was trained on a CPU."""
+        return str(self.environment.get("device")).startswith("cpu")
+
+    @property
+    def seconds(self) -> float:
+        """Time of training: CPU time on CPUs, which other programs disturb less, or wall time."""
+        return self.cpu_seconds if self.on_cpu else self.train_seconds
+
+    @property
+    def processor(self) -> str:
+        """The name of the processor."""
+        return str(self.environment.get("processor"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A scheme on a task with one seed.
+
+    Attributes:
+      task: the task, or settings of a benchmark.
+      scheme: the name of the scheme in settings.
+      options: settings of the scheme.
+      position: the scheme, or its layers.
+      seed: of parameters and data.
+      start: the run whose trained parameters this one begins with, None for new ones.
+    """
+
+    task: Any
+    scheme: str
+    options: dict[str, Any] = dataclasses.field(hash=False)
+    position: Position
+    seed: int
+    start: "Run | None" = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, of JSON's types."""
+        task = {k: v for k, v in to_tables(self.task).items() if k != "schemes"}
+        settings = {
+            "task": self.task.name,
+            "scheme": self.scheme,
+            "options": self.options,
+            "seed": self.seed,
+            self.task.name: task,
+        }
+        return settings | ({"start": self.start.settings} if self.start else {})
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The name of the folder: task, scheme, seed, and a hash of all settings."""
+        text = json.dumps(self.settings, sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        scheme = re.sub(r"[^\w.+-]", "-", self.scheme.rpartition(":")[2])
+        return f"{self.task.name}-{scheme}-s{self.seed}-{digest}"
+
+    @property
+    def batches_before(self) -> int:
+        """The number of batches on which the initial parameters were trained."""
+        return self.start.batches_before + self.start.task.train.steps if self.start else 0
+
+    @functools.cached_property
+    def program(self) -> str:
+        """Identifies the compiled program, which runs with other seeds and rates share."""
+        train = {"learning_rate": 1.0, "scheme_rate": 1.0}
+        task = dataclasses.replace(self.task, train=dataclasses.replace(self.task.train, **train))
+        return dataclasses.replace(self, task=task, seed=0, start=None).name
+
+    @property
+    def root(self) -> "Run":
+        """The run without a start from which this one descends."""
+        return self.start.root if self.start else self
+
+    def train(self, data: Data, **options: Any) -> Trained | None:
+        """Trains the model; for options see `train.train`."""
+        before = self.batches_before
+        return train(
+            self.task, self.position, [self.seed], data.train, batches_before=before, **options
+        )
+
+    def measure(self, trained: Any, data: Data) -> dict[str, Any]:
+        """Returns the entries of a result that training and evaluation determine."""
+        every = max(1, len(trained.curve["step"]) // _POINTS)
+        points = slice(every - 1, None, every)
+        return self.evaluate(trained.params, data) | {
+            "parameters": trained.parameters,
+            "memory_bytes": trained.memory,
+            "curve": {
+                "step": trained.curve["step"][points],
+                "loss": [x for (x,) in trained.curve["loss"][points]],
+            },
+            "compile_seconds": round(trained.compile_seconds, 2),
+            "train_seconds": round(trained.train_seconds, 2),
+            "cpu_seconds": round(trained.cpu_seconds, 2),
+        }
+
+    def evaluate(self, params: Any, data: Data) -> dict[str, Any]:
+        """Returns the entries of a result that the evaluation determines.
+
+        Args:
+          params: trained parameters, leaves [1, ...].
+          data: of the task.
+        """
+        task = self.task
+        evaluations = task.evaluate(self.position, params, [self.seed], data)
+        return {
+            "fitted": task.fitted(evaluations, data),
+            "fit_rule": task.fit_rule(data),
+            "scores": _scores(evaluations),
+            "places": _places(evaluations, task.views[0]),
+        }
+
+
+class RunFolder:
+    """The folder of a run.
+
+    Args:
+      parent: the folder of folders of runs.
+      run: the run.
+    """
+
+    def __init__(self, parent: Path, run: Run):
+        self.run = run
+        self.path = parent / run.name
+
+    def result(self) -> Result | None:
+        """Returns the result; None if the run has not ended.
+
+        Raises:
+          ResultsError: if it cannot be read, or has the settings of another run.
+        """
+        result = _read(self.path / "result.json")
+        if result and result.settings != self.run.settings:
+            raise ResultsError(
+                f"{self.path / 'result.json'}: has other settings than its name says"
+            )
+        return result
+
+    def forget(self) -> None:
+        """Removes the result, the states and the parameters."""
+        for name in ("result.json", "parameters.npz"):
+            (self.path / name).unlink(missing_ok=True)
+        OrbaxCheckpoint(self.path / "checkpoints", Deadline(), print).remove()
+
+    def missing(self, keep: bool) -> bool:
+        """Returns whether the run has no result or, with `keep`, no parameters."""
+        result = self.result()
+        if result is None or not keep or result.status != "done":
+            return result is None
+        return self._parameters() is None
+
+    def carry_out(
+        self,
+        say: Callable[[str], None] = lambda line: None,
+        deadline: Deadline | None = None,
+        keep: bool = False,
+        mesh: jax.sharding.Mesh | None = None,
+        report: Callable[[int, list[float]], None] = lambda step, loss: None,
+    ) -> Result:
+        """Returns the result, of an earlier call or of training and evaluation now.
+
+        Args:
+          say: shows a line.
+          deadline: when to stop; default: never.
+          keep: whether the trained parameters must be there afterwards.
+          mesh: devices to train on; default: one.
+          report: called with the step and the loss during training.
+
+        Raises:
+          OutOfTime: at the deadline; the next call continues.
+          ResultsError: if another process works in the folder, or it cannot be written.
+        """
+        deadline = Deadline() if deadline is None else deadline
+        with locked(self.path):
+            before = self.result()
+            if before and not self.missing(keep):
+                return before
+            params = None
+            if self.run.start:
+                parent = RunFolder(self.path.parent, self.run.start)
+                result = parent.carry_out(say, deadline, True, mesh, report)
+                if result.status != "done":
+                    return before or self._write("diverged", error="the run before it diverged")
+                params = parent.parameters()
+            if deadline.over():
+                raise OutOfTime
+            checkpoint = None
+            if jax.process_count() == 1:  # Otherwise all processes would have to write.
+                checkpoint = OrbaxCheckpoint(self.path / "checkpoints", deadline, say)
+            data = load_data(self.run.task)
+            on_mesh.tell_others((self.run, params))
+            options = {"params": params, "report": report, "mesh": mesh, "checkpoint": checkpoint}
+            result = self._train(before, data, keep, options)
+            if checkpoint:
+                checkpoint.remove()
+            return result
+
+    def _train(
+        self, before: Result | None, data: Data, keep: bool, options: dict[str, Any]
+    ) -> Result:
+        try:
+            trained = self.run.train(data, **options)
+        except FloatingPointError as error:
+            return before or self._write("diverged", error=str(error))
+        if keep and trained:
+            arrays = {name: np.asarray(x) for name, x in named(trained.params).items()}
+            write_arrays(self.path / "parameters.npz", arrays)
+        if before:
+            return before
+        mesh = options["mesh"]
+        facts = {**data.facts, **({"mesh": on_mesh.describe(mesh)} if mesh else {})}
+        return self._write("done", facts, **self.run.measure(trained, data))
+
+    def evaluate(self, data: Data) -> Result:
+        """Measures the kept parameters again, and replaces the scores.
+
+        Raises:
+          ResultsError: if there are no parameters, or they cannot be read.
+        """
+        params, file = self.parameters(), self._parameters()
+        assert file is not None
+        with locked(self.path):
+            measured = self.run.evaluate(params, data)
+            before = _read(file.parent / "result.json")
+            if before is None:
+                raise ResultsError(f"{file.parent}: holds no result; train again")
+            return self._put(dataclasses.replace(before, settings=self.run.settings, **measured))
+
+    def parameters(self) -> Any:
+        """Returns the kept parameters, leaves [1, ...].
+
+        Raises:
+          ResultsError: if there are none, or they cannot be read.
+        """
+        run, file = self.run, self._parameters()
+        if file is None:
+            raise ResultsError(
+                f"{self.path.parent}: holds no parameters of {run.scheme} on {run.task.name} with "
+                "these settings; make them with `python -m experiments train`"
+            )
+        arrays, like = read_arrays(file), _new_parameters(run)
+        if arrays is None:
+            raise ResultsError(f"{file}: cannot be read; remove it and train again")
+        if (other := _first_difference(arrays, named(like))) is not None:
+            raise ResultsError(f"{file}: holds another model: {other}")
+        return jax.tree.unflatten(jax.tree.structure(like), [arrays[n] for n in named(like)])
+
+    def _parameters(self) -> Path | None:
+        """Returns the file of parameters, of this run or of one with the same training."""
+        file, run = self.path / "parameters.npz", self.run
+        if file.exists():
+            return file
+        training = _training(run.settings, run.task)
+        for other in sorted(self.path.parent.glob(f"{run.name.rpartition('-')[0]}-*/{file.name}")):
+            result = _read(other.parent / "result.json")
+            if result and _training(result.settings, run.task) == training:
+                return other
+        return None
+
+    def _write(
+        self, status: str, facts: Mapping[str, str] | None = None, **measured: Any
+    ) -> Result:
+        result = Result(
+            settings=self.run.settings,
+            status=status,
+            scheme_repr=repr(self.run.position),
+            environment=here() | dict(facts or {}),
+            commit=commit(),
+            finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **measured,
+        )
+        return self._put(result)
+
+    def _put(self, result: Result) -> Result:
+        write_whole(self.path / "result.json", text(result))
+        return result
+
+
+def _read(file: Path) -> Result | None:
+    """Returns the result in a file; None if there is no file."""
+    try:
+        return convert(Result, json.loads(file.read_text(encoding="utf-8")), "")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ResultsError(f"{file}: cannot be read: {error}") from None
+
+
+def _training(settings: dict[str, Any], task: Any) -> dict[str, Any]:
+    """Returns the settings of a run that its training depends on."""
+    table = {k: v for k, v in settings[task.name].items() if k not in task.measure_settings}
+    return settings | {task.name: table}
+
+
+@functools.lru_cache(maxsize=8)
+def load_data(task: Any) -> Data:
+    """Returns the data of a task, loaded once."""
+    return task.load()
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds in words.
+
+    >>> duration(8.4), duration(75), duration(3700)
+    ('8 s', '1 min 15 s', '1 h 1 min')
+    """
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:d} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
+
+
+def here() -> dict[str, Any]:
+    """Returns versions and the machine, as results have them."""
+    return {k: v for k, v in environment().items() if k != "platform"}
+
+
+def text(result: Result) -> str:
+    """Returns a result as JSON, with lists on one line each."""
+    words = to_json(dataclasses.asdict(result), indent=1)
+    return re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), words) + "\n"
+
+
+def _new_parameters(run: Run) -> Any:
+    keys = seed_keys([run.seed], "parameters")
+    task = run.task
+    return jax.eval_shape(lambda k: initialize(task.model, run.position, task.vocab_size, k), keys)
+
+
+def named(params: Any) -> dict[str, Any]:
+    """Returns the leaves by their paths, such as blocks/0/up/kernel/value."""
+    leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(params))
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def _first_difference(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> str | None:
+    """Returns in words the first array that two sets do not share, None if there is none."""
+    for name in sorted(arrays.keys() | like.keys()):
+        shapes = [x[name].shape if name in x else "nothing" for x in (arrays, like)]
+        if shapes[0] != shapes[1]:
+            return f"{name} is {shapes[0]}, expected {shapes[1]}"
+    return None
+
+
+def _scores(evaluations: list[Evaluation]) -> dict[str, dict[str, float | None]]:
+    """Returns scores of one seed by view and length."""
+    scores: dict[str, dict[str, float | None]] = {}
+    for e in evaluations:
+        scores.setdefault(e.variant or e.mode, {})[str(e.length)] = e.values[0]
+    return scores
+
+
+def _places(evaluations: list[Evaluation], view: str) -> dict[str, list[float | None]]:
+    """Returns the scores of a view by place in the row, by length."""
+    shown = (e for e in evaluations if (e.variant or e.mode) == view)
+    return {str(e.length): e.places for e in shown if e.places}
+
+
+@functools.cache
+def commit() -> str:
+    """Returns the commit of the code and settings, with a plus where files differ from it.
+
+    Later calls return the result of the first. Outside a repository it is "unknown".
+    """
+    root = Path(__file__).parents[2]
+
+    def git(*words: str) -> str:
+        call = ["git", "-C", str(root), *words]
+        return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "experiments", "posenc_jax", "configs")
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,62 @@
+"""Experiments of earlier calls, and models with the parameters that `train` has kept."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from experiments.errors import ConfigError, ResultsError
+from experiments.models.model import LanguageModel, Position, structure
+from experiments.runs.experiment import Experiment, load
+from experiments.runs.run import RunFolder
+from experiments.settings.config_io import near
+from experiments.tasks import Task
+
+
+def refuse_earlier_versions(folder: Path) -> None:
+    """Raises ResultsError if a folder of results was written before runs had folders."""
+    if folder.exists() and not folder.is_dir():
+        raise ResultsError(f"{folder}: is not a folder; choose another --name")
+    if (folder / "results.json").exists():
+        raise ResultsError(
+            f"{folder / 'results.json'}: cannot be read: an earlier version wrote it; choose "
+            "another --name, or run compare or train with --fresh to begin anew"
+        )
+
+
+def experiment_of(folder: Path) -> Experiment:
+    """Returns the experiment whose results a folder holds.
+
+    Raises:
+      ConfigError: if it holds none.
+      ResultsError: if an earlier version wrote them.
+    """
+    refuse_earlier_versions(folder)
+    if not (folder / "config.toml").exists():
+        raise ConfigError(
+            f"{folder}: holds no results; make them with "
+            "`python -m experiments train --tasks text --name mine`"
+        )
+    experiment = load(folder / "config.toml")
+    return dataclasses.replace(experiment, results=str(folder.parent), name=folder.name)
+
+
+def parameters(experiment: Experiment, task: str, scheme: str) -> nnx.State:
+    """Returns the kept parameters of the first seed.
+
+    Raises:
+      ConfigError: if the scheme is not one of the experiment's.
+      ResultsError: if its parameters were not kept.
+    """
+    if scheme not in experiment.schemes:
+        raise ConfigError(f"scheme: {scheme!r} is not there{near(scheme, experiment.schemes)}")
+    run = experiment.run(task, scheme, experiment.first_seed)
+    params = RunFolder(experiment.folder, run).parameters()
+    return jax.tree.map(lambda x: jnp.asarray(x[0]), params)
+
+
+def model(task: Task, position: Position, params: nnx.State) -> LanguageModel:
+    """Returns a model with parameters and any scheme that these fit."""
+    return nnx.merge(structure(task.model, position, task.vocab_size), params)

@@ -1,0 +1,1 @@
+"""Settings: tables of TOML and flags as frozen dataclasses."""

@@ -1,0 +1,224 @@
+"""Settings from TOML files and the command line, read by libraries.
+
+* `tomllib` parses TOML and `tomli_w` writes it.
+* `pydantic` turns tables into frozen dataclasses: it is strict (no "3" for 3), takes dataclasses
+  as they are, and its errors are data (path, kind, value), from which one line can be made.
+  (msgspec ignores unknown names of dataclasses; cattrs needs a hook per type to be strict.)
+* `argparse` reads every command line: it reports errors to a method (`Parser.error`), so that
+  they end as one line too. `docstring_parser` finds the help of a setting below its field.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import json
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import docstring_parser
+import pydantic
+
+from experiments.errors import ConfigError
+
+T = TypeVar("T")
+STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+"""The `__pydantic_config__` of a dataclass of settings."""
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Returns a hint for an unknown name: the closest known one, or all of them.
+
+    >>> near("d_modle", ["model_dim", "num_heads"])
+    "; did you mean 'model_dim'?"
+    """
+    known = list(known)
+    folded = {_sorted_words(k): k for k in known}
+    match = difflib.get_close_matches(name, known, 1)
+    match = match or [
+        folded[m] for m in difflib.get_close_matches(_sorted_words(name), folded, 1, 0.5)
+    ]
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known) or 'none'}"
+
+
+def _sorted_words(name: str) -> str:
+    """The words of a name in alphabetical order, so that d_model is near model_dim."""
+    return "_".join(sorted(name.lower().replace("-", "_").split("_")))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns the tables of a TOML file.
+
+    Raises:
+      ConfigError: if the file is missing, unreadable or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def to_tables(settings: Any) -> dict[str, Any]:
+    """Returns a dataclass as nested tables of JSON's types (tuples become lists)."""
+    return json.loads(json.dumps(dataclasses.asdict(settings)))
+
+
+def from_tables(cls: type[T], tables: Any, path: str = "") -> T:
+    """Returns `cls(**tables)`, with nested dataclasses and defaults for missing settings.
+
+    Args:
+      cls: a dataclass with `__pydantic_config__ = STRICT`.
+      tables: its settings.
+      path: where the tables are, for messages.
+
+    Raises:
+      ConfigError: for an unknown name or a value of another type.
+    """
+    if isinstance(tables, Mapping):
+        tables = merge(to_tables(cls()), tables)
+    return convert(cls, tables, path)
+
+
+_adapter = functools.cache(pydantic.TypeAdapter)
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """Returns a value from a table as the annotated type: lists as tuples, integers as floats.
+
+    Raises:
+      ConfigError: for a value of another type.
+    """
+    try:
+        # In JSON mode strict types match TOML; in Python mode lists are no tuples.
+        return _adapter(hint).validate_json(json.dumps(value), strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+    except (TypeError, pydantic.PydanticSchemaGenerationError) as error:
+        raise ConfigError(f"{path}: cannot be set to {value!r}: {error}") from None
+    unknown = first["type"] == "unexpected_keyword_argument"
+    *parts, name = first["loc"] if unknown else (*first["loc"], None)
+    for key in parts:
+        if isinstance(key, int):
+            path += f"[{key}]"
+        elif key in _names(hint):  # Names of the alternatives of a union are no part of the path.
+            path += f".{key}" if path else key
+            hint = typing.get_type_hints(hint)[key]
+    if unknown:
+        setting = f"{path}.{name}" if path else name
+        raise ConfigError(
+            f"{setting}: unknown setting of {hint.__name__}{near(str(name), _names(hint))}"
+        )
+    rule = first["msg"].replace("Input should be", "must be")
+    rule = rule.replace("an object", "a table").replace("array", "list")
+    raise ConfigError(f"{path}: {rule}, got {first['input']!r:.80}")
+
+
+def _names(hint: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(hint)] if dataclasses.is_dataclass(hint) else []
+
+
+def merge(table: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `table` with the settings of `over` in their places.
+
+    >>> merge({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"c": 4}})
+    {'a': 1, 'b': {'c': 4, 'd': 3}}
+    """
+    out = dict(table)
+    for key, value in over.items():
+        inner = out.get(key)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        out[key] = merge(inner, value) if both else value
+    return out
+
+
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested tables as one, with dotted names.
+
+    >>> flatten({"seeds": 1, "kback": {"train": {"steps": 300}}})
+    {'seeds': 1, 'kback.train.steps': 300}
+    """
+    out: dict[str, Any] = {}
+    for key, value in tables.items():
+        inner = isinstance(value, Mapping)
+        out |= flatten(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return out
+
+
+def literal(text: str) -> Any:
+    """Returns a value written as in TOML; other text is a string.
+
+    >>> literal("16"), literal("1e-3"), literal("false"), literal("[1, 2]"), literal("log_n")
+    (16, 0.001, False, [1, 2], 'log_n')
+    """
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def names(text: str) -> list[str]:
+    """Returns the parts between commas, stripped.
+
+    >>> names("rope, alibi,")
+    ['rope', 'alibi']
+    """
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line without abbreviations, whose errors are `ConfigError`."""
+
+    def __init__(self, **options: Any):
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the error in place of printing it and the usage."""
+        raise ConfigError(message)
+
+    def add_settings(self, settings: Any, title: str, prefix: str = "") -> None:
+        """Adds a flag for each field of a dataclass, nested ones as `--<field>.<inner>`."""
+        group = self.add_argument_group(title)
+        helps = field_help(type(settings))
+        for name, hint in typing.get_type_hints(type(settings)).items():
+            value = getattr(settings, name)
+            if dataclasses.is_dataclass(hint):
+                self.add_settings(value, f"{title}.{name}", f"{prefix}{name}.")
+            elif name in _names(settings) and typing.get_origin(hint) not in (dict, Mapping):
+                items = typing.get_origin(hint) is tuple
+                shown = ",".join(map(str, value)) if items else value
+                group.add_argument(
+                    f"--{prefix}{name}".replace("_", "-"),
+                    dest=f"{prefix}{name}",
+                    default=argparse.SUPPRESS,
+                    type=_from_text(hint),
+                    metavar="A,B" if items else hint.__name__.upper(),
+                    help=f"{helps.get(name, '')} (default: {shown})".replace("%", "%%"),
+                )
+
+
+def _from_text(hint: Any) -> Any:
+    """Returns a parser of text for a field; `convert` checks the type later."""
+    if typing.get_origin(hint) is not tuple:
+        return str if hint is str else literal
+    item = _from_text(typing.get_args(hint)[0])
+    return lambda text: [item(part) for part in names(text)]
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """Returns the docstrings of the fields of a dataclass and its bases."""
+    helps: dict[str, str] = {}
+    for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
+        helps |= _help_of_class(base)
+    return helps
+
+
+@functools.cache
+def _help_of_class(cls: type) -> dict[str, str]:
+    fields = docstring_parser.parse_from_object(cls).params
+    return {field.arg_name: " ".join((field.description or "").split()) for field in fields}

@@ -1,0 +1,143 @@
+"""The blocks of arrays of tokens in VMEM.
+
+Heads come before tokens, [B, N, T, H]: XLA writes the products that make q, k and v, and
+rotations of them, in that order. [B, T, N * H] would be a copy.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.elements import Element
+from posenc_jax.engine.operands import Operands
+from posenc_jax.engine.tpu.spec import TPUSpec
+from posenc_jax.engine.tpu.strip import LANES
+
+BlockIndex = Callable[..., tuple[Any, Any, Any]]
+"""Maps grid indices to the row of the batch, the head and the block of tokens."""
+
+
+def input_specs(
+    spec: TPUSpec,
+    x: Operands,
+    blocks: Blocks,
+    queries: BlockIndex,
+    keys: BlockIndex,
+    keys_of_query_head: BlockIndex,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the operands that both passes read, and their block specs, by name.
+
+    Args:
+      spec: the static part.
+      x: the operands.
+      blocks: queries and keys per tile.
+      queries, keys: the blocks of q, and of k and v.
+      keys_of_query_head: the blocks of arrays [B, N, ..., S].
+    """
+    arrays: dict[str, Any] = {"q": x.q, "k": x.k, "v": x.v}
+    arrays |= {"rows": x.rows, "columns": x.columns, "elements": x.elements}
+    specs: dict[str, Any] = {
+        "q": matrix_spec(x.q, blocks.q, queries),
+        "k": matrix_spec(x.k, blocks.k, keys),
+        "v": matrix_spec(x.v, blocks.k, keys),
+        "rows": jax.tree.map(lambda y: row_spec(y, blocks.q, queries), x.rows),
+        "columns": jax.tree.map(lambda y: row_spec(y, blocks.k, keys), x.columns),
+    }
+    of_queries, of_keys = (blocks.q, queries), (blocks.k, keys_of_query_head)
+    specs["elements"] = element_specs(x.elements, spec.heads, of_queries, of_keys)
+    if x.dropped is not None:
+        arrays["dropped"] = x.dropped
+        specs["dropped"] = feature_spec(x.dropped, blocks.q, queries)
+    return arrays, specs
+
+
+def matrix_spec(x: Any, block: int, index: BlockIndex) -> pl.BlockSpec:
+    """Returns the block spec of an array [B, N, T, H]."""
+    return pl.BlockSpec((None, None, block, x.shape[3]), lambda *grid: (*index(*grid), 0))
+
+
+def row_spec(x: Any, block: int, index: BlockIndex) -> pl.BlockSpec:
+    """Returns the block spec of an array [B or 1, 1, T]."""
+
+    def row(*grid):
+        b, _, n = index(*grid)
+        return (0 if x.shape[0] == 1 else b), 0, n
+
+    return pl.BlockSpec((None, 1, block), row)
+
+
+def feature_spec(x: Any, block: int, index: BlockIndex, group: int = 1) -> pl.BlockSpec:
+    """Returns the block spec of an array [B, N, F, T], or [B, N / group, F, T]."""
+
+    def columns(*grid):
+        b, head, n = index(*grid)
+        return b, jax.lax.div(head, jnp.int32(group)), 0, n
+
+    return pl.BlockSpec((None, None, x.shape[2], block), columns)
+
+
+def squeezed_spec(shape: tuple[int, ...], index: Callable) -> pl.BlockSpec:
+    """Returns blocks that are whole but for the first two axes, which they lack."""
+    return pl.BlockSpec((None, None, *shape[2:]), index)
+
+
+def element_specs(
+    elements: tuple[Element, ...],
+    heads: int,
+    queries: tuple[int, BlockIndex],
+    keys: tuple[int, BlockIndex],
+) -> tuple[Element, ...]:
+    """Returns the block specs of the arrays of elements, in their places.
+
+    Args:
+      elements: the terms.
+      heads: N.
+      queries, keys: the block size and the index map, by query head.
+    """
+
+    def specs(element):
+        return dataclasses.replace(
+            element,
+            scalars=tuple(pl.BlockSpec(memory_space=pltpu.SMEM) for _ in element.scalars),
+            q_scalars=tuple(feature_spec(y, *queries) for y in element.q_scalars),
+            k_scalars=tuple(
+                feature_spec(y, *keys, group=heads // y.shape[1]) for y in element.k_scalars
+            ),
+        )
+
+    return tuple(map(specs, elements))
+
+
+def check_memory(description: str, limit: int, scratch: Any, arrays: Any, specs: Any) -> None:
+    """Raises `NotImplementedError` if a kernel needs more VMEM than `limit` bytes.
+
+    Args:
+      description: the pass and its sizes, for the message.
+      limit: bytes.
+      scratch: pytree of the types of scratch memory.
+      arrays, specs: pytrees of arrays and of their blocks; two blocks are in memory at a time.
+    """
+
+    def size(shape, dtype):
+        *outer, rows, columns = (1, *(n for n in shape if n is not None))
+        padded = -(-rows // 8) * 8 * -(-columns // LANES) * LANES
+        return math.prod(outer) * padded * jnp.dtype(dtype).itemsize
+
+    def block(spec, x):
+        return 0 if spec.block_shape is None else 2 * size(spec.block_shape, x.dtype)
+
+    sizes = jax.tree.leaves(jax.tree.map(block, specs, arrays))
+    sizes += [size(x.shape, x.dtype) for x in jax.tree.leaves(scratch)]
+    if sum(sizes) > limit:
+        raise NotImplementedError(
+            f'attention: implementation="pallas": {description} needs {sum(sizes) >> 20} MiB of '
+            f"VMEM and may use {limit >> 20}; shard the sequence (posenc_jax.sharding), or use "
+            'implementation="xla".'
+        )

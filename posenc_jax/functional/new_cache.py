@@ -1,0 +1,122 @@
+"""Empty caches for attention with a scheme."""
+
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from posenc_jax.cache.kv_cache import KVCache
+from posenc_jax.checks import require
+from posenc_jax.functional.arguments import check_hooks
+from posenc_jax.functional.pipeline import Pipeline, Projections
+from posenc_jax.schemes.scheme import Params, Scheme
+
+
+class CacheOptions(TypedDict, total=False):
+    """Arguments of `new_cache` that attention layers pass on."""
+
+    coordinates: jax.Array | jax.ShapeDtypeStruct | None
+    ring: bool
+    max_rewind: int
+    qkv_sharding: PartitionSpec | None
+
+
+def new_cache(
+    scheme: Scheme,
+    batch: int,
+    capacity: int,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int | None = None,
+    value_dim: int | None = None,
+    model_dim: int | None = None,
+    dtype: Any = jnp.float32,
+    coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
+    ring: bool = False,
+    max_rewind: int = 0,
+    qkv_sharding: PartitionSpec | None = None,
+    params: Params | None = None,
+) -> KVCache:
+    """Returns an empty cache for `scheme_attention` with this scheme.
+
+    Args:
+      scheme: the position encoding; its hooks determine the arrays of the cache.
+      batch: B.
+      capacity: number of slots for the tokens of a row; padding takes none. A ring needs
+        window + tokens per call - 1 + sink tokens.
+      num_heads: N.
+      head_dim: H.
+      num_kv_heads: K. Default: N.
+      value_dim: V, the head dim of v. Default: H.
+      model_dim: D, for schemes that read `x`.
+      dtype: of k and v.
+      coordinates: an array or shape [T], [B, T] or [A, B, T] with the axes and the kind of
+        numbers of the coordinates of calls: integers, or real numbers for float32. Default: calls
+        give positions only.
+      ring: whether a full cache overwrites its oldest slots; needs a window.
+      max_rewind: the most tokens that `rewind` of the cache takes back at once, if the scheme
+        has a running state; other schemes take back any number.
+      qkv_sharding: on explicit mesh axes, how q, k and v [B, T, heads, H] are sharded, as in
+        `nnx.MultiHeadAttention`; all arrays of the cache follow. Needs `jax.set_mesh`.
+      params: the scheme's parameters, if they are sharded on explicit mesh axes: features and
+        states in the cache are sharded as the hooks return them.
+
+    Raises:
+      ValueError: without `model_dim` for a scheme that reads `x`, and for invalid sizes.
+
+    >>> import posenc_jax as pe
+    >>> cache = pe.new_cache(pe.RoPE(head_dim=8), 2, 16, num_heads=4, head_dim=8)
+    >>> cache.k.shape
+    (2, 16, 4, 8)
+    """
+    check_hooks("new_cache", scheme)
+    require(
+        model_dim is not None or not scheme.traits.reads_x,
+        f"new_cache: {scheme!r} reads x, so the cache needs model_dim.",
+    )
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    spec = () if qkv_sharding is None else tuple(qkv_sharding)
+
+    def array(sizes, dtype, spec):
+        if qkv_sharding is None:
+            return jax.ShapeDtypeStruct(sizes, dtype)
+        spec = PartitionSpec(*spec, *(None,) * (len(sizes) - len(spec)))
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    def heads(count, size):
+        return array((batch, 1, count, size), dtype, spec)
+
+    lead, real = (), False
+    if coordinates is not None:
+        lead, real = coordinates.shape[:-2], jnp.issubdtype(coordinates.dtype, jnp.floating)
+    dtype_of_coordinates = jnp.float32 if real else jnp.int32
+    encoded = array((*lead, batch, 1), dtype_of_coordinates, (*(None,) * len(lead), *spec[:1]))
+    tokens = Projections(
+        q=heads(num_heads, head_dim),
+        k=heads(kv_heads, head_dim),
+        v=heads(kv_heads, head_dim if value_dim is None else value_dim),
+        x=None if model_dim is None else array((batch, 1, model_dim), dtype, spec[:1]),
+        coordinates=encoded,
+    )
+
+    def stored(params, tokens):
+        return Pipeline(scheme, params).stored(Pipeline(scheme, params).read(tokens))
+
+    if params is None:
+        params = jax.eval_shape(scheme.init, jax.random.key(0))
+    tokens = jax.eval_shape(stored, params, tokens)
+    return KVCache.empty(
+        tokens.k,
+        tokens.v,
+        capacity,
+        coordinates=None if coordinates is None else encoded,
+        k_features=tokens.k_features,
+        state=tokens.state,
+        scheme=scheme,
+        max_rewind=max_rewind,
+        ring=ring,
+        num_sink_tokens=scheme.traits.num_sink_tokens if ring else 0,
+    )

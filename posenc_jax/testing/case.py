@@ -1,0 +1,227 @@
+"""The model on which properties are measured: a scheme, parameters, tokens, compiled functions."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.checks import require
+from posenc_jax.functional.attention import scheme_attention, scheme_embedding
+from posenc_jax.functional.new_cache import new_cache
+from posenc_jax.positions.packing import count_up
+from posenc_jax.schemes.scheme import Scheme
+
+BATCH, LENGTH = 2, 19  # 19 tokens are no multiple of a tile.
+LONG = 130  # Tokens for tiles: several blocks, and rules evaluated once per distance.
+PADDING = 4  # Padding tokens before the first row in checks of tiles.
+
+
+class Case:
+    """A scheme with parameters, random tokens and compiled functions to measure it with.
+
+    Coordinates go up to 129 (below `max_length`, if the scheme has one), and beyond a million
+    for a relative scheme.
+
+    Args:
+      scheme: the scheme, an instance.
+      num_heads, num_kv_heads, head_dim, model_dim: sizes N, K, H and D. Default: the fields of
+        these names of the scheme or of schemes inside it; else 6, N divided by its smallest
+        prime factor, 8 and 20.
+
+    Attributes:
+      params: new parameters.
+      weights: projections to queries, keys and values, [D, N or K, H].
+      x, long_x: token embeddings, float32 [B, 19, D] and [B, 130, D].
+      padded, packed: segments of 130 tokens: padding at the left of the first row, and two
+        sequences in each row.
+      traces: how often `model` was traced.
+
+    Raises:
+      TypeError: for anything but a scheme.
+      ValueError: if the scheme has a `max_length` below 64.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        *,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        model_dim: int | None = None,
+    ):
+        if not isinstance(scheme, Scheme):
+            raise TypeError(f"testing: scheme must be a Scheme instance, got {scheme!r}.")
+        fields = list(_sizes(scheme))
+        sizes = dict(fields)
+        self.scheme = scheme
+        self.num_heads = num_heads or sizes.get("num_heads", 6)
+        self.num_kv_heads = num_kv_heads or sizes.get("num_kv_heads") or _grouped(self.num_heads)
+        self.head_dim = head_dim or sizes.get("head_dim", 8)
+        self.model_dim = model_dim or sizes.get("model_dim", 20)
+        self.max_length = min([n for name, n in fields if name == "max_length"], default=2**20)
+        require(
+            self.max_length >= 64,
+            f"testing: max_length must be at least 64 to check a scheme, got {self.max_length}.",
+        )
+        self.long = min(LONG, self.max_length)
+        self.x = _normal(3, BATCH, LENGTH, self.model_dim)
+        self.long_x = _normal(4, BATCH, self.long, self.model_dim)
+        self.padded, self.packed = np.zeros((2, BATCH, self.long), np.int32)
+        self.padded[0, :PADDING] = -1
+        self.packed[:, self.long // 3 :] = 1
+        heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        self.weights = [
+            _normal(i, self.model_dim, n, self.head_dim) / np.float32(self.model_dim**0.5)
+            for i, n in enumerate(heads)
+        ]
+        self.traces = 0
+        static = ("scheme", "is_causal", "window", "implementation")
+        self._model = jit_fast(self.model, static_argnames=static)
+        self._slopes = jit_fast(jax.grad(self._loss, (0, 1), has_aux=True), static_argnames=static)
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """New parameters."""
+        return jax.jit(self.scheme.init)(jax.random.key(7))
+
+    def model(
+        self,
+        scheme: Scheme,
+        params: Any,
+        weights: Any,
+        x: Any,
+        *,
+        cache: Any = None,
+        **options: Any,
+    ) -> tuple[jax.Array, Any]:
+        """Returns the output [B, T, N, H] of embedding, projections and attention; the cache."""
+        self.traces += 1
+        places = {name: options.get(name) for name in ("positions", "coordinates")}
+        x = scheme_embedding(scheme, params, x, cache=cache, **places)
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
+        options = {"is_causal": True} | options
+        return scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
+
+    def run(self, x: Any, *, scheme: Scheme | None = None, **options: Any) -> tuple[jax.Array, Any]:
+        """Returns `model` of tokens x, compiled."""
+        weights = [w.astype(x.dtype) for w in self.weights]
+        options = {"implementation": "reference"} | options
+        return self._model(scheme or self.scheme, self.params, weights, x, **options)
+
+    def placed(
+        self, x: Any, positions: Any = None, segment_ids: Any = None, coordinates: Any = None
+    ) -> np.ndarray:
+        """Returns the output; positions, segments and coordinates are data of one program."""
+        positions = count_up(*x.shape[:2]) if positions is None else positions
+        segment_ids = jnp.zeros_like(positions) if segment_ids is None else segment_ids
+        coordinates = positions if coordinates is None else coordinates
+        out, _ = self.run(x, positions=positions, segment_ids=segment_ids, coordinates=coordinates)
+        return np.asarray(out)
+
+    def alone(self, row: np.ndarray) -> np.ndarray:
+        """Returns the output [T, N, H] of one sequence [T, D], T at most 19, by itself.
+
+        Other tokens fill the row behind it, where causal attention cannot see them.
+        """
+        x = np.array(self.x)
+        x[0, : len(row)] = row
+        return self.placed(x)[0, : len(row)]
+
+    def _loss(self, params, x, out_weights, **options):
+        out, _ = self.model(self.scheme, params, self.weights, x, **options)
+        return (out * out_weights).sum(), out
+
+    def gradients(
+        self,
+        implementation: str,
+        segment_ids: np.ndarray | None = None,
+        *,
+        x: np.ndarray | None = None,
+        params: Any = None,
+        weighted: int | None = None,
+    ) -> tuple[np.ndarray, Any, np.ndarray]:
+        """Returns the output for 130 tokens, and gradients of its weighted sum to params and x.
+
+        Args:
+          implementation: of `attention`.
+          segment_ids: `padded` or `packed`. Default: one segment.
+          x: tokens [B, 130, D]. Default: `long_x`.
+          params: parameters. Default: `params`.
+          weighted: the number of first tokens in the sum. Default: all.
+        """
+        x = self.long_x if x is None else x
+        params = self.params if params is None else params
+        segment_ids = np.zeros_like(self.padded) if segment_ids is None else segment_ids
+        out_weights = _normal(5, BATCH, self.long, self.num_heads, self.head_dim)
+        out_weights[:, weighted or self.long :] = 0
+        options = {"segment_ids": segment_ids, "implementation": implementation}
+        (params, x), out = self._slopes(params, x, out_weights, **options)
+        return np.asarray(out), params, np.asarray(x)
+
+    def cache(self, capacity: int = LENGTH + 5, **options: Any):
+        """Returns an empty cache."""
+        return new_cache(
+            self.scheme,
+            BATCH,
+            capacity,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            model_dim=self.model_dim,
+            **options,
+        )
+
+    def decode(
+        self, x: Any, chunks: list[int], cache: Any, **options: Any
+    ) -> tuple[np.ndarray, Any]:
+        """Returns the output of chunks of tokens that pass through a cache, and the cache.
+
+        Chunks of several tokens run in tiles. Positions, coordinates and segments are split
+        with the tokens.
+        """
+        outs, start = [], 0
+        for size in chunks:
+            part = slice(start, start + size)
+            split = ("positions", "segment_ids", "coordinates")
+            options_of_part = {n: a[..., part] if n in split else a for n, a in options.items()}
+            options_of_part |= {"implementation": "xla" if size > 1 else None}
+            out, cache = self.run(x[:, part], cache=cache, **options_of_part)
+            outs.append(np.asarray(out))
+            start += size
+        return np.concatenate(outs, 1), cache
+
+
+def jit_fast(function: Callable, **options: Any) -> Callable:
+    """Returns `jax.jit(function)` that compiles fast, for programs that run a few times."""
+    if jax.default_backend() == "cpu":
+        level = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        options |= {"compiler_options": level}
+    return jax.jit(function, **options)
+
+
+def _sizes(value: Any) -> Iterator[tuple[str, int]]:
+    """Yields the sizes among the fields of a scheme and of the schemes inside it."""
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _sizes(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            inner = getattr(value, field.name)
+            if isinstance(inner, int):
+                yield field.name, inner
+            else:
+                yield from _sizes(inner)
+
+
+def _grouped(num_heads: int) -> int:
+    """Returns a number of key heads that divides the query heads, and is smaller if possible."""
+    return next((num_heads // n for n in (2, 3, 5, 7) if num_heads % n == 0), 1)
+
+
+def _normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)

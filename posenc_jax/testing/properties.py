@@ -1,0 +1,523 @@
+"""Properties that every scheme keeps."""
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posenc_jax.engine.api import AttentionCall
+from posenc_jax.functional.pipeline import Pipeline, Projections
+from posenc_jax.positions.packing import count_up, from_padding_mask, from_segment_ids
+from posenc_jax.schemes.scheme import Scheme, param_axes
+from posenc_jax.testing.case import BATCH, LENGTH, PADDING, Case, jit_fast
+
+PROMPT = 12  # Tokens that decoding continues.
+IMPLEMENTATIONS = "reference", "xla"  # They have to agree.
+
+
+def _difference(a: Any, b: Any) -> float:
+    """Returns the largest difference of leaves, relative to leaves of `b` that exceed one."""
+    errors = [0.0]
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        if x.size:
+            errors.append(np.abs(x - y).max() / max(1.0, np.abs(y).max()))
+    return float(np.max(errors))  # Python's max would lose NaN.
+
+
+def _finite(name: str, *trees: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(trees):
+        entry = jax.tree_util.keystr(path[1:])
+        assert np.isfinite(np.asarray(leaf)).all(), f"{name}{entry} is not finite"
+
+
+@dataclasses.dataclass(frozen=True)
+class Property:
+    """A property of every scheme.
+
+    Attributes:
+      name: the property, in a few words.
+      measure: takes a `Case`; returns an error or several, or None where the property does not
+        apply. Raises AssertionError for violations without a number.
+      tolerance: the largest error that passes.
+      cause: the usual cause of a violation.
+    """
+
+    name: str
+    measure: Callable[[Case], float | list[float] | None]
+    tolerance: float
+    cause: str
+
+    def check(self, case: Case) -> float | None:
+        """Returns the largest error, or None where the property does not apply.
+
+        Raises:
+          AssertionError: names the scheme, the property, the error and its usual cause.
+        """
+        try:
+            errors = self.measure(case)
+        except AssertionError as violation:
+            raise AssertionError(self._message(case, str(violation))) from violation
+        except Exception as error:
+            text = f"raised {type(error).__name__}: {error}"
+            raise AssertionError(self._message(case, text)) from error
+        if errors is None:
+            return None
+        error = float(np.max(errors))
+        if not error <= self.tolerance:
+            text = f"largest error {error:.2g}, tolerance {self.tolerance:.2g}"
+            raise AssertionError(self._message(case, text))
+        return error
+
+    def _message(self, case: Case, text: str) -> str:
+        return f"{case.scheme!r}: {self.name}: {text}.\n    Usual cause: {self.cause}"
+
+
+PROPERTIES: dict[str, Property] = {}
+"""Every property, by the name of the function that measures it."""
+
+
+def _holds(cause: str, tolerance: float = 2e-5):
+    """Registers a function as the measure of the property that its docstring names."""
+    cause = " ".join(cause.split())
+
+    def register(measure):
+        name = measure.__doc__.removesuffix(".")
+        PROPERTIES[measure.__name__] = Property(name, measure, tolerance, cause)
+        return measure
+
+    return register
+
+
+class Row(NamedTuple):
+    """One line of a report."""
+
+    name: str
+    error: float | None
+    tolerance: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The measurements of `check`; prints as a table."""
+
+    scheme: Scheme
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        wide = max(len(row.name) for row in self.rows)
+        lines = [repr(self.scheme), f"{'property':<{wide}}  {'error':>7}  allowed  seconds"]
+        for row in self.rows:
+            error = "-" if row.error is None else f"{row.error:.1e}"
+            lines.append(
+                f"{row.name:<{wide}}  {error:>7}  {row.tolerance:.1e}  {row.seconds:>7.1f}"
+            )
+        return "\n".join(lines)
+
+
+def check(scheme: Scheme, **sizes: int) -> Report:
+    """Checks that a scheme works everywhere; takes a minute or less.
+
+    Args:
+      scheme: the scheme, an instance.
+      **sizes: sizes of the model that are no fields of the scheme; see `Case`.
+
+    Returns:
+      A report with the measured error of each property.
+
+    Raises:
+      AssertionError: names each property that fails, with the measured error and the usual
+        cause.
+      TypeError: for anything but a scheme.
+      ValueError: if the scheme has a `max_length` below 64.
+
+    >>> import posenc_jax as pe
+    >>> report = check(pe.RoPE(head_dim=8))  # doctest: +SKIP
+    """
+    case = Case(scheme, **sizes)
+    rows, failures = [], []
+    for key, prop in PROPERTIES.items():
+        start = time.perf_counter()
+        try:
+            error = prop.check(case)
+        except AssertionError as violation:
+            failures.append(str(violation))
+            if key == "hashable_and_equal_by_value":  # Nothing else can run.
+                break
+            continue
+        rows.append(Row(prop.name, error, prop.tolerance, time.perf_counter() - start))
+    if failures:
+        raise AssertionError(
+            "\n".join([f"{len(failures)} of {len(PROPERTIES)} properties fail.", *failures])
+        )
+    return Report(scheme, tuple(rows))
+
+
+# Settings and calls.
+
+
+@_holds("""a field that holds a list, a dict or an array (use tuples and frozen dataclasses), or
+    a subclass without @dataclasses.dataclass(frozen=True).""")
+def hashable_and_equal_by_value(case: Case) -> None:
+    """Hashable and equal by value."""
+    scheme = case.scheme
+    twin = dataclasses.replace(scheme)
+    assert twin == scheme, "a copy with the same settings is not equal"
+    assert hash(twin) == hash(scheme), "a copy with the same settings has another hash"
+    annotated = {
+        name
+        for cls in type(scheme).__mro__
+        for name, kind in inspect.get_annotations(cls).items()
+        if "ClassVar" not in str(kind)
+    }
+    fields = {field.name for field in dataclasses.fields(scheme)}
+    ignored = sorted(annotated - fields)
+    assert not ignored, f"{', '.join(ignored)} is not a dataclass field, so equality ignores it"
+
+
+@_holds("""`init` uses another source of random numbers than its key, or an array without a
+    dtype (float64 under x64).""")
+def parameters_are_deterministic_and_float32(case: Case) -> float:
+    """Parameters are deterministic and float32."""
+    # Two programs: one would hold numbers from another source as constants.
+    a, b = (jax.jit(lambda key: case.scheme.init(key))(jax.random.key(3)) for _ in range(2))
+    for path, leaf in jax.tree.leaves_with_path(a):
+        assert leaf.dtype == jnp.float32, f"params{jax.tree_util.keystr(path)} is {leaf.dtype}"
+    return _difference(a, b)
+
+
+@_holds("`param_axes` with the word of another size, or not one word per axis.")
+def declared_axes_have_their_sizes(case: Case) -> None:
+    """Axes of parameters have the sizes that `param_axes` names."""
+    sizes = ("num_heads", "num_kv_heads", "head_dim", "model_dim")
+    sizes = {name: getattr(case, name) for name in sizes}
+    params = jax.tree.leaves_with_path(case.params)
+    for (path, param), words in zip(params, param_axes(case.scheme), strict=True):
+        for word, length in zip(words, param.shape, strict=True):
+            text = f"params{jax.tree_util.keystr(path)} has {length} on its axis {word}"
+            assert length == sizes.get(word, length), text
+
+
+@_holds("a hook that reads a value while it is traced, or keeps state outside its arguments.")
+def jit_equals_eager(case: Case) -> float:
+    """`jit` equals eager."""
+    eager, _ = case.model(case.scheme, case.params, case.weights, case.x)
+    return _difference(case.run(case.x)[0], eager)
+
+
+@_holds("a hook that makes positions from the length of an array instead of reading `coordinates`.")
+def positions_default_to_counting(case: Case) -> float:
+    """Positions default to 0 .. T - 1."""
+    return _difference(case.placed(case.x), case.run(case.x)[0])
+
+
+@_holds(
+    "`__eq__` or `__hash__` that go by identity, or functions made anew in a hook's result.",
+    tolerance=0,
+)
+def second_call_does_not_retrace(case: Case) -> int:
+    """A second call with an equal scheme does not trace again."""
+    case.placed(case.x)
+    before = case.traces
+    positions = count_up(BATCH, LENGTH, 5)
+    places = {"positions": positions, "coordinates": positions}
+    places["segment_ids"] = jnp.zeros_like(positions)
+    case.run(case.x, scheme=dataclasses.replace(case.scheme), **places)
+    return case.traces - before
+
+
+@_holds(
+    """coordinates or angles computed in the dtype of q or x: bfloat16 holds integers to 256
+    only. Compute in float32 and cast the result.""",
+    tolerance=0.1,
+)
+def bfloat16_is_near_float32(case: Case) -> float:
+    """Bfloat16 in, bfloat16 out, near float32."""
+    positions = count_up(BATCH, LENGTH, min(1000, case.max_length - LENGTH))
+    x = jnp.asarray(case.x, jnp.bfloat16)
+    out, _ = case.run(x, positions=positions)
+    assert out.dtype == jnp.bfloat16, f"the output is {out.dtype}"
+    # The same rounded projections, so that only the scheme computes in another dtype.
+    weights = [w.astype(jnp.bfloat16).astype(np.float32) for w in case.weights]
+    x = x.astype(jnp.float32)
+    exact, _ = case.model(case.scheme, case.params, weights, x, positions=positions)
+    return _difference(out.astype(jnp.float32), exact)
+
+
+# Gradients and tiles.
+
+
+@_holds("""a parameter that no hook reads, an integer conversion on its way to the output, or
+    stop_gradient; NaN where a masked branch divides by zero or takes log(0).""")
+def every_parameter_has_a_gradient(case: Case) -> None:
+    """Every parameter has a finite gradient that is not zero."""
+    numbers = np.random.default_rng(0)
+    noise = jax.tree.map(lambda a: numbers.normal(0, 0.1, a.shape).astype("f4"), case.params)
+    for implementation in IMPLEMENTATIONS:
+        _, gradient, _ = case.gradients(implementation)
+        _finite("gradient of params", gradient)
+        # A parameter that starts at zero may hide another.
+        if any(np.abs(leaf).max() <= 1e-4 for leaf in jax.tree.leaves(gradient)):
+            moved = jax.tree.map(lambda a, b: a + b, case.params, noise)
+            _, gradient, _ = case.gradients(implementation, params=moved)
+        for path, leaf in jax.tree.leaves_with_path(gradient):
+            largest = float(np.abs(leaf).max())
+            name = f"params{jax.tree_util.keystr(path)}"
+            assert largest > 1e-4, f"gradient of {name} is {largest:.1e} ({implementation})"
+
+
+@_holds(
+    """`features` that mix tokens in both directions, or a `LogitsTransform` that reads the
+    logits of keys which are not seen.""",
+    tolerance=0,
+)
+def later_tokens_have_no_influence(case: Case) -> list[float]:
+    """Later tokens have no influence."""
+    errors = []
+    for implementation in IMPLEMENTATIONS:
+        *_, slopes = case.gradients(implementation, weighted=50)
+        _finite("gradient of x", slopes)
+        assert np.abs(slopes[:, :50]).max() > 0, "earlier tokens have none either"
+        errors.append(np.abs(slopes[:, 50:]).max())
+    return errors
+
+
+def _tiles(case: Case, segment_ids: np.ndarray | None = None) -> float:
+    expected, tiled = (case.gradients(i, segment_ids) for i in IMPLEMENTATIONS)
+    return _difference(tiled, expected)
+
+
+_TILES = """`relative=True` on a rule that depends on more than q - k, `bounds` beyond which the
+    rule still varies, or a rule that sees other numbers than one query's and one key's."""
+
+
+@_holds(_TILES, tolerance=1e-4)
+def tiles_equal_the_reference(case: Case) -> float:
+    """Tiles equal the reference, with gradients."""
+    return _tiles(case)
+
+
+@_holds(_TILES, tolerance=1e-4)
+def tiles_equal_the_reference_padded(case: Case) -> float:
+    """Tiles equal the reference for padded rows, with gradients."""
+    return _tiles(case, case.padded)
+
+
+@_holds(_TILES, tolerance=1e-4)
+def tiles_equal_the_reference_packed(case: Case) -> float:
+    """Tiles equal the reference for packed rows, with gradients."""
+    return _tiles(case, case.packed)
+
+
+@_holds(_TILES)
+def tiles_equal_the_reference_in_an_encoder(case: Case) -> float:
+    """Tiles equal the reference without causality."""
+    expected, tiled = (
+        case.run(case.long_x, is_causal=False, implementation=i)[0] for i in IMPLEMENTATIONS
+    )
+    return _difference(tiled, expected)
+
+
+@_holds("a hook that divides by a sum over visible keys or tokens, which may be zero.", tolerance=0)
+def queries_without_keys_give_zeros(case: Case) -> list[float]:
+    """Queries that see no key give zeros and finite gradients."""
+    errors = []
+    for implementation in IMPLEMENTATIONS:
+        out, params, x = case.gradients(implementation, case.padded)
+        _finite("gradient", params, x)
+        errors.append(np.abs(out[0, :PADDING]).max())
+    return errors
+
+
+@_holds("""sums over tokens in `features` that multiply padding by zero (NaN * 0 is NaN): replace
+    it by jnp.where(segment_ids >= 0, ..., 0) before it is summed.""")
+def nan_in_padding_stays_there(case: Case) -> list[float]:
+    """NaN in padding stays there, in gradients too."""
+    real = case.padded >= 0
+    bad = np.where(real[..., None], case.long_x, np.float32(np.nan))
+
+    def measured(x, implementation):
+        out, params, x = case.gradients(implementation, case.padded, x=x)
+        return out[real], params, x[real]
+
+    return [_difference(measured(bad, i), measured(case.long_x, i)) for i in IMPLEMENTATIONS]
+
+
+@_holds("a sum over rows, or a function applied to [B, ...] that takes B for another axis.")
+def nan_in_a_row_stays_in_that_row(case: Case) -> float:
+    """NaN in a row stays in that row."""
+    bad = np.array(case.long_x)
+    bad[0] = np.nan
+    out, _, _ = case.gradients("xla", x=bad)
+    assert np.isnan(out[0]).any(), "the output of a row of NaN holds none"
+    return _difference(out[1], case.gradients("xla")[0][1])
+
+
+# Packing, padding, order.
+
+
+@_holds("positions counted by slot, or a sum in `features` that is not taken per segment.")
+def packed_sequences_equal_each_alone(case: Case) -> float:
+    """Packed sequences equal each sequence alone."""
+    segment_ids = np.array([[0] * 6 + [1] * 13] * BATCH, np.int32)
+    positions = from_segment_ids(jnp.asarray(segment_ids))
+    out = case.placed(case.x, positions, segment_ids)[0]
+    expected = [case.alone(case.x[0, :6]), case.alone(case.x[0, 6:])]
+    return _difference(out, np.concatenate(expected))
+
+
+def _padded(case: Case, mask: Any) -> list[float]:
+    positions, segment_ids = from_padding_mask(jnp.asarray(mask))
+    out = case.placed(case.x, positions, segment_ids)
+    rows = zip(out, case.x, mask, strict=True)
+    return [_difference(row[real], case.alone(x[real])) for row, x, real in rows]
+
+
+@_holds("positions counted by slot, or a running sum in `features` that includes padding.")
+def left_padded_rows_equal_rows_alone(case: Case) -> list[float]:
+    """Rows padded on the left equal rows alone."""
+    return _padded(case, np.arange(LENGTH)[None] >= np.array([[0], [6]]))
+
+
+@_holds("`features` that read tokens behind the last one of a sequence.")
+def right_padded_rows_equal_rows_alone(case: Case) -> list[float]:
+    """Rows padded on the right equal rows alone."""
+    return _padded(case, np.arange(LENGTH)[None] < np.array([[LENGTH], [13]]))
+
+
+@_holds("""a hook or rule that reads the index of a slot instead of coordinates. Caches store keys
+    in any order.""")
+def storage_order_does_not_matter(case: Case) -> float:
+    """The order in which tokens are stored does not matter."""
+    positions = count_up(BATCH, LENGTH)
+    pipeline = Pipeline(case.scheme, case.params)
+    scale = case.scheme.logit_scale(case.head_dim)
+
+    @jit_fast
+    def attend(order):
+        x = case.scheme.embed(case.params, jnp.asarray(case.x), positions)
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in case.weights)
+        # States follow the order of tokens, so hooks that read content come before the shuffle.
+        tokens = pipeline.read(Projections(q, k, v, x, positions)).replace(x=None, state=None)
+        tokens = pipeline.encode(jax.tree.map(lambda a: a[:, order], tokens))
+        call = AttentionCall(
+            q_positions=tokens.coordinates,
+            k_positions=tokens.coordinates,
+            is_causal=True,
+            scale=scale,
+        )
+        return pipeline.attend(tokens, tokens, call)
+
+    order = np.random.default_rng(0).permutation(LENGTH)
+    return _difference(attend(order), attend(np.arange(LENGTH))[:, order])
+
+
+@_holds("a scheme that depends on more than differences of coordinates; set relative=False.")
+def adding_a_constant_changes_nothing(case: Case) -> list[float] | None:
+    """Adding a constant to all coordinates changes nothing (traits.relative)."""
+    if not case.scheme.traits.relative:
+        return None
+    positions, out = count_up(BATCH, LENGTH), case.placed(case.x)
+    return [_difference(case.placed(case.x, positions + n), out) for n in (1, 257, 1_000_000)]
+
+
+@_holds("""a hook that makes positions itself instead of reading `coordinates`; or a scheme that
+    reads their order alone, which has to set order_only=True.""")
+def coordinates_change_the_output(case: Case) -> float | None:
+    """Coordinates, not positions or slots, change the output (or traits.order_only)."""
+    if not case.scheme.acts:
+        return None
+    moved = case.placed(case.x, coordinates=2 * count_up(BATCH, LENGTH))
+    change = _difference(moved, case.placed(case.x))
+    if case.scheme.traits.order_only:
+        return change
+    assert change > 1e-4, f"twice the coordinates change the output by {change:.1e}"
+    return None
+
+
+# Caches.
+
+_STATE = """a state that `features` returns but does not continue from, or arrays in `k_features`
+    that depend on tokens of the same call."""
+
+
+@_holds(_STATE)
+def prompt_then_steps_equal_the_whole(case: Case) -> float:
+    """Prompt in chunks, then steps, equal the whole."""
+    out, _ = case.decode(case.x, [6, 6, 6, 1], case.cache())
+    return _difference(out, case.placed(case.x))
+
+
+@_holds(_STATE)
+def steps_from_an_empty_cache_equal_the_whole(case: Case) -> float:
+    """Steps from an empty cache equal the whole."""
+    out, _ = case.decode(case.x, [1] * LENGTH, case.cache())
+    return _difference(out, case.placed(case.x))
+
+
+def _continued(case: Case, mask: Any, garbage: float) -> list[float]:
+    """Returns errors of one step after a prompt whose padding is multiplied by `garbage`."""
+    x = np.array(case.x)
+    x[:, :PROMPT][~mask] *= garbage
+    positions, segment_ids = from_padding_mask(jnp.asarray(mask))
+    places = {"positions": positions, "segment_ids": segment_ids}
+    _, cache = case.decode(x[:, :PROMPT], [PROMPT], case.cache(), **places)
+    out, _ = case.decode(x[:, PROMPT : PROMPT + 1], [1], cache)
+    real = np.pad(mask, ((0, 0), (0, 1)), constant_values=True)
+    rows = zip(out, x[:, : PROMPT + 1], real, strict=True)
+    return [_difference(step[0], case.alone(row[seen])[-1]) for step, row, seen in rows]
+
+
+_SUMS = """a running sum in `features` that includes padding: tokens with segment_ids < 0 must
+    not change the state (jnp.where(segment_ids >= 0, ..., 0); segment_ids may be None)."""
+_LEFT = np.arange(PROMPT)[None] >= np.array([[0], [7]])
+_RIGHT = np.arange(PROMPT)[None] < np.array([[PROMPT], [5]])
+
+
+@_holds(_SUMS)
+def steps_after_left_padding_equal_rows_alone(case: Case) -> list[float]:
+    """Steps after a prompt padded on the left equal rows alone."""
+    return _continued(case, _LEFT, 3.0)
+
+
+@_holds(_SUMS)
+def steps_after_right_padding_equal_rows_alone(case: Case) -> list[float]:
+    """Steps after a prompt padded on the right equal rows alone."""
+    return _continued(case, _RIGHT, 3.0)
+
+
+@_holds(_SUMS)
+def nan_in_the_padding_of_a_prompt_stays_there(case: Case) -> list[float]:
+    """NaN in the padding of a prompt stays there."""
+    return _continued(case, _LEFT, np.nan) + _continued(case, _RIGHT, np.nan)
+
+
+@_holds("a hook that makes the coordinates of cached keys itself instead of reading them.")
+def coordinates_travel_with_the_cache(case: Case) -> float:
+    """Coordinates travel with the cache."""
+    axes = case.scheme.traits.num_axes
+    coordinates = 3 * count_up(BATCH, LENGTH)
+    if axes > 1:
+        others = [coordinates % (n + 2) for n in range(1, axes)]
+        coordinates = jnp.stack([coordinates // 4, *others])
+    cache = case.cache(coordinates=coordinates)
+    chunks = [PROMPT] + [1] * (LENGTH - PROMPT)
+    out, _ = case.decode(case.x, chunks, cache, coordinates=coordinates)
+    return _difference(out, case.placed(case.x, coordinates=coordinates))
+
+
+@_holds("""`rules` or `attend` that read keys outside the window, or the slot of a key. First
+    tokens that stay visible are declared by num_sink_tokens.""")
+def ring_cache_equals_the_whole(case: Case) -> float:
+    """A ring cache of a window equals the whole."""
+    window, chunks = 4, [3] * 3 + [1] * 4 + [3] * 2
+    sinks = case.scheme.traits.num_sink_tokens
+    cache = case.cache(sinks + window - 1 + max(chunks), ring=True)
+    out, _ = case.decode(case.x, chunks, cache, window=window)
+    return _difference(out, case.run(case.x, window=window)[0])
