@@ -78,7 +78,7 @@ MUTATIONS = [
         "engine/problem.py",
         "jnp.lexsort(sort_keys, axis=-1)",
         "jnp.lexsort(sort_keys[::-1], axis=-1)",
-        f"tests/engine/test_dense.py {SUITE}",
+        f"tests/schemes/content/test_path.py tests/engine/test_dense.py {SUITE}",
     ),
     Mutation(
         "dropout keeps what it drops",
