@@ -1,6 +1,6 @@
 # Needs Python >= 3.11, make and git; each target makes the environment that it needs.
 #
-# PYTHON=python3.13   the interpreter for a new environment (default: the first that will do)
+# PYTHON=python3.13   the interpreter for a new environment (default: the newest that is found)
 # VENV=.venv-3.13     where that environment lies
 # ACCEL=cuda | tpu    run on an accelerator, in an environment of its own
 # ARGS="..."          more arguments for the command that is run
@@ -9,7 +9,7 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick test-newest compare study scoreboard bench gpu gpu-static tpu tpu-static \
+.PHONY: help test test-quick test-lowest compare study scoreboard bench gpu gpu-static tpu tpu-static \
   lint format clean
 .DELETE_ON_ERROR:
 
@@ -58,22 +58,13 @@ WORKERS := $(if $(IN_ONE_PROCESS),,-n auto --maxprocesses 4 --dist worksteal)
 
 test: $(VENV)/.installed-test ## Run the tests (ARGS: any arguments of pytest, "-k rope -x" for one)
 	$(RUN) -m pytest $(WORKERS) $(ARGS)
-	$(if $(ARGS),,@$(MAKE) --no-print-directory test-newest)
 
-# JAX's interpreter for GPU kernels needs a later Python than the tests.
-NEWEST = $(shell for v in 3.14 3.13 3.12; do \
-  for p in "python$$v" "$$(pyenv prefix $$v 2>/dev/null)/bin/python"; do \
-    if "$$p" -c "import ensurepip, venv" >/dev/null 2>&1; then echo "$$p"; exit; fi; done; done)
+# Warnings are those of the oldest packages, about each other.
+test-lowest: ## Run the tests with the oldest versions that pyproject.toml allows
+	@$(MAKE) --no-print-directory VENV=.venv-lowest PYTHON="$(or $(PYTHON),$(call find,3.11))" \
+	  ARGS='-W ignore::DeprecationWarning $(ARGS)' LOWEST=1 test
 
-test-newest: ## Run those of the GPU kernels with the newest Python that is found
-	@p="$(NEWEST)"; if test -z "$$p"; then \
-	  echo "The GPU kernels were not interpreted: no Python >= 3.12 was found."; \
-	else $(MAKE) --no-print-directory VENV=.venv-newest PYTHON="$$p" interpret-gpu-kernels; fi
-
-interpret-gpu-kernels: $(VENV)/.installed-kernels
-	$(RUN) -m pytest $(WORKERS) tests/engine/test_gpu.py
-
-test-quick: $(VENV)/.installed-test ## Run one scheme of each kind, a training step: within 90 s
+test-quick: $(VENV)/.installed-test ## Run one scheme of each kind and a training step: under a minute
 	$(RUN) -m pytest $(WORKERS) $(ARGS) @tests/quick.txt
 
 # A value may hold spaces: each is quoted for the shell.
@@ -96,11 +87,11 @@ bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" fo
 gpu: ## Check and time attention on an NVIDIA GPU, within 8 minutes (ARGS=--help)
 	@$(MAKE) --no-print-directory ACCEL=cuda accelerator-gpu
 
+# The interpreter and the compiler for GPU kernels came with jax 0.11.2, which needs Python 3.12.
 gpu-static: ## Compile the GPU kernels without a GPU, compare spills and memory (ARGS=--help)
-	@p="$(NEWEST)"; if test -z "$$p"; then echo "No Python >= 3.12 was found." >&2; exit 2; fi; \
-	$(MAKE) --no-print-directory VENV=.venv-newest PYTHON="$$p" compile-gpu-kernels
+	@$(MAKE) --no-print-directory VENV=.venv-static compile-gpu-kernels
 
-compile-gpu-kernels: $(VENV)/.installed-kernels
+compile-gpu-kernels: $(VENV)/.installed-test
 	@v=$$($(VENV)/bin/python -c "import jax; print(jax.__version__)"); \
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check \
 	  "jax-cuda13-plugin==$$v" "jax-cuda13-pjrt==$$v"
@@ -127,7 +118,7 @@ format: $(VENV)/.installed-dev ## Format the code, mend what can be mended
 	$(VENV)/bin/ruff check --fix .
 
 clean: ## Remove environments and caches, never results
-	rm -rf .venv .venv-cuda .venv-newest .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda .venv-lowest .venv-static .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An extra is installed once, and again when pyproject.toml changes. The stamp is written
@@ -140,30 +131,34 @@ $(VENV)/.installed-test: pyproject.toml
 	$(call install,test)
 	@touch $@ $(VENV)/.installed-experiments
 
-$(VENV)/.installed-kernels: pyproject.toml
-	$(call install,kernels)
-	@touch $@
-
 $(VENV)/.installed-dev: pyproject.toml
 	$(call install,dev)
 	@touch $@ $(VENV)/.installed-test $(VENV)/.installed-experiments
 
-# A Python that will do is new enough and can make environments (Debian splits that off).
+# Pythons that are new enough and can make environments (Debian splits that off), newest first.
+# pyenv has more than those on the path.
+find = $(shell for v in $(1); do \
+  for p in "python$$v" "$$(pyenv prefix $$v 2>/dev/null)/bin/python"; do \
+    if "$$p" -c "import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))" \
+      >/dev/null 2>&1; then echo "$$p"; exit; fi; done; done)
+NEWEST = $(call find,3.14 3.13 3.12 3.11 3)
+
+# pip takes the newest versions, uv can take the oldest.
 define install
 @set -eu; \
 if ! "$(VENV)/bin/python" -c "" 2>/dev/null; then \
-  found=; \
-  for p in $(if $(PYTHON),$(call quote,$(PYTHON)),python3 python3.13 python3.12 python3.11 python3.14); do \
-    if "$$p" -c "import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))" \
-      >/dev/null 2>&1; then found=$$p; break; fi; \
-  done; \
-  if test -z "$$found"; then \
-    echo "No Python >= 3.11 with venv was found (looked for: $(or $(PYTHON),python3 and\
- python3.11 to python3.14)); name one with PYTHON=/path/to/python3." >&2; exit 2; fi; \
-  echo "Making $(VENV) with $$found ..."; \
-  "$$found" -m venv --clear "$(VENV)"; \
+  python=$(call quote,$(or $(PYTHON),$(NEWEST))); \
+  if ! "$$python" -c "import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))" \
+    >/dev/null 2>&1; then \
+    echo "No Python >= 3.11 with venv was found$(if $(PYTHON), as PYTHON=$(PYTHON));\
+ name one with PYTHON=/path/to/python3." >&2; exit 2; fi; \
+  echo "Making $(VENV) with $$python ..."; \
+  "$$python" -m venv --clear "$(VENV)"; \
 fi; \
 "$(VENV)/bin/python" -m pip --version >/dev/null 2>&1 || "$(VENV)/bin/python" -m ensurepip -q; \
 echo "Installing posenc_jax[$(1)$(EXTRA)] into $(VENV) (minutes the first time) ..."; \
-"$(VENV)/bin/python" -m pip install -q --disable-pip-version-check -e ".[$(1)$(EXTRA)]"
+$(if $(LOWEST),"$(VENV)/bin/python" -m pip install -q --disable-pip-version-check uv; \
+"$(VENV)/bin/python" -m uv pip install -q --python "$(VENV)/bin/python" \
+  --resolution lowest-direct,"$(VENV)/bin/python" -m pip install -q --disable-pip-version-check) \
+  -e ".[$(1)$(EXTRA)]"
 endef

@@ -107,21 +107,28 @@ class Case:
         options = {"is_causal": True} | options
         return scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
 
-    def run(self, x: Any, *, scheme: Scheme | None = None, **options: Any) -> tuple[jax.Array, Any]:
-        """Returns `model` of tokens x, compiled."""
-        weights = [w.astype(x.dtype) for w in self.weights]
+    def run(
+        self, x: Any, *, scheme: Scheme | None = None, weights: Any = None, **options: Any
+    ) -> tuple[jax.Array, Any]:
+        """Returns `model` of tokens x, compiled, by default with `weights` in x's dtype."""
+        weights = [w.astype(x.dtype) for w in self.weights] if weights is None else weights
         options = {"implementation": "reference"} | options
         return self._model(scheme or self.scheme, self.params, weights, x, **options)
 
     def placed(
-        self, x: Any, positions: Any = None, segment_ids: Any = None, coordinates: Any = None
+        self,
+        x: Any,
+        positions: Any = None,
+        segment_ids: Any = None,
+        coordinates: Any = None,
+        **options: Any,
     ) -> np.ndarray:
         """Returns the output; positions, segments and coordinates are data of one program."""
         positions = count_up(*x.shape[:2]) if positions is None else positions
         segment_ids = jnp.zeros_like(positions) if segment_ids is None else segment_ids
         coordinates = positions if coordinates is None else coordinates
-        out, _ = self.run(x, positions=positions, segment_ids=segment_ids, coordinates=coordinates)
-        return np.asarray(out)
+        places = {"positions": positions, "segment_ids": segment_ids, "coordinates": coordinates}
+        return np.asarray(self.run(x, **places, **options)[0])
 
     def alone(self, row: np.ndarray) -> np.ndarray:
         """Returns the output [T, N, H] of one sequence [T, D], T at most 19, by itself.

@@ -1,0 +1,620 @@
+"""Faults that the tests must find: python tests/mutations.py [NAME ...] [--list] [--jobs 2].
+
+Each mutation is one small wrong change of the package: a wrong sign, an off-by-one in a bound, a
+dropped mask, a wrong layout, a lost gradient, a stale cache row. It is applied to a copy of the
+working tree, and the tests named beside it run there until the first failure: a mutation is caught
+if one fails. With --all the whole suite runs where they pass. The exit status is 1 if a mutation
+survives. CONTRIBUTING.md says when to run it.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """Replaces `old` by `new`, once, in a file of the package."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+
+XLA = "tests/engine/test_every_implementation.py tests/engine/test_xla.py"
+SERVING = "tests/cache"
+SUITE = "tests/test_every_scheme.py"
+
+MUTATIONS = [
+    # Masks and problems.
+    Mutation(
+        "causal hides the query's own token",
+        "engine/mask.py",
+        "seen &= j <= i",
+        "seen &= j < i",
+        "tests/engine/test_mask.py",
+    ),
+    Mutation(
+        "window one token too wide",
+        "engine/mask.py",
+        "return int(window) - 1, int(window) - 1",
+        "return int(window), int(window)",
+        "tests/engine/test_mask.py",
+    ),
+    Mutation(
+        "padding of keys is visible",
+        "engine/mask.py",
+        "seen &= (k_segment_ids >= 0)[:, None, :]",
+        "seen &= (k_segment_ids >= -1)[:, None, :]",
+        f"tests/engine/test_mask.py {XLA} {SUITE}",
+    ),
+    Mutation(
+        "prefix one key too long",
+        "engine/mask.py",
+        "seen |= j < prefix_length[:, None, None]",
+        "seen |= j <= prefix_length[:, None, None]",
+        f"tests/engine/test_mask.py {XLA}",
+    ),
+    Mutation(
+        "positions near the greatest int32 wrap around",
+        "engine/mask.py",
+        "return numpy.minimum(x, limits.max - number) + number",
+        "return x + number",
+        "tests/engine/test_mask.py tests/engine/test_robustness.py",
+    ),
+    Mutation(
+        "sorted keys: segments before positions",
+        "engine/problem.py",
+        "jnp.lexsort(sort_keys, axis=-1)",
+        "jnp.lexsort(sort_keys[::-1], axis=-1)",
+        f"tests/schemes/content/test_path.py tests/engine/test_dense.py {SUITE}",
+    ),
+    Mutation(
+        "dropout keeps what it drops",
+        "engine/dropout.py",
+        "_mix(rows + k_slots) >= jnp.uint32",
+        "_mix(rows + k_slots) < jnp.uint32",
+        "tests/engine/test_dense.py tests/engine/test_implementations.py tests/functional "
+        "tests/engine",
+    ),
+    # Dense.
+    Mutation(
+        "bands of a window lose one key",
+        "engine/dense.py",
+        "low = 0 if left_side < 0 else max(0, start - left_side)",
+        "low = 0 if left_side < 0 else max(0, start - left_side + 1)",
+        "tests/engine/test_dense.py",
+    ),
+    Mutation(
+        "sinks do not change weights",
+        "engine/dense.py",
+        "lse = jnp.logaddexp(lse, p.sinks[None, :, None])",
+        "lse = lse + 0 * p.sinks[None, :, None]",
+        "tests/engine/test_every_implementation.py tests/engine/test_dense.py",
+    ),
+    Mutation(
+        "decode: values of unseen keys with NaN spoil the row",
+        "engine/dense.py",
+        "return jax.lax.cond(finite, lambda p: (out, lse), _attend_cleaned_row, p)",
+        "return out, lse",
+        "tests/engine/test_robustness.py tests/engine/test_dense.py tests/engine",
+    ),
+    Mutation(
+        "softcap without its division",
+        "engine/dense.py",
+        "x = p.softcap * jnp.tanh(x / p.softcap)",
+        "x = p.softcap * jnp.tanh(x)",
+        "tests/engine/test_every_implementation.py tests/engine/test_dense.py",
+    ),
+    # Tiles in XLA.
+    Mutation(
+        "running sum forgets its decay",
+        "engine/xla.py",
+        "l = l * decay + p.sum(3)",
+        "l = l + p.sum(3)",
+        XLA,
+    ),
+    Mutation(
+        "backward: delta of the softmax has the wrong sign of d_lse",
+        "engine/problem.py",
+        "*products) - d_lse",
+        "*products) + d_lse",
+        XLA,
+    ),
+    Mutation(
+        "backward: gradient of the softcap is lost",
+        "engine/xla.py",
+        "ds = ds if softcap_grad is None else ds * softcap_grad",
+        "ds = ds",
+        XLA,
+    ),
+    Mutation(
+        "backward: dropout of dp is lost",
+        "engine/xla.py",
+        "dp = dp if dropout is None else dp * dropout",
+        "dp = dp",
+        f"{XLA} tests/engine tests/functional",
+    ),
+    Mutation(
+        "grouped heads: gradients of one query head only",
+        "engine/xla.py",
+        "return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(2)",
+        "return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])[:, :, 0]",
+        XLA,
+    ),
+    Mutation(
+        "strips start one distance late",
+        "engine/xla.py",
+        "- j * self.blocks.k - (self.blocks.k - 1)",
+        "- j * self.blocks.k - self.blocks.k",
+        XLA,
+    ),
+    Mutation(
+        "mask: the first block of keys serves all",
+        "engine/xla.py",
+        "mask = take_block(mask, 3, j, self.blocks.k)",
+        "mask = take_block(mask, 3, 0 * j, self.blocks.k)",
+        XLA,
+    ),
+    Mutation(
+        "NaN of unseen values enters the sum",
+        "engine/xla.py",
+        "v = zero_keys(live, v)\n    keys = keys",
+        "keys = keys",
+        "tests/engine/test_robustness.py",
+    ),
+    Mutation(
+        "blind queries: zero in place of -inf as log-sum-exp",
+        "engine/xla.py",
+        "lse = jnp.where(blind, -jnp.inf, m + jnp.log(l))",
+        "lse = jnp.where(blind, 0.0, m + jnp.log(l))",
+        f"{XLA} tests/engine/test_robustness.py",
+    ),
+    Mutation(
+        "tile skipped that holds the window's last key",
+        "engine/blocks.py",
+        "live = live & (late.low <= add_saturated(early.high, limit))",
+        "live = live & (late.low < add_saturated(early.high, limit))",
+        XLA,
+    ),
+    Mutation(
+        "interior tile that a segment boundary crosses",
+        "engine/blocks.py",
+        "full = full & (a.low == b.high) & (b.low == a.high) & (a.low == a.high)",
+        "full = full & (a.low == b.high)",
+        f"{XLA} tests/engine",
+    ),
+    Mutation(
+        "horizon one distance too near",
+        "engine/blocks.py",
+        "full = full & (q_low > add_saturated(k_high, self.horizon - 1))",
+        "full = full & (q_low > add_saturated(k_high, self.horizon - 2))",
+        f"{XLA} tests/engine",
+    ),
+    Mutation(
+        "padding tokens of a block count in its range",
+        "engine/blocks.py",
+        "low, high = jnp.where(valid, x, top), jnp.where(valid, x, -top)",
+        "low, high = x, x",
+        f"{XLA} tests/engine {SUITE}",
+    ),
+    # Terms, rules and their lowering.
+    Mutation(
+        "gradient of open ends of a table is lost",
+        "engine/terms.py",
+        "out += jnp.where(entries == entry, total, 0.0)",
+        "out += 0.0 * jnp.where(entries == entry, total, 0.0)",
+        f"{XLA} tests/engine",
+    ),
+    Mutation(
+        "diagonal sums on CPU shifted by one row",
+        "engine/toeplitz.py",
+        "start = rows - 1 - r\n",
+        "start = jnp.maximum(rows - 2 - r, 0)\n",
+        f"{XLA} tests/schemes/bias/test_t5.py",
+    ),
+    Mutation(
+        "dropped constant is not added back to the log-sum-exp",
+        "engine/lower.py",
+        "lse_shift=sum(dropped[1:], dropped[0]) if dropped else None",
+        "lse_shift=None",
+        f"{XLA} tests/engine",
+    ),
+    Mutation(
+        "bias by distance: mask of a window drops its last key",
+        "engine/lower.py",
+        "seen = (distances <= left_side) | (left_side < 0)",
+        "seen = (distances < left_side) | (left_side < 0)",
+        f"{XLA} tests/engine",
+    ),
+    Mutation(
+        "values of the table lack its far value",
+        "engine/lower.py",
+        ".astype(jnp.float32) + lowering.far_value[None, None]",
+        ".astype(jnp.float32)",
+        f"{XLA} tests/schemes/content/test_shaw.py",
+    ),
+    Mutation(
+        "rule bounds: constant begins one distance early",
+        "engine/rules.py",
+        "end = stop if high is None else max(min(stop, high + 1), start + 1)",
+        "end = stop if high is None else max(min(stop, high), start + 1)",
+        f"{XLA} tests/schemes/bias/test_t5.py tests/schemes/content",
+    ),
+    Mutation(
+        "dot bias of one query reads the wrong distance",
+        "engine/rules.py",
+        "entry = jnp.clip(q_at[:, None] - k_at[None], low, high) - low",
+        "entry = jnp.clip(k_at[None] - q_at[:, None], low, high) - low",
+        "tests/engine/test_every_implementation.py tests/schemes/content/test_shaw.py",
+    ),
+    Mutation(
+        "symmetric separable bias keeps its sign",
+        "engine/rules.py",
+        "return -jnp.abs(out) if self.symmetric else out",
+        "return out",
+        "tests/schemes/content/test_fox.py tests/engine",
+    ),
+    # Kernels.
+    Mutation(
+        "TPU: blocks that only the window's last key reaches have no step",
+        "engine/tpu/schedule.py",
+        "live &= q - (k + blocks.k - 1) <= before",
+        "live &= q - (k + blocks.k - 1) < before - 1",
+        "tests/engine/test_tpu.py",
+    ),
+    Mutation(
+        "TPU: a strip is read one lane late",
+        "engine/tpu/strip.py",
+        "before, after = first - strip.low, strip.low + strip.line - first - count",
+        "before, after = first - strip.low - 1, strip.low + strip.line - first - count + 1",
+        "tests/engine/test_tpu.py",
+    ),
+    Mutation(
+        "kernels: the cotangent of the log-sum-exp is lost",
+        "engine/kernels.py",
+        "lse_and_delta(out, lse, d_out, d_lse)",
+        "lse_and_delta(out, lse, d_out, 0 * d_lse)",
+        "tests/engine/test_tpu.py",
+    ),
+    # Schemes.
+    Mutation(
+        "RoPE rotates backwards",
+        "schemes/rotary/rotate.py",
+        "sin = -sin if negative else sin",
+        "sin = sin if negative else -sin",
+        "tests/schemes/rotary/test_rope.py",
+    ),
+    Mutation(
+        "gradient of learned rotary tables has the wrong sign",
+        "schemes/rotary/rotate.py",
+        "sign * (gb * a - ga * b)",
+        "sign * (ga * b - gb * a)",
+        "tests/schemes/rotary/test_learned_rope.py tests/schemes/rotary/test_rotate.py",
+    ),
+    Mutation(
+        "interleaved pairs swap their partners",
+        "schemes/rotary/rotate.py",
+        "return x[..., 0::2], x[..., 1::2]",
+        "return x[..., 1::2], x[..., 0::2]",
+        "tests/schemes/rotary/test_layouts.py tests/schemes/rotary",
+    ),
+    Mutation(
+        "T5: logarithmic buckets begin one distance late",
+        "schemes/bias/t5.py",
+        "bucket += (n >= bound).astype(jnp.int32)",
+        "bucket += (n > bound).astype(jnp.int32)",
+        "tests/schemes/bias/test_t5.py",
+    ),
+    Mutation(
+        "FIRE: threshold does not bound the length",
+        "schemes/bias/fire.py",
+        "length = jnp.maximum(q.astype(jnp.float32), threshold)",
+        "length = q.astype(jnp.float32)",
+        "tests/schemes/bias/test_fire.py",
+    ),
+    Mutation(
+        "KERPLE: no gradient beyond its limits",
+        "schemes/bias/kerple.py",
+        "+ (x - jax.lax.stop_gradient(x))",
+        "",
+        "tests/schemes/bias/test_kerple.py",
+    ),
+    Mutation(
+        "Shaw: clipped one distance late",
+        "schemes/content/shaw.py",
+        "bounds=(-clip, clip),\n                scaled=True",
+        "bounds=(-clip + 1, clip - 1),\n                scaled=True",
+        "tests/schemes/content/test_shaw.py",
+    ),
+    Mutation(
+        "DeBERTa: position-to-content reads the table of keys",
+        "schemes/content/deberta.py",
+        'queries = self._vectors(params, "queries")',
+        'queries = self._vectors(params, "keys")',
+        "tests/schemes/content/test_deberta.py",
+    ),
+    Mutation(
+        "FoX: a decode step forgets the sum before it",
+        "schemes/content/fox.py",
+        "sums += state[:, None]",
+        "sums += 0 * state[:, None]",
+        "tests/schemes/content/test_fox.py",
+    ),
+    Mutation(
+        "CoPE: gates of hidden keys count",
+        "schemes/content/cope.py",
+        "gates = jnp.where(seen, jax.nn.sigmoid(logits), 0.0)",
+        "gates = jax.nn.sigmoid(logits)",
+        "tests/schemes/content/test_cope.py",
+    ),
+    Mutation(
+        "YaRN: the ramp is upside down",
+        "schemes/rotary/scaling/yarn.py",
+        "return keep * frequencies + (1 - keep) * frequencies / self.factor, g",
+        "return (1 - keep) * frequencies + keep * frequencies / self.factor, g",
+        "tests/schemes/rotary/scaling/test_yarn.py",
+    ),
+    Mutation(
+        "xPos: keys of a later step grow",
+        "schemes/rotary/xpos.py",
+        "origin = jnp.maximum(state, origin)",
+        "origin = origin",
+        "tests/schemes/rotary/test_xpos.py tests/cache",
+    ),
+    Mutation(
+        "chain: rules of the first scheme only",
+        "schemes/combinators/chain.py",
+        "parts = self._each(params, q_features, k_features)",
+        "parts = list(self._each(params, q_features, k_features))[:1]",
+        "tests/schemes/combinators/test_chain.py",
+    ),
+    Mutation(
+        "streaming: a key is in both parts",
+        "schemes/combinators/streaming.py",
+        "q_positions=add_saturated(q_positions, -(past + 1))",
+        "q_positions=add_saturated(q_positions, -past)",
+        "tests/schemes/combinators/test_streaming.py",
+    ),
+    # Positions.
+    Mutation(
+        "left padding counts as a token",
+        "positions/packing.py",
+        "positions = start + jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)",
+        "positions = start + jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32), 0)",
+        "tests/positions/test_packing.py",
+    ),
+    Mutation(
+        "angles beyond 2**24 lose a digit",
+        "angles.py",
+        "return p * high + _high_word(p, low) - borrow",
+        "return p * high - borrow",
+        "tests/test_angles.py",
+    ),
+    # Caches.
+    Mutation(
+        "a reset row keeps its old keys visible",
+        "cache/kv_cache.py",
+        "segment_ids=cleared(self.segment_ids, -1),",
+        "segment_ids=self.segment_ids,",
+        SERVING,
+    ),
+    Mutation(
+        "rewind leaves the last token",
+        "cache/kv_cache.py",
+        "segment_ids = jnp.where(tokens < length[:, None], self.segment_ids, -1)",
+        "segment_ids = jnp.where(tokens <= length[:, None], self.segment_ids, -1)",
+        SERVING,
+    ),
+    Mutation(
+        "next position repeats the last",
+        "cache/kv_cache.py",
+        "after = jnp.where(tokens, add_saturated(positions, 1), 0).max(axis=1)",
+        "after = jnp.where(tokens, positions, 0).max(axis=1)",
+        SERVING,
+    ),
+    Mutation(
+        "tokens beyond the capacity overwrite the last slot",
+        "cache/kv_cache.py",
+        "slots = jnp.where(tokens & (slots < self.capacity), slots, past_end)",
+        "slots = jnp.where(tokens, jnp.minimum(slots, self.capacity - 1), past_end)",
+        SERVING,
+    ),
+    Mutation(
+        "a ring wraps one slot late",
+        "cache/storage.py",
+        "sinks + (tokens - sinks) % (capacity - sinks))",
+        "sinks + tokens % (capacity - sinks))",
+        SERVING,
+    ),
+    Mutation(
+        "states before the last tokens are stale",
+        "cache/past_states.py",
+        "old = states_without(state, past, removed - count[:, None])",
+        "old = past",
+        SERVING,
+    ),
+    # Functions and modules.
+    Mutation(
+        "the norm of keys is lost",
+        "functional/pipeline.py",
+        "return k if self.norms is None else self.norms[1](k)",
+        "return k",
+        "tests/functional tests/test_qk_norm.py",
+    ),
+    Mutation(
+        "an overflowed row does not become NaN",
+        "functional/attention.py",
+        "return jnp.where(overflowed, jnp.nan, out).astype(out.dtype), cache",
+        "return out, cache",
+        f"tests/functional {SERVING}",
+    ),
+    Mutation(
+        "the scheme's own logit scale is ignored",
+        "functional/attention.py",
+        "call = call.replace(scale=scheme.logit_scale(tokens.q.shape[-1]))",
+        "pass",
+        "tests/functional tests/schemes/content/test_deberta.py",
+    ),
+    Mutation(
+        "padding of a scheme's inputs is not zeroed",
+        "functional/pipeline.py",
+        "x, q, k, v = zero_padding((tokens.x, tokens.q, tokens.k, tokens.v), ids)",
+        "x, q, k, v = tokens.x, tokens.q, tokens.k, tokens.v",
+        f"tests/functional {SUITE} tests/cache",
+    ),
+    Mutation(
+        "a layer's softcap is not handed on",
+        "modules/shared.py",
+        '"softcap": spec.softcap,',
+        '"softcap": None,',
+        "tests/modules",
+    ),
+    Mutation(
+        "a layer in chunks shows the chunk before",
+        "schemes/layer_spec.py",
+        "left, right = (min(s, chunk_size - 1) for s in sides)",
+        "left, right = (min(s, chunk_size) for s in sides)",
+        "tests/schemes/test_layer_spec.py tests/modules",
+    ),
+    Mutation(
+        "ring attention: gradients of keys stay one device behind",
+        "sharding.py",
+        "return d_mine.with_keys(_onwards(d_keys, axis_name)), None",
+        "return d_mine.with_keys(d_keys), None",
+        "tests/test_sharding.py",
+    ),
+    Mutation(
+        "zigzag deals pieces in order",
+        "sharding.py",
+        "pieces[[i, 2 * shards - 1 - i]]",
+        "pieces[[2 * i, 2 * i + 1]]",
+        "tests/test_sharding.py posenc_jax/sharding.py",
+    ),
+    # Hugging Face.
+    Mutation(
+        "query and key of a fused projection swap places",
+        "hf/weights.py",
+        "return weight[: cuts[0]], weight[cuts[0] : cuts[1]], weight[cuts[1] :]",
+        "return weight[cuts[0] : cuts[1]], weight[: cuts[0]], weight[cuts[1] :]",
+        "tests/hf/test_weights.py",
+    ),
+    Mutation(
+        "partial rotary factor is ignored",
+        "hf/rope.py",
+        "fraction = 1.0 if fraction is None else fraction",
+        "fraction = 1.0",
+        "tests/hf/test_hf.py tests/hf/test_golden.py",
+    ),
+    Mutation(
+        "GPT-2's scale does not fall with depth",
+        "hf/bias_and_table_families.py",
+        "/ (layer + 1)",
+        "/ 1",
+        "tests/hf/test_attention_settings.py tests/hf",
+    ),
+    Mutation(
+        "softcap of Gemma 2 is ignored",
+        "hf/attention_settings.py",
+        "return None if value is None else float(value)",
+        "return None",
+        "tests/hf",
+    ),
+]
+
+
+def copy_of_tree(folder):
+    """Copies what git tracks, and what it does not ignore, to a folder."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "--", ":!results"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\n")
+    for name in filter(None, listed):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def run(folder, tests):
+    """Returns the first test that fails, or None."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n0", *tests]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if result.returncode in (0, 5):  # 5: all were skipped.
+        return None
+    lines = (result.stdout + result.stderr).splitlines()
+    failed = [x for x in lines if x.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else lines[-1]
+
+
+def attempt(folder, mutation, everything):
+    """Returns how a mutation ended: the test that caught it, or None."""
+    path = folder / "posenc_jax" / mutation.path
+    source = path.read_text()
+    if source.count(mutation.old) != 1:
+        return f"not applied: {source.count(mutation.old)} places"
+    path.write_text(source.replace(mutation.old, mutation.new))
+    try:
+        tests = mutation.tests.split()
+        if not all((folder / test).exists() for test in tests):
+            return f"not applied: {mutation.tests} are not all there"
+        return run(folder, tests) or (run(folder, []) if everything else None)
+    finally:
+        path.write_text(source)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help="parts of names")
+    parser.add_argument("--all", action="store_true", help="the whole suite, where others pass")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--list", action="store_true")
+    arguments = parser.parse_args()
+    chosen = [
+        m for m in MUTATIONS if not arguments.names or any(n in m.name for n in arguments.names)
+    ]
+    if arguments.list:
+        return print(*(f"{m.path}: {m.name}" for m in chosen), sep="\n")
+    with tempfile.TemporaryDirectory() as top:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{top}/compiled")
+        folders = [pathlib.Path(top, str(i)) for i in range(arguments.jobs)]
+        for folder in folders:
+            copy_of_tree(folder)
+        survivors = []
+
+        def work(mutation):
+            folder, start = folders.pop(), time.monotonic()
+            try:
+                outcome = attempt(folder, mutation, arguments.all)
+            finally:
+                folders.append(folder)
+            print(
+                f"{time.monotonic() - start:4.0f} s  {mutation.name}: {outcome or 'SURVIVES'}",
+                flush=True,
+            )
+            if outcome is None or outcome.startswith("not applied"):
+                survivors.append(mutation.name)
+
+        with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+            list(pool.map(work, chosen))
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations are caught.")
+    for name in survivors:
+        print(f"  not caught: {name}")
+    return sys.exit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()
