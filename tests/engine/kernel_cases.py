@@ -15,13 +15,14 @@ B = 2
 
 
 def _order(length):
-    return jax.random.permutation(jax.random.key(5), jnp.arange(length, dtype=jnp.int32))
+    return np.random.default_rng(5).permutation(length).astype(np.int32)
 
 
 def _segments(length):
     """Packed rows; a segment starts and ends inside a tile, and padding is on both sides."""
-    ids = jnp.zeros((B, length), jnp.int32).at[0, 100:].set(1).at[0, 190:].set(-1)
-    return ids.at[1, :30].set(-1).at[1, 129:].set(1)
+    ids = np.zeros((B, length), np.int32)
+    ids[0, 100:], ids[0, 190:], ids[1, :30], ids[1, 129:] = 1, -1, -1, 1
+    return ids
 
 
 FEATURES = {
@@ -35,9 +36,9 @@ FEATURES = {
         "contiguous": True,
     },
     "both_ways_segments": lambda t: {"q_segment_ids": _segments(t), "contiguous": True},
-    "prefix": lambda t: {"is_causal": True, "prefix_length": jnp.array([100, 20])},
+    "prefix": lambda t: {"is_causal": True, "prefix_length": np.array([100, 20], np.int32)},
     "softcap": lambda t: {"is_causal": True, "softcap": 3.0},
-    "sinks": lambda t: {"is_causal": True, "sinks": jnp.array([0.3, -1.0])},
+    "sinks": lambda t: {"is_causal": True, "sinks": np.array([0.3, -1.0], np.float32)},
     "dropout": lambda t: {
         "is_causal": True,
         "q_segment_ids": _segments(t),
@@ -53,8 +54,8 @@ FEATURES = {
     },
     "chunk": lambda t: {
         "is_causal": True,
-        "q_positions": jnp.arange(60, t, dtype=jnp.int32),
-        "k_positions": jnp.arange(t, dtype=jnp.int32),
+        "q_positions": np.arange(60, t, dtype=np.int32),
+        "k_positions": np.arange(t, dtype=np.int32),
     },
 }
 
@@ -80,8 +81,8 @@ def _gate(shared, head, row, col, q, k):
     return head * jnp.tanh(row - col) - shared * (q - k).astype(jnp.float32) / 100.0
 
 
-def _number(key, *shape):
-    return jax.random.uniform(key, shape, minval=0.1)
+def _kerple_params(heads, dim):
+    return {"r": np.linspace(0.2, 0.9, heads, dtype=np.float32), "s": np.ones(heads, np.float32)}
 
 
 def _kerple(params, q, k):
@@ -94,16 +95,13 @@ def _kerple_by_pair(params, q, k):
 
 
 RULES = {
-    name: (lambda n, dim, kind=kind: kind.make(jax.random.key(3), n, dim), kind.rules)
+    name: (lambda n, dim, kind=kind: kind.make(np.random.default_rng(3), n, dim), kind.rules)
     for name, kind in KINDS.items()
     if name in ("none", "t5", "alibi", "scaled", "separable", "narrow", "wide", "unbounded")
 }
 RULES |= {
-    "kerple": (lambda n, dim: {"r": _number(jax.random.key(1), n), "s": jnp.ones(n)}, _kerple),
-    "kerple_by_pair": (
-        lambda n, dim: {"r": _number(jax.random.key(1), n), "s": jnp.ones(n)},
-        _kerple_by_pair,
-    ),
+    "kerple": (_kerple_params, _kerple),
+    "kerple_by_pair": (_kerple_params, _kerple_by_pair),
     "same_for_all": (
         lambda n, dim: jnp.float32(0.05),
         lambda params, q, k: LogitBias(_same_for_all, shared=params, relative=True),
@@ -113,7 +111,10 @@ RULES |= {
         lambda params, q, k: LogitBias(_hiding, shared=params, relative=True),
     ),
     "gate": (
-        lambda n, dim: {"shared": jnp.float32(0.3), "heads": jnp.linspace(0.5, 1.0, n)},
+        lambda n, dim: {
+            "shared": jnp.float32(0.3),
+            "heads": np.linspace(0.5, 1.0, n, dtype=np.float32),
+        },
         lambda params, q, k: ContentBias(
             _gate,
             **params,
@@ -143,7 +144,7 @@ def outcome(implementation, rule, options, arrays, dynamic):
             implementation=implementation,
             **all_options,
         )
-        seen = jnp.isfinite(lse)
+        seen = ~jnp.isneginf(lse)
         lse = jnp.where(seen, lse, 0.0)
         total = jnp.sum(out.astype(jnp.float32) * arrays["weights"])
         return total + jnp.sum(lse * arrays["lse_weights"]), (out, lse, seen)
@@ -162,6 +163,7 @@ def case_of(
     dim=64,
     value_dim=None,
     dtype=jnp.float32,
+    seed=0,
 ):
     """Returns the rule, the static options, the arrays and the dynamic options of a case.
 
@@ -170,14 +172,18 @@ def case_of(
     options = FEATURES[feature](length)
     options = explicit_mask(options, B, heads, length) if explicit else options
     queries = options["q_positions"].shape[0] if "q_positions" in options else length
-    keys = jax.random.split(jax.random.key(0), 5)
+    random = np.random.default_rng(seed)
+
+    def normal(*shape, dtype=np.float32):
+        return jnp.asarray(random.normal(size=shape).astype(np.float32).astype(dtype))
+
     arrays = {
-        "q": jax.random.normal(keys[0], (B, queries, heads, dim)).astype(dtype),
-        "k": jax.random.normal(keys[1], (B, length, kv_heads, dim)).astype(dtype),
-        "v": jax.random.normal(keys[2], (B, length, kv_heads, value_dim or dim)).astype(dtype),
+        "q": normal(B, queries, heads, dim, dtype=dtype),
+        "k": normal(B, length, kv_heads, dim, dtype=dtype),
+        "v": normal(B, length, kv_heads, value_dim or dim, dtype=dtype),
         "params": RULES[rule][0](heads, dim),
-        "weights": jax.random.normal(keys[3], (B, queries, heads, value_dim or dim)),
-        "lse_weights": jax.random.normal(keys[4], (B, queries, heads)),
+        "weights": normal(B, queries, heads, value_dim or dim),
+        "lse_weights": normal(B, queries, heads),
     }
     if "sinks" in options:
         arrays["sinks"] = options.pop("sinks")

@@ -11,6 +11,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from engine.rules import KINDS
 
 import posenc_jax as pe
@@ -101,7 +102,7 @@ def refused(kind: str) -> dict[str, list[str]]:
                     name: jnp.zeros((rule_kind.axes, B, n), jnp.int32) for name, n in counts.items()
                 }
                 options = coordinates | options
-            rules = rule_kind.rules(rule_kind.make(jax.random.key(0), N, H), q, k)
+            rules = rule_kind.rules(rule_kind.make(np.random.default_rng(0), N, H), q, k)
             problem = dataclasses.replace(
                 make_problem(q, k, v, rules, AttentionCall(**options)),
                 needs_lse=feature == "log-sum-exp",

@@ -22,7 +22,7 @@ class Kind:
     """How to make the parameters of a rule, and the rule from them.
 
     Attributes:
-      make: `make(key, heads, dim) -> params`.
+      make: `make(random, heads, dim) -> params`, by a NumPy generator: nothing is compiled.
       rules: `rules(params, q, k)`, a tuple of rules.
       axes: number of coordinate axes that the rule reads; 0 for plain coordinates.
     """
@@ -30,6 +30,18 @@ class Kind:
     make: object
     rules: object
     axes: int = 0
+
+
+def _normal(random, *shape, mean=0.0):
+    return jnp.asarray(random.normal(mean, size=shape), jnp.float32)
+
+
+def _uniform(random, low, *shape):
+    return jnp.asarray(random.uniform(low, 1.0, shape), jnp.float32)
+
+
+def _spaced(low, heads):
+    return jnp.asarray(np.linspace(low, 1.0, heads), jnp.float32)
 
 
 def _mlp(shared, head, q, k):
@@ -40,15 +52,9 @@ def _mlp(shared, head, q, k):
     return jax.nn.relu(x * w1 + b1) @ (w2 * head)
 
 
-def _fire(key, heads, dim):
-    a, b, c, d = jax.random.split(key, 4)
-    shared = {
-        "c": jnp.float32(0.7),
-        "w1": jax.random.normal(a, (6,)),
-        "b1": jax.random.normal(b, (6,)),
-        "w2": jax.random.normal(c, (6,)),
-    }
-    return {"shared": shared, "heads": jax.random.normal(d, (heads, 6))}
+def _fire(random, heads, dim):
+    shared = {"c": jnp.float32(0.7)} | {name: _normal(random, 6) for name in ("w1", "b1", "w2")}
+    return {"shared": shared, "heads": _normal(random, heads, 6)}
 
 
 def _two_axes(shared, head, q, k):
@@ -84,8 +90,8 @@ def _alibi(params, q, k):
     return (pe.ALiBi(num_heads=q.shape[2]).rules({}),)
 
 
-def _t5(key, heads, dim):
-    return {"table": jax.random.normal(key, (heads, 8))}
+def _t5(random, heads, dim):
+    return {"table": _normal(random, heads, 8)}
 
 
 def _t5_rules(params, q, k):
@@ -100,9 +106,10 @@ def _scaled(params, q, k):
     return (bounded, *_t5_rules(params["t5"], q, k))
 
 
-def _shaw(key, heads, dim):
-    params = pe.Shaw(num_heads=heads, head_dim=dim, clip=6).init(key)
-    return jax.tree.map(lambda x: 4 * x, params)
+def _shaw(random, heads, dim):
+    scheme = pe.Shaw(num_heads=heads, head_dim=dim, clip=6)
+    shapes = jax.eval_shape(scheme.init, jax.random.key(0))
+    return jax.tree.map(lambda x: _normal(random, *x.shape), shapes)
 
 
 def _shaw_rules(params, q, k):
@@ -148,9 +155,8 @@ def _waves_of_pair(shared, head, row, col, q, k):
     return jnp.dot(both[0], jnp.cos(k_angles)) + jnp.dot(both[1], jnp.sin(k_angles))
 
 
-def _dots(key, heads, dim):
-    shared = jax.random.uniform(key, (dim,), minval=0.1, maxval=1.0)
-    return {"shared": shared, "heads": 1 + jax.random.normal(key, (heads, dim))}
+def _dots(random, heads, dim):
+    return {"shared": _uniform(random, 0.1, dim), "heads": _normal(random, heads, dim, mean=1.0)}
 
 
 def _narrow(params, q, k):
@@ -180,13 +186,13 @@ def _all_pairs(params, q, k):
 
 
 KINDS = {
-    "none": Kind(lambda key, heads, dim: {}, lambda params, q, k: ()),
-    "alibi": Kind(lambda key, heads, dim: {}, _alibi),
+    "none": Kind(lambda random, heads, dim: {}, lambda params, q, k: ()),
+    "alibi": Kind(lambda random, heads, dim: {}, _alibi),
     "t5": Kind(_t5, _t5_rules),
     "scaled": Kind(
-        lambda key, heads, dim: {
-            "bounded": jax.random.normal(key, (heads, 9)),
-            "t5": _t5(key, heads, dim),
+        lambda random, heads, dim: {
+            "bounded": _normal(random, heads, 9),
+            "t5": _t5(random, heads, dim),
         },
         _scaled,
     ),
@@ -195,23 +201,23 @@ KINDS = {
         lambda params, q, k: (LogitBias(_mlp, params["heads"], params["shared"]),),
     ),
     "two_axes": Kind(
-        lambda key, heads, dim: jax.random.uniform(key, (heads, 2)),
+        lambda random, heads, dim: _uniform(random, 0.0, heads, 2),
         lambda params, q, k: (LogitBias(_two_axes, params),),
         axes=2,
     ),
-    "fox": Kind(lambda key, heads, dim: jnp.linspace(0.5, 1.0, heads), _gated),
-    "separable": Kind(lambda key, heads, dim: jnp.linspace(0.5, 1.0, heads), _separable),
+    "fox": Kind(lambda random, heads, dim: _spaced(0.5, heads), _gated),
+    "separable": Kind(lambda random, heads, dim: _spaced(0.5, heads), _separable),
     "shaw": Kind(_shaw, _shaw_rules),
     "whole": Kind(
-        lambda key, heads, dim: {
-            "heads": jnp.linspace(0.2, 1.0, heads),
-            "mix": jax.random.normal(key, (heads, heads)),
-            "gate": jnp.linspace(0.5, 1.0, heads),
-            "t5": _t5(key, heads, dim),
+        lambda random, heads, dim: {
+            "heads": _spaced(0.2, heads),
+            "mix": _normal(random, heads, heads),
+            "gate": _spaced(0.5, heads),
+            "t5": _t5(random, heads, dim),
         },
         _whole_rules,
     ),
-    "all_pairs": Kind(lambda key, heads, dim: jax.random.normal(key, (heads, 64, 64)), _all_pairs),
+    "all_pairs": Kind(lambda random, heads, dim: _normal(random, heads, 64, 64), _all_pairs),
     "narrow": Kind(_dots, _narrow),
     "wide": Kind(_dots, _wide),
     "unbounded": Kind(_dots, _unbounded),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import qkv, softmax_attention
+from support import one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -16,7 +17,8 @@ B, T, N = 3, 63, 6
 Q, K, V = qkv(batch=B, length=T)
 RANDOM = np.random.default_rng(0)
 TILES = XLA(Blocks(16, 8), Blocks(8, 16))
-SHAPES = [(1, 1), (1, N), (B, 1), (B, N)]
+CASES = [((1, N), TILES), ((B, 1), TILES), ((B, N), Dense(block=2**12)), ((1, N), "reference")]
+CASES += [pytest.param(shape, TILES, marks=one_of_all) for shape in ((1, 1), (B, N))]
 WEIGHTS = RANDOM.normal(size=(B, T, N, 8)).astype("f4")
 
 
@@ -33,7 +35,7 @@ def gradients(attend, bias):
 
 @pytest.mark.parametrize(
     ("shape", "implementation"),
-    [*((shape, TILES) for shape in SHAPES), ((B, N), Dense(block=2**12)), ((1, N), "reference")],
+    CASES,
     ids=str,
 )
 def test_output_and_gradients_equal_jax_nn(shape, implementation):
@@ -66,18 +68,17 @@ def test_attention_matches_a_float64_softmax_with_another_rule():
         Q, K, V, logit, sees=lambda i, j: j <= i and segments[0, i] == segments[0, j]
     )
     rules = pe.ALiBi(num_heads=N).rules({}), pe.DenseBias(bias, scaled=True)
-    for implementation in (TILES, "dense", "reference"):
-        out = pe.attention(
-            *(Q, K, V),
-            rules=rules,
-            q_segment_ids=segments,
-            k_segment_ids=segments,
-            q_positions=np.arange(T, dtype=np.int32)[None],
-            k_positions=np.arange(T, dtype=np.int32)[None],
-            is_causal=True,
-            softcap=5.0,
-            implementation=implementation,
-        )
+    options = {"rules": rules, "is_causal": True, "softcap": 5.0}
+    for side in "qk":
+        options[f"{side}_segment_ids"] = segments
+        options[f"{side}_positions"] = np.arange(T, dtype=np.int32)[None]
+    outs = jax.jit(
+        lambda: [
+            pe.attention(Q, K, V, implementation=implementation, **options)
+            for implementation in (TILES, "dense", "reference")
+        ]
+    )()
+    for out in outs:
         np.testing.assert_allclose(out, expected, atol=2e-6)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine.rules import KINDS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support import one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -27,17 +28,16 @@ MESHES = {
 
 
 def make_arrays():
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = (B, T, N, H), (B, T, K, H), (B, T, K, H)
-    q, k, v = (jax.random.normal(key, s) for key, s in zip(keys, shapes, strict=True))
-    params = {rule: KINDS[rule].make(jax.random.key(1), N, H) for rule in RULES}
-    return {rule: (q, k, v, params[rule]) for rule in RULES}
+    random = np.random.default_rng(0)
+    q, k, v = (random.normal(size=(B, T, n, H)).astype(np.float32) for n in (N, K, K))
+    params = {rule: KINDS[rule].make(random, N, H) for rule in RULES}
+    return {rule: (q, k, v, jax.device_get(params[rule])) for rule in RULES}
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def outcome(arrays, implementation):
     """Outputs, and gradients of q, k, v and every leaf, by rule."""
-    weights = jax.random.normal(jax.random.key(2), (B, T, N, H))
+    weights = np.random.default_rng(1).normal(size=(B, T, N, H)).astype(np.float32)
 
     def loss(arrays):
         outs = {
@@ -79,40 +79,47 @@ def spread(arrays, mesh):
     }
 
 
-CASES = [(mesh, TILES) for mesh in MESHES] + [("data and heads", "reference")]
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+CASES = [("data and heads", TILES, kind) for kind in (AUTO, EXPLICIT)]
+CASES += [("more devices than key heads", TILES, AUTO), ("data and heads", "reference", EXPLICIT)]
+MORE_CASES = [("data", TILES, kind) for kind in (AUTO, EXPLICIT)]
+MORE_CASES += [("more devices than key heads", TILES, EXPLICIT)]
+MORE_CASES += [("data and heads", "reference", AUTO)]
+CASES += [pytest.param(*case, marks=one_of_all) for case in MORE_CASES]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize(("mesh", "implementation"), CASES)
+@pytest.mark.parametrize(("mesh", "implementation", "kind"), CASES)
 def test_outputs_and_all_gradients_are_those_of_one_device(mesh, implementation, kind):
     shape, names = MESHES[mesh]
     mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
     with jax.set_mesh(mesh):
-        got = outcome(spread(make_arrays(), mesh), implementation)
+        arrays = spread(make_arrays(), mesh)
+        program = outcome.lower(arrays, implementation).compile()
+        got = program(arrays)
     assert_those_of_one_device(got, names, implementation)
+    if (names, implementation, kind) == (("data", "heads"), TILES, AUTO):
+        assert_nothing_but_sums_is_sent(program.as_text())
 
 
 def test_explicit_arrays_are_enough_without_their_mesh_around():
     shape, names = MESHES["data and heads"]
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * 2)
-    assert_those_of_one_device(outcome(spread(make_arrays(), mesh), TILES), names, TILES)
+    mesh = jax.make_mesh(shape, names, axis_types=(EXPLICIT,) * 2)
+    arrays = spread({rule: make_arrays()[rule] for rule in ("t5", "fox")}, mesh)
+    assert_those_of_one_device(outcome(arrays, TILES), names, TILES)
 
 
 def assert_those_of_one_device(got, names, implementation):
     for out in got[1].values():
         assert [n for n in out.sharding.spec if n] == list(names)
     expected = unsharded(implementation)
-    for rule in RULES:
+    for rule in got[1]:
         mine, alone = (jax.device_get((x[0][rule], x[1][rule])) for x in (got, expected))
         chex.assert_trees_all_close(mine, alone, atol=5e-5, rtol=1e-4)
         assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(alone))
 
 
-def test_heads_on_their_devices_send_nothing_but_sums():
-    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh):
-        arrays = spread(make_arrays(), mesh)
-        text = outcome.lower(arrays, "xla").compile().as_text()
+def assert_nothing_but_sums_is_sent(text):
+    """Of heads on their devices: key heads divide by the devices."""
     assert "all-reduce" in text
     for collective in ("all-gather", "all-to-all", "collective-permute"):
         assert f" {collective}" not in text
