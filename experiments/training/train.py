@@ -207,6 +207,8 @@ def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any
             return LanguageModel(task.model, position, task.vocab_size, key, axis_names)
 
         lowered = on_mesh.lower(advance, arguments, optimizer, new_model, mesh, task=task)
+    if jax.config.read("jax_disable_most_optimizations"):  # The options would raise its level.
+        return lowered.compile()
     return lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
 
 

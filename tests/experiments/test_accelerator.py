@@ -111,7 +111,7 @@ def test_the_file_is_kept_when_the_program_is_stopped(monkeypatch, tmp_path, cap
 
     monkeypatch.setattr(accelerator, "measure", stop)
     file = tmp_path / "cpu.json"
-    assert accelerator.main([*TINY, f"--json={file}"]) == 130
+    assert accelerator.main([*TINY, "--schemes", "none", f"--json={file}"]) == 130
     numbers = json.loads(file.read_text())
     assert numbers["checks"] == [row] and numbers["times"][0]["name"] == "matmul"
     assert "WRONG" in capsys.readouterr().out
@@ -119,10 +119,19 @@ def test_the_file_is_kept_when_the_program_is_stopped(monkeypatch, tmp_path, cap
 
 def test_nothing_is_begun_when_the_time_is_over(tmp_path, capsys):
     file = tmp_path / "cpu.json"
-    assert accelerator.main([*TINY, "--minutes=0", "--lengths=64", f"--json={file}"]) == 0
+    arguments = [*TINY, "--minutes=0", "--lengths=64", "--schemes", "none", "shaw_keys"]
+    assert accelerator.main([*arguments, f"--json={file}"]) == 0
     numbers = json.loads(file.read_text())
     assert all(row["skipped"] == "out of time" for part in PARTS for row in numbers[part])
-    assert len(numbers["checks"]) > 100 and "s in all" in capsys.readouterr().out
+    checks = {(row["name"], row["by"], row["what"]) for row in numbers["checks"]}
+    assert len(checks) == 2 * 2 * len(accelerator.IMPLEMENTATIONS)
+    assert "s in all" in capsys.readouterr().out
+
+
+def test_every_scheme_by_default_has_the_sizes_of_the_options():
+    options = accelerator._parser().parse_args(TINY)
+    schemes = {accelerator._scheme(name, options) for name in accelerator.SCHEMES}
+    assert len(schemes) == len(accelerator.SCHEMES) == 15
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import posenc_jax as pe
 from experiments.commands.attention import attention_weights, biases, by_distance
@@ -18,16 +19,26 @@ LENGTH = 10
 def measured():
     model = LanguageModel(SIZES, pe.ALiBi(3), 16, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, LENGTH), 0, 16)
-    return model, tokens, attention_weights(model, tokens)
+    # `attention_weights` replaces parts of the model: it must get it as an argument.
+    run = nnx.jit(lambda model, tokens: attention_weights(model, tokens))
+    return model, tokens, run(model, tokens)
 
 
 def test_weights_are_those_of_a_softmax(measured):
     model, tokens, by_layer = measured
-    x = np.asarray(model.embed(tokens), np.float64)
+
+    @jax.jit
+    def inputs_of_layers(tokens):
+        x, inputs = model.embed(tokens), []
+        for block in model.blocks:
+            inputs.append(block.norm1(x))
+            x = block(x)
+        return inputs
+
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     slopes = np.asarray(pe.alibi_slopes(3), np.float64)
-    for block, weights in zip(model.blocks, by_layer, strict=True):
-        layer, y = block.attention, np.asarray(block.norm1(np.float32(x)), np.float64)
+    for block, y, weights in zip(model.blocks, inputs_of_layers(tokens), by_layer, strict=True):
+        layer, y = block.attention, np.asarray(y, np.float64)
         q, k = (
             np.einsum("btd,dnh->btnh", y, np.asarray(p.kernel[...]))
             for p in (layer.query, layer.key)
@@ -36,7 +47,6 @@ def test_weights_are_those_of_a_softmax(measured):
         logits = np.where(distance[:, None] >= 0, logits, -np.inf)
         e = np.exp(logits - logits.max(-1, keepdims=True))
         np.testing.assert_allclose(weights, e / e.sum(-1, keepdims=True), atol=1e-5)
-        x = np.asarray(block(np.float32(x)), np.float64)
 
 
 def test_means_by_distance(measured):
@@ -57,8 +67,9 @@ def test_biases_of_alibi_are_its_slopes(measured):
     np.testing.assert_allclose(biases(measured[0], 5), [expected, expected], atol=1e-5)
 
 
-def test_speed_measures_the_step_of_each_length():
-    task = Speed(train_length=8, test_lengths=(8, 16), model=SIZES, tokens=16, rounds=2)
+def test_speed_measures_the_step_of_a_length():
+    sizes = Model(model_dim=12, num_layers=1, num_heads=3)
+    task = Speed(train_length=8, test_lengths=(16,), model=sizes, tokens=16, rounds=2)
     run = SpeedRun(task, "alibi", {}, pe.ALiBi(3), 0)
     scores = run.measure(None, task.load())["scores"]["plain"]
-    assert scores.keys() == {"8", "16"} and all(0 < x < 100 for x in scores.values())
+    assert scores.keys() == {"16"} and all(0 < x < 100 for x in scores.values())

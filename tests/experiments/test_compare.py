@@ -1,5 +1,6 @@
 """compare at tiny size: files, resumption, refusals, user schemes and tasks."""
 
+import dataclasses
 import os
 import re
 import textwrap
@@ -8,12 +9,15 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+import support
 
 import posenc_jax as pe
 from experiments.__main__ import main
+from experiments.models.schemes import with_scaling
 from experiments.runs import run as runs_module
 from experiments.runs.run import RunFolder
 from experiments.runs.trained import experiment_of
+from experiments.tasks.text import VARIANTS
 from experiments.training.train import train
 
 SMALL = """
@@ -35,7 +39,7 @@ batch = 4
 [text]
 train_length = 16
 test_lengths = [16, 32]
-sliding_lengths = [16, 32]
+sliding_lengths = [32]
 eval_bytes = 64
 stride = 4
 [text.model]
@@ -86,8 +90,20 @@ def own_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_compare_writes_results_and_report_with_a_user_scheme(run, own_module):
-    mine = "my_schemes:Parity"
+@pytest.fixture
+def of_readme(tmp_path, monkeypatch, request):
+    """The name of the scheme of the README, pasted into a module."""
+    readme = (request.config.rootpath / "README.md").read_text()
+    blocks = re.findall(r"^( *)```python\n(.*?)^ *```", readme, re.DOTALL | re.MULTILINE)
+    (block,) = [textwrap.dedent(text) for _, text in blocks if "(pe.Scheme)" in text]
+    (tmp_path / "pasted.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    (name,) = re.findall(r"class (\w+)\(pe.Scheme\)", block)
+    return f"pasted:{name}"
+
+
+def test_compare_writes_results_and_report_with_the_scheme_of_the_readme(run, of_readme):
+    mine = of_readme
     status, out, err = run("compare", "--schemes", f"rope,{mine}", "--seeds", "2")
     assert (status, err) == (0, "")
     results = run.results()
@@ -104,30 +120,30 @@ def test_compare_writes_results_and_report_with_a_user_scheme(run, own_module):
     assert files == {"config.toml", "report.html", "result.json"}
     assert run.settings()["schemes"]["names"] == ["rope", mine] and run.settings()["seeds"] == 2
     assert "report.html" in out and "Means of 2 seeds." in out
-    assert "my_schemes:Parity" in (run.folder / "report.html").read_text()
+    assert mine in (run.folder / "report.html").read_text()
 
 
-def test_seeds_side_by_side_in_one_program_have_equal_scores(run):
+def test_seeds_side_by_side_in_one_program_have_equal_losses(run):
     assert run("compare", "--schemes", "rope", "--seeds", "2")[0] == 0
-    results_before = run.results()
-    task = experiment_of(run.folder).tasks["kback"]
+    task, results = experiment_of(run.folder).tasks["kback"], run.results()
     trained = train(task, pe.RoPE(8), [0, 1], None)
-    (evaluation, _) = task.evaluate(pe.RoPE(8), trained.params, [0, 1], task.load())
     for seed in (0, 1):
-        result = results_before["kback", "rope", seed]
+        result = results["kback", "rope", seed]
         assert result.curve["loss"] == [loss[seed] for loss in trained.curve["loss"]]
-        assert result.scores["plain"]["32"] == evaluation.values[seed]
+        assert result.parameters == trained.parameters
+    assert trained.curve["loss"][0][0] != trained.curve["loss"][0][1]
 
 
 def test_user_task_is_one_file(run, own_module):
     flags = ["--tasks", "kback,my_schemes:Repeat", "--schemes", "none", "--repeat.eval-batch", "4"]
     small = [f"--repeat.{x}" for x in ("train.steps=2", "train.steps-per-call=1", "train.warmup=1")]
     flags += [*small, "--repeat.model.model-dim=16", "--repeat.model.num-heads=2"]
+    flags += ["--repeat.model.num-layers=1", "--repeat.test-lengths=32,48"]
     status, out, err = run("compare", *flags)
     assert (status, err) == (0, "")
     assert "repeat: share of echoes at each length" in " ".join(out.split())
     repeat = run.results()["repeat", "none", 0]
-    assert repeat.scores["plain"].keys() == {"32", "48", "64", "128"}
+    assert repeat.scores["plain"].keys() == {"32", "48"}
     page = (run.folder / "report.html").read_text()
     assert "Say it again." in page and "length in words" in page
     assert run.settings()["tasks"] == ["kback", "my_schemes:Repeat"]
@@ -140,31 +156,20 @@ def test_user_task_is_one_file(run, own_module):
         main(["compare", str(run.file), "--tasks", "my_schemes:Repeat", "--help"])
 
 
-def test_readme_scheme_runs_as_pasted(run, tmp_path, monkeypatch, request):
-    readme = (request.config.rootpath / "README.md").read_text()
-    blocks = re.findall(r"^( *)```python\n(.*?)^ *```", readme, re.DOTALL | re.MULTILINE)
-    (block,) = [textwrap.dedent(text) for _, text in blocks if "(pe.Scheme)" in text]
-    (tmp_path / "pasted.py").write_text(block)
-    monkeypatch.syspath_prepend(tmp_path)
-    (name,) = re.findall(r"class (\w+)\(pe.Scheme\)", block)
-    status, _, err = run("compare", "--schemes", f"pasted:{name}")
-    assert (status, err) == (0, "")
-
-
 def test_compare_takes_chains_patterns_and_factories(run, own_module):
+    """The factory makes a pattern of a chain and T5; the others are not trained here."""
     names = ["rope+alibi", "my_schemes:both", "my_schemes:layers", "my_schemes:biased"]
-    status, _, err = run(
-        "compare", "--schemes", ", ".join(names), "--schemes.my_schemes:biased.theta", "100",
-        "--kback.model.num-layers", "2",
-    )  # fmt: skip
+    flags = ["--schemes.my_schemes:biased.theta", "100", "--kback.model.num-layers", "2"]
+    status, _, err = run("compare", "--schemes", names[-1], *flags)
     assert (status, err) == (0, "")
-    results = run.results().values()
-    assert [r.settings["scheme"] for r in results] == names
-    assert {r.status for r in results} == {"done"}
-    chained, both, layers, biased = (r.scheme_repr for r in results)
+    (result,) = run.results().values()
+    assert result.settings["scheme"] == names[-1] and result.status == "done"
+    assert "theta=100.0" in result.scheme_repr and "T5(num_heads=2" in result.scheme_repr
+    experiment = dataclasses.replace(experiment_of(run.folder), schemes=tuple(names))
+    chained, both, layers, biased = (repr(r.position) for r in experiment.all_runs())
     assert chained == both and "RoPE(head_dim=8" in both and "ALiBi(num_heads=2" in both
     assert "window=16" in layers and "NoPE()" in layers
-    assert "theta=100.0" in biased and "T5(num_heads=2" in biased
+    assert biased == result.scheme_repr
 
 
 def test_finished_runs_are_skipped_and_schemes_join(run, monkeypatch):
@@ -217,13 +222,13 @@ def test_a_stop_within_a_run_continues_there(run):
 def test_another_configuration_loses_nothing(run):
     assert run("compare", "--schemes", "none")[0] == 0
     before = run.results()
-    other = ["--schemes", "none", "--kback.train.batch", "5"]
+    other = ["--schemes", "none", "--kback.train.learning-rate", "0.1"]
     status, out, _ = run("compare", *other)
     assert status == 0 and "done before" not in out and run.results() != before
     assert "1 of 1 runs were done before" in run("compare", "--schemes", "none")[1]
     assert run.results() == before
     assert run("compare", *other, "--fresh")[0] == 0
-    assert run.settings()["kback"]["train"]["batch"] == 5
+    assert run.settings()["kback"]["train"]["learning_rate"] == 0.1
     assert len(list(run.folder.glob("*/result.json"))) == 1
 
 
@@ -250,19 +255,13 @@ def test_failing_scheme_does_not_stop_the_others(run, own_module):
 def test_text_variants_and_evaluate_on_kept_parameters(run, tmp_path):
     rng = np.random.default_rng(0)
     (tmp_path / "own.txt").write_bytes(rng.integers(97, 105, 4000).astype(np.uint8).tobytes())
-    flags = [
-        "--tasks",
-        "text",
-        "--text.corpus",
-        str(tmp_path / "own.txt"),
-        "--schemes",
-        "rope,learned",
-    ]
+    corpus = str(tmp_path / "own.txt")
+    flags = ["--tasks", "text", "--text.corpus", corpus, "--schemes", "rope,learned"]
     assert run("train", *flags)[0] == 0
     rope = run.results()["text", "rope", 0]
     assert {(view, n) for view, row in rope.scores.items() for n in row} == {
         *(("nonoverlapping", "16"), ("nonoverlapping", "32"), ("ntk", "32"), ("pi", "32")),
-        *(("sliding", "16"), ("sliding", "32")),
+        ("sliding", "32"),
     }
     page = (run.folder / "report.html").read_text()
     assert "rows beyond position 15 were never trained" in page
@@ -296,12 +295,9 @@ def test_parameters_are_stored_by_path(run):
     assert status == 2 and f"{key} is nothing, expected" in err and err.count("\n") == 1
 
 
-def test_per_sequence_scaling_has_no_zero_shot_variants(run, tmp_path):
-    (tmp_path / "own.txt").write_bytes(bytes(range(97, 105)) * 500)
-    flags = ["--tasks", "text", "--text.corpus", str(tmp_path / "own.txt")]
-    assert run("compare", *flags, "--schemes", "rope_by_length")[0] == 0
-    (done,) = run.results().values()
-    assert done.scores.keys() == {"nonoverlapping", "sliding"}
+def test_per_sequence_scaling_has_no_zero_shot_variants():
+    scheme = support.build(pe.SCHEMES["rope_by_length"])
+    assert [with_scaling(scheme, variant(2.0)) for variant in VARIANTS.values()] == [None, None]
 
 
 def test_evaluate_needs_parameters_that_train_makes(run):
@@ -331,19 +327,20 @@ def test_damaged_parameters_are_one_line(run):
     assert run.results() == before
 
 
-@pytest.mark.parametrize("function", ["experiments.commands.compare.RunFolder", "os.fsync"])
-def test_interrupt_at_any_time_ends_without_traceback(run, monkeypatch, function):
+def test_interrupt_at_any_time_ends_without_traceback(run, monkeypatch):
     assert run("train", "--schemes", "none")[0] == 0
     before = run.files()
 
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(function, stop)
-    for command in ("compare", "evaluate"):
-        status, _, err = run(command, "--schemes", "none")
-        assert (status, err) == (130, "Stopped.\n")
-    assert run.files() == before
+    for function in ("experiments.commands.compare.RunFolder", "os.fsync"):
+        for command in ("compare", "evaluate"):
+            with monkeypatch.context() as patch:
+                patch.setattr(function, stop)
+                status, _, err = run(command, "--schemes", "none")
+            assert (status, err) == (130, "Stopped.\n")
+            assert run.files() == before
 
 
 def test_fresh_leaves_no_results_of_another_configuration(run, monkeypatch):
@@ -375,16 +372,17 @@ def test_results_of_earlier_versions_are_one_line(run):
     assert len(run.results()) == 1 and not (run.folder / "results.json").exists()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"settings": {}}', "", "tasks = 3"])
-def test_damaged_results_are_not_overwritten(run, capsys, content):
+def test_damaged_results_are_not_overwritten(run, capsys):
     assert run("compare", "--schemes", "none")[0] == 0
     (path,) = run.folder.glob("*/result.json")
-    path.write_text(content)
-    before = run.files()
-    status, _, err = run("compare", "--schemes", "none")
-    assert status == 2 and err.count("\n") == 1 and "cannot be read" in err
-    assert main(["report", str(run.folder)]) == 2
-    assert run.files() == before
+    for content in ("{", "[]", '{"settings": {}}', "", "tasks = 3"):
+        path.write_text(content)
+        before = run.files()
+        status, _, err = run("compare", "--schemes", "none")
+        assert status == 2 and err.count("\n") == 1 and "cannot be read" in err
+        assert main(["report", str(run.folder)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert run.files() == before
     assert run("compare", "--schemes", "none", "--fresh")[0] == 0 and len(run.results()) == 1
 
 

@@ -14,6 +14,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from support import one_of_all
 
 from experiments.__main__ import main
 from experiments.errors import ConfigError
@@ -74,7 +75,9 @@ def program(text):
     return call, set(found)
 
 
-@pytest.mark.parametrize("text", ["data=8", "data=4,tensor=2", "sequence=8"])
+@pytest.mark.parametrize(
+    "text", [pytest.param("data=8", marks=one_of_all), "data=4,tensor=2", "sequence=8"]
+)
 def test_training_on_a_mesh_equals_that_on_one_device(text):
     on = mesh.make(text, sharded(TASK))
     assert_equal_to_one_device(train(TASK, POSITION, SEEDS, None, mesh=on))

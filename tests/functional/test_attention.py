@@ -151,7 +151,8 @@ def test_an_overflowing_cache_raises_and_is_nan_under_jit():
 
 def test_nan_of_a_request_ends_with_it():
     """A cache has finite values and NaN keys in their place, so that steps need no test."""
-    q, k, v = Q, K, jnp.asarray(V).at[0, 2, 1].set(jnp.nan).at[1, 1, 0, 3].set(jnp.inf)
+    q, k, v = Q, K, np.array(V)
+    v[0, 2, 1], v[1, 1, 0, 3] = np.nan, np.inf
 
     @jax.jit
     def run(q, k, v, cache):
@@ -163,11 +164,12 @@ def test_nan_of_a_request_ends_with_it():
     # Two query heads for each key head; on CPU a token with NaN in one head has it in all.
     seen = np.isnan(out[:, 0]).all(-1)
     assert seen[0, 2:4].all() and seen[1, :2].all()
-    cache = used.reset(jnp.array([True, False])).rewind(jnp.array([0, 7]))
+    change = jax.jit(lambda c: c.reset(np.array([True, False])).rewind(np.array([0, 7])))
+    cache = change(used)
     out, _ = run(q[:, :1], k[:, :1], v[:, :1], cache)
     expected, _ = run(q[:, :1], k[:, :1], v[:, :1], new_cache(SHAW))
     np.testing.assert_array_equal(out, expected)
-    grad = jax.grad(lambda q: run(q, k[:, :1], v[:, :1], cache)[0].sum())(q[:, :1])
+    grad = jax.jit(jax.grad(lambda q: run(q, k[:, :1], v[:, :1], cache)[0].sum()))(q[:, :1])
     assert np.isfinite(grad).all()
 
 
@@ -221,9 +223,10 @@ def test_the_embedding_continues_after_the_cache():
     x, waves = jnp.zeros((2, 3, 4)), pe.Sinusoidal(model_dim=4)
     placed = {"positions": np.array([[5, 6], [0, 1]])}
     sizes = {"num_heads": 1, "head_dim": 4}
-    q = jnp.ones((2, 2, 1, 4))
+    q = np.ones((2, 2, 1, 4), np.float32)
     empty = pe.new_cache(pe.NoPE(), 2, 9, **sizes)
-    _, cache = pe.scheme_attention(pe.NoPE(), {}, q, q, q, cache=empty, **placed)
+    step = jax.jit(functools.partial(pe.scheme_attention, pe.NoPE(), {}))
+    _, cache = step(q, q, q, cache=empty, **placed)
     expected = pe.sinusoidal_encoding(jnp.array([[7, 8, 9], [2, 3, 4]]), 4)
     np.testing.assert_array_equal(pe.scheme_embedding(waves, {}, x, cache=cache), expected)
     first = pe.scheme_embedding(waves, {}, x, cache=empty)
@@ -311,21 +314,21 @@ def has_tables(scheme):
 )
 def test_schemes_with_tables_use_those_of_the_call(cls):
     scheme, tokens = build(cls), make_batch()
-    params = scheme.init(jax.random.key(0))
+    params = jax.jit(scheme.init)(jax.random.key(0))
 
     @jax.jit
-    def run(tables):
+    def run(positions):
         arrays = tokens.q, tokens.k, tokens.v
-        return pe.scheme_attention(
-            scheme, params, *arrays, x=tokens.x, tables=tables, is_causal=True
-        )[0]
+        tables, still = (pe.scheme_tables(scheme, params, p) for p in (positions, 0 * positions))
+        options = {"x": tokens.x, "is_causal": True}
+        return [
+            pe.scheme_attention(scheme, params, *arrays, tables=t, **options)[0]
+            for t in (None, tables, still)
+        ]
 
-    positions = jnp.arange(LENGTH)
-    tables = pe.scheme_tables(scheme, params, positions)
-    expected = run(None)
-    np.testing.assert_allclose(run(tables), expected, atol=1e-5)
-    still = pe.scheme_tables(scheme, params, jnp.zeros_like(positions))
-    assert np.abs(run(still) - expected).max() > 1e-3
+    expected, out, of_zeros = run(np.arange(LENGTH))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert np.abs(of_zeros - expected).max() > 1e-3
 
 
 def test_tables_of_other_coordinates_are_refused():
@@ -640,7 +643,9 @@ def test_padding_takes_no_slot_of_a_ring():
     positions, segments = from_padding_mask(real)
     options = {"is_causal": True, "window": 4}
     placed = {"positions": positions, "segment_ids": segments}
-    whole, _ = pe.scheme_attention(pe.NoPE(), {}, q, k, v, **placed, **options)
+    whole, _ = jax.jit(lambda *a: pe.scheme_attention(pe.NoPE(), {}, *a, **placed, **options))(
+        q, k, v
+    )
 
     @jax.jit
     def step(cache, placed, *arrays):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from support import BATCH, KINDS, KV_HEADS, SIZES, build
+from support import BATCH, KINDS, KV_HEADS, SIZES, build, one_of_all
 
 import posenc_jax as pe
 import posenc_jax.linen as pl
@@ -18,21 +18,22 @@ import posenc_jax.nnx as pn
 
 KEY = jax.random.key(0)
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
+IN_LAYERS = [name for name in KINDS if build(pe.SCHEMES[name]).acts != pe.Acts.EMBEDDING]
 IN_STOCK = [
     name
     for name in dict.fromkeys([*KINDS, "none", "rope", "t5", "shaw"])
-    if build(pe.SCHEMES[name]).acts_in_attention
+    if build(pe.SCHEMES[name]).acts != pe.Acts.EMBEDDING
     and not build(pe.SCHEMES[name]).traits.reads_x
     and pe.SCHEMES[name].mix is pe.Scheme.mix  # Their cache has no place for its state.
 ]
 
 
-@pytest.fixture(
-    params=[n for n in KINDS if build(pe.SCHEMES[n]).acts != pe.Acts.EMBEDDING],
-)
-def kind(request):
-    """A scheme of every kind that layers take."""
-    return build(pe.SCHEMES[request.param])
+def kinds(names, some=None):
+    """Parametrizes a test by `name`; names that are not in `some` need CASES=all."""
+    some = names if some is None else some.split()
+    assert set(some) <= set(names)
+    params = [pytest.param(name, marks=() if name in some else one_of_all) for name in names]
+    return pytest.mark.parametrize("name", params)
 
 
 @pytest.fixture
@@ -55,8 +56,10 @@ def from_nnx(layer):
     return {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
 
 
-def test_layers_equal_scheme_attention(kind, x):
-    scheme, layer = kind, nnx_layer(kind)
+@kinds(IN_LAYERS)
+def test_layers_equal_scheme_attention(name, x):
+    scheme = build(pe.SCHEMES[name])
+    layer = nnx_layer(scheme)
 
     @jax.jit
     def run(x):
@@ -69,21 +72,25 @@ def test_layers_equal_scheme_attention(kind, x):
         np.testing.assert_allclose(y, written_out, atol=1e-6)
 
 
-def test_encodings_equal_scheme_embedding(scheme, params, x):
-    positions = jnp.arange(3, 3 + T)
-    expected = pe.scheme_embedding(scheme, params, x, positions=positions)
+@pytest.mark.parametrize(
+    "cls",
+    [cls for cls in pe.SCHEMES.values() if cls.embed is not pe.Scheme.embed or cls is pe.T5],
+    ids=lambda cls: cls.name,
+)
+def test_encodings_equal_scheme_embedding(cls, x):
+    scheme, positions = build(cls), jnp.arange(3, 3 + T)
     encoding = pn.PositionEncoding(scheme, rngs=nnx.Rngs(0))
-    for leaf, value in zip(
-        jax.tree.leaves(encoding.parameters, is_leaf=lambda v: isinstance(v, nnx.Variable)),
-        jax.tree.leaves(params),
-        strict=True,
-    ):
-        leaf[...] = value
-    chex.assert_trees_all_equal(encoding(x, positions), expected)
+    module, params = pl.PositionEncoding(scheme), encoding.values()
     variables = {"params": {"parameters": params}} if params else {}
-    chex.assert_trees_all_equal(
-        pl.PositionEncoding(scheme).apply(variables, x, positions), expected
-    )
+
+    @jax.jit
+    def run(x):
+        expected = pe.scheme_embedding(scheme, params, x, positions=positions)
+        return expected, encoding(x, positions), module.apply(variables, x, positions)
+
+    expected, *modules = run(x)
+    for y in modules:
+        np.testing.assert_array_equal(y, expected)
 
 
 EMBEDDING_ONLY = [cls for cls in pe.SCHEMES.values() if build(cls).acts == pe.Acts.EMBEDDING]
@@ -143,14 +150,25 @@ def test_tables_of_an_encoding_serve_all_layers(x):
     encoding = pn.PositionEncoding(rope, rngs=nnx.Rngs(0))
     positions = 3 * jnp.arange(T)
     layer = nnx_layer(rope)
-    expected = layer(x, positions=positions)
-    tables = encoding.tables(positions)
-    np.testing.assert_allclose(layer(x, positions=positions, tables=tables), expected, atol=1e-6)
     module, variables = linen_layer(rope), from_nnx(layer)
-    of_linen = pl.PositionEncoding(rope).apply({}, positions, method="tables")
+
+    @jax.jit
+    def run(x):
+        tables = encoding.tables(positions)
+        of_linen = pl.PositionEncoding(rope).apply({}, positions, method="tables")
+        outs = (
+            layer(x, positions=positions),
+            layer(x, positions=positions, tables=tables),
+            module.apply(variables, x, positions=positions, tables=of_linen),
+            layer(x, positions=positions, tables=jax.tree.map(jnp.zeros_like, tables)),
+        )
+        return tables, of_linen, outs
+
+    tables, of_linen, (expected, *outs, of_zeros) = run(x)
     chex.assert_trees_all_equal(of_linen, tables)
-    out = module.apply(variables, x, positions=positions, tables=of_linen)
-    np.testing.assert_allclose(out, expected, atol=1e-6)
+    for out in outs:
+        np.testing.assert_allclose(out, expected, atol=1e-6)
+    assert np.abs(of_zeros - expected).max() > 1e-3  # The layer reads the tables.
 
 
 @pytest.mark.parametrize(
@@ -160,37 +178,47 @@ def test_tables_of_an_encoding_serve_all_layers(x):
 )
 def test_options_of_attention_are_passed_on(options, x):
     layer = nnx_layer(pe.RoPE(H))
-    q, k, v = (project(x) for project in (layer.query, layer.key, layer.value))
-    out, _ = pe.scheme_attention(pe.RoPE(H), {}, q, k, v, is_causal=True, **options)
-    np.testing.assert_allclose(layer(x, **options), layer.out(out), atol=1e-5)
-    in_linen = linen_layer(pe.RoPE(H)).apply(from_nnx(layer), x, **options)
-    np.testing.assert_allclose(in_linen, layer.out(out), atol=1e-5)
-    assert np.abs(layer(x) - layer.out(out)).max() > 1e-3
+
+    @jax.jit
+    def run(x):
+        q, k, v = (project(x) for project in (layer.query, layer.key, layer.value))
+        out, _ = pe.scheme_attention(pe.RoPE(H), {}, q, k, v, is_causal=True, **options)
+        in_linen = linen_layer(pe.RoPE(H)).apply(from_nnx(layer), x, **options)
+        return layer.out(out), layer(x, **options), in_linen, layer(x)
+
+    expected, in_nnx, in_linen, plain = run(x)
+    np.testing.assert_allclose(in_nnx, expected, atol=1e-5)
+    np.testing.assert_allclose(in_linen, expected, atol=1e-5)
+    assert np.abs(plain - expected).max() > 1e-3
 
 
-def test_decoding_in_nnx_and_linen(kind, x):
+@kinds(IN_LAYERS, "xpos vo_rope cable short_conv tupe")
+def test_decoding_in_nnx_and_linen(name, x):
     """NNX with a cache that calls are given, Linen with its collection."""
-    layer = nnx_layer(kind)
-    module, params = linen_layer(kind, decode=True), from_nnx(layer)
+    scheme = build(pe.SCHEMES[name])
+    layer = nnx_layer(scheme)
+    module, params = linen_layer(scheme, decode=True), from_nnx(layer)
     # A collection of zeros is an empty cache, as in Flax's attention.
     shapes = jax.eval_shape(module.init, KEY, x)["cache"]
-    collection = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    cache = layer.new_cache(BATCH, T)
-    step = jax.jit(lambda x, c: layer(x, cache=c))
-    apply = jax.jit(lambda x, c: module.apply({**params, "cache": c}, x, mutable=["cache"]))
-    expected, start = jax.jit(lambda x: layer(x))(x), 0
-    for size in [5, 1, 1, 1, 1]:
-        part = slice(start, start + size)
-        y, cache = step(x[:, part], cache)
-        z, updated = apply(x[:, part], collection)
-        collection = updated["cache"]
+    collection = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
+
+    @jax.jit
+    def step(x, cache, collection):
+        y, cache = layer(x, cache=cache)
+        z, updated = module.apply({**params, "cache": collection}, x, mutable=["cache"])
+        return y, z, cache, updated["cache"]
+
+    cache, expected = layer.new_cache(BATCH, T), jax.jit(lambda x: layer(x))(x)
+    for start in range(0, T, 3):
+        part = slice(start, start + 3)
+        y, z, cache, collection = step(x[:, part], cache, collection)
         np.testing.assert_allclose(y, expected[:, part], atol=1e-5)
         np.testing.assert_allclose(z, expected[:, part], atol=1e-5)
-        start += size
 
 
-def test_nnx_parameters_train(kind, x):
-    layer = nnx_layer(kind)
+@kinds(IN_LAYERS, "cable short_conv tupe")
+def test_nnx_parameters_train(name, x):
+    layer = nnx_layer(build(pe.SCHEMES[name]))
 
     @nnx.jit
     def loss_and_grads(layer):
@@ -255,7 +283,9 @@ def test_shared_encodings_that_do_not_fit_are_refused(x):
         assert out.settings == pe.LayerSpec(pe.RoPE(H))
 
 
-def test_layers_under_nnx_scan_with_remat(kind, x):
+@kinds(IN_LAYERS, "cable none short_conv")
+def test_layers_under_nnx_scan_with_remat(name, x):
+    kind = build(pe.SCHEMES[name])
     shared = pn.PositionEncoding(kind, rngs=nnx.Rngs(3))
 
     @nnx.split_rngs(splits=3)
@@ -287,7 +317,10 @@ def test_layers_under_nnx_scan_with_remat(kind, x):
         np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
-def test_layers_under_linen_scan_with_remat(kind, x):
+@kinds(IN_LAYERS, "cable none short_conv")
+def test_layers_under_linen_scan_with_remat(name, x):
+    kind = build(pe.SCHEMES[name])
+
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x, _):
@@ -305,18 +338,20 @@ def test_layers_under_linen_scan_with_remat(kind, x):
     np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", IN_STOCK)
+@kinds(IN_STOCK, "none t5 xpos vo_rope")
 def test_inside_stock_nnx_attention(name, x):
     scheme, rngs = build(pe.SCHEMES[name]), nnx.Rngs(0)
     layer = nnx.MultiHeadAttention(
         N, D, N * H, decode=False, attention_fn=pn.AttentionFn(scheme, rngs=rngs), rngs=rngs
     )
     whole = jax.jit(lambda x: layer(x, is_causal=True))(x)
-    plain = nnx.MultiHeadAttention(N, D, N * H, decode=False, rngs=nnx.Rngs(0))
     if name == "none":
-        nnx.update(plain, nnx.state(layer, nnx.Param).filter(lambda p, _: p[0] != "attention_fn"))
-        mask = jnp.tril(jnp.ones((1, 1, T, T), bool))
-        np.testing.assert_allclose(whole, plain(x, mask=mask), atol=1e-5)
+        plain = nnx.MultiHeadAttention(N, D, N * H, decode=False, rngs=nnx.Rngs(0))
+        for part in ("query", "key", "value", "out"):
+            nnx.update(getattr(plain, part), nnx.state(getattr(layer, part)))
+        mask = np.tril(np.ones((1, 1, T, T), bool))
+        expected = jax.jit(lambda x: plain(x, mask=mask))(x)
+        np.testing.assert_allclose(whole, expected, atol=1e-5)
     layer.init_cache((BATCH, T + 3, D))
     decode = nnx.jit(lambda layer, x: layer(x, decode=True))
     for t in range(T):
@@ -324,7 +359,7 @@ def test_inside_stock_nnx_attention(name, x):
         np.testing.assert_allclose(step[:, 0], whole[:, t], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", IN_STOCK)
+@kinds(IN_STOCK, "none t5 xpos vo_rope")
 def test_inside_stock_linen_attention(name, x):
     scheme = build(pe.SCHEMES[name])
     layer = nn.MultiHeadDotProductAttention(
@@ -463,8 +498,8 @@ class Wide(pe.Scheme):
 
 def test_compute_dtype(x):
     layer = nnx_layer(pe.RoPE(H), dtype=jnp.bfloat16)
-    assert layer(x).dtype == jnp.bfloat16
-    assert layer.new_cache(1, 4).k.dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda x: layer(x), x).dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda: layer.new_cache(1, 4)).k.dtype == jnp.bfloat16
 
 
 def test_precision_and_promotion_are_those_of_the_projections(x):
