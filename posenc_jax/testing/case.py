@@ -127,8 +127,8 @@ class Case:
         positions = count_up(*x.shape[:2]) if positions is None else positions
         segment_ids = jnp.zeros_like(positions) if segment_ids is None else segment_ids
         coordinates = positions if coordinates is None else coordinates
-        places = {"positions": positions, "segment_ids": segment_ids, "coordinates": coordinates}
-        return np.asarray(self.run(x, **places, **options)[0])
+        options |= {"positions": positions, "segment_ids": segment_ids, "coordinates": coordinates}
+        return np.asarray(self.run(x, **options)[0])
 
     def alone(self, row: np.ndarray) -> np.ndarray:
         """Returns the output [T, N, H] of one sequence [T, D], T at most 19, by itself.

@@ -58,7 +58,7 @@ def check_coordinates(name: str, coordinates: jax.Array, num_axes: int) -> jax.A
 
 @dataclasses.dataclass(frozen=True)
 class Rotary(Scheme):
-    """A rotary scheme. Subclass it and override `cos_sin`.
+    """The base of rotary schemes: subclass it, and override `cos_sin` for other angles than RoPE's.
 
     `theta` to `groups` are constants of the class: a dataclass makes no fields of names without an
     annotation. A subclass that repeats one with an annotation, `theta: float = 100.0`, makes it a

@@ -111,8 +111,8 @@ def test_a_rotary_scheme_is_its_tables():
         Damped(head_dim=8, groups=4).query(params, q, jnp.arange(9)[None])
     with pytest.raises(ValueError, match="groups must be >= 1, got 0"):
         Damped(head_dim=8, groups=0)
-    with pytest.raises(TypeError, match=r"abstract class Rotary .*cos_sin"):
-        pe.Rotary(head_dim=8)
+    places = {}, q, jnp.arange(9)[None]
+    np.testing.assert_array_equal(pe.Rotary(8).query(*places), pe.RoPE(8).query(*places))
 
 
 @pytest.mark.parametrize("name", ["repo", "selective_rope", "xpos"])
