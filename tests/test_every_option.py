@@ -72,8 +72,8 @@ POSITIONS = jnp.array([[0, 1, 2, 3, 5, 8, 13, 21, 30, 40, 50, 63]], jnp.int32)
 AXES = jnp.stack([POSITIONS * 0 + jnp.arange(12, dtype=jnp.int32) * n % 4 for n in (1, 2, 3)])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def embedding_and_attention(scheme, sinks, params, x, q, k, v):
+    """Not compiled: all schemes share the programs of single operations."""
     at = AXES[: scheme.traits.num_axes] if scheme.traits.num_axes > 1 else None
     where = {"positions": POSITIONS, "coordinates": at}
     x = pe.scheme_embedding(scheme, params, x, **where)

@@ -180,18 +180,20 @@ def test_refusals_reach_wrapped_attention_calls(wrap):
     """A subclass keeps the options that a scheme refuses; a function has none to read."""
     path = pe.PaTH(num_heads=6, head_dim=8, model_dim=20)
     scheme = wrap(path)
-    params = scheme.init(jax.random.key(0))
-    positions = jnp.arange(21)[None]
-    x = jnp.ones((1, 21, 20))
-    features = scheme.features(params, x, *ARRAYS[:2], positions, None, None)[:2]
-    arrays = (params, *ARRAYS, positions, positions, *features)
+
+    def attend(call):
+        params, positions = scheme.init(jax.random.key(0)), jnp.arange(21)[None]
+        x = jnp.ones((1, 21, 20))
+        features = scheme.features(params, x, *ARRAYS[:2], positions, None, None)[:2]
+        return scheme.attend(params, *ARRAYS, positions, positions, *features, call)
+
     call = Counted(is_causal=True, softcap=5.0)
     with pytest.raises(NotImplementedError, match="softcap"):
-        scheme.attend(*arrays, call)
+        jax.eval_shape(lambda: attend(call))
     with pytest.raises(NotImplementedError, match="softcap"):
-        scheme.attend(*arrays, call.replace(scale=1.0))
+        jax.eval_shape(lambda: attend(call.replace(scale=1.0)))
     with pytest.raises(AttributeError, match=r"softcap"):
-        scheme.attend(*arrays, lambda *args: call(*args))
+        jax.eval_shape(lambda: attend(lambda *args: call(*args)))
 
 
 def test_chains_and_wrappers_nest():

@@ -1,12 +1,13 @@
 """Tables, checks, groups and padding of the abstract base of rotary schemes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import qkv
+from oracle import attend, qkv
 from support import build, make_batch
 
 import posenc_jax as pe
@@ -103,9 +104,9 @@ def test_a_rotary_scheme_is_its_tables():
     scheme = Damped(head_dim=8, groups=3)
     q, k, v = qkv(length=9)
     params = scheme.init(jax.random.key(0))
-    out, _ = pe.scheme_attention(scheme, params, q, k, v, is_causal=True)
+    out = attend(scheme, params, q, k, v, is_causal=True)
     same = pe.RoPE(head_dim=8, layout="interleaved", scaling=pe.PI(factor=2.0))
-    expected, _ = pe.scheme_attention(same, {}, q, k, v, is_causal=True)
+    expected = attend(same, {}, q, k, v, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     with pytest.raises(ValueError, match="number of heads must be a multiple of groups=4, got"):
         Damped(head_dim=8, groups=4).query(params, q, jnp.arange(9)[None])
@@ -113,6 +114,19 @@ def test_a_rotary_scheme_is_its_tables():
         Damped(head_dim=8, groups=0)
     places = {}, q, jnp.arange(9)[None]
     np.testing.assert_array_equal(pe.Rotary(8).query(*places), pe.RoPE(8).query(*places))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.grad, argnums=(1, 2), has_aux=True)
+def padded_slopes(scheme, params, tokens, positions, segments):
+    """The gradients and the output; padding has no part in the loss."""
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 6, 8)), jnp.float32)
+    placement = {"positions": positions, "segment_ids": segments, "is_causal": True}
+    out, _ = pe.scheme_attention(
+        scheme, params, tokens.q, tokens.k, tokens.v, x=tokens.x, **placement
+    )
+    out = jnp.where((segments >= 0)[:, :, None, None], out, 0.0)
+    return (out * weights).sum(), out
 
 
 @pytest.mark.parametrize("name", ["repo", "selective_rope", "xpos"])
@@ -124,36 +138,18 @@ def test_padding_changes_nothing_whatever_it_holds(name, layout):
     padding = {"left": [0, 1, 2], "between": [3, 4, 8], "right": [9, 10, 11]}[layout]
     segments = np.zeros((2, 12), np.int32)
     segments[:, padding] = -1
-    real = jnp.asarray(segments >= 0)
-    order = jnp.cumsum(real, 1, dtype=jnp.int32) - 1
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 6, 8)), jnp.float32)
-
-    def loss(params, tokens, positions):
-        out, _ = pe.scheme_attention(
-            scheme,
-            params,
-            tokens.q,
-            tokens.k,
-            tokens.v,
-            x=tokens.x,
-            positions=positions,
-            segment_ids=jnp.asarray(segments),
-            is_causal=True,
-        )
-        out = jnp.where(real[:, :, None, None], out, 0.0)
-        return (out * weights).sum(), out
-
-    slopes = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    real = segments >= 0
+    order = np.cumsum(real, 1, dtype=np.int32) - 1
 
     def run(content, position):
         # Keys, values and activations: attention reads queries of padding in its backward pass.
         x, k, v = (
-            jnp.where(real.reshape(2, 12, *(1,) * (a.ndim - 2)), a, content)
+            np.where(real.reshape(2, 12, *(1,) * (a.ndim - 2)), a, np.float32(content))
             for a in (tokens.x, tokens.k, tokens.v)
         )
         fill = dataclasses.replace(tokens, x=x, k=k, v=v)
-        positions = jnp.where(real, order, position)
-        (dparams, dtokens), out = slopes(params, fill, positions)
+        positions = np.where(real, order, np.int32(position))
+        (dparams, dtokens), out = padded_slopes(scheme, params, fill, positions, segments)
         return out, dparams, dtokens
 
     expected = run(0.0, 0)

@@ -47,12 +47,12 @@ def test_matches_the_models_at_position_one(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dim, start", PARTS)
 def test_matches_complex_numbers_at_any_position(layout, dim, start):
-    positions = np.array([[1, 62, 257, 10**6]])
-    x = np.random.default_rng(0).normal(size=(1, 4, 6, 12)).astype(np.float32)
+    positions = np.array([1, 62, 257, 10**6])
+    x = np.random.default_rng(0).normal(size=(1, 4, 9, 12)).astype(np.float32)
     out = apply_rope(x, positions, layout=layout, rotary_dim=dim, rotary_start=start)
     dim = dim or 12 - start
-    for t, n in np.ndindex(4, 6):
-        expected = rotated(x[0, t, n], positions[0, t], layout, start, dim)
+    for t, n in np.ndindex(4, 9):
+        expected = rotated(x[0, t, n], positions[t], layout, start, dim)
         np.testing.assert_allclose(out[0, t, n], expected, rtol=0, atol=3e-6)
     unrotated = np.r_[:start, start + dim : 12]
     np.testing.assert_array_equal(out[..., unrotated], x[..., unrotated])
@@ -62,16 +62,15 @@ def test_matches_complex_numbers_at_any_position(layout, dim, start):
 @pytest.mark.parametrize("dim, start", PARTS)
 def test_permuted_weights_give_the_same_scores(source, target, dim, start):
     random = np.random.default_rng(0)
-    x = random.normal(size=(1, 9, 5)).astype(np.float32)
+    x = random.normal(size=(1, 4, 5)).astype(np.float32)
     weights = [random.normal(size=(5, n * 12)).astype(np.float32) for n in (6, 3)]
     part = {"rotary_dim": dim, "rotary_start": start}
 
     def scores(layout, weights):
-        q, k = (
-            apply_rope((x @ w).reshape(1, 9, -1, 12), 257 + jnp.arange(9), layout=layout, **part)
-            for w in weights
-        )
-        return np.einsum("btnh,bsnh->bnts", np.asarray(q[:, :, ::2], "f8"), np.asarray(k, "f8"))
+        heads = (x @ np.concatenate(weights, 1)).reshape(1, 4, 9, 12)
+        out = apply_rope(heads, 257 + np.arange(0, 12, 3), layout=layout, **part)
+        q, k = np.split(out.astype("f8"), [6], 2)
+        return np.einsum("btnh,bsnh->bnts", q[:, :, ::2], k)
 
     moved = [pe.permute_qk(w, source, target, head_dim=12, **part) for w in weights]
     expected = scores(source, weights)
@@ -103,16 +102,21 @@ def test_weights_of_any_shape_and_kind():
 
 def test_layouts_differ_in_bfloat16_too_and_keep_the_gradient():
     x = qkv(length=5)[0].astype(jnp.bfloat16)
-    outs = [pe.apply_rope(x, jnp.arange(5), layout=layout) for layout in LAYOUTS]
-    for a, b in itertools.combinations(outs, 2):
-        assert np.abs(a.astype("f4") - b.astype("f4")).max() > 0.1
-    for layout in LAYOUTS:
-        _, pull = jax.vjp(lambda x, a=layout: pe.apply_rope(x, jnp.arange(5), layout=a), x)
-        _, pull_exact = jax.vjp(
-            lambda x, a=layout: pe.apply_rope(x, jnp.arange(5), layout=a), x.astype(jnp.float32)
-        )
-        exact = pull_exact(x.astype(jnp.float32))[0]
-        np.testing.assert_array_equal(pull(x)[0], exact.astype(jnp.bfloat16))
+
+    @jax.jit
+    def outputs_and_gradients(x):
+        def pulled(layout):
+            out, pull = jax.vjp(lambda x: pe.apply_rope(x, jnp.arange(5), layout=layout), x)
+            return out, pull(x)[0]
+
+        return [pulled(layout) for layout in LAYOUTS]
+
+    half, exact = outputs_and_gradients(x), outputs_and_gradients(x.astype("f4"))
+    for (a, _), (b, _) in itertools.combinations(half, 2):
+        assert np.abs(np.asarray(a, "f4") - np.asarray(b, "f4")).max() > 0.1
+    for (_, gradient), (_, whole) in zip(half, exact, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(gradient, np.asarray(whole).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import attend, qkv, softmax_attention
-from support import LENGTH, close, decode, empty_cache, make_batch, output
+from support import LENGTH, close, decode, empty_cache, make_batch, one_of_all, output
 
 import posenc_jax as pe
+from posenc_jax.positions import from_segment_ids
 from posenc_jax.schemes.rotary.per_sequence_scaling import segment_lengths
 
 OPTIONS = {
@@ -48,7 +49,7 @@ def released(scaling, length, dim=8, theta=1e4):
 
 
 @each
-@pytest.mark.parametrize("length, heads, kv_heads", [(12, 6, 3), (13, 12, 12), (63, 6, 3)])
+@pytest.mark.parametrize("length, heads, kv_heads", [(12, 6, 3), (13, 6, 3), (63, 12, 12)])
 def test_matches_transformers_for_a_single_sequence(scaling, length, heads, kv_heads):
     q, k, v = qkv(length=length, heads=heads, kv_heads=kv_heads)
     w, g = released(scaling, length)
@@ -60,8 +61,9 @@ def test_matches_transformers_for_a_single_sequence(scaling, length, heads, kv_h
     expected = softmax_attention(q, k, v, logit)
     out = attend(pe.RoPEByLength(head_dim=8, scaling=scaling), {}, q, k, v, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)
-    frozen = pe.RoPE(head_dim=8, scaling=scaling.frozen(length))
-    close(out, attend(frozen, {}, q, k, v, is_causal=True), 1e-5)
+    frozen, factor = pe.rope_frequencies(8, scaling=scaling.frozen(length))
+    np.testing.assert_allclose(frozen, w, rtol=1e-6)
+    np.testing.assert_allclose(factor, g, rtol=1e-6)
 
 
 @each
@@ -77,66 +79,71 @@ def test_angles_at_far_positions(scaling):
         assert np.all(np.abs(sin[0, 0] - g * np.sin(position * w)) < tolerance)
 
 
+def packed(scheme, tokens, segments):
+    segments = jnp.asarray(segments)
+    placement = {"positions": from_segment_ids(segments), "segment_ids": segments}
+    return np.asarray(output(scheme, {}, tokens, **placement))
+
+
 @each
 def test_rows_and_segments_of_different_length_equal_rows_alone(scaling, tokens):
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
     # Row 0 is long. Row 1 is short, and padded on the left. The same rows again, packed.
-    segments = jnp.asarray([[0] * 19, [-1] * 9 + [0] * 10])
-    placement = {"segment_ids": segments, "positions": pe.positions.from_segment_ids(segments)}
-    out = output(scheme, {}, tokens, **placement)
-    close(out[0], output(scheme, {}, tokens[:1])[0])
-    close(out[1, 9:], output(scheme, {}, tokens[1:, 9:])[0])
-    frozen = pe.RoPE(head_dim=8, scaling=scaling.frozen(19))
-    assert np.abs(out[1, 9:] - output(frozen, {}, tokens[1:, 9:])[0]).max() > 1e-3
+    out = packed(scheme, tokens, [[0] * 19, [-1] * 9 + [0] * 10])
 
-    segments = jnp.asarray([[5] * 14 + [2] * 5, [0] * 5 + [1] * 14])
-    placement = {"segment_ids": segments, "positions": pe.positions.from_segment_ids(segments)}
-    packed = output(scheme, {}, tokens, **placement)
+    def alone(part):
+        """The tokens of a part first, and padding after them."""
+        length = part.stop - part.start
+        first = tokens.map(lambda a: np.roll(a, -part.start, 1))
+        return packed(scheme, first, [[0] * length + [-1] * (19 - length)] * 2)[:, :length]
+
+    close(out[0], output(scheme, {}, tokens)[0])
+    close(out[1, 9:], alone(slice(9, 19))[1])
+    long = packed(scheme, tokens.map(lambda a: np.roll(a, -9, 1)), [[0] * 19] * 2)
+    assert np.abs(out[1, 9:] - long[1, :10]).max() > 1e-3
+
+    out = packed(scheme, tokens, [[5] * 14 + [2] * 5, [0] * 5 + [1] * 14])
     for row, cut in enumerate((14, 5)):
         for part in (slice(0, cut), slice(cut, 19)):
-            close(packed[row, part], output(scheme, {}, tokens[row : row + 1, part])[0])
+            close(out[row, part], alone(part)[row])
 
 
 @each
 def test_a_step_past_the_trained_length_equals_the_whole_so_far(scaling, tokens):
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
     out, _ = decode(scheme, {}, tokens, [10] + [1] * 9, empty_cache(scheme))
-    out, positions = np.asarray(out), np.arange(LENGTH)[None].repeat(2, 0)
     for length in (10, 11, 12, 13, 14, LENGTH):
-        so_far = {"positions": positions, "segment_ids": np.where(positions < length, 0, -1)}
-        whole = output(scheme, {}, tokens, **{n: jnp.asarray(x) for n, x in so_far.items()})
-        whole = np.asarray(whole)
+        whole = packed(scheme, tokens, [[0] * length + [-1] * (LENGTH - length)] * 2)
         close(out[:, length - 1], whole[:, length - 1])
-    close(out[:, :10], output(scheme, {}, tokens[:, :10]))
+        if length == 10:
+            close(out[:, :10], whole[:, :10])
 
 
 @each
 def test_rows_cross_the_trained_length_at_their_own_step(scaling, tokens):
     """Row 0 begins with 11 tokens, row 1 with 7, in one padded prompt."""
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
-    positions, segments = pe.positions.from_padding_mask(
-        jnp.arange(11)[None] >= jnp.array([[0], [4]])
-    )
-    placement = {"positions": positions, "segment_ids": segments}
+    index, starts = np.arange(LENGTH)[None], np.array([[0], [4]])
+    segments = np.where(index >= starts, 0, -1)[:, :11]
+    placement = {"positions": np.maximum(index - starts, 0)[:, :11], "segment_ids": segments}
     _, cache = decode(scheme, {}, tokens[:, :11], [11], empty_cache(scheme), **placement)
     out, _ = decode(scheme, {}, tokens[:, 11:], [1] * 8, cache)
-    out, index = np.asarray(out), np.arange(LENGTH)[None]
-    starts = np.array([[0], [4]])
     for step in range(8):
-        here = (index >= starts) & (index < 12 + step)
-        so_far = {"positions": index - starts, "segment_ids": here.astype(int) - 1}
-        whole = output(scheme, {}, tokens, **{n: jnp.asarray(x) for n, x in so_far.items()})
-        close(out[:, step], np.asarray(whole)[:, 11 + step])
-    for row, start in enumerate((0, 4)):
-        close(out[row, -1], output(scheme, {}, tokens[row : row + 1, start:])[0, -1])
+        later = [-1] * (7 - step)
+        whole = packed(
+            scheme, tokens, [[0] * (12 + step) + later, [-1] * 4 + [0] * (8 + step) + later]
+        )
+        close(out[:, step], whole[:, 11 + step])
 
 
-@each
+@pytest.mark.parametrize(
+    "scaling", [NTK, pytest.param(LONG, marks=one_of_all)], ids=["dynamic_ntk", "longrope"]
+)
 def test_implementations_agree_and_gradients_are_finite(scaling):
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
     tokens = make_batch(length=63)
     segments = jnp.asarray([[0] * 53 + [1] * 10, [0] * 9 + [1] * 54])
-    placement = {"segment_ids": segments, "positions": pe.positions.from_segment_ids(segments)}
+    placement = {"segment_ids": segments, "positions": from_segment_ids(segments)}
 
     def loss(tokens, implementation):
         return (output(scheme, {}, tokens, implementation=implementation, **placement) ** 2).sum()
@@ -151,7 +158,7 @@ def test_implementations_agree_and_gradients_are_finite(scaling):
 
 def test_lengths_on_an_explicit_mesh():
     ids = jnp.asarray([[0] * 14 + [1] * 5] * 8)
-    positions = pe.positions.from_segment_ids(ids)
+    positions = from_segment_ids(ids)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         spread = NamedSharding(mesh, PartitionSpec("data"))

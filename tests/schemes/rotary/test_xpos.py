@@ -160,12 +160,10 @@ def test_a_row_that_starts_anew_forgets_the_origin_of_the_one_before():
     """Slots that `reset` and `rewind` empty still hold the coordinates of their old tokens."""
     scheme = pe.XPos(head_dim=8)
     q, k, v = (a[:1] for a in qkv(length=6))
-    whole, _ = pe.scheme_attention(scheme, {}, q, k, v, is_causal=True)
+    whole = attend(scheme, {}, q, k, v, is_causal=True)
     cache = pe.new_cache(scheme, 1, 15, num_heads=6, num_kv_heads=3, head_dim=8, max_rewind=6)
-    far = jnp.arange(6)[None] + 5000
-    _, used = pe.scheme_attention(scheme, {}, q, k, v, cache=cache, is_causal=True, positions=far)
-    for empty in (used.reset(0), used.rewind(6)):
-        out, _ = pe.scheme_attention(
-            scheme, {}, *(a[:, :3] for a in (q, k, v)), cache=empty, is_causal=True
-        )
+    far = np.arange(6)[None] + 5000
+    _, used = decode(scheme, {}, cache, q, k, v, positions=far)
+    for empty in jax.jit(lambda used: (used.reset(0), used.rewind(6)))(used):
+        out, _ = decode(scheme, {}, empty, *(a[:, :3] for a in (q, k, v)))
         np.testing.assert_allclose(out, whole[:, :3], rtol=0, atol=1e-5)
