@@ -55,6 +55,19 @@ def test_queries_meet_only_ranges_of_keys_that_they_may_see(options):
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=3e-5)
 
 
+@pytest.mark.parametrize("window", [(300, 20), (7, 0)])
+def test_queries_meet_the_first_and_the_last_key_of_their_window(window):
+    # With equal logits the output is the mean of the values, which are the positions.
+    positions = np.arange(1030)
+    zeros, values = np.zeros((1, 1030, 1, 1), np.float32), positions.astype(np.float32)
+    out = pe.attention(
+        zeros, zeros, values[None, :, None, None], window=window, implementation="dense"
+    )
+    first = np.maximum(positions - window[0], 0)
+    last = np.minimum(positions + window[1], 1029)
+    np.testing.assert_allclose(np.asarray(out)[0, :, 0, 0], (first + last) / 2, rtol=1e-5)
+
+
 def test_causal_work_is_less(monkeypatch):
     q, k, v = _tokens(1024, batch=1, heads=1)
     by_blocks = dense._by_blocks
