@@ -124,7 +124,7 @@ def test_a_scheme_that_merges_several_attentions(tokens):
     params = {}
     wanted = output(pe.NoPE(), params, tokens)
     close(output(Halves(), params, tokens), wanted)
-    out, _ = decode(Halves(), params, tokens, [10, 1, 8], empty_cache(Halves()))
+    out, _ = decode(Halves(), params, tokens, [9, 1, 9], empty_cache(Halves()))
     close(out, wanted)
     assert Halves().acts == pe.Acts.ATTENTION
     moved = pe.with_positions(Halves(), positions_in_pairs)

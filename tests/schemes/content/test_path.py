@@ -185,22 +185,19 @@ def test_reflections_over_many_chunks_keep_their_precision():
 
 
 def test_memory_is_linear_in_the_length():
-    def temporary(length):
-        q, k, v = (jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32),) * 3
-        x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
-        scheme = pe.PaTH(num_heads=2, head_dim=16, model_dim=16)
-        params = jax.eval_shape(scheme.init, jax.random.key(0))
+    """Less than one byte per query and key: no array of all pairs fits."""
+    length = 16384
+    q, k, v = (jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32),) * 3
+    x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
+    scheme = pe.PaTH(num_heads=2, head_dim=16, model_dim=16)
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
 
-        def loss(params, q, k, v, x):
-            options = {"x": x, "is_causal": True, "implementation": "xla"}
-            return pe.scheme_attention(scheme, params, q, k, v, **options)[0].sum()
+    def loss(params, q, k, v, x):
+        options = {"x": x, "is_causal": True, "implementation": "xla"}
+        return pe.scheme_attention(scheme, params, q, k, v, **options)[0].sum()
 
-        program = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).lower(params, q, k, v, x).compile()
-        return program.memory_analysis().temp_size_in_bytes
-
-    half, whole = temporary(2048), temporary(4096)
-    assert whole <= 2.3 * half
-    assert whole < 4096 * 4096 * 4 * 2
+    program = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).lower(params, q, k, v, x).compile()
+    assert program.memory_analysis().temp_size_in_bytes < length * length
 
 
 @pytest.mark.parametrize(

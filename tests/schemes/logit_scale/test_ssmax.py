@@ -40,7 +40,7 @@ def test_without_an_offset_and_beside_rope_it_decodes(tokens):
     scheme = pe.chain(build(pe.SSMax), pe.RoPE(head_dim=8))
     params = scheme.init(jax.random.key(0))
     assert list(params[0]) == ["scale"]
-    out, _ = decode(scheme, params, tokens, [10, 1, 8], empty_cache(scheme))
+    out, _ = decode(scheme, params, tokens, [9, 1, 9], empty_cache(scheme))
     close(out, output(scheme, params, tokens))
 
 
