@@ -73,7 +73,7 @@ def has_kernels(cls: type[pe.Scheme]) -> bool:
     tiles = Blocks(128, 128)
     options = {"implementation": PallasTPU(tiles, tiles, interpret=True)}
     scheme = build(cls)
-    tokens = jax.eval_shape(lambda: make_batch(length=40))
+    tokens = make_batch(length=40)
     params = jax.eval_shape(scheme.init, jax.random.key(0))
     try:
         jax.eval_shape(lambda params, x: output(scheme, params, x, **options), params, tokens)

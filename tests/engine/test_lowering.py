@@ -18,6 +18,6 @@ def test_lowers_with_its_gradients(name):
         return (output(scheme, params, tokens) ** 2).sum()
 
     params = jax.eval_shape(scheme.init, jax.random.key(0))
-    tokens = jax.eval_shape(lambda: make_batch(length=40))
+    tokens = make_batch(length=40)
     traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(params, tokens)
     traced.lower(lowering_platforms=("tpu", "cuda"))
