@@ -154,7 +154,7 @@ def for_each_block(
     tracing, and a program without blocks has no loop.
     """
     if row is not None:
-        counts = np.sum(chosen, 1, dtype=np.int32)
+        counts: Any = np.sum(chosen, 1, dtype=np.int32)
         if not counts.any():
             return carry
         listed = np.argsort(~chosen, 1, kind="stable").astype(np.int32)[:, : counts.max()]

@@ -102,7 +102,7 @@ def score_mod(
     closed = jax.make_jaxpr(function)(score, *(index,) * 4, *shapes)
     name = getattr(function, "__name__", repr(function))
     require(
-        [x.aval.shape for x in closed.jaxpr.outvars] == [()],
+        [x.shape for x in closed.out_avals] == [()],
         f"score_mod: {name} must return one number, got {[str(x) for x in closed.out_avals]}.",
     )
     require(
@@ -184,7 +184,7 @@ def _is_relative(closed: ClosedJaxpr) -> bool:
         read = [places.get(x) for x in _inputs(eqn)]
         if not any(read):
             continue
-        exact = eqn.outvars[0].aval.dtype in (jnp.int32, jnp.float32)
+        exact = getattr(eqn.outvars[0].aval, "dtype", None) in (jnp.int32, jnp.float32)
         if eqn.primitive.name == "convert_element_type" and exact:
             places[eqn.outvars[0]] = read[0]
         elif eqn.primitive.name not in same_for_equal_differences or {*read} != {"q", "k"}:

@@ -52,7 +52,7 @@ def gather(ref: Ref, shape: tuple[int, int], index: Callable, interpret: Any) ->
         return ref[...][index(*indices(shape, interpret))]
     from jaxlib.mlir.dialects import memref
 
-    tile = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE)
+    tile = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=TILE)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=tile)
     def read(_, source):
@@ -77,7 +77,7 @@ def indices(shape: tuple[int, int], interpret: Any) -> tuple[jax.Array, jax.Arra
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
 
-    tile = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=TILE)
+    tile = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32), layout=TILE)
 
     @plgpu.inline_mgpu(return_type=(tile, tile))
     def write(_):
@@ -94,7 +94,7 @@ def opaque_zero(interpret: Any) -> jax.Array:
     if interpret:
         return jnp.int32(0)
 
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=TILE))
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=TILE))
     def zero(_):
         from jaxlib.mlir import ir
 

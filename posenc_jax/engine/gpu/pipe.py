@@ -115,7 +115,8 @@ def matrix(spec: GPUSpec, *shape: int, dtype: Any) -> Any:
     """Returns the type of matrices in shared memory, operands of products."""
     swizzle = 64 if spec.wide or shape[-1] % 64 else 128
     columns = swizzle // jnp.dtype(dtype).itemsize
-    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
+    library: Any = plgpu  # Its transforms are abstract to type checkers.
+    transforms = library.TilingTransform((8, columns)), library.SwizzleTransform(swizzle)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
