@@ -80,13 +80,15 @@ class Batch:
         return Batch(*map(f, (self.x, self.q, self.k, self.v)))
 
 
+@jax.ensure_compile_time_eval()
 def make_batch(batch=BATCH, length=LENGTH, seed=0):
     keys = jax.random.split(jax.random.key(seed), 4)
     heads = [SIZES["num_heads"], KV_HEADS, KV_HEADS]
     shapes = [(batch, length, n, SIZES["head_dim"]) for n in heads]
     shapes = [(batch, length, SIZES["model_dim"]), *shapes]
     # NumPy arrays: a slice of them compiles nothing.
-    return Batch(*(np.asarray(jax.random.normal(k, s)) for k, s in zip(keys, shapes, strict=True)))
+    arrays = (np.asarray(jax.random.normal(k, s)) for k, s in zip(keys, shapes, strict=True))
+    return Batch(*arrays)
 
 
 @functools.cache
