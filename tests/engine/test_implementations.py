@@ -141,3 +141,14 @@ def test_a_rule_without_heads_serves_all():
             rules_of_kind = (dataclasses.replace(r, relative=relative) for r in (shared, per_head))
             a, b = (pe.attention(Q, K, V, rules=r, implementation=name) for r in rules_of_kind)
             np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_dropout_drops_its_rate_of_the_weights():
+    # Equal logits and values of one: an output is the kept share of its weights over 1 - rate.
+    ones = np.ones((4, 64, 4, 1), np.float32)
+    options = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+    for name in ("reference", "xla"):
+        out = pe.attention(0 * ones, 0 * ones, ones, **options, implementation=name)
+        kept_shares = 0.9 * np.asarray(out)
+        assert abs(kept_shares.mean() - 0.9) < 0.005  # Four deviations of 65,536 draws.
+        assert kept_shares.min() < 0.85 and kept_shares.max() > 0.95
