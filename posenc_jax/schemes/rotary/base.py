@@ -4,18 +4,18 @@ A rotary scheme rotates pairs of dimensions of q and k by angles that depend on 
 
     (x_a, x_b) -> (x_a cos - x_b sin,  x_b cos + x_a sin)
 
-A subclass overrides `cos_sin`, the cosine and sine of each pair, unless its angles are RoPE's. The
-base checks settings and shapes, assigns sets of tables to heads, multiplies by the attention
-factor, computes in float32, and lets q, k and all layers share one computation of the tables.
+A subclass overrides `cos_sin`, the cosine and sine of each pair. The base checks settings and
+shapes, assigns sets of tables to heads, multiplies by the attention factor, computes in float32,
+and lets q, k and all layers share one computation of the tables.
 """
 
+import abc
 import dataclasses
 from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
 
-from posenc_jax.angles import cos_sin
 from posenc_jax.checks import coordinate_values, positive_fields, require
 from posenc_jax.schemes.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.schemes.rotary.layouts import check_layout, rotary_dims
@@ -57,8 +57,8 @@ def check_coordinates(name: str, coordinates: jax.Array, num_axes: int) -> jax.A
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotary(Scheme):
-    """The base of rotary schemes: subclass it, and override `cos_sin` for other angles than RoPE's.
+class Rotary(Scheme, abc.ABC):
+    """An abstract rotary scheme. Subclass it and override `cos_sin`.
 
     `theta` to `groups` are constants of the class: a dataclass makes no fields of names without an
     annotation. A subclass that repeats one with an annotation, `theta: float = 100.0`, makes it a
@@ -115,16 +115,14 @@ class Rotary(Scheme):
         """The factor of `scaling` on rotated q and k."""
         return rope_frequencies(self.num_rotated, self.theta, self.scaling)[1]
 
+    @abc.abstractmethod
     def cos_sin(self, params: Params, coordinates: jax.Array) -> Tables:
         """Returns cosine and sine of the angle of each pair, without the attention factor.
-
-        By default the angle is the coordinate times `base_frequencies`, as in RoPE.
 
         Args:
           params: the scheme's parameters.
           coordinates: int32 or float32, [B, T], or [A, B, T] for a scheme of A axes.
         """
-        return cos_sin(coordinates, self.base_frequencies)
 
     def tables(self, params: Params, coordinates: jax.Array) -> Any:
         axes = self.traits.num_axes
@@ -185,8 +183,8 @@ class AttendRotary(ScalableRotary):
 class ContentRotary(Rotary):
     """An abstract rotary scheme whose angles depend on content, not on coordinates.
 
-    A subclass overrides `features`; the `coordinates` of `cos_sin` are the features of the queries
-    or keys.
+    A subclass overrides `features`, and `cos_sin`, whose `coordinates` are the features of the
+    queries or keys.
     """
 
     traits: ClassVar = Traits(relative=True, order_only=True, reads_x=True)

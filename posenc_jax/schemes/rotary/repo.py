@@ -20,6 +20,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.angles import cos_sin
 from posenc_jax.checks import activations, positive, positive_fields, require
 from posenc_jax.ops.init import normals
 from posenc_jax.schemes.rotary.base import ContentRotary
@@ -81,3 +82,7 @@ class RePo(ContentRotary):
         )
         z = jnp.dot(jax.nn.silu(gate) * content, params["out"], precision="highest")
         return z, z, state
+
+    def cos_sin(self, params, coordinates):
+        """Returns the tables [B, T, groups, P] of positions z [B, T, groups]."""
+        return cos_sin(coordinates, self.base_frequencies)

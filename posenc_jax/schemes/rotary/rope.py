@@ -24,6 +24,7 @@ from typing import ClassVar
 
 import jax
 
+from posenc_jax.angles import cos_sin
 from posenc_jax.checks import array_of_rank, coordinate_values, require
 from posenc_jax.schemes.rotary.base import ScalableRotary
 from posenc_jax.schemes.rotary.frequencies import FrequencyMap
@@ -93,3 +94,6 @@ class RoPE(ScalableRotary):
     """
 
     name: ClassVar[str] = "rope"
+
+    def cos_sin(self, params, coordinates):
+        return cos_sin(coordinates, self.base_frequencies)

@@ -25,6 +25,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from posenc_jax.angles import cos_sin
 from posenc_jax.checks import one_of, require
 from posenc_jax.schemes.rotary.base import ScalableRotary, check_heads
 
@@ -51,6 +52,9 @@ class RoPEPlusPlus(ScalableRotary):
     def __post_init__(self):
         super().__post_init__()
         one_of("rope_pp", ("second_half", "odd", "all", "added"), heads=self.heads)
+
+    def cos_sin(self, params, coordinates):
+        return cos_sin(coordinates, self.base_frequencies)
 
     def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], rotated; [B, T, 2 N, H] with heads added."""

@@ -58,6 +58,16 @@ class Far:
 class RangeRotary(AttendRotary):
     """An abstract scheme that rotates q and k once for each range of keys."""
 
+    def cos_sin(self, params, coordinates, slope=1.0, offset=0.0):
+        """Returns cosine and sine at the positions `slope * coordinates + offset`."""
+        frequencies = self.base_frequencies
+        cos, sin = cos_sin(coordinates, slope * frequencies)
+        if offset == 0.0:
+            return cos, sin
+        angle = offset * frequencies
+        c, s = (f(angle).astype(np.float32)[None, None] for f in (np.cos, np.sin))
+        return cos * c - sin * s, sin * c + cos * s
+
     def rotated(
         self, x: jax.Array, coordinates: jax.Array, *, slope: float = 1.0, offset: float = 0.0
     ) -> jax.Array:
@@ -65,16 +75,8 @@ class RangeRotary(AttendRotary):
 
         Angles are exact at any int32 coordinate [B, T].
         """
-        coordinates, frequencies = (
-            check_coordinates(self.name, coordinates, 1),
-            self.base_frequencies,
-        )
-        cos, sin = cos_sin(coordinates, slope * frequencies)
-        if offset != 0.0:
-            angle = offset * frequencies
-            c, s = (f(angle).astype(np.float32)[None, None] for f in (np.cos, np.sin))
-            cos, sin = cos * c - sin * s, sin * c + cos * s
-        return self.rotate(x, self.finish(cos, sin))
+        coordinates = check_coordinates(self.name, coordinates, 1)
+        return self.rotate(x, self.finish(*self.cos_sin({}, coordinates, slope, offset)))
 
     def attend_ranges(
         self,

@@ -24,6 +24,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from posenc_jax.angles import cos_sin
 from posenc_jax.checks import positive
 from posenc_jax.schemes.rotary.base import Rotary, check_coordinates
 from posenc_jax.schemes.rotary.frequencies import static_number
@@ -77,6 +78,9 @@ class XPos(Rotary):
     def __post_init__(self):
         super().__post_init__()
         xpos_decay(self.head_dim, self.scale_base, self.gamma)
+
+    def cos_sin(self, params, coordinates):
+        return cos_sin(coordinates, self.base_frequencies)
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the origin of each query and key, [B, T], and the state [B].
