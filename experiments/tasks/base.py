@@ -122,7 +122,7 @@ class Task:
         return ("plain",)
 
     def in_distribution(self, view: str, length: int) -> bool:
-        """Returns whether models are trained with what a view has at a length."""
+        """Returns whether the sequences of a view at a length are as in training."""
         return length == self.train_length
 
     @property

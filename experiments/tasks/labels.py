@@ -12,13 +12,13 @@ class Labels:
     """How tables and plots show the results of a task.
 
     Attributes:
-      about: what is learned, a phrase.
+      about: the function to learn, as a phrase.
       metric: name of the score.
       unit: the score in words.
       digits: of the score behind the point.
       higher_is_better: whether a higher score is.
       limits: the range of scores in plots; None: from the data.
-      length_unit: what lengths count.
+      length_unit: the unit of lengths.
       every_length: whether narrow tables show all lengths, rather than the first and the last.
       modes: ways of evaluating by name, with an explanation of each.
       places: what `Evaluation.places` are, from the first (0) to the last (1).

@@ -235,7 +235,7 @@ def _coordinates(sizes: Sizes, *lead: int) -> jax.ShapeDtypeStruct:
 class _OnCoordinates:
     """A function whose last two arguments, coordinates of a query and a key, are transformed.
 
-    With `all_keys` the last argument has the coordinates of all keys.
+    The last argument has the coordinates of all keys if `all_keys` is set.
     """
 
     rule: Callable

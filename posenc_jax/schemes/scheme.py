@@ -1,6 +1,6 @@
 """The base type of position encodings: a frozen dataclass of settings with pure hooks.
 
-Every hook has a default that does nothing, so a scheme overrides only those that it needs:
+Every hook has a default that does nothing, so a scheme overrides only the hooks that it needs:
 
     embed         changes the token embedding                  learned, sinusoidal
     mix           changes q, k and v by earlier tokens         short convolution

@@ -187,7 +187,7 @@ def parameters_are_deterministic_and_float32(case: Case) -> float:
     """Parameters are deterministic and float32."""
     for path, leaf in jax.tree.leaves_with_path(case.params):
         assert leaf.dtype == jnp.float32, f"params{jax.tree_util.keystr(path)} is {leaf.dtype}"
-    # Another program: that of `params` would hold numbers from another source as constants.
+    # Compiled again: a program holds random numbers from another source than `key` as constants.
     again = jax.jit(lambda key: case.scheme.init(key))(jax.random.key(7))
     return _difference(again, case.params)
 
