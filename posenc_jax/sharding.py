@@ -1,7 +1,7 @@
 """Attention over a sequence that is spread over devices (context parallelism).
 
 Batch and heads need nothing: shard the arrays and `attention` follows. A sharded sequence
-needs the keys of all devices. There are two ways, exact, gradients included:
+needs the keys of all devices. Both methods are exact, gradients included:
 
     "all_gather"   every device gets all keys at once: least latency, memory T x K x H
     "ring"         keys travel from device to device, partial results are merged by their
@@ -121,8 +121,8 @@ class SequenceParallel(Implementation):
     It is called on whole arrays under the mesh of `jax.set_mesh`, whose other axes shard batch and
     heads as usual. Hooks of schemes see whole arrays too: running sums need no care on automatic
     axes, and JAX refuses them on explicit axes. Tokens may be in any order if positions are given.
-    Masks, dropout and dense biases, which go by slots, are refused. A decode step has one token, so
-    that a model decodes with another implementation.
+    Masks, dropout and dense biases, which go by slots, are refused. The axis does not divide the
+    one token of a decode step: decode with another implementation.
 
     Attributes:
       axis: the mesh axis; its size divides T and S.

@@ -44,17 +44,17 @@ def locked(folder: Path) -> Generator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise ResultsError(f"{folder}: cannot be written: {error.strerror or error}") from None
     try:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ResultsError(f"{folder}: another process works in this folder") from None
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def to_json(value: Any, **options: Any) -> str:

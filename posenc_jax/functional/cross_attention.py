@@ -72,8 +72,8 @@ def scheme_cross_attention(
 
     >>> import posenc_jax as pe
     >>> q, k = jnp.ones((1, 3, 2, 4)), jnp.ones((1, 5, 2, 4))
-    >>> at = {"positions": jnp.arange(2, 5), "k_positions": jnp.arange(5)}
-    >>> pe.scheme_cross_attention(pe.RoPE(head_dim=4), {}, q, k, k, **at).shape
+    >>> places = {"positions": jnp.arange(2, 5), "k_positions": jnp.arange(5)}
+    >>> pe.scheme_cross_attention(pe.RoPE(head_dim=4), {}, q, k, k, **places).shape
     (1, 3, 2, 4)
     """
     known = {"memory", "k_positions", "k_coordinates", "k_segment_ids"}
@@ -112,8 +112,8 @@ def cross_attention(
         q_ids = token_integers(caller, q_ids, q.shape[:2], "segment_ids")
         k_ids = token_integers(caller, k_ids, k.shape[:2], "k_segment_ids")
     scheme = pipeline.scheme
-    q_at = _coordinates(scheme, "", call.q_positions, call.q_coordinates, q.shape[:2])
-    k_at = _coordinates(scheme, "k_", call.k_positions, call.k_coordinates, k.shape[:2])
+    q_coordinates = _coordinates(scheme, "", call.q_positions, call.q_coordinates, q.shape[:2])
+    k_coordinates = _coordinates(scheme, "k_", call.k_positions, call.k_coordinates, k.shape[:2])
 
     def read(tokens: Projections) -> Projections:
         tokens = pipeline.read(tokens)
@@ -129,15 +129,15 @@ def cross_attention(
     # `read` needs q, k and v of one sequence: features of queries depend on q and x alone, those
     # of keys on k and memory, so zeros stand for the other arrays.
     queries = read(
-        queries.replace(k=zeros(k, q), v=zeros(v, q), coordinates=q_at, segment_ids=q_ids)
+        queries.replace(k=zeros(k, q), v=zeros(v, q), coordinates=q_coordinates, segment_ids=q_ids)
     )
-    keys = read(keys.replace(q=zeros(q, k), coordinates=k_at, segment_ids=k_ids))
+    keys = read(keys.replace(q=zeros(q, k), coordinates=k_coordinates, segment_ids=k_ids))
     queries = queries.replace(q=pipeline.query(queries))
     keys = keys.replace(k=pipeline.key(keys), v=pipeline.value(keys))
     call = call.replace(q_segment_ids=q_ids, k_segment_ids=k_ids, contiguous=False)
     call = call.replace(
-        q_coordinates=q_at if scheme.acts_in_attention else None,
-        k_coordinates=k_at if scheme.acts_in_attention else None,
+        q_coordinates=q_coordinates if scheme.acts_in_attention else None,
+        k_coordinates=k_coordinates if scheme.acts_in_attention else None,
     )
     if call.scale is None:
         call = call.replace(scale=scheme.logit_scale(q.shape[-1]))

@@ -77,8 +77,8 @@ class QueryTemperature(Scheme):
       strength: s. Default: 0.1, as in all released models; "log_n" has none.
 
     Raises:
-      ValueError: for an unknown form, a length too small, or a strength that is not finite or that
-        the form lacks.
+      ValueError: for an unknown form, a length too small, a strength that is not finite, or a
+        strength for a form without one.
 
     >>> QueryTemperature(length=4).query({}, jnp.ones((1, 1, 1, 1)), jnp.array([[15]])).item()
     2.0
