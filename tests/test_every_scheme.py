@@ -14,37 +14,83 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import EVERY_CASE, KINDS, build, close, output
+from support import EVERY_CASE, KINDS, build, close, one_of_all, output
 
 import posenc_jax as pe
 from posenc_jax import testing
 from posenc_jax.testing.case import BATCH, LENGTH
 
+ONE_OF_EACH = {
+    "learned", "t5", "shaw", "fox", "path", "short_conv", "rope", "xpos", "vo_rope",
+}  # fmt: skip
+"""Schemes on which everything is measured; of the others, what code of their own could break."""
+IN_TILES = {"value", "rules", "attend", "output"}
+IN_CACHES = {"mix", "features", "attend"}
+"""Hooks that act within tiles, and hooks that see other tokens or their states."""
+OF_TILES = {
+    "later_tokens_have_no_influence",
+    "tiles_equal_the_reference",
+    "tiles_equal_the_reference_padded",
+    "tiles_equal_the_reference_packed",
+    "queries_without_keys_give_zeros",
+    "nan_in_padding_stays_there",
+    "nan_in_a_row_stays_in_that_row",
+}
+OF_CACHES = {
+    "prompt_then_steps_equal_the_whole",
+    "steps_from_an_empty_cache_equal_the_whole",
+    "steps_after_left_padding_equal_rows_alone",
+    "steps_after_right_padding_equal_rows_alone",
+    "nan_in_the_padding_of_a_prompt_stays_there",
+}
+"""tests/cache/make_serving.py has caches of all schemes."""
+OF_ONE = {
+    "tiles_equal_the_reference_in_an_encoder",
+    "ring_cache_equals_the_whole",
+    "coordinates_travel_with_the_cache",
+    "positions_default_to_counting",
+}
+EAGER = {"rope", "t5", "fox", "learned"}
+"""An operation that is not compiled with others costs as much as a small program."""
+
+
+def kind_of(scheme):
+    return next(name for name, cls in pe.SCHEMES.items() if cls is type(scheme))
+
+
+def hooks_of(scheme):
+    return {
+        name
+        for name in IN_TILES | IN_CACHES
+        if getattr(type(scheme), name) is not getattr(pe.Scheme, name)
+    }
+
+
+def runs(scheme, name):
+    """Whether a property is measured without CASES=all."""
+    if name == "jit_equals_eager":
+        return kind_of(scheme) in EAGER
+    if kind_of(scheme) in ONE_OF_EACH:
+        return True
+    return not (
+        name in OF_ONE
+        or (name in OF_TILES and not hooks_of(scheme) & (IN_TILES | {"features"}))
+        or (name in OF_CACHES and not hooks_of(scheme) & IN_CACHES)
+    )
+
 
 @pytest.fixture(scope="session")
 def case(scheme):
     """All properties of a scheme share what it compiles."""
-    return testing.Case(scheme)
-
-
-OF_KINDS = {
-    "ring_cache_equals_the_whole",
-    "coordinates_travel_with_the_cache",
-    "jit_equals_eager",
-    "positions_default_to_counting",
-}
-"""Properties that schemes of a kind share; tests/cache/make_serving.py has caches of all."""
-OF_RULES = {"tiles_equal_the_reference_in_an_encoder"}
-"""Properties of schemes that act within attention; for the others, of one of each kind."""
+    case = testing.Case(scheme)
+    if not (EVERY_CASE or runs(scheme, "tiles_equal_the_reference")):
+        case.implementations = ("reference",)
+    return case
 
 
 @pytest.mark.parametrize("name", testing.PROPERTIES)
 def test_property(case, name):
-    scheme = case.scheme
-    one_of_a_kind = type(scheme) in {pe.SCHEMES[kind] for kind in KINDS}
-    has_rules = bool(scheme.acts & (pe.Acts.LOGITS | pe.Acts.VALUES | pe.Acts.ATTENTION))
-    applies = name not in OF_KINDS and (name not in OF_RULES or has_rules)
-    if not (applies or one_of_a_kind or EVERY_CASE):
+    if not (EVERY_CASE or runs(case.scheme, name)):
         pytest.skip("CASES=all runs it")
     testing.PROPERTIES[name].check(case)
 
@@ -59,7 +105,7 @@ def test_sharded_over_eight_devices_gives_the_same_numbers(case):
         sharded = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spread)
         out, _ = jax.eval_shape(run, case.params, case.weights, sharded)
         assert out.sharding.spec[0] == "data"
-        if type(case.scheme) not in {pe.SCHEMES[kind] for kind in KINDS} and not EVERY_CASE:
+        if kind_of(case.scheme) not in EAGER and not EVERY_CASE:
             return
         out, _ = run(case.params, case.weights, jax.device_put(x, spread))
     assert out.sharding.spec[0] == "data"
@@ -79,7 +125,15 @@ def test_unknown_settings_are_refused(scheme):
         build(type(scheme), wavelength_of_nothing=3)
 
 
-@pytest.fixture(params=KINDS)
+TRANSFORMED = ["fourier", "t5", "cope", "path", "short_conv", "vo_rope"]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(k, marks=() if k in TRANSFORMED else one_of_all)
+        for k in sorted({*KINDS, *TRANSFORMED})
+    ]
+)
 def one_of_a_kind(request):
     """Schemes that a model treats alike are the same to transformations of a model."""
     return build(pe.SCHEMES[request.param])
@@ -103,10 +157,10 @@ def test_remat_and_scan_over_layers(one_of_a_kind, tokens):
     def deep(x, layer):
         return jax.lax.scan(layer, x, stacked, length=3)[0]
 
-    zero = jnp.zeros_like(tokens.q)
-    plain, again = (
-        jax.jit(jax.value_and_grad(lambda x, f=f: (deep(x, f) ** 2).sum()))(zero)
-        for f in (layer, jax.checkpoint(layer))
-    )
-    for a, b in zip(plain, again, strict=True):
+    @jax.jit
+    def slopes(x):
+        return [jax.value_and_grad(lambda x, f=f: (deep(x, f) ** 2).sum())(x) for f in layers]
+
+    layers = layer, jax.checkpoint(layer)
+    for a, b in zip(*slopes(jnp.zeros_like(tokens.q)), strict=True):
         close(a, b, 1e-5 * np.abs(a).max())

@@ -38,6 +38,7 @@ class Case:
       x, long_x: token embeddings, float32 [B, 19, D] and [B, 130, D].
       padded, packed: segments of 130 tokens: padding at the left of the first row, and two
         sequences in each row.
+      implementations: of attention, which have to agree.
       traces: how often `model` was traced.
 
     Raises:
@@ -79,6 +80,7 @@ class Case:
             _normal(i, self.model_dim, n, self.head_dim) / np.float32(self.model_dim**0.5)
             for i, n in enumerate(heads)
         ]
+        self.implementations = "reference", "xla"
         self.traces = 0
         static = ("scheme", "is_causal", "window", "implementation")
         self._model = jit_fast(self.model, static_argnames=static)
