@@ -4,9 +4,11 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import posenc_jax as pe
+from posenc_jax.__main__ import main
 
 MODULES = {"positions", "sharding"}
 
@@ -27,17 +29,28 @@ def test_help_lists_what_there_is():
     assert {"nnx", "linen", "testing"} <= set(dir(pe))
 
 
-def test_flax_is_imported_on_first_use():
+def test_large_modules_are_imported_on_first_use():
     code = """
 import sys
 import posenc_jax as pe
 from posenc_jax import *
-assert not [name for name in sys.modules if name.split(".")[0] in ("flax", "optax", "chex")]
+large = {"flax", "optax", "chex", "transformers", "torch", "matplotlib"}
+assert not large & {name.split(".")[0] for name in sys.modules}
+assert not {"jax.experimental.pallas", "posenc_jax.testing"} & set(sys.modules)
 assert RoPE is pe.RoPE and pe.positions.count_up and pe.sharding.zigzag
 pe.nnx.Attention, pe.linen.Attention
 assert "flax" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_versions_devices_and_implementations_are_printed(capsys):
+    with jax.numpy_dtype_promotion("standard"):
+        main()
+    facts = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert facts["posenc_jax"] == pe.__version__ and facts["devices"] == "8 x cpu"
+    assert facts['implementation="xla"'] == facts['implementation="jax"'] == "runs"
+    assert facts['implementation="pallas"'].startswith("there are kernels for TPUs and NVIDIA GPUs")
 
 
 def test_unknown_names():

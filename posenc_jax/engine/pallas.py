@@ -5,10 +5,8 @@ from typing import Any
 
 import jax
 
-from posenc_jax.engine.gpu.implementation import PallasGPU
 from posenc_jax.engine.kernels import Kernels
 from posenc_jax.engine.problem import Implementation, Problem
-from posenc_jax.engine.tpu.implementation import PallasTPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +17,14 @@ class Pallas(Implementation):
 
     @property
     def _kernels(self) -> Kernels:
-        return PallasGPU() if jax.default_backend() == "gpu" else PallasTPU()
+        # Imported here, since Pallas takes a third of the time to import this package.
+        if jax.default_backend() == "gpu":
+            from posenc_jax.engine.gpu.implementation import PallasGPU
+
+            return PallasGPU()
+        from posenc_jax.engine.tpu.implementation import PallasTPU
+
+        return PallasTPU()
 
     def supports(self, problem: Problem) -> str | None:
         platform = jax.default_backend()
