@@ -10,7 +10,7 @@ ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
 .PHONY: help test test-quick test-lowest compare study scoreboard bench gpu gpu-static tpu tpu-static \
-  lint format clean
+  lint format dist links clean
 .DELETE_ON_ERROR:
 
 ifeq ($(ACCEL),)
@@ -108,32 +108,47 @@ tpu-static: ## Compile the TPU kernels without a TPU, compare their cycles (ARGS
 	@$(MAKE) --no-print-directory ACCEL=tpu .venv-tpu/.installed-test
 	.venv-tpu/bin/python tests/engine/make_tpu_static.py $(ARGS)
 
-lint: $(VENV)/.installed-dev ## Check style, formatting and types
+lint: $(VENV)/.installed-lint ## Check style, formatting, types, workflows and forms
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ty check --python $(VENV)
+	$(VENV)/bin/zizmor --offline --no-progress .github
+	$(call check_schema,github-workflows) .github/workflows/*.yml
+	$(call check_schema,dependabot) .github/dependabot.yml
+	$(call check_schema,github-issue-config) .github/ISSUE_TEMPLATE/config.yml
+	$(call check_schema,github-issue-forms) $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(call check_schema,citation-file-format) --force-filetype yaml CITATION.cff
 
-format: $(VENV)/.installed-dev ## Format the code, mend what can be mended
+check_schema = $(VENV)/bin/check-jsonschema --builtin-schema vendor.$(1)
+
+format: $(VENV)/.installed-lint ## Format the code, mend what can be mended
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+
+dist: $(VENV)/.installed-dist ## Build sdist and wheel, try the wheel in a clean environment
+	rm -rf dist build/dist
+	$(VENV)/bin/python -m build --outdir dist
+	$(VENV)/bin/twine check --strict dist/*
+	$(VENV)/bin/python -m venv build/dist
+	build/dist/bin/python -m pip install -q --disable-pip-version-check "$$(echo dist/*.whl)[flax]"
+	$(VENV)/bin/python tests/make_dist_check.py dist/*.whl build/dist/bin/python
+
+links: $(VENV)/.installed-docs ## Request every address that the documentation names
+	$(RUN) -m sphinx -q -b linkcheck docs build/links
 
 clean: ## Remove environments and caches, never results
 	rm -rf .venv .venv-cuda .venv-lowest .venv-static .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An extra is installed once, and again when pyproject.toml changes. The stamp is written
-# last, so that what failed is tried again; dev holds test, and test holds experiments.
+# What a target needs is installed once, and again when pyproject.toml changes. The stamp is written
+# last, so that what failed is tried again; the group lint holds test.
 $(VENV)/.installed-experiments: pyproject.toml
-	$(call install,experiments)
+	$(call install)
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml
-	$(call install,test)
-	@touch $@ $(VENV)/.installed-experiments
-
-$(VENV)/.installed-dev: pyproject.toml
-	$(call install,dev)
-	@touch $@ $(VENV)/.installed-test $(VENV)/.installed-experiments
+$(VENV)/.installed-%: pyproject.toml
+	$(call install,--group $*)
+	@touch $@ $(VENV)/.installed-experiments $(if $(filter lint,$*),$(VENV)/.installed-test)
 
 # Pythons that are new enough and can make environments (Debian splits that off), newest first.
 # pyenv has more than those on the path.
@@ -143,7 +158,7 @@ find = $(shell for v in $(1); do \
       >/dev/null 2>&1; then echo "$$p"; exit; fi; done; done)
 NEWEST = $(call find,3.14 3.13 3.12 3.11 3)
 
-# pip takes the newest versions, uv can take the oldest.
+# pip takes the newest versions, uv can take the oldest. Groups came with pip 25.1.
 define install
 @set -eu; \
 if ! "$(VENV)/bin/python" -c "" 2>/dev/null; then \
@@ -156,9 +171,9 @@ if ! "$(VENV)/bin/python" -c "" 2>/dev/null; then \
   "$$python" -m venv --clear "$(VENV)"; \
 fi; \
 "$(VENV)/bin/python" -m pip --version >/dev/null 2>&1 || "$(VENV)/bin/python" -m ensurepip -q; \
-echo "Installing posenc_jax[$(1)$(EXTRA)] into $(VENV) (minutes the first time) ..."; \
-$(if $(LOWEST),"$(VENV)/bin/python" -m pip install -q --disable-pip-version-check uv; \
-"$(VENV)/bin/python" -m uv pip install -q --python "$(VENV)/bin/python" \
-  --resolution lowest-direct,"$(VENV)/bin/python" -m pip install -q --disable-pip-version-check) \
-  -e ".[$(1)$(EXTRA)]"
+echo "Installing posenc_jax[experiments$(EXTRA)] $(1) into $(VENV) (minutes the first time) ..."; \
+pip() { "$(VENV)/bin/python" -m pip install -q --disable-pip-version-check "$$@"; }; \
+pip $(if $(LOWEST),uv,"pip>=25.1"); \
+$(if $(LOWEST),"$(VENV)/bin/python" -m uv pip install -q --python "$(VENV)/bin/python" \
+  --resolution lowest-direct,pip) -e ".[experiments$(EXTRA)]" $(1)
 endef

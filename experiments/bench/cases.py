@@ -146,7 +146,7 @@ def add_common_arguments(
         )
         parser.add_argument("--schemes", default=schemes, help=words)
     if peers:
-        words = "add other libraries (the extra `parity`)"
+        words = "add other libraries (the group `parity`)"
         parser.add_argument("--peers", action="store_true", help=words)
     if seconds is not None:
         parser.add_argument("--rounds", type=positive, default=15, help="rounds (default: 15)")

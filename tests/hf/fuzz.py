@@ -2,7 +2,7 @@
 
     python -m tests.hf.fuzz --seed 1 --draws 10 [--types llama,phi3]
 
-needs the extra `parity`. A draw is the raw config of a small model, most of whose keys are left
+needs the group `parity`. A draw is the raw config of a small model, most of whose keys are left
 out, under the names of transformers 4 or 5. transformers completes it, builds a model with random
 weights and runs it in float64. Each of its attention layers is then computed from its projections
 by the `LayerSpec` that `from_hf` gives for the raw config, and tables of positions at the input by

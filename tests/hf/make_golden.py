@@ -1,4 +1,4 @@
-"""Makes the golden files: python tests/hf/make_golden.py [NAME ...], with the parity extra."""
+"""Makes the golden files: python tests/hf/make_golden.py [NAME ...], with the group parity."""
 
 import pathlib
 import sys

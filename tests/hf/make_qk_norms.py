@@ -1,4 +1,4 @@
-"""Makes qk_norms.npz: python tests/hf/make_qk_norms.py, with the parity extra.
+"""Makes qk_norms.npz: python tests/hf/make_qk_norms.py, with the group parity.
 
 Runs the norms of queries and keys of a small model of every model type, with random weights. An
 array has their input, their output, scale and bias.

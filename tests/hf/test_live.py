@@ -1,4 +1,4 @@
-"""The same comparison with the installed transformers; needs the extra `parity`."""
+"""The same comparison with the installed transformers; needs the group `parity`."""
 
 import dataclasses
 import importlib

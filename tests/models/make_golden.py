@@ -1,4 +1,4 @@
-"""Makes the golden files: python tests/models/make_golden.py [NAME ...], with the parity extra.
+"""Makes the golden files: python tests/models/make_golden.py [NAME ...], with the group parity.
 
 Each model of transformers has random weights and runs in float64: the logits of a left-padded
 batch, 64 greedy steps by `generate`, and the logits of every eighth of them.
