@@ -19,6 +19,8 @@ from experiments.pages.report import fill
 from experiments.runs.files import write_whole
 from experiments.settings.config_io import Parser, names, near
 
+STRIP = ("rope", "alibi", "t5", "fire", "shaw", "deberta", "inkling", "tupe")
+
 
 def main(arguments: list[str]) -> int:
     """Draws the gallery; returns the exit status."""
@@ -32,7 +34,12 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("results/gallery"), help="folder")
     parser.add_argument("--sheet", type=Path, help="write the contact sheet here too, as PNG")
+    parser.add_argument("--strip", type=Path, help="write the strip of README.md and no page")
     options = parser.parse_args(arguments)
+    if options.strip is not None:
+        write_whole(options.strip, strip([probe(name) for name in STRIP]))
+        print(options.strip)
+        return 0
     maps = {cls.__name__: cls for cls in frequency_maps()}
     chosen = options.schemes or [*pe.SCHEMES, *maps]
     for name in chosen:
@@ -68,10 +75,32 @@ def contact_sheet(probes: list[Probe], columns: int = 9) -> bytes:
         thumbnail(axes, p)
         axes.set_title(p.name, fontsize=9)
     figure.set_dpi(72)
+    # A palette: a third of the bytes, and every redrawing stays in git.
+    return _png(_pixels(figure).convert("RGB").quantize(256), probes)
+
+
+def strip(probes: list[Probe]) -> bytes:
+    """Returns a PNG of 2400 x 440 pixels with a row of pictures, named by the classes.
+
+    Queries run down, keys across. The background is transparent and the names are grey, for light
+    and dark pages.
+    """
+    figure = Figure(figsize=(12.0, 2.2), dpi=200, layout="constrained")
+    figure.patch.set_alpha(0.0)
+    for axes, p in zip(figure.subplots(1, len(probes)), probes, strict=True):
+        thumbnail(axes, p)
+        axes.set_box_aspect(1.0)
+        axes.set_title(pe.SCHEMES[p.name].__name__, fontsize=22, color="#7d8590")
+    return _png(_pixels(figure), probes)
+
+
+def _pixels(figure: Figure) -> Image.Image:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    # A palette: a third of the bytes, and every redrawing stays in git.
-    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(256)
+    return Image.fromarray(np.asarray(canvas.buffer_rgba()))
+
+
+def _png(image: Image.Image, probes: list[Probe]) -> bytes:
     buffer = io.BytesIO()
     text = PngInfo()
     text.add_text("Schemes", ", ".join(p.name for p in probes))

@@ -7,8 +7,6 @@ from matplotlib.figure import Figure
 from experiments.gallery.probe import LENGTH, Probe
 from experiments.pages.plots import INK, PALETTE, STYLE, drawing
 
-COLOURS = "RdBu"
-
 
 def pictures(p: Probe) -> list[tuple[str, str]]:
     """Returns pairs of an <svg> element and its caption."""
@@ -32,18 +30,18 @@ def thumbnail(axes, p: Probe) -> None:
         for turns, colour in zip(p.wavelengths, ("#9aa4b0", PALETTE[1]), strict=True):
             axes.plot(np.log(_drawable(turns)), color=colour)
     elif p.encoding is not None:
-        _raster(axes, p.encoding[:, :LENGTH])
+        raster(axes, p.encoding[:, :LENGTH])
     elif p.image is not None:
-        _raster(axes, p.image)
+        raster(axes, p.image)
     elif p.picture is not None:
-        _raster(axes, p.picture)
+        raster(axes, p.picture)
 
 
 def _encoding(p: Probe):
     if p.encoding is None:
         return None
     figure, axes = _figure()
-    shown = _raster(axes, p.encoding[:, :128])
+    shown = raster(axes, p.encoding[:, :128])
     _bar(figure, shown, "added")
     axes.set(xlabel="dimension (of 512, the first 128)", ylabel="position")
     return figure, "encoding", "Added to the embedding of a token at each position."
@@ -53,7 +51,7 @@ def _picture(p: Probe):
     if p.picture is None:
         return None
     figure, axes = _figure()
-    shown = _raster(axes, p.picture)
+    shown = raster(axes, p.picture)
     _bar(figure, shown, "added to the logit")
     axes.set(xlabel="position of the key", ylabel="position of the query")
     caption = (
@@ -68,7 +66,7 @@ def _image(p: Probe):
         return None
     figure, axes = _figure()
     side = len(p.image) // 2
-    shown = _raster(axes, p.image, extent=(-side - 0.5, side + 0.5, side + 0.5, -side - 0.5))
+    shown = raster(axes, p.image, extent=(-side - 0.5, side + 0.5, side + 0.5, -side - 0.5))
     _bar(figure, shown, "added to the logit")
     axes.set(xlabel="columns to the right of the query", ylabel="rows below the query")
     return (
@@ -151,12 +149,12 @@ def _figure():
     return figure, axes
 
 
-def _raster(axes, values: np.ndarray, extent=None):
-    """Draws an array, white at zero; the colours saturate at the 98th percentile."""
-    top = float(np.nanpercentile(np.abs(values), 98)) or 1.0
+def raster(axes, values: np.ndarray, extent=None, top: float | None = None):
+    """Draws an array, white at zero; colours saturate at `top`, or at the 98th percentile."""
+    top = top or float(np.nanpercentile(np.abs(values), 98)) or 1.0
     axes.grid(False)
     return axes.imshow(
-        values, cmap=COLOURS, vmin=-top, vmax=top, aspect="auto", extent=extent, rasterized=True
+        values, cmap="RdBu", vmin=-top, vmax=top, aspect="auto", extent=extent, rasterized=True
     )
 
 
