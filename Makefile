@@ -10,7 +10,7 @@ ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
 .PHONY: help test test-quick test-lowest compare study scoreboard bench gpu gpu-static tpu tpu-static \
-  lint format dist links clean
+  drawn notebook lint format dist links clean
 .DELETE_ON_ERROR:
 
 ifeq ($(ACCEL),)
@@ -107,6 +107,14 @@ accelerator-%: $(VENV)/.installed-experiments
 tpu-static: ## Compile the TPU kernels without a TPU, compare their cycles (ARGS=--help)
 	@$(MAKE) --no-print-directory ACCEL=tpu .venv-tpu/.installed-test
 	.venv-tpu/bin/python tests/engine/make_tpu_static.py $(ARGS)
+
+drawn: $(VENV)/.installed-experiments ## Draw docs/drawn/*.svg, docs/explorer.html and docs/strip.png
+	$(RUN) -m experiments drawn
+	$(RUN) -m experiments explorer
+	$(RUN) -m experiments gallery --strip docs/strip.png
+
+notebook: $(VENV)/.installed-notebook ## Run docs/drawn.md as a notebook, write docs/drawn.ipynb
+	$(RUN) -m experiments drawn --notebook docs/drawn.ipynb
 
 lint: $(VENV)/.installed-lint ## Check style, formatting, types, workflows and forms
 	$(VENV)/bin/ruff check .

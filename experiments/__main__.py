@@ -24,6 +24,8 @@ python -m experiments <command> [file.toml] [changes]
   report     write report.html again from results of runs    a folder of results
   bench      measure speed as ratios
   gallery    draw the effect of every scheme, on one page
+  drawn      draw the pictures of docs/drawn.md, or run it as a notebook
+  explorer   write docs/explorer.html, with sliders for RoPE and its scalings
   schemes    print a table of all schemes
 
 A file describes one experiment; any setting of it can be changed on the command line:
@@ -58,6 +60,8 @@ _OTHERS = {
     "scoreboard": "experiments.scoreboard.command",
     "bench": "experiments.bench",
     "gallery": "experiments.gallery.page",
+    "drawn": "experiments.gallery.drawn",
+    "explorer": "experiments.gallery.explorer",
     "schemes": "experiments.commands.scheme_table",
 }
 

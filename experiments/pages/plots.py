@@ -312,7 +312,7 @@ def drawing(figure, name: str, title: str) -> str:
     return svg.replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
 
 
-def standalone(svg: str) -> str:
-    """Returns an <svg> element as the text of a file, in a colour for light and dark pages."""
+def standalone(svg: str, ink: str = "#7d8590") -> str:
+    """Returns an <svg> element as the text of a file, by default in an ink for light and dark."""
     spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return svg.replace("<svg", f"<svg {spaces}", 1).replace("currentColor", "#7d8590") + "\n"
+    return svg.replace("<svg", f"<svg {spaces}", 1).replace("currentColor", ink) + "\n"
