@@ -2,9 +2,10 @@
 
     PYTHONPATH=.:tests python tests/make_scheme_pages.py NAME [NAME ...]
 
-For each scheme: the facts in the table of README.md (a new row for a new scheme) and the row of
-docs/serving.md, which takes 15 s. For all of them: the number of schemes in README.md, the list of
-schemes with kernels in docs/kernels.md, and docs/gallery.png, in three minutes.
+For each scheme: the row of docs/serving.md, which takes 15 s. For all of them: the tables of
+docs/schemes.md, from traits and docstrings, the number of schemes in README.md, the list of schemes
+with kernels in docs/kernels.md, and docs/gallery.png, in three minutes. `--tables` writes
+docs/schemes.md alone.
 `tests/test_layout.py` calls `missing` for each scheme.
 """
 
@@ -16,6 +17,7 @@ import pathlib
 import re
 import sys
 import textwrap
+import types
 
 import jax
 from cache import make_serving
@@ -29,10 +31,28 @@ from posenc_jax.engine.tpu.implementation import PallasTPU
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "posenc_jax"
-README, SERVING, KERNELS, SHEET = (
-    ROOT / path for path in ("README.md", "docs/serving.md", "docs/kernels.md", "docs/gallery.png")
+README, PAGE, SERVING, KERNELS, SHEET = (
+    ROOT / path
+    for path in (
+        "README.md",
+        "docs/schemes.md",
+        "docs/serving.md",
+        "docs/kernels.md",
+        "docs/gallery.png",
+    )
 )
-FAMILIES = ("additive", "rotary", "bias", "content", "logit_scale")
+# The headings of docs/schemes.md.
+FAMILIES = {
+    "additive": "Added to the embedding",
+    "rotary": "Rotary",
+    "bias": "Biases",
+    "content": "Position and content",
+    "logit_scale": "Factors on the logits",
+}
+# Modules whose functions convert arrays or weights, or make the numbers of a scheme.
+HELPERS = (
+    r"^posenc_jax\.(positions|hf\.weights|angles|ops|schemes\.(rotary|bias|additive)|.*score_mod)"
+)
 
 
 def scheme_classes() -> list[type[pe.Scheme]]:
@@ -47,7 +67,7 @@ def scheme_classes() -> list[type[pe.Scheme]]:
 
 
 def facts(cls: type[pe.Scheme]) -> list[str]:
-    """Returns three cells of a scheme's row in README.md: acts on, learned, relative.
+    """Returns three cells of a scheme's row: acts on, learned, relative.
 
     >>> facts(pe.T5)
     ['logits', 'yes', 'yes']
@@ -57,14 +77,85 @@ def facts(cls: type[pe.Scheme]) -> list[str]:
     return [str(scheme.acts), *("yes" if x else "no" for x in (learned, scheme.traits.relative))]
 
 
-def row(cls: type[pe.Scheme], text: str) -> str:
-    """Returns a scheme's row in README.md: its facts, with paper and remarks from `text`."""
-    link = paper(cls)
-    source = f"[arXiv {link[1]}]({link[0]})" if link else ""
-    cells = [f"`{cls.name}`", f"`{cls.__name__}`", "", "", "", source]
-    if old := re.search(rf"(?m)^\| (`{cls.name}` \|.*) \|$", text):
-        cells = old[1].split(" | ")
-    return f"| {' | '.join([*cells[:2], *facts(cls), *cells[5:]])} |\n"
+def summary(thing: object) -> str:
+    """Returns the first paragraph of a docstring, on one line."""
+    return " ".join((thing.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def sources(thing: type) -> str:
+    """Returns who is cited in a class's first sentence, and the links of its module's papers.
+
+    >>> sources(pe.XPos)
+    'Sun et al. 2022: [2212.10554](https://arxiv.org/abs/2212.10554)'
+    """
+    cited = ", ".join(re.findall(r"\(([^()]*)\)", summary(thing)))
+    doc = sys.modules[thing.__module__].__doc__ or ""
+    papers, code = (
+        re.search(rf"(?s)\n{what}s?: (.*)", doc) for what in ("Paper", "Reference code")
+    )
+    urls = re.findall(r"https://[\w./-]+\w", papers[1].split("\nReference")[0] if papers else "")
+    if code and (not papers or papers[1].startswith("none")):
+        urls = [f"https://github.com/{code[1].split(',')[0]}"]
+    links = [f"[{re.sub('https://(arxiv.org/abs/)?', '', url)}]({url})" for url in urls]
+    return ": ".join(part for part in (cited, ", ".join(links)) if part)
+
+
+def link(thing: type | types.FunctionType) -> str:
+    """Returns the name of a class or function, with a link to its file."""
+    path = "/".join(thing.__module__.split("."))
+    return f"[`{thing.__name__}`](../{path}.py)"
+
+
+def row(cls: type[pe.Scheme]) -> str:
+    """Returns a scheme's row in docs/schemes.md."""
+    about = summary(sys.modules[cls.__module__])
+    return table_row(link(cls), f"`{cls.name}`", about, *facts(cls), sources(cls))
+
+
+def table_row(*cells: str) -> str:
+    """Returns a row of a Markdown table."""
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def tables() -> dict[str, str]:
+    """Returns the tables of docs/schemes.md by the headings above them."""
+    public = [thing for thing in vars(pe).values() if hasattr(thing, "__module__")]
+    classes = [thing for thing in public if isinstance(thing, type)]
+    functions = [thing for thing in public if isinstance(thing, types.FunctionType)]
+    head = "| class | name | what it does | acts on | learned | relative | source |\n"
+    head += "|---|---|---|---|---|---|---|\n"
+    texts = {
+        heading: head
+        + "".join(row(c) for c in pe.SCHEMES.values() if f".{family}." in c.__module__)
+        for family, heading in FAMILIES.items()
+    }
+    maps = [c for c in classes if issubclass(c, pe.FrequencyMap) and c is not pe.FrequencyMap]
+    texts["Frequency maps of RoPE"] = "| map | what it does | source |\n|---|---|---|\n" + "".join(
+        table_row(link(c), re.sub(r" \([^()]*\d{4}[^()]*\)", "", summary(c)), sources(c))
+        for c in maps
+    )
+    listed_functions = {
+        "Combinators": [f for f in functions if ".combinators." in f.__module__]
+        + [pe.layer_pattern],
+        "Positions and coordinates": [
+            f for f in vars(pe.positions).values() if isinstance(f, types.FunctionType)
+        ],
+        "Helpers": [f for f in functions if re.search(HELPERS, f.__module__)],
+    }
+    for heading, things in listed_functions.items():
+        texts[heading] = "| function | what it does |\n|---|---|\n" + "".join(
+            table_row(link(f), summary(f)) for f in things
+        )
+    return texts
+
+
+def with_tables(text: str) -> str:
+    """Returns the text of docs/schemes.md with new tables."""
+    for heading, table in tables().items():
+        place = rf"(?m)(^## {heading}\n(?:(?!\|).*\n)*)(?:\|.*\n)+"
+        text, count = re.subn(place, lambda m, table=table: m[1] + table, text, count=1)
+        assert count, f"docs/schemes.md has no table below {heading!r}"
+    return text
 
 
 @functools.cache
@@ -106,7 +197,7 @@ def missing(cls: type[pe.Scheme]) -> list[str]:
     ]
     lines = [line for present, line in checks if not present]
     pages = {
-        "its row in README.md": row(cls, README.read_text()) in README.read_text(),
+        "its row in docs/schemes.md": row(cls) in PAGE.read_text(),
         "its row in docs/serving.md": f"\n| `{cls.name}` |" in SERVING.read_text(),
         "the list in docs/kernels.md": (cls.name in listed()) == has_kernels(cls),
         "its picture in docs/gallery.png": cls.name in pictured(),
@@ -132,24 +223,22 @@ def pictured() -> list[str]:
         return image.info.get("Schemes", "").split(", ")
 
 
-def write_row(cls: type[pe.Scheme]) -> None:
-    """Writes a scheme's row into README.md; a new one comes last."""
-    text = README.read_text()
-    table = re.search(r"(?m)^\| name \| class \|.*\n(\|.*\n)+", text)[0]
-    old = re.search(rf"(?m)^\| `{cls.name}` \|.*\n", table)
-    new = row(cls, text)
-    README.write_text(text.replace(table, table.replace(old[0], new) if old else table + new))
-
-
 def main() -> None:
     """Writes all pages."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("names", nargs="+", choices=pe.SCHEMES, metavar="NAME")
-    names = parser.parse_args().names
-    for name in names:
-        write_row(pe.SCHEMES[name])
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--tables", action="store_true", help="write docs/schemes.md alone")
+    options = parser.parse_args()
+    if not options.tables and (not options.names or set(options.names) - set(pe.SCHEMES)):
+        parser.error(f"name a scheme of {', '.join(pe.SCHEMES)}, or give --tables")
+    PAGE.write_text(with_tables(PAGE.read_text()))
+    if options.tables:
+        return
+    names = options.names
     text = README.read_text()
-    README.write_text(re.sub(r"\d+ schemes behind", f"{len(pe.SCHEMES)} schemes behind", text))
+    README.write_text(
+        re.sub(r"\d+ position encodings", f"{len(pe.SCHEMES)} position encodings", text)
+    )
     names_with_kernels = [f"`{n}`" for n, cls in pe.SCHEMES.items() if has_kernels(cls)]
     lines = textwrap.fill(f"Schemes that run: {', '.join(names_with_kernels)}.", 100) + "\n"
     text = KERNELS.read_text()

@@ -88,6 +88,11 @@ def test_every_scheme_is_complete():
     assert not lines, "\n".join(lines)
 
 
+def test_the_tables_of_schemes_follow_the_code():
+    text = make_scheme_pages.PAGE.read_text()
+    assert make_scheme_pages.with_tables(text) == text, "run tests/make_scheme_pages.py --tables"
+
+
 def test_required_settings_are_sizes_of_the_model():
     for cls in pe.SCHEMES.values():
         for field in dataclasses.fields(cls):

@@ -31,7 +31,7 @@ from posenc_jax.schemes.rotary.scaling.interpolation import NTK
 
 @dataclasses.dataclass(frozen=True)
 class DynamicNTK(PerSequenceMap):
-    """Dynamic NTK scaling (emozilla 2023).
+    """Raises the base by the length of the sequence: dynamic NTK (emozilla 2023).
 
     Attributes:
       factor: the growth of the base beyond the trained length; at least 1.

@@ -24,7 +24,7 @@ from posenc_jax.schemes.rotary.frequencies import FrequencyMap, check_stretch
 
 @dataclasses.dataclass(frozen=True)
 class PI(FrequencyMap):
-    """Position interpolation (Chen et al. 2023).
+    """Divides all frequencies by one factor: position interpolation (Chen et al. 2023).
 
     Attributes:
       factor: new length divided by trained length; at least 1.
@@ -48,7 +48,7 @@ class PI(FrequencyMap):
 
 @dataclasses.dataclass(frozen=True)
 class NTK(FrequencyMap):
-    """NTK-aware scaling of the base (bloc97 2023).
+    """Raises the base: NTK-aware scaling (bloc97 2023).
 
     Attributes:
       factor: new length divided by trained length; at least 1.

@@ -26,7 +26,7 @@ from posenc_jax.schemes.rotary.frequencies import FrequencyMap, check_stretch
 
 @dataclasses.dataclass(frozen=True)
 class Llama3(FrequencyMap):
-    """The scaling of Llama 3.1 (Grattafiori et al. 2024).
+    """Keeps short wavelengths, stretches long ones: Llama 3.1 (Grattafiori et al. 2024).
 
     Attributes:
       factor: s, the factor on long wavelengths; at least 1.

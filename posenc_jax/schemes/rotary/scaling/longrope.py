@@ -28,7 +28,7 @@ from posenc_jax.schemes.rotary.frequencies import PerSequenceMap, check_stretch
 
 @dataclasses.dataclass(frozen=True)
 class LongRoPE(PerSequenceMap):
-    """LongRoPE (Ding et al. 2024).
+    """Divides each frequency by a factor of its own, from two lists (Ding et al. 2024).
 
     Attributes:
       short_factor: lambda of every pair for sequences of up to L tokens.

@@ -80,7 +80,7 @@ def check_rotations(caller: str, name: str, fast: float, slow: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class NTKByParts(FrequencyMap):
-    """NTK-by-parts scaling (bloc97 2023, Peng et al. 2023).
+    """Keeps fast pairs, divides slow ones, NTK between (bloc97 2023, Peng et al. 2023).
 
     Attributes:
       factor: s, new length divided by trained length; at least 1.

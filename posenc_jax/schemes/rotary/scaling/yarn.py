@@ -62,7 +62,7 @@ def yarn_logit_scale(head_dim: int, factor: float, mscale_all_dim: float = 1.0) 
 
 @dataclasses.dataclass(frozen=True)
 class YaRN(FrequencyMap):
-    """YaRN (Peng et al. 2023).
+    """Keeps fast pairs, divides slow ones, and scales the logits (Peng et al. 2023).
 
     Attributes:
       factor: s, new length divided by trained length; at least 1.
