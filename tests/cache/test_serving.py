@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 import re
 
 import flax
@@ -200,17 +199,6 @@ def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
             np.where(beyond, cache.length, cache.next_positions), cache.length
         )
         np.testing.assert_array_equal(cache.overflowed, [row.is_lost(policy) for row in rows])
-
-
-def test_the_documentation_runs():
-    text = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    names = {"__name__": "serving"}
-    exec(code, names)
-    assert names["step"].jitted_fn._cache_size() == 1
-    np.testing.assert_array_equal(names["cache"].length, [8, 4, 0])
-    alone = names["layer"](names["x"])
-    np.testing.assert_allclose(names["y"][0], alone[0], rtol=0, atol=1e-5)
 
 
 def buffers(cache):

@@ -131,14 +131,6 @@ def test_every_model_type_is_in_the_table_of_the_docs():
     assert set(re.findall(r"`([\w-]+)`", table())) >= set(MODEL_TYPES)
 
 
-def test_the_code_of_the_docs_runs():
-    block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[1]
-    names = {"nnx": nnx}
-    nnx.eval_shape(lambda: exec(block, names))
-    assert [x.out.bias for x in names["layers"]] == [None, None]
-    assert names["layers"][0].key.bias.shape == (2, 16)
-
-
 def test_use_bias_of_each_projection():
     with pytest.raises(ValueError, match=r"entries for \['key', 'out', 'query', 'value'\], got"):
         Attention(8, 2, use_bias={"query": True}, rngs=nnx.Rngs(0))

@@ -1,44 +1,56 @@
-"""The code of docs/recipes runs, with the same numbers before and after."""
+"""Further tests of the arrays of pages: equal before and after a change, right if not printed.
+
+`setup` has the names that a page expects of its reader. A function of CHECKS gets all names that
+the blocks of its page define.
+"""
 
 import pathlib
 import re
+import tempfile
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+import pages
 from flax import nnx
 
 import posenc_jax as pe
+from experiments.scoreboard import claims
+from experiments.study import plan
+from experiments.tasks import TASKS
 
+CHECKS = {}
 WEIGHTS = "query", "key", "value", "out"
-PAGES = pathlib.Path(__file__).parents[1] / "docs" / "recipes"
 
 
-def blocks_of(page):
-    return re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.S)
+def check(page):
+    """Makes a function the check of a page."""
+
+    def register(function):
+        CHECKS[f"docs/{page}.md"] = function
+        return function
+
+    return register
 
 
-def run(blocks, **names):
-    """Returns the names that blocks of code define, run one after the other."""
-    for block in blocks:
-        exec(block, names)
-    return names
+def setup(page):
+    """Returns the names that a page uses without defining them."""
+    if page != "docs/models.md":
+        return {}
+    from tests.models.agreement import read
 
-
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+    about, arrays, state = read("llama3")
+    batch = {name: jnp.asarray(arrays[name]) for name in ("tokens", "mask", "new")}
+    return {"config": about["config"], "state": state} | batch
 
 
 def close(a, b, atol=1e-5):
-    np.testing.assert_allclose(a, b, atol=atol)
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-def test_lm1b(capsys):
-    names = run(blocks_of("flax_lm1b"))
-    assert capsys.readouterr().out == "True\n"
+@check("recipes/flax_lm1b")
+def lm1b(names):
     apply, before, after = names["apply"], names["Before"], names["After"]
     variables, tokens = names["variables"], names["tokens"]
     ids = np.repeat([[0, 1, 2]], [3, 7, 2], 1).repeat(3, 0).astype(np.int32)
@@ -53,9 +65,8 @@ def test_lm1b(capsys):
     assert table.shape == (4, 32)
 
 
-def test_gemma(capsys):
-    names = run(blocks_of("flax_gemma"))
-    assert capsys.readouterr().out == "True\n"
+@check("recipes/flax_gemma")
+def gemma(names):
     x, window, length = names["x"], names["WINDOW"], 12
     positions = jnp.tile(jnp.arange(length), (3, 1))
     mask = jnp.tril(jnp.ones((3, length, length), bool))
@@ -75,17 +86,15 @@ def test_gemma(capsys):
         assert off < 1e-5 if t < window else off > 0.01
 
 
-def test_linen_decode(capsys):
-    names = run(blocks_of("linen_decode"))
-    assert capsys.readouterr().out == "True\n"
+@check("recipes/linen_decode")
+def linen_decode(names):
     tokens, before, after = names["sequences"], names["Before"](), names["After"](pe.NoPE())
     variables = jax.jit(before.init)(jax.random.key(1), tokens)
     close(*(jax.jit(model.apply)(variables, tokens) for model in (before, after)))
 
 
-def test_sharding(capsys):
-    names = run(blocks_of("sharding"))
-    assert capsys.readouterr().out == "P('fsdp', 'tensor')\nP('tensor',)\n"
+@check("recipes/sharding")
+def sharding(names):
     close(names["decoded"], names["y"])
     x = names["x"]
     with jax.set_mesh(names["mesh"]):
@@ -106,8 +115,8 @@ def test_sharding(capsys):
     assert ours == by_hand and by_hand
 
 
-def test_nnx_llama():
-    names = run(blocks_of("nnx_llama"))
+@check("recipes/nnx_llama")
+def nnx_llama(names):
     assert names["losses"][0] > 4 and names["losses"][-1] < 0.4 * names["losses"][0]
     model, serve, segments = names["model"], names["serve"], np.asarray(names["segment_ids"])
     take = nnx.jit(lambda blocks: jax.tree.map(lambda x: x[1], blocks.attention))
@@ -140,22 +149,21 @@ def test_nnx_llama():
             close(out, expected[b, t], atol=2e-5)
 
 
-def test_plain_jax_and_equinox(capsys):
-    blocks = blocks_of("jax_and_equinox")
-    names = run(blocks[:2])
-    assert capsys.readouterr().out == "True\n"
+@check("recipes/jax_and_equinox")
+def plain_jax_and_equinox(names):
     x, weights = names["x"], names["weights"] | {"position": {}}
     after = jax.jit(lambda weights, x: names["after"](pe.RoPE(head_dim=8), weights, x)[0])
     close(after(weights, x), jax.jit(names["before"])(weights, x))
-    eqx = pytest.importorskip("equinox")
-    names = run(blocks[2:], **names)
+    if "eqx" not in names:
+        return
+    eqx = names["eqx"]
     before = names["Before"](jax.random.key(0))
     layer = eqx.tree_at(lambda layer: layer.attention, names["layer"], before.attention)
     close(layer(x)[0], jax.vmap(before)(x))
 
 
-def test_flex_attention():
-    names = run(blocks_of("flex_attention")[1:])
+@check("recipes/flex_attention")
+def flex_attention(names):
     q, k, v, table = (np.asarray(names[n], np.float64) for n in ("q", "k", "v", "table"))
     distance = np.clip(np.arange(24)[:, None] - np.arange(24), -16, 16)
     s = np.einsum("btnh,bsnh->bnts", q, k) / 4.0 + table[:, distance + 16]
@@ -164,18 +172,14 @@ def test_flex_attention():
     expected = np.einsum("bnts,bsnh->btnh", w / w.sum(-1, keepdims=True), v)
     close(names["y"], expected)
     assert all(np.abs(gradient).max() > 0.01 for gradient in names["gradients"])
+    if "torch" in names:
+        arrays = [names["torch"].tensor(np.asarray(names[n])).transpose(1, 2) for n in "qkv"]
+        with warnings.catch_warnings(action="ignore"):  # Slow without torch.compile.
+            close(names["y"], names["before"](*arrays).transpose(1, 2).numpy())
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_of_pytorch():
-    torch = pytest.importorskip("torch")
-    names = run(blocks_of("flex_attention"))
-    arrays = [torch.tensor(np.asarray(names[n])).transpose(1, 2) for n in "qkv"]
-    close(names["y"], names["before"](*arrays).transpose(1, 2).numpy())
-
-
-def test_bias_array():
-    names = run(blocks_of("bias_array"))
+@check("recipes/bias_array")
+def bias_array(names):
     inputs = [names[name] for name in ("q", "k", "v", "bias")]
     expected, pull = jax.vjp(jax.jit(names["before"]), *inputs)
     close(names["y"], expected)
@@ -185,9 +189,37 @@ def test_bias_array():
     close(*(jax.jit(pe.attention)(*inputs[:3], rules=rule) for rule in rules))
 
 
-def test_the_index_has_every_page():
-    index = (PAGES / "README.md").read_text()
-    pages = {path.name for path in PAGES.glob("*.md")} - {"README.md"}
-    assert set(re.findall(r"\]\((\w+\.md)\)", index)) == pages
-    tested = re.findall(r'blocks_of\("(\w+)"\)', pathlib.Path(__file__).read_text())
-    assert {f"{page}.md" for page in tested} == pages
+@check("recipes/README")
+def index_of_recipes(names):
+    links = re.findall(r"\]\((\w+\.md)\)", pages.read("docs/recipes/README.md"))
+    assert sorted(links) == sorted(
+        path.name for path in pages.ROOT.glob("docs/recipes/*.md") if path.name != "README.md"
+    )
+
+
+@check("serving")
+def serving(names):
+    assert names["step"].jitted_fn._cache_size() == 1
+    close(names["y"][0], names["layer"](names["x"])[0])
+
+
+@check("models")
+def models(names):
+    np.testing.assert_array_equal(names["new_tokens"], names["new"])
+    assert [x.out.bias for x in names["layers"]] == [None, None]
+    assert names["layers"][0].key.bias.shape == (2, 16)
+
+
+@check("experiments")
+def experiments(names):
+    text = pages.read("docs/experiments.md")
+    first = "".join(re.findall(r"(?m)^\| (.*?) \|", re.search(r"(?s)\| task \|.*?\n\n", text)[0]))
+    assert set(re.findall(r"`(\w+)`", first)) == set(TASKS)
+    study, claim = re.findall(r"(?s)```toml\n(.*?)```", text)
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "R99.toml")
+        file.write_text(study)
+        sizes = plan.load(file).cells
+        assert [cells["rope"].grid[0].task.name for cells in sizes.values()] == ["text", "kback"]
+        file.write_text(claim)
+        assert claims.load(file).runs.keys() == {"rope", "none"}
