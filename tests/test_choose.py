@@ -1,0 +1,149 @@
+"""Every number of docs/choose.md, and of the decision table of README.md, is a committed result.
+
+docs/study.md and RESULTS.md are compared with the results themselves in tests/experiments.
+"""
+
+import re
+
+import pages
+
+from posenc_jax.hf.model_types import MODEL_TYPES
+
+
+def number(cell):
+    """The mean of a cell such as `2.130 [2.048, 2.212]`, or its text."""
+    try:
+        return float(cell.strip("* ").split(" ")[0])
+    except ValueError:
+        return cell.strip()
+
+
+def rows(text):
+    """The tables of a text: {(first cell, column): value}; empty cells are left out."""
+    cells = {}
+    for head, body in re.findall(r"(?m)^\| (.*) \|\n\|[-:| ]+\|\n((?:\|.*\|\n)+)", text):
+        columns = [c.strip() for c in head.split("|")[1:]]
+        for line in body.splitlines():
+            first, *values = (c.strip() for c in line.strip("|").split("|"))
+            named = zip(columns, values, strict=False)
+            cells |= {(first.strip("`"), c): number(v) for c, v in named if v}
+    return cells
+
+
+SMALL, LARGE = (
+    rows(text) for text in re.split(r"(?m)^## (?:Small|Large)\n", pages.read("docs/study.md"))[1:]
+)
+SECTIONS = re.split(r"(?m)^## (R\w+)\n", pages.read("RESULTS.md"))
+CLAIMS = {name: rows(text) for name, text in zip(SECTIONS[1::2], SECTIONS[2::2], strict=True)}
+MODELS = rows(pages.read("docs/models.md"))
+TRAINED, LONGEST = "bits per byte", "nonoverlapping 1024"
+ERROR = "greatest difference of logits"
+
+
+def claim(name, run, length):
+    return CLAIMS[name][run, str(length)]
+
+
+def undone(length):
+    """The part of RoPE's rise beyond the trained length that NTK undoes."""
+    rise = SMALL["rope", f"nonoverlapping {length}"] - SMALL["rope", TRAINED]
+    left = SMALL["rope", f"ntk {length}"] - SMALL["rope", TRAINED]
+    return round(100 * (1 - left / rise))
+
+
+def by_rate(cells, scheme):
+    """Scores of a scheme in the grid of learning rates."""
+    return [v for (s, c), v in cells.items() if s == scheme and re.fullmatch(r"0\.0\d+", c)]
+
+
+OWN_RATE = -float(re.search(r"\* t5, 10 x: \S+ \((\S+)\)", pages.read("docs/study.md"))[1])
+SIZES = re.findall(r"(?m)^([\d.]+) to ([\d.]+) million parameters", pages.read("docs/study.md"))
+FACTS = [
+    f"Models have {SIZES[0][0]} to {SIZES[-1][1]} million parameters",
+    f"{len(MODEL_TYPES)} model types",
+    f"a training step takes {claim('R18b', 'rope', 2048):.3f} times as long as without",
+    f"{SMALL['t5', TRAINED]:.3f} bits per byte against RoPE's {SMALL['rope', TRAINED]:.3f}",
+    f"T5's bias goes from {SMALL['t5', TRAINED]:.3f} to {SMALL['t5', LONGEST]:.3f}, "
+    f"RoPE from {SMALL['rope', TRAINED]:.3f} to {SMALL['rope', LONGEST]:.3f}",
+    f"{SMALL['rope', 'ntk 256']:.3f} with NTK, {SMALL['rope', 'nonoverlapping 256']:.3f} without",
+    f"{claim('R05', 'rope_100', 512):.3f} after 100 steps with RoPE as it was, "
+    f"{claim('R05', 'pi_100', 512):.3f} with interpolation",
+    f"{claim('R07', 'rope', 32):.3f} of masked symbols right with RoPE, "
+    f"{claim('R07', 'none', 32):.3f} without an encoding",
+    f"within {MODELS['swin', ERROR]:.0e}",
+    f"within {MODELS['qwen2_vl', ERROR]:.0e}",
+    f"the k-th symbol is right in {claim('R10', 'learned', 32):.3f} of rows, "
+    f"with RoPE in {claim('R10', 'rope', 32):.3f}",
+    f"the symbol 4 places back is right in {claim('R08', 'rope', 32):.3f} of places, "
+    f"with ALiBi in {claim('R08', 'alibi', 32):.3f}",
+    f"{claim('R11', 'alibi', 42):.3f} of copied tokens right at 1.25 times the length, "
+    f"with RoPE {claim('R11', 'rope', 42):.3f}",
+    f"{claim('R25', 'rope_random', 50):.3f} of copied tokens right at 1.5 times the length, "
+    f"without {claim('R25', 'rope', 50):.3f}",
+    f"{claim('R23', 'convolved', 128):.3f} bits per byte, without the convolutions "
+    f"{claim('R23', 'none', 128):.3f}",
+    f"from {max(by_rate(SMALL, 't5')[:-1]):.3f} to {min(by_rate(SMALL, 't5')):.3f} bits per byte "
+    "between the rates 0.001 and 0.016",
+    f"ten times the rate for its table gives another {OWN_RATE:.3f}",
+    f"NTK undoes {undone(256)} % of RoPE's rise at twice the length, {undone(1024)} % at eight",
+    f"FoX changes by {SMALL['fox', LONGEST] - SMALL['fox', TRAINED]:+.3f}, "
+    f"KERPLE by {SMALL['kerple', LONGEST] - SMALL['kerple', TRAINED]:+.3f} and "
+    f"ALiBi by {SMALL['alibi', LONGEST] - SMALL['alibi', TRAINED]:+.3f}",
+    f"T5's bias is worth {SMALL['t5', 'compute gain']:.2f} times the training time "
+    f"({LARGE['t5', 'compute gain']:.2f} in the larger model), KERPLE's "
+    f"{SMALL['kerple', 'compute gain']:.2f}, Inkling's {SMALL['inkling', 'compute gain']:.2f}",
+]
+
+COLUMNS = {
+    "128, trained": (SMALL, TRAINED),
+    "256": (SMALL, "nonoverlapping 256"),
+    "1024": (SMALL, LONGEST),
+    "compute gain": (SMALL, "compute gain"),
+    "larger model, 128": (LARGE, TRAINED),
+    "larger model, 1024": (LARGE, LONGEST),
+}
+
+
+def table():
+    """The scores of the study, best first."""
+    names = [n for n, c in SMALL if c == TRAINED]
+    lines = ["scheme | " + " | ".join(COLUMNS), "---|" + "|".join(["---:"] * len(COLUMNS))]
+    for name in names:
+        values = [cells.get((name, column), "") for cells, column in COLUMNS.values()]
+        decimals = [2 if "gain" in column else 3 for column in COLUMNS]
+        texts = [
+            f"{v:.{d}f}" if isinstance(v, float) else v.split(" [")[0]
+            for v, d in zip(values, decimals, strict=True)
+        ]
+        lines.append(f"`{name}` | {' | '.join(texts)}")
+    return (
+        "".join(f"| {line} |\n" for line in lines)
+        .replace("| ---|", "|---|")
+        .replace(": |\n", ":|\n")
+    )
+
+
+def joined(text):
+    return " ".join(text.split())
+
+
+def test_the_table_of_the_study_is_copied():
+    assert table() in pages.read("docs/choose.md"), table()
+
+
+def test_every_number_is_a_result():
+    text = joined(pages.read("docs/choose.md").replace(table(), ""))
+    for fact in FACTS:
+        assert fact in text, fact
+        text = text.replace(fact, "")
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|```.*?```", "", text)
+    assert not re.findall(r"\d\.\d+|\d+ %", text)
+
+
+def test_the_readme_decides_by_the_same_numbers():
+    (decisions,) = re.findall(r"(?s)\n## Which one\?\n(.*?)\n## ", pages.read("README.md"))
+    facts = " ".join(FACTS)
+    numbers = re.findall(r"\d+\.\d+", decisions)
+    assert numbers and all(n in facts for n in numbers)
+    lines = [line for line in decisions.splitlines() if line.startswith("| ")]
+    assert len(lines) == 7
