@@ -1,91 +1,69 @@
-"""The code in the README runs, and its output and counts are right."""
+"""Length, counts and lists of the README; its code runs in test_markdown.py."""
 
-import pathlib
 import re
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import pages
 
 import posenc_jax as pe
-from experiments.scoreboard import claims
-from experiments.study import plan
 from experiments.tasks import TASKS
 from posenc_jax.hf.model_types import MODEL_TYPES
 
-ROOT = pathlib.Path(__file__).parent.parent
-FAULTS = "docs/faults.md"
+
+def prose(page):
+    return " ".join(pages.read(page).split())
 
 
-def test_the_readme_runs(capsys):
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", re.sub("(?m)^   ", "", readme), re.S)
-    assert len(blocks) == 7
-    names = {"__name__": "readme"}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for block in blocks:
-            exec(block, names)
-            if "from_padding_mask" in block:
-                assert names["cache"].next_positions.tolist() == [2, 4]
-    assert capsys.readouterr().out == "True\n"
-    rotated = names["rope"].query({}, names["q"], jnp.arange(300)[None])
-    np.testing.assert_array_equal(names["q_rotated"], rotated)
-    assert names["bias"].shape == (8, 300, 300)
-    rope, nope = names["layers"][2:4]
-    assert (rope.scheme.layout, rope.window) == ("interleaved", 4096)
-    assert nope == pe.LayerSpec(pe.NoPE())
-    scheme = names["LogDistance"](num_heads=8)
-    assert scheme.rules(scheme.init(jax.random.key(0))).num_heads == 8
+def test_the_readme_is_short_and_begins_without_flax():
+    assert len(pages.read("README.md").splitlines()) <= 200
+    first = pages.blocks("README.md")[0]
+    assert len([line for line in first.code.splitlines() if line]) <= 7
+    assert "flax" not in first.code and "nnx" not in first.code
 
 
-def test_the_readme_counts_what_there_is():
+def test_pages_count_what_there_is():
     from hf.model_types_table import NOT_FUZZED
     from hf.test_golden import NAMES
     from hf.test_golden import read as golden
 
-    readme, faults = (" ".join((ROOT / p).read_text().split()) for p in ("README.md", FAULTS))
+    readme, models = prose("README.md"), prose("docs/models.md")
     compared = {golden(name)[0]["config"]["model_type"] for name in NAMES}
     assert set(NOT_FUZZED) <= compared
-    assert f"{len(pe.SCHEMES)} schemes behind one interface" in readme
-    assert f"for {len(MODEL_TYPES)} model types." in readme
-    assert f"layers of {len(compared)} model types with numbers" in readme
-    assert f"random configs of {len(MODEL_TYPES) - len(NOT_FUZZED)} model types" in readme
-    assert f"[{len(re.findall(r'### [0-9]+[.]', faults))} faults in released" in readme
+    assert f"{len(pe.SCHEMES)} position encodings" in readme
+    assert f"...: {len(pe.SCHEMES)} of them" in readme
+    assert f"reads {len(MODEL_TYPES)} model types" in readme
+    assert f"layers of {len(compared)} model types have been compared" in readme
+    assert f"{len(TASKS)} tasks" in readme and f"There are {len(TASKS)} tasks" in prose(
+        "docs/experiments.md"
+    )
+    assert f"table has {len(MODEL_TYPES)} model types" in models
+    assert f"layers of {len(compared)} of them with numbers" in models
+    assert f"for {len(MODEL_TYPES) - len(NOT_FUZZED)} model types" in models
+    faults = len(re.findall(r"(?m)^### [0-9]+[.]", pages.read("docs/faults.md")))
+    assert f"[{faults} faults in released" in readme
+    memory = "234 at 4096; this library with T5's bias 11 and 17"
+    assert memory in prose("docs/faults.md") and "17 MiB" in readme and "234 MiB" in readme
+    outcomes = re.findall(r"(?m)^\| \[R\w+\].*\| ([\w ]+) \| \d", pages.read("RESULTS.md"))
+    tested = len(outcomes) - outcomes.count("not run")
+    assert f"{tested} tested claims" in readme
+    assert f"{len(outcomes)} claims of papers, {tested} of them tested" in prose("docs/choose.md")
+    rows = [b for b in pages.blocks("docs/cheat_sheet.md") if b.code.count("\n") == 0]
+    assert len(rows) == 24 and "24 tasks in a line each" in prose("docs/cheat_sheet.md")
+    assert "24 tasks in a line each" in readme
+    assert "twenty messages" in readme
+    errors = [b for b in pages.blocks("docs/errors.md") if b.text]
+    assert len(errors) == 20 and "Twenty errors" in prose("docs/errors.md")
 
 
-def test_the_page_on_experiments_has_all_tasks_and_files_that_are_read(tmp_path):
-    text = (ROOT / "docs" / "experiments.md").read_text()
-    table = re.search(r"\| task \|.*?\n\n", text, re.S)[0]
-    first = "".join(re.findall(r"(?m)^\| (.*?) \|", table))
-    assert set(re.findall(r"`(\w+)`", first)) == set(TASKS)
-    assert f"the {len(TASKS)} tasks" in " ".join((ROOT / "README.md").read_text().split())
-    study, claim = re.findall(r"```toml\n(.*?)```", text, re.S)
-    (tmp_path / "mine.toml").write_text(study)
-    sizes = plan.load(tmp_path / "mine.toml").cells
-    assert [cells["rope"].grid[0].task.name for cells in sizes.values()] == ["text", "kback"]
-    (tmp_path / "R99.toml").write_text(claim)
-    assert claims.load(tmp_path / "R99.toml").runs.keys() == {"rope", "none"}
-
-
-def test_the_own_scheme_runs_as_pasted():
-    readme = (ROOT / "README.md").read_text()
-    block = re.search(r"   ```python\n(.*?)   ```", readme, re.S)[1]
-    names = {"__name__": "mine"}
-    exec(re.sub("(?m)^   ", "", block), names)
-    assert str(names["LogDistance"](num_heads=8).acts) == "logits"
-
-
-def test_links_lead_to_files():
-    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
-        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
-        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose):
-            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
-            assert "://" not in link or link.startswith("https://"), f"{page.name}: {link}"
-
-
-def test_pages_name_files_that_exist():
-    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
-        for path in re.findall(
-            r"`((?:tests|experiments|posenc_jax|docs)/[\w./]+)`", page.read_text()
-        ):
-            assert (ROOT / path).exists(), f"{page.name}: {path}"
+def test_every_family_lists_its_classes():
+    """README.md has each scheme and frequency map once, docs/schemes.md a row of each."""
+    (lists,) = re.findall(
+        r"(?s)\n## Schemes by family\n(.*?)\n\[Schemes\]", pages.read("README.md")
+    )
+    classes = [thing for thing in vars(pe).values() if isinstance(thing, type)]
+    maps = [c for c in classes if issubclass(c, pe.FrequencyMap) and c is not pe.FrequencyMap]
+    names = re.findall(r"`(\w+)`", lists)
+    assert len(set(names)) == len(names)
+    assert {c.__name__ for c in [*pe.SCHEMES.values(), *maps]} == {
+        n for n in names if n[0].isupper()
+    }
+    assert all(hasattr(pe, name) for name in names)

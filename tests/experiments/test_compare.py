@@ -3,11 +3,11 @@
 import dataclasses
 import os
 import re
-import textwrap
 import tomllib
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
+import pages
 import pytest
 import support
 
@@ -91,19 +91,17 @@ def own_module(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def of_readme(tmp_path, monkeypatch, request):
-    """The name of the scheme of the README, pasted into a module."""
-    readme = (request.config.rootpath / "README.md").read_text()
-    blocks = re.findall(r"^( *)```python\n(.*?)^ *```", readme, re.DOTALL | re.MULTILINE)
-    (block,) = [textwrap.dedent(text) for _, text in blocks if "(pe.Scheme)" in text]
+def of_page(tmp_path, monkeypatch):
+    """The name of the scheme of docs/add_a_scheme.md, pasted into a module."""
+    (block,) = [code for code in pages.code("docs/add_a_scheme.md") if "(pe.Scheme)" in code]
     (tmp_path / "pasted.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
     (name,) = re.findall(r"class (\w+)\(pe.Scheme\)", block)
     return f"pasted:{name}"
 
 
-def test_compare_writes_results_and_report_with_the_scheme_of_the_readme(run, of_readme):
-    mine = of_readme
+def test_compare_writes_results_and_report_with_the_scheme_of_the_page(run, of_page):
+    mine = of_page
     status, out, err = run("compare", "--schemes", f"rope,{mine}", "--seeds", "2")
     assert (status, err) == (0, "")
     results = run.results()
