@@ -9,7 +9,7 @@ from engine.rules import KINDS, explicit_mask
 
 import posenc_jax as pe
 from posenc_jax.engine.problem import repeat_heads
-from posenc_jax.engine.rules import ContentBias, LogitBias
+from posenc_jax.engine.rules import ContentBias, LogitBias, Rule
 
 B = 2
 
@@ -39,6 +39,14 @@ FEATURES = {
     "prefix": lambda t: {"is_causal": True, "prefix_length": np.array([100, 20], np.int32)},
     "softcap": lambda t: {"is_causal": True, "softcap": 3.0},
     "sinks": lambda t: {"is_causal": True, "sinks": np.array([0.3, -1.0], np.float32)},
+    "everything": lambda t: {
+        "is_causal": True,
+        "prefix_length": np.array([100, 40], np.int32),
+        "q_segment_ids": _segments(t),
+        "contiguous": True,
+        "softcap": 3.0,
+        "sinks": np.array([0.3, -1.0], np.float32),
+    },
     "dropout": lambda t: {
         "is_causal": True,
         "q_segment_ids": _segments(t),
@@ -207,6 +215,15 @@ def _by_query_head(params, q, k):
 
 
 RULES["by_query_head"] = (RULES["wide"][0], _by_query_head)
+
+
+def _several(params, q, k):
+    rules = (RULES[name][1](params[name], q, k) for name in SEVERAL)
+    return jax.tree.leaves([*rules], is_leaf=lambda x: isinstance(x, Rule))
+
+
+SEVERAL = ("gate", "hiding", "separable")
+RULES["several"] = (lambda n, dim: {name: RULES[name][0](n, dim) for name in SEVERAL}, _several)
 RULES["features"] = (
     lambda n, dim: {},
     lambda params, q, k: ContentBias(

@@ -45,14 +45,12 @@ def test_queries_meet_only_ranges_of_keys_that_they_may_see(options):
     q, k, v = _tokens(1030, batch=1, heads=1)
     params = KIND.make(np.random.default_rng(1), 1, 4)
 
-    def loss(q, k, v, params, implementation):
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation):
         rules = KIND.rules(params, q, k)
-        out = pe.attention(q, k, v, rules=rules, **options, implementation=implementation)
-        return jnp.sum(jnp.sin(out)), out
+        return pe.attention(q, k, v, rules=rules, **options, implementation=implementation)
 
-    run = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True), static_argnums=4)
-    expected, got = (run(q, k, v, params, i) for i in ("reference", "xla"))
-    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=3e-5)
+    chex.assert_trees_all_close(run("xla"), run("reference"), rtol=1e-4, atol=3e-5)
 
 
 @pytest.mark.parametrize("window", [(300, 20), (7, 0)])
@@ -92,7 +90,9 @@ def test_causal_work_is_less(monkeypatch):
     assert work(is_causal=True, window=128) < 0.4 * work()
 
 
-@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"dropout_rate": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, pytest.param({"softcap": 2.0}, marks=one_of_all), {"dropout_rate": 0.3}], ids=str
+)
 def test_a_rule_may_take_the_place_of_the_softmax(extra):
     q, k, v = _tokens(19)
     order = np.random.default_rng(2).permutation(19).astype(np.int32)

@@ -20,8 +20,9 @@ STEP = 0.012
 TILES = XLA(Blocks(8, 4), Blocks(4, 8))
 # The tiles have the gradients of the reference for every rule: test_every_implementation.py.
 IN_TILES = ("t5", "fox", "shaw", "unbounded")
-CASES = [(kind, "reference") for kind in KINDS] + [(kind, "xla") for kind in IN_TILES]
-CASES += [pytest.param(k, "xla", marks=one_of_all) for k in KINDS if k not in IN_TILES]
+CASES = [*((kind, "xla") for kind in IN_TILES), ("whole", "reference")]
+MORE_CASES = [(k, i) for k in KINDS for i in ("reference", "xla") if (k, i) not in CASES]
+CASES += [pytest.param(*case, marks=one_of_all) for case in MORE_CASES]
 
 
 @pytest.mark.parametrize(("kind", "implementation"), CASES)

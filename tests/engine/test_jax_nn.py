@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import qkv
+from support import one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine import jax_nn
@@ -25,11 +26,14 @@ def _blind():
     return mask
 
 
+CASES = [({}, True), ({"is_causal": True}, False), ({"window": (3, 1), "scale": 0.2}, False)]
+CASES += [({"is_causal": True, "window": 4}, True)]
+MORE_CASES = [(options, not masked) for options, masked in CASES]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"is_causal": True}, {"window": (3, 1), "scale": 0.2}, {"is_causal": True, "window": 4}],
+    ("options", "masked"), [*CASES, *(pytest.param(*case, marks=one_of_all) for case in MORE_CASES)]
 )
-@pytest.mark.parametrize("masked", [False, True])
 def test_equals_the_reference(options, masked):
     options = options | ({"mask": _blind()} if masked else {})
     k, v = K.copy(), V.copy()
@@ -82,7 +86,7 @@ def _problem(q, k, v, **options):
     return make_problem(q, k, v, as_tuple(options.pop("rules", ())), pe.AttentionCall(**options))
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "window": 4}])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "window": 4}])
 def test_cudnn_is_asked_for_the_same_attention(on_gpu, options):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (Q, K, V))
     run = functools.partial(pe.attention, q, k, v, **options)

@@ -105,23 +105,25 @@ def _assert_close(got, expected):
 
 
 CASES = {
-    "lengths": Case(),
     "chunk, ring and window": Case("alibi", 5, ring=True, options=(("window", 60),)),
-    "values of another size": Case("none", 3, heads=4, kv_heads=4, dim=128, value_dim=64),
-    "softcap": Case("t5", dim=64, options=(("softcap", 3.0),)),
-    "sinks": Case("fire", dim=80, sinks=True),
     "segments": Case("scaled", 5, kv_heads=3, packed=True),
-    "content": Case("fox", 5, kv_heads=1, dim=64),
-    "dots of queries and keys": Case("wide", dim=64),
     "numbers per token": Case("separable", kv_heads=6, dim=64, keys=63),
-    "a mask by head": Case("none", 5, dim=256, masked=True),
+    "a mask by head": Case("fire", 5, dim=256, value_dim=64, masked=True),
     "both ways": Case("narrow", 5, dim=64, ring=True, options=(("is_causal", False),)),
 }
+MORE_CASES = {
+    "softcap and sinks": Case("t5", dim=80, sinks=True, options=(("softcap", 3.0),)),
+    "lengths": Case(),
+    "values of another size": Case("none", 3, heads=4, kv_heads=4, value_dim=64),
+    "content": Case("fox", 5, kv_heads=1, dim=64),
+    "dots of queries and keys": Case("wide", dim=64),
+}
+ALL_CASES = CASES | MORE_CASES
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(n, marks=one_of_all) for n in MORE_CASES)])
 def test_equals_the_reference(name):
-    case = CASES[name]
+    case = ALL_CASES[name]
     arrays, dynamic = _arrays(case)
     got, expected = (_outcome(x, case, arrays, dynamic) for x in (KERNEL, "reference"))
     _assert_close(got, expected)
@@ -129,7 +131,7 @@ def test_equals_the_reference(name):
     assert not np.any(np.asarray(got[0])[2])
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("softcap", [pytest.param(None, marks=one_of_all), 3.0])
 def test_rules_may_hide_distances(softcap):
     """Entries are picked by products with zeros and ones, and zero times -inf is NaN."""
 
@@ -165,18 +167,15 @@ def test_bfloat16_is_close_to_float32():
         assert 0 < error <= 2 * np.linalg.norm(b - x) + 5e-4 * np.linalg.norm(x)
 
 
-def test_the_same_bits_and_no_races():
-    """The interpreter checks for races and for reads of memory that was never written.
+def test_the_checking_interpreter_finds_nothing():
+    """No races, and no reads of memory that was never written.
 
     It cannot reshape references, so the cache is in another order of axes than for H = 128.
     """
-    case = CASES["softcap"]
+    case = ALL_CASES["softcap and sinks"]
     checked = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    others = {"interpret": checked}, {"vmem_limit": KERNEL.vmem_limit - 1}
-    kernels = KERNEL, *(dataclasses.replace(KERNEL, **other) for other in others)
-    plain, checked, again = (_outcome(x, case, *_arrays(case)) for x in kernels)
-    chex.assert_trees_all_equal(plain, again)
-    chex.assert_trees_all_close(plain, checked, rtol=1e-6, atol=1e-6)
+    kernel = dataclasses.replace(KERNEL, interpret=checked)
+    _assert_close(*(_outcome(x, case, *_arrays(case)) for x in (kernel, "reference")))
 
 
 def test_the_schedule_reads_each_live_block_once():
@@ -212,10 +211,9 @@ def test_derivatives_equal_the_reference():
 @pytest.mark.parametrize(
     ("scheme", "chunk", "ring"),
     [
-        ("inkling", 1, False),
         ("fox", 5, False),
         ("t5", 1, True),
-        pytest.param("deberta", 1, False, marks=one_of_all),
+        *(pytest.param(name, 1, False, marks=one_of_all) for name in ("inkling", "deberta")),
     ],
 )
 def test_steps_with_a_cache_equal_one_pass(scheme, chunk, ring):
@@ -247,7 +245,7 @@ def test_batch_and_heads_over_devices(kind):
 
 @pytest.mark.parametrize(
     ("name", "x64"),
-    [("chunk, ring and window", False), ("softcap", True), ("segments", False)]
+    [("chunk, ring and window", False), ("softcap and sinks", True), ("segments", False)]
     + [
         pytest.param(name, True, marks=one_of_all)
         for name in ("chunk, ring and window", "segments")
@@ -255,7 +253,7 @@ def test_batch_and_heads_over_devices(kind):
 )
 def test_lowers_for_tpu(name, x64):
     """The cache in each order of axes."""
-    case = dataclasses.replace(CASES[name], dtype="bfloat16", keys=600)
+    case = dataclasses.replace(ALL_CASES[name], dtype="bfloat16", keys=600)
     abstract = jax.eval_shape(lambda: _arrays(case))
     with jax.enable_x64(x64):
         traced = _outcome.trace(PallasTPU(cross_compile=True), case, *abstract)
