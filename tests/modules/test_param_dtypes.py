@@ -15,7 +15,7 @@ SHAPES = {
     for name, cls in pe.SCHEMES.items()
     if jax.tree.leaves(shapes := jax.eval_shape(build(cls).init, jax.random.key(0)))
 }
-COPIES = "broadcast_in_dim concatenate gather reshape slice split squeeze transpose".split()
+EXACT = "broadcast_in_dim concatenate gather neg reshape slice split squeeze transpose".split()
 
 
 def attend(scheme, params):
@@ -26,13 +26,13 @@ def attend(scheme, params):
 
 
 def rounding(jaxpr):
-    """Yields the operations with results in bfloat16, other than copies of parameters."""
+    """Yields the operations that round their results to bfloat16."""
     for equation in jaxpr.eqns:
         inner = [x for x in jax.tree.leaves(list(equation.params.values())) if hasattr(x, "eqns")]
         for part in inner:
             yield from rounding(getattr(part, "jaxpr", part))
         name = equation.primitive.name
-        if not inner and name not in COPIES:
+        if not inner and name not in EXACT:
             yield from (name for v in equation.outvars if v.aval.dtype == jnp.bfloat16)
 
 

@@ -81,6 +81,7 @@ class BAM(Scheme):
         return params | ({"loc": jnp.zeros_like(shape)} if self.learn_location else {})
 
     def rules(self, params, q_features=None, k_features=None):
+        params = {name: x.astype(jnp.float32) for name, x in params.items()}
         shape = params["shape"]
         location = 2.0 * jnp.sinh(params["loc"]) if self.learn_location else jnp.zeros_like(shape)
         heads = jnp.exp(params["scale"]), shape, location

@@ -92,6 +92,6 @@ class FIRE(Scheme):
         return numbers | torch_uniforms(jax.random.split(key, 3), network)
 
     def rules(self, params, q_features=None, k_features=None):
-        threshold = jnp.abs(params["multiplier"] * self.init_length)
+        threshold = jnp.abs(params["multiplier"].astype(jnp.float32) * self.init_length)
         shared = params["c"], threshold, params["inner"], params["inner_bias"]
         return LogitBias(_Rule(self.eps), heads=params["outer"], shared=shared)

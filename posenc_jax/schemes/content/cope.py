@@ -86,6 +86,5 @@ class CoPE(Scheme):
 
     def rules(self, params, q_features=None, k_features=None):
         scale = self.head_dim**-0.5 if self.scaled else 1.0
-        return LogitsTransform(
-            _add_contextual_positions, shared=params["table"] * scale, q_features=q_features
-        )
+        table = params["table"].astype(jnp.float32) * scale
+        return LogitsTransform(_add_contextual_positions, shared=table, q_features=q_features)

@@ -110,7 +110,7 @@ class Inkling(Scheme):
     def rules(self, params, q_features=None, k_features=None):
         return DotBias(
             _BankColumn(self.extent),
-            shared=params["bank"],
+            shared=params["bank"].astype(jnp.float32),
             q_features=q_features,
             bounds=(-1, self.extent),
         )

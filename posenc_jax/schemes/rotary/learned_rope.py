@@ -62,7 +62,7 @@ class LearnedRoPE(ScalableRotary):
     def frequencies(self, params) -> jax.Array:
         """Returns radians per position, float32 [groups, P]."""
         base = jnp.asarray(self.base_frequencies, jnp.float32)
-        return base[None] * jnp.exp(params["alpha"] / self.alpha_scale)
+        return base[None] * jnp.exp(params["alpha"].astype(jnp.float32) / self.alpha_scale)
 
     def cos_sin(self, params, coordinates):
         return cos_sin(coordinates[..., None], self.frequencies(params))

@@ -86,7 +86,7 @@ class PoPE(Scheme):
     def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H + d] in polar form, with delta subtracted from its angle."""
         query_heads("pope", q, self.num_heads, self.head_dim)
-        delta = params["delta"]
+        delta = params["delta"].astype(jnp.float32)
         inside = (delta >= -2 * math.pi) & (delta <= 0)
         ends = jax.lax.stop_gradient(jnp.clip(delta, -2 * math.pi, 0.0))
         delta = jnp.where(inside, delta, ends)[None, None]
