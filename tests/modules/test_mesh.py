@@ -85,13 +85,19 @@ def by_hand(w, x, cache=None, *, heads=None, tokens=None):
     return y if cache is None else (y, cache)
 
 
+def nnx_layer(scheme, **options):
+    """Returns a layer, made by one compiled program."""
+    options = LAYER | {"position": scheme} | options
+    return nnx.jit(lambda: pn.Attention(D, N, rngs=nnx.Rngs(0), **options))()
+
+
 def gradients(f):
     return jax.jit(jax.value_and_grad(lambda w, x: (f(w, x) ** 2).sum(), (0, 1)))
 
 
 @functools.cache
 def on_one_device():
-    layer = pn.Attention(D, N, position=SCHEME, scale=1.0, rngs=nnx.Rngs(0), **LAYER)
+    layer = nnx_layer(SCHEME, scale=1.0)
     w = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     return w, gradients(by_hand)(w, X), jax.jit(by_hand)(w, X)
 
@@ -113,16 +119,9 @@ def test_training_prefill_and_decode_have_the_collectives_of_a_layer_by_hand(kin
     explicit = kind == AxisType.Explicit
     shardings = {"qkv_sharding": HEADS, "out_sharding": TOKENS} if explicit else {}
     with mesh_of(kind):
-        layer = pn.Attention(
-            D,
-            N,
-            position=SCHEME,
-            scale=1.0,
-            axis_names=NAMES,
-            implementation="reference" if explicit else None,  # Tiles take long to compile.
-            rngs=nnx.Rngs(0),
-            **LAYER,
-        )
+        implementation = "reference" if explicit else None  # Tiles take long to compile.
+        options = {"scale": 1.0, "axis_names": NAMES, "implementation": implementation}
+        layer = nnx_layer(SCHEME, **options)
         graph, state = nnx.split(layer)
 
         def run(state, x, cache=None):
@@ -167,8 +166,7 @@ def test_a_layer_by_hand_has_the_documented_collectives():
 def test_state_and_features_of_a_scheme_are_sharded_by_heads():
     """FoX has a sum per head in the cache, and an array per key and head."""
     with mesh_of(AxisType.Explicit):
-        options = LAYER | {"position": pe.FoX(N, D), "axis_names": NAMES}
-        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
+        layer = nnx_layer(pe.FoX(N, D), axis_names=NAMES)
         cache = layer.new_cache(B, S, qkv_sharding=HEADS)
         step = jax.jit(
             lambda x, cache: layer(x, cache=cache, qkv_sharding=HEADS, out_sharding=TOKENS),
@@ -200,11 +198,9 @@ def test_linen_layers_take_logical_names(kind):
 
 def test_a_linen_cache_on_explicit_axes():
     """The collection "cache" is sharded as `init` is told to shard k and v."""
-    _, _, expected = on_one_device()
+    params, _, expected = on_one_device()
     options = LAYER | {"position": SCHEME, "scale": 1.0, "implementation": "reference"}
     module = pl.Attention(N, decode=True, **options)
-    plain = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
-    params = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
     shardings = {"qkv_sharding": HEADS, "out_sharding": TOKENS}
     with mesh_of(AxisType.Explicit):
         x = put(X, "data")
@@ -225,11 +221,10 @@ def test_a_linen_cache_on_explicit_axes():
 def test_more_devices_than_key_heads():
     """Key heads that do not divide the axis are not sharded: they have another name."""
     names, batch_only = {"num_heads": "tensor"}, P("data", None, None, None)
-    options = LAYER | {"num_kv_heads": 2, "position": pe.T5(N)}
-    plain = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
+    plain = nnx_layer(pe.T5(N), num_kv_heads=2)
     expected = jax.jit(lambda x: plain(x))(X)
     with mesh_of(AxisType.Explicit):
-        layer = pn.Attention(D, N, axis_names=names, rngs=nnx.Rngs(0), **options)
+        layer = nnx_layer(pe.T5(N), num_kv_heads=2, axis_names=names)
         shardings = {"qkv_sharding": HEADS, "kv_sharding": batch_only, "out_sharding": TOKENS}
         cache = layer.new_cache(B, S, qkv_sharding=batch_only)
         run = nnx.jit(lambda layer, x, cache: layer(x, cache=cache, **shardings))
@@ -237,7 +232,7 @@ def test_more_devices_than_key_heads():
             y, cache = run(layer, put(X[:, part], "data"), cache)
             np.testing.assert_allclose(y, expected[:, part], atol=2e-5)
         with pytest.raises(ValueError, match=r"axis 1 is partitioned 4 times.* dimension size 2"):
-            pn.Attention(D, N, axis_names=NAMES, rngs=nnx.Rngs(0), **options)
+            nnx_layer(pe.T5(N), num_kv_heads=2, axis_names=NAMES)
         with pytest.raises(ValueError, match=r"axis 2 is partitioned 4 times.* dimension size 2"):
             jax.eval_shape(lambda x: layer(x, qkv_sharding=HEADS), put(X, "data"))
         with pytest.raises(ValueError, match=r"axis 2 is partitioned 4 times.* dimension size 2"):
@@ -246,8 +241,7 @@ def test_more_devices_than_key_heads():
 
 def test_rows_on_devices_of_shard_map_need_no_collective():
     _, (loss, grads), expected = on_one_device()
-    options = LAYER | {"position": SCHEME, "scale": 1.0, "implementation": "reference"}
-    layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
+    layer = nnx_layer(SCHEME, scale=1.0, implementation="reference")
     graph, state = nnx.split(layer)
 
     def run(state, x):
