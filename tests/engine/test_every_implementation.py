@@ -46,6 +46,7 @@ FEATURES = {
     },
     "sinks": lambda: {"is_causal": True, "sinks": np.linspace(-1.0, 2.0, N, dtype=np.float32)},
     "mask": lambda: {"mask": np.random.default_rng(6).random((1, N, T, T)) < 0.4},
+    "prefix_mask": lambda: FEATURES["prefix"]() | FEATURES["mask"](),
     "dropout": lambda: {
         "is_causal": True,
         "dropout_rate": 0.3,
@@ -65,27 +66,27 @@ FEATURES = {
     },
 }
 # Each rule, each feature, and the pairs that read the same arrays.
-CASES = [("none", "mask"), ("scaled", "permuted"), ("t5", "segments"), ("fox", "dropout")]
-CASES += [("fire", "permuted_segments"), ("two_axes", "prefix"), ("shaw", "permuted_segments")]
-CASES += [("narrow", "softcap_sinks"), ("narrow", "chunk"), ("wide", "two_sided_window")]
-CASES += [("unbounded", "plain"), ("separable", "window"), ("all_pairs", "chunk")]
-CASES += [("whole", "permuted_segments")]
+CASES = [("scaled", "permuted"), ("t5", "segments"), ("fox", "dropout"), ("unbounded", "plain")]
+CASES += [("fire", "permuted_segments"), ("shaw", "permuted_segments"), ("all_pairs", "chunk")]
+CASES += [("two_axes", "prefix_mask"), ("narrow", "softcap_sinks"), ("separable", "window")]
+CASES += [("wide", "two_sided_window")]
 MORE_CASES = [(kind, "causal") for kind in ("none", "t5", "fire", "fox", "shaw", "separable")]
+MORE_CASES += [("none", "mask"), ("two_axes", "prefix"), ("alibi", "two_sided_window")]
 MORE_CASES += [("t5", f) for f in ("plain", "prefix", "permuted", "permuted_segments", "mask")]
 MORE_CASES += [("t5", f) for f in ("window", "softcap_sinks", "dropout", "chunk")]
 MORE_CASES += [("shaw", "plain"), ("shaw", "softcap_sinks"), ("shaw", "sinks")]
-MORE_CASES += [("narrow", f) for f in ("causal", "plain", "sinks", "prefix", "permuted_segments")]
+MORE_CASES += [("narrow", f) for f in ("causal", "plain", "sinks", "prefix", "chunk")]
+MORE_CASES += [("narrow", "permuted_segments"), ("whole", "permuted_segments")]
 MORE_CASES += [("wide", f) for f in ("causal", "plain", "permuted_segments", "softcap_sinks")]
 MORE_CASES += [("wide", "window"), ("wide", "segments"), ("all_pairs", "permuted_segments")]
 MORE_CASES += [("unbounded", "causal"), ("unbounded", "permuted_segments")]
 MORE_CASES += [("whole", f) for f in ("causal", "window", "two_sided_window", "segments")]
 MORE_CASES += [("whole", f) for f in ("prefix", "softcap_sinks", "mask", "chunk", "dropout")]
 MORE_CASES += [("separable", f) for f in ("plain", "mask", "prefix", "permuted_segments")]
-MORE_CASES += [("alibi", "two_sided_window")]
-DENSE_CASES = [("whole", "softcap_sinks"), ("shaw", "dropout"), ("t5", "chunk")]
+DENSE_CASES = [("whole", "softcap_sinks"), ("shaw", "dropout")]
 MORE_DENSE_CASES = [("whole", f) for f in ("causal", "segments", "permuted", "mask")]
 MORE_DENSE_CASES += [("all_pairs", "permuted_segments"), ("separable", "window")]
-MORE_DENSE_CASES += [("fox", "prefix")]
+MORE_DENSE_CASES += [("fox", "prefix"), ("t5", "chunk")]
 
 
 def _case(kind, options):
