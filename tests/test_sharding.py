@@ -165,19 +165,16 @@ def test_layers_over_a_sharded_sequence(case):
     scheme, method, kind, gradients = LAYERS[case]
     spec = pe.LayerSpec(scheme, window=20, scale=0.3, sinks=True, softcap=9.0, qk_norm=pe.QKNorm())
     spread = SequenceParallel("sequence", method, "reference")
-    layers = [
-        Attention(
-            16,
-            4,
-            position=spec,
-            num_kv_heads=2,
-            head_dim=8,
-            is_causal=True,
-            implementation=implementation,
-            rngs=nnx.Rngs(0),
-        )
-        for implementation in ("reference", spread)
-    ]
+    options = {"position": spec, "num_kv_heads": 2, "head_dim": 8, "is_causal": True}
+
+    @nnx.jit
+    def make_layers():
+        return [
+            Attention(16, 4, implementation=implementation, rngs=nnx.Rngs(0), **options)
+            for implementation in ("reference", spread)
+        ]
+
+    layers = make_layers()
     x = np.random.default_rng(1).normal(size=(2, LENGTH, 16)).astype(np.float32)
     segments = np.int32([[0] * 13 + [1] * 17 + [-1] * 2, [0] * LENGTH])
     placed = {"segment_ids": segments, "positions": at.from_segment_ids(segments)}

@@ -338,7 +338,7 @@ def test_layers_under_linen_scan_with_remat(name, x):
     np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
-@kinds(IN_STOCK, "none t5 xpos vo_rope")
+@kinds(IN_STOCK, "t5 vo_rope")
 def test_inside_stock_nnx_attention(name, x):
     scheme, rngs = build(pe.SCHEMES[name]), nnx.Rngs(0)
     layer = nnx.MultiHeadAttention(
@@ -359,7 +359,7 @@ def test_inside_stock_nnx_attention(name, x):
         np.testing.assert_allclose(step[:, 0], whole[:, t], atol=1e-5)
 
 
-@kinds(IN_STOCK, "none t5 xpos vo_rope")
+@kinds(IN_STOCK, "t5 xpos")
 def test_inside_stock_linen_attention(name, x):
     scheme = build(pe.SCHEMES[name])
     layer = nn.MultiHeadDotProductAttention(
