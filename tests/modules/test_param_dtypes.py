@@ -15,7 +15,7 @@ SHAPES = {
     for name, cls in pe.SCHEMES.items()
     if jax.tree.leaves(shapes := jax.eval_shape(build(cls).init, jax.random.key(0)))
 }
-EXACT = "broadcast_in_dim concatenate gather neg reshape slice split squeeze transpose".split()
+EXACT = "broadcast_in_dim concatenate gather neg reshape slice split squeeze transpose unstack"
 
 
 def attend(scheme, params):
@@ -32,7 +32,7 @@ def rounding(jaxpr):
         for part in inner:
             yield from rounding(getattr(part, "jaxpr", part))
         name = equation.primitive.name
-        if not inner and name not in EXACT:
+        if not inner and name not in EXACT.split():
             yield from (name for v in equation.outvars if v.aval.dtype == jnp.bfloat16)
 
 
