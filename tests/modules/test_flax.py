@@ -172,18 +172,19 @@ def test_tables_of_an_encoding_serve_all_layers(x):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"prefix_length": jnp.array([3, 5])}, {"sinks": jnp.ones(N)}],
-    ids=["prefix", "sinks"],
+    "settings, options",
+    [({}, {"prefix_length": jnp.array([3, 5])}), ({"softcap": 0.3}, {"sinks": jnp.ones(N)})],
+    ids=["prefix", "softcap and sinks"],
 )
-def test_options_of_attention_are_passed_on(options, x):
-    layer = nnx_layer(pe.RoPE(H))
+def test_options_of_attention_are_passed_on(settings, options, x):
+    layer = nnx_layer(pe.RoPE(H), **settings)
 
     @jax.jit
     def run(x):
         q, k, v = (project(x) for project in (layer.query, layer.key, layer.value))
-        out, _ = pe.scheme_attention(pe.RoPE(H), {}, q, k, v, is_causal=True, **options)
-        in_linen = linen_layer(pe.RoPE(H)).apply(from_nnx(layer), x, **options)
+        of_both = settings | options
+        out, _ = pe.scheme_attention(pe.RoPE(H), {}, q, k, v, is_causal=True, **of_both)
+        in_linen = linen_layer(pe.RoPE(H), **settings).apply(from_nnx(layer), x, **options)
         return layer.out(out), layer(x, **options), in_linen, layer(x)
 
     expected, in_nnx, in_linen, plain = run(x)

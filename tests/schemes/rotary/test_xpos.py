@@ -72,6 +72,10 @@ def test_cached_keys_do_not_drift_as_those_of_torchscale():
     for t in (slice(0, 9), slice(9, 10), slice(10, 12)):
         out, cache = decode(scheme, {}, cache, q[:, t], q[:, t], v[:, t])
         np.testing.assert_allclose(out, whole[:, t], atol=2e-6)
+    cache = pe.new_cache(scheme, 1, 12, num_heads=1, head_dim=4)
+    for t in (np.r_[6:12], np.r_[0:6]):  # Later tokens first.
+        out, cache = decode(scheme, {}, cache, q[:, t], q[:, t], v[:, t], positions=t[None])
+    np.testing.assert_allclose(out, whole[:, :6], atol=2e-6)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 257, 10**6, 2**30])
