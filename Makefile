@@ -10,7 +10,7 @@ ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
 .PHONY: help test test-quick test-lowest compare study scoreboard bench gpu gpu-static tpu tpu-static \
-  drawn notebook lint format dist links clean
+  drawn notebook lint format docs docs-look links dist clean
 .DELETE_ON_ERROR:
 
 ifeq ($(ACCEL),)
@@ -141,11 +141,21 @@ dist: $(VENV)/.installed-dist ## Build sdist and wheel, try the wheel in a clean
 	build/dist/bin/python -m pip install -q --disable-pip-version-check "$$(echo dist/*.whl)[flax]"
 	$(VENV)/bin/python tests/make_dist_check.py dist/*.whl build/dist/bin/python
 
+SPHINX := -m sphinx -E -W --keep-going -n -q -b html docs build/site
+
+docs: $(VENV)/.installed-docs ## Build the site, without the network: build/site/index.html
+	$(RUN) $(SPHINX) $(ARGS)
+	@echo "build/site/index.html"
+
+# Debian: apt-get install chromium.
+docs-look: $(VENV)/.installed-docs ## Look at the site in Chromium, after make docs (ARGS="index study")
+	$(RUN) docs/look.py $(ARGS)
+
 links: $(VENV)/.installed-docs ## Request every address that the documentation names
 	$(RUN) -m sphinx -q -b linkcheck docs build/links
 
 clean: ## Remove environments and caches, never results
-	rm -rf .venv .venv-cuda .venv-lowest .venv-static .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda .venv-lowest .venv-static .venv-tpu build dist docs/reference .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What a target needs is installed once, and again when pyproject.toml changes. The stamp is written

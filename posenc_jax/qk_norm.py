@@ -74,7 +74,7 @@ class QKNorm:
 
         Args:
           num_heads: N of queries, K of keys.
-          head_dim: H.
+          head_dim: the head dim, H.
         """
         if self.scale == "none":
             return {}

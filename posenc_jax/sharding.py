@@ -35,6 +35,8 @@ from posenc_jax.engine.xla import FORWARD_MODE
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.ops.partition import combine, partition
 
+__all__ = ["SequenceParallel", "carried_in", "sequence_parallel_attention", "zigzag"]
+
 _BY_SLOT = "mask", "dropout_key", "contiguous", "return_lse"
 """Arguments of `attention` about slots, whose place in the sequence a shard does not know."""
 _OPTIONS = {"rules", *(field.name for field in dataclasses.fields(AttentionCall))}

@@ -4,8 +4,8 @@
 
 For each scheme: the row of docs/serving.md, which takes 15 s. For all of them: the tables of
 docs/schemes.md, from traits and docstrings, the number of schemes in README.md, the list of schemes
-with kernels in docs/kernels.md, and docs/gallery.png, in three minutes. `--tables` writes
-docs/schemes.md alone.
+with kernels in docs/kernels.md, docs/gallery.png and docs/gallery/, in three minutes. `--tables`
+writes docs/schemes.md alone.
 `tests/test_layout.py` calls `missing` for each scheme.
 """
 
@@ -244,7 +244,7 @@ def main() -> None:
     text = KERNELS.read_text()
     KERNELS.write_text(re.sub(LIST, lambda _: lines, text, count=1, flags=re.DOTALL))
     make_serving.main(["--only", ",".join(names)])
-    experiments(["gallery", "--sheet", str(SHEET)])
+    experiments(["gallery", "--sheet", str(SHEET), "--pictures", str(SHEET.with_suffix(""))])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The exported names of the package, and modules imported on first use."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -27,6 +28,15 @@ def test_help_lists_what_there_is():
     listed = re.findall(r"\w+", pe.__doc__)
     assert set(pe.__all__) <= set(listed)
     assert {"nnx", "linen", "testing"} <= set(dir(pe))
+
+
+@pytest.mark.parametrize("name", ["", ".nnx", ".linen", ".positions", ".sharding", ".testing"])
+def test_public_names_have_docstrings(name):
+    module = importlib.import_module(f"posenc_jax{name}")
+    things = [getattr(module, n) for n in module.__all__]
+    for thing in (thing for thing in things if callable(thing)):
+        assert thing.__doc__ and not thing.__doc__.startswith(f"{thing.__name__}("), thing
+    assert len(set(module.__all__)) == len(things)
 
 
 def test_large_modules_are_imported_on_first_use():

@@ -1,5 +1,7 @@
 """The table of all schemes, computed from their classes: `python -m experiments schemes`."""
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 
@@ -54,15 +56,15 @@ def row(name: str) -> tuple[str, ...]:
         cls.__module__.split(".")[-2],
         str(scheme.acts),
         f"{learned:,}" if learned else "no",
-        _cached(scheme),
+        cached(scheme),
         "yes" if scheme.traits.relative else "no",
-        _runs_on(scheme),
+        runs_on(scheme),
         f"[{link.rsplit('/', 1)[-1]}]({link})",
     )
 
 
-def _cached(scheme: pe.Scheme) -> str:
-    """Entries of a cache: keys as used or raw, values, and arrays of the scheme."""
+def cached(scheme: pe.Scheme) -> str:
+    """Returns the entries of a cache: keys as used or raw, values, and arrays of the scheme."""
     if not scheme.acts_in_attention:
         return "k, v"
     heads, dim, model = (SIZES[n] for n in ("num_heads", "head_dim", "model_dim"))
@@ -75,7 +77,8 @@ def _cached(scheme: pe.Scheme) -> str:
     return ", ".join([keys, "v", *(words[n] for n in more)])
 
 
-def _runs_on(scheme: pe.Scheme) -> str:
+def runs_on(scheme: pe.Scheme, implementations: Iterable[str] = IMPLEMENTATIONS) -> str:
+    """Returns the implementations of attention that run a scheme with the sizes of the table."""
     if not scheme.acts_in_attention:
         return "any"
     q = jnp.zeros((1, 32, SIZES["num_heads"], SIZES["head_dim"]))
@@ -95,4 +98,4 @@ def _runs_on(scheme: pe.Scheme) -> str:
             return False
         return True
 
-    return ", ".join(filter(runs, IMPLEMENTATIONS))
+    return ", ".join(filter(runs, implementations))

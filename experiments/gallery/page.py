@@ -13,7 +13,7 @@ from PIL.PngImagePlugin import PngInfo
 
 import posenc_jax as pe
 from experiments.errors import ConfigError
-from experiments.gallery.pictures import pictures, thumbnail
+from experiments.gallery.pictures import images, pictures, thumbnail
 from experiments.gallery.probe import Probe, frequency_maps, probe, probe_map
 from experiments.pages.report import fill
 from experiments.runs.files import write_whole
@@ -35,6 +35,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("results/gallery"), help="folder")
     parser.add_argument("--sheet", type=Path, help="write the contact sheet here too, as PNG")
     parser.add_argument("--strip", type=Path, help="write the strip of README.md and no page")
+    parser.add_argument(
+        "--pictures", type=Path, metavar="FOLDER", help="write the pictures of each here, as PNG"
+    )
     options = parser.parse_args(arguments)
     if options.strip is not None:
         write_whole(options.strip, strip([probe(name) for name in STRIP]))
@@ -56,6 +59,11 @@ def main(arguments: list[str]) -> int:
     if options.sheet is not None:
         write_whole(options.sheet, contact_sheet(probes))
         print(options.sheet)
+    if options.pictures is not None:
+        files = {name: content for p in probes for name, content in images(p).items()}
+        for name, content in files.items():
+            write_whole(options.pictures / name, content)
+        print(options.pictures)
     return 0
 
 

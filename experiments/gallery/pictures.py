@@ -1,8 +1,13 @@
-"""The pictures of one scheme, as inline SVG in the style of the report's plots."""
+"""The pictures of one scheme, in the style of the report's plots: inline SVG, or PNG."""
+
+import io
+from collections.abc import Iterator
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from experiments.gallery.probe import LENGTH, Probe
 from experiments.pages.plots import INK, PALETTE, STYLE, drawing
@@ -11,16 +16,42 @@ from experiments.pages.plots import INK, PALETTE, STYLE, drawing
 def pictures(p: Probe) -> list[tuple[str, str]]:
     """Returns pairs of an <svg> element and its caption."""
     elements = []
-    with mpl.rc_context({**STYLE, "font.size": 9.0, "lines.linewidth": 1.4}):
+    for figure, kind, caption in _figures(p):
+        svg = drawing(figure, f"{kind}-{p.name}".replace(" ", "-"), f"{p.name}: {kind}")
+        elements.append((svg, caption))
+    return elements
+
+
+def images(p: Probe) -> dict[str, bytes]:
+    """Returns PNG files by name: the first picture, and the effect by distance if there is one.
+
+    They suit light and dark pages. The text "Description" of each is its caption.
+    """
+    files = {}
+    for figure, kind, caption in _figures(p, ink="#7d8590"):
+        name = f"{p.name}-distance.png" if kind in ("distance", "similarity") else f"{p.name}.png"
+        if name in files or kind == "decay":
+            continue
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=130)
+        text = PngInfo()
+        text.add_text("Description", caption)
+        small = Image.open(buffer).quantize(64, method=Image.Quantize.FASTOCTREE)
+        buffer = io.BytesIO()
+        small.save(buffer, format="PNG", optimize=True, pnginfo=text)
+        files[name] = buffer.getvalue()
+    return files
+
+
+def _figures(p: Probe, ink: str = INK) -> Iterator[tuple[Figure, str, str]]:
+    """Yields each figure with its kind and its caption; `ink` is the colour of axes and text."""
+    coloured = {key: ink for key, value in STYLE.items() if value == INK}
+    with mpl.rc_context({**STYLE, **coloured, "font.size": 9.0, "lines.linewidth": 1.4}):
         for draw in (_encoding, _image, _picture, _heads, _decay, _wavelengths):
             mpl.rcParams["svg.hashsalt"] = f"{draw.__name__}-{p.name}"
             drawn = draw(p)
             if drawn is not None:
-                figure, kind, caption = drawn
-                title = f"{p.name}: {kind}"
-                svg = drawing(figure, f"{kind}-{p.name}".replace(" ", "-"), title)
-                elements.append((svg, caption))
-    return elements
+                yield drawn
 
 
 def thumbnail(axes, p: Probe) -> None:
@@ -128,7 +159,7 @@ def _wavelengths(p: Probe):
     pair = np.arange(len(plain))
     axes.plot(pair, plain, color="#8c8c8c", linestyle="--", label="as trained")
     axes.plot(pair, scaled, color=PALETTE[1], marker=".", label=p.name)
-    axes.axhline(4096, color=INK, linewidth=0.8, linestyle=":", alpha=0.7)
+    axes.axhline(4096, color=mpl.rcParams["text.color"], linewidth=0.8, linestyle=":", alpha=0.7)
     axes.set(yscale="log", xlabel="pair of dimensions", ylabel="wavelength, tokens")
     axes.legend(frameon=False, loc="upper left")
     stopped = int(np.isinf(p.wavelengths[1]).sum())

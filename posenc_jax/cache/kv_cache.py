@@ -383,7 +383,7 @@ class KVCache:
 
     @property
     def overflowed(self) -> jax.Array:
-        """Bool [B]: rows that lost tokens which later tokens may see; their outputs are NaN.
+        """Rows that lost tokens which later tokens may see, bool [B]; their outputs are NaN.
 
         A row with more tokens than slots recovers when tokens are taken back. A row where a ring,
         `take` or `rewind` was used beyond its limits recovers in `reset`.

@@ -640,7 +640,7 @@ class SeparableBias(_FeatureRule):
     Attributes:
       q_features: [B, T, N].
       k_features: [B, S, K or N].
-      symmetric: the term is -|sum|. Under a causal mask the sum of a visible pair must not be
+      symmetric: the term is `-abs(sum)`. Under a causal mask the sum of a visible pair must not be
         positive: the term is then the sum itself.
       scaled: as for `LogitBias`.
     """

@@ -43,12 +43,12 @@ def new_cache(
 
     Args:
       scheme: the position encoding; its hooks determine the arrays of the cache.
-      batch: B.
+      batch: the batch size, B.
       capacity: number of slots for the tokens of a row; padding takes none. A ring needs
         window + tokens per call - 1 + sink tokens.
-      num_heads: N.
-      head_dim: H.
-      num_kv_heads: K. Default: N.
+      num_heads: the number of query heads, N.
+      head_dim: the head dim, H.
+      num_kv_heads: the number of key/value heads, K. Default: N.
       value_dim: V, the head dim of v. Default: H.
       model_dim: D, for schemes that read `x`.
       dtype: of k and v.

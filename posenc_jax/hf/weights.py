@@ -52,8 +52,8 @@ def split_qkv(
 
     Args:
       weight: [(N + 2 K) H, D] or [(N + 2 K) H].
-      num_heads: N.
-      num_kv_heads: K. Default: N.
+      num_heads: the number of query heads, N.
+      num_kv_heads: the number of key/value heads, K. Default: N.
       order: "concatenated": all queries, all keys, all values (GPT-2, Phi-3, MPT). "by_group":
         for each key head its queries, then the key, then the value (GPT-NeoX, BLOOM, Falcon).
 

@@ -43,8 +43,8 @@ class Attention(AttentionLayer, nn.Module):
     Parameters have the same names as in `posenc_jax.nnx.Attention`.
 
     Attributes:
-      num_heads: N.
-      head_dim: H.
+      num_heads: the number of query heads, N.
+      head_dim: the head dim, H.
       position: a scheme; or a `LayerSpec`, which also has `window`, `chunk_size`, `softcap`,
         `scale`, `qk_norm` and `sinks`. Default: the scheme of `shared_encoding`, or `NoPE`.
       shared_encoding: parameters of the scheme that layers share. Default: the layer's own.

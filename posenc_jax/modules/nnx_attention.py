@@ -91,13 +91,13 @@ class Attention(AttentionLayer, nnx.Module):
         """Makes the projections, and the parameters of the scheme unless layers share them.
 
         Args:
-          model_dim: D.
-          num_heads: N.
+          model_dim: the model dim, D.
+          num_heads: the number of query heads, N.
           position: a scheme; or a `LayerSpec`, which also has `window`, `chunk_size`, `softcap`,
             `scale`, `qk_norm` and `sinks`. Default: the scheme of `shared_encoding`, or `NoPE`.
           shared_encoding: parameters of the scheme that layers share. Default: the layer's own.
           num_kv_heads: K, a divisor of N. Default: N.
-          head_dim: H. Default: D / N.
+          head_dim: the head dim, H. Default: D / N.
           in_kv_features: width of `inputs_k` and `inputs_v`. Default: D.
           is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
           scale: the factor on q . k. Default: the scheme's own.

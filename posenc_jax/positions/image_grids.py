@@ -81,7 +81,7 @@ def grid_coordinates(
     """Returns coordinates [2, B, prefix + rows * columns] of patches in row-major order.
 
     Args:
-      batch: B.
+      batch: the batch size, B.
       rows, columns: the size of the grid.
       prefix: number of tokens before the patches (CLS, registers), at coordinate 0.
       centred: whether coordinates are the patches' centres on a scale from -2 pi to 2 pi,

@@ -166,7 +166,7 @@ def randomized_distances(key: jax.Array, count: int, max_length: int) -> jax.Arr
     Args:
       key: a random key.
       count: the greatest distance between tokens.
-      max_length: N.
+      max_length: one more than the greatest distance that is drawn.
 
     Raises:
       ValueError: unless 1 <= count < max_length.

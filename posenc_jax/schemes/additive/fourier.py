@@ -31,7 +31,7 @@ class LearnableFourier(Scheme):
     """Learnable Fourier features (Li et al. 2021).
 
     Attributes:
-      model_dim: D.
+      model_dim: the model dim, D.
       axes: number A of coordinate axes.
       num_features: F, even.
       width: number of hidden units.

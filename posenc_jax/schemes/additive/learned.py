@@ -90,7 +90,7 @@ class LearnedAbsolute(Scheme):
 
     Attributes:
       max_length: number of positions.
-      model_dim: D.
+      model_dim: the model dim, D.
       offset: number of reserved rows before position 0.
       stddev: standard deviation of the initial table.
 

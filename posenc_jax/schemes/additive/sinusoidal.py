@@ -86,7 +86,7 @@ class Sinusoidal(Scheme):
     """Sinusoidal absolute positions (Vaswani et al. 2017).
 
     Attributes:
-      model_dim: D.
+      model_dim: the model dim, D.
       theta: base of the wavelengths.
       layout: "interleaved", "concat" or "t2t"; see the top of the file.
 

@@ -85,7 +85,7 @@ class ALiBi(Scheme):
     """Attention with linear biases (Press et al. 2022).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
       symmetry: "symmetric", "split" or "learned"; see the top of the file.
       num_biased_heads: number of heads with a slope, from the first on. Default: all.
       past_offset: subtracted from the distance of past keys.

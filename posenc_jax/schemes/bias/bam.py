@@ -49,7 +49,7 @@ class BAM(Scheme):
     """Bayesian attention mechanism with a generalized Gaussian prior (Bianchessi et al. 2025).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
       learn_location: whether heads learn where their prior is centred, from zero.
       scale_inside: whether the scale is within the power; see the top of the file.
       initial_shape: the initial shape.

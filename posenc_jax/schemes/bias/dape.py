@@ -54,7 +54,7 @@ class DAPE(Scheme):
     """Data-adaptive position encoding (Zheng et al. 2024).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
       base: the bias that is adapted, "kerple" or "alibi".
       width: number of hidden units.
 

@@ -52,7 +52,7 @@ class FIRE(Scheme):
     """Functional interpolation for relative positions (Li et al. 2023).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
       width: number of hidden units.
       init_c: initial c.
       init_length: L, in tokens.

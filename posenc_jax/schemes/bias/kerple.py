@@ -76,7 +76,7 @@ class KERPLELog(_KERPLE):
     """KERPLE's logarithmic kernel (Chi et al. 2022).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
 
     Raises:
       ValueError: if `num_heads` is less than one.
@@ -99,7 +99,7 @@ class KERPLEPower(_KERPLE):
     """KERPLE's power kernel (Chi et al. 2022).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
 
     Raises:
       ValueError: if `num_heads` is less than one.

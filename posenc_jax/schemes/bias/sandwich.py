@@ -49,7 +49,7 @@ class Sandwich(Scheme):
     """The Sandwich bias (Chi et al. 2022).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
       dim: D', the size of the sinusoidal encodings; even.
       centred: whether the bias of distance 0 is subtracted.
 

@@ -73,7 +73,7 @@ class Swin(Scheme):
     """The relative position bias of Swin (Liu et al. 2021).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
       window: rows and columns of a window.
       stddev: standard deviation of the initial table, a normal truncated at two of them.
 

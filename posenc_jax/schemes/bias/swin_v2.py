@@ -58,7 +58,7 @@ class SwinV2(Scheme):
     """The log-spaced continuous position bias of Swin V2, with its attention (Liu et al. 2021).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
       window: rows and columns of a window.
       pretrained_window: rows and columns of the window in training. Default: `window`.
       width: number of hidden units.

@@ -139,7 +139,7 @@ class T5(Scheme):
     """T5's bucketed relative bias (Raffel et al. 2019).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
       num_buckets: number of buckets, of both directions together.
       max_distance: distance from which on all are in the last bucket.
       bidirectional: whether keys after the query have their own buckets (encoders).

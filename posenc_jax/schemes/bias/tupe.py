@@ -65,8 +65,8 @@ class TUPE(Scheme):
     """Untied positional encoding (Ke et al. 2020).
 
     Attributes:
-      num_heads: N.
-      head_dim: H.
+      num_heads: the number of query heads, N.
+      head_dim: the head dim, H.
       model_dim: D, the size of the table's rows.
       max_length: number of positions.
       untie_cls: whether the logits from and to the first token have separate values.

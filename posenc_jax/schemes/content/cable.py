@@ -27,8 +27,8 @@ class CABLE(Scheme):
     """Context-aware biases (Veisi et al. 2025).
 
     Attributes:
-      num_heads: N.
-      model_dim: D.
+      num_heads: the number of query heads, N.
+      model_dim: the model dim, D.
 
     Raises:
       ValueError: for sizes below one.

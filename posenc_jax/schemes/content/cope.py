@@ -51,7 +51,7 @@ class CoPE(Scheme):
     """Contextual position encoding (Golovneva et al. 2024).
 
     Attributes:
-      head_dim: H.
+      head_dim: the head dim, H.
       num_positions: P; larger positions are clipped to P - 1.
       scaled: whether the term is divided by sqrt(H), as q . k is.
 

@@ -79,8 +79,8 @@ class DeBERTa(Scheme):
     """Disentangled attention (He et al. 2020).
 
     Attributes:
-      num_heads: N.
-      head_dim: H.
+      num_heads: the number of query heads, N.
+      head_dim: the head dim, H.
       model_dim: D, the size of the rows of the table.
       span: half the number of rows.
       max_distance: distance from which on all share the last bucket; None for one bucket

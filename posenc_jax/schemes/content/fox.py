@@ -47,8 +47,8 @@ class FoX(Scheme):
     """Forget gates of the forgetting transformer (Lin et al. 2025).
 
     Attributes:
-      num_heads: N.
-      model_dim: D.
+      num_heads: the number of query heads, N.
+      model_dim: the model dim, D.
       gate: "full", "bias" or "fixed"; see the top of the file.
       init_bias: initial b of gate="full".
       min_time: shortest initial decay time of the other gates, in tokens.

@@ -42,8 +42,8 @@ class GRAPEA(Scheme):
     """Additive GRAPE (Zhang et al. 2025).
 
     Attributes:
-      num_heads: N.
-      head_dim: H.
+      num_heads: the number of query heads, N.
+      head_dim: the head dim, H.
       gate: "key", "query" or "both", the source of the slope.
       init_omega: initial value of softplus(omega).
 

@@ -47,7 +47,7 @@ class Inkling(Scheme):
     """Relative logits from a bank of learned functions of the distance (Inkling, 2026).
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
       model_dim: D, the size of x.
       rank: number of functions in the bank.
       extent: number of distances that the bank covers.

@@ -33,7 +33,7 @@ class PartialKeyOffset(Scheme):
     """Keys shifted by one token in some dimensions (modded-nanogpt, 2025).
 
     Attributes:
-      head_dim: H.
+      head_dim: the head dim, H.
       start: the first of the shifted dimensions, from 1 on. Default: H // 2.
 
     Raises:

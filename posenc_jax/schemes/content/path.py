@@ -151,9 +151,9 @@ class PaTH(Scheme):
     """PaTH attention (Yang et al. 2025).
 
     Attributes:
-      num_heads: N.
-      head_dim: H.
-      model_dim: D.
+      num_heads: the number of query heads, N.
+      head_dim: the head dim, H.
+      model_dim: the model dim, D.
       num_kv_heads: number of heads with separate reflections, K or N. Default: N.
       rank: rank of the projection to w; None: a full matrix.
       short_conv: whether w is convolved over 3 tokens.

@@ -57,8 +57,8 @@ class Shaw(Scheme):
     """Relative position representations (Shaw et al. 2018).
 
     Attributes:
-      num_heads: N.
-      head_dim: H.
+      num_heads: the number of query heads, N.
+      head_dim: the head dim, H.
       clip: distance from which on all share a row; the paper's k.
       keys: whether keys have a table.
       values: whether values have a table.

@@ -39,9 +39,9 @@ class ShortConv(Scheme):
     """A short causal convolution on q, k and v (Allen-Zhu 2025).
 
     Attributes:
-      num_heads: N.
-      num_kv_heads: K.
-      head_dim: H.
+      num_heads: the number of query heads, N.
+      num_kv_heads: the number of key/value heads, K.
+      head_dim: the head dim, H.
       on: which of q, k and v are convolved, such as "qkv" or "kv".
       width: number of tokens that the convolution reads, the token itself among them.
       residual: whether the convolution is added to its input, rather than replacing it.

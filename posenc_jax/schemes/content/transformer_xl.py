@@ -71,8 +71,8 @@ class TransformerXL(Scheme):
     """Relative positional attention of Transformer-XL (Dai et al. 2019).
 
     Attributes:
-      num_heads: N.
-      head_dim: H.
+      num_heads: the number of query heads, N.
+      head_dim: the head dim, H.
       model_dim: D, the size of the encodings; even.
       clamp: largest distance, to which larger ones are clipped; None: no clipping.
       stddev: standard deviation of the initial parameters.

@@ -27,7 +27,7 @@ class SSMax(Scheme):
     """Scalable-Softmax (Nakanishi 2025), to be chained with any other scheme.
 
     Attributes:
-      num_heads: N.
+      num_heads: the number of query heads, N.
       scale: the initial s.
       offset: the initial b; None: no b.
 

@@ -43,7 +43,7 @@ def query_temperature(
     Args:
       positions: integers or float32, counted from 0.
       form: the formula; see the top of the file.
-      length: L.
+      length: the length L of the formula.
       strength: s; "log_n" and "log_n_clipped" have none.
 
     Raises:

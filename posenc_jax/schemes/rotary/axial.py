@@ -49,7 +49,7 @@ def axial_frequencies(
     Args:
       dim: the number of rotated dimensions, a multiple of 2A.
       theta: the base.
-      num_axes: A.
+      num_axes: the number of coordinate axes, A.
       frequencies: "own", or "dealt" for the frequencies of one RoPE assigned in turn.
 
     Raises:
@@ -74,7 +74,7 @@ class AxialRoPE(Rotary):
     """Rotary position embedding of images, axis by axis (Heo et al. 2024).
 
     Attributes:
-      head_dim: H.
+      head_dim: the head dim, H.
       theta: the base of the frequencies.
       axes: which axis of the coordinates each part of the head reads, in the order of the parts.
       frequencies: "own" for each axis, or "dealt" from one RoPE.

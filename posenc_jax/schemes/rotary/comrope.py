@@ -37,7 +37,7 @@ class ComRoPE(Scheme):
     """Rotary embedding by trainable commuting matrices (Yu et al. 2025).
 
     Attributes:
-      head_dim: H.
+      head_dim: the head dim, H.
       size: the number of dimensions of a block.
       axes: "scaled" or "by_block": how blocks read the axes of coordinates.
       groups: the number of sets of A for consecutive heads; it divides the number of key heads.

@@ -39,7 +39,7 @@ class FoPE(Rotary):
     """Fourier position embedding (Hua et al. 2024).
 
     Attributes:
-      head_dim: H.
+      head_dim: the head dim, H.
       trained_length: L; positions may exceed it.
       groups: the number of sets of coefficients for consecutive heads; it divides the number of
         key heads.

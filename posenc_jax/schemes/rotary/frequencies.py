@@ -83,7 +83,7 @@ class PerSequenceMap(FrequencyMap, abc.ABC):
     @property
     @abc.abstractmethod
     def per_sequence(self) -> bool:
-        """Whether it depends on the length. False: the map is fixed to one length."""
+        """Whether it depends on the length. If not, the map is fixed to one length."""
 
     @abc.abstractmethod
     def frozen(self, length: int) -> FrequencyMap:

@@ -72,7 +72,7 @@ def permute_qk(
       weights: [..., N * H] or [..., N, H] along the output axis of the projection.
       source: the layout that the weights were trained with.
       target: the layout of the result.
-      head_dim: H.
+      head_dim: the head dim, H.
       rotary_dim, rotary_start: as in `RoPE`.
       axis: the axis to permute; 0 for PyTorch's weights.
 

@@ -63,7 +63,7 @@ class LieRE(Scheme):
     """Lie rotational position encoding (Ostmeier et al. 2024).
 
     Attributes:
-      head_dim: H.
+      head_dim: the head dim, H.
       size: the number of dimensions of a block.
       groups: the number of sets of matrices for consecutive heads; it divides the number of key
         heads.

@@ -36,8 +36,8 @@ class PoPE(Scheme):
     """Polar coordinate position embedding (Gopalakrishnan et al. 2025).
 
     Attributes:
-      num_heads: N.
-      head_dim: H.
+      num_heads: the number of query heads, N.
+      head_dim: the head dim, H.
       theta: the base of the frequencies.
       rotary_dim: d, the number of leading dimensions to map. Default: all.
       uniform: whether delta is initially uniform in [-2 pi, 0] instead of zero.

@@ -31,8 +31,8 @@ class RePo(ContentRotary):
     """RoPE at positions that are predicted from content (Li et al. 2025).
 
     Attributes:
-      head_dim: H.
-      model_dim: D.
+      head_dim: the head dim, H.
+      model_dim: the model dim, D.
       groups: the number of sets of positions for consecutive heads; it divides the number of key
         heads.
       width: the width of the gated layer. Default: D / 8.

@@ -77,7 +77,7 @@ class RoPE(ScalableRotary):
     """Rotary position embedding (Su et al. 2021).
 
     Attributes:
-      head_dim: H.
+      head_dim: the head dim, H.
       theta: the base of the frequencies.
       layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
       rotary_dim: d, the number of dimensions to rotate. Default: all from `rotary_start` on.

@@ -58,7 +58,7 @@ class RoPEMixed(Rotary):
     """Rotary embedding of images with learned frequencies for both axes (Heo et al. 2024).
 
     Attributes:
-      head_dim: H.
+      head_dim: the head dim, H.
       groups: the number of sets of frequencies for consecutive heads; it divides the number of
         key heads.
       theta: the base of the initial frequencies.

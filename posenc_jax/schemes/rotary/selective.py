@@ -34,8 +34,8 @@ class SelectiveRoPE(ContentRotary):
     """Rotary embedding by angles predicted from content (Movahedi, Carstensen et al. 2025).
 
     Attributes:
-      head_dim: H.
-      model_dim: D.
+      head_dim: the head dim, H.
+      model_dim: the model dim, D.
       groups: the number of sets of angles for consecutive heads; it divides D and the number of
         key heads.
       rank: the width between W_1 and W_2.

@@ -52,7 +52,7 @@ class XPos(Rotary):
     """Extrapolatable position embedding (Sun et al. 2022).
 
     Attributes:
-      head_dim: H.
+      head_dim: the head dim, H.
       theta: the base of the frequencies.
       scale_base: b; the larger, the slower q . k decays.
       gamma: the larger, the more alike the decay of the pairs.

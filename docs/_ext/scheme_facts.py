@@ -1,0 +1,148 @@
+"""The facts on the page of a scheme: from the code, its test file, and pages with numbers."""
+
+import functools
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+from PIL import Image
+
+import posenc_jax as pe
+from experiments.commands import scheme_table
+from experiments.models.schemes import paper_link, with_sizes
+from posenc_jax.schemes.scheme import param_axes
+
+ROOT = Path(__file__).resolve().parents[2]
+ALWAYS = ("reference", "dense", "xla")
+Fact = tuple[str, str]
+
+
+def is_scheme(thing: Any) -> bool:
+    """Returns whether a thing is a scheme of `SCHEMES`."""
+    return thing in pe.SCHEMES.values() if inspect.isclass(thing) else False
+
+
+def is_map(thing: Any) -> bool:
+    """Returns whether a thing is a frequency map of RoPE, other than the identity."""
+    return inspect.isclass(thing) and issubclass(thing, pe.FrequencyMap) and thing in _maps()
+
+
+def pictures(cls: type) -> list[str]:
+    """Returns the pictures of the gallery and their captions, as Markdown."""
+    name = cls.name if is_scheme(cls) else cls.__name__
+    lines = []
+    for file in (f"{name}.png", f"{name}-distance.png"):
+        path = ROOT / "docs" / "gallery" / file
+        if path.exists() or not lines:  # A scheme without any picture fails here.
+            with Image.open(path) as image:
+                caption = image.info["Description"]
+            lines += [f"```{{figure}} ../gallery/{file}", f":alt: {caption}"]
+            lines += [":class: dark-light", caption, "```", ""]
+    return lines
+
+
+def facts(cls: type) -> list[Fact]:
+    """Returns labels and texts in Markdown for a scheme or a frequency map."""
+    rows = _of_scheme(cls) if is_scheme(cls) else []
+    test = _test_file(cls)
+    rows.append(("Numbers from outside", f"{_first_line(test)} [{test.name}]({_relative(test)})"))
+    if faults := _faults(test):
+        rows.append(("Faults elsewhere", faults))
+    if link := paper_link(cls):
+        rows.append(("Paper", f"[arXiv {link.rsplit('/', 1)[-1]}]({link})"))
+    return rows
+
+
+def _of_scheme(cls: type[pe.Scheme]) -> list[Fact]:
+    scheme = with_sizes(cls, scheme_table.SIZES)
+    traits = scheme.traits
+    relative = "yes: a constant added to all positions changes nothing" if traits.relative else "no"
+    rows = [
+        ("Name", f"`pe.SCHEMES[{cls.name!r}]`"),
+        ("Acts on", str(scheme.acts)),
+        ("Learned", _learned(scheme)),
+        ("Relative", relative),
+    ]
+    if traits.num_axes > 1:
+        rows.append(("Axes of coordinates", str(traits.num_axes)))
+    if traits.reads_x:
+        rows.append(("Reads", "the activations `x` that q and k were projected from"))
+    rows.append(("Cached", scheme_table.cached(scheme)))
+    rows.append(("Implementations", _implementations(scheme)))
+    full, ring, sinks = _decoding()[cls.name]
+    text = f"{full} in a full cache, {ring} in a ring, {sinks} with attention sinks"
+    text = text.replace("raises with attention sinks", "refused with attention sinks")
+    link = "[how](../serving.md#every-scheme-in-every-cache)"
+    rows.append(("Decoding against one pass", f"{text} (largest difference, {link})"))
+    return rows
+
+
+def _learned(scheme: pe.Scheme) -> str:
+    """Returns the parameters by name with their axes, or "nothing"."""
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
+    names = [".".join(re.findall(r"[\w]+", path)) for path in paths]
+    words = [
+        "" if set(axes) <= {"-"} else f" [{', '.join(axes)}]"
+        for axes in (param_axes(scheme) if names else [])
+    ]
+    return ", ".join(f"`{n}{w}`" for n, w in zip(names, words, strict=True)) or "nothing"
+
+
+def _implementations(scheme: pe.Scheme) -> str:
+    """Returns the words for `implementation=`; those of jax are traced, kernels are listed."""
+    if not scheme.acts_in_attention:
+        return "all: it acts on the embedding only" if scheme.acts else "all"
+    words = [*ALWAYS, *(["jax", "cudnn"] if scheme_table.runs_on(scheme, ("jax",)) else [])]
+    text = ", ".join(f"`{word}`" for word in words)
+    kernels = re.search(r"Schemes that run:(.*?)\.\s", _page("kernels"), re.DOTALL)[1]
+    if f"`{scheme.name}`" in kernels:
+        text += ", [`pallas`](../kernels.md)"
+    return text
+
+
+@functools.cache
+def _maps() -> frozenset[type]:
+    from experiments.gallery.probe import frequency_maps
+
+    return frozenset(frequency_maps())
+
+
+@functools.cache
+def _page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+@functools.cache
+def _decoding() -> dict[str, list[str]]:
+    """Returns the table of docs/serving.md: differences in full caches, rings and with sinks."""
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (.*) \|$", _page("serving"))
+    return {name: cells.split(" | ") for name, cells in rows}
+
+
+def _test_file(cls: type) -> Path:
+    *folders, module = cls.__module__.split(".")[2:]
+    folder = ROOT.joinpath("tests", "schemes", *folders)
+    same = folder / f"test_{module}.py"
+    others = sorted((ROOT / "tests" / "schemes").rglob("test_*.py"))
+    setting = f"pe.{cls.__name__}: {{"
+    return same if same.exists() else next(f for f in others if setting in f.read_text())
+
+
+def _first_line(test: Path) -> str:
+    """Returns the first sentence of the docstring of a test file, with a full stop."""
+    line = test.read_text().split('"""')[1].split("\n")[0]
+    return line.rstrip(".") + "."
+
+
+def _relative(path: Path) -> str:
+    return f"../../{path.relative_to(ROOT)}"
+
+
+def _faults(test: Path) -> str:
+    """Returns links to the faults of docs/faults.md that a test file is named for."""
+    rows = re.findall(r"(?m)^\| \[\d+\]\((#[^)]+)\) \| (.*?) \| .*\| (.*?) \|$", _page("faults"))
+    path = str(test.relative_to(ROOT))
+    return ", ".join(f"[{library}](../faults.md{link})" for link, library, by in rows if path in by)

@@ -1,0 +1,93 @@
+"""Settings of Sphinx: `make docs` builds the site offline, with warnings as errors."""
+
+import inspect
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import inventories  # noqa: E402
+
+import posenc_jax  # noqa: E402
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+project = "posenc_jax"
+author = PROJECT["authors"][0]["name"]
+project_copyright = author
+version = release = posenc_jax.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.linkcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "code_links",
+    "reference_pages",
+    "repository_links",
+]
+exclude_patterns = ["_ext", "_static"]
+nitpicky = True
+smartquotes = False
+default_role = "code_link"
+
+repository = PROJECT.get("urls", {}).get("Repository", "https://github.com/posenc-jax/posenc_jax")
+included = {"README.md": "index", "RESULTS.md": "results"} | {
+    "CHANGELOG.md": "changelog",
+    "CONTRIBUTING.md": "contributing",
+}
+"""Files of the repository that a page of the site includes, and the page."""
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autoclass_content = "both"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_numpy_docstring = False
+# Lists, in which one line may describe several arguments or attributes.
+napoleon_use_param = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+add_module_names = False
+maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
+
+intersphinx_mapping = inventories.write(ROOT / "build" / "inventories")
+
+html_theme = "sphinx_book_theme"
+html_title = "posenc_jax"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
+html_copy_source = False
+html_context = {"default_mode": "auto"}
+html_theme_options = {
+    "navbar_persistent": [],
+    "repository_url": repository,
+    "use_repository_button": True,
+    "use_issues_button": True,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "show_toc_level": 2,
+}
+
+
+def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+    """Returns the address of the lines that define an object."""
+    thing = sys.modules.get(info["module"])
+    for part in info["fullname"].split("."):
+        thing = getattr(thing, part, None)
+    try:
+        thing = inspect.unwrap(getattr(thing, "fget", thing))
+        file = Path(inspect.getsourcefile(thing)).relative_to(ROOT)
+        lines, start = inspect.getsourcelines(thing)
+    except (TypeError, OSError, ValueError):
+        return None
+    return f"{repository}/blob/main/{file}#L{start}-L{start + len(lines) - 1}"
