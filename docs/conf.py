@@ -35,7 +35,7 @@ extensions = [
 ]
 exclude_patterns = ["_ext", "_static"]
 nitpicky = True
-smartquotes = False
+smartquotes_action = "D"  # Dashes; quotes of strings stay as they are.
 default_role = "code_link"
 
 repository = PROJECT.get("urls", {}).get("Repository", "https://github.com/posenc-jax/posenc_jax")

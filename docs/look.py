@@ -137,8 +137,9 @@ def main() -> int:
                     faults += look(browser, address, name, width, scheme)
         browser.close()
     server.shutdown()
-    print(*faults, sep="\n")
-    print(f"{len(options.pages)} pages, {len(faults)} faults; pictures in {SHOTS}")
+    print(
+        *faults, f"{len(options.pages)} pages, {len(faults)} faults; pictures in {SHOTS}", sep="\n"
+    )
     return 1 if faults else 0
 
 

@@ -12,6 +12,8 @@ from sphinx import addnodes
 from sphinx.roles import XRefRole
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
+import posenc_jax as pe
+
 NAME = re.compile(r"(pe|posenc_jax|jax|nnx|flax)((?:\.\w+)+)(?:\(\))?")
 ALIASES = {"pe": "posenc_jax", "nnx": "flax.nnx"}
 WORDS = {"positions", "sharding", "testing", "key"}
@@ -23,7 +25,12 @@ class CodeLink(XRefRole):
 
     def process_link(self, env, refnode, has_explicit_title, title, target):
         """Makes a reference to any object of Python, which may be missing."""
-        refnode.attributes |= attributes("" if target in WORDS else target)
+        first, dot, rest = target.partition(".")
+        if target in pe.__all__:
+            target = f"posenc_jax.{target}"
+        elif dot and first in ALIASES:
+            target = f"{ALIASES[first]}.{rest}"
+        refnode.attributes |= attributes("" if title in WORDS else target)
         refnode["py:module"] = env.ref_context.get("py:module")
         refnode["py:class"] = env.ref_context.get("py:class")
         return title, refnode["reftarget"]

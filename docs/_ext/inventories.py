@@ -17,7 +17,7 @@ FILE = Path(__file__).resolve().parents[1] / "inventories.txt"
 def read() -> dict[str, tuple[str, list[list[str]]]]:
     """Returns the address of each project, and its lines: name, role, page, documented name.
 
-    The fourth is there where the project documents the object by another name.
+    The fourth is there where the project documents the object by another name, or only its module.
     """
     projects: dict[str, tuple[str, list[list[str]]]] = {}
     for line in FILE.read_text().splitlines():
@@ -51,14 +51,14 @@ def refresh() -> None:
             content = answer.read().split(b"\n", 4)[4]
         known = {}
         for line in zlib.decompress(content).decode().splitlines():
-            name, role, _, page, _ = line.split(maxsplit=4)
-            known[name, role] = page.replace("$", name)
+            name, _, _, page, _ = line.split(maxsplit=4)
+            known[name] = page.replace("$", name)
         text += ["", f"[{project}] {address}"]
         for name, role, _, *other in lines:
             documented = (other or [name])[0]
-            if (documented, role) not in known:
-                raise SystemExit(f"{address} has no {role} {documented} any more.")
-            text.append(" ".join([name, role, known[documented, role], *other]))
+            if documented not in known:
+                raise SystemExit(f"{address} has no {documented} any more.")
+            text.append(" ".join([name, role, known[documented], *other]))
     FILE.write_text("\n".join(text) + "\n")
 
 

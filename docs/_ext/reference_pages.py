@@ -285,12 +285,13 @@ def of_flax(app, what, name, thing, options, signature, returned):
     if what != "class" or not signature:
         return None
     if ", parent: " in signature:  # Linen adds this argument and a name.
-        return signature[: signature.index(", parent: ")] + ")", returned
+        signature = signature[: signature.index(", parent: ")] + ")"
     if "**kwargs" in signature:  # The metaclass of NNX hides the arguments.
         arguments = sphinx_inspect.signature(thing.__init__, bound_method=True)
         arguments = arguments.replace(return_annotation=inspect.Signature.empty)
-        return sphinx_inspect.stringify_signature(arguments, unqualified_typehints=True), returned
-    return None
+        signature = sphinx_inspect.stringify_signature(arguments, unqualified_typehints=True)
+    signature = re.sub(r"= <function [^,)]*>", "= ...", signature)  # Initializers.
+    return re.sub(r"= <class '([^']*)'>", r"= \1", signature), returned
 
 
 def without_overloads() -> None:

@@ -77,7 +77,7 @@ class KVCache:
 
     @property
     def max_rewind(self) -> int | None:
-        """Maximum number of tokens that `rewind` takes back at once; None: any number."""
+        """Maximum number of tokens that `rewind` takes back at once; None for any number."""
         if not jax.tree.leaves(self.state):
             return None
         past_states = jax.tree.leaves(self.past_states)

@@ -157,11 +157,11 @@ class Scheme:
 
     @property
     def param_axes(self) -> Any:
-        """The axes of parameters in words, nested as in `init`: {"table": "num_heads buckets"}.
+        """The axes of parameters in words, nested as in `init`.
 
-        Axes called "num_heads", "num_kv_heads", "head_dim" or "model_dim" can be sharded by
-        `axis_names` of the Flax layers. Other words are free. Parameters that are not mentioned
-        are replicated.
+        For example, {"table": "num_heads buckets"}. Axes called "num_heads", "num_kv_heads",
+        "head_dim" or "model_dim" can be sharded by `axis_names` of the Flax layers. Other words are
+        free. Parameters that are not mentioned are replicated.
         """
         return {}
 

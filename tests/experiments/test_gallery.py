@@ -43,12 +43,15 @@ def test_wavelengths_with_and_without_a_frequency_map():
 
 def test_gallery_is_self_contained(tmp_path, capsys):
     arguments = ["gallery", "--schemes", "rope,PI", "--out", str(tmp_path)]
-    assert main([*arguments, "--sheet", str(tmp_path / "sheet.png")]) == 0
+    pictures = tmp_path / "pictures"
+    arguments += ["--sheet", str(tmp_path / "sheet.png"), "--pictures", str(pictures)]
+    assert main(arguments) == 0
     page = (tmp_path / "gallery.html").read_text()
     assert page.count("<svg") == 4
     assert "https://arxiv.org/abs/2104.09864" in page and "w_p = theta^(-2p / d)" in page
     assert 'src="' not in page and "@import" not in page
     assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
+    assert {x.name for x in pictures.iterdir()} == {"rope.png", "rope-distance.png", "PI.png"}
 
 
 def test_unwritable_sheet_is_one_line(capsys, tmp_path):
