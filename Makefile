@@ -141,7 +141,7 @@ dist: $(VENV)/.installed-dist ## Build sdist and wheel, try the wheel in a clean
 	build/dist/bin/python -m pip install -q --disable-pip-version-check "$$(echo dist/*.whl)[flax]"
 	$(VENV)/bin/python tests/make_dist_check.py dist/*.whl build/dist/bin/python
 
-SPHINX := -m sphinx -E -W --keep-going -n -q -b html docs build/site
+SPHINX := -m sphinx -E -W --keep-going -n -q -d build/doctrees -b html docs build/site
 
 docs: $(VENV)/.installed-docs ## Build the site, without the network: build/site/index.html
 	$(RUN) $(SPHINX) $(ARGS)

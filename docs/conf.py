@@ -38,7 +38,7 @@ nitpicky = True
 smartquotes_action = "D"  # Dashes; quotes of strings stay as they are.
 default_role = "code_link"
 
-repository = PROJECT.get("urls", {}).get("Repository", "https://github.com/posenc-jax/posenc_jax")
+repository = PROJECT.get("urls", {}).get("Repository", "https://github.com/OWNER_/posenc_jax")
 included = {"README.md": "index", "RESULTS.md": "results"} | {
     "CHANGELOG.md": "changelog",
     "CONTRIBUTING.md": "contributing",

@@ -25,11 +25,11 @@ class CodeLink(XRefRole):
 
     def process_link(self, env, refnode, has_explicit_title, title, target):
         """Makes a reference to any object of Python, which may be missing."""
-        first, dot, rest = target.partition(".")
+        first, dot, names = target.partition(".")
         if target in pe.__all__:
             target = f"posenc_jax.{target}"
         elif dot and first in ALIASES:
-            target = f"{ALIASES[first]}.{rest}"
+            target = f"{ALIASES[first]}.{names}"
         refnode.attributes |= attributes("" if title in WORDS else target)
         refnode["py:module"] = env.ref_context.get("py:module")
         refnode["py:class"] = env.ref_context.get("py:class")

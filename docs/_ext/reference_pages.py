@@ -1,7 +1,7 @@
 """Writes docs/reference/, a page for each public name and module, before the sources are read.
 
-The families of names and their order are those of the docstring of `posenc_jax`. A public name
-without a docstring, a family or a page fails the build.
+The docstring of `posenc_jax` gives the families of names and their order. A public name without a
+docstring, a family or a page fails the build.
 """
 
 import enum
@@ -79,9 +79,8 @@ def markdown(text: str) -> str:
     parts = re.split(r"(`[^`]*`|https://[^\s,;)]*[^\s,;).])", text)
     for i, part in enumerate(parts):
         if part.startswith("https://"):
-            parts[i] = (
-                f"[{part.replace('https://', '').replace('arxiv.org/abs/', 'arXiv:')}]({part})"
-            )
+            title = part.removeprefix("https://").replace("arxiv.org/abs/", "arXiv:")
+            parts[i] = f"[{title}]({part})"
         elif not part.startswith("`"):
             parts[i] = re.sub(r"([*<>\[\]^])", r"\\\1", part)
     return "".join(parts)
@@ -101,7 +100,7 @@ def formula(module: ModuleType) -> list[str]:
 
 def documented(thing: type) -> tuple[list[str], list[str]]:
     """Returns the members of a class with a docstring, and the documented hooks it overrides."""
-    own, overridden = {}, {}
+    documented_here, overridden = {}, {}
     for cls in thing.__mro__:
         if cls is not thing and (cls.__name__ in pe.__all__ or not is_ours(cls)):
             break
@@ -115,10 +114,10 @@ def documented(thing: type) -> tuple[list[str], list[str]]:
             bases = (b for b in thing.__mro__ if b in BASES and b is not thing and name in vars(b))
             base = next((b for b in bases if vars(b)[name].__doc__), None)
             if member.__doc__:
-                own[name] = None
+                documented_here[name] = None
             elif base:
                 overridden[name] = f"{{py:obj}}`{name} <posenc_jax.{base.__name__}.{name}>`"
-    return list(own), list(overridden.values())
+    return list(documented_here), list(overridden.values())
 
 
 BASES = (pe.Scheme, pe.Rotary, pe.Rule, pe.Implementation, pe.FrequencyMap)
@@ -131,25 +130,26 @@ def is_ours(thing: Any) -> bool:
 
 def directive(module: str, name: str, thing: Any) -> list[str]:
     """Returns the lines that document a thing by autodoc."""
-    kind = "autofunction" if inspect.isroutine(thing) else "autodata"
-    options, after = [], []
+    lines, after = [f".. autofunction:: {module}.{name}"], []
     if inspect.isclass(thing):
-        kind = "autoclass"
+        lines = [f".. autoclass:: {module}.{name}"]
         if issubclass(thing, enum.Enum):
-            options = [":members:", ":undoc-members:"]
+            lines += ["   :members:", "   :undoc-members:"]
         else:
             members, overridden = documented(thing)
             special = [m for m in members if m.startswith("__")]
             members = [m for m in members if not m.startswith("__")]
-            options = [f":members: {', '.join(members)}"] if members else []
-            options += [f":special-members: {', '.join(special)}"] if special else []
+            lines += [f"   :members: {', '.join(members)}"] if members else []
+            lines += [f"   :special-members: {', '.join(special)}"] if special else []
             after = [f"Overrides {', '.join(overridden)}.", ""] if overridden else []
-    elif kind == "autodata":
-        text = data_doc(module, name)
-        where = [f".. py:data:: {name}", f"   :module: {module}"]
-        return ["```{eval-rst}", *where, "", f"   {text}", "```", ""]
-    lines = ["```{eval-rst}", f".. {kind}:: {module}.{name}"]
-    return [*lines, *(f"   {option}" for option in options), "```", "", *after]
+    elif not inspect.isroutine(thing):
+        lines = [
+            f".. py:data:: {name}",
+            f"   :module: {module}",
+            "",
+            f"   {data_doc(module, name)}",
+        ]
+    return ["```{eval-rst}", *lines, "```", "", *after]
 
 
 def data_doc(module: str, name: str) -> str:
@@ -160,7 +160,7 @@ def data_doc(module: str, name: str) -> str:
     raise ExtensionError(f"{module}.{name} has no docstring")
 
 
-def page(name: str, thing: Any, family: str) -> list[str]:
+def page(name: str, thing: Any) -> list[str]:
     """Returns the page of a public name."""
     module = inspect.getmodule(thing)
     lines = [f"# {name}", "", *directive("posenc_jax", name, thing)]
@@ -171,12 +171,7 @@ def page(name: str, thing: Any, family: str) -> list[str]:
         return [*lines, "| name | class |", "|---|---|", *rows, ""]
     if inspect.isclass(thing) and (is_scheme(thing) or is_map(thing)):
         lines += ["## Formula and sources", "", *formula(module)]
-        lines += [
-            "## Pictures",
-            "",
-            *([PICTURES, ""] if is_scheme(thing) else []),
-            *pictures(thing),
-        ]
+        lines += ["## Pictures", "", PICTURES if is_scheme(thing) else "", "", *pictures(thing)]
         lines += ["## Facts", "", "| | |", "|---|---|"]
         lines += [f"| {label} | {text} |" for label, text in facts(thing)] + [""]
     elif module is not None and module.__name__.startswith(FORMULA):
@@ -244,7 +239,7 @@ def write(app) -> None:
         shown += [] if family in SCHEMES else [slug]
         for name in names:
             thing = getattr(pe, name)
-            pages[file(name)] = module_page(name) if name in MODULES else page(name, thing, family)
+            pages[file(name)] = module_page(name) if name in MODULES else page(name, thing)
     pages["index"] = index + toctree(shown)
     pages["gallery"] = gallery()
     for old in folder.iterdir():

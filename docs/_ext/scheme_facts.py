@@ -92,7 +92,7 @@ def _learned(scheme: pe.Scheme) -> str:
 
 
 def _implementations(scheme: pe.Scheme) -> str:
-    """Returns the words for `implementation=`; those of jax are traced, kernels are listed."""
+    """Returns the words for `implementation=`; "jax" is traced, docs/kernels.md lists kernels."""
     if not scheme.acts_in_attention:
         return "all: it acts on the embedding only" if scheme.acts else "all"
     words = [*ALWAYS, *(["jax", "cudnn"] if scheme_table.runs_on(scheme, ("jax",)) else [])]
@@ -145,4 +145,6 @@ def _faults(test: Path) -> str:
     """Returns links to the faults of docs/faults.md that a test file is named for."""
     rows = re.findall(r"(?m)^\| \[\d+\]\((#[^)]+)\) \| (.*?) \| .*\| (.*?) \|$", _page("faults"))
     path = str(test.relative_to(ROOT))
-    return ", ".join(f"[{library}](../faults.md{link})" for link, library, by in rows if path in by)
+    return ", ".join(
+        f"[{library}](../faults.md{link})" for link, library, tests in rows if path in tests
+    )
