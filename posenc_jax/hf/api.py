@@ -186,9 +186,10 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
         return _tracked({"model_type": f"{kind}_text", **inner}, decoder)
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
-    near = " or ".join(map(repr, difflib.get_close_matches(str(kind), MODEL_TYPES, n=3)))
-    hint = f"did you mean {near}?" if near else "all are in posenc_jax.hf.model_types."
-    require(kind in MODEL_TYPES, f"unknown model_type {kind!r}; {hint}")
+    if kind not in MODEL_TYPES:
+        near = " or ".join(map(repr, difflib.get_close_matches(str(kind), MODEL_TYPES, n=3)))
+        hint = f"did you mean {near}?" if near else "all are in posenc_jax.hf.model_types."
+        raise ValueError(f"unknown model_type {kind!r}; {hint}")
     kind = str(kind)
     defaults = model_type_defaults().get(kind)
     config = {**config, "model_type": kind}

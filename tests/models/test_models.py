@@ -10,23 +10,21 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import posenc_jax as pe
 from examples import deepseek, families
-from examples.families import load
 from tests.models.agreement import FOLDER, NAMES, agreement, read
 from tests.support import one_of_all
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 
 
-# Another frequency map, a window, biases, and queries without latents: tests/hf has their layers.
-LIKE_OTHERS = "llama_yarn", "mistral", "qwen2", "deepseek_v3_q"
+# One of each loop of greedy decoding; `ONE_PASS` has the other decoders.
+GREEDY = "gemma2", "deepseek_v3", "qwen2_vl", "t5", "deberta_v2", "swin"
+ONE_PASS = "gpt2", "gpt_neox", "bloom", "ministral3", "qwen3", "gpt_oss", "gemma3", "deepseek_v3"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=one_of_all if n in LIKE_OTHERS else ()) for n in NAMES]
+    "name", [pytest.param(n, marks=() if n in GREEDY else one_of_all) for n in NAMES]
 )
 def test_models_agree_with_transformers(name):
     error, steps = agreement(name)
@@ -34,22 +32,21 @@ def test_models_agree_with_transformers(name):
     assert steps in (None, 64)
 
 
-@pytest.mark.parametrize(
-    ("name", "load"), [("gemma3", families.load), ("deepseek_v3", deepseek.load)]
-)
-def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding(name, load):
-    """Without a cache; two of the sequences share a row."""
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding(name):
+    """Two of the sequences share a row; not compiled, as models share operations."""
     about, arrays, state = read(name)
     tokens = np.concatenate([arrays["tokens"], arrays["new"][:, :-1]], 1)
     start = np.argmax(arrays["mask"], 1)
     parts = [tokens[b, start[b] :] for b in (2, 1)]
-    segment_ids = np.repeat([0, 1], [len(part) for part in parts])[None].astype(np.int32)
-    model = load(about["config"], state)
-    packed = jnp.asarray(np.concatenate(parts)[None])
-    positions = pe.positions.from_segment_ids(jnp.asarray(segment_ids))
-    run = nnx.jit(lambda model, tokens, **options: model(tokens, **options))
-    logits = run(model, packed, positions=positions, segment_ids=jnp.asarray(segment_ids))[0]
-    for b, part in zip((2, 1), np.split(np.asarray(logits), [len(parts[0])]), strict=True):
+    lengths = [len(part) for part in parts]
+    model = (deepseek if name == "deepseek_v3" else families).load(about["config"], state)
+    logits = model(
+        np.concatenate(parts)[None],
+        positions=np.concatenate([*map(np.arange, lengths)])[None].astype(np.int32),
+        segment_ids=np.repeat([0, 1], lengths)[None].astype(np.int32),
+    )[0]
+    for b, part in zip((2, 1), np.split(np.asarray(logits), lengths[:1]), strict=True):
         places = arrays["at"][arrays["at"] >= start[b]]
         expected = arrays["logits"][b, len(arrays["at"]) - len(places) :]
         np.testing.assert_allclose(part[places - start[b]], expected, atol=1e-4)
@@ -76,22 +73,22 @@ def test_weights_that_do_not_fit_are_refused():
     about, _, state = read("llama3")
     config, name = about["config"], "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ValueError, match=f"the state dict lacks '{name}'"):
-        load(config, {n: x for n, x in state.items() if n != name})
+        families.load(config, {n: x for n, x in state.items() if n != name})
     about, _, old = read("gpt2")
     left_out = {n: x for n, x in old.items() if n != "transformer.h.0.attn.c_proj.bias"}
     with pytest.raises(ValueError, match=r"lacks 'transformer.*attn.c_proj.bias'"):
-        load(about["config"], left_out)
+        families.load(about["config"], left_out)
     with pytest.raises(ValueError, match=r"no place for \['model.rotary_emb.inv_freq'\]"):
-        load(config, state | {"model.rotary_emb.inv_freq": np.zeros(4)})
+        families.load(config, state | {"model.rotary_emb.inv_freq": np.zeros(4)})
     with pytest.raises(ValueError, match=r"'up', 'kernel'\) must be \(36, 80\), got \(36, 79\)"):
-        load(config, state | {name: state[name][:-1]})
+        families.load(config, state | {name: state[name][:-1]})
     with pytest.raises(ValueError, match=r"model_type must be one of .*, got 'opt'"):
-        load({"model_type": "opt"}, {})
+        families.load({"model_type": "opt"}, {})
     del config["intermediate_size"]
     with pytest.raises(ValueError, match="the llama config must have 'intermediate_size'"):
-        load(config, state)
+        families.load(config, state)
     with pytest.raises(ValueError, match="use_bidirectional_attention=True is not supported"):
-        load(config | {"use_bidirectional_attention": True}, state)
+        families.load(config | {"use_bidirectional_attention": True}, state)
 
 
 def test_every_model_is_in_the_table():
