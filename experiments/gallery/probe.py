@@ -141,7 +141,7 @@ def _image(scheme: pe.Scheme, params) -> np.ndarray:
     row, column = np.divmod(np.arange(GRID * GRID), GRID)
     coordinates = np.zeros((scheme.traits.num_axes, DRAWS, GRID * GRID), np.int32)
     coordinates[-2], coordinates[-1] = row, column
-    effect = log_weights(scheme, GRID * GRID, params, jnp.asarray(coordinates), is_causal=False)
+    effect = log_weights(scheme, GRID * GRID, params, coordinates, is_causal=False)
     return effect.mean(0)[GRID * GRID // 2].reshape(GRID, GRID)
 
 
@@ -167,14 +167,15 @@ def log_weights(
     heads, dim = sizes["num_heads"], sizes["head_dim"]
     draws = DRAWS if length <= 4 * LENGTH else 1
     content = jax.random.normal(keys[0], (draws, 1, heads, dim))
-    q = k = jnp.broadcast_to(content, (draws, length, heads, dim))
-    x = jnp.broadcast_to(
+    q = k = np.broadcast_to(content, (draws, length, heads, dim))
+    x = np.broadcast_to(
         jax.random.normal(keys[1], (draws, 1, sizes["model_dim"])),
         (draws, length, sizes["model_dim"]),
     )
-    v = jnp.broadcast_to(jnp.eye(length)[None, :, None], (draws, length, heads, length))
+    v = np.eye(length, dtype=np.float32)[None, :, None]
+    v = np.broadcast_to(v, (draws, length, heads, length))
     weights = _attend(scheme, is_causal, params, q, k, v, x, coordinates)
-    weights = np.asarray(jnp.moveaxis(weights, 2, 1), np.float64)
+    weights = np.moveaxis(np.asarray(weights, np.float64), 2, 1)
     seen = np.tri(length, dtype=bool) if is_causal else np.ones((length, length), bool)
     with np.errstate(divide="ignore"):
         logs = np.where(seen, np.log(np.maximum(weights, 1e-30)), np.nan)

@@ -29,13 +29,15 @@ from experiments.tasks.base import Data, Evaluation
 from experiments.tasks.corpus import pair_bits
 from experiments.training.train import make_optimizer, train
 
-SIZES = Model(model_dim=16, num_layers=2, num_heads=2)
+SIZES = Model(model_dim=16, num_layers=1, num_heads=2)
+TWO_LAYERS = dataclasses.replace(SIZES, num_layers=2)
 ROPE = pe.RoPE(head_dim=8)
 TASK = KBack(
     test_lengths=(32, 48),
     model=SIZES,
     train=Train(steps=4, steps_per_call=2, warmup=1, batch=4),
     eval_batch=8,
+    eval_batches=1,
     schemes={"t5": {"max_distance": 32}, "deberta": {"span": 16}},
 )
 NAMES = list(pe.SCHEMES)
@@ -46,7 +48,10 @@ def make(name, task=TASK):
 
 
 def new_model(layers, sizes=SIZES, vocab_size=TASK.vocab_size):
-    return LanguageModel(sizes, layers, vocab_size, jax.random.key(0))
+    """A model with parameters as `train` draws them for one seed, so that tests share programs."""
+    params = initialize(sizes, layers, vocab_size, seed_keys([0], "parameters"))
+    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[0]), params)
+    return nnx.merge(structure(sizes, layers, vocab_size), params)
 
 
 @functools.cache
@@ -56,7 +61,9 @@ def model(name):
 
 @functools.cache
 def abstract_model(name):
-    return nnx.eval_shape(lambda: new_model(make(name)))
+    return nnx.eval_shape(
+        lambda: LanguageModel(SIZES, make(name), TASK.vocab_size, jax.random.key(0))
+    )
 
 
 def some(names):
@@ -92,13 +99,13 @@ def test_other_parameters_do_not_depend_on_the_scheme(name):
 )
 def test_parameters_of_a_scheme(name, extra):
     def count(scheme):
-        init = functools.partial(initialize, SIZES, scheme, TASK.vocab_size)
+        init = functools.partial(initialize, TWO_LAYERS, scheme, TASK.vocab_size)
         return count_parameters(jax.eval_shape(init, seed_keys([0], "data")))
 
     assert count(make(name)) - count(make("none")) == extra
 
 
-@pytest.mark.parametrize("name", some(["none", "sinusoidal", "short_conv", "tupe", "cable"]))
+@pytest.mark.parametrize("name", some(["none", "short_conv"]))
 def test_model_is_causal(name):
     tokens = np.random.default_rng(0).integers(0, TASK.vocab_size, (1, 20)).repeat(2, 0)
     tokens[1, 12:] = 3
@@ -110,7 +117,7 @@ def test_model_is_causal(name):
 @pytest.mark.parametrize(("layer", "first"), [({"chunk_size": 8}, 8), ({"window": 6}, 15)])
 def test_layers_attend_within_their_chunk_or_window(layer, first):
     layers = (pe.LayerSpec(ROPE, **layer),)
-    network = new_model(layers)
+    network = new_model(layers, TWO_LAYERS)
     tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (1, 20)).repeat(2, 0)
     tokens[1, 4] = 0  # Two windows of 6 reach 10 tokens further.
     out = np.asarray(jax.jit(network)(tokens))
@@ -121,28 +128,26 @@ def test_layers_attend_within_their_chunk_or_window(layer, first):
 
 def test_decoding_within_chunks_equals_whole_passes():
     layers = (pe.LayerSpec(ROPE, chunk_size=8, window=5), pe.LayerSpec(pe.T5(2), chunk_size=4))
-    network = new_model(layers)
+    network = new_model(layers, TWO_LAYERS)
     tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (2, 20))
     whole, outs = jax.jit(network)(tokens), []
     decode, caches = nnx.jit(LanguageModel.decode), network.new_caches(2, 20)
-    for part in (slice(0, 10), slice(10, 11), slice(11, 20)):
-        out, caches = decode(network, tokens[:, part], caches)
+    for part in np.split(tokens, 4, axis=1):
+        out, caches = decode(network, part, caches)
         outs.append(out)
     np.testing.assert_allclose(np.concatenate(outs, 1), whole, atol=1e-5)
-    convolved = nnx.eval_shape(lambda: new_model(ROPE, dataclasses.replace(SIZES, conv_size=3)))
+    convolved = new_model(ROPE, dataclasses.replace(SIZES, conv_size=3))
     with pytest.raises(ConfigError, match="models with conv_size are not decoded"):
         convolved.decode(tokens, convolved.new_caches(2, 20))
 
 
-@pytest.mark.parametrize(
-    "setting", [{"scale": 9.0}, {"softcap": 1e-3}, {"sinks": True}, {"qk_norm": pe.QKNorm()}]
-)
-def test_settings_of_layers_change_the_model(setting):
-    sizes = dataclasses.replace(SIZES, num_layers=1)
-    networks = [new_model((pe.LayerSpec(ROPE, **layer),), sizes) for layer in ({}, setting)]
+def test_settings_of_layers_change_the_model():
+    settings = {}, {"scale": 9.0}, {"softcap": 1e-3}, {"sinks": True}, {"qk_norm": pe.QKNorm()}
+    networks = [new_model((pe.LayerSpec(ROPE, **layer),)) for layer in settings]
     tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (1, 9))
-    out, other = jax.jit(lambda tokens: [network(tokens) for network in networks])(tokens)
-    assert np.abs(out - other).max() > 1e-5
+    # Not compiled: the networks share operations.
+    out, *others = (np.asarray(network(tokens)) for network in networks)
+    assert all(np.abs(out - other).max() > 1e-5 for other in others)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -168,7 +173,7 @@ def test_a_model_without_causality_sees_all_but_what_it_predicts():
 
 
 def test_convolutions_reach_earlier_tokens_only():
-    sizes = dataclasses.replace(SIZES, num_layers=1, conv_size=3)
+    sizes = dataclasses.replace(SIZES, conv_size=3)
     block = new_model(make("none"), sizes).blocks[0]
     x = np.random.default_rng(0).normal(size=(1, 10, 16)).astype(np.float32)
     kernels = [np.asarray(conv.kernel[...]) for conv in block.convs]
@@ -244,7 +249,11 @@ def test_training_equals_a_python_loop():
         np.testing.assert_allclose(a, b[0], atol=1e-4)
 
 
-def test_a_run_that_begins_with_another_sees_other_batches():
+def test_a_run_that_begins_with_another_sees_other_batches(monkeypatch):
+    # Batches do not depend on the loss, and the model's takes a second to compile.
+    monkeypatch.setattr(
+        "experiments.training.train.mean_loss", lambda params, *_: optax.tree.norm(params)
+    )
     start = Run(TASK, "rope", {}, ROPE, 0)
     late = dataclasses.replace(start, start=start)
     assert dataclasses.replace(start, start=late).batches_before == 8
@@ -257,7 +266,7 @@ def test_a_run_that_begins_with_another_sees_other_batches():
             return super().sample(key, batch, length, data)
 
     settings = {f.name: getattr(TASK, f.name) for f in dataclasses.fields(TASK)}
-    task = Watched(**settings | {"model": dataclasses.replace(SIZES, num_layers=1)})
+    task = Watched(**settings)
     for before in (start.batches_before, late.batches_before):
         train(task, make("rope"), [0], None, batches_before=before)
     jax.effects_barrier()
@@ -350,7 +359,7 @@ def test_text_evaluation_equals_a_loop_over_bytes():
 @pytest.mark.parametrize(
     "task",
     [
-        dataclasses.replace(TASK, eval_batches=1),
+        TASK,
         Copy(train_length=14, test_lengths=(14, 36), model=SIZES, eval_batch=8, eval_batches=1),
     ],
     ids=lambda task: task.name,

@@ -41,7 +41,7 @@ minutes = 0.1
 
 [kback]
 test_lengths = [32, 48]
-eval_batch = 4
+eval_batch = 8
 eval_batches = 1
 [kback.model]
 model_dim = 16
@@ -68,7 +68,7 @@ kback.train.learning_rate = 1e-30
 SIZES = Model(model_dim=16, num_layers=1, num_heads=2)
 TASK = KBack(
     test_lengths=(32, 48),
-    eval_batch=4,
+    eval_batch=8,
     eval_batches=1,
     model=SIZES,
     train=Train(steps=4, steps_per_call=2, warmup=1, batch=4),
@@ -155,9 +155,11 @@ def test_runs_in_processes_of_their_own(call, monkeypatch):
 
 
 def test_a_claim_trains_on_a_mesh(call):
-    text = CLAIM.partition("[runs.rope]")[0] + '[runs.none]\ntask = "kback"\nscheme = "none"\n'
-    text = re.sub("gate = .*", 'gate = ["none[32] >= 0"]', text)
-    text = re.sub("criteria = .*", 'criteria = ["none[48] >= 0"]', text)
+    """With the programs of test_mesh.py."""
+    text = CLAIM.partition("[runs.rope]")[0].replace("\nbatch = 4", "\nbatch = 8")
+    text += '[runs.chain]\ntask = "kback"\nscheme = "rope+t5"\n'
+    text = re.sub("gate = .*", 'gate = ["chain[32] >= 0"]', text)
+    text = re.sub("criteria = .*", 'criteria = ["chain[48] >= 0"]', text)
     (call.claims / "T1.toml").write_text(text)
     assert call("--run", "--seeds", "1")[0] == 0
     known = {path: json.loads(path.read_text()) for path in call.results.glob("*/result.json")}
@@ -167,10 +169,8 @@ def test_a_claim_trains_on_a_mesh(call):
         after = json.loads(path.read_text())
         assert after["environment"]["mesh"] == "data=4,tensor=2, processes: 1"
         np.testing.assert_allclose(after["curve"]["loss"], before["curve"]["loss"], atol=1.5e-5)
-    assert (
-        "--mesh: data=8 does not divide kback.train.batch = 4"
-        in call(*fresh, "--mesh", "data=8")[2]
-    )
+    err = call(*fresh, "--mesh", "tensor=8")[2]
+    assert "--mesh: tensor=8 does not divide kback.model.num_heads = 2" in err
 
 
 def test_the_committed_page_is_that_of_the_committed_results(request):

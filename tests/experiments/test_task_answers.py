@@ -26,7 +26,8 @@ from experiments.tasks import (
     Reverse,
     Sort,
 )
-from experiments.tasks.lookup import Rows, held_out
+from experiments.tasks.lookup import Rows
+from experiments.tasks.lookup import held_out as held_out_rows
 
 # Each function takes the tokens of a row without padding and returns the answers by place.
 
@@ -161,6 +162,16 @@ def check(name, tokens, mask):
     return np.asarray(sizes)
 
 
+@jax.jit
+def _held_out(rows):
+    return held_out_rows(rows)
+
+
+def held_out(rows):
+    """Which rows are held out of training, by one program for rows of all lengths."""
+    return np.asarray(_held_out(np.pad(rows, ((0, 0), (0, 129 - rows.shape[1])))))
+
+
 STREAMS = [name for name, (task, _) in CASES.items() if not isinstance(task, Rows)]
 
 
@@ -178,7 +189,7 @@ def test_rows_equal_a_loop(name):
     tokens, mask, index = drawn(task.sample_test, 60)
     sizes = check(name, tokens, mask)
     trained, answered = index[:, 0] == 0, mask.any(1)
-    assert answered[~trained].all() and np.asarray(held_out(tokens))[trained & answered].all()
+    assert answered[~trained].all() and held_out(tokens)[trained & answered].all()
     assert answered[trained].mean() > 0.6 and len(set(sizes[trained])) > 4
     for n, size in zip(
         np.asarray(task.test_lengths)[index[~trained, 0]], sizes[~trained], strict=True
@@ -192,7 +203,7 @@ def test_held_out_rows_are_not_trained_on(name):
     tokens, mask = drawn(task.sample, 200, 32)
     assert len(set(check(name, tokens, mask))) > 10  # n is random.
     answered = mask.any(1)
-    assert answered.mean() > 0.95 and not np.asarray(held_out(tokens))[answered].any()
+    assert answered.mean() > 0.95 and not held_out(tokens)[answered].any()
 
 
 def test_all_symbols_occur_at_every_length():
@@ -221,12 +232,12 @@ def test_sparse_flip_flops_write_less_often():
 
 def test_one_row_in_eight_is_held_out_and_padding_does_not_matter():
     rows = np.random.default_rng(0).integers(1, 20, (4096, 20))
-    held = np.asarray(held_out(rows))
+    held = held_out(rows)
     assert 0.11 < held.mean() < 0.14
     padded = np.pad(rows, ((0, 0), (0, 30)))
-    np.testing.assert_array_equal(held, held_out(padded))
+    np.testing.assert_array_equal(held, _held_out(padded))
     few = np.asarray([[1, a, b, 2] for a in range(3, 9) for b in range(3, 9)])
-    assert 0 < np.asarray(held_out(few)).sum() < 18
+    assert 0 < held_out(few).sum() < 18
 
 
 def test_abacus_coordinates_count_digits_from_a_common_offset():
@@ -253,11 +264,12 @@ def test_coordinates_are_ordered_and_reach_the_longest_length(kind):
     task = KBack(coordinates=kind, coordinate_range=200)
     task.check()
     tokens = np.zeros((500, 33), np.int32)
-    drawn = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=True))
-    assert drawn.shape == (500, 32) and (np.diff(drawn) > 0).all()
-    assert 0 <= drawn.min() < 5 and 195 < drawn.max() < 200
+    draw = jax.jit(functools.partial(task.draw_coordinates, training=True))
+    coordinates = np.asarray(draw(jax.random.key(0), tokens))
+    assert coordinates.shape == (500, 32) and (np.diff(coordinates) > 0).all()
+    assert 0 <= coordinates.min() < 5 and 195 < coordinates.max() < 200
     if kind == "shifted":
-        assert (np.diff(drawn) == 1).all()
+        assert (np.diff(coordinates) == 1).all()
         assert task.draw_coordinates(jax.random.key(0), tokens, training=False) is None
 
 
@@ -266,7 +278,8 @@ def test_floats_of_evaluation_are_spaced_by_the_length_of_each_row():
     tokens = np.zeros((3, 129), np.int32)
     for row, length in zip(tokens, (20, 65, 129), strict=True):
         row[:length] = 1
-    coordinates = np.asarray(task.draw_coordinates(jax.random.key(0), tokens, training=False))
+    draw = jax.jit(functools.partial(task.draw_coordinates, training=False))
+    coordinates = np.asarray(draw(jax.random.key(0), tokens))
     for row, inputs in zip(coordinates, (32, 64, 128), strict=True):  # At least the trained length.
         np.testing.assert_allclose(row, (np.arange(128) + 0.5) * 256 / inputs, rtol=1e-6)
 

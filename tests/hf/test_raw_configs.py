@@ -156,8 +156,9 @@ def test_a_window_that_transformers_ignores_is_refused(model_type):
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
 def test_a_key_that_is_not_read_is_named(model_type):
-    for key in ("rope_style", "alibi_slope", "window_shape", "no_position_layers"):
-        assert f"has ['{key}'], which nothing here reads" in complaint(model_type, **{key: 1})
+    keys = ["alibi_slope", "no_position_layers", "rope_style", "window_shape"]
+    message = complaint(model_type, **dict.fromkeys(keys, 1))
+    assert message.endswith(f"has {keys}, which nothing here reads.")
 
 
 @pytest.mark.parametrize("model_type", sorted(set(MODEL_TYPES) - {"llama4_text"}))
