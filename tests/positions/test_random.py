@@ -16,8 +16,8 @@ import posenc_jax as pe
 from posenc_jax import positions as pos
 
 KEY = jax.random.key(3)
-PACKED = jnp.array([[0] * 5 + [1] * 11 + [-1] * 3, [7] * 12 + [8] * 7])
-PLACES = pos.from_segment_ids(PACKED)
+PACKED = np.array([[0] * 5 + [1] * 11 + [-1] * 3, [7] * 12 + [8] * 7], np.int32)
+PLACES = np.array([[*range(5), *range(11), *range(3)], [*range(12), *range(7)]], np.int32)
 DRAWS = {
     "randomized": lambda key, p, **o: pos.randomized(key, p, 50, **o),
     "random_floats": lambda key, p, **o: pos.random_floats(key, p, 50.0, **o),
