@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -17,7 +17,8 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     mean = float(x.mean()) if len(x) else math.nan
     if len(x) < 2:
         return mean, math.nan, math.nan
-    half = float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5)
+    # Imported in a quarter of the time of `scipy.stats`.
+    half = float(special.stdtrit(len(x) - 1, 0.975) * x.std(ddof=1) / len(x) ** 0.5)
     return mean, mean - half, mean + half
 
 
