@@ -38,7 +38,7 @@ nitpicky = True
 smartquotes_action = "D"  # Dashes; quotes of strings stay as they are.
 default_role = "code_link"
 
-repository = PROJECT.get("urls", {}).get("Repository", "https://github.com/OWNER_/posenc_jax")
+repository = PROJECT["urls"]["Repository"]
 included = {"README.md": "index", "RESULTS.md": "results"} | {
     "CHANGELOG.md": "changelog",
     "CONTRIBUTING.md": "contributing",
@@ -47,6 +47,7 @@ included = {"README.md": "index", "RESULTS.md": "results"} | {
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
+myst_url_schemes = {"http": None, "https": None, "mailto": None, "site": "{{path}}"}
 
 autoclass_content = "both"
 autodoc_member_order = "bysource"
@@ -64,6 +65,7 @@ intersphinx_mapping = inventories.write(ROOT / "build" / "inventories")
 html_theme = "sphinx_book_theme"
 html_title = "posenc_jax"
 html_static_path = ["_static"]
+html_extra_path = ["explorer.html", "drawn.ipynb"]
 html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
 html_copy_source = False

@@ -16,12 +16,18 @@ import threading
 import urllib.parse
 from pathlib import Path
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE, SHOTS = ROOT / "build" / "site", ROOT / "build" / "look"
 PAGES = (
     "index",
+    "drawn",
+    "choose",
+    "cheat_sheet",
+    "errors",
+    "schemes",
+    "explorer",
     "reference/T5",
     "reference/RoPE",
     "reference/YaRN",
@@ -38,7 +44,19 @@ PAGES = (
     "search",
 )
 """Pages that are opened; a page that is a program gets its function in `MOVES`."""
-MOVES = {}
+
+
+def move_the_explorer(page: Page) -> None:
+    """Chooses YaRN and moves the factor; the summary has to follow."""
+    before = page.inner_text("#summary")
+    page.select_option("#scaling", label="YaRN")
+    page.focus("#factor")
+    page.keyboard.press("ArrowRight")
+    if page.inner_text("#summary") == before:
+        raise RuntimeError("explorer: the summary does not follow the sliders")
+
+
+MOVES = {"explorer": move_the_explorer}
 """Functions of a Playwright page that use it, by the name of the page."""
 WIDTHS = (390, 1400)
 OPTIONS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")

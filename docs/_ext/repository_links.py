@@ -1,7 +1,8 @@
 """Makes links of Markdown pages right on the site, as they are on GitHub.
 
 A link to a file of the repository that is a page of the site leads to that page, and a link to any
-other file outside of docs/ to the repository. Included files (`included` in conf.py) are read from
+other file outside of docs/ to the repository. A file of `html_extra_path` is a page without Sphinx:
+its links get the scheme "site". Included files (`included` in conf.py) are read from
 the root of the repository; their links to docs/ are left to the option `:relative-docs:`.
 """
 
@@ -42,6 +43,8 @@ def rewrite(app, text: str, folder: Path) -> str:
             target /= "README.md"
         if not target.exists():
             return match[0]  # Sphinx reports it.
+        if target.is_relative_to(docs) and target.name in app.config.html_extra_path:
+            return f"](site:{os.path.relpath(target, folder)})"
         if target.is_relative_to(docs) and target.is_file():
             return f"]({os.path.relpath(target, folder)}{anchor})"
         kind = "tree" if target.is_dir() else "blob"
