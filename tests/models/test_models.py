@@ -7,7 +7,6 @@ import importlib
 import pathlib
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
