@@ -44,7 +44,7 @@ def rewrite(app, text: str, folder: Path) -> str:
         if not target.exists():
             return match[0]  # Sphinx reports it.
         if target.is_relative_to(docs) and target.name in app.config.html_extra_path:
-            return f"](site:{os.path.relpath(target, folder)})"
+            return f"](site:{os.path.relpath(target, docs if folder == root else folder)})"
         if target.is_relative_to(docs) and target.is_file():
             return f"]({os.path.relpath(target, folder)}{anchor})"
         kind = "tree" if target.is_dir() else "blob"
