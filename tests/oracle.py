@@ -4,71 +4,57 @@ It shares nothing with the library. What a scheme adds is written in its own tes
 `attend` is what it is compared with.
 """
 
-import functools
-
 import jax
 import numpy as np
+from support import run
 
 import posenc_jax as pe
 
 
 def attend(scheme, params, *arrays, **options):
-    """The output of `scheme_attention`, compiled at once: far quicker than op by op.
-
-    Tests that differ in numbers alone share what was compiled.
-    """
+    """The output of `scheme_attention`."""
     traced = {n: x for n, x in options.items() if isinstance(x, jax.Array | np.ndarray)}
     static = tuple(sorted((n, x) for n, x in options.items() if n not in traced))
-    return _attend(scheme, static, params, arrays, traced)
+    return run(_attend, (scheme, static), params, arrays, traced)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend(scheme, static, params, arrays, traced):
     return pe.scheme_attention(scheme, params, *arrays, **dict(static), **traced)[0]
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def embed(scheme, params, x, coordinates):
-    """`scheme.embed`, compiled."""
-    return scheme.embed(params, x, coordinates)
+    """`scheme.embed`."""
+    return run(_hook, (scheme, "embed"), params, x, coordinates)
 
 
-def decode(scheme, params, cache, *arrays, **traced):
-    """The output and the cache of one causal `scheme_attention`, compiled."""
-    return _decode(scheme, params, cache, arrays, traced)
-
-
-@functools.partial(jax.jit, static_argnums=0)
 def _decode(scheme, params, cache, arrays, traced):
     return pe.scheme_attention(scheme, params, *arrays, cache=cache, is_causal=True, **traced)
 
 
+def decode(scheme, params, cache, *arrays, **traced):
+    """The output and the cache of one causal `scheme_attention`."""
+    return run(_decode, (scheme,), params, cache, arrays, traced)
+
+
 def query(scheme, params, q, coordinates):
-    """`scheme.query`, compiled, as NumPy: op by op it takes thirty programs."""
-    return np.asarray(_query(scheme, params, q, coordinates))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _query(scheme, params, q, coordinates):
-    return scheme.query(params, q, coordinates)
+    """`scheme.query`, as NumPy."""
+    return np.asarray(run(_hook, (scheme, "query"), params, q, coordinates))
 
 
 def key(scheme, params, k, coordinates):
-    """`scheme.key`, compiled, as NumPy."""
-    return np.asarray(_key(scheme, params, k, coordinates))
+    """`scheme.key`, as NumPy."""
+    return np.asarray(run(_hook, (scheme, "key"), params, k, coordinates))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _key(scheme, params, k, coordinates):
-    return scheme.key(params, k, coordinates)
+def _hook(scheme, name, *arguments):
+    return getattr(scheme, name)(*arguments)
 
 
 def apply_rope(x, positions, **settings):
-    """`posenc_jax.apply_rope`, compiled, as NumPy."""
-    return np.asarray(_apply_rope(tuple(sorted(settings.items())), x, positions))
+    """`posenc_jax.apply_rope`, as NumPy."""
+    return np.asarray(run(_apply_rope, (tuple(sorted(settings.items())),), x, positions))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _apply_rope(settings, x, positions):
     return pe.apply_rope(x, positions, **dict(settings))
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import SIZES, Option, build
+from support import SIZES, Option, build, parameters, run
 
 import posenc_jax as pe
 
@@ -68,12 +68,11 @@ def option_of(cls, field):
 
 
 KEY = jax.random.key(0, impl="unsafe_rbg")  # It compiles fastest.
-POSITIONS = jnp.array([[0, 1, 2, 3, 5, 8, 13, 21, 30, 40, 50, 63]], jnp.int32)
-AXES = jnp.stack([POSITIONS * 0 + jnp.arange(12, dtype=jnp.int32) * n % 4 for n in (1, 2, 3)])
+POSITIONS = np.array([[0, 1, 2, 3, 5, 8, 13, 21, 30, 40, 50, 63]], np.int32)
+AXES = np.stack([POSITIONS * 0 + np.arange(12, dtype=np.int32) * n % 4 for n in (1, 2, 3)])
 
 
 def embedding_and_attention(scheme, sinks, params, x, q, k, v):
-    """Not compiled: all schemes share the programs of single operations."""
     at = AXES[: scheme.traits.num_axes] if scheme.traits.num_axes > 1 else None
     where = {"positions": POSITIONS, "coordinates": at}
     x = pe.scheme_embedding(scheme, params, x, **where)
@@ -94,8 +93,7 @@ def output(scheme, sinks):
     x = normal(1, length, SIZES["model_dim"])
     kv_heads = getattr(scheme, "num_kv_heads", 0) or 2
     q, k, v = (normal(1, length, heads, dim) for heads in (6, kv_heads, kv_heads))
-    params = jax.tree.map(lambda a: normal(*a.shape), jax.eval_shape(scheme.init, KEY))
-    return jax.device_get(embedding_and_attention(scheme, sinks, params, x, q, k, v))
+    return run(embedding_and_attention, (scheme, sinks), parameters(scheme, 1.0), x, q, k, v)
 
 
 @pytest.mark.parametrize("cls, field", settings(pe.SCHEMES))

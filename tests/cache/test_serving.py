@@ -149,7 +149,7 @@ operation = st.one_of(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(operations=st.lists(operation, min_size=4, max_size=14))
 def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
     """Appended, reordered, freed, reused and taken back at random; 1e-5."""
@@ -291,9 +291,9 @@ def test_rows_and_heads_on_explicit_axes():
 @pytest.mark.parametrize(
     "name, policy, situations",
     [
-        ("learned", "full", ("left padding", "rows of different lengths", "rows inserted")),
         ("deberta", "ring", ("packed", "rows reused", "rewound")),
-        ("t5", "sinks", ("chunks of 64", "rows reused", "beams")),
+        ("learned", "full", ("left padding", "rows of different lengths", "rows inserted")),
+        pytest.param("t5", "sinks", ("chunks of 64", "rows reused", "beams"), marks=one_of_all),
         pytest.param("shaw", "full", ("beams", "rewound"), marks=one_of_all),
     ],
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import qkv
-from support import LENGTH, build, make_batch
+from support import LENGTH, build, make_batch, parameters, run
 
 import posenc_jax as pe
 from posenc_jax.functional.arguments import AttentionOptions, attention_call
@@ -19,11 +19,14 @@ ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
 SHAW = pe.Shaw(num_heads=6, head_dim=8)
 
 
-def attend(scheme=ALIBI, part=slice(None), **options):
-    params = scheme.init(jax.random.key(0))
-    arrays = (a[:, part] for a in (Q, K, V))
+def attend(scheme=ALIBI, part=slice(None), *, params=None, **options):
+    """Arrays among the options are constants of the program, whose values may be checked."""
+    params = parameters(scheme) if params is None else params
     options = {"is_causal": True} | options
-    return jax.jit(lambda *a: pe.scheme_attention(scheme, params, *a, **options))(*arrays)
+    arrays = [a[:, part] for a in (Q, K, V)]
+    call = functools.partial(pe.scheme_attention, scheme, params, **options)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(options))
+    return call(*arrays) if traced else run(call, (), *arrays)
 
 
 def new_cache(scheme=ALIBI, capacity=9, **options):
@@ -60,10 +63,12 @@ def test_segments_equal_sequences_alone():
 
 
 def test_the_scale_is_the_schemes_own_unless_given():
-    t5 = pe.T5(num_heads=6, stddev=0.0)  # No bias, and no 1 / sqrt(H).
-    np.testing.assert_allclose(attend(t5)[0], attend(pe.NoPE(), scale=1.0)[0], atol=1e-6)
-    np.testing.assert_allclose(attend(t5, scale=8**-0.5)[0], attend(pe.NoPE())[0], atol=1e-6)
-    assert np.abs(attend(t5)[0] - attend(pe.NoPE())[0]).max() > 0.01
+    zero = {"table": np.zeros((6, 32), np.float32)}  # No bias, and T5 has no 1 / sqrt(H).
+    t5 = functools.partial(attend, pe.T5(num_heads=6), params=zero)
+    plain = attend(pe.NoPE())[0]
+    np.testing.assert_allclose(t5()[0], attend(pe.NoPE(), scale=1.0)[0], atol=1e-6)
+    np.testing.assert_allclose(t5(scale=8**-0.5)[0], plain, atol=1e-6)
+    assert np.abs(t5()[0] - plain).max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -104,10 +109,13 @@ def test_raw_cached_keys_are_transformed_at_each_step(coordinates):
     np.testing.assert_allclose(jnp.concatenate(outs, 1), attend(ROPE, **placed[0])[0], atol=1e-5)
 
 
+def _causal(scheme, params, arrays, cache):
+    return pe.scheme_attention(scheme, params, *arrays, cache=cache, is_causal=True)
+
+
 def test_values_may_have_a_head_dim_of_their_own():
     cache = new_cache(value_dim=5)
-    run = jax.jit(functools.partial(pe.scheme_attention, ALIBI, {}, is_causal=True))
-    out, cache = run(Q, K, V[..., :5], cache=cache)
+    out, cache = run(_causal, (ALIBI,), {}, (Q, K, V[..., :5]), cache)
     np.testing.assert_allclose(out, attend()[0][..., :5], atol=1e-6)
     assert (cache.k.shape, cache.v.shape) == ((2, 9, 3, 8), (2, 9, 3, 5))
     assert new_cache(value_dim=0).v.shape == (2, 9, 3, 0)  # For schemes that attend to keys.
@@ -143,9 +151,9 @@ def test_an_overflowing_cache_raises_and_is_nan_under_jit():
     _, cache = attend(part=slice(0, 6), cache=new_cache())
     with pytest.raises(ValueError, match="6 of 9 slots of row 0 are used and 7 more tokens do not"):
         pe.scheme_attention(ALIBI, {}, Q, K, V, cache=cache, is_causal=True)
-    out, cache = jax.jit(lambda c: attend(cache=c))(cache)
+    out, cache = run(_causal, (ALIBI,), {}, (Q, K, V), cache)
     assert np.isnan(out).all() and cache.overflowed.all()
-    fits, _ = jax.jit(lambda c: attend(cache=c))(new_cache())
+    fits, _ = run(_causal, (ALIBI,), {}, (Q, K, V), new_cache())
     assert np.isfinite(fits).all()
 
 
@@ -154,22 +162,23 @@ def test_nan_of_a_request_ends_with_it():
     q, k, v = Q, K, np.array(V)
     v[0, 2, 1], v[1, 1, 0, 3] = np.nan, np.inf
 
+    params = parameters(SHAW)
+
     @jax.jit
-    def run(q, k, v, cache):
+    def step(q, k, v, cache):
         return pe.scheme_attention(SHAW, params, q, k, v, is_causal=True, cache=cache)
 
-    params = SHAW.init(jax.random.key(0))
-    _, cache = run(q[:, :6], k[:, :6], v[:, :6], new_cache(SHAW))
-    out, used = run(q[:, 6:], k[:, 6:], v[:, 6:], cache)
+    _, cache = run(_causal, (SHAW,), params, (q[:, :6], k[:, :6], v[:, :6]), new_cache(SHAW))
+    out, used = step(q[:, 6:], k[:, 6:], v[:, 6:], cache)
     # Two query heads for each key head; on CPU a token with NaN in one head has it in all.
     seen = np.isnan(out[:, 0]).all(-1)
     assert seen[0, 2:4].all() and seen[1, :2].all()
     change = jax.jit(lambda c: c.reset(np.array([True, False])).rewind(np.array([0, 7])))
     cache = change(used)
-    out, _ = run(q[:, :1], k[:, :1], v[:, :1], cache)
-    expected, _ = run(q[:, :1], k[:, :1], v[:, :1], new_cache(SHAW))
+    out, _ = step(q[:, :1], k[:, :1], v[:, :1], cache)
+    expected, _ = step(q[:, :1], k[:, :1], v[:, :1], new_cache(SHAW))
     np.testing.assert_array_equal(out, expected)
-    grad = jax.jit(jax.grad(lambda q: run(q, k[:, :1], v[:, :1], cache)[0].sum()))(q[:, :1])
+    grad = jax.jit(jax.grad(lambda q: step(q, k[:, :1], v[:, :1], cache)[0].sum()))(q[:, :1])
     assert np.isfinite(grad).all()
 
 
@@ -313,22 +322,20 @@ def has_tables(scheme):
     "cls", [cls for cls in pe.SCHEMES.values() if has_tables(build(cls))], ids=lambda cls: cls.name
 )
 def test_schemes_with_tables_use_those_of_the_call(cls):
-    scheme, tokens = build(cls), make_batch()
-    params = jax.jit(scheme.init)(jax.random.key(0))
-
-    @jax.jit
-    def run(positions):
-        arrays = tokens.q, tokens.k, tokens.v
-        tables, still = (pe.scheme_tables(scheme, params, p) for p in (positions, 0 * positions))
-        options = {"x": tokens.x, "is_causal": True}
-        return [
-            pe.scheme_attention(scheme, params, *arrays, tables=t, **options)[0]
-            for t in (None, tables, still)
-        ]
-
-    expected, out, of_zeros = run(np.arange(LENGTH))
+    scheme = build(cls)
+    arguments = parameters(scheme), make_batch(1), np.arange(LENGTH)
+    expected, out, of_zeros = run(_with_tables, (scheme,), *arguments)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     assert np.abs(of_zeros - expected).max() > 1e-3
+
+
+def _with_tables(scheme, params, tokens, positions):
+    arrays, options = (tokens.q, tokens.k, tokens.v), {"x": tokens.x, "is_causal": True}
+    tables, still = (pe.scheme_tables(scheme, params, p) for p in (positions, 0 * positions))
+    return [
+        pe.scheme_attention(scheme, params, *arrays, tables=t, **options)[0]
+        for t in (None, tables, still)
+    ]
 
 
 def test_tables_of_other_coordinates_are_refused():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import embed
-from support import golden, initial
+from support import golden, initial, parameters
 
 import posenc_jax as pe
 
@@ -34,7 +34,7 @@ def test_matches_the_reference_code():
         "out": waves(8, 5).T,
         "out_bias": waves(8),
     }
-    shapes = jax.tree.map(jnp.shape, scheme.init(jax.random.key(0)))
+    shapes = jax.tree.map(jnp.shape, parameters(scheme))
     assert shapes == jax.tree.map(jnp.shape, params)
     coordinates = np.array(GOLDEN["at"], np.float32).T[:, None]
     got = code(scheme, params, coordinates)
@@ -47,7 +47,7 @@ def test_matches_the_reference_code():
 @pytest.mark.parametrize("axes", [1, 3])
 def test_far_positions_are_exact(axes):
     scheme = pe.LearnableFourier(model_dim=6, axes=axes, num_features=8, width=4)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     coordinates = np.array([[1, 257, 10**6]]) * np.arange(1, axes + 1)[:, None]
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     angle = np.einsum("at,fa->tf", coordinates, p["waves"])
@@ -61,7 +61,7 @@ def test_far_positions_are_exact(axes):
 
 def test_coordinates_without_axes_are_used_for_all_axes():
     scheme = pe.LearnableFourier(model_dim=6, num_features=32)
-    params, coordinates = scheme.init(jax.random.key(0)), np.array([[0, 3, 7]])
+    params, coordinates = parameters(scheme), np.array([[0, 3, 7]])
     same = code(scheme, params, np.stack([coordinates, coordinates]))
     np.testing.assert_array_equal(code(scheme, params, coordinates), same)
     assert (

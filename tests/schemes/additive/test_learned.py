@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import embed
-from support import initial
+from support import initial, parameters
 
 import posenc_jax as pe
 from posenc_jax.schemes.additive.learned import lookup
@@ -18,7 +18,7 @@ TABLE = np.arange(1.0, 41.0, dtype=np.float32).reshape(10, 4)
 @pytest.mark.parametrize("length", [1, 63])
 def test_adds_the_row_of_each_position(length):
     scheme = pe.LearnedAbsolute(max_length=70, model_dim=6)
-    table = scheme.init(jax.random.key(0))["table"]
+    table = parameters(scheme)["table"]
     x = np.random.default_rng(1).normal(size=(2, length, 6)).astype(np.float32)
     table = np.asarray(table)
     positions = np.random.default_rng(0).integers(0, 70, (2, length))

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
+from support import parameters
 
 import posenc_jax as pe
 
-ARRAYS = qkv()
+ARRAYS = qkv(length=21)
 BOTH = pytest.mark.parametrize("cls", [pe.KERPLELog, pe.KERPLEPower])
 
 
@@ -55,8 +56,8 @@ def test_matches_the_authors_code_at_far_positions(cls):
 @BOTH
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_attention_matches_the_paper(cls, is_causal):
-    params = cls(num_heads=6).init(jax.random.key(1))
-    penalty = authors(cls, params, np.arange(63))
+    params = parameters(cls(num_heads=6))
+    penalty = authors(cls, params, np.arange(21))
     expected = softmax_attention(
         *ARRAYS,
         lambda q, k, n, i, j: q @ k / np.sqrt(8) + penalty[n, abs(i - j)],
@@ -88,7 +89,7 @@ def test_the_gradient_is_that_of_the_projected_value(cls):
 
 
 def test_power_one_is_alibi_with_learned_slopes():
-    positions, slopes = jnp.arange(63), np.asarray(pe.alibi_slopes(6))
+    positions, slopes = jnp.arange(21), np.asarray(pe.alibi_slopes(6))
     got = dense(pe.KERPLEPower, slopes.clip(0.01), np.ones(6), positions)
     alibi = pe.ALiBi(num_heads=6).rules({}).dense(positions, positions)
     steep = slopes >= 0.01

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend
-from support import golden, initial
+from support import golden, initial, parameters
 
 import posenc_jax as pe
 
@@ -50,7 +50,7 @@ def test_attention_matches_the_authors(moved):
 
 def test_offset_larger_than_the_window_makes_its_row_nan_and_no_other():
     scheme = pe.Swin(num_heads=2, window=(2, 3))
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     row, column = np.array([[0, 1, 2], [0, 2, 0]], np.int32)
     coordinates = jnp.asarray(np.stack([row, column])[:, None])
     bias = scheme.rules(params).dense(coordinates, coordinates)[0, 0]

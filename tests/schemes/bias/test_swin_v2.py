@@ -60,7 +60,7 @@ def test_attention_matches_the_authors(case, flat):
 
 def test_invariant_to_the_norms_of_q_and_k_with_finite_gradients_at_zero():
     scheme = pe.SwinV2(num_heads=2, window=(2, 2))
-    params = scheme.init(jax.random.key(0))
+    params = jax.jit(scheme.init)(jax.random.key(0))
     q, k, v = np.random.default_rng(1).normal(size=(3, 1, 4, 2, 8)).astype(np.float32)
 
     @jax.jit

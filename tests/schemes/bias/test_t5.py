@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import golden, initial
+from support import golden, initial, parameters
 
 import posenc_jax as pe
 from posenc_jax.schemes.bias.t5 import t5_boundaries
@@ -50,7 +50,7 @@ def test_bucket_16_of_32_is_unused_when_bidirectional():
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_attention_matches_the_paper(bidirectional):
     scheme = pe.T5(num_heads=6, bidirectional=bidirectional, num_buckets=32, stddev=1.0)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     table = np.asarray(params["table"], np.float64)
     case = next(c for c in GOLDEN["cases"] if sizes(c) == sizes(vars(scheme)))
     bucket = authors_buckets(case)
@@ -66,7 +66,7 @@ def test_attention_matches_the_paper(bidirectional):
 
 def test_the_bias_at_far_positions():
     scheme = pe.T5(num_heads=6)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     positions = jnp.array([1, 257, 10**6])
     dense = scheme.rules(params).dense(positions, positions)
     bucket = np.array([[0, 0, 0], [31, 0, 0], [31, 31, 0]])

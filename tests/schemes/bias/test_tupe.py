@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import Option, golden, initial
+from support import Option, golden, initial, parameters
 
 import posenc_jax as pe
 
@@ -21,7 +21,7 @@ OPTIONS = {
 }
 
 GOLDEN = golden("tupe")
-ARRAYS = qkv()
+ARRAYS = qkv(length=21)
 
 
 def waves(*shape):
@@ -29,7 +29,7 @@ def waves(*shape):
 
 
 def small(**options):
-    return pe.TUPE(**({"num_heads": 6, "head_dim": 8, "model_dim": 10, "max_length": 63} | options))
+    return pe.TUPE(**({"num_heads": 6, "head_dim": 8, "model_dim": 10, "max_length": 21} | options))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -38,12 +38,6 @@ def dense(scheme, params, q, k):
     rules = scheme.rules(params)
     terms = rules if isinstance(rules, tuple) else (rules,)
     return sum(b.dense(q, k) for b in terms)
-
-
-def trained_like(scheme):
-    """Parameters with the magnitude of a trained model, so that the bias matters."""
-    params = scheme.init(jax.random.key(0))
-    return params | {n: 20 * np.asarray(params[n]) for n in ("query", "key")}
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: str(c["relative"]))
@@ -63,7 +57,7 @@ def test_matches_the_authors(case):
     }
     if case["relative"]:
         params["buckets"] = waves(9, 6).T
-    assert jax.tree.structure(params) == jax.tree.structure(scheme.init(jax.random.key(0)))
+    assert jax.tree.structure(params) == jax.tree.structure(parameters(scheme))
     got = dense(scheme, params, np.arange(12), np.arange(12))
     np.testing.assert_allclose(got, case["bias"], rtol=2e-6, atol=2e-6)
 
@@ -88,8 +82,8 @@ def reference(params, i, j, untied):
 @pytest.mark.parametrize("untied", [True, False])
 def test_attention_matches_the_paper(untied):
     scheme = small(untie_cls=untied)
-    params = trained_like(scheme)
-    bias = np.array([[reference(params, i, j, untied) for j in range(63)] for i in range(63)])
+    params = parameters(scheme)
+    bias = np.array([[reference(params, i, j, untied) for j in range(21)] for i in range(21)])
     expected = softmax_attention(*ARRAYS, lambda q, k, n, i, j: q @ k / 4.0 + bias[i, j, n])
     out = attend(scheme, params, *ARRAYS, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -97,7 +91,7 @@ def test_attention_matches_the_paper(untied):
 
 def test_with_tied_cls_equals_a_chain_with_t5():
     scheme = small(untie_cls=False, num_buckets=32)
-    params = trained_like(scheme)
+    params = parameters(scheme)
     params["buckets"] = waves(6, 32)
     plain = small(untie_cls=False)
     both = pe.chain(plain, pe.T5(num_heads=6, bidirectional=True))
@@ -109,7 +103,7 @@ def test_with_tied_cls_equals_a_chain_with_t5():
 
 def test_each_packed_sequence_has_its_own_cls():
     scheme = small(num_buckets=32)
-    params = trained_like(scheme)
+    params = parameters(scheme)
     q, k, v = (x[:, :20] for x in ARRAYS)
     segments = jnp.array([[0] * 8 + [1] * 12])
     positions = jnp.array([[*range(8), *range(12)]])
@@ -120,7 +114,7 @@ def test_each_packed_sequence_has_its_own_cls():
 
 def test_positions_outside_the_table_raise_or_make_their_row_nan_and_no_other():
     scheme = small(max_length=20)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     q, k, v = (x[:, :5] for x in ARRAYS)
     for bad in (20, -1):
         positions = jnp.array([[0, 1, 2, bad, 3]])
@@ -133,7 +127,7 @@ def test_positions_outside_the_table_raise_or_make_their_row_nan_and_no_other():
 def test_float_coordinates_raise():
     q, k, v = (x[:, :3] for x in ARRAYS)
     scheme = small()
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     with pytest.raises(TypeError, match="tupe: coordinates must be integers, got float32"):
         pe.scheme_attention(scheme, params, q, k, v, coordinates=jnp.zeros((1, 3)))
 

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
-from support import build
+from support import build, parameters
 
 import posenc_jax as pe
 
@@ -17,7 +17,7 @@ ORDER_ONLY = {n for n, cls in pe.SCHEMES.items() if build(cls).traits.order_only
 
 
 def attend(scheme, params=None, **options):
-    params = scheme.init(jax.random.key(0)) if params is None else params
+    params = parameters(scheme) if params is None else params
     return oracle.attend(scheme, params, *ARRAYS, is_causal=True, **options)
 
 
@@ -73,7 +73,7 @@ def test_a_chain_applies_all_of_its_schemes():
 def test_a_chain_embeds_in_order_with_separate_parameters():
     learned, waves = pe.LearnedAbsolute(max_length=30, model_dim=4), pe.Sinusoidal(model_dim=4)
     scheme = pe.chain(learned, waves, learned)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     assert len(params) == 3 and params[1] == {}
     first, last = params[0]["table"], params[2]["table"]
     assert np.abs(first - last).max() > 1e-3
@@ -87,7 +87,7 @@ def test_a_chain_embeds_in_order_with_separate_parameters():
 def test_a_chain_with_content_and_value_rules():
     shaw, alibi = pe.Shaw(num_heads=6, head_dim=8, clip=3), pe.ALiBi(num_heads=6)
     both = pe.chain(alibi, shaw)
-    params = both.init(jax.random.key(0))
+    params = parameters(both)
     keys, values = (np.asarray(params[1][name][0], np.float64) for name in ("keys", "values"))
     slopes = np.asarray(pe.alibi_slopes(6), np.float64)
 
@@ -182,7 +182,7 @@ def test_refusals_reach_wrapped_attention_calls(wrap):
     scheme = wrap(path)
 
     def attend(call):
-        params, positions = scheme.init(jax.random.key(0)), jnp.arange(21)[None]
+        params, positions = parameters(scheme), jnp.arange(21)[None]
         x = jnp.ones((1, 21, 20))
         features = scheme.features(params, x, *ARRAYS[:2], positions, None, None)[:2]
         return scheme.attend(params, *ARRAYS, positions, positions, *features, call)
@@ -239,7 +239,7 @@ def test_the_outer_of_two_transforms_applies_first(implementation):
 def test_transformed_positions_reach_the_embedding(make):
     scheme, x = make(), jnp.zeros((1, 5, 4))
     wrapped = pe.with_positions(scheme, Times(2))
-    params = wrapped.init(jax.random.key(0))
+    params = parameters(wrapped)
     out = pe.scheme_embedding(wrapped, params, x)
     expected = pe.scheme_embedding(scheme, params, x, positions=2 * jnp.arange(5))
     np.testing.assert_array_equal(out, expected)
@@ -252,7 +252,7 @@ def test_transformed_positions_keep_traits_except_relative():
     wrapped = pe.with_positions(t5, grouped)
     assert wrapped.logit_scale(8) == 1.0 and wrapped.traits.shared_over_layers
     assert wrapped.traits.cache_transformed_keys and not wrapped.traits.relative
-    bias = wrapped.rules(wrapped.init(jax.random.key(0)))[0]
+    bias = wrapped.rules(parameters(wrapped))[0]
     assert not bias.relative and bias.bounds == (None, None)  # 3 // 4 - 4 // 4 is not -1 // 4.
     assert pe.with_positions(t5, Times(2)) == pe.with_positions(t5, Times(2))
     assert pe.with_positions(t5, Times(2)) != pe.with_positions(t5, Times(3))

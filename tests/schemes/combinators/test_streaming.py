@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv
-from support import one_of_all
+from support import one_of_all, parameters
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.axial import axial_frequencies
@@ -167,7 +167,7 @@ def test_every_packed_sequence_keeps_its_first_tokens(name):
 def test_content_and_value_rules_stream():
     """Shaw clips distances: beyond the clip the first tokens are as far as any."""
     shaw = pe.Shaw(num_heads=6, head_dim=8, clip=3)
-    params = shaw.init(jax.random.key(0))
+    params = parameters(shaw)
     options = {"is_causal": True, "window": (8, 0)}
     out = attend(pe.streaming(shaw, 4), params, *ARRAYS, **options)
     i, j = np.arange(40)[:, None], np.arange(40)[None]

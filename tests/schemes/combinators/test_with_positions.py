@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import build
+from support import build, parameters
 
 import posenc_jax as pe
 
@@ -41,7 +41,7 @@ KINDS = ["learned", "rope", "t5", "shaw", "transformer_xl", "fox", "cope", "rero
 @pytest.mark.parametrize("name", KINDS)
 def test_a_scheme_on_an_axis_reads_that_axis(name):
     scheme = build(pe.SCHEMES[name])
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     x = jax.random.normal(jax.random.key(1), (1, 21, 20))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -64,7 +64,7 @@ def test_bipe(kind):
         inner = pe.with_positions(pe.ALiBi(num_heads=6), Times(96))
     learned = pe.with_positions(pe.LearnedAbsolute(max_length=4, model_dim=20), Capped(3))
     bipe = pe.chain(pe.on_axis(learned, 0), pe.on_axis(inner, 1))
-    params = bipe.init(jax.random.key(0))
+    params = parameters(bipe)
     positions = pe.positions.bilevel(np.isin(np.arange(21), [2, 3, 11])[None])
     places = [0, 1, 2, 0, *range(8), *range(9)]
     sentences = [0] * 3 + [1] + [2] * 8 + [3] * 9
@@ -152,4 +152,4 @@ def test_errors_name_what_is_no_scheme_or_bias(make, message):
 
 
 def one():
-    return pe.FIRE(num_heads=1).init(jax.random.key(0))
+    return parameters(pe.FIRE(num_heads=1))

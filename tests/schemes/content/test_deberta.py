@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv
-from support import Option, initial, one_of_all
+from support import Option, initial, one_of_all, parameters
 
 import posenc_jax as pe
 from posenc_jax.schemes.content.deberta import deberta_boundaries
@@ -60,7 +60,7 @@ def authors(q, k, pos_key, pos_query, span, max_position, positions):
 
 def make(**options):
     scheme = pe.DeBERTa(num_heads=6, head_dim=8, model_dim=20, stddev=0.4, **options)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     if "bias" in params:
         params["bias"] = 0.3 * jax.random.normal(jax.random.key(1), (6, 8))
     return scheme, params

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import qkv, softmax_attention
-from support import Option, initial
+from support import Option, initial, parameters
 
 import posenc_jax as pe
 
@@ -20,7 +20,7 @@ OPTIONS = {
 }
 
 
-def arrays(heads, length=63, dim=10, seed=3):
+def arrays(heads, length=21, dim=10, seed=3):
     q, k, v = qkv(length=length, heads=heads)
     x = np.random.default_rng(seed).normal(size=(1, length, dim)) * 3
     return q, k, v, jnp.asarray(x, jnp.float32)
@@ -50,9 +50,9 @@ def authors(params, q, k, v, x, **options):
 @pytest.mark.parametrize("heads", [6, 12])
 @pytest.mark.parametrize("init_bias", [0.0, 5.0])
 def test_attention_matches_the_authors(heads, init_bias):
-    scheme = pe.FoX(num_heads=heads, model_dim=10, init_bias=init_bias)
-    params = scheme.init(jax.random.key(0))
-    params |= {"w": 20 * params["w"], "b": params["b"] + jnp.linspace(-1.0, 1.0, heads)}
+    scheme = pe.FoX(num_heads=heads, model_dim=10)
+    bias = np.linspace(init_bias - 1, init_bias + 1, heads, dtype=np.float32)
+    params = parameters(scheme) | {"b": bias}
     tokens = arrays(heads)
     out = attend(scheme, params, *tokens, is_causal=True)
     np.testing.assert_allclose(out, authors(params, *tokens), atol=1e-5)
@@ -60,7 +60,7 @@ def test_attention_matches_the_authors(heads, init_bias):
 
 def test_decays_in_both_directions_when_bidirectional():
     scheme = pe.FoX(num_heads=6, model_dim=10)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     tokens = arrays(6, length=21)
     expected = authors(params, *tokens, sees=lambda i, j: True)
     np.testing.assert_allclose(attend(scheme, params, *tokens), expected, atol=1e-5)
@@ -101,7 +101,7 @@ def test_gates_independent_of_tokens_equal_alibi_with_other_slopes(gate):
 
 def test_padding_does_not_contribute_and_its_nan_does_not_reach_other_rows():
     scheme = pe.FoX(num_heads=6, model_dim=10)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     tokens = arrays(6, length=12)
     real = np.array([0, 1, 2, 6, 7, 11])
     segments = jnp.full(12, -1).at[real].set(0)
@@ -116,7 +116,7 @@ def test_padding_does_not_contribute_and_its_nan_does_not_reach_other_rows():
 def test_padding_does_not_contribute_through_combinators():
     fox = pe.FoX(num_heads=6, model_dim=10)
     both = pe.chain(pe.on_axis(pe.RoPE(head_dim=8), 1), pe.on_axis(fox, 0))
-    params = both.init(jax.random.key(0))
+    params = parameters(both)
     q, k, v, x = arrays(6, length=8)
     segments = jnp.asarray([-1, -1, 0, 0, 0, 0, 0, 0])
     positions = jnp.maximum(jnp.arange(8) - 2, 0)
@@ -154,7 +154,7 @@ def test_errors_name_the_setting_and_the_value(change, message):
 def test_errors_name_the_shapes():
     q, k, v, x = arrays(6, length=5)
     scheme = pe.FoX(num_heads=3, model_dim=10)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     with pytest.raises(ValueError, match=r"fox: q must be \[B, T, 3, H\], got \(1, 5, 6, 8\)"):
         attend(scheme, params, q, k, v, x)
     with pytest.raises(ValueError, match=r"fox: x must be \[B, T, 10\], got \(1, 5, 7\)"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import initial
+from support import initial, parameters
 
 import posenc_jax as pe
 
@@ -50,8 +50,8 @@ def spread(params):
 @pytest.mark.parametrize("heads", [6, 12])
 def test_attention_matches_the_authors(gate, heads):
     scheme = pe.GRAPEA(num_heads=heads, head_dim=8, gate=gate)
-    params = spread(scheme.init(jax.random.key(0)))
-    arrays = qkv(heads=heads)
+    params = spread(parameters(scheme))
+    arrays = qkv(length=21, heads=heads)
     bias = authors(params, *arrays[:2], gate)
     expected = softmax_attention(*arrays, lambda q, k, n, i, j: q @ k / np.sqrt(8) + bias[n, i, j])
     out = attend(scheme, params, *arrays, is_causal=True)
@@ -61,7 +61,7 @@ def test_attention_matches_the_authors(gate, heads):
 @pytest.mark.parametrize("gate", ["key", "both"])
 def test_the_bias_at_far_positions(gate):
     scheme = pe.GRAPEA(num_heads=12, head_dim=8, gate=gate)
-    params = spread(scheme.init(jax.random.key(0)))
+    params = spread(parameters(scheme))
     q, k, _ = qkv(length=3, heads=12)
     positions = np.array([1, 257, 10**6])
     q_features, k_features, _ = scheme.features(params, None, q, k, None, None, None)
@@ -78,7 +78,7 @@ def test_the_bias_at_far_positions(gate):
 def test_slopes_worked_out_by_hand():
     """One head: slope 2^-8, u = (2, 0) of length two, keys (1, 1), (0, 1), (-1, 0)."""
     scheme = pe.GRAPEA(num_heads=1, head_dim=2)
-    params = scheme.init(jax.random.key(0)) | {"u": jnp.asarray([[2.0, 0.0]])}
+    params = jax.jit(scheme.init)(jax.random.key(0)) | {"u": jnp.asarray([[2.0, 0.0]])}
     k = jnp.asarray([[1.0, 1.0], [0.0, 1.0], [-1.0, 0.0]]).reshape(1, 3, 1, 2)
     _, k_features, _ = scheme.features(params, None, k, k, None, None, None)
     # softplus(0.70711) = 1.10794, softplus(0) = 0.69315.
@@ -121,4 +121,4 @@ def test_errors_name_the_setting_and_the_value(change, message):
 def test_errors_name_the_shapes(change):
     scheme = pe.GRAPEA(**({"num_heads": 6, "head_dim": 8} | change))
     with pytest.raises(ValueError, match=r"grape_a: q must be \[B, T, .*\(1, 5, 6, 8\)"):
-        attend(scheme, scheme.init(jax.random.key(0)), *qkv(length=5))
+        attend(scheme, parameters(scheme), *qkv(length=5))

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv
-from support import Option, initial
+from support import Option, initial, parameters
 
 import posenc_jax as pe
 
@@ -49,7 +49,7 @@ def authors(q, k, v, relative_states, proj, q_positions, kv_positions, floor=Non
 
 def make(**options):
     scheme = pe.Inkling(num_heads=6, model_dim=20, stddev=0.5, **options)
-    return scheme, scheme.init(jax.random.key(0))
+    return scheme, parameters(scheme)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])

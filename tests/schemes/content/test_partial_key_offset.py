@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
-from support import close, golden
+from support import close, golden, parameters
 
 import posenc_jax as pe
 from posenc_jax.modules.attention_fn import attention_fn
@@ -36,7 +36,7 @@ def shifted(k, starts, start=H // 2):
 
 def attend(scheme, q, k, v, **options):
     options |= {"is_causal": True, "scale": GOLDEN["scale"]}
-    return oracle.attend(scheme, scheme.init(jax.random.key(0)), q, k, v, **options)
+    return oracle.attend(scheme, parameters(scheme), q, k, v, **options)
 
 
 def test_one_document_matches_modded_nanogpt():

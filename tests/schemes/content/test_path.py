@@ -4,7 +4,7 @@
 and `layer` the projections of fla/layers/path_attn.py, from torch to NumPy in float64.
 """
 
-import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv
-from support import one_of_all
+from support import one_of_all, parameters
 
 import posenc_jax as pe
 from posenc_jax.schemes.content import path
@@ -100,6 +100,10 @@ def embeddings(length=63, dim=10, batch=1):
 def whole(scheme, params, x, arrays, function=products):
     q, k, v = (spread(a, scheme.num_heads) for a in arrays)
     w, beta = (spread(a, scheme.num_heads) for a in layer(params, x, scheme.head_dim))
+    if "gate" in params:
+        w_gate, b_gate = (np.asarray(params["gate"][n], np.float64) for n in "wb")
+        z = np.asarray(x, np.float64) @ w_gate + b_gate
+        return authors(q, k, v, w, beta, gates=-np.logaddexp(0, -z))
     return function(q, k, v, w, beta)
 
 
@@ -119,7 +123,7 @@ def test_matches_the_code_of_the_authors(options, implementation, monkeypatch):
     monkeypatch.setattr(path, "CHUNK", 8)
     arrays, x = qkv(batch=2, heads=6, kv_heads=3), embeddings(batch=2)
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, **options)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation=implementation)
     np.testing.assert_allclose(out, whole(scheme, params, x, arrays, authors), atol=1e-5)
     np.testing.assert_allclose(out, whole(scheme, params, x, arrays), atol=1e-5)
@@ -150,8 +154,8 @@ def test_gradients_match_finite_differences_of_the_paper(monkeypatch):
     monkeypatch.setattr(path, "CHUNK", 2)
     arrays, x = qkv(length=5, heads=2, kv_heads=1, dim=3), embeddings(5, 3)
     weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
-    scheme = pe.PaTH(num_heads=2, head_dim=3, model_dim=3, num_kv_heads=1, rank=2)
-    inputs = (*arrays, x, scheme.init(jax.random.key(1)))
+    scheme = pe.PaTH(num_heads=2, head_dim=3, model_dim=3, num_kv_heads=1, rank=2, forget_gate=True)
+    inputs = (*arrays, x, parameters(scheme))
 
     def loss(*inputs):
         *arrays, x, params = inputs
@@ -185,7 +189,7 @@ def test_reflections_over_many_chunks_keep_their_precision():
 
 
 def test_memory_is_linear_in_the_length():
-    """Less than one byte per query and key: no array of all pairs fits."""
+    """No array, in the gradient either, has a number for each query and key."""
     length = 16384
     q, k, v = (jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32),) * 3
     x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
@@ -196,8 +200,9 @@ def test_memory_is_linear_in_the_length():
         options = {"x": x, "is_causal": True, "implementation": "xla"}
         return pe.scheme_attention(scheme, params, q, k, v, **options)[0].sum()
 
-    program = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).lower(params, q, k, v, x).compile()
-    assert program.memory_analysis().temp_size_in_bytes < length * length
+    text = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).lower(params, q, k, v, x).as_text()
+    shapes = re.findall(r"tensor<((?:\d+x)+)", text)
+    assert max(np.prod([int(n) for n in s[:-1].split("x")]) for s in shapes) < length * length / 64
 
 
 @pytest.mark.parametrize(
@@ -216,12 +221,12 @@ def test_errors_name_the_setting_and_the_value(change, message):
     x = settings.pop("x", embeddings())
     with pytest.raises(ValueError, match=f"path: {message}"):
         scheme = pe.PaTH(**settings)
-        pe.scheme_attention(scheme, scheme.init(jax.random.key(0)), *qkv(), x=x)
+        pe.scheme_attention(scheme, parameters(scheme), *qkv(), x=x)
 
 
 def test_softcap_is_refused():
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     with pytest.raises(NotImplementedError, match="path: softcap is applied before"):
         oracle.attend(scheme, params, *qkv(), x=embeddings(), softcap=2.0)
 
@@ -231,18 +236,14 @@ def test_forget_gate_matches_the_code_of_the_authors(implementation, monkeypatch
     monkeypatch.setattr(path, "CHUNK", 8)
     arrays, x = qkv(batch=2, heads=6, kv_heads=3), embeddings(batch=2)
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
-    params = scheme.init(jax.random.key(0))
-    params["gate"] = {"w": 30 * params["gate"]["w"], "b": jnp.arange(6, dtype=jnp.float32) - 3}
-    z = np.asarray(x, np.float64) @ np.asarray(params["gate"]["w"], np.float64) + np.arange(6) - 3
-    function = functools.partial(authors, gates=-np.logaddexp(0, -z))
+    params = parameters(scheme)
     out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation=implementation)
-    np.testing.assert_allclose(out, whole(scheme, params, x, arrays, function), atol=1e-5)
+    np.testing.assert_allclose(out, whole(scheme, params, x, arrays), atol=1e-5)
 
 
 def test_forget_gate_decodes_after_left_padding_and_in_chunks():
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
-    params = scheme.init(jax.random.key(0))
-    params["gate"]["w"] *= 30
+    params = parameters(scheme)
     arrays, x = qkv(batch=1, heads=6, kv_heads=3, length=14), embeddings(length=14)
     whole = oracle.attend(scheme, params, *arrays, x=x, is_causal=True)
     pad = [(0, 0), (3, 0)]
@@ -258,18 +259,3 @@ def test_forget_gate_decodes_after_left_padding_and_in_chunks():
         out, cache = oracle.decode(scheme, params, cache, *parts, x=tokens, **placement)
         outs.append(out)
     np.testing.assert_allclose(np.concatenate(outs, 1)[:, 3:], whole, atol=2e-5)
-
-
-def test_implementations_agree_on_gradients_of_the_forget_gate():
-    arrays, x = qkv(batch=1, heads=6, kv_heads=3, length=40), embeddings(length=40)
-    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
-    params = scheme.init(jax.random.key(0))
-
-    def loss(params, implementation):
-        options = {"is_causal": True, "implementation": implementation}
-        return (pe.scheme_attention(scheme, params, *arrays, x=x, **options)[0] ** 2).sum()
-
-    a, b = (jax.jit(jax.grad(loss), static_argnums=1)(params, i) for i in ("reference", "xla"))
-    for leaf, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(leaf, other, atol=2e-5 * np.abs(leaf).max())
-    assert np.abs(a["gate"]["w"]).max() > 1e-3

@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
-from support import golden, one_of_all
+from support import golden, one_of_all, parameters
 
 import posenc_jax as pe
 
@@ -93,7 +93,7 @@ VARIANTS = [
 def test_attention_matches_the_paper(options, is_causal):
     arrays = qkv(length=21)
     scheme = pe.Shaw(num_heads=6, head_dim=8, **options)
-    params = jax.tree.map(lambda x: 3 * x, scheme.init(jax.random.key(0)))
+    params = jax.tree.map(lambda x: 3 * x, parameters(scheme))
     expected = paper(*arrays, params, scheme.clip, sees=lambda i, j: j <= i or not is_causal)
     np.testing.assert_allclose(
         attend(scheme, params, arrays, is_causal=is_causal), expected, atol=1e-5
@@ -104,7 +104,7 @@ def test_attention_matches_the_paper_at_far_positions():
     arrays = qkv(length=21)
     positions = np.r_[1, 257, 10**6 + np.arange(19)]
     scheme = pe.Shaw(num_heads=6, head_dim=8, clip=5)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     expected = paper(*arrays, params, 5, positions=positions)
     out = attend(scheme, params, arrays, is_causal=True, positions=jnp.asarray(positions))
     np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -145,7 +145,7 @@ def test_zero_beyond_matches_music_transformer(clip, per_head, implementation):
     scheme = pe.Shaw(
         num_heads=6, head_dim=8, clip=clip, values=False, per_head=per_head, zero_beyond=True
     )
-    params = jax.tree.map(lambda x: 3 * x, scheme.init(jax.random.key(0)))
+    params = jax.tree.map(lambda x: 3 * x, parameters(scheme))
     options = {"is_causal": True, "implementation": implementation}
     out = attend(scheme, params, (q, k, v), **options)
     for n in range(6):
@@ -159,7 +159,7 @@ def test_zero_beyond_matches_music_transformer(clip, per_head, implementation):
 def test_zero_beyond_for_values():
     arrays = qkv(length=21)
     scheme = pe.Shaw(num_heads=6, head_dim=8, clip=4, zero_beyond=True)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     padded = {name: jnp.pad(x, ((0, 0), (1, 1), (0, 0))) for name, x in params.items()}
     expected = paper(*arrays, padded, 5, sees=lambda i, j: True)
     np.testing.assert_allclose(attend(scheme, params, arrays), expected, atol=1e-5)
@@ -185,7 +185,7 @@ def test_gradient_of_each_row_matches_finite_differences_of_the_paper(per_head):
     arrays = qkv(length=5, heads=2, kv_heads=1, dim=3)
     weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
     scheme = pe.Shaw(num_heads=2, head_dim=3, clip=2, per_head=per_head)
-    params = scheme.init(jax.random.key(1))
+    params = parameters(scheme)
 
     def loss(params):
         out = attend(scheme, params, arrays)
@@ -216,7 +216,7 @@ def test_causal_attention_does_not_use_rows_of_the_future():
     def loss(params):
         return (attend(scheme, params, arrays, is_causal=True) ** 2).sum()
 
-    for grad in jax.jit(jax.grad(loss))(scheme.init(jax.random.key(0))).values():
+    for grad in jax.jit(jax.grad(loss))(parameters(scheme)).values():
         assert np.all(np.asarray(grad)[:, 5:] == 0)
         assert np.all(np.abs(grad[:, :5]).max(-1) > 0)
 
@@ -239,4 +239,4 @@ def test_errors_name_the_setting_and_the_value(change, message):
 def test_errors_name_the_shapes(change):
     scheme = pe.Shaw(**{"num_heads": 6, "head_dim": 8, "values": False} | change)
     with pytest.raises(ValueError, match=r"shaw: q must be \[B, T, .*\], got \(1, 63, 6, 8\)"):
-        attend(scheme, scheme.init(jax.random.key(0)), qkv())
+        attend(scheme, parameters(scheme), qkv())

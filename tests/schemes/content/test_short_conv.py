@@ -9,7 +9,7 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import qkv, softmax_attention
-from support import build, close, golden
+from support import build, close, golden, parameters
 
 import posenc_jax as pe
 from posenc_jax.modules.attention_fn import attention_fn
@@ -114,7 +114,7 @@ def test_bfloat16_is_computed_in_float32():
 )
 def test_attention_matches_a_loop_in_packed_rows(on, implementation):
     scheme = pe.ShortConv(num_heads=6, num_kv_heads=3, head_dim=8, on=on, silu=True)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     arrays = dict(zip("qkv", qkv(batch=1, length=21), strict=True))
     segment_ids = np.repeat([0, 1], [9, 12])[None].astype(np.int32)
     for name in on:
@@ -145,7 +145,7 @@ def test_heads_and_rows_may_be_sharded(segment_ids):
         pe.ShortConv(num_heads=6, num_kv_heads=2, head_dim=8), pe.PartialKeyOffset(head_dim=8)
     )
     arrays = qkv(batch=2, length=21, kv_heads=2)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     mix = jax.jit(lambda params, ids, *qkv: scheme.mix(params, *qkv, ids, None)[:3])
     expected = mix(params, segment_ids, *arrays)
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Explicit,) * 2)
@@ -213,7 +213,7 @@ def test_the_state_is_the_last_tokens():
 
 def test_flax_layers_train_with_it_and_refuse_to_decode():
     scheme = build(pe.ShortConv)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     q, k, v = qkv(length=9)
     run = jax.jit(functools.partial(attention_fn, scheme, is_causal=True))
     close(run(params, q, k, v), oracle.attend(scheme, params, q, k, v, is_causal=True), 1e-6)

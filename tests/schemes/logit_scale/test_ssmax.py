@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import build, close, decode, empty_cache, initial, output
+from support import build, close, decode, empty_cache, initial, output, parameters
 
 import posenc_jax as pe
 
@@ -38,7 +38,7 @@ def test_is_initially_the_identity_as_in_mistral_large_4(tokens):
 
 def test_without_an_offset_and_beside_rope_it_decodes(tokens):
     scheme = pe.chain(build(pe.SSMax), pe.RoPE(head_dim=8))
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     assert list(params[0]) == ["scale"]
     out, _ = decode(scheme, params, tokens, [9, 1, 9], empty_cache(scheme))
     close(out, output(scheme, params, tokens))
@@ -49,4 +49,4 @@ def test_errors_say_what_is_wrong():
         pe.SSMax(num_heads=6, scale=0.0)
     with pytest.raises(ValueError, match="ssmax: the scheme is for 6 heads, got q"):
         scheme = pe.SSMax(num_heads=6)
-        scheme.query(scheme.init(jax.random.key(0)), jnp.ones((1, 1, 5, 4)), jnp.array([[0]]))
+        scheme.query(parameters(scheme), jnp.ones((1, 1, 5, 4)), jnp.array([[0]]))

@@ -4,12 +4,11 @@ Numbers: the formulas of huggingface/transformers 5.23.0 (llama4, ministral3, be
 and bojone/rerope in float64, at positions on both sides of every step.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import BATCH, Option, close, decode, empty_cache, output
+from support import BATCH, Option, close, decode, empty_cache, output, parameters
 
 import posenc_jax as pe
 from posenc_jax.schemes.logit_scale.temperature import query_temperature
@@ -68,7 +67,7 @@ def test_steps_are_exact_at_any_position():
 
 
 def test_attention_with_rope_is_that_of_the_formula():
-    q, k, v = qkv()
+    q, k, v = qkv(length=21)
     w = 1e4 ** (-2.0 * np.arange(4) / 8)
 
     def rotated(x, i):
@@ -89,7 +88,7 @@ def test_attention_with_rope_is_that_of_the_formula():
 @pytest.mark.parametrize("other", [pe.ALiBi(num_heads=6), pe.ReRoPE(head_dim=8, window=4)])
 def test_decodes_and_packs_beside_another_scheme(other, tokens):
     scheme = pe.chain(pe.QueryTemperature(form="beam", length=2, strength=0.7), other)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     whole = output(scheme, params, tokens)
     assert np.abs(whole - output(other, params[1], tokens)).max() > 0.01
     out, _ = decode(scheme, params, tokens, [9, 1, 9], empty_cache(scheme))

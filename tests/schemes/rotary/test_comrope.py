@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import apply_rope, attend, qkv, query, softmax_attention
-from support import initial
+from support import initial, parameters
 
 import posenc_jax as pe
 
@@ -13,7 +13,7 @@ OPTIONS = {
     pe.ComRoPE: {"size": 2, "axes": "by_block", "groups": 2, "init_std": initial(0.1)},
 }
 
-GRID = pe.grid_coordinates(1, 7, 9)
+GRID = pe.grid_coordinates(1, 3, 7)
 
 
 def matrix_exp(a):
@@ -57,8 +57,8 @@ def authors(x, coordinates, params, axes):
 def test_attention_on_a_grid_matches_the_authors(axes, size, groups):
     dim = 4 * size
     scheme = pe.ComRoPE(head_dim=dim, size=size, axes=axes, groups=groups, init_std=0.3)
-    params = scheme.init(jax.random.key(0))
-    q, k, v = qkv(dim=dim, kv_heads=6)
+    params = parameters(scheme)
+    q, k, v = qkv(length=21, dim=dim, kv_heads=6)
     coordinates = np.asarray(GRID)[:, 0]
     mapped = (authors(x, coordinates, params, axes) for x in (q, k))
     expected = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(dim))
@@ -68,8 +68,8 @@ def test_attention_on_a_grid_matches_the_authors(axes, size, groups):
 
 def test_fractions_as_the_authors_have_them():
     scheme = pe.ComRoPE(head_dim=8)
-    params = scheme.init(jax.random.key(0))
-    (q, _, _) = qkv()
+    params = parameters(scheme)
+    (q, _, _) = qkv(length=21)
     coordinates = (jnp.asarray(GRID, jnp.float32) + 0.5) / 9
     got = query(scheme, params, q, coordinates)
     np.testing.assert_allclose(
@@ -79,8 +79,8 @@ def test_fractions_as_the_authors_have_them():
 
 def test_logits_depend_on_offsets_at_any_position():
     scheme = pe.ComRoPE(head_dim=8, groups=3)
-    params = scheme.init(jax.random.key(0))
-    arrays = qkv()
+    params = parameters(scheme)
+    arrays = qkv(length=21)
     here = attend(scheme, params, *arrays, coordinates=GRID)
     for shift in ([3, -2], [10**6, 5], [2**30, -(2**30)]):
         moved = GRID + jnp.asarray(shift)[:, None, None]
@@ -102,7 +102,7 @@ def test_a_block_of_two_is_rope():
 
 def test_gradients_are_slopes_of_the_authors_code():
     scheme = pe.ComRoPE(head_dim=4)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     (q, _, _) = qkv(length=4, heads=2, kv_heads=2, dim=4)
     coordinates = np.array([[0, 1, 2, 0], [1, 0, 1, 2]])
     weights = np.random.default_rng(0).normal(size=q.shape)
@@ -151,7 +151,7 @@ def test_errors_name_the_setting_and_the_value(change, message):
 def test_errors_name_the_shapes():
     q, _, _ = qkv(length=5)
     scheme = pe.ComRoPE(head_dim=8, groups=4)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     with pytest.raises(ValueError, match=r"comrope: .* got q or k of shape \(1, 5, 6, 8\)"):
         scheme.query(params, q, jnp.arange(5)[None])
     with pytest.raises(ValueError, match=r"comrope: coordinates must be .* got \(3, 1, 5\)"):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, query, softmax_attention
+from support import parameters
 
 import posenc_jax as pe
 
@@ -44,9 +45,9 @@ def authors(x, positions, series, trained_length, theta=1e4):
 @pytest.mark.parametrize("dim, trained_length", [(8, 64), (32, 512)])
 def test_attention_matches_the_authors(groups, dim, trained_length):
     scheme = pe.FoPE(head_dim=dim, trained_length=trained_length, groups=groups, gain=2.0)
-    q, k, v = qkv(dim=dim)
+    q, k, v = qkv(length=21, dim=dim)
     series = scheme.coefficients({})
-    q_, k_ = (authors(x, np.arange(63), series, trained_length) for x in (q, k))
+    q_, k_ = (authors(x, np.arange(21), series, trained_length) for x in (q, k))
     expected = softmax_attention(q_, k_, v, lambda q, k, n, i, j: q @ k / np.sqrt(dim))
     out = attend(scheme, {}, q, k, v, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -54,7 +55,7 @@ def test_attention_matches_the_authors(groups, dim, trained_length):
 
 def test_queries_at_far_positions_with_learned_coefficients():
     scheme = pe.FoPE(head_dim=32, trained_length=4096, groups=12, learned=True, theta=5e5)
-    params = scheme.init(jax.random.key(1))
+    params = parameters(scheme)
     (q, _, _) = qkv(length=4, heads=12, dim=32)
     positions = np.array([1, 257, 10**6, 2**31 - 1])
     got = query(scheme, params, q, jnp.asarray(positions)[None])

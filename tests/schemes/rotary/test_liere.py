@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, query, softmax_attention
+from support import parameters
 
 import posenc_jax as pe
 
 OPTIONS = {pe.LieRE: {"size": 4, "groups": 2}}
 
 GRID = (
-    jnp.asarray(pe.grid_coordinates(1, 7, 9), jnp.float32) / jnp.asarray([6.0, 8.0])[:, None, None]
+    jnp.asarray(pe.grid_coordinates(1, 3, 7), jnp.float32) / jnp.asarray([2.0, 6.0])[:, None, None]
 )
 
 
@@ -50,8 +51,8 @@ def authors(x, coordinates, upper, size):
 )
 def test_attention_on_an_image_matches_the_authors(size, groups, dim):
     scheme = pe.LieRE(head_dim=dim, size=size, groups=groups)
-    params = scheme.init(jax.random.key(0))
-    q, k, v = qkv(kv_heads=6)
+    params = parameters(scheme)
+    q, k, v = qkv(length=21, kv_heads=6)
     coordinates = np.asarray(GRID)[:, 0]
     mapped = (authors(x, coordinates, params["upper"], size) for x in (q, k))
     expected = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(8))
@@ -61,7 +62,7 @@ def test_attention_on_an_image_matches_the_authors(size, groups, dim):
 
 def test_blocks_of_two_rotate_exactly_at_far_positions():
     scheme = pe.LieRE(head_dim=4)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     (q, _, _) = qkv(length=4, dim=4)
     coordinates = np.array([[1, 257, 10**6, 2**31 - 1], [0, 3, -5, 10**9]])
     got = query(scheme, params, q, jnp.asarray(coordinates)[:, None])
@@ -76,7 +77,7 @@ def test_blocks_of_two_rotate_exactly_at_far_positions():
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_gradients_are_slopes_of_the_authors_code(size):
     scheme = pe.LieRE(head_dim=size, size=size)
-    upper = scheme.init(jax.random.key(0))["upper"]
+    upper = parameters(scheme)["upper"]
     (q, _, _) = qkv(length=4, heads=2, kv_heads=2, dim=size)
     coordinates = np.array(
         [[0.0, 0.5, 1.0, 0.0], [0.0, 1.0, 0.25, 0.5]]
@@ -120,7 +121,7 @@ def test_errors_name_the_setting_and_the_value(change, message):
 def test_errors_name_the_shapes():
     q, _, _ = qkv(length=5)
     scheme = pe.LieRE(head_dim=8, groups=4)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     with pytest.raises(ValueError, match=r"liere: .* got q or k of shape \(1, 5, 6, 8\)"):
         scheme.query(params, q, jnp.arange(5)[None])
     with pytest.raises(ValueError, match=r"liere: coordinates must be .* got \(3, 1, 5\)"):

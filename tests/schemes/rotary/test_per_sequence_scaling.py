@@ -33,6 +33,9 @@ LONG = pe.LongRoPE(
 )
 NTK = pe.DynamicNTK(factor=3.0, original_max_position=12, length=None)
 each = pytest.mark.parametrize("scaling", [LONG, NTK], ids=["longrope", "dynamic_ntk"])
+steps = pytest.mark.parametrize(
+    "scaling", [NTK, pytest.param(LONG, marks=one_of_all)], ids=["dynamic_ntk", "longrope"]
+)
 
 
 def released(scaling, length, dim=8, theta=1e4):
@@ -79,13 +82,16 @@ def test_angles_at_far_positions(scaling):
         assert np.all(np.abs(sin[0, 0] - g * np.sin(position * w)) < tolerance)
 
 
+count = jax.jit(from_segment_ids)
+
+
 def packed(scheme, tokens, segments):
-    segments = jnp.asarray(segments)
-    placement = {"positions": from_segment_ids(segments), "segment_ids": segments}
+    segments = np.array(segments, np.int32)
+    placement = {"positions": count(segments), "segment_ids": segments}
     return np.asarray(output(scheme, {}, tokens, **placement))
 
 
-@each
+@steps
 def test_rows_and_segments_of_different_length_equal_rows_alone(scaling, tokens):
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
     # Row 0 is long. Row 1 is short, and padded on the left. The same rows again, packed.
@@ -108,7 +114,7 @@ def test_rows_and_segments_of_different_length_equal_rows_alone(scaling, tokens)
             close(out[row, part], alone(part)[row])
 
 
-@each
+@steps
 def test_a_step_past_the_trained_length_equals_the_whole_so_far(scaling, tokens):
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
     out, _ = decode(scheme, {}, tokens, [10] + [1] * 9, empty_cache(scheme))
@@ -119,7 +125,7 @@ def test_a_step_past_the_trained_length_equals_the_whole_so_far(scaling, tokens)
             close(out[:, :10], whole[:, :10])
 
 
-@each
+@steps
 def test_rows_cross_the_trained_length_at_their_own_step(scaling, tokens):
     """Row 0 begins with 11 tokens, row 1 with 7, in one padded prompt."""
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
@@ -136,9 +142,7 @@ def test_rows_cross_the_trained_length_at_their_own_step(scaling, tokens):
         close(out[:, step], whole[:, 11 + step])
 
 
-@pytest.mark.parametrize(
-    "scaling", [NTK, pytest.param(LONG, marks=one_of_all)], ids=["dynamic_ntk", "longrope"]
-)
+@steps
 def test_implementations_agree_and_gradients_are_finite(scaling):
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
     tokens = make_batch(length=63)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, key, qkv, query, softmax_attention
-from support import initial
+from support import initial, parameters
 
 import posenc_jax as pe
 
@@ -39,10 +39,11 @@ def wanted(q, k, v, positions, delta, **options):
 @pytest.mark.parametrize("options", [{}, {"theta": 50.0}], ids=str)
 def test_attention_matches_the_reference(heads, options):
     scheme = pe.PoPE(num_heads=heads, head_dim=8, uniform=True, **options)
-    params = {"delta": scheme.init(jax.random.key(0))["delta"].at[0, :2].set(jnp.array([1.0, -9]))}
-    arrays = qkv(heads=heads)
+    params = {"delta": -np.abs(parameters(scheme, 3.0)["delta"])}
+    params["delta"][0, :2] = 1.0, -9.0
+    arrays = qkv(length=21, heads=heads)
     out = attend(scheme, params, *arrays, is_causal=True)
-    expected = wanted(*arrays, np.arange(63), params["delta"], **options)
+    expected = wanted(*arrays, np.arange(21), params["delta"], **options)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -117,6 +118,6 @@ def test_errors_name_the_shapes():
     scheme = pe.PoPE(num_heads=3, head_dim=8)
     q, k, _ = qkv(length=5)
     with pytest.raises(ValueError, match=r"pope: q must be \[B, T, 3, 8\], got \(1, 5, 6, 8\)"):
-        scheme.query(scheme.init(jax.random.key(0)), q, jnp.arange(5)[None])
+        scheme.query(parameters(scheme), q, jnp.arange(5)[None])
     with pytest.raises(ValueError, match=r"pope: the scheme is for head_dim 8, got .*3, 4\)"):
         scheme.key({}, k[..., :4], jnp.arange(5)[None])

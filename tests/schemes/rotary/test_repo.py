@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import qkv, softmax_attention
-from support import initial
+from support import initial, parameters
 
 import posenc_jax as pe
 
@@ -20,7 +20,7 @@ OPTIONS = {
 }
 
 
-def arrays(heads=6, length=63, dim=24):
+def arrays(heads=6, length=21, dim=24):
     q, k, v = qkv(length=length, heads=heads)
     x = np.random.default_rng(3).normal(size=(1, length, dim))
     return q, k, v, jnp.asarray(x, jnp.float32)
@@ -56,7 +56,7 @@ def authors(params, q, k, v, x, theta=1e4):
 @pytest.mark.parametrize("options", [{}, {"theta": 50.0}], ids=str)
 def test_attention_matches_the_authors(heads, groups, options):
     scheme = pe.RePo(model_dim=24, head_dim=8, groups=groups, init_std=0.5, **options)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     tokens = arrays(heads)
     out = attend(scheme, params, *tokens)
     np.testing.assert_allclose(out, authors(params, *tokens, **options), atol=1e-5)
@@ -100,7 +100,7 @@ def test_errors_name_the_setting_and_the_value(change, message):
 def test_errors_name_the_shapes():
     q, k, v, x = arrays(length=5)
     scheme = pe.RePo(model_dim=24, head_dim=8, groups=4)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     with pytest.raises(ValueError, match=r"repo: .* got q or k of shape \(1, 5, 6, 8\)"):
         attend(scheme, params, q, k, v, x)
     with pytest.raises(ValueError, match=r"repo: x must be \[B, T, 24\], got \(1, 5, 7\)"):

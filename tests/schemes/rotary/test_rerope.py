@@ -76,9 +76,9 @@ SIZES = [(6, 3, 0), (12, 12, 257), (6, 2, 10**6)]
 )
 def test_matches_the_authors_code(name, heads, kv_heads, start):
     scheme, port, (window, *options) = CASES[name]
-    q, k, v = qkv(heads=heads, kv_heads=kv_heads, dim=12)
+    q, k, v = qkv(length=27, heads=heads, kv_heads=kv_heads, dim=12)
     w = 1e4 ** (-2.0 * np.arange(6) / 12)
-    positions = start + np.arange(63)
+    positions = start + np.arange(27)
 
     def logit(q, k, n, i, j):
         return port(q, k, i, j, window, w, *options) / np.sqrt(12)

@@ -49,8 +49,8 @@ def authors(q, k, positions, mode, theta=1e4):
 @pytest.mark.parametrize("heads", MODES)
 @pytest.mark.parametrize("count", [6, 12])
 def test_attention_matches_the_authors(heads, count):
-    q, k, v = qkv(heads=count)
-    mapped = authors(q, k, np.arange(63), MODES[heads])
+    q, k, v = qkv(length=21, heads=count)
+    mapped = authors(q, k, np.arange(21), MODES[heads])
     expected = softmax_attention(*mapped, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
     out = attend(pe.RoPEPlusPlus(head_dim=8, heads=heads), {}, q, k, v, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)

@@ -10,13 +10,12 @@ from posenc_jax.schemes.rotary import rotate
 
 
 def test_each_set_of_tables_rotates_consecutive_heads():
-    x = jax.random.normal(jax.random.key(0), (2, 5, 6, 8))
-    cos, sin = jax.random.normal(jax.random.key(1), (2, 2, 5, 3, 4))
-    whole = pe.apply_rotation(x, cos, sin)
+    random = np.random.default_rng(0)
+    x, *tables = (np.float32(random.normal(size=s)) for s in [(2, 5, 6, 8)] + 2 * [(2, 5, 3, 4)])
+    rotate = jax.jit(pe.apply_rotation)
+    whole = rotate(x, *tables)
     for head in range(6):
-        alone = pe.apply_rotation(
-            x[:, :, head : head + 1], cos[:, :, head // 2], sin[:, :, head // 2]
-        )
+        alone = rotate(x[:, :, head : head + 1], *(t[:, :, head // 2] for t in tables))
         np.testing.assert_array_equal(whole[:, :, head], alone[:, :, 0])
 
 
@@ -52,8 +51,9 @@ def test_concrete_tables_are_not_copied_and_traced_ones_are_materialised():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved_negative"])
 def test_all_forms_of_the_rotation_agree(layout, dtype, rows):
-    x, g = jax.random.normal(jax.random.key(0), (2, 1, 5, rows, 12)).astype(dtype)
-    angles = np.random.default_rng(1).normal(size=(1, 5, 1, 4))
+    random = np.random.default_rng(1)
+    x, g = random.normal(size=(2, 1, 5, rows, 12)).astype(dtype)
+    angles = random.normal(size=(1, 5, 1, 4))
     c, s = np.cos(angles), -np.sin(angles) if "negative" in layout else np.sin(angles)
 
     def wanted(x, s):
@@ -66,12 +66,17 @@ def test_all_forms_of_the_rotation_agree(layout, dtype, rows):
         return x, (a, b)
 
     tables = np.float32(np.cos(angles[:, :, 0])), np.float32(np.sin(angles[:, :, 0]))
-    out, pull = jax.vjp(lambda *a: pe.apply_rotation(*a, layout=layout, start=2), x, *tables)
+
+    @jax.jit
+    def rotated_and_pulled(g, *arrays):
+        out, pull = jax.vjp(lambda *a: pe.apply_rotation(*a, layout=layout, start=2), *arrays)
+        return out, *pull(g)
+
+    out, dx, dcos, dsin = rotated_and_pulled(g, x, *tables)
     near = {"rtol": 2**-8, "atol": 1e-6} if dtype == jnp.bfloat16 else {"atol": 2e-6}
     rotated, (a, b) = wanted(x, s)
     back, (ga, gb) = wanted(g, -s)
     np.testing.assert_allclose(np.float64(out), rotated, **near)
-    dx, dcos, dsin = pull(g)
     np.testing.assert_allclose(np.float64(dx), back, **near)
     rotation = (gb * a - ga * b).sum(2)
     np.testing.assert_allclose(dcos, (ga * a + gb * b).sum(2), atol=1e-5)
@@ -81,13 +86,16 @@ def test_all_forms_of_the_rotation_agree(layout, dtype, rows):
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_the_product_that_tpus_run_has_the_same_bits(layout, sign):
-    x = jax.random.normal(jax.random.key(0), (2, 9, 3, 12)).astype(jnp.bfloat16)
-    tables = [t[:, :, None] for t in pe.cos_sin(jnp.arange(9)[None], np.geomspace(1, 1e-3, 6))]
+    random = np.random.default_rng(0)
+    x, angles = random.normal(size=(2, 9, 3, 12)).astype(jnp.bfloat16), random.normal(size=(9, 6))
+    tables = [np.float32(f(angles))[None, :, None] for f in (np.cos, np.sin)]
     rotation = rotate.Rotation(read=layout, write=layout, start=0, sign=sign)
-    np.testing.assert_array_equal(
-        np.float32(rotate._by_product(x, *tables, rotation)),
-        np.float32(rotate._by_parts(x, *tables, rotation)),
-    )
+
+    @jax.jit
+    def both(x, *tables):
+        return [f(x, *tables, rotation) for f in (rotate._by_product, rotate._by_parts)]
+
+    np.testing.assert_array_equal(*(np.float32(out) for out in both(x, *tables)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

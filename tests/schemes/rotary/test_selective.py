@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
+from support import parameters, run
 
 import posenc_jax as pe
 
@@ -21,7 +22,7 @@ OPTIONS = {
 }
 
 
-def arrays(heads=6, length=63, dim=12, **options):
+def arrays(heads=6, length=21, dim=12, **options):
     q, k, v = qkv(length=length, heads=heads, **options)
     x = np.random.default_rng(3).normal(size=(q.shape[0], length, dim))
     return q, k, v, x.astype(np.float32)
@@ -66,7 +67,7 @@ def authors(params, q, k, v, x, groups, **options):
 @pytest.mark.parametrize("heads, groups", [(6, 1), (6, 3), (12, 3)])
 def test_attention_matches_the_authors(heads, groups):
     scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, groups=groups)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     params |= {"up": 5 * params["up"]}
     tokens = arrays(heads)
     out = attend(scheme, params, *tokens)
@@ -77,7 +78,7 @@ def test_attention_matches_the_authors(heads, groups):
 def test_any_width_temperature_and_base(width):
     options = {"theta": 50.0, "temp_max": 2.0}
     scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, width=width, rank=3, **options)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     tokens = arrays(length=21)
     out = attend(scheme, params, *tokens)
     np.testing.assert_allclose(out, authors(params, *tokens, 1, **options), atol=1e-5)
@@ -96,11 +97,15 @@ def test_learned_temperatures():
 def test_angles_worked_out_by_hand():
     """phi is (0.5, 1), (0.25, -1), (1, 0): a filter of one token, and W_2 that gives it."""
     scheme = pe.SelectiveRoPE(model_dim=3, head_dim=4, rank=3, width=1)
-    phi = jnp.asarray([[0.5, 1.0], [0.25, -1.0], [1.0, 0.0]])
-    params = {"down": jnp.eye(3), "up": phi, "conv": jnp.ones((1, 2))}
-    q = jnp.zeros((1, 3, 1, 4)).at[..., :2].set(1.0)
-    rows, _, _ = scheme.features(params, 1e4 * jnp.eye(3)[None], q, q, None, None, None)
-    rotated = scheme.query(params, q, None, rows)[0, :, 0]
+    phi = np.array([[0.5, 1.0], [0.25, -1.0], [1.0, 0.0]], np.float32)
+    params = {"down": np.eye(3, dtype="f4"), "up": phi, "conv": np.ones((1, 2), "f4")}
+    q = np.tile(np.array([1, 1, 0, 0], np.float32), (1, 3, 1, 1))
+
+    def rotate(params, x, q):
+        rows, _, _ = scheme.features(params, x, q, q, None, None, None)
+        return scheme.query(params, q, None, rows)
+
+    rotated = run(rotate, (), params, 1e4 * np.eye(3, dtype="f4")[None], q)[0, :, 0]
     got = np.arctan2(rotated[:, 2:], rotated[:, :2])
     np.testing.assert_allclose(got, [[0.5, 0.00141421356], [0.75, 0], [1.75, 0]], atol=1e-6)
 
@@ -108,7 +113,7 @@ def test_angles_worked_out_by_hand():
 @pytest.mark.parametrize("chunks", [[12], [4, 4, 4], [1] * 12], ids=str)
 def test_sequences_with_padding_between_are_independent(chunks):
     scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     tokens = arrays(length=12)
     segments = np.array([-1, 0, 0, -1, 0, 0, 1, -1, -1, 1, 1, 1])
     positions = np.array([0, 0, 1, 0, 2, 3, 0, 0, 0, 1, 2, 3])
@@ -160,7 +165,7 @@ def test_errors_name_the_setting_and_the_value(change, message):
 def test_errors_name_the_shapes():
     q, k, v, x = arrays(length=5)
     scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, groups=4)
-    params = scheme.init(jax.random.key(0))
+    params = parameters(scheme)
     with pytest.raises(ValueError, match=r"selective_rope: .* got q or k of shape \(1, 5, 6, 8\)"):
         attend(scheme, params, q, k, v, x)
     with pytest.raises(ValueError, match=r"x must be \[B, T, 12\], got \(1, 5, 7\)"):

@@ -48,9 +48,9 @@ def self_extend(q, k, i, j, w, group_size_1, group_size_2):
     ],
 )
 def test_matches_the_authors_code(window, group, heads, kv_heads, start):
-    q, k, v = qkv(heads=heads, kv_heads=kv_heads, dim=12)
+    q, k, v = qkv(length=27, heads=heads, kv_heads=kv_heads, dim=12)
     w = 1e4 ** (-2.0 * np.arange(6) / 12)
-    positions = start + np.arange(63)
+    positions = start + np.arange(27)
 
     def logit(q, k, n, i, j):
         return self_extend(q, k, i, j, w, group, window) / np.sqrt(12)

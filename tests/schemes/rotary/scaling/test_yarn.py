@@ -115,7 +115,7 @@ def test_attention_of_deepseek(mscale, all_dim):
     )
     scheme = pe.RoPE(head_dim=dim, layout="interleaved", rotary_start=nope, scaling=scaling)
     w, _ = pe.rope_frequencies(dim - nope, scaling=scaling)
-    q, k, v = qkv(heads=6, kv_heads=6, dim=dim)
+    q, k, v = qkv(length=21, heads=6, kv_heads=6, dim=dim)
     top, bottom = (0.1 * m * math.log(factor) + 1.0 for m in (mscale, all_dim))
 
     def logit(q, k, n, i, j):
