@@ -1,14 +1,13 @@
 """Attention weights of trained models, against a softmax in numpy."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import posenc_jax as pe
 from experiments.commands.attention import attention_weights, biases, by_distance
-from experiments.models.model import initialize, seed_keys, structure
+from experiments.models.model import LanguageModel
 from experiments.scoreboard.speed import Speed, SpeedRun
 from experiments.settings.common import Model
 
@@ -18,11 +17,8 @@ LENGTH = 10
 
 @pytest.fixture(scope="module")
 def measured():
-    scheme, vocab_size = pe.ALiBi(2), 17
-    params = initialize(SIZES, scheme, vocab_size, seed_keys([0], "parameters"))
-    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[0]), params)
-    model = nnx.merge(structure(SIZES, scheme, vocab_size), params)
-    tokens = np.random.default_rng(0).integers(0, vocab_size, (2, LENGTH))
+    model = LanguageModel(SIZES, pe.ALiBi(2), 17, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 17, (2, LENGTH))
     # `attention_weights` replaces parts of the model: it must get it as an argument.
     run = nnx.jit(lambda model, tokens: attention_weights(model, tokens))
     return model, tokens, run(model, tokens)

@@ -19,7 +19,6 @@ from experiments.runs import run as runs_module
 from experiments.runs.run import RunFolder
 from experiments.runs.trained import experiment_of
 from experiments.tasks.text import VARIANTS
-from experiments.training.train import train
 
 SMALL = """
 tasks = ["kback"]
@@ -124,17 +123,6 @@ def test_compare_writes_results_and_report_with_the_scheme_of_the_page(run, of_p
     assert run.settings()["schemes"]["names"] == ["rope", mine] and run.settings()["seeds"] == 2
     assert "report.html" in out and "Means of 2 seeds." in out
     assert mine in (run.folder / "report.html").read_text()
-
-
-def test_seeds_side_by_side_in_one_program_have_equal_losses(run):
-    assert run("compare", "--schemes", "rope", "--seeds", "2")[0] == 0
-    task, results = experiment_of(run.folder).tasks["kback"], run.results()
-    trained = train(task, pe.RoPE(8), [0, 1], None)
-    for seed in (0, 1):
-        result = results["kback", "rope", seed]
-        assert result.curve["loss"] == [loss[seed] for loss in trained.curve["loss"]]
-        assert result.parameters == trained.parameters
-    assert trained.curve["loss"][0][0] != trained.curve["loss"][0][1]
 
 
 def test_user_task_is_one_file(run, own_module):

@@ -48,10 +48,7 @@ def make(name, task=TASK):
 
 
 def new_model(layers, sizes=SIZES, vocab_size=TASK.vocab_size):
-    """A model with parameters as `train` draws them for one seed, so that tests share programs."""
-    params = initialize(sizes, layers, vocab_size, seed_keys([0], "parameters"))
-    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[0]), params)
-    return nnx.merge(structure(sizes, layers, vocab_size), params)
+    return LanguageModel(sizes, layers, vocab_size, jax.random.key(0))
 
 
 @functools.cache
@@ -61,9 +58,7 @@ def model(name):
 
 @functools.cache
 def abstract_model(name):
-    return nnx.eval_shape(
-        lambda: LanguageModel(SIZES, make(name), TASK.vocab_size, jax.random.key(0))
-    )
+    return nnx.eval_shape(lambda: new_model(make(name)))
 
 
 def some(names):
@@ -136,7 +131,7 @@ def test_decoding_within_chunks_equals_whole_passes():
         out, caches = decode(network, part, caches)
         outs.append(out)
     np.testing.assert_allclose(np.concatenate(outs, 1), whole, atol=1e-5)
-    convolved = new_model(ROPE, dataclasses.replace(SIZES, conv_size=3))
+    convolved = nnx.eval_shape(lambda: new_model(ROPE, dataclasses.replace(SIZES, conv_size=3)))
     with pytest.raises(ConfigError, match="models with conv_size are not decoded"):
         convolved.decode(tokens, convolved.new_caches(2, 20))
 
@@ -199,7 +194,7 @@ def test_the_model_encodes_the_coordinates_that_it_is_given():
     plain = rope(tokens)
     np.testing.assert_array_equal(rope(tokens, coordinates), plain)
     np.testing.assert_allclose(rope(tokens, coordinates + 9), plain, atol=1e-5)
-    assert np.abs(rope(tokens, 2 * coordinates) - plain).max() > 1e-4
+    assert np.abs(rope(tokens, 5 * coordinates) - plain).max() > 1e-4
     graphdef, params = nnx.split(new_model(make("learned")))
     learned = jax.jit(lambda params, *inputs: nnx.merge(graphdef, params)(*inputs))
     plain = learned(params, tokens, coordinates)
@@ -215,11 +210,13 @@ def test_embeddings_are_scaled_for_sinusoidal_only():
 
 
 def test_training_equals_a_python_loop():
+    """The second of two seeds side by side."""
     scheme = make("rope")
-    trained = train(TASK, scheme, [5], None)
+    trained = train(TASK, scheme, [4, 5], None)
     graphdef = structure(SIZES, scheme, TASK.vocab_size)
     params = jax.tree.map(
-        lambda x: x[0], initialize(SIZES, scheme, TASK.vocab_size, seed_keys([5], "parameters"))
+        lambda x: np.asarray(x)[0],
+        initialize(SIZES, scheme, TASK.vocab_size, seed_keys([5], "parameters")),
     )
     optimizer = make_optimizer(TASK.train, TASK.train.learning_rate, TASK.train.scheme_rate)
     moments = optimizer.init(params)
@@ -243,10 +240,10 @@ def test_training_equals_a_python_loop():
         losses.append(float(value))
     assert trained.curve["step"] == [2, 4]
     np.testing.assert_allclose(
-        np.ravel(trained.curve["loss"]), np.reshape(losses, (2, 2)).mean(1), atol=1e-4
+        np.array(trained.curve["loss"])[:, 1], np.reshape(losses, (2, 2)).mean(1), atol=1e-4
     )
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(trained.params), strict=True):
-        np.testing.assert_allclose(a, b[0], atol=1e-4)
+        np.testing.assert_allclose(a, np.asarray(b)[1], atol=1e-4)
 
 
 def test_a_run_that_begins_with_another_sees_other_batches(monkeypatch):
@@ -330,9 +327,9 @@ def test_text_evaluation_equals_a_loop_over_bytes():
                 step = e.length if e.mode == "nonoverlapping" else task.stride
                 for end in range(start + step, start + 16 + 1, step):
                     window = held_out[end - e.length : end + 1].astype(np.int32)
-                    logp = np.asarray(logp_of(params_of_seed, window[:-1]))[
-                        np.arange(e.length), window[1:]
-                    ]
+                    padded = np.pad(window[:-1], (0, 16 - e.length))
+                    logp = np.asarray(logp_of(params_of_seed, padded))
+                    logp = logp[np.arange(e.length), window[1:]]
                     bits += list(-logp[e.length - step :])
                     pairs = [tuple(window[i - 1 : i + 1]) for i in range(1, e.length + 1)]
                     again += [pairs[i] in pairs[:i] for i in range(e.length - step, e.length)]
