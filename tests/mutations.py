@@ -286,10 +286,10 @@ MUTATIONS = [
              "tests/hf/test_hf.py tests/hf/test_golden.py"),
     Mutation("GPT-2's scale does not fall with depth", "hf/bias_and_table_families.py",
              "/ (layer + 1)", "/ 1",
-             "tests/hf/test_attention_settings.py tests/hf"),
+             "tests/hf/test_hf.py"),
     Mutation("softcap of Gemma 2 is ignored", "hf/attention_options.py",
              "softcap=None if softcap is None else float(softcap)", "softcap=None",
-             "tests/hf"),
+             "tests/hf/test_attention_options.py"),
 ]
 # fmt: on
 
