@@ -6,14 +6,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import run
 
 import posenc_jax as pe
 
-# One program for each shape; called as methods they are many.
-append, take, insert, reset, rewind = (
-    jax.jit(getattr(pe.KVCache, name), static_argnames="window" if name == "append" else None)
-    for name in ("append", "take", "insert", "reset", "rewind")
-)
+
+def method(name):
+    """A method of a cache under `jit`."""
+
+    def call(cache, *arguments, window=None, **arrays):
+        return run(_method, (name, window), cache, arguments, arrays)
+
+    return call
+
+
+def _method(name, window, cache, arguments, arrays):
+    options = arrays if window is None else arrays | {"window": window}
+    return getattr(cache, name)(*arguments, **options)
+
+
+append, take, insert, reset, rewind = map(method, ("append", "take", "insert", "reset", "rewind"))
 
 
 def empty(capacity=5, **options):
@@ -263,8 +275,7 @@ def test_stacked_caches_equal_the_caches_of_their_layers(lead, ring):
     for _ in lead:
         step = jax.vmap(step)
     eager = lead == (3,) and not ring
-    for run in (jax.jit(step), step)[: 1 + eager]:
-        new = run(stacked)
+    for new in (run(step, (), stacked), step(stacked) if eager else None)[: 1 + eager]:
         jax.tree.map(np.testing.assert_array_equal, new, expected)
         assert new.capacity == 5 and new.overflowed.shape == (*lead, 2)
         lost = np.array([not ring and n + 2 > 5 for n in full]).reshape(lead)
@@ -274,15 +285,14 @@ def test_stacked_caches_equal_the_caches_of_their_layers(lead, ring):
 def test_caches_under_scan_report_their_overflow():
     stacked = jax.tree.map(lambda a: np.stack([a] * 3), empty())
 
-    @jax.jit
     def scan(caches, new):
         return jax.lax.scan(lambda _, c: (None, c.append(*new)), None, caches)[1]
 
-    new = scan(stacked, tokens(4))
+    new = run(scan, (), stacked, tokens(4))
     np.testing.assert_array_equal(new.overflowed, [[False] * 2] * 3)
-    new = scan(new, tokens(2))
+    new = run(scan, (), new, tokens(2))
     np.testing.assert_array_equal(new.overflowed, [[True] * 2] * 3)
-    back = jax.jit(jax.vmap(lambda c: c.rewind(1)))(new)
+    back = run(jax.vmap(lambda c: c.rewind(1)), (), new)
     np.testing.assert_array_equal(back.overflowed, [[False] * 2] * 3)
     np.testing.assert_array_equal(back.length, [[5] * 2] * 3)
 
@@ -363,8 +373,8 @@ def test_rows_of_stacked_caches_are_changed_under_vmap():
     def change(c, other):
         return c.take(np.array([1, 1, 0])), c.reset(2), c.insert(0, other)
 
-    changed = jax.jit(jax.vmap(change))(stacked, stacked_others)
-    each = [jax.jit(change)(c, other) for c, other in zip(layers, others, strict=True)]
+    changed = run(jax.vmap(change), (), stacked, stacked_others)
+    each = [run(change, (), c, other) for c, other in zip(layers, others, strict=True)]
     same(changed, jax.tree.map(lambda *x: np.stack(x), *each))
 
 
