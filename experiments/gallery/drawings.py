@@ -42,8 +42,8 @@ def draw_permutation(words, nope, rope):
     outputs = np.asarray([nope, rope])[:, :, :, 0]  # [scheme, order, T, H]
     changes = outputs[:, 0] - outputs[:, 1, ::-1]
     times = int(np.abs(outputs).max() / np.abs(changes).max())
-    for line, (first, second), change in zip(axes, outputs, changes, strict=True):
-        shown = (first, words), (second, words[::-1]), (times * change, words)
+    for i, line in enumerate(axes):
+        shown = (outputs[i, 0], words), (outputs[i, 1], words[::-1]), (times * changes[i], words)
         for each, (rows, order) in zip(line, shown, strict=True):
             raster(each, rows, top=float(np.abs(outputs).max()))
             each.set(xticks=[], yticks=range(len(order)), yticklabels=order)

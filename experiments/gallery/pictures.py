@@ -180,7 +180,7 @@ def _figure():
     return figure, axes
 
 
-def raster(axes, values: np.ndarray, extent=None, top: float | None = None):
+def raster(axes, values, extent=None, top: float | None = None):
     """Draws an array, white at zero; colours saturate at `top`, or at the 98th percentile."""
     top = top or float(np.nanpercentile(np.abs(values), 98)) or 1.0
     axes.grid(False)
