@@ -14,6 +14,7 @@ from posenc_jax import nnx as pn
 
 D, N, K, H = 20, 6, 3, 8
 ROPE = pe.RoPE(head_dim=H)
+X = np.random.default_rng(1).normal(size=(2, 9, D)).astype(np.float32)
 NORM = pe.QKNorm(epsilon=0.01, scale_offset=1.0)
 LAYER = pe.LayerSpec(ROPE, 4, scale=0.5, softcap=3.0, sinks=True, qk_norm=NORM)
 
@@ -25,7 +26,7 @@ def test_a_norm_is_its_formula_in_float64(kind, over, scale):
     shape = (2, 5, N, H)
     x = np.random.RandomState(0).standard_normal(shape).astype(np.float32)
     params = jax.tree.map(
-        lambda p: p + jnp.linspace(-1.0, 1.0, p.size).reshape(p.shape), norm.init(N, H)
+        lambda p: np.asarray(p) + linspace(-1.0, 1.0, p.size).reshape(p.shape), norm.init(N, H)
     )
     wanted = np.empty(shape)
     gain, bias = (np.broadcast_to(np.float64(params[n]), (N, H)) for n in ("scale", "bias"))
@@ -35,13 +36,18 @@ def test_a_norm_is_its_formula_in_float64(kind, over, scale):
             mean = part.mean() if kind == "layer" else 0.0
             root = np.sqrt(((part - mean) ** 2).mean() + 0.1)
             wanted[b, t, n] = (x[b, t, n] - mean) / root * (gain[n] + 1) + bias[n]
-    np.testing.assert_allclose(norm(params, jnp.asarray(x)), wanted, atol=2e-6)
-    half = norm(params, jnp.asarray(x, jnp.bfloat16))
+    out, half = jax.jit(lambda *x: [norm(params, y) for y in x])(x, x.astype(jnp.bfloat16))
+    np.testing.assert_allclose(out, wanted, atol=2e-6)
     assert half.dtype == jnp.bfloat16
-    np.testing.assert_allclose(half.astype(jnp.float32), wanted, atol=0.05)
+    np.testing.assert_allclose(half.astype(np.float32), wanted, atol=0.05)
 
 
-def by_hand(x, kernels, scales, sinks, **options):
+def linspace(start, end, count):
+    return np.linspace(start, end, count, dtype=np.float32)
+
+
+@jax.jit
+def by_hand(x, kernels, scales, sinks):
     """Attention of `LAYER` from its parts."""
     q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in kernels[:3])
     q, k = (NORM({"scale": s}, y) for s, y in zip(scales, (q, k), strict=True))
@@ -56,34 +62,33 @@ def test_nnx_attention_takes_a_layer():
     layer = pn.Attention(
         D, N, position=LAYER, num_kv_heads=K, head_dim=H, is_causal=True, rngs=rngs
     )
-    layer.query_norm.scale[...] = jnp.linspace(-0.5, 0.5, H)
-    layer.key_norm.scale[...] = jnp.linspace(0.5, -0.2, H)
-    layer.sinks[...] = jnp.linspace(-1.0, 1.0, N)
-    x = jax.random.normal(jax.random.key(1), (2, 9, D))
+    layer.query_norm.scale[...] = linspace(-0.5, 0.5, H)
+    layer.key_norm.scale[...] = linspace(0.5, -0.2, H)
+    layer.sinks[...] = linspace(-1.0, 1.0, N)
     kernels = [p.kernel[...] for p in (layer.query, layer.key, layer.value, layer.out)]
     scales = [p.scale[...] for p in (layer.query_norm, layer.key_norm)]
-    wanted = by_hand(x, kernels, scales, layer.sinks[...])
-    np.testing.assert_allclose(layer(x), wanted, atol=1e-6)
+    wanted = by_hand(X, kernels, scales, layer.sinks[...])
+    run = nnx.jit(lambda layer, x, cache=None: layer(x, cache=cache))
+    np.testing.assert_allclose(run(layer, X), wanted, atol=1e-6)
 
     cache, steps = layer.new_cache(2, 9), []
-    run = nnx.jit(lambda layer, x, cache: layer(x, cache=cache))
-    for part in (x[:, :5], *jnp.split(x[:, 5:], 4, axis=1)):
+    for part in np.split(X, range(5, 9), axis=1):
         y, cache = run(layer, part, cache)
         steps.append(y)
-    np.testing.assert_allclose(jnp.concatenate(steps, 1), wanted, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(steps, 1), wanted, atol=1e-5)
 
 
 def test_linen_attention_takes_a_layer():
     module = pl.Attention(N, H, LAYER, num_kv_heads=K, is_causal=True)
-    x = jax.random.normal(jax.random.key(1), (2, 9, D))
-    params = module.init(jax.random.key(0), x)["params"]
-    params["query_norm"]["scale"] = jnp.linspace(-0.5, 0.5, H)
-    params["key_norm"]["scale"] = jnp.linspace(0.5, -0.2, H)
-    params["sinks"] = jnp.linspace(-1.0, 1.0, N)
+    params = module.init(jax.random.key(0), X)["params"]
+    params["query_norm"]["scale"] = linspace(-0.5, 0.5, H)
+    params["key_norm"]["scale"] = linspace(0.5, -0.2, H)
+    params["sinks"] = linspace(-1.0, 1.0, N)
     kernels = [params[n]["kernel"] for n in ("query", "key", "value", "out")]
     scales = [params[n]["scale"] for n in ("query_norm", "key_norm")]
-    wanted = by_hand(x, kernels, scales, params["sinks"])
-    np.testing.assert_allclose(module.apply({"params": params}, x), wanted, atol=1e-6)
+    wanted = by_hand(X, kernels, scales, params["sinks"])
+    out = jax.jit(module.apply)({"params": params}, X)
+    np.testing.assert_allclose(out, wanted, atol=1e-6)
     assert module.new_cache(2, 9).k.shape == (2, 9, K, H)
 
 
@@ -94,20 +99,24 @@ def test_a_norm_after_the_rotation(name):
     scheme = ROPE if name == "rope" else Uncached(head_dim=H)
     sizes = {"num_kv_heads": K, "head_dim": H, "is_causal": True}
     layer = pn.Attention(D, N, position=scheme, qk_norm=norm, rngs=nnx.Rngs(0), **sizes)
-    layer.query_norm.scale[...] = jnp.linspace(-0.5, 0.5, H)
-    layer.key_norm.scale[...] = jnp.linspace(0.5, -0.2, H)
-    x = jax.random.normal(jax.random.key(1), (2, 9, D))
-    q, k, v = (p(x) for p in (layer.query, layer.key, layer.value))
-    q, k = (pe.apply_rope(y, jnp.arange(9)) for y in (q, k))
-    q, k = (n(y) for n, y in zip((layer.query_norm, layer.key_norm), (q, k), strict=True))
-    wanted = layer.out(pe.attention(q, k, v, is_causal=True))
-    np.testing.assert_allclose(layer(x), wanted, atol=1e-6)
+    layer.query_norm.scale[...] = linspace(-0.5, 0.5, H)
+    layer.key_norm.scale[...] = linspace(0.5, -0.2, H)
+
+    @nnx.jit
+    def whole_and_by_hand(layer, x):
+        q, k, v = (p(x) for p in (layer.query, layer.key, layer.value))
+        q, k = (pe.apply_rope(y, np.arange(9)) for y in (q, k))
+        q, k = (n(y) for n, y in zip((layer.query_norm, layer.key_norm), (q, k), strict=True))
+        return layer(x), layer.out(pe.attention(q, k, v, is_causal=True))
+
+    out, wanted = whole_and_by_hand(layer, X)
+    np.testing.assert_allclose(out, wanted, atol=1e-6)
     module = pl.Attention(N, position=scheme, qk_norm=norm, **sizes)
     params = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
-    np.testing.assert_allclose(module.apply(params, x), wanted, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(module.apply)(params, X), wanted, atol=1e-6)
     run, cache = nnx.jit(lambda layer, x, cache: layer(x, cache=cache)), layer.new_cache(2, 9)
     for part in (slice(0, 5), slice(5, 6), slice(6, 9)):
-        y, cache = run(layer, x[:, part], cache)
+        y, cache = run(layer, X[:, part], cache)
         np.testing.assert_allclose(y, wanted[:, part], atol=1e-5)
 
 
@@ -121,15 +130,14 @@ class Uncached(pe.RoPE):
 
 
 def test_arguments_are_those_of_a_layer():
-    x = jax.random.normal(jax.random.key(1), (2, 9, D))
     settings = {"window": 4, "scale": 0.5, "softcap": 3.0, "sinks": True, "qk_norm": NORM}
     common = {"head_dim": H, "is_causal": True}
     one = pn.Attention(D, N, position=LAYER, rngs=nnx.Rngs(0), **common)
     other = pn.Attention(D, N, position=ROPE, rngs=nnx.Rngs(0), **common, **settings)
-    np.testing.assert_array_equal(one(x), other(x))
+    np.testing.assert_array_equal(one(X), other(X))
     encoding = pn.PositionEncoding(ROPE, rngs=nnx.Rngs(0))
     shared = pn.Attention(D, N, shared_encoding=encoding, rngs=nnx.Rngs(0), **common, **settings)
-    np.testing.assert_array_equal(one(x), shared(x))
+    np.testing.assert_array_equal(one(X), shared(X))
 
 
 def test_errors():

@@ -2,11 +2,11 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv
+from support import run
 
 import posenc_jax as pe
 from posenc_jax.positions import from_padding_mask
@@ -31,7 +31,8 @@ def qwen(kinds, grids, step=1):
     return np.array(out).T, max(max(c) for c in out) + 1 - len(kinds)
 
 
-coordinates_of = jax.jit(pe.mrope_coordinates)
+def coordinates_of(kinds, grids, **options):
+    return run(lambda k, g, o: pe.mrope_coordinates(k, g, **o), (), kinds, grids, options)
 
 
 def row(*parts):
@@ -57,7 +58,7 @@ ROWS = [
 def test_matches_the_example_of_transformers():
     # transformers 5.23, qwen2_vl, get_rope_index: three words, an image of 2 x 2, two words.
     kinds, grids = ROWS[0]
-    coordinates, delta = pe.mrope_coordinates(kinds[None], grids[None])
+    coordinates, delta = coordinates_of(kinds[None], grids[None])
     expected = [
         [0, 1, 2, 3, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 3, 4, 4, 5, 6],
@@ -77,7 +78,7 @@ def test_matches_the_loop_of_qwen(step):
         grids = np.pad(grids, ((0, 3 - len(grids)), (0, 0)))
         rows += [(np.concatenate(both), grids) for both in ((kinds, text), (text, kinds))]
     stacked = map(np.stack, zip(*rows, strict=True))
-    got, delta = map(np.asarray, coordinates_of(*stacked, time_step=step))
+    got, delta = map(np.asarray, coordinates_of(*stacked, time_step=np.float32(step)))
     for b, (kinds, grids) in enumerate(rows):
         expected, expected_delta = qwen(kinds, grids, step)
         np.testing.assert_array_equal(got[:, b], expected)
@@ -113,8 +114,8 @@ def test_packed_segments_restart():
 
 def test_time_steps_per_grid():
     kinds, grids = row(1, (3, 1, 1), 1, (3, 1, 1), 1)
-    steps = jnp.array([[2.5, 1.0]])
-    coordinates, _ = pe.mrope_coordinates(kinds[None], grids[None], time_step=steps)
+    steps = np.array([[2.5, 1.0]])
+    coordinates, _ = coordinates_of(kinds[None], grids[None], time_step=steps)
     assert coordinates[0, 0].tolist() == [0, 1, 3, 6, 7, 8, 9, 10, 11]
 
 
@@ -131,12 +132,11 @@ def test_decoding_with_delta_equals_the_whole():
     longer = functools.partial(np.pad, pad_width=((0, 0), (0, more)))
     everywhere = longer(segments, mode="edge")
     everything, _ = coordinates_of(longer(kinds), grids, segment_ids=everywhere)
-    positions = np.asarray(from_padding_mask(everywhere >= 0)[0])
+    positions = run(from_padding_mask, (), everywhere >= 0)[0]
     part = {"positions": positions, "segment_ids": everywhere, "is_causal": True}
     whole = attend(scheme, {}, q, k, v, coordinates=everything, **part)
 
-    @jax.jit
-    def step(q, k, v, cache, delta, **placement):
+    def step(q, k, v, cache, delta, placement):
         if delta is not None:
             placement["coordinates"] = cache.next_positions[:, None] + delta[:, None]
         out, cache = pe.scheme_attention(
@@ -147,12 +147,12 @@ def test_decoding_with_delta_equals_the_whole():
     coordinates, delta = coordinates_of(kinds, grids, segment_ids=segments)
     cache = pe.new_cache(scheme, 2, 19, num_heads=6, num_kv_heads=3, head_dim=8)
     first = {"positions": positions[:, :15], "segment_ids": segments, "coordinates": coordinates}
-    out, cache, _ = step(q[:, :15], k[:, :15], v[:, :15], cache, None, **first)
+    out, cache, _ = run(step, (), q[:, :15], k[:, :15], v[:, :15], cache, None, first)
     everything, whole = np.asarray(everything), np.asarray(whole)
     np.testing.assert_allclose(out, whole[:, :15], atol=1e-5)
     for t in range(15, 19):
         now = (a[:, t : t + 1] for a in (q, k, v))
-        out, cache, grid = step(*now, cache, delta)
+        out, cache, grid = run(step, (), *now, cache, delta, {})
         assert (np.asarray(grid)[:, 0] == everything[:, :, t]).all()
         np.testing.assert_allclose(out[:, 0], whole[:, t], atol=1e-5)
     # Without it the image's size is counted twice.

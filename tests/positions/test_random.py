@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import attend, qkv
-from support import SIZES, build, close, make_batch, one_of_all
+from oracle import attend, decode, qkv
+from support import SIZES, build, close, make_batch, one_of_all, parameters
 
 import posenc_jax as pe
 from posenc_jax import positions as pos
@@ -125,9 +125,10 @@ def test_randomized_sets_are_equally_likely():
 
 
 def test_randomized_is_ordered_by_positions_not_by_slots():
-    order = jax.random.permutation(KEY, 19)
-    out = pos.randomized(KEY, pos.count_up(1, 19)[:, order], 100)
-    assert (np.diff(out[0, jnp.argsort(order)]) > 0).all()
+    order = np.random.default_rng(0).permutation(19)
+    positions = np.tile(order.astype(np.int32), (2, 1))
+    out = np.asarray(COMPILED[0](KEY, positions, segment_ids=np.zeros_like(positions)))
+    assert (np.diff(out[0, np.argsort(order)]) > 0).all()
 
 
 def noisy_alibi(slopes, length, drawn, future=None):
@@ -164,7 +165,7 @@ def test_randomized_distances_match_the_authors(both):
 
 def test_distances_beyond_the_draw_are_nan_and_others_exact():
     t5 = pe.T5(num_heads=2)
-    bias = t5.rules(t5.init(KEY))
+    bias = t5.rules(parameters(t5))
     same = pe.on_distances(bias, jnp.arange(1, 6))
     got = same.dense(jnp.arange(9), jnp.arange(9))
     far = np.abs(np.subtract.outer(np.arange(9), np.arange(9))) > 5
@@ -239,7 +240,7 @@ def embed_and_attend(scheme, params, part, placement):
 @pytest.mark.parametrize("name", ["rope", "t5", "sinusoidal"])
 def test_packed_segments_equal_segments_alone(draw, name):
     scheme, tokens = build(pe.SCHEMES[name]), make_batch()
-    params = scheme.init(KEY)
+    params = parameters(scheme)
     coordinates = np.asarray(draw(KEY, PLACES, segment_ids=PACKED))
     if name == "t5":
         coordinates = coordinates.astype(np.int32)  # Buckets count whole distances.
@@ -253,22 +254,18 @@ def test_packed_segments_equal_segments_alone(draw, name):
 def test_decoding_after_left_padding():
     tokens, scheme = make_batch(), pe.RoPE(head_dim=SIZES["head_dim"])
     q, k, v = map(np.asarray, (tokens.q, tokens.k, tokens.v))
-    real = jnp.arange(19)[None] >= jnp.array([[0], [4]])
-    positions, segments = pos.from_padding_mask(real)
-    coordinates = pos.randomized(KEY, positions, 500, segment_ids=segments)
+    segments = np.where(np.arange(19)[None] >= [[0], [4]], 0, -1).astype(np.int32)
+    positions = np.maximum(np.arange(19)[None] - [[0], [4]], 0).astype(np.int32)
+    coordinates = COMPILED[0](KEY, positions, segment_ids=segments)
     placement = {"positions": positions, "segment_ids": segments, "coordinates": coordinates}
     whole = attend(scheme, {}, q, k, v, is_causal=True, **placement)
     cache = pe.new_cache(
         scheme, 2, 19, num_heads=6, num_kv_heads=3, head_dim=8, coordinates=coordinates
     )
 
-    @jax.jit
-    def step(cache, placement, *arrays):
-        return pe.scheme_attention(scheme, {}, *arrays, cache=cache, is_causal=True, **placement)
-
     for part in (slice(0, 12), slice(12, 18), slice(18, 19)):
         here = {name: np.asarray(x)[:, part] for name, x in placement.items()}
-        out, cache = step(cache, here, *(x[:, part] for x in (q, k, v)))
+        out, cache = decode(scheme, {}, cache, *(x[:, part] for x in (q, k, v)), **here)
         close(out, whole[:, part])
 
 

@@ -46,14 +46,14 @@ def test_matches_the_reference_at_far_positions(heads, dim):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_attention_matches_the_paper(is_causal):
-    bias = reference(6, np.arange(21))
+    bias = reference(6, np.arange(21), 10)
     expected = softmax_attention(
         *ARRAYS,
         lambda q, k, n, i, j: q @ k / np.sqrt(8) + bias[n, abs(i - j)],
         sees=lambda i, j: j <= i or not is_causal,
     )
     for centred in (True, False):  # They differ by rounding alone.
-        scheme = pe.Sandwich(num_heads=6, centred=centred)
+        scheme = pe.Sandwich(num_heads=6, dim=10, centred=centred)
         out = attend(scheme, {}, *ARRAYS, is_causal=is_causal)
         np.testing.assert_allclose(out, expected, atol=1e-5 if centred else 3e-5)
 

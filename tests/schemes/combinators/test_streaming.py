@@ -1,13 +1,11 @@
 """StreamingLLM against the authors' cache, one token at a time in float64."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv
-from support import one_of_all, parameters
+from support import one_of_all, parameters, run
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.axial import axial_frequencies
@@ -50,8 +48,11 @@ def alibi(q, k, n, i, j):
     return q @ k / np.sqrt(8) - float(pe.alibi_slopes(6)[n]) * (i - j)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def step(scheme, cache, placement, *arrays):
+    return run(_step, (scheme,), cache, placement, arrays)
+
+
+def _step(scheme, cache, placement, arrays):
     return pe.scheme_attention(
         scheme, {}, *arrays, cache=cache, is_causal=True, window=(8, 0), **placement
     )
@@ -134,7 +135,7 @@ def test_a_ring_loses_the_sink_tokens_of_a_second_sequence():
     options = {"is_causal": True, "window": (8, 0)}
     q, k, v = (np.concatenate([x, x]) for x in ARRAYS)
     segments = np.where(np.arange(40)[None] >= np.array([[40], [3]]), 1, 0)
-    positions = np.asarray(pe.positions.from_segment_ids(segments))
+    positions = run(pe.positions.from_segment_ids, (), segments)
     placement = {"positions": positions, "segment_ids": segments}
     whole = np.asarray(attend(scheme, {}, q, k, v, **placement, **options))
     cache = pe.new_cache(scheme, 2, 16, num_heads=6, num_kv_heads=3, head_dim=8, ring=True)
