@@ -88,12 +88,12 @@ def contact_sheet(probes: list[Probe], columns: int = 9) -> bytes:
 
 
 def strip(probes: list[Probe]) -> bytes:
-    """Returns a PNG of 2400 x 440 pixels with a row of pictures, named by the classes.
+    """Returns a PNG of 2400 x 390 pixels with a row of pictures, named by the classes.
 
     Queries run down, keys across. The background is transparent and the names are grey, for light
     and dark pages.
     """
-    figure = Figure(figsize=(12.0, 2.2), dpi=200, layout="constrained")
+    figure = Figure(figsize=(12.0, 1.95), dpi=200, layout="constrained")
     figure.patch.set_alpha(0.0)
     for axes, p in zip(figure.subplots(1, len(probes)), probes, strict=True):
         thumbnail(axes, p)

@@ -144,7 +144,7 @@ def test_the_explorer_has_the_frequencies_of_the_library(scaling):
 def test_the_strip_has_its_schemes():
     """Otherwise run make drawn."""
     with Image.open(DOCS / "strip.png") as image:
-        assert image.size == (2400, 440) and image.text["Schemes"] == ", ".join(STRIP)
+        assert image.size == (2400, 390) and image.text["Schemes"] == ", ".join(STRIP)
     probes = [Probe(name, "", "", "", "", picture=np.eye(4)) for name in STRIP]
     with Image.open(io.BytesIO(strip(probes))) as image:
-        assert image.size == (2400, 440) and image.text["Schemes"] == ", ".join(STRIP)
+        assert image.size == (2400, 390) and image.text["Schemes"] == ", ".join(STRIP)
