@@ -189,6 +189,15 @@ def bias_array(names):
     close(*(jax.jit(pe.attention)(*inputs[:3], rules=rule) for rule in rules))
 
 
+@check("coming_from/nnx_rope")
+def nnx_rope(names):
+    if "before" in names:  # Flax has nnx.RoPE.
+        close(names["before"](names["x"], is_causal=True), names["y"])
+        q = jax.random.normal(jax.random.key(1), (1, 8, 4, 8))
+        rotated = jax.vmap(names["rope"], -2, -2)(q)
+        close(rotated, pe.apply_rope(q, jnp.arange(8), theta=5e5))
+
+
 @check("recipes/README")
 def index_of_recipes(names):
     links = re.findall(r"\]\((\w+\.md)\)", pages.read("docs/recipes/README.md"))

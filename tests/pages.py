@@ -2,19 +2,22 @@
 
 Blocks of a page run in order, in one namespace. A comment `<!-- not run: why -->` before a block
 says why it does not run, and `<!-- not run without NAME -->` that it runs where that package is
-installed. Its output is in comments after its calls of `print`, or in a `text` block after it; a
+installed; NAME may have a version after it, the oldest. Its output is in comments after its calls of `print`, or in a `text` block after it; a
 `text` block that begins with the name of an exception is the error that the block raises. Cells of
 the second column of a table whose head is `| I have | I write |` are blocks of one line.
 """
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 import io
 import pathlib
 import re
 import textwrap
 import traceback
+
+from packaging.version import Version
 
 ROOT = pathlib.Path(__file__).parents[1]
 BLOCK = re.compile(
@@ -55,6 +58,16 @@ class Block:
         assert printed == expected, f"{self.page}:{self.line} printed\n{printed}\nnot\n{expected}"
 
 
+def missing(package: str) -> str | None:
+    """Returns what is wrong with the installation of "name" or "name version", if anything."""
+    name, _, oldest = package.partition(" ")
+    if not importlib.util.find_spec(name):
+        return f"{name} is not installed"
+    if oldest and Version(importlib.metadata.version(name)) < Version(oldest):
+        return f"{name} is older than {oldest}"
+    return None
+
+
 def all_pages() -> list[str]:
     """Returns the paths of the Markdown pages for users and contributors."""
     paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -80,7 +93,7 @@ def blocks(page: str) -> list[Block]:
         else:
             code, output = textwrap.dedent(match["code"]), match["text"]
         if match["why"] == " without":
-            reason = None if importlib.util.find_spec(reason) else f"{reason} is not installed"
+            reason = missing(reason)
         parts.append(Block(page, text.count("\n", 0, start) + 1, code, output, reason))
     return parts
 
