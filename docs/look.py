@@ -41,6 +41,8 @@ PAGES = (
     "serving",
     "models",
     "recipes/flex_attention",
+    "coming_from/x_transformers",
+    "upstream/README",
     "search",
 )
 """Pages that are opened; a page that is a program gets its function in `MOVES`."""

@@ -193,9 +193,21 @@ def bias_array(names):
 def nnx_rope(names):
     if "before" in names:  # Flax has nnx.RoPE.
         close(names["before"](names["x"], is_causal=True), names["y"])
+        close(names["same"], names["packed"])
         q = jax.random.normal(jax.random.key(1), (1, 8, 4, 8))
         rotated = jax.vmap(names["rope"], -2, -2)(q)
         close(rotated, pe.apply_rope(q, jnp.arange(8), theta=5e5))
+
+
+@check("coming_from/torch")
+def coming_from_torch(names):
+    if "torch" not in names:
+        return
+    torch, before, x = names["torch"], names["Before"](), names["x"]
+    linear = {f"{n}.weight": torch.tensor(np.asarray(w)) for n, w in names["linear"].items()}
+    before.load_state_dict(linear)
+    with torch.no_grad():
+        close(names["y"], before(torch.tensor(np.asarray(x))))
 
 
 @check("recipes/README")

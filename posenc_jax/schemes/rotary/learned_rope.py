@@ -5,7 +5,8 @@ r"""RoPE with learned frequencies.
 for the w_p of RoPE, after `scaling`, and the set g of a head. Frequencies stay positive, and
 queries and keys of a head share them, so that logits depend on the distance alone.
 
-Mistral-Large-4 has one set per layer, on top of `YaRN`. The commuting GRAPE-M has one set, or
+LeRoPE has one learned number per frequency, and Mistral-Large-4 ships it with one set per layer, on
+top of `YaRN`. The commuting GRAPE-M has one set, or
 one per head, rotates by the negative angle (`layout="half_negative"`), and stores 16 ln w', which
 is `alpha_scale=16`: a larger scale learns more slowly. Mistral's code loads alpha from checkpoints
 and does not train it.
@@ -13,7 +14,8 @@ and does not train it.
 Frequencies are float32, and angles are exact for these at any int32 position.
 
 Paper: Zhang et al. Group Representational Position Encoding. 2025.
-https://arxiv.org/abs/2512.07805
+https://arxiv.org/abs/2512.07805. LeRoPE: Learnable RoPE Frequencies Improve Language Modeling.
+2026. https://arxiv.org/abs/2607.10134
 Reference code: model-architectures/GRAPE, model/llama-mha-grape-m-nonctx.py;
 huggingface/transformers, models/mistral_large4/modeling_mistral_large4.py.
 """
@@ -31,7 +33,7 @@ from posenc_jax.schemes.rotary.base import ScalableRotary
 
 @dataclasses.dataclass(frozen=True)
 class LearnedRoPE(ScalableRotary):
-    """RoPE with learned frequencies (Zhang et al. 2025, and Mistral-Large-4).
+    """RoPE with learned frequencies (Zhang et al. 2025, LeRoPE, and Mistral-Large-4).
 
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`, for the initial
