@@ -2,9 +2,10 @@
 
 Blocks of a page run in order, in one namespace. A comment `<!-- not run: why -->` before a block
 says why it does not run, and `<!-- not run without NAME -->` that it runs where that package is
-installed; NAME may have a version after it, the oldest. Its output is in comments after its calls of `print`, or in a `text` block after it; a
-`text` block that begins with the name of an exception is the error that the block raises. Cells of
-the second column of a table whose head is `| I have | I write |` are blocks of one line.
+installed; a version after the name is the oldest. Its output is in comments after its calls of
+`print`, or in a `text` block after it; a `text` block that begins with the name of an exception is
+the error that the block raises. Cells of the second column of a table whose head is
+`| I have | I write |` are blocks of one line.
 """
 
 import contextlib

@@ -6,10 +6,9 @@ for the w_p of RoPE, after `scaling`, and the set g of a head. Frequencies stay 
 queries and keys of a head share them, so that logits depend on the distance alone.
 
 LeRoPE has one learned number per frequency, and Mistral-Large-4 ships it with one set per layer, on
-top of `YaRN`. The commuting GRAPE-M has one set, or
-one per head, rotates by the negative angle (`layout="half_negative"`), and stores 16 ln w', which
-is `alpha_scale=16`: a larger scale learns more slowly. Mistral's code loads alpha from checkpoints
-and does not train it.
+top of `YaRN`. Mistral's code loads alpha from checkpoints and does not train it. The commuting
+GRAPE-M has one set, or one per head, rotates by the negative angle (`layout="half_negative"`), and
+stores 16 ln w', which is `alpha_scale=16`: a larger scale learns more slowly.
 
 Frequencies are float32, and angles are exact for these at any int32 position.
 
