@@ -87,7 +87,7 @@ def run(function, static, *arguments):
     return _lowered(function, static, tree, avals)(leaves)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=100)  # A process may map only so many programs.
 def _lowered(function, static, tree, avals):
     return Program(lambda leaves: function(*static, *jax.tree.unflatten(tree, leaves)), avals)
 
