@@ -70,9 +70,9 @@ def missing(package: str) -> str | None:
 
 
 def all_pages() -> list[str]:
-    """Returns the paths of the Markdown pages for users and contributors."""
-    paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    return sorted(str(path.relative_to(ROOT)) for path in paths)
+    """Returns the paths of the Markdown pages for users and contributors, without built ones."""
+    paths = (path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+    return sorted(str(path) for path in paths if path.parts[:2] != ("docs", "reference"))
 
 
 def read(page: str) -> str:
