@@ -119,4 +119,4 @@ def _all(claim: Claim, seeds: int) -> Iterator[Run]:
 def _show(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         summary = f"{outcome.word} ({outcome.reason})"
-        print(f"{outcome.claim.name:5} {summary:36} {outcome.claim.about.claim}")
+        print(f"{outcome.claim.name:5} {summary:50} {outcome.claim.about.claim}")

@@ -27,7 +27,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+    ast.Div: lambda a, b: a / b if b else math.nan,
 }
 
 
@@ -42,7 +42,10 @@ class Condition:
     text: str
 
     def margin(self, score: Score) -> float:
-        """Returns left side minus right side for one seed, NaN where a score is missing."""
+        """Returns left side minus right side for one seed.
+
+        It is NaN where a score is missing, and where something is divided by 0.
+        """
         left, _, right = self._sides()
         return _value(left, score) - _value(right, score)
 
@@ -51,6 +54,10 @@ class Condition:
         left, compare, right = self._sides()
         a, b = _value(left, score), _value(right, score)
         return not math.isnan(a - b) and compare(a, b)
+
+    def holds_at(self, margin: float) -> bool:
+        """Returns whether the comparison is true of this margin."""
+        return self._sides()[1](margin, 0.0)
 
     def scores(self) -> Iterator[tuple[str, str | None, int]]:
         """Yields every score that the condition names."""
@@ -79,7 +86,7 @@ def parse(text: str, path: str) -> list[Condition]:
     """
     try:
         node = ast.parse(text, mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # A NUL, a deep expression.
         raise ConfigError(f"{path}: is no condition: {text!r}") from None
     if not isinstance(node, ast.Compare) or not all(type(op) in _COMPARE for op in node.ops):
         raise ConfigError(f"{path}: must compare scores by < <= > >=, got {text!r}")

@@ -2,16 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from experiments.pages.intervals import interval
 from experiments.runs.run import Result, RunFolder
 from experiments.runs.run_queue import differences
 from experiments.scoreboard.claims import Claim
 from experiments.scoreboard.criteria import Condition
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
-NOT_FITTED, NOT_RUN = "not fitted", "not run"
+NOT_RESOLVED, NOT_FITTED, NOT_RUN = "not resolved", "not fitted", "not run"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Outcome:
 
     Attributes:
       claim: the claim.
-      word: reproduced, not reproduced, not fitted or not run.
+      word: reproduced, not reproduced, not resolved, not fitted or not run.
       reason: why, a phrase.
       seeds: those for which all runs have ended.
       gate, criteria: every condition with measurements in these seeds.
@@ -57,7 +58,9 @@ def judge(claim: Claim, folder: Path) -> Outcome:
     """Returns the outcome of a claim.
 
     With fewer seeds than the claim states, or without a score that a condition names, it is "not
-    run". A seed in which a run diverged counts as not fitted.
+    run". A seed in which a run diverged counts as not fitted. With several seeds that fit, it is
+    "not resolved" if the criteria hold in enough seeds but the interval of one contains its
+    threshold, or if they do not but no interval lies on the other side of its threshold.
 
     Args:
       claim: the claim.
@@ -94,11 +97,17 @@ def judge(claim: Claim, folder: Path) -> Outcome:
         return outcome(NOT_RUN, f"{len(seeds)} of {claim.about.seeds} seeds")
     fitted = [s for s in seeds if _fitted(claim, by_seed[s])]
     held = [s for s in fitted if all(c.holds(_score(claim, by_seed[s])) for c in claim.criteria)]
-    if len(held) >= claim.needed:
-        return outcome(REPRODUCED, f"{len(held)} of {len(seeds)} seeds")
-    if len(fitted) < claim.needed:
+    count = f"{len(held)} of {len(seeds)} seeds"
+    if len(held) < claim.needed and len(fitted) < claim.needed:
         return outcome(NOT_FITTED, f"the gate holds in {len(fitted)} of {len(seeds)} seeds")
-    return outcome(NOT_REPRODUCED, f"{len(held)} of {len(seeds)} seeds")
+    sides = [_side(claim, condition, [by_seed[s] for s in fitted]) for condition in claim.criteria]
+    if len(held) >= claim.needed:
+        clear, word = all(sides), REPRODUCED
+    else:
+        clear, word = False in sides, NOT_REPRODUCED
+    if clear or len(fitted) < 2:
+        return outcome(word, count)
+    return outcome(NOT_RESOLVED, f"the criteria hold in {count}")
 
 
 def _score(claim: Claim, results: Mapping[str, Result]):
@@ -124,6 +133,16 @@ def _missing(claim: Claim, results: Mapping[str, tuple[Result, ...]]) -> str | N
 def _fitted(claim: Claim, results: Mapping[str, Result]) -> bool:
     finite = all(result.status == "done" for result in results.values())
     return finite and all(c.holds(_score(claim, results)) for c in claim.gate)
+
+
+def _side(claim: Claim, condition: Condition, by_seed: Sequence[Mapping]) -> bool | None:
+    """Returns whether a condition holds, or fails, in the whole interval of its margins.
+
+    None if it does neither.
+    """
+    _, low, high = interval([condition.margin(_score(claim, results)) for results in by_seed])
+    ends = {condition.holds_at(low), condition.holds_at(high)}
+    return ends.pop() if len(ends) == 1 else None
 
 
 def _check(condition: Condition, claim: Claim, by_seed: Mapping[int, Mapping]) -> Check:

@@ -13,17 +13,23 @@ from experiments.scoreboard.outcomes import Check, Outcome
 _HEAD = """\
 # Claims of the literature, tested
 
-This page is made by `python -m experiments scoreboard` from the files in `configs/scoreboard/`,
-which were written before anything was run, and the results in `results/scoreboard/`; it is not
-edited by hand. Models are tiny and train for minutes: effects below about 0.03 bits per byte or
-0.05 accuracy are not resolved. An outcome holds for its protocol only.
+This page is made by `python -m experiments scoreboard` from the files in `configs/scoreboard/` and
+the results in `results/scoreboard/`; it is not edited by hand. Models are tiny and train for
+minutes: an outcome holds for its protocol, at this scale.
 
-* **reproduced**: in as many paired seeds as the claim asks for, the gate and all criteria hold.
-* **not reproduced**: the gate holds, a criterion does not.
+* **reproduced**: in as many paired seeds as the claim asks for, the gate and all criteria hold, and
+  the interval of each criterion excludes its threshold.
+* **not reproduced**: the gate holds, and a criterion fails with its whole interval.
+* **not resolved**: the gate holds, and an interval that decides contains its threshold.
 * **not fitted**: the gate fails, so the criteria say nothing.
 * **not run**: fewer seeds have ended than the claim states; numbers so far are shown.
 
-Intervals are 95 % intervals of the mean over seeds, by Student's t, of paired differences.
+Intervals are 95 % intervals of the mean over seeds, by Student's t, of paired differences. They
+became a part of the outcomes after the runs.
+
+Each file was written before the runs that it shows, unless its remark says otherwise. Not all were
+predictions: where a remark says so, the same task had gone the same way in earlier experiments of
+this repository, so that the claim repeats it with stated criteria and other seeds.
 """
 
 
@@ -39,11 +45,33 @@ def page(outcomes: Sequence[Outcome]) -> str:
         seeds = f"{len(outcome.seeds)} of {about.seeds}"
         claim = about.claim.replace("|", "\\|")
         rows.append([f"[{name}](#{name.lower()})", claim, outcome.word, seeds])
-    lines = [_HEAD, f"{len(outcomes)} claims: {total}.", ""]
-    lines += table(["", "claim", "outcome", "seeds"], rows, words=4)
+    lines = [_HEAD, f"{len(outcomes)} claims: {total}.", "", *_chance(outcomes)]
+    lines += table(["", "claim", "outcome at this scale", "seeds"], rows, words=4)
     for outcome in outcomes:
         lines += ["\n".join(_section(outcome)).rstrip(), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _chance(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yields how many criteria there are, and which claims share runs."""
+    criteria = [check for outcome in outcomes if outcome.seeds for check in outcome.criteria]
+    if not criteria:
+        return
+    groups: list[tuple[set[str], list[str]]] = []  # Runs, claims.
+    for outcome in (outcome for outcome in outcomes if outcome.seeds):
+        runs, names = {run.name for run in outcome.claim.runs.values()}, [outcome.claim.name]
+        for group in [group for group in groups if group[0] & runs]:
+            groups.remove(group)
+            runs, names = runs | group[0], group[1] + names
+        groups.append((runs, names))
+    shared = "; ".join(", ".join(names) for _, names in groups if len(names) > 1)
+    yield (
+        f"{len(criteria)} criteria have been looked at. Without any effect, one that compares with "
+        "0 would hold in five of five seeds once in 32 times."
+    )
+    if shared:
+        yield f"Claims that share trained models are not independent: {shared}."
+    yield ""
 
 
 def _section(outcome: Outcome) -> Iterator[str]:

@@ -1,6 +1,9 @@
 """The page and the plot of a study, made from result files."""
 
+import dataclasses
+import itertools
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,21 +15,34 @@ from experiments.pages.markdown import provenance, table
 from experiments.pages.scheme_results import Lookup, mean
 from experiments.pages.tables import label, ordered
 from experiments.runs.run import Result, Run, duration
-from experiments.study.plan import Cell, Study, score
+from experiments.study.plan import Cell, Study, score, seconds_of
 
 _HEAD = """\
 # Which scheme? A study
 
 This page is made by `python -m experiments study {file}` from the results in `{results}`; it is not
 edited by hand. Every scheme has the same data, the same initial parameters and the same number of
-steps. Its learning rate is the best of a grid that is the same for all, chosen by the score at the
-trained length with seed {grid_seed}; the seeds that are reported took no part in that.
+steps. Its learning rate comes from a grid that is the same for all, by the score at the trained
+length of a single run per rate, with seed {grid_seed}. The seeds that are reported took no part in
+this choice, but they are scored on the same held-out data. So the rate is a good one and need not
+be the best: where another is nearly as good, other seeds could choose it.
+
 Intervals are 95 % intervals over seeds by Student's t, of the mean or of the mean of paired
-differences to {baseline}. Differences whose interval holds 0 are not resolved. In equal time, a
-scheme has more or fewer steps, so that its training takes as long as the training of {baseline}.
-Its compute gain is the training time in which {baseline} reaches the same score, divided by that
-equal time; it is read off the mean scores of {baseline} with more and fewer steps at the same rate.
+differences to {baseline}; they do not hold the uncertainty of the rates. Two criteria apply:
+
+1. A difference is resolved if its interval excludes 0.
+2. The order of the schemes may not depend on which half of the grid is used: every other rate, from
+   the first or from the second on.
+
+In equal time, a scheme has more or fewer steps, so that its training takes as long as the training
+of {baseline}. Its compute gain is the training time in which {baseline} reaches the same score,
+divided by that equal time; it is read off the mean scores of {baseline} with more and fewer steps
+at the same rate. Both need times that were not disturbed by other programs: they are shown if the
+schemes' times relative to {baseline} agree within {uneven:.0f} % between grid and reported runs.
 """
+
+UNEVEN = 0.03
+"""The greatest change of relative times from which something is concluded."""
 
 
 def page(study: Study, results: Lookup, file: str, folder: str, pictures: Mapping[str, str]) -> str:
@@ -41,8 +57,8 @@ def page(study: Study, results: Lookup, file: str, folder: str, pictures: Mappin
     """
     about = study.about
     words = {"file": file, "results": folder, "baseline": label(about.baseline)}
-    lines = [_HEAD.format(**words, grid_seed=about.grid_seed)]
-    runs = list(study.runs(results))
+    lines = [_HEAD.format(**words, grid_seed=about.grid_seed, uneven=100 * UNEVEN)]
+    runs = list({run.name: run for run in study.runs(results)}.values())
     done = sum(results(run) is not None for run in runs)
     if done < len(runs):
         lines += [
@@ -155,12 +171,79 @@ def _size(size: str, cells: Mapping[str, Cell], about: Any, results: Lookup) -> 
         f"{train.steps} steps of {train.batch} x {task.train_length}; {cell.about.seeds} seeds."
     )
     yield ""
+    yield from _cautions(cells, baseline, rows, results)
     if rows:
         yield from _scores(rows, cells, baseline, results)
         yield from _budgets(rows[baseline], cells[baseline], results)
     yield from _grid(cells, results)
     yield from _orders(cells, results)
     yield from _scheme_rates(cells, results)
+
+
+def _cautions(
+    cells: Mapping[str, Cell], baseline: str, rows: Mapping[str, _Row], results: Lookup
+) -> Iterator[str]:
+    """Yields the limits of the tables: of the order, the rates and the times."""
+    if swapped := _swapped(_halves(cells, results)):
+        names = "; ".join(f"{label(a)} and {label(b)}" for a, b in swapped)
+        yield f"* **Criterion 2 fails**: with the half of the grid, these change places: {names}."
+    if near := [f"{label(s)} ({_rates(r)})" for s in rows if (r := _near(cells[s], results))]:
+        yield (
+            "* **The best rate is not resolved** for "
+            f"{', '.join(near)}. At the rates in brackets, the run of the grid is within two "
+            "standard deviations over the reported seeds of the best run."
+        )
+    scheme, change = _uneven(cells, baseline, results)
+    if change > UNEVEN:
+        of_grid, of_finals = _relative_times(cells, baseline, results)[scheme]
+        yield (
+            f"* **Nothing is concluded from time**: with {label(scheme)}, training took "
+            f"{of_grid:.2f} of the time of {label(baseline)} in the grid and {of_finals:.2f} in "
+            "the reported runs. Runs in equal time were made, but are not shown."
+        )
+    yield ""
+
+
+def _near(cell: Cell, results: Lookup) -> list[float]:
+    """Returns other rates of the grid at which a run is within two deviations of the best."""
+    best = cell.best(cell.grid, results)
+    scores = [x for run in cell.finals(results) if (x := score(results(run))) is not None]
+    if best is None or len(scores) < 2:
+        return []
+    reach = 2 * statistics.stdev(scores)
+    top = score(results(best))
+    return [
+        run.task.train.learning_rate
+        for run in cell.grid
+        if run is not best and (x := score(results(run))) is not None and abs(x - top) <= reach
+    ]
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)
+
+
+def _relative_times(
+    cells: Mapping[str, Cell], baseline: str, results: Lookup
+) -> dict[str, tuple[float, float]]:
+    """Returns median times relative to the baseline: of the grid, and of the reported runs."""
+    times = {}
+    for name, cell in cells.items():
+        ended = [[results(run) for run in runs] for runs in (cell.grid, cell.finals(results))]
+        seconds = [seconds_of(part) for part in ended]
+        if all(seconds):
+            times[name] = tuple(map(statistics.median, seconds))
+    if baseline not in times:
+        return {}
+    of_grid, of_finals = times[baseline]
+    return {name: (a / of_grid, b / of_finals) for name, (a, b) in times.items()}
+
+
+def _uneven(cells: Mapping[str, Cell], baseline: str, results: Lookup) -> tuple[str, float]:
+    """Returns the scheme whose relative time changes most, and by which part of it."""
+    times = _relative_times(cells, baseline, results)
+    changes = {name: max(a / b, b / a) - 1 for name, (a, b) in times.items()}
+    return max(changes.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 def _scores(
@@ -175,6 +258,8 @@ def _scores(
         if (view, n) != (main, trained) and any(row.values(view, n) for row in rows.values())
     ]
     timed = {s: _ended(cells[s].timed(results, cells[baseline]), results) for s in rows}
+    if _uneven(cells, baseline, results)[1] > UNEVEN:
+        timed = {}
     heads = [f"{task.labels.unit}", f"difference to {label(baseline)}", "rate"]
     heads += ["in equal time, difference"] if any(timed.values()) else []
     curve = _curve(rows[baseline], cells[baseline], results) if any(timed.values()) else {}
@@ -282,44 +367,56 @@ def _grid(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
         yield ""
 
 
-def _orders(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
-    """Whether the order of the schemes depends on the rates of the grid."""
-    odd, even = slice(0, None, 2), slice(1, None, 2)
-    text = "with every other rate of the grid only, from the first and from the second on"
-    yield from _order_with(cells, results, odd, even, text)
-    text = "with the grid shifted by one rate, all but the last and all but the first"
-    yield from _order_with(cells, results, slice(0, -1), slice(1, None), text)
+@dataclasses.dataclass(frozen=True)
+class _Half:
+    """Every other rate of the grid: the rates, and the best score by scheme, best first."""
+
+    rates: Sequence[float]
+    scores: Mapping[str, float]
 
 
-def _order_with(
-    cells: Mapping[str, Cell], results: Lookup, first: slice, second: slice, text: str
-) -> Iterator[str]:
-    """The order of the schemes with either of two parts of the grid."""
-    parts: list[dict[str, float]] = [{}, {}]
-    for name, cell in cells.items():
-        for part, rates in zip(parts, (first, second), strict=True):
-            best = cell.best(cell.grid[rates], results)
+def _halves(cells: Mapping[str, Cell], results: Lookup) -> list[_Half]:
+    """Returns both halves of the grid; none before all their runs have ended."""
+    halves, known = [], next(iter(cells.values())).about.rates
+    for part in (slice(0, None, 2), slice(1, None, 2)):
+        scores = {}
+        for name, cell in cells.items():
+            best = cell.best(cell.grid[part], results)
             value = score(results(best)) if best else None
             if value is None:
-                return
-            part[name] = value
-    task = next(iter(cells.values())).grid[0].task
-    orders = [sorted(p, key=lambda n: p[n], reverse=task.labels.higher_is_better) for p in parts]
-    rates = next(iter(cells.values())).about.rates
-    yield f"The order {text}:"
+                return []
+            scores[name] = value
+        highest_first = next(iter(cells.values())).grid[0].task.labels.higher_is_better
+        order = sorted(scores, key=lambda n: scores[n], reverse=highest_first)
+        halves.append(_Half(known[part], {name: scores[name] for name in order}))
+    return halves
+
+
+def _swapped(halves: Sequence[_Half]) -> list[tuple[str, str]]:
+    """Returns the pairs of schemes that change places between the halves."""
+    if not halves:
+        return []
+    first, second = (list(half.scores) for half in halves)
+    pairs = itertools.combinations(first, 2)
+    return [(a, b) for a, b in pairs if second.index(a) > second.index(b)]
+
+
+def _orders(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
+    """Whether the order of the schemes depends on the half of the grid."""
+    halves = _halves(cells, results)
+    if not halves:
+        return
+    yield "The order with every other rate of the grid only, from the first and from the second on:"
     yield ""
-    for chosen, order, part in zip((first, second), orders, parts, strict=True):
-        shown = ", ".join(f"{label(name)} {part[name]:.3f}" for name in order)
-        yield f"* {', '.join(f'{rate:g}' for rate in rates[chosen])}: {shown}"
-    swapped = []
-    for i, a in enumerate(orders[0]):
-        for b in orders[0][i + 1 :]:
-            if orders[1].index(a) > orders[1].index(b):
-                gaps = " and ".join(f"{abs(part[a] - part[b]):.3f}" for part in parts)
-                swapped.append(f"{label(a)} and {label(b)} ({gaps} apart)")
+    for half in halves:
+        shown = ", ".join(f"{label(name)} {value:.3f}" for name, value in half.scores.items())
+        yield f"* {_rates(half.rates)}: {shown}"
     yield ""
-    same = "The order is the same."
-    yield f"Pairs that change places: {'; '.join(swapped)}." if swapped else same
+    words = []
+    for a, b in _swapped(halves):
+        gaps = " and ".join(f"{abs(half.scores[a] - half.scores[b]):.3f}" for half in halves)
+        words.append(f"{label(a)} and {label(b)} ({gaps} apart)")
+    yield f"Pairs that change places: {'; '.join(words)}." if words else "The order is the same."
     yield ""
 
 

@@ -26,7 +26,7 @@ runs with more and fewer steps too, at the same rate, so that scores translate i
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -137,7 +137,7 @@ class Cell:
         finals = self.finals(results)
         if not finals or any(result is None for result in (*of_scheme, *of_baseline)):
             return ()
-        times, limits = _seconds(of_scheme), _seconds(of_baseline)
+        times, limits = seconds_of(of_scheme), seconds_of(of_baseline)
         if not times or not limits:
             return ()
         return self._longer(finals, statistics.median(limits) / statistics.median(times))
@@ -276,6 +276,6 @@ def _at_rate(task: Any, rate: float) -> Any:
     return dataclasses.replace(task, train=dataclasses.replace(task.train, learning_rate=rate))
 
 
-def _seconds(results: list[Result | None]) -> list[float]:
+def seconds_of(results: Sequence[Result | None]) -> list[float]:
     """Returns the times of training of the runs that did not diverge."""
     return [result.seconds for result in results if result and result.status == "done"]
