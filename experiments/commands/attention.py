@@ -51,8 +51,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--length", type=int, help="default: 8 times the trained length")
     parser.add_argument("--sequences", type=int, default=4, help="how many (default: 4)")
     parser.add_argument("--out", type=Path, help="SVG file (default: attention.svg in the folder)")
+    trained.add_trust(parser)
     options = parser.parse_args(arguments)
-    experiment = trained.experiment_of(options.folder)
+    experiment = trained.experiment_of(options.folder, options.trust)
     name = next(iter(experiment.tasks)) if options.task is None else options.task
     if name not in experiment.tasks:
         raise ConfigError(f"--task: {name!r} is not there{near(name, experiment.tasks)}")

@@ -11,8 +11,9 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -20,7 +21,7 @@ from experiments.errors import ConfigError, ResultsError
 from experiments.pages import plots, tables
 from experiments.pages.progress import Progress, by_scheme
 from experiments.pages.report import render
-from experiments.runs.experiment import Experiment, from_file
+from experiments.runs.experiment import Experiment, from_file, objects_in
 from experiments.runs.files import locked, write_whole
 from experiments.runs.run import Run, RunFolder, load_data
 from experiments.runs.run_queue import (
@@ -31,8 +32,9 @@ from experiments.runs.run_queue import (
     refuse_other_versions,
     shard,
 )
-from experiments.runs.trained import experiment_of, refuse_earlier_versions
-from experiments.settings.config_io import Parser, near, read_toml
+from experiments.runs.trained import add_trust, experiment_of, refuse_earlier_versions
+from experiments.settings.config_io import Parser, convert, near, read_toml
+from experiments.tasks import TASKS
 
 _EARLIER = ("results.json", "metrics.jsonl", "environment.json", "parameters")
 """Files that earlier versions wrote."""
@@ -72,7 +74,7 @@ def compare(
             facts = {name: v for task in waiting for name, v in load_data(task).facts.items()}
             if fresh:
                 _clear(folder)
-            write_config(_joined(experiment))
+            write_config(_joined(experiment, progress.message))
             for name, text in facts.items():
                 progress.message(f"{name}: {text}")
             results = {r.name: RunFolder(folder, r).result() for r in runs}
@@ -86,7 +88,8 @@ def compare(
             if not (folder / "config.toml").exists():
                 raise
             status = 130
-    print(f"Report: {write_report(folder, errors=progress.errors)}")
+    trusted = objects_in(experiment.to_tables())
+    print(f"Report: {write_report(folder, errors=progress.errors, trusted=trusted)}")
     if status == 130:
         print("Stopped; finished runs are kept, and the same command continues with the others.")
     return status
@@ -107,8 +110,8 @@ def evaluate(experiment: Experiment) -> int:
         for run in runs:
             result = RunFolder(folder, run).evaluate(load_data(run.task))
             progress.finish(Ended(run.name, result, "", 0.0))
-    write_config(_joined(experiment))
-    print(f"Report: {write_report(folder)}")
+    write_config(_joined(experiment, print))
+    print(f"Report: {write_report(folder, trusted=objects_in(experiment.to_tables()))}")
     return 0
 
 
@@ -122,16 +125,21 @@ def report(arguments: list[str]) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write score against length: SVG")
     parser.add_argument("--task", help="of the plot (default: the last)")
     parser.add_argument("--baseline", help="scheme of the paired differences (default: rope)")
+    add_trust(parser)
     options = parser.parse_args(arguments)
+    trusted = options.trust
     if options.plot:
-        print(f"Plot: {write_plot(options.folder, options.plot, options.task)}")
+        print(f"Plot: {write_plot(options.folder, options.plot, options.task, trusted)}")
     else:
-        print(f"Report: {write_report(options.folder, options.baseline)}")
+        print(f"Report: {write_report(options.folder, options.baseline, trusted=trusted)}")
     return 0
 
 
 def write_report(
-    folder: Path, baseline: str | None = None, errors: dict[str, str] | None = None
+    folder: Path,
+    baseline: str | None = None,
+    errors: dict[str, str] | None = None,
+    trusted: Collection[str] = (),
 ) -> Path:
     """Writes `report.html` in a folder of results, and returns its path.
 
@@ -139,12 +147,13 @@ def write_report(
       folder: the folder.
       baseline: the scheme that others are compared to; default: rope, or else the first.
       errors: of runs that raised, by name.
+      trusted: objects that the folder may call, as for `experiment_of`.
 
     Raises:
       ConfigError: if there are no results, or none of the baseline.
       ResultsError: if results cannot be read, or the report cannot be written.
     """
-    experiment, results = _results(folder, errors)
+    experiment, results = _results(folder, errors, trusted)
     schemes = tables.schemes(results)
     if baseline and baseline not in schemes:
         hint = near(baseline, schemes)
@@ -155,18 +164,21 @@ def write_report(
     return folder / "report.html"
 
 
-def write_plot(folder: Path, target: Path, task: str | None = None) -> Path:
+def write_plot(
+    folder: Path, target: Path, task: str | None = None, trusted: Collection[str] = ()
+) -> Path:
     """Writes the plot of a task's score against length to a file.
 
     Args:
       folder: of the results.
       target: the SVG file.
       task: its name; default: the last in the results.
+      trusted: objects that the folder may call, as for `experiment_of`.
 
     Raises:
       ResultsError: if there are no results of the task, or the file cannot be written.
     """
-    _, results = _results(folder)
+    _, results = _results(folder, None, trusted)
     task = task or next(reversed(tables.sections(results)), "")
     svg = plots.lengths(results, task, next(iter(tables.modes(results, task)), ""))
     if not svg:
@@ -176,31 +188,47 @@ def write_plot(folder: Path, target: Path, task: str | None = None) -> Path:
 
 
 def _results(
-    folder: Path, errors: dict[str, str] | None = None
+    folder: Path, errors: dict[str, str] | None, trusted: Collection[str]
 ) -> tuple[Experiment, list[tables.SchemeResults]]:
     """Returns the experiment of a folder, and its results as far as there are any."""
-    experiment = experiment_of(folder)
+    experiment = experiment_of(folder, trusted)
     runs = experiment.all_runs()
     results = {run.name: RunFolder(folder, run).result() for run in runs}
     rows = by_scheme(runs, results, errors or {})
     return experiment, [row for row in rows if not row.waiting]
 
 
-def _joined(experiment: Experiment) -> Experiment:
-    """Returns the experiment with the tasks and schemes of earlier calls."""
+def _joined(experiment: Experiment, say: Callable[[str], None]) -> Experiment:
+    """Returns the experiment with the tasks and schemes of earlier calls.
+
+    Objects that this call does not name are left out, since the folder may be of somebody else.
+    """
     file = experiment.folder / "config.toml"
     if not file.exists():
         return experiment
     old, new = read_toml(file), json.loads(json.dumps(experiment.to_tables()))
-    schemes = old.get("schemes", {})
-    names = [*schemes.get("names", []), *new["schemes"]["names"]]
-    options = {k: v for k, v in schemes.items() if k not in new["schemes"]["names"]}
-    both = {
-        "tasks": list(dict.fromkeys([*old.get("tasks", []), *new["tasks"]])),
-        "schemes": options | new["schemes"] | {"names": list(dict.fromkeys(names))},
-    }
+    others = objects_in(old) - objects_in(new)
+    if others:
+        say(f"Left out of the report: {', '.join(sorted(others))}; name them to have them there.")
     try:
-        joined = from_file(old | new | both, both["tasks"])
+        schemes = convert(dict[str, Any], old.get("schemes", {}), "schemes")
+        names = convert(list[str], schemes.pop("names", []), "schemes.names")
+        names = [name for name in names if not others & objects_in({"tasks": [name]})]
+        all_tasks = convert(list[str], old.get("tasks", []), "tasks")
+        tasks = [name for name in all_tasks if name not in others]
+        # A task that is left out may have a table, whose name is not known.
+        known = [n for n in old if n not in new and (n in TASKS or tasks == all_tasks)]
+        tables = {name: convert(dict[str, Any], old[name], name) for name in known}
+        for table in tables.values():
+            inner = convert(dict[str, Any], table.pop("schemes", {}), "schemes")
+            inner = {k: v for k, v in inner.items() if k not in others}
+            table |= {"schemes": inner} if inner else {}
+        left_out = others | set(new["schemes"]["names"])
+        schemes = {k: v for k, v in schemes.items() if k not in left_out}
+        names = list(dict.fromkeys([*names, *new["schemes"]["names"]]))
+        tables |= new | {"tasks": list(dict.fromkeys([*tasks, *new["tasks"]]))}
+        tables["schemes"] = schemes | new["schemes"] | {"names": names}
+        joined = from_file(tables, tables["tasks"])
         joined.check()
     except ConfigError as error:
         raise ResultsError(

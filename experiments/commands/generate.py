@@ -18,6 +18,7 @@ from experiments.errors import ConfigError, ResultsError
 from experiments.models.model import LanguageModel
 from experiments.models.schemes import with_scaling
 from experiments.runs import trained
+from experiments.runs.experiment import Experiment
 from experiments.settings.config_io import Parser, near
 from experiments.tasks.text import VARIANTS, Text
 
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
     parser.add_argument("--scaling", help=f"frequency map: {' or '.join(VARIANTS)}")
+    trained.add_trust(parser)
     options = parser.parse_args(arguments)
     prompts = [prompt.encode() for prompt in options.prompt or ["\n"]]
     if not all(prompts):
@@ -58,7 +60,8 @@ def main(arguments: list[str]) -> int:
     if not 0 <= options.temperature < float("inf"):
         raise ConfigError(f"--temperature: must be 0 or above, got {options.temperature}")
     total = max(map(len, prompts)) + options.bytes
-    task, model = _load(options.folder, options.scheme, options.scaling, total)
+    experiment = trained.experiment_of(options.folder, options.trust)
+    task, model = _load(experiment, options.scheme, options.scaling, total)
     key = jax.random.key(options.seed)
     parts = generate(model, prompts, options.bytes, options.temperature, key)
     _show(parts, prompts, options.bytes, task.train_length)
@@ -147,13 +150,13 @@ def _sample(
 
 
 def _load(
-    folder: Path, scheme: str | None, scaling: str | None, total: int
+    experiment: Experiment, scheme: str | None, scaling: str | None, total: int
 ) -> tuple[Text, LanguageModel]:
     """Returns the task and the trained model of the first seed."""
-    experiment = trained.experiment_of(folder)
     task = experiment.tasks.get("text")
     if not isinstance(task, Text):
-        raise ConfigError(f"{folder}: holds no model of text, but {', '.join(experiment.tasks)}")
+        others = ", ".join(experiment.tasks)
+        raise ConfigError(f"{experiment.folder}: holds no model of text, but {others}")
     scheme = experiment.schemes[0] if scheme is None else scheme
     params = trained.parameters(experiment, task.name, scheme)
     position = experiment.scheme("text", scheme)

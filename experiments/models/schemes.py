@@ -4,16 +4,19 @@
     rope+alibi          a chain of two
     mypkg.mine:Thing    an object of your own: a subclass of `posenc_jax.Scheme`, a scheme (such as
                         a chain), a tuple with a scheme or layer for each layer of the model (a
-                        shorter one is repeated), or a function that returns one of these
+                        shorter one is repeated), or a function annotated to return one of these
 
-Classes and functions are called with the sizes and options that their signatures name.
+Classes and functions are called with the sizes and options that their signatures name. Nothing else
+is called, since the names may come from a file of somebody else.
 """
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
 import sys
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -44,7 +47,7 @@ def import_object(name: str, setting: str) -> Any:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{setting}: cannot import {module_name!r}: {type(error).__name__}: {error}"
         ) from None
@@ -67,13 +70,30 @@ def find(name: str) -> Any:
             raise ConfigError(f"schemes: unknown scheme {name!r}{near(name, pe.SCHEMES)}")
         return pe.SCHEMES[name]
     scheme = import_object(name, "schemes")
-    is_scheme = issubclass(scheme, pe.Scheme) if inspect.isclass(scheme) else callable(scheme)
-    if not is_scheme and not isinstance(scheme, pe.Scheme | tuple):
+    if not isinstance(scheme, pe.Scheme | tuple) and not _makes_schemes(scheme):
         raise ConfigError(
             f"schemes: {name!r} must be a Scheme or a subclass of it, a tuple of layers, or a "
-            f"function that returns one, got {scheme!r}"
+            f"function annotated to return one (-> pe.Scheme), got {scheme!r:.100}"
         )
     return scheme
+
+
+def _makes_schemes(thing: Any) -> bool:
+    """Returns whether something is a class of schemes, or a function annotated to return them."""
+    if isinstance(thing, functools.partial):
+        return _makes_schemes(thing.func)
+    if inspect.isclass(thing):
+        return issubclass(thing, pe.Scheme)
+    if not inspect.isfunction(thing):
+        return False
+    try:
+        returned = typing.get_type_hints(thing).get("return")
+    except Exception:  # An annotation that cannot be evaluated says nothing.
+        return False
+    union = typing.get_origin(returned) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(returned) if union else (returned,)
+    kinds = [typing.get_origin(kind) or kind for kind in kinds]
+    return all(isinstance(k, type) and issubclass(k, (pe.Scheme, tuple)) for k in kinds)
 
 
 def with_sizes(make: Any, sizes: Mapping[str, int]) -> Any:
@@ -154,6 +174,9 @@ def _called(make: Any, arguments: list, values: Mapping[str, Any], title: str) -
         return make(*arguments, **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"schemes.{title}: {error}") from None
+    except (Exception, SystemExit) as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(f"schemes.{title}: {type(error).__name__}: {words:.300}") from None
 
 
 def paper_link(cls: type) -> str:

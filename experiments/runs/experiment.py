@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt
 
 from experiments.errors import ConfigError
 from experiments.models.model import Position
 from experiments.models.schemes import build, find, import_object
 from experiments.runs.run import Run
+from experiments.settings.common import Seeds
 from experiments.settings.config_io import (
     Parser,
     convert,
@@ -23,6 +24,7 @@ from experiments.settings.config_io import (
     names,
     near,
     read_toml,
+    refuse_extremes,
     to_tables,
 )
 from experiments.tasks import TASKS, Task
@@ -39,7 +41,7 @@ class Experiment:
     """Name of the folder of results."""
     results: str = "results"
     """Where folders of results are."""
-    seeds: PositiveInt = 1
+    seeds: Seeds = 1
     """Seeds per scheme, paired across schemes."""
     first_seed: NonNegativeInt = 0
     """The first seed."""
@@ -120,8 +122,11 @@ class Experiment:
 
     def check(self) -> None:
         """Raises ConfigError for invalid settings."""
-        if self.name in ("", "..") or Path(self.name).name != self.name:
-            raise ConfigError(f"name: must be the name of a folder, got {self.name!r}")
+        plain = self.name.isprintable() and len(self.name) <= 100
+        if self.name in ("", "..") or Path(self.name).name != self.name or not plain:
+            raise ConfigError(f"name: must be the name of a folder, got {self.name!r:.120}")
+        if not self.results.isprintable():
+            raise ConfigError(f"results: must be the name of a folder, got {self.results!r:.120}")
         if not self.schemes or len(set(self.schemes)) != len(self.schemes):
             raise ConfigError(f"schemes: must name some, each once, got {list(self.schemes)}")
         for name in {part.strip() for scheme in self.schemes for part in scheme.split("+")}:
@@ -185,6 +190,17 @@ def find_task(name: str) -> type[Task]:
     if not (isinstance(task, type) and issubclass(task, Task) and task.name):
         raise ConfigError(f"tasks: {name!r} is no subclass of Task with a name")
     return task
+
+
+def objects_in(tables: Mapping[str, Any]) -> set[str]:
+    """Returns the names `package.module:object` of schemes and tasks in the tables of a file."""
+    schemes = tables.get("schemes")
+    places = [schemes, tables.get("tasks")]
+    places += [schemes.get("names")] if isinstance(schemes, Mapping) else []
+    places += [table.get("schemes") for table in tables.values() if isinstance(table, Mapping)]
+    texts = [x for each in places if isinstance(each, Mapping | Sequence) for x in each]
+    parts = [part.strip() for text in texts if isinstance(text, str) for part in text.split("+")]
+    return {part for part in parts if ":" in part}
 
 
 def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experiment:
@@ -281,9 +297,13 @@ def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict
         more.add_argument(flag, dest=flag.removeprefix("--"), type=literal, nargs="?", const="")
     out: dict[str, Any] = {}
     for flag, value in {**vars(known), **vars(more.parse_args(unknown))}.items():
-        for key in reversed(_path(flag)):
+        path = _path(flag)
+        if len(path) > 10:
+            raise ConfigError(f"--{flag:.60}: is nested too deeply")
+        for key in reversed(path):
             value = {key: value}
         out = merge(out, value)
+    refuse_extremes(out)
     return out
 
 

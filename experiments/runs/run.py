@@ -367,7 +367,7 @@ def _read(file: Path) -> Result | None:
         return convert(Result, json.loads(file.read_text(encoding="utf-8")), "")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ResultsError(f"{file}: cannot be read: {error}") from None
 
 

@@ -21,7 +21,7 @@ from experiments.training import mesh as on_mesh
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that all commands with a queue have."""
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="part of the runs to run")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="time limit")
+    parser.add_argument("--minutes", type=_minutes, default=math.inf, help="time limit")
     parser.add_argument(
         "--workers",
         type=int,
@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes, each with a processor of its own (default: one per processor on CPUs)",
     )
     on_mesh.add_arguments(parser)
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not minutes >= 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return minutes
 
 
 def number_of_workers(options: argparse.Namespace) -> int:
@@ -200,7 +207,7 @@ class Queue:
         """
         self.show.start(runs)
         units, self._ended = _units(runs), 0
-        if self.workers == 1 or len(units) == 1:
+        if self.workers == 1:
             with self.deadline.of_sigterm():
                 for unit in units:
                     if not self.deadline.over():

@@ -1,6 +1,8 @@
 """Experiments of earlier calls, and models with the parameters that `train` has kept."""
 
+import argparse
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
@@ -9,9 +11,9 @@ from flax import nnx
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.models.model import LanguageModel, Position, structure
-from experiments.runs.experiment import Experiment, load
+from experiments.runs.experiment import Experiment, load, objects_in
 from experiments.runs.run import RunFolder
-from experiments.settings.config_io import near
+from experiments.settings.config_io import names, near, read_toml
 from experiments.tasks import Task
 
 
@@ -26,11 +28,26 @@ def refuse_earlier_versions(folder: Path) -> None:
         )
 
 
-def experiment_of(folder: Path) -> Experiment:
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that allows objects which a folder of results names."""
+    parser.add_argument(
+        "--trust",
+        type=names,
+        default=[],
+        metavar="A,B",
+        help="your own schemes and tasks, package.module:object, that the folder may call",
+    )
+
+
+def experiment_of(folder: Path, trusted: Collection[str] = ()) -> Experiment:
     """Returns the experiment whose results a folder holds.
 
+    Args:
+      folder: the folder, which may be of somebody else.
+      trusted: objects, as `package.module:object`, that it may import and call.
+
     Raises:
-      ConfigError: if it holds none.
+      ConfigError: if it holds none, or names other objects.
       ResultsError: if an earlier version wrote them.
     """
     refuse_earlier_versions(folder)
@@ -38,6 +55,12 @@ def experiment_of(folder: Path) -> Experiment:
         raise ConfigError(
             f"{folder}: holds no results; make them with "
             "`python -m experiments train --tasks text --name mine`"
+        )
+    if others := objects_in(read_toml(folder / "config.toml")) - set(trusted):
+        shown = ",".join(sorted(others))
+        raise ConfigError(
+            f"{folder / 'config.toml'}: names code, which is not called unless you allow it: "
+            f"--trust {shown!r:.200}"
         )
     experiment = load(folder / "config.toml")
     return dataclasses.replace(experiment, results=str(folder.parent), name=folder.name)

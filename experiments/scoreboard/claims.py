@@ -29,13 +29,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 
 from experiments.errors import ConfigError
 from experiments.runs.experiment import Experiment, from_file
 from experiments.runs.run import Run
 from experiments.scoreboard.criteria import Condition, parse
 from experiments.scoreboard.speed import Speed, SpeedRun
+from experiments.settings.common import Seeds
 from experiments.settings.config_io import STRICT, convert, from_tables, merge, near, read_toml
 
 
@@ -57,7 +58,7 @@ class _File:
     """Expected time of all seeds."""
     gate: tuple[str, ...] = ()
     """Conditions without which the outcome is "not fitted"."""
-    seeds: PositiveInt = 5
+    seeds: Seeds = 5
     """Seeds to be run."""
     needed: int = 0
     """Seeds that must hold; 0: all."""

@@ -87,14 +87,17 @@ def parse(text: str, path: str) -> list[Condition]:
     try:
         node = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):  # A NUL, a deep expression.
-        raise ConfigError(f"{path}: is no condition: {text!r}") from None
+        raise ConfigError(f"{path}: is no condition: {text!r:.200}") from None
     if not isinstance(node, ast.Compare) or not all(type(op) in _COMPARE for op in node.ops):
-        raise ConfigError(f"{path}: must compare scores by < <= > >=, got {text!r}")
+        raise ConfigError(f"{path}: must compare scores by < <= > >=, got {text!r:.200}")
     sides = [node.left, *node.comparators]
-    for side in sides:
-        _check(side, path, text)
+    try:
+        for side in sides:
+            _check(side, path, text)
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
     if not any(isinstance(n, ast.Subscript) for side in sides for n in ast.walk(side)):
-        raise ConfigError(f"{path}: names no score, such as rope[64]: {text!r}")
+        raise ConfigError(f"{path}: names no score, such as rope[64]: {text!r:.200}")
     return [
         Condition(ast.unparse(ast.Compare(sides[i], [op], [sides[i + 1]])))
         for i, op in enumerate(node.ops)
@@ -112,9 +115,11 @@ def _check(node: ast.expr, path: str, text: str) -> None:
         score = score.value if isinstance(score, ast.Attribute) else score
         whole = isinstance(index, ast.Constant) and type(index.value) is int
         if not (whole and isinstance(score, ast.Name)):
-            raise ConfigError(f"{path}: scores are run[length] or run.view[length], got {text!r}")
+            raise ConfigError(
+                f"{path}: scores are run[length] or run.view[length], got {text!r:.200}"
+            )
     elif not (isinstance(node, ast.Constant) and type(node.value) in (int, float)):
-        raise ConfigError(f"{path}: has {ast.unparse(node)!r}, which is no score, in {text!r}")
+        raise ConfigError(f"{path}: has {ast.unparse(node)!r}, which is no score, in {text!r:.200}")
 
 
 def _parts(node: ast.Subscript) -> tuple[str, str | None, int]:

@@ -141,6 +141,8 @@ def _side(claim: Claim, condition: Condition, by_seed: Sequence[Mapping]) -> boo
     None if it does neither.
     """
     _, low, high = interval([condition.margin(_score(claim, results)) for results in by_seed])
+    if math.isnan(low):
+        return None
     ends = {condition.holds_at(low), condition.holds_at(high)}
     return ends.pop() if len(ends) == 1 else None
 

@@ -8,6 +8,11 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from experiments.errors import ConfigError
 from experiments.settings.config_io import STRICT
 
+Seeds = Annotated[int, Field(gt=0, le=10_000)]
+"""A number of seeds."""
+Steps = Annotated[int, Field(gt=0, le=10**8)]
+"""A number of optimiser steps."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -17,7 +22,7 @@ class Model:
 
     model_dim: PositiveInt = 64
     """Width D."""
-    num_layers: PositiveInt = 2
+    num_layers: Annotated[int, Field(gt=0, le=1000)] = 2
     """Number of blocks."""
     num_heads: PositiveInt = 4
     """Heads N; the head dim is D / N."""
@@ -52,7 +57,7 @@ class Train:
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
-    steps: PositiveInt = 300
+    steps: Steps = 300
     """Optimiser steps."""
     batch: PositiveInt = 32
     """Sequences per step."""

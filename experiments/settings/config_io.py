@@ -56,11 +56,33 @@ def read_toml(path: Path) -> dict[str, Any]:
       ConfigError: if the file is missing, unreadable or not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # Not TOML, not UTF-8, a path with a NUL.
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
+    refuse_extremes(tables, f"{path}: ")
+    return tables
+
+
+def refuse_extremes(tables: Mapping[str, Any], where: str = "") -> None:
+    """Raises ConfigError for integers beyond int32, and for more levels than any setting has."""
+    level: list[tuple[str, Any]] = list(tables.items())
+    for _ in range(20):
+        inner: list[tuple[str, Any]] = []
+        for path, value in level:
+            if isinstance(value, Mapping):
+                inner += [(f"{path}.{key}", each) for key, each in value.items()]
+            elif isinstance(value, list):
+                inner += [(f"{path}[{i}]", each) for i, each in enumerate(value)]
+            elif isinstance(value, int) and abs(value) >= 2**31:
+                words = f"{value}" if value.bit_length() < 64 else f"{value.bit_length()} bits"
+                raise ConfigError(f"{where}{path}: must be below 2**31, got {words}")
+        level = inner
+    if level:
+        raise ConfigError(f"{where}{level[0][0]:.60}: is nested too deeply")
 
 
 def to_tables(settings: Any) -> dict[str, Any]:
@@ -157,7 +179,7 @@ def literal(text: str) -> Any:
     """
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -208,10 +208,10 @@ def _near(cell: Cell, results: Lookup) -> list[float]:
     """Returns other rates of the grid at which a run is within two deviations of the best."""
     best = cell.best(cell.grid, results)
     scores = [x for run in cell.finals(results) if (x := score(results(run))) is not None]
-    if best is None or len(scores) < 2:
+    top = score(results(best)) if best else None
+    if top is None or len(scores) < 2:
         return []
     reach = 2 * statistics.stdev(scores)
-    top = score(results(best))
     return [
         run.task.train.learning_rate
         for run in cell.grid

@@ -28,14 +28,15 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from experiments.errors import ConfigError
 from experiments.pages.scheme_results import Lookup
 from experiments.runs.experiment import from_file
 from experiments.runs.run import Result, Run
+from experiments.settings.common import Seeds
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
 
 
@@ -49,13 +50,13 @@ class _Size:
     """Learning rates, at least three, growing."""
     task: str = ""
     """The task; empty: that of the study."""
-    seeds: PositiveInt = 5
+    seeds: Seeds = 5
     """Paired seeds at the best rate: 0, 1, ..."""
     own_rates: dict[str, tuple[PositiveFloat, ...]] = dataclasses.field(default_factory=dict)
     """By scheme: other learning rates for its parameters, relative to that of the rest."""
     equal_time: bool = False
     """Whether to run with the baseline's training time too."""
-    budgets: tuple[PositiveFloat, ...] = ()
+    budgets: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = ()
     """Other numbers of steps for the baseline, relative to its own, growing."""
 
 

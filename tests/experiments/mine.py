@@ -63,14 +63,29 @@ layers = (pe.LayerSpec(pe.RoPE(head_dim=8), window=16), pe.NoPE())
 long_pattern = (pe.NoPE(),) * 9
 
 
-def biased(head_dim, num_heads, num_layers, *, theta: float = 1e4):
+def biased(head_dim, num_heads, num_layers, *, theta: float = 1e4) -> tuple[pe.LayerSpec, ...]:
     """Returns a pattern from the sizes of the model."""
     rope = pe.chain(pe.RoPE(head_dim, theta=theta), pe.ALiBi(num_heads))
     return pe.layer_pattern(num_layers, rope, last=pe.T5(num_heads, max_distance=32))
 
 
-def nothing():
+def nothing() -> pe.Scheme:
     """Returns no scheme."""
+
+
+def raises() -> pe.Scheme:
+    """Raises."""
+    raise RuntimeError("no\nscheme")
+
+
+def exits() -> pe.Scheme:
+    """Ends the process."""
+    raise SystemExit(3)
+
+
+def unannotated():
+    """Writes a file."""
+    open("called", "w").close()
 
 
 @dataclasses.dataclass(frozen=True)

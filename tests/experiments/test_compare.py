@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
 
@@ -16,6 +17,7 @@ from experiments.__main__ import main
 from experiments.models.schemes import with_scaling
 from experiments.pages import plots
 from experiments.runs import run as runs_module
+from experiments.runs.experiment import objects_in
 from experiments.runs.run import RunFolder
 from experiments.runs.trained import experiment_of
 from experiments.tasks.text import VARIANTS
@@ -71,10 +73,11 @@ def run(tmp_path, capsys, monkeypatch):
         return status, out, err
 
     def results():
-        experiment = experiment_of(call.folder)
+        experiment = experiment_of(call.folder, objects_in(call.settings()))
         runs = [(r, RunFolder(call.folder, r).result()) for r in experiment.all_runs()]
         return {(r.task.name, r.scheme, r.seed): result for r, result in runs if result}
 
+    call.errors = lambda: capsys.readouterr().err
     call.draw = lambda: monkeypatch.setattr(plots, "drawing", drawing)
     call.file = file
     call.folder = tmp_path / "results" / "small"
@@ -157,7 +160,8 @@ def test_compare_takes_chains_patterns_and_factories(run, own_module):
     (result,) = run.results().values()
     assert result.settings["scheme"] == names[-1] and result.status == "done"
     assert "theta=100.0" in result.scheme_repr and "T5(num_heads=2" in result.scheme_repr
-    experiment = dataclasses.replace(experiment_of(run.folder), schemes=tuple(names))
+    experiment = experiment_of(run.folder, names[-1:])
+    experiment = dataclasses.replace(experiment, schemes=tuple(names))
     chained, both, layers, biased = (repr(r.position) for r in experiment.all_runs())
     assert chained == both and "RoPE(head_dim=8" in both and "ALiBi(num_heads=2" in both
     assert "window=16" in layers and "NoPE()" in layers
@@ -241,7 +245,41 @@ def test_failing_scheme_does_not_stop_the_others(run, own_module):
     assert list(run.results()) == [("kback", "none", 0)]
     assert "kback, my_schemes:Broken failed: RuntimeError: this scheme is broken" in out
     assert "RuntimeError: this scheme is broken" in (run.folder / "report.html").read_text()
-    assert run("compare", "--schemes", "none")[0] == 0  # Runs of other calls are no failure.
+    status, out, _ = run("compare", "--schemes", "none")
+    assert status == 0 and "Left out of the report: my_schemes:Broken" in out
+
+
+def test_folders_of_results_call_no_code_that_the_call_does_not_name(run, own_module, tmp_path):
+    """The folder is as somebody else could have made it."""
+    mine = "my_schemes:Parity"
+    assert run("train", "--schemes", f"{mine},rope+{mine}", "--tasks", "kback")[0] == 0
+    assert run("compare", "--schemes", f"none,{mine}")[0] == 0
+    config = run.folder / "config.toml"
+    written = config.read_text()
+    hostile = "[kback.schemes.'my_schemes:unannotated']\n"
+    for text, name in ((written, mine), (written + hostile, "my_schemes:unannotated")):
+        config.write_text(text)
+        for command in ("generate", "attention", "report"):
+            sys.modules.pop("my_schemes", None)
+            assert main([command, str(run.folder)]) == 2
+            assert "my_schemes" not in sys.modules
+        err = run.errors()
+        assert err.count("\n") == 3 == err.count("names code, which is not called unless you allow")
+        assert err.count(f"--trust '{mine}" if name == mine else name) == 3
+    assert main(["report", str(run.folder), "--trust", f"{mine},my_schemes:unannotated"]) == 2
+    assert "must be a Scheme" in run.errors() and not (tmp_path / "called").exists()
+    config.write_text(written)
+    assert main(["report", str(run.folder), "--trust", mine]) == 0
+    # Another call leaves them out, and names them to have them back without training.
+    status, out, _ = run("compare", "--schemes", "none")
+    assert status == 0 and f"Left out of the report: {mine}; name them" in out
+    assert "my_schemes" not in config.read_text() and main(["report", str(run.folder)]) == 0
+    before = run.files()
+    assert run("compare", "--schemes", f"{mine},rope+{mine}")[0] == 0
+    assert config.read_text().count("my_schemes") >= 2
+    assert {f: b for f, b in run.files().items() if f.name == "result.json"} == {
+        f: b for f, b in before.items() if f.name == "result.json"
+    }
 
 
 def test_text_variants_and_evaluate_on_kept_parameters(run, tmp_path):

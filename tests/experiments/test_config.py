@@ -1,5 +1,6 @@
 """Settings: errors are one line with status 2, before anything is written."""
 
+import pathlib
 import tomllib
 
 import pytest
@@ -18,7 +19,6 @@ MINE = "experiments_mine:Parity"
 def own_module(monkeypatch):
     """Makes tests/experiments/mine.py importable under a name that clashes with nothing."""
     import importlib.util
-    import pathlib
     import sys
 
     spec = importlib.util.spec_from_file_location(
@@ -71,6 +71,28 @@ IN_FILE = {
         "[schemes]\nnames = ['rope']\n[schemes.rope]\nhead_dim = 8"
     ),
     "cannot be read": "seeds = = 1",
+    "is nested too deeply": "seeds = " + "[" * 3000 + "]" * 3000,
+    "a.toml: a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a: is nested too deeply": (
+        ".".join(["a"] * 5000) + " = 1"
+    ),
+    "seeds: must be less than or equal to 10000, got 1000000000": "seeds = 1000000000",
+    "a.toml: first_seed: must be below 2**31, got 2147483648": "first_seed = 2147483648",
+    "a.toml: kback.train.steps: must be below 2**31, got 1329 bits": (
+        "[kback.train]\nsteps = 1" + 400 * "0"
+    ),
+    "kback.train.steps: must be less than or equal to 100000000": (
+        "[kback.train]\nsteps = 1000000000"
+    ),
+    "kback.model.num_layers: must be less than or equal to 1000": (
+        "[kback.model]\nnum_layers = 1000000000"
+    ),
+    "kback.test_lengths[1]: must be below 2**31": "[kback]\ntest_lengths = [32, 10000000000]",
+    r"name: must be the name of a folder, got 'a\x00b'": r'name = "a\u0000b"',
+    r"name: must be the name of a folder, got 'a\nb'": r'name = "a\nb"',
+    "results: must be the name of a folder": r'results = "a\u0000b"',
+    "schemes: 'os:system' must be a Scheme": (
+        "[schemes]\nnames = ['os:system']\n[schemes.'os:system']\ncommand = 'touch called'"
+    ),
 }
 
 
@@ -139,6 +161,17 @@ ON_THE_COMMAND_LINE = {
         "--schemes experiments_mine:Misspelt"
     ),
     "needs a Scheme or a tuple of layers, got None": "--schemes experiments_mine:nothing",
+    "schemes.experiments_mine:raises: task kback: RuntimeError: no scheme": (
+        "--schemes experiments_mine:raises"
+    ),
+    "schemes.experiments_mine:exits: task kback: SystemExit: 3": "--schemes experiments_mine:exits",
+    "a function annotated to return one (-> pe.Scheme), got <function unannotated": (
+        "--schemes experiments_mine:unannotated"
+    ),
+    "seeds: must be below 2**31, got 9999999999": "--seeds 9999999999",
+    "is nested too deeply": f"--{'a.' * 3000}a 1",
+    "argument --minutes: must be 0 or more, got nan": "--minutes nan",
+    "argument --minutes: must be 0 or more, got -1": "--minutes=-1",
     "the pattern must have from 1 to 2 layers, got 9": "--schemes experiments_mine:long_pattern",
     "schemes.experiments_mine:both.theta: experiments_mine:both is an object": (
         "--schemes experiments_mine:both --schemes.experiments_mine:both.theta 3"
@@ -163,7 +196,7 @@ def test_invalid_command_line_is_one_line_and_writes_nothing(
     out, err = capsys.readouterr()
     assert message in err
     assert err.startswith("config error: ") and err.count("\n") == 1 and out == ""
-    assert not results.exists()
+    assert not results.exists() and not pathlib.Path("called").exists()
 
 
 def test_missing_file_and_unknown_command(capsys):

@@ -19,7 +19,7 @@ from experiments.errors import ConfigError, ResultsError
 from experiments.pages.intervals import interval
 from experiments.runs.checkpoints import Deadline, OrbaxCheckpoint, OutOfTime
 from experiments.runs.experiment import Experiment
-from experiments.runs.files import locked
+from experiments.runs.files import locked, write_whole
 from experiments.runs.run import Result, Run, RunFolder
 from experiments.scoreboard import claims as claims_module
 from experiments.scoreboard.command import _plan
@@ -430,6 +430,10 @@ def test_conditions_equal_python():
     for text in ("a[8]", "1 < 2", "a < b", "a[8] == 1", "a[n] < 1", "a[8] < b.c.d[8]", "a[8] <"):
         with pytest.raises(ConfigError):
             parse(text, "gate")
+    for text in ("-" * 20000 + "a[8] < 1", "a[8] + " * 20000 + "1 < 1", "a[8] < 1\0"):
+        with pytest.raises(ConfigError) as error:
+            parse(text, "gate")
+        assert len(str(error.value)) < 300
 
 
 def test_intervals_equal_those_of_a_table():
@@ -462,6 +466,18 @@ def test_a_score_that_a_run_does_not_have_decides_nothing(tmp_path):
         (tmp_path / run.name / "result.json").write_text(json.dumps(content))
     outcome = judge(claim, tmp_path)
     assert (outcome.word, outcome.reason) == ("not run", "runs have no score none.plain[48]")
+
+
+def test_a_division_by_zero_is_no_score(call):
+    text = re.sub("criteria = .*", 'criteria = ["rope[48] / (rope[48] - rope[48]) <= 1"]', CLAIM)
+    (call.claims / "T1.toml").write_text(text)
+    claim = claims_module.load(call.claims / "T1.toml")
+    for run in (run for seed in (0, 1) for run in claim.of_seed(seed).values()):
+        content = json.dumps(dataclasses.asdict(result(run, 0.9)))
+        write_whole(call.results / run.name / "result.json", content)
+    status, out, _ = call()
+    assert status == 0 and "not resolved (the criteria hold in 0 of 2 seeds)" in out
+    assert re.search(r"<= 1` \| missing \| 0 of 2 \|", call.page())
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import argparse
 import signal
+import types
 
 import obedient
 import pytest
 
 from experiments.errors import ConfigError, ResultsError
-from experiments.runs.run_queue import add_arguments, number_of_workers
+from experiments.runs.run_queue import Ended, Queue, add_arguments, number_of_workers
 from experiments.runs.workers import Workers
 
 
@@ -34,6 +35,35 @@ def test_units_are_shared_and_errors_come_back():
         signal.setitimer(signal.ITIMER_REAL, 2.0)  # By then it waits; if not, it stops at once.
         assert list(asked) == ["stopped"]
         signal.signal(signal.SIGALRM, before)
+
+
+def test_the_last_run_has_a_processor_of_its_own_as_those_before(monkeypatch, tmp_path):
+    """With all processors it would round differently."""
+    counts = []
+
+    class Pool:
+        def __init__(self, count, *_):
+            counts.append(count)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        stop = None
+
+        def answers(self, units, *_):
+            return [Ended(run.name, object(), "", 0.0) for (run,) in units]
+
+    monkeypatch.setattr("experiments.runs.run_queue.Workers", Pool)
+    show = types.SimpleNamespace(start=lambda runs: None, finish=lambda ended: None)
+    runs = [types.SimpleNamespace(name=f"run {i}") for i in range(3)]
+    for run in runs:
+        run.root = run
+    Queue(tmp_path, workers=2, show=show).work(runs)
+    Queue(tmp_path, workers=2, show=show).work(runs[:1])
+    assert counts == [2, 1]
 
 
 def test_the_number_of_processes(monkeypatch):
