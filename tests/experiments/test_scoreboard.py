@@ -35,7 +35,7 @@ claim = "RoPE is better than nothing"
 source = "a test"
 protocol = "tiny"
 gate = ["rope[32] >= 0"]
-criteria = ["rope[48] - none[48] >= -1", "0 <= late[32] <= 1"]
+criteria = ["rope[48] - none[48] >= -99", "-99 <= late[32] <= 99"]
 seeds = 2
 minutes = 0.1
 
@@ -114,7 +114,7 @@ def test_a_claim_is_run_decided_and_not_run_again(call):
     status, out, _ = call("T1", "--run")
     assert status == 0 and "6 runs, 3 with a result" in out and "reproduced (2 of 2 seeds)" in out
     page = call.page()
-    assert "**reproduced**" in page and "`rope[48] - none[48] >= -1`" in page
+    assert "**reproduced**" in page and "`rope[48] - none[48] >= -99`" in page
     files = {path.name for path in call.results.glob("*/*")}
     assert files == {"result.json", "parameters.npz"}  # Of the run that another begins with.
     before = {path: path.read_bytes() for path in call.results.glob("*/*")}
@@ -375,13 +375,13 @@ def test_shards_are_a_partition_and_keep_a_run_with_its_start(call):
     ("change", "message"),
     [
         (("criteria", "critera"), "criteria: is missing"),
-        (('criteria = ["rope[48] - none[48] >= -1", "0 <= late[32] <= 1"]', "criteria = []"),
+        (('criteria = ["rope[48] - none[48] >= -99", "-99 <= late[32] <= 99"]', "criteria = []"),
          "criteria: must hold at least one condition"),
         (("none[48] >=", "none[47] >="), "length 47 is not among [32, 48]"),
         (("none[48] >=", "nune[48] >="), "no run is named nune; did you mean 'none'?"),
         (("none[48] >=", "none.sliding[48] >="), "unknown view; did you mean 'plain'?"),
-        (("rope[48] - none[48] >= -1", "rope[48] - none[48]"), "criteria[0]: must compare scores"),
-        (("rope[48] - none[48] >= -1", "rope[48] > open(3)"), "'open(3)', which is no score"),
+        (("rope[48] - none[48] >= -99", "rope[48] - none[48]"), "criteria[0]: must compare scores"),
+        (("rope[48] - none[48] >= -99", "rope[48] > open(3)"), "'open(3)', which is no score"),
         (("seeds = 2", "seeds = 0"), "seeds: must be greater than 0, got 0"),
         (("seeds = 2", "seeds = 2\nneeded = 3"), "needed: must be up to seeds = 2"),
         (("steps = 4", "steeps = 4"), "kback.train.steeps: unknown setting of Train"),
@@ -455,7 +455,7 @@ def result(run, score, status="done", jax="1"):
 
 
 def test_a_score_that_a_run_does_not_have_decides_nothing(tmp_path):
-    text = CLAIM.split("[runs.late]")[0].replace(', "0 <= late[32] <= 1"', "")
+    text = CLAIM.split("[runs.late]")[0].replace(', "-99 <= late[32] <= 99"', "")
     (tmp_path / "T1.toml").write_text(text.replace("seeds = 2", "seeds = 1"))
     claim = claims_module.load(tmp_path / "T1.toml")
     for name, run in claim.of_seed(0).items():
