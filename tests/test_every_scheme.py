@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import EVERY_CASE, KINDS, build, close, one_of_all, output
+from support import EVERY_CASE, KINDS, build, close, make_batch, one_of_all, output
 
 import posenc_jax as pe
 from posenc_jax import testing
@@ -111,6 +111,20 @@ def test_sharded_over_eight_devices_gives_the_same_numbers(case):
     assert out.sharding.spec[0] == "data"
     pairs = np.split(x, 8 // BATCH)  # The properties have compiled a batch of this size.
     close(out, np.concatenate([case.run(pair)[0] for pair in pairs]), 1e-5)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, 4), (2, 0)])
+def test_empty_batches_and_sequences(scheme, batch, length):
+    """Traced, with gradients: there is nothing to compute."""
+    tokens = make_batch(batch, length)
+    params = scheme.init(jax.random.key(0))
+
+    def total(params):
+        out = output(scheme, params, tokens)
+        assert out.shape[:2] == (batch, length)
+        return out.sum()
+
+    assert jax.eval_shape(jax.grad(total), params) == jax.eval_shape(lambda: params)
 
 
 def test_settings_are_documented_and_the_paper_is_cited(scheme):

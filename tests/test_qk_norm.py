@@ -120,6 +120,15 @@ def test_a_norm_after_the_rotation(name):
         np.testing.assert_allclose(y, wanted[:, part], atol=1e-5)
 
 
+def test_xpos_takes_no_norm_after_its_factors():
+    """They grow from the last token of a call, so that steps would differ from a whole pass."""
+    q = jnp.ones((1, 2, 1, H))
+    for scheme in (pe.XPos(head_dim=H), pe.chain(pe.XPos(head_dim=H), pe.ALiBi(1))):
+        params = scheme.init(jax.random.key(0))
+        with pytest.raises(NotImplementedError, match="scales q and k by call, so that no norm"):
+            pe.scheme_attention(scheme, params, q, q, q, norms=(jnp.tanh, jnp.tanh))
+
+
 @dataclasses.dataclass(frozen=True)
 class Uncached(pe.RoPE):
     """RoPE whose keys are cached as projected."""

@@ -227,7 +227,8 @@ class KVCache:
                 lambda state, past, new: appended_states(state, past, added, new),
                 *(self.state, self.past_states, past_states),
             )
-        after = jnp.where(tokens, add_saturated(positions, 1), 0).max(axis=1)
+        after = _after(positions, tokens)
+        after = jnp.where(self.length > 0, jnp.maximum(after, self.next_positions), after)
         features = functools.partial(write_slots, "k_features", slots=slots)
         new = dataclasses.replace(
             self,
@@ -242,7 +243,7 @@ class KVCache:
             length=length,
             written=jnp.maximum(self.written, length),
             rewindable=jnp.minimum(self.rewindable + added, limit),
-            next_positions=jnp.maximum(self.next_positions, after).astype(jnp.int32),
+            next_positions=jnp.where(length > 0, after, self.next_positions),
         )
         if window is None or isinstance(self.storage, Slots):
             return new
@@ -335,8 +336,8 @@ class KVCache:
         """Returns the cache without the last tokens of each row, such as rejected drafts.
 
         In a ring, these tokens have overwritten older ones. To take back n tokens, its capacity
-        must be at least n, plus the tokens before its own that a query sees in the window, plus
-        the sink tokens; a row that is taken back further is lost in the next call.
+        must be at least n, plus the tokens before its own that a query sees in the window, at least
+        one, plus the sink tokens; a row that is taken back further is lost in the next call.
 
         Args:
           count: number of tokens to take back, without padding: an integer or integers [B].
@@ -363,7 +364,9 @@ class KVCache:
         length = self.length - count
         tokens = self.storage.tokens(self.length, self.capacity)
         segment_ids = jnp.where(tokens < length[:, None], self.segment_ids, -1)
-        after = jnp.where(segment_ids >= 0, add_saturated(self.positions, 1), 0).max(1)
+        held = segment_ids >= 0
+        lost |= (length > 0) & ~held.any(1)
+        after = jnp.where(length > 0, _after(self.positions, held), 0)
         state, past_states = self.state, self.past_states
         if self.max_rewind:
             counts = count[:, None] + jnp.arange(self.max_rewind + 1, dtype=jnp.int32)[None]
@@ -472,3 +475,9 @@ class KVCache:
             raise ValueError(
                 f"KVCache.insert: arrays must be {expected} per key and per row, got {actual}."
             )
+
+
+def _after(positions: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the position after the last of the tokens, int32 [B]; undefined without tokens."""
+    least = jnp.iinfo(jnp.int32).min
+    return jnp.where(tokens, add_saturated(positions, 1), least).max(1, initial=least)

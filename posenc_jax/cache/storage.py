@@ -79,18 +79,18 @@ class Ring:
         positions, segment_ids = new
         capacity, sinks = cached[0].shape[1], self.num_sink_tokens
         reach = self._reach(window, positions.shape[1], capacity)
-        lost = jnp.zeros_like(length, bool)
+        last = self.slots(jnp.maximum(length - 1, 0)[:, None], capacity)
+        last_position, last_id = (jnp.take_along_axis(x, last, 1) for x in cached)
+        last_id = jnp.where(length[:, None] > 0, last_id, -1)
+        unordered = _out_of_order(
+            jnp.concatenate([last_position, positions], 1),
+            jnp.concatenate([last_id, segment_ids], 1),
+        )
+        lost = unordered.any(1)
         if reach:  # Otherwise no new token sees an older one.
-            last = self.slots(jnp.maximum(length - 1, 0)[:, None], capacity)
-            last_position, last_id = (jnp.take_along_axis(x, last, 1) for x in cached)
-            last_id = jnp.where(length[:, None] > 0, last_id, -1)
-            unordered = _out_of_order(
-                jnp.concatenate([last_position, positions], 1),
-                jnp.concatenate([last_id, segment_ids], 1),
-            )
             oldest = jnp.maximum(length - reach, sinks)
             overwritten = oldest < written - (capacity - sinks)
-            lost = unordered.any(1) | (jnp.any(segment_ids >= 0, 1) & overwritten)
+            lost |= jnp.any(segment_ids >= 0, 1) & overwritten
         return lost | _evicted_sinks(cached, new, sinks) if sinks else lost
 
     def _reach(self, window: Window, count: int, capacity: int) -> int:

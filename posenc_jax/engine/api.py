@@ -464,21 +464,19 @@ def _per_row(name, x: jax.Array, batch: int, count: int, axes: bool = False) -> 
 
 
 def _check_reach(tokens: dict[str, Any]) -> None:
-    """Raises for known coordinates of tokens whose differences overflow int32."""
-    low, high = 2**31, -(2**31)
-    for side in "qk":
-        coordinates, segments = tokens[f"{side}_coordinates"], tokens[f"{side}_segment_ids"]
-        if isinstance(coordinates, Tracer) or isinstance(segments, Tracer):
-            return
-        if coordinates.dtype != jnp.int32:
-            return
-        known = np.asarray(coordinates)
-        if segments is not None:
-            known = known[np.asarray(segments) >= 0]
-        if known.size:
-            low, high = min(low, int(known.min())), max(high, int(known.max()))
-    require(
-        high - low < 2**31,
-        f"attention: rules need distances of coordinates that fit int32, got coordinates from "
-        f"{low} to {high}.",
-    )
+    """Raises for known coordinates of a segment whose differences overflow int32."""
+    sides = [(tokens[f"{side}_coordinates"], tokens[f"{side}_segment_ids"]) for side in "qk"]
+    if any(isinstance(x, Tracer) for side in sides for x in side) or sides[0][0].dtype != jnp.int32:
+        return
+    coordinates = np.concatenate([np.asarray(x, np.int64) for x, _ in sides], 1)
+    if not coordinates.size or np.ptp(coordinates) < 2**31:
+        return
+    ids = np.concatenate([np.zeros(x.shape[:2]) if i is None else i for x, i in sides], 1)
+    for row, row_ids in zip(coordinates, ids, strict=True):
+        for segment in np.unique(row_ids[row_ids >= 0]):
+            low, high = (f(row[row_ids == segment], 0) for f in (np.min, np.max))
+            require(
+                bool(np.all(high - low < 2**31)),
+                "attention: rules need distances of coordinates that fit int32, got coordinates "
+                f"from {np.min(low)} to {np.max(high)}.",
+            )

@@ -640,8 +640,8 @@ class SeparableBias(_FeatureRule):
     Attributes:
       q_features: [B, T, N].
       k_features: [B, S, K or N].
-      symmetric: the term is `-abs(sum)`. Under a causal mask the sum of a visible pair must not be
-        positive: the term is then the sum itself.
+      symmetric: the term is `-abs(sum)`. For a key in an earlier slot than the query, the sum must
+        not be positive: under a causal mask with contiguous positions, tiles add the sum itself.
       scaled: as for `LogitBias`.
     """
 
@@ -665,7 +665,8 @@ class SeparableBias(_FeatureRule):
 
     def lower(self, context):
         factor = context.scale if self.scaled else 1.0
-        symmetric = self.symmetric and not context.is_causal
+        # Tokens at equal positions, such as drafts in a tree, see keys in later slots.
+        symmetric = self.symmetric and not (context.is_causal and context.contiguous)
         return Lowering(SeparableTerm(factor=factor, symmetric=symmetric))
 
     def added_logits(self, q_features, k_features, q, k):

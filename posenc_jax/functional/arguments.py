@@ -78,8 +78,8 @@ def check_tokens(caller: str, tokens: Projections) -> None:
             )
 
 
-def check_hooks(caller: str, scheme: Scheme) -> frozenset[str]:
-    """Returns the paths of a scheme's parameters; raises for settings or hooks that cannot work."""
+def check_hooks(caller: str, scheme: Scheme) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of parameters by path; raises for settings or hooks that cannot work."""
     check_scheme(caller, scheme)
     try:
         hash(scheme)
@@ -88,28 +88,35 @@ def check_hooks(caller: str, scheme: Scheme) -> frozenset[str]:
             f"{caller}: settings of {scheme!r} must be hashable; use tuples for lists."
         ) from None
     _check_signatures(type(scheme))
-    return _paths_of_params(scheme)
+    return _shapes_of_params(scheme)
 
 
 def check_params(caller: str, scheme: Scheme, params: Params) -> None:
-    """Raises unless a scheme is valid and `params` has all of its parameters."""
-    missing = check_hooks(caller, scheme) - _paths(params)
+    """Raises unless a scheme is valid and `params` has its parameters, of their shapes."""
+    expected, shapes = check_hooks(caller, scheme), _shapes(params)
+    missing = expected.keys() - shapes
     if missing:
         raise ValueError(
             f"{caller}: params lack {', '.join(sorted(missing))} of {scheme!r}; make them with "
             "scheme.init(key)."
         )
+    for path, shape in expected.items():
+        if shapes[path] != shape:
+            raise ValueError(
+                f"{caller}: params{path} must be {shape} for {scheme!r}, got {shapes[path]}."
+            )
 
 
 def check_pipeline(caller: str, pipeline: Pipeline) -> None:
     """Raises unless the scheme, its parameters and the norms fit together."""
     scheme = pipeline.scheme
     check_params(caller, scheme, pipeline.params)
-    if pipeline.norms is not None and Acts.ATTENTION in scheme.acts:
-        raise NotImplementedError(
-            f"{caller}: {scheme!r} rotates q and k within its attention, so that no norm can come "
-            "after it."
-        )
+    if pipeline.norms is None:
+        return
+    in_attention = Acts.ATTENTION in scheme.acts
+    if in_attention or not scheme.traits.norm_after:
+        how = "rotates q and k within its attention" if in_attention else "scales q and k by call"
+        raise NotImplementedError(f"{caller}: {scheme!r} {how}, so that no norm can come after it.")
 
 
 @functools.lru_cache(256)
@@ -128,14 +135,15 @@ def _check_signatures(scheme: type[Scheme]) -> None:
 
 
 @functools.lru_cache(256)
-def _paths_of_params(scheme: Scheme) -> frozenset[str]:
-    """Returns the paths of a scheme's parameters."""
-    return _paths(jax.eval_shape(scheme.init, jax.random.key(0)))
+def _shapes_of_params(scheme: Scheme) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a scheme's parameters by their paths."""
+    return _shapes(jax.eval_shape(scheme.init, jax.random.key(0)))
 
 
-def _paths(tree: Any) -> frozenset[str]:
-    """Returns the paths of the leaves of a tree."""
-    return frozenset(jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree))
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the leaves of a tree by their paths."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
 
 
 def token_positions(

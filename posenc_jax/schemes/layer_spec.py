@@ -27,7 +27,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import finite, positive, require
+from posenc_jax.checks import finite, positive, positive_integers, require
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.scheme import Scheme, check_scheme
@@ -119,8 +119,9 @@ def in_chunks(
 ) -> tuple[jax.Array, tuple[int, int]]:
     """Returns `(segment_ids, window)` for attention within chunks of positions.
 
-    The window limits a query to its chunk and the neighbours, and segments separate even from odd
-    chunks. So ids stay small for any positions.
+    The window limits a query to its chunk and the neighbours, and segments separate the chunks. The
+    ids repeat after 16 chunks, so that they stay small for any positions; convolutions over
+    segments may have up to 16 C tokens.
 
     Args:
       chunk_size: C; positions [0, C) are the first chunk of a segment.
@@ -129,11 +130,13 @@ def in_chunks(
       window: the window of the layer, as in `attention`.
 
     >>> in_chunks(4, jnp.arange(10), None)
-    (Array([0, 0, 0, 0, 1, 1, 1, 1, 0, 0], dtype=int32), (3, 3))
+    (Array([0, 0, 0, 0, 1, 1, 1, 1, 2, 2], dtype=int32), (3, 3))
     """
+    positive_integers("in_chunks", chunk_size=chunk_size)
     sides = (s if s >= 0 else chunk_size for s in window_sides(window) or (-1, -1))
     left, right = (min(s, chunk_size - 1) for s in sides)
-    odd = (positions // chunk_size % 2).astype(jnp.int32)
+    chunk = (positions // chunk_size % 16).astype(jnp.int32)
     if segment_ids is None:
-        return odd, (left, right)
-    return jnp.where(segment_ids < 0, -1, 2 * segment_ids.astype(jnp.int32) + odd), (left, right)
+        return chunk, (left, right)
+    ids = jnp.where(segment_ids < 0, -1, 16 * segment_ids.astype(jnp.int32) + chunk)
+    return ids, (left, right)

@@ -62,6 +62,8 @@ class Traits:
       transforms_rows: a rule is a `LogitsTransform`; attention takes only one.
       cache_transformed_keys: k is cached after `key`. False: `key` depends on later tokens,
         so k is cached as projected and transformed at every step.
+      norm_after: norms of q and k may follow `query` and `key`. False: these scale by a number that
+        depends on the call, which cancels in q . k and not in norms.
       num_sink_tokens: number of initial tokens of a sequence that stay visible outside the
         window; a ring cache keeps them.
     """
@@ -74,6 +76,7 @@ class Traits:
     reads_x: bool = False
     transforms_rows: bool = False
     cache_transformed_keys: bool = True
+    norm_after: bool = True
     num_sink_tokens: int = 0
 
     @classmethod
@@ -88,6 +91,7 @@ class Traits:
             reads_x=any(t.reads_x for t in traits),
             transforms_rows=any(t.transforms_rows for t in traits),
             cache_transformed_keys=all(t.cache_transformed_keys for t in traits),
+            norm_after=all(t.norm_after for t in traits),
             num_sink_tokens=max(t.num_sink_tokens for t in traits),
         )
 

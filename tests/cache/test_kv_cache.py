@@ -98,6 +98,37 @@ def test_the_next_position_counts_tokens_not_slots():
     np.testing.assert_array_equal(back.next_positions, [2, 10])
 
 
+def test_the_next_position_after_negative_ones():
+    k, v, positions, segments = tokens(4)
+    cache = append(empty(), k, v, positions - 7, segments)
+    np.testing.assert_array_equal(cache.next_positions, [-3, -3])
+    np.testing.assert_array_equal(rewind(cache, 1).next_positions, [-4, -4])
+    np.testing.assert_array_equal(rewind(cache, 4).next_positions, [0, 0])
+    again = append(cache, k[:, :1], v[:, :1], positions[:, :1] - 9, segments[:, :1])
+    np.testing.assert_array_equal(again.next_positions, [-3, -3])
+
+
+@pytest.mark.parametrize(("count", "lost"), [(4, False), (5, True)])
+def test_a_ring_that_takes_back_all_of_its_slots_is_lost(count, lost):
+    """Otherwise nothing in it tells the position of the next token."""
+    cache = empty(ring=True)
+    for start in range(0, 9, 3):
+        cache = append(cache, *tokens(3, start))
+    back = rewind(cache, count)
+    np.testing.assert_array_equal(back.overflowed, [lost, lost])
+    if not lost:
+        np.testing.assert_array_equal(back.next_positions, [5, 5])
+
+
+@pytest.mark.parametrize(("position", "lost"), [(3, False), (2, True), (1, True)])
+def test_a_ring_with_a_window_of_one_token_is_lost_at_a_position_that_was(position, lost):
+    cache = append(empty(ring=True), *tokens(3), window=1)
+    k, v, _, segments = tokens(1)
+    at = np.full((2, 1), position, np.int32)
+    after = append(cache, k, v, at, segments, window=1)
+    np.testing.assert_array_equal(after.overflowed, [lost, lost])
+
+
 def test_coordinates_features_and_state_are_stored():
     shapes = {"gate": jax.ShapeDtypeStruct((2, 1, 3), jnp.float32)}
     state = {"sum": jax.ShapeDtypeStruct((2, 3), jnp.float32)}

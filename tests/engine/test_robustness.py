@@ -152,6 +152,33 @@ def test_windows_are_right_at_any_int32_distance(implementation):
     np.testing.assert_allclose(out, v[:, 1:], atol=1e-6)
 
 
+@pytest.mark.parametrize("apart", ["rows", "segments", "axes"])
+def test_far_coordinates_of_others_are_no_distances(apart):
+    """Rows, segments and axes that no rule compares may be 2^32 - 2 apart."""
+    length = 4
+    near, far = np.arange(length) - 2**31, np.arange(length) + 2**31 - length
+    q, k, v = tokens(length=length)
+    alibi = pe.ALiBi(num_heads=N).rules({})
+    options = {"is_causal": True, "rules": alibi}
+    if apart == "segments":
+        ids = np.array([[0, 0, 1, 1]])
+        at = np.where(ids == 0, near, far)
+        expected = pe.attention(q, k, v, q_segment_ids=ids, **options)
+        out = pe.attention(q, k, v, q_positions=at, q_segment_ids=ids, **options)
+    elif apart == "rows":
+        q, k, v = (np.concatenate([x, x]) for x in (q, k, v))
+        expected = pe.attention(q, k, v, **options)
+        out = pe.attention(q, k, v, q_positions=np.stack([near, far]), **options)
+    else:
+        both = pe.chain(pe.on_axis(pe.RoPE(head_dim=8), 0), pe.on_axis(pe.ALiBi(N), 1))
+        at = np.stack([near, far])[:, None]
+        out, expected = (
+            pe.scheme_attention(both, ({}, {}), q, k, v, coordinates=x, is_causal=True)[0]
+            for x in (at, at - at[:, :, :1])
+        )
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
 def test_distances_beyond_int32_raise_where_a_rule_would_read_them():
     q, k, v = tokens(length=2)
     positions = jnp.array([[-(2**31), 2**31 - 1]])

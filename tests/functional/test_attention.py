@@ -366,6 +366,18 @@ class Outdated(pe.Scheme):
         (pe.T5(num_heads=6), {}, ValueError, r"params lack \['table'\] of T5\(num.*make them with"),
         (
             pe.T5(num_heads=6),
+            {"table": jnp.zeros((6, 16))},
+            ValueError,
+            r"params\['table'\] must be \(6, 32\) for T5\(num_heads=6.*, got \(6, 16\)",
+        ),
+        (
+            pe.chain(ROPE, SHAW),
+            ({}, SHAW.replace(clip=SHAW.clip - 1).init(jax.random.key(0))),
+            ValueError,
+            r"params\[1\]\['keys'\] must be \(",
+        ),
+        (
+            pe.T5(num_heads=6),
             None,
             ValueError,
             r"params lack \['table'\] of T5\(num.*make them with",
@@ -383,7 +395,10 @@ class Outdated(pe.Scheme):
             r"got \(self, params, q, coordinates\)",
         ),
     ],
-    ids=["missing", "none", "class", "name", "missing in a chain", "list", "hook"],
+    ids=[
+        *("missing", "shape", "shape in a chain", "none", "class", "name"),
+        *("missing in a chain", "list", "hook"),
+    ],
 )
 def test_malformed_schemes_and_parameters_are_named(scheme, params, error, message):
     with pytest.raises(error, match=message):

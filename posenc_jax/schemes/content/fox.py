@@ -110,6 +110,8 @@ class FoX(Scheme):
         sums = jnp.cumsum(log_f, axis=1)
         if state is not None:
             sums += state[:, None]
+        if not sums.shape[1]:
+            return sums, -sums, sums.sum(1) if state is None else state
         return sums, -sums, sums[:, -1]
 
     def rules(self, params, q_features=None, k_features=None):

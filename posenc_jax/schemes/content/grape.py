@@ -106,5 +106,7 @@ class GRAPEA(Scheme):
         grouped = direction.reshape(x.shape[2], -1, self.head_dim)  # [K, N / K, H] for keys.
         x = x.astype(jnp.float32)
         rates = jnp.einsum("btkh,kgh->btkg", x, grouped, precision="highest")
-        rates = jax.nn.softplus(rates.reshape(*x.shape[:2], -1) / math.sqrt(self.head_dim))
+        rates = jax.nn.softplus(
+            rates.reshape(*x.shape[:2], self.num_heads) / math.sqrt(self.head_dim)
+        )
         return base[None, None] * rates

@@ -122,6 +122,8 @@ class _ApplyReflections:
     scale: float
 
     def __call__(self, shared, heads, q_feature, chunks, logits, seen, q, k):
+        if not logits.shape[1]:
+            return logits
         count, _, size, _ = chunks[0].shape
         slots = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
         visible = seen & (k <= q)[None]
@@ -234,7 +236,7 @@ class PaTH(Scheme):
                 segment_ids = jnp.zeros_like(x[:, :, 0], jnp.int32)  # Sharded as x is.
             w, conv_state = short_convolution(w, params["conv"], segment_ids, conv_state)
             w = jax.nn.silu(w)
-        w = w.reshape(*w.shape[:2], -1, self.head_dim)
+        w = w.reshape(*w.shape[:2], w.shape[2] // self.head_dim, self.head_dim)
         w *= jax.lax.rsqrt(jnp.sum(w * w, -1, keepdims=True) + 1e-6)
         beta = jnp.dot(x, params["beta"], precision="highest") + params["beta_bias"][None, None]
         return q_sums, (w, 2.0 * jax.nn.sigmoid(beta), k_sums), (conv_state, fox_state)

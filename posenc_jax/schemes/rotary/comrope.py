@@ -111,7 +111,7 @@ class ComRoPE(Scheme):
         batch, length, heads, _ = q.shape
         split = (batch, length, heads, planes.shape[1], self.size)
         x = q.astype(jnp.complex64).reshape(split)  # One axis at a time, for explicit meshes.
-        x = x.reshape(batch, length, self.groups, -1, *split[3:])
+        x = x.reshape(batch, length, self.groups, heads // self.groups, *split[3:])
         x = jnp.einsum("btgnis,gisr->btgnir", x, planes.conj(), precision="highest")
         x = x * jax.lax.complex(w * cos, -w * sin)[:, :, :, None]
         x = jnp.einsum("btgnir,gisr->btgnis", x, planes, precision="highest")

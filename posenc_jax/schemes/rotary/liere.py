@@ -117,7 +117,7 @@ class LieRE(Scheme):
         part = self.head_dim // self.size * self.size
         split = (batch, length, heads, part // self.size, self.size)
         x = q[..., :part].astype(jnp.float32).reshape(split)
-        x = x.reshape(batch, length, self.groups, -1, *split[3:])
+        x = x.reshape(batch, length, self.groups, heads // self.groups, *split[3:])
         x = jnp.einsum("btgisr,btgnir->btgnis", tables, x, precision="highest")
         x = x.reshape(split).reshape(batch, length, heads, part).astype(q.dtype)
         return jnp.concatenate([x, q[..., part:]], -1)

@@ -50,6 +50,8 @@ def segment_lengths(
     Returns:
       [B, S], or [B, 1] if each row is one sequence.
     """
+    if not coordinates.shape[1]:
+        return jnp.zeros((coordinates.shape[0], 1), coordinates.dtype)
     if segment_ids is None or queried is None:
         return coordinates.max(1, keepdims=True) + 1
 

@@ -93,15 +93,16 @@ class SelectiveRoPE(ContentRotary):
         if segment_ids is None:
             segment_ids = jnp.zeros_like(x[:, :, 0], jnp.int32)  # Sharded as x is.
         tokens = (segment_ids >= 0)[:, :, None]
-        x = jnp.where(tokens, x, 0.0).reshape(batch, length, self.groups, -1)
+        grouped = batch, length, self.groups
+        x = jnp.where(tokens, x, 0.0).reshape(*grouped, self.model_dim // self.groups)
         x = x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
-        x = jnp.dot(x.reshape(batch, length, -1), params["down"], precision="highest")
+        x = jnp.dot(x.reshape(batch, length, self.model_dim), params["down"], precision="highest")
         phi = jnp.dot(x, params["up"], precision="highest")
-        total, recent = (jnp.zeros_like(phi[:, 0]), None) if state is None else state
+        total, recent = (jnp.zeros_like(phi.sum(1)), None) if state is None else state
         phi, recent = short_convolution(phi, params["conv"], segment_ids, recent)
         sums = total[:, None] + jnp.cumsum(jnp.where(tokens, phi, 0.0), 1)
-        c = sums.reshape(batch, length, self.groups, -1)
-        return c, c, (sums[:, -1], recent)
+        c = sums.reshape(*grouped, sums.shape[2] // self.groups)
+        return c, c, (sums[:, -1] if length else total, recent)
 
     def cos_sin(self, params, coordinates):
         """Returns the tables of the sums c, [B, T, groups, H / 2]."""

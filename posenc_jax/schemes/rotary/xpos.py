@@ -21,6 +21,7 @@ Reference code: microsoft/torchscale, torchscale/component/xpos_relative_positio
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -73,7 +74,7 @@ class XPos(Rotary):
     gamma: float = 0.4
     layout: str = "interleaved"
     name: ClassVar[str] = "xpos"
-    traits: ClassVar = Traits(relative=True, cache_transformed_keys=False)
+    traits: ClassVar = Traits(relative=True, cache_transformed_keys=False, norm_after=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -91,8 +92,8 @@ class XPos(Rotary):
         if segment_ids is None:
             segment_ids = jnp.zeros_like(coordinates, jnp.int32)
         tokens = segment_ids >= 0
-        lowest = -jnp.inf if coordinates.dtype == jnp.float32 else jnp.iinfo(jnp.int32).min
-        origin = jnp.where(tokens, coordinates, lowest).max(1)
+        lowest = _lowest(coordinates)
+        origin = jnp.where(tokens, coordinates, lowest).max(1, initial=lowest)
         origin = jnp.where(tokens.any(1), origin, 0 if state is None else state)
         if state is not None:
             origin = jnp.maximum(state, origin)
@@ -103,13 +104,16 @@ class XPos(Rotary):
     def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], rotated and scaled from the origin `features`."""
         coordinates = check_coordinates(self.name, coordinates, 1)
-        origin = coordinates.max(1, keepdims=True) if features is None else features
+        if features is None:
+            features = coordinates.max(1, keepdims=True, initial=_lowest(coordinates))
+        origin = features
         return self._scaled(params, q, coordinates, coordinates - origin, -1, tables)
 
     def key(self, params, k, coordinates, features=None, tables=None):
         """Returns k [B, S, K, H], rotated and scaled from the greatest origin in `features`."""
         coordinates = check_coordinates(self.name, coordinates, 1)
-        origin = (coordinates if features is None else features).max(1, keepdims=True)
+        origin = coordinates if features is None else features
+        origin = origin.max(1, keepdims=True, initial=_lowest(coordinates))
         # Only padding and unused slots are beyond the origin.
         offset = jnp.minimum(coordinates - origin, 0)
         return self._scaled(params, k, coordinates, offset, 1, tables)
@@ -120,3 +124,8 @@ class XPos(Rotary):
         decay = jnp.asarray(sign * decay, jnp.float32)
         scale = jnp.exp(offset.astype(jnp.float32)[..., None] * decay[None, None])
         return self.rotate(x, materialize(scale * cos, scale * sin))
+
+
+def _lowest(coordinates: jax.Array) -> float:
+    """Returns a number below all coordinates of their dtype."""
+    return -jnp.inf if coordinates.dtype == jnp.float32 else jnp.iinfo(jnp.int32).min

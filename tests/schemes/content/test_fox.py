@@ -66,6 +66,18 @@ def test_decays_in_both_directions_when_bidirectional():
     np.testing.assert_allclose(attend(scheme, params, *tokens), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "dense"])
+def test_drafts_at_equal_positions_decay_in_both_directions(implementation):
+    """Tokens of a tree see each other where their positions are equal, whatever their slots."""
+    scheme = pe.FoX(num_heads=6, model_dim=10)
+    params, tokens = parameters(scheme), arrays(6, length=9)
+    positions = np.array([0, 1, 2, 3, 3, 3, 4, 4, 5])
+    expected = authors(params, *tokens, sees=lambda i, j: positions[j] <= positions[i])
+    options = {"is_causal": True, "implementation": implementation}
+    out = attend(scheme, params, *tokens, positions=jnp.asarray(positions), **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
 def test_sums_worked_out_by_hand():
     """Gates with the logits 0, 1, -1, 2; log sigmoid is -0.6931, -0.3133, -1.3133, -0.1269."""
     scheme = pe.FoX(num_heads=1, model_dim=1)
