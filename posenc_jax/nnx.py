@@ -1,18 +1,20 @@
 """Position encodings and attention as Flax NNX modules, for any scheme."""
 
+from typing import ClassVar
+
 import jax
 from flax import nnx
 
 from posenc_jax.modules.attention_fn import attention_fn
 from posenc_jax.modules.nnx_attention import Attention
-from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding
+from posenc_jax.modules.nnx_encoding import FixedSettings, HeadNorm, PositionEncoding
 from posenc_jax.modules.shared import layer_spec
 from posenc_jax.schemes.scheme import Scheme
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
 
 
-class AttentionFn(nnx.Module):
+class AttentionFn(FixedSettings, nnx.Module):
     """A scheme inside the stock `nnx.MultiHeadAttention`, as its `attention_fn`.
 
     A decoded query's position is read from its mask, since the layer does not give it, and
@@ -26,6 +28,10 @@ class AttentionFn(nnx.Module):
     >>> layer(jnp.ones((2, 5, 16)), is_causal=True).shape
     (2, 5, 16)
     """
+
+    fixed: ClassVar = dict.fromkeys(
+        ("position", "shared_encoding"), "assign `encoding`, a PositionEncoding with parameters"
+    )
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """Attention as a Flax NNX module."""
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, Unpack, overload
+from typing import Any, ClassVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from posenc_jax.functional.new_cache import CacheOptions
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.modules.attention_fn import check_acts_in_attention
 from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
-from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding, metadata_of
+from posenc_jax.modules.nnx_encoding import FixedSettings, HeadNorm, PositionEncoding, metadata_of
 from posenc_jax.modules.shared import (
     AttentionLayer,
     CallOptions,
@@ -45,7 +46,20 @@ class NNXCallOptions(CallOptions, total=False):
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
 
 
-class Attention(AttentionLayer, nnx.Module):
+def _of_settings(name: str) -> property:
+    """Returns a property that reads and replaces a field of `settings`."""
+
+    def read(self):
+        return getattr(self.settings, name)
+
+    def write(self, value):
+        settings = dataclasses.replace(self.settings, **{name: value})
+        super(FixedSettings, self).__setattr__("settings", settings)
+
+    return property(read, write)
+
+
+class Attention(FixedSettings, AttentionLayer, nnx.Module):
     """Multi-head attention with any scheme, grouped heads, segments and a cache.
 
     >>> import posenc_jax as pe
@@ -54,7 +68,29 @@ class Attention(AttentionLayer, nnx.Module):
     (2, 5, 16)
     >>> y, cache = layer(jnp.ones((2, 5, 16)), cache=layer.new_cache(2, capacity=8))
     >>> y, cache = layer(jnp.ones((2, 1, 16)), cache=cache)  # The sixth token.
+
+    Attributes:
+      encoding: the `PositionEncoding`; another one may be assigned.
+      window, chunk_size, scale, softcap: fields of `settings`; they may be assigned.
+      is_causal, dropout_rate, deterministic, decode, implementation: may be assigned.
+      settings: a `LayerSpec`. It and other arguments cannot be assigned: it is an AttributeError.
     """
+
+    window, chunk_size = _of_settings("window"), _of_settings("chunk_size")
+    scale, softcap = _of_settings("scale"), _of_settings("softcap")
+    stored: ClassVar = (
+        *("model_dim", "num_heads", "num_kv_heads", "head_dim", "in_kv_features", "dtype"),
+        "settings",
+    )
+    fixed: ClassVar = dict.fromkeys(
+        (
+            *("use_bias", "param_dtype", "precision", "promote_dtype", "axis_names", "qk_norm"),
+            *("kernel_init", "out_kernel_init", "bias_init", "out_bias_init", *stored),
+        ),
+        "make another layer",
+    ) | dict.fromkeys(
+        ("position", "shared_encoding"), "assign `encoding`, a PositionEncoding with parameters"
+    )
 
     def __init__(
         self,
@@ -134,9 +170,9 @@ class Attention(AttentionLayer, nnx.Module):
             head_dim = model_dim // num_heads
         self.model_dim, self.head_dim = model_dim, head_dim
         self.in_kv_features = model_dim if in_kv_features is None else in_kv_features
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         heads = self.heads()
-        self.num_kv_heads = heads["key"]
 
         def project(name, features, out_features, axis, kernel_init, bias_init):
             sizes = KERNELS[name]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import chex
 import jax
@@ -70,6 +71,46 @@ def test_layers_equal_scheme_attention(name, x):
     written_out, *modules = run(x)
     for y in modules:
         np.testing.assert_allclose(y, written_out, atol=1e-6)
+
+
+ASSIGNED = {
+    "is_causal": False,
+    "window": 3,
+    "softcap": 0.5,
+    "scale": 0.1,
+    "implementation": "reference",
+}
+MODES = {"dropout_rate", "deterministic", "decode", "rngs", "sinks"}
+"""Settings of other tests, which calls read."""
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_an_assigned_setting_is_that_of_a_new_layer(name, x):
+    layer = nnx_layer(pe.RoPE(H), window=5)
+    before = layer(x)
+    setattr(layer, name, ASSIGNED[name])
+    assert getattr(layer, name) == ASSIGNED[name]
+    new = nnx_layer(pe.RoPE(H), **{"window": 5, name: ASSIGNED[name]})
+    np.testing.assert_allclose(layer(x), new(x), atol=1e-6)
+    assert name == "implementation" or np.abs(layer(x) - before).max() > 1e-3
+
+
+def test_settings_that_are_read_at_construction_alone_cannot_be_assigned(x):
+    arguments = inspect.signature(pn.Attention.__init__).parameters.keys() - {"self"}
+    layer = nnx_layer(pe.RoPE(H))
+    for name in sorted(arguments - set(ASSIGNED) - MODES):
+        with pytest.raises(AttributeError, match=f"^Attention: {name} has no effect after"):
+            setattr(layer, name, 99)
+    with pytest.raises(AttributeError, match="assign `encoding`, a PositionEncoding"):
+        layer.position = pe.ALiBi(N)
+    with pytest.raises(AttributeError, match=r"scheme has no effect after .* make another"):
+        layer.encoding.scheme = pe.ALiBi(N)
+    with pytest.raises(AttributeError, match="AttentionFn: position has no effect"):
+        pn.AttentionFn(pe.RoPE(H)).position = pe.ALiBi(N)
+    layer.encoding = pn.PositionEncoding(pe.ALiBi(N), rngs=nnx.Rngs(0))
+    copy = nnx.merge(*nnx.split(layer))
+    np.testing.assert_allclose(copy(x), nnx_layer(pe.ALiBi(N))(x), atol=1e-6)
+    assert nnx.clone(layer).new_cache(1, 4).scheme == pe.ALiBi(N)
 
 
 @pytest.mark.parametrize(
