@@ -195,8 +195,15 @@ if not TYPE_CHECKING:  # A type checker would take every name for a module.
         """Imports `posenc_jax.nnx`, `posenc_jax.linen` and `posenc_jax.testing` on first use."""
         if name in ("linen", "nnx", "testing"):
             return importlib.import_module(f"posenc_jax.{name}")
-        raise AttributeError(f"module 'posenc_jax' has no attribute {name!r}")
+        hint = ""
+        if not name.startswith("_"):
+            lower = {public.lower(): public for public in __all__}
+            near = difflib.get_close_matches(name.lower(), lower, 1)
+            hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
+            if name in ("Attention", "AttentionFn", "PositionEncoding"):
+                hint = "; it is in posenc_jax.nnx and in posenc_jax.linen"
+        raise AttributeError(f"module 'posenc_jax' has no attribute {name!r}{hint}")
 
     def __dir__() -> list[str]:
-        """Returns all names, including modules that are imported on first use."""
-        return sorted({*globals(), "linen", "nnx", "testing"})
+        """Returns the public names, including modules that are imported on first use."""
+        return sorted({*__all__, "linen", "nnx", "testing"})

@@ -27,7 +27,24 @@ def test_all_is_what_the_package_defines():
 def test_help_lists_what_there_is():
     listed = re.findall(r"\w+", pe.__doc__)
     assert set(pe.__all__) <= set(listed)
-    assert {"nnx", "linen", "testing"} <= set(dir(pe))
+    assert set(dir(pe)) == {*pe.__all__, "nnx", "linen", "testing"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("Attention", "; it is in posenc_jax.nnx and in posenc_jax.linen"),
+        ("rope", "; did you mean 'RoPE'?"),
+        ("Rope", "; did you mean 'RoPE'?"),
+        ("t5", "; did you mean 'T5'?"),
+        ("atention", "; did you mean 'attention'?"),
+        ("zzzzzz", "has no attribute 'zzzzzz'"),
+    ],
+)
+def test_a_name_that_is_not_there_has_a_hint(name, hint):
+    with pytest.raises(AttributeError) as error:
+        getattr(pe, name)
+    assert str(error.value).endswith(hint)
 
 
 @pytest.mark.parametrize("name", ["", ".nnx", ".linen", ".positions", ".sharding", ".testing"])

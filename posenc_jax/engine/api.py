@@ -1,9 +1,10 @@
 """The attention function: it checks arguments, chooses an implementation and runs it."""
 
 import dataclasses
+import difflib
 import functools
 import math
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Never, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +29,26 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 @overload
-def attention(  # ty: ignore[inconsistent-overload-implementation]
+def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[False] = False, **options: Any
 ) -> jax.Array: ...
 @overload
-def attention(  # ty: ignore[inconsistent-overload-implementation]
+def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool, **options: Any
 ) -> tuple[jax.Array, jax.Array]: ...
+
+
+_ELSEWHERE = {
+    "bias": "rules=pe.DenseBias(bias)",
+    "attn_mask": "mask",
+    "positions": "q_positions and k_positions",
+    "coordinates": "q_coordinates and k_coordinates",
+    "segment_ids": "q_segment_ids",
+    "scheme": "pe.scheme_attention(scheme, params, q, k, v)",
+}
+"""Arguments of other functions of attention, and what they are here."""
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -59,6 +73,7 @@ def attention(
     dropout_key: jax.Array | None = None,
     return_lse: bool = False,
     implementation: str | Implementation | None = None,
+    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact softmax attention with any position rule.
 
@@ -100,6 +115,7 @@ def attention(
         "cudnn" (the same with NVIDIA's kernel), an `Implementation` such as
         `posenc_jax.engine.xla.XLA(...)` with settings of your own, or None to choose. An
         implementation that is named is used or raises; it never falls back.
+      **unknown: refused, with the argument that was meant.
 
     Returns:
       [B, T, N, V] in q's dtype, and with `return_lse` also float32 [B, T, N].
@@ -114,7 +130,10 @@ def attention(
     >>> pe.attention(q, k, v, rules=pe.ALiBi(num_heads=2).rules({}), is_causal=True).shape
     (1, 5, 2, 4)
     """
-    options = {n: x for n, x in locals().items() if n not in ("q", "k", "v", "rules")}
+    options = {n: x for n, x in locals().items() if n not in ("q", "k", "v", "rules", "unknown")}
+    for name in unknown:
+        hint = _ELSEWHERE.get(name) or ", ".join(difflib.get_close_matches(name, options, 1, 0.5))
+        raise TypeError(f"attention: unknown argument {name!r}{hint and f'; write {hint}'}.")
     return AttentionCall(**options)(q, k, v, rules)
 
 

@@ -10,7 +10,7 @@ from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import require
 from posenc_jax.functional.arguments import check_hooks
 from posenc_jax.functional.pipeline import Pipeline, Projections
-from posenc_jax.schemes.scheme import Params, Scheme
+from posenc_jax.schemes.scheme import Params, Scheme, check_sizes
 
 
 class CacheOptions(TypedDict, total=False):
@@ -72,6 +72,8 @@ def new_cache(
     (2, 16, 4, 8)
     """
     check_hooks("new_cache", scheme)
+    heads_of = {"num_heads": num_heads, "num_kv_heads": num_kv_heads or num_heads}
+    check_sizes("new_cache", scheme, head_dim=head_dim, model_dim=model_dim, **heads_of)
     require(
         model_dim is not None or not scheme.traits.reads_x,
         f"new_cache: {scheme!r} reads x, so the cache needs model_dim.",

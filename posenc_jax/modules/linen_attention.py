@@ -31,7 +31,7 @@ from posenc_jax.modules.shared import (
 )
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.layer_spec import LayerSpec
-from posenc_jax.schemes.scheme import Scheme
+from posenc_jax.schemes.scheme import Scheme, check_sizes
 
 _kernel_init = nn.initializers.lecun_normal()
 _Init = nn.initializers.Initializer
@@ -191,6 +191,10 @@ class Attention(AttentionLayer, nn.Module):
             return checkpoint_name(y if norm is None else norm(y), f"{name}_proj")
 
         check_acts_in_attention("Attention", spec.scheme)
+        sizes = {"num_kv_heads": heads["key"], "model_dim": inputs_q.shape[-1]}
+        check_sizes(
+            "Attention", spec.scheme, num_heads=self.num_heads, head_dim=self.head_dim, **sizes
+        )
         encoding = self.shared_encoding
         if encoding is None:
             encoding = PositionEncoding(spec.scheme, self.axis_names, name="encoding")

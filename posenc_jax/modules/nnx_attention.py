@@ -32,7 +32,7 @@ from posenc_jax.modules.shared import (
 )
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.layer_spec import LayerSpec
-from posenc_jax.schemes.scheme import Scheme
+from posenc_jax.schemes.scheme import Scheme, check_sizes
 
 _kernel_init = nnx.initializers.lecun_normal()
 _Inits = nnx.Initializer | Mapping[str, nnx.Initializer]
@@ -207,6 +207,8 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
         )
         scheme = self.settings.scheme
         check_acts_in_attention("Attention", scheme)
+        kv_heads = {"num_kv_heads": self.num_kv_heads, "head_dim": head_dim}
+        check_sizes("Attention", scheme, num_heads=num_heads, model_dim=model_dim, **kv_heads)
         if shared_encoding is None:
             shared_encoding = PositionEncoding(scheme, axis_names=axis_names, rngs=rngs)
         self.encoding = shared_encoding

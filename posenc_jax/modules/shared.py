@@ -23,7 +23,7 @@ from posenc_jax.functional.new_cache import CacheOptions, new_cache
 from posenc_jax.functional.pipeline import Norm, Norms
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks
-from posenc_jax.schemes.scheme import Params, Scheme
+from posenc_jax.schemes.scheme import Params, Scheme, call_hint
 
 
 class CallOptions(TokenOptions, total=False):
@@ -101,8 +101,16 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
     if shared_encoding is not None:
         check_encoding(caller, shared_encoding)
         shared = shared_encoding.scheme
+    if not isinstance(position, LayerSpec | Scheme | None):
+        raise TypeError(
+            f"{caller}: position must be a Scheme or a LayerSpec, got {position!r}"
+            f"{call_hint(position)}."
+        )
     if not isinstance(position, LayerSpec):
-        position = LayerSpec(position or shared or NoPE(), **settings)
+        try:
+            position = LayerSpec(position or shared or NoPE(), **settings)
+        except (TypeError, ValueError) as error:
+            raise type(error)(str(error).replace("LayerSpec:", f"{caller}:", 1)) from None
         settings = {}
     twice = [n for n, value in settings.items() if value is not None and value is not False]
     require(

@@ -318,7 +318,29 @@ class Scheme:
 def check_scheme(caller: str, scheme: Any) -> None:
     """Raises `TypeError` for other types, such as the name or the class of a scheme."""
     if not isinstance(scheme, Scheme):
-        raise TypeError(f"{caller}: scheme must be a Scheme, got {scheme!r}.")
+        raise TypeError(f"{caller}: scheme must be a Scheme, got {scheme!r}{call_hint(scheme)}.")
+
+
+def call_hint(thing: Any) -> str:
+    """Returns a hint for the class of a scheme, which is to be called, or nothing."""
+    if not (isinstance(thing, type) and issubclass(thing, Scheme)):
+        return ""
+    sizes = [f.name for f in dataclasses.fields(thing) if f.default is dataclasses.MISSING]
+    return f"; call it: {thing.__name__}({', '.join(f'{name}=...' for name in sizes)})"
+
+
+def check_sizes(caller: str, scheme: Scheme, **sizes: int | None) -> None:
+    """Raises `ValueError` if a scheme, or one inside it, was made for other sizes of a layer."""
+    for field in dataclasses.fields(scheme):
+        value = getattr(scheme, field.name)
+        expected = sizes.get(field.name)
+        if expected is not None and isinstance(value, int) and value != expected:
+            raise ValueError(
+                f"{caller}: {field.name} is {expected}, and {scheme!r} was made for {value}."
+            )
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Scheme):
+                check_sizes(caller, inner, **sizes)
 
 
 def param_axes(scheme: Scheme) -> list[list[str]]:

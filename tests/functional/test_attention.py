@@ -361,6 +361,20 @@ class Outdated(pe.Scheme):
 
 
 @pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("bias", r"; write rules=pe.DenseBias\(bias\)"),
+        ("segment_ids", "; write q_segment_ids"),
+        ("casual", "; write is_causal"),
+        ("zzz", ""),
+    ],
+)
+def test_an_argument_of_other_functions_has_a_hint(name, hint):
+    with pytest.raises(TypeError, match=f"^attention: unknown argument '{name}'{hint}\\.$"):
+        pe.attention(Q, K, V, **{name: 1})
+
+
+@pytest.mark.parametrize(
     "scheme, params, error, message",
     [
         (pe.T5(num_heads=6), {}, ValueError, r"params lack \['table'\] of T5\(num.*make them with"),

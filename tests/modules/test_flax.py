@@ -42,14 +42,24 @@ def x():
     return np.random.default_rng(0).normal(size=(BATCH, T, D)).astype(np.float32)
 
 
-def nnx_layer(scheme, **options):
-    options = {"num_kv_heads": KV_HEADS, "head_dim": H, "is_causal": True} | options
-    return pn.Attention(D, N, position=scheme, rngs=nnx.Rngs(0), **options)
+def nnx_layer(scheme=None, **options):
+    options = {
+        "num_kv_heads": KV_HEADS,
+        "head_dim": H,
+        "is_causal": True,
+        "position": scheme,
+    } | options
+    return pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
 
 
-def linen_layer(scheme, **options):
-    options = {"num_kv_heads": KV_HEADS, "head_dim": H, "is_causal": True} | options
-    return pl.Attention(num_heads=N, position=scheme, **options)
+def linen_layer(scheme=None, **options):
+    options = {
+        "num_kv_heads": KV_HEADS,
+        "head_dim": H,
+        "is_causal": True,
+        "position": scheme,
+    } | options
+    return pl.Attention(num_heads=N, **options)
 
 
 def from_nnx(layer):
@@ -111,6 +121,40 @@ def test_settings_that_are_read_at_construction_alone_cannot_be_assigned(x):
     copy = nnx.merge(*nnx.split(layer))
     np.testing.assert_allclose(copy(x), nnx_layer(pe.ALiBi(N))(x), atol=1e-6)
     assert nnx.clone(layer).new_cache(1, 4).scheme == pe.ALiBi(N)
+
+
+WRONG = {
+    r"position must be a Scheme or a LayerSpec, got .*RoPE.*; call it: RoPE\(head_dim=...\)\.": (
+        {"position": pe.RoPE}
+    ),
+    "position must be a Scheme or a LayerSpec, got 'rope'": {"position": "rope"},
+    "qk_norm must be a QKNorm or None, got True": {"qk_norm": True},
+    r"num_heads is 6, and T5\(num_heads=8.* was made for 8": {"position": pe.T5(8)},
+    r"head_dim is 8, and RoPE\(head_dim=16.* was made for 16": {"position": pe.RoPE(16)},
+    r"head_dim is 8, and RoPE\(head_dim=4.* was made for 4": {
+        "position": pe.LayerSpec(pe.chain(pe.ALiBi(N), pe.RoPE(4)))
+    },
+    r"num_kv_heads is 3, and ShortConv.* was made for 6": {
+        "position": pe.ShortConv(num_heads=N, num_kv_heads=N, head_dim=H)
+    },
+    r"model_dim is 20, and FoX.* was made for 8": {"position": pe.FoX(num_heads=N, model_dim=8)},
+    "softcap must be": {"softcap": -1.0},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_settings_are_refused_at_construction(message, x):
+    options = WRONG[message]
+    with pytest.raises((TypeError, ValueError), match=f"^Attention: {message}"):
+        nnx_layer(**options)
+    with pytest.raises((TypeError, ValueError), match=f"^Attention: {message}"):
+        linen_layer(**options).init(KEY, x)
+
+
+def test_a_cache_for_other_sizes_than_those_of_its_scheme():
+    scheme = pe.FoX(num_heads=6, model_dim=8)
+    with pytest.raises(ValueError, match=r"^new_cache: num_heads is 3, and FoX\(num_heads=6"):
+        pe.new_cache(scheme, 1, 4, num_heads=3, head_dim=8, model_dim=8)
 
 
 @pytest.mark.parametrize(
@@ -431,11 +475,10 @@ def test_errors_name_the_argument_and_the_value(x):
         nnx_layer(pe.NoPE())(x[0])
     with pytest.raises(TypeError, match="scheme must be a Scheme, got 'rope'"):
         pn.PositionEncoding("rope", rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="scheme must be a Scheme, got 'rope'"):
+    with pytest.raises(TypeError, match="AttentionFn: position must be a Scheme or a LayerSpec"):
         pn.AttentionFn("rope")
-    for module in (pl.PositionEncoding("rope"), linen_layer("rope")):
-        with pytest.raises(TypeError, match="scheme must be a Scheme, got 'rope'"):
-            module.init(jax.random.key(0), x)
+    with pytest.raises(TypeError, match="scheme must be a Scheme, got 'rope'"):
+        pl.PositionEncoding("rope").init(jax.random.key(0), x)
     with pytest.raises(TypeError, match=r"shared_encoding must be a PositionEncoding, got RoPE\("):
         nnx_layer(pe.NoPE())(x, shared_encoding=pe.RoPE(H))
     for call in (
