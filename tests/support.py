@@ -172,8 +172,8 @@ def forward(scheme, params, tokens, *, cache=None, **options):
     x = pe.scheme_embedding(scheme, params, tokens.x, cache=cache, **where)
 
     def projected(y):
-        w = projection(x.shape[-1], *y.shape[2:])
-        return y + jnp.einsum("btd,dnh->btnh", x - tokens.x, w.astype(y.dtype)).astype(y.dtype)
+        w = projection(x.shape[-1], *y.shape[-2:])
+        return y + jnp.einsum("...td,dnh->...tnh", x - tokens.x, w.astype(y.dtype)).astype(y.dtype)
 
     q, k, v = map(projected, (tokens.q, tokens.k, tokens.v))
     options = {"is_causal": True} | options

@@ -38,6 +38,18 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+def with_batch_of_one(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options of attention without a batch axis with one; tokens may lack it anyway."""
+    ranks = {"mask": (3, 0), "prefix_length": (0, 0)}
+    ranks |= dict.fromkeys(("coordinates", "q_coordinates", "k_coordinates"), (2, 1))
+    known = {n: (options[n], *ranks[n]) for n in ranks if options.get(n) is not None}
+    return options | {
+        name: jnp.expand_dims(x, axis)
+        for name, (x, rank, axis) in known.items()
+        if jnp.ndim(x) == rank
+    }
+
+
 _ELSEWHERE = {
     "bias": "rules=pe.DenseBias(bias)",
     "attn_mask": "mask",
@@ -79,10 +91,11 @@ def attention(
 
     `logits = softcap(scale * (q . k + scaled terms) + unscaled terms)`, in float32.
     A query that sees no key gets zeros. Keys, values and features that no query sees, and
-    queries of padding, may hold anything, NaN included.
+    queries of padding, may hold anything, NaN included. Without the batch axis of q, k and v, that
+    of arguments and results is missing too, except in `rules`, where B is 1.
 
     Args:
-      q: queries [B, T, N, H].
+      q: queries [B, T, N, H], or [T, N, H].
       k: keys [B, S, K, H]; K divides N (grouped-query attention).
       v: values [B, S, K, V].
       rules: terms added to logits and values, such as a scheme's `rules(...)` or your own.
@@ -134,6 +147,10 @@ def attention(
     for name in unknown:
         hint = _ELSEWHERE.get(name) or ", ".join(difflib.get_close_matches(name, options, 1, 0.5))
         raise TypeError(f"attention: unknown argument {name!r}{hint and f'; write {hint}'}.")
+    if np.ndim(q) == np.ndim(k) == np.ndim(v) == 3:
+        q, k, v = (jnp.expand_dims(x, 0) for x in (q, k, v))
+        out = AttentionCall(**with_batch_of_one(options))(q, k, v, rules)
+        return jax.tree.map(lambda x: x[0], out)
     return AttentionCall(**options)(q, k, v, rules)
 
 

@@ -5,10 +5,11 @@ from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import array_of_rank, coordinate_values, require
-from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.api import AttentionCall, with_batch_of_one
 from posenc_jax.functional.arguments import (
     AttentionOptions,
     attention_call,
@@ -38,7 +39,7 @@ def scheme_embedding(
     Args:
       scheme: the position encoding.
       params: its parameters.
-      x: token embeddings [B, T, D].
+      x: token embeddings [B, T, D], or [T, D] without a cache.
       positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
       coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T]. Default: the
         positions.
@@ -53,6 +54,9 @@ def scheme_embedding(
     Array([[[0., 1.]]], dtype=float32)
     """
     caller = "scheme_embedding"
+    if jnp.ndim(x) == 2 and cache is None:
+        tokens = {"positions": positions, "coordinates": coordinates}
+        return scheme_embedding(scheme, params, x[None], **with_batch_of_one(tokens))[0]
     array_of_rank(caller, "x", x, 3, "[B, T, D]")
     check_params(caller, scheme, params)
     shape = x.shape[:2]
@@ -133,7 +137,8 @@ def scheme_attention(
     Args:
       scheme: the position encoding.
       params: its parameters.
-      q, k, v: [B, T, N, H], [B, T, K, H] and [B, T, K, V], as projected.
+      q, k, v: [B, T, N, H], [B, T, K, H] and [B, T, K, V], as projected. Without a cache the batch
+        axis may be missing, and is then missing in x, `mask`, coordinates [A, T] and the output.
       x: the activations that they were projected from, [B, T, D], which some schemes read.
       positions: integers [T] or [B, T]. Default: 0, 1, ...; with a cache, after the tokens in it,
         where padding does not count. Rows of several segments need them.
@@ -168,16 +173,27 @@ def scheme_attention(
     (1, 3, 2, 4)
     """
     refuse_unknown("scheme_attention", options, {"cache", *AttentionOptions.__annotations__})
+    options |= {"coordinates": coordinates}
+    tokens = Projections(q, k, v, x, tables=tables)
+    unbatched = np.ndim(q) == np.ndim(k) == np.ndim(v) == 3
+    if unbatched:
+        require(
+            cache is None,
+            "scheme_attention: rows of a cache are a batch; give q, k and v as [1, T, heads, H].",
+        )
+        options = with_batch_of_one(options)
+        arrays = {"q": q, "k": k, "v": v, "x": x}
+        arrays = {n: None if a is None else jnp.expand_dims(a, 0) for n, a in arrays.items()}
+        tokens = tokens.replace(**arrays)
     call = attention_call(
         positions=positions,
-        coordinates=coordinates,
         segment_ids=segment_ids,
         contiguous=contiguous,
         scale=scale,
         **options,
     )
-    tokens = Projections(q, k, v, x, tables=tables)
-    return self_attention(Pipeline(scheme, params, norms), tokens, call, cache)
+    out, cache = self_attention(Pipeline(scheme, params, norms), tokens, call, cache)
+    return out[0] if unbatched else out, cache
 
 
 def self_attention(

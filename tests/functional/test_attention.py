@@ -360,6 +360,39 @@ class Outdated(pe.Scheme):
         return q
 
 
+def test_arrays_without_a_batch_axis():
+    """Options follow; [A, T] are coordinates of several axes."""
+    ids, mask = np.array([0, 0, 0, 1, 1, 1, -1]), np.random.default_rng(1).random((1, 7, 7)) < 0.8
+    q, k, v = Q[0], K[0], V[0]
+    heads, dim = q.shape[1:]
+    options = {"is_causal": True, "q_segment_ids": ids, "softcap": 2.0}
+    rules = pe.ALiBi(heads).rules({})
+    out, lse = pe.attention(
+        q, k, v, rules=rules, mask=mask, prefix_length=2, return_lse=True, **options
+    )
+    options |= {"mask": mask[None], "prefix_length": np.array([2]), "return_lse": True}
+    expected = pe.attention(Q[:1], K[:1], V[:1], rules=rules, **options)
+    np.testing.assert_array_equal(out, expected[0][0])
+    np.testing.assert_array_equal(lse, expected[1][0])
+    two = pe.AxialRoPE(head_dim=dim)
+    at = np.stack([np.arange(7), np.arange(7)[::-1]])
+    out, _ = pe.scheme_attention(two, {}, q, k, v, coordinates=at, segment_ids=ids)
+    expected, _ = pe.scheme_attention(
+        two, {}, Q[:1], K[:1], V[:1], coordinates=at[:, None], segment_ids=ids
+    )
+    np.testing.assert_array_equal(out, expected[0])
+    x = np.ones((7, 4), np.float32)
+    embedded = pe.scheme_embedding(pe.Sinusoidal(4), {}, x, positions=ids)
+    np.testing.assert_array_equal(
+        embedded, pe.scheme_embedding(pe.Sinusoidal(4), {}, x[None], positions=ids)[0]
+    )
+    rotated = pe.apply_rope(q, np.arange(7))
+    np.testing.assert_array_equal(rotated, pe.apply_rope(Q, np.arange(7))[0])
+    cache = pe.new_cache(pe.NoPE(), 1, 8, num_heads=heads, num_kv_heads=k.shape[1], head_dim=dim)
+    with pytest.raises(ValueError, match=r"rows of a cache are a batch; give q, k and v as \[1, T"):
+        pe.scheme_attention(pe.NoPE(), {}, q, k, v, cache=cache)
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -494,8 +527,8 @@ def test_errors_of_the_embedding():
     def embed(x=x, **placed):
         return pe.scheme_embedding(waves, {}, x, **placed)
 
-    with pytest.raises(ValueError, match=r"scheme_embedding: x must be \[B, T, D\].*\(7, 4\)"):
-        embed(x[0])
+    with pytest.raises(ValueError, match=r"scheme_embedding: x must be \[B, T, D\].*\(4,\)"):
+        embed(x[0, 0])
     with pytest.raises(ValueError, match=r"scheme_embedding: positions must be .*got \(1, 6\)"):
         embed(positions=jnp.arange(6))
     with pytest.raises(ValueError, match=r"scheme_embedding: coordinates must be .*got \(1, 6\)"):

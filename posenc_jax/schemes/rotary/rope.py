@@ -43,7 +43,8 @@ def apply_rope(
     """Returns x rotated by its positions, in the dtype of x.
 
     Args:
-      x: queries or keys [B, T, N, H].
+      x: queries or keys [B, T, N, H] or [T, N, H]. Tokens come before heads; x [B, N, T, H] is not
+        noticed where N = T.
       positions: integers or float32, [T] or [B, T].
       theta: the base of the frequencies.
       layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
@@ -59,6 +60,8 @@ def apply_rope(
     >>> np.asarray(apply_rope(x, jnp.array([1])).ravel()).round(4)
     array([-1.9841,  1.9599,  2.4624,  4.0198], dtype=float32)
     """
+    batched = len(x.shape) != 3
+    x = x if batched else x[None]
     array_of_rank("rope", "x", x, 4, "[B, T, N, H]")
     rope = RoPE(x.shape[-1], theta, layout, rotary_dim, rotary_start, scaling)
     positions = coordinate_values("rope", positions, "positions")
@@ -67,9 +70,11 @@ def apply_rope(
         positions.ndim == 2
         and positions.shape[0] in (1, x.shape[0])
         and positions.shape[1] == x.shape[1],
-        f"rope: positions must be [T] or [B, T] for x {x.shape}, got {positions.shape}.",
+        f"rope: positions must be [T] or [B, T] for x [B, T, N, H] = {x.shape}, got "
+        f"{positions.shape}.",
     )
-    return rope.query({}, x, positions)
+    out = rope.query({}, x, positions)
+    return out if batched else out[0]
 
 
 @dataclasses.dataclass(frozen=True)

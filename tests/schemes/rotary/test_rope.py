@@ -256,7 +256,7 @@ def test_errors_name_the_setting_and_the_value(change, message):
 @pytest.mark.parametrize(
     "shape, positions, options, message",
     [
-        ((2, 5, 8), (5,), {}, r"x must be \[B, T, N, H\], got shape \(2, 5, 8\)"),
+        ((5, 8), (5,), {}, r"x must be \[B, T, N, H\], got shape \(5, 8\)"),
         ((2, 5, 1, 8), (4,), {}, r"positions must be \[T\] or \[B, T\].*got \(1, 4\)"),
         ((2, 5, 1, 8), (3, 5), {}, r"positions must be \[T\] or \[B, T\].*got \(3, 5\)"),
         ((2, 5, 1, 8), (2, 2, 5), {}, r"positions must be \[T\] or \[B, T\].*got \(2, 2, 5\)"),
