@@ -110,6 +110,15 @@ class Program:
             x.dtype in ("f4", "i4") and x.size <= 2100 and not (x.ndim == 4 and x.shape[1] > 32)
             for x in (*self.shapes, *self.lowered.out_info)
         )
+        self.module.operation.walk(self._check_scatter)
+
+    def _check_scatter(self, op):
+        """The interpreter scatters in place: nothing else may read the operand."""
+        if op.name == "stablehlo.scatter":
+            operand = op.operands[0]
+            alone = len(list(operand.uses)) == 1 and isinstance(operand, ir.OpResult)
+            self.is_interpreted &= alone
+        return ir.WalkResult.ADVANCE
 
     @functools.cached_property
     def compiled(self):

@@ -407,7 +407,9 @@ def _backward_tile(
     def added(by_distance, pairs, diff):
         terms, queries, keys = combine(diff, nondiff)
         keys = keys._replace(features=zero_keys(live, keys.features))
-        return tiles.added(by_distance, pairs, terms, queries, keys, interior)
+        tile = tiles.added(by_distance, pairs, terms, queries, keys, interior)
+        # A rule that reads no array does not vary over a mesh; its cotangent does.
+        return vary_over(tile, jax.typeof(x.q).mat.varying)
 
     has_terms = any(term.has_interior or not interior for term in x.terms)
     by_distance, pairs = tiles.by_distance(i, j, interior), tiles.pairs(i, j)

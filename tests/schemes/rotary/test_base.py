@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 from oracle import attend, qkv
-from support import build, make_batch, parameters, run
+from support import build, close, forward, make_batch, one_of_all, parameters, run
 
 import posenc_jax as pe
 
@@ -221,3 +222,65 @@ def test_with_scaling_gives_frequency_maps_or_refuses():
         pe.XPos(head_dim=8).with_scaling(yarn)
     with pytest.raises(ValueError, match=r"rope_by_length: scaling must be per sequence"):
         pe.RoPEByLength(head_dim=8).with_scaling(yarn)
+
+
+def _derivatives(scheme, point, way):
+    """Slopes along `way` and the curvature there, each in two modes."""
+
+    def loss(point):
+        out = forward(scheme, *point, implementation="reference")[0]
+        return jnp.sin(out).sum()
+
+    def along(point):
+        products = jax.tree.map(lambda a, b: (a * b).sum(), jax.grad(loss)(point), way)
+        return sum(jax.tree.leaves(products))
+
+    slope, curved = jax.jvp(loss, (point,), (way,))[1], jax.jvp(jax.grad(loss), (point,), (way,))[1]
+    return (slope, curved), jax.value_and_grad(along)(point)
+
+
+# Constant tables, several rotations of one q, learned tables, tables of content, ranges of keys.
+FEW = ("rope", "axial_rope", "learned_rope", "repo", "rerope")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=one_of_all) for n in ROTARY]
+)
+def test_forward_mode_and_forward_over_reverse_agree_with_reverse_mode(name):
+    scheme = build(pe.SCHEMES[name])
+    point, way = ((parameters(scheme, seed=i), make_batch(1, 5, seed=i)) for i in range(2))
+    (slope, curved), (expected_slope, expected) = run(_derivatives, (scheme,), point, way)
+    close(slope, expected_slope)
+    jax.tree.map(close, curved, expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "implementation"),
+    [
+        (("learned_rope", "rope_mixed", "liere"), "reference"),
+        (("rerope", "self_extend"), "xla"),  # Their rules read no array.
+        pytest.param(ROTARY, "reference", marks=one_of_all),
+    ],
+)
+def test_gradients_of_a_batch_over_devices_are_those_of_one_device(names, implementation):
+    """Parameters and default positions are on every device, tokens are not."""
+    params = {name: parameters(build(pe.SCHEMES[name])) for name in names}
+    names = [n for n in names if params[n] or implementation == "xla"]
+    tokens, weights = make_batch(length=5), make_batch(length=5, seed=1).q
+
+    def gradients(params, tokens, weights):
+        def loss(params, tokens):
+            outs = (
+                forward(build(pe.SCHEMES[n]), params[n], tokens, implementation=implementation)[0]
+                for n in names
+            )
+            return sum((weights * out).sum() for out in outs)
+
+        return jax.grad(loss, (0, 1))(params, tokens)
+
+    everywhere, rows = PartitionSpec(), PartitionSpec("data")
+    specs = {"in_specs": (everywhere, rows, rows), "out_specs": (everywhere, rows)}
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    spread = jax.shard_map(gradients, mesh=mesh, **specs)
+    arguments = params, tokens, weights
+    jax.tree.map(close, jax.jit(spread)(*arguments), jax.jit(gradients)(*arguments))
