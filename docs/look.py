@@ -1,5 +1,7 @@
 """Looks at the built site in a browser: `make docs-look`, after `make docs`.
 
+The report of `make compare` is one of the pages, if there is one in results/compare.
+
 Opens each of `PAGES` in headless Chromium, in light and dark, on a phone and on a wide screen, and
 writes screenshots to build/look. Fails for an error or a warning in the console, a request that
 leaves the machine or fails, a picture that does not load, a page that is wider than the screen, and
@@ -20,6 +22,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE, SHOTS = ROOT / "build" / "site", ROOT / "build" / "look"
+REPORT = ROOT / "results" / "compare" / "report.html"
 PAGES = (
     "index",
     "drawn",
@@ -144,22 +147,25 @@ def main() -> int:
         parser.error("no chromium: install it (Debian: apt-get install chromium), or --chromium")
     if not (SITE / "index.html").exists():
         parser.error("build/site is empty: make docs")
-    faults = broken_links(SITE)
+    faults, pages = broken_links(SITE), list(options.pages)
+    report = SITE / "report_of_compare.html"
+    if REPORT.exists() and options.pages is PAGES:
+        report.write_bytes(REPORT.read_bytes())
+        pages.append(report.stem)
     handler = functools.partial(Quiet, directory=str(SITE))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=options.chromium, args=OPTIONS)
-        for name in options.pages:
+        for name in pages:
             for width in WIDTHS:
                 for scheme in ("light", "dark"):
                     faults += look(browser, address, name, width, scheme)
         browser.close()
     server.shutdown()
-    print(
-        *faults, f"{len(options.pages)} pages, {len(faults)} faults; pictures in {SHOTS}", sep="\n"
-    )
+    report.unlink(missing_ok=True)
+    print(*faults, f"{len(pages)} pages, {len(faults)} faults; pictures in {SHOTS}", sep="\n")
     return 1 if faults else 0
 
 
