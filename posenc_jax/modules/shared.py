@@ -90,7 +90,8 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
 
     Raises:
       TypeError: if an argument has another type.
-      ValueError: for a setting that the `LayerSpec` has too, and for two different schemes.
+      ValueError: for a setting that the `LayerSpec` has too, for two different schemes, and for a
+        layer without attention.
     """
     if isinstance(position, EncodingLayer):
         raise TypeError(
@@ -104,6 +105,10 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
     if not isinstance(position, LayerSpec):
         position = LayerSpec(position or shared or NoPE(), **settings)
         settings = {}
+    require(
+        position.mixer == "attention",
+        f"{caller}: position must be a layer of attention, got mixer={position.mixer!r}.",
+    )
     twice = [n for n, value in settings.items() if value is not None and value is not False]
     require(
         not twice,
