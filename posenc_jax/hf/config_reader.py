@@ -67,13 +67,14 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         original_max_position_embeddings max_target_positions attention_chunk_size local_attention
         sliding_window_size window_size floor_scale no_rope_layer_interval rotary_dim rel_extent
         d_rel relative_attention_num_buckets relative_attention_max_distance num_key_value_heads
-        num_kv_heads decoder_attention_heads
+        num_kv_heads decoder_attention_heads attn_layer_period
         """,
     ),
     "an integer from 0": (
         lambda x: _integer(x) and x >= 0,
         "qk_nope_head_dim max_window_layers pad_token_id left_max_position_embeddings "
-        "right_max_position_embeddings log_scaling_n_floor first_k_dense_replace",
+        "right_max_position_embeddings log_scaling_n_floor first_k_dense_replace "
+        "attn_layer_offset",
     ),
     "an integer": (
         _integer,
@@ -123,7 +124,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a list of integers from 0": (
         _list_of(lambda x: _integer(x) and x >= 0),
         "depths num_heads mrope_section local_layer_ids pretrained_window_sizes compress_ratios "
-        "full_attn_idxs full_attn_layers kda_layers",
+        "full_attn_idxs full_attn_layers kda_layers attn_layer_indices",
     ),
     "a list of 0 and 1": (_list_of(lambda x: x in (0, 1)), "no_rope_layers"),
 }

@@ -183,6 +183,21 @@ def granite_hybrid(config: TrackedConfig) -> list[str]:
     return [STATE_SPACE if kind == LINEAR else kind for kind in kinds]
 
 
+def bamba(config: TrackedConfig) -> list[str]:
+    """Returns full attention for layers in `attn_layer_indices`, Mamba for the others."""
+    count, indices = layer_count(config), config.explicit("attn_layer_indices") or ()
+    kinds = [FULL if i in indices else STATE_SPACE for i in range(count)]
+    written = [STATE_SPACE if kind == LINEAR else kind for kind in declared(config) or kinds]
+    config.check_ignored(written == kinds, f"layer_types={written}")
+    return kinds
+
+
+def olmo_hybrid(config: TrackedConfig) -> list[str]:
+    """Returns full attention for one layer in four, or for the last of fewer than four."""
+    kinds = every(4, other=LINEAR)(config)
+    return kinds if FULL in kinds else [*kinds[:-1], FULL]
+
+
 def kimi_linear(config: TrackedConfig) -> list[str]:
     """Returns full attention for layers 4, 8 ..., unless a list of layers says otherwise."""
     count, kinds = layer_count(config), declared(config)

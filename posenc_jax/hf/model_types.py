@@ -110,13 +110,13 @@ _WINDOWED, _LAST_WINDOWED = _windowed(all_windowed), _windowed(from_max_window_l
 
 MODEL_TYPES: dict[str, ModelType] = {
     # RoPE, alike in all layers.
-    **_alike("arcee jais2 llama", ModelType(_ROPE, _BY_KEY)),
+    **_alike("arcee aria_text internlm3 iquestcoder jais2 llama", ModelType(_ROPE, _BY_KEY)),
     "apertus": ModelType(_ROPE, _BY_KEY, qk_norm=_RMS),
     "bitnet": ModelType(_ROPE, unsupported="a norm before the output projection"),
     "eurobert": ModelType(_ROPE, _BY_KEY, causality="bidirectional"),
     "gemma": ModelType(_ROPE, _BY_KEY, ambiguous_keys=_BIDIRECTIONAL),
     **_alike(
-        "granite granitemoe hyperclovax",
+        "granite granitemoe granitemoeshared hyperclovax",
         ModelType(_ROPE, _BY_KEY, scale_key="attention_multiplier"),
     ),
     "nomic_bert": ModelType(_ROPE, _NONE, causality="bidirectional", key_heads=as_many_key_heads),
@@ -175,6 +175,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     **_alike(
         "granite_swa granitemoe_swa",
         ModelType(varied_layers.granite_swa, _BY_KEY, sinks=True, scale_key="attention_multiplier"),
+    ),
+    "mellum": ModelType(
+        _windowed(layer_kinds.from_config, by_kind_only=True), _BY_KEY, qk_norm=_RMS
     ),
     "mimo_v2_flash": ModelType(
         varied_layers.mimo_v2,
@@ -274,6 +277,10 @@ MODEL_TYPES: dict[str, ModelType] = {
         scale=varied_layers.muse_spark_scale,
     ),
     "cohere2_moe": ModelType(varied_layers.cohere2_moe, _BY_KEY),
+    "kolibri1": ModelType(varied_layers.kolibri1, _BY_KEY, qk_norm=_RMS),
+    "jamba": ModelType(varied_layers.jamba, _NONE),
+    "bamba": ModelType(Rotating(partial=True, kinds=layer_kinds.bamba), _BY_KEY),
+    "olmo_hybrid": ModelType(varied_layers.olmo_hybrid, _BY_KEY, qk_norm=_PROJECTED),
     "cohere2": ModelType(
         _windowed(every(4, "sliding_window_pattern"), layout="interleaved", unrotated=(FULL,)),
         _BY_KEY,
@@ -292,8 +299,14 @@ MODEL_TYPES: dict[str, ModelType] = {
         Latent(interleave=True, in_place=True), unsupported=_LATENT, scale=latent_scale
     ),
     **_alike(
-        "deepseek_v3 deepseek_v32 glm4_moe_lite mistral4",
+        "axk1 deepseek_v3 deepseek_v32 glm4_moe_lite mistral4 youtu",
         ModelType(Latent(), unsupported=_LATENT, scale=latent_scale),
+    ),
+    "glm_moe_dsa": ModelType(Latent(interleave=True), unsupported=_LATENT, scale=latent_scale),
+    "axk2": ModelType(
+        Latent(interleave=True),
+        unsupported="latent projections, and a gate on its output",
+        scale=latent_scale,
     ),
     "hy_v4": ModelType(
         Latent(interleave=False),
@@ -367,14 +380,18 @@ MODEL_TYPES: dict[str, ModelType] = {
     "gpt_neo": _multi_head(
         other.gpt_neo, (False, False, False, True), scale=lambda config, layer: 1.0
     ),
-    **_alike("bart mbart", _multi_head(other.bart, _ALL, causality="decoder")),
-    "bert": _multi_head(Table(), _ALL, causality="is_decoder"),
+    **_alike("bart mbart mvp plbart", _multi_head(other.bart, _ALL, causality="decoder")),
+    **_alike(
+        "bert bert-generation ernie megatron-bert roc_bert",
+        _multi_head(Table(), _ALL, causality="is_decoder"),
+    ),
+    "biogpt": _multi_head(Table(offset=2), _ALL),
     "distilbert": _multi_head(Table(), _ALL, causality="bidirectional"),
     "albert": _multi_head(Table(width="embedding_size"), _ALL, causality="bidirectional"),
     "electra": _multi_head(Table(width="embedding_size"), _ALL, causality="is_decoder"),
     "opt": _multi_head(Table(offset=2), ("enable_bias",) * 4),
     **_alike(
-        "camembert roberta xlm-roberta",
+        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
         _multi_head(Table(reserved=True), _ALL, causality="is_decoder"),
     ),
     "whisper": _multi_head(other.whisper, (True, False, True, True), causality="decoder"),

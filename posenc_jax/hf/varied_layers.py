@@ -5,7 +5,17 @@ import dataclasses
 from posenc_jax.engine.mask import Window
 from posenc_jax.hf import layer_kinds
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
-from posenc_jax.hf.layer_kinds import FULL, LOCAL, declared, every, layer_of, window_of
+from posenc_jax.hf.layer_kinds import (
+    FULL,
+    LINEAR,
+    LOCAL,
+    MIXERS,
+    STATE_SPACE,
+    declared,
+    every,
+    layer_of,
+    window_of,
+)
 from posenc_jax.hf.rope import pop_keys, read_rope, rope_dict
 from posenc_jax.hf.rotary_families import Latent, Rotating, rotation, uniform
 from posenc_jax.schemes.additive.none import NoPE
@@ -90,6 +100,32 @@ def granite_hybrid(config: TrackedConfig) -> Layers:
         return Rotating(kinds=layer_kinds.granite_hybrid)(config)
     config.ignore("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
     return tuple(layer_of(config, kind, NoPE()) for kind in layer_kinds.granite_hybrid(config))
+
+
+def kolibri1(config: TrackedConfig) -> Layers:
+    """Reads RoPE in layers with a window; in all layers if none has a window."""
+    unrotated = (*MIXERS,) if config.get("sliding_window") is None else (FULL,)
+    return Rotating(kinds=every(5), window=window_of, unrotated=unrotated)(config)
+
+
+def jamba(config: TrackedConfig) -> Layers:
+    """Reads attention without positions, and Mamba."""
+    count, names = layer_count(config), ("attn_layer_period", "attn_layer_offset")
+    period, offset = (config.need(name) for name in names)
+    config.check(0 <= offset < period, f"attn_layer_period={period} and an offset of {offset}")
+    kinds = [FULL if i % period == offset else STATE_SPACE for i in range(count)]
+    written = [STATE_SPACE if kind == LINEAR else kind for kind in declared(config) or kinds]
+    config.check_ignored(written == kinds, f"layer_types={written}")
+    return tuple(layer_of(config, kind, NoPE()) for kind in kinds)
+
+
+def olmo_hybrid(config: TrackedConfig) -> Layers:
+    """Reads RoPE, or no positions if the base is null, and linear attention."""
+    kinds, rope = layer_kinds.olmo_hybrid(config), rope_dict(config) or {}
+    if rope.get("rope_theta", 0) is None:
+        config.ignore("rope_theta")
+        return tuple(layer_of(config, kind, NoPE()) for kind in kinds)
+    return Rotating(kinds=layer_kinds.olmo_hybrid)(config)
 
 
 def kimi_linear(config: TrackedConfig) -> Layers:

@@ -35,6 +35,7 @@ LINEAR, CONVOLUTION = "linear_attention", "conv"
 # The kinds of layers of model types whose defaults have fewer.
 KINDS = {
     "granitemoehybrid": (LINEAR, FULL),
+    "mellum": (FULL, LOCAL),
     "kimi_linear": (LINEAR, FULL),
     "laguna": (FULL, LOCAL),
     "lfm2": (CONVOLUTION, FULL),
@@ -44,7 +45,13 @@ KINDS = {
 # Values that only these model types need, or that their sizes imply.
 _MROPE = {"head_dim": 64, "partial_rotary_factor": 0.5}
 _SWA = {"layer_rope_theta": "thetas"}
+_LATENT = {"num_key_value_heads": (4,)}
 OWN_VALUES = {
+    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "glm_moe_dsa", "youtu"), _LATENT),
+    "xmod": {"default_language": ("en_XX",)},
+    "bamba": {"attn_layer_indices": ([0], [1, 3]), "mamba_n_heads": (4,), "mamba_d_state": (8,)},
+    "jamba": {"attn_layer_period": (2, 3), "attn_layer_offset": (0, 1), "mamba_d_state": (8,)},
+    "olmo_hybrid": {"linear_key_head_dim": (8,), "linear_value_head_dim": (8,)},
     "cohere2_moe": {
         "first_k_dense_replace": (0, 1, 2),
         "prefix_dense_sliding_window_pattern": (1, 2),

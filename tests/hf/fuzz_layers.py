@@ -160,6 +160,7 @@ def _latent(layer):
     query, key = (layer["given"][n] for n in ("query", "key"))
     q = layer["q"] * getattr(layer["module"], "mla_scale_q_lora", 1.0)
     q = q.reshape(*query.shape[:1], query.shape[2], query.shape[1], -1)
+    q = q[..., : query.shape[-1]]  # A.X K2 has a gate beside the queries.
     k = key.transpose(1, 2)
     calls = [args for name, args in layer["rotations"] if name.endswith("interleave")]
     calls = calls or [args for _, args in layer["rotations"]]

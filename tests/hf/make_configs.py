@@ -55,6 +55,8 @@ prefix_dense_sliding_window_pattern attention_types attention_layers
 KEYS_OF = {
     "cohere2_moe": ("mlp_layer_types",),
     "granitemoehybrid": ("layers_block_type",),
+    "jamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset"),
+    "bamba": ("layers_block_type", "attn_layer_indices"),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("norm_eps",)),
 }
 
@@ -80,7 +82,7 @@ def defaults(model_type):
     }
     if not out.get("is_encoder_decoder"):  # Of every class.
         out = {n: x for n, x in out.items() if n not in ("is_encoder_decoder", "is_decoder")}
-    if "roberta" not in model_type and model_type != "camembert":
+    if "roberta" not in model_type and model_type not in ("camembert", "data2vec-text", "xmod"):
         out.pop("pad_token_id", None)
     if "rope_parameters" not in {field.name for field in dataclasses.fields(cls)}:
         return plain(out)
@@ -231,6 +233,10 @@ MORE = {
         {"first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2},
         {"mlp_layer_types": ["dense", "sparse"] * 3 + ["dense"], "sliding_window_pattern": 2},
     ],
+    "bamba": [{"attn_layer_indices": [2, 5]}],
+    "jamba": [{"attn_layer_period": 3, "attn_layer_offset": 1}],
+    "olmo_hybrid": [{"num_hidden_layers": 3}, {"layer_types": (KINDS * 4)[1:]}],
+    "mellum": [{"rope_parameters": BY_KIND, "layer_types": [FULL, LOCAL] * 3 + [FULL]}],
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), ({"layer_rope_theta": THETAS},)),
     "granitemoehybrid": [
         {"position_embedding_type": "rope", "layer_types": (KINDS * 4)[1:]},
@@ -266,6 +272,8 @@ PATTERNED = ("cohere2", "cohere2_moe", "gemma3_text", "exaone4", "exaone_moe")
 def windows(config):
     """The window and the chunk of each layer, by the masks that the model's own file makes."""
     path = type(config).__module__.replace("configuration_", "modeling_")
+    if config.model_type in ("internlm3", "iquestcoder"):
+        path = "transformers.models.llama.modeling_llama"
     spec = importlib.util.find_spec(path)
     code = pathlib.Path(spec.origin).read_text()
     count = config.num_hidden_layers

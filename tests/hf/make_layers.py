@@ -22,6 +22,7 @@ from hf import fuzz, fuzz_draw, fuzz_layers, fuzz_models
 import posenc_jax as pe
 
 FILE = pathlib.Path(__file__).with_name("layers.npz")
+CAUSAL_TOKENS = 12
 FULL, LOCAL, LINEAR, CONVOLUTION = (
     *("full_attention", "sliding_attention", "linear_attention", "conv"),
 )
@@ -36,7 +37,27 @@ ALPHA = {"rope_scaling": {"type": "dynamic", "alpha": 8.0, "factor": 1.0}, "rope
 ENCODER = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 1}
 ENCODER |= {"decoder_layers": 1, "max_position_embeddings": 24}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "shared_intermediate_size": 16}
+BERT = {"max_position_embeddings": 24, "num_hidden_layers": 1}
+KINDS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+KINDS |= {"linear_num_value_heads": 2}
 CASES = {
+    "aria_text": {},
+    "axk1": LATENT,
+    "axk2": LATENT,
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_state": 8},
+    **dict.fromkeys(("bert-generation", "biogpt", "ernie", "megatron-bert", "roc_bert"), BERT),
+    **dict.fromkeys(("data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), BERT),
+    "xmod": BERT | {"default_language": "en_XX"},
+    "internlm3": {},
+    "iquestcoder": {},
+    "glm_moe_dsa": LATENT,
+    "granitemoeshared": {"attention_multiplier": 0.3, "shared_intermediate_size": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    "kolibri1": WINDOW | {"num_hidden_layers": 5},
+    "mellum": WINDOW | {"layer_types": [FULL, LOCAL] * 2},
+    **dict.fromkeys(("mvp", "plbart"), ENCODER),
+    "olmo_hybrid": KINDS,
+    "youtu": LATENT,
     "afmoe": WINDOW | {"global_attn_every_n_layers": 2},
     "bart": ENCODER,
     "cohere2_moe": WINDOW
@@ -106,7 +127,7 @@ def make(kind):
         for i, layer in enumerate(x for x in layers if x["name"].startswith(half or "")):
             index = getattr(layer["module"], "layer_idx", None)
             index = i if index is None else index
-            if layer["module"].__class__.__name__.endswith("DeltaAttention"):
+            if "Delta" in type(layer["module"]).__name__:
                 continue  # Linear attention.
             about["attention"].append(index)
             if specs[index] in recorded:
@@ -116,9 +137,11 @@ def make(kind):
             want = numbers(fuzz_layers.wanted(layer))
             values = {n: x for n, x in values.items() if n != "x"}
             values["out"] = want.reshape(*values["q"].shape[:3], -1)
+            is_causal = fuzz_layers.is_causal(layer)
+            if is_causal:  # Later tokens change nothing.
+                values |= {n: values[n][:, :CAUSAL_TOKENS] for n in ("q", "k", "v", "out")}
             prefix = f"{kind}.{len(about['layers'])}."
             arrays |= {prefix + n: numbers(x) for n, x in values.items()}
-            is_causal = fuzz_layers.is_causal(layer)
             about["layers"].append({"layer": index, "decoder": decoder, "is_causal": is_causal})
     if tables:
         weight, rows = tables[0]

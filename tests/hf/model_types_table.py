@@ -13,6 +13,7 @@ NEEDED = {
     "glm4_moe": {"head_dim": 128},
     "gemma4_text": {"sliding_window": 512},
     "gpt_neo": {"attention_types": [[["global", "local"], 6]]},
+    "bamba": {"attn_layer_indices": [1, 3, 5]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 6},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 6},
     "minimax_m3_vl_text": {"rope_parameters": {"partial_rotary_factor": 0.5}},

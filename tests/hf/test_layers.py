@@ -15,7 +15,6 @@ import posenc_jax as pe
 ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("layers.npz"))
 KINDS = ABOUT["model_types"]
 TOLERANCE = 1e-6  # Of the greatest number of an output; float32 against float64.
-POSITIONS = np.arange(20, dtype=np.int32)[None]
 
 
 def arrays_of(prefix):
@@ -32,7 +31,8 @@ def test_layers_equal_those_of_transformers(kind):
         assert any(n.startswith("q_norm.") for n in arrays) == bool(
             spec.qk_norm is not None and spec.qk_norm.scale != "none"
         )
-        out = computed(spec, arrays, POSITIONS, is_causal=layer["is_causal"])
+        positions = np.arange(arrays["q"].shape[1], dtype=np.int32)[None]
+        out = computed(spec, arrays, positions, is_causal=layer["is_causal"])
         np.testing.assert_allclose(
             out, arrays["out"], atol=TOLERANCE * np.abs(arrays["out"]).max(), err_msg=str(layer)
         )
@@ -58,8 +58,10 @@ def test_layers_that_attend_are_those_of_transformers(kind):
 def test_tables_equal_those_of_transformers(kind):
     decoder = KINDS[kind]["layers"][-1]["decoder"]
     scheme = pe.from_hf(KINDS[kind]["config"], decoder=decoder)[0].scheme
-    rows = ARRAYS[f"{kind}.rows"].reshape(1, len(POSITIONS[0]), -1)
-    out = embed(scheme, {"table": ARRAYS[f"{kind}.table"]}, np.zeros_like(rows), POSITIONS)
+    table = ARRAYS[f"{kind}.table"]
+    rows = ARRAYS[f"{kind}.rows"].reshape(1, -1, table.shape[1])
+    positions = np.arange(rows.shape[1], dtype=np.int32)[None]
+    out = embed(scheme, {"table": table}, np.zeros_like(rows), positions)
     np.testing.assert_allclose(out, rows, atol=1e-6)
 
 

@@ -25,7 +25,8 @@ IGNORED = {
     **dict.fromkeys(("apertus", "cwm", "ministral3", "mistral_large4_text"), ("rope_theta",)),
     **dict.fromkeys(("beam", "gemma4_text", "gpt_neox", "muse_spark_text"), ("rope_theta",)),
     **dict.fromkeys(
-        ("laguna", "lfm3", "mimo_v2_flash", "mistral4"), ("rope_theta", "partial_rotary_factor")
+        ("laguna", "lfm3", "mellum", "mimo_v2_flash", "mistral4"),
+        ("rope_theta", "partial_rotary_factor"),
     ),
 }
 # Raw configs that describe no model: layers with a window and none given, heads that do not divide
@@ -34,7 +35,9 @@ IGNORED = {
 REFUSED = {
     **dict.fromkeys(("afmoe", "cohere2_moe", "granite_swa", "lfm3"), "no sliding_window"),
     **dict.fromkeys(("granitemoe_swa", "vaultgemma"), "no sliding_window"),
-    **dict.fromkeys(("laguna", "mimo_v2_flash"), "not rope parameters for kinds of layers"),
+    **dict.fromkeys(
+        ("laguna", "mellum", "mimo_v2_flash"), "not rope parameters for kinds of layers"
+    ),
     "minimax_m3_vl_text": "which transformers ignores",
     **dict.fromkeys(("beam", "cohere2", "gemma2", "gemma3_text", "gpt_oss"), "no sliding_window"),
     **dict.fromkeys(("olmo3",), "no sliding_window"),
@@ -45,8 +48,8 @@ REFUSED = {
 }
 # Model types whose modeling files read `partial_rotary_factor`.
 PARTIAL = """
-deepseek_v4 glm glm4 glm4_moe gpt_neox laguna mimo_v2_flash minimax_m2 minimax_m3_vl_text nemotron
-persimmon phi phi3 qwen3_5_moe_text qwen3_5_text qwen3_next solar_open stablelm
+bamba deepseek_v4 glm glm4 glm4_moe gpt_neox laguna mimo_v2_flash minimax_m2 minimax_m3_vl_text
+nemotron persimmon phi phi3 qwen3_5_moe_text qwen3_5_text qwen3_next solar_open stablelm
 """
 
 
@@ -131,10 +134,10 @@ def test_the_model_types_with_windows():
         WINDOWED
         == """
     afmoe beam cohere2 cohere2_moe cwm deepseek_v4 dots1 exaone4 exaone_moe flint gemma2 gemma3_text
-    gemma3n_text gemma4_text gpt_neo gpt_oss granite_swa granitemoe_swa inkling_text laguna lfm3
-    mimo_v2_flash ministral ministral3 mistral mixtral modernbert modernbert-decoder muse_spark_text
-    olmo3 phi3 phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3
-    starcoder2 vaultgemma
+    gemma3n_text gemma4_text gpt_neo gpt_oss granite_swa granitemoe_swa inkling_text kolibri1 laguna
+    lfm3 mellum mimo_v2_flash ministral ministral3 mistral mixtral modernbert modernbert-decoder
+    muse_spark_text olmo3 phi3 phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe
+    smollm3 starcoder2 vaultgemma
     """.split()
     )
 
