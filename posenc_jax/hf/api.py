@@ -9,6 +9,7 @@ from posenc_jax.checks import require
 from posenc_jax.hf.attention_options import attention_options, with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
+from posenc_jax.hf.not_read import NOT_READ
 from posenc_jax.hf.rope import RopeSettings, write_rope
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.rotary.layouts import rotary_dims
@@ -192,6 +193,8 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
         return _tracked({"model_type": f"{kind}_text", **inner}, decoder)
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
+    if kind in NOT_READ:
+        raise ValueError(f"unknown model_type {kind!r}; {NOT_READ[kind]}.")
     if kind not in MODEL_TYPES:
         near = " or ".join(map(repr, difflib.get_close_matches(str(kind), MODEL_TYPES, n=3)))
         hint = f"did you mean {near}?" if near else "all are in posenc_jax.hf.model_types."
