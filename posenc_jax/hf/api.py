@@ -9,6 +9,7 @@ from posenc_jax.checks import require
 from posenc_jax.hf.attention_options import attention_options, with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
+from posenc_jax.hf.not_read import NOT_READ
 from posenc_jax.hf.rope import RopeSettings, write_rope
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.rotary.layouts import rotary_dims
@@ -43,7 +44,8 @@ def from_hf(
     Layers have separate parameters, unless `scheme.traits.shared_over_layers`; UMT5 is an
     exception, with a `T5` table in each layer. Schemes that act on the embedding, such as
     `LearnedAbsolute`, are applied once, at the input of the model, though every layer names them.
-    Layers of linear attention have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and
+    Layers without attention (linear attention, Mamba, convolutions) are named by `LayerSpec.mixer`
+    and have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and
     the window of tokens; the model adds compressed entries.
 
     Args:
@@ -85,7 +87,8 @@ def attention_options_from_hf(
     They are `model_dim`, `num_heads`, `num_kv_heads`, `head_dim`, `use_bias`, `is_causal`, and
     `position`, the layer that `from_hf` returns. `heads_from_linear` and `split_qkv` convert the
     weights. The caller chooses dropout and dtypes. Schemes that act on the embedding, such as
-    `LearnedAbsolute`, are omitted: they belong to the input of the model.
+    `LearnedAbsolute`, are omitted: they belong to the input of the model. Of layers without
+    attention, whose `position.mixer` names what they have instead, only `position` is meant.
 
     Args:
       config: see `from_hf`.
@@ -129,10 +132,12 @@ def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | Non
     for i, layer in enumerate(layers):
         groups.setdefault(layer, []).append(i)
     first = layers[0]
-    if len(groups) == 1 and first.window is None and first.chunk_size is None:
+    plain = first.window is None and first.chunk_size is None and first.mixer == "attention"
+    if len(groups) == 1 and plain:
         return first.scheme
     texts = "; ".join(f"layers {_ranges(i)}: {_text(layer)}" for layer, i in groups.items())
-    reason = "layers differ" if len(groups) > 1 else "a scheme holds no window"
+    alone = "a scheme holds no window" if first.mixer == "attention" else "no layer has attention"
+    reason = "layers differ" if len(groups) > 1 else alone
     raise ValueError(f"scheme_from_hf: {reason}, use from_hf: {texts}.")
 
 
@@ -145,6 +150,8 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _text(layer: LayerSpec) -> str:
+    if layer.mixer != "attention":
+        return layer.mixer
     window = "" if layer.window is None else f" in a window of {layer.window}"
     chunk = "" if layer.chunk_size is None else f" in chunks of {layer.chunk_size}"
     return f"{layer.scheme}{window}{chunk}"
@@ -186,6 +193,8 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
         return _tracked({"model_type": f"{kind}_text", **inner}, decoder)
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
+    if kind in NOT_READ:
+        raise ValueError(f"unknown model_type {kind!r}; {NOT_READ[kind]}.")
     if kind not in MODEL_TYPES:
         near = " or ".join(map(repr, difflib.get_close_matches(str(kind), MODEL_TYPES, n=3)))
         hint = f"did you mean {near}?" if near else "all are in posenc_jax.hf.model_types."

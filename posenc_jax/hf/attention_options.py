@@ -40,11 +40,14 @@ def with_attention_settings(
         f"attn_logit_softcapping={softcap}",
     )
     return tuple(
-        dataclasses.replace(
+        layer
+        if layer.mixer != "attention"
+        else dataclasses.replace(
             layer,
             scale=_logit_scale(config, model_type, i),
             softcap=None if softcap is None else float(softcap),
-            sinks=model_type.sinks,
+            sinks=model_type.sinks
+            and not (model_type.sinks_windowed_only and layer.window is None),
             qk_norm=qk_norm
             if isinstance(layer.scheme, Rotary) or not model_type.qk_norm_rotating_only
             else None,

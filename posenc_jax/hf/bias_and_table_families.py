@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_decoder, layer_count
 from posenc_jax.hf.layer_kinds import declared, layer_of
@@ -195,6 +196,47 @@ class Table:
             offset = config.need("pad_token_id") + 1
             length -= offset
         return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim, offset=offset))
+
+
+def gpt_neo(config: TrackedConfig) -> Layers:
+    """Reads a table of positions, and a window in local layers."""
+    layers, kinds = Table()(config), config.explicit("attention_layers")
+    if kinds is None:
+        groups: Any = config.get("attention_types") or [[["global", "local"], 12]]
+        try:
+            kinds = [kind for pattern, times in groups for kind in list(pattern) * times]
+        except (TypeError, ValueError):
+            kinds = []
+    config.check(
+        len(kinds) == len(layers) and {*kinds} <= {"global", "local"},
+        f"attention_types of {kinds!r:.80} for {len(layers)} layers",
+    )
+    window = config.need("window_size")
+    return tuple(
+        dataclasses.replace(layer, window=window if kind == "local" else None)
+        for layer, kind in zip(layers, kinds, strict=True)
+    )
+
+
+def bart(config: TrackedConfig) -> Layers:
+    """Reads a learned table of positions in the encoder and in the decoder."""
+    decoder, count = is_decoder(config), config.need("num_hidden_layers")
+    table = LearnedAbsolute(
+        max_length=config.need("max_position_embeddings"),
+        model_dim=config.need("hidden_size"),
+        offset=2,
+    )
+    return (LayerSpec(table),) * (config.get("num_decoder_layers", count) if decoder else count)
+
+
+def bigcode_key_heads(config: TrackedConfig, num_heads: int) -> int:
+    """Returns the number of key heads K of N heads."""
+    return 1 if config.get("multi_query", True) else num_heads
+
+
+def bigcode_scale(config: TrackedConfig, layer: int) -> float | None:
+    """Returns the factor on q . k; None: the scheme's own."""
+    return None if config.get("scale_attn_weights", True) else 1.0
 
 
 def gpt2_scale(config: TrackedConfig, layer: int) -> float | None:

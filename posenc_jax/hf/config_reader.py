@@ -39,6 +39,8 @@ _OTHER_NAMES = {
     "max_position_embeddings": ("n_positions", "max_seq_len"),
     "head_dim": ("d_head", "d_kv", "attention_head_size"),
     "sliding_window_size": ("sliding_window",),  # Inkling's.
+    "layer_types": ("layers_block_type",),  # Of hybrids with Mamba.
+    "rms_norm_eps": ("norm_eps",),
     "sliding_window_pattern": ("_sliding_window_pattern",),
 }
 
@@ -65,13 +67,14 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         original_max_position_embeddings max_target_positions attention_chunk_size local_attention
         sliding_window_size window_size floor_scale no_rope_layer_interval rotary_dim rel_extent
         d_rel relative_attention_num_buckets relative_attention_max_distance num_key_value_heads
-        num_kv_heads decoder_attention_heads
+        num_kv_heads decoder_attention_heads attn_layer_period
         """,
     ),
     "an integer from 0": (
         lambda x: _integer(x) and x >= 0,
         "qk_nope_head_dim max_window_layers pad_token_id left_max_position_embeddings "
-        "right_max_position_embeddings log_scaling_n_floor",
+        "right_max_position_embeddings log_scaling_n_floor first_k_dense_replace "
+        "attn_layer_offset",
     ),
     "an integer": (
         _integer,
@@ -90,7 +93,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         """
         attention_factor beta_fast beta_slow mscale mscale_all_dim short_mscale long_mscale
         low_freq_factor high_freq_factor llama_4_scaling_beta attn_scale log_scaling_alpha
-        attention_multiplier softmax_scale
+        attention_multiplier softmax_scale alpha qk_scale_factor
         """,
     ),
     "true or false": (
@@ -101,7 +104,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         share_att_key bi_data use_absolute_embeddings sinusoidal_pos_embds is_decoder
         is_encoder_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_qk_norm
         qk_layernorm multi_query new_decoder_architecture attention_bias attention_out_bias
-        use_qkv_bias qkv_bias use_bias bias enable_bias
+        use_qkv_bias qkv_bias use_bias bias enable_bias mla_use_nope
         """,
     ),
     "a string": (
@@ -110,13 +113,18 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "a dict": (
         lambda x: isinstance(x, Mapping),
-        "rope_parameters rope_scaling attn_config per_layer_config",
+        "rope_parameters rope_scaling attn_config per_layer_config linear_attn_config",
     ),
-    "a list of strings": (lambda x: x and _list_of(lambda y: isinstance(y, str))(x), "layer_types"),
+    "a list of strings": (
+        lambda x: x and _list_of(lambda y: isinstance(y, str))(x),
+        "layer_types mlp_layer_types attention_layers",
+    ),
+    "a list of numbers from 0": (_list_of(lambda x: _number(x) and x >= 0), "layer_rope_theta"),
     "a list of numbers": (_list_of(_number), "short_factor long_factor"),
     "a list of integers from 0": (
         _list_of(lambda x: _integer(x) and x >= 0),
-        "depths num_heads mrope_section local_layer_ids pretrained_window_sizes compress_ratios",
+        "depths num_heads mrope_section local_layer_ids pretrained_window_sizes compress_ratios "
+        "full_attn_idxs full_attn_layers kda_layers attn_layer_indices",
     ),
     "a list of 0 and 1": (_list_of(lambda x: x in (0, 1)), "no_rope_layers"),
 }

@@ -1,4 +1,4 @@
-"""The kind of each layer: full, sliding, chunked or linear attention.
+"""The kind of each layer: full, sliding or chunked attention, or an operation without attention.
 
 Kinds have their names in `layer_types` of configs. A `LayerKinds` reads them from there, or from
 older keys as the config class of the model type does.
@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from posenc_jax.engine.mask import Window
 from posenc_jax.hf.config_reader import TrackedConfig, is_causal, layer_count
-from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.additive.none import NoPE
+from posenc_jax.schemes.layer_spec import LayerSpec, Mixer
 from posenc_jax.schemes.scheme import Scheme
 
 LayerKinds = Callable[[TrackedConfig], list[str]]
@@ -16,8 +17,16 @@ LayerKinds = Callable[[TrackedConfig], list[str]]
 FULL, LOCAL, CHUNKED, LINEAR = (
     f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear")
 )
+CONVOLUTION, STATE_SPACE = "conv", "state_space"
+MIXERS: dict[str, Mixer] = {
+    LINEAR: "linear_attention",
+    CONVOLUTION: "convolution",
+    STATE_SPACE: "state_space",
+}
+"""The kinds of layers without attention, and their `LayerSpec.mixer`."""
+
 _OLD_NAMES = {"attention": FULL, "mamba": LINEAR}
-_GLOBAL = {FULL, LINEAR, "indexed_attention", "deepseek_sparse_attention", "hybrid"}
+_GLOBAL = {FULL, "indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse", "hybrid"}
 
 
 def declared(config: TrackedConfig) -> list[str] | None:
@@ -42,7 +51,7 @@ def _undeclared(config, kind):
     """Returns `kind` for each layer of a model type that does not read `layer_types`."""
     kinds = declared(config) or [kind] * layer_count(config)
     config.check(
-        {kind} >= {FULL if k in _GLOBAL - {LINEAR} else k for k in kinds},
+        {kind} >= {FULL if k in _GLOBAL else k for k in kinds},
         f"layer_types={sorted(set(kinds))}, which transformers ignores for its type: all its "
         f"layers are {kind!r}",
     )
@@ -97,6 +106,11 @@ def qwen2_moe(config: TrackedConfig) -> list[str]:
     return declared(config) or [LOCAL if x else FULL for x in local]
 
 
+def from_config(config: TrackedConfig) -> list[str]:
+    """Returns the `layer_types`; full attention for all layers without them."""
+    return declared(config) or [FULL] * layer_count(config)
+
+
 def ministral(config: TrackedConfig) -> list[str]:
     """Returns sliding attention for all layers, unless `layer_types` says otherwise."""
     kind = FULL if window_of(config) is None else LOCAL
@@ -143,6 +157,83 @@ def llama4(config: TrackedConfig) -> list[str]:
     return declared(config) or [CHUNKED if x else FULL for x in rotating_flags(config)]
 
 
+def required(config: TrackedConfig) -> list[str]:
+    """Returns the `layer_types` of a model type without a default."""
+    config.need("layer_types")
+    return from_config(config)
+
+
+def lfm2(config: TrackedConfig) -> list[str]:
+    """Returns full attention for layers in `full_attn_idxs`, convolutions for the others."""
+    count, indices = layer_count(config), config.explicit("full_attn_idxs")
+    full = range(count) if indices is None else indices
+    return declared(config) or [FULL if i in full else CONVOLUTION for i in range(count)]
+
+
+def lfm3(config: TrackedConfig) -> list[str]:
+    """Returns convolutions in every second layer, between sliding and full attention in turn."""
+    cycle = LOCAL, CONVOLUTION, FULL, CONVOLUTION
+    kinds = [cycle[i % 4] for i in range(layer_count(config))]
+    return declared(config) or [CONVOLUTION, *kinds[1:]]
+
+
+def granite_hybrid(config: TrackedConfig) -> list[str]:
+    """Returns Mamba for all layers, unless `layer_types` says otherwise."""
+    kinds = declared(config) or [LINEAR] * layer_count(config)
+    return [STATE_SPACE if kind == LINEAR else kind for kind in kinds]
+
+
+def bamba(config: TrackedConfig) -> list[str]:
+    """Returns full attention for layers in `attn_layer_indices`, Mamba for the others."""
+    count, indices = layer_count(config), config.explicit("attn_layer_indices") or ()
+    kinds = [FULL if i in indices else STATE_SPACE for i in range(count)]
+    written = [STATE_SPACE if kind == LINEAR else kind for kind in declared(config) or kinds]
+    config.check_ignored(written == kinds, f"layer_types={written}")
+    return kinds
+
+
+def olmo_hybrid(config: TrackedConfig) -> list[str]:
+    """Returns full attention for one layer in four, or for the last of fewer than four."""
+    kinds = every(4, other=LINEAR)(config)
+    return kinds if FULL in kinds else [*kinds[:-1], FULL]
+
+
+def kimi_linear(config: TrackedConfig) -> list[str]:
+    """Returns full attention for layers 4, 8 ..., unless a list of layers says otherwise."""
+    count, kinds = layer_count(config), declared(config)
+    part = TrackedConfig(
+        config.get("linear_attn_config") or {}, f"{config.label} in linear_attn_config"
+    )
+    full, linear = part.explicit("full_attn_layers"), part.explicit("kda_layers")
+    if kinds is not None:
+        return kinds
+    if full is None or linear is None:
+        return [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
+    part.check(
+        sorted([*full, *linear]) == [*range(1, count + 1)],
+        f"full_attn_layers={full} and kda_layers={linear}, which are not {count} layers from 1 on",
+    )
+    return [FULL if i + 1 in full else LINEAR for i in range(count)]
+
+
+def flint(config: TrackedConfig) -> list[str]:
+    """Returns full attention for the first two layers, one in four, and the last."""
+    count = layer_count(config)
+    full = {0, 1, count - 1, *range(1, count, 4)}
+    return declared(config) or [FULL if i in full else LOCAL for i in range(count)]
+
+
+def mimo_v2(config: TrackedConfig) -> list[str]:
+    """Returns full attention for the first layer and one in six."""
+    return declared(config) or [FULL, *every(6)(config)[1:]]
+
+
+def muse_spark(config: TrackedConfig) -> list[str]:
+    """Returns full attention for the last layer and one in four before it."""
+    count = layer_count(config)
+    return declared(config) or [LOCAL if (count - 1 - i) % 4 else FULL for i in range(count)]
+
+
 def gemma4(config: TrackedConfig) -> list[str]:
     """Returns full attention for one layer in six and the last, even if `layer_types` differs."""
     return [*every(6)(config)[:-1], FULL]
@@ -154,6 +245,8 @@ def layer_of(config: TrackedConfig, kind: str, scheme: Scheme, window: Window = 
     Raises:
       ValueError: for an unknown kind, and a kind whose window or chunk is missing.
     """
+    if kind in MIXERS:
+        return LayerSpec(NoPE(), mixer=MIXERS[kind])
     if kind in _GLOBAL:
         return LayerSpec(scheme)
     if kind in (LOCAL, "hybrid_sliding"):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posenc_jax.hf import bias_and_table_families as other
-from posenc_jax.hf import layer_kinds, rotary_families
+from posenc_jax.hf import layer_kinds, rotary_families, varied_layers
 from posenc_jax.hf.bias_and_table_families import Table
 from posenc_jax.hf.config_reader import TrackedConfig, as_many_key_heads, key_heads
 from posenc_jax.hf.deepseek_v4 import deepseek_v4
@@ -49,6 +49,7 @@ class ModelType:
       qk_norm_key: the key that switches the norm on; None: it is always on.
       qk_norm_rotating_only: whether only layers that rotate have the norm.
       sinks: whether attention has sinks.
+      sinks_windowed_only: whether only layers with a window have them.
       scale_key: the key for the factor on q . k, see `SCALE_POWERS`.
       scale: reads the factor of a layer in another way; None: the scheme's own.
       causality: "causal"; "bidirectional"; "is_decoder", causal with this key; or "decoder", causal
@@ -66,6 +67,7 @@ class ModelType:
     qk_norm_key: str | None = None
     qk_norm_rotating_only: bool = False
     sinks: bool = False
+    sinks_windowed_only: bool = False
     scale_key: str | None = None
     scale: ScaleReader | None = None
     causality: str = "causal"
@@ -82,6 +84,7 @@ _NONE, _ALL, _QKV = (False,) * 4, (True,) * 4, (True, True, True, False)
 _BY_KEY = ("attention_bias",) * 4
 _QKV_BY_KEY = (*("attention_bias",) * 3, False)
 _LATENT = "latent projections"
+_GATE = "a gate on its output"
 _RMS = QKNorm()
 _PROJECTED = QKNorm(over="projection", scale="per_head")
 _PER_HEAD = QKNorm("layer", scale="per_head")
@@ -107,19 +110,27 @@ _WINDOWED, _LAST_WINDOWED = _windowed(all_windowed), _windowed(from_max_window_l
 
 MODEL_TYPES: dict[str, ModelType] = {
     # RoPE, alike in all layers.
-    **_alike("arcee jais2 llama", ModelType(_ROPE, _BY_KEY)),
+    **_alike("arcee aria_text internlm3 iquestcoder jais2 llama", ModelType(_ROPE, _BY_KEY)),
     "apertus": ModelType(_ROPE, _BY_KEY, qk_norm=_RMS),
     "bitnet": ModelType(_ROPE, unsupported="a norm before the output projection"),
     "eurobert": ModelType(_ROPE, _BY_KEY, causality="bidirectional"),
     "gemma": ModelType(_ROPE, _BY_KEY, ambiguous_keys=_BIDIRECTIONAL),
     **_alike(
-        "granite granitemoe hyperclovax",
+        "granite granitemoe granitemoeshared hyperclovax",
         ModelType(_ROPE, _BY_KEY, scale_key="attention_multiplier"),
     ),
     "nomic_bert": ModelType(_ROPE, _NONE, causality="bidirectional", key_heads=as_many_key_heads),
     "olmo": ModelType(_ROPE, _BY_KEY, clips_projections=True),
     **_alike("flex_olmo olmo2", ModelType(_ROPE, _BY_KEY, qk_norm=_PROJECTED)),
     "olmoe": ModelType(_ROPE, _BY_KEY, qk_norm=_PROJECTED, clips_projections=True),
+    "hy_v3": ModelType(_ROPE, _BY_KEY, qk_norm=_RMS),
+    **_alike(
+        "hunyuan_v1_dense hunyuan_v1_moe",
+        ModelType(varied_layers.hunyuan, _BY_KEY, qk_norm=QKNorm(after_rotation=True)),
+    ),
+    "nanochat": ModelType(
+        Rotating("half_negative"), _BY_KEY, qk_norm=QKNorm(scale="none", after_rotation=True)
+    ),
     "seed_oss": ModelType(_ROPE, (*("attention_bias",) * 3, "attention_out_bias")),
     "roformer": _multi_head(other.roformer, _ALL, causality="is_decoder"),
     **_alike("codegen gptj", _multi_head(rotary_families.gptj, _NONE)),
@@ -135,6 +146,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     **_alike("glm glm4", ModelType(Rotating("interleaved", partial=True), _QKV_BY_KEY)),
     "gpt_neox": _multi_head(rotary_families.gpt_neox, _BY_KEY),
     "minimax_m2": ModelType(rotary_families.minimax_m2, _NONE, qk_norm=_PROJECTED),
+    "minimax_m3_vl_text": ModelType(
+        varied_layers.minimax_m3, unsupported="blocks of keys", qk_norm=QKNorm(scale_offset=1.0)
+    ),
     # Interleaved RoPE.
     "cohere": ModelType(_INTERLEAVED, _BY_KEY, qk_norm=_PER_HEAD, qk_norm_key="use_qk_norm"),
     **_alike("ernie4_5 ernie4_5_moe", ModelType(_INTERLEAVED, ("use_bias",) * 4)),
@@ -156,7 +170,26 @@ MODEL_TYPES: dict[str, ModelType] = {
         scale_key="query_pre_attn_scalar",
         ambiguous_keys=_BIDIRECTIONAL,
     ),
+    "vaultgemma": ModelType(_windowed(every(2)), _BY_KEY, scale_key="query_pre_attn_scalar"),
     "gpt_oss": ModelType(_windowed(every(2)), _BY_KEY, sinks=True),
+    **_alike(
+        "granite_swa granitemoe_swa",
+        ModelType(varied_layers.granite_swa, _BY_KEY, sinks=True, scale_key="attention_multiplier"),
+    ),
+    "mellum": ModelType(
+        _windowed(layer_kinds.from_config, by_kind_only=True), _BY_KEY, qk_norm=_RMS
+    ),
+    "mimo_v2_flash": ModelType(
+        varied_layers.mimo_v2,
+        unsupported="values of another size than keys",
+        sinks=True,
+        sinks_windowed_only=True,
+    ),
+    "laguna": ModelType(
+        _windowed(layer_kinds.from_config, partial=True, by_kind_only=True),
+        unsupported=_GATE,
+        qk_norm=_RMS,
+    ),
     "cwm": ModelType(_windowed(every(4, first=True)), _NONE),
     "olmo3": ModelType(
         _windowed(every(4), scaled=(FULL,), null_rotates=True), _BY_KEY, qk_norm=_PROJECTED
@@ -172,6 +205,18 @@ MODEL_TYPES: dict[str, ModelType] = {
         _BY_KEY,
         qk_norm=QKNorm(scale_offset=1.0),
         scale_key="query_pre_attn_scalar",
+    ),
+    "gemma3n_text": ModelType(
+        Rotating(
+            kinds=every(5),
+            window=window_of,
+            bases=((FULL, "rope_theta"), (LOCAL, "rope_local_base_freq")),
+            scaled=(FULL,),
+            null_rotates=True,
+        ),
+        unsupported="a norm of values, and keys that layers share",
+        qk_norm=_RMS,
+        scale=lambda config, layer: 1.0,
     ),
     "gemma4_text": ModelType(
         Rotating(kinds=layer_kinds.gemma4, window=two_sided_window_of),
@@ -190,18 +235,52 @@ MODEL_TYPES: dict[str, ModelType] = {
         _BY_KEY,
         causality="bidirectional",
     ),
+    "modernbert-decoder": _multi_head(
+        Rotating(
+            kinds=every(3, "global_attn_every_n_layers", first=True),
+            window=varied_layers.modernbert_decoder_window,
+            bases=((FULL, "global_rope_theta"), (LOCAL, "local_rope_theta")),
+            scaled=(FULL, LOCAL),
+            null_rotates=True,
+        ),
+        _BY_KEY,
+    ),
     # RoPE in some layers.
     "beam": ModelType(
         _windowed(every(6, last=True), instead=QueryTemperature(form="beam", length=2048)),
-        unsupported="a gate on its output",
+        unsupported=_GATE,
         qk_norm=_RMS,
     ),
     "qwen3_next": ModelType(
         Rotating(partial=True, kinds=every(4, "full_attention_interval", other=LINEAR)),
-        unsupported="a gate on its output",
+        unsupported=_GATE,
         qk_norm=QKNorm(scale_offset=1.0),
-        qk_norm_rotating_only=True,
     ),
+    "granitemoehybrid": ModelType(
+        varied_layers.granite_hybrid, _BY_KEY, scale_key="attention_multiplier"
+    ),
+    "lfm2": ModelType(Rotating(kinds=layer_kinds.lfm2), _NONE, qk_norm=_RMS),
+    "lfm2_moe": ModelType(Rotating(kinds=layer_kinds.required), _NONE, qk_norm=_RMS),
+    "lfm3": ModelType(_windowed(layer_kinds.lfm3), unsupported=_GATE, qk_norm=_RMS),
+    "afmoe": ModelType(
+        _windowed(every(4, "global_attn_every_n_layers"), unrotated=(FULL,)),
+        unsupported=_GATE,
+        qk_norm=_RMS,
+    ),
+    "flint": ModelType(
+        _windowed(layer_kinds.flint, unrotated=(FULL,)), _BY_KEY, qk_norm=_RMS, sinks=True
+    ),
+    "muse_spark_text": ModelType(
+        varied_layers.muse_spark,
+        unsupported="a norm and a gate on its output",
+        qk_norm=QKNorm(scale="none"),
+        scale=varied_layers.muse_spark_scale,
+    ),
+    "cohere2_moe": ModelType(varied_layers.cohere2_moe, _BY_KEY),
+    "kolibri1": ModelType(varied_layers.kolibri1, _BY_KEY, qk_norm=_RMS),
+    "jamba": ModelType(varied_layers.jamba, _NONE),
+    "bamba": ModelType(Rotating(partial=True, kinds=layer_kinds.bamba), _BY_KEY),
+    "olmo_hybrid": ModelType(varied_layers.olmo_hybrid, _BY_KEY, qk_norm=_PROJECTED),
     "cohere2": ModelType(
         _windowed(every(4, "sliding_window_pattern"), layout="interleaved", unrotated=(FULL,)),
         _BY_KEY,
@@ -220,8 +299,24 @@ MODEL_TYPES: dict[str, ModelType] = {
         Latent(interleave=True, in_place=True), unsupported=_LATENT, scale=latent_scale
     ),
     **_alike(
-        "deepseek_v3 deepseek_v32 mistral4",
+        "axk1 deepseek_v3 deepseek_v32 glm4_moe_lite mistral4 youtu",
         ModelType(Latent(), unsupported=_LATENT, scale=latent_scale),
+    ),
+    "glm_moe_dsa": ModelType(Latent(interleave=True), unsupported=_LATENT, scale=latent_scale),
+    "axk2": ModelType(
+        Latent(interleave=True),
+        unsupported="latent projections, and a gate on its output",
+        scale=latent_scale,
+    ),
+    "hy_v4": ModelType(
+        Latent(interleave=False),
+        unsupported="latent projections, and a gate on its output",
+        sinks=True,
+        scale=latent_scale,
+    ),
+    "kimi_linear": ModelType(varied_layers.kimi_linear, unsupported=_LATENT),
+    "longcat_flash": ModelType(
+        varied_layers.longcat_flash, unsupported=_LATENT, scale=latent_scale
     ),
     "deepseek_v4": ModelType(
         deepseek_v4, unsupported="one array for keys and values, and compressed entries", sinks=True
@@ -237,6 +332,19 @@ MODEL_TYPES: dict[str, ModelType] = {
     **_alike(
         "qwen3_vl_text qwen3_vl_moe_text",
         ModelType(Multimodal("interleaved", sections=(24, 20, 20)), _BY_KEY, qk_norm=_RMS),
+    ),
+    **_alike(
+        "qwen3_5_text qwen3_5_moe_text",
+        ModelType(
+            Multimodal(
+                "interleaved",
+                kinds=every(4, "full_attention_interval", other=LINEAR),
+                sections=(11, 11, 10),
+                partial=True,
+            ),
+            unsupported=_GATE,
+            qk_norm=QKNorm(scale_offset=1.0),
+        ),
     ),
     "ernie4_5_vl_moe_text": ModelType(
         Multimodal("alternating", "interleaved", sections=(22, 22, 20), time_last=True),
@@ -262,13 +370,28 @@ MODEL_TYPES: dict[str, ModelType] = {
     "swinv2": ModelType(other.swin_v2, unsupported="stages of different widths"),
     # Tables of positions.
     "gpt2": _multi_head(Table(), _ALL, scale=other.gpt2_scale),
-    "bert": _multi_head(Table(), _ALL, causality="is_decoder"),
+    "gpt_bigcode": ModelType(
+        Table(),
+        _ALL,
+        key_heads=other.bigcode_key_heads,
+        ignores_head_dim=True,
+        scale=other.bigcode_scale,
+    ),
+    "gpt_neo": _multi_head(
+        other.gpt_neo, (False, False, False, True), scale=lambda config, layer: 1.0
+    ),
+    **_alike("bart mbart mvp plbart", _multi_head(other.bart, _ALL, causality="decoder")),
+    **_alike(
+        "bert bert-generation ernie megatron-bert roc_bert",
+        _multi_head(Table(), _ALL, causality="is_decoder"),
+    ),
+    "biogpt": _multi_head(Table(offset=2), _ALL),
     "distilbert": _multi_head(Table(), _ALL, causality="bidirectional"),
     "albert": _multi_head(Table(width="embedding_size"), _ALL, causality="bidirectional"),
     "electra": _multi_head(Table(width="embedding_size"), _ALL, causality="is_decoder"),
     "opt": _multi_head(Table(offset=2), ("enable_bias",) * 4),
     **_alike(
-        "camembert roberta xlm-roberta",
+        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
         _multi_head(Table(reserved=True), _ALL, causality="is_decoder"),
     ),
     "whisper": _multi_head(other.whisper, (True, False, True, True), causality="decoder"),

@@ -12,6 +12,7 @@ from posenc_jax.hf.layer_kinds import (
     FULL,
     LINEAR,
     LOCAL,
+    MIXERS,
     LayerKinds,
     all_global,
     layer_of,
@@ -75,6 +76,7 @@ class Rotating:
       unrotated: kinds that never rotate.
       instead: the scheme of layers that do not rotate.
       null_rotates: whether a kind whose rope parameters are null has RoPE without scaling.
+      by_kind_only: whether rope parameters must be by kind, as transformers ignores others.
     """
 
     layout: str = "half"
@@ -83,9 +85,10 @@ class Rotating:
     window: Callable[[TrackedConfig], Window] | None = None
     bases: tuple[tuple[str, str], ...] = ()
     scaled: tuple[str, ...] = ()
-    unrotated: tuple[str, ...] = (LINEAR,)
+    unrotated: tuple[str, ...] = (*MIXERS,)
     instead: Scheme = NoPE()  # noqa: RUF009, frozen.
     null_rotates: bool = False
+    by_kind_only: bool = False
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
         """Returns the layers."""
@@ -107,6 +110,11 @@ class Rotating:
         """Returns the rotary dict of each kind; None for layers that do not rotate."""
         rope = rope_dict(config)
         known = {FULL, LOCAL} | kinds
+        flat = [n for n in ("rope_theta", "partial_rotary_factor") if config.explicit(n)]
+        config.check_ignored(
+            not self.by_kind_only or (not flat and not known.isdisjoint(rope or {})),
+            f"{flat or rope}, not rope parameters for kinds of layers",
+        )
         if rope is not None and known & rope.keys():
             other = sorted(rope.keys() - known, key=str)
             config.check(not other, f"rope parameters for {other} beside those for kinds of layers")
@@ -336,6 +344,7 @@ class Multimodal:
       kinds: the kind of each layer.
       sections: number of pairs of each axis, for configs without them.
       time_last: whether time is the last axis of the config's sections.
+      partial: whether the model type reads `partial_rotary_factor`.
     """
 
     order: str = "contiguous"
@@ -343,6 +352,7 @@ class Multimodal:
     kinds: LayerKinds = all_global
     sections: tuple[int, ...] = ()
     time_last: bool = False
+    partial: bool = False
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
         """Returns M-RoPE in every layer."""
@@ -353,16 +363,19 @@ class Multimodal:
             interleaved in (None, self.order == "interleaved"),
             f"mrope_interleaved={interleaved}; its type is {self.order}",
         )
-        settings = read_rope(config, rope)
-        refuse_partial(config, settings)
+        settings, head_dim = read_rope(config, rope), head_size(config)
+        if not self.partial:
+            refuse_partial(config, settings)
         refuse_by_length(config, settings)
+        dim = int(head_dim * settings.fraction)
         scheme = MRoPE(
-            head_dim=head_size(config),
+            head_dim=head_dim,
+            rotary_dim=None if dim == head_dim else dim,
             theta=settings.theta,
             sections=sections[-1:] + sections[:-1] if self.time_last else sections,
             order=self.order,
             layout=self.layout,
             scaling=settings.scaling,
         )
-        window = None if self.kinds is all_global else window_of(config)
+        window = window_of(config) if "sliding_window" in config.defaults else None
         return tuple(layer_of(config, kind, scheme, window) for kind in self.kinds(config))

@@ -90,7 +90,8 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
 
     Raises:
       TypeError: if an argument has another type.
-      ValueError: for a setting that the `LayerSpec` has too, and for two different schemes.
+      ValueError: for a setting that the `LayerSpec` has too, for two different schemes, and for a
+        layer without attention.
     """
     if isinstance(position, EncodingLayer):
         raise TypeError(
@@ -112,6 +113,10 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
         except (TypeError, ValueError) as error:
             raise type(error)(str(error).replace("LayerSpec:", f"{caller}:", 1)) from None
         settings = {}
+    require(
+        position.mixer == "attention",
+        f"{caller}: position must be a layer of attention, got mixer={position.mixer!r}.",
+    )
     twice = [n for n, value in settings.items() if value is not None and value is not False]
     require(
         not twice,

@@ -23,21 +23,25 @@ Reference code: huggingface/transformers 5.23, configuration_*.py of these model
 """
 
 import dataclasses
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import finite, positive, positive_integers, require
+from posenc_jax.checks import finite, one_of, positive, positive_integers, require
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.scheme import Scheme, check_scheme
+
+Mixer = Literal["attention", "linear_attention", "state_space", "convolution"]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """Settings of one attention layer: its scheme, its window, the form of its logits.
 
-    `Attention(position=layer)` takes them.
+    `Attention(position=layer)` takes them. A layer without attention, of a model that has both, has
+    `NoPE`, no other setting, and the name of its operation as `mixer`; `Attention` refuses it.
 
     Attributes:
       scheme: the position encoding.
@@ -48,10 +52,13 @@ class LayerSpec:
       softcap: as in `attention`; None: no cap.
       sinks: whether the softmax includes a learned logit of each head, without a value.
       qk_norm: the normalisation of queries and keys; None: none.
+      mixer: what mixes tokens: "attention", "linear_attention", "state_space" (Mamba) or
+        "convolution".
 
     Raises:
       TypeError: if scheme is not a `Scheme`, or qk_norm no `QKNorm`.
       ValueError, TypeError: for an invalid window, chunk size, scale or softcap.
+      ValueError: for an unknown mixer, and for settings of attention beside another mixer.
 
     >>> LayerSpec(pe.RoPE(head_dim=8), window=512).window
     512
@@ -64,6 +71,7 @@ class LayerSpec:
     softcap: float | None = None
     sinks: bool = False
     qk_norm: QKNorm | None = None
+    mixer: Mixer = "attention"
 
     def __post_init__(self):
         check_scheme("LayerSpec", self.scheme)
@@ -78,6 +86,13 @@ class LayerSpec:
         require(
             size is None or (isinstance(size, int) and size >= 1),
             f"LayerSpec: chunk_size must be an integer from 1, got {size!r}.",
+        )
+        one_of("LayerSpec", get_args(Mixer), mixer=self.mixer)
+        others = self.window, size, self.scale, self.softcap, self.qk_norm
+        require(
+            self.mixer == "attention"
+            or not (self.scheme.acts or self.sinks or any(x is not None for x in others)),
+            f"LayerSpec: mixer={self.mixer!r} has no settings of attention, got {self!r}.",
         )
 
 

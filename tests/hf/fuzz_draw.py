@@ -31,6 +31,58 @@ SIZES = {
     **{"num_decoder_layers": 2, "unpadded_vocab_size": 64, "num_mtp_layers": 0},
     **{"num_nextn_predict_layers": 0, "first_k_dense_replace": 1},
 }
+LINEAR, CONVOLUTION = "linear_attention", "conv"
+# The kinds of layers of model types whose defaults have fewer.
+KINDS = {
+    "granitemoehybrid": (LINEAR, FULL),
+    "mellum": (FULL, LOCAL),
+    "kimi_linear": (LINEAR, FULL),
+    "laguna": (FULL, LOCAL),
+    "lfm2": (CONVOLUTION, FULL),
+    "lfm2_moe": (CONVOLUTION, FULL),
+    "minimax_m3_vl_text": (FULL, "minimax_m3_sparse"),
+}
+# Values that only these model types need, or that their sizes imply.
+_MROPE = {"head_dim": 64, "partial_rotary_factor": 0.5}
+_SWA = {"layer_rope_theta": "thetas"}
+_LATENT = {"num_key_value_heads": (4,)}
+OWN_VALUES = {
+    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "glm_moe_dsa", "youtu"), _LATENT),
+    "xmod": {"default_language": ("en_XX",)},
+    "bamba": {"attn_layer_indices": ([0], [1, 3]), "mamba_n_heads": (4,), "mamba_d_state": (8,)},
+    "jamba": {"attn_layer_period": (2, 3), "attn_layer_offset": (0, 1), "mamba_d_state": (8,)},
+    "olmo_hybrid": {"linear_key_head_dim": (8,), "linear_value_head_dim": (8,)},
+    "cohere2_moe": {
+        "first_k_dense_replace": (0, 1, 2),
+        "prefix_dense_sliding_window_pattern": (1, 2),
+        "prefix_dense_intermediate_size": (16,),
+    },
+    "gemma3n_text": {"hidden_size_per_layer_input": (8,), "laurel_rank": (4,)},
+    "gpt_neo": {"window_size": (3, 7, 64)},
+    "granite_swa": _SWA,
+    "granitemoe_swa": _SWA,
+    "granitemoehybrid": {
+        "position_embedding_type": ("rope", "nope", None),
+        "layers_block_type": (None,),
+        **{"mamba_n_heads": (4,), "mamba_d_state": (8,), "shared_intermediate_size": (16,)},
+    },
+    "kimi_linear": {
+        **{"num_key_value_heads": (4,), "linear_head_dim": (8,), "linear_num_heads": (2,)},
+        "full_attention_interval": (None,),
+    },
+    "laguna": {"gating": (True, "per-element"), "num_attention_heads_per_layer": "heads"},
+    "longcat_flash": {
+        **{"num_key_value_heads": (4,), "head_dim": (8,), "expert_ffn_hidden_size": (8,)},
+        "zero_expert_num": (2,),
+    },
+    "lfm3": {"use_attention_gate": (True, False)},
+    "mimo_v2_flash": {"head_dim": (24,), "sliding_window_size": (None, None, 6)},
+    "minimax_m3_vl_text": {
+        **{"head_dim": (16,), "rotary_dim": (8,), "index_block_size": (32,)},
+        **{"dense_intermediate_size": (16,), "shared_intermediate_size": (16,)},
+    },
+    "muse_spark_text": {"qk_scale_factor": (1.5, 3.0)},
+}
 _LAYERS = "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"
 # Values of keys about attention, drawn for classes that have them and, now and then, for others.
 _BOOLS = """
@@ -140,6 +192,19 @@ def draw(kind, rng: random.Random):
         cls.__annotations__.get("use_bidirectional_attention")
     ):
         raw["use_bidirectional_attention"] = rng.choice(("all", "vision"))
+    for name, values in OWN_VALUES.get(kind, {}).items():
+        if values == "thetas":
+            values = [None, [rng.choice((0, 1e3, 5e5)) for _ in range(layers)]]
+        elif values == "heads":
+            values = [None, [rng.choice((2, 4)) for _ in range(layers)]]
+        raw[name] = rng.choice(values)
+        if raw[name] is None:
+            del raw[name]
+    if kind == "gpt_neo":
+        cut = rng.randint(0, layers)
+        raw["attention_types"] = [[["global"], cut], [["local"], layers - cut]]
+    if kind.startswith("qwen3_5"):
+        raw |= _MROPE
     if "partial_rotary_factor" in fields:
         raw.setdefault("partial_rotary_factor", 0.5)
     if "attn_config" in fields and rng.random() < 0.5:
@@ -148,7 +213,12 @@ def draw(kind, rng: random.Random):
         raw["attn_config"] = {n: x for n, x in parts.items() if rng.random() < 0.4}
     if "rope_parameters" in fields and rng.random() < 0.8:
         _draw_rope(cls, raw, layers, rng)
-    if "mrope_section" in _modeling(cls):
+    if kind.startswith("qwen3_5"):
+        sections = {"mrope_section": [6, 5, 5]}
+        name = "rope_scaling" if "rope_scaling" in raw else "rope_parameters"
+        raw[name] = (raw.get(name) or {"rope_type": "default"}) | sections
+        raw[name] |= {"mrope_interleaved": True} if rng.random() < 0.5 else {}
+    elif "mrope_section" in _modeling(cls):
         pairs = (raw.get("head_dim") or 8) // 2
         name = "rope_scaling" if "rope_scaling" in raw else "rope_parameters"
         halves = [[pairs // 2, pairs // 4, pairs // 4], [pairs // 4, pairs // 4, pairs // 2]]
@@ -158,6 +228,11 @@ def draw(kind, rng: random.Random):
         raw["layer_types"] = _kinds(cls, layers, rng)
     if "num_key_value_heads" in fields and 4 % (getattr(cls, "num_key_value_heads", 0) or 4):
         raw.setdefault("num_key_value_heads", 2)
+    if kind == "lfm2_moe":
+        raw.setdefault("layer_types", _kinds(cls, layers, rng))
+    if kind == "minimax_m3_vl_text":
+        name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+        raw[name] = (raw.get(name) or {}) | {"partial_rotary_factor": 0.5}
     if rng.random() < 0.3:
         raw[rng.choice(sorted(VALUES.keys() & fields) or ["head_dim"])] = None
     return raw
@@ -176,7 +251,7 @@ def _flags(layers, rng):
 
 
 def _kinds(cls, layers, rng):
-    known = set(getattr(cls(), "layer_types", None) or [FULL, LOCAL])
+    known = set(KINDS.get(cls.model_type) or getattr(cls(), "layer_types", None) or [FULL, LOCAL])
     known |= {FULL, LOCAL} if rng.random() < 0.3 else set()
     return [rng.choice(sorted(known)) for _ in range(layers)]
 
@@ -191,19 +266,19 @@ def _draw_rope(cls, raw, layers, rng):
     if not new:
         if rng.random() < 0.7:
             raw["rope_theta"] = rng.choice((1e3, 5e5))
-        part = _part(raw, head_dim, rng, theta=False)
+        part = _part(cls, raw, head_dim, rng, theta=False)
         word = rng.choice(("type", "rope_type"))
         if part["rope_type"] != "default":
             raw["rope_scaling"] = {word if n == "rope_type" else n: x for n, x in part.items()}
         elif rng.random() < 0.5:
             raw["rope_scaling"] = None
     elif nested and rng.random() < 0.8:
-        raw["rope_parameters"] = {n: _part(raw, head_dim, rng) for n in nested}
+        raw["rope_parameters"] = {n: _part(cls, raw, head_dim, rng) for n in nested}
     else:
-        raw["rope_parameters"] = _part(raw, head_dim, rng)
+        raw["rope_parameters"] = _part(cls, raw, head_dim, rng)
 
 
-def _part(raw, head_dim, rng, theta=True):
+def _part(cls, raw, head_dim, rng, theta=True):
     kind = rng.choice(["default", "default", *sorted(ROPE_INIT_FUNCTIONS)])
     out = {"rope_type": kind}
     if theta and rng.random() < 0.8:
@@ -222,6 +297,8 @@ def _part(raw, head_dim, rng, theta=True):
         more = {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.3}
         more |= {"mscale": rng.choice((0.7, 1.0)), "mscale_all_dim": rng.choice((0.8, 1.0))}
         out |= {n: x for n, x in more.items() if rng.random() < 0.3}
+    if kind == "dynamic" and rng.random() < 0.5 and "alpha" in _modeling(cls):
+        out["alpha"] = 8.0
     if kind == "longrope":
         share = out.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0
         count = int(head_dim * share) // 2

@@ -1,12 +1,12 @@
 """Attention layers of transformers computed by a `LayerSpec`, from their own projections."""
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from oracle import attend
+from hf.layer_arrays import computed
 
 import posenc_jax as pe
 
@@ -24,31 +24,35 @@ def output(spec, layer, config, positions, seen):
         return jnp.concatenate(
             [spec.scheme.query({}, q, positions), spec.scheme.key({}, k, positions)], 2
         )
-    v = values(layer, config)
-    norm, norms = spec.qk_norm, None
     if config.model_type == "inkling_text":  # Between projection and norm there is a convolution.
-        q, k = array(layer["q_norm"]), array(layer["k_norm"])
-    elif norm is not None:
-        params = [_norm_params(norm, layer, n, *x.shape[2:]) for n, x in (("q", q), ("k", k))]
-        norms = tuple(functools.partial(norm, p) for p in params)
-        if not norm.after_rotation:
-            q, k, norms = norms[0](q), norms[1](k), None
-    clip = getattr(config, "clip_qkv", None)
-    if clip is not None and config.model_type in ("olmo", "olmoe"):
-        q, k = jnp.clip(q, -clip, clip), jnp.clip(k, -clip, clip)
-    options = {"scale": spec.scale, "softcap": spec.softcap, "window": spec.window}
-    options["norms"] = norms
-    if spec.chunk_size is not None:
-        # Chunks of transformers begin at the first token.
-        options["segment_ids"] = (positions - positions[:, :1]) // spec.chunk_size
-    if spec.sinks:
-        options["sinks"] = array(layer["module"].sinks)
-    scheme = spec.scheme if spec.scheme.acts_in_attention else pe.NoPE()
-    params = scheme_params(scheme, layer, seen)
-    x = array(layer["x"])
-    return attend(
-        scheme, params, q, k, v, x=x, positions=positions, is_causal=is_causal(layer), **options
+        spec = dataclasses.replace(spec, qk_norm=None)
+    params = None
+    if spec.scheme.acts_in_attention:
+        params = scheme_params(spec.scheme, layer, seen)
+    clips = config.model_type in ("olmo", "olmoe")
+    return computed(
+        spec,
+        layer_arrays(spec, layer, config),
+        positions,
+        params=params,
+        clip=config.clip_qkv if clips else None,
+        is_causal=is_causal(layer),
     )
+
+
+def layer_arrays(spec, layer, config):
+    """The arrays of a layer, for `computed`."""
+    q, k = projected(layer, config)
+    if config.model_type == "inkling_text":
+        q, k = array(layer["q_norm"]), array(layer["k_norm"])
+    arrays = {"q": q, "k": k, "v": values(layer, config), "x": array(layer["x"])}
+    if spec.qk_norm is not None:
+        for n in "qk":
+            params = _norm_params(spec.qk_norm, layer, n, *arrays[n].shape[2:])
+            arrays |= {f"{n}_norm.{name}": value for name, value in params.items()}
+    if spec.sinks:
+        arrays["sinks"] = array(layer["module"].sinks)
+    return arrays
 
 
 def wanted(layer):
@@ -110,7 +114,7 @@ def projected(layer, config):
     else:
         dim = arguments["query"].shape[-1]
     q, k = array(layer["q"]), array(layer["k"])
-    if kind == "qwen3_next":  # Beside the queries, a gate.
+    if kind.startswith(("qwen3_next", "qwen3_5")):  # Beside the queries, a gate.
         q = q.reshape(*q.shape[:2], heads, 2, dim)[..., 0, :]
     return tuple(x.reshape(*x.shape[:2], -1, dim) for x in (q, k))
 
@@ -141,6 +145,8 @@ def _fused(x, config):
         q, v, k = (parts[..., i, :].reshape(*x.shape[:2], heads, -1) for i in range(3))
         return q, k, v
     order = "by_group" if kind in BY_GROUP else "concatenated"
+    if kind == "gpt_bigcode":
+        order, kv = ("concatenated", 1) if config.multi_query else ("by_group", heads)
     parts = pe.split_qkv(jnp.moveaxis(x, -1, 0), heads, kv, order=order)
     counts = heads, kv, kv
     return tuple(
@@ -152,7 +158,9 @@ def _fused(x, config):
 def _latent(layer):
     """q and k of latent attention, rotated at their ends."""
     query, key = (layer["given"][n] for n in ("query", "key"))
-    q = layer["q"].reshape(*query.shape[:1], query.shape[2], query.shape[1], -1)
+    q = layer["q"] * getattr(layer["module"], "mla_scale_q_lora", 1.0)
+    q = q.reshape(*query.shape[:1], query.shape[2], query.shape[1], -1)
+    q = q[..., : query.shape[-1]]  # A.X K2 has a gate beside the queries.
     k = key.transpose(1, 2)
     calls = [args for name, args in layer["rotations"] if name.endswith("interleave")]
     calls = calls or [args for _, args in layer["rotations"]]

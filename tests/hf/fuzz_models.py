@@ -11,13 +11,13 @@ from hf.make_record import in_double, randomize
 
 TOKENS = 20
 ROLES = {
-    "q": ("q_b_proj", "q_proj", "query", "query_proj", "q", "q_lin", "linear_q"),
+    "q": ("q_b_proj", "q_gate_proj", "q_proj", "query", "query_proj", "q", "q_lin", "linear_q"),
     "k": ("k_proj", "key", "key_proj", "k", "k_lin", "linear_k"),
     "v": ("v_proj", "value", "value_proj", "v", "v_lin", "linear_v"),
     "qkv": ("qkv_proj", "query_key_value", "Wqkv", "c_attn"),
     "out": ("o_proj", "out_proj", "dense", "o", "out_lin", "linear_out", "c_proj", "Wo"),
-    "q_norm": ("q_norm", "q_b_norm", "q_layernorm"),
-    "k_norm": ("k_norm", "kv_norm", "k_layernorm"),
+    "q_norm": ("q_norm", "q_b_norm", "q_layernorm", "query_layernorm", "qk_norm"),
+    "k_norm": ("k_norm", "kv_norm", "k_layernorm", "key_layernorm"),
 }
 
 
@@ -29,8 +29,9 @@ def build(kind, raw):
     config._attn_implementation = "sdpa" if kind == "falcon" else "eager"
     config._experts_implementation = "eager"
     config.dtype = None
-    file = importlib.import_module(cls.__module__.replace("configuration_", "modeling_"))
     model = transformers.AutoModel._model_mapping.get(cls, None)
+    path = cls.__module__.replace("configuration_", "modeling_")
+    file = importlib.import_module(path if model is None else model.__module__)
     if model is None:
         model = next(x for n, x in vars(file).items() if n.endswith("TextModel"))
     return randomize(model._from_config(config)), file

@@ -48,7 +48,21 @@ compress_rope_theta compress_ratios d_rel rel_extent swa_num_attention_heads pos
 sinusoidal_pos_embds
 num_key_value_heads num_kv_heads multi_query new_decoder_architecture decoder_attention_heads
 attention_bias attention_out_bias use_qkv_bias qkv_bias use_bias bias enable_bias is_causal
+layer_rope_theta qk_scale_factor full_attn_idxs global_attn_every_n_layers
+prefix_dense_sliding_window_pattern attention_types attention_layers
 """.split()
+# Keys that only these model types read.
+KEYS_OF = {
+    "cohere2_moe": ("mlp_layer_types",),
+    "granitemoehybrid": ("layers_block_type",),
+    "jamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset"),
+    "bamba": ("layers_block_type", "attn_layer_indices"),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("norm_eps",)),
+}
+
+
+def keys_of(model_type):
+    return [*KEYS, *KEYS_OF.get(model_type, ())]
 
 
 def plain(value):
@@ -64,17 +78,18 @@ def defaults(model_type):
     out = {
         field.name: field.default
         for field in dataclasses.fields(cls)
-        if field.name in KEYS and field.default not in (None, dataclasses.MISSING)
+        if field.name in keys_of(model_type) and field.default not in (None, dataclasses.MISSING)
     }
     if not out.get("is_encoder_decoder"):  # Of every class.
         out = {n: x for n, x in out.items() if n not in ("is_encoder_decoder", "is_decoder")}
-    if "roberta" not in model_type and model_type != "camembert":
+    if "roberta" not in model_type and model_type not in ("camembert", "data2vec-text", "xmod"):
         out.pop("pad_token_id", None)
     if "rope_parameters" not in {field.name for field in dataclasses.fields(cls)}:
         return plain(out)
     filled, theta = cls().rope_parameters, cls.default_theta
     if isinstance(theta, dict):  # Each kind of layer has a key for its base.
-        names = {"modernbert": ("global_rope_theta", "local_rope_theta")}
+        modernbert = "global_rope_theta", "local_rope_theta"
+        names = dict.fromkeys(("modernbert", "modernbert-decoder"), modernbert)
         names = names.get(model_type, ("rope_theta", "rope_local_base_freq"))
         out |= dict(zip(names, (theta["global"], theta["local"]), strict=True))
         return plain(out)
@@ -82,7 +97,9 @@ def defaults(model_type):
     if model_type == "deepseek_v4":  # Two sets of parameters, not by the kinds of layers.
         return plain(out | {"partial_rotary_factor": cls.default_partial_rotary_factor})
     kinds = filled.values() if FULL in filled else [filled]
-    if any(kind is None or kind["rope_type"] != "default" for kind in kinds):
+    if any(kind is None or kind["rope_type"] != "default" for kind in kinds) or any(
+        kind["rope_theta"] != theta for kind in kinds
+    ):
         if cls(rope_theta=1.0).rope_parameters.get("rope_theta") == 1.0:
             filled.pop("rope_theta")  # The base is read from the config.
         if "qk_rope_head_dim" in out:  # Implied by these sizes.
@@ -90,6 +107,8 @@ def defaults(model_type):
         out["rope_parameters"] = filled
     elif filled.get("partial_rotary_factor", 1.0) != 1.0:
         out["partial_rotary_factor"] = filled["partial_rotary_factor"]
+    if model_type == "mimo_v2_flash":
+        out["partial_rotary_factor"] = 0.334  # Of its modeling file, for the type "default".
     if model_type == "gpt_neox":
         out["rotary_emb_base"] = out.pop("rope_theta")
     if model_type == "gemma4_text":
@@ -120,8 +139,9 @@ def raw_configs(model_type):
         yield {}
         return
     yield sizes
-    # Sections of M-RoPE add up to one size of a head.
-    own_head = {} if "vl" in model_type.split("_") else {"head_dim": 64}
+    # Sections of M-RoPE add up to one size of a head, and a third of 64 is no number of pairs.
+    fixed = "vl" in model_type.split("_") or model_type.startswith(("qwen3_5", "mimo"))
+    own_head = {} if fixed else {"head_dim": 64}
     yield sizes | own_head
     if "rope_parameters" in fields:
         yield sizes | {"rope_theta": 54321.0}
@@ -159,6 +179,8 @@ def raw_configs(model_type):
     ):
         if set(names) <= fields | EXTRA.get(model_type, set()):
             yield sizes | names
+    for names in MORE.get(model_type, ()):
+        yield sizes | names
     window = {"sliding_window": 17}
     if "sliding_window" not in fields:
         return
@@ -192,17 +214,66 @@ EXTRA = {
     "minimax_m2": {"rotary_dim"},
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_theta", "rope_local_base_freq"},
+    "gemma3n_text": {"rope_theta", "rope_local_base_freq"},
     "modernbert": {"global_rope_theta", "local_rope_theta"},
+    "modernbert-decoder": {"global_rope_theta", "local_rope_theta"},
     "mistral_large4_text": {"no_rope_layer_interval"},
     "qwen3_next": {"full_attention_interval"},
     "gemma4_text": {"global_head_dim"},
 }
-PATTERNED = ("cohere2", "gemma3_text", "exaone4", "exaone_moe")
+# Keys of single classes, and of their modeling files.
+THETAS = [0, 1e4, 1e4, 0, 0, 1e4, 1e4]
+KINDS = ["linear_attention", "full_attention"]
+BY_KIND = {FULL: {"rope_type": "default", "rope_theta": 2e4}, LOCAL: {"rope_theta": 3e4}}
+ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+LISTS = {"kda_layers": [1, 2, 3, 5, 6, 7], "full_attn_layers": [4]}
+MORE = {
+    "cohere2_moe": [
+        {"first_k_dense_replace": 2},
+        {"first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2},
+        {"mlp_layer_types": ["dense", "sparse"] * 3 + ["dense"], "sliding_window_pattern": 2},
+    ],
+    "bamba": [{"attn_layer_indices": [2, 5]}],
+    "jamba": [{"attn_layer_period": 3, "attn_layer_offset": 1}],
+    "olmo_hybrid": [{"num_hidden_layers": 3}, {"layer_types": (KINDS * 4)[1:]}],
+    "mellum": [{"rope_parameters": BY_KIND, "layer_types": [FULL, LOCAL] * 3 + [FULL]}],
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), ({"layer_rope_theta": THETAS},)),
+    "granitemoehybrid": [
+        {"position_embedding_type": "rope", "layer_types": (KINDS * 4)[1:]},
+        {
+            "position_embedding_type": "nope",
+            "layers_block_type": ["mamba", "attention"] * 3 + ["mamba"],
+        },
+    ],
+    "gpt_bigcode": [{"multi_query": False, "scale_attn_weights": False}],
+    "gpt_neo": [{"attention_types": [[["global", "local", "local"], 2], [["global"], 1]]}],
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        ({"rope_scaling": ALPHA, "head_dim": 64},),
+    ),
+    "kimi_linear": [{"linear_attn_config": LISTS}, {"layer_types": (KINDS * 4)[1:]}],
+    "laguna": [{"rope_parameters": BY_KIND, "layer_types": [FULL, LOCAL] * 3 + [FULL]}],
+    "lfm2": [{"full_attn_idxs": [1, 4]}],
+    "lfm2_moe": [{"layer_types": (["conv", "full_attention"] * 4)[1:]}],
+    "lfm3": [{"rope_parameters": BY_KIND}],
+    "longcat_flash": [{"num_layers": 3}],
+    "mimo_v2_flash": [{"rope_parameters": BY_KIND}, {"sliding_window_size": 16}],
+    "minimax_m3_vl_text": [{"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}],
+    "modernbert-decoder": [{"local_attention": 10, "global_attn_every_n_layers": 2}],
+    "muse_spark_text": [
+        {"layer_rope_theta": THETAS, "rope_parameters": {"rope_type": "default"}},
+        {"layer_rope_theta": THETAS},
+    ],
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ({"full_attention_interval": 2},)),
+}
+PATTERNED = ("cohere2", "cohere2_moe", "gemma3_text", "exaone4", "exaone_moe")
 
 
 def windows(config):
     """The window and the chunk of each layer, by the masks that the model's own file makes."""
     path = type(config).__module__.replace("configuration_", "modeling_")
+    if config.model_type in ("internlm3", "iquestcoder"):
+        path = "transformers.models.llama.modeling_llama"
     spec = importlib.util.find_spec(path)
     code = pathlib.Path(spec.origin).read_text()
     count = config.num_hidden_layers
@@ -213,7 +284,9 @@ def windows(config):
         size = [size, size]  # The mask of an encoder has |q - k| <= size.
     if not getattr(config, "is_causal", True) and size is not None:
         size = [size, size]
-    if config.model_type == "deepseek_v4":
+    if config.model_type == "gpt_neo":
+        window = [config.window_size if x == "local" else None for x in config.attention_layers]
+    elif config.model_type == "deepseek_v4":
         window = [size] * count  # Beside compressed entries, which have a mask of their own.
     elif not re.search(r"create_\w*sliding_window\w*mask", code):
         window = [None] * count
@@ -234,10 +307,12 @@ def completed(model_type, raw):
     except (StrictDataclassError, AttributeError, KeyError, TypeError) as error:
         print(f"{model_type} refuses {raw}: {str(error)[:150]}", file=sys.stderr)
         return None
-    full = {n: x for n, x in plain(config).items() if n in KEYS and x is not None}
+    full = {n: x for n, x in plain(config).items() if n in keys_of(model_type) and x is not None}
     known = defaults(model_type) | raw
     filled = {n: x for n, x in full.items() if known.get(n) != x}
-    dropped = sorted(n for n, x in known.items() if n in KEYS and x is not None and n not in full)
+    dropped = sorted(
+        n for n, x in known.items() if n in keys_of(model_type) and x is not None and n not in full
+    )
     made = {"raw": raw, "filled": filled, "dropped": dropped}
     if not hasattr(config, "depths"):
         made["windows"], made["chunks"] = windows(config)

@@ -12,12 +12,19 @@ NEEDED = {
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"]},
     "glm4_moe": {"head_dim": 128},
     "gemma4_text": {"sliding_window": 512},
+    "gpt_neo": {"attention_types": [[["global", "local"], 6]]},
+    "bamba": {"attn_layer_indices": [1, 3, 5]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 6},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 6},
+    "minimax_m3_vl_text": {"rope_parameters": {"partial_rotary_factor": 0.5}},
 }
 SWITCHED = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
 
 
 def layer_text(layer):
     """A layer in a few words."""
+    if layer.mixer != "attention":
+        return layer.mixer.replace("_", " ")
     parts = [
         " and ".join(type(s).__name__ for s in getattr(layer.scheme, "schemes", [layer.scheme]))
     ]

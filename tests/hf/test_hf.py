@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from flax import nnx
 
 import posenc_jax as pe
+from posenc_jax.nnx import Attention
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 LENGTH = {"original_max_position_embeddings": 2048}
@@ -167,7 +169,20 @@ def test_global_heads_of_gemma_4_are_wider():
 def test_layers_of_linear_attention_have_no_positions():
     layers = pe.from_hf({"model_type": "qwen3_next", "num_hidden_layers": 4, "head_dim": 16})
     rope = pe.LayerSpec(pe.RoPE(head_dim=16, rotary_dim=4), qk_norm=pe.QKNorm(scale_offset=1.0))
-    assert layers == pe.layer_pattern(4, *[pe.NoPE()] * 3, rope)
+    linear = pe.LayerSpec(pe.NoPE(), mixer="linear_attention")
+    assert layers == pe.layer_pattern(4, *[linear] * 3, rope)
+    config = {"model_type": "lfm2", "num_hidden_layers": 2, "hidden_size": 64}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "full_attn_idxs": [1]}
+    assert [layer.mixer for layer in pe.from_hf(config)] == ["convolution", "attention"]
+    with pytest.raises(ValueError, match="layers 0: convolution; layers 1: RoPE"):
+        pe.scheme_from_hf(config)
+    with pytest.raises(ValueError, match="no layer has attention, use from_hf: layers 0-1: conv"):
+        pe.scheme_from_hf(config | {"full_attn_idxs": []})
+    options = pe.attention_options_from_hf(config)
+    with pytest.raises(ValueError, match="a layer of attention, got mixer='convolution'"):
+        nnx.eval_shape(lambda: Attention(**options[0], rngs=nnx.Rngs(0)))
+    attention = nnx.eval_shape(lambda: Attention(**options[1], rngs=nnx.Rngs(0)))
+    assert attention.query_norm is not None
 
 
 @pytest.mark.parametrize("kind", ["t5", "mt5", "umt5"])

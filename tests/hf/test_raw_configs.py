@@ -23,12 +23,22 @@ CASES = json.loads(GOLDEN.read_text())["model_types"]
 # Keys outside the rotary dict that transformers ignores if there is a dict: they raise.
 IGNORED = {
     **dict.fromkeys(("apertus", "cwm", "ministral3", "mistral_large4_text"), ("rope_theta",)),
-    **dict.fromkeys(("beam", "gemma4_text", "gpt_neox"), ("rope_theta",)),
-    "mistral4": ("rope_theta", "partial_rotary_factor"),
+    **dict.fromkeys(("beam", "gemma4_text", "gpt_neox", "muse_spark_text"), ("rope_theta",)),
+    **dict.fromkeys(
+        ("laguna", "lfm3", "mellum", "mimo_v2_flash", "mistral4"),
+        ("rope_theta", "partial_rotary_factor"),
+    ),
 }
 # Raw configs that describe no model: layers with a window and none given, heads that do not divide
-# the hidden size, another share than the rotary part of a head, no relative attention.
+# the hidden size, another share than the rotary part of a head, no relative attention, rope
+# parameters that are not by the kind of layers.
 REFUSED = {
+    **dict.fromkeys(("afmoe", "cohere2_moe", "granite_swa", "lfm3"), "no sliding_window"),
+    **dict.fromkeys(("granitemoe_swa", "vaultgemma"), "no sliding_window"),
+    **dict.fromkeys(
+        ("laguna", "mellum", "mimo_v2_flash"), "not rope parameters for kinds of layers"
+    ),
+    "minimax_m3_vl_text": "which transformers ignores",
     **dict.fromkeys(("beam", "cohere2", "gemma2", "gemma3_text", "gpt_oss"), "no sliding_window"),
     **dict.fromkeys(("olmo3",), "no sliding_window"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32"), "rotary part of 64"),
@@ -38,8 +48,8 @@ REFUSED = {
 }
 # Model types whose modeling files read `partial_rotary_factor`.
 PARTIAL = """
-deepseek_v4 glm glm4 glm4_moe gpt_neox minimax_m2 nemotron persimmon phi phi3 qwen3_next solar_open
-stablelm
+bamba deepseek_v4 glm glm4 glm4_moe gpt_neox laguna mimo_v2_flash minimax_m2 minimax_m3_vl_text
+nemotron persimmon phi phi3 qwen3_5_moe_text qwen3_5_text qwen3_next solar_open stablelm
 """
 
 
@@ -47,10 +57,14 @@ def refusal(model_type, raw):
     """A part of the message for a raw config that describes no model."""
     if model_type == "gemma3_text" and raw.get("attn_logit_softcapping"):
         return "attn_logit_softcapping=30.0, which transformers ignores"
+    if model_type == "lfm2_moe":
+        return "must have 'layer_types'"
     if raw.get("partial_rotary_factor") == 0.25 and model_type not in PARTIAL.split():
         return "partial_rotary_factor=0.25, "
     if model_type == "pixtral":
         return "no rope scaling is supported for its type"
+    if model_type == "muse_spark_text":
+        return "no sliding_window" if "sliding_window" in raw else "layer_rope_theta"
     return REFUSED[model_type]
 
 
@@ -116,20 +130,16 @@ WINDOWED = sorted(n for n in CASES if any(any(c.get("windows", ())) for c in CAS
 
 def test_the_model_types_with_windows():
     """Beside Llama 4, whose layers attend in chunks, and Inkling, whose window is always there."""
-    assert WINDOWED == [
-        *("beam", "cohere2", "cwm", "deepseek_v4", "dots1", "exaone4", "exaone_moe", "gemma2"),
-        *(
-            "gemma3_text",
-            "gemma4_text",
-            "gpt_oss",
-            "inkling_text",
-            "ministral",
-            "ministral3",
-            "mistral",
-        ),
-        *("mixtral", "modernbert", "olmo3", "phi3", "phimoe", "qwen2", "qwen2_5_vl_text"),
-        *("qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
-    ]
+    assert (
+        WINDOWED
+        == """
+    afmoe beam cohere2 cohere2_moe cwm deepseek_v4 dots1 exaone4 exaone_moe flint gemma2 gemma3_text
+    gemma3n_text gemma4_text gpt_neo gpt_oss granite_swa granitemoe_swa inkling_text kolibri1 laguna
+    lfm3 mellum mimo_v2_flash ministral ministral3 mistral mixtral modernbert modernbert-decoder
+    muse_spark_text olmo3 phi3 phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe
+    smollm3 starcoder2 vaultgemma
+    """.split()
+    )
 
 
 def complaint(model_type, **keys):
@@ -145,6 +155,13 @@ def complaint(model_type, **keys):
 NEEDED = {
     "deberta-v2": {"relative_attention": True, "pos_att_type": "c2p"},
     "glm4_moe": {"head_dim": 128},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "kimi_linear": {
+        "num_hidden_layers": 4,
+        "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3]},
+    },
+    "minimax_m3_vl_text": {"rope_parameters": {"partial_rotary_factor": 0.5}},
 }
 
 
@@ -184,7 +201,8 @@ def keys_read(model_type, config, decoder):
     explicit = TrackedConfig.explicit
 
     def record(self, name):
-        inner = {"rope parameters": "rope_parameters", "attn_config": "attn_config"}
+        inner = {"rope parameters": "rope_parameters", "linear_attn_config": "linear_attn_config"}
+        inner["attn_config"] = "attn_config"
         keys.add((next((inner[x] for x in inner if self.label.endswith(x)), None), name))
         return explicit(self, name)
 
@@ -204,6 +222,7 @@ ROPES = [
 ]
 WRONG = ["x", "64", b"x", object(), [[1]], ["x", None], {"x": 1}, math.nan, math.inf, 1.5j]
 DICTS = {"rope_parameters", "rope_scaling", "attn_config", "per_layer_config"}
+DICTS |= {"linear_attn_config"}
 # Keys of several types, and keys that change nothing.
 FREE = {"sliding_window_pattern", "pos_att_type"}
 FREE |= {"max_source_positions", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"}

@@ -204,3 +204,14 @@ def test_invalid_layers_are_refused():
     for size in (0, 2.5):
         with pytest.raises(ValueError, match=f"chunk_size must be an integer from 1, got {size}"):
             pe.LayerSpec(LOCAL, chunk_size=size)
+
+
+def test_layers_without_attention_have_no_settings_of_attention():
+    layer = pe.LayerSpec(pe.NoPE(), mixer="state_space")
+    with pytest.raises(ValueError, match="position must be a layer of attention, got mixer='state"):
+        nnx.eval_shape(lambda: Attention(16, 2, position=layer, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="mixer must be one of"):
+        pe.LayerSpec(pe.NoPE(), mixer="mamba")  # ty: ignore[invalid-argument-type]
+    for settings in ({"window": 3}, {"sinks": True}, {"scale": 1.0}, {"scheme": LOCAL}):
+        with pytest.raises(ValueError, match="'convolution' has no settings of attention"):
+            pe.LayerSpec(**{"scheme": pe.NoPE(), "mixer": "convolution"} | settings)

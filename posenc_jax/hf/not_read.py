@@ -1,0 +1,31 @@
+"""Causal language models of transformers 5.23 that `from_hf` does not read, with the reasons.
+
+`tests/hf/test_causal_lm_types.py` checks that every other one is read.
+"""
+
+_NAMES = {
+    "it has no attention": "falcon_mamba mamba mamba2 rwkv xlstm",
+    "its sinks are projections of each token, its queries and keys are clipped, and it has dynamic "
+    "convolutions": "inkling2_text",
+    "its attention is the difference of two softmaxes": "diffllama",
+    "its mask depends on values": "doge",
+    "its queries attend to random blocks of keys": "big_bird bigbird_pegasus",
+    "its queries attend to keys in buckets of hashes": "reformer",
+    "its decoder predicts several tokens with streams of their own": "prophetnet",
+    "it has convolutions of queries and keys": "zaya",
+    "its layers have attention and Mamba side by side": "falcon_h1",
+    "some of its layers attend from text to images": "mllama mllama_text_model",
+    "it has several transformers, over bytes and over patches": "blt",
+    "experts project its queries": "jetmoe",
+    "its text model is not read yet": "dots3_note emu3 gemma4_assistant gemma4_unified "
+    "gemma4_unified_assistant qwen4_exp",
+    "it is not read yet": """
+        bailing_hybrid blenderbot blenderbot-small cohere_compass_text cpmant ctrl dbrx
+        dots3_note_text gemma4_unified_text git gpt_neox_japanese hrm_text marian minicpm3 minimax
+        moshi musicgen musicgen_melody nemotron_h openai-gpt pegasus phi4_multimodal qwen4_exp_text
+        recurrent_gemma rembert trocr xglm xlm zamba zamba2
+    """,
+}
+
+NOT_READ = {name: reason for reason, names in _NAMES.items() for name in names.split()}
+"""The reason for each model type."""

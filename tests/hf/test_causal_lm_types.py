@@ -1,0 +1,76 @@
+"""Every causal language model of transformers is read, or listed with the reason why not.
+
+`causal_lm_types.json` has their model types, written by `python -m tests.hf.test_causal_lm_types`
+with transformers.
+"""
+
+import json
+import pathlib
+
+import pytest
+
+import posenc_jax as pe
+from posenc_jax.hf.model_types import MODEL_TYPES
+from posenc_jax.hf.not_read import NOT_READ
+
+FILE = pathlib.Path(__file__).with_name("causal_lm_types.json")
+NAMES = json.loads(FILE.read_text())["model_types"]
+# The text model of configs of several parts, and the model type of a class with two names.
+READ_AS = {
+    "fuyu": "persimmon",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "got_ocr2": "qwen2",
+    "gpt-sw3": "gpt2",
+    "llama4": "llama4_text",
+    "moss_transcribe_diarize": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+TEXT_MODELS = {"mllama_text_model"}  # Listed, though they are no causal language models alone.
+
+
+def names_of_transformers():
+    from transformers.models.auto import modeling_auto
+
+    return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_each_is_read_or_listed_once():
+    read = {name for name in NAMES if name in MODEL_TYPES}
+    assert sorted([*read, *READ_AS, *(NOT_READ.keys() - TEXT_MODELS)]) == NAMES
+    assert set(READ_AS.values()) <= set(MODEL_TYPES)
+
+
+def test_the_count_of_the_docs():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    read = len(NAMES) - len(NOT_READ.keys() - TEXT_MODELS)
+    assert f"reads {read} of the {len(NAMES)} causal language models of transformers 5.23" in page
+
+
+@pytest.mark.parametrize("name", sorted(NOT_READ))
+def test_the_error_has_the_reason(name):
+    with pytest.raises(ValueError) as error:
+        pe.from_hf({"model_type": name})
+    assert str(error.value) == f"from_hf: unknown model_type {name!r}; {NOT_READ[name]}."
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_names_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    if f"transformers {transformers.__version__}" != json.loads(FILE.read_text())["origin"]:
+        pytest.skip("another version of transformers than the file is made with")
+    assert names_of_transformers() == NAMES
+    for name, text in READ_AS.items():
+        cls = transformers.CONFIG_MAPPING[name]
+        config = cls()
+        assert config.get_text_config().model_type == text
+
+
+if __name__ == "__main__":
+    import transformers
+
+    made = {"origin": f"transformers {transformers.__version__}"}
+    FILE.write_text(json.dumps(made | {"model_types": names_of_transformers()}, indent=1) + "\n")
