@@ -351,6 +351,11 @@ class KVCache:
             "KVCache.rewind: the scheme has a running state; make the cache with max_rewind.",
         )
         count = integer_positions("KVCache.rewind", count, "count")
+        require(
+            count.shape in ((), self.length.shape),
+            f"KVCache.rewind: count must be an integer or [B] = {self.length.shape}, got shape "
+            f"{count.shape}.",
+        )
         count = jnp.broadcast_to(count, self.length.shape)
         limit = self.length if self.max_rewind is None else self.rewindable
         lost = (count < 0) | (count > limit)
@@ -449,7 +454,9 @@ class KVCache:
         return dataclasses.replace(new, coordinates=changed)
 
     def _check_like(self, other: "KVCache") -> None:
-        """Raises `ValueError` unless rows of `other` can be rows of this cache."""
+        """Raises unless `other` is a cache whose rows can be rows of this one."""
+        if not isinstance(other, KVCache):
+            raise TypeError(f"KVCache.insert: other must be a KVCache, got {type(other)}.")
         if other.scheme != self.scheme:
             raise ValueError(
                 f"KVCache.insert: the cache is for {self.scheme!r}, the other for {other.scheme!r}."

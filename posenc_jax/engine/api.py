@@ -418,6 +418,8 @@ def _check_numbers(call: AttentionCall) -> None:
         f"attention: dropout_rate and dropout_key go together, got dropout_rate={rate} and "
         f"{'no' if key is None else 'a'} dropout_key.",
     )
+    if key is not None and not hasattr(key, "dtype"):
+        raise TypeError(f"attention: dropout_key must be a JAX random key, got {key!r}.")
     require(softcap is None or softcap > 0, f"attention: softcap must be positive, got {softcap}.")
 
 

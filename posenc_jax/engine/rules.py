@@ -125,9 +125,10 @@ class Rule(abc.ABC):
                 f"attention: {name}.heads must be [N, ...] = ({heads}, ...), "
                 f"got {jnp.shape(leaf)}.",
             )
-        low, high = self.bounds
+        pair = isinstance(self.bounds, tuple) and len(self.bounds) == 2
+        low, high = self.bounds if pair else _NO_BOUNDS
         require(
-            low is None or high is None or low <= high,
+            pair and (low is None or high is None or low <= high),
             f"attention: {name}.bounds must be (low, high) with low <= high, got {self.bounds}.",
         )
         expected = sizes.batch, sizes.length, heads
@@ -703,6 +704,10 @@ class DenseBias(Rule):
 
     def with_pairs(self, pairs):
         return dataclasses.replace(self, pairs=pairs)
+
+    def __post_init__(self):
+        if isinstance(self.pairs, list | tuple):  # Of a pytree, it may be anything else.
+            raise TypeError("DenseBias: pairs must be an array [B or 1, N or 1, T, S], got a list.")
 
     def check(self, sizes):
         super().check(sizes)

@@ -304,6 +304,10 @@ def _with_cache(
 
 def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> None:
     """Raises for options that do not go together."""
+    if not isinstance(cache, KVCache | None):
+        raise TypeError(
+            f"scheme_attention: cache must be a KVCache, which new_cache makes, got {type(cache)}."
+        )
     mask = call.mask
     if mask is not None and jnp.ndim(mask) != 4:
         raise ValueError(

@@ -4,10 +4,11 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.functional.arguments import check_hooks
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.schemes.scheme import Params, Scheme, check_sizes
@@ -72,6 +73,14 @@ def new_cache(
     (2, 16, 4, 8)
     """
     check_hooks("new_cache", scheme)
+    optional = {"num_kv_heads": num_kv_heads, "model_dim": model_dim}
+    sizes = {"capacity": capacity, "num_heads": num_heads, "head_dim": head_dim}
+    sizes |= {name: size for name, size in optional.items() if size is not None}
+    positive_integers("new_cache", **sizes)
+    counts = {"batch": batch, "max_rewind": max_rewind, "value_dim": value_dim or 0}
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int | np.integer):
+            raise TypeError(f"new_cache: {name} must be an integer, got {count!r}.")
     heads_of = {"num_heads": num_heads, "num_kv_heads": num_kv_heads or num_heads}
     check_sizes("new_cache", scheme, head_dim=head_dim, model_dim=model_dim, **heads_of)
     require(

@@ -360,6 +360,67 @@ class Outdated(pe.Scheme):
         return q
 
 
+SIZES_OF_CACHE = {"batch": 2, "capacity": 8, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda c: c.rewind(np.ones(3, int)),
+            ValueError,
+            r"KVCache.rewind: count must be .*\(3,\)",
+        ),
+        (lambda c: c.insert(0, {}), TypeError, "KVCache.insert: other must be a KVCache, got"),
+        (
+            lambda c: attend_with(cache={}),
+            TypeError,
+            "scheme_attention: cache must be a KVCache, which",
+        ),
+        (
+            lambda c: cache_of(capacity=2.5),
+            TypeError,
+            "new_cache: capacity must be an integer, got",
+        ),
+        (lambda c: cache_of(batch=2.0), TypeError, "new_cache: batch must be an integer, got 2.0"),
+        (lambda c: cache_of(num_heads=0), ValueError, "new_cache: num_heads must be >= 1, got 0"),
+        (lambda c: cache_of(max_rewind=1.5), TypeError, "new_cache: max_rewind must be an integer"),
+        (
+            lambda c: attend_with(norms=(abs,)),
+            TypeError,
+            "scheme_attention: norms must be two",
+        ),
+        (
+            lambda c: attend_with(norms=abs),
+            TypeError,
+            "scheme_attention: norms must be two",
+        ),
+        (
+            lambda c: attend_with(dropout_rate=0.5, dropout_key=0),
+            TypeError,
+            "attention: dropout_key must be a JAX random key, got 0",
+        ),
+        (lambda c: pe.DenseBias([[1.0]]), TypeError, "DenseBias: pairs must be an array"),
+        (
+            lambda c: pe.attention(Q, K, V, rules=pe.LogitBias(lambda *_: 0.0, bounds=(3,))),
+            ValueError,
+            r"attention: LogitBias.bounds must be \(low, high\) .*, got \(3,\)",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        call(cache_of())
+
+
+def attend_with(**options):
+    return pe.scheme_attention(ROPE, {}, Q, K, V, **options)
+
+
+def cache_of(**changes):
+    return pe.new_cache(ROPE, **SIZES_OF_CACHE | changes)
+
+
 def test_arrays_without_a_batch_axis():
     """Options follow; [A, T] are coordinates of several axes."""
     ids, mask = np.array([0, 0, 0, 1, 1, 1, -1]), np.random.default_rng(1).random((1, 7, 7)) < 0.8
