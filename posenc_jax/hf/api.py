@@ -181,6 +181,8 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
         kind is None or isinstance(kind, str),
         f"the config must have a string as model_type, got {kind!r:.80}.",
     )
+    if kind in NOT_READ:
+        raise ValueError(f"unknown model_type {kind!r}; {NOT_READ[kind]}.")
     if kind not in MODEL_TYPES and inner is not None:
         inner = _as_dict(f"the text_config of the {kind} config", inner)
         outer = TrackedConfig(config, f"the {kind} config beside its text_config")
@@ -193,8 +195,6 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
         return _tracked({"model_type": f"{kind}_text", **inner}, decoder)
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
-    if kind in NOT_READ:
-        raise ValueError(f"unknown model_type {kind!r}; {NOT_READ[kind]}.")
     if kind not in MODEL_TYPES:
         near = " or ".join(map(repr, difflib.get_close_matches(str(kind), MODEL_TYPES, n=3)))
         hint = f"did you mean {near}?" if near else "all are in posenc_jax.hf.model_types."

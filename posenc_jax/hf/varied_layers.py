@@ -146,6 +146,13 @@ def hunyuan(config: TrackedConfig) -> Layers:
     return uniform(config, rotation(config, settings, head_size(config)))
 
 
+def glm4_moe_lite(config: TrackedConfig) -> Layers:
+    """Reads latent attention, whose `head_dim` is the size of the rotary part."""
+    size, dim = config.explicit("head_dim"), config.need("qk_rope_head_dim")
+    config.check(size in (None, dim), f"head_dim={size} and qk_rope_head_dim={dim}")
+    return Latent()(config)
+
+
 def longcat_flash(config: TrackedConfig) -> Layers:
     """Reads latent attention, twice in each layer."""
     layers = Latent(interleave=True)(config)

@@ -47,7 +47,8 @@ _MROPE = {"head_dim": 64, "partial_rotary_factor": 0.5}
 _SWA = {"layer_rope_theta": "thetas"}
 _LATENT = {"num_key_value_heads": (4,)}
 OWN_VALUES = {
-    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "glm_moe_dsa", "youtu"), _LATENT),
+    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu"), _LATENT),
+    "bailing_hybrid": _LATENT | {"layer_group_size": (2, 3), "short_conv_kernel_size": (2,)},
     "xmod": {"default_language": ("en_XX",)},
     "bamba": {"attn_layer_indices": ([0], [1, 3]), "mamba_n_heads": (4,), "mamba_d_state": (8,)},
     "jamba": {"attn_layer_period": (2, 3), "attn_layer_offset": (0, 1), "mamba_d_state": (8,)},
