@@ -24,9 +24,10 @@ def test_pages_count_what_there_is():
     from hf.model_types_table import NOT_FUZZED
     from hf.test_golden import NAMES
     from hf.test_golden import read as golden
+    from hf.test_layers import KINDS
 
     readme, models = prose("README.md"), prose("docs/models.md")
-    compared = {golden(name)[0]["config"]["model_type"] for name in NAMES}
+    compared = {golden(name)[0]["config"]["model_type"] for name in NAMES} | set(KINDS)
     assert set(NOT_FUZZED) <= compared
     assert f"{len(pe.SCHEMES)} position encodings" in readme
     assert f"...: {len(pe.SCHEMES)} of them" in readme

@@ -111,7 +111,7 @@ _WINDOWED, _LAST_WINDOWED = _windowed(all_windowed), _windowed(from_max_window_l
 MODEL_TYPES: dict[str, ModelType] = {
     # RoPE, alike in all layers.
     **_alike(
-        "arcee aria_text emu3_text_model internlm3 iquestcoder jais2 llama",
+        "arcee aria_text emu3_text_model iquestcoder jais2 llama",
         ModelType(_ROPE, _BY_KEY),
     ),
     "apertus": ModelType(_ROPE, _BY_KEY, qk_norm=_RMS),
@@ -126,6 +126,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "olmo": ModelType(_ROPE, _BY_KEY, clips_projections=True),
     **_alike("flex_olmo olmo2", ModelType(_ROPE, _BY_KEY, qk_norm=_PROJECTED)),
     "olmoe": ModelType(_ROPE, _BY_KEY, qk_norm=_PROJECTED, clips_projections=True),
+    "internlm3": ModelType(varied_layers.internlm3, _BY_KEY),
     "hy_v3": ModelType(_ROPE, _BY_KEY, qk_norm=_RMS),
     **_alike(
         "hunyuan_v1_dense hunyuan_v1_moe",

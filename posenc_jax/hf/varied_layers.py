@@ -153,6 +153,13 @@ def glm4_moe_lite(config: TrackedConfig) -> Layers:
     return Latent()(config)
 
 
+def internlm3(config: TrackedConfig) -> Layers:
+    """Reads RoPE. `qkv_bias` is another name of `attention_bias`."""
+    bias, other = config.get("attention_bias"), config.explicit("qkv_bias")
+    config.check(other in (None, bias), f"attention_bias={bias} and qkv_bias={other}")
+    return Rotating()(config)
+
+
 def longcat_flash(config: TrackedConfig) -> Layers:
     """Reads latent attention, twice in each layer."""
     layers = Latent(interleave=True)(config)
