@@ -185,7 +185,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     ),
     "mimo_v2_flash": ModelType(
         varied_layers.mimo_v2,
-        unsupported="values of another size than keys",
+        unsupported="values of another size than keys, and a factor on them",
         sinks=True,
         sinks_windowed_only=True,
     ),

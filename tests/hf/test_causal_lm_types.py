@@ -74,5 +74,5 @@ def test_the_names_are_those_of_transformers():
 if __name__ == "__main__":
     import transformers
 
-    made = {"origin": f"transformers {transformers.__version__}"}
-    FILE.write_text(json.dumps(made | {"model_types": names_of_transformers()}, indent=1) + "\n")
+    about = {"origin": f"transformers {transformers.__version__}"}
+    FILE.write_text(json.dumps(about | {"model_types": names_of_transformers()}, indent=1) + "\n")
