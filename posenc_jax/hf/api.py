@@ -34,8 +34,8 @@ def from_hf(
 
     A `LayerSpec` has the scheme, the window, the factor on q . k, the softcap, and whether there
     are sinks and QK-norm; temperatures are schemes. It has neither norms of values (Gemma 4) and of
-    latent projections (DeepSeek), nor their factors (LongCat-Flash, MiMo-V2), nor clipped projections
-    (`clip_qkv`).
+    latent projections (DeepSeek), nor their factors (LongCat-Flash, MiMo-V2), nor clipped
+    projections (`clip_qkv`).
 
     The model type implies settings that no key holds: the layout of pairs, the layers that rotate
     or have a window, slopes, buckets. A missing key has the default of transformers for this model
