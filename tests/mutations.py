@@ -292,6 +292,15 @@ MUTATIONS = [
     Mutation("softcap of Gemma 2 is ignored", "hf/attention_options.py",
              "softcap=None if softcap is None else float(softcap)", "softcap=None",
              "tests/hf/test_attention_options.py"),
+    Mutation("convolutions are read as attention", "hf/layer_kinds.py",
+             "if kind in MIXERS:", "if kind == LINEAR:",
+             "tests/hf/test_layers.py"),
+    Mutation("sinks are read in layers without a window", "hf/attention_options.py",
+             "and not (model_type.sinks_windowed_only and layer.window is None)", "",
+             "tests/hf/test_layers.py"),
+    Mutation("bases of single layers are ignored", "hf/varied_layers.py",
+             "dataclasses.replace(settings, theta=float(theta))", "settings",
+             "tests/hf/test_layers.py"),
 ]
 # fmt: on
 

@@ -27,7 +27,7 @@ def test_pages_count_what_there_is():
     from hf.test_layers import KINDS
 
     readme, models = prose("README.md"), prose("docs/models.md")
-    compared = {golden(name)[0]["config"]["model_type"] for name in NAMES} | {*KINDS}
+    compared = {golden(name)[0]["config"]["model_type"] for name in NAMES} | set(KINDS)
     assert set(NOT_FUZZED) <= compared
     assert f"{len(pe.SCHEMES)} position encodings" in readme
     assert f"...: {len(pe.SCHEMES)} of them" in readme

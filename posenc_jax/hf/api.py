@@ -34,7 +34,8 @@ def from_hf(
 
     A `LayerSpec` has the scheme, the window, the factor on q . k, the softcap, and whether there
     are sinks and QK-norm; temperatures are schemes. It has neither norms of values (Gemma 4) and of
-    latent projections (DeepSeek) nor clipped projections (`clip_qkv`).
+    latent projections (DeepSeek), nor their factors (LongCat-Flash, MiMo-V2), nor clipped
+    projections (`clip_qkv`).
 
     The model type implies settings that no key holds: the layout of pairs, the layers that rotate
     or have a window, slopes, buckets. A missing key has the default of transformers for this model
@@ -181,6 +182,8 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
         kind is None or isinstance(kind, str),
         f"the config must have a string as model_type, got {kind!r:.80}.",
     )
+    if kind in NOT_READ:
+        raise ValueError(f"unknown model_type {kind!r}; {NOT_READ[kind]}.")
     if kind not in MODEL_TYPES and inner is not None:
         inner = _as_dict(f"the text_config of the {kind} config", inner)
         outer = TrackedConfig(config, f"the {kind} config beside its text_config")
@@ -193,8 +196,6 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
         return _tracked({"model_type": f"{kind}_text", **inner}, decoder)
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
-    if kind in NOT_READ:
-        raise ValueError(f"unknown model_type {kind!r}; {NOT_READ[kind]}.")
     if kind not in MODEL_TYPES:
         near = " or ".join(map(repr, difflib.get_close_matches(str(kind), MODEL_TYPES, n=3)))
         hint = f"did you mean {near}?" if near else "all are in posenc_jax.hf.model_types."

@@ -10,6 +10,7 @@ from typing import Any
 from posenc_jax.checks import divides, require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_causal, is_decoder
 from posenc_jax.hf.model_types import MODEL_TYPES, SCALE_POWERS, ModelType
+from posenc_jax.hf.rope import refuse_by_length
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec
@@ -39,6 +40,9 @@ def with_attention_settings(
         softcap is None or "attn_logit_softcapping" in config.defaults,
         f"attn_logit_softcapping={softcap}",
     )
+    if qk_norm is not None and qk_norm.after_rotation:
+        for layer in layers:
+            refuse_by_length(config, getattr(layer.scheme, "scaling", None))
     return tuple(
         layer
         if layer.mixer != "attention"

@@ -61,7 +61,7 @@ def deepseek_v4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
 def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
     """Returns RoPE on the last dimensions of q, k and v."""
     settings, head_dim = read_rope(config, part, base=base), head_size(config)
-    refuse_by_length(config, settings)
+    refuse_by_length(config, settings.scaling)
     dim, fraction = config.explicit("qk_rope_head_dim"), config.explicit("partial_rotary_factor")
     fraction = part.get("partial_rotary_factor", fraction)
     config.check(

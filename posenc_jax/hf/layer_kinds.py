@@ -198,6 +198,14 @@ def olmo_hybrid(config: TrackedConfig) -> list[str]:
     return kinds if FULL in kinds else [*kinds[:-1], FULL]
 
 
+def minimax(config: TrackedConfig) -> list[str]:
+    """Returns linear attention for every second layer; the others have a window if there is one."""
+    kinds = every(2, first=True, other=LINEAR)(config)
+    config.check({*kinds} <= {FULL, LINEAR}, f"layer_types={sorted({*kinds})}")
+    local = FULL if window_of(config) is None else LOCAL
+    return [local if kind == FULL else kind for kind in kinds]
+
+
 def kimi_linear(config: TrackedConfig) -> list[str]:
     """Returns full attention for layers 4, 8 ..., unless a list of layers says otherwise."""
     count, kinds = layer_count(config), declared(config)

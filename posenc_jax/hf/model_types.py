@@ -110,7 +110,10 @@ _WINDOWED, _LAST_WINDOWED = _windowed(all_windowed), _windowed(from_max_window_l
 
 MODEL_TYPES: dict[str, ModelType] = {
     # RoPE, alike in all layers.
-    **_alike("arcee aria_text internlm3 iquestcoder jais2 llama", ModelType(_ROPE, _BY_KEY)),
+    **_alike(
+        "arcee aria_text emu3_text_model iquestcoder jais2 llama",
+        ModelType(_ROPE, _BY_KEY),
+    ),
     "apertus": ModelType(_ROPE, _BY_KEY, qk_norm=_RMS),
     "bitnet": ModelType(_ROPE, unsupported="a norm before the output projection"),
     "eurobert": ModelType(_ROPE, _BY_KEY, causality="bidirectional"),
@@ -123,6 +126,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "olmo": ModelType(_ROPE, _BY_KEY, clips_projections=True),
     **_alike("flex_olmo olmo2", ModelType(_ROPE, _BY_KEY, qk_norm=_PROJECTED)),
     "olmoe": ModelType(_ROPE, _BY_KEY, qk_norm=_PROJECTED, clips_projections=True),
+    "internlm3": ModelType(varied_layers.internlm3, _BY_KEY),
     "hy_v3": ModelType(_ROPE, _BY_KEY, qk_norm=_RMS),
     **_alike(
         "hunyuan_v1_dense hunyuan_v1_moe",
@@ -181,7 +185,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     ),
     "mimo_v2_flash": ModelType(
         varied_layers.mimo_v2,
-        unsupported="values of another size than keys",
+        unsupported="values of another size than keys, and a factor on them",
         sinks=True,
         sinks_windowed_only=True,
     ),
@@ -218,11 +222,14 @@ MODEL_TYPES: dict[str, ModelType] = {
         qk_norm=_RMS,
         scale=lambda config, layer: 1.0,
     ),
-    "gemma4_text": ModelType(
-        Rotating(kinds=layer_kinds.gemma4, window=two_sided_window_of),
-        unsupported="a norm of values, and heads whose size differs by layer",
-        qk_norm=_RMS,
-        scale=lambda config, layer: 1.0,
+    **_alike(
+        "gemma4_text gemma4_unified_text",
+        ModelType(
+            Rotating(kinds=layer_kinds.gemma4, window=two_sided_window_of),
+            unsupported="a norm of values, and heads whose size differs by layer",
+            qk_norm=_RMS,
+            scale=lambda config, layer: 1.0,
+        ),
     ),
     "modernbert": _multi_head(
         Rotating(
@@ -279,6 +286,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "cohere2_moe": ModelType(varied_layers.cohere2_moe, _BY_KEY),
     "kolibri1": ModelType(varied_layers.kolibri1, _BY_KEY, qk_norm=_RMS),
     "jamba": ModelType(varied_layers.jamba, _NONE),
+    "minimax": ModelType(_windowed(layer_kinds.minimax), _NONE),
     "bamba": ModelType(Rotating(partial=True, kinds=layer_kinds.bamba), _BY_KEY),
     "olmo_hybrid": ModelType(varied_layers.olmo_hybrid, _BY_KEY, qk_norm=_PROJECTED),
     "cohere2": ModelType(
@@ -299,8 +307,11 @@ MODEL_TYPES: dict[str, ModelType] = {
         Latent(interleave=True, in_place=True), unsupported=_LATENT, scale=latent_scale
     ),
     **_alike(
-        "axk1 deepseek_v3 deepseek_v32 glm4_moe_lite mistral4 youtu",
+        "axk1 deepseek_v3 deepseek_v32 mistral4 youtu",
         ModelType(Latent(), unsupported=_LATENT, scale=latent_scale),
+    ),
+    "glm4_moe_lite": ModelType(
+        varied_layers.glm4_moe_lite, unsupported=_LATENT, scale=latent_scale
     ),
     "glm_moe_dsa": ModelType(Latent(interleave=True), unsupported=_LATENT, scale=latent_scale),
     "axk2": ModelType(
@@ -312,6 +323,12 @@ MODEL_TYPES: dict[str, ModelType] = {
         Latent(interleave=False),
         unsupported="latent projections, and a gate on its output",
         sinks=True,
+        scale=latent_scale,
+    ),
+    "minicpm3": ModelType(Latent(interleave=False), unsupported=_LATENT, scale=latent_scale),
+    "bailing_hybrid": ModelType(
+        Latent(interleave=True, kinds=every(6, "layer_group_size", other=LINEAR)),
+        unsupported="latent projections, and a gate on its output",
         scale=latent_scale,
     ),
     "kimi_linear": ModelType(varied_layers.kimi_linear, unsupported=_LATENT),

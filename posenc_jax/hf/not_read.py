@@ -17,13 +17,12 @@ _NAMES = {
     "some of its layers attend from text to images": "mllama mllama_text_model",
     "it has several transformers, over bytes and over patches": "blt",
     "experts project its queries": "jetmoe",
-    "its text model is not read yet": "dots3_note emu3 gemma4_assistant gemma4_unified "
-    "gemma4_unified_assistant qwen4_exp",
+    "it attends to the keys of another model": "gemma4_assistant gemma4_unified_assistant",
+    "its text model is not read yet": "dots3_note qwen4_exp",
     "it is not read yet": """
-        bailing_hybrid blenderbot blenderbot-small cohere_compass_text cpmant ctrl dbrx
-        dots3_note_text gemma4_unified_text git gpt_neox_japanese hrm_text marian minicpm3 minimax
-        moshi musicgen musicgen_melody nemotron_h openai-gpt pegasus phi4_multimodal qwen4_exp_text
-        recurrent_gemma rembert trocr xglm xlm zamba zamba2
+        blenderbot blenderbot-small cohere_compass_text cpmant ctrl dbrx dots3_note_text git
+        gpt_neox_japanese hrm_text marian moshi musicgen musicgen_melody nemotron_h openai-gpt
+        pegasus phi4_multimodal qwen4_exp_text recurrent_gemma rembert trocr xglm xlm zamba zamba2
     """,
 }
 

@@ -71,9 +71,8 @@ def refuse_partial(config: TrackedConfig, settings: RopeSettings) -> None:
     config.check_ignored(settings.fraction == 1.0, f"partial_rotary_factor={settings.fraction}")
 
 
-def refuse_by_length(config: TrackedConfig, settings: RopeSettings) -> None:
-    """Raises `ValueError` for frequencies that depend on the length of each row."""
-    scaling = settings.scaling
+def refuse_by_length(config: TrackedConfig, scaling: Any) -> None:
+    """Raises `ValueError` for a frequency map that depends on the length of each row."""
     config.check(
         not (isinstance(scaling, PerSequenceMap) and scaling.per_sequence),
         f"{type(scaling).__name__}, whose frequencies depend on the length of each row, which is "

@@ -208,8 +208,6 @@ def llama4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
     if config.get("attn_temperature_tuning", True):
         floor, strength = config.need("floor_scale"), config.need("attn_scale")
         bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
-    if config.get("use_qk_norm"):  # A norm after the rotation.
-        refuse_by_length(config, settings)
     rotating = rotation(config, settings, head_size(config), "interleaved")
     return by_flags(config, layer_kinds.llama4(config), rotating, bare)
 
@@ -280,19 +278,21 @@ class Latent:
     Attributes:
       interleave: whether pairs are neighbours; None: the config says.
       in_place: whether rotated pairs stay neighbours; the logits are the same.
+      kinds: the kind of each layer.
     """
 
     interleave: bool | None = None
     in_place: bool = False
+    kinds: LayerKinds = all_global
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
         """Returns RoPE on the end of a head, and a temperature if the config has one."""
         scheme = _with_temperature(config, lambda settings: RoPE(**self.fields(config, settings)))
-        return uniform(config, scheme)
+        return tuple(layer_of(config, kind, scheme) for kind in self.kinds(config))
 
     def fields(self, config: TrackedConfig, settings: RopeSettings) -> dict[str, Any]:
         """Returns the fields of RoPE."""
-        refuse_by_length(config, settings)
+        refuse_by_length(config, settings.scaling)
         start, dim = config.need("qk_nope_head_dim"), config.need("qk_rope_head_dim")
         config.ignore("head_dim")
         config.check(
@@ -366,7 +366,7 @@ class Multimodal:
         settings, head_dim = read_rope(config, rope), head_size(config)
         if not self.partial:
             refuse_partial(config, settings)
-        refuse_by_length(config, settings)
+        refuse_by_length(config, settings.scaling)
         dim = int(head_dim * settings.fraction)
         scheme = MRoPE(
             head_dim=head_dim,

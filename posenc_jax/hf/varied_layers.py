@@ -146,6 +146,20 @@ def hunyuan(config: TrackedConfig) -> Layers:
     return uniform(config, rotation(config, settings, head_size(config)))
 
 
+def glm4_moe_lite(config: TrackedConfig) -> Layers:
+    """Reads latent attention, whose `head_dim` is the size of the rotary part."""
+    size, dim = config.explicit("head_dim"), config.need("qk_rope_head_dim")
+    config.check(size in (None, dim), f"head_dim={size} and qk_rope_head_dim={dim}")
+    return Latent()(config)
+
+
+def internlm3(config: TrackedConfig) -> Layers:
+    """Reads RoPE. `qkv_bias` is another name of `attention_bias`."""
+    bias, other = config.get("attention_bias"), config.explicit("qkv_bias")
+    config.check(other in (None, bias), f"attention_bias={bias} and qkv_bias={other}")
+    return Rotating()(config)
+
+
 def longcat_flash(config: TrackedConfig) -> Layers:
     """Reads latent attention, twice in each layer."""
     layers = Latent(interleave=True)(config)

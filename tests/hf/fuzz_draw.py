@@ -46,8 +46,9 @@ KINDS = {
 _MROPE = {"head_dim": 64, "partial_rotary_factor": 0.5}
 _SWA = {"layer_rope_theta": "thetas"}
 _LATENT = {"num_key_value_heads": (4,)}
-OWN_VALUES = {
-    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "glm_moe_dsa", "youtu"), _LATENT),
+VALUES_OF = {
+    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu"), _LATENT),
+    "bailing_hybrid": _LATENT | {"layer_group_size": (2, 3), "short_conv_kernel_size": (2,)},
     "xmod": {"default_language": ("en_XX",)},
     "bamba": {"attn_layer_indices": ([0], [1, 3]), "mamba_n_heads": (4,), "mamba_d_state": (8,)},
     "jamba": {"attn_layer_period": (2, 3), "attn_layer_offset": (0, 1), "mamba_d_state": (8,)},
@@ -192,7 +193,7 @@ def draw(kind, rng: random.Random):
         cls.__annotations__.get("use_bidirectional_attention")
     ):
         raw["use_bidirectional_attention"] = rng.choice(("all", "vision"))
-    for name, values in OWN_VALUES.get(kind, {}).items():
+    for name, values in VALUES_OF.get(kind, {}).items():
         if values == "thetas":
             values = [None, [rng.choice((0, 1e3, 5e5)) for _ in range(layers)]]
         elif values == "heads":

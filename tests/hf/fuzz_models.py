@@ -118,9 +118,9 @@ def layers(model, events):
     for layer in records.values():
         layer["name"] = names[id(layer["module"])]
         _add_calls(layer, events)
-    cross = "EncDecAttention", "encoder_attn", "crossattention"
+    others = "EncDecAttention", "encoder_attn", "crossattention", "indexer"
     called = [
-        x for x in records.values() if "order" in x and not any(c in x["name"] for c in cross)
+        x for x in records.values() if "order" in x and not any(c in x["name"] for c in others)
     ]
     return sorted(called, key=lambda x: x["order"])
 

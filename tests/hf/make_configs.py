@@ -51,12 +51,14 @@ attention_bias attention_out_bias use_qkv_bias qkv_bias use_bias bias enable_bia
 layer_rope_theta qk_scale_factor full_attn_idxs global_attn_every_n_layers
 prefix_dense_sliding_window_pattern attention_types attention_layers
 """.split()
+GEMMA4 = "gemma4_text", "gemma4_unified_text"
 # Keys that only these model types read.
 KEYS_OF = {
     "cohere2_moe": ("mlp_layer_types",),
     "granitemoehybrid": ("layers_block_type",),
     "jamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset"),
     "bamba": ("layers_block_type", "attn_layer_indices"),
+    "bailing_hybrid": ("layer_group_size",),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("norm_eps",)),
 }
 
@@ -86,7 +88,7 @@ def defaults(model_type):
         out.pop("pad_token_id", None)
     if "rope_parameters" not in {field.name for field in dataclasses.fields(cls)}:
         return plain(out)
-    filled, theta = cls().rope_parameters, cls.default_theta
+    filled, theta = cls().rope_parameters, out.get("rope_theta", cls.default_theta)
     if isinstance(theta, dict):  # Each kind of layer has a key for its base.
         modernbert = "global_rope_theta", "local_rope_theta"
         names = dict.fromkeys(("modernbert", "modernbert-decoder"), modernbert)
@@ -111,7 +113,7 @@ def defaults(model_type):
         out["partial_rotary_factor"] = 0.334  # Of its modeling file, for the type "default".
     if model_type == "gpt_neox":
         out["rotary_emb_base"] = out.pop("rope_theta")
-    if model_type == "gemma4_text":
+    if model_type in GEMMA4:
         layers = plain(cls())["per_layer_config"].values()
         out["global_head_dim"] = max(layer["head_dim"] for layer in layers)
     return plain(out)
@@ -203,8 +205,8 @@ def raw_configs(model_type):
     if model_type in PATTERNED:
         yield sizes | window | {"sliding_window_pattern": 3}
     if "use_bidirectional_attention" in fields:
-        word = "all" if model_type == "gemma4_text" else True
-        if model_type in ("gemma3_text", "gemma4_text"):
+        word = "all" if model_type in GEMMA4 else True
+        if model_type in ("gemma3_text", *GEMMA4):
             yield sizes | window | {"use_bidirectional_attention": word}
 
 
@@ -220,6 +222,7 @@ EXTRA = {
     "mistral_large4_text": {"no_rope_layer_interval"},
     "qwen3_next": {"full_attention_interval"},
     "gemma4_text": {"global_head_dim"},
+    "gemma4_unified_text": {"global_head_dim"},
 }
 # Keys of single classes, and of their modeling files.
 THETAS = [0, 1e4, 1e4, 0, 0, 1e4, 1e4]
@@ -233,6 +236,8 @@ MORE = {
         {"first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2},
         {"mlp_layer_types": ["dense", "sparse"] * 3 + ["dense"], "sliding_window_pattern": 2},
     ],
+    "bailing_hybrid": [{"layer_group_size": 3}, {"layer_types": (KINDS * 4)[1:]}],
+    "minimax": [{"layer_types": (KINDS * 4)[1:], "sliding_window": 17}],
     "bamba": [{"attn_layer_indices": [2, 5]}],
     "jamba": [{"attn_layer_period": 3, "attn_layer_offset": 1}],
     "olmo_hybrid": [{"num_hidden_layers": 3}, {"layer_types": (KINDS * 4)[1:]}],
@@ -286,6 +291,8 @@ def windows(config):
         size = [size, size]
     if config.model_type == "gpt_neo":
         window = [config.window_size if x == "local" else None for x in config.attention_layers]
+    elif config.model_type == "minimax":
+        window = [size if kind == "full_attention" else None for kind in kinds]
     elif config.model_type == "deepseek_v4":
         window = [size] * count  # Beside compressed entries, which have a mask of their own.
     elif not re.search(r"create_\w*sliding_window\w*mask", code):

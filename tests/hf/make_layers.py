@@ -9,6 +9,7 @@ layers must equal those of `from_hf`, by `fuzz.check`.
 import json
 import logging
 import pathlib
+import re
 import sys
 import warnings
 
@@ -44,6 +45,11 @@ CASES = {
     "aria_text": {},
     "axk1": LATENT,
     "axk2": LATENT,
+    "bailing_hybrid": LATENT | {"layer_group_size": 2},
+    "emu3_text_model": {},
+    "gemma4_unified_text": WINDOW | {"global_head_dim": 16, "num_kv_shared_layers": 0},
+    "minicpm3": LATENT,
+    "minimax": WINDOW,
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_state": 8},
     **dict.fromkeys(("bert-generation", "biogpt", "ernie", "megatron-bert", "roc_bert"), BERT),
     **dict.fromkeys(("data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), BERT),
@@ -127,7 +133,7 @@ def make(kind):
         for i, layer in enumerate(x for x in layers if x["name"].startswith(half or "")):
             index = getattr(layer["module"], "layer_idx", None)
             index = i if index is None else index
-            if "Delta" in type(layer["module"]).__name__:
+            if re.search("Delta|Lightning", type(layer["module"]).__name__):
                 continue  # Linear attention.
             about["attention"].append(index)
             if specs[index] in recorded:

@@ -12,6 +12,7 @@ NEEDED = {
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"]},
     "glm4_moe": {"head_dim": 128},
     "gemma4_text": {"sliding_window": 512},
+    "gemma4_unified_text": {"sliding_window": 512},
     "gpt_neo": {"attention_types": [[["global", "local"], 6]]},
     "bamba": {"attn_layer_indices": [1, 3, 5]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 6},

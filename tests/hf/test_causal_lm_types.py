@@ -17,10 +17,12 @@ FILE = pathlib.Path(__file__).with_name("causal_lm_types.json")
 NAMES = json.loads(FILE.read_text())["model_types"]
 # The text model of configs of several parts, and the model type of a class with two names.
 READ_AS = {
+    "emu3": "emu3_text_model",
     "fuyu": "persimmon",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "got_ocr2": "qwen2",
     "gpt-sw3": "gpt2",
     "llama4": "llama4_text",
@@ -72,5 +74,5 @@ def test_the_names_are_those_of_transformers():
 if __name__ == "__main__":
     import transformers
 
-    made = {"origin": f"transformers {transformers.__version__}"}
-    FILE.write_text(json.dumps(made | {"model_types": names_of_transformers()}, indent=1) + "\n")
+    about = {"origin": f"transformers {transformers.__version__}"}
+    FILE.write_text(json.dumps(about | {"model_types": names_of_transformers()}, indent=1) + "\n")

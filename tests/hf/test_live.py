@@ -48,12 +48,14 @@ def test_model_types_that_rotate_a_part_of_a_head(maker):
     partial = []
     for kind in MODEL_TYPES:
         module = CONFIG_MAPPING[kind].__module__
-        path = importlib.util.find_spec(module.replace("configuration_", "modeling_")).origin
-        with open(path, encoding="utf-8") as file:
+        spec = importlib.util.find_spec(module.replace("configuration_", "modeling_"))
+        if spec is None:  # Llama's modeling file.
+            continue
+        with open(spec.origin, encoding="utf-8") as file:
             if "partial_rotary_factor" in file.read():
                 partial.append(kind)
-    # Latent attention cannot run with a part of its rotary part.
-    assert sorted({*partial} - {"glm4_moe_lite"}) == PARTIAL.split()
+    # Tables of a part of a head, which attention of these two cannot apply.
+    assert sorted({*partial} - {"glm4_moe_lite", "mellum"}) == PARTIAL.split()
 
 
 NEEDS = {
