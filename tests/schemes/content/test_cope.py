@@ -137,4 +137,5 @@ def test_initialised_with_zeros_as_the_authors_do():
 )
 def test_errors_name_the_setting_and_the_value(change, message):
     with pytest.raises(ValueError, match=f"cope: {message}"):
-        attend(pe.CoPE(**{"head_dim": 8} | change), random_table(64), *qkv(length=3))
+        scheme = pe.CoPE(**{"head_dim": 8} | change)
+        attend(scheme, random_table(64)[:, : scheme.head_dim], *qkv(length=3))
