@@ -150,7 +150,10 @@ def main() -> int:
     faults, pages = broken_links(SITE), list(options.pages)
     report = SITE / "report_of_compare.html"
     if REPORT.exists() and options.pages is PAGES:
-        report.write_bytes(REPORT.read_bytes())
+        icon = (
+            '<head>\n<link rel="icon" href="data:,">'  # A server is asked for one, a file is not.
+        )
+        report.write_text(REPORT.read_text().replace("<head>", icon, 1))
         pages.append(report.stem)
     handler = functools.partial(Quiet, directory=str(SITE))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
