@@ -150,7 +150,7 @@ def main() -> int:
     faults, pages = broken_links(SITE), list(options.pages)
     report = SITE / "report_of_compare.html"
     if REPORT.exists() and options.pages is PAGES:
-        # A browser asks a server for an icon, and does not ask for that of a file.
+        # A browser requests an icon from a server, and none for a file.
         icon = '<head>\n<link rel="icon" href="data:,">'
         report.write_text(REPORT.read_text().replace("<head>", icon, 1))
         pages.append(report.stem)

@@ -504,7 +504,9 @@ def _per_row(name, x: jax.Array, batch: int, count: int, axes: bool = False) -> 
 def _check_reach(tokens: dict[str, Any]) -> None:
     """Raises for known coordinates of a segment whose differences overflow int32."""
     sides = [(tokens[f"{side}_coordinates"], tokens[f"{side}_segment_ids"]) for side in "qk"]
-    if any(isinstance(x, Tracer) for side in sides for x in side) or sides[0][0].dtype != jnp.int32:
+    if any(isinstance(x, Tracer) for side in sides for x in side):
+        return
+    if any(x.dtype != jnp.int32 for x, _ in sides):
         return
     coordinates = np.concatenate([np.asarray(x, np.int64) for x, _ in sides], 1)
     if not coordinates.size or np.ptp(coordinates) < 2**31:

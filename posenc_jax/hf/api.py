@@ -89,7 +89,7 @@ def attention_options_from_hf(
     `position`, the layer that `from_hf` returns. `heads_from_linear` and `split_qkv` convert the
     weights. The caller chooses dropout and dtypes. Schemes that act on the embedding, such as
     `LearnedAbsolute`, are omitted: they belong to the input of the model. Of layers without
-    attention, whose `position.mixer` names what they have instead, only `position` is meant.
+    attention, whose `position.mixer` names their operation, only `position` is meant.
 
     Args:
       config: see `from_hf`.

@@ -20,8 +20,8 @@ class FixedSettings:
     """Mixin of modules that refuses to change settings which are read at construction alone.
 
     Attributes:
-      fixed: arguments of the constructor, by name, and what to do in place of assigning them.
-      stored: those that are attributes.
+      fixed: names of constructor arguments, and the advice of the error for each.
+      stored: the names in `fixed` that are attributes.
     """
 
     fixed: ClassVar[Mapping[str, str]] = {}

@@ -52,8 +52,8 @@ class LayerSpec:
       softcap: as in `attention`; None: no cap.
       sinks: whether the softmax includes a learned logit of each head, without a value.
       qk_norm: the normalisation of queries and keys; None: none.
-      mixer: what mixes tokens: "attention", "linear_attention", "state_space" (Mamba) or
-        "convolution".
+      mixer: the operation that mixes tokens: "attention", "linear_attention", "state_space"
+        (Mamba) or "convolution".
 
     Raises:
       TypeError: if scheme is not a `Scheme`, or qk_norm no `QKNorm`.

@@ -42,24 +42,17 @@ def x():
     return np.random.default_rng(0).normal(size=(BATCH, T, D)).astype(np.float32)
 
 
+def options_of(scheme, options):
+    sizes = {"num_kv_heads": KV_HEADS, "head_dim": H}
+    return sizes | {"is_causal": True, "position": scheme} | options
+
+
 def nnx_layer(scheme=None, **options):
-    options = {
-        "num_kv_heads": KV_HEADS,
-        "head_dim": H,
-        "is_causal": True,
-        "position": scheme,
-    } | options
-    return pn.Attention(D, N, rngs=nnx.Rngs(0), **options)
+    return pn.Attention(D, N, rngs=nnx.Rngs(0), **options_of(scheme, options))
 
 
 def linen_layer(scheme=None, **options):
-    options = {
-        "num_kv_heads": KV_HEADS,
-        "head_dim": H,
-        "is_causal": True,
-        "position": scheme,
-    } | options
-    return pl.Attention(num_heads=N, **options)
+    return pl.Attention(num_heads=N, **options_of(scheme, options))
 
 
 def from_nnx(layer):
