@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine.kernel_cases import assert_close
 from engine.rules import KINDS, explicit_mask
 from support import one_of_all
 
@@ -164,7 +165,10 @@ def test_equals_the_reference(kind, feature, implementation):
     static, *arrays = _case(kind, FEATURES[feature]())
     got = _outcome(IMPLEMENTATIONS[implementation], kind, static, *arrays)
     chex.assert_tree_all_finite(got[0])
-    chex.assert_trees_all_close(got, expected, atol=3e-5, rtol=1e-4)
+    # Of the greatest entry: gradients of parameters sum over all pairs, and some entries cancel.
+    # One of "unbounded" is 2.0518 beside 588.5 in float64, where the reference is 4e-4 away from
+    # it and the tiles are 2e-4.
+    assert_close(got, expected, 1e-5)
     # Neither is the test blind: every gradient is there.
     for leaf in jax.tree.leaves(got[0]):
         assert np.any(np.asarray(leaf) != 0)

@@ -80,7 +80,7 @@ def test_one_row_equals_the_reference(rule, feature, heads):
 @pytest.mark.parametrize(
     ("rule", "sizes"),
     [
-        ("t5", {"heads": 2, "dim": 80, "value_dim": 96}),
+        pytest.param("t5", {"heads": 2, "dim": 80, "value_dim": 96}, marks=one_of_all),
         pytest.param("unbounded", {"heads": 1}, marks=one_of_all),
     ],
 )
@@ -116,24 +116,23 @@ def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes):
 @pytest.mark.parametrize(
     ("rule", "dtype", "times"),
     [
-        ("t5", jnp.bfloat16, 2),
-        ("t5", jnp.float16, 2),
-        ("narrow", jnp.float16, 2),
-        ("narrow", jnp.bfloat16, 3),
+        ("t5", jnp.bfloat16, 1.05),
+        ("t5", jnp.float16, 1.05),
+        ("narrow", jnp.float16, 1.8),
+        ("narrow", jnp.bfloat16, 1.3),
     ],
 )
-def test_errors_are_near_the_rounding_of_the_reference(rule, dtype, times):
-    """At most twice; with vectors per distance in bfloat16 three times, as on TPU."""
-    case = _one_row(case_of("causal", rule, length=100, dtype=dtype))
-    rule, static, arrays, dynamic = case
+def test_errors_are_near_those_of_tiles_in_xla(rule, dtype, times):
+    """Both round outputs before the backward pass reads them, which the reference does not."""
+    rule, static, arrays, dynamic = _one_row(case_of("causal", rule, length=100, dtype=dtype))
     got = outcome(KERNELS, rule, static, arrays, dynamic)
-    same = outcome("reference", rule, static, arrays, dynamic)
+    tiles = outcome("xla", rule, static, arrays, dynamic)
     arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     exact = outcome("reference", rule, static, arrays, dynamic)
-    for a, b, x in zip(*map(jax.tree.leaves, (got, same, exact)), strict=True):
+    for a, b, x in zip(*map(jax.tree.leaves, (got, tiles, exact)), strict=True):
         a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
         size = np.linalg.norm(x)
-        assert np.linalg.norm(a - x) <= times * np.linalg.norm(b - x) + 5e-4 * size
+        assert np.linalg.norm(a - x) <= times * np.linalg.norm(b - x) + 3e-5 * size
 
 
 def _attend(rules=(), changed=lambda x: x, **options):
