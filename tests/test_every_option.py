@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import SIZES, Option, build, parameters, run
+from support import SIZES, Option, build, one_of_all, parameters, run
 
 import posenc_jax as pe
 
@@ -49,9 +49,14 @@ def where(cls):
     return FILES.get(cls, default).relative_to(TESTS.parent)
 
 
+def once(cls, field):
+    """Returns the marks of a setting: where a base class has it, code of that class reads it."""
+    return () if field in cls.__annotations__ else one_of_all
+
+
 def settings(classes):
     return [
-        pytest.param(cls, field.name, id=f"{name}-{field.name}")
+        pytest.param(cls, field.name, id=f"{name}-{field.name}", marks=once(cls, field.name))
         for name, cls in classes.items()
         for field in dataclasses.fields(cls)
         if field.default is not dataclasses.MISSING
