@@ -53,6 +53,7 @@ def render(
         seeds=seeds,
         fewest=min((len(row.seeds) for row in results if row.done), default=seeds),
         baseline=tables.label(baseline),
+        untuned=_untuned(results),
         summaries=[
             summary
             for section in sections
@@ -151,14 +152,41 @@ def _section(results: Results, section: str) -> dict:
 def _setting(rows: list[SchemeResults]) -> str:
     """The training settings that all runs of a section share."""
     tasks, parts = [row.runs[0].task for row in rows], []
+    rates = _rates(rows)
     for text, values in (
         ("trained at length {}", {task.train_length for task in tasks}),
         ("{} steps", {task.train.steps for task in tasks}),
-        ("learning rate {}", {task.train.learning_rate for task in tasks}),
+        ("learning rate {}", {task.train.learning_rate for task in tasks if not rates}),
     ):
         if len(values) == 1:
             parts.append(text.format(values.pop()))
-    return _sentence(", ".join(parts))
+    return " ".join(filter(None, (_sentence(", ".join(parts)), _sentence(rates))))
+
+
+def _rates(rows: list[SchemeResults]) -> str:
+    """The learning rates where the task names some for schemes, and the schemes without one."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        task = row.runs[0].task
+        if task.rates:
+            train, default = task.train, "" if row.scheme in task.rates else ", not tuned"
+            relative = f" x {train.scheme_rate:g} for its own parameters"
+            times = relative if train.scheme_rate != 1 else ""
+            text = f"{train.learning_rate:g}{times}{default}"
+            groups.setdefault(text, []).append(tables.label(row.scheme))
+    parts = [f"{text} ({', '.join(names)})" for text, names in groups.items()]
+    return f"learning rates: {'; '.join(parts)}" if parts else ""
+
+
+def _untuned(results: Results) -> list[str]:
+    """The sections in which several schemes share one learning rate."""
+
+    def shares(section: str) -> bool:
+        tasks = [row.runs[0].task for row in tables.of_section(results, section).values()]
+        rates = {(task.train.learning_rate, task.train.scheme_rate) for task in tasks}
+        return len(tasks) > 1 and len(rates) == 1
+
+    return [section for section in tables.sections(results) if shares(section)]
 
 
 def _sentence(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt
 
+import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.model import Position
 from experiments.models.schemes import build, find, import_object
@@ -72,6 +73,7 @@ class Experiment:
     def run(self, task_name: str, scheme: str, seed: int) -> Run:
         """Returns the run of a scheme on a task with a seed."""
         task, options = self.tasks[task_name], self.options_of(task_name, scheme)
+        task = task.at_rates_of(scheme)
         return Run(task, scheme, options, self.scheme(task_name, scheme), seed)
 
     def all_runs(self) -> list[Run]:
@@ -135,6 +137,10 @@ class Experiment:
         for name, task in self.tasks.items():
             task.check()
             _check_options(f"{name}.schemes", task.schemes)
+            for part in (part.strip() for text in task.rates for part in text.split("+")):
+                if ":" not in part and part not in pe.SCHEMES:
+                    hint = near(part, pe.SCHEMES)
+                    raise ConfigError(f"{name}.rates: there is no scheme {part!r}{hint}")
         for task, scheme in self.plan():
             self.scheme(task, scheme)
 

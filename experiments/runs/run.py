@@ -121,7 +121,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, of JSON's types."""
-        task = {k: v for k, v in to_tables(self.task).items() if k != "schemes"}
+        task = {k: v for k, v in to_tables(self.task).items() if k not in ("schemes", "rates")}
         settings = {
             "task": self.task.name,
             "scheme": self.scheme,

@@ -52,6 +52,18 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rates:
+    """Learning rates of one scheme, in place of those of `Train`."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    learning_rate: PositiveFloat
+    """Highest learning rate."""
+    scheme_rate: PositiveFloat = 1.0
+    """Learning rate of the scheme's own parameters, relative to that of all others."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Train:
     """AdamW with linear warm-up and cosine decay, the same for every scheme."""
 

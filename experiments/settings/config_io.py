@@ -130,6 +130,9 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         elif key in _names(hint):  # Names of the alternatives of a union are no part of the path.
             path += f".{key}" if path else key
             hint = typing.get_type_hints(hint)[key]
+        elif typing.get_origin(hint) is dict:
+            path += f".{key}" if path else key
+            hint = typing.get_args(hint)[1]
     if unknown:
         setting = f"{path}.{name}" if path else name
         raise ConfigError(

@@ -7,7 +7,7 @@ causality (`Model.is_causal`) reads tokens[:, 1:], with 0 for the tokens that co
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeInt
 import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.model import Position
-from experiments.settings.common import Model, Train
+from experiments.settings.common import Model, Rates, Train
 from experiments.settings.config_io import STRICT, near
 from experiments.tasks.labels import Labels
 
@@ -92,6 +92,9 @@ class Task:
     schemes: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Settings of schemes for this task; on the command line --<task>.schemes.t5.max-distance."""
 
+    rates: dict[str, Rates] = dataclasses.field(default_factory=dict, hash=False)
+    """Learning rates of schemes for this task; the others have that of `train`."""
+
     name: ClassVar[str] = ""
     """The name in files, flags, tables and plots."""
     labels: ClassVar[Labels] = Labels()
@@ -120,6 +123,11 @@ class Task:
     def views(self) -> tuple[str, ...]:
         """The names of the scores at each length, modes and variants; the main score is first."""
         return ("plain",)
+
+    def at_rates_of(self, scheme: str) -> Self:
+        """Returns the task with the learning rates of a scheme."""
+        rates = dataclasses.asdict(self.rates[scheme]) if scheme in self.rates else {}
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, **rates))
 
     def in_distribution(self, view: str, length: int) -> bool:
         """Returns whether the sequences of a view at a length are as in training."""

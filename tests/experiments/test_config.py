@@ -1,6 +1,7 @@
 """Settings: errors are one line with status 2, before anything is written."""
 
 import pathlib
+import re
 import tomllib
 
 import pytest
@@ -69,6 +70,12 @@ IN_FILE = {
     "schemes: unknown scheme 'ropee'; did you mean 'rope'?": "[schemes]\nnames = ['ropee']",
     "schemes.rope.head_dim: 8, but the model of task kback has 16": (
         "[schemes]\nnames = ['rope']\n[schemes.rope]\nhead_dim = 8"
+    ),
+    "text.rates: there is no scheme 'ropee'; did you mean 'rope'?": (
+        "[text.rates]\nropee = {learning_rate = 1e-3}"
+    ),
+    "text.rates.rope.learning_rate: must be greater than 0, got -1.0": (
+        "[text.rates.rope]\nlearning_rate = -1.0"
     ),
     "cannot be read": "seeds = = 1",
     "is nested too deeply": "seeds = " + "[" * 3000 + "]" * 3000,
@@ -219,6 +226,37 @@ def test_options_of_a_task_override_common_options(file):
     experiment = load(file(T5 + "[text.schemes.t5]\nmax_distance = 100\n"))
     assert experiment.scheme("text", "t5").max_distance == 100
     assert experiment.scheme("kback", "t5").max_distance == 32
+
+
+def test_rates_are_those_of_a_scheme_for_a_task(file):
+    rates = "[text.rates]\nt5 = {learning_rate = 0.016, scheme_rate = 10.0}\n"
+    rates += "alibi = {learning_rate = 0.008}\n"
+    experiment = load(file(T5 + rates), ["--text.rates.alibi.learning-rate", "0.002"])
+
+    def rate(task, scheme):
+        train = experiment.run(task, scheme, 0).task.train
+        return train.learning_rate, train.scheme_rate
+
+    assert rate("text", "t5") == (0.016, 10.0) and rate("text", "alibi") == (0.002, 1.0)
+    assert rate("text", "rope") == rate("kback", "t5") == (0.003, 1.0)
+    # The other schemes' rates are none of the settings of a run.
+    without = load(file(T5)).run("text", "rope", 0)
+    assert experiment.run("text", "rope", 0).name == without.name
+    assert experiment.run("text", "alibi", 0).name != load(file(T5)).run("text", "alibi", 0).name
+
+
+def test_rates_of_compare_are_those_that_the_study_chose(request):
+    root = request.config.rootpath
+    small = (root / "docs" / "study.md").read_text().partition("## Small")[2]
+    chosen = re.findall(r"(?m)^\| (\w+) \|[^|]*\|[^|]*\| ([\d.]+)(?: \((\d+) x\))? \|$", small)
+    text = load(root / "configs" / "compare.toml").tasks["text"]
+    expected = {}
+    for name, rate, relative in chosen:  # The larger size follows.
+        expected.setdefault(name, (float(rate), float(relative or 1)))
+    assert len(expected) == 10
+    got = {name: (rate.learning_rate, rate.scheme_rate) for name, rate in text.rates.items()}
+    assert got == expected
+    assert text.train.learning_rate == expected["rope"][0]
 
 
 def test_sizes_come_from_the_model(file):

@@ -1,5 +1,6 @@
 """The report: one self-contained page, with captions computed from results."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ from typed_results import LENGTHS, make_row
 from experiments.pages import plots, tables
 from experiments.pages.plot_labels import spread
 from experiments.pages.report import render as whole_page
+from experiments.settings.common import Rates
 
 ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\nTraceback </pre>'
 
@@ -105,6 +107,26 @@ def test_schemes_with_other_seeds_are_not_paired():
     values, differences = tables.paired(results, "kback", "plain", 32, "rope")["learned"]
     assert len(values) == 3 and differences == []
     assert len(tables.paired(results, "kback", "plain", 32, "rope")["rope"][1]) == 3
+
+
+def test_learning_rates_are_named_and_where_they_are_not_tuned():
+    page = Page(render(make_results()))
+    assert "one learning rate on kback, kth, text: another rate could" in page.text
+
+    def at_rates(row):
+        rates = {"rope": Rates(8e-3), "learned": Rates(2e-3, 10.0)}
+        tasks = (dataclasses.replace(run.task, rates=rates) for run in row.runs)
+        runs = [
+            dataclasses.replace(r, task=t.at_rates_of(r.scheme))
+            for r, t in zip(row.runs, tasks, strict=True)
+        ]
+        return dataclasses.replace(row, runs=runs)
+
+    rows = [at_rates(row) if row.runs[0].task.name == "text" else row for row in make_results()]
+    text = Page(render(rows)).text
+    assert "one learning rate on kback, kth: another" in text
+    assert "Learning rates: 0.003, not tuned (none, MyScheme); 0.002 x 10" in text
+    assert "for its own parameters (learned); 0.008 (rope)." in text
 
 
 def test_maps_of_scores_have_the_schemes_that_fitted():
