@@ -9,7 +9,7 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick test-lowest compare study scoreboard bench gpu gpu-static tpu tpu-static \
+.PHONY: help test test-quick test-lowest test-all-jax compare study scoreboard bench gpu gpu-static tpu tpu-static \
   drawn notebook lint format docs docs-look links dist clean
 .DELETE_ON_ERROR:
 
@@ -46,7 +46,7 @@ RUN := $(PLATFORM) $(VENV)/bin/python
 
 help: ## List the targets and settings
 	@echo "Targets:"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Settings:"
 	@sed -n 's/^# \([A-Z][A-Z]*=\)/  \1/p' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +63,13 @@ test: $(VENV)/.installed-test ## Run the tests (ARGS: any arguments of pytest, "
 test-lowest: ## Run the tests with the oldest versions that pyproject.toml allows
 	@$(MAKE) --no-print-directory VENV=.venv-lowest PYTHON="$(or $(PYTHON),$(call find,3.11))" \
 	  ARGS='-W ignore::DeprecationWarning $(ARGS)' LOWEST=1 test
+
+# The newest release of each line.
+test-all-jax: test-jax-0.10 test-jax-0.11 test-jax-0.12 ## Run the tests on each release of JAX, in up to an hour
+
+test-jax-%:
+	@$(MAKE) --no-print-directory VENV=.venv-jax-$* JAX=$* \
+	  PYTHON="$(or $(PYTHON),$(if $(filter 0.10,$*),$(call find,3.11),$(call find,3.12 3.13)))" test
 
 test-quick: $(VENV)/.installed-test ## Run one scheme of each kind and a training step: under a minute
 	$(RUN) -m pytest $(WORKERS) $(ARGS) @tests/quick.txt
@@ -155,7 +162,7 @@ links: $(VENV)/.installed-docs ## Request every address that the documentation n
 	$(RUN) -m sphinx -q -b linkcheck docs build/links
 
 clean: ## Remove environments and caches, never results
-	rm -rf .venv .venv-cuda .venv-lowest .venv-static .venv-tpu build dist docs/reference .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-cuda .venv-lowest .venv-jax-* .venv-static .venv-tpu build dist docs/reference .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What a target needs is installed once, and again when pyproject.toml changes. The stamp is written
@@ -193,5 +200,5 @@ echo "Installing posenc_jax[experiments$(EXTRA)] $(1) into $(VENV) (minutes the 
 pip() { "$(VENV)/bin/python" -m pip install -q --disable-pip-version-check "$$@"; }; \
 pip $(if $(LOWEST),uv,"pip>=25.1"); \
 $(if $(LOWEST),"$(VENV)/bin/python" -m uv pip install -q --python "$(VENV)/bin/python" \
-  --resolution lowest-direct,pip) -e ".[experiments$(EXTRA)]" $(1)
+  --resolution lowest-direct,pip) -e ".[experiments$(EXTRA)]" $(1) $(if $(JAX),"jax==$(JAX).*")
 endef
