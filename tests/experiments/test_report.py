@@ -1,5 +1,6 @@
 """The report: one self-contained page, with captions computed from results."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ from typed_results import LENGTHS, make_row
 from experiments.pages import plots, tables
 from experiments.pages.plot_labels import spread
 from experiments.pages.report import render as whole_page
+from experiments.pages.report import waiting
 
 ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\nTraceback </pre>'
 
@@ -98,6 +100,26 @@ def test_the_summary_has_paired_differences_with_intervals(monkeypatch):
     text = Page(render(results, "learned")).text
     assert "rope 0.870 [0.845, 0.895] +0.023 [-0.005, +0.052]" in text
     assert "Summary" not in Page(render(make_results())).text  # One seed has no intervals.
+
+
+def test_the_page_begins_with_all_scores_and_what_is_missing():
+    text = Page(render(make_results())).text
+    glance, first = text.index("At a glance"), text.index("Fetch the symbol k places back")
+    assert "kback 32 kback 128 kth 32 kth 128 text 128 text 512" in text[glance:first]
+    assert "none 0.86 not fitted 0.86 0.66 0.860 0.660" in text[glance:first]
+    assert "shaw failed failed" in text[glance:first] and "Unfinished" not in text
+    assert "kback, kth: accuracy (higher is better)" in text[glance:first]
+    row = make_row("kback", "rope", 3)
+    rows = [dataclasses.replace(row, results=(row.results[0], None, None)), make_row("kth", "rope")]
+    html = whole_page("mine", rows, "command", missing=waiting(rows))
+    assert "Without a result so far: kback: rope (1 of 3 seeds)." in Page(html).text
+
+
+def test_tasks_that_no_scheme_fitted_are_folded():
+    rows = [make_row(task, "rope", fitted=task == "kth") for task in ("kback", "kth")]
+    folded, shown = render(rows).split('<section id="task-')[1:3]
+    assert "<details><summary>Its scores</summary>" in folded and "Not fitted: rope" in folded
+    assert "<details>" not in shown.partition("</section>")[0]
 
 
 def test_schemes_with_other_seeds_are_not_paired():
