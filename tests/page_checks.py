@@ -245,6 +245,9 @@ def experiments(names):
     text = pages.read("docs/experiments.md")
     first = "".join(re.findall(r"(?m)^\| (.*?) \|", re.search(r"(?s)\| task \|.*?\n\n", text)[0]))
     assert set(re.findall(r"`(\w+)`", first)) == set(TASKS)
+    for row, mask in zip(*map(np.asarray, (names["tokens"], names["mask"])), strict=True):
+        period = next(p for p in (2, 3) if (row[p:] == row[:-p]).all())
+        assert (mask == (np.arange(11) >= 2 * period)).all()
     study, claim = re.findall(r"(?s)```toml\n(.*?)```", text)
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "R99.toml")
