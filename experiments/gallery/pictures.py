@@ -117,7 +117,7 @@ def _heads(p: Probe):
     figure, axes = _figure()
     distance = np.arange(p.heads.shape[1])
     if len(p.heads) > 1:
-        axes.plot(distance, p.heads.T, color=PALETTE[5], linewidth=0.8, alpha=0.55)
+        axes.plot(distance, p.heads.T, color="#3d9fdb", linewidth=0.8, alpha=0.55)
     axes.plot(distance, p.heads.mean(0), color=PALETTE[0], linewidth=2.2)
     label = "cosine similarity" if p.encoding is not None else "added to the logit"
     axes.set(xlabel="distance of the key, tokens", ylabel=label, xlim=(0, distance[-1]))

@@ -130,7 +130,8 @@ def missing(study: Study, results: Lookup) -> list[str]:
 def lengths(study: Study, rows: list[SchemeResults]) -> str:
     """Returns the plot of scores against length at the first size, as <svg>, or nothing."""
     size, cells = next(iter(study.cells.items()))
-    return plots.lengths(rows, size, next(iter(cells.values())).grid[0].task.views[0])
+    view = next(iter(cells.values())).grid[0].task.views[0]
+    return plots.lengths(rows, size, view, split=True)
 
 
 def maps(study: Study, rows: list[SchemeResults]) -> str:

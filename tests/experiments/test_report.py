@@ -218,11 +218,24 @@ def test_report_is_reproducible(html):
     assert render(make_results()) == html
 
 
+def test_schemes_that_end_far_apart_have_two_panels():
+    def scores(height):
+        return lambda view, i, n: height + 0.1 * i
+
+    heights = {"none": 4.0, "rope": 2.1, "learned": 2.3}
+    rows = [make_row("text", name, scores=scores(height)) for name, height in heights.items()]
+    for split, among, count in ((True, rows, 2), (False, rows, 1), (True, rows[1:2], 1)):
+        svg = plots.lengths(among, "text", "sliding", split=split)
+        assert svg.count('id="lengths-text-sliding-axes_') == count
+        assert svg.count(">rope<") == 1  # In the panel in which it ends.
+
+
 def test_colours_and_markers_are_unique():
     looks = plots.looks(["rope", "none", "t5"])
     assert looks["none"][0] == plots.BASELINE
     assert looks == plots.looks(["rope", "t5"])
     assert len(set(plots.looks([f"s{i}" for i in range(19)]).values())) == 20
+    assert len({colour for colour, _ in plots.looks([f"s{i}" for i in range(10)]).values()}) == 11
 
 
 @pytest.mark.parametrize(
