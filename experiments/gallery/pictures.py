@@ -91,7 +91,7 @@ def _picture(p: Probe):
         caption = (
             f"Added to each logit where every {EVERY}th key matches the queries (a logit of "
             f"{MATCH:g}, {-MATCH:g} for others), relative to the median of the row: mean over "
-            "heads. Blue is positive, red negative. Keys that are alike would show nothing."
+            "heads. Blue is positive, red negative. Parameters that are zero at first are random."
         )
     return figure, "picture", caption
 

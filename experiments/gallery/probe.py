@@ -96,7 +96,7 @@ def probe(name: str) -> Probe:
         return dataclasses.replace(about, encoding=encoding, heads=alike)
     short = log_weights(scheme, LENGTH, params)
     beyond_edge = short[:, EVERY:, EVERY:]
-    if name != "none" and np.nanmax(np.abs(beyond_edge - np.nanmean(beyond_edge))) < 1e-4:
+    if cls is not pe.NoPE and np.nanmax(np.abs(beyond_edge - np.nanmean(beyond_edge))) < 1e-4:
         return dataclasses.replace(about, picture=_marked(scheme, params), marked=True)
     long = log_weights(scheme, LONG, params)[:, -1, ::-1]
     weights = np.exp(long - long.max(-1, keepdims=True))

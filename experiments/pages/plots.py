@@ -82,7 +82,8 @@ def lengths(results: Results, section: str, mode: str, split: bool = False) -> s
             axes.set_ylabel(labels.unit)
         else:
             figure, above, below = _stacked()
-            low, high = (end(map(end, lines)) for end in (min, max))
+            known = [value for line in lines for value in line if math.isfinite(value)]
+            low, high = min(known), max(known)
             panels = {above: (limit, high + 0.2 * (high - limit))}
             panels[below] = low - 0.1 * (limit - low), limit
             figure.text(0.015, 0.56, labels.unit, rotation="vertical", ha="left", va="center")
@@ -118,7 +119,7 @@ def _limit_of_the_lowest(lines: Sequence[Sequence[float]]) -> float | None:
     gap, last = max(gaps, default=(0.0, 0.0))
     if not gap or gap < 0.25 * (ends[-1] - ends[0]):
         return None
-    lowest = [value for line in lines if line[-1] <= last for value in line]
+    lowest = [x for line in lines if line[-1] <= last for x in line if math.isfinite(x)]
     return max(lowest) + 0.15 * (max(lowest) - min(lowest))
 
 
