@@ -43,6 +43,7 @@ PAGES = (
     "faults",
     "serving",
     "models",
+    "recipes/bonsai_qwen3",
     "recipes/flex_attention",
     "coming_from/x_transformers",
     "upstream/README",

@@ -4,7 +4,7 @@
 
 For each scheme: the row of docs/serving.md, which takes 15 s. For all of them: the tables of
 docs/schemes.md, from traits and docstrings, the number of schemes in README.md, the list of schemes
-with kernels in docs/kernels.md, docs/gallery.png and docs/gallery/, in three minutes. `--tables`
+with kernels in docs/kernels.md, docs/gallery.png and docs/gallery/, in five minutes. `--tables`
 writes docs/schemes.md alone.
 `tests/test_layout.py` calls `missing` for each scheme.
 """
@@ -26,6 +26,7 @@ from support import build, make_batch, output
 
 import posenc_jax as pe
 from experiments.__main__ import main as experiments
+from experiments.gallery import page
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.tpu.implementation import PallasTPU
 
@@ -43,11 +44,7 @@ README, PAGE, SERVING, KERNELS, SHEET = (
 )
 # The headings of docs/schemes.md.
 FAMILIES = {
-    "additive": "Added to the embedding",
-    "rotary": "Rotary",
-    "bias": "Biases",
-    "content": "Position and content",
-    "logit_scale": "Factors on the logits",
+    name: page.FAMILIES[name] for name in ("additive", "rotary", "bias", "content", "logit_scale")
 }
 # Modules whose functions convert arrays or weights, or make the numbers of a scheme.
 HELPERS = (

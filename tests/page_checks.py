@@ -86,6 +86,15 @@ def gemma(names):
         assert off < 1e-5 if t < window else off > 0.01
 
 
+@check("recipes/bonsai_qwen3")
+def bonsai_qwen3(names):
+    close(names["y"], names["expected"])
+    text = pages.read("docs/recipes/bonsai_qwen3.md")
+    patch = re.search(r"(?s)```diff\n(.*?)```", text)[1].splitlines()[2:]
+    removed, added = (sum(line.startswith(sign) for line in patch) for sign in "-+")
+    assert f"removes {removed} and adds {added}." in text
+
+
 @check("recipes/linen_decode")
 def linen_decode(names):
     tokens, before, after = names["sequences"], names["Before"](), names["After"](pe.NoPE())
@@ -236,6 +245,9 @@ def experiments(names):
     text = pages.read("docs/experiments.md")
     first = "".join(re.findall(r"(?m)^\| (.*?) \|", re.search(r"(?s)\| task \|.*?\n\n", text)[0]))
     assert set(re.findall(r"`(\w+)`", first)) == set(TASKS)
+    for row, mask in zip(*map(np.asarray, (names["tokens"], names["mask"])), strict=True):
+        period = next(p for p in (2, 3) if (row[p:] == row[:-p]).all())
+        assert (mask == (np.arange(11) >= 2 * period)).all()
     study, claim = re.findall(r"(?s)```toml\n(.*?)```", text)
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "R99.toml")

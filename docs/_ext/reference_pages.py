@@ -32,8 +32,9 @@ SCHEMES = (
 )
 """Families under "Schemes" in the table of contents; the others are below "Reference"."""
 FORMULA = "posenc_jax.schemes."
-PICTURES = """8 heads of 64, and 64 tokens of equal content, so that keys differ by position only;
-parameters are the initial ones. `python -m experiments gallery` draws more."""
+PICTURES = """8 heads of 64, and 128 tokens, with windows and chunks within them. Tokens have equal
+content unless the caption says otherwise, so that keys differ by position only; parameters are the
+initial ones. `python -m experiments gallery` draws more."""
 INTERNAL = {"attention_call", "drops", "heads", "inputs", "norms_around"}
 """Methods of the Flax layers that are steps of a call."""
 

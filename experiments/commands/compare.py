@@ -20,7 +20,7 @@ import tomli_w
 from experiments.errors import ConfigError, ResultsError
 from experiments.pages import plots, tables
 from experiments.pages.progress import Progress, by_scheme
-from experiments.pages.report import render
+from experiments.pages.report import render, waiting
 from experiments.runs.experiment import Experiment, from_file, objects_in
 from experiments.runs.files import locked, write_whole
 from experiments.runs.run import Run, RunFolder, load_data
@@ -153,13 +153,15 @@ def write_report(
       ConfigError: if there are no results, or none of the baseline.
       ResultsError: if results cannot be read, or the report cannot be written.
     """
-    experiment, results = _results(folder, errors, trusted)
+    experiment, everything = _results(folder, errors, trusted)
+    results = [row for row in everything if not row.waiting]
     schemes = tables.schemes(results)
     if baseline and baseline not in schemes:
         hint = near(baseline, schemes)
         raise ConfigError(f"--baseline: {baseline!r} is not among the runs{hint}")
     command = f"python -m experiments compare {folder / 'config.toml'}"
-    page = render(experiment.name, results, command, experiment.to_tables(), baseline)
+    settings = experiment.to_tables()
+    page = render(experiment.name, results, command, settings, baseline, waiting(everything))
     write_whole(folder / "report.html", page)
     return folder / "report.html"
 
@@ -178,7 +180,7 @@ def write_plot(
     Raises:
       ResultsError: if there are no results of the task, or the file cannot be written.
     """
-    _, results = _results(folder, None, trusted)
+    results = [row for row in _results(folder, None, trusted)[1] if not row.waiting]
     task = task or next(reversed(tables.sections(results)), "")
     svg = plots.lengths(results, task, next(iter(tables.modes(results, task)), ""))
     if not svg:
@@ -190,12 +192,11 @@ def write_plot(
 def _results(
     folder: Path, errors: dict[str, str] | None, trusted: Collection[str]
 ) -> tuple[Experiment, list[tables.SchemeResults]]:
-    """Returns the experiment of a folder, and its results as far as there are any."""
+    """Returns the experiment of a folder, and the results of its runs."""
     experiment = experiment_of(folder, trusted)
     runs = experiment.all_runs()
     results = {run.name: RunFolder(folder, run).result() for run in runs}
-    rows = by_scheme(runs, results, errors or {})
-    return experiment, [row for row in rows if not row.waiting]
+    return experiment, by_scheme(runs, results, errors or {})
 
 
 def _joined(experiment: Experiment, say: Callable[[str], None]) -> Experiment:

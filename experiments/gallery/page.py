@@ -19,6 +19,17 @@ from experiments.pages.report import fill
 from experiments.runs.files import write_whole
 from experiments.settings.config_io import Parser, names, near
 
+INK = "#7d8590"
+"""A grey for light and dark pages."""
+FAMILIES = {
+    "additive": "Added to the embedding",
+    "logit_scale": "Factors on the logits",
+    "rotary": "Rotary",
+    "bias": "Biases",
+    "content": "Position and content",
+    "scaling": "Frequency maps of RoPE",
+}
+"""Headings by folder of `posenc_jax/schemes`."""
 STRIP = ("rope", "alibi", "t5", "fire", "shaw", "deberta", "inkling", "tupe")
 
 
@@ -27,7 +38,7 @@ def main(arguments: list[str]) -> int:
     parser = Parser(
         prog="python -m experiments gallery",
         description="Draws the encoding of every scheme or its effect on logits, by distance, "
-        "over ten times the length, and the wavelengths of frequency maps.",
+        "over a longer row, and the wavelengths of frequency maps.",
     )
     parser.add_argument(
         "--schemes", type=names, metavar="A,B", help="schemes and frequency maps (default: all)"
@@ -75,16 +86,55 @@ def render(probes: list[Probe]) -> str:
 
 
 def contact_sheet(probes: list[Probe], columns: int = 9) -> bytes:
-    """Returns a PNG with one small picture per scheme; its text "Schemes" has their names."""
-    rows = -(-len(probes) // columns)
-    figure = Figure(figsize=(1.5 * columns, 1.75 * rows), layout="constrained")
-    for number, p in enumerate(probes, 1):
-        axes = figure.add_subplot(rows, columns, number)
+    """Returns a PNG with one small picture per scheme, by family; its text "Schemes" has the names.
+
+    It suits light and dark pages, and is twice as wide as pages show it.
+    """
+    groups: dict[str, list[Probe]] = {}
+    for p in probes:
+        groups.setdefault(p.family, []).append(p)
+    places, heads, row, column = [], [], 0, 0
+    for family in sorted(groups, key=list(FAMILIES).index):
+        count = len(groups[family])
+        if column and column + 1 + count > columns:  # No room beside the family before it.
+            row, column = row + 1, 0
+        column += bool(column)
+        heads.append((row, column, FAMILIES[family]))
+        for p in groups[family]:
+            row, column = (row + 1, 0) if column == columns else (row, column)
+            places.append((row, column, p))
+            column += 1
+    tops = [1.6 * r + 0.46 * len({h for h, _, _ in heads if h <= r}) for r in range(row + 1)]
+    width, height = 1.5 * columns, tops[-1] + 1.5
+    figure = Figure(figsize=(width, height), dpi=144)
+    figure.patch.set_alpha(0.0)
+
+    def box(row: int, column: int, wide: float = 1.4, down: float = 0.2, high: float = 1.24):
+        left, bottom = 1.5 * column + 0.05, height - tops[row] - down - high
+        return left / width, bottom / height, wide / width, high / height
+
+    for top, left, p in places:
+        axes = figure.add_axes(box(top, left))
         thumbnail(axes, p)
-        axes.set_title(p.name, fontsize=9)
-    figure.set_dpi(72)
-    # A palette: a third of the bytes, and every redrawing stays in git.
-    return _png(_pixels(figure).convert("RGB").quantize(256), probes)
+        axes.set_title(p.name, fontsize=8.5, color=INK, pad=3.0)
+    for top, left, text in heads:
+        x, y, _, _ = box(top, left, down=-0.1, high=0.0)
+        figure.text(x, y, text, fontsize=12, fontweight="bold", color=INK, va="bottom")
+    if column < columns - 3:  # Room for a legend.
+        _legend(figure.add_axes(box(row, columns - 3, wide=4.4, down=0.7, high=0.12)))
+    return _png(figure, probes)
+
+
+def _legend(axes) -> None:
+    axes.imshow(np.linspace(-1, 1, 128)[None], cmap="RdBu", aspect="auto")
+    axes.set_axis_off()
+    options = {"fontsize": 9, "color": INK, "transform": axes.transAxes, "va": "top"}
+    axes.text(0.0, -0.5, "lower", ha="left", **options)
+    axes.text(0.5, -0.5, "as without positions", ha="center", **options)
+    axes.text(1.0, -0.5, "higher", ha="right", **options)
+    axes.text(0.0, -2.6, "curves: tokens per turn, as trained (grey) and mapped", **options)
+    title = "logit of a query (down) and a key (across)"
+    axes.set_title(title, fontsize=9, color=INK, pad=4.0, loc="left")
 
 
 def strip(probes: list[Probe]) -> bytes:
@@ -98,17 +148,16 @@ def strip(probes: list[Probe]) -> bytes:
     for axes, p in zip(figure.subplots(1, len(probes)), probes, strict=True):
         thumbnail(axes, p)
         axes.set_box_aspect(1.0)
-        axes.set_title(pe.SCHEMES[p.name].__name__, fontsize=22, color="#7d8590")
-    return _png(_pixels(figure), probes)
+        axes.set_title(pe.SCHEMES[p.name].__name__, fontsize=22, color=INK)
+    return _png(figure, probes)
 
 
-def _pixels(figure: Figure) -> Image.Image:
+def _png(figure: Figure, probes: list[Probe]) -> bytes:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba()))
-
-
-def _png(image: Image.Image, probes: list[Probe]) -> bytes:
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba()))
+    # A palette: a third of the bytes, and every redrawing stays in git.
+    image = image.quantize(256, method=Image.Quantize.FASTOCTREE)
     buffer = io.BytesIO()
     text = PngInfo()
     text.add_text("Schemes", ", ".join(p.name for p in probes))

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from experiments.gallery.probe import LENGTH, Probe
+from experiments.gallery.probe import EVERY, LENGTH, MATCH, Probe
 from experiments.pages.plots import INK, PALETTE, STYLE, drawing
 
 
@@ -33,7 +33,7 @@ def images(p: Probe) -> dict[str, bytes]:
         if name in files or kind == "decay":
             continue
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=130)
+        figure.savefig(buffer, format="png", dpi=260)
         text = PngInfo()
         text.add_text("Description", caption)
         small = Image.open(buffer).quantize(64, method=Image.Quantize.FASTOCTREE)
@@ -57,15 +57,13 @@ def _figures(p: Probe, ink: str = INK) -> Iterator[tuple[Figure, str, str]]:
 def thumbnail(axes, p: Probe) -> None:
     """Draws one picture of a scheme, without labels."""
     axes.set_axis_off()
-    if p.wavelengths is not None:
+    encoding = None if p.encoding is None else p.encoding[:, :LENGTH]
+    values = next((x for x in (encoding, p.image, p.picture) if x is not None), None)
+    if values is not None:
+        raster(axes, values).set_interpolation("nearest")  # Smaller files than smooth ones.
+    elif p.wavelengths is not None:
         for turns, colour in zip(p.wavelengths, ("#9aa4b0", PALETTE[1]), strict=True):
             axes.plot(np.log(_drawable(turns)), color=colour)
-    elif p.encoding is not None:
-        raster(axes, p.encoding[:, :LENGTH])
-    elif p.image is not None:
-        raster(axes, p.image)
-    elif p.picture is not None:
-        raster(axes, p.picture)
 
 
 def _encoding(p: Probe):
@@ -89,6 +87,12 @@ def _picture(p: Probe):
         "Added to each logit by positions, relative to the query's own key: mean over heads. "
         "Blue is positive, red negative."
     )
+    if p.marked:
+        caption = (
+            f"Added to each logit where every {EVERY}th key matches the queries (a logit of "
+            f"{MATCH:g}, {-MATCH:g} for others), relative to the median of the row: mean over "
+            "heads. Blue is positive, red negative. Parameters that are zero at first are random."
+        )
     return figure, "picture", caption
 
 
@@ -113,7 +117,7 @@ def _heads(p: Probe):
     figure, axes = _figure()
     distance = np.arange(p.heads.shape[1])
     if len(p.heads) > 1:
-        axes.plot(distance, p.heads.T, color=PALETTE[5], linewidth=0.8, alpha=0.55)
+        axes.plot(distance, p.heads.T, color="#3d9fdb", linewidth=0.8, alpha=0.55)
     axes.plot(distance, p.heads.mean(0), color=PALETTE[0], linewidth=2.2)
     label = "cosine similarity" if p.encoding is not None else "added to the logit"
     axes.set(xlabel="distance of the key, tokens", ylabel=label, xlim=(0, distance[-1]))
@@ -145,7 +149,7 @@ def _decay(p: Probe):
     axes.set(xlabel="distance of the key + 1, tokens", ylabel="weight")
     near = int(np.searchsorted(np.cumsum(mean), 0.5)) + 1
     caption = (
-        f"Weight by distance for {len(distance)} equal tokens, ten times the dotted length. "
+        f"Weight by distance for {len(distance)} equal tokens; dotted: {LENGTH}. "
         f"The nearest {near} have half of it; dashed: uniform weights."
     )
     return figure, "decay", caption

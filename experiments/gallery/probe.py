@@ -3,6 +3,9 @@
 All tokens have the same q, k and x, so without positions all logits of a query are equal. Values
 are unit vectors, one per key, so the output is the attention weights. The effect of positions on a
 logit is the logarithm of its weight, minus the logarithm at the query's own key.
+
+Schemes that scale, mix or select by content do nothing to equal tokens. For them, every sixteenth
+key has a logit of 4 without positions, and the others -4; the effect is the difference to these.
 """
 
 import dataclasses
@@ -11,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +24,12 @@ import posenc_jax as pe
 from experiments.models.schemes import paper_link, with_sizes
 from posenc_jax import positions
 
-LENGTH = 64
-"""T of the pictures; the decay has 10 T."""
+LENGTH = 128
+"""T of the pictures."""
+LONG = 640
+"""T of the decay."""
+EVERY, MATCH = 16, 4.0
+"""Distance between tokens that match the queries, and their logit; that of others is -MATCH."""
 GRID = 11
 """Side of the image for schemes with two axes or more."""
 SIZES = {
@@ -29,9 +37,19 @@ SIZES = {
     "num_kv_heads": 8,
     "head_dim": 64,
     "model_dim": 512,
-    "max_length": 10 * LENGTH,
-    "trained_length": 10 * LENGTH,
+    "max_length": LONG,
+    "trained_length": LONG,
 }
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dual_chunk": {"chunk": 40, "local": 16},
+    "rerope": {"window": 32},
+    "repo": {"init_std": 0.15},
+    "rope_by_length": {"scaling": pe.DynamicNTK(1.0, 16, None)},
+    "self_extend": {"window": 32, "group": 8},
+    "temperature": {"length": LENGTH},
+    "xpos": {"scale_base": 64.0},
+}
+"""Settings with which a scheme differs from others within `LENGTH` tokens."""
 DRAWS = 4
 
 
@@ -41,22 +59,26 @@ class Probe:
 
     Attributes:
       name, title: the name and the class of the scheme.
+      family: its folder in `posenc_jax/schemes`.
       about, formula, paper: from the module docstring of the scheme.
       encoding: [T, D], the vector added to the embedding at each position.
       picture: [T, T], the effect on logits, mean over heads; NaN for masked keys.
+      marked: whether the picture is of tokens that differ.
       image: [rows, columns], the effect on the logits of the query in the middle of an image.
       heads: [N, T], the effect on logits at distances 0 .. T - 1, by head.
-      decay: [N, 10 T], weights of the last of 10 T tokens, by distance.
+      decay: [N, LONG], weights of the last of that many tokens, by distance.
       wavelengths: tokens per turn of every pair, without and with a frequency map.
     """
 
     name: str
     title: str
+    family: str
     about: str
     formula: str
     paper: str
     encoding: np.ndarray | None = None
     picture: np.ndarray | None = None
+    marked: bool = False
     image: np.ndarray | None = None
     heads: np.ndarray | None = None
     decay: np.ndarray | None = None
@@ -66,14 +88,17 @@ class Probe:
 def probe(name: str) -> Probe:
     """Returns the numbers of a scheme of `posenc_jax.SCHEMES`."""
     cls = pe.SCHEMES[name]
-    scheme = with_sizes(cls, SIZES)
+    scheme = with_sizes(cls, SIZES | SETTINGS.get(name, {}))
     params = scheme.init(jax.random.key(0))
     about = _words(cls, name, repr(scheme))
     if scheme.acts == pe.Acts.EMBEDDING:
         encoding, alike = _embedding(scheme, params)
         return dataclasses.replace(about, encoding=encoding, heads=alike)
     short = log_weights(scheme, LENGTH, params)
-    long = log_weights(scheme, 10 * LENGTH, params)[:, -1, ::-1]
+    beyond_edge = short[:, EVERY:, EVERY:]
+    if cls is not pe.NoPE and np.nanmax(np.abs(beyond_edge - np.nanmean(beyond_edge))) < 1e-4:
+        return dataclasses.replace(about, picture=_marked(scheme, params), marked=True)
+    long = log_weights(scheme, LONG, params)[:, -1, ::-1]
     weights = np.exp(long - long.max(-1, keepdims=True))
     known = np.isfinite(long).all()  # Rows beyond the end of a table are NaN.
     return dataclasses.replace(
@@ -123,7 +148,8 @@ def _words(cls: type, name: str, title: str) -> Probe:
     about, _, body = text.partition("\n\n")
     formula = next((p for p in body.split("\n\n") if p.startswith("    ")), "")
     about = " ".join(about.split())
-    return Probe(name, title, about, inspect.cleandoc(formula), paper_link(cls))
+    family = cls.__module__.split(".")[-2]
+    return Probe(name, title, family, about, inspect.cleandoc(formula), paper_link(cls))
 
 
 def _embedding(scheme: pe.Scheme, params) -> tuple[np.ndarray, np.ndarray]:
@@ -135,6 +161,22 @@ def _embedding(scheme: pe.Scheme, params) -> tuple[np.ndarray, np.ndarray]:
     place = np.arange(LENGTH)
     means = [alike[place[:, None] - place[None] == d].mean() for d in place]
     return table, np.asarray(means)[None]
+
+
+def _marked(scheme: pe.Scheme, params) -> np.ndarray:
+    """Returns the effect on the logits of tokens that differ, [T, T], mean over heads.
+
+    Parameters that are all zero, and so without any effect, are drawn anew.
+    """
+
+    def drawn(p):
+        return p if p.any() else jax.random.normal(jax.random.key(2), p.shape)
+
+    is_match = np.arange(LENGTH) % EVERY == EVERY // 2
+    without = np.where(is_match, MATCH, -MATCH)
+    effect = log_weights(scheme, LENGTH, jax.tree.map(drawn, params), is_match=is_match)
+    effect = (effect - without).mean(0)
+    return effect - np.nanmedian(effect, 1, keepdims=True)
 
 
 def _image(scheme: pe.Scheme, params) -> np.ndarray:
@@ -152,6 +194,7 @@ def log_weights(
     coordinates=None,
     *,
     is_causal: bool = True,
+    is_match: np.ndarray | None = None,
     sizes: Mapping[str, int] = MappingProxyType(SIZES),
 ) -> np.ndarray:
     """Returns the effect of positions on logits [N, T, T], relative to each query's own key.
@@ -161,6 +204,7 @@ def log_weights(
       length: T.
       coordinates: of the tokens. Default: their positions.
       is_causal: whether later keys are masked, NaN.
+      is_match: keys with the logit `MATCH`, [T]; that of others is -MATCH. Default: all are alike.
       sizes: num_heads, head_dim and model_dim.
     """
     keys = jax.random.split(jax.random.key(1), 2)
@@ -168,10 +212,12 @@ def log_weights(
     draws = DRAWS if length <= 4 * LENGTH else 1
     content = jax.random.normal(keys[0], (draws, 1, heads, dim))
     q = k = np.broadcast_to(content, (draws, length, heads, dim))
-    x = np.broadcast_to(
-        jax.random.normal(keys[1], (draws, 1, sizes["model_dim"])),
-        (draws, length, sizes["model_dim"]),
-    )
+    different = 1 if is_match is None else length
+    x = jax.random.normal(keys[1], (draws, different, sizes["model_dim"]))
+    x = np.broadcast_to(x, (draws, length, sizes["model_dim"]))
+    if is_match is not None:
+        unit = content / jnp.sum(content**2, -1, keepdims=True) * dim**0.5
+        k = np.where(is_match[:, None, None], MATCH, -MATCH) * unit
     v = np.eye(length, dtype=np.float32)[None, :, None]
     v = np.broadcast_to(v, (draws, length, heads, length))
     weights = _attend(scheme, is_causal, params, q, k, v, x, coordinates)

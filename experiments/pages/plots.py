@@ -5,6 +5,7 @@ A scheme has the same colour and marker in every plot. The colours suit colour-b
 """
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,10 @@ from experiments.pages.scheme_results import mean
 from experiments.pages.tables import Results
 from experiments.tasks.labels import Labels
 
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d08f00", "#3d9fdb", "#8a63d2", "#a6761d")
+PALETTE = (
+    *("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d08f00"),
+    *("#22b8cf", "#8a63d2", "#a0705a", "#8a9a1b", "#e05a6d"),
+)
 BASELINE = "#8c8c8c"
 MARKERS = "osD^vP*X"
 INK = "#010203"  # replaced by the page's own text colour
@@ -55,34 +59,68 @@ def looks(names: Sequence[str], baseline: str = "none") -> dict[str, tuple[str, 
     return out
 
 
-def lengths(results: Results, section: str, mode: str) -> str:
-    """Returns the plot of a section's scores against length."""
+def lengths(results: Results, section: str, mode: str, split: bool = False) -> str:
+    """Returns the plot of a section's scores against length.
+
+    Args:
+      results: of all sections.
+      section, mode: what to draw.
+      split: whether schemes that end near the lowest score have a panel of their own, with a larger
+        scale, if others end far from them.
+    """
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"lengths-{section}-{mode}"}):
-        figure, axes = _figure()
-        rows, ends = tables.of_section(results, section), []
-        ticks, trained, styles = set(), set(), looks(tables.schemes(results))
-        for scheme, row in rows.items():
-            for shown, variant in row.views:
-                if shown != mode:
-                    continue
+        rows = tables.of_section(results, section)
+        views = [(row, view) for row in rows.values() for shown, view in row.views if shown == mode]
+        if not views:
+            return ""
+        labels = next(iter(rows.values())).labels
+        lines = [[mean(score.values) for score in row.scores(mode, v).values()] for row, v in views]
+        limit = _limit_of_the_lowest(lines) if split else None
+        if limit is None:
+            figure, axes = _figure()
+            panels = {axes: labels.limits or _common_limits(results, section)}
+            axes.set_ylabel(labels.unit)
+        else:
+            figure, above, below = _stacked()
+            known = [value for line in lines for value in line if math.isfinite(value)]
+            low, high = min(known), max(known)
+            panels = {above: (limit, high + 0.2 * (high - limit))}
+            panels[below] = low - 0.1 * (limit - low), limit
+            figure.text(0.015, 0.56, labels.unit, rotation="vertical", ha="left", va="center")
+        styles = looks(tables.schemes(results))
+        for axes, limits in panels.items():
+            ends, ticks, trained = [], set(), set()
+            for row, variant in views:
                 scores = row.scores(mode, variant)
                 ticks |= set(scores)
                 trained |= {n for n, score in scores.items() if score.in_distribution}
                 values = [score.values for score in scores.values()]
-                end = _line(axes, list(scores), values, styles[scheme], variant, row.fitted)
-                name = tables.label(scheme, variant) + ("" if row.fitted else " (not fitted)")
-                ends.append((*end, name))
-        if not ends:
-            return ""
-        labels = next(iter(rows.values())).labels
-        axes.set_xscale("log", base=2)
-        _length_ticks(axes, sorted(ticks), trained)
+                end = _line(axes, list(scores), values, styles[row.scheme], variant, row.fitted)
+                name = tables.label(row.scheme, variant) + ("" if row.fitted else " (not fitted)")
+                if limit is None or limits[0] <= end[1] < limits[1]:
+                    ends.append((*end, name))
+            axes.set_xscale("log", base=2)
+            _length_ticks(axes, sorted(ticks), trained)
+            axes.set_ylim(*limits)
+            label_ends(axes, ends)
         axes.set_xlabel(f"length in {labels.length_unit}")
-        axes.set_ylabel(labels.unit)
-        axes.set_ylim(*(labels.limits or _common_limits(results, section)))
-        label_ends(axes, ends)
         title = f"{section}: {labels.metric} against length, {mode}"
         return drawing(figure, f"lengths-{section}-{mode}", title)
+
+
+def _limit_of_the_lowest(lines: Sequence[Sequence[float]]) -> float | None:
+    """Returns a limit above the lines that end near the lowest score; None if no others are far.
+
+    >>> _limit_of_the_lowest([[1.0, 1.0], [1.0, 2.0], [1.5, 9.0]]), _limit_of_the_lowest([[1.0]])
+    (2.15, None)
+    """
+    ends = sorted(line[-1] for line in lines if math.isfinite(line[-1]))
+    gaps = [(b - a, a) for a, b in itertools.pairwise(ends)]
+    gap, last = max(gaps, default=(0.0, 0.0))
+    if not gap or gap < 0.25 * (ends[-1] - ends[0]):
+        return None
+    lowest = [x for line in lines if line[-1] <= last for x in line if math.isfinite(x)]
+    return max(lowest) + 0.15 * (max(lowest) - min(lowest))
 
 
 def maps(results: Results, section: str) -> str:
@@ -108,11 +146,15 @@ def maps(results: Results, section: str) -> str:
             axes.set_ylim(len(lengths) - 0.5, -0.5)
             axes.set_yticks(range(len(lengths)), lengths)
             axes.tick_params(length=0, labelsize=8.5)
-        figure.text(0.42, 0.0, labels.places, va="bottom", ha="center")
-        scale = figure.add_axes((0.9, 0.3, 0.018, 0.5))
+        left, right = all_axes[0].get_position().x0, max(a.get_position().x1 for a in all_axes)
+        bottom, top = all_axes[-1].get_position().y0, all_axes[0].get_position().y1
+        figure.text((left + right) / 2, 0.0, labels.places, va="bottom", ha="center")
+        width, height = figure.get_size_inches()
+        high = min(top - bottom, 1.6 / height)
+        scale = figure.add_axes((right + 0.2 / width, (top + bottom - high) / 2, 0.1 / width, high))
         colours = mpl.cm.ScalarMappable(mpl.colors.Normalize(*limits), _MAP)
         figure.colorbar(colours, cax=scale)
-        scale.set_title(labels.unit, fontsize=8.5)
+        scale.set_title(labels.unit, fontsize=8.5, loc="left")
         return drawing(figure, f"maps-{section}", f"{section}: {labels.metric} by length and place")
 
 
@@ -131,6 +173,7 @@ def _map_row(axes, y: int, row: Sequence[float], limits: tuple[float, float], ma
 def _small_multiples(count: int, height: float, across: int = 4):
     """A figure of `count` axes side by side, with room at the right for a scale; inches."""
     width, space, gap, left, bottom = 1.14, 0.2, 0.36, 0.5, 0.42
+    across = min(across, count)
     down = math.ceil(count / across)
     size = left + across * (width + space) + 1.0, down * (height + gap) + bottom
     figure = Figure(figsize=size)
@@ -250,6 +293,18 @@ def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right:
     axes = figure.add_axes((left / width, bottom / height, *size))
     axes.patch.set_alpha(0.0)
     return figure, axes
+
+
+def _stacked():
+    """A figure of two axes, one above the other, with room at the right for labels."""
+    figure = Figure(figsize=(6.6, 5.4))
+    figure.patch.set_alpha(0.0)
+    above, below = (figure.add_axes((0.1, y, 0.68, 0.42)) for y in (0.56, 0.125))
+    for axes in (above, below):
+        axes.patch.set_alpha(0.0)
+    above.tick_params(labelbottom=False, bottom=False)
+    above.spines["bottom"].set_visible(False)
+    return figure, above, below
 
 
 def _line(axes, x: Sequence[Any], values, look, variant, fitted: bool):

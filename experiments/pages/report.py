@@ -6,7 +6,7 @@ filters; equal results give equal bytes.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ def render(
     command: str,
     settings: Mapping[str, Any] | None = None,
     baseline: str | None = None,
+    missing: Sequence[str] = (),
 ) -> str:
     """Returns the page.
 
@@ -36,6 +37,7 @@ def render(
       command: that makes the results.
       settings: of all runs, nested tables.
       baseline: the scheme of the paired differences; default: rope, or else the first.
+      missing: runs that have not ended, in words.
     """
     schemes, sections = tables.schemes(results), tables.sections(results)
     baseline = baseline or ("rope" if "rope" in schemes else next(iter(schemes), ""))
@@ -48,12 +50,14 @@ def render(
         name=name,
         created=max((result.finished for result in everything), default=""),
         command=command,
-        done=sum(row.done for row in results),
+        done=sum(len(row.ended) for row in results if row.done),
+        missing=missing,
         failed=[row for row in results if row.error],
         seeds=seeds,
         fewest=min((len(row.seeds) for row in results if row.done), default=seeds),
         baseline=tables.label(baseline),
         untuned=_untuned(results),
+        overview=_overview(results) if seeds == 1 else None,
         summaries=[
             summary
             for section in sections
@@ -77,6 +81,57 @@ def fill(template: Path, **values: object) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(template.read_text(encoding="utf-8")).render(**values)
+
+
+def waiting(results: Results) -> list[str]:
+    """Returns the schemes with runs that have not ended, in words, a text per section.
+
+    >>> waiting([])
+    []
+    """
+    texts = []
+    for section in tables.sections(results):
+        rows = tables.of_section(results, section).values()
+        parts = [
+            tables.label(row.scheme)
+            + (f" ({len(row.ended)} of {len(row.runs)} seeds)" if len(row.runs) > 1 else "")
+            for row in rows
+            if len(row.ended) < len(row.runs) and not row.raised
+        ]
+        texts += [f"{section}: {', '.join(parts)}"] if parts else []
+    return texts
+
+
+def _overview(results: Results) -> dict | None:
+    """Scores at the trained and at the longest length of every section, in one table."""
+    grids = [grid for s in tables.sections(results) if (grid := tables.grid(results, s))]
+    if len(grids) < 2:
+        return None  # The table of the section says it.
+    columns: list[tuple[tables.Grid, int]] = []
+    units = {}
+    for grid in grids:
+        trained = [i for i, column in enumerate(grid.columns) if column.trained][-1:]
+        columns += [(grid, i) for i in tables.ordered([*trained, len(grid.columns) - 1])]
+        better = "higher" if grid.labels.higher_is_better else "lower"
+        units.setdefault(f"{grid.labels.unit} ({better} is better)", []).append(grid.section)
+    by_scheme = [{row.scheme: row for row in grid.rows if not row.variant} for grid, _ in columns]
+    rows = [
+        dict(
+            label=tables.label(scheme),
+            cells=[
+                rows[scheme].cells[i] if scheme in rows else tables.Cell()
+                for rows, (_, i) in zip(by_scheme, columns, strict=True)
+            ],
+        )
+        for scheme in tables.schemes(results)
+    ]
+    heads = [
+        dict(section=grid.section, length=column.length, trained=column.trained)
+        for grid, i in columns
+        for column in [grid.columns[i]]
+    ]
+    texts = [f"{', '.join(names)}: {unit}" for unit, names in units.items()]
+    return dict(columns=heads, rows=rows, units=texts)
 
 
 def _summary(results: Results, section: str, baseline: str) -> dict | None:
@@ -145,6 +200,7 @@ def _section(results: Results, section: str) -> dict:
         map=Markup(plots.maps(results, section)),
         places=labels.places,
         fits=" ".join(_fits(done)),
+        fitted=not done or any(row.fitted for row in done),
         setting=_setting(done),
     )
 

@@ -73,7 +73,8 @@ class Experiment:
     def run(self, task_name: str, scheme: str, seed: int) -> Run:
         """Returns the run of a scheme on a task with a seed."""
         task, options = self.tasks[task_name], self.options_of(task_name, scheme)
-        task = task.at_rates_of(scheme)
+        if scheme in task.rates:
+            task = task.at_rates_of(scheme)
         return Run(task, scheme, options, self.scheme(task_name, scheme), seed)
 
     def all_runs(self) -> list[Run]:

@@ -1,5 +1,6 @@
 """`python -m experiments scoreboard`: carries out the runs of claims, and writes outcomes."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from experiments.runs.run_queue import (
 )
 from experiments.scoreboard.claims import Claim, load_all
 from experiments.scoreboard.outcomes import Outcome, judge
-from experiments.scoreboard.page import page
+from experiments.scoreboard.page import LIBRARY, Files, of_folder, page
 from experiments.scoreboard.speed import SpeedRun
 from experiments.settings.config_io import Parser
 from experiments.training.mesh import connect
@@ -28,6 +29,7 @@ python -m experiments scoreboard                          outcomes of all claims
 python -m experiments scoreboard R08 R10 --run            run these, with all their seeds
 python -m experiments scoreboard --run --shard 1/2        half of what this machine can run
 python -m experiments scoreboard R12 --run --minutes 9    stop in time; the next call continues
+python -m experiments scoreboard --folder mine --run      claims of your own: mine/RESULTS.md
 
 Folders of runs are named by the hash of their settings: what has a result is not run again. Claims
 with equal runs share them.
@@ -46,9 +48,17 @@ def main(arguments: list[str]) -> int:
     add_arguments(parser)
     parser.add_argument("--seeds", type=int, help="seeds to run now (default: as the claim says)")
     parser.add_argument("--fresh", action="store_true", help="remove earlier results of the claims")
-    parser.add_argument("--folder", type=Path, default=Path("configs/scoreboard"))
-    parser.add_argument("--results", type=Path, default=Path("results/scoreboard"))
-    parser.add_argument("--page", type=Path, default=Path("RESULTS.md"), help="file to write")
+    parser.add_argument(
+        "--folder", type=Path, default=LIBRARY.folder, help="claims (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help=f"(default: {LIBRARY.results}; FOLDER/results of another folder)",
+    )
+    parser.add_argument(
+        "--page", type=Path, help=f"(default: {LIBRARY.page}; FOLDER/RESULTS.md of another folder)"
+    )
     options = parser.parse_args(arguments)
     connect(options)
     part = shard(options.shard)
@@ -56,8 +66,11 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--seeds: must be at least 1, got {options.seeds}")
     if options.fresh and not (options.run and options.claims):
         raise ConfigError("--fresh: needs --run and the names of claims")
-    everything = load_all(options.folder, [])
-    load_all(options.folder, options.claims)  # Raises for unknown names.
+    folder = Path(os.path.relpath(options.folder))
+    default = LIBRARY if folder == LIBRARY.folder else of_folder(folder)
+    files = Files(folder, options.results or default.results, options.page or default.page)
+    everything = load_all(folder, [])
+    load_all(folder, options.claims)  # Raises for unknown names.
     chosen = [c for c in everything if not options.claims or c.name in options.claims]
     status = 0
     if options.run:
@@ -70,12 +83,12 @@ def main(arguments: list[str]) -> int:
             for run in claim.runs.values()
             if not isinstance(run, SpeedRun)
         ]
-        stages = _stages(chosen, options.results, options.seeds, part, options.fresh)
-        status = carry_out(options, options.results, tasks, stages).status
-    outcomes = [judge(claim, options.results) for claim in everything]
-    write_whole(options.page, page(outcomes))
+        stages = _stages(chosen, files.results, options.seeds, part, options.fresh)
+        status = carry_out(options, files.results, tasks, stages).status
+    outcomes = [judge(claim, files.results) for claim in everything]
+    write_whole(files.page, page(outcomes, files))
     _show([outcome for outcome in outcomes if outcome.claim in chosen])
-    print(f"Page: {options.page}")
+    print(f"Page: {files.page}")
     mixed = [o for o in outcomes if o.mixed]
     if mixed:
         raise ResultsError("; ".join(f"{o.claim.name}: {o.reason}" for o in mixed))

@@ -1,7 +1,11 @@
 """RESULTS.md: claims, outcomes and numbers, made from result files."""
 
+import dataclasses
 import math
+import os
+import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from experiments.pages.intervals import interval
 from experiments.pages.markdown import provenance, table
@@ -13,8 +17,8 @@ from experiments.scoreboard.outcomes import Check, Outcome
 _HEAD = """\
 # Claims of the literature, tested
 
-This page is made by `python -m experiments scoreboard` from the files in `configs/scoreboard/` and
-the results in `results/scoreboard/`; it is not edited by hand. Models are tiny and train for
+This page is made by `{command}` from the files in `{folder}/` and
+the results in `{results}/`; it is not edited by hand. Models are tiny and train for
 minutes: an outcome holds for its protocol, at this scale.
 
 * **reproduced**: in as many paired seeds as the claim asks for, the gate and all criteria hold, and
@@ -24,17 +28,48 @@ minutes: an outcome holds for its protocol, at this scale.
 * **not fitted**: the gate fails, so the criteria say nothing.
 * **not run**: fewer seeds have ended than the claim states; numbers so far are shown.
 
-Intervals are 95 % intervals of the mean over seeds, by Student's t, of paired differences. They
+Intervals are 95 % intervals of the mean over seeds, by Student's t, of paired differences.{history}
+"""
+_HISTORY = """ They
 became a part of the outcomes after the runs.
 
 Each file was written before the runs that it shows, unless its remark says otherwise. Not all were
 predictions: where a remark says so, the same task had gone the same way in earlier experiments of
-this repository, so that the claim repeats it with stated criteria and other seeds.
-"""
+this repository, so that the claim repeats it with stated criteria and other seeds."""
 
 
-def page(outcomes: Sequence[Outcome]) -> str:
-    """Returns the page for the outcomes of all claims."""
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Where claims are.
+
+    Attributes:
+      folder: of the files of claims.
+      results: of the folders of runs.
+      page: the file to write.
+    """
+
+    folder: Path
+    results: Path
+    page: Path
+
+    @property
+    def command(self) -> str:
+        """The command that writes the page."""
+        own = self.folder != LIBRARY.folder
+        options = f" --folder {shlex.quote(str(self.folder))}" if own else ""
+        return f"python -m experiments scoreboard{options}"
+
+
+def of_folder(folder: Path) -> Files:
+    """Returns where claims of a folder outside the library are: page and results beside them."""
+    return Files(folder, folder / "results", folder / "RESULTS.md")
+
+
+LIBRARY = Files(Path("configs/scoreboard"), Path("results/scoreboard"), Path("RESULTS.md"))
+
+
+def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
+    """Returns the page for the outcomes of all claims of a folder."""
     counts: dict[str, int] = {}
     for outcome in outcomes:
         counts[outcome.word] = counts.get(outcome.word, 0) + 1
@@ -45,10 +80,16 @@ def page(outcomes: Sequence[Outcome]) -> str:
         seeds = f"{len(outcome.seeds)} of {about.seeds}"
         claim = about.claim.replace("|", "\\|")
         rows.append([f"[{name}](#{name.lower()})", claim, outcome.word, seeds])
-    lines = [_HEAD, f"{len(outcomes)} claims: {total}.", "", *_chance(outcomes)]
+    head = _HEAD.format(
+        command=files.command,
+        folder=files.folder,
+        results=files.results,
+        history=_HISTORY if files.folder == LIBRARY.folder else "",
+    )
+    lines = [head, f"{len(outcomes)} claims: {total}.", "", *_chance(outcomes)]
     lines += table(["", "claim", "outcome at this scale", "seeds"], rows, words=4)
     for outcome in outcomes:
-        lines += ["\n".join(_section(outcome)).rstrip(), ""]
+        lines += ["\n".join(_section(outcome, files)).rstrip(), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -65,8 +106,9 @@ def _chance(outcomes: Sequence[Outcome]) -> Iterator[str]:
             runs, names = runs | group[0], group[1] + names
         groups.append((runs, names))
     shared = "; ".join(", ".join(names) for _, names in groups if len(names) > 1)
+    looked = "1 criterion has" if len(criteria) == 1 else f"{len(criteria)} criteria have"
     yield (
-        f"{len(criteria)} criteria have been looked at. Without any effect, one that compares with "
+        f"{looked} been looked at. Without any effect, one that compares with "
         "0 would hold in five of five seeds once in 32 times."
     )
     if shared:
@@ -74,7 +116,7 @@ def _chance(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield ""
 
 
-def _section(outcome: Outcome) -> Iterator[str]:
+def _section(outcome: Outcome, files: Files) -> Iterator[str]:
     claim, about = outcome.claim, outcome.claim.about
     yield f"## {claim.name}"
     yield ""
@@ -87,14 +129,11 @@ def _section(outcome: Outcome) -> Iterator[str]:
     yield ""
     yield f"* Source: {about.source}"
     yield f"* Protocol: {about.protocol}"
-    file = f"configs/scoreboard/{claim.name}.toml"
-    yield f"* Settings: [{file}]({file})"
+    file = files.folder / f"{claim.name}.toml"
+    yield f"* Settings: [{file}]({os.path.relpath(file, files.page.parent)})"
     limit, machine = (" --minutes 9", "a GPU") if about.device == "gpu" else ("", "two idle cores")
     minutes = "1 minute" if about.minutes == 1 else f"{about.minutes:g} minutes"
-    yield (
-        f"* Command: `python -m experiments scoreboard {claim.name} --run{limit}`, about {minutes} "
-        f"on {machine}"
-    )
+    yield (f"* Command: `{files.command} {claim.name} --run{limit}`, about {minutes} on {machine}")
     if about.needed:
         yield f"* Seeds that must hold: {about.needed} of {about.seeds}"
     yield from _provenance(outcome)

@@ -50,6 +50,7 @@ class Speed:
     )
     views: ClassVar[tuple[str, ...]] = ("plain",)
     schemes: ClassVar[Mapping[str, Any]] = {}
+    rates: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def num_coordinates(self) -> int:

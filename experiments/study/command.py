@@ -7,6 +7,7 @@ from experiments.errors import ConfigError
 from experiments.pages import plots
 from experiments.pages.report import render
 from experiments.pages.scheme_results import Lookup, SchemeResults, collect
+from experiments.pages.tables import label
 from experiments.runs.files import write_whole
 from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
@@ -63,7 +64,8 @@ def main(arguments: list[str]) -> int:
     say(f"Page: {target}")
     if options.run:
         command = f"python -m experiments study {options.file} --run"
-        write_whole(folder / "report.html", render(study.name, rows, command))
+        report = render(study.name, rows, command, missing=missing(study, results))
+        write_whole(folder / "report.html", report)
         say(f"Report: {folder / 'report.html'}")
     return status
 
@@ -110,10 +112,26 @@ def by_scheme(study: Study, results: Lookup) -> list[SchemeResults]:
     return [row for row in rows if len(row.ended) == len(row.runs)]
 
 
+def missing(study: Study, results: Lookup) -> list[str]:
+    """Returns the schemes that `by_scheme` leaves out, with what has ended; a text per size."""
+    texts = []
+    for size, cells in study.cells.items():
+        parts = []
+        for name, cell in cells.items():
+            seeds = cell.finals(results)
+            runs, kind = (seeds, "seeds") if seeds else (cell.grid, "learning rates")
+            ended = sum(results(run) is not None for run in runs)
+            if not seeds or ended < len(runs):
+                parts.append(f"{label(name)} ({ended} of {len(runs)} {kind})")
+        texts += [f"{size}: {', '.join(parts)}"] if parts else []
+    return texts
+
+
 def lengths(study: Study, rows: list[SchemeResults]) -> str:
     """Returns the plot of scores against length at the first size, as <svg>, or nothing."""
     size, cells = next(iter(study.cells.items()))
-    return plots.lengths(rows, size, next(iter(cells.values())).grid[0].task.views[0])
+    view = next(iter(cells.values())).grid[0].task.views[0]
+    return plots.lengths(rows, size, view, split=True)
 
 
 def maps(study: Study, rows: list[SchemeResults]) -> str:

@@ -125,9 +125,9 @@ class Task:
         return ("plain",)
 
     def at_rates_of(self, scheme: str) -> Self:
-        """Returns the task with the learning rates of a scheme."""
-        rates = dataclasses.asdict(self.rates[scheme]) if scheme in self.rates else {}
-        return dataclasses.replace(self, train=dataclasses.replace(self.train, **rates))
+        """Returns the task with the learning rates in `rates` of a scheme."""
+        train = dataclasses.replace(self.train, **dataclasses.asdict(self.rates[scheme]))
+        return dataclasses.replace(self, train=train)
 
     def in_distribution(self, view: str, length: int) -> bool:
         """Returns whether the sequences of a view at a length are as in training."""

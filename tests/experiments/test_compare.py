@@ -128,27 +128,32 @@ def test_compare_writes_results_and_report_with_the_scheme_of_the_page(run, of_p
     assert mine in (run.folder / "report.html").read_text()
 
 
-def test_user_task_is_one_file(run, own_module):
+def test_the_task_of_the_page_is_one_file(run, tmp_path, monkeypatch):
+    (block,) = [code for code in pages.code("docs/experiments.md") if "(Lookup)" in code]
+    (tmp_path / "own_task.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
     run.draw()
-    flags = ["--tasks", "kback,my_schemes:Repeat", "--schemes", "none", "--repeat.eval-batch", "4"]
-    small = [f"--repeat.{x}" for x in ("train.steps=2", "train.steps-per-call=1", "train.warmup=1")]
-    flags += [*small, "--repeat.model.model-dim=16", "--repeat.model.num-heads=2"]
-    flags += ["--repeat.model.num-layers=1", "--repeat.test-lengths=32,48"]
+    flags = ["--tasks", "kback,own_task:Period", "--schemes", "none", "--period.eval-batch", "4"]
+    small = [f"--period.{x}" for x in ("train.steps=2", "train.steps-per-call=1", "train.warmup=1")]
+    flags += [*small, "--period.model.model-dim=16", "--period.model.num-heads=2"]
+    flags += ["--period.model.num-layers=1", "--period.test-lengths=32,48"]
     status, out, err = run("compare", *flags)
     assert (status, err) == (0, "")
-    assert "repeat: share of echoes at each length" in " ".join(out.split())
-    repeat = run.results()["repeat", "none", 0]
-    assert repeat.scores["plain"].keys() == {"32", "48"}
+    assert "period: share of right tokens at each length" in " ".join(out.split())
+    period = run.results()["period", "none", 0]
+    assert period.scores["plain"].keys() == {"32", "48"}
     page = (run.folder / "report.html").read_text()
-    assert "Say it again." in page and "length in words" in page
-    assert run.settings()["tasks"] == ["kback", "my_schemes:Repeat"]
-    assert run.settings()["repeat"]["eval_batch"] == 4 and run.settings()["repeat"]["pause"] == 1
+    assert "Continue a stream that repeats itself." in page and "length in tokens" in page
+    assert run.settings()["tasks"] == ["kback", "own_task:Period"]
+    settings = run.settings()["period"]
+    assert settings["eval_batch"] == 4 and settings["longest_period"] == 8
     assert "2 of 2 runs were done before" in run("compare", *flags)[1]
-    assert run.results()["repeat", "none", 0] == repeat
-    status, _, err = run("compare", *flags, "--repeat.puase", "2")
-    assert status == 2 and "repeat.puase: unknown setting of Repeat; did you mean 'pause'?" in err
+    assert run.results()["period", "none", 0] == period
+    status, _, err = run("compare", *flags, "--period.longest-preiod", "2")
+    hint = "unknown setting of Period; did you mean 'longest_period'?"
+    assert status == 2 and f"period.longest_preiod: {hint}" in err
     with pytest.raises(SystemExit):
-        main(["compare", str(run.file), "--tasks", "my_schemes:Repeat", "--help"])
+        main(["compare", str(run.file), "--tasks", "own_task:Period", "--help"])
 
 
 def test_compare_takes_chains_patterns_and_factories(run, own_module):

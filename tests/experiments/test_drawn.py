@@ -146,6 +146,6 @@ def test_the_strip_has_its_schemes():
     """Otherwise run make drawn."""
     with Image.open(DOCS / "strip.png") as image:
         assert image.size == (2400, 390) and image.text["Schemes"] == ", ".join(STRIP)
-    probes = [Probe(name, "", "", "", "", picture=np.eye(4)) for name in STRIP]
+    probes = [Probe(name, "", "", "", "", "", picture=np.eye(4)) for name in STRIP]
     with Image.open(io.BytesIO(strip(probes))) as image:
         assert image.size == (2400, 390) and image.text["Schemes"] == ", ".join(STRIP)

@@ -22,6 +22,19 @@ def test_picture_of_none_is_zero():
     assert np.abs(probe("none").heads).max() < 1e-5
 
 
+def test_schemes_that_need_content_have_keys_that_differ():
+    """A matching key has the logit 4, others have -4: the median of a row."""
+    factor = 0.43 * np.log(np.arange(20, LENGTH) + 1)
+    expected = np.zeros((LENGTH - 20, 16))
+    expected[:, 8] = 8 * (factor - 1)
+    measured = probe("ssmax")
+    assert measured.marked and measured.heads is None
+    np.testing.assert_allclose(measured.picture[20:, :16], expected, atol=1e-3)
+    picture = probe("partial_key_offset").picture[20:, :16]  # Half of a key is the one before.
+    assert (picture[:, 8] < -3).all()
+    np.testing.assert_allclose(picture[:, 8], -picture[:, 9], atol=1e-3)
+
+
 def test_embedding_schemes_show_table_and_similarity():
     measured = probe("sinusoidal")
     table = pe.sinusoidal_encoding(np.arange(LENGTH), 512)

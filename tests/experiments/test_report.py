@@ -14,6 +14,7 @@ from typed_results import LENGTHS, make_row
 from experiments.pages import plots, tables
 from experiments.pages.plot_labels import spread
 from experiments.pages.report import render as whole_page
+from experiments.pages.report import waiting
 from experiments.settings.common import Rates
 
 ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\nTraceback </pre>'
@@ -102,6 +103,26 @@ def test_the_summary_has_paired_differences_with_intervals(monkeypatch):
     assert "Summary" not in Page(render(make_results())).text  # One seed has no intervals.
 
 
+def test_the_page_begins_with_all_scores_and_what_is_missing():
+    text = Page(render(make_results())).text
+    glance, first = text.index("At a glance"), text.index("Fetch the symbol k places back")
+    assert "kback 32 kback 128 kth 32 kth 128 text 128 text 512" in text[glance:first]
+    assert "none 0.86 not fitted 0.86 0.66 0.860 0.660" in text[glance:first]
+    assert "shaw failed failed" in text[glance:first] and "so far" not in text
+    assert "kback, kth: accuracy (higher is better)" in text[glance:first]
+    row = make_row("kback", "rope", 3)
+    rows = [dataclasses.replace(row, results=(row.results[0], None, None)), make_row("kth", "rope")]
+    html = whole_page("mine", rows, "command", missing=waiting(rows))
+    assert "Without a result so far: kback: rope (1 of 3 seeds)." in Page(html).text
+
+
+def test_tasks_that_no_scheme_fitted_are_folded():
+    rows = [make_row(task, "rope", fitted=task == "kth") for task in ("kback", "kth")]
+    folded, shown = render(rows).split('<section id="task-')[1:3]
+    assert "<details><summary>Its scores</summary>" in folded and "Not fitted: rope" in folded
+    assert "<details>" not in shown.partition("</section>")[0]
+
+
 def test_schemes_with_other_seeds_are_not_paired():
     results = [make_row("kback", "rope", 3), make_row("kback", "learned", [0, 1, 7])]
     values, differences = tables.paired(results, "kback", "plain", 32, "rope")["learned"]
@@ -115,11 +136,11 @@ def test_learning_rates_are_named_and_where_they_are_not_tuned():
 
     def at_rates(row):
         rates = {"rope": Rates(8e-3), "learned": Rates(2e-3, 10.0)}
-        tasks = (dataclasses.replace(run.task, rates=rates) for run in row.runs)
-        runs = [
-            dataclasses.replace(r, task=t.at_rates_of(r.scheme))
-            for r, t in zip(row.runs, tasks, strict=True)
-        ]
+        runs = []
+        for run in row.runs:
+            task = dataclasses.replace(run.task, rates=rates)
+            task = task.at_rates_of(run.scheme) if run.scheme in rates else task
+            runs.append(dataclasses.replace(run, task=task))
         return dataclasses.replace(row, runs=runs)
 
     rows = [at_rates(row) if row.runs[0].task.name == "text" else row for row in make_results()]
@@ -218,11 +239,24 @@ def test_report_is_reproducible(html):
     assert render(make_results()) == html
 
 
+def test_schemes_that_end_far_apart_have_two_panels():
+    def scores(height):
+        return lambda view, i, n: height + 0.1 * i
+
+    heights = {"none": 4.0, "rope": 2.1, "learned": 2.3}
+    rows = [make_row("text", name, scores=scores(height)) for name, height in heights.items()]
+    for split, among, count in ((True, rows, 2), (False, rows, 1), (True, rows[1:2], 1)):
+        svg = plots.lengths(among, "text", "sliding", split=split)
+        assert svg.count('id="lengths-text-sliding-axes_') == count
+        assert svg.count(">rope<") == 1  # In the panel in which it ends.
+
+
 def test_colours_and_markers_are_unique():
     looks = plots.looks(["rope", "none", "t5"])
     assert looks["none"][0] == plots.BASELINE
     assert looks == plots.looks(["rope", "t5"])
     assert len(set(plots.looks([f"s{i}" for i in range(19)]).values())) == 20
+    assert len({colour for colour, _ in plots.looks([f"s{i}" for i in range(10)]).values()}) == 11
 
 
 @pytest.mark.parametrize(

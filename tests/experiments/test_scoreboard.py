@@ -139,6 +139,23 @@ def test_a_claim_is_run_decided_and_not_run_again(call):
     assert again[1] == before_removal[1] and len(again[0]) == len(before_removal[0])
 
 
+def test_claims_of_another_folder_have_their_own_page_and_results(call, tmp_path):
+    call()
+    library = call.page()
+    assert (
+        "became a part of the outcomes" in library
+        and "[configs/scoreboard/T1.toml](conf" in library
+    )
+    (tmp_path / "my claims").mkdir()
+    (tmp_path / "my claims" / "Z1.toml").write_text(CLAIM)
+    status, out, _ = call("--folder", "my claims", "Z1")
+    assert status == 0 and "Page: my claims/RESULTS.md" in out and call.page() == library
+    page = (tmp_path / "my claims" / "RESULTS.md").read_text()
+    assert "[my claims/Z1.toml](Z1.toml)" in page and "T1" not in page
+    assert "scoreboard --folder 'my claims' Z1 --run`" in page and "`my claims/results/`" in page
+    assert "became a part" not in page  # The history of the claims of the library.
+
+
 def test_runs_in_processes_of_their_own(call, monkeypatch):
     for name, value in (("DISABLE_MOST_OPTIMIZATIONS", "1"), ("NUM_CPU_DEVICES", "8")):
         monkeypatch.setenv(f"JAX_{name}", value)  # As here: they use the programs of this process.

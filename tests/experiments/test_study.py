@@ -141,8 +141,11 @@ def test_time_limits_and_failures_lose_nothing(call):
     assert status == 1 and "failed: RuntimeError: no memory" in out
     assert len(call.made) == 39 - 5  # Without seeds and equal times of none.
     assert "| rope | 0.901" in call.page() and "runs have ended" in call.page()
+    report = call.results / "report.html"
+    assert "far:</strong>\nsmall: none (3 of 4 learning rates); large: " in report.read_text()
     call.raises = None
     assert call("--run")[0] == 0 and "runs have ended" not in call.page()
+    assert "so far" not in report.read_text()
 
 
 def test_rates_that_diverge_are_not_chosen(call, tmp_path):
