@@ -233,7 +233,7 @@ RAISING = {
 
 WRONG = {
     Bfloat16Parameters: (
-        ["params['slopes'] is bfloat16", "an array without a dtype"],
+        ["params['slopes'] is bfloat16", "`init` names another dtype"],
         "parameters_are_deterministic_and_float32",
     ),
     NotRelative: (["set relative=False"], "adding_a_constant_changes_nothing"),
@@ -321,3 +321,24 @@ def test_a_right_scheme_of_two_axes_passes_the_first_calls():
 
     for trace in testing.Case(BothAxes(6)).first_calls().values():
         trace()
+
+
+class Table:
+    """An object of a module, which is the same in every call."""
+
+    def rule(self, shared, slope, q, k):
+        return -slope * distance(q, k)
+
+
+TABLE = Table()
+
+
+def test_a_method_of_one_object_is_one_function(monkeypatch):
+    class OfOneObject(Slopes):
+        def rules(self, params, q_features=None, k_features=None):
+            return pe.LogitBias(TABLE.rule, heads=params["slopes"])
+
+    names = ["hashable_and_equal_by_value", "second_eager_call_does_not_compile"]
+    some = {name: testing.PROPERTIES[name] for name in names}
+    monkeypatch.setattr(testing.properties, "PROPERTIES", some)
+    assert [row.error for row in testing.check(OfOneObject(6)).rows] == [None, 0]

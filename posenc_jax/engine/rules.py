@@ -807,10 +807,8 @@ class LogitsTransform(_FeatureRule):
         seen = jax.ShapeDtypeStruct((1, keys), bool)
         arrays = _slice(self.shared, 0), _slice(self.heads, 0), _slice(self.q_features, 2)
         if self.expand is not None:
-            arguments, signature = (
-                (*arrays[:2], k_features),
-                "(shared, heads, k_features) -> arrays",
-            )
+            arguments = *arrays[:2], k_features
+            signature = "(shared, heads, k_features) -> arrays"
             k_features = _check_function(self, "expand", signature, arguments, sizes, None)
         coordinates = _coordinates(sizes), _coordinates(sizes, keys)
         arguments = *arrays, k_features, logits, seen, *coordinates

@@ -30,19 +30,19 @@ class Recorder(Implementation):
     """What `implementation=None` chooses; keeps the functions of rules whenever it is traced.
 
     Attributes:
-      traced: for each problem that was traced, the static functions of its rules by their names.
+      traced: for each problem that was traced, the names and static functions of its rules.
     """
 
-    traced: list[dict[str, Callable]] = dataclasses.field(default_factory=list)
+    traced: list[list[tuple[str, Callable]]] = dataclasses.field(default_factory=list)
     name = "recorder"
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         """Computes a problem, and keeps the functions of its rules."""
-        functions = {
-            f"{type(rule).__name__}.{name}": function
+        functions = [
+            (f"{type(rule).__name__}.{name}", function)
             for rule in problem.rules
             for name, function in static_functions(rule).items()
-        }
+        ]
         self.traced.append(functions)
         return choose(problem, jax.default_backend())(problem)
 
