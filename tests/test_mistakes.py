@@ -333,12 +333,19 @@ class Table:
 TABLE = Table()
 
 
-def test_a_method_of_one_object_is_one_function(monkeypatch):
-    class OfOneObject(Slopes):
-        def rules(self, params, q_features=None, k_features=None):
-            return pe.LogitBias(TABLE.rule, heads=params["slopes"])
+class OfOneObject(Slopes):
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(TABLE.rule, heads=params["slopes"])
 
+
+class Lambda(Slopes):
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(lambda s, slope, q, k: -slope * distance(q, k), heads=params["slopes"])
+
+
+@pytest.mark.parametrize("cls", [OfOneObject, Lambda], ids=lambda cls: cls.__name__)
+def test_equal_functions_compile_once(cls, monkeypatch):
     names = ["hashable_and_equal_by_value", "second_eager_call_does_not_compile"]
     some = {name: testing.PROPERTIES[name] for name in names}
     monkeypatch.setattr(testing.properties, "PROPERTIES", some)
-    assert [row.error for row in testing.check(OfOneObject(6)).rows] == [None, 0]
+    assert [row.error for row in testing.check(cls(6)).rows] == [None, 0]
