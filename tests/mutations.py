@@ -38,6 +38,22 @@ SUITE = "tests/test_every_scheme.py"
 
 # fmt: off
 MUTATIONS = [
+    # Functions of rules.
+    Mutation("functions of two places are equal", "engine/functions.py",
+             "        _Same(code),", "        _Same(type(code)),",
+             "tests/engine/test_functions.py"),
+    Mutation("functions of two namespaces are equal", "engine/functions.py",
+             "        _Same(namespace),", "",
+             "tests/engine/test_functions.py"),
+    Mutation("numbers of two types are equal", "engine/functions.py",
+             "        return kind, value\n    if kind in", "        return value\n    if kind in",
+             "tests/engine/test_functions.py"),
+    Mutation("defaults of functions do not count", "engine/functions.py",
+             "_constants(defaults,", "_constants((),",
+             "tests/engine/test_functions.py"),
+    Mutation("objects that change are constants", "engine/functions.py",
+             'raise _Varies(f"`{name}`, {described(value)}")', "return kind, _Same(value)",
+             "tests/engine/test_functions.py"),
     # Masks and problems.
     Mutation("causal hides the query's own token", "engine/mask.py",
              "seen &= j <= i", "seen &= j < i",

@@ -100,6 +100,14 @@ class Unhashable(pe.ALiBi):
     levels: list = dataclasses.field(default_factory=lambda: [1, 2])
 
 
+class Remade(Rotary):
+    """RoPE with a rule that closes over an array."""
+
+    def rules(self, params, q_features=None, k_features=None):
+        table = np.zeros(8, np.float32)
+        return pe.LogitBias(lambda shared, head, q, k: jnp.take(table, q - k, mode="clip"))
+
+
 class ByIdentity(Rotary):
     """Equal to itself only."""
 
@@ -148,10 +156,15 @@ BROKEN = {
     "unused parameter": (Rotary(8, "gradient"), "every_parameter_has_a_gradient"),
     "another source of randomness": (Unseeded(6), "parameters_are_deterministic_and_float32"),
     "axes in another order": (Misnamed(6), "declared_axes_have_their_sizes"),
-    "unhashable": (Unhashable(6), "hashable_and_equal_by_value"),
+    "function made anew": (Remade(8), "second_eager_call_does_not_compile"),
     "not decorated": (Undecorated(8), "hashable_and_equal_by_value"),
     "equal by identity": (ByIdentity(8), "hashable_and_equal_by_value"),
 }
+
+
+def test_a_field_without_a_hash_is_named():
+    with pytest.raises(AssertionError, match="the field `levels` holds a list"):
+        testing.PROPERTIES["hashable_and_equal_by_value"].check(testing.Case(Unhashable(6)))
 
 
 @pytest.mark.parametrize("scheme, name", BROKEN.values(), ids=BROKEN)

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
+from posenc_jax.engine.functions import with_functions_by_value
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.pallas import Pallas
@@ -286,6 +287,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     """Checks the arguments of `attention` and returns them in one form."""
     _check_arrays(q, k, v)
     _check_rules(rules)
+    rules = tuple(map(with_functions_by_value, rules))
     _check_numbers(call)
     batch, length, num_heads, dim = q.shape
     keys = k.shape[1]

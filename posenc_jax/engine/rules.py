@@ -1,7 +1,9 @@
 """Rules: terms that positions and content add to logits and values.
 
 Each is written for one head, one query and one key, and serves every implementation of
-attention. Rules are pytrees: arrays are leaves, and the functions that read them are static.
+attention. Rules are pytrees: arrays are leaves, and the functions that read them are static. A
+function is one of a module, a frozen dataclass with `__call__`, or a local function or lambda that
+closes over numbers and the like; over an array, each call outside of `jit` would compile its own.
 
     LogitBias        a number per pair of coordinates               ALiBi, T5, FIRE
     ContentBias      a number per pair, from features too           GRAPE-A
@@ -26,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import coordinate_values, require
+from posenc_jax.engine.functions import with_functions_by_value
 from posenc_jax.engine.terms import (
     STATIC,
     AllPairsTerm,
@@ -204,9 +207,23 @@ def _slice(tree: Any, axes: int) -> Any:
 
 
 def _check_function(
-    rule: Rule, field: str, signature: str, arguments: tuple, sizes: Sizes, shape: tuple = ()
+    rule: Rule,
+    field: str,
+    signature: str,
+    arguments: tuple,
+    sizes: Sizes,
+    shape: tuple | None = (),
 ) -> Any:
-    """Returns the type of a rule's function of `arguments`; raises unless it has this shape."""
+    """Returns the type of a rule's function of `arguments`; raises unless it has this shape.
+
+    Args:
+      rule: the rule.
+      field: the field with the function.
+      signature: its arguments and result, as messages show them.
+      arguments: types of the arguments.
+      sizes: of the call.
+      shape: the shape of the result. None: any.
+    """
     function, qualified_name = getattr(rule, field), f"{type(rule).__name__}.{field}"
     name = getattr(function, "__name__", repr(function))
     try:
@@ -216,7 +233,8 @@ def _check_function(
             f"attention: {qualified_name} must be {field}{signature}, got {name}: {error}."
         ) from None
     axes = f" for coordinates of {sizes.axes} axes" if sizes.axes else ""
-    message = f"attention: {qualified_name} {name} must return {shape or 'one number'}{axes}"
+    result = "arrays" if shape is None else shape or "one number"
+    message = f"attention: {qualified_name} {name} must return {result}{axes}"
     try:
         out = jax.eval_shape(function, *arguments)
     except (TypeError, ValueError, IndexError) as error:
@@ -224,7 +242,10 @@ def _check_function(
             raise
         raise ValueError(f"{message}: {error}") from error
     got = getattr(out, "shape", None)
-    require(got == shape, f"{message}, got {'no array' if got is None else f'shape {got}'}.")
+    require(
+        shape is None or got == shape,
+        f"{message}, got {'no array' if got is None else f'shape {got}'}.",
+    )
     return out
 
 
@@ -374,7 +395,7 @@ class LogitBias(Rule):
             f"{caller}: q_positions and k_positions must be [T] and [S], [B, T] and [B, S], or "
             f"[A, B, T] and [A, B, S], got {q.shape} and {k.shape}.",
         )
-        return self._dense(q, k)
+        return with_functions_by_value(self)._dense(q, k)
 
     @functools.partial(jax.jit, inline=True)  # One program to compile, not one an operation.
     def _dense(self, q: jax.Array, k: jax.Array) -> jax.Array:
@@ -514,6 +535,10 @@ class DotBias(_FeatureRule):
             f"{'neither' if self.q_features is None else 'both'}.",
         )
         features: Any = self.k_features if self.q_features is None else self.q_features
+        distance = jax.ShapeDtypeStruct((), sizes.dtype)
+        arguments = _slice(self.shared, 0), _slice(self.heads, 1), distance
+        signature = "(shared, head, distance) -> [F]"
+        _check_function(self, "vector", signature, arguments, sizes, None)
         vectors = jax.eval_shape(self.vectors, jax.ShapeDtypeStruct((1,), sizes.dtype))
         require(
             features.ndim == 4 and vectors.shape[2:] == features.shape[3:],
@@ -782,7 +807,9 @@ class LogitsTransform(_FeatureRule):
         seen = jax.ShapeDtypeStruct((1, keys), bool)
         arrays = _slice(self.shared, 0), _slice(self.heads, 0), _slice(self.q_features, 2)
         if self.expand is not None:
-            k_features = jax.eval_shape(self.expand, *arrays[:2], k_features)
+            arguments = *arrays[:2], k_features
+            signature = "(shared, heads, k_features) -> arrays"
+            k_features = _check_function(self, "expand", signature, arguments, sizes, None)
         coordinates = _coordinates(sizes), _coordinates(sizes, keys)
         arguments = *arrays, k_features, logits, seen, *coordinates
         signature = "(shared, heads, q_feature, k_features, logits, seen, q, k) -> [N, S]"

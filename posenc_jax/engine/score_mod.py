@@ -74,8 +74,8 @@ def score_mod(
 
     Args:
       function: `function(score, b, h, q_idx, kv_idx, *arrays) -> score`, for scalars: the score is
-        float32, after the logit scale; the others are int32. A module-level function, so that
-        equal calls share one compilation.
+        float32, after the logit scale; the others are int32. Equal calls share one compilation
+        if it closes over numbers and the like alone, not over arrays.
       q: the queries [B, T, N, H]; only the shape is read.
       *arrays: captured arrays, as pytrees. They have gradients.
 

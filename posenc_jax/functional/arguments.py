@@ -15,7 +15,7 @@ from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
 from posenc_jax.positions import count_up, from_padding_mask
-from posenc_jax.schemes.scheme import Acts, Params, Scheme, check_scheme
+from posenc_jax.schemes.scheme import HOOKS, Acts, Params, Scheme, check_scheme
 
 
 class TokenOptions(TypedDict, total=False):
@@ -125,7 +125,7 @@ def check_pipeline(caller: str, pipeline: Pipeline) -> None:
 @functools.lru_cache(256)
 def _check_signatures(scheme: type[Scheme]) -> None:
     """Raises for a hook that does not take the arguments of `Scheme`'s."""
-    for name in "embed tables mix features query key value rules attend output".split():
+    for name in ("init", *HOOKS):
         base = inspect.signature(getattr(Scheme, name))
         hook = inspect.signature(getattr(scheme, name))
         try:

@@ -21,7 +21,7 @@ from posenc_jax.functional.arguments import (
     token_integers,
     token_positions,
 )
-from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
+from posenc_jax.functional.pipeline import Norms, Pipeline, Projections, an_array
 from posenc_jax.schemes.scheme import Acts, Params, Scheme
 
 
@@ -63,7 +63,7 @@ def scheme_embedding(
     encoded = token_positions(caller, positions, cache, shape)
     if coordinates is not None:
         encoded = token_coordinates(caller, scheme, coordinates, shape)
-    return scheme.embed(params, x, encoded)
+    return an_array(scheme, "embed", scheme.embed(params, x, encoded))
 
 
 def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any:

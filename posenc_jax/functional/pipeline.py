@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.problem import zero_where
@@ -67,9 +68,12 @@ class Pipeline:
         scheme, params, ids = self.scheme, self.params, tokens.segment_ids
         x, q, k, v = zero_padding((tokens.x, tokens.q, tokens.k, tokens.v), ids)
         mixed, state = (None, None) if tokens.state is None else tokens.state
-        q, k, v, mixed = scheme.mix(params, q, k, v, ids, mixed)
-        q_features, k_features, state = scheme.features(
-            params, x, q, k, tokens.coordinates, ids, state
+        q, k, v, mixed = _results(
+            scheme, "mix", "(q, k, v, state)", scheme.mix(params, q, k, v, ids, mixed)
+        )
+        features = scheme.features(params, x, q, k, tokens.coordinates, ids, state)
+        q_features, k_features, state = _results(
+            scheme, "features", "(q_features, k_features, state)", features
         )
         return tokens.replace(
             q=q,
@@ -95,7 +99,8 @@ class Pipeline:
         return self._call(self.scheme.value, tokens, tokens.v, tokens.k_features)
 
     def _call(self, hook: Any, tokens: Projections, x: jax.Array, features: Any) -> jax.Array:
-        return hook(self.params, x, tokens.coordinates, features, tokens.tables)
+        out = hook(self.params, x, tokens.coordinates, features, tokens.tables)
+        return an_array(self.scheme, hook.__name__, out)
 
     def encode(self, tokens: Projections) -> Projections:
         """Calls `query`, `key` and `value`."""
@@ -125,6 +130,27 @@ class Pipeline:
         features = queries.q_features, keys.k_features
         out = self.scheme.attend(self.params, *arrays, *features, call)
         return self._call(self.scheme.output, queries, out, queries.q_features)
+
+
+def _results(scheme: Scheme, hook: str, form: str, results: Any) -> tuple[Any, ...]:
+    """Returns the results of a hook; raises `TypeError` unless they are a tuple of this form."""
+    count = len(form.split(","))
+    if not isinstance(results, tuple) or len(results) != count:
+        got = f"got {len(results)} values" if isinstance(results, tuple) else _got(results)
+        name = type(scheme).__name__
+        raise TypeError(f"{name}.{hook} must return {form}, a tuple of {count}, {got}.")
+    return results
+
+
+def an_array(scheme: Scheme, hook: str, result: Any) -> jax.Array:
+    """Returns the result of a hook; raises `TypeError` unless it is an array."""
+    if not isinstance(result, jax.Array | np.ndarray):
+        raise TypeError(f"{type(scheme).__name__}.{hook} must return an array, {_got(result)}.")
+    return result
+
+
+def _got(result: Any) -> str:
+    return "got None (is `return` missing?)" if result is None else f"got {type(result).__name__}"
 
 
 def zero_padding(tree: Any, segment_ids: jax.Array | None) -> Any:

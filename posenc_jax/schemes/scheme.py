@@ -19,6 +19,7 @@ or float32, [B, T], or [A, B, T] for a scheme of A axes. They default to the pos
 """
 
 import dataclasses
+import difflib
 import enum
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -144,9 +145,11 @@ class Scheme:
             if any(getattr(cls, hook) is not getattr(Scheme, hook) for hook in hooks):
                 acts |= place
         if not acts:
+            hints = [f"`{x}` a misspelt `{hook}`" for x, hook in resembling_hooks(cls).items()]
             raise TypeError(
                 f"{cls.__name__} overrides none of embed, mix, query, key, value, rules, attend "
-                "and output, so it encodes nothing; is a hook misspelt?"
+                "and output, so it encodes nothing; is "
+                f"{' or '.join(hints) or 'a hook misspelt'}?"
             )
         return acts
 
@@ -300,7 +303,13 @@ class Scheme:
           q_features, k_features: from `features`.
           attention: the attention function, with positions, masks and options set.
         """
-        return attention(q, k, v, self.rules(params, q_features, k_features))
+        rules = self.rules(params, q_features, k_features)
+        if rules is None:
+            raise TypeError(
+                f"{type(self).__name__}.rules must return a rule or a tuple of rules, got None (is "
+                "`return` missing?)."
+            )
+        return attention(q, k, v, rules)
 
     def logit_scale(self, head_dim: int) -> float | None:
         """Returns the factor on q . k that the scheme was published with.
@@ -313,6 +322,22 @@ class Scheme:
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some settings changed."""
         return dataclasses.replace(self, **changes)
+
+
+HOOKS = tuple("embed tables mix features query key value rules attend output".split())
+"""The methods of a scheme that attention calls."""
+
+
+def resembling_hooks(scheme: type[Scheme]) -> dict[str, str]:
+    """Returns the names in a class that may be misspelt hooks, each with the hook."""
+    names = [name for name in dir(scheme) if not (name[0] == "_" or hasattr(Scheme, name))]
+    close = {name: difflib.get_close_matches(name, HOOKS, 1, 0.8) for name in names}
+    return {
+        name: hook
+        for name, hooks in close.items()
+        for hook in hooks
+        if callable(getattr(scheme, name)) and getattr(scheme, hook) is getattr(Scheme, hook)
+    }
 
 
 def check_scheme(caller: str, scheme: Any) -> None:

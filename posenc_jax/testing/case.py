@@ -10,6 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.checks import require
+from posenc_jax.engine.api import choose
+from posenc_jax.engine.functions import static_functions
+from posenc_jax.engine.problem import Implementation, Problem
+from posenc_jax.functional.arguments import check_hooks
 from posenc_jax.functional.attention import scheme_attention, scheme_embedding
 from posenc_jax.functional.new_cache import new_cache
 from posenc_jax.positions.packing import count_up
@@ -17,7 +21,30 @@ from posenc_jax.schemes.scheme import Scheme
 
 BATCH, LENGTH = 2, 19  # 19 tokens are no multiple of a tile.
 LONG = 130  # Tokens for tiles: several blocks, and rules evaluated once per distance.
+FIRST = 5  # Tokens of first calls; B, T, N, K, H and D differ by default.
 PADDING = 4  # Padding tokens before the first row in checks of tiles.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorder(Implementation):
+    """What `implementation=None` chooses; keeps the functions of rules whenever it is traced.
+
+    Attributes:
+      traced: for each problem that was traced, the names and static functions of its rules.
+    """
+
+    traced: list[list[tuple[str, Callable]]] = dataclasses.field(default_factory=list)
+    name = "recorder"
+
+    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        """Computes a problem, and keeps the functions of its rules."""
+        functions = [
+            (f"{type(rule).__name__}.{name}", function)
+            for rule in problem.rules
+            for name, function in static_functions(rule).items()
+        ]
+        self.traced.append(functions)
+        return choose(problem, jax.default_backend())(problem)
 
 
 class Case:
@@ -40,6 +67,7 @@ class Case:
         sequences in each row.
       implementations: of attention, which have to agree.
       traces: how often `model` was traced.
+      recorder: the implementation of `eager` and of first calls.
 
     Raises:
       TypeError: for anything but a scheme.
@@ -82,6 +110,7 @@ class Case:
         ]
         self.implementations = "reference", "xla"
         self.traces = 0
+        self.recorder = Recorder()
         static = ("scheme", "is_causal", "window", "implementation")
         self._model = jit_fast(self.model, static_argnames=static)
         self._slopes = jit_fast(jax.grad(self._loss, (0, 1), has_aux=True), static_argnames=static)
@@ -116,6 +145,46 @@ class Case:
         weights = [w.astype(x.dtype) for w in self.weights] if weights is None else weights
         options = {"implementation": "reference"} | options
         return self._model(scheme or self.scheme, self.params, weights, x, **options)
+
+    def eager(self) -> np.ndarray:
+        """Returns the output of a call outside of `jit`, computed by `recorder`."""
+        arrays = self.params, self.weights, self.x
+        return np.asarray(self.model(self.scheme, *arrays, implementation=self.recorder)[0])
+
+    def first_calls(self) -> dict[str, Callable[[], Any]]:
+        """Returns small calls, by description, that trace a scheme and compile nothing.
+
+        Those with coordinates of several axes come first.
+        """
+        axes, positions = self.scheme.traits.num_axes, count_up(BATCH, FIRST)
+        calls = {}
+        if axes > 1:
+            grid = jnp.broadcast_to(positions, (axes, *positions.shape))
+            description = f"with coordinates [{axes}, B, T]"
+            calls[description] = functools.partial(self._trace, coordinates=grid)
+        calls["with coordinates [B, T]" if axes > 1 else ""] = self._trace
+        places = {"positions": positions, "segment_ids": jnp.zeros_like(positions)}
+        calls["with segment_ids"] = functools.partial(self._trace, **places)
+        calls["in bfloat16"] = functools.partial(self._trace, jnp.bfloat16)
+        calls["with a cache, and one more token"] = functools.partial(self._trace, cached=True)
+        return calls
+
+    def _trace(self, dtype: Any = jnp.float32, cached: bool = False, **options: Any) -> None:
+        options["implementation"] = self.recorder
+
+        def run(params, weights, x):
+            cache = self.cache(FIRST + 1) if cached else None
+            out, cache = self.model(self.scheme, params, weights, x, cache=cache, **options)
+            if cached:
+                out, cache = self.model(
+                    self.scheme, params, weights, x[:, :1], cache=cache, **options
+                )
+            return out
+
+        check_hooks("check", self.scheme)
+        params = jax.eval_shape(self.scheme.init, jax.random.key(7))
+        weights = [w.astype(dtype) for w in self.weights]
+        jax.eval_shape(run, params, weights, self.x[:, :FIRST].astype(dtype))
 
     def placed(
         self,

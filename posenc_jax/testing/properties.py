@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.functions import described, varying
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.positions.packing import count_up, from_padding_mask, from_segment_ids
-from posenc_jax.schemes.scheme import Scheme, param_axes
-from posenc_jax.testing.case import BATCH, LENGTH, PADDING, Case, jit_fast
+from posenc_jax.schemes.scheme import Scheme, param_axes, resembling_hooks
+from posenc_jax.testing.case import BATCH, FIRST, LENGTH, PADDING, Case, jit_fast
+from posenc_jax.testing.explain import Raised, explain, place
 
 PROMPT = 12  # Tokens that decoding continues.
 
@@ -35,6 +38,20 @@ def _finite(name: str, *trees: Any) -> None:
         assert np.isfinite(np.asarray(leaf)).all(), f"{name}{entry} is not finite"
 
 
+class Violation(AssertionError):
+    """A property that does not hold.
+
+    Attributes:
+      text: the error, or the fault in words.
+      cause: the cause, if it is known; by default the property's usual one.
+      raised: the exception of the scheme, if it raised.
+    """
+
+    def __init__(self, text: str, cause: str | None = None, raised: Raised | None = None):
+        super().__init__(text)
+        self.text, self.cause, self.raised = text, cause, raised
+
+
 @dataclasses.dataclass(frozen=True)
 class Property:
     """A property of every scheme.
@@ -45,49 +62,65 @@ class Property:
         apply. Raises AssertionError for violations without a number.
       tolerance: the largest error that passes.
       cause: the usual cause of a violation.
+      presumes: properties, by their functions, without which this one cannot be expected to hold.
     """
 
     name: str
     measure: Callable[[Case], float | list[float] | None]
     tolerance: float
     cause: str
+    presumes: tuple[str, ...] = ()
 
     def check(self, case: Case) -> float | None:
         """Returns the largest error, or None where the property does not apply.
 
         Raises:
-          AssertionError: names the scheme, the property, the error and its usual cause.
+          AssertionError: names the scheme, the property, and the error with its usual cause, or
+            the exception of the scheme with its line and its cause.
         """
+        violation = self.violation(case)
+        if isinstance(violation, Violation):
+            text = f"{case.scheme!r}: {self.name}: {violation.text}"
+            if violation.raised is None:
+                text += f".\n    Usual cause: {violation.cause or self.cause}"
+            raise AssertionError(text) from violation
+        return violation
+
+    def violation(self, case: Case) -> float | Violation | None:
+        """Returns the largest error or None, as `check`, or the violation."""
         try:
             errors = self.measure(case)
-        except AssertionError as violation:
-            raise AssertionError(self._message(case, str(violation))) from violation
+        except Violation as violation:
+            return violation
+        except AssertionError as failed:
+            return Violation(str(failed))
         except Exception as error:
-            text = f"raised {type(error).__name__}: {error}"
-            raise AssertionError(self._message(case, text)) from error
+            raised = explain(error, case.scheme, lambda: self.measure(case))
+            violation = Violation(str(raised), raised=raised)
+            violation.__cause__ = error
+            return violation
         if errors is None:
             return None
         error = float(np.max(errors))
         if not error <= self.tolerance:
-            text = f"largest error {error:.2g}, tolerance {self.tolerance:.2g}"
-            raise AssertionError(self._message(case, text))
+            return Violation(f"largest error {error:.2g}, tolerance {self.tolerance:.2g}")
         return error
-
-    def _message(self, case: Case, text: str) -> str:
-        return f"{case.scheme!r}: {self.name}: {text}.\n    Usual cause: {self.cause}"
 
 
 PROPERTIES: dict[str, Property] = {}
 """Every property, by the name of the function that measures it."""
 
+_STOP = {"hashable_and_equal_by_value", "jit_equals_eager"}
+"""Those that all others need."""
 
-def _holds(cause: str, tolerance: float = 2e-5):
+
+def _holds(cause: str, tolerance: float = 2e-5, presumes: tuple[str, ...] = ()):
     """Registers a function as the measure of the property that its docstring names."""
     cause = " ".join(cause.split())
 
     def register(measure):
         name = measure.__doc__.removesuffix(".")
-        PROPERTIES[measure.__name__] = Property(name, measure, tolerance, cause)
+        PROPERTIES[measure.__name__] = Property(name, measure, tolerance, cause, presumes)
         return measure
 
     return register
@@ -123,6 +156,8 @@ class Report:
 def check(scheme: Scheme, **sizes: int) -> Report:
     """Checks that a scheme works everywhere; takes a minute or less.
 
+    Small calls are traced first. If one raises, nothing else is run.
+
     Args:
       scheme: the scheme, an instance.
       **sizes: sizes of the model that are no fields of the scheme; see `Case`.
@@ -132,7 +167,8 @@ def check(scheme: Scheme, **sizes: int) -> Report:
 
     Raises:
       AssertionError: names each property that fails, with the measured error and the usual
-        cause.
+        cause. For a scheme that raises: the exception once, the line in the file of the scheme,
+        the shapes that the hook or rule got, and the cause where it can be told.
       TypeError: for anything but a scheme.
       ValueError: if the scheme has a `max_length` below 64.
 
@@ -140,33 +176,145 @@ def check(scheme: Scheme, **sizes: int) -> Report:
     >>> report = check(pe.RoPE(head_dim=8))  # doctest: +SKIP
     """
     case = Case(scheme, **sizes)
-    rows, failures = [], []
+    rows, violations = [], {}
     for key, prop in PROPERTIES.items():
         start = time.perf_counter()
-        try:
-            error = prop.check(case)
-        except AssertionError as violation:
-            failures.append(str(violation))
-            if key == "hashable_and_equal_by_value":  # Nothing else can run.
-                break
-            continue
-        rows.append(Row(prop.name, error, prop.tolerance, time.perf_counter() - start))
-    if failures:
-        raise AssertionError(
-            "\n".join([f"{len(failures)} of {len(PROPERTIES)} properties fail.", *failures])
-        )
+        error = prop.violation(case)
+        if isinstance(error, Violation):
+            violations[key] = error
+        else:
+            rows.append(Row(prop.name, error, prop.tolerance, time.perf_counter() - start))
+        if violations.keys() & _STOP:
+            break
+        if key == "hashable_and_equal_by_value":
+            _first_calls(case)
+    if violations:
+        raise AssertionError(_summary(case, violations))
     return Report(scheme, tuple(rows))
+
+
+def _first_calls(case: Case) -> None:
+    """Raises `AssertionError`, with an explanation, if a small call raises."""
+    call, trace, one_axis = "", case.first_calls, False
+    try:
+        for call, trace in case.first_calls().items():  # noqa: B007, read below
+            trace()
+            one_axis = case.scheme.traits.num_axes > 1  # In all calls but the first.
+    except Exception as error:
+        raised = explain(error, case.scheme, trace, one_axis)
+        sizes = (
+            f"B {BATCH}, T {FIRST}, N {case.num_heads}, K {case.num_kv_heads}, H {case.head_dim}"
+        )
+        message = f"A first call {call}{call and ' '}({sizes}) {raised}"
+    else:
+        text = _remade_function(case.recorder.traced)
+        if text is None:
+            return
+        message = f"T{text[1:]}.\nCause: {_REMADE}"
+    raise AssertionError(_wrapped([f"{case.scheme!r:.200}", message, *_hints(case, message)]))
+
+
+_REMADE = (
+    "a rule reads arrays from heads=, shared= and features alone. Its function may close over "
+    "numbers, strings, tuples and frozen dataclasses."
+)
+
+
+def _remade_function(traced: list[list[tuple[str, Callable]]]) -> str | None:
+    """Returns a message if a function of a rule is not equal in another call."""
+    before: list[tuple[str, Callable]] = []
+    for functions in traced:
+        for name, function in functions if before else ():
+            variable = None if (name, function) in before else varying(function)
+            if variable is not None:
+                return (
+                    f"the function {name}{_defined(function)} reads {variable}, so that it is "
+                    "another one in each call, and every call outside of `jit` compiles"
+                )
+        before += functions
+    return None
+
+
+def _defined(function: Any) -> str:
+    code = getattr(function, "__code__", None)
+    return f" ({place(code, code.co_firstlineno)})" if code else ""
+
+
+def _summary(case: Case, violations: dict[str, Violation]) -> str:
+    """Returns the violations, those with the same cause or the same exception together.
+
+    Violations of properties that presume others which fail are only named.
+    """
+    count = f"{len(violations)} of {len(PROPERTIES)} properties fail"
+    rest = "; the others need it and were not measured" if violations.keys() & _STOP else ""
+    lines = [f"{count}{rest}.", f"{case.scheme!r:.200}", *_hints(case, "")]
+    groups: dict[Any, list[str]] = {}
+    followers = []
+    for key, violation in violations.items():
+        prop, raised = PROPERTIES[key], violation.raised
+        if raised is None and violations.keys() & set(prop.presumes):
+            followers.append(prop.name)
+        else:
+            same = violation.cause or prop.cause if raised is None else raised.identity
+            groups.setdefault(same, []).append(key)
+    for keys in groups.values():
+        first, names = violations[keys[0]], [PROPERTIES[key].name for key in keys]
+        if first.raised is None:
+            lines += [f"- {PROPERTIES[key].name}: {violations[key].text}." for key in keys]
+            lines.append(f"  Usual cause: {first.cause or PROPERTIES[keys[0]].cause}")
+        else:
+            lines.append(f"- {'; '.join(names)}: {first.text}")
+    if followers:
+        lines.append(f"- Fail too, perhaps for the same reason: {'; '.join(followers)}.")
+    return _wrapped(lines)
+
+
+def _hints(case: Case, message: str) -> list[str]:
+    names = resembling_hooks(type(case.scheme))
+    hints = [f"`{name}` is no hook; is it a misspelt `{hook}`?" for name, hook in names.items()]
+    return [] if "misspelt" in message else hints
+
+
+def _wrapped(lines: list[str]) -> str:
+    """Returns lines of at most 98 characters; all but the first of a paragraph are indented."""
+    out = []
+    for line in lines:
+        first, *rest = line.splitlines()
+        parts = [first, *(f"  {part}" for part in rest)]
+        for part in parts:
+            out += textwrap.wrap(part, 98, subsequent_indent="    ", break_long_words=False)
+    return "\n".join(out)
 
 
 # Settings and calls.
 
 
-@_holds("""a field that holds a list, a dict or an array (use tuples and frozen dataclasses), or
-    a subclass without @dataclasses.dataclass(frozen=True).""")
+_UNHASHABLE = (
+    "fields are settings, static under `jit`: numbers, strings, tuples and frozen dataclasses. "
+    "Return arrays that are learned from `init`, and compute others from settings in a hook."
+)
+_OWN_INIT = (
+    "the class has an `__init__` of its own, and a dataclass needs one that takes its fields. "
+    "Leave it out, declare the settings as fields, and check them in `__post_init__`."
+)
+
+
+@_holds("""a subclass without @dataclasses.dataclass(frozen=True), or an `__eq__` or `__hash__` that
+    go by identity.""")
 def hashable_and_equal_by_value(case: Case) -> None:
     """Hashable and equal by value."""
     scheme = case.scheme
-    twin = dataclasses.replace(scheme)
+    for field in dataclasses.fields(scheme):
+        value = getattr(scheme, field.name)
+        try:
+            hash(value)
+        except TypeError:
+            text = f"the field `{field.name}` holds {described(value)}"
+            raise Violation(text, _UNHASHABLE) from None
+    try:
+        twin = dataclasses.replace(scheme)
+    except TypeError as error:
+        raise Violation(f"no copy can be made from the fields: {error}", _OWN_INIT) from None
     assert twin == scheme, "a copy with the same settings is not equal"
     assert hash(twin) == hash(scheme), "a copy with the same settings has another hash"
     annotated = {
@@ -180,8 +328,8 @@ def hashable_and_equal_by_value(case: Case) -> None:
     assert not ignored, f"{', '.join(ignored)} is not a dataclass field, so equality ignores it"
 
 
-@_holds("""`init` uses another source of random numbers than its key, or an array without a
-    dtype (float64 under x64).""")
+@_holds("""`init` names another dtype (`param_dtype` of the layers casts parameters) or none
+    (float64 under x64), or uses another source of random numbers than its key.""")
 def parameters_are_deterministic_and_float32(case: Case) -> None:
     """Parameters are deterministic and float32."""
     for path, leaf in jax.tree.leaves_with_path(case.params):
@@ -206,11 +354,19 @@ def declared_axes_have_their_sizes(case: Case) -> None:
             assert length == sizes.get(word, length), text
 
 
+_NOT_FINITE = (
+    "log(0), a root of zero or a division by zero, for instance at q == k. A rule is computed for "
+    "all pairs, also for those that are hidden: put jnp.where or jnp.maximum around its argument."
+)
+
+
 @_holds("a hook that reads a value while it is traced, or keeps state outside its arguments.")
 def jit_equals_eager(case: Case) -> float:
     """`jit` equals eager."""
-    eager, _ = case.model(case.scheme, case.params, case.weights, case.x)
-    return _difference(case.run(case.x)[0], eager)
+    out = case.eager()
+    if not np.isfinite(out).all():
+        raise Violation("the output is not finite", _NOT_FINITE)
+    return _difference(case.run(case.x)[0], out)
 
 
 @_holds("a hook that makes positions from the length of an array instead of reading `coordinates`.")
@@ -232,6 +388,17 @@ def second_call_does_not_retrace(case: Case) -> int:
     places["segment_ids"] = jnp.zeros_like(positions)
     case.run(case.x, scheme=dataclasses.replace(case.scheme), **places)
     return case.traces - before
+
+
+@_holds(_REMADE, tolerance=0)
+def second_eager_call_does_not_compile(case: Case) -> int:
+    """A second call outside of `jit` does not compile attention again."""
+    case.eager()
+    before = len(case.recorder.traced)
+    case.eager()
+    if again := len(case.recorder.traced) - before:
+        assert not (text := _remade_function(case.recorder.traced)), text
+    return again
 
 
 @_holds(
@@ -297,25 +464,25 @@ _TILES = """`relative=True` on a rule that depends on more than q - k, `bounds` 
     rule still varies, or a rule that sees other numbers than one query's and one key's."""
 
 
-@_holds(_TILES, tolerance=1e-4)
+@_holds(_TILES, tolerance=1e-4, presumes=("parameters_are_deterministic_and_float32",))
 def tiles_equal_the_reference(case: Case) -> float:
     """Tiles equal the reference, with gradients."""
     return _tiles(case)
 
 
-@_holds(_TILES, tolerance=1e-4)
+@_holds(_TILES, tolerance=1e-4, presumes=("tiles_equal_the_reference",))
 def tiles_equal_the_reference_padded(case: Case) -> float:
     """Tiles equal the reference for padded rows, with gradients."""
     return _tiles(case, case.padded)
 
 
-@_holds(_TILES, tolerance=1e-4)
+@_holds(_TILES, tolerance=1e-4, presumes=("tiles_equal_the_reference",))
 def tiles_equal_the_reference_packed(case: Case) -> float:
     """Tiles equal the reference for packed rows, with gradients."""
     return _tiles(case, case.packed)
 
 
-@_holds(_TILES)
+@_holds(_TILES, presumes=("tiles_equal_the_reference",))
 def tiles_equal_the_reference_in_an_encoder(case: Case) -> float:
     """Tiles equal the reference without causality."""
     expected, tiled = (
@@ -391,8 +558,11 @@ def right_padded_rows_equal_rows_alone(case: Case) -> list[float]:
     return _padded(case, np.arange(LENGTH)[None] < np.array([[LENGTH], [13]]))
 
 
-@_holds("""a hook or rule that reads the index of a slot instead of coordinates. Caches store keys
-    in any order.""")
+@_holds(
+    """a hook or rule that reads the index of a slot instead of coordinates. Caches store keys
+    in any order.""",
+    presumes=("steps_from_an_empty_cache_equal_the_whole",),
+)
 def storage_order_does_not_matter(case: Case) -> float:
     """The order in which tokens are stored does not matter."""
     positions = count_up(BATCH, LENGTH)
@@ -486,25 +656,28 @@ _LEFT = np.arange(PROMPT)[None] >= np.array([[0], [7]])
 _RIGHT = np.arange(PROMPT)[None] < np.array([[PROMPT], [5]])
 
 
-@_holds(_SUMS)
+@_holds(_SUMS, presumes=("steps_from_an_empty_cache_equal_the_whole",))
 def steps_after_left_padding_equal_rows_alone(case: Case) -> list[float]:
     """Steps after a prompt padded on the left equal rows alone."""
     return _continued(case, _LEFT, 3.0)
 
 
-@_holds(_SUMS)
+@_holds(_SUMS, presumes=("steps_from_an_empty_cache_equal_the_whole",))
 def steps_after_right_padding_equal_rows_alone(case: Case) -> list[float]:
     """Steps after a prompt padded on the right equal rows alone."""
     return _continued(case, _RIGHT, 3.0)
 
 
-@_holds(_SUMS)
+@_holds(_SUMS, presumes=("steps_from_an_empty_cache_equal_the_whole",))
 def nan_in_the_padding_of_a_prompt_stays_there(case: Case) -> list[float]:
     """NaN in the padding of a prompt stays there."""
     return _continued(case, _LEFT, np.nan) + _continued(case, _RIGHT, np.nan)
 
 
-@_holds("a hook that makes the coordinates of cached keys itself instead of reading them.")
+@_holds(
+    "a hook that makes the coordinates of cached keys itself instead of reading them.",
+    presumes=("steps_from_an_empty_cache_equal_the_whole",),
+)
 def coordinates_travel_with_the_cache(case: Case) -> float:
     """Coordinates travel with the cache."""
     axes = case.scheme.traits.num_axes
@@ -518,8 +691,11 @@ def coordinates_travel_with_the_cache(case: Case) -> float:
     return _difference(out, case.placed(case.x, coordinates=coordinates))
 
 
-@_holds("""`rules` or `attend` that read keys outside the window, or the slot of a key. First
-    tokens that stay visible are declared by num_sink_tokens.""")
+@_holds(
+    """`rules` or `attend` that read keys outside the window, or the slot of a key. First
+    tokens that stay visible are declared by num_sink_tokens.""",
+    presumes=("steps_from_an_empty_cache_equal_the_whole",),
+)
 def ring_cache_equals_the_whole(case: Case) -> float:
     """A ring cache of a window equals the whole."""
     window, chunks = 4, [3] * 3 + [1] * 4 + [3] * 2
