@@ -18,8 +18,8 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 
 
 # One of each loop of greedy decoding; `ONE_PASS` has the other decoders.
-GREEDY = "deepseek_v3", "t5", "swin"
-ONE_PASS = "gpt2", "bloom", "qwen2_vl", "gpt_oss", "gemma3", "deepseek_v3"
+GREEDY = "gemma2", "deepseek_v3", "qwen2_vl", "t5", "deberta_v2", "swin"
+ONE_PASS = "gpt2", "bloom", "ministral3", "gpt_oss", "gemma3", "deepseek_v3"
 
 
 @pytest.mark.parametrize(
