@@ -256,7 +256,7 @@ def test_heads_over_more_devices_than_key_heads():
 def test_sinks_are_checked_as_attention_checks_them(method):
     q, p = jnp.ones((1, 4, 2, 8)), at.count_up(1, 4)
     options = {"axis_name": "a", "q_positions": p, "k_positions": p, "method": method}
-    with pytest.raises(ValueError, match=r"sinks must be \[N\] = \(2,\), got \(1,\)"):
+    with pytest.raises(ValueError, match=r"sinks must be \[N\] = \(2,\) or .*, got \(1,\)"):
         sequence_parallel_attention(q, q, q, sinks=jnp.ones(1), **options)
     stick = build(pe.StickBreaking)
     with pytest.raises(NotImplementedError, match="none for sinks to take a share of"):
