@@ -296,7 +296,7 @@ MUTATIONS = [
              "if kind in MIXERS:", "if kind == LINEAR:",
              "tests/hf/test_layers.py"),
     Mutation("sinks are read in layers without a window", "hf/attention_options.py",
-             "and not (model_type.sinks_windowed_only and layer.window is None)", "",
+             "if model_type.sinks_windowed_only and layer.window is None", "if False",
              "tests/hf/test_layers.py"),
     Mutation("bases of single layers are ignored", "hf/varied_layers.py",
              "dataclasses.replace(settings, theta=float(theta))", "settings",

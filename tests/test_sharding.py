@@ -163,7 +163,8 @@ LAYERS = {  # The scheme, the method, the kind of mesh, and whether there are gr
 def test_layers_over_a_sharded_sequence(case):
     """One argument of a layer, on a mesh that shards the batch too."""
     scheme, method, kind, gradients = LAYERS[case]
-    spec = pe.LayerSpec(scheme, window=20, scale=0.3, sinks=True, softcap=9.0, qk_norm=pe.QKNorm())
+    settings = {"window": 20, "scale": 0.3, "softcap": 9.0, "qk_norm": pe.QKNorm()}
+    spec = pe.LayerSpec(scheme, sinks="projected", **settings)
     spread = SequenceParallel("sequence", method, "reference")
     options = {"position": spec, "num_kv_heads": 2, "head_dim": 8, "is_causal": True}
 

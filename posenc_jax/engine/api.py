@@ -333,7 +333,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
 
 
 def _sinks(sinks, shape: tuple[int, int, int], segment_ids: jax.Array | None) -> jax.Array:
-    """Returns sinks [N] or [B, T, N] as float32 [1 or B, T, N]; those of padding are zero."""
+    """Returns sinks [N] or [B, T, N] as float32 [1 or B, T, N], zero for padding."""
     sinks = jnp.asarray(sinks, jnp.float32)
     require(
         sinks.shape in (shape[2:], shape),

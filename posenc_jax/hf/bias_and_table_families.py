@@ -146,13 +146,21 @@ def wav2vec2_bert(config: TrackedConfig) -> Layers:
 
 
 def inkling(config: TrackedConfig) -> Layers:
-    """Reads biases by distance: in a window, and over all tokens with a temperature."""
+    """Reads biases by distance: in a window, and over all tokens with a temperature.
+
+    Inkling-2 has the same keys, and one for the norm to which weights of the biases are clipped.
+    """
     count, local_ids = layer_count(config), config.get("local_layer_ids")
     local_ids = {i for i in range(count) if (i + 1) % 6} if local_ids is None else {*local_ids}
     kinds = declared(config)
     if kinds is None:
         kinds = ["hybrid_sliding" if i in local_ids else "hybrid" for i in range(count)]
-    common = {"model_dim": config.need("hidden_size"), "rank": config.need("d_rel")}
+    common: dict[str, Any] = {"model_dim": config.need("hidden_size")}
+    common["rank"] = config.need("d_rel")
+    if "rel_l2_clip_threshold" in config.defaults:
+        common["clip"] = float(config.need("rel_l2_clip_threshold"))
+        ids = config.explicit("local_layer_ids")
+        config.check_ignored(ids is None, f"local_layer_ids={ids}")
     window, heads = config.need("sliding_window_size"), config.need("num_attention_heads")
     local = Inkling(num_heads=config.need("swa_num_attention_heads"), extent=window, **common)
     far = Inkling(

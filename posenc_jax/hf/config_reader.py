@@ -86,6 +86,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         rope_theta rotary_emb_base global_rope_theta local_rope_theta rope_local_base_freq
         compress_rope_theta partial_rotary_factor rotary_pct factor query_pre_attn_scalar
         rotary_embedding_base attn_logit_softcapping rms_norm_eps layer_norm_eps
+        qk_l2_clip_threshold rel_l2_clip_threshold
         """,
     ),
     "a number": (

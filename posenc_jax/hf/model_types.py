@@ -31,6 +31,7 @@ from posenc_jax.hf.rotary_families import (
     latent_scale,
 )
 from posenc_jax.qk_norm import QKNorm
+from posenc_jax.schemes.layer_spec import Sinks
 from posenc_jax.schemes.logit_scale.temperature import QueryTemperature
 
 ScaleReader = Callable[[TrackedConfig, int], float | None]
@@ -48,7 +49,7 @@ class ModelType:
       qk_norm: the normalisation of queries and keys, whose epsilon the config has.
       qk_norm_key: the key that switches the norm on; None: it is always on.
       qk_norm_rotating_only: whether only layers that rotate have the norm.
-      sinks: whether attention has sinks.
+      sinks: as in `LayerSpec`.
       sinks_windowed_only: whether only layers with a window have them.
       scale_key: the key for the factor on q . k, see `SCALE_POWERS`.
       scale: reads the factor of a layer in another way; None: the scheme's own.
@@ -66,7 +67,7 @@ class ModelType:
     qk_norm: QKNorm | None = None
     qk_norm_key: str | None = None
     qk_norm_rotating_only: bool = False
-    sinks: bool = False
+    sinks: Sinks = False
     sinks_windowed_only: bool = False
     scale_key: str | None = None
     scale: ScaleReader | None = None
@@ -382,6 +383,12 @@ MODEL_TYPES: dict[str, ModelType] = {
     ),
     "inkling_text": ModelType(
         other.inkling, unsupported="convolutions of keys and values", qk_norm=_RMS
+    ),
+    "inkling2_text": ModelType(
+        other.inkling,
+        unsupported="convolutions of keys and values, a norm of values, and a gate on its output",
+        qk_norm=QKNorm("clip", scale="per_head", threshold=1.0),
+        sinks="projected",
     ),
     "swin": ModelType(other.swin, unsupported="stages of different widths"),
     "swinv2": ModelType(other.swin_v2, unsupported="stages of different widths"),

@@ -5,8 +5,6 @@
 
 _NAMES = {
     "it has no attention": "falcon_mamba mamba mamba2 rwkv xlstm",
-    "its sinks are projections of each token, its queries and keys are clipped, and it has dynamic "
-    "convolutions": "inkling2_text",
     "its attention is the difference of two softmaxes": "diffllama",
     "its mask depends on values": "doge",
     "its queries attend to random blocks of keys": "big_bird bigbird_pegasus",

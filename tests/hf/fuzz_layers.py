@@ -24,7 +24,7 @@ def output(spec, layer, config, positions, seen):
         return jnp.concatenate(
             [spec.scheme.query({}, q, positions), spec.scheme.key({}, k, positions)], 2
         )
-    if config.model_type == "inkling_text":  # Between projection and norm there is a convolution.
+    if isinstance(spec.scheme, pe.Inkling):  # Between projection and norm there is a convolution.
         spec = dataclasses.replace(spec, qk_norm=None)
     params = None
     if spec.scheme.acts_in_attention:
@@ -43,7 +43,7 @@ def output(spec, layer, config, positions, seen):
 def layer_arrays(spec, layer, config):
     """The arrays of a layer, for `computed`."""
     q, k = projected(layer, config)
-    if config.model_type == "inkling_text":
+    if isinstance(spec.scheme, pe.Inkling):
         q, k = array(layer["q_norm"]), array(layer["k_norm"])
     arrays = {"q": q, "k": k, "v": values(layer, config), "x": array(layer["x"])}
     if spec.qk_norm is not None:
@@ -51,7 +51,8 @@ def layer_arrays(spec, layer, config):
             params = _norm_params(spec.qk_norm, layer, n, *arrays[n].shape[2:])
             arrays |= {f"{n}_norm.{name}": value for name, value in params.items()}
     if spec.sinks:
-        arrays["sinks"] = array(layer["module"].sinks)
+        logits = layer["sinks"] if spec.sinks == "projected" else layer["module"].sinks
+        arrays["sinks"] = array(logits)
     return arrays
 
 
@@ -195,7 +196,8 @@ def scheme_params(scheme, layer, seen):
     if isinstance(scheme, pe.Inkling):
         project = array(module.r_proj.weight).T
         project = project.reshape(-1, scheme.num_heads, scheme.rank)
-        return {"project": project, "bank": array(module.rel_logits_proj.proj)}
+        params = {"project": project, "bank": array(module.rel_logits_proj.proj)}
+        return params | ({} if scheme.clip is None else {"scale": array(module.rel_l2_clip.scale)})
     if isinstance(scheme, pe.DeBERTa):
         return _deberta_params(scheme, layer)
     if isinstance(scheme, pe.SSMax):

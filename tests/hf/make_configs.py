@@ -56,6 +56,7 @@ GEMMA4 = "gemma4_text", "gemma4_unified_text"
 KEYS_OF = {
     "cohere2_moe": ("mlp_layer_types",),
     "granitemoehybrid": ("layers_block_type",),
+    "inkling2_text": ("qk_l2_clip_threshold", "rel_l2_clip_threshold"),
     "jamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset"),
     "bamba": ("layers_block_type", "attn_layer_indices"),
     "bailing_hybrid": ("layer_group_size",),

@@ -140,9 +140,9 @@ def test_the_model_types_with_windows():
         == """
     afmoe beam cohere2 cohere2_moe cwm deepseek_v4 dots1 exaone4 exaone_moe flint gemma2 gemma3_text
     gemma3n_text gemma4_text gemma4_unified_text gpt_neo gpt_oss granite_swa granitemoe_swa
-    inkling_text kolibri1 laguna lfm3 mellum mimo_v2_flash minimax ministral ministral3 mistral
-    mixtral modernbert modernbert-decoder muse_spark_text olmo3 phi3 phimoe qwen2 qwen2_5_vl_text
-    qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3 starcoder2 vaultgemma
+    inkling2_text inkling_text kolibri1 laguna lfm3 mellum mimo_v2_flash minimax ministral
+    ministral3 mistral mixtral modernbert modernbert-decoder muse_spark_text olmo3 phi3 phimoe qwen2
+    qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3 starcoder2 vaultgemma
     """.split()
     )
 
