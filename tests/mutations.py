@@ -286,7 +286,7 @@ MUTATIONS = [
     Mutation("partial rotary factor is ignored", "hf/rope.py",
              "fraction = 1.0 if fraction is None else fraction", "fraction = 1.0",
              "tests/hf/test_hf.py tests/hf/test_golden.py"),
-    Mutation("GPT-2's scale does not fall with depth", "hf/bias_and_table_families.py",
+    Mutation("GPT-2's scale does not fall with depth", "hf/other_types.py",
              "/ (layer + 1)", "/ 1",
              "tests/hf/test_hf.py"),
     Mutation("softcap of Gemma 2 is ignored", "hf/attention_options.py",
@@ -298,7 +298,7 @@ MUTATIONS = [
     Mutation("sinks are read in layers without a window", "hf/attention_options.py",
              "if model_type.sinks_windowed_only and layer.window is None", "if False",
              "tests/hf/test_layers.py"),
-    Mutation("bases of single layers are ignored", "hf/varied_layers.py",
+    Mutation("bases of single layers are ignored", "hf/rotary_types.py",
              "dataclasses.replace(settings, theta=float(theta))", "settings",
              "tests/hf/test_layers.py"),
 ]

@@ -9,7 +9,8 @@ from typing import Any
 
 from posenc_jax.checks import divides, require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_causal, is_decoder
-from posenc_jax.hf.model_types import MODEL_TYPES, SCALE_POWERS, ModelType
+from posenc_jax.hf.model_type import SCALE_POWERS, ModelType
+from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.rope import refuse_by_length
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.additive.none import NoPE

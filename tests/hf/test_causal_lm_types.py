@@ -10,8 +10,7 @@ import pathlib
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.hf.model_types import MODEL_TYPES
-from posenc_jax.hf.not_read import NOT_READ
+from posenc_jax.hf.model_types import MODEL_TYPES, NOT_READ
 
 FILE = pathlib.Path(__file__).with_name("causal_lm_types.json")
 NAMES = json.loads(FILE.read_text())["model_types"]

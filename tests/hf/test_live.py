@@ -12,7 +12,7 @@ from hf import test_layers
 import posenc_jax as pe
 from posenc_jax.engine.mask import visible
 from posenc_jax.hf.model_types import MODEL_TYPES
-from posenc_jax.hf.rotary_families import Rotating
+from posenc_jax.hf.rotary import Rotating
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
