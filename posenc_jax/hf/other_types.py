@@ -72,6 +72,8 @@ TYPES: dict[str, ModelType] = {
         "bert bert-generation ernie megatron-bert roc_bert",
         multi_head(Table(), ALL, causality="is_decoder"),
     ),
+    "rembert": multi_head(Table(width="input_embedding_size"), ALL, causality="is_decoder"),
+    "openai-gpt": multi_head(Table(), ALL),
     "biogpt": multi_head(Table(offset=2), ALL),
     "distilbert": multi_head(Table(), ALL, causality="bidirectional"),
     "albert": multi_head(Table(width="embedding_size"), ALL, causality="bidirectional"),
@@ -133,18 +135,33 @@ def _gpt_neo(config: TrackedConfig) -> Layers:
 TYPES["gpt_neo"] = multi_head(_gpt_neo, (False, False, False, True), scale=unscaled)
 
 
-def _bart(config: TrackedConfig) -> Layers:
-    """Reads a learned table of positions in the encoder and in the decoder."""
+def _half(config: TrackedConfig, scheme: Scheme) -> Layers:
+    """Returns the layers of the encoder, or of the decoder."""
     decoder, count = is_decoder(config), config.need("num_hidden_layers")
-    table = LearnedAbsolute(
-        max_length=config.need("max_position_embeddings"),
-        model_dim=config.need("hidden_size"),
-        offset=2,
-    )
-    return (LayerSpec(table),) * (config.get("num_decoder_layers", count) if decoder else count)
+    return (LayerSpec(scheme),) * (config.get("num_decoder_layers", count) if decoder else count)
 
 
-TYPES |= alike("bart mbart mvp plbart", multi_head(_bart, ALL, causality="decoder"))
+def _bart(config: TrackedConfig, offset: int = 2) -> Layers:
+    """Reads a learned table of positions in the encoder and in the decoder."""
+    length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
+    return _half(config, LearnedAbsolute(max_length=length, model_dim=dim, offset=offset))
+
+
+def _blenderbot(config: TrackedConfig) -> Layers:
+    """Reads a table as BART's, without rows before position 0."""
+    return _bart(config, offset=0)
+
+
+def _marian(config: TrackedConfig) -> Layers:
+    """Reads sines and cosines in the encoder and in the decoder."""
+    return _half(config, Sinusoidal(model_dim=config.need("hidden_size"), layout="concat"))
+
+
+TYPES |= {
+    **alike("bart mbart mvp plbart", multi_head(_bart, ALL, causality="decoder")),
+    **alike("blenderbot blenderbot-small", multi_head(_blenderbot, ALL, causality="decoder")),
+    **alike("marian pegasus", multi_head(_marian, ALL, causality="decoder")),
+}
 
 
 def _whisper(config: TrackedConfig) -> Layers:
@@ -162,15 +179,13 @@ TYPES["whisper"] = multi_head(_whisper, (True, False, True, True), causality="de
 
 def _t5(config: TrackedConfig) -> Layers:
     """Reads T5's buckets: of both directions for the encoder, of the past for the decoder."""
-    decoder = is_decoder(config)
-    count = config.need("num_hidden_layers")
     scheme = T5(
         num_heads=config.need("num_attention_heads"),
         num_buckets=config.need("relative_attention_num_buckets"),
         max_distance=config.need("relative_attention_max_distance"),
-        bidirectional=not decoder,
+        bidirectional=not is_decoder(config),
     )
-    return (LayerSpec(scheme),) * (config.get("num_decoder_layers", count) if decoder else count)
+    return _half(config, scheme)
 
 
 TYPES |= alike(

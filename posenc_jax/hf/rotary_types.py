@@ -115,7 +115,7 @@ TYPES: dict[str, ModelType] = {
     # A window in some or all layers.
     **alike("mistral mixtral", ModelType(_WINDOWED, NONE)),
     "starcoder2": ModelType(_WINDOWED, ("use_bias",) * 4),
-    "phi3": ModelType(windowed(all_windowed, partial=True), NONE),
+    **alike("phi3 phi4_multimodal", ModelType(windowed(all_windowed, partial=True), NONE)),
     "phimoe": ModelType(_WINDOWED, BY_KEY),
     "qwen3_moe": ModelType(_WINDOWED, BY_KEY, qk_norm=RMS),
     "qwen2": ModelType(_LAST_WINDOWED, QKV),
@@ -175,6 +175,11 @@ TYPES: dict[str, ModelType] = {
             unsupported=GATE,
             qk_norm=GEMMA,
         ),
+    ),
+    "qwen4_exp_text": ModelType(
+        Multimodal("interleaved", kinds=_LINEAR_BUT_4TH, sections=(11, 11, 10), partial=True),
+        unsupported=f"keys that an indexer selects, and {GATE}",
+        qk_norm=GEMMA,
     ),
     # Multi-head latent attention.
     "deepseek_v2": ModelType(
@@ -254,6 +259,16 @@ def _gpt_neox(config: TrackedConfig) -> Layers:
 
 
 TYPES["gpt_neox"] = multi_head(_gpt_neox, BY_KEY)
+
+
+def _gpt_neox_japanese(config: TrackedConfig) -> Layers:
+    """Reads RoPE as GPT-NeoX's; its block adds the bias of the output."""
+    fraction = config.explicit("partial_rotary_factor")
+    config.check_ignored(fraction is None, f"partial_rotary_factor={fraction}")
+    return _gpt_neox(config)
+
+
+TYPES["gpt_neox_japanese"] = multi_head(_gpt_neox_japanese, NONE)
 
 
 def _minimax_m2(config: TrackedConfig) -> Layers:

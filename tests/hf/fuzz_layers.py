@@ -10,7 +10,7 @@ from hf.layer_arrays import computed
 
 import posenc_jax as pe
 
-BY_GROUP = "gpt_neox", "bloom", "persimmon", "falcon"
+BY_GROUP = "gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "falcon"
 
 
 def array(x):
@@ -68,6 +68,8 @@ def wanted(layer):
 
 def is_causal(layer):
     """Whether a layer of transformers hides later tokens, by its mask."""
+    if type(layer["module"]).__module__.endswith("modeling_openai"):
+        return True  # Its mask is a part of the layer.
     mask = layer.get("given", layer).get("attention_mask")
     if mask is None or mask.ndim != 4:
         return False  # Layers that are causal have a mask, as no fused function runs.
@@ -115,7 +117,7 @@ def projected(layer, config):
     else:
         dim = arguments["query"].shape[-1]
     q, k = array(layer["q"]), array(layer["k"])
-    if kind.startswith(("qwen3_next", "qwen3_5")):  # Beside the queries, a gate.
+    if kind.startswith(("qwen3_next", "qwen3_5", "qwen4_exp")):  # Beside the queries, a gate.
         q = q.reshape(*q.shape[:2], heads, 2, dim)[..., 0, :]
     return tuple(x.reshape(*x.shape[:2], -1, dim) for x in (q, k))
 
@@ -134,7 +136,7 @@ def values(layer, config):
 def _fused(x, config):
     """q, k and v of one projection [B, T, outputs]."""
     kind, heads = config.model_type, config.num_attention_heads
-    kv = config.num_key_value_heads if kind == "phi3" else heads
+    kv = config.num_key_value_heads if kind in ("phi3", "phi4_multimodal") else heads
     if kind == "falcon":
         kv = 1 if config.multi_query else heads
         kv = config.num_kv_heads if config.new_decoder_architecture else kv

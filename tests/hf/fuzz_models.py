@@ -129,7 +129,7 @@ def layers(model, events):
 def tables(model, events):
     """(weight or `None`, rows) of the tables of positions that were used at the input."""
     names = {id(module): name for name, module in model.named_modules()}
-    suffixes = "position_embeddings", "embed_positions", "wpe"
+    suffixes = "position_embeddings", "embed_positions", "wpe", "positions_embed"
     if model.config.model_type == "roformer":
         return []  # Its table has the sines and cosines of the rotation.
     return [

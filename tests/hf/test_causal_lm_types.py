@@ -28,6 +28,7 @@ READ_AS = {
     "moss_transcribe_diarize": "qwen3",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
 }
 TEXT_MODELS = {"mllama_text_model"}  # Listed, though they are no causal language models alone.
 
