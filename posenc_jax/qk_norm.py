@@ -2,15 +2,17 @@ r"""Normalisation of queries and keys after their projection, before or after th
 
     rms     y = x / sqrt(mean(x^2) + epsilon) * (scale + scale_offset)
     layer   y = (x - mean(x)) / sqrt(var(x) + epsilon) * (scale + scale_offset) + bias
+    clip    y = z min(1, threshold / (|z| + epsilon)),   z = x * (scale + scale_offset)
 
-Means are over one head (Qwen3, Gemma 3), or over all heads of a token (OLMo 2).
+Means and the norm |z| are over one head (Qwen3, Gemma 3; Inkling-2 clips), or over all heads of a
+token (OLMo 2).
 
 Papers: Henry et al. Query-Key Normalization for Transformers. 2020.
 https://arxiv.org/abs/2010.04245
 Dehghani et al. Scaling Vision Transformers to 22 Billion Parameters. 2023.
 https://arxiv.org/abs/2302.05442
 Reference code: huggingface/transformers 5.23, modeling_*.py of the model types in
-`posenc_jax/hf/model_types.py`.
+`posenc_jax/hf/rotary_types.py`.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import array_of_rank, finite, not_negative, one_of, require
+from posenc_jax.checks import array_of_rank, finite, not_negative, one_of, positive, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,34 +29,38 @@ class QKNorm:
     """QK-norm: how an attention layer normalises its queries and its keys.
 
     Attributes:
-      kind: "rms" or "layer", with the mean subtracted.
+      kind: "rms"; "layer", with the mean subtracted; or "clip", which shortens vectors that are
+        longer than the threshold.
       over: extent of the mean: "head", H numbers, or "projection", the N H numbers of a token.
       scale: the shape of the learned scale: "shared" by heads, [H]; "per_head", [N, H]; "none".
       scale_offset: a number added to the scale; 1 where weights store the scale minus 1 (Gemma).
       use_bias: whether there is a learned bias, shaped like the scale.
-      epsilon: a number added to the mean square.
+      epsilon: a number added to the mean square, or to the norm |z|.
       after_rotation: whether it follows the position encoding of q and k (HunYuan) instead of
         preceding it.
+      threshold: the largest norm of a vector, for "clip".
 
     Raises:
-      ValueError: for unknown words, a negative epsilon, a bias without a scale, and one scale
-        shared by the heads of a projection.
+      ValueError: for unknown words, a negative epsilon, a bias without a scale or of a clip, one
+        scale shared by the heads of a projection, and a threshold that is not positive, is
+        missing for a clip or is given for another kind.
 
     >>> norm = QKNorm(epsilon=0.0)
     >>> norm(norm.init(num_heads=1, head_dim=2), jnp.array([[[[1.0, 7.0]]]]))
     Array([[[[0.2, 1.4]]]], dtype=float32)
     """
 
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer", "clip"] = "rms"
     over: Literal["head", "projection"] = "head"
     scale: Literal["shared", "per_head", "none"] = "shared"
     scale_offset: float = 0.0
     use_bias: bool = False
     epsilon: float = 1e-6
     after_rotation: bool = False
+    threshold: float | None = None
 
     def __post_init__(self):
-        one_of("QKNorm", ("rms", "layer"), kind=self.kind)
+        one_of("QKNorm", ("rms", "layer", "clip"), kind=self.kind)
         one_of("QKNorm", ("head", "projection"), over=self.over)
         one_of("QKNorm", ("shared", "per_head", "none"), scale=self.scale)
         finite("QKNorm", scale_offset=self.scale_offset, epsilon=self.epsilon)
@@ -63,6 +69,14 @@ class QKNorm:
             not (self.use_bias and self.scale == "none"),
             "QKNorm: use_bias=True needs a scale, got scale='none'.",
         )
+        require(
+            (self.kind == "clip") == (self.threshold is not None),
+            f"QKNorm: kind='clip' alone has a threshold, got kind={self.kind!r} and "
+            f"threshold={self.threshold}.",
+        )
+        if self.threshold is not None:
+            positive("QKNorm", threshold=self.threshold)
+            require(not self.use_bias, "QKNorm: kind='clip' has no bias, got use_bias=True.")
         require(
             self.over == "head" or self.scale != "shared",
             "QKNorm: over='projection' has one scale per head, scale='per_head', or 'none', got "
@@ -93,11 +107,17 @@ class QKNorm:
         y = x.astype(jnp.float32)
         if self.kind == "layer":
             y = y - y.mean(axes, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(axes, keepdims=True) + self.epsilon)
+        if self.kind != "clip":
+            y = y * jax.lax.rsqrt(jnp.square(y).mean(axes, keepdims=True) + self.epsilon)
         if self.scale != "none":
             y = y * _of_heads(params["scale"] + self.scale_offset)
         if self.use_bias:
             y = y + _of_heads(params["bias"])
+        if self.threshold is not None:
+            squares = jnp.square(y).sum(axes, keepdims=True)
+            # A vector of zeros has no gradient, where the root's would be infinite.
+            norm = jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
+            y = y * jnp.minimum(self.threshold / (norm + self.epsilon), 1.0)
         return y.astype(x.dtype)
 
 

@@ -66,7 +66,7 @@ def sequence_parallel_attention(
       q_positions: integers [B, T], of these queries in the whole sequence.
       k_positions: integers [B, S].
       method: "ring" or "all_gather"; see the top of the file.
-      sinks: [N], as in `attention`.
+      sinks: [N], or [B, T, N] for this device's queries, as in `attention`.
       **options: further arguments of `attention`, each for this device's tokens. `mask`
         and dropout, which go by slots and not by positions, are refused.
 

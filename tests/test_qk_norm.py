@@ -19,6 +19,26 @@ NORM = pe.QKNorm(epsilon=0.01, scale_offset=1.0)
 LAYER = pe.LayerSpec(ROPE, 4, scale=0.5, softcap=3.0, sinks=True, qk_norm=NORM)
 
 
+def test_a_clip_is_its_formula_in_float64():
+    norm = pe.QKNorm("clip", scale="per_head", threshold=2.0)
+    x = np.random.RandomState(0).standard_normal((2, 5, N, H)).astype(np.float32)
+    x[0, 0] = 0.0  # As padding is.
+    scale = linspace(0.3, 1.5, N * H).reshape(N, H)
+    z = np.float64(x) * scale
+    length = np.sqrt((z**2).sum(-1, keepdims=True))
+    clipped = length > 2.0
+    assert 0.1 < clipped.mean() < 0.9
+    expected = np.where(clipped, z * 2.0 / (length + 1e-6), z)
+    out, pull = jax.vjp(lambda x: norm({"scale": scale}, x), x)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    d_out = np.random.RandomState(1).standard_normal(x.shape).astype(np.float32)
+    unit = np.where(clipped, z / np.maximum(length, 1e-9), 0.0)
+    d_z = d_out - unit * (unit * d_out).sum(-1, keepdims=True)
+    d_z *= np.where(clipped, 2.0 / np.maximum(length, 1e-9), 1.0)
+    np.testing.assert_allclose(pull(d_out)[0], d_z * scale, atol=1e-5)
+    assert norm.init(N, H)["scale"].shape == (N, H) and pe.QKNorm().threshold is None
+
+
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("over, scale", [("head", "shared"), ("projection", "per_head")])
 def test_a_norm_is_its_formula_in_float64(kind, over, scale):
@@ -162,6 +182,10 @@ def test_errors():
         pe.LayerSpec(ROPE, softcap=0)
     with pytest.raises(ValueError, match=r"kind must be one of .*, got 'batch'"):
         pe.QKNorm("batch")
+    with pytest.raises(ValueError, match="kind='clip' alone has a threshold, got kind='rms' and"):
+        pe.QKNorm(threshold=3.0)
+    with pytest.raises(ValueError, match="threshold must be positive, got -1"):
+        pe.QKNorm("clip", threshold=-1.0)
     with pytest.raises(ValueError, match="use_bias=True needs a scale"):
         pe.QKNorm(scale="none", use_bias=True)
     with pytest.raises(ValueError, match="over='projection' has one scale per head"):

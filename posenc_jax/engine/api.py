@@ -18,7 +18,7 @@ from posenc_jax.engine.functions import with_functions_by_value
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.pallas import Pallas
-from posenc_jax.engine.problem import Implementation, Problem
+from posenc_jax.engine.problem import Implementation, Problem, zero_where
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.xla import XLA
@@ -41,7 +41,7 @@ def attention(
 
 def with_batch_of_one(options: dict[str, Any]) -> dict[str, Any]:
     """Returns options of attention without a batch axis with one; tokens may lack it anyway."""
-    ranks = {"mask": (3, 0), "prefix_length": (0, 0)}
+    ranks = {"mask": (3, 0), "prefix_length": (0, 0), "sinks": (2, 0)}
     ranks |= dict.fromkeys(("coordinates", "q_coordinates", "k_coordinates"), (2, 1))
     known = {n: (options[n], *ranks[n]) for n in ranks if options.get(n) is not None}
     return options | {
@@ -119,7 +119,8 @@ def attention(
       prefix_length: integers [B]; keys at positions below it are seen by every query.
       scale: the factor on q . k and on scaled terms. Default 1 / sqrt(H).
       softcap: logits become `softcap * tanh(logits / softcap)`.
-      sinks: [N], a logit per head that takes its share of the softmax and has no value.
+      sinks: [N] or [B, T, N], a logit per head, or per query and head, that takes its share of
+        the softmax and has no value.
       dropout_rate: share of the weights that are dropped; needs `dropout_key`.
       dropout_key: a JAX random key.
       return_lse: whether to return the log-sum-exp of the logits too.
@@ -294,15 +295,10 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     if call.mask is not None:
         _check_mask(call.mask, (batch, num_heads, length, keys))
     sinks, prefix, key = call.sinks, call.prefix_length, call.dropout_key
-    if sinks is not None:
-        sinks = jnp.asarray(sinks, jnp.float32)
-        shape = (num_heads,)
-        require(sinks.shape == shape, f"attention: sinks must be [N] = {shape}, got {sinks.shape}.")
-        if not all(rule.normalized for rule in rules):
-            raise NotImplementedError(
-                "attention: a rule replaces the softmax, so there is none for sinks to take a "
-                "share of."
-            )
+    if sinks is not None and not all(rule.normalized for rule in rules):
+        raise NotImplementedError(
+            "attention: a rule replaces the softmax, so there is none for sinks to take a share of."
+        )
     if prefix is not None:
         array_of_rank("attention", "prefix_length", prefix, 1, "[B]")
         prefix = integer_positions("attention", prefix, "prefix_length")
@@ -314,6 +310,9 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
             call.is_causal or call.window is not None,
             "attention: prefix_length does nothing without is_causal or a window.",
         )
+    tokens = _tokens(batch, length, keys, bool(rules), call)
+    if sinks is not None:
+        sinks = _sinks(sinks, (batch, length, num_heads), tokens["q_segment_ids"])
     return Problem(
         q=q,
         k=k,
@@ -331,8 +330,20 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         scale=dim**-0.5 if call.scale is None else float(call.scale),
         softcap=None if call.softcap is None else float(call.softcap),
         dropout_rate=float(call.dropout_rate),
-        **_tokens(batch, length, keys, bool(rules), call),
+        **tokens,
     )
+
+
+def _sinks(sinks, shape: tuple[int, int, int], segment_ids: jax.Array | None) -> jax.Array:
+    """Returns sinks [N] or [B, T, N] as float32 [1 or B, T, N], zero for padding."""
+    sinks = jnp.asarray(sinks, jnp.float32)
+    require(
+        sinks.shape in (shape[2:], shape),
+        f"attention: sinks must be [N] = {shape[2:]} or [B, T, N] = {shape}, got {sinks.shape}.",
+    )
+    if sinks.ndim == 1:
+        return jnp.broadcast_to(sinks, (1, *shape[1:]))
+    return sinks if segment_ids is None else zero_where(segment_ids < 0, sinks)
 
 
 def _check_arrays(q, k, v) -> None:

@@ -222,7 +222,7 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
     x = jnp.where(seen & ~jnp.isneginf(x), x, -jnp.inf)
     lse = jax.nn.logsumexp(x, -1)
     if p.sinks is not None:
-        lse = jnp.logaddexp(lse, p.sinks[None, :, None])
+        lse = jnp.logaddexp(lse, jnp.moveaxis(p.sinks, 1, 2))
     shift = jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]
     weights = jnp.exp(x - shift if p.normalized else x)
     if p.dropout_seeds is not None:

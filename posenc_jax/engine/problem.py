@@ -13,7 +13,7 @@ from posenc_jax.engine.mask import MASK_VALUE, visible
 from posenc_jax.engine.rules import STATIC, Rule, Sizes
 
 _SIDES = {
-    "q": (("q", "q_positions", "q_coordinates", "q_segment_ids", "q_slots"), 2),
+    "q": (("q", "q_positions", "q_coordinates", "q_segment_ids", "q_slots", "sinks"), 2),
     "k": (("k", "v", "k_positions", "k_coordinates", "k_segment_ids", "k_slots"), 3),
 }
 """Arrays that belong to queries and to keys, and the axis of the mask that does."""
@@ -30,7 +30,7 @@ _AXES = {
     "q_segment_ids": "BT",
     "k_segment_ids": "BS",
     "prefix_length": "B",
-    "sinks": "N",
+    "sinks": "BTN",
     "dropout_seeds": "BN",
     "q_slots": "BT",
     "k_slots": "BS",
@@ -54,7 +54,7 @@ class Problem:
       q_coordinates, k_coordinates: int32 or float32 [B, T], [B, S] or [B, T, A], [B, S, A].
       q_segment_ids, k_segment_ids: int32 [B, T], [B, S], or both None.
       prefix_length: int32 [B], or None.
-      sinks: float32 [N], or None.
+      sinks: float32 [1 or B, T, N], or None.
       dropout_seeds: of `make_dropout_seeds`, uint32 [B, N, 2], or None.
       q_slots, k_slots: int32 [1, T], [1 or B, S], the slots that dropout hashes.
       contiguous: T = S, q and k have the same positions and coordinates, which grow by
@@ -305,8 +305,7 @@ def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, j
     """
     if p.sinks is None:
         return out.astype(p.q.dtype), lse
-    sinks = p.sinks[None, None]
-    total = jnp.logaddexp(lse, sinks)
+    total = jnp.logaddexp(lse, p.sinks)
     share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
     return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), total
 

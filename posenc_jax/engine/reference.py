@@ -43,7 +43,7 @@ class Reference(Implementation):
         # Rules on whole rows hide keys by -inf, too; a row of them has no gradient.
         logits = jnp.where(seen & ~jnp.isneginf(logits), logits, -jnp.inf)
         if p.sinks is not None:
-            sinks = p.sinks[None, :, None, None]
+            sinks = jnp.moveaxis(p.sinks, 1, 2)[..., None]
             logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*logits.shape[:3], 1))], -1)
 
         lse = jax.nn.logsumexp(logits, -1)

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from posenc_jax.checks import require
 from posenc_jax.hf.attention_options import attention_options, with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
-from posenc_jax.hf.model_types import MODEL_TYPES
-from posenc_jax.hf.not_read import NOT_READ
+from posenc_jax.hf.model_types import MODEL_TYPES, NOT_READ
 from posenc_jax.hf.rope import RopeSettings, write_rope
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.rotary.layouts import rotary_dims

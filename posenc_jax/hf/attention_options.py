@@ -9,7 +9,8 @@ from typing import Any
 
 from posenc_jax.checks import divides, require
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_causal, is_decoder
-from posenc_jax.hf.model_types import MODEL_TYPES, SCALE_POWERS, ModelType
+from posenc_jax.hf.model_type import SCALE_POWERS, ModelType
+from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.rope import refuse_by_length
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.additive.none import NoPE
@@ -50,8 +51,9 @@ def with_attention_settings(
             layer,
             scale=_logit_scale(config, model_type, i),
             softcap=None if softcap is None else float(softcap),
-            sinks=model_type.sinks
-            and not (model_type.sinks_windowed_only and layer.window is None),
+            sinks=False
+            if model_type.sinks_windowed_only and layer.window is None
+            else model_type.sinks,
             qk_norm=qk_norm
             if isinstance(layer.scheme, Rotary) or not model_type.qk_norm_rotating_only
             else None,
@@ -70,6 +72,8 @@ def _qk_norm(config: TrackedConfig, model_type: ModelType) -> QKNorm | None:
         )
     if norm is None or (model_type.qk_norm_key and not config.need(model_type.qk_norm_key)):
         return None
+    if norm.kind == "clip":
+        return dataclasses.replace(norm, threshold=float(config.need("qk_l2_clip_threshold")))
     epsilon = "layer_norm_eps" if norm.kind == "layer" else "rms_norm_eps"
     return dataclasses.replace(norm, epsilon=float(config.need(epsilon)))
 

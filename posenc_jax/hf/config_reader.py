@@ -62,11 +62,12 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a positive integer": (
         lambda x: _integer(x) and x > 0,
         """
-        hidden_size embedding_size num_attention_heads swa_num_attention_heads num_hidden_layers
-        num_decoder_layers head_dim global_head_dim qk_rope_head_dim max_position_embeddings
-        original_max_position_embeddings max_target_positions attention_chunk_size local_attention
-        sliding_window_size window_size floor_scale no_rope_layer_interval rotary_dim rel_extent
-        d_rel relative_attention_num_buckets relative_attention_max_distance num_key_value_heads
+        hidden_size embedding_size input_embedding_size num_attention_heads swa_num_attention_heads
+        num_hidden_layers num_decoder_layers head_dim global_head_dim qk_rope_head_dim
+        max_position_embeddings original_max_position_embeddings max_target_positions
+        attention_chunk_size local_attention sliding_window_size window_size floor_scale
+        no_rope_layer_interval rotary_dim rel_extent d_rel relative_attention_num_buckets
+        relative_attention_max_distance num_key_value_heads
         num_kv_heads decoder_attention_heads attn_layer_period
         """,
     ),
@@ -86,6 +87,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         rope_theta rotary_emb_base global_rope_theta local_rope_theta rope_local_base_freq
         compress_rope_theta partial_rotary_factor rotary_pct factor query_pre_attn_scalar
         rotary_embedding_base attn_logit_softcapping rms_norm_eps layer_norm_eps
+        qk_l2_clip_threshold rel_l2_clip_threshold
         """,
     ),
     "a number": (

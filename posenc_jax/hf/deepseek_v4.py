@@ -7,6 +7,7 @@ from typing import Any
 
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
 from posenc_jax.hf.layer_kinds import LOCAL
+from posenc_jax.hf.model_type import Layers, ModelType
 from posenc_jax.hf.rope import read_rope, refuse_by_length, rope_dict
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.rotary.vo_rope import VORoPE
@@ -16,7 +17,7 @@ _KINDS = {0: LOCAL, 4: "compressed_sparse_attention", 128: "heavily_compressed_a
 _LABELS = "main", "compress"
 
 
-def deepseek_v4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
+def _deepseek_v4(config: TrackedConfig) -> Layers:
     """Reads RoPE on q, k and v, with another base in compressing layers.
 
     Every layer has the window. A compressing layer also attends to compressed entries, whose keys
@@ -101,3 +102,12 @@ def _kinds(config: TrackedConfig) -> list[str]:
     unknown = sorted(set(kinds) - set(_KINDS.values()))
     config.check(not unknown, f"layer_types {unknown}")
     return kinds
+
+
+TYPES = {
+    "deepseek_v4": ModelType(
+        _deepseek_v4,
+        unsupported="one array for keys and values, and compressed entries",
+        sinks=True,
+    )
+}

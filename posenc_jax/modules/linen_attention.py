@@ -27,10 +27,11 @@ from posenc_jax.modules.shared import (
     has_bias,
     init_of_projection,
     layer_spec,
+    sinks_of,
     zeros_are_empty,
 )
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.layer_spec import LayerSpec, Sinks
 from posenc_jax.schemes.scheme import Scheme, check_sizes
 
 _kernel_init = nn.initializers.lecun_normal()
@@ -52,7 +53,8 @@ class Attention(AttentionLayer, nn.Module):
       is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
       scale: the factor on q . k. Default: the scheme's own.
       qk_norm: the norm of queries and keys. Default: none.
-      sinks: whether each head has a learned logit without a value, as in gpt-oss.
+      sinks: whether each head has a logit without a value: True, a learned one (gpt-oss), or
+        "projected", one that is projected from the input of each query (Inkling-2).
       dropout_rate: share of the attention weights that are dropped.
       deterministic: whether to drop no weights; the argument of a call overrides it.
       decode: whether calls use and update a `KVCache` in the collection "cache", as in
@@ -86,7 +88,7 @@ class Attention(AttentionLayer, nn.Module):
     softcap: float | None = None
     scale: float | None = None
     qk_norm: QKNorm | None = None
-    sinks: bool = False
+    sinks: Sinks = False
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     decode: bool = False
@@ -218,8 +220,12 @@ class Attention(AttentionLayer, nn.Module):
             tables=options.get("tables"),
         )
         if spec.sinks:
-            init = named(nn.initializers.zeros, self.axis_names, ("num_heads",))
-            sinks = self.param("sinks", init, (self.num_heads,), jnp.float32)
+            init, sizes, shape = nn.initializers.zeros, ("num_heads",), (self.num_heads,)
+            if spec.sinks == "projected":
+                init = init_of_projection("kernel_init", self.kernel_init, "sinks", _kernel_init)
+                sizes, shape = ("model_dim", *sizes), (inputs_q.shape[-1], *shape)
+            init = named(init, self.axis_names, sizes)
+            sinks = sinks_of(self.param("sinks", init, shape, jnp.float32), inputs_q)
         if self.decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
             variable, cache = self._stored_cache(

@@ -29,9 +29,10 @@ from posenc_jax.modules.shared import (
     has_bias,
     init_of_projection,
     layer_spec,
+    sinks_of,
 )
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.layer_spec import LayerSpec
+from posenc_jax.schemes.layer_spec import LayerSpec, Sinks
 from posenc_jax.schemes.scheme import Scheme, check_sizes
 
 _kernel_init = nnx.initializers.lecun_normal()
@@ -107,7 +108,7 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
         softcap: float | None = None,
         scale: float | None = None,
         qk_norm: QKNorm | None = None,
-        sinks: bool = False,
+        sinks: Sinks = False,
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
         decode: bool | None = None,
@@ -138,7 +139,8 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
           is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
           scale: the factor on q . k. Default: the scheme's own.
           qk_norm: the norm of queries and keys. Default: none.
-          sinks: whether each head has a learned logit without a value, as in gpt-oss.
+          sinks: whether each head has a logit without a value: True, a learned one (gpt-oss), or
+            "projected", one that is projected from the input of each query (Inkling-2).
           dropout_rate: share of the attention weights that are dropped.
           deterministic: whether to drop no weights, as in `nnx.MultiHeadAttention`; `train()` and
             `eval()` set it, and the argument of a call overrides it.
@@ -218,9 +220,13 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
             return settings and HeadNorm(settings, heads[name], head_dim, sizes, axis_names)
 
         self.query_norm, self.key_norm = norm("query"), norm("key")
-        metadata = metadata_of(axis_names, ("num_heads",))
-        logits = nnx.Param(jnp.zeros((num_heads,), jnp.float32), **metadata)
-        self.sinks = logits if self.settings.sinks else None
+        logits, sizes = jnp.zeros((num_heads,), jnp.float32), ("num_heads",)
+        if self.settings.sinks == "projected":
+            init = init_of_projection("kernel_init", kernel_init, "sinks", _kernel_init)
+            logits = init(rngs.params(), (model_dim, num_heads), jnp.float32)
+            sizes = ("model_dim", *sizes)
+        param = nnx.Param(logits, **metadata_of(axis_names, sizes))
+        self.sinks = param if self.settings.sinks else None
         self.deterministic, self.decode = deterministic, decode
         self.kv_cache: nnx.Cache[KVCache] | None = nnx.data(None)
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
@@ -313,7 +319,7 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
             NNXCallOptions.__annotations__,
             inputs_q.shape[:2],
             to_itself=inputs_k is None,
-            sinks=None if self.sinks is None else self.sinks[...],
+            sinks=None if self.sinks is None else sinks_of(self.sinks[...], inputs_q),
             cache=cache,
             dropout_key=self._dropout_key(rngs) if self.drops(deterministic) else None,
         )

@@ -353,6 +353,13 @@ class AttentionLayer:
         )
 
 
+def sinks_of(param: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the sinks of a layer: its parameter [N], or x [B, T, D] times its kernel [D, N]."""
+    if param.ndim == 1:
+        return param
+    return jnp.einsum("btd,dn->btn", x.astype(jnp.float32), param, precision="highest")
+
+
 def new_params(scheme: Scheme, key: jax.Array) -> Params:
     """Returns `scheme.init(key)` in float32, also with 64-bit types enabled."""
     return jax.tree.map(

@@ -86,7 +86,8 @@ def short_convolution(
     Args:
       x: [B, T, F], or with more axes of channels, [B, T, N, H].
       kernel: [W, F], or [W, N, H]; the last row multiplies the token itself, as in
-        `torch.nn.Conv1d`.
+        `torch.nn.Conv1d`. A dynamic convolution has a kernel per token, [B, T, W, F] or
+        [B, T, W, N, H]. Channels share an axis of size one.
       segment_ids: int32 [B, T], below zero for padding, or None for one segment. The tokens of a
         segment must be consecutive, but for padding.
       state: the state returned for the tokens before these: the last W - 1 of them and their
@@ -104,17 +105,21 @@ def short_convolution(
     Array([ 1., 12.], dtype=float32)
     """
     name = "short_convolution"
+    taps = kernel if kernel.ndim > x.ndim else kernel[None, None]
+    width, sizes = taps.shape[2:3], taps.shape[:2] + taps.shape[3:]
     require(
-        x.ndim >= 3 and kernel.shape[:1] > (0,) and kernel.shape[1:] == x.shape[2:],
-        f"{name}: x and kernel must be [B, T, F] and [W, F], or with more axes than F, got "
-        f"{x.shape} and {kernel.shape}.",
+        x.ndim >= 3
+        and width > (0,)
+        and len(sizes) == x.ndim
+        and all(size in (1, n) for size, n in zip(sizes, x.shape, strict=True)),
+        f"{name}: x and kernel must be [B, T, F] and [W, F] or [B, T, W, F], or with more axes "
+        f"than F, got {x.shape} and {kernel.shape}.",
     )
     if segment_ids is not None:
         segment_ids = segments(name, segment_ids, x.shape[:2])
-    before = kernel.shape[0] - 1
-    past, state = preceding_tokens(x, segment_ids, state, before)
-    kernel = kernel.astype(jnp.float32)
-    out = x.astype(jnp.float32) * kernel[-1][None, None]
-    for row, (token, _) in zip(kernel[:-1][::-1], past, strict=True):
-        out += token.astype(jnp.float32) * row[None, None]
+    past, state = preceding_tokens(x, segment_ids, state, width[0] - 1)
+    taps = jnp.moveaxis(taps.astype(jnp.float32), 2, 0)
+    out = x.astype(jnp.float32) * taps[-1]
+    for tap, (token, _) in zip(taps[:-1][::-1], past, strict=True):
+        out += token.astype(jnp.float32) * tap
     return out.astype(x.dtype), state

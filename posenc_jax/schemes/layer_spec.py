@@ -34,6 +34,7 @@ from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.scheme import Scheme, check_scheme
 
 Mixer = Literal["attention", "linear_attention", "state_space", "convolution"]
+Sinks = bool | Literal["projected"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ class LayerSpec:
         no chunks.
       scale: the factor on q . k; None: the scheme's own.
       softcap: as in `attention`; None: no cap.
-      sinks: whether the softmax includes a learned logit of each head, without a value.
+      sinks: whether the softmax includes a logit of each head without a value: True, one that is
+        learned (gpt-oss); "projected", one that is projected from each query's token (Inkling-2).
       qk_norm: the normalisation of queries and keys; None: none.
       mixer: the operation that mixes tokens: "attention", "linear_attention", "state_space"
         (Mamba) or "convolution".
@@ -58,7 +60,8 @@ class LayerSpec:
     Raises:
       TypeError: if scheme is not a `Scheme`, or qk_norm no `QKNorm`.
       ValueError, TypeError: for an invalid window, chunk size, scale or softcap.
-      ValueError: for an unknown mixer, and for settings of attention beside another mixer.
+      ValueError: for an unknown mixer or form of sinks, and for settings of attention beside
+        another mixer.
 
     >>> LayerSpec(pe.RoPE(head_dim=8), window=512).window
     512
@@ -69,7 +72,7 @@ class LayerSpec:
     chunk_size: int | None = None
     scale: float | None = None
     softcap: float | None = None
-    sinks: bool = False
+    sinks: Sinks = False
     qk_norm: QKNorm | None = None
     mixer: Mixer = "attention"
 
@@ -88,6 +91,10 @@ class LayerSpec:
             f"LayerSpec: chunk_size must be an integer from 1, got {size!r}.",
         )
         one_of("LayerSpec", get_args(Mixer), mixer=self.mixer)
+        require(
+            self.sinks in (False, True, "projected"),
+            f"LayerSpec: sinks must be True, False or 'projected', got {self.sinks!r}.",
+        )
         others = self.window, size, self.scale, self.softcap, self.qk_norm
         require(
             self.mixer == "attention"

@@ -38,7 +38,10 @@ FEATURES = {
     "both_ways_segments": lambda t: {"q_segment_ids": _segments(t), "contiguous": True},
     "prefix": lambda t: {"is_causal": True, "prefix_length": np.array([100, 20], np.int32)},
     "softcap": lambda t: {"is_causal": True, "softcap": 3.0},
-    "sinks": lambda t: {"is_causal": True, "sinks": np.array([0.3, -1.0], np.float32)},
+    "sinks": lambda t: {
+        "is_causal": True,
+        "sinks": np.linspace(-1.0, 3.0, B * t * 2, dtype=np.float32).reshape(B, t, 2),
+    },
     "everything": lambda t: {
         "is_causal": True,
         "prefix_length": np.array([100, 40], np.int32),

@@ -45,7 +45,10 @@ FEATURES = {
         "softcap": 3.0,
         "sinks": np.linspace(-1.0, 2.0, N, dtype=np.float32),
     },
-    "sinks": lambda: {"is_causal": True, "sinks": np.linspace(-1.0, 2.0, N, dtype=np.float32)},
+    "sinks": lambda: {
+        "is_causal": True,
+        "sinks": np.linspace(-2.0, 3.0, B * T * N, dtype=np.float32).reshape(B, T, N),
+    },
     "mask": lambda: {"mask": np.random.default_rng(6).random((1, N, T, T)) < 0.4},
     "prefix_mask": lambda: FEATURES["prefix"]() | FEATURES["mask"](),
     "dropout": lambda: {
@@ -194,14 +197,23 @@ def test_the_reference_reads_what_is_seen_from_the_options():
 
 
 @pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS.values()), ids=repr)
-@pytest.mark.parametrize("window", [pytest.param(None, marks=one_of_all), 3])
-def test_equals_what_is_written_in_the_paper(implementation, window):
-    """Float64 loops over heads, queries and keys: GQA, a bias, softcap, sinks, segments."""
+@pytest.mark.parametrize(
+    ("window", "per_query"), [pytest.param(None, False, marks=one_of_all), (3, True)]
+)
+def test_equals_what_is_written_in_the_paper(implementation, window, per_query):
+    """Float64 loops over heads, queries and keys: GQA, a bias, softcap, sinks, segments.
+
+    With w the share of a sink, the derivative of log-sum-exp and output by it is w and - w out.
+    """
     rng = np.random.default_rng(0)
     length = 9
     q, k, v = (rng.normal(size=(1, length, n, 4)) for n in (4, 2, 2))
-    slopes, sinks, cap, scale = 2.0 ** -np.arange(2, 10, 2.0), rng.normal(size=4), 4.0, 0.3
+    slopes, cap, scale = 2.0 ** -np.arange(2, 10, 2.0), 4.0, 0.3
     segments = np.array([[0, 0, 0, 1, 1, 1, 1, -1, 1]])
+    given = rng.normal(size=(1, length, 4) if per_query else 4).astype(np.float32)
+    sinks = np.broadcast_to(given, (1, length, 4)).astype(np.float64)
+    if per_query:  # Of padding they are not read.
+        given[:, 7], sinks[:, 7] = np.nan, 0.0
     out, lse = np.zeros((1, length, 4, 4)), np.full((1, length, 4), -np.inf)
     for n in range(4):
         for i in range(length):
@@ -214,21 +226,30 @@ def test_equals_what_is_written_in_the_paper(implementation, window):
                 cap * np.tanh((scale * q[0, i, n] @ k[0, j, n // 2] - slopes[n] * (i - j)) / cap)
                 for j in sees
             ]
-            total = np.exp(sinks[n]) + sum(np.exp(x) for x in logits)
+            total = np.exp(sinks[0, i, n]) + sum(np.exp(x) for x in logits)
             lse[0, i, n] = np.log(total)
             for j, x in zip(sees, logits, strict=True):
                 out[0, i, n] += np.exp(x) / total * v[0, j, n // 2]
-    got, got_lse = pe.attention(
-        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
-        rules=pe.ALiBi(num_heads=4).rules({}),
-        is_causal=True,
-        window=window,
-        scale=scale,
-        softcap=cap,
-        sinks=jnp.asarray(sinks, jnp.float32),
-        q_segment_ids=jnp.asarray(segments),
-        return_lse=True,
-        implementation=implementation,
-    )
+
+    def attend(sinks):
+        return pe.attention(
+            *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
+            rules=pe.ALiBi(num_heads=4).rules({}),
+            is_causal=True,
+            window=window,
+            scale=scale,
+            softcap=cap,
+            sinks=sinks,
+            q_segment_ids=jnp.asarray(segments),
+            return_lse=True,
+            implementation=implementation,
+        )
+
+    (got, got_lse), pull = jax.vjp(attend, given)
     np.testing.assert_allclose(got, out, atol=2e-6)
     np.testing.assert_allclose(got_lse, lse, atol=2e-6)
+    d_out, d_lse = (rng.normal(size=x.shape).astype(np.float32) for x in (out, lse))
+    slope = np.exp(sinks - lse) * (d_lse - (d_out * out).sum(-1))
+    slope[:, 7] = 0.0 if per_query else slope[:, 7]
+    slope = slope if per_query else slope.sum((0, 1))
+    np.testing.assert_allclose(pull((d_out, d_lse))[0], slope, atol=4e-6)

@@ -192,7 +192,7 @@ def test_lowers_for_gpus(rule, feature, kernels):
     case = case_of(feature, rule, length=1100, heads=4, dim=dim, dtype=jnp.bfloat16)
     abstract = jax.eval_shape(lambda: case[2:])
     if "sinks" in case[2]:
-        abstract[0]["sinks"] = jax.ShapeDtypeStruct((4,), jnp.float32)
+        abstract[0]["sinks"] = jax.ShapeDtypeStruct((2, 1100, 4), jnp.float32)
     traced = outcome.trace(COMPILED, *case[:2], *abstract)
     program = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("custom_call @mosaic_gpu") == kernels

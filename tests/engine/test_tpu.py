@@ -272,7 +272,7 @@ def test_lowers_for_tpu(rule, feature):
     case = case_of(feature, rule, length=1100, heads=4, dim=128, dtype=jnp.bfloat16)
     abstract = jax.eval_shape(lambda: case[2:])
     if "sinks" in case[2]:
-        abstract[0]["sinks"] = jax.ShapeDtypeStruct((4,), jnp.float32)
+        abstract[0]["sinks"] = jax.ShapeDtypeStruct((2, 1100, 4), jnp.float32)
     compiled = PallasTPU(cross_compile=True)
     traced = outcome.trace(compiled, *case[:2], *abstract)
     program = traced.lower(lowering_platforms=("tpu",)).as_text()

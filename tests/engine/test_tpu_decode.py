@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import chex
 import jax
@@ -72,7 +73,8 @@ def _arrays(case):
     dynamic = {"q_positions": q_at, "k_positions": positions, "k_segment_ids": ids.astype(np.int32)}
     dynamic["q_segment_ids"] = np.full_like(q_at, int(case.packed))
     if case.sinks:
-        dynamic["sinks"] = np.linspace(-1.0, 1.0, case.heads)
+        shape = B, case.length, case.heads
+        dynamic["sinks"] = np.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape)
     if case.masked:
         dynamic["mask"] = numbers.random((B, case.heads, case.length, case.keys)) < 0.7
     params = KINDS[case.rule].make(np.random.default_rng(5), case.heads, case.dim)
@@ -230,7 +232,7 @@ def test_steps_with_a_cache_equal_one_pass(scheme, chunk, ring):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_batch_and_heads_over_devices(kind):
-    case = Case("t5", heads=4, dim=64, masked=True)
+    case = Case("t5", heads=4, dim=64, sinks=True, masked=True)
     mesh = jax.make_mesh((3, 2), ("data", "heads"), axis_types=(kind,) * 2)
     options = {"batch_axes": "data", "head_axes": "heads"} if kind == AxisType.Auto else {}
     (params, *qkv), dynamic = _arrays(case)

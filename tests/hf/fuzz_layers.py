@@ -10,7 +10,7 @@ from hf.layer_arrays import computed
 
 import posenc_jax as pe
 
-BY_GROUP = "gpt_neox", "bloom", "persimmon", "falcon"
+BY_GROUP = "gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "falcon"
 
 
 def array(x):
@@ -24,7 +24,7 @@ def output(spec, layer, config, positions, seen):
         return jnp.concatenate(
             [spec.scheme.query({}, q, positions), spec.scheme.key({}, k, positions)], 2
         )
-    if config.model_type == "inkling_text":  # Between projection and norm there is a convolution.
+    if isinstance(spec.scheme, pe.Inkling):  # Between projection and norm there is a convolution.
         spec = dataclasses.replace(spec, qk_norm=None)
     params = None
     if spec.scheme.acts_in_attention:
@@ -43,7 +43,7 @@ def output(spec, layer, config, positions, seen):
 def layer_arrays(spec, layer, config):
     """The arrays of a layer, for `computed`."""
     q, k = projected(layer, config)
-    if config.model_type == "inkling_text":
+    if isinstance(spec.scheme, pe.Inkling):
         q, k = array(layer["q_norm"]), array(layer["k_norm"])
     arrays = {"q": q, "k": k, "v": values(layer, config), "x": array(layer["x"])}
     if spec.qk_norm is not None:
@@ -51,7 +51,8 @@ def layer_arrays(spec, layer, config):
             params = _norm_params(spec.qk_norm, layer, n, *arrays[n].shape[2:])
             arrays |= {f"{n}_norm.{name}": value for name, value in params.items()}
     if spec.sinks:
-        arrays["sinks"] = array(layer["module"].sinks)
+        logits = layer["sinks"] if spec.sinks == "projected" else layer["module"].sinks
+        arrays["sinks"] = array(logits)
     return arrays
 
 
@@ -67,6 +68,8 @@ def wanted(layer):
 
 def is_causal(layer):
     """Whether a layer of transformers hides later tokens, by its mask."""
+    if type(layer["module"]).__module__.endswith("modeling_openai"):
+        return True  # Its mask is a part of the layer.
     mask = layer.get("given", layer).get("attention_mask")
     if mask is None or mask.ndim != 4:
         return False  # Layers that are causal have a mask, as no fused function runs.
@@ -114,7 +117,7 @@ def projected(layer, config):
     else:
         dim = arguments["query"].shape[-1]
     q, k = array(layer["q"]), array(layer["k"])
-    if kind.startswith(("qwen3_next", "qwen3_5")):  # Beside the queries, a gate.
+    if kind.startswith(("qwen3_next", "qwen3_5", "qwen4_exp")):  # Beside the queries, a gate.
         q = q.reshape(*q.shape[:2], heads, 2, dim)[..., 0, :]
     return tuple(x.reshape(*x.shape[:2], -1, dim) for x in (q, k))
 
@@ -133,7 +136,7 @@ def values(layer, config):
 def _fused(x, config):
     """q, k and v of one projection [B, T, outputs]."""
     kind, heads = config.model_type, config.num_attention_heads
-    kv = config.num_key_value_heads if kind == "phi3" else heads
+    kv = config.num_key_value_heads if kind in ("phi3", "phi4_multimodal") else heads
     if kind == "falcon":
         kv = 1 if config.multi_query else heads
         kv = config.num_kv_heads if config.new_decoder_architecture else kv
@@ -195,7 +198,8 @@ def scheme_params(scheme, layer, seen):
     if isinstance(scheme, pe.Inkling):
         project = array(module.r_proj.weight).T
         project = project.reshape(-1, scheme.num_heads, scheme.rank)
-        return {"project": project, "bank": array(module.rel_logits_proj.proj)}
+        params = {"project": project, "bank": array(module.rel_logits_proj.proj)}
+        return params | ({} if scheme.clip is None else {"scale": array(module.rel_l2_clip.scale)})
     if isinstance(scheme, pe.DeBERTa):
         return _deberta_params(scheme, layer)
     if isinstance(scheme, pe.SSMax):

@@ -16,8 +16,9 @@ ROLES = {
     "v": ("v_proj", "value", "value_proj", "v", "v_lin", "linear_v"),
     "qkv": ("qkv_proj", "query_key_value", "Wqkv", "c_attn"),
     "out": ("o_proj", "out_proj", "dense", "o", "out_lin", "linear_out", "c_proj", "Wo"),
-    "q_norm": ("q_norm", "q_b_norm", "q_layernorm", "query_layernorm", "qk_norm"),
-    "k_norm": ("k_norm", "kv_norm", "k_layernorm", "key_layernorm"),
+    "q_norm": ("q_norm", "q_b_norm", "q_layernorm", "query_layernorm", "qk_norm", "q_l2_clip"),
+    "k_norm": ("k_norm", "kv_norm", "k_layernorm", "key_layernorm", "k_l2_clip"),
+    "sinks": ("sink_proj",),
 }
 
 
@@ -128,7 +129,7 @@ def layers(model, events):
 def tables(model, events):
     """(weight or `None`, rows) of the tables of positions that were used at the input."""
     names = {id(module): name for name, module in model.named_modules()}
-    suffixes = "position_embeddings", "embed_positions", "wpe"
+    suffixes = "position_embeddings", "embed_positions", "wpe", "positions_embed"
     if model.config.model_type == "roformer":
         return []  # Its table has the sines and cosines of the rotation.
     return [

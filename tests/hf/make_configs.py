@@ -56,6 +56,8 @@ GEMMA4 = "gemma4_text", "gemma4_unified_text"
 KEYS_OF = {
     "cohere2_moe": ("mlp_layer_types",),
     "granitemoehybrid": ("layers_block_type",),
+    "rembert": ("input_embedding_size",),
+    "inkling2_text": ("qk_l2_clip_threshold", "rel_l2_clip_threshold"),
     "jamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset"),
     "bamba": ("layers_block_type", "attn_layer_indices"),
     "bailing_hybrid": ("layer_group_size",),
@@ -111,7 +113,7 @@ def defaults(model_type):
         out["partial_rotary_factor"] = filled["partial_rotary_factor"]
     if model_type == "mimo_v2_flash":
         out["partial_rotary_factor"] = 0.334  # Of its modeling file, for the type "default".
-    if model_type == "gpt_neox":
+    if model_type in ("gpt_neox", "gpt_neox_japanese"):
         out["rotary_emb_base"] = out.pop("rope_theta")
     if model_type in GEMMA4:
         layers = plain(cls())["per_layer_config"].values()
@@ -142,7 +144,7 @@ def raw_configs(model_type):
         return
     yield sizes
     # Sections of M-RoPE add up to one size of a head, and a third of 64 is no number of pairs.
-    fixed = "vl" in model_type.split("_") or model_type.startswith(("qwen3_5", "mimo"))
+    fixed = "vl" in model_type.split("_") or model_type.startswith(("qwen3_5", "qwen4", "mimo"))
     own_head = {} if fixed else {"head_dim": 64}
     yield sizes | own_head
     if "rope_parameters" in fields:
@@ -215,6 +217,7 @@ EXTRA = {
     "deepseek_v4": {"qk_rope_head_dim", "compress_ratios"},
     "minimax_m2": {"rotary_dim"},
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
+    "gpt_neox_japanese": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_theta", "rope_local_base_freq"},
     "gemma3n_text": {"rope_theta", "rope_local_base_freq"},
     "modernbert": {"global_rope_theta", "local_rope_theta"},
@@ -270,6 +273,9 @@ MORE = {
         {"layer_rope_theta": THETAS},
     ],
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ({"full_attention_interval": 2},)),
+    "qwen4_exp_text": [
+        {"rope_parameters": {"partial_rotary_factor": 0.25}, "layer_types": (KINDS * 4)[1:]}
+    ],
 }
 PATTERNED = ("cohere2", "cohere2_moe", "gemma3_text", "exaone4", "exaone_moe")
 

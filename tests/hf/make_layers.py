@@ -39,6 +39,12 @@ ENCODER = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_
 ENCODER |= {"decoder_layers": 1, "max_position_embeddings": 24}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "shared_intermediate_size": 16}
 BERT = {"max_position_embeddings": 24, "num_hidden_layers": 1}
+INDEXER = {f"indexer_{n}": 1 for n in ("n_heads", "kv_heads")}
+INDEXER |= {"indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4}
+TOWERS = {
+    f"{name}_config": {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    for name in ("vision", "audio")
+}
 KINDS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
 KINDS |= {"linear_num_value_heads": 2}
 CASES = {
@@ -93,6 +99,11 @@ CASES = {
     "lfm3": WINDOW | {"num_hidden_layers": 5},
     "longcat_flash": LATENT | {"num_layers": 1, "expert_ffn_hidden_size": 8, "zero_expert_num": 2},
     "mbart": ENCODER,
+    **dict.fromkeys(("blenderbot", "blenderbot-small", "marian", "pegasus"), ENCODER),
+    "gpt_neox_japanese": {"rotary_pct": 0.5, "rotary_emb_base": 100},
+    "openai-gpt": {"n_head": 2, "n_layer": 1, "n_positions": 24},
+    "phi4_multimodal": WINDOW | TOWERS | {"partial_rotary_factor": 0.5},
+    "rembert": BERT | {"input_embedding_size": 8},
     "mimo_v2_flash": WINDOW | {"head_dim": 24},
     "minimax_m3_vl_text": {"head_dim": 16, "rotary_dim": 8, "dense_intermediate_size": 16}
     | {"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.5}},
@@ -101,6 +112,7 @@ CASES = {
     "nanochat": {},
     "qwen3_5_moe_text": MROPE,
     "qwen3_5_text": MROPE,
+    "qwen4_exp_text": MROPE | INDEXER | {"hc_lowrank": 8},
     "vaultgemma": WINDOW | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
 }
 CASES["laguna"].pop("partial_rotary_factor")

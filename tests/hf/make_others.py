@@ -224,6 +224,49 @@ def inkling_local():
     return inkling(layer=0)
 
 
+def inkling2(layer=1):
+    """All arrays of a layer, whose keys and values have inputs of their own."""
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    local = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
+    more = {"d_rel": 3, "rel_extent": 7, "sliding_window_size": 4, "log_scaling_n_floor": 5}
+    more |= {"qk_l2_clip_threshold": 1.2, "rel_l2_clip_threshold": 0.7, "rms_norm_eps": 0.03}
+    kinds = ["hybrid_sliding", "hybrid"]
+    config = make_config(
+        "inkling2_text", num_hidden_layers=2, layer_types=kinds, **sizes, **local, **more
+    )
+    file = modeling(config)
+    cls = file.Inkling2FullAttention if layer else file.Inkling2SlidingAttention
+    attend = randomize(cls(config, layer_idx=layer))
+    inputs = [tokens(1, LENGTH, 24, seed=seed) for seed in ((1, 2, 3) if layer else (1,))]
+    RECORDS.clear()
+    names = {"q": "q_l2_clip", "k": "k_l2_clip", "v": "v_norm", "sinks": "sink_proj"}
+    with hooked(attend, r="rel_l2_clip", **names) as store:
+        final, _ = attend(*inputs, causal(LENGTH), position_ids=torch.arange(LENGTH)[None])
+    (record,) = RECORDS
+    for name, threshold in (("q", 1.2), ("k", 1.2), ("r", 0.7)):
+        lengths = store[name].norm(dim=-1)
+        assert (
+            lengths.max() <= threshold and 0.2 < (lengths < threshold - 1e-5).float().mean() < 0.8
+        )
+    del store["r"]
+    project = attend.r_proj.weight.T.reshape(24, 4, 3)
+    learned = {"param.project": project, "param.bank": attend.rel_logits_proj.proj}
+    learned["param.scale"] = attend.rel_l2_clip.scale
+    weights = {f"weights.{n}": x for n, x in attend.named_parameters()}
+    inputs = dict(zip(("x", "x_k", "x_v"), inputs, strict=False))
+    return (
+        config,
+        layer,
+        True,
+        arrays(out=record["out"], final=final, **inputs, **store, **learned, **weights),
+    )
+
+
+def inkling2_local():
+    """As `inkling_local`; the three inputs are one."""
+    return inkling2(layer=0)
+
+
 def _windowed(model_type, version):
     sizes = {"embed_dim": 24, "num_heads": [3, 6], "depths": [1, 1], "window_size": 4}
     more = {"image_size": 32, "patch_size": 2}
@@ -323,5 +366,6 @@ def whisper():
 CASES = [
     *(t5_encoder, t5_decoder, mt5_encoder, umt5_decoder, bloom, mpt, falcon_alibi, falcon, gptj),
     *(deberta_v2, deberta_v2_c2p, xlnet, wav2vec2_bert, inkling, inkling_local, swin, swinv2),
+    *(inkling2, inkling2_local),
     *(pixtral, dinov3, opt, roberta, whisper),
 ]

@@ -18,6 +18,7 @@ NEEDED = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 6},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 6},
     "minimax_m3_vl_text": {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    "qwen4_exp_text": {"rope_parameters": {"partial_rotary_factor": 0.25}},
 }
 SWITCHED = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
 

@@ -10,8 +10,7 @@ import pathlib
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.hf.model_types import MODEL_TYPES
-from posenc_jax.hf.not_read import NOT_READ
+from posenc_jax.hf.model_types import MODEL_TYPES, NOT_READ
 
 FILE = pathlib.Path(__file__).with_name("causal_lm_types.json")
 NAMES = json.loads(FILE.read_text())["model_types"]
@@ -29,6 +28,7 @@ READ_AS = {
     "moss_transcribe_diarize": "qwen3",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
 }
 TEXT_MODELS = {"mllama_text_model"}  # Listed, though they are no causal language models alone.
 

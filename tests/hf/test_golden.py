@@ -127,4 +127,4 @@ def test_embeddings_equal_transformers(name):
 
 
 def test_every_file_is_read():
-    assert len(NAMES) == 59
+    assert len(NAMES) == 61

@@ -12,7 +12,7 @@ from hf import test_layers
 import posenc_jax as pe
 from posenc_jax.engine.mask import visible
 from posenc_jax.hf.model_types import MODEL_TYPES
-from posenc_jax.hf.rotary_families import Rotating
+from posenc_jax.hf.rotary import Rotating
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -116,8 +116,8 @@ SMALL = {
 }
 WINDOWED = """
 beam cohere2 cwm deepseek_v4 dots1 exaone4 exaone_moe gemma2 gemma3_text gemma4_text gpt_oss
-inkling_text llama4_text ministral ministral3 mistral mixtral modernbert olmo3 phi3 phimoe qwen2
-qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3 starcoder2
+inkling2_text inkling_text llama4_text ministral ministral3 mistral mixtral modernbert olmo3 phi3
+phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3 starcoder2
 """
 
 

@@ -26,7 +26,7 @@ IGNORED = {
     **dict.fromkeys(("beam", "gemma4_text", "gemma4_unified_text", "gpt_neox"), ("rope_theta",)),
     "muse_spark_text": ("rope_theta",),
     **dict.fromkeys(
-        ("laguna", "lfm3", "mellum", "mimo_v2_flash", "mistral4"),
+        ("gpt_neox_japanese", "laguna", "lfm3", "mellum", "mimo_v2_flash", "mistral4"),
         ("rope_theta", "partial_rotary_factor"),
     ),
 }
@@ -45,12 +45,14 @@ REFUSED = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32"), "rotary part of 64"),
     "mistral_large4_text": "rotary part of 64",
     "glm4_moe": "96 heads do not divide 4096",
+    "qwen4_exp_text": "sections must add up to 128 pairs",
     "deberta-v2": "relative_attention=False",
 }
 # Model types whose modeling files read `partial_rotary_factor`.
 PARTIAL = """
-bamba deepseek_v4 glm glm4 glm4_moe gpt_neox laguna mimo_v2_flash minimax_m2 minimax_m3_vl_text
-nemotron persimmon phi phi3 qwen3_5_moe_text qwen3_5_text qwen3_next solar_open stablelm
+bamba deepseek_v4 glm glm4 glm4_moe gpt_neox gpt_neox_japanese laguna mimo_v2_flash minimax_m2
+minimax_m3_vl_text nemotron persimmon phi phi3 phi4_multimodal qwen3_5_moe_text qwen3_5_text
+qwen3_next qwen4_exp_text solar_open stablelm
 """
 
 
@@ -140,9 +142,10 @@ def test_the_model_types_with_windows():
         == """
     afmoe beam cohere2 cohere2_moe cwm deepseek_v4 dots1 exaone4 exaone_moe flint gemma2 gemma3_text
     gemma3n_text gemma4_text gemma4_unified_text gpt_neo gpt_oss granite_swa granitemoe_swa
-    inkling_text kolibri1 laguna lfm3 mellum mimo_v2_flash minimax ministral ministral3 mistral
-    mixtral modernbert modernbert-decoder muse_spark_text olmo3 phi3 phimoe qwen2 qwen2_5_vl_text
-    qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3 starcoder2 vaultgemma
+    inkling2_text inkling_text kolibri1 laguna lfm3 mellum mimo_v2_flash minimax ministral
+    ministral3 mistral mixtral modernbert modernbert-decoder muse_spark_text olmo3 phi3
+    phi4_multimodal phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3
+    starcoder2 vaultgemma
     """.split()
     )
 
@@ -167,6 +170,7 @@ NEEDED = {
         "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3]},
     },
     "minimax_m3_vl_text": {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    "qwen4_exp_text": {"rope_parameters": {"partial_rotary_factor": 0.25}},
 }
 
 

@@ -271,6 +271,31 @@ def test_options_of_attention_are_passed_on(settings, options, x):
     assert np.abs(plain - expected).max() > 1e-3
 
 
+def test_sinks_are_projected_from_the_input(x):
+    """As in Inkling-2; in steps too."""
+    settings = {"sinks": "projected", "axis_names": {"model_dim": "embed", "num_heads": "heads"}}
+    with nnx.use_eager_sharding(False):
+        layer = nnx_layer(pe.RoPE(H), **settings)
+    assert layer.sinks.get_metadata("out_sharding") == ("embed", "heads")
+
+    @jax.jit
+    def run(x):
+        q, k, v = (project(x) for project in (layer.query, layer.key, layer.value))
+        sinks = jnp.matmul(x, layer.sinks[...], precision="highest")
+        out, _ = pe.scheme_attention(pe.RoPE(H), {}, q, k, v, is_causal=True, sinks=sinks)
+        in_linen = linen_layer(pe.RoPE(H), **settings).apply(from_nnx(layer), x)
+        first, cache = layer(x[:, :4], cache=layer.new_cache(BATCH, T))
+        steps = jnp.concatenate([first, layer(x[:, 4:], cache=cache)[0]], 1)
+        return layer.out(out), layer(x), in_linen, steps
+
+    expected, *outs = run(x)
+    for out in outs:
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert np.abs(np.asarray(layer.sinks[...])).max() > 0.1
+    with pytest.raises(ValueError, match="sinks must be True, False or 'projected', got 'learned'"):
+        nnx_layer(pe.RoPE(H), sinks="learned")
+
+
 @kinds(IN_LAYERS, "xpos vo_rope cable short_conv tupe")
 def test_decoding_in_nnx_and_linen(name, x):
     """NNX with a cache that calls are given, Linen with its collection."""

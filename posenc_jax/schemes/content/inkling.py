@@ -11,10 +11,17 @@ t; without `log_scaling_start`, t is 1. In layers with a window, the extent is t
 The model also convolves k and v over 4 tokens, before k is normalised, and the outputs of
 attention and MLP: `posenc_jax.short_convolution`, added to its input.
 
-Paper: none; the model is from Thinking Machines. The bias is a low-rank form of the query-side
+Inkling-2 clips q, k and r where Inkling normalises q and k, so that the factor is 1 / sqrt(H).
+`QKNorm("clip")` clips q after a learned scale, and k without one; `clip` here clips r after a
+learned scale. Sinks are projected from x, [B, T, N]. The sum of a convolution over W tokens and its
+input is divided by sqrt(W + 1). Layers with global attention have dynamic convolutions, divided by
+sqrt(2 W + 1): the kernel is the sum of a learned one, [W, K, H], and one that is projected from the
+token, [B, T, W, K, 1].
+
+Paper: none; the models are from Thinking Machines. The bias is a low-rank form of the query-side
 tables of Shaw et al. (https://arxiv.org/abs/1803.02155).
 Reference code: huggingface/transformers, models/inkling/modeling_inkling.py,
-InklingRelativeLogits and InklingAttention.
+InklingRelativeLogits and InklingAttention; models/inkling2/modeling_inkling2.py.
 """
 
 import dataclasses
@@ -23,10 +30,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import activations, not_negative, positive_fields, require
+from posenc_jax.checks import activations, not_negative, positive, positive_fields, require
 from posenc_jax.engine.rules import DotBias
 from posenc_jax.ops.init import normals
 from posenc_jax.ops.take import take_row
+from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.scheme import Acts, Scheme, Traits
 
 
@@ -54,10 +62,12 @@ class Inkling(Scheme):
       log_scaling_start: number of tokens from which on logits are scaled by t > 1; None for
         no log scaling.
       slope: increase of t when the position grows by a factor of e.
+      clip: the largest norm of the weights r of a head, after a learned scale (Inkling-2); the
+        logit scale is then 1 / sqrt(H). None: no scale and no clip.
       stddev: standard deviation of the initial parameters.
 
     Raises:
-      ValueError: for sizes below one, or a negative slope or stddev.
+      ValueError: for sizes below one, a negative slope or stddev, or a clip that is not positive.
 
     >>> params = Inkling(num_heads=8, model_dim=512).init(jax.random.key(0))
     >>> params["project"].shape, params["bank"].shape
@@ -71,8 +81,9 @@ class Inkling(Scheme):
     log_scaling_start: int | None = None
     slope: float = 0.1
     stddev: float = 0.02
+    clip: float | None = None
     name: ClassVar[str] = "inkling"
-    param_axes: ClassVar = {"project": "model_dim num_heads rank"}
+    param_axes: ClassVar = {"project": "model_dim num_heads rank", "scale": "num_heads rank"}
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim", "rank", "extent")
@@ -82,6 +93,8 @@ class Inkling(Scheme):
             f"inkling: log_scaling_start must be None or >= 1, got {start}.",
         )
         not_negative("inkling", slope=self.slope, stddev=self.stddev)
+        if self.clip is not None:
+            positive("inkling", clip=self.clip)
 
     @property
     def traits(self):
@@ -93,15 +106,21 @@ class Inkling(Scheme):
         return Acts.LOGITS if self.log_scaling_start is None else Acts.LOGITS | Acts.QK
 
     def init(self, key):
-        """Returns {"project": float32 [D, N, rank], "bank": float32 [rank, extent]}."""
+        """Returns {"project": [D, N, rank], "bank": [rank, extent]}, float32.
+
+        With `clip` there is also "scale", [N, rank].
+        """
         project = self.model_dim, self.num_heads, self.rank
         shapes = {"project": project, "bank": (self.rank, self.extent)}
-        return normals(jax.random.split(key), self.stddev, shapes)
+        params = normals(jax.random.split(key), self.stddev, shapes)
+        return params | ({} if self.clip is None else _clip(self).init(self.num_heads, self.rank))
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns t r, the weights of the bank, float32 [B, T, N, rank]."""
         x = activations("inkling", x, self.model_dim, "weights")
         q_features = jnp.einsum("btd,dnr->btnr", x, params["project"], precision="highest")
+        if self.clip is not None:
+            q_features = _clip(self)(params, q_features)
         return q_features * self._log_scaling(coordinates), None, state
 
     def query(self, params, q, coordinates, features=None, tables=None):
@@ -116,8 +135,8 @@ class Inkling(Scheme):
         )
 
     def logit_scale(self, head_dim):
-        """Returns 1 / H: q and k are RMS-normalised."""
-        return 1.0 / head_dim
+        """Returns 1 / H, for q and k that are RMS-normalised; with `clip`, 1 / sqrt(H)."""
+        return 1.0 / head_dim if self.clip is None else head_dim**-0.5
 
     def _log_scaling(self, coordinates):
         """Returns t, float32 [B or 1, T or 1, 1, 1]."""
@@ -125,3 +144,8 @@ class Inkling(Scheme):
             return jnp.ones((1, 1, 1, 1), jnp.float32)
         ratio = (coordinates.astype(jnp.float32) + 1.0) / self.log_scaling_start
         return (1.0 + self.slope * jnp.log(jnp.maximum(ratio, 1.0)))[:, :, None, None]
+
+
+def _clip(scheme: Inkling) -> QKNorm:
+    """Returns the clip of the weights of the bank, with a scale per head."""
+    return QKNorm("clip", scale="per_head", threshold=scheme.clip)

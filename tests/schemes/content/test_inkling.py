@@ -21,6 +21,7 @@ OPTIONS = {
         "log_scaling_start": Option(8, {"slope": 0.1}),
         "slope": Option(0.5, {"log_scaling_start": 8}),
         "stddev": initial(0.1),
+        "clip": 0.05,
     }
 }
 
@@ -120,6 +121,7 @@ def test_initialisation():
         ({"rank": 0}, "rank must be >= 1, got 0"),
         ({"log_scaling_start": 0}, "log_scaling_start must be None or >= 1, got 0"),
         ({"slope": -0.1}, "slope must not be negative, got -0.1"),
+        ({"clip": 0.0}, "clip must be positive, got 0.0"),
     ],
 )
 def test_errors_name_the_setting_and_the_value(change, message):

@@ -21,13 +21,17 @@ LAYERS = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(c
 
 
 def convolved(x, kernel, segment_ids, residual=True, silu=False):
-    """[B, T, F] in float64, token by token; padding reads nothing and is read by none."""
+    """[B, T, F] in float64, token by token; padding reads nothing and is read by none.
+
+    `kernel` is [W, F], or [B, T, W, F].
+    """
     x, kernel = np.asarray(x, np.float64), np.asarray(kernel, np.float64)
+    kernel = np.broadcast_to(kernel, (*x.shape[:2], *kernel.shape[-2:]))
     out = np.zeros_like(x)
     for b, t in np.ndindex(*x.shape[:2]):
         segment = [s for s in range(t + 1) if segment_ids[b, s] == segment_ids[b, t] >= 0]
-        for back, s in enumerate(segment[::-1][: len(kernel)]):
-            out[b, t] += kernel[-1 - back] * x[b, s]
+        for back, s in enumerate(segment[::-1][: kernel.shape[2]]):
+            out[b, t] += kernel[b, t, -1 - back] * x[b, s]
     out = out / (1 + np.exp(-out)) if silu else out
     return out + x if residual else out
 
@@ -64,21 +68,24 @@ SEGMENTS[1, 3:] = 1
 SEGMENTS[1, 20:] = -1
 X = np.random.default_rng(0).normal(size=(2, 23, 5)).astype("f4")
 KERNEL = np.random.default_rng(1).normal(size=(4, 5)).astype("f4")
+DYNAMIC = np.random.default_rng(3).normal(size=(2, 23, 4, 1)).astype("f4")
 
 
-@pytest.mark.parametrize("chunk", [23, 1, 7])
-def test_convolution_matches_a_loop_whole_and_in_chunks(chunk):
-    expected = convolved(X, KERNEL, SEGMENTS, residual=False)
+@pytest.mark.parametrize(("chunk", "kernel"), [(23, KERNEL), (1, KERNEL), (7, DYNAMIC)])
+def test_convolution_matches_a_loop_whole_and_in_chunks(chunk, kernel):
+    expected = convolved(X, kernel, SEGMENTS, residual=False)
     step, state, outs = jax.jit(pe.short_convolution), None, []
     for start in range(0, 23, chunk):
         part = slice(start, start + chunk)
-        out, state = step(X[:, part], KERNEL, SEGMENTS[:, part], state)
+        taps = kernel if kernel.ndim == 2 else kernel[:, part]
+        out, state = step(X[:, part], taps, SEGMENTS[:, part], state)
         outs.append(out)
     out, real = np.concatenate(outs, 1), SEGMENTS >= 0
     np.testing.assert_allclose(out[real], expected[real], atol=1e-6)
 
 
-def test_gradients_equal_those_of_the_loop():
+@pytest.mark.parametrize("kernel", [KERNEL, DYNAMIC], ids=["static", "dynamic"])
+def test_gradients_equal_those_of_the_loop(kernel):
     def loss(x, kernel):
         out, _ = pe.short_convolution(x, kernel, SEGMENTS)
         return jnp.where((SEGMENTS >= 0)[..., None], out**2, 0.0).sum()
@@ -86,10 +93,10 @@ def test_gradients_equal_those_of_the_loop():
     def value(x, kernel):
         return (convolved(x, kernel, SEGMENTS, residual=False)[SEGMENTS >= 0] ** 2).sum()
 
-    grads = jax.jit(jax.grad(loss, (0, 1)))(X, KERNEL)
+    grads = jax.jit(jax.grad(loss, (0, 1)))(X, kernel)
     rng = np.random.default_rng(2)
     for grad, which in zip(grads, (0, 1), strict=True):
-        arrays = [X.astype(np.float64), KERNEL.astype(np.float64)]
+        arrays = [X.astype(np.float64), kernel.astype(np.float64)]
         direction = rng.normal(size=arrays[which].shape)
         ends = []
         for sign in (1, -1):

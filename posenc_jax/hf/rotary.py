@@ -1,4 +1,4 @@
-"""Readers of the configs of model types that rotate queries and keys."""
+"""Readers of rotary configs: RoPE by layer, in multi-head latent attention, and M-RoPE."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,17 +6,15 @@ from typing import Any
 
 from posenc_jax.checks import require
 from posenc_jax.engine.mask import Window
-from posenc_jax.hf import layer_kinds
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
 from posenc_jax.hf.layer_kinds import (
     FULL,
-    LINEAR,
     LOCAL,
     MIXERS,
     LayerKinds,
     all_global,
     layer_of,
-    rotating_flags,
+    layers_of,
     window_of,
 )
 from posenc_jax.hf.rope import (
@@ -30,17 +28,13 @@ from posenc_jax.hf.rope import (
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.combinators.chain import chain
 from posenc_jax.schemes.layer_spec import LayerSpec
-from posenc_jax.schemes.logit_scale.ssmax import SSMax
 from posenc_jax.schemes.logit_scale.temperature import QueryTemperature
 from posenc_jax.schemes.rotary.frequencies import PerSequenceMap
-from posenc_jax.schemes.rotary.learned_rope import LearnedRoPE
 from posenc_jax.schemes.rotary.mrope import MRoPE
 from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.schemes.rotary.rope import RoPE
 from posenc_jax.schemes.rotary.scaling.yarn import yarn_logit_scale
 from posenc_jax.schemes.scheme import Scheme
-
-LayersReader = Callable[[TrackedConfig], tuple[LayerSpec, ...]]
 
 
 def rotation(
@@ -101,10 +95,7 @@ class Rotating:
             self._scheme(config, kind, ropes[kind], head_dim)
             for kind, head_dim in zip(kinds, _head_sizes(config, kinds), strict=True)
         )
-        return tuple(
-            layer_of(config, kind, scheme, window)
-            for kind, scheme in zip(kinds, schemes, strict=True)
-        )
+        return layers_of(config, kinds, schemes, window)
 
     def _by_kind(self, config: TrackedConfig, kinds: set[str]) -> dict[str, dict | None]:
         """Returns the rotary dict of each kind; None for layers that do not rotate."""
@@ -180,87 +171,34 @@ def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:
     return out
 
 
-def exaone4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """Reads RoPE in layers with a window; in all layers if none has a window."""
-    unrotated = (LINEAR if config.get("sliding_window") is None else FULL,)
-    return Rotating(kinds=layer_kinds.exaone4, window=window_of, unrotated=unrotated)(config)
+def windowed(kinds: LayerKinds, **settings: Any) -> Rotating:
+    """Returns a reader of RoPE in layers of which some have the window `sliding_window`."""
+    return Rotating(kinds=kinds, window=window_of, **settings)
 
 
-def uniform(config: TrackedConfig, scheme: Scheme) -> tuple[LayerSpec, ...]:
-    """Returns layers with one scheme and no window."""
-    return tuple(layer_of(config, kind, scheme) for kind in all_global(config))
+def rotating_flags(config: TrackedConfig, period: int = 4) -> list[bool]:
+    """Returns whether each layer rotates: `no_rope_layers`, where 1 stands for a rotating layer.
+
+    Raises:
+      ValueError: if there is not one flag for each layer.
+    """
+    count = layer_count(config)
+    period = config.get("no_rope_layer_interval", period)
+    flags = config.explicit("no_rope_layers") or [(i + 1) % period != 0 for i in range(count)]
+    config.check(len(flags) == count, f"{len(flags)} no_rope_layers for {count} layers")
+    return [bool(flag) for flag in flags]
 
 
 def by_flags(
     config: TrackedConfig, kinds: list[str], rotating: Scheme, other: Scheme, window: Window = None
 ) -> tuple[LayerSpec, ...]:
     """Returns layers with one of two schemes, by `no_rope_layers`."""
-    return tuple(
-        layer_of(config, kind, rotating if flag else other, window)
-        for kind, flag in zip(kinds, rotating_flags(config), strict=True)
-    )
+    schemes = (rotating if flag else other for flag in rotating_flags(config))
+    return layers_of(config, kinds, schemes, window)
 
 
-def llama4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """Reads RoPE within chunks, and a temperature without RoPE in every fourth layer."""
-    settings = read_rope(config, rope_dict(config))
-    bare = NoPE()
-    if config.get("attn_temperature_tuning", True):
-        floor, strength = config.need("floor_scale"), config.need("attn_scale")
-        bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
-    rotating = rotation(config, settings, head_size(config), "interleaved")
-    return by_flags(config, layer_kinds.llama4(config), rotating, bare)
-
-
-def smollm3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """Reads RoPE, and NoPE in every fourth layer."""
-    settings = read_rope(config, rope_dict(config))
-    rotating, window = rotation(config, settings, head_size(config)), window_of(config)
-    return by_flags(config, layer_kinds.smollm3(config), rotating, NoPE(), window)
-
-
-def gptj(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """Reads interleaved RoPE on the first dimensions."""
-    dim, rotary_dim = head_size(config), config.get("rotary_dim")
-    return uniform(config, RoPE(head_dim=dim, layout="interleaved", rotary_dim=rotary_dim))
-
-
-def gpt_neox(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """Reads RoPE with the base `rotary_emb_base`."""
-    base, theta = config.get("rotary_emb_base"), config.explicit("rope_theta")
-    base = (rope_dict(config) or {}).get("rope_theta", base)
-    config.check(
-        theta in (None, base),
-        f"rope_theta={theta}, which transformers ignores for its type; the base is "
-        f"rotary_emb_base={base}",
-    )
-    return Rotating(partial=True, bases=((FULL, "rotary_emb_base"),))(config)
-
-
-def minimax_m2(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """Reads RoPE on the first `rotary_dim` dimensions."""
-    dim, head_dim = config.explicit("rotary_dim"), head_size(config)
-    settings = read_rope(config, rope_dict(config))
-    if dim is not None:
-        fraction = settings.fraction
-        config.check(
-            fraction in (1.0, dim / head_dim),
-            f"rotary_dim={dim} and partial_rotary_factor={fraction} for a head of {head_dim}",
-        )
-        settings = dataclasses.replace(settings, fraction=dim / head_dim)
-    return uniform(config, rotation(config, settings, head_dim, partial=True))
-
-
-def ministral3(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """Reads RoPE with YaRN, and a temperature on queries."""
-    head_dim = head_size(config)
-    scheme = _with_temperature(config, lambda settings: rotation(config, settings, head_dim))
-    window = window_of(config)
-    kind = FULL if window is None else LOCAL
-    return (layer_of(config, kind, scheme, window),) * layer_count(config)
-
-
-def _with_temperature(config: TrackedConfig, make: Callable[[RopeSettings], Scheme]) -> Scheme:
+def with_temperature(config: TrackedConfig, make: Callable[[RopeSettings], Scheme]) -> Scheme:
+    """Returns a scheme of the rotary settings, with the temperature of Ministral 3 if set."""
     rope, (strength, _) = pop_keys(config, "llama_4_scaling_beta", "max_position_embeddings")
     settings = read_rope(config, rope)
     if strength is None:
@@ -287,7 +225,7 @@ class Latent:
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
         """Returns RoPE on the end of a head, and a temperature if the config has one."""
-        scheme = _with_temperature(config, lambda settings: RoPE(**self.fields(config, settings)))
+        scheme = with_temperature(config, lambda settings: RoPE(**self.fields(config, settings)))
         return tuple(layer_of(config, kind, scheme) for kind in self.kinds(config))
 
     def fields(self, config: TrackedConfig, settings: RopeSettings) -> dict[str, Any]:
@@ -324,14 +262,6 @@ def latent_scale(config: TrackedConfig, layer: int) -> float | None:
         return None
     size = config.need("qk_nope_head_dim") + config.need("qk_rope_head_dim")
     return yarn_logit_scale(size, rope.need("factor"), mscale)
-
-
-def mistral_large4(config: TrackedConfig) -> tuple[LayerSpec, ...]:
-    """Reads learned frequencies in three layers of four, and a learned logit scale in all."""
-    settings = read_rope(config, rope_dict(config))
-    logit_scale = SSMax(num_heads=config.need("num_attention_heads"), scale=0.0, offset=1.0)
-    rotating = LearnedRoPE(**Latent(interleave=True).fields(config, settings))
-    return by_flags(config, all_global(config), chain(rotating, logit_scale), logit_scale)
 
 
 @dataclasses.dataclass(frozen=True)
