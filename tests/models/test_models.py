@@ -17,7 +17,7 @@ from tests.support import one_of_all
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 
 
-# One of each loop of greedy decoding; `ONE_PASS` has the other decoders.
+# One of each loop of greedy decoding; `ONE_PASS` has decoders of other kinds.
 GREEDY = "gemma2", "deepseek_v3", "qwen2_vl", "t5", "deberta_v2", "swin"
 ONE_PASS = "gpt2", "bloom", "ministral3", "gpt_oss", "gemma3", "deepseek_v3"
 
