@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -29,8 +30,8 @@ from posenc_jax.ops.partition import combine, partition
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernels(Implementation):
-    """Attention by the kernels of one platform.
+class ShardMapped(Implementation):
+    """Attention that the compiler cannot partition: devices compute their parts in a `shard_map`.
 
     Attributes:
       interpret: run in Pallas' interpreter, on any platform: True or its parameters.
@@ -45,55 +46,18 @@ class Kernels(Implementation):
     cross_compile: bool = False
     batch_axes: str | tuple[str, ...] | None = None
     head_axes: str | tuple[str, ...] | None = None
-    name = "pallas"
     platform: ClassVar[str]
     """As `jax.default_backend` names it."""
-    mask_by_distance: ClassVar[bool] = False
-    """Whether causality and windows by slot are a bias by distance."""
+    check_vma: ClassVar[bool] = True
+    """Whether results say over which axes of a `shard_map` they vary."""
 
     @abc.abstractmethod
     def refuses(self, problem: Problem) -> str | None:
-        """Returns why the kernels of this platform cannot compute a problem, or None."""
+        """Returns why one device cannot compute its part, of which it has the types, or None."""
 
     @abc.abstractmethod
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         """Computes a problem on one device, or one device's part of it."""
-
-    @abc.abstractmethod
-    def make_spec(self, problem: Problem, **fields: Any) -> Any:
-        """Returns the platform's `Spec`, with the fields of `spec_fields`."""
-
-    @abc.abstractmethod
-    def run_forward(self, spec: Any, x: Operands) -> tuple[jax.Array, jax.Array]:
-        """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
-
-    @abc.abstractmethod
-    def run_backward(
-        self, spec: Any, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
-    ) -> Grads:
-        """Returns the cotangents of the operands.
-
-        Args:
-          spec: the static part.
-          x: the operands.
-          d_out: cotangent of the output, [B, T, N, V], in the dtype of v.
-          lse: float32 [B, N, T], finite. With dropout at rate r, log(1 - r) is added.
-          delta: float32 [B, N, T]: the sum of d_out * out over V minus the cotangent of the
-            log-sum-exp. With dropout, times 1 - r.
-        """
-
-    def run(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        """Computes a problem of one device by the kernels of both passes."""
-        p, lowered = problem, _lowered(problem)
-        elements = tuple(_elements(p, lowered))
-        spec = self.make_spec(p, **spec_fields(p, lowered))
-        spec, operands = prepare(p, lowered, elements, spec, self.mask_by_distance)
-        diff, nondiff = partition(operands)
-        out, lse = _attend(self, spec, limit_derivatives(diff, forward=_FIRST_ORDER), nondiff)
-        out, lse = out[:, : p.length], jnp.swapaxes(lse, 1, 2)[:, : p.length]
-        if lowered.lse_shift is not None:
-            lse += lowered.lse_shift
-        return with_sinks(p, out, lse)
 
     def supports(self, problem: Problem) -> str | None:
         anywhere = self.interpret or self.cross_compile
@@ -109,13 +73,29 @@ class Kernels(Implementation):
                 f"kernel: give {type(self).__name__}(batch_axes=, head_axes=), or use explicit "
                 "axes or jax.shard_map"
             )
-        if problem.whole_rows or not problem.normalized:
-            return 'rules on whole rows of logits need implementation="xla"'
-        if any(rule.pairs is not None for rule in problem.rules):
-            return 'an array of all pairs needs implementation="xla"'
-        if any(rule.adds_values for rule in problem.rules):
-            return 'rules that add to values need implementation="xla"'
-        return self.refuses(problem)
+        return self.refuses(self._part(problem))
+
+    def _axes(self, problem: Problem) -> tuple[Any, Any]:
+        """Returns the mesh axes of the batch and of the heads."""
+        if _open_axes(_mesh_of(problem), AxisType.Explicit):
+            batch, _, heads = (*jax.typeof(problem.q).sharding.spec, None, None, None)[:3]
+            return batch, heads
+        return self.batch_axes or None, self.head_axes or None
+
+    def _part(self, problem: Problem) -> Problem:
+        """Returns the types of the arrays that one device has."""
+        mesh, (batch, heads) = _mesh_of(problem), self._axes(problem)
+        rows, parts = (_device_count(mesh, axes) for axes in (batch, heads))
+        counts = {"B": rows, "N": parts, "K": parts}
+
+        def divided(axes, x):
+            sizes = (
+                max(1, n // counts.get(axis, 1))
+                for n, axis in itertools.zip_longest(x.shape, axes[: x.ndim])
+            )
+            return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+        return problem.map_arrays(divided)
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
         batch, length, heads = (*spec, None, None, None)[:3]
@@ -140,7 +120,8 @@ class Kernels(Implementation):
             in_specs=(specs,),
             out_specs=(out, out),
             axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-            check_vma=not self.interpret,  # The interpreter mixes varying arrays with others.
+            # The interpreter mixes varying arrays with others.
+            check_vma=self.check_vma and not self.interpret,
         )
         return run(problem)
 
@@ -151,6 +132,65 @@ class Kernels(Implementation):
         if _open_axes(mesh) or self.batch_axes or self.head_axes:
             return self._sharded(problem, mesh, self.batch_axes or None, self.head_axes or None)
         return self.on_device(vary_over(problem))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels(ShardMapped):
+    """Attention by the kernels of this package for one platform; settings of `ShardMapped`."""
+
+    name = "pallas"
+    mask_by_distance: ClassVar[bool] = False
+    """Whether causality and windows by slot are a bias by distance."""
+
+    @abc.abstractmethod
+    def make_spec(self, problem: Problem, **fields: Any) -> Any:
+        """Returns the platform's `Spec`, with the fields of `spec_fields`."""
+
+    @abc.abstractmethod
+    def run_forward(self, spec: Any, x: Operands) -> tuple[jax.Array, jax.Array]:
+        """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
+
+    @abc.abstractmethod
+    def run_backward(
+        self, spec: Any, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
+    ) -> Grads:
+        """Returns the cotangents of the operands.
+
+        Args:
+          spec: the static part.
+          x: the operands.
+          d_out: cotangent of the output, [B, T, N, V], in the dtype of v.
+          lse: float32 [B, N, T], finite. With dropout at rate r, log(1 - r) is added.
+          delta: float32 [B, N, T]: the sum of d_out * out over V minus the cotangent of the
+            log-sum-exp. With dropout, times 1 - r.
+        """
+
+    def prepared(self, problem: Problem) -> tuple[Any, Operands, Lowered]:
+        """Returns the static part of a problem, its operands, and its lowered rules."""
+        p, lowered = problem, _lowered(problem)
+        elements = tuple(_elements(p, lowered))
+        spec = self.make_spec(p, **spec_fields(p, lowered))
+        return *prepare(p, lowered, elements, spec, self.mask_by_distance), lowered
+
+    def run(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        """Computes a problem of one device by the kernels of both passes."""
+        p = problem
+        spec, operands, lowered = self.prepared(p)
+        diff, nondiff = partition(operands)
+        out, lse = _attend(self, spec, limit_derivatives(diff, forward=_FIRST_ORDER), nondiff)
+        out, lse = out[:, : p.length], jnp.swapaxes(lse, 1, 2)[:, : p.length]
+        if lowered.lse_shift is not None:
+            lse += lowered.lse_shift
+        return with_sinks(p, out, lse)
+
+    def supports(self, problem: Problem) -> str | None:
+        if problem.whole_rows or not problem.normalized:
+            return 'rules on whole rows of logits need implementation="xla"'
+        if any(rule.pairs is not None for rule in problem.rules):
+            return 'an array of all pairs needs implementation="xla"'
+        if any(rule.adds_values for rule in problem.rules):
+            return 'rules that add to values need implementation="xla"'
+        return super().supports(problem)
 
 
 def _mesh_of(problem: Problem) -> Any:
@@ -166,6 +206,18 @@ def _open_axes(mesh: Any, *kinds: AxisType) -> tuple[str, ...]:
     return tuple(name for name, kind in named if kind in kinds and mesh.shape[name] > 1)
 
 
+def _device_count(mesh: Any, axes: Any) -> int:
+    """Returns the number of devices along some axes of a mesh: a name, names, or None."""
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    for name in axes:
+        require(
+            name in mesh.axis_names,
+            f"attention: {name!r} is no axis of the mesh, which has {mesh.axis_names}; "
+            "see jax.set_mesh.",
+        )
+    return math.prod(mesh.shape[name] for name in axes)
+
+
 def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
     """Returns a problem of partition specs, with arrays sharded over batch and heads.
 
@@ -176,16 +228,7 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
         or are a multiple of it.
     """
 
-    def devices(axes):
-        axes = (axes,) if isinstance(axes, str) else axes or ()
-        for name in axes:
-            require(
-                name in mesh.axis_names,
-                f"attention: {name!r} is no axis of the mesh, which has {mesh.axis_names}; "
-                "see jax.set_mesh.",
-            )
-        return math.prod(mesh.shape[name] for name in axes)
-
+    devices = functools.partial(_device_count, mesh)
     sizes = problem.sizes()
     for count, axes, noun in (
         (sizes.batch, batch, "rows of the batch"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import re
 
 import chex
@@ -13,7 +14,7 @@ from engine.kernel_cases import B, assert_close, case_of, outcome
 from engine.rules import KINDS
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from support import one_of_all
 
 import posenc_jax as pe
@@ -314,21 +315,107 @@ def _refusals():
     assert "operation sin" in _refusal(LogitBias(sines, heads=jnp.ones(2)))
 
 
-def test_a_backward_pass_that_exceeds_the_memory_is_refused():
+def _described(kind):
+    """Returns a context in which programs are compiled for a TPU of a kind."""
+    about = {"device_kind": kind, "num_cores": 1, "platform": "tpu"}
+    known = inspect.signature(AbstractDevice).parameters  # jax 0.10.0 has no platform there.
+    device = AbstractDevice(**{name: x for name, x in about.items() if name in known})
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def _attention_of(length, kind="TPU v5 lite", batch=1, group=1, backward=True, **settings):
+    """Traces attention of [batch, length, group, 128] on a TPU of a kind."""
+    q = jax.ShapeDtypeStruct((batch, length, group, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((batch, length, 1, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    implementation = PallasTPU(cross_compile=True, **settings)
+
+    def loss(q, k, ids):
+        options = {"q_segment_ids": ids, "contiguous": True, "implementation": implementation}
+        return jnp.sum(pe.attention(q, k, k, is_causal=True, **options).astype(jnp.float32))
+
+    with _described(kind):
+        return jax.eval_shape(jax.grad(loss) if backward else loss, q, k, ids).shape
+
+
+LONG = {"length": 2**17, "group": 4}
+
+
+def test_a_backward_pass_that_exceeds_the_memory_is_refused_before_the_forward_pass():
     """The gradients of a head's queries stay in memory, and with groups its keys' gradients."""
-    q = jax.ShapeDtypeStruct((1, 2**17, 4, 128), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((1, 2**17, 1, 128), jnp.bfloat16)
-    compiled = PallasTPU(cross_compile=True)
+    message = (
+        r"backward pass of T = 131072, .* groups of 4 heads needs 2\d\d MiB of VMEM .* use 100"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        _attention_of(**LONG, backward=False)
+    assert _attention_of(**LONG, backward=False, forward_only=True) == ()
+    with pytest.raises(NotImplementedError, match=r"forward_only=True. has no derivatives"):
+        _attention_of(**LONG, forward_only=True)
 
-    def loss(q, k):
-        out = pe.attention(q, k, k, is_causal=True, implementation=compiled)
-        return jnp.sum(out.astype(jnp.float32))
 
-    assert jax.eval_shape(loss, q, k).shape == ()
-    with pytest.raises(
-        NotImplementedError, match=r"backward pass of T = 131072, .* groups of 4 heads"
-    ):
-        jax.eval_shape(jax.grad(loss), q, k)
+def test_chips_with_less_memory_or_without_the_rotations_refuse():
+    """v5p and 7x have 64 MiB of VMEM, v5e and v6e 128; Mosaic has no strided rotation for v4."""
+    for kind in ("TPU v6 lite", "TPU v5", "TPU7x"):
+        length = 2**17 if kind == "TPU v6 lite" else 2**16
+        assert _attention_of(length, kind) == (1, length, 1, 128)
+    for kind in ("TPU v5", "TPU7x"):
+        with pytest.raises(NotImplementedError, match="MiB of VMEM and may use 60"):
+            _attention_of(2**17, kind)
+    with pytest.raises(NotImplementedError, match="TPU v5e, v5p, v6e and 7x, and this is TPU v4"):
+        _attention_of(256, "TPU v4")
+
+
+def test_schedules_that_exceed_the_memory_for_scalars_are_refused():
+    """4 bytes per tile and row: of 1024 x 1024 tiles there are 8256, of 128 x 128 32,896."""
+    small = {"forward": TILES, "backward": TILES}
+    assert _attention_of(2**15, batch=7, **small) == (7, 2**15, 1, 128)
+    for sizes in ({"batch": 8, "length": 2**15, **small}, {"batch": 32, "length": 2**17}):
+        with pytest.raises(NotImplementedError, match=r"10\d\d KiB of SMEM .* may use 992"):
+            _attention_of(**sizes)
+
+
+def test_the_batch_of_one_device_counts():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    q = jax.ShapeDtypeStruct((32, 2**15, 1, 128), jnp.bfloat16, sharding=sharding)
+    ids = jax.ShapeDtypeStruct((32, 2**15), jnp.int32, sharding=sharding)
+    kernels = PallasTPU(TILES, TILES, cross_compile=True)
+    options = {"is_causal": True, "contiguous": True, "implementation": kernels}
+
+    def attend(q, ids):
+        return pe.attention(q, q, q, q_segment_ids=ids, **options)
+
+    with jax.set_mesh(mesh):
+        assert jax.eval_shape(attend, q, ids).shape == q.shape
+
+
+def _products_in_kernels(jaxpr, inside=False):
+    """Returns the matrix products of the kernels in a jaxpr."""
+    products = [e for e in jaxpr.eqns if inside and e.primitive.name == "dot_general"]
+    for equation in jaxpr.eqns:
+        within = inside or equation.primitive.name == "pallas_call"
+        for x in jax.tree.leaves(list(equation.params.values())):
+            x = getattr(x, "jaxpr", x)
+            if hasattr(x, "eqns"):
+                products += _products_in_kernels(x, within)
+    return products
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_dtype_alone_sets_the_precision(dtype):
+    """Mosaic refuses products of bfloat16 under the setting "highest"."""
+    q = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
+
+    def step(q):
+        rules = pe.ALiBi(num_heads=2).rules({})
+        options = {"is_causal": True, "implementation": PallasTPU(cross_compile=True)}
+        return jnp.sum(pe.attention(q, q, q, rules=rules, **options)).astype(jnp.float32)
+
+    with jax.default_matmul_precision("highest"):
+        products = _products_in_kernels(jax.make_jaxpr(jax.grad(step))(q).jaxpr)
+    expected = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    assert len(products) >= 7
+    assert {p for e in products for p in e.params["precision"]} == {expected}
 
 
 def test_second_derivatives_are_refused():
