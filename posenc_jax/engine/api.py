@@ -15,17 +15,22 @@ from posenc_jax.checks import array_of_rank, coordinate_values, integer_position
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
+from posenc_jax.engine.kernels import placement_is_known
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.problem import Implementation, Problem
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
+from posenc_jax.engine.splash import Splash
 from posenc_jax.engine.xla import XLA
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    x.name: x for x in (Reference(), Dense(), XLA(), Pallas(), JaxNN(), CuDNN())
+    x.name: x for x in (Reference(), Dense(), XLA(), Pallas(), Splash(), JaxNN(), CuDNN())
 }
 """Implementations by the word for `attention(implementation=...)`."""
+
+_SPLASH_PAIRS = 2**18
+"""T x S from which on TPUs take splash attention: a tile or more."""
 
 
 @overload
@@ -124,7 +129,8 @@ def attention(
       return_lse: whether to return the log-sum-exp of the logits too.
       implementation: "reference" (materialises T x S, defines correct results), "dense"
         (whole rows of logits in blocks of queries), "xla" (tiles), "pallas" (kernels for TPU and
-        for NVIDIA GPUs), "jax" (`jax.nn.dot_product_attention`: no rules and no log-sum-exp),
+        for NVIDIA GPUs), "splash" (the kernel for TPUs that comes with JAX: no rules, no dropout
+        and no log-sum-exp), "jax" (`jax.nn.dot_product_attention`: no rules and no log-sum-exp),
         "cudnn" (the same with NVIDIA's kernel), an `Implementation` such as
         `posenc_jax.engine.xla.XLA(...)` with settings of your own, or None to choose. An
         implementation that is named is used or raises; it never falls back.
@@ -214,13 +220,19 @@ def run(
       NotImplementedError: if the implementation does not support the problem.
     """
     if implementation is None:
-        chosen = choose(problem, jax.default_backend())
+        chosen = choose(problem, _platform())
     else:
         chosen = find(implementation)
     reason = chosen.supports(problem)
     if reason is not None:
         raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
     return _run(chosen, problem)
+
+
+def _platform() -> str:
+    """Returns the platform of `jax.default_device`, by default that of JAX's first backend."""
+    device = jax.config.jax_default_device
+    return device.platform if isinstance(device, jax.Device) else device or jax.default_backend()
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -266,9 +278,10 @@ def choose(problem: Problem, platform: str) -> Implementation:
 
     Decode steps and sizes below the smallest tile use whole rows, all others use tiles: measured
     on CPU, forward and backward with a learned bias, tiles are faster from T = 32 on. On GPUs
-    cuDNN comes before tiles where it supports the call, as `jax.nn` users choose it; that was not
-    measured here. The kernels of this package have to be named until they have run on hardware;
-    see docs/kernels.md.
+    cuDNN comes before tiles where it supports the call, as `jax.nn` users choose it, and on TPUs
+    splash attention does from 2**18 pairs on, where traces show the devices; neither was measured
+    here. The kernels of this package have to be named until they have run on hardware; see
+    docs/kernels.md.
 
     Args:
       problem: the problem.
@@ -278,6 +291,9 @@ def choose(problem: Problem, platform: str) -> Implementation:
     order = ("dense", "xla") if small else ("xla", "dense")
     if platform == "gpu" and not small:
         order = ("cudnn", *order)
+    pairs = problem.length * problem.keys
+    if platform == "tpu" and pairs >= _SPLASH_PAIRS and placement_is_known(problem):
+        order = ("splash", *order)
     candidates = (IMPLEMENTATIONS[name] for name in order)
     return next(candidate for candidate in candidates if candidate.supports(problem) is None)
 

@@ -66,25 +66,27 @@ class ShardMapped(Implementation):
                 f"{type(self).__name__} has kernels for the platform {self.platform}, and the "
                 f"platform is {jax.default_backend()}"
             )
-        automatic = _open_axes(_mesh_of(problem), AxisType.Auto)
+        automatic = _open_axes(mesh_of(problem), AxisType.Auto)
         if automatic and self.batch_axes is None and self.head_axes is None:
             return (
                 f"the mesh has automatic axes {automatic}, and the compiler cannot partition a "
                 f"kernel: give {type(self).__name__}(batch_axes=, head_axes=), or use explicit "
                 "axes or jax.shard_map"
             )
+        if not self.check_vma and _checks_varying(mesh_of(problem)):
+            return "inside jax.shard_map it needs check_vma=False"
         return self.refuses(self._part(problem))
 
-    def _axes(self, problem: Problem) -> tuple[Any, Any]:
+    def axes(self, problem: Problem) -> tuple[Any, Any]:
         """Returns the mesh axes of the batch and of the heads."""
-        if _open_axes(_mesh_of(problem), AxisType.Explicit):
+        if _open_axes(mesh_of(problem), AxisType.Explicit):
             batch, _, heads = (*jax.typeof(problem.q).sharding.spec, None, None, None)[:3]
             return batch, heads
         return self.batch_axes or None, self.head_axes or None
 
     def _part(self, problem: Problem) -> Problem:
         """Returns the types of the arrays that one device has."""
-        mesh, (batch, heads) = _mesh_of(problem), self._axes(problem)
+        mesh, (batch, heads) = mesh_of(problem), self.axes(problem)
         rows, parts = (_device_count(mesh, axes) for axes in (batch, heads))
         counts = {"B": rows, "N": parts, "K": parts}
 
@@ -98,12 +100,7 @@ class ShardMapped(Implementation):
         return problem.map_arrays(divided)
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
-        batch, length, heads = (*spec, None, None, None)[:3]
-        require(
-            length is None and not any(spec[3:]),
-            f"attention: with kernels, only batch and heads may be sharded, got q sharded {spec}; "
-            "posenc_jax.sharding has attention over a sharded sequence.",
-        )
+        batch, _, heads = (*spec, None, None, None)[:3]
         specs = problem_specs(problem, mesh, batch, heads)
         with jax.sharding.use_abstract_mesh(mesh):
             problem = jax.tree.map(jax.sharding.reshard, problem, specs)
@@ -126,7 +123,7 @@ class ShardMapped(Implementation):
         return run(problem)
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        mesh = _mesh_of(problem)
+        mesh = mesh_of(problem)
         if _open_axes(mesh, AxisType.Explicit):  # And q is whole on every device.
             return self.on_mesh(problem, mesh, PartitionSpec())
         if _open_axes(mesh) or self.batch_axes or self.head_axes:
@@ -193,7 +190,7 @@ class Kernels(ShardMapped):
         return super().supports(problem)
 
 
-def _mesh_of(problem: Problem) -> Any:
+def mesh_of(problem: Problem) -> Any:
     """Returns the mesh that q is on, else the one that is set."""
     mesh = jax.typeof(problem.q).sharding.mesh
     return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
@@ -218,34 +215,53 @@ def _device_count(mesh: Any, axes: Any) -> int:
     return math.prod(mesh.shape[name] for name in axes)
 
 
+def _checks_varying(mesh: Any) -> bool:
+    """Returns whether a `shard_map` around this checks over which axes arrays vary."""
+    return any(jax.typeof(jax.lax.axis_index(x)).mat.varying for x in mesh.manual_axes)
+
+
+def placement_is_known(problem: Problem) -> bool:
+    """Returns whether traces show the devices of a problem.
+
+    `jax.jit(in_shardings=)` shows its mesh to the compiler alone.
+    """
+    return jax.device_count() == 1 or not mesh_of(problem).empty
+
+
+def unshardable(problem: Problem, mesh: Any, batch: Any, heads: Any) -> str | None:
+    """Returns why mesh axes cannot share the batch and the heads of a problem, or None."""
+    sizes = problem.sizes()
+    rows, parts = _device_count(mesh, batch), _device_count(mesh, heads)
+    spec = (*jax.typeof(problem.q).sharding.spec, None, None)
+    if spec[1] is not None or any(spec[3:]):
+        return (
+            f"with kernels, only batch and heads may be sharded, got q sharded {spec[:-2]}; "
+            "posenc_jax.sharding has attention over a sharded sequence"
+        )
+    for count, axes, devices, noun in (
+        (sizes.batch, batch, rows, "rows of the batch"),
+        (sizes.num_heads, heads, parts, "query heads"),
+    ):
+        if count % devices:
+            return f"{count} {noun} cannot be sharded over {devices} devices ({axes})"
+    if sizes.kv_heads % parts and parts % sizes.kv_heads:
+        return f"{sizes.kv_heads} key heads cannot be sharded over {parts} devices ({heads})"
+    return None
+
+
 def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
     """Returns a problem of partition specs, with arrays sharded over batch and heads.
 
     Every device has all key heads if there are fewer of them than devices for the heads.
 
     Raises:
-      ValueError: unless the axes are of the mesh, and their devices divide B and N, and divide K
-        or are a multiple of it.
+      ValueError: unless the axes are of the mesh, q is sharded over them alone, and their devices
+        divide B and N, and divide K or are a multiple of it.
     """
-
-    devices = functools.partial(_device_count, mesh)
-    sizes = problem.sizes()
-    for count, axes, noun in (
-        (sizes.batch, batch, "rows of the batch"),
-        (sizes.num_heads, heads, "query heads"),
-    ):
-        require(
-            count % devices(axes) == 0,
-            f"attention: {count} {noun} cannot be sharded over {devices(axes)} devices ({axes}).",
-        )
-    kv_heads = sizes.kv_heads
-    by_key_head = kv_heads % devices(heads) == 0
-    require(
-        by_key_head or devices(heads) % kv_heads == 0,
-        f"attention: {kv_heads} key heads cannot be sharded over {devices(heads)} devices "
-        f"({heads}).",
-    )
-
+    reason = unshardable(problem, mesh, batch, heads)
+    require(reason is None, f"attention: {reason}.")
+    kv_heads = problem.v.shape[2]
+    by_key_head = kv_heads % _device_count(mesh, heads) == 0
     names = {"B": batch, "N": heads, "K": heads}
 
     def spec(axes, x):
@@ -333,10 +349,15 @@ def padded(count: int, *blocks: int) -> int:
     return -(-count // step) * step
 
 
-_FIRST_ORDER = (
-    'attention: implementation="pallas" has first derivatives in reverse mode only; for others use '
-    'implementation="xla" or "reference".'
-)
+def first_order_only(name: str) -> str:
+    """Returns the message for derivatives that an implementation lacks."""
+    return (
+        f'attention: implementation="{name}" has first derivatives in reverse mode only; for '
+        'others use implementation="xla" or "reference".'
+    )
+
+
+_FIRST_ORDER = first_order_only("pallas")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

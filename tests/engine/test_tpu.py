@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import re
 
 import chex
@@ -10,18 +9,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.kernel_cases import B, assert_close, case_of, outcome
+from engine.kernel_cases import (
+    B,
+    assert_close,
+    case_of,
+    described,
+    outcome,
+    products_in_kernels,
+)
 from engine.rules import KINDS
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support import one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.problem import _AXES, Problem
 from posenc_jax.engine.rules import DotBias, LogitBias, Rule
-from posenc_jax.engine.tpu.implementation import PallasTPU, _block
+from posenc_jax.engine.tpu.implementation import PallasTPU, tile_size
 from posenc_jax.engine.tpu.schedule import tile_order
 from posenc_jax.engine.tpu.strip import Strip, shear, sum_diagonals
 
@@ -103,7 +109,7 @@ def test_tiles_without_a_visible_pair_have_no_step(sides, by_key):
 
 def test_default_tiles_are_large_but_pad_little():
     counts = (63, 200, 512, 640, 1100, 2048, 2560, 8192)
-    sizes = [_block(count, jnp.bfloat16) for count in counts]
+    sizes = [tile_size(count, jnp.bfloat16) for count in counts]
     assert sizes == [128, 256, 512, 1024, 512, 1024, 512, 1024]
 
 
@@ -315,14 +321,6 @@ def _refusals():
     assert "operation sin" in _refusal(LogitBias(sines, heads=jnp.ones(2)))
 
 
-def _described(kind):
-    """Returns a context in which programs are compiled for a TPU of a kind."""
-    about = {"device_kind": kind, "num_cores": 1, "platform": "tpu"}
-    known = inspect.signature(AbstractDevice).parameters  # jax 0.10.0 has no platform there.
-    device = AbstractDevice(**{name: x for name, x in about.items() if name in known})
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
-
-
 def _attention_of(length, kind="TPU v5 lite", batch=1, group=1, backward=True, **settings):
     """Traces attention of [batch, length, group, 128] on a TPU of a kind."""
     q = jax.ShapeDtypeStruct((batch, length, group, 128), jnp.bfloat16)
@@ -334,7 +332,7 @@ def _attention_of(length, kind="TPU v5 lite", batch=1, group=1, backward=True, *
         options = {"q_segment_ids": ids, "contiguous": True, "implementation": implementation}
         return jnp.sum(pe.attention(q, k, k, is_causal=True, **options).astype(jnp.float32))
 
-    with _described(kind):
+    with described(kind):
         return jax.eval_shape(jax.grad(loss) if backward else loss, q, k, ids).shape
 
 
@@ -389,18 +387,6 @@ def test_the_batch_of_one_device_counts():
         assert jax.eval_shape(attend, q, ids).shape == q.shape
 
 
-def _products_in_kernels(jaxpr, inside=False):
-    """Returns the matrix products of the kernels in a jaxpr."""
-    products = [e for e in jaxpr.eqns if inside and e.primitive.name == "dot_general"]
-    for equation in jaxpr.eqns:
-        within = inside or equation.primitive.name == "pallas_call"
-        for x in jax.tree.leaves(list(equation.params.values())):
-            x = getattr(x, "jaxpr", x)
-            if hasattr(x, "eqns"):
-                products += _products_in_kernels(x, within)
-    return products
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_the_dtype_alone_sets_the_precision(dtype):
     """Mosaic refuses products of bfloat16 under the setting "highest"."""
@@ -412,7 +398,7 @@ def test_the_dtype_alone_sets_the_precision(dtype):
         return jnp.sum(pe.attention(q, q, q, rules=rules, **options)).astype(jnp.float32)
 
     with jax.default_matmul_precision("highest"):
-        products = _products_in_kernels(jax.make_jaxpr(jax.grad(step))(q).jaxpr)
+        products = products_in_kernels(jax.make_jaxpr(jax.grad(step))(q).jaxpr)
     expected = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     assert len(products) >= 7
     assert {p for e in products for p in e.params["precision"]} == {expected}

@@ -25,15 +25,19 @@ def device_kind() -> str | None:
     return jax.local_devices()[0].device_kind if jax.default_backend() == "tpu" else None
 
 
-def unknown_kind() -> str | None:
-    """Returns why the kernels do not run on this TPU, or None.
+def unknown_kind(*others: str) -> str | None:
+    """Returns why kernels do not run on this TPU, or None.
 
     Mosaic has no strided rotations for TPU v4 and older ones, and stops with an internal error.
+
+    Args:
+      *others: further device kinds for which the kernels compile.
     """
     kind = device_kind()
-    if kind is None or kind in _VMEM:
+    if kind is None or kind in (*_VMEM, *others):
         return None
-    return f"the kernels are for TPU v5e, v5p, v6e and 7x, and this is {kind}"
+    names = ("TPU v5e, v5p, v6e and 7x", *others)
+    return f"the kernels are for {', '.join(names)}, and this is {kind}"
 
 
 def default_vmem_limit() -> int:

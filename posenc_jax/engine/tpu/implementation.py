@@ -85,7 +85,7 @@ class PallasTPU(Kernels):
 
     def make_spec(self, problem: Problem, **fields: Any) -> TPUSpec:
         p = problem
-        blocks = Blocks(_block(p.length, p.q.dtype), _block(p.keys, p.q.dtype))
+        blocks = Blocks(tile_size(p.length, p.q.dtype), tile_size(p.keys, p.q.dtype))
         ahead, back = self.forward or blocks, self.backward or blocks
         return TPUSpec(
             **fields,
@@ -125,7 +125,7 @@ def _known_from_shapes(question: Callable[[Problem], str | None], p: Problem) ->
     return answers[0]
 
 
-def _block(count: int, dtype: Any) -> int:
+def tile_size(count: int, dtype: Any) -> int:
     """Returns the size of tiles that takes the least time for `count` queries and `count` keys.
 
     By the compiler's schedule, a step of the grid takes as long as 2**16 pairs of a large tile.
