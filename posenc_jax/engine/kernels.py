@@ -53,7 +53,7 @@ class ShardMapped(Implementation):
 
     @abc.abstractmethod
     def refuses(self, problem: Problem) -> str | None:
-        """Returns why one device cannot compute its part, of which it has the types, or None."""
+        """Returns why one device cannot compute its part, given as types of arrays, or None."""
 
     @abc.abstractmethod
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:

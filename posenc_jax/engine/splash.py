@@ -1,8 +1,8 @@
 """Attention by the flash attention for TPUs that comes with JAX, "splash attention".
 
 It takes no rules; rotary schemes need none. Its source is
-`jax.experimental.pallas.ops.tpu.splash_attention`. What differs there: a query that sees no key
-gets the mean of the values, the log-sum-exp has no gradient, and masks are computed while tracing.
+`jax.experimental.pallas.ops.tpu.splash_attention`. Differences there: a query that sees no key gets
+the mean of the values, the log-sum-exp has no gradient, and masks are computed while tracing.
 """
 
 import dataclasses

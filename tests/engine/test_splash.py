@@ -111,6 +111,25 @@ def test_bfloat16_is_close_to_float32():
         assert np.linalg.norm(a - x) <= 2 * np.linalg.norm(b - x) + 5e-4 * np.linalg.norm(x)
 
 
+def test_layers_that_are_scanned_and_computed_again():
+    """As models call it: `jax.checkpoint` in `jax.lax.scan`, under `jax.vmap`; traced once."""
+    scales = jnp.array([0.5, 1.0])
+    _, arrays, _ = _case("causal", batch=1, heads=1, kv_heads=1, dim=32)
+
+    def outcome(implementation):
+        def layer(x, scale):
+            options = {"is_causal": True, "implementation": implementation}
+            return x + pe.attention(scale * x, x, x, **options), None
+
+        def loss(scales, x):
+            return jnp.sum(jnp.sin(jax.lax.scan(jax.checkpoint(layer), x, scales)[0]))
+
+        step = jax.vmap(jax.grad(loss, (0, 1)), (None, 0))
+        return jax.jit(step)(scales, jnp.stack([arrays["q"], arrays["v"]]))
+
+    assert_close(outcome(SPLASH), outcome("reference"), 3e-6)
+
+
 def test_queries_that_see_nothing_get_zeros_and_padding_may_be_nan():
     """Splash attention gives such queries the mean of all values."""
     static, arrays, dynamic = _case("blind")
@@ -218,7 +237,7 @@ def _spread(x, mesh, axes):
     ],
 )
 def test_batch_and_heads_over_devices(kind, kv_heads):
-    """Four devices have two key heads, of which each takes one."""
+    """Each of four devices takes one of two key heads."""
     mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
     static, arrays, dynamic = case = _case("segments", heads=8, kv_heads=kv_heads)
     axes = {"batch_axes": "data", "head_axes": "heads"} if kind == AxisType.Auto else {}

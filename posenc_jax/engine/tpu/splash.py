@@ -149,7 +149,7 @@ def _run(
 def _kernel(settings: _Settings) -> Any:
     """Returns the kernel, whose arrays are NumPy's: others would belong to one trace."""
     s = settings
-    sizes = {"block_q": s.block_q, "block_kv": s.block_k}
+    sizes: dict[str, Any] = {"block_q": s.block_q, "block_kv": s.block_k}
     sizes |= {"block_q_dkv": s.block_q, "block_kv_dkv": s.block_k}
     computed = _COMPUTED if s.block_k % _COMPUTED == 0 else s.block_k
     sizes |= {"block_kv_compute": computed, "block_kv_dkv_compute": computed}
@@ -173,40 +173,45 @@ def _kernel(settings: _Settings) -> Any:
 def _mask(s: _Settings) -> masks.Mask:
     """Returns the mask by slot of one head."""
     shape = s.length, s.keys
-    left, right = (None if side < 0 else side for side in s.window or (-1, -1))
-    right = 0 if s.is_causal else right
-    if left is None and right is None:
+    before, after = (None if side < 0 else side for side in s.window or (-1, -1))
+    after = 0 if s.is_causal else after
+    if before is None and after is None:
         return masks.FullMask(shape)
-    if left is None and right == 0:
+    if before is None and after == 0:
         return _CausalMask(shape)
-    return _LocalMask(shape, (left, right), 0)
+    return _LocalMask(shape, (before, after), 0)
 
 
-class _ByBlock:
-    """A mask that computes only the blocks at its edges.
+# JAX computes every block of a mask while tracing, which takes seconds from T = 32,768 on.
+class _CausalMask(masks.CausalMask):
+    def __getitem__(self, idx):
+        block = _uniform_block(idx, None, 0)
+        return super().__getitem__(idx) if block is None else block
 
-    JAX computes all of them while tracing, which takes seconds from T = 32,768 on.
+
+class _LocalMask(masks.LocalMask):
+    def __getitem__(self, idx):
+        block = _uniform_block(idx, *self.window_size)
+        return super().__getitem__(idx) if block is None else block
+
+
+def _uniform_block(
+    block: tuple[slice, slice], before: int | None, after: int | None
+) -> np.ndarray | None:
+    """Returns the mask of a block where all pairs are visible or all hidden, else None.
+
+    Args:
+      block: the slices of queries and keys.
+      before, after: how many tokens a query sees on either side; None for no limit.
     """
-
-    def __getitem__(self, index):
-        left, right = getattr(self, "window_size", (None, 0))
-        q, k = index
-        nearest, farthest = q.start - (k.stop - 1), q.stop - 1 - k.start
-        shape = q.stop - q.start, k.stop - k.start
-        after = right is not None and farthest < -right
-        if after or (left is not None and nearest > left):
-            return _constant(False, shape)
-        if (right is None or nearest >= -right) and (left is None or farthest <= left):
-            return _constant(True, shape)
-        return super().__getitem__(index)
-
-
-class _CausalMask(_ByBlock, masks.CausalMask):
-    pass
-
-
-class _LocalMask(_ByBlock, masks.LocalMask):
-    pass
+    q, k = block
+    low, high = q.start - (k.stop - 1), q.stop - 1 - k.start  # Query minus key.
+    shape = q.stop - q.start, k.stop - k.start
+    if (before is not None and low > before) or (after is not None and high < -after):
+        return _constant(False, shape)
+    if (before is None or high <= before) and (after is None or low >= -after):
+        return _constant(True, shape)
+    return None
 
 
 @functools.lru_cache(8)
