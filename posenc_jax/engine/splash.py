@@ -24,8 +24,8 @@ class Splash(ShardMapped):
     in float32.
 
     Attributes:
-      block: queries and keys per tile, a multiple of 128. Default: 1024, 512 in float32, and less
-        where that takes less time.
+      block: queries and keys per tile, a multiple of 128. Default: 1024, half of that in float32,
+        for head dims beyond 128 and on v4, and less where that takes less time.
       interpret, cross_compile, batch_axes, head_axes: see `ShardMapped`; `interpret` is a bool.
     """
 
@@ -71,5 +71,7 @@ class Splash(ShardMapped):
         # Imported here: Pallas takes half of the time that this package adds to `import jax`.
         from posenc_jax.engine.tpu.splash import attend
 
-        out = attend(without_hidden(problem), self.block, bool(self.interpret))
+        # Without segments, every key is seen: by its own query, or by all.
+        p = problem if problem.q_segment_ids is None else without_hidden(problem)
+        out = attend(p, self.block, bool(self.interpret))
         return out, jnp.full(out.shape[:3], jnp.nan)

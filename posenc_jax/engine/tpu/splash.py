@@ -15,7 +15,9 @@ from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.kernels import first_order_only, padded
 from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.tpu.chip import device_kind
 from posenc_jax.engine.tpu.implementation import tile_size
+from posenc_jax.engine.tpu.strip import LANES
 
 _COMPUTED = 512  # Keys of one matrix product.
 _MOST_PARTS = 8  # Of the cotangent of q, each as large as q.
@@ -54,7 +56,7 @@ def attend(p: Problem, block: int | None, interpret: bool) -> jax.Array:
       block: queries and keys per tile, or None to choose.
       interpret: run in the interpreter.
     """
-    block_q, block_k = (block or tile_size(n, p.q.dtype) for n in (p.length, p.keys))
+    block_q, block_k = (block or _tile_size(p, n) for n in (p.length, p.keys))
     settings = _Settings(
         heads=p.num_heads,
         length=padded(p.length, block_q),
@@ -76,13 +78,27 @@ def attend(p: Problem, block: int | None, interpret: bool) -> jax.Array:
     if p.q_segment_ids is not None:
         # A sink that takes nothing from visible keys, and all from the others, gives queries that
         # see no key zeros. Without it they get the mean of the values.
-        sinks = jnp.zeros((p.num_heads,), jnp.float32) - jnp.inf if sinks is None else sinks
-        sinks = jnp.maximum(sinks, MASK_VALUE)
+        least = jnp.full((p.num_heads,), MASK_VALUE, jnp.float32)
+        sinks = least if sinks is None else jnp.maximum(sinks, least)
     if sinks is not None:
         arrays["sinks"] = sinks
     arrays = limit_derivatives(arrays, forward=_FIRST_ORDER)
     out = _attend(settings, _segments(p, settings), arrays)
-    return jnp.swapaxes(out, 1, 2)[:, : p.length].astype(p.q.dtype)
+    return jnp.swapaxes(out, 1, 2)[:, : p.length]
+
+
+def _tile_size(p: Problem, count: int) -> int:
+    """Returns the size of tiles for `count` queries or keys.
+
+    JAX's kernels may use 16 MiB of VMEM on most chips. These sizes were compiled with segments, a
+    window, a softcap and sinks.
+    """
+    most = 1024 if p.q.dtype == jnp.bfloat16 else 512
+    if max(p.q.shape[3], p.v.shape[3]) > LANES:
+        most //= 2
+    if device_kind() == "TPU v4":
+        most //= 2
+    return min(most, tile_size(count, p.q.dtype))
 
 
 def _segments(p: Problem, settings: _Settings) -> kernels.SegmentIds | None:
