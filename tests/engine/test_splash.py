@@ -315,6 +315,21 @@ def test_none_takes_it_on_tpus_where_it_serves(on_tpu):
         assert _chosen(kind=kind) == "splash"
 
 
+@pytest.mark.parametrize(
+    ("scheme", "takes_it"), [(pe.RoPE(head_dim=32), True), (pe.T5(num_heads=2), False)]
+)
+def test_rotary_schemes_take_it(on_tpu, scheme, takes_it):
+    q = jax.ShapeDtypeStruct((1, 512, 2, 32), jnp.bfloat16)
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
+    options = {"is_causal": True, "segment_ids": np.zeros((1, 512), np.int32)}
+
+    def attend(params, q):
+        return pe.scheme_attention(scheme, params, q, q, q, **options)[0]
+
+    with described("TPU v5 lite"):
+        assert ("splash_mha" in str(jax.make_jaxpr(attend)(params, q))) == takes_it
+
+
 def test_none_takes_it_where_the_devices_are_known(on_tpu):
     """The compiler cannot partition a kernel, and `in_shardings` of `jit` are unknown to traces."""
     on_tpu.setattr(jax, "device_count", lambda: 8)
