@@ -16,17 +16,22 @@ from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.functions import with_functions_by_value
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
+from posenc_jax.engine.kernels import placement_is_known
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.problem import Implementation, Problem, zero_where
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
+from posenc_jax.engine.splash import Splash
 from posenc_jax.engine.xla import XLA
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    x.name: x for x in (Reference(), Dense(), XLA(), Pallas(), JaxNN(), CuDNN())
+    x.name: x for x in (Reference(), Dense(), XLA(), Pallas(), Splash(), JaxNN(), CuDNN())
 }
 """Implementations by the word for `attention(implementation=...)`."""
+
+_SPLASH_PAIRS = 2**18
+"""T x S from which on TPUs take splash attention: a tile or more."""
 
 
 @overload
@@ -126,7 +131,8 @@ def attention(
       return_lse: whether to return the log-sum-exp of the logits too.
       implementation: "reference" (materialises T x S, defines correct results), "dense"
         (whole rows of logits in blocks of queries), "xla" (tiles), "pallas" (kernels for TPU and
-        for NVIDIA GPUs), "jax" (`jax.nn.dot_product_attention`: no rules and no log-sum-exp),
+        for NVIDIA GPUs), "splash" (the kernel for TPUs that comes with JAX: no rules, no dropout
+        and no log-sum-exp), "jax" (`jax.nn.dot_product_attention`: no rules and no log-sum-exp),
         "cudnn" (the same with NVIDIA's kernel), an `Implementation` such as
         `posenc_jax.engine.xla.XLA(...)` with settings of your own, or None to choose. An
         implementation that is named is used or raises; it never falls back.
@@ -216,13 +222,19 @@ def run(
       NotImplementedError: if the implementation does not support the problem.
     """
     if implementation is None:
-        chosen = choose(problem, jax.default_backend())
+        chosen = choose(problem, _platform())
     else:
         chosen = find(implementation)
     reason = chosen.supports(problem)
     if reason is not None:
         raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
     return _run(chosen, problem)
+
+
+def _platform() -> str:
+    """Returns the platform of `jax.default_device`, by default that of JAX's first backend."""
+    device = jax.config.jax_default_device
+    return device.platform if isinstance(device, jax.Device) else device or jax.default_backend()
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -268,9 +280,10 @@ def choose(problem: Problem, platform: str) -> Implementation:
 
     Decode steps and sizes below the smallest tile use whole rows, all others use tiles: measured
     on CPU, forward and backward with a learned bias, tiles are faster from T = 32 on. On GPUs
-    cuDNN comes before tiles where it supports the call, as `jax.nn` users choose it; that was not
-    measured here. The kernels of this package have to be named until they have run on hardware;
-    see docs/kernels.md.
+    cuDNN comes before tiles where it supports the call, as `jax.nn` users choose it, and on TPUs
+    splash attention does from 2**18 pairs on, where traces show the devices; neither was measured
+    here. The kernels of this package have to be named until they have run on hardware; see
+    docs/kernels.md.
 
     Args:
       problem: the problem.
@@ -280,6 +293,9 @@ def choose(problem: Problem, platform: str) -> Implementation:
     order = ("dense", "xla") if small else ("xla", "dense")
     if platform == "gpu" and not small:
         order = ("cudnn", *order)
+    pairs = problem.length * problem.keys
+    if platform == "tpu" and pairs >= _SPLASH_PAIRS and placement_is_known(problem):
+        order = ("splash", *order)
     candidates = (IMPLEMENTATIONS[name] for name in order)
     return next(candidate for candidate in candidates if candidate.supports(problem) is None)
 
@@ -311,6 +327,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
             "attention: prefix_length does nothing without is_causal or a window.",
         )
     tokens = _tokens(batch, length, keys, bool(rules), call)
+    same_sinks = sinks is not None and jnp.ndim(sinks) == 1
     if sinks is not None:
         sinks = _sinks(sinks, (batch, length, num_heads), tokens["q_segment_ids"])
     return Problem(
@@ -321,6 +338,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         mask=call.mask,
         prefix_length=prefix,
         sinks=sinks,
+        same_sinks=same_sinks,
         dropout_seeds=None if key is None else make_dropout_seeds(key, batch, num_heads),
         q_slots=jnp.arange(length, dtype=jnp.int32)[None],
         k_slots=jnp.arange(keys, dtype=jnp.int32)[None],

@@ -58,7 +58,9 @@ def make_plan(
     The arguments `forward` and `backward` are used as they are; one alone serves both passes. The
     defaults were measured on CPU, where a matrix product uses two cores only if it is wide enough,
     and where a tile of all heads should stay in the cache. On TPU many heads do not make blocks
-    smaller: by its compiler's estimate, 128 x 128 takes 1.3 to 1.4 times as long.
+    smaller: by its compiler's estimate, 128 x 128 takes 1.3 to 1.4 times as long. On GPUs every
+    operation of a tile is launched, for some microseconds: blocks are as large as 128 MiB of logits
+    allow.
 
     >>> make_plan(2000, 2000, 8).forward
     Blocks(q=512, k=256)
@@ -74,7 +76,13 @@ def make_plan(
     return Plan(Blocks(fq, fk), Blocks(bq, bk), padded, padded_keys)
 
 
+_GPU_PAIRS = 2**25  # Of a tile of all heads, 128 MiB in float32.
+
+
 def _measured(length: int, keys: int, heads: int) -> tuple[Blocks, Blocks]:
+    if jax.default_backend() == "gpu":
+        size = next((n for n in (1024, 512, 256) if heads * n * n <= _GPU_PAIRS), 128)
+        return Blocks(size, size), Blocks(size, size)
     many = (heads >= 16 and max(length, keys) <= 512) or heads >= 64
     if many and jax.default_backend() != "tpu":
         return Blocks(128, 128), Blocks(128, 128)

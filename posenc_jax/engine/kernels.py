@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -29,8 +30,8 @@ from posenc_jax.ops.partition import combine, partition
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernels(Implementation):
-    """Attention by the kernels of one platform.
+class ShardMapped(Implementation):
+    """Attention that the compiler cannot partition: devices compute their parts in a `shard_map`.
 
     Attributes:
       interpret: run in Pallas' interpreter, on any platform: True or its parameters.
@@ -45,19 +46,98 @@ class Kernels(Implementation):
     cross_compile: bool = False
     batch_axes: str | tuple[str, ...] | None = None
     head_axes: str | tuple[str, ...] | None = None
-    name = "pallas"
     platform: ClassVar[str]
     """As `jax.default_backend` names it."""
-    mask_by_distance: ClassVar[bool] = False
-    """Whether causality and windows by slot are a bias by distance."""
+    check_vma: ClassVar[bool] = True
+    """Whether results say over which axes of a `shard_map` they vary."""
 
     @abc.abstractmethod
     def refuses(self, problem: Problem) -> str | None:
-        """Returns why the kernels of this platform cannot compute a problem, or None."""
+        """Returns why one device cannot compute its part, given as types of arrays, or None."""
 
     @abc.abstractmethod
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         """Computes a problem on one device, or one device's part of it."""
+
+    def supports(self, problem: Problem) -> str | None:
+        anywhere = self.interpret or self.cross_compile
+        if not anywhere and jax.default_backend() != self.platform:
+            return (
+                f"{type(self).__name__} has kernels for the platform {self.platform}, and the "
+                f"platform is {jax.default_backend()}"
+            )
+        automatic = _open_axes(mesh_of(problem), AxisType.Auto)
+        if automatic and self.batch_axes is None and self.head_axes is None:
+            return (
+                f"the mesh has automatic axes {automatic}, and the compiler cannot partition a "
+                f"kernel: give {type(self).__name__}(batch_axes=, head_axes=), or use explicit "
+                "axes or jax.shard_map"
+            )
+        if not self.check_vma and _checks_varying(mesh_of(problem)):
+            return "inside jax.shard_map it needs check_vma=False"
+        return self.refuses(self._part(problem))
+
+    def axes(self, problem: Problem) -> tuple[Any, Any]:
+        """Returns the mesh axes of the batch and of the heads."""
+        if _open_axes(mesh_of(problem), AxisType.Explicit):
+            batch, _, heads = (*jax.typeof(problem.q).sharding.spec, None, None, None)[:3]
+            return batch, heads
+        return self.batch_axes or None, self.head_axes or None
+
+    def _part(self, problem: Problem) -> Problem:
+        """Returns the types of the arrays that one device has."""
+        mesh, (batch, heads) = mesh_of(problem), self.axes(problem)
+        rows, parts = (_device_count(mesh, axes) for axes in (batch, heads))
+        counts = {"B": rows, "N": parts, "K": parts}
+
+        def divided(axes, x):
+            sizes = (
+                max(1, n // counts.get(axis, 1))
+                for n, axis in itertools.zip_longest(x.shape, axes[: x.ndim])
+            )
+            return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+        return problem.map_arrays(divided)
+
+    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
+        batch, _, heads = (*spec, None, None, None)[:3]
+        specs = problem_specs(problem, mesh, batch, heads)
+        with jax.sharding.use_abstract_mesh(mesh):
+            problem = jax.tree.map(jax.sharding.reshard, problem, specs)
+            return self._sharded(problem, mesh, batch, heads)
+
+    def _sharded(self, problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
+        """Computes each device's part of the batch and of the heads."""
+        specs = problem_specs(problem, mesh, batch, heads)
+        out = PartitionSpec(batch, None, heads)
+        alone = dataclasses.replace(self, batch_axes=None, head_axes=None)
+        run = jax.shard_map(
+            lambda p: alone(_with_local_key_head(p, specs, heads)),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=(out, out),
+            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+            # The interpreter mixes varying arrays with others.
+            check_vma=self.check_vma and not self.interpret,
+        )
+        return run(problem)
+
+    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        mesh = mesh_of(problem)
+        if _open_axes(mesh, AxisType.Explicit):  # And q is whole on every device.
+            return self.on_mesh(problem, mesh, PartitionSpec())
+        if _open_axes(mesh) or self.batch_axes or self.head_axes:
+            return self._sharded(problem, mesh, self.batch_axes or None, self.head_axes or None)
+        return self.on_device(vary_over(problem))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels(ShardMapped):
+    """Attention by the kernels of this package for one platform; settings of `ShardMapped`."""
+
+    name = "pallas"
+    mask_by_distance: ClassVar[bool] = False
+    """Whether causality and windows by slot are a bias by distance."""
 
     @abc.abstractmethod
     def make_spec(self, problem: Problem, **fields: Any) -> Any:
@@ -82,12 +162,17 @@ class Kernels(Implementation):
             log-sum-exp. With dropout, times 1 - r.
         """
 
-    def run(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        """Computes a problem of one device by the kernels of both passes."""
+    def prepared(self, problem: Problem) -> tuple[Any, Operands, Lowered]:
+        """Returns the static part of a problem, its operands, and its lowered rules."""
         p, lowered = problem, _lowered(problem)
         elements = tuple(_elements(p, lowered))
         spec = self.make_spec(p, **spec_fields(p, lowered))
-        spec, operands = prepare(p, lowered, elements, spec, self.mask_by_distance)
+        return *prepare(p, lowered, elements, spec, self.mask_by_distance), lowered
+
+    def run(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        """Computes a problem of one device by the kernels of both passes."""
+        p = problem
+        spec, operands, lowered = self.prepared(p)
         diff, nondiff = partition(operands)
         out, lse = _attend(self, spec, limit_derivatives(diff, forward=_FIRST_ORDER), nondiff)
         out, lse = out[:, : p.length], jnp.swapaxes(lse, 1, 2)[:, : p.length]
@@ -96,64 +181,16 @@ class Kernels(Implementation):
         return with_sinks(p, out, lse)
 
     def supports(self, problem: Problem) -> str | None:
-        anywhere = self.interpret or self.cross_compile
-        if not anywhere and jax.default_backend() != self.platform:
-            return (
-                f"{type(self).__name__} has kernels for the platform {self.platform}, and the "
-                f"platform is {jax.default_backend()}"
-            )
-        automatic = _open_axes(_mesh_of(problem), AxisType.Auto)
-        if automatic and self.batch_axes is None and self.head_axes is None:
-            return (
-                f"the mesh has automatic axes {automatic}, and the compiler cannot partition a "
-                f"kernel: give {type(self).__name__}(batch_axes=, head_axes=), or use explicit "
-                "axes or jax.shard_map"
-            )
         if problem.whole_rows or not problem.normalized:
             return 'rules on whole rows of logits need implementation="xla"'
         if any(rule.pairs is not None for rule in problem.rules):
             return 'an array of all pairs needs implementation="xla"'
         if any(rule.adds_values for rule in problem.rules):
             return 'rules that add to values need implementation="xla"'
-        return self.refuses(problem)
-
-    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
-        batch, length, heads = (*spec, None, None, None)[:3]
-        require(
-            length is None and not any(spec[3:]),
-            f"attention: with kernels, only batch and heads may be sharded, got q sharded {spec}; "
-            "posenc_jax.sharding has attention over a sharded sequence.",
-        )
-        specs = problem_specs(problem, mesh, batch, heads)
-        with jax.sharding.use_abstract_mesh(mesh):
-            problem = jax.tree.map(jax.sharding.reshard, problem, specs)
-            return self._sharded(problem, mesh, batch, heads)
-
-    def _sharded(self, problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
-        """Computes each device's part of the batch and of the heads."""
-        specs = problem_specs(problem, mesh, batch, heads)
-        out = PartitionSpec(batch, None, heads)
-        alone = dataclasses.replace(self, batch_axes=None, head_axes=None)
-        run = jax.shard_map(
-            lambda p: alone(_with_local_key_head(p, specs, heads)),
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=(out, out),
-            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-            check_vma=not self.interpret,  # The interpreter mixes varying arrays with others.
-        )
-        return run(problem)
-
-    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        mesh = _mesh_of(problem)
-        if _open_axes(mesh, AxisType.Explicit):  # And q is whole on every device.
-            return self.on_mesh(problem, mesh, PartitionSpec())
-        if _open_axes(mesh) or self.batch_axes or self.head_axes:
-            return self._sharded(problem, mesh, self.batch_axes or None, self.head_axes or None)
-        return self.on_device(vary_over(problem))
+        return super().supports(problem)
 
 
-def _mesh_of(problem: Problem) -> Any:
+def mesh_of(problem: Problem) -> Any:
     """Returns the mesh that q is on, else the one that is set."""
     mesh = jax.typeof(problem.q).sharding.mesh
     return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
@@ -166,43 +203,65 @@ def _open_axes(mesh: Any, *kinds: AxisType) -> tuple[str, ...]:
     return tuple(name for name, kind in named if kind in kinds and mesh.shape[name] > 1)
 
 
+def _device_count(mesh: Any, axes: Any) -> int:
+    """Returns the number of devices along some axes of a mesh: a name, names, or None."""
+    axes = (axes,) if isinstance(axes, str) else axes or ()
+    for name in axes:
+        require(
+            name in mesh.axis_names,
+            f"attention: {name!r} is no axis of the mesh, which has {mesh.axis_names}; "
+            "see jax.set_mesh.",
+        )
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def _checks_varying(mesh: Any) -> bool:
+    """Returns whether a `shard_map` around this checks over which axes arrays vary."""
+    return any(jax.typeof(jax.lax.axis_index(x)).mat.varying for x in mesh.manual_axes)
+
+
+def placement_is_known(problem: Problem) -> bool:
+    """Returns whether traces show the devices of a problem.
+
+    `jax.jit(in_shardings=)` shows its mesh to the compiler alone.
+    """
+    return jax.device_count() == 1 or not mesh_of(problem).empty
+
+
+def unshardable(problem: Problem, mesh: Any, batch: Any, heads: Any) -> str | None:
+    """Returns why mesh axes cannot share the batch and the heads of a problem, or None."""
+    sizes = problem.sizes()
+    rows, parts = _device_count(mesh, batch), _device_count(mesh, heads)
+    spec = (*jax.typeof(problem.q).sharding.spec, None, None)
+    if spec[1] is not None or any(spec[3:]):
+        return (
+            f"with kernels, only batch and heads may be sharded, got q sharded {spec[:-2]}; "
+            "posenc_jax.sharding has attention over a sharded sequence"
+        )
+    for count, axes, devices, noun in (
+        (sizes.batch, batch, rows, "rows of the batch"),
+        (sizes.num_heads, heads, parts, "query heads"),
+    ):
+        if count % devices:
+            return f"{count} {noun} cannot be sharded over {devices} devices ({axes})"
+    if sizes.kv_heads % parts and parts % sizes.kv_heads:
+        return f"{sizes.kv_heads} key heads cannot be sharded over {parts} devices ({heads})"
+    return None
+
+
 def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
     """Returns a problem of partition specs, with arrays sharded over batch and heads.
 
     Every device has all key heads if there are fewer of them than devices for the heads.
 
     Raises:
-      ValueError: unless the axes are of the mesh, and their devices divide B and N, and divide K
-        or are a multiple of it.
+      ValueError: unless the axes are of the mesh, q is sharded over them alone, and their devices
+        divide B and N, and divide K or are a multiple of it.
     """
-
-    def devices(axes):
-        axes = (axes,) if isinstance(axes, str) else axes or ()
-        for name in axes:
-            require(
-                name in mesh.axis_names,
-                f"attention: {name!r} is no axis of the mesh, which has {mesh.axis_names}; "
-                "see jax.set_mesh.",
-            )
-        return math.prod(mesh.shape[name] for name in axes)
-
-    sizes = problem.sizes()
-    for count, axes, noun in (
-        (sizes.batch, batch, "rows of the batch"),
-        (sizes.num_heads, heads, "query heads"),
-    ):
-        require(
-            count % devices(axes) == 0,
-            f"attention: {count} {noun} cannot be sharded over {devices(axes)} devices ({axes}).",
-        )
-    kv_heads = sizes.kv_heads
-    by_key_head = kv_heads % devices(heads) == 0
-    require(
-        by_key_head or devices(heads) % kv_heads == 0,
-        f"attention: {kv_heads} key heads cannot be sharded over {devices(heads)} devices "
-        f"({heads}).",
-    )
-
+    reason = unshardable(problem, mesh, batch, heads)
+    require(reason is None, f"attention: {reason}.")
+    kv_heads = problem.v.shape[2]
+    by_key_head = kv_heads % _device_count(mesh, heads) == 0
     names = {"B": batch, "N": heads, "K": heads}
 
     def spec(axes, x):
@@ -290,10 +349,15 @@ def padded(count: int, *blocks: int) -> int:
     return -(-count // step) * step
 
 
-_FIRST_ORDER = (
-    'attention: implementation="pallas" has first derivatives in reverse mode only; for others use '
-    'implementation="xla" or "reference".'
-)
+def first_order_only(name: str) -> str:
+    """Returns the message for derivatives that an implementation lacks."""
+    return (
+        f'attention: implementation="{name}" has first derivatives in reverse mode only; for '
+        'others use implementation="xla" or "reference".'
+    )
+
+
+_FIRST_ORDER = first_order_only("pallas")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -60,6 +60,7 @@ class Problem:
       contiguous: T = S, q and k have the same positions and coordinates, which grow by
         one per slot inside a segment.
       same_rows: all rows of the batch have the same coordinates.
+      same_sinks: all queries have the same sinks.
       finite_values: v is finite, also where no query sees it.
       window: `window_sides` of the argument.
       is_causal, scale, softcap, dropout_rate: as in `attention`.
@@ -84,6 +85,7 @@ class Problem:
     k_slots: jax.Array
     contiguous: bool = dataclasses.field(metadata=STATIC)
     same_rows: bool = dataclasses.field(metadata=STATIC)
+    same_sinks: bool = dataclasses.field(metadata=STATIC)
     finite_values: bool = dataclasses.field(metadata=STATIC)
     is_causal: bool = dataclasses.field(metadata=STATIC)
     window: tuple[int, int] | None = dataclasses.field(metadata=STATIC)

@@ -1,11 +1,13 @@
 """Problems for the kernels of any platform, and their outcomes."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from engine.rules import KINDS, explicit_mask
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import posenc_jax as pe
 from posenc_jax.engine.problem import repeat_heads
@@ -237,3 +239,23 @@ RULES["features"] = (
         k_features=params["column"],
     ),
 )
+
+
+def described(kind):
+    """Returns a context in which programs are compiled for a TPU of a kind."""
+    about = {"device_kind": kind, "num_cores": 1, "platform": "tpu"}
+    known = inspect.signature(AbstractDevice).parameters  # jax 0.10.0 has no platform there.
+    device = AbstractDevice(**{name: x for name, x in about.items() if name in known})
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def products_in_kernels(jaxpr, inside=False):
+    """Returns the matrix products of the kernels in a jaxpr."""
+    products = [e for e in jaxpr.eqns if inside and e.primitive.name == "dot_general"]
+    for equation in jaxpr.eqns:
+        within = inside or equation.primitive.name == "pallas_call"
+        for x in jax.tree.leaves(list(equation.params.values())):
+            x = getattr(x, "jaxpr", x)
+            if hasattr(x, "eqns"):
+                products += products_in_kernels(x, within)
+    return products

@@ -4,13 +4,14 @@ XLA compiles for an H100 that is only described, down to machine code: NVIDIA's 
 says how many registers each kernel takes and how many bytes it spills to memory, the kernel how
 much shared memory it has, XLA how much temporary memory the program needs. This program compiles
 forward and backward for some rules, prints that, and compares it with gpu_static.json. It exits
-with 1 if a kernel spills 64 bytes more or needs more memory, and with 2 if there was nothing to
-compare with.
+with 1 if a kernel spills 64 bytes more or needs more memory, or if ptxas lets the tensor cores wait
+for each product ("wgmma serialized"), and with 2 if there was nothing to compare with.
 
     make gpu-static                       compile and compare
     make gpu-static ARGS=--write          and write the numbers down, for this version of jax
     make gpu-static ARGS="--cases 'none;t5'"
     make gpu-static ARGS=--table          print the table of docs/kernels.md from gpu_static.json
+    make gpu-static ARGS=--launches       count what "xla" launches on GPUs without kernels here
 
 It says nothing about time. ptxas 12.9.1 or later must be on PATH (it comes with CUDA).
 """
@@ -44,8 +45,10 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import posenc_jax as pe
+from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.gpu.implementation import PallasGPU
 from posenc_jax.engine.rules import SeparableBias
+from posenc_jax.engine.xla import XLA
 
 COMMITTED = pathlib.Path(__file__).with_name("gpu_static.json")
 SPILLED = 64
@@ -63,6 +66,39 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 13 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+
+
+def _like_h100(name: str, capability: str, **numbers: int) -> str:
+    """Returns the description of another GPU; `numbers` are fields of the H100's."""
+    text = H100.replace("major: 9 }", capability).replace("NVIDIA H100 80GB HBM3", name)
+    for field, number in numbers.items():
+        text = re.sub(rf"{field}: \d+", f"{field}: {number}", text)
+    return text
+
+
+OTHERS = {
+    "A100": _like_h100(
+        "NVIDIA A100-SXM4-40GB",
+        "major: 8 minor: 0 }",
+        core_count=108,
+        shared_memory_per_core=167936,
+        shared_memory_per_block_optin=166912,
+        memory_bandwidth=1555000000000,
+        l2_cache_size=41943040,
+        device_memory_size=42949672960,
+    ),
+    "L4": _like_h100(
+        "NVIDIA L4",
+        "major: 8 minor: 9 }",
+        core_count=58,
+        shared_memory_per_core=102400,
+        shared_memory_per_block_optin=101376,
+        memory_bandwidth=300000000000,
+        l2_cache_size=50331648,
+        device_memory_size=24159191040,
+    ),
+}
+"""GPUs without kernels here, as the compiler describes them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +143,14 @@ CASES = {
     "deberta, H 64": Case("deberta", dim=64),
 }
 B, T, N, WIDTH = 4, 4096, 16, 128
+ADVICE = {
+    "wgmma serialized": r"wgmma\.mma_async instructions are serialized",
+    "waits injected": r"warpgroup\.wait is injected",
+}
+"""What ptxas says about products that do not overlap, of which there must be none."""
 
 
-def program(case: Case, sharding):
+def program(case: Case, sharding, implementation=None):
     """Returns a function, and the types of its arguments."""
     scheme = None
     if case.rule not in ("none", "separable"):
@@ -136,7 +177,7 @@ def program(case: Case, sharding):
             k_positions=positions,
             q_segment_ids=segments,
             contiguous=True if case.segments else None,
-            implementation=PallasGPU(cross_compile=True),
+            implementation=implementation or PallasGPU(cross_compile=True),
             **dict(case.options),
         )
 
@@ -160,16 +201,37 @@ def program(case: Case, sharding):
     return both, ((q, k, k, x, params, *gates), (positions, segments), q)
 
 
-def described():
+def launches(chip: str, size: int) -> tuple[int, int, int]:
+    """Returns tiles of a pass of T5 by "xla", the most launches for one, and MiB of both passes.
+
+    A tile launches the operations of one turn of a loop; the loop with most of them counts.
+    """
+    blocks = Blocks(size, size)
+    case, implementation = Case("t5"), XLA(blocks, blocks)
+    function, arguments = program(case, described(OTHERS[chip]), implementation)
+    compiled = jax.jit(function).lower(*arguments).compile()
+    kinds = "fusion|custom-call|copy|dot|reduce|sort|dynamic-update-slice|gather|scatter"
+    per_tile = []
+    text = compiled.as_text()
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+    for part in text.split("\n\n"):
+        head = re.match(r"%?([\w.\-]+) \(", part.strip())
+        if head and head[1] in bodies and " while(" not in part:
+            per_tile.append(len(re.findall(rf" = .*? (?:{kinds})\(", part)))
+    rows, memory = T // size, compiled.memory_analysis().temp_size_in_bytes >> 20
+    return rows * (rows + 1) // 2, max(per_tile), memory
+
+
+def described(target: str = H100):
     """Returns the sharding of a GPU that is described."""
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology="1x1x1", target_config=H100
+        platform="cuda", topology_name="", topology="1x1x1", target_config=target
     )
     return SingleDeviceSharding(topology.devices[0])
 
 
 def measured(case: Case) -> dict[str, int]:
-    """Returns registers, spilled bytes and shared memory per kernel, and temporary bytes.
+    """Returns registers, spilled bytes and shared memory per kernel, temporary bytes, and `ADVICE`.
 
     It needs a process of its own: a kernel that is equal to an earlier one is not compiled again.
     """
@@ -188,7 +250,8 @@ def measured(case: Case) -> dict[str, int]:
                 results[f"{kernel[1]}: {metric}"] = int(numbers[0])
     if not any("registers" in metric for metric in results):
         raise RuntimeError(f"the compiler wrote nothing of the kernels to {DUMP}")
-    return results
+    said = "\n".join(path.read_text(errors="replace") for path in DUMP.glob("*.ptxas"))
+    return results | {name: len(re.findall(text, said)) for name, text in ADVICE.items()}
 
 
 def table(known: dict[str, dict[str, int]]) -> str:
@@ -211,6 +274,7 @@ def main() -> int:
     parser.add_argument("--cases", help="names, with semicolons between them; default: all")
     parser.add_argument("--write", action="store_true", help="write the numbers down")
     parser.add_argument("--table", action="store_true", help="print the table of docs/kernels.md")
+    parser.add_argument("--launches", action="store_true", help='count launches of "xla", no more')
     arguments = parser.parse_args()
     names = arguments.cases.split(";") if arguments.cases else list(CASES)
     unknown = sorted(set(names) - set(CASES))
@@ -218,6 +282,14 @@ def main() -> int:
         parser.error(f"no such cases: {', '.join(unknown)}; there are: {'; '.join(CASES)}")
     if arguments.table:
         print(table(json.loads(COMMITTED.read_text())[jax.__version__]))
+        return 0
+    if arguments.launches:
+        print('T5 by "xla": tiles of a pass, launches of each at most, and temporary memory')
+        for chip in OTHERS:
+            for size in (128, 512, 1024):
+                tiles, each, memory = launches(chip, size)
+                line = f"{tiles} x {each} = {tiles * each:,} launches, {memory:,} MiB"
+                print(f"{chip}, {size} x {size}: {line}", flush=True)
         return 0
     if shutil.which("ptxas") is None:
         print("ptxas is not on PATH: install CUDA, or the wheel nvidia-cuda-nvcc", file=sys.stderr)
@@ -243,6 +315,7 @@ def main() -> int:
             old = known.get(name, {}).get(metric)
             slack = SPILLED if "spilled" in metric else 0.05 * (old or 0)
             bad = old is not None and number > old + slack
+            bad |= metric in ADVICE and number > 0
             worse += [f"{name}, {metric}: {old} before, {number} now"] if bad else []
             print(
                 f"  {metric:<36}{number:>12,}"
@@ -252,7 +325,6 @@ def main() -> int:
             known[name] = results
     if arguments.write:
         COMMITTED.write_text(json.dumps(committed, indent=1) + "\n")
-        return 0
     for line in worse:
         print("worse:", line, file=sys.stderr)
     return 1 if worse else 0 if known else 2

@@ -18,6 +18,7 @@ import posenc_jax as pe
 from posenc_jax.engine.api import IMPLEMENTATIONS, AttentionCall, make_problem
 from posenc_jax.engine.gpu.implementation import PallasGPU
 from posenc_jax.engine.kernels import Kernels
+from posenc_jax.engine.splash import Splash
 from posenc_jax.engine.tpu.implementation import PallasTPU
 
 PAGE = pathlib.Path(pe.__file__).parents[1] / "docs" / "kernels.md"
@@ -44,8 +45,10 @@ class OfAnyVersion(PallasGPU):
 
 COLUMNS = {f'"{name}"': implementation for name, implementation in IMPLEMENTATIONS.items()}
 del COLUMNS['"reference"']  # It computes everything.
-del COLUMNS['"pallas"'], COLUMNS['"cudnn"']  # Their answers depend on the platform.
+for word in ("pallas", "splash", "cudnn"):  # Their answers depend on the platform.
+    del COLUMNS[f'"{word}"']
 COLUMNS |= {
+    '"splash"': Splash(cross_compile=True),
     '"pallas" on TPU': PallasTPU(cross_compile=True),
     '"pallas" on GPU': OfAnyVersion(cross_compile=True),
 }

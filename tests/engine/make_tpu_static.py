@@ -65,7 +65,7 @@ from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
 
 COMMITTED = pathlib.Path(__file__).with_name("tpu_static.json")
-CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1"}
+CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "7x": "tpu7x:2x2x1"}
 KERNELS = {
     "forward": "attention_forward|splash_mha_fwd",
     "backward": "attention_backward|splash_mha_dkv",
@@ -93,6 +93,7 @@ class Case:
       queries: of a decode step with a cache of `length` slots, else 0.
       segments, positions: whether these are given, as data.
       options: more arguments of `attention`.
+      precision: the setting `jax_default_matmul_precision`.
     """
 
     rule: str = "none"
@@ -106,6 +107,7 @@ class Case:
     segments: bool = False
     positions: bool = False
     options: tuple = ()
+    precision: str | None = None
 
 
 CASES = {
@@ -138,6 +140,9 @@ CASES = {
     "transformer_xl": Case("transformer_xl"),
     "deberta": Case("deberta"),
     "inkling, 1024": Case("inkling", tile=1024),
+    "t5, precision high": Case("t5", precision="high"),
+    "t5, precision highest": Case("t5", precision="highest"),
+    "inkling, precision highest": Case("inkling", precision="highest"),
     "kerple, T 32768": Case("kerple", length=32768),
     "kerple, T 32768, groups of 4": Case("kerple", length=32768, kv_heads=2),
     "decode": Case(queries=1, heads=32),
@@ -152,6 +157,7 @@ CASES = {
     "decode, H 64": Case(queries=1, heads=32, dim=64, tile=1024),
     "decode, H 256": Case(queries=1, heads=32, dim=256, tile=256),
     "decode, float32": Case(queries=1, heads=32, dtype="float32", tile=256),
+    "decode, precision highest": Case(queries=1, heads=32, precision="highest"),
 }
 """Cases by name; ratios are to the first case with "none" and the same rest."""
 
@@ -267,7 +273,9 @@ def decode_step(case: Case, implementation):
 
 
 def read_cycles(case: Case, chip: str) -> int:
-    """Returns the cycles that reading a block of keys and values takes."""
+    """Returns the cycles that reading a block of keys and values takes, 0 if unknown."""
+    if chip not in READ:
+        return 0
     block = case.tile * case.kv_heads * case.dim * 2 * jnp.dtype(case.dtype).itemsize
     return round(block / READ[chip])
 
@@ -296,7 +304,8 @@ def splash(case: Case):
 
 def compile_case(case: Case, chip: str):
     """Returns the kernels by name, the seconds of compilation, and bytes of temporary memory."""
-    compiled, seconds = compile_program(*program(case), chip)
+    with jax.default_matmul_precision(case.precision):
+        compiled, seconds = compile_program(*program(case), chip)
     kernels = read_kernels(("decode",) if case.queries else ("forward", "backward"))
     return kernels, seconds, compiled.memory_analysis().temp_size_in_bytes
 
@@ -540,6 +549,7 @@ def base_of(name: str) -> str:
     case = dataclasses.replace(CASES[name], length=CASES["none"].length)
     softcap = tuple(x for x in case.options if x[0] == "softcap" and case.rule != "none")
     plain = dataclasses.replace(case, rule="none", segments=False, positions=False, options=softcap)
+    plain = dataclasses.replace(plain, precision=None)
     if not case.queries:
         plain = dataclasses.replace(plain, kv_heads=plain.heads)
     return next(other for other, x in CASES.items() if x == plain)
@@ -600,7 +610,7 @@ def table(known: dict) -> str:
         for chip in chips:
             kernels = known[chip].get(name)
             cells.append("/".join(map(str, kernels["decode"]["tiles"])) if kernels else "")
-            cells.append(str(read_cycles(case, chip)))
+            cells.append(str(read_cycles(case, chip) or ""))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -688,7 +698,7 @@ def main() -> int:
                 skipped.append(f"{chip}, {name}: {error}")
                 print(f"{name:18} skipped: {error}")
                 continue
-            except jax.errors.JaxRuntimeError as error:
+            except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
                 refusal = re.search(r"Ran out of memory.*?\.\s", str(error))
                 refused.append(f"{chip}, {name}")
                 print(f"{name:18} does not compile: {refusal[0] if refusal else error}")
@@ -696,7 +706,8 @@ def main() -> int:
             cycles = {which: vars(kernel) for which, kernel in kernels.items()}
             results[name] = cycles
             base = results.get(base_of(name)) if name != base_of(name) else None
-            read = f" of {read_cycles(CASES[name], chip)} to read" if CASES[name].queries else ""
+            bound = CASES[name].queries and read_cycles(CASES[name], chip)
+            read = f" of {bound} to read" if bound else ""
             print(
                 f"{describe(name, cycles, base)}{read} | {seconds:4.0f} s, "
                 f"{temp / 2**20:4.0f} MiB HBM"

@@ -63,6 +63,79 @@ def _one_row(case):
     return rule, static, *({n: x[:1] if n in rows else x for n, x in y.items()} for y in inputs)
 
 
+def _values(x, thread):
+    """Evaluates integer arithmetic of MLIR for the numbers of threads."""
+    operation = x.owner.operation if hasattr(x.owner, "operation") else x.owner
+    name = operation.name.removeprefix("arith.")
+    if name == "constant":
+        return np.int64(operation.attributes["value"].value)
+    if name in ("gpu.thread_id", "gpu.block_dim"):
+        if "x" not in str(operation.attributes["dimension"]).removeprefix("#gpu<dim "):
+            return np.int64(name == "gpu.block_dim")
+        return thread if name == "gpu.thread_id" else np.int64(len(thread))
+    operands = [_values(y, thread) for y in operation.operands]
+    casts = ("index_cast", "index_castui", "trunci", "extui", "extsi", "llvm.inline_asm")
+    if name in casts:  # The only assembly hides a value from the compiler.
+        return operands[0]
+    functions = {"addi": np.add, "subi": np.subtract, "muli": np.multiply, "andi": np.bitwise_and}
+    functions |= {"divui": np.floor_divide, "divsi": np.floor_divide, "remui": np.remainder}
+    functions |= {"remsi": np.remainder, "shrui": np.right_shift, "shli": np.left_shift}
+    return functions[name](*operands)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the kernels need jax 0.11.2")
+@pytest.mark.parametrize("columns", [128, 64, 32])
+def test_the_compiled_gather_reads_the_place_of_each_register(columns, monkeypatch):
+    """The branch of `gather` that no interpreter runs, evaluated for the 128 threads of a group.
+
+    Rows and columns are those that PTX documents for accumulators of wgmma (m64nNk16, "D"), and
+    those of JAX's layout; addresses are functions of them.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import func
+
+    from posenc_jax.engine.gpu import gather
+
+    of_layout, places, addresses, shape = [], [], [], (64, columns)
+    for_each = mgpu.FragmentedArray.foreach
+
+    def recorded(tile, function, **options):
+        def both(value, place):
+            of_layout.append(place)
+            return function(value, place)
+
+        return for_each(tile, both, **options)
+
+    def element(*place):
+        places.append(place)
+        row, column = map(gather._Index, place)
+        addresses.append(((row - column + 5) & 63).value)
+        return mgpu.c(0.0, ir.F32Type.get())
+
+    monkeypatch.setattr(mgpu.FragmentedArray, "foreach", recorded)
+    with mgpu.core.mlir.make_ir_context(), ir.Location.unknown():
+        module = ir.Module.create()
+        with ir.InsertionPoint(module.body):
+            function = func.FuncOp("f", ir.FunctionType.get([], []))
+            with ir.InsertionPoint(function.add_entry_block()):
+                gather._from_indices(shape, element)
+                func.ReturnOp([])
+        thread = np.arange(128)
+        emitted, layout = (
+            np.array([[np.broadcast_to(_values(x, thread), 128) for x in p] for p in group])
+            for group in (places, of_layout)
+        )
+        computed = np.array([_values(x, thread) for x in addresses])
+    register = np.arange(columns // 2)[:, None]
+    rows = thread // 32 * 16 + thread % 32 // 4 + register // 2 % 2 * 8
+    ptx = np.stack([rows, thread % 4 * 2 + register // 4 * 8 + register % 2], 1)
+    np.testing.assert_array_equal(emitted, ptx)
+    np.testing.assert_array_equal(layout, ptx)
+    np.testing.assert_array_equal(computed, (ptx[:, 0] - ptx[:, 1] + 5) & 63)
+    assert len({*zip(ptx[:, 0].flat, ptx[:, 1].flat, strict=True)}) == 64 * columns
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("rule", "feature", "heads"),

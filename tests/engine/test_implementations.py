@@ -63,7 +63,8 @@ def test_an_explicit_implementation_never_falls_back():
 def test_unknown_words_and_types_are_named():
     with pytest.raises(
         ValueError,
-        match=r"one of \('reference', 'dense', 'xla', 'pallas', 'jax', 'cudnn'\), got 'flash'",
+        match=r"one of \('reference', 'dense', 'xla', 'pallas', 'splash', 'jax', 'cudnn'\), "
+        "got 'flash'",
     ):
         pe.attention(Q, K, V, implementation="flash")
     with pytest.raises(TypeError, match="a word, an Implementation or None, got 3"):

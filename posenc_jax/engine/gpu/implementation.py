@@ -22,7 +22,7 @@ class PallasGPU(Kernels):
     """Flash attention kernels for GPUs of compute capability 9.0 (H100, H200).
 
     Attributes:
-      interpret, cross_compile, batch_axes, head_axes: see `Kernels`; parameters of the
+      interpret, cross_compile, batch_axes, head_axes: see `ShardMapped`; parameters of the
         interpreter are `jax.experimental.pallas.mosaic_gpu.InterpretGPUParams`.
     """
 

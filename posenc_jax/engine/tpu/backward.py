@@ -34,11 +34,12 @@ from posenc_jax.engine.tpu.bands import (
     product_grads,
 )
 from posenc_jax.engine.tpu.block_specs import (
-    check_memory,
     feature_spec,
     input_specs,
     matrix_spec,
+    memory_refusal,
     squeezed_spec,
+    temporary_bytes,
 )
 from posenc_jax.engine.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
@@ -50,14 +51,10 @@ def backward(
 ) -> Grads:
     """Returns the cotangents of the operands; see `Kernels.run_backward`."""
     x, d_out = heads_first(x), heads_before_tokens(d_out)
-    grid = BackwardGrid(spec, shared_schedule=x.schedules[1].shape[0] == 1)
-    bands = band_inputs(spec, x, spec.backward, 1, grid.query_block, grid.key_block_of_query_head)
+    grid = BackwardGrid.of(spec, x)
+    bands = grid.band_inputs(x)
     arrays, specs = _inputs(grid, x, bands, {"d_out": d_out, "lse": lse, "delta": delta})
     out_shapes, out_specs = _outputs(grid, x, bands)
-    scratch_shapes = _scratch_shapes(grid, x, bands)
-    sizes = f"the backward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
-    sizes += f" in groups of {spec.group} heads" if spec.group > 1 else ""
-    check_memory(sizes, spec.vmem_limit, scratch_shapes, (arrays, out_shapes), (specs, out_specs))
     grads = pl.pallas_call(
         functools.partial(_kernel, grid, tuple(bands.strips)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -65,7 +62,7 @@ def backward(
             grid=grid.shape,
             in_specs=[specs],
             out_specs=out_specs,
-            scratch_shapes=[scratch_shapes],
+            scratch_shapes=[_scratch_shapes(grid, x, bands)],
         ),
         out_shape=out_shapes,
         compiler_params=pltpu.CompilerParams(
@@ -87,6 +84,27 @@ def backward(
     )
 
 
+def backward_refusal(spec: TPUSpec, x: Operands) -> str | None:
+    """Returns why the backward pass needs more memory than there is, or None."""
+    x = heads_first(x)
+    grid = BackwardGrid.of(spec, x)
+    bands = grid.band_inputs(x)
+    rows = spec.batch, spec.heads, spec.length
+    cotangents = {
+        "d_out": jnp.zeros((*rows, spec.value_dim), x.v.dtype),
+        "lse": jnp.zeros(rows, jnp.float32),
+        "delta": jnp.zeros(rows, jnp.float32),
+    }
+    inputs, outputs = _inputs(grid, x, bands, cotangents), _outputs(grid, x, bands)
+    arrays, specs = zip(inputs, outputs, strict=True)
+    sizes = f"the backward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
+    sizes += f" in groups of {spec.group} heads" if spec.group > 1 else ""
+    scalars = x.schedules[1], x.prefix, [e.scalars for e in x.elements]
+    scratch = _scratch_shapes(grid, x, bands)
+    temporary = temporary_bytes(spec, x, spec.backward)
+    return memory_refusal(sizes, spec.vmem_limit, scratch, arrays, specs, scalars, temporary)
+
+
 @dataclasses.dataclass(frozen=True)
 class BackwardGrid:
     """The steps of the backward kernel, and the blocks of the arrays at each step.
@@ -101,6 +119,16 @@ class BackwardGrid:
 
     spec: TPUSpec
     shared_schedule: bool
+
+    @classmethod
+    def of(cls, spec: TPUSpec, x: Operands) -> "BackwardGrid":
+        """Returns the grid for operands."""
+        return cls(spec, shared_schedule=x.schedules[1].shape[0] == 1)
+
+    def band_inputs(self, x: Operands) -> BandInputs:
+        """Returns the products of the operands."""
+        index_maps = self.query_block, self.key_block_of_query_head
+        return band_inputs(self.spec, x, self.spec.backward, 1, *index_maps)
 
     @functools.cached_property
     def tiles(self) -> int:

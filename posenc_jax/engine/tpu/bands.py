@@ -30,7 +30,7 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.operands import Operands, Product
 from posenc_jax.engine.tpu.block_specs import BlockIndex, feature_spec
 from posenc_jax.engine.tpu.spec import TPUSpec
-from posenc_jax.engine.tpu.strip import LANES, Strip, line_of
+from posenc_jax.engine.tpu.strip import LANES, Strip, line_of, rotate_rows
 from posenc_jax.engine.tpu.tile import dot, lanes
 
 
@@ -291,6 +291,6 @@ def _map_pairs(function: Callable, parts: list[jax.Array]) -> list[jax.Array]:
 def _rotated(x: jax.Array, shift: int, interpret: bool) -> jax.Array:
     """Rotates row r of [128, W] by `shift + r` lanes."""
     if not interpret:
-        return pltpu.roll(x, jnp.int32(shift), 1, stride=1, stride_axis=0)
+        return rotate_rows(x, shift)
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) for axis in (0, 1))
     return jnp.take_along_axis(x, (lane - row - shift) % x.shape[1], 1)

@@ -8,7 +8,7 @@ with the mask in them. Blocks without a visible key are not read.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import LOG2E, out_struct
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.rules import Rule
-from posenc_jax.engine.tpu.block_specs import check_memory
+from posenc_jax.engine.tpu.block_specs import memory_refusal
 from posenc_jax.engine.tpu.strip import LANES
 from posenc_jax.engine.tpu.tile import (
     dot,
@@ -56,6 +56,55 @@ def decode(
       block: keys per step, a multiple of 128. Default: 2 MiB of keys and values.
       interpret, vmem_limit: see `PallasTPU`.
     """
+    x = _inputs(p, block)
+    batch, length, heads, _ = p.q.shape
+    value_dim = p.v.shape[3]
+    out_shapes = tuple(
+        out_struct(p.q, (batch, heads * length, width)) for width in (value_dim, LANES)
+    )
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, x.grid, p.softcap),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, x.count),
+            in_specs=[x.specs],
+            out_specs=tuple(
+                pl.BlockSpec((None, *y.shape[1:]), lambda b, *_: (b, 0, 0)) for y in out_shapes
+            ),
+            scratch_shapes=[x.scratch],
+        ),
+        out_shape=out_shapes,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
+        ),
+        interpret=interpret,
+        name="attention_decode",
+    )(x.schedule, x.arrays)
+    out = out.reshape(batch, heads, length, value_dim)
+    lse = lse[..., 0].reshape(batch, heads, length)
+    return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+
+
+def decode_refusal(p: Problem, block: int | None, vmem_limit: int) -> str | None:
+    """Returns why a step needs more memory than there is, or None."""
+    x = _inputs(p, block)
+    length, heads, dim = p.q.shape[1:]
+    sizes = f"a decode step of T = {length}, N = {heads}, H = {dim} by {x.grid.size} keys"
+    return memory_refusal(sizes, vmem_limit, x.scratch, x.arrays, x.specs, x.schedule)
+
+
+class _Inputs(NamedTuple):
+    """The arrays of a step and their blocks, by name, scratch memory, steps and their schedule."""
+
+    grid: "DecodeGrid"
+    arrays: dict[str, Any]
+    specs: dict[str, Any]
+    scratch: dict[str, Any]
+    count: jax.Array
+    schedule: jax.Array
+
+
+def _inputs(p: Problem, block: int | None) -> _Inputs:
     batch, length, heads, dim = p.q.shape
     kv_heads, value_dim = p.v.shape[2:]
     rows = heads * length
@@ -76,35 +125,12 @@ def decode(
     specs["added"] = pl.BlockSpec((None, added.shape[1], size), grid.added_block)
     arrays["k"], specs["k"] = grid.cache_blocks(k, grid.k_order)
     arrays["v"], specs["v"] = grid.cache_blocks(v, grid.v_order)
-    scratch_shapes = {
+    scratch = {
         "m": pltpu.VMEM((rows, LANES), jnp.float32),
         "l": pltpu.VMEM((rows, LANES), jnp.float32),
         "out": pltpu.VMEM((rows, value_dim), jnp.float32),
     }
-    sizes = f"a decode step of T = {length}, N = {heads}, H = {dim} by {size} keys"
-    check_memory(sizes, vmem_limit, scratch_shapes, arrays, specs)
-    out_shapes = tuple(out_struct(p.q, (batch, rows, width)) for width in (value_dim, LANES))
-    out, lse = pl.pallas_call(
-        functools.partial(_kernel, grid, p.softcap),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, count),
-            in_specs=[specs],
-            out_specs=tuple(
-                pl.BlockSpec((None, *x.shape[1:]), lambda b, *_: (b, 0, 0)) for x in out_shapes
-            ),
-            scratch_shapes=[scratch_shapes],
-        ),
-        out_shape=out_shapes,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
-        ),
-        interpret=interpret,
-        name="attention_decode",
-    )(schedule, arrays)
-    out = out.reshape(batch, heads, length, value_dim)
-    lse = lse[..., 0].reshape(batch, heads, length)
-    return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+    return _Inputs(grid, arrays, specs, scratch, count, schedule)
 
 
 @dataclasses.dataclass(frozen=True)

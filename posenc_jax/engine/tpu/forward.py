@@ -26,7 +26,13 @@ from posenc_jax.engine.tpu.bands import (
     band_logits,
     band_slices,
 )
-from posenc_jax.engine.tpu.block_specs import check_memory, feature_spec, input_specs, matrix_spec
+from posenc_jax.engine.tpu.block_specs import (
+    feature_spec,
+    input_specs,
+    matrix_spec,
+    memory_refusal,
+    temporary_bytes,
+)
 from posenc_jax.engine.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
 from posenc_jax.engine.tpu.tile import (
@@ -48,12 +54,9 @@ _MAX_SLICE = 512  # Keys of one product.
 def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     x = heads_first(x)
-    grid = ForwardGrid(spec, shared_schedule=x.schedules[0].shape[0] == 1)
-    bands = band_inputs(spec, x, spec.forward, 0, grid.query_block, grid.key_block_of_query_head)
+    grid = ForwardGrid.of(spec, x)
+    bands = grid.band_inputs(x)
     arrays, specs = _inputs(grid, x, bands)
-    scratch_shapes = _scratch_shapes(grid, x, bands)
-    sizes = f"the forward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
-    check_memory(sizes, spec.vmem_limit, scratch_shapes, arrays, specs)
     out = out_struct(x.q, (spec.batch, spec.heads, spec.length, spec.value_dim), spec.dtype)
     lse = out_struct(x.q, (spec.batch, spec.heads, 1, spec.length))
     out, lse = pl.pallas_call(
@@ -66,7 +69,7 @@ def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
                 matrix_spec(out, spec.forward.q, grid.query_block),
                 feature_spec(lse, spec.forward.q, grid.query_block),
             ),
-            scratch_shapes=[scratch_shapes],
+            scratch_shapes=[_scratch_shapes(grid, x, bands)],
         ),
         out_shape=(out, lse),
         compiler_params=pltpu.CompilerParams(
@@ -77,6 +80,19 @@ def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
         name="attention_forward",
     )(x.schedules[0].reshape(-1), x.prefix, arrays)
     return heads_before_tokens(out), lse[:, :, 0]
+
+
+def forward_refusal(spec: TPUSpec, x: Operands) -> str | None:
+    """Returns why the forward pass needs more memory than there is, or None."""
+    x = heads_first(x)
+    grid = ForwardGrid.of(spec, x)
+    bands = grid.band_inputs(x)
+    sizes = f"the forward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
+    scalars = x.schedules[0], x.prefix, [e.scalars for e in x.elements]
+    scratch = _scratch_shapes(grid, x, bands)
+    temporary = temporary_bytes(spec, x, spec.forward)
+    arrays, specs = _inputs(grid, x, bands)
+    return memory_refusal(sizes, spec.vmem_limit, scratch, arrays, specs, scalars, temporary)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +109,16 @@ class ForwardGrid:
 
     spec: TPUSpec
     shared_schedule: bool
+
+    @classmethod
+    def of(cls, spec: TPUSpec, x: Operands) -> "ForwardGrid":
+        """Returns the grid for operands."""
+        return cls(spec, shared_schedule=x.schedules[0].shape[0] == 1)
+
+    def band_inputs(self, x: Operands) -> BandInputs:
+        """Returns the products of the operands."""
+        index_maps = self.query_block, self.key_block_of_query_head
+        return band_inputs(self.spec, x, self.spec.forward, 0, *index_maps)
 
     @functools.cached_property
     def tiles(self) -> int:

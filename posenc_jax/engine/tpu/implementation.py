@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,31 +13,36 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.kernels import Kernels, padded, refusal, without_hidden
 from posenc_jax.engine.problem import Problem, with_sinks
-from posenc_jax.engine.tpu.backward import backward
-from posenc_jax.engine.tpu.decode import decode, decodes
-from posenc_jax.engine.tpu.forward import forward
+from posenc_jax.engine.tpu.backward import backward, backward_refusal
+from posenc_jax.engine.tpu.chip import default_vmem_limit, unknown_kind
+from posenc_jax.engine.tpu.decode import decode, decode_refusal, decodes
+from posenc_jax.engine.tpu.forward import forward, forward_refusal
 from posenc_jax.engine.tpu.spec import TPUSpec
 from posenc_jax.engine.tpu.strip import LANES
 
 
 @dataclasses.dataclass(frozen=True)
 class PallasTPU(Kernels):
-    """Flash attention kernels for TPU v5e, v5p and v6e, with any bias by distance.
+    """Flash attention kernels for TPU v5e, v5p, v6e and 7x, with any bias by distance.
 
     Attributes:
       forward, backward: queries and keys per tile, multiples of 128. Default: 1024 x 1024,
         512 x 512 in float32, and smaller tiles where these take less time.
       decode: keys per block where there are at most 16 queries, a multiple of 128. Default:
         2 MiB of keys and values.
-      vmem_limit: bytes of VMEM that a kernel may use.
-      interpret, cross_compile, batch_axes, head_axes: see `Kernels`; parameters of the
+      vmem_limit: bytes of VMEM that a kernel may use. Default: 100 MiB, and 60 on v5p and 7x,
+        which have 64.
+      forward_only: serve problems whose backward pass needs more memory than there is; all
+        derivatives raise.
+      interpret, cross_compile, batch_axes, head_axes: see `ShardMapped`; parameters of the
         interpreter are `jax.experimental.pallas.tpu.InterpretParams`.
     """
 
     forward: Blocks | None = None
     backward: Blocks | None = None
     decode: int | None = None
-    vmem_limit: int = 100 * 2**20
+    vmem_limit: int | None = None
+    forward_only: bool = False
     platform = "tpu"
     mask_by_distance = True  # Then a mask takes one operation per pair.
 
@@ -56,7 +62,21 @@ class PallasTPU(Kernels):
         p = problem
         if p.q.dtype not in (jnp.bfloat16, jnp.float32) or not p.q.dtype == p.k.dtype == p.v.dtype:
             return "q, k and v must all be bfloat16 or all float32"
-        return None if decodes(p) else refusal(p, lambda counts: None)
+        if (reason := None if self.interpret else unknown_kind()) is not None:
+            return reason
+        if decodes(p):
+            return _known_from_shapes(lambda p: decode_refusal(p, self.decode, self._limit), p)
+        return refusal(p, lambda counts: None) or _known_from_shapes(self._no_memory, p)
+
+    def _no_memory(self, p: Problem) -> str | None:
+        """Returns why a pass needs more memory than there is, or None."""
+        spec, operands, _ = self.prepared(without_hidden(p))
+        reason = forward_refusal(spec, operands)
+        return reason if reason or self.forward_only else backward_refusal(spec, operands)
+
+    @property
+    def _limit(self) -> int:
+        return default_vmem_limit() if self.vmem_limit is None else self.vmem_limit
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         if decodes(problem):
@@ -65,7 +85,7 @@ class PallasTPU(Kernels):
 
     def make_spec(self, problem: Problem, **fields: Any) -> TPUSpec:
         p = problem
-        blocks = Blocks(_block(p.length, p.q.dtype), _block(p.keys, p.q.dtype))
+        blocks = Blocks(tile_size(p.length, p.q.dtype), tile_size(p.keys, p.q.dtype))
         ahead, back = self.forward or blocks, self.backward or blocks
         return TPUSpec(
             **fields,
@@ -74,20 +94,22 @@ class PallasTPU(Kernels):
             forward=ahead,
             backward=back,
             interpret=self.interpret,
-            vmem_limit=self.vmem_limit,
+            vmem_limit=self._limit,
         )
 
     def run_forward(self, spec, x):
         return forward(spec, x)
 
     def run_backward(self, spec, x, d_out, lse, delta):
+        if self.forward_only:
+            raise NotImplementedError("PallasTPU(forward_only=True) has no derivatives.")
         return backward(spec, x, d_out, lse, delta)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _decode(settings: PallasTPU, p: Problem) -> tuple[jax.Array, jax.Array]:
     """Computes a decode step; derivatives are computed by `Dense`."""
-    out, lse = decode(p, settings.decode, settings.interpret, settings.vmem_limit)
+    out, lse = decode(p, settings.decode, settings.interpret, settings._limit)
     return with_sinks(p, out, lse)
 
 
@@ -96,7 +118,14 @@ def _(settings, primals, tangents):
     return jax.jvp(Dense(), primals, tangents)
 
 
-def _block(count: int, dtype: Any) -> int:
+def _known_from_shapes(question: Callable[[Problem], str | None], p: Problem) -> str | None:
+    """Returns the answer to a question about the types of the arrays; nothing is computed."""
+    answers = []
+    jax.eval_shape(lambda p: answers.append(question(p)), p)
+    return answers[0]
+
+
+def tile_size(count: int, dtype: Any) -> int:
     """Returns the size of tiles that takes the least time for `count` queries and `count` keys.
 
     By the compiler's schedule, a step of the grid takes as long as 2**16 pairs of a large tile.

@@ -13,12 +13,17 @@ from posenc_jax.engine.tpu.strip import LANES
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Returns a float32 product over the two axes, exact for float32 arrays."""
+    """Returns a float32 product over the two axes, exact for float32 arrays.
+
+    The dtype alone sets the precision: Mosaic refuses products of bfloat16 at the higher precision
+    that `jax_default_matmul_precision` may ask for.
+    """
+    exact = a.dtype == jnp.float32
     return jax.lax.dot_general(
         a,
         b,
         (((contract[0],), (contract[1],)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
 
