@@ -40,7 +40,7 @@ def test_pages_count_what_there_is():
     assert f"layers of {len(compared)} of them with numbers" in models
     assert f"for {len(MODEL_TYPES) - len(NOT_FUZZED)} model types" in models
     faults = len(re.findall(r"(?m)^### [0-9]+[.]", pages.read("docs/faults.md")))
-    assert f"[{faults} faults in released" in readme
+    assert f"[{faults} faults in public" in readme
     memory = "234 at 4096; this library with T5's bias 11 and 17"
     assert memory in prose("docs/faults.md") and "17 MiB" in readme and "234 MiB" in readme
     outcomes = re.findall(r"(?m)^\| \[R\w+\].*\| ([\w ]+) \| \d", pages.read("RESULTS.md"))
