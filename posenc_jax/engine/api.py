@@ -327,8 +327,10 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
             "attention: prefix_length does nothing without is_causal or a window.",
         )
     tokens = _tokens(batch, length, keys, bool(rules), call)
-    same_sinks = sinks is not None and jnp.ndim(sinks) == 1
+    same_sinks = False
     if sinks is not None:
+        sinks = jnp.asarray(sinks, jnp.float32)
+        same_sinks = sinks.ndim == 1
         sinks = _sinks(sinks, (batch, length, num_heads), tokens["q_segment_ids"])
     return Problem(
         q=q,
@@ -352,9 +354,10 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     )
 
 
-def _sinks(sinks, shape: tuple[int, int, int], segment_ids: jax.Array | None) -> jax.Array:
-    """Returns sinks [N] or [B, T, N] as float32 [1 or B, T, N], zero for padding."""
-    sinks = jnp.asarray(sinks, jnp.float32)
+def _sinks(
+    sinks: jax.Array, shape: tuple[int, int, int], segment_ids: jax.Array | None
+) -> jax.Array:
+    """Returns sinks [N] or [B, T, N] as [1 or B, T, N], zero for padding."""
     require(
         sinks.shape in (shape[2:], shape),
         f"attention: sinks must be [N] = {shape[2:]} or [B, T, N] = {shape}, got {sinks.shape}.",

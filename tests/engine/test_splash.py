@@ -30,9 +30,9 @@ def _blind(length):
     return {"q_segment_ids": ids, "k_segment_ids": keys, "contiguous": True}
 
 
-OPTIONS = {name: FEATURES[name] for name in ("plain", "causal", "softcap", "segments")}
-OPTIONS |= {name: FEATURES[name] for name in ("both_ways_segments", "window", "two_sided_window")}
-OPTIONS |= {
+CALLS = {name: FEATURES[name] for name in ("plain", "causal", "softcap", "segments")}
+CALLS |= {name: FEATURES[name] for name in ("both_ways_segments", "window", "two_sided_window")}
+CALLS |= {
     "blind": _blind,
     "sinks": lambda t: {"is_causal": True, "sinks": np.array([-1.0, 3.0], np.float32)},
     "left": lambda t: {"window": (9, -1), "is_causal": True},
@@ -50,7 +50,7 @@ def _case(feature, **sizes):
     sizes = SIZES | sizes
     batch, length, heads, dim = (sizes[n] for n in ("batch", "length", "heads", "dim"))
     random, keys = np.random.default_rng(0), sizes.get("keys", length)
-    options = OPTIONS[feature](length)
+    options = CALLS[feature](length)
     k_shape = batch, keys, sizes["kv_heads"]
 
     def normal(*shape):
@@ -83,7 +83,7 @@ def _outcome(implementation, static, arrays, dynamic):
 CASES = [("everything", {"heads": 6, "kv_heads": 3}), ("plain", {"length": 130, "keys": 300})]
 CASES += [("blind", {"heads": 12, "kv_heads": 1, "batch": 2, "dim": 32})]
 CASES += [("causal", {"length": 1100, "heads": 1, "kv_heads": 1, "batch": 1})]  # Parts of dq.
-MORE_CASES = [(feature, {}) for feature in OPTIONS if feature != "everything"]
+MORE_CASES = [(feature, {}) for feature in CALLS if feature != "everything"]
 MORE_CASES += [("causal", {"heads": 12, "kv_heads": 4, "dim": 80, "value_dim": 96})]
 MORE_CASES += [("window", {"length": 1100, "heads": 6, "kv_heads": 2, "dim": 128})]
 MORE_CASES += [("both_ways_segments", {"dim": 256, "heads": 6, "kv_heads": 1, "length": 256})]
