@@ -35,7 +35,7 @@ class QKNorm:
       scale: the shape of the learned scale: "shared" by heads, [H]; "per_head", [N, H]; "none".
       scale_offset: a number added to the scale; 1 where weights store the scale minus 1 (Gemma).
       use_bias: whether there is a learned bias, shaped like the scale.
-      epsilon: a number added to the mean square, or to the norm |z|.
+      epsilon: a number added to the mean square, or to the norm of a vector.
       after_rotation: whether it follows the position encoding of q and k (HunYuan) instead of
         preceding it.
       threshold: the largest norm of a vector, for "clip".
