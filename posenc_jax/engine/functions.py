@@ -14,6 +14,7 @@ they are, as under `jax.jit`.
 """
 
 import dataclasses
+import dis
 import enum
 import functools
 import types
@@ -22,6 +23,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+_READS = "LOAD_GLOBAL", "LOAD_NAME"  # Other names in a code are attributes.
 
 
 class _Varies(Exception):
@@ -203,6 +206,7 @@ def _of_function(function: types.FunctionType, name: str, within: tuple[int, ...
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Returns the names of globals and attributes in a function and in functions inside it."""
+    """Returns the names of globals that a function and the functions inside it read."""
     inner = (_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
-    return {*code.co_names}.union(*inner)
+    reads = (x.argval for x in dis.get_instructions(code) if x.opname in _READS)
+    return {*reads}.union(*inner)

@@ -181,6 +181,16 @@ def test_a_second_call_outside_of_jit_does_not_trace():
     assert count > 0
 
 
+shape = []  # A global with the name of an attribute.
+
+
+def test_attributes_are_no_globals():
+    def make():
+        return lambda shared, head, q, k: jnp.zeros(q.shape)
+
+    assert equal(make(), make())
+
+
 def test_score_mods_compare_by_value():
     def rule(slope):
         def mod(score, b, h, q_idx, kv_idx):
