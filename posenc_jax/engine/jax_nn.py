@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.problem import Implementation, Problem
+from posenc_jax.engine.problem import Implementation, Problem, lacking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,20 +22,18 @@ class JaxNN(Implementation):
 
     def supports(self, problem: Problem) -> str | None:
         p = problem
-        refused = {
-            "rules": p.rules,
-            "softcap": p.softcap is not None,
-            "sinks": p.sinks is not None,
-            "dropout": p.dropout_seeds is not None,
-            "segments": p.q_segment_ids is not None,
-            "prefix_length": p.prefix_length is not None,
-            "positions of its own": (p.is_causal or p.window is not None) and not p.contiguous,
-            "values of another head dim than keys": p.q.shape[3] != p.v.shape[3],
-            "exact log-sum-exp": p.needs_lse,
-        }
-        names = [name for name, is_there in refused.items() if is_there]
-        return (
-            f'it has no {" and no ".join(names)}; use "xla", or None to choose' if names else None
+        return lacking(
+            {
+                "rules": p.rules,
+                "softcap": p.softcap is not None,
+                "sinks": p.sinks is not None,
+                "dropout": p.dropout_seeds is not None,
+                "segments": p.q_segment_ids is not None,
+                "prefix_length": p.prefix_length is not None,
+                "positions of its own": (p.is_causal or p.window is not None) and not p.contiguous,
+                "values of another head dim than keys": p.q.shape[3] != p.v.shape[3],
+                "exact log-sum-exp": p.needs_lse,
+            }
         )
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:

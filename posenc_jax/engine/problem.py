@@ -257,6 +257,12 @@ class Implementation(abc.ABC):
         """
 
 
+def lacking(features: Mapping[str, Any]) -> str | None:
+    """Returns a refusal that names the features with a true value, or None."""
+    names = [name for name, is_there in features.items() if is_there]
+    return f'it has no {" and no ".join(names)}; use "xla", or None to choose' if names else None
+
+
 def _map_fields(
     tree: Any, axes: Mapping[str, str], function: Callable, skipped: tuple[str, ...] = ()
 ) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.engine.kernels import ShardMapped, mesh_of, unshardable, without_hidden
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.problem import Problem, lacking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +42,18 @@ class Splash(ShardMapped):
 
     def supports(self, problem: Problem) -> str | None:
         p = problem
-        refused = {
-            "rules": p.rules,
-            "dropout": p.dropout_seeds is not None,
-            "prefix_length": p.prefix_length is not None,
-            "mask": p.mask is not None,
-            "sinks per query": p.sinks is not None and not p.same_sinks,
-            "positions of its own": (p.is_causal or p.window is not None) and not p.contiguous,
-            "log-sum-exp with a gradient": p.needs_lse,
-        }
-        names = [name for name, is_there in refused.items() if is_there]
-        if names:
-            return f'it has no {" and no ".join(names)}; use "xla", or None to choose'
-        return super().supports(p) or unshardable(p, mesh_of(p), *self.axes(p))
+        reason = lacking(
+            {
+                "rules": p.rules,
+                "dropout": p.dropout_seeds is not None,
+                "prefix_length": p.prefix_length is not None,
+                "mask": p.mask is not None,
+                "sinks per query": p.sinks is not None and not p.same_sinks,
+                "positions of its own": (p.is_causal or p.window is not None) and not p.contiguous,
+                "log-sum-exp with a gradient": p.needs_lse,
+            }
+        )
+        return reason or super().supports(p) or unshardable(p, mesh_of(p), *self.axes(p))
 
     def refuses(self, problem: Problem) -> str | None:
         p = problem
