@@ -204,7 +204,7 @@ def log_weights(
       length: T.
       coordinates: of the tokens. Default: their positions.
       is_causal: whether later keys are masked, NaN.
-      is_match: keys with the logit `MATCH`, [T]; that of others is -MATCH. Default: all are alike.
+      is_match: keys with the logit `MATCH`, [T]; others have -MATCH. Default: all are alike.
       sizes: num_heads, head_dim and model_dim.
     """
     keys = jax.random.split(jax.random.key(1), 2)

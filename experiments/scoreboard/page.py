@@ -61,7 +61,7 @@ class Files:
 
 
 def of_folder(folder: Path) -> Files:
-    """Returns where claims of a folder outside the library are: page and results beside them."""
+    """Returns the paths of a folder of own claims, with its page and its results."""
     return Files(folder, folder / "results", folder / "RESULTS.md")
 
 

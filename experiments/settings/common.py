@@ -53,7 +53,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Learning rates of one scheme, in place of those of `Train`."""
+    """Learning rates of one scheme, which replace the rates of `Train`."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 

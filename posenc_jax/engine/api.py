@@ -232,7 +232,7 @@ def run(
 
 
 def _platform() -> str:
-    """Returns the platform of `jax.default_device`, by default that of JAX's first backend."""
+    """Returns the platform of `jax.default_device`, else of the default backend."""
     device = jax.config.jax_default_device
     return device.platform if isinstance(device, jax.Device) else device or jax.default_backend()
 

@@ -172,7 +172,7 @@ def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:
 
 
 def windowed(kinds: LayerKinds, **settings: Any) -> Rotating:
-    """Returns a reader of RoPE in layers of which some have the window `sliding_window`."""
+    """Returns a reader of RoPE in layers with and without the window `sliding_window`."""
     return Rotating(kinds=kinds, window=window_of, **settings)
 
 

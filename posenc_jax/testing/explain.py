@@ -355,7 +355,7 @@ def _of_none(raised: Raised) -> str | None:
 
 
 def _of_axes(raised: Raised) -> str | None:
-    """Coordinates without an axis where several are expected; those with axes came before."""
+    """Coordinates [B, T] for a scheme of several axes, which took [A, B, T] before."""
     if not raised.one_axis:
         return None
     axes = raised.scheme.traits.num_axes

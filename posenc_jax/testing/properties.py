@@ -241,7 +241,7 @@ def _defined(function: Any) -> str:
 
 
 def _summary(case: Case, violations: dict[str, Violation]) -> str:
-    """Returns the violations, those with the same cause or the same exception together.
+    """Returns the violations, grouped by cause or exception.
 
     Violations of properties that presume others which fail are only named.
     """

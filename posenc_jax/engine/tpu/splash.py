@@ -74,7 +74,7 @@ def attend(p: Problem, block: int | None, interpret: bool) -> jax.Array:
     arrays = {"q": pad_axis(q, 1, settings.length)}
     arrays |= {name: pad_axis(getattr(p, name), 1, settings.keys) for name in "kv"}
     arrays = {name: jnp.swapaxes(x, 1, 2) for name, x in arrays.items()}
-    sinks = None if p.sinks is None else p.sinks[0, 0]  # Those of one query are those of all.
+    sinks = None if p.sinks is None else p.sinks[0, 0]  # All queries have the same.
     if p.q_segment_ids is not None:
         # A sink that takes nothing from visible keys, and all from the others, gives queries that
         # see no key zeros. Without it they get the mean of the values.

@@ -104,7 +104,7 @@ def shear(strip: Strip, line: Any, out: Any, rotate: bool) -> None:
 def rotate_rows(x: jax.Array, shift: int) -> jax.Array:
     """Rotates row r of [128, W] by `shift + r` lanes.
 
-    In two instructions: on hardware, JAX tests those that rotate fewer than 128 rows.
+    It takes two instructions: JAX tests rotations of fewer than 128 rows on hardware.
     """
     half = LANES // 2
 
