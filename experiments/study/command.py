@@ -12,12 +12,14 @@ from experiments.runs.files import write_whole
 from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
 from experiments.settings.config_io import Parser
+from experiments.study import clock
 from experiments.study.page import drawing, page
-from experiments.study.plan import Study, load
+from experiments.study.plan import Study, forecast, load
 from experiments.training.mesh import connect
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
+python -m experiments study --clock                  time a step of each scheme, side by side
 python -m experiments study --run                    run what has no result, in stages
 python -m experiments study --run --minutes 9        stop in time; the next call continues
 python -m experiments study --run --shard 1/2        half of the schemes; another call has the rest
@@ -35,6 +37,11 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("file", nargs="?", type=Path, default=Path("configs/study.toml"))
     parser.add_argument("--run", action="store_true", help="run what has no result yet")
+    parser.add_argument(
+        "--clock",
+        action="store_true",
+        help="first measure a step of each scheme, in a minute or two; needs an idle machine",
+    )
     add_arguments(parser)
     parser.add_argument("--results", type=Path, help="folder (default: results/<name of the file>)")
     parser.add_argument("--page", type=Path, help="file to write (default: docs/<name>.md)")
@@ -47,8 +54,10 @@ def main(arguments: list[str]) -> int:
     if target.suffix != ".md":
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
     status = 0
+    if options.clock:
+        clock.measure(study.cells, folder, say)
     if options.run:
-        tasks = [cell.grid[0].task for cells in study.cells.values() for cell in cells.values()]
+        tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
         status = carry_out(options, folder, tasks, _stages(study, folder, part)).status
     results = known(folder)
     rows = by_scheme(study, results)
@@ -79,13 +88,15 @@ def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[
       part: (i, n): the i-th of n parts of the schemes, from 1.
     """
     schemes, failed = study.about.schemes[part[0] - 1 :: part[1]], set()
+    times = clock.read(folder)
+    say(forecast(study, known(folder), times))
     while True:
         results = known(folder)
-        runs = list(study.runs(results))
+        runs = list(study.runs(results, times))
         refuse_other_versions(runs, folder, study.name)
         ended = sum(results(each) is not None for each in runs)
         for size in study.cells:
-            of_size = {each.name: each for each in study.runs_of(size, results)}
+            of_size = {each.name: each for each in study.runs_of(size, results, times)}
             waiting = [
                 each
                 for name, each in of_size.items()
@@ -95,7 +106,7 @@ def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[
                 break
         else:
             return
-        say(f"{ended} of {study.count} runs have ended, {len(waiting)} of {size} are next.")
+        say(f"{ended} runs have ended, {len(waiting)} of {size} are next.")
         yield waiting
         results = known(folder)
         failed |= {each.name for each in waiting if results(each) is None}
@@ -119,7 +130,8 @@ def missing(study: Study, results: Lookup) -> list[str]:
         parts = []
         for name, cell in cells.items():
             seeds = cell.finals(results)
-            runs, kind = (seeds, "seeds") if seeds else (cell.grid, "learning rates")
+            runs = seeds or cell.selection(results).runs
+            kind = "seeds" if seeds else "runs to choose settings"
             ended = sum(results(run) is not None for run in runs)
             if not seeds or ended < len(runs):
                 parts.append(f"{label(name)} ({ended} of {len(runs)} {kind})")

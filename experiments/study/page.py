@@ -15,7 +15,8 @@ from experiments.pages.markdown import provenance, table
 from experiments.pages.scheme_results import Lookup, mean
 from experiments.pages.tables import label, ordered
 from experiments.runs.run import Result, Run, duration
-from experiments.study.plan import Cell, Study, score, seconds_of
+from experiments.study.plan import Cell, Study
+from experiments.study.selection import score
 
 _HEAD = """\
 # Which scheme? A study

