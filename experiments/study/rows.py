@@ -72,15 +72,6 @@ class Row:
         """Returns the difference with its interval, in equal time with other results."""
         return in_words(self.against(results), sign="+", shifts=self.shifts_against)
 
-    @property
-    def turns(self) -> bool:
-        """Whether a selection seed alone turns the sign of a resolved difference."""
-        middle, low, high = self.difference
-        if not low * high > 0:
-            return False
-        alone = _subtract(self.selection.shifts_alone(), self.baseline_selection.shifts_alone())
-        return any((middle + shift) * middle <= 0 for shift in alone)
-
 
 def rows_of(
     cells: Mapping[str, Cell], baseline: str, results: Lookup, clock: Clock | None

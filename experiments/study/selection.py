@@ -98,14 +98,6 @@ class Selection:
         length of the setting that these seeds choose, less that of the chosen one, as means over
         all selection seeds.
         """
-        count = len(self._seeds)
-        return self._shifts(itertools.product(range(count), repeat=count))
-
-    def shifts_alone(self) -> list[float]:
-        """Returns the numbers of `shifts` for each selection seed alone."""
-        return self._shifts([(i,) for i in range(len(self._seeds))])
-
-    def _shifts(self, draws: Iterable[tuple[int, ...]]) -> list[float]:
         if self.chosen is None:
             return []
         runs = [run for run in self.tried if run is self.chosen or run not in self.unstable]
@@ -115,7 +107,7 @@ class Selection:
         }
         best = [
             self._best({run: _mean([table[run][i] for i in drawn]) for run in runs})
-            for drawn in draws
+            for drawn in itertools.product(range(len(self._seeds)), repeat=len(self._seeds))
         ]
         return [reported[run] - reported[self.chosen] for run in best]
 
