@@ -99,7 +99,7 @@ class Source:
         """Returns the files.
 
         Raises:
-          CorpusError: if the package is not installed, or its files are not those of the version.
+          CorpusError: if the package is not installed, or its files differ from the version's.
         """
         if not self.version:
             return self._files(Path(sysconfig.get_paths()["stdlib"]))
@@ -120,9 +120,9 @@ class Source:
         return files
 
     def _files(self, root: Path) -> Documents:
-        files = [file for pattern in self.patterns for file in sorted(root.glob(pattern))]
+        files = (f for p in self.patterns for f in sorted(root.glob(p), key=lambda f: f.parts))
         taken = (f for f in files if not self.skipped & set(f.relative_to(root).parts))
-        return [(file.name, file.read_bytes()) for file in taken]
+        return [(f.name, f.read_bytes()) for f in taken]
 
 
 def _every(n: int, first: int = 7) -> Callable[[int, str], bool]:
@@ -146,8 +146,8 @@ def _chapters(files: Documents) -> Documents:
 def _tunes(files: Documents) -> Documents:
     """Returns the tunes of files in ABC notation, named by the letters of their titles.
 
-    Metre (M), unit of length (L), key (K) and music stay; other fields, comments, text in the music
-    and what only spaces the notes (backticks, runs of blanks) do not.
+    Metre (M), unit of length (L), key (K) and music stay. Other fields, comments, text among the
+    notes, backticks and second blanks do not.
     """
     tunes = []
     for _, text in files:
