@@ -1,4 +1,4 @@
-"""The page of a study with many schemes: one table, one picture, and what they say."""
+"""The page of a study with many schemes: one table, one picture and a summary."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -206,7 +206,7 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
 
     Args:
       path: a TOML file.
-      also: schemes to compare besides those of the file.
+      also: further schemes to compare.
 
     Raises:
       ConfigError: if an entry is missing or wrong, with its path.
