@@ -163,7 +163,7 @@ def by_scheme(study: Study, results: Lookup) -> list[SchemeResults]:
 
 
 def missing(study: Study, results: Lookup) -> list[str]:
-    """Returns the schemes that `by_scheme` leaves out, with the number of runs that have ended; a text per size."""
+    """Returns a text per size: schemes that `by_scheme` leaves out, and how many runs have ended."""
     texts = []
     for size, cells in study.cells.items():
         parts = []
