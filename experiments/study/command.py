@@ -163,7 +163,7 @@ def by_scheme(study: Study, results: Lookup) -> list[SchemeResults]:
 
 
 def missing(study: Study, results: Lookup) -> list[str]:
-    """Returns a text per size: schemes that `by_scheme` leaves out, and how many runs have ended."""
+    """Returns a text per size: schemes that `by_scheme` leaves out, how many runs have ended."""
     texts = []
     for size, cells in study.cells.items():
         parts = []
