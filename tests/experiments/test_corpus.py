@@ -71,9 +71,9 @@ def test_damaged_sotu_is_refused(monkeypatch):
 
 
 def test_wordings_take_turns_and_are_held_out_together():
-    wordings = [{"18001002": "b", "18001001": "a", "1050001": "x"}, None]
-    wordings[1] = {verse: text.upper() for verse, text in wordings[0].items()}
-    files = [("verses.json", json.dumps(wording).encode()) for wording in wordings]
+    small = {"18001002": "b", "18001001": "a", "1050001": "x"}
+    capital = {verse: text.upper() for verse, text in small.items()}
+    files = [("verses.json", json.dumps(wording).encode()) for wording in (small, capital)]
     documents = SOURCES["pythonbible"].documents(files)
     assert documents == [("1050", b"x\nX\n"), ("18001", b"a\nA\nb\nB\n")]
     held_out = SOURCES["pythonbible"].held_out
