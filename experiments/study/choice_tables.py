@@ -77,11 +77,10 @@ def _further(selection: Selection, tries: int) -> list[str]:
     middle = selection.means([best])[best]
     for run in selection.tries:
         if run in selection.tried:
-            value = selection.means([run])[run] - middle
-            text = f"{_setting(run, best)}: {value:+.3f}"
+            change = selection.means([run])[run] - middle
         else:
             change = selection.score(run) - selection.score(best)
-            text = f"{_setting(run, best)}: {f'{change:+.3f}' if math.isfinite(change) else '-'}"
+        text = f"{_setting(run, best)}: {f'{change:+.3f}' if math.isfinite(change) else '-'}"
         texts.append(f"**{text}**" if run == selection.chosen else text)
     return texts
 
