@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
+_PART = 64  # Tokens whose products with vectors per distance are computed at once.
 
 
 class Tokens(NamedTuple):
@@ -329,11 +330,8 @@ class DotTerm(Term):
         transposed = transposed != self.of_keys
         if self.distances is None:
             vectors = strip[::-1] if self.of_keys else strip
-            length, count = (x.slots.shape[0] for x in (tokens, others))
-            distances = DistanceRange(1 - count, length - 1, True, open_low=False, open_high=False)
-            table = _products(tokens.features, vectors, transposed=transposed)
-            slots = (jnp.arange(n, dtype=jnp.int32) for n in (length, count))
-            out = (slot_tile_vjp if in_vjp else slot_tile)(table, *slots, distances, transposed)
+            out = strip_tile(tokens.features, vectors, others.slots.shape[0])
+            out = out.T if transposed else out
         else:
             table = _products(tokens.features, self._array("vectors"), transposed=transposed)
             out = table_tile(
@@ -433,6 +431,35 @@ def _products(tokens: jax.Array, vectors: jax.Array, *, transposed: bool) -> jax
         ("rf,qf->rq", (vectors, tokens)) if transposed else ("qf,rf->qr", (tokens, vectors))
     )
     return jnp.einsum(form, *pair, precision="highest")
+
+
+def strip_tile(tokens: jax.Array, vectors: jax.Array, count: int) -> jax.Array:
+    """Returns the dot products of tokens and the vectors of their distances, float32 [Q, K].
+
+    Args:
+      tokens: [Q, F].
+      vectors: [Q + K - 1, F], by ascending distance of the token from the others.
+      count: K.
+    """
+    length, parts = tokens.shape[0], []
+    # A part of the tokens needs the distances of its own pairs alone.
+    for start in range(0, length, _PART):
+        part = tokens[start : start + _PART]
+        near = vectors[start : start + part.shape[0] + count - 1]
+        parts.append(_skewed(_products(part, near[::-1], transposed=False), count))
+    return jnp.concatenate(parts)
+
+
+def _skewed(table: jax.Array, columns: int) -> jax.Array:
+    """Returns [R, columns] of [R, R + columns - 1]: row r from column R - 1 - r on.
+
+    In rows that are read as shorter by one, each begins one column before the row above it.
+    """
+    rows, width = table.shape
+    if rows == 1:
+        return table
+    flat = table.reshape(-1)[rows - 1 : rows - 1 + rows * (width - 1)]
+    return flat.reshape(rows, width - 1)[:, :columns]
 
 
 def gather_tile(table: jax.Array, entries: jax.Array, transposed: bool) -> jax.Array:

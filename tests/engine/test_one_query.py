@@ -99,7 +99,8 @@ def test_one_query_at_any_positions(make):
         out, grads = run("dense", q, k, params, places)
         distances = np.int64(position) - positions.astype(np.int64)
         q64, k64, v64 = (x[0].astype(np.float64) for x in (q, k, v))
-        logits = [(q64[0] * x).sum(-1) + added(q64[0], x, d) for x, d in zip(k64, distances, strict=True)]
+        pairs = zip(k64, distances, strict=True)
+        logits = [(q64[0] * x).sum(-1) + added(q64[0], x, d) for x, d in pairs]
         logits = np.where(segments == segment, np.transpose(logits) / DIM**0.5, -np.inf)
         weights = np.exp(logits - logits.max(1, keepdims=True))
         weights /= weights.sum(1, keepdims=True)
