@@ -1,4 +1,4 @@
-"""Attention of one query, as in decoding: what reads each key once, and little besides."""
+"""Products and rules of one query, as in decoding, which read the arrays of each key once."""
 
 import functools
 from collections.abc import Callable
@@ -110,9 +110,10 @@ def _by_blocks(rule: DotBias, q: jax.Array, k: jax.Array, used: jax.Array) -> ja
 
 
 def _of_near_keys(rule: DotBias, q: jax.Array, k: jax.Array, used: jax.Array) -> jax.Array:
-    """Returns the logits of a rule on features of keys, few of which are before the upper bound.
+    """Returns the logits of a rule on features of keys, most of them beyond its upper bound.
 
-    All others have the same vector: a product that reads the features once.
+    These have the same vector: one product reads all features, in their order. The features of
+    keys before the bound are picked.
 
     Args:
       rule: the rule.

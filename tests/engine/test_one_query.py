@@ -22,20 +22,20 @@ def _places():
     """Positions and segments of keys, and the position of the query, by name."""
     slots = np.arange(KEYS, dtype=np.int32)
     shuffled = np.random.default_rng(0).permutation(slots)
-    one = np.zeros(KEYS, np.int32)
+    zeros = np.zeros(KEYS, np.int32)
     return {
-        "in order": (slots, one, 289),
-        "at a million": (slots + 10**6, one, 10**6 + 289),
-        "negative": (slots - 400, one, -111),
-        "later keys": (slots, one, 140),
+        "in order": (slots, zeros, 289),
+        "at a million": (slots + 10**6, zeros, 10**6 + 289),
+        "negative": (slots - 400, zeros, -111),
+        "later keys": (slots, zeros, 140),
         "a cache with empty slots": (np.where(slots < 170, slots, 0), -1 * (slots >= 170), 169),
         "left padding": (np.maximum(slots - 70, 0), -1 * (slots < 70), 219),
         "packed": (slots % 130, slots // 130, 29),
-        "a ring": ((slots + 90) % 290 + 500, one, 789),
-        "shuffled": (shuffled, one, 289),
-        "all alike": (np.zeros(KEYS, np.int32), one, 0),
-        "apart": (np.r_[1, 257, 10**6 + slots[:-2]], one, 10**6 + 287),
-        "the last integers": (slots + (2**31 - KEYS), one, 2**31 - 1),
+        "a ring": ((slots + 90) % 290 + 500, zeros, 789),
+        "shuffled": (shuffled, zeros, 289),
+        "all alike": (zeros, zeros, 0),
+        "apart": (np.r_[1, 257, 10**6 + slots[:-2]], zeros, 10**6 + 287),
+        "the last integers": (slots + (2**31 - KEYS), zeros, 2**31 - 1),
     }
 
 
