@@ -28,7 +28,8 @@ def write_slots(
 
     # One row at a time, so that a device with some of the rows writes only these.
     write = jax.vmap(write_row, (batch, batch, 0), batch)
-    return write(old, new.astype(old.dtype), slots)
+    # XLA for CPUs would fuse a second write into attention, and copy the array for it.
+    return jax.lax.optimization_barrier(write(old, new.astype(old.dtype), slots))
 
 
 def _resharded(name: str, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -7,13 +7,18 @@ grows with T + S. Gradients of shared arrays are summed over blocks in one fixed
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import join_blocks, pad_axis
 from posenc_jax.engine.dropout import keep_mask
+from posenc_jax.engine.one_query import (
+    added_to_row,
+    by_platform,
+    products_of_token,
+    sums_of_token,
+)
 from posenc_jax.engine.problem import Implementation, Problem, zero_where
 
 
@@ -137,9 +142,10 @@ def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array,
 def _products(p: Problem) -> jax.Array:
     """Returns q . k, float32 [B, N, T, S]."""
     batch, length, heads, dim = p.q.shape
-    q = p.q.reshape(batch, length, p.k.shape[2], -1, dim).astype(jnp.float32)
+    q, k = p.q.reshape(batch, length, p.k.shape[2], -1, dim), p.k
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     by_head = functools.partial(jnp.einsum, "btkgh,bskh->bkgts", precision="highest")
-    out = _by_platform(p, by_head, _products_of_token, q, p.k.astype(jnp.float32))
+    out = by_platform(by_head, products_of_token, q, k) if length == 1 else by_head(q, k)
     return out.reshape(batch, heads, length, -1)
 
 
@@ -147,52 +153,9 @@ def _sums(p: Problem, weights: jax.Array) -> jax.Array:
     """Returns the sums of values with weights [B, N, T, S], float32 [B, T, N, V]."""
     weights = weights.reshape(weights.shape[0], p.v.shape[2], -1, *weights.shape[2:])
     by_head = functools.partial(jnp.einsum, "bkgts,bskv->btkgv", precision="highest")
-    out = _by_platform(p, by_head, _sums_of_token, weights, p.v.astype(jnp.float32))
+    v = p.v.astype(jnp.float32)
+    out = by_platform(by_head, sums_of_token, weights, v) if p.length == 1 else by_head(weights, v)
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
-
-
-def _by_platform(p: Problem, by_head: Callable, of_token: Callable, *arrays: jax.Array):
-    """Returns the result of a product for each head, or where it is faster for a whole token.
-
-    For a product for each head, XLA for CPUs copies the cache to heads before tokens, and values
-    to S behind V, element by element. A product with the heads of a token as one vector, which for
-    each query is zero but for its own head, reads the cache once: it has K times the operations
-    and takes a fifth of the time. On a mesh it would be a sum over heads of other devices.
-    """
-    if p.length > 1 or not jax.sharding.get_abstract_mesh().empty:
-        return by_head(*arrays)
-    return jax.lax.platform_dependent(*arrays, cpu=of_token, default=by_head)
-
-
-def _products_of_token(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Returns q . k, [B, K, G, 1, S]; a key with NaN in one head is NaN in all.
-
-    Args:
-      q: [B, 1, K, G, H].
-      k: [B, S, K, H].
-    """
-    batch, _, heads, group, _ = q.shape
-    own_head = jnp.eye(heads, dtype=bool)[:, None, :, None]
-    q = jnp.where(own_head, jnp.moveaxis(q, 1, 3), 0).reshape(batch, heads * group, -1)
-    k = k.reshape(*k.shape[:2], -1)
-    out = jnp.einsum("bsc,bnc->bsn", k, q, precision="highest")
-    out = jnp.swapaxes(jax.lax.optimization_barrier(out), 1, 2)  # Products have S in front.
-    return out.reshape(batch, heads, group, 1, -1)
-
-
-def _sums_of_token(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Returns the sums of values, [B, 1, K, G, V].
-
-    Args:
-      weights: [B, K, G, 1, S].
-      v: [B, S, K, V].
-    """
-    batch, heads, group, _, keys = weights.shape
-    weights = jnp.moveaxis(weights, 4, 1).reshape(batch, keys, -1)
-    weights, v = jax.lax.optimization_barrier(weights), v.reshape(batch, keys, -1)
-    out = jnp.einsum("bsn,bsc->bnc", weights, v, precision="highest")
-    out = out.reshape(batch, heads, group, heads, -1)
-    return jnp.einsum("bkgkv->bkgv", out)[:, None]
 
 
 def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
@@ -202,7 +165,10 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
     for rule in p.rules:
         if rule.whole_rows:
             continue
-        term = rule.added_to_rows(*coordinates)
+        if p.length == 1:
+            term = added_to_row(rule, *coordinates, seen)
+        else:
+            term = rule.added_to_rows(*coordinates)
         if term is not None and rule.scaled:
             scaled += term
         elif term is not None:

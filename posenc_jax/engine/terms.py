@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
+_PART = 64  # Tokens whose products with vectors per distance are computed at once.
 
 
 class Tokens(NamedTuple):
@@ -83,7 +84,7 @@ class LoweringContext:
       drop_constants: whether terms may drop a constant per query from all its logits.
       max_table: distances of the largest tile. Each tile reads its part of a strip in place of a
         table with more distances; 0: no rule has a table where there can be a strip.
-      pairs_at_once: pairs of a rule that are differentiated at once.
+      pairs_at_once: pairs of a rule that are differentiated at once; None: measured.
     """
 
     length: int
@@ -95,7 +96,7 @@ class LoweringContext:
     scale: float
     drop_constants: bool
     max_table: int
-    pairs_at_once: int
+    pairs_at_once: int | None
 
     @property
     def dtype(self) -> Any:
@@ -215,12 +216,14 @@ class PairTerm(Term):
     Attributes:
       rule: `rule(shared, head, q, k)`, or with features, `rule(shared, head, row, col, q, k)`.
       of_content: whether the rule reads features.
+      broadcasts: whether the rule takes arrays of coordinates, too.
       horizon: the value at this distance is dropped.
-      pairs_at_once: pairs that are differentiated at once.
+      pairs_at_once: pairs that are differentiated at once, or evaluated if the rule broadcasts.
     """
 
     rule: Callable = dataclasses.field(metadata=STATIC)
     of_content: bool = dataclasses.field(metadata=STATIC)
+    broadcasts: bool = dataclasses.field(metadata=STATIC)
     pairs_at_once: int = dataclasses.field(metadata=STATIC)
 
     def pair(self, q, k):
@@ -234,18 +237,27 @@ class PairTerm(Term):
         return self.rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
 
     def tile(self, strip, q, k, *, transposed, in_vjp):
-        def tile(k):
+        rows, columns = (k, q) if transposed else (q, k)
+
+        def tile(rows):
+            q, k = (columns, rows) if transposed else (rows, columns)
+            if self.broadcasts:
+                q_axis, k_axis = (0, 1) if transposed else (1, 0)
+                at = jnp.expand_dims(q.coordinates, q_axis), jnp.expand_dims(k.coordinates, k_axis)
+                return self.rule(self.shared, self.heads, *at)
             over_q, over_k = (0, None), (None, 0)
             inner, outer = (over_q, over_k) if transposed else (over_k, over_q)
             return jax.vmap(jax.vmap(self._rule, inner), outer)(q, k)
 
-        length, keys = q.slots.shape[0], k.slots.shape[0]
-        size = math.gcd(keys, max(self.pairs_at_once // length, 1))
-        if transposed and in_vjp and not self.of_content and size < keys:
-            parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), k)
-            out = jax.lax.map(jax.checkpoint(tile), parts).reshape(keys, length)
+        count, width = rows.slots.shape[0], columns.slots.shape[0]
+        size = math.gcd(count, max(self.pairs_at_once // width, 1))
+        # On GPUs parts are launches, which the forward pass has no need of.
+        in_parts = in_vjp or (self.broadcasts and jax.default_backend() == "cpu")
+        if in_parts and not self.of_content and size < count:
+            parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows)
+            out = jax.lax.map(jax.checkpoint(tile), parts).reshape(count, width)
         else:
-            out = tile(k)
+            out = tile(rows)
         if self.horizon is not None:
             out -= self._far(self.heads, q.coordinates.dtype)
         return self.factor * out.astype(jnp.float32)
@@ -329,11 +341,8 @@ class DotTerm(Term):
         transposed = transposed != self.of_keys
         if self.distances is None:
             vectors = strip[::-1] if self.of_keys else strip
-            length, count = (x.slots.shape[0] for x in (tokens, others))
-            distances = DistanceRange(1 - count, length - 1, True, open_low=False, open_high=False)
-            table = _products(tokens.features, vectors, transposed=transposed)
-            slots = (jnp.arange(n, dtype=jnp.int32) for n in (length, count))
-            out = (slot_tile_vjp if in_vjp else slot_tile)(table, *slots, distances, transposed)
+            out = strip_tile(tokens.features, vectors, others.slots.shape[0])
+            out = out.T if transposed else out
         else:
             table = _products(tokens.features, self._array("vectors"), transposed=transposed)
             out = table_tile(
@@ -433,6 +442,35 @@ def _products(tokens: jax.Array, vectors: jax.Array, *, transposed: bool) -> jax
         ("rf,qf->rq", (vectors, tokens)) if transposed else ("qf,rf->qr", (tokens, vectors))
     )
     return jnp.einsum(form, *pair, precision="highest")
+
+
+def strip_tile(tokens: jax.Array, vectors: jax.Array, count: int) -> jax.Array:
+    """Returns the dot products of tokens and the vectors of their distances, float32 [Q, K].
+
+    Args:
+      tokens: [Q, F].
+      vectors: [Q + K - 1, F], by ascending distance of the token from the others.
+      count: K.
+    """
+    length, parts = tokens.shape[0], []
+    # A part of the tokens needs the distances of its own pairs alone.
+    for start in range(0, length, _PART):
+        part = tokens[start : start + _PART]
+        near = vectors[start : start + part.shape[0] + count - 1]
+        parts.append(_skewed(_products(part, near[::-1], transposed=False), count))
+    return jnp.concatenate(parts)
+
+
+def _skewed(table: jax.Array, columns: int) -> jax.Array:
+    """Returns [R, columns] of [R, R + columns - 1]: row r from column R - 1 - r on.
+
+    In rows that are read as shorter by one, each begins one column before the row above it.
+    """
+    rows, width = table.shape
+    if rows == 1:
+        return table
+    flat = table.reshape(-1)[rows - 1 : rows - 1 + rows * (width - 1)]
+    return flat.reshape(rows, width - 1)[:, :columns]
 
 
 def gather_tile(table: jax.Array, entries: jax.Array, transposed: bool) -> jax.Array:

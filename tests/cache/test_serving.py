@@ -239,6 +239,21 @@ def test_a_donated_cache_is_written_in_place(kind):
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA copies the cache nine times")
+def test_one_token_of_one_row_is_written_in_place():
+    """XLA makes another operation of this write, and would fuse it into attention once more."""
+    cache = pe.new_cache(pe.NoPE(), 1, 315, **SIZES)
+    x = jnp.zeros((1, 1, SIZES["num_heads"], SIZES["head_dim"]))
+
+    def step(cache):
+        kv = x[:, :, : cache.k.shape[2]]
+        return pe.scheme_attention(pe.NoPE(), {}, x, kv, kv, is_causal=True, cache=cache)
+
+    program = jax.jit(step, donate_argnums=0).lower(cache).compile()
+    shape = re.escape(str(list(cache.k.shape)).replace(" ", ""))
+    assert not re.search(rf"{shape}\S* copy\(", program.as_text())
+
+
 def test_rows_and_heads_on_explicit_axes():
     """Rows over four devices and heads over two: the same numbers, and rows stay where they are."""
     scheme = pe.FoX(num_heads=4, model_dim=DIM)

@@ -49,7 +49,8 @@ def _mlp(shared, head, q, k):
     distance = jnp.abs(q - k).astype(jnp.float32)
     c, w1, b1, w2 = (shared[n] for n in ("c", "w1", "b1", "w2"))
     x = jnp.log1p(c * c * distance) / jnp.log1p(c * c * (1.0 + jnp.abs(q).astype(jnp.float32)))
-    return jax.nn.relu(x * w1 + b1) @ (w2 * head)
+    hidden = jax.nn.relu(x.reshape(1, -1) * w1[:, None] + b1[:, None])
+    return ((w2 * head) @ hidden).reshape(x.shape)
 
 
 def _fire(random, heads, dim):
@@ -198,7 +199,7 @@ KINDS = {
     ),
     "fire": Kind(
         _fire,
-        lambda params, q, k: (LogitBias(_mlp, params["heads"], params["shared"]),),
+        lambda params, q, k: (LogitBias(_mlp, params["heads"], params["shared"], broadcasts=True),),
     ),
     "two_axes": Kind(
         lambda random, heads, dim: _uniform(random, 0.0, heads, 2),

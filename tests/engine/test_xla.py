@@ -13,6 +13,7 @@ from support import one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks, Visibility, make_plan
+from posenc_jax.engine.terms import strip_tile
 from posenc_jax.engine.toeplitz import _row_by_row_sums, _skewed_sums, toeplitz_tile_vjp
 
 
@@ -254,6 +255,18 @@ def test_sums_of_diagonals(shape):
     expected = np.bincount(diagonals, tile.ravel())
     for sums in jax.jit(lambda x: (_skewed_sums(x), _row_by_row_sums(x)))(tile):
         np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (65, 5), (64, 70), (130, 7)])
+def test_products_with_a_vector_per_distance(length, count):
+    random = np.random.default_rng(0)
+    tokens, vectors = (
+        random.normal(size=(n, 3)).astype(np.float32) for n in (length, length + count - 1)
+    )
+    distances = np.arange(length)[:, None] - np.arange(count) + count - 1
+    expected = (tokens[:, None].astype(np.float64) * vectors[distances]).sum(-1)
+    got = jax.jit(strip_tile, static_argnums=2)(tokens, vectors, count)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 def test_on_tpu_sums_of_diagonals_are_no_loop():

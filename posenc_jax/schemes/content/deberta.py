@@ -179,6 +179,20 @@ class DeBERTa(Scheme):
         terms = 1 + self.content_to_position + self.position_to_content
         return (terms * head_dim) ** -0.5
 
+    def with_projections(self, params):
+        """Returns the scheme and parameters with K and Q in place of the table, for decoding.
+
+        Attention with both is the same, and does not project the table in every step.
+
+        >>> scheme = DeBERTa(num_heads=2, head_dim=4, model_dim=8)
+        >>> scheme, params = scheme.with_projections(scheme.init(jax.random.key(0)))
+        >>> scheme.projected, params["keys"].shape
+        (True, (512, 2, 4))
+        """
+        names = [name for name in ("keys", "queries") if name in params]
+        arrays = {name: jnp.swapaxes(self._vectors(params, name), 0, 1) for name in names}
+        return self.replace(projected=True), arrays
+
     def _vectors(self, params, name):
         """Returns K or Q, float32 [N, 2 span, H]."""
         if self.projected:

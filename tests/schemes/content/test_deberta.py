@@ -5,6 +5,7 @@ make_log_bucket_position, and disentangled_attention.py, disentangled_att_bias w
 scores of forward, from torch to NumPy in float64, for one sequence.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +125,17 @@ def test_matches_the_code_of_the_authors(options, is_causal, far, implementation
         scheme, params, q, k, v, is_causal=is_causal, implementation=implementation, **places
     )
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", VARIANTS[-3:], ids=str)
+def test_projections_in_place_of_the_table(options):
+    scheme, params = make(**options)
+    same, arrays = scheme.with_projections(params)
+    assert same == scheme.replace(projected=True)
+    chex.assert_trees_all_equal_shapes(arrays, jax.eval_shape(same.init, jax.random.key(0)))
+    for name, expected in zip(("keys", "queries"), projected(params), strict=True):
+        if expected is not None:
+            np.testing.assert_allclose(arrays[name], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("span, last", [(256, 512), (8, 20), (6, 31), (32, 600), (4, 5)])

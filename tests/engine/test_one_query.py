@@ -1,0 +1,150 @@
+"""Rules of one query, with few keys near a bound or keys at consecutive positions, and with any.
+
+Expected numbers are float64 loops over the keys.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+from posenc_jax.engine.one_query import added_to_row
+from posenc_jax.engine.rules import DotBias
+
+HEADS, DIM, KEYS = 6, 4, 290
+
+
+def _places():
+    """Positions and segments of keys, and the position of the query, by name."""
+    slots = np.arange(KEYS, dtype=np.int32)
+    shuffled = np.random.default_rng(0).permutation(slots)
+    zeros = np.zeros(KEYS, np.int32)
+    return {
+        "in order": (slots, zeros, 289),
+        "at a million": (slots + 10**6, zeros, 10**6 + 289),
+        "negative": (slots - 400, zeros, -111),
+        "later keys": (slots, zeros, 140),
+        "a cache with empty slots": (np.where(slots < 170, slots, 0), -1 * (slots >= 170), 169),
+        "left padding": (np.maximum(slots - 70, 0), -1 * (slots < 70), 219),
+        "packed": (slots % 130, slots // 130, 29),
+        "a ring": ((slots + 90) % 290 + 500, zeros, 789),
+        "shuffled": (shuffled, zeros, 289),
+        "all alike": (zeros, zeros, 0),
+        "apart": (np.r_[1, 257, 10**6 + slots[:-2]], zeros, 10**6 + 287),
+        "the last integers": (slots + (2**31 - KEYS), zeros, 2**31 - 1),
+    }
+
+
+def _transformer_xl():
+    scheme = pe.TransformerXL(num_heads=HEADS, head_dim=DIM, model_dim=6, stddev=0.7)
+    params = scheme.init(jax.random.key(0))
+    project, v = (np.asarray(params[name], np.float64) for name in ("project", "v"))
+
+    def added(q, k, distance):
+        angles = distance * 10000.0 ** (-np.arange(0, 6, 2) / 6)
+        encoding = np.concatenate([np.sin(angles), np.cos(angles)])
+        return np.einsum("nh,ndh,d->n", q + v, project, encoding)
+
+    return scheme, params, added
+
+
+def _deberta():
+    scheme = pe.DeBERTa(
+        num_heads=HEADS, head_dim=DIM, model_dim=6, span=20, max_distance=None, stddev=0.7
+    )
+    params = scheme.init(jax.random.key(0))
+    params["bias"] = jnp.linspace(-1, 1, HEADS * DIM).reshape(HEADS, DIM)
+    arrays = {name: np.asarray(x, np.float64) for name, x in params.items()}
+    keys, queries = (
+        np.einsum("rd,dnh->rnh", arrays["table"], arrays[name]) for name in ("keys", "queries")
+    )
+
+    def added(q, k, distance):
+        row = np.clip(distance + 20, 0, 39)
+        return (q * keys[row] + k * (queries[row] + arrays["bias"])).sum(-1)
+
+    return scheme, params, added
+
+
+@pytest.mark.parametrize("make", [_transformer_xl, _deberta])
+def test_one_query_at_any_positions(make):
+    scheme, params, added = make()
+    random = np.random.default_rng(1)
+    q = random.normal(size=(1, 1, HEADS, DIM)).astype(np.float32)
+    k, v = random.normal(size=(2, 1, KEYS, HEADS, DIM)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, q, k, params, places):
+        def loss(q, k, params):
+            rows, cols, _ = scheme.features(params, None, q, k, None, None, None)
+            rules = scheme.rules(params, rows, cols)
+            out = pe.attention(q, k, v, rules=rules, **places, implementation=implementation)
+            return jnp.sum(jnp.sin(out)), out
+
+        grads, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, params)
+        return out, grads
+
+    for name, (positions, segments, position) in _places().items():
+        segment = segments[np.argmax(positions == position)]
+        places = {
+            "q_positions": np.full((1, 1), position, np.int32),
+            "k_positions": positions[None].astype(np.int32),
+            "q_segment_ids": np.full((1, 1), segment, np.int32),
+            "k_segment_ids": segments[None].astype(np.int32),
+        }
+        out, grads = run("dense", q, k, params, places)
+        distances = np.int64(position) - positions.astype(np.int64)
+        q64, k64, v64 = (x[0].astype(np.float64) for x in (q, k, v))
+        pairs = zip(k64, distances, strict=True)
+        logits = [(q64[0] * x).sum(-1) + added(q64[0], x, d) for x, d in pairs]
+        logits = np.where(segments == segment, np.transpose(logits) / DIM**0.5, -np.inf)
+        weights = np.exp(logits - logits.max(1, keepdims=True))
+        weights /= weights.sum(1, keepdims=True)
+        expected = np.einsum("ns,snv->nv", weights, v64)
+        np.testing.assert_allclose(out[0, 0], expected, atol=2e-6, err_msg=name)
+        _, expected_grads = run("reference", q, k, params, places)
+        chex.assert_trees_all_close(grads, expected_grads, atol=2e-5)
+
+
+def _coordinate_of_key(shared, head, q_feature, k_feature, q, k):
+    return k.astype(jnp.float32)
+
+
+def _distance(shared, head, distance):
+    return distance.astype(jnp.float32)[None]
+
+
+def test_keys_in_order_are_counted_from_the_first_of_their_block():
+    """A pair that returns the key's coordinate shows from where it was counted."""
+    ones = jnp.ones((1, 1, 1, 1))
+    rule = DotBias(_distance, q_features=ones, pair=_coordinate_of_key)
+    q, k = jnp.full((1, 1), 299), jnp.arange(7, 307)[None]
+    seen = jnp.arange(300)[None, None, None] != 200
+    counted = np.arange(300) % 128
+    for at_200 in (900, 207):
+        out = added_to_row(rule, q, k.at[0, 200].set(at_200), seen)
+        np.testing.assert_array_equal(out[0, 0, 0], counted)
+    out = added_to_row(rule, q, k.at[0, 201].set(900), seen)
+    np.testing.assert_array_equal(out[0, 0, 0], k[0].at[201].set(900))
+
+
+def test_keys_beyond_the_bound_have_one_vector():
+    """A hidden key near the query shows it: it gets the vector of far keys."""
+    ones = jnp.ones((1, 300, 1, 1))
+    rule = DotBias(_bounded_distance, k_features=ones, bounds=(0, 40))
+    q, k = jnp.full((1, 1), 299), jnp.arange(300)[None]
+    seen = jnp.arange(300)[None, None, None] != 290
+    expected = np.minimum(299 - np.arange(300), 40)
+    out = added_to_row(rule, q, k, seen)
+    np.testing.assert_array_equal(out[0, 0, 0], np.where(np.arange(300) == 290, 40, expected))
+    many = jnp.maximum(k, 280)  # More keys before the bound than there is room for.
+    out = added_to_row(rule, q, many, seen)
+    np.testing.assert_array_equal(out[0, 0, 0], np.minimum(299 - many[0], 40))
+
+
+def _bounded_distance(shared, head, distance):
+    return jnp.clip(distance, 0, 40).astype(jnp.float32)[None]
