@@ -1,6 +1,6 @@
 """First contact: checks the kernels of attention on a chip, each family of steps in a process.
 
-The steps are those of `posenc_jax.prove.steps`. A process writes a line to the log before each of
+The steps come from `posenc_jax.prove.steps`. A process writes a line to the log before each of
 them and one after it; this one has the clock. A step that does not end within its time, or that
 takes its process with it, is one line of the table: the next process goes on after it. At the end,
 steps that failed run once more, on TPU with poisoned scratch memory and bounds checks, on GPU under
@@ -52,8 +52,8 @@ class Contact:
     Attributes:
       log: the file of lines.
       seconds: for all steps.
-      timeout: seconds for one step, or for a process to start; those of a step that hangs are not
-        part of `seconds`.
+      timeout: seconds for one step, or for a process to start; a step that hangs does not take
+        them from `seconds`.
       again: seconds for the second runs of steps that failed.
       arguments: more arguments of the processes, for tests.
       command: the program of the processes.
@@ -70,7 +70,7 @@ class Contact:
 
     @property
     def errors(self) -> Path:
-        """The file of what the processes print."""
+        """The file with the output of the processes."""
         return self.log.with_suffix(".txt")
 
     def machine(self) -> dict[str, Any]:
@@ -86,14 +86,15 @@ class Contact:
         for row in rows:
             if "machine" in row:
                 return row["machine"]
-        raise ExperimentError(f"the device does not start: {reason or self._last_words()}")
+        words = ": ".join(filter(None, reason)) or self._last_words()
+        raise ExperimentError(f"the device does not start: {words}")
 
     def run(self, platform: str) -> list[dict[str, Any]]:
         """Runs all steps of a platform, and returns a row for each."""
         began, rows = time.monotonic(), []
         for implementation, family, share in SHARES:
             if implementation == "pallas" and platform not in LIBRARIES and not self.arguments:
-                continue  # There are no kernels.
+                continue  # There are no kernels, but for the interpreter.
             name = LIBRARIES.get(platform) if implementation == "library" else implementation
             if name is not None:
                 hangs = sum(row["outcome"] == "hang" for row in rows)
@@ -272,7 +273,7 @@ def child(options: argparse.Namespace) -> None:
 
 
 def reason(error: Exception) -> dict[str, str]:
-    """Returns an error as an outcome; what an implementation refuses is no failure."""
+    """Returns an error as an outcome; a refusal by an implementation is no failure."""
     text = " ".join(f"{error}".split())
     if isinstance(error, NotImplementedError) and text.startswith("attention: implementation="):
         return {"outcome": "refused", "place": text.split(": ", 2)[-1][:200]}
@@ -280,7 +281,7 @@ def reason(error: Exception) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs all steps, or those of one process; returns 1 if one failed."""
+    """Runs all steps, or the steps of one process; returns 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.bench.contact",
         description=__doc__,

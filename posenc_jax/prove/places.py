@@ -19,11 +19,11 @@ class Primitive:
     """A part of a kernel that moves integers, which name their place.
 
     Attributes:
-      name: what it does.
+      name: of the part.
       function: of the arguments; it runs a kernel.
       arguments: arrays.
       want: the expected result.
-      axes: what the axes of the result are.
+      axes: names of the axes of the result.
     """
 
     name: str
@@ -138,7 +138,7 @@ def _wrong_tile(
     excess = (got - want)[b, n, span]
     error = np.where(np.isnan(excess), np.inf, np.abs(excess))
     weights = name in ("output", "dv")  # None is below zero.
-    if weights and (excess < -limit).any():  # What is missing comes before what is there instead.
+    if weights and (excess < -limit).any():  # A missing block comes before the one in its place.
         error = np.where(excess < 0, error, 0.0)
     tiles = by_row[..., : labels.blocks]
     # Blocks come first; if all are right, heads are wrong.
@@ -165,7 +165,7 @@ def _read_instead(
 
     Args:
       excess: of the labelled channels of a token.
-      limit: what is no error.
+      limit: the greatest error that is allowed.
       labels: the channels.
       channel: the one in which something is missing.
       batch: B.
