@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -114,13 +114,10 @@ class Contact:
         ahead = ["--ahead"]
         while names is None or len(rows) < len(names):
             command = [*arguments, f"--first={len(rows)}", *ahead]
-            events, (outcome, place) = self._watch(command, end)
+            events, (outcome, place) = self._watch(command, end, same)
             listed = (row["steps"] for row in events if "steps" in row)
             names = next(listed, names or [f"{family}: start of the process"])
-            finished = [row | same for row in events if "outcome" in row]
-            for row in finished:
-                self.show(line(row))
-            rows += finished
+            rows += [row for row in events if "outcome" in row]
             if outcome == "died" and ahead and any("steps" in row for row in events):
                 ahead = []  # The step that it ran, or one that was compiled ahead?
                 continue
@@ -146,7 +143,7 @@ class Contact:
             command = ["compute-sanitizer"] if shutil.which("compute-sanitizer") else []
         arguments = [f"--implementation={row['implementation']}", f"--family={row['family']}"]
         arguments.append(f"--only={row['step']}")
-        events, reason = self._watch(arguments, end, environment, command)
+        events, reason = self._watch(arguments, end, None, environment, command)
         for event in events:
             if "outcome" in event:
                 return said(event)
@@ -156,15 +153,35 @@ class Contact:
         self,
         arguments: Sequence[str],
         end: float,
+        same: dict[str, str] | None = None,
         environment: dict[str, str] | None = None,
         before: Sequence[str] = (),
     ) -> tuple[list[dict[str, Any]], tuple[str, str]]:
         """Runs a process until it ends, is late, or the time is over.
 
+        Args:
+          arguments: of the process.
+          end: when the time is over.
+          same: entries for all rows, which are shown as they come; or None to show none.
+          environment: more variables.
+          before: a program that runs the process.
+
         Returns:
           The lines that it wrote, and how it ended if not by itself: an outcome and a reason.
         """
-        start = self.log.stat().st_size
+        events: list[dict[str, Any]] = []
+        place = self.log.stat().st_size
+
+        def read():
+            nonlocal place
+            text = _after(self.log, place)
+            place += len(text)
+            for row in map(json.loads, text.splitlines()):
+                events.append(row | (same or {}))
+                if same is not None and "outcome" in row:
+                    self.show(line(events[-1]))
+            return bool(text)
+
         command = [*before, *self.command, f"--log={self.log}", *arguments, *self.arguments]
         # All devices' memory is for one process at a time, which frees it at its end.
         variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (environment or {})
@@ -172,13 +189,13 @@ class Contact:
             process = subprocess.Popen(
                 command, stdout=errors, stderr=errors, env=variables, start_new_session=True
             )
-        size, since, reason = start, time.monotonic(), ("", "")
+        since, reason = time.monotonic(), ("", "")
         try:
             while process.poll() is None and not reason[0]:
                 time.sleep(_WAIT)
                 now = time.monotonic()
-                if self.log.stat().st_size != size:
-                    size, since = self.log.stat().st_size, now
+                if read():
+                    since = now
                 if now - since > self.timeout:
                     reason = "hang", f"no end within {self.timeout:g} s"
                 elif now > end:
@@ -187,11 +204,12 @@ class Contact:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        read()
         if not reason[0] and process.returncode:
             code = process.returncode
             ended = f"exit status {code}" if code > 0 else signal.Signals(-code).name
             reason = "died", f"{ended}: {self._last_words()}"
-        return list(_lines(self.log, start)), reason
+        return events, reason
 
     def _last_words(self) -> str:
         """Returns the last line that a process printed."""
@@ -209,11 +227,12 @@ def write(log: Path, row: dict[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def _lines(log: Path, start: int) -> Iterator[dict[str, Any]]:
+def _after(log: Path, start: int) -> bytes:
+    """Returns the whole lines of a log from a place on."""
     with log.open("rb") as stream:
         stream.seek(start)
-        for text in stream.read().split(b"\n")[:-1]:
-            yield json.loads(text)
+        text = stream.read()
+    return text[: text.rfind(b"\n") + 1]
 
 
 def said(row: dict[str, Any]) -> str:
