@@ -26,18 +26,18 @@ from typing import Any
 from experiments.errors import ExperimentError
 
 SHARES = (
-    ("pallas", "primitives", 0.12),
-    ("pallas", "forward", 0.35),
-    ("pallas", "backward", 0.68),
-    ("pallas", "decode", 0.78),
-    ("pallas", "tiles", 0.9),
-    ("library", "forward", 0.94),
-    ("library", "backward", 0.97),
+    ("pallas", "primitives", 0.08),
+    ("pallas", "forward", 0.27),
+    ("pallas", "backward", 0.58),
+    ("pallas", "decode", 0.68),
+    ("pallas", "tiles", 0.88),
+    ("library", "backward", 0.94),
     ("xla", "backward", 1.0),
 )
 """Implementations, families, and the part of the time after which each ends.
 
-"library" is the default of the platform for calls without a rule.
+"library" is the default of the platform for calls without a rule. The backward pass has the forward
+pass in it.
 """
 LIBRARIES = {"tpu": "splash", "gpu": "cudnn"}
 CHECKS = "--xla_mosaic_on_device_checks=bounds"
@@ -51,9 +51,8 @@ class Contact:
 
     Attributes:
       log: the file of lines.
-      seconds: for all steps.
-      timeout: seconds for one step, or for a process to start; a step that hangs does not take
-        them from `seconds`.
+      seconds: for all steps, without the starts of processes and steps that hang.
+      timeout: seconds for one step, or for a process to start.
       again: seconds for the second runs of steps that failed.
       arguments: more arguments of the processes, for tests.
       command: the program of the processes.
@@ -82,7 +81,7 @@ class Contact:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
         self.errors.write_text("")
-        rows, reason = self._watch(["--machine"], time.monotonic() + self.timeout)
+        rows, reason, _ = self._watch(["--machine"], self.timeout)
         for row in rows:
             if "machine" in row:
                 return row["machine"]
@@ -91,22 +90,25 @@ class Contact:
 
     def run(self, platform: str) -> list[dict[str, Any]]:
         """Runs all steps of a platform, and returns a row for each."""
-        began, rows = time.monotonic(), []
+        used, rows = 0.0, []
         for implementation, family, share in SHARES:
             if implementation == "pallas" and platform not in LIBRARIES and not self.arguments:
                 continue  # There are no kernels, but for the interpreter.
             name = LIBRARIES.get(platform) if implementation == "library" else implementation
             if name is not None:
-                hangs = sum(row["outcome"] == "hang" for row in rows)
-                end = began + share * self.seconds + hangs * self.timeout
-                rows += self._family(name, family, end)
+                more, seconds = self._family(name, family, share * self.seconds - used)
+                rows, used = rows + more, used + seconds
         end = time.monotonic() + self.again
         for row in rows:
             if row["outcome"] in FAILED and time.monotonic() < end:
-                row["second run"] = self._once_more(platform, row, end)
+                row["second run"] = self._once_more(platform, row, end - time.monotonic())
         return rows
 
-    def _family(self, implementation: str, family: str, end: float) -> list[dict[str, Any]]:
+    def _family(
+        self, implementation: str, family: str, allowed: float
+    ) -> tuple[list[dict[str, Any]], float]:
+        """Returns a row for each step of a family, and the seconds that they took."""
+        used = 0.0
         rows: list[dict[str, Any]] = []
         names: list[str] | None = None
         same = {"implementation": implementation, "family": family}
@@ -114,7 +116,8 @@ class Contact:
         ahead = ["--ahead"]
         while names is None or len(rows) < len(names):
             command = [*arguments, f"--first={len(rows)}", *ahead]
-            events, (outcome, place) = self._watch(command, end, same)
+            events, (outcome, place), seconds = self._watch(command, allowed - used, same)
+            used += seconds
             listed = (row["steps"] for row in events if "steps" in row)
             names = next(listed, names or [f"{family}: start of the process"])
             rows += [row for row in events if "outcome" in row]
@@ -130,9 +133,9 @@ class Contact:
                 if not late:
                     self.show(line(row))
                     break
-        return rows
+        return rows, used
 
-    def _once_more(self, platform: str, row: dict[str, Any], end: float) -> str:
+    def _once_more(self, platform: str, row: dict[str, Any], allowed: float) -> str:
         """Returns the outcome of a step with all checks that the platform has."""
         environment, command = {}, []
         if platform == "tpu":
@@ -143,7 +146,7 @@ class Contact:
             command = ["compute-sanitizer"] if shutil.which("compute-sanitizer") else []
         arguments = [f"--implementation={row['implementation']}", f"--family={row['family']}"]
         arguments.append(f"--only={row['step']}")
-        events, reason = self._watch(arguments, end, None, environment, command)
+        events, reason, _ = self._watch(arguments, allowed, None, environment, command)
         for event in events:
             if "outcome" in event:
                 return said(event)
@@ -152,22 +155,23 @@ class Contact:
     def _watch(
         self,
         arguments: Sequence[str],
-        end: float,
+        allowed: float,
         same: dict[str, str] | None = None,
         environment: dict[str, str] | None = None,
         before: Sequence[str] = (),
-    ) -> tuple[list[dict[str, Any]], tuple[str, str]]:
+    ) -> tuple[list[dict[str, Any]], tuple[str, str], float]:
         """Runs a process until it ends, is late, or the time is over.
 
         Args:
           arguments: of the process.
-          end: when the time is over.
+          allowed: seconds for its steps.
           same: entries for all rows, which are shown as they come; or None to show none.
           environment: more variables.
           before: a program that runs the process.
 
         Returns:
-          The lines that it wrote, and how it ended if not by itself: an outcome and a reason.
+          The lines that it wrote; how it ended if not by itself, an outcome and a reason; and the
+          seconds of its steps, without one that hung.
         """
         events: list[dict[str, Any]] = []
         place = self.log.stat().st_size
@@ -189,16 +193,16 @@ class Contact:
             process = subprocess.Popen(
                 command, stdout=errors, stderr=errors, env=variables, start_new_session=True
             )
-        since, reason = time.monotonic(), ("", "")
+        since, reason, began = time.monotonic(), ("", ""), None
         try:
             while process.poll() is None and not reason[0]:
                 time.sleep(_WAIT)
                 now = time.monotonic()
                 if read():
-                    since = now
+                    began, since = began or now, now
                 if now - since > self.timeout:
                     reason = "hang", f"no end within {self.timeout:g} s"
-                elif now > end:
+                elif began is not None and now - began > allowed:
                     reason = "out of time", "out of time"
         finally:
             if process.poll() is None:
@@ -207,9 +211,10 @@ class Contact:
         read()
         if not reason[0] and process.returncode:
             code = process.returncode
-            ended = f"exit status {code}" if code > 0 else signal.Signals(-code).name
-            reason = "died", f"{ended}: {self._last_words()}"
-        return events, reason
+            status = f"exit status {code}" if code > 0 else signal.Signals(-code).name
+            reason = "died", f"{status}: {self._last_words()}"
+        ended = since if reason[0] == "hang" else time.monotonic()
+        return events, reason, ended - began if began is not None else 0.0
 
     def _last_words(self) -> str:
         """Returns the last line that a process printed."""
