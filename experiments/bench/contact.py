@@ -271,8 +271,12 @@ def child(options: argparse.Namespace) -> None:
     """Runs the steps of a family, a line in the log before and after each."""
     from posenc_jax.prove.steps import steps
 
-    small = {"interpret": True, "small": True} if options.interpret else {}
-    chosen = steps(options.implementation, family=options.family, **small)
+    chosen = steps(
+        options.implementation,
+        family=options.family,
+        interpret=options.interpret,
+        small=options.interpret,
+    )
     write(options.log, {"steps": [step.name for step in chosen]})
     if options.only:
         chosen = [step for step in chosen if step.name == options.only]

@@ -368,7 +368,7 @@ def executable(case: Case, implementation: Any, *, gradients: bool, lse: bool) -
         return function.lower(shapes).compile()
 
 
-def program(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> Callable:
+def program(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> Any:
     """Returns the function of `run`, to be compiled."""
     c = case
     options: dict[str, Any] = {"is_causal": c.causal, "window": c.window, "softcap": c.softcap}

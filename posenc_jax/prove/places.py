@@ -143,7 +143,7 @@ def _wrong_tile(
     tiles = by_row[..., : labels.blocks]
     # Blocks come first; if all are right, heads are wrong.
     error = error[:, : labels.blocks] if tiles[b, n, row].any() else error
-    token, channel = np.unravel_index(np.argmax(error), error.shape)
+    token, channel = divmod(int(np.argmax(error)), error.shape[1])
     of_queries = name in ("output", "dq")
     place = [f"tile {'row' if of_queries else 'column'} {row}"]
     if channel < labels.blocks:
@@ -154,12 +154,20 @@ def _wrong_tile(
     text += "{:.4g}, expected {:.4g} ".format(*numbers)
     text += f"({'query' if of_queries else 'key'} {span.start + token})"
     if weights:
-        text += _read_instead(excess[token], limit, labels, channel, batch, of_queries)
-    return f"{text}; {tiles.sum()} of {tiles.size} tiles are wrong"
+        own = (b * heads + n) * labels.heads // (batch * heads)  # Of several, the first.
+        shared = range(own, own + max(1, labels.heads // (batch * heads)))
+        text += _read_instead(excess[token], limit, labels, (channel, shared, batch), of_queries)
+    rows_or_tiles = tiles if tiles.any() else by_row.any(3)
+    noun = "tiles" if tiles.any() else "rows of tiles"
+    return f"{text}; {rows_or_tiles.sum()} of {rows_or_tiles.size} {noun} are wrong"
 
 
 def _read_instead(
-    excess: np.ndarray, limit: float, labels: Labels, channel: int, batch: int, of_queries: bool
+    excess: np.ndarray,
+    limit: float,
+    labels: Labels,
+    place: tuple[int, range, int],
+    of_queries: bool,
 ) -> str:
     """Returns the block and the head that were read in place of others, if any were.
 
@@ -167,16 +175,15 @@ def _read_instead(
       excess: of the labelled channels of a token.
       limit: the greatest error that is allowed.
       labels: the channels.
-      channel: the one in which something is missing.
-      batch: B.
+      place: the channel in which something is missing, the heads that were to be read, and B.
       of_queries: whether the token is a query, and labels are of keys.
     """
-    excess, parts = np.nan_to_num(excess), []
+    excess, parts, (channel, heads, batch) = np.nan_to_num(excess), [], place
     block = int(np.argmax(excess[: labels.blocks]))
     if excess[block] > limit and block != channel:
         parts.append(f"tile {'column' if of_queries else 'row'} {block}")
     other = int(np.argmax(excess[labels.blocks :]))
-    if excess[labels.blocks + other] > limit:
+    if excess[labels.blocks + other] > limit and other not in heads:
         row, head = divmod(other, labels.heads // batch)
         parts.append(f"batch {row}, head {head}")
     return f"; {' of '.join(parts)} was read" if parts else ""
