@@ -124,10 +124,9 @@ def _wrong_tile(
 ) -> str | None:
     """Returns the first tile whose sum is wrong, or None."""
     channels, weights = slice(labels.start, labels.stop), name in ("output", "dv")
-    # Sums of cotangents cancel: their errors are like the errors of other channels.
-    size = np.abs(want[..., channels] if weights else want).max()
     got, want = got[..., channels], want[..., channels]
-    limit = _ELEMENT[case.dtype] * max(size, 1e-30)
+    # Sums of cotangents cancel, sums of weights do not.
+    limit = _ELEMENT[case.dtype] * (1 if weights else 2) * max(np.abs(want).max(), 1e-30)
     wrong = ~(np.abs(got - want) <= limit)
     batch, heads, count, _ = got.shape
     rows = -(-count // case.block)
