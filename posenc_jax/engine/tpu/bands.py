@@ -195,7 +195,7 @@ def band_logits(band: BandStrip, refs: Any, columns: list[Any], part: BandSlices
         return jnp.concatenate([tile(x) for x in bands], band.axis)
     whole = [jax.lax.shift_left(jnp.round(x).astype(jnp.int32), jnp.int32(16)) for x in bands]
     tiles = []
-    for span, x in zip(spans, _map_pairs(tile, whole), strict=True):
+    for span, x in zip(spans, map_pairs(tile, whole), strict=True):
         step = lanes(columns[0][span], part.others) if band.axis == 0 else refs["steps"][:, span]
         tiles.append(x.astype(jnp.float32) * step)
     return jnp.concatenate(tiles, band.axis)
@@ -223,7 +223,7 @@ def band_cotangents(band: BandStrip, ds: jax.Array) -> list[jax.Array]:
     if ds.dtype != jnp.bfloat16:
         return [rotate(x) for x in rows]
     bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in rows]
-    bands = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in _map_pairs(rotate, bits)]
+    bands = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in map_pairs(rotate, bits)]
     return [x.astype(ds.dtype) for x in bands]
 
 
@@ -278,7 +278,7 @@ def product_grads(
     return Product(d_features.astype(product.features.dtype), d_vectors, product.of_keys)
 
 
-def _map_pairs(function: Callable, parts: list[jax.Array]) -> list[jax.Array]:
+def map_pairs(function: Callable, parts: list[jax.Array]) -> list[jax.Array]:
     """Maps a function that moves int32 over arrays whose lower 16 bits are zero, two at a time."""
     results = []
     for n in range(0, len(parts), 2):

@@ -343,10 +343,10 @@ def _head(parts: list, order: str, head: int) -> jax.Array:
     """
     if order != "BSKH":
         return parts[0][head]
-    return jnp.concatenate([_head_of_tokens(part, head) for part in parts], axis=1)
+    return jnp.concatenate([head_of_tokens(part, head) for part in parts], axis=1)
 
 
-def _head_of_tokens(block: Any, head: int) -> jax.Array:
+def head_of_tokens(block: Any, head: int) -> jax.Array:
     """Returns [S, 128] of a reference to [S, K, 128]: each K-th row, by loads with strides."""
     count, heads, dim = block.shape
     rows = block.reshape(count * heads, dim)

@@ -79,10 +79,15 @@ def schedule(
     last = jax.lax.cummax(jnp.where(live, column, -1), axis=2)
     first = jnp.argmax(live, 2).astype(jnp.int32)[..., None]
     block = jnp.where(last < 0, first, last)
-    entry = (block << _COLUMN) + kind
+    entry = entry_of(0, block, kind, False, False)
     change = np.diff(order[0], prepend=-1, append=-1) != 0
-    known = (order[0] << _ROW) + _FIRST * change[:-1] + _LAST * change[1:]
+    known = entry_of(order[0], 0, 0, change[:-1], change[1:])
     return entry[:, *order] + known.astype(np.int32)[None]
+
+
+def entry_of(row: Any, column: Any, kind: Any, first: Any, last: Any) -> Any:
+    """Returns an entry of a schedule."""
+    return (column << _COLUMN) + (row << _ROW) + kind + _FIRST * first + _LAST * last
 
 
 def row_of(entry: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Checks of the attention kernels on the device that runs them."""
