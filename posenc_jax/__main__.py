@@ -48,9 +48,9 @@ def main() -> None:
     if lines['implementation="pallas"'] == "runs":
         print(f"{'verdicts':28}{verdicts.folder()}; python -m posenc_jax.prove makes them")
         for subject, verdict in verdicts.here():
-            day = time.strftime("%Y-%m-%d", time.gmtime(verdict.made))
-            found = "right" if verdict.fault is None else f"wrong: {verdict.fault}"
-            print(f"{'':28}{subject}: {found} ({verdict.steps} steps, {day})")
+            day = time.strftime("%Y-%m-%d", time.gmtime(verdict.time))
+            result = "right" if verdict.fault is None else f"wrong: {verdict.fault}"
+            print(f"{'':28}{subject}: {result} ({verdict.steps} steps, {day})")
 
 
 if __name__ == "__main__":

@@ -68,17 +68,17 @@ class Key(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the correctness steps of a subject found.
+    """The result of the correctness steps of a subject.
 
     Attributes:
       fault: the first wrong place in words; None: the kernels are right.
       steps: the number of steps that ran.
-      made: when, in seconds since 1970.
+      time: of the last step, in seconds since 1970.
     """
 
     fault: str | None
     steps: int
-    made: float
+    time: float
 
 
 check: Callable[[Subject], Verdict | None] | None = None
@@ -90,7 +90,7 @@ def rule_class(rule: Rule, by_slot: bool) -> str | None:
 
     Args:
       rule: the rule.
-      by_slot: whether distances of coordinates are those of slots.
+      by_slot: whether slots and coordinates of two tokens have the same distance.
     """
     if isinstance(rule, LogitBias) and rule.relative and by_slot:
         return "distance"
@@ -130,12 +130,12 @@ def all_right(problem: Problem) -> bool:
 
 @functools.cache
 def _are_right(keys: tuple[Key, ...]) -> bool:
-    found = {key.subject: _verdict(key) for key in keys}
-    faults = [verdict.fault for verdict in found.values() if verdict and verdict.fault is not None]
-    left = [s for s, verdict in found.items() if verdict is None or verdict.fault is not None]
-    if not left:
+    by_subject = {key.subject: _verdict(key) for key in keys}
+    faults = [x.fault for x in by_subject.values() if x is not None and x.fault is not None]
+    unproved = [s for s, x in by_subject.items() if x is None or x.fault is not None]
+    if not unproved:
         return True
-    (_, dtype, head_dim), classes = left[0], [s.rule_class for s in left]
+    (_, dtype, head_dim), classes = unproved[0], [subject.rule_class for subject in unproved]
     reason = f"its kernels are wrong ({faults[0]})" if faults else "there is no verdict"
     shared = f", before all processes, with {FOLDER} naming a folder that they share"
     _log.warning(
@@ -152,7 +152,7 @@ def _verdict(key: Key) -> Verdict | None:
     verdict = read(key)
     if jax.process_count() > 1:
         shared = bool(os.environ.get(FOLDER))
-        return verdict if shared and verdict and verdict.made < _STARTED else None
+        return verdict if shared and verdict and verdict.time < _STARTED else None
     if verdict is None and check is not None:
         verdict = check(key.subject)
         if verdict is not None:
@@ -235,7 +235,7 @@ def _parsed(path: Path) -> tuple[Key, Verdict]:
         key = Key(**content["key"])
         key = key._replace(subject=Subject(*key.subject))
         verdict = Verdict(**content["verdict"])
-        whole = path == _path(key) and isinstance(verdict.made, float)
+        whole = path == _path(key) and isinstance(verdict.time, float)
         whole = whole and (verdict.fault is None or isinstance(verdict.fault, str))
     except (ValueError, KeyError, TypeError):
         whole = False

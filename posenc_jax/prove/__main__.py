@@ -1,7 +1,7 @@
 """Checks the kernels of this package on the chip that is there, and keeps the verdicts.
 
     python -m posenc_jax.prove                                   the usual dtype and head dims
-    python -m posenc_jax.prove --rule-class none distance        what T5 and ALiBi need
+    python -m posenc_jax.prove --rule-class none distance        for T5 and ALiBi
     python -m posenc_jax.prove --dtype float32 --head-dim 96     others
     python -m posenc_jax.prove --list                            the steps, without running them
 
@@ -14,10 +14,10 @@ So implementation=None takes them only where this program saw that they are righ
 2. It writes a verdict, right or wrong, for each rule class, dtype and head dim. Verdicts are about
    one kind of chip and the versions of the compiler, of jax and of this package: after an update
    of any of these, run it again.
-3. Programs that start later read the verdicts. They need those of "none", for masks and grouped
-   heads, and of the classes of their rules: "distance" (T5, ALiBi, KERPLE), "separable" (FoX),
+3. Programs that start later read the verdicts. They need the one of "none", for masks and grouped
+   heads, and one of each class of their rules: "distance" (T5, ALiBi, KERPLE), "separable" (FoX),
    "product" (Inkling, Shaw, Transformer-XL, DeBERTa), "pair" (functions of two tokens, whose own
-   operations the steps do not run); and of "decode" for a token at a time on TPU.
+   operations the steps do not run); or "decode" for a few tokens at a time on TPU.
    `python -m posenc_jax` prints the verdicts.
 
 Verdicts lie in $POSENC_JAX_CACHE_DIR, else in $XDG_CACHE_HOME/posenc_jax or ~/.cache/posenc_jax;
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None, **options: Any) -> int:
 
 
 def _prove(groups: dict[Subject | None, list[Step]], seconds: float) -> int:
-    """Runs the steps of all subjects, prints what they find, and writes the verdicts."""
+    """Runs the steps of all subjects, prints their outcomes, and writes the verdicts."""
     total, counter = sum(map(len, groups.values())), itertools.count(1)
 
     def announce(step: Step) -> None:
@@ -130,7 +130,7 @@ def _positive(text: str) -> int:
 
 
 def _words(outcome: Outcome) -> str:
-    """Returns what a step found, for a line of the screen."""
+    """Returns an outcome for a line of the screen."""
     if outcome.refused is not None:
         return f"no kernel: {outcome.refused}"
     if outcome.fault is not None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.verdicts import DECODE, Subject, Verdict
+from posenc_jax.prove import cases
 from posenc_jax.prove.steps import Step, steps
 
 SECONDS = 120
@@ -18,11 +19,11 @@ SECONDS = 120
 
 
 class Outcome(NamedTuple):
-    """What a step found.
+    """The result of a step.
 
     Attributes:
       step: the step.
-      fault: None: it is right; else what is wrong, in words.
+      fault: the first wrong place in words, or an error; None: it is right.
       refused: why there is no kernel for the step, which then says nothing; or None.
       lost: whether the chip no longer answers, so that no other step can run.
       seconds: the time it took.
@@ -75,7 +76,7 @@ def run(
     seconds: float = SECONDS,
     announce: Callable[[Step], None] = lambda _: None,
 ) -> Iterator[Outcome]:
-    """Runs steps one after the other, and yields what they found; the last if the chip is lost.
+    """Runs steps one after the other, and yields their outcomes, up to a loss of the chip.
 
     Args:
       steps: the steps.
@@ -117,12 +118,17 @@ def make(subject: Subject, **options: Any) -> Verdict | None:
     """
     outcomes: list[Outcome] = []
     groups = plan(*([x] for x in subject), **options)
-    for outcome in run(step for group in groups.values() for step in group):
+    for outcome in run(itertools.chain(*groups.values())):
         outcomes.append(outcome)
         if outcome.lost:
-            raise ChipLostError(f"{outcome.step.name}: {outcome.fault}")
+            raise ChipLostError(
+                f"attention: the chip no longer answers after {outcome.step.name}: {outcome.fault}"
+            )
         if outcome.fault is not None:
             break
+    # The caller goes on, and needs the memory.
+    cases.inputs.cache_clear()
+    cases.executable.cache_clear()
     return verdict_of(outcomes)
 
 
@@ -130,7 +136,7 @@ def _in_thread(run: Callable[[], Any], seconds: float) -> Any:
     """Returns `run()`, run in a thread of its own.
 
     Traces, meshes, the precision of products and the default device belong to threads in JAX, so
-    nothing of what the caller does reaches it. A thread that hangs is left behind.
+    none of the caller's reaches it. A thread that hangs is left behind.
 
     Raises:
       TimeoutError: after this many seconds.

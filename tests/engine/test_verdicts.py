@@ -30,7 +30,7 @@ from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.verdicts import Subject, Verdict, key_of
 from posenc_jax.prove import __main__ as program
 from posenc_jax.prove import verdicts as prove
-from posenc_jax.prove.cases import RULES, Case
+from posenc_jax.prove.cases import RULES, Case, executable
 from posenc_jax.prove.steps import Step, steps
 
 T5 = Subject("distance", "bfloat16", 64)
@@ -150,7 +150,7 @@ def test_several_processes(chip, caplog):
     chip.processes = 2
     _write()
     assert _t5() == "pallas"
-    _write(RIGHT._replace(made=time.time()))
+    _write(RIGHT._replace(time=time.time()))
     verdicts._verdict.cache_clear()
     verdicts._are_right.cache_clear()  # The same process.
     assert _t5() == "xla"
@@ -178,7 +178,7 @@ def test_several_processes(chip, caplog):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"key": {}, "verdict": {}}', b"\xff", None, ("fault", 3), ("made", "now")],
+    ["", "{", "[]", '{"key": {}, "verdict": {}}', b"\xff", None, ("fault", 3), ("time", "now")],
 )
 def test_a_damaged_file_is_a_line_and_no_verdict(chip, caplog, content):
     """`None`: the verdict of another key, under this one's name."""
@@ -345,8 +345,8 @@ def _sharded(x):
 def test_a_verdict_is_made_while_a_program_is_traced(interpreted, function):
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.float32)
     assert "pallas_call" in str(jax.make_jaxpr(function)(x))
-    found = {subject.rule_class: verdict[:2] for subject, verdict in verdicts.here()}
-    assert found == {"none": (None, 1), "distance": (None, 1)}
+    results = {subject.rule_class: verdict[:2] for subject, verdict in verdicts.here()}
+    assert results == {"none": (None, 1), "distance": (None, 1)}
 
 
 def test_a_verdict_is_made_outside_of_programs_and_for_shapes(interpreted):
@@ -376,7 +376,7 @@ def test_a_fault_of_one_percent_is_not_used(interpreted, caplog):
         return lse
 
     interpreted.monkeypatch.setattr(forward, "finish_softmax", faulty)
-    jax.clear_caches()
+    _clear_caches()
     x = jax.random.normal(jax.random.key(1), (1, 128, 2, 64))
     assert_close(jax.jit(_attend)(x), _both("reference", x)[0])
     assert "pallas_call" not in str(jax.make_jaxpr(_attend)(x))
@@ -384,7 +384,13 @@ def test_a_fault_of_one_percent_is_not_used(interpreted, caplog):
     assert fault.startswith("forward: table by distance: output: batch 0, head 0, tile row 0, ")
     expected = f"class distance, float32, head dim 64 on cpu: its kernels are wrong ({fault});"
     assert expected in _line(caplog)
+    _clear_caches()
+
+
+def _clear_caches():
+    """Forgets the kernels that were traced."""
     jax.clear_caches()
+    executable.cache_clear()
 
 
 def _faults():
@@ -442,7 +448,7 @@ def test_the_program(chip, capsys):
     with jax.numpy_dtype_promotion("standard"):
         facts()
     lines = capsys.readouterr().out.splitlines()
-    day = time.strftime("%Y-%m-%d", time.gmtime(verdict.made))
+    day = time.strftime("%Y-%m-%d", time.gmtime(verdict.time))
     assert [line.strip() for line in lines[-3:]] == [
         f"rule class decode, bfloat16, head dim 128: right (2 steps, {day})",
         f"rule class distance, bfloat16, head dim 64: right (2 steps, {day})",
