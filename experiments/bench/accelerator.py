@@ -6,19 +6,21 @@ It needs jax and numpy alone. Every result is written to the JSON file at once; 
 beyond --minutes is recorded as skipped. A program that fails to compile or to run is recorded with
 its error, and not tried at a larger T.
 
-1. Device, versions, and the rate of a bfloat16 matmul; `share` is relative to it.
-2. Checks: the output and gradients of each scheme by each implementation that supports it against
-   "reference" in float32 with exact products: the greatest error of each array as a part of its
-   largest value, and whether two runs give the same bits. Then in bfloat16, where the row of
-   "reference" shows the error of rounding alone.
+1. Device, versions, and the steps of `experiments.bench.contact`, each family in a process of its
+   own: parts of the kernels, both passes and decoding against float64, and tiles of the default
+   size. A failure is one line, with its first wrong row, head and tile. The lines are in FILE with
+   the suffix .jsonl, what the processes print is in .txt.
+2. The rate of a bfloat16 matmul; `share` is relative to it.
 3. Times of causal attention, forward and forward+backward (gradients of everything learned; a
    scheme's projections are included), and of other libraries. Programs of one T are timed in
    rounds, each once per round, by --inner-ms of calls that end when the last one is ready. The
    median of the rounds is reported. The work counted is 2 B N T^2 H FLOP forward, and 3.5 times
    as much with the backward pass. `/none` is the ratio to the time without a scheme. `compile s`
-   is tracing and compiling, while --threads programs are compiled at once.
+   is tracing and compiling, while --threads programs are compiled at once. Then attention with a
+   bias per pair, as in AlphaFold: B = 128, T = 2048, N = 4, H = 32, not causal.
 4. One token against a cache of --slots, one program after the other; its rate counts the bytes of
    keys and values. All times are of bfloat16.
+5. The times of tokamax on an H100 beside these, and whether the goals were reached.
 """
 
 import argparse
@@ -30,6 +32,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,11 +41,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import posenc_jax as pe
-from experiments.bench import decode_peers
+from experiments.bench import anchors, contact, decode_peers
 from experiments.bench.accelerator_peers import Case, peers
+from experiments.bench.anchors import BOTH, FORWARD
 from experiments.bench.cases import attend_with, positive, positives, sizes_of
 from experiments.bench.compile import compile_program, with_gradients
 from experiments.bench.decode import our_case
@@ -57,7 +60,6 @@ SCHEMES = (
 )
 """In the order in which they are measured: the last are left out when time is short."""
 LIBRARIES = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokamax")
-FORWARD, BOTH = "forward", "forward+backward"
 
 
 class Job(NamedTuple):
@@ -74,15 +76,21 @@ class Report:
 
     def __init__(self, path: Path | None, minutes: float):
         self.path, self.began, self.seconds = path, time.monotonic(), 60 * minutes
-        self.numbers: dict[str, Any] = {"checks": [], "times": []}
+        self.numbers: dict[str, Any] = {"steps": [], "times": []}
+        self.log = path.with_suffix(".jsonl") if path else None
 
     def until(self, share: float) -> float:
         """Returns the time at which a share of the minutes is over."""
         return self.began + share * self.seconds
 
-    def add(self, part: str, row: dict) -> None:
-        """Keeps a row, and prints it."""
-        self.numbers[part].append(row)
+    def running(self, row: dict) -> None:
+        """Writes to the log what is about to run: a hang leaves its name."""
+        if self.log:
+            contact.write(self.log, {"running": " ".join(map(str, (*_key(row), row["T"])))})
+
+    def add(self, row: dict) -> None:
+        """Keeps the row of a time, and prints it."""
+        self.numbers["times"].append(row)
         if "unsupported" not in row:
             print(line(row), flush=True)
         self.save()
@@ -94,7 +102,7 @@ class Report:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the program; returns 2 for errors of the user, 1 if a check failed."""
+    """Runs the program; returns 2 for errors of the user, 1 if a step failed."""
     try:
         options = _parser().parse_args(arguments)
         if options.replot:
@@ -125,8 +133,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--on", choices=("cpu", "gpu", "tpu"), help="an error where JAX runs on another platform")
     lengths = 2048, 4096, 8192, 16384, 32768
     add("--lengths", type=positives, default=lengths, help=f"T (default: {lengths})")
-    sizes = {"batch": 4, "heads": 16, "head-dim": 128, "check-length": 512, "slots": 32768}
-    sizes |= {"rounds": 20, "inner-ms": 20, "threads": min(8, usable_cores())}
+    add("--steps-seconds", type=float, default=90.0, help="for all steps (default: 90)")
+    add("--batch", type=positive, help="default: 16384 tokens, at most 8 rows; 4 for decoding")
+    sizes = {"heads": 16, "head-dim": 128, "slots": 32768, "pair-batch": anchors.PAIR["batch"]}
+    sizes |= {"pair-length": anchors.PAIR["length"], "rounds": 20, "inner-ms": 20}
+    sizes |= {"threads": min(8, usable_cores())}
     for name, size in sizes.items():
         add(f"--{name}", type=positive, default=size, help=f"default: {size}")
     add("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES, metavar="NAME")
@@ -146,27 +157,34 @@ def _read(path: Path) -> dict:
 def run(options: argparse.Namespace) -> int:
     """Measures everything that the time allows."""
     report = Report(options.json, options.minutes)
-    try:
-        report.numbers["machine"] = machine()
-    except RuntimeError as error:  # No such device.
-        raise ConfigError(" ".join(str(error).split())) from None
-    if options.on not in (None, jax.default_backend()):
-        raise ConfigError(f"--on {options.on}: JAX runs on {jax.default_backend()} here")
-    for name, value in report.numbers["machine"].items():
-        print(f"{name}: {value}")
-    report.numbers["options"] = {name: str(value) for name, value in vars(options).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        log = report.log or Path(folder, "steps.jsonl")
+        chip = contact.Contact(log, options.steps_seconds)
+        report.numbers["machine"] = chip.machine()
+        platform = report.numbers["machine"]["device"].partition(":")[0]
+        if options.on not in (None, platform):
+            raise ConfigError(f"--on {options.on}: JAX runs on {platform} here")
+        for name, value in report.numbers["machine"].items():
+            print(f"{name}: {value}")
+        report.numbers["options"] = {name: str(value) for name, value in vars(options).items()}
+        report.save()
+        steps = report.numbers["steps"] = chip.run(platform)
     report.save()
-    cases = cases_of({name: _scheme(name, options) for name in options.schemes})
+    ended = {row["implementation"] for row in steps if row["outcome"] in ("hang", "died")}
+    for word in sorted(ended):
+        print(f"{word} is not timed: a step of it did not end")
+    schemes = {name: _scheme(name, options) for name in options.schemes}
+    cases = [case for case in cases_of(schemes) if case.by not in ended]
     measure_peak(report, options)
-    check(report, options, cases, report.until(0.35))
     for i, length in enumerate(options.lengths):
-        now, end = time.monotonic(), report.until(0.85)
+        now, end = time.monotonic(), report.until(0.8)
         measure(report, options, cases, length, now + (end - now) / (len(options.lengths) - i))
+    measure_pair(report, options, ended, report.until(0.88))
     decode(report, options, cases, report.until(0.97))
     show(report)
     if options.plot:
         draw(report.numbers, options.plot)
-    return int(any(failed(row) for row in report.numbers["checks"]))
+    return int(any(row["outcome"] in contact.FAILED for row in steps))
 
 
 def machine() -> dict[str, Any]:
@@ -265,6 +283,7 @@ def time_rounds(
         if time.monotonic() + 2 * row.get("expected ms", 0) / 1e3 > end:
             row["skipped"] = "out of time"
             continue
+        report.running(row)
         try:
             call = prepare()
             jax.block_until_ready(call())
@@ -310,98 +329,26 @@ def measure_peak(report: Report, options: argparse.Namespace) -> None:
     multiply = jax.jit(jnp.dot)
     time_rounds(report, [(row, lambda: lambda: multiply(x, x))], options, report.until(0.1))
     report.numbers["peak TFLOP/s"] = row.get("TFLOP/s", float("nan"))
-    report.add("times", row)
+    report.add(row)
 
 
-def check(report: Report, options: argparse.Namespace, cases: list[Case], end: float) -> None:
-    """Compares every implementation with the reference."""
-    shape = min(options.batch, 2), options.check_length, options.heads, options.head_dim
-    exact = inputs(shape, jnp.float32)
-    by_dtype = {"float32": exact, "bfloat16": tuple(x.astype(jnp.bfloat16) for x in exact)}
-    expected: dict[tuple[str, str], dict] = {}
-    rounding: dict[tuple[str, str], dict] = {}
-
-    def both(attend: Callable, *arguments):
-        with jax.default_matmul_precision("highest"):
-            return with_gradients(attend)(*arguments)
-
-    def results(program: Any, arguments: tuple) -> dict[str, np.ndarray]:
-        out, gradients = program(*arguments)
-        named = {"output": out} | dict(zip(("q", "k", "v", "params", "x"), gradients, strict=False))
-        leaves = jax.tree.leaves_with_path(named)
-        return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
-
-    names = [case.name for case in cases]
-    cases = sorted(cases, key=lambda case: (names.index(case.name), case.by != "reference"))
-    jobs = []
-    for dtype, arrays in by_dtype.items():
-        for case in cases:
-            row = {"name": case.name, "by": case.by, "what": dtype, "T": options.check_length}
-            f = functools.partial(both, case.attend)
-            jobs.append(Job(row, case, f, _arguments(case, arrays)))
-    for (row, _, _, arguments), program in compiled(jobs, options.threads, end):
-        name, dtype = row["name"], row["what"]
-        try:
-            if program is not None:
-                got, again = results(program, arguments), results(program, arguments)
-                if (row["by"], dtype) == ("reference", "float32"):
-                    rounded = [x.astype(jnp.bfloat16).astype(x.dtype) for x in exact]
-                    rounded.insert(3, arguments[3])  # The parameters.
-                    exactly = results(program, tuple(rounded[: len(arguments)]))
-                    expected |= {(name, "float32"): got, (name, "bfloat16"): exactly}
-                row["errors"] = differences(got, expected[name, dtype])
-                if row["by"] == "reference":
-                    rounding[name, dtype] = row["errors"]
-                row["allowed"] = allowed(dtype, rounding[name, dtype])
-                row["worst"] = float(np.max(list(row["errors"].values())))
-                row["same bits"] = all(got[x].tobytes() == again[x].tobytes() for x in got)
-        except Exception as error:  # Without a reference, a KeyError.
-            row |= reason(error)
-        report.add("checks", row)
-
-
-def differences(got: dict, expected: dict) -> dict[str, float]:
-    """Returns the greatest error of each array, as a part of its largest value; or NaN."""
-
-    def error(a: np.ndarray, b: np.ndarray) -> float:
-        a, b = a.astype(np.float32), b.astype(np.float32)
-        return float(np.abs(a - b).max() / (np.abs(b).max() or 1.0))
-
-    return {array: error(a, expected[array]) for array, a in got.items()}
-
-
-def allowed(dtype: str, rounding: dict[str, float]) -> dict[str, float]:
-    """Returns the greatest error of each array that is no fault.
-
-    Gradients of parameters are sums over all pairs, which cancel: in float32 they may have ten
-    times the error of others, and in bfloat16 four times the error of the reference in bfloat16.
-    """
-    if dtype == "float32":
-        return {array: 1e-3 if "params" in array else 1e-4 for array in rounding}
-    return {array: max(4e-2, 4 * error) for array, error in rounding.items()}
-
-
-def failed(row: dict) -> bool:
-    """Returns whether a check found something wrong."""
-    if "errors" not in row:
-        return "error" in row
-    close = all(error <= row["allowed"][array] for array, error in row["errors"].items())
-    return not close or not row["same bits"]
+def batch_of(options: argparse.Namespace, length: int) -> int:
+    """Returns B: the tokens of the times of others, where --batch does not say otherwise."""
+    return options.batch or max(1, min(8, anchors.TOKENS // length))
 
 
 def measure(
     report: Report, options: argparse.Namespace, cases: list[Case], length: int, end: float
 ) -> None:
     """Times everything at one length."""
-    shape = options.batch, length, options.heads, options.head_dim
+    shape = batch_of(options, length), length, options.heads, options.head_dim
     make_inputs = functools.partial(inputs, shape, jnp.bfloat16)
     arrays = functools.cache(make_inputs)
-    zeros = functools.cache(jnp.zeros)  # All programs share a matrix.
     table = pe.T5(num_heads=options.heads).init(jax.random.key(1))["table"]
     cases = cases + peers(length, options.heads, table, jax.default_backend())
     early = {"none", "t5", "matrix"}
     cases.sort(key=lambda case: (case.by == "dense", case.name not in early))
-    forward = 2 * options.batch * options.heads * length**2 * options.head_dim
+    forward = 2 * shape[0] * options.heads * length**2 * options.head_dim
     earlier = {_key(row): row for row in report.numbers["times"] if "skipped" not in row}
     jobs = []
     for case in cases:
@@ -414,6 +361,50 @@ def measure(
                 row["expected ms"] = before["ms"] * flop / before["flop"]
             f = with_gradients(case.attend) if what == BOTH else case.attend
             jobs.append(Job(row, case, f, _arguments(case, jax.eval_shape(make_inputs))))
+    _time_jobs(report, options, jobs, arrays, end)
+
+
+def measure_pair(
+    report: Report, options: argparse.Namespace, without: set[str], end: float
+) -> None:
+    """Times attention with a bias [1, N, T, T], not causal, and its gradient."""
+    batch, length = options.pair_batch, options.pair_length
+    heads, dim = anchors.PAIR["heads"], anchors.PAIR["dim"]
+    make_inputs = functools.partial(inputs, (batch, length, heads, dim), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, heads, length, length), jnp.bfloat16)
+    words = [word for word in ("pallas", "xla") if word not in without]
+    libraries = ["jax.nn"] + ["jax.nn cudnn"] * (jax.default_backend() == "gpu")
+
+    def ours(word):
+        def attend(q, k, v, bias):
+            return pe.attention(q, k, v, rules=pe.DenseBias(bias), implementation=word)
+
+        return attend
+
+    cases = [Case("pair", word, ours(word), bias) for word in words]
+    for word in libraries:
+        library = "cudnn" if word.endswith("cudnn") else None
+        f = functools.partial(jax.nn.dot_product_attention, implementation=library)
+        cases.append(Case("pair", word, f, bias))
+    forward = 4.0 * batch * heads * length**2 * dim
+    jobs = []
+    for case in cases:
+        for what, flop in ((FORWARD, forward), (BOTH, 3.5 * forward)):
+            row = {"name": "pair", "by": case.by, "what": what, "T": length, "flop": flop}
+            f = with_gradients(case.attend) if what == BOTH else case.attend
+            jobs.append(Job(row, case, f, _arguments(case, jax.eval_shape(make_inputs))))
+    _time_jobs(report, options, jobs, functools.cache(make_inputs), end)
+
+
+def _time_jobs(
+    report: Report,
+    options: argparse.Namespace,
+    jobs: Sequence[Job],
+    arrays: Callable[[], tuple],
+    end: float,
+) -> None:
+    """Compiles and times programs; arguments that are shapes become zeros."""
+    zeros = functools.cache(jnp.zeros)  # All programs share a matrix.
 
     def real(x: Any) -> jax.Array:
         return zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
@@ -424,7 +415,7 @@ def measure(
 
     share, running = end - time.monotonic(), []
     for job, program in compiled(jobs, options.threads, end - 0.4 * share):
-        report.add("times", job.row)
+        report.add(job.row)
         if program is not None:
             running.append((job.row, functools.partial(prepare, program, job.case)))
     # The last programs can take long to compile; compiled programs are timed all the same.
@@ -440,7 +431,7 @@ def _key(row: dict) -> tuple:
 
 def decode(report: Report, options: argparse.Namespace, cases: list[Case], end: float) -> None:
     """Times one token against a cache, by the implementation that is chosen for it."""
-    shape = options.batch, options.slots, options.heads, options.head_dim
+    shape = options.batch or 4, options.slots, options.heads, options.head_dim
     arrays = functools.cache(functools.partial(inputs, shape, jnp.bfloat16))
     t5 = pe.T5(num_heads=options.heads).init(jax.random.key(1))
 
@@ -455,17 +446,17 @@ def decode(report: Report, options: argparse.Namespace, cases: list[Case], end: 
         row = {"name": name, "by": by, "what": "decode", "T": options.slots}
         row["bytes"] = 2 * 2 * math.prod(shape)  # bfloat16, k and v.
         if time.monotonic() > end:
-            report.add("times", row | {"skipped": "out of time"})
+            report.add(row | {"skipped": "out of time"})
             continue
         try:
             steps = make().values()
         except Exception as error:
-            report.add("times", row | reason(error))
+            report.add(row | reason(error))
             continue
         for case in steps:
             timed = row | {"name": case.like or name, **case.facts}
             time_rounds(report, [(timed, lambda call=case.call: call)], options, end)
-            report.add("times", timed)
+            report.add(timed)
 
 
 def line(row: dict) -> str:
@@ -475,9 +466,6 @@ def line(row: dict) -> str:
         if reason in row:
             return f"{start}  {reason}: {row[reason][:120]}"
     start += f" {row.get('compile_seconds', 0):9.1f} {row.get('megabytes', 0):9.1f}"
-    if "errors" in row:
-        bits = "same bits" if row["same bits"] else "OTHER BITS"
-        return f"{start} {row['worst']:9.1e}  {bits}  {'WRONG' if failed(row) else 'ok'}"
     if "ms" not in row:
         return start
     rate = f"{row['TFLOP/s']:8.2f} {row['share']:6.1%}" if "flop" in row else f"{row['GB/s']:8.1f}"
@@ -494,15 +482,19 @@ def show(report: Report) -> None:
             row["/none"] = row["ms"] / same["ms"]
     report.save()
     start = f"{'scheme':15s} {'by':13s} {'what':17s} {'T':>6s} {'compile s':>9s} {'temp MB':>9s}"
-    rates = f"{'ms':>9s} {'TFLOP/s':>8s} {'share':>6s} /none (decode: GB/s, /none)"
-    for part, more in (("checks", "worst error"), ("times", rates)):
-        print(f"\n{start} {more}")
-        for row in report.numbers[part]:
-            if not {"unsupported", "skipped"} & {*row}:
-                print(line(row))
-        skipped = sum("skipped" in row for row in report.numbers[part])
-        print(f"{skipped} skipped: out of time")
-    print(f"{report.numbers['seconds']:.0f} s in all")
+    print(f"\n{start} {'ms':>9s} {'TFLOP/s':>8s} {'share':>6s} /none (decode: GB/s, /none)")
+    for row in rows:
+        if not {"unsupported", "skipped"} & {*row}:
+            print(line(row))
+    print(f"{sum('skipped' in row for row in rows)} skipped: out of time")
+    device = report.numbers["machine"]["device"]
+    if device.startswith("gpu"):
+        print(*anchors.show(rows, device), sep="\n")
+    print(f"\n{report.numbers['seconds']:.0f} s in all. Steps:")
+    print(*contact.table(report.numbers["steps"]), sep="\n")
+    if report.log:
+        files = (report.path, report.log, report.log.with_suffix(".txt"))
+        print(f"To report a failure, send {', '.join(map(str, files))}.")
 
 
 def draw(numbers: dict, path: Path | None) -> None:

@@ -28,6 +28,7 @@ from posenc_jax.engine.rules import ContentBias, DotBias, LogitBias, SeparableBi
 Arrays = dict[str, Any]
 _LOW, _HIGH = -20, 99  # Bounds of the tables by distance; tiles beyond have no rule.
 _FEATURES = 16  # Numbers of a vector per distance.
+_SEED = 8  # Of dropout.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,18 +356,25 @@ def run(case: Case, implementation: Any, x: Arrays, *, gradients: bool, lse: boo
       gradients: whether to return gradients of everything.
       lse: whether to return the log-sum-exp; some implementations have none.
     """
-    return jax.device_get(program(case, implementation, gradients=gradients, lse=lse)(x))
+    return jax.device_get(executable(case, implementation, gradients=gradients, lse=lse)(x))
 
 
-@functools.lru_cache(8)
+@functools.lru_cache(128)
+def executable(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> Callable:
+    """Returns the function of `run`, compiled."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs(case))
+    return program(case, implementation, gradients=gradients, lse=lse).lower(shapes).compile()
+
+
 def program(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> Callable:
-    """Returns the compiled function of `run`."""
+    """Returns the function of `run`, to be compiled."""
     c = case
     options: dict[str, Any] = {"is_causal": c.causal, "window": c.window, "softcap": c.softcap}
-    if c.dropout:
-        options |= {"dropout_rate": c.dropout, "dropout_key": jax.random.key(8)}
 
     def attend(learned, x):
+        dropout: Arrays = {}
+        if c.dropout:
+            dropout = {"dropout_rate": c.dropout, "dropout_key": jax.random.key(_SEED)}
         places = {n: y for n, y in x.items() if n.endswith(("positions", "ids"))}
         sinks = {"sinks": learned["sinks"]} if c.sinks else {}
         result: Any = attention(
@@ -377,6 +385,7 @@ def program(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> C
             return_lse=lse,
             implementation=implementation,
             **options,
+            **dropout,
             **places,
             **sinks,
         )
@@ -476,8 +485,7 @@ def _visible(c: Case, x: Arrays) -> tuple[np.ndarray, np.ndarray]:
 
 def _kept(c: Case) -> np.ndarray:
     """Returns the pairs that dropout keeps, [B, N, T, S], by the hash of MurmurHash3."""
-    key = jax.random.key(8)
-    seeds = np.asarray(make_dropout_seeds(key, c.batch, c.heads))
+    seeds = np.asarray(make_dropout_seeds(jax.random.key(_SEED), c.batch, c.heads))
 
     def mixed(h):
         h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)

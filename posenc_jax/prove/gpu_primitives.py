@@ -1,6 +1,5 @@
 """The parts of the GPU kernels, each alone: what is moved are integers that name their place."""
 
-import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,50 +18,53 @@ from posenc_jax.engine.gpu.gather import (
     warpgroup_barrier,
 )
 from posenc_jax.engine.gpu.pipe import COMPUTE, Warpgroup, launch, matrix, pipe, vector
-from posenc_jax.engine.gpu.spec import ROWS
-from posenc_jax.engine.gpu.tile import products
-from posenc_jax.prove.places import wrong_integer
+from posenc_jax.engine.gpu.spec import ROW, ROWS, load
+from posenc_jax.engine.gpu.tile import products, rows_to_tile
+from posenc_jax.prove.places import Primitive
 
 _AXES = "warpgroup", "row", "column"
 
 
-def primitives(interpret: Any, small: bool) -> Iterator[tuple[str, str, Callable[[], str | None]]]:
-    """Yields names, dtypes and checks; a check returns the first wrong place, or None."""
+def primitives(interpret: Any, small: bool) -> Iterator[Primitive]:
+    """Yields the parts; with `interpret` in the interpreter, with `small` fewer of them."""
     for columns in (32,) if small else (128, 64, 32):
-        run = functools.partial(_indices, columns, interpret)
-        yield f"places of {ROWS} x {columns} registers", "int32", run
-        run = functools.partial(_by_distance, columns, interpret)
-        yield f"reads by distance, {ROWS} x {columns}", "float32", run
-    yield "writes to rows with gaps", "float32", functools.partial(_store, interpret)
+        yield _indices(columns, interpret)
+        yield _by_distance(columns, interpret)
+    yield _store(interpret)
     for columns, wide in ((64, False), (32, False), (64, True)):
-        swizzle = 64 if wide or columns % 64 else 128
-        run = functools.partial(_copy, columns, wide, interpret)
-        yield f"copies of {columns} columns, swizzle of {swizzle} bytes", "float16", run
-    yield "a pipe of two slots", "float16", functools.partial(_pipe, interpret)
-    yield "a product", "float16", functools.partial(_product, interpret)
+        yield _copy(columns, wide, interpret)
+    yield _pipe(interpret)
+    yield _product(interpret)
 
 
-def _run(
+def _one_block(
     compute: Callable[[Warpgroup], None],
-    out: tuple[tuple[int, ...], Any],
+    out: Any,
     interpret: Any,
-    inputs: dict[str, Any] | None = None,
-    scratch: dict[str, Any] | None = None,
+    scratch: dict[str, Any],
     copy: Callable[[Warpgroup], None] = lambda wg: None,
-) -> jax.Array:
-    """Returns the result of a kernel with one block of threads, of a shape and dtype."""
-    return jax.jit(
-        lambda inputs: launch(
+) -> Callable:
+    """Returns a function of the input "x" that runs one block of threads.
+
+    Args:
+      compute, copy, interpret: as for `launch`.
+      out: an array like the result.
+      scratch: the scratch types.
+    """
+
+    def run(*x):
+        return launch(
             "primitive",
             compute,
             copy,
             grid={"i": 1},
-            inputs=inputs,
-            out_types=jax.ShapeDtypeStruct(*out),
-            scratch_types=scratch or {},
+            inputs=dict(zip(("x", "y"), x, strict=False)),
+            out_types=jax.ShapeDtypeStruct(out.shape, out.dtype),
+            scratch_types=scratch,
             interpret=interpret,
         )
-    )(inputs or {})
+
+    return run
 
 
 def _matrix(*shape: int, wide: bool = False) -> Any:
@@ -80,39 +82,40 @@ def _labels(*shape: int) -> np.ndarray:
 _READY = {"ready": plgpu.Barrier(num_arrivals=1, num_barriers=COMPUTE)}
 
 
-def _indices(columns: int, interpret: Any) -> str | None:
+def _indices(columns: int, interpret: Any) -> Primitive:
     shape = COMPUTE, ROWS, columns
+    _, row, column = np.indices(shape, np.int32)
 
     def compute(wg):
         row, column = indices(shape[1:], interpret)
         wg.out_refs.at[wg.number][...] = row * 1000 + column
 
-    got = _run(compute, (shape, jnp.int32), interpret)
-    _, row, column = np.indices(shape)
-    return wrong_integer(got, row * 1000 + column, _AXES)
+    want = row * 1000 + column
+    run = _one_block(compute, want, interpret, {})
+    return Primitive(f"places of {ROWS} x {columns} registers", run, (), want, _AXES)
 
 
-def _by_distance(columns: int, interpret: Any) -> str | None:
-    shape = COMPUTE, ROWS, columns
+def _by_distance(columns: int, interpret: Any) -> Primitive:
     line = np.arange(ROWS + columns, dtype=np.float32)
+    _, row, column = np.indices((COMPUTE, ROWS, columns))
 
     def compute(wg):
-        plgpu.copy_gmem_to_smem(wg.refs["line"], wg.part("line"), wg.part("ready"))
+        plgpu.copy_gmem_to_smem(wg.refs["x"], wg.part("line"), wg.part("ready"))
         plgpu.barrier_wait(wg.part("ready"))
-        tile = by_distance(wg.part("line"), shape[1:], 0, columns, interpret)
+        tile = by_distance(wg.part("line"), (ROWS, columns), 0, columns, interpret)
         wg.out_refs.at[wg.number][...] = tile
 
-    scratch = _READY | {"line": vector(COMPUTE, line.size)}
-    got = _run(compute, (shape, jnp.float32), interpret, {"line": line}, scratch)
-    _, row, column = np.indices(shape)
-    return wrong_integer(got, columns + row - column, _AXES)
+    want = (columns + row - column).astype(np.float32)
+    run = _one_block(compute, want, interpret, _READY | {"line": vector(COMPUTE, line.size)})
+    return Primitive(f"reads by distance, {ROWS} x {columns}", run, (line,), want, _AXES)
 
 
-def _store(interpret: Any) -> str | None:
-    shape = COMPUTE, ROWS, ROWS
+def _store(interpret: Any) -> Primitive:
+    """Writes a tile to rows with gaps, and reads it skewed."""
+    _, row, column = np.indices((COMPUTE, ROWS, ROWS))
 
     def compute(wg):
-        row, column = indices(shape[1:], interpret)
+        row, column = indices((ROWS, ROWS), interpret)
         staged = wg.part("staged")
         store(staged, (row * 1000 + column).astype(jnp.float32), 0, interpret)
         warpgroup_barrier(interpret)
@@ -120,15 +123,14 @@ def _store(interpret: Any) -> str | None:
         def index(row, column):
             return row, (row - column) & (ROWS - 1)
 
-        wg.out_refs.at[wg.number][...] = gather(staged, shape[1:], index, interpret)
+        wg.out_refs.at[wg.number][...] = gather(staged, (ROWS, ROWS), index, interpret)
 
-    scratch = {"staged": vector(COMPUTE, ROWS, PITCH)}
-    got = _run(compute, (shape, jnp.float32), interpret, scratch=scratch)
-    _, row, column = np.indices(shape)
-    return wrong_integer(got, row * 1000 + (row - column) % ROWS, _AXES)
+    want = (row * 1000 + (row - column) % ROWS).astype(np.float32)
+    run = _one_block(compute, want, interpret, {"staged": vector(COMPUTE, ROWS, PITCH)})
+    return Primitive("writes to rows with gaps", run, (), want, _AXES)
 
 
-def _copy(columns: int, wide: bool, interpret: Any) -> str | None:
+def _copy(columns: int, wide: bool, interpret: Any) -> Primitive:
     x = _labels(COMPUTE, ROWS, columns)
 
     def compute(wg):
@@ -139,47 +141,55 @@ def _copy(columns: int, wide: bool, interpret: Any) -> str | None:
         plgpu.copy_smem_to_gmem(wg.part("copy"), wg.out_refs.at[wg.number])
         plgpu.wait_smem_to_gmem(0)
 
-    types = {name: _matrix(*x.shape, wide=wide) for name in ("x", "copy")}
-    got = _run(compute, (x.shape, x.dtype), interpret, {"x": x}, _READY | types)
-    return wrong_integer(got, x, _AXES)
+    scratch = _READY | {name: _matrix(*x.shape, wide=wide) for name in ("x", "copy")}
+    run = _one_block(compute, x, interpret, scratch)
+    swizzle = 64 if wide or columns % 64 else 128
+    name = f"copies of {columns} columns, swizzle of {swizzle} bytes"
+    return Primitive(name, run, (x,), x, _AXES)
 
 
-def _pipe(interpret: Any) -> str | None:
+def _pipe(interpret: Any) -> Primitive:
+    """Matrices with vectors, which come with bias and scalars: threads read them."""
     x = _labels(5, ROWS, ROWS)
+    y = np.arange(5 * ROWS, dtype=np.float32).reshape(5, ROWS)
+    spec: Any = types.SimpleNamespace(wide=False)
 
     def compute(wg):
         for n in range(len(x)):
             step = jnp.int32(n)
-            block = wg.scratch["pipe"].wait(step)["x"][...]
+            blocks = wg.scratch["pipe"].wait(step)
+            tile = blocks["x"][...].astype(jnp.float32)
+            tile += rows_to_tile(load(blocks["y"], ROW), tile.shape)
             wg.scratch["pipe"].release(step)
-            wg.out_refs.at[wg.number, n][...] = block.astype(jnp.float32)
+            wg.out_refs.at[wg.number, n][...] = tile
 
     def copy(wg):
         for n in range(len(x)):
-            wg.scratch["pipe"].fill(jnp.int32(n), x=wg.refs["x"].at[n])
+            of_step = {name: wg.refs[name].at[n] for name in ("x", "y")}
+            wg.scratch["pipe"].fill(jnp.int32(n), **of_step)
 
-    spec: Any = types.SimpleNamespace(wide=False)
-    scratch = {"pipe": pipe(spec, 2, jnp.float16, x=(ROWS, ROWS))}
-    out = (COMPUTE, *x.shape), jnp.float32
-    got = _run(compute, out, interpret, {"x": x}, scratch, copy)
-    return wrong_integer(got, np.stack([x] * COMPUTE), ("warpgroup", "step", "row", "column"))
+    want = np.stack([x + y[:, :, None]] * COMPUTE).astype(np.float32)
+    scratch = {"pipe": pipe(spec, 2, jnp.float16, x=(ROWS, ROWS), y=(ROWS,))}
+    run = _one_block(compute, want, interpret, scratch, copy)
+    axes = "warpgroup", "step", "row", "column"
+    return Primitive("a pipe of two slots", run, (x, y), want, axes)
 
 
-def _product(interpret: Any) -> str | None:
+def _product(interpret: Any) -> Primitive:
     """Rows of one matrix are picked by another, which is one-hot."""
     x = _labels(COMPUTE, ROWS, ROWS)
     order = np.arange(ROWS) * 5 % ROWS
     pick = np.broadcast_to(np.eye(ROWS, dtype=np.float16)[order], x.shape).copy()
 
     def compute(wg):
-        for name in ("pick", "x"):
+        for name in ("x", "y"):
             ready = wg.part("ready")
             plgpu.copy_gmem_to_smem(wg.refs[name].at[wg.number], wg.part(name), ready)
             plgpu.barrier_wait(ready)
-        (out,) = products((ROWS, ROWS), (wg.part("pick"), wg.part("x")))
+        (out,) = products((ROWS, ROWS), (wg.part("x"), wg.part("y")))
         wg.out_refs.at[wg.number][...] = out
 
-    scratch = _READY | {name: _matrix(*x.shape) for name in ("pick", "x")}
-    inputs = {"pick": pick, "x": x}
-    got = _run(compute, (x.shape, jnp.float32), interpret, inputs, scratch)
-    return wrong_integer(got, np.swapaxes(x, 1, 2)[:, order], _AXES)
+    want = np.swapaxes(x, 1, 2)[:, order].astype(np.float32)
+    scratch = _READY | {name: _matrix(*x.shape) for name in ("x", "y")}
+    run = _one_block(compute, want, interpret, scratch)
+    return Primitive("a product", run, (pick, x), want, _AXES)

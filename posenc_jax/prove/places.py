@@ -1,5 +1,9 @@
 """The first wrong number of a result, in words: its row of the batch, head and tile."""
 
+import dataclasses
+from collections.abc import Callable
+
+import jax
 import numpy as np
 
 from posenc_jax.prove.cases import Arrays, Case, Labels
@@ -8,6 +12,37 @@ _ELEMENT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 """Greatest error of a number, as a part of the largest of its array."""
 _FACTOR = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 5e-3}
 """Greatest error of an array as a whole: rounding errors cancel in its projection."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Primitive:
+    """A part of a kernel that moves integers, which name their place.
+
+    Attributes:
+      name: what it does.
+      function: of the arguments; it runs a kernel.
+      arguments: arrays.
+      want: the expected result.
+      axes: what the axes of the result are.
+    """
+
+    name: str
+    function: Callable
+    arguments: tuple[np.ndarray, ...]
+    want: np.ndarray
+    axes: tuple[str, ...]
+
+    def run(self) -> str | None:
+        """Returns the first wrong place, or None."""
+        got = np.asarray(jax.jit(self.function)(*self.arguments)).astype(np.float64)
+        want = self.want.astype(np.float64)
+        wrong = got != want
+        if not wrong.any():
+            return None
+        index = tuple(int(n) for n in np.argwhere(wrong)[0])
+        where = ", ".join(f"{axis} {n}" for axis, n in zip(self.axes, index, strict=True))
+        count = f"{wrong.sum()} of {wrong.size} numbers are wrong"
+        return f"{where}: {got[index]:.10g}, expected {want[index]:.10g}; {count}"
 
 
 def first_wrong(case: Case, got: Arrays, want: Arrays) -> str | None:
@@ -70,24 +105,6 @@ def other_bits(case: Case, got: Arrays, first: Arrays) -> str | None:
     return None
 
 
-def wrong_integer(got: object, want: np.ndarray, axes: tuple[str, ...]) -> str | None:
-    """Returns the first place where two arrays of integers differ, or None.
-
-    Args:
-      got: the result, of any dtype.
-      want: the expected integers.
-      axes: what the axes are.
-    """
-    a, b = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
-    wrong = a != b
-    if not wrong.any():
-        return None
-    index = tuple(np.argwhere(wrong)[0])
-    where = ", ".join(f"{axis} {n}" for axis, n in zip(axes, index, strict=True))
-    count = f"{wrong.sum()} of {wrong.size} numbers are wrong"
-    return f"{where}: {a[index]:.10g}, expected {b[index]:.10g}; {count}"
-
-
 def _sums(name: str, x: Arrays, want: Arrays) -> np.ndarray:
     """Returns an array whose labelled channels are sums over tiles.
 
@@ -114,39 +131,55 @@ def _wrong_tile(
     rows = -(-count // case.block)
     padding = (0, 0), (0, 0), (0, rows * case.block - count), (0, 0)
     by_row = np.pad(wrong, padding).reshape(batch, heads, rows, case.block, -1).any(3)
-    tiles = by_row[..., : labels.blocks]
-    if not tiles.any():
-        return None  # A wrong head is a wrong tile, too.
-    b, n, row, column = np.argwhere(tiles)[0]
+    if not by_row.any():
+        return None
+    b, n, row = np.argwhere(by_row.any(3))[0]
     span = slice(row * case.block, (row + 1) * case.block)
-    token = span.start + int(np.argmax(wrong[b, n, span, column]))
-    a, e = got[b, n, token], want[b, n, token]
+    excess = (got - want)[b, n, span]
+    error = np.where(np.isnan(excess), np.inf, np.abs(excess))
+    weights = name in ("output", "dv")  # None is below zero.
+    if weights and (excess < -limit).any():  # What is missing comes before what is there instead.
+        error = np.where(excess < 0, error, 0.0)
+    tiles = by_row[..., : labels.blocks]
+    # Blocks come first; if all are right, heads are wrong.
+    error = error[:, : labels.blocks] if tiles[b, n, row].any() else error
+    token, channel = np.unravel_index(np.argmax(error), error.shape)
     of_queries = name in ("output", "dq")
-    i, j = (row, column) if of_queries else (column, row)
-    text = f"{name}: batch {b}, head {n}, tile row {i}, tile column {j}: "
-    text += (
-        f"{a[column]:.4g}, expected {e[column]:.4g} ({'query' if of_queries else 'key'} {token})"
-    )
-    if name in ("output", "dv"):  # Sums of weights: none is below zero.
-        text += _read_instead(a - e, limit, labels, column, heads, of_queries)
+    place = [f"tile {'row' if of_queries else 'column'} {row}"]
+    if channel < labels.blocks:
+        place.append(f"tile {'column' if of_queries else 'row'} {channel}")
+        place = place if of_queries else place[::-1]
+    text = f"{name}: batch {b}, head {n}, {', '.join(place)}: "
+    numbers = got[b, n, span][token, channel], want[b, n, span][token, channel]
+    text += "{:.4g}, expected {:.4g} ".format(*numbers)
+    text += f"({'query' if of_queries else 'key'} {span.start + token})"
+    if weights:
+        text += _read_instead(excess[token], limit, labels, channel, batch, of_queries)
     return f"{text}; {tiles.sum()} of {tiles.size} tiles are wrong"
 
 
 def _read_instead(
-    excess: np.ndarray, limit: float, labels: Labels, column: int, heads: int, of_queries: bool
+    excess: np.ndarray, limit: float, labels: Labels, channel: int, batch: int, of_queries: bool
 ) -> str:
-    """Returns the block or the head that was read in place of another, if one was."""
-    parts = []
-    block = int(np.argmax(np.nan_to_num(excess[: labels.blocks])))
-    if excess[block] > limit and block != column:
+    """Returns the block and the head that were read in place of others, if any were.
+
+    Args:
+      excess: of the labelled channels of a token.
+      limit: what is no error.
+      labels: the channels.
+      channel: the one in which something is missing.
+      batch: B.
+      of_queries: whether the token is a query, and labels are of keys.
+    """
+    excess, parts = np.nan_to_num(excess), []
+    block = int(np.argmax(excess[: labels.blocks]))
+    if excess[block] > limit and block != channel:
         parts.append(f"tile {'column' if of_queries else 'row'} {block}")
-    of_heads = np.nan_to_num(excess[labels.blocks :])
-    other = int(np.argmax(of_heads))
-    if of_heads[other] > limit:
-        total = labels.heads
-        per_row = max(total // max(1, total // heads), 1)
-        parts.append(f"batch {other // per_row}, head {other % per_row}")
-    return f", {' of '.join(parts)} was read" if parts else ""
+    other = int(np.argmax(excess[labels.blocks :]))
+    if excess[labels.blocks + other] > limit:
+        row, head = divmod(other, labels.heads // batch)
+        parts.append(f"batch {row}, head {head}")
+    return f"; {' of '.join(parts)} was read" if parts else ""
 
 
 def _wrong_number(case: Case, name: str, got: np.ndarray, want: np.ndarray) -> str | None:

@@ -36,6 +36,7 @@ class Step:
       head_dim: H, or 0 for primitives.
       run: checks. It returns None if all is right, else the first wrong place in words, and raises
         NotImplementedError if the implementation refuses the problem.
+      compile: compiles what `run` needs, which it does itself otherwise; or None.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Step:
     dtype: str
     head_dim: int
     run: Callable[[], str | None]
+    compile: Callable[[], object] | None = None
 
 
 def steps(
@@ -196,21 +198,23 @@ def _against_float64(family: str, problems: tuple[Case, ...], gradients: bool) -
         lse = implementation not in _WITHOUT_LSE
         for case in _cases(problems, dtype, head_dim, small):
 
-            def run(case=case):
+            def run(check, case=case):
                 chosen = _kernels(implementation, interpret, default_tiles=False)
-                return _check(case, chosen, gradients, lse)
+                return check(case, chosen, gradients=gradients, lse=lse)
 
-            yield _step(family, case, run)
+            yield _step(family, case, run, _check, cases.executable)
 
     return make
 
 
-def _step(family: str, case: Case, run: Callable[[], str | None]) -> Step:
+def _step(family: str, case: Case, run: Callable, check: Callable, compile: Callable) -> Step:
     name = f"{family}: {case.name}"
-    return Step(name, family, case.rule_class, case.dtype, case.dim, run)
+    do = functools.partial
+    about = family, case.rule_class, case.dtype, case.dim
+    return Step(name, *about, do(run, check), do(run, compile))
 
 
-def _check(case: Case, implementation: Any, gradients: bool, lse: bool) -> str | None:
+def _check(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> str | None:
     """Returns the first wrong place of a case, with zeros and with random numbers."""
     for zero in (True, False):
         if zero and (gradients or not lse):
@@ -218,9 +222,10 @@ def _check(case: Case, implementation: Any, gradients: bool, lse: bool) -> str |
         x = cases.inputs(case, zero)
         want = cases.expected(case, x, gradients=gradients)
         got = cases.run(case, implementation, x, gradients=gradients, lse=lse)
-        place = (places.wrong_counts if zero else places.first_wrong)(case, got, want)
-        if place is not None:
-            return place
+        place = places.first_wrong(case, got, want)
+        count = places.wrong_counts(case, got, want) if zero else None
+        if place or count:
+            return "; ".join(filter(None, (place, count)))
     return None
 
 
@@ -229,24 +234,29 @@ def _tiles(implementation, dtype, head_dim, interpret, small):
     for case in _cases(TILES, dtype, head_dim, small):
         repeats = 2 if small or case.rule != "table" else 20
 
-        def run(case=case, repeats=repeats):
+        def run(check, case=case):
             chosen = _kernels(implementation, interpret, default_tiles=True)
-            return _check_tiles(case, chosen, repeats, implementation not in _WITHOUT_LSE)
+            lse = implementation not in _WITHOUT_LSE
+            return check(case, chosen, gradients=True, lse=lse)
 
-        yield _step("tiles", case, run)
+        check = functools.partial(_check_tiles, repeats)
+        yield _step("tiles", case, run, check, _compile_tiles)
 
 
-def _check_tiles(case: Case, implementation: Any, repeats: int, lse: bool) -> str | None:
+def _compile_tiles(case: Case, implementation: Any, **options: bool) -> None:
+    for one in (implementation, "xla"):
+        cases.executable(case, one, **options)
+
+
+def _check_tiles(repeats: int, case: Case, implementation: Any, **options: bool) -> str | None:
     x = jax.device_put(cases.inputs(case))
-    options = {"gradients": True, "lse": lse}
+    function = cases.executable(case, implementation, **options)
+    first = jax.device_get(function(x))
     want = cases.run(case, "xla", x, **options)
-    function = cases.program(case, implementation, **options)
-    outcomes = [function(x)]
-    first = jax.device_get(outcomes[0])
     place = places.first_wrong(case, first, want)
     for n in range(1, repeats if place is None else 1):
         # Other work in between, so that copies and products meet at other times.
-        busy = jax.numpy.dot(x["q"].reshape(-1, case.dim).T, x["q"].reshape(-1, case.dim))
+        busy = jax.numpy.einsum("btnh,btnk->hk", x["q"], x["q"])
         again = jax.device_get((function(x), busy))[0]
         place = places.other_bits(case, again, first)
         if place is not None:
@@ -262,8 +272,8 @@ def _primitives(implementation, dtype, head_dim, interpret, small):
         from posenc_jax.prove.gpu_primitives import primitives
     else:
         from posenc_jax.prove.tpu_primitives import primitives
-    for name, kind, run in primitives(interpret, small):
-        yield Step(f"primitives: {name}", "primitives", "", kind, 0, run)
+    for x in primitives(interpret, small):
+        yield Step(f"primitives: {x.name}", "primitives", "", str(x.want.dtype), 0, x.run)
 
 
 _MAKERS: dict[str, Callable[..., Iterator[Step]]] = {

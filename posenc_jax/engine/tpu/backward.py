@@ -43,7 +43,16 @@ from posenc_jax.engine.tpu.block_specs import (
 )
 from posenc_jax.engine.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
-from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, soft_cap, to_column, visible
+from posenc_jax.engine.tpu.tile import (
+    dot,
+    kept_pairs,
+    lanes,
+    poison,
+    poisons,
+    soft_cap,
+    to_column,
+    visible,
+)
 
 
 def backward(
@@ -338,6 +347,8 @@ def _kernel(
     if grid.sums_per_row:
         keys = pl.ds(pl.multiple_of(j * spec.backward.k, LANES), spec.backward.k)
     step = BackwardStep(grid, bands, refs, out_refs, scratch, h, g, offset, limit, queries, keys)
+    if poisons():
+        pl.when(head_starts & (b == 0) & (g == 0))(functools.partial(poison, scratch))
     pl.when(head_starts)(step.start_head)
     pl.when(sums_start)(step.start_sums)
     pl.when(schedule.is_first(entry))(step.start_keys)

@@ -40,6 +40,8 @@ from posenc_jax.engine.tpu.tile import (
     finish_softmax,
     kept_pairs,
     lanes,
+    poison,
+    poisons,
     soft_cap,
     start_softmax,
     to_column,
@@ -221,6 +223,8 @@ def _kernel(
     offset = i * spec.forward.q - j * spec.forward.k
     limit = prefix_ref[b] if spec.prefix else None
     step = ForwardStep(grid, bands, refs, scratch, h, offset, limit)
+    if poisons():
+        pl.when((b == 0) & (t == 0))(functools.partial(poison, scratch))
     if "line" in refs:
         pl.when((b == 0) & (t == 0))(step.start_head)
     pl.when(schedule.is_first(entry))(step.start_queries)

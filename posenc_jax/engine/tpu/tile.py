@@ -12,6 +12,23 @@ from posenc_jax.engine.operands import LOG2E, Spec
 from posenc_jax.engine.tpu.strip import LANES
 
 
+def poison(scratch: Any) -> None:
+    """Fills scratch memory with NaN and the least integers, to show reads of what was not written.
+
+    The setting `jax_pallas_poison_buffers` asks for it. Pallas itself fills the memory of
+    `run_scoped` alone.
+    """
+    for ref in jax.tree.leaves(scratch):
+        floating = jnp.issubdtype(ref.dtype, jnp.floating)
+        least = jnp.nan if floating else jnp.iinfo(ref.dtype).min
+        ref[...] = jnp.full(ref.shape, least, ref.dtype)
+
+
+def poisons() -> bool:
+    """Returns whether kernels are to `poison` their scratch memory."""
+    return getattr(jax.config, "jax_pallas_poison_buffers", False)
+
+
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
     """Returns a float32 product over the two axes, exact for float32 arrays.
 

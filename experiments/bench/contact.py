@@ -1,0 +1,320 @@
+"""First contact: checks the kernels of attention on a chip, each family of steps in a process.
+
+The steps are those of `posenc_jax.prove.steps`. A process writes a line to the log before each of
+them and one after it; this one has the clock. A step that does not end within its time, or that
+takes its process with it, is one line of the table: the next process goes on after it. At the end,
+steps that failed run once more, on TPU with poisoned scratch memory and bounds checks, on GPU under
+compute-sanitizer if it is on PATH.
+
+    python3 -m experiments.bench.contact --log build/gpu.jsonl         the steps without the times
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import ExperimentError
+
+SHARES = (
+    ("pallas", "primitives", 0.12),
+    ("pallas", "forward", 0.35),
+    ("pallas", "backward", 0.68),
+    ("pallas", "decode", 0.78),
+    ("pallas", "tiles", 0.9),
+    ("library", "forward", 0.94),
+    ("library", "backward", 0.97),
+    ("xla", "backward", 1.0),
+)
+"""Implementations, families, and the part of the time after which each ends.
+
+"library" is the default of the platform for calls without a rule.
+"""
+LIBRARIES = {"tpu": "splash", "gpu": "cudnn"}
+CHECKS = "--xla_mosaic_on_device_checks=bounds"
+FAILED = ("wrong", "error", "hang", "died")
+_WAIT = 0.05  # Seconds between looks at the log.
+
+
+@dataclasses.dataclass(frozen=True)
+class Contact:
+    """The settings of a run.
+
+    Attributes:
+      log: the file of lines.
+      seconds: for all steps.
+      timeout: seconds for one step, or for a process to start; those of a step that hangs are not
+        part of `seconds`.
+      again: seconds for the second runs of steps that failed.
+      arguments: more arguments of the processes, for tests.
+      command: the program of the processes.
+      show: prints a line.
+    """
+
+    log: Path
+    seconds: float = 90.0
+    timeout: float = 40.0
+    again: float = 60.0
+    arguments: tuple[str, ...] = ()
+    command: tuple[str, ...] = (sys.executable, "-m", "experiments.bench.contact")
+    show: Callable[[str], None] = print
+
+    @property
+    def errors(self) -> Path:
+        """The file of what the processes print."""
+        return self.log.with_suffix(".txt")
+
+    def machine(self) -> dict[str, Any]:
+        """Returns the machine as a process of its own sees it.
+
+        Raises:
+          ExperimentError: if the device does not start.
+        """
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_text("")
+        self.errors.write_text("")
+        rows, reason = self._watch(["--machine"], time.monotonic() + self.timeout)
+        for row in rows:
+            if "machine" in row:
+                return row["machine"]
+        raise ExperimentError(f"the device does not start: {reason or self._last_words()}")
+
+    def run(self, platform: str) -> list[dict[str, Any]]:
+        """Runs all steps of a platform, and returns a row for each."""
+        began, rows = time.monotonic(), []
+        for implementation, family, share in SHARES:
+            if implementation == "pallas" and platform not in LIBRARIES and not self.arguments:
+                continue  # There are no kernels.
+            name = LIBRARIES.get(platform) if implementation == "library" else implementation
+            if name is not None:
+                hangs = sum(row["outcome"] == "hang" for row in rows)
+                end = began + share * self.seconds + hangs * self.timeout
+                rows += self._family(name, family, end)
+        end = time.monotonic() + self.again
+        for row in rows:
+            if row["outcome"] in FAILED and time.monotonic() < end:
+                row["second run"] = self._once_more(platform, row, end)
+        return rows
+
+    def _family(self, implementation: str, family: str, end: float) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        names: list[str] | None = None
+        same = {"implementation": implementation, "family": family}
+        arguments = [f"--implementation={implementation}", f"--family={family}"]
+        ahead = ["--ahead"]
+        while names is None or len(rows) < len(names):
+            command = [*arguments, f"--first={len(rows)}", *ahead]
+            events, (outcome, place) = self._watch(command, end)
+            listed = (row["steps"] for row in events if "steps" in row)
+            names = next(listed, names or [f"{family}: start of the process"])
+            finished = [row | same for row in events if "outcome" in row]
+            for row in finished:
+                self.show(line(row))
+            rows += finished
+            if outcome == "died" and ahead and any("steps" in row for row in events):
+                ahead = []  # The step that it ran, or one that was compiled ahead?
+                continue
+            for name in names[len(rows) :]:
+                late = outcome == "out of time"
+                row = {"step": name, "outcome": "skipped" if late else outcome or "died"}
+                row = row | same | {"place": place or "the process ended"}
+                write(self.log, row)
+                rows.append(row)
+                if not late:
+                    self.show(line(row))
+                    break
+        return rows
+
+    def _once_more(self, platform: str, row: dict[str, Any], end: float) -> str:
+        """Returns the outcome of a step with all checks that the platform has."""
+        environment, command = {}, []
+        if platform == "tpu":
+            flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {CHECKS}".strip()
+            environment = {"JAX_PALLAS_POISON_BUFFERS": "true", "LIBTPU_INIT_ARGS": flags}
+        elif platform == "gpu":
+            environment = {"CUDA_LAUNCH_BLOCKING": "1"}
+            command = ["compute-sanitizer"] if shutil.which("compute-sanitizer") else []
+        arguments = [f"--implementation={row['implementation']}", f"--family={row['family']}"]
+        arguments.append(f"--only={row['step']}")
+        events, reason = self._watch(arguments, end, environment, command)
+        for event in events:
+            if "outcome" in event:
+                return said(event)
+        return ": ".join(filter(None, reason)) or "not run"
+
+    def _watch(
+        self,
+        arguments: Sequence[str],
+        end: float,
+        environment: dict[str, str] | None = None,
+        before: Sequence[str] = (),
+    ) -> tuple[list[dict[str, Any]], tuple[str, str]]:
+        """Runs a process until it ends, is late, or the time is over.
+
+        Returns:
+          The lines that it wrote, and how it ended if not by itself: an outcome and a reason.
+        """
+        start = self.log.stat().st_size
+        command = [*before, *self.command, f"--log={self.log}", *arguments, *self.arguments]
+        # All devices' memory is for one process at a time, which frees it at its end.
+        variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (environment or {})
+        with self.errors.open("ab") as errors:
+            process = subprocess.Popen(
+                command, stdout=errors, stderr=errors, env=variables, start_new_session=True
+            )
+        size, since, reason = start, time.monotonic(), ("", "")
+        try:
+            while process.poll() is None and not reason[0]:
+                time.sleep(_WAIT)
+                now = time.monotonic()
+                if self.log.stat().st_size != size:
+                    size, since = self.log.stat().st_size, now
+                if now - since > self.timeout:
+                    reason = "hang", f"no end within {self.timeout:g} s"
+                elif now > end:
+                    reason = "out of time", "out of time"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if not reason[0] and process.returncode:
+            code = process.returncode
+            ended = f"exit status {code}" if code > 0 else signal.Signals(-code).name
+            reason = "died", f"{ended}: {self._last_words()}"
+        return list(_lines(self.log, start)), reason
+
+    def _last_words(self) -> str:
+        """Returns the last line that a process printed."""
+        with self.errors.open("rb") as stream:
+            stream.seek(max(0, self.errors.stat().st_size - 4000))
+            lines = stream.read().decode(errors="replace").split("\n")
+        return next((x.strip()[-300:] for x in reversed(lines) if x.strip()), "no message")
+
+
+def write(log: Path, row: dict[str, Any]) -> None:
+    """Appends a line to a log; it is on disk when this returns."""
+    with log.open("ab") as stream:
+        stream.write((json.dumps(row) + "\n").encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _lines(log: Path, start: int) -> Iterator[dict[str, Any]]:
+    with log.open("rb") as stream:
+        stream.seek(start)
+        for text in stream.read().split(b"\n")[:-1]:
+            yield json.loads(text)
+
+
+def said(row: dict[str, Any]) -> str:
+    """Returns the outcome of a row in words."""
+    return f"{row['outcome']}: {row['place']}" if row.get("place") else row["outcome"]
+
+
+def line(row: dict[str, Any]) -> str:
+    """Returns a row of the table."""
+    seconds = f"{row['seconds']:5.1f} s" if "seconds" in row else " " * 7
+    return f"{row['implementation']:7s} {row['step']:50s} {seconds}  {said(row)}"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the table of steps: every failure with its second run, and counts of the others."""
+    lines = []
+    for row in rows:
+        if row["outcome"] in FAILED:
+            lines.append(line(row))
+            lines.append(f"        once more, with checks: {row.get('second run', 'out of time')}")
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        groups.setdefault((row["implementation"], row["family"]), []).append(row["outcome"])
+    for (implementation, family), outcomes in groups.items():
+        counts = ", ".join(f"{outcomes.count(x)} {x}" for x in dict.fromkeys(outcomes))
+        lines.append(f"{implementation:7s} {family:12s} {counts}")
+    return lines
+
+
+def child(options: argparse.Namespace) -> None:
+    """Runs the steps of a family, a line in the log before and after each."""
+    from posenc_jax.prove.steps import steps
+
+    small = {"interpret": True, "small": True} if options.interpret else {}
+    chosen = steps(options.implementation, family=options.family, **small)
+    write(options.log, {"steps": [step.name for step in chosen]})
+    if options.only:
+        chosen = [step for step in chosen if step.name == options.only]
+    chosen = chosen[options.first :]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        compiled: list[Any] = [None] * len(chosen)
+        if options.ahead:
+            compiled = [step.compile and pool.submit(step.compile) for step in chosen]
+        for step, ready in zip(chosen, compiled, strict=True):
+            write(options.log, {"running": step.name})
+            began, outcome = time.monotonic(), {"outcome": "ok"}
+            try:
+                if ready is not None:
+                    ready.result()
+                place = step.run()
+                if place is not None:
+                    outcome = {"outcome": "wrong", "place": place}
+            except Exception as error:
+                outcome = reason(error)
+            seconds = {"seconds": time.monotonic() - began}
+            write(options.log, {"step": step.name} | outcome | seconds)
+
+
+def reason(error: Exception) -> dict[str, str]:
+    """Returns an error as an outcome; what an implementation refuses is no failure."""
+    text = " ".join(f"{error}".split())
+    if isinstance(error, NotImplementedError) and text.startswith("attention: implementation="):
+        return {"outcome": "refused", "place": text.split(": ", 2)[-1][:200]}
+    return {"outcome": "error", "place": f"{type(error).__name__}: {text[:400]}"}
+
+
+def main(arguments: list[str]) -> int:
+    """Runs all steps, or those of one process; returns 1 if one failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench.contact",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--log", type=Path, required=True, metavar="FILE", help="lines of JSON")
+    add("--seconds", type=float, default=90.0, help="for all steps (default: 90)")
+    add("--interpret", action="store_true", help="run small steps in Pallas' interpreter")
+    for name in ("machine", "implementation", "family", "first", "only", "ahead"):
+        kind: dict[str, Any] = {"action": "store_true"} if name in ("machine", "ahead") else {}
+        kind |= {"type": int, "default": 0} if name == "first" else {}
+        add(f"--{name}", help=argparse.SUPPRESS, **kind)
+    options = parser.parse_args(arguments)
+    if options.machine:
+        from experiments.bench.accelerator import machine
+
+        write(options.log, {"machine": machine()})
+        return 0
+    if options.family:
+        child(options)
+        return 0
+    more = ("--interpret",) if options.interpret else ()
+    contact = Contact(options.log, options.seconds, arguments=more)
+    try:
+        device = contact.machine()["device"]
+    except ExperimentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(device)
+    rows = contact.run(device.partition(":")[0])
+    print(*table(rows), sep="\n")
+    return int(any(row["outcome"] in FAILED for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

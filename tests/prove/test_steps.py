@@ -1,0 +1,119 @@
+"""The steps themselves: in the interpreter all is right, and an injected fault has its place.
+
+`make_fault_table.py` runs all steps of the selection with each fault; CASES=all compares the steps
+that find it here, and runs the steps of both platforms.
+"""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from prove.faults import FAULTS, injected, outcome, outcomes, selected
+from support import EVERY_CASE, one_of_all
+
+from posenc_jax.prove import cases, places
+from posenc_jax.prove.cases import Case
+from posenc_jax.prove.steps import FAMILIES, steps
+
+EXPECTED_BY_OTHERS = (
+    Case("table, segments, softcap", "table", segments=True, softcap=3.0, length=300),
+    Case("product of keys, window", "product of keys", dim=64, window=150, length=300),
+    Case("pair, dropout, sinks", "pair", heads=4, dropout=0.3, sinks=True, length=300),
+    Case("last queries", "separable", length=240, later=60),
+    Case("slopes, shuffled", "slopes", length=300, shuffled=True, window=(100, 3), causal=False),
+)
+
+
+@pytest.mark.parametrize("case", EXPECTED_BY_OTHERS, ids=lambda case: case.name)
+def test_what_is_expected_equals_the_reference(case):
+    """NumPy's outcome and JAX's derivatives of "reference" share no code."""
+    case = cases.dataclasses.replace(case, dtype="float32")
+    x = cases.inputs(case)
+    with jax.default_matmul_precision("highest"):
+        got = cases.run(case, "reference", x, gradients=True, lse=True)
+    assert places.first_wrong(case, got, cases.expected(case, x, gradients=True)) is None
+
+
+def test_names_are_unique_and_filters_leave_what_they_name():
+    every = [(step.family, step.name) for step in steps()]
+    assert len(every) == len({*every}) and [*dict.fromkeys(f for f, _ in every)] == [*FAMILIES]
+    some = steps(family="forward", rule_class="distance", dtype="bfloat16", head_dim=96)
+    assert {(step.rule_class, step.dtype, step.head_dim) for step in some} == {
+        ("distance", "bfloat16", 96)
+    }
+    assert len(some) > 4
+
+
+RIGHT = ("primitives: entries of a schedule", "decode: 2 heads of keys")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_steps_are_right_in_the_interpreter(name):
+    (step,) = (step for step in steps(interpret=True, small=True) if step.name == name)
+    assert step.run() is None
+
+
+@one_of_all
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_steps_are_right_in_the_interpreter(family):
+    chosen = steps(family=family, interpret=True, small=True)
+    assert {step.name: place for step in chosen if (place := step.run()) is not None} == {}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the interpreter for GPUs is newer")
+def test_parts_of_the_gpu_kernels_are_right_in_the_interpreter():
+    from posenc_jax.prove.gpu_primitives import primitives
+
+    parts = primitives(True, small=not EVERY_CASE)
+    assert {part.name: place for part in parts if (place := part.run()) is not None} == {}
+
+
+DEFAULT = ("the last block of keys of a row is the one before", "a tile is left out of dk")
+
+
+def _marks(fault):
+    if fault.gpu:
+        old = jax.__version_info__ < (0, 11, 2)
+        return [pytest.mark.skipif(old, reason="the interpreter for GPUs is newer")]
+    return [] if fault.name in DEFAULT else [one_of_all]
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, id=fault.name, marks=_marks(fault)) for fault in FAULTS]
+)
+def test_an_injected_fault_has_its_place(fault):
+    if EVERY_CASE:
+        said = outcomes(fault)
+        assert {*said} == {fault.step, *fault.fails}
+    else:
+        with injected(fault):
+            (step,) = selected(fault.gpu, (fault.step,))
+            said = {step.name: outcome(step) or "right"}
+    assert re.search(fault.place, said[fault.step])
+
+
+def test_a_wrong_number_is_named_by_its_place():
+    case = Case("no rule", length=300, dtype="float32")
+    x = cases.inputs(case)
+    want = cases.expected(case, x, gradients=True)
+    got = {name: y.copy() for name, y in want.items()}
+    assert places.first_wrong(case, got, want) is None
+    got["lse"][1, 0, 140] = np.nan
+    got["output"][1, 0, 140] = np.nan
+    got["dk"][0, 1] *= 1.001
+    said = places.first_wrong(case, got, want)
+    assert said.startswith("output: batch 1, head 0, tile row 1, tile column 0: nan")
+    got |= {name: want[name] for name in ("lse", "output")}
+    assert places.first_wrong(case, got, want).startswith("dk: batch 0, head 1, ")
+    got["dk"] = want["dk"] * np.where(np.arange(2) == 1, 1.0005, 1.0)[:, None, None]
+    case = cases.dataclasses.replace(case, dtype="bfloat16")
+    assert places.first_wrong(case, got, want) is None
+    got["dv"] = want["dv"] * 1.01
+    assert (
+        places.first_wrong(case, got, want) == "dv: batch 0, head 0: 1.0100 times what is expected"
+    )
+    again = {name: y.astype(np.float32) for name, y in want.items()}
+    other = {name: y.copy() for name, y in again.items()}
+    other["dq"][0, 1, 150, 3] = np.nextafter(other["dq"][0, 1, 150, 3], np.float32(9))
+    assert "dq: other bits at batch 0, head 1, tile row 1" in places.other_bits(case, other, again)
