@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None, **options: Any) -> int:
     try:
         return _prove(groups, parsed.seconds)
     except OSError as error:
-        print(f"error: a verdict cannot be written: {error}", file=sys.stderr)
+        print(f"error: verdicts cannot be written: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nStopped. Verdicts so far are kept.", file=sys.stderr)
@@ -96,6 +96,7 @@ def _prove(groups: dict[Subject | None, list[Step]], seconds: float) -> int:
     def announce(step: Step) -> None:
         print(f"{next(counter):3}/{total} {step.name} ... ", end="", flush=True)
 
+    verdicts.folder().mkdir(parents=True, exist_ok=True)
     print(f"{jax.local_devices()[0].device_kind}: {total} steps; verdicts in {verdicts.folder()}")
     shared: list[Outcome] = []
     lines, ran, lost = [], [], False

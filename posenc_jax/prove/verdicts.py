@@ -1,5 +1,6 @@
 """Verdicts made of correctness steps: by subject, with a limit on the time of each step."""
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.verdicts import DECODE, Subject, Verdict
+from posenc_jax.engine.verdicts import DECODE, Subject, Verdict, key_of, write
 from posenc_jax.prove import cases
 from posenc_jax.prove.steps import Step, steps
 
@@ -117,19 +118,23 @@ def make(subject: Subject, **options: Any) -> Verdict | None:
       ChipLostError: if the chip no longer answers.
     """
     outcomes: list[Outcome] = []
-    groups = plan(*([x] for x in subject), **options)
+    chosen = [subject.rule_class], [subject.dtype], [subject.head_dim]
+    groups = _in_thread(lambda: plan(*chosen, **options), SECONDS)
     for outcome in run(itertools.chain(*groups.values())):
         outcomes.append(outcome)
-        if outcome.lost:
-            raise ChipLostError(
-                f"attention: the chip no longer answers after {outcome.step.name}: {outcome.fault}"
-            )
         if outcome.fault is not None:
             break
+    verdict = verdict_of(outcomes)
+    if outcomes and outcomes[-1].lost:
+        if verdict is not None:
+            with contextlib.suppress(OSError):  # For the next process.
+                write(key_of(subject), verdict)
+        name, fault = outcomes[-1].step.name, outcomes[-1].fault
+        raise ChipLostError(f"attention: the chip no longer answers, after {name}: {fault}")
     # The caller goes on, and needs the memory.
     cases.inputs.cache_clear()
     cases.executable.cache_clear()
-    return verdict_of(outcomes)
+    return verdict
 
 
 def _in_thread(run: Callable[[], Any], seconds: float) -> Any:

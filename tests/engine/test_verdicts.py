@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine.kernel_cases import assert_close, described
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
 from posenc_jax.__main__ import main as facts
@@ -72,17 +72,17 @@ def _chosen(
     *rules, length=512, keys=512, value_dim=64, dtype=jnp.bfloat16, platform="tpu", **options
 ):
     """Returns the word of the implementation that `None` takes for [1, length, 2, 64]."""
-    words = []
+    words, sharding = [], options.pop("sharding", None)
 
-    def ask():
-        q, k = (jnp.zeros((1, n, 2, 64), dtype) for n in (length, keys))
+    def ask(q):
+        k = jnp.zeros((1, keys, 2, 64), dtype)
         v = jnp.zeros((1, keys, 2, value_dim), dtype)
         call = pe.AttentionCall(is_causal=True, **options)
         problem = api.make_problem(q, k, v, as_tuple(rules), call)
         problem = dataclasses.replace(problem, needs_lse=call.return_lse)
         words.append(api.choose(problem, platform).name)
 
-    jax.eval_shape(ask)
+    jax.eval_shape(ask, jax.ShapeDtypeStruct((1, length, 2, 64), dtype, sharding=sharding))
     return words[0]
 
 
@@ -252,6 +252,21 @@ def test_chips_that_cannot_be_asked_have_no_verdict(chip):
         assert _t5() == "pallas"
     chip.monkeypatch.setattr(jax, "device_count", lambda: 8)
     assert _t5() == "xla"
+
+
+def test_sharded_arrays(chip):
+    """What cannot be divided over the devices keeps what it took before."""
+    chip.device.device_kind = "cpu"  # As meshes of its devices say.
+    chip.monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", KERNELS)
+    _write()
+    for axes, word in (
+        ((), "pallas"),
+        ((None, None, "heads"), "pallas"),
+        ((None, "data"), "xla"),
+        ((None, None, None, "data"), "xla"),
+    ):
+        mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
+        assert _t5(sharding=NamedSharding(mesh, PartitionSpec(*axes))) == word, axes
 
 
 def test_nothing_is_read_on_cpu(monkeypatch):
@@ -475,6 +490,7 @@ def test_a_chip_that_no_longer_answers(chip, capsys):
     _use(chip.monkeypatch, _step("forward: T5", lambda: _raise(RuntimeError("illegal address"))))
     with pytest.raises(prove.ChipLostError, match=r"forward: T5: RuntimeError: illegal address"):
         prove.make(T5)
+    assert _faults()["distance"] == "forward: T5: RuntimeError: illegal address"
 
 
 def test_a_fault_of_an_operation_is_in_every_verdict(chip, capsys):
@@ -497,6 +513,18 @@ def test_wrong_calls_and_machines_without_a_chip(capsys, monkeypatch, tmp_path):
     assert status == 2 and error.startswith("error: there are kernels for TPUs and NVIDIA GPUs")
     status, lines, _ = _main(capsys, "--list")
     assert status == 0 and lines[-1] == "  forward: T5"
+    for arguments in (["--head-dim", "0"], ["--dtype", "bf16"], ["--device", "tpu"]):
+        assert _main(capsys, *arguments)[0] == 2
+
+
+def test_a_folder_that_cannot_be_written(chip, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    chip.monkeypatch.setenv(verdicts.FOLDER, str(tmp_path / "file" / "folder"))
+    _use(chip.monkeypatch, _step("forward: T5", lambda: pytest.fail("ran")))
+    status, _, error = _main(capsys)
+    assert status == 2 and error.startswith("error: verdicts cannot be written")
+    chip.monkeypatch.setattr(verdicts, "check", lambda subject: RIGHT)
+    assert _t5() == "pallas"  # In this process.
 
 
 def test_the_setting_of_the_environment():
