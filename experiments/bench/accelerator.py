@@ -159,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
     report = Report(options.json, options.minutes)
     with tempfile.TemporaryDirectory() as folder:
         log = report.log or Path(folder, "steps.jsonl")
-        chip = contact.Contact(log, options.steps_seconds)
+        chip = contact.Contact(log, min(options.steps_seconds, report.seconds))
         report.numbers["machine"] = chip.machine()
         platform = report.numbers["machine"]["device"].partition(":")[0]
         if options.on not in (None, platform):
@@ -327,7 +327,8 @@ def measure_peak(report: Report, options: argparse.Namespace) -> None:
     row = {"name": "matmul", "by": "jnp.dot", "what": FORWARD, "T": n, "flop": 2 * n**3}
     x = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
     multiply = jax.jit(jnp.dot)
-    time_rounds(report, [(row, lambda: lambda: multiply(x, x))], options, report.until(0.1))
+    end = time.monotonic() + 0.05 * report.seconds
+    time_rounds(report, [(row, lambda: lambda: multiply(x, x))], options, end)
     report.numbers["peak TFLOP/s"] = row.get("TFLOP/s", float("nan"))
     report.add(row)
 
@@ -343,25 +344,12 @@ def measure(
     """Times everything at one length."""
     shape = batch_of(options, length), length, options.heads, options.head_dim
     make_inputs = functools.partial(inputs, shape, jnp.bfloat16)
-    arrays = functools.cache(make_inputs)
     table = pe.T5(num_heads=options.heads).init(jax.random.key(1))["table"]
     cases = cases + peers(length, options.heads, table, jax.default_backend())
     early = {"none", "t5", "matrix"}
     cases.sort(key=lambda case: (case.by == "dense", case.name not in early))
     forward = 2 * shape[0] * options.heads * length**2 * options.head_dim
-    earlier = {_key(row): row for row in report.numbers["times"] if "skipped" not in row}
-    jobs = []
-    for case in cases:
-        for what, flop in ((FORWARD, forward), (BOTH, 3.5 * forward)):
-            row = {"name": case.name, "by": case.by, "what": what, "T": length, "flop": flop}
-            before = earlier.get(_key(row), {})
-            if case.by == "reference" or {"error", "unsupported"} & {*before}:
-                continue
-            if "ms" in before:
-                row["expected ms"] = before["ms"] * flop / before["flop"]
-            f = with_gradients(case.attend) if what == BOTH else case.attend
-            jobs.append(Job(row, case, f, _arguments(case, jax.eval_shape(make_inputs))))
-    _time_jobs(report, options, jobs, arrays, end)
+    _time_cases(report, options, cases, (length, forward), make_inputs, end)
 
 
 def measure_pair(
@@ -387,24 +375,41 @@ def measure_pair(
         f = functools.partial(jax.nn.dot_product_attention, implementation=library)
         cases.append(Case("pair", word, f, bias))
     forward = 4.0 * batch * heads * length**2 * dim
+    _time_cases(report, options, cases, (length, forward), make_inputs, end)
+
+
+def _time_cases(
+    report: Report,
+    options: argparse.Namespace,
+    cases: list[Case],
+    work: tuple[int, float],
+    make_inputs: Callable[[], tuple],
+    end: float,
+) -> None:
+    """Compiles and times the two passes of cases.
+
+    Args:
+      report, options: as for `measure`.
+      cases: parameters that are shapes become zeros.
+      work: T and the FLOP forward.
+      make_inputs: returns the arrays.
+      end: when to stop.
+    """
+    length, forward = work
+    arrays = functools.cache(make_inputs)
+    zeros = functools.cache(jnp.zeros)  # All programs share a matrix.
+    earlier = {_key(row): row for row in report.numbers["times"] if "skipped" not in row}
     jobs = []
     for case in cases:
         for what, flop in ((FORWARD, forward), (BOTH, 3.5 * forward)):
-            row = {"name": "pair", "by": case.by, "what": what, "T": length, "flop": flop}
+            row = {"name": case.name, "by": case.by, "what": what, "T": length, "flop": flop}
+            before = earlier.get(_key(row), {})
+            if case.by == "reference" or {"error", "unsupported"} & {*before}:
+                continue
+            if "ms" in before:
+                row["expected ms"] = before["ms"] * flop / before["flop"]
             f = with_gradients(case.attend) if what == BOTH else case.attend
             jobs.append(Job(row, case, f, _arguments(case, jax.eval_shape(make_inputs))))
-    _time_jobs(report, options, jobs, functools.cache(make_inputs), end)
-
-
-def _time_jobs(
-    report: Report,
-    options: argparse.Namespace,
-    jobs: Sequence[Job],
-    arrays: Callable[[], tuple],
-    end: float,
-) -> None:
-    """Compiles and times programs; arguments that are shapes become zeros."""
-    zeros = functools.cache(jnp.zeros)  # All programs share a matrix.
 
     def real(x: Any) -> jax.Array:
         return zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x

@@ -1,6 +1,6 @@
 """First contact: checks the kernels of attention on a chip, each family of steps in a process.
 
-The steps are those of `posenc_jax.prove.steps`. A process writes a line to the log before each of
+The steps come from `posenc_jax.prove.steps`. A process writes a line to the log before each of
 them and one after it; this one has the clock. A step that does not end within its time, or that
 takes its process with it, is one line of the table: the next process goes on after it. At the end,
 steps that failed run once more, on TPU with poisoned scratch memory and bounds checks, on GPU under
@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,18 @@ from typing import Any
 from experiments.errors import ExperimentError
 
 SHARES = (
-    ("pallas", "primitives", 0.12),
-    ("pallas", "forward", 0.35),
-    ("pallas", "backward", 0.68),
-    ("pallas", "decode", 0.78),
-    ("pallas", "tiles", 0.9),
-    ("library", "forward", 0.94),
-    ("library", "backward", 0.97),
+    ("pallas", "primitives", 0.08),
+    ("pallas", "forward", 0.27),
+    ("pallas", "backward", 0.58),
+    ("pallas", "decode", 0.68),
+    ("pallas", "tiles", 0.88),
+    ("library", "backward", 0.94),
     ("xla", "backward", 1.0),
 )
 """Implementations, families, and the part of the time after which each ends.
 
-"library" is the default of the platform for calls without a rule.
+"library" is the default of the platform for calls without a rule. The backward pass has the forward
+pass in it.
 """
 LIBRARIES = {"tpu": "splash", "gpu": "cudnn"}
 CHECKS = "--xla_mosaic_on_device_checks=bounds"
@@ -51,9 +51,8 @@ class Contact:
 
     Attributes:
       log: the file of lines.
-      seconds: for all steps.
-      timeout: seconds for one step, or for a process to start; those of a step that hangs are not
-        part of `seconds`.
+      seconds: for all steps, without the starts of processes and steps that hang.
+      timeout: seconds for one step, or for a process to start.
       again: seconds for the second runs of steps that failed.
       arguments: more arguments of the processes, for tests.
       command: the program of the processes.
@@ -70,7 +69,7 @@ class Contact:
 
     @property
     def errors(self) -> Path:
-        """The file of what the processes print."""
+        """The file with the output of the processes."""
         return self.log.with_suffix(".txt")
 
     def machine(self) -> dict[str, Any]:
@@ -82,30 +81,34 @@ class Contact:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
         self.errors.write_text("")
-        rows, reason = self._watch(["--machine"], time.monotonic() + self.timeout)
+        rows, reason, _ = self._watch(["--machine"], self.timeout)
         for row in rows:
             if "machine" in row:
                 return row["machine"]
-        raise ExperimentError(f"the device does not start: {reason or self._last_words()}")
+        words = ": ".join(filter(None, reason)) or self._last_words()
+        raise ExperimentError(f"the device does not start: {words}")
 
     def run(self, platform: str) -> list[dict[str, Any]]:
         """Runs all steps of a platform, and returns a row for each."""
-        began, rows = time.monotonic(), []
+        used, rows = 0.0, []
         for implementation, family, share in SHARES:
             if implementation == "pallas" and platform not in LIBRARIES and not self.arguments:
-                continue  # There are no kernels.
+                continue  # There are no kernels, but for the interpreter.
             name = LIBRARIES.get(platform) if implementation == "library" else implementation
             if name is not None:
-                hangs = sum(row["outcome"] == "hang" for row in rows)
-                end = began + share * self.seconds + hangs * self.timeout
-                rows += self._family(name, family, end)
+                more, seconds = self._family(name, family, share * self.seconds - used)
+                rows, used = rows + more, used + seconds
         end = time.monotonic() + self.again
         for row in rows:
             if row["outcome"] in FAILED and time.monotonic() < end:
-                row["second run"] = self._once_more(platform, row, end)
+                row["second run"] = self._once_more(platform, row, end - time.monotonic())
         return rows
 
-    def _family(self, implementation: str, family: str, end: float) -> list[dict[str, Any]]:
+    def _family(
+        self, implementation: str, family: str, allowed: float
+    ) -> tuple[list[dict[str, Any]], float]:
+        """Returns a row for each step of a family, and the seconds that they took."""
+        used = 0.0
         rows: list[dict[str, Any]] = []
         names: list[str] | None = None
         same = {"implementation": implementation, "family": family}
@@ -113,13 +116,11 @@ class Contact:
         ahead = ["--ahead"]
         while names is None or len(rows) < len(names):
             command = [*arguments, f"--first={len(rows)}", *ahead]
-            events, (outcome, place) = self._watch(command, end)
+            events, (outcome, place), seconds = self._watch(command, allowed - used, same)
+            used += seconds
             listed = (row["steps"] for row in events if "steps" in row)
             names = next(listed, names or [f"{family}: start of the process"])
-            finished = [row | same for row in events if "outcome" in row]
-            for row in finished:
-                self.show(line(row))
-            rows += finished
+            rows += [row for row in events if "outcome" in row]
             if outcome == "died" and ahead and any("steps" in row for row in events):
                 ahead = []  # The step that it ran, or one that was compiled ahead?
                 continue
@@ -132,9 +133,9 @@ class Contact:
                 if not late:
                     self.show(line(row))
                     break
-        return rows
+        return rows, used
 
-    def _once_more(self, platform: str, row: dict[str, Any], end: float) -> str:
+    def _once_more(self, platform: str, row: dict[str, Any], allowed: float) -> str:
         """Returns the outcome of a step with all checks that the platform has."""
         environment, command = {}, []
         if platform == "tpu":
@@ -145,7 +146,7 @@ class Contact:
             command = ["compute-sanitizer"] if shutil.which("compute-sanitizer") else []
         arguments = [f"--implementation={row['implementation']}", f"--family={row['family']}"]
         arguments.append(f"--only={row['step']}")
-        events, reason = self._watch(arguments, end, environment, command)
+        events, reason, _ = self._watch(arguments, allowed, None, environment, command)
         for event in events:
             if "outcome" in event:
                 return said(event)
@@ -154,16 +155,37 @@ class Contact:
     def _watch(
         self,
         arguments: Sequence[str],
-        end: float,
+        allowed: float,
+        same: dict[str, str] | None = None,
         environment: dict[str, str] | None = None,
         before: Sequence[str] = (),
-    ) -> tuple[list[dict[str, Any]], tuple[str, str]]:
+    ) -> tuple[list[dict[str, Any]], tuple[str, str], float]:
         """Runs a process until it ends, is late, or the time is over.
 
+        Args:
+          arguments: of the process.
+          allowed: seconds for its steps.
+          same: entries for all rows, which are shown as they come; or None to show none.
+          environment: more variables.
+          before: a program that runs the process.
+
         Returns:
-          The lines that it wrote, and how it ended if not by itself: an outcome and a reason.
+          The lines that it wrote; how it ended if not by itself, an outcome and a reason; and the
+          seconds of its steps, without one that hung.
         """
-        start = self.log.stat().st_size
+        events: list[dict[str, Any]] = []
+        place = self.log.stat().st_size
+
+        def read():
+            nonlocal place
+            text = _after(self.log, place)
+            place += len(text)
+            for row in map(json.loads, text.splitlines()):
+                events.append(row | (same or {}))
+                if same is not None and "outcome" in row:
+                    self.show(line(events[-1]))
+            return bool(text)
+
         command = [*before, *self.command, f"--log={self.log}", *arguments, *self.arguments]
         # All devices' memory is for one process at a time, which frees it at its end.
         variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (environment or {})
@@ -171,26 +193,28 @@ class Contact:
             process = subprocess.Popen(
                 command, stdout=errors, stderr=errors, env=variables, start_new_session=True
             )
-        size, since, reason = start, time.monotonic(), ("", "")
+        since, reason, began = time.monotonic(), ("", ""), None
         try:
             while process.poll() is None and not reason[0]:
                 time.sleep(_WAIT)
                 now = time.monotonic()
-                if self.log.stat().st_size != size:
-                    size, since = self.log.stat().st_size, now
+                if read():
+                    began, since = began or now, now
                 if now - since > self.timeout:
                     reason = "hang", f"no end within {self.timeout:g} s"
-                elif now > end:
+                elif began is not None and now - began > allowed:
                     reason = "out of time", "out of time"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        read()
         if not reason[0] and process.returncode:
             code = process.returncode
-            ended = f"exit status {code}" if code > 0 else signal.Signals(-code).name
-            reason = "died", f"{ended}: {self._last_words()}"
-        return list(_lines(self.log, start)), reason
+            status = f"exit status {code}" if code > 0 else signal.Signals(-code).name
+            reason = "died", f"{status}: {self._last_words()}"
+        ended = since if reason[0] == "hang" else time.monotonic()
+        return events, reason, ended - began if began is not None else 0.0
 
     def _last_words(self) -> str:
         """Returns the last line that a process printed."""
@@ -208,11 +232,12 @@ def write(log: Path, row: dict[str, Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def _lines(log: Path, start: int) -> Iterator[dict[str, Any]]:
+def _after(log: Path, start: int) -> bytes:
+    """Returns the whole lines of a log from a place on."""
     with log.open("rb") as stream:
         stream.seek(start)
-        for text in stream.read().split(b"\n")[:-1]:
-            yield json.loads(text)
+        text = stream.read()
+    return text[: text.rfind(b"\n") + 1]
 
 
 def said(row: dict[str, Any]) -> str:
@@ -246,8 +271,12 @@ def child(options: argparse.Namespace) -> None:
     """Runs the steps of a family, a line in the log before and after each."""
     from posenc_jax.prove.steps import steps
 
-    small = {"interpret": True, "small": True} if options.interpret else {}
-    chosen = steps(options.implementation, family=options.family, **small)
+    chosen = steps(
+        options.implementation,
+        family=options.family,
+        interpret=options.interpret,
+        small=options.interpret,
+    )
     write(options.log, {"steps": [step.name for step in chosen]})
     if options.only:
         chosen = [step for step in chosen if step.name == options.only]
@@ -272,7 +301,7 @@ def child(options: argparse.Namespace) -> None:
 
 
 def reason(error: Exception) -> dict[str, str]:
-    """Returns an error as an outcome; what an implementation refuses is no failure."""
+    """Returns an error as an outcome; a refusal by an implementation is no failure."""
     text = " ".join(f"{error}".split())
     if isinstance(error, NotImplementedError) and text.startswith("attention: implementation="):
         return {"outcome": "refused", "place": text.split(": ", 2)[-1][:200]}
@@ -280,7 +309,7 @@ def reason(error: Exception) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs all steps, or those of one process; returns 1 if one failed."""
+    """Runs all steps, or the steps of one process; returns 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.bench.contact",
         description=__doc__,

@@ -121,7 +121,11 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, of JSON's types."""
-        task = {k: v for k, v in to_tables(self.task).items() if k not in ("schemes", "rates")}
+        left_out = {"schemes", "rates"}
+        for name in getattr(self.task, "unnamed_defaults", ()):  # Settings of benchmarks have none.
+            if getattr(self.task, name) == getattr(type(self.task), name):
+                left_out.add(name)
+        task = {k: v for k, v in to_tables(self.task).items() if k not in left_out}
         settings = {
             "task": self.task.name,
             "scheme": self.scheme,

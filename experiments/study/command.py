@@ -11,13 +11,16 @@ from experiments.pages.tables import label
 from experiments.runs.files import write_whole
 from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
-from experiments.settings.config_io import Parser
+from experiments.settings.config_io import Parser, names
+from experiments.study import clock
+from experiments.study.catalogue_page import catalogue_page, catalogue_picture
 from experiments.study.page import drawing, page
-from experiments.study.plan import Study, load
+from experiments.study.plan import Study, forecast, load
 from experiments.training.mesh import connect
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
+python -m experiments study --clock                  time a step of each scheme, side by side
 python -m experiments study --run                    run what has no result, in stages
 python -m experiments study --run --minutes 9        stop in time; the next call continues
 python -m experiments study --run --shard 1/2        half of the schemes; another call has the rest
@@ -35,32 +38,39 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("file", nargs="?", type=Path, default=Path("configs/study.toml"))
     parser.add_argument("--run", action="store_true", help="run what has no result yet")
+    parser.add_argument(
+        "--clock",
+        action="store_true",
+        help="first measure a step of each scheme, in a minute or two; needs an idle machine",
+    )
     add_arguments(parser)
+    parser.add_argument(
+        "--also",
+        type=names,
+        default=[],
+        metavar="A,B",
+        help="further schemes: names, chains such as rope+alibi, or mypkg.mine:MyScheme",
+    )
     parser.add_argument("--results", type=Path, help="folder (default: results/<name of the file>)")
     parser.add_argument("--page", type=Path, help="file to write (default: docs/<name>.md)")
     options = parser.parse_args(arguments)
     connect(options)
     part = shard(options.shard)
-    study = load(options.file)
+    study = load(options.file, options.also)
     folder = options.results or Path("results") / study.name
     target = options.page or Path("docs") / f"{study.name}.md"
     if target.suffix != ".md":
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
     status = 0
+    if options.clock:
+        clock.measure(study.cells, folder, say)
     if options.run:
-        tasks = [cell.grid[0].task for cells in study.cells.values() for cell in cells.values()]
+        tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
         status = carry_out(options, folder, tasks, _stages(study, folder, part)).status
-    results = known(folder)
+    results, times = known(folder), clock.read(folder)
     rows = by_scheme(study, results)
-    pictures = {
-        "": drawing(study, results),
-        "-lengths": lengths(study, rows),
-        "-maps": maps(study, rows),
-    }
-    files = {suffix: f"{target.stem}{suffix}.svg" for suffix, svg in pictures.items() if svg}
-    for suffix, file in files.items():
-        write_whole(target.with_name(file), plots.standalone(pictures[suffix]))
-    write_whole(target, page(study, results, str(options.file), str(folder), files))
+    for path, text in pages(study, rows, results, times, options.file, folder, target).items():
+        write_whole(path, text)
     say(f"Page: {target}")
     if options.run:
         command = f"python -m experiments study {options.file} --run"
@@ -68,6 +78,44 @@ def main(arguments: list[str]) -> int:
         write_whole(folder / "report.html", report)
         say(f"Report: {folder / 'report.html'}")
     return status
+
+
+def pages(
+    study: Study,
+    rows: list[SchemeResults],
+    results: Lookup,
+    times: clock.Clock | None,
+    file: Path,
+    folder: Path,
+    target: Path,
+) -> dict[Path, str]:
+    """Returns the texts of the page and of its pictures, by path.
+
+    Args:
+      study: the study.
+      rows: of `by_scheme`.
+      results: of its runs.
+      times: of steps, None before they are measured.
+      file, folder: where the study and its results are.
+      target: of the page.
+    """
+    if study.about.layout == "catalogue":
+        pictures = {"": catalogue_picture(study, results, times)}
+    else:
+        pictures = {
+            "": drawing(study, results, times),
+            "-lengths": lengths(study, rows),
+            "-maps": maps(study, rows),
+        }
+    files = {suffix: f"{target.stem}{suffix}.svg" for suffix, svg in pictures.items() if svg}
+    places = str(file), str(folder)
+    if study.about.layout == "catalogue":
+        text = catalogue_page(study, results, times, *places, files.get("", ""))
+    else:
+        text = page(study, results, times, *places, files)
+    return {target: text} | {
+        target.with_name(name): plots.standalone(pictures[suffix]) for suffix, name in files.items()
+    }
 
 
 def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[Run]]:
@@ -79,13 +127,15 @@ def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[
       part: (i, n): the i-th of n parts of the schemes, from 1.
     """
     schemes, failed = study.about.schemes[part[0] - 1 :: part[1]], set()
+    times = clock.read(folder)
+    say(forecast(study, known(folder), times))
     while True:
         results = known(folder)
-        runs = list(study.runs(results))
+        runs = list(study.runs(results, times))
         refuse_other_versions(runs, folder, study.name)
         ended = sum(results(each) is not None for each in runs)
         for size in study.cells:
-            of_size = {each.name: each for each in study.runs_of(size, results)}
+            of_size = {each.name: each for each in study.runs_of(size, results, times)}
             waiting = [
                 each
                 for name, each in of_size.items()
@@ -95,7 +145,7 @@ def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[
                 break
         else:
             return
-        say(f"{ended} of {study.count} runs have ended, {len(waiting)} of {size} are next.")
+        say(f"{ended} runs have ended, {len(waiting)} of {size} are next.")
         yield waiting
         results = known(folder)
         failed |= {each.name for each in waiting if results(each) is None}
@@ -113,13 +163,14 @@ def by_scheme(study: Study, results: Lookup) -> list[SchemeResults]:
 
 
 def missing(study: Study, results: Lookup) -> list[str]:
-    """Returns the schemes that `by_scheme` leaves out, with what has ended; a text per size."""
+    """Returns a text per size: schemes that `by_scheme` leaves out, how many runs have ended."""
     texts = []
     for size, cells in study.cells.items():
         parts = []
         for name, cell in cells.items():
             seeds = cell.finals(results)
-            runs, kind = (seeds, "seeds") if seeds else (cell.grid, "learning rates")
+            runs = seeds or cell.selection(results).runs
+            kind = "seeds" if seeds else "runs to choose settings"
             ended = sum(results(run) is not None for run in runs)
             if not seeds or ended < len(runs):
                 parts.append(f"{label(name)} ({ended} of {len(runs)} {kind})")
@@ -130,7 +181,7 @@ def missing(study: Study, results: Lookup) -> list[str]:
 def lengths(study: Study, rows: list[SchemeResults]) -> str:
     """Returns the plot of scores against length at the first size, as <svg>, or nothing."""
     size, cells = next(iter(study.cells.items()))
-    view = next(iter(cells.values())).grid[0].task.views[0]
+    view = next(iter(cells.values())).task.views[0]
     return plots.lengths(rows, size, view, split=True)
 
 

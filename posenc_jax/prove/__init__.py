@@ -1,1 +1,1 @@
-"""Checks of the attention kernels on the device that runs them: what compilers cannot see."""
+"""Checks of the attention kernels on the device that runs them."""

@@ -119,7 +119,7 @@ class RuleCase(NamedTuple):
     """A rule, in JAX and in NumPy.
 
     Attributes:
-      rule_class: what kernels have code for.
+      rule_class: the kind of term that kernels evaluate.
       make: `make(random, case)` returns the parameters.
       rules: of the parameters.
       added: `added(params, distance)` returns logits [B, N, T, S]; distances are [B, T, S].
@@ -361,12 +361,14 @@ def run(case: Case, implementation: Any, x: Arrays, *, gradients: bool, lse: boo
 
 @functools.lru_cache(128)
 def executable(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> Callable:
-    """Returns the function of `run`, compiled."""
+    """Returns the function of `run`, compiled; products of float32 are exact."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs(case))
-    return program(case, implementation, gradients=gradients, lse=lse).lower(shapes).compile()
+    function = program(case, implementation, gradients=gradients, lse=lse)
+    with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
+        return function.lower(shapes).compile()
 
 
-def program(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> Callable:
+def program(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> Any:
     """Returns the function of `run`, to be compiled."""
     c = case
     options: dict[str, Any] = {"is_causal": c.causal, "window": c.window, "softcap": c.softcap}
@@ -442,13 +444,13 @@ def expected(case: Case, x: Arrays, *, gradients: bool) -> Arrays:
         sinks = wide(x["sinks"])[None, :, None] if c.sinks else -np.inf
         lse = np.logaddexp(lse, sinks)
     p = np.where(seen[:, None], np.exp(s - np.maximum(lse, -1e30)[..., None]), 0.0)
-    kept = _kept(c) / (1 - c.dropout) if c.dropout else 1.0
-    out = (p * kept) @ v
+    keep = _keep(c) / (1 - c.dropout) if c.dropout else 1.0
+    out = (p * keep) @ v
     results = {"output": out, "lse": lse}
     if not gradients:
         return results
     d_lse = np.moveaxis(wide(x["d_lse"]), 2, 1)
-    d_p = kept * (d_out @ np.swapaxes(v, 2, 3))
+    d_p = keep * (d_out @ np.swapaxes(v, 2, 3))
     delta = (d_out * out).sum(3) - d_lse
     ds = p * (d_p - delta[..., None]) * slope
 
@@ -457,7 +459,7 @@ def expected(case: Case, x: Arrays, *, gradients: bool) -> Arrays:
 
     results["dq"] = scale * (ds @ k)
     results["dk"] = of_key_heads(scale * (np.swapaxes(ds, 2, 3) @ q))
-    results["dv"] = of_key_heads(np.swapaxes(p * kept, 2, 3) @ d_out)
+    results["dv"] = of_key_heads(np.swapaxes(p * keep, 2, 3) @ d_out)
     for name, y in rule.pull(params, distance, ds).items():
         results[f"gradient of {name}"] = y
     if c.sinks:
@@ -483,7 +485,7 @@ def _visible(c: Case, x: Arrays) -> tuple[np.ndarray, np.ndarray]:
     return distance, seen
 
 
-def _kept(c: Case) -> np.ndarray:
+def _keep(c: Case) -> np.ndarray:
     """Returns the pairs that dropout keeps, [B, N, T, S], by the hash of MurmurHash3."""
     seeds = np.asarray(make_dropout_seeds(jax.random.key(_SEED), c.batch, c.heads))
 

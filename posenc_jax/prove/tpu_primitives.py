@@ -1,4 +1,4 @@
-"""The parts of the TPU kernels, each alone: what is moved are integers that name their place."""
+"""The parts of the TPU kernels, each alone: they move integers that name their place."""
 
 import functools
 from collections.abc import Callable, Iterator

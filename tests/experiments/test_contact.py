@@ -101,8 +101,10 @@ def test_a_process_writes_before_and_after_each_step(tmp_path, monkeypatch):
         raise NotImplementedError("Unimplemented primitive")
 
     runs = {"right": lambda: None, "wrong": lambda: "tile row 2", "refused": refuses, "x": lowering}
-    made = [steps.Step(name, "forward", "none", "bfloat16", 64, run) for name, run in runs.items()]
-    monkeypatch.setattr(steps, "steps", lambda *_, **__: made)
+    chosen = [
+        steps.Step(name, "forward", "none", "bfloat16", 64, run) for name, run in runs.items()
+    ]
+    monkeypatch.setattr(steps, "steps", lambda *_, **__: chosen)
     log = tmp_path / "log"
     assert contact.main([f"--log={log}", "--implementation=pallas", "--family=forward"]) == 0
     first, *rows = (json.loads(text) for text in log.read_text().splitlines())

@@ -38,10 +38,10 @@ class Fault:
     """One small wrong change.
 
     Attributes:
-      name: what is wrong.
+      name: the fault.
       inject: applies it by a `pytest.MonkeyPatch`.
       step: the step of the selection that names the place.
-      place: a regular expression for what it says.
+      place: a regular expression for the place that it names.
       fails: the other steps of the selection that fail.
       gpu: whether it is in the GPU's kernels.
     """
@@ -306,7 +306,7 @@ def injected(fault: Fault) -> Iterator[None]:
 
 
 def outcome(step: Step) -> str | None:
-    """Returns what a step says, or the error that it raises."""
+    """Returns the place that a step names, or the error that it raises."""
     try:
         return step.run()
     except Exception as error:
@@ -318,12 +318,12 @@ def outcome(step: Step) -> str | None:
 
 
 def _access(line: str) -> str:
-    """Returns what a line about a race says of an access: read or write, and the function."""
+    """Returns the kind of an access and its function, from a line about a race."""
     return f"{line.split()[0]} in {line[line.rfind('(') + 1 : -1]}"
 
 
 def outcomes(fault: Fault) -> dict[str, str]:
-    """Returns what the steps of the selection say that fail with a fault, by name."""
+    """Returns the places that failing steps of the selection name, by step."""
     names = GPU_SELECTION if fault.gpu else SELECTION
     with injected(fault):
         said = {step.name: outcome(step) for step in selected(fault.gpu, names)}

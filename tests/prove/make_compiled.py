@@ -2,10 +2,11 @@
 
     .venv-tpu/bin/python tests/prove/make_compiled.py v5e            also v6e, v5p, 7x
     .venv-static/bin/python tests/prove/make_compiled.py h100        with ptxas on PATH
-    ... make_compiled.py v5e primitives "table by distance"          those with a name
+    ... make_compiled.py v5e primitives "table by distance"          with a name
 
-What does not compile here would cost time on the chip. `make tpu-static` and `make gpu-static` make
-the environments. It exits with 1 if a program does not compile; refused problems are listed.
+A program that does not compile here would cost time on the chip. `make tpu-static` and
+`make gpu-static` make the environments. It exits with 1 if a program does not compile; refused
+problems are listed.
 """
 
 import pathlib

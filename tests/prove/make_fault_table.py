@@ -22,10 +22,10 @@ def main(names: list[str]) -> None:
             continue
         if fault.gpu and jax.__version_info__ < (0, 11, 2):
             continue
-        found = outcomes(fault)
-        first = next(iter(found), "none")
-        place = " ".join(found.get(first, "").split())
-        others = "; ".join(list(found)[1:])
+        failures = outcomes(fault)
+        first = next(iter(failures), "none")
+        place = " ".join(failures.get(first, "").split())
+        others = "; ".join(list(failures)[1:])
         print(f"| {fault.name} | {first} | {place} | {others} |", flush=True)
 
 

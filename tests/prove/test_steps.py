@@ -7,11 +7,16 @@ that find it here, and runs the steps of both platforms.
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from prove.faults import FAULTS, injected, outcome, outcomes, selected
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from prove.faults import BACKWARD, FAULTS, SOFTCAP, injected, outcome, outcomes, selected
 from support import EVERY_CASE, one_of_all
 
+from posenc_jax.engine.tpu import backward, forward
+from posenc_jax.engine.tpu.tile import poison
 from posenc_jax.prove import cases, places
 from posenc_jax.prove.cases import Case
 from posenc_jax.prove.steps import FAMILIES, steps
@@ -91,6 +96,33 @@ def test_an_injected_fault_has_its_place(fault):
             (step,) = selected(fault.gpu, (fault.step,))
             said = {step.name: outcome(step) or "right"}
     assert re.search(fault.place, said[fault.step])
+
+
+def test_poisoned_memory():
+    """As in the second run of a failed step on TPU."""
+
+    def kernel(out, integers, floats, *scratch):
+        poison(scratch)
+        floats[...], integers[...] = scratch[0][...], scratch[1][...]
+        out[...] = jnp.zeros(out.shape)
+
+    kinds = [(8, 128), jnp.float32], [(8, 128), jnp.int32]
+    shapes = [jax.ShapeDtypeStruct(*kinds[n]) for n in (0, 1, 0)]
+    scratch = [pltpu.VMEM(*kind) for kind in kinds]
+    call = pl.pallas_call(kernel, out_shape=shapes, scratch_shapes=scratch, interpret=True)
+    _, integers, floats = call()
+    assert np.isnan(floats).all() and (np.asarray(integers) == -(2**31)).all()
+
+
+@one_of_all
+@pytest.mark.parametrize("name", [SOFTCAP, BACKWARD])
+def test_kernels_read_no_poisoned_memory(name, monkeypatch):
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "poisons", lambda: True)
+    cases.executable.cache_clear()
+    (step,) = (step for step in steps(interpret=True, small=True) if step.name == name)
+    assert step.run() is None
+    cases.executable.cache_clear()
 
 
 def test_a_wrong_number_is_named_by_its_place():

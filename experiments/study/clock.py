@@ -1,0 +1,144 @@
+"""The clock of a study: the time of a training step of all schemes, measured side by side.
+
+    python -m experiments study configs/study.toml --clock
+
+Runs of a study share a machine with each other and with other programs, so their times do not
+compare. The clock alternates between the schemes of a size in one process, on one processor, as
+runs have one; its file is `clock.json` in the folder of results. The share of the machine's time
+that other programs had meanwhile is measured too: above `BUSY`, nothing is concluded from times.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import ResultsError
+from experiments.runs.environment import environment
+from experiments.runs.files import to_json, write_whole
+from experiments.runs.workers import Workers
+from experiments.settings.config_io import convert
+
+BUSY = 0.05
+"""The greatest share of other programs at which something is concluded from times."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """Times of training steps.
+
+    Attributes:
+      steps: milliseconds of a step by size and scheme: the median over rounds.
+      rounds: by size, how often each scheme was measured.
+      others: by size, the share of the machine's time that other programs had.
+      environment: versions and the machine.
+    """
+
+    steps: Mapping[str, Mapping[str, float]]
+    rounds: Mapping[str, int]
+    others: Mapping[str, float | None]
+    environment: Mapping[str, Any]
+
+    def ratio(self, size: str, scheme: str, baseline: str) -> float | None:
+        """Returns the time of a scheme relative to the baseline.
+
+        None where one was not measured, or the machine was busy.
+        """
+        steps = self.steps.get(size, {})
+        if self.busy(size) or scheme not in steps or baseline not in steps:
+            return None
+        return steps[scheme] / steps[baseline]
+
+    def busy(self, size: str) -> bool:
+        """Returns whether other programs disturbed the times of a size, or may have."""
+        others = self.others.get(size)
+        return others is None or others > BUSY
+
+
+def read(folder: Path) -> Clock | None:
+    """Returns the clock in a folder of results, None if there is none.
+
+    Raises:
+      ResultsError: if it cannot be read.
+    """
+    file = folder / "clock.json"
+    try:
+        return convert(Clock, json.loads(file.read_text(encoding="utf-8")), "")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ResultsError(f"{file}: cannot be read: {error}") from None
+
+
+def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> Clock:
+    """Measures the schemes of all sizes, and writes the clock.
+
+    Args:
+      cells: of a study.
+      folder: of the results.
+      say: shows a line.
+    """
+    steps, rounds, others = {}, {}, {}
+    for size, of_size in cells.items():
+        say(f"Measuring a step of {len(of_size)} schemes of {size} ...")
+        unit = {name: (cell.task, cell.grid[0].position) for name, cell in of_size.items()}
+        with Workers(1, _in_worker) as workers:
+            ((steps[size], rounds[size], others[size]),) = workers.answers(
+                [unit], lambda unit: None, lambda: True
+            )
+        share = "unknown" if others[size] is None else f"{others[size]:.1%}"
+        say(f"{size}: {rounds[size]} rounds; time of other programs: {share}")
+    clock = Clock(steps, rounds, others, environment())
+    write_whole(folder / "clock.json", to_json(dataclasses.asdict(clock), indent=1) + "\n")
+    return clock
+
+
+@contextlib.contextmanager
+def _in_worker() -> Generator[Any]:
+    yield _measure
+
+
+def _measure(unit: Mapping[str, tuple[Any, Any]], send: Any) -> None:
+    """Sends milliseconds of a step by scheme, the number of rounds, and the share of others."""
+    from experiments.bench.step import prepare
+    from experiments.bench.timing import side_by_side
+    from experiments.runs.run import load_data
+
+    cases, per_call = {}, {}
+    for name, (task, position) in unit.items():
+        train = dataclasses.replace(task.train, steps_per_call=5)
+        task = dataclasses.replace(task, train=train)
+        cases[name], _ = prepare(task, position, load_data(task).train)
+        per_call[name] = train.steps_per_call
+    before = _processor_seconds()
+    timings = side_by_side(cases, rounds=15, seconds=0.0)
+    others = _share_of_others(before, _processor_seconds())
+    steps = {each.name: round(1e3 * each.median / per_call[each.name], 4) for each in timings}
+    send((steps, timings[0].rounds, others))
+
+
+def _processor_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float, float] | None:
+    """Returns seconds that all processors, and this process, were busy, and seconds of the clock.
+
+    None where the system does not say.
+    """
+    try:
+        words = stat.read_text(encoding="utf-8").partition("\n")[0].split()
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, soft, steal = (float(x) for x in words[1:9])
+    ticks = os.sysconf("SC_CLK_TCK")
+    busy = (user + nice + system + irq + soft + steal) / ticks
+    return busy, time.process_time(), time.monotonic()
+
+
+def _share_of_others(before: Any, after: Any) -> float | None:
+    """Returns the part of the time of all processors that other processes had."""
+    if before is None or after is None:
+        return None
+    busy, process, seconds = (b - a for a, b in zip(before, after, strict=True))
+    return round(max(0.0, busy - process) / (seconds * (os.cpu_count() or 1)), 4)

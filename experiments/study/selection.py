@@ -1,0 +1,198 @@
+"""The choice of a scheme's settings in a study, by scores of several seeds.
+
+The grid runs once, with the first selection seed. Its best rate and the neighbours of this run with
+all selection seeds; while the best mean has a neighbour that has not, so does this one. A rate is
+unstable if its seeds spread, or if the same run with other rounding (a rate higher by a millionth)
+ends elsewhere; the best stable rate is chosen. Then `_Size.tries` further settings run at this rate
+with the first seed, and the improvements with all seeds; the best mean is chosen.
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from experiments.pages.scheme_results import Lookup, mean
+from experiments.runs.run import Result, Run
+
+if TYPE_CHECKING:
+    from experiments.study.plan import Cell
+
+_SCHEME_RATES = (10.0, 3.0)
+_HALF_STEP = math.sqrt(2.0)
+_OTHER_ROUNDING = 1 + 1e-6
+
+
+def variant(run: Run, seed: int, **train: Any) -> Run:
+    """Returns a run with another seed and other settings of training."""
+    task = dataclasses.replace(run.task, train=dataclasses.replace(run.task.train, **train))
+    return dataclasses.replace(run, task=task, seed=seed)
+
+
+def score(result: Result | None) -> float | None:
+    """Returns the score at the trained length, None where there is none."""
+    if result is None or not result.scores:
+        return None
+    return next(iter(next(iter(result.scores.values())).values()))
+
+
+class Selection:
+    """The choice for one scheme at one size.
+
+    Attributes:
+      runs: all runs that it needs, as far as results determine them.
+      first: the runs of the grid.
+      tried: by run of the first selection seed, the runs of all selection seeds.
+      unstable: runs in `tried` that are not chosen, with the reason.
+      best_of_grid: the best stable run of the grid, None before it is known.
+      other_rounding: `best_of_grid` with other rounding, None before it is known.
+      tries: runs with further settings, of the first selection seed.
+      chosen: the chosen run, of the first selection seed; None before it is known.
+    """
+
+    def __init__(self, cell: "Cell", results: Lookup):
+        self._cell, self._results = cell, results
+        self._sign = 1.0 if cell.grid[0].task.labels.higher_is_better else -1.0
+        self.first, self.runs = cell.grid, list(cell.grid)
+        self.tried: dict[Run, tuple[Run, ...]] = {}
+        self.unstable: dict[Run, str] = {}
+        self.tries: tuple[Run, ...] = ()
+        self.best_of_grid = self.other_rounding = self.chosen = None
+        if self._ended(self.first) and self._choose_rate() and self.best_of_grid:
+            self._choose_settings(self.best_of_grid)
+
+    def score(self, run: Run) -> float:
+        """Returns the score by which a run is chosen; the worst for one that diverged."""
+        result = self._results(run)
+        scores = result.scores.get(run.task.selection_view, {}) if result else {}
+        value = scores.get(str(run.task.train_length))
+        return -self._sign * math.inf if value is None else value
+
+    def means(self, runs: Iterable[Run]) -> dict[Run, float]:
+        """Returns the means over the selection seeds for runs in `tried`."""
+        return {run: _mean([self.score(each) for each in self.tried[run]]) for run in runs}
+
+    def optimum(self) -> float | None:
+        """Returns how far the parabola through three rates lies beyond the best rate's mean.
+
+        The parabola is in the logarithm of the rate; None where the best rate has no neighbours on
+        both sides.
+        """
+        run = self.best_of_grid
+        place = self.first.index(run) if run else 0
+        around = self.first[place - 1 : place + 2] if place else ()
+        if len(around) < 3 or any(each not in self.tried for each in around):
+            return None
+        below, middle, above = self.means(around).values()
+        bend = below - 2 * middle + above
+        if not math.isfinite(bend) or bend * self._sign >= 0:
+            return None
+        return -((above - below) ** 2) / (8 * bend)
+
+    def shifts(self) -> list[float]:
+        """Returns by how much the reported score changes with resampled selection seeds.
+
+        One number for each sequence of seeds drawn with replacement: the score at the trained
+        length of the setting that these seeds choose, less that of the chosen one, as means over
+        all selection seeds.
+        """
+        if self.chosen is None:
+            return []
+        runs = [run for run in self.tried if run is self.chosen or run not in self.unstable]
+        table = {run: [self.score(each) for each in self.tried[run]] for run in runs}
+        reported = {
+            run: mean([score(self._results(each)) for each in self.tried[run]]) for run in runs
+        }
+        best = [
+            self._best({run: _mean([table[run][i] for i in drawn]) for run in runs})
+            for drawn in itertools.product(range(len(self._seeds)), repeat=len(self._seeds))
+        ]
+        return [reported[run] - reported[self.chosen] for run in best]
+
+    @property
+    def _seeds(self) -> Sequence[int]:
+        first = self.first[0].seed
+        return range(first, first + self._cell.about.selection_seeds)
+
+    def _choose_rate(self) -> bool:
+        """Chooses a rate of the grid; returns whether it is known."""
+        by_first = {run: self.score(run) for run in self.first}
+        pending = self._with_neighbours(self._best(by_first))
+        while True:
+            for run in pending:
+                self.tried[run] = tuple(variant(run, seed) for seed in self._seeds)
+                self.runs += self.tried[run][1:]
+            if not all(self._ended(runs) for runs in self.tried.values()):
+                return False
+            self._mark_spread()
+            best = self._best(self.means(self._stable()))
+            pending = [run for run in self._with_neighbours(best) if run not in self.tried]
+            if pending:
+                continue
+            rate = best.task.train.learning_rate
+            again = variant(best, best.seed, learning_rate=rate * _OTHER_ROUNDING)
+            self.runs.append(again)
+            if not self._ended([again]):
+                return False
+            if abs(self.score(again) - self.score(best)) > self._cell.about.unstable:
+                self.unstable[best] = "rounding"
+                if any(run not in self.unstable for run in self.tried):
+                    continue
+            self.best_of_grid, self.other_rounding = best, again
+            return True
+
+    def _choose_settings(self, best: Run) -> None:
+        """Chooses between the best rate and further settings at it."""
+        self.tries = tuple(self._tries(best))
+        self.runs += self.tries
+        if not self._ended(self.tries):
+            return
+        sign = self._sign
+        for run in self.tries:
+            if sign * self.score(run) > sign * self.score(best):
+                self.tried[run] = tuple(variant(run, seed) for seed in self._seeds)
+                self.runs += self.tried[run][1:]
+        if all(self._ended(runs) for runs in self.tried.values()):
+            self._mark_spread()
+            better = [run for run in self.tries if run in self.tried and run not in self.unstable]
+            self.chosen = self._best(self.means([best, *better]))
+
+    def _tries(self, best: Run) -> list[Run]:
+        count, rate = self._cell.about.tries, best.task.train.learning_rate
+        if self._cell.has_parameters:
+            settings = [{"scheme_rate": factor} for factor in _SCHEME_RATES[:count]]
+        else:
+            factors = (_HALF_STEP, 1 / _HALF_STEP)[:count]
+            settings = [{"learning_rate": rate * factor} for factor in factors]
+        return [variant(best, best.seed, **each) for each in settings]
+
+    def _mark_spread(self) -> None:
+        for run, runs in self.tried.items():
+            scores = [self.score(each) for each in runs]
+            if not all(map(math.isfinite, scores)):
+                self.unstable[run] = "diverged"
+            elif len(scores) > 1 and statistics.stdev(scores) > self._cell.about.unstable:
+                self.unstable[run] = "spread"
+
+    def _stable(self) -> list[Run]:
+        """Returns the runs that may be chosen: the lowest rate if none is stable."""
+        stable = [run for run in self.tried if run not in self.unstable]
+        return stable or [min(self.tried, key=lambda run: run.task.train.learning_rate)]
+
+    def _with_neighbours(self, run: Run) -> list[Run]:
+        place = self.first.index(run)
+        return list(self.first[max(0, place - 1) : place + 2])
+
+    def _best(self, scores: dict[Run, float]) -> Run:
+        """Returns the run with the best score, the lowest rate if all are infinite."""
+        return max(scores, key=lambda run: self._sign * scores[run])
+
+    def _ended(self, runs: Iterable[Run]) -> bool:
+        return all(self._results(run) for run in runs)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Returns the mean, infinite if a value is."""
+    return sum(values) / len(values)
