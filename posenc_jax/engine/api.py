@@ -226,9 +226,8 @@ def run(
       NotImplementedError: if the implementation does not support the problem.
     """
     if implementation is None:
-        chosen = choose(problem, _platform())
-    else:
-        chosen = find(implementation)
+        return _run(choose(problem, _platform()), problem)
+    chosen = find(implementation)
     reason = chosen.supports(problem)
     if reason is not None:
         raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
@@ -306,9 +305,9 @@ def choose(problem: Problem, platform: str) -> Implementation:
         order = ("cudnn", *order)
 
     def serves(name: str) -> bool:
-        if IMPLEMENTATIONS[name].supports(problem) is not None:
+        if name == "pallas" and not all_right(problem):  # Asked first: `supports` takes longer.
             return False
-        return name != "pallas" or all_right(problem)
+        return IMPLEMENTATIONS[name].supports(problem) is None
 
     return IMPLEMENTATIONS[next(filter(serves, order))]
 

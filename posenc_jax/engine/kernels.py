@@ -141,6 +141,10 @@ class Kernels(ShardMapped):
     """Whether causality and windows by slot are a bias by distance."""
 
     @abc.abstractmethod
+    def unfit(self) -> str | None:
+        """Returns why the chip has no kernels, whatever the problem, or None."""
+
+    @abc.abstractmethod
     def make_spec(self, problem: Problem, **fields: Any) -> Any:
         """Returns the platform's `Spec`, with the fields of `spec_fields`."""
 

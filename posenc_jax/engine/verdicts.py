@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jaxlib
 
+from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.rules import ContentBias, DotBias, LogitBias, Rule, SeparableBias
 
@@ -130,6 +131,8 @@ def all_right(problem: Problem) -> bool:
 
 @functools.cache
 def _are_right(keys: tuple[Key, ...]) -> bool:
+    if Pallas().unfit() is not None:
+        return False
     by_subject = {key.subject: _verdict(key) for key in keys}
     faults = [x.fault for x in by_subject.values() if x is not None and x.fault is not None]
     unproved = [s for s, x in by_subject.items() if x is None or x.fault is not None]
@@ -137,7 +140,7 @@ def _are_right(keys: tuple[Key, ...]) -> bool:
         return True
     (_, dtype, head_dim), classes = unproved[0], [subject.rule_class for subject in unproved]
     reason = f"its kernels are wrong ({faults[0]})" if faults else "there is no verdict"
-    shared = f", before all processes, with {FOLDER} naming a folder that they share"
+    shared = f", before the processes start, with {FOLDER} naming a folder that they share"
     _log.warning(
         f'attention: implementation=None leaves out "pallas" for rule class {", ".join(classes)}, '
         f"{dtype}, head dim {head_dim} on {keys[0].device_kind}: {reason}; to check its kernels "

@@ -155,8 +155,8 @@ def test_several_processes(chip, caplog):
     verdicts._are_right.cache_clear()  # The same process.
     assert _t5() == "xla"
     assert _line(caplog).endswith(
-        "--head-dim 64, before all processes, with POSENC_JAX_CACHE_DIR naming a folder that they "
-        "share"
+        "--head-dim 64, before the processes start, with POSENC_JAX_CACHE_DIR naming a folder that "
+        "they share"
     )
     chip.restart()
     assert _t5() == "pallas"
@@ -256,8 +256,7 @@ def test_chips_that_cannot_be_asked_have_no_verdict(chip):
 
 def test_sharded_arrays(chip):
     """What cannot be divided over the devices keeps what it took before."""
-    chip.device.device_kind = "cpu"  # As meshes of its devices say.
-    chip.monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", KERNELS)
+    _interpret(chip)
     _write()
     for axes, word in (
         ((), "pallas"),
@@ -320,11 +319,17 @@ def _use(monkeypatch, *all_steps):
     monkeypatch.setattr(prove, "steps", chosen)
 
 
+def _interpret(chip):
+    """Lets the chip compute with the interpreter."""
+    chip.device.device_kind = "cpu"  # As meshes of its devices say.
+    chip.monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", KERNELS)
+    chip.monkeypatch.setattr(verdicts, "Pallas", lambda: KERNELS)
+
+
 @pytest.fixture
 def interpreted(chip):
     """The chip computes with the interpreter, and a missing verdict is made while tracing."""
-    chip.device.device_kind = "cpu"  # As meshes of its devices say.
-    chip.monkeypatch.setitem(api.IMPLEMENTATIONS, "pallas", KERNELS)
+    _interpret(chip)
     chip.monkeypatch.setattr(api, "_KERNEL_PAIRS", 128**2)
     float32 = T5._replace(dtype="float32")
     none = _step("forward: no rule", subject=float32._replace(rule_class="none"))
@@ -552,13 +557,17 @@ def test_rule_classes_are_those_of_the_steps():
     assert verdicts.rule_class(pe.DenseBias(jnp.zeros((1, 1, 2, 2))), by_slot=True) is None
 
 
-def test_gpus(chip):
+def test_gpus(chip, caplog):
     """cuDNN comes first, then these kernels from a block of queries on."""
     chip.monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    chip.device.compute_capability = "8.0"
     for name, lacks in (("pallas", lambda problem: None), ("cudnn", lambda problem: problem.rules)):
         served = types.SimpleNamespace(name=name, supports=lambda p, lacks=lacks: lacks(p) or None)
         chip.monkeypatch.setitem(api.IMPLEMENTATIONS, name, served)
-    assert _t5(platform="gpu") == "xla"
+    assert _t5(platform="gpu") == "xla" and not caplog.records  # There are no kernels.
+    chip.monkeypatch.setattr(verdicts, "Pallas", lambda: KERNELS)
+    chip.restart()
+    assert _t5(platform="gpu") == "xla" and "no verdict" in _line(caplog)
     _write()
     chip.restart()
     assert _t5(platform="gpu") == "pallas" and _chosen(platform="gpu") == "cudnn"
