@@ -416,8 +416,8 @@ def _named(results: tuple, grads: Arrays) -> Arrays:
     return named
 
 
-def expected(case: Case, x: Arrays, *, gradients: bool) -> Arrays:
-    """Returns the outcome of a case in float64.
+def expected(case: Case, x: Arrays, *, gradients: bool, lse: bool = True) -> Arrays:
+    """Returns the outcome of a case in float64, by the arguments of `run`.
 
     "output", "dq", "dk" and "dv" are [B, N or K, T or S, H], "lse" is [B, N, T]; gradients of
     parameters have their shapes.
@@ -440,16 +440,16 @@ def expected(case: Case, x: Arrays, *, gradients: bool) -> Arrays:
     top = np.maximum(s.max(3), -1e30)
     total = np.exp(s - top[..., None]).sum(3)
     with np.errstate(divide="ignore"):
-        lse = top + np.log(total)
+        log_sum = top + np.log(total)
         sinks = wide(x["sinks"])[None, :, None] if c.sinks else -np.inf
-        lse = np.logaddexp(lse, sinks)
-    p = np.where(seen[:, None], np.exp(s - np.maximum(lse, -1e30)[..., None]), 0.0)
+        log_sum = np.logaddexp(log_sum, sinks)
+    p = np.where(seen[:, None], np.exp(s - np.maximum(log_sum, -1e30)[..., None]), 0.0)
     keep = _keep(c) / (1 - c.dropout) if c.dropout else 1.0
     out = (p * keep) @ v
-    results = {"output": out, "lse": lse}
+    results = {"output": out, "lse": log_sum}
     if not gradients:
         return results
-    d_lse = np.moveaxis(wide(x["d_lse"]), 2, 1)
+    d_lse = np.moveaxis(wide(x["d_lse"]), 2, 1) if lse else 0.0
     d_p = keep * (d_out @ np.swapaxes(v, 2, 3))
     delta = (d_out * out).sum(3) - d_lse
     ds = p * (d_p - delta[..., None]) * slope
@@ -463,7 +463,7 @@ def expected(case: Case, x: Arrays, *, gradients: bool) -> Arrays:
     for name, y in rule.pull(params, distance, ds).items():
         results[f"gradient of {name}"] = y
     if c.sinks:
-        share = np.exp(sinks - lse)
+        share = np.exp(sinks - log_sum)
         results["gradient of sinks"] = -(share * delta).sum((0, 2))
     return results
 

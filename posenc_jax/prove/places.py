@@ -123,9 +123,10 @@ def _wrong_tile(
     case: Case, name: str, got: np.ndarray, want: np.ndarray, labels: Labels
 ) -> str | None:
     """Returns the first tile whose sum is wrong, or None."""
-    channels = slice(labels.start, labels.stop)
+    channels, weights = slice(labels.start, labels.stop), name in ("output", "dv")
     got, want = got[..., channels], want[..., channels]
-    limit = _ELEMENT[case.dtype] * max(np.abs(want).max(), 1e-30)
+    # Sums of cotangents cancel, sums of weights do not.
+    limit = _ELEMENT[case.dtype] * (1 if weights else 2) * max(np.abs(want).max(), 1e-30)
     wrong = ~(np.abs(got - want) <= limit)
     batch, heads, count, _ = got.shape
     rows = -(-count // case.block)
@@ -137,7 +138,6 @@ def _wrong_tile(
     span = slice(row * case.block, (row + 1) * case.block)
     excess = (got - want)[b, n, span]
     error = np.where(np.isnan(excess), np.inf, np.abs(excess))
-    weights = name in ("output", "dv")  # None is below zero.
     if weights and (excess < -limit).any():  # A missing block comes before the one in its place.
         error = np.where(excess < 0, error, 0.0)
     tiles = by_row[..., : labels.blocks]

@@ -220,7 +220,7 @@ def _check(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> st
         if zero and (gradients or not lse):
             continue
         x = cases.inputs(case, zero)
-        want = cases.expected(case, x, gradients=gradients)
+        want = cases.expected(case, x, gradients=gradients, lse=lse)
         got = cases.run(case, implementation, x, gradients=gradients, lse=lse)
         place = places.first_wrong(case, got, want)
         count = places.wrong_counts(case, got, want) if zero else None

@@ -59,6 +59,17 @@ def test_steps_are_right_in_the_interpreter(name):
     assert step.run() is None
 
 
+@pytest.mark.parametrize("word", ["xla", "jax"])
+def test_other_implementations_are_right(word):
+    """The second returns no log-sum-exp."""
+    (step,) = (s for s in steps(word, small=True, head_dim=32) if s.name == "backward: no rule")
+    with jax.numpy_dtype_promotion("standard"):  # As `jax.nn` needs.
+        assert step.run() is None
+    refused = next(s for s in steps("jax", family="forward") if s.rule_class == "pair")
+    with pytest.raises(NotImplementedError):
+        refused.run()
+
+
 @one_of_all
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_steps_are_right_in_the_interpreter(family):
