@@ -1,8 +1,8 @@
 """Verdicts: whether the kernels of this package were right on the chip that is there.
 
-`python -m posenc_jax.prove` makes them, and `implementation=None` reads them on TPUs and GPUs. A
-verdict is a file of its own, named after everything that could change it: a file of another chip,
-compiler or version of the kernels is never read.
+`python -m posenc_jax.prove` makes them, and `implementation=None` reads them on TPUs and GPUs. Each
+is a file, named after a digest of its `Key`: another chip, compiler or version of the kernels has
+other files.
 """
 
 import functools
