@@ -23,6 +23,7 @@ from posenc_jax.engine.problem import Implementation, Problem, zero_where
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.splash import Splash
+from posenc_jax.engine.verdicts import all_right
 from posenc_jax.engine.xla import XLA
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -30,8 +31,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 """Implementations by the word for `attention(implementation=...)`."""
 
-_SPLASH_PAIRS = 2**18
-"""T x S from which on TPUs take splash attention: a tile or more."""
+_KERNEL_PAIRS = 2**18
+"""T x S from which on `None` takes kernels written in Pallas: a tile or more."""
+
+_DECODE_KEYS = 2**13
+"""S from which on `None` takes the decode kernel of TPUs."""
 
 
 @overload
@@ -222,9 +226,8 @@ def run(
       NotImplementedError: if the implementation does not support the problem.
     """
     if implementation is None:
-        chosen = choose(problem, _platform())
-    else:
-        chosen = find(implementation)
+        return _run(choose(problem, _platform()), problem)
+    chosen = find(implementation)
     reason = chosen.supports(problem)
     if reason is not None:
         raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
@@ -282,22 +285,31 @@ def choose(problem: Problem, platform: str) -> Implementation:
     on CPU, forward and backward with a learned bias, tiles are faster from T = 32 on. On GPUs
     cuDNN comes before tiles where it supports the call, as `jax.nn` users choose it, and on TPUs
     splash attention does from 2**18 pairs on, where traces show the devices; neither was measured
-    here. The kernels of this package have to be named until they have run on hardware; see
-    docs/kernels.md.
+    here. Next come the kernels of this package, where `python -m posenc_jax.prove` saw that they
+    are right on the chip that is there; see docs/kernels.md.
 
     Args:
       problem: the problem.
       platform: "cpu", "gpu" or "tpu".
     """
-    small = problem.length == 1 or problem.length * problem.keys < 32 * 32
+    pairs = problem.length * problem.keys
+    small = problem.length == 1 or pairs < 32 * 32
     order = ("dense", "xla") if small else ("xla", "dense")
+    if platform in ("gpu", "tpu") and placement_is_known(problem):
+        decodes = platform == "tpu" and problem.length <= 16 and problem.keys >= _DECODE_KEYS
+        if decodes or (problem.length >= 128 and pairs >= _KERNEL_PAIRS):
+            order = ("pallas", *order)
+        if platform == "tpu" and pairs >= _KERNEL_PAIRS:
+            order = ("splash", *order)
     if platform == "gpu" and not small:
         order = ("cudnn", *order)
-    pairs = problem.length * problem.keys
-    if platform == "tpu" and pairs >= _SPLASH_PAIRS and placement_is_known(problem):
-        order = ("splash", *order)
-    candidates = (IMPLEMENTATIONS[name] for name in order)
-    return next(candidate for candidate in candidates if candidate.supports(problem) is None)
+
+    def serves(name: str) -> bool:
+        if name == "pallas" and not all_right(problem):  # Asked first: `supports` takes longer.
+            return False
+        return IMPLEMENTATIONS[name].supports(problem) is None
+
+    return IMPLEMENTATIONS[next(filter(serves, order))]
 
 
 def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Problem:

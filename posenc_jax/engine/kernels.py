@@ -75,7 +75,8 @@ class ShardMapped(Implementation):
             )
         if not self.check_vma and _checks_varying(mesh_of(problem)):
             return "inside jax.shard_map it needs check_vma=False"
-        return self.refuses(self._part(problem))
+        reason = self.refuses(self._part(problem))
+        return reason or unshardable(problem, mesh_of(problem), *self.axes(problem))
 
     def axes(self, problem: Problem) -> tuple[Any, Any]:
         """Returns the mesh axes of the batch and of the heads."""
@@ -138,6 +139,10 @@ class Kernels(ShardMapped):
     name = "pallas"
     mask_by_distance: ClassVar[bool] = False
     """Whether causality and windows by slot are a bias by distance."""
+
+    @abc.abstractmethod
+    def unfit(self) -> str | None:
+        """Returns why the chip has no kernels, whatever the problem, or None."""
 
     @abc.abstractmethod
     def make_spec(self, problem: Problem, **fields: Any) -> Any:

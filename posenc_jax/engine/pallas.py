@@ -26,11 +26,15 @@ class Pallas(Implementation):
 
         return PallasTPU()
 
-    def supports(self, problem: Problem) -> str | None:
+    def unfit(self) -> str | None:
+        """Returns why the chip that is there has no kernels, whatever the problem, or None."""
         platform = jax.default_backend()
         if platform not in ("tpu", "gpu"):
             return f"there are kernels for TPUs and NVIDIA GPUs, and the platform is {platform}"
-        return self._kernels.supports(problem)
+        return self._kernels.unfit()
+
+    def supports(self, problem: Problem) -> str | None:
+        return self.unfit() or self._kernels.supports(problem)
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
         return self._kernels.on_mesh(problem, mesh, spec)

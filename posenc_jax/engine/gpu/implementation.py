@@ -28,7 +28,7 @@ class PallasGPU(Kernels):
 
     platform = "gpu"
 
-    def supports(self, problem: Problem) -> str | None:
+    def unfit(self) -> str | None:
         if jax.__version_info__ < (0, 11, 2):
             return f"kernels for GPUs need jax 0.11.2 or later, and this is {jax.__version__}"
         if jax.default_backend() == "gpu" and not (self.interpret or self.cross_compile):
@@ -40,7 +40,10 @@ class PallasGPU(Kernels):
                 )
             if _cuda_version() in _MISCOMPILED:
                 return "kernels for GPUs need CUDA 12.9.1 or later, whose ptxas is right"
-        return super().supports(problem)
+        return None
+
+    def supports(self, problem: Problem) -> str | None:
+        return self.unfit() or super().supports(problem)
 
     def refuses(self, problem: Problem) -> str | None:
         p = problem

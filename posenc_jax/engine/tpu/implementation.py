@@ -58,11 +58,14 @@ class PallasTPU(Kernels):
             f"PallasTPU: decode must be a multiple of {LANES} keys, got {self.decode}.",
         )
 
+    def unfit(self) -> str | None:
+        return None if self.interpret else unknown_kind()
+
     def refuses(self, problem: Problem) -> str | None:
         p = problem
         if p.q.dtype not in (jnp.bfloat16, jnp.float32) or not p.q.dtype == p.k.dtype == p.v.dtype:
             return "q, k and v must all be bfloat16 or all float32"
-        if (reason := None if self.interpret else unknown_kind()) is not None:
+        if (reason := self.unfit()) is not None:
             return reason
         if decodes(p):
             return _known_from_shapes(lambda p: decode_refusal(p, self.decode, self._limit), p)
