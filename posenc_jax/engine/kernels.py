@@ -25,7 +25,7 @@ from posenc_jax.engine.problem import (
     with_sinks,
     zero_where,
 )
-from posenc_jax.engine.terms import DotTerm
+from posenc_jax.engine.terms import AllPairsTerm, DotTerm
 from posenc_jax.ops.partition import combine, partition
 
 
@@ -183,8 +183,6 @@ class Kernels(ShardMapped):
     def supports(self, problem: Problem) -> str | None:
         if problem.whole_rows or not problem.normalized:
             return 'rules on whole rows of logits need implementation="xla"'
-        if any(rule.pairs is not None for rule in problem.rules):
-            return 'an array of all pairs needs implementation="xla"'
         if any(rule.adds_values for rule in problem.rules):
             return 'rules that add to values need implementation="xla"'
         return super().supports(problem)
@@ -334,7 +332,7 @@ def _elements(p: Problem, lowered: Lowered) -> list[Any]:
         if isinstance(x.term, DotTerm)
         else element_of(x.term, x.q_features, x.k_features, p.q_coordinates, p.num_heads)
         for x in lowered.terms
-        if x.strip is None
+        if x.strip is None and not isinstance(x.term, AllPairsTerm)
     ]
 
 

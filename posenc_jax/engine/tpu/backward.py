@@ -33,6 +33,7 @@ from posenc_jax.engine.tpu.bands import (
     feature_cotangents,
     product_grads,
 )
+from posenc_jax.engine.tpu.backward_pairs import pair_grads, pairs_refusal
 from posenc_jax.engine.tpu.block_specs import (
     feature_spec,
     input_specs,
@@ -43,7 +44,15 @@ from posenc_jax.engine.tpu.block_specs import (
 )
 from posenc_jax.engine.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
-from posenc_jax.engine.tpu.tile import dot, kept_pairs, lanes, soft_cap, to_column, visible
+from posenc_jax.engine.tpu.tile import (
+    dot,
+    kept_pairs,
+    lanes,
+    pair_logits,
+    soft_cap,
+    to_column,
+    visible,
+)
 
 
 def backward(
@@ -81,6 +90,7 @@ def backward(
         _bias_grad(grid, x, grads.get("line")),
         tuple(map(_element_grads, x.elements, grads["elements"])),
         tuple(products),
+        pair_grads(spec, x, d_out, lse, delta),
     )
 
 
@@ -102,7 +112,9 @@ def backward_refusal(spec: TPUSpec, x: Operands) -> str | None:
     scalars = x.schedules[1], x.prefix, [e.scalars for e in x.elements]
     scratch = _scratch_shapes(grid, x, bands)
     temporary = temporary_bytes(spec, x, spec.backward)
-    return memory_refusal(sizes, spec.vmem_limit, scratch, arrays, specs, scalars, temporary)
+    memory = arrays, specs, scalars, temporary
+    reason = memory_refusal(sizes, spec.vmem_limit, scratch, *memory)
+    return reason or pairs_refusal(spec, x, **cotangents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,7 +374,7 @@ class _Logits(NamedTuple):
       bias_lanes: the first lane of the bias in the strip, by 128 keys.
       bands: the slices of the bands, by product.
       pulls: indices and pullbacks of the elements.
-      q_tokens, k_tokens: positions, coordinates and segments on the tile.
+      see: `visible`, or None where all pairs are.
     """
 
     s: jax.Array
@@ -370,8 +382,7 @@ class _Logits(NamedTuple):
     bias_lanes: list[Any]
     bands: list[BandSlices]
     pulls: list[tuple[int, Callable]]
-    q_tokens: dict[str, jax.Array]
-    k_tokens: dict[str, jax.Array]
+    see: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,7 +418,7 @@ class BackwardStep:
     @property
     def _may_hide(self) -> bool:
         """Whether rules may add -inf."""
-        return self.spec.rules_in_bias or bool(self.refs["elements"])
+        return self.spec.rules_in_bias or self.spec.pairs or bool(self.refs["elements"])
 
     def start_head(self) -> None:
         """Sets sums over the keys of a head to zero."""
@@ -465,9 +476,8 @@ class BackwardStep:
         q, d_out = refs["q"][...], refs["d_out"][...]
         logits = self._logits(q, ruled, masked)
         p = jnp.exp2(logits.s - refs["lse"][...] * LOG2E)
-        if masked:
-            tokens = logits.q_tokens, logits.k_tokens
-            p = jnp.where(visible(self.spec, p.shape, 1, self.offset, *tokens, self.limit), p, 0.0)
+        if logits.see is not None:
+            p = jnp.where(logits.see, p, 0.0)
         keep = None
         if "dropped" in refs:
             slots = lanes(scratch["columns"]["slots"][...], self.spec.backward.q)
@@ -526,6 +536,11 @@ class BackwardStep:
         if ruled or masked:
             q_tokens = {name: y[...] for name, y in refs["rows"].items()}
             k_tokens = {name: lanes(y[...], bq) for name, y in scratch["columns"].items()}
+        see = None
+        if masked:
+            see = visible(self.spec, s.shape, 1, self.offset, q_tokens, k_tokens, self.limit)
+        for term in refs["pairs"]:
+            s += pair_logits(self.spec, term, jnp.swapaxes(term.pairs[...], 0, 1), see)
         pulls = []
         for e, element in enumerate(refs["elements"]):
             if not (ruled or element.everywhere):
@@ -543,7 +558,7 @@ class BackwardStep:
             bounded = jnp.tanh(s)
             slope = 1.0 - bounded * bounded
             s = soft_cap(self.spec.softcap, s, bounded, ruled and self._may_hide)
-        return _Logits(s, slope, bias_lanes, bands, pulls, q_tokens, k_tokens)
+        return _Logits(s, slope, bias_lanes, bands, pulls, see)
 
     def _add_to_d_strip(self, ds: jax.Array, bias_lanes: list[Any]) -> None:
         """Adds the cotangent of the logits to the strip.
