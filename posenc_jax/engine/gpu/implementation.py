@@ -51,7 +51,7 @@ class PallasGPU(Kernels):
             return 'head dims beyond 256 need implementation="xla"'
         if p.dropout_seeds is not None:
             return 'dropout needs implementation="xla" on GPUs'
-        return refusal(p, functools.partial(_no_room, p))
+        return _pairs_refusal(p) or refusal(p, functools.partial(_no_room, p))
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         from posenc_jax.engine.rules import DotBias
@@ -74,7 +74,9 @@ class PallasGPU(Kernels):
         from posenc_jax.engine.gpu.spec import GPUSpec
 
         wide = max(fields["dim"], fields["value_dim"]) > 128
-        narrow_keys = 64 if fields["products"] else 128
+        # The tile of an array of all pairs takes as much shared memory as 64 keys or more.
+        has_pairs = fields["pairs"] and max(fields["dim"], fields["value_dim"]) > 64
+        narrow_keys = 64 if fields["products"] or has_pairs else 128
         return GPUSpec(
             **fields,
             length=padded(problem.length, 128),
@@ -110,6 +112,21 @@ def _no_room(p: Problem, counts: list[int]) -> str | None:
     dims = p.q.shape[3], p.v.shape[3]
     if counts and (max(*dims, *counts) > 128 or not fits(*dims, counts)):
         return f"a vector of a token times one per distance, with {counts} numbers,"
+    return None
+
+
+def _pairs_refusal(p: Problem) -> str | None:
+    """Returns why there is no kernel for the arrays of all pairs, or None."""
+    from posenc_jax.engine.rules import DotBias
+
+    count = sum(rule.pairs is not None for rule in p.rules)
+    if count > 1:
+        return 'on GPUs, several arrays of all pairs need implementation="xla"; add them up'
+    if count and any(isinstance(rule, DotBias) for rule in p.rules):
+        return (
+            "on GPUs, an array of all pairs with a vector of a token times one per distance needs "
+            'implementation="xla"'
+        )
     return None
 
 

@@ -39,6 +39,7 @@ class Tile:
       bias: reference to the bias by index `origin` + query - key, or None.
       origin: the index of the bias of the first query and the first key.
       band_logits: functions that return the logits of products of tokens and distances.
+      pairs: a function that returns the tile of an array of all pairs, or None.
     """
 
     spec: GPUSpec
@@ -53,6 +54,7 @@ class Tile:
     bias: Ref | None
     origin: int
     band_logits: tuple[Callable[[], jax.Array], ...]
+    pairs: Callable[[], jax.Array] | None
 
     @property
     def ruled(self) -> bool | jax.Array:
@@ -62,13 +64,14 @@ class Tile:
     def logits(self, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns logits in units of log 2 from products of q and k, and the slope of the cap."""
         spec = self.spec
-        s = self._by_kind(lambda ruled, _, s: self._add(s, ruled), s * self._unit)
+        s = self._by_kind(self._add, s * self._unit)
         slope = None
         if spec.softcap is not None:
             bounded = jnp.tanh(s)
             slope = 1.0 - bounded * bounded
             capped = bounded * (spec.softcap * LOG2E)
-            may_hide = spec.rules_in_bias or self.x.elements  # Rules hide keys by -inf.
+            # Rules hide keys by -inf.
+            may_hide = spec.rules_in_bias or spec.pairs or self.x.elements
             s = jnp.where(s == -jnp.inf, s, capped) if may_hide else capped
 
         def hide(_, masked, s):
@@ -130,7 +133,7 @@ class Tile:
         index = sum((self.kind > kind).astype(jnp.int32) for kind in possible[:-1])
         return jax.lax.switch(index, branches, operand)
 
-    def _add(self, s: jax.Array, ruled: bool) -> jax.Array:
+    def _add(self, ruled: bool, masked: bool, s: jax.Array) -> jax.Array:
         """Adds the terms of the rules to logits."""
         if ruled and self.bias is not None:
             s = s + by_distance(
@@ -138,6 +141,10 @@ class Tile:
             )
         for logits in self.band_logits if ruled else ():
             s = s + logits()
+        if self.pairs is not None:
+            tile = self.pairs() * (self.spec.unit * self.x.pairs[0].factor)
+            # Hidden entries may be NaN.
+            s = s + (jnp.where(self._visible(), tile, 0.0) if masked else tile)
         for element in self.x.elements:
             if not (ruled or element.everywhere):
                 continue
