@@ -119,10 +119,12 @@ def _pairs_refusal(p: Problem) -> str | None:
     """Returns why there is no kernel for the arrays of all pairs, or None."""
     from posenc_jax.engine.rules import DotBias
 
-    count = sum(rule.pairs is not None for rule in p.rules)
-    if count > 1:
+    arrays = [rule.pairs for rule in p.rules if rule.pairs is not None]
+    if any(x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) for x in arrays):
+        return "an array of all pairs must be bfloat16, float16 or float32"
+    if len(arrays) > 1:
         return 'on GPUs, several arrays of all pairs need implementation="xla"; add them up'
-    if count and any(isinstance(rule, DotBias) for rule in p.rules):
+    if arrays and any(isinstance(rule, DotBias) for rule in p.rules):
         return (
             "on GPUs, an array of all pairs with a vector of a token times one per distance needs "
             'implementation="xla"'
