@@ -98,8 +98,8 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
         horizons += highs
     known_horizons = [x for x in horizons if x is not None]
 
-    # Causality and the window join the bias only where nothing else hides keys. Hidden entries of an
-    # array of all pairs may be NaN, which a mask value does not hide.
+    # Causality and the window join the bias only where nothing else hides keys. A mask value does
+    # not hide NaN, which hidden entries of an array of all pairs may be.
     mask_in_bias = (
         bool(by_distance)
         and all(rule.pairs is None for rule in rules)

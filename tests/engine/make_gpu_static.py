@@ -106,8 +106,8 @@ class Case:
     """One problem: T = S, causal, forward and backward.
 
     Attributes:
-      rule: "none", "separable", the name of a scheme, for which tokens have 128 numbers, or "pairs":
-        a `DenseBias` [1, N, T, T], not causal.
+      rule: "none", "separable", the name of a scheme, for which tokens have 128 numbers, or
+        "pairs": a `DenseBias` [1, N, T, T], not causal.
       batch, length, heads, kv_heads, dim, dtype: B, T, N, K, H and the dtype of q, k and v.
       segments, positions: whether these are given, as data.
       options: more arguments of `attention`.

@@ -605,23 +605,26 @@ def known_case(known: dict, text: str) -> bool:
 
 
 def table(known: dict) -> str:
-    """Returns committed numbers as two tables of Markdown: of tiles, and of blocks to decode."""
+    """Returns committed numbers as tables of Markdown: tiles, pairs, and blocks to decode."""
     chips = [chip for chip in CHIPS if chip in known]
-    columns = [(chip, which) for chip in chips for which in ("forward", "backward")]
-    lines = [
-        f"| | {' | '.join(f'{chip} {which}' for chip, which in columns)} |",
-        f"|---|{'---|' * len(columns)}",
-    ]
-    for name, case in CASES.items():
-        if case.queries:
-            continue
-        cells = []
-        for chip, which in columns:
-            kernels = known[chip].get(name)
-            cells.append("/".join(map(str, kernels[which]["tiles"])) if kernels else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines = []
+    for of_pairs, kinds in ((False, ("forward", "backward")), (True, tuple(KERNELS)[:3])):
+        columns = [(chip, which) for chip in chips for which in kinds]
+        lines += [
+            f"| | {' | '.join(f'{chip} {which}' for chip, which in columns)} |",
+            f"|---|{'---|' * len(columns)}",
+        ]
+        for name, case in CASES.items():
+            if case.queries or (case.rule == "pairs") != of_pairs:
+                continue
+            cells = []
+            for chip, which in columns:
+                kernels = known[chip].get(name)
+                cells.append("/".join(map(str, kernels[which]["tiles"])) if kernels else "")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append("")
     heads = [f"{chip} | {chip}, to read" for chip in chips]
-    lines += ["", f"| | keys | {' | '.join(heads)} |", f"|---|---|{'---|' * 2 * len(chips)}"]
+    lines += [f"| | keys | {' | '.join(heads)} |", f"|---|---|{'---|' * 2 * len(chips)}"]
     for name, case in CASES.items():
         if not case.queries:
             continue

@@ -1,4 +1,4 @@
-"""Kernels of sums of the cotangents of logits, over tiles that change in queries or keys or both."""
+"""Kernels that sum cotangents of logits as they are, or times features."""
 
 import dataclasses
 from typing import Any

@@ -63,9 +63,10 @@ class Tile:
 
     def logits(self, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns logits in units of log 2 from products of q and k, and the slope of the cap."""
-        spec = self.spec
+        spec, slope = self.spec, None
+        if self.pairs is not None and spec.softcap is None:  # One switch takes fewer registers.
+            return self._by_kind(self._add_and_hide, s * self._unit), slope
         s = self._by_kind(self._add, s * self._unit)
-        slope = None
         if spec.softcap is not None:
             bounded = jnp.tanh(s)
             slope = 1.0 - bounded * bounded
@@ -73,11 +74,7 @@ class Tile:
             # Rules hide keys by -inf.
             may_hide = spec.rules_in_bias or spec.pairs or self.x.elements
             s = jnp.where(s == -jnp.inf, s, capped) if may_hide else capped
-
-        def hide(_, masked, s):
-            return jnp.where(self._visible(), s, MASK_VALUE) if masked else s
-
-        return self._by_kind(hide, s), slope
+        return self._by_kind(self._hide, s), slope
 
     def weights(
         self, lse: jax.Array, *pairs: tuple[Ref, Ref]
@@ -143,14 +140,23 @@ class Tile:
             s = s + logits()
         if self.pairs is not None:
             tile = self.pairs() * (self.spec.unit * self.x.pairs[0].factor)
-            # Hidden entries may be NaN.
-            s = s + (jnp.where(self._visible(), tile, 0.0) if masked else tile)
+            if masked and self.spec.softcap is not None:
+                # Hidden entries may be NaN, of which a softcap has no derivative.
+                tile = jnp.where(self._visible(), tile, 0.0)
+            s = s + tile
         for element in self.x.elements:
             if not (ruled or element.everywhere):
                 continue
             term = inlined(lambda *x, e=element: evaluate(e, self.shape, *x)[0])
             s = s + self.spec.unit * term(*self._scalars(element))
         return s
+
+    def _hide(self, ruled: bool, masked: bool, s: jax.Array) -> jax.Array:
+        """Hides the logits of pairs that are not visible."""
+        return jnp.where(self._visible(), s, MASK_VALUE) if masked else s
+
+    def _add_and_hide(self, ruled: bool, masked: bool, s: jax.Array) -> jax.Array:
+        return self._hide(ruled, masked, self._add(ruled, masked, s))
 
     def _scalars(self, element: Element) -> tuple[Any, ...]:
         """Returns the arguments of `evaluate` after the shape."""

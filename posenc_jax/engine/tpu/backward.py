@@ -22,6 +22,7 @@ from posenc_jax.engine.elements import Element, evaluate
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
 from posenc_jax.engine.operands import LOG2E, Grads, Operands, out_struct
 from posenc_jax.engine.tpu import schedule
+from posenc_jax.engine.tpu.backward_pairs import pair_grads, pairs_refusal
 from posenc_jax.engine.tpu.bands import (
     BandInputs,
     BandSlices,
@@ -33,7 +34,6 @@ from posenc_jax.engine.tpu.bands import (
     feature_cotangents,
     product_grads,
 )
-from posenc_jax.engine.tpu.backward_pairs import pair_grads, pairs_refusal
 from posenc_jax.engine.tpu.block_specs import (
     feature_spec,
     input_specs,

@@ -1,10 +1,10 @@
 """The cotangents of arrays of all pairs, for TPU.
 
-A tile of the cotangent is the sum of the cotangents of the logits over the heads and the rows of the
-batch that share it. These are the last axes of the grid, (N or 1, B or 1, blocks of queries, blocks
-of keys, heads, rows), so that the sum stays in VMEM, in float32 and in one order, until it is
-written. Weights are computed again, on tiles of the forward pass; a program that needs no such
-cotangent has no such kernel.
+A tile of the cotangent is the sum of the cotangents of the logits over the heads and the rows of
+the batch that share it. These are the last axes of the grid, (N or 1, B or 1, blocks of queries,
+blocks of keys, heads, rows): the sum stays in VMEM, in float32 and in one order, until the tile is
+written. Weights are computed again, on tiles of the forward pass. XLA drops the kernel where no
+such cotangent is needed.
 """
 
 import dataclasses
@@ -101,7 +101,13 @@ class _Grid(ForwardGrid):
         """The numbers of steps."""
         spec, blocks = self.spec, self.spec.forward
         tiles = spec.length // blocks.q, spec.keys // blocks.k
-        return self.num_heads, self.rows, *tiles, spec.heads // self.num_heads, spec.batch // self.rows
+        return (
+            self.num_heads,
+            self.rows,
+            *tiles,
+            spec.heads // self.num_heads,
+            spec.batch // self.rows,
+        )
 
     @property
     def out_spec(self) -> pl.BlockSpec:
@@ -222,6 +228,8 @@ class _Step(ForwardStep):
         size = self.grid.slice
         keys = slice(start, start + size)
         lse, delta = (lanes(self.scratch[name][...], size) for name in ("lse", "delta"))
-        d_p = self.without_dropped(start, dot(self.refs["d_out"][...], self.refs["v"][keys], (1, 1)))
+        d_p = self.without_dropped(
+            start, dot(self.refs["d_out"][...], self.refs["v"][keys], (1, 1))
+        )
         ds = jnp.exp2(s - lse * LOG2E) * (d_p - delta)
         self.scratch["acc"][:, keys] += ds if slope is None else ds * slope

@@ -337,7 +337,7 @@ class ForwardStep:
     def _logits(
         self, start: int, terms: list[jax.Array], ruled: bool, masked: bool
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the logits of a slice of keys, in units of log 2, and the slope of the softcap."""
+        """Returns the logits of a slice of keys in units of log 2, and the softcap's slope."""
         refs, scratch, spec = self.refs, self.scratch, self.spec
         size = self.grid.slice
         s = dot(scratch["q"][...], refs["k"][start : start + size], (1, 1))

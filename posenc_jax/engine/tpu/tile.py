@@ -61,10 +61,11 @@ def pair_logits(
       spec: the static part.
       term: has the factor.
       tile: of the array.
-      see: `visible`, or None where all pairs are; hidden entries may be NaN.
+      see: `visible`, or None where all pairs are. Hidden entries may be NaN, of which a softcap
+        would have no derivative.
     """
     tile = tile.astype(jnp.float32) * (spec.unit * term.factor)
-    return tile if see is None else jnp.where(see, tile, 0.0)
+    return tile if see is None or spec.softcap is None else jnp.where(see, tile, 0.0)
 
 
 def soft_cap(softcap: float, s: jax.Array, bounded: jax.Array, may_hide: bool) -> jax.Array:
