@@ -141,7 +141,7 @@ class Tile:
         if self.pairs is not None:
             tile = self.pairs() * (self.spec.unit * self.x.pairs[0].factor)
             if masked and self.spec.softcap is not None:
-                # Hidden entries may be NaN, of which a softcap has no derivative.
+                # Hidden entries may be NaN, and so would be the derivative of the softcap.
                 tile = jnp.where(self._visible(), tile, 0.0)
             s = s + tile
         for element in self.x.elements:

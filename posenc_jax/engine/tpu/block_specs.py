@@ -93,7 +93,7 @@ def feature_spec(x: Any, block: int, index: BlockIndex, group: int = 1) -> pl.Bl
 def pair_spec(x: Any, blocks: Blocks, queries: BlockIndex, keys: BlockIndex) -> pl.BlockSpec:
     """Returns the block spec of an array of all pairs, [B or 1, N or 1, T, S].
 
-    T and S need not be whole blocks: what lies beyond them is arbitrary.
+    T and S need not be whole blocks; numbers beyond their ends are arbitrary.
 
     Args:
       x: the array.

@@ -61,8 +61,8 @@ def pair_logits(
       spec: the static part.
       term: has the factor.
       tile: of the array.
-      see: `visible`, or None where all pairs are. Hidden entries may be NaN, of which a softcap
-        would have no derivative.
+      see: `visible`, or None where all pairs are. Hidden entries may be NaN, and so would be the
+        derivative of a softcap.
     """
     tile = tile.astype(jnp.float32) * (spec.unit * term.factor)
     return tile if see is None or spec.softcap is None else jnp.where(see, tile, 0.0)
