@@ -254,10 +254,7 @@ def test_kernels_refuse_what_they_lack():
     jax.eval_shape(refusals)
 
 
-@pytest.mark.parametrize(
-    "kernels",
-    [PallasTPU(cross_compile=True), pytest.param(PallasGPU(cross_compile=True), marks=gpu)],
-)
+@pytest.mark.parametrize("kernels", [PallasTPU, pytest.param(PallasGPU, marks=gpu)])
 def test_only_the_bias_and_its_cotangent_have_all_pairs(kernels):
     """Of both passes; on TPU also for lengths that are no multiple of a tile."""
     length = 3000 if kernels is PallasTPU else 3072

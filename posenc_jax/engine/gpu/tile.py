@@ -85,8 +85,9 @@ class Tile:
           lse: log-sum-exp in units of log 2, on the tile.
           *pairs: operands of `products`: first q and k, then others.
         """
-        # With bands, there are no registers for all products at once.
-        at_once = 1 if self.band_logits else len(pairs)
+        # There are no registers for all products at once.
+        is_large = self.band_logits or (self.pairs is not None and self.spec.wide)
+        at_once = 1 if is_large else len(pairs)
         s, *others = products(self.shape, *pairs[:at_once])
         logits, slope = self.logits(s)
         p = jnp.exp2(logits - lse)
