@@ -123,10 +123,12 @@ class _Grid(ForwardGrid):
         return kinds_ref[((0 if self.shared_schedule else b) * rows + i) * columns + j]
 
     # One of `head` and `g`, and one of `row` and `r`, is zero.
-    def query_block(self, head, row, i, j, g, r, *_):
+    def query_block(self, *indices):
+        head, row, i, _, g, r, *_ = indices
         return row + r, head + g, i
 
-    def key_block_of_query_head(self, head, row, i, j, g, r, *_):
+    def key_block_of_query_head(self, *indices):
+        head, row, _, j, g, r, *_ = indices
         return row + r, head + g, j
 
 

@@ -142,10 +142,12 @@ class ForwardGrid:
         row = 0 if self.shared_schedule else b
         return schedule_ref[row * self.tiles + t]
 
-    def query_block(self, h, b, t, schedule_ref, prefix_ref):
+    def query_block(self, *indices):
+        h, b, t, schedule_ref, _ = indices
         return b, h, schedule.row_of(self.entry(schedule_ref, b, t))
 
-    def key_block_of_query_head(self, h, b, t, schedule_ref, prefix_ref):
+    def key_block_of_query_head(self, *indices):
+        h, b, t, schedule_ref, _ = indices
         return b, h, schedule.column_of(self.entry(schedule_ref, b, t))
 
     def key_block(self, *indices):
