@@ -178,7 +178,7 @@ MUTATIONS = [
     Mutation("TPU: the cotangent of a bias is of the last head or row alone",
              "engine/tpu/backward_pairs.py",
              "    @pl.when((g == 0) & (r == 0))", "    @pl.when(r == 0)",
-             "tests/engine/test_dense_bias.py"),
+             "tests/engine/test_tpu.py"),
     Mutation("TPU: tiles of a bias are not transposed backward", "engine/tpu/backward.py",
              "jnp.swapaxes(term.pairs[...], 0, 1)", "term.pairs[...]",
              "tests/engine/test_dense_bias.py"),

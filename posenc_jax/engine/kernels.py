@@ -282,7 +282,8 @@ def _with_local_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
         sharing = jax.lax.axis_size(heads) // x.shape[2]
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(heads) // sharing, 1, 2)
 
-    keys, specs = p.tokens("k"), dataclasses.replace(specs, mask=None).tokens("k")
+    rules = tuple(rule.with_pairs(None) for rule in specs.rules)
+    keys, specs = p.tokens("k"), dataclasses.replace(specs, mask=None, rules=rules).tokens("k")
     names = "k", "v", "features"
     return p.with_tokens("k", keys | {n: jax.tree.map(take, keys[n], specs[n]) for n in names})
 
