@@ -363,7 +363,8 @@ def padded_tokens(
     """Returns the queries and keys of a problem, padded to whole blocks, and their masks.
 
     Padding has segment -1. A problem without segments gets segment 0 for its tokens, unless
-    causality by slot hides the padding.
+    causality by slot hides the padding. It does not hide what kernels read beyond the last query of
+    an array of all pairs.
 
     Args:
       p: the problem.
@@ -375,6 +376,7 @@ def padded_tokens(
     q_segments, k_segments = p.q_segment_ids, p.k_segment_ids
     has_padding = length > p.length or keys > p.keys
     causality_hides_it = by_slot and p.is_causal and p.length == p.keys
+    causality_hides_it &= all(rule.pairs is None for rule in p.rules)
     if has_padding and q_segments is None and not causality_hides_it:
         q_segments, k_segments = (jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
         visibility = dataclasses.replace(visibility, segments=True)

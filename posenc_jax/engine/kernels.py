@@ -25,7 +25,7 @@ from posenc_jax.engine.problem import (
     with_sinks,
     zero_where,
 )
-from posenc_jax.engine.terms import DotTerm
+from posenc_jax.engine.terms import AllPairsTerm, DotTerm
 from posenc_jax.ops.partition import combine, partition
 
 
@@ -188,8 +188,6 @@ class Kernels(ShardMapped):
     def supports(self, problem: Problem) -> str | None:
         if problem.whole_rows or not problem.normalized:
             return 'rules on whole rows of logits need implementation="xla"'
-        if any(rule.pairs is not None for rule in problem.rules):
-            return 'an array of all pairs needs implementation="xla"'
         if any(rule.adds_values for rule in problem.rules):
             return 'rules that add to values need implementation="xla"'
         return super().supports(problem)
@@ -289,7 +287,8 @@ def _with_local_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
         sharing = jax.lax.axis_size(heads) // x.shape[2]
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(heads) // sharing, 1, 2)
 
-    keys, specs = p.tokens("k"), dataclasses.replace(specs, mask=None).tokens("k")
+    rules = tuple(rule.with_pairs(None) for rule in specs.rules)
+    keys, specs = p.tokens("k"), dataclasses.replace(specs, mask=None, rules=rules).tokens("k")
     names = "k", "v", "features"
     return p.with_tokens("k", keys | {n: jax.tree.map(take, keys[n], specs[n]) for n in names})
 
@@ -339,7 +338,7 @@ def _elements(p: Problem, lowered: Lowered) -> list[Any]:
         if isinstance(x.term, DotTerm)
         else element_of(x.term, x.q_features, x.k_features, p.q_coordinates, p.num_heads)
         for x in lowered.terms
-        if x.strip is None
+        if x.strip is None and not isinstance(x.term, AllPairsTerm)
     ]
 
 

@@ -98,9 +98,11 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int | None = None) -> Lo
         horizons += highs
     known_horizons = [x for x in horizons if x is not None]
 
-    # Causality and the window join the bias only where nothing else hides keys.
+    # Causality and the window join the bias only where nothing else hides keys. A mask value does
+    # not hide NaN, which hidden entries of an array of all pairs may be.
     mask_in_bias = (
         bool(by_distance)
+        and all(rule.pairs is None for rule in rules)
         and p.softcap is None
         and p.prefix_length is None
         and p.mask is None

@@ -12,7 +12,7 @@ from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.elements import Element, scalar_per_key
 from posenc_jax.engine.lower import Lowered, masked_by_order
 from posenc_jax.engine.problem import Problem, repeat_heads
-from posenc_jax.engine.terms import STATIC, DotTerm
+from posenc_jax.engine.terms import STATIC, AllPairsTerm, DotTerm
 
 LOG2E = 1.4426950408889634
 _ROWS = 16  # F is padded to a multiple: rows of a register of bfloat16.
@@ -30,6 +30,7 @@ class Spec:
       by_slot: whether masks compare slots; else positions, which are operands.
       rules_in_bias: whether the bias has rules; else it has causality and the window alone.
       products: whether there are vectors per distance.
+      pairs: whether there are arrays of all pairs.
       prefix: whether there are prefix lengths.
       scale, softcap, dropout_rate: as in `attention`.
       dtype: of the output.
@@ -49,6 +50,7 @@ class Spec:
     by_slot: bool
     rules_in_bias: bool
     products: bool
+    pairs: bool
     prefix: bool
     scale: float
     softcap: float | None
@@ -69,6 +71,10 @@ class Spec:
     def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
         """Returns `Operands.schedules`, from what `Visibility.summary` reads."""
         raise NotImplementedError
+
+    def pair_array(self, x: jax.Array) -> jax.Array:
+        """Returns an array of all pairs, [B or 1, N or 1, T, S], as the kernels read it."""
+        return x
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -130,6 +136,7 @@ class Operands:
       elements: elementwise terms.
       dropped: of queries, uint32 [B, N, 1, T], see `dropout_rows`, or None without dropout.
       products: vectors of tokens, dot a vector per distance.
+      pairs: arrays of all pairs, of `Spec.pair_array`.
       schedules: of the forward and the backward pass, as the kernels need them.
       first: the least distance of `bias` and of the vectors.
     """
@@ -144,6 +151,7 @@ class Operands:
     elements: tuple[Element, ...]
     dropped: jax.Array | None
     products: tuple[Product, ...]
+    pairs: tuple[AllPairsTerm, ...]
     schedules: tuple[Any, ...]
     first: int = dataclasses.field(metadata=STATIC)
 
@@ -162,6 +170,7 @@ class Grads(NamedTuple):
     bias: jax.Array | None
     elements: tuple[Element, ...]
     products: tuple[Product, ...]
+    pairs: tuple[AllPairsTerm, ...]
 
 
 def spec_fields(p: Problem, lowered: Lowered) -> dict[str, Any]:
@@ -176,6 +185,7 @@ def spec_fields(p: Problem, lowered: Lowered) -> dict[str, Any]:
         "by_slot": p.contiguous and p.prefix_length is None,
         "rules_in_bias": lowered.bias is not None,
         "products": any(isinstance(x.term, DotTerm) for x in lowered.terms),
+        "pairs": any(isinstance(x.term, AllPairsTerm) for x in lowered.terms),
         "prefix": p.prefix_length is not None,
         "scale": p.scale,
         "softcap": p.softcap,
@@ -200,7 +210,8 @@ def prepare(
     """
     length, keys = spec.length, spec.keys
     q_tokens, k_tokens, visibility = padded_tokens(p, spec.visibility, length, keys)
-    if mask_by_distance and spec.by_slot and visibility.ordered and p.softcap is None:
+    mask_by_distance &= spec.by_slot and p.softcap is None and not spec.pairs
+    if mask_by_distance and visibility.ordered:
         visibility = dataclasses.replace(visibility, mask_in_bias=True)
     spec = dataclasses.replace(spec, visibility=visibility)
     first = 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
@@ -229,6 +240,11 @@ def prepare(
         ),
         dropped=dropped,
         products=products,
+        pairs=tuple(
+            dataclasses.replace(x.term, pairs=spec.pair_array(x.term.pairs))
+            for x in lowered.terms
+            if isinstance(x.term, AllPairsTerm)
+        ),
         schedules=spec.schedules(q_tokens, k_tokens, p.prefix_length),
         first=first,
     )

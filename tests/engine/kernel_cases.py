@@ -229,6 +229,11 @@ def _several(params, q, k):
 
 SEVERAL = ("gate", "hiding", "separable")
 RULES["several"] = (lambda n, dim: {name: RULES[name][0](n, dim) for name in SEVERAL}, _several)
+# With a rule by distance, and another array that heads and rows share.
+RULES["all_pairs"] = (
+    lambda n, dim: np.random.default_rng(3).normal(size=(n, 200, 200)).astype(np.float32),
+    KINDS["all_pairs"].rules,
+)
 RULES["features"] = (
     lambda n, dim: {},
     lambda params, q, k: ContentBias(
@@ -247,6 +252,15 @@ def described(kind):
     known = inspect.signature(AbstractDevice).parameters  # jax 0.10.0 has no platform there.
     device = AbstractDevice(**{name: x for name, x in about.items() if name in known})
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def arrays_of(jaxpr):
+    """Returns the types of the results of all equations of a jaxpr, nested ones included."""
+    arrays = [x.aval for e in jaxpr.eqns for x in e.outvars if hasattr(x.aval, "shape")]
+    for x in jax.tree.leaves([list(e.params.values()) for e in jaxpr.eqns]):
+        x = getattr(x, "jaxpr", x)
+        arrays += arrays_of(x) if hasattr(x, "eqns") else []
+    return arrays
 
 
 def products_in_kernels(jaxpr, inside=False):

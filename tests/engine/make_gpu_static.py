@@ -47,7 +47,7 @@ from jax.sharding import SingleDeviceSharding
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.gpu.implementation import PallasGPU
-from posenc_jax.engine.rules import SeparableBias
+from posenc_jax.engine.rules import DenseBias, SeparableBias
 from posenc_jax.engine.xla import XLA
 
 COMMITTED = pathlib.Path(__file__).with_name("gpu_static.json")
@@ -103,22 +103,28 @@ OTHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: B = 4, T = S = 4096, N = 16, causal, forward and backward.
+    """One problem: T = S, causal, forward and backward.
 
     Attributes:
-      rule: "none", "separable" or the name of a scheme; tokens have 128 numbers for it.
-      kv_heads, dim, dtype: K, H and the dtype of q, k and v.
+      rule: "none", "separable", the name of a scheme, for which tokens have 128 numbers, or
+        "pairs": a `DenseBias` [1, N, T, T], not causal.
+      batch, length, heads, kv_heads, dim, dtype: B, T, N, K, H and the dtype of q, k and v.
       segments, positions: whether these are given, as data.
       options: more arguments of `attention`.
+      pairs: dtype of the array of all pairs.
     """
 
     rule: str = "none"
+    batch: int = 4
+    length: int = 4096
+    heads: int = 16
     kv_heads: int = 16
     dim: int = 128
     dtype: str = "bfloat16"
     segments: bool = False
     positions: bool = False
     options: tuple = ()
+    pairs: str = "bfloat16"
 
 
 CASES = {
@@ -141,8 +147,18 @@ CASES = {
     "shaw": Case("shaw"),
     "transformer_xl": Case("transformer_xl"),
     "deberta, H 64": Case("deberta", dim=64),
+    "pairs": Case("pairs"),
+    "pairs, float32": Case("pairs", pairs="float32"),
+    "pairs, causal": Case("pairs", options=(("is_causal", True),)),
+    "pairs, H 256, float32": Case("pairs", dim=256, pairs="float32"),
+    "pairs, B 128, N 4, H 32": Case("pairs", 128, 2048, 4, 4, 32),
+    "pairs, B 128, N 4, H 32, float32": Case("pairs", 128, 2048, 4, 4, 32, pairs="float32"),
+    "pairs, B 1, N 16, H 48": Case("pairs", 1, 2048, 16, 16, 48),
+    "pairs, B 1, N 16, H 24": Case("pairs", 1, 2048, 16, 16, 24),
 }
-B, T, N, WIDTH = 4, 4096, 16, 128
+WIDTH = 128
+ARRAYS = ("none", "separable", "pairs")
+"""Rules that are no schemes."""
 ADVICE = {
     "wgmma serialized": r"wgmma\.mma_async instructions are serialized",
     "waits injected": r"warpgroup\.wait is injected",
@@ -153,32 +169,34 @@ ADVICE = {
 def program(case: Case, sharding, implementation=None):
     """Returns a function, and the types of its arguments."""
     scheme = None
-    if case.rule not in ("none", "separable"):
-        sizes = {"num_heads": N, "head_dim": case.dim, "model_dim": WIDTH}
+    batch, length, heads = case.batch, case.length, case.heads
+    if case.rule not in ARRAYS:
+        sizes = {"num_heads": heads, "head_dim": case.dim, "model_dim": WIDTH}
         sizes |= {"values": False, "projected": True}
         known = {field.name for field in dataclasses.fields(pe.SCHEMES[case.rule])}
         scheme = pe.SCHEMES[case.rule](**{n: x for n, x in sizes.items() if n in known})
 
-    def attend(q, k, v, x, params, row, column, positions, segments):
+    def attend(q, k, v, x, params, row, column, pairs, positions, segments):
         rules = ()
         if scheme is not None:
-            q_positions = jnp.arange(T)[None] if positions is None else positions[None]
+            q_positions = jnp.arange(length)[None] if positions is None else positions[None]
             features = scheme.features(params, x, q, k, q_positions, None, None)[:2]
             rules = scheme.rules(params, *features)
         if case.rule == "separable":
             rules = SeparableBias(q_features=row, k_features=column)
+        if case.rule == "pairs":
+            rules = DenseBias(pairs)
         return pe.attention(
             q,
             k,
             v,
             rules=rules,
-            is_causal=True,
             q_positions=positions,
             k_positions=positions,
             q_segment_ids=segments,
             contiguous=True if case.segments else None,
             implementation=implementation or PallasGPU(cross_compile=True),
-            **dict(case.options),
+            **{"is_causal": case.rule != "pairs"} | dict(case.options),
         )
 
     def both(diff, data, d_out):
@@ -189,16 +207,18 @@ def program(case: Case, sharding, implementation=None):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     dtype = jnp.dtype(case.dtype)
-    q, k = spec((B, T, N, case.dim), dtype), spec((B, T, case.kv_heads, case.dim), dtype)
+    tokens = batch, length
+    q, k = (spec((*tokens, n, case.dim), dtype) for n in (heads, case.kv_heads))
     params = {}
     if scheme is not None:
         shapes = jax.eval_shape(scheme.init, jax.random.key(0))
         params = jax.tree.map(lambda x: spec(x.shape, x.dtype), shapes)
-    gates = [spec((B, T, N)) if case.rule == "separable" else None] * 2
-    positions = spec((T,), jnp.int32) if case.positions else None
-    segments = spec((B, T), jnp.int32) if case.segments else None
-    x = spec((B, T, WIDTH), dtype)
-    return both, ((q, k, k, x, params, *gates), (positions, segments), q)
+    gates = [spec((*tokens, heads)) if case.rule == "separable" else None] * 2
+    pairs = spec((1, heads, length, length), case.pairs) if case.rule == "pairs" else None
+    positions = spec((length,), jnp.int32) if case.positions else None
+    segments = spec(tokens, jnp.int32) if case.segments else None
+    x = spec((*tokens, WIDTH), dtype)
+    return both, ((q, k, k, x, params, *gates, pairs), (positions, segments), q)
 
 
 def launches(chip: str, size: int) -> tuple[int, int, int]:
@@ -218,7 +238,7 @@ def launches(chip: str, size: int) -> tuple[int, int, int]:
         head = re.match(r"%?([\w.\-]+) \(", part.strip())
         if head and head[1] in bodies and " while(" not in part:
             per_tile.append(len(re.findall(rf" = .*? (?:{kinds})\(", part)))
-    rows, memory = T // size, compiled.memory_analysis().temp_size_in_bytes >> 20
+    rows, memory = case.length // size, compiled.memory_analysis().temp_size_in_bytes >> 20
     return rows * (rows + 1) // 2, max(per_tile), memory
 
 
@@ -256,7 +276,8 @@ def measured(case: Case) -> dict[str, int]:
 
 def table(known: dict[str, dict[str, int]]) -> str:
     """Returns spilled bytes per kernel, and memory, in Markdown."""
-    kernels = ["forward"] + [f"backward_{x}" for x in ("q", "kv", "k", "v", "f", "bias", "vectors")]
+    names = "q", "kv", "k", "v", "f", "bias", "vectors", "pairs"
+    kernels = ["forward", *(f"backward_{name}" for name in names)]
     head = ("", *(name.replace("_", ", ") for name in kernels), "shared memory", "temporary memory")
     lines = [f"| {' | '.join(head)} |", "|---|" + "---|" * (len(head) - 1)]
     for name, results in known.items():

@@ -32,9 +32,17 @@ RULES = {
     "`ContentBias`, elementwise": "fox",
     "`DotBias`, bounded: Inkling, DeBERTa": "narrow",
     "`DotBias`, unbounded: Transformer-XL": "unbounded",
+    "`DenseBias`, one array: pair biases": "one_array",
     "`ValueBias` with a `DotBias`: Shaw": "shaw",
     "`LogitsTransform`: CoPE, DAPE, stick-breaking, PaTH": "whole",
 }
+
+
+def _one_array(params, q, k):
+    return KINDS["all_pairs"].rules(params, q, k)[:1]
+
+
+ONE_ARRAY = dataclasses.replace(KINDS["all_pairs"], rules=_one_array)
 
 
 class OfAnyVersion(PallasGPU):
@@ -91,7 +99,7 @@ def features():
 
 def refused(kind: str) -> dict[str, list[str]]:
     """Returns the features that each implementation refuses for a kind of rule."""
-    rule_kind = KINDS[kind]
+    rule_kind = (KINDS | {"one_array": ONE_ARRAY})[kind]
     out = {name: [] for name in COLUMNS}
 
     def ask():

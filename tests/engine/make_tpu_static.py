@@ -60,7 +60,7 @@ from jax.sharding import (
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.rules import SeparableBias
+from posenc_jax.engine.rules import DenseBias, SeparableBias
 from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
 
@@ -68,9 +68,11 @@ COMMITTED = pathlib.Path(__file__).with_name("tpu_static.json")
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "7x": "tpu7x:2x2x1"}
 KERNELS = {
     "forward": "attention_forward|splash_mha_fwd",
-    "backward": "attention_backward|splash_mha_dkv",
+    "backward": "attention_backward(?!_)|splash_mha_dkv",
+    "pairs": "attention_backward_pairs",
     "decode": "attention_decode",
 }
+ARRAYS = {"separable": SeparableBias, "pairs": DenseBias}
 WORSE = 1.05
 READ = {"v5e": 819 / 1.5, "v6e": 1640 / 1.75, "v5p": 2765 / 2 / 1.75}
 """Bytes that a core reads from HBM in a cycle.
@@ -83,20 +85,23 @@ the 65,536, 262,144 and 2 x 65,536 products per cycle of the matrix units.
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: batch 2, T = S, causal; or a decode step of batch 8.
+    """One problem: T = S, causal; or a decode step of batch 8.
 
     Attributes:
-      rule: "none", "separable", the name of a scheme, or "splash": JAX's own kernels.
-      length: T.
+      rule: "none", "separable", the name of a scheme, "splash": JAX's own kernels, or "pairs": a
+        `DenseBias` [1, N, T, T], not causal.
+      batch, length: B and T.
       heads, kv_heads, dim, dtype: N, K, H and the dtype of q, k and v.
       tile: queries and keys per tile; keys per block of a decode step.
       queries: of a decode step with a cache of `length` slots, else 0.
       segments, positions: whether these are given, as data.
       options: more arguments of `attention`.
+      pairs: dtype of the array of all pairs.
       precision: the setting `jax_default_matmul_precision`.
     """
 
     rule: str = "none"
+    batch: int = 2
     length: int = 8192
     heads: int = 8
     kv_heads: int = 8
@@ -107,6 +112,7 @@ class Case:
     segments: bool = False
     positions: bool = False
     options: tuple = ()
+    pairs: str = "bfloat16"
     precision: str | None = None
 
 
@@ -145,6 +151,14 @@ CASES = {
     "inkling, precision highest": Case("inkling", precision="highest"),
     "kerple, T 32768": Case("kerple", length=32768),
     "kerple, T 32768, groups of 4": Case("kerple", length=32768, kv_heads=2),
+    "pairs": Case("pairs", length=2048),
+    "pairs, float32": Case("pairs", length=2048, pairs="float32"),
+    "pairs, causal": Case("pairs", length=2048, options=(("is_causal", True),)),
+    "pairs, B 128, N 4, H 32": Case("pairs", 128, 2048, 4, 4, 32),
+    "pairs, B 128, N 4, H 32, float32": Case("pairs", 128, 2048, 4, 4, 32, pairs="float32"),
+    "pairs, B 128, N 4, H 32, 1024": Case("pairs", 128, 2048, 4, 4, 32, tile=1024),
+    "pairs, B 1, N 16, H 48": Case("pairs", 1, 2048, 16, 16, 48),
+    "pairs, B 1, N 16, H 24": Case("pairs", 1, 2048, 16, 16, 24),
     "decode": Case(queries=1, heads=32),
     "decode, t5": Case("t5", queries=1, heads=32),
     "decode, fire": Case("fire", queries=1, heads=32),
@@ -205,7 +219,7 @@ def program(case: Case, implementation=None, **settings):
         return decode_step(case, PallasTPU(decode=case.tile, cross_compile=True))
     tile = Blocks(case.tile, case.tile)
     implementation = implementation or PallasTPU(tile, tile, cross_compile=True, **settings)
-    tokens = 2, case.length
+    tokens = case.batch, case.length
     q = jax.ShapeDtypeStruct((*tokens, case.heads, case.dim), case.dtype)
     k = jax.ShapeDtypeStruct((*tokens, case.kv_heads, case.dim), case.dtype)
     number = jax.ShapeDtypeStruct((*tokens, case.heads), jnp.float32)
@@ -213,6 +227,9 @@ def program(case: Case, implementation=None, **settings):
     scheme, params = None, {}
     if case.rule == "separable":
         params = {"q_features": number, "k_features": number}
+    elif case.rule == "pairs":
+        shape = 1, case.heads, case.length, case.length
+        params = {"pairs": jax.ShapeDtypeStruct(shape, case.pairs)}
     elif case.rule != "none":
         width = 128
         sizes = {"num_heads": case.heads, "head_dim": case.dim, "model_dim": width}
@@ -223,22 +240,22 @@ def program(case: Case, implementation=None, **settings):
         params = {"x": jax.ShapeDtypeStruct((*tokens, width), case.dtype)} | params
 
     def attend(q, k, v, params, integers):
-        rules = SeparableBias(**params) if params and not scheme else ()
+        rules = ()
+        if case.rule in ARRAYS:
+            rules = ARRAYS[case.rule](**params)
         if scheme:
             positions = integers if case.positions else jnp.arange(case.length)[None]
             weights, features = {n: x for n, x in params.items() if n != "x"}, params["x"]
             features = scheme.features(weights, features, q, k, positions, None, None)[:2]
             rules = scheme.rules(weights, *features)
-        options = dict(case.options)
+        options = {"is_causal": case.rule != "pairs"} | dict(case.options)
         if case.segments:
             options |= {"q_segment_ids": integers, "contiguous": True}
         if "dropout_rate" in options:
             options["dropout_key"] = jax.random.key(0)
         if case.positions:
             options |= {"q_positions": integers, "k_positions": integers}
-        return pe.attention(
-            q, k, v, rules=rules, is_causal=True, implementation=implementation, **options
-        )
+        return pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
 
     def step(q, k, v, params, integers, d_out):
         _, pull = jax.vjp(lambda *x: attend(*x, integers), q, k, v, params)
@@ -306,8 +323,9 @@ def compile_case(case: Case, chip: str):
     """Returns the kernels by name, the seconds of compilation, and bytes of temporary memory."""
     with jax.default_matmul_precision(case.precision):
         compiled, seconds = compile_program(*program(case), chip)
-    kernels = read_kernels(("decode",) if case.queries else ("forward", "backward"))
-    return kernels, seconds, compiled.memory_analysis().temp_size_in_bytes
+    kernels = ["decode"] if case.queries else ["forward", "backward"]
+    kernels += ["pairs"] * (case.rule == "pairs")
+    return read_kernels(kernels), seconds, compiled.memory_analysis().temp_size_in_bytes
 
 
 def compile_program(step, arguments, chip: str):
@@ -544,23 +562,24 @@ def read_step(text: str, regions: dict[int, list[int]], tile: int) -> int:
     return sum(start <= cycle <= end for n, x in regions.items() if n not in skipped for cycle in x)
 
 
-def base_of(name: str) -> str:
-    """Returns the case without a rule that a case is compared with."""
+def base_of(name: str) -> str | None:
+    """Returns the case without a rule that a case is compared with, or None."""
     case = dataclasses.replace(CASES[name], length=CASES["none"].length)
     softcap = tuple(x for x in case.options if x[0] == "softcap" and case.rule != "none")
     plain = dataclasses.replace(case, rule="none", segments=False, positions=False, options=softcap)
-    plain = dataclasses.replace(plain, precision=None)
+    plain = dataclasses.replace(plain, precision=None, pairs=Case.pairs)
     if not case.queries:
         plain = dataclasses.replace(plain, kv_heads=plain.heads)
-    return next(other for other, x in CASES.items() if x == plain)
+    return next((other for other, x in CASES.items() if x == plain), None)
 
 
 def describe(name: str, kernels: dict, base: dict | None) -> str:
     parts = []
     for which in kernels:
         tiles = kernels[which]["tiles"]
-        ratio = f" x{max(tiles) / base[which]['tiles'][0]:.2f}" if base else ""
-        extra = kernels[which]["rest"] - base[which]["rest"] if base else 0
+        of_base = base and base.get(which)
+        ratio = f" x{max(tiles) / of_base['tiles'][0]:.2f}" if of_base else ""
+        extra = kernels[which]["rest"] - of_base["rest"] if of_base else 0
         parts.append(
             f"{'/'.join(map(str, tiles)):>15}{ratio:7} MXU {kernels[which]['mxu']:3.0%} "
             f"and {max(extra, 0):+6d} VMEM {kernels[which]['vmem'] / 2**20:5.1f}"
@@ -586,23 +605,26 @@ def known_case(known: dict, text: str) -> bool:
 
 
 def table(known: dict) -> str:
-    """Returns committed numbers as two tables of Markdown: of tiles, and of blocks to decode."""
+    """Returns committed numbers as tables of Markdown: tiles, pairs, and blocks to decode."""
     chips = [chip for chip in CHIPS if chip in known]
-    columns = [(chip, which) for chip in chips for which in ("forward", "backward")]
-    lines = [
-        f"| | {' | '.join(f'{chip} {which}' for chip, which in columns)} |",
-        f"|---|{'---|' * len(columns)}",
-    ]
-    for name, case in CASES.items():
-        if case.queries:
-            continue
-        cells = []
-        for chip, which in columns:
-            kernels = known[chip].get(name)
-            cells.append("/".join(map(str, kernels[which]["tiles"])) if kernels else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines = []
+    for of_pairs, kinds in ((False, ("forward", "backward")), (True, tuple(KERNELS)[:3])):
+        columns = [(chip, which) for chip in chips for which in kinds]
+        lines += [
+            f"| | {' | '.join(f'{chip} {which}' for chip, which in columns)} |",
+            f"|---|{'---|' * len(columns)}",
+        ]
+        for name, case in CASES.items():
+            if case.queries or (case.rule == "pairs") != of_pairs:
+                continue
+            cells = []
+            for chip, which in columns:
+                kernels = known[chip].get(name)
+                cells.append("/".join(map(str, kernels[which]["tiles"])) if kernels else "")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append("")
     heads = [f"{chip} | {chip}, to read" for chip in chips]
-    lines += ["", f"| | keys | {' | '.join(heads)} |", f"|---|---|{'---|' * 2 * len(chips)}"]
+    lines += [f"| | keys | {' | '.join(heads)} |", f"|---|---|{'---|' * 2 * len(chips)}"]
     for name, case in CASES.items():
         if not case.queries:
             continue

@@ -1,15 +1,18 @@
-"""An array of all pairs as a rule, against `jax.nn` and a float64 softmax."""
+"""An array of all pairs as a rule, against `jax.nn` and float64 NumPy; kernels are interpreted."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine.kernel_cases import arrays_of, assert_close, described
+from engine.rules import KINDS
 from oracle import qkv, softmax_attention
 from support import one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.gpu.implementation import PallasGPU
 from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
 
@@ -17,8 +20,14 @@ B, T, N = 3, 63, 6
 Q, K, V = qkv(batch=B, length=T)
 RANDOM = np.random.default_rng(0)
 TILES = XLA(Blocks(16, 8), Blocks(8, 16))
+KERNELS = PallasTPU(Blocks(128, 128), Blocks(128, 128), interpret=True)
+OF_GPU = PallasGPU(interpret=True)
+gpu = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the kernels for GPUs need jax 0.11.2"
+)
 CASES = [((1, N), TILES), ((B, 1), Dense(block=2**12))]
 MORE_CASES = [((1, 1), TILES), ((B, N), TILES), ((B, 1), TILES), ((1, N), "reference")]
+MORE_CASES += [(lead, KERNELS) for lead in ((1, 1), (B, N), (B, 1), (1, N))]
 CASES += [pytest.param(*case, marks=one_of_all) for case in MORE_CASES]
 WEIGHTS = RANDOM.normal(size=(B, T, N, 8)).astype("f4")
 
@@ -63,6 +72,72 @@ def test_output_and_gradients_equal_jax_nn(shape, implementation):
         np.testing.assert_allclose(got, array_expected, atol=2e-5)
 
 
+def exact_gradients(q, k, v, bias, d_out, sees):
+    """Output and gradients by q, k, v and the bias: float64 NumPy, from the formula.
+
+    With weights p, the cotangent of logits is p * (dp - sum(p * dp)), that of the bias their sum
+    over the rows and heads that share it.
+    """
+    group = q.shape[2] // k.shape[2]
+    q, d_out, bias = (np.asarray(x, np.float64) for x in (q, d_out, bias))
+    k, v = (np.repeat(np.asarray(x, np.float64), group, 2) for x in (k, v))
+    scale = q.shape[3] ** -0.5
+    logits = scale * np.einsum("bqnh,bknh->bnqk", q, k) + bias
+    weights = np.where(sees[:, None], np.exp(logits), 0.0)
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    d_weights = np.einsum("bqnh,bknh->bnqk", d_out, v)
+    d_logits = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+    d_k, d_v = (
+        np.einsum("bnqk,bqnh->bknh", *x).reshape(*k.shape[:2], -1, group, k.shape[3]).sum(3)
+        for x in ((scale * d_logits, q), (weights, d_out))
+    )
+    shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+    return (
+        np.einsum("bnqk,bknh->bqnh", weights, v),
+        np.einsum("bnqk,bknh->bqnh", scale * d_logits, k),
+        d_k,
+        d_v,
+        d_logits.sum(shared, keepdims=True),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernels", "length", "kv_heads", "lead", "dtype"),
+    [
+        (KERNELS, 200, 2, (1, N), jnp.bfloat16),
+        pytest.param(KERNELS, 200, 6, (2, 1), jnp.float32, marks=one_of_all),
+        pytest.param(KERNELS, 63, 2, (2, N), jnp.float32, marks=one_of_all),
+        pytest.param(OF_GPU, 63, 2, (1, 1), jnp.bfloat16, marks=gpu),
+        pytest.param(OF_GPU, 200, 6, (2, 1), jnp.bfloat16, marks=[gpu, one_of_all]),
+        pytest.param(OF_GPU, 200, 2, (1, N), jnp.float32, marks=[gpu, one_of_all]),
+    ],
+)
+def test_kernels_equal_float64_numpy(kernels, length, kv_heads, lead, dtype):
+    """As in AlphaFold: padding at the end of each row, 24 numbers per head, not causal."""
+    random = np.random.default_rng(1)
+    shapes = [(2, length, n, 24) for n in (N, kv_heads, kv_heads, N)]
+    q, k, v, d_out = (random.normal(size=shape).astype("f4") for shape in shapes)
+    bias = jnp.asarray(random.normal(size=(*lead, length, length)), dtype)
+    ids = np.where(np.arange(length) < np.array([[length - 5], [40]]), 0, -1).astype(np.int32)
+
+    @jax.jit
+    def run(q, k, v, bias):
+        def attend(*x):
+            options = {"q_segment_ids": ids, "contiguous": True, "implementation": kernels}
+            return pe.attention(*x[:3], rules=pe.DenseBias(x[3]), **options)
+
+        out, pull = jax.vjp(attend, q, k, v, bias)
+        return out, *pull(d_out)
+
+    sees = (ids == 0)[:, :, None] & (ids == 0)[:, None]
+    d_out = np.where((ids == 0)[..., None, None], d_out, 0.0)
+    expected = exact_gradients(q, k, v, bias, d_out, sees)
+    *got, d_bias = run(q, k, v, bias)
+    assert_close(got, expected[:-1], 2e-6)
+    assert d_bias.dtype == dtype
+    assert_close(d_bias, expected[-1], 2e-6 if dtype == jnp.float32 else 2.0**-8)
+
+
 def test_attention_matches_a_float64_softmax_with_another_rule():
     """With a softcap, segments, and an array of bfloat16 that is multiplied by the scale."""
     bias = jnp.asarray(array(1, N), jnp.bfloat16)
@@ -93,8 +168,11 @@ def test_attention_matches_a_float64_softmax_with_another_rule():
 
 @pytest.mark.parametrize(
     ("implementation", "softcap"),
-    [(TILES, 5.0), ("dense", 5.0)]
-    + [pytest.param(*case, marks=one_of_all) for case in ((TILES, None), ("reference", 5.0))],
+    [(TILES, None), ("dense", 5.0), (KERNELS, None)]
+    + [
+        pytest.param(*case, marks=one_of_all)
+        for case in ((TILES, 5.0), (KERNELS, 5.0), ("reference", 5.0))
+    ],
     ids=str,
 )
 def test_minus_infinity_hides_keys(implementation, softcap):
@@ -104,13 +182,16 @@ def test_minus_infinity_hides_keys(implementation, softcap):
     hidden[1, 0, 7] = True
     bias = np.where(later, np.nan, np.where(hidden, -np.inf, 0.0)).astype("f4")
     options = {"is_causal": True, "softcap": softcap}
+    # Without a softcap, causality would be part of a rule by distance.
+    others = () if softcap else (pe.ALiBi(num_heads=N).rules({}),)
 
     def own(bias, q, k, v):
-        rule = pe.DenseBias(bias)
-        return pe.attention(q, k, v, rules=rule, implementation=implementation, **options)
+        rules = pe.DenseBias(bias), *others
+        return pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
 
     value, grads = gradients_of(own)(bias)
-    masked = pe.attention(Q, K, V, mask=~hidden, implementation="reference", **options)
+    mask = {"mask": ~hidden, "rules": others, "implementation": "reference"}
+    masked = pe.attention(Q, K, V, **mask, **options)
     np.testing.assert_allclose(value, (masked * WEIGHTS).sum(), rtol=1e-5)
     assert np.all(np.asarray(own(bias, Q, K, V))[1, 7] == 0.0)
     assert all(np.isfinite(grad).all() for grad in grads)
@@ -149,7 +230,42 @@ def test_other_arrays_are_refused(pairs, error, message):
         pe.attention(Q, K, V, rules=pe.DenseBias(jnp.asarray(pairs)))
 
 
-def test_kernels_refuse_it():
-    with pytest.raises(NotImplementedError, match="an array of all pairs needs"):
-        rule, kernels = pe.DenseBias(jnp.asarray(array(1, 1))), PallasTPU(interpret=True)
-        pe.attention(Q, K, V, rules=rule, is_causal=True, implementation=kernels)
+def test_kernels_refuse_what_they_lack():
+    """Known from shapes alone."""
+
+    def refusal(kernels, *rules, dtype=jnp.bfloat16):
+        q = jnp.zeros((1, 64, 2, 64), dtype)
+        with pytest.raises(NotImplementedError) as error:
+            pe.attention(q, q, q, rules=rules, implementation=kernels)
+        return str(error.value)
+
+    def refusals():
+        pair = jnp.zeros((1, 1, 64, 64), jnp.bfloat16)
+        half = pe.DenseBias(pair.astype(jnp.float16))
+        assert "must be bfloat16 or float32" in refusal(PallasTPU(cross_compile=True), half)
+        if jax.__version_info__ < (0, 11, 2):
+            return
+        kernels, pair = PallasGPU(cross_compile=True), pe.DenseBias(pair)
+        assert "add them up" in refusal(kernels, pair, pair)
+        q = jnp.zeros((1, 64, 2, 64))
+        dots = KINDS["wide"].rules(KINDS["wide"].make(RANDOM, 2, 64), q, q)
+        assert "with a vector of a token" in refusal(kernels, pair, *dots)
+
+    jax.eval_shape(refusals)
+
+
+@pytest.mark.parametrize("kernels", [PallasTPU, pytest.param(PallasGPU, marks=gpu)])
+def test_only_the_bias_and_its_cotangent_have_all_pairs(kernels):
+    """Of both passes; on TPU also for lengths that are no multiple of a tile."""
+    length = 3000 if kernels is PallasTPU else 3072
+    q = jax.ShapeDtypeStruct((2, length, 2, 32), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, 2, length, length), jnp.bfloat16)
+
+    def loss(bias, q):
+        implementation = kernels(cross_compile=True)
+        out = pe.attention(q, q, q, rules=pe.DenseBias(bias), implementation=implementation)
+        return jnp.sum(out.astype(jnp.float32))
+
+    with described("TPU v5 lite"):
+        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(bias, q).jaxpr
+    assert {x.shape for x in arrays_of(jaxpr) if x.size >= length**2 // 2} == {bias.shape}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine.kernel_cases import arrays_of
 from engine.rules import KINDS
 from support import one_of_all
 
@@ -30,13 +31,7 @@ def _step(kind, length):
 
 def _largest(jaxpr):
     """Returns the number of elements of the largest array in a jaxpr, nested ones included."""
-    sizes = [math.prod(v.aval.shape) for e in jaxpr.eqns for v in e.outvars]
-    inner = (x for e in jaxpr.eqns for x in jax.tree.leaves(list(e.params.values())))
-    for x in inner:
-        x = getattr(x, "jaxpr", x)
-        if hasattr(x, "eqns"):
-            sizes.append(_largest(x))
-    return max(sizes, default=0)
+    return max(x.size for x in arrays_of(jaxpr))
 
 
 IN_JAXPR = [k for k in KINDS if not KINDS[k].axes and k != "all_pairs"]

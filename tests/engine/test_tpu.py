@@ -35,7 +35,7 @@ TILES = Blocks(128, 128)
 KERNELS = PallasTPU(TILES, TILES, interpret=True)
 
 # Other tests compare dropout, segments, chunks, and biases and vectors by distance.
-CASES = [("several", "everything"), ("kerple_by_pair", "permuted")]
+CASES = [("several", "everything"), ("kerple_by_pair", "permuted"), ("all_pairs", "dropout")]
 FEATURES = ("plain", "segments", "two_sided_window", "permuted", "dropout", "chunk", "prefix")
 MORE_CASES = [("none", feature) for feature in (*FEATURES, "both_ways_segments")]
 MORE_CASES += [("t5", "sinks"), ("alibi", "two_sided_window"), ("scaled", "causal")]
@@ -46,6 +46,7 @@ MORE_CASES += [("kerple", "plain"), ("same_for_all", "softcap")]
 MORE_CASES += [("separable", f) for f in ("plain", "causal", "permuted")]
 MORE_CASES += [("wide", f) for f in ("segments", "softcap", "prefix")]
 MORE_CASES += [("kerple", "segments"), ("unbounded", "plain")]
+MORE_CASES += [("all_pairs", f) for f in ("plain", "everything", "permuted", "chunk", "window")]
 LOWERED = [("t5", "sinks"), ("kerple_by_pair", "permuted"), ("gate", "both_ways_segments")]
 LOWERED += [("none", "dropout"), ("wide", "softcap"), ("unbounded", "window")]
 # The reference adds angles of up to 200 in float32, the rule takes their differences.
@@ -205,7 +206,8 @@ def test_a_bias_of_zeros_changes_no_bit():
 
 
 @pytest.mark.parametrize(
-    "rule", ["t5", *(pytest.param(rule, marks=one_of_all) for rule in ("separable", "narrow"))]
+    "rule",
+    ["t5", *(pytest.param(x, marks=one_of_all) for x in ("separable", "narrow", "all_pairs"))],
 )
 def test_the_checking_interpreter_finds_nothing_and_padding_may_be_nan(rule):
     """No races, no reads out of bounds or of memory that was never written; the same bits twice."""
@@ -274,7 +276,9 @@ def test_strided_rotation_equals_rotation_in_steps():
     np.testing.assert_array_equal(back[0], np.asarray(line)[0] * count)
 
 
-@pytest.mark.parametrize(("rule", "feature"), _all_cases(*LOWERED))
+@pytest.mark.parametrize(
+    ("rule", "feature"), [case for case in _all_cases(*LOWERED) if "all_pairs" not in str(case)]
+)
 def test_lowers_for_tpu(rule, feature):
     case = case_of(feature, rule, length=1100, heads=4, dim=128, dtype=jnp.bfloat16)
     abstract = jax.eval_shape(lambda: case[2:])
@@ -422,6 +426,7 @@ ON_DEVICES = [
     ("both_ways_segments", "unbounded", 8, EXPLICIT, "data", "heads"),
     pytest.param("causal", "narrow", 8, EXPLICIT, "data", "heads", marks=one_of_all),
     pytest.param("causal", "none", 4, AUTO, "data", "heads", marks=one_of_all),
+    pytest.param("segments", "all_pairs", 8, EXPLICIT, "data", "heads", marks=one_of_all),
     pytest.param("dropout", "t5", 2, AUTO, None, "heads", marks=one_of_all),
     pytest.param("dropout", "t5", 4, EXPLICIT, "data", "heads", marks=one_of_all),
     pytest.param("segments", "separable", 8, AUTO, "data", "heads", marks=one_of_all),

@@ -114,6 +114,7 @@ CASES = {
     "both ways": Case("narrow", 5, dim=64, ring=True, options=(("is_causal", False),)),
 }
 MORE_CASES = {
+    "an array of all pairs": Case("all_pairs", 5, keys=64),
     "softcap and sinks": Case("t5", dim=80, sinks=True, options=(("softcap", 3.0),)),
     "lengths": Case(),
     "values of another size": Case("none", 3, heads=4, kv_heads=4, value_dim=64),

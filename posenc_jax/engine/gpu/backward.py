@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from posenc_jax.engine.elements import Element
 from posenc_jax.engine.gpu.backward_distances import bias_grads, vector_grads
 from posenc_jax.engine.gpu.backward_keys import key_grads
+from posenc_jax.engine.gpu.backward_pairs import pair_grads
 from posenc_jax.engine.gpu.band_arrays import d_logits_scale, feature_grads
 from posenc_jax.engine.gpu.by_query import ByQuery
 from posenc_jax.engine.gpu.pipe import Warpgroup, launch, matrix, most_slots, operand, vector
@@ -48,7 +49,8 @@ def backward(
         )
         for n, product in enumerate(x.products)
     )
-    return Grads(d_q, d_k, d_v, d_bias, tuple(elements), products)
+    pairs = pair_grads(spec, x, cotangents)
+    return Grads(d_q, d_k, d_v, d_bias, tuple(elements), products, pairs)
 
 
 def _element(element: Element, of_q: list[jax.Array], of_k: list[jax.Array]) -> Element:

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posenc_jax.engine.elements import Element
 from posenc_jax.engine.gpu.bands import Bands
+from posenc_jax.engine.gpu.pairs import Pairs
 from posenc_jax.engine.gpu.pipe import (
     Warpgroup,
     launch,
@@ -106,6 +107,11 @@ class KeyGrads:
         return Bands(self.spec, self.x, self.spec.by_key, q_axis=1)
 
     @property
+    def pairs(self) -> Pairs:
+        """The array of all pairs."""
+        return Pairs(self.spec, self.x, self.spec.by_key, q_axis=1)
+
+    @property
     def elements(self) -> tuple[Element, ...]:
         """The elements whose cotangents are summed here."""
         return self.x.elements if self.k else ()
@@ -152,7 +158,7 @@ class KeyGrads:
 
         def with_pipes(slots, band_slots):
             pipes = {
-                "queries": pipe(spec, slots, dtype, **queries),
+                "queries": pipe(spec, slots, dtype, self.pairs.type, **queries),
                 "d_outs": pipe(spec, slots, dtype, d_out=(bq, spec.value_dim), delta=(bq,)),
             }
             return types | pipes | self.bands.scratch_types(band_slots)
@@ -245,6 +251,7 @@ class KeyGrads:
             bias=queries["bias"].at[bias] if self.x.bias is not None else None,
             origin=ROWS,
             band_logits=self.bands.logits(wg),
+            pairs=self.pairs.reader(wg, queries),
         )
 
     def _add_tile(
@@ -306,15 +313,15 @@ class KeyGrads:
 
             def fill(n, ruled):
                 q0, t = column_of(entry(n)) * bq, g * count + n
-                tokens, bias = pl.ds(q0, bq), {}
+                tokens, rules = pl.ds(q0, bq), self.pairs.source(wg, b, head, q0, k0)
                 start = pl.multiple_of(jnp.clip(q0 - k0, low, high) - low, bq)
                 if self.x.bias is not None:
                     line = spec.line_of(refs["line"], head)
-                    bias["bias"] = line.at[pl.ds(start, bq + bk)]
+                    rules["bias"] = line.at[pl.ds(start, bq + bk)]
                 cotangents = refs["cotangents"]
                 lse, delta = (y.at[b, head, tokens] for y in (cotangents.lse, cotangents.delta))
                 q, d_out = (y.at[b, tokens, head] for y in (refs["x"].q, cotangents.d_out))
-                wg.scratch["queries"].fill(t, q=q, lse=lse, **bias)
+                wg.scratch["queries"].fill(t, q=q, lse=lse, **rules)
                 wg.scratch["d_outs"].fill(t, d_out=d_out, delta=delta)
                 return self.bands.fill(wg, ruled, kind_of(entry(n)), b, head, start, (q0, k0))
 

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.gpu.bands import Bands
+from posenc_jax.engine.gpu.pairs import Pairs
 from posenc_jax.engine.gpu.pipe import Warpgroup, pipe
 from posenc_jax.engine.gpu.spec import (
     ROWS,
@@ -61,6 +62,11 @@ class ByQuery:
         """The products of vectors."""
         return Bands(self.spec, self.x, self.blocks, q_axis=0)
 
+    @property
+    def pairs(self) -> Pairs:
+        """The array of all pairs."""
+        return Pairs(self.spec, self.x, self.blocks, q_axis=0)
+
     def pipes(self, slots: int, band_slots: int) -> dict[str, Any]:
         """Returns scratch types for keys, for values and for rules."""
         spec, blocks, dtype = self.spec, self.blocks, self.x.q.dtype
@@ -68,10 +74,11 @@ class ByQuery:
             "keys": pipe(spec, slots, dtype, k=(blocks.k, spec.dim)),
             "values": pipe(spec, slots, dtype, v=(blocks.k, spec.value_dim)),
         }
-        if self.x.bias is not None:
+        bias = {} if self.x.bias is None else {"bias": (blocks.q + blocks.k,)}
+        if bias or self.x.pairs:
             # In the forward pass, the first warpgroup waits for the next tile's bias before the
             # second one may finish this tile and release its bias: one slot is not enough.
-            pipes["bias"] = pipe(spec, 2, dtype, bias=(blocks.q + blocks.k,))
+            pipes["bias"] = pipe(spec, 2, dtype, self.pairs.type, **bias)
         return pipes | self.bands.scratch_types(band_slots)
 
     def _tiles(self, wg: Warpgroup) -> tuple[Int, Int, Callable[[Int], jax.Array]]:
@@ -93,9 +100,7 @@ class ByQuery:
         """Waits for the bias of tile n, and returns a warpgroup's part of the tile."""
         first, _, entry = self._tiles(wg)
         bk, rows = self.blocks.k, pl.multiple_of(wg.number * ROWS, ROWS)
-        bias = None
-        if "bias" in wg.scratch:
-            bias = wg.scratch["bias"].wait(n)["bias"].at[pl.ds(rows, ROWS + bk)]
+        rules = wg.scratch["bias"].wait(n) if "bias" in wg.scratch else {}
         return Tile(
             spec=self.spec,
             x=wg.refs["x"],
@@ -106,9 +111,10 @@ class ByQuery:
             q=first + rows,
             k=column_of(entry(n)) * bk,
             kind=kind_of(entry(n)),
-            bias=bias,
+            bias=rules["bias"].at[pl.ds(rows, ROWS + bk)] if "bias" in rules else None,
             origin=bk,
             band_logits=self.bands.logits(wg),
+            pairs=self.pairs.reader(wg, rules),
         )
 
     def release_bias(self, wg: Warpgroup, n: Int) -> None:
@@ -128,9 +134,12 @@ class ByQuery:
             of_head = b, pl.ds(k0, bk), head // self.spec.group
             wg.scratch["keys"].fill(n, k=wg.refs["x"].k.at[of_head])
             start = pl.multiple_of(jnp.clip(first - k0, low, high) - low, bk)
+            rules = self.pairs.source(wg, b, head, first, k0)
             if self.x.bias is not None:
                 line = self.spec.line_of(wg.refs["line"], head)
-                wg.scratch["bias"].fill(n, bias=line.at[pl.ds(start, bq + bk)])
+                rules["bias"] = line.at[pl.ds(start, bq + bk)]
+            if rules:
+                wg.scratch["bias"].fill(n, **rules)
             ruled = self.bands.fill(wg, ruled, kind_of(entry(n)), b, head, start, (first, k0))
             wg.scratch["values"].fill(n, v=wg.refs["x"].v.at[of_head])
             return ruled

@@ -40,24 +40,26 @@ class _Index:
 
 
 def gather(ref: Ref, shape: tuple[int, int], index: Callable, interpret: Any) -> jax.Array:
-    """Returns a tile of `ref[index(row, column)]`.
+    """Returns a float32 tile of `ref[index(row, column)]`.
 
     Args:
-      ref: float32, in shared memory.
+      ref: float32, bfloat16 or float16, in shared memory.
       shape: of the tile, 64 rows.
       index: returns a tuple, computed from row and column by `+`, `-` and `&`.
       interpret: whether the interpreter runs, which has no inline Mosaic code.
     """
     if interpret:
-        return ref[...][index(*indices(shape, interpret))]
-    from jaxlib.mlir.dialects import memref
+        return ref[...][index(*indices(shape, interpret))].astype(jnp.float32)
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, memref
 
     tile = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=TILE)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=tile)
     def read(_, source):
         def element(*place):
-            return memref.load(source, [i.value for i in index(*map(_Index, place))])
+            x = memref.load(source, [i.value for i in index(*map(_Index, place))])
+            return x if ref.dtype == jnp.float32 else arith.extf(ir.F32Type.get(), x)
 
         return _from_indices(shape, element)
 

@@ -54,7 +54,7 @@ class PallasGPU(Kernels):
             return 'head dims beyond 256 need implementation="xla"'
         if p.dropout_seeds is not None:
             return 'dropout needs implementation="xla" on GPUs'
-        return refusal(p, functools.partial(_no_room, p))
+        return _pairs_refusal(p) or refusal(p, functools.partial(_no_room, p))
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         from posenc_jax.engine.rules import DotBias
@@ -77,7 +77,9 @@ class PallasGPU(Kernels):
         from posenc_jax.engine.gpu.spec import GPUSpec
 
         wide = max(fields["dim"], fields["value_dim"]) > 128
-        narrow_keys = 64 if fields["products"] else 128
+        # The tile of an array of all pairs takes as much shared memory as 64 keys or more.
+        has_pairs = fields["pairs"] and max(fields["dim"], fields["value_dim"]) > 64
+        narrow_keys = 64 if fields["products"] or has_pairs else 128
         return GPUSpec(
             **fields,
             length=padded(problem.length, 128),
@@ -113,6 +115,23 @@ def _no_room(p: Problem, counts: list[int]) -> str | None:
     dims = p.q.shape[3], p.v.shape[3]
     if counts and (max(*dims, *counts) > 128 or not fits(*dims, counts)):
         return f"a vector of a token times one per distance, with {counts} numbers,"
+    return None
+
+
+def _pairs_refusal(p: Problem) -> str | None:
+    """Returns why there is no kernel for the arrays of all pairs, or None."""
+    from posenc_jax.engine.rules import DotBias
+
+    arrays = [rule.pairs for rule in p.rules if rule.pairs is not None]
+    if any(x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) for x in arrays):
+        return "an array of all pairs must be bfloat16, float16 or float32"
+    if len(arrays) > 1:
+        return 'on GPUs, several arrays of all pairs need implementation="xla"; add them up'
+    if arrays and any(isinstance(rule, DotBias) for rule in p.rules):
+        return (
+            "on GPUs, an array of all pairs with a vector of a token times one per distance needs "
+            'implementation="xla"'
+        )
     return None
 
 

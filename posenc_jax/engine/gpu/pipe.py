@@ -20,6 +20,8 @@ from posenc_jax.engine.kernels import padded
 
 COMPUTE = 2
 """The number of warpgroups that compute; the one after them copies."""
+PAIRS = "pairs"
+"""The name of a tile of an array of all pairs, in `Pipe.slots`."""
 _ROOM = 227 * 1024 - 2048  # Bytes of shared memory without barriers.
 _ALIGNED = 1024  # Bytes: each array starts at a multiple.
 
@@ -69,28 +71,33 @@ class Pipe:
 
     def release(self, step: Int) -> None:
         """Releases the slot of a step."""
-        if any(len(x.shape) == 2 for x in self.slots.values()):
-            # Threads read vectors, not the tensor cores: the next copy must wait for their reads.
+        if any(len(x.shape) == 2 or name == PAIRS for name, x in self.slots.items()):
+            # Threads read these, not the tensor cores: the next copy must wait for their reads.
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.free.at[self._slot(step)])
 
 
-def pipe(spec: GPUSpec, slots: int, dtype: Any, **blocks: tuple[int, ...]) -> dict[str, Any]:
+def pipe(
+    spec: GPUSpec, slots: int, dtype: Any, pairs: Any = None, **blocks: tuple[int, ...]
+) -> dict[str, Any]:
     """Returns the scratch types of a `Pipe`.
 
     Args:
       spec: the static part.
       slots: the number of slots of each block.
       dtype: of matrices; vectors are float32.
+      pairs: returns the type of `slots` tiles of an array of all pairs, or None.
       **blocks: shapes of matrices and vectors by name.
     """
     types = {
         name: vector(slots, *shape) if len(shape) == 1 else matrix(spec, slots, *shape, dtype=dtype)
         for name, shape in blocks.items()
     }
+    if pairs is not None:
+        types[PAIRS] = pairs(slots)
     return {
         "slots": types,
-        "full": plgpu.Barrier(num_arrivals=len(blocks), num_barriers=slots),
+        "full": plgpu.Barrier(num_arrivals=len(types), num_barriers=slots),
         "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=slots),
     }
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.blocks import Blocks, pad_axis
 from posenc_jax.engine.kinds import EMPTY, PLAIN, kinds, tile_kinds
 from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import Operands, Spec
@@ -57,15 +57,19 @@ class GPUSpec(Spec):
         return range(low, high + 1, self.backward.k)
 
     def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
-        """Returns `tiles` by queries, for the output and for dq, by keys, and by distance."""
+        """Returns `tiles` by queries, for the output and for dq, by keys, and by distance.
+
+        The last entry is the kinds of tiles, if there are arrays of all pairs.
+        """
         kinds_of_passes = [
             tile_kinds(self.visibility, q, k, prefix, blocks)
             for blocks in (self.forward, self.backward, self.by_key)
         ]
         forward, backward, by_key = kinds_of_passes
         lists = [tiles(x) for x in (forward, backward, jnp.swapaxes(by_key, 1, 2))]
+        of_pairs = backward if self.pairs else None
         if not (self.rules_in_bias or self.products):
-            return (*lists, None)
+            return *lists, None, of_pairs
         # By distance, tiles with rules alone: the offset and the block of queries give the block
         # of keys.
         q_blocks, k_blocks = backward.shape[1:]
@@ -74,7 +78,12 @@ class GPUSpec(Spec):
         j = (i[None] * self.backward.q - offset) // self.backward.k
         inside = (j >= 0) & (j < k_blocks)
         kind = backward[:, i[None], jnp.clip(j, 0, k_blocks - 1)]
-        return (*lists, tiles(jnp.where(inside[None] & (kind != PLAIN), kind, EMPTY)))
+        by_distance = tiles(jnp.where(inside[None] & (kind != PLAIN), kind, EMPTY))
+        return *lists, by_distance, of_pairs
+
+    def pair_array(self, x: jax.Array) -> jax.Array:
+        """Returns an array of all pairs in whole tiles: copies need rows of 16 bytes."""
+        return pad_axis(pad_axis(x, 2, self.length), 3, self.keys)
 
 
 @jax.tree_util.register_dataclass

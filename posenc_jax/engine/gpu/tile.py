@@ -39,6 +39,7 @@ class Tile:
       bias: reference to the bias by index `origin` + query - key, or None.
       origin: the index of the bias of the first query and the first key.
       band_logits: functions that return the logits of products of tokens and distances.
+      pairs: a function that returns the tile of an array of all pairs, or None.
     """
 
     spec: GPUSpec
@@ -53,6 +54,7 @@ class Tile:
     bias: Ref | None
     origin: int
     band_logits: tuple[Callable[[], jax.Array], ...]
+    pairs: Callable[[], jax.Array] | None
 
     @property
     def ruled(self) -> bool | jax.Array:
@@ -61,20 +63,18 @@ class Tile:
 
     def logits(self, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns logits in units of log 2 from products of q and k, and the slope of the cap."""
-        spec = self.spec
-        s = self._by_kind(lambda ruled, _, s: self._add(s, ruled), s * self._unit)
-        slope = None
+        spec, slope = self.spec, None
+        if self.pairs is not None and spec.softcap is None:  # One switch takes fewer registers.
+            return self._by_kind(self._add_and_hide, s * self._unit), slope
+        s = self._by_kind(self._add, s * self._unit)
         if spec.softcap is not None:
             bounded = jnp.tanh(s)
             slope = 1.0 - bounded * bounded
             capped = bounded * (spec.softcap * LOG2E)
-            may_hide = spec.rules_in_bias or self.x.elements  # Rules hide keys by -inf.
+            # Rules hide keys by -inf.
+            may_hide = spec.rules_in_bias or spec.pairs or self.x.elements
             s = jnp.where(s == -jnp.inf, s, capped) if may_hide else capped
-
-        def hide(_, masked, s):
-            return jnp.where(self._visible(), s, MASK_VALUE) if masked else s
-
-        return self._by_kind(hide, s), slope
+        return self._by_kind(self._hide, s), slope
 
     def weights(
         self, lse: jax.Array, *pairs: tuple[Ref, Ref]
@@ -85,8 +85,9 @@ class Tile:
           lse: log-sum-exp in units of log 2, on the tile.
           *pairs: operands of `products`: first q and k, then others.
         """
-        # With bands, there are no registers for all products at once.
-        at_once = 1 if self.band_logits else len(pairs)
+        # There are no registers for all products at once.
+        is_large = self.band_logits or (self.pairs is not None and self.spec.wide)
+        at_once = 1 if is_large else len(pairs)
         s, *others = products(self.shape, *pairs[:at_once])
         logits, slope = self.logits(s)
         p = jnp.exp2(logits - lse)
@@ -130,7 +131,7 @@ class Tile:
         index = sum((self.kind > kind).astype(jnp.int32) for kind in possible[:-1])
         return jax.lax.switch(index, branches, operand)
 
-    def _add(self, s: jax.Array, ruled: bool) -> jax.Array:
+    def _add(self, ruled: bool, masked: bool, s: jax.Array) -> jax.Array:
         """Adds the terms of the rules to logits."""
         if ruled and self.bias is not None:
             s = s + by_distance(
@@ -138,12 +139,25 @@ class Tile:
             )
         for logits in self.band_logits if ruled else ():
             s = s + logits()
+        if self.pairs is not None:
+            tile = self.pairs() * (self.spec.unit * self.x.pairs[0].factor)
+            if masked and self.spec.softcap is not None:
+                # Hidden entries may be NaN, and so would be the derivative of the softcap.
+                tile = jnp.where(self._visible(), tile, 0.0)
+            s = s + tile
         for element in self.x.elements:
             if not (ruled or element.everywhere):
                 continue
             term = inlined(lambda *x, e=element: evaluate(e, self.shape, *x)[0])
             s = s + self.spec.unit * term(*self._scalars(element))
         return s
+
+    def _hide(self, ruled: bool, masked: bool, s: jax.Array) -> jax.Array:
+        """Hides the logits of pairs that are not visible."""
+        return jnp.where(self._visible(), s, MASK_VALUE) if masked else s
+
+    def _add_and_hide(self, ruled: bool, masked: bool, s: jax.Array) -> jax.Array:
+        return self._hide(ruled, masked, self._add(ruled, masked, s))
 
     def _scalars(self, element: Element) -> tuple[Any, ...]:
         """Returns the arguments of `evaluate` after the shape."""

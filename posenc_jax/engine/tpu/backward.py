@@ -22,6 +22,7 @@ from posenc_jax.engine.elements import Element, evaluate
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
 from posenc_jax.engine.operands import LOG2E, Grads, Operands, out_struct
 from posenc_jax.engine.tpu import schedule
+from posenc_jax.engine.tpu.backward_pairs import pair_grads, pairs_refusal
 from posenc_jax.engine.tpu.bands import (
     BandInputs,
     BandSlices,
@@ -47,6 +48,7 @@ from posenc_jax.engine.tpu.tile import (
     dot,
     kept_pairs,
     lanes,
+    pair_logits,
     poison,
     poisons,
     soft_cap,
@@ -90,6 +92,7 @@ def backward(
         _bias_grad(grid, x, grads.get("line")),
         tuple(map(_element_grads, x.elements, grads["elements"])),
         tuple(products),
+        pair_grads(spec, x, d_out, lse, delta),
     )
 
 
@@ -111,7 +114,9 @@ def backward_refusal(spec: TPUSpec, x: Operands) -> str | None:
     scalars = x.schedules[1], x.prefix, [e.scalars for e in x.elements]
     scratch = _scratch_shapes(grid, x, bands)
     temporary = temporary_bytes(spec, x, spec.backward)
-    return memory_refusal(sizes, spec.vmem_limit, scratch, arrays, specs, scalars, temporary)
+    memory = arrays, specs, scalars, temporary
+    reason = memory_refusal(sizes, spec.vmem_limit, scratch, *memory)
+    return reason or pairs_refusal(spec, x, **cotangents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,7 +378,7 @@ class _Logits(NamedTuple):
       bias_lanes: the first lane of the bias in the strip, by 128 keys.
       bands: the slices of the bands, by product.
       pulls: indices and pullbacks of the elements.
-      q_tokens, k_tokens: positions, coordinates and segments on the tile.
+      see: `visible`, or None where all pairs are.
     """
 
     s: jax.Array
@@ -381,8 +386,7 @@ class _Logits(NamedTuple):
     bias_lanes: list[Any]
     bands: list[BandSlices]
     pulls: list[tuple[int, Callable]]
-    q_tokens: dict[str, jax.Array]
-    k_tokens: dict[str, jax.Array]
+    see: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,7 +422,7 @@ class BackwardStep:
     @property
     def _may_hide(self) -> bool:
         """Whether rules may add -inf."""
-        return self.spec.rules_in_bias or bool(self.refs["elements"])
+        return self.spec.rules_in_bias or self.spec.pairs or bool(self.refs["elements"])
 
     def start_head(self) -> None:
         """Sets sums over the keys of a head to zero."""
@@ -476,9 +480,8 @@ class BackwardStep:
         q, d_out = refs["q"][...], refs["d_out"][...]
         logits = self._logits(q, ruled, masked)
         p = jnp.exp2(logits.s - refs["lse"][...] * LOG2E)
-        if masked:
-            tokens = logits.q_tokens, logits.k_tokens
-            p = jnp.where(visible(self.spec, p.shape, 1, self.offset, *tokens, self.limit), p, 0.0)
+        if logits.see is not None:
+            p = jnp.where(logits.see, p, 0.0)
         keep = None
         if "dropped" in refs:
             slots = lanes(scratch["columns"]["slots"][...], self.spec.backward.q)
@@ -537,6 +540,11 @@ class BackwardStep:
         if ruled or masked:
             q_tokens = {name: y[...] for name, y in refs["rows"].items()}
             k_tokens = {name: lanes(y[...], bq) for name, y in scratch["columns"].items()}
+        see = None
+        if masked:
+            see = visible(self.spec, s.shape, 1, self.offset, q_tokens, k_tokens, self.limit)
+        for term in refs["pairs"]:
+            s += pair_logits(self.spec, term, jnp.swapaxes(term.pairs[...], 0, 1), see)
         pulls = []
         for e, element in enumerate(refs["elements"]):
             if not (ruled or element.everywhere):
@@ -554,7 +562,7 @@ class BackwardStep:
             bounded = jnp.tanh(s)
             slope = 1.0 - bounded * bounded
             s = soft_cap(self.spec.softcap, s, bounded, ruled and self._may_hide)
-        return _Logits(s, slope, bias_lanes, bands, pulls, q_tokens, k_tokens)
+        return _Logits(s, slope, bias_lanes, bands, pulls, see)
 
     def _add_to_d_strip(self, ds: jax.Array, bias_lanes: list[Any]) -> None:
         """Adds the cotangent of the logits to the strip.

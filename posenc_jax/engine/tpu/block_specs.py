@@ -55,6 +55,10 @@ def input_specs(
     }
     of_queries, of_keys = (blocks.q, queries), (blocks.k, keys_of_query_head)
     specs["elements"] = element_specs(x.elements, spec.heads, of_queries, of_keys)
+    arrays["pairs"] = x.pairs
+    specs["pairs"] = jax.tree.map(
+        lambda y: pair_spec(y, blocks, queries, keys_of_query_head), x.pairs
+    )
     if x.dropped is not None:
         arrays["dropped"] = x.dropped
         specs["dropped"] = feature_spec(x.dropped, blocks.q, queries)
@@ -84,6 +88,25 @@ def feature_spec(x: Any, block: int, index: BlockIndex, group: int = 1) -> pl.Bl
         return b, jax.lax.div(head, jnp.int32(group)), 0, n
 
     return pl.BlockSpec((None, None, x.shape[2], block), columns)
+
+
+def pair_spec(x: Any, blocks: Blocks, queries: BlockIndex, keys: BlockIndex) -> pl.BlockSpec:
+    """Returns the block spec of an array of all pairs, [B or 1, N or 1, T, S].
+
+    T and S need not be whole blocks; numbers beyond their ends are arbitrary.
+
+    Args:
+      x: the array.
+      blocks: queries and keys per tile.
+      queries, keys: index maps, by query head.
+    """
+
+    def tile(*grid):
+        b, head, i = queries(*grid)
+        _, _, j = keys(*grid)
+        return (0 if x.shape[0] == 1 else b), (0 if x.shape[1] == 1 else head), i, j
+
+    return pl.BlockSpec((None, None, blocks.q, blocks.k), tile)
 
 
 def squeezed_spec(shape: tuple[int, ...], index: Callable) -> pl.BlockSpec:

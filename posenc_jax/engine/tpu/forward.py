@@ -40,6 +40,7 @@ from posenc_jax.engine.tpu.tile import (
     finish_softmax,
     kept_pairs,
     lanes,
+    pair_logits,
     poison,
     poisons,
     soft_cap,
@@ -58,7 +59,7 @@ def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
     x = heads_first(x)
     grid = ForwardGrid.of(spec, x)
     bands = grid.band_inputs(x)
-    arrays, specs = _inputs(grid, x, bands)
+    arrays, specs = inputs(grid, x, bands)
     out = out_struct(x.q, (spec.batch, spec.heads, spec.length, spec.value_dim), spec.dtype)
     lse = out_struct(x.q, (spec.batch, spec.heads, 1, spec.length))
     out, lse = pl.pallas_call(
@@ -93,7 +94,7 @@ def forward_refusal(spec: TPUSpec, x: Operands) -> str | None:
     scalars = x.schedules[0], x.prefix, [e.scalars for e in x.elements]
     scratch = _scratch_shapes(grid, x, bands)
     temporary = temporary_bytes(spec, x, spec.forward)
-    arrays, specs = _inputs(grid, x, bands)
+    arrays, specs = inputs(grid, x, bands)
     return memory_refusal(sizes, spec.vmem_limit, scratch, arrays, specs, scalars, temporary)
 
 
@@ -143,10 +144,12 @@ class ForwardGrid:
         row = 0 if self.shared_schedule else b
         return schedule_ref[row * self.tiles + t]
 
-    def query_block(self, h, b, t, schedule_ref, prefix_ref):
+    def query_block(self, *indices):
+        h, b, t, schedule_ref, _ = indices
         return b, h, schedule.row_of(self.entry(schedule_ref, b, t))
 
-    def key_block_of_query_head(self, h, b, t, schedule_ref, prefix_ref):
+    def key_block_of_query_head(self, *indices):
+        h, b, t, schedule_ref, _ = indices
         return b, h, schedule.column_of(self.entry(schedule_ref, b, t))
 
     def key_block(self, *indices):
@@ -154,7 +157,7 @@ class ForwardGrid:
         return b, jax.lax.div(h, jnp.int32(self.spec.group)), block
 
 
-def _inputs(
+def inputs(
     grid: ForwardGrid, x: Operands, bands: BandInputs
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays that the kernel reads, and their block specs."""
@@ -169,9 +172,11 @@ def _inputs(
     if x.bias is not None:
         arrays["line"] = bias_line(grid.spec, x.bias, x.first, grid.strip, -1)
         one_head = x.bias.shape[0] == 1
-        specs["line"] = pl.BlockSpec(
-            (None, 1, grid.strip.line), lambda h, *_: (0 if one_head else h, 0, 0)
-        )
+
+        def line(*indices):
+            return (0 if one_head else grid.query_block(*indices)[1]), 0, 0
+
+        specs["line"] = pl.BlockSpec((None, 1, grid.strip.line), line)
     arrays["products"], specs["products"] = bands.arrays, bands.specs
     return arrays, specs
 
@@ -179,12 +184,17 @@ def _inputs(
 def _scratch_shapes(grid: ForwardGrid, x: Operands, bands: BandInputs) -> dict[str, Any]:
     """Returns the types of scratch memory, by name."""
     spec = grid.spec
+    column = pltpu.VMEM((spec.forward.q, LANES), jnp.float32)
+    out = pltpu.VMEM((spec.forward.q, spec.value_dim), jnp.float32)
+    return query_scratch(grid, x, bands) | {"m": column, "l": column, "out": out}
+
+
+def query_scratch(grid: ForwardGrid, x: Operands, bands: BandInputs) -> dict[str, Any]:
+    """Returns the types of scratch memory for a block of queries and a head, by name."""
+    spec = grid.spec
     column = functools.partial(pltpu.VMEM, (spec.forward.q, LANES))
     shapes = {
         "q": pltpu.VMEM((spec.forward.q, spec.dim), x.q.dtype),
-        "m": column(jnp.float32),
-        "l": column(jnp.float32),
-        "out": pltpu.VMEM((spec.forward.q, spec.value_dim), jnp.float32),
         "rows": {name: column(jnp.int32) for name in x.rows},
         "q_scalars": [[column(jnp.float32) for _ in e.q_scalars] for e in x.elements],
         "steps": bands.columns,
@@ -227,7 +237,12 @@ def _kernel(
         pl.when((b == 0) & (t == 0))(functools.partial(poison, scratch))
     if "line" in refs:
         pl.when((b == 0) & (t == 0))(step.start_head)
-    pl.when(schedule.is_first(entry))(step.start_queries)
+
+    @pl.when(schedule.is_first(entry))
+    def _():
+        start_softmax(scratch)
+        step.start_queries()
+
     for one_kind in kinds(spec.visibility):
         tile = functools.partial(step.tile, one_kind != PLAIN, one_kind == MASKED)
         pl.when(kind == one_kind)(tile)
@@ -269,9 +284,8 @@ class ForwardStep:
         shear(strip, self.refs["line"], self.scratch["strip"], rotate=rotate)
 
     def start_queries(self) -> None:
-        """Prepares a block of queries, and starts its softmax."""
+        """Prepares a block of queries."""
         refs, scratch = self.refs, self.scratch
-        start_softmax(scratch)
         q = refs["q"][...].astype(jnp.float32) * (self.spec.scale * self.spec.unit)
         scratch["q"][...] = q.astype(refs["q"].dtype)
         for name, row in refs["rows"].items():
@@ -286,21 +300,36 @@ class ForwardStep:
                 column[...] = to_column(product["steps"][...])
 
     def tile(self, ruled: bool, masked: bool) -> None:
-        """Adds the keys of a tile to the softmax, a slice at a time."""
+        """Adds a tile, a slice of keys at a time."""
         size = self.grid.slice
         starts = range(0, self.spec.forward.k, size)
         # All rotations first: they overlap with the matrix products that come after them.
         added = [self._products(start) if ruled else [] for start in starts]
         for start, terms in zip(starts, added, strict=True):
-            s = self._logits(start, terms, ruled, masked)
-            p, decay = update_softmax(self.scratch, s)
-            if "dropped" in self.refs:  # The sum of weights counts all pairs.
-                slots = self.refs["columns"]["slots"][:, start : start + size]
-                hashed = lanes(self.scratch["dropped"][...], size)
-                p = jnp.where(kept_pairs(self.spec, hashed, slots), p, 0.0)
-            v = self.refs["v"][start : start + size]
-            out = self.scratch["out"][...] * lanes(decay, self.spec.value_dim)
-            self.scratch["out"][...] = out + dot(p.astype(v.dtype), v)
+            self.add(start, *self._logits(start, terms, ruled, masked))
+
+    def add(self, start: int, s: jax.Array, slope: jax.Array | None) -> None:
+        """Adds a slice of keys to the softmax.
+
+        Args:
+          start: the first key of the slice in its tile.
+          s: logits in units of log 2.
+          slope: the derivative of the softcap, or None.
+        """
+        p, decay = update_softmax(self.scratch, s)
+        p = self.without_dropped(start, p)  # The sum of weights counts all pairs.
+        v = self.refs["v"][start : start + self.grid.slice]
+        out = self.scratch["out"][...] * lanes(decay, self.spec.value_dim)
+        self.scratch["out"][...] = out + dot(p.astype(v.dtype), v)
+
+    def without_dropped(self, start: int, x: jax.Array) -> jax.Array:
+        """Returns numbers of the pairs of a slice, with zeros for pairs that dropout drops."""
+        if "dropped" not in self.refs:
+            return x
+        size = self.grid.slice
+        slots = self.refs["columns"]["slots"][:, start : start + size]
+        hashed = lanes(self.scratch["dropped"][...], size)
+        return jnp.where(kept_pairs(self.spec, hashed, slots), x, 0.0)
 
     def _products(self, start: int) -> list[jax.Array]:
         """Returns the logits that products add to the slice of keys from `start` on."""
@@ -311,8 +340,10 @@ class ForwardStep:
             for band, product, columns in steps
         ]
 
-    def _logits(self, start: int, terms: list[jax.Array], ruled: bool, masked: bool) -> jax.Array:
-        """Returns the logits of a slice of keys, in units of log 2."""
+    def _logits(
+        self, start: int, terms: list[jax.Array], ruled: bool, masked: bool
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the logits of a slice of keys in units of log 2, and the softcap's slope."""
         refs, scratch, spec = self.refs, self.scratch, self.spec
         size = self.grid.slice
         s = dot(scratch["q"][...], refs["k"][start : start + size], (1, 1))
@@ -328,6 +359,12 @@ class ForwardStep:
         if ruled or masked:
             q_tokens = {name: lanes(y[...], size) for name, y in scratch["rows"].items()}
             k_tokens = {name: y[:, start : start + size] for name, y in refs["columns"].items()}
+        see, slope = None, None
+        if masked:
+            offset = self.offset - start
+            see = visible(spec, s.shape, 0, offset, q_tokens, k_tokens, self.limit)
+        for term in refs["pairs"]:
+            s += pair_logits(spec, term, term.pairs[:, start : start + size], see)
         for element, columns in zip(refs["elements"], scratch["q_scalars"], strict=True):
             if ruled or element.everywhere:
                 scalars = [y[self.h] for y in element.scalars]
@@ -338,10 +375,8 @@ class ForwardStep:
                 )
                 s += spec.unit * term
         if spec.softcap is not None:
-            may_hide = ruled and (spec.rules_in_bias or bool(refs["elements"]))
-            s = soft_cap(spec.softcap, s, jnp.tanh(s), may_hide)
-        if masked:
-            offset = self.offset - start
-            see = visible(spec, s.shape, 0, offset, q_tokens, k_tokens, self.limit)
-            s = jnp.where(see, s, MASK_VALUE)
-        return s
+            may_hide = ruled and (spec.rules_in_bias or spec.pairs or bool(refs["elements"]))
+            bounded = jnp.tanh(s)
+            slope = 1.0 - bounded * bounded
+            s = soft_cap(spec.softcap, s, bounded, may_hide)
+        return s if see is None else jnp.where(see, s, MASK_VALUE), slope

@@ -20,6 +20,8 @@ from posenc_jax.engine.tpu.forward import forward, forward_refusal
 from posenc_jax.engine.tpu.spec import TPUSpec
 from posenc_jax.engine.tpu.strip import LANES
 
+_DTYPES = (jnp.bfloat16, jnp.float32)
+
 
 @dataclasses.dataclass(frozen=True)
 class PallasTPU(Kernels):
@@ -63,8 +65,10 @@ class PallasTPU(Kernels):
 
     def refuses(self, problem: Problem) -> str | None:
         p = problem
-        if p.q.dtype not in (jnp.bfloat16, jnp.float32) or not p.q.dtype == p.k.dtype == p.v.dtype:
+        if p.q.dtype not in _DTYPES or not p.q.dtype == p.k.dtype == p.v.dtype:
             return "q, k and v must all be bfloat16 or all float32"
+        if any(x.pairs is not None and x.pairs.dtype not in _DTYPES for x in p.rules):
+            return "an array of all pairs must be bfloat16 or float32"
         if (reason := self.unfit()) is not None:
             return reason
         if decodes(p):

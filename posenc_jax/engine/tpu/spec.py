@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from posenc_jax.engine.kinds import tile_kinds
 from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.operands import Operands, Spec
 from posenc_jax.engine.tpu.schedule import schedule, tile_order
@@ -30,10 +31,13 @@ class TPUSpec(Spec):
         return tile_order(self.length, self.keys, blocks, sides, by_key)
 
     def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
-        return tuple(
-            schedule(self.visibility, q, k, prefix, blocks, self.order(by_key), by_key)
+        """Returns the schedules of both passes, and the kinds of tiles for arrays of all pairs."""
+        see = self.visibility
+        schedules = tuple(
+            schedule(see, q, k, prefix, blocks, self.order(by_key), by_key)
             for blocks, by_key in ((self.forward, False), (self.backward, True))
         )
+        return *schedules, tile_kinds(see, q, k, prefix, self.forward) if self.pairs else None
 
 
 def heads_first(x: Operands) -> Operands:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from posenc_jax.engine.dropout import is_kept
 from posenc_jax.engine.mask import MASK_VALUE, add_saturated
 from posenc_jax.engine.operands import LOG2E, Spec
+from posenc_jax.engine.terms import AllPairsTerm
 from posenc_jax.engine.tpu.strip import LANES
 
 
@@ -66,6 +67,22 @@ def lanes(column: jax.Array, count: int) -> jax.Array:
 def kept_pairs(spec: Spec, rows: jax.Array, slots: jax.Array) -> jax.Array:
     """Returns the pairs that dropout keeps, of `dropout_rows` and int32 slots of keys."""
     return is_kept(rows, jax.lax.bitcast_convert_type(slots, jnp.uint32), spec.dropout_rate)
+
+
+def pair_logits(
+    spec: Spec, term: AllPairsTerm, tile: jax.Array, see: jax.Array | None
+) -> jax.Array:
+    """Returns the logits that an array of all pairs adds to a tile, in units of `spec.unit`.
+
+    Args:
+      spec: the static part.
+      term: has the factor.
+      tile: of the array.
+      see: `visible`, or None where all pairs are. Hidden entries may be NaN, and so would be the
+        derivative of a softcap.
+    """
+    tile = tile.astype(jnp.float32) * (spec.unit * term.factor)
+    return tile if see is None or spec.softcap is None else jnp.where(see, tile, 0.0)
 
 
 def soft_cap(softcap: float, s: jax.Array, bounded: jax.Array, may_hide: bool) -> jax.Array:
