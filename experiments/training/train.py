@@ -21,6 +21,7 @@ from experiments.models.model import (
     Position,
     count_parameters,
     initialize,
+    is_hidden,
     of_scheme,
     seed_keys,
     structure,
@@ -31,30 +32,46 @@ from experiments.training import mesh as on_mesh
 
 
 def make_optimizer(
-    train: Train, learning_rate: jax.typing.ArrayLike, scheme_rate: jax.typing.ArrayLike
+    train: Train,
+    learning_rate: jax.typing.ArrayLike,
+    scheme_rate: jax.typing.ArrayLike,
+    steps: jax.typing.ArrayLike,
+    width: int = 0,
 ) -> optax.GradientTransformation:
     """Returns clipped AdamW with linear warm-up and cosine decay.
 
     Args:
-      train: all settings but the two rates.
+      train: all other settings.
       learning_rate: the highest; may be traced.
       scheme_rate: factor of steps of the scheme's parameters; may be traced.
+      steps: where the decay ends; may be traced.
+      width: of the model, for `train.base_width`.
     """
-    shape = optax.warmup_cosine_decay_schedule(
-        0.0, 1.0, train.warmup, train.steps, train.final_rate
-    )
+    of_width = ()
+    if train.base_width:
+        scale = optax.scale(train.base_width / width)
+        of_width = (optax.masked(scale, functools.partial(is_hidden, width=width)),)
+    warm_up = optax.linear_schedule(0.0, 1.0, train.warmup)
+
+    def rate(count: jax.Array) -> jax.Array:
+        # Optax's cosine decay, whose number of steps may not be traced.
+        end = steps - train.warmup
+        done = jnp.minimum(jnp.float32(count - train.warmup), end)
+        cosine = 0.5 * (1 + jnp.cos(jnp.pi * done * (1.0 / end)))
+        decayed = (1 - train.final_rate) * cosine + train.final_rate
+        return learning_rate * jnp.where(count < train.warmup, warm_up(count), decayed)
+
     return optax.chain(
         optax.clip_by_global_norm(train.clip),
-        optax.adamw(
-            lambda count: learning_rate * shape(count), b2=train.b2, weight_decay=train.weight_decay
-        ),
+        optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay),
         optax.masked(optax.scale(scheme_rate), of_scheme),
+        *of_width,
     )
 
 
-def without_rates(task: Task) -> Task:
-    """Returns the task with rates of 1: a compiled program does not depend on rates."""
-    train = dataclasses.replace(task.train, learning_rate=1.0, scheme_rate=1.0)
+def of_program(task: Task) -> Task:
+    """Returns the task with constant rates and steps: a compiled program does not depend on them."""
+    train = dataclasses.replace(task.train, learning_rate=1.0, scheme_rate=1.0, steps=1)
     return dataclasses.replace(task, train=train)
 
 
@@ -103,11 +120,11 @@ def advance(
     Args:
       state: parameters and optimiser state, leaves [seeds, ...].
       keys: [seeds], of the data.
-      rates: [seeds, 2], the learning rate and the relative rate of the scheme.
+      rates: [seeds, 3], the learning rate, the relative rate of the scheme and the steps in all.
       first: the number of the first batch, int32.
       data: `Data.train` of the task.
       graphdef: structure of the model.
-      task: the task; its rates are not used.
+      task: the task; its rates and steps are not used.
 
     Returns:
       The new state, and losses [seeds, steps].
@@ -125,7 +142,7 @@ def advance(
 
     def one_seed(state, key, rate):
         steps = first + jnp.arange(task.train.steps_per_call)
-        optimizer = make_optimizer(task.train, rate[0], rate[1])
+        optimizer = make_optimizer(task.train, *rate, width=task.model.model_dim)
         (state, _), losses = jax.lax.scan(functools.partial(step, optimizer), (state, key), steps)
         return state, losses
 
@@ -134,7 +151,8 @@ def advance(
 
 def new_state(params: nnx.State, task: Task) -> tuple[nnx.State, Any]:
     """Returns what `advance` takes at first, for parameters [seeds, ...]."""
-    return params, jax.vmap(make_optimizer(task.train, 1.0, 1.0).init)(params)
+    optimizer = make_optimizer(task.train, 1.0, 1.0, 1.0, task.model.model_dim)
+    return params, jax.vmap(optimizer.init)(params)
 
 
 @dataclasses.dataclass
@@ -177,7 +195,9 @@ class Checkpoint(Protocol):
 
 def rates_of(task: Task, count: int) -> jax.Array:
     """Returns the rates of a task, as `advance` takes them for a number of seeds."""
-    return jnp.tile(jnp.float32([task.train.learning_rate, task.train.scheme_rate]), (count, 1))
+    train = task.train
+    rates = jnp.float32([train.learning_rate, train.scheme_rate, train.steps])
+    return jnp.tile(rates, (count, 1))
 
 
 def compiled(
@@ -186,7 +206,7 @@ def compiled(
     """Returns `advance` compiled for a number of seeds, of an earlier call if there was one."""
     leaves, tree = jax.tree.flatten(data)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _compiled(without_rates(task), position, count, tree, shapes, mesh)
+    return _compiled(of_program(task), position, count, tree, shapes, mesh)
 
 
 @functools.lru_cache(maxsize=16)
@@ -195,13 +215,13 @@ def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any
     keys = jax.eval_shape(lambda: seed_keys([0] * count, "parameters"))
     params = jax.eval_shape(lambda k: initialize(task.model, position, task.vocab_size, k), keys)
     state = jax.eval_shape(lambda p: new_state(p, task), params)
-    rates = jax.ShapeDtypeStruct((count, 2), jnp.float32)
+    rates = jax.ShapeDtypeStruct((count, 3), jnp.float32)
     first = jax.ShapeDtypeStruct((), jnp.int32)
     arguments = state, keys, rates, first, jax.tree.unflatten(tree, shapes)
     if mesh is None:
         lowered = advance.lower(*arguments, graphdef=graphdef, task=task)
     else:
-        optimizer = make_optimizer(task.train, 1.0, 1.0)
+        optimizer = make_optimizer(task.train, 1.0, 1.0, 1.0, task.model.model_dim)
 
         def new_model(key: jax.Array, axis_names: Any = None) -> LanguageModel:
             return LanguageModel(task.model, position, task.vocab_size, key, axis_names)
