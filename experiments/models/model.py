@@ -1,11 +1,11 @@
 """A decoder-only transformer with any position encoding.
 
 Pre-RMSNorm, GELU, no biases, an untied head, normal(0.02) weights with the outputs of each
-block scaled by 1/sqrt(2 layers). Activations are of `Model.dtype`, logits are float32. The logit scale is 1/sqrt(H) for every scheme, also for T5
-(its published scale of 1 belongs to another initialisation). Traits of the scheme decide
-whether token embeddings are multiplied by sqrt(D) (`scale_embedding`: fixed waves of amplitude
-one would dominate embeddings of 0.02), and whether layers share its parameters
-(`shared_over_layers`).
+block scaled by 1/sqrt(2 layers). Activations have `Model.dtype`, logits are float32. The logit
+scale is 1/sqrt(H) for every scheme, also for T5 (its published scale of 1 belongs to another
+initialisation). Traits of the scheme decide whether token embeddings are multiplied by sqrt(D)
+(`scale_embedding`: fixed waves of amplitude one would dominate embeddings of 0.02), and whether
+layers share its parameters (`shared_over_layers`).
 """
 
 import dataclasses

@@ -283,17 +283,36 @@ class RunFolder:
     def _train(
         self, before: Result | None, data: Data, keep: bool, options: dict[str, Any]
     ) -> Result:
-        try:
-            trained = self.run.train(data, **options)
-        except FloatingPointError as error:
-            return before or self._write("diverged", error=str(error))
+        trained, mesh = self.run.train(data, **options), options["mesh"]
+        facts = {"mesh": on_mesh.describe(mesh)} if mesh else {}
+        return self.finish(trained, data, before, keep, facts)
+
+    def finish(
+        self,
+        trained: Trained | None,
+        data: Data,
+        before: Result | None,
+        keep: bool,
+        facts: Mapping[str, str],
+    ) -> Result:
+        """Evaluates a trained model, writes what the folder keeps of it, and returns the result.
+
+        Args:
+          trained: of one seed; None for a benchmark.
+          data: of the task.
+          before: the result of an earlier call, which stays.
+          keep: whether to write the trained parameters.
+          facts: about the training, for the result.
+        """
+        if trained and (step := trained.diverged) is not None:
+            error = f"the loss is not finite at step {step}"
+            return before or self._write("diverged", error=error)
         if keep and trained:
             arrays = {name: np.asarray(x) for name, x in named(trained.params).items()}
             write_arrays(self.path / "parameters.npz", arrays)
         if before:
             return before
-        mesh = options["mesh"]
-        facts = {**data.facts, **({"mesh": on_mesh.describe(mesh)} if mesh else {})}
+        facts = {**data.facts, **facts}
         return self._write("done", facts, **self.run.measure(trained, data))
 
     def evaluate(self, data: Data) -> Result:

@@ -35,8 +35,8 @@ class Model:
     """Whether tokens see earlier ones only and the next token is predicted; otherwise tokens see
     all, and those to predict are masked."""
     dtype: str = "float32"
-    """Type of activations and matrix products, float32 or bfloat16. Parameters, the optimiser's state
-    and losses are float32 in either case."""
+    """Type of activations and matrix products, float32 or bfloat16. Parameters, the optimiser's
+    state and losses are float32 in either case."""
 
     unnamed_defaults: ClassVar[frozenset[str]] = frozenset({"dtype"})
     """As in `Task`."""

@@ -70,9 +70,17 @@ def make_optimizer(
 
 
 def of_program(task: Task) -> Task:
-    """Returns the task with constant rates and steps: a compiled program does not depend on them."""
+    """Returns the task that tasks with equal training programs share.
+
+    Rates and the number of steps are constant in it, and so are settings of the evaluation.
+    """
     train = dataclasses.replace(task.train, learning_rate=1.0, scheme_rate=1.0, steps=1)
-    return dataclasses.replace(task, train=train)
+    changes = {
+        f.name: f.default for f in dataclasses.fields(task) if f.name in task.measure_settings
+    }
+    if task.coordinates == "positions":  # Others are drawn up to the longest length.
+        changes["test_lengths"] = (task.train_length,)
+    return dataclasses.replace(task, train=train, **changes)
 
 
 def mean_loss(
@@ -164,7 +172,8 @@ class Trained:
       parameters: how many, per seed.
       memory: bytes that the compiled call needs on a device, for all seeds, with parameters and
         data; None where it is not known.
-      curve: "step" [points] and "loss" [points][seeds], means over the steps between points.
+      curve: "step" [points] and "loss" [points][seeds], means over the steps between points; not
+        finite from the point on at which a seed diverged.
       compile_seconds, train_seconds, cpu_seconds: wall time of both, CPU time of training.
     """
 
@@ -175,6 +184,31 @@ class Trained:
     compile_seconds: float
     train_seconds: float
     cpu_seconds: float
+
+    def of_seed(self, index: int) -> "Trained":
+        """Returns the results of one seed, with its share of memory and times."""
+        count = len(self.curve["loss"][0])
+        return Trained(
+            params=_lane(self.params, index),
+            parameters=self.parameters,
+            memory=None if self.memory is None else self.memory // count,
+            curve={"step": self.curve["step"], "loss": [[x[index]] for x in self.curve["loss"]]},
+            compile_seconds=self.compile_seconds / count,
+            train_seconds=self.train_seconds / count,
+            cpu_seconds=self.cpu_seconds / count,
+        )
+
+    @property
+    def diverged(self) -> int | None:
+        """The step of the curve at which a seed has no finite loss, None if all are finite."""
+        pairs = zip(self.curve["step"], self.curve["loss"], strict=True)
+        return next((step for step, losses in pairs if not np.isfinite(losses).all()), None)
+
+
+@jax.jit
+def _lane(tree: Any, index: int) -> Any:
+    """Returns one seed of leaves [seeds, ...], as [1, ...]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), tree)
 
 
 class Checkpoint(Protocol):
@@ -209,7 +243,7 @@ def compiled(
     return _compiled(of_program(task), position, count, tree, shapes, mesh)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any, mesh: Any) -> Any:
     graphdef = structure(task.model, position, task.vocab_size)
     keys = jax.eval_shape(lambda: seed_keys([0] * count, "parameters"))
@@ -247,12 +281,13 @@ def train(
     data: Any,
     report: Callable[[int, list[float]], None] = lambda step, loss: None,
     *,
+    rates: jax.Array | None = None,
     params: nnx.State | None = None,
     batches_before: int = 0,
     checkpoint: Checkpoint | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Trained:
-    """Trains one model per seed.
+    """Trains one model per seed, until all steps are made or no loss is finite.
 
     Args:
       task: the data, the model and the settings of training.
@@ -260,13 +295,11 @@ def train(
       seeds: of parameters and data.
       data: `Data.train` of what `task.load` returned.
       report: called with the step and the losses [seeds] after each compiled call.
+      rates: as `advance` takes them, with as many steps for each seed; default: those of the task.
       params: to begin with, leaves [seeds, ...]; default: new ones.
       batches_before: how many batches these have seen, which are not drawn again.
       checkpoint: stores the state, and returns the state of an interrupted call.
       mesh: of `experiments.training.mesh`, to compute on all its devices; default: on one.
-
-    Raises:
-      FloatingPointError: if a loss is not finite.
     """
     started = time.perf_counter()
     if params is None:
@@ -274,7 +307,7 @@ def train(
     params = jax.tree.map(jnp.array, params)  # A copy: `advance` donates its memory.
     state = new_state(params, task)
     keys = seed_keys(seeds, "data")
-    rates = rates_of(task, len(seeds))
+    rates = rates_of(task, len(seeds)) if rates is None else rates
     call = compiled(task, position, len(seeds), data, mesh)
     if mesh is not None:
         state, keys, rates, _, data = on_mesh.place(
@@ -296,8 +329,8 @@ def train(
         mean = np.asarray(losses).mean(1)
         curve["step"].append(first + task.train.steps_per_call)
         curve["loss"].append([round(float(x), 5) for x in mean])
-        if not np.isfinite(mean).all():
-            raise FloatingPointError(f"the loss is not finite at step {curve['step'][-1]}")
+        if not np.isfinite(mean).any():
+            break
         if checkpoint:
             checkpoint.save(state, curve, times())
         report(curve["step"][-1], curve["loss"][-1])

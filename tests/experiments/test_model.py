@@ -28,7 +28,7 @@ from experiments.settings.common import Model, Train
 from experiments.tasks import Copy, KBack, Text
 from experiments.tasks.base import Data, Evaluation
 from experiments.tasks.corpus import pair_bits
-from experiments.training.train import make_optimizer, mean_loss, train
+from experiments.training.train import make_optimizer, mean_loss, rates_of, train
 
 SIZES = Model(model_dim=16, num_layers=1, num_heads=2)
 TWO_LAYERS = dataclasses.replace(SIZES, num_layers=2)
@@ -374,10 +374,19 @@ def test_the_learning_rate_warms_up_and_decays(warmup):
     np.testing.assert_allclose(changes(jnp.float32(9)), expected, rtol=1e-5)
 
 
-def test_non_finite_loss_raises():
+def test_training_ends_once_no_loss_is_finite():
+    """A seed that diverges does not disturb the one beside it."""
+    scheme, rates = make("rope"), rates_of(TASK, 2).at[0, 0].set(1e38)
+    alone = train(TASK, scheme, [1], None)
+    both = train(TASK, scheme, [0, 1], None, rates=rates)
+    assert both.curve["step"] == [2, 4] and both.of_seed(0).diverged == both.diverged == 4
+    second = both.of_seed(1)
+    assert second.diverged is None and second.curve["step"] == [2, 4]
+    np.testing.assert_allclose(second.curve["loss"], alone.curve["loss"], atol=1e-5)
+    for a, b in zip(jax.tree.leaves(second.params), jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
     wild = dataclasses.replace(TASK, train=dataclasses.replace(TASK.train, learning_rate=1e38))
-    with pytest.raises(FloatingPointError, match="not finite at step"):
-        train(wild, make("rope"), [0], None)
+    assert train(wild, scheme, [0], None).curve["step"] == [2, 4]
 
 
 def test_text_evaluation_equals_a_loop_over_bytes():
