@@ -11,7 +11,7 @@ from experiments.pages.tables import label
 from experiments.runs.files import write_whole
 from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
-from experiments.settings.config_io import Parser
+from experiments.settings.config_io import Parser, names
 from experiments.study import clock
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, forecast, load
@@ -43,12 +43,19 @@ def main(arguments: list[str]) -> int:
         help="first measure a step of each scheme, in a minute or two; needs an idle machine",
     )
     add_arguments(parser)
+    parser.add_argument(
+        "--also",
+        type=names,
+        default=[],
+        metavar="A,B",
+        help="further schemes: names, chains such as rope+alibi, or mypkg.mine:MyScheme",
+    )
     parser.add_argument("--results", type=Path, help="folder (default: results/<name of the file>)")
     parser.add_argument("--page", type=Path, help="file to write (default: docs/<name>.md)")
     options = parser.parse_args(arguments)
     connect(options)
     part = shard(options.shard)
-    study = load(options.file)
+    study = load(options.file, options.also)
     folder = options.results or Path("results") / study.name
     target = options.page or Path("docs") / f"{study.name}.md"
     if target.suffix != ".md":
@@ -59,17 +66,17 @@ def main(arguments: list[str]) -> int:
     if options.run:
         tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
         status = carry_out(options, folder, tasks, _stages(study, folder, part)).status
-    results = known(folder)
+    results, times = known(folder), clock.read(folder)
     rows = by_scheme(study, results)
     pictures = {
-        "": drawing(study, results),
+        "": drawing(study, results, times),
         "-lengths": lengths(study, rows),
         "-maps": maps(study, rows),
     }
     files = {suffix: f"{target.stem}{suffix}.svg" for suffix, svg in pictures.items() if svg}
     for suffix, file in files.items():
         write_whole(target.with_name(file), plots.standalone(pictures[suffix]))
-    write_whole(target, page(study, results, str(options.file), str(folder), files))
+    write_whole(target, page(study, results, times, str(options.file), str(folder), files))
     say(f"Page: {target}")
     if options.run:
         command = f"python -m experiments study {options.file} --run"
@@ -142,7 +149,7 @@ def missing(study: Study, results: Lookup) -> list[str]:
 def lengths(study: Study, rows: list[SchemeResults]) -> str:
     """Returns the plot of scores against length at the first size, as <svg>, or nothing."""
     size, cells = next(iter(study.cells.items()))
-    view = next(iter(cells.values())).grid[0].task.views[0]
+    view = next(iter(cells.values())).task.views[0]
     return plots.lengths(rows, size, view, split=True)
 
 

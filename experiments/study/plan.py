@@ -27,7 +27,7 @@ baseline runs with more and fewer steps too, at the same rate, so that scores tr
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -37,6 +37,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 from experiments.errors import ConfigError
 from experiments.models.model import initialize, of_scheme, seed_keys
 from experiments.pages.scheme_results import Lookup
+from experiments.pages.tables import ordered
 from experiments.runs.experiment import from_file
 from experiments.runs.run import Run, duration
 from experiments.settings.common import Seeds
@@ -198,8 +199,12 @@ def least_runs(cell: Cell, is_baseline: bool, timed: bool) -> int:
     return selection + about.seeds * (1 + repeats)
 
 
-def load(path: Path) -> Study:
+def load(path: Path, also: Sequence[str] = ()) -> Study:
     """Returns the study of a file.
+
+    Args:
+      path: a TOML file.
+      also: schemes to compare besides those of the file.
 
     Raises:
       ConfigError: if an entry is missing or wrong, with its path.
@@ -211,6 +216,7 @@ def load(path: Path) -> Study:
             if name not in tables:
                 raise ConfigError(f"{name}: is missing")
         about = convert(_File, {k: v for k, v in tables.items() if k in known}, "")
+        about = dataclasses.replace(about, schemes=tuple(ordered([*about.schemes, *also])))
         if about.baseline not in about.schemes:
             hint = near(about.baseline, about.schemes)
             raise ConfigError(f"baseline: must be one of the schemes{hint}")

@@ -105,11 +105,11 @@ class Selection:
         reported = {
             run: mean([score(self._results(each)) for each in self.tried[run]]) for run in runs
         }
-        shifts = []
-        for drawn in itertools.product(range(len(self._seeds)), repeat=len(self._seeds)):
-            best = self._best({run: _mean([table[run][i] for i in drawn]) for run in runs})
-            shifts.append(reported[best] - reported[self.chosen])
-        return shifts
+        best = [
+            self._best({run: _mean([table[run][i] for i in drawn]) for run in runs})
+            for drawn in itertools.product(range(len(self._seeds)), repeat=len(self._seeds))
+        ]
+        return [reported[run] - reported[self.chosen] for run in best]
 
     @property
     def _seeds(self) -> Sequence[int]:

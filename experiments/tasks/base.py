@@ -104,8 +104,8 @@ class Task:
     measure_settings: ClassVar[frozenset[str]] = frozenset()
     """Settings of the evaluation alone: trained parameters do not depend on them."""
     unnamed_defaults: ClassVar[frozenset[str]] = frozenset()
-    """Settings that the name of a run leaves out while they have their default, so that results from
-    before they existed keep their names."""
+    """Settings that the name of a run leaves out while they have their default, so that results
+    from before they existed keep their names."""
 
     @property
     def vocab_size(self) -> int:

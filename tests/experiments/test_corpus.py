@@ -72,6 +72,23 @@ def test_folder_is_split_by_files(tmp_path):
     assert other.sha256 == found.sha256
 
 
+def test_every_other_held_out_document_is_for_validation(tmp_path):
+    for i in range(65):
+        (tmp_path / f"{i:02}.txt").write_bytes(bytes([i]) * 50)
+    both = load_corpus(str(tmp_path), validation=True)
+    plain = load_corpus(str(tmp_path))
+    assert (set(both.held_out), set(both.validation)) == ({27}, {7, 47})
+    assert both.train.tobytes() == plain.train.tobytes() and not len(plain.validation)
+    assert "(50 held out, 100 for validation)" in both.describe() and both.size == plain.size
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.txt").write_bytes(TEXT)
+    one = load_corpus(str(tmp_path / "one"), validation=True, least_held_out=1000)
+    parts = (one.train, one.validation, one.held_out)
+    assert b"".join(x.tobytes() for x in parts) == TEXT and len(one.held_out) == 1000
+    with pytest.raises(CorpusError, match="needs 1 and 200"):
+        load_corpus(str(tmp_path), validation=True, least_held_out=100)
+
+
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_few_files_still_have_one_held_out(tmp_path, count):
     for i in range(count):

@@ -8,7 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+import posenc_jax as pe
+from experiments.runs.run import Run
 from experiments.tasks import TASKS, KBack, Kth, Text
+from experiments.tasks.base import Data
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -123,3 +126,29 @@ def test_all_lengths_and_modes_score_the_same_bytes(size):
             np.testing.assert_array_equal(scored, expected)
             least = length - task.stride if mode == "sliding" else 0
             assert windows.shape[1] - count - 1 >= least
+
+
+def test_validation_text_is_scored_alone_at_the_training_length(monkeypatch):
+    """The losses are the bytes themselves: the score is the mean of the validation text's bytes."""
+    held_out, validation = np.full(200, 3, np.uint8), np.arange(200, dtype=np.uint8)
+    monkeypatch.setattr("experiments.tasks.text.structure", lambda *sizes: None)
+    monkeypatch.setattr(
+        "experiments.tasks.text._bits",
+        lambda graphdef, params, windows, count: windows[None, :, -count:].astype(float),
+    )
+    task = small_text(validation=True, variants=())
+    data = Data(held_out=(held_out, validation))
+    scores = {(e.mode, e.length): e.values for e in task.evaluate(pe.NoPE(), None, [0], data)}
+    windows, count = task.windows(validation, 8, "nonoverlapping")
+    assert scores["validation", 8] == [windows[:, -count:].mean().round(5)]
+    assert ("validation", 16) not in scores and scores["sliding", 32] == [3.0]
+    assert (task.selection_view, small_text().selection_view) == ("validation", "nonoverlapping")
+    short = task.at_trained_length()
+    short.check()
+    assert len(short.evaluate(pe.NoPE(), None, [0], data)) == 2
+
+
+def test_a_run_without_validation_keeps_its_name():
+    run = Run(small_text(), "none", {}, pe.NoPE(), 0)
+    assert "validation" not in run.settings["text"]
+    assert Run(small_text(validation=True), "none", {}, pe.NoPE(), 0).settings["text"]["validation"]

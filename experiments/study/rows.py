@@ -1,0 +1,114 @@
+"""The reported results of a study: a row per scheme, with differences to the baseline."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+from experiments.pages.intervals import in_words, interval
+from experiments.pages.scheme_results import Lookup, mean
+from experiments.runs.run import Result, Run
+from experiments.study.clock import Clock
+from experiments.study.plan import Cell
+from experiments.study.selection import Selection, score
+
+Bounds = tuple[float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A scheme's results of all reported seeds, beside those of the baseline.
+
+    Attributes:
+      cell: the scheme at the size.
+      run: of the first seed.
+      results, baseline: one per seed.
+      timed: in equal time, one per seed; empty if there are none.
+      selection, baseline_selection: the choices of the settings.
+      step: the time of a step relative to the baseline's, None where it is not known.
+    """
+
+    cell: Cell
+    run: Run
+    results: Sequence[Result]
+    baseline: Sequence[Result]
+    timed: Sequence[Result]
+    selection: Selection
+    baseline_selection: Selection
+    step: float | None
+
+    def values(self, view: str, length: int) -> list[float]:
+        """Returns the scores of a view at a length, without missing ones."""
+        scores = (result.scores.get(view, {}).get(str(length)) for result in self.results)
+        return [x for x in scores if x is not None]
+
+    @property
+    def at_trained_length(self) -> list[float]:
+        """The scores at the trained length, one per seed that did not diverge."""
+        return self.values(self.run.task.views[0], self.run.task.train_length)
+
+    @functools.cached_property
+    def shifts(self) -> list[float]:
+        """Changes of the mean score by other choices of the settings."""
+        return self.selection.shifts() or [0.0]
+
+    @functools.cached_property
+    def shifts_against(self) -> list[float]:
+        """Changes of the mean difference by other choices, of both schemes by the same seeds."""
+        return _subtract(self.selection.shifts(), self.baseline_selection.shifts())
+
+    def against(self, results: Sequence[Result] | None = None) -> list[float]:
+        """Returns differences to the baseline at the trained length, NaN where one diverged."""
+        pairs = zip(self.results if results is None else results, self.baseline, strict=True)
+        scores = [(score(a), score(b)) for a, b in pairs]
+        return [math.nan if a is None or b is None else a - b for a, b in scores]
+
+    @property
+    def difference(self) -> Bounds:
+        """The mean difference to the baseline with its interval."""
+        return interval(self.against(), self.shifts_against)
+
+    def difference_in_words(self, results: Sequence[Result] | None = None) -> str:
+        """Returns the difference with its interval, in equal time with other results."""
+        return in_words(self.against(results), sign="+", shifts=self.shifts_against)
+
+
+def rows_of(
+    cells: Mapping[str, Cell], baseline: str, results: Lookup, clock: Clock | None
+) -> dict[str, Row]:
+    """Returns the schemes whose seeds have all ended, where the baseline's have; best first."""
+    of_baseline = ended(cells[baseline].finals(results), results)
+    if not of_baseline:
+        return {}
+    baseline_selection, rows = cells[baseline].selection(results), {}
+    for scheme, cell in cells.items():
+        runs = cell.finals(results)
+        if of_scheme := ended(runs, results):
+            rows[scheme] = Row(
+                cell,
+                runs[0],
+                of_scheme,
+                of_baseline,
+                ended(cell.timed(results, cells[baseline], clock), results),
+                baseline_selection if scheme == baseline else cell.selection(results),
+                baseline_selection,
+                clock.ratio(cell.size, scheme, baseline) if clock else None,
+            )
+    return dict(sorted(rows.items(), key=lambda item: _order(item[1])))
+
+
+def ended(runs: Sequence[Run], results: Lookup) -> list[Result]:
+    """Returns the results of runs, none unless all have ended."""
+    known = [result for run in runs if (result := results(run))]
+    return known if len(known) == len(runs) else []
+
+
+def _order(row: Row) -> float:
+    sign = -1.0 if row.run.task.labels.higher_is_better else 1.0
+    scores = [score(result) for result in row.results]
+    return math.inf if None in scores else sign * mean(scores)
+
+
+def _subtract(shifts: Sequence[float], of_baseline: Sequence[float]) -> list[float]:
+    """Returns the differences of two sequences of shifts, of the same seeds."""
+    return [a - b for a, b in zip(shifts, of_baseline, strict=True)] or [0.0]
