@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="runs side by side in one program (default: 1 on CPUs, else as the file says)",
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="run nothing: print the runs and programs of a GPU, and a forecast of their times",
+    )
     on_mesh.add_arguments(parser)
 
 

@@ -8,6 +8,7 @@ import jax
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.runs.files import write_whole
+from experiments.runs.forecast import Part, forecast
 from experiments.runs.run import Run, RunFolder
 from experiments.runs.run_queue import (
     add_arguments,
@@ -72,11 +73,16 @@ def main(arguments: list[str]) -> int:
     everything = load_all(folder, [])
     load_all(folder, options.claims)  # Raises for unknown names.
     chosen = [c for c in everything if not options.claims or c.name in options.claims]
+    if not options.claims and (options.run or options.plan):
+        on_cpu = jax.default_backend() == "cpu" and not options.plan
+        device = "cpu" if on_cpu else "gpu"
+        chosen = [claim for claim in chosen if claim.about.device == device]
+    if options.plan:
+        for line in plan_in_words(chosen, min(options.minutes, 9.0)):
+            say(line)
+        return 0
     status = 0
     if options.run:
-        if not options.claims:
-            device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-            chosen = [claim for claim in chosen if claim.about.device == device]
         tasks = [
             run.task
             for claim in chosen
@@ -84,7 +90,9 @@ def main(arguments: list[str]) -> int:
             if not isinstance(run, SpeedRun)
         ]
         stages = _stages(chosen, files.results, options.seeds, part, options.fresh)
-        status = carry_out(options, files.results, tasks, stages).status
+        count = max((claim.about.seeds for claim in chosen), default=1)
+        lanes = min(options.seeds or count, count)
+        status = carry_out(options, files.results, tasks, stages, lanes=lambda run: lanes).status
     outcomes = [judge(claim, files.results) for claim in everything]
     write_whole(files.page, page(outcomes, files))
     _show([outcome for outcome in outcomes if outcome.claim in chosen])
@@ -93,6 +101,25 @@ def main(arguments: list[str]) -> int:
     if mixed:
         raise ResultsError("; ".join(f"{o.claim.name}: {o.reason}" for o in mixed))
     return status
+
+
+def plan_in_words(claims: Sequence[Claim], minutes: float) -> Iterator[str]:
+    """Yields lines with the runs of claims on a GPU, their programs, and the times they may take.
+
+    Args:
+      claims: the claims.
+      minutes: of a piece.
+    """
+    runs: dict[str, tuple[str, Run, int]] = {}
+    for claim in claims:
+        for name, run in claim.runs.items():
+            if not isinstance(run, SpeedRun):
+                runs.setdefault(run.name, (f"{claim.name} {name}", run, claim.about.seeds))
+    parts = [
+        Part(name, run, seeds, [[run.task.train.steps] * seeds], len(run.task.test_lengths))
+        for name, run, seeds in runs.values()
+    ]
+    yield from forecast(f"Claims {', '.join(c.name for c in claims)}:", parts, minutes)
 
 
 def _stages(

@@ -13,6 +13,7 @@ from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
 from experiments.settings.config_io import Parser, names
 from experiments.study import clock
+from experiments.study.on_gpu import lanes_of, plan_in_words
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, forecast, load
 from experiments.training.mesh import connect
@@ -60,12 +61,17 @@ def main(arguments: list[str]) -> int:
     target = options.page or Path("docs") / f"{study.name}.md"
     if target.suffix != ".md":
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
+    if options.plan:
+        for line in plan_in_words(study, min(options.minutes, 9.0)):
+            say(line)
+        return 0
     status = 0
     if options.clock:
         clock.measure(study.cells, folder, say)
     if options.run:
         tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
-        status = carry_out(options, folder, tasks, _stages(study, folder, part)).status
+        stages = _stages(study, folder, part)
+        status = carry_out(options, folder, tasks, stages, lanes=lanes_of(study)).status
     results, times = known(folder), clock.read(folder)
     rows = by_scheme(study, results)
     pictures = {

@@ -243,15 +243,19 @@ def compiled(
     return _compiled(of_program(task), position, count, tree, shapes, mesh)
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any, mesh: Any) -> Any:
-    graphdef = structure(task.model, position, task.vocab_size)
+def arguments_of(task: Task, position: Position, count: int, data: Any) -> tuple[Any, ...]:
+    """Returns the shapes of the arguments of `advance` for some seeds; `data` has shapes too."""
     keys = jax.eval_shape(lambda: seed_keys([0] * count, "parameters"))
     params = jax.eval_shape(lambda k: initialize(task.model, position, task.vocab_size, k), keys)
     state = jax.eval_shape(lambda p: new_state(p, task), params)
     rates = jax.ShapeDtypeStruct((count, 3), jnp.float32)
-    first = jax.ShapeDtypeStruct((), jnp.int32)
-    arguments = state, keys, rates, first, jax.tree.unflatten(tree, shapes)
+    return state, keys, rates, jax.ShapeDtypeStruct((), jnp.int32), data
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any, mesh: Any) -> Any:
+    graphdef = structure(task.model, position, task.vocab_size)
+    arguments = arguments_of(task, position, count, jax.tree.unflatten(tree, shapes))
     if mesh is None:
         lowered = advance.lower(*arguments, graphdef=graphdef, task=task)
     else:

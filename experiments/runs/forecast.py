@@ -1,0 +1,148 @@
+"""The forecast of runs on a GPU that is not there: `--plan` of `study` and `scoreboard`.
+
+A step of a lane takes the time of its FLOPs and that of its bytes, at stated shares of the peaks of
+the GPU, but a step of all lanes at least the launches of its kernels (`experiments.training.cost`).
+Compilation and evaluation have assumed times. Nothing of this has been measured.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from experiments.runs.run import Run, duration
+from experiments.training import cost
+
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """A GPU by its data sheet, and what is assumed of it.
+
+    Attributes:
+      name: of the GPU.
+      flops: peak by dtype, per second, without sparsity; float32 products have TF32 inputs.
+      bandwidth: peak of the memory, bytes per second.
+      flops_share, bandwidth_share: of the peaks.
+      launch: seconds per kernel in a compiled loop.
+      compile, compile_evaluation: seconds per program, of training and of evaluation.
+      threads: programs that are compiled at once.
+      evaluate: seconds per run.
+    """
+
+    name: str = "H200"
+    flops: Mapping[str, float] = dataclasses.field(
+        default_factory=lambda: {"bfloat16": 989e12, "float32": 494e12}
+    )
+    bandwidth: float = 4.8e12
+    flops_share: float = 0.3
+    bandwidth_share: float = 0.6
+    launch: float = 3e-6
+    compile: float = 20.0
+    compile_evaluation: float = 4.0
+    threads: int = 8
+    evaluate: float = 0.7
+
+    def step(self, of_lane: cost.Cost, lanes: int, dtype: str) -> float:
+        """Returns the seconds of a step of all lanes."""
+        products = of_lane.flops / (self.flops_share * self.flops[dtype])
+        memory = of_lane.traffic / (self.bandwidth_share * self.bandwidth)
+        return max(lanes * (products + memory), of_lane.kernels * self.launch)
+
+    def assumptions(self) -> str:
+        """Returns what is assumed, in words."""
+        peaks = ", ".join(f"{x / 1e12:g} TFLOP/s in {name}" for name, x in self.flops.items())
+        return (
+            f"Assumed of one {self.name}, not measured: {self.flops_share:.0%} of {peaks}; "
+            f"{self.bandwidth_share:.0%} of {self.bandwidth / 1e12:g} TB/s; at least "
+            f"{1e6 * self.launch:g} us per kernel; {self.compile:g} s to compile a program of "
+            f"training, {self.threads} at once, and {self.compile_evaluation:g} s for one of "
+            f"evaluation; {self.evaluate:g} s to evaluate a run. FLOPs, bytes and kernels are "
+            "counted from the programs."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Runs with one program.
+
+    Attributes:
+      name: for readers.
+      run: one of them.
+      lanes: of the program.
+      steps: of the runs: those of a list run side by side, in groups of `lanes`.
+      evaluations: programs of evaluation.
+    """
+
+    name: str
+    run: Run
+    lanes: int
+    steps: Sequence[Sequence[int]]
+    evaluations: int = 1
+
+    @property
+    def runs(self) -> int:
+        """How many runs."""
+        return sum(len(stage) for stage in self.steps)
+
+    @property
+    def groups(self) -> list[int]:
+        """The steps of each group."""
+        return [
+            steps
+            for stage in self.steps
+            for steps in sorted(set(stage))
+            for _ in range(math.ceil(stage.count(steps) / self.lanes))
+        ]
+
+
+def forecast(
+    title: str, parts: Sequence[Part], minutes: float, gpu: GPU | None = None
+) -> Iterator[str]:
+    """Yields lines with the times of parts, in pieces of some minutes.
+
+    Args:
+      title: what is forecast.
+      parts: in the order in which they run.
+      minutes: of a piece.
+      gpu: default: an H200.
+    """
+    gpu, evaluations = gpu or GPU(), sum(part.evaluations for part in parts)
+    compilation = gpu.compile * math.ceil(len(parts) / gpu.threads)
+    compilation += gpu.compile_evaluation * evaluations
+    rows: list[list[str]] = []
+    total = compilation
+    for part in parts:
+        of_lane = cost.of_step(part.run.task, part.run.position)
+        step = gpu.step(of_lane, part.lanes, part.run.task.model.dtype)
+        seconds = step * sum(part.groups) + gpu.evaluate * part.runs
+        total += seconds
+        numbers = {
+            "piece": f"{math.ceil(total / (60 * minutes))}",
+            "": part.name,
+            "million": f"{of_lane.parameters / 1e6:.1f}",
+            "lanes": f"{part.lanes}",
+            "runs": f"{part.runs}",
+            "groups": f"{len(part.groups)}",
+            "TFLOP": f"{of_lane.flops / 1e12:.3f}",
+            "GB": f"{of_lane.traffic / 1e9:.2f}",
+            "kernels": f"{of_lane.kernels:.0f}",
+            "ms/step": f"{1e3 * step:.1f}",
+            "s": f"{seconds:.0f}",
+        }
+        rows += [list(numbers)] if not rows else []
+        rows.append(list(numbers.values()))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    yield title
+    yield ""
+    for row in rows:
+        cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        cells[1] = row[1].ljust(widths[1])
+        yield "  ".join(cells)
+    yield ""
+    yield "TFLOP, GB and kernels are of a step of one lane; ms/step is of all lanes."
+    yield gpu.assumptions()
+    yield (
+        f"{sum(part.runs for part in parts)} runs; {len(parts)} programs of training and "
+        f"{evaluations} of evaluation, {duration(compilation)} without a cache; "
+        f"{duration(total)} in all: {math.ceil(total / (60 * minutes))} pieces of {minutes:g} "
+        "minutes."
+    )
