@@ -23,7 +23,7 @@ class GPU:
       bandwidth: peak of the memory, bytes per second.
       flops_share, bandwidth_share: of the peaks.
       launch: seconds per kernel in a compiled loop.
-      compile, compile_evaluation: seconds per program, of training and of evaluation.
+      compile, compile_evaluation: seconds per layer, of programs of training and of evaluation.
       threads: programs that are compiled at once.
       evaluate: seconds per run.
     """
@@ -36,8 +36,8 @@ class GPU:
     flops_share: float = 0.3
     bandwidth_share: float = 0.6
     launch: float = 3e-6
-    compile: float = 20.0
-    compile_evaluation: float = 4.0
+    compile: float = 2.5
+    compile_evaluation: float = 0.5
     threads: int = 8
     evaluate: float = 0.7
 
@@ -53,10 +53,10 @@ class GPU:
         return (
             f"Assumed of one {self.name}, not measured: {self.flops_share:.0%} of {peaks}; "
             f"{self.bandwidth_share:.0%} of {self.bandwidth / 1e12:g} TB/s; at least "
-            f"{1e6 * self.launch:g} us per kernel; {self.compile:g} s to compile a program of "
-            f"training, {self.threads} at once, and {self.compile_evaluation:g} s for one of "
-            f"evaluation; {self.evaluate:g} s to evaluate a run. FLOPs, bytes and kernels are "
-            "counted from the programs."
+            f"{1e6 * self.launch:g} us per kernel; {self.compile:g} s per layer to compile a "
+            f"program of training, {self.threads} at once, and {self.compile_evaluation:g} s per "
+            f"layer for one of evaluation; {self.evaluate:g} s to evaluate a run. FLOPs, bytes and "
+            "kernels are counted from the programs."
         )
 
 
@@ -106,8 +106,11 @@ def forecast(
       gpu: default: an H200.
     """
     gpu, evaluations = gpu or GPU(), sum(part.evaluations for part in parts)
-    compilation = gpu.compile * math.ceil(len(parts) / gpu.threads)
-    compilation += gpu.compile_evaluation * evaluations
+    compilation = 0.0
+    for part in parts:
+        layers = part.run.task.model.num_layers
+        compilation += gpu.compile * layers / gpu.threads
+        compilation += gpu.compile_evaluation * layers * part.evaluations
     rows: list[list[str]] = []
     total = compilation
     for part in parts:

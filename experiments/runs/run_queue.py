@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.runs import lanes as side_by_side
 from experiments.runs.checkpoints import Deadline, OutOfTime
+from experiments.runs.files import pack
 from experiments.runs.run import VERSIONS, Result, Run, RunFolder, commit, duration, here, load_data
 from experiments.runs.workers import Workers, default_count
 from experiments.training import mesh as on_mesh
+
+_PROGRAMS = Path(".cache/jax")
+"""Where compiled programs are kept, below the working folder."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="runs side by side in one program (default: 1 on CPUs, else as the file says)",
+    )
+    parser.add_argument(
+        "--pack", type=Path, metavar="FILE", help="then put all results in one .tar.gz"
     )
     parser.add_argument(
         "--plan",
@@ -360,6 +368,7 @@ def carry_out(
       ConfigError: for flags that do not fit the tasks or the machine.
       ResultsError: if another process works in a folder, or it cannot be written.
     """
+    keep_programs()
     workers, mesh = number_of_workers(options), None
     if options.mesh:
         sizes = [size for task in tasks for size in sharded(task)]
@@ -378,7 +387,20 @@ def carry_out(
         on_mesh.tell_others(None)
         raise
     on_mesh.tell_others(None)
+    if options.pack:
+        say(f"Pack: {pack(folder, options.pack)} files in {options.pack}")
     return queue
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs of accelerators between calls, unless the environment names a place.
+
+    On CPUs, programs of another processor could be read.
+    """
+    if jax.default_backend() != "cpu" and jax.config.read("jax_compilation_cache_dir") is None:
+        jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS.absolute()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()  # A program may have been compiled before.
 
 
 def sharded(task: Any) -> list[tuple[str, str, int]]:
