@@ -9,7 +9,7 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick test-lowest test-all-jax compare study scoreboard bench gpu gpu-static tpu tpu-static \
+.PHONY: help test test-quick test-lowest test-all-jax compare study scoreboard kit bench gpu gpu-static tpu tpu-static \
   drawn notebook lint format docs docs-look links dist clean
 .DELETE_ON_ERROR:
 
@@ -87,6 +87,9 @@ study: $(VENV)/.installed-experiments ## Compare at learning rates chosen for ea
 
 scoreboard: $(VENV)/.installed-experiments ## Test claims of the literature, write RESULTS.md (ARGS="R08 --seeds 1")
 	$(RUN) -m experiments scoreboard --run $(ARGS)
+
+kit: $(VENV)/.installed-experiments ## Collect wheels for a GPU without network: build/kit (ARGS="--python 3.12")
+	$(VENV)/bin/python -m experiments.commands.kit $(ARGS)
 
 bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" for a training step)
 	$(RUN) -m experiments bench $(or $(ARGS),rope)

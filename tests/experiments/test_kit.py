@@ -5,7 +5,6 @@ import subprocess
 import sys
 import venv
 
-import pytest
 from support import one_of_all
 
 from experiments.commands import kit
@@ -41,7 +40,7 @@ def test_the_kit_leaves_out_what_jax_and_flax_bring(tmp_path, monkeypatch, capsy
 def test_a_pip_that_fails_is_one_line(tmp_path, capsys):
     words = ["--folder", str(tmp_path / "kit"), "--python", "none"]
     assert kit.main(words) == 2
-    out, err = capsys.readouterr()
+    err = capsys.readouterr().err
     assert err.startswith("error: pip install: ") and err.count("\n") == 1
 
 
