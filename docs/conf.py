@@ -67,6 +67,7 @@ html_title = "posenc_jax"
 html_static_path = ["_static"]
 html_extra_path = ["explorer.html", "drawn.ipynb"]
 html_css_files = ["site.css"]
+html_js_files = ["sort.js"]
 html_favicon = "_static/favicon.svg"
 html_copy_source = False
 html_context = {"default_mode": "auto"}

@@ -77,7 +77,7 @@ def lengths(results: Results, section: str, mode: str, split: bool = False) -> s
         lines = [[mean(score.values) for score in row.scores(mode, v).values()] for row, v in views]
         limit = _limit_of_the_lowest(lines) if split else None
         if limit is None:
-            figure, axes = _figure()
+            figure, axes = new_figure()
             panels = {axes: labels.limits or _common_limits(results, section)}
             axes.set_ylabel(labels.unit)
         else:
@@ -194,7 +194,7 @@ def _small_multiples(count: int, height: float, across: int = 4):
 def curves(results: Results, section: str) -> str:
     """Returns the plot of a section's training loss against steps."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"curves-{section}"}):
-        figure, axes = _figure()
+        figure, axes = new_figure()
         styles, ends = looks(tables.schemes(results)), []
         for scheme, row in tables.of_section(results, section).items():
             curves = [result.curve for _, result in row.ended if result.curve]
@@ -227,7 +227,7 @@ def cost(results: Results, section: str) -> str:
         return ""
     first, styles = next(iter(rows.values())), looks(tables.schemes(results))
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"cost-{section}", "axes.grid.axis": "both"}):
-        figure, axes = _figure()
+        figure, axes = new_figure()
         for scheme, (x, y) in points.items():
             colour, marker = styles[scheme]
             axes.plot([x], [y], marker, color=colour, markersize=7.0, zorder=3)
@@ -262,7 +262,7 @@ def differences(
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": title, "axes.grid.axis": "both"}):
         height = 0.85 + 0.34 * len(rows)
-        figure, axes = _figure(height, left=1.15, bottom=0.6, right=1.3)
+        figure, axes = new_figure(height, left=1.15, bottom=0.6, right=1.3)
         kinds = tables.ordered(kind for row in rows.values() for kind in row)
         for i, kind in enumerate(kinds):
             colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
@@ -284,8 +284,8 @@ def differences(
         return drawing(figure, name, title)
 
 
-def _figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.8):
-    """A figure with room at the right for the labels of lines; sizes in inches."""
+def new_figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.8):
+    """Returns a figure and its axes, with room at the right for labels; sizes in inches."""
     width = 6.2
     figure = Figure(figsize=(width, height))
     figure.patch.set_alpha(0.0)

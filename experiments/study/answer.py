@@ -59,7 +59,7 @@ def _list(rows: Mapping[str, Row]) -> str:
 
 
 def _lengths(rows: Mapping[str, Row], of_baseline: Row) -> Iterator[str]:
-    """Yields what happens at the longest test length, by the main view."""
+    """Yields the changes of the main score at the longest test length."""
     task = of_baseline.cell.task
     view, length = task.views[0], task.longest
     if length == task.train_length:

@@ -4,9 +4,9 @@
 
 Runs of a study share a machine with each other and with other programs, so their times do not
 compare. The clock alternates between the schemes of a size in one process: on one processor, as
-runs have one, or on an accelerator with the lanes that runs have. Its file `clock.json` lies beside
-the results. The share of the machine's time that other programs had meanwhile is measured too:
-above `BUSY`, nothing is concluded from times.
+runs have one, or on an accelerator with the lanes that runs have. Its file is `clock.json` in the
+folder of results. The share of the machine's time that other programs had meanwhile is measured
+too: above `BUSY`, nothing is concluded from times.
 """
 
 import contextlib

@@ -13,6 +13,7 @@ from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
 from experiments.settings.config_io import Parser, names
 from experiments.study import clock
+from experiments.study.catalogue_page import catalogue_page, catalogue_picture
 from experiments.study.on_gpu import lanes_of, plan_in_words
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, forecast, load
@@ -74,15 +75,8 @@ def main(arguments: list[str]) -> int:
         status = carry_out(options, folder, tasks, stages, lanes=lanes_of(study)).status
     results, times = known(folder), clock.read(folder)
     rows = by_scheme(study, results)
-    pictures = {
-        "": drawing(study, results, times),
-        "-lengths": lengths(study, rows),
-        "-maps": maps(study, rows),
-    }
-    files = {suffix: f"{target.stem}{suffix}.svg" for suffix, svg in pictures.items() if svg}
-    for suffix, file in files.items():
-        write_whole(target.with_name(file), plots.standalone(pictures[suffix]))
-    write_whole(target, page(study, results, times, str(options.file), str(folder), files))
+    for path, text in pages(study, rows, results, times, options.file, folder, target).items():
+        write_whole(path, text)
     say(f"Page: {target}")
     if options.run:
         command = f"python -m experiments study {options.file} --run"
@@ -90,6 +84,44 @@ def main(arguments: list[str]) -> int:
         write_whole(folder / "report.html", report)
         say(f"Report: {folder / 'report.html'}")
     return status
+
+
+def pages(
+    study: Study,
+    rows: list[SchemeResults],
+    results: Lookup,
+    times: clock.Clock | None,
+    file: Path,
+    folder: Path,
+    target: Path,
+) -> dict[Path, str]:
+    """Returns the texts of the page and of its pictures, by path.
+
+    Args:
+      study: the study.
+      rows: of `by_scheme`.
+      results: of its runs.
+      times: of steps, None before they are measured.
+      file, folder: where the study and its results are.
+      target: of the page.
+    """
+    if study.about.layout == "catalogue":
+        pictures = {"": catalogue_picture(study, results, times)}
+    else:
+        pictures = {
+            "": drawing(study, results, times),
+            "-lengths": lengths(study, rows),
+            "-maps": maps(study, rows),
+        }
+    files = {suffix: f"{target.stem}{suffix}.svg" for suffix, svg in pictures.items() if svg}
+    places = str(file), str(folder)
+    if study.about.layout == "catalogue":
+        text = catalogue_page(study, results, times, *places, files.get("", ""))
+    else:
+        text = page(study, results, times, *places, files)
+    return {target: text} | {
+        target.with_name(name): plots.standalone(pictures[suffix]) for suffix, name in files.items()
+    }
 
 
 def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[Run]]:
@@ -137,7 +169,7 @@ def by_scheme(study: Study, results: Lookup) -> list[SchemeResults]:
 
 
 def missing(study: Study, results: Lookup) -> list[str]:
-    """Returns the schemes that `by_scheme` leaves out, with what has ended; a text per size."""
+    """Returns a text per size: schemes that `by_scheme` leaves out, how many runs have ended."""
     texts = []
     for size, cells in study.cells.items():
         parts = []

@@ -139,7 +139,7 @@ def page(
             ", ".join(ordered(k.removeprefix("corpus ") for k in facts)) or "synthetic"
         )
         lines += [_THREATS.format(**words)]
-    lines += _provenance(known, clock)
+    lines += provenance_of(known, clock)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -297,7 +297,8 @@ def _budgets(row: Row, results: Lookup) -> Iterator[str]:
         yield ""
 
 
-def _provenance(results: Sequence[Result], clock: Clock | None) -> Iterator[str]:
+def provenance_of(results: Sequence[Result], clock: Clock | None) -> Iterator[str]:
+    """Yields the section on versions, processors, code, time and data."""
     if not results:
         return
     yield "## How it was made"

@@ -29,7 +29,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 from pydantic import Field, NonNegativeInt, PositiveFloat
@@ -90,6 +90,8 @@ class _File:
     """The task."""
     baseline: str = "rope"
     """The scheme that others are compared to."""
+    layout: Literal["study", "catalogue"] = "study"
+    """The page: with intervals and the choice of settings, or one table of many schemes."""
     first_selection_seed: NonNegativeInt = 100
     """The seed of the grid, above all that are reported."""
 
@@ -220,7 +222,7 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
 
     Args:
       path: a TOML file.
-      also: schemes to compare besides those of the file.
+      also: further schemes to compare.
 
     Raises:
       ConfigError: if an entry is missing or wrong, with its path.

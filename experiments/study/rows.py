@@ -17,7 +17,7 @@ Bounds = tuple[float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A scheme's results of all reported seeds, beside those of the baseline.
+    """A scheme's results of all reported seeds, and the baseline's.
 
     Attributes:
       cell: the scheme at the size.

@@ -4,7 +4,7 @@ The grid runs once, with the first selection seed. Its best rate and the neighbo
 all selection seeds; while the best mean has a neighbour that has not, so does this one. A rate is
 unstable if its seeds spread, or if the same run with other rounding (a rate higher by a millionth)
 ends elsewhere; the best stable rate is chosen. Then `_Size.tries` further settings run at this rate
-with the first seed, and those that improve on it with all; the best mean is chosen.
+with the first seed, and the improvements with all seeds; the best mean is chosen.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Selection:
       runs: all runs that it needs, as far as results determine them.
       first: the runs of the grid.
       tried: by run of the first selection seed, the runs of all selection seeds.
-      unstable: those of `tried` that are not chosen, with the reason.
+      unstable: runs in `tried` that are not chosen, with the reason.
       best_of_grid: the best stable run of the grid, None before it is known.
       other_rounding: `best_of_grid` with other rounding, None before it is known.
       tries: runs with further settings, of the first selection seed.

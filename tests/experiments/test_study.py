@@ -405,6 +405,23 @@ def test_a_scheme_is_added_with_one_command(call):
     assert "| alibi |" not in call.page()
 
 
+def test_a_catalogue_is_one_table(timed, tmp_path):
+    """RoPE is best; times are relative to none, and the fixture's rises are a third."""
+    call = timed
+    study = STUDY.partition("[sizes.large]")[0].replace(
+        '"kerple"]', '"kerple"]\nlayout = "catalogue"'
+    )
+    (tmp_path / "mine.toml").write_text(study)
+    assert call("--run")[0] == 0
+    page = " ".join(call.page().split())
+    assert "0 of 3 have a better mean than rope at the trained length" in page
+    assert "Best at the trained length: rope 0.901, kerple 0.409, none 0.300." in page
+    assert "| kerple | 0.409 | 0.273 | 2.00 |" in page and "| 1,000 | 0.008* |" in page
+    assert page.count("| none | 0.300 |") == 1 and "Lowest" not in page
+    svg = call.plot.read_text()
+    assert ">rope<" in svg and "rise at 1.5 times the length" in svg
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
