@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from experiments.errors import ConfigError
 from experiments.pages import plots
 from experiments.pages.report import render
@@ -14,6 +16,7 @@ from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_ve
 from experiments.settings.config_io import Parser, names
 from experiments.study import clock
 from experiments.study.catalogue_page import catalogue_page, catalogue_picture
+from experiments.study.gains import gains_picture
 from experiments.study.on_gpu import lanes_of, plan_in_words
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, forecast, load
@@ -112,6 +115,7 @@ def pages(
             "": drawing(study, results, times),
             "-lengths": lengths(study, rows),
             "-maps": maps(study, rows),
+            "-gains": gains_picture(study, results, times),
         }
     files = {suffix: f"{target.stem}{suffix}.svg" for suffix, svg in pictures.items() if svg}
     places = str(file), str(folder)
@@ -134,7 +138,8 @@ def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[
     """
     schemes, failed = study.about.schemes[part[0] - 1 :: part[1]], set()
     times = clock.read(folder)
-    say(forecast(study, known(folder), times))
+    if jax.default_backend() == "cpu":
+        say(forecast(study, known(folder), times))
     while True:
         results = known(folder)
         runs = list(study.runs(results, times))
