@@ -1,9 +1,9 @@
 """`make kit`: the wheels that `experiments` needs on a machine with jax and flax, without network.
 
     python -m experiments.commands.kit --python 3.12      build/kit, for Linux on x86-64
-    sh build/kit/install.sh                               there: unpacks them beside the script
+    sh build/kit/install.sh                               on that machine: installs them
 
-What jax and flax bring along is left out. The corpora of `configs/scoreboard` and of
+Packages that jax and flax need are left out. The corpora of `configs/scoreboard` and of
 `configs/study_gpu.toml` are in it.
 """
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def needs(project: Path) -> tuple[list[str], list[str]]:
-    """Returns the requirements of `experiments`, and those of corpora."""
+    """Returns the requirements of `experiments`: of its code, and of corpora."""
     extras = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     everything = [*extras["experiments"], *extras.get("corpora", ())]
     corpora = [text for text in everything if text.startswith(_CORPORA)]
@@ -72,7 +72,7 @@ def needs(project: Path) -> tuple[list[str], list[str]]:
 
 
 def collect(folder: Path, code: Sequence[str], corpora: Sequence[str], python: str) -> list[Path]:
-    """Downloads what is needed beyond jax and flax, and returns the wheels.
+    """Downloads wheels of all but jax, flax and their needs, and returns them.
 
     Args:
       folder: is made anew; holds `wheels` and `install.sh`.

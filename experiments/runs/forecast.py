@@ -1,7 +1,7 @@
 """The forecast of runs on a GPU that is not there: `--plan` of `study` and `scoreboard`.
 
-A step of a lane takes the time of its FLOPs and that of its bytes, at stated shares of the peaks of
-the GPU, but a step of all lanes at least the launches of its kernels (`experiments.training.cost`).
+A step of a lane takes time for its FLOPs and its bytes (`experiments.training.cost`), at stated
+shares of the peaks of the GPU; a step of all lanes takes at least the launches of its kernels.
 Compilation and evaluation have assumed times. Nothing of this has been measured.
 """
 
@@ -15,7 +15,7 @@ from experiments.training import cost
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """A GPU by its data sheet, and what is assumed of it.
+    """The peaks of a GPU, from its data sheet, and assumptions about their use.
 
     Attributes:
       name: of the GPU.
@@ -48,7 +48,7 @@ class GPU:
         return max(lanes * (products + memory), of_lane.kernels * self.launch)
 
     def assumptions(self) -> str:
-        """Returns what is assumed, in words."""
+        """Returns the assumptions in words."""
         peaks = ", ".join(f"{x / 1e12:g} TFLOP/s in {name}" for name, x in self.flops.items())
         return (
             f"Assumed of one {self.name}, not measured: {self.flops_share:.0%} of {peaks}; "
@@ -68,7 +68,7 @@ class Part:
       name: for readers.
       run: one of them.
       lanes: of the program.
-      steps: of the runs: those of a list run side by side, in groups of `lanes`.
+      steps: of the runs; the runs of one list are known at once, and go into groups of `lanes`.
       evaluations: programs of evaluation.
     """
 
@@ -100,7 +100,7 @@ def forecast(
     """Yields lines with the times of parts, in pieces of some minutes.
 
     Args:
-      title: what is forecast.
+      title: the first line.
       parts: in the order in which they run.
       minutes: of a piece.
       gpu: default: an H200.

@@ -6,8 +6,8 @@ compile than to run. So runs that differ in seeds and rates alone are trained as
 program. A lane has the numbers of a run alone, to rounding. On CPUs lanes are slower than runs one
 after the other.
 
-Every run has its folder and its result, in which memory and times are those of the group divided by
-the number of lanes. All end at once, and are then evaluated one after the other.
+Every run has its folder and its result, in which memory and times are shares: the group's, divided
+by the number of lanes. All end at once, and are then evaluated one after the other.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def groups(units: Iterable[list[Run]], lanes: Callable[[Run], int]) -> list[list
     """Returns runs in groups of at most `lanes` that one program can train side by side.
 
     Args:
-      units: runs; those of a unit descend from its first, and stay together.
+      units: lists of runs that begin with the same run and stay together.
       lanes: returns the number of lanes of a run's program.
     """
     by_program: dict[tuple, list[list[Run]]] = {}

@@ -30,6 +30,7 @@ python -m experiments scoreboard                          outcomes of all claims
 python -m experiments scoreboard R08 R10 --run            run these, with all their seeds
 python -m experiments scoreboard --run --shard 1/2        half of what this machine can run
 python -m experiments scoreboard R12 --run --minutes 9    stop in time; the next call continues
+python -m experiments scoreboard --plan                   a forecast of claims for a GPU, anywhere
 python -m experiments scoreboard --folder mine --run      claims of your own: mine/RESULTS.md
 
 Folders of runs are named by the hash of their settings: what has a result is not run again. Claims

@@ -28,6 +28,7 @@ python -m experiments study --clock                  time a step of each scheme,
 python -m experiments study --run                    run what has no result, in stages
 python -m experiments study --run --minutes 9        stop in time; the next call continues
 python -m experiments study --run --shard 1/2        half of the schemes; another call has the rest
+python -m experiments study configs/study_gpu.toml --plan    a forecast for a GPU, on any machine
 
 Folders of runs are named by the hash of their settings: what has a result is not run again.
 """

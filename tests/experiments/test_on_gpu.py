@@ -162,7 +162,7 @@ def test_a_size_takes_the_rates_of_another(study):
 
 
 def test_gains_by_size(study):
-    """In half of the steps T5 loses 0.1 of its lead: 0.05 and 0.15 are left, of 0.1 for a doubling."""
+    """In half of the steps T5 loses 0.1 of its lead. Twice the steps are worth 0.1 to RoPE."""
     found = gains.by_scheme(study, result, CLOCK)
     assert list(found) == ["t5"] and list(found["t5"]) == ["a", "b"]
     for size, parameters, expected in (("a", 5.0, 2**0.5), ("b", 20.0, float("inf"))):
