@@ -118,6 +118,7 @@ def carry_out(
             checkpoint=checkpoint,
         )
         facts = {"lanes": f"{lanes} in one program; memory and times are shares"}
+        facts = facts if lanes > 1 else {}
         for i, (run, each) in enumerate(zip(runs, folders, strict=True)):
             yield run, each.finish(trained.of_seed(i), load_data(run.task), before[i], keep, facts)
         checkpoint.remove()

@@ -1,9 +1,9 @@
 """The cost of a training step on a GPU, counted from its program without compiling it.
 
 Matrix products have FLOPs. Products, reductions, gathers, scatters, sorts and the loop over steps
-read and write bytes; elementwise operations are taken to be fused into them. There are about as many
-kernels as such operations. Attention without rules is taken to be a kernel that keeps arrays of
-T x T on the chip; with rules it is counted as the reference computes it.
+read and write bytes; elementwise operations are taken to be fused into them. There are about as
+many kernels as such operations. Attention without rules is taken to be a kernel that keeps arrays
+of T x T on the chip; with rules it is counted as the reference computes it.
 """
 
 import dataclasses

@@ -5,6 +5,7 @@ import json
 import tarfile
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments.__main__ import main
@@ -14,11 +15,12 @@ from experiments.runs.experiment import Experiment
 from experiments.runs.files import pack
 from experiments.runs.run import Result
 from experiments.settings.common import Model, Train
-from experiments.study import gains, plan
+from experiments.study import clock, gains, plan
 from experiments.study.clock import Clock
 from experiments.study.on_gpu import lanes_of, plan_in_words
 from experiments.tasks import Text
 from experiments.training import cost
+from experiments.training.train import of_program
 
 STUDY = """
 schemes = ["rope", "t5"]
@@ -88,7 +90,7 @@ def test_products_of_a_step_are_those_of_the_formula():
     assert none.flops == 6 * 3 * 64 * weights + 12 * 32 * 2 * 3 * 64**2 == t5.flops
     norms, embedding = 5 * 32, 256 * 32
     assert none.parameters == weights + norms + embedding
-    assert t5.parameters == none.parameters + 2 * 4 * 32
+    assert t5.parameters == none.parameters + 4 * 32
     # Each layer writes and reads logits of 4 heads, at least forward and backward.
     assert t5.traffic - none.traffic > 2 * 4 * 2 * 3 * 4 * 64**2
     # Without rules bytes do not depend on the length at which tokens are.
@@ -169,11 +171,25 @@ def test_gains_by_size(study):
         million, bounds = found["t5"][size]
         assert million == parameters and bounds == pytest.approx([expected] * 3)
     assert list(gains.trends(study, result, CLOCK)) == [
-        "* The gain of T5 in equal time grows from the first to the last size."
+        "* The gain of t5 in equal time grows from the first to the last size."
     ]
     picture = gains.gains_picture(study, result, CLOCK)
     assert picture.startswith("<svg") and "million parameters" in picture
     assert not gains.gains_picture(study, lambda run: None, CLOCK)
+
+
+def test_the_clock_of_accelerators_has_the_programs_of_the_runs(study, monkeypatch):
+    asked = []
+
+    def prepare(task, position, data, lanes):
+        asked.append((of_program(task), lanes))
+        return lambda: jnp.zeros(()), 0.0
+
+    monkeypatch.setattr("experiments.bench.step.prepare", prepare)
+    monkeypatch.setattr("experiments.runs.lanes.compiled", lambda *arguments: None)
+    ((steps, rounds, _),) = clock._on_accelerator(study.cells["b"])
+    assert list(steps) == ["rope", "t5"] and rounds == 5
+    assert asked == [(of_program(cell.grid[0].task), 3) for cell in study.cells["b"].values()]
 
 
 @pytest.mark.parametrize(
@@ -194,17 +210,16 @@ def test_wrong_files_are_one_line(tmp_path, change, message):
 
 def test_plans_run_nothing(monkeypatch, tmp_path, capsys, request):
     monkeypatch.setattr(cost, "of_step", lambda task, position: cost.Cost(1e12, 1e9, 100, 10**7))
-    configs = request.config.rootpath / "configs"
+    folder = str(request.config.rootpath / "configs" / "scoreboard")
     monkeypatch.chdir(tmp_path)
-    assert main(["study", str(configs / "study_gpu.toml"), "--plan", "--minutes", "5"]) == 0
+    (tmp_path / "mine.toml").write_text(STUDY)
+    assert main(["study", "mine.toml", "--plan", "--minutes", "5"]) == 0
     out = capsys.readouterr().out
-    assert "88 million fox" in out and "pieces of 5 minutes" in out
-    assert "0.3 TFLOP" not in out and "H200, not measured" in out
-    folder = str(configs / "scoreboard")
+    assert "b t5" in out and "pieces of 5 minutes" in out and "H200, not measured" in out
     assert main(["scoreboard", "--folder", folder, "--plan"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Claims R12a, R12b, R15, R20, R21, R24:") and "R24 inkling" in out
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
 
 def test_the_committed_study_transfers_its_rates(request):
