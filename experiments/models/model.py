@@ -9,6 +9,7 @@ layers share its parameters (`shared_over_layers`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,15 +67,13 @@ class Block(nnx.Module):
         """
         rngs = nnx.Rngs(key)
         width, inner = sizes.model_dim, sizes.mlp_factor * sizes.model_dim
-        dtype: Any = {"dtype": sizes.dtype}
         weights = nnx.initializers.normal(_STDDEV)
         outputs = nnx.initializers.normal(_STDDEV / (2 * sizes.num_layers) ** 0.5)
-        self.norm1 = nnx.RMSNorm(width, **dtype, rngs=rngs)
-        self.norm2 = nnx.RMSNorm(width, **dtype, rngs=rngs)
-        self.up = nnx.Linear(width, inner, use_bias=False, kernel_init=weights, **dtype, rngs=rngs)
-        self.down = nnx.Linear(
-            inner, width, use_bias=False, kernel_init=outputs, **dtype, rngs=rngs
-        )
+        self.norm1 = nnx.RMSNorm(width, dtype=sizes.dtype, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(width, dtype=sizes.dtype, rngs=rngs)
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=sizes.dtype, rngs=rngs)
+        self.up = linear(width, inner, kernel_init=weights)
+        self.down = linear(inner, width, kernel_init=outputs)
         self.convs = nnx.List(
             [ShortConv(width, sizes.conv_size, rngs) for _ in range(2 if sizes.conv_size else 0)]
         )
@@ -89,7 +88,7 @@ class Block(nnx.Module):
             kernel_init=weights,
             out_kernel_init=outputs,
             axis_names=axis_names,
-            **dtype,
+            dtype=sizes.dtype,
             rngs=rngs,
         )
 

@@ -60,16 +60,16 @@ def locked(folder: Path) -> Generator[None]:
 
 
 def pack(folder: Path, target: Path) -> int:
-    """Writes a .tar.gz of all JSON files below a folder, and returns how many there are.
+    """Writes a .tar.gz of the results of runs and other JSON files of a folder; returns how many.
 
     `tar xzf` unpacks it in the folder in which the process that wrote it worked.
 
     Raises:
       ResultsError: if it cannot be written.
     """
-    files, buffer = sorted(folder.rglob("*.json")), io.BytesIO()
+    files, buffer = [*folder.glob("*.json"), *folder.glob("*/result.json")], io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for file in files:
+        for file in sorted(files):
             archive.add(file, os.path.relpath(file))
     write_whole(target, buffer.getvalue())
     return len(files)

@@ -5,6 +5,7 @@ shares of the peaks of the GPU; a step of all lanes takes at least the launches 
 Compilation and evaluation have assumed times. Nothing of this has been measured.
 """
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,9 @@ from experiments.training import cost
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """The peaks of a GPU, from its data sheet, and assumptions about their use.
+    """The peaks of a GPU, and assumptions about their use.
+
+    Peaks are from https://www.nvidia.com/en-us/data-center/h200, which states them with sparsity.
 
     Attributes:
       name: of the GPU.
@@ -94,6 +97,15 @@ class Part:
         ]
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag of a command that can forecast its runs."""
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="run nothing: print the runs and programs of a GPU, and a forecast of their times",
+    )
+
+
 def forecast(
     title: str, parts: Sequence[Part], minutes: float, gpu: GPU | None = None
 ) -> Iterator[str]:
@@ -146,6 +158,6 @@ def forecast(
     yield (
         f"{sum(part.runs for part in parts)} runs; {len(parts)} programs of training and "
         f"{evaluations} of evaluation, {duration(compilation)} without a cache; "
-        f"{duration(total)} in all: {math.ceil(total / (60 * minutes))} pieces of {minutes:g} "
-        "minutes."
+        f"{duration(total)} in all; pieces of {minutes:g} minutes: "
+        f"{math.ceil(total / (60 * minutes))}."
     )

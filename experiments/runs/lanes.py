@@ -7,7 +7,8 @@ program. A lane has the numbers of a run alone, to rounding. On CPUs lanes are s
 after the other.
 
 Every run has its folder and its result, in which memory and times are shares: the group's, divided
-by the number of lanes. All end at once, and are then evaluated one after the other.
+by the number of lanes, without compilation. All end at once, and are then evaluated one after the
+other.
 """
 
 import contextlib
@@ -60,11 +61,15 @@ def is_group(runs: Sequence[Run]) -> bool:
 
 
 def compile_all(parts: Sequence[Sequence[Run]], lanes: Callable[[Run], int]) -> int:
-    """Compiles the programs of groups, several at once; returns how many there are."""
+    """Compiles the programs of groups, several at once; returns how many there are.
+
+    One that cannot be compiled raises where its runs are trained.
+    """
     firsts = {_program(part[0]): part[0] for part in parts if is_group(part)}
 
     def compile_one(run: Run) -> None:
-        compiled(run.task, run.position, lanes(run), load_data(run.task).train)
+        with contextlib.suppress(Exception):
+            compiled(run.task, run.position, lanes(run), load_data(run.task).train)
 
     for run in firsts.values():
         load_data(run.task)  # Threads would load it several times.

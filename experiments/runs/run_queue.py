@@ -43,11 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pack", type=Path, metavar="FILE", help="then put all results in one .tar.gz"
     )
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="run nothing: print the runs and programs of a GPU, and a forecast of their times",
-    )
     on_mesh.add_arguments(parser)
 
 

@@ -8,7 +8,7 @@ import jax
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.runs.files import write_whole
-from experiments.runs.forecast import Part, forecast
+from experiments.runs.forecast import Part, add_plan, forecast
 from experiments.runs.run import Run, RunFolder
 from experiments.runs.run_queue import (
     add_arguments,
@@ -48,6 +48,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("claims", nargs="*", metavar="R01", help="names of claims (default: all)")
     parser.add_argument("--run", action="store_true", help="run what has no result yet")
     add_arguments(parser)
+    add_plan(parser)
     parser.add_argument("--seeds", type=int, help="seeds to run now (default: as the claim says)")
     parser.add_argument("--fresh", action="store_true", help="remove earlier results of the claims")
     parser.add_argument(

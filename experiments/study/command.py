@@ -11,6 +11,7 @@ from experiments.pages.report import render
 from experiments.pages.scheme_results import Lookup, SchemeResults, collect
 from experiments.pages.tables import label
 from experiments.runs.files import write_whole
+from experiments.runs.forecast import add_plan
 from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
 from experiments.settings.config_io import Parser, names
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> int:
         help="first measure a step of each scheme, in a minute or two; needs an idle machine",
     )
     add_arguments(parser)
+    add_plan(parser)
     parser.add_argument(
         "--also",
         type=names,
@@ -193,8 +195,10 @@ def missing(study: Study, results: Lookup) -> list[str]:
 def lengths(study: Study, rows: list[SchemeResults]) -> str:
     """Returns the plot of scores against length at the first size, as <svg>, or nothing."""
     size, cells = next(iter(study.cells.items()))
-    view = next(iter(cells.values())).task.views[0]
-    return plots.lengths(rows, size, view, split=True)
+    task = next(iter(cells.values())).task
+    if len(task.test_lengths) == 1:
+        return ""
+    return plots.lengths(rows, size, task.views[0], split=True)
 
 
 def maps(study: Study, rows: list[SchemeResults]) -> str:

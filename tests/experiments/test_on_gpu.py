@@ -131,7 +131,7 @@ def test_forecasts_add_up(monkeypatch, study):
         f"{seconds:.0f}",
     ]
     assert lines[-1].startswith("6 runs; 1 programs of training and 1 of evaluation, 1 s without")
-    assert lines[-1].endswith("16 s in all: 3 pieces of 0.1 minutes.")
+    assert lines[-1].endswith("16 s in all; pieces of 0.1 minutes: 3.")
     text = "\n".join(plan_in_words(study, 9.0))
     # rope a: 3 rates, 2 others, 1, 2 seeds, 2 budgets of 2; t5 in equal time too.
     assert [line.split()[4:7] for line in text.split("\n")[3:7]] == [
@@ -215,7 +215,7 @@ def test_plans_run_nothing(monkeypatch, tmp_path, capsys, request):
     (tmp_path / "mine.toml").write_text(STUDY)
     assert main(["study", "mine.toml", "--plan", "--minutes", "5"]) == 0
     out = capsys.readouterr().out
-    assert "b t5" in out and "pieces of 5 minutes" in out and "H200, not measured" in out
+    assert "b t5" in out and "pieces of 5 minutes: 1." in out and "H200, not measured" in out
     assert main(["scoreboard", "--folder", folder, "--plan"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Claims R12a, R12b, R15, R20, R21, R24:") and "R24 inkling" in out
@@ -237,7 +237,7 @@ def test_results_travel_in_one_file(tmp_path, monkeypatch):
     folder = tmp_path / "results" / "mine" / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "result.json").write_text("{}")
-    (folder / "checkpoints" / "state").write_bytes(b"x")
+    (folder / "checkpoints" / "state.json").write_bytes(b"{}")
     (folder.parent / "clock.json").write_text("[]")
     assert pack(tmp_path / "results" / "mine", tmp_path / "out" / "all.tar.gz") == 2
     with tarfile.open(tmp_path / "out" / "all.tar.gz") as archive:
