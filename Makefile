@@ -23,7 +23,7 @@ else ifeq ($(ACCEL),cuda)
   # CUDA 13 needs driver 580 or later.
   DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null \
               | head -n 1 | cut -d . -f 1 | grep -x '[0-9][0-9]*')
-  EXTRA := ,$(shell test "$(or $(DRIVER),0)" -ge 580 && echo cuda13 || echo cuda12)
+  EXTRA := ,corpora,$(shell test "$(or $(DRIVER),0)" -ge 580 && echo cuda13 || echo cuda12)
 else ifeq ($(ACCEL),tpu)
   VENV ?= .venv-tpu
   PLATFORM :=

@@ -1,7 +1,7 @@
 """The forecast of runs on a GPU that is not there: `--plan` of `study` and `scoreboard`.
 
 A step of a lane takes time for its FLOPs and its bytes (`experiments.training.cost`), at stated
-shares of the peaks of the GPU; a step of all lanes takes at least the launches of its kernels.
+shares of the peaks of the GPU; a step of all lanes takes at least the launches of its operations.
 Compilation and evaluation have assumed times. Nothing of this has been measured.
 """
 
@@ -25,7 +25,8 @@ class GPU:
       flops: peak by dtype, per second, without sparsity; float32 products have TF32 inputs.
       bandwidth: peak of the memory, bytes per second.
       flops_share, bandwidth_share: of the peaks.
-      launch: seconds per kernel in a compiled loop.
+      launch: seconds per counted operation, which is 1.4 to 2.8 kernels of programs that XLA compiles
+        for an H100.
       compile, compile_evaluation: seconds per layer, of programs of training and of evaluation.
       threads: programs that are compiled at once.
       evaluate: seconds per run.
@@ -38,7 +39,7 @@ class GPU:
     bandwidth: float = 4.8e12
     flops_share: float = 0.3
     bandwidth_share: float = 0.6
-    launch: float = 3e-6
+    launch: float = 6e-6
     compile: float = 2.5
     compile_evaluation: float = 0.5
     threads: int = 8
@@ -48,7 +49,7 @@ class GPU:
         """Returns the seconds of a step of all lanes."""
         products = of_lane.flops / (self.flops_share * self.flops[dtype])
         memory = of_lane.traffic / (self.bandwidth_share * self.bandwidth)
-        return max(lanes * (products + memory), of_lane.kernels * self.launch)
+        return max(lanes * (products + memory), of_lane.operations * self.launch)
 
     def assumptions(self) -> str:
         """Returns the assumptions in words."""
@@ -56,10 +57,10 @@ class GPU:
         return (
             f"Assumed of one {self.name}, not measured: {self.flops_share:.0%} of {peaks}; "
             f"{self.bandwidth_share:.0%} of {self.bandwidth / 1e12:g} TB/s; at least "
-            f"{1e6 * self.launch:g} us per kernel; {self.compile:g} s per layer to compile a "
+            f"{1e6 * self.launch:g} us per operation; {self.compile:g} s per layer to compile a "
             f"program of training, {self.threads} at once, and {self.compile_evaluation:g} s per "
             f"layer for one of evaluation; {self.evaluate:g} s to evaluate a run. FLOPs, bytes and "
-            "kernels are counted from the programs."
+            "operations are counted from the programs."
         )
 
 
@@ -139,7 +140,7 @@ def forecast(
             "groups": f"{len(part.groups)}",
             "TFLOP": f"{of_lane.flops / 1e12:.3f}",
             "GB": f"{of_lane.traffic / 1e9:.2f}",
-            "kernels": f"{of_lane.kernels:.0f}",
+            "operations": f"{of_lane.operations:.0f}",
             "ms/step": f"{1e3 * step:.1f}",
             "s": f"{seconds:.0f}",
         }
@@ -153,7 +154,7 @@ def forecast(
         cells[1] = row[1].ljust(widths[1])
         yield "  ".join(cells)
     yield ""
-    yield "TFLOP, GB and kernels are of a step of one lane; ms/step is of all lanes."
+    yield "TFLOP, GB and operations are of a step of one lane; ms/step is of all lanes."
     yield gpu.assumptions()
     yield (
         f"{sum(part.runs for part in parts)} runs; {len(parts)} programs of training and "

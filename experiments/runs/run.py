@@ -121,9 +121,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, of JSON's types."""
-        task = {
-            k: v for k, v in _named_settings(self.task).items() if k not in ("schemes", "rates")
-        }
+        task = {k: v for k, v in named_settings(self.task).items() if k not in ("schemes", "rates")}
         settings = {
             "task": self.task.name,
             "scheme": self.scheme,
@@ -380,7 +378,7 @@ class RunFolder:
         return result
 
 
-def _named_settings(settings: Any) -> dict[str, Any]:
+def named_settings(settings: Any) -> dict[str, Any]:
     """Returns the tables of a dataclass of settings without its `unnamed_defaults`."""
     tables = to_tables(settings)
     unnamed = getattr(settings, "unnamed_defaults", ())  # Settings of benchmarks have none.
@@ -389,7 +387,7 @@ def _named_settings(settings: Any) -> dict[str, Any]:
         if field.name in unnamed and value == field.default:
             del tables[field.name]
         elif dataclasses.is_dataclass(value):
-            tables[field.name] = _named_settings(value)
+            tables[field.name] = named_settings(value)
     return tables
 
 

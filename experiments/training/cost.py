@@ -1,9 +1,9 @@
 """The cost of a training step on a GPU, counted from its program without compiling it.
 
 Matrix products have FLOPs. Products, reductions, gathers, scatters, sorts and the loop over steps
-read and write bytes; elementwise operations are taken to be fused into them. There are about as
-many kernels as such operations. Attention without rules is taken to be a kernel that keeps arrays
-of T x T on the chip; with rules it is counted as the reference computes it.
+read and write bytes, and are counted as operations; elementwise ones are taken to be fused into
+them. Attention without rules is taken to be a kernel that keeps arrays of T x T on the chip; with
+rules it is counted as the reference computes it.
 """
 
 import dataclasses
@@ -20,7 +20,16 @@ from experiments.models.model import LanguageModel, Position
 from experiments.tasks import Task
 from experiments.training.train import advance, arguments_of, of_program
 
-_KERNELS = ("reduce_", "arg", "cum", "gather", "scatter", "sort", "dynamic_update_slice", "random_")
+_OPERATIONS = (
+    "reduce_",
+    "arg",
+    "cum",
+    "gather",
+    "scatter",
+    "sort",
+    "dynamic_update_slice",
+    "random_",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +39,13 @@ class Cost:
     Attributes:
       flops: of matrix products.
       traffic: bytes that are read and written.
-      kernels: how many.
+      operations: how many there are of those that are not elementwise.
       parameters: of the model.
     """
 
     flops: float
     traffic: float
-    kernels: float
+    operations: float
     parameters: int
 
 
@@ -70,13 +79,13 @@ def _count(task: Task, position: Position, attention: str) -> Cost:
     text = jax.ShapeDtypeStruct((2**16,), jnp.uint8) if hasattr(task, "corpus") else None
     arguments = arguments_of(task, position, 1, text)
     traced = advance.trace(*arguments, graphdef=nnx.graphdef(model), task=task)
-    flops, traffic, kernels = _of(traced.jaxpr.jaxpr)
+    flops, traffic, operations = _of(traced.jaxpr.jaxpr)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(arguments[0][0]))
-    return Cost(flops, traffic, kernels, parameters)
+    return Cost(flops, traffic, operations, parameters)
 
 
 def _of(jaxpr: Any) -> tuple[float, float, float]:
-    """Returns FLOPs, bytes and kernels of a jaxpr."""
+    """Returns FLOPs, bytes and operations of a jaxpr."""
     total = (0.0, 0.0, 0.0)
     for equation in jaxpr.eqns:
         name, cost = equation.primitive.name, (0.0, 0.0, 0.0)
@@ -94,7 +103,7 @@ def _of(jaxpr: Any) -> tuple[float, float, float]:
             inputs = math.prod(shape[axis] for axis in contracted)
             flops = 2.0 * inputs * math.prod(equation.outvars[0].aval.shape)
             cost = flops, _bytes(equation), 1.0
-        elif name.startswith(_KERNELS):
+        elif name.startswith(_OPERATIONS):
             cost = 0.0, _bytes(equation), 1.0
         total = tuple(a + b for a, b in zip(total, cost, strict=True))
     return total

@@ -53,7 +53,7 @@ def make_optimizer(
         of_width = (optax.masked(scale, functools.partial(is_hidden, width=width)),)
     warm_up = optax.linear_schedule(0.0, 1.0, train.warmup)
 
-    def rate(count: jax.Array) -> jax.Array:
+    def rate(count: Any) -> Any:
         # Optax's cosine decay, whose number of steps may not be traced.
         end = steps - train.warmup
         done = jnp.minimum(jnp.float32(count - train.warmup), end)

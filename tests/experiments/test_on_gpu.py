@@ -107,9 +107,9 @@ def test_forecasts_add_up(monkeypatch, study):
     gpu = forecast.GPU(
         flops={"float32": 1e15}, bandwidth=1e12, flops_share=0.5, bandwidth_share=0.5
     )
-    # 4 ms and 8 or 16 ms a lane; a step of many kernels takes their launches.
+    # 4 ms and 8 or 16 ms a lane; a step of many operations takes their launches.
     assert gpu.step(counts["rope"], 2, "float32") == pytest.approx(0.024)
-    assert gpu.step(cost.Cost(1e6, 1e3, 100, 1), 2, "float32") == pytest.approx(3e-4)
+    assert gpu.step(cost.Cost(1e6, 1e3, 100, 1), 2, "float32") == pytest.approx(6e-4)
     cell = study.cells["a"]["rope"]
     part = forecast.Part("x", cell.grid[0], 2, [[100] * 3, [50, 50, 200]])
     assert part.runs == 6 and part.groups == [100, 100, 50, 200]
