@@ -25,8 +25,8 @@ class GPU:
       flops: peak by dtype, per second, without sparsity; float32 products have TF32 inputs.
       bandwidth: peak of the memory, bytes per second.
       flops_share, bandwidth_share: of the peaks.
-      launch: seconds per counted operation, which is 1.4 to 2.8 kernels of programs that XLA compiles
-        for an H100.
+      launch: seconds per counted operation; XLA makes 1.4 to 2.8 kernels of one, compiled for an
+        H100 that is only described.
       compile, compile_evaluation: seconds per layer, of programs of training and of evaluation.
       threads: programs that are compiled at once.
       evaluate: seconds per run.
