@@ -115,10 +115,11 @@ def forecast(
     Args:
       title: the first line.
       parts: in the order in which they run.
-      minutes: of a piece.
+      minutes: of a piece; 9 if it is infinite or 0.
       gpu: default: an H200.
     """
     gpu, evaluations = gpu or GPU(), sum(part.evaluations for part in parts)
+    minutes = minutes if 0 < minutes < math.inf else 9.0
     compilation = 0.0
     for part in parts:
         layers = part.run.task.model.num_layers

@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
         device = "cpu" if on_cpu else "gpu"
         chosen = [claim for claim in chosen if claim.about.device == device]
     if options.plan:
-        for line in plan_in_words(chosen, min(options.minutes, 9.0)):
+        for line in plan_in_words(chosen, options.minutes):
             say(line)
         return 0
     status = 0

@@ -30,6 +30,8 @@ from experiments.settings.config_io import convert
 
 BUSY = 0.05
 """The greatest share of other programs at which something is concluded from times."""
+CALLS = 7
+"""Calls of each program on accelerators, the first two not timed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _on_accelerator(cells: Mapping[str, Any]) -> list[Any]:
     measured: list[Any] = []
     (lanes,) = {cell.about.lanes for cell in cells.values()}
     steps = next(iter(cells.values())).task.train.steps_per_call
-    _measure(unit, measured.append, steps, lanes, rounds=5)
+    _measure(unit, measured.append, steps, lanes, rounds=CALLS - 2)
     return measured
 
 

@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
     if target.suffix != ".md":
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
     if options.plan:
-        for line in plan_in_words(study, min(options.minutes, 9.0)):
+        for line in plan_in_words(study, options.minutes):
             say(line)
         return 0
     status = 0

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from experiments.runs.forecast import GPU, Part, forecast
-from experiments.runs.run import Run
+from experiments.runs.run import Run, duration
+from experiments.study.clock import CALLS
 from experiments.study.plan import Cell, Study
 from experiments.training import cost
 
@@ -32,12 +33,11 @@ def plan_in_words(study: Study, minutes: float) -> Iterator[str]:
         for cells in study.cells.values()
         for cell in cells.values()
     ]
-    yield from forecast(
-        f"The study {study.name}, with the least number of runs that choose settings:",
-        parts,
-        minutes,
-        gpu,
-    )
+    title = f"The study {study.name}, with the least number of runs that choose settings:"
+    yield from forecast(title, parts, minutes, gpu)
+    cells = [cell for cells in study.cells.values() for cell in cells.values()]
+    steps = sum(_step(cell, gpu) * cell.task.train.steps_per_call for cell in cells)
+    yield f"The clock comes before: {duration(CALLS * steps)}."
 
 
 def _part(cell: Cell, baseline: Cell, gpu: GPU) -> Part:
