@@ -110,7 +110,7 @@ def carry_out(
         for each in folders:
             held.enter_context(locked(each.path))
         before = [each.result() for each in folders]
-        filled = [*runs, *runs[-1:] * (lanes - len(runs))]
+        filled = [*runs, *[runs[-1]] * (lanes - len(runs))]
         path = folders[0].path / f"checkpoints-{digest[:12]}"
         checkpoint = OrbaxCheckpoint(path, deadline, say, every=_SECONDS)
         trained = train(

@@ -13,7 +13,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from experiments.errors import ConfigError, ExperimentError, ResultsError
-from experiments.runs import lanes as side_by_side
+from experiments.runs import lanes as groups_of_lanes
 from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.files import pack
 from experiments.runs.run import VERSIONS, Result, Run, RunFolder, commit, duration, here, load_data
@@ -269,9 +269,9 @@ class Queue:
         self, units: Sequence[list[Run]], lanes: Callable[[Run], int]
     ) -> Sequence[list[Run]]:
         """Returns runs in groups whose programs are compiled."""
-        parts, began = side_by_side.groups(units, lanes), time.monotonic()
+        parts, began = groups_of_lanes.groups(units, lanes), time.monotonic()
         if not self.deadline.over():
-            count = side_by_side.compile_all(parts, lanes)
+            count = groups_of_lanes.compile_all(parts, lanes)
             took = duration(time.monotonic() - began)
             self.show.message(f"{len(units)} runs in {len(parts)} groups; {count} programs: {took}")
         return parts
@@ -288,7 +288,7 @@ class Queue:
 
     def carry_out(self, unit: list[Run], send: Callable[[Step | Ended | str], None]) -> None:
         """Carries out runs until the time is over, and sends their progress and their ends."""
-        if self.lanes is not None and side_by_side.is_group(unit):
+        if self.lanes is not None and groups_of_lanes.is_group(unit):
             return self._carry_out_group(unit, self.lanes(unit[0]), send)
         for each in unit:
             began, result, error = time.monotonic(), None, ""
@@ -319,7 +319,7 @@ class Queue:
                 send(Step(each.name, step, loss))
 
         try:
-            for run, result in side_by_side.carry_out(
+            for run, result in groups_of_lanes.carry_out(
                 self.folder, group, lanes, self.deadline, self.keep, send, report
             ):
                 waiting.remove(run.name)
@@ -371,8 +371,8 @@ def carry_out(
     if jax.process_index() > 0:
         raise SystemExit(_follow(mesh))
     try:
-        lanes = number_of_lanes(options, workers, lanes)
-        queue = Queue(folder, options.minutes, workers, mesh, keep, show, lanes)
+        side_by_side = number_of_lanes(options, workers, lanes)
+        queue = Queue(folder, options.minutes, workers, mesh, keep, show, side_by_side)
         for runs in stages:
             waiting = [each for each in runs if RunFolder(folder, each).missing(keep)]
             queue.work(waiting)

@@ -30,7 +30,7 @@ from experiments.settings.config_io import convert
 
 BUSY = 0.05
 """The greatest share of other programs at which something is concluded from times."""
-CALLS = 7
+CALLS = 5
 """Calls of each program on accelerators, the first two not timed."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from experiments.models.model import LanguageModel, Position
@@ -79,33 +80,33 @@ def _count(task: Task, position: Position, attention: str) -> Cost:
     text = jax.ShapeDtypeStruct((2**16,), jnp.uint8) if hasattr(task, "corpus") else None
     arguments = arguments_of(task, position, 1, text)
     traced = advance.trace(*arguments, graphdef=nnx.graphdef(model), task=task)
-    flops, traffic, operations = _of(traced.jaxpr.jaxpr)
+    flops, traffic, operations = map(float, _of(traced.jaxpr.jaxpr))
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(arguments[0][0]))
     return Cost(flops, traffic, operations, parameters)
 
 
-def _of(jaxpr: Any) -> tuple[float, float, float]:
+def _of(jaxpr: Any) -> np.ndarray:
     """Returns FLOPs, bytes and operations of a jaxpr."""
-    total = (0.0, 0.0, 0.0)
+    total = np.zeros(3)
     for equation in jaxpr.eqns:
-        name, cost = equation.primitive.name, (0.0, 0.0, 0.0)
+        name, cost = equation.primitive.name, np.zeros(3)
         inner = [_of(each) for each in _jaxprs(equation.params)]
         if name == "cond":
-            cost = max(inner)
+            cost = max(inner, key=lambda each: tuple(each))
         elif inner:
             times = equation.params.get("length", 1) if name == "scan" else 1
-            cost = tuple(times * sum(part) for part in zip(*inner, strict=True))
+            cost = times * np.sum(inner, axis=0)
             if name == "scan":
-                cost = cost[0], cost[1] + times * _bytes(equation), cost[2]
+                cost[1] += times * _bytes(equation)
         elif name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             inputs = math.prod(shape[axis] for axis in contracted)
             flops = 2.0 * inputs * math.prod(equation.outvars[0].aval.shape)
-            cost = flops, _bytes(equation), 1.0
+            cost = np.array([flops, _bytes(equation), 1.0])
         elif name.startswith(_OPERATIONS):
-            cost = 0.0, _bytes(equation), 1.0
-        total = tuple(a + b for a, b in zip(total, cost, strict=True))
+            cost = np.array([0.0, _bytes(equation), 1.0])
+        total += cost
     return total
 
 

@@ -188,7 +188,7 @@ def test_the_clock_of_accelerators_has_the_programs_of_the_runs(study, monkeypat
     monkeypatch.setattr("experiments.bench.step.prepare", prepare)
     monkeypatch.setattr("experiments.runs.lanes.compiled", lambda *arguments: None)
     ((steps, rounds, _),) = clock._on_accelerator(study.cells["b"])
-    assert list(steps) == ["rope", "t5"] and rounds == 5
+    assert list(steps) == ["rope", "t5"] and rounds == 3
     assert asked == [(of_program(cell.grid[0].task), 3) for cell in study.cells["b"].values()]
 
 
