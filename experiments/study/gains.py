@@ -20,6 +20,8 @@ from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, ended, rows_of
 from experiments.study.selection import score
 
+_TICKS = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
+
 
 def curve_of(row: Row, results: Lookup) -> dict[float, float]:
     """Returns the baseline's mean score by budget, ascending; nothing before all have ended."""
@@ -138,8 +140,9 @@ def gains_picture(study: Study, results: Lookup, clock: Clock | None) -> str:
         axes.set_ylim(*ends)
         ticks = ordered(parameters for row in gains.values() for parameters, _ in row.values())
         axes.set_xticks(ticks, [f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in ticks], minor=False)
+        heights = [y for y in _TICKS if ends[0] <= y <= ends[1]]
+        axes.set_yticks(heights, [f"{y:g}" for y in heights], minor=False)
         axes.minorticks_off()
-        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.2g}")
         axes.set_xlabel("million parameters")
         axes.set_ylabel(f"time of {label(study.about.baseline)} / equal time")
         figure.legend(loc="center right", frameon=False)
