@@ -9,7 +9,7 @@ PYTHON ?=
 ACCEL ?=
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick test-lowest test-all-jax compare study scoreboard bench gpu gpu-static tpu tpu-static \
+.PHONY: help test test-quick test-lowest test-all-jax compare study scoreboard kit bench gpu gpu-static tpu tpu-static \
   drawn notebook lint format docs docs-look links dist clean
 .DELETE_ON_ERROR:
 
@@ -23,7 +23,7 @@ else ifeq ($(ACCEL),cuda)
   # CUDA 13 needs driver 580 or later.
   DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null \
               | head -n 1 | cut -d . -f 1 | grep -x '[0-9][0-9]*')
-  EXTRA := ,$(shell test "$(or $(DRIVER),0)" -ge 580 && echo cuda13 || echo cuda12)
+  EXTRA := ,corpora,$(shell test "$(or $(DRIVER),0)" -ge 580 && echo cuda13 || echo cuda12)
 else ifeq ($(ACCEL),tpu)
   VENV ?= .venv-tpu
   PLATFORM :=
@@ -87,6 +87,9 @@ study: $(VENV)/.installed-experiments ## Compare at learning rates chosen for ea
 
 scoreboard: $(VENV)/.installed-experiments ## Test claims of the literature, write RESULTS.md (ARGS="R08 --seeds 1")
 	$(RUN) -m experiments scoreboard --run $(ARGS)
+
+kit: $(VENV)/.installed-experiments ## Collect wheels for a GPU without network: build/kit (ARGS="--python 3.12")
+	$(VENV)/bin/python -m experiments.commands.kit $(ARGS)
 
 bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" for a training step)
 	$(RUN) -m experiments bench $(or $(ARGS),rope)

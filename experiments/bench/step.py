@@ -73,16 +73,22 @@ def run(options: argparse.Namespace) -> dict:
     return {"sizes": sizes, "steps_per_call": options.steps, "results": rows}
 
 
-def prepare(task, position, data):
-    """Returns a function of some training steps, and the seconds of its preparation."""
+def prepare(task, position, data, lanes=1):
+    """Returns a function of some training steps, and the seconds of its preparation.
+
+    Args:
+      task, position: the model and the batch.
+      data: `Data.train` of the task.
+      lanes: models that are trained side by side.
+    """
     from experiments.models.model import initialize, seed_keys
     from experiments.training.train import compiled, new_state, rates_of
 
     began = time.perf_counter()
-    call = compiled(task, position, 1, data)
-    params = initialize(task.model, position, task.vocab_size, seed_keys([0], "parameters"))
+    call, seeds = compiled(task, position, lanes, data), list(range(lanes))
+    params = initialize(task.model, position, task.vocab_size, seed_keys(seeds, "parameters"))
     state = new_state(params, task)
-    keys, rates, first = seed_keys([0], "data"), rates_of(task, 1), jnp.int32(0)
+    keys, rates, first = seed_keys(seeds, "data"), rates_of(task, lanes), jnp.int32(0)
     seconds = time.perf_counter() - began
 
     def steps():

@@ -83,7 +83,10 @@ def compare(
 
         try:
             tasks = experiment.tasks.values()
-            status = carry_out(options, folder, tasks, stages(), keep, progress).status
+            seeds = experiment.seeds
+            status = carry_out(
+                options, folder, tasks, stages(), keep, progress, lambda run: seeds
+            ).status
         except KeyboardInterrupt:
             if not (folder / "config.toml").exists():
                 raise

@@ -1,14 +1,15 @@
 """A decoder-only transformer with any position encoding.
 
 Pre-RMSNorm, GELU, no biases, an untied head, normal(0.02) weights with the outputs of each
-block scaled by 1/sqrt(2 layers). The logit scale is 1/sqrt(H) for every scheme, also for T5
-(its published scale of 1 belongs to another initialisation). Traits of the scheme decide
-whether token embeddings are multiplied by sqrt(D) (`scale_embedding`: fixed waves of amplitude
-one would dominate embeddings of 0.02), and whether layers share its parameters
-(`shared_over_layers`).
+block scaled by 1/sqrt(2 layers). Activations have `Model.dtype`, logits are float32. The logit
+scale is 1/sqrt(H) for every scheme, also for T5 (its published scale of 1 belongs to another
+initialisation). Traits of the scheme decide whether token embeddings are multiplied by sqrt(D)
+(`scale_embedding`: fixed waves of amplitude one would dominate embeddings of 0.02), and whether
+layers share its parameters (`shared_over_layers`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ class ShortConv(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns [B, T, D] for x [B, T, D]; the last row of the kernel is for the same token."""
-        return x + pe.short_convolution(x, self.kernel[...])[0]
+        return x + pe.short_convolution(x, self.kernel[...].astype(x.dtype))[0]
 
 
 class Block(nnx.Module):
@@ -68,10 +69,11 @@ class Block(nnx.Module):
         width, inner = sizes.model_dim, sizes.mlp_factor * sizes.model_dim
         weights = nnx.initializers.normal(_STDDEV)
         outputs = nnx.initializers.normal(_STDDEV / (2 * sizes.num_layers) ** 0.5)
-        self.norm1 = nnx.RMSNorm(width, rngs=rngs)
-        self.norm2 = nnx.RMSNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, inner, use_bias=False, kernel_init=weights, rngs=rngs)
-        self.down = nnx.Linear(inner, width, use_bias=False, kernel_init=outputs, rngs=rngs)
+        self.norm1 = nnx.RMSNorm(width, dtype=sizes.dtype, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(width, dtype=sizes.dtype, rngs=rngs)
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=sizes.dtype, rngs=rngs)
+        self.up = linear(width, inner, kernel_init=weights)
+        self.down = linear(inner, width, kernel_init=outputs)
         self.convs = nnx.List(
             [ShortConv(width, sizes.conv_size, rngs) for _ in range(2 if sizes.conv_size else 0)]
         )
@@ -86,6 +88,7 @@ class Block(nnx.Module):
             kernel_init=weights,
             out_kernel_init=outputs,
             axis_names=axis_names,
+            dtype=sizes.dtype,
             rngs=rngs,
         )
 
@@ -126,16 +129,22 @@ class LanguageModel(nnx.Module):
         keys = jax.random.split(key, sizes.num_layers + 3)
         weights = nnx.initializers.normal(_STDDEV)
         self.embed = nnx.Embed(
-            vocab_size, sizes.model_dim, embedding_init=weights, rngs=nnx.Rngs(keys[0])
+            vocab_size,
+            sizes.model_dim,
+            embedding_init=weights,
+            dtype=sizes.dtype,
+            rngs=nnx.Rngs(keys[0]),
         )
         self.head = nnx.Linear(
             sizes.model_dim,
             vocab_size,
             use_bias=False,
             kernel_init=weights,
+            dtype=sizes.dtype,
+            preferred_element_type=jnp.float32,
             rngs=nnx.Rngs(keys[1]),
         )
-        self.norm = nnx.RMSNorm(sizes.model_dim, rngs=nnx.Rngs(keys[1]))
+        self.norm = nnx.RMSNorm(sizes.model_dim, dtype=sizes.dtype, rngs=nnx.Rngs(keys[1]))
         layers = position if isinstance(position, tuple) else (position,)
         layers = pe.layer_pattern(sizes.num_layers, *layers)
         schemes, rngs = list(dict.fromkeys(layer.scheme for layer in layers)), nnx.Rngs(keys[2])
@@ -235,6 +244,25 @@ def of_scheme(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: any(getattr(key, "key", None) in names for key in path), params
     )
+
+
+def is_hidden(params: Any, width: int) -> Any:
+    """Returns a tree of booleans, true at the matrices whose inputs grow in number with the width.
+
+    They are the kernels of blocks, of the head, and of schemes that project the stream.
+
+    Args:
+      params: of one seed.
+      width: D.
+    """
+
+    def hidden(path: Any, leaf: jax.Array) -> bool:
+        names = {getattr(key, "key", None) for key in path}
+        if "encoding" in names:
+            return leaf.ndim > 1 and leaf.shape[0] == width
+        return "kernel" in names and "convs" not in names
+
+    return jax.tree_util.tree_map_with_path(hidden, params)
 
 
 def structure(sizes: Model, position: Position, vocab_size: int) -> Any:

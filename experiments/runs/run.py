@@ -37,7 +37,7 @@ from experiments.runs.files import locked, to_json, write_whole
 from experiments.settings.config_io import convert, to_tables
 from experiments.tasks.base import Data, Evaluation
 from experiments.training import mesh as on_mesh
-from experiments.training.train import Trained, train
+from experiments.training.train import Trained, of_program, train
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "device")
 """Entries of the environment that must be equal where runs are compared."""
@@ -121,11 +121,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, of JSON's types."""
-        left_out = {"schemes", "rates"}
-        for name in getattr(self.task, "unnamed_defaults", ()):  # Settings of benchmarks have none.
-            if getattr(self.task, name) == getattr(type(self.task), name):
-                left_out.add(name)
-        task = {k: v for k, v in to_tables(self.task).items() if k not in left_out}
+        task = {k: v for k, v in named_settings(self.task).items() if k not in ("schemes", "rates")}
         settings = {
             "task": self.task.name,
             "scheme": self.scheme,
@@ -150,10 +146,8 @@ class Run:
 
     @functools.cached_property
     def program(self) -> str:
-        """Identifies the compiled program, which runs with other seeds and rates share."""
-        train = {"learning_rate": 1.0, "scheme_rate": 1.0}
-        task = dataclasses.replace(self.task, train=dataclasses.replace(self.task.train, **train))
-        return dataclasses.replace(self, task=task, seed=0, start=None).name
+        """Identifies the compiled program, which runs with other seeds, rates and steps share."""
+        return dataclasses.replace(self, task=of_program(self.task), seed=0, start=None).name
 
     @property
     def root(self) -> "Run":
@@ -287,17 +281,36 @@ class RunFolder:
     def _train(
         self, before: Result | None, data: Data, keep: bool, options: dict[str, Any]
     ) -> Result:
-        try:
-            trained = self.run.train(data, **options)
-        except FloatingPointError as error:
-            return before or self._write("diverged", error=str(error))
+        trained, mesh = self.run.train(data, **options), options["mesh"]
+        facts = {"mesh": on_mesh.describe(mesh)} if mesh else {}
+        return self.finish(trained, data, before, keep, facts)
+
+    def finish(
+        self,
+        trained: Trained | None,
+        data: Data,
+        before: Result | None,
+        keep: bool,
+        facts: Mapping[str, str],
+    ) -> Result:
+        """Evaluates a trained model, writes what the folder keeps of it, and returns the result.
+
+        Args:
+          trained: of one seed; None for a benchmark.
+          data: of the task.
+          before: the result of an earlier call, which stays.
+          keep: whether to write the trained parameters.
+          facts: about the training, for the result.
+        """
+        if trained and (step := trained.diverged) is not None:
+            error = f"the loss is not finite at step {step}"
+            return before or self._write("diverged", error=error)
         if keep and trained:
             arrays = {name: np.asarray(x) for name, x in named(trained.params).items()}
             write_arrays(self.path / "parameters.npz", arrays)
         if before:
             return before
-        mesh = options["mesh"]
-        facts = {**data.facts, **({"mesh": on_mesh.describe(mesh)} if mesh else {})}
+        facts = {**data.facts, **facts}
         return self._write("done", facts, **self.run.measure(trained, data))
 
     def evaluate(self, data: Data) -> Result:
@@ -363,6 +376,19 @@ class RunFolder:
     def _put(self, result: Result) -> Result:
         write_whole(self.path / "result.json", text(result))
         return result
+
+
+def named_settings(settings: Any) -> dict[str, Any]:
+    """Returns the tables of a dataclass of settings without its `unnamed_defaults`."""
+    tables = to_tables(settings)
+    unnamed = getattr(settings, "unnamed_defaults", ())  # Settings of benchmarks have none.
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name in unnamed and value == field.default:
+            del tables[field.name]
+        elif dataclasses.is_dataclass(value):
+            tables[field.name] = named_settings(value)
+    return tables
 
 
 def _read(file: Path) -> Result | None:

@@ -17,9 +17,9 @@ from pydantic import PositiveInt
 import posenc_jax as pe
 from experiments.bench.timing import side_by_side
 from experiments.models.model import Position, initialize, seed_keys, structure
-from experiments.runs.run import Run
+from experiments.runs.run import Run, named_settings
 from experiments.settings.common import Model, Train
-from experiments.settings.config_io import STRICT, to_tables
+from experiments.settings.config_io import STRICT
 from experiments.tasks.base import Data, Length
 from experiments.tasks.labels import Labels
 from experiments.training.train import mean_loss
@@ -94,7 +94,11 @@ class SpeedRun(Run):
         """All settings, and constants that are part of the names of committed results."""
         settings = super().settings
         train = Train(steps=1, steps_per_call=1, warmup=0, batch=1)
-        constant = {"coordinates": "positions", "coordinate_range": 0, "train": to_tables(train)}
+        constant = {
+            "coordinates": "positions",
+            "coordinate_range": 0,
+            "train": named_settings(train),
+        }
         return settings | {"speed": settings["speed"] | constant}
 
     @property

@@ -34,6 +34,12 @@ class Model:
     is_causal: bool = True
     """Whether tokens see earlier ones only and the next token is predicted; otherwise tokens see
     all, and those to predict are masked."""
+    dtype: str = "float32"
+    """Type of activations and matrix products, float32 or bfloat16. Parameters, the optimiser's
+    state and losses are float32 in either case."""
+
+    unnamed_defaults: ClassVar[frozenset[str]] = frozenset({"dtype"})
+    """As in `Task`."""
 
     @property
     def head_dim(self) -> int:
@@ -49,6 +55,8 @@ class Model:
             )
         if self.conv_size and not self.is_causal:
             raise ConfigError(f"{path}.conv_size: {self.conv_size}, but {path}.is_causal = false")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"{path}.dtype: must be float32 or bfloat16, got {self.dtype!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +97,13 @@ class Train:
     """Largest norm of the gradient."""
     steps_per_call: PositiveInt = 25
     """Steps that one call of the compiled function makes; a point of the curve each."""
+    base_width: NonNegativeInt = 0
+    """Width at which hidden matrices have the learning rate; at width D theirs is multiplied by
+    base_width / D, as in muP (https://arxiv.org/abs/2203.03466, Table 3), so that the best rate of
+    a narrow model serves a wide one. 0: the same rate for all."""
+
+    unnamed_defaults: ClassVar[frozenset[str]] = frozenset({"base_width"})
+    """As in `Task`."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError for settings that contradict one another."""

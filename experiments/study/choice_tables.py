@@ -18,6 +18,10 @@ def choice_tables(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
     if not any(results(run) for each in selections.values() for run in each.first):
         return
     about = next(iter(cells.values())).about
+    if about.rates_of:
+        yield f"The settings are those of the size {about.rates_of}."
+        yield ""
+        return
     yield (
         "How the rates were chosen: scores on the validation text, of one seed, or the mean and "
         f"the standard deviation of {about.selection_seeds}. The best stable rate is bold, "

@@ -3,9 +3,10 @@
     python -m experiments study configs/study.toml --clock
 
 Runs of a study share a machine with each other and with other programs, so their times do not
-compare. The clock alternates between the schemes of a size in one process, on one processor, as
-runs have one; its file is `clock.json` in the folder of results. The share of the machine's time
-that other programs had meanwhile is measured too: above `BUSY`, nothing is concluded from times.
+compare. The clock alternates between the schemes of a size in one process: on one processor, as
+runs have one, or on an accelerator with the lanes that runs have. Its file is `clock.json` in the
+folder of results. The share of the machine's time that other programs had meanwhile is measured
+too: above `BUSY`, nothing is concluded from times.
 """
 
 import contextlib
@@ -17,14 +18,20 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from experiments.errors import ResultsError
 from experiments.runs.environment import environment
 from experiments.runs.files import to_json, write_whole
+from experiments.runs.lanes import compile_all
+from experiments.runs.run_queue import keep_programs
 from experiments.runs.workers import Workers
 from experiments.settings.config_io import convert
 
 BUSY = 0.05
 """The greatest share of other programs at which something is concluded from times."""
+CALLS = 5
+"""Calls of each program on accelerators, the first two not timed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +93,12 @@ def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> C
     for size, of_size in cells.items():
         say(f"Measuring a step of {len(of_size)} schemes of {size} ...")
         unit = {name: (cell.task, cell.grid[0].position) for name, cell in of_size.items()}
-        with Workers(1, _in_worker) as workers:
-            ((steps[size], rounds[size], others[size]),) = workers.answers(
-                [unit], lambda unit: None, lambda: True
-            )
+        if jax.default_backend() == "cpu":
+            with Workers(1, _in_worker) as workers:
+                (measured,) = workers.answers([unit], lambda unit: None, lambda: True)
+        else:
+            (measured,) = _on_accelerator(of_size)
+        steps[size], rounds[size], others[size] = measured
         share = "unknown" if others[size] is None else f"{others[size]:.1%}"
         say(f"{size}: {rounds[size]} rounds; time of other programs: {share}")
     clock = Clock(steps, rounds, others, environment())
@@ -102,7 +111,27 @@ def _in_worker() -> Generator[Any]:
     yield _measure
 
 
-def _measure(unit: Mapping[str, tuple[Any, Any]], send: Any) -> None:
+def _on_accelerator(cells: Mapping[str, Any]) -> list[Any]:
+    """Returns what `_measure` sends, of the programs of the runs, each with all its lanes."""
+    keep_programs()
+    compile_all(
+        [[cell.grid[0]] for cell in cells.values()], lambda run: cells[run.scheme].about.lanes
+    )
+    unit = {name: (cell.task, cell.grid[0].position) for name, cell in cells.items()}
+    measured: list[Any] = []
+    (lanes,) = {cell.about.lanes for cell in cells.values()}
+    steps = next(iter(cells.values())).task.train.steps_per_call
+    _measure(unit, measured.append, steps, lanes, rounds=CALLS - 2)
+    return measured
+
+
+def _measure(
+    unit: Mapping[str, tuple[Any, Any]],
+    send: Any,
+    steps_per_call: int = 5,
+    lanes: int = 1,
+    rounds: int = 15,
+) -> None:
     """Sends milliseconds of a step by scheme, the number of rounds, and the share of others."""
     from experiments.bench.step import prepare
     from experiments.bench.timing import side_by_side
@@ -110,12 +139,12 @@ def _measure(unit: Mapping[str, tuple[Any, Any]], send: Any) -> None:
 
     cases, per_call = {}, {}
     for name, (task, position) in unit.items():
-        train = dataclasses.replace(task.train, steps_per_call=5)
+        train = dataclasses.replace(task.train, steps_per_call=steps_per_call)
         task = dataclasses.replace(task, train=train)
-        cases[name], _ = prepare(task, position, load_data(task).train)
+        cases[name], _ = prepare(task, position, load_data(task).train, lanes)
         per_call[name] = train.steps_per_call
     before = _processor_seconds()
-    timings = side_by_side(cases, rounds=15, seconds=0.0)
+    timings = side_by_side(cases, rounds=rounds, seconds=0.0)
     others = _share_of_others(before, _processor_seconds())
     steps = {each.name: round(1e3 * each.median / per_call[each.name], 4) for each in timings}
     send((steps, timings[0].rounds, others))

@@ -3,17 +3,22 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 from experiments.errors import ConfigError
 from experiments.pages import plots
 from experiments.pages.report import render
 from experiments.pages.scheme_results import Lookup, SchemeResults, collect
 from experiments.pages.tables import label
 from experiments.runs.files import write_whole
+from experiments.runs.forecast import add_plan
 from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
 from experiments.settings.config_io import Parser, names
 from experiments.study import clock
 from experiments.study.catalogue_page import catalogue_page, catalogue_picture
+from experiments.study.gains import gains_picture
+from experiments.study.on_gpu import lanes_of, plan_in_words
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, forecast, load
 from experiments.training.mesh import connect
@@ -24,6 +29,7 @@ python -m experiments study --clock                  time a step of each scheme,
 python -m experiments study --run                    run what has no result, in stages
 python -m experiments study --run --minutes 9        stop in time; the next call continues
 python -m experiments study --run --shard 1/2        half of the schemes; another call has the rest
+python -m experiments study configs/study_gpu.toml --plan    a forecast for a GPU, on any machine
 
 Folders of runs are named by the hash of their settings: what has a result is not run again.
 """
@@ -44,6 +50,7 @@ def main(arguments: list[str]) -> int:
         help="first measure a step of each scheme, in a minute or two; needs an idle machine",
     )
     add_arguments(parser)
+    add_plan(parser)
     parser.add_argument(
         "--also",
         type=names,
@@ -61,12 +68,17 @@ def main(arguments: list[str]) -> int:
     target = options.page or Path("docs") / f"{study.name}.md"
     if target.suffix != ".md":
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
+    if options.plan:
+        for line in plan_in_words(study, options.minutes):
+            say(line)
+        return 0
     status = 0
     if options.clock:
         clock.measure(study.cells, folder, say)
     if options.run:
         tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
-        status = carry_out(options, folder, tasks, _stages(study, folder, part)).status
+        stages = _stages(study, folder, part)
+        status = carry_out(options, folder, tasks, stages, lanes=lanes_of(study)).status
     results, times = known(folder), clock.read(folder)
     rows = by_scheme(study, results)
     for path, text in pages(study, rows, results, times, options.file, folder, target).items():
@@ -106,6 +118,7 @@ def pages(
             "": drawing(study, results, times),
             "-lengths": lengths(study, rows),
             "-maps": maps(study, rows),
+            "-gains": gains_picture(study, results, times),
         }
     files = {suffix: f"{target.stem}{suffix}.svg" for suffix, svg in pictures.items() if svg}
     places = str(file), str(folder)
@@ -128,7 +141,8 @@ def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[
     """
     schemes, failed = study.about.schemes[part[0] - 1 :: part[1]], set()
     times = clock.read(folder)
-    say(forecast(study, known(folder), times))
+    if jax.default_backend() == "cpu":
+        say(forecast(study, known(folder), times))
     while True:
         results = known(folder)
         runs = list(study.runs(results, times))
@@ -181,8 +195,10 @@ def missing(study: Study, results: Lookup) -> list[str]:
 def lengths(study: Study, rows: list[SchemeResults]) -> str:
     """Returns the plot of scores against length at the first size, as <svg>, or nothing."""
     size, cells = next(iter(study.cells.items()))
-    view = next(iter(cells.values())).task.views[0]
-    return plots.lengths(rows, size, view, split=True)
+    task = next(iter(cells.values())).task
+    if len(task.test_lengths) == 1:
+        return ""
+    return plots.lengths(rows, size, task.views[0], split=True)
 
 
 def maps(study: Study, rows: list[SchemeResults]) -> str:

@@ -4,10 +4,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from experiments.pages import plots
-from experiments.pages.intervals import in_words, interval
+from experiments.pages.intervals import in_words
 from experiments.pages.markdown import provenance, table
 from experiments.pages.scheme_results import Lookup, mean
 from experiments.pages.tables import label, ordered
@@ -15,9 +13,9 @@ from experiments.runs.run import Result, duration
 from experiments.study.answer import answer
 from experiments.study.choice_tables import choice_tables
 from experiments.study.clock import BUSY, Clock
+from experiments.study.gains import curve_of, gain, trends
 from experiments.study.plan import Cell, Study
-from experiments.study.rows import Bounds, Row, ended, rows_of
-from experiments.study.selection import score
+from experiments.study.rows import Bounds, Row, rows_of
 
 _HEAD = """\
 # Which position encoding has the lowest loss? A study
@@ -92,8 +90,8 @@ def page(
       results: of its runs.
       clock: the times of steps, None before they are measured.
       file, folder: where the study and its results are.
-      pictures: files of the plots of differences (""), of lengths ("-lengths") and of places
-        ("-maps"), as far as there are any.
+      pictures: files of the plots of differences (""), of lengths ("-lengths"), of places
+        ("-maps") and of compute gains ("-gains"), as far as there are any.
     """
     about, sizes = study.about, list(study.cells.values())
     cell = sizes[0][about.baseline]
@@ -120,9 +118,12 @@ def page(
         "-lengths": "Scores by length, first size",
         "-maps": "Scores by length and place in the row, last size that has them; lines: where "
         "training ended",
+        "-gains": "Compute gains in equal time with their intervals, against parameters",
     }
     for suffix, picture in pictures.items():
         lines += [f"![{captions[suffix]}]({picture})", ""]
+    if sentences := list(trends(study, results, clock)):
+        lines += [*sentences, ""]
     for size, cells in study.cells.items():
         lines += _size(size, cells, about, rows[size], results, clock)
     counts = ordered(r.parameters / 1e6 for r in known if r.parameters)
@@ -219,7 +220,7 @@ def _scores(rows: Mapping[str, Row], baseline: str, results: Lookup) -> Iterator
     heads = [f"{task.labels.unit}", f"difference to {label(baseline)}", "rate"]
     heads += ["step"] if any(row.step for row in rows.values()) else []
     heads += ["in equal time, difference"] if is_timed else []
-    curve = _curve(rows[baseline], results) if is_timed else {}
+    curve = curve_of(rows[baseline], results) if is_timed else {}
     heads += ["compute gain"] if curve else []
     lines = []
     for scheme, row in rows.items():
@@ -255,42 +256,21 @@ def _scores(rows: Mapping[str, Row], baseline: str, results: Lookup) -> Iterator
         yield ""
 
 
-def _curve(row: Row, results: Lookup) -> dict[float, float]:
-    """Returns the baseline's mean score by budget, ascending; nothing before all have ended."""
-    curve = {1.0: mean(row.at_trained_length)}
-    for budget in row.cell.about.budgets:
-        runs = row.cell.budgeted(results, budget)
-        scores = [score(result) for result in ended(runs, results)]
-        steps = runs[0].task.train.steps / row.run.task.train.steps  # At least the warm-up.
-        curve[steps] = mean([math.nan if x is None else x for x in scores])
-    known = len(curve) > 1 and all(map(math.isfinite, curve.values()))
-    return dict(sorted(curve.items())) if known else {}
-
-
 def _gain(row: Row, curve: Mapping[float, float]) -> str:
     """Returns in words the budgets at which a curve reaches the scores in equal time."""
-    against = row.against(row.timed)
-    budgets = np.log2(list(curve))
-    scores = np.array(list(curve.values())) - curve[1.0]
-    sign = 1.0 if scores[-1] > scores[0] else -1.0  # Of lower budgets, the scores are worse.
-    if not np.all(np.diff(sign * scores) > 0) or any(map(math.isnan, against)):
+    if (bounds := gain(row, curve)) is None:
         return "-"
     words = []
-    for difference in interval(against, row.shifts_against):
-        change = sign * difference
-        if change < sign * scores[0]:
-            words.append(f"< {min(curve):g}")
-        elif change > sign * scores[-1]:
-            words.append(f"> {max(curve):g}")
-        else:
-            words.append(f"{2 ** np.interp(change, sign * scores, budgets):.2f}")
-    middle, low, high = words if sign > 0 else (words[0], *words[:0:-1])
-    return middle if low == high or len(against) < 2 else f"{middle} [{low}, {high}]"
+    for budget in bounds:
+        beyond = {0.0: f"< {min(curve):g}", math.inf: f"> {max(curve):g}"}
+        words.append(beyond.get(budget, f"{budget:.2f}"))
+    middle, low, high = words
+    return middle if low == high or len(row.timed) < 2 else f"{middle} [{low}, {high}]"
 
 
 def _budgets(row: Row, results: Lookup) -> Iterator[str]:
     """The curve that compute gains are read off."""
-    if curve := _curve(row, results):
+    if curve := curve_of(row, results):
         name = label(row.run.scheme)
         shown = ", ".join(f"{budget:g} x: {value:.3f}" for budget, value in curve.items())
         yield f"Scores of {name} by training time, at the rate that is best for 1 x: {shown}."

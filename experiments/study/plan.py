@@ -52,8 +52,10 @@ class _Size:
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
-    rates: tuple[PositiveFloat, ...]
+    rates: tuple[PositiveFloat, ...] = ()
     """Learning rates, at least three, growing."""
+    rates_of: str = ""
+    """In place of `rates`: the size whose chosen settings this one has, see `Train.base_width`."""
     task: str = ""
     """The task; empty: that of the study."""
     seeds: Seeds = 5
@@ -66,10 +68,12 @@ class _Size:
     unstable: PositiveFloat = 0.1
     """A rate is unstable, and not chosen, if the scores of its selection seeds have a greater
     standard deviation, or its score with other rounding differs by more."""
-    equal_time: bool = False
-    """Whether to run with the baseline's training time too."""
+    equal_time: bool | tuple[str, ...] = False
+    """Whether to run with the baseline's training time too, or the schemes that do."""
     budgets: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = ()
     """Other numbers of steps for the baseline, relative to its own, growing."""
+    lanes: Annotated[int, Field(ge=1, le=100)] = 1
+    """Runs side by side in one program, on accelerators."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +107,7 @@ class Cell:
         length.
       task: with the whole evaluation.
       has_parameters: whether the scheme has parameters of its own.
+      source: the scheme at the size that chooses its settings; None: this one.
     """
 
     size: str
@@ -111,10 +116,17 @@ class Cell:
     grid: tuple[Run, ...]
     task: Any
     has_parameters: bool
+    source: "Cell | None" = None
+
+    @property
+    def has_equal_time(self) -> bool:
+        """Whether the scheme runs with the baseline's training time too."""
+        schemes = self.about.equal_time
+        return schemes if isinstance(schemes, bool) else self.scheme in schemes
 
     def selection(self, results: Lookup) -> "Selection":
         """Returns the choice of the settings, as far as results determine it."""
-        return Selection(self, results)
+        return Selection(self.source or self, results)
 
     def chosen(self, results: Lookup) -> Run | None:
         """Returns the chosen run of the first selection seed, None before the choice is made."""
@@ -124,13 +136,14 @@ class Cell:
         """Returns the runs that are reported, one per seed; none before settings are chosen."""
         if (best := self.chosen(results)) is None:
             return ()
-        task = dataclasses.replace(self.task, train=best.task.train)
-        whole = dataclasses.replace(best, task=task)
+        chosen = best.task.train
+        rates = {"learning_rate": chosen.learning_rate, "scheme_rate": chosen.scheme_rate}
+        whole = variant(dataclasses.replace(self.grid[0], task=self.task), 0, **rates)
         return tuple(variant(whole, seed) for seed in range(self.about.seeds))
 
     def timed(self, results: Lookup, baseline: "Cell", clock: Clock | None) -> tuple[Run, ...]:
         """Returns the runs that train as long as the baseline; none without times of both."""
-        if not self.about.equal_time or self.scheme == baseline.scheme or clock is None:
+        if not self.has_equal_time or self.scheme == baseline.scheme or clock is None:
             return ()
         if (ratio := clock.ratio(self.size, self.scheme, baseline.scheme)) is None:
             return ()
@@ -171,7 +184,8 @@ class Study:
         """Returns the runs of a size that are known so far."""
         cells = self.cells[size]
         for cell in cells.values():
-            yield from cell.selection(results).runs
+            if cell.source is None:
+                yield from cell.selection(results).runs
             yield from cell.finals(results)
             yield from cell.timed(results, cells[self.about.baseline], clock)
         baseline = cells[self.about.baseline]
@@ -198,7 +212,9 @@ def least_runs(cell: Cell, is_baseline: bool, timed: bool) -> int:
     """Returns the least number of runs of a cell; more follow where a best rate is at an edge."""
     about = cell.about
     selection = len(about.rates) + 2 * (about.selection_seeds - 1) + 1 + about.tries
-    repeats = len(about.budgets) if is_baseline else about.equal_time and timed
+    if cell.source:
+        selection = 0
+    repeats = len(about.budgets) if is_baseline else cell.has_equal_time and timed
     return selection + about.seeds * (1 + repeats)
 
 
@@ -226,27 +242,42 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
         if not about.sizes:
             raise ConfigError("sizes: must hold at least one")
         common = {k: v for k, v in tables.items() if k not in known}
-        cells = {size: _cells(size, table, about, common) for size, table in about.sizes.items()}
+        cells: dict[str, dict[str, Cell]] = {}
+        for size, table in about.sizes.items():
+            cells[size] = _cells(size, table, about, common, cells)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return Study(path.stem, about, cells)
 
 
-def _cells(size: str, table: Any, about: _File, common: dict[str, Any]) -> dict[str, Cell]:
+def _cells(
+    size: str,
+    table: Any,
+    about: _File,
+    common: dict[str, Any],
+    sizes_above: Mapping[str, Mapping[str, Cell]],
+) -> dict[str, Cell]:
     try:
         table = convert(dict[str, Any], table, "")
         settings = {f.name for f in dataclasses.fields(_Size)}
-        if "rates" not in table:
-            raise ConfigError("rates: is missing")
+        if ("rates" in table) == ("rates_of" in table):
+            words = "and rates_of exclude each other" if "rates" in table else "is missing"
+            raise ConfigError(f"rates: {words}")
         about_size = convert(_Size, {k: v for k, v in table.items() if k in settings}, "")
-        if len(about_size.rates) < 3 or list(about_size.rates) != sorted(set(about_size.rates)):
-            raise ConfigError(
-                f"rates: must be at least three that grow, got {list(about_size.rates)}"
-            )
+        rates, source = about_size.rates, about_size.rates_of
+        if source and source not in sizes_above:
+            raise ConfigError(f"rates_of: must be a size above{near(source, sizes_above)}")
+        if not source and (len(rates) < 3 or list(rates) != sorted(set(rates))):
+            raise ConfigError(f"rates: must be at least three that grow, got {list(rates)}")
         if about_size.seeds > about.first_selection_seed:
             raise ConfigError(
                 f"seeds: must be up to first_selection_seed = {about.first_selection_seed}"
             )
+        if not isinstance(about_size.equal_time, bool):
+            for name in about_size.equal_time:
+                if name not in about.schemes:
+                    hint = near(name, about.schemes)
+                    raise ConfigError(f"equal_time: {name} is not compared{hint}")
         if 1.0 in about_size.budgets or list(about_size.budgets) != sorted(set(about_size.budgets)):
             raise ConfigError(f"budgets: must grow, without 1, got {list(about_size.budgets)}")
         everything = merge(common, {k: v for k, v in table.items() if k not in settings})
@@ -255,18 +286,31 @@ def _cells(size: str, table: Any, about: _File, common: dict[str, Any]) -> dict[
         tables = merge(everything.get("schemes", {}), {"names": list(schemes)})
         experiment = from_file(everything | {"schemes": tables})
         experiment.check()
-        return {scheme: _cell(size, scheme, about, about_size, experiment) for scheme in schemes}
+        return {
+            scheme: _cell(
+                size, scheme, about, about_size, experiment, sizes_above.get(source, {}).get(scheme)
+            )
+            for scheme in schemes
+        }
     except ConfigError as error:
         raise ConfigError(f"sizes.{size}: {error}") from None
 
 
-def _cell(size: str, scheme: str, about: _File, about_size: _Size, experiment: Any) -> Cell:
+def _cell(
+    size: str,
+    scheme: str,
+    about: _File,
+    about_size: _Size,
+    experiment: Any,
+    source: Cell | None,
+) -> Cell:
     (task,) = experiment.tasks.values()
     run = experiment.run(task.name, scheme, about.first_selection_seed)
     first = dataclasses.replace(run, task=task.at_trained_length())
-    grid = tuple(variant(first, run.seed, learning_rate=rate) for rate in about_size.rates)
+    rates = about_size.rates or (task.train.learning_rate,)
+    grid = tuple(variant(first, run.seed, learning_rate=rate) for rate in rates)
     params = jax.eval_shape(
         lambda: initialize(task.model, run.position, task.vocab_size, seed_keys([0], "parameters"))
     )
     has_parameters = any(jax.tree.leaves(of_scheme(params)))
-    return Cell(size, scheme, about_size, grid, task, has_parameters)
+    return Cell(size, scheme, about_size, grid, task, has_parameters, source)

@@ -21,6 +21,7 @@ from experiments.models.model import (
     Position,
     count_parameters,
     initialize,
+    is_hidden,
     of_scheme,
     seed_keys,
     structure,
@@ -31,31 +32,55 @@ from experiments.training import mesh as on_mesh
 
 
 def make_optimizer(
-    train: Train, learning_rate: jax.typing.ArrayLike, scheme_rate: jax.typing.ArrayLike
+    train: Train,
+    learning_rate: jax.typing.ArrayLike,
+    scheme_rate: jax.typing.ArrayLike,
+    steps: jax.typing.ArrayLike,
+    width: int = 0,
 ) -> optax.GradientTransformation:
     """Returns clipped AdamW with linear warm-up and cosine decay.
 
     Args:
-      train: all settings but the two rates.
+      train: all other settings.
       learning_rate: the highest; may be traced.
       scheme_rate: factor of steps of the scheme's parameters; may be traced.
+      steps: where the decay ends; may be traced.
+      width: of the model, for `train.base_width`.
     """
-    shape = optax.warmup_cosine_decay_schedule(
-        0.0, 1.0, train.warmup, train.steps, train.final_rate
-    )
+    of_width = ()
+    if train.base_width:
+        scale = optax.scale(train.base_width / width)
+        of_width = (optax.masked(scale, functools.partial(is_hidden, width=width)),)
+    warm_up = optax.linear_schedule(0.0, 1.0, train.warmup)
+
+    def rate(count: Any) -> Any:
+        # Optax's cosine decay, whose number of steps may not be traced.
+        end = steps - train.warmup
+        done = jnp.minimum(jnp.float32(count - train.warmup), end)
+        cosine = 0.5 * (1 + jnp.cos(jnp.pi * done * (1.0 / end)))
+        decayed = (1 - train.final_rate) * cosine + train.final_rate
+        return learning_rate * jnp.where(count < train.warmup, warm_up(count), decayed)
+
     return optax.chain(
         optax.clip_by_global_norm(train.clip),
-        optax.adamw(
-            lambda count: learning_rate * shape(count), b2=train.b2, weight_decay=train.weight_decay
-        ),
+        optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay),
         optax.masked(optax.scale(scheme_rate), of_scheme),
+        *of_width,
     )
 
 
-def without_rates(task: Task) -> Task:
-    """Returns the task with rates of 1: a compiled program does not depend on rates."""
-    train = dataclasses.replace(task.train, learning_rate=1.0, scheme_rate=1.0)
-    return dataclasses.replace(task, train=train)
+def of_program(task: Task) -> Task:
+    """Returns the task that tasks with equal training programs share.
+
+    Rates and the number of steps are constant in it, and so are settings of the evaluation.
+    """
+    train = dataclasses.replace(task.train, learning_rate=1.0, scheme_rate=1.0, steps=1)
+    changes = {
+        f.name: f.default for f in dataclasses.fields(task) if f.name in task.measure_settings
+    }
+    if task.coordinates == "positions":  # Others are drawn up to the longest length.
+        changes["test_lengths"] = (task.train_length,)
+    return dataclasses.replace(task, train=train, **changes)
 
 
 def mean_loss(
@@ -103,11 +128,11 @@ def advance(
     Args:
       state: parameters and optimiser state, leaves [seeds, ...].
       keys: [seeds], of the data.
-      rates: [seeds, 2], the learning rate and the relative rate of the scheme.
+      rates: [seeds, 3], the learning rate, the relative rate of the scheme and the steps in all.
       first: the number of the first batch, int32.
       data: `Data.train` of the task.
       graphdef: structure of the model.
-      task: the task; its rates are not used.
+      task: the task; its rates and steps are not used.
 
     Returns:
       The new state, and losses [seeds, steps].
@@ -125,7 +150,7 @@ def advance(
 
     def one_seed(state, key, rate):
         steps = first + jnp.arange(task.train.steps_per_call)
-        optimizer = make_optimizer(task.train, rate[0], rate[1])
+        optimizer = make_optimizer(task.train, *rate, width=task.model.model_dim)
         (state, _), losses = jax.lax.scan(functools.partial(step, optimizer), (state, key), steps)
         return state, losses
 
@@ -134,7 +159,8 @@ def advance(
 
 def new_state(params: nnx.State, task: Task) -> tuple[nnx.State, Any]:
     """Returns what `advance` takes at first, for parameters [seeds, ...]."""
-    return params, jax.vmap(make_optimizer(task.train, 1.0, 1.0).init)(params)
+    optimizer = make_optimizer(task.train, 1.0, 1.0, 1.0, task.model.model_dim)
+    return params, jax.vmap(optimizer.init)(params)
 
 
 @dataclasses.dataclass
@@ -146,7 +172,8 @@ class Trained:
       parameters: how many, per seed.
       memory: bytes that the compiled call needs on a device, for all seeds, with parameters and
         data; None where it is not known.
-      curve: "step" [points] and "loss" [points][seeds], means over the steps between points.
+      curve: "step" [points] and "loss" [points][seeds], means over the steps between points; not
+        finite from the point on at which a seed diverged.
       compile_seconds, train_seconds, cpu_seconds: wall time of both, CPU time of training.
     """
 
@@ -157,6 +184,31 @@ class Trained:
     compile_seconds: float
     train_seconds: float
     cpu_seconds: float
+
+    def of_seed(self, index: int) -> "Trained":
+        """Returns the results of one seed, with its share of memory and times."""
+        count = len(self.curve["loss"][0])
+        return Trained(
+            params=_lane(self.params, index),
+            parameters=self.parameters,
+            memory=None if self.memory is None else self.memory // count,
+            curve={"step": self.curve["step"], "loss": [[x[index]] for x in self.curve["loss"]]},
+            compile_seconds=self.compile_seconds / count,
+            train_seconds=self.train_seconds / count,
+            cpu_seconds=self.cpu_seconds / count,
+        )
+
+    @property
+    def diverged(self) -> int | None:
+        """The step of the curve at which a seed has no finite loss, None if all are finite."""
+        pairs = zip(self.curve["step"], self.curve["loss"], strict=True)
+        return next((step for step, losses in pairs if not np.isfinite(losses).all()), None)
+
+
+@jax.jit
+def _lane(tree: Any, index: int) -> Any:
+    """Returns one seed of leaves [seeds, ...], as [1, ...]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), tree)
 
 
 class Checkpoint(Protocol):
@@ -177,7 +229,9 @@ class Checkpoint(Protocol):
 
 def rates_of(task: Task, count: int) -> jax.Array:
     """Returns the rates of a task, as `advance` takes them for a number of seeds."""
-    return jnp.tile(jnp.float32([task.train.learning_rate, task.train.scheme_rate]), (count, 1))
+    train = task.train
+    rates = jnp.float32([train.learning_rate, train.scheme_rate, train.steps])
+    return jnp.tile(rates, (count, 1))
 
 
 def compiled(
@@ -186,22 +240,26 @@ def compiled(
     """Returns `advance` compiled for a number of seeds, of an earlier call if there was one."""
     leaves, tree = jax.tree.flatten(data)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _compiled(without_rates(task), position, count, tree, shapes, mesh)
+    return _compiled(of_program(task), position, count, tree, shapes, mesh)
 
 
-@functools.lru_cache(maxsize=16)
-def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any, mesh: Any) -> Any:
-    graphdef = structure(task.model, position, task.vocab_size)
+def arguments_of(task: Task, position: Position, count: int, data: Any) -> tuple[Any, ...]:
+    """Returns the shapes of the arguments of `advance` for some seeds; `data` has shapes too."""
     keys = jax.eval_shape(lambda: seed_keys([0] * count, "parameters"))
     params = jax.eval_shape(lambda k: initialize(task.model, position, task.vocab_size, k), keys)
     state = jax.eval_shape(lambda p: new_state(p, task), params)
-    rates = jax.ShapeDtypeStruct((count, 2), jnp.float32)
-    first = jax.ShapeDtypeStruct((), jnp.int32)
-    arguments = state, keys, rates, first, jax.tree.unflatten(tree, shapes)
+    rates = jax.ShapeDtypeStruct((count, 3), jnp.float32)
+    return state, keys, rates, jax.ShapeDtypeStruct((), jnp.int32), data
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any, mesh: Any) -> Any:
+    graphdef = structure(task.model, position, task.vocab_size)
+    arguments = arguments_of(task, position, count, jax.tree.unflatten(tree, shapes))
     if mesh is None:
         lowered = advance.lower(*arguments, graphdef=graphdef, task=task)
     else:
-        optimizer = make_optimizer(task.train, 1.0, 1.0)
+        optimizer = make_optimizer(task.train, 1.0, 1.0, 1.0, task.model.model_dim)
 
         def new_model(key: jax.Array, axis_names: Any = None) -> LanguageModel:
             return LanguageModel(task.model, position, task.vocab_size, key, axis_names)
@@ -227,12 +285,13 @@ def train(
     data: Any,
     report: Callable[[int, list[float]], None] = lambda step, loss: None,
     *,
+    rates: jax.Array | None = None,
     params: nnx.State | None = None,
     batches_before: int = 0,
     checkpoint: Checkpoint | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Trained:
-    """Trains one model per seed.
+    """Trains one model per seed, until all steps are made or no loss is finite.
 
     Args:
       task: the data, the model and the settings of training.
@@ -240,13 +299,11 @@ def train(
       seeds: of parameters and data.
       data: `Data.train` of what `task.load` returned.
       report: called with the step and the losses [seeds] after each compiled call.
+      rates: as `advance` takes them, with as many steps for each seed; default: those of the task.
       params: to begin with, leaves [seeds, ...]; default: new ones.
       batches_before: how many batches these have seen, which are not drawn again.
       checkpoint: stores the state, and returns the state of an interrupted call.
       mesh: of `experiments.training.mesh`, to compute on all its devices; default: on one.
-
-    Raises:
-      FloatingPointError: if a loss is not finite.
     """
     started = time.perf_counter()
     if params is None:
@@ -254,7 +311,7 @@ def train(
     params = jax.tree.map(jnp.array, params)  # A copy: `advance` donates its memory.
     state = new_state(params, task)
     keys = seed_keys(seeds, "data")
-    rates = rates_of(task, len(seeds))
+    rates = rates_of(task, len(seeds)) if rates is None else rates
     call = compiled(task, position, len(seeds), data, mesh)
     if mesh is not None:
         state, keys, rates, _, data = on_mesh.place(
@@ -276,8 +333,8 @@ def train(
         mean = np.asarray(losses).mean(1)
         curve["step"].append(first + task.train.steps_per_call)
         curve["loss"].append([round(float(x), 5) for x in mean])
-        if not np.isfinite(mean).all():
-            raise FloatingPointError(f"the loss is not finite at step {curve['step'][-1]}")
+        if not np.isfinite(mean).any():
+            break
         if checkpoint:
             checkpoint.save(state, curve, times())
         report(curve["step"][-1], curve["loss"][-1])

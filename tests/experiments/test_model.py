@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from experiments.settings.common import Model, Train
 from experiments.tasks import Copy, KBack, Text
 from experiments.tasks.base import Data, Evaluation
 from experiments.tasks.corpus import pair_bits
-from experiments.training.train import make_optimizer, train
+from experiments.training.train import make_optimizer, mean_loss, rates_of, train
 
 SIZES = Model(model_dim=16, num_layers=1, num_heads=2)
 TWO_LAYERS = dataclasses.replace(SIZES, num_layers=2)
@@ -218,7 +219,7 @@ def test_training_equals_a_python_loop():
         lambda x: np.asarray(x)[0],
         initialize(SIZES, scheme, TASK.vocab_size, seed_keys([5], "parameters")),
     )
-    optimizer = make_optimizer(TASK.train, TASK.train.learning_rate, TASK.train.scheme_rate)
+    optimizer = make_optimizer(TASK.train, TASK.train.learning_rate, TASK.train.scheme_rate, 4)
     moments = optimizer.init(params)
     (key,) = seed_keys([5], "data")
 
@@ -277,7 +278,7 @@ def test_the_learning_rate_of_a_scheme_is_its_own():
     @jax.jit
     def change(params, rate):
         gradient = jax.tree.map(jnp.ones_like, params)
-        optimizer = make_optimizer(TASK.train, 1e-3, rate)
+        optimizer = make_optimizer(TASK.train, 1e-3, rate, 4)
         state = optimizer.init(params)
         _, state = optimizer.update(gradient, state, params)  # The warm-up begins at zero.
         return optimizer.update(gradient, state, params)[0]
@@ -289,10 +290,103 @@ def test_the_learning_rate_of_a_scheme_is_its_own():
     assert {round(x, 3) for name, x in rates.items() if "'encoding'" not in name} == {1.0}
 
 
-def test_non_finite_loss_raises():
+def test_hidden_matrices_have_a_rate_by_width():
+    """The rule of muP for Adam: rates of hidden and output matrices fall as 1 / width."""
+    scheme = make("fox")
+    params = initialize(SIZES, scheme, TASK.vocab_size, seed_keys([0], "parameters"))
+    params = jax.tree.map(lambda x: x[0], params)
+    based = dataclasses.replace(TASK.train, base_width=SIZES.model_dim // 2)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def change(train):
+        gradient = jax.tree.map(jnp.ones_like, params)
+        optimizer = make_optimizer(train, 1e-3, 1.0, 4, SIZES.model_dim)
+        _, state = optimizer.update(gradient, optimizer.init(params), params)
+        return optimizer.update(gradient, state, params)[0]
+
+    ratios = jax.tree.map(
+        lambda a, b: round(float((a / b).mean()), 3), change(based), change(TASK.train)
+    )
+    rates = {
+        jax.tree_util.keystr(k, simple=True, separator="/"): x
+        for k, x in jax.tree_util.tree_leaves_with_path(ratios)
+    }
+    hidden = {name for name, rate in rates.items() if rate == 0.5}
+    kernels = ["attention/query", "attention/key", "attention/value", "attention/out", "up", "down"]
+    assert hidden == {
+        *(f"blocks/0/{name}/kernel/value" for name in kernels),
+        "blocks/0/attention/encoding/parameters/w/value",
+        "head/kernel/value",
+    }
+    assert {rate for name, rate in rates.items() if name not in hidden} == {1.0}
+
+
+@pytest.mark.parametrize("name", ["rope", "fox", "sinusoidal"])
+def test_activations_in_bfloat16(name):
+    """Attention and the head have bfloat16 inputs; parameters, logits and gradients are float32."""
+    sizes, scheme = dataclasses.replace(SIZES, dtype="bfloat16"), make(name)
+    tokens = jnp.arange(2 * 9).reshape(2, 9) % TASK.vocab_size
+    losses = []
+    for each in (SIZES, sizes):
+        params = initialize(each, scheme, TASK.vocab_size, seed_keys([0], "parameters"))
+        params = jax.tree.map(lambda x: x[0], params)
+        graphdef = structure(each, scheme, TASK.vocab_size)
+        loss = functools.partial(mean_loss, graphdef=graphdef, tokens=tokens, mask=tokens * 0 + 1.0)
+        losses.append(float(jax.jit(loss)(params)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(losses[1], losses[0], rtol=4e-3)
+    gradient = jax.eval_shape(jax.grad(loss), params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+    text = str(jax.make_jaxpr(loss)(params))
+    products = re.findall(r"(\w+)\[[^\]]*\] = dot_general", text)
+    assert "bf16" in products and f"f32[2,8,{TASK.vocab_size}]" in text
+
+
+def test_names_of_runs_leave_out_settings_that_came_later():
+    run = Run(TASK, "rope", {}, ROPE, 0)
+    model, train = (run.settings["kback"][table] for table in ("model", "train"))
+    assert "dtype" not in model and "base_width" not in train and model["num_layers"] == 1
+    task = dataclasses.replace(TASK, model=dataclasses.replace(SIZES, dtype="bfloat16"))
+    other = dataclasses.replace(run, task=task)
+    assert other.settings["kback"]["model"] == model | {"dtype": "bfloat16"}
+    assert other.name != run.name and other.program != run.program
+    longer = dataclasses.replace(TASK, train=dataclasses.replace(TASK.train, steps=6))
+    assert dataclasses.replace(run, task=longer).program == run.program
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_learning_rate_warms_up_and_decays(warmup):
+    """Equals Optax's schedule, with a number of steps that is traced."""
+    train = dataclasses.replace(TASK.train, warmup=warmup, clip=1e9, weight_decay=0.0)
+    shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, warmup, 9, train.final_rate)
+
+    @jax.jit
+    def changes(steps):
+        optimizer = make_optimizer(train, 1e-2, 1.0, steps)
+
+        def step(state, _):
+            change, state = optimizer.update(jnp.float32(1.0), state, jnp.float32(0.0))
+            return state, change
+
+        return jax.lax.scan(step, optimizer.init(jnp.float32(0.0)), length=9)[1]
+
+    expected = [-1e-2 * float(shape(n)) for n in range(9)]
+    np.testing.assert_allclose(changes(jnp.float32(9)), expected, rtol=1e-5)
+
+
+def test_training_ends_once_no_loss_is_finite():
+    """A seed that diverges does not disturb the one beside it."""
+    scheme, rates = make("rope"), rates_of(TASK, 2).at[0, 0].set(1e38)
+    alone = train(TASK, scheme, [1], None)
+    both = train(TASK, scheme, [0, 1], None, rates=rates)
+    assert both.curve["step"] == [2, 4] and both.of_seed(0).diverged == both.diverged == 4
+    second = both.of_seed(1)
+    assert second.diverged is None and second.curve["step"] == [2, 4]
+    np.testing.assert_allclose(second.curve["loss"], alone.curve["loss"], atol=1e-5)
+    for a, b in zip(jax.tree.leaves(second.params), jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
     wild = dataclasses.replace(TASK, train=dataclasses.replace(TASK.train, learning_rate=1e38))
-    with pytest.raises(FloatingPointError, match="not finite at step"):
-        train(wild, make("rope"), [0], None)
+    assert train(wild, scheme, [0], None).curve["step"] == [2, 4]
 
 
 def test_text_evaluation_equals_a_loop_over_bytes():
