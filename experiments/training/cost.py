@@ -40,7 +40,7 @@ class Cost:
     Attributes:
       flops: of matrix products.
       traffic: bytes that are read and written.
-      operations: how many there are of those that are not elementwise.
+      operations: the number of operations that are not elementwise.
       parameters: of the model.
     """
 

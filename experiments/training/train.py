@@ -299,7 +299,7 @@ def train(
       seeds: of parameters and data.
       data: `Data.train` of what `task.load` returned.
       report: called with the step and the losses [seeds] after each compiled call.
-      rates: as `advance` takes them, with as many steps for each seed; default: those of the task.
+      rates: as `advance` takes them, with one number of steps for all; default: the task's.
       params: to begin with, leaves [seeds, ...]; default: new ones.
       batches_before: how many batches these have seen, which are not drawn again.
       checkpoint: stores the state, and returns the state of an interrupted call.
