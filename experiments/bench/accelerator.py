@@ -483,7 +483,7 @@ def show(report: Report) -> None:
     none = {(row["by"], row["what"], row["T"]): row for row in rows if row["name"] == "none"}
     for row in rows:
         same = none.get((row["by"], row["what"], row["T"]), {})
-        if "ms" in row and "ms" in same:
+        if "ms" in row and "ms" in same and row["name"] != "pair":  # Of other sizes.
             row["/none"] = row["ms"] / same["ms"]
     report.save()
     start = f"{'scheme':15s} {'by':13s} {'what':17s} {'T':>6s} {'compile s':>9s} {'temp MB':>9s}"

@@ -121,8 +121,8 @@ def _table(rows: Mapping[str, Row]) -> Iterator[str]:
     for scheme, row in rows.items():
         first, rates = row.results[0], row.cell.about.rates
         rate = row.run.task.train.learning_rate
-        memory = none and first.memory_bytes and first.memory_bytes / none.results[0].memory_bytes
-        step = row.step and none and none.step and row.step / none.step
+        memory = _ratio(first.memory_bytes, none.results[0].memory_bytes if none else None)
+        step = _ratio(row.step, none.step if none else None)
         scores = [row.values(task.views[0], n) for n in task.test_lengths]
         lines.append(
             [
@@ -135,6 +135,10 @@ def _table(rows: Mapping[str, Row]) -> Iterator[str]:
             ]
         )
     yield from table(heads, lines)
+
+
+def _ratio(number: float | None, whole: float | None) -> float | None:
+    return number / whole if number and whole else None
 
 
 def catalogue_picture(study: Study, results: Lookup, clock: Clock | None) -> str:

@@ -40,13 +40,15 @@ def choice_tables(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
         yield ""
     yield (
         "Then, all relative to the best rate's mean or, for one seed, to its run with this seed: "
-        "the optimum of a parabola through the best rate and its neighbours; the same run with "
-        "other rounding; and the tries. A try that improved the run of one seed has the mean of "
-        f"{about.selection_seeds}. What was chosen is bold."
+        "the optimum of a parabola through the best rate and its neighbours, if these are near; "
+        "the same run with other rounding; and the tries. A try that improved the run of one seed "
+        f"has the mean of {about.selection_seeds}. What was chosen is bold."
     )
     yield ""
     heads = ["scheme", "optimum", "other rounding", *(f"try {i + 1}" for i in range(about.tries))]
-    yield from table(heads, [[label(n), *_further(each, about)] for n, each in selections.items()])
+    yield from table(
+        heads, [[label(n), *_further(each, about.tries)] for n, each in selections.items()]
+    )
 
 
 def _score(run: Run, selection: Selection, results: Lookup) -> str:
@@ -65,20 +67,20 @@ def _score(run: Run, selection: Selection, results: Lookup) -> str:
     return f"**{text}**" if run == selection.best_of_grid else text
 
 
-def _further(selection: Selection, about: object) -> list[str]:
+def _further(selection: Selection, tries: int) -> list[str]:
     best = selection.best_of_grid
     if best is None:
-        return [""] * (2 + about.tries)
+        return [""] * (2 + tries)
     optimum, again = selection.optimum(), selection.other_rounding
-    texts = ["none between" if optimum is None else f"{optimum:+.3f}"]
+    texts = ["-" if optimum is None else f"{optimum:+.3f}"]
     texts.append(f"{selection.score(again) - selection.score(best):+.3f}" if again else "")
     middle = selection.means([best])[best]
     for run in selection.tries:
         if run in selection.tried:
-            value = selection.means([run])[run] - middle
-            text = f"{_setting(run, best)}: {value:+.3f}"
+            change = selection.means([run])[run] - middle
         else:
-            text = f"{_setting(run, best)}: {selection.score(run) - selection.score(best):+.3f}"
+            change = selection.score(run) - selection.score(best)
+        text = f"{_setting(run, best)}: {f'{change:+.3f}' if math.isfinite(change) else '-'}"
         texts.append(f"**{text}**" if run == selection.chosen else text)
     return texts
 

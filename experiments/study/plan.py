@@ -130,8 +130,9 @@ class Cell:
 
     def timed(self, results: Lookup, baseline: "Cell", clock: Clock | None) -> tuple[Run, ...]:
         """Returns the runs that train as long as the baseline; none without times of both."""
-        ratio = clock and clock.ratio(self.size, self.scheme, baseline.scheme)
-        if not self.about.equal_time or self.scheme == baseline.scheme or not ratio:
+        if not self.about.equal_time or self.scheme == baseline.scheme or clock is None:
+            return ()
+        if (ratio := clock.ratio(self.size, self.scheme, baseline.scheme)) is None:
             return ()
         return self._longer(self.finals(results), 1 / ratio)
 

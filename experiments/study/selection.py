@@ -59,9 +59,11 @@ class Selection:
         self.tried: dict[Run, tuple[Run, ...]] = {}
         self.unstable: dict[Run, str] = {}
         self.tries: tuple[Run, ...] = ()
-        self.best_of_grid = self.other_rounding = self.chosen = None
-        if self._ended(self.first) and self._choose_rate() and self.best_of_grid:
-            self._choose_settings(self.best_of_grid)
+        self.best_of_grid: Run | None = None
+        self.other_rounding: Run | None = None
+        self.chosen: Run | None = None
+        if self._ended(self.first) and (best := self._choose_rate()):
+            self._choose_settings(best)
 
     def score(self, run: Run) -> float:
         """Returns the score by which a run is chosen; the worst for one that diverged."""
@@ -77,8 +79,9 @@ class Selection:
     def optimum(self) -> float | None:
         """Returns how far the parabola through three rates lies beyond the best rate's mean.
 
-        The parabola is in the logarithm of the rate; None where the best rate has no neighbours on
-        both sides.
+        The parabola is in the logarithm of the rate. None where the best rate does not have
+        neighbours on both sides, whose means differ from its own by at most twice `unstable`:
+        farther ones are no part of the same valley.
         """
         run = self.best_of_grid
         place = self.first.index(run) if run else 0
@@ -87,7 +90,8 @@ class Selection:
             return None
         below, middle, above = self.means(around).values()
         bend = below - 2 * middle + above
-        if not math.isfinite(bend) or bend * self._sign >= 0:
+        reach = max(abs(below - middle), abs(above - middle))
+        if not reach <= 2 * self._cell.about.unstable or bend * self._sign >= 0:
             return None
         return -((above - below) ** 2) / (8 * bend)
 
@@ -116,8 +120,8 @@ class Selection:
         first = self.first[0].seed
         return range(first, first + self._cell.about.selection_seeds)
 
-    def _choose_rate(self) -> bool:
-        """Chooses a rate of the grid; returns whether it is known."""
+    def _choose_rate(self) -> Run | None:
+        """Chooses a rate of the grid, and returns its run; None before it is known."""
         by_first = {run: self.score(run) for run in self.first}
         pending = self._with_neighbours(self._best(by_first))
         while True:
@@ -125,7 +129,7 @@ class Selection:
                 self.tried[run] = tuple(variant(run, seed) for seed in self._seeds)
                 self.runs += self.tried[run][1:]
             if not all(self._ended(runs) for runs in self.tried.values()):
-                return False
+                return None
             self._mark_spread()
             best = self._best(self.means(self._stable()))
             pending = [run for run in self._with_neighbours(best) if run not in self.tried]
@@ -135,13 +139,13 @@ class Selection:
             again = variant(best, best.seed, learning_rate=rate * _OTHER_ROUNDING)
             self.runs.append(again)
             if not self._ended([again]):
-                return False
+                return None
             if abs(self.score(again) - self.score(best)) > self._cell.about.unstable:
                 self.unstable[best] = "rounding"
                 if any(run not in self.unstable for run in self.tried):
                     continue
             self.best_of_grid, self.other_rounding = best, again
-            return True
+            return best
 
     def _choose_settings(self, best: Run) -> None:
         """Chooses between the best rate and further settings at it."""

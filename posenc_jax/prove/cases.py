@@ -8,7 +8,7 @@ token's block and of its row and head, other channels of k and v likewise. In th
     dk, dv               are sums over each block of queries
 
 so a tile that was left out, read twice or taken from another head shows in the channel of its
-block. Other channels are random. NumPy computes what is expected, without code of the engine.
+block. Other channels are random. NumPy computes the expected numbers, without code of the engine.
 """
 
 import dataclasses
@@ -347,7 +347,7 @@ def _places(c: Case, random: np.random.Generator) -> Arrays:
 
 
 def run(case: Case, implementation: Any, x: Arrays, *, gradients: bool, lse: bool) -> Arrays:
-    """Returns the outcome of an implementation, as arrays like those of `expected`.
+    """Returns the outcome of an implementation, as `expected` does in float64.
 
     Args:
       case: the problem.

@@ -154,8 +154,8 @@ def _wrong_tile(
     text += "{:.4g}, expected {:.4g} ".format(*numbers)
     text += f"({'query' if of_queries else 'key'} {span.start + token})"
     if weights:
-        own = (b * heads + n) * labels.heads // (batch * heads)  # Of several, the first.
-        shared = range(own, own + max(1, labels.heads // (batch * heads)))
+        start = (b * heads + n) * labels.heads // (batch * heads)  # Of several, the first.
+        shared = range(start, start + max(1, labels.heads // (batch * heads)))
         text += _read_instead(excess[token], limit, labels, (channel, shared, batch), of_queries)
     rows_or_tiles = tiles if tiles.any() else by_row.any(3)
     noun = "tiles" if tiles.any() else "rows of tiles"

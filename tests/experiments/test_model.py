@@ -306,7 +306,7 @@ def test_text_evaluation_equals_a_loop_over_bytes():
         model=SIZES,
     )
     held_out = np.random.default_rng(0).integers(0, 8, 300).astype(np.uint8)
-    data = Data(held_out=held_out)
+    data = Data(held_out=(held_out, np.zeros(0, np.uint8)))
     scheme = make("rope", task)
     params = initialize(SIZES, scheme, 256, seed_keys([0, 1], "parameters"))
     params = jax.tree.map(lambda x: 5 * x, params)  # Large enough for positions to matter.

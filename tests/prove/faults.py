@@ -88,7 +88,7 @@ def _entry(make_schedule):
     def wrong(see, q, k, prefix, blocks, order, by_key):
         entries = make_schedule(see, q, k, prefix, blocks, order, by_key)
         here = (order[0] == 2) & (order[1] == 0) & (not by_key)
-        return entries + schedule.entry_of(0, here.astype("int32"), 0, 0, 0)
+        return entries + schedule.entry_of(0, here.astype("int32"), 0, 0, 0)[None]
 
     return wrong
 

@@ -12,9 +12,20 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from prove.faults import BACKWARD, FAULTS, SOFTCAP, injected, outcome, outcomes, selected
+from prove.faults import (
+    BACKWARD,
+    DECODE,
+    FAULTS,
+    FORWARD,
+    SOFTCAP,
+    injected,
+    outcome,
+    outcomes,
+    selected,
+)
 from support import EVERY_CASE, one_of_all
 
+from posenc_jax.engine.gpu.implementation import PallasGPU
 from posenc_jax.engine.tpu import backward, forward
 from posenc_jax.engine.tpu.tile import poison
 from posenc_jax.prove import cases, places
@@ -77,7 +88,20 @@ def test_all_steps_are_right_in_the_interpreter(family):
     assert {step.name: place for step in chosen if (place := step.run()) is not None} == {}
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the interpreter for GPUs is newer")
+for_gpus = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the interpreter for GPUs is newer"
+)
+
+
+@one_of_all
+@for_gpus
+@pytest.mark.parametrize("name", [FORWARD, SOFTCAP, BACKWARD, DECODE])
+def test_steps_of_the_gpu_kernels_are_right_in_the_interpreter(name):
+    (step,) = (s for s in steps(PallasGPU(interpret=True), small=True) if s.name == name)
+    assert step.run() is None
+
+
+@for_gpus
 def test_parts_of_the_gpu_kernels_are_right_in_the_interpreter():
     from posenc_jax.prove.gpu_primitives import primitives
 
@@ -90,8 +114,7 @@ DEFAULT = ("the last block of keys of a row is the one before", "a tile is left 
 
 def _marks(fault):
     if fault.gpu:
-        old = jax.__version_info__ < (0, 11, 2)
-        return [pytest.mark.skipif(old, reason="the interpreter for GPUs is newer")]
+        return [for_gpus]
     return [] if fault.name in DEFAULT else [one_of_all]
 
 
