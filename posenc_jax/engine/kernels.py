@@ -75,8 +75,7 @@ class ShardMapped(Implementation):
             )
         if not self.check_vma and _checks_varying(mesh_of(problem)):
             return "inside jax.shard_map it needs check_vma=False"
-        reason = self.refuses(self._part(problem))
-        return reason or unshardable(problem, mesh_of(problem), *self.axes(problem))
+        return self.refuses(self._part(problem))
 
     def axes(self, problem: Problem) -> tuple[Any, Any]:
         """Returns the mesh axes of the batch and of the heads."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from posenc_jax.engine.kernels import Kernels
+from posenc_jax.engine.kernels import Kernels, mesh_of, unshardable
 from posenc_jax.engine.problem import Implementation, Problem
 
 
@@ -34,7 +34,10 @@ class Pallas(Implementation):
         return self._kernels.unfit()
 
     def supports(self, problem: Problem) -> str | None:
-        return self.unfit() or self._kernels.supports(problem)
+        if (reason := self.unfit()) is not None:
+            return reason
+        kernels, mesh = self._kernels, mesh_of(problem)
+        return kernels.supports(problem) or unshardable(problem, mesh, *kernels.axes(problem))
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
         return self._kernels.on_mesh(problem, mesh, spec)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.engine.kernels import ShardMapped, without_hidden
+from posenc_jax.engine.kernels import ShardMapped, mesh_of, unshardable, without_hidden
 from posenc_jax.engine.problem import Problem, lacking
 
 
@@ -53,7 +53,7 @@ class Splash(ShardMapped):
                 "log-sum-exp with a gradient": p.needs_lse,
             }
         )
-        return reason or super().supports(p)
+        return reason or super().supports(p) or unshardable(p, mesh_of(p), *self.axes(p))
 
     def refuses(self, problem: Problem) -> str | None:
         p = problem
