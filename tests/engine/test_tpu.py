@@ -424,9 +424,9 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 ON_DEVICES = [
     ("dropout", "t5", 2, AUTO, "data", "heads"),
     ("both_ways_segments", "unbounded", 8, EXPLICIT, "data", "heads"),
+    ("segments", "all_pairs", 8, EXPLICIT, "data", "heads"),
     pytest.param("causal", "narrow", 8, EXPLICIT, "data", "heads", marks=one_of_all),
     pytest.param("causal", "none", 4, AUTO, "data", "heads", marks=one_of_all),
-    pytest.param("segments", "all_pairs", 8, EXPLICIT, "data", "heads", marks=one_of_all),
     pytest.param("dropout", "t5", 2, AUTO, None, "heads", marks=one_of_all),
     pytest.param("dropout", "t5", 4, EXPLICIT, "data", "heads", marks=one_of_all),
     pytest.param("segments", "separable", 8, AUTO, "data", "heads", marks=one_of_all),
