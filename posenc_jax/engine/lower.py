@@ -57,7 +57,7 @@ class Lowered:
     lse_shift: jax.Array | None
 
 
-def lower(p: Problem, *, max_table: int, pairs_at_once: int | None = None) -> Lowered:
+def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
     """Lowers the rules of a problem; rules on whole rows are left to the caller.
 
     Args:

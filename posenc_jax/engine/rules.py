@@ -283,10 +283,6 @@ class _Then:
 
 def _pair_term(rule: Any, context: LoweringContext, horizon: int | None = None) -> PairTerm:
     """Returns a `LogitBias` or `ContentBias`, evaluated for every pair."""
-    broadcasts = isinstance(rule, LogitBias) and rule.broadcasts and context.axes == 0
-    at_once = context.pairs_at_once
-    if at_once is None:  # Measured with FIRE.
-        at_once = 2**11 if broadcasts and jax.default_backend() == "cpu" else 2**15
     return PairTerm(
         heads=rule.heads,
         shared=rule.shared,
@@ -294,8 +290,7 @@ def _pair_term(rule: Any, context: LoweringContext, horizon: int | None = None) 
         horizon=horizon,
         rule=rule.rule,
         of_content=isinstance(rule, ContentBias),
-        broadcasts=broadcasts,
-        pairs_at_once=at_once,
+        pairs_at_once=context.pairs_at_once,
     )
 
 
@@ -317,8 +312,6 @@ class LogitBias(Rule):
         for q - k >= high. None for a side means no bound. The value there is finite:
         it may be subtracted.
       scaled: whether the term is multiplied by the logit scale, as q . k is.
-      broadcasts: whether the rule also takes arrays of coordinates that broadcast to one shape,
-        and returns an array of that shape. Tiles then call it for many pairs at once.
     """
 
     rule: Callable = dataclasses.field(metadata=STATIC)
@@ -327,7 +320,6 @@ class LogitBias(Rule):
     relative: bool = dataclasses.field(default=False, metadata=STATIC)
     bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
-    broadcasts: bool = dataclasses.field(default=False, metadata=STATIC)
 
     @property
     def num_heads(self) -> int | None:
@@ -337,23 +329,13 @@ class LogitBias(Rule):
 
     def on(self, transform):
         rule = _OnCoordinates(self.rule, transform)
-        one = {"relative": False, "bounds": _NO_BOUNDS, "broadcasts": False}
-        return dataclasses.replace(self, rule=rule, **one)
+        return dataclasses.replace(self, rule=rule, relative=False, bounds=_NO_BOUNDS)
 
     def check(self, sizes):
         super().check(sizes)
         token = _coordinates(sizes)
-        arrays = _slice(self.shared, 0), _slice(self.heads, 1)
-        signature = "(shared, head, q, k) -> scalar"
-        _check_function(self, "rule", signature, (*arrays, token, token), sizes)
-        if self.broadcasts and not sizes.axes:
-            tokens = _coordinates(sizes, 1, 3), _coordinates(sizes, 2, 1)
-            got = jax.eval_shape(self.rule, *arrays, *tokens).shape
-            require(
-                got == (2, 3),
-                "attention: LogitBias.rule with broadcasts=True must return [2, 3] for coordinates "
-                f"[1, 3] and [2, 1], got {got}.",
-            )
+        arguments = _slice(self.shared, 0), _slice(self.heads, 1), token, token
+        _check_function(self, "rule", "(shared, head, q, k) -> scalar", arguments, sizes)
 
     def lower(self, context):
         by_distance = self.relative and not context.axes

@@ -84,7 +84,7 @@ class LoweringContext:
       drop_constants: whether terms may drop a constant per query from all its logits.
       max_table: distances of the largest tile. Each tile reads its part of a strip in place of a
         table with more distances; 0: no rule has a table where there can be a strip.
-      pairs_at_once: pairs of a rule that are differentiated at once; None: measured.
+      pairs_at_once: pairs of a rule that are differentiated at once.
     """
 
     length: int
@@ -96,7 +96,7 @@ class LoweringContext:
     scale: float
     drop_constants: bool
     max_table: int
-    pairs_at_once: int | None
+    pairs_at_once: int
 
     @property
     def dtype(self) -> Any:
@@ -216,14 +216,12 @@ class PairTerm(Term):
     Attributes:
       rule: `rule(shared, head, q, k)`, or with features, `rule(shared, head, row, col, q, k)`.
       of_content: whether the rule reads features.
-      broadcasts: whether the rule takes arrays of coordinates, too.
       horizon: the value at this distance is dropped.
-      pairs_at_once: pairs that are differentiated at once, or evaluated if the rule broadcasts.
+      pairs_at_once: pairs that are differentiated at once.
     """
 
     rule: Callable = dataclasses.field(metadata=STATIC)
     of_content: bool = dataclasses.field(metadata=STATIC)
-    broadcasts: bool = dataclasses.field(metadata=STATIC)
     pairs_at_once: int = dataclasses.field(metadata=STATIC)
 
     def pair(self, q, k):
@@ -237,27 +235,18 @@ class PairTerm(Term):
         return self.rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
 
     def tile(self, strip, q, k, *, transposed, in_vjp):
-        rows, columns = (k, q) if transposed else (q, k)
-
-        def tile(rows):
-            q, k = (columns, rows) if transposed else (rows, columns)
-            if self.broadcasts:
-                q_axis, k_axis = (0, 1) if transposed else (1, 0)
-                at = jnp.expand_dims(q.coordinates, q_axis), jnp.expand_dims(k.coordinates, k_axis)
-                return self.rule(self.shared, self.heads, *at)
+        def tile(k):
             over_q, over_k = (0, None), (None, 0)
             inner, outer = (over_q, over_k) if transposed else (over_k, over_q)
             return jax.vmap(jax.vmap(self._rule, inner), outer)(q, k)
 
-        count, width = rows.slots.shape[0], columns.slots.shape[0]
-        size = math.gcd(count, max(self.pairs_at_once // width, 1))
-        # On GPUs parts are launches, which the forward pass has no need of.
-        in_parts = in_vjp or (self.broadcasts and jax.default_backend() == "cpu")
-        if in_parts and not self.of_content and size < count:
-            parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), rows)
-            out = jax.lax.map(jax.checkpoint(tile), parts).reshape(count, width)
+        length, keys = q.slots.shape[0], k.slots.shape[0]
+        size = math.gcd(keys, max(self.pairs_at_once // length, 1))
+        if transposed and in_vjp and not self.of_content and size < keys:
+            parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), k)
+            out = jax.lax.map(jax.checkpoint(tile), parts).reshape(keys, length)
         else:
-            out = tile(rows)
+            out = tile(k)
         if self.horizon is not None:
             out -= self._far(self.heads, q.coordinates.dtype)
         return self.factor * out.astype(jnp.float32)

@@ -77,13 +77,13 @@ class XLA(Implementation):
       forward, backward: queries and keys per tile of each pass; one serves both if the other
         is None. Default: measured.
       pairs_at_once: pairs of a rule that are differentiated at once: its intermediates, some
-        tens of numbers per pair, should stay in the cache. Default: measured.
+        tens of numbers per pair, should stay in the cache. 3.5 times faster for FIRE on CPU.
       row_block: logits per block of queries, for rules on whole rows.
     """
 
     forward: Blocks | None = None
     backward: Blocks | None = None
-    pairs_at_once: int | None = None
+    pairs_at_once: int = 2**15
     row_block: int = 2**20
     name = "xla"
 

@@ -49,8 +49,7 @@ def _mlp(shared, head, q, k):
     distance = jnp.abs(q - k).astype(jnp.float32)
     c, w1, b1, w2 = (shared[n] for n in ("c", "w1", "b1", "w2"))
     x = jnp.log1p(c * c * distance) / jnp.log1p(c * c * (1.0 + jnp.abs(q).astype(jnp.float32)))
-    hidden = jax.nn.relu(x.reshape(1, -1) * w1[:, None] + b1[:, None])
-    return ((w2 * head) @ hidden).reshape(x.shape)
+    return jax.nn.relu(x * w1 + b1) @ (w2 * head)
 
 
 def _fire(random, heads, dim):
@@ -199,7 +198,7 @@ KINDS = {
     ),
     "fire": Kind(
         _fire,
-        lambda params, q, k: (LogitBias(_mlp, params["heads"], params["shared"], broadcasts=True),),
+        lambda params, q, k: (LogitBias(_mlp, params["heads"], params["shared"]),),
     ),
     "two_axes": Kind(
         lambda random, heads, dim: _uniform(random, 0.0, heads, 2),

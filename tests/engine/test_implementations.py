@@ -117,11 +117,6 @@ def test_the_choice_goes_by_size(length, keys, name):
             ValueError,
             r"LogitBias.heads must be \[N, ...\] = \(2, ...\), got \(3,\)",
         ),
-        (
-            pe.LogitBias(lambda shared, head, q, k: jnp.sum(q - k), broadcasts=True),
-            ValueError,
-            r"with broadcasts=True must return \[2, 3\] for .* \[1, 3\] and \[2, 1\], got \(\).",
-        ),
         (jnp.zeros((1, 2, 40, 40)), TypeError, r"got an array of shape \(1, 2, 40, 40\); to add a"),
         (pe.ALiBi(num_heads=2), TypeError, r"got ALiBi; of a scheme, give scheme.rules\(params\)"),
     ],

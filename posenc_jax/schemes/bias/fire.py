@@ -40,14 +40,11 @@ class _Rule:
     eps: float
 
     def __call__(self, shared, outer, q, k):
-        """Returns f for one pair, or for arrays of coordinates that broadcast."""
         c, threshold, inner, inner_bias = shared
         distance = jnp.abs(q - k).astype(jnp.float32)
         length = jnp.maximum(q.astype(jnp.float32), threshold)
         x = jnp.log1p(jnp.abs(c * distance)) / (jnp.log1p(jnp.abs(c * length)) + self.eps)
-        x = jax.lax.optimization_barrier(x)  # XLA would compute it once for every hidden unit.
-        hidden = jax.nn.relu(inner[:, None] * x.reshape(1, -1) + inner_bias[:, None])
-        return jnp.dot(outer, hidden, precision="highest").reshape(x.shape)
+        return jnp.dot(outer, jax.nn.relu(inner * x + inner_bias), precision="highest")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,4 +94,4 @@ class FIRE(Scheme):
     def rules(self, params, q_features=None, k_features=None):
         threshold = jnp.abs(params["multiplier"].astype(jnp.float32) * self.init_length)
         shared = params["c"], threshold, params["inner"], params["inner_bias"]
-        return LogitBias(_Rule(self.eps), heads=params["outer"], shared=shared, broadcasts=True)
+        return LogitBias(_Rule(self.eps), heads=params["outer"], shared=shared)
