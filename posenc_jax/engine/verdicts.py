@@ -21,7 +21,7 @@ import jaxlib
 
 from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.problem import Problem
-from posenc_jax.engine.rules import ContentBias, DotBias, LogitBias, Rule, SeparableBias
+from posenc_jax.engine.rules import ContentBias, DenseBias, DotBias, LogitBias, Rule, SeparableBias
 
 FOLDER = "POSENC_JAX_CACHE_DIR"
 """The environment variable with the folder of the verdicts."""
@@ -96,7 +96,7 @@ def rule_class(rule: Rule, by_slot: bool) -> str | None:
     if isinstance(rule, LogitBias) and rule.relative and by_slot:
         return "distance"
     classes = {LogitBias: "pair", ContentBias: "pair", SeparableBias: "separable"}
-    return (classes | {DotBias: "product"}).get(type(rule))
+    return (classes | {DotBias: "product", DenseBias: "array"}).get(type(rule))
 
 
 def subjects(problem: Problem) -> tuple[Subject, ...]:

@@ -17,7 +17,8 @@ So implementation=None takes them only where this program saw that they are righ
 3. Programs that start later read the verdicts. They need the one of "none", for masks and grouped
    heads, and one of each class of their rules: "distance" (T5, ALiBi, KERPLE), "separable" (FoX),
    "product" (Inkling, Shaw, Transformer-XL, DeBERTa), "pair" (functions of two tokens, whose own
-   operations the steps do not run); or "decode" for a few tokens at a time on TPU.
+   operations the steps do not run), "array" (biases of all pairs); or "decode" for a few tokens at
+   a time on TPU.
    `python -m posenc_jax` prints the verdicts.
 
 Verdicts lie in $POSENC_JAX_CACHE_DIR, else in $XDG_CACHE_HOME/posenc_jax or ~/.cache/posenc_jax;

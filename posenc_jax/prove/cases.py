@@ -23,7 +23,7 @@ import numpy as np
 
 from posenc_jax.engine.api import attention
 from posenc_jax.engine.dropout import make_dropout_seeds
-from posenc_jax.engine.rules import ContentBias, DotBias, LogitBias, SeparableBias
+from posenc_jax.engine.rules import ContentBias, DenseBias, DotBias, LogitBias, SeparableBias
 
 Arrays = dict[str, Any]
 _LOW, _HIGH = -20, 99  # Bounds of the tables by distance; tiles beyond have no rule.
@@ -266,6 +266,17 @@ def _product(of_keys: bool) -> RuleCase:
     )
 
 
+def _array() -> RuleCase:
+    """An array of all pairs, which the rows of the batch share."""
+    return RuleCase(
+        "array",
+        lambda random, c: {"pairs": random.normal(size=(1, c.heads, c.length, c.key_count))},
+        lambda p: (DenseBias(p["pairs"]),),
+        lambda p, d: p["pairs"],
+        lambda p, d, ds: {"pairs": ds.sum(0, keepdims=True)},
+    )
+
+
 RULES = {
     "none": RuleCase(
         "none", lambda random, c: {}, lambda p: (), lambda p, d: 0.0, lambda p, d, ds: {}
@@ -276,6 +287,7 @@ RULES = {
     "pair": _pair(),
     "product": _product(of_keys=False),
     "product of keys": _product(of_keys=True),
+    "array": _array(),
 }
 
 

@@ -31,7 +31,7 @@ class Step:
     Attributes:
       name: unique among `steps`, such as "forward: segments".
       family: of `FAMILIES`.
-      rule_class: "none", "distance", "separable", "pair" or "product"; "" for primitives.
+      rule_class: "none", "distance", "separable", "pair", "product" or "array"; "" for primitives.
       dtype: of q, k and v, or of a primitive's array.
       head_dim: H, or 0 for primitives.
       run: checks. It returns None if all is right, else the first wrong place in words, and raises
@@ -109,6 +109,8 @@ TRAINING = (
     Case("product of keys, window", "product of keys", dim=64, window=150),
     Case("pair", "pair"),
     Case("pair, not causal, softcap", "pair", causal=False, softcap=3.0),
+    Case("array of all pairs", "array"),
+    Case("array of all pairs, 300 tokens, not causal", "array", causal=False, length=300),
     Case("sinks", sinks=True),
     Case("last queries", later=60),
     Case("shuffled positions", shuffled=True, window=100),
@@ -122,6 +124,7 @@ TRAINING = (
     Case("float32", dtype="float32"),
     Case("table, float32", "table", dtype="float32"),
     Case("product, float32", "product", dim=64, dtype="float32"),
+    Case("array of all pairs, head dim 64", "array", dim=64),
 )
 """Problems of the forward and the backward pass, the simplest first."""
 

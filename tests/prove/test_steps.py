@@ -37,6 +37,7 @@ EXPECTED_BY_OTHERS = (
     Case("product of keys, window", "product of keys", dim=64, window=150, length=300),
     Case("pair, dropout, sinks", "pair", heads=4, dropout=0.3, sinks=True, length=300),
     Case("last queries", "separable", length=240, later=60),
+    Case("array of all pairs", "array", heads=4, length=300, softcap=3.0),
     Case("slopes, shuffled", "slopes", length=300, shuffled=True, window=(100, 3), causal=False),
 )
 

@@ -29,7 +29,7 @@ from posenc_jax.engine.tpu.block_specs import (
 from posenc_jax.engine.tpu.forward import ForwardGrid, ForwardStep, inputs, query_scratch
 from posenc_jax.engine.tpu.spec import TPUSpec
 from posenc_jax.engine.tpu.strip import LANES
-from posenc_jax.engine.tpu.tile import dot, lanes, to_column
+from posenc_jax.engine.tpu.tile import dot, lanes, poison, poisons, to_column
 
 
 def pair_grads(
@@ -197,6 +197,9 @@ def _kernel(
     offset = i * spec.forward.q - j * spec.forward.k
     limit = prefix_ref[b] if spec.prefix else None
     step = _Step(grid, bands, refs, scratch, h, offset, limit)
+    if poisons():
+        starts = (row == 0) & (i == 0) & (j == 0) & (g == 0) & (r == 0)
+        pl.when(starts)(functools.partial(poison, scratch))
 
     @pl.when((g == 0) & (r == 0))
     def _():
