@@ -11,9 +11,9 @@ from posenc_jax.hf.model_types import MODEL_TYPES
 
 
 def number(cell):
-    """The mean of a cell such as `2.130 [2.048, 2.212]`, or its text."""
+    """The mean of a cell such as `2.130 [2.048, 2.212]` or `**10 x: -0.023**`, or its text."""
     try:
-        return float(cell.strip("* ").split(" ")[0])
+        return float(cell.rpartition(": ")[2].strip("* ").split(" ")[0])
     except ValueError:
         return cell.strip()
 
@@ -30,9 +30,8 @@ def rows(text):
     return cells
 
 
-SMALL, LARGE = (
-    rows(text) for text in re.split(r"(?m)^## (?:Small|Large)\n", pages.read("docs/study.md"))[1:]
-)
+STUDY = pages.read("docs/study.md")
+SMALL = rows(STUDY.partition("\n## Small\n")[2])
 SECTIONS = re.split(r"(?m)^## (R\w+)\n", pages.read("RESULTS.md"))
 CLAIMS = {name: rows(text) for name, text in zip(SECTIONS[1::2], SECTIONS[2::2], strict=True)}
 MODELS = rows(pages.read("docs/models.md"))
@@ -51,15 +50,17 @@ def undone(length):
     return round(100 * (1 - left / rise))
 
 
-def by_rate(cells, scheme):
-    """Scores of a scheme in the grid of learning rates."""
-    return [v for (s, c), v in cells.items() if s == scheme and re.fullmatch(r"0\.0\d+", c)]
+def difference(scheme, column="difference to rope"):
+    """The difference of a scheme to RoPE with its interval, in words."""
+    (line,) = re.findall(rf"(?m)^\| {scheme} \| \S+ \[.*", STUDY)
+    (head,) = re.findall(r"(?m)^\| scheme \| bits per byte \|.*", STUDY)
+    cells, heads = ([c.strip() for c in text.split("|")] for text in (line, head))
+    return cells[heads.index(column)]
 
 
-OWN_RATE = -float(re.search(r"\* t5, 10 x: \S+ \((\S+)\)", pages.read("docs/study.md"))[1])
-SIZES = re.findall(r"(?m)^([\d.]+) to ([\d.]+) million parameters", pages.read("docs/study.md"))
+((LEAST, MOST),) = re.findall(r"(?m)^([\d.]+) to ([\d.]+) million parameters", STUDY)
 FACTS = [
-    f"Models have {SIZES[0][0]} to {SIZES[-1][1]} million parameters",
+    f"Models have {LEAST} to {MOST} million parameters",
     f"{len(MODEL_TYPES)} model types",
     f"a training step takes {claim('R18b', 'rope', 2048):.3f} times as long as without",
     f"{SMALL['t5', TRAINED]:.3f} bits per byte against RoPE's {SMALL['rope', TRAINED]:.3f}",
@@ -82,35 +83,44 @@ FACTS = [
     f"without {claim('R25', 'rope', 50):.3f}",
     f"{claim('R23', 'convolved', 128):.3f} bits per byte, without the convolutions "
     f"{claim('R23', 'none', 128):.3f}",
-    f"from {max(by_rate(SMALL, 't5')[:-1]):.3f} to {min(by_rate(SMALL, 't5')):.3f} bits per byte "
+    f"from {SMALL['t5', '0.001']:.3f} to {SMALL['t5', '0.016']:.3f} bits per byte "
     "between the rates 0.001 and 0.016",
-    f"ten times the rate for its table gives another {OWN_RATE:.3f}",
     f"NTK undoes {undone(256)} % of RoPE's rise at twice the length, {undone(1024)} % at eight",
     f"FoX changes by {SMALL['fox', LONGEST] - SMALL['fox', TRAINED]:+.3f}, "
     f"KERPLE by {SMALL['kerple', LONGEST] - SMALL['kerple', TRAINED]:+.3f} and "
     f"ALiBi by {SMALL['alibi', LONGEST] - SMALL['alibi', TRAINED]:+.3f}",
-    f"T5's bias is worth {LARGE['t5', 'compute gain']:.2f} times the training time in the larger "
-    f"model, Inkling's {LARGE['inkling', 'compute gain']:.2f} and FoX's "
-    f"{LARGE['fox', 'compute gain']:.2f}",
+    f"T5's bias ({difference('t5')}), Inkling's ({difference('inkling')}) and FIRE's "
+    f"({difference('fire')}) are ahead of RoPE",
+    f"KERPLE ({difference('kerple')}) and FoX ({difference('fox')}) are level with it",
+    f"ALiBi ({difference('alibi')}) is behind",
+    f"FIRE {SMALL['fire', 'step']:.2f}, FoX {SMALL['fox', 'step']:.2f} and Inkling "
+    f"{SMALL['inkling', 'step']:.2f} times RoPE's",
 ]
+SINUSOIDAL = (
+    f"{SMALL['sinusoidal', TRAINED]:.3f} bits per byte at 128, "
+    f"{SMALL['sinusoidal', 'nonoverlapping 256']:.3f} at 256, "
+    f"{SMALL['sinusoidal', LONGEST]:.3f} at 1024"
+)
 
 COLUMNS = {
     "128, trained": (SMALL, TRAINED),
     "256": (SMALL, "nonoverlapping 256"),
     "1024": (SMALL, LONGEST),
-    "larger model, 128": (LARGE, TRAINED),
-    "larger model, 1024": (LARGE, LONGEST),
-    "compute gain": (LARGE, "compute gain"),
+    "step": (SMALL, "step"),
 }
+
+
+def names():
+    """The schemes of the study, best first."""
+    return [n for n, c in SMALL if c == TRAINED]
 
 
 def table():
     """The scores of the study, best first."""
-    names = [n for n, c in SMALL if c == TRAINED]
     lines = ["scheme | " + " | ".join(COLUMNS), "---|" + "|".join(["---:"] * len(COLUMNS))]
-    for name in names:
+    for name in names():
         values = [cells.get((name, column), "") for cells, column in COLUMNS.values()]
-        decimals = [2 if "gain" in column else 3 for column in COLUMNS]
+        decimals = [2 if column == "step" else 3 for column in COLUMNS]
         texts = [
             f"{v:.{d}f}" if isinstance(v, float) else v.split(" [")[0]
             for v, d in zip(values, decimals, strict=True)
@@ -138,6 +148,10 @@ def test_every_number_is_a_result():
         text = text.replace(fact, "")
     text = re.sub(r"`[^`]*`|\]\([^)]*\)|```.*?```", "", text)
     assert not re.findall(r"\d\.\d+|\d+ %", text)
+
+
+def test_claims_have_the_same_numbers():
+    assert SINUSOIDAL in pages.read("docs/claims.md")
 
 
 def test_the_readme_decides_by_the_same_numbers():

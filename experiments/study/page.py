@@ -41,10 +41,10 @@ edited by hand.
   Student's t, of means and of means of paired differences to {baseline}, and hold the choice too:
   each way of drawing the selection seeds with replacement chooses settings anew, and its change of
   the score is a component of the distribution.
-* Steps of all schemes are timed side by side in one process on one processor. In equal time a
-  scheme has as many steps as take the time of {baseline}. Its compute gain is the training time in
-  which {baseline} reaches the same score, divided by that time; it is read off the mean scores of
-  {baseline} with more and fewer steps at the same rate.
+* Steps of all schemes are timed side by side in one process. In equal time a scheme has as many
+  steps as take the time of {baseline}. Its compute gain is the training time in which {baseline}
+  reaches the same score, divided by that time; it is read off the mean scores of {baseline} with
+  more and fewer steps at the same rate.
 
 Two criteria were written before the runs:
 

@@ -248,11 +248,10 @@ def test_rates_are_those_of_a_scheme_for_a_task(file):
 def test_rates_of_compare_are_those_that_the_study_chose(request):
     root = request.config.rootpath
     small = (root / "docs" / "study.md").read_text().partition("## Small")[2]
-    chosen = re.findall(r"(?m)^\| (\w+) \|[^|]*\|[^|]*\| ([\d.]+)(?: \((\d+) x\))? \|$", small)
+    row = r"(?m)^\| (\w+) \| [\d.]+ \[[^|]*\|[^|]*\| ([\d.]+)(?: \((\d+) x\))? \|"
+    chosen = re.findall(row, small)
     text = load(root / "configs" / "compare.toml").tasks["text"]
-    expected = {}
-    for name, rate, relative in chosen:  # The larger size follows.
-        expected.setdefault(name, (float(rate), float(relative or 1)))
+    expected = {name: (float(rate), float(relative or 1)) for name, rate, relative in chosen}
     assert len(expected) == 10
     got = {name: (rate.learning_rate, rate.scheme_rate) for name, rate in text.rates.items()}
     assert got == expected
