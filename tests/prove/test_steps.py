@@ -71,10 +71,10 @@ def test_steps_are_right_in_the_interpreter(name):
     assert step.run() is None
 
 
-@pytest.mark.parametrize("word", ["xla", "jax"])
-def test_other_implementations_are_right(word):
-    """The second returns no log-sum-exp."""
-    (step,) = (s for s in steps(word, small=True, head_dim=32) if s.name == "backward: no rule")
+@pytest.mark.parametrize(("word", "name"), [("xla", "no rule"), ("jax", "float32")])
+def test_other_implementations_are_right(word, name):
+    """The second returns no log-sum-exp; in bfloat16, `jax.nn` sums dv in bfloat16 on CPUs."""
+    (step,) = (s for s in steps(word, small=True, head_dim=32) if s.name == f"backward: {name}")
     with jax.numpy_dtype_promotion("standard"):  # As `jax.nn` needs.
         assert step.run() is None
     refused = next(s for s in steps("jax", family="forward") if s.rule_class == "pair")
