@@ -3,7 +3,7 @@
     --schemes experiments.models.mixes:rope_nope
 
 The model repeats a pattern of layers up to its number of layers. Windows are a quarter of the
-trained length of 128 that `configs/catalogue.toml` has.
+trained length of 128 that `configs/study_catalogue.toml` has.
 """
 
 import posenc_jax as pe
