@@ -95,6 +95,9 @@ FACTS = [
     f"ALiBi ({difference('alibi')}) is behind",
     f"FIRE {SMALL['fire', 'step']:.2f}, FoX {SMALL['fox', 'step']:.2f} and Inkling "
     f"{SMALL['inkling', 'step']:.2f} times RoPE's",
+    f"T5's bias is worth {SMALL['t5', 'compute gain']:.2f} times the training time, FIRE's "
+    f"{SMALL['fire', 'compute gain']:.2f}, Inkling's {SMALL['inkling', 'compute gain']:.2f} and "
+    f"FoX's {SMALL['fox', 'compute gain']:.2f}",
 ]
 SINUSOIDAL = (
     f"{SMALL['sinusoidal', TRAINED]:.3f} bits per byte at 128, "
@@ -107,6 +110,7 @@ COLUMNS = {
     "256": (SMALL, "nonoverlapping 256"),
     "1024": (SMALL, LONGEST),
     "step": (SMALL, "step"),
+    "compute gain": (SMALL, "compute gain"),
 }
 
 
@@ -120,7 +124,7 @@ def table():
     lines = ["scheme | " + " | ".join(COLUMNS), "---|" + "|".join(["---:"] * len(COLUMNS))]
     for name in names():
         values = [cells.get((name, column), "") for cells, column in COLUMNS.values()]
-        decimals = [2 if column == "step" else 3 for column in COLUMNS]
+        decimals = [2 if column in ("step", "compute gain") else 3 for column in COLUMNS]
         texts = [
             f"{v:.{d}f}" if isinstance(v, float) else v.split(" [")[0]
             for v, d in zip(values, decimals, strict=True)
