@@ -94,6 +94,7 @@ class ComRoPE(Scheme):
         rates, planes = jnp.linalg.eigh(jax.lax.complex(jnp.zeros_like(skew), skew))
         # Rates come in pairs of opposite sign: the positive one of each, and zero if size is odd.
         half, odd = self.size // 2, self.size % 2
+        planes = _orthogonal_to_conjugates(planes[..., half:], odd)
         rates = rates[..., half:] * np.array([0.0] * odd + [1.0] * half, np.float32)[None, None]
         if self.axes == "scaled":
             factors = params["multiplier"]
@@ -101,7 +102,7 @@ class ComRoPE(Scheme):
             block = np.arange(rates.shape[1])[None]
             factors = jnp.asarray(block % 2 == np.arange(2)[:, None], jnp.float32)
         cos, sin = sum_of_axes(coordinates, factors[:, None, :, None] * rates[None])
-        return cos, sin, planes[..., half:]
+        return cos, sin, planes
 
     def query(self, params, q, coordinates, features=None, tables=None):
         check_heads(self.name, q, self.head_dim, self.groups)
@@ -119,3 +120,16 @@ class ComRoPE(Scheme):
 
     def key(self, params, k, coordinates, features=None, tables=None):
         return self.query(params, k, coordinates, features, tables)
+
+
+def _orthogonal_to_conjugates(planes, odd):
+    """Returns eigenvectors of positive rates, orthogonal to their conjugates, of negative rates.
+
+    `eigh` mixes both by the rounding divided by the rate, 1e-5 for small rates; one step of
+    symmetric orthogonalisation leaves the rounding alone. The first vector of odd sizes is real but
+    for its phase, and stays as it is.
+    """
+    vectors = planes[..., odd:]
+    overlaps = jnp.einsum("gisr,gist->girt", vectors, vectors, precision="highest")
+    step = jnp.einsum("gisr,girt->gist", vectors.conj(), overlaps, precision="highest")
+    return jnp.concatenate([planes[..., :odd], vectors - 0.5 * step], axis=-1)

@@ -63,8 +63,7 @@ def test_attention_on_a_grid_matches_the_authors(axes, size, groups):
     mapped = (authors(x, coordinates, params, axes) for x in (q, k))
     expected = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(dim))
     out = attend(scheme, params, q, k, v, coordinates=GRID, is_causal=True)
-    # Rounding of LAPACK's eigenvalues, times coordinates, depends on the processor: up to 1.9e-5.
-    np.testing.assert_allclose(out, expected, atol=3e-5)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_fractions_as_the_authors_have_them():
