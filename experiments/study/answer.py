@@ -72,12 +72,11 @@ def _lengths(rows: Mapping[str, Row], of_baseline: Row) -> Iterator[str]:
     }
     flat = [label(s) for s, change in changes.items() if change <= FLAT]
     worse = [f"{label(s)} by {change:.2f}" for s, change in changes.items() if change > FLAT]
-    times = length / task.train_length
-    yield (
-        f"At {times:g} times the length, {_and(flat) or 'none'} "
-        f"{'loses' if len(flat) == 1 else 'lose'} at most {FLAT:g}"
-        f"{'; worse become ' + _and(worse) if worse else ''}."
-    )
+    at = f"At {length / task.train_length:g} times the length"
+    if flat:
+        yield f"{at}, these lose at most {FLAT:g}: {_and(flat)}."
+    if worse:
+        yield f"{at}, these become worse: {_and(worse)}."
 
 
 def _and(words: Sequence[str]) -> str:

@@ -78,8 +78,8 @@ def catalogue_page(
     if rows:
         lines += [" ".join(_summary(rows, study.about.baseline)), ""]
         if picture:
-            caption = "Loss at the trained length against the time of a step; colour: its rise"
-            lines += [f"![{caption} at eight times the length]({picture})", ""]
+            caption = "Scores at the trained length against the time of a step; colour: their rise"
+            lines += [f"![{caption} at the longest]({picture})", ""]
         lines += _table(rows)
     runs = list({run.name: run for run in study.runs(results, clock)}.values())
     lines += provenance_of([result for run in runs if (result := results(run))], clock)
