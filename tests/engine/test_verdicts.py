@@ -215,9 +215,9 @@ def test_problems_and_their_subjects(chip, caplog):
     _write(RIGHT, "none", "distance", "separable")
     assert _chosen(t5) == _chosen(fox) == _chosen(t5, fox) == "pallas"
     assert not caplog.records
-    given = {"q_positions": jnp.arange(512), "k_positions": jnp.arange(512)}
+    positions = {"q_positions": jnp.arange(512), "k_positions": jnp.arange(512)}
     alibi = pe.ALiBi(num_heads=2).rules({})
-    assert _chosen(alibi) == "pallas" and _chosen(alibi, **given) == "xla"
+    assert _chosen(alibi) == "pallas" and _chosen(alibi, **positions) == "xla"
     assert "rule class pair" in caplog.text
 
     # No verdict is about these, so that there is nothing to say.

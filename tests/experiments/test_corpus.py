@@ -116,9 +116,9 @@ def test_tunes_are_metre_key_and_music():
 
 
 def test_stdlib():
-    found = load_corpus("stdlib")
-    assert found.size > 3_000_000
-    assert 0.005 < len(found.held_out) / found.size < 0.2
+    loaded = load_corpus("stdlib")
+    assert loaded.size > 3_000_000
+    assert 0.005 < len(loaded.held_out) / loaded.size < 0.2
 
 
 TEXT = bytes(range(256)) * 40
@@ -131,9 +131,9 @@ TEXT = bytes(range(256)) * 40
 def test_single_file_is_split_at_its_end(tmp_path, name, write):
     file = tmp_path / name
     file.write_bytes(write(TEXT))
-    found = load_corpus(str(file), least_held_out=1000)
-    assert found.train.tobytes() + found.held_out.tobytes() == TEXT
-    assert len(found.held_out) == 1000
+    loaded = load_corpus(str(file), least_held_out=1000)
+    assert loaded.train.tobytes() + loaded.held_out.tobytes() == TEXT
+    assert len(loaded.held_out) == 1000
 
 
 def test_folder_is_split_by_files(tmp_path):
@@ -141,11 +141,11 @@ def test_folder_is_split_by_files(tmp_path):
         (tmp_path / f"{i}.txt").write_bytes(bytes([i]) * 50)
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "10.txt.gz").write_bytes(gzip.compress(b"\x0a" * 50, mtime=0))
-    found = load_corpus(str(tmp_path))
-    assert set(found.held_out) == {7}
-    assert set(found.train) == set(range(11)) - {7}
+    loaded = load_corpus(str(tmp_path))
+    assert set(loaded.held_out) == {7}
+    assert set(loaded.train) == set(range(11)) - {7}
     other = load_corpus(str(tmp_path))
-    assert other.sha256 == found.sha256
+    assert other.sha256 == loaded.sha256
 
 
 def test_every_other_held_out_document_is_for_validation(tmp_path):
@@ -169,8 +169,8 @@ def test_every_other_held_out_document_is_for_validation(tmp_path):
 def test_few_files_still_have_one_held_out(tmp_path, count):
     for i in range(count):
         (tmp_path / f"{i}.txt").write_bytes(bytes([i]) * 50)
-    found = load_corpus(str(tmp_path))
-    assert len(found.held_out) == 50 and len(found.train) == 50 * (count - 1)
+    loaded = load_corpus(str(tmp_path))
+    assert len(loaded.held_out) == 50 and len(loaded.train) == 50 * (count - 1)
 
 
 def one_line(error):

@@ -165,10 +165,10 @@ def test_a_size_takes_the_rates_of_another(study):
 
 def test_gains_by_size(study):
     """In half of the steps T5 loses 0.1 of its lead. Twice the steps are worth 0.1 to RoPE."""
-    found = gains.by_scheme(study, result, CLOCK)
-    assert list(found) == ["t5"] and list(found["t5"]) == ["a", "b"]
+    by_scheme = gains.by_scheme(study, result, CLOCK)
+    assert list(by_scheme) == ["t5"] and list(by_scheme["t5"]) == ["a", "b"]
     for size, parameters, expected in (("a", 5.0, 2**0.5), ("b", 20.0, float("inf"))):
-        million, bounds = found["t5"][size]
+        million, bounds = by_scheme["t5"][size]
         assert million == parameters and bounds == pytest.approx([expected] * 3)
     assert list(gains.trends(study, result, CLOCK)) == [
         "* The gain of t5 in equal time grows from the first to the last size."
