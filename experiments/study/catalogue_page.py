@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import matplotlib as mpl
 
 from experiments.pages import plots
+from experiments.pages.intervals import in_words
 from experiments.pages.markdown import table
 from experiments.pages.plot_labels import label_ends
 from experiments.pages.scheme_results import Lookup, mean
@@ -44,7 +45,7 @@ _RISES = (
 def catalogue_page(
     study: Study, results: Lookup, clock: Clock | None, file: str, folder: str, picture: str
 ) -> str:
-    """Returns the page of the first size.
+    """Returns the page: a table of the first size, and one with intervals for each further size.
 
     Args:
       study: the study.
@@ -81,6 +82,8 @@ def catalogue_page(
             caption = "Scores at the trained length against the time of a step; colour: their rise"
             lines += [f"![{caption} at the longest]({picture})", ""]
         lines += _table(rows)
+    for size in list(study.cells)[1:]:
+        lines += _finalists(study, size, results, clock)
     runs = list({run.name: run for run in study.runs(results, clock)}.values())
     lines += provenance_of([result for run in runs if (result := results(run))], clock)
     return "\n".join(lines).rstrip() + "\n"
@@ -134,6 +137,36 @@ def _table(rows: Mapping[str, Row]) -> Iterator[str]:
                 f"{rate:g}{'*' if rate in (rates[0], rates[-1]) else ''}",
             ]
         )
+    yield from table(heads, lines)
+
+
+def _finalists(study: Study, size: str, results: Lookup, clock: Clock | None) -> Iterator[str]:
+    """Yields the section of a size with more seeds, nothing before one of its schemes has ended."""
+    compared = study.compared(size, results)
+    if not compared or not (rows := rows_of(compared, study.about.baseline, results, clock)):
+        return
+    cell = compared[study.about.baseline]
+    name, last = label(study.about.baseline), cell.task.longest
+    yield f"## {size.capitalize()}"
+    yield ""
+    yield (
+        f"{len(rows)} of {len(compared)} schemes with {cell.about.seeds} seeds: the "
+        f"{cell.about.best} with the best means above, and others for comparison. Intervals are "
+        "95 % intervals over seeds by Student's t, of means and of paired differences. They do not "
+        "hold the choice of rates, and the seeds by which a scheme came into this table are "
+        "among them."
+    )
+    yield ""
+    heads = ["scheme", f"{cell.task.labels.unit}", f"difference to {name}", f"at {last}"]
+    lines = [
+        [
+            label(scheme),
+            in_words(row.at_trained_length),
+            "" if scheme == study.about.baseline else row.difference_in_words(),
+            in_words(_longest(row)),
+        ]
+        for scheme, row in rows.items()
+    ]
     yield from table(heads, lines)
 
 

@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         return 0
     status = 0
     if options.clock:
-        clock.measure(study.cells, folder, say)
+        clock.measure(study.timed_sizes, folder, say)
     if options.run:
         tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
         stages = _stages(study, folder, part)
@@ -169,8 +169,8 @@ def by_scheme(study: Study, results: Lookup) -> list[SchemeResults]:
     """Returns the results of schemes whose seeds have all ended, each size as a section."""
     rows = [
         collect(size, runs, results)
-        for size, cells in study.cells.items()
-        for cell in cells.values()
+        for size in study.cells
+        for cell in study.compared(size, results).values()
         if (runs := cell.finals(results))
     ]
     return [row for row in rows if len(row.ended) == len(row.runs)]
@@ -179,9 +179,9 @@ def by_scheme(study: Study, results: Lookup) -> list[SchemeResults]:
 def missing(study: Study, results: Lookup) -> list[str]:
     """Returns a text per size: schemes that `by_scheme` leaves out, how many runs have ended."""
     texts = []
-    for size, cells in study.cells.items():
+    for size in study.cells:
         parts = []
-        for name, cell in cells.items():
+        for name, cell in study.compared(size, results).items():
             seeds = cell.finals(results)
             runs = seeds or cell.selection(results).runs
             kind = "seeds" if seeds else "runs to choose settings"

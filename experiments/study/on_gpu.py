@@ -28,14 +28,15 @@ def plan_in_words(study: Study, minutes: float) -> Iterator[str]:
       minutes: of a piece.
     """
     gpu = GPU()
+    compared = [study.compared(size, lambda run: None) for size in study.cells]
     parts = [
         _part(cell, cells[study.about.baseline], gpu)
-        for cells in study.cells.values()
+        for cells in compared
         for cell in cells.values()
     ]
     title = f"The study {study.name}, with the least number of runs that choose settings:"
     yield from forecast(title, parts, minutes, gpu)
-    cells = [cell for cells in study.cells.values() for cell in cells.values()]
+    cells = [cell for cells in compared for cell in cells.values()]
     steps = sum(_step(cell, gpu) * cell.task.train.steps_per_call for cell in cells)
     yield f"The clock comes before: {duration(CALLS * steps)}."
 

@@ -26,6 +26,7 @@ baseline runs with more and fewer steps too, at the same rate, so that scores tr
 """
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,14 +37,14 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from experiments.errors import ConfigError
 from experiments.models.model import initialize, of_scheme, seed_keys
-from experiments.pages.scheme_results import Lookup
+from experiments.pages.scheme_results import Lookup, mean
 from experiments.pages.tables import ordered
 from experiments.runs.experiment import from_file
 from experiments.runs.run import Run, duration
 from experiments.settings.common import Seeds
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
 from experiments.study.clock import Clock
-from experiments.study.selection import Selection, variant
+from experiments.study.selection import Selection, score, variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,10 @@ class _Size:
     """Other numbers of steps for the baseline, relative to its own, growing."""
     lanes: Annotated[int, Field(ge=1, le=100)] = 1
     """Runs side by side in one program, on accelerators."""
+    best: NonNegativeInt = 0
+    """With `rates_of`: the number of schemes with the best mean scores there that run; 0: all."""
+    always: tuple[str, ...] = ()
+    """With `best`: further schemes that run, besides the baseline."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +128,18 @@ class Cell:
         """Whether the scheme runs with the baseline's training time too."""
         schemes = self.about.equal_time
         return schemes if isinstance(schemes, bool) else self.scheme in schemes
+
+    def rank(self, results: Lookup) -> float | None:
+        """Returns the mean score at the trained length, negative where higher is better.
+
+        Infinite if a seed diverged; None before all seeds have ended.
+        """
+        known = [results(run) for run in self.finals(results)]
+        if not known or None in known:
+            return None
+        scores = [score(result) for result in known]
+        sign = -1.0 if self.task.labels.higher_is_better else 1.0
+        return math.inf if None in scores else sign * mean(scores)
 
     def selection(self, results: Lookup) -> "Selection":
         """Returns the choice of the settings, as far as results determine it."""
@@ -175,14 +192,36 @@ class Study:
     about: _File
     cells: Mapping[str, Mapping[str, Cell]]
 
+    @property
+    def timed_sizes(self) -> dict[str, Mapping[str, Cell]]:
+        """The sizes whose steps the clock measures: all without `best`."""
+        baseline = self.about.baseline
+        return {s: cells for s, cells in self.cells.items() if not cells[baseline].about.best}
+
     def runs(self, results: Lookup, clock: Clock | None) -> Iterator[Run]:
         """Returns all runs that are known so far; more follow from their results."""
         for size in self.cells:
             yield from self.runs_of(size, results, clock)
 
+    def compared(self, size: str, results: Lookup) -> Mapping[str, Cell]:
+        """Returns the schemes of a size; with `best`, none before the best are known."""
+        cells = self.cells[size]
+        about = cells[self.about.baseline].about
+        if not about.best:
+            return cells
+        ranks = {name: cell.source.rank(results) for name, cell in cells.items() if cell.source}
+        known = {name: rank for name, rank in ranks.items() if rank is not None}
+        if len(known) < len(cells):
+            return {}
+        best = sorted(known, key=lambda name: known[name])[: about.best]
+        chosen = {self.about.baseline, *about.always, *best}
+        return {name: cell for name, cell in cells.items() if name in chosen}
+
     def runs_of(self, size: str, results: Lookup, clock: Clock | None) -> Iterator[Run]:
         """Returns the runs of a size that are known so far."""
-        cells = self.cells[size]
+        cells = self.compared(size, results)
+        if not cells:
+            return
         for cell in cells.values():
             if cell.source is None:
                 yield from cell.selection(results).runs
@@ -196,8 +235,8 @@ class Study:
 def forecast(study: Study, results: Lookup, clock: Clock | None) -> str:
     """Returns in words how many runs a study has at least, and their processor time."""
     count, seconds = 0, 0.0
-    for cells in study.cells.values():
-        for cell in cells.values():
+    for size in study.cells:
+        for cell in study.compared(size, results).values():
             of_cell = least_runs(cell, cell.scheme == study.about.baseline, clock is not None)
             times = [r.cpu_seconds for run in cell.grid if (r := results(run)) and r.cpu_seconds]
             each = statistics.median(times) if times else cell.task.seconds
@@ -278,6 +317,13 @@ def _cells(
                 if name not in about.schemes:
                     hint = near(name, about.schemes)
                     raise ConfigError(f"equal_time: {name} is not compared{hint}")
+        if about_size.best and not source:
+            raise ConfigError("best: needs rates_of, the size whose best schemes run")
+        if about_size.always and not about_size.best:
+            raise ConfigError("always: needs best")
+        if unknown := [name for name in about_size.always if name not in about.schemes]:
+            hint = near(unknown[0], about.schemes)
+            raise ConfigError(f"always: {unknown[0]} is not compared{hint}")
         if 1.0 in about_size.budgets or list(about_size.budgets) != sorted(set(about_size.budgets)):
             raise ConfigError(f"budgets: must grow, without 1, got {list(about_size.budgets)}")
         everything = merge(common, {k: v for k, v in table.items() if k not in settings})

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from experiments.pages.intervals import in_words, interval
-from experiments.pages.scheme_results import Lookup, mean
+from experiments.pages.scheme_results import Lookup
 from experiments.runs.run import Result, Run
 from experiments.study.clock import Clock
 from experiments.study.plan import Cell
@@ -94,19 +94,13 @@ def rows_of(
                 baseline_selection,
                 clock.ratio(cell.size, scheme, baseline) if clock else None,
             )
-    return dict(sorted(rows.items(), key=lambda item: _order(item[1])))
+    return dict(sorted(rows.items(), key=lambda item: item[1].cell.rank(results)))
 
 
 def ended(runs: Sequence[Run], results: Lookup) -> list[Result]:
     """Returns the results of runs, none unless all have ended."""
     known = [result for run in runs if (result := results(run))]
     return known if len(known) == len(runs) else []
-
-
-def _order(row: Row) -> float:
-    sign = -1.0 if row.run.task.labels.higher_is_better else 1.0
-    scores = [score(result) for result in row.results]
-    return math.inf if None in scores else sign * mean(scores)
 
 
 def _subtract(shifts: Sequence[float], of_baseline: Sequence[float]) -> list[float]:

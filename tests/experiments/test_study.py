@@ -422,6 +422,35 @@ def test_a_catalogue_is_one_table(timed, tmp_path):
     assert ">rope<" in svg and "rise at 1.5 times the length" in svg
 
 
+def test_the_best_run_with_more_seeds(call, tmp_path):
+    """Of three schemes the best two; RoPE's scores grow by 0.002 with each seed."""
+    study = STUDY.partition("[sizes.large]")[0].replace(
+        '"kerple"]', '"kerple"]\nlayout = "catalogue"'
+    )
+    more = '[sizes.finalists]\nrates_of = "small"\nbest = 2\nseeds = 4\n'
+    (tmp_path / "mine.toml").write_text(study + more)
+    _, out, _ = call("--run", "--minutes", "0")
+    assert "has at least 43 runs" in out  # The finalists are not known yet.
+    assert call("--run")[0] == 0
+    seeds = {run.seed for run in call.carried_out if run.scheme == "none" and run.seed < 100}
+    assert seeds == {0, 1}
+    names = [run.name for run in call.carried_out]
+    assert len(names) == len(set(names))  # Seeds 0 and 1 of the best are those of the first size.
+    page = call.page()
+    section = page.partition("## Finalists")[2]
+    assert "2 of 2 schemes with 4 seeds" in section and "| none |" not in section
+    expected = interval([HEIGHT["rope"] + 0.002 * seed for seed in range(4)])
+    words = "{:.3f} [{:.3f}, {:.3f}]".format(*expected)
+    assert f"| rope | {words} |  |" in section
+    (tmp_path / "mine.toml").write_text(study + more.replace("best = 2", "best = 1"))
+    assert call()[0] == 0 and "1 of 1 schemes with 4 seeds" in call.page()
+    always = more.replace("best = 2", 'best = 1\nalways = ["none"]')
+    (tmp_path / "mine.toml").write_text(study + always)
+    assert call()[0] == 0 and "1 of 2 schemes with 4 seeds" in call.page()
+    call("--run", "--minutes", "0")
+    assert "finalists: none (2 of 4 seeds)" in (call.results / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -432,6 +461,12 @@ def test_a_catalogue_is_one_table(timed, tmp_path):
         (("tries = 2", "tries = 3"), "sizes.small: tries"),
         (("seeds = 2", "seed = 2"), "sizes.small: seed: unknown setting"),
         (("seeds = 2", "seeds = 101"), "seeds: must be up to first_selection_seed"),
+        (("seeds = 2", "seeds = 2\nbest = 1"), "sizes.small: best: needs rates_of"),
+        (("seeds = 2", 'seeds = 2\nalways = ["rope"]'), "sizes.small: always: needs best"),
+        (
+            ("rates = [1e-3, 2e-3, 4e-3]", 'rates_of = "small"\nbest = 1\nalways = ["ropr"]'),
+            "sizes.large: always: ropr is not compared",
+        ),
         (("[0.5, 2.0]", "[0.5, 1.0]"), "sizes.small: budgets: must grow, without 1"),
         (("[kback.train]", "[kback.trian]"), "kback.trian: unknown setting"),
         (('schemes = ["none", ', 'schemes = ["nnoe", '), "unknown scheme"),
