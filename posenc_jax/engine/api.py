@@ -34,6 +34,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 _KERNEL_PAIRS = 2**18
 """T x S from which on `None` takes kernels written in Pallas: a tile or more."""
 
+_BIAS_PAIRS = 2**25
+"""N x T x S up to which on `None` takes cuDNN with a bias: 64 MiB in bfloat16, in each pass."""
+
 _DECODE_KEYS = 2**13
 """S from which on `None` takes the decode kernel of TPUs."""
 
@@ -136,10 +139,10 @@ def attention(
       implementation: "reference" (materialises T x S, defines correct results), "dense"
         (whole rows of logits in blocks of queries), "xla" (tiles), "pallas" (kernels for TPU and
         for NVIDIA GPUs), "splash" (the kernel for TPUs that comes with JAX: no rules, no dropout
-        and no log-sum-exp), "jax" (`jax.nn.dot_product_attention`: no rules and no log-sum-exp),
-        "cudnn" (the same with NVIDIA's kernel), an `Implementation` such as
-        `posenc_jax.engine.xla.XLA(...)` with settings of your own, or None to choose. An
-        implementation that is named is used or raises; it never falls back.
+        and no log-sum-exp), "jax" (`jax.nn.dot_product_attention`: no rules but biases by
+        distance, and no log-sum-exp), "cudnn" (the same with NVIDIA's kernel), an
+        `Implementation` such as `posenc_jax.engine.xla.XLA(...)` with settings of your own, or
+        None to choose. An implementation that is named is used or raises; it never falls back.
       **unknown: refused, with the argument that was meant.
 
     Returns:
@@ -286,7 +289,8 @@ def choose(problem: Problem, platform: str) -> Implementation:
     cuDNN comes before tiles where it supports the call, as `jax.nn` users choose it, and on TPUs
     splash attention does from 2**18 pairs on, where traces show the devices; neither was measured
     here. Next come the kernels of this package, where `python -m posenc_jax.prove` saw that they
-    are right on the chip that is there; see docs/kernels.md.
+    are right on the chip that is there, and on GPUs cuDNN with rules by distance as an array of all
+    pairs, where that is small; see docs/kernels.md.
 
     Args:
       problem: the problem.
@@ -302,7 +306,10 @@ def choose(problem: Problem, platform: str) -> Implementation:
         if platform == "tpu" and pairs >= _KERNEL_PAIRS:
             order = ("splash", *order)
     if platform == "gpu" and not small:
-        order = ("cudnn", *order)
+        if not problem.rules:
+            order = ("cudnn", *order)
+        elif problem.num_heads * pairs <= _BIAS_PAIRS and placement_is_known(problem):
+            order = (*order[:-2], "cudnn", *order[-2:])
 
     def serves(name: str) -> bool:
         if name == "pallas" and not all_right(problem):  # Asked first: `supports` takes longer.

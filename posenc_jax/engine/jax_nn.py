@@ -1,7 +1,8 @@
 """Attention by `jax.nn.dot_product_attention`, for the calls that it computes exactly.
 
-It takes no rules; rotary schemes need none. It rounds the log-sum-exp to the dtype of the keys and
-gives it no gradient, so calls that return a log-sum-exp are refused.
+It takes rules that go by distance alone, as one array of all pairs, [1, N, T, S]; rotary schemes
+need none. It rounds the log-sum-exp to the dtype of the keys and gives it no gradient, so calls
+that return a log-sum-exp are refused.
 """
 
 import dataclasses
@@ -10,7 +11,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.engine.kernels import divides_heads
+from posenc_jax.engine.lower import lower
 from posenc_jax.engine.problem import Implementation, Problem, lacking
+from posenc_jax.engine.rules import LogitBias
+from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +27,19 @@ class JaxNN(Implementation):
 
     def supports(self, problem: Problem) -> str | None:
         p = problem
+        other_rules = [r for r in p.rules if not (isinstance(r, LogitBias) and r.relative)]
+        if p.q_coordinates.ndim == 3:
+            other_rules = p.rules
+        ordered = p.rules or p.is_causal or p.window is not None
         return lacking(
             {
-                "rules": p.rules,
+                "rules but biases by distance": other_rules,
                 "softcap": p.softcap is not None,
                 "sinks": p.sinks is not None,
                 "dropout": p.dropout_seeds is not None,
                 "segments": p.q_segment_ids is not None,
                 "prefix_length": p.prefix_length is not None,
-                "positions of its own": (p.is_causal or p.window is not None) and not p.contiguous,
+                "positions of its own": ordered and not p.contiguous,
                 "values of another head dim than keys": p.q.shape[3] != p.v.shape[3],
                 "exact log-sum-exp": p.needs_lse,
             }
@@ -49,10 +58,30 @@ class JaxNN(Implementation):
             k, v = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (k, v))
         options: dict[str, Any] = {"mask": p.mask, "is_causal": p.is_causal, "scale": p.scale}
         options |= {"local_window_size": window, "implementation": self.kernel}
+        if p.rules:
+            options["bias"] = self._bias(p)
         out = jax.nn.dot_product_attention(p.q, k, v, **options)
         if sees is not None:
             out = jnp.where(sees[..., None], out, jnp.zeros((), out.dtype))
         return out, jnp.full(out.shape[:3], jnp.nan)
+
+    def _bias(self, p: Problem) -> jax.Array:
+        """Returns the rules, which go by distance alone, as one array, [1, N, T, S]."""
+        by_distance = lower(p, max_table=0).bias
+        assert by_distance is not None
+        values = by_distance(1 - p.keys, p.length)
+        # An array per head also where heads share it: of another, cuDNN has no cotangent.
+        values = jnp.broadcast_to(values, (p.num_heads, values.shape[1]))
+        shape = p.length, p.keys
+        if self.kernel is None:
+            return jax.vmap(lambda row: toeplitz_tile(row, shape, False))(values)[None]
+        # cuDNN takes the bias in q's dtype. Weights stay the same when another number is added to
+        # all logits of a head; with the greatest at zero, the logits that take most of the weight
+        # are rounded least.
+        values -= jax.lax.stop_gradient(values.max(1, keepdims=True))
+        values = jnp.maximum(values, float(jnp.finfo(p.q.dtype).min))
+        bias = jax.vmap(lambda row: toeplitz_tile_vjp(row, shape, False))(values)[None]
+        return bias.astype(p.q.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +89,8 @@ class CuDNN(JaxNN):
     """`jax.nn.dot_product_attention` with the flash attention of cuDNN, on NVIDIA GPUs.
 
     Gradients of two runs may differ in rounding unless XLA's flag `--xla_gpu_deterministic_ops`
-    is set, and there is no second derivative.
+    is set, and there is no second derivative. Rules by distance are rounded to the dtype of q, less
+    the greatest number of each head, and take N T S numbers in each pass.
     """
 
     name = "cudnn"
@@ -85,6 +115,10 @@ class CuDNN(JaxNN):
         largest = 256 if capability >= 9.0 else 128
         if p.q.shape[3] > largest or p.q.shape[3] % 8:
             return f"the head dim must be a multiple of 8 and at most {largest}"
+        if p.rules and (p.length % 2 or p.keys % 2):
+            return f"with rules T and S must be even, got {p.length} and {p.keys}"
+        if p.rules and divides_heads(p):
+            return "with rules no mesh may divide the heads, and automatic axes might"
         return None
 
 

@@ -66,7 +66,7 @@ class ShardMapped(Implementation):
                 f"{type(self).__name__} has kernels for the platform {self.platform}, and the "
                 f"platform is {jax.default_backend()}"
             )
-        automatic = _open_axes(mesh_of(problem), AxisType.Auto)
+        automatic = open_axes(mesh_of(problem), AxisType.Auto)
         if automatic and self.batch_axes is None and self.head_axes is None:
             return (
                 f"the mesh has automatic axes {automatic}, and the compiler cannot partition a "
@@ -79,7 +79,7 @@ class ShardMapped(Implementation):
 
     def axes(self, problem: Problem) -> tuple[Any, Any]:
         """Returns the mesh axes of the batch and of the heads."""
-        if _open_axes(mesh_of(problem), AxisType.Explicit):
+        if open_axes(mesh_of(problem), AxisType.Explicit):
             batch, _, heads = (*jax.typeof(problem.q).sharding.spec, None, None, None)[:3]
             return batch, heads
         return self.batch_axes or None, self.head_axes or None
@@ -124,9 +124,9 @@ class ShardMapped(Implementation):
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         mesh = mesh_of(problem)
-        if _open_axes(mesh, AxisType.Explicit):  # And q is whole on every device.
+        if open_axes(mesh, AxisType.Explicit):  # And q is whole on every device.
             return self.on_mesh(problem, mesh, PartitionSpec())
-        if _open_axes(mesh) or self.batch_axes or self.head_axes:
+        if open_axes(mesh) or self.batch_axes or self.head_axes:
             return self._sharded(problem, mesh, self.batch_axes or None, self.head_axes or None)
         return self.on_device(vary_over(problem))
 
@@ -198,7 +198,7 @@ def mesh_of(problem: Problem) -> Any:
     return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
 
 
-def _open_axes(mesh: Any, *kinds: AxisType) -> tuple[str, ...]:
+def open_axes(mesh: Any, *kinds: AxisType) -> tuple[str, ...]:
     """Returns the mesh axes of some kinds that have several devices, by default all but manual."""
     kinds = kinds or (AxisType.Auto, AxisType.Explicit)
     named = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -228,6 +228,13 @@ def placement_is_known(problem: Problem) -> bool:
     `jax.jit(in_shardings=)` shows its mesh to the compiler alone.
     """
     return jax.device_count() == 1 or not mesh_of(problem).empty
+
+
+def divides_heads(problem: Problem) -> bool:
+    """Returns whether a mesh divides the heads, or may do so after tracing."""
+    mesh = mesh_of(problem)
+    spec = (*jax.typeof(problem.q).sharding.spec, None, None, None)
+    return bool(open_axes(mesh, AxisType.Auto)) or spec[2] is not None
 
 
 def unshardable(problem: Problem, mesh: Any, batch: Any, heads: Any) -> str | None:

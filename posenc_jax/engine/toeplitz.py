@@ -36,7 +36,7 @@ def _toeplitz_forward(values, shape, transposed):
 
 
 def _toeplitz_backward(shape, transposed, _, tile):
-    sums = jax.lax.platform_dependent(tile, tpu=_skewed_sums, default=_row_by_row_sums)
+    sums = jax.lax.platform_dependent(tile, cpu=_row_by_row_sums, default=_skewed_sums)
     return (sums if transposed else sums[::-1],)
 
 
@@ -52,7 +52,7 @@ def _skewed_sums(tile: jax.Array) -> jax.Array:
 
 
 def _row_by_row_sums(tile: jax.Array) -> jax.Array:
-    """Returns `_skewed_sums` by a loop over rows: faster on CPU, slow on TPU."""
+    """Returns `_skewed_sums` by a loop over rows: faster on CPU, slow on TPU; launches on GPU."""
     rows, columns = tile.shape
 
     def add_row(r, sums):

@@ -224,20 +224,34 @@ def program(case: Case, sharding, implementation=None):
 def launches(chip: str, size: int) -> tuple[int, int, int]:
     """Returns tiles of a pass of T5 by "xla", the most launches for one, and MiB of both passes.
 
-    A tile launches the operations of one turn of a loop; the loop with most of them counts.
+    A tile launches the operations of one turn of its loop, and those of the loops therein. Loops
+    over tiles are those whose number of turns the compiler does not know.
     """
     blocks = Blocks(size, size)
     case, implementation = Case("t5"), XLA(blocks, blocks)
     function, arguments = program(case, described(OTHERS[chip]), implementation)
     compiled = jax.jit(function).lower(*arguments).compile()
+    parts = (part.strip() for part in compiled.as_text().split("\n\n"))
+    parts = {
+        head[1]: part for part in parts if (head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", part))
+    }
     kinds = "fusion|custom-call|copy|dot|reduce|sort|dynamic-update-slice|gather|scatter"
-    per_tile = []
-    text = compiled.as_text()
-    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
-    for part in text.split("\n\n"):
-        head = re.match(r"%?([\w.\-]+) \(", part.strip())
-        if head and head[1] in bodies and " while(" not in part:
-            per_tile.append(len(re.findall(rf" = .*? (?:{kinds})\(", part)))
+
+    def loops(part: str) -> list[tuple[str, int | None]]:
+        """Returns bodies and numbers of turns."""
+        lines = [line for line in part.splitlines() if " while(" in line]
+        turns = [re.search(r'"known_trip_count":\{"n":"(\d+)"', line) for line in lines]
+        bodies = [re.search(r"body=%?([\w.\-]+)", line) for line in lines]
+        return [(parts[b[1]], n and int(n[1])) for b, n in zip(bodies, turns, strict=True)]
+
+    def count(part: str) -> int:
+        return len(re.findall(rf" = .*? (?:{kinds})\(", part)) + sum(
+            turns * count(body) for body, turns in loops(part) if turns
+        )
+
+    per_tile = [
+        count(body) for part in parts.values() for body, turns in loops(part) if turns is None
+    ]
     rows, memory = case.length // size, compiled.memory_analysis().temp_size_in_bytes >> 20
     return rows * (rows + 1) // 2, max(per_tile), memory
 

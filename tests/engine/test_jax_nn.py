@@ -26,6 +26,7 @@ def _blind():
     return mask
 
 
+FIRE_PARAMS = pe.FIRE(num_heads=4).init(jax.random.key(0))
 CASES = [({}, True), ({"is_causal": True}, False), ({"window": (3, 1), "scale": 0.2}, False)]
 CASES += [({"is_causal": True, "window": 4}, True)]
 MORE_CASES = [(options, not masked) for options, masked in CASES]
@@ -50,10 +51,39 @@ def test_equals_the_reference(options, masked):
     chex.assert_trees_all_close(run("jax"), run("reference"), atol=5e-6)
 
 
+T5 = pe.T5(num_heads=4, num_buckets=8, max_distance=10, bidirectional=True)
+TABLE = np.random.default_rng(5).normal(size=(4, 8)).astype(np.float32)
+
+
+def _two_rules(table):
+    return pe.ALiBi(num_heads=4, scaled=True).rules({}), *as_tuple(T5.rules({"table": table}))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "window": 4}, {"mask": _blind()}])
+def test_rules_by_distance_are_a_bias(options):
+    def loss(q, table, implementation):
+        options_of_rules = options | {"rules": _two_rules(table)}
+        out = pe.attention(q, K, V, **options_of_rules, implementation=implementation)
+        return jnp.sum(out**2), out
+
+    run = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
+    chex.assert_trees_all_close(run(Q, TABLE, "jax"), run(Q, TABLE, "reference"), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rules": pe.ALiBi(num_heads=4).rules({})}, "rules"),
+        ({"rules": pe.FIRE(num_heads=4).rules(FIRE_PARAMS)}, "rules but biases by distance"),
+        (
+            {
+                "rules": T5.rules({"table": TABLE}),
+                "q_coordinates": np.zeros((2, 2, 12), np.int32),
+                "k_coordinates": np.zeros((2, 2, 12), np.int32),
+                "contiguous": True,
+            },
+            "rules but biases by distance",
+        ),
+        ({"rules": T5.rules({"table": TABLE}), "q_positions": np.arange(12)}, "positions"),
         ({"sinks": jnp.zeros(4)}, "sinks"),
         ({"softcap": 2.0}, "softcap"),
         ({"return_lse": True}, "log-sum-exp"),
@@ -72,10 +102,12 @@ def on_gpu(monkeypatch):
     asked = []
     attend = jax.nn.dot_product_attention
 
-    def fake(*args, implementation, **options):
+    def fake(*args, implementation, bias=None, **options):
         asked.append(implementation)
-        with jax.numpy_dtype_promotion("standard"):
-            return attend(*args, **options, implementation="xla")
+        dtype = args[0].dtype
+        assert bias is None or bias.dtype == dtype
+        *args, bias = jax.tree.map(lambda x: x.astype(jnp.float32), (*args, bias))
+        return attend(*args, bias, **options, implementation="xla").astype(dtype)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
     monkeypatch.setattr(jax_nn, "_compute_capability", lambda: 8.0)
@@ -95,12 +127,40 @@ def test_cudnn_is_asked_for_the_same_attention(on_gpu, options):
     chex.assert_trees_all_close(got, expected, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_cudnn_rounds_a_bias_little(on_gpu, dtype, is_causal):
+    """Entries of ten are rounded by up to 0.02; the table's gradient would be 58 times as wrong."""
+    q, k, v = (jnp.asarray(x, dtype) for x in qkv(batch=2, length=64, heads=4, kv_heads=4, dim=32))
+
+    def loss(table, implementation, dtype):
+        arrays = (x.astype(dtype) for x in (q, k, v))
+        rules = _two_rules(table)
+        out = pe.attention(*arrays, rules=rules, is_causal=is_causal, implementation=implementation)
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+    run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(1, 2))
+    table = jnp.asarray(4.0 * TABLE)
+    expected = run(table, "reference", jnp.float32)
+
+    def errors(implementation):
+        got = run(table, implementation, dtype)
+        return [
+            float(np.max(np.abs(np.float32(x) - y)) / np.max(np.abs(y)))
+            for x, y in zip(got, expected, strict=True)
+        ]
+
+    of_cudnn = errors("cudnn")
+    assert on_gpu == ["cudnn"]
+    assert np.all(np.less(of_cudnn, 3.0 * np.array(errors("xla")))), of_cudnn
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"mask": _blind()}, "mask"),
         ({"window": 4}, "windows only with is_causal"),
-        ({"rules": pe.ALiBi(num_heads=4).rules({})}, "rules"),
+        ({"rules": pe.FIRE(num_heads=4).rules(FIRE_PARAMS)}, "biases by distance"),
     ],
 )
 def test_cudnn_refuses_what_it_cannot_do(on_gpu, options, message):
@@ -121,13 +181,32 @@ def test_cudnn_needs_a_gpu_of_its_dtypes_and_head_dims(on_gpu, monkeypatch):
     assert "bfloat16" in message(half[..., :128].astype(jnp.float32))
     monkeypatch.setattr(jax_nn, "_compute_capability", lambda: 9.0)
     assert message(half) is None
+    assert "even" in message(half[:, 1:], rules=T5.rules({"table": TABLE[:2]}))
     monkeypatch.setattr(jax_nn, "_compute_capability", lambda: 7.5)
     assert "8.0 or later" in message(half)
     monkeypatch.undo()
     assert "NVIDIA GPU" in message(half)
 
 
-def test_none_chooses_cudnn_on_gpus_where_it_serves(on_gpu):
+def test_cudnn_with_rules_needs_all_heads(on_gpu):
+    """Of q with a part of the heads, JAX's partitioning would pair a bias with all of them."""
+    rules = pe.T5(num_heads=4).rules({"table": jnp.zeros((4, 32))})
+
+    def reason(spec, kind):
+        mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(kind, kind))
+        with jax.set_mesh(mesh):
+            q = jnp.zeros((2, 64, 4, 64), jnp.bfloat16)
+            q = jax.device_put(q, jax.NamedSharding(mesh, jax.P(*spec)))
+            problem = dataclasses.replace(_problem(q, q, q, rules=rules), needs_lse=False)
+            return jax_nn.CuDNN().supports(problem)
+
+    explicit, auto = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+    assert reason(("data",), explicit) is None
+    assert "heads" in reason((None, None, "heads"), explicit)
+    assert "automatic axes" in reason(("data",), auto)
+
+
+def test_none_chooses_cudnn_on_gpus_where_it_serves(on_gpu, monkeypatch):
     def chosen(q, needs_lse=False, **options):
         problem = dataclasses.replace(_problem(q, q, q, **options), needs_lse=needs_lse)
         return choose(problem, "gpu").name
@@ -136,5 +215,12 @@ def test_none_chooses_cudnn_on_gpus_where_it_serves(on_gpu):
     assert chosen(half, is_causal=True) == "cudnn"
     assert chosen(half, needs_lse=True) == "xla"
     assert chosen(half.astype(jnp.float32)) == "xla"
+    # Several devices without a mesh: jax.jit(in_shardings=) may divide the heads.
     assert chosen(half, rules=pe.ALiBi(num_heads=4).rules({})) == "xla"
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert chosen(half, rules=pe.ALiBi(num_heads=4).rules({})) == "cudnn"
+    assert chosen(half, rules=pe.FIRE(num_heads=4).rules(FIRE_PARAMS)) == "xla"
+    long = jnp.zeros((1, 4096, 4, 64), jnp.bfloat16)
+    assert chosen(long[:, :2048], rules=pe.ALiBi(num_heads=4).rules({})) == "cudnn"
+    assert chosen(long, rules=pe.ALiBi(num_heads=4).rules({})) == "xla"
     assert chosen(half[:, :1]) == "dense"
