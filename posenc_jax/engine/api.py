@@ -34,9 +34,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 _KERNEL_PAIRS = 2**18
 """T x S from which on `None` takes kernels written in Pallas: a tile or more."""
 
-_BIAS_PAIRS = 2**25
-"""N x T x S up to which on `None` takes cuDNN with a bias: 64 MiB in bfloat16, in each pass."""
-
 _DECODE_KEYS = 2**13
 """S from which on `None` takes the decode kernel of TPUs."""
 
@@ -286,11 +283,10 @@ def choose(problem: Problem, platform: str) -> Implementation:
 
     Decode steps and sizes below the smallest tile use whole rows, all others use tiles: measured
     on CPU, forward and backward with a learned bias, tiles are faster from T = 32 on. On GPUs
-    cuDNN comes before tiles where it supports the call, as `jax.nn` users choose it, and on TPUs
-    splash attention does from 2**18 pairs on, where traces show the devices; neither was measured
-    here. Next come the kernels of this package, where `python -m posenc_jax.prove` saw that they
-    are right on the chip that is there, and on GPUs cuDNN with rules by distance as an array of all
-    pairs, where that is small; see docs/kernels.md.
+    cuDNN comes before tiles where it supports a call without rules, as `jax.nn` users choose it,
+    and on TPUs splash attention does from 2**18 pairs on, where traces show the devices; neither
+    was measured here. Next come the kernels of this package, where `python -m posenc_jax.prove`
+    saw that they are right on the chip that is there; see docs/kernels.md.
 
     Args:
       problem: the problem.
@@ -306,10 +302,7 @@ def choose(problem: Problem, platform: str) -> Implementation:
         if platform == "tpu" and pairs >= _KERNEL_PAIRS:
             order = ("splash", *order)
     if platform == "gpu" and not small:
-        if not problem.rules:
-            order = ("cudnn", *order)
-        elif problem.num_heads * pairs <= _BIAS_PAIRS and placement_is_known(problem):
-            order = (*order[:-2], "cudnn", *order[-2:])
+        order = order if problem.rules else ("cudnn", *order)
 
     def serves(name: str) -> bool:
         if name == "pallas" and not all_right(problem):  # Asked first: `supports` takes longer.

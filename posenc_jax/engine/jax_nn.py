@@ -17,6 +17,9 @@ from posenc_jax.engine.problem import Implementation, Problem, lacking
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 
+_HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+"""The least logits that JAX passes to cuDNN, which subtracts larger ones from each other."""
+
 
 @dataclasses.dataclass(frozen=True)
 class JaxNN(Implementation):
@@ -70,7 +73,7 @@ class JaxNN(Implementation):
         by_distance = lower(p, max_table=0).bias
         assert by_distance is not None
         values = by_distance(1 - p.keys, p.length)
-        # An array per head also where heads share it: of another, cuDNN has no cotangent.
+        # One array per head, also where heads share it: the shape that others use.
         values = jnp.broadcast_to(values, (p.num_heads, values.shape[1]))
         shape = p.length, p.keys
         if self.kernel is None:
@@ -79,7 +82,7 @@ class JaxNN(Implementation):
         # all logits of a head; with the greatest at zero, the logits that take most of the weight
         # are rounded least.
         values -= jax.lax.stop_gradient(values.max(1, keepdims=True))
-        values = jnp.maximum(values, float(jnp.finfo(p.q.dtype).min))
+        values = jnp.maximum(values, _HIDDEN[p.q.dtype.name])
         bias = jax.vmap(lambda row: toeplitz_tile_vjp(row, shape, False))(values)[None]
         return bias.astype(p.q.dtype)
 
@@ -90,7 +93,8 @@ class CuDNN(JaxNN):
 
     Gradients of two runs may differ in rounding unless XLA's flag `--xla_gpu_deterministic_ops`
     is set, and there is no second derivative. Rules by distance are rounded to the dtype of q, less
-    the greatest number of each head, and take N T S numbers in each pass.
+    the greatest number of each head, and take N T S numbers in each pass. `jax.vmap` over their
+    parameters raises in JAX for batches of more than one row.
     """
 
     name = "cudnn"

@@ -105,7 +105,6 @@ def on_gpu(monkeypatch):
     def fake(*args, implementation, bias=None, **options):
         asked.append(implementation)
         dtype = args[0].dtype
-        # Of a bias with fewer heads, cuDNN returns zeros as its cotangent.
         assert bias is None or (bias.dtype, bias.shape[:2]) == (dtype, (1, args[0].shape[2]))
         *args, bias = jax.tree.map(lambda x: x.astype(jnp.float32), (*args, bias))
         return attend(*args, bias, **options, implementation="xla").astype(dtype)
@@ -214,7 +213,7 @@ def test_cudnn_with_rules_needs_all_heads(on_gpu):
     assert "automatic axes" in reason(("data",), auto)
 
 
-def test_none_chooses_cudnn_on_gpus_where_it_serves(on_gpu, monkeypatch):
+def test_none_chooses_cudnn_on_gpus_where_it_serves(on_gpu):
     def chosen(q, needs_lse=False, **options):
         problem = dataclasses.replace(_problem(q, q, q, **options), needs_lse=needs_lse)
         return choose(problem, "gpu").name
@@ -223,12 +222,5 @@ def test_none_chooses_cudnn_on_gpus_where_it_serves(on_gpu, monkeypatch):
     assert chosen(half, is_causal=True) == "cudnn"
     assert chosen(half, needs_lse=True) == "xla"
     assert chosen(half.astype(jnp.float32)) == "xla"
-    # Several devices without a mesh: jax.jit(in_shardings=) may divide the heads.
     assert chosen(half, rules=pe.ALiBi(num_heads=4).rules({})) == "xla"
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert chosen(half, rules=pe.ALiBi(num_heads=4).rules({})) == "cudnn"
-    assert chosen(half, rules=pe.FIRE(num_heads=4).rules(FIRE_PARAMS)) == "xla"
-    long = jnp.zeros((1, 4096, 4, 64), jnp.bfloat16)
-    assert chosen(long[:, :2048], rules=pe.ALiBi(num_heads=4).rules({})) == "cudnn"
-    assert chosen(long, rules=pe.ALiBi(num_heads=4).rules({})) == "xla"
     assert chosen(half[:, :1]) == "dense"
