@@ -301,8 +301,8 @@ def choose(problem: Problem, platform: str) -> Implementation:
             order = ("pallas", *order)
         if platform == "tpu" and pairs >= _KERNEL_PAIRS:
             order = ("splash", *order)
-    if platform == "gpu" and not small:
-        order = order if problem.rules else ("cudnn", *order)
+    if platform == "gpu" and not small and not problem.rules:
+        order = ("cudnn", *order)
 
     def serves(name: str) -> bool:
         if name == "pallas" and not all_right(problem):  # Asked first: `supports` takes longer.
