@@ -29,8 +29,9 @@ by one run on validation text, marked * if it is the least or the greatest of th
 reported seeds. Scores are {unit} of held-out data in windows of each length; the
 standard deviation over seeds is {spread:.3f} at the trained length in the median. Step time and
 memory are those of a training step, relative to no encoding. Differences of a few hundredths are
-not resolved here: [study.md](study.md) has ten schemes with more seeds and intervals. On the site,
-a click on a heading sorts the table.
+not resolved here, and one run chooses rates poorly: [study.md](study.md) has ten schemes with more
+seeds and intervals, and a second table below the best of these. On the site, a click on a heading
+sorts the table.
 """
 _SHOWN = 0.5
 """How far beyond the baseline's score a scheme may be to be in the picture."""
@@ -76,30 +77,41 @@ def catalogue_page(
     lines = [_HEAD.format(**words)]
     if len(rows) < len(cells):
         lines += [f"**{len(rows)} of {len(cells)} schemes have ended.**", ""]
+    finalists = {
+        size: rows_of(study.compared(size, results), study.about.baseline, results, clock)
+        for size in list(study.cells)[1:]
+        if study.compared(size, results)
+    }
     if rows:
-        lines += [" ".join(_summary(rows, study.about.baseline)), ""]
+        by_more = [each[study.about.baseline] for each in finalists.values() if each]
+        reference = [*by_more, rows[study.about.baseline]][0]
+        lines += [" ".join(_summary(rows, study.about.baseline, reference)), ""]
         if picture:
             caption = "Scores at the trained length against the time of a step; colour: their rise"
             lines += [f"![{caption} at the longest]({picture})", ""]
         lines += _table(rows)
-    for size in list(study.cells)[1:]:
-        lines += _finalists(study, size, results, clock)
+    for size, of_size in finalists.items():
+        if of_size:
+            lines += _finalists(study, size, of_size, len(study.compared(size, results)))
     runs = list({run.name: run for run in study.runs(results, clock)}.values())
     lines += provenance_of([result for run in runs if (result := results(run))], clock)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _summary(rows: Mapping[str, Row], baseline: str) -> Iterator[str]:
+def _summary(rows: Mapping[str, Row], baseline: str, reference: Row) -> Iterator[str]:
+    """Yields sentences on schemes that are better than the baseline, by its most exact results."""
     task = rows[baseline].cell.task
     sign = -1 if task.labels.higher_is_better else 1
     trained = {scheme: mean(row.at_trained_length) for scheme, row in rows.items()}
     longest = {scheme: mean(_longest(row)) for scheme, row in rows.items()}
-    ahead = [s for s in rows if sign * trained[s] < sign * trained[baseline]]
+    score = mean(reference.at_trained_length)
+    ahead = [s for s in rows if s != baseline and sign * trained[s] < sign * score]
     flat = [s for s in ahead if sign * (longest[s] - trained[s]) <= FLAT]
     times = f"{task.longest / task.train_length:g} times the length"
     yield (
-        f"{len(ahead)} of {len(rows)} have a better mean than {label(baseline)} at the trained "
-        f"length, and {len(flat)} of these lose at most {FLAT:g} at {times}."
+        f"{len(ahead)} of {len(rows)} have a better mean than {label(baseline)}'s {score:.3f} over "
+        f"{len(reference.results)} seeds at the trained length, and {len(flat)} of these lose at "
+        f"most {FLAT:g} at {times}."
     )
     yield f"Best at the trained length: {_some(trained, sign)}."
     yield f"Best at {times}: {_some(longest, sign)}."
@@ -122,8 +134,7 @@ def _table(rows: Mapping[str, Row]) -> Iterator[str]:
     heads = ["scheme", *map(str, task.test_lengths), "step", "memory", "parameters", "rate"]
     lines = []
     for scheme, row in rows.items():
-        first, rates = row.results[0], row.cell.about.rates
-        rate = row.run.task.train.learning_rate
+        first = row.results[0]
         memory = _ratio(first.memory_bytes, none.results[0].memory_bytes if none else None)
         step = _ratio(row.step, none.step if none else None)
         scores = [row.values(task.views[0], n) for n in task.test_lengths]
@@ -134,40 +145,53 @@ def _table(rows: Mapping[str, Row]) -> Iterator[str]:
                 f"{step:.2f}" if step else "",
                 f"{memory:.2f}" if memory else "",
                 f"{first.parameters:,}" if first.parameters else "",
-                f"{rate:g}{'*' if rate in (rates[0], rates[-1]) else ''}",
+                _rate(row),
             ]
         )
     yield from table(heads, lines)
 
 
-def _finalists(study: Study, size: str, results: Lookup, clock: Clock | None) -> Iterator[str]:
-    """Yields the section of a size with more seeds, nothing before one of its schemes has ended."""
-    compared = study.compared(size, results)
-    if not compared or not (rows := rows_of(compared, study.about.baseline, results, clock)):
-        return
-    cell = compared[study.about.baseline]
-    name, last = label(study.about.baseline), cell.task.longest
+def _finalists(study: Study, size: str, rows: Mapping[str, Row], count: int) -> Iterator[str]:
+    """Yields the section of a size with more seeds.
+
+    Args:
+      study: the study.
+      size: the size.
+      rows: of the schemes whose seeds have ended.
+      count: of its schemes.
+    """
+    row = rows[study.about.baseline]
+    about, task, name = row.cell.about, row.cell.task, label(study.about.baseline)
     yield f"## {size.capitalize()}"
     yield ""
     yield (
-        f"{len(rows)} of {len(compared)} schemes with {cell.about.seeds} seeds: the "
-        f"{cell.about.best} with the best means above, and others for comparison. Intervals are "
-        "95 % intervals over seeds by Student's t, of means and of paired differences. They do not "
-        "hold the choice of rates, and the seeds by which a scheme came into this table are "
-        "among them."
+        f"{len(rows)} of {count} schemes with {about.seeds} seeds: the {about.best} with the best "
+        "means above, and others for comparison. Each has the best of the same rates by the mean "
+        f"of {about.selection_seeds} runs on validation text. Intervals are 95 % intervals over "
+        "seeds by Student's t, of means and of paired differences, and hold the choice of rates "
+        "as in [study.md](study.md). The seeds by which a scheme came into this table are among "
+        "them."
     )
     yield ""
-    heads = ["scheme", f"{cell.task.labels.unit}", f"difference to {name}", f"at {last}"]
+    heads = ["scheme", f"{task.labels.unit}", f"difference to {name}", f"at {task.longest}", "rate"]
     lines = [
         [
             label(scheme),
-            in_words(row.at_trained_length),
+            in_words(row.at_trained_length, shifts=row.shifts),
             "" if scheme == study.about.baseline else row.difference_in_words(),
             in_words(_longest(row)),
+            _rate(row),
         ]
         for scheme, row in rows.items()
     ]
     yield from table(heads, lines)
+
+
+def _rate(row: Row) -> str:
+    """Returns the learning rate, marked if it is the least or the greatest of the grid."""
+    rates = [run.task.train.learning_rate for run in row.selection.first]
+    rate = row.run.task.train.learning_rate
+    return f"{rate:g}{'*' if rate in (rates[0], rates[-1]) else ''}"
 
 
 def _ratio(number: float | None, whole: float | None) -> float | None:

@@ -18,7 +18,7 @@ from experiments.study.plan import Cell, Study
 from experiments.study.rows import Bounds, Row, rows_of
 
 _HEAD = """\
-# Which position encoding has the lowest loss? A study
+# {title}
 
 This page is made by `python -m experiments study {file}` from the results in `{results}`; it is not
 edited by hand.
@@ -98,6 +98,7 @@ def page(
     runs = list({run.name: run for run in study.runs(results, clock)}.values())
     known = [result for run in runs if (result := results(run))]
     words = {
+        "title": about.title,
         "file": file,
         "results": folder,
         "baseline": label(about.baseline),

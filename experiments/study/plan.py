@@ -76,7 +76,8 @@ class _Size:
     lanes: Annotated[int, Field(ge=1, le=100)] = 1
     """Runs side by side in one program, on accelerators."""
     best: NonNegativeInt = 0
-    """With `rates_of`: the number of schemes with the best mean scores there that run; 0: all."""
+    """With `rates_of`: the number of schemes with the best mean scores there that run; 0: all. If
+    this size has more selection seeds, these choose their settings anew."""
     always: tuple[str, ...] = ()
     """With `best`: further schemes that run, besides the baseline."""
 
@@ -95,6 +96,8 @@ class _File:
     """The task."""
     baseline: str = "rope"
     """The scheme that others are compared to."""
+    title: str = "Which position encoding has the lowest loss? A study"
+    """The heading of the page."""
     layout: Literal["study", "catalogue"] = "study"
     """The page: with intervals and the choice of settings, or one table of many schemes."""
     first_selection_seed: NonNegativeInt = 100
@@ -141,9 +144,21 @@ class Cell:
         sign = -1.0 if self.task.labels.higher_is_better else 1.0
         return math.inf if None in scores else sign * mean(scores)
 
+    @property
+    def chooses(self) -> bool:
+        """Whether runs of this size choose its settings."""
+        return self.source is None or self.about.best > 0
+
     def selection(self, results: Lookup) -> "Selection":
         """Returns the choice of the settings, as far as results determine it."""
-        return Selection(self.source or self, results)
+        if self.source is None:
+            return Selection(self, results)
+        if not self.about.best:
+            return Selection(self.source, results)
+        of_source = self.source.about
+        seeds = max(self.about.selection_seeds, of_source.selection_seeds)
+        about = dataclasses.replace(of_source, selection_seeds=seeds)
+        return Selection(dataclasses.replace(self.source, about=about), results)
 
     def chosen(self, results: Lookup) -> Run | None:
         """Returns the chosen run of the first selection seed, None before the choice is made."""
@@ -223,7 +238,7 @@ class Study:
         if not cells:
             return
         for cell in cells.values():
-            if cell.source is None:
+            if cell.chooses:
                 yield from cell.selection(results).runs
             yield from cell.finals(results)
             yield from cell.timed(results, cells[self.about.baseline], clock)
@@ -250,9 +265,9 @@ def forecast(study: Study, results: Lookup, clock: Clock | None) -> str:
 def least_runs(cell: Cell, is_baseline: bool, timed: bool) -> int:
     """Returns the least number of runs of a cell; more follow where a best rate is at an edge."""
     about = cell.about
-    selection = len(about.rates) + 2 * (about.selection_seeds - 1) + 1 + about.tries
-    if cell.source:
-        selection = 0
+    selection = 2 * (about.selection_seeds - 1) if cell.chooses else 0
+    if cell.source is None:
+        selection += len(about.rates) + 1 + about.tries
     repeats = len(about.budgets) if is_baseline else cell.has_equal_time and timed
     return selection + about.seeds * (1 + repeats)
 

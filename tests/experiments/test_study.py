@@ -15,6 +15,7 @@ from experiments.pages.intervals import interval
 from experiments.runs.run import Result, RunFolder
 from experiments.settings.config_io import convert
 from experiments.study import clock, plan
+from experiments.study.catalogue_page import catalogue_page
 from experiments.study.command import known
 from experiments.study.page import page
 from experiments.study.rows import rows_of
@@ -414,7 +415,7 @@ def test_a_catalogue_is_one_table(timed, tmp_path):
     (tmp_path / "mine.toml").write_text(study)
     assert call("--run")[0] == 0
     page = " ".join(call.page().split())
-    assert "0 of 3 have a better mean than rope at the trained length" in page
+    assert "0 of 3 have a better mean than rope's 0.901 over 2 seeds at the trained length" in page
     assert "Best at the trained length: rope 0.901, kerple 0.409, none 0.300." in page
     assert "| kerple | 0.409 | 0.273 | 2.00 |" in page and "| 1,000 | 0.008* |" in page
     assert page.count("| none | 0.300 |") == 1 and "Lowest" not in page
@@ -489,13 +490,38 @@ def test_the_committed_study_is_read(request):
             assert each.task.eval_bytes >= 65536 and each.task.validation
 
 
-def test_the_committed_page_is_that_of_the_committed_results(request):
-    root = request.config.rootpath
-    study, folder = plan.load(root / "configs" / "study.toml"), root / "results" / "study"
-    results, times = known(folder), clock.read(folder)
-    files = {what: f"study{what}.svg" for what in ("", "-lengths", "-maps")}
-    expected = page(study, results, times, "configs/study.toml", "results/study", files)
-    assert (root / "docs" / "study.md").read_text() == expected
+@pytest.mark.parametrize("name", ["study", "study_catalogue", "study_repeat"])
+def test_the_committed_page_is_that_of_the_committed_results(request, name):
+    root, folder = request.config.rootpath, f"results/{name}"
+    file = f"configs/{name}.toml"
+    study, times = plan.load(root / file), clock.read(root / folder)
+    results = known(root / folder)
+    if study.about.layout == "catalogue":
+        expected = catalogue_page(study, results, times, file, folder, f"{name}.svg")
+    else:
+        files = {what: f"{name}{what}.svg" for what in ("", "-lengths", "-maps")}
+        expected = page(study, results, times, file, folder, files)
+    assert (root / "docs" / f"{name}.md").read_text() == expected
     names = {run.name for run in study.runs(results, times)}
-    content = {path.parent.name for path in (root / "results" / "study").glob("*/result.json")}
+    content = {path.parent.name for path in (root / folder).glob("*/result.json")}
     assert content <= names  # A result that no run has any more would never be read.
+
+
+def test_other_selection_seeds_change_no_resolved_statement(request):
+    """The criterion of configs/study_repeat.toml."""
+
+    def differences(name):
+        root = request.config.rootpath
+        study, results = plan.load(root / f"configs/{name}.toml"), known(root / "results" / name)
+        return {
+            scheme: row.difference
+            for scheme, row in rows_of(study.cells["small"], "rope", results, None).items()
+        }
+
+    first, second = differences("study"), differences("study_repeat")
+    assert first.keys() == second.keys()
+    signs = [
+        {s: np.sign(low) * (low * high > 0) for s, (_, low, high) in each.items()}
+        for each in (first, second)
+    ]
+    assert all(signs[0][s] * signs[1][s] >= 0 for s in first)
