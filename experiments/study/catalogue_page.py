@@ -33,7 +33,7 @@ not resolved here, and one run chooses rates poorly: [study.md](study.md) has te
 seeds and intervals, and a second table below the best of these. On the site, a click on a heading
 sorts the table.
 """
-_SHOWN = 0.5
+_SHOWN = 0.1
 """How far beyond the baseline's score a scheme may be to be in the picture."""
 _RISES = (
     (-math.inf, f"at most {FLAT:g}", plots.PALETTE[2]),
@@ -87,8 +87,11 @@ def catalogue_page(
         reference = [*by_more, rows[study.about.baseline]][0]
         lines += [" ".join(_summary(rows, study.about.baseline, reference)), ""]
         if picture:
-            caption = "Scores at the trained length against the time of a step; colour: their rise"
-            lines += [f"![{caption} at the longest]({picture})", ""]
+            caption = (
+                "Scores at the trained length against the time of a step; colour: their rise at "
+                f"the longest. Left out: {_SHOWN:g} and more behind {label(study.about.baseline)}"
+            )
+            lines += [f"![{caption}]({picture})", ""]
         lines += _table(rows)
     for size, of_size in finalists.items():
         if of_size:
