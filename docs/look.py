@@ -40,6 +40,7 @@ PAGES = (
     "reference/family_rotary",
     "reference/gallery",
     "study",
+    "study_catalogue",
     "faults",
     "serving",
     "models",

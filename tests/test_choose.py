@@ -99,6 +99,14 @@ FACTS = [
     f"{SMALL['fire', 'compute gain']:.2f}, Inkling's {SMALL['inkling', 'compute gain']:.2f} and "
     f"FoX's {SMALL['fox', 'compute gain']:.2f}",
 ]
+FINALISTS = dict(
+    re.findall(
+        r"(?m)^\| (\S+) \| [\d.]+ \[[^|]*\| ([+-][\d.]+ \[[^\]]*\]) \|",
+        pages.read("docs/study_catalogue.md"),
+    )
+)
+"""Differences to RoPE of the best schemes of the catalogue."""
+FACTS += [f"({FINALISTS[name]})" for name in ("rope+short_conv", "stick_breaking", "bam")]
 SINUSOIDAL = (
     f"{SMALL['sinusoidal', TRAINED]:.3f} bits per byte at 128, "
     f"{SMALL['sinusoidal', 'nonoverlapping 256']:.3f} at 256, "

@@ -184,7 +184,6 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
         if rule.whole_rows:
             x = jnp.where(seen, x, 0.0)
             x = jax.vmap(rule.transformed_logits)(x, seen, rule.q_features, features, *coordinates)
-            x = jax.lax.optimization_barrier(x)  # Else each pass of the softmax computes it.
     # Rules on whole rows hide keys by -inf, too; a row of them has no gradient.
     x = jnp.where(seen & ~jnp.isneginf(x), x, -jnp.inf)
     lse = jax.nn.logsumexp(x, -1)

@@ -27,7 +27,6 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import positive_fields, require
 from posenc_jax.engine.rules import LogitsTransform
-from posenc_jax.ops.suffix_sums import suffix_sums
 from posenc_jax.schemes.scheme import Scheme, Traits
 
 
@@ -38,13 +37,16 @@ def _add_contextual_positions(shared, heads, q_feature, k_features, logits, seen
     """
     position_logits = jnp.dot(q_feature.astype(jnp.float32), shared.T, precision="highest")
     gates = jnp.where(seen, jax.nn.sigmoid(logits), 0.0)
-    positions = jnp.minimum(suffix_sums(gates), shared.shape[0] - 1.0)
+    positions = jax.lax.cumsum(gates, axis=1, reverse=True)
+    positions = jnp.minimum(positions, shared.shape[0] - 1.0)
     below = jnp.floor(positions)
-    weight, row = positions - below, below.astype(jnp.int32)
-    # One gather of pairs takes ten times as long as two of numbers.
-    low = jnp.take_along_axis(position_logits, row, 1, mode="clip")
-    high = jnp.take_along_axis(position_logits, row + 1, 1, mode="clip")
-    high = jnp.where(weight > 0.0, high, low)  # The ceiling of an integer is itself.
+    weight = positions - below
+    # One gather of both: its gradient, a scatter, takes most of the time of training.
+    above = jnp.concatenate([position_logits[:, 1:], position_logits[:, -1:]], axis=1)
+    both = jnp.stack([position_logits, above], axis=2)
+    both = jax.vmap(lambda x, i: x.at[i].get(mode="clip"))(both, below.astype(jnp.int32))
+    low = both[:, :, 0]
+    high = jnp.where(weight > 0.0, both[:, :, 1], low)  # The ceiling of an integer is itself.
     return logits + high * weight + low * (1.0 - weight)
 
 

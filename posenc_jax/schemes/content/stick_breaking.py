@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.rules import LogitsTransform
-from posenc_jax.ops.suffix_sums import suffix_sums
 from posenc_jax.schemes.scheme import Scheme, Traits
 
 
@@ -40,7 +39,7 @@ class _LogWeights:
     def __call__(self, shared, heads, q_feature, k_features, logits, seen, q, k):
         attended = seen & (k <= q if self.attend_current else k < q)[None]
         log_remaining = jnp.where(attended, -jax.nn.softplus(logits), 0.0)  # log(1 - b).
-        log_remaining = suffix_sums(log_remaining)
+        log_remaining = jax.lax.cumsum(log_remaining, axis=1, reverse=True)
         remainder = log_remaining[:, :1]
         log_remaining = jnp.pad(log_remaining[:, 1:], ((0, 0), (0, 1)))  # After all later keys.
         weights = jnp.where(attended, log_remaining - jax.nn.softplus(-logits), -jnp.inf)
