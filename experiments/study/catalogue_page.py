@@ -88,8 +88,9 @@ def catalogue_page(
         lines += [" ".join(_summary(rows, study.about.baseline, reference)), ""]
         if picture:
             caption = (
-                "Scores at the trained length against the time of a step; colour: their rise at "
-                f"the longest. Left out: {_SHOWN:g} and more behind {label(study.about.baseline)}"
+                "Scores at the trained length, of the table with most seeds, against the time of a "
+                "step; colour: their rise at the longest. Left out: "
+                f"{_SHOWN:g} and more behind {label(study.about.baseline)}"
             )
             lines += [f"![{caption}]({picture})", ""]
         lines += _table(rows)
@@ -202,19 +203,26 @@ def _ratio(number: float | None, whole: float | None) -> float | None:
 
 
 def catalogue_picture(study: Study, results: Lookup, clock: Clock | None) -> str:
-    """Returns the plot of scores against times of a step, as <svg>; colours are rises by length."""
+    """Returns the plot of scores against times of a step, as <svg>; colours are rises by length.
+
+    Scores are of the last size that has them, with most seeds.
+    """
     cells = next(iter(study.cells.values()))
     rows = rows_of(cells, study.about.baseline, results, clock)
+    best = dict(rows)
+    for size in list(study.cells)[1:]:
+        if compared := study.compared(size, results):
+            best |= rows_of(compared, study.about.baseline, results, clock)
     none = rows.get("none")
     if none is None or none.step is None:
         return ""
     task = none.cell.task
     sign = -1 if task.labels.higher_is_better else 1
-    limit = sign * mean(rows[study.about.baseline].at_trained_length) + _SHOWN
+    limit = sign * mean(best[study.about.baseline].at_trained_length) + _SHOWN
     points = {
-        scheme: (row.step / none.step, mean(row.at_trained_length), mean(_longest(row)))
-        for scheme, row in rows.items()
-        if row.step
+        scheme: (step / none.step, mean(row.at_trained_length), mean(_longest(row)))
+        for scheme, row in best.items()
+        if (step := rows[scheme].step)
     }
     points = {scheme: point for scheme, point in points.items() if sign * point[1] <= limit}
     with mpl.rc_context({**plots.STYLE, "svg.hashsalt": study.name, "axes.grid.axis": "both"}):
