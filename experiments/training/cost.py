@@ -20,6 +20,8 @@ from flax import nnx
 from experiments.models.model import LanguageModel, Position
 from experiments.tasks import Task
 from experiments.training.train import advance, arguments_of, of_program
+from posenc_jax.engine.jax_nn import JaxNN
+from posenc_jax.engine.problem import Implementation, Problem
 
 _OPERATIONS = (
     "reduce_",
@@ -59,17 +61,24 @@ def of_step(task: Task, position: Position) -> Cost:
       position: the scheme, or one layer each.
     """
     try:
-        whole = _count(task, position, "jax")
+        whole = _count(task, position, _WithoutRules())
     except NotImplementedError:  # It has rules.
         return _count(task, position, "reference")
     # Half of the length and twice the batch have the same tokens, and half of the pairs.
     train = dataclasses.replace(task.train, batch=2 * task.train.batch)
     halves = dataclasses.replace(task, train=train, train_length=task.train_length // 2)
-    of_pairs = 2 * (whole.traffic - _count(halves, position, "jax").traffic)
+    of_pairs = 2 * (whole.traffic - _count(halves, position, _WithoutRules()).traffic)
     return dataclasses.replace(whole, traffic=whole.traffic - max(of_pairs, 0.0))
 
 
-def _count(task: Task, position: Position, attention: str) -> Cost:
+class _WithoutRules(JaxNN):
+    """`jax.nn.dot_product_attention`, as a kernel that takes no rules."""
+
+    def supports(self, problem: Problem) -> str | None:
+        return "it has no rules" if problem.rules else super().supports(problem)
+
+
+def _count(task: Task, position: Position, attention: str | Implementation) -> Cost:
     task = of_program(task)
     task = dataclasses.replace(task, train=dataclasses.replace(task.train, steps_per_call=1))
     model = nnx.eval_shape(
