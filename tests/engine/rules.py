@@ -78,8 +78,8 @@ def _gated(params, q, k):
 def _separable(params, q, k):
     """FoX without a rule per pair.
 
-    The sums are counted from their middle: far from zero, the gradient of `params` is a difference of
-    two much larger sums, which float32 rounds.
+    The sums are counted from their middle: far from zero, the gradient of `params` is a difference
+    of two much larger sums, which float32 rounds.
     """
     (rule,) = _gated(params, q, k)
     middle = jax.lax.stop_gradient(jnp.max(rule.k_features)) / 2
