@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import posenc_jax as pe
 from experiments.models.model import LanguageModel, Position
 from experiments.tasks import Task
 from experiments.training.train import advance, arguments_of, of_program
-from posenc_jax.engine.jax_nn import JaxNN
-from posenc_jax.engine.problem import Implementation, Problem
 
 _OPERATIONS = (
     "reduce_",
@@ -71,14 +70,29 @@ def of_step(task: Task, position: Position) -> Cost:
     return dataclasses.replace(whole, traffic=whole.traffic - max(of_pairs, 0.0))
 
 
-class _WithoutRules(JaxNN):
-    """`jax.nn.dot_product_attention`, as a kernel that takes no rules."""
+class _WithoutRules(pe.Implementation):
+    """`jax.nn.dot_product_attention`, for the calls that a kernel without rules computes."""
 
-    def supports(self, problem: Problem) -> str | None:
-        return "it has no rules" if problem.rules else super().supports(problem)
+    name = "without-rules"
+
+    def supports(self, problem: pe.Problem) -> str | None:
+        p = problem
+        others = p.mask, p.softcap, p.sinks, p.dropout_seeds, p.q_segment_ids, p.prefix_length
+        plain = not p.rules and p.contiguous and all(each is None for each in others)
+        if plain and p.q.shape[3] == p.v.shape[3]:
+            return None
+        return "it has a causal mask and a window alone, and one head dim"
+
+    def __call__(self, problem: pe.Problem) -> tuple[jax.Array, jax.Array]:
+        p = problem
+        left, right = (side if side >= 0 else p.k.shape[1] for side in p.window or (-1, -1))
+        out = jax.nn.dot_product_attention(
+            p.q, p.k, p.v, is_causal=p.is_causal, scale=p.scale, local_window_size=(left, right)
+        )
+        return out, jnp.full(out.shape[:3], jnp.nan)
 
 
-def _count(task: Task, position: Position, attention: str | Implementation) -> Cost:
+def _count(task: Task, position: Position, attention: str | pe.Implementation) -> Cost:
     task = of_program(task)
     task = dataclasses.replace(task, train=dataclasses.replace(task.train, steps_per_call=1))
     model = nnx.eval_shape(
