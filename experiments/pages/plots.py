@@ -284,6 +284,65 @@ def differences(
         return drawing(figure, name, title)
 
 
+_RATIOS = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
+_DIFFERENCES = (-2.0, -1.0, -0.5, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+def by_parameters(
+    points: Mapping[str, Sequence[tuple[float, tuple[float, float, float]]]],
+    unit: str,
+    title: str,
+    name: str,
+    level: float,
+    ends: tuple[float, float] | None = None,
+) -> str:
+    """Returns a plot of means with their intervals against parameters.
+
+    Args:
+      points: by scheme: parameters in millions with mean, lower and upper bound.
+      unit: of the numbers.
+      title: for readers who do not see it.
+      name: of the plot, unique on its page.
+      level: at which there is a line: 0 for differences, whose axis is linear up to 0.1 and
+        logarithmic beyond; 1 for ratios, whose axis is logarithmic.
+      ends: of the axis of the numbers; by default all are in it.
+    """
+    with mpl.rc_context({**STYLE, "svg.hashsalt": title}):
+        figure = Figure(figsize=(6.2, 3.4))
+        figure.patch.set_alpha(0.0)
+        axes = figure.add_axes((0.11, 0.18, 0.66, 0.78))
+        axes.patch.set_alpha(0.0)
+        axes.set_xscale("log")
+        if level == 1.0:
+            axes.set_yscale("log", base=2)
+        else:
+            axes.set_yscale("symlog", linthresh=0.1)
+        for i, (scheme, row) in enumerate(points.items()):
+            x = [parameters * (1 + 0.02 * i) for parameters, _ in row]
+            middle, *bounds = np.array([bounds for _, bounds in row]).T
+            axes.errorbar(
+                x,
+                middle,
+                np.abs(bounds - middle),
+                fmt=f"{MARKERS[i % len(MARKERS)]}-",
+                color=PALETTE[i % len(PALETTE)],
+                label=tables.label(scheme),
+                elinewidth=1.4,
+            )
+        axes.axhline(level, color=INK, linewidth=0.8, alpha=0.6)
+        low, high = ends or axes.get_ylim()
+        axes.set_ylim(low, high)
+        ticks = tables.ordered(parameters for row in points.values() for parameters, _ in row)
+        axes.set_xticks(ticks, [f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in ticks], minor=False)
+        heights = [y for y in (_RATIOS if level else _DIFFERENCES) if low <= y <= high]
+        axes.set_yticks(heights, [f"{y:g}" for y in heights], minor=False)
+        axes.minorticks_off()
+        axes.set_xlabel("million parameters")
+        axes.set_ylabel(unit)
+        figure.legend(loc="center right", frameon=False)
+        return drawing(figure, name, title)
+
+
 def new_figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.8):
     """Returns a figure and its axes, with room at the right for labels; sizes in inches."""
     width = 6.2

@@ -21,6 +21,7 @@ from experiments.study.gains import gains_picture
 from experiments.study.on_gpu import lanes_of, plan_in_words
 from experiments.study.page import drawing, page
 from experiments.study.plan import Study, forecast, load
+from experiments.study.rows import Row, rows_of
 from experiments.training.mesh import connect
 
 _EPILOG = """\
@@ -125,7 +126,7 @@ def pages(
     if study.about.layout == "catalogue":
         text = catalogue_page(study, results, times, *places, files.get("", ""))
     else:
-        text = page(study, results, times, *places, files)
+        text = page(study, results, times, *places, files, earlier(study, folder.parent))
     return {target: text} | {
         target.with_name(name): plots.standalone(pictures[suffix]) for suffix, name in files.items()
     }
@@ -174,6 +175,22 @@ def by_scheme(study: Study, results: Lookup) -> list[SchemeResults]:
         if (runs := cell.finals(results))
     ]
     return [row for row in rows if len(row.ended) == len(row.runs)]
+
+
+def earlier(study: Study, folder: Path) -> dict[str, dict[str, Row]]:
+    """Returns the rows of the study that a study repeats, by size; none if it repeats none.
+
+    Args:
+      study: the study.
+      folder: of the folders of studies.
+    """
+    if (other := study.repeated) is None:
+        return {}
+    results = known(folder / other.name)
+    return {
+        size: rows_of(other.cells[size], other.about.baseline, results, None)
+        for size in study.cells
+    }
 
 
 def missing(study: Study, results: Lookup) -> list[str]:

@@ -7,20 +7,16 @@ where these do not reach far enough. With several sizes, gains are drawn against
 import math
 from collections.abc import Iterator, Mapping
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments.pages import plots
 from experiments.pages.intervals import interval
 from experiments.pages.scheme_results import Lookup, mean
-from experiments.pages.tables import label, ordered
+from experiments.pages.tables import label
 from experiments.study.clock import Clock
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, ended, rows_of
 from experiments.study.selection import score
-
-_TICKS = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
 
 
 def curve_of(row: Row, results: Lookup) -> dict[float, float]:
@@ -70,7 +66,7 @@ def gain(row: Row, curve: Mapping[float, float]) -> Bounds | None:
 def by_scheme(
     study: Study, results: Lookup, clock: Clock | None
 ) -> dict[str, dict[str, tuple[float, Bounds]]]:
-    """Returns parameters in millions and gains, by scheme and size, in the order of the sizes."""
+    """Returns the baseline's parameters in millions and gains, by scheme and size."""
     gains: dict[str, dict[str, tuple[float, Bounds]]] = {}
     for size, cells in study.cells.items():
         rows = rows_of(cells, study.about.baseline, results, clock)
@@ -78,7 +74,7 @@ def by_scheme(
         for scheme, row in rows.items():
             bounds = gain(row, curve) if curve and row.timed else None
             if bounds and not math.isnan(bounds[1]):
-                parameters = mean(result.parameters for result in row.results) / 1e6
+                parameters = mean(result.parameters for result in row.baseline) / 1e6
                 gains.setdefault(scheme, {})[size] = parameters, bounds
     return gains
 
@@ -114,36 +110,13 @@ def gains_picture(study: Study, results: Lookup, clock: Clock | None) -> str:
     gains = by_scheme(study, results, clock)
     if max(map(len, gains.values()), default=0) < 2:
         return ""
-    finite = [x for row in gains.values() for _, b in row.values() for x in b if 0 < x < math.inf]
+    points = {scheme: list(row.values()) for scheme, row in gains.items()}
+    finite = [x for row in points.values() for _, b in row for x in b if 0 < x < math.inf]
     ends = min([*finite, 1.0]) / 1.1, max([*finite, 1.0]) * 1.1
-    title = f"Compute gain over {label(study.about.baseline)}"
-    with mpl.rc_context({**plots.STYLE, "svg.hashsalt": title}):
-        figure = Figure(figsize=(6.2, 3.4))
-        figure.patch.set_alpha(0.0)
-        axes = figure.add_axes((0.11, 0.18, 0.66, 0.78))
-        axes.patch.set_alpha(0.0)
-        axes.set_xscale("log")
-        axes.set_yscale("log", base=2)
-        for i, (scheme, row) in enumerate(gains.items()):
-            x = [parameters * (1 + 0.02 * i) for parameters, _ in row.values()]
-            middle, low, high = np.clip(np.array([b for _, b in row.values()]).T, *ends)
-            axes.errorbar(
-                x,
-                middle,
-                [middle - low, high - middle],
-                fmt=f"{plots.MARKERS[i % len(plots.MARKERS)]}-",
-                color=plots.PALETTE[i % len(plots.PALETTE)],
-                label=label(scheme),
-                elinewidth=1.4,
-            )
-        axes.axhline(1.0, color=plots.INK, linewidth=0.8, alpha=0.6)
-        axes.set_ylim(*ends)
-        ticks = ordered(parameters for row in gains.values() for parameters, _ in row.values())
-        axes.set_xticks(ticks, [f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in ticks], minor=False)
-        heights = [y for y in _TICKS if ends[0] <= y <= ends[1]]
-        axes.set_yticks(heights, [f"{y:g}" for y in heights], minor=False)
-        axes.minorticks_off()
-        axes.set_xlabel("million parameters")
-        axes.set_ylabel(f"time of {label(study.about.baseline)} / equal time")
-        figure.legend(loc="center right", frameon=False)
-        return plots.drawing(figure, "gains", title)
+    clipped = {
+        scheme: [(at, tuple(np.clip(bounds, *ends))) for at, bounds in row]
+        for scheme, row in points.items()
+    }
+    name = label(study.about.baseline)
+    unit = f"time of {name} / equal time"
+    return plots.by_parameters(clipped, unit, f"Compute gain over {name}", "gains", 1.0, ends)

@@ -13,6 +13,15 @@ from experiments.runs.run import Result, duration
 from experiments.study.answer import answer
 from experiments.study.choice_tables import choice_tables
 from experiments.study.clock import BUSY, Clock
+from experiments.study.comparison import (
+    Rows,
+    change_with_size,
+    differences,
+    has_corpora,
+    is_ladder,
+    over_corpora,
+    repetition,
+)
 from experiments.study.gains import curve_of, gain, trends
 from experiments.study.plan import Cell, Study
 from experiments.study.rows import Bounds, Row, rows_of
@@ -35,23 +44,58 @@ edited by hand.
 * A rate is unstable, and not chosen, if its selection seeds have a standard deviation above
   {unstable:g}, or if the same run at a rate that is higher by a millionth, so with other rounding,
   ends further away.
-* Every scheme has {tries} tries more: for its own parameters, learning rates 10 and 3 times that of
-  the rest; if it has none, rates half a step of the grid up and down.
+{tries}
 * The reported seeds took no part in the choice. Intervals are 95 % intervals over these seeds by
   Student's t, of means and of means of paired differences to {baseline}, and hold the choice too:
   each way of drawing the selection seeds with replacement chooses settings anew, and its change of
   the score is a component of the distribution.
+"""
+
+_TRIES = (
+    "* No scheme has further tries.",
+    """\
+* Every scheme has one try more: for its own parameters, a learning rate 10 times that of the rest;
+  if it has none, a rate half a step of the grid up.""",
+    """\
+* Every scheme has 2 tries more: for its own parameters, learning rates 10 and 3 times that of
+  the rest; if it has none, rates half a step of the grid up and down.""",
+)
+
+_TIMES = """\
 * Steps of all schemes are timed side by side in one process. In equal time a scheme has as many
   steps as take the time of {baseline}. Its compute gain is the training time in which {baseline}
   reaches the same score, divided by that time; it is read off the mean scores of {baseline} with
   more and fewer steps at the same rate.
-
-Two criteria were written before the runs:
-
-1. A difference is resolved if its interval excludes 0.
-2. Nothing is concluded from time unless other programs had less than {busy:.0%} of the machine
-   while steps were timed.
 """
+
+_PROCESSOR = {
+    True: """\
+* **Processor**: times are those of this library on one processor of the kind named below. On a GPU
+  or TPU the ratios are others.""",
+    False: """\
+* **Processor**: other kinds round otherwise, which grows most at high rates. Runs on several kinds
+  are named below.""",
+}
+"""By whether times are compared."""
+
+_CRITERIA = {
+    "resolved": "A difference is resolved if its interval excludes 0.",
+    "time": """\
+Nothing is concluded from time unless other programs had less than {busy:.0%} of the machine
+   while steps were timed.""",
+    "sizes": """\
+A difference changes with size if its intervals at the first and the last size do not overlap;
+   otherwise nothing is said about a trend.""",
+    "corpora": """\
+A difference holds in general if it is resolved with one sign on all corpora. If it is resolved on
+   some, and with the other sign on none, these are named; with both signs, it depends on the
+   corpus.""",
+    "repetition": """\
+No resolved statement changes: a difference to {baseline} that is resolved in `{repeats}` is not
+   resolved with the other sign here. Differences that are resolved in one of the two alone are
+   named.""",
+}
+"""Criteria by what a study has."""
 
 _THREATS = """\
 ## What could be wrong with it
@@ -61,8 +105,7 @@ _THREATS = """\
 * **Tuning**: learning rates only; the initialisation, the weight decay and the settings of the
   schemes are their defaults, or those in `{file}`. More tries can help one scheme more than
   another.
-* **Processor**: times are those of this library on one processor of the kind named below. On a GPU
-  or TPU the ratios are others.
+{processor}
 * **Selection**: {selection_seeds} seeds choose, so settings whose means are close may be taken for
   each other; the intervals hold this.
 
@@ -82,6 +125,7 @@ def page(
     file: str,
     folder: str,
     pictures: Mapping[str, str],
+    earlier: Rows,
 ) -> str:
     """Returns the page.
 
@@ -92,6 +136,7 @@ def page(
       file, folder: where the study and its results are.
       pictures: files of the plots of differences (""), of lengths ("-lengths"), of places
         ("-maps") and of compute gains ("-gains"), as far as there are any.
+      earlier: the rows of the study that this one repeats, if it does.
     """
     about, sizes = study.about, list(study.cells.values())
     cell = sizes[0][about.baseline]
@@ -104,16 +149,29 @@ def page(
         "baseline": label(about.baseline),
         "selection_seeds": cell.about.selection_seeds,
         "unstable": cell.about.unstable,
-        "tries": cell.about.tries,
+        "tries": _TRIES[cell.about.tries],
         "busy": BUSY,
+        "repeats": about.repeats,
     }
-    lines = [_HEAD.format(**words)]
+    has = {
+        "resolved": True,
+        "time": any(c.has_equal_time for cells in sizes for c in cells.values()),
+        "sizes": is_ladder(study),
+        "corpora": has_corpora(study),
+        "repetition": bool(about.repeats),
+    }
+    lines = [_HEAD.format(**words) + (_TIMES.format(**words) if has["time"] else "")]
+    criteria = [_CRITERIA[name].format(**words) for name in _CRITERIA if has[name]]
+    lines += ["Criteria, written before the runs:", ""]
+    lines += [f"{i + 1}. {text}" for i, text in enumerate(criteria)] + [""]
     rows = {
         size: rows_of(cells, about.baseline, results, clock) for size, cells in study.cells.items()
     }
     if len(known) < len(runs):
         lines += [f"**{len(known)} of {len(runs)} runs known so far have ended.**", ""]
     lines += answer(study, rows, clock)
+    if has["sizes"] and all(rows.values()):
+        lines += [*change_with_size(study, rows), ""]
     captions = {
         "": f"Differences to {label(about.baseline)} with their intervals",
         "-lengths": "Scores by length, first size",
@@ -125,6 +183,10 @@ def page(
         lines += [f"![{captions[suffix]}]({picture})", ""]
     if sentences := list(trends(study, results, clock)):
         lines += [*sentences, ""]
+    if has["corpora"] and all(rows.values()):
+        lines += over_corpora(study, rows)
+    if has["repetition"] and any(rows.values()):
+        lines += repetition(study, rows, earlier, len(criteria))
     for size, cells in study.cells.items():
         lines += _size(size, cells, about, rows[size], results, clock)
     counts = ordered(r.parameters / 1e6 for r in known if r.parameters)
@@ -134,6 +196,7 @@ def page(
         for c in s.values()
     }
     if counts:
+        words["processor"] = _PROCESSOR[has["time"]]
         words["parameters"] = _range(counts, ".2f")
         words["tokens"] = _range([n / 1e6 for n in tokens], ".2g")
         facts = [k for r in known for k in r.environment if k.startswith("corpus ")]
@@ -154,21 +217,28 @@ def _range(numbers: Sequence[float], form: str) -> str:
 def drawing(study: Study, results: Lookup, clock: Clock | None) -> str:
     """Returns the plot of differences to the baseline at the trained length, as <svg>.
 
-    It has the sizes with the task of the first size.
+    It has the sizes with the task of the first size, against parameters if they are a ladder.
     """
+    baseline, name = study.about.baseline, label(study.about.baseline)
+    task = next(iter(study.cells.values()))[baseline].task
+    rows = {
+        size: rows_of(cells, baseline, results, clock)
+        for size, cells in study.cells.items()
+        if cells[baseline].task.name == task.name
+    }
+    unit = f"{task.labels.unit} at the trained length, difference to {name}"
+    if is_ladder(study) and all(rows.values()):
+        return plots.by_parameters(
+            differences(study, rows), unit, f"Differences to {name}", "differences", 0.0
+        )
     bounds: dict[str, dict[str, Bounds]] = {}
-    task = next(iter(next(iter(study.cells.values())).values())).task
-    for size, cells in study.cells.items():
-        if next(iter(cells.values())).task.name != task.name:
-            continue
-        for scheme, row in rows_of(cells, study.about.baseline, results, clock).items():
-            if scheme != study.about.baseline and not math.isnan(row.difference[0]):
+    for size, of_size in rows.items():
+        for scheme, row in of_size.items():
+            if scheme != baseline and not math.isnan(row.difference[0]):
                 bounds.setdefault(scheme, {})[size] = row.difference
     if not bounds:
         return ""
     bounds = dict(sorted(bounds.items(), key=lambda row: next(iter(row[1].values()))[0]))
-    name = label(study.about.baseline)
-    unit = f"{task.labels.unit} at the trained length, difference to {name}"
     return plots.differences(bounds, unit, f"Differences to {name}")
 
 
@@ -225,14 +295,12 @@ def _scores(rows: Mapping[str, Row], baseline: str, results: Lookup) -> Iterator
     heads += ["compute gain"] if curve else []
     lines = []
     for scheme, row in rows.items():
-        train, is_baseline = row.run.task.train, scheme == baseline
-        scheme_rate = f" ({train.scheme_rate:g} x)" if train.scheme_rate != 1 else ""
         lines.append(
             [
                 label(scheme),
                 in_words(row.at_trained_length, shifts=row.shifts),
-                "" if is_baseline else row.difference_in_words(),
-                f"{train.learning_rate:.4g}{scheme_rate}",
+                "" if scheme == baseline else row.difference_in_words(),
+                row.rate_in_words(),
             ]
         )
         if "step" in heads:

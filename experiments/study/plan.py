@@ -102,6 +102,8 @@ class _File:
     """The page: with intervals and the choice of settings, or one table of many schemes."""
     first_selection_seed: NonNegativeInt = 100
     """The seed of the grid, above all that are reported."""
+    repeats: str = ""
+    """The file, beside this one, of a study that this one repeats with other selection seeds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,11 +203,13 @@ class Study:
       name: of the file.
       about: the other entries of the file.
       cells: by size, then by scheme.
+      repeated: the study that this one repeats, if it does.
     """
 
     name: str
     about: _File
     cells: Mapping[str, Mapping[str, Cell]]
+    repeated: "Study | None" = None
 
     @property
     def timed_sizes(self) -> dict[str, Mapping[str, Cell]]:
@@ -299,9 +303,23 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
         cells: dict[str, dict[str, Cell]] = {}
         for size, table in about.sizes.items():
             cells[size] = _cells(size, table, about, common, cells)
+        repeated = _repeated(path, about) if about.repeats else None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return Study(path.stem, about, cells)
+    return Study(path.stem, about, cells, repeated)
+
+
+def _repeated(path: Path, about: _File) -> Study:
+    """Returns the study that the file at `path` repeats."""
+    other = path.with_name(about.repeats)
+    if "repeats" in read_toml(other):
+        raise ConfigError(f"repeats: {other} repeats a study itself")
+    study = load(other)
+    if missing := [size for size in about.sizes if size not in study.cells]:
+        raise ConfigError(f"repeats: {other} has no size {missing[0]}")
+    if study.about.baseline != about.baseline:
+        raise ConfigError(f"repeats: {other} has another baseline, {study.about.baseline}")
+    return study
 
 
 def _cells(

@@ -68,6 +68,12 @@ class Row:
         """The mean difference to the baseline with its interval."""
         return interval(self.against(), self.shifts_against)
 
+    def rate_in_words(self) -> str:
+        """Returns the learning rate, and in parentheses how many times it the scheme's own is."""
+        train = self.run.task.train
+        times = f" ({train.scheme_rate:g} x)" if train.scheme_rate != 1 else ""
+        return f"{train.learning_rate:.4g}{times}"
+
     def difference_in_words(self, results: Sequence[Result] | None = None) -> str:
         """Returns the difference with its interval, in equal time with other results."""
         return in_words(self.against(results), sign="+", shifts=self.shifts_against)

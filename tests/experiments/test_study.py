@@ -16,7 +16,7 @@ from experiments.runs.run import Result, RunFolder
 from experiments.settings.config_io import convert
 from experiments.study import clock, plan
 from experiments.study.catalogue_page import catalogue_page
-from experiments.study.command import known
+from experiments.study.command import earlier, known
 from experiments.study.page import page
 from experiments.study.rows import rows_of
 
@@ -73,9 +73,10 @@ def call(tmp_path, capsys, monkeypatch):
         if any(self.run.scheme == name and abs(rate / r - 1) < 1e-3 for name, r in call.diverges):
             return self._write("diverged", error="the loss is not finite at step 10")
         score = call.measured(self.run)
-        scores = {str(n): score * 32 / n for n in self.run.task.test_lengths}
+        task = self.run.task
+        scores = {str(n): score * task.train_length / n for n in task.test_lengths}
         return self._write(
-            "done", parameters=1000, fitted=True, scores={"plain": scores}, cpu_seconds=8.0
+            "done", parameters=1000, fitted=True, scores={task.views[0]: scores}, cpu_seconds=8.0
         )
 
     monkeypatch.setattr(RunFolder, "_train", pretend)
@@ -396,6 +397,80 @@ def test_a_size_may_have_another_task(call, tmp_path):
     assert "<h2>large</h2>" in (tmp_path / "results" / "mine" / "report.html").read_text()
 
 
+def test_three_sizes_are_a_ladder(call, tmp_path):
+    head, _, large = STUDY.replace("equal_time = true\nbudgets = [0.5, 2.0]", "").partition(
+        "[sizes.large]"
+    )
+    large = large.replace("selection_seeds = 1\nseeds = 1", "seeds = 2")
+    sizes = [("large", 3), ("larger", 4)]
+    tables = [f"[sizes.{n}]" + large.replace("layers = 3", f"layers = {k}") for n, k in sizes]
+    (tmp_path / "mine.toml").write_text(head + "\n".join(tables))
+
+    def at_size(run):
+        # KERPLE loses 0.1 with each layer, and misses its best rate at all sizes but the first.
+        layers = run.task.model.num_layers
+        return measured(run) - 0.1 * layers * (run.scheme == "kerple")
+
+    call.measured = at_size
+    assert call("--run")[0] == 0
+    text = " ".join(call.page().split())
+    assert "2. A difference changes with size if" in text and "in equal time" not in text
+    answer = text.partition("## Answer")[2].partition("## Small")[0]
+    words = re.escape("change: kerple -0.692 [-0.705, -0.679] to -0.981 [-0.994, -0.968]. From")
+    assert re.search(f"From small to larger these {words}", answer)
+    assert "no change is resolved for: none -0.601 [" in answer
+    picture = call.plot.read_text()
+    assert "million parameters" in picture and "difference to rope" in picture
+
+
+def test_differences_on_several_corpora(call, tmp_path):
+    size = "rates = [1e-3, 2e-3, 4e-3]\nselection_seeds = 1\nseeds = 2\n"
+    names = {"speeches": "sotu", "code": "stdlib"}
+    sizes = [f'[sizes.{n}]\n{size}text.corpus = "{corpus}"\n' for n, corpus in names.items()]
+    schemes = ["none", "rope", "kerple", "alibi", "fox"]
+    head = f'task = "text"\nbaseline = "rope"\nschemes = {schemes}\n'
+    (tmp_path / "mine.toml").write_text(head + "\n".join(sizes))
+    on_speeches = {"none": 0.5, "kerple": -0.2, "alibi": 0.1, "fox": 0.0}
+    on_code = {"none": 0.7, "kerple": 0.0, "alibi": -0.1, "fox": 0.0}
+
+    def measured(run):
+        of_corpus = on_speeches if run.task.corpus == "sotu" else on_code
+        noise = 0.001 * (run.seed % 2) * (1 if run.scheme == "rope" else -1)
+        return 2.0 + of_corpus.get(run.scheme, 0.0) + noise
+
+    call.measured = measured
+    assert call("--run")[0] == 0
+    section = call.page().partition("## All corpora")[2].partition("##")[0]
+    lines = [line.split(" | ") for line in section.split("\n") if line.startswith("| ")]
+    assert {scheme.removeprefix("| "): verdict for scheme, verdict, *_ in lines[1:]} == {
+        "none": "in general",
+        "kerple": "on speeches",
+        "alibi": "depends on the corpus",
+        "fox": "not resolved",
+    }
+
+
+def test_a_study_that_repeats_another(call, tmp_path):
+    (tmp_path / "first.toml").write_text(STUDY)
+    head = 'repeats = "first.toml"\nfirst_selection_seed = 200\n'
+    (tmp_path / "mine.toml").write_text(head + STUDY)
+    assert call("--run")[0] == 0
+    assert "There are no results of first.toml." in call.page()
+    assert main(["study", "first.toml", "--run"]) == 0
+    assert {run.seed for run in call.carried_out} == {0, 1, *range(100, 103), *range(200, 203)}
+    assert call()[0] == 0
+    assert "\n3. No resolved statement changes: " in call.page()
+    assert "Criterion 3 holds: no difference is resolved with both signs.\n" in call.page()
+    section = call.page().partition("## Beside first.toml")[2].partition("##")[0]
+    assert "| kerple | 0.008 (10 x) | -0.4" in section and "alone" not in section
+    for path in call.results.glob("kback-none-s[01]-*/result.json"):
+        content = json.loads(path.read_text())
+        scores = {"32": 1.0 + 0.01 * ("-s1-" in path.parent.name), "48": 0.5}
+        path.write_text(json.dumps(content | {"scores": {"plain": scores}}))
+    assert call()[0] == 0
+    assert "**Criterion 3 fails**: none are resolved with both signs." in call.page()
+
+
 def test_a_scheme_is_added_with_one_command(call):
     assert call("--run")[0] == 0
     before = len(call.carried_out)
@@ -499,6 +574,8 @@ def test_the_best_have_rates_chosen_anew(call, tmp_path):
             "sizes.large: always: ropr is not compared",
         ),
         (("[0.5, 2.0]", "[0.5, 1.0]"), "sizes.small: budgets: must grow, without 1"),
+        (('task = "kback"', 'repeats = "wrong.toml"'), "wrong.toml repeats a study itself"),
+        (('task = "kback"', 'repeats = "absent.toml"'), "absent.toml"),
         (("[kback.train]", "[kback.trian]"), "kback.trian: unknown setting"),
         (('schemes = ["none", ', 'schemes = ["nnoe", '), "unknown scheme"),
     ],
@@ -530,7 +607,8 @@ def test_the_committed_page_is_that_of_the_committed_results(request, name):
         expected = catalogue_page(study, results, times, file, folder, f"{name}.svg")
     else:
         files = {what: f"{name}{what}.svg" for what in ("", "-lengths", "-maps")}
-        expected = page(study, results, times, file, folder, files)
+        before = earlier(study, root / "results")
+        expected = page(study, results, times, file, folder, files, before)
     assert (root / "docs" / f"{name}.md").read_text() == expected
     names = {run.name for run in study.runs(results, times)}
     content = {path.parent.name for path in (root / folder).glob("*/result.json")}
