@@ -46,7 +46,8 @@ def choice_tables(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
         "Then, all relative to the best rate's mean or, for one seed, to its run with this seed: "
         "the optimum of a parabola through the best rate and its neighbours, if these are near; "
         "the same run with other rounding; and the tries. A try that improved the run of one seed "
-        f"has the mean of {about.selection_seeds}. What was chosen is bold."
+        f"has the mean of {about.selection_seeds}; unstable ones are in brackets. What was chosen "
+        "is bold."
     )
     yield ""
     heads = ["scheme", "optimum", "other rounding", *(f"try {i + 1}" for i in range(about.tries))]
@@ -85,6 +86,8 @@ def _further(selection: Selection, tries: int) -> list[str]:
         else:
             change = selection.score(run) - selection.score(best)
         text = f"{_setting(run, best)}: {f'{change:+.3f}' if math.isfinite(change) else '-'}"
+        if run in selection.unstable:
+            text = f"({text})"
         texts.append(f"**{text}**" if run == selection.chosen else text)
     return texts
 

@@ -57,7 +57,7 @@ def has_corpora(study: Study) -> bool:
 
 
 def over_corpora(study: Study, rows: Rows) -> Iterator[str]:
-    """Yields the section with the differences on all corpora, and what holds on them."""
+    """Yields the section with the differences on all corpora, and where they are resolved."""
     yield "## All corpora"
     yield ""
     lines = []
@@ -92,30 +92,36 @@ def repetition(study: Study, rows: Rows, earlier: Rows, criterion: int) -> Itera
     both: list[str] = []
     here: list[str] = []
     there: list[str] = []
+    same: list[str] = []
     yield f"## Beside {other}"
     yield ""
     for size, of_size in rows.items():
         pairs = {s: (row, earlier[size][s]) for s, row in of_size.items() if s in earlier[size]}
         lines = []
         for scheme, pair in pairs.items():
+            name = label(scheme) + (f" ({size})" if len(rows) > 1 else "")
+            if pair[0].run == pair[1].run:
+                same.append(name)
             lines.append([label(scheme)])
             for row in pair:
                 difference = "" if scheme == baseline else row.difference_in_words()
                 lines[-1] += [row.rate_in_words(), difference]
             signs = [0 if scheme == baseline else _sign(row.difference) for row in pair]
             if signs[0] != signs[1]:
-                (both if all(signs) else here if signs[0] else there).append(label(scheme))
+                (both if all(signs) else here if signs[0] else there).append(name)
         yield from table(heads, lines)
     if not any(earlier.values()):
         yield f"There are no results of {other}."
     elif both:
-        yield f"**Criterion {criterion} fails**: {', '.join(both)} are resolved with both signs."
+        yield f"**Criterion {criterion} fails**: resolved with both signs: {', '.join(both)}."
     else:
         yield f"Criterion {criterion} holds: no difference is resolved with both signs."
     if here:
         yield f"Resolved here alone: {', '.join(here)}."
     if there:
         yield f"Resolved in {other} alone: {', '.join(there)}."
+    if same:
+        yield f"Settings are the same, and so are the reported runs, for {', '.join(same)}."
     yield ""
 
 
