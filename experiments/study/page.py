@@ -226,11 +226,10 @@ def drawing(study: Study, results: Lookup, clock: Clock | None) -> str:
         for size, cells in study.cells.items()
         if cells[baseline].task.name == task.name
     }
-    unit = f"{task.labels.unit} at the trained length, difference to {name}"
+    title = f"Differences to {name}"
     if is_ladder(study) and all(rows.values()):
-        return plots.by_parameters(
-            differences(study, rows), unit, f"Differences to {name}", "differences", 0.0
-        )
+        unit = f"{task.labels.unit}, difference to {name}"
+        return plots.by_parameters(differences(study, rows), unit, title, "differences", 0.0)
     bounds: dict[str, dict[str, Bounds]] = {}
     for size, of_size in rows.items():
         for scheme, row in of_size.items():
@@ -239,7 +238,8 @@ def drawing(study: Study, results: Lookup, clock: Clock | None) -> str:
     if not bounds:
         return ""
     bounds = dict(sorted(bounds.items(), key=lambda row: next(iter(row[1].values()))[0]))
-    return plots.differences(bounds, unit, f"Differences to {name}")
+    unit = f"{task.labels.unit} at the trained length, difference to {name}"
+    return plots.differences(bounds, unit, title)
 
 
 def _size(
