@@ -32,6 +32,8 @@ def rows(text):
 
 STUDY = pages.read("docs/study.md")
 SMALL = rows(STUDY.partition("\n## Small\n")[2])
+CATALOGUE = pages.read("docs/study_catalogue.md")
+BEST = rows(CATALOGUE.partition("\n## Finalists\n")[2])
 SECTIONS = re.split(r"(?m)^## (R\w+)\n", pages.read("RESULTS.md"))
 CLAIMS = {name: rows(text) for name, text in zip(SECTIONS[1::2], SECTIONS[2::2], strict=True)}
 MODELS = rows(pages.read("docs/models.md"))
@@ -63,9 +65,12 @@ FACTS = [
     f"Models have {LEAST} to {MOST} million parameters",
     f"{len(MODEL_TYPES)} model types",
     f"a training step takes {claim('R18b', 'rope', 2048):.3f} times as long as without",
-    f"{SMALL['t5', TRAINED]:.3f} bits per byte against RoPE's {SMALL['rope', TRAINED]:.3f}",
-    f"T5's bias goes from {SMALL['t5', TRAINED]:.3f} to {SMALL['t5', LONGEST]:.3f}, "
-    f"RoPE from {SMALL['rope', TRAINED]:.3f} to {SMALL['rope', LONGEST]:.3f}",
+    f"{SMALL['t5', TRAINED]:.3f} and {BEST['rope+short_conv', TRAINED]:.3f} bits per byte "
+    f"against RoPE's {SMALL['rope', TRAINED]:.3f} and {BEST['rope', TRAINED]:.3f}",
+    f"KERPLE goes from {SMALL['kerple', TRAINED]:.3f} to {SMALL['kerple', LONGEST]:.3f} and "
+    f"RoPE from {SMALL['rope', TRAINED]:.3f} to {SMALL['rope', LONGEST]:.3f}; "
+    f"T5 from {SMALL['t5', TRAINED]:.3f} to {SMALL['t5', LONGEST]:.3f} at the rates that were "
+    f"chosen, and from {BEST['t5', TRAINED]:.3f} to {BEST['t5', 'at 1024']:.3f} at half the rate",
     f"{SMALL['rope', 'ntk 256']:.3f} with NTK, {SMALL['rope', 'nonoverlapping 256']:.3f} without",
     f"{claim('R05', 'rope_100', 512):.3f} after 100 steps with RoPE as it was, "
     f"{claim('R05', 'pi_100', 512):.3f} with interpolation",
@@ -82,7 +87,8 @@ FACTS = [
     f"{claim('R25', 'rope_random', 50):.3f} of copied tokens right at 1.5 times the length, "
     f"without {claim('R25', 'rope', 50):.3f}",
     f"{claim('R23', 'convolved', 128):.3f} bits per byte, without the convolutions "
-    f"{claim('R23', 'none', 128):.3f}",
+    f"{claim('R23', 'none', 128):.3f}, in another protocol than the study's: RoPE has "
+    f"{claim('R23', 'rope', 128):.3f}",
     f"from {SMALL['t5', '0.001']:.3f} to {SMALL['t5', '0.016']:.3f} bits per byte "
     "between the rates 0.001 and 0.016",
     f"NTK undoes {undone(256)} % of RoPE's rise at twice the length, {undone(1024)} % at eight",
@@ -95,18 +101,20 @@ FACTS = [
     f"ALiBi ({difference('alibi')}) is behind",
     f"FIRE {SMALL['fire', 'step']:.2f}, FoX {SMALL['fox', 'step']:.2f} and Inkling "
     f"{SMALL['inkling', 'step']:.2f} times RoPE's",
+    f"T5 takes {claim('R18b', 't5', 2048) / claim('R18b', 'rope', 2048):.2f} times RoPE's",
+    f"T5's bias loses {SMALL['t5', 'sliding 512'] - SMALL['t5', 'sliding 128']:.3f}",
     f"T5's bias is worth {SMALL['t5', 'compute gain']:.2f} times the training time, FIRE's "
     f"{SMALL['fire', 'compute gain']:.2f}, Inkling's {SMALL['inkling', 'compute gain']:.2f} and "
     f"FoX's {SMALL['fox', 'compute gain']:.2f}",
 ]
-FINALISTS = dict(
+NEW = dict(
     re.findall(
-        r"(?m)^\| (\S+) \| [\d.]+ \[[^|]*\| ([+-][\d.]+ \[[^\]]*\]) \|",
-        pages.read("docs/study_catalogue.md"),
+        r"(?m)^\| (\S+) \| [\d.]+ \[[^|]*\| [+-][^|]*\| ([+-][\d.]+ \[[^\]]*\]) \|",
+        CATALOGUE.partition("\n## Finalists\n")[2],
     )
 )
-"""Differences to RoPE of the best schemes of the catalogue."""
-FACTS += [f"({FINALISTS[name]})" for name in ("rope+short_conv", "stick_breaking", "bam")]
+"""Differences to RoPE of the best schemes of the catalogue, of seeds that did not choose these."""
+FACTS += [f"({NEW[name]})" for name in ("rope+short_conv", "stick_breaking", "bam")]
 SINUSOIDAL = (
     f"{SMALL['sinusoidal', TRAINED]:.3f} bits per byte at 128, "
     f"{SMALL['sinusoidal', 'nonoverlapping 256']:.3f} at 256, "

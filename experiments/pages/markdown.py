@@ -39,9 +39,11 @@ class Provenance(NamedTuple):
 
 def provenance(results: Sequence[Result]) -> Provenance:
     """Returns the distinct versions, processors and commits of results."""
+    commits = ordered(result.commit for result in results)
+    changed = " (+: with uncommitted changes)" if any(x.endswith("+") for x in commits) else ""
     return Provenance(
         "; ".join(ordered(", ".join(result.versions) for result in results)),
         ", ".join(ordered(str(result.environment.get("python")) for result in results)),
         "; ".join(ordered(result.processor for result in results)),
-        ", ".join(ordered(result.commit for result in results)),
+        ", ".join(commits) + changed,
     )

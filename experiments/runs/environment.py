@@ -19,7 +19,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         **versions(PACKAGES),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "device": f"{device.platform}: {device.device_kind}",
         "processor": processor(),
         "cores": usable_cores(),

@@ -1,7 +1,9 @@
 """The answer of a study in a few sentences, made from its results."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from experiments.pages.intervals import interval
 from experiments.pages.scheme_results import mean
 from experiments.pages.tables import label
 from experiments.study.clock import Clock
@@ -9,21 +11,23 @@ from experiments.study.plan import Study
 from experiments.study.rows import Row
 
 FLAT = 0.05
-"""The greatest change of a score beyond the trained length that counts as none."""
+"""The greatest loss beyond the trained length that is called flat: a choice, not a criterion."""
 
 
 def answer(
     study: Study, rows: Mapping[str, Mapping[str, Row]], clock: Clock | None
 ) -> Iterator[str]:
-    """Yields a section with a paragraph for each size whose baseline has ended."""
+    """Yields a section with a list for each size whose baseline has ended."""
     if not any(rows.values()):
         return
     yield "## Answer"
     yield ""
     for size, of_size in rows.items():
         if of_size:
-            sentences = _sentences(study.about.baseline, of_size, clock is not None)
-            yield f"**{size.capitalize()}.** {' '.join(sentences)}"
+            first, *others = _sentences(study.about.baseline, of_size, clock is not None)
+            yield f"**{size.capitalize()}.** {first}"
+            yield ""
+            yield from (f"* {sentence}" for sentence in others)
             yield ""
 
 
@@ -59,25 +63,34 @@ def _list(rows: Mapping[str, Row]) -> str:
 
 
 def _lengths(rows: Mapping[str, Row], of_baseline: Row) -> Iterator[str]:
-    """Yields the changes of the main score at the longest test length."""
+    """Yields how scores change beyond the trained length, in windows and with full contexts."""
     task = of_baseline.cell.task
-    view, length = task.views[0], task.longest
-    if length == task.train_length:
-        return
-    sign = -1 if task.labels.higher_is_better else 1
-    changes = {
-        scheme: sign * (mean(row.values(view, length)) - mean(row.at_trained_length))
-        for scheme, row in rows.items()
-        if row.values(view, length)
-    }
-    flat = [label(s) for s, change in changes.items() if change <= FLAT]
-    worse = [f"{label(s)} by {change:.2f}" for s, change in changes.items() if change > FLAT]
-    at = f"At {length / task.train_length:g} times the length"
-    if flat:
-        yield f"{at}, these lose at most {FLAT:g}: {_and(flat)}."
-    if worse:
-        yield f"{at}, these become worse: {_and(worse)}."
+    for view in [task.views[0], *(["sliding"] if "sliding" in task.views[1:] else [])]:
+        scores = of_baseline.results[0].scores.get(view, {})
+        longest = max(map(int, scores), default=0)
+        if longest > task.train_length:
+            context = " with full contexts (sliding)" if view == "sliding" else ""
+            at = f"At {longest / task.train_length:g} times the length{context}"
+            yield from _changes(rows, view, longest, at)
 
 
-def _and(words: Sequence[str]) -> str:
-    return ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else "".join(words)
+def _changes(rows: Mapping[str, Row], view: str, length: int, at: str) -> Iterator[str]:
+    flat, others = [], []
+    for scheme, row in rows.items():
+        task = row.cell.task
+        sign = -1 if task.labels.higher_is_better else 1
+        scores = [result.scores.get(view, {}) for result in row.results]
+        ends = [(x.get(str(task.train_length)), x.get(str(length))) for x in scores]
+        rises = [sign * (b - a) for a, b in ends if a is not None and b is not None]
+        if rises:
+            rise, _, high = interval(rises)
+            is_flat = (rise if math.isnan(high) else high) <= FLAT
+            (flat if is_flat else others).append((label(scheme), rise))
+    parts = [f"these lose at most {FLAT:g} by their intervals: {_signed(flat)}"] if flat else []
+    parts += [f"{'the others' if flat else 'all'} lose: {_signed(others)}"] if others else []
+    if parts:
+        yield f"{at}, {'; '.join(parts)}."
+
+
+def _signed(changes: Sequence[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} {change:+.2f}" for name, change in changes)

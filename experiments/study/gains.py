@@ -91,17 +91,15 @@ def trends(study: Study, results: Lookup, clock: Clock | None) -> Iterator[str]:
 def trend(first: Bounds, last: Bounds) -> str:
     """Returns in a word how a gain changes between sizes, by the criteria of a study's file.
 
-    >>> trend((1.3, 1.2, 1.4), (1.6, 1.5, 1.7)), trend((1.3, 1.2, 1.4), (1.1, 0.9, 1.3))
+    >>> trend((1.3, 1.2, 1.4), (1.6, 1.5, 1.7)), trend((1.3, 1.2, 1.4), (1.0, 0.9, 1.1))
     ('grows', 'vanishes')
-    >>> trend((1.3, 1.2, 1.4), (1.35, 1.3, 1.5)), trend((1.1, 0.9, 1.3), (1.2, 0.9, 1.4))
+    >>> trend((1.3, 1.2, 1.4), (1.35, 1.3, 1.5)), trend((1.3, 1.2, 1.4), (1.1, 0.9, 1.3))
     ('stays', 'is not resolved')
     """
-    if first[1] > 1 >= last[1]:
-        return "vanishes"
     if last[1] > first[2]:
         return "grows"
     if last[2] < first[1]:
-        return "shrinks"
+        return "vanishes" if first[1] > 1 >= last[1] else "shrinks"
     return "stays" if min(first[1], last[1]) > 1 else "is not resolved"
 
 

@@ -43,21 +43,22 @@ edited by hand.
   edge of the grid.
 * A rate is unstable, and not chosen, if its selection seeds have a standard deviation above
   {unstable:g}, or if the same run at a rate that is higher by a millionth, so with other rounding,
-  ends further away.
+  differs by more.
 {tries}
 * The reported seeds took no part in the choice. Intervals are 95 % intervals over these seeds by
-  Student's t, of means and of means of paired differences to {baseline}, and hold the choice too:
-  each way of drawing the selection seeds with replacement chooses settings anew, and its change of
-  the score is a component of the distribution.
+  Student's t, of means and of means of paired differences to {baseline}. They include the choice:
+  each way of drawing the selection seeds with replacement chooses anew among the settings that had
+  all of them, without those that spread in this draw, and its change of the score is a component
+  of the distribution. Which settings had all seeds, by the first one alone, is not drawn anew.
 """
 
 _TRIES = (
     "* No scheme has further tries.",
     """\
-* Every scheme has one try more: for its own parameters, a learning rate 10 times that of the rest;
-  if it has none, a rate half a step of the grid up.""",
+* Every scheme has one further try: for its own parameters, a learning rate 10 times that of the
+  rest; if it has none, a rate half a step of the grid up.""",
     """\
-* Every scheme has 2 tries more: for its own parameters, learning rates 10 and 3 times that of
+* Every scheme has 2 further tries: for its own parameters, learning rates 10 and 3 times that of
   the rest; if it has none, rates half a step of the grid up and down.""",
 )
 
@@ -70,8 +71,10 @@ _TIMES = """\
 
 _PROCESSOR = {
     True: """\
-* **Processor**: times are those of this library on one processor of the kind named below. On a GPU
-  or TPU the ratios are others.""",
+* **Time**: steps are those of this library at the trained length, on one processor of the kind
+  named below; for longer sequences, on a GPU or a TPU the ratios are others. Intervals in equal
+  time and of compute gains include neither the clock's noise of one or two percent nor that of the
+  curve that gains are read off.""",
     False: """\
 * **Processor**: other kinds round otherwise, which grows most at high rates. Runs on several kinds
   are named below.""",
@@ -102,18 +105,22 @@ _THREATS = """\
 
 * **Corpus**: {corpus}; other text, and other kinds of sequences, may order the schemes otherwise.
 * **Scale**: {parameters} million parameters, {tokens} million bytes of training text per run.
+* **Training**: scores are those after {steps} steps, and still fall. After longer training the
+  order may be another: it is one of speed of learning as much as of what is learned.
 * **Tuning**: learning rates only; the initialisation, the weight decay and the settings of the
-  schemes are their defaults, or those in `{file}`. More tries can help one scheme more than
-  another.
+  schemes, RoPE's theta among them, are their defaults, or those in `{file}`. Equal tries are not
+  equal chances: schemes with parameters try another rate for these alone, others try their rate.
+* **Comparisons**: each interval has 95 %, and there are {comparisons}. A difference whose interval
+  only just excludes 0 would not be resolved after a correction for their number.
 {processor}
 * **Selection**: {selection_seeds} seeds choose, so settings whose means are close may be taken for
-  each other; the intervals hold this.
+  each other; the intervals include this.
 
 ## Add a scheme
 
     python -m experiments study {file} --run --also mypkg.mine:MyScheme --page mine.md
 
-runs the scheme by the same protocol, and writes the page with a row more. `rope+alibi` names a
+runs the scheme by the same protocol, and writes the page with one more row. `rope+alibi` names a
 chain.
 """
 
@@ -164,6 +171,7 @@ def page(
     criteria = [_CRITERIA[name].format(**words) for name in _CRITERIA if has[name]]
     lines += ["Criteria, written before the runs:", ""]
     lines += [f"{i + 1}. {text}" for i, text in enumerate(criteria)] + [""]
+    lines += [about.remark.strip(), ""] if about.remark else []
     rows = {
         size: rows_of(cells, about.baseline, results, clock) for size, cells in study.cells.items()
     }
@@ -197,6 +205,8 @@ def page(
     }
     if counts:
         words["processor"] = _PROCESSOR[has["time"]]
+        words["steps"] = _range([c.task.train.steps for s in sizes for c in s.values()], "d")
+        words["comparisons"] = len(study.cells) * (len(about.schemes) - 1)
         words["parameters"] = _range(counts, ".2f")
         words["tokens"] = _range([n / 1e6 for n in tokens], ".2g")
         facts = [k for r in known for k in r.environment if k.startswith("corpus ")]
@@ -318,6 +328,12 @@ def _scores(rows: Mapping[str, Row], baseline: str, results: Lookup) -> Iterator
             for scheme, row in rows.items()
         ]
         yield from table(["scheme", *(f"{view} {n}" for view, n in columns)], lines)
+    unfitted = [label(s) for s, row in rows.items() if not any(r.fitted for r in row.results)]
+    if unfitted:
+        rule = next(iter(rows.values())).results[0].fit_rule
+        names = ", ".join(f"`{name}`" for name in unfitted)
+        yield f"Not learned by the rule of the task ({rule}): {names}."
+        yield ""
     failed = {s: sum(r.status != "done" for r in row.results) for s, row in rows.items()}
     if any(failed.values()):
         words = (f"{label(s)} in {n} of {len(rows[s].results)}" for s, n in failed.items() if n)

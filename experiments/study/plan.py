@@ -104,6 +104,8 @@ class _File:
     """The seed of the grid, above all that are reported."""
     repeats: str = ""
     """The file, beside this one, of a study that this one repeats with other selection seeds."""
+    remark: str = ""
+    """A change of the protocol after the first run, shown below the criteria."""
 
 
 @dataclasses.dataclass(frozen=True)

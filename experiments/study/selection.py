@@ -100,19 +100,22 @@ class Selection:
 
         One number for each sequence of seeds drawn with replacement: the score at the trained
         length of the setting that these seeds choose, less that of the chosen one, as means over
-        all selection seeds.
+        all selection seeds. A draw chooses among the runs in `tried`, without those that it makes
+        unstable; which runs these are, and other rounding, is not drawn anew.
         """
         if self.chosen is None:
             return []
-        runs = [run for run in self.tried if run is self.chosen or run not in self.unstable]
+        runs = [run for run in self.tried if self.unstable.get(run, "spread") == "spread"]
         table = {run: [self.score(each) for each in self.tried[run]] for run in runs}
         reported = {
-            run: mean([score(self._results(each)) for each in self.tried[run]]) for run in runs
+            run: mean([score(self._results(each)) for each in self.tried[run]])
+            for run in {*runs, self.chosen}
         }
-        best = [
-            self._best({run: _mean([table[run][i] for i in drawn]) for run in runs})
-            for drawn in itertools.product(range(len(self._seeds)), repeat=len(self._seeds))
-        ]
+        best = []
+        for drawn in itertools.product(range(len(self._seeds)), repeat=len(self._seeds)):
+            scores = {run: [table[run][i] for i in drawn] for run in runs}
+            stable = {run: _mean(x) for run, x in scores.items() if not self._spreads(x)}
+            best.append(self._best(stable) if stable else self.chosen)
         return [reported[run] - reported[self.chosen] for run in best]
 
     @property
@@ -177,8 +180,11 @@ class Selection:
             scores = [self.score(each) for each in runs]
             if not all(map(math.isfinite, scores)):
                 self.unstable[run] = "diverged"
-            elif len(scores) > 1 and statistics.stdev(scores) > self._cell.about.unstable:
+            elif self._spreads(scores):
                 self.unstable[run] = "spread"
+
+    def _spreads(self, scores: Sequence[float]) -> bool:
+        return len(scores) > 1 and statistics.stdev(scores) > self._cell.about.unstable
 
     def _stable(self) -> list[Run]:
         """Returns the runs that may be chosen: the lowest rate if none is stable."""
