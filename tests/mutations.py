@@ -59,7 +59,7 @@ MUTATIONS = [
              "if x is None or x.fault is not None]", "if x is None]",
              "tests/engine/test_verdicts.py"),
     Mutation("verdicts hold for all compilers", "engine/verdicts.py",
-             "platform_version=device.client.platform_version,", 'platform_version="",',
+             "platform_version=device.client.platform_version +", 'platform_version="" +',
              "tests/engine/test_verdicts.py"),
     Mutation("verdicts of a run count in several processes", "engine/verdicts.py",
              "verdict.time < _STARTED", "verdict.time > 0",

@@ -29,6 +29,7 @@ FOLDER = "POSENC_JAX_CACHE_DIR"
 DECODE = "decode"
 """The rule class of decode steps, whose kernel gets the logits of any rule as an array."""
 
+_DRIVER = Path("/proc/driver/nvidia/version")  # On Linux, with the driver's version on line 1.
 _STARTED = time.time()
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class Key(NamedTuple):
 
     Attributes:
       device_kind: of the chip.
-      platform_version: of the compiler and the runtime, as JAX's compilation cache has it.
+      platform_version: of the compiler and the runtime, as JAX's compilation cache has it, and of
+        the driver of an NVIDIA GPU.
       jax: the versions of jax and jaxlib.
       implementation: the word, and a digest of its sources.
       subject: the problems.
@@ -171,11 +173,19 @@ def key_of(subject: Subject) -> Key:
     device = jax.local_devices()[0]
     return Key(
         device_kind=device.device_kind,
-        platform_version=device.client.platform_version,
+        platform_version=device.client.platform_version + _driver(device.platform),
         jax=f"{jax.__version__}, jaxlib {jaxlib.__version__}",
         implementation=f"pallas {_digest()}",
         subject=subject,
     )
+
+
+def _driver(platform: str) -> str:
+    """Returns the version of a GPU's driver, with a comma before it; "" if no file tells."""
+    try:
+        return f", {_DRIVER.read_text().splitlines()[0]}" if platform == "gpu" else ""
+    except (OSError, IndexError):
+        return ""
 
 
 @functools.cache
@@ -183,7 +193,7 @@ def _digest() -> str:
     """Returns a digest of the sources of the kernels, and of the steps that check them."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(
-        file for name in ("engine", "prove") for file in package.glob(f"{name}/**/*.py")
+        file for name in ("engine", "ops", "prove") for file in package.glob(f"{name}/**/*.py")
     ):
         digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]

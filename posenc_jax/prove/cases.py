@@ -8,7 +8,8 @@ token's block and of its row and head, other channels of k and v likewise. In th
     dk, dv               are sums over each block of queries
 
 so a tile that was left out, read twice or taken from another head shows in the channel of its
-block. Other channels are random. NumPy computes the expected numbers, without code of the engine.
+block. Other channels are random. NumPy computes the expected numbers, with no code of the engine
+but that of the seeds of dropout.
 """
 
 import dataclasses
@@ -27,7 +28,6 @@ from posenc_jax.engine.rules import ContentBias, DenseBias, DotBias, LogitBias, 
 
 Arrays = dict[str, Any]
 _LOW, _HIGH = -20, 99  # Bounds of the tables by distance; tiles beyond have no rule.
-_FEATURES = 16  # Numbers of a vector per distance.
 _SEED = 8  # Of dropout.
 
 
@@ -40,7 +40,8 @@ class Case:
       rule: of `RULES`.
       batch, length, heads, kv_heads, dim: B, T, N, K and H.
       dtype: of q, k and v.
-      block: tokens of a tile's side, for places in messages.
+      block: tokens of a tile's side, for places in messages. Decode steps with another than 128
+        have blocks of the default size.
       causal, window, softcap, dropout: options of `attention`.
       segments: whether rows hold two segments and padding, where q, k and v are NaN.
       sinks: whether there is a sink per head.
@@ -236,20 +237,24 @@ def _vector(shared, head, distance):
     return shared[jnp.clip(distance, _LOW, _HIGH) - _LOW]
 
 
-def _product(of_keys: bool) -> RuleCase:
-    """A vector per token dot a vector per distance: Inkling, Shaw, Transformer-XL, DeBERTa."""
+def _product(of_keys: bool, size: int | None = 16) -> RuleCase:
+    """A vector per token dot a vector per distance: Inkling, Shaw, Transformer-XL, DeBERTa.
+
+    Vectors have `size` numbers, or H.
+    """
     name = "k_features" if of_keys else "q_features"
     axes = "bskf" if of_keys else "btkf"
 
     def make(random, c):
-        shape = (c.batch, c.key_count if of_keys else c.length, c.heads, _FEATURES)
-        vectors = 0.5 * random.normal(size=(_HIGH - _LOW + 1, _FEATURES))
+        features = size or c.dim
+        shape = (c.batch, c.key_count if of_keys else c.length, c.heads, features)
+        vectors = random.normal(size=(_HIGH - _LOW + 1, features)) * 2 / math.sqrt(features)
         return {"features": random.normal(size=shape), "vectors": vectors}
 
     def pull(p, d, ds):
         vectors = p["vectors"][_entry(d)]
         d_vectors = np.einsum(f"bkts,{axes}->btsf", ds, p["features"])
-        by_entry = [_by_entry(d, d_vectors[..., f]) for f in range(_FEATURES)]
+        by_entry = [_by_entry(d, one) for one in np.moveaxis(d_vectors, -1, 0)]
         return {
             "features": np.einsum(f"bkts,btsf->{axes}", ds, vectors),
             "vectors": np.stack(by_entry, 1),
@@ -267,13 +272,29 @@ def _product(of_keys: bool) -> RuleCase:
 
 
 def _array() -> RuleCase:
-    """An array of all pairs, which the rows of the batch share."""
+    """A float32 array of all pairs, which the rows of the batch share."""
     return RuleCase(
         "array",
         lambda random, c: {"pairs": random.normal(size=(1, c.heads, c.length, c.key_count))},
         lambda p: (DenseBias(p["pairs"]),),
         lambda p, d: p["pairs"],
         lambda p, d, ds: {"pairs": ds.sum(0, keepdims=True)},
+    )
+
+
+def _array_of_rows() -> RuleCase:
+    """An array of all pairs in the dtype of q, which the heads share."""
+
+    def make(random, c):
+        pairs = random.normal(size=(c.batch, 1, c.length, c.key_count))
+        return {"pairs": pairs.astype(jnp.dtype(c.dtype))}
+
+    return RuleCase(
+        "array",
+        make,
+        lambda p: (DenseBias(p["pairs"]),),
+        lambda p, d: p["pairs"],
+        lambda p, d, ds: {"pairs": ds.sum(1, keepdims=True)},
     )
 
 
@@ -287,7 +308,9 @@ RULES = {
     "pair": _pair(),
     "product": _product(of_keys=False),
     "product of keys": _product(of_keys=True),
+    "product of head dim": _product(of_keys=False, size=None),
     "array": _array(),
+    "array of rows": _array_of_rows(),
 }
 
 

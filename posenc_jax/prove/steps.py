@@ -107,10 +107,12 @@ TRAINING = (
     Case("softcap", softcap=3.0),
     Case("product", "product", dim=64),
     Case("product of keys, window", "product of keys", dim=64, window=150),
+    Case("product of vectors of the head dim", "product of head dim", dim=64, length=300),
     Case("pair", "pair"),
     Case("pair, not causal, softcap", "pair", causal=False, softcap=3.0),
     Case("array of all pairs", "array"),
     Case("array of all pairs, 300 tokens, not causal", "array", causal=False, length=300),
+    Case("array that heads share", "array of rows", heads=4),
     Case("sinks", sinks=True),
     Case("last queries", later=60),
     Case("shuffled positions", shuffled=True, window=100),
@@ -143,9 +145,10 @@ DECODE = (
     _decode("pair", "pair"),
     _decode("product", "product", dim=64),
     _decode("softcap, sinks", softcap=3.0, sinks=True),
+    _decode("blocks of the default size", filled=(0, 5000, 9000), keys=9000, block=2048),
     _decode("float32", dtype="float32"),
 )
-"""Decode steps; the caches of the rows are empty, filled in the first block, and full."""
+"""Decode steps; the caches of the rows are empty, filled in part, and full."""
 
 TILES = (
     Case("no rule", length=3072, block=512),
@@ -153,9 +156,10 @@ TILES = (
     Case("separable", "separable", length=3072, block=512),
     Case("product", "product", dim=64, length=3072, block=512),
     Case("pair", "pair", length=2560, block=512),
+    Case("array of all pairs", "array", length=2560, block=512),
     Case("table, segments, grouped heads", "table", heads=8, length=3072, block=512, segments=True),
 )
-"""Problems with three tiles of the default size per side on TPU, and more on GPU."""
+"""Problems with three to five tiles of the default size per side on TPU, and more on GPU."""
 
 _WITHOUT_LSE = ("splash", "jax", "cudnn")
 
@@ -202,7 +206,9 @@ def _against_float64(family: str, problems: tuple[Case, ...], gradients: bool) -
         for case in _cases(problems, dtype, head_dim, small):
 
             def run(check, case=case):
-                chosen = _kernels(implementation, interpret, default_tiles=False)
+                chosen = _kernels(
+                    implementation, interpret, bool(case.filled) and case.block != 128
+                )
                 return check(case, chosen, gradients=gradients, lse=lse)
 
             yield _step(family, case, run, _check, cases.executable)

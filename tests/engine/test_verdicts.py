@@ -43,7 +43,7 @@ class Chip:
     def __init__(self, monkeypatch):
         self.monkeypatch, self.device = monkeypatch, types.SimpleNamespace()
         self.device.client = types.SimpleNamespace(platform_version="libtpu 1")
-        self.device.device_kind = "TPU v6 lite"
+        self.device.device_kind, self.device.platform = "TPU v6 lite", "tpu"
         self.processes = 1
         for name, answer in {
             "local_devices": lambda: [self.device],
@@ -143,6 +143,16 @@ def test_the_life_of_a_verdict(chip, caplog):
         assert _t5() == "pallas"
         change()
         assert _t5() == "xla" and "there is no verdict" in _line(caplog)
+
+
+def test_another_driver_of_a_gpu_needs_a_verdict(chip, tmp_path):
+    file = tmp_path / "version"
+    chip.monkeypatch.setattr(verdicts, "_DRIVER", file)
+    without = key_of(T5)
+    file.write_text("NVRM version: 580.65\nGCC version: 12\n")
+    assert key_of(T5) == without  # A TPU.
+    chip.device.platform = "gpu"
+    assert key_of(T5).platform_version == "libtpu 1, NVRM version: 580.65"
 
 
 def test_several_processes(chip, caplog):

@@ -128,6 +128,10 @@ def _scaled(finish):
     return wrong
 
 
+def _scaled_bias(add_to_d_strip):
+    return lambda self, ds, bias_lanes: add_to_d_strip(self, 1.02 * ds, bias_lanes)
+
+
 def _early(finished):
     def wrong(self, *indices):
         b, head, block = finished(self, *indices)
@@ -243,6 +247,12 @@ FAULTS = (
         FORWARD,
         "output: batch 0, head 0: 1.0.* times what is expected",
         _ALL[1:],
+    ),
+    Fault(
+        "the cotangent of a bias is 1.02 times too large",
+        wrapped(backward.BackwardStep, "_add_to_d_strip", _scaled_bias),
+        BACKWARD,
+        "gradient of table: 1.0.* times what is expected",
     ),
     Fault(
         "dq is written to the block before",

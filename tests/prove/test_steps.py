@@ -26,7 +26,7 @@ from prove.faults import (
 from support import EVERY_CASE, one_of_all
 
 from posenc_jax.engine.gpu.implementation import PallasGPU
-from posenc_jax.engine.tpu import backward, forward
+from posenc_jax.engine.tpu import backward, backward_pairs, decode, forward
 from posenc_jax.engine.tpu.tile import poison
 from posenc_jax.prove import cases, places
 from posenc_jax.prove.cases import Case
@@ -60,6 +60,17 @@ def test_names_are_unique_and_filters_leave_what_they_name():
         ("distance", "bfloat16", 96)
     }
     assert len(some) > 4
+
+
+@pytest.mark.parametrize("rule", [name for name in cases.RULES if name != "none"])
+def test_gradients_of_parameters_are_checked_as_a_whole(rule):
+    """2 % lie within the bound of single numbers in bfloat16, 0.1 % within all."""
+    case = Case("", rule, length=120, dim=64)
+    want = cases.expected(case, cases.inputs(case), gradients=True)
+    for name in (name for name in want if name.startswith("gradient")):
+        assert places.first_wrong(case, want | {name: 1.001 * want[name]}, want) is None
+        place = places.first_wrong(case, want | {name: 1.02 * want[name]}, want)
+        assert place == f"{name}: 1.0200 times what is expected"
 
 
 RIGHT = ("primitives: entries of a schedule", "decode: 2 heads of keys")
@@ -133,6 +144,9 @@ def test_an_injected_fault_has_its_place(fault):
     assert re.search(fault.place, said[fault.step])
 
 
+SETTING = "jax_pallas_poison_buffers"
+
+
 def test_poisoned_memory():
     """As in the second run of a failed step on TPU."""
 
@@ -150,14 +164,20 @@ def test_poisoned_memory():
 
 
 @one_of_all
-@pytest.mark.parametrize("name", [SOFTCAP, BACKWARD])
+@pytest.mark.skipif(not hasattr(jax.config, SETTING), reason="the setting is newer")
+@pytest.mark.parametrize("name", [SOFTCAP, BACKWARD, "backward: array of all pairs", DECODE])
 def test_kernels_read_no_poisoned_memory(name, monkeypatch):
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "poisons", lambda: True)
+    kernels, was = [], getattr(jax.config, SETTING)
+    for module in (forward, backward, backward_pairs, decode):
+        monkeypatch.setattr(module, "poison", lambda x: kernels.append(poison(x)))
     cases.executable.cache_clear()
-    (step,) = (step for step in steps(interpret=True, small=True) if step.name == name)
-    assert step.run() is None
-    cases.executable.cache_clear()
+    jax.config.update(SETTING, True)
+    try:
+        (step,) = (step for step in steps(interpret=True, small=True) if step.name == name)
+        assert step.run() is None and kernels
+    finally:
+        jax.config.update(SETTING, was)
+        cases.executable.cache_clear()
 
 
 def test_a_wrong_number_is_named_by_its_place():

@@ -26,6 +26,8 @@ from posenc_jax.engine.tpu.tile import (
     dot,
     finish_softmax,
     lanes,
+    poison,
+    poisons,
     start_softmax,
     to_column,
     update_softmax,
@@ -202,6 +204,8 @@ def _kernel(
     """
     b, j = pl.program_id(0), pl.program_id(1)
     kind = grid.kind(schedule_ref, b, j)
+    if poisons():
+        pl.when(j == 0)(functools.partial(poison, scratch))
     pl.when(j == 0)(functools.partial(start_softmax, scratch))
     for one_kind in (_WHOLE, _PARTIAL):
         tile = functools.partial(_attend, grid, softcap, refs, scratch, one_kind == _PARTIAL)
