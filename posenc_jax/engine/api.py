@@ -226,7 +226,7 @@ def run(
       NotImplementedError: if the implementation does not support the problem.
     """
     if implementation is None:
-        return _run(choose(problem, _platform()), problem)
+        return _run(choose(problem, _platform(problem.q)), problem)
     chosen = find(implementation)
     reason = chosen.supports(problem)
     if reason is not None:
@@ -234,8 +234,13 @@ def run(
     return _run(chosen, problem)
 
 
-def _platform() -> str:
-    """Returns the platform of `jax.default_device`, else of the default backend."""
+def _platform(q: jax.Array) -> str:
+    """Returns the platform of q if it is known, else of `jax.default_device` or the backend.
+
+    It is known of arrays that are committed to devices, but not of tracers.
+    """
+    if not isinstance(q, Tracer) and q.committed:
+        return next(iter(q.devices())).platform
     device = jax.config.jax_default_device
     return device.platform if isinstance(device, jax.Device) else device or jax.default_backend()
 

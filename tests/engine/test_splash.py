@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support import one_of_all
 
 import posenc_jax as pe
+from posenc_jax.engine import api
 from posenc_jax.engine.api import choose, make_problem
 from posenc_jax.engine.rules import as_tuple
 from posenc_jax.engine.splash import Splash
@@ -353,6 +354,8 @@ def test_none_takes_it_where_the_devices_are_known(on_tpu):
 
 def test_programs_of_another_device_take_its_default(on_tpu):
     q = jnp.zeros((1, 512, 2, 64))
+    committed = jax.device_put(q, jax.devices("cpu")[0])
+    assert api._platform(q) == "tpu" and api._platform(committed) == "cpu"
     for device in ("cpu", jax.devices("cpu")[0]):
         with jax.default_device(device), described("TPU v5 lite"):
             text = str(jax.make_jaxpr(lambda q: pe.attention(q, q, q))(q))
