@@ -4,7 +4,8 @@
 
 It needs jax and numpy alone. Every result is written to the JSON file at once; a measurement
 beyond --minutes is recorded as skipped. A program that fails to compile or to run is recorded with
-its error, and not tried at a larger T.
+its error, and not tried at a larger T. One that does not answer in two minutes is recorded, and
+ends the measurements.
 
 1. Device, versions, and the steps of `experiments.bench.contact`, each family in a process of its
    own: parts of the kernels, both passes and decoding against float64, and tiles of the default
@@ -18,23 +19,26 @@ its error, and not tried at a larger T.
    as much with the backward pass. `/none` is the ratio to the time without a scheme. `compile s`
    is tracing and compiling, while --threads programs are compiled at once. Then attention with a
    bias per pair, as in AlphaFold: B = 128, T = 2048, N = 4, H = 32, not causal.
-4. One token against a cache of --slots, one program after the other; its rate counts the bytes of
-   keys and values. All times are of bfloat16.
+4. One token against a cache of --slots, one program after the other, by default and by "pallas";
+   its rate counts the bytes of keys and values. All times are of bfloat16.
 5. The times of tokamax on an H100 beside these, and whether the goals were reached.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import math
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -59,6 +63,8 @@ SCHEMES = (
     *("transformer_xl", "deberta", "shaw", "stick_breaking", "cope", "path"),
 )
 """In the order in which they are measured: the last are left out when time is short."""
+NO_ANSWER = 120.0
+"""Seconds after which calls of a program are given up."""
 LIBRARIES = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokamax")
 
 
@@ -83,10 +89,29 @@ class Report:
         """Returns the time at which a share of the minutes is over."""
         return self.began + share * self.seconds
 
-    def running(self, row: dict) -> None:
-        """Writes to the log what is about to run: a hang leaves its name."""
-        if self.log:
+    @contextlib.contextmanager
+    def running(self, row: dict, *, first: bool) -> Generator[None]:
+        """Ends this process if calls of a row's program do not end in time.
+
+        A crash of the process leaves its name: before the first call it is written to the log.
+        """
+        if first and self.log:
             contact.write(self.log, {"running": " ".join(map(str, (*_key(row), row["T"])))})
+        clock = threading.Timer(NO_ANSWER, self._give_up, [row])
+        clock.daemon = True
+        clock.start()
+        try:
+            yield
+        finally:
+            clock.cancel()
+
+    def _give_up(self, row: dict) -> None:
+        row["error"] = f"no answer in {NO_ANSWER:g} s"
+        if not any(other is row for other in self.numbers["times"]):
+            self.numbers["times"].append(row)
+        self.save()
+        print(line(row), "Other programs are not timed.", sep="\n", flush=True)
+        os._exit(1)  # A thread that waits for the device cannot be stopped.
 
     def add(self, row: dict) -> None:
         """Keeps the row of a time, and prints it."""
@@ -283,11 +308,11 @@ def time_rounds(
         if time.monotonic() + 2 * row.get("expected ms", 0) / 1e3 > end:
             row["skipped"] = "out of time"
             continue
-        report.running(row)
         try:
-            call = prepare()
-            jax.block_until_ready(call())
-            once = _seconds(call, 1)
+            with report.running(row, first=True):
+                call = prepare()
+                jax.block_until_ready(call())
+                once = _seconds(call, 1)
         except Exception as error:
             row |= reason(error)
             continue
@@ -298,7 +323,8 @@ def time_rounds(
         for row, call, inner, took in calls[first:] + calls[:first]:
             if time.monotonic() + inner * row["ms"] / 1e3 > end:
                 continue
-            took.append(_seconds(call, inner))
+            with report.running(row, first=False):
+                took.append(_seconds(call, inner))
             _finish(report, row, took)
         report.save()
 
@@ -435,16 +461,21 @@ def _key(row: dict) -> tuple:
 
 
 def decode(report: Report, options: argparse.Namespace, cases: list[Case], end: float) -> None:
-    """Times one token against a cache, by the implementation that is chosen for it."""
+    """Times one token against a cache, by the default implementation and by "pallas"."""
     shape = options.batch or 4, options.slots, options.heads, options.head_dim
     arrays = functools.cache(functools.partial(inputs, shape, jnp.bfloat16))
     t5 = pe.T5(num_heads=options.heads).init(jax.random.key(1))
 
     def ours(case: Case) -> dict:
-        return {case.name: our_case(case.scheme, _arguments(case, arrays()), tokens=1)}
+        word = None if case.by == "xla" else case.by
+        arguments = _arguments(case, arrays())
+        return {case.name: our_case(case.scheme, arguments, tokens=1, implementation=word)}
 
     makers: list[tuple[str, str, Callable[[], dict]]] = [
-        (case.name, "default", functools.partial(ours, case)) for case in cases if case.by == "xla"
+        (case.name, by, functools.partial(ours, case))
+        for word, by in (("xla", "default"), ("pallas", "pallas"))
+        for case in cases
+        if case.by == word
     ]
     makers.insert(1, ("none", "jax.nn", lambda: decode_peers.jax_nn((*arrays()[:3], t5), tokens=1)))
     for name, by, make in makers:
@@ -454,7 +485,8 @@ def decode(report: Report, options: argparse.Namespace, cases: list[Case], end: 
             report.add(row | {"skipped": "out of time"})
             continue
         try:
-            steps = make().values()
+            with report.running(row, first=True):
+                steps = make().values()
         except Exception as error:
             report.add(row | reason(error))
             continue

@@ -102,8 +102,13 @@ def all_cases(tokens: int, slots: int, options: argparse.Namespace) -> dict[str,
     return cases | peers.agreeing(others, ours)
 
 
-def our_case(scheme: pe.Scheme, arguments: tuple, tokens: int) -> peers.Case:
-    """Returns attention of the last `tokens` tokens to a cache of the earlier ones."""
+def our_case(
+    scheme: pe.Scheme, arguments: tuple, tokens: int, implementation: str | None = None
+) -> peers.Case:
+    """Returns attention of the last `tokens` tokens to a cache of the earlier ones.
+
+    Earlier tokens are written by the default implementation.
+    """
     q, k, v, params, *inputs = arguments
     batch, slots, heads, dim = q.shape
     x = inputs[0] if inputs else None
@@ -116,13 +121,22 @@ def our_case(scheme: pe.Scheme, arguments: tuple, tokens: int) -> peers.Case:
     def part(slots: slice) -> tuple:
         return tuple(None if y is None else y[:, slots] for y in (q, k, v, x))
 
-    def attend(cache, params, q, k, v, x):
+    def attend(cache, params, q, k, v, x, implementation=None):
         return pe.scheme_attention(
-            scheme, params, q, k, v, x=x, cache=cache, scale=scale, is_causal=True
+            scheme,
+            params,
+            q,
+            k,
+            v,
+            x=x,
+            cache=cache,
+            scale=scale,
+            is_causal=True,
+            implementation=implementation,
         )
 
     def step(cache, *arguments):
-        out, after = attend(cache, *arguments)
+        out, after = attend(cache, *arguments, implementation)
         # With the old counters and state, the next call writes the same slots again.
         before = {"length": cache.length, "next_positions": cache.next_positions}
         return out, dataclasses.replace(after, state=cache.state, **before)

@@ -1,8 +1,10 @@
 """The program of `make gpu` and `make tpu` at tiny size, on the CPU."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from xml.etree import ElementTree
 
 import jax.numpy as jnp
@@ -70,6 +72,7 @@ def test_the_whole_program_at_tiny_size(few_programs, tmp_path, capsys):
     assert times["matrix", "einsum", "forward+backward"]["TFLOP/s"] > 0
     assert times["none", "a library", "forward"]["error"] == "RuntimeError: out of memory"
     assert {times[name, by, "decode"]["bytes"] for name in ("none", "t5") for by in BY} == {1024}
+    assert "platform is cpu" in times["t5", "pallas", "decode"]["unsupported"]
 
     assert times["pair", "xla", "forward"]["flop"] == 4 * 4 * 32**2 * 32
     assert "platform is cpu" in times["pair", "pallas", "forward"]["unsupported"]
@@ -112,6 +115,22 @@ def test_a_failure_of_a_call_is_kept_beside_the_other_times():
     accelerator.time_rounds(report, running, options, report.until(0.9))
     assert rows[0]["error"] == "RuntimeError: out of memory" and "ms" not in rows[0]
     assert rows[1]["ms"] > 0 and rows[1]["rounds"] == 2
+
+
+def test_a_call_without_an_answer_ends_the_measurements(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(accelerator, "NO_ANSWER", 0.05)
+    stopped = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: stopped.set())
+    report = accelerator.Report(tmp_path / "cpu.json", minutes=1)
+    options = accelerator._parser().parse_args([*TINY, "--rounds=1"])
+    rows = [{"name": n, "by": "x", "what": "decode", "T": 1, "bytes": 8} for n in ("ends", "waits")]
+    calls = [lambda: jnp.zeros(2), lambda: stopped.wait(10)]
+    running = [(row, lambda call=call: call) for row, call in zip(rows, calls, strict=True)]
+    accelerator.time_rounds(report, running, options, report.until(0.9))
+    (waits,) = json.loads((tmp_path / "cpu.json").read_text())["times"]
+    assert waits["name"] == "waits" and waits["error"] == "no answer in 0.05 s"
+    assert "waits" in (tmp_path / "cpu.jsonl").read_text().splitlines()[-1]
+    assert "Other programs are not timed." in capsys.readouterr().out
 
 
 def test_failed_steps_are_in_the_file_and_what_ended_is_not_timed(monkeypatch, tmp_path, capsys):
