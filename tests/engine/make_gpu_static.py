@@ -11,7 +11,8 @@ for each product ("wgmma serialized"), and with 2 if there was nothing to compar
     make gpu-static ARGS=--write          and write the numbers down, for this version of jax
     make gpu-static ARGS="--cases 'none;t5'"
     make gpu-static ARGS=--table          print the table of docs/kernels.md from gpu_static.json
-    make gpu-static ARGS=--launches       count what "xla" launches on GPUs without kernels here
+    make gpu-static ARGS=--launches       count what "xla" launches on GPUs without kernels here,
+                                          and compare it with gpu_launches.json (--write)
 
 It says nothing about time. ptxas 12.9.1 or later must be on PATH (it comes with CUDA).
 """
@@ -51,6 +52,7 @@ from posenc_jax.engine.rules import DenseBias, SeparableBias
 from posenc_jax.engine.xla import XLA
 
 COMMITTED = pathlib.Path(__file__).with_name("gpu_static.json")
+LAUNCHES = pathlib.Path(__file__).with_name("gpu_launches.json")
 SPILLED = 64
 """Bytes that a kernel may spill beyond what it did; another version of ptxas moves some."""
 H100 = """
@@ -221,14 +223,22 @@ def program(case: Case, sharding, implementation=None):
     return both, ((q, k, k, x, params, *gates, pairs), (positions, segments), q)
 
 
-def launches(chip: str, size: int) -> tuple[int, int, int]:
-    """Returns tiles of a pass of T5 by "xla", the most launches for one, and MiB of both passes.
+def launched() -> dict[str, tuple[str, int, Case]]:
+    """Returns the problems whose launches are counted: GPU, queries and keys per tile, case."""
+    sizes = {f"t5, {chip}, {n}": (chip, n, Case("t5")) for chip in OTHERS for n in (128, 512, 1024)}
+    rules = {name: CASES[name] for name in ("none", "alibi", "kerple", "fox", "inkling")}
+    rules |= {"alibi, positions": CASES["alibi, positions"], "fire": Case("fire")}
+    return sizes | {f"{name}, A100, 512": ("A100", 512, case) for name, case in rules.items()}
+
+
+def launches(chip: str, size: int, case: Case) -> dict[str, int]:
+    """Returns tiles of a pass by "xla", the most launches for one, and MiB of both passes.
 
     A tile launches the operations of one turn of its loop, and those of the loops therein. Loops
     over tiles are those whose number of turns the compiler does not know.
     """
     blocks = Blocks(size, size)
-    case, implementation = Case("t5"), XLA(blocks, blocks)
+    implementation = XLA(blocks, blocks)
     function, arguments = program(case, described(OTHERS[chip]), implementation)
     compiled = jax.jit(function).lower(*arguments).compile()
     parts = (part.strip() for part in compiled.as_text().split("\n\n"))
@@ -253,7 +263,31 @@ def launches(chip: str, size: int) -> tuple[int, int, int]:
         count(body) for part in parts.values() for body, turns in loops(part) if turns is None
     ]
     rows, memory = case.length // size, compiled.memory_analysis().temp_size_in_bytes >> 20
-    return rows * (rows + 1) // 2, max(per_tile), memory
+    tiles = rows * (rows + 1) // 2
+    return {"tiles": tiles, "launches per tile": max(per_tile), "temporary MiB": memory}
+
+
+def compare_launches(write: bool) -> int:
+    """Prints launches beside committed ones; returns 1 for 5 % more, 2 without committed ones."""
+    committed = json.loads(LAUNCHES.read_text()) if LAUNCHES.exists() else {}
+    known, worse = committed.setdefault(jax.__version__, {}), []
+    for name, (chip, size, case) in launched().items():
+        results, before = launches(chip, size, case), known.get(name, {})
+        total = results["tiles"] * results["launches per tile"]
+        line = ", ".join(f"{number:,} {metric}" for metric, number in results.items())
+        print(f"{name}: {line}; {total:,} launches of a pass", flush=True)
+        worse += [
+            f"{name}, {metric}: {before[metric]} before, {number} now"
+            for metric, number in results.items()
+            if number > 1.05 * before.get(metric, number)
+        ]
+        if write:
+            known[name] = results
+    if write:
+        LAUNCHES.write_text(json.dumps(committed, indent=1) + "\n")
+    for line in worse:
+        print("worse:", line, file=sys.stderr)
+    return 1 if worse else 0 if known else 2
 
 
 def described(target: str = H100):
@@ -309,7 +343,9 @@ def main() -> int:
     parser.add_argument("--cases", help="names, with semicolons between them; default: all")
     parser.add_argument("--write", action="store_true", help="write the numbers down")
     parser.add_argument("--table", action="store_true", help="print the table of docs/kernels.md")
-    parser.add_argument("--launches", action="store_true", help='count launches of "xla", no more')
+    parser.add_argument(
+        "--launches", action="store_true", help='compare launches of "xla", no more'
+    )
     arguments = parser.parse_args()
     names = arguments.cases.split(";") if arguments.cases else list(CASES)
     unknown = sorted(set(names) - set(CASES))
@@ -319,13 +355,7 @@ def main() -> int:
         print(table(json.loads(COMMITTED.read_text())[jax.__version__]))
         return 0
     if arguments.launches:
-        print('T5 by "xla": tiles of a pass, launches of each at most, and temporary memory')
-        for chip in OTHERS:
-            for size in (128, 512, 1024):
-                tiles, each, memory = launches(chip, size)
-                line = f"{tiles} x {each} = {tiles * each:,} launches, {memory:,} MiB"
-                print(f"{chip}, {size} x {size}: {line}", flush=True)
-        return 0
+        return compare_launches(arguments.write)
     if shutil.which("ptxas") is None:
         print("ptxas is not on PATH: install CUDA, or the wheel nvidia-cuda-nvcc", file=sys.stderr)
         return 2

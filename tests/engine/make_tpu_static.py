@@ -61,6 +61,7 @@ from jax.sharding import (
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.rules import DenseBias, SeparableBias
+from posenc_jax.engine.splash import Splash
 from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
 
@@ -70,6 +71,7 @@ KERNELS = {
     "forward": "attention_forward|splash_mha_fwd",
     "backward": "attention_backward(?!_)|splash_mha_dkv",
     "pairs": "attention_backward_pairs",
+    "dq": "splash_mha_dq",
     "decode": "attention_decode",
 }
 ARRAYS = {"separable": SeparableBias, "pairs": DenseBias}
@@ -88,8 +90,9 @@ class Case:
     """One problem: T = S, causal; or a decode step of batch 8.
 
     Attributes:
-      rule: "none", "separable", the name of a scheme, "splash": JAX's own kernels, or "pairs": a
-        `DenseBias` [1, N, T, T], not causal.
+      rule: "none", "separable", the name of a scheme, "splash": JAX's own kernels, "default
+        splash": these as `implementation="splash"` runs them, or "pairs": a `DenseBias`
+        [1, N, T, T], not causal.
       batch, length: B and T.
       heads, kv_heads, dim, dtype: N, K, H and the dtype of q, k and v.
       tile: queries and keys per tile; keys per block of a decode step.
@@ -119,6 +122,8 @@ class Case:
 CASES = {
     "none": Case(),
     "splash attention": Case("splash"),
+    'implementation="splash"': Case("default splash", tile=1024),
+    'implementation="splash", T 16384': Case("default splash", length=16384, tile=1024),
     "t5": Case("t5"),
     "alibi": Case("alibi"),
     "kerple": Case("kerple"),
@@ -215,6 +220,8 @@ def program(case: Case, implementation=None, **settings):
     """Returns forward and backward of a case, and the shapes of its arguments."""
     if case.rule == "splash":
         return splash(case)
+    if case.rule == "default splash":
+        case, implementation = dataclasses.replace(case, rule="none"), Splash(cross_compile=True)
     if case.queries:
         return decode_step(case, PallasTPU(decode=case.tile, cross_compile=True))
     tile = Blocks(case.tile, case.tile)
@@ -325,6 +332,7 @@ def compile_case(case: Case, chip: str):
         compiled, seconds = compile_program(*program(case), chip)
     kernels = ["decode"] if case.queries else ["forward", "backward"]
     kernels += ["pairs"] * (case.rule == "pairs")
+    kernels += ["dq"] * (case.rule == "default splash" and case.length > 8192)
     return read_kernels(kernels), seconds, compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -619,8 +627,10 @@ def table(known: dict) -> str:
                 continue
             cells = []
             for chip, which in columns:
-                kernels = known[chip].get(name)
-                cells.append("/".join(map(str, kernels[which]["tiles"])) if kernels else "")
+                kernels = known[chip].get(name, {})
+                parts = (which, "dq") if which == "backward" else (which,)
+                tiles = ["/".join(map(str, kernels[x]["tiles"])) for x in parts if x in kernels]
+                cells.append(" + ".join(tiles))
             lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
     heads = [f"{chip} | {chip}, to read" for chip in chips]

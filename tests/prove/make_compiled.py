@@ -9,10 +9,12 @@ A program that does not compile here would cost time on the chip. `make tpu-stat
 problems are listed.
 """
 
+import os
 import pathlib
 import sys
 import time
 
+os.environ["JAX_PLATFORMS"] = "cpu"  # Before jax is imported.
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "engine"))
 
 from posenc_jax.prove import cases, steps
