@@ -237,9 +237,9 @@ def run(
 def _platform(q: jax.Array) -> str:
     """Returns the platform of q if it is known, else of `jax.default_device` or the backend.
 
-    It is known of arrays that are committed to devices, but not of tracers.
+    It is known of JAX's arrays that are committed to devices, but not of tracers.
     """
-    if not isinstance(q, Tracer) and q.committed:
+    if isinstance(q, jax.Array) and not isinstance(q, Tracer) and q.committed:
         return next(iter(q.devices())).platform
     device = jax.config.jax_default_device
     return device.platform if isinstance(device, jax.Device) else device or jax.default_backend()
