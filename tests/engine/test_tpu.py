@@ -50,8 +50,7 @@ MORE_CASES += [("all_pairs", f) for f in ("plain", "everything", "permuted", "ch
 LOWERED = [("t5", "sinks"), ("kerple_by_pair", "permuted"), ("gate", "both_ways_segments")]
 LOWERED += [("none", "dropout"), ("wide", "softcap"), ("unbounded", "window")]
 # The reference adds angles of up to 200 in float32, the rule takes their differences.
-# Of "several", gradients of a number per head are sums over all pairs, which processors round apart.
-TOLERANCE = {"unbounded": 1e-4, "several": 6e-5}
+TOLERANCE = {"unbounded": 1e-4}
 
 
 def _all_cases(*default):
