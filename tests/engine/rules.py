@@ -78,12 +78,12 @@ def _gated(params, q, k):
 def _separable(params, q, k):
     """FoX without a rule per pair.
 
-    The sums are counted from their middle: far from zero, the gradient of `params` is a difference
-    of two much larger sums, which float32 rounds.
+    Running sums lie between 0 and -160. They are centred, since the gradient of `params` would
+    otherwise be a difference of two much larger sums, which float32 rounds.
     """
     (rule,) = _gated(params, q, k)
-    middle = jax.lax.stop_gradient(jnp.max(rule.k_features)) / 2
-    features = rule.q_features - middle, rule.k_features - middle
+    center = jax.lax.stop_gradient(jnp.mean(rule.k_features))
+    features = rule.q_features - center, rule.k_features - center
     rows, cols = (params[None, None] * x for x in features)
     return (SeparableBias(q_features=rows, k_features=-cols),)
 
