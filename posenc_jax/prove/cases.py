@@ -271,30 +271,24 @@ def _product(of_keys: bool, size: int | None = 16) -> RuleCase:
     )
 
 
-def _array() -> RuleCase:
-    """A float32 array of all pairs, which the rows of the batch share."""
-    return RuleCase(
-        "array",
-        lambda random, c: {"pairs": random.normal(size=(1, c.heads, c.length, c.key_count))},
-        lambda p: (DenseBias(p["pairs"]),),
-        lambda p, d: p["pairs"],
-        lambda p, d, ds: {"pairs": ds.sum(0, keepdims=True)},
-    )
+def _array(shared: int) -> RuleCase:
+    """An array of all pairs, with one entry along the axis `shared`.
 
-
-def _array_of_rows() -> RuleCase:
-    """An array of all pairs in the dtype of q, which the heads share."""
+    It is float32 if rows of the batch share it (axis 0), and in q's dtype if heads do (1).
+    """
 
     def make(random, c):
-        pairs = random.normal(size=(c.batch, 1, c.length, c.key_count))
-        return {"pairs": pairs.astype(jnp.dtype(c.dtype))}
+        shape = [c.batch, c.heads, c.length, c.key_count]
+        shape[shared] = 1
+        pairs = random.normal(size=shape)
+        return {"pairs": pairs.astype(jnp.dtype(c.dtype)) if shared == 1 else pairs}
 
     return RuleCase(
         "array",
         make,
         lambda p: (DenseBias(p["pairs"]),),
         lambda p, d: p["pairs"],
-        lambda p, d, ds: {"pairs": ds.sum(1, keepdims=True)},
+        lambda p, d, ds: {"pairs": ds.sum(shared, keepdims=True)},
     )
 
 
@@ -309,8 +303,8 @@ RULES = {
     "product": _product(of_keys=False),
     "product of keys": _product(of_keys=True),
     "product of head dim": _product(of_keys=False, size=None),
-    "array": _array(),
-    "array of rows": _array_of_rows(),
+    "array": _array(shared=0),
+    "array of rows": _array(shared=1),
 }
 
 
