@@ -110,8 +110,11 @@ class Report:
         if not any(other is row for other in self.numbers["times"]):
             self.numbers["times"].append(row)
         self.save()
-        print(line(row), "Other programs are not timed.", sep="\n", flush=True)
-        os._exit(1)  # A thread that waits for the device cannot be stopped.
+        try:
+            show(self)
+            print(line(row), "Other programs are not timed.", sep="\n", flush=True)
+        finally:
+            os._exit(1)  # A thread that waits for the device cannot be stopped.
 
     def add(self, row: dict) -> None:
         """Keeps the row of a time, and prints it."""
@@ -485,8 +488,7 @@ def decode(report: Report, options: argparse.Namespace, cases: list[Case], end: 
             report.add(row | {"skipped": "out of time"})
             continue
         try:
-            with report.running(row, first=True):
-                steps = make().values()
+            steps = make().values()
         except Exception as error:
             report.add(row | reason(error))
             continue

@@ -122,6 +122,7 @@ def test_a_call_without_an_answer_ends_the_measurements(monkeypatch, tmp_path, c
     stopped = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda status: stopped.set())
     report = accelerator.Report(tmp_path / "cpu.json", minutes=1)
+    report.numbers["machine"] = accelerator.machine()
     options = accelerator._parser().parse_args([*TINY, "--rounds=1"])
     rows = [{"name": n, "by": "x", "what": "decode", "T": 1, "bytes": 8} for n in ("ends", "waits")]
     calls = [lambda: jnp.zeros(2), lambda: stopped.wait(10)]
@@ -130,7 +131,8 @@ def test_a_call_without_an_answer_ends_the_measurements(monkeypatch, tmp_path, c
     (waits,) = json.loads((tmp_path / "cpu.json").read_text())["times"]
     assert waits["name"] == "waits" and waits["error"] == "no answer in 0.05 s"
     assert "waits" in (tmp_path / "cpu.jsonl").read_text().splitlines()[-1]
-    assert "Other programs are not timed." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Other programs are not timed." in out and "To report a failure, send" in out
 
 
 def test_failed_steps_are_in_the_file_and_what_ended_is_not_timed(monkeypatch, tmp_path, capsys):
