@@ -75,6 +75,7 @@ def _lengths(rows: Mapping[str, Row], of_baseline: Row) -> Iterator[str]:
 
 
 def _changes(rows: Mapping[str, Row], view: str, length: int, at: str) -> Iterator[str]:
+    """Yields a sentence on the losses from the trained length to another; `at` begins it."""
     flat, others = [], []
     for scheme, row in rows.items():
         task = row.cell.task

@@ -28,11 +28,10 @@ A screen of {count} schemes, chains and patterns of layers: {layers} layers of w
 by one run on validation text, marked * if it is the least or the greatest of them, and {seeds}
 reported seeds. Scores are {unit} of held-out data in windows of each length; the
 standard deviation over seeds is {spread:.3f} at the trained length in the median. Step time and
-memory are those of a training step, relative to no encoding. Differences of a few hundredths are
+memory are of a training step, relative to no encoding. Differences of a few hundredths are
 not resolved here, and one run chooses rates poorly. The grid is short and there are no further
-tries: schemes with * may have better rates beyond it, and by the protocol of
-[study.md](study.md), with ten schemes, T5 is 0.1 better than here. A second table has the best
-of these with more seeds. On the site, a click on a heading sorts the table.
+tries: schemes with * may have better rates beyond it; [study.md](study.md) has a longer grid, more
+tries and more seeds. On the site, a click on a heading sorts the table.
 """
 _SHOWN = 0.1
 """How far beyond the baseline's score a scheme may be to be in the picture."""
@@ -76,6 +75,7 @@ def catalogue_page(
         "spread": spreads[len(spreads) // 2] if spreads else math.nan,
     }
     lines = [_HEAD.format(**words)]
+    lines += [study.about.remark.strip(), ""] if study.about.remark else []
     if len(rows) < len(cells):
         lines += [f"**{len(rows)} of {len(cells)} schemes have ended.**", ""]
     finalists = {

@@ -43,11 +43,11 @@ def choice_tables(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
         yield f"The best rate lies at the edge of the grid for {', '.join(edges)}."
         yield ""
     yield (
-        "Then, all relative to the best rate's mean or, for one seed, to its run with this seed: "
+        "The next table is relative to the best rate's mean or, for one seed, to its run with it: "
         "the optimum of a parabola through the best rate and its neighbours, if these are near; "
         "the same run with other rounding; and the tries. A try that improved the run of one seed "
-        f"has the mean of {about.selection_seeds}; unstable ones are in brackets. What was chosen "
-        "is bold."
+        f"has the mean of {about.selection_seeds}; unstable ones are in brackets. The "
+        "chosen setting is bold."
     )
     yield ""
     heads = ["scheme", "optimum", "other rounding", *(f"try {i + 1}" for i in range(about.tries))]

@@ -47,34 +47,34 @@ edited by hand.
 {tries}
 * The reported seeds took no part in the choice. Intervals are 95 % intervals over these seeds by
   Student's t, of means and of means of paired differences to {baseline}. They include the choice:
-  each way of drawing the selection seeds with replacement chooses anew among the settings that had
-  all of them, without those that spread in this draw, and its change of the score is a component
-  of the distribution. Which settings had all seeds, by the first one alone, is not drawn anew.
+  each way of drawing the selection seeds with replacement chooses anew among the settings that ran
+  with all seeds and do not spread in this draw, and the change of the score is a component of the
+  distribution. Which settings ran with all seeds, by the first seed alone, is not drawn anew.
 """
 
 _TRIES = (
     "* No scheme has further tries.",
     """\
-* Every scheme has one further try: for its own parameters, a learning rate 10 times that of the
-  rest; if it has none, a rate half a step of the grid up.""",
+* Every scheme has one further try: for its own parameters, a learning rate 10 times the common
+  rate; if it has none, a rate half a step of the grid up.""",
     """\
-* Every scheme has 2 further tries: for its own parameters, learning rates 10 and 3 times that of
-  the rest; if it has none, rates half a step of the grid up and down.""",
+* Every scheme has 2 further tries: for its own parameters, learning rates 10 and 3 times the
+  common rate; if it has none, rates half a step of the grid up and down.""",
 )
 
 _TIMES = """\
-* Steps of all schemes are timed side by side in one process. In equal time a scheme has as many
-  steps as take the time of {baseline}. Its compute gain is the training time in which {baseline}
-  reaches the same score, divided by that time; it is read off the mean scores of {baseline} with
-  more and fewer steps at the same rate.
+* Steps of all schemes are timed side by side in one process. In equal time each scheme trains for
+  the time of {baseline}'s run, slower ones with fewer steps. The compute gain of a scheme is the
+  time in which {baseline} reaches its score, divided by this time; it is read off the mean scores
+  of {baseline} with more and fewer steps at the same rate.
 """
 
 _PROCESSOR = {
     True: """\
-* **Time**: steps are those of this library at the trained length, on one processor of the kind
-  named below; for longer sequences, on a GPU or a TPU the ratios are others. Intervals in equal
-  time and of compute gains include neither the clock's noise of one or two percent nor that of the
-  curve that gains are read off.""",
+* **Time**: steps are timed with this library at the trained length, on one processor of the kind
+  named below; longer sequences, GPUs and TPUs have other ratios. Intervals in equal time and of
+  compute gains leave out the noise of the clock, one or two percent, and of the curve from which
+  gains are read.""",
     False: """\
 * **Processor**: other kinds round otherwise, which grows most at high rates. Runs on several kinds
   are named below.""",
@@ -101,12 +101,12 @@ No resolved statement changes: a difference to {baseline} that is resolved in `{
 """Criteria by what a study has."""
 
 _THREATS = """\
-## What could be wrong with it
+## Threats to validity
 
 * **Corpus**: {corpus}; other text, and other kinds of sequences, may order the schemes otherwise.
 * **Scale**: {parameters} million parameters, {tokens} million bytes of training text per run.
-* **Training**: scores are those after {steps} steps, and still fall. After longer training the
-  order may be another: it is one of speed of learning as much as of what is learned.
+* **Training**: scores after {steps} steps still fall. Longer training may change the order, which
+  reflects the speed of learning as much as the final loss.
 * **Tuning**: learning rates only; the initialisation, the weight decay and the settings of the
   schemes, RoPE's theta among them, are their defaults, or those in `{file}`. Equal tries are not
   equal chances: schemes with parameters try another rate for these alone, others try their rate.

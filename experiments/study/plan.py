@@ -105,7 +105,7 @@ class _File:
     repeats: str = ""
     """The file, beside this one, of a study that this one repeats with other selection seeds."""
     remark: str = ""
-    """A change of the protocol after the first run, shown below the criteria."""
+    """A change of the protocol after the first run, shown on the page."""
 
 
 @dataclasses.dataclass(frozen=True)
