@@ -1,6 +1,7 @@
 """The page and the plot of a study, made from result files."""
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -338,6 +339,26 @@ def _scores(rows: Mapping[str, Row], baseline: str, results: Lookup) -> Iterator
     if any(failed.values()):
         words = (f"{label(s)} in {n} of {len(rows[s].results)}" for s, n in failed.items() if n)
         yield f"Seeds that diverged: {', '.join(words)}."
+        yield ""
+    yield from _spread(rows)
+
+
+def _spread(rows: Mapping[str, Row]) -> Iterator[str]:
+    """Yields a paragraph on settings that are unstable by the reported seeds."""
+    cell = next(iter(rows.values())).cell
+    limit, digits = cell.about.unstable, cell.task.labels.digits
+    words = []
+    for scheme, row in rows.items():
+        scores = sorted(row.at_trained_length)
+        if len(scores) > 1 and statistics.stdev(scores) > limit:
+            words.append(
+                f"{label(scheme)} ({', '.join(f'{score:.{digits}f}' for score in scores)})"
+            )
+    if words:
+        yield (
+            f"Settings whose reported seeds have a standard deviation above {limit:g}, although "
+            f"those that chose did not: {'; '.join(words)}."
+        )
         yield ""
 
 
