@@ -115,6 +115,34 @@ NEW = dict(
 )
 """Differences to RoPE of the best schemes of the catalogue, of seeds that did not choose these."""
 FACTS += [f"({NEW[name]})" for name in ("rope+short_conv", "stick_breaking", "bam")]
+CORPORA = pages.read("docs/study_corpora.md")
+NAMES = ("speeches", "code", "wordings", "tunes")
+
+
+def on(corpus, scheme):
+    """The difference to RoPE on a corpus with its interval, in words."""
+    lines = CORPORA.partition("\n## Answer\n")[2].partition("**")[0].splitlines()
+    table = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line]
+    (row,) = (cells for cells in table if cells[0] == scheme)
+    return row[table[0].index(f"difference on {corpus}")]
+
+
+def losses(scheme):
+    """What a scheme loses at 8 times the length, on each corpus."""
+    for name in NAMES:
+        of_corpus = rows(CORPORA.partition(f"\n## {name.capitalize()}\n")[2].partition("\n## ")[0])
+        yield of_corpus[scheme, LONGEST] - of_corpus[scheme, TRAINED]
+
+
+FLAT = max(x for scheme in ("t5", "kerple", "fox", "alibi") for x in losses(scheme))
+FACTS += [
+    f"RoPE loses {min(losses('rope')):.2f} to {max(losses('rope')):.2f} bits per byte, where "
+    f"T5's bias, KERPLE, FoX and ALiBi lose at most {FLAT:.2f}",
+    f"on speeches, scripture ({on('wordings', 't5')}) and tunes ({on('tunes', 't5')}), but not on "
+    f"code ({on('code', 't5')})",
+    f"KERPLE is ahead on tunes alone ({on('tunes', 'kerple')})",
+    f"ahead on tunes ({on('tunes', 'alibi')})",
+]
 SINUSOIDAL = (
     f"{SMALL['sinusoidal', TRAINED]:.3f} bits per byte at 128, "
     f"{SMALL['sinusoidal', 'nonoverlapping 256']:.3f} at 256, "

@@ -17,11 +17,7 @@ FLAT = 0.05
 def answer(
     study: Study, rows: Mapping[str, Mapping[str, Row]], clock: Clock | None
 ) -> Iterator[str]:
-    """Yields a section with a list for each size whose baseline has ended."""
-    if not any(rows.values()):
-        return
-    yield "## Answer"
-    yield ""
+    """Yields a list for each size whose baseline has ended."""
     for size, of_size in rows.items():
         if of_size:
             first, *others = _sentences(study.about.baseline, of_size, clock is not None)

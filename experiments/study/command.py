@@ -19,7 +19,7 @@ from experiments.study import clock
 from experiments.study.catalogue_page import catalogue_page, catalogue_picture
 from experiments.study.gains import gains_picture
 from experiments.study.on_gpu import lanes_of, plan_in_words
-from experiments.study.page import drawing, page
+from experiments.study.page import drawing, length_suffix, page
 from experiments.study.plan import Study, forecast, load
 from experiments.study.rows import Row, rows_of
 from experiments.training.mesh import connect
@@ -117,7 +117,7 @@ def pages(
     else:
         pictures = {
             "": drawing(study, results, times),
-            "-lengths": lengths(study, rows),
+            **{length_suffix(study, size): lengths(study, rows, size) for size in study.cells},
             "-maps": maps(study, rows),
             "-gains": gains_picture(study, results, times),
         }
@@ -209,10 +209,9 @@ def missing(study: Study, results: Lookup) -> list[str]:
     return texts
 
 
-def lengths(study: Study, rows: list[SchemeResults]) -> str:
-    """Returns the plot of scores against length at the first size, as <svg>, or nothing."""
-    size, cells = next(iter(study.cells.items()))
-    task = next(iter(cells.values())).task
+def lengths(study: Study, rows: list[SchemeResults], size: str) -> str:
+    """Returns the plot of scores against length at a size, as <svg>, or nothing."""
+    task = study.cells[size][study.about.baseline].task
     if len(task.test_lengths) == 1:
         return ""
     return plots.lengths(rows, size, task.views[0], split=True)

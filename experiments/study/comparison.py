@@ -57,9 +57,7 @@ def has_corpora(study: Study) -> bool:
 
 
 def over_corpora(study: Study, rows: Rows) -> Iterator[str]:
-    """Yields the section with the differences on all corpora, and where they are resolved."""
-    yield "## All corpora"
-    yield ""
+    """Yields the table of the differences on all corpora, and where they are resolved."""
     lines = []
     for scheme in study.about.schemes:
         of_scheme = {name: of_size[scheme] for name, of_size in rows.items() if scheme in of_size}

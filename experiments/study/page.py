@@ -1,6 +1,7 @@
 """The page and the plot of a study, made from result files."""
 
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -142,7 +143,7 @@ def page(
       results: of its runs.
       clock: the times of steps, None before they are measured.
       file, folder: where the study and its results are.
-      pictures: files of the plots of differences (""), of lengths ("-lengths"), of places
+      pictures: files of the plots of differences (""), of lengths (`length_suffix`), of places
         ("-maps") and of compute gains ("-gains"), as far as there are any.
       earlier: the rows of the study that this one repeats, if it does.
     """
@@ -178,26 +179,28 @@ def page(
     }
     if len(known) < len(runs):
         lines += [f"**{len(known)} of {len(runs)} runs known so far have ended.**", ""]
-    lines += answer(study, rows, clock)
-    if has["sizes"] and all(rows.values()):
-        lines += [*change_with_size(study, rows), ""]
-    captions = {
-        "": f"Differences to {label(about.baseline)} with their intervals",
-        "-lengths": "Scores by length, first size",
-        "-maps": "Scores by length and place in the row, last size that has them; lines: where "
-        "training ended",
-        "-gains": "Compute gains in equal time with their intervals, against parameters",
-    }
-    for suffix, picture in pictures.items():
-        lines += [f"![{captions[suffix]}]({picture})", ""]
-    if sentences := list(trends(study, results, clock)):
-        lines += [*sentences, ""]
+    lines += ["## Answer", ""] if any(rows.values()) else []
     if has["corpora"] and all(rows.values()):
         lines += over_corpora(study, rows)
+    if has["sizes"] and all(rows.values()):
+        lines += [*change_with_size(study, rows), ""]
+    lines += answer(study, rows, clock)
+    last = ", last size that has them" if len(sizes) > 1 else ""
+    captions = {
+        "": f"Differences to {label(about.baseline)} with their intervals",
+        "-lengths": "Scores by length",
+        "-maps": f"Scores by length and place in the row{last}; lines: where training ended",
+        "-gains": "Compute gains in equal time with their intervals, against parameters",
+    }
+    for suffix, caption in captions.items():
+        lines += [f"![{caption}]({pictures[suffix]})", ""] if suffix in pictures else []
+    if sentences := list(trends(study, results, clock)):
+        lines += [*sentences, ""]
     if has["repetition"] and any(rows.values()):
         lines += repetition(study, rows, earlier, len(criteria))
     for size, cells in study.cells.items():
-        lines += _size(size, cells, about, rows[size], results, clock)
+        picture = pictures.get(length_suffix(study, size), "") if len(sizes) > 1 else ""
+        lines += _size(size, cells, about, rows[size], results, clock, picture)
     counts = ordered(r.parameters / 1e6 for r in known if r.parameters)
     tokens = {
         c.task.train.steps * c.task.train.batch * c.task.train_length
@@ -217,6 +220,11 @@ def page(
         lines += [_THREATS.format(**words)]
     lines += provenance_of(known, clock)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def length_suffix(study: Study, size: str) -> str:
+    """Returns how the file of the plot of lengths ends, with the size if there are several."""
+    return "-lengths" + ("-" + re.sub(r"[^\w.]+", "-", size) if len(study.cells) > 1 else "")
 
 
 def _range(numbers: Sequence[float], form: str) -> str:
@@ -260,6 +268,7 @@ def _size(
     rows: Mapping[str, Row],
     results: Lookup,
     clock: Clock | None,
+    picture: str,
 ) -> Iterator[str]:
     cell = cells[about.baseline]
     task = cell.task
@@ -271,12 +280,15 @@ def _size(
         yield f"Task {task.name}: {task.labels.about}."
         yield ""
     if counts:
-        yield f"{min(counts) / 1e6:.2f} to {max(counts) / 1e6:.2f} million parameters,"
+        yield f"{_range([n / 1e6 for n in counts], '.2f')} million parameters,"
     yield (
         f"{model.num_layers} layers of width {model.model_dim} with {model.num_heads} heads; "
         f"{train.steps} steps of {train.batch} x {task.train_length}; {cell.about.seeds} seeds."
     )
     yield ""
+    if picture:
+        yield f"![Scores by length, {size}]({picture})"
+        yield ""
     if rows:
         yield from _scores(rows, about.baseline, results)
         yield from _budgets(rows[about.baseline], results)

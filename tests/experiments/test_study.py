@@ -463,7 +463,7 @@ def test_differences_on_several_corpora(call, tmp_path):
 
     call.measured = measured
     assert call("--run")[0] == 0
-    section = call.page().partition("## All corpora")[2].partition("##")[0]
+    section = call.page().partition("## Answer")[2].partition("**")[0]
     lines = [line.split(" | ") for line in section.split("\n") if line.startswith("| ")]
     assert {scheme.removeprefix("| "): verdict for scheme, verdict, *_ in lines[1:]} == {
         "none": "in general",
@@ -621,7 +621,7 @@ def test_the_committed_study_is_read(request):
             assert each.task.eval_bytes >= 65536 and each.task.validation
 
 
-@pytest.mark.parametrize("name", ["study", "study_catalogue", "study_repeat"])
+@pytest.mark.parametrize("name", ["study", "study_catalogue", "study_corpora", "study_repeat"])
 def test_the_committed_page_is_that_of_the_committed_results(request, name):
     root, folder = request.config.rootpath, f"results/{name}"
     file = f"configs/{name}.toml"
@@ -630,7 +630,10 @@ def test_the_committed_page_is_that_of_the_committed_results(request, name):
     if study.about.layout == "catalogue":
         expected = catalogue_page(study, results, times, file, folder, f"{name}.svg")
     else:
-        files = {what: f"{name}{what}.svg" for what in ("", "-lengths", "-maps")}
+        drawn = (path.name for path in (root / "docs").glob(f"{name}*.svg"))
+        files = {
+            suffix: file for file in drawn if (suffix := file[len(name) : -4])[:1] in ("", "-")
+        }
         before = earlier(study, root / "results")
         expected = page(study, results, times, file, folder, files, before)
     assert (root / "docs" / f"{name}.md").read_text() == expected
