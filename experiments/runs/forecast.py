@@ -18,7 +18,8 @@ from experiments.training import cost
 class GPU:
     """The peaks of a GPU, and assumptions about their use.
 
-    Peaks are from https://www.nvidia.com/en-us/data-center/h200, which states them with sparsity.
+    Peaks are from https://www.nvidia.com/en-us/data-center/h200 and h100 (SXM), which state them
+    with sparsity.
 
     Attributes:
       name: of the GPU.
@@ -62,6 +63,9 @@ class GPU:
             f"layer for one of evaluation; {self.evaluate:g} s to evaluate a run. FLOPs, bytes and "
             "operations are counted from the programs."
         )
+
+
+H100 = GPU("H100", bandwidth=3.35e12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,21 +120,15 @@ def forecast(
       title: the first line.
       parts: in the order in which they run.
       minutes: of a piece; 9 if it is infinite or 0.
-      gpu: default: an H200.
+      gpu: default: an H200. The last line has the time on an H100 beside it.
     """
     gpu, evaluations = gpu or GPU(), sum(part.evaluations for part in parts)
     minutes = minutes if 0 < minutes < math.inf else 9.0
-    compilation = 0.0
-    for part in parts:
-        layers = part.run.task.model.num_layers
-        compilation += gpu.compile * layers / gpu.threads
-        compilation += gpu.compile_evaluation * layers * part.evaluations
     rows: list[list[str]] = []
-    total = compilation
+    total = compilation = _compilation(parts, gpu)
     for part in parts:
         of_lane = cost.of_step(part.run.task, part.run.position)
-        step = gpu.step(of_lane, part.lanes, part.run.task.model.dtype)
-        seconds = step * sum(part.groups) + gpu.evaluate * part.runs
+        seconds = _seconds(part, gpu)
         total += seconds
         numbers = {
             "piece": f"{math.ceil(total / (60 * minutes))}",
@@ -142,7 +140,7 @@ def forecast(
             "TFLOP": f"{of_lane.flops / 1e12:.3f}",
             "GB": f"{of_lane.traffic / 1e9:.2f}",
             "operations": f"{of_lane.operations:.0f}",
-            "ms/step": f"{1e3 * step:.1f}",
+            "ms/step": f"{1e3 * _step(part, gpu):.1f}",
             "s": f"{seconds:.0f}",
         }
         rows += [list(numbers)] if not rows else []
@@ -162,4 +160,29 @@ def forecast(
         f"{evaluations} of evaluation, {duration(compilation)} without a cache; "
         f"{duration(total)} in all; pieces of {minutes:g} minutes: "
         f"{math.ceil(total / (60 * minutes))}."
+    )
+    slower = _compilation(parts, H100) + sum(_seconds(part, H100) for part in parts)
+    yield (
+        f"An {H100.name}, with {H100.bandwidth / 1e12:g} TB/s and else the same: "
+        f"{duration(slower)} in all."
+    )
+
+
+def _step(part: Part, gpu: GPU) -> float:
+    """Returns the seconds of a step of all lanes."""
+    of_lane = cost.of_step(part.run.task, part.run.position)
+    return gpu.step(of_lane, part.lanes, part.run.task.model.dtype)
+
+
+def _seconds(part: Part, gpu: GPU) -> float:
+    """Returns the seconds of all steps and evaluations."""
+    return _step(part, gpu) * sum(part.groups) + gpu.evaluate * part.runs
+
+
+def _compilation(parts: Sequence[Part], gpu: GPU) -> float:
+    """Returns the seconds of compiling all programs."""
+    training, evaluation = gpu.compile / gpu.threads, gpu.compile_evaluation
+    return sum(
+        part.run.task.model.num_layers * (training + evaluation * part.evaluations)
+        for part in parts
     )

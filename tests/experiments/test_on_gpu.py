@@ -130,8 +130,10 @@ def test_forecasts_add_up(monkeypatch, study):
         "24.0",
         f"{seconds:.0f}",
     ]
-    assert lines[-1].startswith("6 runs; 1 programs of training and 1 of evaluation, 1 s without")
-    assert lines[-1].endswith("16 s in all; pieces of 0.1 minutes: 3.")
+    assert lines[-2].startswith("6 runs; 1 programs of training and 1 of evaluation, 1 s without")
+    assert lines[-2].endswith("16 s in all; pieces of 0.1 minutes: 3.")
+    # 13.5 ms at 148 TFLOP/s and 2.0 ms at 2.01 TB/s a lane, and the same evaluations.
+    assert lines[-1] == "An H100, with 3.35 TB/s and else the same: 19 s in all."
     text = "\n".join(plan_in_words(study, 9.0))
     # rope a: 3 rates, 2 others, 1, 2 seeds, 2 budgets of 2; t5 in equal time too.
     assert [line.split()[4:7] for line in text.split("\n")[3:7]] == [
