@@ -120,7 +120,7 @@ def forecast(
       title: the first line.
       parts: in the order in which they run.
       minutes: of a piece; 9 if it is infinite or 0.
-      gpu: default: an H200. The last line has the time on an H100 beside it.
+      gpu: default: an H200. The last line states the time on an H100.
     """
     gpu, evaluations = gpu or GPU(), sum(part.evaluations for part in parts)
     minutes = minutes if 0 < minutes < math.inf else 9.0
