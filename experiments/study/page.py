@@ -44,14 +44,15 @@ edited by hand.
   {selection_seeds} selection seeds, and so on until the best mean lies between worse ones or at the
   edge of the grid.
 * A rate is unstable, and not chosen, if its selection seeds have a standard deviation above
-  {unstable:g}, or if the same run at a rate that is higher by a millionth, so with other rounding,
-  differs by more.
+  {unstable:g}; the best of the grid also if the same run at a rate that is higher by a millionth,
+  so with other rounding, differs by more.
 {tries}
 * The reported seeds took no part in the choice. Intervals are 95 % intervals over these seeds by
   Student's t, of means and of means of paired differences to {baseline}. They include the choice:
   each way of drawing the selection seeds with replacement chooses anew among the settings that ran
   with all seeds and do not spread in this draw, and the change of the score is a component of the
   distribution. Which settings ran with all seeds, by the first seed alone, is not drawn anew.
+* Intervals of losses beyond the trained length are over the reported seeds alone.
 """
 
 _TRIES = (
@@ -75,13 +76,19 @@ _PROCESSOR = {
     True: """\
 * **Time**: steps are timed with this library at the trained length, on one processor of the kind
   named below; longer sequences, GPUs and TPUs have other ratios. Intervals in equal time and of
-  compute gains leave out the noise of the clock, one or two percent, and of the curve from which
-  gains are read.""",
+  compute gains leave out the noise of the clock, up to five percent between two measurements, and
+  of the curve from which gains are read.""",
     False: """\
 * **Processor**: other kinds round otherwise, which grows most at high rates. Runs on several kinds
   are named below.""",
 }
 """By whether times are compared."""
+
+_HELD_OUT = """\
+* **Held-out text**: {scored} KiB are scored, and intervals leave out the choice of this sample. A
+  small difference that is not there on validation text, of other documents, may be one of the
+  sample. The validation text chose the settings, by other seeds.
+"""
 
 _CRITERIA = {
     "resolved": "A difference is resolved if its interval excludes 0.",
@@ -106,7 +113,8 @@ _THREATS = """\
 ## Threats to validity
 
 * **Corpus**: {corpus}; other text, and other kinds of sequences, may order the schemes otherwise.
-* **Scale**: {parameters} million parameters, {tokens} million bytes of training text per run.
+{held_out}* **Scale**: {parameters} million parameters, {tokens} million bytes of training text per
+  run.
 * **Training**: scores after {steps} steps still fall. Longer training may change the order, which
   reflects the speed of learning as much as the final loss.
 * **Tuning**: learning rates only; the initialisation, the weight decay and the settings of the
@@ -212,6 +220,9 @@ def page(
         words["steps"] = _range([c.task.train.steps for s in sizes for c in s.values()], "d")
         words["comparisons"] = len(study.cells) * (len(about.schemes) - 1)
         words["parameters"] = _range(counts, ".2f")
+        tasks = [c.task for s in sizes for c in s.values()]
+        scored = [t.eval_bytes // 1024 for t in tasks if t.selection_view != t.views[0]]
+        words["held_out"] = _HELD_OUT.format(scored=_range(scored, "d")) if scored else ""
         words["tokens"] = _range([n / 1e6 for n in tokens], ".2g")
         facts = [k for r in known for k in r.environment if k.startswith("corpus ")]
         words["corpus"] = (
@@ -311,7 +322,10 @@ def _scores(rows: Mapping[str, Row], baseline: str, results: Lookup) -> Iterator
         if (view, n) != (main, trained) and any(row.values(view, n) for row in rows.values())
     ]
     is_timed = any(row.timed for row in rows.values())
-    heads = [f"{task.labels.unit}", f"difference to {label(baseline)}", "rate"]
+    heads = [f"{task.labels.unit}", f"difference to {label(baseline)}"]
+    has_validation = any(row.on_validation for row in rows.values())
+    heads += ["on validation text"] if has_validation else []
+    heads += ["rate"]
     heads += ["step"] if any(row.step for row in rows.values()) else []
     heads += ["in equal time, difference"] if is_timed else []
     curve = curve_of(rows[baseline], results) if is_timed else {}
@@ -323,9 +337,13 @@ def _scores(rows: Mapping[str, Row], baseline: str, results: Lookup) -> Iterator
                 label(scheme),
                 in_words(row.at_trained_length, shifts=row.shifts),
                 "" if scheme == baseline else row.difference_in_words(),
-                row.rate_in_words(),
             ]
         )
+        if has_validation:
+            values = [] if scheme == baseline else row.on_validation
+            shifts = row.shifts_against
+            lines[-1].append(in_words(values, sign="+", shifts=shifts) if values else "")
+        lines[-1].append(row.rate_in_words())
         if "step" in heads:
             lines[-1].append("" if row.step is None else f"{row.step:.2f}")
         if is_timed:

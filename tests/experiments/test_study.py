@@ -642,6 +642,22 @@ def test_the_committed_page_is_that_of_the_committed_results(request, name):
     assert content <= names  # A result that no run has any more would never be read.
 
 
+def test_differences_on_validation_text_are_those_of_the_files(request):
+    folder = request.config.rootpath / "results" / "study_corpora"
+    cells = plan.load(request.config.rootpath / "configs" / "study_corpora.toml").cells["tunes"]
+    rows = rows_of(cells, "rope", known(folder), None)
+
+    def scores(scheme):
+        runs = cells[scheme].finals(known(folder))
+        assert [run.seed for run in runs] == [0, 1, 2, 3, 4]
+        files = [json.loads((folder / run.name / "result.json").read_text()) for run in runs]
+        return np.array([file["scores"]["validation"]["128"] for file in files])
+
+    for scheme in ("t5", "alibi"):
+        expected = scores(scheme) - scores("rope")
+        np.testing.assert_allclose(rows[scheme].on_validation, expected, atol=1e-12)
+
+
 def test_the_committed_study_holds_with_other_selection_seeds(request):
     root = request.config.rootpath
     study = plan.load(root / "configs" / "study_repeat.toml")
