@@ -52,7 +52,8 @@ def from_hf(
       config: `config.json` as a dict, or a config object of transformers. Of a config of several
         parts the `text_config` is read.
       decoder: whether to read the decoder of a model with an encoder and a decoder (T5, mT5,
-        UMT5, Whisper), whose position encodings differ. Required for these, refused for others.
+        UMT5, Whisper, BART, mBART, MVP, PLBart, Blenderbot, Marian, Pegasus). Required for these,
+        refused for others.
 
     Returns:
       The layers of the model. If they are alike, `scheme_from_hf` returns their scheme.

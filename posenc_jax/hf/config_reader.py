@@ -20,6 +20,7 @@ _HARMLESS = {
     "n_positions",
     "layer_norm_position",
     "position_ids",
+    "max_trained_positions",  # Nomic's, beside max_position_embeddings.
     "mlp_layer_types",
     "mtp_layer_types",
 }
@@ -29,6 +30,11 @@ _HARMLESS_VALUES = {
     "rotary": (True,),  # GPT-J's.
     "rotary_pct": (1.0,),  # Cohere 2's.
     "use_mrope": (False,),  # Qwen 2.5's.
+    "use_rotary_pos_emb": (True,),  # Hunyuan's.
+    "offset_alibi": (100,),  # BLOOM's.
+    "static_position_embeddings": (True,),  # Marian's and Pegasus'.
+    "rotary_emb_fraction": (1.0,),  # Nomic's.
+    "rotary_emb_interleaved": (False,),
 }
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 _OTHER_NAMES = {
@@ -102,12 +108,16 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: isinstance(x, bool),
         """
         alibi rope truncate mrope_interleaved rope_interleave rotary_value use_sliding_window
-        attn_temperature_tuning learned_pos_emb relative_attention position_biased_input
+        learned_pos_emb relative_attention position_biased_input
         share_att_key bi_data use_absolute_embeddings sinusoidal_pos_embds is_decoder
         is_encoder_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_qk_norm
         qk_layernorm multi_query new_decoder_architecture attention_bias attention_out_bias
         use_qkv_bias qkv_bias use_bias bias enable_bias mla_use_nope
         """,
+    ),
+    "true, false or an integer from 0": (  # Llama 4's releases have 4.
+        lambda x: isinstance(x, int) and x >= 0,
+        "attn_temperature_tuning",
     ),
     "a string": (
         lambda x: isinstance(x, str),
@@ -310,8 +320,7 @@ def is_decoder(config: TrackedConfig) -> bool:
         return bool(flag or choice)
     require(
         not config.get("is_encoder_decoder", False),
-        f"{config.label} describes an encoder and a decoder, whose positions differ: "
-        "give decoder=False or decoder=True.",
+        f"{config.label} describes an encoder and a decoder: give decoder=False or decoder=True.",
     )
     return False
 

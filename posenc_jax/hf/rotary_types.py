@@ -89,7 +89,6 @@ TYPES: dict[str, ModelType] = {
         "granite granitemoe granitemoeshared hyperclovax",
         ModelType(_ROPE, BY_KEY, scale_key="attention_multiplier"),
     ),
-    "nomic_bert": ModelType(_ROPE, NONE, causality="bidirectional", key_heads=as_many_key_heads),
     "olmo": ModelType(_ROPE, BY_KEY, clips_projections=True),
     **alike("flex_olmo olmo2", ModelType(_ROPE, BY_KEY, qk_norm=PROJECTED)),
     "olmoe": ModelType(_ROPE, BY_KEY, qk_norm=PROJECTED, clips_projections=True),
@@ -120,12 +119,6 @@ TYPES: dict[str, ModelType] = {
     "qwen3_moe": ModelType(_WINDOWED, BY_KEY, qk_norm=RMS),
     "qwen2": ModelType(_LAST_WINDOWED, QKV),
     **alike("dots1 qwen3", ModelType(_LAST_WINDOWED, BY_KEY, qk_norm=RMS)),
-    "gemma2": ModelType(
-        windowed(every(2)),
-        BY_KEY,
-        scale_key="query_pre_attn_scalar",
-        ambiguous_keys=_BIDIRECTIONAL,
-    ),
     "vaultgemma": ModelType(windowed(every(2)), BY_KEY, scale_key="query_pre_attn_scalar"),
     "gpt_oss": ModelType(windowed(every(2)), BY_KEY, sinks=True),
     "mellum": ModelType(windowed(from_config, by_kind_only=True), BY_KEY, qk_norm=RMS),
@@ -244,6 +237,29 @@ def _gptj(config: TrackedConfig) -> Layers:
 
 
 TYPES |= alike("codegen gptj", multi_head(_gptj, NONE))
+
+
+def _gemma2(config: TrackedConfig) -> Layers:
+    """Reads a window in every second layer, which releases also name `sliding_window_size`."""
+    config.ignore("sliding_window_size")
+    return windowed(every(2))(config)
+
+
+TYPES["gemma2"] = ModelType(
+    _gemma2, BY_KEY, scale_key="query_pre_attn_scalar", ambiguous_keys=_BIDIRECTIONAL
+)
+
+
+def _nomic_bert(config: TrackedConfig) -> Layers:
+    """Reads RoPE, whose base releases name `rotary_emb_base`."""
+    base, theta = config.explicit("rotary_emb_base"), config.explicit("rope_theta")
+    config.check(None in (base, theta) or base == theta, f"{theta=} and rotary_emb_base={base}")
+    return (_ROPE if base is None else Rotating(bases=((FULL, "rotary_emb_base"),)))(config)
+
+
+TYPES["nomic_bert"] = ModelType(
+    _nomic_bert, NONE, causality="bidirectional", key_heads=as_many_key_heads
+)
 
 
 def _gpt_neox(config: TrackedConfig) -> Layers:

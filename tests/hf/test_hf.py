@@ -49,6 +49,48 @@ def test_model_type_decides_what_the_config_leaves_out():
     assert of("llama", head_dim=32).head_dim == 32
 
 
+def test_released_configs_with_keys_that_transformers_does_not_read():
+    """Position keys of config.json of six releases; a value that would mean more is refused."""
+    gemma_2_9b = {"model_type": "gemma2", "head_dim": 256, "num_hidden_layers": 42}
+    gemma_2_9b |= {"sliding_window": 4096, "sliding_window_size": 4096}
+    assert [layer.window for layer in pe.from_hf(gemma_2_9b)] == [4096, None] * 21
+    scout = {"model_type": "llama4_text", "head_dim": 128, "num_hidden_layers": 48}
+    scout |= {"attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": 4}
+    scout |= {"floor_scale": 8192, "no_rope_layers": [1, 1, 1, 0] * 12, "rope_theta": 500000.0}
+    layers = pe.from_hf(scout)
+    assert layers[3].scheme == pe.QueryTemperature(form="llama4", length=8192, strength=0.1)
+    assert layers == pe.from_hf(scout | {"attn_temperature_tuning": True})
+    assert pe.from_hf(scout | {"attn_temperature_tuning": 0})[3].scheme == pe.NoPE()
+    bloom_560m = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16}
+    bloom_560m |= {"offset_alibi": 100}
+    assert pe.scheme_from_hf(bloom_560m) == pe.ALiBi(num_heads=16)
+    opus_mt = {"model_type": "marian", "d_model": 512, "encoder_layers": 6, "decoder_layers": 6}
+    opus_mt |= {"static_position_embeddings": True, "max_position_embeddings": 512}
+    expected = pe.Sinusoidal(model_dim=512, layout="concat")
+    assert pe.scheme_from_hf(opus_mt, decoder=True) == expected
+    nomic_1_5 = {"model_type": "nomic_bert", "n_embd": 768, "n_head": 12, "n_layer": 12}
+    nomic_1_5 |= {"n_positions": 8192, "max_trained_positions": 2048, "rotary_emb_base": 1000}
+    nomic_1_5 |= {"rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False}
+    nomic_1_5 |= {"rotary_emb_scale_base": None, "rotary_scaling_factor": None}
+    assert pe.scheme_from_hf(nomic_1_5) == pe.RoPE(head_dim=64, theta=1000.0)
+    assert pe.scheme_from_hf(nomic_1_5 | {"rotary_emb_base": 10000}).theta == 10000.0
+    hunyuan_7b = {"model_type": "hunyuan_v1_dense", "head_dim": 128, "num_hidden_layers": 32}
+    hunyuan_7b |= {"rope_theta": 10000.0, "use_rotary_pos_emb": True}
+    assert pe.scheme_from_hf(hunyuan_7b) == pe.RoPE(head_dim=128)
+    refused = [
+        (gemma_2_9b | {"sliding_window_size": 2048}, "sliding_window_size=2048"),
+        (scout | {"attn_temperature_tuning": -1}, "true, false or an integer from 0"),
+        (bloom_560m | {"offset_alibi": 7}, "offset_alibi"),
+        (nomic_1_5 | {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction"),
+        (nomic_1_5 | {"rotary_scaling_factor": 2}, "rotary_scaling_factor"),
+        (nomic_1_5 | {"rope_theta": 500.0}, "rotary_emb_base=1000"),
+        (hunyuan_7b | {"use_rotary_pos_emb": False}, "use_rotary_pos_emb"),
+    ]
+    for config, text in refused:
+        with pytest.raises(ValueError, match=text):
+            pe.from_hf(config)
+
+
 def test_released_configs_with_keys_left_out():
     """Parts of config.json of four releases, and the layers that transformers runs."""
     command_r7b = {"model_type": "cohere2", "head_dim": 128, "rope_theta": 50000}
