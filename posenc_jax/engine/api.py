@@ -123,8 +123,8 @@ def attention(
         per slot inside a segment: rules are then evaluated once per distance. Default:
         true exactly where neither positions nor coordinates were given.
       is_causal: hide keys at later positions.
-      window: W, a sliding window of W tokens with the query's own among them, or
-        `(left, right)`, both inclusive, negative for no limit.
+      window: W, the query's own token and W - 1 on either side, which are W tokens if `is_causal`
+        and 2 W - 1 if not; or `(left, right)`, both inclusive, negative for no limit.
       prefix_length: integers [B]; keys at positions below it are seen by every query.
       scale: the factor on q . k and on scaled terms. Default 1 / sqrt(H).
       softcap: logits become `softcap * tanh(logits / softcap)`.
@@ -440,9 +440,18 @@ def _check_mask(mask, shape: tuple[int, int, int, int]) -> None:
         mask.ndim == 4
         and all(m in (1, w) for m, w in zip(mask.shape[:2], shape, strict=False))
         and mask.shape[2:] == shape[2:],
-        f"attention: mask must be [B or 1, N or 1, T, S] = {shape}, got {mask.shape}; padding "
-        "goes into segment_ids, see posenc_jax.positions.from_padding_mask.",
+        f"attention: mask must be [B or 1, N or 1, T, S] = {shape}, got {mask.shape}"
+        f"{mask_hint(mask.ndim)}.",
     )
+
+
+def mask_hint(ndim: int) -> str:
+    """Returns what to do with a mask of another number of axes than 4, in words."""
+    padding = "padding goes into segment_ids, see posenc_jax.positions.from_padding_mask"
+    return {
+        2: f"; if it is [T, S], give mask[None, None]; {padding}",
+        3: "; give mask[:, None]",
+    }.get(ndim, "")
 
 
 def _check_numbers(call: AttentionCall) -> None:
@@ -450,7 +459,10 @@ def _check_numbers(call: AttentionCall) -> None:
     for name in ("is_causal", "contiguous"):
         flag = getattr(call, name)
         if not isinstance(flag, bool | np.bool_) and not (name == "contiguous" and flag is None):
-            raise TypeError(f"attention: {name} must be True or False, got {flag!r}.")
+            hint = ""
+            if isinstance(flag, Tracer):
+                hint = "; under jax.jit name it in static_argnames"
+            raise TypeError(f"attention: {name} must be True or False, got {flag!r}{hint}.")
     for name, hint in (
         ("scale", "multiply q by an array"),
         ("softcap", "it is static"),

@@ -1,5 +1,6 @@
 """Arguments of functions of schemes on tokens: their types, checks and defaults."""
 
+import difflib
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
@@ -51,12 +52,20 @@ def attention_call(**options: Any) -> AttentionCall:
     return AttentionCall(**{f"q_{n}" if n in queries else n: x for n, x in options.items()})
 
 
+_ELSEWHERE = dict.fromkeys(
+    ("bias", "rules"), "pe.attention(pe.apply_rope(q, ...), pe.apply_rope(k, ...), v, rules=...)"
+)
+"""Arguments of `attention`, and how to combine them with a scheme."""
+
+
 def refuse_unknown(caller: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raises `TypeError` for an option whose name is not known."""
-    unknown = sorted(options.keys() - set(known))
-    if unknown:
+    known = sorted(known)
+    for name in sorted(options.keys() - set(known)):
+        hint = _ELSEWHERE.get(name) or ", ".join(difflib.get_close_matches(name, known, 1))
         raise TypeError(
-            f"{caller}: unknown argument {unknown[0]!r}; it takes {', '.join(sorted(known))}."
+            f"{caller}: unknown argument {name!r}; it takes {', '.join(known)}"
+            f"{hint and f'; write {hint}'}."
         )
 
 

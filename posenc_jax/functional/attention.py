@@ -9,7 +9,7 @@ import numpy as np
 
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import array_of_rank, coordinate_values, require
-from posenc_jax.engine.api import AttentionCall, with_batch_of_one
+from posenc_jax.engine.api import AttentionCall, mask_hint, with_batch_of_one
 from posenc_jax.functional.arguments import (
     AttentionOptions,
     attention_call,
@@ -311,11 +311,16 @@ def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> N
     mask = call.mask
     if mask is not None and jnp.ndim(mask) != 4:
         raise ValueError(
-            f"scheme_attention: mask must be [B or 1, N or 1, T, S], got shape {jnp.shape(mask)}; "
-            "padding goes into segment_ids, see posenc_jax.positions.from_padding_mask."
+            f"scheme_attention: mask must be [B or 1, N or 1, T, S], got shape {jnp.shape(mask)}"
+            f"{mask_hint(jnp.ndim(mask))}."
         )
     if cache is None:
         return
+    if mask is not None and jnp.shape(mask)[3] != cache.capacity:
+        raise ValueError(
+            "scheme_attention: mask must be [B or 1, N or 1, T, S] with S the capacity of the "
+            f"cache, {cache.capacity}, got shape {jnp.shape(mask)}."
+        )
     require(
         call.contiguous is None,
         "scheme_attention: contiguous has no meaning with a cache, got contiguous="

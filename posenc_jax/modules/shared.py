@@ -54,6 +54,7 @@ class EncodingLayer:
         coordinates: jax.Array | None = None,
         *,
         cache: KVCache | None = None,
+        **unknown: Any,
     ) -> jax.Array:
         """Encodes positions into token embeddings, as `posenc_jax.scheme_embedding`.
 
@@ -62,10 +63,18 @@ class EncodingLayer:
           positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
           coordinates: the numbers that the scheme encodes. Default: the positions.
           cache: the cache of an attention layer, before these tokens are appended.
+          **unknown: refused, with the argument that was meant.
 
         Returns:
           [B, T, D]; x for a scheme that does not act on the embedding.
         """
+        if "segment_ids" in unknown:
+            raise TypeError(
+                "PositionEncoding: segment_ids give no positions; write "
+                "positions=pe.positions.from_segment_ids(segment_ids), or those of "
+                "pe.positions.from_padding_mask(mask)."
+            )
+        refuse_unknown("PositionEncoding", unknown, ("positions", "coordinates", "cache"))
         return scheme_embedding(
             self.scheme,
             self.values(),

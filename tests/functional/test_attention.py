@@ -284,9 +284,18 @@ def test_tables_may_be_computed_once_for_all_calls(wrap, raw):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"causal": True}, TypeError, "unknown argument 'causal'; it takes cache, contig"),
-        ({"q_positions": jnp.arange(7)}, TypeError, "unknown argument 'q_positions'"),
-        ({"rules": ()}, TypeError, "unknown argument 'rules'"),
+        (
+            {"causal": True},
+            TypeError,
+            "unknown argument 'causal'; it takes cache, contig.*is_causal",
+        ),
+        (
+            {"q_positions": jnp.arange(7)},
+            TypeError,
+            "unknown argument 'q_positions'.*; write positi",
+        ),
+        ({"rules": ()}, TypeError, r"unknown argument 'rules'.*write pe.attention\(pe.apply_rope"),
+        ({"bias": 0}, TypeError, r"unknown argument 'bias'.*write pe.attention\(pe.apply_rope"),
     ],
 )
 def test_arguments_that_are_not_passed_on_are_refused(options, error, message):
@@ -299,6 +308,20 @@ def test_options_are_fields_of_the_attention_call():
     call = attention_call(**{name: name for name in names})
     values = [getattr(call, field.name) for field in dataclasses.fields(call)]
     assert {value for value in values if isinstance(value, str)} == names
+
+
+def test_a_traced_flag_is_told_from_a_wrong_one():
+    with pytest.raises(TypeError, match=r"is_causal must be .*under jax.jit name it in static_arg"):
+        jax.jit(attend_with)(is_causal=True)
+    with pytest.raises(TypeError, match=r"is_causal must be True or False, got 'yes'[.]"):
+        attend(is_causal="yes")
+
+
+def test_masks_with_a_cache_have_its_capacity():
+    cache = new_cache(ALIBI)
+    mask = jnp.ones((2, 1, 7, cache.capacity + 1), bool)
+    with pytest.raises(ValueError, match=f"the capacity of the cache, {cache.capacity}, got"):
+        attend(cache=cache, mask=mask)
 
 
 def test_contiguous_has_no_meaning_with_a_cache():
@@ -554,7 +577,7 @@ def test_coordinates_of_cached_keys_must_be_stored():
         (
             {"mask": jnp.ones((2, 7), bool)},
             ValueError,
-            r"shape \(2, 7\); padding goes into seg",
+            r"shape \(2, 7\); if it is .*; padding goes into seg",
         ),
     ],
     ids=str,

@@ -505,6 +505,13 @@ def test_errors_name_the_argument_and_the_value(x):
     ):
         with pytest.raises(TypeError, match=r"unknown argument 'postions'; it takes .*positions"):
             call(x, postions=jnp.arange(T))
+    encoding = pn.PositionEncoding(pe.NoPE(), rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"segment_ids give no positions; write positions=pe.posit"):
+        encoding(x, segment_ids=jnp.zeros(x.shape[:2], int))
+    with pytest.raises(
+        TypeError, match=r"PositionEncoding: unknown argument 'postions'.*positions"
+    ):
+        encoding(x, postions=jnp.arange(T))
 
 
 def test_dropout_is_set_by_train_and_eval(x):
