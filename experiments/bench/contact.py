@@ -2,9 +2,10 @@
 
 The steps come from `posenc_jax.prove.steps`. A process writes a line to the log before each of
 them and one after it; this one has the clock. A step that does not end within its time, or that
-takes its process with it, is one line of the table: the next process goes on after it. At the end,
-steps that failed run once more, on TPU with poisoned scratch memory and bounds checks, on GPU under
-compute-sanitizer if it is on PATH.
+takes its process with it, is one line of the table: the next process goes on after it, as it does
+after an error that leaves a GPU without answers. Two steps that hang, or four processes that are
+lost, end the steps of an implementation. At the end, steps that failed run once more, on TPU with
+poisoned scratch memory and bounds checks, on GPU under compute-sanitizer if it is on PATH.
 
     python3 -m experiments.bench.contact --log build/gpu.jsonl         the steps without the times
 """
@@ -18,7 +19,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,10 @@ pass in it.
 LIBRARIES = {"tpu": "splash", "gpu": "cudnn"}
 CHECKS = "--xla_mosaic_on_device_checks=bounds"
 FAILED = ("wrong", "error", "hang", "died")
+LOST = 75
+"""The exit status of a process whose chip no longer answers."""
+ENOUGH = {"hang": (2, "steps hung"), "lost": (4, "processes were lost")}
+"""After how many of these an implementation has no more steps."""
 _WAIT = 0.05  # Seconds between looks at the log.
 
 
@@ -51,7 +57,7 @@ class Contact:
 
     Attributes:
       log: the file of lines.
-      seconds: for all steps, without the starts of processes and steps that hang.
+      seconds: for all steps, without the starts of processes and steps that hang; 0 runs none.
       timeout: seconds for one step, or for a process to start.
       again: seconds for the second runs of steps that failed.
       arguments: more arguments of the processes, for tests.
@@ -60,12 +66,12 @@ class Contact:
     """
 
     log: Path
-    seconds: float = 90.0
+    seconds: float = 240.0
     timeout: float = 40.0
     again: float = 60.0
     arguments: tuple[str, ...] = ()
     command: tuple[str, ...] = (sys.executable, "-m", "experiments.bench.contact")
-    show: Callable[[str], None] = print
+    show: Callable[[str], None] = lambda text: print(text, flush=True)
 
     @property
     def errors(self) -> Path:
@@ -81,7 +87,9 @@ class Contact:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
         self.errors.write_text("")
-        rows, reason, _ = self._watch(["--machine"], self.timeout)
+        # The first start of CUDA reads its libraries from a cold disk.
+        patient = dataclasses.replace(self, timeout=3 * self.timeout)
+        rows, reason, _ = patient._watch(["--machine"], patient.timeout)
         for row in rows:
             if "machine" in row:
                 return row["machine"]
@@ -91,12 +99,16 @@ class Contact:
     def run(self, platform: str) -> list[dict[str, Any]]:
         """Runs all steps of a platform, and returns a row for each."""
         used, rows = 0.0, []
+        lost: dict[str, Counter[str]] = {}
+        if self.seconds <= 0:
+            return []
         for implementation, family, share in SHARES:
             if implementation == "pallas" and platform not in LIBRARIES and not self.arguments:
                 continue  # There are no kernels, but for the interpreter.
             name = LIBRARIES.get(platform) if implementation == "library" else implementation
             if name is not None:
-                more, seconds = self._family(name, family, share * self.seconds - used)
+                allowed, count = share * self.seconds - used, lost.setdefault(name, Counter())
+                more, seconds = self._family(name, family, allowed, count)
                 rows, used = rows + more, used + seconds
         end = time.monotonic() + self.again
         for row in rows:
@@ -105,15 +117,24 @@ class Contact:
         return rows
 
     def _family(
-        self, implementation: str, family: str, allowed: float
+        self, implementation: str, family: str, allowed: float, lost: Counter[str]
     ) -> tuple[list[dict[str, Any]], float]:
-        """Returns a row for each step of a family, and the seconds that they took."""
+        """Returns a row for each step of a family, and the seconds that they took.
+
+        Args:
+          implementation, family: whose steps.
+          allowed: seconds for them.
+          lost: how many steps of the implementation hung, and how many processes were lost.
+        """
         used = 0.0
         rows: list[dict[str, Any]] = []
         names: list[str] | None = None
         same = {"implementation": implementation, "family": family}
         arguments = [f"--implementation={implementation}", f"--family={family}"]
         ahead = ["--ahead"]
+        if end := _end(lost):
+            self.show(f"{implementation} {family}: left out, {end}")
+            return [], 0.0
         while names is None or len(rows) < len(names):
             command = [*arguments, f"--first={len(rows)}", *ahead]
             events, (outcome, place), seconds = self._watch(command, allowed - used, same)
@@ -124,7 +145,10 @@ class Contact:
             if outcome == "died" and ahead and any("steps" in row for row in events):
                 ahead = []  # The step that it ran, or one that was compiled ahead?
                 continue
-            for name in names[len(rows) :]:
+            ahead = ["--ahead"]
+            if outcome != "out of time":
+                lost["hang" if outcome == "hang" else "lost"] += len(rows) < len(names)
+            for name in names[len(rows) :] if outcome != "lost" else ():
                 late = outcome == "out of time"
                 row = {"step": name, "outcome": "skipped" if late else outcome or "died"}
                 row = row | same | {"place": place or "the process ended"}
@@ -133,6 +157,9 @@ class Contact:
                 if not late:
                     self.show(line(row))
                     break
+            if end := _end(lost):
+                skipped = {"outcome": "skipped", "place": end}
+                rows += [{"step": name} | same | skipped for name in names[len(rows) :]]
         return rows, used
 
     def _once_more(self, platform: str, row: dict[str, Any], allowed: float) -> str:
@@ -191,17 +218,18 @@ class Contact:
         variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (environment or {})
         with self.errors.open("ab") as errors:
             process = subprocess.Popen(
-                command, stdout=errors, stderr=errors, env=variables, start_new_session=True
+                command, stdout=errors, stderr=errors, env=variables, process_group=0
             )
         since, reason, began = time.monotonic(), ("", ""), None
+        limit = allowed if before else self.timeout  # A checker starts slowly.
         try:
             while process.poll() is None and not reason[0]:
                 time.sleep(_WAIT)
                 now = time.monotonic()
                 if read():
                     began, since = began or now, now
-                if now - since > self.timeout:
-                    reason = "hang", f"no end within {self.timeout:g} s"
+                if now - since > limit:
+                    reason = "hang", f"no end within {limit:g} s"
                 elif began is not None and now - began > allowed:
                     reason = "out of time", "out of time"
         finally:
@@ -211,6 +239,8 @@ class Contact:
         read()
         if not reason[0] and process.returncode:
             code = process.returncode
+            if code == LOST and any("outcome" in row for row in events):
+                return events, ("lost", ""), time.monotonic() - (began or since)
             status = f"exit status {code}" if code > 0 else signal.Signals(-code).name
             reason = "died", f"{status}: {self._last_words()}"
         ended = since if reason[0] == "hang" else time.monotonic()
@@ -222,6 +252,12 @@ class Contact:
             stream.seek(max(0, self.errors.stat().st_size - 4000))
             lines = stream.read().decode(errors="replace").split("\n")
         return next((x.strip()[-300:] for x in reversed(lines) if x.strip()), "no message")
+
+
+def _end(lost: Mapping[str, int]) -> str:
+    """Returns why an implementation has no more steps, in words; nothing if it has."""
+    words = (f"{lost[x]} {what}" for x, (count, what) in ENOUGH.items() if lost[x] >= count)
+    return next(words, "")
 
 
 def write(log: Path, row: dict[str, Any]) -> None:
@@ -270,6 +306,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def child(options: argparse.Namespace) -> None:
     """Runs the steps of a family, a line in the log before and after each."""
     from posenc_jax.prove.steps import steps
+    from posenc_jax.prove.verdicts import answers
 
     chosen = steps(
         options.implementation,
@@ -291,6 +328,7 @@ def child(options: argparse.Namespace) -> None:
             try:
                 if ready is not None:
                     ready.result()
+                    write(options.log, {"compiled": step.name})
                 place = step.run()
                 if place is not None:
                     outcome = {"outcome": "wrong", "place": place}
@@ -298,6 +336,8 @@ def child(options: argparse.Namespace) -> None:
                 outcome = reason(error)
             seconds = {"seconds": time.monotonic() - began}
             write(options.log, {"step": step.name} | outcome | seconds)
+            if outcome["outcome"] == "error" and not answers():
+                os._exit(LOST)  # What follows would be blamed for it.
 
 
 def reason(error: Exception) -> dict[str, str]:
@@ -317,7 +357,7 @@ def main(arguments: list[str]) -> int:
     )
     add = parser.add_argument
     add("--log", type=Path, required=True, metavar="FILE", help="lines of JSON")
-    add("--seconds", type=float, default=90.0, help="for all steps (default: 90)")
+    add("--seconds", type=float, default=240.0, help="for all steps (default: 240)")
     add("--interpret", action="store_true", help="run small steps in Pallas' interpreter")
     for name in ("machine", "implementation", "family", "first", "only", "ahead"):
         kind: dict[str, Any] = {"action": "store_true"} if name in ("machine", "ahead") else {}

@@ -199,7 +199,7 @@ def test_rates_of_others_and_the_goals():
 
 def test_lengths_have_the_tokens_of_the_times_of_others():
     options = accelerator._parser().parse_args([])
-    assert [accelerator.batch_of(options, n) for n in options.lengths] == [8, 4, 2, 1, 1]
+    assert [accelerator.batch_of(options, n) for n in options.lengths] == [8, 4, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,19 @@ FAKE = """
         sys.exit()
     if arguments["family"] == "decode":
         sys.exit("no such kernel")
-    names = [f"{arguments['family']}: {x}" for x in ("right", "hang", "wrong", "dies", "refused")]
+    names = [f"{arguments['family']}: {x}" for x in os.environ["KINDS"].split()]
     write({"steps": names})
     once = "only" in arguments
     for name in names[int(arguments.get("first", 0)):]:
         if once and name != arguments["only"]:
             continue
         write({"running": name})
-        kind = name.split()[1]
+        kind = name.split()[1].partition("#")[0]
         if kind == "hang":
             time.sleep(30)
+        if kind == "loses":
+            write({"step": name, "outcome": "error", "place": "CUDA_ERROR_ILLEGAL_ADDRESS"})
+            sys.exit(75)
         if kind == "dies":
             print("an illegal address", file=sys.stderr, flush=True)
             os.abort()
@@ -43,6 +46,7 @@ FAKE = """
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(contact.shutil, "which", lambda name: None)
+    monkeypatch.setenv("KINDS", "right hang wrong dies refused")
     program = tmp_path / "fake.py"
     program.write_text(textwrap.dedent(FAKE))
 
@@ -85,10 +89,64 @@ def test_what_the_time_does_not_allow_is_skipped(fake, monkeypatch):
     assert [row["outcome"] for row in rows] == ["ok", *["skipped"] * 4]
 
 
+def test_after_an_error_that_a_gpu_does_not_survive_another_process_goes_on(fake, monkeypatch):
+    monkeypatch.setattr(contact, "SHARES", [("pallas", "forward", 1.0)])
+    monkeypatch.setenv("KINDS", "right loses wrong")
+    run = fake(again=0.0, timeout=5.0)
+    run.machine()
+    rows = run.run("gpu")
+    assert [row["outcome"] for row in rows] == ["ok", "error", "wrong"]
+    names = [json.loads(text).get("running") for text in run.log.read_text().splitlines()]
+    assert [x for x in names if x] == ["forward: right", "forward: loses", "forward: wrong"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "place", "count"),
+    [
+        ("hang#1 hang#2 right", "2 steps hung", 2),
+        ("dies#1 dies#2 dies#3 dies#4 right", "4 processes were lost", 4),
+    ],
+)
+def test_an_implementation_ends_after_enough_losses(fake, monkeypatch, capsys, kinds, place, count):
+    shares = [("pallas", "forward", 0.5), ("pallas", "backward", 0.8), ("xla", "backward", 1.0)]
+    monkeypatch.setattr(contact, "SHARES", shares)
+    monkeypatch.setenv("KINDS", kinds)
+    run = fake(again=0.0)
+    run.machine()
+    rows = run.run("gpu")
+    outcomes = [(row["implementation"], row["outcome"], row.get("place")) for row in rows]
+    of_pallas = [x for x in outcomes if x[0] == "pallas"]
+    assert len(of_pallas) == count + 1 and of_pallas[-1] == ("pallas", "skipped", place)
+    assert sum(x[0] == "xla" for x in outcomes) == count + 1
+    assert f"pallas backward: left out, {place}" in capsys.readouterr().out
+
+
+def test_no_seconds_run_no_steps(fake):
+    assert fake(seconds=0.0).run("gpu") == []
+
+
 def test_a_device_that_does_not_start_is_an_error(fake, tmp_path):
     (tmp_path / "fake.py").write_text("import time; time.sleep(30)")
     with pytest.raises(contact.ExperimentError, match=r"does not start: .*no end within"):
         fake().machine()
+
+
+def test_a_process_ends_when_its_chip_no_longer_answers(tmp_path, monkeypatch):
+    from posenc_jax.prove import steps, verdicts
+
+    def illegal():
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    chosen = [steps.Step(x, "forward", "none", "bfloat16", 64, illegal) for x in ("first", "next")]
+    monkeypatch.setattr(steps, "steps", lambda *_, **__: chosen)
+    monkeypatch.setattr(verdicts, "answers", lambda: False)
+    monkeypatch.setattr(contact.os, "_exit", sys.exit)
+    log = tmp_path / "log"
+    with pytest.raises(SystemExit) as ended:
+        contact.main([f"--log={log}", "--implementation=pallas", "--family=forward"])
+    assert ended.value.code == contact.LOST
+    rows = [json.loads(text) for text in log.read_text().splitlines()]
+    assert [row["step"] for row in rows if "outcome" in row] == ["first"]
 
 
 def test_a_process_writes_before_and_after_each_step(tmp_path, monkeypatch):
