@@ -21,6 +21,8 @@ _HARMLESS = {
     "layer_norm_position",
     "position_ids",
     "max_trained_positions",  # Nomic's, beside max_position_embeddings.
+    "temperature",  # Of sampling.
+    "indexer_rope_interleave",  # Of the indexer that chooses keys: GLM 5's.
     "mlp_layer_types",
     "mtp_layer_types",
 }
@@ -31,6 +33,7 @@ _HARMLESS_VALUES = {
     "rotary_pct": (1.0,),  # Cohere 2's.
     "use_mrope": (False,),  # Qwen 2.5's.
     "use_rotary_pos_emb": (True,),  # Hunyuan's.
+    "rope_interleaved": (False,),  # SmolLM 2's.
     "offset_alibi": (100,),  # BLOOM's.
     "static_position_embeddings": (True,),  # Marian's and Pegasus'.
     "rotary_emb_fraction": (1.0,),  # Nomic's.

@@ -242,6 +242,8 @@ class Latent:
         if interleave is None:
             # DeepSeek-V3.2 has no such key; null is false.
             interleave = config.get("rope_interleave", "rope_interleave" not in config.defaults)
+        else:
+            config.only("rope_interleave", interleave)
         layout = "half"
         if interleave:
             layout = "interleaved" if self.in_place else "interleaved_to_half"

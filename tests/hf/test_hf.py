@@ -50,7 +50,7 @@ def test_model_type_decides_what_the_config_leaves_out():
 
 
 def test_released_configs_with_keys_that_transformers_does_not_read():
-    """Position keys of config.json of six releases; a value that would mean more is refused."""
+    """Position keys of config.json of releases; a value that would mean more is refused."""
     gemma_2_9b = {"model_type": "gemma2", "head_dim": 256, "num_hidden_layers": 42}
     gemma_2_9b |= {"sliding_window": 4096, "sliding_window_size": 4096}
     assert [layer.window for layer in pe.from_hf(gemma_2_9b)] == [4096, None] * 21
@@ -77,7 +77,18 @@ def test_released_configs_with_keys_that_transformers_does_not_read():
     hunyuan_7b = {"model_type": "hunyuan_v1_dense", "head_dim": 128, "num_hidden_layers": 32}
     hunyuan_7b |= {"rope_theta": 10000.0, "use_rotary_pos_emb": True}
     assert pe.scheme_from_hf(hunyuan_7b) == pe.RoPE(head_dim=128)
+    smollm_2 = {"model_type": "llama", "hidden_size": 576, "num_attention_heads": 9}
+    smollm_2 |= {"num_hidden_layers": 30, "rope_theta": 100000, "rope_interleaved": False}
+    smollm_2 |= {"temperature": 1.0}
+    assert pe.scheme_from_hf(smollm_2) == pe.RoPE(head_dim=64, theta=1e5)
+    glm_5 = {"model_type": "glm_moe_dsa", "qk_nope_head_dim": 192, "qk_rope_head_dim": 64}
+    glm_5 |= {"num_hidden_layers": 78, "rope_interleave": True, "indexer_rope_interleave": True}
+    glm_5 |= {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}}
+    rope = pe.RoPE(head_dim=256, theta=1e6, layout="interleaved_to_half", rotary_start=192)
+    assert pe.scheme_from_hf(glm_5) == rope
     refused = [
+        (smollm_2 | {"rope_interleaved": True}, "rope_interleaved"),
+        (glm_5 | {"rope_interleave": False}, "rope_interleave=False"),
         (gemma_2_9b | {"sliding_window_size": 2048}, "sliding_window_size=2048"),
         (scout | {"attn_temperature_tuning": -1}, "true, false or an integer from 0"),
         (bloom_560m | {"offset_alibi": 7}, "offset_alibi"),
