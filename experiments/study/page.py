@@ -386,8 +386,8 @@ def _spread(rows: Mapping[str, Row]) -> Iterator[str]:
             )
     if words:
         yield (
-            f"Settings whose reported seeds have a standard deviation above {limit:g}, although "
-            f"those that chose did not: {'; '.join(words)}."
+            f"The reported seeds of some settings have a standard deviation above {limit:g}, with "
+            f"which these would not have been chosen: {'; '.join(words)}."
         )
         yield ""
 

@@ -241,7 +241,8 @@ TYPES |= alike("codegen gptj", multi_head(_gptj, NONE))
 
 def _gemma2(config: TrackedConfig) -> Layers:
     """Reads a window in every second layer, which releases also name `sliding_window_size`."""
-    config.ignore("sliding_window_size")
+    size, window = config.explicit("sliding_window_size"), config.get("sliding_window")
+    config.check(size in (None, window), f"sliding_window_size={size} and a window of {window}")
     return windowed(every(2))(config)
 
 

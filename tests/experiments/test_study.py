@@ -314,7 +314,7 @@ def test_settings_that_are_unstable_by_the_reported_seeds_are_named(call):
     apart = {"rope": 0.3, "none": 0.1}
     call.measured = lambda run: measured(run) + apart.get(run.scheme, 0.0) * (run.seed == 1)
     assert call("--run")[0] == 0
-    assert "although those that chose did not: rope (0.90, 1.20)." in call.page()
+    assert "which these would not have been chosen: rope (0.90, 1.20)." in call.page()
 
 
 def test_compute_gains(timed, monkeypatch, tmp_path):
