@@ -115,6 +115,7 @@ class ArrayField(Slopes):
     factors: jax.Array = dataclasses.field(default_factory=lambda: jnp.ones(6))
 
 
+@dataclasses.dataclass(frozen=True)
 class OwnInit(Slopes):
     def __init__(self, n):
         object.__setattr__(self, "num_heads", n)

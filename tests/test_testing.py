@@ -115,12 +115,6 @@ class ByIdentity(Rotary):
     __hash__ = object.__hash__
 
 
-class Undecorated(Rotary):
-    """A setting that is no field, for lack of a decorator."""
-
-    temperature: float = 2.0
-
-
 @dataclasses.dataclass(frozen=True)
 class Misnamed(pe.T5):
     """The words of the axes of a parameter in another order."""
@@ -157,7 +151,6 @@ BROKEN = {
     "another source of randomness": (Unseeded(6), "parameters_are_deterministic_and_float32"),
     "axes in another order": (Misnamed(6), "declared_axes_have_their_sizes"),
     "function made anew": (Remade(8), "second_eager_call_does_not_compile"),
-    "not decorated": (Undecorated(8), "hashable_and_equal_by_value"),
     "equal by identity": (ByIdentity(8), "hashable_and_equal_by_value"),
 }
 

@@ -1,16 +1,19 @@
 """Schemes and rules written by a user, of ten to twenty lines, that use rarer hooks."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from oracle import softmax_attention
 from support import BATCH, LENGTH, SIZES, close, decode, empty_cache, make_batch, output
 
 import posenc_jax as pe
 from posenc_jax import testing
+from posenc_jax.nnx import Attention
 
 
 def gate_difference(shared, head, row, col, q, k):
@@ -138,3 +141,207 @@ def test_a_scheme_that_merges_several_attentions(tokens):
 
 def positions_in_pairs(positions):
     return positions // 2
+
+
+class Undecorated(pe.NoPE):
+    """A setting that is no field, for lack of a decorator."""
+
+    temperature: float = 2.0
+
+
+class LikeTorch(pe.Scheme):
+    """Settings of an `__init__`, which neither equality nor a hash would see."""
+
+    def __init__(self, strength):
+        object.__setattr__(self, "strength", strength)
+
+
+class Renamed(pe.NoPE):
+    """A subclass without settings of its own needs no decorator."""
+
+    name: ClassVar[str] = "renamed"
+
+
+def test_settings_that_would_not_be_compared_are_refused():
+    for make in (Undecorated, lambda: LikeTorch(2.0)):
+        with pytest.raises(
+            TypeError, match=r"must be a dataclass.*put @dataclasses.dataclass\(froz"
+        ):
+            make()
+    assert Renamed() == Renamed()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerPair(pe.Rule):
+    """`added_logits` alone, without `lower`."""
+
+    slopes: jax.Array
+
+    def on(self, transform):
+        return self
+
+    def added_logits(self, q_features, k_features, q, k):
+        distances = jnp.abs(q[:, None] - k[None]).astype(jnp.float32)
+        return -self.slopes[:, None, None] * distances[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unregistered(pe.Rule):
+    def on(self, transform):
+        return self
+
+
+def test_a_rule_without_tiles_is_not_dropped():
+    """Beside float64 logits in NumPy, at a length for which tiles are the default."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 40, 2, 8)).astype(np.float32)
+    rule = PerPair(jnp.array([0.5, 0.1]))
+    distances = np.abs(np.arange(40)[:, None] - np.arange(40))
+    logits = np.einsum("btnh,bsnh->bnts", q, k, dtype=np.float64) / 8**0.5
+    logits -= np.array([0.5, 0.1])[:, None, None] * distances
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bnts,bsnh->btnh", weights, v)
+    np.testing.assert_allclose(pe.attention(q, k, v, rules=rule), expected, atol=1e-5)
+    with pytest.raises(NotImplementedError, match=r'PerPair defines no `lower`.*"dense"'):
+        pe.attention(q, k, v, rules=rule, implementation="xla")
+    with pytest.raises(TypeError, match=r"Unregistered must be a pytree: put @jax.tree_util.regis"):
+        pe.attention(q, k, v, rules=Unregistered())
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_buckets_outside_of_a_table_are_the_nearest(relative):
+    """Buckets -3 to 9 of a table of 6, as with those of a function that clips."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (jax.random.normal(key, (1, 40, 2, 8)) for key in keys[:3])
+    table = jax.random.normal(keys[3], (2, 6, 8))
+
+    def bucket(i, j):
+        return jnp.clip(i - j, -3, 9)
+
+    def clipped(i, j):
+        return jnp.clip(i - j, 0, 5)
+
+    expected = pe.attention(q, k, v, rules=pe.ValueBias(clipped, table), implementation="reference")
+    for implementation in ("reference", "dense", "xla"):
+        rule = pe.ValueBias(bucket, table, relative=relative)
+        out = pe.attention(q, k, v, rules=rule, implementation=implementation)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wider(pe.Scheme):
+    """Appends zeros to q and k, which change no product."""
+
+    def query(self, params, q, coordinates, features=None, tables=None):
+        return jnp.pad(q, ((0, 0),) * 3 + ((0, 24),))
+
+    key = query
+
+
+def test_the_factor_on_products_is_that_of_the_projections():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 8))
+    out, expected = (pe.scheme_attention(s, {}, q, k, v)[0] for s in (Wider(), pe.NoPE()))
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+def penalty(shared, head, q, k):
+    return -head * jnp.abs(q - k).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Values(pe.Scheme):
+    """A `ValueBias` that `acts` does not tell of."""
+
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.ValueBias(lambda i, j: jnp.clip(i - j, 0, 3), jnp.ones((2, 4, 8)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums(pe.Scheme):
+    """A state that mixes rows, and features of `x`."""
+
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
+        total = x.astype(jnp.float32).sum()
+        return None, None, total if state is None else state + total
+
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(penalty, heads=jnp.ones(2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Attends(pe.Scheme):
+    def attend(self, params, q, k, v, i, j, f, g, attention):
+        return attention.replace(return_lse=True)(q, k, v)
+
+
+@dataclasses.dataclass(frozen=True)
+class PythonFloat(pe.Scheme):
+    num_heads: int
+
+    def init(self, key):
+        return {"strength": 0.3}
+
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(penalty, heads=params["strength"] * jnp.ones(self.num_heads))
+
+
+def test_mistakes_of_hooks_are_named():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 8))
+    with pytest.raises(
+        TypeError, match=r"Values.rules .* set acts = pe.Acts.LOGITS \| pe.Acts.VAL"
+    ):
+        pe.scheme_attention(Values(), {}, q, k, v)
+    with pytest.raises(TypeError, match=r"Values.rules .* set acts"):
+        pe.scheme_attention(pe.chain(pe.NoPE(), Values()), ({}, {}), q, k, v)
+    with pytest.raises(TypeError, match=r"Attends.attend must return an array, got tuple"):
+        pe.scheme_attention(Attends(), {}, q, k, v)
+    with pytest.raises(AttributeError) as raised:
+        pe.scheme_attention(Sums(), {}, q, k, v)
+    assert "x is None in Sums.features" in raised.value.__notes__[0]
+    with pytest.raises(ValueError, match=r"state of Sums must be \[B, ...\] with B = 3, got \(\)"):
+        pe.new_cache(Sums(), 3, 8, num_heads=2, num_kv_heads=2, head_dim=8, model_dim=16)
+    layer = Attention(16, 2, position=PythonFloat(2), rngs=nnx.Rngs(0))
+    assert layer(jnp.ones((1, 3, 16))).shape == (1, 3, 16)
+
+
+def test_a_parameter_that_a_rule_closes_over_is_named():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 8))
+
+    def loss(strength):
+        rule = pe.LogitBias(
+            lambda shared, head, i, j: -strength * jnp.abs(i - j).astype(jnp.float32)
+        )
+        return pe.attention(q, k, v, rules=rule, implementation="xla").sum()
+
+    with pytest.raises(TypeError, match=r"reads `strength`, an array; give it as heads= or shared"):
+        jax.grad(loss)(jnp.float32(1.0))
+
+    @dataclasses.dataclass(frozen=True)
+    class Function:
+        weight: jax.Array
+
+        def __call__(self, shared, head, i, j):
+            return self.weight * jnp.abs(i - j).astype(jnp.float32)
+
+    with pytest.raises(TypeError, match=r"LogitBias.rule must be hashable, got Function, which"):
+        pe.attention(q, k, v, rules=pe.LogitBias(Function(jnp.float32(1.0))))
+
+
+def test_a_function_of_main_is_compared_by_what_it_reads():
+    """As in a notebook, where a cell is run again with another helper and another number."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 8))
+    names = {"__name__": "__main__", "jnp": jnp, "strength": 1.0}
+    source = (
+        "def rule(shared, head, q, k): return -strength * decay(abs(q - k).astype(jnp.float32))"
+    )
+    exec("def decay(d): return 1.0 * d", names)
+    exec(source, names)
+    first = pe.attention(q, k, v, rules=pe.LogitBias(names["rule"]))
+    exec("def decay(d): return 100.0 * d", names)
+    second = pe.attention(q, k, v, rules=pe.LogitBias(names["rule"]))
+    names["strength"] = 0.0
+    third = pe.attention(q, k, v, rules=pe.LogitBias(names["rule"]))
+    plain = pe.attention(q, k, v)
+    assert abs(first - second).max() > 0.1
+    np.testing.assert_allclose(third, plain, atol=1e-6)

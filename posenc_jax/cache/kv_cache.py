@@ -139,6 +139,14 @@ class KVCache:
             spec = sharded_axes(x)
             return zeros((batch, max_rewind, *x.shape[1:]), x.dtype, (*spec[:1], None, *spec[1:]))
 
+        for name, tree, axes in (("state", state, 1), ("k_features", k_features, 2)):
+            for x in jax.tree.leaves(tree):
+                shape = "[B, ...]" if axes == 1 else "[B, S, ...]"
+                require(
+                    x.ndim >= axes and x.shape[0] == batch,
+                    f"KVCache: {name} of {type(scheme).__name__} must be {shape} with B = {batch}, "
+                    f"got {x.shape}.",
+                )
         return cls(
             k=slots(k),
             v=slots(v),
@@ -211,6 +219,13 @@ class KVCache:
         check("v", v, *self.v.shape[2:])
         jax.tree.map(
             lambda old, x: check("k_features", x, *old.shape[2:]), self.k_features, k_features
+        )
+        jax.tree.map(
+            lambda old, x: require(
+                x.shape == old.shape,
+                f"KVCache: state must be {old.shape} for this cache, got {x.shape}.",
+            ),
+            *(self.state, state),
         )
         tokens = segment_ids >= 0
         added = tokens.sum(1, dtype=jnp.int32)

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
-from posenc_jax.engine.functions import with_functions_by_value
+from posenc_jax.engine.functions import static_functions, varying, with_functions_by_value
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.kernels import placement_is_known
 from posenc_jax.engine.mask import Window, window_sides
@@ -226,12 +226,27 @@ def run(
       NotImplementedError: if the implementation does not support the problem.
     """
     if implementation is None:
-        return _run(choose(problem, _platform(problem.q)), problem)
-    chosen = find(implementation)
-    reason = chosen.supports(problem)
-    if reason is not None:
-        raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
-    return _run(chosen, problem)
+        chosen = choose(problem, _platform(problem.q))
+    else:
+        chosen = find(implementation)
+        reason = chosen.supports(problem)
+        if reason is not None:
+            raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
+    try:
+        return _run(chosen, problem)
+    except Exception as error:
+        if type(error).__name__ == "CustomVJPException" and (reads := _read_by_rules(problem)):
+            raise TypeError(f"attention: {reads}; give it as heads= or shared=.") from error
+        raise
+
+
+def _read_by_rules(problem: Problem) -> str:
+    """Returns which function of a rule reads a variable that is no constant, in words."""
+    for rule in problem.rules:
+        for field, function in static_functions(rule).items():
+            if name := varying(function):
+                return f"{type(rule).__name__}.{field} reads {name}"
+    return ""
 
 
 def _platform(q: jax.Array) -> str:
@@ -413,6 +428,7 @@ def _dtype(name: str, x) -> Any:
 def _check_rules(rules: tuple) -> None:
     for rule in rules:
         if isinstance(rule, Rule):
+            _check_static(rule)
             continue
         if hasattr(rule, "shape"):
             raise TypeError(
@@ -428,7 +444,26 @@ def _check_rules(rules: tuple) -> None:
         ("adds_values", "adds to the values"),
     ):
         matches = [rule for rule in rules if getattr(rule, trait)]
-        require(len(matches) < 2, f"attention: more than one rule {effect}: {matches}.")
+        names = [type(rule).__name__ for rule in matches]
+        require(len(matches) < 2, f"attention: more than one rule {effect}: {', '.join(names)}.")
+
+
+def _check_static(rule: Rule) -> None:
+    """Raises `TypeError` for a rule whose arrays JAX would not see."""
+    name = type(rule).__name__
+    if jax.tree_util.all_leaves([rule]):
+        raise TypeError(
+            f"attention: {name} must be a pytree: put @jax.tree_util.register_dataclass and "
+            "@dataclasses.dataclass(frozen=True) above it."
+        )
+    for field, function in static_functions(rule).items():
+        try:
+            hash(function)
+        except TypeError:
+            raise TypeError(
+                f"attention: {name}.{field} must be hashable, got {type(function).__name__}, which "
+                "holds an array or a list; give arrays as heads= or shared=."
+            ) from None
 
 
 def _check_mask(mask, shape: tuple[int, int, int, int]) -> None:

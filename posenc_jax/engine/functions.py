@@ -10,7 +10,7 @@ Constants are numbers, strings, types, modules, functions, and tuples and frozen
 these, in closures, in defaults and in globals that the code names. Numbers of different types
 differ: 1 is not 1.0. A function that reads anything else, such as an array, a list or a dict, whose
 content may change, is compared by identity. Named functions, types and modules are taken to stay as
-they are, as under `jax.jit`.
+they are, as under `jax.jit`, but for functions of `__main__`: cells of a notebook define them anew.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def by_value(function: Callable) -> Callable:
     Constants are read now, and variables of a closure can be assigned later: call it right before
     the function is traced.
     """
-    if not _is_remade(function):
+    if not (_is_remade(function) or _is_of_main(function)):
         return function
     try:
         return _ByValue(function, _constants(function, "", ()))
@@ -109,6 +109,10 @@ def _is_local(value: Any) -> bool:
     return isinstance(value, types.FunctionType) and "<locals>" in value.__qualname__
 
 
+def _is_of_main(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and value.__module__ == "__main__"
+
+
 def _is_frozen(value: Any) -> bool:
     cls = type(value)
     return dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
@@ -146,7 +150,7 @@ def _constants(value: Any, name: str, within: tuple[int, ...]) -> Any:
         return kind, _constants(parts, name, within)
     if kind is types.MethodType:
         return kind, _constants((value.__func__, value.__self__), name or "self", within)
-    if _is_local(value):
+    if _is_local(value) or _is_of_main(value):
         return _of_function(value, name, within)
     if _is_unchanging(value):
         return kind, _Same(value)

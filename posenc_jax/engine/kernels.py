@@ -23,6 +23,7 @@ from posenc_jax.engine.problem import (
     lse_and_delta,
     vary_over,
     with_sinks,
+    without_tiles,
     zero_where,
 )
 from posenc_jax.engine.terms import AllPairsTerm, DotTerm
@@ -189,7 +190,7 @@ class Kernels(ShardMapped):
             return 'rules on whole rows of logits need implementation="xla"'
         if any(rule.adds_values for rule in problem.rules):
             return 'rules that add to values need implementation="xla"'
-        return super().supports(problem)
+        return without_tiles(problem) or super().supports(problem)
 
 
 def mesh_of(problem: Problem) -> Any:

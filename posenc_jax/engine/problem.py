@@ -221,6 +221,13 @@ class Problem:
         return self.with_tokens("k", keys | {"features": features})
 
 
+def without_tiles(problem: Problem) -> str | None:
+    """Returns why tiles cannot evaluate a rule of a problem, in words; None if they can."""
+    names = (type(rule).__name__ for rule in problem.rules if not rule.has_tiles)
+    name = next(names, None)
+    return name and f'{name} defines no `lower`, so it needs implementation="dense"'
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation(abc.ABC):
     """One way to compute attention. Fields are its settings, such as block sizes.

@@ -153,6 +153,11 @@ class Rule(abc.ABC):
         """Returns the rule as a backend evaluates it; empty for a rule on whole rows."""
         return Lowering()
 
+    @property
+    def has_tiles(self) -> bool:
+        """Whether tiles can evaluate the rule: a subclass may define `added_logits` alone."""
+        return self.whole_rows or type(self).lower is not Rule.lower
+
     def expanded(self) -> Self:
         """Returns a rule on whole rows after its `expand` of `k_features`, if it has one."""
         return self
@@ -828,6 +833,17 @@ class LogitsTransform(_FeatureRule):
         return over_q(self.shared, self.heads, q_features, k_features, logits, seen, q, k)
 
 
+@dataclasses.dataclass(frozen=True)
+class _InTable:
+    """A bucket function whose buckets are those of a table."""
+
+    bucket: Callable
+    size: int
+
+    def __call__(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.clip(self.bucket(q, k), 0, self.size - 1)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ValueBias(Rule):
@@ -837,7 +853,8 @@ class ValueBias(Rule):
     probability mass that falls into each bucket.
 
     Attributes:
-      bucket: `bucket(q, k) -> int32 scalar` in [0, R), for one query and one key.
+      bucket: `bucket(q, k) -> int32 scalar` in [0, R), for one query and one key; those beyond
+        are taken for the nearest bucket.
       table: [N, R, V].
       relative, bounds: as for `LogitBias`.
     """
@@ -848,6 +865,10 @@ class ValueBias(Rule):
     bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
 
     adds_values = True
+
+    @property
+    def _nearest(self) -> "_InTable":
+        return _InTable(self.bucket, self.table.shape[1])
 
     def on(self, transform):
         bucket = _OnCoordinates(self.bucket, transform)
@@ -872,15 +893,16 @@ class ValueBias(Rule):
         if self.relative:
             span = context.table_range(self.bounds, by_slot=context.contiguous, drop_high=True)
         if span is None:
-            return Lowering(values=ValueTable(table, None, self.bucket))
+            return Lowering(values=ValueTable(table, None, self._nearest))
         distances = jnp.arange(span.low, span.high + 1, dtype=jnp.int32)
-        buckets = jax.vmap(self.bucket, (0, None))(distances, jnp.int32(0))
+        buckets = jax.vmap(self._nearest, (0, None))(distances, jnp.int32(0))
         table = jnp.take(table, buckets, axis=1, mode="clip")
         far = table[:, -1]
-        return Lowering(values=ValueTable(table - far[:, None], span, self.bucket), far_value=far)
+        values = ValueTable(table - far[:, None], span, self._nearest)
+        return Lowering(values=values, far_value=far)
 
     def added_values(self, weights, q, k):
-        buckets = jax.vmap(jax.vmap(self.bucket, (None, 0)), (0, None))(q, k)
+        buckets = jax.vmap(jax.vmap(self._nearest, (None, 0)), (0, None))(q, k)
         one_hot = jax.nn.one_hot(buckets, self.table.shape[1], dtype=jnp.float32)
         mass = jnp.einsum("nts,tsr->tnr", weights, one_hot, precision="highest")
         return jnp.einsum("tnr,nrv->tnv", mass, self.table, precision="highest")

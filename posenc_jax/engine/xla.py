@@ -48,6 +48,7 @@ from posenc_jax.engine.problem import (
     repeat_heads,
     vary_over,
     with_sinks,
+    without_tiles,
 )
 from posenc_jax.engine.terms import (
     STATIC,
@@ -86,6 +87,9 @@ class XLA(Implementation):
     pairs_at_once: int = 2**15
     row_block: int = 2**20
     name = "xla"
+
+    def supports(self, problem: Problem) -> str | None:
+        return without_tiles(problem)
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         p = vary_over(problem)

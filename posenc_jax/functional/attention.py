@@ -211,7 +211,7 @@ def self_attention(
     shape = tokens.q.shape[:2]
     default = call.q_positions is None and call.q_coordinates is None and cache is None
     if call.scale is None:
-        call = call.replace(scale=scheme.logit_scale(tokens.q.shape[-1]))
+        call = call.replace(scale=pipeline.scale(tokens.q.shape[-1]))
     if call.q_segment_ids is not None:
         segment_ids = token_integers(caller, call.q_segment_ids, shape, "segment_ids")
         call = call.replace(q_segment_ids=segment_ids)

@@ -140,7 +140,7 @@ def cross_attention(
         k_coordinates=k_coordinates if scheme.acts_in_attention else None,
     )
     if call.scale is None:
-        call = call.replace(scale=scheme.logit_scale(q.shape[-1]))
+        call = call.replace(scale=pipeline.scale(q.shape[-1]))
     return pipeline.attend(queries, keys, call)
 
 

@@ -71,7 +71,15 @@ class Pipeline:
         q, k, v, mixed = _results(
             scheme, "mix", "(q, k, v, state)", scheme.mix(params, q, k, v, ids, mixed)
         )
-        features = scheme.features(params, x, q, k, tokens.coordinates, ids, state)
+        try:
+            features = scheme.features(params, x, q, k, tokens.coordinates, ids, state)
+        except Exception as error:
+            if x is None:
+                error.add_note(
+                    f"x is None in {type(scheme).__name__}.features: give x=, and new_cache its "
+                    "model_dim=; a scheme that reads x sets traits = pe.Traits(reads_x=True)."
+                )
+            raise
         q_features, k_features, state = _results(
             scheme, "features", "(q_features, k_features, state)", features
         )
@@ -83,6 +91,11 @@ class Pipeline:
             k_features=k_features,
             state=None if mixed is None and state is None else (mixed, state),
         )
+
+    def scale(self, head_dim: int) -> float:
+        """Returns the factor on q . k by default, for q as projected."""
+        scale = self.scheme.logit_scale(head_dim)
+        return head_dim**-0.5 if scale is None else scale
 
     def query(self, tokens: Projections) -> jax.Array:
         """Returns q with positions encoded, normalised."""
@@ -100,7 +113,13 @@ class Pipeline:
 
     def _call(self, hook: Any, tokens: Projections, x: jax.Array, features: Any) -> jax.Array:
         out = hook(self.params, x, tokens.coordinates, features, tokens.tables)
-        return an_array(self.scheme, hook.__name__, out)
+        out = an_array(self.scheme, hook.__name__, out)
+        if out.shape[:2] != x.shape[:2]:
+            raise ValueError(
+                f"{type(self.scheme).__name__}.{hook.__name__} must return [B, T, ...] = "
+                f"{x.shape[:2]}, got {out.shape}."
+            )
+        return out
 
     def encode(self, tokens: Projections) -> Projections:
         """Calls `query`, `key` and `value`."""
@@ -129,6 +148,7 @@ class Pipeline:
         arrays = queries.q, keys.k, keys.v, queries.coordinates, keys.coordinates
         features = queries.q_features, keys.k_features
         out = self.scheme.attend(self.params, *arrays, *features, call)
+        out = an_array(self.scheme, "attend", out)
         return self._call(self.scheme.output, queries, out, queries.q_features)
 
 

@@ -116,7 +116,7 @@ def attention_fn(
         k_positions=k_slots,
         contiguous=length == keys and input_positions is None,
         is_causal=is_causal,
-        scale=scheme.logit_scale(query.shape[-1]),
+        scale=pipeline.scale(query.shape[-1]),
         dropout_rate=dropout_rate if drop else 0.0,
         dropout_key=dropout_rng if drop else None,
     )

@@ -370,10 +370,13 @@ def sinks_of(param: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def new_params(scheme: Scheme, key: jax.Array) -> Params:
-    """Returns `scheme.init(key)` in float32, also with 64-bit types enabled."""
-    return jax.tree.map(
-        lambda a: a.astype(jnp.float32) if a.dtype == jnp.float64 else a, scheme.init(key)
-    )
+    """Returns `scheme.init(key)` as arrays, in float32 also with 64-bit types enabled."""
+
+    def array(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return x.astype(jnp.float32 if x.dtype == jnp.float64 else x.dtype)
+
+    return jax.tree.map(array, scheme.init(key))
 
 
 def zeros_are_empty(cache: KVCache) -> KVCache:

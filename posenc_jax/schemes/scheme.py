@@ -21,6 +21,7 @@ or float32, [B, T], or [A, B, T] for a scheme of A axes. They default to the pos
 import dataclasses
 import difflib
 import enum
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -118,6 +119,17 @@ class Scheme:
 
     name: ClassVar[str] = ""
     """Name in configs and tables; empty for a scheme that is not exported."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuses a subclass whose settings would not be compared: all would be equal."""
+        annotations = inspect.get_annotations(cls).items()
+        settings = [name for name, kind in annotations if "ClassVar" not in str(kind)]
+        if "__dataclass_fields__" not in vars(cls) and ("__init__" in vars(cls) or settings):
+            raise TypeError(
+                f"{cls.__name__} must be a dataclass, whose fields are its settings: put "
+                "@dataclasses.dataclass(frozen=True) above it, without an __init__ of its own."
+            )
+        return object.__new__(cls)
 
     @property
     def traits(self) -> Traits:
@@ -309,13 +321,34 @@ class Scheme:
                 f"{type(self).__name__}.rules must return a rule or a tuple of rules, got None (is "
                 "`return` missing?)."
             )
+        self.check_declared(rules)
         return attention(q, k, v, rules)
+
+    def check_declared(self, rules: Any) -> None:
+        """Raises `TypeError` for a kind of rule of which `acts` or `traits` do not tell.
+
+        Chains and caches rely on them.
+        """
+        name = type(self).__name__
+        for rule in rules if isinstance(rules, tuple | list) else (rules,):
+            kind = type(rule).__name__
+            if getattr(rule, "adds_values", False) and Acts.VALUES not in self.acts:
+                raise TypeError(
+                    f"{name}.rules returned a {kind}, which adds to the values: set "
+                    "acts = pe.Acts.LOGITS | pe.Acts.VALUES."
+                )
+            if getattr(rule, "whole_rows", False) and not self.traits.transforms_rows:
+                raise TypeError(
+                    f"{name}.rules returned a {kind}, which transforms rows of logits: set "
+                    "traits = pe.Traits(transforms_rows=True)."
+                )
 
     def logit_scale(self, head_dim: int) -> float | None:
         """Returns the factor on q . k that the scheme was published with.
 
-        None: the scheme works with any. The default is 1/sqrt(H) for schemes that add to
-        the logits, and None for the others.
+        None: the scheme works with any, and 1/sqrt(H) is used. The default is 1/sqrt(H) for
+        schemes that add to the logits, and None for the others. H is that of the projections,
+        also where `query` and `key` append dimensions.
         """
         return head_dim**-0.5 if Acts.LOGITS in self.acts else None
 

@@ -116,8 +116,12 @@ class _Chain(Scheme):
         return out
 
     def rules(self, params, q_features=None, k_features=None) -> tuple[Rule, ...]:
-        parts = self._each(params, q_features, k_features)
-        return tuple(rule for s, p, q, k in parts for rule in as_tuple(s.rules(p, q, k)))
+        rules: list[Rule] = []
+        for s, p, q, k in self._each(params, q_features, k_features):
+            of_scheme = s.rules(p, q, k)
+            s.check_declared(of_scheme)
+            rules += as_tuple(of_scheme)
+        return tuple(rules)
 
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention

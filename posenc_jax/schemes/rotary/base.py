@@ -93,8 +93,13 @@ class Rotary(Scheme, abc.ABC):
         self._check_layout()
         _ = self.base_frequencies  # Raises for an invalid theta, size or scaling.
 
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return self.name or type(self).__name__
+
     def _check_layout(self) -> None:
-        check_layout(self.name, self.layout)
+        check_layout(self.label, self.layout)
 
     @property
     def traits(self):
@@ -103,7 +108,7 @@ class Rotary(Scheme, abc.ABC):
     @property
     def num_rotated(self) -> int:
         """The number d of dimensions that are rotated."""
-        return rotary_dims(self.name, self.head_dim, self.rotary_dim, self.rotary_start)
+        return rotary_dims(self.label, self.head_dim, self.rotary_dim, self.rotary_start)
 
     @property
     def base_frequencies(self) -> np.ndarray:
@@ -126,7 +131,7 @@ class Rotary(Scheme, abc.ABC):
 
     def tables(self, params: Params, coordinates: jax.Array) -> Any:
         axes = self.traits.num_axes
-        return self.finish(*self.cos_sin(params, check_coordinates(self.name, coordinates, axes)))
+        return self.finish(*self.cos_sin(params, check_coordinates(self.label, coordinates, axes)))
 
     def finish(self, cos: jax.Array, sin: jax.Array) -> Tables:
         """Returns tables times the attention factor, as `rotate` takes them."""
@@ -137,7 +142,7 @@ class Rotary(Scheme, abc.ABC):
 
     def rotate(self, x: jax.Array, tables: Tables) -> jax.Array:
         """Returns q or k [B, T, N, H] rotated by finished tables, in its own dtype."""
-        check_heads(self.name, x, self.head_dim, self.groups)
+        check_heads(self.label, x, self.head_dim, self.groups)
         return rotate_pairs(x, *tables, layout=self.layout, start=self.rotary_start)
 
     def query(self, params, q, coordinates, features=None, tables=None):
@@ -153,7 +158,7 @@ class Rotary(Scheme, abc.ABC):
           ValueError: for a scheme whose frequencies no map applies to, and for maps that the
             scheme does not accept.
         """
-        raise ValueError(f"{self.name}: no frequency map applies to this scheme, got {scaling!r}.")
+        raise ValueError(f"{self.label}: no frequency map applies to this scheme, got {scaling!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
